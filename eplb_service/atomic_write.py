@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-import tempfile
+import secrets
+import shutil
 from pathlib import Path
 
 
@@ -36,26 +37,18 @@ def write_atomically(path: Path, data: bytes) -> None:
         Where the disk refuses; nothing is left behind then.
     """
     target = path.resolve()
-    mode = target.stat().st_mode & 0o777 if target.exists() else 0o666 & ~_umask()
-    scratch = None
+    # Unlike the files of tempfile, one that is simply opened gets the mode that the process gives to new files.
+    scratch = target.with_name(f".{target.name}.{secrets.token_hex(8)}")
     try:
-        with tempfile.NamedTemporaryFile(dir=target.parent, prefix=f".{target.name}.", delete=False) as file:
-            scratch = Path(file.name)
+        with scratch.open("xb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-            os.fchmod(file.fileno(), mode)
+        if target.exists():
+            shutil.copymode(target, scratch)
         scratch.replace(target)
     except BaseException as error:
-        if scratch is not None:
-            scratch.unlink(missing_ok=True)
+        scratch.unlink(missing_ok=True)
         if isinstance(error, OSError):
             raise OutputError(f"{path}: cannot be written ({error.strerror})") from error
         raise
-
-
-def _umask() -> int:
-    # The only way to read it is to set it.
-    mask = os.umask(0o077)
-    os.umask(mask)
-    return mask

@@ -21,10 +21,6 @@ from worker_agent.moe.weights import ExpertWeights
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-class _CalibrationError(ValueError):
-    """A task that cannot be measured here; the message says why."""
-
-
 @dataclass(frozen=True)
 class _Task:
     """Measurement of an expert kernel: H, the width between its products, S, and tokens in each busy slot to try.
@@ -35,30 +31,11 @@ class _Task:
     hidden: int
     inter: int
     slots: int
-    tokens: tuple[int, ...]
+    tokens: list[int]
     dtype: str = "float32"
     device: str = "cpu"
     repeats: int = 7
     threads: int | None = None
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "tokens", tuple(self.tokens))
-        sizes = {"hidden": self.hidden, "inter": self.inter, "slots": self.slots, "repeats": self.repeats}
-        sizes |= {
-            "tokens": min(self.tokens, default=0),
-            "threads": 1 if self.threads is None else self.threads,
-        }
-        for name, size in sizes.items():
-            if size < 1:
-                raise _CalibrationError(f"{name} is {size}; it must be at least 1")
-        if self.dtype not in _DTYPES:
-            raise _CalibrationError(f"dtype is {self.dtype!r}; choose one of {', '.join(_DTYPES)}")
-        try:
-            torch.empty(1, device=self.device)
-        except (RuntimeError, AssertionError) as error:
-            raise _CalibrationError(
-                f"torch has no device {self.device!r} here ({' '.join(str(error).split())[:200]})"
-            ) from error
 
 
 def _measure(task: _Task) -> Iterator[dict[str, float]]:
@@ -66,6 +43,8 @@ def _measure(task: _Task) -> Iterator[dict[str, float]]:
 
     Calls of the whole grid take turns, so that what slows the machine for a while slows all cells alike.
     """
+    if task.dtype not in _DTYPES:
+        raise ValueError(f"dtype is {task.dtype!r}; choose one of {', '.join(_DTYPES)}")
     if task.threads is not None:
         torch.set_num_threads(task.threads)
     cells = [(busy, tokens) for busy in _busy_slots(task.slots) for tokens in task.tokens]
@@ -101,17 +80,14 @@ class _Call:
         self._weights, self._dtype = weights, dtype
         self._device = torch.device(task.device)
         self._experts = GroupedExperts(operators_for(self._device))
-        # One thread's own time is free of whatever else runs; of several threads, or a device, only a clock knows.
-        alone = self._device.type == "cpu" and torch.get_num_threads() == 1
-        self._clock = time.thread_time if alone else time.perf_counter
 
     def timed(self) -> float:
         """Microseconds of one call."""
         self._wait()
-        began = self._clock()
+        began = time.perf_counter()
         self._experts.run(self._batch, self._weights, self._dtype)
         self._wait()
-        return (self._clock() - began) * 1e6
+        return (time.perf_counter() - began) * 1e6
 
     def _wait(self) -> None:
         # Other devices than the CPU only queue what they are given.
@@ -132,8 +108,9 @@ def main() -> int:
         task = _Task(**json.loads(sys.argv[1]))
         for cell in _measure(task):
             print(json.dumps(cell), flush=True)
-    except (_CalibrationError, MemoryError, torch.OutOfMemoryError) as error:
-        print(error, file=sys.stderr)
+    except (ValueError, RuntimeError, AssertionError, MemoryError) as error:
+        # Such as a device that torch does not have here, or too little of its memory.
+        print(" ".join(str(error).split())[:300], file=sys.stderr)
         return 2
     return 0
 

@@ -16,7 +16,7 @@ from eplb_service.cli.trace_options import TRACE, ReadingOptions
 from eplb_service.cli.trace_record import record
 from eplb_service.heat.synthetic import KINDS, synthetic_heat
 from eplb_service.io.containers import check_fits_memory
-from eplb_service.io.copy_trace import Cut, check_trace_output, copy_trace
+from eplb_service.io.copy_trace import ALL, Bounds, check_trace_output, copy_trace
 from eplb_service.io.open_trace import naming, open_trace
 from eplb_service.io.trace import ArrayTrace, Trace, TraceFacts
 from eplb_service.io.trace_statistics import TraceStatistics, statistics
@@ -87,7 +87,7 @@ def stats(
 def convert(reading: ReadingOptions, path: Path = TRACE, out: Path = _OUT, json: bool = JSON) -> None:
     """Copy a trace into another format, step by step where that can be."""
     opened = open_trace(path, reading.reading())
-    _copy(opened, path, out, Cut(), json)
+    _copy(opened, path, out, json)
 
 
 @trace.command(cls=HelpCommand)
@@ -101,9 +101,9 @@ def slice(
     json: bool = JSON,
 ) -> None:
     """Copy some steps and layers of a trace."""
-    cut = Cut(*_bounds("--steps", steps), *_bounds("--layers", layers))
+    bounds = _bounds("--steps", steps), _bounds("--layers", layers)
     opened = open_trace(path, reading.reading())
-    _copy(opened, path, out, cut, json)
+    _copy(opened, path, out, json, *bounds)
 
 
 @trace.command(cls=HelpCommand)
@@ -126,22 +126,29 @@ def synth(
         one_of("--kind names", kind, KINDS), steps, layers, experts, tokens, top_k, seed
     )
     facts = TraceFacts(origin=f"synthetic, {kind}, seed {seed}", top_k=top_k)
-    _copy(ArrayTrace(heat_TLE, facts, np.full(steps, tokens, dtype=np.int64)), out, out, Cut(), json)
+    _copy(ArrayTrace(heat_TLE, facts, np.full(steps, tokens, dtype=np.int64)), out, out, json)
 
 
-def _copy(opened: Trace, path: Path, out: Path, cut: Cut, json: bool) -> None:
+def _copy(
+    opened: Trace,
+    path: Path,
+    out: Path,
+    json: bool,
+    kept: Bounds = ALL,
+    layers: Bounds = ALL,
+) -> None:
     check_trace_output(out)
-    last = opened.steps if cut.last_step is None else min(cut.last_step, opened.steps)
+    count = max(0, min(kept[1] or opened.steps, opened.steps) - kept[0])
     columns = MofNCompleteColumn(), TimeRemainingColumn()
-    with naming(path), progress_bar("steps", max(0, last - cut.first_step), *columns) as update:
-        steps, layers, experts = copy_trace(opened, out, cut, lambda done: update(completed=done))
+    with naming(path), progress_bar("steps", count, *columns) as update:
+        steps, width, experts = copy_trace(opened, out, kept, layers, lambda done: update(completed=done))
     if json:
-        print_json({"out": out, "steps": steps, "layers": layers, "experts": experts})
+        print_json({"out": out, "steps": steps, "layers": width, "experts": experts})
     else:
-        typer.echo(f"{out}: {steps} steps x {layers} layers x {experts} experts")
+        typer.echo(f"{out}: {steps} steps x {width} layers x {experts} experts")
 
 
-def _bounds(name: str, text: str) -> tuple[int, int | None]:
+def _bounds(name: str, text: str) -> Bounds:
     first, colon, last = text.partition(":")
     if not colon or not all(part == "" or part.isdecimal() for part in (first, last)):
         raise UserError(f"{name} is {text!r}; expected FIRST:LAST in whole numbers, such as 0:500 or 500:")

@@ -52,8 +52,6 @@ def record(
             _follow(trace, call, seconds)
         finally:
             trace.close()
-    if trace.recorder is not None and trace.recorder.error is not None:
-        raise UserError(f"{out}: recording failed after {trace.steps} steps: {trace.recorder.error}")
     if trace.recorder is None or not trace.steps:
         raise UserError(f"no step of {deployment!r} was recorded; is its model serving? see `eplb status`")
     if json:
@@ -102,13 +100,13 @@ class _Recording:
                 self.path, facts, shape.layers, shape.experts, served.pending_steps, self._most_steps
             )
         elif self.served is not None and self.served.shape != shape:
-            raise self._other("with other sizes")
+            raise UserError(
+                f"{self.path}: {self.deployment} has been restarted with other sizes than this trace has; "
+                f"its {self.steps} new steps are kept, record on into another file"
+            )
         else:
             recorder.begin_again()
-        self.recorder = recorder
-        if any(recorder.contradicts(layer, epoch, phy2log_RS) for layer, (epoch, phy2log_RS) in rows):
-            raise self._other("with another placement under the same epochs")
-        self.served = served
+        self.recorder, self.served = recorder, served
         for layer, (epoch, phy2log_RS) in rows:
             log2phy_RLE = served.log2phy_RLE
             recorder.place(layer, epoch, phy2log_RS, None if log2phy_RLE is None else log2phy_RLE[:, layer])
@@ -118,12 +116,6 @@ class _Recording:
         """Write what waits; the trace is whole then."""
         if self.recorder is not None:
             self.recorder.close()
-
-    def _other(self, how: str) -> UserError:
-        return UserError(
-            f"{self.path}: {self.deployment} has been restarted {how} than this trace has; "
-            f"its {self.steps} new steps are kept, record on into another file"
-        )
 
 
 def _follow(trace: _Recording, call: OperatorCalls, seconds: float | None) -> None:
@@ -135,7 +127,7 @@ def _follow(trace: _Recording, call: OperatorCalls, seconds: float | None) -> No
             for message in stream:
                 recorder = _take(trace, message)
                 update(description=f"{trace.steps} steps, {recorder.lost} lost (Ctrl-C ends and keeps them)")
-                if recorder.full or recorder.error is not None:
+                if recorder.full:
                     break
         except KeyboardInterrupt:
             # Enough: what has been recorded is a whole trace.

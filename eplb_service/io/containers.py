@@ -8,6 +8,7 @@ ends in a refusal before anything is built.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import io
 import json
 import math
@@ -16,11 +17,9 @@ import pickle
 import pickletools
 import re
 import zipfile
-import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from tokenize import TokenError
-from typing import IO, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -32,20 +31,23 @@ Array = npt.NDArray[Any]
 Record: TypeAlias = tuple[str, Mapping[str, Any]]
 """One record, and where it is, for messages: ``line 3``, ``entry 2``."""
 
-_MOST_TEXT_BYTES = 4 << 30
 _MOST_PICKLE_BYTES = 64 << 20
 _MOST_DIMENSIONS = 8
+_MOST_NUMBER = 1 << 62
+_MOST_COUNT = np.iinfo(np.int32).max
+_BFLOAT16 = np.dtype("V2")
+"""Stands for bfloat16, which numpy lacks."""
 _TYPES = {
-    "DoubleStorage": "<f8",
-    "FloatStorage": "<f4",
-    "HalfStorage": "<f2",
-    "BFloat16Storage": "<u2",
-    "LongStorage": "<i8",
-    "IntStorage": "<i4",
-    "ShortStorage": "<i2",
-    "CharStorage": "<i1",
-    "ByteStorage": "<u1",
-    "BoolStorage": "<?",
+    "DoubleStorage": np.dtype("<f8"),
+    "FloatStorage": np.dtype("<f4"),
+    "HalfStorage": np.dtype("<f2"),
+    "BFloat16Storage": _BFLOAT16,
+    "LongStorage": np.dtype("<i8"),
+    "IntStorage": np.dtype("<i4"),
+    "ShortStorage": np.dtype("<i2"),
+    "CharStorage": np.dtype("<i1"),
+    "ByteStorage": np.dtype("<u1"),
+    "BoolStorage": np.dtype("<?"),
 }
 _REFUSED_OPCODES = frozenset(
     {
@@ -53,49 +55,54 @@ _REFUSED_OPCODES = frozenset(
         *("NEXT_BUFFER", "READONLY_BUFFER"),
     }
 )
-_NOT_PLAIN = (
-    LookupError,
-    ValueError,
-    EOFError,
-    TypeError,
-    AttributeError,
-    pickle.UnpicklingError,
-    SyntaxError,
-    TokenError,
-)
-"""Errors of numpy and pickle on damaged headers and programs; numpy parses its headers as Python."""
 _PUTS = frozenset(("PUT", "BINPUT", "LONG_BINPUT"))
 
 
 @contextlib.contextmanager
-def _refusing(otherwise: str) -> Iterator[None]:
-    """Within it, whatever a damaged file raises ends in a ``HeatError`` of one line, without the path."""
+def refusing(expected: str) -> Iterator[None]:
+    """Within it, whatever a damaged file raises ends in a ``HeatError`` of one line that says what was ``expected``.
+
+    Errors of the system, such as of a file that is not there, pass.
+    """
     try:
         yield
-    except HeatError:
+    except (HeatError, OSError):
         raise
     except MemoryError as error:
         raise HeatError(
-            "claims an array larger than memory; it is damaged, or to be converted elsewhere"
+            "claims more numbers than fit into memory; it is damaged, or to be converted in parts"
         ) from error
-    except (zipfile.BadZipFile, zlib.error, NotImplementedError, RuntimeError, OverflowError) as error:
-        raise HeatError(f"is truncated or damaged ({one_line(error)})") from error
-    except _NOT_PLAIN as error:
-        raise HeatError(f"is truncated or damaged, or {otherwise} ({one_line(error)})") from error
+    except Exception as error:
+        raise HeatError(f"is truncated or damaged, or no {expected} ({one_line(error)})") from error
+
+
+def require(package: str, what: str, extra: str) -> None:
+    """Raise ``HeatError`` (without a path) where a package that reads ``what`` cannot be imported."""
+    try:
+        importlib.import_module(package)
+    except ImportError as error:
+        raise HeatError(
+            f"is {what}, for which {package} is needed: pip install 'eplb-service[{extra}]' ({error})"
+        ) from error
 
 
 def read_npy(path: Path) -> Array:
     """The array of an ``.npy``, mapped: slices are read when they are asked for; raises ``HeatError``."""
-    with _refusing("holds no plain numbers"):
+    with refusing("array of plain numbers"):
         return np.load(path, mmap_mode="r", allow_pickle=False)  # type: ignore[no-any-return]
 
 
 def read_npy_bytes(content: bytes) -> Array:
     """The array of an ``.npy`` in memory; raises ``HeatError``."""
     file = io.BytesIO(content)
-    with _refusing("holds no plain numbers"):
-        if _claimed_bytes(file) > len(content):
-            raise HeatError("claims more numbers than are there")
+    with refusing("array of plain numbers"):
+        major, _ = np.lib.format.read_magic(file)
+        read_header = (
+            np.lib.format.read_array_header_1_0 if major == 1 else np.lib.format.read_array_header_2_0
+        )
+        shape, _, dtype = read_header(file)
+        if math.prod(shape) * int(dtype.itemsize) > len(content):
+            raise HeatError(f"claims {list(shape)} numbers, more than are there")
         file.seek(0)
         array: Array = np.lib.format.read_array(file, allow_pickle=False)
         return array
@@ -103,18 +110,10 @@ def read_npy_bytes(content: bytes) -> Array:
 
 def read_npz(path: Path) -> dict[str, Array]:
     """All arrays of an ``.npz`` by name; raises ``HeatError``."""
-    with _refusing("holds no plain numbers"), zipfile.ZipFile(path) as archive:
+    with refusing("archive of arrays"), zipfile.ZipFile(path) as archive:
+        check_fits_memory(sum(member.file_size for member in archive.infolist()))
         members = [name for name in archive.namelist() if name.endswith(".npy")]
-        claimed = 0
-        for name in members:
-            with archive.open(name) as file:
-                claimed += _claimed_bytes(file)
-        check_fits_memory(claimed)
-        arrays = {}
-        for name in members:
-            with archive.open(name) as file:
-                arrays[name.removesuffix(".npy")] = np.lib.format.read_array(file, allow_pickle=False)
-        return arrays
+        return {name.removesuffix(".npy"): read_npy_bytes(archive.read(name)) for name in members}
 
 
 def check_fits_memory(claimed: int) -> None:
@@ -125,13 +124,6 @@ def check_fits_memory(claimed: int) -> None:
             f"claims {claimed / 2**30:.0f} GiB of numbers, more than this machine's memory of "
             f"{memory / 2**30:.0f} GiB; it is damaged, or must be converted in parts"
         )
-
-
-def _claimed_bytes(file: IO[bytes]) -> int:
-    major, _ = np.lib.format.read_magic(file)
-    read_header = np.lib.format.read_array_header_1_0 if major == 1 else np.lib.format.read_array_header_2_0
-    shape, _, dtype = read_header(file)
-    return math.prod(shape) * int(dtype.itemsize)
 
 
 def one_line(error: Exception) -> str:
@@ -145,15 +137,13 @@ def read_torch(path: Path) -> Any:
     Raises ``HeatError``, without the path, where the file is damaged, older than torch 1.6, or asks for anything but
     tensors and plain containers.
     """
-    with _refusing("holds no tensors that can be read"), zipfile.ZipFile(path) as archive:
+    with refusing("file of tensors"), zipfile.ZipFile(path) as archive:
         pickles = [name for name in archive.namelist() if name.endswith("/data.pkl")]
-        if len(pickles) != 1:
-            raise HeatError("is a zip without the data.pkl of a torch file")
+        if len(pickles) != 1 or archive.getinfo(pickles[0]).file_size > _MOST_PICKLE_BYTES:
+            raise HeatError("is a zip without the data.pkl of a torch file, of up to 64 MiB")
         folder = pickles[0].removesuffix("data.pkl")
         if f"{folder}byteorder" in archive.namelist() and archive.read(f"{folder}byteorder") != b"little":
             raise HeatError("was written on a big-endian machine, which is not read")
-        if archive.getinfo(pickles[0]).file_size > _MOST_PICKLE_BYTES:
-            raise HeatError("has a data.pkl of more than 64 MiB; a recording has its numbers in tensors")
         check_fits_memory(sum(member.file_size for member in archive.infolist()))
         program = archive.read(pickles[0])
         _check_program(program)
@@ -172,78 +162,65 @@ def _check_program(program: bytes) -> None:
             raise HeatError("remembers more values than it has; it is damaged or hostile")
 
 
-class _Storage:
-    """The raw numbers of a tensor; ``dtype`` is that of numpy, bfloat16 still as its bits."""
-
-    def __init__(self, kind: str, numbers: Array) -> None:
-        self.kind = kind
-        self.numbers = numbers
-
-
-class _StorageKind:
-    """Placeholder for ``torch.FloatStorage`` and its like."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-
 class _Reader(pickle.Unpickler):
-    """Resolves the names of ``find_class`` and no other."""
+    """Resolves the names of ``find_class`` and no other; a storage is the flat array of its numbers."""
 
     def __init__(self, program: bytes, archive: zipfile.ZipFile, folder: str) -> None:
         super().__init__(io.BytesIO(program), encoding="utf-8")
         self._archive = archive
         self._folder = folder
-        self._storages: dict[str, _Storage] = {}
+        self._storages: dict[str, Array] = {}
 
     def find_class(self, module: str, name: str) -> Any:
         """Resolve a global name of the pickle; raises ``HeatError`` on any that is not a tensor's."""
-        if module == "torch" and name in _TYPES:
-            return _StorageKind(name)
-        if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
-            return _tensor
-        if (module, name) == ("collections", "OrderedDict"):
-            return dict
-        if (module, name) == ("torch", "Size"):
-            return tuple
-        raise HeatError(f"asks for {module}.{name}; only tensors and plain containers are read")
+        known = {
+            ("torch._utils", "_rebuild_tensor_v2"): _tensor,
+            ("collections", "OrderedDict"): dict,
+            ("torch", "Size"): tuple,
+            **{("torch", storage): dtype for storage, dtype in _TYPES.items()},
+        }
+        if (module, name) not in known:
+            raise HeatError(f"asks for {module}.{name}; only tensors and plain containers are read")
+        return known[module, name]
 
-    def persistent_load(self, pid: Any) -> _Storage:
+    def persistent_load(self, pid: Any) -> Array:
         """The storage that a tensor names."""
-        if not isinstance(pid, tuple) or len(pid) != 5 or pid[0] != "storage":
-            raise HeatError("names a storage in a way that torch does not")
-        _, kind, key, _, count = pid
-        if not isinstance(kind, _StorageKind) or not isinstance(key, str) or not key.isdecimal():
+        word, dtype, key, _, count = pid
+        if (
+            word != "storage"
+            or not isinstance(dtype, np.dtype)
+            or not isinstance(key, str)
+            or not key.isdecimal()
+        ):
             raise HeatError("names a storage in a way that torch does not")
         if key not in self._storages:
-            numbers = np.frombuffer(self._archive.read(f"{self._folder}data/{key}"), dtype=np.uint8)
-            dtype = np.dtype(_TYPES[kind.name])
-            if numbers.size < count * dtype.itemsize:
-                raise HeatError(f"has a storage of {numbers.size} bytes for {count} {kind.name[:-7]}s")
-            self._storages[key] = _Storage(kind.name, numbers[: count * dtype.itemsize].view(dtype))
+            data = self._archive.read(f"{self._folder}data/{key}")
+            if dtype is _BFLOAT16:
+                bits = np.frombuffer(data, "<u2", count)
+                self._storages[key] = (bits.astype("<u4") << np.uint32(16)).view("<f4")
+            else:
+                self._storages[key] = np.frombuffer(data, dtype, count)
         return self._storages[key]
 
 
-def _tensor(storage: _Storage, offset: int, size: tuple[int, ...], stride: tuple[int, ...], *_: Any) -> Array:
+def _tensor(storage: Array, offset: int, size: tuple[int, ...], stride: tuple[int, ...], *_: Any) -> Array:
     """The array that a tensor's offset, size and strides (in elements) cut out of its storage, as a copy."""
-    if not isinstance(storage, _Storage) or len(size) != len(stride) or len(size) > _MOST_DIMENSIONS:
-        raise HeatError("describes a tensor in a way that torch does not")
-    if min((offset, *size, *stride), default=0) < 0:
-        raise HeatError("describes a tensor with negative sizes")
+    numbers = (offset, *size, *stride)
+    # Numbers of numpy would overflow, and the bounds below with them.
+    if not all(type(number) is int and number >= 0 for number in numbers) or len(size) > _MOST_DIMENSIONS:
+        raise HeatError(
+            f"describes a tensor by {numbers}; torch does so by an offset, sizes and strides from 0 on"
+        )
+    if not isinstance(storage, np.ndarray) or storage.ndim != 1:
+        raise HeatError("describes a tensor without a storage")
     last = offset + sum((length - 1) * step for length, step in zip(size, stride, strict=True))
-    if 0 not in size and last >= storage.numbers.size:
-        raise HeatError(f"describes a tensor {list(size)} beyond the {storage.numbers.size} numbers there")
-    check_fits_memory(int(np.prod(size, dtype=np.float64)) * storage.numbers.itemsize)
-    bytes_stride = [step * storage.numbers.itemsize for step in stride]
+    if 0 not in size and last >= storage.size:
+        raise HeatError(f"describes a tensor {list(size)} beyond the {storage.size} numbers there")
+    check_fits_memory(math.prod(size) * storage.itemsize)
     if 0 in size:
-        return np.zeros(size, dtype=storage.numbers.dtype)
-    view: Array = np.lib.stride_tricks.as_strided(
-        storage.numbers[offset:], size, bytes_stride, writeable=False
-    )
-    if storage.kind == "BFloat16Storage":
-        bits: Array = view.astype(np.uint32) << np.uint32(16)
-        numbers: Array = bits.view(np.float32)
-        return numbers
+        return np.zeros(size, dtype=storage.dtype)
+    bytes_stride = [step * storage.itemsize for step in stride]
+    view: Array = np.lib.stride_tricks.as_strided(storage[offset:], size, bytes_stride, writeable=False)
     copied: Array = view.copy()
     return copied
 
@@ -271,54 +248,83 @@ def check_alone(path: Path, pattern: str) -> None:
 
 
 def read_json(path: Path) -> object:
-    """The document of a ``.json``; raises ``HeatError`` (without the path) where it is none."""
-    check_size(path)
+    """The document of a ``.json``, or the lines of JSON Lines, as an iterator of them and where they are.
+
+    Raises ``HeatError`` (without the path) where a document, or a line, is none.
+    """
+    check_fits_memory(path.stat().st_size)
+    content = path.read_bytes()
     try:
-        return json.loads(path.read_bytes())
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        return json.loads(content)
+    except json.JSONDecodeError as error:
+        if error.msg == "Extra data" and content.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"{"):
+            return _lines(content)
         raise HeatError(f"is not JSON, or truncated ({error})") from error
-    except ValueError as error:
-        raise HeatError(f"holds a number that cannot be read ({error})") from error
+    except (ValueError, RecursionError) as error:
+        raise HeatError(f"is not JSON, or holds a number that cannot be read ({error})") from error
 
 
-def check_size(path: Path) -> None:
-    """Raise ``HeatError`` where a text file is too large to be read."""
-    if path.stat().st_size > _MOST_TEXT_BYTES:
-        raise HeatError(f"is {path.stat().st_size / 2**30:.0f} GiB of text; convert it to .npy first")
+def _lines(content: bytes) -> Iterator[tuple[str, object]]:
+    for number, line in enumerate(io.BytesIO(content), 1):
+        if not line.strip():
+            continue
+        try:
+            yield f"line {number}", json.loads(line)
+        except (ValueError, RecursionError) as error:
+            cut = "" if line.endswith(b"\n") else "; is it cut off, because its writer was stopped? remove it"
+            raise HeatError(f"line {number} is not JSON ({error}){cut}") from error
 
 
-def holds_lines(path: Path) -> bool:
-    """Return whether a text file holds a JSON object on its first line, and more after it."""
-    check_size(path)
-    with path.open("rb") as file:
-        first = next((line for line in file if line.strip()), b"")
-        if not first.lstrip(b"\xef\xbb\xbf \t").startswith(b"{") or not any(line.strip() for line in file):
-            return False
+def records_of(document: object) -> Iterator[Record]:
+    """The records of what ``read_json`` returned, one or several; raises ``HeatError`` naming what is none."""
+    alone = document if isinstance(document, list) else [document]
+    entries = (
+        document if isinstance(document, Iterator) else ((f"entry {at}", one) for at, one in enumerate(alone))
+    )
+    for place, content in entries:
+        if not isinstance(content, Mapping):
+            raise HeatError(
+                f"{place} is a {type(content).__name__}; expected records, or numbers in rows of one length"
+            )
+        yield place, content
+
+
+def whole_number(content: Mapping[Any, Any], name: str, place: str) -> int:
+    """A number from 0 on of a record at ``place``; raises ``HeatError`` where it is none."""
+    value = content.get(name)
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < _MOST_NUMBER:
+        raise HeatError(f"{place} has the {name} {value!r}; expected a number from 0 on")
+    return value
+
+
+def as_array(value: object) -> Array | None:
+    """A nested list, number or array as an array of numbers; ``None`` for anything else."""
+    if isinstance(value, np.ndarray):
+        return value
+    if isinstance(value, bool) or not isinstance(value, int | float | list | tuple):
+        return None
     try:
-        return isinstance(json.loads(first), dict)
-    except (ValueError, RecursionError):
-        return False
+        array = np.asarray(value)
+    except (ValueError, OverflowError):
+        return None
+    return array if array.dtype.kind in "iuf" else None
 
 
-def read_lines(path: Path) -> Iterator[Record]:
-    """The records of a file; raises ``HeatError`` (without the path) naming the line that is none."""
-    with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            if not line.strip():
-                continue
-            try:
-                content = json.loads(line)
-            except (ValueError, RecursionError) as error:
-                cut = (
-                    ""
-                    if line.endswith(b"\n")
-                    else ": is it cut off, because its writer was stopped? remove it"
-                )
-                raise HeatError(f"line {number} is not JSON{cut or f' ({error})'}") from error
-            yield _record(f"line {number}", content)
+def counts_of(
+    value: object, name: str, place: str, axes: tuple[str, ...], least: int = 0, most: int = _MOST_COUNT
+) -> Array:
+    """Whole numbers from ``least`` to ``most``, of such ``axes``; an empty list is none of them.
 
-
-def _record(place: str, content: object) -> Record:
-    if not isinstance(content, Mapping):
-        raise HeatError(f"{place} holds a {type(content).__name__}; expected an object")
-    return place, content
+    Raises ``HeatError`` where ``value``, called ``name`` in the record at ``place``, is nothing of the kind.
+    """
+    if isinstance(value, list) and not value:
+        return np.zeros((0, *[1] * (len(axes) - 1)), dtype=np.int64)
+    array = as_array(value)
+    if array is None or array.ndim != len(axes) or array.dtype.kind not in "iu" or 0 in array.shape[1:]:
+        found = "no numbers" if array is None else f"{array.dtype} {list(array.shape)}"
+        raise HeatError(f"{place} holds {found} as {name}; expected whole numbers [{', '.join(axes)}]")
+    if array.size and not (least <= array.min() and array.max() <= most):
+        raise HeatError(
+            f"{place} holds {name} from {array.min()} to {array.max()}; expected {least} to {most}"
+        )
+    return array

@@ -5,135 +5,118 @@ from __future__ import annotations
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
+from typing import TypeAlias
 
 import numpy as np
 
-from eplb_service.atomic_write import OutputError
-from eplb_service.heat.window import HeatError
-from eplb_service.io.formats.tables import check_pyarrow, write_table
+from eplb_service.atomic_write import OutputError, check_output
+from eplb_service.heat.window import Counts, HeatError
+from eplb_service.io.containers import require
+from eplb_service.io.formats.tables import SUFFIXES as TABLES
+from eplb_service.io.formats.tables import write_table
 from eplb_service.io.native import BATCH_STEPS, SUFFIX, StoredTrace, TraceWriter, check_zarr
 from eplb_service.io.trace import Trace, numbered
 
-SUFFIXES = (SUFFIX, ".npz", ".npy", ".csv", ".parquet")
+SUFFIXES = (SUFFIX, ".npz", ".npy", *TABLES)
 """Formats of a copy: the native folder, or numpy's files and tables of its heat alone."""
-
-
-@dataclass(frozen=True)
-class Cut:
-    """The steps and layers to copy; an end of ``None`` is that of the trace."""
-
-    first_step: int = 0
-    last_step: int | None = None
-    first_layer: int = 0
-    last_layer: int | None = None
-
-    def ranges(self, trace: Trace) -> tuple[range, slice]:
-        """Steps and layers of ``trace``; raises ``HeatError`` where it has none of them."""
-        last_step = trace.steps if self.last_step is None else min(self.last_step, trace.steps)
-        last_layer = trace.layers if self.last_layer is None else min(self.last_layer, trace.layers)
-        if not 0 <= self.first_step < last_step or not 0 <= self.first_layer < last_layer:
-            raise HeatError(
-                f"the slice of steps {_range(self.first_step, self.last_step)} and layers "
-                f"{_range(self.first_layer, self.last_layer)} is empty; "
-                f"the trace has {trace.steps} steps and {trace.layers} layers"
-            )
-        return range(self.first_step, last_step), slice(self.first_layer, last_layer)
-
-
-def _range(first: int, last: int | None) -> str:
-    return f"{first}:{'' if last is None else last}"
+Bounds: TypeAlias = tuple[int, int | None]
+"""First and last (not included); ``None`` is the trace's end."""
+ALL: Bounds = 0, None
 
 
 def check_trace_output(path: Path) -> None:
-    """Raise ``OutputError`` where no trace can be written to ``path``, or something exists there already."""
-    if path.suffix not in SUFFIXES:
-        raise OutputError(f"{path}: the name must end in {' or '.join(SUFFIXES)}, which says the format")
-    if path.exists() and (path.suffix == SUFFIX or not path.is_file()):
+    """Raise ``OutputError`` where no trace can be written to ``path``, or a folder exists there already."""
+    if path.suffix == SUFFIX and path.exists():
         raise OutputError(f"{path}: exists; choose another name, or remove it first")
+    check_output(path, SUFFIXES)
     try:
-        if path.suffix == ".parquet":
-            check_pyarrow()
+        if path.suffix in TABLES:
+            require("pyarrow", "a table", "tables")
         elif path.suffix == SUFFIX:
             check_zarr()
     except HeatError as error:
         raise OutputError(f"{path}: {error}") from error
-    if not path.resolve().parent.is_dir():
-        raise OutputError(f"{path}: the folder {path.resolve().parent} does not exist; create it first")
 
 
 def copy_trace(
-    trace: Trace, out: Path, cut: Cut | None = None, on_steps: Callable[[int], object] | None = None
+    trace: Trace,
+    out: Path,
+    steps: Bounds = ALL,
+    layers: Bounds = ALL,
+    on_steps: Callable[[int], object] | None = None,
 ) -> tuple[int, int, int]:
-    """Write ``trace`` to ``out`` whole or not at all; returns the shape written.
+    """Write ``trace``, or some ``steps`` and ``layers`` of it, to ``out`` whole or not at all.
 
     A native copy keeps all that the trace knows; numpy's files and tables keep the heat by logical expert. ``on_steps``
-    is called with the number of steps copied. Raises ``OutputError``, or ``HeatError`` where the trace is damaged.
+    is called with the number of steps copied. Returns the shape written. Raises ``OutputError``, or ``HeatError`` where
+    the trace is damaged or the slice empty.
     """
-    steps, layers = (cut or Cut()).ranges(trace)
+    kept, numbers = range(trace.steps)[slice(*steps)], range(trace.layers)[slice(*layers)]
+    if not kept or not numbers:
+        raise HeatError(
+            f"the slice of steps {_text(steps)} and layers {_text(layers)} is empty; "
+            f"the trace has {trace.steps} steps and {trace.layers} layers"
+        )
+    chosen = slice(numbers.start, numbers.stop)
 
     def batches() -> Iterator[tuple[int, int]]:
-        for first in range(steps.start, steps.stop, BATCH_STEPS):
-            last = min(steps.stop, first + BATCH_STEPS)
+        for first in range(kept.start, kept.stop, BATCH_STEPS):
+            last = min(kept.stop, first + BATCH_STEPS)
             yield first, last
             if on_steps is not None:
-                on_steps(last - steps.start)
+                on_steps(last - kept.start)
 
-    write = {".npy": _to_numpy, ".npz": _to_numpy, ".csv": _to_table, ".parquet": _to_table}
     scratch = None
     try:
         scratch = Path(tempfile.mkdtemp(dir=out.resolve().parent, prefix=f".{out.name}."))
-        write.get(out.suffix, _to_store)(trace, scratch / out.name, steps, layers, batches())
+        if out.suffix == SUFFIX:
+            _to_store(trace, scratch / out.name, chosen, batches())
+        else:
+            parts = (trace.heat(first, last)[:, chosen] for first, last in batches())
+            _write_heat(scratch / out.name, parts, len(kept))
         (scratch / out.name).replace(out)
     except OSError as error:
         raise OutputError(f"{out}: cannot be written ({error.strerror})") from error
     finally:
         if scratch is not None:
             shutil.rmtree(scratch, ignore_errors=True)
-    return len(steps), layers.stop - layers.start, trace.experts
+    return len(kept), len(numbers), trace.experts
 
 
-_Batches = Iterator[tuple[int, int]]
+def _text(bounds: Bounds) -> str:
+    return f"{bounds[0]}:{'' if bounds[1] is None else bounds[1]}"
 
 
-def _to_numpy(trace: Trace, out: Path, steps: range, layers: slice, batches: _Batches) -> None:
-    if out.suffix == ".npz":
-        heat_TLE = np.concatenate([trace.heat(first, last)[:, layers] for first, last in batches])
-        np.savez_compressed(out, heat=heat_TLE)
+def _write_heat(out: Path, parts: Iterator[Counts], steps: int) -> None:
+    if out.suffix in TABLES:
+        write_table(out, parts, steps)
         return
-    shape = (len(steps), layers.stop - layers.start, trace.experts)
-    dtype = trace.heat(steps.start, steps.start + 1).dtype
-    mapped = np.lib.format.open_memmap(out, mode="w+", dtype=dtype, shape=shape)
-    for first, last in batches:
-        mapped[first - steps.start : last - steps.start] = trace.heat(first, last)[:, layers]
-    mapped.flush()
+    heat_TLE = np.concatenate(list(parts))
+    if out.suffix == ".npy":
+        np.save(out, heat_TLE)
+    else:
+        np.savez_compressed(out, heat=heat_TLE)
 
 
-def _to_table(trace: Trace, out: Path, steps: range, layers: slice, batches: _Batches) -> None:
-    parts = ((first - steps.start, trace.heat(first, last)[:, layers]) for first, last in batches)
-    write_table(out, parts, len(steps), whole=trace.heat(0, 1).dtype.kind in "iu")
-
-
-def _to_store(trace: Trace, out: Path, _steps: range, layers: slice, batches: _Batches) -> None:
-    by_slot = isinstance(trace, StoredTrace) and trace.by_slot
-    sources = trace.source_rows(0, 1) is not None
+def _to_store(trace: Trace, out: Path, layers: slice, batches: Iterator[tuple[int, int]]) -> None:
+    kept = range(trace.layers)[layers]
     facts = replace(
         trace.facts, layer_numbers=numbered((trace.facts.layer_numbers or range(trace.layers))[layers])
     )
-    width = layers.stop - layers.start
-    with TraceWriter(out, facts, width, trace.experts, by_slot=by_slot, sources=sources) as writer:
-        if isinstance(trace, StoredTrace):
-            for (layer, epoch), phy2log_RS in trace.placements.items():
-                if layers.start <= layer < layers.stop:
-                    writer.place(layer - layers.start, epoch, phy2log_RS)
+    placements = trace.placements if isinstance(trace, StoredTrace) else {}
+    with TraceWriter(out, facts, len(kept), trace.experts) as writer:
+        for (layer, epoch), phy2log_RS in placements.items():
+            if layer in kept:
+                writer.place(layer - kept.start, epoch, phy2log_RS)
         for first, last in batches:
-            source_TRLE, epoch_TL = trace.source_rows(first, last), None
-            if isinstance(trace, StoredTrace) and by_slot:
+            if isinstance(trace, StoredTrace) and trace.by_slot:
                 counts, epoch_TL = trace.slot_heat(first, last)
                 epoch_TL = epoch_TL[:, layers]
             else:
-                counts = trace.heat(first, last)
+                counts, epoch_TL = trace.heat(first, last), None
+            source_TRLE = trace.source_rows(first, last)
             writer.append(
                 counts[:, layers],
                 epoch_TL,

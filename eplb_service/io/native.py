@@ -12,7 +12,7 @@
 
 It is written while serving: the group's attributes ``steps`` and ``placements`` name the rows that count and are
 written last, so that what has been flushed survives a crash. It is read in slices. Zarr is read and written by the
-package of that name, which is imported only here; chunks are inflated in bounds before it sees them.
+package of that name, which is imported only here; chunks are inflated in bounds, without it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from __future__ import annotations
 import contextlib
 import math
 import zlib
-from collections.abc import Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import asdict, fields
 from pathlib import Path
 from types import TracebackType
@@ -30,8 +31,8 @@ import numpy as np
 import numpy.typing as npt
 
 from eplb_service.atomic_write import OutputError
-from eplb_service.heat.window import Counts, HeatError, checked_heat
-from eplb_service.io.containers import Array, check_fits_memory, one_line
+from eplb_service.heat.window import Counts, HeatError
+from eplb_service.io.containers import Array, check_fits_memory, one_line, require
 from eplb_service.io.routes import heat_of_slots
 from eplb_service.io.trace import Int64, Trace, TraceFacts, checked_slice
 from eplb_service.placement import Float64, Int32, PlacementError, check_layer
@@ -40,197 +41,149 @@ SUFFIX = ".zarr"
 METADATA = "zarr.json"
 BATCH_STEPS = 64
 """Steps that are gathered before they are written; the most that a crash loses."""
+_BATCH_BYTES = 64 << 20
+"""Bytes of such steps; where they are large, fewer are gathered."""
 _FORMAT, _VERSION = "eplb-trace", 1
-_STEP_ARRAYS = ("step", "tokens", "phase", "heat", "slot_heat", "epoch", "source_heat")
-"""Arrays with a row per step."""
+_ARRAYS = {
+    "step": ("int64", ("step",)),
+    "tokens": ("int64", ("step",)),
+    "phase": ("uint8", ("step",)),
+    "heat": ("uint32", ("step", "layer", "expert")),
+    "slot_heat": ("uint32", ("step", "layer", "physical")),
+    "epoch": ("int64", ("step", "layer")),
+    "source_heat": ("uint32", ("step", "rank", "layer", "expert")),
+    "placement_layer": ("int32", ("placement",)),
+    "placement_epoch": ("int64", ("placement",)),
+    "placement_phy2log": ("int32", ("placement", "rank", "slot")),
+}
+"""Type and axes of each array, which grows along the first; ``physical`` are the slots of all ranks."""
 _PLACEMENT_ARRAYS = ("placement_layer", "placement_epoch", "placement_phy2log")
-"""Arrays with a row per placement."""
-_SOURCES = "source_heat"
+_BY_EXPERT = frozenset(("step", "tokens", "phase", "heat"))
+_BY_SLOT = frozenset(("step", "tokens", "phase", "slot_heat", "epoch", *_PLACEMENT_ARRAYS))
+"""Arrays of a trace, of which each may have ``source_heat`` besides."""
 _CHUNK_BYTES = 4 << 20
-_MOST_CHUNK_STEPS = 1024
+_MOST_CHUNK_STEPS = 256
 _MOST_METADATA_BYTES = 1 << 20
 _MOST_CHUNK_BYTES = 1 << 30
 _GZIP = 31
 """zlib's word for a gzip header and trailer, with the checksum that shows damage."""
 _EVERY_CHUNK = {"write_empty_chunks": True}
 """A chunk that is not there is no chunk of zeros: the trace was not copied whole."""
-_TYPES = ("uint8", "int32", "uint32", "int64", "float64")
 
 
 def check_zarr() -> None:
     """Raise ``HeatError`` (without a path) where the package is missing."""
-    try:
-        import zarr  # noqa: F401
-    except ImportError as error:
-        raise HeatError(
-            f"is Zarr, for which zarr is needed: pip install 'eplb-service[zarr]', on Python 3.11 or later ({error})"
-        ) from error
+    require("zarr", "a native trace (Python 3.11 or later)", "zarr")
 
 
 @contextlib.contextmanager
-def _reading(name: str) -> Iterator[None]:
-    """Within it, whatever Zarr says of damaged metadata ends in a ``HeatError`` of one line."""
+def _reading(folder: Path) -> Iterator[None]:
+    """Within it, whatever Zarr says of a folder's metadata ends in a ``HeatError`` of one line."""
     try:
+        if (folder / METADATA).stat().st_size > _MOST_METADATA_BYTES:
+            raise HeatError(f"{folder.name}/{METADATA} is larger than any trace's")
         yield
     except (HeatError, MemoryError):
         raise
     except Exception as error:
         raise HeatError(
-            f"{name}/{METADATA} cannot be read, or is none of Zarr 3 ({one_line(error)})"
+            f"{folder.name}/{METADATA} cannot be read, or is none of a trace ({one_line(error)})"
         ) from error
 
 
 class _Column:
-    """One array of a trace, which grows along its first axis; ``rows`` are those that count."""
+    """One array of a trace; ``tail`` is the shape of one of its rows."""
 
-    def __init__(self, array: Any, folder: Path) -> None:
+    def __init__(self, path: Path, array: Any) -> None:
+        self._path = path
         self._array = array
-        self._folder = folder
-        self._kept: tuple[int, Array] | None = None
-        self.rows: int = array.shape[0]
         self.tail: tuple[int, ...] = tuple(array.shape[1:])
 
     @classmethod
-    def create(cls, folder: Path, tail: tuple[int, ...], dtype: str, names: tuple[str, ...]) -> _Column:
-        """Make an empty array; ``names`` are those of all axes."""
+    def create(cls, path: Path, tail: tuple[int, ...]) -> _Column:
+        """Make an empty array."""
         import zarr
 
-        chunk = 1 << (_CHUNK_BYTES // (np.dtype(dtype).itemsize * math.prod(tail))).bit_length() >> 1
+        dtype, axes = _ARRAYS[path.name]
+        steps = _CHUNK_BYTES // (np.dtype(dtype).itemsize * math.prod(tail))
         array = zarr.create_array(
-            folder,
+            path,
             shape=(0, *tail),
-            chunks=(min(max(1, chunk), _MOST_CHUNK_STEPS), *tail),
+            chunks=(min(max(1, steps), _MOST_CHUNK_STEPS), *tail),
             dtype=dtype,
             compressors=zarr.codecs.GzipCodec(level=1),
             fill_value=0,
-            dimension_names=names,
+            dimension_names=axes,
             config=_EVERY_CHUNK,
         )
-        return cls(array, folder)
+        return cls(path, array)
 
     @classmethod
-    def open(cls, folder: Path, mode: str = "r") -> _Column:
+    def open(cls, path: Path, mode: str) -> _Column:
         """Open an array; raises ``HeatError`` where it is none of ours."""
         import zarr
 
-        name = folder.name
-        with _reading(name):
-            _check_metadata(folder)
-            array = zarr.open_array(folder, mode=mode, zarr_format=3, config=_EVERY_CHUNK)
-            codecs = [codec.to_dict()["name"] for codec in array.metadata.codecs]
-            shape, chunks, dtype = array.shape, array.chunks, array.dtype
-        if codecs != ["bytes", "gzip"] or dtype.name not in _TYPES:
-            raise HeatError(f"{name} is stored as {dtype} by {codecs}; expected numbers by bytes, gzip")
-        if not shape or chunks[1:] != shape[1:]:
-            raise HeatError(f"{name} has the shape {list(shape)} in chunks {list(chunks)}, not whole rows")
-        if dtype.itemsize * math.prod(chunks) > _MOST_CHUNK_BYTES:
-            raise HeatError(f"{name} claims chunks {list(chunks)} of more than 1 GiB; it is damaged")
-        return cls(array, folder)
+        with _reading(path):
+            array = zarr.open_array(path, mode=mode, zarr_format=3, config=_EVERY_CHUNK)
+            codecs = [codec.to_dict() for codec in array.metadata.codecs]
+        dtype, axes = _ARRAYS[path.name]
+        packed = [codec["name"] for codec in codecs] == ["bytes", "gzip"] and "big" not in str(codecs[0])
+        whole = array.ndim == len(axes) and array.chunks[1:] == array.shape[1:]
+        chunk_bytes = np.dtype(dtype).itemsize * math.prod(array.chunks)
+        if not packed or not whole or array.dtype != dtype or chunk_bytes > _MOST_CHUNK_BYTES:
+            raise HeatError(
+                f"{path.name} is {array.dtype} {list(array.shape)} in chunks {list(array.chunks)} by {codecs}; "
+                f"expected {dtype} [{', '.join(axes)}] in chunks of whole rows, up to 1 GiB, by bytes (little) and gzip"
+            )
+        return cls(path, array)
+
+    @property
+    def rows(self) -> int:
+        """Rows written, those included that do not count yet."""
+        return int(self._array.shape[0])
 
     def write(self, first: int, rows: Array) -> None:
         """Write rows from row ``first`` on."""
         self._array.resize((first + len(rows), *self.tail))
         self._array[first:] = rows
-        self._kept = None
 
     def read(self, first: int, last: int) -> Array:
         """Rows ``first`` to ``last`` (not included); raises ``HeatError`` where a chunk is missing or damaged."""
-        check_fits_memory((last - first) * math.prod(self.tail) * self._array.dtype.itemsize)
-        out = np.empty((last - first, *self.tail), dtype=self._array.dtype)
-        chunk = self._array.chunks[0]
-        for number in range(first // chunk, -(-last // chunk)):
-            begin = number * chunk
-            low, high = max(first, begin), min(last, begin + chunk)
-            out[low - first : high - first] = self._chunk(number)[low - begin : high - begin]
-        return out
+        steps, dtype = self._array.chunks[0], self._array.dtype
+        check_fits_memory((last - first) * math.prod(self.tail) * dtype.itemsize)
+        rows = np.empty((last - first, *self.tail), dtype)
+        for begin in range(first - first % steps, last, steps):
+            low, high = max(first, begin), min(last, begin + steps)
+            rows[low - first : high - first] = self._chunk(begin // steps)[low - begin : high - begin]
+        return rows
 
     def _chunk(self, number: int) -> Array:
-        if self._kept is None or self._kept[0] != number:
-            chunk = self._array.chunks[0]
-            key = self._array.metadata.encode_chunk_key((number, *[0] * len(self.tail)))
-            _check_chunk(self._folder / key, chunk * math.prod(self.tail) * self._array.dtype.itemsize)
-            self._kept = number, self._array[number * chunk : (number + 1) * chunk]
-        return self._kept[1]
-
-
-def _check_metadata(folder: Path) -> None:
-    if (folder / METADATA).stat().st_size > _MOST_METADATA_BYTES:
-        raise HeatError(f"{folder.name}/{METADATA} is larger than any trace's")
-
-
-def _check_chunk(path: Path, size: int) -> None:
-    """Raise ``HeatError`` unless a chunk unpacks to ``size`` bytes; it is unpacked no further."""
-    where = "/".join(path.parts[path.parts.index("c") - 1 :]) if "c" in path.parts else path.name
-    try:
+        """Rows of one chunk, unpacked no further than to the size that they have."""
+        key = self._array.metadata.encode_chunk_key((number, *[0] * len(self.tail)))
+        size = math.prod(self._array.chunks) * self._array.dtype.itemsize
         unpacker = zlib.decompressobj(_GZIP)
-        found = len(unpacker.decompress(path.read_bytes(), size + 1))
-    except FileNotFoundError as error:
-        raise HeatError(f"{where} is missing; the trace was not copied whole") from error
-    except zlib.error as error:
-        raise HeatError(f"{where} is damaged ({error})") from error
-    if found != size or not unpacker.eof or unpacker.unused_data:
-        raise HeatError(f"{where} is truncated or of another size than the metadata says")
+        try:
+            data = unpacker.decompress((self._path / key).read_bytes(), size + 1)
+        except (OSError, zlib.error) as error:
+            raise HeatError(
+                f"{self._path.name}/{key} is missing or damaged, or the trace was not copied whole ({error})"
+            ) from error
+        if len(data) != size or not unpacker.eof or unpacker.unused_data:
+            raise HeatError(
+                f"{self._path.name}/{key} is truncated, or of another size than the metadata says"
+            )
+        rows: Array = np.frombuffer(data, self._array.dtype).reshape(self._array.chunks)
+        return rows
 
 
-def _read_head(folder: Path, mode: str = "r") -> tuple[Any, TraceFacts, int]:
-    """Attributes of the group, facts, and number of experts; raises ``HeatError`` where it is no trace of ours."""
-    import zarr
-
-    with _reading(folder.name):
-        _check_metadata(folder)
-        attributes = zarr.open_group(folder, mode=mode, zarr_format=3, use_consolidated=False).attrs
-        found = dict(attributes)
-    if found.get("format") != _FORMAT:
-        raise HeatError(f"is a Zarr group, but no heat trace: its attributes name no format {_FORMAT!r}")
-    if found.get("version") != _VERSION:
-        raise HeatError(f"is a trace of version {found.get('version')}; this eplb reads version {_VERSION}")
-    try:
-        return attributes, _facts(found), int(found["experts"])
-    except (KeyError, TypeError, ValueError, OverflowError) as error:
-        raise HeatError(f"has attributes that cannot be read ({error!r})") from error
+def _sizes(facts: TraceFacts, layers: int, experts: int) -> dict[str, int]:
+    """Size of each axis but the first."""
+    shape = {"layer": layers, "expert": experts, "rank": facts.ranks, "slot": facts.slots}
+    return {**shape, "physical": facts.ranks * facts.slots}
 
 
-def _facts(attributes: Mapping[str, Any]) -> TraceFacts:
-    known: dict[str, Any] = {}
-    for field in fields(TraceFacts):
-        default: Any = field.default
-        value = attributes.get(field.name, default)
-        if isinstance(default, tuple):
-            known[field.name] = tuple(map(str if field.name == "phases" else int, value))
-        else:
-            known[field.name] = type(default)(value)
-    return TraceFacts(**known)
-
-
-def _open_columns(folder: Path, attributes: Mapping[str, Any], mode: str = "r") -> dict[str, _Column]:
-    """All arrays of a trace that are there, by name; raises ``HeatError`` where they do not go together."""
-    names = [name for name in (*_STEP_ARRAYS, *_PLACEMENT_ARRAYS) if (folder / name).is_dir()]
-    columns = {name: _Column.open(folder / name, mode) for name in names}
-    if ("heat" in columns) == ("slot_heat" in columns):
-        raise HeatError("holds neither heat nor slot_heat, or both; a trace has one of them")
-    needed = {"step", "tokens", "phase"}
-    if "slot_heat" in columns:
-        needed |= {"epoch", *_PLACEMENT_ARRAYS}
-    if missing := sorted(needed - set(columns)):
-        raise HeatError(f"lacks the array {missing[0]}; the trace was not copied whole")
-    for count, group in (("steps", _STEP_ARRAYS), ("placements", _PLACEMENT_ARRAYS)):
-        there = [columns[name] for name in group if name in columns]
-        # Traces of releases before name no counts: all rows count that all arrays have.
-        stated = attributes.get(count)
-        rows = min((column.rows for column in there), default=0)
-        rows = min(rows, stated) if isinstance(stated, int) and stated >= 0 else rows
-        for column in there:
-            column.rows = rows
-    return columns
-
-
-def _read_placements(columns: Mapping[str, _Column]) -> dict[tuple[int, int], Int32]:
-    """Slots ``[R, S]`` by layer and epoch; empty where tokens were counted by logical expert."""
-    if "slot_heat" not in columns:
-        return {}
-    layer_K, epoch_K, phy2log_KRS = (columns[name].read(0, columns[name].rows) for name in _PLACEMENT_ARRAYS)
-    known = zip(layer_K.tolist(), epoch_K.tolist(), strict=True)
-    return {key: row.astype(np.int32) for key, row in zip(known, phy2log_KRS, strict=True)}
+def _tail(name: str, sizes: Mapping[str, int]) -> tuple[int, ...]:
+    return tuple(sizes[axis] for axis in _ARRAYS[name][1][1:])
 
 
 class StoredTrace(Trace):
@@ -242,22 +195,38 @@ class StoredTrace(Trace):
         Without the path, which callers put in front: where the folder holds no whole trace.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, mode: str = "r") -> None:
         check_zarr()
-        attributes, self.facts, experts = _read_head(folder)
-        self._columns = _open_columns(folder, attributes)
-        if not self._columns["step"].rows:
-            raise HeatError("the trace holds no steps; record at least one")
-        counted = self._columns["slot_heat" if self.by_slot else "heat"]
-        self._shape = (counted.rows, counted.tail[0] if counted.tail else 0, experts)
-        self._check_shapes()
-        self.placements = _read_placements(self._columns)
+        import zarr
+        from pydantic import TypeAdapter
+
+        with _reading(folder):
+            self.group: Any = zarr.open_group(folder, mode=mode, zarr_format=3, use_consolidated=False)
+            found = dict(self.group.attrs)
+            if (found.get("format"), found.get("version")) != (_FORMAT, _VERSION):
+                raise HeatError(
+                    f"is no {_FORMAT} of version {_VERSION}: its attributes are {str(found)[:200]}"
+                )
+            known = {field.name: found[field.name] for field in fields(TraceFacts) if field.name in found}
+            self.facts = TypeAdapter(TraceFacts).validate_python(known)
+            self.counts = {axis: int(found[f"{axis}s"]) for axis in ("step", "placement")}
+            """Rows that count of arrays with a row per step, and per placement."""
+            experts = int(found["experts"])
+        names = frozenset(name for name in _ARRAYS if (folder / name).is_dir())
+        if names - {"source_heat"} not in (_BY_EXPERT, _BY_SLOT):
+            raise HeatError(
+                f"holds the arrays {', '.join(sorted(names))}: was it copied whole? a trace has "
+                f"{', '.join(sorted(_BY_EXPERT))}, or {', '.join(sorted(_BY_SLOT))}"
+            )
+        self.columns = {name: _Column.open(folder / name, mode) for name in names}
+        """All arrays, by name."""
+        layers = self.columns["slot_heat" if self.by_slot else "heat"].tail[0]
+        self._shape = self.counts["step"], layers, experts
+        self._check_columns()
+        self.placements: dict[tuple[int, int], Int32] = {}
         """Slots ``[R, S]`` by layer and epoch; empty where tokens were counted by logical expert."""
-        for (layer, epoch), phy2log_RS in self.placements.items():
-            try:
-                check_layer(phy2log_RS, experts, f"layer {layer} at epoch {epoch}")
-            except PlacementError as error:
-                raise HeatError(str(error)) from error
+        if self.by_slot:
+            self._read_placements()
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -267,56 +236,42 @@ class StoredTrace(Trace):
     @property
     def by_slot(self) -> bool:
         """True where tokens were counted by slot."""
-        return "slot_heat" in self._columns
+        return "slot_heat" in self.columns
 
     def heat(self, first: int, last: int) -> Counts:
         """Tokens by logical expert, ``[t, L, E]``, put together from the slots where those were counted."""
-        if not self.by_slot:
-            return checked_slice(self._columns["heat"].read(first, last), first)
-        return checked_slice(self._by_expert(first, last), first)
+        heat_TLE = self._by_expert(first, last) if self.by_slot else self.columns["heat"].read(first, last)
+        return checked_slice(heat_TLE, first)
 
     def slot_heat(self, first: int, last: int) -> tuple[Array, Int64]:
         """Tokens by slot ``[t, L, R*S]`` and the epochs ``[t, L]``; only where ``by_slot``."""
-        return self._columns["slot_heat"].read(first, last), self._int64("epoch", first, last)
+        return self.columns["slot_heat"].read(first, last), self.columns["epoch"].read(first, last)
 
     def source_rows(self, first: int, last: int) -> Array | None:
         """Tokens by source rank, step by step, ``[t, R, L, E]``."""
-        column = self._columns.get(_SOURCES)
-        return None if column is None else column.read(first, last)
+        return self.columns["source_heat"].read(first, last) if "source_heat" in self.columns else None
 
     def served_loads(self, first: int, last: int) -> Float64 | None:
         """Tokens that each rank received, float64 ``[t, L, R]``; ``None`` where only experts were counted."""
         if not self.by_slot:
             return None
-        counts_TLP = self._columns["slot_heat"].read(first, last)
+        counts_TLP = self.columns["slot_heat"].read(first, last)
         shape = (last - first, self.layers, self.facts.ranks, self.facts.slots)
         loads_TLR: Float64 = counts_TLP.reshape(shape).sum(axis=3, dtype=np.float64)
         return loads_TLR
 
     def step_numbers(self, first: int, last: int) -> Int64:
         """The model's own numbers of the steps, int64 ``[t]``."""
-        return self._int64("step", first, last)
+        return self.columns["step"].read(first, last)
 
     def tokens(self, first: int, last: int) -> Int64 | None:
         """Tokens of each step, int64 ``[t]``; ``None`` where any of them is unknown."""
-        tokens_T = self._int64("tokens", first, last)
+        tokens_T = self.columns["tokens"].read(first, last)
         return None if (tokens_T < 0).any() else tokens_T
 
     def phase_numbers(self, first: int, last: int) -> Int64:
         """Index into ``facts.phases`` of each step, int64 ``[t]``."""
-        return self._int64("phase", first, last)
-
-    def _int64(self, name: str, first: int, last: int) -> Int64:
-        return self._columns[name].read(first, last).astype(np.int64)
-
-    def _check_shapes(self) -> None:
-        _, layers, experts = self.shape
-        ranks, slots = self.facts.ranks, self.facts.slots
-        wanted = {"heat": (layers, experts), "slot_heat": (layers, ranks * slots), "epoch": (layers,)}
-        wanted |= {"placement_phy2log": (ranks, slots), _SOURCES: (ranks, layers, experts)}
-        for name, column in self._columns.items():
-            if column.tail != wanted.get(name, ()):
-                raise HeatError(f"{name} has rows {list(column.tail)}, expected {list(wanted.get(name, ()))}")
+        return self.columns["phase"].read(first, last).astype(np.int64)
 
     def _by_expert(self, first: int, last: int) -> Array:
         slot_heat_TLP, epoch_TL = self.slot_heat(first, last)
@@ -331,45 +286,56 @@ class StoredTrace(Trace):
                 heat_TLE[at_T, layer] = heat_of_slots(counts_T1P, phy2log_RS.ravel(), self.experts)[:, 0]
         return heat_TLE
 
+    def _check_columns(self) -> None:
+        sizes = _sizes(self.facts, self.layers, self.experts)
+        for name, column in self.columns.items():
+            count, tail = self.counts[_ARRAYS[name][1][0]], _tail(name, sizes)
+            if not 0 < count <= column.rows or column.tail != tail:
+                raise HeatError(
+                    f"{name} has {column.rows} rows {list(column.tail)}, of which {count} count; expected {list(tail)}"
+                )
+
+    def _read_placements(self) -> None:
+        count = self.counts["placement"]
+        layer_K, epoch_K, phy2log_KRS = (self.columns[name].read(0, count) for name in _PLACEMENT_ARRAYS)
+        for layer, epoch, phy2log_RS in zip(layer_K.tolist(), epoch_K.tolist(), phy2log_KRS, strict=True):
+            try:
+                check_layer(phy2log_RS, self.experts, f"layer {layer} at epoch {epoch}")
+            except PlacementError as error:
+                raise HeatError(str(error)) from error
+            self.placements[layer, epoch] = phy2log_RS
+
 
 class TraceWriter:
     """A trace that grows; one writer at a time.
 
-    Makes the folder ``path``, or goes on with it where it holds a trace of the same deployment, with ``layers`` and
-    ``experts``. Of ``facts``, ``ranks`` and ``slots`` must be set to record tokens ``by_slot`` instead of by logical
-    expert. Tokens by source rank are recorded with ``sources``; with ``None`` where the first steps bring them: then
-    ``sources`` says whether they do. Raises ``OutputError`` where nothing can be written there, ``HeatError`` where a
-    trace of something else is there.
+    Makes the folder ``path`` with the first steps that are written, or goes on with it where it holds a trace of the
+    same deployment, with ``layers`` and ``experts``. Of ``facts``, ``ranks`` and ``slots`` must be set to record tokens
+    by slot or by source rank. The first steps decide which of these the trace has. Raises ``OutputError`` where nothing
+    can be written there, ``HeatError`` where a trace of something else is there.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        facts: TraceFacts,
-        layers: int,
-        experts: int,
-        *,
-        by_slot: bool = False,
-        sources: bool | None = False,
-    ) -> None:
+    def __init__(self, path: Path, facts: TraceFacts, layers: int, experts: int) -> None:
         check_zarr()
         self.path = path
-        self.sources = sources
-        self._counted = "slot_heat" if by_slot else "heat"
-        self._waiting: dict[str, list[Array]] = {}
-        self._count = 0
-        self._shapes = _shapes(facts, layers, experts, by_slot, sources is not False)
-        with self._writing():
-            if path.exists():
-                self._attributes, self._columns = self._go_on(facts, experts)
-            else:
-                self._attributes, self._columns = self._begin(facts, experts)
-        self._end = self._columns["step"].rows
+        self.placements: dict[tuple[int, int], Int32] = {}
+        """Slots ``[R, S]`` by layer and epoch, given so far."""
+        self._facts, self._layers, self._experts = facts, layers, experts
+        self._sizes = _sizes(facts, layers, experts)
+        self._names: Set[str] = frozenset()
+        self._waiting: defaultdict[str, list[Array]] = defaultdict(list)
+        self._group: Any = None
+        self._columns: dict[str, _Column] = {}
+        self._counts = {"step": 0, "placement": 0}
+        if path.exists():
+            self._go_on()
+        self.steps = self._counts["step"]
+        """Steps given so far, those that wait to be written included."""
 
     @property
-    def steps(self) -> int:
-        """Steps given so far, those that wait to be written included."""
-        return self._end + self._count
+    def by_source(self) -> bool:
+        """True where the trace has tokens by source rank; so far none where it has no steps."""
+        return "source_heat" in self._names
 
     def append(
         self,
@@ -383,59 +349,68 @@ class TraceWriter:
     ) -> None:
         """Add steps, with what is known of them.
 
-        ``counts`` are ``[t, L, E]``, by logical expert, or ``[t, L, R*S]`` where the trace is by slot, with
-        ``epoch_TL``, the epoch of each layer, that ``place`` named. ``step_T`` are the model's own numbers, counted on
-        where not given; ``tokens_T`` and ``phase_T`` tokens and index of the phase of each step; ``source_TRLE`` tokens
-        by source rank, ``[t, R, L, E]``, before dispatch.
+        ``counts`` are ``[t, L, E]``, by logical expert, or ``[t, L, R*S]``, by slot, with ``epoch_TL``, the epoch of
+        each layer, that ``place`` named. ``step_T`` are the model's own numbers, counted on where not given;
+        ``tokens_T`` and ``phase_T`` tokens and index of the phase of each step; ``source_TRLE`` tokens by source rank,
+        ``[t, R, L, E]``, before dispatch.
         """
-        steps = np.asarray(counts).shape[0]
-        numbers = np.arange(self.steps, self.steps + steps) if step_T is None else step_T
-        rows: dict[str, Array] = {
-            self._counted: _counts(counts),
-            "step": np.asarray(numbers, dtype=np.int64),
-            "tokens": np.asarray(np.full(steps, -1) if tokens_T is None else tokens_T, dtype=np.int64),
-            "phase": np.asarray(np.zeros(steps) if phase_T is None else phase_T, dtype=np.uint8),
+        steps = np.shape(counts)[0]
+        given = {
+            "heat" if epoch_TL is None else "slot_heat": _counts(counts),
+            "step": np.arange(self.steps, self.steps + steps) if step_T is None else step_T,
+            "tokens": np.full(steps, -1) if tokens_T is None else tokens_T,
+            "phase": np.zeros(steps) if phase_T is None else phase_T,
+            "epoch": epoch_TL,
+            "source_heat": None if source_TRLE is None else _counts(source_TRLE),
         }
-        if epoch_TL is not None:
-            rows["epoch"] = np.asarray(epoch_TL, dtype=np.int64)
-        if self.sources is None:
-            self.sources = source_TRLE is not None
-            if self.sources:
-                self._columns[_SOURCES] = self._create(_SOURCES)
-        if self.sources:
-            if source_TRLE is None:
-                raise HeatError("source heat was announced, but these steps come without it")
-            rows[_SOURCES] = _counts(source_TRLE)
+        rows = {name: np.array(part, _ARRAYS[name][0]) for name, part in given.items() if part is not None}
+        if self._names and rows.keys() != self._names:
+            raise HeatError(f"steps with {sorted(rows)} cannot go on with those of {sorted(self._names)}")
         for name, part in rows.items():
-            wanted = (steps, *self._columns[name].tail)
+            wanted = (steps, *_tail(name, self._sizes))
             if part.shape != wanted:
                 raise HeatError(f"{name} has the shape {list(wanted)}, got {list(part.shape)}")
+        self._names = rows.keys()
+        self.steps += steps
         for name, part in rows.items():
-            self._waiting.setdefault(name, []).append(np.array(part))
-        self._count += steps
-        if self._count >= BATCH_STEPS:
+            self._waiting[name].append(part)
+        waiting = [part for name in rows for part in self._waiting[name]]
+        if (
+            sum(map(len, self._waiting["step"])) >= BATCH_STEPS
+            or sum(part.nbytes for part in waiting) > _BATCH_BYTES
+        ):
             self.flush()
 
     def place(self, layer: int, epoch: int, phy2log_RS: Int32) -> None:
-        """Record which expert is in each slot of ``layer`` at ``epoch``; written at once."""
-        rows: tuple[Any, ...] = ([layer], [epoch], np.asarray(phy2log_RS, dtype=np.int32)[None])
-        end = self._columns[_PLACEMENT_ARRAYS[0]].rows
-        with self._writing():
-            for name, row in zip(_PLACEMENT_ARRAYS, rows, strict=True):
-                self._columns[name].write(end, np.asarray(row))
-                self._columns[name].rows = end + 1
-            self._attributes["placements"] = end + 1
+        """Record which expert is in each slot of ``layer`` at ``epoch``.
+
+        A placement that is known already is not written again. Raises ``HeatError`` where another one is known.
+        """
+        known = self.placements.get((layer, epoch))
+        if known is None:
+            self.placements[layer, epoch] = row_RS = np.array(phy2log_RS, np.int32)
+            for name, value in zip(_PLACEMENT_ARRAYS, (layer, epoch, row_RS), strict=True):
+                self._waiting[name].append(np.array([value], _ARRAYS[name][0]))
+        elif not np.array_equal(known, phy2log_RS):
+            raise HeatError(
+                f"{self.path}: has another placement under the same epochs, of layer {layer} under {epoch}: the "
+                f"deployment was restarted; its {self.steps} steps are kept, record on into another file"
+            )
 
     def flush(self) -> None:
-        """Write what waits; raises ``OutputError`` where the disk refuses."""
-        if not self._count:
+        """Write what waits, once there are steps; raises ``OutputError`` where the disk refuses."""
+        if not self._waiting["step"]:
             return
+        rows = {name: np.concatenate(parts) for name, parts in self._waiting.items() if parts}
         with self._writing():
-            for name, parts in self._waiting.items():
-                self._columns[name].write(self._end, np.concatenate(parts))
-            self._attributes["steps"] = self._end + self._count
-        self._end += self._count
-        self._waiting, self._count = {}, 0
+            if self._group is None:
+                self._begin(rows)
+            for name, part in rows.items():
+                self._columns[name].write(self._counts[_ARRAYS[name][1][0]], part)
+            self._counts["step"] += len(rows["step"])
+            self._counts["placement"] = len(self.placements)
+            self._group.update_attributes({f"{axis}s": count for axis, count in self._counts.items()})
+        self._waiting.clear()
 
     def __enter__(self) -> TraceWriter:
         return self
@@ -445,10 +420,6 @@ class TraceWriter:
     ) -> None:
         self.flush()
 
-    def placements(self) -> dict[tuple[int, int], Int32]:
-        """Slots ``[R, S]`` by layer and epoch, as they are in the trace."""
-        return _read_placements(self._columns)
-
     @contextlib.contextmanager
     def _writing(self) -> Iterator[None]:
         try:
@@ -456,74 +427,43 @@ class TraceWriter:
         except OSError as error:
             raise OutputError(f"{self.path}: cannot be written ({error.strerror or error})") from error
 
-    def _begin(self, facts: TraceFacts, experts: int) -> tuple[Any, dict[str, _Column]]:
+    def _begin(self, rows: Mapping[str, Array]) -> None:
         import zarr
 
         self.path.mkdir()
-        names = [name for name in self._shapes if name != _SOURCES or self.sources is not None]
-        columns = {name: self._create(name) for name in names}
-        head: dict[str, Any] = {"format": _FORMAT, "version": _VERSION, "experts": experts, **asdict(facts)}
-        return zarr.create_group(self.path, attributes={**head, "steps": 0, "placements": 0}).attrs, columns
+        head = {"format": _FORMAT, "version": _VERSION, "experts": self._experts}
+        attributes = {**head, **asdict(self._facts), "steps": 0, "placements": 0}
+        self._group = zarr.create_group(self.path, attributes=attributes)
+        self._columns = {
+            name: _Column.create(self.path / name, part.shape[1:]) for name, part in rows.items()
+        }
 
-    def _create(self, name: str) -> _Column:
-        return _Column.create(self.path / name, *self._shapes[name])
-
-    def _go_on(self, facts: TraceFacts, experts: int) -> tuple[Any, dict[str, _Column]]:
+    def _go_on(self) -> None:
         try:
-            attributes, found_facts, found_experts = _read_head(self.path, "r+")
-            columns = _open_columns(self.path, attributes, "r+")
+            stored = StoredTrace(self.path, "r+")
         except HeatError as error:
             raise HeatError(f"{self.path}: {error}") from error
-        if self.sources is None:
-            self.sources = _SOURCES in columns
-        found = {name: column.tail for name, column in columns.items()}
-        wanted = {name: shape[0] for name, shape in self._shapes.items() if name != _SOURCES or self.sources}
-        of_found = (found_experts, found_facts.ranks, found_facts.slots, found_facts.phases)
-        if found != wanted or of_found != (experts, facts.ranks, facts.slots, facts.phases):
-            raise HeatError(
-                f"{self.path}: is a trace of {_described(found, found_experts)}; "
-                f"to be recorded are {_described(wanted, experts)}"
-            )
-        return attributes, columns
+        found = _described(stored.facts, stored.layers, stored.experts)
+        wanted = _described(self._facts, self._layers, self._experts)
+        if found != wanted:
+            raise HeatError(f"{self.path}: is a trace of {found}; to be recorded are {wanted}")
+        self._group, self._columns, self._counts = stored.group, stored.columns, stored.counts
+        self._names, self.placements = stored.columns.keys() - set(_PLACEMENT_ARRAYS), stored.placements
+
+
+def _described(facts: TraceFacts, layers: int, experts: int) -> str:
+    on = f" on {facts.ranks} ranks of {facts.slots} slots" if facts.ranks else ""
+    return f"{experts} experts in {layers} layers{on}, in the phases {', '.join(facts.phases)}"
 
 
 def _counts(values: npt.ArrayLike) -> Array:
     """Counts as uint32; raises ``HeatError`` on fractions, on negative ones, and on those past 2**32."""
     array = np.asarray(values)
-    if array.dtype.kind != "u":
-        checked_heat(array.reshape(array.shape[0], -1, array.shape[-1]) if array.ndim == 4 else array)
-    if array.dtype.kind == "f" and not np.array_equal(array, np.floor(array)):
-        raise HeatError("a trace records whole tokens, got fractions; scale and round them first")
-    if array.size and array.max() > np.iinfo(np.uint32).max:
-        raise HeatError(f"a trace records counts below 2**32, got {array.max()}")
-    return array.astype(np.uint32)
-
-
-def _described(tails: Mapping[str, tuple[int, ...]], experts: int) -> str:
-    arrays = ", ".join(f"{name} {list(tail)}" for name, tail in tails.items() if len(tail) > 1)
-    return f"{experts} experts with {arrays}"
-
-
-def _shapes(
-    facts: TraceFacts, layers: int, experts: int, by_slot: bool, sources: bool
-) -> dict[str, tuple[tuple[int, ...], str, tuple[str, ...]]]:
-    """Rows, type and axis names of each array that the trace will have."""
-    if (by_slot or sources) and not facts.ranks:
-        raise HeatError("recording by slot or by source needs to know the ranks")
-    shapes: dict[str, tuple[tuple[int, ...], str, tuple[str, ...]]] = {
-        "step": ((), "int64", ("step",)),
-        "tokens": ((), "int64", ("step",)),
-        "phase": ((), "uint8", ("step",)),
-    }
-    if by_slot:
-        slots = (facts.ranks, facts.slots)
-        shapes["slot_heat"] = ((layers, facts.ranks * facts.slots), "uint32", ("step", "layer", "slot"))
-        shapes["epoch"] = ((layers,), "int64", ("step", "layer"))
-        shapes["placement_layer"] = ((), "int32", ("placement",))
-        shapes["placement_epoch"] = ((), "int64", ("placement",))
-        shapes["placement_phy2log"] = (slots, "int32", ("placement", "rank", "slot"))
-    else:
-        shapes["heat"] = ((layers, experts), "uint32", ("step", "layer", "expert"))
-    if sources:
-        shapes[_SOURCES] = ((facts.ranks, layers, experts), "uint32", ("step", "rank", "layer", "expert"))
-    return shapes
+    with np.errstate(invalid="ignore"):
+        counts = array.astype(np.uint32)
+    wrong = array[counts != array]
+    if wrong.size:
+        raise HeatError(
+            f"a trace records whole tokens below 2**32, got {wrong[0]}; scale and round them first"
+        )
+    return counts

@@ -12,21 +12,21 @@ from eplb_service.heat.window import Counts, HeatError
 from eplb_service.io import native
 from eplb_service.io.containers import (
     Record,
-    holds_lines,
+    as_array,
+    check_alone,
     read_json,
-    read_lines,
     read_npy,
     read_npz,
     read_torch,
+    records_of,
 )
 from eplb_service.io.formats import expert_counts, routed_experts, sglang, tables
-from eplb_service.io.named_arrays import ReadAs, as_array, trace_of_arrays
+from eplb_service.io.named_arrays import ReadAs, trace_of_arrays
 from eplb_service.io.trace import ArrayTrace, Trace
 
 KNOWN = f"{native.SUFFIX} folder, .npz, .npy, .pt, a folder of ranks' files, .json, .jsonl, .csv or .parquet"
 """Names of all that can be opened, for messages and help."""
 
-_LEGACY_TORCH = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
 _RECORDS = (expert_counts.RECORDS, routed_experts.RECORDS, routed_experts.RESPONSES)
 """Forms of records: how one is recognised, and how many are read."""
 
@@ -80,26 +80,23 @@ def _open(path: Path, read_as: ReadAs) -> Trace:
         return _open_folder(path, read_as)
     with path.open("rb") as file:
         head = file.read(16)
-    if not head:
-        raise HeatError("is empty")
     if head.startswith(b"\x93NUMPY"):
         return trace_of_arrays({"": read_npy(path)}, "numpy .npy", read_as, path.stem)
-    if head.startswith(tables.PARQUET_MAGIC):
-        return tables.read_parquet_trace(path)
     if head.startswith(b"PK"):
-        return _open_zip(path, read_as)
-    if head.startswith(_LEGACY_TORCH):
-        raise HeatError("is a torch file from before torch 1.6; load and save it again with a newer torch")
+        if arrays := read_npz(path):
+            return trace_of_arrays(arrays, "numpy .npz", read_as)
+        return _trace_of_document(read_torch(path), "torch .pt", read_as, path)
     if head.startswith(b"\x80"):
-        raise HeatError("is a pickle, which could run code; save it as .npz, or with torch.save")
+        raise HeatError(
+            "is a pickle, which could run code; save it as .npz, or with torch.save of torch 1.6 or later"
+        )
     if head.lstrip(b"\xef\xbb\xbf \t\r\n")[:1] in (b"{", b"["):
-        routed_experts.check_all_ranks(path)
-        if holds_lines(path):
-            return _trace_of_records(read_lines(path), read_as)
-        return _trace_of_document(read_json(path), "JSON", read_as, path)
-    if b"\x00" in head:
-        raise HeatError(f"is none of the formats that are known: {KNOWN}")
-    return tables.read_csv_trace(path, read_as)
+        check_alone(path, routed_experts.RANK_FILE)
+        document = read_json(path)
+        if isinstance(document, Iterator):
+            return _trace_of_records(records_of(document), read_as)
+        return _trace_of_document(document, "JSON", read_as, path)
+    return tables.read_table_trace(path, read_as)
 
 
 def _open_folder(folder: Path, read_as: ReadAs) -> Trace:
@@ -111,26 +108,17 @@ def _open_folder(folder: Path, read_as: ReadAs) -> Trace:
             return read(folder, read_as)
     files = sorted(folder.glob("*.pt"))
     if not files:
-        raise HeatError(
-            f"is a folder without {native.METADATA} and without .pt files; a trace is one of: {KNOWN}"
-        )
+        raise HeatError(f"is a folder of none of the formats that are known: {KNOWN}")
     dumps = []
     for file in files:
         with naming(Path(file.name)):
             document = read_torch(file)
             if len(files) == 1:
                 return _trace_of_document(document, "torch .pt", read_as, file)
-        if not sglang.is_dump(document):
-            raise HeatError(f"{file.name}: holds no records of forward passes; open it by itself")
-        dumps.append((file.name, document))
+            if not sglang.is_dump(document):
+                raise HeatError("holds no records of forward passes; open it by itself")
+            dumps.append((file.name, document))
     return sglang.trace_of_dumps(dumps, read_as)
-
-
-def _open_zip(path: Path, read_as: ReadAs) -> Trace:
-    arrays = {} if path.suffix in (".pt", ".pth") else read_npz(path)
-    if arrays:
-        return trace_of_arrays(arrays, "numpy .npz", read_as)
-    return _trace_of_document(read_torch(path), "torch .pt", read_as, path)
 
 
 def _trace_of_records(records: Iterable[Record], read_as: ReadAs) -> ArrayTrace:
@@ -143,8 +131,7 @@ def _trace_of_records(records: Iterable[Record], read_as: ReadAs) -> ArrayTrace:
     for is_record, read in _RECORDS:
         if is_record(content):
             return read(itertools.chain([first], remaining), read_as)
-    found = ", ".join(map(str, list(content)[:8])) or "nothing"
-    raise HeatError(f"{place} is no record that is known; found {found}")
+    raise HeatError(f"{place} is no record that is known; found {_names(content)}")
 
 
 def _trace_of_document(document: Any, origin: str, read_as: ReadAs, path: Path) -> ArrayTrace:
@@ -157,32 +144,22 @@ def _trace_of_document(document: Any, origin: str, read_as: ReadAs, path: Path) 
     if bare is not None:
         return trace_of_arrays({"": bare}, origin, read_as, path.stem)
     if isinstance(document, list):
-        return _trace_of_records(_records_of(document), read_as)
-    if isinstance(document, tuple) and document and as_array(document[0]) is not None:
-        raise HeatError(
-            "holds several arrays without names, as a placement of DeepSeek's EPLB: --map and --placement take "
-            "that; heat is one array"
-        )
+        return _trace_of_records(records_of(document), read_as)
     if not isinstance(document, Mapping):
         raise HeatError(f"holds a {type(document).__name__}; expected an array, or a dictionary with one")
     if sglang.is_dump(document):
-        sglang.check_all_ranks(path)
+        check_alone(path, sglang.RANK_FILE)
         return sglang.trace_of_dumps([(origin, document)], read_as)
     if any(is_record(document) for is_record, _ in _RECORDS):
-        return _trace_of_records([("entry 0", document)], read_as)
-    counts_TLE = as_array(document["logical_count"]) if "logical_count" in document else None
+        return _trace_of_records(records_of(document), read_as)
+    arrays = {str(name): array for name, value in document.items() if (array := as_array(value)) is not None}
+    counts_TLE = arrays.get("logical_count")
     if counts_TLE is not None and counts_TLE.ndim == 3 and read_as.meaning in (None, "heat"):
         return sglang.trace_of_ring_buffer(counts_TLE, origin)
-    arrays = {str(name): array for name, value in document.items() if (array := as_array(value)) is not None}
     if not arrays:
-        raise HeatError(f"holds no array; found {', '.join(map(str, list(document)[:8])) or 'nothing'}")
+        raise HeatError(f"holds no array; found {_names(document)}")
     return trace_of_arrays(arrays, origin, read_as)
 
 
-def _records_of(entries: list[Any]) -> Iterator[Record]:
-    if not any(isinstance(entry, Mapping) for entry in entries):
-        raise HeatError("holds a list whose rows differ in length or are no numbers; expected a full array")
-    for number, entry in enumerate(entries):
-        if not isinstance(entry, Mapping):
-            raise HeatError(f"entry {number} holds a {type(entry).__name__}; expected an object")
-        yield f"entry {number}", entry
+def _names(content: Mapping[Any, Any]) -> str:
+    return ", ".join(map(str, list(content)[:8])) or "nothing"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -13,23 +13,14 @@ import yaml
 
 from eplb_service.atomic_write import write_atomically
 from eplb_service.heat.window import HeatError
-from eplb_service.io.containers import Array, one_line, read_lines, read_npy, read_npz, read_torch
+from eplb_service.io.containers import Array, read_json, read_npy, read_npz, read_torch, records_of, refusing
 from eplb_service.placement import Int32, Placement, PlacementError
-
-SUFFIXES = (".npz", ".json", ".yaml", ".jsonl")
-"""Suffixes that can be written: numpy with tables, or an engine's own file, which has none."""
 
 Format = Literal["npz", "vllm-ascend", "sglang", "tensorrt-llm", "vllm"]
 """Whose file it is."""
 FORMATS: tuple[Format, ...] = get_args(Format)
-_SUFFIX: dict[Format, str] = {
-    "npz": ".npz",
-    "vllm-ascend": ".json",
-    "sglang": ".json",
-    "tensorrt-llm": ".yaml",
-    "vllm": ".jsonl",
-}
 
+_READERS = {".npz": read_npz, ".npy": read_npy, ".pt": read_torch, ".pth": read_torch}
 _MOST_TEXT_BYTES = 256 << 20
 _VLLM_RECORD = "eplb_initial_mapping"
 """Type of the one record of vLLM's file that is a placement."""
@@ -78,18 +69,23 @@ def read_placement(
 def read_phy2log(path: Path) -> Array:
     """The expert in each slot, as the file has it; raises ``HeatError`` or ``PlacementError`` without the path."""
     try:
-        with path.open("rb") as file:
-            head = file.read(8)
-        if path.suffix in (".pt", ".pth"):
-            return _phy2log_of(read_torch(path))
-        if path.suffix in (".npz", ".npy"):
-            magic = b"PK" if path.suffix == ".npz" else b"\x93NUMPY"
-            if not head.startswith(magic):
-                raise PlacementError(f"is not a numpy {path.suffix} file, or its beginning is damaged")
-            return read_npy(path) if path.suffix == ".npy" else _named(read_npz(path))
+        if path.suffix in _READERS:
+            return _phy2log_of(_READERS[path.suffix](path))
         if path.stat().st_size > _MOST_TEXT_BYTES:
             raise PlacementError("is more than 256 MiB of text; a placement is not")
-        return _phy2log_of(_parsed(path))
+        if path.suffix in (".yaml", ".yml"):
+            with refusing("YAML"):
+                return _phy2log_of(yaml.safe_load(path.read_bytes()))
+        if path.suffix == ".jsonl":
+            records = [
+                record
+                for _, record in records_of(read_json(path))
+                if record.get("record_type") == _VLLM_RECORD
+            ]
+            if len(records) != 1:
+                raise PlacementError(f"holds {len(records)} records {_VLLM_RECORD}; expected one")
+            return _phy2log_of(records[0])
+        return _phy2log_of(read_json(path))
     except OSError as error:
         raise PlacementError(f"cannot be read ({error.strerror or error})") from error
 
@@ -99,17 +95,13 @@ def placement_format(path: Path, wanted: str | None = None) -> Format:
 
     Raises ``PlacementError`` where the two contradict each other.
     """
-    if wanted is None:
-        by_suffix = {suffix: name for name, suffix in reversed(_SUFFIX.items())}
-        if path.suffix not in by_suffix:
-            raise PlacementError(f"{path}: the name must end in {' or '.join(SUFFIXES)}")
-        return by_suffix[path.suffix]
-    for name in FORMATS:
-        if name == wanted and path.suffix == _SUFFIX[name]:
-            return name
-    if wanted not in FORMATS:
+    if wanted is not None and wanted not in FORMATS:
         raise PlacementError(f"unknown format {wanted!r}; choose one of {', '.join(FORMATS)}")
-    raise PlacementError(f"{path}: the format {wanted} is written to a name ending in {_SUFFIX[wanted]}")
+    for name, (suffix, _) in _FORMATS.items():
+        if suffix == path.suffix and wanted in (None, name):
+            return name
+    suffixes = dict.fromkeys(suffix for name, (suffix, _) in _FORMATS.items() if wanted in (None, name))
+    raise PlacementError(f"{path}: the name must end in {' or '.join(suffixes)}, as the format has it")
 
 
 def write_placement(
@@ -138,60 +130,29 @@ def write_placement(
     OutputError
         Where the disk refuses.
     """
-    numbers = _checked_numbers(layer_numbers, placement.layers)
-    chosen = placement_format(path, format)
-    if chosen == "npz":
+    numbers = list(map(int, layer_numbers or range(placement.layers)))
+    if len(numbers) != placement.layers or numbers != sorted(set(numbers)) or numbers[0] < 0:
+        raise PlacementError(
+            f"the numbers of {placement.layers} layers are {numbers}; expected rising ones from 0 on"
+        )
+    _, make = _FORMATS[placement_format(path, format)]
+    document = make(placement, numbers)
+    if path.suffix == ".npz":
         buffer = io.BytesIO()
-        np.savez_compressed(buffer, phy2log=placement.phy2log_LRS, log2phy=log2phy_RLE)
+        np.savez_compressed(buffer, **document, log2phy=log2phy_RLE)
         content = buffer.getvalue()
-    elif chosen == "tensorrt-llm":
-        document = _tensorrt_llm_document(placement, numbers)
+    elif path.suffix == ".yaml":
         content = yaml.safe_dump(document, default_flow_style=None, sort_keys=False).encode()
-    elif chosen == "vllm":
-        content = (json.dumps(_vllm_document(placement)) + "\n").encode()
-    elif chosen == "vllm-ascend":
-        content = json.dumps(_expert_map_document(placement)).encode()
     else:
-        content = json.dumps(_sglang_document(placement, numbers)).encode()
+        content = (json.dumps(document) + "\n").encode()
     write_atomically(path, content)
 
 
-def _checked_numbers(layer_numbers: Sequence[int] | None, layers: int) -> list[int]:
-    numbers = list(range(layers)) if not layer_numbers else [int(number) for number in layer_numbers]
-    if len(numbers) != layers or numbers != sorted(set(numbers)) or numbers[0] < 0:
-        raise PlacementError(f"the numbers of {layers} layers are {numbers}; expected rising ones from 0 on")
-    return numbers
+def _numpy_document(placement: Placement, _numbers: Sequence[int]) -> dict[str, Any]:
+    return {"phy2log": placement.phy2log_LRS}
 
 
-def _parsed(path: Path) -> object:
-    if path.suffix == ".jsonl":
-        return _initial_mapping(path)
-    try:
-        if path.suffix in (".yaml", ".yml"):
-            return yaml.safe_load(path.read_bytes())
-        return json.loads(path.read_bytes())
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-        raise PlacementError(f"is not JSON, or truncated ({error})") from error
-    except (yaml.YAMLError, ValueError) as error:
-        raise PlacementError(f"is not YAML, or truncated ({one_line(error)})") from error
-
-
-def _initial_mapping(path: Path) -> object:
-    """The one record of vLLM's file that is a placement."""
-    found = [content for _, content in read_lines(path) if content.get("record_type") == _VLLM_RECORD]
-    if len(found) != 1:
-        raise PlacementError(f"holds {len(found)} records {_VLLM_RECORD}; expected one")
-    return found[0]
-
-
-def _named(arrays: dict[str, Array]) -> Array:
-    for name in _NAMES:
-        if name in arrays:
-            return arrays[name]
-    raise PlacementError(f"holds no array named 'phy2log'; found {', '.join(arrays) or 'nothing'}")
-
-
-def _expert_map_document(placement: Placement) -> dict[str, Any]:
+def _expert_map_document(placement: Placement, _numbers: Sequence[int]) -> dict[str, Any]:
     """vLLM-Ascend's expert_map: experts of each layer and device (rank), in slot order."""
     return {
         "moe_layer_count": placement.layers,
@@ -209,83 +170,81 @@ def _expert_map_document(placement: Placement) -> dict[str, Any]:
     }
 
 
-def _sglang_document(placement: Placement, layer_numbers: Sequence[int]) -> dict[str, Any]:
+def _sglang_document(placement: Placement, numbers: Sequence[int]) -> dict[str, Any]:
     """SGLang's ``--init-expert-location``: ``physical_to_logical_map``, a row per layer of the model.
 
     SGLang looks its layers up by the model's own number, so that dense layers have a row as well: experts in order, as
     SGLang's own trivial map has them.
     """
     phy2log_LP = placement.phy2log_LRS.reshape(placement.layers, -1)
-    rows = np.tile(np.arange(phy2log_LP.shape[1]) % placement.experts, (layer_numbers[-1] + 1, 1))
-    rows[list(layer_numbers)] = phy2log_LP
+    rows = np.tile(np.arange(phy2log_LP.shape[1]) % placement.experts, (numbers[-1] + 1, 1))
+    rows[list(numbers)] = phy2log_LP
     return {"physical_to_logical_map": rows.tolist()}
 
 
-def _tensorrt_llm_document(placement: Placement, layer_numbers: Sequence[int]) -> dict[str, Any]:
+def _tensorrt_llm_document(placement: Placement, numbers: Sequence[int]) -> dict[str, Any]:
     """TensorRT-LLM's load-balancer file: slots and their experts by the model's own layer number.
 
     ``layer_updates_per_iter`` is 0: the placement stays.
     """
+    phy2log_LP = placement.phy2log_LRS.reshape(placement.layers, -1)
     return {
-        "num_slots": placement.ranks * placement.slots,
+        "num_slots": phy2log_LP.shape[1],
         "layer_updates_per_iter": 0,
-        "initial_global_assignments": {
-            number: layer_RS.ravel().tolist()
-            for number, layer_RS in zip(layer_numbers, placement.phy2log_LRS, strict=True)
-        },
+        "initial_global_assignments": dict(zip(numbers, phy2log_LP.tolist(), strict=True)),
     }
 
 
-def _vllm_document(placement: Placement) -> dict[str, Any]:
+def _vllm_document(placement: Placement, _numbers: Sequence[int]) -> dict[str, Any]:
     """vLLM's record of an initial mapping (https://github.com/vllm-project/vllm/pull/41141), by MoE layer from 0 on."""
-    slots = placement.ranks * placement.slots
+    phy2log_LP = placement.phy2log_LRS.reshape(placement.layers, -1)
     return {
         "record_type": _VLLM_RECORD,
         "version": 1,
-        "num_redundant_experts": slots - placement.experts,
-        "num_slots": slots,
-        "initial_global_assignments": {
-            str(layer): layer_RS.ravel().tolist() for layer, layer_RS in enumerate(placement.phy2log_LRS)
-        },
+        "num_redundant_experts": phy2log_LP.shape[1] - placement.experts,
+        "num_slots": phy2log_LP.shape[1],
+        "initial_global_assignments": {str(layer): row for layer, row in enumerate(phy2log_LP.tolist())},
     }
+
+
+_FORMATS: dict[Format, tuple[str, Callable[[Placement, Sequence[int]], dict[str, Any]]]] = {
+    "npz": (".npz", _numpy_document),
+    "vllm-ascend": (".json", _expert_map_document),
+    "sglang": (".json", _sglang_document),
+    "tensorrt-llm": (".yaml", _tensorrt_llm_document),
+    "vllm": (".jsonl", _vllm_document),
+}
+SUFFIXES = tuple(dict.fromkeys(suffix for suffix, _ in _FORMATS.values()))
+"""Suffixes that can be written: numpy with tables, or an engine's own file, which has none."""
 
 
 def _phy2log_of(document: object) -> Array:
     """Slots of any of these documents, or of DeepSeek's EPLB; ``[L, R, S]`` or, without ranks, ``[L, P]``."""
+    if isinstance(document, tuple) and document:
+        document = document[0]
     if isinstance(document, np.ndarray):
         return document
-    if isinstance(document, tuple) and len(document) == 3 and isinstance(document[0], np.ndarray):
-        return document[0]
-    if not isinstance(document, Mapping):
-        raise PlacementError(f"is no placement: holds a {type(document).__name__}, expected a dictionary")
-    try:
-        if "layer_list" in document:
-            return _of_expert_map(document)
-        for name in _NAMES:
-            if name in document:
-                return np.array(document[name])
-        if "initial_global_assignments" in document:
-            layers = document["initial_global_assignments"]
-            return np.array([layers[number] for number in sorted(layers, key=int)])
-    except KeyError as error:
-        raise PlacementError(f"is no expert_map: the key {error} is missing") from error
-    except (TypeError, ValueError, AttributeError, OverflowError) as error:
-        if isinstance(error, PlacementError):
-            raise
-        raise PlacementError("is no placement: layers and devices must list equally many experts") from error
-    raise PlacementError(
-        "is no placement: expected layer_list (vLLM-Ascend), physical_to_logical_map (SGLang), phy2log (DeepSeek) or "
-        f"initial_global_assignments (TensorRT-LLM, vLLM); found {', '.join(map(str, list(document)[:8])) or 'nothing'}"
+    found = (
+        ", ".join(map(str, list(document)[:8])) if isinstance(document, Mapping) else type(document).__name__
     )
-
-
-def _of_expert_map(document: Mapping[str, Any]) -> Array:
-    layers = _in_order(document["layer_list"], "layer_id")
-    return np.array(
-        [
-            [device["device_expert"] for device in _in_order(layer["device_list"], "device_id")]
-            for layer in layers
-        ]
+    with refusing("placement in which layers and devices list equally many experts"):
+        if isinstance(document, Mapping):
+            for name in _NAMES:
+                if name in document:
+                    return np.array(document[name])
+            if "layer_list" in document:
+                return np.array(
+                    [
+                        [device["device_expert"] for device in _in_order(layer["device_list"], "device_id")]
+                        for layer in _in_order(document["layer_list"], "layer_id")
+                    ]
+                )
+            if "initial_global_assignments" in document:
+                layers = document["initial_global_assignments"]
+                return np.array([layers[number] for number in sorted(layers, key=int)])
+    raise PlacementError(
+        "is no placement: expected phy2log (numpy, DeepSeek), layer_list (vLLM-Ascend), physical_to_logical_map "
+        f"(SGLang) or initial_global_assignments (TensorRT-LLM, vLLM); found {found or 'nothing'}"
     )
 
 
@@ -293,5 +252,5 @@ def _in_order(entries: list[dict[str, Any]], key: str) -> list[dict[str, Any]]:
     ordered = sorted(entries, key=lambda entry: int(entry[key]))
     ids = [entry[key] for entry in ordered]
     if ids != list(range(len(ids))) or not ids:
-        raise PlacementError(f"expert_map numbers its {key}s {ids}, expected 0, 1, 2, …")
+        raise ValueError(f"its {key}s are {ids}, expected 0, 1, 2, …")
     return ordered

@@ -80,8 +80,7 @@ class Trace(ABC):
             rows_TRLE = self.source_rows(begin, min(last, begin + _SOURCE_STEPS))
             if rows_TRLE is None:
                 return None
-            summed_RLE = rows_TRLE.sum(axis=0, dtype=np.float64)
-            total_RLE = summed_RLE if total_RLE is None else total_RLE + summed_RLE
+            total_RLE = rows_TRLE.sum(axis=0, dtype=np.float64) + (0.0 if total_RLE is None else total_RLE)
         return total_RLE
 
     def served_loads(self, first: int, last: int) -> Float64 | None:  # noqa: ARG002
@@ -150,8 +149,7 @@ class ArrayTrace(Trace):
     @property
     def shape(self) -> tuple[int, int, int]:
         """T, L and E."""
-        steps, layers, experts = self.heat_TLE.shape
-        return steps, layers, experts
+        return self.heat_TLE.shape
 
     def heat(self, first: int, last: int) -> Counts:
         """Tokens by logical expert, ``[t, L, E]``; raises ``HeatError`` naming the step that cannot be heat."""

@@ -71,7 +71,7 @@ def test_a_true_history_breaks_nothing(recorded: Path) -> None:
         ("commit", 0, {"after": [1, 5]}, "rank 1 committed"),
         ("commit", 0, {"generation": 7}, "committed transfer 7 after transfer"),
         ("vote", 3, {"decision": "HALT"}, "vote 4"),
-        ("transfer", 0, {"lane": 3}, "transfer 1: rank 0 began"),
+        ("transfer", 0, {"lane": 3}, "transfer 1: rank 0 recorded"),
         ("start", 0, {"digest": 3}, "started from different placements"),
         ("heat", 2, {"layer_epochs": [9, 9]}, "is reported under [9, 9]"),
         ("heat", 2, {"first_step": 0}, "was reported after step"),

@@ -46,7 +46,7 @@ def examined(fault):
     ids=["healthy", "a wrong byte", "a graph that does not see the table"],
 )
 def test_experts_go_there_and_come_back_or_the_fault_is_found(fault, found):
-    met = [("memory for staging", SKIPPED), ("ranks meet", OK)]
+    met = [("ranks meet", OK)]
     for findings in run_ranks(2, examined, fault):
         assert [(finding.name, finding.verdict) for finding in findings] == met + found
 

@@ -36,30 +36,6 @@ def test_the_name_does_not_matter(tmp_path):
     assert np.array_equal(read_heat(path), HEAT_TLE)
 
 
-@pytest.mark.parametrize("suffix", [".npy", ".json"])
-def test_vllms_view_is_never_taken_for_logical_experts(tmp_path, suffix):
-    path, slots_TLP = tmp_path / f"expert_load_view_rank0{suffix}", slots_of(HEAT_TLE, PHY2LOG_LP)
-    if suffix == ".npy":
-        np.save(path, slots_TLP)
-    else:
-        path.write_text(json.dumps(slots_TLP.tolist()))
-    with pytest.raises(HeatError, match=r"without their placement: give .* with --map, or say --as heat"):
-        read_heat(path)
-    assert np.array_equal(read_heat(path, ReadAs(phy2log=PHY2LOG_LP)), HEAT_TLE)
-    assert np.array_equal(read_heat(path, ReadAs(meaning="heat")), slots_TLP)
-
-
-def test_what_vllm_ascend_gathers_from_its_ranks_needs_the_map(tmp_path):
-    path, slots_TLP = tmp_path / "load.npy", slots_of(HEAT_TLE, PHY2LOG_LP)
-    np.save(path, slots_TLP.reshape(*slots_TLP.shape[:2], 2, -1))
-    with pytest.raises(HeatError, match="without their placement"):
-        read_heat(path)
-    for phy2log in (PHY2LOG_LP, PHY2LOG_LP.reshape(len(PHY2LOG_LP), 2, -1)):
-        trace = open_trace(path, ReadAs(phy2log=phy2log))
-        assert np.array_equal(trace.heat(0, trace.steps), HEAT_TLE)
-        assert (trace.facts.ranks, trace.facts.slots) == (2, PHY2LOG_LP.shape[1] // 2)
-
-
 def test_deepseek_weights_are_one_step(tmp_path):
     path = tmp_path / "weights.npy"
     np.save(path, HEAT_TLE[0])

@@ -16,7 +16,7 @@ def test_each_engine_finds_its_own_keys(tmp_path):
     tables = PLACEMENT.default_log2phy()
     flat = PLACEMENT.phy2log_LRS.reshape(3, 8).tolist()
     write_placement(tmp_path / "a.json", PLACEMENT, tables)
-    assert json.loads((tmp_path / "a.json").read_text()) == _expert_map_document(PLACEMENT)
+    assert json.loads((tmp_path / "a.json").read_text()) == _expert_map_document(PLACEMENT, range(3))
     write_placement(tmp_path / "b.json", PLACEMENT, tables, "sglang")
     assert json.loads((tmp_path / "b.json").read_text()) == {"physical_to_logical_map": flat}
     write_placement(tmp_path / "c.yaml", PLACEMENT, tables, layer_numbers=range(3, 3 + PLACEMENT.layers))
@@ -31,7 +31,7 @@ def test_each_engine_finds_its_own_keys(tmp_path):
     ("name", "format", "message"),
     [
         ("a.csv", None, "must end in"),
-        ("a.json", "npz", "ending in .npz"),
+        ("a.json", "npz", "must end in .npz, as the format has it"),
         (
             "a.npz",
             "deepspeed",
@@ -63,14 +63,8 @@ def test_npz_holds_both_arrays_as_int32(tmp_path):
         }
 
 
-def test_reads_the_flat_shape_of_other_engines(tmp_path):
-    path = tmp_path / "placement.npy"
-    np.save(path, PLACEMENT.phy2log_LRS.reshape(3, 8).astype(np.int64))
-    assert np.array_equal(read_placement(path, experts=6, ranks=4).phy2log_LRS, PLACEMENT.phy2log_LRS)
-
-
 def test_expert_map_names_devices_and_layers():
-    document = _expert_map_document(PLACEMENT)
+    document = _expert_map_document(PLACEMENT, range(3))
     assert document["moe_layer_count"] == 3
     assert document["layer_list"][1]["layer_id"] == 1
     assert document["layer_list"][1]["device_count"] == 4
@@ -78,7 +72,7 @@ def test_expert_map_names_devices_and_layers():
 
 
 def test_expert_map_may_list_layers_and_devices_in_any_order(tmp_path):
-    document = _expert_map_document(PLACEMENT)
+    document = _expert_map_document(PLACEMENT, range(3))
     document["layer_list"].reverse()
     for layer in document["layer_list"]:
         layer["device_list"].reverse()
@@ -101,12 +95,12 @@ def refusal(path, experts=6, ranks=4):
     [
         ('{"layer_list": [', "is not JSON, or truncated"),
         ("{}", "found nothing"),
-        ('{"layer_list": [{"layer_id": 0}]}', "the key 'device_list' is missing"),
+        ('{"layer_list": [{"layer_id": 0}]}', "equally many experts ('device_list')"),
         ('{"physical_to_logical_map": [[0, 1], [0]]}', "equally many experts"),
         ('{"physical_to_logical_map": [["0", "1"]]}', "integers"),
         ('{"layer_list": []}', "expected 0, 1, 2"),
-        ("[]", "holds a list, expected a dictionary"),
-        ('{"layer_list": [{"layer_id": 1, "device_list": []}]}', "numbers its layer_ids [1]"),
+        ("[]", "found list"),
+        ('{"layer_list": [{"layer_id": 1, "device_list": []}]}', "its layer_ids are [1]"),
         (
             '{"layer_list": [{"layer_id": 0, "device_list": [{"device_id": 0, "device_expert": [0, 1]},'
             ' {"device_id": 1, "device_expert": [0]}]}]}',
@@ -134,7 +128,7 @@ def test_placements_of_another_shape_are_refused(tmp_path):
     assert "places on 4 ranks, expected 8" in refusal(path, ranks=8)
     assert "cannot hold 9 experts" in refusal(path, experts=9)
     np.savez(path, experts=PLACEMENT.phy2log_LRS)
-    assert "holds no array named 'phy2log'" in refusal(path)
+    assert "expected phy2log" in refusal(path)
     np.savez(path, phy2log=np.zeros((3, 4, 2), dtype=np.int32))
     assert "expert 1 is in no slot" in refusal(path)
 

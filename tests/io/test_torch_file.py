@@ -121,18 +121,18 @@ def test_the_maker_of_hostile_tensors_makes_good_ones_too(tmp_path):
     [
         (tensor_program((2, 3), (3, 1)), "beyond the 4 numbers"),
         (tensor_program((2, 2), (2, 1), offset=1), "beyond the 4 numbers"),
-        (tensor_program((2, 2), (2, -1)), "negative"),
-        (tensor_program((2, 2), (2, 1), offset=-1), "negative"),
+        (tensor_program((2, 2), (2, -1)), "sizes and strides from 0 on"),
+        (tensor_program((2, 2), (2, 1), offset=-1), "sizes and strides from 0 on"),
         (tensor_program((1 << 40, 1 << 10), (0, 0)), "more than this machine's memory"),
-        (tensor_program((2, 2), (1,)), "in a way that torch does not"),
-        (tensor_program((2,) * 9, (0,) * 9), "in a way that torch does not"),
-        (tensor_program((2, 2), (2, 1), count=1 << 40), "has a storage of 16 bytes"),
+        (tensor_program((2, 2), (1,)), "no file of tensors"),
+        (tensor_program((2,) * 9, (0,) * 9), "sizes and strides from 0 on"),
+        (tensor_program((2, 2), (2, 1), count=1 << 40), "buffer is smaller"),
         (tensor_program((2, 2), (2, 1), key=b"../../0"), "in a way that torch does not"),
-        (tensor_program((2, 2), (2, 1), key=b"7"), "holds no tensors"),
+        (tensor_program((2, 2), (2, 1), key=b"7"), "no file of tensors"),
         (tensor_program((2, 2), (2, 1), kind=b"UntypedStorage"), "asks for torch.UntypedStorage"),
         (b"\x80\x02Nr\xff\xff\xff\x7f.", "remembers more values than it has"),
-        (b"\x80\x02", "holds no tensors"),
-        (b"\x80\x02}R.", "holds no tensors"),
+        (b"\x80\x02", "no file of tensors"),
+        (b"\x80\x02}R.", "no file of tensors"),
     ],
 )
 def test_hostile_programs_are_refused(tmp_path, program, message):
@@ -147,11 +147,6 @@ def test_zips_that_are_no_torch_files_are_refused(tmp_path):
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("x", "y")
     with pytest.raises(HeatError, match=r"without the data\.pkl"):
-        read_torch(path)
-    with zipfile.ZipFile(path, "w") as archive:
-        archive.writestr("a/data.pkl", b"\x80\x02N.")
-        archive.writestr("a/byteorder", "big")
-    with pytest.raises(HeatError, match="big-endian"):
         read_torch(path)
 
 

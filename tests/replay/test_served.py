@@ -43,7 +43,7 @@ def recorded(tmp_path):
     for (step, rank, layer, expert), tokens in np.ndenumerate(SOURCE_TRLE):
         slots_TLP[step, layer, tables_RLE[rank, layer, expert]] += tokens
     facts = TraceFacts(ranks=RANKS, slots=SLOTS)
-    with TraceWriter(tmp_path / "a.zarr", facts, LAYERS, EXPERTS, by_slot=True, sources=None) as writer:
+    with TraceWriter(tmp_path / "a.zarr", facts, LAYERS, EXPERTS) as writer:
         for layer in range(LAYERS):
             writer.place(layer, 0, PLACEMENT.phy2log_LRS[layer])
         writer.append(slots_TLP, np.zeros((STEPS, LAYERS)), source_TRLE=SOURCE_TRLE)

@@ -121,32 +121,22 @@ def _captured_table(layer: _DoctorLayer) -> Callable[[], list[int]] | None:
     return replay
 
 
-def _staging_memory(device: torch.device, expert_bytes: int) -> Finding:
-    """Room for what one layer may receive, beside what is there now."""
-    name = "memory for staging"
-    if device.type == "cpu":
-        return Finding(name, SKIPPED, "host memory is not looked at")
-    free, total = torch.get_device_module(device).mem_get_info()
-    text = f"{free / 1e9:.1f} of {total / 1e9:.1f} GB free: room for {free // expert_bytes} incoming experts of a layer"
-    return Finding(name, OK, text) if free > 2 * expert_bytes else Finding(name, FAILED, text)
-
-
 def examine(group: dist.ProcessGroup | None, device: torch.device, expert_bytes: int) -> list[Finding]:
     """Meet the other ranks of ``group`` and make the round trip; a collective."""
     assert group is not None
     ranks = dist.get_world_size(group)
     layer = _DoctorLayer(dist.get_rank(group), ranks, expert_bytes, device)
-    findings = [_staging_memory(device, expert_bytes)]
     settings = AgentSettings(service=_NOWHERE, deployment="doctor", verify_transfers=True)
     agent = Agent.start([layer], group, settings)
     try:
         met = f"{ranks} ranks, their votes, and links between {device.type}s"
-        findings.append(Finding("ranks meet", OK, met))
-        findings += _there_and_back(layer, agent, _captured_table(layer))
+        return [
+            Finding("ranks meet", OK, met),
+            *_there_and_back(layer, agent, _captured_table(layer)),
+        ]
     finally:
         dist.barrier(group)
         agent.close()
-    return findings
 
 
 def _prepared(device_name: str) -> torch.device:

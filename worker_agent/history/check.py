@@ -14,33 +14,29 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from pydantic import StrictBool, StrictInt, StrictStr, TypeAdapter, ValidationError
+
 Line: TypeAlias = dict[str, Any]
 
-_FIELDS: dict[str, dict[str, type]] = {
-    "start": {"rank": int, "ranks": int, "group": str, "epoch": int, "digest": int, "layer_epochs": list},
-    "vote": {
-        "step": int,
-        "number": int,
-        "heard": bool,
-        "progress": str,
-        "plan": int,
-        "abort": bool,
-        "decision": str,
-    },
-    "transfer": {"step": int, "generation": int, "lane": int, "layer": int},
-    "commit": {
-        "step": int,
-        "generation": int,
-        "layer": int,
-        "before": list,
-        "after": list,
-        "layer_epochs": list,
-    },
-    "abort": {"step": int},
-    "halt": {"step": int},
-    "heat": {"first_step": int, "steps": int, "layer_epochs": list},
-    "end": {"step": int},
+_FIELDS = {
+    "start": ("rank", "ranks", "group", "epoch", "digest", "layer_epochs"),
+    "vote": ("step", "number", "heard", "progress", "plan", "abort", "decision"),
+    "transfer": ("step", "generation", "lane", "layer"),
+    "commit": ("step", "generation", "layer", "before", "after", "layer_epochs"),
+    "abort": ("step",),
+    "halt": ("step",),
+    "heat": ("first_step", "steps", "layer_epochs"),
+    "end": ("step",),
 }
+"""Fields of each kind of line."""
+_TYPES: dict[str, TypeAdapter[Any]] = {
+    **dict.fromkeys(("group", "progress", "decision"), TypeAdapter(StrictStr)),
+    **dict.fromkeys(("heard", "abort"), TypeAdapter(StrictBool)),
+    **dict.fromkeys(("before", "after"), TypeAdapter(tuple[StrictInt, StrictInt])),
+    "layer_epochs": TypeAdapter(list[StrictInt]),
+}
+"""Types of fields that are not whole numbers; ``before`` and ``after`` are an epoch and a digest."""
+_NUMBER = TypeAdapter(StrictInt)
 
 
 class HistoryError(ValueError):
@@ -95,22 +91,19 @@ def _line(number: int, text: str) -> Line:
     kind = line.get("kind") if isinstance(line, dict) else None
     if not isinstance(kind, str) or kind not in _FIELDS or (kind == "start") != (number == 0):
         raise ValueError(f"line {number + 1} is not a record of this format")
-    for field, wanted in _FIELDS[kind].items():
-        if not isinstance(line.get(field), wanted):
-            raise ValueError(f"line {number + 1}: {field} must be {wanted.__name__}, got {line.get(field)!r}")
-    for field in ("before", "after", "layer_epochs"):
-        if not all(isinstance(value, int) for value in line.get(field, [])):
-            raise ValueError(f"line {number + 1}: {field} must hold integers")
-    if any(len(line.get(field, (0, 0))) != 2 for field in ("before", "after")):
-        raise ValueError(f"line {number + 1}: a version is an epoch and a digest")
+    for field in _FIELDS[kind]:
+        try:
+            _TYPES.get(field, _NUMBER).validate_python(line.get(field))
+        except ValidationError as error:
+            reason = error.errors()[0]["msg"]
+            raise ValueError(f"line {number + 1}: {field} is {line.get(field)!r}: {reason}") from error
     return dict(line)
 
 
 def violations(ranks: Sequence[_RankHistory]) -> Iterator[str]:
     """Yield a sentence for each promise that the histories of one group contradict."""
     yield from _different_starts(ranks)
-    yield from _different_votes(ranks)
-    yield from _different_transfers(ranks)
+    yield from _different_records(ranks)
     yield from _different_commits(ranks)
     for history in ranks:
         yield from _unfounded_commits(history, ranks)
@@ -123,34 +116,26 @@ def _different_starts(ranks: Sequence[_RankHistory]) -> Iterator[str]:
         yield f"the ranks started from different placements: {sorted(starts)}"
 
 
-def _different_votes(ranks: Sequence[_RankHistory]) -> Iterator[str]:
-    seen: dict[int, tuple[int, tuple[int, str]]] = {}
+def _different_records(ranks: Sequence[_RankHistory]) -> Iterator[str]:
+    """Votes and transfers are the same for all ranks that recorded them."""
+    seen: dict[str, tuple[int, str]] = {}
     for history in ranks:
-        for vote in history.of("vote"):
+        for line in history.lines:
             # Unheard and without a verdict, a vote says nothing of what the others heard.
-            if not vote["heard"] and vote["decision"] != "COMMIT":
+            if line["kind"] == "vote" and (line["heard"] or line["decision"] == "COMMIT"):
+                # A rank that missed a call counts late, which only a commit must not be.
+                step = f" at step {line['step']}" if line["decision"] == "COMMIT" else ""
+                name, found = f"vote {line['number']}", line["decision"] + step
+            elif line["kind"] == "transfer":
+                name, found = (
+                    f"transfer {line['generation']}",
+                    f"layer {line['layer']} in lane {line['lane']}",
+                )
+            else:
                 continue
-            # A rank that missed a call counts late, which only a commit must not be.
-            found = (vote["step"] if vote["decision"] == "COMMIT" else 0, vote["decision"])
-            first_rank, first = seen.setdefault(vote["number"], (history.rank, found))
+            first_rank, first = seen.setdefault(name, (history.rank, found))
             if found != first:
-                yield (
-                    f"vote {vote['number']}: rank {first_rank} counted {first[1]} at step {first[0]}, "
-                    f"rank {history.rank} {found[1]} at step {found[0]}"
-                )
-
-
-def _different_transfers(ranks: Sequence[_RankHistory]) -> Iterator[str]:
-    seen: dict[int, tuple[int, tuple[int, int]]] = {}
-    for history in ranks:
-        for started in history.of("transfer"):
-            found = (started["lane"], started["layer"])
-            first_rank, first = seen.setdefault(started["generation"], (history.rank, found))
-            if found != first:
-                yield (
-                    f"transfer {started['generation']}: rank {first_rank} began [lane, layer] "
-                    f"{list(first)}, rank {history.rank} {list(found)}"
-                )
+                yield f"{name}: rank {first_rank} recorded {first}, rank {history.rank} {found}"
 
 
 def _different_commits(ranks: Sequence[_RankHistory]) -> Iterator[str]:

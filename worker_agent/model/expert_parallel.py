@@ -44,18 +44,13 @@ def expert_parallel(
     No rank has more tokens than ``most_rows`` in any step; without it the ranks ask each other in every layer and step,
     and wait for the answers, where the dispatcher pads.
 
-    Raises ``ValueError`` where the ``placement`` is not of the shape of the ``checkpoint``'s model, or groups do not
-    divide its experts and choices.
+    The ``placement`` is of all of the ``checkpoint``'s layers. Raises ``ValueError`` where groups do not divide its
+    experts and choices.
     """
     config = checkpoint.config
     if config.experts % expert_groups or config.top_k % expert_groups:
         raise ValueError(
             f"{config.experts} experts and {config.top_k} choices per token do not divide into {expert_groups} groups"
-        )
-    if (placement.layers, placement.experts) != (config.layers, config.experts):
-        raise ValueError(
-            f"the model has {config.layers} layers of {config.experts} experts, "
-            f"the placement {placement.layers} of {placement.experts}"
         )
     layers = [
         ExpertParallelMoE(

@@ -7,7 +7,8 @@ Embedding, attention, routers and output head are the same on every rank. Parame
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -56,8 +57,7 @@ class ModelConfig:
     """Sizes of a model of the Qwen3-MoE architecture; the defaults are those of the embedded one.
 
     Each of the ``heads`` is ``hidden / heads`` wide, each of the ``kv_heads`` shared by ``heads / kv_heads`` of them.
-    One expert with ``top_k`` 1 is a dense model. ``context`` is the most tokens that a request can have. Raises
-    ``ValueError`` where sizes do not fit together.
+    One expert with ``top_k`` 1 is a dense model. ``context`` is the most tokens that a request can have.
     """
 
     layers: int = 4
@@ -68,17 +68,6 @@ class ModelConfig:
     top_k: int = 4
     intermediate: int = 64
     context: int = 192
-
-    def __post_init__(self) -> None:
-        sizes = [getattr(self, field.name) for field in fields(self)]
-        if any(type(size) is not int or size < 1 for size in sizes):
-            raise ValueError(f"all sizes of a model must be positive integers, got {self}")
-        if self.hidden % (2 * self.heads):
-            raise ValueError(f"hidden must be an even multiple of heads, got {self.hidden} and {self.heads}")
-        if self.heads % self.kv_heads:
-            raise ValueError(f"heads must be a multiple of kv_heads, got {self.heads} and {self.kv_heads}")
-        if not 1 <= self.top_k <= self.experts:
-            raise ValueError(f"top_k must be 1..{self.experts}, the number of experts, got {self.top_k}")
 
     @property
     def head_width(self) -> int:
@@ -97,21 +86,9 @@ class ModelConfig:
         return {**_ARCHITECTURE, **sizes, **unused, "head_dim": self.head_width, "torch_dtype": "bfloat16"}
 
     @classmethod
-    def from_hugging_face(cls, config: Mapping[str, object]) -> ModelConfig:
-        """Read the contents of ``config.json``; ``ValueError`` where it is of a model that is not served here."""
-        if not isinstance(config, dict):
-            raise ValueError(f"must hold an object, got {type(config).__name__}")
-        for name, expected in _ARCHITECTURE.items():
-            if config.get(name) != expected:
-                raise ValueError(f"{name} must be {expected!r}, got {config.get(name)!r}")
-        missing = [theirs for theirs in _HUGGING_FACE_NAMES.values() if theirs not in config]
-        if missing:
-            raise ValueError(f"{missing[0]} is missing")
-        sizes: dict[str, object] = {ours: config[theirs] for ours, theirs in _HUGGING_FACE_NAMES.items()}
-        read = cls(**sizes)  # type: ignore[arg-type] # checked by __post_init__
-        if config.get("head_dim") != read.head_width:
-            raise ValueError(f"head_dim must be {read.head_width}, got {config.get('head_dim')!r}")
-        return read
+    def from_hugging_face(cls, config: Mapping[str, Any]) -> ModelConfig:
+        """Read the sizes in the contents of ``config.json``."""
+        return cls(**{ours: int(config[theirs]) for ours, theirs in _HUGGING_FACE_NAMES.items()})
 
 
 Experts = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]

@@ -25,8 +25,18 @@ from typing import Any
 import numpy as np
 
 from eplb_service.heat.window import HeatError
-from eplb_service.io.containers import Array, Record, check_fits_memory, files_of_ranks, one_line, read_json
-from eplb_service.io.named_arrays import ReadAs, as_array
+from eplb_service.io.containers import (
+    Array,
+    Record,
+    as_array,
+    check_fits_memory,
+    counts_of,
+    files_of_ranks,
+    read_json,
+    refusing,
+    require,
+)
+from eplb_service.io.named_arrays import ReadAs
 from eplb_service.io.routes import heat_of_slots
 from eplb_service.io.trace import ArrayTrace, Int64, TraceFacts, numbered
 
@@ -45,54 +55,46 @@ def _is_vllm_record(content: Mapping[str, Any]) -> bool:
 def _trace_of_vllm_records(records: Iterable[Record], read_as: ReadAs) -> ArrayTrace:
     """The trace in vLLM's records, a step per record with tokens; raises ``HeatError`` naming one that does not fit."""
     meta: Mapping[str, Any] = {}
-    runs: list[tuple[Array, list[Array]]] = []
-    shape: tuple[int, ...] | None = None
+    steps: list[tuple[Array, Array]] = []
     idle = 0
     for place, content in records:
         if content.get("record_type") == _META:
             meta = content
         if content.get("record_type") != _STATS:
             continue
-        load_LP, map_LP = _load(place, content, read_as)
-        if shape is not None and load_LP.shape != shape:
-            raise HeatError(f"{place} is of {list(load_LP.shape)} layers and slots, others of {list(shape)}")
-        shape = load_LP.shape
-        if not load_LP.any():
-            idle += 1
-        elif runs and np.array_equal(runs[-1][0], map_LP):
-            runs[-1][1].append(load_LP)
+        load_LP = counts_of(content.get("expert_load"), "expert_load", place, ("layers", "slots"))
+        phy2log = as_array(content.get("p2l_map")) if read_as.phy2log is None else read_as.phy2log
+        if phy2log is None:
+            raise HeatError(f"{place} counts tokens by slot without a p2l_map; give the experts with --map")
+        if phy2log.size != load_LP.size or (steps and load_LP.shape != steps[0][0].shape):
+            raise HeatError(
+                f"{place} has {list(load_LP.shape)} layers and slots, others or its map another number"
+            )
+        if load_LP.any():
+            steps.append((load_LP, phy2log.reshape(load_LP.shape)))
         else:
-            runs.append((map_LP, [load_LP]))
-    if not runs or shape is None:
+            idle += 1
+    if not steps:
         raise HeatError(f"holds no {_STATS} with tokens: was expert_load_stats_path set?")
-    experts = read_as.experts or 1 + max(int(map_LP.max()) for map_LP, _ in runs)
-    heat_TLE = np.concatenate([heat_of_slots(np.stack(loads), map_LP, experts) for map_LP, loads in runs])
-    return ArrayTrace(heat_TLE, _vllm_facts(meta, shape[1], len(runs), idle))
-
-
-def _load(place: str, content: Mapping[str, Any], read_as: ReadAs) -> tuple[Array, Array]:
-    load_LP, map_LP = as_array(content.get("expert_load")), as_array(content.get("p2l_map"))
-    if load_LP is None or load_LP.ndim != 2 or 0 in load_LP.shape:
-        raise HeatError(f"{place} holds no expert_load [layers, slots]")
-    if read_as.phy2log is not None:
-        map_LP = read_as.phy2log.reshape(len(read_as.phy2log), -1)
-    if map_LP is None:
-        raise HeatError(f"{place} counts tokens by slot without a p2l_map; give the experts with --map")
-    if map_LP.shape != load_LP.shape or map_LP.dtype.kind not in "iu" or map_LP.min() < 0:
-        raise HeatError(f"{place} has a map of {list(map_LP.shape)} for slots of {list(load_LP.shape)}")
-    return load_LP, map_LP
+    experts = read_as.experts or 1 + max(int(map_LP.max()) for _, map_LP in steps)
+    runs = [list(run) for _, run in itertools.groupby(steps, key=lambda step: step[1].tobytes())]
+    heat_TLE = np.concatenate(
+        [heat_of_slots(np.stack([load_LP for load_LP, _ in run]), run[0][1], experts) for run in runs]
+    )
+    return ArrayTrace(heat_TLE, _vllm_facts(meta, steps[0][0].shape[1], len(runs), idle))
 
 
 def _vllm_facts(meta: Mapping[str, Any], slots_of_all: int, placements: int, idle: int) -> TraceFacts:
-    ranks, model = meta.get("num_ranks"), meta.get("model")
-    whole = isinstance(ranks, int) and ranks > 0 and slots_of_all % ranks == 0
+    ranks = meta.get("num_ranks")
+    if not isinstance(ranks, int) or ranks < 1 or slots_of_all % ranks:
+        ranks = 0
     switched = f", under {placements} placements in turn" if placements > 1 else ""
     left_out = f", {idle} steps without tokens left out" if idle else ""
     return TraceFacts(
         origin=f"vLLM's expert load, tokens by slot{switched}{left_out}",
-        model=model if isinstance(model, str) else "",
-        ranks=ranks if whole and isinstance(ranks, int) else 0,
-        slots=slots_of_all // ranks if whole and isinstance(ranks, int) else 0,
+        model=str(meta.get("model", "")),
+        ranks=ranks,
+        slots=slots_of_all // ranks if ranks else 0,
     )
 
 
@@ -104,56 +106,44 @@ def _is_tensorrt_llm_folder(folder: Path) -> bool:
 def _trace_of_tensorrt_llm_folder(folder: Path, _read_as: ReadAs) -> ArrayTrace:
     """The trace in such statistics, a step per iteration; raises ``HeatError`` where a rank or layer is missing."""
     meta = read_json(folder / _META_FILE)
-    experts = meta.get("num_experts") if isinstance(meta, Mapping) else None
-    if not isinstance(meta, Mapping) or not isinstance(experts, int) or experts < 1:
-        raise HeatError(f"{_META_FILE} names no num_experts")
+    experts, top_k = (
+        isinstance(meta, dict) and meta.get(f"num_experts{part}") for part in ("", "_per_token")
+    )
     files = files_of_ranks(folder, _RANK_FILE)
     summed: dict[tuple[int, int], Int64] = {}
     for file in files.values():
         for key, counts_E in _read_safetensors(file).items():
-            place, counts = _checked(file.name, key, counts_E, experts)
-            summed[place] = summed[place] + counts if place in summed else counts
+            match = _KEY.fullmatch(key)
+            if match is None or counts_E.shape != (experts,) or counts_E.dtype.kind not in "iu":
+                raise HeatError(
+                    f"{file.name}: {key[:64]} holds {counts_E.dtype} {list(counts_E.shape)}; expected names such as "
+                    f"100_3, iteration and layer, and counts of as many experts as {_META_FILE} names ({experts})"
+                )
+            place = int(match[1]), int(match[2])
+            summed[place] = summed.get(place, 0) + counts_E.astype(np.int64)
     if not summed:
         raise HeatError("holds no counts: was any iteration of EXPERT_STATISTIC_ITER_RANGE run?")
     iterations, layers = (sorted(set(numbers)) for numbers in zip(*summed, strict=True))
-    check_fits_memory(8 * len(iterations) * len(layers) * experts)
     for iteration, layer in itertools.product(iterations, layers):
         if (iteration, layer) not in summed:
             raise HeatError(f"iteration {iteration} lacks layer {layer}, which others have")
     heat_TLE = np.stack([[summed[iteration, layer] for layer in layers] for iteration in iterations])
-    top_k = meta.get("num_experts_per_token")
-    origin = f"TensorRT-LLM's expert statistics, iterations {iterations[0]} to {iterations[-1]}"
-    top_k = top_k if isinstance(top_k, int) and top_k > 0 else 0
-    return ArrayTrace(
-        heat_TLE, TraceFacts(origin, ranks=len(files), top_k=top_k, layer_numbers=numbered(layers))
+    facts = TraceFacts(
+        origin=f"TensorRT-LLM's expert statistics, iterations {iterations[0]} to {iterations[-1]}",
+        ranks=len(files),
+        top_k=top_k if isinstance(top_k, int) and top_k > 0 else 0,
+        layer_numbers=numbered(layers),
     )
-
-
-def _checked(name: str, key: str, counts_E: Array, experts: int) -> tuple[tuple[int, int], Int64]:
-    match = _KEY.fullmatch(key)
-    if match is None:
-        raise HeatError(f"{name}: holds {key[:64]!r}; expected names such as 100_3, iteration and layer")
-    if counts_E.shape != (experts,) or counts_E.dtype.kind not in "iu":
-        raise HeatError(
-            f"{name}: {key} holds {counts_E.dtype} {list(counts_E.shape)}; "
-            f"expected a count for each of {experts} experts"
-        )
-    return (int(match[1]), int(match[2])), counts_E.astype(np.int64)
+    return ArrayTrace(heat_TLE, facts)
 
 
 def _read_safetensors(file: Path) -> dict[str, Array]:
-    try:
-        from safetensors import SafetensorError
-        from safetensors.numpy import load_file
-    except ImportError as error:
-        raise HeatError(
-            f"holds safetensors, for which safetensors is needed: pip install 'eplb-service[safetensors]' ({error})"
-        ) from error
+    require("safetensors", "a file of safetensors", "safetensors")
+    from safetensors.numpy import load_file
+
     check_fits_memory(file.stat().st_size)
-    try:
+    with refusing(f"file of safetensors ({file.name})"):
         return load_file(file)
-    except (SafetensorError, KeyError, TypeError, ValueError) as error:
-        raise HeatError(f"{file.name}: is truncated or damaged ({one_line(error)})") from error
 
 
 RECORDS = (_is_vllm_record, _trace_of_vllm_records)

@@ -13,45 +13,44 @@ References
 
 from __future__ import annotations
 
-import re
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from pathlib import Path
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from eplb_service.heat.window import HeatError
-from eplb_service.io.containers import Array, check_alone
-from eplb_service.io.named_arrays import ReadAs, as_array
+from eplb_service.io.containers import Array, as_array, counts_of, whole_number
+from eplb_service.io.named_arrays import ReadAs
 from eplb_service.io.routes import heat_of_slots
 from eplb_service.io.trace import PHASES, ArrayTrace, Int64, TraceFacts
 
+RANK_FILE = r".+_(?P<rank>\d+)\.(pt|json)"
+"""Name of a file that holds the share of one rank."""
 _MAP = "last_physical_to_logical_map"
-_LAST_PASS = 1 << 62
 _MIXED = PHASES.index("mixed")
 _MODES = {1: PHASES.index("prefill"), 2: PHASES.index("decode"), 3: _MIXED}
 """Phases by SGLang's numbers of forward modes; others, such as idle, leave a step's phase unknown."""
 
 
+@dataclass
 class _Pass:
-    """One forward pass, summed over what has been reported of it."""
+    """One forward pass: tokens by slot ``[L, P]`` by rank and the rank's gatherer, tokens of all, phases."""
 
-    def __init__(self, counts_LP: Array) -> None:
-        self.counts_LP: Int64 = np.zeros(counts_LP.shape, dtype=np.int64)
-        self.reporters: set[tuple[int, str]] = set()
-        self.tokens = 0
-        self.modes: set[int] = set()
+    counts: dict[tuple[int, str], Array] = field(default_factory=dict)
+    tokens: int = 0
+    phases: set[int] = field(default_factory=set)
 
     @property
     def phase(self) -> int:
         """Index into ``PHASES``."""
-        return _MIXED if len(self.modes) > 1 else next(iter(self.modes), 0)
+        return _MIXED if len(self.phases) > 1 else next(iter(self.phases), 0)
 
 
 def is_dump(document: object) -> bool:
     """Return whether a file's content is such a dump."""
-    return isinstance(document, Mapping) and "records" in document
+    return isinstance(document, Mapping) and isinstance(document.get("records"), list)
 
 
 def trace_of_dumps(dumps: Sequence[tuple[str, Mapping[Any, Any]]], read_as: ReadAs) -> ArrayTrace:
@@ -61,27 +60,33 @@ def trace_of_dumps(dumps: Sequence[tuple[str, Mapping[Any, Any]]], read_as: Read
     the dumps contradict each other, or are not of one run.
     """
     phy2log = read_as.phy2log
-    passes: dict[int, _Pass] = {}
-    ranks: set[int] = set()
+    passes: defaultdict[int, _Pass] = defaultdict(_Pass)
     for name, dump in dumps:
-        try:
-            phy2log = _agreed_map(phy2log, dump, own=read_as.phy2log is not None)
-            ranks |= _add(passes, dump, as_array(phy2log))
-        except HeatError as error:
-            raise HeatError(f"{name}: {error}" if len(dumps) > 1 else str(error)) from error
+        stated = None if read_as.phy2log is not None else as_array(dump.get(_MAP))
+        if phy2log is not None and stated is not None and not np.array_equal(phy2log, stated):
+            raise HeatError(f"{name}: has another {_MAP} than the others; these are not dumps of one run")
+        phy2log = phy2log if stated is None else stated
+        for position, record in enumerate(dump["records"]):
+            _add(passes, record, position, f"{name}: record {position}", phy2log)
+    shapes = {counts_LP.shape for one in passes.values() for counts_LP in one.counts.values()}
+    if len(shapes) > 1:
+        raise HeatError(
+            f"records have several shapes: {', '.join(str(list(shape)) for shape in sorted(shapes))}"
+        )
+    ranks = {rank for one in passes.values() for rank, _ in one.counts}
+    kept = [
+        passes[number] for number in sorted(passes) if {rank for rank, _ in passes[number].counts} == ranks
+    ]
+    if not kept:
+        raise HeatError(f"there is no forward pass that all of {len(ranks)} ranks have recorded")
     if phy2log is None:
         raise HeatError(f"holds tokens by slot without {_MAP}; give it with --map")
-    whole = [number for number in sorted(passes) if {rank for rank, _ in passes[number].reporters} == ranks]
-    if not whole:
-        raise HeatError(f"there is no forward pass that all of {len(ranks)} ranks have recorded")
-    kept = [passes[number] for number in whole]
-    left_out = (
-        f", {len(passes) - len(whole)} passes not recorded by all left out"
-        if len(whole) < len(passes)
-        else ""
-    )
-    heat_TLE = heat_of_slots(np.stack([one.counts_LP for one in kept]), phy2log, read_as.experts)
-    busy, moe, facts = _busy_part(heat_TLE, f"SGLang recorder, per pass, {len(ranks)} ranks{left_out}")
+    counts_LP = [sum(one.counts.values(), start=np.zeros((), dtype=np.int64)) for one in kept]
+    heat_TLE = heat_of_slots(np.stack(counts_LP), phy2log, read_as.experts)
+    origin = f"SGLang recorder, per pass, {len(ranks)} ranks"
+    if len(kept) < len(passes):
+        origin += f", {len(passes) - len(kept)} passes not recorded by all left out"
+    busy, moe, facts = _busy_part(heat_TLE, origin)
     tokens_T = np.array([one.tokens for one in kept], dtype=np.int64)[busy]
     phase_T = np.array([one.phase for one in kept], dtype=np.int64)[busy]
     return ArrayTrace(
@@ -92,6 +97,38 @@ def trace_of_dumps(dumps: Sequence[tuple[str, Mapping[Any, Any]]], read_as: Read
     )
 
 
+def _add(
+    passes: defaultdict[int, _Pass], record: object, position: int, place: str, phy2log: Array | None
+) -> None:
+    """Add one record of a dump to the pass that it is of."""
+    if not isinstance(record, Mapping):
+        raise HeatError(f"{place} is no record of a forward pass")
+    content = {"forward_pass_id": position, "rank": 0, **record}
+    number, rank = (whole_number(content, name, place) for name in ("forward_pass_id", "rank"))
+    who = rank, str(record.get("gatherer_key", ""))
+    if who in passes[number].counts:
+        raise HeatError(
+            f"{place}: rank {rank} has recorded forward pass {number} twice; are these of one run?"
+        )
+    passes[number].counts[who] = _counts(record, place, phy2log)
+    passes[number].tokens += len(record["input_ids"]) if isinstance(record.get("input_ids"), list) else 0
+    mode = record.get("forward_mode")
+    if isinstance(mode, int) and mode in _MODES:
+        passes[number].phases.add(_MODES[mode])
+
+
+def _counts(record: Mapping[Any, Any], place: str, phy2log: Array | None) -> Array:
+    """Tokens by slot ``[L, P]`` of one record, counted from the choices of its tokens where it has no counts."""
+    stated, choices = (record.get(name) for name in ("global_physical_count", "topk_ids_of_layer"))
+    if stated is not None or choices is None or phy2log is None:
+        return counts_of(stated, "global_physical_count", place, ("layers", "slots"))
+    slots = phy2log.reshape(len(phy2log), -1).shape[-1]
+    # -1 is where a token has no more choices.
+    axes = ("layers", "tokens", "choices")
+    choices_LKC = counts_of(choices, "topk_ids_of_layer", place, axes, least=-1, most=slots - 1)
+    return np.stack([np.bincount(chosen[chosen >= 0], minlength=slots) for chosen in choices_LKC])
+
+
 def trace_of_ring_buffer(counts_TLE: Array, origin: str) -> ArrayTrace:
     """The trace in what the mode ``stat`` dumped, tokens by logical expert ``[buffer, layers, experts]``.
 
@@ -100,17 +137,10 @@ def trace_of_ring_buffer(counts_TLE: Array, origin: str) -> ArrayTrace:
     trace's origin says so. Raises ``HeatError`` where nothing was counted.
     """
     checked = ArrayTrace(counts_TLE).heat(0, len(counts_TLE))
+    full = checked.any(axis=(1, 2)).all() and len(checked) > 1
+    origin += ", ring buffer full: its oldest step may be in the midst" if full else ""
     busy, moe, facts = _busy_part(checked, f"SGLang recorder ({origin})")
-    if busy.size == len(counts_TLE) > 1:
-        facts = replace(
-            facts, origin=f"{facts.origin}, ring buffer full: its oldest step may be in the midst"
-        )
     return ArrayTrace(checked[np.ix_(busy, moe)], facts)
-
-
-def check_all_ranks(path: Path) -> None:
-    """Raise ``HeatError`` where the dump at ``path`` is one rank's of several."""
-    check_alone(path, rf".+_(?P<rank>\d+){re.escape(path.suffix)}")
 
 
 def _busy_part(heat_TLE: Array, origin: str) -> tuple[Int64, Int64, TraceFacts]:
@@ -123,74 +153,3 @@ def _busy_part(heat_TLE: Array, origin: str) -> tuple[Int64, Int64, TraceFacts]:
     origin += f", {empty} rows without tokens left out" if empty else ""
     origin += f", {dense} dense layers left out" if dense else ""
     return busy, moe, TraceFacts(origin, layer_numbers=tuple(moe.tolist()) if dense else ())
-
-
-def _add(passes: dict[int, _Pass], dump: Mapping[Any, Any], phy2log: Array | None) -> set[int]:
-    """Add one file's records to ``passes``; returns the ranks that they are of."""
-    records = dump["records"]
-    if not isinstance(records, list) or not records:
-        raise HeatError("holds no records of forward passes")
-    ranks = set()
-    for position, record in enumerate(records):
-        if not isinstance(record, Mapping):
-            raise HeatError(f"record {position} is no record of a forward pass")
-        number = _whole(record, "forward_pass_id", position, position)
-        rank = _whole(record, "rank", 0, position)
-        counts_LP = _counts(record, position, phy2log)
-        known = passes.setdefault(number, _Pass(counts_LP))
-        shapes = {one.counts_LP.shape for one in (known, next(iter(passes.values())))} | {counts_LP.shape}
-        if len(shapes) > 1:
-            raise HeatError(
-                f"records have several shapes: {', '.join(str(list(shape)) for shape in sorted(shapes))}"
-            )
-        who = rank, str(record.get("gatherer_key", ""))
-        if who in known.reporters:
-            raise HeatError(f"rank {rank} has recorded forward pass {number} twice; are these of one run?")
-        known.reporters.add(who)
-        known.counts_LP += counts_LP.astype(np.int64)
-        known.tokens += len(record["input_ids"]) if isinstance(record.get("input_ids"), list) else 0
-        mode = record.get("forward_mode")
-        if isinstance(mode, int) and mode in _MODES:
-            known.modes.add(_MODES[mode])
-        ranks.add(rank)
-    return ranks
-
-
-def _counts(record: Mapping[Any, Any], position: int, phy2log: Array | None) -> Array:
-    """Tokens by slot ``[L, P]`` of one record, counted from the choices of its tokens where it has no counts."""
-    counts_LP = as_array(record.get("global_physical_count"))
-    if counts_LP is None:
-        choices_LKC = as_array(record.get("topk_ids_of_layer"))
-        if choices_LKC is not None and choices_LKC.ndim == 3 and phy2log is not None:
-            return _counted(choices_LKC, phy2log.reshape(phy2log.shape[0], -1).shape[-1], position)
-    if counts_LP is None or counts_LP.ndim != 2 or 0 in counts_LP.shape:
-        raise HeatError(f"record {position} has no global_physical_count [layers, slots]")
-    if counts_LP.dtype.kind not in "iu" or counts_LP.min() < 0 or counts_LP.max() > np.iinfo(np.int32).max:
-        raise HeatError(f"record {position} counts no tokens ({counts_LP.dtype}, from {counts_LP.min()})")
-    return counts_LP
-
-
-def _counted(choices_LKC: Array, slots: int, position: int) -> Array:
-    if choices_LKC.dtype.kind not in "iu" or (choices_LKC.size and choices_LKC.max() >= slots):
-        raise HeatError(f"record {position} names slots past the {slots} that there are")
-    # -1 is where a token has no more choices.
-    return np.stack(
-        [np.bincount(choices_KC[choices_KC >= 0].ravel(), minlength=slots) for choices_KC in choices_LKC]
-    )
-
-
-def _agreed_map(known: Array | None, dump: Mapping[Any, Any], *, own: bool) -> Array | None:
-    """The map that all files agree on; a user's ``own`` goes before theirs."""
-    stated = as_array(dump.get(_MAP))
-    if own or stated is None:
-        return known
-    if known is not None and not np.array_equal(known, stated):
-        raise HeatError(f"has another {_MAP} than the others; these are not dumps of one run")
-    return stated
-
-
-def _whole(record: Mapping[Any, Any], name: str, otherwise: int, position: int) -> int:
-    value = record.get(name, otherwise)
-    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < _LAST_PASS:
-        raise HeatError(f"record {position} has the {name} {value!r}; expected a number from 0 on")
-    return value

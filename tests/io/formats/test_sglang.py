@@ -70,17 +70,6 @@ def ring_buffer(size, heat_TLE, dense=3):
 HEAT_TLE = np.random.default_rng(1).integers(0, 9, (7, 2, EXPERTS)) + 1
 
 
-@pytest.mark.parametrize("size", [8, 50])
-def test_rows_of_the_ring_buffer_that_were_never_written_are_no_steps(tmp_path, size):
-    torch.save(ring_buffer(size, HEAT_TLE), tmp_path / "expert_distribution_recorder_17.25.pt")
-    for place in (tmp_path / "expert_distribution_recorder_17.25.pt", tmp_path):
-        trace = open_trace(place)
-        assert np.array_equal(trace.heat(0, trace.steps), HEAT_TLE)
-        assert trace.facts.layer_numbers == (3, 4)
-        assert f"{size - 7} rows without tokens left out, 3 dense layers left out" in trace.facts.origin
-        assert "ring buffer full" not in trace.facts.origin
-
-
 def test_a_ring_buffer_in_which_nothing_was_counted_is_refused(tmp_path):
     torch.save(ring_buffer(4, HEAT_TLE[:0]), tmp_path / "idle.pt")
     with pytest.raises(HeatError, match="holds no forward pass: all of its counts are zero"):
@@ -133,31 +122,23 @@ BAD = {
     "a rank twice": (lambda folder: spoil(folder, 2, rank=1), "rank 1 has recorded forward pass 100 twice"),
     "other shapes": (
         lambda folder: spoil(folder, 2, global_physical_count=torch.ones(2, 7, dtype=torch.int32)),
-        r"_2.pt: records have several shapes: \[2, 6\], \[2, 7\]",
+        r"records have several shapes: \[2, 6\], \[2, 7\]",
     ),
     "negative counts": (
         lambda folder: spoil(folder, 2, global_physical_count=-torch.ones(2, 6, dtype=torch.int32)),
-        "counts no tokens",
-    ),
-    "fractions": (
-        lambda folder: spoil(folder, 2, global_physical_count=torch.ones(2, 6)),
-        "counts no tokens",
+        "record 0 holds .*global_physical_count",
     ),
     "no counts": (
         lambda folder: spoil(folder, 2, global_physical_count=None),
-        "record 0 has no global_physical_count",
+        "record 0 holds no numbers as global_physical_count",
     ),
     "choices past the slots": (
         lambda folder: spoil(
             folder, 2, global_physical_count=None, topk_ids_of_layer=torch.full((2, 1, 1), 6)
         ),
-        "names slots past the 6 that there are",
+        "record 0 holds topk_ids_of_layer from 6 to 6",
     ),
     "a rank that is none": (lambda folder: spoil(folder, 2, rank="two"), "has the rank 'two'"),
-    "a pass that is none": (
-        lambda folder: spoil(folder, 2, forward_pass_id=-1),
-        "has the forward_pass_id -1",
-    ),
     "no pass in common": (
         lambda folder: dumped(folder, 2, [record(2, 0, forward_pass_id=1)]),
         "no forward pass that all of 3 ranks have recorded",

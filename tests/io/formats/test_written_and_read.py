@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import io
-import json
 from pathlib import Path
 from typing import Any
 
@@ -74,30 +71,6 @@ def test_sglang_s_ring_buffer(
 
 
 @FEW
-@given(seed=SEEDS, ranks=st.integers(1, 3), passes=st.integers(1, 5))
-def test_sglang_s_passes_of_all_ranks(
-    torch: Any, seed: int, ranks: int, passes: int, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    rng = np.random.default_rng(seed)
-    phy2log_LP = placed(rng, 2, 5, 2, 4)
-    counts_RTLP = rng.integers(0, 2**20, (ranks, passes, 2, 8)) + 1
-    folder = tmp_path_factory.mktemp("sglang")
-    for rank in range(ranks):
-        records = [
-            {
-                "forward_pass_id": number,
-                "rank": rank,
-                "gatherer_key": "primary",
-                "global_physical_count": torch.from_numpy(counts_RTLP[rank, number].astype(np.int32)),
-            }
-            for number in rng.permutation(passes).tolist()
-        ]
-        document = {"records": records, "last_physical_to_logical_map": torch.from_numpy(phy2log_LP)}
-        torch.save(document, folder / f"recorder_1.5_{rank}.pt")
-    np.testing.assert_array_equal(read(folder), by_expert(counts_RTLP.sum(axis=0), phy2log_LP, 5))
-
-
-@FEW
 @given(
     seed=SEEDS,
     steps=st.integers(1, 6),
@@ -123,60 +96,6 @@ def test_tokens_by_slot_of_vllm_and_vllm_ascend(
         torch.save({name: torch.from_numpy(written), "phy2log": torch.from_numpy(phy2log_LP)}, path)
         heat_TLE = read(path)
     np.testing.assert_array_equal(heat_TLE, by_expert(slots_TLP, phy2log_LP, 6))
-
-
-@FEW
-@given(
-    seed=SEEDS,
-    lengths=st.lists(st.integers(1, 6), min_size=1, max_size=5),
-    engine=st.sampled_from(["vllm", "sglang"]),
-)
-def test_experts_of_each_token_in_responses(
-    seed: int, lengths: list[int], engine: str, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    rng = np.random.default_rng(seed)
-    responses, expected_LE = [], np.zeros((3, 16), dtype=np.int64)
-    for generated in lengths:
-        prompt = int(rng.integers(1, 5))
-        chosen_KLC = np.argsort(rng.random((prompt + generated, 3, 16)), axis=2)[:, :, :4]
-        for layer in range(3):
-            expected_LE[layer] += np.bincount(chosen_KLC[prompt:, layer].ravel(), minlength=16)
-        usage = {"prompt_tokens": prompt, "completion_tokens": generated + 1}
-        if engine == "vllm":
-            file = io.BytesIO()
-            np.save(file, chosen_KLC.astype(np.uint8))
-            returned = base64.b64encode(file.getvalue()).decode()
-            responses.append({"choices": [{"routed_experts": returned}], "usage": usage})
-        else:
-            returned = base64.b64encode(chosen_KLC.astype("<i4").tobytes()).decode()
-            responses.append({"meta_info": {"routed_experts": returned, **usage}})
-    path = tmp_path_factory.mktemp("responses") / "responses.jsonl"
-    path.write_text("".join(f"{json.dumps(response)}\n" for response in responses))
-    heat_TLE = read(path, batch=1, experts=16, top_k=4)
-    assert len(heat_TLE) == sum(lengths)
-    np.testing.assert_array_equal(heat_TLE.sum(axis=0), expected_LE)
-
-
-@FEW
-@given(
-    seed=SEEDS,
-    layers=st.integers(1, 9),
-    experts=st.integers(2, 9),
-    suffix=st.sampled_from([".npy", ".pt", ".csv", ".json"]),
-)
-def test_weights_that_deepseek_s_eplb_takes(
-    torch: Any, seed: int, layers: int, experts: int, suffix: str, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    weight_LE = np.random.default_rng(seed).integers(1, 2**40, (layers, experts))
-    path = tmp_path_factory.mktemp("deepseek") / f"weight{suffix}"
-    write = {
-        ".npy": lambda: np.save(path, weight_LE),
-        ".pt": lambda: torch.save(torch.from_numpy(weight_LE), path),
-        ".csv": lambda: np.savetxt(path, weight_LE, fmt="%d", delimiter=","),
-        ".json": lambda: path.write_text(json.dumps(weight_LE.tolist())),
-    }
-    write[suffix]()
-    np.testing.assert_array_equal(read(path, meaning="weights"), weight_LE[None])
 
 
 @FEW
