@@ -13,7 +13,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: proofs properties attack help size stack dashboard notebook demo demo-vllm e2e-observability test test-slow test-oldest check lint types layers docs unit warm format proto wheels clean
-.PHONY: test-engines explore fuzz fuzz-properties mutate faults soak bench-switch bench-solver bench-decide bench-engine bench-split bench-time bench-scale
+.PHONY: test-engines explore fuzz fuzz-properties mutate faults soak bench-switch bench-solver bench-decide bench-split bench-time bench-scale
 
 help: ## show this list
 	@awk -F':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -123,9 +123,6 @@ soak: $(READY) ## ten minutes of random faults, then the proof from the ranks' h
 
 bench-switch: $(READY) ## what the layer switch costs the model; ARGS="--json out.json"
 	@$(BIN)/python -m benchmarks.switch.run $(ARGS)
-
-bench-engine: warm ## time to first token and per token of a real vLLM server, with and without the agent (minutes)
-	@$(BIN)/python -m benchmarks.engine.run $(ARGS)
 
 bench-solver: warm ## the solver beside its peers, which are fetched once (about 11 minutes; ARGS=--quick: two)
 	@$(BIN)/python -m benchmarks.solver $(ARGS)

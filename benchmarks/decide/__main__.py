@@ -13,15 +13,16 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.decide.alarms import measured
-from benchmarks.decide.heat import Course, generated, recorded
+from benchmarks.decide.heat import TARGETS, generated, recorded
 from benchmarks.decide.served import Row, mean_rows, own_rows, peer_rows
+from eplb_service.bench.closed_loop import Course
 from eplb_service.bench.contest import Contest
+from eplb_service.bench.peers.archives import INDEX
 from eplb_service.bench.peers.balancers import FLASHLB
 from eplb_service.planner.settings import PlannerSettings
 from eplb_service.replay.policy import ON_CHANGE
 from eplb_service.solver.warmup import warm_up
 
-_INDEX = "https://pypi.org/simple"
 _COLUMNS = (
     "heat",
     "policy",
@@ -106,7 +107,7 @@ def _add(table: Table, course: Course, rows: list[tuple[Row, float]]) -> None:
             f"{row.decisions}",
             f"{1e3 * row.cpu_seconds:.0f}",
             f"{row.below_off} of {row.windows}" if row.decisions and row.windows else "",
-            course.target if row.policy.startswith(ON_CHANGE) else "",
+            TARGETS[course.name] if row.policy == ON_CHANGE else "",
         )
 
 
@@ -119,7 +120,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--link-bandwidth", type=float, default=25.0, help="GB/s, which prices moves")
     add("--bytes-per-expert", type=int, default=0, help="which prices moves; 0: as assumed")
     add("--peers", nargs="*", default=[FLASHLB], help="peers that take part, deciding every window")
-    add("--index", default=_INDEX, help="package index that peers are fetched from, once")
+    add("--index", default=INDEX, help="package index that peers are fetched from, once")
     add("--limit-seconds", type=float, default=60.0, help="a peer's decision that takes longer is given up")
     return parser
 

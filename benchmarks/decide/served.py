@@ -8,9 +8,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from benchmarks.decide.heat import Course
-from eplb_service.bench.closed_loop import Course as Loop
-from eplb_service.bench.closed_loop import Entrant, cpu_after_first, loops, realised_mean
+from eplb_service.bench.closed_loop import Course, Entrant, cpu_after_first, loops, realised_mean
 from eplb_service.bench.contest import Contest
 from eplb_service.io.trace import ArrayTrace
 from eplb_service.planner.settings import PlannerSettings
@@ -20,8 +18,6 @@ from eplb_service.replay.policy import ON_CHANGE, Setup
 
 LOOKED_BACK = 512
 """Steps that a decision by the clock looks at, at most, where it looks at more than an interval: the default."""
-SLOW_LINK = 5.0
-"""GB/s of a link on which moves are dear: what they win must then pay for five times as much."""
 
 
 @dataclass(frozen=True)
@@ -57,17 +53,15 @@ def own_rows(course: Course, settings: PlannerSettings, bytes_per_expert: int) -
     by_window, looking_back = (
         Setup(course.slots, steps, course.window) for steps in (course.window, LOOKED_BACK)
     )
-    slow = replace(settings, link_bandwidth=SLOW_LINK)
     trace, idle, off_par_W, layers = ArrayTrace(course.heat_TLE), 0.0, np.zeros(0), course.heat_TLE.shape[1]
-    for label, name, setup, asked in (
-        ("none", "none", by_window, settings),
-        ("flashlb", "flashlb", by_window, settings),
-        (f"flashlb, window {LOOKED_BACK}", "flashlb", looking_back, settings),
-        (ON_CHANGE, ON_CHANGE, by_window, settings),
-        (f"{ON_CHANGE}, {SLOW_LINK:g} GB/s", ON_CHANGE, by_window, slow),
+    costs = Costs.of(settings, layers, bytes_per_expert=bytes_per_expert)
+    for label, name, setup in (
+        ("none", "none", by_window),
+        ("flashlb", "flashlb", by_window),
+        (f"flashlb, window {LOOKED_BACK}", "flashlb", looking_back),
+        (ON_CHANGE, ON_CHANGE, by_window),
     ):
-        costs = Costs.of(asked, layers, bytes_per_expert=bytes_per_expert)
-        jobs = jobs_for([name], [setup], asked, hindsight=False)
+        jobs = jobs_for([name], [setup], settings, hindsight=False)
         began = time.process_time()
         (policy,) = replay(trace, jobs, scene_for(course.ranks, costs)).policies
         took = time.process_time() - began
@@ -96,8 +90,7 @@ def own_rows(course: Course, settings: PlannerSettings, bytes_per_expert: int) -
 
 def peer_rows(course: Course, contest: Contest) -> Iterator[Row]:
     """A row for each peer, over the windows that ours are scored on; one that fails is left out."""
-    loop = Loop(course.name, course.heat_TLE, course.ranks, course.slots, course.window)
-    for row in loops(contest, [loop], [Entrant(name, name) for name in contest.peers]):
+    for row in loops(contest, [course], [Entrant(name, name) for name in contest.peers]):
         moves = row["moves"][1:]
         yield Row(row["policy"], realised_mean(row), float(np.mean(moves)), len(moves), cpu_after_first(row))
 

@@ -18,11 +18,11 @@ from pathlib import Path
 
 import grpc
 from rich.console import Console
-from rich.table import Table
 
-from benchmarks.scale.measured import MISSED, Measured, verdicts
+from benchmarks.scale.measured import Measured, verdicts
 from benchmarks.scale.measured_service import Holds, MeasuredService, Reading, measured_service
 from benchmarks.scale.ranks import DEPLOYMENT, Load, RankProcesses, Scale, Tally, rank_processes
+from benchmarks.solver.tables import Table, target_table
 from eplb_service.wire.generated import operator_pb2, operator_pb2_grpc
 
 _SETTLE_SECONDS = 4.0
@@ -40,8 +40,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.scale", description=__doc__)
     parser.add_argument("--ranks", default="64,256,1024", help="numbers of ranks (64,256,1024)")
     parser.add_argument("--seconds", type=float, default=20.0, help="of each measurement (20); memory: 300")
-    parser.add_argument("--layers", type=int, default=58)
-    parser.add_argument("--experts", type=int, default=256)
+    parser.add_argument("--layers", type=int, default=58, help="of the model, of 256 experts each (58)")
     parser.add_argument("--steps-per-second", type=float, default=20.0, help="of the model (20)")
     parser.add_argument("--report-steps", type=int, help="in a report; by default what the service asks for")
     parser.add_argument("--processes", type=int, default=2, help="that the agents are spread over (2)")
@@ -50,25 +49,16 @@ def main() -> int:
     options = parser.parse_args()
     measured = []
     for ranks in (int(word) for word in options.ranks.split(",")):
-        load = Load(
-            Scale(ranks, options.layers, options.experts), options.steps_per_second, options.report_steps
-        )
+        load = Load(Scale(ranks, options.layers, 256), options.steps_per_second, options.report_steps)
         measured.append(measure(load, options.seconds, options.processes, plan=not options.no_plan))
-    figures, targets = (
-        Table("ranks", *(f"{one.ranks:,}" for one in measured)),
-        Table("ranks", "target", "found", ""),
-    )
-    for name, value in _ROWS:
-        figures.add_row(name, *(value(one) for one in measured))
+    columns = ["ranks", *(f"{one.ranks:,}" for one in measured)]
+    rows = [[name, *(value(one) for one in measured)] for name, value in _ROWS]
     judged = list(verdicts(measured))
-    for ranks, *verdict in judged:
-        targets.add_row(f"{ranks:,}", *verdict)
     console = Console(soft_wrap=True)
-    console.print(figures)
-    console.print(targets)
+    console.print(Table("One service", columns, rows).drawn(), target_table(judged).drawn())
     if options.json is not None:
         options.json.write_text(json.dumps([asdict(one) for one in measured], indent=1) + "\n")
-    return int(any(verdict == MISSED for *_, verdict in judged))
+    return int(not all(target.met for target in judged))
 
 
 def measure(load: Load, seconds: float, processes: int, *, plan: bool) -> Measured:
@@ -94,11 +84,6 @@ def measure(load: Load, seconds: float, processes: int, *, plan: bool) -> Measur
         for _ in range(_READINGS):
             time.sleep(seconds / _READINGS)
             readings.append(service.read())
-            now = readings[-1]
-            said = (
-                f"{now.at - readings[0].at:.0f} s: {now.resident_bytes / 1e6:.0f} MB, {now.lost} steps lost"
-            )
-            print(f"{load.scale.ranks} ranks, {said}", file=sys.stderr)
         after = ranks.tally()
         decision = _decide(service, ranks) if plan else (None, 0.0)
         deciding = service.read()
@@ -147,7 +132,6 @@ def _summary(
         wanted_per_second=load.steps_per_second,
         cpu_ms_per_step=1e3 * cpu / (seconds * load.steps_per_second),
         cpu_percent=100 * cpu / seconds,
-        loop_cpu_percent=100 * (after.loop_cpu - before.loop_cpu) / seconds,
         lost_steps=after.lost - before.lost,
         dropped_steps=tallies[1].dropped_steps - tallies[0].dropped_steps,
         megabytes_per_second=(tallies[1].sent_bytes - tallies[0].sent_bytes) / seconds / 1e6,
@@ -162,27 +146,19 @@ def _summary(
 
 
 def _said(holds: Holds) -> str:
-    name = max(holds.named, key=holds.named.__getitem__, default="")
-    return f"{1e3 * holds.cpu:.1f} ({1e3 * holds.wall:.1f})" + (f", {name}" if name else "")
-
-
-def _memory(one: Measured) -> str:
-    """At the beginning, at half-time and at the end, and what each half has added."""
-    first, half, last = (one.resident_mb[at] for at in (0, len(one.resident_mb) // 2, -1))
-    return f"{first:.0f}, {half:.0f}, {last:.0f}; {half - first:+.1f}, {one.grown_mb:+.1f}"
+    return f"{1e3 * holds.cpu:.1f}, {holds.name}"
 
 
 _ROWS: tuple[tuple[str, Callable[[Measured], str]], ...] = (
     ("steps/s put together, of", lambda one: f"{one.steps_per_second:.1f}, {one.wanted_per_second:g}"),
     ("service's CPU, ms per step", lambda one: f"{one.cpu_ms_per_step:.2f}"),
     ("service's CPU, % of a core", lambda one: f"{one.cpu_percent:.0f}"),
-    ("of these, its event loop", lambda one: f"{one.loop_cpu_percent:.0f}"),
     ("heat, MB/s", lambda one: f"{one.megabytes_per_second:.1f}"),
     ("heat, reports/s", lambda one: f"{one.reports_per_second:.0f}"),
     ("steps lost", lambda one: f"{one.lost_steps}"),
     ("steps that agents dropped", lambda one: f"{one.dropped_steps}"),
-    ("memory over the run, MB; by halves", _memory),
-    ("longest hold of the loop, ms of CPU (of the clock)", lambda one: _said(one.holding)),
+    ("memory, MB; grown in the second half", lambda one: f"{one.resident_mb[-1]:.0f}; {one.grown_mb:+.1f}"),
+    ("longest hold of the loop, ms of CPU", lambda one: _said(one.holding)),
     ("while the ranks join", lambda one: _said(one.joining)),
     ("while deciding and offering", lambda one: _said(one.deciding)),
     ("the processor stood still within a hold, ms", lambda one: f"{1e3 * one.all_holds.still:.1f}"),

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from benchmarks.scale.measured_service import LONG_SECONDS, Holds
+from benchmarks.solver.judged import Target
 
+_CHEAP_RANKS = 256
 _MOST_PERCENT = 10.0
 _MOST_GROWN_MB = 16.0
 _KEEPS_UP = 0.98
@@ -15,7 +17,6 @@ _FLAT_SECONDS = 300.0
 """Windows and caches have filled by half of that; half an hour says more of the same."""
 _SAYING_REPORTS = 4
 """A rate is read off whole reports: over fewer of each rank it says where the clock stopped."""
-MISSED = "missed"
 
 
 @dataclass(frozen=True)
@@ -26,8 +27,8 @@ class Measured:
     ----------
     steps_per_second, wanted_per_second
         Steps of which all ranks' heat was put together, and steps that the ranks made.
-    cpu_ms_per_step, cpu_percent, loop_cpu_percent
-        Of its process per step that the ranks made, and of one core; of these its event loop's.
+    cpu_ms_per_step, cpu_percent
+        Of its process per step that the ranks made, and of one core.
     lost_steps, dropped_steps
         Missed by the service; dropped by agents, over all ranks.
     megabytes_per_second, reports_per_second
@@ -46,7 +47,6 @@ class Measured:
     wanted_per_second: float
     cpu_ms_per_step: float
     cpu_percent: float
-    loop_cpu_percent: float
     lost_steps: int
     dropped_steps: int
     megabytes_per_second: float
@@ -85,65 +85,28 @@ class Measured:
         return Holds.merged((self.joining, self.holding, self.deciding))
 
 
-@dataclass(frozen=True)
-class _Target:
-    """A figure that a run is held to, where it is of so many ranks, and long enough to show it."""
-
-    name: str
-    figure: Callable[[Measured], str]
-    is_met: Callable[[Measured], bool]
-    ranks: int | None = None
-    seconds: float = 0.0
-    reports: float = 0.0
-
-
-_TARGETS = (
-    _Target(
-        f"256 ranks cost {_MOST_PERCENT:g} % of a core or less",
-        lambda one: f"{one.cpu_percent:.1f} % at {one.steps_per_second:.1f} steps/s",
-        lambda one: one.cpu_percent <= _MOST_PERCENT and one.keeps_up,
-        ranks=256,
-        reports=_SAYING_REPORTS,
-    ),
-    _Target(
-        "steps are put together as fast as they are made",
-        lambda one: f"{one.steps_per_second:.1f} of {one.wanted_per_second:g} steps/s",
-        lambda one: one.keeps_up,
-        reports=_SAYING_REPORTS,
-    ),
-    _Target(
-        "no step is lost or dropped",
-        lambda one: f"{one.lost_steps} lost, {one.dropped_steps} dropped",
-        lambda one: one.lost_steps == one.dropped_steps == 0,
-    ),
-    _Target(
-        f"nothing holds the event loop for more than {1e3 * LONG_SECONDS:g} ms of CPU",
-        lambda one: f"{1e3 * one.all_holds.cpu:.1f} ms",
-        lambda one: one.all_holds.cpu <= LONG_SECONDS,
-    ),
-    _Target(
-        f"memory grows by {_MOST_GROWN_MB:g} MB or less in the second half of {_FLAT_SECONDS / 60:g} minutes or more",
-        lambda one: f"{one.grown_mb:+.1f} MB in the last {one.seconds / 2:.0f} s",
-        lambda one: one.grown_mb <= _MOST_GROWN_MB,
-        seconds=_FLAT_SECONDS,
-    ),
-    _Target(
-        "a plan reaches every rank",
-        lambda one: (
-            "no plan was asked for, or a rank did not get it"
-            if one.plan_ms is None
-            else f"the last after {one.plan_ms[1]:.0f} ms"
-        ),
-        lambda one: one.plan_ms is not None,
-    ),
-)
-
-
-def verdicts(measured: Iterable[Measured]) -> Iterator[tuple[int, str, str, str]]:
-    """For each run and target of its size: ranks, target, figure, and ``met``, ``missed`` or ``too short to say``."""
+def verdicts(measured: Iterable[Measured]) -> Iterator[Target]:
+    """Each run beside every target that it is long enough to say something of."""
     for one in measured:
-        for target in _TARGETS:
-            if target.ranks in (None, one.ranks):
-                too_short = one.seconds < target.seconds or one.made_steps < target.reports * one.report_steps
-                verdict = "too short to say" if too_short else "met" if target.is_met(one) else MISSED
-                yield one.ranks, target.name, target.figure(one), verdict
+        says_rate = one.made_steps >= _SAYING_REPORTS * one.report_steps
+        judged: list[tuple[str, str, bool]] = []
+        if one.ranks == _CHEAP_RANKS and says_rate:
+            found = f"{one.cpu_percent:.1f} % at {one.steps_per_second:.1f} steps/s"
+            cheap = one.cpu_percent <= _MOST_PERCENT and one.keeps_up
+            judged.append((f"cost {_MOST_PERCENT:g} % of a core or less", found, cheap))
+        if says_rate:
+            found = f"{one.steps_per_second:.1f} of {one.wanted_per_second:g} steps/s"
+            judged.append(("steps are put together as fast as they are made", found, one.keeps_up))
+        lost = f"{one.lost_steps} lost, {one.dropped_steps} dropped"
+        judged.append(("no step is lost or dropped", lost, one.lost_steps == one.dropped_steps == 0))
+        held = one.all_holds.cpu
+        longest = f"nothing holds the event loop for more than {1e3 * LONG_SECONDS:g} ms of CPU"
+        judged.append((longest, f"{1e3 * held:.1f} ms", held <= LONG_SECONDS))
+        if one.seconds >= _FLAT_SECONDS:
+            grown = f"{one.grown_mb:+.1f} MB in the last {one.seconds / 2:.0f} s"
+            flat = f"memory grows by {_MOST_GROWN_MB:g} MB or less in the second half"
+            judged.append((flat, grown, one.grown_mb <= _MOST_GROWN_MB))
+        arrived = "none" if one.plan_ms is None else f"the last after {one.plan_ms[1]:.0f} ms"
+        judged.append(("a plan reaches every rank", arrived, one.plan_ms is not None))
+        for what, found, met in judged:
+            yield Target(f"{one.ranks:,} ranks: {what}", "", found, met)

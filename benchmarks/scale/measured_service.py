@@ -12,7 +12,7 @@ import signal
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -23,58 +23,44 @@ from eplb_service.telemetry.logs import configure_logs
 
 LONG_SECONDS = 0.1
 """Nothing should hold the loop for longer."""
-_NAMED = 8
-_NAMED_SECONDS = 0.001
-"""Shorter ones have no name: finding it costs more than most callbacks."""
 _TICK_SECONDS = 0.008
 
 
 @dataclass
 class Holds:
-    """Callbacks' costs since the last ``clear``.
+    """Longest callback since the last ``clear``.
 
     Parameters
     ----------
-    cpu, wall
-        Longest of them, in seconds of this thread's CPU and of the clock, which counts others' work on a busy machine.
-    long
-        Number that took more than ``LONG_SECONDS`` of CPU.
+    cpu
+        Seconds of this thread's CPU.
     still
         Longest that the processor did not run within one of them, though the system counts it as the thread's CPU: on
-        virtual machines only. It counts neither in ``cpu`` nor in ``long``.
-    named
-        The longest of those that took a millisecond or more, by what was called.
+        virtual machines only. It does not count in ``cpu``.
+    name
+        Name of what was called.
     """
 
     cpu: float = 0.0
-    wall: float = 0.0
-    long: int = 0
     still: float = 0.0
-    named: dict[str, float] = field(default_factory=dict)
+    name: str = ""
 
     @classmethod
     def merged(cls, parts: Iterable[Holds]) -> Holds:
-        """Return those of all parts of a run."""
-        whole = cls()
-        for part in parts:
-            whole.cpu, whole.wall = max(whole.cpu, part.cpu), max(whole.wall, part.wall)
-            whole.still, whole.long = max(whole.still, part.still), whole.long + part.long
-            for name, seconds in part.named.items():
-                whole.named[name] = max(seconds, whole.named.get(name, 0.0))
-        return whole
+        """Return the longest of all parts of a run."""
+        parts = list(parts)
+        longest = max(parts, key=lambda part: part.cpu)
+        return cls(longest.cpu, max(part.still for part in parts), longest.name)
 
     def clear(self) -> None:
-        self.cpu, self.wall, self.long, self.still, self.named = 0.0, 0.0, 0, 0.0, {}
+        """Begin again."""
+        self.cpu, self.still, self.name = 0.0, 0.0, ""
 
-    def took(self, what: asyncio.Handle, cpu: float, wall: float, still: float) -> None:
-        cpu -= still
-        self.cpu, self.wall, self.still = max(self.cpu, cpu), max(self.wall, wall), max(self.still, still)
-        self.long += cpu > LONG_SECONDS
-        if cpu > _NAMED_SECONDS and (len(self.named) < _NAMED or cpu > min(self.named.values())):
-            name = _name(what)
-            self.named[name] = max(cpu, self.named.get(name, 0.0))
-            for shortest in sorted(self.named, key=self.named.__getitem__)[:-_NAMED]:
-                del self.named[shortest]
+    def took(self, what: asyncio.Handle, cpu: float, still: float) -> None:
+        """Count a callback."""
+        self.still = max(self.still, still)
+        if cpu - still > self.cpu:
+            self.cpu, self.name = cpu - still, _name(what)
 
 
 @contextmanager
@@ -83,11 +69,11 @@ def watched() -> Iterator[Holds]:
     holds, run = Holds(), asyncio.Handle._run
 
     def timed(handle: asyncio.Handle) -> None:
-        cpu, wall, ticked = time.thread_time(), time.perf_counter(), ticks.taken
+        began, ticked = time.thread_time(), ticks.taken
         run(handle)
-        cpu, wall = time.thread_time() - cpu, time.perf_counter() - wall
+        cpu = time.thread_time() - began
         still = cpu - ticks.most_since(ticked) if cpu > LONG_SECONDS else 0.0
-        holds.took(handle, cpu, wall, max(still, 0.0))
+        holds.took(handle, cpu, max(still, 0.0))
 
     with _ticking() as ticks:
         asyncio.Handle._run = timed  # type: ignore[method-assign]
@@ -158,8 +144,8 @@ class Reading:
     ----------
     at
         Seconds, by a clock that never jumps.
-    cpu, loop_cpu
-        Seconds of CPU since its start: the process's, and its event loop's thread's.
+    cpu
+        Seconds of CPU since its start.
     resident_bytes
         Memory at present.
     received, lost
@@ -170,7 +156,6 @@ class Reading:
 
     at: float
     cpu: float
-    loop_cpu: float
     resident_bytes: int
     received: int
     lost: int
@@ -250,7 +235,6 @@ def _reading(service: RunningService, holds: Holds) -> Reading:
     return Reading(
         at=time.monotonic(),
         cpu=used.ru_utime + used.ru_stime,
-        loop_cpu=time.thread_time(),
         resident_bytes=1024 * int(resident.split()[1]),
         received=sum(total.steps_received for total in totals),
         lost=sum(total.steps_lost for total in totals),

@@ -9,7 +9,7 @@ import platform
 import signal
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -28,7 +28,7 @@ from eplb_service.bench.peers.balancers import PEERS
 from eplb_service.heat.window import HeatError
 from eplb_service.solver.warmup import warm_up
 
-GROUPS = ("cells", "time", "loop", "scaling", "ablation", "example")
+GROUPS = ("cells", "time", "loop", "ablation", "example")
 """Choices of ``--only``."""
 Rows = Iterator[dict[str, Any]]
 
@@ -41,13 +41,11 @@ class Extent:
     seeds: tuple[int, ...] = (1, 2, 3)
     timed: tuple[Shape, ...] = (*measures.COMPARED, measures.LARGE)
     repeats: int = 5
-    processes: int = 3
     spreads: tuple[float, ...] = measures.SPREADS
     table_shape: Shape = (8, 256, 32, 9)
     loop_shape: Shape = (16, 256, 32, 9)
     loop_windows: int = 9
     ablation_windows: int = 6
-    curves: Mapping[str, Mapping[int, Shape]] | None = None
     long_seconds: float = 10.0
 
 
@@ -56,13 +54,11 @@ QUICK = Extent(
     seeds=(1,),
     timed=(SHAPES[1],),
     repeats=2,
-    processes=1,
     spreads=(0.3,),
     table_shape=(2, 256, 32, 9),
     loop_shape=(4, 256, 32, 9),
     loop_windows=4,
     ablation_windows=3,
-    curves={"layers": {size: measures.CURVES["layers"][size] for size in (4, 8, 16)}},
     long_seconds=0.5,
 )
 
@@ -78,15 +74,11 @@ def measured(
     if "time" in only:
         yield "time", measures.cpu_times(contest, extent.timed, extent.repeats, seed)
         yield "keeping", measures.keeping(contest, extent.repeats, seed)
-        yield "first_plan", measures.first_plans(contest, extent.processes, seed)
     if "loop" in only:
         yield "loop", loops(contest, generated_courses(KINDS, *served), entrants(contest))
         moving = generated_courses(("drift", "bursty"), *served)
         yield "pareto", loops(contest, moving, measures.priced(contest))
         yield "traces", loops(contest, traces, entrants(contest))
-    if "scaling" in only:
-        curves = measures.CURVES if extent.curves is None else extent.curves
-        yield "scaling", measures.scaling(contest, min(extent.repeats, 2), seed, curves)
     if "ablation" in only:
         asked = extent.loop_shape, extent.ablation_windows, extent.seeds, traces
         yield "ablation", measures.ablation(contest, *asked)

@@ -17,7 +17,6 @@ from benchmarks.solver.measures import (
     EVEN_SPLIT,
     LARGE,
     PRICED,
-    growth,
 )
 from eplb_service.bench.closed_loop import DEFAULT, FULL, moves_after_first, realised_mean
 from eplb_service.bench.contest import OURS, OURS_EVEN
@@ -26,7 +25,6 @@ from eplb_service.bench.peers.balancers import FLASHLB
 Results = Mapping[str, Any]
 
 ROUNDING = 0.01
-NEARLY_LINEAR = 1.2
 
 
 class Target(NamedTuple):
@@ -44,11 +42,9 @@ def targets(results: Results) -> list[Target]:
         "cells": _balance,
         "time": _time,
         "keeping": _keeping,
-        "first_plan": _first_plan,
         "tables": _tables,
         "loop": _loop,
         "pareto": _pareto,
-        "scaling": _scaling,
         "example": _example,
         "few_slots": _few_slots,
     }
@@ -122,16 +118,6 @@ def _keeping(rows: Rows) -> Iterator[Target]:
             )
 
 
-def _first_plan(rows: Rows) -> Iterator[Target]:
-    late = max(row["first_seconds"] - row["second_seconds"] for row in rows)
-    yield Target(
-        "first plan of a process over its second, kernel cache warm",
-        "at most 0.5 s",
-        f"{late:.2f} s",
-        late <= 0.5,
-    )
-
-
 def promise_error(row: Mapping[str, Any]) -> float:
     """How far the window's realised ratio lies above what was promised, as a part of it, in the mean over layers."""
     return float(np.mean(row["realised_window"]) / np.mean(row["promised_L"]) - 1)
@@ -179,19 +165,6 @@ def _beside_full(what: str, ours: Mapping[str, Any], full: Mapping[str, Any]) ->
         f"{worse:+.1%}",
         worse <= 0.03,
     )
-
-
-def _scaling(rows: Rows) -> Iterator[Target]:
-    for grows in dict.fromkeys(row["grows"] for row in rows):
-        ours = [row for row in rows if row["grows"] == grows and row["policy"] == OURS]
-        if len(ours) > 1:
-            power = growth([row["size"] for row in ours], [row["cpu_seconds"] for row in ours])
-            yield Target(
-                f"CPU time grows with {grows} by a power of",
-                f"at most {NEARLY_LINEAR}",
-                f"{power:.2f}",
-                power <= NEARLY_LINEAR,
-            )
 
 
 def _example(rows: Rows) -> Iterator[Target]:

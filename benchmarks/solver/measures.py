@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -18,12 +19,11 @@ from benchmarks.solver.heats import (
     shape_name,
     source_mix,
 )
-from eplb_service.bench.closed_loop import DEFAULT, FULL, LEFT_ALONE, Course, Entrant, loops
-from eplb_service.bench.contest import NONE, OURS, OURS_EVEN, Contest, first_scene
+from eplb_service.bench.closed_loop import DEFAULT, Course, Entrant, entrants, loops
+from eplb_service.bench.contest import OURS, OURS_EVEN, Contest, first_scene
 from eplb_service.bench.decision import Decision, Float64, Int32, Scene
 from eplb_service.bench.peers.balancers import FLASHLB
 from eplb_service.bench.scoring import (
-    arrivals,
     even_par,
     peak_to_average,
     realised_par,
@@ -35,39 +35,25 @@ from eplb_service.replay.policy import ABLATIONS
 
 
 def cells(contest: Contest, shapes: Sequence[Shape], seeds: Sequence[int]) -> Iterator[dict[str, Any]]:
-    """A row for each seed, kind, shape and policy; peers beside FlashLB see the first seed alone."""
+    """A row for each seed, kind, shape, and ours or FlashLB, placed from scratch."""
+    names = [OURS, OURS_EVEN, *(name for name in contest.peers if name == FLASHLB)]
     for shape in shapes:
         warm, _ = generated_scene(KINDS[0], shape, 1, seeds[0])
-        contest.warm_up([OURS, *contest.peers], warm)
-    for seed in seeds:
-        peers = [name for name in contest.peers if name == FLASHLB or seed == seeds[0]]
-        for kind in KINDS:
-            # Shapes that differ in ranks alone are next to each other and share their heat.
-            for shape in shapes:
-                for row in _cell(contest, shape, kind, seed, peers):
-                    yield {"shape": shape_name(shape), "kind": kind, "seed": seed, **row}
-
-
-def _cell(
-    contest: Contest, shape: Shape, kind: str, seed: int, peers: Sequence[str]
-) -> Iterator[dict[str, Any]]:
-    scene, heat_TLE = generated_scene(kind, shape, 2, seed)
-    for name in [NONE, OURS, OURS_EVEN, *peers]:
-        if name == NONE:
-            decision: Decision | None = Decision(scene.placement_LRS, None, None, 0, 0.0, 0.0)
-        else:
-            decision = contest.decide_from_scratch(name, scene)
-        if decision is None:
-            continue
-        placed_LRS = decision.placement_LRS
-        tables_RLE = decision.tables_RLE if name == OURS else None
-        yield {
-            "policy": name,
-            "in_sample": _par(heat_TLE[:WINDOW], placed_LRS, tables_RLE),
-            "next_window": _par(heat_TLE[WINDOW:], placed_LRS, tables_RLE),
-            "moved": arrivals(scene.placement_LRS, placed_LRS) / placed_LRS.size,
-            "cpu_seconds": decision.cpu_seconds,
-        }
+        contest.warm_up([OURS, *names[2:]], warm)
+    # Shapes that differ in ranks alone are next to each other and share their heat.
+    for seed, kind, shape, name in product(seeds, KINDS, shapes, names):
+        scene, heat_TLE = generated_scene(kind, shape, 2, seed)
+        decision = contest.decide_from_scratch(name, scene)
+        if decision is not None:
+            tables_RLE = decision.tables_RLE if name == OURS else None
+            yield {
+                "shape": shape_name(shape),
+                "kind": kind,
+                "seed": seed,
+                "policy": name,
+                "in_sample": _par(heat_TLE[:WINDOW], decision.placement_LRS, tables_RLE),
+                "next_window": _par(heat_TLE[WINDOW:], decision.placement_LRS, tables_RLE),
+            }
 
 
 def _par(heat_TLE: np.ndarray, placed_LRS: Int32, tables_RLE: Int32 | None) -> float:
@@ -108,22 +94,6 @@ def keeping(contest: Contest, repeats: int, seed: int) -> Iterator[dict[str, Any
             }
 
 
-def first_plans(contest: Contest, processes: int, seed: int) -> Iterator[dict[str, Any]]:
-    """A row for each of so many fresh processes, with the wall seconds of its first two plans."""
-    scene, _ = generated_scene("static", SHAPES[1], 1, seed)
-    contest.decide_from_scratch(OURS, scene)
-    for _ in range(processes):
-        contest.restart(OURS)
-        first = contest.decide_from_scratch(OURS, scene)
-        second = contest.decide_from_scratch(OURS, scene)
-        if first is not None and second is not None:
-            yield {
-                "shape": shape_name(SHAPES[1]),
-                "first_seconds": first.wall_seconds,
-                "second_seconds": second.wall_seconds,
-            }
-
-
 COMPARED: tuple[Shape, ...] = (SHAPES[1], SHAPES[2])
 LARGE: Shape = (61, 512, 320, 2)
 
@@ -151,52 +121,6 @@ def cpu_times(contest: Contest, shapes: Sequence[Shape], repeats: int, seed: int
                         "policy": name,
                         "cpu_seconds": seconds[name],
                     }
-
-
-LONGEST_SECONDS = 8.0
-"""A policy whose decision took longer is not asked about anything larger."""
-
-
-def _shape(layers: int = 16, experts: int = 256, ranks: int = 32) -> Shape:
-    """One slot per rank beyond what the experts need."""
-    return layers, experts, ranks, -(-experts // ranks) + 1
-
-
-CURVES: Mapping[str, Mapping[int, Shape]] = {
-    "layers": {count: _shape(layers=count) for count in (4, 8, 16, 32, 64, 128)},
-    "experts": {count: _shape(experts=count) for count in (64, 128, 256, 512, 1024)},
-    "ranks": {count: _shape(ranks=count) for count in (8, 16, 32, 64, 128, 256)},
-}
-"""What grows, and the shape at each size; the others stay at 16 layers, 256 experts and 32 ranks."""
-
-
-def scaling(
-    contest: Contest, repeats: int, seed: int, curves: Mapping[str, Mapping[int, Shape]] = CURVES
-) -> Iterator[dict[str, Any]]:
-    """A row for each point and policy: the fastest of ``repeats``, every placement made from scratch."""
-    for grows, shapes in curves.items():
-        taking_part = [OURS, *contest.peers]
-        for size, shape in shapes.items():
-            scene, _ = generated_scene("phased", shape, 1, seed)
-            contest.warm_up(taking_part, scene)
-            for name in list(taking_part):
-                found = [contest.decide_from_scratch(name, scene) for _ in range(repeats)]
-                seconds = [decision.cpu_seconds for decision in found if decision is not None]
-                if not seconds or min(seconds) > LONGEST_SECONDS:
-                    taking_part.remove(name)
-                if seconds:
-                    yield {
-                        "grows": grows,
-                        "size": size,
-                        "shape": shape_name(shape),
-                        "policy": name,
-                        "cpu_seconds": min(seconds),
-                    }
-
-
-def growth(sizes: Sequence[float], seconds: Sequence[float]) -> float:
-    """Exponent of the power law that fits best: 1 is linear."""
-    return float(np.polyfit(np.log(sizes), np.log(seconds), 1)[0])
 
 
 SPREADS = (0.0, 0.3, 0.5)
@@ -332,22 +256,12 @@ PRICED = "ours, move_price 0.3"
 """The price at which few moves are to win nearly all."""
 
 
-THRESHOLDS = ((0.8, 0.65), (0.7, 0.55))
-"""Beside FlashLB's own: parts of its past and of perfect balance below which it places a layer from scratch."""
-
-
 def priced(contest: Contest) -> list[Entrant]:
-    """Ours at several prices, FlashLB with lower thresholds, the other peers, nothing at all."""
+    """Ours at several prices, the peers, nothing at all."""
     ours = [
         Entrant(f"ours, move_price {price:g}", OURS, {"options": {"move_price": price}}) for price in PRICES
     ]
-    peers = [Entrant(name, name) for name in contest.peers]
-    if FLASHLB in contest.peers:
-        peers += [
-            Entrant(f"{FLASHLB}, thresholds {ratio:g} and {value:g}", FLASHLB, {"thresholds": (ratio, value)})
-            for ratio, value in THRESHOLDS
-        ]
-    return [LEFT_ALONE, DEFAULT, FULL, *ours, *peers]
+    return [*entrants(contest), *ours]
 
 
 SMALL: Mapping[str, Shape] = {"small_layers": (8, 32, 8, 5), "two_slots": (2, 256, 256, 2)}

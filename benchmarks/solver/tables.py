@@ -11,7 +11,7 @@ import rich.table
 
 from benchmarks.solver.heats import KINDS, shape_name
 from benchmarks.solver.judged import Results, Rows, Target, compared_cells, promise_error, targets
-from benchmarks.solver.measures import SMALL, growth
+from benchmarks.solver.measures import SMALL
 from eplb_service.bench.closed_loop import cpu_after_first, moves_after_first, realised_mean
 from eplb_service.bench.contest import OURS, OURS_EVEN
 from eplb_service.bench.peers.balancers import FLASHLB
@@ -41,14 +41,13 @@ class Table(NamedTuple):
 def tables(results: Results) -> list[Table]:
     """Targets first, then every measurement that was made."""
     makers: Mapping[str, Callable[[Rows], list[Table]]] = {
-        "cells": lambda rows: [_cells(rows, OURS), _cells(rows, OURS_EVEN), _policies(rows)],
+        "cells": lambda rows: [_cells(rows, OURS), _cells(rows, OURS_EVEN)],
         "time": _time,
         "keeping": _keeping,
         "tables": _source_tables,
         "loop": lambda rows: _loop(rows, "Closed loop"),
         "traces": lambda rows: _loop(rows, "Recorded trace"),
         "pareto": lambda rows: _loop(rows, "Balance against moves"),
-        "scaling": _scaling,
         "ablation": _ablation,
         "example": _example,
         "few_slots": _few_slots,
@@ -87,32 +86,6 @@ def _cells(rows: Rows, mine: str) -> Table:
         ],
         f"Peak-to-average ratio per step, mean over layers and seeds; layers x experts x ranks x slots. {how}",
         [number for number, cell in enumerate(compared) if cell.failings],
-    )
-
-
-def _policies(rows: Rows) -> Table:
-    """All policies on the first seed, the mean over the shapes."""
-    here = [row for row in rows if row["seed"] == rows[0]["seed"]]
-    kinds = list(dict.fromkeys(row["kind"] for row in here))
-
-    def line(policy: str) -> list[str]:
-        mine = [row for row in here if row["policy"] == policy]
-        ratios = [
-            " / ".join(
-                f"{np.mean(found):.3f}" if found else ""
-                for found in ([row[field] for row in mine if row["kind"] == kind] for kind in kinds)
-            )
-            for field in ("in_sample", "next_window")
-        ]
-        moved, seconds = (np.mean([row[field] for row in mine]) for field in ("moved", "cpu_seconds"))
-        return [policy, *ratios, f"{moved:.0%}", f"{seconds:.3f}"]
-
-    return Table(
-        "Balance: all policies",
-        ("policy", "window: " + " / ".join(kinds), "next window", "slots moved", "CPU s"),
-        [line(policy) for policy in dict.fromkeys(row["policy"] for row in here)],
-        f"Mean over the shapes, seed {rows[0]['seed']}; each placed from the engines' first layout; ours through its "
-        "tables, all others by even shares.",
     )
 
 
@@ -208,26 +181,6 @@ def _keeping(rows: Rows) -> list[Table]:
                 for row in rows
             ],
             f"{rows[0]['shape']}, one thread.",
-        )
-    ]
-
-
-def _scaling(rows: Rows) -> list[Table]:
-    lines = []
-    for grows in dict.fromkeys(row["grows"] for row in rows):
-        for policy in dict.fromkeys(row["policy"] for row in rows):
-            here = [row for row in rows if (row["grows"], row["policy"]) == (grows, policy)]
-            sizes, seconds = [row["size"] for row in here], [row["cpu_seconds"] for row in here]
-            points = ", ".join(f"{size}: {spent:.3f}" for size, spent in zip(sizes, seconds, strict=True))
-            lines.append(
-                (f"{grows}, {policy}", points, f"{growth(sizes, seconds):.2f}" if len(here) > 1 else "")
-            )
-    return [
-        Table(
-            "CPU seconds as layers, experts and ranks grow",
-            ("what grows, policy", "size: seconds", "power"),
-            lines,
-            "From 16 layers, 256 experts, 32 ranks, one slot per rank more than needed; phased heat.",
         )
     ]
 

@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
 from benchmarks.solver.heats import generate
 from eplb_service.bench.closed_loop import Course
-from eplb_service.bench.decision import Float64
 from eplb_service.bench.scoring import peak_to_average
 from eplb_service.io.routes import DEFAULT_BATCH, steps_and_places
 from eplb_service.offline import Solution, solve
 from eplb_service.placement import Placement, with_entries
 from eplb_service.solver.model import Int64
 from eplb_service.solver.stepwise import level, loads_by_step, replicas_in, split_evenly
-from worker_agent.moe.stepwise import StepwiseSplit, rounds_for
+from worker_agent.moe.stepwise import StepwiseSplit
 
 FOR_EVEN, FOR_STEPS = "made for even shares", "made for the stepwise split"
 PLACEMENTS = {
@@ -182,58 +183,41 @@ def loads_by_table(phy2log_RS: np.ndarray, table_RED: np.ndarray, source_TRE: np
 
 ROUNDS = (10, 16, 22, 30, 42, 100)
 CALLS = 200
-WITHIN_A_TOKEN = "within a token"
-AT_BEST = "best in whole tokens"
-"""Steps whose hottest rank has as few whole tokens as any split gives it; the linear program may cut tokens."""
+_EXPERTS, _CHOICES = 256, 8
+_MADE_FOR = ("even", "step")
+"""Splits that half of the placements each are made for."""
 
 
-def cost(
-    experts: int, ranks: int, slots: int, tokens: int, layers: int = 4, steps: int = 64
-) -> Iterator[dict[str, object]]:
-    """A row for each number of rounds: tokens above the linear program's optimum, and microseconds of CPU of a call.
+def tokens_above(split: StepwiseSplit, placed_RS: np.ndarray, heat_TE: np.ndarray) -> list[float]:
+    """Tokens of each step's hottest rank above the optimum of the linear program, which may cut tokens."""
+    best_T = loads_by_step(heat_TE[:, None], placed_RS[None], False)[:, 0].max(axis=1)
+    hottest = (stepwise_loads(split, heat_E, *placed_RS.shape).max() for heat_E in heat_TE)
+    return [float(most - best) for most, best in zip(hottest, best_T, strict=True)]
 
-    ``over`` is the most tokens above the best split in whole ones.
+
+def within_a_token(above: Sequence[float]) -> float:
+    """The part of the steps within a token of the linear program."""
+    return float(np.mean(np.array(above) <= 1 + 1e-6))
+
+
+def cost(ranks: int, slots: int, tokens: int, layers: int = 4, steps: int = 64) -> Iterator[dict[str, Any]]:
+    """A row for each number of rounds: tokens above the optimum of each step, and microseconds of CPU of each call.
 
     Placements are made for even shares and for the stepwise split, half of the layers each, on steps of their own.
     """
-    heat_TLE = generate("static", layers, experts, 2 * steps, tokens=tokens).astype(np.int64)
-    half = layers // 2
-    placed_LRS = np.concatenate(
-        [
-            solve(heat_TLE[:steps, part], ranks, slots, split=split).phy2log
-            for part, split in ((slice(half), "even"), (slice(half, None), "step"))
-        ]
-    )
-    above: dict[int, list[float]] = {rounds: [] for rounds in ROUNDS}
-    over: dict[int, list[float]] = {rounds: [] for rounds in ROUNDS}
-    timed: dict[int, list[float]] = {rounds: [] for rounds in ROUNDS}
-    splits = [
-        {rounds: StepwiseSplit(placed_RS, experts, rounds=rounds) for rounds in ROUNDS}
-        for placed_RS in placed_LRS
-    ]
-    for layer, placed_RS in enumerate(placed_LRS):
-        for heat_E in heat_TLE[steps:, layer]:
-            best, whole = (
-                loads_by_step(heat_E[None, None], placed_RS[None], cut).max() for cut in (False, True)
-            )
-            for rounds, split in splits[layer].items():
-                hottest = stepwise_loads(split, heat_E, ranks, slots).max()
-                above[rounds].append(hottest - best)
-                over[rounds].append(hottest - whole)
+    heat_TLE = generate("static", layers, _EXPERTS, 2 * steps, tokens=tokens).astype(np.int64)
+    rows: dict[int, dict[str, Any]] = {rounds: {"rounds": rounds, "above": [], "us": []} for rounds in ROUNDS}
+    for layer in range(layers):
+        made_for = _MADE_FOR[2 * layer // layers]
+        placed_RS = solve(heat_TLE[:steps, layer : layer + 1], ranks, slots, split=made_for).phy2log[0]
+        splits = {rounds: StepwiseSplit(placed_RS, _EXPERTS, rounds=rounds) for rounds in ROUNDS}
+        for rounds, split in splits.items():
+            rows[rounds]["above"] += tokens_above(split, placed_RS, heat_TLE[steps:, layer])
         # By turns, so that what else the machine does meets all alike.
         counts_E = torch.from_numpy(heat_TLE[-1, layer])
-        for rounds, split in splits[layer].items():
-            timed[rounds] += microseconds(split, counts_E)
-    for rounds in ROUNDS:
-        yield {
-            "rounds": rounds,
-            "mean": float(np.mean(above[rounds])),
-            "most": float(np.max(above[rounds])),
-            WITHIN_A_TOKEN: float(np.mean(np.array(above[rounds]) <= 1 + 1e-6)),
-            AT_BEST: float(np.mean(np.array(over[rounds]) == 0)),
-            "over": float(np.max(over[rounds])),
-            "us": [float(x) for x in np.percentile(timed[rounds], (5, 50, 95))],
-        }
+        for rounds, split in splits.items():
+            rows[rounds]["us"] += microseconds(split, counts_E)
+    yield from rows.values()
 
 
 @torch.no_grad()
@@ -257,32 +241,17 @@ TOKENS = (256, 1024, 4096, 16384, 65536)
 RANKS = ((8, 33), (32, 9), (64, 5))
 """With their slots: a spare one for each rank and 256 experts."""
 DRAWN, SKEWED = "drawn", "skewed"
-_CHOICES = 8
-_EXPERTS = 256
 
 
 @dataclass(frozen=True)
 class Exactness:
-    """Of the steps of one kind."""
+    """Tokens above the optimum of the steps of one kind, at the default rounds."""
 
     ranks: int
     slots: int
     tokens: int
     popularity: str
-    rounds: int
-    above: Float64
-    """float64 ``[N]``: tokens of the hottest rank above the linear program, which may cut tokens."""
-
-    over: Float64
-    """float64 ``[N]``: above the best split in whole tokens."""
-
-    share: Float64
-    """float64 ``[N]``: the latter as a part of the hottest rank's tokens at best."""
-
-    @property
-    def within(self) -> float:
-        """The part of the steps within a token of the linear program."""
-        return float(np.mean(self.above <= 1 + 1e-6))
+    above: list[float]
 
 
 def exactness(steps: int = 32) -> Iterator[Exactness]:
@@ -290,27 +259,15 @@ def exactness(steps: int = 32) -> Iterator[Exactness]:
 
     One is made for even shares and one for the stepwise split, on as many other steps.
     """
-    for ranks, slots in RANKS:
-        for tokens in TOKENS:
-            for popularity in (DRAWN, SKEWED):
-                yield _exactness(ranks, slots, tokens, popularity, steps)
-
-
-def _exactness(ranks: int, slots: int, tokens: int, popularity: str, steps: int) -> Exactness:
-    heat_TLE = _drawn_heat(tokens, 2 * steps) if popularity == DRAWN else _skewed_heat(tokens, 2 * steps)
-    hottest: list[tuple[float, float, float]] = []
-    for layer, made_for in enumerate(("even", "step")):
-        solved = solve(heat_TLE[:steps, layer : layer + 1].astype(np.int32), ranks, slots, split=made_for)
-        split = StepwiseSplit(solved.phy2log[0], _EXPERTS)
-        for heat_E in heat_TLE[steps:, layer]:
-            best, whole = (
-                loads_by_step(heat_E[None, None], solved.phy2log, cut).max() for cut in (False, True)
-            )
-            hottest.append((stepwise_loads(split, heat_E, ranks, slots).max(), best, whole))
-    found_N, best_N, whole_N = np.array(hottest).T
-    over_N = found_N - whole_N
-    rounds = rounds_for(tokens * _CHOICES)
-    return Exactness(ranks, slots, tokens, popularity, rounds, found_N - best_N, over_N, over_N / whole_N)
+    for (ranks, slots), tokens, popularity in product(RANKS, TOKENS, (DRAWN, SKEWED)):
+        draw = _drawn_heat if popularity == DRAWN else _skewed_heat
+        heat_TLE = draw(tokens, 2 * steps)
+        above = []
+        for layer, made_for in enumerate(_MADE_FOR):
+            seen_TLE = heat_TLE[:steps, layer : layer + 1].astype(np.int32)
+            placed_RS = solve(seen_TLE, ranks, slots, split=made_for).phy2log[0]
+            above += tokens_above(StepwiseSplit(placed_RS, _EXPERTS), placed_RS, heat_TLE[steps:, layer])
+        yield Exactness(ranks, slots, tokens, popularity, above)
 
 
 def _drawn_heat(tokens: int, steps: int) -> Int64:

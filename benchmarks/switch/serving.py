@@ -28,9 +28,7 @@ class Server:
         self.agent = Agent.start(self.live, dist.group.WORLD, settings)
         self.generator = torch.Generator().manual_seed(dist.get_rank())
         self.hidden = hidden
-        self.agent_seconds, self.vote_seconds = list[float](), list[float]()
-        self.switch_seconds: list[float] = []
-        """Of the calls in which a layer was committed: both confirmations, the install, the next ballot."""
+        self.vote_seconds, self.switch_seconds = list[float](), list[float]()
         vote = self.agent._switch.vote
 
         def timed_vote(step: int) -> None:
@@ -66,9 +64,7 @@ class Server:
             layer(hidden_TH, order_TE[:, :TOP_K], torch.full((TOKENS, TOP_K), 1 / TOP_K))
         time.sleep(max(0.0, STEP_SECONDS - (time.perf_counter() - began)))
         if layers is self.live:
-            inside = time.perf_counter()
             self.agent.step()
-            self.agent_seconds.append(time.perf_counter() - inside)
 
     def _offer(self, turn: int) -> None:
         """A plan for the next layer, as a service would send it."""
@@ -107,12 +103,11 @@ def serving(hidden: int, intermediate: int, ranks: int, pairs: int) -> tuple[lis
     """Idle and switching, each with and without the agent in one run."""
     server = Server(hidden, intermediate, ranks)
     server.pairs(20, plans=False)
-    server.agent_seconds.clear()
     server.vote_seconds.clear()
     on, off = server.pairs(pairs, plans=False)
     # Where no rank holds a plan, from one vote to the next.
     interval = 4 * AgentSettings().vote_interval
-    inside, voting = means_of(server.agent_seconds, interval), means_of(server.vote_seconds, interval)
+    voting = means_of(server.vote_seconds, interval)
     switching_on, switching_off = server.pairs(pairs, plans=True)
     ratios = [
         Ratio.of("idle vote, spread over its steps / 5 ms step", voting, [STEP_SECONDS] * len(voting), 0.01),
@@ -122,7 +117,6 @@ def serving(hidden: int, intermediate: int, ranks: int, pairs: int) -> tuple[lis
     stats = server.agent.stats
     figures: dict[str, object] = {
         "vote_us_per_step_median": 1e6 * float(np.median(voting)),
-        "whole_agent_us_per_step_median": 1e6 * float(np.median(inside)),
         "commit_adds_ms_to_its_step_p50": 1e3 * float(np.median(server.switch_seconds)),
         "commit_adds_ms_to_its_step_p90": 1e3 * float(np.percentile(server.switch_seconds, 90)),
         "install_ms_mean": 1e3 * stats.commit_seconds / stats.layers_switched,

@@ -6,7 +6,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -14,7 +14,8 @@ import numpy as np
 from rich.console import Console
 from rich.progress import track
 
-from benchmarks.solver.tables import Table
+from benchmarks.solver.judged import Target
+from benchmarks.solver.tables import Table, target_table
 from benchmarks.time.cells import CONFIDENCE, Cell, cells, compared
 from benchmarks.time.heats import heats
 from benchmarks.time.slot_counts import NEAR, Named, named
@@ -52,9 +53,13 @@ def main() -> int:
         for heat in track(heats(*drawn, LOOP_STEPS), "numbers of slots", total, console=console):
             counts += named(heat, options.ranks, curve)
     console.print(f"{curve} ({curve.source})", markup=False)
-    for table in (*_cell_tables(found), _targets(found, counts)):
-        if table.rows:
-            console.print(table.drawn())
+    judged: list[Target] = []
+    if found:
+        console.print(_cell_table(found).drawn())
+        judged += _of_cells(found)
+    if counts:
+        judged += _of_slots(counts)
+    console.print(target_table(judged).drawn())
     console.print(f"{len(found)} cells in {time.monotonic() - began:.0f} s")
     if options.json is not None:
         rows = {"cells": found, "slots": counts}
@@ -64,83 +69,57 @@ def main() -> int:
     return 0
 
 
-def _cell_tables(found: Sequence[Cell]) -> list[Table]:
+def _cell_table(found: Sequence[Cell]) -> Table:
     """Mean over heats: what each way takes on the next window."""
     rows = []
     for key in dict.fromkeys((cell.ranks, cell.tokens, cell.more) for cell in found):
         here = [cell for cell in found if (cell.ranks, cell.tokens, cell.more) == key]
-        off, balanced, timed = (
-            float(np.mean([getattr(cell, name) for cell in here]))
+        ways = [
+            np.mean([getattr(cell, name) for cell in here])
             for name in ("off_next", "balanced_next", "timed_next")
-        )
+        ]
         gain = np.mean([1 - cell.timed_next / cell.balanced_next for cell in here])
-        rows.append(
-            [
-                f"EP{key[0]}, {key[1]} tokens, +{key[2]}",
-                *(f"{us:.1f}" for us in (off, balanced, timed)),
-                f"{gain:+.1%}",
-            ]
-        )
-    columns = [
-        "cell, mean over heats",
-        "left alone, us",
-        "tokens balanced",
-        "time lowered",
-        "gain over balanced",
-    ]
-    return [Table("slowest rank on the next window", columns, rows)]
+        name = f"EP{key[0]}, {key[1]} tokens, +{key[2]}"
+        rows.append([name, *(f"{us:.1f}" for us in ways), f"{gain:+.1%}"])
+    columns = ["cell, mean over heats", "left alone, us", "tokens balanced", "time lowered"]
+    return Table("slowest rank on the next window", [*columns, "gain over balanced"], rows)
 
 
-def _targets(found: Sequence[Cell], counts: Sequence[Named]) -> Table:
-    rows: list[list[str]] = []
-    notes: list[str] = []
-    for more_rows, more_notes in (_of_cells(found), _of_slots(counts)):
-        rows += more_rows
-        notes += more_notes
-    return Table("targets", ["what", "target", "found"], rows, note="; ".join(notes))
-
-
-def _of_cells(found: Sequence[Cell]) -> tuple[list[list[str]], list[str]]:
-    """Rows of targets, and what to note of cells that miss them; none without cells."""
-    if not found:
-        return [], []
+def _of_cells(found: Sequence[Cell]) -> Iterator[Target]:
+    """Cells in which planning for time is no slower; those that are shown to be are named."""
     above = [cell for cell in found if cell.timed > cell.better * (1 + 1e-6)]
+    gain = np.mean([1 - cell.timed / cell.balanced for cell in found])
+    yield Target(
+        "cells above the better of off and balanced, on the window",
+        "0",
+        f"{len(above)} of {len(found)}; mean gain over balanced {gain:.1%}",
+        not above,
+    )
     later = compared(found)
     slower = [one for one in later if one.is_shown(len(later))]
+    named = "".join(f"; {one.heat} EP{one.ranks} {one.tokens} tokens +{one.more}" for one in slower)
     worst = max(one.slower for one in later)
-    gains = [1 - cell.timed / cell.balanced for cell in found]
-    gains_next = [1 - cell.timed_next / cell.balanced_next for cell in found]
-    rows = [
-        ["cells above the better of off and balanced, on the window", "0", f"{len(above)} of {len(found)}"],
-        [
-            f"the same on the next window, shown at {_SURE}",
-            "0",
-            f"{len(slower)} of {len(later)}; worst cell {worst:+.2%}",
-        ],
-        [
-            "mean gain over balanced, window and next",
-            "stated",
-            f"{np.mean(gains):.1%}, {np.mean(gains_next):.1%}",
-        ],
-    ]
-    return rows, [
-        f"{one.heat} EP{one.ranks} {one.tokens} tokens +{one.more}: {one.slower:+.2%} on the next window "
-        f"(standard error {one.error:.2%})"
-        for one in slower
-    ]
+    yield Target(
+        f"the same on the next window, shown at {_SURE}",
+        "0",
+        f"{len(slower)} of {len(later)}; worst cell {worst:+.2%}{named}",
+        not slower,
+    )
 
 
-def _of_slots(counts: Sequence[Named]) -> tuple[list[list[str]], list[str]]:
-    """The same of numbers of slots."""
-    if not counts:
-        return [], []
+def _of_slots(counts: Sequence[Named]) -> Iterator[Target]:
+    """Numbers of slots that were right by what came after; wrong ones are named."""
     wrong = [one for one in counts if not one.is_right(len(counts))]
-    what = f"slots named wrong by what came after: by more than {NEAR:.0%}, shown at {_SURE}"
-    return [[what, "0", f"{len(wrong)} of {len(counts)}"]], [
-        f"{one.heat} EP{one.ranks} {one.tokens} tokens, seed {one.seed}: {one.slots} named, {one.fastest} fastest, "
-        f"{one.slower:+.2%} (standard error {one.error:.2%})"
+    named = "".join(
+        f"; {one.heat} EP{one.ranks} {one.tokens} tokens, seed {one.seed}: {one.slots} named, {one.fastest} fastest"
         for one in wrong
-    ]
+    )
+    yield Target(
+        f"slots named wrong by what came after: by more than {NEAR:.0%}, shown at {_SURE}",
+        "0",
+        f"{len(wrong)} of {len(counts)}{named}",
+        not wrong,
+    )
 
 
 def _parser() -> argparse.ArgumentParser:

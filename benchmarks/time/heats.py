@@ -42,12 +42,6 @@ class CellHeat:
     seed: int = 0
 
 
-def made_up(tokens: int, layers: int, seed: int, steps: int = STEPS) -> Iterator[CellHeat]:
-    """Heat of every kind, so many tokens per step."""
-    for kind in KINDS:
-        yield CellHeat(kind, tokens, synthetic_heat(kind, steps, layers, EXPERTS, tokens, TOP_K, seed), seed)
-
-
 def recorded(path: Path, tokens: int, layers: int, seed: int, steps: int = STEPS) -> CellHeat:
     """Steps of so many recorded tokens each, drawn at random from the whole recording, of its first layers.
 
@@ -69,6 +63,9 @@ def heats(
 ) -> Iterator[CellHeat]:
     """All heats, seed by seed and batch size by batch size."""
     for seed, batch in product(seeds, tokens):
-        yield from made_up(batch, layers, seed, steps)
+        for kind in KINDS:
+            yield CellHeat(
+                kind, batch, synthetic_heat(kind, steps, layers, EXPERTS, batch, TOP_K, seed), seed
+            )
         for path in paths:
             yield recorded(path, batch, layers, seed, steps)

@@ -19,19 +19,7 @@ _FEWEST_TOKENS, _MORE_TOKENS, _STRIDE = 64, 80, 37
 
 @dataclass(frozen=True)
 class Request:
-    """One request of the load.
-
-    Parameters
-    ----------
-    number
-        Place in the whole load; seeds the draws.
-    phase
-        What people ask at the time.
-    prompt
-        Text to go on from.
-    tokens
-        Tokens to generate.
-    """
+    """One request: its place in the load, which seeds the draws, its phase, its text, and the tokens to generate."""
 
     number: int
     phase: str
@@ -41,18 +29,9 @@ class Request:
 
 @dataclass
 class Answer:
-    """A completion.
+    """A completion: the bytes generated, and when each came in seconds after the request; or why it failed.
 
-    Parameters
-    ----------
-    token_ids
-        The bytes generated, in order.
-    candidates
-        For each of them, log-probabilities of the likeliest tokens and of the drawn one, by token.
-    times
-        When each came, in seconds after the request was sent.
-    error
-        Why the request failed, or ``None``.
+    ``candidates`` are log-probabilities of the likeliest tokens and of the drawn one, by token, for each byte.
     """
 
     token_ids: list[int] = field(default_factory=list)

@@ -6,8 +6,6 @@ import contextlib
 import itertools
 import json
 import math
-import subprocess
-import sys
 import threading
 import time
 from argparse import Namespace
@@ -47,8 +45,8 @@ _NEVER = 10**9
 
 def serve_both(
     python: Path, site: Path, options: Namespace, folder: Path, console: Console
-) -> tuple[dict[str, Any], str]:
-    """Run all rounds; returns the figures, and the text of ``eplb status`` at the end.
+) -> dict[str, Any]:
+    """Run all rounds, and return the figures.
 
     Parameters
     ----------
@@ -89,8 +87,8 @@ def serve_both(
                     )
             _take_turns(rounds, servers, options.clients, watched, console)
             time.sleep(_LAST_REPORT_SECONDS)
-            switched, printed = watched.switched(), watched.printed()
-    return figures(rounds, switched, watched.par()), printed
+            switched = watched.switched()
+    return figures(rounds, switched, watched.par())
 
 
 def rounds_of(requests: int, rounds: int, seed: int) -> list[Round]:
@@ -189,14 +187,6 @@ class Watched:
             status = self._service.status(DEPLOYMENT).status
         names = ("layers_switched", "experts_moved", "bytes_moved", "steps_lost")
         return {name: getattr(status, name) for name in names}
-
-    def printed(self) -> str:
-        """Text of ``eplb status``."""
-        command = [sys.executable, "-m", "eplb_service.cli.main", "status", DEPLOYMENT]
-        done = subprocess.run(
-            [*command, "--address", self._service.address], capture_output=True, text=True, check=False
-        )
-        return (done.stdout or done.stderr).rstrip()
 
 
 @contextlib.contextmanager

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
 from rich.table import Table
 
+from benchmarks.switch.ratios import Ratio
 from benchmarks.vllm_serving.load import Answer, Request
 
 ALONE, BALANCED = "alone", "balanced"
 KINDS = (ALONE, BALANCED)
 MOST_SPLIT_DRAWS = 0.02
 """Part of the requests of which float32 may decide a draw; it is far rarer than that."""
+_MOST_RATIO = 1.1
 MOST_ROUNDING = 1e-3
 """Largest difference of two log-probabilities that float32 explains; a wrong expert changes them by tenths and more."""
 
@@ -34,14 +36,9 @@ class Round:
 
     def line(self) -> str:
         """The round in one line."""
-        times = {kind: latency(self.answers[kind]) for kind in KINDS}
         same = compare(self.answers[ALONE], self.answers[BALANCED])
-        shown = (
-            f"{kind} p50 {times[kind]['first_p50']:.1f} ms to the first token, "
-            f"{times[kind]['token_p50']:.1f} ms per token"
-            for kind in KINDS
-        )
-        return f"{self.phase}: {same['identical']}/{same['requests']} identical; {'; '.join(shown)}"
+        times = (f"{kind} {latency(self.answers[kind])['token_p50']:.1f} ms per token" for kind in KINDS)
+        return f"{self.phase}: {same['identical']}/{same['requests']} identical; {'; '.join(times)}"
 
 
 def compare(some: Sequence[Answer], others: Sequence[Answer]) -> dict[str, Any]:
@@ -91,14 +88,22 @@ def latency(answers: Iterable[Answer]) -> dict[str, float]:
     }
 
 
+def ratios(some: Sequence[Answer], others: Sequence[Answer]) -> list[Ratio]:
+    """Answers with the agent over those to the same requests without: to the first token, and per token."""
+    pairs = [pair for pair in zip(some, others, strict=True) if all(len(one.times) > 1 for one in pair)]
+    if not pairs:
+        return []
+    first = [[one.times[0] for one in answers] for answers in zip(*pairs, strict=True)]
+    each = [[float(np.mean(np.diff(one.times))) for one in answers] for answers in zip(*pairs, strict=True)]
+    return [
+        Ratio.of("time to first token, agent / no agent", *first, _MOST_RATIO),
+        Ratio.of("time per token, agent / no agent", *each, _MOST_RATIO),
+    ]
+
+
 def figures(rounds: Sequence[Round], switched: dict[str, int], par: dict[str, float]) -> dict[str, Any]:
     """Everything that ``--json`` writes: ``switched`` and ``par`` are the service's."""
     everything = {kind: [answer for part in rounds for answer in part.answers[kind]] for kind in KINDS}
-    pairs = [(latency(part.answers[ALONE]), latency(part.answers[BALANCED])) for part in rounds]
-    ratios = {
-        name: np.quantile([balanced[name] / alone[name] for alone, balanced in pairs], [0.0, 0.5, 1.0])
-        for name in ("first_p50", "token_p50")
-    }
     return {
         **compare(everything[ALONE], everything[BALANCED]),
         "failed": {kind: sum(answer.error is not None for answer in everything[kind]) for kind in KINDS},
@@ -106,10 +111,7 @@ def figures(rounds: Sequence[Round], switched: dict[str, int], par: dict[str, fl
         **switched,
         "par": par,
         "latency_ms": {kind: latency(everything[kind]) for kind in KINDS},
-        "latency_ratio_by_round": {
-            name: dict(zip(("min", "median", "max"), spread.tolist(), strict=True))
-            for name, spread in ratios.items()
-        },
+        "latency_ratios": [asdict(ratio) for ratio in ratios(everything[BALANCED], everything[ALONE])],
     }
 
 
@@ -140,14 +142,11 @@ def summary(found: dict[str, Any]) -> Table:
         "PAR before the first switch": f"{found['par']['before']:.3f}",
         "PAR since": f"{found['par']['after']:.3f}, while domains drift",
     }
-    for name, key in (("ms to the first token", "first"), ("ms per token", "token")):
-        for kind, label in ((BALANCED, "with agent"), (ALONE, "without")):
-            times = found["latency_ms"][kind]
-            rows[f"{name}, {label}"] = f"p50 {times[f'{key}_p50']:.1f}, p99 {times[f'{key}_p99']:.1f}"
-        spread = found["latency_ratio_by_round"][f"{key}_p50"]
-        rows[f"{name}, with / without"] = (
-            f"{spread['median']:.2f} by round ({spread['min']:.2f} to {spread['max']:.2f})"
-        )
+    for kind in KINDS:
+        rows[f"ms, {kind}"] = ", ".join(f"{name} {ms:.1f}" for name, ms in found["latency_ms"][kind].items())
+    for ratio in found["latency_ratios"]:
+        spread = f"{ratio['ratio']:.2f} ({ratio['low']:.2f} to {ratio['high']:.2f})"
+        rows[ratio["name"]] = f"{spread}, target <= {ratio['target']:g}"
     table = Table(title="Summary", show_header=False, title_justify="left", title_style="bold")
     for name, value in rows.items():
         table.add_row(name, value)

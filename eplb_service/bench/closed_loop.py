@@ -19,7 +19,7 @@ from eplb_service.planner.score import noise_floor
 
 @dataclass(frozen=True)
 class Entrant:
-    """One policy in a loop: its label, ``ours``, a peer's name or ``none``, and the options that its maker takes."""
+    """One policy in a loop: its label, ``ours``, a peer's name or ``none``, and the options of ours."""
 
     label: str
     policy: str
@@ -93,7 +93,6 @@ def compare(contest: Contest, course: Course, taking_part: Sequence[Entrant]) ->
     )
     served_TLE = course.heat_TLE[course.window : course.windows * course.window]
     floor_L = noise_floor(served_TLE.sum(axis=2, dtype=np.int64), course.ranks)
-    sources = {entrant.label: _source(entrant) for entrant in taking_part}
     return {
         "layers": course.heat_TLE.shape[1],
         "experts": course.heat_TLE.shape[2],
@@ -104,7 +103,7 @@ def compare(contest: Contest, course: Course, taking_part: Sequence[Entrant]) ->
         "noise_floor": float(mean_par(floor_L)),
         "policies": {
             row["policy"]: {
-                "source": sources[row["policy"]],
+                "source": row["source"],
                 "par_realised": realised_mean(row),
                 "par_realised_per_window": row["realised"],
                 "moves_per_decision": fmean(row["moves"][1:] or row["moves"]),
@@ -120,10 +119,8 @@ def compare(contest: Contest, course: Course, taking_part: Sequence[Entrant]) ->
 
 
 def _source(entrant: Entrant) -> str:
-    if entrant.policy not in PEERS:
-        return "eplb-service"
-    package = PEERS[entrant.policy][0]
-    return f"{package.name} {package.version}"
+    package = PEERS[entrant.policy][0] if entrant.policy in PEERS else None
+    return "eplb-service" if package is None else f"{package.name} {package.version}"
 
 
 def loops(
@@ -160,6 +157,7 @@ def _loop(contest: Contest, course: Course, entrant: Entrant) -> dict[str, Any] 
     return {
         "course": course.name,
         "policy": entrant.label,
+        "source": _source(entrant),
         "realised": realised,
         "moves": moves,
         "changed_layers": changed,

@@ -6,13 +6,13 @@ thread each.
 
 from __future__ import annotations
 
-import multiprocessing
 import signal
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from multiprocessing.connection import Connection
+from multiprocessing import TimeoutError, get_context
+from multiprocessing.pool import Pool
 from typing import Any
 
 import numpy as np
@@ -33,9 +33,6 @@ OURS_EVEN = "ours, even split"
 NONE = "none"
 """Leaves everything in the engines' first layout."""
 
-_Maker = Callable[[], Policy]
-"""Makes a policy; travels to the process, so it must be importable there."""
-
 
 class Contest:
     """The policies that take part: ours, and the ``peers`` whose sources are had from ``index``, which may be empty.
@@ -48,7 +45,7 @@ class Contest:
     ) -> None:
         self._report = report
         self._limit_seconds = limit_seconds
-        self._processes: dict[str, _PolicyProcess] = {}
+        self._processes: dict[str, Pool] = {}
         self.failures: list[dict[str, str]] = []
         self.peers: list[str] = [name for name in peers if self._has(name, index)]
 
@@ -57,8 +54,8 @@ class Contest:
 
         ``fresh=False`` asks the one that decided last, with all that it remembers.
         """
-        maker = partial(_Ours, **options) if name == OURS else partial(balancers.make, name, **options)
-        return self._ask(name, maker, scene, fresh)
+        maker = partial(_Ours, **options) if name == OURS else partial(balancers.make, name)
+        return self._ask(name, maker if fresh else None, scene)
 
     def decide_from_scratch(self, name: str, scene: Scene) -> Decision | None:
         """Return a decision that places everything from scratch: of a fresh peer, ``OURS`` or ``OURS_EVEN``."""
@@ -76,21 +73,29 @@ class Contest:
     def restart(self, name: str) -> None:
         """Let the next decision begin in a new process."""
         if name in self._processes:
-            self._processes.pop(name).close()
+            self._processes.pop(name).terminate()
 
     def close(self) -> None:
         """End all processes."""
-        for process in self._processes.values():
-            process.close()
+        for name in list(self._processes):
+            self.restart(name)
 
-    def _ask(self, name: str, maker: _Maker, scene: Scene, fresh: bool) -> Decision | None:
-        process = self._processes.setdefault(name, _PolicyProcess(self._limit_seconds))
+    def _ask(self, name: str, maker: Callable[[], Policy] | None, scene: Scene) -> Decision | None:
+        """Have a policy decide in its process: a new one, or without a ``maker`` the one of the last call."""
+        if name not in self._processes:
+            # Ctrl-C reaches all processes; the one that started this one ends it.
+            ignoring = (signal.SIGINT, signal.SIG_IGN)
+            self._processes[name] = get_context("spawn").Pool(1, signal.signal, ignoring)
         try:
-            return process.decide(maker, scene, fresh=fresh)
-        except _PolicyFailedError as error:
-            shape = "x".join(str(size) for size in (*scene.placement_LRS.shape, scene.heat_TLE.shape[2]))
-            self._fail(name, f"layers x ranks x slots x experts {shape}: {error}")
-            return None
+            answer = self._processes[name].apply_async(_decide, (maker, scene)).get(self._limit_seconds)
+        except TimeoutError:
+            self.restart(name)
+            answer = f"took more than {self._limit_seconds:g} s, or its process died"
+        if isinstance(answer, Decision):
+            return answer
+        shape = "x".join(str(size) for size in (*scene.placement_LRS.shape, scene.heat_TLE.shape[2]))
+        self._fail(name, f"layers x ranks x slots x experts {shape}: {answer}")
+        return None
 
     def _has(self, name: str, index: str) -> bool:
         try:
@@ -105,79 +110,25 @@ class Contest:
         self._report(f"{name} takes no part here: {why}")
 
 
+_REMEMBERED: list[Policy] = []
+"""The policy of a process, with all that it remembers."""
+
+
+def _decide(maker: Callable[[], Policy] | None, scene: Scene) -> Decision | str:
+    """A decision in a policy's own process, or why there is none."""
+    try:
+        if maker is not None:
+            _REMEMBERED[:] = [maker()]
+        return _REMEMBERED[0].decide(scene)
+    except Exception:
+        return traceback.format_exc(limit=-1).strip().splitlines()[-1]
+
+
 def first_scene(heat_TLE: np.ndarray, ranks: int, slots: int) -> Scene:
     """A window that is served in the engines' first layout."""
     _, layers, experts = heat_TLE.shape
     placement = Placement.linear(layers, experts, ranks, slots)
     return Scene(np.ascontiguousarray(heat_TLE), placement.phy2log_LRS, placement.default_log2phy())
-
-
-class _PolicyFailedError(RuntimeError):
-    """A policy that crashed, refused or took too long; the message says which."""
-
-
-class _PolicyProcess:
-    """One process that decides by policies it is given; a decision of ``limit_seconds`` is given up."""
-
-    def __init__(self, limit_seconds: float) -> None:
-        self.limit_seconds = limit_seconds
-        self._process: multiprocessing.process.BaseProcess | None = None
-        self._connection: Connection | None = None
-
-    def decide(self, maker: _Maker, scene: Scene, *, fresh: bool = True) -> Decision:
-        """Have a policy decide: a fresh one, or the one of the last call with all that it remembers.
-
-        Raises ``_PolicyFailedError``; the next call starts a new process where this one was lost.
-        """
-        if self._process is None:
-            self._start()
-        assert self._connection is not None
-        try:
-            self._connection.send((maker if fresh else None, scene))
-            if not self._connection.poll(self.limit_seconds):
-                raise _PolicyFailedError(f"took more than {self.limit_seconds:g} s")
-            answer = self._connection.recv()
-        except (_PolicyFailedError, EOFError, OSError) as error:
-            self.close()
-            reason = str(error) if isinstance(error, _PolicyFailedError) else "its process died"
-            raise _PolicyFailedError(reason) from error
-        if isinstance(answer, Decision):
-            return answer
-        raise _PolicyFailedError(answer)
-
-    def close(self) -> None:
-        """End the process."""
-        if self._process is not None:
-            self._process.kill()
-            self._process.join()
-            self._process = None
-
-    def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")
-        here, there = context.Pipe()
-        self._connection = here
-        process = context.Process(target=_serve, args=(there,), daemon=True)
-        process.start()
-        self._process = process
-        there.close()
-
-
-def _serve(connection: Connection) -> None:
-    """Serve requests until the other end closes."""
-    # Ctrl-C reaches both processes; the one that started this one ends it.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    policy: Policy | None = None
-    while True:
-        try:
-            maker, scene = connection.recv()
-        except EOFError:
-            return
-        try:
-            policy = maker() if maker is not None else policy
-            assert policy is not None
-            connection.send(policy.decide(scene))
-        except Exception:
-            connection.send(traceback.format_exc(limit=-1).strip().splitlines()[-1])
 
 
 class _Ours:

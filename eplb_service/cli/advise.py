@@ -19,7 +19,6 @@ from eplb_service.cli.trace_options import (
     CostOptions,
     RankOptions,
     ReadingOptions,
-    choices_per_step,
     planner_flags,
     slots_of_redundant,
 )
@@ -77,7 +76,7 @@ def advise(
             raise KeyboardInterrupt
         return found
 
-    given = advice.advise(run, slots, width, trace.steps, settings, choices_per_step(trace))
+    given = advice.advise(run, slots, width, trace.steps, settings)
     rests_on = cost.assumptions(settings, costs)
     document = {**vars(given), "assumptions": rests_on}
     if out is not None:

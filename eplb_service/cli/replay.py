@@ -78,7 +78,7 @@ def replay(
 
     All policies start from the same placement and are scored over the same steps, those after the first decision.
     Windows, intervals and slots with several values are run in all combinations. Ctrl-C ends the work, and still shows
-    what all policies have done by then.
+    the policies that are done by then.
     """
     _check_outputs(out, report, charts)
     settings = planner_settings(planner)
@@ -219,7 +219,7 @@ def _print(console: Console, result: Replay, rests_on: Sequence[Assumption]) -> 
     console.print(
         f"{result.layers} layers x {result.experts} experts on {result.ranks} ranks; steps scored {result.steps}, "
         f"decisions {' or '.join(map(str, decisions))}"
-        + ("; stopped early, all policies up to the same decision" if result.interrupted else "")
+        + ("; stopped early, without the policies not yet done" if result.interrupted else "")
     )
     figures = [policy_figures(result, policy) for policy in result.policies]
     console.print(figures_table(figures), soft_wrap=False)

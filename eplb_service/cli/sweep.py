@@ -79,7 +79,7 @@ def sweep(
     """
     if out is not None:
         check_output(out, (".json",))
-    from eplb_service.replay.jobs import TraceFile, jobs_for, setups_of
+    from eplb_service.replay.jobs import TraceFile, check_jobs, jobs_for, setups_of
     from eplb_service.replay.loop import Scene
     from eplb_service.replay.sweep import SweepCell, grid
 
@@ -99,9 +99,8 @@ def sweep(
             for setup in setups:
                 shifted = replace(setup, start=start)
                 jobs = jobs_for(policies, [shifted], chosen, hindsight=hindsight)
-                scene.placement(trace, shifted.slots)
-                effort = len(shifted.decisions(trace.steps)) * trace.layers * trace.experts * len(jobs)
-                yield SweepCell(file, scene, tuple(jobs), choice, effort)
+                check_jobs(jobs, trace, scene)
+                yield SweepCell(file, scene, tuple(jobs), choice)
 
     cells: list[SweepCell] = []
     for path in dict.fromkeys(traces):

@@ -58,10 +58,10 @@ class Scoreboard:
         """Tokens of each source rank by logical expert, ``[T, R, L, E]``."""
         return np.ascontiguousarray(np.asarray(self.column("source"), dtype=np.int64).swapaxes(0, 1))
 
-    def counts(self, last: int | None = None) -> _Int64:
-        """Tokens by logical expert from all ranks, ``[T, L, E]``, of all steps or the ``last`` ones."""
-        summed_TLE: _Int64 = np.asarray(self.column("source", last), dtype=np.int64).sum(axis=0)
-        return summed_TLE
+    def counts(self) -> _Int64:
+        """Tokens by logical expert from all ranks, ``[T, L, E]``."""
+        counts_TLE: _Int64 = self.source().sum(axis=1)
+        return counts_TLE
 
     def par(self, kind: str, first: int = 0, last: int | None = None) -> float:
         """Peak-to-average ratio of steps ``first`` to ``last``, mean over layers; NaN where there are no tokens."""

@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import json
-import threading
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future
-from contextlib import contextmanager
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -18,7 +17,7 @@ import numpy as np
 
 from eplb_service.control.server.service import RunningService, running_service
 from eplb_service.control.server.settings import ServiceSettings
-from eplb_service.demo.ranks import rank_processes
+from eplb_service.demo.ranks import rank_reports
 from eplb_service.demo.scoreboard import Scoreboard
 from eplb_service.placement import check_shape
 from eplb_service.planner.settings import DEAL, STEP, TABLES, PlannerSettings
@@ -110,12 +109,10 @@ def perform(stage: Stage, program: str, orders: Mapping[str, object], watch: Wat
         with _service(stage, lambda status: watch(board, status)) as (address, status):
             watch(board, f"{status}; starting {stage.ranks} ranks")
             task = _write_task(stage, orders, address, Path(scratch))
-            with rank_processes(program, task, stage.ranks) as ranks:
-                while ranks.running:
-                    line = ranks.take(timeout=0.2)
-                    if line is not None:
-                        board.add(line)
-                        watch(board, status)
+            with closing(rank_reports(program, task, stage.ranks)) as reports:
+                for line in reports:
+                    board.add(line)
+                    watch(board, status)
         if board.steps < stage.steps:
             raise _DemoError(f"the ranks ended after {board.steps} of {stage.steps} steps")
     return board
@@ -156,28 +153,16 @@ def _service_thread(settings: ServiceSettings) -> Iterator[RunningService]:
             started.set_result(service)
             await stop.wait()
 
-    def run() -> None:
+    with closing(loop), ThreadPoolExecutor(1, "eplb-demo-service") as thread:
+        served = thread.submit(loop.run_until_complete, serve())
         try:
-            loop.run_until_complete(serve())
-        except BaseException as error:
+            either: tuple[Future[Any], ...] = (started, served)
+            wait(either, return_when=FIRST_COMPLETED)
             if started.done():
-                raise
-            started.set_exception(error)
+                yield started.result()
         finally:
-            loop.close()
-
-    thread = threading.Thread(target=run, name="eplb-demo-service", daemon=True)
-    thread.start()
-    try:
-        service = started.result()
-    except BaseException:
-        thread.join()
-        raise
-    try:
-        yield service
-    finally:
-        loop.call_soon_threadsafe(stop.set)
-        thread.join()
+            loop.call_soon_threadsafe(stop.set)
+        served.result()
 
 
 def _write_task(stage: Stage, orders: Mapping[str, object], service: str, scratch: Path) -> Path:

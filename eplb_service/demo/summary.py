@@ -9,12 +9,9 @@ from rich.table import Table
 
 from eplb_service.demo.scoreboard import Scoreboard
 from eplb_service.demo.stage import Stage
-from eplb_service.offline import solve
 from eplb_service.placement import Float64, mean_par
 from eplb_service.planner.score import noise_floor
 
-_BY_STEP_TARGET = 1.06
-"""PAR that is aimed at where tokens are split by step, which leaves no noise to reach down to."""
 _MOGE = "moge"
 """Grouped experts: every token chooses equally many on each rank, so that there is nothing to balance."""
 
@@ -29,11 +26,8 @@ def summarise(board: Scoreboard, stage: Stage) -> dict[str, Any]:
     figures = {
         "par_static": board.par("still", scored_from),
         "par_balanced": board.par("live", scored_from),
-        "par_hindsight": _hindsight_par(board, stage, scored_from),
         # Tokens that are split by step are balanced in each step, whatever noise made of it.
         "par_noise_floor": 1.0 if stage.split == "step" else float(mean_par(floor_L)),
-        "par_static_all_steps": board.par("still"),
-        "par_balanced_all_steps": board.par("live"),
         "scored_from_step": scored_from,
         "layers_switched": board.layers_switched,
         "experts_moved": board.total("experts_received"),
@@ -75,12 +69,11 @@ def table(figures: dict[str, Any]) -> Table:
     static, balanced, floor = (figures[f"par_{kind}"] for kind in ("static", "balanced", "noise_floor"))
     # The floor is an estimate for choices that are drawn independently; real ones may lie a little below it.
     avoidable = min(1.0, (static - balanced) / (static - floor)) if static > floor else 0.0
-    aim = f"token noise alone: about {floor:.3f}" if floor > 1 else f"aimed at: {_BY_STEP_TARGET:.2f}"
+    noise = f"   (token noise alone: about {floor:.3f})" if floor > 1 else ""
     times = figures["step_ms"]
     rows = {
         "PAR left alone": f"{static:.3f}",
-        "PAR balanced": f"{balanced:.3f}   ({aim})",
-        "PAR in hindsight": f"{figures['par_hindsight']:.3f}   (each interval placed for its own steps)",
+        "PAR balanced": f"{balanced:.3f}{noise}",
         "avoidable imbalance removed": f"{avoidable:.0%}",
         "layers switched": f"{figures['layers_switched']} times, while serving",
         "moved": f"{figures['experts_moved']} experts, {figures['bytes_moved'] / 1e6:.1f} MB",
@@ -102,17 +95,3 @@ def table(figures: dict[str, Any]) -> Table:
 def _quantiles(milliseconds_T: Float64) -> dict[str, float]:
     p50, p99 = np.quantile(milliseconds_T, [0.5, 0.99]) if milliseconds_T.size else (0.0, 0.0)
     return {"p50": float(p50), "p99": float(p99)}
-
-
-def _hindsight_par(board: Scoreboard, stage: Stage, first: int) -> float:
-    """PAR from step ``first`` on, had each ``interval`` steps been placed with knowledge of those very steps."""
-    source_TRLE = board.source()[first:]
-    if len(source_TRLE) == 0:
-        return 1.0
-    weighed = 0.0
-    for begin in range(0, len(source_TRLE), stage.interval):
-        part_TRLE = source_TRLE[begin : begin + stage.interval]
-        options: dict[str, Any] = {"source_heat": part_TRLE, "seed": stage.seed, "split": stage.split}
-        solved = solve(part_TRLE.sum(axis=1), stage.ranks, stage.slots, **options)
-        weighed += len(part_TRLE) * float(np.minimum(solved.par_before_L, solved.par_after_L).mean())
-    return weighed / len(source_TRLE)

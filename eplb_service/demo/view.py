@@ -22,7 +22,6 @@ from eplb_service.placement import Float64, mean_par, par
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _RECENT_STEPS = 24
 _HOT, _WARM = 1.25, 1.1
-_MOST_EXPERT_BARS = 48
 _SECONDS_BETWEEN_LINES = 2.0
 _PICTURE_WIDTH = 132
 _WEB_FONT = re.compile(r"@font-face \{.*?\}\s*", re.DOTALL)
@@ -99,7 +98,6 @@ def _figures_table(board: Scoreboard, total_steps: int) -> Table:
     table = Table.grid(padding=(0, 3))
     cells = {
         "step": f"{board.steps}/{total_steps}",
-        "PAR at start": f"{board.par('live', 0, _RECENT_STEPS):.3f}",
         "PAR left alone": f"{board.par('still', recent):.3f}",
         "PAR balanced": f"{board.par('live', recent):.3f}",
         "layers switched": str(board.layers_switched),
@@ -113,21 +111,19 @@ def _figures_table(board: Scoreboard, total_steps: int) -> Table:
 
 def _layers_table(board: Scoreboard) -> Table:
     table = Table(box=None, padding=(0, 2), header_style="dim")
-    for heading in ("layer", "ranks left alone", "PAR", "ranks balanced", "PAR", "heat of experts"):
+    for heading in ("layer", "ranks left alone", "PAR", "ranks balanced", "PAR"):
         table.add_column(heading, justify="right" if heading in ("layer", "PAR") else "left")
-    heat_LE = board.counts(_RECENT_STEPS).mean(axis=0)
     loads = {kind: board.loads(kind, _RECENT_STEPS) for kind in ("still", "live")}
     for layer in range(board.layers):
         cells: list[RenderableType] = [str(layer)]
         for kind in ("still", "live"):
             loads_TR = loads[kind][:, layer]
             cells += [_bars(loads_TR.mean(axis=0)), f"{mean_par(par(loads_TR[:, None])):.2f}"]
-        cells.append(_bars(heat_LE[layer][:_MOST_EXPERT_BARS], coloured=False))
         table.add_row(*cells)
     return table
 
 
-def _bars(values: Float64, coloured: bool = True) -> Text:
+def _bars(values: Float64) -> Text:
     """One block per value, as high as its share of the highest; hot ranks in red."""
     highest, mean = max(float(values.max()), 1e-9), max(float(values.mean()), 1e-9)
     text = Text()
@@ -135,5 +131,5 @@ def _bars(values: Float64, coloured: bool = True) -> Text:
         block = _BLOCKS[round(float(value) / highest * (len(_BLOCKS) - 1))]
         ratio = float(value) / mean
         colour = "red" if ratio > _HOT else "yellow" if ratio > _WARM else "green"
-        text.append(block, style=colour if coloured else "cyan")
+        text.append(block, style=colour)
     return text

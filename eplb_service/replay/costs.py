@@ -122,11 +122,6 @@ class Costs:
         assert price.ms_per_switch is not None
         return received * price.ms_per_move + layers * price.ms_per_switch
 
-    @property
-    def split_overhead_us(self) -> float:
-        """Microseconds that a stepwise split itself takes in each layer of a step; 0 where there is none."""
-        return 0.0 if self.split is None else self.split.us
-
     def delay_steps(self, experts_received: int) -> int:
         """Steps from the end of a window until its decision serves; the busiest rank receives so many experts."""
         if self.step_ms == 0:
@@ -140,22 +135,17 @@ class Costs:
         return layers * self.layer_ms * (1 - par / par_left_alone) if self.step_ms else 0.0
 
     def assumptions(self, given: Collection[str]) -> tuple[Assumption, ...]:
-        """Numbers that results rest on; ``given`` names those that a user stated.
-
-        Those that enter nowhere are left out: without the time of a step nothing is late and nothing waits, and moves
-        of a stated price that are not charged cost nothing else.
-        """
+        """Numbers that results rest on; ``given`` names those that a user stated."""
         found = [_curve(self.curve)]
-        texts = {"move_price": f"{self.move_price}"}
-        timed = self.step_ms > 0 or self.curve is not None
+        texts = {
+            "move_price": f"{self.move_price}",
+            "link_bandwidth": f"{self.link_bandwidth:g} GB/s",
+            "bytes_per_expert": f"{self.bytes_per_expert or ASSUMED_BYTES}",
+            "commit_ms": "0.5 ms and a copy" if self.commit_ms is None else f"{self.commit_ms:g} ms",
+            "layer_ms": f"{self.layer_ms:.3g} ms" + (" at first" if self.curve is not None else ""),
+        }
         if self.step_ms:
             texts |= {"step_ms": f"{self.step_ms:g} ms", "solve_ms": f"{self.solve_ms:g} ms"}
-        if self.move_price == AUTO or timed:
-            texts["link_bandwidth"] = f"{self.link_bandwidth:g} GB/s"
-            texts["bytes_per_expert"] = f"{self.bytes_per_expert or ASSUMED_BYTES}"
-            commit = "0.5 ms and a copy" if self.commit_ms is None else f"{self.commit_ms:g} ms"
-            texts["commit_ms"] = commit
-            texts["layer_ms"] = f"{self.layer_ms:.3g} ms" + (" at first" if self.curve is not None else "")
         sources = {"bytes_per_expert": "recorded" if self.bytes_per_expert else "assumed"}
         found += [
             Assumption(name, text, "given" if name in given else sources.get(name, "assumed"))

@@ -71,17 +71,14 @@ class Setup:
         for name in ("window", "interval"):
             if getattr(self, name) < 1:
                 raise ReplayError(f"{name} is {getattr(self, name)}; it must be at least one step")
-        if self.start is not None and self.start < self._earliest:
-            raise ReplayError(f"start is {self.start}; the first window of {self._earliest} steps ends later")
+        earliest = min(self.window, self.interval)
+        if self.start is not None and self.start < earliest:
+            raise ReplayError(f"start is {self.start}; the first window of {earliest} steps ends later")
 
     @property
     def first(self) -> int:
         """Step of the first decision."""
-        return self._earliest if self.start is None else self.start
-
-    @property
-    def _earliest(self) -> int:
-        return min(self.window, self.interval)
+        return min(self.window, self.interval) if self.start is None else self.start
 
     def decisions(self, steps: int) -> range:
         """Steps before which a decision falls; raises ``ReplayError`` where a trace of ``steps`` has none."""

@@ -40,7 +40,7 @@ class ReplayedDecision:
         float64 ``[L]``, microseconds of each layer's slowest rank, mean over the steps served that had tokens; ``None``
         without a cost curve.
     busy_L
-        float64 ``[L]``, steps served in which each layer had tokens; ``None`` where all had.
+        float64 ``[L]``, steps served in which each layer had tokens.
     loads_LR
         Tokens of each rank over the steps served, float64 ``[L, R]``; only the last decision's is kept.
     floor_L, hindsight_L
@@ -61,7 +61,7 @@ class ReplayedDecision:
     decisions: int = 1
     par_realised_L: Float64 = field(default_factory=lambda: _NOTHING_L)
     us_realised_L: Float64 | None = None
-    busy_L: Float64 | None = None
+    busy_L: Float64 = field(default_factory=lambda: _NOTHING_L)
     loads_LR: Float64 | None = None
     floor_L: Float64 | None = None
     hindsight_L: Float64 | None = None
@@ -84,22 +84,18 @@ class PolicyReplay:
     setup: Setup
     decisions: tuple[ReplayedDecision, ...]
 
-    def rows(self, name: str) -> Float64 | None:
-        """Array of this name of all decisions, float64 ``[D, L]``; ``None`` where they have none."""
-        found = [getattr(decision, name) for decision in self.decisions]
-        return None if found[0] is None else np.stack(found)
+    def rows(self, name: str) -> Float64:
+        """Array of this name of all decisions, float64 ``[D, L]``; all must have it."""
+        return np.stack([getattr(decision, name) for decision in self.decisions])
+
+    def mean_L(self, rows_DL: Float64) -> Float64:
+        """Mean over the steps that had tokens of rows that are such means for each decision, float64 ``[L]``."""
+        return mean_par(rows_DL, axis=0, weights=self.rows("busy_L"))
 
     @property
     def par_DL(self) -> Float64:
         """PAR of each decision's steps, float64 ``[D, L]``."""
-        return np.stack([decision.par_realised_L for decision in self.decisions])
-
-    @property
-    def floor_DL(self) -> Float64:
-        """PAR that token sampling alone leaves of a baseline's steps, float64 ``[D, L]``."""
-        floor_DL = self.rows("floor_L")
-        assert floor_DL is not None
-        return floor_DL
+        return self.rows("par_realised_L")
 
     @property
     def loads_LR(self) -> Float64:
@@ -111,7 +107,7 @@ class PolicyReplay:
     @property
     def par_realised_L(self) -> Float64:
         """PAR of all steps served, each step an episode, float64 ``[L]``."""
-        return weighted(self.par_DL, self.decisions)
+        return self.mean_L(self.par_DL)
 
     @property
     def par_realised(self) -> float:
@@ -121,8 +117,9 @@ class PolicyReplay:
     @property
     def moe_ms(self) -> float | None:
         """Milliseconds of the slowest ranks of all layers in a step, mean; ``None`` without a cost curve."""
-        us_DL = self.rows("us_realised_L")
-        return None if us_DL is None else float(np.nansum(weighted(us_DL, self.decisions))) / 1e3
+        if self.decisions[0].us_realised_L is None:
+            return None
+        return float(np.nansum(self.mean_L(self.rows("us_realised_L")))) / 1e3
 
     @property
     def par_planned(self) -> float:
@@ -167,8 +164,6 @@ class Score:
     ----------
     par, par_left_alone, floor
         Realised; under the starting placement; by token sampling alone.
-    avoidable
-        Realised less floor: what any balancer could still win.
     hindsight, regret
         Best of all that is known with hindsight, and what the policy realised above it; ``None`` where not asked for.
     bytes_moved
@@ -183,7 +178,6 @@ class Score:
     par: float
     par_left_alone: float
     floor: float
-    avoidable: float
     hindsight: float | None
     regret: float | None
     bytes_moved: int
@@ -230,24 +224,19 @@ class Replay:
     def hindsight_DL(self, setup: Setup) -> Float64 | None:
         """The best PAR known with hindsight for each decision and layer: of fitted placements and of all policies."""
         baseline = self.baseline(setup)
-        fitted_DL = baseline.rows("hindsight_L")
-        if fitted_DL is None:
+        if baseline.decisions[0].hindsight_L is None:
             return None
         known = [policy.par_DL for policy in self.policies if policy.setup == setup]
-        best_DL: Float64 = np.minimum.reduce([fitted_DL, baseline.par_DL, *known])
+        best_DL: Float64 = np.minimum.reduce([baseline.rows("hindsight_L"), baseline.par_DL, *known])
         return best_DL
 
     def score(self, policy: PolicyReplay) -> Score:
         """One policy against its baseline."""
-        baseline = self.baseline(policy.setup)
-
-        def mean(rows_DL: Float64) -> float:
-            return float(mean_par(weighted(rows_DL, policy.decisions)))
-
-        left_alone, floor = mean(baseline.par_DL), mean(baseline.floor_DL)
+        baseline, par, moe_ms = self.baseline(policy.setup), policy.par_realised, policy.moe_ms
+        left_alone, left_alone_ms = baseline.par_realised, baseline.moe_ms
+        floor = float(mean_par(baseline.mean_L(baseline.rows("floor_L"))))
         hindsight_DL = self.hindsight_DL(policy.setup)
-        hindsight = None if hindsight_DL is None else mean(hindsight_DL)
-        par, moe_ms, left_alone_ms = policy.par_realised, policy.moe_ms, self.moe_ms_left_alone(policy)
+        hindsight = None if hindsight_DL is None else float(mean_par(baseline.mean_L(hindsight_DL)))
         saved_ms = self.costs.saved_ms(self.layers, par, left_alone)
         if moe_ms is not None and left_alone_ms is not None:
             saved_ms = left_alone_ms - moe_ms
@@ -256,7 +245,6 @@ class Replay:
             par=par,
             par_left_alone=left_alone,
             floor=floor,
-            avoidable=par - floor,
             hindsight=hindsight,
             regret=None if hindsight is None else par - hindsight,
             bytes_moved=policy.moves * self.costs.bytes_per_expert,
@@ -265,19 +253,3 @@ class Replay:
             moe_ms=moe_ms,
             moe_ms_left_alone=left_alone_ms,
         )
-
-    def moe_ms_left_alone(self, policy: PolicyReplay) -> float | None:
-        """Milliseconds of the slowest ranks of all layers, left alone; ``None`` without a cost curve."""
-        us_DL = self.baseline(policy.setup).rows("us_realised_L")
-        return None if us_DL is None else float(np.nansum(weighted(us_DL, policy.decisions))) / 1e3
-
-
-def weighted(rows_DL: Float64, decisions: tuple[ReplayedDecision, ...]) -> Float64:
-    """Mean over the steps that had tokens of rows that are such means for each decision, float64 ``[L]``."""
-    steps_DL = np.stack(
-        [
-            np.full(rows_DL.shape[1], float(decision.steps)) if decision.busy_L is None else decision.busy_L
-            for decision in decisions
-        ]
-    )
-    return mean_par(rows_DL, axis=0, weights=steps_DL)

@@ -93,14 +93,12 @@ def _knows_sources(trace: Trace, ranks: int) -> bool:
 def _dealt_loads(source_TRLE: Array, destination_RLED: npt.NDArray[np.integer], destinations: int) -> Float64:
     """``_loads_from_sources`` where each source's tokens go to the entries of ``destination_RLED`` in turn."""
     width = destination_RLED.shape[3]
-    if width == 1:
-        return _loads_from_sources(source_TRLE, destination_RLED[..., 0], destinations)
-    steps, _, layers, _ = source_TRLE.shape
-    loads_TLX = np.zeros((steps, layers, destinations))
-    for entry in range(width):
-        dealt_TRLE = dealt_to(source_TRLE, entry, width)
-        loads_TLX += _loads_from_sources(dealt_TRLE, destination_RLED[..., entry], destinations)
-    return loads_TLX
+    loads = (
+        _loads_from_sources(dealt_to(source_TRLE, entry, width), destination_RLED[..., entry], destinations)
+        for entry in range(width)
+    )
+    total_TLX: Float64 = np.sum(list(loads), axis=0)
+    return total_TLX
 
 
 def _loads_from_sources(

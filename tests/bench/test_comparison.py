@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -113,20 +112,6 @@ def test_our_own_policies_on_a_trace(trace: Path, capsys: pytest.CaptureFixture[
     assert (reported["decisions"], reported["slots"], reported["failures"]) == (2, 5, [])
     assert flashlb["source"] == "eplb-service"
     assert min(flashlb["cpu_ms_mean"], flashlb["solve_ms_mean"]) > 0
-
-
-def test_a_file_is_compared_on_the_loads_in_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "load.json"
-    path.write_text(json.dumps({"heat": HEAT_TLE.tolist()}))
-    arguments = ["--ranks", "4", "--redundant", "4", "--window", "20", "--peers", "none", "--json"]
-    assert main.run(["bench", "--heat", str(path), *arguments]) == 0
-    reported = held("bench", capsys.readouterr().out)
-    assert [reported[name] for name in ("layers", "experts", "decisions")] == [2, 16, 2]
-    tables = Placement.linear(2, 16, 4, 5).default_log2phy()
-    served = [float(mean_par(realised_par(HEAT_TLE[at : at + 20], 5, tables))) for at in (20, 40)]
-    alone, flashlb, _ = reported["policies"].values()
-    assert alone["par_realised_per_window"] == pytest.approx(served)
-    assert flashlb["par_realised"] < alone["par_realised"]
 
 
 def test_a_peer_that_is_not_there_is_said_and_the_others_are_compared(

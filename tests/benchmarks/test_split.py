@@ -75,12 +75,11 @@ def test_drawn_steps_are_held_to_their_targets(even: float, stepwise: float, met
 
 
 def test_one_step_that_ends_further_than_a_token_above_misses_the_target_of_its_kind() -> None:
-    def steps(ranks: int, tokens: int, *above: float) -> Exactness:
-        none_N = np.zeros(len(above))
-        return Exactness(ranks, 2, tokens, "drawn", 20, np.array(above), none_N, none_N)
-
-    found = [steps(4, 256, 0.5, 1.0), steps(4, 1024, 0.0, 1.5), steps(8, 256, 0.0, 1.0)]
-    assert [one.within for one in found] == [1.0, 0.5, 1.0]
+    found = [
+        Exactness(4, 2, 256, "drawn", [0.5, 1.0]),
+        Exactness(4, 2, 1024, "drawn", [0.0, 1.5]),
+        Exactness(8, 2, 256, "drawn", [0.0, 1.0]),
+    ]
     four, eight = of_exactness(found)
     assert (four.met, eight.met) == (False, True)
     assert four.found == "0.75, at most 1.5; 75.0% of steps within one"

@@ -63,7 +63,7 @@ KEYS: dict[str, dict[str, str]] = {
     "trace slice": COPY,
     "trace synth": COPY,
     "demo": {
-        "": "par_static par_balanced par_hindsight par_noise_floor par_static_all_steps par_balanced_all_steps "
+        "": "par_static par_balanced par_noise_floor "
         "scored_from_step layers_switched experts_moved bytes_moved max_abs_output_diff float32_rounding_bound step_ms "
         "steps ranks layers",
         "?": "generated_bytes generated_bytes_identical",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import combinations
 from pathlib import Path
 
 import numpy as np
@@ -25,11 +26,6 @@ def held() -> Held:
         return {name: file[name].astype(np.int64) for name in ("counts", "source", "phase", "requests")}
 
 
-def _shares(counts_TLE: npt.NDArray[np.generic]) -> npt.NDArray[np.float64]:
-    summed_LE = counts_TLE.sum(axis=0, dtype=np.float64)
-    return summed_LE / summed_LE.sum(axis=1, keepdims=True)
-
-
 def test_every_choice_of_every_request_is_counted_once(held: Held) -> None:
     assert (held["source"].sum(axis=3) == REQUESTS * TOP_K).all()
     np.testing.assert_array_equal(held["source"].sum(axis=1), held["counts"])
@@ -43,18 +39,16 @@ def test_it_is_a_trace_that_every_command_reads(held: Held) -> None:
 
 def test_heat_differs_more_between_domains_than_within_one(held: Held) -> None:
     settled = [held["counts"][held["phase"] == phase][REQUEST_STEPS:] for phase in range(4)]
-    halves = [np.array_split(part_TLE, 2) for part_TLE in settled]
-    within = [_distance(_shares(early), _shares(late)) for early, late in halves]
-    between = [
-        _distance(_shares(settled[one]), _shares(settled[other])) for one in range(4) for other in range(one)
-    ]
-    assert max(within) < 0.06
-    assert min(between) > 0.15
+    halves = [[part_TLE.sum(axis=0) for part_TLE in np.array_split(phase_TLE, 2)] for phase_TLE in settled]
+    shares_2PLE = np.array(halves).swapaxes(0, 1) / np.array(halves).sum(axis=3, keepdims=True).swapaxes(0, 1)
 
+    def moved(one_LE: npt.NDArray[np.float64], other_LE: npt.NDArray[np.float64]) -> float:
+        """Part of the choices that moved to other experts."""
+        return float(0.5 * np.abs(one_LE - other_LE).sum(axis=1).mean())
 
-def _distance(one_LE: npt.NDArray[np.float64], other_LE: npt.NDArray[np.float64]) -> float:
-    """Part of the choices that moved to other experts."""
-    return float(0.5 * np.abs(one_LE - other_LE).sum(axis=1).mean())
+    early_PLE, late_PLE = shares_2PLE
+    assert max(map(moved, early_PLE, late_PLE)) < 0.06
+    assert min(moved(one, other) for one, other in combinations(late_PLE, 2)) > 0.15
 
 
 def test_a_placement_for_one_domain_serves_it_well(held: Held) -> None:

@@ -87,7 +87,7 @@ def test_the_balanced_model_says_what_the_model_left_alone_says(tmp_path: Path) 
     assert figures["generated_bytes_identical"] is True
     assert figures["generated_bytes"] > STEPS * RANKS * REQUESTS / 2
     assert figures["layers_switched"] >= 4
-    assert figures["par_hindsight"] <= figures["par_balanced"] < figures["par_static"] - 0.1
+    assert figures["par_balanced"] < figures["par_static"] - 0.1
     assert figures["max_abs_output_diff"] <= figures["float32_rounding_bound"]
     assert "all identical to the model left alone" in " ".join(done.stdout.replace("│", " ").split())
 

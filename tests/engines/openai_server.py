@@ -9,7 +9,6 @@ import urllib.request
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import dataclass
 from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from typing import Any
@@ -24,24 +23,6 @@ TOKEN_IDS_ALONE = ("--skip-tokenizer-init", "--max-model-len", "512", "--max-num
 
 class ServerError(RuntimeError):
     """A server that does not start, or refuses a request; the message has its reason or the end of its log."""
-
-
-@dataclass(frozen=True)
-class TimedTokens:
-    """One streamed completion: token ids, and when each came, in seconds since the request."""
-
-    ids: list[int]
-    arrived: list[float]
-
-    @property
-    def first_token(self) -> float:
-        """Time to first token, seconds."""
-        return self.arrived[0]
-
-    @property
-    def per_token(self) -> list[float]:
-        """Seconds between neighbouring tokens."""
-        return [late - early for early, late in zip(self.arrived, self.arrived[1:], strict=False)]
 
 
 class OpenAiServer:
@@ -98,12 +79,12 @@ class OpenAiServer:
         except (urllib.error.URLError, OSError):
             return False
 
-    def answers(self, prompts: list[list[int]], max_tokens: int) -> list[TimedTokens]:
+    def answers(self, prompts: list[list[int]], max_tokens: int) -> list[list[int]]:
         """Greedy completions of prompts of token ids, all at once."""
         with ThreadPoolExecutor(len(prompts)) as pool:
             return list(pool.map(lambda prompt: self._answer(prompt, max_tokens), prompts))
 
-    def _answer(self, prompt: list[int], max_tokens: int) -> TimedTokens:
+    def _answer(self, prompt: list[int], max_tokens: int) -> list[int]:
         body = {
             "model": self._model,
             "prompt": prompt,
@@ -112,13 +93,8 @@ class OpenAiServer:
             "ignore_eos": True,
             "detokenize": False,
         }
-        ids: list[int] = []
-        arrived: list[float] = []
-        for choice, seconds in streamed_choices(self.port, body, timeout=300.0):
-            came = choice.get("token_ids") or []
-            ids += came
-            arrived += [seconds] * len(came)
-        return TimedTokens(ids, arrived)
+        choices = streamed_choices(self.port, body, timeout=300.0)
+        return [token for choice, _ in choices for token in choice.get("token_ids") or []]
 
     def tail(self) -> str:
         """The end of its log."""

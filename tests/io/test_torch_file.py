@@ -148,6 +148,11 @@ def test_zips_that_are_no_torch_files_are_refused(tmp_path):
         archive.writestr("x", "y")
     with pytest.raises(HeatError, match=r"without the data\.pkl"):
         read_torch(path)
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("a/data.pkl", "")
+        archive.writestr("a/byteorder", "big")
+    with pytest.raises(HeatError, match="big-endian"):
+        read_torch(path)
 
 
 def damaged(data, rng):

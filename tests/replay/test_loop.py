@@ -16,7 +16,8 @@ from eplb_service.planner.settings import PlannerSettings
 from eplb_service.planner.topology import Topology
 from eplb_service.replay.costs import Costs
 from eplb_service.replay.jobs import jobs_for, replay, scene_for
-from eplb_service.replay.loop import Scene, SlidingHeat, arrivals
+from eplb_service.replay.loop import Scene, arrivals
+from eplb_service.replay.loop import run as run_job
 from eplb_service.replay.policy import ABLATIONS, NAMES, ON_CHANGE, Job, ReplayError, Setup
 
 HEAT_TLE = checked_heat(synthetic_heat("phased", 130, layers=3, experts=16, tokens=256, top_k=2, seed=5))
@@ -54,14 +55,6 @@ def test_each_decision_is_the_planner_on_its_window():
         assert (decision.par_seen, decision.par_planned) == (decided.par_seen, decided.par_planned)
         expected_L = par(rank_loads(HEAT_TLE[step : step + 30], placement, log2phy_RLE))
         assert decision.par_realised_L == pytest.approx(expected_L)
-
-
-def test_policies_see_the_same_steps_and_do_not_touch_each_other():
-    together = run(["deepseek", "flashlb"])
-    alone = run(["flashlb"])
-    assert together.policies[1].par_realised == alone.policies[0].par_realised
-    assert together.policies[1].moves == alone.policies[0].moves
-    assert together.steps == alone.steps == 90
 
 
 def test_hindsight_is_fitted_on_what_it_serves_and_no_policy_beats_it():
@@ -204,45 +197,24 @@ def test_starts_from_a_placement_that_is_given():
     )
 
 
-def test_reports_every_decision_as_it_is_made():
+def test_every_decision_is_reported_and_a_replay_that_is_stopped_keeps_what_is_whole():
     reported = []
-    jobs = jobs_for(["none", "flashlb"], [SETUP], PlannerSettings())
-    result = replay(
-        ArrayTrace(HEAT_TLE), jobs, scene_for(4), lambda label, made: reported.append((label, made))
-    )
-    assert [label for label, _ in reported] == ["baseline", "none", "flashlb"] * 3
-    for policy in result.policies:
-        reported_rows = [
-            (made.step, made.moves, made.par_realised) for label, made in reported if label == policy.label
-        ]
-        assert reported_rows == [(made.step, made.moves, made.par_realised) for made in policy.decisions]
 
-
-def test_a_replay_that_is_stopped_keeps_what_all_policies_share():
-    def stop(label, done):
-        calls.append(label)
-        if len(calls) == 8:
+    def report(label, made):
+        reported.append((label, made.step, made.par_realised))
+        if label == "flashlb":
             raise KeyboardInterrupt
 
-    calls = []
     jobs = jobs_for(["none", "flashlb"], [SETUP], PlannerSettings())
-    result = replay(ArrayTrace(HEAT_TLE), jobs, scene_for(4), stop)
-    whole = run(["none", "flashlb"])
-    assert result.interrupted
-    assert not whole.interrupted
-    assert [len(policy.decisions) for policy in result.policies] == [2, 2]
-    assert len(result.baselines[0].floor_DL) == 2
-    for cut, full in zip(result.policies, whole.policies, strict=True):
-        for one, other in zip(cut.decisions, full.decisions, strict=False):
-            assert np.array_equal(one.par_realised_L, other.par_realised_L)
-
-
-def test_a_replay_that_is_stopped_at_once_has_nothing_to_report():
-    def stop(label, done):
-        raise KeyboardInterrupt
-
+    stopped = replay(ArrayTrace(HEAT_TLE), jobs, scene_for(4), report)
+    whole = run(["none"])
+    assert (stopped.interrupted, whole.interrupted) == (True, False)
+    assert [label for label, *_ in reported] == ["baseline"] * 3 + ["none"] * 3 + ["flashlb"]
+    [none], [same] = stopped.policies, whole.policies
+    assert none.decisions[1].step == reported[4][1] == 70
+    assert [made.par_realised for made in none.decisions] == [made.par_realised for made in same.decisions]
     with pytest.raises(KeyboardInterrupt):
-        replay(ArrayTrace(HEAT_TLE), jobs_for(["none"], [SETUP], PlannerSettings()), scene_for(4), stop)
+        replay(ArrayTrace(HEAT_TLE), jobs[::2], scene_for(4), report)
 
 
 def test_a_last_interval_cut_short_counts_by_its_steps():
@@ -252,14 +224,20 @@ def test_a_last_interval_cut_short_counts_by_its_steps():
     assert policy.par_realised == pytest.approx(expected)
 
 
-@pytest.mark.parametrize(("steps", "first_steps"), [(41, [40]), (70, [40]), (71, [40, 70])])
-def test_schedule(steps, first_steps):
-    assert list(SETUP.decisions(steps)) == first_steps
-
-
-@pytest.mark.parametrize(("window", "interval", "first"), [(40, 40, 40), (30, 40, 30), (80, 40, 40)])
-def test_the_first_decision_falls_after_a_window_or_an_interval_whichever_is_shorter(window, interval, first):
-    assert Setup(5, window, interval).decisions(100)[0] == first
+@pytest.mark.parametrize(
+    ("setup", "steps", "first_steps"),
+    [
+        (SETUP, 41, [40]),
+        (SETUP, 70, [40]),
+        (SETUP, 71, [40, 70]),
+        (Setup(5, 30, 40), 80, [30, 70]),
+        (Setup(5, 80, 40), 90, [40, 80]),
+    ],
+)
+def test_decisions_fall_every_interval_after_a_window_or_an_interval_whichever_is_shorter(
+    setup, steps, first_steps
+):
+    assert list(setup.decisions(steps)) == first_steps
 
 
 def test_refusals():
@@ -281,9 +259,6 @@ def test_refusals():
             Costs(**values)
 
 
-POISSON_TLE = np.random.default_rng(0).poisson(20, (90, 2, 8))
-
-
 class CountedTrace(ArrayTrace):
     """Remembers what has been read of it."""
 
@@ -292,25 +267,9 @@ class CountedTrace(ArrayTrace):
         return super().heat(first, last)
 
 
-@pytest.fixture
-def trace():
-    made = CountedTrace(POISSON_TLE)
-    made.facts.__dict__["read"] = []
-    return made
-
-
-def test_stretches_come_as_they_are_in_the_trace(trace):
-    heat = SlidingHeat(trace, slack=20)
-    for first, last in [(20, 30), (0, 30), (10, 40), (30, 50), (25, 60), (80, 200)]:
-        assert np.array_equal(heat.heat(first, last), POISSON_TLE[first:last])
-    assert len(heat._kept) <= 30
-    with pytest.raises(AssertionError, match="forgotten"):
-        heat.heat(30, 40)
-
-
-def test_jobs_side_by_side_read_each_step_once(trace):
-    setups = [Setup(3, window, interval) for window in (7, 20) for interval in (10, 13)]
-    jobs = jobs_for(["none", "deepseek"], setups, PlannerSettings())
-    replay(trace, jobs, scene_for(4))
-    read = trace.facts.__dict__["read"]
-    assert sorted(read) == list(range(90))
+@pytest.mark.parametrize("policy", ["none", ON_CHANGE])
+def test_each_step_is_read_once_from_front_to_back(policy):
+    trace = CountedTrace(HEAT_TLE)
+    job = Job.of(policy, Setup(5, 40, 13), policy, PlannerSettings())
+    assert sum(made.steps for made in run_job(job, trace, scene_for(4))) == 130 - 13
+    assert trace.facts.__dict__["read"] == list(range(130))

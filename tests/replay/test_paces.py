@@ -82,35 +82,6 @@ def test_under_a_cost_curve_every_step_served_is_timed() -> None:
     assert times[0] < times[2]
 
 
-def bursts(steps: int, seed: int) -> np.ndarray:
-    """Groups of experts that are hot for a few steps in many: a short window cannot show which belong together."""
-    generator = np.random.default_rng(seed)
-    on_TG = np.repeat(generator.random((steps // 8, 4)) < 0.25, 8, axis=0)
-    popularity_TE = 1.0 + 6.0 * np.repeat(on_TG, 4, axis=1)
-    popularity_TE /= popularity_TE.sum(axis=1, keepdims=True)
-    order_E = generator.permutation(16)
-    return np.stack([generator.multinomial(4000, row_E[order_E]) for row_E in popularity_TE])[:, None]
-
-
-def realised(heat_TLE: np.ndarray, interval: int) -> tuple[float, float]:
-    """By windows of 512 steps, and by windows of one interval, decided at the same steps."""
-    setups = [Setup(5, window, interval) for window in (512, interval)]
-    jobs = jobs_for(["flashlb"], setups, PlannerSettings(), hindsight=False)
-    looking_back, by_interval = replay(ArrayTrace(heat_TLE), jobs, scene_for(4)).policies
-    assert looking_back.steps == by_interval.steps == len(heat_TLE) - interval
-    return looking_back.par_realised, by_interval.par_realised
-
-
-def test_bursts_ask_for_a_longer_memory_than_an_interval() -> None:
-    won = [np.subtract(*realised(bursts(640, seed), 32)[::-1]) for seed in range(3)]
-    assert np.mean(won) > 0.005
-
-
-def test_what_was_before_a_change_does_not_spoil_decisions_after_it() -> None:
-    looking_back, by_interval = realised(workloads(1, 2, 3), 48)
-    assert looking_back <= by_interval + 0.01
-
-
 @pytest.mark.parametrize(("window", "looked_at"), [(30, [30, 30, 30, 30]), (80, [40, 80, 80, 80])])
 def test_a_decision_looks_at_no_more_than_a_window_and_no_more_than_there_is(
     window: int, looked_at: list[int], monkeypatch: pytest.MonkeyPatch

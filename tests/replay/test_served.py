@@ -1,7 +1,5 @@
 """A replay of heat that was recorded by source scores what ranks really received, step by step."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 
@@ -15,7 +13,7 @@ from eplb_service.planner.price import SplitCost
 from eplb_service.planner.score import split_us
 from eplb_service.planner.settings import PlannerSettings
 from eplb_service.replay.costs import Costs
-from eplb_service.replay.jobs import UNSPLIT, jobs_for, replay, scene_for, unsplit_job
+from eplb_service.replay.jobs import jobs_for, replay, scene_for
 from eplb_service.replay.policy import Setup
 from eplb_service.replay.served import _loads_from_sources, served_us
 from tests.cost.curves import H200, plain_rank_us
@@ -27,21 +25,18 @@ RNG = np.random.default_rng(3)
 SOURCE_TRLE = RNG.poisson(20 * RNG.dirichlet(np.ones(RANKS), (STEPS, LAYERS, EXPERTS)).transpose(0, 3, 1, 2))
 
 
-def slow_loads(source_TRLE, destination_RLE):
-    steps, ranks, layers, _ = source_TRLE.shape
-    loads_TLR = np.zeros((steps, layers, ranks))
+def slow_loads(source_TRLE, destination_RLE, destinations=RANKS):
+    steps, _, layers, _ = source_TRLE.shape
+    loads_TLX = np.zeros((steps, layers, destinations))
     for (step, rank, layer, expert), tokens in np.ndenumerate(source_TRLE):
-        loads_TLR[step, layer, destination_RLE[rank, layer, expert]] += tokens
-    return loads_TLR
+        loads_TLX[step, layer, destination_RLE[rank, layer, expert]] += tokens
+    return loads_TLX
 
 
 @pytest.fixture
 def recorded(tmp_path):
     """A trace as the service records it: tokens by slot and by source, under the engines' tables."""
-    tables_RLE = PLACEMENT.default_log2phy()
-    slots_TLP = np.zeros((STEPS, LAYERS, RANKS * SLOTS), dtype=int)
-    for (step, rank, layer, expert), tokens in np.ndenumerate(SOURCE_TRLE):
-        slots_TLP[step, layer, tables_RLE[rank, layer, expert]] += tokens
+    slots_TLP = slow_loads(SOURCE_TRLE, PLACEMENT.default_log2phy(), RANKS * SLOTS).astype(int)
     facts = TraceFacts(ranks=RANKS, slots=SLOTS)
     with TraceWriter(tmp_path / "a.zarr", facts, LAYERS, EXPERTS) as writer:
         for layer in range(LAYERS):
@@ -87,18 +82,11 @@ def test_a_host_that_spreads_tokens_itself_is_scored_without_tables(recorded):
 def test_slowest_ranks_are_timed_by_what_their_slots_really_received(recorded):
     trace, _ = recorded
     tables_RLE = PLACEMENT.default_log2phy()
-    slots_TLP = slow_slots(SOURCE_TRLE, tables_RLE)
+    slots_TLP = slow_loads(SOURCE_TRLE, tables_RLE, RANKS * SLOTS)
     found_TL = served_us(trace, trace.heat(0, STEPS), 0, Serving(PLACEMENT, tables_RLE), "tables", H200)
     for step, layer in ((0, 0), (17, 1), (59, 0)):
         of_ranks = slots_TLP[step, layer].reshape(RANKS, SLOTS).tolist()
         assert found_TL[step, layer] == pytest.approx(max(plain_rank_us(H200, tokens) for tokens in of_ranks))
-
-
-def slow_slots(source_TRLE, tables_RLE):
-    slots_TLP = np.zeros((STEPS, LAYERS, RANKS * SLOTS))
-    for (step, rank, layer, expert), tokens in np.ndenumerate(source_TRLE):
-        slots_TLP[step, layer, tables_RLE[rank, layer, expert]] += tokens
-    return slots_TLP
 
 
 def test_a_replay_with_a_curve_realises_milliseconds(recorded):
@@ -131,24 +119,14 @@ def test_a_replay_deals_each_steps_tokens_one_by_one(recorded):
     assert both.policies[0].par_realised < par(loads_TLR[20:]).mean()
 
 
-def test_a_stepwise_split_is_timed_with_what_it_takes_itself_beside_tables_without_it(recorded):
+def test_a_stepwise_split_is_timed_with_what_it_takes_itself(recorded):
     trace, _ = recorded
     settings = PlannerSettings(cost_curve=H200, split="step")
     costs = Costs(curve=H200, split=SplitCost.of(settings, RANKS, EXPERTS))
-    setup = Setup(SLOTS, 20, 20)
-    jobs = jobs_for(["none"], [setup], settings, hindsight=False)
-    assert [job.label for job in jobs] == ["baseline", "none", UNSPLIT]
+    jobs = jobs_for(["none"], [Setup(SLOTS, 20, 20)], settings, hindsight=False)
     found = replay(trace, jobs, scene_for(RANKS, costs))
     heat_TLE = SOURCE_TRLE.sum(axis=1)[20:]
     us_TL = split_us(heat_TLE, PLACEMENT, PLACEMENT.default_log2phy(), None, "step", H200)
-    by_step, by_tables = found.policies
+    [by_step] = found.policies
     assert by_step.moe_ms == pytest.approx((us_TL + costs.split.us).mean(axis=0).sum() / 1e3)
-    assert found.moe_ms_left_alone(by_step) == pytest.approx(by_step.moe_ms)
-    (alone,) = replay(
-        trace,
-        [unsplit_job("alone", replace(setup, start=20), settings)] + [job for job in jobs if not job.policy],
-        scene_for(RANKS, Costs(curve=H200)),
-    ).policies
-    assert by_tables.moe_ms == pytest.approx(alone.moe_ms)
-    plain = PlannerSettings(split="step")
-    assert len(jobs_for(["none"], [setup], plain, hindsight=False)) == 2, "nothing to compare without a curve"
+    assert found.score(by_step).moe_ms_left_alone == pytest.approx(by_step.moe_ms)

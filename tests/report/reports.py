@@ -1,4 +1,4 @@
-"""A small replay and its report, for the tests of pages and pictures."""
+"""A small replay, for the tests of pages and pictures."""
 
 from __future__ import annotations
 
@@ -9,10 +9,6 @@ from eplb_service.replay.costs import Costs
 from eplb_service.replay.jobs import jobs_for, replay, scene_for
 from eplb_service.replay.policy import Setup
 from eplb_service.replay.result import Replay
-from eplb_service.report.page import report_page
-
-TITLE = "Replay of </script><script>alert(1)</script>"
-COMMAND = "eplb replay --heat a.zarr --ranks 4 && echo 'quoted'"
 
 
 def small_replay(
@@ -20,13 +16,6 @@ def small_replay(
 ) -> Replay:
     """Three layers of 16 experts on 4 ranks, four decisions."""
     heat_TLE = synthetic_heat("drift", 150, layers=3, experts=16, tokens=256, top_k=2, seed=5)
-    setups = [Setup(count, 30, 30) for count in slots]
-    jobs = jobs_for(policies, setups, PlannerSettings())
+    jobs = jobs_for(policies, [Setup(count, 30, 30) for count in slots], PlannerSettings())
     costs = Costs(step_ms=20, bytes_per_expert=10_000_000, solve_ms=50)
     return replay(ArrayTrace(heat_TLE), jobs, scene_for(4, costs))
-
-
-def small_report(found: Replay | None = None) -> str:
-    """The report of ``small_replay``."""
-    facts = {"trace": "made up <b>here</b>", "planner": "as it is"}
-    return report_page(found or small_replay(), title=TITLE, command=COMMAND, facts=facts)

@@ -15,15 +15,9 @@ from eplb_service.bench.peers.archives import SGLANG, VLLM, VLLM_ASCEND, Package
 
 
 class _FlashLB:
-    """vLLM-Ascend's FlashLB, as its factory makes it.
+    """vLLM-Ascend's FlashLB, as its factory makes it."""
 
-    Parameters
-    ----------
-    thresholds
-        Parts of its past and of perfect balance below which a layer is placed from scratch; its own where not given.
-    """
-
-    def __init__(self, thresholds: tuple[float, float] | None = None) -> None:
+    def __init__(self) -> None:
         self._torch = _torch()
         # It asks how many ranks there are and takes other thresholds from 32 on.
         self._group = SimpleNamespace(world_size=0)
@@ -32,9 +26,6 @@ class _FlashLB:
         module = import_from(VLLM_ASCEND, "policy_flashlb")
         module.get_dynamic_eplb_group = lambda: self._group  # type: ignore[attr-defined]
         self._policy = module.FlashLB()
-        if thresholds is not None:
-            self._policy.update_threshold_ratio, self._policy.update_threshold_value = thresholds
-            self._policy.true_update = True
 
     def decide(self, scene: Scene) -> Decision:
         """Takes the window step by step and slot by slot, and names the layers that it changes."""
@@ -107,7 +98,7 @@ class _Sglang:
 
 FLASHLB = "FlashLB"
 
-PEERS: dict[str, tuple[Package, Callable[..., Policy]]] = {
+PEERS: dict[str, tuple[Package, Callable[[], Policy]]] = {
     FLASHLB: (VLLM_ASCEND, _FlashLB),
     "Swift": (VLLM_ASCEND, lambda: _AscendPolicy("policy_swift_balancer", "SwiftBalanceEplb")),
     "Ascend default": (VLLM_ASCEND, lambda: _AscendPolicy("policy_default_eplb", "DefaultEplb")),
@@ -118,9 +109,9 @@ PEERS: dict[str, tuple[Package, Callable[..., Policy]]] = {
 """Each peer by its name here: the package that it comes in, and how it is made."""
 
 
-def make(name: str, **options: Any) -> Policy:
-    """The peer called ``name``, new; ``options`` as its class takes them."""
-    return PEERS[name][1](**options)
+def make(name: str) -> Policy:
+    """The peer called ``name``, new."""
+    return PEERS[name][1]()
 
 
 def _torch() -> Any:

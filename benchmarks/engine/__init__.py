@@ -1,1 +1,0 @@
-"""What the agent costs a real engine's requests: ``make bench-engine``."""
