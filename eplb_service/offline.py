@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -126,22 +125,22 @@ def solve(
     window = Window(heat_TLE, _summed_source(source_heat, ranks))
     settings = PlannerSettings(policy=policy, seed=seed, threads=threads, **options)
     topology = topology or Topology.flat(ranks)
+    deployed = Placement.linear(layers, experts, ranks, slots)
+    deployed_RLE = first_tables(deployed, settings.split, settings.deal_width)
     if prior is not None:
-        placement, log2phy = _placed_for(prior, window, placement, ranks, slots, topology, settings)
-    if placement is None:
-        if log2phy is not None:
-            raise PlacementError("log2phy was given without the placement that it belongs to; give both")
-        deployed = Placement.linear(layers, experts, ranks, slots)
-        deployed_RLE = first_tables(deployed, settings.split, settings.deal_width)
-        decided = plan_afresh(window, deployed, topology, settings)
+        if placement is not None:
+            raise PlacementError("a prior was given and a placement to start from; give one of them")
+        similar = _window_like(window, prior)
+        made = plan_afresh(similar, deployed, topology, settings)
+        deployed, deployed_RLE = apply_layers(deployed, deployed_RLE, made.changes())
+    elif placement is not None:
+        deployed, deployed_RLE = _deployed(deployed, placement, log2phy, settings)
+    elif log2phy is not None:
+        raise PlacementError("log2phy was given without the placement that it belongs to; give both")
     else:
-        deployed = _checked_placement(placement, experts, ranks, slots)
-        deployed_RLE = (
-            first_tables(deployed, settings.split, settings.deal_width)
-            if log2phy is None
-            else _checked_tables(log2phy)
-        )
-        decided = plan(window, deployed, deployed_RLE, topology, settings)
+        decided = plan_afresh(window, deployed, topology, settings)
+        return _solution(window, deployed, deployed_RLE, decided, settings)
+    decided = plan(window, deployed, deployed_RLE, topology, settings)
     return _solution(window, deployed, deployed_RLE, decided, settings)
 
 
@@ -150,35 +149,17 @@ def _solution(
 ) -> Solution:
     """The plan carried out, and both placements scored on the window."""
     after, after_RLE = apply_layers(deployed, deployed_RLE, decided.changes())
-
-    changed = sorted(layer.layer for layer in decided.layers)
-
-    def scored_before() -> tuple[Float64, Float64]:
-        steps = split_steps(window.heat_TLE, deployed, deployed_RLE, window.source_RLE, settings.split)
-        return par_of_steps(steps), steps.peak_TK.mean(axis=0)
-
-    def scored_after() -> tuple[Float64, Float64]:
-        placement = Placement(after.phy2log_LRS[changed], after.experts)
-        source_RKE = None if window.source_RLE is None else window.source_RLE[:, changed]
-        tables_RKE = after_RLE[:, changed]
-        steps = split_steps(window.heat_TLE, placement, tables_RKE, source_RKE, settings.split, changed)
-        return par_of_steps(steps), steps.peak_TK.mean(axis=0)
-
-    # Every step of the heat is scored twice, which takes as long as the decision itself: at the same time.
-    with ThreadPoolExecutor(2, thread_name_prefix="eplb-score") as pool:
-        before = pool.submit(scored_before)
-        of_changed = scored_after() if changed else None
-        par_before_L, hottest_before_L = before.result()
-    par_after_L, hottest_after_L = par_before_L.copy(), hottest_before_L.copy()
-    if of_changed is not None:
-        par_after_L[changed], hottest_after_L[changed] = of_changed
+    before, then = (
+        split_steps(window.heat_TLE, *way, window.source_RLE, settings.split)
+        for way in ((deployed, deployed_RLE), (after, after_RLE))
+    )
     return Solution(
         after.phy2log_LRS.copy(),
         after_RLE,
-        par_before_L,
-        par_after_L,
-        hottest_before_L,
-        hottest_after_L,
+        par_of_steps(before),
+        par_of_steps(then),
+        before.peak_TK.mean(axis=0),
+        then.peak_TK.mean(axis=0),
         np.count_nonzero(after.phy2log_LRS != deployed.phy2log_LRS, axis=(1, 2)),
         decided.verdicts,
         decided.ms_seen,
@@ -186,46 +167,33 @@ def _solution(
     )
 
 
-def _checked_placement(placement: npt.ArrayLike, experts: int, ranks: int, slots: int) -> Placement:
-    """The placement, if it is one of this shape."""
-    deployed = Placement(np.asarray(placement), experts)
-    if (deployed.ranks, deployed.slots) != (ranks, slots):
-        raise PlacementError(
-            f"the placement has {deployed.ranks} ranks x {deployed.slots} slots, asked for {ranks} x {slots}"
-        )
-    return deployed
-
-
-def _placed_for(
-    prior: npt.ArrayLike,
-    window: Window,
-    placement: npt.ArrayLike | None,
-    ranks: int,
-    slots: int,
-    topology: Topology,
-    settings: PlannerSettings,
-) -> tuple[Int32, Int32]:
-    """Placement and tables from scratch for ``prior``, where no placement is given and it fits the heat."""
-    if placement is not None:
-        raise PlacementError("a prior was given and a placement to start from; give one of them")
+def _window_like(window: Window, prior: npt.ArrayLike) -> Window:
+    """Heat of a prior, which must be of the same model as the window's."""
     prior_TLE = checked_heat(prior)
     if prior_TLE.shape[1:] != window.heat_TLE.shape[1:]:
         raise HeatError(
             f"the prior has {prior_TLE.shape[1]} layers x {prior_TLE.shape[2]} experts, the heat {window.layers} x "
             f"{window.experts}; it must be of the same model"
         )
-    first = Placement.linear(window.layers, window.experts, ranks, slots)
-    first_RLE = first_tables(first, settings.split, settings.deal_width)
-    decided = plan_afresh(Window(prior_TLE), first, topology, settings)
-    placed, placed_RLE = apply_layers(first, first_RLE, decided.changes())
-    return placed.phy2log_LRS, placed_RLE
+    return Window(prior_TLE)
 
 
-def _checked_tables(log2phy: npt.ArrayLike) -> Int32:
+def _deployed(
+    linear: Placement, placement: npt.ArrayLike, log2phy: npt.ArrayLike | None, settings: PlannerSettings
+) -> tuple[Placement, Int32]:
+    """What serves, as it was given, if it has the ranks and slots of ``linear``."""
+    deployed = Placement(np.asarray(placement), linear.experts)
+    if (deployed.ranks, deployed.slots) != (linear.ranks, linear.slots):
+        raise PlacementError(
+            f"the placement has {deployed.ranks} ranks x {deployed.slots} slots, asked for {linear.ranks} x "
+            f"{linear.slots}"
+        )
+    if log2phy is None:
+        return deployed, first_tables(deployed, settings.split, settings.deal_width)
     tables = np.asarray(log2phy)
     if tables.dtype.kind not in "iu":
         raise PlacementError(f"log2phy holds integers, got {tables.dtype}")
-    return tables.astype(np.int32)
+    return deployed, tables.astype(np.int32)
 
 
 def _summed_source(source_heat: npt.ArrayLike | None, ranks: int) -> Float64 | None:

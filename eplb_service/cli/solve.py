@@ -28,7 +28,7 @@ from eplb_service.io.placement_file import write_placement
 from eplb_service.placement import Placement, check_shape, mean_par
 from eplb_service.planner.dealing import first_tables
 from eplb_service.planner.price import SplitCost
-from eplb_service.planner.score import par_of_steps, replicas_woken, split_steps
+from eplb_service.planner.score import par_of_steps, split_steps
 from eplb_service.planner.settings import EVEN, STEP, TABLES, PlannerSettings, planner_settings
 
 if TYPE_CHECKING:
@@ -137,7 +137,6 @@ def _report(
         "ms_by_tables": by_tables and by_tables.ms_after,
         "split_ms": split and split.ms_of_step(layers),
         "split": split,
-        "replicas_woken_per_rank": split and replicas_woken(heat_TLE, placed),
         "moves": solution.moves,
         "solve_ms": milliseconds,
         **figures,

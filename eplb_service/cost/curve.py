@@ -7,12 +7,11 @@ reading. A slot without tokens costs nothing. Where read and launch are 0 time f
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -27,40 +26,10 @@ MOST_MEDIAN_ERROR = 0.10
 """Median error, on held-out measurements, above which a curve does not fit and is refused."""
 MOST_P90_ERROR = 0.25
 """The same of the 90th percentile: a curve that misses every tenth time by more has the wrong form."""
-_FORMAT = "eplb-cost-curves/1"
-_LARGEST_BYTES = 1 << 20
-_MOST_RESIDUALS = 4096
-
-_Part = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-_Us = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-_Count = Annotated[int, Field(ge=1)]
 
 
 class CurveError(ValueError):
     """A cost curve that cannot be used; the message says which, why and what to do."""
-
-
-@dataclass(frozen=True)
-class Residual:
-    """One held-out measurement beside what the curve says: busy slots, tokens in each of them, and microseconds."""
-
-    __pydantic_config__ = ConfigDict(extra="forbid")
-
-    busy: _Part
-    tokens: _Part
-    measured_us: Annotated[float, Field(gt=0, allow_inf_nan=False)]
-    fitted_us: _Us
-
-    @property
-    def error(self) -> float:
-        """As a part of what was measured."""
-        return self.fitted_us / self.measured_us - 1
-
-    def __str__(self) -> str:
-        return (
-            f"{self.busy:g} slots x {self.tokens:.4g} tokens: measured {self.measured_us:.1f} us, "
-            f"fitted {self.fitted_us:.1f} ({self.error:+.0%})"
-        )
 
 
 @dataclass(frozen=True)
@@ -73,24 +42,21 @@ class FitQuality:
         Measurements in all, and those of them that the fit did not see and the errors are of.
     median_error, p90_error, worst_error
         Of ``abs(fitted / measured - 1)``.
-    residuals
-        The measurements held out.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid")
 
-    samples: _Count
-    held_out: _Count
-    median_error: _Part
-    p90_error: _Part
-    worst_error: _Part
-    residuals: Annotated[tuple[Residual, ...], Field(max_length=_MOST_RESIDUALS)] = ()
+    samples: int
+    held_out: int
+    median_error: float
+    p90_error: float
+    worst_error: float
 
     @classmethod
-    def of(cls, samples: int, error_B: Float64, residuals: tuple[Residual, ...] = ()) -> FitQuality:
+    def of(cls, samples: int, error_B: Float64) -> FitQuality:
         """Quality by the errors of the measurements held out, float64 ``[B]``."""
-        median, p90 = float(np.median(error_B)), float(np.quantile(error_B, 0.9))
-        return cls(samples, int(error_B.size), median, p90, float(error_B.max()), residuals)
+        median, p90, worst = np.quantile(error_B, [0.5, 0.9, 1.0]).tolist()
+        return cls(samples, error_B.size, median, p90, worst)
 
     @property
     def fits(self) -> bool:
@@ -131,10 +97,10 @@ class CostCurve:
 
     __pydantic_config__ = ConfigDict(extra="forbid")
 
-    floor_us: _Us
-    read_us: _Us
-    launch_us: _Us
-    slope_us: Annotated[_Us, Field(alias="slope_us_per_token")]
+    floor_us: float
+    read_us: float
+    launch_us: float
+    slope_us: Annotated[float, Field(alias="slope_us_per_token")]
     phase: str = "any"
     source: Annotated[str, Field(max_length=1000)] = "stated"
     fit: FitQuality | None = None
@@ -156,13 +122,6 @@ class CostCurve:
         """True where time follows a rank's tokens alone: to lower it is to balance tokens."""
         return self.read_us == self.launch_us == 0
 
-    @property
-    def knee(self) -> float:
-        """Tokens in a slot up to which reading its weights takes longer than computing; infinite without slope."""
-        if self.read_us <= self.launch_us:
-            return 0.0
-        return (self.read_us - self.launch_us) / self.slope_us if self.slope_us else math.inf
-
     def slot_us(self, tokens: npt.ArrayLike) -> Float64:
         """Microseconds of slots with so many tokens, float64 of the same shape."""
         n = np.asarray(tokens, dtype=np.float64)
@@ -180,7 +139,17 @@ class CostCurve:
         )
 
 
-_CURVES = TypeAdapter(Annotated[list[CostCurve], Field(min_length=1, max_length=3)])
+@dataclass(frozen=True)
+class _CurveFile:
+    """Content of a file: curves of different phases."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+    format: Literal["eplb-cost-curves/1"]
+    curves: Annotated[tuple[CostCurve, ...], Field(min_length=1, max_length=3)]
+
+
+_CURVE, _FILE = TypeAdapter(CostCurve), TypeAdapter(_CurveFile)
 
 
 def read_curve(reference: str) -> CostCurve:
@@ -195,60 +164,35 @@ def read_curve(reference: str) -> CostCurve:
     """
     name, _, phase = reference.rpartition(":")
     path, phase = (Path(name), phase) if name and phase in PHASES else (Path(reference), "")
-    curves = _read_curves(path)
-    found = [curve for curve in curves if curve.phase == phase or not phase]
-    found = found or [curve for curve in curves if curve.phase == "any"]
-    if len(found) == 1:
-        return found[0]
-    phases = ", ".join(curve.phase for curve in curves)
-    if not found:
-        raise CurveError(f"{path} has no curve for {phase}; it has {phases}")
-    raise CurveError(f"{path} has curves for {phases}; name one of them, as in {path}:{found[0].phase}")
-
-
-def _read_curves(path: Path) -> tuple[CostCurve, ...]:
-    """All curves of a file; raises ``CurveError``."""
     try:
-        with path.open("rb") as file:
-            content = file.read(_LARGEST_BYTES + 1)
+        curves = _FILE.validate_json(path.read_bytes()).curves
     except OSError as error:
         raise CurveError(f"{path}: the cost curve cannot be read ({error.strerror or error})") from error
-    if len(content) > _LARGEST_BYTES:
-        raise CurveError(f"{path}: is larger than {_LARGEST_BYTES} bytes, and so no file of cost curves")
-    try:
-        document = json.loads(content)
-        if not isinstance(document, dict) or document.keys() != {"format", "curves"}:
-            raise ValueError("it has other fields than format and curves")
-        if document["format"] != _FORMAT:
-            raise ValueError(f"its format is {document['format']!r}, not {_FORMAT}")
-        curves = tuple(_CURVES.validate_python(document["curves"]))
     except ValidationError as error:
         problem = error.errors()[0]
         where = ".".join(map(str, problem["loc"]))
         raise CurveError(f"{path}: no cost curves: {where}: {problem['msg']}") from error
-    except (ValueError, RecursionError) as error:
-        raise CurveError(f"{path}: no cost curves: {error}") from error
-    phases = [curve.phase for curve in curves]
-    if len(set(phases)) < len(phases):
-        raise CurveError(f"{path}: has two curves for the same phase ({', '.join(phases)})")
-    for curve in curves:
-        if curve.fit is not None and not curve.fit.fits:
-            raise CurveError(
-                f"{path}: the {curve.phase} curve does not fit what was measured ({curve.fit}); it is not used"
-            )
-    return curves
+    found = [curve for curve in curves if curve.phase == phase or not phase]
+    found = found or [curve for curve in curves if curve.phase == "any"]
+    phases = ", ".join(curve.phase for curve in curves)
+    if not found:
+        raise CurveError(f"{path} has no curve for {phase}; it has {phases}")
+    curve = found[0]
+    if len(found) > 1:
+        raise CurveError(f"{path} has curves for {phases}; name one of them, as in {path}:{curve.phase}")
+    if curve.fit is not None and not curve.fit.fits:
+        raise CurveError(f"{path}: the {curve.phase} curve does not fit what was measured ({curve.fit})")
+    return curve
 
 
 def write_curves(path: Path, curves: Sequence[CostCurve]) -> None:
     """Write curves of different phases; raises ``OutputError``."""
     check_output(path, (".json",))
-    document = {"format": _FORMAT, "curves": [plain_curve(curve) for curve in curves]}
-    write_atomically(path, (json.dumps(document, indent=2) + "\n").encode())
+    content = _CurveFile("eplb-cost-curves/1", tuple(curves))
+    write_atomically(path, _FILE.dump_json(content, by_alias=True, indent=2) + b"\n")
 
 
 def plain_curve(curve: CostCurve) -> dict[str, Any]:
     """A curve as files and JSON have it."""
-    plain = asdict(curve)
-    slope = plain.pop("slope_us")
-    names = ("phase", "floor_us", "read_us", "launch_us")
-    return {**{name: plain.pop(name) for name in names}, "slope_us_per_token": slope, **plain}
+    plain: dict[str, Any] = _CURVE.dump_python(curve, by_alias=True)
+    return plain

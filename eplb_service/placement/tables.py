@@ -58,9 +58,7 @@ def check_layer(phy2log_RS: Int32, experts: int, where: str = "layer") -> None:
         raise PlacementError(f"{where}: expert {in_order[rank, slot]} is twice on rank {rank}")
 
 
-def check_log2phy(
-    log2phy: Int32, phy2log_RS: Int32, where: str = "log2phy", source: str = "rank", *, deals: bool = False
-) -> None:
+def check_log2phy(log2phy: Int32, phy2log_RS: Int32, where: str = "log2phy", *, deals: bool = False) -> None:
     """Raise ``PlacementError`` unless every entry of one layer's tables is a slot that holds its expert.
 
     Parameters
@@ -69,8 +67,8 @@ def check_log2phy(
         Integers ``[E]``, the table of one source, or ``[G, E]``, those of G sources.
     phy2log_RS
         int32 ``[R, S]``, a layer that ``check_layer`` has passed.
-    where, source
-        What the message calls the layer, and each of several sources.
+    where
+        What the message calls the layer; of several sources it names the rank.
     deals
         Whether tables have an axis of entries behind the others.
     """
@@ -85,7 +83,7 @@ def check_log2phy(
     wrong_GED = outside_GED | (expert_P[np.where(outside_GED, 0, table_GED)] != np.arange(experts)[:, None])
     if wrong_GED.any():
         table, expert, entry = (int(index) for index in np.argwhere(wrong_GED)[0])
-        named = f"{where}, {source} {table}" if axes == 2 else where
+        named = f"{where}, rank {table}" if axes == 2 else where
         slot = int(table_GED[table, expert, entry])
         raise PlacementError(f"{named}: expert {expert} points to slot {slot}, which does not hold it")
 
@@ -106,44 +104,18 @@ def expert_map(phy2log_S: Int32, experts: int) -> Int32:
     return local_E
 
 
-def default_log2phy(phy2log_RS: Int32, experts: int) -> Int32:
+def default_log2phy(phy2log_RS: Int32, experts: int, width: int = 1) -> Int32:
     """One layer's tables by the engines' fixed rule: rank ``r`` uses replica ``r % k`` of an expert with ``k``.
 
-    Returns int32 ``[R, E]``; replicas count in order of physical id.
+    Returns int32 ``[R, E]``; where ``width`` is more than 1 ``[R, E, D]``, by which each rank deals round the replicas
+    from that one on. Replicas count in order of physical id.
     """
-    ranks = phy2log_RS.shape[0]
-    by_expert, counts_E = _slots_by_expert(phy2log_RS, experts)
-    first_E = np.concatenate(([0], np.cumsum(counts_E)[:-1]))
-    chosen_RE = np.tile(by_expert[first_E], (ranks, 1))
-    # Divisions are dear, and most experts have one replica.
-    several = np.flatnonzero(counts_E > 1)
-    rank_R1 = np.arange(ranks, dtype=np.int32)[:, None]
-    chosen_RE[:, several] = by_expert[first_E[several] + rank_R1 % counts_E[several]]
-    return chosen_RE
-
-
-def dealt_log2phy(phy2log_RS: Int32, experts: int, width: int) -> Int32:
-    """Tables by which each rank deals round an expert's replicas from replica ``rank % k`` on; int32 ``[R, E, D]``.
-
-    With ``width`` 1 it is the engines' fixed rule, see ``default_log2phy``.
-    """
-    by_expert, counts_E = _slots_by_expert(phy2log_RS, experts)
-    counts_E1 = counts_E[:, None]
-    first_E1 = counts_E1.cumsum(axis=0) - counts_E1
-    turn_R1D = np.add.outer(np.arange(phy2log_RS.shape[0]), np.arange(width))[:, None]
-    return np.ascontiguousarray(by_expert[first_E1 + turn_R1D % counts_E1])
-
-
-def _slots_by_expert(phy2log_RS: Int32, experts: int) -> tuple[Int32, Int32]:
-    """Physical ids in order of expert, and replicas of each expert."""
     expert_P = phy2log_RS.ravel()
     by_expert = np.argsort(expert_P, kind="stable").astype(np.int32)
-    return by_expert, np.bincount(expert_P, minlength=experts).astype(np.int32)
-
-
-def dealing_width(log2phy: Int32, axes: int) -> int:
-    """D of tables that have ``axes`` axes before their entries."""
-    return 1 if log2phy.ndim == axes else int(log2phy.shape[axes])
+    counts_E1 = np.bincount(expert_P, minlength=experts)[:, None]
+    first_E1 = counts_E1.cumsum(axis=0) - counts_E1
+    turn_R1D = np.add.outer(np.arange(len(phy2log_RS)), np.arange(width))[:, None]
+    return without_single_entries(np.ascontiguousarray(by_expert[first_E1 + turn_R1D % counts_E1]))
 
 
 def with_entries(log2phy: Int32, axes: int) -> Int32:

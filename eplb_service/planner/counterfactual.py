@@ -15,9 +15,8 @@ from eplb_service.heat.sources import StepTimes
 from eplb_service.heat.window import Window
 from eplb_service.placement import Float64, apply_layers, mean_par
 from eplb_service.planner.plan import Plan, Serving
-from eplb_service.planner.price import SplitCost
 from eplb_service.planner.score import gain_of, split_shares, split_steps, split_us
-from eplb_service.planner.settings import EVEN, STEP, PlannerSettings
+from eplb_service.planner.settings import STEP, PlannerSettings
 from eplb_service.wire.operator import TIME_PRICES, Worth
 
 MEASURED, FITTED, STATED, ASSUMED = TIME_PRICES
@@ -47,36 +46,31 @@ class _TimePrice:
 
 def _time_price(settings: PlannerSettings, window: Window, serving: Serving, times: StepTimes) -> _TimePrice:
     """The curve given; else one fitted to the steps' own times, if that says anything; else time follows tokens."""
-    if settings.cost_curve is not None:
-        return _given(settings.cost_curve)
-    found = _fitted(settings, window, serving, times)
-    if isinstance(found, OnlineFit):
-        sure = [number for number in (found.read_us, found.slope_us) if number.above_zero]
-        return _TimePrice(
-            found.curve,
-            FITTED,
-            f"{found.curve.source}; {found.curve.fit}",
-            min(number.low / number.value for number in sure),
-            max(number.high / number.value for number in sure),
-        )
-    return _linear(settings, window, serving, times, found)
-
-
-def _given(curve: CostCurve) -> _TimePrice:
-    if curve.fit is None:
-        return _TimePrice(curve, STATED, f"{curve} ({curve.source}); no fit is known")
-    return _TimePrice(curve, MEASURED, f"{curve} ({curve.source}); {curve.fit}")
+    if (curve := settings.cost_curve) is not None:
+        kind = STATED if curve.fit is None else MEASURED
+        return _TimePrice(curve, kind, f"{curve} ({curve.source}); {curve.fit or 'no fit is known'}")
+    try:
+        found = _fitted(settings, window, serving, times)
+    except CurveFitError as why:
+        return _linear(settings, window, serving, times, str(why))
+    curve = found.curve
+    return _TimePrice(curve, FITTED, f"{curve} ({curve.source}); {curve.fit}", found.least, found.most)
 
 
 def _linear(
     settings: PlannerSettings, window: Window, serving: Serving, times: StepTimes, why: str
 ) -> _TimePrice:
     """Time follows the hottest rank's tokens, so that a layer takes so long in the mean as it serves."""
+    kind, layer_ms, said = STATED, settings.layer_ms, "layer_ms"
+    if settings.is_default("layer_ms"):
+        kind = ASSUMED
+        if times.mean_us is not None:
+            layer_ms = _MOE_SHARE * times.mean_us / 1e3 / window.layers
+            said = f"{_MOE_SHARE:.0%} of a measured step"
     peak_TL = split_steps(
         window.heat_TLE, serving.placement, serving.log2phy_RLE, window.source_RLE, settings.split
     ).peak_TK
     busy = peak_TL[peak_TL > 0]
-    layer_ms, kind, said = _layer_ms(settings, window.layers, times)
     slope_us = layer_ms * 1e3 / float(busy.mean()) if busy.size else layer_ms * 1e3
     return _TimePrice(
         CostCurve(0.0, 0.0, 0.0, slope_us, source=kind),
@@ -86,42 +80,15 @@ def _linear(
     )
 
 
-def _layer_ms(settings: PlannerSettings, layers: int, times: StepTimes) -> tuple[float, str, str]:
-    """Milliseconds of a layer, where they come from, and from what."""
-    if not settings.is_default("layer_ms"):
-        return settings.layer_ms, STATED, "layer_ms"
-    if times.mean_us is None:
-        return settings.layer_ms, ASSUMED, "layer_ms"
-    step_ms = times.mean_us / 1e3
-    said = f"{_MOE_SHARE:.0%} of a measured step of {step_ms:.4g} ms, over {layers} layers"
-    return _MOE_SHARE * step_ms / layers, ASSUMED, said
-
-
-def _fitted(settings: PlannerSettings, window: Window, serving: Serving, times: StepTimes) -> OnlineFit | str:
-    """A curve that the steps' own times speak for, or why there is none."""
+def _fitted(settings: PlannerSettings, window: Window, serving: Serving, times: StepTimes) -> OnlineFit:
+    """A curve that the steps' own times speak for; raises ``CurveFitError`` where there is none."""
     if settings.split == STEP:
         # Slots' tokens could be reckoned; but the slowest rank's are the mean rank's, and two terms are one.
-        return (
-            "with split step ranks have even tokens in every step, so their times do not show what uneven ones cost; "
-            "eplb calibrate measures it"
+        raise CurveFitError(
+            "with split step ranks have even tokens in every step; eplb calibrate measures it"
         )
     served_T = np.flatnonzero(times.served_T)[-_MOST_STEPS:]
-    if not served_T.size:
-        return "no step time is known of what serves now"
-    try:
-        found = fit_online(times.us_T[served_T], _slot_tokens(window, serving, settings.split, served_T))
-    except CurveFitError as error:
-        return str(error)
-    quality = found.curve.fit
-    assert quality is not None
-    if not found.known:
-        return (
-            f"the times of {served_T.size} steps do not depend measurably on where tokens are (read "
-            f"{found.read_us} us, slope {found.slope_us} us per token)"
-        )
-    if not quality.fits:
-        return f"what was fitted misses the steps held out ({quality})"
-    return found
+    return fit_online(times.us_T[served_T], _slot_tokens(window, serving, settings.split, served_T))
 
 
 def _slot_tokens(window: Window, serving: Serving, split: str, chosen_C: npt.NDArray[np.intp]) -> Float64:
@@ -172,29 +139,25 @@ def counterfactual(
         Times and gain, and the curve that was fitted to the steps' own times, where it was; ``None`` where fewer than
         two steps have tokens.
     """
-    price, split = _time_price(settings, window, serving, times), settings.split
-    serving_TL = _step_us(window, serving, split, price)
-    if np.isnan(serving_TL).all():
-        return None
+    price = _time_price(settings, window, serving, times)
     hindsight = Serving(*apply_layers(serving.placement, serving.log2phy_RLE, decided.hindsight))
     ways = serving, found, serving.changed_by(decided), hindsight
-    us = [serving_TL, *(_step_us(window, way, split, price) for way in ways[1:])]
-    left_T1, serving_T1, best_T1 = (_ms_of_steps(us_TL) for us_TL in (us[1], serving_TL, _fastest(us)))
+    us = [
+        split_us(
+            window.heat_TLE, way.placement, way.log2phy_RLE, window.source_RLE, settings.split, price.curve
+        )
+        for way in ways
+    ]
+    left_T1, serving_T1, best_T1 = (_ms_of_steps(us_TL) for us_TL in (us[1], us[0], _fastest(us)))
     gain = gain_of(left_T1, serving_T1)
     if not gain.known:
         return None
-    reason = price.reason
-    choices = float(window.heat_TLE.sum(axis=2).mean())
-    cost = SplitCost.of(settings, serving.placement.ranks, window.experts, choices)
-    if cost is not None:
-        unsplit_TL = _fastest([_step_us(window, way, EVEN, price) for way in ways])
-        reason = f"{reason}; {_of_split(cost, serving_TL, unsplit_TL)}"
     step_ms = None if times.mean_us is None else times.mean_us / 1e3
     share = None if step_ms is None else gain.mean / (step_ms + gain.mean)
     known = step_ms is not None and times.tokens_per_step is not None
     rate = times.tokens_per_step / step_ms * 1e3 if known else None  # type: ignore[operator]
     # What is not known of the price scales both ends of the interval.
-    ends = [(gain.low * scale, gain.high * scale) for scale in (price.least, price.most)]
+    ends = [end * scale for end in (gain.low, gain.high) for scale in (price.least, price.most)]
     worth = Worth(
         steps=window.steps,
         left_alone_ms=float(mean_par(left_T1)),
@@ -202,10 +165,10 @@ def counterfactual(
         best_ms=float(mean_par(best_T1)),
         best=_BEST_KNOWN,
         gain_ms=gain.mean,
-        gain_low_ms=min(low for low, _ in ends),
-        gain_high_ms=max(high for _, high in ends),
+        gain_low_ms=min(ends),
+        gain_high_ms=max(ends),
         price_kind=price.kind,
-        price=reason,
+        price=price.reason,
         timed_steps=int(times.served_T.sum()),
         step_ms=step_ms,
         gain_percent=None if share is None else 100 * share,
@@ -215,17 +178,6 @@ def counterfactual(
     return worth, price.curve if price.kind == FITTED else None
 
 
-def _step_us(window: Window, way: Serving, split: str, price: _TimePrice) -> Float64:
-    """Microseconds of each layer's slowest rank in each step, float64 ``[T, L]``; NaN where a layer has no tokens."""
-    placement, tables_RLE = way.placement, way.log2phy_RLE
-    if not price.curve.linear:
-        return split_us(window.heat_TLE, placement, tables_RLE, window.source_RLE, split, price.curve)
-    # Where time follows tokens, the hottest rank is the slowest one.
-    peak_TL = split_steps(window.heat_TLE, placement, tables_RLE, window.source_RLE, split).peak_TK
-    us_TL = price.curve.floor_us + price.curve.slope_us * peak_TL
-    return np.where(peak_TL > 0, us_TL, np.nan)
-
-
 def _fastest(ways: Sequence[Float64]) -> Float64:
     """Times of the way that is, for each layer, the fastest in the mean, the first of equals, float64 ``[T, L]``."""
     best_TL = ways[0]
@@ -233,17 +185,6 @@ def _fastest(ways: Sequence[Float64]) -> Float64:
         faster_L = mean_par(other_TL, axis=0) < mean_par(best_TL, axis=0)
         best_TL = np.where(faster_L, other_TL, best_TL)
     return best_TL
-
-
-def _of_split(cost: SplitCost, serving_TL: Float64, unsplit_TL: Float64) -> str:
-    """Cost and gain of the stepwise split, over the same placements under even shares and without it."""
-    split_ms = cost.ms_of_step(serving_TL.shape[1])
-    with_it, without = (float(mean_par(_ms_of_steps(us_TL))) for us_TL in (serving_TL, unsplit_TL))
-    return (
-        f"the stepwise split itself takes {split_ms:.3g} ms of a step more, {cost}: net of it and of the replicas "
-        f"that it wakes {without - with_it - split_ms:+.3f} ms per step over the best of these placements under even "
-        "shares, without it"
-    )
 
 
 def _ms_of_steps(us_TL: Float64) -> Float64:

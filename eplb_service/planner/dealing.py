@@ -7,19 +7,10 @@ an expert many tokens, entries get nearly the same; where it brings one or two, 
 from __future__ import annotations
 
 from functools import cache
-from math import lgamma, log
 
 import numpy as np
 
-from eplb_service.placement import (
-    Float64,
-    Int32,
-    Placement,
-    PlacementError,
-    dealing_width,
-    with_entries,
-    without_single_entries,
-)
+from eplb_service.placement import Float64, Int32, Placement, with_entries, without_single_entries
 from eplb_service.planner.settings import DEAL, PlannerSettings
 
 _FEWEST_TOKENS = 1e-3
@@ -30,7 +21,7 @@ _GRID = 96
 
 def width_in_use(settings: PlannerSettings, log2phy_RLE: Int32) -> int:
     """Entries of the tables to be made for a host whose tables are like these: the most that divide its own."""
-    width = dealing_width(log2phy_RLE, 3)
+    width = with_entries(log2phy_RLE, 3).shape[3]
     if settings.split != DEAL:
         return 1
     return max(entries for entries in range(1, settings.deal_width + 1) if width % entries == 0)
@@ -48,8 +39,6 @@ def as_host_deals(log2phy_RE: Int32, width: int) -> Int32:
     """A layer's tables with as many entries as the host has, a multiple of theirs."""
     axes = log2phy_RE.ndim if width == 1 else 2
     table = with_entries(log2phy_RE, axes)
-    if width % table.shape[-1]:
-        raise PlacementError(f"log2phy of {table.shape[-1]} entries cannot be repeated to {width}")
     return without_single_entries(np.tile(table, (1,) * axes + (width // table.shape[-1],)))
 
 
@@ -82,17 +71,12 @@ def entry_parts(tokens_X: Float64, width: int) -> Float64:
     """
     if width == 1:
         return np.ones((*tokens_X.shape, 1))
-    log_U, parts_UD = _parts_by_mean(width)
-    # The grid is even, so that a place on it is found once for all entries.
-    place_X = (np.log(np.maximum(tokens_X, _FEWEST_TOKENS)) - log_U[0]) / (log_U[1] - log_U[0])
-    below_X = np.minimum(place_X.astype(np.intp), _GRID - 2)
-    ahead_X1 = np.minimum(place_X - below_X, 1.0)[..., None]
+    inverse_U, parts_UD = _parts_by_mean(width)
+    # The place on the grid is found once for all entries.
+    place_X = np.interp(1.0 / np.maximum(tokens_X, _FEWEST_TOKENS), inverse_U, np.arange(len(inverse_U)))
+    below_X = np.minimum(place_X.astype(np.intp), len(inverse_U) - 2)
     found_XD: Float64 = parts_UD.take(below_X, axis=0)
-    found_XD += ahead_X1 * np.diff(parts_UD, axis=0).take(below_X, axis=0)
-    # Past the grid a step's last, unfinished turn is as likely to end anywhere.
-    many_X = tokens_X > np.exp(log_U[-1])
-    ahead_D = (width - 1) / 2 - np.arange(width)
-    found_XD[many_X] = (1 + ahead_D / tokens_X[many_X][:, None]) / width
+    found_XD += (place_X - below_X)[..., None] * np.diff(parts_UD, axis=0).take(below_X, axis=0)
     return found_XD
 
 
@@ -108,18 +92,18 @@ def shares_of_entries(share_GLE: Float64, tokens_LE: Float64, width: int) -> Flo
 
 @cache
 def _parts_by_mean(width: int) -> tuple[Float64, Float64]:
-    """Logarithms of means, and the parts at each, float64 ``[U]`` and ``[U, D]``.
+    """Inverses of means in order, and the parts at each, float64 ``[U]`` and ``[U, D]``.
 
-    Entry ``k`` gets a token whenever there are more than ``k``, more than ``k + D``, and so on.
+    Entry ``k`` gets a token whenever there are more than ``k``, more than ``k + D``, and so on. Of infinitely many
+    tokens all entries get the same, and towards that parts are linear in the inverse.
     """
-    log_U = np.linspace(log(_FEWEST_TOKENS), log(width * width), _GRID)
-    mean_U1 = np.exp(log_U)[:, None]
-    most = int(mean_U1[-1, 0] + 12 * width + 24)
-    count_C = np.arange(most)
-    log_factorial_C = np.array([lgamma(count + 1.0) for count in count_C])
-    chance_UC = np.exp(count_C * log_U[:, None] - mean_U1 - log_factorial_C)
-    more_UC = np.maximum(1.0 - chance_UC.cumsum(axis=1), 0.0)
+    # It takes a tenth of a second to import, and few hosts deal.
+    from scipy.special import pdtrc
+
+    mean_U = np.geomspace(width * width, _FEWEST_TOKENS, _GRID)
+    more_UC = pdtrc(np.arange(int(mean_U[0] + 12 * width + 24)), mean_U[:, None])
     parts_UD = np.stack([more_UC[:, entry::width].sum(axis=1) for entry in range(width)], axis=1)
+    parts_UD = np.vstack([np.ones(width), parts_UD])
     parts_UD /= parts_UD.sum(axis=1, keepdims=True)
     parts_UD.setflags(write=False)
-    return log_U, parts_UD
+    return np.append(0.0, 1.0 / mean_U), parts_UD

@@ -35,8 +35,7 @@ _FAR_WORSE = 2.0
 """Part of it from which on a longer stretch is of other heat: bursts alone do not make as much of a difference."""
 _OTHER_HEAT = 4.0
 """How many times the error of a stretch of a few steps the error of all steps before must be for that stretch to be of
-other heat. Chosen between 2.6, the most at any departure of bursty heat (seeds 0 to 2) and of gpt-oss-20b decoding, and
-11 and 27, the least where heat drifted and where workloads took turns (``make bench-decide``)."""
+other heat: more than bursts make of it, and less than drift and another workload do (``make bench-decide``)."""
 
 _ALLOWANCE = 1.0
 """Standard deviations of a step that are no excess: half the smallest change that is looked for."""
@@ -297,21 +296,13 @@ def looked_back(heat_TLE: Counts, interval: int) -> int:
     """
     steps = len(heat_TLE)
     ahead = min(interval // 2, steps // 4)
-    if steps <= interval or ahead < 1 or steps - ahead < _SHORTEST:
+    if steps <= interval or ahead < 1:
         return steps
-    aheads = [ahead]
-    while aheads[-1] // 2 >= _SHORTEST:
-        aheads.append(aheads[-1] // 2)
-    stretches = [_stretches(steps - one) for one in aheads]
-    ends = {one + length for one, lengths in zip(aheads, stretches, strict=True) for length in lengths}
-    newest_LE = _summed_parts(heat_TLE, sorted({*aheads, *ends}))
-    errors = [_errors(newest_LE, one, lengths) for one, lengths in zip(aheads, stretches, strict=True)]
-    longest = _longest(ahead, stretches[0], errors[0], _AS_GOOD)
-    finer = [
-        _longest(one, lengths, missed, _FAR_WORSE)
-        for one, lengths, missed in zip(aheads[1:], stretches[1:], errors[1:], strict=True)
-    ]
-    since_change = min([longest, *finer])
+    longest = _stationary_steps(heat_TLE, ahead)
+    since_change = longest
+    while ahead // 2 >= _SHORTEST:
+        ahead //= 2
+        since_change = min(since_change, _stationary_steps(heat_TLE, ahead, _FAR_WORSE))
     before_TLE = heat_TLE[: steps - since_change]
     # The heat before must have been what it is for an interval, or as long as is remembered.
     ahead = max(min(interval // 4, len(before_TLE) // 8), _SHORTEST // 2)
@@ -323,57 +314,41 @@ def looked_back(heat_TLE: Counts, interval: int) -> int:
 def paying_steps(remembered: int, interval: int) -> float | None:
     """Steps within which moves of a decision by the clock must pay; ``None`` for as many as it looks at.
 
-    A longer look back is no longer time for moves to pay.
-
-    Parameters
-    ----------
-    remembered
-        Steps that the decision may look at.
-    interval
-        Steps from one decision to the next.
+    A longer look back at the steps ``remembered`` is no longer time for moves to pay.
     """
     return float(interval) if remembered > interval else None
 
 
-def _stationary_steps(heat_TLE: Counts, ahead: int) -> int:
+def _stationary_steps(heat_TLE: Counts, ahead: int, bound: float = _AS_GOOD) -> int:
     """The longest stretch of newest steps that forecasts as well as any: its length, at most T.
 
     Of the newest ``ahead`` steps each expert's part of the tokens is forecast by its mean over stretches before them,
     each twice as long as the one before. Longer stretches are preferred: they know more of how experts move together.
+    Their squared error may be ``bound`` times the least.
     """
-    if ahead < 1 or len(heat_TLE) - ahead < _SHORTEST:
+    before = len(heat_TLE) - ahead
+    if ahead < 1 or before < _SHORTEST:
         return len(heat_TLE)
-    lengths = _stretches(len(heat_TLE) - ahead)
-    newest_LE = _summed_parts(heat_TLE, sorted({ahead, *(ahead + length for length in lengths)}))
-    return _longest(ahead, lengths, _errors(newest_LE, ahead, lengths), _AS_GOOD)
+    doubled = [_SHORTEST << power for power in range(before.bit_length())]
+    lengths = [length for length in doubled if length < before] + [before]
+    newest_LE = _summed_parts(heat_TLE, (ahead, *(ahead + length for length in lengths)))
+    errors = _errors(newest_LE, ahead, lengths)
+    most = bound * min(errors)
+    return ahead + max(length for length, error in zip(lengths, errors, strict=True) if error <= most)
 
 
 def _has_changed(heat_TLE: Counts, since: int) -> bool:
     """Return whether the newest ``since`` steps are of other heat than those before: no burst, which resembles itself.
 
-    Their newer half is forecast by their older half, and by all steps before. What drawing tokens alone makes of either
-    error is taken off, and of the latter as much must be left. True where there is nothing to compare.
+    Their newer half is forecast by their older half, and by all steps before. True where there is nothing to compare.
     """
     steps, ahead = len(heat_TLE), since // 2
     if ahead < 1 or since >= steps:
         return True
-    newest_LE = _summed_parts(heat_TLE, (ahead, since, steps))
-    lengths = since - ahead, steps - ahead
-    by_stretch, by_all = _errors(newest_LE, ahead, lengths)
-    drawn_stretch, drawn_all = (
-        _drawn(heat_TLE, newest_LE[ahead] / ahead, ahead, length) for length in lengths
+    by_stretch, by_all = _errors(
+        _summed_parts(heat_TLE, (ahead, since, steps)), ahead, (since - ahead, steps - ahead)
     )
-    left = by_all - drawn_all
-    return left >= max(_OTHER_HEAT * (by_stretch - drawn_stretch), drawn_all)
-
-
-def _drawn(heat_TLE: Counts, part_LE: Float64, ahead: int, length: int) -> float:
-    """The error that a stretch has where only the tokens drawn differ, each expert's part being ``part_LE``."""
-    tokens_TL = heat_TLE[len(heat_TLE) - 2 * ahead :].sum(axis=2, dtype=np.float64)
-    inverse_L = (1.0 / np.maximum(tokens_TL, 1.0)).mean(axis=0)
-    size_L = (part_LE**2).sum(axis=1)
-    scatter_L = (1.0 - size_L) * inverse_L * (1.0 / ahead + 1.0 / length)
-    return float((scatter_L / np.maximum(size_L, 1e-30)).mean())
+    return by_all >= _OTHER_HEAT * by_stretch
 
 
 def _errors(newest_LE: Mapping[int, Float64], ahead: int, lengths: Sequence[int]) -> list[float]:
@@ -385,18 +360,6 @@ def _errors(newest_LE: Mapping[int, Float64], ahead: int, lengths: Sequence[int]
         missed_LE = (newest_LE[ahead + length] - newest_LE[ahead]) / length - came_LE
         errors.append(float(((missed_LE**2).sum(axis=1) / size_L).mean()))
     return errors
-
-
-def _longest(ahead: int, lengths: Sequence[int], errors: Sequence[float], bound: float) -> int:
-    """Steps of the longest stretch whose error is at most ``bound`` times the least, with those ahead."""
-    most = bound * min(errors)
-    return ahead + max(length for length, error in zip(lengths, errors, strict=True) if error <= most)
-
-
-def _stretches(before: int) -> list[int]:
-    """Lengths of the stretches that are tried where there are so many steps: each twice the one before, then all."""
-    doubled = [_SHORTEST << power for power in range(before.bit_length())]
-    return [length for length in doubled if length < before] + [before]
 
 
 def _summed_parts(heat_TLE: Counts, lengths: Sequence[int]) -> dict[int, Float64]:

@@ -59,16 +59,6 @@ class Plan:
         return ((layer.layer, layer.phy2log_RS, layer.log2phy_RE) for layer in self.layers)
 
     @property
-    def optimism_L(self) -> Float64:
-        """Ratio that each layer is expected to lose on other steps, float64 ``[L]``; 0 where unknown."""
-        return np.array([verdict.optimism or 0.0 for verdict in self.verdicts])
-
-    @property
-    def held_out(self) -> bool:
-        """True where ``optimism_L`` is known of every layer that changes."""
-        return all(verdict.optimism is not None for verdict in self.verdicts)
-
-    @property
     def par_seen(self) -> float:
         """Mean over the layers that had tokens, before the decision; NaN where none had."""
         return float(mean_par(np.array([verdict.par_seen for verdict in self.verdicts])))
@@ -141,13 +131,9 @@ def promise_of(par_TL: Float64, optimism_L: Float64, *, held_out: bool) -> Promi
         Whether that is known.
     """
     par_TC = channels_of(par_TL + optimism_L)
-    known_TC = ~np.isnan(par_TC)
-    count_C = known_TC.sum(axis=0)
-    filled_TC = np.where(known_TC, par_TC, 0.0)
-    mean_C = np.full(par_TC.shape[1], np.nan)
-    np.divide(filled_TC.sum(axis=0), count_C, out=mean_C, where=count_C > 0)
+    known_TC, mean_C = ~np.isnan(par_TC), mean_par(par_TC, axis=0)
     centred_TC = np.where(known_TC, par_TC - mean_C, 0.0)
-    variance_C = (centred_TC**2).sum(axis=0) / np.maximum(count_C - 1, 1)
+    variance_C = (centred_TC**2).sum(axis=0) / np.maximum(known_TC.sum(axis=0) - 1, 1)
     inflation_C = np.ones_like(mean_C)
     if len(par_TC) >= _FEWEST_STEPS:
         # What independent steps would show by themselves is taken off, or a change would be looked for too bluntly.
@@ -155,19 +141,9 @@ def promise_of(par_TL: Float64, optimism_L: Float64, *, held_out: bool) -> Promi
     return Promise(mean_C, variance_C, inflation_C, len(par_TC), held_out)
 
 
-def no_promise(layers: int) -> Promise:
-    """Nothing is known of what serves: all must be learned from its steps."""
-    return Promise(np.full(layers + 1, np.nan), np.zeros(layers + 1), np.ones(layers + 1), 0, held_out=False)
-
-
 def channels_of(par_TL: Float64) -> Float64:
     """Ratios of the layers and, last, of their mean, float64 ``[T, L + 1]``; NaN where there are no tokens."""
-    known_TL = ~np.isnan(par_TL)
-    count_T = known_TL.sum(axis=1)
-    mean_T = np.full(len(par_TL), np.nan)
-    np.divide(np.where(known_TL, par_TL, 0.0).sum(axis=1), count_T, out=mean_T, where=count_T > 0)
-    channels_TC: Float64 = np.column_stack([par_TL, mean_T])
-    return channels_TC
+    return np.column_stack([par_TL, mean_par(par_TL, axis=1)])
 
 
 @dataclass(frozen=True)
@@ -213,7 +189,8 @@ class Outlook:
 def promise_for(window: Window, now: Serving, plan: Plan, split: str) -> Promise:
     """Promise of a plan for steps like those of its window."""
     par_TL = now.changed_by(plan).par_of_steps(window, split)
-    return promise_of(par_TL, plan.optimism_L, held_out=plan.held_out)
+    optimism = [verdict.optimism for verdict in plan.verdicts]
+    return promise_of(par_TL, np.array([one or 0.0 for one in optimism]), held_out=None not in optimism)
 
 
 def gain_over(window: Window, before: Serving, now: Serving, split: str) -> Gain:

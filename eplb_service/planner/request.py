@@ -175,46 +175,31 @@ _STEPS_COMPARED = 32
 """Newest steps that it is compared on, at most."""
 
 
-def _blind_layers(
-    window: Window,
-    placement: Placement,
-    par_L: Float64,
-    floor_L: Float64,
-    split: str,
-    *,
-    grouped: bool = False,
-) -> npt.NDArray[np.bool_]:
+def _blind_layers(asked: Question, par_L: Float64, floor_L: Float64) -> npt.NDArray[np.bool_]:
     """Layers that do just as experts in order do, or all where the deployment does hardly better; bool ``[L]``.
 
     A layout that keeps groups of experts on their nodes was made for that, at least: of such only experts in order are
     recognised.
     """
-    in_order = Placement.linear(placement.layers, placement.experts, placement.ranks, placement.slots)
-    same_L: npt.NDArray[np.bool_] = np.isclose(
-        par_L, _par_under(window, in_order, split), rtol=1e-9, atol=0.0
-    )
-    if not grouped and window.steps >= _FEWEST_STEPS and not same_L.all():
-        some = Window(window.heat_TLE[-_STEPS_COMPARED:], window.source_RLE)
-        blind_L = np.mean([_par_under(some, shuffled, split) for shuffled in _shuffles(in_order)], axis=0)
+    window, placement = asked.window, asked.placement
+
+    def par_under(names_E: Int32, steps: int) -> Float64:
+        """Ratios of the newest steps under experts in order, by these names."""
+        in_order = Placement.linear(placement.layers, placement.experts, placement.ranks, placement.slots)
+        named = Placement(names_E[in_order.phy2log_LRS], placement.experts)
+        heat_TLE, tables_RLE = window.heat_TLE[-steps:], named.default_log2phy()
+        return par_of_steps(split_steps(heat_TLE, named, tables_RLE, window.source_RLE, asked.settings.split))
+
+    names_E = np.arange(placement.experts, dtype=np.int32)
+    same_L: npt.NDArray[np.bool_] = np.isclose(par_L, par_under(names_E, window.steps), rtol=1e-9, atol=0.0)
+    if asked.settings.expert_groups is None and window.steps >= _FEWEST_STEPS and not same_L.all():
+        shuffled = (np.random.default_rng(seed).permutation(names_E) for seed in range(_SHUFFLES))
+        blind_L = np.mean([par_under(names_E, _STEPS_COMPARED) for names_E in shuffled], axis=0)
         floor = float(mean_par(floor_L))
         avoidable = float(mean_par(blind_L)) - floor
         if avoidable > _LEAST_AVOIDABLE and float(mean_par(par_L)) - floor >= _AS_BAD * avoidable:
             same_L[:] = True
     return same_L
-
-
-def _shuffles(in_order: Placement) -> list[Placement]:
-    """Layouts of the same shape whose experts were named at random, the same every time."""
-    found = []
-    for seed in range(_SHUFFLES):
-        names_E = np.random.default_rng(seed).permutation(in_order.experts).astype(np.int32)
-        found.append(Placement(names_E[in_order.phy2log_LRS], in_order.experts))
-    return found
-
-
-def _par_under(window: Window, placement: Placement, split: str) -> Float64:
-    tables_RLE = placement.default_log2phy()
-    return par_of_steps(split_steps(window.heat_TLE, placement, tables_RLE, window.source_RLE, split))
 
 
 _MOST_STEPS = 128
@@ -267,6 +252,14 @@ def solve_picked(
     if curve is not None and params.tables == model.DEALT:
         # Time is lowered source by source, and each entry of a dealing table is one.
         params = params._replace(tables=model.SOLVED)
+    steps_PNE = None
+    if curve is not None:
+        sampled_TPE = window.heat_TLE[_sampled_steps(window.steps, _MOST_STEPS)][:, picked]
+        steps_PNE = sampled_TPE.astype(np.float64).transpose(1, 0, 2)
+    # Those in a layout that was made for no heat are placed from scratch, whatever it moves.
+    unplaced_L = np.ones(window.layers, dtype=np.bool_)
+    if settings.policy != "deepseek" and search.warm:
+        unplaced_L = _blind_layers(asked, par_L, floor_L)
     heat_PNE = asked.episode_heat(picked)
     tokens_PE = heat_PNE.sum(axis=1) / window.steps
     if settings.policy == "deepseek":
@@ -279,14 +272,14 @@ def solve_picked(
         params,
         np.array(search.half_lives) * heat_PNE.shape[1],
         settings.min_gain,
-        _unplaced(asked, par_L, floor_L)[picked],
+        unplaced_L[picked],
         settings.threads,
         settings.budget_ms,
         node_R,
         np.repeat(node_G, width),
         expert_groups,
         curve,
-        None if curve is None else _sampled_steps(window, picked).transpose(1, 0, 2),
+        steps_PNE,
     )
 
 
@@ -301,20 +294,10 @@ def time_curve(settings: PlannerSettings) -> Float64 | None:
     return numbers_of(curve)
 
 
-def _sampled_steps(window: Window, picked: npt.NDArray[np.int64], most: int = _MOST_STEPS) -> Float64:
-    """At most so many single steps of the picked layers, evenly from first to last, float64 ``[N, P, E]``."""
-    count = min(most, window.steps)
-    steps_N = (np.arange(count) * window.steps + window.steps // 2) // count
-    return window.heat_TLE[steps_N][:, picked].astype(np.float64)
-
-
-def _unplaced(asked: Question, par_L: Float64, floor_L: Float64) -> npt.NDArray[np.bool_]:
-    """Layers to place from scratch whatever it moves, bool ``[L]``: those in a layout that was made for no heat."""
-    settings = asked.settings
-    if settings.policy == "deepseek" or not asked.search.warm:
-        return np.ones(asked.window.layers, dtype=np.bool_)
-    grouped = settings.expert_groups is not None
-    return _blind_layers(asked.window, asked.placement, par_L, floor_L, settings.split, grouped=grouped)
+def _sampled_steps(steps: int, most: int) -> npt.NDArray[np.int64]:
+    """At most so many single steps, evenly from first to last."""
+    count = min(most, steps)
+    return (np.arange(count) * steps + steps // 2) // count
 
 
 def groups_on_nodes(settings: PlannerSettings, placement: Placement, topology: Topology) -> tuple[int, str]:
@@ -322,16 +305,11 @@ def groups_on_nodes(settings: PlannerSettings, placement: Placement, topology: T
 
     On one node every placement keeps them together.
     """
-    groups = settings.expert_groups
-    ranks_K = np.bincount(topology.nodes()[0])
+    groups, ranks_K, experts = settings.expert_groups, np.bincount(topology.nodes()[0]), placement.experts
     if groups is None or ranks_K.size == 1:
         return 0, ""
-    if placement.experts % groups:
-        return 0, f"{placement.experts} experts do not divide into {groups} groups"
-    if groups % ranks_K.size:
-        return 0, f"{groups} expert groups do not spread evenly over {ranks_K.size} nodes"
-    if (ranks_K != ranks_K[0]).any():
-        return 0, f"nodes have from {ranks_K.min()} to {ranks_K.max()} ranks"
-    if placement.slots * ranks_K.size > placement.experts:
-        return 0, f"a rank has more slots than one of {ranks_K.size} nodes would have experts"
-    return groups, ""
+    divides = experts % groups == 0 and groups % ranks_K.size == 0 and bool((ranks_K == ranks_K[0]).all())
+    if divides and placement.slots * ranks_K.size <= experts:
+        return groups, ""
+    each = f"{ranks_K.min()} to {ranks_K.max()} ranks of {placement.slots} slots"
+    return 0, f"{experts} experts in {groups} groups do not spread evenly over {ranks_K.size} nodes of {each}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
 from typing import Any
@@ -12,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from eplb_service.cost.curve import CostCurve
-from eplb_service.placement import Float64, Int32, Placement, dealing_width, mean_par, peak_par
+from eplb_service.placement import Float64, Int32, Placement, mean_par, peak_par, with_entries
 from eplb_service.planner.dealing import entry_parts
 from eplb_service.planner.settings import EVEN, STEP
 from eplb_service.solver.stepwise import loads_by_step, slots_by_step
@@ -68,7 +67,7 @@ def split_shares(
         expert_LP = placement.phy2log_LRS.reshape(layers, -1)
         share_LP: Float64 = 1.0 / np.take_along_axis(placement.replicas(), expert_LP, axis=1)
         return share_LP
-    sources, width = log2phy_RLE.shape[0], dealing_width(log2phy_RLE, 3)
+    sources, width = log2phy_RLE.shape[0], with_entries(log2phy_RLE, 3).shape[3]
     shares: Float64 | None = None
     if source_RLE is not None or width > 1:
         shares = source_shares(source_RLE, sources, layers, placement.experts)
@@ -127,8 +126,7 @@ def split_us(
     for begin in range(0, len(heat_TLE), _STEPS_AT_A_TIME):
         part = slice(begin, begin + _STEPS_AT_A_TIME)
         tokens_TLRS = _stepwise_tokens(heat_TLE[part], placement)
-        busy_TL = tokens_TLRS.any(axis=(2, 3))
-        us_TL[part][busy_TL] = curve.rank_us(tokens_TLRS).max(axis=2)[busy_TL]
+        us_TL[part] = np.where(heat_TLE[part].any(axis=2), curve.rank_us(tokens_TLRS).max(axis=2), np.nan)
     return us_TL
 
 
@@ -142,22 +140,6 @@ def _stepwise_tokens(heat_TLE: Heat, placement: Placement) -> Float64:
     return tokens_TLP.reshape(len(heat_TLE), *phy2log_LRS.shape)
 
 
-def replicas_woken(heat_TLE: Heat, placement: Placement) -> float:
-    """Slots of a rank that a stepwise split has read another replica of an expert: mean over steps, layers and ranks.
-
-    Steps without tokens are left out; 0 where no step has any.
-    """
-    needed_TL = (heat_TLE > 0).sum(axis=2)
-    busy_TL = np.concatenate(
-        [
-            (_stepwise_tokens(heat_TLE[begin : begin + _STEPS_AT_A_TIME], placement) > 0).sum(axis=(2, 3))
-            for begin in range(0, len(heat_TLE), _STEPS_AT_A_TIME)
-        ]
-    )
-    woken_N = (busy_TL - needed_TL)[needed_TL > 0]
-    return float(woken_N.mean()) / placement.ranks if woken_N.size else 0.0
-
-
 def numbers_of(curve: CostCurve) -> Float64:
     """A cost curve as kernels take it."""
     return np.array([curve.floor_us, curve.read_us, curve.launch_us, curve.slope_us])
@@ -166,10 +148,9 @@ def numbers_of(curve: CostCurve) -> Float64:
 def split_steps(
     heat_TLE: Heat,
     placement: Placement,
-    log2phy_RKE: Int32,
-    source_RKE: Float64 | None,
+    log2phy_RLE: Int32,
+    source_RLE: Float64 | None,
     split: str,
-    layers: Sequence[int] | None = None,
     episodes: int = 0,
 ) -> ServedWindow:
     """Summary of the loads that ``split_loads`` gives, which are not held.
@@ -178,23 +159,18 @@ def split_steps(
 
     Parameters
     ----------
-    heat_TLE
-        ``[T, L, E]``, tokens of each expert in each step.
-    placement, log2phy_RKE, source_RKE, split
-        As for ``split_shares``, of the K layers asked for.
-    layers
-        Layers of the heat that these are; all where it is ``None``.
+    heat_TLE, placement, log2phy_RLE, source_RLE, split
+        As for ``split_shares``.
     episodes
         N, of the loads by episode.
     """
-    asked_TKE = heat_TLE if layers is None else heat_TLE[:, list(layers)]
     if split != STEP:
-        share_KP = split_shares(asked_TKE, placement, log2phy_RKE, source_RKE, split)
-        layer_K = np.arange(placement.layers) if layers is None else np.array(layers)
-        return served_window(_wide(heat_TLE), layer_K, placement.phy2log_LRS.copy(), share_KP, episodes)
-    loads_TKR = split_loads(asked_TKE, placement, log2phy_RKE, source_RKE, split)
-    none_K = np.zeros(placement.layers)
-    return ServedWindow(loads_TKR.max(axis=2), loads_TKR.sum(axis=2), none_K, loads_TKR[:0], none_K, none_K)
+        share_LP = split_shares(heat_TLE, placement, log2phy_RLE, source_RLE, split)
+        layer_L = np.arange(placement.layers)
+        return served_window(_wide(heat_TLE), layer_L, placement.phy2log_LRS.copy(), share_LP, episodes)
+    loads_TLR = split_loads(heat_TLE, placement, log2phy_RLE, source_RLE, split)
+    none_L = np.zeros(placement.layers)
+    return ServedWindow(loads_TLR.max(axis=2), loads_TLR.sum(axis=2), none_L, loads_TLR[:0], none_L, none_L)
 
 
 def par_of_steps(served: ServedWindow) -> Float64:
@@ -296,10 +272,8 @@ def gain_of(before_TL: Float64, after_TL: Float64) -> Gain:
     before_TL, after_TL
         float64 ``[T, L]``, ratios or times of the same steps; NaN without tokens, which say nothing.
     """
-    won_TL = before_TL - after_TL
-    counted_T = (~np.isnan(won_TL)).sum(axis=1)
-    some_T = counted_T > 0
-    won_T = np.nan_to_num(won_TL, nan=0.0).sum(axis=1)[some_T] / counted_T[some_T]
+    won_T = mean_par(before_TL - after_TL, axis=1)
+    won_T = won_T[~np.isnan(won_T)]
     if not won_T.size:
         return Gain(math.nan, math.nan, math.nan, math.inf)
     mean, error = float(won_T.mean()), standard_error(won_T)

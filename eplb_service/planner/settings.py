@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import Field, dataclass, field, fields
+from numbers import Real
 from typing import Any, Literal
 
 from eplb_service.cost.curve import CostCurve, CurveError, read_curve
@@ -62,17 +63,11 @@ class PlannerSettings:
         "(DeepSeek's greedy EPLB) or none (no expert ever moves).",
     )
     par_threshold: float = _setting(
-        1.02,
-        float,
-        "PAR, in episodes, up to which a layer is left alone (cherry-picking).",
-        least=1.0,
+        1.02, float, "PAR, in episodes, up to which a layer is left alone (cherry-picking).", least=1.0
     )
     min_gain: float = _setting(0.01, float, "PAR that a layer must win to be worth switching.", least=0.0)
     max_layers: int | None = _setting(
-        None,
-        int,
-        "Most layers that change in one decision, worst first; all by default.",
-        least=1,
+        None, int, "Most layers that change in one decision, worst first; all by default.", least=1
     )
     move_price: float | Literal["auto"] = _setting(
         AUTO,
@@ -100,10 +95,7 @@ class PlannerSettings:
         "even: evenly (vLLM); deal: several replicas in turn; step: by each step's counts.",
     )
     deal_width: int = _setting(
-        16,
-        int,
-        "Most entries per expert of a dealing table, where split is deal.",
-        least=1,
+        16, int, "Most entries per expert of a dealing table, where split is deal.", least=1
     )
     expert_groups: int | None = _setting(
         None,
@@ -117,9 +109,7 @@ class PlannerSettings:
         "File of cost curves (eplb calibrate), or FILE:PHASE: the slowest rank's time is lowered, not its tokens.",
     )
     fitted_curve: bool = _setting(
-        False,
-        bool,
-        "While ranks serve, plan by a cost curve fitted to their own step times, once it fits.",
+        False, bool, "While ranks serve, plan by a cost curve fitted to their own step times, once it fits."
     )
     seed: int = _setting(0, int, "Seed of the solver's random choices.", least=0)
     threads: int | None = _setting(
@@ -140,15 +130,14 @@ class PlannerSettings:
         for name, choices in (("policy", POLICIES), ("split", SPLITS)):
             if getattr(self, name) not in choices:
                 raise SettingsError(f"{name} is {getattr(self, name)!r}; choose one of {', '.join(choices)}")
-        price: Any = self.move_price
-        if price is None or (isinstance(price, str) and price != AUTO):
-            raise SettingsError(f"move_price is {price!r}; it must be a number, 0.0 or more, or auto")
         for option in planner_options():
             value, least = getattr(self, option.name), option.metadata["least"]
-            if least is None or value is None or value == AUTO:
+            if least is None or value == (AUTO if option.name == "move_price" else None):
                 continue
-            if not math.isfinite(value) or value < least:
-                raise SettingsError(f"{option.name} is {value}; it must be a finite number, {least} or more")
+            if not isinstance(value, Real) or not math.isfinite(value) or value < least:
+                raise SettingsError(
+                    f"{option.name} is {value!r}; it must be a finite number, {least} or more"
+                )
         for name in ("link_bandwidth", "layer_ms", "budget_ms"):
             if getattr(self, name) == 0:
                 raise SettingsError(f"{name} is 0; it must be more")
@@ -204,10 +193,9 @@ def planner_settings(values: Mapping[str, Any]) -> PlannerSettings:
             parsed["move_price"] = number_or_auto(parsed["move_price"])
         if isinstance(parsed.get("cost_curve"), str):
             parsed["cost_curve"] = read_curve(parsed["cost_curve"])
-    except CurveError as error:
-        raise SettingsError(str(error)) from error
     except ValueError as error:
-        raise SettingsError(f"move_price is {values['move_price']!r}; {error}") from error
+        named = "" if isinstance(error, CurveError) else f"move_price is {values['move_price']!r}; "
+        raise SettingsError(f"{named}{error}") from error
     return PlannerSettings(**parsed)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from eplb_service.placement import dealt_log2phy, without_single_entries
+from eplb_service.placement import default_log2phy
 from eplb_service.wire.heat import HeatReport
 from tests.agent import live
 from tests.agent.live import RANKS
@@ -60,8 +60,8 @@ def test_a_plan_switches_its_layers_on_all_ranks_at_the_same_step(dealing_width:
         assert fact["stats"].layers_switched == 2
         for layer, target in fact["targets"].items():
             assert fact["placement"][layer] == target
-            dealt_RED = dealt_log2phy(np.array(target, dtype=np.int32), live.EXPERTS, dealing_width)
-            assert fact["tables"][layer] == without_single_entries(dealt_RED[rank]).tolist()
+            tables_RE = default_log2phy(np.array(target, dtype=np.int32), live.EXPERTS, dealing_width)
+            assert fact["tables"][layer] == tables_RE[rank].tolist()
         # Layers that must know where all replicas are have been given it.
         assert fact["noted"] == fact["targets"]
     assert sum(fact["stats"].experts_received for fact in facts) > 0

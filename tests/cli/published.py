@@ -6,9 +6,9 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-FIT = "samples held_out median_error p90_error worst_error residuals"
+FIT = "samples held_out median_error p90_error worst_error"
 CURVE = "phase floor_us read_us launch_us slope_us_per_token source fit"
-SPLIT = "us bytes rounds"
+SPLIT = "us"
 TRACE = (
     "origin steps layers experts first_step last_step model ranks slots tokens_per_step top_k bytes_per_expert nodes_R "
     "layer_numbers phases batching counted_by"
@@ -24,7 +24,7 @@ ASSUMPTIONS = {"assumptions": "name value source"}
 KEYS: dict[str, dict[str, str]] = {
     "solve": {
         "": "policy steps layers experts ranks slots par_before par_after par_after_fixed_tables par_after_split_even "
-        "ms_before ms_after ms_by_tables split_ms split replicas_woken_per_rank moves solve_ms par_before_L "
+        "ms_before ms_after ms_by_tables split_ms split moves solve_ms par_before_L "
         "par_after_L hottest_before_L hottest_after_L hottest_after_split_even_L moves_L verdicts",
         "split": SPLIT,
     },

@@ -10,7 +10,7 @@ from eplb_service.cost.curve import write_curves
 from eplb_service.heat.synthetic import synthetic_heat
 from eplb_service.io.placement_file import read_placement
 from eplb_service.placement import par
-from eplb_service.planner.score import rank_loads, replicas_woken, split_us
+from eplb_service.planner.score import rank_loads, split_us
 from tests.cli.arguments import eplb, refusal
 from tests.cli.published import held
 from tests.cost.curves import H200
@@ -123,12 +123,10 @@ def test_under_a_curve_a_stepwise_split_is_set_against_tables_net_of_what_it_tak
     code, printed, _ = solve(capsys, *arguments, "--json")
     assert code == 0
     reported = held("solve", printed)
-    assert reported["split"]["bytes"] == (RANKS - 1) * EXPERTS * 4
     assert f"The stepwise split itself takes {reported['split_ms']:.3f} ms of a step:" in shown
     assert reported["split_ms"] == pytest.approx(LAYERS * reported["split"]["us"] / 1e3)
     with np.load(trace) as file, np.load(tmp_path / "a.npz") as made:
         placement = Placement(made["phy2log"], EXPERTS)
         us_TL = split_us(file["counts"], placement, made["log2phy"], None, "step", H200)
-        assert reported["replicas_woken_per_rank"] == pytest.approx(replicas_woken(file["counts"], placement))
     assert reported["ms_after"] == pytest.approx(us_TL.mean(axis=0).sum() / 1e3)
     assert reported["ms_by_tables"] > 0

@@ -26,12 +26,6 @@ def test_idle_slots_cost_nothing_and_busy_ones_at_least_their_weights():
     assert H200.rank_us(np.zeros((3, 8))).tolist() == [20.0] * 3
 
 
-def test_the_knee_is_where_computing_takes_as_long_as_reading():
-    assert H200.knee == pytest.approx((11.6 - 5) / 0.0615)
-    assert CostCurve(0, 0, 0, 1).knee == 0
-    assert CostCurve(0, 5, 1, 0).knee == math.inf
-
-
 def test_a_curve_without_read_and_launch_is_linear():
     assert CostCurve(20, 0, 0, 0.1).linear
     assert not CostCurve(20, 0, 1, 0.1).linear

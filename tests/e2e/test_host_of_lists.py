@@ -140,13 +140,11 @@ async def test_live_ranks_transfers_and_commits_come_to_price_moves() -> None:
     facts, deployment = await _balanced(follow=True, switches=6, hot_steps=96)
     costs, price = deployment.switch_log.costs(), deployment.decisions.move_price
     assert min(fact["switched"] for fact in facts) >= 6
-    assert deployment.switch_log.left_out == 0
     assert costs.expert_seconds is not None
     assert costs.commit_seconds is not None
     # A few hundred bytes over loopback, however busy the machine is.
     assert 1e-6 < costs.expert_seconds < 10
     assert 0 < costs.commit_seconds < 1
-    assert not costs.bounded
     assert price is not None
     assert price.kind in ("partly measured", "measured")
     assert "GB/s per rank (measured, " in price.reason

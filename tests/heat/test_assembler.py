@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from eplb_service.heat.assembler import HeatAssembler, memory_bytes
 from eplb_service.heat.sources import StepTimes
 from eplb_service.heat.window import Window
-from eplb_service.placement import Placement, dealt_log2phy, default_log2phy, par, without_single_entries
+from eplb_service.placement import Placement, default_log2phy, par, with_entries
 from eplb_service.wire.agent import Shape
 from eplb_service.wire.heat import HeatReport, StepPhase
 
@@ -288,14 +288,14 @@ def test_what_slots_received_follows_from_sources_and_tables(seed: int, steps: i
     rng = np.random.default_rng(seed)
     heat = assembler()
     counts_RTLE = rng.integers(0, 50, (RANKS, steps, LAYERS, EXPERTS)).astype(np.uint8)
-    tables_LRED = np.stack([dealt_log2phy(rows, EXPERTS, width) for rows in PLACEMENT_LRS])
+    tables_LRE = np.stack([default_log2phy(rows, EXPERTS, width) for rows in PLACEMENT_LRS])
     loads_TLR = np.zeros((steps, LAYERS, RANKS))
     for rank, step, layer, expert in np.ndindex(*counts_RTLE.shape):
         for token in range(counts_RTLE[rank, step, layer, expert]):
-            target = tables_LRED[layer, rank, expert, token % width] // SLOTS
+            target = with_entries(tables_LRE, 3)[layer, rank, expert, token % width] // SLOTS
             loads_TLR[step, layer, target] += 1
     for layer, rows in enumerate(PLACEMENT_LRS):
-        heat.placements.place(layer, 0, rows, without_single_entries(tables_LRED[layer]))
+        heat.placements.place(layer, 0, rows, tables_LRE[layer])
     for rank in range(RANKS):
         add(heat, rank, sources_only(0, counts_RTLE[rank]))
     heat_TLE, source_RLE = heat.remembered().arrays()

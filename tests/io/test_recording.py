@@ -10,7 +10,7 @@ from eplb_service.io import recorder as recorder_module
 from eplb_service.io.open_trace import open_trace
 from eplb_service.io.recorder import Recorder
 from eplb_service.io.trace import PHASES, TraceFacts
-from eplb_service.placement import Placement, dealt_log2phy
+from eplb_service.placement import Placement
 from eplb_service.wire.heat import HeatReport, StepPhase
 
 RANKS, SLOTS, LAYERS, EXPERTS = 4, 3, 2, 8
@@ -194,12 +194,7 @@ def test_a_recording_that_begins_in_the_midst_of_reports_has_lost_nothing(tmp_pa
 
 @pytest.mark.parametrize("deals", [False, True], ids=["one-replica", "dealing"])
 def test_slots_that_nobody_counts_follow_from_sources_and_tables(tmp_path, deals):
-    tables = [
-        np.stack([dealt_log2phy(layer, EXPERTS, 3) for layer in placement.phy2log_LRS], axis=1)
-        if deals
-        else placement.default_log2phy()
-        for placement in (LINEAR, OTHER)
-    ]
+    tables = [placement.default_log2phy(3 if deals else 1) for placement in (LINEAR, OTHER)]
     source_TLRE = np.random.default_rng(2).integers(0, 9, (20, LAYERS, RANKS, EXPERTS)).astype(np.uint8)
     recorder = Recorder(tmp_path / "decode.zarr", FACTS, LAYERS, EXPERTS, pending_steps=32)
     placed(recorder, LINEAR, tables[0])

@@ -13,28 +13,24 @@ NEW_RS = np.array([[5, 4], [3, 2], [1, 0], [5, 0]], dtype=np.int32)
 NEW_RE = default_log2phy(NEW_RS, 6)
 
 
-def test_only_the_layers_named_change() -> None:
-    placement, tables_RLE = apply_layers(PLACEMENT, TABLES_RLE, [(1, NEW_RS, NEW_RE)])
-    expected_LRS, expected_RLE = PLACEMENT.phy2log_LRS.copy(), PLACEMENT.default_log2phy()
-    expected_LRS[1], expected_RLE[:, 1] = NEW_RS, NEW_RE
-    assert np.array_equal(placement.phy2log_LRS, expected_LRS)
-    assert np.array_equal(tables_RLE, expected_RLE)
+@pytest.mark.parametrize("width", [1, 3])
+def test_only_the_layers_named_change(width: int) -> None:
+    given_RLE, new_RE = PLACEMENT.default_log2phy(width), default_log2phy(NEW_RS, 6, width)
+    placement, tables_RLE = apply_layers(PLACEMENT, given_RLE, [(1, NEW_RS, new_RE)])
+    expected_LRS, expected_RLE = PLACEMENT.phy2log_LRS.copy(), PLACEMENT.default_log2phy(width)
+    expected_LRS[1], expected_RLE[:, 1] = NEW_RS, new_RE
+    np.testing.assert_array_equal(placement.phy2log_LRS, expected_LRS)
+    np.testing.assert_array_equal(tables_RLE, expected_RLE)
     placement.check_log2phy(tables_RLE)
-    assert np.array_equal(PLACEMENT.phy2log_LRS, Placement.linear(3, 6, 4, 2).phy2log_LRS)
-    assert np.array_equal(TABLES_RLE, PLACEMENT.default_log2phy())
+    np.testing.assert_array_equal(PLACEMENT.phy2log_LRS, Placement.linear(3, 6, 4, 2).phy2log_LRS)
+    np.testing.assert_array_equal(given_RLE, PLACEMENT.default_log2phy(width))
 
 
 def test_the_tables_of_one_rank_follow_alike() -> None:
     own_RE = NEW_RE[2:3]
     _, own_RLE = apply_layers(PLACEMENT, TABLES_RLE[2:3], [(1, NEW_RS, own_RE), (0, NEW_RS, own_RE)])
     _, tables_RLE = apply_layers(PLACEMENT, TABLES_RLE, [(1, NEW_RS, NEW_RE), (0, NEW_RS, NEW_RE)])
-    assert np.array_equal(own_RLE[0], tables_RLE[2])
-
-
-def test_no_change_is_the_same_placement() -> None:
-    placement, tables_RLE = apply_layers(PLACEMENT, TABLES_RLE, [])
-    assert placement.digest() == PLACEMENT.digest()
-    assert np.array_equal(tables_RLE, TABLES_RLE)
+    np.testing.assert_array_equal(own_RLE[0], tables_RLE[2])
 
 
 @pytest.mark.parametrize(
@@ -49,3 +45,9 @@ def test_no_change_is_the_same_placement() -> None:
 def test_what_cannot_be_served_is_refused(change: tuple, message: str) -> None:
     with pytest.raises(PlacementError, match=message):
         apply_layers(PLACEMENT, TABLES_RLE, [change])
+
+
+def test_tables_of_another_width_are_refused() -> None:
+    change = 1, NEW_RS, default_log2phy(NEW_RS, 6, 2)
+    with pytest.raises(PlacementError, match=r"layer 1 has the shape \[4, 6, 3\], got \[4, 6, 2\]"):
+        apply_layers(PLACEMENT, PLACEMENT.default_log2phy(3), [change])

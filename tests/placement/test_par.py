@@ -27,12 +27,9 @@ def test_steps_without_tokens_are_left_out_and_a_layer_without_any_has_none() ->
     np.testing.assert_array_equal(par(loads_NLR), [1.5, np.nan])
     assert mean_par(par(loads_NLR)) == 1.5
     assert np.isnan(mean_par(np.full(3, np.nan)))
+    assert np.isnan(par(np.zeros((0, 2, 4)))).all()
 
 
 def test_rows_are_weighed_where_they_have_a_ratio() -> None:
     par_DL = np.array([[1.0, np.nan, np.nan], [4.0, 3.0, np.nan]])
     np.testing.assert_allclose(mean_par(par_DL, axis=0, weights=np.array([[2.0], [1.0]])), [2.0, 3.0, np.nan])
-
-
-def test_no_steps_at_all_have_none() -> None:
-    assert np.isnan(par(np.zeros((0, 2, 4)))).all()

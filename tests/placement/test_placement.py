@@ -1,4 +1,4 @@
-"""A placement is valid or refused, and its maps and tables say the same as its slots."""
+"""A placement is valid or refused, and its maps say the same as its slots."""
 
 from __future__ import annotations
 
@@ -7,57 +7,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eplb_service.placement import (
-    Int32,
-    Placement,
-    PlacementError,
-    check_log2phy,
-    default_log2phy,
-    layer_digest,
-)
-
-
-@st.composite
-def placements(draw: st.DrawFn) -> Placement:
-    """Any shape that can be placed, with its experts shuffled per layer."""
-    ranks = draw(st.integers(1, 6))
-    slots = draw(st.integers(1, 5))
-    experts = draw(st.integers(slots, ranks * slots))
-    layers = draw(st.integers(1, 3))
-    linear = Placement.linear(layers, experts, ranks, slots)
-    rng = np.random.default_rng(draw(st.integers(0, 2**16)))
-    shuffled = np.stack([rng.permutation(experts)[row] for row in linear.phy2log_LRS])
-    return Placement(shuffled.astype(np.int32), experts)
+from eplb_service.placement import Int32, Placement, PlacementError, layer_digest
+from tests.placement.drawn import placements
 
 
 @given(placements())
-def test_maps_tables_and_replicas_agree_with_the_slots(placement: Placement) -> None:
+def test_maps_and_replicas_agree_with_the_slots(placement: Placement) -> None:
     replicas_LE = placement.replicas()
     assert replicas_LE.min() >= 1
     assert (replicas_LE.sum(axis=1) == placement.ranks * placement.slots).all()
     assert replicas_LE.max() <= placement.ranks
-    tables_RLE = placement.default_log2phy()
     for rank in range(placement.ranks):
         local_LE = placement.expert_map(rank)
         for layer in range(placement.layers):
             here = {expert: slot for slot, expert in enumerate(placement.phy2log_LRS[layer, rank].tolist())}
             assert {e: s for e, s in enumerate(local_LE[layer].tolist()) if s >= 0} == here
-            check_log2phy(tables_RLE[rank, layer], placement.phy2log_LRS[layer])
-
-
-def _rank_modulo_k(phy2log_RS: Int32, experts: int) -> Int32:
-    """The rule, spelt out: source rank r takes replica r % k."""
-    flat = phy2log_RS.ravel().tolist()
-    slots_of = [[slot for slot, held in enumerate(flat) if held == expert] for expert in range(experts)]
-    table_RE = [[slots[rank % len(slots)] for slots in slots_of] for rank in range(phy2log_RS.shape[0])]
-    return np.array(table_RE, dtype=np.int32)
-
-
-@given(placements())
-def test_the_default_table_is_rank_modulo_k(placement: Placement) -> None:
-    for layer_RS in placement.phy2log_LRS:
-        expected_RE = _rank_modulo_k(layer_RS, placement.experts)
-        assert np.array_equal(default_log2phy(layer_RS, placement.experts), expected_RE)
 
 
 @given(placements(), st.data())
@@ -111,17 +75,6 @@ def test_a_placement_cannot_be_changed_behind_its_back() -> None:
 def test_what_cannot_be_served_is_refused_by_name(phy2log: Int32, experts: int, complaint: str) -> None:
     with pytest.raises(PlacementError, match=complaint):
         Placement(phy2log, experts)
-
-
-def test_a_table_that_points_elsewhere_is_refused() -> None:
-    placement = Placement.linear(1, 4, 3, 2)
-    table_E = placement.default_log2phy()[0, 0].copy()
-    table_E[3] = 0
-    with pytest.raises(PlacementError, match="expert 3 points to slot 0, which does not hold it"):
-        check_log2phy(table_E, placement.phy2log_LRS[0])
-    table_E[3] = 99
-    with pytest.raises(PlacementError, match="expert 3 points to slot 99"):
-        check_log2phy(table_E, placement.phy2log_LRS[0])
 
 
 def test_a_replaced_layer_is_checked_like_any_other() -> None:

@@ -46,11 +46,6 @@ def test_sums_that_float64_cannot_distinguish_are_refused() -> None:
         decided(np.full((5, 3, 8), 2**62))
 
 
-def test_an_empty_window_is_refused() -> None:
-    with pytest.raises(HeatError, match="no steps"):
-        decided(np.zeros((0, 3, 8)))
-
-
 def test_ranks_that_are_given_twice_are_refused() -> None:
     with pytest.raises(TopologyError, match="nodes of 4 ranks but token groups of 3"):
         Topology(np.zeros(4), np.zeros(3))

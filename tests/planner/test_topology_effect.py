@@ -133,10 +133,10 @@ def test_warm_decisions_keep_groups_on_their_nodes() -> None:
 @pytest.mark.parametrize(
     ("nodes", "groups", "why"),
     [
-        (EACH // 4, 5, "32 experts do not divide into 5 groups"),
-        (EACH // 3, 8, "8 expert groups do not spread evenly over 3 nodes"),
-        (np.array([0, 0, 0, 1, 1, 1, 1, 1]), 8, "nodes have from 3 to 5 ranks"),
-        (EACH, 8, "a rank has more slots than one of 8 nodes would have experts"),
+        (EACH // 4, 5, "32 experts in 5 groups do not spread evenly over 2 nodes"),
+        (EACH // 3, 8, "32 experts in 8 groups do not spread evenly over 3 nodes"),
+        (np.array([0, 0, 0, 1, 1, 1, 1, 1]), 8, "over 2 nodes of 3 to 5 ranks"),
+        (EACH, 8, "over 8 nodes of 1 to 1 ranks of 5 slots"),
     ],
 )
 def test_groups_that_cannot_be_kept_together_are_reported(nodes: np.ndarray, groups: int, why: str) -> None:

@@ -78,5 +78,5 @@ def test_a_curve_and_a_stepwise_split_bring_their_source() -> None:
     assert found["cost_curve"].source.startswith("H200, 7168 x 2048, fp8; median error 2.3%")
     assert "no fit is known" in named(Costs(curve=H200))["cost_curve"].source
     costs = Costs(curve=H200, split=SplitCost.of(PlannerSettings(split="step"), 8, 64))
-    assert "1,792 bytes of counts to each rank" in named(costs)["split_overhead_us"].value
+    assert "assumed: an exchange of counts" in named(costs)["split_overhead_us"].value
     assert "split_overhead_us" not in named(replace(costs, curve=None))

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from eplb_service.placement import check_layer, check_log2phy, dealt_log2phy, default_log2phy
+from eplb_service.placement import check_layer, check_log2phy, default_log2phy
 from eplb_service.planner.dealing import tables_of_sources
 from eplb_service.solver import tables
 from eplb_service.solver.construction import assignment_of, descending, hottest_rank
@@ -72,8 +72,8 @@ def test_the_rule_takes_replicas_in_turn(case: Case, sources: int, kind: str, se
             found_VE, slow.fixed_rule(phy2log_RS, sources * width, case.experts, width)
         )
         if sources == case.ranks:
-            dealt_RED = dealt_log2phy(phy2log_RS, case.experts, width)
-            np.testing.assert_array_equal(tables_of_sources(found_VE, sources), dealt_RED)
+            dealt_RE = default_log2phy(phy2log_RS, case.experts, width)
+            np.testing.assert_array_equal(tables_of_sources(found_VE, sources), dealt_RE)
     found_RS = slot_shares(phy2log_RS, given_.rule_GE, given_.share_GE)
     np.testing.assert_allclose(
         found_RS, slow.slot_shares(phy2log_RS, given_.rule_GE, given_.share_GE.astype(float)), atol=1e-6

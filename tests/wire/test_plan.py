@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eplb_service.placement import Placement, array_digest, dealt_log2phy, without_single_entries
+from eplb_service.placement import Placement, array_digest, default_log2phy
 from eplb_service.wire.agent import Shape
 from eplb_service.wire.codec import encode, pack
 from eplb_service.wire.fields import WireError
@@ -24,7 +24,7 @@ MOVES_M5 = np.array([[0, 2, 1, 1, 2]], dtype=np.int32)
 
 
 def plan_for(rank: int, layers: tuple[int, ...] = (1,), width: int = 1) -> RankPlan:
-    tables_RE = without_single_entries(dealt_log2phy(NEW_RS, EXPERTS, width))
+    tables_RE = default_log2phy(NEW_RS, EXPERTS, width)
     digests = tuple(table_digest(table_E) for table_E in tables_RE)
     updates = tuple(RankLayer(layer, NEW_RS, tables_RE[rank], digests, MOVES_M5) for layer in layers)
     return RankPlan.of(7, 2, 5, 99, updates)

@@ -14,9 +14,8 @@ from eplb_service.placement import (
     check_layer,
     check_log2phy,
     check_shape,
-    dealt_log2phy,
+    default_log2phy,
     expert_map,
-    without_single_entries,
 )
 from worker_agent.moe.operators import count_ids
 
@@ -51,8 +50,8 @@ def checked_table(
             raise PlacementError(
                 f"{where}: a dealing table has 1 to {MOST_ENTRIES} entries, got {dealing_width}"
             )
-        dealt_RED = dealt_log2phy(phy2log_RS, experts, dealing_width)
-        log2phy_E = without_single_entries(dealt_RED[0 if shared_tokens else rank])
+        tables_RE = default_log2phy(phy2log_RS, experts, dealing_width)
+        log2phy_E = tables_RE[0 if shared_tokens else rank]
     if log2phy_E.ndim not in (1, 2) or log2phy_E.shape[0] != experts:
         raise PlacementError(f"{where}: log2phy must have the shape [{experts}], got {list(log2phy_E.shape)}")
     check_log2phy(log2phy_E, phy2log_RS, f"{where}: log2phy", deals=log2phy_E.ndim == 2)

@@ -16,10 +16,9 @@ from eplb_service.placement import (
     array_digest,
     check_log2phy,
     combine_digests,
-    dealing_width,
-    dealt_log2phy,
+    default_log2phy,
     layer_digest,
-    without_single_entries,
+    with_entries,
 )
 from eplb_service.wire.agent import Hello, Shape
 from eplb_service.wire.fields import WireError
@@ -164,14 +163,14 @@ def restoring_plan(
     Every rank makes it for itself, the same but for the rank's own tables; ranks of one token group get one table.
     Unlike in a service's plan an expert may change its slot within a rank.
     """
-    width = dealing_width(installed.log2phy_LE, 2)
+    width = with_entries(installed.log2phy_LE, 2).shape[-1]
     first_of_group = [token_groups.index(group) for group in token_groups]
     layers = []
     for layer, new_RS in enumerate(target.phy2log_LRS):
         old_RS = installed.placement.phy2log_LRS[layer]
         if np.array_equal(old_RS, new_RS):
             continue
-        tables_RE = without_single_entries(dealt_log2phy(new_RS, target.experts, width))[first_of_group]
+        tables_RE = default_log2phy(new_RS, target.experts, width)[first_of_group]
         digests = tuple(table_digest(row_E) for row_E in tables_RE)
         moves_M5 = _restoring_moves(old_RS, new_RS)
         layers.append(RankLayer(layer, new_RS, tables_RE[installed.rank], digests, moves_M5))

@@ -8,7 +8,7 @@ from eplb_service.control.core.live_placement import LivePlacement
 from eplb_service.cost.curve import CostCurve
 from eplb_service.placement import Float64
 from eplb_service.planner.pace import Pace
-from eplb_service.planner.plan import Outlook, Promise, no_promise
+from eplb_service.planner.plan import Outlook, Promise
 from eplb_service.wire.operator import MovePrice, Worth
 
 
@@ -77,8 +77,8 @@ class Decisions:
         if done:
             pace = self.pace.serving(self.promise)
             return replace(self, pace=pace, promise=None, replaced_at=self.pace.seen)
-        nothing = no_promise(self.promise.mean_C.size - 1)
-        return replace(self, pace=self.pace.serving(nothing), promise=None, before=None)
+        # What serves then was never decided on: nothing is expected of it before the next decision.
+        return replace(self, promise=None, before=None)
 
     def appraised(self, worth: Worth, fitted: CostCurve | None) -> Decisions:
         """Note the gain of balancing on the last decision's steps.

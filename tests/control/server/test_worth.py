@@ -60,9 +60,7 @@ async def test_status_shows_worth_and_what_it_rests_on(
     assert worth["tokens_per_second_won"] > 0
     assert worth["verdict"] == "helps"
     assert "helps: +" in shown
-    assert (
-        "assumed: 3.33 ms per layer and step as it serves (assumed: 50% of a measured step of 20 ms" in shown
-    )
+    assert "assumed: 3.33 ms per layer and step as it serves (assumed: 50% of a measured step" in shown
 
 
 async def test_the_same_is_in_the_metrics_and_gone_with_the_ranks_that_it_is_of(
