@@ -1,4 +1,4 @@
-"""``eplb calibrate``: a cost curve from this machine's own expert kernel."""
+"""``eplb calibrate``: a cost curve from this machine's own expert kernel, or from a measured table."""
 
 from __future__ import annotations
 
@@ -24,18 +24,21 @@ from eplb_service.cli.options import (
 )
 from eplb_service.cli.output import output_console, print_json, table_of
 from eplb_service.cost.curve import PHASES, CostCurve, plain_curve, write_curves
-from eplb_service.cost.fit import fit_curve
+from eplb_service.cost.fit import curve_from_table, fit_curve
 
 _PROGRAM = "worker_agent.calibrate"
 _SHOWN_TOKENS = (1, 16, 64, 256, 1024)
 _TIMING = "Timing this machine's kernel"
+_TABLE = "From a measured table"
 
 
 @takes_options()
 def calibrate(
-    hidden: int = option(help="Hidden size of the model.", min=1),
-    inter: int = option(help="Intermediate size of one expert.", min=1),
-    dtype: str = option("float32", "float32, bfloat16 or float16."),
+    hidden: int | None = option(None, "Hidden size of the model.", min=1),
+    inter: int | None = option(None, "Intermediate size of one expert.", min=1),
+    dtype: str | None = option(
+        None, "float32, bfloat16 or float16; with --table as it names them. By default float32."
+    ),
     phase: str = option("any", f"What the curve is for: {', '.join(PHASES)}."),
     slots: int = option(8, "Experts of one rank.", min=1, section=_TIMING),
     tokens: str = option(
@@ -44,27 +47,47 @@ def calibrate(
     device: str = option("cpu", "As torch names it: cpu, cuda:0, npu:0."),
     repeats: int = option(7, "Timed calls of each cell; the least time counts.", min=1),
     threads: int | None = option(None, "Threads of the CPU; by default as torch chooses.", min=1),
+    table: Path | None = option(
+        None, "Parquet table of MoE kernels, as in aiconfigurator-core; nothing is timed.", section=_TABLE
+    ),
+    experts: int | None = option(None, "Experts of the layer, where the table has several.", min=1),
+    top_k: int | None = option(None, "Choices of a token, where the table has several.", min=1),
+    kernel: str | None = option(None, "kernel_source, where the table has several."),
     out: Path = option(help="Write the curve to this .json file.", section=RESULTS),
     json: bool = JSON,
 ) -> None:
     """Fit a cost curve: how long a rank's experts take for the tokens in each of its slots.
 
-    Times this machine's own expert kernel, before serving, on a grid of busy slots and tokens. Every fourth
-    measurement is held out; a curve that misses them is refused and not written.
+    Times this machine's own expert kernel, before serving, on a grid of busy slots and tokens; or, with --table, fits
+    what others measured. Every fourth measurement is held out; a curve that misses them is refused and not written.
     """
     check_output(out, (".json",))
     one_of("--phase is", phase, PHASES)
-    task = {
-        "hidden": hidden,
-        "inter": inter,
-        "slots": slots,
-        "tokens": whole_numbers("--tokens", tokens),
-        "dtype": dtype,
-        "device": device,
-        "repeats": repeats,
-        "threads": threads,
-    }
-    curve = _timed(task, phase)
+    if table is not None:
+        curve = curve_from_table(
+            table,
+            phase,
+            hidden_size=hidden,
+            inter_size=inter,
+            num_experts=experts,
+            topk=top_k,
+            moe_dtype=dtype,
+            kernel_source=kernel,
+        )
+    elif hidden is None or inter is None:
+        raise UserError("give --hidden and --inter of the model's experts, or --table with a measured table")
+    else:
+        task = {
+            "hidden": hidden,
+            "inter": inter,
+            "slots": slots,
+            "tokens": whole_numbers("--tokens", tokens),
+            "dtype": dtype or "float32",
+            "device": device,
+            "repeats": repeats,
+            "threads": threads,
+        }
+        curve = _timed(task, phase)
     write_curves(out, [curve])
     if json:
         print_json(plain_curve(curve))

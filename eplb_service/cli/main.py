@@ -66,6 +66,7 @@ eplb sweep *.zarr --ranks 8 --set par_threshold=1.02,1.1 --ray local
 eplb advise --heat heat.zarr --ranks 8 --bytes-per-expert 4000000
 eplb bench --heat heat.zarr --ranks 8 --redundant 16 --peers vllm
 eplb calibrate --hidden 2048 --inter 1024 --out curve.json
+eplb calibrate --table h200_moe_perf.parquet --phase decode --out h200.json
 eplb trace info heat.zarr
 eplb trace stats heat.zarr --ranks 8
 eplb trace record my-deployment --out heat.zarr --steps 2000

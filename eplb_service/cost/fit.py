@@ -1,4 +1,4 @@
-"""Cost curves fitted to measured times: of kernel runs, and of a model's own steps while it serves.
+"""Cost curves fitted to measured times: of kernel runs, of a table of them, and of a model's own steps while it serves.
 
 For a given knee the model is linear in its coefficients: ``t = floor + launch * busy + slope * reached``, where
 ``busy`` counts the slots with tokens and ``reached`` sums their tokens, those of a slot with fewer than the knee taken
@@ -9,7 +9,9 @@ error). Curves are judged by measurements that the fit did not see.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -208,3 +210,73 @@ def _refits(features_TF: Float64, us_T: Float64, seed: int) -> Float64:
         drawn_T = (first_B[:, None] + np.arange(block)).ravel()[:steps]
         found.append(nnls(relative_TF[drawn_T], np.ones(steps))[0])
     return np.array(found)
+
+
+_EVEN = ("uniform", "balanced")
+_SHOWN = 8
+_KERNEL_COLUMNS = ("hidden_size", "inter_size", "num_experts", "topk", "moe_dtype", "kernel_source")
+
+
+def curve_from_table(path: Path, phase: str = "any", **kernel: Any) -> CostCurve:
+    """Fit the curve of one kernel of a measured table, as the package ``aiconfigurator-core`` ships them (parquet).
+
+    A row is one call on one rank: tokens of the whole expert-parallel group, the group's size, and milliseconds. Only
+    rows whose tokens are spread evenly over the experts (``uniform`` or ``balanced``) are read: of the others nobody
+    knows how many tokens each slot had.
+
+    Parameters
+    ----------
+    path
+        The table.
+    phase
+        Phase that it was measured for.
+    kernel
+        Which of its kernels is meant: ``hidden_size`` and ``inter_size`` of an expert, ``num_experts`` and ``topk`` of
+        a layer, ``moe_dtype`` and ``kernel_source`` as the table names them, such as ``fp8_block`` and ``deepepmoe``.
+        What is ``None`` or left out must follow from the rest.
+
+    Raises
+    ------
+    CurveError
+        Where the table cannot be read, has no such kernel or several, or no curve fits it (``CurveFitError``).
+    """
+    wanted = {name: value for name, value in kernel.items() if value is not None}
+    try:
+        from pyarrow import ArrowException, parquet
+    except ImportError as error:
+        raise CurveError(
+            f"measured tables need pyarrow: pip install 'eplb-service[tables]' ({error})"
+        ) from error
+    try:
+        rows = [
+            row
+            for row in parquet.read_table(path).to_pylist()
+            if row["distribution"] in _EVEN
+            and row.get("moe_tp_size", 1) == 1
+            and all(row[name] == value for name, value in wanted.items())
+        ]
+        found = sorted({tuple(row[name] for name in _KERNEL_COLUMNS) for row in rows})
+        busy, tokens, us = zip(*map(_measurement, rows), strict=True) if rows else ((), (), ())
+    except (OSError, ArrowException, KeyError, TypeError) as error:
+        raise CurveError(f"{path}: is no table of MoE kernels in parquet ({error!r:.200})") from error
+    kernels = [
+        ", ".join(f"{name} {value}" for name, value in zip(_KERNEL_COLUMNS, row, strict=True))
+        for row in found
+    ]
+    if len(found) != 1:
+        raise CurveError(
+            f"{path}: has rows of evenly spread tokens of {len(found)} such kernels, name one: "
+            f"{'; '.join(kernels[:_SHOWN]) or 'there is none'}"
+        )
+    device = f"{rows[0]['device']}, " if "device" in rows[0] else ""
+    return fit_curve(busy, tokens, us, phase=phase, source=f"{path.name}: {device}{kernels[0]}")
+
+
+def _measurement(row: Mapping[str, Any]) -> tuple[float, float, float]:
+    """Busy slots, tokens in each of them, and microseconds of a row whose choices are spread evenly.
+
+    Each slot of a rank gets as many, or, where there are fewer than slots, some get one.
+    """
+    choices = row["num_tokens"] * row["topk"] / row["moe_ep_size"]
+    busy = min(row["num_experts"] / row["moe_ep_size"], max(choices, 1.0))
+    return busy, max(choices / busy, 1.0), row["latency"] * 1e3
