@@ -181,7 +181,7 @@ def _window_like(window: Window, prior: npt.ArrayLike) -> Window:
 def _deployed(
     linear: Placement, placement: npt.ArrayLike, log2phy: npt.ArrayLike | None, settings: PlannerSettings
 ) -> tuple[Placement, Int32]:
-    """What serves, as it was given, if it has the ranks and slots of ``linear``."""
+    """Return the placement that serves, as it was given, if it has the ranks and slots of ``linear``."""
     deployed = Placement(np.asarray(placement), linear.experts)
     if (deployed.ranks, deployed.slots) != (linear.ranks, linear.slots):
         raise PlacementError(

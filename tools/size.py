@@ -46,9 +46,7 @@ TARGETS = {
     "types of a plan": 8,
 }
 """What the house was made for, on 2026-11-23."""
-NOT_THERE_YET = {"product lines": 43_800, "lines of tests": 43_770}
-"""Figures that are still far above their targets: they may shrink, and not grow."""
-CEILINGS = {name: target * 11 // 10 for name, target in TARGETS.items()} | NOT_THERE_YET
+CEILINGS = {name: target * 11 // 10 for name, target in TARGETS.items()}
 """The most that each figure may be: what features bring, they find room for within a tenth."""
 ROOM_FIGURES = ("lines", "modules", "small modules", "public names", "value types", "riddles")
 SETTINGS = {

@@ -57,6 +57,7 @@ def demo(
     deployment: str = option("demo", "Name that the ranks give."),
     seed: int = option(0, "Seeds requests or tokens, and the solver.", min=0),
     json: Path | None = option(None, "Write the summary to this .json file.", section=RESULTS),
+    picture: Path | None = option(None, "Write the last view and the summary to this .svg file."),
 ) -> None:
     """Serve a Mixture-of-Experts model on live expert-parallel ranks while the service balances it, and prove it.
 
@@ -68,8 +69,9 @@ def demo(
         raise UserError(
             "the demo runs live layers and needs torch; install it with: pip install 'eplb-service[agent]'"
         )
-    if json is not None:
-        check_output(json, (".json",))
+    for path, suffix in ((json, ".json"), (picture, ".svg")):
+        if path is not None:
+            check_output(path, (suffix,))
     check_deployment(deployment, "--deployment")
     one_of("unknown dispatcher", dispatcher, _DISPATCHERS)
     one_of("unknown split", split, _SPLITS)
@@ -110,15 +112,17 @@ def demo(
         service=address,
         deployment=deployment,
     )
-    _perform(stage, program, orders, json)
+    _perform(stage, program, orders, json, picture)
 
 
-def _perform(stage: Stage, program: str, orders: dict[str, Any], json: Path | None) -> None:
+def _perform(
+    stage: Stage, program: str, orders: dict[str, Any], json: Path | None, picture: Path | None
+) -> None:
     """Serve, show, and write; exits with 1 where the run does not show what it should."""
     from eplb_service.demo import summary
     from eplb_service.demo.ranks import RankDiedError
     from eplb_service.demo.stage import perform
-    from eplb_service.demo.view import screen
+    from eplb_service.demo.view import save_picture, screen
 
     with screen(stage.steps) as show:
         try:
@@ -127,7 +131,10 @@ def _perform(stage: Stage, program: str, orders: dict[str, Any], json: Path | No
             show.fail(str(error))
             raise typer.Exit(_FAILED_EXIT_CODE) from error
     figures = summary.summarise(board, stage)
-    show.finish(summary.table(figures))
+    table = summary.table(figures)
+    show.finish(table)
+    if picture is not None:
+        save_picture(picture, show.view(board), table)
     if json is not None:
         write_json(json, figures)
     complaint = summary.complaint(board, stage)

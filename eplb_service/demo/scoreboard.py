@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import io
 import math
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from eplb_service.atomic_write import write_atomically
 from eplb_service.placement import Float64, mean_par, par
 
 _Int64 = npt.NDArray[np.int64]
@@ -102,25 +99,3 @@ class Scoreboard:
     def halted(self) -> str | None:
         """Reason why a rank has stopped balancing, or ``None``."""
         return next((str(line["halted"]) for line in self._last if line.get("halted")), None)
-
-    def write_recording(self, path: Path) -> None:
-        """Write an ``.npz`` with all steps; raises ``OutputError``.
-
-        It holds ``counts`` ``[T, L, E]`` and ``source`` ``[T, R, L, E]``. Of the model's demo it also holds ``phase``
-        ``[T]``, the phase of new requests among ``phase_names``, and ``requests`` ``[T, R, D]``, those in flight by
-        ``domain_names``.
-        """
-        arrays: dict[str, Any] = {"counts": _smallest(self.counts()), "source": _smallest(self.source())}
-        if self.facts.get("domains"):
-            arrays["phase"] = np.asarray(self.column("phase")[0], dtype=np.uint8)
-            arrays["phase_names"] = np.asarray(self.facts["phases"])
-            arrays["requests"] = _smallest(np.asarray(self.column("requests")).transpose(1, 0, 2))
-            arrays["domain_names"] = np.asarray(self.facts["domains"])
-        buffer = io.BytesIO()
-        np.savez_compressed(buffer, **arrays)
-        write_atomically(path, buffer.getvalue())
-
-
-def _smallest(counts: _Int64) -> npt.NDArray[Any]:
-    """The same numbers in the smallest unsigned type that holds them."""
-    return counts.astype(np.min_scalar_type(int(counts.max(initial=0))))

@@ -42,6 +42,7 @@ def test_a_trace_is_served_and_balanced_without_changing_an_output(
     done = _demo(
         *("--ranks", str(ranks), "--redundant", str(ranks), "--steps", "160"),
         *("--dispatcher", dispatcher, "--trace", str(tmp_path / "trace.npz"), "--json", str(out)),
+        *("--picture", str(tmp_path / "end.svg")),
     )
     assert done.returncode == 0, done.stdout + done.stderr
     figures = held("demo", out.read_text())
@@ -56,6 +57,9 @@ def test_a_trace_is_served_and_balanced_without_changing_an_output(
         times = figures["step_ms"][with_or_without]
         assert 0 < times["p50"] <= times["p99"]
     assert "PAR balanced" in done.stdout
+    picture = (tmp_path / "end.svg").read_text()
+    assert picture.startswith("<svg")
+    assert "@font-face" not in picture
 
 
 @pytest.mark.slow
