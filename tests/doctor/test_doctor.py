@@ -80,19 +80,13 @@ def test_an_engine_that_the_adapter_knows_is_fine(engine, monkeypatch):
     assert "127.0.0.1:9 does not answer" in of("service", findings).text
 
 
-def test_an_engine_of_another_release_is_named(engine):
+@pytest.mark.parametrize(("name", "text"), [("functions of Toy", "Toy 2.0"), ("settings", "vote_interval")])
+def test_another_release_and_settings_that_do_not_fit_are_named(engine, monkeypatch, name, text):
     engine("2.0")
-    finding = of("functions of Toy", doctor.environment())
-    assert finding.verdict == FAILED
-    assert "Toy 2.0" in finding.text
-
-
-def test_settings_that_do_not_fit_are_named(engine, monkeypatch):
-    engine("1.2")
     monkeypatch.setenv("EPLB_AGENT_VOTE_INTERVAL", "0")
-    finding = of("settings", doctor.environment())
+    finding = of(name, doctor.environment())
     assert finding.verdict == FAILED
-    assert "vote_interval" in finding.text
+    assert text in finding.text
 
 
 @pytest.mark.parametrize(

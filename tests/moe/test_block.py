@@ -50,19 +50,12 @@ def test_free_experts_neither_travel_nor_count(kind: FreeExpert, some_padding: b
     assert layer.source_load is not None
     assert layer.source_load[0].tolist() == torch.bincount(chosen, minlength=6).tolist()
     assert int(layer.moe_load[0].sum()) == chosen.numel()
-
-
-@pytest.mark.parametrize("kind", FreeExpert)
-def test_a_dummy_step_gives_zeros(kind: FreeExpert):
-    block = MoEBlock(Router(experts=9, top_k=3), alone(CASE), kind)
-    assert not block(CASE.step(0)[0], logits(9), phase=StepPhase.DUMMY).any()
+    assert not block(hidden_TH, logits(9), phase=StepPhase.DUMMY).any()
 
 
 @pytest.mark.parametrize(("experts", "kind"), [(9, None), (6, FreeExpert.ZERO), (5, None)])
 def test_router_and_layer_must_know_the_same_experts(experts: int, kind: FreeExpert | None):
-    with pytest.raises(
-        ValueError, match=f"layer 3: the router chooses among {experts} experts, the layer has 6"
-    ):
+    with pytest.raises(ValueError, match=f"layer 3: the router chooses among {experts} exp.*layer has 6"):
         MoEBlock(Router(experts, 3), alone(CASE), kind)
 
 

@@ -78,26 +78,11 @@ def test_every_slot_gets_the_ranks_part_of_its_expert(quantized: bool, tp_rank: 
         (False, "0.up_proj.weight", torch.zeros(H, I), r"must have the shape \[8, 6\], got \[6, 8\]"),
         (False, "2.down_proj.weight", torch.zeros(I, H), r"must have the shape \[6, 8\], got \[8, 6\]"),
         (False, "gate_up_proj", torch.zeros(E, 2 * I, H), "is no expert tensor: expected model.layers.3"),
-        (
-            False,
-            "0.up_proj.weight",
-            torch.zeros(I, H).int(),
-            "must have a floating-point dtype, got torch.int32",
-        ),
+        (False, "0.up_proj.weight", torch.zeros(I, H).int(), "a floating-point dtype, got torch.int32"),
         (True, "0.up_proj.weight", torch.zeros(I, H), "must have torch.int8, got torch.float32"),
         (True, "0.up_proj.weight", torch.zeros(I, H).int(), "must have torch.int8, got torch.int32"),
-        (
-            True,
-            "0.up_proj.weight_offset",
-            torch.ones(I, 1),
-            "must be zeros: the layer's quantization is symm",
-        ),
-        (
-            True,
-            "0.up_proj.weight_scale",
-            torch.ones(I, 2),
-            r"\[8\], one scale for each output row, got \[8, 2\]",
-        ),
+        (True, "0.up_proj.weight_offset", torch.ones(I, 1), "must be zeros: the layer's quantization"),
+        (True, "0.up_proj.weight_scale", torch.ones(I, 2), r"one scale for each output row, got \[8, 2\]"),
     ],
 )
 def test_a_tensor_that_does_not_fit_is_refused(

@@ -46,9 +46,7 @@ def test_parts_that_do_not_fit_together(
 
 def test_one_choice_alone_is_weighed_on_the_input():
     case = Case("all2allv", experts=4, slots=4, top_k=2, tokens=(3,))
-    with pytest.raises(
-        ValueError, match=r"layer 3: weights can be applied to the input of one choice .*got 2"
-    ):
+    with pytest.raises(ValueError, match=r"layer 3: weights can be applied .* one choice .*got 2"):
         alone(case, LayerOptions(weigh_on_input=True))(*case.step(0))
 
 
@@ -59,9 +57,7 @@ def test_mc2_takes_no_expert_twice_and_no_more_tokens_than_its_operators():
         layer = layer_on(case, group, dispatcher=("mc2", "all2allv"))
         hidden_TH, ids_TK, weights_TK = case.step(group.rank)
         ids_TK[1] = torch.tensor([3, 0, 3])
-        with pytest.raises(
-            ValueError, match=r"layer 3: topk_ids must have distinct.*for MC2, got \[3, 0, 3\] at token 1"
-        ):
+        with pytest.raises(ValueError, match=r"layer 3: topk_ids .*distinct.* got \[3, 0, 3\] at token 1"):
             layer(hidden_TH, ids_TK, weights_TK)
         expected_TH = case.dense()(hidden_TH, ids_TK, weights_TK)
         torch.testing.assert_close(layer(hidden_TH, ids_TK, weights_TK, dispatcher="all2allv"), expected_TH)

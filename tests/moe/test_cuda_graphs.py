@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,7 +12,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.moe.captured import captured, no_waiting
 from tests.ranks import run_ranks
 from tests.solver.placed_layer import random_placement
 from worker_agent.moe import ExpertParallelMoE, LayerOptions, MoEShape, SharedExperts, seeded_experts
@@ -28,6 +29,38 @@ SHAPE = MoEShape(0, EXPERTS, HIDDEN, 24)
 STEPS = 6
 HEAT_ROWS = 4
 """Fewer than steps: the rings wrap."""
+
+
+def captured(step: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
+    """Capture a step: its replay, and the tensor that every replay writes; it runs twice before, to warm up.
+
+    The default capture mode forbids other threads what would only disturb their own work; communication libraries have
+    such threads.
+    """
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        result = step()
+    return graph.replay, result
+
+
+@contextmanager
+def no_waiting() -> Iterator[None]:
+    """Raises ``RuntimeError`` where the host waits for the device."""
+    torch.cuda.synchronize()
+    try:
+        with warnings.catch_warnings():
+            # That it is a prototype, once in each process; the mode is set all the same.
+            warnings.simplefilter("ignore")
+            torch.cuda.set_sync_debug_mode("error")
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 def ids_of(step: int, masked: bool = True) -> torch.Tensor:

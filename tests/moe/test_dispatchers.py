@@ -15,7 +15,7 @@ from tests.moe.cases import MC2_VARIANTS, Case, alone, layer_on
 from tests.moe.simulated import run_simulated
 from worker_agent.moe import LayerOptions, MicroBatch
 from worker_agent.moe.dispatch import MC2Variant
-from worker_agent.moe.dispatch.interface import DispatchRequest, WeightAndReduce, _dealt
+from worker_agent.moe.dispatch.interface import DispatchRequest, WeightAndReduce
 from worker_agent.moe.operators import reference
 from worker_agent.moe.rank_group import RankGroup
 
@@ -26,11 +26,9 @@ LAST_ABSENT_TK = torch.tensor([[False, False], [False, True]])
 
 
 def test_a_choice_without_a_row_adds_nothing():
+    """Nor is memory read that nobody wrote."""
     reduce = WeightAndReduce(ROW_OF_CHOICE, WEIGHTS_TK, LAST_ABSENT_TK)
     assert reduce(reference, ROWS_NH.clone()).tolist() == [[50.25, 100.5], [20.0, 40.0]]
-
-
-def test_memory_that_nobody_wrote_is_not_read():
     nobody_TK = torch.ones(2, 2, dtype=torch.bool)
     reduce = WeightAndReduce(torch.full((4,), -1, dtype=torch.int32), WEIGHTS_TK, nobody_TK)
     assert reduce(reference, torch.full((3, 2), torch.nan)).tolist() == [[0.0, 0.0], [0.0, 0.0]]
@@ -72,21 +70,6 @@ def test_each_choice_is_the_next_of_its_expert(
         physical_TK = request.physical(nowhere=-7)
         assert physical_TK.dtype == torch.int32
         assert physical_TK.flatten().tolist() == wanted
-
-
-@pytest.mark.parametrize("width", [2, 16])
-def test_dealing_is_captured_whole_in_a_graph(width: int) -> None:
-    """No value of a tensor is read back and no shape depends on one: the exporter refuses both."""
-
-    class Dealing(torch.nn.Module):
-        def forward(self, table_ED: torch.Tensor, ids_N: torch.Tensor) -> torch.Tensor:
-            return _dealt(table_ED, ids_N, None)
-
-    table_ED = torch.arange(6 * width, dtype=torch.int32).view(6, width)
-    ids_N = torch.tensor([3, -1, 0, 3, 5, 0])
-    exported = torch.export.export(Dealing(), (table_ED, ids_N))
-    found_N = exported.module()(table_ED, ids_N.flip(0))
-    torch.testing.assert_close(found_N, _dealt(table_ED, ids_N.flip(0), None))
 
 
 def test_masked_choices_alone_may_repeat_an_expert_in_the_batched_format():

@@ -75,16 +75,11 @@ def test_each_token_is_the_weighted_sum_of_its_experts():
 
 
 def test_seeded_experts_differ_by_seed_layer_and_expert_only():
-    other_layer = MoEShape(layer=2, experts=5, hidden=6, intermediate=4)
-    drawn = [
-        seeded_experts(DENSE, 0)(3),
-        seeded_experts(DENSE, 0)(2),
-        seeded_experts(DENSE, 1)(3),
-        seeded_experts(other_layer, 0)(3),
-    ]
-    again = seeded_experts(DENSE, 0)(3)
-    same = [torch.equal(w13, again[0]) and torch.equal(w2, again[1]) for w13, w2 in drawn]
-    assert same == [True, False, False, False]
+    first = seeded_experts(DENSE, 0)(3)
+    for layer, seed, expert in ((1, 0, 3), (1, 0, 2), (1, 1, 3), (2, 0, 3)):
+        drawn = seeded_experts(replace(DENSE, layer=layer), seed)(expert)
+        same = [torch.equal(*both) for both in zip(first, drawn, strict=True)]
+        assert same == [(layer, seed, expert) == (1, 0, 3)] * 2
 
 
 CASE = Case("all2allv", experts=4, slots=4, top_k=2, tokens=(5,), intermediate=10)

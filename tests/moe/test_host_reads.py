@@ -79,8 +79,7 @@ def device_like(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tests.moe.option_rows.reference", operators)
     monkeypatch.setattr(SimulatedGroup, "start_all_to_all", unwatched(SimulatedGroup.start_all_to_all))
     for name in ("tolist", "numpy"):
-        reading = getattr(torch.Tensor, name)
-        monkeypatch.setattr(torch.Tensor, name, _refused(name, reading))
+        monkeypatch.setattr(torch.Tensor, name, _refused(name, getattr(torch.Tensor, name)))
 
 
 def _refused(name: str, reading: Callable[..., Any]) -> Callable[..., Any]:
@@ -154,9 +153,8 @@ def test_all_to_all_waits_once_for_all_of_its_counts(
 
     monkeypatch.setattr(torch.Tensor, "tolist", counted)
     row = next(row for row in ROWS if (row["dispatcher"], row["kind"]) == ("all2allv", "grouped"))
-    same = {"check_ids": False, "ranks": 3, "tokens": "different", "weigh_on_input": False, "batches": 1}
-    same["tensor_parallel"] = 1
-    run(row | same | {"split": split}, length=length)
+    same = {"check_ids": False, "ranks": 3, "tokens": "different", "weigh_on_input": False}
+    run(row | same | {"batches": 1, "tensor_parallel": 1, "split": split}, length=length)
     # On each of three ranks: what it sends to every rank, and what it receives.
     assert read == [6, 6, 6]
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import weakref
 from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -32,21 +34,18 @@ def request_of(step: int = 0) -> DispatchRequest:
 
 def test_formats_must_agree():
     with pytest.raises(
-        ValueError,
-        match="All2AllVDispatcher gives the standard activation format, BatchedExperts takes the batched",
+        ValueError, match="gives the standard activation format, BatchedExperts takes the bat"
     ):
         ModularKernel(SENDER, BatchedExperts())
-    with pytest.raises(
-        ValueError, match="BatchedDispatcher gives the batched activation format, GroupedExperts"
-    ):
+    with pytest.raises(ValueError, match="BatchedDispatcher gives the batched activation format, Grouped"):
         ModularKernel(BatchedDispatcher(SENDER, 1, 6, 8), GroupedExperts(reference))
 
 
 class Recorded:
     """Work beside the kernel that records when it ran, and which rows are still there while outputs return."""
 
-    def __init__(self, events: list[str]) -> None:
-        self.events = events
+    def __init__(self) -> None:
+        self.events: list[str] = []
         self.rows: list[weakref.ref[torch.Tensor]] = []
         self.alive: int | None = None
 
@@ -59,38 +58,26 @@ class Recorded:
         return torch.ones(1)
 
 
-class WatchedDispatcher:
-    """A dispatcher that records when it sends and when it has received."""
-
-    format = SENDER.format
-
-    def __init__(self, events: list[str]) -> None:
-        self.events = events
-
-    def dispatch(self, request: DispatchRequest) -> Callable[[], Any]:
-        receive = self._recorded("dispatch", SENDER.dispatch(request))
-
-        def received() -> Any:
-            here = receive()
-            return dataclasses.replace(
-                here, combine=lambda rows: self._recorded("combine", here.combine(rows))
-            )
-
-        return received
-
-    def _recorded(self, name: str, receive: Callable[[], Any]) -> Callable[[], Any]:
-        self.events.append(f"{name} sent")
-
-        def received() -> Any:
-            self.events.append(f"{name} received")
-            return receive()
-
-        return received
-
-
 def test_other_work_runs_while_tokens_travel():
-    beside: Any = Recorded([])
-    kernel = ModularKernel(WatchedDispatcher(beside.events), GroupedExperts(reference))
+    beside: Any = Recorded()
+
+    def recorded(name: str, start: Callable[..., Any], *what: Any) -> Callable[[], Any]:
+        receive = start(*what)
+        beside.events.append(f"{name} sent")
+
+        def received() -> Any:
+            beside.events.append(f"{name} received")
+            here = receive()
+            if name == "combine":
+                return here
+            return dataclasses.replace(here, combine=partial(recorded, "combine", here.combine))
+
+        return received
+
+    sender: Any = SimpleNamespace(
+        format=SENDER.format, dispatch=partial(recorded, "dispatch", SENDER.dispatch)
+    )
+    kernel = ModularKernel(sender, GroupedExperts(reference))
     (out_TH,), heat_S, extra = kernel.run([request_of()], WEIGHTS, torch.float32, [beside])
     torch.testing.assert_close(out_TH, CASE.dense()(*CASE.step(0)))
     assert int(heat_S.sum()) == 21
@@ -102,7 +89,7 @@ def test_other_work_runs_while_tokens_travel():
 
 @pytest.mark.parametrize("batches", [1, 2])
 def test_rows_and_outputs_are_released_before_outputs_return(batches: int):
-    beside: Any = Recorded([])
+    beside: Any = Recorded()
 
     class Watched(GroupedExperts):
         def run(self, batch: ExpertBatch, *args: Any) -> torch.Tensor:

@@ -59,14 +59,6 @@ def heat_rows(layer: torch.nn.Module, row: int) -> tuple[list[int], list[int]]:
     return layer.moe_load[row].tolist(), layer.source_load[row].tolist()
 
 
-def check_case(ranks: Ranks, case: Case) -> None:
-    results = ranks.run(one_step, case)[: case.ranks]
-    received_RS, source_RE = hand_counts(case)
-    assert max(difference for difference, _, _ in results) <= TOLERANCE[case.dtype]
-    np.testing.assert_array_equal([received for _, received, _ in results], received_RS)
-    np.testing.assert_array_equal([source for _, _, source in results], source_RE)
-
-
 @given(case=cases())
 @example(case=Case("moge", experts=4, slots=1, top_k=4, tokens=(0, 0, 0, 0)))
 @example(case=Case("mc2", experts=3, slots=3, top_k=1, tokens=(0, 1)))
@@ -75,7 +67,11 @@ def check_case(ranks: Ranks, case: Case) -> None:
 @example(case=Case("mc2", 32, 5, 4, (9, 0, 3, 1, 16, 2, 0, 5), skew=0.1, dtype=torch.bfloat16))
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_equals_the_dense_twin_and_counts_by_hand(eight_ranks: Ranks, case: Case):
-    check_case(eight_ranks, case)
+    results = eight_ranks.run(one_step, case)[: case.ranks]
+    received_RS, source_RE = hand_counts(case)
+    assert max(difference for difference, _, _ in results) <= TOLERANCE[case.dtype]
+    np.testing.assert_array_equal([received for _, received, _ in results], received_RS)
+    np.testing.assert_array_equal([source for _, _, source in results], source_RE)
 
 
 def test_the_heat_ring_wraps_around():

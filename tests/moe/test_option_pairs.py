@@ -33,10 +33,6 @@ TOLERANCE = {torch.float32: 2e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 QUANTIZED = 3e-2
 
 
-def described(row: Row) -> str:
-    return " ".join(f"{name}={value}" for name, value in row.items())
-
-
 @pytest.mark.parametrize("row", ROWS, ids=range(len(ROWS)))
 def test_a_layer_with_these_options_equals_its_dense_twin(row: Row):
     case = case_of(row, seed=ROWS.index(row))
@@ -53,13 +49,13 @@ def test_a_layer_with_these_options_equals_its_dense_twin(row: Row):
     found = torch.cat([out_TH.float() for out_TH, _, _ in results])
     wanted = torch.cat([expected(case, row, step) for step in steps])
     tolerance = TOLERANCE[case.dtype] + (QUANTIZED if case.quantized else 0.0)
-    assert (found - wanted).norm() <= tolerance * wanted.norm(), described(row)
+    assert (found - wanted).norm() <= tolerance * wanted.norm(), row
     for (out_TH, _, _), step in zip(results, steps, strict=True):
-        assert not out_TH[~step.real_T].any(), described(row)
+        assert not out_TH[~step.real_T].any(), row
 
     chosen = sources(case, row, steps)
     for own, (_, _, source) in zip(chosen, results, strict=True):
-        assert source == torch.bincount(torch.cat(own), minlength=case.experts).tolist(), described(row)
+        assert source == torch.bincount(torch.cat(own), minlength=case.experts).tolist(), row
     received_RS = np.array([received for _, received, _ in results])
     if row["split"] == "step":
         check_split(case, received_RS, chosen)
@@ -74,19 +70,12 @@ def check_dealing(
     by_source = [torch.cat(own) for own in chosen]
     if case.dispatcher in SHARED_TOKEN_DISPATCHERS:
         # One source: the tokens of all ranks, one micro-batch after the other; some ranks have the same ones.
-        own_tokens = steps[:: row["tensor_parallel"]]
-        batches = [
-            [step.parts(row["batches"])[number] for step in own_tokens] for number in range(row["batches"])
+        parts = [
+            (step, step.parts(row["batches"])[number])
+            for number in range(row["batches"])
+            for step in steps[:: row["tensor_parallel"]]
         ]
-        by_source = [
-            torch.cat(
-                [
-                    step.tokens[1][part][step.real_TK[part]].long()
-                    for parts in batches
-                    for step, part in zip(own_tokens, parts, strict=True)
-                ]
-            )
-        ]
+        by_source = [torch.cat([step.tokens[1][part][step.real_TK[part]].long() for step, part in parts])]
     received_P = np.zeros(case.ranks * case.slots, dtype=int)
     np.add.at(received_P, dealt_by_hand(case, by_source), 1)
     assert received_RS.ravel().tolist() == received_P.tolist()
@@ -95,12 +84,8 @@ def check_dealing(
 def check_split(case: Case, received_RS: np.ndarray, chosen: list[list[torch.Tensor]]) -> None:
     """Every expert's tokens are received by its replicas, and of no micro-batch has a rank two more than it must."""
     placement_RS = case.placement()
-    counts_BE = np.array(
-        [
-            torch.bincount(torch.cat(parts), minlength=case.experts).numpy()
-            for parts in zip(*chosen, strict=True)
-        ]
-    )
+    by_batch = [torch.cat(parts) for parts in zip(*chosen, strict=True)]
+    counts_BE = np.array([torch.bincount(ids, minlength=case.experts).numpy() for ids in by_batch])
     received_E = np.bincount(placement_RS.ravel(), received_RS.ravel(), minlength=case.experts)
     np.testing.assert_array_equal(received_E, counts_BE.sum(axis=0))
     most = sum(optimum(placement_RS, counts_E.astype(float)) + 1 + 1e-6 for counts_E in counts_BE)

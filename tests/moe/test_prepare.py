@@ -115,9 +115,6 @@ def test_gathering_gives_every_rank_the_tokens_of_all(counts: list[int], kind: s
     assert results[0] == torch.cat([tokens[0] for tokens in expected])[:, 0].tolist()
 
 
-ALONE = RankGroup(None)
-
-
 def test_more_tokens_than_the_common_length_are_refused():
     with pytest.raises(ValueError, match="MC2: 5 tokens are more than the step's common length of 4"):
-        MC2Preparation(ALONE, ALONE).prepare(*tokens_of(0, 5), length=4)
+        MC2Preparation(RankGroup(None), RankGroup(None)).prepare(*tokens_of(0, 5), length=4)

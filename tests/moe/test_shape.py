@@ -80,10 +80,7 @@ def test_ids_are_not_read_when_they_need_not_be():
         ({"dispatcher": "pigeon"}, "unknown dispatcher 'pigeon'; use one of all2allv, allgather, mc2, moge"),
         ({"phy2log_RS": ALONE_RS[:, :3]}, "1 ranks x 3 slots = 3 slots cannot hold 4 experts"),
         ({"heat_rows": 0}, "a heat ring has at least one row"),
-        (
-            {"experts": lambda _: (torch.zeros(12, 8), torch.zeros(6, 8))},
-            r"w2 of expert 0 must have the shape",
-        ),
+        ({"experts": lambda _: (torch.zeros(12, 8), torch.zeros(6, 8))}, "w2 of expert 0 must have the sh"),
     ],
 )
 def test_a_layer_that_cannot_be(changed: dict[str, object], message: str):
@@ -95,7 +92,7 @@ def test_a_layer_that_cannot_be(changed: dict[str, object], message: str):
 def test_grouped_experts_stay_on_their_rank():
     check_grouped(5, np.array([[1, 0], [2, 3]], dtype=np.int32))
     with pytest.raises(
-        PlacementError, match=r"layer 5: grouped experts: rank 0 must hold experts 0\.\.1, got \[0, 2\]"
+        PlacementError, match=r"layer 5: grouped .*rank 0 must hold experts 0\.\.1, got \[0, 2"
     ):
         check_grouped(5, np.array([[0, 2], [1, 3]], dtype=np.int32))
 
@@ -116,51 +113,41 @@ def test_the_layer_is_a_live_layer(layer: ExpertParallelMoE):
     assert all(weight.is_contiguous() and weight.shape[0] == 4 for weight in live.expert_weights())
 
 
-def refusal(layer: ExpertParallelMoE, *tokens: torch.Tensor) -> str:
-    with pytest.raises(ValueError, match="layer 3: ") as refused:
-        layer(*tokens)
-    return str(refused.value)
-
-
-def refuse_then_serve(case: Case, group: RankGroup) -> list[str]:
-    """Every rank gets input that it must refuse; the step after it must find the collectives in order."""
-    layer, dense = build_on(case, group)
-    hidden, ids, weights = case.step(group.rank)
-    wrong = [ids + case.experts, ids[: group.rank]]
-    messages = [refusal(layer, hidden, wrong_ids, weights) for wrong_ids in wrong]
-    torch.testing.assert_close(layer(hidden, ids, weights), dense(hidden, ids, weights))
-    return messages
-
-
 @pytest.mark.parametrize("dispatcher", DISPATCHER_NAMES)
 def test_refused_input_leaves_the_collectives_in_order(dispatcher: str):
     case = Case(dispatcher, experts=4, slots=2, top_k=2, tokens=(3, 4))
-    for messages in run_simulated(2, lambda group: refuse_then_serve(case, group)):
-        assert len(messages) == 2
-        assert all(message.startswith("layer 3: topk_ids must have") for message in messages)
+
+    def refuse_then_serve(group: RankGroup) -> None:
+        layer, dense = build_on(case, group)
+        hidden, ids, weights = case.step(group.rank)
+        for wrong in (ids + case.experts, ids[: group.rank]):
+            with pytest.raises(ValueError, match="layer 3: topk_ids must have"):
+                layer(hidden, wrong, weights)
+        torch.testing.assert_close(layer(hidden, ids, weights), dense(hidden, ids, weights))
+
+    run_simulated(2, refuse_then_serve)
 
 
-def refuse_alone(case: Case) -> str | None:
+def refuse_alone(case: Case) -> None:
     """Rank 0 alone gets bad input; the others are in the step's exchange, with a group that waits for a second."""
     group = dist.new_group(list(range(case.ranks)), timeout=timedelta(seconds=1))
     rank = dist.get_rank()
     if rank >= case.ranks:
-        return None
+        return
     layer = layer_on(case, RankGroup(group))
     hidden, ids, weights = case.step(rank)
     if rank == 0:
-        return refusal(layer, hidden, ids + case.experts, weights)
-    with pytest.raises(RuntimeError) as ended:
-        layer(hidden, ids, weights)
-    return str(ended.value)
+        with pytest.raises(ValueError, match="layer 3: topk_ids must have expert ids"):
+            layer(hidden, ids + case.experts, weights)
+    else:
+        with pytest.raises(RuntimeError, match="imed out"):
+            layer(hidden, ids, weights)
 
 
 @pytest.mark.parametrize("dispatcher", ["all2allv", "mc2"])
 def test_a_refusal_on_one_rank_ends_on_the_others_by_the_groups_timeout(eight_ranks: Ranks, dispatcher: str):
     case = Case(dispatcher, experts=4, slots=2, top_k=2, tokens=(3, 4))
-    refused, ended = eight_ranks.run(refuse_alone, case)[:2]
-    assert refused.startswith("layer 3: topk_ids must have expert ids")
-    assert "imed out" in ended
+    eight_ranks.run(refuse_alone, case)
 
 
 def test_all_gather_refuses_ranks_that_disagree_on_every_rank():
@@ -182,13 +169,9 @@ def test_grouped_experts_are_chosen_equally():
     def choose_unequally(group: RankGroup) -> None:
         layer, dense = build_on(case, group)
         hidden, ids, weights = case.step(group.rank)
-        with pytest.raises(
-            ValueError, match="grouped experts: topk_ids must have a multiple of 2 choices, got 1"
-        ):
+        with pytest.raises(ValueError, match="topk_ids must have a multiple of 2 choices, got 1"):
             layer(hidden, ids[:, :1], weights[:, :1])
-        with pytest.raises(
-            ValueError, match="token 0 must choose at most 1 experts on each of 2 ranks; its choices"
-        ):
+        with pytest.raises(ValueError, match="token 0 must choose at most 1 experts on each of 2 ranks"):
             layer(hidden, torch.zeros_like(ids), weights)
         torch.testing.assert_close(layer(hidden, ids, weights), dense(hidden, ids, weights))
 

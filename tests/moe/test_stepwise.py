@@ -7,7 +7,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from tests.moe import slow_stepwise as slow
 from tests.moe.simulated import SimulatedGroup, run_simulated
@@ -21,11 +20,15 @@ SEEDS = st.integers(0, 2**32 - 1)
 
 
 @st.composite
-def layers(draw: st.DrawFn, most_ranks: int = 10) -> tuple[np.ndarray, int, np.random.Generator]:
-    """A placement with up to one spare slot per rank, and its experts."""
+def layers(
+    draw: st.DrawFn, most_ranks: int = 10, many: bool = False
+) -> tuple[np.ndarray, int, np.random.Generator]:
+    """A placement with up to one spare slot per rank, or half of all slots spare, and its experts."""
     generator = np.random.default_rng(draw(SEEDS))
-    ranks, slots = draw(st.integers(1, most_ranks)), draw(st.integers(1, 6))
+    ranks, slots = draw(st.integers(1 + many, most_ranks)), draw(st.integers(1 + many, 6))
     spare = draw(st.integers(0, min(ranks, ranks * slots - slots)))
+    if many:
+        spare = ranks * slots // 2
     experts = ranks * slots - spare
     return random_placement(ranks, slots, experts, generator), experts, generator
 
@@ -91,11 +94,6 @@ def test_whatever_its_size_a_step_comes_within_a_token_of_the_optimum(
         assert above <= 1 + 1e-6, spread
 
 
-def test_larger_steps_take_more_rounds() -> None:
-    of_tokens = [rounds_for(8 * tokens) for tokens in (0, 256, 1024, 4096, 65536)]
-    assert of_tokens == [ROUNDS, ROUNDS, ROUNDS, 42, 162]
-
-
 @pytest.mark.parametrize(
     ("dispatcher", "length"),
     [("all2allv", None), ("all2allv", 9), ("allgather", None), ("mc2", None), ("mc2", 9)],
@@ -127,14 +125,10 @@ def test_all_ranks_take_a_step_for_as_large(
 
 
 @settings(max_examples=40)
-@given(st.integers(2, 6), st.integers(2, 5), SEEDS, st.sampled_from((1, 900)))
-def test_after_one_round_too_each_token_reaches_its_expert(
-    ranks: int, slots: int, seed: int, mean: int
-) -> None:
+@given(layers(6, many=True), st.sampled_from((1, 900)))
+def test_after_one_round_too_each_token_reaches_its_expert(layer, mean: int) -> None:
     # So far from any split that slots do not add up to their experts' tokens, or are below zero.
-    generator = np.random.default_rng(seed)
-    experts = max(slots, ranks * slots // 2)
-    phy2log_RS = random_placement(ranks, slots, experts, generator)
+    phy2log_RS, experts, generator = layer
     counts_E = generator.poisson(mean * np.exp(generator.normal(0, 2, experts)))
     split = StepwiseSplit(phy2log_RS, experts, rounds=1)
     assert received(split, phy2log_RS, counts_E).sum() == counts_E.sum()
@@ -150,11 +144,9 @@ def test_a_cycle_of_ranks_is_rounded_the_way_that_costs_nothing() -> None:
 
 
 @settings(max_examples=30)
-@given(st.integers(2, 6), st.integers(2, 5), SEEDS)
-def test_with_many_replicas_it_stays_close(ranks: int, slots: int, seed: int) -> None:
-    generator = np.random.default_rng(seed)
-    experts = max(slots, ranks * slots // 2)
-    phy2log_RS = random_placement(ranks, slots, experts, generator)
+@given(layers(6, many=True))
+def test_with_many_replicas_it_stays_close(layer) -> None:
+    phy2log_RS, experts, generator = layer
     counts_E = generator.poisson(60 * np.exp(generator.normal(0, 1, experts)))
     load_R = received(StepwiseSplit(phy2log_RS, experts), phy2log_RS, counts_E).sum(axis=1)
     best = optimum(phy2log_RS, counts_E.astype(float))
@@ -180,20 +172,6 @@ def test_sums_stay_exact_at_the_largest_deployments() -> None:
         assert torch.equal(forwards, backwards)
         exact = slow.product(round_M2[:3], list(map(int, state.tolist())))
         assert forwards[:3].tolist() == [float(x) for x in exact]
-
-
-def test_a_split_is_captured_whole_and_depends_on_no_value() -> None:
-    generator = np.random.default_rng(1)
-    split = StepwiseSplit(random_placement(8, 5, 32, generator), 32)
-    first_E, other_E = (torch.from_numpy(generator.poisson(20, 32)) for _ in range(2))
-
-    # Fake tensors have no values: whatever reads one on the host fails here.
-    def ends(counts_E: torch.Tensor) -> torch.Tensor:
-        return split.ends(counts_E)
-
-    captured = make_fx(ends, tracing_mode="fake", _allow_non_fake_inputs=True)(first_E)
-    for counts_E in (first_E, other_E):
-        assert torch.equal(captured(counts_E), split.ends(counts_E))
 
 
 def test_another_placement_is_installed_in_place() -> None:

@@ -5,19 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eplb_service.placement import check_layer
-from eplb_service.solver import annealing as module
-from eplb_service.solver.annealing import _Move, _State, anneal, draw
+from eplb_service.solver.annealing import anneal, draw
 from eplb_service.solver.local_search import local_search
 from tests.solver.layers_of import Case, cases, heat_of_kind
 from tests.solver.placed_layer import PlacedLayer
 from tests.solver.slow import annealing as slow
 from tests.solver.slow import heat
-from tests.solver.test_evaluation import assert_known
 
 SETTINGS = settings(max_examples=50)
 SEEDS = st.integers(0, 2**31)
@@ -50,7 +47,7 @@ def test_never_worse_and_always_the_same(case: Case, seed: int, tries: int) -> N
     layer = PlacedLayer(case, 1.0, seed)
     found_RS, _ = annealed(layer, tries, seed)
     np.testing.assert_array_equal(found_RS, annealed(layer, tries, seed)[0])
-    if tries == 0 or case.ranks == 1:
+    if tries == 0 or case.ranks == 1 or not case.heat_NE.any():
         np.testing.assert_array_equal(found_RS, layer.phy2log_RS)
 
 
@@ -58,15 +55,6 @@ def test_another_seed_takes_another_way() -> None:
     layer = bursty_layer(1)
     ways = {annealed(layer, 500, seed)[0].tobytes() for seed in range(4)}
     assert len(ways) == 4
-
-
-@pytest.mark.parametrize("tries", [0, 1, 300])
-@pytest.mark.parametrize("heat_NE", [np.zeros((3, 6)), np.zeros((1, 4))])
-def test_without_tokens_nothing_changes(heat_NE: np.ndarray, tries: int) -> None:
-    layer = PlacedLayer(Case(4, 2, heat_NE), 1.0)
-    found_RS, ratio = annealed(layer, tries, 5)
-    np.testing.assert_array_equal(found_RS, layer.phy2log_RS)
-    assert ratio == 1.0
 
 
 def layers_apart(seeds: int) -> Iterator[tuple[int, PlacedLayer]]:
@@ -132,96 +120,3 @@ def test_draws_gives_the_known_first_number() -> None:
     assert slow.splitmix(0)[1] == 0xE220A8397B1DCDAF
     assert draw(np.zeros(1, dtype=np.uint64), 2**32 - 1) == 0xE220A839 - 1
     assert draw(np.zeros(1, dtype=np.uint64), 100) == 0xE2 * 100 // 256
-
-
-SMALL = cases(most_ranks=6, most_slots=4)
-
-
-def started(case: Case, seed: int) -> tuple[PlacedLayer, _State]:
-    layer = PlacedLayer(case, 1.0, seed)
-    return layer, module._state_at(layer.phy2log_RS, layer.scaled_EN)
-
-
-def loads_of(layer: PlacedLayer, phy2log_RS: np.ndarray) -> np.ndarray:
-    return heat.rank_series(phy2log_RS, heat.even_shares(phy2log_RS), layer.heat[0])
-
-
-def assert_agrees(state: _State, layer: PlacedLayer) -> None:
-    """Copies, holders, loads and hottest ranks are those of the placement; nothing is marked as changed."""
-    experts = range(layer.case.experts)
-    check_layer(state.phy2log_RS, len(experts))
-    holders = [{r for r, row in enumerate(state.phy2log_RS) if expert in row} for expert in experts]
-    assert state.replicas_E.tolist() == [len(held) for held in holders]
-    for expert in experts:
-        assert sorted(state.holder_EK[expert, : state.replicas_E[expert]]) == sorted(holders[expert])
-        assert set(np.flatnonzero(state.holds_ER[expert])) == holders[expert]
-    wanted_RN = loads_of(layer, state.phy2log_RS)
-    np.testing.assert_allclose(state.top_ranks.load_RN, wanted_RN, rtol=1e-5, atol=1e-5 * layer.case.ranks)
-    assert_known(state.top_ranks, state.top_ranks.load_RN.copy())
-    assert not state.changed_R1.any()
-
-
-def note(state: _State, scaled_EN: np.ndarray, attempt: _Move) -> int:
-    load_RN, marks = state.top_ranks.load_RN, state[5:]
-    if attempt.swaps:
-        return module._swapped_loads(load_RN, scaled_EN, state.replicas_E, attempt, *marks)
-    return module._passed_loads(load_RN, scaled_EN, *state[1:4], attempt, *marks)
-
-
-def go(state: _State, layer: PlacedLayer, attempt: _Move) -> None:
-    count = note(state, layer.scaled_EN, attempt)
-    module._apply_move(state, attempt, count)
-    state.changed_R1[:] = False
-
-
-def may(state: _State, scaled_EN: np.ndarray, attempt: _Move) -> bool:
-    if attempt.swaps:
-        return module._may_swap(state.top_ranks.load_NR, scaled_EN, *state[1:3], attempt)
-    return module._may_pass(state.top_ranks.load_NR, scaled_EN, *state[1:4], attempt)
-
-
-def some_tries(layer: PlacedLayer, phy2log_RS: np.ndarray, most: int, episode: int = -1) -> list[_Move]:
-    """A few of all changes, legal or not."""
-    attempts = list(slow.every_try(phy2log_RS, episode))
-    return [attempts[k] for k in layer.generator.permutation(len(attempts))[:most]]
-
-
-def legal_tries(layer: PlacedLayer, phy2log_RS: np.ndarray, most: int) -> list[_Move]:
-    attempts = [attempt for attempt in slow.every_try(phy2log_RS) if slow.is_legal(phy2log_RS, attempt)]
-    return [attempts[k] for k in layer.generator.permutation(len(attempts))[:most]]
-
-
-@SETTINGS
-@given(SMALL, SEEDS)
-def test_guided_changes_keep_who_is_burdened_below_the_rank_relieved(case: Case, seed: int) -> None:
-    layer, state = started(case, seed)
-    episode = int(layer.generator.integers(layer.scaled_EN.shape[1]))
-    rounding = 1e-5 * case.ranks
-    before_R = loads_of(layer, layer.phy2log_RS)[:, episode]
-    for attempt in some_tries(layer, layer.phy2log_RS, 60, episode):
-        found, legal = may(state, layer.scaled_EN, attempt), slow.is_legal(layer.phy2log_RS, attempt)
-        assert may(state, layer.scaled_EN, attempt._replace(episode=-1)) == legal, attempt
-        if not legal:
-            assert not found
-            continue
-        room = slow.room(layer.phy2log_RS, attempt, layer.heat[0])
-        if abs(room) > rounding:
-            assert found == (room > 0), attempt
-        if found:
-            after_R = loads_of(layer, slow.after(layer.phy2log_RS, attempt))[:, episode]
-            hotter_R = after_R > before_R + rounding
-            assert (after_R[hotter_R] < before_R[attempt.rank] + rounding).all()
-
-
-@SETTINGS
-@given(SMALL, SEEDS, st.integers(1, 25))
-def test_after_any_steps_everything_agrees_with_the_placement(case: Case, seed: int, steps: int) -> None:
-    layer, state = started(case, seed)
-    assert not np.shares_memory(state.phy2log_RS, layer.phy2log_RS)
-    assert_agrees(state, layer)
-    for _ in range(steps):
-        before_RS = state.phy2log_RS.copy()
-        for attempt in legal_tries(layer, before_RS, 1):
-            go(state, layer, attempt)
-            np.testing.assert_array_equal(state.phy2log_RS, slow.after(before_RS, attempt))
-            assert_agrees(state, layer)

@@ -32,19 +32,12 @@ SEEDS = st.integers(0, 2**32 - 1)
 
 
 @SETTINGS
-@given(cases())
-def test_heat_is_normalised(case: Case) -> None:
-    weight_N = np.linspace(1, 2, len(case.heat_NE))
-    scaled_EN, share_N = _normalise(case.heat_NE, weight_N, case.ranks)
-    wanted_EN, wanted_N = heat.normalise(case.heat_NE, weight_N, case.ranks)
-    np.testing.assert_allclose(scaled_EN, wanted_EN, rtol=1e-6)
-    np.testing.assert_allclose(share_N, wanted_N, rtol=1e-6)
-
-
-@SETTINGS
 @given(cases(), st.sampled_from((0.0, 0.7, 2.0)))
-def test_demand_is_mean_and_covariance(case: Case, z: float) -> None:
+def test_heat_is_normalised_and_demand_its_mean_and_covariance(case: Case, z: float) -> None:
     layer = PlacedLayer(case, z)
+    wanted = heat.normalise(case.heat_NE, layer.weight_N, case.ranks)
+    for found, twin in zip(layer.heat, wanted, strict=True):
+        np.testing.assert_allclose(found, twin, rtol=1e-6)
     mean_E, gram_EE = heat.demand_of(*layer.heat)
     np.testing.assert_allclose(layer.heat32.mean_E, mean_E, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(layer.heat32.gram_EE, gram_EE, rtol=1e-4, atol=1e-5 * case.ranks**2)
@@ -82,9 +75,8 @@ def test_the_objective_is_the_one_peak_to_average_ratio(case: Case, seed: int) -
     loads_NLR = split_loads(case.heat_NE[:, None], placement, placement.default_log2phy(), None, "even")
     expected = par(loads_NLR)[0]
     weight_RS = even_shares(layer.phy2log_RS, case.experts)
-    found = mean_of_max(
-        *_normalise(case.heat_NE, np.ones(len(case.heat_NE)), case.ranks), layer.phy2log_RS, weight_RS
-    )
+    seen = _normalise(case.heat_NE, np.ones(len(case.heat_NE)), case.ranks)
+    found = mean_of_max(*seen, layer.phy2log_RS, weight_RS)
     assert found == pytest.approx(1.0 if np.isnan(expected) else expected, rel=1e-4)
 
 
@@ -102,13 +94,11 @@ def test_episodes_are_those_of_the_window(steps: int, episodes: int, whole: bool
 @given(cases(), SEEDS, st.booleans())
 def test_rank_loads_are_sums_over_slots(case: Case, seed: int, whole: bool) -> None:
     generator = np.random.default_rng(seed)
-    phy2log_LRS = np.stack(
-        [random_placement(case.ranks, case.slots, case.experts, generator) for _ in range(2)]
-    )
+    shape = case.ranks, case.slots, case.experts
+    phy2log_LRS = np.stack([random_placement(*shape, generator) for _ in range(2)])
     share_LP = generator.random((2, case.ranks * case.slots))
-    heat_NLE = np.stack([case.heat_NE, np.floor(case.heat_NE[::-1] / 3)], axis=1).astype(
-        int if whole else float
-    )
+    heat_NLE = np.stack([case.heat_NE, np.floor(case.heat_NE[::-1] / 3)], axis=1)
+    heat_NLE = heat_NLE.astype(int if whole else float)
     found_NLR = loads_of_ranks(heat_NLE, phy2log_LRS, share_LP)
     np.testing.assert_allclose(found_NLR, heat.loads_of_ranks(heat_NLE, phy2log_LRS, share_LP), rtol=1e-12)
 
@@ -118,9 +108,8 @@ def test_rank_loads_are_sums_over_slots(case: Case, seed: int, whole: bool) -> N
 def test_a_window_in_short_is_what_its_loads_are(case: Case, seed: int, steps: int, whole: bool) -> None:
     generator = np.random.default_rng(seed)
     layer_K = np.array([2, 0])
-    phy2log_KRS = np.stack(
-        [random_placement(case.ranks, case.slots, case.experts, generator) for _ in layer_K]
-    )
+    shape = case.ranks, case.slots, case.experts
+    phy2log_KRS = np.stack([random_placement(*shape, generator) for _ in layer_K])
     share_KP = generator.random((2, case.ranks * case.slots))
     heat_TLE = generator.integers(0, 100, (steps, 3, case.experts)) * generator.integers(0, 2, (steps, 3, 1))
     heat_TLE = heat_TLE.astype(np.int32) if whole else heat_TLE / 4
@@ -199,15 +188,12 @@ def assert_known(top: TopRanks, load_RN: np.ndarray) -> None:
 
 
 @SETTINGS
-@given(loads())
-def test_the_three_hottest_are_those_of_a_sort(given_: Loads) -> None:
+@given(loads(), st.data())
+def test_the_three_hottest_are_those_of_a_sort_through_any_changes(
+    given_: Loads, data: st.DataObject
+) -> None:
     assert_known(given_.top, given_.load_RN)
     np.testing.assert_array_equal(given_.top.rank_KN, heat.hottest(given_.load_RN)[0])
-
-
-@SETTINGS
-@given(loads(), st.data())
-def test_they_stay_known_through_any_changes(given_: Loads, data: st.DataObject) -> None:
     for _ in range(data.draw(st.integers(1, 4))):
         change = given_.change(some_ranks(given_, data))
         given_.load_RN = given_.after(change)
@@ -222,15 +208,12 @@ def test_no_load_is_taken_for_less_than_nothing() -> None:
 
 
 @SETTINGS
-@given(loads())
-def test_the_ratio_is_the_mean_of_the_peaks(given_: Loads) -> None:
+@given(loads(least_ranks=2), st.data())
+def test_the_ratio_is_the_mean_of_the_peaks_and_known_after_two_ranks_change(
+    given_: Loads, data: st.DataObject
+) -> None:
     found = mean_peak(given_.top.peak_KN[0], given_.share_N)
     assert found == pytest.approx(heat.ratio(given_.load_RN, given_.share_N), rel=1e-6)
-
-
-@SETTINGS
-@given(loads(least_ranks=2), st.data())
-def test_the_ratio_after_two_ranks_change(given_: Loads, data: st.DataObject) -> None:
     one, other = data.draw(st.permutations(range(given_.ranks)))[:2]
     changed_RN = given_.some()
     found = peak_of_two_changed(given_.top, given_.share_N, one, other, changed_RN[one], changed_RN[other])

@@ -154,19 +154,6 @@ def test_what_is_recommended_would_have_paid(case: Case, tables: int, seed: int,
     assert found.moves == np.count_nonzero(found.phy2log_RS != deployed.phy2log_RS)
 
 
-def test_fresh_is_tried_only_where_it_may_pay() -> None:
-    case = Case(4, 3, np.random.default_rng(3).gamma(0.3, 100, 9) * np.ones((6, 1)))
-    deployed = deployment(case, 4, 3)
-    halves = halves_of(case.heat_NE, 4)
-    kinds = {
-        fresh: _holdout(
-            *halves, Forecast(np.inf, 0.0), deployed, SEARCH._replace(local_search_steps=0), 0.0, 0.0, fresh
-        )[0]
-        for fresh in (True, False)
-    }
-    assert kinds == {True: FRESH, False: TABLES}
-
-
 def test_what_a_change_won_must_be_above_its_price_by_its_error() -> None:
     share_N = np.array([0.25, 0.25, 0.0, 0.25, 0.25], dtype=np.float32)
     gain_N = np.array([0.3, 0.1, -9.0, 0.3, 0.1], dtype=np.float32)

@@ -68,16 +68,14 @@ def test_the_rule_takes_replicas_in_turn(case: Case, sources: int, kind: str, se
         np.testing.assert_array_equal(given_.rule_GE, default_log2phy(phy2log_RS, case.experts))
     for width in (2, 3, 5):
         found_VE = fixed_rule(given_.first_E1, given_.slot_P, sources * width, width)
-        np.testing.assert_array_equal(
-            found_VE, slow.fixed_rule(phy2log_RS, sources * width, case.experts, width)
-        )
+        wanted_VE = slow.fixed_rule(phy2log_RS, sources * width, case.experts, width)
+        np.testing.assert_array_equal(found_VE, wanted_VE)
         if sources == case.ranks:
             dealt_RE = default_log2phy(phy2log_RS, case.experts, width)
             np.testing.assert_array_equal(tables_of_sources(found_VE, sources), dealt_RE)
     found_RS = slot_shares(phy2log_RS, given_.rule_GE, given_.share_GE)
-    np.testing.assert_allclose(
-        found_RS, slow.slot_shares(phy2log_RS, given_.rule_GE, given_.share_GE.astype(float)), atol=1e-6
-    )
+    wanted_RS = slow.slot_shares(phy2log_RS, given_.rule_GE, given_.share_GE.astype(float))
+    np.testing.assert_allclose(found_RS, wanted_RS, atol=1e-6)
     par = tables_par(phy2log_RS, given_.rule_GE, layer.heat32, given_.share_GE)
     assert par == pytest.approx(given_.par(given_.rule_GE), rel=1e-5)
 
@@ -95,9 +93,8 @@ def test_parts_are_spread_to_where_it_stays_coolest(
         *(order_E, descending(given_.share_GE), z),
     )
     share_RS = slow.slot_shares(given_.phy2log_RS, chosen_GE, given_.share_GE.astype(float))
-    np.testing.assert_allclose(
-        assignment.share_ER[given_.phy2log_RS, np.arange(case.ranks)[:, None]], share_RS, atol=1e-5
-    )
+    found_RS = assignment.share_ER[given_.phy2log_RS, np.arange(case.ranks)[:, None]]
+    np.testing.assert_allclose(found_RS, share_RS, atol=1e-5)
     wanted_GE, margin = slow.spread(given_.phy2log_RS, order_E, *layer.heat, given_.share_GE.astype(float), z)
     if margin > layer.rounding:
         np.testing.assert_array_equal(chosen_GE, wanted_GE)
@@ -218,12 +215,7 @@ def test_swaps_through_tables_are_the_best_there_are() -> None:
         )
         table_GE = given_.rule_GE.copy()
         found_RS = swap_through_tables(
-            given_.phy2log_RS,
-            table_GE,
-            given_.layer.heat32,
-            given_.share_GE,
-            0.0,
-            12,
+            given_.phy2log_RS, table_GE, given_.layer.heat32, given_.share_GE, 0.0, 12
         )
         # Where two swaps are worth the same, rounding chooses.
         if margin > 3e-5:

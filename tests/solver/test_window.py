@@ -175,18 +175,10 @@ def test_inflation_is_bartletts_sum_over_lags(count: int, seed: int) -> None:
     np.testing.assert_allclose(inflation(values_NK), expected, rtol=1e-9)
 
 
-def test_error_of_independent_values_is_the_textbooks() -> None:
-    values_N = np.random.default_rng(0).normal(size=4000)
-    assert standard_error(values_N) == pytest.approx(1 / np.sqrt(4000), rel=0.15)
-
-
-def test_error_of_values_that_last_is_wider() -> None:
+def test_error_is_the_textbooks_and_wider_where_values_last() -> None:
     generator = np.random.default_rng(0)
+    assert standard_error(generator.normal(size=4000)) == pytest.approx(1 / np.sqrt(4000), rel=0.15)
     lasting_N = np.repeat(generator.normal(size=500), 8)
     # 500 independent values, whatever the number of their repetitions; the lag window sees most of it.
     assert standard_error(lasting_N) == pytest.approx(1 / np.sqrt(500), rel=0.25)
-
-
-@pytest.mark.parametrize("values", [[], [1.0]])
-def test_too_few_values_have_no_error(values: list[float]) -> None:
-    assert standard_error(np.array(values)) == np.inf
+    assert standard_error(lasting_N[:0]) == standard_error(lasting_N[:1]) == np.inf

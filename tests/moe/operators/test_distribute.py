@@ -67,37 +67,25 @@ def test_rows_are_in_order_of_expert_and_then_source(eight_ranks: Ranks):
     assert counts[-1] == 16
 
 
-def test_a_bound_that_is_too_small_is_refused():
-    hidden_TH, ids_TK = tokens_and_ids()
-    with pytest.raises(ValueError, match="6 rows arrive, past global_bs's bound of 4"):
-        DISPATCH(hidden_TH, ids_TK, *ALONE, 4, global_bs=2)
+SPLIT_FURTHER = {"tp_world_size": 2}, {"tp_world_size": 1, "group_tp": "other"}, {"shared_expert_rank_num": 1}
 
 
 @pytest.mark.parametrize(
-    "arguments",
-    [{"tp_world_size": 2}, {"tp_world_size": 1, "group_tp": "another"}, {"shared_expert_rank_num": 1}],
+    ("ranks", "more"),
+    [*((1, more) for more in (*SPLIT_FURTHER, {"global_bs": 2}, {"quant_mode": 1})), (2, {})],
 )
-def test_experts_that_are_split_further_are_refused(arguments: dict[str, object]):
+def test_what_the_reference_cannot_do_is_refused(ranks: int, more: dict[str, object]):
     hidden_TH, ids_TK = tokens_and_ids()
-    with pytest.raises(ValueError, match="reference operator: "):
-        DISPATCH(hidden_TH, ids_TK, *ALONE, 4, **arguments)
+    with pytest.raises(ValueError, match=r"reference operator: |6 rows arrive, past global_bs's bound of 4"):
+        DISPATCH(hidden_TH, ids_TK, "", ranks, 0, 4, **more)
+
+
+@pytest.mark.parametrize("more", [*SPLIT_FURTHER, {"tp_world_size": 1}], ids=str)
+def test_combine_wants_what_dispatch_gave(more: dict[str, object]):
+    hidden_TH, ids_TK = tokens_and_ids()
     rows_AH, _, assist_info, _, counts, _, _ = DISPATCH(hidden_TH, ids_TK, *ALONE, 4)
-    with pytest.raises(ValueError, match="reference operator: "):
-        COMBINE(rows_AH, ids_TK, assist_info, counts, torch.ones(3, 2), *ALONE, 4, **arguments)
-
-
-def test_combine_wants_what_dispatch_gave():
-    hidden_TH, ids_TK = tokens_and_ids()
-    rows_AH, _, assist_info, _, counts, _, _ = DISPATCH(hidden_TH, ids_TK, *ALONE, 4, tp_world_size=1)
-    with pytest.raises(ValueError, match="tp_send_counts must be the dispatch's sixth result"):
-        COMBINE(rows_AH, ids_TK, assist_info, counts, torch.ones(3, 2), *ALONE, 4, tp_world_size=1)
-
-
-@pytest.mark.parametrize(("ranks", "quant_mode"), [(2, 0), (1, 1)])
-def test_what_the_reference_cannot_do_is_refused(ranks: int, quant_mode: int):
-    hidden_TH, ids_TK = tokens_and_ids()
-    with pytest.raises(ValueError, match="reference operator: "):
-        DISPATCH(hidden_TH, ids_TK, "", ranks, 0, 4, quant_mode=quant_mode)
+    with pytest.raises(ValueError, match=r"reference operator: |must be the dispatch's sixth result"):
+        COMBINE(rows_AH, ids_TK, assist_info, counts, torch.ones(3, 2), *ALONE, 4, **more)
 
 
 def test_rows_of_double_precision_are_summed_in_it():

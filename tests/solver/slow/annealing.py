@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 
 import numpy as np
@@ -54,14 +53,6 @@ def _drawn(phy2log_RS, scaled_EN, episode, draws, close):
     slot, place = draws.draw(slots), draws.draw(slots)
     mine, theirs = int(phy2log_RS[rank, slot]), int(phy2log_RS[other, place])
     return _Move(rank, slot, other, place, mine, theirs, swaps, episode if guided else -1)
-
-
-def every_try(phy2log_RS, episode=-1):
-    """All changes, the illegal ones included."""
-    places = list(np.ndindex(phy2log_RS.shape))
-    for (rank, slot), (other, place), swaps in itertools.product(places, places, (True, False)):
-        mine, theirs = int(phy2log_RS[rank, slot]), int(phy2log_RS[other, place])
-        yield _Move(rank, slot, other, place, mine, theirs, swaps, episode)
 
 
 def after(phy2log_RS, attempt):
