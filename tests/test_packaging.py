@@ -73,7 +73,10 @@ def test_the_agent_declares_what_it_imports_and_no_more():
 
 
 def test_the_tests_import_what_they_declare():
-    loaded_by_pytest = {"pytest-asyncio", "pytest-timeout", "pytest-xdist"} | {"zarr"}  # importorskip("zarr")
+    loaded_by_pytest = {"pytest-asyncio", "pytest-timeout", "pytest-xdist"} | {
+        "safetensors",
+        "zarr",
+    }  # importorskip
     assert declared(SERVICE["optional-dependencies"]["test"]) - loaded_by_pytest <= imported("tests")
 
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eplb_service.placement import Placement, array_digest, default_log2phy, without_single_entries
+from eplb_service.placement import Placement, array_digest, default_log2phy
 from eplb_service.wire.agent import Shape
 from eplb_service.wire.codec import encode, pack
 from eplb_service.wire.fields import WireError
@@ -142,7 +142,7 @@ def test_moves_from_another_placement_are_refused(new_RS: np.ndarray, moves_M5: 
 def test_each_rank_gets_its_own_plan(ranks: int, slots: int, spare: int, layers: int, width: int) -> None:
     experts = max(slots, ranks * slots - spare)
     phy2log_RS = Placement.linear(1, experts, ranks, slots).phy2log_LRS[0]
-    tables_RE = without_single_entries(default_log2phy(phy2log_RS, experts, width))
+    tables_RE = default_log2phy(phy2log_RS, experts, width)
     digests, no_moves = tuple(map(table_digest, tables_RE)), np.zeros((0, 5), dtype=np.int32)
 
     def plan_of(rank: int) -> RankPlan:

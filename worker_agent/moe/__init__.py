@@ -1,6 +1,7 @@
 """The reference expert-parallel Mixture-of-Experts layer: a real live layer for agents to serve."""
 
 from worker_agent.moe.block import MoEBlock
+from worker_agent.moe.checkpoint import ExpertLoader
 from worker_agent.moe.compose import LayerOptions
 from worker_agent.moe.dense import DenseMoE
 from worker_agent.moe.layer import ExpertParallelMoE
@@ -12,6 +13,7 @@ from worker_agent.moe.weights import ExpertSource, seeded_experts
 __all__ = [
     "Activation",
     "DenseMoE",
+    "ExpertLoader",
     "ExpertParallelMoE",
     "ExpertSource",
     "LayerOptions",

@@ -11,12 +11,12 @@ import pytest
 
 from eplb_service.control.core.deployment import Totals
 from eplb_service.control.server.observer import Observer
-from eplb_service.planner.plan import LayerPlan, Outlook, Plan, no_promise
+from eplb_service.planner.plan import LayerPlan, Outlook, Plan, promise_of
 from eplb_service.telemetry.metrics import Metrics
 from eplb_service.wire.agent import Heartbeat
 from eplb_service.wire.operator import LayerVerdict
 
-OUTLOOK = Outlook(no_promise(2))
+OUTLOOK = Outlook(promise_of(np.ones((2, 2)), np.zeros(2), held_out=True))
 
 
 def verdict(layer: int, planned: float, floor: float) -> LayerVerdict:
