@@ -30,6 +30,8 @@ _ROUNDS = 8
 """Rounds of reweighting by least absolute error; chosen by hand."""
 _LEAST_ERROR = 0.01
 """Relative error below which a measurement weighs no more."""
+_ROUNDING = 1e-9
+"""Part of a measurement that a coefficient which is 0 may come out as by rounding, which depends on the machine."""
 _TURNS = 5
 """Fits of a curve to the ranks that the last one takes for the slowest, at most; chosen by hand."""
 _DRAWS = 200
@@ -179,12 +181,18 @@ def _fitted(features_KTF: Float64, us_T: Float64) -> tuple[int, Float64]:
     for features_TF in features_KTF:
         relative_TF, weight_T = features_TF / us_T[:, None], np.ones(len(us_T))
         for _ in range(_ROUNDS):
-            found_F, _ = nnls(relative_TF * weight_T[:, None], weight_T)
+            found_F = _least_squares(relative_TF, weight_T)
             error_T = np.abs(relative_TF @ found_F - 1.0)
             weight_T = np.maximum(error_T, _LEAST_ERROR) ** -0.5
         found.append((float(error_T.mean()), found_F))
     best = int(np.argmin([error for error, _ in found]))
     return best, found[best][1]
+
+
+def _least_squares(relative_TF: Float64, weight_T: Float64) -> Float64:
+    """Coefficients of features as parts of the time, none negative and 0 where they are but rounding, ``[F]``."""
+    found_F, _ = nnls(relative_TF * weight_T[:, None], weight_T)
+    return np.where(found_F * relative_TF.max(axis=0) > _ROUNDING, found_F, 0.0)
 
 
 def _features(chosen_TLS: Float64, mean_T: Float64, knee: float) -> Float64:
@@ -208,7 +216,7 @@ def _refits(features_TF: Float64, us_T: Float64, seed: int) -> Float64:
     for _ in range(_DRAWS):
         first_B = rng.integers(0, steps - block + 1, -(-steps // block))
         drawn_T = (first_B[:, None] + np.arange(block)).ravel()[:steps]
-        found.append(nnls(relative_TF[drawn_T], np.ones(steps))[0])
+        found.append(_least_squares(relative_TF[drawn_T], np.ones(steps)))
     return np.array(found)
 
 

@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 
 from eplb_service.bench import closed_loop
-from eplb_service.bench.closed_loop import LEFT_ALONE, Course, Entrant, _peer_label, compare
+from eplb_service.bench.closed_loop import LEFT_ALONE, Course, Entrant, compare
 from eplb_service.bench.decision import Decision, Scene
 from eplb_service.bench.peers import archives
-from eplb_service.bench.peers.balancers import PEERS
 from eplb_service.bench.scoring import arrivals, even_par, realised_par
 from eplb_service.cli import main
 from eplb_service.heat.synthetic import synthetic_heat
@@ -77,17 +76,6 @@ def test_a_window_without_tokens_counts_for_nothing() -> None:
     assert (first, second) == pytest.approx((10 / 7, 1.0))
     assert np.isnan(idle)
     assert alone["par_realised"] == pytest.approx(1.0)
-
-
-def test_peers_are_named_with_their_engine() -> None:
-    assert [_peer_label(name) for name in PEERS] == [
-        "FlashLB (vLLM-Ascend)",
-        "Swift (vLLM-Ascend)",
-        "default (vLLM-Ascend)",
-        "default (vLLM)",
-        "deepseek (SGLang)",
-        "deepseek_vec (SGLang)",
-    ]
 
 
 HEAT_TLE = synthetic_heat("static", 60, 2, 16, tokens=512, top_k=2, seed=1)

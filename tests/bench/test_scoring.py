@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from eplb_service.bench.scoring import arrivals, even_par, realised_par, rule_tables, sampled_loads, summed
+from eplb_service.bench.scoring import arrivals, even_par, realised_par, rule_tables, sampled_loads
+from tests.placement.drawn import dealt_one_by_one
 
 
 def random_placement(generator, layers, experts, ranks, slots):
@@ -62,11 +63,7 @@ def test_tokens_known_by_source_arrive_where_their_rank_sends_them() -> None:
     generator = np.random.default_rng(0)
     table_RE = generator.integers(0, 12, (4, 7)).astype(np.int32)
     source_TRE = generator.integers(0, 9, (3, 4, 7))
-    expected = np.zeros((3, 4))
-    for step in range(3):
-        for source in range(4):
-            for expert in range(7):
-                expected[step, table_RE[source, expert] // 3] += source_TRE[step, source, expert]
+    expected = dealt_one_by_one(source_TRE[:, :, None], table_RE[:, None] // 3, 4)[:, 0]
     np.testing.assert_array_equal(sampled_loads(source_TRE, 3, table_RE), expected)
 
 
@@ -80,8 +77,3 @@ def test_only_experts_new_to_a_rank_arrive() -> None:
     before_LRS = np.array([[[0, 1], [2, 3]]])
     assert arrivals(before_LRS, np.array([[[1, 0], [3, 2]]])) == 0
     assert arrivals(before_LRS, np.array([[[0, 2], [1, 3]]])) == 2
-
-
-def test_episodes_hold_all_steps() -> None:
-    heat_TLE = np.arange(10)[:, None, None]
-    assert summed(heat_TLE, 3)[:, 0, 0].tolist() == [3, 12, 30]

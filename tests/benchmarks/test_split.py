@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.split.__main__ import of_drawn, of_exactness, of_known_example
+from benchmarks.split.__main__ import of_drawn, of_exactness
 from benchmarks.split.measures import (
     EVEN_SHARES,
     FOR_EVEN,
@@ -22,6 +22,7 @@ from benchmarks.split.measures import (
 )
 from eplb_service.bench.closed_loop import Course
 from eplb_service.placement import Placement, with_entries
+from tests.placement.drawn import dealt_one_by_one
 
 
 @pytest.mark.parametrize("width", [1, 3])
@@ -30,10 +31,7 @@ def test_loads_are_those_of_dealing_token_by_token(width: int) -> None:
     placement = Placement.linear(1, 4, 3, 2)
     table_RED = with_entries(placement.default_log2phy(width), 3)[:, 0]
     source_TRE = generator.poisson(3, (5, 3, 4))
-    expected_TR = np.zeros((5, 3))
-    for (step, source, expert), tokens in np.ndenumerate(source_TRE):
-        for token in range(tokens):
-            expected_TR[step, table_RED[source, expert, token % width] // 2] += 1
+    expected_TR = dealt_one_by_one(source_TRE[:, :, None], table_RED[:, None] // 2, 3)[:, 0]
     found_TR = loads_by_table(placement.phy2log_LRS[0], table_RED, source_TRE)
     np.testing.assert_array_equal(found_TR, expected_TR)
 
@@ -61,11 +59,6 @@ def test_every_recorded_choice_is_of_the_rank_that_its_request_is_on(tmp_path: P
                 expected_TRLE[step, rank, layer, routes_KLC[token, layer]] += 1
     found_TRLE = routed_sources(tmp_path / "routes.npz", ranks, batch=2)
     np.testing.assert_array_equal(found_TRLE, expected_TRLE)
-
-
-def test_the_known_example_is_met() -> None:
-    (target,) = of_known_example()
-    assert target.met, target
 
 
 @pytest.mark.parametrize(("even", "stepwise", "met"), [(1.11, 1.04, True), (1.12, 1.05, False)])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,7 +14,6 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from benchmarks.vllm_serving import __main__ as demo
 from benchmarks.vllm_serving.load import Answer, Request, drifting_requests, send, send_all
 from benchmarks.vllm_serving.run import Watched, environment, rounds_of, server_options
 from benchmarks.vllm_serving.score import (
@@ -200,14 +198,8 @@ def test_a_run_that_does_not_show_it_is_named(
 def test_ratios_are_those_before_the_first_switch_and_since_each_window_once() -> None:
     watched = Watched(None)  # type: ignore[arg-type]  # it is asked for nothing
     assert np.isnan(watched.par()["before"])
-    for steps, par, switched in [
-        (0, 0.0, 0),
-        (8, 1.5, 0),
-        (16, 1.4, 0),
-        (24, 1.3, 1),
-        (24, 1.3, 1),
-        (32, 1.1, 2),
-    ]:
+    heard = (0, 0.0, 0), (8, 1.5, 0), (16, 1.4, 0), (24, 1.3, 1), (24, 1.3, 1), (32, 1.1, 2)
+    for steps, par, switched in heard:
         watched.take(DeploymentStatus(steps_received=steps, par=par, layers_switched=switched))
     assert watched.par() == {"before": 1.4, "after": pytest.approx(1.2), "steps": 32}
     assert "PAR 1.100" in watched.line
@@ -234,15 +226,3 @@ def test_only_the_balanced_server_hears_of_the_service(
     command = server_options(ranks=2, redundant=8, sequences=4)
     assert command[command.index("--tensor-parallel-size") + 1] == "2"
     assert json.loads(command[command.index("--eplb-config") + 1])["num_redundant_experts"] == 8
-
-
-def test_a_demo_that_cannot_run_ends_with_the_reason_before_anything_starts(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def nothing(_: object) -> Path:
-        pytest.skip("no wheel for this machine")
-
-    monkeypatch.setattr(demo, "python_of", nothing)
-    monkeypatch.setattr(sys, "argv", ["demo-vllm"])
-    assert demo.main() == 2
-    assert "vLLM with the agent cannot be had: no wheel for this machine" in capsys.readouterr().out

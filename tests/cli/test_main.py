@@ -58,11 +58,6 @@ def test_a_bug_is_not_hidden(monkeypatch, error):
         main.run(["solve"])
 
 
-def test_interrupt(monkeypatch, capsys):
-    command_that_raises(monkeypatch, KeyboardInterrupt())
-    assert eplb(capsys, "solve")[0] == 130
-
-
 def shell(command):
     eplb = f"{sys.executable} -m eplb_service.cli.main"
     return subprocess.run(

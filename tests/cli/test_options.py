@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import pytest
 
@@ -58,20 +57,3 @@ def test_fields_and_parameters_are_options_in_their_section_with_their_defaults(
     assert (shown["loud"].param_decls, shown["other"].rich_help_panel) == (("--loud",), "More")
     assert shown["name"].default is ...
     assert command.__doc__ == "Do it."
-
-
-@pytest.mark.parametrize(
-    ("kind", "parsed", "metavar"),
-    [
-        (int | None, int, "N"),
-        (bool, bool, None),
-        (Path | None, Path, "PATH"),
-        (list[Path], list[Path], None),
-        (float | Literal["auto"], str, "TEXT"),
-        (tuple[float, ...], str, "TEXT"),
-        (Size | None, str, "TEXT"),
-    ],
-)
-def test_types_of_settings_are_parsed_as_typer_can(kind: Any, parsed: Any, metavar: str | None) -> None:
-    made = setting_option("some_name", kind, None, "Help.")
-    assert (made.annotation, made.default.metavar) == (parsed, metavar)

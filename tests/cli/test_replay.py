@@ -113,14 +113,3 @@ def test_with_a_cost_curve_milliseconds_are_shown(tmp_path, capsys):
     reported = held("replay", replay(capsys, *arguments, "--json")[1])
     assert reported["costs"]["curve"]["read_us"] == 11.6
     assert reported["policies"]["none, 4 slots"]["moe_ms"] > 0
-
-
-def test_a_placement_is_what_policies_start_from(tmp_path, trace, capsys):
-    placed = tmp_path / "placed.npz"
-    shape = ("--heat", trace, "--ranks", RANKS, "--slots", 5)
-    assert eplb(capsys, "solve", *shape, "--out", placed)[0] == 0
-    cold, begun = (
-        json.loads(replay(capsys, *shape, "--window", 40, "--policy", "none", "--json", *more)[1])
-        for more in ((), ("--placement", placed))
-    )
-    assert begun["policies"]["none"]["par"] < cold["policies"]["none"]["par"]

@@ -40,14 +40,6 @@ def test_one_table_fits_80_columns(capsys: pytest.CaptureFixture[str]) -> None:
     assert "mean over traces" in printed
 
 
-def test_what_is_not_varied_is_not_named(capsys: pytest.CaptureFixture[str]) -> None:
-    code, printed, _ = run(capsys, "monday.npz", "--interval", "16", "--policy", "none")
-    assert code == 0
-    assert printed.startswith("traces 1, choices 1\n")
-    assert " none " in printed
-    assert "mean over traces" not in printed
-
-
 def test_json_and_file_are_as_published(capsys: pytest.CaptureFixture[str]) -> None:
     varied = ("--set", "move_price=auto,0.5", "--set", "fitted_curve=on,off", "--out", "found.json")
     code, printed, _ = run(capsys, "monday.npz", "tuesday.npz", *GRID, *varied, "--json", "--step-ms", "30")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -19,11 +18,6 @@ _us = st.floats(0, 1e3)
 def test_times_are_those_of_the_plain_definition(floor, read, launch, slope, tokens):
     curve = CostCurve(floor, read, launch, slope)
     assert float(curve.rank_us(tokens)) == pytest.approx(plain_rank_us(curve, tokens))
-
-
-def test_idle_slots_cost_nothing_and_busy_ones_at_least_their_weights():
-    assert H200.slot_us([0, 1, 100, 1000]).tolist() == [0.0, 11.6, 11.6, 66.5]
-    assert H200.rank_us(np.zeros((3, 8))).tolist() == [20.0] * 3
 
 
 def test_a_curve_without_read_and_launch_is_linear():

@@ -66,8 +66,3 @@ def test_a_file_without_usable_curves_is_refused(tmp_path, document, why):
     path.write_bytes(document if isinstance(document, bytes) else json.dumps(document).encode())
     with pytest.raises(CurveError, match=why):
         read_curve(str(path))
-
-
-def test_a_file_that_is_not_there_is_refused(tmp_path):
-    with pytest.raises(CurveError, match="cannot be read"):
-        read_curve(str(tmp_path / "none.json"))

@@ -50,6 +50,14 @@ def test_where_times_do_not_depend_on_where_tokens_are_nothing_is_fitted():
             fit_online(flat_T, tokens)
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_slots_that_are_always_busy_cannot_be_separated_from_the_base(seed):
+    rng = np.random.default_rng(seed)
+    tokens, rounding_T = 100 + rng.poisson(50, (64, 2, 4, 6)), rng.uniform(-1e-14, 1e-14, 64)
+    with pytest.raises(CurveFitError, match="do not grow"):
+        fit_online(2e4 * (1 + rounding_T), tokens)
+
+
 def test_what_misses_the_steps_held_out_is_refused():
     us_T, tokens = steps(H200, noise=0.0)
     us_T[2::4] *= 1.5

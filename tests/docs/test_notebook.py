@@ -6,7 +6,6 @@ import re
 import pytest
 
 from tools import notebook
-from tools.docs_reference.site_pages import generated_pages
 
 KEPT = json.loads(notebook.NOTEBOOK.read_text())["cells"]
 SCRIPT = notebook.SCRIPT.read_text()
@@ -39,10 +38,3 @@ def test_every_cell_runs_and_says_what_the_notebook_says():
         r"PAR of the last .* (\d\.\d+) in order, (\d\.\d+) as placed", "".join(map(printed, run))
     )
     assert float(found[2]) < float(found[1])
-
-
-def test_the_site_has_its_page():
-    page = generated_pages()["notebook.md"]
-    assert page.startswith("# From a trace to a decision, in Python")
-    assert page.count("```python") == sum(cell["cell_type"] == "code" for cell in KEPT)
-    assert page.count("data:image/svg+xml") == 2

@@ -3,8 +3,6 @@
 import re
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parents[2]
 
 
@@ -63,13 +61,3 @@ def test_the_files_that_pages_name_exist():
     }
     assert len(named) > 20
     assert {one for one in named if not any((ROOT / folder / one[1]).exists() for folder in folders)} == set()
-
-
-@pytest.mark.parametrize(
-    ("path", "most"),
-    [(ROOT / "ARCHITECTURE.md", 2000), *((path, 900) for path in sorted((ROOT / "docs").glob("*.md")))],
-    ids=lambda value: getattr(value, "name", None),
-)
-def test_a_page_for_users_is_short(path, most):
-    """Words, the marks of tables apart."""
-    assert len(re.findall(r"\S*\w\S*", path.read_text())) <= most

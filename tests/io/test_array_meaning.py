@@ -109,11 +109,6 @@ def test_a_map_says_that_tokens_are_by_slot(tmp_path: Path) -> None:
     assert (by_rank.facts.ranks, by_rank.facts.slots) == (8, 5)
 
 
-def test_a_header_answers_for_a_table(tmp_path: Path) -> None:
-    (tmp_path / "a.csv").write_text(f"step,layer,expert,tokens\n{COUNTS_CSV}")
-    assert open_trace(tmp_path / "a.csv").shape == (3, 2, 4)
-
-
 def test_how_many_experts_there_are_is_said_where_it_is_taken_from_choices(tmp_path: Path) -> None:
     np.savez(tmp_path / "a.npz", routes=ROUTES_KLC)
     assert (

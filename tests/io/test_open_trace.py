@@ -29,13 +29,6 @@ def test_npy_is_mapped_and_keeps_fractions(tmp_path):
     assert np.array_equal(trace.heat(1, 2), HEAT_TLE[1:] / 2)
 
 
-def test_the_name_does_not_matter(tmp_path):
-    path = tmp_path / "trace.recorded"
-    with path.open("wb") as file:
-        np.savez(file, heat=HEAT_TLE)
-    assert np.array_equal(read_heat(path), HEAT_TLE)
-
-
 def test_deepseek_weights_are_one_step(tmp_path):
     path = tmp_path / "weights.npy"
     np.save(path, HEAT_TLE[0])

@@ -53,16 +53,6 @@ def test_reads_what_sglang_saves(tmp_path):
     assert np.array_equal(read_placement(path, experts=6, ranks=4).phy2log_LRS, PLACEMENT.phy2log_LRS)
 
 
-def test_npz_holds_both_arrays_as_int32(tmp_path):
-    path = tmp_path / "placement.npz"
-    write_placement(path, PLACEMENT, PLACEMENT.default_log2phy())
-    with np.load(path) as file:
-        assert {name: (file[name].dtype.name, file[name].shape) for name in file.files} == {
-            "phy2log": ("int32", (3, 4, 2)),
-            "log2phy": ("int32", (4, 3, 6)),
-        }
-
-
 def test_expert_map_names_devices_and_layers():
     document = _expert_map_document(PLACEMENT, range(3))
     assert document["moe_layer_count"] == 3
@@ -94,6 +84,7 @@ def refusal(path, experts=6, ranks=4):
     ("text", "message"),
     [
         ('{"layer_list": [', "is not JSON, or truncated"),
+        ("\xff", "is not JSON"),
         ("{}", "found nothing"),
         ('{"layer_list": [{"layer_id": 0}]}', "equally many experts ('device_list')"),
         ('{"physical_to_logical_map": [[0, 1], [0]]}', "equally many experts"),
@@ -110,16 +101,12 @@ def refusal(path, experts=6, ranks=4):
             '{"layer_list": [{"layer_id": 0, "device_list": [{"device_id": 0, "device_expert": [0, 1.5]}]}]}',
             "integers",
         ),
-        ("\xff", "expert_map"),
     ],
 )
 def test_json_that_is_no_expert_map_is_refused(tmp_path, text, message):
     path = tmp_path / "map.json"
     path.write_text(text, encoding="latin-1")
-    if text != "\xff":
-        assert message in refusal(path, ranks=1)
-    else:
-        assert "not JSON" in refusal(path)
+    assert message in refusal(path, ranks=1)
 
 
 def test_placements_of_another_shape_are_refused(tmp_path):
@@ -133,24 +120,16 @@ def test_placements_of_another_shape_are_refused(tmp_path):
     assert "expert 1 is in no slot" in refusal(path)
 
 
-@pytest.mark.parametrize("suffix_and_format", [(".json", "sglang"), (".yaml", "tensorrt-llm")])
-@pytest.mark.parametrize("numbers", [None, range(3, 3 + PLACEMENT.layers), range(1, 2 * PLACEMENT.layers, 2)])
-def test_engines_that_count_all_layers_of_the_model_get_each_layer_where_they_look_for_it(
-    tmp_path, suffix_and_format, numbers
-):
-    suffix, format = suffix_and_format
-    path = tmp_path / f"map{suffix}"
-    write_placement(path, PLACEMENT, PLACEMENT.default_log2phy(), format, numbers)
-    back = read_placement(path, PLACEMENT.experts, PLACEMENT.ranks, numbers)
-    assert np.array_equal(back.phy2log_LRS, PLACEMENT.phy2log_LRS)
-    if format == "sglang":
-        rows_LP = json.loads(path.read_text())["physical_to_logical_map"]
-        flat_LP = PLACEMENT.phy2log_LRS.reshape(PLACEMENT.layers, -1).tolist()
-        places = list(numbers or range(PLACEMENT.layers))
-        assert [rows_LP[number] for number in places] == flat_LP
-        in_order = [slot % PLACEMENT.experts for slot in range(len(flat_LP[0]))]
-        assert all(row == in_order for number, row in enumerate(rows_LP) if number not in places)
-        assert len(rows_LP) == places[-1] + 1
+@pytest.mark.parametrize("numbers", [None, range(3, 6), range(1, 6, 2)])
+def test_sglang_counts_all_layers_of_the_model_and_gets_each_where_it_looks_for_it(tmp_path, numbers):
+    path, places = tmp_path / "map.json", list(numbers or range(3))
+    write_placement(path, PLACEMENT, PLACEMENT.default_log2phy(), "sglang", numbers)
+    rows_LP = json.loads(path.read_text())["physical_to_logical_map"]
+    flat_LP = PLACEMENT.phy2log_LRS.reshape(3, 8).tolist()
+    assert [rows_LP[number] for number in places] == flat_LP
+    in_order = [slot % 6 for slot in range(8)]
+    assert all(row == in_order for number, row in enumerate(rows_LP) if number not in places)
+    assert len(rows_LP) == places[-1] + 1
 
 
 @pytest.mark.parametrize("numbers", [[0] * PLACEMENT.layers, [1], range(PLACEMENT.layers, 0, -1)])

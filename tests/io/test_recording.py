@@ -1,6 +1,7 @@
 """What ranks report is recorded as they reported it, under the placements of its time, and nothing is guessed."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,6 +13,8 @@ from eplb_service.io.recorder import Recorder
 from eplb_service.io.trace import PHASES, TraceFacts
 from eplb_service.placement import Placement
 from eplb_service.wire.heat import HeatReport, StepPhase
+from tests.io import traces
+from tests.placement.drawn import dealt_one_by_one
 
 RANKS, SLOTS, LAYERS, EXPERTS = 4, 3, 2, 8
 FACTS = TraceFacts(model="toy", ranks=RANKS, slots=SLOTS)
@@ -32,28 +35,31 @@ def source_report(rank, first, source_TLE, epochs=(0, 0)):
     return HeatReport(first, epochs, None, phase_T, source_TLE)
 
 
-def sent_one_by_one(source_TLRE, placement, log2phy_RLE):
-    """Twin of what the recorder derives: every token of every source, dealt in turn, ``[T, L, R*S]``."""
-    tables_RLED = log2phy_RLE if log2phy_RLE.ndim == 4 else log2phy_RLE[..., None]
-    slots_TLP = np.zeros((len(source_TLRE), LAYERS, RANKS * SLOTS), dtype=int)
-    for (step, layer, rank, expert), tokens in np.ndenumerate(source_TLRE):
-        for token in range(tokens):
-            slot = tables_RLED[rank, layer, expert, token % tables_RLED.shape[3]]
-            assert placement.phy2log_LRS[layer].ravel()[slot] == expert
-            slots_TLP[step, layer, slot] += 1
-    return slots_TLP
-
-
 def by_expert(counts_TLRS, placement):
-    heat_TLE = np.zeros((len(counts_TLRS), LAYERS, EXPERTS), dtype=int)
-    for (step, layer, rank, slot), tokens in np.ndenumerate(counts_TLRS):
-        heat_TLE[step, layer, placement.phy2log_LRS[layer, rank, slot]] += tokens
-    return heat_TLE
+    shape = LAYERS, RANKS * SLOTS
+    return traces.by_expert(counts_TLRS.reshape(-1, *shape), placement.phy2log_LRS.reshape(shape), EXPERTS)
+
+
+def hear(recorder, first, last, ranks=range(RANKS), by=None, **how):
+    """Reports of so many steps each, or one of all, from each rank."""
+    for start in range(first, last, by or last - first):
+        for rank in ranks:
+            recorder.add(rank, report(rank, start, start + (by or last - first), **how))
+
+
+def recorded(recorder):
+    recorder.close()
+    return open_trace(Path("decode.zarr"))
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
 
 
 @pytest.fixture
-def recorder(tmp_path):
-    recorder = Recorder(tmp_path / "decode.zarr", FACTS, LAYERS, EXPERTS, pending_steps=32)
+def recorder():
+    recorder = Recorder(Path("decode.zarr"), FACTS, LAYERS, EXPERTS, pending_steps=32)
     placed(recorder)
     return recorder
 
@@ -64,70 +70,57 @@ def placed(recorder, placement=LINEAR, tables_RLE=None):
         recorder.place(layer, 0, phy2log_RS, tables_RLE[:, layer])
 
 
-def test_steps_come_out_as_the_ranks_reported_them(tmp_path, recorder):
+def test_steps_come_out_as_the_ranks_reported_them(recorder):
     for first in range(0, 300, 20):
         for rank in np.random.default_rng(first).permutation(RANKS):
             recorder.add(int(rank), report(int(rank), first, first + 20))
-    recorder.close()
-    trace = open_trace(tmp_path / "decode.zarr")
+    trace = recorded(recorder)
     assert trace.shape == (300, LAYERS, EXPERTS)
     assert trace.facts == replace(FACTS, phases=PHASES)
     assert np.array_equal(trace.heat(0, 300), by_expert(COUNTS_TLRS, LINEAR))
     assert trace.step_numbers(0, 300).tolist() == list(range(300))
 
 
-def test_a_switch_is_recorded_whenever_it_is_reported(tmp_path, recorder):
-    for rank in range(RANKS):
-        recorder.add(rank, report(rank, 0, 10))
-        recorder.add(rank, report(rank, 10, 20, epochs=(0, 1)))
+def test_a_switch_is_recorded_whenever_it_is_reported(recorder):
+    hear(recorder, 0, 10)
+    hear(recorder, 10, 20, epochs=(0, 1))
     recorder.place(1, 1, OTHER.phy2log_LRS[1], OTHER.default_log2phy()[:, 1])
-    recorder.close()
-    trace = open_trace(tmp_path / "decode.zarr")
+    trace = recorded(recorder)
     assert np.array_equal(trace.heat(0, 10), by_expert(COUNTS_TLRS[:10], LINEAR))
     assert np.array_equal(trace.heat(10, 20)[:, 0], by_expert(COUNTS_TLRS[10:20], LINEAR)[:, 0])
     assert np.array_equal(trace.heat(10, 20)[:, 1], by_expert(COUNTS_TLRS[10:20], OTHER)[:, 1])
 
 
-def test_steps_that_a_rank_did_not_report_are_lost_and_not_guessed(tmp_path, recorder):
-    for rank in range(RANKS):
-        recorder.add(rank, report(rank, 0, 10))
-        recorder.add(rank, report(rank, 10, 20, epochs=(0, int(rank == 2))))
-        if rank != 3:
-            recorder.add(rank, report(rank, 20, 30))
-    for first in range(30, 90, 20):
-        for rank in range(RANKS):
-            recorder.add(rank, report(rank, first, first + 20))
+def test_steps_that_a_rank_did_not_report_are_lost_and_not_guessed(recorder):
+    hear(recorder, 0, 10)
+    hear(recorder, 10, 20, ranks=(0, 1, 3))
+    hear(recorder, 10, 20, ranks=[2], epochs=(0, 1))
+    hear(recorder, 20, 30, ranks=range(3))
+    hear(recorder, 30, 90, by=20)
     # Too late: the steps have made room for newer ones.
     recorder.add(3, report(3, 20, 30))
-    recorder.close()
-    assert open_trace(tmp_path / "decode.zarr").step_numbers(0, 70).tolist() == [*range(10), *range(30, 90)]
+    assert recorded(recorder).step_numbers(0, 70).tolist() == [*range(10), *range(30, 90)]
     assert (recorder.steps, recorder.lost) == (70, 20)
 
 
-def test_steps_without_tokens_are_left_out(tmp_path, recorder):
-    for rank in range(RANKS):
-        recorder.add(rank, report(rank, 0, 10, dummy=True))
-        recorder.add(rank, report(rank, 10, 20, dummy=rank > 0))
-    recorder.close()
-    assert open_trace(tmp_path / "decode.zarr").step_numbers(0, 10).tolist() == list(range(10, 20))
+def test_steps_without_tokens_are_left_out(recorder):
+    hear(recorder, 0, 10, dummy=True)
+    hear(recorder, 10, 20, ranks=[0])
+    hear(recorder, 10, 20, ranks=range(1, RANKS), dummy=True)
+    assert recorded(recorder).step_numbers(0, 10).tolist() == list(range(10, 20))
 
 
-def test_ranks_that_start_over_are_recorded_from_their_first_step(tmp_path, recorder):
+def test_ranks_that_start_over_are_recorded_from_their_first_step(recorder):
     for _ in range(2):
         recorder.begin_again()
-        for first in range(0, 200, 20):
-            for rank in range(RANKS):
-                recorder.add(rank, report(rank, first, first + 20))
-    recorder.close()
-    assert open_trace(tmp_path / "decode.zarr").step_numbers(0, 400).tolist() == [*range(200), *range(200)]
+        hear(recorder, 0, 200, by=20)
+    assert recorded(recorder).step_numbers(0, 400).tolist() == [*range(200), *range(200)]
 
 
-def test_steps_under_a_placement_that_is_never_reported_are_lost(tmp_path, recorder):
-    for rank in range(RANKS):
-        recorder.add(rank, report(rank, 0, 10))
-        recorder.add(rank, report(rank, 10, 20, epochs=(0, 1)))
-    recorder.close()
-    assert open_trace(tmp_path / "decode.zarr").steps == 10
+def test_steps_under_a_placement_that_is_never_reported_are_lost(recorder):
+    hear(recorder, 0, 10)
+    hear(recorder, 10, 20, epochs=(0, 1))
+    assert recorded(recorder).steps == 10
     assert recorder.lost == 10
 
 
@@ -135,7 +128,7 @@ def sources_of(rank, steps, offset=0):
     return np.random.default_rng([rank, offset]).integers(0, 9, (steps, LAYERS, EXPERTS)).astype(np.uint8)
 
 
-def test_sources_tokens_and_phases_are_recorded_as_reported(tmp_path, recorder):
+def test_sources_tokens_and_phases_are_recorded_as_reported(recorder):
     phases = {0: StepPhase.PREFILL, 1: StepPhase.DECODE, 2: StepPhase.DUMMY, 3: StepPhase.DUMMY}
     for first in (0, 10, 20):
         for rank in range(RANKS):
@@ -148,8 +141,7 @@ def test_sources_tokens_and_phases_are_recorded_as_reported(tmp_path, recorder):
                 tokens_T=None if (first, rank) == (10, 2) else np.full(10, 5 + rank),
             )
             recorder.add(rank, sent)
-    recorder.close()
-    trace = open_trace(tmp_path / "decode.zarr")
+    trace = recorded(recorder)
     names = [trace.facts.phases[number] for number in trace.phase_numbers(0, 30)]
     assert names == ["decode"] * 10 + ["mixed"] * 10 + ["prefill"] * 10
     wanted = [np.concatenate([sources_of(rank, 10, first) for first in (0, 10, 20)]) for rank in range(RANKS)]
@@ -158,76 +150,71 @@ def test_sources_tokens_and_phases_are_recorded_as_reported(tmp_path, recorder):
     assert trace.tokens(0, 30) is None
 
 
-def test_steps_without_sources_are_left_out_of_a_trace_that_has_them(tmp_path, recorder):
+def test_steps_without_sources_are_left_out_of_a_trace_that_has_them(recorder):
     for first in range(0, 80, 20):
         for rank in range(RANKS):
             sent = report(rank, first, first + 20)
             if (first, rank) != (60, 1):
                 sent = replace(sent, source_counts_TLE=sources_of(rank, 20))
             recorder.add(rank, sent)
-    recorder.close()
-    assert open_trace(tmp_path / "decode.zarr").steps == 60
+    assert recorded(recorder).steps == 60
     assert recorder.lost == 20
 
 
-def test_sources_of_very_large_deployments_are_not_recorded(tmp_path, monkeypatch):
+def test_sources_of_very_large_deployments_are_not_recorded(monkeypatch):
     monkeypatch.setattr(recorder_module, "MOST_SOURCE_COUNTS", RANKS * LAYERS * EXPERTS - 1)
-    recorder = Recorder(tmp_path / "decode.zarr", FACTS, LAYERS, EXPERTS, pending_steps=32)
+    recorder = Recorder(Path("decode.zarr"), FACTS, LAYERS, EXPERTS, pending_steps=32)
     placed(recorder)
     for rank in range(RANKS):
         recorder.add(rank, replace(report(rank, 0, 10), source_counts_TLE=sources_of(rank, 10)))
-    recorder.close()
-    trace = open_trace(tmp_path / "decode.zarr")
+    trace = recorded(recorder)
     assert trace.steps == 10
     assert trace.source_rows(0, 10) is None
 
 
-def test_a_recording_that_begins_in_the_midst_of_reports_has_lost_nothing(tmp_path, recorder):
+def test_a_recording_that_begins_in_the_midst_of_reports_has_lost_nothing(recorder):
     recorder.add(3, report(3, 0, 20))
-    for first in range(20, 100, 20):
-        for rank in range(RANKS):
-            recorder.add(rank, report(rank, first, first + 20))
-    recorder.close()
-    assert open_trace(tmp_path / "decode.zarr").step_numbers(0, 80).tolist() == list(range(20, 100))
+    hear(recorder, 20, 100, by=20)
+    assert recorded(recorder).step_numbers(0, 80).tolist() == list(range(20, 100))
     assert recorder.lost == 0
 
 
 @pytest.mark.parametrize("deals", [False, True], ids=["one-replica", "dealing"])
-def test_slots_that_nobody_counts_follow_from_sources_and_tables(tmp_path, deals):
+def test_slots_that_nobody_counts_follow_from_sources_and_tables(deals):
     tables = [placement.default_log2phy(3 if deals else 1) for placement in (LINEAR, OTHER)]
     source_TLRE = np.random.default_rng(2).integers(0, 9, (20, LAYERS, RANKS, EXPERTS)).astype(np.uint8)
-    recorder = Recorder(tmp_path / "decode.zarr", FACTS, LAYERS, EXPERTS, pending_steps=32)
+    recorder = Recorder(Path("decode.zarr"), FACTS, LAYERS, EXPERTS, pending_steps=32)
     placed(recorder, LINEAR, tables[0])
     for rank in range(RANKS):
         recorder.add(rank, source_report(rank, 0, source_TLRE[:10, :, rank]))
         recorder.add(rank, source_report(rank, 10, source_TLRE[10:, :, rank], (0, 1)))
     # The switch of layer 1 is heard of after what was counted under it.
     recorder.place(1, 1, OTHER.phy2log_LRS[1], tables[1][:, 1])
-    recorder.close()
-    trace = open_trace(tmp_path / "decode.zarr")
+    trace = recorded(recorder)
     assert np.array_equal(trace.heat(0, 20), source_TLRE.sum(axis=2, dtype=int))
     assert np.array_equal(trace.source_rows(0, 20), source_TLRE.transpose(0, 2, 1, 3))
     assert set(recorder._tables) == {(0, 0), (1, 1)}
-    expected_TLP = sent_one_by_one(source_TLRE, LINEAR, tables[0])
-    expected_TLP[10:, 1] = sent_one_by_one(source_TLRE, OTHER, tables[1])[10:, 1]
+    expected_TLP, switched_TLP = (
+        dealt_one_by_one(source_TLRE.transpose(0, 2, 1, 3), tables_RLED, RANKS * SLOTS)
+        for tables_RLED in tables
+    )
+    expected_TLP[10:, 1] = switched_TLP[10:, 1]
     assert np.array_equal(trace.slot_heat(0, 20)[0], expected_TLP)
     assert np.array_equal(
         trace.served_loads(0, 20), expected_TLP.reshape(20, LAYERS, RANKS, SLOTS).sum(axis=3)
     )
 
 
-def test_a_step_that_only_some_ranks_count_by_slot_is_lost(tmp_path, recorder):
-    for rank in range(RANKS):
-        recorder.add(rank, report(rank, 0, 10))
-        sources = np.ones((10, LAYERS, EXPERTS), dtype=np.uint8)
-        recorder.add(rank, report(rank, 10, 20) if rank else source_report(0, 10, sources))
-    recorder.close()
-    assert open_trace(tmp_path / "decode.zarr").steps == 10
+def test_a_step_that_only_some_ranks_count_by_slot_is_lost(recorder):
+    hear(recorder, 0, 10)
+    hear(recorder, 10, 20, ranks=range(1, RANKS))
+    recorder.add(0, source_report(0, 10, np.ones((10, LAYERS, EXPERTS), dtype=np.uint8)))
+    assert recorded(recorder).steps == 10
     assert recorder.lost == 10
 
 
-def test_slots_that_nobody_counts_are_refused_where_tables_are_unknown(tmp_path):
-    recorder = Recorder(tmp_path / "decode.zarr", FACTS, LAYERS, EXPERTS, 32)
+def test_slots_that_nobody_counts_are_refused_where_tables_are_unknown():
+    recorder = Recorder(Path("decode.zarr"), FACTS, LAYERS, EXPERTS, 32)
     for layer in range(LAYERS):
         recorder.place(layer, 0, LINEAR.phy2log_LRS[layer], None)
     with pytest.raises(HeatError, match="rank 2 does not count tokens by slot"):

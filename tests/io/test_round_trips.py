@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,6 +18,7 @@ from eplb_service.io.open_trace import open_trace
 from eplb_service.io.placement_file import _FORMATS, FORMATS, read_placement, write_placement
 from eplb_service.io.trace import ArrayTrace
 from eplb_service.placement import Placement
+from tests.placement.drawn import placements
 
 SHAPES = st.tuples(st.integers(1, 9), st.integers(1, 4), st.integers(1, 9))
 COUNTS = st.sampled_from((0, 0, 1, 7, 4095, 2**31 - 1)) | st.integers(0, 300)
@@ -51,26 +51,13 @@ def test_heat(suffix: str, heat_TLE: Any, tmp_path_factory: pytest.TempPathFacto
     np.testing.assert_array_equal(read.heat(0, read.steps), heat_TLE)
 
 
-@st.composite
-def placements(draw: st.DrawFn) -> Placement:
-    """Experts in any order on ranks that hold none twice."""
-    ranks, layers = draw(st.integers(1, 5)), draw(st.integers(1, 12))
-    experts = draw(st.integers(1, 12))
-    slots = draw(st.integers(-(-experts // ranks), experts))
-    linear = Placement.linear(layers, experts, ranks, slots).phy2log_LRS
-    orders = [draw(st.permutations(range(experts))) for _ in range(layers)]
-    renamed = [np.array(order)[layer_RS] for order, layer_RS in zip(orders, linear, strict=True)]
-    return Placement(np.stack(renamed)[:, draw(st.permutations(range(ranks)))], experts)
-
-
 @pytest.mark.parametrize("format", FORMATS)
 @settings(max_examples=25)
 @given(placement=placements(), data=st.data())
 def test_placement(
     format: Any, placement: Placement, data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    folder: Path = tmp_path_factory.mktemp("placement")
-    path = folder / f"placement{_FORMATS[format][0]}"
+    path = tmp_path_factory.mktemp("placement") / f"placement{_FORMATS[format][0]}"
     layers = placement.layers
     of_model = st.lists(st.integers(0, 20), min_size=layers, max_size=layers, unique=True).map(sorted)
     numbers = data.draw(st.none() | of_model)

@@ -10,6 +10,14 @@ HEAT_TLE = np.arange(24, dtype=np.uint16).reshape(2, 3, 4)
 PHY2LOG_LP = np.array([[0, 1, 2, 3, 0, 1], [3, 2, 1, 0, 3, 2], [0, 0, 1, 2, 3, 3]])
 
 
+def by_expert(slots_TLP, phy2log_LP, experts):
+    """Tokens by expert, the plain way, int64 ``[T, L, E]``."""
+    heat_TLE = np.zeros((*np.shape(slots_TLP)[:2], experts), dtype=np.int64)
+    for (step, layer, slot), tokens in np.ndenumerate(slots_TLP):
+        heat_TLE[step, layer, phy2log_LP[layer, slot]] += tokens
+    return heat_TLE
+
+
 def slots_of(heat_TLE, phy2log_LP):
     """Tokens by slot whose sums by expert are ``heat_TLE``: a replica gets the rest, those before it one token."""
     slots_TLP = np.zeros((len(heat_TLE), *phy2log_LP.shape), dtype=np.int32)

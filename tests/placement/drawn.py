@@ -1,4 +1,4 @@
-"""Placements that tests draw."""
+"""Placements that tests draw, and what their slots receive."""
 
 from __future__ import annotations
 
@@ -19,3 +19,14 @@ def placements(draw: st.DrawFn) -> Placement:
     rng = np.random.default_rng(draw(st.integers(0, 2**16)))
     shuffled = np.stack([rng.permutation(experts)[row] for row in linear.phy2log_LRS])
     return Placement(shuffled.astype(np.int32), experts)
+
+
+def dealt_one_by_one(source_TRLE: np.ndarray, log2phy_RLED: np.ndarray, slots: int) -> np.ndarray:
+    """Tokens by slot, ``[T, L, P]``, where each goes to the next entry of its source's table, of one or more."""
+    tables_RLED = log2phy_RLED.reshape(*log2phy_RLED.shape[:3], -1)
+    found_TLP = np.zeros((len(source_TRLE), source_TRLE.shape[2], slots), dtype=np.int64)
+    for (step, source, layer, expert), tokens in np.ndenumerate(source_TRLE):
+        for token in range(tokens):
+            entry = token % tables_RLED.shape[3]
+            found_TLP[step, layer, tables_RLED[source, layer, expert, entry]] += 1
+    return found_TLP

@@ -1,4 +1,4 @@
-"""Heat that tests of the planner draw, and what serves once a plan has switched."""
+"""Heat that tests of the planner draw."""
 
 from __future__ import annotations
 

@@ -66,10 +66,3 @@ def test_a_layer_still_in_order_is_recognised_among_placed_ones() -> None:
 
 def test_a_few_steps_say_nothing_of_a_deployment() -> None:
     assert not blind(shuffled(1), window=Window(WINDOW.heat_TLE[:8])).any()
-
-
-def test_where_nothing_can_be_won_no_layout_is_blind() -> None:
-    even = Window(np.full((48, LAYERS, EXPERTS), 250))
-    start = Placement.linear(LAYERS, EXPERTS, RANKS, EXPERTS // RANKS)
-    asked = Question(even, start, start.default_log2phy(), FLAT, PlannerSettings(), SearchOptions())
-    assert not _blind_layers(asked, np.full(LAYERS, 1.01), np.ones(LAYERS)).any()

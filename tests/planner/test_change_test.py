@@ -107,12 +107,10 @@ def test_a_promise_a_little_too_good_is_no_change() -> None:
     assert paced(promise).after_steps(par_TL[16:])[0].alarm is None
 
 
-NOTHING = Promise(np.full(3, np.nan), np.zeros(3), np.ones(3), 0, held_out=False)
-
-
 def test_what_is_not_known_is_learned_before_anything_is_an_alarm() -> None:
     par_TL = served(np.random.default_rng(3), 300, 8, 256)[:, :2]
-    pace, _ = paced(NOTHING).after_steps(par_TL[:200])
+    nothing = Promise(np.full(3, np.nan), np.zeros(3), np.ones(3), 0, held_out=False)
+    pace, _ = paced(nothing).after_steps(par_TL[:200])
     assert pace.alarm is None
     np.testing.assert_allclose(pace.expected.mean_C[:2], par_TL[:200].mean(axis=0), rtol=0.02)
     assert pace.after_steps(par_TL[200:] + 0.6)[0].alarm is not None

@@ -132,11 +132,8 @@ def test_a_gain_at_a_fitted_price_has_the_true_one_in_its_interval(seed: int) ->
     assert found.gain_low_ms <= truth.gain_ms <= found.gain_high_ms
 
 
-@pytest.mark.parametrize("seed", [0, 4])
-def test_what_is_not_known_of_the_price_widens_the_interval(
-    seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    order = np.random.default_rng(seed).permutation(EXPERTS).astype(np.int32)
+def test_what_is_not_known_of_the_price_widens_the_interval(monkeypatch: pytest.MonkeyPatch) -> None:
+    order = np.random.default_rng(0).permutation(EXPERTS).astype(np.int32)
     other = Placement(order[FIRST.phy2log_LRS], EXPERTS)
     settings = replace(SETTINGS, cost_curve=H200)
     sure = judged(Serving(other, other.default_log2phy()), settings)

@@ -36,23 +36,11 @@ def assert_changes_are_legal(found: Plan, experts: int) -> None:
         check_layer(changed.phy2log_RS, experts)
 
 
-@pytest.mark.parametrize("policy", ["deepseek", "flashlb"])
-@pytest.mark.parametrize("hot", [1.0, 1e9])
-def test_no_expert_has_more_replicas_than_there_are_ranks(policy: str, hot: float) -> None:
-    # 512 spare slots for 32 ranks; elsewhere a kernel writes past its arrays where no rank fits.
-    heat_TLE = np.ones((2, 1, 256))
-    heat_TLE[:, :, 7] = hot
-    found = afresh(heat_TLE, 32, 24, policy=policy)
-    assert_changes_are_legal(found, 256)
-    for changed in found.layers:
-        assert np.bincount(changed.phy2log_RS.ravel()).max() <= 32
-    assert found.par_planned <= found.par_seen
-
-
 @pytest.mark.parametrize(("experts", "ranks", "slots"), [(8, 4, 7), (5, 3, 5), (4, 9, 4), (256, 32, 24)])
 def test_redundancy_above_the_ranks_is_placed(experts: int, ranks: int, slots: int) -> None:
     assert ranks * slots - experts > ranks
     heat_TLE = np.random.default_rng(experts).gamma(0.5, 100, (3, 1, experts))
+    heat_TLE[:, :, 2] = 1e9
     for policy in ("deepseek", "flashlb"):
         found = afresh(heat_TLE, ranks, slots, policy=policy)
         assert_changes_are_legal(found, experts)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -35,14 +34,3 @@ def test_no_plan_moves_them(case: Case, policy: str, split: str, warm: bool) -> 
         assert [verdict.reason for verdict in made.verdicts] == ["kept: its experts are bound to their ranks"]
         assert made.moves == 0
         np.testing.assert_equal(made.par_planned, made.par_seen)
-
-
-@pytest.mark.parametrize("rank_bound", [False, True])
-def test_those_of_others_move_on_the_same_heat(rank_bound: bool) -> None:
-    placement = Placement.linear(1, 8, 4, 2)
-    heat_TLE = np.random.default_rng(0).poisson([[100, 100, 5, 5, 5, 5, 5, 5]], (32, 1, 8))
-    topology = dataclasses.replace(Topology.flat(4), rank_bound=rank_bound)
-    made = plan(
-        Window(heat_TLE), placement, placement.default_log2phy(), topology, PlannerSettings(threads=1)
-    )
-    assert (made.layers == ()) is rank_bound

@@ -38,10 +38,13 @@ class Ranks:
             status = PlanStatus(self.plan_id, state, layer, step=self.step, **facts)
             self.log.heard(rank, status, self.now)
 
-    def switch(self, layers: list[LayerPlan], lost: float = 0.0) -> None:
-        """With 50 ms of 10 ms steps per transfer, which take longer where some of it is lost."""
+    def offer(self, *layers: LayerPlan) -> None:
         self.plan_id += 1
         self.log.offered(self.plan_id, layers, RANKS, self.now)
+
+    def switch(self, layers: list[LayerPlan], lost: float = 0.0) -> None:
+        """With 50 ms of 10 ms steps per transfer, which take longer where some of it is lost."""
+        self.offer(*layers)
         self.steps(4)
         self.say(PlanState.ACCEPTED, layers[0].layer)
         for layer in layers:
@@ -90,9 +93,8 @@ def test_a_rank_that_received_nothing_says_nothing_of_transfers(ranks: Ranks) ->
 def test_a_report_that_is_longer_than_the_plan_is_left_out(
     ranks: Ranks, seconds: float, believed: bool
 ) -> None:
-    for plan in range(4):
-        ranks.plan_id = plan + 1
-        ranks.log.offered(ranks.plan_id, [layer_plan(0, 1)], RANKS, ranks.now)
+    for _ in range(4):
+        ranks.offer(layer_plan(0, 1))
         ranks.say(PlanState.ACCEPTED)
         ranks.steps(10)
         ranks.say(PlanState.TRANSFERRED, transfer_seconds=seconds)
@@ -101,9 +103,8 @@ def test_a_report_that_is_longer_than_the_plan_is_left_out(
 
 
 def test_one_rank_that_exaggerates_does_not_move_the_estimate(ranks: Ranks) -> None:
-    for plan in range(4):
-        ranks.plan_id = plan + 1
-        ranks.log.offered(ranks.plan_id, [layer_plan(0, 0, 1, 2, 3)], RANKS, ranks.now)
+    for _ in range(4):
+        ranks.offer(layer_plan(0, 0, 1, 2, 3))
         ranks.say(PlanState.ACCEPTED)
         ranks.steps(10)
         ranks.say(PlanState.TRANSFERRED, ranks=range(1), transfer_seconds=1.0)
@@ -118,9 +119,8 @@ def test_one_rank_that_exaggerates_does_not_move_the_estimate(ranks: Ranks) -> N
 
 def test_what_is_reported_of_other_plans_or_by_clients_of_no_group_counts_for_nothing(ranks: Ranks) -> None:
     for _ in range(4):
-        ranks.plan_id += 1
+        ranks.offer(layer_plan(0, 1))
         ranks.log.heard(0, PlanStatus(99, PlanState.TRANSFERRED, transfer_seconds=1.0), 0.0)
-        ranks.log.offered(ranks.plan_id, [layer_plan(0, 1)], RANKS, 0.0)
         for rank, layer in ((1 << 20, 0), (1, 77)):
             ranks.log.heard(rank, PlanStatus(ranks.plan_id, PlanState.ACCEPTED, layer, step=1), 0.1)
             status = PlanStatus(ranks.plan_id, PlanState.TRANSFERRED, layer, transfer_seconds=0.1, step=9)
@@ -130,8 +130,7 @@ def test_what_is_reported_of_other_plans_or_by_clients_of_no_group_counts_for_no
 
 
 def test_a_plan_that_was_aborted_half_way_counts_as_far_as_it_went(ranks: Ranks) -> None:
-    ranks.plan_id = 1
-    ranks.log.offered(1, [layer_plan(layer, 1) for layer in range(5)], RANKS, ranks.now)
+    ranks.offer(*(layer_plan(layer, 1) for layer in range(5)))
     ranks.say(PlanState.ACCEPTED)
     for layer in range(4):
         ranks.steps(10)

@@ -44,14 +44,6 @@ def test_what_was_placed_for_this_heat_is_kept_and_says_why():
     assert all("nothing pays" in verdict.reason for verdict in again.verdicts if not verdict.changed)
 
 
-def test_layers_without_tokens_are_left_out():
-    idle = LARGE.copy()
-    idle[:, 1] = 0
-    timed = solve(idle, 8, 9, cost_curve=H200)
-    assert timed.verdicts[1].us_seen is None
-    assert not timed.verdicts[1].changed
-
-
 def test_steps_are_taken_evenly_and_never_summed():
     assert _sampled_steps(10, 5).tolist() == [1, 3, 5, 7, 9]
     assert _sampled_steps(10, 128).tolist() == list(range(10))

@@ -88,12 +88,6 @@ def test_layers_that_change(taken: int, moves: int, facts: dict[str, object], re
     assert verdict.regret == pytest.approx(0.35)
 
 
-def test_under_a_curve_a_change_says_what_its_slowest_rank_takes() -> None:
-    verdict = judge(us=50.0).changed(0, answer(FRESH), 3, 1.25, 40.0, 1.15)
-    assert verdict.reason.endswith("; its slowest rank 50.0 us to 40.0")
-    assert (verdict.us_seen, verdict.us_planned) == (50.0, 40.0)
-
-
 def assert_kept(verdict: LayerVerdict) -> None:
     assert not verdict.changed
     np.testing.assert_equal(verdict.par_planned, verdict.par_seen)

@@ -23,7 +23,7 @@ from eplb_service.planner.settings import PlannerSettings
 from eplb_service.replay.jobs import TraceFile, completed, jobs_for, replay_file, scene_for
 from eplb_service.replay.policy import ReplayError, Setup
 from eplb_service.replay.result import Replay
-from eplb_service.replay.sweep import SweepCell, grid, sweep
+from eplb_service.replay.sweep import SweepCell, sweep
 
 SETUPS = [Setup(5, 30, interval) for interval in (20, 30)]
 
@@ -114,11 +114,6 @@ def figures(result: Replay) -> list[tuple[str, float, int]]:
     return [(policy.label, policy.par_realised, policy.moves) for policy in result.policies]
 
 
-def test_every_combination_once() -> None:
-    assert grid({}) == [{}]
-    assert grid({"a": [1, 2], "b": ["x"]}) == [{"a": 1, "b": "x"}, {"a": 2, "b": "x"}]
-
-
 @pytest.mark.parametrize("workers", [1, 2])
 def test_each_cell_is_what_a_replay_of_its_own_finds(cells: list[SweepCell], workers: int) -> None:
     found = dict(sweep(cells, workers))
@@ -127,10 +122,3 @@ def test_each_cell_is_what_a_replay_of_its_own_finds(cells: list[SweepCell], wor
         alone = replay_file(cell.file, cell.jobs, cell.scene, workers=1)
         assert figures(found[number]) == figures(alone)
     assert figures(found[0]) != figures(found[2])
-
-
-@pytest.mark.parametrize("workers", [1, 2])
-def test_a_trace_that_is_gone_by_then_is_named(cells: list[SweepCell], workers: int) -> None:
-    cells[3].file.path.unlink()
-    with pytest.raises((HeatError, OSError), match=r"1\.npz"):
-        list(sweep(cells, workers))

@@ -17,6 +17,7 @@ from eplb_service.replay.jobs import jobs_for, replay, scene_for
 from eplb_service.replay.policy import Setup
 from eplb_service.replay.served import _loads_from_sources, served_us
 from tests.cost.curves import H200, plain_rank_us
+from tests.placement.drawn import dealt_one_by_one
 
 STEPS, LAYERS, RANKS, EXPERTS, SLOTS = 60, 2, 4, 8, 3
 PLACEMENT = Placement.linear(LAYERS, EXPERTS, RANKS, SLOTS)
@@ -25,18 +26,10 @@ RNG = np.random.default_rng(3)
 SOURCE_TRLE = RNG.poisson(20 * RNG.dirichlet(np.ones(RANKS), (STEPS, LAYERS, EXPERTS)).transpose(0, 3, 1, 2))
 
 
-def slow_loads(source_TRLE, destination_RLE, destinations=RANKS):
-    steps, _, layers, _ = source_TRLE.shape
-    loads_TLX = np.zeros((steps, layers, destinations))
-    for (step, rank, layer, expert), tokens in np.ndenumerate(source_TRLE):
-        loads_TLX[step, layer, destination_RLE[rank, layer, expert]] += tokens
-    return loads_TLX
-
-
 @pytest.fixture
 def recorded(tmp_path):
     """A trace as the service records it: tokens by slot and by source, under the engines' tables."""
-    slots_TLP = slow_loads(SOURCE_TRLE, PLACEMENT.default_log2phy(), RANKS * SLOTS).astype(int)
+    slots_TLP = dealt_one_by_one(SOURCE_TRLE, PLACEMENT.default_log2phy(), RANKS * SLOTS)
     facts = TraceFacts(ranks=RANKS, slots=SLOTS)
     with TraceWriter(tmp_path / "a.zarr", facts, LAYERS, EXPERTS) as writer:
         for layer in range(LAYERS):
@@ -49,7 +42,7 @@ def test_tokens_go_where_their_own_sources_table_says():
     destination_RLE = RNG.integers(0, RANKS, (RANKS, LAYERS, EXPERTS))
     destination_RLE[destination_RLE == 2] = 0
     loads_TLR = _loads_from_sources(SOURCE_TRLE, destination_RLE, RANKS)
-    assert np.array_equal(loads_TLR, slow_loads(SOURCE_TRLE, destination_RLE))
+    assert np.array_equal(loads_TLR, dealt_one_by_one(SOURCE_TRLE, destination_RLE, RANKS))
     assert not loads_TLR[:, :, 2].any()
 
 
@@ -82,7 +75,7 @@ def test_a_host_that_spreads_tokens_itself_is_scored_without_tables(recorded):
 def test_slowest_ranks_are_timed_by_what_their_slots_really_received(recorded):
     trace, _ = recorded
     tables_RLE = PLACEMENT.default_log2phy()
-    slots_TLP = slow_loads(SOURCE_TRLE, tables_RLE, RANKS * SLOTS)
+    slots_TLP = dealt_one_by_one(SOURCE_TRLE, tables_RLE, RANKS * SLOTS)
     found_TL = served_us(trace, trace.heat(0, STEPS), 0, Serving(PLACEMENT, tables_RLE), "tables", H200)
     for step, layer in ((0, 0), (17, 1), (59, 0)):
         of_ranks = slots_TLP[step, layer].reshape(RANKS, SLOTS).tolist()
@@ -109,10 +102,7 @@ def test_a_replay_deals_each_steps_tokens_one_by_one(recorded):
     settings = PlannerSettings(split="deal", deal_width=4)
     found = replay(trace, jobs_for(["none"], [Setup(SLOTS, 20, 20)], settings), scene_for(RANKS))
     tables_RLED = PLACEMENT.default_log2phy(4)
-    loads_TLR = np.zeros((STEPS, LAYERS, RANKS))
-    for (step, rank, layer, expert), tokens in np.ndenumerate(SOURCE_TRLE):
-        for token in range(tokens):
-            loads_TLR[step, layer, tables_RLED[rank, layer, expert, token % 4] // SLOTS] += 1
+    loads_TLR = dealt_one_by_one(SOURCE_TRLE, tables_RLED // SLOTS, RANKS)
     assert found.policies[0].par_realised_L == pytest.approx(par(loads_TLR[20:]))
     assert found.baselines[0].par_DL.mean(axis=0) == pytest.approx(par(loads_TLR[20:]))
     both = replay(trace, jobs_for(["flashlb"], [Setup(SLOTS, 20, 20)], settings), scene_for(RANKS))

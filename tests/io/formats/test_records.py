@@ -17,8 +17,9 @@ from hypothesis import strategies as st
 from eplb_service.heat.window import HeatError
 from eplb_service.io.named_arrays import ReadAs
 from eplb_service.io.open_trace import open_trace, read_heat
+from tests.io import traces
 
-PHY2LOG_LP = np.array([[0, 1, 2, 3, 0, 1], [3, 2, 1, 0, 3, 2]])
+PHY2LOG_LP = traces.PHY2LOG_LP[:2]
 META = {
     "record_type": "eplb_load_meta",
     "version": 1,
@@ -39,14 +40,6 @@ def stats(step: int, load_LP: np.ndarray, map_LP: np.ndarray | None = PHY2LOG_LP
     return record if map_LP is None else {**record, "p2l_map": map_LP.tolist()}
 
 
-def logical(load_LP: np.ndarray, map_LP: np.ndarray, experts: int) -> np.ndarray:
-    """Tokens by expert, the plain way."""
-    heat_LE = np.zeros((len(load_LP), experts), dtype=np.int64)
-    for layer, slot in np.ndindex(load_LP.shape):
-        heat_LE[layer, map_LP[layer, slot]] += load_LP[layer, slot]
-    return heat_LE
-
-
 # vLLM's expert load
 
 
@@ -60,7 +53,7 @@ def test_vllm_s_load_is_summed_under_the_map_of_each_record(
     path = tmp_path_factory.mktemp("vllm") / "load.jsonl"
     write_lines(path, [META, *(stats(step, loads[step], maps[step]) for step in range(steps))])
     trace = open_trace(path)
-    expected = [logical(load, map_LP, 4) for load, map_LP in zip(loads, maps, strict=True)]
+    expected = [traces.by_expert([load], map_LP, 4)[0] for load, map_LP in zip(loads, maps, strict=True)]
     np.testing.assert_array_equal(trace.heat(0, trace.steps), expected)
     assert (trace.facts.model, trace.facts.ranks, trace.facts.slots) == ("moe", 2, 3)
 
@@ -73,13 +66,13 @@ def test_vllm_s_load_without_a_map_is_asked_for_it(tmp_path: Path) -> None:
     ):
         open_trace(path)
     heat = read_heat(path, ReadAs(phy2log=PHY2LOG_LP))
-    np.testing.assert_array_equal(heat, [logical(load_LP, PHY2LOG_LP, 4)])
+    np.testing.assert_array_equal(heat, traces.by_expert([load_LP], PHY2LOG_LP, 4))
 
 
 def test_vllm_s_load_of_one_record_and_of_idle_steps(tmp_path: Path) -> None:
     load_LP = np.arange(12).reshape(2, 6)
     path = write_lines(tmp_path / "one.jsonl", [stats(1, load_LP)])
-    np.testing.assert_array_equal(read_heat(path), [logical(load_LP, PHY2LOG_LP, 4)])
+    np.testing.assert_array_equal(read_heat(path), traces.by_expert([load_LP], PHY2LOG_LP, 4))
     idle = stats(2, 0 * load_LP)
     beside = {"record_type": "bench_run_start", "label": "warm-up"}
     trace = open_trace(write_lines(path, [beside, META, idle, stats(3, load_LP), idle]))

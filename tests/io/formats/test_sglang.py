@@ -6,11 +6,12 @@ import pytest
 from eplb_service.heat.window import HeatError
 from eplb_service.io.named_arrays import ReadAs
 from eplb_service.io.open_trace import open_trace
+from tests.io import traces
 
 torch = pytest.importorskip("torch")
 
 RANKS, PASSES, LAYERS, SLOTS, EXPERTS = 3, 5, 2, 6, 4
-PHY2LOG_LP = np.array([[0, 1, 2, 3, 0, 1], [3, 2, 1, 0, 3, 2]])
+PHY2LOG_LP = traces.PHY2LOG_LP[:2]
 COUNTS_RTLP = np.random.default_rng(0).integers(0, 9, (RANKS, PASSES, LAYERS, SLOTS))
 
 
@@ -27,15 +28,17 @@ def dumped(folder, rank, records, phy2log=PHY2LOG_LP):
 
 
 def by_expert(counts_TLP):
-    heat_TLE = np.zeros((len(counts_TLP), LAYERS, EXPERTS), dtype=int)
-    for (step, layer, slot), tokens in np.ndenumerate(counts_TLP):
-        heat_TLE[step, layer, PHY2LOG_LP[layer, slot]] += tokens
-    return heat_TLE
+    return traces.by_expert(counts_TLP, PHY2LOG_LP, EXPERTS)
+
+
+def run_of(folder, ranks=RANKS, first=lambda rank: 0):
+    """Files of so many ranks, which have recorded all passes from one on."""
+    for rank in range(ranks):
+        dumped(folder, rank, [record(rank, number) for number in range(first(rank), PASSES)])
 
 
 def test_one_ranks_file_is_not_taken_for_the_run(tmp_path):
-    for rank in range(RANKS):
-        dumped(tmp_path / "run", rank, [record(rank, number) for number in range(PASSES)])
+    run_of(tmp_path / "run")
     one = next((tmp_path / "run").glob("*_1.pt"))
     with pytest.raises(
         HeatError, match=r"is the share of rank 1 alone, and .*_0\.pt is beside it: open the folder"
@@ -58,27 +61,15 @@ def test_passes_without_tokens_and_dense_layers_are_left_out(tmp_path):
     assert trace.facts.layer_numbers == (1, 2)
 
 
-def ring_buffer(size, heat_TLE, dense=3):
-    """What the mode stat dumps after the steps of ``heat_TLE``: the buffer as it is in memory."""
-    steps, layers, experts = heat_TLE.shape
-    buffer = np.zeros((size, dense + layers, experts), dtype=np.int32)
-    for step in range(steps):
-        buffer[step % size, dense:] = heat_TLE[step]
-    return {"rank": 0, "logical_count": torch.from_numpy(buffer), "average_utilization_rate_over_window": 0.5}
-
-
-HEAT_TLE = np.random.default_rng(1).integers(0, 9, (7, 2, EXPERTS)) + 1
-
-
 def test_a_ring_buffer_in_which_nothing_was_counted_is_refused(tmp_path):
-    torch.save(ring_buffer(4, HEAT_TLE[:0]), tmp_path / "idle.pt")
+    buffer = {"rank": 0, "logical_count": torch.zeros(4, 5, EXPERTS, dtype=torch.int32)}
+    torch.save(buffer, tmp_path / "idle.pt")
     with pytest.raises(HeatError, match="holds no forward pass: all of its counts are zero"):
         open_trace(tmp_path / "idle.pt")
 
 
 def test_passes_that_not_all_ranks_recorded_are_left_out(tmp_path):
-    for rank in range(RANKS):
-        dumped(tmp_path / "run", rank, [record(rank, number) for number in range(rank, PASSES)])
+    run_of(tmp_path / "run", first=int)
     trace = open_trace(tmp_path / "run")
     assert np.array_equal(trace.heat(0, trace.steps), by_expert(COUNTS_RTLP.sum(axis=0)[2:]))
     assert "2 passes not recorded by all left out" in trace.facts.origin
@@ -157,8 +148,7 @@ BAD = {
 @pytest.mark.parametrize(("spoiled", "says"), BAD.values(), ids=BAD)
 def test_what_is_not_one_run_is_refused(tmp_path, spoiled, says):
     folder = tmp_path / "run"
-    for rank in range(2):
-        dumped(folder, rank, [record(rank, number) for number in range(PASSES)])
+    run_of(folder, ranks=2)
     spoiled(folder)
     with pytest.raises(HeatError, match=says) as refused:
         open_trace(folder)

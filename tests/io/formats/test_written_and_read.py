@@ -14,6 +14,7 @@ from eplb_service.io.named_arrays import ReadAs
 from eplb_service.io.open_trace import open_trace
 from eplb_service.io.placement_file import read_placement
 from eplb_service.placement import Placement
+from tests.io.traces import by_expert
 
 SEEDS = st.integers(0, 2**32 - 1)
 FEW = settings(max_examples=25)
@@ -32,14 +33,6 @@ def placed(rng: np.random.Generator, layers: int, experts: int, ranks: int, slot
         for _ in range(layers)
     ]
     return np.stack(rows)
-
-
-def by_expert(slots_TLP: np.ndarray, phy2log_LP: np.ndarray, experts: int) -> np.ndarray:
-    """Tokens by expert, the plain way."""
-    heat_TLE = np.zeros((*slots_TLP.shape[:2], experts), dtype=np.int64)
-    for (step, layer, slot), tokens in np.ndenumerate(slots_TLP):
-        heat_TLE[step, layer, phy2log_LP[layer, slot]] += tokens
-    return heat_TLE
 
 
 def read(path: Path, **how: Any) -> np.ndarray:
