@@ -6,7 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 Event: TypeAlias = tuple[Any, ...]
 """What happens: its name, then to whom."""
@@ -36,29 +36,6 @@ def happen(what: Callable[..., None], *arguments: Any) -> None:
         raise Broken(f"{TRIPPED}{type(error).__name__}: {error}") from error
 
 
-World = TypeVar("World", bound="Explorable")
-
-
-class Explorable(Protocol):
-    """One state of a world."""
-
-    @property
-    def settled(self) -> bool:
-        """Nothing is under way, and nothing waits for anything."""
-
-    def events(self) -> Iterator[Event]:
-        """Every event that this state admits."""
-
-    def after(self: World, event: Event) -> World:
-        """The state that follows; raises ``Broken`` where a promise is."""
-
-    def needs_no_fault(self, event: Event) -> bool:
-        """Whether this happens sooner or later if nothing goes wrong any more."""
-
-    def key(self) -> Hashable:
-        """Equal for states from which the same can happen."""
-
-
 @dataclass(frozen=True)
 class Walk:
     """What a walk has seen, and the processor's seconds that it took.
@@ -84,8 +61,13 @@ class Walk:
         return f"{self.scenario:<72}{seen} {self.seconds:>7.1f} s"
 
 
-def walk(scenario: str, first: Explorable) -> Walk:
-    """Visit every state once; stops at the first broken promise, also where a state can never settle."""
+def walk(scenario: str, first: Any) -> Walk:
+    """Visit every state once; stops at the first broken promise, also where a state can never settle.
+
+    A state lists the ``events()`` that it admits; ``after(event)`` is the state that follows, or raises ``Broken``. It
+    is ``settled`` where nothing is under way. An event ``needs_no_fault`` that happens sooner or later if nothing goes
+    wrong any more. The ``key()`` is equal for states from which the same can happen.
+    """
     began = time.process_time()
     ids: dict[Hashable, int] = {first.key(): 0}
     parents: list[tuple[int, Event]] = [(-1, ("start",))]

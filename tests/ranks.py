@@ -14,7 +14,6 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -50,9 +49,7 @@ class Ranks:
     def __enter__(self) -> Ranks:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
@@ -106,7 +103,6 @@ class Ranks:
             if not ready:
                 break
             for connection in ready:
-                assert isinstance(connection, Connection)
                 rank = pending.pop(connection)
                 try:
                     done, outcome = pickle.loads(connection.recv_bytes())

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+import sys
+from types import ModuleType, SimpleNamespace
 
 import torch
 
@@ -114,3 +115,11 @@ class Mode:
 def batch(name="decode"):
     """``ForwardBatch``."""
     return SimpleNamespace(forward_mode=Mode(name))
+
+
+def put_modules(monkeypatch, named):
+    """Modules that can be imported by these names, with what is in each."""
+    for name, contents in named.items():
+        module = ModuleType(name)
+        vars(module).update(contents)
+        monkeypatch.setitem(sys.modules, name, module)

@@ -1,10 +1,11 @@
 """What SGLang's registry is given, and what each hook does around the call that it wraps."""
 
 import sys
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
 
+from tests.adapters.sglang_fakes import put_modules
 from worker_agent.adapters import compat, plugins
 from worker_agent.adapters.compat import UnsupportedEngineError
 from worker_agent.adapters.sglang import hooks
@@ -26,20 +27,13 @@ def sglang(monkeypatch):
     """The modules that the hooks import, with EPLB on, and the registry."""
     registry = Registry()
     execution = SimpleNamespace(moe=SimpleNamespace(enable_eplb=True))
+    kinds = SimpleNamespace(AROUND="around", AFTER="after")
     modules = {
         "sglang.version": {"__version__": "0.5.23"},
-        "sglang.srt.plugins.hook_registry": {
-            "HookRegistry": registry,
-            "HookType": SimpleNamespace(AROUND="around", AFTER="after"),
-        },
+        "sglang.srt.plugins.hook_registry": {"HookRegistry": registry, "HookType": kinds},
         "sglang.srt.runtime_context": {"get_exec": lambda: execution},
     }
-    for name, contents in modules.items():
-        module = ModuleType(name)
-        module.__dict__.update(contents)
-        monkeypatch.setitem(sys.modules, name, module)
-    for name in ("sglang", "sglang.srt", "sglang.srt.plugins"):
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    put_modules(monkeypatch, {"sglang": {}, "sglang.srt": {}, "sglang.srt.plugins": {}, **modules})
     return SimpleNamespace(registry=registry, moe=execution.moe)
 
 
@@ -142,16 +136,13 @@ def test_a_load_that_fails_ends_in_balancing_as_before(hook):
 def test_an_engine_that_sleeps_is_balanced_again_when_all_its_memory_is_back():
     host = Host()
     manager = SimpleNamespace(tp_worker=SimpleNamespace(model_runner=runner_with(host)), offload_tags=set())
+    # One that is too busy to sleep is balanced on.
+    with pytest.raises(ZeroDivisionError):
+        hooks._release_memory(lambda _: 1 / 0, manager)
+    assert host.asked == ["drain", "resume"]
+    host.asked.clear()
     hooks._release_memory(lambda one: one.offload_tags.update({"weights", "kv_cache"}), manager)
     hooks._resume_memory(lambda one: one.offload_tags.remove("weights"), manager)
     assert host.asked == ["drain"]
     hooks._resume_memory(lambda one: one.offload_tags.clear(), manager)
-    assert host.asked == ["drain", "resume"]
-
-
-def test_an_engine_that_is_too_busy_to_sleep_is_balanced_on():
-    host = Host()
-    manager = SimpleNamespace(tp_worker=SimpleNamespace(model_runner=runner_with(host)), offload_tags=set())
-    with pytest.raises(ZeroDivisionError):
-        hooks._release_memory(lambda _: 1 / 0, manager)
     assert host.asked == ["drain", "resume"]

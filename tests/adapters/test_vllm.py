@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 from contextlib import nullcontext
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from eplb_service.placement import Placement
+from tests.adapters.sglang_fakes import put_modules
 from tests.agent import live
 from tests.ranks import run_ranks
 from worker_agent.adapters import engine_host, plugins
@@ -106,16 +106,12 @@ def test_without_a_service_no_plugin_touches_anything(package, monkeypatch):
     assert not plugins._installed
 
 
-def modules(monkeypatch, **named):
-    """``vllm``, and modules of it by their full names, with what is in each."""
-    found = {
-        "vllm": {"__version__": "0.32.0", "envs": SimpleNamespace(VLLM_USE_V2_MODEL_RUNNER=False)},
-        **named,
-    }
-    for name, known in found.items():
-        module = ModuleType(name)
-        vars(module).update(known)
-        monkeypatch.setitem(sys.modules, name, module)
+VLLM = {"__version__": "0.32.0", "envs": SimpleNamespace(VLLM_USE_V2_MODEL_RUNNER=False)}
+
+
+def modules(monkeypatch, vllm=VLLM, **named):
+    """``vllm``, and other modules by their full names, with what is in each."""
+    put_modules(monkeypatch, {"vllm": vllm, **named})
 
 
 @pytest.mark.parametrize(
@@ -133,6 +129,17 @@ def test_what_no_model_can_be_balanced_with_is_refused(release, second_runner, e
     refused = nullcontext() if reason is None else pytest.raises(UnsupportedEngineError, match=reason)
     with refused:
         hooks.refuse_settings(SimpleNamespace(enable_elastic_ep=elastic))
+
+
+def test_an_unknown_release_is_refused_and_left_as_it_is(monkeypatch):
+    found = state_class()
+    step = found.step
+    monkeypatch.setenv("EPLB_AGENT_SERVICE", "eplb:50551")
+    eplb = {"EplbState": found}
+    modules(monkeypatch, vllm={"__version__": "9.9.0"}, **{"vllm.distributed.eplb.eplb_state": eplb})
+    with pytest.raises(UnsupportedEngineError, match=r"vLLM 9\.9\.0.*0\.32"):
+        plugins.register_vllm()
+    assert found.step is step
 
 
 class Host:

@@ -82,7 +82,7 @@ def settings(**changes: Any) -> AgentSettings:
         "commit_timeout_seconds": 60,
         "transfer_timeout_seconds": 60,
     }
-    return AgentSettings(**{**values, **changes})  # type: ignore[arg-type]
+    return AgentSettings(**{**values, **changes})
 
 
 def start(layer_count: int, dealing_width: int = 1, **changes: Any) -> tuple[Agent, list[Any], list[Any]]:
@@ -110,7 +110,6 @@ def offer(agent: Agent, changes: dict[int, Int32], plan_id: int = 1) -> None:
     for layer, new_RS in changes.items():
         phy2log_LRS[layer] = new_RS
     made = restoring_plan(installed, Placement(phy2log_LRS, EXPERTS), identity.token_groups, 1)
-    assert made is not None
     layers = sorted(made.layers, key=lambda layer: list(changes).index(layer.layer))
     plan = RankPlan.of(plan_id, 1, installed.epoch, installed.digest, tuple(layers))
     agent._stream.plans.put((plan, installed.digest))
@@ -192,8 +191,13 @@ def before_next_call(owner: object, name: str, do: Callable[[], object]) -> None
 
 
 def facts(agent: Agent, worst: float, **more: Any) -> dict[str, Any]:
-    """What a rank has seen by its end: the largest difference of outputs, what is installed, what was dropped."""
+    """What a rank has seen by its end: see ``facts_so_far``."""
     agent.close()
+    return facts_so_far(agent, worst, **more)
+
+
+def facts_so_far(agent: Agent, worst: float, **more: Any) -> dict[str, Any]:
+    """The largest difference of outputs, what is installed, what was dropped."""
     return {
         "worst": worst,
         "epoch": agent.installed.epoch,
@@ -214,8 +218,12 @@ def check_together(ranks: list[dict[str, Any]], epoch: int | None = None) -> Non
 
 def reasons(agent: Agent) -> list[str]:
     """Reasons that the agent was about to report, by plan."""
-    taken = iter(lambda: agent._outbox.take(timeout=0), None)
-    return [item.reason for item in taken if isinstance(item, PlanStatus) and item.reason]
+    return [item.reason for item in waiting(agent) if isinstance(item, PlanStatus) and item.reason]
+
+
+def waiting(agent: Agent) -> list[Any]:
+    """What waits to be sent to the service; taken out."""
+    return list(iter(lambda: agent._outbox.take(timeout=0), None))
 
 
 def planned_again(agent: Agent, target_RS: Int32) -> Callable[[int], None]:

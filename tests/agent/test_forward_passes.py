@@ -30,7 +30,7 @@ def _switching(missed: int) -> dict[str, Any]:
         if next(passes) != missed or dist.get_rank() != 1:
             call()
 
-    agent.step = step  # type: ignore[method-assign]
+    agent.step = step
 
     def between(step: int) -> None:
         installed = agent.installed
@@ -63,7 +63,7 @@ def _no_memory_to_decide() -> None:
     def between(step: int) -> None:
         offered(step)
         if step == 3 and dist.get_rank() == 1:
-            type(agent.installed).with_layer = fail  # type: ignore[method-assign]
+            type(agent.installed).with_layer = fail
 
     with pytest.raises(FatalSwitchError) as fatal:
         live.drive(agent, layers, still, 40, between)
@@ -121,29 +121,13 @@ def test_the_layers_own_counter_numbers_the_passes() -> None:
     assert torch.equal(layer.load_counter, torch.tensor(8))
 
 
-class Clock:
-    """Nanoseconds that the test sets."""
-
-    now = 0
-
-    def __call__(self) -> int:
-        return self.now
-
-
 def test_the_time_between_two_boundaries_is_the_steps_between_them() -> None:
     """Unless there was a pause, or there were several steps: 0 says that it is not known, no step takes no time."""
-    clock = Clock()
-    timer = StepTimer(clock)
-    laps = [timer.lap()]
-    for clock.now in (2_500_000, 3_000_000, 3_000_100):
-        laps.append(timer.lap())
-    clock.now = 4_000_000
-    laps.append(timer.lap(passes=2))
-    clock.now = 4_700_000
-    laps.append(timer.lap())
+    micros = (0, 2_500, 3_000, 3_000.1, 4_000, 4_700, 60_000_000, 60_000_900)
+    timer = StepTimer(iter([int(1000 * at) for at in micros]).__next__)
+    laps = [*(timer.lap() for _ in range(4)), timer.lap(passes=2), timer.lap()]
     timer.pause()
-    for clock.now in (60_000_000_000, 60_000_900_000):
-        laps.append(timer.lap())
+    laps += [timer.lap(), timer.lap()]
     assert laps == [0, 2500, 500, 1, 0, 700, 0, 900]
 
 

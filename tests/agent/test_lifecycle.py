@@ -12,6 +12,7 @@ import pytest
 from eplb_service.wire.heat import HeatReport
 from tests.agent import live
 from tests.agent.live import RANKS
+from tests.faults.serving import FAULTS
 from tests.ranks import RankFailure, run_ranks
 
 
@@ -32,7 +33,7 @@ def _drain_in_the_middle() -> dict[str, Any]:
     live.offer(agent, {0: live.from_here(agent, 4)}, plan_id=3)
     worst = max(worst, live.drive(agent, layers, still, 60, lambda _: time.sleep(0.005), before + 1))
     facts["switched"] = agent.installed.epoch - before
-    items = list(iter(lambda: agent._outbox.take(timeout=0), None))
+    items = live.waiting(agent)
     reports = [item for item in items if isinstance(item, HeatReport)]
     untimed = [one.first_step + i for one in reports for i in np.flatnonzero(one.micros_T == 0).tolist()]
     facts["untimed"] = untimed
@@ -68,10 +69,7 @@ def _leave_early(how: str, early_step: int) -> dict[str, Any]:
     def between(step: int) -> None:
         offered(step)
         if step == early_step and agent.identity.rank == 1:
-            if how == "closes":
-                agent.close()
-            elif agent._switch.votes.voter is not None:
-                agent._switch.votes.voter.leave()
+            agent.close() if how == "closes" else FAULTS["lose-votes"](agent)
 
     began = time.monotonic()
     worst = live.drive(agent, layers, still, 40, between)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -29,13 +30,10 @@ def _moved(dealing_width: int = 1, **changes: Any) -> tuple[Agent, list[Any], li
 
 def _slots_changed_within_a_rank(agent: Agent, first: Placement) -> int:
     """How many experts are on the rank that they started on, in another slot."""
-    changed = 0
-    for old_RS, new_RS in zip(first.phy2log_LRS, agent.installed.placement.phy2log_LRS, strict=True):
-        for old_S, new_S in zip(old_RS, new_RS, strict=True):
-            changed += sum(
-                int(expert in new_S and old_S[slot] != new_S[slot]) for slot, expert in enumerate(old_S)
-            )
-    return changed
+    rows = (one.phy2log_LRS.reshape(-1, live.SLOTS) for one in (first, agent.installed.placement))
+    return sum(
+        int((np.isin(old_S, new_S) & (old_S != new_S)).sum()) for old_S, new_S in zip(*rows, strict=True)
+    )
 
 
 def _restore(dealing_width: int) -> dict[str, Any]:

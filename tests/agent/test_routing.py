@@ -16,9 +16,7 @@ from worker_agent.demo.rank import choices_per_token, deal, own_part
     ranks=st.integers(1, 5),
     seed=st.integers(0, 99),
 )
-def test_a_dealt_step_counts_up_to_its_heat(
-    tokens: int, experts: int, top_k: int, ranks: int, seed: int
-) -> None:
+def test_a_dealt_step_counts_up_to_its_heat(tokens, experts, top_k, ranks, seed) -> None:
     rng = np.random.default_rng(seed)
     routed = [rng.permutation(experts)[:top_k] for _ in range(tokens)]
     counts_E = np.bincount(np.concatenate([*routed, np.zeros(0, dtype=int)]), minlength=experts)

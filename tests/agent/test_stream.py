@@ -53,8 +53,10 @@ class FakeService(agent_pb2_grpc.AgentServiceServicer):
 class Scene:
     """A fake service and one agent's stream to it."""
 
-    def __init__(self, **settings: Any) -> None:
-        self.service = FakeService()
+    def __init__(
+        self, service: FakeService | None = None, identity: Identity = IDENTITY, **settings: Any
+    ) -> None:
+        self.service = service or FakeService()
         self.server = grpc.server(futures.ThreadPoolExecutor(4))
         agent_pb2_grpc.add_AgentServiceServicer_to_server(self.service, self.server)
         port = self.server.add_insecure_port("127.0.0.1:0")
@@ -62,9 +64,10 @@ class Scene:
         self.outbox = Outbox(heat_reports=2)
         self.installed = INSTALLED
         self.highest_term = 0
-        settings["service"] = f"127.0.0.1:{port}"
+        self.address = f"127.0.0.1:{port}"
         states = (lambda: self.installed, lambda: self.highest_term, lambda: Heartbeat(step=5, error="tired"))
-        self.stream = ServiceStream(live.settings(**settings), IDENTITY, self.outbox, *states)
+        settings = live.settings(service=self.address, **settings)
+        self.stream = ServiceStream(settings, identity, self.outbox, *states)
 
     def __enter__(self) -> Scene:
         return self
@@ -175,9 +178,7 @@ def test_a_valid_plan_arrives_and_a_malformed_one_is_refused_by_name() -> None:
         (1, (0, 1, 2), True, r"rank \d would get expert \d, but grouped experts stay on their ranks"),
     ],
 )
-def test_a_plan_that_this_rank_cannot_carry_out_is_refused(
-    turn: int, token_groups: tuple[int, ...], rank_bound: bool, said: str
-) -> None:
+def test_a_plan_that_this_rank_cannot_carry_out_is_refused(turn, token_groups, rank_bound, said) -> None:
     """It does not start from what is installed; or gives ranks that share tokens two tables; or moves bound experts."""
     identity = replace(IDENTITY, token_groups=token_groups, shape=replace(SHAPE, rank_bound=rank_bound))
     with pytest.raises(WireError, match=said):
@@ -192,36 +193,24 @@ def test_the_agent_comes_back_when_the_stream_is_cut() -> None:
         assert scene.hear("hello").placement.epoch == 1
 
 
-class Refusing(agent_pb2_grpc.AgentServiceServicer):
+class Refusing(FakeService):
     """Turns everybody away without a look at what they say."""
 
     def Connect(self, _: Iterator[agent_pb2.ConnectRequest], context: grpc.ServicerContext) -> Any:
         context.abort(grpc.StatusCode.UNAUTHENTICATED, "the token is wrong")
 
 
-def test_the_reason_of_a_refusal_is_reported_however_it_crosses_the_hello(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_reason_of_a_refusal_is_reported_however_it_crosses_the_hello(monkeypatch, caplog) -> None:
     monkeypatch.setattr("worker_agent.stream._FIRST_BACKOFF_SECONDS", 0.001)
     monkeypatch.setattr("worker_agent.stream._LAST_BACKOFF_SECONDS", 0.001)
-    server = grpc.server(futures.ThreadPoolExecutor(1))
-    agent_pb2_grpc.add_AgentServiceServicer_to_server(Refusing(), server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    server.start()
     # A large one is on its way for longer.
-    identity = replace(IDENTITY, group_id="x" * 200_000)
-    service = f"127.0.0.1:{port}"
-    with caplog.at_level("WARNING", logger="eplb.agent"):
-        stream = ServiceStream(
-            live.settings(service=service), identity, Outbox(1), lambda: INSTALLED, int, Heartbeat
-        )
+    large = replace(IDENTITY, group_id="x" * 200_000)
+    with caplog.at_level("WARNING", logger="eplb.agent"), Scene(Refusing(), large) as scene:
         deadline = time.monotonic() + 60
         while len(caplog.records) < 40 and time.monotonic() < deadline:
             time.sleep(0.01)
-        stream.close(5)
-    server.stop(0).wait()
     said = {record.getMessage() for record in caplog.records}
-    assert said == {f"rank 1: no stream to {service}: the token is wrong"}
+    assert said == {f"rank 1: no stream to {scene.address}: the token is wrong"}
     assert len(caplog.records) >= 40
 
 
@@ -287,9 +276,7 @@ ONE_IN_FIVE = [True, *([False] * 4 + [True]) * 2, False]
         ([*[HEAT] * 3, *[SILENCE] * 4], [True, False, False, False, True, True, True]),
     ],
 )
-def test_a_silent_rank_beats_always_and_one_with_heat_now_and_then(
-    looks: list[dict[str, Any]], said: list[bool]
-) -> None:
+def test_a_silent_rank_beats_always_and_one_with_heat_now_and_then(looks, said) -> None:
     """Looks every two seconds whether to say a heartbeat."""
     now, step = 100.0, 0
     schedule = HeartbeatSchedule(now)

@@ -70,7 +70,7 @@ def test_a_plan_switches_its_layers_on_all_ranks_at_the_same_step(dealing_width:
 
 def _one_ranks_transfer_fails(fault: str, device: bool) -> dict[str, Any]:
     if device:
-        rendezvous.Lanes = DeviceLikeLanes  # type: ignore[misc]
+        rendezvous.Lanes = DeviceLikeLanes
     agent, layers, still = live.start(1, verify_transfers=True, transfer_timeout_seconds=20)
     if agent.identity.rank == 0:
         FAULTS[fault](agent)
@@ -102,7 +102,7 @@ def _agent_breaks_on_one_rank() -> dict[str, Any]:
 
     def between(step: int) -> None:
         if step == 4 and agent.identity.rank == 1:
-            agent._heat = None  # type: ignore[assignment]
+            agent._heat = None
         offered(step)
 
     return live.facts(agent, live.drive(agent, layers, still, 40, between))
@@ -119,8 +119,7 @@ def test_an_agent_that_breaks_stops_balancing_but_not_the_model() -> None:
 def _count_heat() -> dict[str, Any]:
     agent, layers, still = live.start(2, report_steps=4)
     live.drive(agent, layers, still, 40, live.offering(agent, {5: {1: live.target()}}), epoch=1)
-    taken = iter(lambda: agent._outbox.take(timeout=0), None)
-    reports = [item for item in taken if isinstance(item, HeatReport)]
+    reports = [item for item in live.waiting(agent) if isinstance(item, HeatReport)]
     return live.facts(agent, 0.0, reports=reports, lost=agent._heat.lost_steps)
 
 

@@ -1,11 +1,13 @@
 """A host whose forward pass is one captured graph on a GPU, and the same pass step by step on a CPU.
 
 All ranks see the same tokens, route them by their tables, compute what their slots serve, and add up. Heat, tables and
-weights are read and written inside the graph, by address: nothing of a pass but its inputs comes from outside.
+weights are read and written inside the graph, by address: nothing of a pass but its inputs comes from outside. A host
+of lists has a tensor for each expert, and a scale beside it, from which it derives what the pass reads.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -31,11 +33,9 @@ def in_float8(weight_EXY: torch.Tensor) -> list[torch.Tensor]:
 def read(weights: Sequence[ExpertWeights], rows_N: torch.Tensor) -> torch.Tensor:
     """Rows of one kind of weights in float32, ``[N, ...]``; with their scales where these come along."""
     first = weights[0]
-    assert isinstance(first, torch.Tensor)
     if first.dtype != FLOAT8:
         return first[rows_N]
     scales = weights[1]
-    assert isinstance(scales, torch.Tensor)
     return first.view(torch.uint8)[rows_N].view(FLOAT8).float() * scales[rows_N]
 
 
@@ -52,16 +52,18 @@ class CapturedLayer:
         rank: int,
         rings: Sequence[torch.Tensor],
         counter: torch.Tensor,
+        in_lists: bool,
     ) -> None:
         device = counter.device
         self.rank = rank
         here = placement.phy2log_LRS[layer, rank].tolist()
-        self._weights: list[ExpertWeights] = [
-            torch.stack([weight[expert] for expert in here]).to(device) for weight in experts
-        ]
+        lists = [[weight[expert].to(device).clone() for expert in here] for weight in experts]
+        self._weights: list[ExpertWeights] = [one if in_lists else torch.stack(one) for one in lists]
+        self.refresh()
         self.expert_map = torch.tensor(placement.expert_map(rank)[layer], device=device)
         self.log2phy = torch.tensor(placement.default_log2phy()[0, layer], device=device)
-        self.moe_load: torch.Tensor | None = rings[0][:, layer]
+        # A host of lists does not know what its slots received.
+        self.moe_load: torch.Tensor | None = None if in_lists else rings[0][:, layer]
         self.source_load: torch.Tensor | None = rings[1][:, layer]
         self.load_counter = counter
         self.leaves_weights = False
@@ -72,24 +74,31 @@ class CapturedLayer:
             return [weight.clone() for weight in self._weights if isinstance(weight, torch.Tensor)]
         return self._weights
 
+    def refresh(self) -> None:
+        """Derive what the pass reads from the weights, where these are lists: an agent cannot know of it."""
+        self._read = [torch.stack(weight) if isinstance(weight, list) else weight for weight in self._weights]
+
     def forward(self, hidden_TH: torch.Tensor, chosen_TK: torch.Tensor) -> torch.Tensor:
         """This rank's part ``[T, H]`` of the layer's output; no shape depends on a value."""
-        kinds = len(self._weights) // 2
         slots_N = self.log2phy[chosen_TK].long().reshape(-1) - self.rank * SLOTS
         mine_N = (slots_N >= 0) & (slots_N < SLOTS)
         slots_N = slots_N.clamp(0, SLOTS - 1)
         row = (self.load_counter % HEAT_ROWS).reshape(1)
-        assert self.moe_load is not None
-        assert self.source_load is not None
-        _count(self.moe_load, row, slots_N, mine_N)
+        if self.moe_load is not None:
+            _count(self.moe_load, row, slots_N, mine_N)
         if self.rank == 0:  # ranks see the same tokens: one of them counts
             _count(self.source_load, row, chosen_TK.reshape(-1), torch.ones_like(mine_N))
-        up_NHI, down_NIH = read(self._weights[:kinds], slots_N), read(self._weights[kinds:], slots_N)
-        choices_NH = hidden_TH.repeat_interleave(TOP_K, dim=0)
-        within_NI = torch.relu(torch.einsum("nh,nhi->ni", choices_NH, up_NHI))
-        outputs_NH = torch.einsum("ni,nih->nh", within_NI, down_NIH)
-        masked_NH = outputs_NH * mine_N.unsqueeze(1)
+        masked_NH = _outputs(self._read, slots_N, hidden_TH) * mine_N.unsqueeze(1)
         return masked_NH.reshape(TOKENS, TOP_K, HIDDEN).sum(dim=1)
+
+
+def _outputs(weights: Sequence[ExpertWeights], rows_N: torch.Tensor, hidden_TH: torch.Tensor) -> torch.Tensor:
+    """What each choice's expert, in its row of the weights, answers to its token, ``[N, H]``."""
+    kinds = len(weights) // 2
+    up_NHI, down_NIH = read(weights[:kinds], rows_N), read(weights[kinds:], rows_N)
+    choices_NH = hidden_TH.repeat_interleave(TOP_K, dim=0)
+    within_NI = torch.relu(torch.einsum("nh,nhi->ni", choices_NH, up_NHI))
+    return torch.einsum("ni,nih->nh", within_NI, down_NIH)
 
 
 def _count(ring: torch.Tensor, row: torch.Tensor, index_N: torch.Tensor, counts_N: torch.Tensor) -> None:
@@ -104,11 +113,11 @@ class CapturedHost:
     ----------
     device
         A CPU runs the pass as it is written; a GPU captures it once and replays it.
-    quantised
-        Whether experts are in eight bits, with a scale each.
+    experts
+        ``float32``; ``float8``, with a scale for each; or ``lists`` of these, a tensor for each.
     """
 
-    def __init__(self, device: torch.device, quantised: bool) -> None:
+    def __init__(self, device: torch.device, experts: str) -> None:
         self.rank, ranks = dist.get_rank(), dist.get_world_size()
         draws = torch.Generator().manual_seed(0)
         self.experts_L = []
@@ -116,7 +125,9 @@ class CapturedHost:
             up_EHI = torch.randn(EXPERTS, HIDDEN, INTERMEDIATE, generator=draws) / HIDDEN**0.5
             down_EIH = torch.randn(EXPERTS, INTERMEDIATE, HIDDEN, generator=draws) / INTERMEDIATE**0.5
             whole = [up_EHI, down_EIH]
-            self.experts_L.append([*in_float8(up_EHI), *in_float8(down_EIH)] if quantised else whole)
+            self.experts_L.append(
+                [*in_float8(up_EHI), *in_float8(down_EIH)] if experts != "float32" else whole
+            )
         placement = Placement.linear(LAYERS, EXPERTS, ranks, SLOTS)
         rings = [
             torch.zeros(HEAT_ROWS, LAYERS, width, dtype=torch.int32, device=device)
@@ -124,8 +135,8 @@ class CapturedHost:
         ]
         self.counter = torch.zeros((), dtype=torch.int64, device=device)
         self.layers = [
-            CapturedLayer(self.experts_L[layer], placement, layer, self.rank, rings, self.counter)
-            for layer in range(LAYERS)
+            CapturedLayer(weights, placement, layer, self.rank, rings, self.counter, experts == "lists")
+            for layer, weights in enumerate(self.experts_L)
         ]
         self.hidden_LTH = torch.zeros(LAYERS, TOKENS, HIDDEN, device=device)
         self.chosen_LTK = torch.zeros(LAYERS, TOKENS, TOP_K, dtype=torch.int64, device=device)
@@ -159,17 +170,11 @@ class CapturedHost:
 
     def expected(self, hidden_LTH: torch.Tensor, chosen_LTK: torch.Tensor) -> torch.Tensor:
         """The same from every expert where it was made, ``[L, T, H]``."""
-        outputs = []
-        for layer in range(LAYERS):
-            choices_NH = hidden_LTH[layer].repeat_interleave(TOP_K, dim=0)
-            chosen_N = chosen_LTK[layer].reshape(-1)
-            experts = self.experts_L[layer]
-            kinds = len(experts) // 2
-            up_NHI, down_NIH = read(experts[:kinds], chosen_N), read(experts[kinds:], chosen_N)
-            within_NI = torch.relu(torch.einsum("nh,nhi->ni", choices_NH, up_NHI))
-            outputs_NH = torch.einsum("ni,nih->nh", within_NI, down_NIH)
-            outputs.append(outputs_NH.reshape(TOKENS, TOP_K, HIDDEN).sum(dim=1))
-        return torch.stack(outputs)
+        outputs = [
+            _outputs(experts, chosen_TK.reshape(-1), hidden_TH)
+            for experts, chosen_TK, hidden_TH in zip(self.experts_L, chosen_LTK, hidden_LTH, strict=True)
+        ]
+        return torch.stack(outputs).reshape(LAYERS, TOKENS, TOP_K, HIDDEN).sum(dim=2)
 
 
 def step_without_waiting(passes: int) -> str | None:
@@ -177,7 +182,7 @@ def step_without_waiting(passes: int) -> str | None:
 
     Why balancing stopped, or ``None``.
     """
-    host = CapturedHost(torch.device("cuda", 0), quantised=False)
+    host = CapturedHost(torch.device("cuda", 0), "float32")
     settings = AgentSettings(service="127.0.0.1:9", transfer_backend="gloo")
     agent = Agent.start(host.layers, dist.group.WORLD, settings, token_group=0)
     for number in range(1, passes + 1):
@@ -198,22 +203,31 @@ def _popularity(workload: int) -> torch.Tensor:
 
 
 def serve(
-    service: str, device_name: str, quantised: bool, switches: int, most_steps: int, leaves_weights: bool
-) -> tuple[float, int, str | None]:
+    service: str, device_name: str, experts: str, switches: int, most_steps: int, leaves_weights: bool
+) -> dict[str, Any]:
     """Serve changing workloads until ``switches`` layer switches, or for ``most_steps``.
 
-    A control, whose layers leave their weights behind, stops at its first difference.
+    A control, whose layers leave their weights behind, or what is derived from them, stops at its first difference.
 
     Returns
     -------
-    tuple
-        The largest difference from every expert where it was made, the layer switches, and why balancing stopped.
+    dict
+        The largest difference from every expert where it was made, the layer switches, which layers the host was told
+        of, whether all weights are where they were, and why balancing stopped.
     """
     device = torch.device(device_name)
-    host = CapturedHost(device, quantised)
-    for layer in host.layers:
-        layer.leaves_weights = leaves_weights
+    host = CapturedHost(device, experts)
+    addresses = [weight.data_ptr() for layer in host.layers for weight in _tensors(layer)]
     shared = device.type != "cpu" and torch.get_device_module(device).device_count() < dist.get_world_size()
+    committed: list[int] = []
+
+    def on_commit(index: int) -> None:
+        committed.append(index)
+        if not leaves_weights:
+            host.layers[index].refresh()
+
+    for layer in host.layers:
+        layer.leaves_weights = leaves_weights and experts != "lists"
     agent = Agent.start(
         host.layers,
         dist.group.WORLD,
@@ -223,8 +237,10 @@ def serve(
             transfer_backend="gloo" if shared else "auto",
             vote_timeout_seconds=60,
             commit_timeout_seconds=60,
+            verify_transfers=experts == "lists",
         ),
         token_group=0,
+        on_commit=on_commit,
     )
     draws, worst = torch.Generator().manual_seed(7), 0.0
     for step in range(most_steps):
@@ -242,6 +258,17 @@ def serve(
         # Ranks switch at the same pass, and add up the same parts: all leave at the same one.
         if agent.stats.layers_switched >= switches or (leaves_weights and worst > 1e-2):
             break
-    switched, halted = agent.stats.layers_switched, agent.halted
+    found = {
+        "worst": worst,
+        "switched": agent.stats.layers_switched,
+        "told": committed,
+        "same_addresses": addresses == [one.data_ptr() for layer in host.layers for one in _tensors(layer)],
+        "halted": agent.halted,
+    }
     agent.close()
-    return worst, switched, halted
+    return found
+
+
+def _tensors(layer: CapturedLayer) -> list[torch.Tensor]:
+    weights = [kind if isinstance(kind, list) else [kind] for kind in layer._weights]
+    return [*itertools.chain(*weights), layer.expert_map, layer.log2phy]

@@ -12,7 +12,6 @@ import time
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -37,8 +36,8 @@ def free_address() -> str:
 class Service:
     """The process, started and stopped as often as a test wants, always at the same address."""
 
-    def __init__(self, folder: Path, *flags: str) -> None:
-        self.address = free_address()
+    def __init__(self, folder: Path, *flags: str, address: str | None = None) -> None:
+        self.address = address or free_address()
         self.metrics_address = free_address()
         self._flags = [*flags, "--listen", self.address, "--metrics", self.metrics_address]
         self.log = folder / "service.log"
@@ -51,9 +50,7 @@ class Service:
         self.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.kill()
         self._channel.close()
         self._log.close()
@@ -90,13 +87,22 @@ class Service:
             self._process.wait()
             self._process = None
 
-    def freeze(self) -> None:
-        """It hears nothing and says nothing, but its connections stay open."""
-        self._signal(signal.SIGSTOP)
+    def restart(self, seconds: float) -> None:
+        """Kill it, and start it after so long."""
+        self.kill()
+        time.sleep(seconds)
+        self.start()
 
-    def thaw(self) -> None:
-        """It goes on where it stood."""
+    def freeze(self, seconds: float) -> None:
+        """For so long it hears nothing and says nothing, but its connections stay open."""
+        self._signal(signal.SIGSTOP)
+        time.sleep(seconds)
         self._signal(signal.SIGCONT)
+
+    def ended(self) -> int:
+        """Ask it to end; its exit code."""
+        self._process.terminate()
+        return self._process.wait(_START_SECONDS)
 
     def metric(self, name: str, **labels: str) -> float:
         """The sum over all series of a metric that have these labels."""
@@ -123,7 +129,6 @@ class Service:
         self._operator.Resume(operator_pb2.ResumeRequest(deployment=deployment), timeout=20)
 
     def _signal(self, number: signal.Signals) -> None:
-        assert self._process is not None
         self._process.send_signal(number)
 
     def wait_until(

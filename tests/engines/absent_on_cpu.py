@@ -5,52 +5,23 @@ Installed as ``sitecustomize``, so that every process of an engine has them.
 
 from __future__ import annotations
 
-import importlib.abc
-import importlib.machinery
 import sys
-import types
+
+from stand_ins import Finder, StandIn
 
 _ABSENT = ("sgl_kernel", "torchvision")
 
 
-class _Name:
+class _Name(StandIn):
     """A function, class or namespace that nobody may use here."""
-
-    def __init__(self, name):
-        self.__dict__["_name"] = name
-
-    def __getattr__(self, name):
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return _Name(f"{self._name}.{name}")
 
     def __call__(self, *_, **__):
         raise NotImplementedError(f"{self._name} is not there on this machine")
 
 
-class _Module(types.ModuleType):
-    __version__ = "0.4.10"
-
-    def __getattr__(self, name):
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return _Name(f"{self.__name__}.{name}")
-
-
-class _Absent(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    def find_spec(self, name, path, target=None):
-        package = name.partition(".")[0]
-        if package not in _ABSENT or (package == "torchvision" and _asked_by_transformers()):
-            return None
-        spec = importlib.machinery.ModuleSpec(name, self, is_package=True)
-        spec.submodule_search_locations = []
-        return spec
-
-    def create_module(self, spec):
-        return _Module(spec.name)
-
-    def exec_module(self, module):
-        """Nothing to run."""
+def _is_absent(name):
+    package = name.partition(".")[0]
+    return package in _ABSENT and not (package == "torchvision" and _asked_by_transformers())
 
 
 def _asked_by_transformers():
@@ -63,4 +34,4 @@ def _asked_by_transformers():
     return False
 
 
-sys.meta_path.append(_Absent())
+sys.meta_path.append(Finder(_is_absent, _Name, __version__="0.4.10"))

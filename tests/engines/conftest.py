@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -93,31 +94,30 @@ def engine_environment(site, **more):
     return {**os.environ, **settings, **more}
 
 
-class VllmRun:
+class EngineRun:
     """One engine process that generates for a number of rounds.
 
     Parameters
     ----------
     python
         The engine's interpreter.
-    site
-        For ``PYTHONPATH``.
+    script
+        What it runs, of this folder.
     folder
         Where log and answers go.
     checkpoint
         The model.
     options
-        For ``generate_vllm.py``.
+        For ``script``.
     environment
-        Variables besides.
+        Of the process.
     """
 
-    def __init__(self, python, site, folder, checkpoint, options, **environment):
+    def __init__(self, python, script, folder, checkpoint, options, environment):
         folder.mkdir(parents=True, exist_ok=True)
         self.log, self._answers = folder / "engine.log", folder / "answers.json"
-        command = [python, HERE / "generate_vllm.py", checkpoint, self._answers, json.dumps(options)]
-        settings = engine_environment(site, **UNCOMPILED, **environment)
-        self._process = start_engine(command, settings, self.log)
+        command = [python, HERE / script, checkpoint, self._answers, json.dumps(options)]
+        self._process = start_engine(command, environment, self.log)
 
     def wait_for(self, line, seconds=600):
         """Until the engine has printed ``line``."""
@@ -167,33 +167,32 @@ class VllmRun:
 
 
 @pytest.fixture
-def run_vllm(agent_site, checkpoint, tmp_path):
-    """Starts engines; those still running are ended with the test."""
-    runs = []
-
-    def start(engine, options, name="balanced", **environment):
-        run = VllmRun(python_of(engine), agent_site, tmp_path / name, checkpoint, options, **environment)
-        runs.append(run)
-        return run
-
-    yield start
-    for run in runs:
-        run.stop()
+def ended():
+    """Ends what a test has started and still runs."""
+    with ExitStack() as stack:
+        yield lambda run: stack.callback(run.stop) and run
 
 
 @pytest.fixture
-def serve_vllm(agent_site, checkpoint, tmp_path):
-    """Starts servers; those still running are ended with the test."""
-    servers = []
+def run_vllm(agent_site, checkpoint, tmp_path, ended):
+    """Starts engines."""
 
-    def start(engine, options, name="server", **environment):
+    def start(engine, options, name="balanced", **environment):
         settings = engine_environment(agent_site, **UNCOMPILED, **environment)
-        command = [*TOKEN_IDS_ALONE, *options]
-        log = tmp_path / name / "server.log"
-        server = OpenAiServer(python_of(engine), log, checkpoint, command, settings)
-        servers.append(server)
-        return server
+        folder = tmp_path / name
+        return ended(EngineRun(python_of(engine), "generate_vllm.py", folder, checkpoint, options, settings))
 
-    yield start
-    for server in servers:
-        server.stop()
+    return start
+
+
+@pytest.fixture
+def serve_vllm(agent_site, checkpoint, tmp_path, ended):
+    """Starts servers."""
+
+    def start(engine, options, **environment):
+        settings = engine_environment(agent_site, **UNCOMPILED, **environment)
+        log = tmp_path / "server" / "server.log"
+        command = [*TOKEN_IDS_ALONE, *options]
+        return ended(OpenAiServer(python_of(engine), log, checkpoint, command, settings))
+
+    return start

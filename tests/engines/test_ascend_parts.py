@@ -84,18 +84,15 @@ def test_layers_that_the_host_does_not_balance_are_left_alone():
 
 
 def test_the_runner_gets_all_parts_or_none():
-    names = ("Manager", "EplbProcess", "EplbUpdator", "VllmEplbAdaptor")
-    whole = types.ModuleType("runner")
-    for name in names:
-        setattr(whole, name, object)
+    parts = dict.fromkeys(("Manager", "EplbProcess", "EplbUpdator", "VllmEplbAdaptor"), object)
+    whole = types.SimpleNamespace(**parts)
     hooks._replace_balancer(whole)
     assert whole.EplbUpdator is AscendHost
     shared = whole.Manager().dict({"moe_load": None})
     process = whole.EplbProcess(shared_dict=shared, policy_type=1, enable_d2d=True)
     assert process._launch_process().shared_dict is shared
-    moved = types.ModuleType("runner of another release")
-    for name in names[:3]:
-        setattr(moved, name, object)
+    del parts["VllmEplbAdaptor"]
+    moved = types.SimpleNamespace(**parts)
     with pytest.raises(AttributeError, match="VllmEplbAdaptor"):
         hooks._replace_balancer(moved)
     assert moved.EplbUpdator is object

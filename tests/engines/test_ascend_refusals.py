@@ -1,19 +1,18 @@
 """Settings of vLLM-Ascend that do not go with the agent are refused while the engine starts, each with its name."""
 
-import sys
 import types
+from contextlib import nullcontext
 
 import pytest
 
+from tests.adapters.sglang_fakes import put_modules
 from worker_agent.adapters.compat import UnsupportedEngineError
 from worker_agent.adapters.vllm_ascend.refusals import refuse_settings
 
 
-def ascend(
-    monkeypatch, release="0.23.0", device="A3", settings=None, stages=1, runner="generate", sleeps=False
-):
-    """The modules that are asked, with one engine's settings."""
-    model = types.SimpleNamespace(enable_sleep_mode=sleeps, runner_type=runner)
+def ascend(monkeypatch, release="0.23.0", device="A3", stages=1, runner="generate", **engine):
+    """The modules that are asked, with one engine's settings; its settings of EPLB."""
+    model = types.SimpleNamespace(enable_sleep_mode=engine.get("sleeps", False), runner_type=runner)
     parallel = types.SimpleNamespace(pipeline_parallel_size=stages)
     config = types.SimpleNamespace(model_config=model, parallel_config=parallel)
     names = {
@@ -21,50 +20,38 @@ def ascend(
         "vllm.config": {"get_current_vllm_config": lambda: config},
         "vllm_ascend": {"envs": types.SimpleNamespace(VLLM_ASCEND_ENABLE_FUSED_MC2=0)},
         "vllm_ascend._version": {"__version__": release},
-        "vllm_ascend.ascend_config": {"get_ascend_config": lambda: types.SimpleNamespace(**(settings or {}))},
+        "vllm_ascend.ascend_config": {
+            "get_ascend_config": lambda: types.SimpleNamespace(**engine.get("settings", {}))
+        },
         "vllm_ascend.utils": {"get_ascend_device_type": lambda: types.SimpleNamespace(name=device)},
     }
-    for name, known in names.items():
-        module = types.ModuleType(name)
-        vars(module).update(known)
-        monkeypatch.setitem(sys.modules, name, module)
+    put_modules(monkeypatch, names)
     monkeypatch.delenv("EXPERT_MAP_RECORD", raising=False)
-
-
-PLAIN = types.SimpleNamespace(expert_map_record_path=None)
-
-
-@pytest.mark.parametrize(
-    "engine", [{}, {"release": "0.18.0"}, {"stages": 2}, {"device": "A2", "release": "0.23.0.post1"}], ids=str
-)
-def test_what_goes_with_the_agent_is_let_through(engine, monkeypatch):
-    ascend(monkeypatch, **engine)
-    refuse_settings(PLAIN)
+    if "variable" in engine:
+        monkeypatch.setenv("EXPERT_MAP_RECORD", "true")
+    return types.SimpleNamespace(expert_map_record_path=engine.get("recorded"))
 
 
 @pytest.mark.parametrize(
     ("engine", "named"),
     [
+        ({}, None),
+        ({"release": "0.18.0"}, None),
+        ({"stages": 2}, None),
+        ({"device": "A2", "release": "0.23.0.post1"}, None),
         ({"settings": {"enable_fused_mc2": 1}}, "fused MC2"),
         ({"settings": {"mix_placement": True}}, "mix_placement"),
         ({"device": "_310P"}, "MoGE"),
         ({"sleeps": True}, "sleep mode"),
         ({"release": "0.18.0", "stages": 2}, "pipeline parallelism in vLLM-Ascend 0.18"),
         ({"runner": "pooling"}, "a pooling model"),
+        ({"recorded": "map.json"}, "EXPERT_MAP_RECORD"),
+        ({"variable": True}, "EXPERT_MAP_RECORD"),
     ],
     ids=str,
 )
-def test_what_does_not_is_refused_by_its_name(engine, named, monkeypatch):
-    ascend(monkeypatch, **engine)
-    with pytest.raises(UnsupportedEngineError, match=named):
-        refuse_settings(PLAIN)
-
-
-@pytest.mark.parametrize("by_variable", [False, True])
-def test_recording_of_maps_is_refused(by_variable, monkeypatch):
-    ascend(monkeypatch)
-    if by_variable:
-        monkeypatch.setenv("EXPERT_MAP_RECORD", "true")
-    path = None if by_variable else "map.json"
-    with pytest.raises(UnsupportedEngineError, match="EXPERT_MAP_RECORD"):
-        refuse_settings(types.SimpleNamespace(expert_map_record_path=path))
+def test_what_does_not_go_with_the_agent_is_refused_by_its_name(engine, named, monkeypatch):
+    eplb = ascend(monkeypatch, **engine)
+    refused = nullcontext() if named is None else pytest.raises(UnsupportedEngineError, match=named)
+    with refused:
+        refuse_settings(eplb)

@@ -14,29 +14,22 @@ KNOWN = {
 }
 
 
-@pytest.mark.parametrize(
-    ("package", "version"),
-    [
-        ("vllm", "0.23.0"),
-        ("vllm", "0.32.0"),
-        ("vllm", "0.33.0"),
-        ("vllm_ascend", VLLM_ASCEND_018),
-        ("vllm_ascend", VLLM_ASCEND_023),
-        ("sglang", "0.5.23"),
-    ],
-)
-def test_every_known_function_is_in_its_release(package, version):
-    release = compat.release_of(version, KNOWN[package])
-    assert moved(source_of(package, version), KNOWN[package][release]) == {}
+VERSIONS = {
+    "vllm": ("0.23.0", "0.32.0", "0.33.0"),
+    "vllm_ascend": (VLLM_ASCEND_018, VLLM_ASCEND_023),
+    "sglang": ("0.5.23",),
+}
 
 
-def test_every_known_release_is_compared():
-    assert set(KNOWN["vllm"]) == {"0.23", "0.32", "0.33"}
-    assert set(KNOWN["vllm_ascend"]) == {"0.18", "0.23"}
-    assert set(KNOWN["sglang"]) == {"0.5.23"}
+@pytest.mark.parametrize("package", VERSIONS)
+def test_every_known_function_is_in_its_release(package):
+    versions = {compat.release_of(version, KNOWN[package]): version for version in VERSIONS[package]}
+    assert set(versions) == set(KNOWN[package])
+    for release, version in versions.items():
+        assert moved(source_of(package, version), KNOWN[package][release]) == {}, version
 
 
-@pytest.mark.parametrize("package", ["vllm", "vllm_ascend", "sglang"])
+@pytest.mark.parametrize("package", VERSIONS)
 def test_the_newest_release_has_moved_nothing(package):
     """Where it has: see what became of the functions named, adapt, run the engine, record it in ``known.json``."""
     version = newest(package)

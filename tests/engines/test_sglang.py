@@ -1,9 +1,11 @@
 """Real SGLang, balanced by the agent, answers what SGLang answers alone; its layers switch while it does."""
 
+import shutil
+
 import pytest
 
-from tests.engines.environments import SGLANG_0523
-from tests.engines.sglang_run import ON_CPU, SglangRun, make_sglang_site
+from tests.engines.conftest import HERE, UNCOMPILED, EngineRun, add_shim, engine_environment, make_agent_site
+from tests.engines.environments import SGLANG_0523, python_of
 from tests.engines.test_vllm import WITHOUT_WEIGHTS, heat_arrived, in_engine, same_answers, switched
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(1800)]
@@ -18,25 +20,36 @@ LOAD = {"requests": 8, "max_tokens": 120, "rounds": 4}
 DEALING = "--window-steps 32 --decision-interval 32 --report-steps 8 --par-threshold 1.0 --min-gain 0.0 --split deal"
 
 
+ON_CPU = {"SGLANG_USE_CPU_ENGINE": "1", "SGLANG_NCCL_SO_PATH": "/nonexistent.so"}
+SHIM = """
+[sglang.srt.plugins]
+eplb_cpu_host = sglang_on_cpu:register
+"""
+
+
 @pytest.fixture(scope="session")
 def sglang_site(tmp_path_factory):
-    """For ``PYTHONPATH``."""
-    return make_sglang_site(tmp_path_factory.mktemp("sglang"))
+    """As ``agent_site``, with the shim for SGLang and stand-ins for what is only built for accelerators."""
+    site = make_agent_site(tmp_path_factory.mktemp("sglang"))
+    for module in ("sglang_on_cpu.py", "stand_ins.py"):
+        shutil.copy(HERE / module, site)
+    shutil.copy(HERE / "absent_on_cpu.py", site / "sitecustomize.py")
+    add_shim(site, "eplb_sglang_on_cpu", SHIM)
+    return site
 
 
 @pytest.fixture
-def run_sglang(sglang_site, checkpoint, tmp_path):
-    """Starts engines; those still running are ended with the test."""
-    runs = []
+def run_sglang(sglang_site, checkpoint, tmp_path, ended):
+    """Starts engines."""
 
     def start(options, name="balanced", **environment):
-        run = SglangRun(sglang_site, tmp_path / name, checkpoint, options, **environment)
-        runs.append(run)
-        return run
+        ranks = options.get("engine", {}).get("tp_size", 1)
+        threads = {"SGLANG_CPU_OMP_THREADS_BIND": "|".join(["0", "1"][:ranks])}
+        settings = engine_environment(sglang_site, **ON_CPU, **UNCOMPILED, **threads, **environment)
+        python, folder = python_of(SGLANG_0523), tmp_path / name
+        return ended(EngineRun(python, "generate_sglang.py", folder, checkpoint, options, settings))
 
-    yield start
-    for run in runs:
-        run.stop()
+    return start
 
 
 @pytest.fixture(scope="module")

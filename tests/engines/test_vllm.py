@@ -91,18 +91,16 @@ def alone():
     return answers
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_answers_are_the_same_over_many_switches(case, run_vllm, alone, service, tmp_path):
-    engine, parallel, _ = CASES[case]
-    switched_and_answered_the_same(engine, parallel, LOAD, run_vllm, alone, service, tmp_path)
-    what_was_recorded_can_be_replayed(tmp_path, case)
+EACH_CASE = pytest.mark.parametrize(
+    ("case", "requests"), [*((case, 8) for case in CASES), ("0.32-dp2", 1), ("0.23-dp2", 1)]
+)
+"""vLLM gives requests that come one at a time to either data rank; the other makes dummy passes beside it."""
 
 
-@pytest.mark.parametrize("case", ["0.32-dp2", "0.23-dp2"])
-def test_data_ranks_of_which_one_at_most_has_tokens(case, run_vllm, alone, service, tmp_path):
-    """vLLM gives each request, one at a time, to either rank; the other makes dummy passes beside it."""
+@EACH_CASE
+def test_answers_are_the_same_over_many_switches(case, requests, run_vllm, alone, service, tmp_path):
     engine, parallel, _ = CASES[case]
-    load = LOAD | {"requests": 1}
+    load = LOAD | {"requests": requests}
     switched_and_answered_the_same(engine, parallel, load, run_vllm, alone, service, tmp_path)
     what_was_recorded_can_be_replayed(tmp_path, case)
 
@@ -145,9 +143,7 @@ def what_was_recorded_can_be_replayed(folder, case):
     assert run(["replay", "--heat", str(path), *size, *pace]) == 0
 
 
-@pytest.mark.parametrize(
-    ("case", "requests"), [*((case, 8) for case in CASES), ("0.32-dp2", 1), ("0.23-dp2", 1)]
-)
+@EACH_CASE
 def test_tables_that_change_without_weights_are_seen(case, requests, run_vllm, alone, service):
     engine, parallel, _ = CASES[case]
     rounds = LOAD["rounds"] * LOAD["requests"] // requests
@@ -255,33 +251,6 @@ def test_a_service_killed_and_started_again(run_vllm, alone, service, tmp_path):
 def test_no_service_at_all(engine, run_vllm, alone):
     unheard = run_vllm(engine, LOAD | {"engine": TWO_TENSOR_RANKS}, EPLB_AGENT_SERVICE="127.0.0.1:1")
     same_answers(unheard.answers(), alone(run_vllm, engine=engine))
-
-
-@pytest.mark.parametrize("engine", [VLLM_032, VLLM_023_SERVED], ids=lambda engine: engine.name)
-def test_every_function_that_the_adapter_relies_on_is_the_known_one(engine, agent_site):
-    check = (
-        "import vllm; from worker_agent.adapters import compat\n"
-        "compat.require('vLLM', vllm.__version__, compat.read_known('worker_agent.adapters.vllm'))"
-    )
-    done = in_engine(engine, agent_site, check)
-    assert done.returncode == 0, done.stderr
-
-
-def test_an_unknown_release_is_refused_and_left_as_it_is(agent_site):
-    check = (
-        "import vllm; vllm.__version__ = '9.9.0'\n"
-        "from vllm.distributed.eplb.eplb_state import EplbState\n"
-        "step = EplbState.step\n"
-        "from worker_agent.adapters import plugins\n"
-        "try: plugins.register_vllm()\n"
-        "except Exception as error: print(type(error).__name__, error)\n"
-        "assert EplbState.step is step"
-    )
-    done = in_engine(VLLM_032, agent_site, check, EPLB_AGENT_SERVICE="127.0.0.1:1")
-    assert done.returncode == 0, done.stderr
-    assert "UnsupportedEngineError" in done.stdout
-    assert "vLLM 9.9.0" in done.stdout
-    assert "0.32" in done.stdout
 
 
 def in_engine(engine, site, code, **environment):

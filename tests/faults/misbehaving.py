@@ -11,8 +11,8 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,19 +27,6 @@ VOTE_TIMEOUT, COMMIT_TIMEOUT = 2.0, 0.5
 _MOST_SECONDS = 150.0
 _SWITCHES = 2
 _FEWEST_PASSES = 16
-
-
-@dataclass(frozen=True)
-class Survived:
-    """What one rank saw of one experiment: ``seconds`` until layers were switched again, ``longest`` of its calls."""
-
-    worst: float
-    switched: int
-    epoch: int
-    digest: int
-    seconds: float
-    longest: float
-    halted: str | None
 
 
 class Host:
@@ -64,8 +51,8 @@ class Host:
         self._generator = torch.Generator().manual_seed(self.rank)
         self._longest = 0.0
 
-    def live_through(self, fault: Callable[[Host], None]) -> Survived:
-        """Let it happen, and serve until layers are switched again."""
+    def live_through(self, fault: Callable[[Host], None]) -> dict[str, Any]:
+        """Let it happen, and serve until layers are switched again; with how many, and its longest call in seconds."""
         began, epoch, worst, passes = time.monotonic(), self.agent.installed.epoch, 0.0, 0
         self._longest = 0.0
         fault(self)
@@ -82,16 +69,8 @@ class Host:
             time.sleep(0.002)
         # A rank that misses the last call would serve another epoch than the others until its next one.
         self.misses = self.doubles = 0
-        installed = self.agent.installed
-        return Survived(
-            worst,
-            installed.epoch - epoch,
-            installed.epoch,
-            installed.digest,
-            time.monotonic() - began,
-            self._longest,
-            self.agent.halted,
-        )
+        switched = self.agent.installed.epoch - epoch
+        return live.facts_so_far(self.agent, worst, switched=switched, longest=self._longest)
 
     def _forward(self) -> float:
         hidden_TH = torch.randn(3 + self.rank, live.HIDDEN, generator=self._generator)
@@ -122,6 +101,10 @@ def _nothing(_: Host) -> None:
 
 def _on(rank: int, fault: Callable[[Host], None]) -> Callable[[Host], None]:
     return lambda host: fault(host) if host.rank == rank else None
+
+
+def _each(*faults: Callable[[Host], None]) -> Callable[[Host], None]:
+    return lambda host: faults[host.rank](host)
 
 
 def _calls(*, missed: int = 0, doubled: int = 0) -> Callable[[Host], None]:
@@ -192,10 +175,8 @@ EXPERIMENTS: dict[str, Callable[[Host], None]] = {
     "rank 0 misses a call": _on(0, _calls(missed=1)),
     "a doubled call": _on(1, _calls(doubled=1)),
     "ten doubled calls": _on(2, _calls(doubled=10)),
-    "one misses calls, another doubles them": lambda host: (_nothing, _calls(missed=3), _calls(doubled=3))[
-        host.rank
-    ](host),
-    "all miss different numbers of calls": lambda host: _calls(missed=host.rank)(host),
+    "one misses calls, another doubles them": _each(_nothing, _calls(missed=3), _calls(doubled=3)),
+    "all miss different numbers of calls": _each(*(_calls(missed=rank) for rank in range(3))),
     "seconds late at the boundary of a commit": _on(1, _before_the_confirmation(_sleeps(2.0))),
     "rank 0 seconds late at the boundary of a commit": _on(0, _before_the_confirmation(_sleeps(2.0))),
     "an install that takes seconds": _on(1, _in_the_install(_sleeps(1.5))),
@@ -210,9 +191,7 @@ EXPERIMENTS: dict[str, Callable[[Host], None]] = {
     "rank 0 frozen": _on(0, _freezes(3.0)),
     "rank 0 frozen at the boundary of a commit": _on(0, _before_the_confirmation(_freezes(3.0))),
     "rank 0 frozen in an install": _on(0, _in_the_install(_freezes(3.0))),
-    "a frozen rank, and links lost": lambda host: (_freezes(3.0), _own("lose-votes"), _nothing)[host.rank](
-        host
-    ),
+    "a frozen rank, and links lost": _each(_freezes(3.0), _own("lose-votes"), _nothing),
     "a stranger at the agents' port": _on(0, _a_stranger_knocks),
     "a stranger at the links' ports": _on(1, _a_stranger_connects),
     "a drain in the middle": _drains_and_resumes,
@@ -222,7 +201,7 @@ EXPERIMENTS: dict[str, Callable[[Host], None]] = {
 }
 
 
-def live_through_all(history: str) -> dict[str, Survived]:
+def live_through_all(history: str) -> dict[str, Any]:
     """Every experiment on these ranks, one after the other."""
     host = Host(Path(history))
     survived = {name: host.live_through(fault) for name, fault in EXPERIMENTS.items()}

@@ -11,14 +11,15 @@ _CHUNK = 65536
 
 
 class Proxy:
-    """Listens at ``address`` and passes everything on to ``target`` (host:port), of which new connections see a change.
+    """Listens at ``address`` and passes everything on to ``target`` (host:port).
 
     ``delay`` seconds are added to each piece that passes; while ``swallow`` is set nothing passes and nothing is said,
     as where a firewall drops packets.
     """
 
     def __init__(self, target: str) -> None:
-        self.target = target
+        host, _, port = target.rpartition(":")
+        self._target = (host, int(port))
         self.delay = 0.0
         self.swallow = False
         self._sockets: set[socket.socket] = set()
@@ -48,8 +49,7 @@ class Proxy:
             except OSError:
                 return
             try:
-                host, _, port = self.target.rpartition(":")
-                server = socket.create_connection((host, int(port)), timeout=5)
+                server = socket.create_connection(self._target, timeout=5)
                 server.settimeout(None)
             except OSError:
                 client.close()

@@ -18,8 +18,10 @@ from eplb_service.planner.plan import LayerPlan, Plan
 from eplb_service.wire.agent import Hello, decode_hello
 from eplb_service.wire.codec import MAX_MESSAGE_BYTES, PROTOCOL_VERSION, encode
 from eplb_service.wire.generated import agent_pb2, agent_pb2_grpc
-from eplb_service.wire.operator import LayerVerdict
 from tests.agent.live import keep_staying_slots
+from worker_agent.swap.installed import _restoring_moves
+
+_PATIENCE = 180.0
 
 
 class RogueService(agent_pb2_grpc.AgentServiceServicer):
@@ -65,9 +67,9 @@ class RogueService(agent_pb2_grpc.AgentServiceServicer):
         for said in self._say.values():
             said.put(None)
 
-    def wait_for_hellos(self, seconds: float = 180.0) -> LivePlacement:
+    def wait_for_hellos(self) -> LivePlacement:
         """What the ranks serve, once all have come."""
-        deadline = time.monotonic() + seconds
+        deadline = time.monotonic() + _PATIENCE
         while len(self._hellos) < self.ranks:
             assert time.monotonic() < deadline, f"only ranks {sorted(self._hellos)} came"
             time.sleep(0.02)
@@ -77,11 +79,7 @@ class RogueService(agent_pb2_grpc.AgentServiceServicer):
         """For each rank a plan that shuffles ``layers``, as a true service would make it."""
         self._plan_id += 1
         updates = tuple(_shuffled(base, layer, seed + layer) for layer in layers)
-        verdicts = tuple(
-            LayerVerdict(layer, 1.5, 1.1, 1.01, 2, layer in layers, "test")
-            for layer in range(base.placement.layers)
-        )
-        plan = PlanTracker.of(self._plan_id, base, Plan(updates, verdicts))
+        plan = PlanTracker.of(self._plan_id, base, Plan(updates, ()))
         return [encode(plan.rank_plan(self.term, rank)) for rank in range(self.ranks)]
 
     def send(self, plans: list[agent_pb2.Plan], *ranks: int) -> None:
@@ -89,12 +87,10 @@ class RogueService(agent_pb2_grpc.AgentServiceServicer):
         for rank in ranks or range(self.ranks):
             self._say[rank].put(agent_pb2.ConnectResponse(plan=plans[rank]))
 
-    def hear(
-        self, state: int, times: int = 1, seconds: float = 180.0
-    ) -> list[tuple[int, agent_pb2.PlanStatus]]:
+    def hear(self, state: int, times: int) -> list[tuple[int, agent_pb2.PlanStatus]]:
         """The next ``times`` statuses of this state, by rank; others are thrown away."""
         found: list[tuple[int, agent_pb2.PlanStatus]] = []
-        deadline = time.monotonic() + seconds
+        deadline = time.monotonic() + _PATIENCE
         while len(found) < times:
             rank, status = self.statuses.get(timeout=max(0.01, deadline - time.monotonic()))
             if status.state == state:
@@ -121,10 +117,5 @@ def _shuffled(base: LivePlacement, layer: int, seed: int) -> LayerPlan:
     old_RS = base.placement.phy2log_LRS[layer]
     order = np.random.default_rng(seed).permutation(base.placement.experts)
     new_RS = keep_staying_slots(old_RS, order[old_RS].astype(np.int32))
-    moves = [
-        (*np.argwhere(old_RS == expert)[0], *place, expert)
-        for place, expert in np.ndenumerate(new_RS)
-        if old_RS[place] != expert
-    ]
-    moves_M5 = np.array(moves, dtype=np.int32).reshape(-1, 5)
-    return LayerPlan(layer, new_RS, default_log2phy(new_RS, base.placement.experts), moves_M5)
+    tables_RE = default_log2phy(new_RS, base.placement.experts)
+    return LayerPlan(layer, new_RS, tables_RE, _restoring_moves(old_RS, new_RS))

@@ -17,7 +17,7 @@ from tests.ranks import run_ranks
 RANKS = 3
 PATIENCE = 180.0
 """Longest wait for what must come: a busy machine is slow, and a wait ends as soon as it has come."""
-FLAGS = [
+FLAGS = (
     "--window-steps",
     "64",
     "--decision-interval",
@@ -26,7 +26,7 @@ FLAGS = [
     "8",
     "--heartbeat-seconds",
     "0.2",
-]
+)
 
 
 class RankCrew:
@@ -96,12 +96,12 @@ class RankCrew:
 class Scene(RankCrew):
     """Service, proxy and ranks; ``store`` keeps the service's state over restarts."""
 
-    def __init__(self, folder: Path, *, store: bool = True, ranks: int = RANKS, **changes: Any) -> None:
+    def __init__(self, folder: Path, *, store: bool = True, **changes: Any) -> None:
         kept = ("--store", str(folder / "state.sqlite3") if store else ":memory:")
         self.service = Service(folder, *FLAGS, *kept)
         self.service.start()
         self.proxy = Proxy(self.service.address)
-        super().__init__(folder, self.proxy.address, ranks, **changes)
+        super().__init__(folder, self.proxy.address, **changes)
 
     def __exit__(self, *_: object) -> None:
         super().__exit__()
@@ -118,25 +118,23 @@ class Scene(RankCrew):
         """What the service believes that is served."""
         return self.service.status().status.epoch
 
-    def wait_for_switches(self, more: int = 1, seconds: float = PATIENCE) -> int:
-        """Until the deployment's epoch has grown by ``more``; the epoch then."""
+    def wait_for_switches(self, more: int = 1) -> None:
+        """Until the deployment's epoch has grown by ``more``."""
         goal = self.epoch + more
-        return self.service.wait_until(lambda status: status.status.epoch >= goal, seconds).status.epoch
+        self.service.wait_until(lambda status: status.status.epoch >= goal, PATIENCE)
 
-    def wait_for_rest(self, still: float = 3.0, seconds: float = PATIENCE) -> int:
-        """Until the deployment's epoch has not grown for so long; the epoch then."""
-        deadline = time.monotonic() + seconds
-        epoch, since = self.epoch, time.monotonic()
-        while time.monotonic() - since < still:
+    def wait_for_rest(self) -> int:
+        """Until the deployment's epoch has not grown for seconds; the epoch then."""
+        deadline, epoch = time.monotonic() + PATIENCE, -1
+        while (now := self.epoch) != epoch:
             assert time.monotonic() < deadline, "layers are switched on and on"
-            time.sleep(0.1)
-            if (now := self.epoch) != epoch:
-                epoch, since = now, time.monotonic()
+            epoch = now
+            time.sleep(3.0)
         return epoch
 
-    def wait_for_problem(self, text: str, seconds: float = PATIENCE) -> None:
+    def wait_for_problem(self, text: str) -> None:
         """Until the operator sees something that says ``text``."""
-        self.service.wait_until(lambda status: text in " ".join(status.status.problems), seconds)
+        self.service.wait_until(lambda status: text in " ".join(status.status.problems), PATIENCE)
 
     def wait_for_word(self, *texts: str) -> None:
         """Until the service's log says one of these: a later plan soon hides a problem in its status."""
@@ -148,6 +146,6 @@ class Scene(RankCrew):
         """Until /metrics shows at least this much: it follows what happens, a moment later."""
         self.service.wait_until(lambda _: self.service.metric(name, **labels) >= least, PATIENCE)
 
-    def wait_for_ranks(self, seconds: float = PATIENCE) -> None:
+    def wait_for_ranks(self) -> None:
         """Until every rank's stream is alive."""
-        self.service.wait_until(lambda status: status.status.agents_connected == self._ranks, seconds)
+        self.service.wait_until(lambda status: status.status.agents_connected == self._ranks, PATIENCE)

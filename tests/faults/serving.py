@@ -177,15 +177,14 @@ def _corrupt_next_transfer(agent: Agent) -> None:
     def flip_once(carrier: _Carrier, outgoing: Sequence[Parcel], incoming: Sequence[Parcel]) -> None:
         carry(carrier, outgoing, incoming)
         if incoming:
-            _Carrier.carry = carry  # type: ignore[method-assign]
+            _Carrier.carry = carry
             incoming[0].data.view(-1)[0] += 1.0
 
-    _Carrier.carry = flip_once  # type: ignore[method-assign]
+    _Carrier.carry = flip_once
 
 
 def _die(thread: threading.Thread) -> None:
     """End a thread as a defect would that no handler catches."""
-    assert thread.ident is not None
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(SystemExit))
 
 
@@ -220,11 +219,11 @@ def _stall(agent: Agent) -> None:
 
     def stalled(step: int) -> None:
         if step % settings.vote_interval == 0 and step >= votes._next:
-            agent._switch.vote = vote  # type: ignore[method-assign]
+            agent._switch.vote = vote
             time.sleep(settings.vote_timeout_seconds + 1.0)
         vote(step)
 
-    agent._switch.vote = stalled  # type: ignore[method-assign]
+    agent._switch.vote = stalled
 
 
 def _lose_votes(agent: Agent) -> None:

@@ -35,18 +35,6 @@ MORE_MEGABYTES, MORE_FILES, MORE_THREADS = 40.0, 24, 12
 """What the last quarter of a long round may hold more than the second, by median: links that are just being closed."""
 
 
-def kill_service(scene: Scene, random_: random.Random) -> None:
-    scene.service.kill()
-    time.sleep(random_.uniform(0, 3))
-    scene.service.start()
-
-
-def freeze_service(scene: Scene, random_: random.Random) -> None:
-    scene.service.freeze()
-    time.sleep(random_.uniform(0.5, 5))
-    scene.service.thaw()
-
-
 def cut_streams(scene: Scene, random_: random.Random) -> None:
     for _ in range(random_.randint(1, 4)):
         scene.proxy.cut()
@@ -71,17 +59,13 @@ def miss_calls(scene: Scene, random_: random.Random) -> None:
         time.sleep(random_.uniform(0, 0.1))
 
 
-def freeze_rank(scene: Scene, random_: random.Random) -> None:
-    scene.freeze(random_.randrange(RANKS), random_.uniform(0.2, 4))
-
-
 def _on_a_rank(fault: str) -> Callable[[Scene, random.Random], None]:
     return lambda scene, random_: scene.ask(fault, random_.randrange(RANKS))
 
 
 FAULTS: dict[str, Callable[[Scene, random.Random], None]] = {
-    "kill the service": kill_service,
-    "freeze the service": freeze_service,
+    "kill the service": lambda scene, random_: scene.service.restart(random_.uniform(0, 3)),
+    "freeze the service": lambda scene, random_: scene.service.freeze(random_.uniform(0.5, 5)),
     "cut the streams": cut_streams,
     "delay the streams": delay_streams,
     "swallow the streams": swallow_streams,
@@ -95,7 +79,9 @@ FAULTS: dict[str, Callable[[Scene, random.Random], None]] = {
     "hosts miss calls": miss_calls,
     "a rank stalls past the votes' deadline": _on_a_rank("stall"),
     "a rank's link is lost": _on_a_rank("lose-votes"),
-    "a rank is frozen": freeze_rank,
+    "a rank is frozen": lambda scene, random_: scene.freeze(
+        random_.randrange(RANKS), random_.uniform(0.2, 4)
+    ),
 }
 
 
@@ -181,7 +167,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=600, help="how long to serve (600)")
     parser.add_argument("--seed", type=int, default=None, help="draws the faults (by default from the clock)")
-    parser.add_argument("--json", type=Path, default=None, help="write a summary here")
     arguments = parser.parse_args()
     seed = int(time.time()) if arguments.seed is None else arguments.seed
     print(f"seed {seed}, {arguments.seconds:g} s", flush=True)
@@ -205,17 +190,8 @@ def main() -> None:
         "faults": dict(done),
         "worst_output_difference": max(fact.worst for fact in facts),
         "longest_step_seconds": max(fact.longest_step for fact in facts),
-        "long_round": [
-            [
-                (round(one.megabytes), one.files, one.threads)
-                for one in fact.samples[:: len(fact.samples) // 4 or 1]
-            ]
-            for fact in rounds[0]
-        ],
     }
     print(json.dumps(summary, indent=1))
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps(summary, indent=1) + "\n")
     print("every promise was kept")
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.agent import live
+from tests.faults.serving import FAULTS
 from tests.ranks import run_ranks
 from worker_agent.swap import staging
 from worker_agent.swap.commit_register import FatalSwitchError
@@ -24,14 +25,13 @@ def _serve(how: str) -> tuple[str, int, float]:
 
     def fail(*_: object) -> int:
         if "links break" in how:
-            assert agent._switch.votes.voter is not None
-            agent._switch.votes.voter.leave()
+            FAULTS["lose-votes"](agent)
         raise MemoryError("no memory on the device")
 
     if dist.get_rank() == 1:
-        staging.copy_into = fail  # type: ignore[assignment]
+        staging.copy_into = fail
     if "nobody" in how:
-        AgentGroup.fail = lambda self, reason: setattr(self, "failure", self.failure or reason)  # type: ignore[method-assign]
+        AgentGroup.fail = lambda self, reason: setattr(self, "failure", self.failure or reason)
 
     def between(step: int) -> None:
         nonlocal passes, began

@@ -36,7 +36,7 @@ def _serve(fault: str, steps: int) -> dict[str, Any]:
         longest = max(longest, time.monotonic() - began)
         complaints.add(agent._beat().error)
 
-    agent.step = step  # type: ignore[method-assign]
+    agent.step = step
 
     def between(at: int) -> None:
         if at % 5 == 1 and agent._switch.state.plan is None:
@@ -74,9 +74,7 @@ def _serve(fault: str, steps: int) -> dict[str, Any]:
         ),
     ],
 )
-def test_a_host_that_miscounts_for_good_costs_seconds_and_no_output(
-    fault: str, said_by: dict[int, str]
-) -> None:
+def test_a_host_that_miscounts_for_good_costs_seconds_and_no_output(fault, said_by) -> None:
     often = fault == "numbers one apart"
     facts = run_ranks(RANKS, _serve, fault, 400 if often else 160)
     live.check_together(facts, epoch=0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -10,57 +11,37 @@ import pytest
 from tests.faults.scene import RANKS, Scene
 from tests.faults.serving import check_served
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.faults, pytest.mark.e2e, pytest.mark.timeout(900)]
 
 
-@pytest.mark.faults
-@pytest.mark.parametrize(
-    ("fault", "said"),
-    [
-        ("fail-next-transfer", "no room to stage"),
-        ("stall-next-transfer", "Connection closed|Timed out|not done within"),
-        ("corrupt-next-transfer", "checksum"),
-    ],
-)
-def test_a_transfer_that_goes_wrong_is_aborted_by_all_and_the_next_succeeds(
-    fault: str, said: str, tmp_path: Path
-) -> None:
-    with Scene(tmp_path, transfer_timeout_seconds=5.0, verify_transfers=True) as scene:
+def test_a_transfer_that_stalls_is_aborted_by_all_and_the_next_succeeds(tmp_path: Path) -> None:
+    with Scene(tmp_path, transfer_timeout_seconds=5.0) as scene:
         scene.wait_for_switches()
-        scene.ask(fault, 1)
-        scene.wait_for_word(*said.split("|"))
+        scene.ask("stall-next-transfer", 1)
+        scene.wait_for_word("Connection closed", "Timed out", "not done within")
         scene.wait_for_metric("eplb_plans_total", 1, outcome="aborted")
         scene.wait_for_switches()
         facts = scene.end_well()
     assert all(fact.aborted >= 1 for fact in facts)
 
 
-@pytest.mark.faults
-def test_a_rank_that_sleeps_for_seconds_holds_nothing_up_but_the_model(tmp_path: Path) -> None:
-    with Scene(tmp_path, bytes_per_step=3000) as scene:
-        scene.wait_for_switches()
-        for rank in range(RANKS):
-            scene.ask("sleep", rank)
-            time.sleep(0.5)
-        scene.wait_for_switches(2)
-        # A rank may wait in its vote for one that sleeps, as it would in the model's next collective.
-        scene.end_well()
-
-
-@pytest.mark.faults
-@pytest.mark.parametrize(("fault", "seconds"), [("kill-stream-thread", 1.0), ("lose-votes", 2.0)])
-def test_a_stream_or_votes_that_end_are_begun_again(fault: str, seconds: float, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("fault", "ranks"), [("kill-stream-thread", [1]), ("lose-votes", [1]), ("sleep", range(RANKS))]
+)
+def test_a_stream_or_votes_that_end_are_begun_again_and_sleep_holds_nothing_up(
+    fault: str, ranks: Sequence[int], tmp_path: Path
+) -> None:
     with Scene(tmp_path, vote_timeout_seconds=60) as scene:
         scene.wait_for_switches()
-        scene.ask(fault, 1)
-        time.sleep(seconds)
+        for rank in ranks:
+            scene.ask(fault, rank)
+            time.sleep(2.0 / len(ranks))
         scene.wait_for_ranks()
         scene.wait_for_switches(2)
         # Steps are far below the timeout: broken links are seen, not waited for.
         scene.end_well()
 
 
-@pytest.mark.faults
 @pytest.mark.parametrize(
     ("fault", "problem", "halted"),
     [
@@ -69,9 +50,7 @@ def test_a_stream_or_votes_that_end_are_begun_again(fault: str, seconds: float, 
         ("break-heat-at-a-commit", "the heat cannot be cut", "OSError: the heat cannot be cut"),
     ],
 )
-def test_an_agent_that_fails_in_a_commit_installs_it_first(
-    fault: str, problem: str, halted: str, tmp_path: Path
-) -> None:
+def test_an_agent_that_fails_in_a_commit_installs_it_first(fault, problem, halted, tmp_path) -> None:
     """Balancing stops, on that rank alone, and is reported; what all serve stays one placement."""
     with Scene(tmp_path) as scene:
         scene.wait_for_switches()

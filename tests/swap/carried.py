@@ -43,7 +43,6 @@ class GlooAsDevice:
         self._group: dist.ProcessGroup | None = group
 
     def exchange(self, outgoing: Parcel | None, incoming: Parcel | None) -> None:
-        assert self._group is not None
         for parcel in (outgoing, incoming):
             assert parcel is None or parcel.data.storage_offset() == 0, (
                 "a tensor begins in its storage's middle"

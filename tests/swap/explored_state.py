@@ -75,25 +75,9 @@ class Scenario:
 class State:
     """What there is; ``World`` says what can happen to it."""
 
-    __slots__ = (
-        "broken",
-        "dirty_lanes",
-        "fatal",
-        "faults",
-        "forwards",
-        "lost",
-        "machines",
-        "scenario",
-        "staged",
-        "terms",
-        "transfers",
-        "vote",
-        "weights",
-    )
-
     def __init__(self, scenario: Scenario) -> None:
         self.scenario = scenario
-        self.machines = [scenario.machine(start, OFFER_DEADLINE) for start in scenario.starts]  # type: ignore[arg-type]
+        self.machines = [scenario.machine(start, OFFER_DEADLINE) for start in scenario.starts]
         self.transfers: list[Running | None] = [None] * RANKS
         self.staged: list[Running | None] = [None] * RANKS
         self.weights = [start.tags for start in scenario.starts]
@@ -109,13 +93,8 @@ class State:
     def copy(self) -> Any:
         """Another, in which other things may happen."""
         other = object.__new__(type(self))
-        other.scenario = self.scenario
-        other.machines = self.machines.copy()
-        other.transfers, other.staged = self.transfers.copy(), self.staged.copy()
-        other.weights, other.terms = self.weights.copy(), self.terms.copy()
-        other.lost, other.fatal, other.dirty_lanes = self.lost, self.fatal, self.dirty_lanes
-        other.broken = self.broken
-        other.vote, other.faults, other.forwards = self.vote, self.faults, self.forwards
+        for name, value in vars(self).items():
+            setattr(other, name, value.copy() if isinstance(value, list) else value)
         return other
 
     def key(self) -> tuple[Any, ...]:

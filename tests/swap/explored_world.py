@@ -28,8 +28,6 @@ from worker_agent.swap.machine import (
 class World(State):
     """One state; ``events`` lists what can happen next, ``after`` gives the state that follows."""
 
-    __slots__ = ()
-
     # What can happen
 
     def events(self) -> Iterator[Event]:
@@ -92,7 +90,7 @@ class World(State):
 
     def _deliver(self, rank: int, number: int, checked_for: int) -> None:
         plan, machine = self.scenario.plans[number], self.machines[rank]
-        accepted, actions = machine.offer(plan, 0, checked_for)  # type: ignore[arg-type]
+        accepted, actions = machine.offer(plan, 0, checked_for)
         if any(isinstance(action, PlanStatus) and action.state is PlanState.ACCEPTED for action in actions):
             check_accepted(self, rank, plan, checked_for)
             self.terms[rank] = plan.leader_term
@@ -250,7 +248,7 @@ class World(State):
 
     def _start(self, rank: int, action: StartTransfer) -> None:
         layer = action.layer
-        started = Running(action.generation, action.lane, layer.layer, layer.phy2log_RS)  # type: ignore[arg-type]
+        started = Running(action.generation, action.lane, layer.layer, layer.phy2log_RS)
         check_start(self, rank, action, started)
         self.transfers[rank] = started
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from typing import TypeVar
+from typing import Any
 
 from tests.exploring import Walk, report
 from tests.exploring import walk as walk_world
@@ -41,9 +41,6 @@ TOGETHER = (
     Faults(transfers=1, losses=1, installs=1),
 )
 
-Given = TypeVar("Given")
-Found = TypeVar("Found")
-
 
 def scenarios(faults: Faults) -> list[Scenario]:
     """Two plans each: rivals of two services, one after the other, one after an abort halfway, and a rank astray."""
@@ -69,7 +66,7 @@ def walk(scenario: Scenario) -> Walk:
     return walk_world(scenario.title, World(scenario))
 
 
-def in_parallel(do: Callable[[Given], Found], given: Iterable[Given]) -> Iterator[Found]:
+def in_parallel(do: Callable[[Any], Any], given: Iterable[Any]) -> Iterator[Any]:
     """``do`` of each, in order, on some processes."""
     with ProcessPoolExecutor(_PROCESSES) as pool:
         yield from pool.map(do, given)

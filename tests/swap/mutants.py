@@ -16,7 +16,6 @@ from worker_agent.swap.machine import (
     Commit,
     Halted,
     Progress,
-    StartTransfer,
     SwitchState,
     Transition,
     VoteOutcome,
@@ -31,7 +30,7 @@ class _Decided(SwitchState):
         return outcome.result
 
     def decide(self, outcome: VoteOutcome) -> Transition:
-        return super().decide(_Reinterpreted(outcome, self.meaning(outcome)))  # type: ignore[arg-type]
+        return super().decide(_Reinterpreted(outcome, self.meaning(outcome)))
 
 
 @dataclass(frozen=True)
@@ -112,7 +111,6 @@ class KeepsTheGeneration(SwitchState):
         if started.generation == 1:
             return started, actions
         (start,) = actions
-        assert isinstance(start, StartTransfer)
         return replace(started, generation=self.generation), (replace(start, generation=self.generation),)
 
 

@@ -34,12 +34,10 @@ def check_commit(state: State, rank: int, action: Commit) -> None:
     """A rank installs a layer."""
     layer, staged, vote = action.layer, state.staged[rank], state.vote
     must(vote is not None, "committed without a vote")
-    assert vote is not None
     for ballot in vote.ballots:
         ready = ballot is not None and ballot.progress == Progress.READY and not ballot.abort
         must(ready, "committed though not all had voted READY")
     must(staged is not None, "committed what was never staged")
-    assert staged is not None
     must(
         (staged.generation, staged.layer, staged.tag) == (action.generation, layer.layer, layer.phy2log_RS),
         "committed the staging of another transfer",
@@ -75,5 +73,5 @@ def check_state(state: State) -> None:
     if state.vote is None:
         must(len(state.fatal) in (0, RANKS), "serves on beside a rank that could not install a layer")
     if state.vote is None and not state.fatal and len(set(state.scenario.starts)) == 1:
-        served = {(machine.installed.epoch, machine.installed.tags) for machine in state.machines}  # type: ignore[attr-defined]
+        served = {(machine.installed.epoch, machine.installed.tags) for machine in state.machines}
         must(len(served) == 1, f"ranks serve different placements: {sorted(served)}")

@@ -34,34 +34,15 @@ class FakeLibrary:
         FakeLibrary.environment = {name: os.environ.get(name) for name in names}
         self.log.append(f"rank {rank} of {size}")
 
-    def _say(self, what: str) -> Any:
-        self.log.append(what)
-        return SimpleNamespace(wait=lambda: self.log.append(f"wait for {what}"))
+    def __getattr__(self, name: str) -> Any:
+        def called(*arguments: Any) -> Any:
+            for tensors in (one for one in arguments if isinstance(one, list)):
+                assert all(one.storage_offset() == 0 for one in tensors if isinstance(one, torch.Tensor))
+            named = [one for one in arguments if "tensor" not in str(one)]
+            self.log.append(" ".join(map(str, [name, *named])))
+            return SimpleNamespace(wait=lambda: self.log.append(f"wait for {name}"))
 
-    def allreduce(self, tensors: list[torch.Tensor]) -> Any:
-        return self._say("allreduce")
-
-    def _start_coalescing(self) -> None:
-        self.log.append("group starts")
-
-    def _end_coalescing(self) -> Any:
-        return self._say("group")
-
-    def send(self, tensors: list[torch.Tensor], peer: int, tag: int) -> None:
-        self.log.append(f"send to {peer}")
-
-    def recv(self, tensors: list[torch.Tensor], peer: int, tag: int) -> None:
-        self.log.append(f"receive from {peer}")
-
-    def batch_isend_irecv(self, ways: list[str], tensors: list[torch.Tensor], peers: list[int]) -> Any:
-        assert all(tensor.storage_offset() == 0 for tensor in tensors)
-        return self._say(" ".join(f"{way} {peer}" for way, peer in zip(ways, peers, strict=True)))
-
-    def abort(self) -> None:
-        self.log.append("abort")
-
-    def abort_hccl_comm(self, reason: str) -> None:
-        self.log.append(f"abort_hccl_comm: {reason}")
+        return called
 
 
 @pytest.fixture
@@ -73,7 +54,7 @@ def library(monkeypatch: pytest.MonkeyPatch) -> type[FakeLibrary]:
     monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: stream)
     bindings = ModuleType("torch_npu._C._distributed_c10d")
-    bindings.ProcessGroupHCCL = FakeLibrary  # type: ignore[attr-defined]
+    bindings.ProcessGroupHCCL = FakeLibrary
     for name in ("torch_npu", "torch_npu._C"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     monkeypatch.setitem(sys.modules, bindings.__name__, bindings)
@@ -83,9 +64,7 @@ def library(monkeypatch: pytest.MonkeyPatch) -> type[FakeLibrary]:
     return FakeLibrary
 
 
-def test_nccl_leaves_errors_and_deadlines_to_the_agent(
-    library: type[FakeLibrary], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nccl_leaves_errors_and_deadlines_to_the_agent(library, monkeypatch) -> None:
     monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3")
     monkeypatch.delenv("TORCH_NCCL_BLOCKING_WAIT", raising=False)
     _NcclGroup(dist.HashStore(), 1, 3, HERE)
@@ -107,7 +86,8 @@ def test_nccl_has_all_ranks_connected_before_some_exchange_in_one_group(library:
     assert library.log == ["rank 1 of 3", "allreduce", "wait for allreduce", "stream done"]
     library.log.clear()
     group.exchange(OUT, IN)
-    assert library.log == ["group starts", "send to 2", "receive from 1", "group", "wait for group"]
+    assert library.log[:4] == ["_start_coalescing", "send 2 0", "recv 1 0", "_end_coalescing"]
+    assert library.log[4:] == ["wait for _end_coalescing"]
     assert group.abort()
     assert library.log[-1] == "abort"
 
@@ -119,7 +99,8 @@ def test_hccl_exchanges_in_one_batch_and_is_never_called_back(library: type[Fake
     library.log.clear()
     group.exchange(OUT, IN)
     group.exchange(None, IN)
-    assert library.log[::2] == ["isend 2 irecv 1", "irecv 1"]
+    batch = "batch_isend_irecv"
+    assert library.log[::2] == [f"{batch} ['isend', 'irecv'] [2, 1]", f"{batch} ['irecv'] [1]"]
     assert not group.abort()
     group.release()
     assert library.log[-1].startswith("abort_hccl_comm")

@@ -47,7 +47,6 @@ class FakeHost:
         self._log, self._absent = log, absent
 
     def exchange(self, outgoing: Parcel | None, incoming: Parcel | None, deadline: Deadline) -> None:
-        assert outgoing is not None
         if self._absent:
             raise TimeoutError("nobody came")
         self._log.append(f"meet {outgoing.peer}")
@@ -80,7 +79,7 @@ def _lane(log: list[str], reached: Callable[[], bool] = lambda: True, **changes:
     absent = changes.pop("absent", False)
     return _DeviceLane(
         FakeGroup(log, **changes), FakeHost(log, absent=absent), lambda: FakeMark(log, reached)
-    )  # type: ignore[arg-type]
+    )
 
 
 def test_a_device_exchange_is_done_only_when_the_device_is() -> None:
@@ -111,9 +110,7 @@ def test_nothing_is_queued_on_the_device_for_a_peer_that_does_not_come() -> None
 
 
 @pytest.mark.parametrize("aborts", [True, False])
-def test_memory_that_a_device_may_still_write_to_is_never_given_back(
-    aborts: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_that_a_device_may_still_write_to_is_never_given_back(aborts, monkeypatch) -> None:
     kept: list[_DeviceLane] = []
     monkeypatch.setattr(lane_module, "_STILL_WRITTEN", kept)
     log: list[str] = []
@@ -141,11 +138,11 @@ class OneLane:
 
 
 def _worker(log: list[str], lane: _DeviceLane, **settings: Any) -> TransferWorker:
-    return TransferWorker(OneLane(log, lane), live.settings(**settings), ByteBudget(None))  # type: ignore[arg-type]
+    return TransferWorker(OneLane(log, lane), live.settings(**settings), ByteBudget(None))
 
 
 def _start(worker: TransferWorker, generation: int, *move: int) -> None:
-    worker.start(order(generation, move), PlainLayer(0))  # type: ignore[arg-type]
+    worker.start(order(generation, move), PlainLayer(0))
 
 
 def _ended(worker: TransferWorker) -> TransferResult:
@@ -204,9 +201,7 @@ def test_staging_is_written_only_after_what_the_model_had_queued_and_reported_on
     assert log[-1] == "retire"
 
 
-def test_a_transfer_that_is_late_fails_on_a_rank_that_had_nothing_to_carry_too(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_transfer_that_is_late_fails_on_a_rank_that_had_nothing_to_carry_too(monkeypatch) -> None:
     log: list[str] = []
     worker = _worker(log, _lane(log), transfer_timeout_seconds=0.05)
     monkeypatch.setattr(worker.staging, "reserve", lambda *_: time.sleep(0.1) or [])
@@ -231,6 +226,6 @@ def test_weights_that_were_loaded_in_inference_mode_can_be_replaced() -> None:
     assert layer.expert_weights()[0].is_inference()
     staged = [torch.ones_like(weight[:1]) for weight in layer.expert_weights()]
     table = torch.ones(2, dtype=torch.int32)
-    copy_into(layer, staged, [3], table, table)  # type: ignore[arg-type]
+    copy_into(layer, staged, [3], table, table)
     assert all(bool((weight[3] == 1).all()) for weight in layer.expert_weights())
     assert layer.log2phy.tolist() == [1, 1]

@@ -43,9 +43,7 @@ def test_the_device_chooses_the_library(asked: Any, device_type: str, chosen: st
     ("asked", "device_type", "reached"),
     [("nccl", "npu", "cuda"), ("hccl", "cuda", "npu"), ("nccl", "cpu", "cuda")],
 )
-def test_a_library_that_cannot_reach_the_experts_is_refused(
-    asked: Any, device_type: str, reached: str
-) -> None:
+def test_a_library_that_cannot_reach_the_experts_is_refused(asked, device_type, reached) -> None:
     with pytest.raises(
         ValueError, match=f"between {reached} devices, these are on {device_type}; ask for auto"
     ):
@@ -73,7 +71,7 @@ def exchange_experts(make: Callable[[AgentGroup], Lanes], where: torch.device = 
     budget.refill()
     worker = TransferWorker(lanes, settings, budget)
     for generation in (1, 2):
-        worker.start(order(generation, *MOVES), layer)  # type: ignore[arg-type]
+        worker.start(order(generation, *MOVES), layer)
         while (result := worker.poll()) is None:
             time.sleep(0.001)
         assert result.error is None, result.error

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import socket
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -21,15 +20,6 @@ from worker_agent.swap.group import AgentGroup
 from worker_agent.swap.link_guard import _DROP, LinkGuard, _attach, _taking
 
 TIMEOUT = timedelta(seconds=20)
-
-
-@contextlib.contextmanager
-def _listening(host: str = "127.0.0.1") -> Iterator[socket.socket]:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family) as opened:
-        opened.bind((host, 0))
-        opened.listen(16)
-        yield opened
 
 
 def _takes(listening: socket.socket, source: str) -> bool:
@@ -55,7 +45,7 @@ def _descriptors() -> int:
 
 
 def test_a_filter_takes_the_hosts_it_names_and_this_one() -> None:
-    with _listening() as opened:
+    with socket.create_server(("127.0.0.1", 0)) as opened:
         _attach(opened, [_DROP])
         assert not _takes(opened, "127.0.0.1")
         _attach(opened, _taking(socket.AF_INET, ["10.0.0.7", "fe80::7%eth0", "10.0.0.8"]))
@@ -67,7 +57,7 @@ def test_a_filter_takes_the_hosts_it_names_and_this_one() -> None:
             _attach(opened, program)
             assert _takes(opened, taken)
         assert not _takes(opened, "127.0.0.4")
-    with _listening("::1") as opened:
+    with socket.create_server(("::1", 0), family=socket.AF_INET6) as opened:
         program = _taking(socket.AF_INET6, ["10.0.0.7", "fe80::7%eth0"])
         _attach(opened, program)
         assert _takes(opened, "::1")
@@ -147,9 +137,7 @@ def test_what_speaks_without_the_secret_is_none_of_the_peers(monkeypatch: pytest
         ]
 
 
-def test_where_the_kernel_takes_no_filter_links_open_all_the_same(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_where_the_kernel_takes_no_filter_links_open_all_the_same(monkeypatch, caplog) -> None:
     monkeypatch.setattr("worker_agent.swap.link_guard._SO_ATTACH_FILTER", 9999)
     assert len(_opened(joined(2), "vote")) == 2
     assert "gloo's links are open to whoever reaches their ports: the kernel takes no filter" in caplog.text

@@ -8,14 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eplb_service.wire.agent import PlanState, PlanStatus
+from eplb_service.wire.agent import PlanState
 from tests.swap.placed import INSTALLED, LINEAR
 from tests.swap.tags import FIRST, plan_from
 from worker_agent.swap.machine import Ballot, Progress, SwitchState, VoteOutcome, VoteResult
 
 PLAN = plan_from(FIRST, 1, 2, 0)
-NEW = SwitchState(FIRST, offer_deadline_steps=8)  # type: ignore[arg-type]
-HELD, _ = NEW.offer(PLAN, 0, FIRST.digest)  # type: ignore[arg-type]
+NEW = SwitchState(FIRST, offer_deadline_steps=8)
+HELD, _ = NEW.offer(PLAN, 0, FIRST.digest)
 
 
 @pytest.mark.parametrize(
@@ -31,14 +31,13 @@ HELD, _ = NEW.offer(PLAN, 0, FIRST.digest)  # type: ignore[arg-type]
     ],
 )
 def test_a_refusal_names_its_reason(machine: SwitchState, plan: object, reason: str) -> None:
-    _, (said,) = machine.offer(plan, 0, FIRST.digest)  # type: ignore[arg-type]
-    assert isinstance(said, PlanStatus)
+    _, (said,) = machine.offer(plan, 0, FIRST.digest)
     assert said.state is PlanState.REFUSED
     assert reason in said.reason
 
 
 def test_a_plan_that_comes_twice_is_the_same_plan() -> None:
-    assert HELD.offer(PLAN, 1, FIRST.digest) == (HELD, ())  # type: ignore[arg-type]
+    assert HELD.offer(PLAN, 1, FIRST.digest) == (HELD, ())
 
 
 @pytest.mark.parametrize(
@@ -54,13 +53,12 @@ def test_a_plan_is_dropped_for_the_first_reason_that_the_rank_had(machine: Switc
     later = machine.halt("broken")[0] if machine.ballot.abort else machine
     after, (said,) = later.decide(VoteOutcome.unanimous(PLAN.digest).with_abort())
     assert after.progress == Progress.IDLE
-    assert isinstance(said, PlanStatus)
     assert (said.state, said.reason) == (PlanState.ABORTED, reason)
 
 
 def test_a_rank_takes_plans_again_once_it_is_resumed() -> None:
     resumed = NEW.with_pause("the host sleeps").resumed()
-    assert resumed.offer(PLAN, 0, FIRST.digest)[0].progress == Progress.OFFERED  # type: ignore[arg-type]
+    assert resumed.offer(PLAN, 0, FIRST.digest)[0].progress == Progress.OFFERED
 
 
 def test_a_halted_rank_votes_plans_down_that_it_never_held() -> None:

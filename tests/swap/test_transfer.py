@@ -12,11 +12,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eplb_service.placement import Placement
-from eplb_service.wire.plan import RankLayer
+from tests.swap.placed import INSTALLED, plan_of
 from worker_agent.swap.commit_register import FatalSwitchError
 from worker_agent.swap.driver import SwitchDriver
-from worker_agent.swap.installed import Installed
 from worker_agent.swap.machine import Commit
 from worker_agent.swap.staging import Staging
 from worker_agent.swap.transfer import ByteBudget, TransferResult, _rounds
@@ -84,17 +82,11 @@ def test_a_list_of_experts_is_staged_in_tensors_of_their_own() -> None:
     assert [len(buffer) for buffer in staging.reserve(weights, 0)] == [0, 0]
 
 
-PLACEMENT = Placement.linear(2, 4, 2, 3)
-BEFORE = Installed.first(0, PLACEMENT, PLACEMENT.default_log2phy()[0])
-UPDATE = RankLayer(
-    1, PLACEMENT.phy2log_LRS[1], BEFORE.log2phy_LE[1], (0, 0), np.zeros((0, 5), dtype=np.int32)
-)
-
-
 @pytest.mark.parametrize("held", [None, TransferResult(2, [], [], 0, 0.0), TransferResult(4, [], [], 0, 0.0)])
 def test_a_commit_without_its_staged_weights_is_fatal(held: TransferResult | None) -> None:
     driver: Any = object.__new__(SwitchDriver)
     driver._staged = held
-    after = BEFORE.with_layer(1, UPDATE.phy2log_RS, UPDATE.log2phy_E)
+    update = plan_of(0, 0).layers[1]
+    after = INSTALLED.with_layer(1, update.phy2log_RS, update.log2phy_E)
     with pytest.raises(FatalSwitchError, match="layer 1 was voted in, but its weights are not staged"):
-        driver._commit(Commit(9, 3, UPDATE, BEFORE, after))
+        driver._commit(Commit(9, 3, update, INSTALLED, after))

@@ -60,9 +60,7 @@ def test_ranks_without_a_plan_vote_seldom_and_with_one_often() -> None:
     plan_from=st.integers(0, 90),
     missed=st.sets(st.integers(1, 100)),
 )
-def test_a_rank_whose_host_misses_calls_votes_at_the_same_passes(
-    interval: int, lag: int, plan_from: int, missed: set[int]
-) -> None:
+def test_a_rank_whose_host_misses_calls_votes_at_the_same_passes(interval, lag, plan_from, missed) -> None:
     """As long as no call of one whole interval is missed: then the ballots show it, and the ranks meet again."""
     lag = min(lag, interval)
     kept = [step for step in range(1, 101) if step not in missed or step % interval == interval - 1]

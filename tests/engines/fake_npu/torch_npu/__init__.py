@@ -6,8 +6,6 @@ which have the semantics of CANN's. What is only imported, and never called by a
 
 from __future__ import annotations
 
-import importlib.abc
-import importlib.machinery
 import inspect
 import sys
 import types
@@ -15,6 +13,7 @@ import types
 import torch
 import torch.distributed as dist
 
+from tests.engines.stand_ins import Finder, StandIn
 from worker_agent.moe.operators import reference
 
 __version__ = "2.11.0"
@@ -31,19 +30,11 @@ SAY_NOTHING_NEW = ("restore_shape", "comm_alg", "dst_type")
 """Of those, the ones that may have a value: how the reference operators do it anyway."""
 
 
-class StandIn:
-    """Anything that is named and not used."""
-
-    def __init__(self, name):
-        self.__dict__["_name"] = name
-
-    def __getattr__(self, name):
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return StandIn(f"{self._name}.{name}")
+class Unused(StandIn):
+    """Anything that is named, and called or inherited from at most while modules are imported."""
 
     def __call__(self, *_arguments, **_named):
-        return StandIn(f"{self._name}()")
+        return Unused(f"{self._name}()")
 
     def __mro_entries__(self, _bases):
         return (object,)
@@ -58,28 +49,6 @@ class StandIn:
         return self
 
     __ror__ = __or__
-
-
-class _StandInModule(types.ModuleType):
-    def __getattr__(self, name):
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return StandIn(f"{self.__name__}.{name}")
-
-
-class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    def find_spec(self, name, _path, _target=None):
-        if not name.startswith(("torch_npu.", "acl", "mooncake_")):
-            return None
-        spec = importlib.machinery.ModuleSpec(name, self, is_package=True)
-        spec.submodule_search_locations = []
-        return spec
-
-    def create_module(self, spec):
-        return _StandInModule(spec.name)
-
-    def exec_module(self, _module):
-        pass
 
 
 class Stream:
@@ -175,25 +144,16 @@ def __getattr__(name):
         raise AttributeError(name)
     if hasattr(reference, name):
         return _operator(name)
-    return StandIn(name)
+    return Unused(name)
 
 
 def _install():
-    sys.meta_path.append(_Finder())
+    prefixes = ("torch_npu.", "acl", "mooncake_")
+    sys.meta_path.append(Finder(lambda name: name.startswith(prefixes), Unused))
     sys.modules["torch.npu"] = torch.npu = globals()["npu"] = _device_module()
     torch.Tensor.npu = lambda self, *_arguments, **_named: self
-    for name in (
-        "zeros",
-        "empty",
-        "ones",
-        "full",
-        "tensor",
-        "arange",
-        "rand",
-        "randn",
-        "empty_like",
-        "zeros_like",
-    ):
+    filled = ("zeros", "empty", "ones", "full", "empty_like", "zeros_like")
+    for name in (*filled, "tensor", "arange", "rand", "randn"):
         setattr(torch, name, _on_cpu(getattr(torch, name)))
     backend_of = dist.ProcessGroup._get_backend
 
