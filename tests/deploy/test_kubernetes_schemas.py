@@ -5,13 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import kubernetes_validate
 import pytest
 import yaml
 
 KUBERNETES = Path(__file__).parents[2] / "deploy" / "kubernetes"
 WITHOUT_SCHEMA = {"Kustomization", "ServiceMonitor", "PrometheusRule"}
-"""Kinds that are not Kubernetes' own; the Prometheus operator's have a test of their own."""
+"""Kinds that are not Kubernetes' own; the Prometheus operator's have schemas of their own."""
 VERSIONS = ("1.28", kubernetes_validate.latest_version())
 """A startup probe by gRPC is stable since 1.27."""
 CONFIGURATION = "eplb.yaml"
@@ -65,18 +66,7 @@ def test_a_manifest_is_what_kubernetes_takes(name: str, version: str) -> None:
     kubernetes_validate.validate(manifests()[name], version, strict=True)
 
 
-def test_there_is_a_manifest_of_every_kind() -> None:
-    kinds = {name.partition(" ")[2] for name in manifests()}
-    assert kinds == {
-        "Deployment",
-        "NetworkPolicy",
-        "PersistentVolumeClaim",
-        "PodDisruptionBudget",
-        "Role",
-        "RoleBinding",
-        "Service",
-        "ServiceAccount",
-    }
+def test_a_patch_is_checked_as_what_it_makes() -> None:
     two = manifests()["ha/two-replicas.yaml Deployment"]["spec"]
     assert two["replicas"] == 2
     assert two["template"]["spec"]["containers"][0]["image"]
@@ -87,3 +77,19 @@ def test_of_two_replicas_one_is_selected() -> None:
     selector = manifests()["ha/leader-only.yaml Service"]["spec"]["selector"]
     assert selector["eplb-service/leads"] == "true"
     assert manifests()["base/service.yaml Service"]["spec"]["selector"].items() < selector.items()
+
+
+OPERATOR_SCHEMAS = yaml.safe_load((Path(__file__).parent / "prometheus_operator.yaml").read_text())
+
+
+def test_what_the_prometheus_operator_gets_is_what_it_takes() -> None:
+    objects = {
+        one["kind"]: one
+        for path in sorted(KUBERNETES.rglob("*.yaml"))
+        for one in yaml.safe_load_all(path.read_text())
+        if str(one.get("apiVersion", "")).startswith("monitoring.coreos.com/")
+    }
+    assert objects.keys() == {"ServiceMonitor", "PrometheusRule"} == OPERATOR_SCHEMAS.keys() - {"$defs"}
+    for kind, found in objects.items():
+        schema = {"$defs": OPERATOR_SCHEMAS["$defs"], **OPERATOR_SCHEMAS[kind]}
+        jsonschema.Draft202012Validator(schema).validate(found)

@@ -23,7 +23,7 @@ from eplb_service.control.server.store import Store
 from eplb_service.wire.generated import operator_pb2, operator_pb2_grpc
 from tests.control.server.test_service import settings
 from tests.observability.prometheus import RATE_SECONDS, RULES, Alert, Prometheus, prometheus
-from tests.observability.scene import TOKEN, no_heat, other_heat, rejoin, serving
+from tests.observability.scene import TOKEN, Faults, no_heat, other_heat, rejoin, serving
 from tools.dashboard.layout import dashboard
 from tools.prometheus_binaries import find
 
@@ -100,7 +100,7 @@ async def test_every_alert_fires_for_its_fault_and_ends_when_it_is_mended(
     async with contextlib.AsyncExitStack() as stack:
         service = await stack.enter_async_context(running_service(settings(auth_token=TOKEN)))
         with prometheus(program, tmp_path, [service.metrics_address]) as seen:
-            names = ("missing", "gone", "lost", "aborting", "halted", "empty", "dummies", "well")
+            names = ("missing", "gone", "well", *FAULTS)
             scenes = {name: serving(service.address, name) for name in names}
             scenes["failing"] = serving(service.address, "failing", layers=_FAILING_LAYERS)
             groups = {name: await stack.enter_async_context(scene) for name, scene in scenes.items()}
@@ -129,30 +129,31 @@ async def test_every_alert_fires_for_its_fault_and_ends_when_it_is_mended(
     assert seen_firing == alerts()
 
 
+FAULTS: dict[str, tuple[dict[str, Any], set[str]]] = {
+    "lost": ({"half_silent_ranks": (2,)}, {"EplbStepsLost"}),
+    "aborting": ({"abort_plans": True, "heat": other_heat}, {"EplbPlansFail", "EplbImbalanced"}),
+    "halted": ({"halted": "the fault of this test"}, {"EplbAgentsHalted", "EplbNoDecision"}),
+    "empty": ({"heat": no_heat}, {"EplbNoHeat"}),
+    "dummies": ({"dummies": True}, {"EplbDummyStepsOnly"}),
+}
+"""What goes wrong with a group, and the alerts that must fire for it."""
+
+
 async def break_groups(groups: Any, monkeypatch: pytest.MonkeyPatch, failing: Any) -> set[Alert]:
     """One fault per group; what must fire for it."""
     groups["missing"][0].ranks[3].call.cancel()
     await groups["gone"][0].leave()
-    groups["lost"][1].half_silent_ranks = (2,)
-    groups["aborting"][1].abort_plans = True
-    groups["aborting"][1].heat = other_heat
-    groups["halted"][1].halted = "the fault of this test"
-    groups["empty"][1].heat = no_heat
-    groups["dummies"][1].dummies = True
     monkeypatch.setattr(decider, "decide", failing)
-    return {
+    expected = {
         ("EplbAgentsMissing", "missing"),
         ("EplbProblems", "missing"),
         ("EplbAgentsGone", "gone"),
-        ("EplbStepsLost", "lost"),
-        ("EplbPlansFail", "aborting"),
-        ("EplbImbalanced", "aborting"),
-        ("EplbAgentsHalted", "halted"),
-        ("EplbNoDecision", "halted"),
-        ("EplbNoHeat", "empty"),
-        ("EplbDummyStepsOnly", "dummies"),
         ("EplbSolverFails", "failing"),
     }
+    for name, (changes, alerted) in FAULTS.items():
+        vars(groups[name][1]).update(changes)
+        expected |= {(alert, name) for alert in alerted}
+    return expected
 
 
 async def mend_groups(
@@ -160,10 +161,8 @@ async def mend_groups(
 ) -> None:
     """What an operator would do about each fault."""
     await rejoin(*groups["missing"], 3)
-    for name in ("lost", "aborting", "halted", "empty", "dummies"):
-        faults = groups[name][1]
-        faults.half_silent_ranks, faults.abort_plans, faults.halted, faults.dummies = (), False, "", False
-        faults.heat = groups["well"][1].heat
+    for name in FAULTS:
+        vars(groups[name][1]).update(vars(Faults(name)))
     monkeypatch.setattr(decider, "decide", answer)
     await order(service, "Forget", operator_pb2.ForgetRequest(deployment="gone"))
 

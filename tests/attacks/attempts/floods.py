@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import socket
 
-import grpc
 import numpy as np
 
 from eplb_service.wire.codec import in_parts
@@ -46,24 +45,22 @@ async def _mute(target: Target) -> str:
 
 
 refused(
-    "a message past the limit",
     Code.RESOURCE_EXHAUSTED,
-    False,
-    lambda t: refused_after_hello(t, TOO_LARGE),
+    {
+        "a message past the limit": lambda t: refused_after_hello(t, TOO_LARGE),
+        "a request in parts past the limit": lambda t: refused_after_hello(t, *in_parts(TOO_LARGE)),
+        "a question about a name of a megabyte": lambda t: t.code_of(
+            "GetStatus", operator_pb2.GetStatusRequest(deployment="x" * MIB)
+        ),
+    },
 )
 refused(
-    "a request in parts past the limit",
-    Code.RESOURCE_EXHAUSTED,
-    False,
-    lambda t: refused_after_hello(t, *in_parts(TOO_LARGE)),
-)
-refused(
-    "a request in parts that promises an exabyte",
     Code.INVALID_ARGUMENT,
-    False,
-    lambda t: refused_after_hello(
-        t, agent_pb2.ConnectRequest(part=agent_pb2.Part(data=b"x", bytes_left=1 << 60))
-    ),
+    {
+        "a request in parts that promises an exabyte": lambda t: refused_after_hello(
+            t, agent_pb2.ConnectRequest(part=agent_pb2.Part(data=b"x", bytes_left=1 << 60))
+        )
+    },
 )
 
 
@@ -105,25 +102,6 @@ async def _fat_hellos(target: Target) -> str:
     return f"bounded: {', '.join(str(max(0, more) >> 20) for more in grown)} MiB more after each of three"
 
 
-@attempt("a host with more streams than it may have")
-async def _streams(target: Target) -> str:
-    # Each on a connection of its own: one connection's streams are bounded before that.
-    options = [("grpc.use_local_subchannel_pool", 1)]
-    channels = [grpc.aio.insecure_channel(target.service.address, options=options) for _ in range(100)]
-    ranks = [FakeRank(channel, 0) for channel in channels]
-    done, open_still = await asyncio.wait(
-        [asyncio.ensure_future(rank.call.code()) for rank in ranks], timeout=5
-    )
-    codes = [task.result() for task in done]
-    for task in open_still:
-        task.cancel()
-    for channel in channels:
-        await channel.close()
-    assert len(codes) >= 100 - to.STREAMS_PER_PEER
-    assert set(codes) == {Code.RESOURCE_EXHAUSTED}
-    return f"bounded: {len(codes)} of 100 refused"
-
-
 @attempt("500 refused Hellos and what they leave in the log")
 async def _log_flood(target: Target) -> str:
     before = target.log_lines
@@ -132,18 +110,3 @@ async def _log_flood(target: Target) -> str:
     lines = target.log_lines - before
     assert lines < 450
     return f"bounded: {lines} lines"
-
-
-@attempt("30 watchers of one host")
-async def _watchers(target: Target) -> str:
-    async with target.honest():
-        request = operator_pb2.WatchHeatRequest(deployment="decode")
-        calls = [target.stub.WatchHeat(request) for _ in range(30)]
-        first = await asyncio.gather(
-            *(asyncio.wait_for(call.read(), 20) for call in calls), return_exceptions=True
-        )
-        let_in = sum(isinstance(message, operator_pb2.WatchHeatResponse) for message in first)
-        for call in calls:
-            call.cancel()
-    assert let_in <= 8
-    return f"bounded: {let_in} let in"

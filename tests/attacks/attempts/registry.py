@@ -37,13 +37,14 @@ def attempt(name: str, locked: bool = False) -> Callable[[Any], Any]:
 
 
 def refused(
-    name: str, expected: grpc.StatusCode, locked: bool, call: Callable[[Target], Awaitable[Any]]
+    expected: grpc.StatusCode, calls: dict[str, Callable[[Target], Awaitable[Any]]], *, locked: bool = False
 ) -> None:
-    """List an attempt that must end with a status."""
+    """List attempts, each by its name, that must end with a status."""
+    for name, call in calls.items():
 
-    async def run(target: Target) -> str:
-        code = await call(target)
-        assert code is expected, f"{code}, not {expected}"
-        return f"refused: {code.name}"
+        async def run(target: Target, call: Callable[[Target], Awaitable[Any]] = call) -> str:
+            code = await call(target)
+            assert code is expected, f"{code}, not {expected}"
+            return f"refused: {code.name}"
 
-    ATTEMPTS.append(Attempt(name, locked, run))
+        ATTEMPTS.append(Attempt(name, locked, run))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 
 import grpc
@@ -11,23 +10,19 @@ from eplb_service.control.server.plane.deployments import MOST_DEPLOYMENTS
 from eplb_service.wire.generated import operator_pb2
 from tests.attacks.attempts.registry import attempt, refused
 from tests.attacks.attempts.requests import Code, hello_with, inflating_hello, shaped_hello
-from tests.attacks.target import LIVE, Target
-from tests.control.fake_group import FakeRank, hello_of
+from tests.attacks.target import Target
 
 refused(
-    "an array that inflates to 256 MB", Code.INVALID_ARGUMENT, False, lambda t: t.refusal(inflating_hello())
-)
-refused(
-    "a shape past all bounds",
     Code.INVALID_ARGUMENT,
-    False,
-    lambda t: t.refusal(hello_with(ep_size=4_000_000_000)),
+    {
+        "an array that inflates to 256 MB": lambda t: t.refusal(inflating_hello()),
+        "a shape past all bounds": lambda t: t.refusal(hello_with(ep_size=4_000_000_000)),
+        "a rank past its group": lambda t: t.refusal(hello_with(rank=9)),
+    },
 )
 refused(
-    "a deployment that costs more memory than there is",
     Code.RESOURCE_EXHAUSTED,
-    False,
-    lambda t: t.refusal(shaped_hello(512, 512, 512)),
+    {"a deployment that costs more memory than there is": lambda t: t.refusal(shaped_hello(512, 512, 512))},
 )
 
 
@@ -45,26 +40,3 @@ async def _push_out(target: Target) -> str:
     assert status.paused
     assert status.steps_received
     return "refused: it is kept, and paused"
-
-
-refused("a rank past its group", Code.INVALID_ARGUMENT, False, lambda t: t.refusal(hello_with(rank=9)))
-
-
-@attempt("a rank of another group size")
-async def _other_size(target: Target) -> str:
-    async with target.honest():
-        code = await target.refusal(hello_with(rank=7, ep_size=8))
-        assert code is Code.FAILED_PRECONDITION
-    return f"refused: {code.name}"
-
-
-@attempt("a seat held by another forming")
-async def _seat(target: Target) -> str:
-    async with target.honest(group_id="robbed") as group:
-        group.ranks[1].call.cancel()
-        await asyncio.sleep(0.2)
-        code = await target.refusal(hello_of(LIVE, 1, group_id="stolen"), number=1)
-        assert code is Code.FAILED_PRECONDITION
-        group.ranks[1] = FakeRank(group.channel, 1)
-        await group.ranks[1].greet(hello_of(LIVE, 1, group_id="robbed"))
-    return f"refused: {code.name}"

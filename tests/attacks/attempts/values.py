@@ -9,48 +9,27 @@ import numpy as np
 from eplb_service.wire.codec import pack
 from eplb_service.wire.generated import agent_pb2, operator_pb2
 from tests.attacks.attempts.registry import attempt, refused
-from tests.attacks.attempts.requests import LIST, MIB, Code, hello_with, refused_with, spoilt_heat
+from tests.attacks.attempts.requests import LIST, Code, hello_with, refused_with, spoilt_heat
 from tests.attacks.target import LIVE, Target
 from tests.control.fake_group import FakeGroup
 
+
+def _counts(count: int) -> agent_pb2.HeatReport:
+    return spoilt_heat(slot_counts=pack(np.full((8, 3, 3), count, np.int32)))
+
+
 refused(
-    "heat at step 2^62",
     Code.INVALID_ARGUMENT,
-    False,
-    lambda t: refused_with(t, heat_report=spoilt_heat((1 << 62) - 100)),
-)
-refused(
-    "counts below zero",
-    Code.INVALID_ARGUMENT,
-    False,
-    lambda t: refused_with(t, heat_report=spoilt_heat(slot_counts=pack(np.full((8, 3, 3), -1, np.int32)))),
-)
-refused(
-    "counts whose sum overflows",
-    Code.INVALID_ARGUMENT,
-    False,
-    lambda t: refused_with(
-        t, heat_report=spoilt_heat(slot_counts=pack(np.full((8, 3, 3), 2**31 - 1, np.int32)))
-    ),
-)
-refused("a node name with ESC", Code.INVALID_ARGUMENT, False, lambda t: t.refusal(hello_with(node="\x1b[2J")))
-refused(
-    "a deployment name that is a path",
-    Code.INVALID_ARGUMENT,
-    False,
-    lambda t: t.refusal(hello_with(deployment="../x")),
-)
-refused(
-    "a question about a name of a megabyte",
-    Code.RESOURCE_EXHAUSTED,
-    False,
-    lambda t: t.code_of("GetStatus", operator_pb2.GetStatusRequest(deployment="x" * MIB)),
-)
-refused(
-    "a question about a name of 100 kB",
-    Code.INVALID_ARGUMENT,
-    False,
-    lambda t: t.code_of("GetStatus", operator_pb2.GetStatusRequest(deployment="x" * 100_000)),
+    {
+        "heat at step 2^62": lambda t: refused_with(t, heat_report=spoilt_heat((1 << 62) - 100)),
+        "counts below zero": lambda t: refused_with(t, heat_report=_counts(-1)),
+        "counts whose sum overflows": lambda t: refused_with(t, heat_report=_counts(2**31 - 1)),
+        "a node name with ESC": lambda t: t.refusal(hello_with(node="\x1b[2J")),
+        "a deployment name that is a path": lambda t: t.refusal(hello_with(deployment="../x")),
+        "a question about a name of 100 kB": lambda t: t.code_of(
+            "GetStatus", operator_pb2.GetStatusRequest(deployment="x" * 100_000)
+        ),
+    },
 )
 
 

@@ -10,47 +10,35 @@ from eplb_service.wire.generated import operator_pb2
 from tests.attacks import target as to
 from tests.attacks.attempts.registry import attempt, refused
 from tests.attacks.attempts.requests import LIST, MIB, PAUSE, Code, hello_with, raw_call
-from tests.attacks.target import Target, bearer
+from tests.attacks.target import Target
+from tests.control.server.test_credentials import bearer
 
-refused("read without a token", Code.UNAUTHENTICATED, True, lambda t: t.code_of("ListDeployments", LIST))
-refused("pause without a token", Code.UNAUTHENTICATED, True, lambda t: t.code_of("Pause", PAUSE))
 refused(
-    "pause with a wrong token",
     Code.UNAUTHENTICATED,
-    True,
-    lambda t: t.code_of("Pause", PAUSE, bearer("x" * 21)),
+    {
+        "read without a token": lambda t: t.code_of("ListDeployments", LIST),
+        "pause without a token": lambda t: t.code_of("Pause", PAUSE),
+        "pause with a wrong token": lambda t: t.code_of("Pause", PAUSE, bearer("x" * 21)),
+        "the right token in another scheme": lambda t: t.code_of(
+            "Pause", PAUSE, (("authorization", f"Basic {to.OPERATOR}"),)
+        ),
+        "a stream without a token": lambda t: t.turned_away(),
+    },
+    locked=True,
 )
 refused(
-    "the right token in another scheme",
-    Code.UNAUTHENTICATED,
-    True,
-    lambda t: t.code_of("Pause", PAUSE, (("authorization", f"Basic {to.OPERATOR}"),)),
-)
-refused("a stream without a token", Code.UNAUTHENTICATED, True, lambda t: t.turned_away())
-refused(
-    "a reader pauses", Code.PERMISSION_DENIED, True, lambda t: t.code_of("Pause", PAUSE, bearer(to.READER))
-)
-refused(
-    "an agent pauses", Code.PERMISSION_DENIED, True, lambda t: t.code_of("Pause", PAUSE, bearer(to.AGENT))
-)
-refused("an operator poses as a rank", Code.PERMISSION_DENIED, True, lambda t: t.turned_away(to.OPERATOR))
-refused(
-    "an agent of another deployment",
     Code.PERMISSION_DENIED,
-    True,
-    lambda t: t.refusal(hello_with(deployment="prefill"), to.AGENT),
-)
-refused(
-    "an agent of another rank",
-    Code.PERMISSION_DENIED,
-    True,
-    lambda t: t.refusal(hello_with(rank=5, ep_size=8), to.AGENT),
-)
-refused(
-    "a reader looks at another deployment",
-    Code.PERMISSION_DENIED,
-    True,
-    lambda t: t.code_of("GetStatus", operator_pb2.GetStatusRequest(deployment="prefill"), bearer(to.READER)),
+    {
+        "a reader pauses": lambda t: t.code_of("Pause", PAUSE, bearer(to.READER)),
+        "an agent pauses": lambda t: t.code_of("Pause", PAUSE, bearer(to.AGENT)),
+        "an operator poses as a rank": lambda t: t.turned_away(to.OPERATOR),
+        "an agent of another deployment": lambda t: t.refusal(hello_with(deployment="prefill"), to.AGENT),
+        "an agent of another rank": lambda t: t.refusal(hello_with(rank=5, ep_size=8), to.AGENT),
+        "a reader looks at another deployment": lambda t: t.code_of(
+            "GetStatus", operator_pb2.GetStatusRequest(deployment="prefill"), bearer(to.READER)
+        ),
+    },
+    locked=True,
 )
 
 

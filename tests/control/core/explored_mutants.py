@@ -15,6 +15,11 @@ from tests.control.core.explored_state import Faults, Scenario
 from tests.exploring import Walk
 
 
+def answering(name: str, method: str, answer: object = None) -> type[Deployment]:
+    """A deployment one of whose methods does nothing but answer this."""
+    return type(name, (Deployment,), {method: lambda *_: answer})
+
+
 class OffersWhileRanksAreAstray(Deployment):
     def obstacle(self) -> str | None:
         found = super().obstacle()
@@ -24,11 +29,6 @@ class OffersWhileRanksAreAstray(Deployment):
 class PlansBesideAPlan(Deployment):
     def tick(self, now: float) -> None:
         self.plan = None
-
-
-class NeverGivesAPlanUp(Deployment):
-    def tick(self, now: float) -> None:
-        pass
 
 
 class ReadsHeatUnderWhatItOffered(Deployment):
@@ -82,16 +82,6 @@ class ForgetsAPlanThatHasEnded(Deployment):
         pass
 
 
-class NeverAsksRanksAgain(Deployment):
-    def _trust_ranks(self, rank: int) -> None:
-        pass
-
-
-class KeepsThePlanOfAGroupThatIsGone(Deployment):
-    def _interrupt_plan(self, reason: str) -> None:
-        pass
-
-
 class TakesAnyGroupForItsOwn(Deployment):
     def hello(self, hello: Hello) -> None:
         if self.group is not None:
@@ -112,11 +102,6 @@ class KeepsTheHeatOfTheGroupBefore(Deployment):
         heat = self.heat
         super()._replace_group(hello)
         self.heat = heat
-
-
-class NeverLetsARankGo(Deployment):
-    def leave(self, rank: int) -> None:
-        pass
 
 
 class KeepsWhatARankSaidBeforeItLeft(Deployment):
@@ -149,11 +134,6 @@ class OffersThoughRanksFollowAnother(Deployment):
         return None
 
 
-class GivesAnybodyASeat(Deployment):
-    def renews(self, hello: Hello) -> bool:
-        return True
-
-
 class TakesAnyFormingToBeOverdue(Deployment):
     def _replace_group(self, hello: Hello) -> None:
         self.attendance = replace(self.attendance, forming_overdue=True)
@@ -172,19 +152,19 @@ _TRIALS = [
     for machine, faults, other in (
         (OffersWhileRanksAreAstray, Faults(), {}),
         (PlansBesideAPlan, Faults(), {}),
-        (NeverGivesAPlanUp, Faults(losses=1), {"plans": _ONE}),
+        (answering("NeverGivesAPlanUp", "tick"), Faults(losses=1), {"plans": _ONE}),
         (ReadsHeatUnderWhatItOffered, Faults(), {}),
         (ReadsHeatUnderTheOldLayer, Faults(), {}),
         (BelievesWhatItOffered, Faults(), {}),
         (TakesAnyEndForSuccess, Faults(), {"plans": _ONE}),
         (BelievesEachWordAgain, Faults(), {}),
         (ForgetsAPlanThatHasEnded, Faults(losses=1), {"plans": _ONE}),
-        (NeverAsksRanksAgain, Faults(restarts=1), {"plans": _ONE}),
-        (KeepsThePlanOfAGroupThatIsGone, Faults(reforms=1), {"plans": _ONE}),
+        (answering("NeverAsksRanksAgain", "_trust_ranks"), Faults(restarts=1), {"plans": _ONE}),
+        (answering("KeepsThePlanOfAGroupThatIsGone", "_interrupt_plan"), Faults(reforms=1), {"plans": _ONE}),
         (TakesAnyGroupForItsOwn, Faults(reforms=1), {"plans": _ONE}),
         (GivesWayToAnyGroup, Faults(squats=1), {"plans": _ONE}),
         (KeepsTheHeatOfTheGroupBefore, Faults(reforms=1), {"plans": _ONE}),
-        (NeverLetsARankGo, Faults(cuts=1), {"plans": _ONE}),
+        (answering("NeverLetsARankGo", "leave"), Faults(cuts=1), {"plans": _ONE}),
         (KeepsWhatARankSaidBeforeItLeft, Faults(cuts=1, restarts=1), {"plans": _ONE}),
         (NeverAsksAGroupThatIsHalfThereAgain, Faults(restarts=1), {"plans": _ONE}),
         (WaitsForRanksThatAreThere, Faults(restarts=1, deaf=1), {"plans": _ONE}),
@@ -193,7 +173,7 @@ _TRIALS = [
             Faults(cuts=1, strays=1),
             {"plans": _ONE, "services": 2, "forming": 1},
         ),
-        (GivesAnybodyASeat, Faults(squats=1), {"plans": _ONE}),
+        (answering("GivesAnybodyASeat", "renews", True), Faults(squats=1), {"plans": _ONE}),
         (TakesAnyFormingToBeOverdue, Faults(squats=1), {"plans": _ONE}),
         (WaitsForAFormingThatNeverCompletes, Faults(squats=1), {"plans": _ONE, "joined": False}),
     )

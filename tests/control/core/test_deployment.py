@@ -12,10 +12,8 @@ from eplb_service.wire.agent import PlanState, PlanStatus, decode_hello
 from tests.control.core.story import PLAN_TIMEOUT, Story
 from tests.control.fake_group import BYTES_PER_EXPERT, RANKS, first_placement, hello_of, live_of
 
-ACCEPTED = PlanState.ACCEPTED
-ABORTED = PlanState.ABORTED
-REFUSED = PlanState.REFUSED
-COMMITTED = PlanState.COMMITTED
+ACCEPTED, COMMITTED = PlanState.ACCEPTED, PlanState.COMMITTED
+ABORTED, REFUSED = PlanState.ABORTED, PlanState.REFUSED
 
 
 @pytest.fixture

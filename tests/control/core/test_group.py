@@ -20,11 +20,16 @@ def hellos() -> list[Hello]:
     return [decode_hello(hello_of(live, rank)) for rank in range(RANKS)]
 
 
-def all_but_the_last() -> tuple[Story, list[Hello]]:
-    story, said = Story(), hellos()
-    for hello in said[:-1]:
-        story.deployment.hello(hello)
-    return story, said
+LAST = hellos()[-1]
+
+
+@pytest.fixture
+def story() -> Story:
+    """All ranks but the last have said Hello."""
+    made = Story()
+    for hello in hellos()[:-1]:
+        made.deployment.hello(hello)
+    return made
 
 
 def assembled(story: Story, last: Hello) -> Assembled:
@@ -32,47 +37,37 @@ def assembled(story: Story, last: Hello) -> Assembled:
     return story.deployment.group.assembled(last)
 
 
-def test_it_is_of_the_ranks_that_wait_and_the_one_that_comes() -> None:
-    story, said = all_but_the_last()
+def test_it_is_of_the_ranks_that_wait_and_the_one_that_comes(story: Story) -> None:
     group = story.deployment.group
     assert group is not None
-    assert group.is_completed_by(said[-1])
-    assert not group.is_completed_by(said[0])
-    assert not group.is_completed_by(replace(said[-1], group_id="second"))
-    story.deployment.hello(said[-1])
+    assert group.is_completed_by(LAST)
+    assert not group.is_completed_by(hellos()[0])
+    assert not group.is_completed_by(replace(LAST, group_id="second"))
+    story.deployment.hello(LAST)
     assert story.deployment.group is not None
-    assert not story.deployment.group.is_completed_by(said[-1])
+    assert not story.deployment.group.is_completed_by(LAST)
 
 
-def test_what_was_put_together_is_what_serves(monkeypatch: pytest.MonkeyPatch) -> None:
-    story, said = all_but_the_last()
-    found = assembled(story, said[-1])
+def test_what_was_put_together_is_what_serves(story: Story, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = assembled(story, LAST)
     monkeypatch.setattr(LivePlacement, "assembled", lambda _: pytest.fail("put together once more"))
-    story.deployment.hello(said[-1], found)
+    story.deployment.hello(LAST, found)
     assert story.deployment.live is found[1]
 
 
-def test_it_is_made_again_where_a_rank_has_come_again_meanwhile() -> None:
-    story, said = all_but_the_last()
-    found = assembled(story, said[-1])
+@pytest.mark.parametrize("returns", [True, False])
+def test_it_is_made_again_or_not_used_where_a_rank_has_gone_meanwhile(story: Story, returns: bool) -> None:
+    found = assembled(story, LAST)
     story.leaves(0)
-    story.deployment.hello(hellos()[0])
-    story.deployment.hello(said[-1], found)
-    assert story.deployment.live is not None
+    if returns:
+        story.deployment.hello(hellos()[0])
+    story.deployment.hello(LAST, found)
+    assert (story.deployment.live is not None) is returns
     assert story.deployment.live is not found[1]
 
 
-def test_it_does_not_make_up_for_a_rank_that_has_left() -> None:
-    story, said = all_but_the_last()
-    found = assembled(story, said[-1])
-    story.leaves(1)
-    story.deployment.hello(said[-1], found)
-    assert story.deployment.live is None
-
-
-def test_a_contradiction_is_reported_as_before() -> None:
-    story, said = all_but_the_last()
-    wrong = replace(said[-1], slots_LS=said[0].slots_LS)
+def test_a_contradiction_is_reported_as_before(story: Story) -> None:
+    wrong = replace(LAST, slots_LS=hellos()[0].slots_LS)
     with pytest.raises(ConflictError, match=r"do not make a placement|have the digest"):
         story.deployment.hello(wrong, assembled(story, wrong))
 

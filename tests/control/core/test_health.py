@@ -20,11 +20,11 @@ from eplb_service.control.core.health import (
 )
 from eplb_service.heat.assembler import HeatAssembler
 from eplb_service.placement import default_log2phy
-from eplb_service.wire.agent import Heartbeat, Shape, decode_hello
+from eplb_service.wire.agent import Heartbeat, Shape
 from eplb_service.wire.heat import HeatReport, StepPhase
 from eplb_service.wire.operator import BalancePoint
 from tests.control.core.story import Story
-from tests.control.fake_group import LAYERS, RANKS, SLOTS, hello_of
+from tests.control.fake_group import LAYERS, RANKS, SLOTS
 
 
 def deployment_of(loads_TLR: np.ndarray) -> SimpleNamespace:
@@ -118,18 +118,6 @@ def test_steps_without_a_token(story: Story, phase: StepPhase, windows: int, say
     (problem,) = problems(story.deployment)
     assert problem.startswith(says)
     report(story, windows * WINDOW, 1, StepPhase.DECODE)
-    assert problems(story.deployment) == []
-
-
-def test_experts_that_are_bound_to_their_ranks() -> None:
-    story = Story()
-    for rank in range(RANKS):
-        hello = hello_of(story.live, rank)
-        hello.shape.rank_bound = True
-        story.deployment.hello(decode_hello(hello))
-    (problem,) = problems(story.deployment)
-    assert problem.startswith("experts are bound to their ranks")
-    story.deployment.paused = True
     assert problems(story.deployment) == []
 
 

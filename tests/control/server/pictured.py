@@ -141,21 +141,16 @@ def moves_of(rng: np.random.Generator, ranks: int, slots: int, count: int) -> An
 
 def points(now: float, par: float, floor: float) -> list[operator_pb2.BalancePoint]:
     """An hour: heat drifts, a plan brings balance back, six times."""
-    made, switched = [], 0
-    for index in range(360):
-        phase = (index % 60) / 60
-        value = par + 0.34 * phase**1.5 + 0.01 * math.sin(index * 1.7) + 0.006 * math.sin(index * 5.1)
-        switched += 40 if index and index % 60 == 0 else 0
-        made.append(
-            operator_pb2.BalancePoint(
-                at=now - 10 * (360 - index),
-                par=value,
-                par_planned=math.nan if index < 25 else par - 0.01 + 0.004 * (index // 60),
-                noise_floor=math.nan if index < 25 else floor + 0.004 * math.sin(index // 60),
-                layers_switched=switched,
-            )
+    return [
+        operator_pb2.BalancePoint(
+            at=now - 10 * (360 - index),
+            par=par + 0.34 * (index % 60 / 60) ** 1.5 + 0.01 * math.sin(index * 1.7),
+            par_planned=math.nan if index < 25 else par - 0.01 + 0.004 * (index // 60),
+            noise_floor=math.nan if index < 25 else floor + 0.004 * math.sin(index // 60),
+            layers_switched=40 * (index // 60),
         )
-    return made
+        for index in range(360)
+    ]
 
 
 def history(verdicts: list[operator_pb2.PastVerdict], now: float) -> operator_pb2.GetHistoryResponse:

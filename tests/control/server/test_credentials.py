@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import json
 import os
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 
 import grpc
 import pytest
+import yaml
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from eplb_service.control.server.access.gate import Credentials
@@ -89,11 +91,8 @@ async def test_every_role_may_what_it_is_for(path: Path, capsys: pytest.CaptureF
             await other.say(hello=message)
             assert (await other.refusal())[0] == DENIED
         log = capsys.readouterr().err
-        audit = [line for line in log.splitlines() if '"operator_call"' in line]
-        assert len(audit) == 1
-        assert '"caller": "on-call"' in audit[0]
-        assert '"call": "Pause"' in audit[0]
-        assert '"result": "done"' in audit[0]
+        (audit,) = [json.loads(line) for line in log.splitlines() if '"operator_call"' in line]
+        assert (audit["caller"], audit["call"], audit["result"]) == ("on-call", "Pause", "done")
         assert OPERATOR not in log
         rank.call.cancel()
 
@@ -157,37 +156,34 @@ async def test_health_is_answered_on_a_port_of_its_own(path: Path) -> None:
             assert await code_of(listed) is grpc.StatusCode.UNIMPLEMENTED
 
 
+def entry(changes: str) -> str:
+    """An agent's credential with these fields changed."""
+    fields = {"name": "a", "role": "agent", "deployments": ["b"], "token": "0123456789abcdef"}
+    return yaml.safe_dump([{**fields, **yaml.safe_load(f"{{{changes}}}")}])
+
+
 @pytest.mark.parametrize(
-    ("entry", "says"),
+    ("content", "says"),
     [
         ("{}", "must hold a list"),
         ("- 7", "credential 1"),
-        ("- {name: a, role: king, deployments: [b], token: 0123456789abcdef}", "credential 1: role"),
-        ("- {name: a, role: agent, deployments: [], token: 0123456789abcdef}", "credential 1: deployments"),
-        (
-            "- {name: a, role: agent, deployments: ['b/c'], token: 0123456789abcdef}",
-            "credential 1: deployments",
-        ),
-        ("- {name: a, role: agent, deployments: [b], token: short}", "credential 1: token"),
+        (entry("role: king"), "credential 1: role"),
+        (entry("deployments: []"), "credential 1: deployments"),
+        (entry("deployments: ['b/c']"), "credential 1: deployments"),
+        (entry("token: short"), "credential 1: token"),
         ("- {name: a, role: agent, deployments: [b]}", "exactly one of"),
-        (
-            "- {name: a, role: agent, deployments: [b], certificate: c, token: 0123456789abcdef}",
-            "exactly one of",
-        ),
-        ("- {name: a, role: reader, deployments: [b], ranks: 0-3, certificate: c}", "only agents have ranks"),
-        ("- {name: a, role: agent, deployments: [b], ranks: 3-0, certificate: c}", "ranks"),
-        ("- {name: a, role: agent, deployments: [b], ranks: 0-99999999, certificate: c}", "ranks"),
-        ("- {name: a, role: agent, deployments: [b], certificate: c, more: 1}", "more"),
-        (
-            "- {name: a, role: agent, deployments: [b], certificate: c}\n" * 2,
-            "two credentials are called 'a'",
-        ),
+        (entry("certificate: c"), "exactly one of"),
+        (entry("role: reader, ranks: 0-3"), "only agents have ranks"),
+        (entry("ranks: 3-0"), "ranks"),
+        (entry("ranks: 0-99999999"), "ranks"),
+        (entry("more: 1"), "more"),
+        (entry("") * 2, "two credentials are called 'a'"),
         ("- {name: a, token: 0123456789abcdef", "is not YAML"),
     ],
 )
-def test_a_file_that_will_not_do(tmp_path: Path, entry: str, says: str) -> None:
+def test_a_file_that_will_not_do(tmp_path: Path, content: str, says: str) -> None:
     path = tmp_path / "credentials.yaml"
-    path.write_text(entry)
+    path.write_text(content)
     with pytest.raises(SettingsError, match=says) as refused:
         Credentials(path=path)
     assert "0123456789abcdef" not in str(refused.value)

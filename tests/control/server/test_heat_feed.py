@@ -10,6 +10,7 @@ import grpc
 import numpy as np
 import pytest
 
+from eplb_service.cli import trace_record
 from eplb_service.cli.main import run
 from eplb_service.control.core import flow
 from eplb_service.control.core.deployment import Deployment
@@ -37,7 +38,7 @@ from tests.control.fake_group import (
     live_of,
     skewed_heat,
 )
-from tests.control.server.test_forget import metrics
+from tests.control.server.test_http_server import scrape
 from tests.control.server.test_service import settings, tick, until
 
 
@@ -102,7 +103,7 @@ async def test_what_cannot_be_taken_is_shed_alike_by_all_ranks_and_reported(
     tick(service.plane)
     assert await asked(group) == [(True, 4)] * len(group.ranks)
     assert ["of every 4 reports they send one" in problem for problem in problems(deployment)] == [True]
-    assert 'eplb_heat_one_in{deployment="decode"} 4.0' in await metrics(service)
+    assert (await scrape(service))["eplb_heat_one_in", ("decode",)] == 4
     # Plans go out all the same.
     for block in range(0, 16, 4):
         group.step = 8 * block
@@ -212,23 +213,34 @@ async def test_time_ends_a_recording_and_nothing_recorded_is_reported(
     assert open_trace(out).steps == 8
 
 
+Heard = list[operator_pb2.WatchHeatResponse]
+
+
+@pytest.fixture
+def taken(monkeypatch: pytest.MonkeyPatch) -> Heard:
+    """Messages that a recording has taken, which Ctrl-C ends with the last rank's second report."""
+    take, messages = trace_record._take, Heard()
+
+    def noted(trace: object, message: operator_pb2.WatchHeatResponse) -> object:
+        recorder = take(trace, message)  # type: ignore[arg-type]
+        messages.append(message)
+        if message.heat.report.first_step == 8 and message.heat.rank == RANKS - 1:
+            raise KeyboardInterrupt
+        return recorder
+
+    monkeypatch.setattr(trace_record, "_take", noted)
+    return messages
+
+
 async def test_a_service_that_stops_leaves_what_was_recorded(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], taken: Heard
 ) -> None:
-    from eplb_service.cli import trace_record
-
-    out, take, taken = tmp_path / "decode.zarr", trace_record._take, list[str | None]()
-
-    def counted(trace: object, message: operator_pb2.WatchHeatResponse) -> object:
-        taken.append(message.WhichOneof("message"))
-        return take(trace, message)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(trace_record, "_take", counted)
+    out = tmp_path / "decode.zarr"
     async with running_service(settings()) as service, FakeGroup(service.address) as group:
         await group.join()
         task = await recording(service, "decode", "--out", str(out))
         await group.send_heat(skewed_heat(8))
-        await until(lambda: taken.count("heat") == RANKS)
+        await until(lambda: sum(message.HasField("heat") for message in taken) == RANKS)
         await group.leave()
     assert await task == 2
     reported = capsys.readouterr().err
@@ -237,20 +249,11 @@ async def test_a_service_that_stops_leaves_what_was_recorded(
     assert open_trace(out).steps == 8
 
 
+@pytest.mark.usefixtures("taken")
 async def test_ctrl_c_ends_with_a_whole_trace(
-    service: RunningService, group: FakeGroup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    service: RunningService, group: FakeGroup, tmp_path: Path
 ) -> None:
-    from eplb_service.cli import trace_record
-
-    out, take = tmp_path / "decode.zarr", trace_record._take
-
-    def until_enough(trace: object, message: operator_pb2.WatchHeatResponse) -> object:
-        recorder = take(trace, message)  # type: ignore[arg-type]
-        if message.heat.report.first_step == 8 and message.heat.rank == RANKS - 1:
-            raise KeyboardInterrupt
-        return recorder
-
-    monkeypatch.setattr(trace_record, "_take", until_enough)
+    out = tmp_path / "decode.zarr"
     task = await recording(service, "decode", "--out", str(out))
     for _ in range(2):
         await group.send_heat(skewed_heat(8))

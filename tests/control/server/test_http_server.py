@@ -6,6 +6,7 @@ import asyncio
 import gzip
 import http.client
 import json
+import math
 import shutil
 import socket
 import ssl
@@ -14,12 +15,13 @@ from typing import Any
 
 import grpc
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from eplb_service.control.server.service import RunningService, running_service
-from eplb_service.control.server.settings import SettingsError, load_settings
 from eplb_service.control.server.web import http_server
-from eplb_service.wire.generated import operator_pb2, operator_pb2_grpc
-from tests.control.fake_group import LAYERS, RANKS, FakeGroup, skewed_heat
+from eplb_service.wire.generated import agent_pb2, operator_pb2, operator_pb2_grpc
+from eplb_service.wire.plan import RankPlan
+from tests.control.fake_group import BYTES_PER_EXPERT, LAYERS, RANKS, FakeGroup, skewed_heat
 from tests.control.server.certificates import Authority
 from tests.control.server.test_service import settings, tick, until
 
@@ -59,25 +61,25 @@ async def get(
     return await asyncio.to_thread(_get, address, path, method, headers, context)
 
 
-async def balanced(service: RunningService, group: FakeGroup) -> None:
-    """A deployment that has switched layers and counted since."""
-    await group.join()
+async def balanced(service: RunningService, group: FakeGroup) -> list[RankPlan]:
+    """A deployment that has switched layers and counted since; its plan, as each rank's."""
     await group.fill_window()
-    await group.carry_out(await group.hear_plan())
+    plans = await group.hear_plan()
+    await group.carry_out(plans)
     await group.send_heat(skewed_heat(8, seed=1))
     deployment = service.plane.deployments["decode"]
     await until(lambda: deployment.ended_plan is not None and deployment.totals.steps_received == 40)
     tick(service.plane)
+    return plans
 
 
-async def test_the_page_s_figures_are_those_of_the_service(service: RunningService) -> None:
-    async with FakeGroup(service.address) as group:
-        await balanced(service, group)
-        at = service.metrics_address
-        assert (await get(at, "/api/v1/deployments")).document["deployments"][0]["deployment"] == "decode"
-        whole = (await get(at, "/api/v1/deployments/decode")).document
-        balance = (await get(at, "/api/v1/deployments/decode/balance")).document
-        plans = (await get(at, "/api/v1/deployments/decode/history")).document["plans"]
+async def test_the_page_s_figures_are_those_of_the_service(service: RunningService, group: FakeGroup) -> None:
+    await balanced(service, group)
+    at = service.metrics_address
+    assert (await get(at, "/api/v1/deployments")).document["deployments"][0]["deployment"] == "decode"
+    whole = (await get(at, "/api/v1/deployments/decode")).document
+    balance = (await get(at, "/api/v1/deployments/decode/balance")).document
+    plans = (await get(at, "/api/v1/deployments/decode/history")).document["plans"]
     assert whole["status"]["agents_connected"] == RANKS
     assert [layer["layer"] for layer in whole["layers"]] == list(range(LAYERS))
     assert all(0 <= agent["silent_seconds"] < 60 for agent in whole["agents"])
@@ -210,6 +212,62 @@ async def test_too_many_connections_are_turned_away_and_slow_ones_end(
                 connection.close()
 
 
-def test_a_page_address_must_be_one() -> None:
-    with pytest.raises(SettingsError, match=r"setting page: an address is host:port"):
-        load_settings({"page": "9465"}, environment={})
+Samples = dict[tuple[str, tuple[str, ...]], float]
+
+
+async def scrape(service: RunningService) -> Samples:
+    text = (await get(service.metrics_address, "/metrics")).body.decode()
+    return {
+        (sample.name, tuple(sample.labels.values())): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+async def test_a_scrape_shows_what_happened(service: RunningService, group: FakeGroup) -> None:
+    plans = await balanced(service, group)
+    for calls in (100, 120):
+        beat = agent_pb2.Heartbeat(
+            step=group.step,
+            epoch=group.live.epoch,
+            digest=group.live.digest,
+            calls=calls,
+            call_micros=300 * calls,
+            vote_micros=100 * calls,
+            staging_bytes=50 * calls,
+            ring_bytes=4096,
+        )
+        await group.ranks[1].say(heartbeat=beat)
+        beat.staging_bytes = 7
+        await group.ranks[2].say(heartbeat=beat)
+    beats_R = service.plane.observer.of("decode").beats_R
+    await until(lambda: {1, 2} <= set(beats_R) and all(beats_R[rank].calls == 120 for rank in (1, 2)))
+    tick(service.plane)
+    samples = await scrape(service)
+
+    layers, decode = plans[0].layers, ("decode",)
+    moves = sum(len(layer.moves_M5) for layer in layers)
+    counted = {
+        "agents_connected": 4,
+        "epoch": len(layers),
+        "steps_received_total": 40,
+        "steps_lost_total": 0,
+        "layers_switched_total": len(layers),
+        "moves_total": moves,
+        "moved_bytes_total": moves * BYTES_PER_EXPERT,
+        "solve_seconds_count": 1,
+        "problems": 0,
+        "agent_calls_total": 40,
+        "agent_staging_bytes": 50 * 120,  # of the rank that holds most
+        "agent_heat_ring_bytes": 4096,
+    }
+    assert {name: samples[f"eplb_{name}", decode] for name in counted} == counted
+    assert samples["eplb_plans_total", ("decode", "done")] == 1
+    assert samples["eplb_decisions_total", ("decode", "plan")] == 1
+    assert math.isclose(samples["eplb_agent_call_seconds_total", decode], 0.012)
+    assert math.isclose(samples["eplb_agent_vote_seconds_total", decode], 0.004)
+    seen, planned = (samples[f"eplb_deployment_par_{kind}", decode] for kind in ("seen", "planned"))
+    assert 1.0 <= planned < seen
+    for layer in range(LAYERS):
+        assert 1.0 <= samples["eplb_par_realised", ("decode", str(layer))] < seen
+    assert set(samples) >= {("eplb_par_planned", ("decode", str(layer.layer))) for layer in layers}

@@ -1,4 +1,4 @@
-"""Requests in parts take bounded memory, of a host and of all; who comes beyond that waits, and is refused in time."""
+"""Streams and requests in parts take bounded memory, of a host and of all; who comes beyond that is refused in time."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ from eplb_service.control.core.errors import ExhaustedError
 from eplb_service.control.core.health import problems
 from eplb_service.control.server.access.quotas import Turns
 from eplb_service.control.server.service import RunningService, running_service
+from eplb_service.telemetry.logs import BoundedLog
 from eplb_service.wire.codec import PART_BYTES, in_parts
 from eplb_service.wire.generated import agent_pb2
-from tests.control.fake_group import FakeGroup, first_placement, hello_of, live_of, refusal_of
+from tests.control.fake_group import FakeGroup, FakeRank, first_placement, hello_of, live_of, refusal_of
+from tests.control.server.test_http_server import scrape
 from tests.control.server.test_service import settings, until
 
 LIVE = live_of(first_placement())
@@ -78,11 +80,6 @@ async def service() -> AsyncIterator[RunningService]:
         yield running
 
 
-async def test_a_request_in_parts_is_heard(service: RunningService, group: FakeGroup) -> None:
-    await group.ranks[0].say(heartbeat=agent_pb2.Heartbeat(digest=LIVE.digest, error="x" * (MIB - 100)))
-    await until(lambda: any("xxx" in problem for problem in problems(service.plane.deployments["decode"])))
-
-
 async def test_requests_that_are_no_requests(
     service: RunningService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -90,6 +87,7 @@ async def test_requests_that_are_no_requests(
     exhausted, invalid = grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.INVALID_ARGUMENT
     for said, expected, reason in (
         (_large(MIB), exhausted, "that max_message_bytes allows"),
+        ([agent_pb2.ConnectRequest(heartbeat=agent_pb2.Heartbeat(error="x" * 2 * MIB))], exhausted, ""),
         (whole[:1], invalid, "was broken off"),
         ([whole[0], _hello()], invalid, "was broken off"),
         ([whole[0], whole[0]], invalid, "part.bytes_left is"),
@@ -125,3 +123,37 @@ async def test_a_host_that_breaks_off_as_many_requests_as_it_may_have_gives_its_
         await until(
             lambda: any("yyy" in problem for problem in problems(service.plane.deployments["decode"]))
         )
+
+
+async def test_streams_of_all_hosts_and_of_one_are_bounded_and_refusals_counted() -> None:
+    for bounds, name in (
+        ({"max_streams": 2}, "max_streams allows"),
+        ({"max_streams_per_peer": 2}, "max_streams_per_peer allows"),
+    ):
+        async with running_service(settings(**bounds)) as service:
+            options = [("grpc.use_local_subchannel_pool", 1)]
+            channels = [grpc.aio.insecure_channel(service.address, options=options) for _ in range(3)]
+            ranks = [FakeRank(channel, 0) for channel in channels]
+            ends = [asyncio.ensure_future(rank.refusal()) for rank in ranks]
+            # Whichever of them comes last is over at once, the others wait to be spoken to.
+            (over,), others = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            code, text = over.result()
+            assert (code, name in text) == (grpc.StatusCode.RESOURCE_EXHAUSTED, True)
+            counted = "eplb_refusals_total", ("resource_exhausted",)
+            assert (await scrape(service))[counted] == 1
+            for task in others:
+                task.cancel()
+            for channel in channels:
+                await channel.close()
+
+
+def test_log_lines_beyond_the_rate_are_counted() -> None:
+    now, left_out = [0.0], []
+    log = BoundedLog(lambda: left_out.append(1), clock=lambda: now[0])
+    for _ in range(300):
+        log.info("stranger")
+    assert len(left_out) == 300 - 256
+    now[0] = 1.0
+    for _ in range(20):
+        log.warning("stranger")
+    assert len(left_out) == 300 - 256 + 10

@@ -1,13 +1,13 @@
-"""A service that starts later has the higher term, whatever its clock says and whatever became of its store."""
+"""A service that starts later has the higher term; a lease is taken by its holder, where free, or long unchanged."""
 
 from __future__ import annotations
 
-from pathlib import Path
+from dataclasses import replace
 
 import pytest
 
 from eplb_service.control.core.errors import ConflictError
-from eplb_service.control.core.leader import clock_of, term_above, term_at
+from eplb_service.control.core.leader import Claim, clock_of, term_above, term_at
 from eplb_service.control.server.store import MEMORY, Store, StoredDeployment, higher_term
 from eplb_service.wire.fields import LAST_VERSION
 
@@ -22,17 +22,6 @@ def test_the_term_grows_with_every_start(path: str) -> None:
         terms.append(store.leader_term)
         store.close()
     assert terms == sorted(set(terms))
-
-
-def test_a_service_that_lost_its_store_is_not_taken_for_an_older_one(path: str) -> None:
-    store = Store(path)
-    lost = store.leader_term
-    store.close()
-    Path(path).unlink()
-    store = Store(path)
-    # The clock in seconds comes first; within one of them the order is by chance.
-    assert store.leader_term >> 20 >= lost >> 20
-    store.close()
 
 
 def test_a_term_that_was_raised_for_a_deployment_is_kept_and_grows_with_every_start(path: str) -> None:
@@ -65,3 +54,24 @@ def test_two_services_never_have_the_same_term(monkeypatch: pytest.MonkeyPatch) 
     terms = [Store(MEMORY).leader_term for _ in range(8)]
     assert len(set(terms)) == len(terms)
     assert all(term >> 20 == 1_800_000_000 for term in terms)
+
+
+HELD = Claim(holder="a", renewed="2026-01-01T00:00:00Z", seconds=15, term=3)
+
+
+def test_a_free_lease_may_be_taken_at_once() -> None:
+    assert Claim().may_be_taken(0, "b")
+    assert Claim().followed_by(10, replace(HELD, holder="")).may_be_taken(10, "b")
+
+
+def test_a_holder_may_always_renew() -> None:
+    assert Claim().followed_by(10, HELD).may_be_taken(1000, "a")
+
+
+def test_another_waits_from_when_it_last_saw_the_record_change() -> None:
+    claim = Claim().followed_by(10, HELD).followed_by(20, HELD)
+    assert not claim.may_be_taken(25, "b")
+    assert claim.may_be_taken(25.1, "b")
+    renewed = claim.followed_by(24, replace(HELD, renewed="2026-01-01T00:00:10Z"))
+    assert not renewed.may_be_taken(39, "b")
+    assert renewed.may_be_taken(39.1, "b")

@@ -50,31 +50,16 @@ def flags(folder: Path, authority: Authority) -> dict[str, Any]:
     }
 
 
-def agent(
-    service: RunningService, ca: Path, proof: tuple[Path, Path], deployment: str = "decode"
-) -> ServiceStream:
+def agent(service: RunningService, ca: Path, proof: tuple[Path, Path]) -> ServiceStream:
     """The stream of a real agent."""
     placement = first_placement()
     installed = Installed.first(0, placement, placement.default_log2phy()[0])
     shape = Shape(RANKS, LAYERS, EXPERTS, SLOTS, BYTES_PER_EXPERT)
-    identity = Identity(deployment, "group", 0, "here", tuple(range(RANKS)), shape)
+    identity = Identity("decode", "group", 0, "here", tuple(range(RANKS)), shape)
     made = agents.settings(service=service.address, tls_ca=ca, tls_cert=proof[0], tls_key=proof[1])
     return ServiceStream(
         made, identity, Outbox(2), lambda: installed, int, lambda: Heartbeat(digest=installed.digest)
     )
-
-
-async def serves(stream: ServiceStream, seconds: float = 20.0) -> bool:
-    """Whether the agent is welcomed in time."""
-    for _ in range(int(seconds / 0.05)):
-        if stream.connected:
-            break
-        await asyncio.sleep(0.05)
-    return stream.connected
-
-
-async def closed(stream: ServiceStream) -> None:
-    await asyncio.to_thread(stream.close, 5)
 
 
 async def code_of(service: RunningService, ca: Path, proof: tuple[Path, Path]) -> grpc.StatusCode:
@@ -94,7 +79,7 @@ async def test_an_agent_is_its_certificate(tmp_path: Path, authority: Authority)
     ours, other = authority.sign("decode.agents"), authority.sign("prefill.agents")
     async with running_service(settings(**flags(tmp_path, authority))) as service:
         stream = agent(service, authority.ca, ours)
-        assert await serves(stream)
+        await until(lambda: stream.connected)
         await until(lambda: len(service.plane.deployments["decode"].connected) == 1)
         refused = {
             "of another authority": agent(service, authority.ca, theirs.sign("decode.agents")),
@@ -108,7 +93,7 @@ async def test_an_agent_is_its_certificate(tmp_path: Path, authority: Authority)
         assert [name for name, tried in refused.items() if tried.connected or tried.welcome] == []
         assert stream.connected
         for one in (stream, *refused.values()):
-            await closed(one)
+            await asyncio.to_thread(one.close, 5)
         assert list(service.plane.deployments) == ["decode"]
         assert await code_of(service, authority.ca, authority.sign("on-call")) is grpc.StatusCode.OK
         assert await code_of(service, authority.ca, ours) is grpc.StatusCode.PERMISSION_DENIED
@@ -137,7 +122,7 @@ async def test_certificates_of_both_sides_rotate_without_a_restart(
     certificate, key = authority.sign("decode.agents")
     async with running_service(settings(**given)) as service:
         stream = agent(service, authority.ca, (certificate, key))
-        assert await serves(stream)
+        await until(lambda: stream.connected)
         before = shown(service.address)
         # The service's certificate, then the authority of both, are renewed in place; the open stream goes on.
         authority.sign("localhost")
@@ -152,10 +137,11 @@ async def test_certificates_of_both_sides_rotate_without_a_restart(
                 _replace(old, new.read_bytes())
         _replace(authority.ca, renewed.ca.read_bytes())
         assert stream.connected
-        await closed(stream)
+        await asyncio.to_thread(stream.close, 5)
         again = agent(service, authority.ca, (certificate, key))
-        assert await serves(again), "the agent's own files are read at every connection"
-        await closed(again)
+        # The agent's own files are read at every connection.
+        await until(lambda: again.connected)
+        await asyncio.to_thread(again.close, 5)
         assert await code_of(service, authority.ca, renewed.sign("on-call")) is grpc.StatusCode.OK
 
 

@@ -1,9 +1,10 @@
-"""The operators' commands must show what the service knows, and give its reason for a refusal in a line."""
+"""The operators' commands show what the service knows, do what they say, and give a refusal's reason in a line."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,21 +13,34 @@ import pytest
 import pytest_asyncio
 
 from eplb_service.cli.main import run
-from eplb_service.control.server.service import running_service
+from eplb_service.control.core.leader import term_at
+from eplb_service.control.server.service import RunningService, running_service
+from eplb_service.wire.fields import LAST_VERSION
 from eplb_service.wire.generated import agent_pb2
 from tests.cli.published import held
-from tests.control.fake_group import EXPERTS, LAYERS, RANKS, SLOTS, FakeGroup, heat_report, skewed_heat
-from tests.control.server.test_service import settings, until
+from tests.control.fake_group import (
+    EXPERTS,
+    LAYERS,
+    RANKS,
+    SLOTS,
+    FakeGroup,
+    FakeRank,
+    first_placement,
+    heat_report,
+    hello_of,
+    live_of,
+    skewed_heat,
+)
+from tests.control.server.test_http_server import scrape
+from tests.control.server.test_service import settings, tick, until
 
 
 @pytest_asyncio.fixture
-async def group() -> AsyncIterator[FakeGroup]:
+async def group(service: RunningService, group: FakeGroup) -> FakeGroup:
     """A connected group with heat of eight steps."""
-    async with running_service(settings()) as service, FakeGroup(service.address) as made:
-        await made.join()
-        await made.send_heat(skewed_heat(8))
-        await until(lambda: service.plane.deployments["decode"].totals.steps_received == 8)
-        yield made
+    await group.send_heat(skewed_heat(8))
+    await until(lambda: service.plane.deployments["decode"].totals.steps_received == 8)
+    return group
 
 
 async def eplb(group: FakeGroup, *arguments: str) -> int:
@@ -110,13 +124,6 @@ async def test_pause_resume_and_rebalance(group: FakeGroup, capsys: pytest.Captu
     assert answer["plan_id"] == (await group.hear_plan())[0].plan_id
 
 
-async def test_an_unknown_deployment(group: FakeGroup, capsys: pytest.CaptureFixture[str]) -> None:
-    assert await eplb(group, "status", "nope") == 2
-    # The service of this process may log beside it.
-    reported = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("{")]
-    assert reported == ["eplb: error: no deployment 'nope'; `eplb deployments` lists those that are known"]
-
-
 async def test_history_shows_what_plans_promised_and_what_became_of_them(
     group: FakeGroup, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -152,3 +159,122 @@ async def test_history_shows_what_plans_promised_and_what_became_of_them(
     assert await eplb(group, "history", "decode", "--plan", "1") == 2
     assert "decode has no plan 1 among its newest" in capsys.readouterr().err
     assert await eplb(group, "history", "nope") == 2
+
+
+async def is_measured(service: RunningService) -> bool:
+    return any("decode" in labels for _, labels in await scrape(service))
+
+
+async def test_an_order_removes_history_metrics_and_pause(
+    service: RunningService, group: FakeGroup, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert await eplb(group, "pause", "decode") == 0
+    tick(service.plane)
+    assert await is_measured(service)
+    assert await eplb(group, "forget", "decode") == 2
+    assert "ranks 0, 1, 2, 3 of 'decode' still connected" in capsys.readouterr().err
+    await group.leave()
+    await until(lambda: not service.plane.deployments["decode"].connected)
+    assert await eplb(group, "forget", "decode", "--json") == 0
+    captured = capsys.readouterr()
+    assert held("forget", captured.out) == {"deployment": "decode", "forgotten": True}
+    audits = [line for line in captured.err.splitlines() if '"call": "Forget"' in line]
+    assert ['"result": "done"' in line for line in audits] == [True]
+    tick(service.plane)
+    assert not await is_measured(service)
+    assert await eplb(group, "status", "decode") == 2
+    await group.join()
+    assert not service.plane.deployments["decode"].paused
+    assert service.plane.deployments["decode"].totals.steps_received == 0
+
+
+async def test_who_is_forgotten_in_the_midst_of_a_tick_is_looked_after_no_more(
+    service: RunningService, group: FakeGroup
+) -> None:
+    await group.leave()
+    plane = service.plane
+    await until(lambda: not plane.deployments["decode"].connected)
+    ticking = plane.ticking()
+    next(ticking)
+    plane.forget("decode")
+    for _ in ticking:
+        pass
+    assert not await is_measured(service)
+
+
+@pytest.mark.parametrize("paused", [False, True])
+async def test_whoever_does_not_come_back_is_forgotten_unless_paused(paused: bool) -> None:
+    async with (
+        running_service(settings(forget_after_seconds=60)) as service,
+        FakeGroup(service.address) as group,
+    ):
+        await group.join()
+        plane = service.plane
+        deployment = plane.deployments["decode"]
+        plane.set_paused(deployment, paused)
+        tick(plane)
+        assert deployment.attendance.departed_since is None, "its ranks are here"
+        await group.leave()
+        await until(lambda: not deployment.connected)
+        tick(plane)
+        since = deployment.attendance.departed_since
+        assert since is not None
+        assert "decode" in plane.deployments, "they may come back"
+        deployment.attendance = replace(deployment.attendance, departed_since=since - 61)
+        tick(plane)
+        assert ("decode" in plane.deployments) is paused
+
+
+IN_2106 = term_at(1 << 32, 5)
+
+
+async def test_a_clock_that_was_once_wrong_is_overcome_by_an_order(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kept = settings(store=str(tmp_path / "state.sqlite3"))
+    async with running_service(kept) as service, FakeGroup(service.address) as group:
+        (welcome, *_) = await group.join(highest_term=IN_2106)
+        assert welcome.leader_term < IN_2106
+        await group.send_heat(skewed_heat(8))
+        await until(lambda: service.plane.deployments["decode"].totals.steps_received == 8)
+        assert await eplb(group, "rebalance", "decode") == 2
+        assert f"leader term {welcome.leader_term} is older than {IN_2106}" in capsys.readouterr().err
+        assert await eplb(group, "status", "decode", "--json") == 0
+        status = json.loads(capsys.readouterr().out)["status"]
+        (problem,) = status["problems"]
+        assert "2106-02-07 06:28:16 UTC" in problem
+        assert problem.endswith("`eplb lead decode`")
+        assert await eplb(group, "lead", "decode", "--json") == 0
+        captured = capsys.readouterr()
+        answer = held("lead", captured.out)
+        assert answer["raised"]
+        assert answer["leader_term"] > IN_2106
+        (audited,) = [line for line in captured.err.splitlines() if '"operator_call"' in line]
+        assert (json.loads(audited)["call"], json.loads(audited)["result"]) == ("Lead", "done")
+        # The ranks say Hello again, and hear of the term before there is a plan.
+        await until(lambda: not service.plane.deployments["decode"].connected)
+        for welcome in await group.join(highest_term=IN_2106):
+            assert welcome.leader_term == answer["leader_term"]
+        await group.send_heat(skewed_heat(8))
+        await until(lambda: service.plane.deployments["decode"].obstacle() is None)
+        assert await eplb(group, "rebalance", "decode") == 0
+        assert {plan.leader_term for plan in await group.hear_plan()} == {answer["leader_term"]}
+        assert await eplb(group, "lead", "decode") == 0
+        assert "know of no service that is newer" in capsys.readouterr().out
+    async with running_service(kept) as service, FakeGroup(service.address) as group:
+        (welcome, *_) = await group.join(highest_term=answer["leader_term"])
+        assert welcome.leader_term > answer["leader_term"], "a restart must not lose what was ordered"
+        other = FakeRank(group.channel, 0)
+        elsewhere = await other.greet(hello_of(live_of(first_placement()), 0, deployment="prefill"))
+        assert elsewhere.leader_term < IN_2106, "a wrong clock is no other deployment's"
+        other.call.cancel()
+
+
+async def test_past_the_last_term_an_order_says_what_is_left_to_do(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    async with running_service(settings()) as service, FakeGroup(service.address) as group:
+        await group.join(highest_term=LAST_VERSION - 1)
+        assert await eplb(group, "lead", "decode") == 2
+        assert "start the engines again" in capsys.readouterr().err
+        assert await eplb(group, "lead", "nope") == 2

@@ -73,18 +73,10 @@ EXTRA = {
 
 def visit(answers: dict[str, Any], folder: Path, size: str = "1200,1000", *flags: str) -> dict[str, Any]:
     with pictured(answers, EXTRA) as url:
-        command = [
-            str(BROWSER),
-            "--headless",
-            "--no-sandbox",
-            "--disable-gpu",
-            "--disable-dev-shm-usage",
-            *flags,
-        ]
-        command += [f"--user-data-dir={folder}", f"--window-size={size}", "--virtual-time-budget=5000"]
-        done = subprocess.run(
-            [*command, "--dump-dom", url], capture_output=True, text=True, timeout=100, check=True
-        )
+        command = [str(BROWSER), "--headless", "--no-sandbox", "--disable-gpu", *flags]
+        command += ["--disable-dev-shm-usage", f"--user-data-dir={folder}", f"--window-size={size}"]
+        command += ["--virtual-time-budget=5000", "--dump-dom", url]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True)
     found = re.search(r'<output id="seen">(.*?)</output>', done.stdout, re.DOTALL)
     assert found, done.stderr
     seen: dict[str, Any] = json.loads(html.unescape(found[1]))

@@ -27,7 +27,6 @@ from tests.control.fake_group import (
     heat_report,
     hello_of,
     live_of,
-    refusal_of,
     skewed_heat,
 )
 from tests.control.server.test_service import settings, until
@@ -44,13 +43,8 @@ def field(name: str, value: Any) -> Spoil:
 
 
 LIVE = live_of(first_placement())
+OTHER = live_of(first_placement().with_layers([(1, first_placement().phy2log_LRS[1][::-1])]))
 INVALID, CONTRADICTS = grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.FAILED_PRECONDITION
-
-
-@pytest_asyncio.fixture
-async def service() -> AsyncIterator[RunningService]:
-    async with running_service(settings(max_message_bytes=1 << 20)) as running:
-        yield running
 
 
 @pytest_asyncio.fixture
@@ -59,33 +53,36 @@ async def channel(service: RunningService) -> AsyncIterator[grpc.aio.Channel]:
         yield opened
 
 
+def huge(hello: agent_pb2.Hello) -> None:
+    hello.ep_size, hello.shape.layers, hello.shape.experts, hello.shape.slots = 4096, 512, 4096, 512
+
+
+async def refused(rank: FakeRank, **message: Any) -> tuple[grpc.StatusCode, str]:
+    await rank.say(**message)
+    return await rank.refusal()
+
+
 @pytest.mark.parametrize(
     ("spoil", "code", "says"),
     [
         (field("protocol_version", 99), CONTRADICTS, "protocol version 99"),
         (shape("layers", 600), INVALID, "hello.shape.layers is 600; it must be 1 to 512"),
+        (huge, INVALID, "past what is taken"),
+        (shape("bytes_per_expert", 7), CONTRADICTS, "bytes_per_expert 7 instead of 1000"),
+        (lambda hello: hello.CopyFrom(hello_of(OTHER, 1)), CONTRADICTS, "rank 1 serves epoch 0 digest"),
+        (field("group_id", "second"), CONTRADICTS, "another forming of the group than rank 0"),
     ],
 )
-async def test_a_hello_that_cannot_be(
+async def test_a_hello_that_cannot_be_or_contradicts_the_others(
     service: RunningService, channel: grpc.aio.Channel, spoil: Spoil, code: grpc.StatusCode, says: str
 ) -> None:
-    hello = hello_of(LIVE, 0)
+    first = FakeRank(channel, 0)
+    await first.greet(hello_of(LIVE, 0))
+    hello = hello_of(LIVE, 1)
     spoil(hello)
-    rank = FakeRank(channel, 0)
-    await rank.say(hello=hello)
-    found, text = await rank.refusal()
+    found, text = await refused(FakeRank(channel, 1), hello=hello)
     assert (found, says in text) == (code, True), text
-    assert service.plane.deployments == {}
-
-
-async def test_a_table_past_memory_is_refused_before_it_is_opened(channel: grpc.aio.Channel) -> None:
-    rank = FakeRank(channel, 0)
-    hello = hello_of(LIVE, 0, ep_size=4096)
-    hello.shape.layers, hello.shape.experts, hello.shape.slots = 512, 4096, 512
-    await rank.say(hello=hello)
-    code, text = await rank.refusal()
-    assert code == INVALID
-    assert "past what is taken" in text
+    assert [member.rank for member in service.plane.deployments["decode"].connected] == [0]
 
 
 async def test_slots_that_do_not_make_the_digest_they_say(channel: grpc.aio.Channel) -> None:
@@ -96,25 +93,15 @@ async def test_slots_that_do_not_make_the_digest_they_say(channel: grpc.aio.Chan
     last.placement.local_physical_to_logical.CopyFrom(
         pack(np.tile(np.array([5, 6, 7], np.int32), (LAYERS, 1)))
     )
-    await ranks[-1].say(hello=last)
-    code, text = await ranks[-1].refusal()
+    code, text = await refused(ranks[-1], hello=last)
     assert code == CONTRADICTS
     assert "do not make a placement" in text or "digest" in text
 
 
 async def test_a_first_message_that_is_no_hello(channel: grpc.aio.Channel) -> None:
-    rank = FakeRank(channel, 0)
-    await rank.say(heartbeat=agent_pb2.Heartbeat())
-    code, text = await rank.refusal()
+    code, text = await refused(FakeRank(channel, 0), heartbeat=agent_pb2.Heartbeat())
     assert code == INVALID
     assert "must be a Hello" in text
-
-
-async def test_a_message_past_the_size_limit(service: RunningService) -> None:
-    hello = agent_pb2.ConnectRequest(hello=hello_of(LIVE, 0))
-    large = agent_pb2.ConnectRequest(heartbeat=agent_pb2.Heartbeat(error="x" * (1 << 21)))
-    code, _ = await refusal_of(service.address, hello, large)
-    assert code == grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
 async def test_more_deployments_than_allowed(
@@ -125,8 +112,7 @@ async def test_more_deployments_than_allowed(
     one, two, three = (FakeRank(channel, 0) for _ in range(3))
     await one.greet(hello_of(LIVE, 0, deployment="one"))
     await two.greet(hello_of(LIVE, 0, deployment="two"))
-    await three.say(hello=hello_of(LIVE, 0, deployment="three"))
-    code, text = await three.refusal()
+    code, text = await refused(three, hello=hello_of(LIVE, 0, deployment="three"))
     assert code == grpc.StatusCode.RESOURCE_EXHAUSTED
     assert "the most that one service takes" in text
 
@@ -136,8 +122,7 @@ async def test_heat_that_is_malformed(channel: grpc.aio.Channel) -> None:
     await rank.greet(hello_of(LIVE, 0))
     report = heat_report(LIVE, 0, 0, skewed_heat(2))
     report.slot_counts.CopyFrom(pack(np.full((2, LAYERS, SLOTS), -1)))
-    await rank.say(heat_report=report)
-    code, text = await rank.refusal()
+    code, text = await refused(rank, heat_report=report)
     assert code == INVALID
     assert "heat_report.slot_counts: a count is -1" in text
 
@@ -146,18 +131,18 @@ async def test_operators_get_the_reason_for_what_cannot_be_done(
     service: RunningService, channel: grpc.aio.Channel
 ) -> None:
     operator = operator_pb2_grpc.OperatorServiceStub(channel)
-    with pytest.raises(grpc.aio.AioRpcError, match="no deployment 'nope'") as refused:
+    with pytest.raises(grpc.aio.AioRpcError, match="no deployment 'nope'") as caught:
         await operator.GetStatus(operator_pb2.GetStatusRequest(deployment="nope"))
-    assert refused.value.code() == grpc.StatusCode.NOT_FOUND
+    assert caught.value.code() == grpc.StatusCode.NOT_FOUND
     rank = FakeRank(channel, 0)
     await rank.greet(hello_of(LIVE, 0))
     for call, request in (
         (operator.Rebalance, operator_pb2.RebalanceRequest(deployment="decode")),
         (operator.GetPlacement, operator_pb2.GetPlacementRequest(deployment="decode")),
     ):
-        with pytest.raises(grpc.aio.AioRpcError, match="not all ranks have reported") as refused:
+        with pytest.raises(grpc.aio.AioRpcError, match="not all ranks have reported") as caught:
             await call(request)
-        assert refused.value.code() == CONTRADICTS
+        assert caught.value.code() == CONTRADICTS
     answer = await operator.GetStatus(operator_pb2.GetStatusRequest(deployment="decode"))
     assert list(answer.status.problems) == ["1 of 4 ranks connected, missing ranks 1, 2, 3"]
 
@@ -172,37 +157,13 @@ async def test_two_operators_that_rebalance_at_once_share_one_decision(
     assert first.plan_id == second.plan_id > 0
 
 
-OTHER = live_of(first_placement().with_layers([(1, first_placement().phy2log_LRS[1][::-1])]))
-
-
-@pytest.mark.parametrize(
-    ("spoil", "says"),
-    [
-        (shape("bytes_per_expert", 7), "bytes_per_expert 7 instead of 1000"),
-        (lambda hello: hello.CopyFrom(hello_of(OTHER, 1)), "rank 1 serves epoch 0 digest"),
-        (field("group_id", "second"), "another forming of the group than rank 0"),
-    ],
-)
-async def test_a_rank_that_contradicts_the_others(channel: grpc.aio.Channel, spoil: Spoil, says: str) -> None:
-    first, second = FakeRank(channel, 0), FakeRank(channel, 1)
-    await first.greet(hello_of(LIVE, 0))
-    hello = hello_of(LIVE, 1)
-    spoil(hello)
-    await second.say(hello=hello)
-    code, text = await second.refusal()
-    assert (code, says in text) == (CONTRADICTS, True), text
-
-
 async def test_a_second_agent_with_the_same_rank_of_another_forming(
     service: RunningService, group: FakeGroup
 ) -> None:
-    second = FakeRank(group.channel, 2)
-    await second.say(hello=hello_of(LIVE, 2, group_id="second"))
-    code, text = await second.refusal()
+    code, text = await refused(FakeRank(group.channel, 2), hello=hello_of(LIVE, 2, group_id="second"))
     assert code == grpc.StatusCode.ALREADY_EXISTS
     assert "rank 2 is connected already" in text
-    deployment = service.plane.deployments["decode"]
-    assert len(deployment.connected) == RANKS
+    assert len(service.plane.deployments["decode"].connected) == RANKS
 
 
 async def test_a_rank_that_connects_again_is_heard_and_its_old_stream_is_not(
@@ -228,9 +189,7 @@ async def test_ranks_that_wait_in_vain_give_way_to_another_forming(service: Runn
         tick, deployment.tick = deployment.tick, lambda now: None  # the service's own clock does not move
         for now in (1e6, 1e6 + 59):
             tick(now)
-            rank = FakeRank(group.channel, 1)
-            await rank.say(hello=hello_of(LIVE, 1))
-            assert (await rank.refusal())[0] == CONTRADICTS
+            assert (await refused(FakeRank(group.channel, 1), hello=hello_of(LIVE, 1)))[0] == CONTRADICTS
         tick(1e6 + 61)
         await group.join()
         assert (await squatter.refusal())[0] == grpc.StatusCode.ABORTED
@@ -239,11 +198,9 @@ async def test_ranks_that_wait_in_vain_give_way_to_another_forming(service: Runn
 
 
 async def test_a_refused_hello_leaves_no_lasting_problem(service: RunningService, group: FakeGroup) -> None:
-    stranger = FakeRank(group.channel, 7)
     hello = hello_of(LIVE, 0, ep_size=8)
     hello.rank = 7
-    await stranger.say(hello=hello)
-    assert (await stranger.refusal())[0] == CONTRADICTS
+    assert (await refused(FakeRank(group.channel, 7), hello=hello))[0] == CONTRADICTS
     deployment = service.plane.deployments["decode"]
     assert any("rank 7 was turned away" in problem for problem in problems(deployment))
     now = time.monotonic()

@@ -13,11 +13,12 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
+from eplb_service.control.core.health import problems
+from eplb_service.control.server.deciding import decider
 from eplb_service.control.server.listening import ListenError
 from eplb_service.control.server.plane.control_plane import ControlPlane
 from eplb_service.control.server.service import RunningService, running_service
 from eplb_service.control.server.settings import ServiceSettings
-from eplb_service.control.server.store import Store
 from eplb_service.wire.generated import agent_pb2, operator_pb2
 from tests.control.fake_group import (
     BYTES_PER_EXPERT,
@@ -99,20 +100,6 @@ async def test_experts_that_are_bound_to_their_ranks_are_watched_alone(service: 
         assert status.par > 1.5
 
 
-async def test_two_deployments_do_not_touch_each_other(service: RunningService) -> None:
-    async with FakeGroup(service.address) as prefill, FakeGroup(service.address) as decode:
-        await prefill.join(deployment="prefill")
-        await decode.join(deployment="decode")
-        await decode.fill_window()
-        await decode.carry_out(await decode.hear_plan())
-        known = service.plane.deployments
-        await until(lambda: known["decode"].ended_plan is not None)
-        assert known["prefill"].live is not None
-        assert known["prefill"].live.epoch == 0
-        assert known["decode"].live is not None
-        assert known["decode"].live.epoch == decode.live.epoch > 0
-
-
 async def test_a_refused_plan_changes_nothing_and_is_reported(
     service: RunningService, group: FakeGroup
 ) -> None:
@@ -167,34 +154,6 @@ async def test_reflection_names_the_services(service: RunningService) -> None:
     assert {"eplb.v1.AgentService", "eplb.v1.OperatorService", "grpc.health.v1.Health"} <= names
 
 
-async def test_a_disk_that_refuses_does_not_stop_balancing(
-    service: RunningService,
-    group: FakeGroup,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    def full(*_: object) -> None:
-        raise sqlite3.OperationalError("database or disk is full")
-
-    monkeypatch.setattr(Store, "begin_plan", full)
-    await group.fill_window()
-    await group.carry_out(await group.hear_plan())
-    await until(lambda: service.plane.deployments["decode"].ended_plan is not None)
-    assert '"event": "store_write_failed"' in capsys.readouterr().err
-
-
-async def test_an_empty_service_believes_what_the_ranks_serve(service: RunningService) -> None:
-    live = live_of(first_placement().with_layers([(2, first_placement().phy2log_LRS[2][::-1])]), epoch=5)
-    async with FakeGroup(service.address, live) as group:
-        await group.join()
-        await group.fill_window()
-        await group.carry_out(await group.hear_plan())
-        deployment = service.plane.deployments["decode"]
-        await until(lambda: deployment.ended_plan is not None)
-        assert deployment.live is not None
-        assert deployment.live.epoch == group.live.epoch > 5
-
-
 async def test_ranks_that_the_service_cannot_follow_are_asked_to_come_again(
     service: RunningService, group: FakeGroup
 ) -> None:
@@ -216,3 +175,60 @@ async def test_an_address_in_use(service: RunningService, flag: str) -> None:
     with pytest.raises(ListenError, match=service.address):
         async with running_service(settings(**{flag: service.address})):
             pass
+
+
+async def test_a_solver_that_hangs_blocks_no_other_deployment(monkeypatch: pytest.MonkeyPatch) -> None:
+    solve, hangs = decider.decide, threading.Event()
+    asked: list[Any] = []
+
+    def hang(*arguments: Any) -> Any:
+        asked.append(arguments)
+        if len(asked) == 1:
+            hangs.wait(60)
+        return solve(*arguments)
+
+    monkeypatch.setattr(decider, "decide", hang)
+    async with running_service(settings(solve_timeout_seconds=5)) as service:
+        await service.warm
+        async with FakeGroup(service.address) as stuck, FakeGroup(service.address) as other:
+            await stuck.join(deployment="stuck")
+            await other.join(deployment="other")
+            await stuck.send_heat(skewed_heat(8))
+            await other.send_heat(skewed_heat(8))
+            await until(
+                lambda: all(one.heat and one.heat.steps for one in service.plane.deployments.values())
+            )
+            with pytest.raises(grpc.aio.AioRpcError, match="given up after 5 s"):
+                await stuck.operator.Rebalance(operator_pb2.RebalanceRequest(deployment="stuck"))
+            answer = await stuck.operator.Rebalance(operator_pb2.RebalanceRequest(deployment="other"))
+            assert answer.plan_id
+            with pytest.raises(grpc.aio.AioRpcError, match="is still being computed"):
+                await stuck.operator.Rebalance(operator_pb2.RebalanceRequest(deployment="stuck"))
+            hangs.set()
+            await until(lambda: service.plane.decider.may_decide("stuck"))
+            answer = await stuck.operator.Rebalance(operator_pb2.RebalanceRequest(deployment="stuck"))
+            assert answer.plan_id
+
+
+async def test_a_disk_that_takes_nothing_is_a_problem_until_it_does_again_and_stops_no_balancing(
+    service: RunningService, group: FakeGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deployment = service.plane.deployments["decode"]
+    await until(lambda: deployment.known)
+    store = service.plane._writer.store
+
+    def full(*_: object) -> None:
+        raise sqlite3.OperationalError("database or disk is full")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(store, "save_deployment", full)
+        patched.setattr(store, "begin_plan", full)
+        await group.fill_window()
+        await group.carry_out(await group.hear_plan())
+        await until(lambda: deployment.ended_plan is not None)
+        await until(lambda: any("disk is full" in problem for problem in problems(deployment)))
+    service.plane.set_paused(deployment, True)
+    await until(lambda: problems(deployment) == [])
+    sample = service.plane._metrics.registry.get_sample_value("eplb_store_failures_total")
+    assert sample is not None
+    assert sample >= 1

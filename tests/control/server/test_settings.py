@@ -67,6 +67,7 @@ def test_unknown_variables_are_refused_but_not_those_of_agents() -> None:
     [
         ({"window_steps": 0}, r"setting window_steps: .* \(got 0\)"),
         ({"listen": "nowhere"}, "setting listen: an address is host:port"),
+        ({"page": "9465"}, "setting page: an address is host:port"),
         ({"listen": "127.0.0.1:70000"}, "setting listen: an address is host:port"),
         ({"policy": "best"}, "policy is 'best'; choose one of none"),
         ({"tls_cert": "cert.pem"}, "tls_cert and tls_key must be set together"),

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import json
 import threading
 
 import pytest
 
-from eplb_service.cli.main import run
 from eplb_service.control.server.deciding import decider
 from eplb_service.control.server.deciding.computing import DecisionInputs
 from eplb_service.control.server.service import RunningService
@@ -17,11 +15,8 @@ from eplb_service.cost.curve import CostCurve
 from eplb_service.planner.plan import Plan
 from eplb_service.wire.operator import Worth
 from tests.control.fake_group import STEP_MICROS, FakeGroup, skewed_heat
+from tests.control.server.test_operate import eplb
 from tests.control.server.test_service import tick, until
-
-
-async def eplb(service: RunningService, *arguments: str) -> int:
-    return await asyncio.to_thread(run, [*arguments, "--address", service.address])
 
 
 def appraised(service: RunningService) -> bool:
@@ -38,15 +33,15 @@ async def balanced(service: RunningService, group: FakeGroup) -> None:
     await until(lambda: deployment.decisions.worth is not None and deployment.decisions.worth.gain_ms > 0)
 
 
-async def test_status_shows_worth_and_what_it_rests_on(
+async def test_status_and_metrics_show_worth_and_what_it_rests_on_while_its_ranks_are_there(
     service: RunningService, group: FakeGroup, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert await eplb(service, "status", "decode", "--json") == 0
+    assert await eplb(group, "status", "decode", "--json") == 0
     assert json.loads(capsys.readouterr().out)["status"]["worth"] is None
     await balanced(service, group)
-    assert await eplb(service, "status", "decode", "--json") == 0
+    assert await eplb(group, "status", "decode", "--json") == 0
     worth = json.loads(capsys.readouterr().out)["status"]["worth"]
-    assert await eplb(service, "status", "decode") == 0
+    assert await eplb(group, "status", "decode") == 0
     shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
     value = service.plane.deployments["decode"].decisions.worth
     assert value is not None
@@ -60,31 +55,21 @@ async def test_status_shows_worth_and_what_it_rests_on(
     assert worth["tokens_per_second_won"] > 0
     assert worth["verdict"] == "helps"
     assert "helps: +" in shown
-    assert "assumed: 3.33 ms per layer and step as it serves (assumed: 50% of a measured step" in shown
-
-
-async def test_the_same_is_in_the_metrics_and_gone_with_the_ranks_that_it_is_of(
-    service: RunningService,
-) -> None:
-    async with FakeGroup(service.address) as group:
-        await group.join()
-        await balanced(service, group)
-        tick(service.plane)
-        reported = service.plane._metrics.registry.get_sample_value
-        worth = service.plane.deployments["decode"].decisions.worth
-        price = service.plane.deployments["decode"].decisions.move_price
-        assert worth is not None
-        assert price is not None
-        assert reported("eplb_move_price", {"deployment": "decode"}) == price.price
-        assert reported("eplb_move_price_info", {"deployment": "decode", "price": price.kind}) == 1
-        assert reported("eplb_gain_seconds", {"deployment": "decode"}) == pytest.approx(worth.gain_ms / 1e3)
-        assert reported("eplb_time_price_info", {"deployment": "decode", "price": "assumed"}) == 1
-        serving = {"deployment": "decode", "placement": "serving"}
-        assert reported("eplb_experts_seconds", serving) == pytest.approx(worth.serving_ms / 1e3)
-        assert reported("eplb_step_seconds", {"deployment": "decode"}) == pytest.approx(STEP_MICROS / 1e6)
+    tick(service.plane)
+    reported, decode = service.plane._metrics.registry.get_sample_value, {"deployment": "decode"}
+    price = service.plane.deployments["decode"].decisions.move_price
+    assert price is not None
+    assert reported("eplb_move_price", decode) == price.price
+    assert reported("eplb_move_price_info", {**decode, "price": price.kind}) == 1
+    assert reported("eplb_gain_seconds", decode) == pytest.approx(value.gain_ms / 1e3)
+    assert reported("eplb_time_price_info", {**decode, "price": "assumed"}) == 1
+    serving = {**decode, "placement": "serving"}
+    assert reported("eplb_experts_seconds", serving) == pytest.approx(value.serving_ms / 1e3)
+    assert reported("eplb_step_seconds", decode) == pytest.approx(STEP_MICROS / 1e6)
+    await group.leave()
     await until(lambda: not service.plane.deployments["decode"].connected)
     tick(service.plane)
-    assert reported("eplb_gain_seconds", {"deployment": "decode"}) is None
+    assert reported("eplb_gain_seconds", decode) is None
 
 
 async def test_an_appraisal_that_fails_costs_only_itself(
