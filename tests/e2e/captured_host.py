@@ -212,7 +212,7 @@ def serve(
     Returns
     -------
     dict
-        The largest difference from every expert where it was made, the layer switches, which layers the host was told
+        The largest difference from every expert where it was made, the layer switches, which layers the host was committed
         of, whether all weights are where they were, and why balancing stopped.
     """
     device = torch.device(device_name)
@@ -261,7 +261,7 @@ def serve(
     found = {
         "worst": worst,
         "switched": agent.stats.layers_switched,
-        "told": committed,
+        "committed": committed,
         "same_addresses": addresses == [one.data_ptr() for layer in host.layers for one in _tensors(layer)],
         "halted": agent.halted,
     }

@@ -35,15 +35,13 @@ async def test_a_pass_answers_as_before_while_its_layers_switch(device, experts,
     facts, deployment = await _served(device, experts, switches)
     for fact in facts:
         assert fact["halted"] is None
-        assert len(fact["told"]) == fact["switched"] >= switches
+        assert len(fact["committed"]) == fact["switched"] >= switches
         assert fact["worst"] < 1e-4
         assert fact["same_addresses"]
     # Live ranks' transfers and commits have come to price moves: a few hundred bytes over loopback, on a busy machine.
     costs, price = deployment.switch_log.costs(), deployment.decisions.move_price
-    assert deployment.switch_log.left_out == 0
     assert 1e-6 < costs.expert_seconds < 10
     assert 0 < costs.commit_seconds < 1
-    assert not costs.bounded
     assert price.kind in ("partly measured", "measured")
     assert "GB/s per rank (measured, " in price.reason
 

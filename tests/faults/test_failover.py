@@ -29,7 +29,7 @@ def serving(folder: Path, name: str, address: str) -> Service:
     return Service(folder / name, *shared, *often, address=address)
 
 
-def wait_to_stand_by(service: Service) -> None:
+def wait_for_standby(service: Service) -> None:
     deadline = time.monotonic() + _FAILOVER_SECONDS
     while "standing_by" not in service.log.read_text():
         assert time.monotonic() < deadline, service.log.read_text()
@@ -65,7 +65,7 @@ async def test_a_crash_and_an_upgrade_change_who_leads_and_nothing_else(tmp_path
         first, second = (
             stack.enter_context(serving(tmp_path, name, address)) for name in ("first", "second")
         )
-        wait_to_stand_by(second)
+        wait_for_standby(second)
         async with FakeGroup(address) as group:
             before = (await rejoined(group))[0].leader_term
             for _ in range(4):
@@ -81,7 +81,7 @@ async def test_a_crash_and_an_upgrade_change_who_leads_and_nothing_else(tmp_path
             assert after_crash > before
             await check_placement(group)
 
-            wait_to_stand_by(stack.enter_context(serving(tmp_path, "third", address)))
+            wait_for_standby(stack.enter_context(serving(tmp_path, "third", address)))
             stopped = time.monotonic()
             assert second.ended() == 0
             after_upgrade = (await rejoined(group))[0].leader_term
