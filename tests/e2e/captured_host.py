@@ -212,8 +212,8 @@ def serve(
     Returns
     -------
     dict
-        The largest difference from every expert where it was made, the layer switches, which layers the host was committed
-        of, whether all weights are where they were, and why balancing stopped.
+        The largest difference from every expert where it was made, the layer switches, the layers whose commits
+        the host was called for, whether all weights are where they were, and why balancing stopped.
     """
     device = torch.device(device_name)
     host = CapturedHost(device, experts)
