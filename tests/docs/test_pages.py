@@ -3,6 +3,8 @@
 import re
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -61,3 +63,13 @@ def test_the_files_that_pages_name_exist():
     }
     assert len(named) > 20
     assert {one for one in named if not any((ROOT / folder / one[1]).exists() for folder in folders)} == set()
+
+
+@pytest.mark.parametrize(
+    ("folder", "pages", "most"), [(ROOT / "docs", "*.md", 900), (ROOT, "ARCHITECTURE.md", 2000)]
+)
+def test_pages_are_short(folder, pages, most):
+    """In words, the marks of tables apart."""
+    words = {path.name: len(re.findall(r"\S*\w\S*", path.read_text())) for path in folder.glob(pages)}
+    assert words
+    assert {name: count for name, count in words.items() if count > most} == {}
