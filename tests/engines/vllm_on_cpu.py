@@ -111,6 +111,12 @@ def _experts_of_023_follow_the_router() -> None:
             layer, x, weights, ids, layer.activation, layer.global_num_experts, False
         )
 
+    def silu_and_mul(rows):
+        gate, up = rows.chunk(2, dim=-1)
+        return torch.nn.functional.silu(gate) * up
+
+    # Without AVX-512 the kernel is plain torch, whose own SiLU asks in each pass for a configuration that is gone.
+    cpu_fused_moe._CPU_MOE_ACT_FN[cpu_fused_moe.MoEActivation.SILU] = silu_and_mul
     UnquantizedFusedMoEMethod.is_monolithic = property(lambda self: not self.moe.moe_parallel_config.use_ep)
     UnquantizedFusedMoEMethod.apply = apply
     FusedTopKRouter._compute_routing = compute_routing
