@@ -107,9 +107,18 @@ def _experts_of_023_follow_the_router() -> None:
 
     def apply(self, layer, x, topk_weights, topk_ids, shared_experts, shared_experts_input):
         weights, ids = _local(layer.expert_map, topk_weights, topk_ids)
-        return self.cpu_fused_moe.forward_method(
-            layer, x, weights, ids, layer.activation, layer.global_num_experts, False
+        # A row for each choice: the kernel without AVX-512 counts an expert that a row names twice only once.
+        choices = ids.shape[1]
+        outputs = self.cpu_fused_moe.forward_method(
+            layer,
+            x.repeat_interleave(choices, dim=0),
+            weights.reshape(-1, 1),
+            ids.reshape(-1, 1),
+            layer.activation,
+            layer.global_num_experts,
+            False,
         )
+        return outputs.view(-1, choices, x.shape[-1]).sum(dim=1)
 
     def silu_and_mul(rows):
         gate, up = rows.chunk(2, dim=-1)
