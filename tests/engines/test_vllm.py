@@ -43,6 +43,8 @@ GATHERS = "0.23-dp2"
 """On CPU its ranks gather all tokens before they route; of such ranks the first counts, where it has tokens itself."""
 WITHOUT_WEIGHTS = {"EPLB_AGENT_VERIFY_TRANSFERS": "false", "EPLB_TEST_COMMIT_WITHOUT_WEIGHTS": "1"}
 """The defect that every comparison of answers must be able to see; checksums would end the agent before."""
+RECORDED_STEPS = {8: 64, 1: 480}
+"""By requests at a time: of one at a time three, as either data rank may have any of them."""
 LOAD = {"requests": 8, "max_tokens": 160, "rounds": 4}
 TRACE = "served.zarr"
 MOST_LOST = 0.5
@@ -108,7 +110,7 @@ def test_answers_are_the_same_over_many_switches(case, requests, run_vllm, alone
     engine, parallel, _ = CASES[case]
     load = LOAD | {"requests": requests}
     switched_and_answered_the_same(engine, parallel, load, run_vllm, alone, service, tmp_path)
-    what_was_recorded_can_be_replayed(tmp_path, case)
+    what_was_recorded_can_be_replayed(tmp_path, case, requests)
 
 
 def switched_and_answered_the_same(engine, parallel, load, run_vllm, alone, service, folder):
@@ -118,7 +120,8 @@ def switched_and_answered_the_same(engine, parallel, load, run_vllm, alone, serv
     endless = load | {"rounds": 1000, "until": str(enough), "engine": parallel}
     balanced = run_vllm(engine, endless, **agent)
     service.wait_until(lambda status: status.status.layers_switched >= 5, 900)
-    recording = ["default", "--out", str(folder / TRACE), "--steps", "64", "--address", service.address]
+    steps = RECORDED_STEPS[load["requests"]]
+    recording = ["default", "--out", str(folder / TRACE), "--steps", str(steps), "--address", service.address]
     assert run(["trace", "record", *recording]) == 0
     service.wait_until(lambda status: status.status.layers_switched >= 20, 900)
     enough.touch()
@@ -127,13 +130,13 @@ def switched_and_answered_the_same(engine, parallel, load, run_vllm, alone, serv
     heat_arrived(switched(service, 20, balanced.tail()), service)
 
 
-def what_was_recorded_can_be_replayed(folder, case):
+def what_was_recorded_can_be_replayed(folder, case, requests):
     """vLLM counts no tokens by slot: they follow from every rank's own choices and the tables of the time."""
     path = folder / TRACE
     trace = open_trace(path)
     heat_TLE, loads_TLR = trace.heat(0, trace.steps), trace.served_loads(0, trace.steps)
     chosen_TL = heat_TLE.sum(axis=2)
-    assert trace.steps >= 64
+    assert trace.steps >= RECORDED_STEPS[requests]
     counted_T = (chosen_TL > 0).all(axis=1)
     assert counted_T.any() if case == GATHERS else counted_T.all()
     # Every token chooses as many experts in one layer as in another.
@@ -143,7 +146,7 @@ def what_was_recorded_can_be_replayed(folder, case):
     assert np.array_equal(source_TRLE.sum(axis=1), heat_TLE)
     counting = set(np.flatnonzero(source_TRLE.any(axis=(0, 2, 3))).tolist())
     print(f"ranks {sorted(counting)} counted tokens, in {counted_T.sum()} of {trace.steps} recorded steps")
-    assert counting == CASES[case][2]
+    assert counting == CASES[case][2] or (requests == 1 and counting < CASES[case][2])
     size = ["--ranks", str(trace.facts.ranks), "--slots", str(trace.facts.slots)]
     pace = ["--window", "32", "--interval", "16", "--policy", "none,flashlb"]
     assert run(["replay", "--heat", str(path), *size, *pace]) == 0
