@@ -49,12 +49,13 @@ LOAD = {"requests": 8, "max_tokens": 160, "rounds": 4}
 TRACE = "served.zarr"
 MOST_LOST = 0.5
 """Steps of heat, of those that arrived: the service shares two cores with the engine's processes."""
-MOST_TIES = 1e-3
-"""Tokens, of all, whose router chooses by the last bits: two experts there have the same logit within 1e-5."""
+TIES_OF_023 = 1e-3
+"""Tokens, of all, that may be further apart where 0.23 runs its torch kernel: one was seen in 15,360, by 0.004, whose
+router has two experts 6e-6 apart."""
 LARGEST_DIFFERENCE_OF_A_TIE = 0.02
 
 
-def same_answers(balanced, alone):
+def same_answers(balanced, alone, most_ties=0.0):
     assert [ids for ids, _ in balanced] == [ids for ids, _ in alone]
     apart = sorted(
         abs(here - there)
@@ -62,11 +63,12 @@ def same_answers(balanced, alone):
         for here, there in zip(some, others, strict=True)
     )
     ties = sum(difference >= SMALLEST_DIFFERENCE_THAT_MATTERS for difference in apart)
-    assert ties <= MOST_TIES * len(apart)
+    assert ties <= most_ties * len(apart)
     assert apart[-1] < LARGEST_DIFFERENCE_OF_A_TIE
     worst = apart[len(apart) - 1 - ties]
     print(f"{len(apart)} tokens as the engine alone answers, log-probabilities at most {worst:.2g} apart")
-    print(f"but for {ties} tokens, {apart[-1]:.2g} at most")
+    if ties:
+        print(f"but for {ties} tokens, {apart[-1]:.2g} at most")
 
 
 def switched(service, least, log):
@@ -126,7 +128,8 @@ def switched_and_answered_the_same(engine, parallel, load, run_vllm, alone, serv
     service.wait_until(lambda status: status.status.layers_switched >= 20, 900)
     enough.touch()
     answers = balanced.answers()
-    same_answers(answers, alone(run_vllm, load["requests"], len(answers) // load["requests"], engine))
+    expected = alone(run_vllm, load["requests"], len(answers) // load["requests"], engine)
+    same_answers(answers, expected, TIES_OF_023 if engine == VLLM_023_SERVED else 0.0)
     heat_arrived(switched(service, 20, balanced.tail()), service)
 
 
@@ -146,7 +149,7 @@ def what_was_recorded_can_be_replayed(folder, case, requests):
     assert np.array_equal(source_TRLE.sum(axis=1), heat_TLE)
     counting = set(np.flatnonzero(source_TRLE.any(axis=(0, 2, 3))).tolist())
     print(f"ranks {sorted(counting)} counted tokens, in {counted_T.sum()} of {trace.steps} recorded steps")
-    assert counting == CASES[case][2] or (requests == 1 and counting < CASES[case][2])
+    assert counting <= CASES[case][2] if requests == 1 else counting == CASES[case][2]
     size = ["--ranks", str(trace.facts.ranks), "--slots", str(trace.facts.slots)]
     pace = ["--window", "32", "--interval", "16", "--policy", "none,flashlb"]
     assert run(["replay", "--heat", str(path), *size, *pace]) == 0
