@@ -13,7 +13,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: proofs properties attack help size stack dashboard notebook demo demo-vllm e2e-observability test test-slow test-oldest check lint types layers docs unit warm format proto wheels clean
-.PHONY: test-engines explore fuzz fuzz-properties mutate faults soak bench-switch bench-solver bench-decide bench-split bench-time bench-scale
+.PHONY: test-engines known-engines explore fuzz fuzz-properties mutate faults soak bench-switch bench-solver bench-decide bench-split bench-time bench-scale
 
 help: ## show this list
 	@awk -F':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -72,6 +72,9 @@ test-oldest: ## the tests on the oldest dependencies that both packages allow, i
 
 test-engines: warm ## real vLLM and SGLang engines on CPU, balanced; engines are installed once per machine (gigabytes, minutes)
 	@$(BIN)/pytest tests/engines -m engines -rsP $(ARGS)
+
+known-engines: $(READY) ## the functions that adapters rely on, from each engine's source, and what changed between releases
+	@$(BIN)/python -m tools.engine_fingerprints $(ARGS)
 
 format: $(READY) ## format the code and mend what ruff can
 	@$(BIN)/ruff check --fix .

@@ -60,6 +60,12 @@ def test_no_file_is_in_two_wheels_and_none_is_missing(wheels: dict[str, Path]) -
     assert sources <= agent | service
     assert {"eplb_service/__init__.py", "eplb_service/py.typed", "worker_agent/py.typed"} <= agent
     assert "eplb_service/wire/generated/agent_pb2.pyi" in agent
+    model = {
+        f"worker_agent/model/byte-moe/{path.name}"
+        for path in (ROOT / "worker_agent/model/byte-moe").iterdir()
+    }
+    assert model <= service
+    assert wheels["eplb_agent"].stat().st_size < 1_000_000, "what inference containers fetch"
 
 
 def test_the_agent_alone_imports_beside_torch(wheels: dict[str, Path], tmp_path: Path) -> None:

@@ -1,17 +1,18 @@
-"""How the functions that an adapter relies on look in an engine's source, which needs not be installed for it.
+"""How the functions that an adapter relies on look in engines' sources, which need not be installed for it.
 
-``python -m tools.engine_fingerprints vllm 0.32 FOLDER [TARGET ...]`` records a release in the adapter's ``known.json``,
-once ``tests/engines`` pass on it: the functions that the file has of other releases, and further targets. FOLDER holds
-the engine's package. It finds the same as ``worker_agent.adapters.compat.fingerprint`` does in the installed engine.
+``make known-engines`` records every version that ``engine_sources`` lists in the adapters' ``known.json``, and prints
+what changed from each to the next: read that before a new one is listed. ``ARGS="--engine vllm TARGET ..."`` adds
+functions. It finds the same as ``worker_agent.adapters.compat.fingerprint`` does in an installed engine.
 """
 
 from __future__ import annotations
 
+import argparse
 import ast
 import json
-import sys
 from pathlib import Path
 
+from tools.engine_sources import VERSIONS, source_of
 from worker_agent.adapters import compat
 from worker_agent.adapters.compat import Function, fingerprint_of_tree
 
@@ -70,20 +71,56 @@ def _parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> tuple[str, 
     return tuple(names)
 
 
-def main(engine: str, release: str, folder: str, *targets: str) -> None:
-    """Write the release's entry; a function that it does not have is left out and named."""
+def main() -> None:
+    """Record all known versions of one engine, or of each."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--engine", choices=VERSIONS, help="this one alone")
+    parser.add_argument("targets", nargs="*", metavar="TARGET", help="module:qualified.name; needs --engine")
+    options = parser.parse_args()
+    if options.targets and options.engine is None:
+        parser.error("TARGET: name its engine with --engine")
+    for engine in [options.engine] if options.engine else VERSIONS:
+        record(engine, options.targets)
+
+
+def record(engine: str, more: list[str]) -> None:
+    """Write ``known.json`` of one adapter, with ``more`` functions, and print what changed between releases."""
     path = Path(compat.__file__).parent / engine / "known.json"
     known = json.loads(path.read_text())
-    targets = tuple(sorted({*targets, *(target for functions in known.values() for target in functions)}))
-    known[release] = {}
-    for target in targets:
-        found = find(Path(folder), target)
-        if found is None:
-            print(f"{release} does not have {target}", file=sys.stderr)
-            continue
-        known[release][target] = {"parameters": list(found.parameters), "source": found.source}
-    path.write_text(json.dumps(known, indent=1, sort_keys=True) + "\n")
+    targets = sorted({*more, *(target for functions in known.values() for target in functions)})
+    releases: dict[str, dict[str, Function]] = {}
+    for version in VERSIONS[engine]:
+        folder = source_of(engine, version)
+        found = {target: find(folder, target) for target in targets}
+        functions = {target: function for target, function in found.items() if function is not None}
+        if releases:
+            _print_changes(engine, *list(releases.items())[-1], version, functions)
+        releases[version.removesuffix(".post1").removesuffix(".0")] = functions
+    written = {
+        release: {
+            target: {"parameters": list(function.parameters), "source": function.source}
+            for target, function in functions.items()
+        }
+        for release, functions in releases.items()
+    }
+    path.write_text(json.dumps(written, indent=1, sort_keys=True) + "\n")
+
+
+def _print_changes(
+    engine: str, before: str, old: dict[str, Function], version: str, new: dict[str, Function]
+) -> None:
+    changes = {}
+    for target in sorted({*old, *new}):
+        if target not in new or target not in old:
+            changes[target] = "is gone" if target in old else "is new"
+        elif old[target].parameters != new[target].parameters:
+            changes[target] = f"takes ({', '.join(new[target].parameters)})"
+        elif old[target] != new[target]:
+            changes[target] = "has another body"
+    print(f"{engine} {before} to {version}: {len(changes)} of {len(old)} functions changed")
+    for target, change in changes.items():
+        print(f"  {target} {change}")
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import difflib
 import socket
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal, TypeAlias
 
-from pydantic import Field, SecretStr, model_validator
+from pydantic import Field, SecretStr, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from eplb_service.wire.channel import Security
@@ -92,6 +94,13 @@ class AgentSettings(BaseSettings):
         None, description="folder in which each rank records votes, switches and heat, as JSON lines"
     )
 
+    @field_validator("service")
+    @classmethod
+    def _is_an_address(cls, service: str) -> str:
+        if service.lower().startswith(("http://", "https://")):
+            raise ValueError(f"{service} is a URL: write host:port; TLS is switched on by tls_ca")
+        return service
+
     @model_validator(mode="after")
     def _keeps_its_token(self) -> AgentSettings:
         if self.auth_token is not None and self.auth_token_file is not None:
@@ -125,3 +134,16 @@ class AgentSettings(BaseSettings):
             "verify_transfers",
         )
         return {name: getattr(self, name) for name in names}
+
+
+def misspelt(variables: Iterable[str]) -> list[str]:
+    """Name those of an environment's ``variables`` that begin like a setting's and are none, with the nearest one."""
+    prefix = AgentSettings.model_config["env_prefix"]
+    known = [f"{prefix}{name}".upper() for name in AgentSettings.model_fields]
+    found = []
+    for name in sorted(variables):
+        # A forgotten underscore, or a letter of the prefix, is a slip of the same kind.
+        if name.upper().startswith("EPLB_AGENT") and name.upper() not in known:
+            near = difflib.get_close_matches(name.upper(), known, 1, 0.0)
+            found.append(f"{name} is no setting and has no effect; did you mean {near[0]}?")
+    return found

@@ -1,6 +1,8 @@
 """An engine whose functions are not the known ones is refused with their names, before anything is patched."""
 
+import importlib
 import linecache
+import logging
 import sys
 import types
 
@@ -31,6 +33,8 @@ def engine(tmp_path, monkeypatch):
 
 
 TARGET = "toy_engine:State.step"
+EXACT, HANDED_ON = {TARGET: None}, {TARGET: 1}
+"""A patch that takes the known parameters, and one that hands on all but ``self``."""
 
 
 def known_as(engine, release):
@@ -42,7 +46,7 @@ def known_as(engine, release):
 def test_the_known_function_passes_whatever_its_comments(engine):
     known = known_as(engine, "1.2")
     engine(BODY.replace("        return", '        """A docstring."""\n        # a comment\n        return'))
-    compat.require("Toy", "1.2.3+cpu", known)
+    assert compat.require("Toy", "1.2.3+cpu", known, EXACT) is None
 
 
 @pytest.mark.parametrize(
@@ -58,45 +62,101 @@ def test_a_function_that_moved_is_named(engine, changed, said):
     known = known_as(engine, "1.2")
     engine(changed)
     with pytest.raises(UnsupportedEngineError, match=r"toy_engine:State\.step") as refusal:
-        compat.require("Toy", "1.2.3", known)
+        compat.require("Toy", "1.2.3", known, EXACT)
     assert said in str(refusal.value)
     assert "unset EPLB_AGENT_SERVICE" in str(refusal.value)
 
 
-def test_only_another_body_can_be_allowed(engine):
+RENAMED, GONE = BODY.replace("is_dummy=False", "dummy=False"), ""
+
+
+@pytest.mark.parametrize(
+    ("changed", "patches", "fits"),
+    [
+        (BODY.replace("return is_dummy", "return not is_dummy"), EXACT, True),
+        (RENAMED, EXACT, False),
+        (RENAMED, HANDED_ON, True),
+        (BODY.replace("self, ", "cls, "), HANDED_ON, False),
+        (RENAMED, {}, True),
+        (GONE, HANDED_ON, False),
+        (GONE, {}, True),
+    ],
+    ids=[
+        "body",
+        "renamed",
+        "renamed, handed on",
+        "self renamed",
+        "renamed, not patched",
+        "gone",
+        "gone, not patched",
+    ],
+)
+def test_only_what_no_longer_fits_a_patch_cannot_be_allowed(engine, changed, patches, fits):
     known = known_as(engine, "1.2")
-    engine(BODY.replace("return is_dummy", "return not is_dummy"))
-    compat.require("Toy", "1.2.3", known, allow_unverified=True)
-    engine(BODY.replace("is_dummy=False", "dummy=False"))
-    with pytest.raises(UnsupportedEngineError):
-        compat.require("Toy", "1.2.3", known, allow_unverified=True)
+    engine(changed)
+    with pytest.raises(UnsupportedEngineError) as refusal:
+        compat.require("Toy", "1.2.3", known, patches)
+    assert ("ALLOW_UNVERIFIED" in str(refusal.value)) is fits
+    assert ("no longer fit toy_engine:State.step" in str(refusal.value)) is not fits
+    if fits:
+        differs = compat.require("Toy", "1.2.3", known, patches, allow_unverified=True)
+        assert differs.startswith("Toy 1.2.3 is served unverified: functions that")
+        assert "State.step" in differs
+    else:
+        with pytest.raises(UnsupportedEngineError):
+            compat.require("Toy", "1.2.3", known, patches, allow_unverified=True)
 
 
 def test_an_unknown_release_is_refused_with_those_that_are_known():
     with pytest.raises(UnsupportedEngineError, match=r"Toy 2\.0\.1.*never tried.*Install Toy 1\.4, 1\.12"):
-        compat.require("Toy", "2.0.1", {"1.12": {}, "1.4": {}})
+        compat.require("Toy", "2.0.1", {"1.12": {}, "1.4": {}}, {})
 
 
 def test_an_engine_may_be_known_by_its_patch_releases_alone(engine):
     known = known_as(engine, "0.5.23")
-    compat.require("Toy", "0.5.23+cu13", known)
+    compat.require("Toy", "0.5.23+cu13", known, {})
     with pytest.raises(
-        UnsupportedEngineError, match=r"Toy 0\.5\.24.*never tried; nothing.*Install Toy 0\.5\.23"
+        UnsupportedEngineError, match=r"Toy 0\.5\.24.*never tried.*nothing.*Install Toy 0\.5\.23"
     ):
-        compat.require("Toy", "0.5.24", known)
+        compat.require("Toy", "0.5.24", known, {})
 
 
-def test_an_unknown_release_can_be_tried_where_nothing_has_moved_since_the_newest_known_one(engine):
-    known = {"1.9": {}} | known_as(engine, "1.10")
-    with pytest.raises(UnsupportedEngineError, match=r"nothing it relies on changed.*ALLOW_UNVERIFIED"):
-        compat.require("Toy", "1.11", known)
-    compat.require("Toy", "1.11", known, allow_unverified=True)
+@pytest.mark.parametrize(
+    ("version", "release"),
+    [
+        ("0.31.1", "0.32"),
+        ("0.24.0rc1", "0.23"),
+        ("0.40", "0.33"),
+        ("0.9.2", "0.23"),
+        ("0.27.3", "0.23"),
+        ("0.28.0", "0.33"),  # as far from 0.23: the newer one
+        ("dev", "0.23"),
+        ("1.0.0", "0.33"),
+    ],
+)
+def test_an_unknown_release_is_compared_with_the_nearest(version, release):
+    names = ("0.23", "0.33") if version.startswith("0.2") else ("0.23", "0.32", "0.33")
+    known = {name: {} for name in names}
+    assert compat.nearest(version, known) == release
+
+
+def test_an_unknown_release_can_be_tried_where_patches_still_fit(engine):
+    known = {"1.9": {}} | known_as(engine, "1.12")
+    with pytest.raises(UnsupportedEngineError, match=r"changed since 1\.12: nothing.*ALLOW_UNVERIFIED"):
+        compat.require("Toy", "1.11", known, EXACT)
+    assert "never tried" in compat.require("Toy", "1.11", known, EXACT, allow_unverified=True)
     engine(BODY.replace("def step", "def advance"))
     with pytest.raises(
-        UnsupportedEngineError, match=r"changed since 1\.10: toy_engine:State\.step"
+        UnsupportedEngineError, match=r"changed since 1\.12: toy_engine:State\.step"
     ) as refusal:
-        compat.require("Toy", "1.11", known, allow_unverified=True)
+        compat.require("Toy", "1.11", known, EXACT, allow_unverified=True)
     assert "ALLOW_UNVERIFIED" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("package", ["vllm", "vllm_ascend", "sglang"])
+def test_every_patched_function_is_compared(package):
+    adapter = importlib.import_module(f"worker_agent.adapters.{package}.hooks")
+    assert set(adapter.PATCHES) <= {target for functions in adapter.KNOWN.values() for target in functions}
 
 
 def test_a_source_that_is_not_installed_is_read_as_an_installed_one(engine, tmp_path):
@@ -129,3 +189,39 @@ def test_only_a_named_service_asks_for_the_agent(service, requested, monkeypatch
     if service is not None:
         monkeypatch.setenv("EPLB_AGENT_SERVICE", service)
     assert plugins._is_requested() is requested
+
+
+def test_a_misspelt_service_is_named_where_no_agent_starts(monkeypatch, caplog):
+    monkeypatch.delenv("EPLB_AGENT_SERVICE", raising=False)
+    monkeypatch.setenv("EPLB_AGENT_SERVCE", "eplb:50551")
+    plugins._warn_of_misspelt_names.cache_clear()
+    assert plugins._is_requested() is plugins._is_requested() is False
+    (said,) = caplog.messages
+    assert "does nothing" in said
+    assert "did you mean EPLB_AGENT_SERVICE?" in said
+
+
+@pytest.fixture
+def own_log():
+    """The logger above all of the agent's, as it was afterwards."""
+    log = logging.getLogger("eplb")
+    before = log.level, log.propagate, list(log.handlers)
+    yield log
+    log.setLevel(before[0])
+    log.propagate, log.handlers[:] = before[1:]
+
+
+def test_the_agent_s_records_come_by_the_engine_s_own_handlers(own_log):
+    """vLLM configures its own loggers alone: what another one logs is nowhere, warnings are bare lines."""
+    records, handler, engine = [], logging.Handler(), logging.getLogger("toy_engine")
+    handler.emit = records.append
+    engine.addHandler(handler)
+    engine.setLevel(logging.INFO)
+    plugins._log_as("toy_engine")
+    plugins._log_as("toy_engine")
+    log = logging.getLogger("eplb.agent")
+    log.info("attached")
+    log.debug("details")
+    log.warning("stopped")
+    assert [record.getMessage() for record in records] == ["attached", "stopped"]
+    assert own_log.propagate is False

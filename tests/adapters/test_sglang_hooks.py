@@ -39,12 +39,13 @@ def sglang(monkeypatch):
 
 def test_every_hook_is_on_a_function_whose_body_is_known():
     (functions,) = hooks.KNOWN.values()
-    assert {*hooks.AROUND, *hooks.AFTER} <= {target.replace(":", ".") for target in functions}
+    assert set(hooks.PATCHES) <= set(functions)
+    assert {target.replace(":", ".") for target in hooks.PATCHES} == {*hooks.AROUND, *hooks.AFTER}
 
 
 def test_all_hooks_are_registered_once_the_release_is_known(monkeypatch, sglang):
     monkeypatch.setenv("EPLB_AGENT_SERVICE", "eplb:50551")
-    monkeypatch.setattr(compat, "mismatches", lambda _: [])
+    monkeypatch.setattr(compat, "mismatches", lambda *_: [])
     plugins.register_sglang()
     assert set(sglang.registry.registered) == {*hooks.AROUND, *hooks.AFTER}
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+import os
 from contextlib import nullcontext
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 import pytest
@@ -115,26 +118,103 @@ def modules(monkeypatch, vllm=VLLM, **named):
 
 
 @pytest.mark.parametrize(
-    ("release", "second_runner", "elastic", "reason"),
+    ("release", "second_runner", "settings", "reason"),
     [
-        ("0.23.0", True, False, "second model runner of vLLM 0.23"),
-        ("0.32.0", False, True, "elastic expert parallelism"),
-        ("0.23.0", False, False, None),
-        ("0.32.0", True, False, None),
+        ("0.23.0", True, {}, "second model runner of vLLM 0.23"),
+        ("0.32.0", False, {"enable_elastic_ep": True}, "elastic expert parallelism"),
+        (
+            "0.32.0",
+            False,
+            {"pipeline_parallel_size": 2},
+            "--pipeline-parallel-size 2.*a deployment of its own",
+        ),
+        ("0.23.0", False, {}, None),
+        ("0.32.0", True, {}, None),
     ],
 )
-def test_what_no_model_can_be_balanced_with_is_refused(release, second_runner, elastic, reason, monkeypatch):
+def test_what_no_model_can_be_balanced_with_is_refused(release, second_runner, settings, reason, monkeypatch):
     envs = SimpleNamespace(VLLM_USE_V2_MODEL_RUNNER=second_runner)
     modules(monkeypatch, vllm={"__version__": release, "envs": envs})
     refused = nullcontext() if reason is None else pytest.raises(UnsupportedEngineError, match=reason)
     with refused:
-        hooks.refuse_settings(SimpleNamespace(enable_elastic_ep=elastic))
+        hooks.refuse_settings(parallel_config(**settings))
+
+
+@dataclass
+class EplbConfig:
+    num_redundant_experts: int = 0
+    step_interval: int = 3000
+    log_balancedness: bool = False
+    communicator: str | None = None
+
+
+def parallel_config(**settings):
+    defaults = {"enable_eplb": True, "pipeline_parallel_size": 1, "eplb_config": EplbConfig()}
+    return SimpleNamespace(**defaults | settings)
+
+
+class GptOssForCausalLM:
+    """A model of which vLLM has no EPLB."""
+
+
+@pytest.fixture
+def load(monkeypatch):
+    """Loads a model in a watched worker: with a host of the agent, or none as the class has no EPLB."""
+
+    class Worker:
+        rank = 0
+
+        def load_model(self, *, load_dummy_weights=False):
+            self.model_runner = SimpleNamespace(
+                get_model=GptOssForCausalLM, eplb_state=SimpleNamespace(eplb_agent_host=self.host)
+            )
+            return "loaded"
+
+    modules(monkeypatch, **{"vllm.v1.worker.gpu_worker": {"Worker": Worker}})
+    hooks._watch_loading()
+
+    def loaded(host, **settings):
+        worker = Worker()
+        worker.host, worker.vllm_config = host, SimpleNamespace(parallel_config=parallel_config(**settings))
+        assert worker.load_model(load_dummy_weights=True) == "loaded"
+
+    return loaded
+
+
+def test_a_model_that_vllm_cannot_balance_is_named_in_the_log(load, caplog):
+    load(None)
+    (said,) = caplog.messages
+    assert said.startswith("GptOssForCausalLM is NOT balanced")
+    caplog.clear()
+    load(None, enable_eplb=False)
+    load("a host")
+    assert caplog.messages == []
+
+
+def test_settings_that_the_agent_ignores_are_named_in_the_log(load, caplog):
+    load("a host", eplb_config=EplbConfig(4, 50, True, "torch_gloo"))
+    (said,) = caplog.messages
+    assert said.endswith(": step_interval=50, log_balancedness=True")
+
+
+def test_settings_are_refused_before_weights_are_loaded(load):
+    with pytest.raises(UnsupportedEngineError, match="pipeline parallelism"):
+        load("a host", pipeline_parallel_size=2)
+
+
+def test_layers_that_dispatch_inside_a_kernel_of_their_own_are_refused():
+    class DeepseekV4MegaMoEExperts:
+        pass
+
+    with pytest.raises(UnsupportedEngineError, match=r"DeepseekV4MegaMoEExperts.*Choose another MoE backend"):
+        token_group([DeepseekV4MegaMoEExperts()], config(), 0, 4)
 
 
 def test_an_unknown_release_is_refused_and_left_as_it_is(monkeypatch):
     found = state_class()
     step = found.step
     monkeypatch.setenv("EPLB_AGENT_SERVICE", "eplb:50551")
+    monkeypatch.setattr(plugins, "_log_as", lambda _: None)
     eplb = {"EplbState": found}
     modules(monkeypatch, vllm={"__version__": "9.9.0"}, **{"vllm.distributed.eplb.eplb_state": eplb})
     with pytest.raises(UnsupportedEngineError, match=r"vLLM 9\.9\.0.*0\.32"):
@@ -323,7 +403,12 @@ def consistent(state, rank):
 
 
 def switched_and_restored():
-    rank = dist.get_rank()
+    rank, records = dist.get_rank(), []
+    handler = logging.Handler(logging.INFO)
+    handler.emit = lambda record: records.append(record.getMessage())
+    engine_host.log.addHandler(handler)
+    engine_host.log.setLevel(logging.INFO)
+    os.environ["EPLB_AGENT_DEPLOYMNT"] = "decode"
     state, host = started()
     tensors = (state.physical_to_logical_map, state.logical_to_physical_map, state.model.expert_weights[0][0])
     addresses = [tensor.data_ptr() for tensor in tensors]
@@ -341,6 +426,7 @@ def switched_and_restored():
     found["restored"] = torch.equal(first, state.physical_to_logical_map) and consistent(state, rank)
     found["same tensors"] = addresses == [tensor.data_ptr() for tensor in tensors]
     # Expert 3 was chosen five times a pass; of ranks that share their tokens the first counts them, dummies count not.
+    found["logged"] = records
     found["heat"] = host._heat.sources_LWE[0, :4, 3].tolist()
     host.close()
     return found
@@ -350,6 +436,11 @@ def test_vllm_s_tables_maps_and_weights_follow_a_switch():
     for rank, facts in enumerate(run_ranks(RANKS, switched_and_restored)):
         assert facts.pop("heat") == ([5, 5, 5, 0] if rank == 0 else [0] * 4)
         assert facts.pop("counts") == [1]
+        logged = "\n".join(facts.pop("logged"))
+        assert logged.count("EPLB_AGENT_DEPLOYMNT is no setting") == 1
+        attached = "balances 2 MoE layers of 6 experts over 2 ranks of 4 slots; deployment default, service 127.0.0.1"
+        assert (attached in logged) is (rank == 0)
+        assert logged.count("first switch: layer") == (rank == 0)
         assert set(facts.values()) == {True}, (rank, facts)
 
 

@@ -1,6 +1,8 @@
 """The doctor finds a healthy environment healthy, and says what is wrong with one that is not."""
 
 import json
+import os
+import subprocess
 import sys
 import types
 from typing import ClassVar
@@ -10,9 +12,10 @@ import torch
 import torch.distributed as dist
 
 from tests.ranks import run_ranks
+from worker_agent.adapters import compat
 from worker_agent.doctor import __main__ as doctor
 from worker_agent.doctor import round_trip
-from worker_agent.doctor.round_trip import FAILED, OK, SKIPPED, Finding
+from worker_agent.doctor.finding import FAILED, OK, SKIPPED, WARNING, Finding
 from worker_agent.swap import staging
 
 
@@ -51,42 +54,139 @@ def test_experts_go_there_and_come_back_or_the_fault_is_found(fault, found):
         assert [(finding.name, finding.verdict) for finding in findings] == met + found
 
 
-def of(name, findings):
-    return next(finding for finding in findings if finding.name == name)
-
-
 @pytest.fixture
-def engine(monkeypatch):
-    """An engine of that version in place of those that the doctor knows."""
-
-    def install(version):
-        module = types.ModuleType("toy_engine")
-        module.__version__ = version
-        module.__spec__ = types.SimpleNamespace(name="toy_engine")
-        monkeypatch.setitem(sys.modules, "toy_engine", module)
-        monkeypatch.setattr(doctor, "_ENGINES", (("Toy", "toy_engine", "toy_engine"),))
-        monkeypatch.setattr(doctor.compat, "read_known", lambda _: {"1.2": {}})
-        monkeypatch.setattr(doctor, "_SERVICE_SECONDS", 0.2)
-
-    return install
-
-
-def test_an_engine_that_the_adapter_knows_is_fine(engine, monkeypatch):
-    engine("1.2.3")
+def installed(monkeypatch):
+    """An environment with an engine of version 1.2.3 and the agent, as it should be but for what the test breaks."""
+    for name in [name for name in os.environ if name.startswith(("EPLB_AGENT", "VLLM_PLUGINS"))]:
+        monkeypatch.delenv(name)
+    engine = types.ModuleType("toy_engine")
+    engine.__version__, engine.__spec__ = "1.2.3", types.SimpleNamespace(name="toy_engine")
+    adapter = types.ModuleType("worker_agent.adapters.toy_engine.hooks")
+    adapter.check_release = lambda allowed: compat.require(
+        "Toy", engine.__version__, {"1.2": {}}, {}, allow_unverified=allowed
+    )
+    monkeypatch.setitem(sys.modules, "toy_engine", engine)
+    monkeypatch.setitem(sys.modules, adapter.__name__, adapter)
+    monkeypatch.setattr(doctor, "_ENGINES", (("Toy", "toy_engine", "VLLM_PLUGINS", "eplb_agent"),))
+    monkeypatch.setattr(doctor, "_SERVICE_SECONDS", 0.2)
     monkeypatch.setenv("EPLB_AGENT_SERVICE", "127.0.0.1:9")
+    ready = types.SimpleNamespace(result=lambda _: None)
+    monkeypatch.setattr(doctor.grpc, "channel_ready_future", lambda _: ready)
+    return types.SimpleNamespace(engine=engine, adapter=adapter, patch=monkeypatch)
+
+
+def test_a_sound_installation_is_fine(installed):
+    installed.patch.setenv("VLLM_PLUGINS", "other,eplb_agent")
     findings = list(doctor.environment())
-    assert of("functions of Toy", findings).verdict == OK
-    assert "numpy" in of("versions", findings).text
-    assert "127.0.0.1:9 does not answer" in of("service", findings).text
+    assert {finding.verdict for finding in findings} == {OK}
+    assert [finding.name for finding in findings] == ["versions", "functions of Toy", "service"]
+    assert "numpy" in findings[0].text
 
 
-@pytest.mark.parametrize(("name", "text"), [("functions of Toy", "Toy 2.0"), ("settings", "vote_interval")])
-def test_another_release_and_settings_that_do_not_fit_are_named(engine, monkeypatch, name, text):
-    engine("2.0")
-    monkeypatch.setenv("EPLB_AGENT_VOTE_INTERVAL", "0")
-    finding = of(name, doctor.environment())
-    assert finding.verdict == FAILED
-    assert text in finding.text
+def variables(**named):
+    def set_them(installed):
+        for name, value in named.items():
+            installed.patch.setenv(name, value)
+
+    return set_them
+
+
+def no_service_named(installed):
+    installed.patch.delenv("EPLB_AGENT_SERVICE")
+
+
+def service_is_down(installed):
+    installed.patch.setattr(doctor.grpc, "channel_ready_future", REAL_FUTURE)
+
+
+def another_release(installed):
+    installed.engine.__version__ = "2.0"
+
+
+def another_release_allowed(installed):
+    another_release(installed)
+    installed.patch.setenv("EPLB_AGENT_ALLOW_UNVERIFIED_ENGINE", "1")
+
+
+def engine_breaks(installed):
+    def breaks(_):
+        raise ImportError("libcudart.so.13: no such file")
+
+    installed.adapter.check_release = breaks
+
+
+def agent_is_elsewhere(installed):
+    installed.patch.setattr(doctor.metadata, "entry_points", lambda **_: ())
+
+
+REAL_FUTURE = doctor.grpc.channel_ready_future
+
+
+@pytest.mark.parametrize(
+    ("broken", "name", "verdict", "text"),
+    [
+        (variables(VLLM_PLUGINS="other"), "plugin", FAILED, "VLLM_PLUGINS=other leaves eplb_agent out"),
+        (variables(VLLM_PLUGINS=""), "plugin", FAILED, "leaves eplb_agent out"),
+        (agent_is_elsewhere, "plugin", FAILED, "no entry point eplb_agent is installed"),
+        (
+            variables(EPLB_AGENT_DEPLOYMNT="decode"),
+            "variables",
+            FAILED,
+            "EPLB_AGENT_DEPLOYMNT is no setting and has no effect; did you mean EPLB_AGENT_DEPLOYMENT?",
+        ),
+        (no_service_named, "service", FAILED, "an installed agent does nothing"),
+        (
+            variables(EPLB_AGENT_SERVICE="http://eplb:50551"),
+            "settings",
+            FAILED,
+            "EPLB_AGENT_SERVICE: Value error, http://eplb:50551 is a URL: write host:port",
+        ),
+        (
+            variables(EPLB_AGENT_VOTE_INTERVAL="0"),
+            "settings",
+            FAILED,
+            "EPLB_AGENT_VOTE_INTERVAL: Input should be",
+        ),
+        (
+            variables(EPLB_AGENT_SERVICE="eplb:50551", EPLB_AGENT_AUTH_TOKEN="secret"),
+            "settings",
+            FAILED,
+            "EPLB_AGENT: Value error, a token for eplb:50551 would be sent in plain text",
+        ),
+        (variables(EPLB_AGENT_TLS_CA="/no/ca.pem"), "service", FAILED, "credentials cannot be read"),
+        (variables(EPLB_AGENT_AUTH_TOKEN_FILE="/no/token"), "service", FAILED, "credentials cannot be read"),
+        (service_is_down, "service", FAILED, "127.0.0.1:9 does not answer within 0.2 s (in plain text"),
+        (another_release, "functions of Toy", FAILED, "Toy 2.0. This release was never tried"),
+        (another_release_allowed, "functions of Toy", WARNING, "Toy 2.0 is served unverified"),
+        (engine_breaks, "functions of Toy", FAILED, "cannot be imported here: ImportError: libcudart.so.13"),
+    ],
+    ids=str,
+)
+def test_a_broken_installation_is_named_and_nothing_else(broken, name, verdict, text, installed):
+    broken(installed)
+    wrong = [finding for finding in doctor.environment() if finding.verdict != OK]
+    assert [(finding.name, finding.verdict) for finding in wrong] == [(name, verdict)]
+    assert text in wrong[0].text
+
+
+@pytest.mark.parametrize(
+    ("listed", "left_out"), [("", False), ("other, eplb_agent", False), ("other", True), (None, False)]
+)
+def test_sglang_s_list_of_plugins_may_be_empty_and_have_blanks(listed, left_out, monkeypatch):
+    monkeypatch.delenv("SGLANG_PLUGINS", raising=False)
+    if listed is not None:
+        monkeypatch.setenv("SGLANG_PLUGINS", listed)
+    assert bool(list(doctor._plugin("SGLang", "SGLANG_PLUGINS", "eplb_agent"))) is left_out
+
+
+def test_without_torch_the_rest_is_checked_and_its_absence_named():
+    program = "import sys; sys.modules['torch'] = None\nfrom worker_agent.doctor.__main__ import main; main(['--json'])"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 1, done.stderr
+    findings = {finding["name"]: finding for finding in json.loads(done.stdout)}
+    assert findings["versions"]["verdict"] == OK
+    assert findings["torch"]["verdict"] == FAILED
+    assert sys.executable in findings["torch"]["text"]
 
 
 @pytest.mark.parametrize(
@@ -135,9 +235,7 @@ def test_ranks_take_the_devices_that_there_are(count, found, started, monkeypatc
     monkeypatch.setattr(FakeProcess, "started", [])
     monkeypatch.setattr(doctor.subprocess, "Popen", FakeProcess)
     monkeypatch.delenv("EPLB_AGENT_TRANSFER_BACKEND", raising=False)
-    module = types.SimpleNamespace(device_count=lambda: count)
-    monkeypatch.setattr(doctor.torch, "get_device_module", lambda _: module)
-    first, *_ = doctor._round_trip(2, "cuda", 4096)
+    first, *_ = doctor._round_trip(2, "cuda", count, 4096)
     assert (first.name, first.verdict) == found[:2]
     assert first.text.startswith(found[2])
     ranks = [(command[-2], env.get("EPLB_AGENT_TRANSFER_BACKEND")) for command, env in FakeProcess.started]

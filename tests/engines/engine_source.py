@@ -1,88 +1,23 @@
-"""Engines as their source distributions or wheels have them: many can only be installed beside a toolkit."""
-
-from __future__ import annotations
-
-import fcntl
-import shutil
-import subprocess
-import sys
-import tarfile
-import zipfile
-from pathlib import Path
+"""Engines' sources for tests, which are skipped where the package index does not serve them."""
 
 import pytest
 
-from tests.engines.environments import CACHE
-
-VLLM_ASCEND_018 = "0.18.0"
-VLLM_ASCEND_023 = "0.23.0.post1"
-WHEELS_ONLY = ("sglang",)
-"""Packages that have no source distribution; their wheels hold the Python source."""
-
-_FETCH = """
-import sys
-from pip._internal.commands import create_command
-# `pip download` would build the package's metadata, for minutes and with a toolkit that is not here.
-command = create_command("download")
-package, form = sys.argv[1:3]
-options, _ = command.parse_args(["--no-deps", form, ":all:", "--pre", package])
-with command.main_context():
-    session = command.get_default_session(options)
-    finder = command._build_package_finder(options=options, session=session)
-    candidates = finder.find_all_candidates(package)
-    if len(sys.argv) == 3:
-        print(max(one.version for one in candidates if not one.version.is_prerelease))
-    else:
-        found = [one for one in candidates if str(one.version) == sys.argv[3]][0]
-        open(sys.argv[4], "wb").write(session.get(found.link.url_without_fragment).content)
-"""
+from tools import engine_sources
+from tools.engine_sources import SourceUnavailableError
 
 
-def newest(package: str) -> str:
-    """The newest release on the package index that is no release candidate."""
-    return _pip(package, package, _form(package))
-
-
-def source_of(package: str, release: str) -> Path:
+def source_of(package, release):
     """A folder that holds the package's folder; downloaded once per machine."""
-    CACHE.mkdir(parents=True, exist_ok=True)
-    name = f"{package.replace('_', '-')}-{release}"
-    if package in ("vllm", *WHEELS_ONLY):  # what is installed of them is beside it
-        name += "-source"
-    folder = CACHE / name
-    with (CACHE / f"{name}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not folder.exists():
-            _unpack(package, release, folder)
-    return folder
+    return _or_skip(engine_sources.source_of, package, release)
 
 
-def _unpack(package: str, release: str, folder: Path) -> None:
-    archive, unpacked = folder.with_name(f"{folder.name}.archive"), folder.with_name(f"{folder.name}.new")
-    _pip(f"{package} {release}", package, _form(package), release, str(archive))
-    shutil.rmtree(unpacked, ignore_errors=True)
-    if package in WHEELS_ONLY:
-        with zipfile.ZipFile(archive) as wheel:
-            wheel.extractall(unpacked, [name for name in wheel.namelist() if name.endswith(".py")])
-    else:
-        with tarfile.open(archive) as sources:
-            sources.extractall(unpacked, filter="data")
-        (root,) = unpacked.iterdir()
-        shutil.move(root / package, unpacked / package)
-        shutil.rmtree(root)
-    archive.unlink()
-    unpacked.rename(folder)
+def newest(package):
+    """The newest release on the package index that is no release candidate."""
+    return _or_skip(engine_sources.newest, package)
 
 
-def _form(package: str) -> str:
-    """The option of pip that leaves the other form of a package out."""
-    return "--only-binary" if package in WHEELS_ONLY else "--no-binary"
-
-
-def _pip(what: str, *arguments: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", _FETCH, *arguments], capture_output=True, text=True, check=False
-    )
-    if done.returncode:
-        pytest.skip(f"{what} CANNOT BE HAD HERE, so it is not tested: {done.stderr[-800:]}")
-    return done.stdout.strip()
+def _or_skip(fetch, *arguments):
+    try:
+        return fetch(*arguments)
+    except SourceUnavailableError as error:
+        pytest.skip(f"NOT TESTED: {error}")

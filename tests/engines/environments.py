@@ -8,7 +8,6 @@ loudly.
 from __future__ import annotations
 
 import fcntl
-import os
 import shutil
 import subprocess
 import sys
@@ -17,11 +16,9 @@ from pathlib import Path
 
 import pytest
 
+from tools.engine_sources import CACHE
+
 ROOT = Path(__file__).parents[2]
-CACHE = Path(
-    os.environ.get("TEST_ENGINES")
-    or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "eplb-service" / "engines"
-)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from worker_agent.adapters.vllm_ascend.refusals import refuse_settings
 def ascend(monkeypatch, release="0.23.0", device="A3", stages=1, runner="generate", **engine):
     """The modules that are asked, with one engine's settings; its settings of EPLB."""
     model = types.SimpleNamespace(enable_sleep_mode=engine.get("sleeps", False), runner_type=runner)
-    parallel = types.SimpleNamespace(pipeline_parallel_size=stages)
+    parallel = types.SimpleNamespace(pipeline_parallel_size=stages, rank=0)
     config = types.SimpleNamespace(model_config=model, parallel_config=parallel)
     names = {
         "vllm": {},
@@ -29,7 +29,12 @@ def ascend(monkeypatch, release="0.23.0", device="A3", stages=1, runner="generat
     monkeypatch.delenv("EXPERT_MAP_RECORD", raising=False)
     if "variable" in engine:
         monkeypatch.setenv("EXPERT_MAP_RECORD", "true")
-    return types.SimpleNamespace(expert_map_record_path=engine.get("recorded"))
+    defaults = {"num_redundant_experts": 0, "eplb_policy_type": 1, "algorithm_execution_interval": 30}
+    return types.SimpleNamespace(
+        expert_map_record_path=engine.get("recorded"),
+        config=defaults | engine.get("eplb", {}),
+        _defaults=defaults,
+    )
 
 
 @pytest.mark.parametrize(
@@ -37,13 +42,13 @@ def ascend(monkeypatch, release="0.23.0", device="A3", stages=1, runner="generat
     [
         ({}, None),
         ({"release": "0.18.0"}, None),
-        ({"stages": 2}, None),
         ({"device": "A2", "release": "0.23.0.post1"}, None),
         ({"settings": {"enable_fused_mc2": 1}}, "fused MC2"),
         ({"settings": {"mix_placement": True}}, "mix_placement"),
         ({"device": "_310P"}, "MoGE"),
         ({"sleeps": True}, "sleep mode"),
-        ({"release": "0.18.0", "stages": 2}, "pipeline parallelism in vLLM-Ascend 0.18"),
+        ({"release": "0.18.0", "stages": 2}, "pipeline-parallel-size 2"),
+        ({"stages": 2}, "pipeline-parallel-size 2"),
         ({"runner": "pooling"}, "a pooling model"),
         ({"recorded": "map.json"}, "EXPERT_MAP_RECORD"),
         ({"variable": True}, "EXPERT_MAP_RECORD"),
@@ -55,3 +60,9 @@ def test_what_does_not_go_with_the_agent_is_refused_by_its_name(engine, named, m
     refused = nullcontext() if named is None else pytest.raises(UnsupportedEngineError, match=named)
     with refused:
         refuse_settings(eplb)
+
+
+def test_settings_of_its_own_balancer_are_named_as_ignored(monkeypatch, caplog):
+    refuse_settings(ascend(monkeypatch, eplb={"eplb_policy_type": 3, "num_redundant_experts": 8}))
+    (said,) = caplog.messages
+    assert said.endswith("eplb_policy_type=3")

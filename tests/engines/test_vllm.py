@@ -128,6 +128,7 @@ def switched_and_answered_the_same(engine, parallel, load, run_vllm, alone, serv
     service.wait_until(lambda status: status.status.layers_switched >= 20, 900)
     enough.touch()
     answers = balanced.answers()
+    assert "first switch: layer" in balanced.log.read_text()
     expected = alone(run_vllm, load["requests"], len(answers) // load["requests"], engine)
     same_answers(answers, expected, TIES_OF_023 if engine == VLLM_023_SERVED else 0.0)
     heat_arrived(switched(service, 20, balanced.tail()), service)
@@ -263,6 +264,17 @@ def test_a_service_killed_and_started_again(run_vllm, alone, service, tmp_path):
 def test_no_service_at_all(engine, run_vllm, alone):
     unheard = run_vllm(engine, LOAD | {"engine": TWO_TENSOR_RANKS}, EPLB_AGENT_SERVICE="127.0.0.1:1")
     same_answers(unheard.answers(), alone(run_vllm, engine=engine))
+    # By vLLM's own handlers, once each; warnings come from each rank.
+    by_level = {"INFO": [], "WARNING": []}
+    for line in unheard.log.read_text().splitlines():
+        for level, lines in by_level.items():
+            if f" {level} " in line:
+                lines.append(line)
+    infos, warnings = ("\n".join(lines) for lines in by_level.values())
+    assert infos.count("eplb-agent balances 3 MoE layers of 8 experts over 2 ranks of 6 slots") == 1
+    ignored = [line for line in by_level["WARNING"] if "settings of vLLM's own balancer are ignored" in line]
+    assert [line.partition("--help): ")[2] for line in ignored] == ["use_async=False"]
+    assert warnings.count("no stream to 127.0.0.1:1") >= 2
 
 
 def in_engine(engine, site, code, **environment):

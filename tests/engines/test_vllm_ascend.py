@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.service import free_address
-from tests.engines.engine_source import VLLM_ASCEND_018, VLLM_ASCEND_023, source_of
+from tests.engines.engine_source import source_of
 from tests.engines.environments import ROOT, VLLM_018, VLLM_023, python_of
+from tools.engine_sources import VLLM_ASCEND_018, VLLM_ASCEND_023
 
 HERE = Path(__file__).parent
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(1800)]

@@ -71,10 +71,12 @@ def _experts_follow_the_expert_map() -> None:
         call = parameters.bind(self, *arguments, **named)
         expert_map = call.arguments["expert_map"]
         if expert_map is not None:
-            call.arguments["topk_weights"], call.arguments["topk_ids"] = _local(
-                expert_map, call.arguments["topk_weights"], call.arguments["topk_ids"]
-            )
+            weights, ids = _local(expert_map, call.arguments["topk_weights"], call.arguments["topk_ids"])
+            call.arguments["topk_weights"], call.arguments["topk_ids"] = weights, ids
             call.arguments["expert_map"] = None
+            if call.arguments.get("apply_router_weight_on_input"):
+                # Inputs are weighed already and weights not read: rows of other ranks' choices must be zero.
+                call.arguments["hidden_states"] = call.arguments["hidden_states"] * (weights != 0)
         return original(*call.args, **call.kwargs)
 
     cpu_moe.CPUUnquantizedExperts.apply = apply

@@ -12,6 +12,7 @@ import hashlib
 import importlib
 import inspect
 import json
+import re
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -50,10 +51,14 @@ class Function:
 KnownReleases: TypeAlias = Mapping[str, Mapping[str, Function]]
 """By release, by target (``module:qualified.name``): the functions that an adapter patches or relies on."""
 
+Patches: TypeAlias = Mapping[str, int | None]
+"""By target of a function that an adapter patches: how many leading parameters its patch names, which hands all others
+on; ``None`` where it takes exactly the known ones."""
+
 
 @dataclass(frozen=True)
 class _Mismatch:
-    """A function that is not as an adapter knows it; ``fatal`` where its place or its arguments changed."""
+    """A function that is not as an adapter knows it; ``fatal`` where a patch of it would no longer fit."""
 
     target: str
     reason: str
@@ -108,20 +113,22 @@ def fingerprint(target: str) -> Function:
     return Function(tuple(inspect.signature(function).parameters), source)
 
 
-def mismatches(functions: Mapping[str, Function]) -> list[_Mismatch]:
+def mismatches(functions: Mapping[str, Function], patches: Patches) -> list[_Mismatch]:
     """Return those of ``functions`` that the engine installed here does not have as they are known."""
-    found = (_mismatch(target, expected) for target, expected in functions.items())
+    found = (_mismatch(target, expected, patches) for target, expected in functions.items())
     return [mismatch for mismatch in found if mismatch is not None]
 
 
-def _mismatch(target: str, expected: Function) -> _Mismatch | None:
+def _mismatch(target: str, expected: Function, patches: Patches) -> _Mismatch | None:
     try:
         found = fingerprint(target)
     except (ImportError, AttributeError) as error:
-        return _Mismatch(target, f"is not there ({error})", fatal=True)
+        return _Mismatch(target, f"is not there ({error})", fatal=target in patches)
     if found.parameters != expected.parameters:
         took, takes = ", ".join(expected.parameters), ", ".join(found.parameters)
-        return _Mismatch(target, f"takes ({takes}), known is ({took})", fatal=True)
+        named = slice(patches.get(target, 0))
+        fatal = found.parameters[named] != expected.parameters[named]
+        return _Mismatch(target, f"takes ({takes}), known is ({took})", fatal)
     if found.source != expected.source:
         return _Mismatch(
             target, f"has another body ({found.source}, known is {expected.source})", fatal=False
@@ -129,33 +136,33 @@ def _mismatch(target: str, expected: Function) -> _Mismatch | None:
     return None
 
 
-def require(engine: str, version: str, known: KnownReleases, *, allow_unverified: bool = False) -> None:
-    """Check ``engine`` of ``version`` against its ``known`` release.
+def require(
+    engine: str, version: str, known: KnownReleases, patches: Patches, *, allow_unverified: bool = False
+) -> str | None:
+    """Check ``engine`` of ``version`` against its ``known`` release, an unknown one against the nearest.
 
-    With ``allow_unverified`` other bodies are let through, and so is an unknown release, held against the newest known
-    one.
+    With ``allow_unverified`` all is let through that the adapter's ``patches`` still fit, an unknown release included.
 
-    Raises ``UnsupportedEngineError`` where the release is unknown, or a function is missing, takes other arguments or
-    has another body.
+    Returns what differs and was let through, ``None`` where all is as known.
+
+    Raises ``UnsupportedEngineError`` where the release is unknown or a function is another one.
     """
-    release = release_of(version, known)
-    compared = release if release in known else newest(known)
-    found = mismatches(known[compared])
-    fatal = any(mismatch.fatal for mismatch in found)
+    release, compared = release_of(version, known), nearest(version, known)
+    found = mismatches(known[compared], patches)
     if release == compared and not found:
-        return
+        return None
+    changed = f"changed since {compared}: {_listed(found)}" if found else f"changed since {compared}: nothing"
+    if release == compared:
+        why = f"Functions that the agent relies on {changed}"
+    else:
+        why = f"This release was never tried; of the functions that the agent relies on {changed}"
+    fatal = [mismatch for mismatch in found if mismatch.fatal]
     if allow_unverified and not fatal:
-        return
-    why = f"Functions that the agent relies on changed: {_listed(found)}"
-    if release != compared:
-        changed = (
-            f"what it relies on changed since {compared}: {_listed(found)}"
-            if found
-            else "nothing it relies on changed"
-        )
-        why = f"This release was never tried; {changed}"
+        return f"{engine} {version} is served unverified: {why[0].lower()}{why[1:]}"
     remedy = f"Install {engine} {', '.join(sorted(known, key=_order))} or a newer agent"
-    if not fatal:
+    if fatal:
+        why += f". The agent's own patches no longer fit {', '.join(one.target for one in fatal)}"
+    else:
         remedy += ", set EPLB_AGENT_ALLOW_UNVERIFIED_ENGINE=1 to take the risk"
     raise UnsupportedEngineError(f"{engine} {version}", why, remedy)
 
@@ -166,13 +173,18 @@ def release_of(version: str, known: KnownReleases) -> str:
     return public if public in known else ".".join(public.split(".")[:2])
 
 
-def newest(known: KnownReleases) -> str:
-    """Return the highest of the known releases."""
-    return max(known, key=_order)
+def nearest(version: str, known: KnownReleases) -> str:
+    """Return the known release that a version is of, or else is nearest to; the newer one of two as near."""
+    release = release_of(version, known)
+    if release in known:
+        return release
+    return min(known, key=lambda one: (abs(_order(one) - _order(version)), -_order(one)))
 
 
-def _order(release: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in release.split("."))
+def _order(release: str) -> int:
+    """Rank releases and versions by their first three numbers."""
+    major, minor, patch = ([*map(int, re.findall(r"\d+", release)), 0, 0, 0])[:3]
+    return (major * 1000 + minor) * 1000 + patch
 
 
 def _listed(found: Sequence[_Mismatch]) -> str:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -11,12 +12,30 @@ import torch.distributed as dist
 from eplb_service.wire.heat import StepPhase
 from worker_agent.agent import Agent
 from worker_agent.live_layer import ExpertWeights
-from worker_agent.settings import AgentSettings
+from worker_agent.settings import AgentSettings, misspelt
 
 log = logging.getLogger("eplb.agent")
 
 RING_ROWS = 64
 """Steps of heat kept on the device; reports are cut long before."""
+
+
+_OF_THE_HOST = frozenset(
+    {"num_redundant_experts", "dynamic_eplb", "expert_map_path", "eplb_heat_collection_stage"}
+)
+"""Settings of engines' balancers that hold beside the agent as well: they decide which slots and counts there are."""
+
+
+def ignored_settings(engine: str, given: Mapping[str, object], defaults: Mapping[str, object]) -> None:
+    """Name in the log what was set of the ``engine``'s own balancer and is not read any more."""
+    ignored = [f"{name}={given[name]}" for name in defaults if given[name] != defaults[name]]
+    ignored = [setting for setting in ignored if setting.partition("=")[0] not in _OF_THE_HOST]
+    if ignored:
+        log.warning(
+            "settings of %s's own balancer are ignored, as the service decides instead (eplb serve --help): %s",
+            engine,
+            ", ".join(ignored),
+        )
 
 
 class HeatRings:
@@ -105,6 +124,7 @@ class EngineHost:
 
     _agent: Agent | None = None
     _passes = 0
+    _has_switched = False
 
     @property
     def agent(self) -> Agent:
@@ -116,14 +136,33 @@ class EngineHost:
         self, layers: Sequence[EngineLayer], group: dist.ProcessGroup, token_group: int | None
     ) -> None:
         """Meet the other ranks' agents: a collective over ``group``, which must take tensors of the CPU."""
-        self._agent = Agent.start(
-            layers, group, AgentSettings(), token_group=token_group, on_commit=self._follow
+        settings = AgentSettings()
+        for complaint in misspelt(os.environ):
+            log.warning("%s", complaint)
+        self._agent = Agent.start(layers, group, settings, token_group=token_group, on_commit=self._committed)
+        placement, rank = self.agent.installed.placement, self.agent.identity.rank
+        # All ranks have the same to report.
+        log.log(
+            logging.DEBUG if rank else logging.INFO,
+            "eplb-agent balances %d MoE layers of %d experts over %d ranks of %d slots; deployment %s, service %s",
+            placement.layers,
+            placement.experts,
+            placement.ranks,
+            placement.slots,
+            settings.deployment,
+            settings.service,
         )
 
     def _pass_done(self, phase: StepPhase) -> None:
         """Make the agent's step: after a pass on every rank, on the thread and stream on which passes are queued."""
         self._passes += 1
         self.agent.step(phase, number=self._passes)
+
+    def _committed(self, layer: int) -> None:
+        self._follow(layer)
+        if not self._has_switched and self.agent.identity.rank == 0:
+            log.info("first switch: layer %d serves a placement of the service's from now on", layer)
+        self._has_switched = True
 
     def _follow(self, layer: int) -> None:
         """Keep the engine's own view of the placement true for a layer that has just switched."""

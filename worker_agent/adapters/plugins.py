@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
+from functools import cache
 
 from worker_agent.adapters.compat import UnsupportedEngineError
 
@@ -16,9 +17,31 @@ _log = logging.getLogger("eplb.agent")
 _installed: set[str] = set()
 
 
+class _EnginesLog(logging.Handler):
+    """Hands records to an engine's own handlers: the engine configures its own loggers alone, not those of plugins."""
+
+    def __init__(self, engine: str) -> None:
+        super().__init__()
+        self._engine = logging.getLogger(engine)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Log the record as one of the engine's."""
+        if self._engine.isEnabledFor(record.levelno):
+            self._engine.handle(record)
+
+
+def _log_as(engine: str) -> None:
+    own = logging.getLogger("eplb")
+    if not own.handlers:
+        own.addHandler(_EnginesLog(engine))
+        own.setLevel(logging.DEBUG)  # the engine's own level decides
+        own.propagate = False
+
+
 def register_vllm() -> None:
     """Hand vLLM's EPLB over to the agent, but in vLLM-Ascend, which has an adapter of its own."""
     if _is_requested() and "vllm" not in _installed and importlib.util.find_spec("vllm_ascend") is None:
+        _log_as("vllm")
         from worker_agent.adapters.vllm import hooks
 
         hooks.install()
@@ -28,6 +51,7 @@ def register_vllm() -> None:
 def register_vllm_ascend() -> None:
     """Put the agent in place of vLLM-Ascend's balancer."""
     if _is_requested() and "vllm_ascend" not in _installed and importlib.util.find_spec("vllm_ascend"):
+        _log_as("vllm")
         from worker_agent.adapters.vllm_ascend import hooks
 
         hooks.install()
@@ -40,8 +64,8 @@ def register_sglang() -> None:
     Raises
     ------
     SystemExit
-        Where this SGLang is none that the adapter knows. SGLang logs whatever else a plugin raises and serves on, with
-        its own balancer where the user had asked for this one.
+        Where this SGLang is none that the adapter knows, or settings do not fit. SGLang logs whatever else a plugin
+        raises and serves on, with its own balancer where the user had asked for this one.
     """
     if not _is_requested():
         return
@@ -49,7 +73,7 @@ def register_sglang() -> None:
 
     try:
         hooks.install()
-    except UnsupportedEngineError as error:
+    except (UnsupportedEngineError, ValueError) as error:
         raise SystemExit(str(error)) from error
     _report("sglang", "SGLang where --enable-eplb is given")
 
@@ -60,4 +84,17 @@ def _report(package: str, where: str) -> None:
 
 
 def _is_requested() -> bool:
-    return bool(os.environ.get("EPLB_AGENT_SERVICE", "").strip())
+    requested = bool(os.environ.get("EPLB_AGENT_SERVICE", "").strip())
+    if not requested:
+        _warn_of_misspelt_names()
+    return requested
+
+
+@cache
+def _warn_of_misspelt_names() -> None:
+    """Name settings that were meant for the agent, where none starts that would."""
+    if any(name.upper().startswith("EPLB_AGENT") for name in os.environ):
+        from worker_agent.settings import misspelt
+
+        for complaint in misspelt(os.environ):
+            _log.warning("eplb-agent does nothing, as EPLB_AGENT_SERVICE names no service: %s", complaint)

@@ -17,13 +17,11 @@ from dataclasses import asdict
 from importlib import metadata
 
 import grpc
-import torch
 from pydantic import ValidationError
 
-from worker_agent.adapters import compat
 from worker_agent.adapters.compat import UnsupportedEngineError
-from worker_agent.doctor.round_trip import FAILED, OK, SKIPPED, Finding
-from worker_agent.settings import AgentSettings
+from worker_agent.doctor.finding import FAILED, OK, SKIPPED, WARNING, Finding
+from worker_agent.settings import AgentSettings, misspelt
 
 _LONGEST_SECONDS = 300
 _DESCRIPTION = (
@@ -35,11 +33,11 @@ _DISTRIBUTIONS = (
     *("grpcio", "protobuf", "numpy", "pydantic"),
 )
 _ENGINES = (
-    ("vLLM-Ascend", "vllm_ascend", "vllm_ascend._version"),
-    ("vLLM", "vllm", "vllm"),
-    ("SGLang", "sglang", "sglang.version"),
+    ("vLLM-Ascend", "vllm_ascend", "VLLM_PLUGINS", "eplb_agent_ascend"),
+    ("vLLM", "vllm", "VLLM_PLUGINS", "eplb_agent"),
+    ("SGLang", "sglang", "SGLANG_PLUGINS", "eplb_agent"),
 )
-"""Name, package, and the module that has its ``__version__``."""
+"""Name, package, the variable that may list the plugins to load, and the plugin's name."""
 _INSIDE = {"vllm": "vllm_ascend"}
 """Packages that are balanced by parts of another one, where that is installed."""
 _SERVICE_SECONDS = 5.0
@@ -73,15 +71,22 @@ def _parser() -> argparse.ArgumentParser:
 
 def _findings(options: argparse.Namespace) -> Iterator[Finding]:
     yield from environment()
+    try:
+        import torch
+    except (ImportError, OSError) as error:
+        text = f"{sys.executable} cannot import it ({error}): install the agent beside the engine, and run its doctor"
+        yield Finding("torch", FAILED, text)
+        return
     npu = getattr(torch, "npu", None)
     here = "npu" if npu is not None and npu.is_available() else "cpu"
     here = "cuda" if torch.cuda.is_available() else here
-    yield from _round_trip(options.ranks, options.device or here, options.expert_bytes)
+    device = options.device or here
+    devices = options.ranks if device == "cpu" else torch.get_device_module(device).device_count()
+    yield from _round_trip(options.ranks, device, devices, options.expert_bytes)
 
 
-def _round_trip(ranks: int, device: str, expert_bytes: int) -> Iterator[Finding]:
+def _round_trip(ranks: int, device: str, devices: int, expert_bytes: int) -> Iterator[Finding]:
     """Findings of all ranks, each once: those that fail on any rank, else the first rank's."""
-    devices = ranks if device == "cpu" else torch.get_device_module(device).device_count()
     variables = os.environ.copy()
     if devices == 0:
         yield Finding("devices", FAILED, f"torch sees no {device} here; --device names another kind")
@@ -125,50 +130,74 @@ def _of_rank(rank: int, output: str, errors: str) -> list[Finding]:
 
 
 def environment() -> Iterator[Finding]:
-    """Check what needs nothing started: versions, the engines' functions, settings, the service."""
+    """Check what needs nothing started: versions, variables, the engines' functions, the service."""
     found = [f"Python {platform.python_version()}"]
     for distribution in _DISTRIBUTIONS:
         with suppress(metadata.PackageNotFoundError):
             found.append(f"{distribution} {metadata.version(distribution)}")
     yield Finding("versions", OK, ", ".join(found))
-    yield from _engines()
+    for complaint in misspelt(os.environ):
+        yield Finding("variables", FAILED, complaint)
+    settings = None
     try:
-        yield _service(AgentSettings())
+        settings = AgentSettings()
     except ValidationError as error:
-        problems = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
-        yield Finding("settings", FAILED, f"EPLB_AGENT_* do not fit: {problems}")
+        named = (("_".join(("EPLB_AGENT", *map(str, one["loc"]))), one["msg"]) for one in error.errors())
+        problems = "; ".join(f"{name.upper()}: {message}" for name, message in named)
+        yield Finding("settings", FAILED, f"these variables do not fit: {problems}")
+    yield from _engines(allow_unverified=settings is not None and settings.allow_unverified_engine)
+    if not os.environ.get("EPLB_AGENT_SERVICE", "").strip():
+        text = "EPLB_AGENT_SERVICE names no service: an installed agent does nothing, the engine balances by itself"
+        yield Finding("service", FAILED, text)
+    elif settings is not None:
+        yield _service(settings)
 
 
-def _engines() -> Iterator[Finding]:
-    installed = {package for _, package, _ in _ENGINES if importlib.util.find_spec(package) is not None}
+def _engines(*, allow_unverified: bool) -> Iterator[Finding]:
+    installed = {package for _, package, *_ in _ENGINES if importlib.util.find_spec(package) is not None}
     if not installed:
         yield Finding("engine", SKIPPED, "no engine with an adapter is installed in this environment")
-    for engine, package, versioned in _ENGINES:
+    for engine, package, listing, plugin in _ENGINES:
         if package not in installed or _INSIDE.get(package) in installed:
             continue
+        yield from _plugin(engine, listing, plugin)
         name = f"functions of {engine}"
         try:
-            known = compat.read_known(f"worker_agent.adapters.{package}")
-            version = str(importlib.import_module(versioned).__version__)
-            compat.require(engine, version, known)
+            adapter = importlib.import_module(f"worker_agent.adapters.{package}.hooks")
+            differs = adapter.check_release(allow_unverified)
         except UnsupportedEngineError as error:
             yield Finding(name, FAILED, str(error))
         except Exception as error:
             yield Finding(name, FAILED, f"{package} cannot be imported here: {type(error).__name__}: {error}")
         else:
-            yield Finding(name, OK, f"release {version} is as the adapter knows it")
+            yield Finding(name, WARNING if differs else OK, differs or "all are as the adapter knows them")
+
+
+def _plugin(engine: str, listing: str, plugin: str) -> Iterator[Finding]:
+    """Findings where the engine will not load the agent."""
+    listed = os.environ.get(listing)
+    if engine == "SGLang" and listed is not None:  # blanks count in vLLM alone, and so does an empty list
+        listed = listed.replace(" ", "") or None
+    if listed is not None and plugin not in listed.split(","):
+        text = f"{listing}={listed} leaves {plugin} out, and {engine} without the agent: add it, or unset {listing}"
+        yield Finding("plugin", FAILED, text)
+    if not metadata.entry_points(name=plugin):
+        text = f"no entry point {plugin} is installed, and {engine} does not find the agent: install its wheel here"
+        yield Finding("plugin", FAILED, text)
 
 
 def _service(settings: AgentSettings) -> Finding:
     """Open a channel; nothing is sent, so that no deployment learns of it."""
     try:
+        settings.token()
         with settings.security.open(settings.service) as channel:
             grpc.channel_ready_future(channel).result(_SERVICE_SECONDS)
     except grpc.FutureTimeoutError:
-        text = f"{settings.service} does not answer within {_SERVICE_SECONDS:g} s: an engine would serve unbalanced"
-        return Finding("service", FAILED, text)
+        secured = "by TLS" if settings.tls_ca else "in plain text; a service with TLS needs EPLB_AGENT_TLS_CA"
+        silent = f"{settings.service} does not answer within {_SERVICE_SECONDS:g} s"
+        return Finding("service", FAILED, f"{silent} ({secured}); an engine would serve unbalanced")
     except OSError as error:
-        return Finding("service", FAILED, f"its credentials cannot be read: {error}")
+        return Finding("service", FAILED, f"the agent's credentials cannot be read: {error}")
     return Finding("service", OK, f"{settings.service} answers")
 
 

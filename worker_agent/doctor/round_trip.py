@@ -6,7 +6,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from datetime import timedelta
 from typing import Any
 
@@ -16,22 +16,12 @@ import torch.distributed as dist
 
 from eplb_service.placement import Placement
 from worker_agent.agent import Agent
+from worker_agent.doctor.finding import FAILED, OK, SKIPPED, Finding
 from worker_agent.settings import AgentSettings
 
-OK, FAILED, SKIPPED = "ok", "FAILED", "skipped"
-"""Verdicts of findings."""
 _SLOTS = 2
 _NOWHERE = "127.0.0.1:9"
 _MEET_SECONDS = 120
-
-
-@dataclass(frozen=True)
-class Finding:
-    """Result of one check: its name, a verdict, and figures or what is wrong and what to do."""
-
-    name: str
-    verdict: str
-    text: str
 
 
 class _DoctorLayer:

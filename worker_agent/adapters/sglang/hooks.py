@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
-from worker_agent.adapters.compat import UnsupportedEngineError, read_known, require
+from worker_agent.adapters.compat import Patches, UnsupportedEngineError, read_known, require
+from worker_agent.adapters.engine_host import ignored_settings, log
 from worker_agent.adapters.sglang.host import SglangHost
-from worker_agent.adapters.sglang.options import SglangOptions
+from worker_agent.adapters.sglang.options import OF_ITS_MANAGER, SglangOptions
 from worker_agent.settings import AgentSettings
 
 KNOWN = read_known("worker_agent.adapters.sglang")
@@ -20,16 +21,25 @@ _OCCUPATION = "sglang.srt.managers.scheduler_components.weight_updater.Scheduler
 _Call: TypeAlias = Callable[..., Any]
 
 
-def install() -> None:
-    """Check this SGLang, then register the hooks, which SGLang applies when all plugins have been called.
+def check_release(allow_unverified: bool) -> str | None:
+    """Return in what this SGLang differs from the known ones, where that is let through; ``None`` where it does not.
 
     Raises ``UnsupportedEngineError`` where ``known.json`` does not list this release, or a function is another one.
     """
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
     from sglang.version import __version__
 
-    allowed = AgentSettings().allow_unverified_engine
-    require("SGLang", __version__, KNOWN, allow_unverified=allowed)
+    return require("SGLang", __version__, KNOWN, PATCHES, allow_unverified=allow_unverified)
+
+
+def install() -> None:
+    """Check this SGLang, then register the hooks, which SGLang applies when all plugins have been called.
+
+    Raises ``UnsupportedEngineError`` as ``check_release`` does.
+    """
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    if differs := check_release(AgentSettings().allow_unverified_engine):
+        log.warning("%s", differs)
     for target, hook in AROUND.items():
         HookRegistry.register(target, hook, HookType.AROUND)
     for target, hook in AFTER.items():
@@ -69,8 +79,11 @@ def _start_host(_: Any, runner: Any) -> None:
         return
     from sglang.srt.eplb.expert_distribution import get_global_expert_distribution_recorder
     from sglang.srt.eplb.expert_location import get_global_expert_location_metadata
-    from sglang.srt.runtime_context import get_parallel
+    from sglang.srt.runtime_context import get_exec, get_parallel
 
+    if get_parallel().moe_ep_rank == 0:
+        moe = get_exec().moe
+        ignored_settings("SGLang", {name: getattr(moe, name) for name in OF_ITS_MANAGER}, OF_ITS_MANAGER)
     host.start(
         get_global_expert_location_metadata(),
         get_global_expert_distribution_recorder(),
@@ -152,3 +165,17 @@ AROUND = {
     f"{_OCCUPATION}.resume_memory_occupation": _resume_memory,
 }
 AFTER = {f"{_RUNNER}.initialize": _start_host, f"{_RUNNER}.forward": _step_host}
+
+
+def _patched(target: str) -> str:
+    """Return the name of a hook's target in ``known.json``."""
+    path, _, function = target.rpartition(".")
+    module, _, owner = path.rpartition(".")
+    return f"{module}:{owner}.{function}"
+
+
+PATCHES: Patches = {
+    **{_patched(target): 1 for target in (*AROUND, *AFTER)},
+    _patched(f"{_RUNNER}.maybe_init_eplb_manager"): None,
+    _patched(f"{_RUNNER}.forward"): 2,
+}

@@ -10,6 +10,14 @@ _KNOWN_BACKENDS = ("none", "deepep")
 _MOST_ENTRIES = 16
 """Of a dealing table under dynamic dispatch; what the service deals by default."""
 
+OF_ITS_MANAGER = {
+    "eplb_algorithm": "auto",
+    "eplb_rebalance_num_iterations": 1000,
+    "eplb_rebalance_layers_per_chunk": None,
+    "eplb_min_rebalancing_utilization_threshold": 1.0,
+}
+"""Options of SGLang's own EPLB manager, whose place the agent takes, with their defaults."""
+
 
 @dataclass(frozen=True)
 class SglangOptions:

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any, TypeAlias
 
-from worker_agent.adapters.compat import UnsupportedEngineError, read_known, release_of, require
-from worker_agent.adapters.engine_host import log
+from worker_agent.adapters.compat import Patches, read_known, refuse, release_of, require
+from worker_agent.adapters.engine_host import ignored_settings, log
 from worker_agent.adapters.vllm.host import VllmHost
 from worker_agent.settings import AgentSettings
 
@@ -15,16 +15,44 @@ KNOWN = read_known("worker_agent.adapters.vllm")
 """Functions that are patched here or relied on, by release; of 0.33, which has no build for CPUs, as read."""
 
 
-def install() -> None:
-    """Check this vLLM, then put the agent in place of its balancer: all of it or nothing.
+_STATE, _WORKER = "vllm.distributed.eplb.eplb_state:EplbState", "vllm.v1.worker.gpu_worker:Worker"
+_AROUND_WEIGHTS = (
+    "sleep",
+    "wake_up",
+    "reload_weights",
+    "start_weight_update",
+    "update_weights",
+    "finish_weight_update",
+)
+PATCHES: Patches = {
+    f"{_STATE}.add_model": 3,
+    f"{_STATE}.step": None,
+    f"{_STATE}.rearrange": 0,
+    f"{_STATE}.start_async_loop": 0,
+    f"{_WORKER}.load_model": 1,
+    **{f"{_WORKER}.{name}": 1 for name in _AROUND_WEIGHTS},
+}
+
+
+def check_release(allow_unverified: bool) -> str | None:
+    """Return in what this vLLM differs from the known ones, where that is let through; ``None`` where it does not.
 
     Raises ``UnsupportedEngineError`` where ``known.json`` does not list this release, or a function is another one.
     """
     import vllm
 
-    allowed = AgentSettings().allow_unverified_engine
-    require("vLLM", vllm.__version__, KNOWN, allow_unverified=allowed)
+    return require("vLLM", vllm.__version__, KNOWN, PATCHES, allow_unverified=allow_unverified)
+
+
+def install() -> None:
+    """Check this vLLM, then put the agent in place of its balancer: all of it or nothing.
+
+    Raises ``UnsupportedEngineError`` as ``check_release`` does.
+    """
+    if differs := check_release(AgentSettings().allow_unverified_engine):
+        log.warning("%s", differs)
     _replace_balancer()
+    _watch_loading()
     _guard_weights()
 
 
@@ -35,7 +63,6 @@ def _replace_balancer() -> None:
     add_model = EplbState.add_model
 
     def add_model_and_agent(self: Any, model: Any, model_config: Any, *rest: Any, **named: Any) -> None:
-        refuse_settings(self.parallel_config)
         add_model(self, model, model_config, *rest, **named)
         self.is_async = False
         if getattr(model_config, "runner_type", None) == "draft":
@@ -68,6 +95,37 @@ def _replace_balancer() -> None:
     EplbState.step = step
     EplbState.rearrange = rearrange
     EplbState.start_async_loop = start_async_loop
+
+
+def _watch_loading() -> None:
+    """Refuse settings before a model is loaded, and report afterwards where nothing of it is balanced."""
+    from vllm.v1.worker.gpu_worker import Worker
+
+    load_model = Worker.load_model
+
+    @wraps(load_model)
+    def load_model_watched(self: Any, *arguments: Any, **named: Any) -> Any:
+        parallel_config = self.vllm_config.parallel_config
+        if not parallel_config.enable_eplb:
+            return load_model(self, *arguments, **named)
+        refuse_settings(parallel_config)
+        loaded = load_model(self, *arguments, **named)
+        if self.rank != 0:
+            return loaded
+        if _host_of(self) is None:
+            log.warning(
+                "%s is NOT balanced: this vLLM has no EPLB for its class. Serve it without --enable-eplb and without "
+                "EPLB_AGENT_SERVICE, or another model; the docs list those that can be balanced (models.md)",
+                type(self.model_runner.get_model()).__name__,
+            )
+        else:
+            given = parallel_config.eplb_config
+            defaults = vars(type(given)())
+            defaults.pop("communicator", None)  # vLLM itself sets it
+            ignored_settings("vLLM", vars(given), defaults)
+        return loaded
+
+    Worker.load_model = load_model_watched
 
 
 def _guard_weights() -> None:
@@ -126,18 +184,29 @@ def _host_of(worker: Any) -> VllmHost | None:
 
 def refuse_settings(parallel_config: Any) -> None:
     """Raise ``UnsupportedEngineError`` where a setting does not go with the agent."""
-    if getattr(parallel_config, "enable_elastic_ep", False):
-        raise UnsupportedEngineError(
-            "elastic expert parallelism (--enable-elastic-ep)",
-            "Ranks come and go under the agents' votes",
-            "Start without it",
-        )
     import vllm
     from vllm import envs
 
-    if release_of(vllm.__version__, KNOWN) == "0.23" and envs.VLLM_USE_V2_MODEL_RUNNER:
-        raise UnsupportedEngineError(
-            "the second model runner of vLLM 0.23 (VLLM_USE_V2_MODEL_RUNNER)",
-            "It has not been run with the agent, and is not what this release chooses for MoE models",
-            "Unset VLLM_USE_V2_MODEL_RUNNER or use a later vLLM",
-        )
+    stages = parallel_config.pipeline_parallel_size
+    refuse(
+        [
+            (
+                bool(getattr(parallel_config, "enable_elastic_ep", False)),
+                "elastic expert parallelism (--enable-elastic-ep)",
+                "Ranks come and go under the agents' votes",
+                "Start without it",
+            ),
+            (
+                stages > 1,
+                f"pipeline parallelism (--pipeline-parallel-size {stages})",
+                "Each stage would be a deployment of its own, but they would have one name",
+                "Start with --pipeline-parallel-size 1, and more tensor or data parallel ranks",
+            ),
+            (
+                release_of(vllm.__version__, KNOWN) == "0.23" and bool(envs.VLLM_USE_V2_MODEL_RUNNER),
+                "the second model runner of vLLM 0.23 (VLLM_USE_V2_MODEL_RUNNER)",
+                "It has not been run with the agent, and is not what this release chooses for MoE models",
+                "Unset VLLM_USE_V2_MODEL_RUNNER or use a later vLLM",
+            ),
+        ]
+    )

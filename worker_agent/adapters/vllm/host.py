@@ -120,6 +120,12 @@ def _dispatch_of(layer: Any) -> tuple[bool, bool, bool]:
     tokens of their own (sequence parallel), the kernel routes inside (monolithic).
     """
     runner = getattr(layer, "runner", layer)
+    if not hasattr(runner, "do_naive_dispatch_combine"):
+        raise UnsupportedEngineError(
+            f"MoE layers of the class {type(layer).__name__} (--moe-backend deep_gemm_mega_moe, say)",
+            "They dispatch inside one kernel, whose experts and tables the agent does not know",
+            "Choose another MoE backend",
+        )
     method = layer.quant_method if runner is not layer else layer
     return (
         bool(runner.do_naive_dispatch_combine),

@@ -7,19 +7,42 @@ from functools import wraps
 from types import ModuleType
 from typing import Any
 
-from worker_agent.adapters.compat import require
+from worker_agent.adapters.compat import Patches, require
 from worker_agent.adapters.vllm_ascend.host import AscendHost, LayerFinder, NoManager, NoProcess
 from worker_agent.adapters.vllm_ascend.refusals import KNOWN, refuse_misread_lists
 
+_UPDATOR, _WORKER = "vllm_ascend.eplb.eplb_updator:EplbUpdator", "vllm_ascend.worker.worker:NPUWorker"
+PATCHES: Patches = {
+    **dict.fromkeys(
+        f"{_UPDATOR}.{name}"
+        for name in ("__init__", "forward_before", "forward_end", "set_adaptor", "shutdown", "warm_up_eplb")
+    ),
+    "vllm_ascend.eplb.adaptor.vllm_adaptor:VllmEplbAdaptor.__init__": None,
+    "vllm_ascend.eplb.core.eplb_worker:EplbProcess.__init__": 2,
+    "vllm_ascend.eplb.core.eplb_worker:EplbProcess._launch_process": None,
+    "vllm_ascend.ops.fused_moe.moe_comm_method:MoECommMethod.fused_experts": None,
+    "vllm_ascend.worker.model_runner_v1:NPUModelRunner._dummy_run": 1,
+    f"{_WORKER}.start_weight_update": 1,
+    f"{_WORKER}.update_weights": 1,
+}
 
-def install() -> None:
-    """Check this vLLM-Ascend, then put the agent in place of its balancer: all of it or nothing.
+
+def check_release(allow_unverified: bool) -> str | None:  # noqa: ARG001
+    """Return ``None`` where this vLLM-Ascend is a known one; nothing else is let through.
 
     Raises ``UnsupportedEngineError`` where ``known.json`` does not list this release, or a function is another one.
     """
     from vllm_ascend._version import __version__
 
-    require("vLLM-Ascend", __version__, KNOWN)
+    return require("vLLM-Ascend", __version__, KNOWN, PATCHES)
+
+
+def install() -> None:
+    """Check this vLLM-Ascend, then put the agent in place of its balancer: all of it or nothing.
+
+    Raises ``UnsupportedEngineError`` as ``check_release`` does.
+    """
+    check_release(allow_unverified=False)
     import vllm_ascend.worker.model_runner_v1 as runner
     from vllm_ascend.worker.worker import NPUWorker
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from worker_agent.adapters.compat import read_known, refuse, release_of
+from worker_agent.adapters.compat import read_known, refuse
+from worker_agent.adapters.engine_host import ignored_settings
 
 KNOWN = read_known("worker_agent.adapters.vllm_ascend")
 """Functions that the adapter patches or relies on, by release."""
@@ -15,7 +16,6 @@ def refuse_settings(eplb_config: Any) -> None:
     """Raise ``UnsupportedEngineError`` where a setting of the host does not go with the agent."""
     from vllm.config import get_current_vllm_config
     from vllm_ascend import envs
-    from vllm_ascend._version import __version__
     from vllm_ascend.ascend_config import get_ascend_config
     from vllm_ascend.utils import get_ascend_device_type
 
@@ -55,10 +55,10 @@ def refuse_settings(eplb_config: Any) -> None:
                 "Start without --enable-sleep-mode",
             ),
             (
-                release_of(__version__, KNOWN) == "0.18" and stages > 1,
-                "pipeline parallelism in vLLM-Ascend 0.18",
-                "It calls its balancer after a forward pass in the last stage alone",
-                "Use vLLM-Ascend 0.23, or start without --pipeline-parallel-size",
+                stages > 1,
+                f"pipeline parallelism (--pipeline-parallel-size {stages})",
+                "Each stage would be a deployment of its own, but they would have one name",
+                "Start with --pipeline-parallel-size 1, and more tensor or data parallel ranks",
             ),
             (
                 vllm_config.model_config.runner_type == "pooling",
@@ -68,6 +68,8 @@ def refuse_settings(eplb_config: Any) -> None:
             ),
         ]
     )
+    if vllm_config.parallel_config.rank == 0:
+        ignored_settings("vLLM-Ascend", eplb_config.config, eplb_config._defaults)
 
 
 def refuse_misread_lists(w1_scale: Any, w2_scale: Any, mc2: bool, kernel_for_lists: bool) -> None:

@@ -1,0 +1,76 @@
+"""The page on vLLM is enough by itself: its commands run as they are written, against a service with TLS and tokens."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.service import free_address
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "vllm.md").read_text()
+
+
+def block(kind):
+    (text,) = re.findall(rf"```{kind}\n(.*?)```", PAGE, re.DOTALL)
+    return text
+
+
+@pytest.fixture
+def at_home(tmp_path):
+    """Runs commands of the page as one shell's; the host is this one, its port a free one."""
+    address = free_address()
+    port = address.rpartition(":")[2]
+    shutil.copytree(ROOT / "deploy", tmp_path / "deploy")
+    commands = str(Path(sys.executable).parent)
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("EPLB_")}
+    environment |= {"PATH": f"{commands}:{environment['PATH']}", "EPLB_METRICS": free_address()}
+
+    def start(kind):
+        script = block(kind).replace("eplb.example:50551", f"localhost:{port}").replace(":50551", f":{port}")
+        with (tmp_path / f"{kind[3:]}.log").open("w") as log:
+            command = ["bash", "-ec", script]
+            return subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=log, stderr=log)
+
+    def run(kind):
+        status = start(kind).wait(300)
+        return status, (tmp_path / f"{kind[3:]}.log").read_text()
+
+    return start, run
+
+
+def test_service_doctor_and_operator_work_as_the_page_says(at_home):
+    start, run = at_home
+    service = start("sh service")
+    try:
+        deadline = time.monotonic() + 240
+        while (
+            "not_found" not in (said := run("sh operator")[1].lower().replace(" ", "_"))
+            and "no_deployment" not in said
+        ):
+            assert service.poll() is None, "the service has ended"
+            assert time.monotonic() < deadline, said
+            time.sleep(1)
+        status, findings = run("sh rank")
+    finally:
+        service.terminate()
+        service.wait(60)
+    assert status == 0, findings
+    assert re.search(r"^ok +service +localhost:\d+ answers$", findings, re.MULTILINE)
+    assert re.search(r"^ok +experts there and back ", findings, re.MULTILINE)
+    assert "FAILED" not in findings
+
+
+def test_what_the_log_shows_is_what_the_agent_logs():
+    sources = "".join(path.read_text() for path in (ROOT / "worker_agent").rglob("*.py"))
+    lines = block("text log").splitlines()
+    assert len(lines) == 4
+    for line in lines:
+        fixed = re.sub(r"\d+|\bdecode\b|eplb\.example:0*\S*|\.\.\.", "\0", line)
+        pattern = r"%[ds]".join(re.escape(part) for part in re.split("\0+", fixed))
+        assert re.search(pattern, sources), line

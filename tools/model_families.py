@@ -1,0 +1,128 @@
+"""Writes ``docs/research/models.md``: which MoE models each engine release can balance, read from the engines' sources.
+
+``python -m tools.model_families``. Nothing of an engine is run: architectures are those of its registry of models, and
+a class can be balanced where it, or one that it inherits from, has what the engine's own EPLB asks for.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from tools.engine_sources import VERSIONS, source_of
+
+PAGE = Path(__file__).parent.parent / "docs" / "research" / "models.md"
+_USES_MOE = re.compile(r"\b\w*FusedMoE\w*\b|\bget_moe_impl_class\b|\bimport\b[^\n]*Mo[Ee]\w*Block")
+_CLASS = re.compile(r"^(class (\w+)(?:\(([^)]*)\))?:(?:\n|.)*?)(?=^\S|\Z)", re.MULTILINE)
+_ENTRY_CLASS = re.compile(r"^EntryClass\s*=\s*([^=]*?)(?=^\w|\Z)", re.MULTILINE)
+_SGLANG_ASKS_FOR = "routed_experts_weights_of_layer"
+_HEAD = """# Models that can be balanced
+
+The agent balances the models that an engine's own EPLB can. This list is made from the engines' sources, by the names
+of architectures in a checkpoint's `config.json` (`python -m tools.model_families`); it does not say that a model was
+run. A model with images or sound is balanced as its language model is. vLLM-Ascend balances every model whose MoE
+layers are vLLM's `FusedMoE`. Where a model is not in vLLM's list, vLLM serves on without EPLB, and a warning in its
+log names the class; SGLang ends with the reason. An empty field: the engine does not have the model.
+
+| architecture | vLLM | SGLang |
+|---|---|---|
+"""
+
+
+def main() -> None:
+    """Write the page."""
+    PAGE.write_text(page())
+
+
+def page() -> str:
+    """Return the page's text: a row for each architecture with MoE layers."""
+    vllm = {version: dict(vllm_models(source_of("vllm", version))) for version in VERSIONS["vllm"]}
+    (version,) = VERSIONS["sglang"]
+    sglang = dict(sglang_models(source_of("sglang", version)))
+    known = {name for found in vllm.values() for name in found}
+    names = sorted(known | {name for name, balanced in sglang.items() if balanced}, key=str.lower)
+    cells = {name: (_releases(name, vllm), _release(name, version, sglang)) for name in names}
+    rows = [f"| {name} | {' | '.join(cells[name])} |\n" for name in names]
+    return _HEAD + "".join(rows)
+
+
+def vllm_models(folder: Path) -> Iterator[tuple[str, bool]]:
+    """Architectures of vLLM's registry that have MoE layers, and whether its EPLB knows them."""
+    models = folder / "vllm" / "model_executor" / "models"
+    classes = _Classes([models, folder / "vllm" / "models"])
+    for node in ast.walk(ast.parse((models / "registry.py").read_text())):
+        if not isinstance(node, ast.AnnAssign | ast.Assign) or not isinstance(node.value, ast.Dict):
+            continue
+        target = node.targets[0] if isinstance(node, ast.Assign) else node.target
+        if ast.unparse(target) != "_TEXT_GENERATION_MODELS":
+            continue
+        for key, value in zip(node.value.keys, node.value.values, strict=True):
+            architecture, (_, name) = ast.literal_eval(key), ast.literal_eval(value)
+            balanced = "MixtureOfExperts" in classes.lineage(name)
+            if balanced or classes.uses_moe(name):
+                yield architecture, balanced
+
+
+def sglang_models(folder: Path) -> Iterator[tuple[str, bool]]:
+    """Architectures of SGLang's models that have MoE layers, and whether its EPLB knows them."""
+    classes = _Classes([folder / "sglang" / "srt" / "models"])
+    for text in classes.texts.values():
+        for name in re.findall(r"\w+", " ".join(_ENTRY_CLASS.findall(text))):
+            balanced = classes.has(name, _SGLANG_ASKS_FOR)
+            other = name.startswith("Transformers") or name.endswith(("NextN", "MTP", "Eagle", "Eagle3"))
+            if not other and (balanced or classes.uses_moe(name)):
+                yield name, balanced
+
+
+class _Classes:
+    """Classes of an engine's models by name."""
+
+    def __init__(self, folders: list[Path]) -> None:
+        paths = [path for folder in folders for path in sorted(folder.rglob("*.py"))]
+        self.texts = {path: path.read_text(encoding="utf-8") for path in paths}
+        self._bases: dict[str, set[str]] = {}
+        self._bodies: dict[str, str] = {}
+        self._moe: set[str] = set()
+        for text in self.texts.values():
+            uses_moe = bool(_USES_MOE.search(text))
+            for body, name, bases in _CLASS.findall(text):
+                # One of several devices may have its own class of the name.
+                self._bases[name] = self._bases.get(name, set()) | set(re.findall(r"\w+", bases))
+                self._bodies[name] = self._bodies.get(name, "") + body
+                self._moe |= {name} if uses_moe else set()
+
+    def lineage(self, name: str) -> set[str]:
+        """Names of the class and of all that it inherits from."""
+        names, seen = {name}, set[str]()
+        while names:
+            one = names.pop()
+            seen.add(one)
+            names |= self._bases.get(one, set()) - seen
+        return seen
+
+    def has(self, name: str, attribute: str) -> bool:
+        """Return whether a class or one that it inherits from defines ``attribute``."""
+        return any(attribute in self._bodies.get(one, "") for one in self.lineage(name))
+
+    def uses_moe(self, name: str) -> bool:
+        """Return whether the file of a class, or of one that it inherits from, makes MoE layers."""
+        return bool(self.lineage(name) & self._moe)
+
+
+def _releases(name: str, engine: dict[str, dict[str, bool]]) -> str:
+    """Return the releases in which a model can be balanced, as a range."""
+    having = [version for version, found in engine.items() if name in found]
+    balanced = [version.removesuffix(".0") for version in having if engine[version][name]]
+    if not balanced:
+        return "no" if having else ""
+    return balanced[0] if len(balanced) == 1 else f"{balanced[0]} to {balanced[-1]}"
+
+
+def _release(name: str, version: str, found: dict[str, bool]) -> str:
+    return "" if name not in found else version if found[name] else "no"
+
+
+if __name__ == "__main__":
+    main()

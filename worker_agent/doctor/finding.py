@@ -1,0 +1,17 @@
+"""Findings of the doctor; needs no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+OK, WARNING, FAILED, SKIPPED = "ok", "warning", "FAILED", "skipped"
+"""Verdicts of findings."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Result of one check: its name, a verdict, and figures or what is wrong and what to do."""
+
+    name: str
+    verdict: str
+    text: str
