@@ -35,7 +35,7 @@ def deployments(service: Connection, json: bool = JSON) -> None:
         print_json(as_document(answer))
         return
     columns = {
-        "deployment": lambda one: one.deployment,
+        "deployment": lambda one: escape(one.deployment),
         "agents": lambda one: f"{one.agents_connected}/{one.ranks}",
         "epoch": lambda one: one.epoch,
         "PAR": lambda one: ratio_text(one.par),
@@ -48,7 +48,14 @@ def deployments(service: Connection, json: bool = JSON) -> None:
 
 
 @takes_options()
-def status(service: Connection, deployment: str = NAME, json: bool = JSON) -> None:
+def status(
+    service: Connection,
+    deployment: str = NAME,
+    explain: bool = option(
+        False, "Also say what the times and prices rest on.", "--explain", section=RESULTS
+    ),
+    json: bool = JSON,
+) -> None:
     """Show one deployment: balance, agents, last decision."""
     answer = _ask(service, "GetStatus", operator_pb2.GetStatusRequest(deployment=deployment))
     if json:
@@ -58,6 +65,8 @@ def status(service: Connection, deployment: str = NAME, json: bool = JSON) -> No
     console.print(summary_table(answer))
     for problem in answer.status.problems:
         console.print(f"[red]problem:[/] {escape(problem)}", highlight=False)
+    for line in explanations(answer.status) if explain else ():
+        console.print(line, highlight=False, markup=False)
     console.print(layer_table(answer.layers), agent_table(answer.agents))
 
 
@@ -212,7 +221,7 @@ def ratio_text(value: float) -> str:
 def summary_table(answer: operator_pb2.GetStatusResponse) -> Table:
     """A deployment as a whole, a line or more for each fact."""
     status = answer.status
-    table = Table(show_header=False, title=status.deployment)
+    table = Table(show_header=False, title=escape(status.deployment))
     rows = {
         "shape": shape_text(status),
         "agents": f"{status.agents_connected} of {status.ranks} connected",
@@ -225,7 +234,8 @@ def summary_table(answer: operator_pb2.GetStatusResponse) -> Table:
     }
     if status.HasField("worth"):
         rows["worth"] = worth_text(status.worth)
-        rows["price of time"] = escape(f"{status.worth.price_kind}: {status.worth.price}")
+        rows["experts"] = experts_text(status.worth)
+        rows["price of time"] = escape(status.worth.price_kind)
     if status.HasField("move_price"):
         rows["price of moves"] = escape(move_price_text(status.move_price))
     for name, text in rows.items():
@@ -285,25 +295,46 @@ def state_text(status: operator_pb2.DeploymentStatus) -> str:
 
 
 def worth_text(worth: operator_pb2.Worth) -> str:
-    """Worth of balancing in one line: three times per step, the gain with its interval, and the verdict."""
+    """Worth of balancing in one line: the verdict, and the gain with its interval; with rich's markup."""
     colour = {"helps": "green", "costs": "red"}.get(worth.verdict, "yellow")
-    percent = f", {worth.gain_percent:+.1f} % of a step" if worth.HasField("gain_percent") else ""
+    percent = f", {worth.gain_percent:+.1f} %" if worth.HasField("gain_percent") else ""
     return (
-        f"[{colour}]{escape(worth.verdict)}[/]: {worth.gain_ms:+.3f} ms per step (95 %: {worth.gain_low_ms:+.3f} to "
-        f"{worth.gain_high_ms:+.3f}){percent}; experts {worth.left_alone_ms:.3f} ms left alone, {worth.serving_ms:.3f} "
-        f"as served, {worth.best_ms:.3f} best known, over {worth.steps} steps"
+        f"[{colour}]{escape(worth.verdict)}[/]: {worth.gain_ms:+.3f} ms per step "
+        f"(95 %: {worth.gain_low_ms:+.3f} to {worth.gain_high_ms:+.3f}){percent}"
     )
 
 
+def experts_text(worth: operator_pb2.Worth) -> str:
+    """Time of the experts' slowest ranks in a step, under three placements."""
+    return f"{worth.left_alone_ms:.3f} ms left alone, {worth.serving_ms:.3f} as served, {worth.best_ms:.3f} best known"
+
+
 def move_price_text(priced: operator_pb2.MovePrice) -> str:
-    """Price of moving weights, and what it rests on."""
-    return f"{priced.kind}: a ratio must fall by {priced.price:.2%} for every slot to move; {priced.reason}"
+    """Price of moving weights: in time where that is known, else the fall of a ratio that it takes."""
+    if priced.HasField("ms_per_move"):
+        return f"{priced.ms_per_move:.3g} ms per expert, {priced.kind}"
+    return f"a fall of the ratio by {priced.price:.2%} for every slot, {priced.kind}"
+
+
+def explanations(status: operator_pb2.DeploymentStatus) -> list[str]:
+    """What the times and prices of a deployment rest on, a sentence for each."""
+    lines = []
+    if status.HasField("worth"):
+        worth = status.worth
+        lines += [
+            f"experts: over {worth.steps} steps; best known: {worth.best}",
+            f"price of time, {worth.price_kind}: {worth.price}",
+        ]
+    if status.HasField("move_price"):
+        lines.append(f"price of moves, {status.move_price.kind}: {status.move_price.reason}")
+    return lines
 
 
 def size_text(count: float) -> str:
     """Bytes with their unit."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        # From half below it on a thousand would be written with an exponent.
+        if count < 999.5:
             return f"{count:.3g} {unit}"
         count /= 1000
-    return f"{count:.3g} TB"
+    return f"{count:,.0f} PB"

@@ -37,10 +37,16 @@ _SHADES = ((1.0, "blue"), (1.1, "green"), (_HOT, "yellow"), (1.5, "dark_orange")
 """Load over mean up to which a cell has a colour."""
 _ABOVE = "red"
 _CHART_ROWS = 6
+_LOW_CHART_ROWS = 2
+_LOW_SCREEN = 40
+"""Lines of a terminal below which only what fits beside the map is shown."""
 _MOST_CHART_WIDTH = 100
 _MARGIN = 22
 _LINES_BESIDE_MAP = 20
-_FEWEST_MAP_ROWS = 8
+_LINES_BESIDE_LOW_MAP = 9
+_FEWEST_MAP_ROWS = 6
+_MOST_SHOWN = 3
+"""Problems, and troubled ranks, that a low screen shows; the rest are counted."""
 _LAYERS_NAMED = 5
 _Deployments: TypeAlias = Sequence[operator_pb2.DeploymentStatus]
 _Status: TypeAlias = operator_pb2.GetStatusResponse | None
@@ -98,37 +104,51 @@ def render(
     """
     if whole is None or balance is None:
         return Text("no deployments yet: no agent has connected")
-    status = whole.status
-    known_of = [
-        f"[bold]{status.deployment}[/]  {state_text(status)}  {shape_text(status)}, {status.layers_switched} layers "
-        f"switched, {size_text(status.bytes_moved)} moved, {status.steps_lost} steps lost",
-        *(f"[red]problem:[/] {escape(problem)}" for problem in status.problems),
+    status, low = whole.status, height is not None and height < _LOW_SCREEN
+    lines = [
+        Text.from_markup(line, overflow="ellipsis") for line in _facts(status, _MOST_SHOWN if low else None)
     ]
-    if status.HasField("worth"):
-        known_of.append(f"worth: {worth_text(status.worth)}")
-    if status.HasField("move_price"):
-        known_of.append(f"price of moves, {escape(move_price_text(status.move_price))}")
-    lines = [Text.from_markup(line, overflow="ellipsis") for line in known_of]
     for line in lines if height is not None else ():
         line.no_wrap = True
-    rows = None if height is None else max(_FEWEST_MAP_ROWS, height - _LINES_BESIDE_MAP - len(lines))
+    agents = _agents(whole.agents, status.ranks, _MOST_SHOWN if low else None)
+    rows = None
+    if height is not None:
+        beside = _LINES_BESIDE_LOW_MAP + len(agents.plain.splitlines()) if low else _LINES_BESIDE_MAP
+        rows = max(_FEWEST_MAP_ROWS, height - beside - len(lines))
     columns = {
-        "deployment": lambda one: one.deployment,
+        "deployment": lambda one: escape(one.deployment),
         "agents": lambda one: f"{one.agents_connected}/{one.ranks}",
         "PAR": lambda one: ratio_text(one.par),
         "state": state_text,
     }
     return Group(
-        *([table_of(known, columns)] if len(known) > 1 else []),
+        *([table_of(known, columns)] if len(known) > 1 and not low else []),
         *lines,
-        _over_time(balance.points, width),
+        _over_time(balance.points, width, _LOW_CHART_ROWS if low else _CHART_ROWS),
         _map(balance, whole.layers, width, rows),
-        _last_switch(balance),
-        _agents(whole.agents, status.ranks),
+        _last_switch(balance, title_alone=low),
+        agents,
     )
 
 
-def _over_time(points: Sequence[operator_pb2.BalancePoint], width: int) -> RenderableType:
+def _facts(status: operator_pb2.DeploymentStatus, most: int | None) -> list[str]:
+    """A line for each fact about a deployment, with rich's markup; at most ``most`` of its problems."""
+    shown = status.problems[:most]
+    facts = [
+        f"[bold]{escape(status.deployment)}[/]  {state_text(status)}  {shape_text(status)}, {status.layers_switched} "
+        f"layers switched, {size_text(status.bytes_moved)} moved, {status.steps_lost} steps lost",
+        *(f"[red]problem:[/] {escape(problem)}" for problem in shown),
+    ]
+    if len(status.problems) > len(shown):
+        facts.append(f"[red]and {len(status.problems) - len(shown)} more problems[/]")
+    if status.HasField("worth"):
+        facts.append(f"worth: {worth_text(status.worth)}")
+    if status.HasField("move_price"):
+        facts.append(f"price of moves: {escape(move_price_text(status.move_price))}")
+    return facts
+
+
+def _over_time(points: Sequence[operator_pb2.BalancePoint], width: int, rows: int) -> RenderableType:
     """Realised PAR as columns of blocks from 1 to the highest."""
     if not points:
         return Text("nothing measured yet", style="dim")
@@ -136,10 +156,10 @@ def _over_time(points: Sequence[operator_pb2.BalancePoint], width: int) -> Rende
     shown = points[-min(_MOST_CHART_WIDTH, max(10, width - _MARGIN)) :]
     high = max(1.05, *(point.par for point in shown if not math.isnan(point.par)))
     lines = []
-    for row in reversed(range(_CHART_ROWS)):
-        heights = [(point.par - 1) / (high - 1) * _CHART_ROWS - row for point in shown]
+    for row in reversed(range(rows)):
+        heights = [(point.par - 1) / (high - 1) * rows - row for point in shown]
         blocks = "".join(_BLOCKS[round(8 * min(max(height, 0.0), 1.0))] for height in heights)
-        lines.append(Text(f"{1 + (high - 1) * (row + 1) / _CHART_ROWS:5.2f} {blocks}", style="blue"))
+        lines.append(Text(f"{1 + (high - 1) * (row + 1) / rows:5.2f} {blocks}", style="blue"))
     facts = {"now": newest.par, "planned": newest.par_planned, "floor": newest.noise_floor}
     figures = ", ".join(f"{name} {ratio_text(value)}" for name, value in facts.items())
     return Group(*lines, Text(f"      PAR over {_duration(newest.at - shown[0].at)}: {figures}", style="dim"))
@@ -185,7 +205,7 @@ def _parts(count: int, most: int) -> list[tuple[int, int]]:
     return list(pairwise(bounds))
 
 
-def _last_switch(balance: operator_pb2.GetBalanceResponse) -> RenderableType:
+def _last_switch(balance: operator_pb2.GetBalanceResponse, title_alone: bool) -> RenderableType:
     if not balance.HasField("last_plan"):
         return Text("no plan since the service started", style="dim")
     plan = balance.last_plan
@@ -196,6 +216,10 @@ def _last_switch(balance: operator_pb2.GetBalanceResponse) -> RenderableType:
         f"plan {plan.plan_id}, {_duration(time.time() - plan.at)} ago, {outcome}: {plan.committed} of {len(changed)} "
         f"layers, {sum(verdict.moves for verdict in changed)} moves"
     )
+    if title_alone:
+        line = Text.from_markup(title, overflow="ellipsis")
+        line.no_wrap = True
+        return line
     columns = {
         "layer": lambda verdict: verdict.layer,
         "PAR": lambda verdict: f"{verdict.par_seen:.3f} to {verdict.par_planned:.3f}",
@@ -205,15 +229,18 @@ def _last_switch(balance: operator_pb2.GetBalanceResponse) -> RenderableType:
     return table_of(most, columns, ("why",), title)
 
 
-def _agents(agents: Sequence[operator_pb2.AgentStatus], ranks: int) -> RenderableType:
+def _agents(agents: Sequence[operator_pb2.AgentStatus], ranks: int, most: int | None) -> Text:
     connected = [agent for agent in agents if agent.connected]
     nodes = len({agent.node for agent in agents})
     step = max((agent.step for agent in connected), default=0)
     line = Text(f"{len(connected)} of {ranks} ranks connected on {nodes} nodes, at step {step}")
-    for agent in agents:
-        if agent.error or agent.dropped_steps:
-            fault = agent.error or f"{agent.dropped_steps} steps dropped"
-            line.append(f"\nrank {agent.rank}: {fault}", style="red" if agent.error else "yellow")
+    line.no_wrap, line.overflow = most is not None, "ellipsis"
+    troubled = [agent for agent in agents if agent.error or agent.dropped_steps]
+    for agent in troubled[:most]:
+        fault = agent.error or f"{agent.dropped_steps} steps dropped"
+        line.append(f"\nrank {agent.rank}: {fault}", style="red" if agent.error else "yellow")
+    if most is not None and len(troubled) > most:
+        line.append(f"\nand {len(troubled) - most} more ranks", style="red")
     return line
 
 

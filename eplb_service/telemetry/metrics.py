@@ -85,6 +85,9 @@ The service:
   counter eplb_operator_calls{call,result} Orders of operators: done or failed. The log names the caller.
   gauge eplb_heat_memory_bytes{} Memory that the deployments' heat may take.
   counter eplb_store_failures{} Writes to the store that failed.
+  gauge eplb_store_failing{} 1 while the store cannot be written, so that a restart would forget something.
+  gauge eplb_certificate_expiry_seconds{file} Time until the first certificate of tls_cert or tls_client_ca expires.
+  gauge eplb_certificate_expires_soon{file} 1 within 14 days of that, or a quarter of its validity where that is less.
   histogram eplb_loop_delay_seconds{} Delay of the service's event loop, which every stream waits for.
 """
 """Kind, name, labels and help of each series by heading; Prometheus adds ``_total`` to counters."""

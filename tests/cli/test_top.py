@@ -38,13 +38,29 @@ def test_every_layer_has_its_line_where_there_is_room() -> None:
     assert "rank 5: 96 steps dropped" in text
 
 
-def test_worth_and_the_price_of_moves_have_a_line_each_that_is_cut_off_on_a_screen() -> None:
-    lines = look_at(messages(8, 4), 80, 24)
-    (worth,) = (line for line in lines if line.startswith("worth:"))
-    (price,) = (line for line in lines if line.startswith("price of moves,"))
-    assert worth.startswith("worth: helps: +0.412 ms per step (95 %: +0.380 to +0.444)")
-    assert price.endswith("…")
-    assert "…" not in "".join(look_at(messages(8, 4), 80)), "what is printed once has room"
+def test_a_terminal_of_24_lines_shows_all_that_matters() -> None:
+    look = messages(
+        320, 61, problems=tuple(f"rank {rank}: its transfer failed" for rank in range(9)), missing=(7,)
+    )
+    for agent in look.whole.agents:
+        agent.dropped_steps = 3
+    lines = look_at(look, 80, 24)
+    assert len(lines) <= 24
+    assert max(map(len, lines)) <= 80
+    text = "\n".join(lines)
+    for part in (
+        "decode  9 problems",
+        "problem: rank 2: its transfer failed",
+        "and 6 more problems",
+        "worth: helps: +0.412 ms per step (95 %: +0.380 to +0.444)",
+        "price of moves: ",
+        "PAR over",
+        "plan 17, 42 s ago, done: 21 of 21 layers",
+        "319 of 320 ranks connected",
+        "more ranks",
+    ):
+        assert part in text
+    assert sum(line.count("■") > 20 for line in lines) >= 6
 
 
 def test_nothing_yet() -> None:

@@ -3,6 +3,7 @@
 import gzip
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -285,3 +286,15 @@ def test_outputs_are_checked_before_the_work(tmp_path):
     for name, message in [("a.zarr", "exists"), ("b.txt", "must end in"), ("c/d.npz", "does not exist")]:
         with pytest.raises(OutputError, match=message):
             check_trace_output(tmp_path / name)
+
+
+def test_a_trace_of_the_first_release_opens():
+    trace = open_trace(Path(__file__).parents[1] / "data" / "trace-0.1.0.zarr")
+    phy2log_LP = np.array([[0, 1, 2, 3, 0, 1]])
+    slots_TLP = np.arange(24).reshape(4, 1, 6)
+    np.testing.assert_array_equal(trace.heat(0, 4), by_expert(slots_TLP, phy2log_LP, 4))
+    np.testing.assert_array_equal(trace.source_rows(0, 4), np.ones((4, 2, 1, 4)))
+    assert trace.step_numbers(0, 4).tolist() == [3, 4, 5, 6]
+    assert trace.tokens(0, 4).tolist() == [7, 8, 9, 10]
+    assert trace.phase_numbers(0, 4).tolist() == [0, 1, 1, 1]
+    assert (trace.facts.model, trace.facts.nodes_R) == ("toy", (0, 1))

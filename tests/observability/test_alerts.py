@@ -20,6 +20,7 @@ from eplb_service.control.server.deciding.computing import DecisionInputs
 from eplb_service.control.server.plane import deployments
 from eplb_service.control.server.service import RunningService, running_service
 from eplb_service.control.server.store import Store
+from eplb_service.control.server.validity import Validity
 from eplb_service.wire.generated import operator_pb2, operator_pb2_grpc
 from tests.control.server.test_service import settings
 from tests.observability.prometheus import RATE_SECONDS, RULES, Alert, Prometheus, prometheus
@@ -52,13 +53,14 @@ async def order(service: RunningService, call: str, request: Any, token: str = T
 
 
 async def test_every_panel_has_data_with_two_services_for_one_deployment(
-    program: str, tmp_path: Path
+    program: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with contextlib.AsyncExitStack() as stack:
         services = [
             await stack.enter_async_context(running_service(settings(auth_token=TOKEN))) for _ in range(2)
         ]
         for service in services:
+            use_certificate(service, monkeypatch, valid_seconds=30 * 86400)
             await stack.enter_async_context(serving(service.address, "decode"))
             await order(service, "Pause", operator_pb2.PauseRequest(deployment="absent"))
         targets = [service.metrics_address for service in services]
@@ -116,6 +118,7 @@ async def test_every_alert_fires_for_its_fault_and_ends_when_it_is_mended(
             seen_firing |= {name for name, _ in faulty}
 
             faulty = {("EplbStoreFails", ""), ("EplbCallsRefused", ""), ("EplbServiceSlow", "")}
+            faulty |= {("EplbCertificateExpires", "")}
             with trouble(service, monkeypatch):
                 await seen.until(fire=faulty)
             await seen.until(end=faulty)
@@ -127,6 +130,15 @@ async def test_every_alert_fires_for_its_fault_and_ends_when_it_is_mended(
                 await seen.until(end={("EplbServiceDown", "")})
             seen_firing.add("EplbServiceDown")
     assert seen_firing == alerts()
+
+
+def use_certificate(
+    service: RunningService, monkeypatch: pytest.MonkeyPatch, *, valid_seconds: float
+) -> None:
+    """As with TLS, which the ranks of these scenes do without."""
+    ticking, now = service.plane.ticking, time.time()
+    validity = Validity(now - 90 * 86400, now + valid_seconds)
+    monkeypatch.setattr(service.plane, "ticking", lambda _: ticking({"tls_cert": validity}))
 
 
 FAULTS: dict[str, tuple[dict[str, Any], set[str]]] = {
@@ -189,7 +201,8 @@ def trouble(service: RunningService, monkeypatch: pytest.MonkeyPatch) -> Iterato
             await asyncio.sleep(0.1)
 
     with monkeypatch.context() as patched:
-        patched.setattr(Store, "save_deployment", full)
+        patched.setattr(Store, "_write", full)
+        use_certificate(service, patched, valid_seconds=3600)
         tasks = [asyncio.create_task(one()) for one in (knock, hold)]
         tasks.append(
             asyncio.create_task(order(service, "Pause", operator_pb2.PauseRequest(deployment="well")))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ssl
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from eplb_service.control.core.errors import (
     UnknownDeploymentError,
 )
 from eplb_service.control.server.settings import SettingsError
+from eplb_service.control.server.validity import Validity, first_to_expire
 from eplb_service.wire.fields import ProtocolVersionError, WireError
 from eplb_service.wire.generated import agent_pb2, operator_pb2
 
@@ -105,6 +107,7 @@ class Certificates:
         self._contents = self._shown = self._read()
         self._context = self._usable(self._contents)
         self._complaint = ""
+        self._refreshing = threading.Lock()
 
     @property
     def context(self) -> ssl.SSLContext:
@@ -122,18 +125,27 @@ class Certificates:
         self._refresh()
         return None if self._shown == self._contents else self.current()
 
+    def validity(self) -> dict[str, Validity]:
+        """Return, by setting, when the certificates in use are valid; of several in a file, the first to expire."""
+        self._refresh()
+        _, certificate, *authority = self._contents
+        files = zip(("tls_cert", "tls_client_ca"), (certificate, *authority), strict=False)
+        found = {setting: first_to_expire(content) for setting, content in files}
+        return {setting: validity for setting, validity in found.items() if validity is not None}
+
     def _refresh(self) -> None:
         """Take over the files as they are now, where they can be used; else say so once, and keep those before."""
-        try:
-            contents = self._read()
-            if contents != self._contents:
-                self._context = self._usable(contents)
-                self._contents = contents
-            self._complaint = ""
-        except SettingsError as error:
-            if str(error) != self._complaint:
-                self._complaint = str(error)
-                _log.error("certificate_not_renewed", reason=self._complaint, shown="the one before")
+        with self._refreshing:
+            try:
+                contents = self._read()
+                if contents != self._contents:
+                    self._context = self._usable(contents)
+                    self._contents = contents
+                self._complaint = ""
+            except SettingsError as error:
+                if str(error) != self._complaint:
+                    self._complaint = str(error)
+                    _log.error("certificate_not_renewed", reason=self._complaint, shown="the one before")
 
     def _usable(self, contents: tuple[bytes, ...]) -> ssl.SSLContext:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)

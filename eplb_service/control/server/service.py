@@ -110,7 +110,7 @@ async def running_service(
         await server.start()
         stack.push_async_callback(_shut_down, server, plane, probes)
         warm = asyncio.create_task(_warm_up(plane, probes))
-        ticks = asyncio.create_task(_tick(plane, gate, metrics))
+        ticks = asyncio.create_task(_tick(plane, gate, metrics, certificates))
         stack.push_async_callback(_cancel, warm, ticks)
         _log.info("listening", address=address, metrics=metrics_address, leader_term=plane.leader_term)
         yield RunningService(address, metrics_address, page_url, health_address, plane, warm)
@@ -289,12 +289,12 @@ async def _warm_up(plane: ControlPlane, probes: Any) -> None:
     _log.info("warm")
 
 
-async def _tick(plane: ControlPlane, gate: Gate, metrics: Metrics) -> None:
+async def _tick(plane: ControlPlane, gate: Gate, metrics: Metrics, certificates: Certificates | None) -> None:
     loop = asyncio.get_running_loop()
     while True:
         try:
             gate.refresh()
-            for _ in plane.ticking():
+            for _ in plane.ticking(certificates.validity() if certificates else {}):
                 await asyncio.sleep(0)
         except Exception:
             _log.exception("tick_failed")

@@ -9,12 +9,14 @@ import asyncio
 import contextlib
 import io
 import json
+import os
 import secrets
 import sqlite3
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -36,6 +38,7 @@ T = TypeVar("T")
 _log = structlog.get_logger(__name__)
 
 _PLANS_KEPT = 10_000
+_MOST_OWED = 4096
 _MOST_TABLE_BYTES = 256 << 20
 """Where tables are larger the layout is not kept, and a restarted service measures from the one that it meets."""
 _APPLICATION_ID = 0x45504C42  # "EPLB"
@@ -97,7 +100,8 @@ class Store:
     """
 
     def __init__(self, path: str, above: int = 0) -> None:
-        self._db = _open(path)
+        self._path, self._db = path, _open(path)
+        self._file = self._identity()
         with self._db:
             # At least the clock: ranks follow a service that has lost its store, or has another, if it started last.
             fresh = term_at(time.time(), secrets.randbits(RANDOM_BITS))
@@ -118,6 +122,22 @@ class Store:
         # Agents outlive services: where no file remembers the last number, the clock is past it.
         self._last_plan_id: int = max(last, int(time.time()))
 
+    def check_file(self) -> None:
+        """Raise ``StoreError`` where the open file is no longer the one at its path, or may not be written."""
+        if self._identity() != self._file:
+            raise StoreError(
+                f"{self._path!r} was deleted or replaced while in use; restart the service to begin a new one there"
+            )
+        if self._path != MEMORY and not os.access(self._path, os.W_OK):
+            raise StoreError(f"{self._path!r} is read-only; make it writable")
+
+    def _identity(self) -> tuple[int, int] | None:
+        """Device and inode of the file, which change where it is replaced; ``None`` where there is none."""
+        with contextlib.suppress(OSError):
+            found = Path(self._path).stat()
+            return found.st_dev, found.st_ino
+        return None
+
     def close(self) -> None:
         """Write everything into the one file."""
         self._db.close()
@@ -130,7 +150,7 @@ class Store:
     def save_deployment(self, deployment: StoredDeployment) -> None:
         """Save a deployment as it is now."""
         state = json.dumps(asdict(deployment))
-        self._write("INSERT OR REPLACE INTO deployments VALUES (?, ?)", deployment.name, state)
+        self._write(("INSERT OR REPLACE INTO deployments VALUES (?, ?)", (deployment.name, state)))
 
     def deployments(self) -> list[StoredDeployment]:
         """Return all that were ever known, by name."""
@@ -140,9 +160,11 @@ class Store:
 
     def forget(self, name: str) -> None:
         """Remove a deployment and all of its history."""
-        self._write("DELETE FROM deployments WHERE name = ?", name)
-        self._write("DELETE FROM first_layouts WHERE deployment = ?", name)
-        self._write("DELETE FROM plans WHERE deployment = ?", name)
+        self._write(
+            ("DELETE FROM deployments WHERE name = ?", (name,)),
+            ("DELETE FROM first_layouts WHERE deployment = ?", (name,)),
+            ("DELETE FROM plans WHERE deployment = ?", (name,)),
+        )
 
     def save_first_layout(self, name: str, group_id: str, layout: Serving) -> None:
         """Save the layout that a group of ranks came with, in place of an earlier group's."""
@@ -150,11 +172,13 @@ class Store:
         arrays: dict[str, Any] = {"phy2log_LRS": placement.phy2log_LRS, "experts": placement.experts}
         if not np.array_equal(log2phy_RLE, placement.default_log2phy()):
             arrays["log2phy_RLE"] = log2phy_RLE
-        self._write("DELETE FROM first_layouts WHERE deployment = ?", name)
-        if log2phy_RLE.nbytes <= _MOST_TABLE_BYTES:
-            content = io.BytesIO()
-            np.savez_compressed(content, **arrays)
-            self._write("INSERT INTO first_layouts VALUES (?, ?, ?)", name, group_id, content.getvalue())
+        if log2phy_RLE.nbytes > _MOST_TABLE_BYTES:
+            self._write(("DELETE FROM first_layouts WHERE deployment = ?", (name,)))
+            return
+        content = io.BytesIO()
+        np.savez_compressed(content, **arrays)
+        row = (name, group_id, content.getvalue())
+        self._write(("INSERT OR REPLACE INTO first_layouts VALUES (?, ?, ?)", row))
 
     def first_layout(self, name: str) -> tuple[str, Serving] | None:
         """Return the last group's identity and first layout; raises ``ValueError`` where that is no layout."""
@@ -176,25 +200,27 @@ class Store:
             raise ValueError(f"a stored layout is damaged: {error}") from error
         return group_id, Serving(placement, log2phy_RLE)
 
-    def begin_plan(self, name: str, plan: PlanTracker, leader_term: int) -> None:
-        """Save a plan of this term before any rank hears of it."""
+    def begin_plan(self, name: str, plan: PlanTracker, leader_term: int, began: float | None = None) -> None:
+        """Save a plan of this term before any rank hears of it; ``began`` in seconds since 1970, by default now."""
         verdicts = json.dumps([asdict(verdict) for verdict in plan.decision.verdicts])
+        row = (plan.plan_id, name, began or time.time(), leader_term, plan.base_epoch, verdicts)
         self._write(
-            "INSERT INTO plans (id, deployment, at, leader_term, base_epoch, verdicts) VALUES (?, ?, ?, ?, ?, ?)",
-            *(plan.plan_id, name, time.time(), leader_term, plan.base_epoch, verdicts),
-        )
-        self._write(
-            "DELETE FROM plans WHERE deployment = ?1 AND id <= (SELECT id FROM plans WHERE deployment = ?1 "
-            "ORDER BY id DESC LIMIT 1 OFFSET ?2)",
-            *(name, _PLANS_KEPT),
+            (
+                "INSERT INTO plans (id, deployment, at, leader_term, base_epoch, verdicts) "
+                "VALUES (?, ?, ?, ?, ?, ?)",
+                row,
+            ),
+            (
+                "DELETE FROM plans WHERE deployment = ?1 AND id <= (SELECT id FROM plans "
+                "WHERE deployment = ?1 ORDER BY id DESC LIMIT 1 OFFSET ?2)",
+                (name, _PLANS_KEPT),
+            ),
         )
 
     def end_plan(self, plan_id: int, outcome: Outcome, reason: str, committed: int) -> None:
         """Save the outcome of a plan."""
-        self._write(
-            "UPDATE plans SET outcome = ?, reason = ?, committed = ? WHERE id = ?",
-            *(outcome.value, reason, committed, plan_id),
-        )
+        values = (outcome.value, reason, committed, plan_id)
+        self._write(("UPDATE plans SET outcome = ?, reason = ?, committed = ? WHERE id = ?", values))
 
     def plans(self, name: str, limit: int = 100) -> list[PastPlan]:
         """Return the newest plans of a deployment, newest first; one under way has no outcome."""
@@ -208,9 +234,11 @@ class Store:
             for id_, at, outcome, reason, committed, verdicts, term, epoch in rows
         ]
 
-    def _write(self, statement: str, *values: Any) -> None:
+    def _write(self, *statements: tuple[str, tuple[Any, ...]]) -> None:
+        """Carry out statements with their values in one transaction: all of them, or none."""
         with self._db:
-            self._db.execute(statement, values)
+            for statement, values in statements:
+                self._db.execute(statement, values)
 
 
 def higher_term(term: int) -> int:
@@ -232,6 +260,9 @@ def _open(path: str) -> sqlite3.Connection:
         _check_kind(database, path)
         database.execute("PRAGMA journal_mode = WAL")
         database.execute("PRAGMA synchronous = NORMAL")
+        with database:
+            # Fails here, where it is explained, if nothing can be written.
+            database.execute("UPDATE service SET leader_term = leader_term")
     except (sqlite3.Error, StoreError) as error:
         if database is not None:
             database.close()
@@ -294,39 +325,77 @@ def _check_kind(database: sqlite3.Connection, path: str) -> None:
 class StoreWriter:
     """Runs a store's methods on a thread of its own. Balancing goes on where the disk does not.
 
-    ``on_failure`` is called for each write that failed; ``failing`` is the error of the last one, empty where it
-    succeeded.
+    Writes that failed are owed: they are carried out in order before any later one, so that the file has all once the
+    disk takes writes again. ``on_failure`` is called for each attempt that failed; ``failing`` is the reason why the
+    store cannot be written now, empty where it can.
     """
 
     def __init__(self, store: Store, on_failure: Callable[[], object]) -> None:
         self.store = store
         self.failing = ""
         self._on_failure = on_failure
+        self._owed: list[partial[None]] = []
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="eplb-store")
+        self._retried: Future[None] | None = None
 
     def post(self, write: Callable[..., None], *arguments: Any) -> Future[None]:
-        """Write some time soon; a failure is logged."""
-        written = self._thread.submit(write, *arguments)
-        written.add_done_callback(self._note)
-        return written
+        """Write some time soon; a failure is logged, and the write owed."""
+        return self._thread.submit(self._carry_out, partial(write, *arguments))
 
     async def write(self, write: Callable[..., None], *arguments: Any) -> None:
-        """Write, and wait until it is done; a failure is logged."""
-        await asyncio.gather(asyncio.wrap_future(self.post(write, *arguments)), return_exceptions=True)
+        """Write, and wait until it is done or owed."""
+        await asyncio.wrap_future(self.post(write, *arguments))
 
     async def run(self, call: Callable[..., T], *arguments: Any) -> T:
         """Read or write, and wait for it."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, call, *arguments)
+
+    def retry(self) -> None:
+        """Carry out what is owed, and look after the file, some time soon."""
+        if self._retried is None or self._retried.done():
+            self._retried = self._thread.submit(self._carry_out)
 
     def close(self) -> None:
         """Finish what was asked for, then close the store."""
         self._thread.shutdown(wait=True)
         self.store.close()
 
-    def _note(self, written: Future[None]) -> None:
-        error = written.exception()
-        if error is not None:
-            self._on_failure()
+    def _carry_out(self, write: partial[None] | None = None) -> None:
+        if write is not None:
+            self._owe(write)
+        failing = ""
+        try:
+            while self._owed:
+                self._carry_out_oldest()
+            self.store.check_file()
+        except (sqlite3.Error, StoreError) as error:
+            failing = str(error)
             if not self.failing:
-                _log.error("store_write_failed", error=str(error))
-        self.failing = str(error) if error is not None else ""
+                _log.error("store_write_failed", error=failing)
+        if self.failing and not failing:
+            _log.info("store_written_again")
+        self.failing = failing
+
+    def _carry_out_oldest(self) -> None:
+        """Carry out the oldest write that is owed; raises ``sqlite3.Error`` where the disk is to blame."""
+        try:
+            self._owed[0]()
+        except (sqlite3.OperationalError, OSError) as error:
+            self._on_failure()
+            raise sqlite3.OperationalError(str(error)) from error
+        except Exception:
+            # No disk is at fault, and no repetition would help.
+            self._on_failure()
+            _log.exception("store_write_dropped")
+        del self._owed[0]
+
+    def _owe(self, write: partial[None]) -> None:
+        """Put a write after those that are owed; a deployment's newest state takes the place of the one before."""
+        newest = write.args[0]
+        if isinstance(newest, StoredDeployment):
+            self._owed = [one for one in self._owed if getattr(one.args[0], "name", None) != newest.name]
+        self._owed.append(write)
+        if len(self._owed) > _MOST_OWED:
+            oldest = next(one for one in self._owed if not isinstance(one.args[0], StoredDeployment))
+            self._owed.remove(oldest)
+            _log.error("store_write_dropped", error=f"more than {_MOST_OWED} writes are owed")

@@ -17,6 +17,7 @@ import grpc
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from eplb_service.control.core.health import mean_measured_par, measured_par
 from eplb_service.control.server.service import RunningService, running_service
 from eplb_service.control.server.web import http_server
 from eplb_service.wire.generated import agent_pb2, operator_pb2, operator_pb2_grpc
@@ -70,6 +71,9 @@ async def balanced(service: RunningService, group: FakeGroup) -> list[RankPlan]:
     deployment = service.plane.deployments["decode"]
     await until(lambda: deployment.ended_plan is not None and deployment.totals.steps_received == 40)
     tick(service.plane)
+    # A point that is less than a second older than this one stands for it until the next.
+    points = service.plane.observer.of("decode").series.points
+    await until(lambda: points[-1].par == mean_measured_par(measured_par(deployment)))
     return plans
 
 
@@ -127,6 +131,18 @@ async def test_what_is_not_there_and_orders_are_refused(service: RunningService)
             assert answer.document["error"]
     for method in ("POST", "PUT", "DELETE", "OPTIONS"):
         assert (await get(service.metrics_address, "/api/v1/deployments", method=method)).status == 405
+
+
+async def test_the_page_learns_that_it_needs_a_token_without_being_refused(tmp_path: Path) -> None:
+    """A browser writes every refusal into its console."""
+    (tmp_path / "credentials.yaml").write_text(CREDENTIALS)
+    async with running_service(settings(credentials=tmp_path / "credentials.yaml")) as service:
+        answer = await get(service.metrics_address, "/api/v1/service")
+        assert (answer.status, answer.document) == (200, {"token_required": True})
+        wrong = await get(service.metrics_address, "/api/v1/service", Authorization="Bearer wrong")
+        assert wrong.status == 401
+        sample = service.plane._metrics.registry.get_sample_value
+        assert sample("eplb_refusals_total", {"code": "unauthenticated"}) == 1
 
 
 async def test_readers_see_their_deployments_and_others_nothing(tmp_path: Path) -> None:

@@ -133,6 +133,54 @@ def test_what_the_ranks_say_is_text(tmp_path: Path) -> None:
 
 
 @in_browser
+def test_every_text_of_the_service_is_text(tmp_path: Path) -> None:
+    def hostile(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: hostile(of_key) for key, of_key in value.items()}
+        if isinstance(value, list):
+            return [hostile(one) for one in value]
+        return HOSTILE if isinstance(value, str) else value
+
+    answers = documents(4, 2, problems=("a problem",))
+    made = {path: hostile(answer) for path, answer in answers.items()}
+    for one in (*made["deployments"]["deployments"], made["deployments/decode"]["status"]):
+        one["deployment"] = "decode"
+    seen = visit(made, tmp_path)
+    assert (seen["hacked"], seen["live"]) == (0, "live")
+    assert seen["text"].count(HOSTILE) >= 6
+
+
+@in_browser
+def test_eight_deployments_of_64_ranks_and_58_layers_are_read_at_a_glance(tmp_path: Path) -> None:
+    answers = documents(64, 58)
+    (first, *_) = answers["deployments"]["deployments"]
+    answers["deployments"]["deployments"] = [
+        first,
+        *({**first, "deployment": f"deployment-{number}", "agents_connected": 8} for number in range(7)),
+    ]
+    status = answers["deployments/decode"]["status"]
+    status["worth"]["tokens_per_second_won"] = 3750.0
+    status["worth"]["gain_percent"] = 12345.6
+    seen = visit(answers, tmp_path, "1400,1100")
+    assert seen["name"] == "decode"
+    assert all(f"deployment-{number}" in seen["text"] for number in range(7))
+    assert "+3,750 tokens/s" in seen["tiles"]
+    assert "12,300 %" in seen["tiles"]
+    assert not re.search(r"\de[+-]?\d", seen["text"])
+    # What figures rest on is folded: a paragraph of ten lines under them is read by nobody.
+    assert "What time and prices rest on" in seen["text"]
+    assert "slowest ranks take" not in seen["text"]
+    assert seen["squares"] == 64
+
+
+@in_browser
+def test_a_page_without_a_token_asks_for_one_and_for_nothing_else(tmp_path: Path) -> None:
+    seen = visit({"service": {"token_required": True}}, tmp_path)
+    assert set(seen["hidden"]) == {"empty", "deployment"}
+    assert seen["live"] == ""
+
+
+@in_browser
 def test_a_deployment_that_has_measured_nothing(tmp_path: Path) -> None:
     answers = documents(2, 2)
     del answers["deployments"]["deployments"][1:]

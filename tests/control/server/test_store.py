@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 import sqlite3
 import subprocess
 import sys
@@ -141,6 +142,20 @@ async def test_a_restarted_service_shows_the_history_and_goes_on(path: str) -> N
         found = running.plane.deployments["decode"].found
         assert found is not None
         np.testing.assert_array_equal(found.placement.phy2log_LRS, live.placement.phy2log_LRS)
+
+
+def test_a_store_of_the_first_release_opens_with_all_that_it_holds(path: str) -> None:
+    shutil.copy(Path(__file__).parents[2] / "data" / "store-0.1.0.sqlite3", path)
+    store = Store(path)
+    assert store.deployments() == [STORED]
+    (plan,) = store.plans("decode")
+    assert (plan.plan_id, plan.at, plan.outcome) == (5, 1.5e9, Outcome.DONE.value)
+    assert plan.verdicts == decision_of(LIVE, 0).verdicts
+    found = store.first_layout("decode")
+    assert found is not None
+    assert found[0] == "first"
+    np.testing.assert_array_equal(found[1].log2phy_RLE, LIVE.serving.log2phy_RLE)
+    store.close()
 
 
 def test_files_of_something_else_are_refused(tmp_path: Path) -> None:

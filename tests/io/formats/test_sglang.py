@@ -93,6 +93,7 @@ def test_per_token_records_are_counted_and_have_phases_and_tokens(tmp_path):
     trace = open_trace(tmp_path / "run")
     counts_LP = np.array([[1, 1, 0, 1, 0, 1], [1, 0, 2, 0, 1, 0]])
     assert np.array_equal(trace.heat(0, 3), by_expert(np.stack([RANKS * counts_LP] * 3)))
+    assert trace.facts.origin.startswith("SGLang recorder, per token, ")
     assert trace.tokens(0, 3).tolist() == [2 * RANKS] * 3
     assert [trace.facts.phases[number] for number in trace.phase_numbers(0, 3)] == [
         "prefill",

@@ -210,7 +210,7 @@ class Decider:
             deployment.decided(outlook, changed=True)
         deployment.offer(plan, time.monotonic())
         self._observer.offered(deployment.name, plan.plan_id)
-        await self._writer.write(store.begin_plan, deployment.name, plan, term)
+        await self._writer.write(store.begin_plan, deployment.name, plan, term, time.time())
         if deployment.plan is None or deployment.plan.plan_id != plan.plan_id:
             return _DecisionOutcome("dropped", "a plan was made, but the ranks changed before it was sent")
         self._streams.send(deployment.name, encoded)

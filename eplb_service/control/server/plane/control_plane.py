@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Set
 
 import structlog
 
@@ -21,6 +21,7 @@ from eplb_service.control.server.outgoing.streams import RankStream, Streams
 from eplb_service.control.server.plane.deployments import KnownDeployments
 from eplb_service.control.server.settings import ServiceSettings
 from eplb_service.control.server.store import StoreWriter, higher_term
+from eplb_service.control.server.validity import Validity
 from eplb_service.telemetry.logs import BoundedLog
 from eplb_service.telemetry.metrics import Metrics, Shown
 from eplb_service.wire.agent import Heartbeat, Hello, PlanState, PlanStatus
@@ -193,9 +194,12 @@ class ControlPlane:
 
     # Time
 
-    def ticking(self) -> Iterator[None]:
-        """Look after deadlines and update the metrics, a deployment at a time; done every second or so."""
-        self._watch_store()
+    def ticking(self, certificates: Mapping[str, Validity] | None = None) -> Iterator[None]:
+        """Look after deadlines and update the metrics, a deployment at a time; done every second or so.
+
+        ``certificates`` are those that the service uses, by setting.
+        """
+        soon = self._look_after_files(certificates or {})
         heat_bytes = sum(map(self._known.heat_bytes, self.deployments.values()))
         shown: list[Shown] = [
             ("eplb_build_info", 1, __version__),
@@ -203,7 +207,11 @@ class ControlPlane:
             ("eplb_leader_term", self.leader_term),
             ("eplb_deployments", len(self.deployments)),
             ("eplb_heat_memory_bytes", heat_bytes),
+            ("eplb_store_failing", bool(self._writer.failing)),
         ]
+        for setting, validity in (certificates or {}).items():
+            shown.append(("eplb_certificate_expiry_seconds", validity.ends - time.time(), setting))
+            shown.append(("eplb_certificate_expires_soon", setting in soon, setting))
         for deployment in list(self.deployments.values()):
             yield
             try:
@@ -242,15 +250,24 @@ class ControlPlane:
             _log.info("begins_by_prior", deployment=deployment.name, source=prior[1])
             self.decider.start(deployment, prior)
 
-    def _watch_store(self) -> None:
-        """Report where the disk does not take what is written, and try again until it does."""
-        failing = self._writer.failing
-        problem = f"the store cannot be written, so that a restart forgets what happens now: {failing}"
+    def _look_after_files(self, certificates: Mapping[str, Validity]) -> Set[str]:
+        """Report a store that cannot be written, and certificates that expire soon; returns the settings of those."""
+        self._writer.retry()
+        failing, now = self._writer.failing, time.time()
+        found = []
+        if failing:
+            found = [f"the store cannot be written, so that a restart forgets what happens now: {failing}"]
+        soon = {setting: validity for setting, validity in certificates.items() if validity.expires_soon(now)}
+        for setting, validity in soon.items():
+            when = (
+                "has expired"
+                if validity.ends <= now
+                else f"expires in {(validity.ends - now) / 3600:.0f} hours"
+            )
+            found.append(f"a certificate of {setting} {when}: renew the file, which is read while serving")
         for deployment in self.deployments.values():
-            deployment.service_problems = (problem,) if failing else ()
-        known = next((one for one in self.deployments.values() if one.known), None)
-        if failing and known is not None:
-            self._known.remember(known)
+            deployment.service_problems = tuple(found)
+        return soon.keys()
 
     # Events
 

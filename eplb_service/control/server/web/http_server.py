@@ -222,6 +222,9 @@ class HttpServer:
             CALLER.set(Caller(credential, host))
             return await getattr(self._operators, call)(asked, None)
         except (StatusError, RefusedError, WireError) as error:
+            if path == "service" and not token and code_of(error) is grpc.StatusCode.UNAUTHENTICATED:
+                # The page begins with this question, and asks for a token before it is refused anything.
+                return {"token_required": True}
             self._gate.note_refusal(f"GET {_PREFIX}{call}", host, code_of(error), str(error))
             raise _ERRORS.get(code_of(error), web.HTTPBadRequest)(text=str(error)) from error
 

@@ -29,6 +29,9 @@ export function rebuild(id, key, make) {
 export const ratio = (value) => (value ? value.toFixed(3) : "–");
 export const count = (value) => Math.round(value).toLocaleString("en");
 
+// Three digits that count, and never an exponent.
+export const digits = (value, most = 3) => value.toLocaleString("en", { maximumSignificantDigits: most });
+
 export function bytes(value) {
   const units = ["B", "kB", "MB", "GB", "TB", "PB"];
   let unit = 0;

@@ -33,7 +33,9 @@ function chosen(deployments) {
 async function update() {
   clearTimeout(timer);
   try {
-    const [service, { deployments }] = await Promise.all([ask("service"), ask("deployments")]);
+    const service = await ask("service");
+    if (service.token_required) throw new Refused("");
+    const { deployments } = await ask("deployments");
     at("version").textContent = `eplb-service ${service.version}`;
     at("login").hidden = true;
     const status = chosen(deployments);

@@ -1,5 +1,5 @@
 // The parts of the page that are text: names, problems, figures, the last switch, agents, plans.
-import { ago, at, bytes, clock, count, element, ratio, rebuild, tip } from "./dom.js";
+import { ago, at, bytes, clock, count, digits, element, ratio, rebuild, tip } from "./dom.js";
 
 const CHIPS = 8;
 const ROWS = 12;
@@ -52,14 +52,14 @@ export function showTiles({ status, balance }) {
     ...(worth ? [[worth.verdict, `${signed(worth.gain_ms)} ms`, worthWords(worth)]] : []),
     ...(price ? [["price of moves", priceFigure(price), priceWords(price)]] : []),
     ["switched", count(status.layers_switched), `layers, ${count(status.experts_moved)} experts, ${bytes(status.bytes_moved)}`],
-    ["steps", count(status.steps_received), lost ? `${lost.toPrecision(2)} % lost` : "none lost"],
+    ["steps", count(status.steps_received), lost ? `${digits(lost, 2)} % lost` : "none lost"],
   ];
   rebuild("tiles", tiles, () => tiles.map(([name, value, words]) =>
     element("div", { class: "tile" }, element("span", {}, name), element("b", {}, value), element("span", {}, words))));
 }
 
 function signed(value) {
-  return `${value < 0 ? "−" : "+"}${Math.abs(value).toPrecision(3)}`;
+  return `${value < 0 ? "−" : "+"}${digits(Math.abs(value))}`;
 }
 
 function worthWords(worth) {
@@ -69,26 +69,30 @@ function worthWords(worth) {
 }
 
 function priceFigure(price) {
-  return price.ms_per_move === null ? `${(100 * price.price).toPrecision(3)} %` : `${price.ms_per_move.toPrecision(3)} ms`;
+  return price.ms_per_move === null ? `${digits(100 * price.price)} %` : `${digits(price.ms_per_move)} ms`;
 }
 
 function priceWords(price) {
   if (price.ms_per_move === null) return `of the ratio for every slot, ${price.kind}`;
-  const bySize = price.ms_per_megabyte === null ? "" : ` (${price.ms_per_megabyte.toPrecision(3)} per MB)`;
-  return `per expert${bySize}, ${price.ms_per_switch.toPrecision(3)} ms per switch; ${price.kind}`;
+  const bySize = price.ms_per_megabyte === null ? "" : ` (${digits(price.ms_per_megabyte)} per MB)`;
+  return `per expert${bySize}, ${digits(price.ms_per_switch)} ms per switch; ${price.kind}`;
 }
 
 function priceSentence(price) {
-  return `Price of moves, ${price.kind}: a ratio must fall by ${(100 * price.price).toPrecision(3)} % for every slot to move; ${price.reason}.`;
+  return `Price of moves, ${price.kind}: a ratio must fall by ${digits(100 * price.price)} % for every slot to move; ${price.reason}.`;
 }
 
+// What the figures rest on: for those who open it.
 export function showWorth({ status }) {
   const worth = status.worth;
-  const words = worth
-    ? `The experts' slowest ranks take ${worth.left_alone_ms.toFixed(3)} ms of a step left alone, ${worth.serving_ms.toFixed(3)} ms as served, ` +
-      `${worth.best_ms.toFixed(3)} ms under the best known (${worth.best}), over ${count(worth.steps)} steps. Price of time, ${worth.price_kind}: ${worth.price}.`
-    : "";
-  at("worth").textContent = status.move_price ? `${words} ${priceSentence(status.move_price)}`.trim() : words;
+  const sentences = [];
+  if (worth) {
+    sentences.push(`The experts' slowest ranks take ${worth.left_alone_ms.toFixed(3)} ms of a step left alone, ${worth.serving_ms.toFixed(3)} ms as served, ` +
+      `${worth.best_ms.toFixed(3)} ms under the best known (${worth.best}), over ${count(worth.steps)} steps.`, `Price of time, ${worth.price_kind}: ${worth.price}.`);
+  }
+  if (status.move_price) sentences.push(priceSentence(status.move_price));
+  at("worth").hidden = !sentences.length;
+  rebuild("worth-words", sentences, () => sentences.map((words) => element("p", {}, words)));
 }
 
 // The last switch

@@ -1,0 +1,209 @@
+"""A disk that takes no writes for a while costs nothing that the service knew; a lost or read-only file is reported."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import sqlite3
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from eplb_service.control.core.health import problems
+from eplb_service.control.core.plan_tracker import Outcome, PlanTracker
+from eplb_service.control.server import store as store_module
+from eplb_service.control.server.service import running_service
+from eplb_service.control.server.store import Store, StoredDeployment, StoreError, StoreWriter
+from tests.control.core.story import decision_of
+from tests.control.fake_group import FakeGroup, first_placement, live_of
+from tests.control.server.test_service import settings, until
+
+LIVE = live_of(first_placement())
+
+
+class Failures:
+    """A writer of a store whose failed attempts are counted."""
+
+    def __init__(self, path: str) -> None:
+        self.count = 0
+        self.store = Store(path)
+        self.writer = StoreWriter(self.store, self._failed)
+
+    def _failed(self) -> None:
+        self.count += 1
+
+    def write(self, method: str, *arguments: Any) -> None:
+        self.writer.post(getattr(self.store, method), *arguments).result(60)
+
+    def retry(self) -> str:
+        self.writer.retry()
+        assert self.writer._retried is not None
+        self.writer._retried.result(60)
+        return self.writer.failing
+
+    def pragma(self, statement: str) -> None:
+        self.writer._thread.submit(self.store._db.execute, f"PRAGMA {statement}").result(60)
+
+
+@pytest.fixture
+def failures(path: str) -> Iterator[Failures]:
+    found = Failures(path)
+    yield found
+    found.writer.close()
+
+
+def full(failures: Failures) -> None:
+    """No further page, as on a full disk."""
+    (pages,) = failures.store._db.execute("PRAGMA page_count").fetchone()
+    failures.pragma(f"max_page_count = {pages}")
+
+
+FAULTS: dict[str, tuple[Callable[[Failures], None], str, str]] = {
+    "full": (full, "max_page_count = 100000", "database or disk is full"),
+    "read-only": (lambda one: one.pragma("query_only = ON"), "query_only = OFF", "readonly database"),
+}
+"""Of each fault: its beginning, the pragma that ends it, and what SQLite says of it."""
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_what_could_not_be_written_is_written_as_soon_as_the_disk_takes_it(
+    failures: Failures, fault: str
+) -> None:
+    begin, end, says = FAULTS[fault]
+    layers = decision_of(LIVE, 0)
+    failures.write("save_deployment", StoredDeployment("left", epoch=82))
+    failures.write("save_deployment", StoredDeployment("gone"))
+    begin(failures)
+    failures.write("save_first_layout", "left", "group", LIVE.serving)
+    for number in range(5):
+        failures.write("begin_plan", "left", PlanTracker.of(1 + number, LIVE, layers), 1, 100.0 + number)
+        failures.write("end_plan", 1 + number, Outcome.DONE, "x" * 3000, 1)
+        failures.write("save_deployment", StoredDeployment("left", epoch=83 + number))
+    failures.write("forget", "gone")
+    assert says in failures.writer.failing
+    assert says in failures.retry()
+    assert failures.count >= 2
+    assert failures.store.deployments() != [StoredDeployment("left", epoch=87)]
+    failures.pragma(end)
+    assert failures.retry() == ""
+    again = Store(failures.store._path)
+    assert again.deployments() == [StoredDeployment("left", epoch=87)]
+    plans = again.plans("left")
+    assert [(plan.plan_id, plan.at, plan.outcome) for plan in plans] == [
+        (1 + number, 100.0 + number, Outcome.DONE.value) for number in reversed(range(5))
+    ]
+    assert again.first_layout("left") is not None
+    again.close()
+
+
+def test_a_write_that_no_disk_is_to_blame_for_holds_up_no_other(failures: Failures) -> None:
+    failures.write("end_plan", 1 << 70, Outcome.DONE, "", 1)
+    failures.write("save_deployment", StoredDeployment("decode"))
+    assert (failures.count, failures.writer.failing) == (1, "")
+    assert failures.store.deployments() == [StoredDeployment("decode")]
+
+
+def test_what_is_owed_is_bounded_and_no_deployment_is_given_up(
+    failures: Failures, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store_module, "_MOST_OWED", 3)
+    failures.pragma("query_only = ON")
+    failures.write("save_deployment", StoredDeployment("decode", paused=True))
+    for number in range(5):
+        failures.write("begin_plan", "decode", PlanTracker.of(1 + number, LIVE, decision_of(LIVE, 0)), 1)
+    failures.pragma("query_only = OFF")
+    assert failures.retry() == ""
+    assert [plan.plan_id for plan in failures.store.plans("decode")] == [5, 4]
+    assert failures.store.deployments() == [StoredDeployment("decode", paused=True)]
+
+
+def test_a_store_that_is_deleted_or_replaced_is_noticed(failures: Failures, path: str) -> None:
+    failures.write("save_deployment", StoredDeployment("decode"))
+    assert failures.retry() == ""
+    aside = f"{path}.aside"
+    Path(path).rename(aside)
+    assert "was deleted or replaced while in use" in failures.retry()
+    Path(path).write_bytes(b"")
+    failures.write("save_deployment", StoredDeployment("decode"))
+    assert "was deleted or replaced while in use" in failures.writer.failing
+    Path(aside).rename(path)
+    assert failures.retry() == ""
+
+
+def test_a_store_that_becomes_read_only_is_noticed(
+    failures: Failures, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its open file can still be written, but not after the next start; root is let through by ``access``."""
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    assert "is read-only; make it writable" in failures.retry()
+    monkeypatch.undo()
+    assert failures.retry() == ""
+
+
+def test_a_read_only_store_is_refused_at_start_in_one_line(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Store(path).close()
+    connect = sqlite3.connect
+
+    def read_only(where: str, **options: Any) -> sqlite3.Connection:
+        return connect(f"file:{where}?mode=ro", uri=True, **options)
+
+    monkeypatch.setattr(sqlite3, "connect", read_only)
+    with pytest.raises(StoreError) as refused:
+        Store(path)
+    assert "attempt to write a readonly database; name a writable path" in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+@contextlib.contextmanager
+def small_disk(folder: Path) -> Iterator[Path]:
+    """A file system of a megabyte."""
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)]
+    if shutil.which("mount") is None or subprocess.run(mount, check=False, capture_output=True).returncode:
+        pytest.skip("NO DISK IS FILLED: this user may not mount a small file system")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def fill(path: Path) -> None:
+    with path.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+        for block in (4096, 1):
+            while True:
+                file.write(bytes(block))
+
+
+async def test_a_full_disk_that_recovers_has_lost_nothing_of_what_happened_meanwhile(tmp_path: Path) -> None:
+    """As the runbook says of EplbStoreFails: a copy of the files, as a kill would leave them, has it all."""
+    with small_disk(tmp_path / "disk") as disk:
+        path, filler = disk / "state.sqlite3", disk / "filler"
+        async with running_service(settings(store=str(path))) as service, FakeGroup(service.address) as group:
+            await group.join()
+            deployment, writer = service.plane.deployments["decode"], service.plane._writer
+            await until(lambda: deployment.known)
+            fill(filler)
+            await group.fill_window()
+            await group.carry_out(await group.hear_plan())
+            await until(lambda: deployment.ended_plan is not None)
+            await until(lambda: any("disk is full" in problem for problem in problems(deployment)))
+            filler.unlink()
+            await until(lambda: problems(deployment) == [])
+            epoch = group.live.epoch
+            assert epoch > 0
+            kept = tmp_path / "kept"
+            kept.mkdir()
+            await writer.run(
+                lambda: [shutil.copy(disk / name, kept) for name in (path.name, f"{path.name}-wal")]
+            )
+    store = Store(str(kept / path.name))
+    (stored,) = store.deployments()
+    (plan,) = store.plans("decode")
+    assert (stored.epoch, plan.outcome) == (epoch, Outcome.DONE.value)
+    store.close()
