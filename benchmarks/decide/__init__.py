@@ -1,1 +1,1 @@
-"""When to decide, measured: changes found, false alarms, and deciding on change beside deciding by the clock."""
+"""When to decide, measured: changes found, false alarms, and what ours wins beside others that decide every window."""

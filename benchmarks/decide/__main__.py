@@ -16,11 +16,10 @@ from benchmarks.decide.alarms import measured
 from benchmarks.decide.heat import TARGETS, generated, recorded
 from benchmarks.decide.served import Row, mean_rows, own_rows, peer_rows
 from eplb_service.bench.closed_loop import Course
-from eplb_service.bench.contest import Contest
+from eplb_service.bench.contest import OURS, Contest
 from eplb_service.bench.peers.archives import INDEX
 from eplb_service.bench.peers.balancers import FLASHLB
 from eplb_service.planner.settings import PlannerSettings
-from eplb_service.replay.policy import ON_CHANGE
 from eplb_service.solver.warmup import warm_up
 
 _COLUMNS = (
@@ -107,7 +106,7 @@ def _add(table: Table, course: Course, rows: list[tuple[Row, float]]) -> None:
             f"{row.decisions}",
             f"{1e3 * row.cpu_seconds:.0f}",
             f"{row.below_off} of {row.windows}" if row.decisions and row.windows else "",
-            TARGETS[course.name] if row.policy == ON_CHANGE else "",
+            TARGETS[course.name] if row.policy == OURS else "",
         )
 
 

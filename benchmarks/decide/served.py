@@ -1,4 +1,4 @@
-"""Ours along a course, by the clock and on change, and others: what each realised, moved and decided."""
+"""Ours along a course, and others: what each realised, moved and decided."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from eplb_service.bench.closed_loop import Course, Entrant, cpu_after_first, loops, realised_mean
-from eplb_service.bench.contest import Contest
+from eplb_service.bench.contest import OURS, Contest
 from eplb_service.io.trace import ArrayTrace
 from eplb_service.planner.settings import PlannerSettings
 from eplb_service.replay.costs import Costs
 from eplb_service.replay.jobs import jobs_for, replay, scene_for
-from eplb_service.replay.policy import ON_CHANGE, Setup
+from eplb_service.replay.policy import Setup
 
-LOOKED_BACK = 512
-"""Steps that a decision by the clock looks at, at most, where it looks at more than an interval: the default."""
+REMEMBERED = 512
+"""Steps that a decision looks at, at most: the default."""
 
 
 @dataclass(frozen=True)
@@ -50,17 +50,10 @@ class Row:
 
 def own_rows(course: Course, settings: PlannerSettings, bytes_per_expert: int) -> Iterator[Row]:
     """A row for each policy, on one thread; its CPU is what the replay took beyond one that leaves all alone."""
-    by_window, looking_back = (
-        Setup(course.slots, steps, course.window) for steps in (course.window, LOOKED_BACK)
-    )
+    setup = Setup(course.slots, REMEMBERED, course.window)
     trace, idle, off_par_W, layers = ArrayTrace(course.heat_TLE), 0.0, np.zeros(0), course.heat_TLE.shape[1]
     costs = Costs.of(settings, layers, bytes_per_expert=bytes_per_expert)
-    for label, name, setup in (
-        ("none", "none", by_window),
-        ("flashlb", "flashlb", by_window),
-        (f"flashlb, window {LOOKED_BACK}", "flashlb", looking_back),
-        (ON_CHANGE, ON_CHANGE, by_window),
-    ):
+    for label, name in (("none", "none"), (OURS, "flashlb")):
         jobs = jobs_for([name], [setup], settings, hindsight=False)
         began = time.process_time()
         (policy,) = replay(trace, jobs, scene_for(course.ranks, costs)).policies

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 _COMPARED = "What is compared"
 
 WINDOW = option("512", "Steps that a decision looks at, at most; several with commas.", metavar=SEVERAL)
-INTERVAL = option("256", "Steps between decisions; several with commas.", metavar=SEVERAL)
+INTERVAL = option("256", "Steps between decisions, of flashlb at most; several with commas.", metavar=SEVERAL)
 OUT = option(None, "Write all figures to this .json file.", section=RESULTS)
 
 

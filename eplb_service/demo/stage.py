@@ -133,6 +133,7 @@ def _service(stage: Stage, announce: Callable[[str], None]) -> Iterator[tuple[st
         window_steps=stage.window,
         decision_interval=stage.interval,
         report_steps=min(8, stage.interval),
+        cpu_share=1.0,
         log_level="error",
         **planner,
     )

@@ -9,7 +9,8 @@ import numpy.typing as npt
 
 from eplb_service.io.trace import Trace
 from eplb_service.placement import Float64, Placement, par
-from eplb_service.planner.score import noise_floor, rank_loads
+from eplb_service.planner.score import par_of_steps, sampling_floor, split_steps
+from eplb_service.planner.settings import TABLES
 
 
 @dataclass(frozen=True)
@@ -71,9 +72,9 @@ def statistics(trace: Trace, window: int, ranks: int | None = None) -> TraceStat
         before_LE = sum_LE
         busy_L = heat_TLE.any(axis=2).sum(axis=0)
         if placement is not None:
-            loads_TLR = rank_loads(heat_TLE, placement, placement.default_log2phy())
-            pars.append((par(loads_TLR), busy_L))
-            floors.append((noise_floor(heat_TLE.sum(axis=2), placement.ranks), busy_L))
+            in_order = split_steps(heat_TLE, placement, placement.default_log2phy(), None, TABLES)
+            pars.append((par_of_steps(in_order), busy_L))
+            floors.append((sampling_floor(in_order, placement.ranks), busy_L))
         served_TLR = trace.served_loads(first, first + len(heat_TLE))
         if served_TLR is not None:
             served.append((par(served_TLR), busy_L))

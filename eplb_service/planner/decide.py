@@ -37,9 +37,9 @@ from eplb_service.planner.plan import LayerPlan, Plan
 from eplb_service.planner.price import move_price
 from eplb_service.planner.request import Question, groups_on_nodes, solve_picked, time_curve
 from eplb_service.planner.score import (
-    balanced_par,
     noise_floor,
     par_of_steps,
+    sampling_floor,
     split_loads,
     split_steps,
     split_us,
@@ -104,7 +104,7 @@ def plan(
         reason = "its experts are bound to their ranks" if topology.rank_bound else "the policy is none"
         return Plan((), tuple(judge.kept(layer, f"kept: {reason}") for layer in range(window.layers)))
     picked = _picked(judge)
-    answers = solve_picked(asked, picked, judge.par_L, judge.floor_L, groups, price.price)
+    answers = solve_picked(asked, picked, judge.floor_L, groups, price.price)
     verdicts = [judge.not_picked(layer) for layer in range(window.layers)]
     changed, hindsight = [], []
     for layer, answer in zip(picked.tolist(), answers, strict=True):
@@ -262,10 +262,7 @@ def _judge(asked: Question, price: float, why_ungrouped: str) -> _Judge:
         bound_L = np.ones(window.layers)
     else:
         loads_NLR = steps.loads_NKR
-        floor_L = noise_floor(steps.tokens_TK, ranks)
-        # Real routers' choices are not independent draws: what was measured may lie below what is computed for those.
-        if window.steps > 1:
-            floor_L = np.minimum(floor_L, balanced_par(steps.variance_K, ranks))
+        floor_L = sampling_floor(steps, ranks)
         # For a decision a layer without tokens is balanced, since nothing can be won there.
         bound_L = np.nan_to_num(noise_floor(loads_NLR.sum(axis=2), ranks), nan=1.0)
         if asked.episodes > 1:

@@ -1,11 +1,12 @@
 """Pace of decisions: when to decide next, on how many steps, and for how many.
 
-By the clock a decision looks back as far as heat is still what it is now (``looked_back``). On change decisions fall
-soon after a departure and seldom where nothing can be won (``Pace``).
+Decisions fall soon after a departure of what is realised from what was promised, seldom where nothing can be won, and
+within the CPU that they may take.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -17,9 +18,9 @@ from eplb_service.placement import Float64
 from eplb_service.planner.plan import Promise, channels_of
 
 _SHORTEST = 16
-"""Steps below which no stretch is looked at, and least steps between decisions."""
-_LONGEST_INTERVAL = 512
-"""Steps between decisions that change nothing, at most; ``make bench-decide`` was run with these."""
+"""Steps below which no stretch is looked at, and up to which a departure is recent."""
+_LEAST_INTERVAL = 32
+"""Least steps between decisions while nothing departs: half as many win less than 1 % and cost twice the CPU."""
 _FIRST_AFTER_CHANGE = 4
 """Steps after which a change is decided on first: an older and a newer half of two each."""
 _LEAST_AHEAD = 8
@@ -31,8 +32,6 @@ _STRETCHES_KEPT = 4
 
 _AS_GOOD = 1.1
 """Part of the least squared error of a forecast up to which a longer stretch is as good."""
-_FAR_WORSE = 2.0
-"""Part of it from which on a longer stretch is of other heat: bursts alone do not make as much of a difference."""
 _OTHER_HEAT = 4.0
 """How many times the error of a stretch of a few steps the error of all steps before must be for that stretch to be of
 other heat: more than bursts make of it, and less than drift and another workload do (``make bench-decide``)."""
@@ -61,7 +60,8 @@ class Pace:
     steps long, and look at its steps alone. Where its heat turns out to be no other than before, that was a burst:
     nothing begins, and heat is looked at again soon. Later the interval is doubled where a decision changed nothing, or
     what the one before changed did not win beyond its error, and halved where it did. What moves cost is spread over
-    the steps until the next decision; after a departure, over as many as such stretches have lasted.
+    the steps until the next decision; after a departure, over as many as such stretches have lasted. A decision waits
+    until steps have paid for the CPU of those before it.
 
     Departures are found by a sequential test on every layer, and on their mean. Each step's excess of the realised
     ratio over what is expected of it is summed while the sum is positive (CUSUM), less an allowance of one standard
@@ -71,8 +71,8 @@ class Pace:
 
     Parameters
     ----------
-    first, memory
-        Steps before the first decision, and steps that a decision looks back at most.
+    first, memory, longest
+        Steps before the first decision, steps that a decision looks back at most, and between two decisions at most.
     seen
         Steps so far.
     due_at
@@ -80,7 +80,9 @@ class Pace:
     changed_at
         Steps before the present stretch.
     interval
-        Steps from one decision to the next, while nothing departs.
+        Steps from one decision to the next, while nothing departs, kept within bounds.
+    paid_at
+        Steps after which all decisions so far are paid for.
     stretches
         Lengths of the newest stretches, in steps.
     expected
@@ -105,10 +107,12 @@ class Pace:
 
     first: int
     memory: int
+    longest: int
     seen: int = 0
     due_at: int | None = None
     changed_at: int = 0
-    interval: int = _SHORTEST
+    interval: int = 0
+    paid_at: float = 0.0
     stretches: tuple[int, ...] = ()
     expected: Promise | None = None
     sum_C: Float64 | None = None
@@ -137,7 +141,7 @@ class Pace:
     def serving_steps(self) -> float:
         """Steps that a plan made now is expected to serve."""
         if self.due_at is not None and not self.settling:
-            return float(self.interval)
+            return float(self._within_bounds(self.interval))
         lasted = self.stretches or (_FIRST_STRETCH,)
         return max(sum(lasted) / len(lasted), float(self.stretch))
 
@@ -146,7 +150,7 @@ class Pace:
         longest = min(self.stretch, self.memory, len(heat_TLE))
         if self.due_at is None or longest < 2 * _SHORTEST:
             return max(longest, 1)
-        ahead = min(max(self.interval, _LEAST_AHEAD), longest // 4)
+        ahead = min(max(self._within_bounds(self.interval), _LEAST_AHEAD), longest // 4)
         return _stationary_steps(heat_TLE[len(heat_TLE) - longest :], ahead)
 
     def weighed(self, heat_TLE: Counts) -> Pace:
@@ -159,8 +163,7 @@ class Pace:
         """The latest departure was a burst: what was known before still holds, and is looked at again soon."""
         if self.calm is None:
             return self
-        # The next interval is at least the shortest, since it doubles where the decision changes nothing.
-        after = replace(self.calm, seen=self.seen, due_at=self.due_at, interval=_SHORTEST // 2)
+        after = replace(self.calm, seen=self.seen, due_at=self.due_at, interval=0, paid_at=self.paid_at)
         after = replace(after, expected=self.expected, learning=self.learning, inflation_C=self.inflation_C)
         return after._reset()
 
@@ -186,7 +189,7 @@ class Pace:
 
     def deferred(self) -> Pace:
         """A decision is being made: none is due before its result, or the next interval where it has none."""
-        return replace(self, due_at=self.seen + self.interval)
+        return replace(self, due_at=self.seen + self._within_bounds(self.interval))
 
     def after_decision(self, changed: bool, paid: bool | None) -> Pace:
         """A decision was made.
@@ -200,13 +203,26 @@ class Pace:
         """
         after = replace(self, expected=None) if changed else self
         if self.alarm is not None and self.stretch < _SHORTEST:
-            return replace(after, due_at=self.changed_at + 2 * max(self.stretch, 1))
+            return after._due_at(self.changed_at + 2 * max(self.stretch, 1))
         interval = self.interval
         if not changed or paid is False:
-            interval = min(2 * interval, _LONGEST_INTERVAL)
+            interval = 2 * interval
         elif paid:
-            interval = max(interval // 2, _SHORTEST)
-        return replace(after, due_at=self.seen + interval, interval=interval)
+            interval = interval // 2
+        interval = self._within_bounds(interval)
+        return replace(after, interval=interval)._due_at(self.seen + interval)
+
+    def charged(self, cost: float) -> Pace:
+        """CPU was taken that so many steps pay for; those of the longest interval at most can have paid in advance."""
+        after = replace(self, paid_at=max(self.paid_at, float(self.seen - self.longest)) + cost)
+        return after if self.due_at is None else after._due_at(self.due_at)
+
+    def _within_bounds(self, interval: int) -> int:
+        return max(min(interval, self.longest), min(_LEAST_INTERVAL, self.longest))
+
+    def _due_at(self, step: int) -> Pace:
+        """State in which the next decision is due at that step, or once all before it are paid for."""
+        return replace(self, due_at=max(step, self.seen, math.ceil(self.paid_at)))
 
     def serving(self, promise: Promise) -> Pace:
         """Start testing against this promise; of what is known of steps before it some is kept."""
@@ -270,61 +286,19 @@ class Pace:
         return replace(
             self,
             changed_at=changed_at,
-            due_at=max(self.seen, changed_at + _FIRST_AFTER_CHANGE),
-            interval=_SHORTEST,
+            interval=0,
             stretches=(*self.stretches, changed_at - self.changed_at)[-_STRETCHES_KEPT:],
             alarm=alarm,
             calm=replace(self, calm=None),
-        )
+        )._due_at(changed_at + _FIRST_AFTER_CHANGE)
 
 
-def looked_back(heat_TLE: Counts, interval: int) -> int:
-    """Number of newest steps that a decision by the clock looks at: as far back as heat is still what it is now.
-
-    Half an interval is forecast, so that heat which changed within the last one is distinguished from what was before.
-    Where it changed within the newest half, no stretch forecasts that well, and ever fewer steps are forecast: where
-    stretches then differ by far, only the steps since the change are looked at. But not where the heat before it has
-    not lasted for an interval either: the next change comes before the next decision, and steps of several kinds of
-    heat say more of what will be served.
-
-    Parameters
-    ----------
-    heat_TLE
-        ``[T, L, E]``, all steps that are remembered, oldest first.
-    interval
-        Steps from one decision to the next; while no more are remembered, all are looked at.
-    """
-    steps = len(heat_TLE)
-    ahead = min(interval // 2, steps // 4)
-    if steps <= interval or ahead < 1:
-        return steps
-    longest = _stationary_steps(heat_TLE, ahead)
-    since_change = longest
-    while ahead // 2 >= _SHORTEST:
-        ahead //= 2
-        since_change = min(since_change, _stationary_steps(heat_TLE, ahead, _FAR_WORSE))
-    before_TLE = heat_TLE[: steps - since_change]
-    # The heat before must have been what it is for an interval, or as long as is remembered.
-    ahead = max(min(interval // 4, len(before_TLE) // 8), _SHORTEST // 2)
-    if since_change < longest and _stationary_steps(before_TLE, ahead) >= min(interval, len(before_TLE)):
-        return since_change
-    return longest
-
-
-def paying_steps(remembered: int, interval: int) -> float | None:
-    """Steps within which moves of a decision by the clock must pay; ``None`` for as many as it looks at.
-
-    A longer look back at the steps ``remembered`` is no longer time for moves to pay.
-    """
-    return float(interval) if remembered > interval else None
-
-
-def _stationary_steps(heat_TLE: Counts, ahead: int, bound: float = _AS_GOOD) -> int:
+def _stationary_steps(heat_TLE: Counts, ahead: int) -> int:
     """The longest stretch of newest steps that forecasts as well as any: its length, at most T.
 
     Of the newest ``ahead`` steps each expert's part of the tokens is forecast by its mean over stretches before them,
     each twice as long as the one before. Longer stretches are preferred: they know more of how experts move together.
-    Their squared error may be ``bound`` times the least.
+    Their squared error may be a little above the least.
     """
     before = len(heat_TLE) - ahead
     if ahead < 1 or before < _SHORTEST:
@@ -333,7 +307,7 @@ def _stationary_steps(heat_TLE: Counts, ahead: int, bound: float = _AS_GOOD) -> 
     lengths = [length for length in doubled if length < before] + [before]
     newest_LE = _summed_parts(heat_TLE, (ahead, *(ahead + length for length in lengths)))
     errors = _errors(newest_LE, ahead, lengths)
-    most = bound * min(errors)
+    most = _AS_GOOD * min(errors)
     return ahead + max(length for length, error in zip(lengths, errors, strict=True) if error <= most)
 
 

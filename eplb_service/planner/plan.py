@@ -175,15 +175,17 @@ class Outlook:
     paid
         Whether the change before it won more than its error; ``None`` where there was none, or that is not known.
     won
-        What serves now wins over what served at first, on the decision's window; ``None`` where that is not known.
-    burst
-        Whether the departure that asked for the decision was no change of heat.
+        What serves now wins over what served at first: its interval is that of the next interval's; ``None`` where
+        that is not known.
+    burst, cost
+        Whether the departure that asked for the decision was no change of heat, and steps that pay for its CPU.
     """
 
     promise: Promise
     paid: bool | None = None
     won: Gain | None = None
     burst: bool = False
+    cost: float = 0.0
 
 
 def promise_for(window: Window, now: Serving, plan: Plan, split: str) -> Promise:
@@ -193,6 +195,6 @@ def promise_for(window: Window, now: Serving, plan: Plan, split: str) -> Promise
     return promise_of(par_TL, np.array([one or 0.0 for one in optimism]), held_out=None not in optimism)
 
 
-def gain_over(window: Window, before: Serving, now: Serving, split: str) -> Gain:
-    """Gain of ``now`` over ``before`` on a window's steps."""
-    return gain_of(before.par_of_steps(window, split), now.par_of_steps(window, split))
+def gain_over(window: Window, before: Serving, now: Serving, split: str, ahead: float | None = None) -> Gain:
+    """Gain of ``now`` over ``before`` on a window's steps; ``split`` and ``ahead`` as for ``gain_of``."""
+    return gain_of(before.par_of_steps(window, split), now.par_of_steps(window, split), ahead)

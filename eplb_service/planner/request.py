@@ -173,31 +173,37 @@ _SHUFFLES = 4
 """Layouts made for no heat that a deployment is compared with."""
 _STEPS_COMPARED = 32
 """Newest steps that it is compared on, at most."""
+_LAYERS_COMPARED = 8
+"""Layers that it is compared on, at most, evenly from first to last."""
 
 
-def _blind_layers(asked: Question, par_L: Float64, floor_L: Float64) -> npt.NDArray[np.bool_]:
+def _blind_layers(asked: Question, floor_L: Float64) -> npt.NDArray[np.bool_]:
     """Layers that do just as experts in order do, or all where the deployment does hardly better; bool ``[L]``.
 
     A layout that keeps groups of experts on their nodes was made for that, at least: of such only experts in order are
     recognised.
     """
-    window, placement = asked.window, asked.placement
+    window, placement, split = asked.window, asked.placement, asked.settings.split
+    newest_TLE, all_L = window.heat_TLE[-_STEPS_COMPARED:], np.arange(window.layers)
 
-    def par_under(names_E: Int32, steps: int) -> Float64:
-        """Ratios of the newest steps under experts in order, by these names."""
-        in_order = Placement.linear(placement.layers, placement.experts, placement.ranks, placement.slots)
+    def par_under(names_E: Int32, some_K: npt.NDArray[np.int64]) -> Float64:
+        """Ratios of the newest steps in some layers under experts in order, by these names."""
+        in_order = Placement.linear(some_K.size, placement.experts, placement.ranks, placement.slots)
         named = Placement(names_E[in_order.phy2log_LRS], placement.experts)
-        heat_TLE, tables_RLE = window.heat_TLE[-steps:], named.default_log2phy()
-        return par_of_steps(split_steps(heat_TLE, named, tables_RLE, window.source_RLE, asked.settings.split))
+        source_RKE = None if window.source_RLE is None else window.source_RLE[:, some_K]
+        tables_RKE = named.default_log2phy()
+        return par_of_steps(split_steps(newest_TLE[:, some_K], named, tables_RKE, source_RKE, split))
 
     names_E = np.arange(placement.experts, dtype=np.int32)
-    same_L: npt.NDArray[np.bool_] = np.isclose(par_L, par_under(names_E, window.steps), rtol=1e-9, atol=0.0)
+    par_L = par_of_steps(split_steps(newest_TLE, placement, asked.log2phy_RLE, window.source_RLE, split))
+    same_L: npt.NDArray[np.bool_] = np.isclose(par_L, par_under(names_E, all_L), rtol=1e-9, atol=0.0)
     if asked.settings.expert_groups is None and window.steps >= _FEWEST_STEPS and not same_L.all():
+        some_K = np.unique(np.linspace(0, window.layers - 1, _LAYERS_COMPARED).astype(np.int64))
         shuffled = (np.random.default_rng(seed).permutation(names_E) for seed in range(_SHUFFLES))
-        blind_L = np.mean([par_under(names_E, _STEPS_COMPARED) for names_E in shuffled], axis=0)
-        floor = float(mean_par(floor_L))
-        avoidable = float(mean_par(blind_L)) - floor
-        if avoidable > _LEAST_AVOIDABLE and float(mean_par(par_L)) - floor >= _AS_BAD * avoidable:
+        blind_K = np.mean([par_under(names_E, some_K) for names_E in shuffled], axis=0)
+        floor = float(mean_par(floor_L[some_K]))
+        avoidable = float(mean_par(blind_K)) - floor
+        if avoidable > _LEAST_AVOIDABLE and float(mean_par(par_L[some_K])) - floor >= _AS_BAD * avoidable:
             same_L[:] = True
     return same_L
 
@@ -209,7 +215,6 @@ _MOST_STEPS = 128
 def solve_picked(
     asked: Question,
     picked: npt.NDArray[np.int64],
-    par_L: Float64,
     floor_L: Float64,
     expert_groups: int,
     move_price: float,
@@ -222,8 +227,8 @@ def solve_picked(
         The decision's question.
     picked
         int64 ``[P]``, indices of layers.
-    par_L, floor_L
-        float64 ``[L]``, the ratio per step of each layer as it is served, and what token sampling alone leaves of it.
+    floor_L
+        float64 ``[L]``, what token sampling alone leaves of the ratio per step of each layer.
     expert_groups
         Groups of experts to keep together on nodes, 0 for none.
     move_price
@@ -259,7 +264,7 @@ def solve_picked(
     # Those in a layout that was made for no heat are placed from scratch, whatever it moves.
     unplaced_L = np.ones(window.layers, dtype=np.bool_)
     if settings.policy != "deepseek" and search.warm:
-        unplaced_L = _blind_layers(asked, par_L, floor_L)
+        unplaced_L = _blind_layers(asked, floor_L)
     heat_PNE = asked.episode_heat(picked)
     tokens_PE = heat_PNE.sum(axis=1) / window.steps
     if settings.policy == "deepseek":

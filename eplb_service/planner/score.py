@@ -16,7 +16,13 @@ from eplb_service.planner.dealing import entry_parts
 from eplb_service.planner.settings import EVEN, STEP
 from eplb_service.solver.stepwise import loads_by_step, slots_by_step
 from eplb_service.solver.time_costs import slowest_in_steps
-from eplb_service.solver.window import ServedWindow, loads_of_ranks, served_window, standard_error
+from eplb_service.solver.window import (
+    ServedWindow,
+    inflation_error,
+    loads_of_ranks,
+    served_window,
+    standard_error,
+)
 
 Heat = npt.NDArray[np.floating] | npt.NDArray[np.integer]
 """Tokens of each expert in each step, ``[T, L, E]``."""
@@ -78,17 +84,6 @@ def split_shares(
         weights = None if shares is None else shares[:, layer].ravel()
         share_LP[layer] = np.bincount(log2phy_RLE[:, layer].ravel(), weights, minlength=ranks * slots)
     return share_LP if shares is not None else share_LP / sources
-
-
-def rank_loads(
-    heat_TLE: Heat, placement: Placement, log2phy_RLE: Int32, source_RLE: Float64 | None = None
-) -> Float64:
-    """Tokens that each rank receives through the actual tables, float64 ``[T, L, R]``.
-
-    An expert's tokens split over the source ranks as in ``source_RLE``, and each part goes to the replica that its
-    rank's table names.
-    """
-    return split_loads(heat_TLE, placement, log2phy_RLE, source_RLE, "tables")
 
 
 def split_loads(
@@ -197,22 +192,11 @@ def expected_hottest(ranks: int) -> float:
 
 
 def noise_floor(tokens_NL: Heat, ranks: int) -> Float64:
-    """Expected peak-to-average ratio of perfectly balanced ranks where tokens choose independently.
+    """Expected peak-to-average ratio of perfectly balanced ranks where tokens choose independently, float64 ``[L]``.
 
     A rank's tokens in a step are then nearly Poisson; the expected largest of R such counts is taken from Blom's normal
-    score with the Cornish-Fisher term for skewness. Real routers leave a little less.
-
-    Parameters
-    ----------
-    tokens_NL
-        ``[N, L]``, tokens of each layer, all experts together, in each step or episode.
-    ranks
-        R.
-
-    Returns
-    -------
-    Float64
-        float64 ``[L]``, mean over the steps with tokens; NaN where none has.
+    score with the Cornish-Fisher term for skewness. ``tokens_NL`` are those of all experts together in each step or
+    episode; the mean is over those with tokens, NaN where none has. Real routers leave a little less.
     """
     score = expected_hottest(ranks)
     mean_NL = tokens_NL / ranks
@@ -221,6 +205,17 @@ def noise_floor(tokens_NL: Heat, ranks: int) -> Float64:
     peak_NL = 1.0 + score / np.sqrt(safe_NL) + (score**2 - 1.0) / (6.0 * safe_NL)
     # Where there are fewer tokens than ranks one of them still takes a whole token.
     return mean_par(np.where(busy_NL, np.clip(peak_NL, 1.0, ranks), np.nan), axis=0)
+
+
+def sampling_floor(served: ServedWindow, ranks: int) -> Float64:
+    """``noise_floor`` of single steps, or less where ranks' measured jumps leave less, float64 ``[K]``.
+
+    Real routers' choices are not independent draws. 1 where the host splits by step.
+    """
+    floor_K = noise_floor(served.tokens_TK, ranks)
+    if len(served.tokens_TK) > 1:
+        floor_K = np.minimum(floor_K, balanced_par(served.variance_K, ranks))
+    return floor_K
 
 
 def volatility_bound(served: ServedWindow) -> Float64:
@@ -262,7 +257,7 @@ class Gain:
         return self.mean > _PAID_ERRORS * self.error if self.known else None
 
 
-def gain_of(before_TL: Float64, after_TL: Float64) -> Gain:
+def gain_of(before_TL: Float64, after_TL: Float64, ahead: float | None = None) -> Gain:
     """Gain of ``after`` over ``before`` on the same steps, in the mean over the layers.
 
     Steps in a row resemble each other, and the interval is as much wider (``solver.window.standard_error``).
@@ -271,6 +266,9 @@ def gain_of(before_TL: Float64, after_TL: Float64) -> Gain:
     ----------
     before_TL, after_TL
         float64 ``[T, L]``, ratios or times of the same steps; NaN without tokens, which say nothing.
+    ahead
+        So many steps' gain, which come after these, is what the interval is of: their mean scatters as well. ``None``
+        for these steps' own.
     """
     won_T = mean_par(before_TL - after_TL, axis=1)
     won_T = won_T[~np.isnan(won_T)]
@@ -278,4 +276,7 @@ def gain_of(before_TL: Float64, after_TL: Float64) -> Gain:
         return Gain(math.nan, math.nan, math.nan, math.inf)
     mean, error = float(won_T.mean()), standard_error(won_T)
     reach = NormalDist().inv_cdf(0.5 + _CONFIDENCE / 2) * error
+    if ahead is not None:
+        # How much neighbours resemble each other is itself an estimate, and a low one (Bartlett's).
+        reach *= math.sqrt((1.0 + won_T.size / ahead) * (1.0 + inflation_error(won_T.size)))
     return Gain(mean, mean - reach, mean + reach, error)

@@ -25,17 +25,15 @@ from eplb_service.placement import (
 )
 from eplb_service.planner.dealing import first_tables
 from eplb_service.planner.decide import plan, plan_afresh
-from eplb_service.planner.pace import Pace, looked_back, paying_steps
+from eplb_service.planner.pace import Pace
 from eplb_service.planner.plan import Promise, Serving, gain_over, promise_for
-from eplb_service.planner.score import noise_floor, split_loads
+from eplb_service.planner.score import sampling_floor, split_loads, split_steps
 from eplb_service.planner.topology import Topology
 from eplb_service.replay.costs import Costs
 from eplb_service.replay.policy import Job, ReplayError
 from eplb_service.replay.result import ReplayedDecision
 from eplb_service.replay.served import served_loads, served_us
 
-MEMORY = 512
-"""Steps that a policy which decides on change remembers, as the service does in its default settings."""
 _SERVED_AT_ONCE = 64
 
 
@@ -76,12 +74,12 @@ def run(job: Job, trace: Trace, scene: Scene) -> Iterator[ReplayedDecision]:
 class _Run:
     """A policy on its way: what serves, what is under way, and when it decides next.
 
-    Policies decide every interval, or as ``planner.pace`` says; the baseline, which has no policy, never.
+    Ours decides as ``planner.pace`` says, others every interval; the baseline, which has no policy, never.
     """
 
     def __init__(self, job: Job, trace: Trace, scene: Scene) -> None:
         placement = scene.placement(trace, job.setup.slots)
-        self.memory = MEMORY if job.on_change else job.setup.window
+        self.memory = job.setup.window
         self._job, self._trace, self._costs = job, trace, scene.costs
         self._split = job.settings.split
         self._topology = replace(scene.topology, bytes_per_expert=scene.costs.bytes_per_expert)
@@ -89,8 +87,8 @@ class _Run:
         self._moving = scene.costs.moving
         self._serving = self._with_first_tables(placement)
         self._coming: tuple[int, Serving] | None = None
-        first = job.setup.first
-        self._pace = Pace(first=first, memory=MEMORY, seen=first) if job.on_change else None
+        first, longest = job.setup.first, job.setup.interval
+        self._pace = Pace(first, self.memory, longest, seen=first) if job.on_change else None
         self._promise: Promise | None = None
         self._replaced: tuple[Serving, int] | None = None
         """What served before the last decision's change, and since which step it does no more."""
@@ -134,10 +132,9 @@ class _Run:
 
     def _decide(self, heat_TLE: Counts, step: int) -> ReplayedDecision:
         """Decide on the newest of the steps remembered, which end before ``step``."""
-        pace, interval = self._pace, self._job.setup.interval
+        pace = self._pace
         if pace is None:
-            looked_at, serves = looked_back(heat_TLE, interval), paying_steps(len(heat_TLE), interval)
-            return self._decided(self._window(heat_TLE, looked_at, step), step, serves)
+            return self._decided(self._window(heat_TLE, len(heat_TLE), step), step, None)
         paid = self._paid(heat_TLE, step)
         pace = pace.weighed(heat_TLE)
         window = self._window(heat_TLE, pace.window_steps(heat_TLE), step)
@@ -243,11 +240,11 @@ class _Run:
 
     def _compared(self, row: ReplayedDecision, heat_TLE: Counts) -> ReplayedDecision:
         """The baseline's row with the noise floor and, where asked for, the best that hindsight finds."""
-        row = replace(row, floor_L=noise_floor(heat_TLE.sum(axis=2), self._topology.ranks))
+        now, window = self._serving, self._window(heat_TLE, len(heat_TLE), row.step + len(heat_TLE))
+        served = split_steps(heat_TLE, now.placement, now.log2phy_RLE, window.source_RLE, self._split)
+        row = replace(row, floor_L=sampling_floor(served, self._topology.ranks))
         if not self._job.hindsight:
             return row
-        now = self._serving
-        window = self._window(heat_TLE, len(heat_TLE), row.step + len(heat_TLE))
         fitted = plan_afresh(window, now.placement, self._topology, self._job.settings)
         best = Serving(*apply_layers(now.placement, now.log2phy_RLE, fitted.changes()))
         loads_TLR = served_loads(self._trace, window.heat_TLE, row.step, best, self._split)

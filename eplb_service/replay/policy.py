@@ -33,10 +33,7 @@ ABLATIONS: Mapping[str, Mapping[str, Any]] = {
 }
 """flashlb with one idea switched off: the ``SearchOptions`` or ``PlannerSettings`` that do it."""
 
-ON_CHANGE = "flashlb-on-change"
-"""flashlb, deciding when ``planner.pace`` says and not every interval: the service with ``decide_on: change``."""
-
-NAMES = (*POLICIES, ON_CHANGE, *ABLATIONS)
+NAMES = (*POLICIES, *ABLATIONS)
 """All policies that have a name; any other is ``module:function``."""
 
 
@@ -53,9 +50,9 @@ class Setup:
     slots
         S.
     window
-        Steps that a decision looks at, at most; beyond the interval those alone whose heat is still what it is now.
+        Steps that a decision looks at, at most; ours looks at those alone whose heat is still what it is now.
     interval
-        Steps from one decision to the next.
+        Steps from one decision to the next, of ours at most.
     start
         Step of the first decision; ``None`` for the end of the first window or interval, whichever is shorter.
 
@@ -120,9 +117,10 @@ class Job:
         """Policy called ``policy``, otherwise as ``settings`` say; raises ``ReplayError`` where there is none."""
         if policy in POLICIES:
             return cls(label, setup, policy, *with_options(settings, {"policy": policy}))
-        if policy == ON_CHANGE or policy in ABLATIONS:
-            options = {"policy": "flashlb", **ABLATIONS.get(policy, {})}
-            return cls(label, setup, policy, *with_options(settings, options))
+        if policy in ABLATIONS:
+            return cls(
+                label, setup, policy, *with_options(settings, {"policy": "flashlb", **ABLATIONS[policy]})
+            )
         if ":" in policy:
             return cls(label, setup, policy, settings)
         raise ReplayError(
@@ -131,8 +129,8 @@ class Job:
 
     @property
     def on_change(self) -> bool:
-        """Decides when what is realised departs from what was promised, and not every interval."""
-        return self.policy == ON_CHANGE
+        """Decides when what is realised departs from what was promised, and not every interval, as others do."""
+        return self.policy == "flashlb" or self.policy in ABLATIONS
 
     def external(self) -> Callable[..., Any] | None:
         """Function of an external policy; raises ``ReplayError`` where it cannot be imported.

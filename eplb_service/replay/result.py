@@ -244,7 +244,8 @@ class Replay:
         return Score(
             par=par,
             par_left_alone=left_alone,
-            floor=floor,
+            # Sampling leaves no more than what some placement reached.
+            floor=min(floor, par, left_alone, par if hindsight is None else hindsight),
             hindsight=hindsight,
             regret=None if hindsight is None else par - hindsight,
             bytes_moved=policy.moves * self.costs.bytes_per_expert,

@@ -31,7 +31,7 @@ def report_page(replay: Replay, *, title: str, command: str, facts: Mapping[str,
     score = replay.score(best)
     notes = {
         "par.svg": "The hottest rank over the mean rank in each step, mean over steps and layers; 1 is perfect. The "
-        "floor is about what chance leaves; real routers vary a little less, so a good placement may lie below it.",
+        "floor is about what chance leaves of the best placement.",
         "ranks.svg": f"Layer by layer, in the steps of the last decision: left alone, and under {best.label}.",
         "layers.svg": f"After each decision: left alone, and under {best.label}.",
         "moves.svg": "Slots that had to receive another expert's weights.",

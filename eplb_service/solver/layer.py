@@ -235,7 +235,10 @@ def _holdout(
         ]
     if fresh_may_pay:
         placed.append((FRESH, slot_price, from_scratch(fit, params, slot_price).phy2log_RS))
-    for kind, price, found_RS in placed:
+    for number, (kind, price, found_RS) in enumerate(placed):
+        if any(np.array_equal(found_RS, before_RS) for _, _, before_RS in placed[:number]):
+            # A cheaper course, or a dearer price, has led here already.
+            continue
         found = _with_tables(found_RS, fit, params)
         found_N = _peaks_on(found, held_out, params.tables)
         par, spent = mean_peak(found_N, share_N), slot_price * found.moves

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import sys
 import tarfile
 import threading
 import time
@@ -20,7 +21,7 @@ import pytest
 from eplb_service.bench.contest import Contest, first_scene
 from eplb_service.bench.decision import Decision, Scene
 from eplb_service.bench.peers import archives
-from eplb_service.bench.peers.archives import Package, PeerError, fetch
+from eplb_service.bench.peers.archives import VLLM_ASCEND_NEXT, Package, PeerError, fetch
 from eplb_service.bench.peers.balancers import PEERS
 
 PACKAGE = Package("maker", "1.0", "maker-1.0", "maker/policy/", "0" * 64)
@@ -150,3 +151,39 @@ def test_a_policy_that_never_answers_is_given_up(contest: Contest, scene: Scene)
     contest._limit_seconds = 0.2
     assert contest._ask("one", Sleeps, scene) is None
     assert "more than 0.2 s" in contest.failures[0]["why"]
+
+
+STAIR = """
+from types import SimpleNamespace
+from vllm.distributed import get_eplb_group
+from vllm_ascend.ascend_config import StairConfig
+from vllm_ascend.distributed.eplb.policy import PreparedLoadStats
+
+
+class StairEplbPolicy:
+    @classmethod
+    def plan_rebalance(cls, loads, placed, committed_L, node_R, config):
+        assert loads.shape == (3, 1, 4) and placed.shape == (1, 2, 3) and node_R.tolist() == [0, 0]
+        # It changes a layer once, and then says by what it was left.
+        changes = committed_L[0] != committed_L[0]
+        predicted = [1.25 if changes else float("nan")]
+        return SimpleNamespace(rank_expert_ids=placed[:, ::-1] if changes else placed, predicted_mean_ratios=predicted)
+"""
+
+
+def test_stair_is_given_what_its_last_change_left(
+    scene: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("torch", reason="PEERS ARE NOT TESTED: no torch here")
+    monkeypatch.setattr(archives, "SOURCES", tmp_path)
+    folder = VLLM_ASCEND_NEXT.root / VLLM_ASCEND_NEXT.folder
+    folder.mkdir(parents=True)
+    (folder / "stair.py").write_text(STAIR)
+    before = set(sys.modules)
+    try:
+        policy = PEERS["STAIR"][1]()
+        assert [policy.decide(scene).changed_layers for _ in range(3)] == [1, 0, 0]
+    finally:
+        for name in set(sys.modules) - before:
+            if name.split(".")[0] in ("vllm", "vllm_ascend"):
+                del sys.modules[name]

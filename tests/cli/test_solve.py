@@ -10,10 +10,11 @@ from eplb_service.cost.curve import write_curves
 from eplb_service.heat.synthetic import synthetic_heat
 from eplb_service.io.placement_file import read_placement
 from eplb_service.placement import par
-from eplb_service.planner.score import rank_loads, split_us
+from eplb_service.planner.score import split_us
 from tests.cli.arguments import eplb, refusal
 from tests.cli.published import held
 from tests.cost.curves import H200
+from tests.planner.drawn import rank_loads
 from tests.solver.layers_of import KNOWN_EXAMPLE
 
 LAYERS, EXPERTS, RANKS, SLOTS = 3, 16, 4, 5

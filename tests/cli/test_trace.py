@@ -8,9 +8,9 @@ import pytest
 from eplb_service.heat.synthetic import synthetic_heat
 from eplb_service.io.open_trace import open_trace, read_heat
 from eplb_service.placement import Placement, par
-from eplb_service.planner.score import rank_loads
 from tests.cli.arguments import eplb
 from tests.cli.published import held
+from tests.planner.drawn import rank_loads
 
 HEAT_TLE = synthetic_heat("phased", 100, 3, 16, tokens=256, top_k=2, seed=1)
 

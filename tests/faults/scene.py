@@ -26,6 +26,8 @@ FLAGS = (
     "8",
     "--heartbeat-seconds",
     "0.2",
+    "--cpu-share",
+    "100",
 )
 
 

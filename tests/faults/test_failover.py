@@ -25,7 +25,7 @@ def serving(folder: Path, name: str, address: str) -> Service:
     """A real service, leading or standing by, that shares the folder's lease and store with others."""
     (folder / name).mkdir()
     shared = ("--store", f"{folder}/store.sqlite3", "--lease", f"file:{folder}/lease")
-    often = ["--decision-interval", "32", "--window-steps", "32", "--threads", "1"]
+    often = ["--decision-interval", "32", "--window-steps", "32", "--threads", "1", "--cpu-share", "100"]
     return Service(folder / name, *shared, *often, address=address)
 
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from eplb_service.placement import Placement
+from eplb_service.planner.score import split_loads
+
 
 def still_heat(
     steps: int, layers: int, experts: int, tokens: int, seed: int = 0, skew: float = 1.0
@@ -12,3 +15,10 @@ def still_heat(
     generator = np.random.default_rng(seed)
     popularity_LE = generator.dirichlet(np.full(experts, skew), layers)
     return np.stack([generator.multinomial(tokens, row_E, size=steps) for row_E in popularity_LE], axis=1)
+
+
+def rank_loads(
+    heat_TLE: np.ndarray, placement: Placement, log2phy_RLE: np.ndarray, source_RLE: np.ndarray | None = None
+) -> np.ndarray:
+    """Tokens that each rank receives through its tables, float64 ``[T, L, R]``."""
+    return split_loads(heat_TLE, placement, log2phy_RLE, source_RLE, "tables")

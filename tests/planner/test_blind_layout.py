@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from eplb_service.heat.window import Window
-from eplb_service.placement import Placement, apply_layers, par
+from eplb_service.placement import Placement, apply_layers
 from eplb_service.planner.decide import plan, plan_afresh
 from eplb_service.planner.request import Question, _blind_layers
-from eplb_service.planner.score import noise_floor, rank_loads
+from eplb_service.planner.score import noise_floor
 from eplb_service.planner.settings import PlannerSettings
 from eplb_service.planner.topology import Topology
 from eplb_service.solver.model import SearchOptions
@@ -35,10 +35,9 @@ def shuffled(seed: int) -> Placement:
 def blind(placement: Placement, log2phy_RLE: np.ndarray | None = None, window: Window = WINDOW) -> np.ndarray:
     """Layers taken for a layout made for no heat, bool ``[L]``."""
     tables_RLE = placement.default_log2phy() if log2phy_RLE is None else log2phy_RLE
-    par_L = par(rank_loads(window.heat_TLE, placement, tables_RLE))
     floor_L = noise_floor(window.heat_TLE.sum(axis=2), RANKS)
     asked = Question(window, placement, tables_RLE, FLAT, PlannerSettings(), SearchOptions())
-    return _blind_layers(asked, par_L, floor_L)
+    return _blind_layers(asked, floor_L)
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -37,7 +37,7 @@ def test_steps_without_tokens_count_nowhere() -> None:
 
 def paced(promise: Promise) -> Pace:
     """A pace that no decision is due for."""
-    return Pace(first=0, memory=512, due_at=1 << 40).serving(promise)
+    return Pace(first=0, memory=512, longest=512, due_at=1 << 40).serving(promise)
 
 
 class PlainTest:
@@ -128,5 +128,5 @@ def test_a_layer_without_tokens_says_nothing() -> None:
 
 def test_what_was_known_of_neighbouring_steps_is_kept_for_a_while() -> None:
     promise = Promise(np.full(2, 1.2), np.full(2, 0.01), np.ones(2), 4)
-    pace = Pace(first=0, memory=512, inflation_C=np.full(2, 5.0)).serving(promise)
+    pace = Pace(first=0, memory=512, longest=512, inflation_C=np.full(2, 5.0)).serving(promise)
     assert pace.inflation_C.tolist() == pace.expected.inflation_C.tolist() == [4.6, 4.6]

@@ -18,10 +18,10 @@ from eplb_service.planner.dealing import (
     width_in_use,
 )
 from eplb_service.planner.decide import plan, plan_afresh
-from eplb_service.planner.score import rank_loads
 from eplb_service.planner.settings import PlannerSettings
 from eplb_service.planner.topology import Topology
 from tests.placement.drawn import dealt_one_by_one
+from tests.planner.drawn import rank_loads
 
 RANKS, SLOTS, EXPERTS, LAYERS, STEPS = 4, 3, 8, 2, 48
 LINEAR = Placement.linear(LAYERS, EXPERTS, RANKS, SLOTS)

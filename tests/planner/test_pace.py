@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -25,7 +27,7 @@ def served(pace: Pace, count: int, par: float = CALM) -> Pace:
 @pytest.fixture
 def calm() -> Pace:
     """A deployment after its first decision, on 64 steps, that changed nothing."""
-    pace = served(Pace(first=64, memory=512), 64)
+    pace = served(Pace(first=64, memory=512, longest=512), 64)
     assert pace.due
     return pace.after_decision(changed=False, paid=None).serving(PROMISE)
 
@@ -35,7 +37,7 @@ def heat(count: int, seed: int = 0) -> np.ndarray:
 
 
 def test_the_first_decision_falls_after_the_steps_asked_for_and_looks_at_all_of_them() -> None:
-    pace = served(Pace(first=64, memory=512), 63)
+    pace = served(Pace(first=64, memory=512, longest=512), 63)
     assert not pace.due
     pace = served(pace, 1)
     assert pace.due
@@ -53,12 +55,49 @@ def test_intervals_double_while_nothing_changes(calm: Pace) -> None:
     assert lengths == [32, 64, 128, 256, 512, 512]
 
 
+@pytest.mark.parametrize("longest", [8, 48])
+def test_the_interval_asked_for_is_the_longest(longest: int) -> None:
+    pace, lengths = served(Pace(first=longest, memory=512, longest=longest), longest), []
+    for _ in range(3):
+        decided = pace.after_decision(changed=False, paid=None).serving(PROMISE)
+        pace, taken = decided.after_steps(steps(1000))
+        lengths.append(taken)
+    assert lengths == [min(32, longest), longest, longest]
+
+
 def test_intervals_shrink_where_changes_pay_and_grow_where_they_do_not(calm: Pace) -> None:
-    assert calm.interval == 32
-    assert calm.after_decision(changed=True, paid=True).interval == 16
-    assert calm.after_decision(changed=True, paid=None).interval == 32
-    assert calm.after_decision(changed=True, paid=False).interval == 64
-    assert calm.after_decision(changed=False, paid=True).interval == 64
+    calm = calm.after_decision(changed=False, paid=None)
+    assert calm.interval == 64
+    shorter = calm.after_decision(changed=True, paid=True)
+    assert shorter.interval == 32
+    assert shorter.after_decision(changed=True, paid=True).interval == 32
+    assert calm.after_decision(changed=True, paid=None).interval == 64
+    assert calm.after_decision(changed=True, paid=False).interval == 128
+    assert calm.after_decision(changed=False, paid=True).interval == 128
+
+
+def test_a_decision_that_took_much_cpu_puts_the_next_one_off(calm: Pace) -> None:
+    # 640 steps have paid in advance by now, 512 of them count.
+    calm = replace(calm, seen=640).after_decision(changed=True, paid=True)
+    assert calm.charged(100).due_at == calm.due_at
+    twice = calm.charged(300).charged(300.5)
+    assert twice.due_at == calm.seen + 89
+    # Nor does a departure hurry it.
+    departed = twice.serving(PROMISE).after_steps(steps(12, WORSE))[0]
+    assert departed.alarm is not None
+    assert departed.due_at == twice.due_at
+    assert departed.dismissed().paid_at == twice.paid_at
+
+
+def test_on_average_decisions_take_no_more_cpu_than_their_steps_pay_for() -> None:
+    pace, spent = Pace(first=0, memory=512, longest=256), 0.0
+    while pace.seen < 20_000:
+        # Each wins, as on drifting heat, and takes what 90 steps pay for.
+        pace = pace.after_decision(changed=True, paid=True).charged(90.0)
+        spent += 90.0
+        pace, _ = pace.after_steps(steps(1000))
+    assert spent <= pace.seen + 256 + 90
+    assert spent >= 0.9 * pace.seen
 
 
 def test_after_a_departure_decisions_fall_at_4_8_and_16_steps_of_it(calm: Pace) -> None:
@@ -75,7 +114,7 @@ def test_after_a_departure_decisions_fall_at_4_8_and_16_steps_of_it(calm: Pace) 
         pace = pace.after_decision(changed=True, paid=None).serving(PROMISE)
     # The stretch before lasted 84 steps, and so this one is expected to.
     assert found == [(4, 4, 84.0), (8, 8, 84.0), (16, 16, 84.0)]
-    assert pace.due_at == pace.seen + 16
+    assert pace.due_at == pace.seen + 32
 
 
 def test_a_burst_begins_nothing_and_is_looked_at_again_soon(calm: Pace) -> None:
@@ -90,7 +129,7 @@ def test_a_burst_begins_nothing_and_is_looked_at_again_soon(calm: Pace) -> None:
     assert (weighed.alarm, weighed.changed_at, weighed.seen) == (None, 0, pace.seen)
     assert weighed.window_steps(still[:88]) == 88
     decided = weighed.after_decision(changed=False, paid=None)
-    assert decided.due_at == pace.seen + 16
+    assert decided.due_at == pace.seen + 32
     # What it summed up is forgotten: as many steps as before are an alarm again.
     assert decided.after_steps(steps(1))[0].alarm is None
 

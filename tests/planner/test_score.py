@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from eplb_service.placement import Placement
-from eplb_service.planner.score import gain_of, noise_floor, rank_loads
+from eplb_service.planner.score import gain_of, noise_floor
+from tests.planner.drawn import rank_loads
 
 
 def slow_rank_loads(heat_NLE, placement, log2phy_RLE, source_RLE):
@@ -54,6 +55,25 @@ def test_a_gain_lies_in_its_interval() -> None:
         inside += found.low <= 0.05 <= found.high
         assert found.paid
     assert inside >= 34
+
+
+@pytest.mark.parametrize(("ahead", "alike"), [(256, 0.0), (64, 0.0), (256, 0.4)])
+def test_the_gain_of_the_steps_that_follow_lies_in_their_interval(ahead: int, alike: float) -> None:
+    steps, inside, inside_own, draws = 256, 0, 0, 200
+    for seed in range(draws):
+        jumps_T = np.random.default_rng(seed).normal(size=steps + ahead)
+        won_T = np.empty_like(jumps_T)
+        won_T[0] = jumps_T[0]
+        for step in range(1, len(won_T)):
+            won_T[step] = alike * won_T[step - 1] + math.sqrt(1 - alike**2) * jumps_T[step]
+        after_TL = 1.5 - 0.05 - 0.1 * won_T[:steps, None]
+        before_TL, comes = np.full((steps, 1), 1.5), 0.05 + 0.1 * won_T[steps:].mean()
+        found, own = gain_of(before_TL, after_TL, ahead), gain_of(before_TL, after_TL)
+        assert (found.mean, found.error) == (own.mean, own.error)
+        inside += found.low <= comes <= found.high
+        inside_own += own.low <= comes <= own.high
+    assert 0.9 * draws <= inside <= 0.98 * draws
+    assert inside_own < 0.9 * draws
 
 
 def test_nothing_won_has_not_paid() -> None:

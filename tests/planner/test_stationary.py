@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from benchmarks.solver.heats import generate
-from eplb_service.planner.pace import _has_changed, _stationary_steps, looked_back, paying_steps
+from eplb_service.planner.pace import _has_changed, _stationary_steps
 from tests.planner.drawn import still_heat
 
 
@@ -42,40 +42,6 @@ def test_the_stretch_is_the_one_that_each_stretch_by_itself_would_name(seed: int
     assert _stationary_steps(heat_TLE, ahead) == plain_stationary_steps(heat_TLE, ahead)
 
 
-@pytest.mark.parametrize(("remembered", "steps"), [(1, None), (48, None), (49, 48.0), (512, 48.0)])
-def test_moves_pay_within_an_interval_however_far_a_decision_looks_back(
-    remembered: int, steps: float | None
-) -> None:
-    assert paying_steps(remembered, 48) == steps
-
-
-@pytest.mark.parametrize("since", [24, 32])
-def test_by_the_clock_heat_that_changed_a_moment_ago_is_looked_at_alone(since: int) -> None:
-    heat_TLE = np.concatenate([drawn(300, 0), drawn(since, 1)])
-    assert _stationary_steps(heat_TLE, 32) == len(heat_TLE)
-    assert looked_back(heat_TLE, 64) <= 48
-
-
-def test_by_the_clock_heat_that_never_lasts_an_interval_is_not_looked_at_alone() -> None:
-    heat_TLE = np.concatenate([drawn(48, seed) for seed in range(6)] + [drawn(32, 6)])
-    assert looked_back(heat_TLE, 64) > 64
-
-
-def test_by_the_clock_bursts_are_seldom_taken_for_a_change() -> None:
-    shortened: list[bool] = []
-    for seed in range(5):
-        generator = np.random.default_rng(seed)
-        on_TG = np.repeat(generator.random((64, 4)) < 0.25, 8, axis=0)
-        popularity_TE = 1.0 + 6.0 * np.repeat(on_TG, 4, axis=1)
-        popularity_TE /= popularity_TE.sum(axis=1, keepdims=True)
-        heat_TLE = np.stack([generator.multinomial(4000, row_E) for row_E in popularity_TE])[:, None]
-        shortened += [
-            looked_back(heat_TLE[:steps], 64) < _stationary_steps(heat_TLE[:steps], 32)
-            for steps in range(128, 513, 32)
-        ]
-    assert np.mean(shortened) < 0.25
-
-
 @pytest.mark.parametrize(("since", "tokens"), [(4, 8192), (9, 8192), (16, 8192), (16, 64)])
 def test_heat_that_jumped_has_changed_and_still_heat_has_not(since: int, tokens: int) -> None:
     assert _has_changed(np.concatenate([drawn(100, 0, tokens), drawn(since, 1, tokens)]), since)
@@ -97,24 +63,9 @@ def test_where_there_is_nothing_to_compare_heat_counts_as_changed() -> None:
 @pytest.mark.parametrize(("steps", "ahead"), [(20, 0), (20, 8), (300, 16)])
 def test_few_steps_and_all_of_still_heat_are_used(steps: int, ahead: int) -> None:
     assert _stationary_steps(drawn(steps, 0), ahead) == steps
-    assert looked_back(drawn(steps, 0), 1) == steps
 
 
 def test_layers_without_tokens_do_not_matter() -> None:
     heat_TLE = np.concatenate([drawn(100, 0), drawn(40, 1)])
     heat_TLE[:, 1] = 0
     assert _stationary_steps(heat_TLE, 16) <= 40
-
-
-@pytest.mark.parametrize("steps", [1, 40, 48])
-def test_by_the_clock_all_is_looked_at_while_no_more_than_an_interval_is_remembered(steps: int) -> None:
-    assert looked_back(np.concatenate([drawn(steps // 2, 0), drawn(steps - steps // 2, 1)]), 48) == steps
-
-
-def test_by_the_clock_more_than_an_interval_is_looked_at_of_still_heat() -> None:
-    assert all(looked_back(drawn(300, seed), 48) >= 96 for seed in range(5))
-    assert looked_back(drawn(50, 0), 48) == 50
-
-
-def test_by_the_clock_nothing_is_looked_at_from_before_a_change_at_the_last_decision() -> None:
-    assert looked_back(np.concatenate([drawn(300, 0), drawn(48, 1)]), 48) <= 48

@@ -10,11 +10,10 @@ from eplb_service.placement import Placement, apply_layers, par
 from eplb_service.planner.decide import plan
 from eplb_service.planner.plan import Plan
 from eplb_service.planner.request import with_options
-from eplb_service.planner.score import rank_loads
 from eplb_service.planner.settings import PlannerSettings
 from eplb_service.planner.topology import Topology
 from eplb_service.solver import layer as decision_module
-from tests.planner.drawn import still_heat
+from tests.planner.drawn import rank_loads, still_heat
 from tests.solver.slow.topology import crossing
 
 LAYERS, EXPERTS, RANKS, SLOTS, GROUPS = 3, 32, 8, 5, 8

@@ -10,15 +10,15 @@ from eplb_service.heat.window import Window, checked_heat
 from eplb_service.io.trace import ArrayTrace
 from eplb_service.placement import Placement, apply_layers, par
 from eplb_service.planner.decide import plan, plan_afresh
-from eplb_service.planner.pace import looked_back
-from eplb_service.planner.score import noise_floor, rank_loads
+from eplb_service.planner.score import noise_floor, sampling_floor, split_steps
 from eplb_service.planner.settings import PlannerSettings
 from eplb_service.planner.topology import Topology
 from eplb_service.replay.costs import Costs
 from eplb_service.replay.jobs import jobs_for, replay, scene_for
 from eplb_service.replay.loop import Scene, arrivals
 from eplb_service.replay.loop import run as run_job
-from eplb_service.replay.policy import ABLATIONS, NAMES, ON_CHANGE, Job, ReplayError, Setup
+from eplb_service.replay.policy import ABLATIONS, NAMES, Job, ReplayError, Setup
+from tests.planner.drawn import rank_loads
 
 HEAT_TLE = checked_heat(synthetic_heat("phased", 130, layers=3, experts=16, tokens=256, top_k=2, seed=5))
 LINEAR = Placement.linear(layers=3, experts=16, ranks=4, slots=5)
@@ -39,16 +39,20 @@ def test_none_is_the_start_placement_under_the_fixed_tables():
     score = result.score(none)
     assert score.par_left_alone == pytest.approx(score.par)
     assert (score.hindsight, score.regret) == (None, None)
-    assert score.floor == pytest.approx(noise_floor(HEAT_TLE[40:].sum(axis=2), 4).mean())
+    in_order = LINEAR, LINEAR.default_log2phy(), None, "tables"
+    floors_L = [
+        sampling_floor(split_steps(HEAT_TLE[at : at + 30], *in_order), 4).mean() for at in (40, 70, 100)
+    ]
+    assert score.floor == pytest.approx(np.mean(floors_L))
 
 
 def test_each_decision_is_the_planner_on_its_window():
-    result = run(["flashlb"], settings=PlannerSettings(seed=2))
+    result = run(["deepseek"], settings=PlannerSettings(seed=2))
+    settings = PlannerSettings(policy="deepseek", seed=2)
     placement, log2phy_RLE = LINEAR, LINEAR.default_log2phy()
     for decision, step in zip(result.policies[0].decisions, (40, 70, 100), strict=True):
-        looked_at = looked_back(HEAT_TLE[step - 40 : step], 30)
-        window = Window(HEAT_TLE[step - looked_at : step])
-        decided = plan(window, placement, log2phy_RLE, Topology.flat(4), PlannerSettings(seed=2), 30.0)
+        window = Window(HEAT_TLE[step - 40 : step])
+        decided = plan(window, placement, log2phy_RLE, Topology.flat(4), settings)
         placement, log2phy_RLE = apply_layers(placement, log2phy_RLE, decided.changes())
         assert (decision.step, decision.steps, decision.late) == (step, 30, 0)
         assert (decision.moves, decision.layers_changed) == (decided.moves, len(decided.layers))
@@ -70,11 +74,22 @@ def test_hindsight_is_fitted_on_what_it_serves_and_no_policy_beats_it():
     assert result.score(result.policies[2]).regret < result.score(result.policies[0]).regret
 
 
+def test_no_policy_and_no_hindsight_goes_below_the_floor():
+    # Each token chooses eight of nine experts: ranks jump less than independent draws would.
+    generator = np.random.default_rng(0)
+    left_out_TL = generator.multinomial(24, np.full(9, 1 / 9), size=(120, 2))
+    result = run(["none", "flashlb"], checked_heat(24 - left_out_TL), [Setup(3, 40, 30)])
+    scores = [result.score(policy) for policy in result.policies]
+    assert all(score.floor <= min(score.par, score.hindsight) for score in scores)
+    independent = noise_floor(np.full((1, 1), 8 * 24), 4)
+    assert max(score.floor for score in scores) < independent[0] - 0.05
+
+
 def test_a_decision_takes_effect_when_it_is_solved_and_its_weights_are_there():
     costs = Costs(step_ms=10, solve_ms=25, bytes_per_expert=1000, link_bandwidth=1e-3, move_price=0.01)
-    settings = PlannerSettings(move_price=0.01)
-    at_once = run(["flashlb"], settings=settings).policies[0].decisions[0]
-    late = run(["flashlb"], costs=costs, settings=settings).policies[0].decisions[0]
+    settings = PlannerSettings(policy="deepseek", move_price=0.01)
+    at_once = run(["deepseek"], settings=settings).policies[0].decisions[0]
+    late = run(["deepseek"], costs=costs, settings=settings).policies[0].decisions[0]
     # 25 ms to solve and 1 ms for each expert that the busiest rank receives, in steps of 10 ms.
     assert late.late == -(-(25 + at_once.moves_busiest) // 10)
     decided = plan(Window(HEAT_TLE[:40]), LINEAR, LINEAR.default_log2phy(), Topology.flat(4), settings)
@@ -90,7 +105,7 @@ def test_a_decision_takes_effect_when_it_is_solved_and_its_weights_are_there():
 
 def test_while_weights_are_under_way_no_other_decision_is_made():
     decisions = (
-        run(["flashlb"], costs=Costs(step_ms=1, solve_ms=44.5, bytes_per_expert=1)).policies[0].decisions
+        run(["deepseek"], costs=Costs(step_ms=1, solve_ms=44.5, bytes_per_expert=1)).policies[0].decisions
     )
     assert [decision.late for decision in decisions[:2]] == [30, 15]
     assert decisions[0].layers_changed > 0
@@ -174,10 +189,9 @@ def test_policies_that_fail_are_reported_in_one_line(name, message):
 
 
 def test_every_ablation_is_a_setting_that_differs():
-    of_clock = [name for name in NAMES if name != ON_CHANGE]
-    policies = [Job.of(name, SETUP, name, PlannerSettings(max_layers=2)) for name in of_clock]
+    policies = [Job.of(name, SETUP, name, PlannerSettings(max_layers=2)) for name in NAMES]
     switched = {(policy.settings, policy.search) for policy in policies}
-    assert len(switched) == len(of_clock) == 3 + len(ABLATIONS)
+    assert len(switched) == len(NAMES) == 3 + len(ABLATIONS)
 
 
 def test_moves_are_experts_that_a_rank_did_not_hold():
@@ -267,7 +281,7 @@ class CountedTrace(ArrayTrace):
         return super().heat(first, last)
 
 
-@pytest.mark.parametrize("policy", ["none", ON_CHANGE])
+@pytest.mark.parametrize("policy", ["none", "flashlb"])
 def test_each_step_is_read_once_from_front_to_back(policy):
     trace = CountedTrace(HEAT_TLE)
     job = Job.of(policy, Setup(5, 40, 13), policy, PlannerSettings())

@@ -15,6 +15,7 @@ from eplb_service.solver.window import (
     FEWEST_TO_TRIM,
     MOST_LAGS,
     Forecast,
+    _skewness,
     _trimmed_mean,
     choose_forecast,
     forecast_heat,
@@ -137,6 +138,28 @@ def test_bursts_are_left_out_of_what_is_expected_and_drift_is_not() -> None:
     base_NE, walking_NE = np.full((64, 64), 5.0), drifting(64, 64, 1)
     for heat_NE in (base_NE, walking_NE):
         assert not choose_forecast(*halves_of(heat_NE, RANKS), half_life_H).trimmed
+
+
+@settings(max_examples=30)
+@given(st.integers(1, 40), st.integers(1, 6), SEEDS, st.booleans())
+def test_skewness_is_the_mean_of_the_experts(episodes: int, experts: int, seed: int, bursts: bool) -> None:
+    seen = heat_of((with_bursts_of if bursts else drifting)(episodes, experts, seed), RANKS)
+    scaled_EN, share_N = as_floats(seen)
+    wanted = []
+    for row_N in scaled_EN[:, share_N > 0]:
+        moments = [((row_N - row_N.mean()) ** power).mean() if row_N.size else 0.0 for power in (2, 3)]
+        if moments[0] ** 0.5 > 1e-4 * (row_N.mean() if row_N.size else 0.0):
+            wanted.append(moments[1] / moments[0] ** 1.5)
+    assert _skewness(seen) == pytest.approx(np.mean(wanted) if wanted else 0.0, rel=1e-2, abs=1e-2)
+
+
+def test_where_two_kinds_of_heat_take_turns_no_mean_is_trimmed() -> None:
+    generator = np.random.default_rng(0)
+    one_E, other_E = generator.dirichlet(np.ones(64), 2)
+    # The half with least is the kind that was there longer, and the newer half happens to be of it.
+    kinds_NE = np.array([one_E] * 24 + [other_E] * 8 + [one_E] * 32)
+    heat_NE = np.stack([generator.multinomial(20_000, row_E) for row_E in kinds_NE]).astype(float)
+    assert not choose_forecast(*halves_of(heat_NE, RANKS), np.array([math.inf])).trimmed
 
 
 def test_means_are_not_trimmed_of_few_episodes_or_where_that_is_switched_off() -> None:

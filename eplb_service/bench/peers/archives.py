@@ -57,6 +57,13 @@ VLLM_ASCEND = Package(
     "vllm_ascend/eplb/core/policy/",
     "a3b9f4a5dd7aa50c37e03d1f35937c4ae5aeacc49b734cac74d59ce5757738e1",
 )
+VLLM_ASCEND_NEXT = Package(
+    "vllm-ascend",
+    "0.30.0rc2",
+    "vllm_ascend-0.30.0rc2.tar.gz",
+    "vllm_ascend/distributed/eplb/policy/",
+    "05cb51448c0cd174ea338b16ebbfc8e215f44b373ea2a0d65f1314523a01152f",
+)
 VLLM = Package(
     "vllm",
     "0.33.0",

@@ -5,13 +5,22 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from statistics import NormalDist
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
 from eplb_service.bench.decision import Decision, Int32, Policy, Scene
-from eplb_service.bench.peers.archives import SGLANG, VLLM, VLLM_ASCEND, Package, import_from, stand_in
+from eplb_service.bench.peers.archives import (
+    SGLANG,
+    VLLM,
+    VLLM_ASCEND,
+    VLLM_ASCEND_NEXT,
+    Package,
+    import_from,
+    stand_in,
+)
 
 
 class _FlashLB:
@@ -54,6 +63,48 @@ class _AscendPolicy:
         now = self._torch.from_numpy(scene.placement_LRS.copy())
         (_, _, found), cpu, wall = _timed(lambda: self._policy.rebalance_experts(now, workload))
         return _decision(scene, np.asarray(found, dtype=np.int32), cpu, wall)
+
+
+_STAIR = {
+    "load_window_bins": 64,
+    "z_score": NormalDist().inv_cdf(0.75),
+    "relative_balance_threshold": 0.95,
+    "absolute_balance_threshold": 0.9,
+    "rank_transfer_limit": -1,
+    "cross_node_transfer_limit": -1,
+    "replica_search_num_stages": 4,
+    "replica_search_radius": 8,
+    "replica_search_beam_size": 64,
+    "placement_search_backtrack_limit": 32,
+}
+"""STAIR's settings and their defaults; the module that declares them imports all of the engine."""
+
+
+class _Stair:
+    """vLLM-Ascend's STAIR, which changes layers whose balance has fallen since it last did."""
+
+    def __init__(self) -> None:
+        folder = VLLM_ASCEND_NEXT.folder.strip("/")
+        contents = {"__path__": [str(VLLM_ASCEND_NEXT.root / folder)], "PreparedLoadStats": None}
+        _torch()
+        stand_in("vllm.distributed", {"__path__": [], "get_eplb_group": None})
+        stand_in("vllm.distributed.eplb.policy", {"AbstractEplbPolicy": object})
+        stand_in("vllm_ascend.ascend_config", {"StairConfig": None})
+        stand_in(folder.replace("/", "."), contents)
+        self._policy = import_from(VLLM_ASCEND_NEXT, "stair").StairEplbPolicy
+        self._committed_L = np.zeros(0)
+
+    def decide(self, scene: Scene) -> Decision:
+        """Takes the window step by step and expert by expert; one node."""
+        layers, ranks, _ = scene.placement_LRS.shape
+        if self._committed_L.size != layers:
+            self._committed_L = np.full(layers, np.nan)
+        asked = scene.heat_TLE.astype(np.float64), scene.placement_LRS.astype(np.int64), self._committed_L
+        one_node_R, settings = np.zeros(ranks, dtype=np.int64), SimpleNamespace(**_STAIR)
+        found, cpu, wall = _timed(lambda: self._policy.plan_rebalance(*asked, one_node_R, settings))
+        predicted_L = found.predicted_mean_ratios
+        self._committed_L = np.where(np.isnan(predicted_L), self._committed_L, predicted_L)
+        return _decision(scene, np.asarray(found.rank_expert_ids, dtype=np.int32), cpu, wall)
 
 
 class _VllmDefault:
@@ -100,6 +151,7 @@ FLASHLB = "FlashLB"
 
 PEERS: dict[str, tuple[Package, Callable[[], Policy]]] = {
     FLASHLB: (VLLM_ASCEND, _FlashLB),
+    "STAIR": (VLLM_ASCEND_NEXT, _Stair),
     "Swift": (VLLM_ASCEND, lambda: _AscendPolicy("policy_swift_balancer", "SwiftBalanceEplb")),
     "Ascend default": (VLLM_ASCEND, lambda: _AscendPolicy("policy_default_eplb", "DefaultEplb")),
     "vLLM default": (VLLM, _VllmDefault),

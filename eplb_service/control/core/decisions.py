@@ -65,7 +65,7 @@ class Decisions:
         if self.pace is None:
             return self
         pace = self.pace.dismissed() if outlook.burst else self.pace
-        pace = pace.after_decision(changed=changed, paid=outlook.paid)
+        pace = pace.after_decision(changed=changed, paid=outlook.paid).charged(outlook.cost)
         if changed:
             return replace(self, pace=pace, promise=outlook.promise, before=live, replaced_at=None)
         return replace(self, pace=pace.serving(outlook.promise), promise=None, before=None, replaced_at=None)
@@ -80,9 +80,10 @@ class Decisions:
         # What serves then was never decided on: nothing is expected of it before the next decision.
         return replace(self, promise=None, before=None)
 
-    def appraised(self, worth: Worth, fitted: CostCurve | None) -> Decisions:
-        """Note the gain of balancing on the last decision's steps.
+    def appraised(self, worth: Worth, fitted: CostCurve | None, cost: float = 0.0) -> Decisions:
+        """Note the gain of balancing on the last decision's steps; so many steps pay for the CPU of that.
 
         A curve that they speak for is kept though the next ones say nothing: it is the device's, not the placement's.
         """
-        return replace(self, worth=worth, fitted=fitted or self.fitted)
+        pace = self.pace and self.pace.charged(cost)
+        return replace(self, worth=worth, fitted=fitted or self.fitted, pace=pace)

@@ -357,8 +357,8 @@ class Deployment:
         if self.heat is None:
             groups_R = self._here.topology.token_groups_R
             self.heat = HeatAssembler(shape, limits.window_steps, limits.pending_steps, groups_R)
-            if limits.first_decision is not None:
-                pace = Pace(limits.first_decision, limits.window_steps)
+            if limits.interval is not None and not limits.by_clock:
+                pace = Pace(limits.interval, limits.window_steps, limits.interval)
                 self.decisions = replace(self.decisions, pace=pace)
         for layer, (epoch, table_RE) in enumerate(zip(live.layer_epochs, live.tables_L, strict=True)):
             self.heat.placements.place(layer, epoch, live.placement.phy2log_LRS[layer], table_RE)

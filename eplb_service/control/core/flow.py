@@ -35,8 +35,12 @@ class Limits:
         Steps that the fastest rank's reports may be ahead of the slowest's; also the most steps of one report.
     plan_timeout
         Seconds of silence that end a plan.
-    first_decision, interval
-        Steps before the first decision where later ones follow what is realised; steps between those by the clock.
+    interval
+        Steps before the first decision, and between later ones at most.
+    by_clock
+        Decisions fall every interval, whatever is realised: the policy is not this project's.
+    cpu_share
+        Part of a core that decisions take, on average over several intervals.
     report_steps
         Steps of the ranks' reports; ``None`` where they follow the number of ranks.
     """
@@ -44,8 +48,9 @@ class Limits:
     window_steps: int
     pending_steps: int
     plan_timeout: float
-    first_decision: int | None = None
     interval: int | None = None
+    by_clock: bool = False
+    cpu_share: float = 1.0
     report_steps: int | None = None
 
     @property
@@ -56,14 +61,13 @@ class Limits:
     def steps_per_report(self, ranks: int) -> int:
         """Steps that each of so many ranks gathers into one report.
 
-        A report's cost hardly depends on its steps, so that many ranks send long ones; but where changes are decided
-        on after a few steps, long reports would make that later.
+        A report's cost hardly depends on its steps, so that many ranks send long ones, and a change of their heat is
+        noticed so many steps later.
         """
         if self.report_steps is not None:
             return self.report_steps
-        steps = FEWEST_STEPS
-        most = FEWEST_STEPS if self.first_decision is not None else self.decision_steps // _PART_OF_WINDOW
-        while ranks > _RANKS_PER_STEP * steps and 2 * steps <= min(most, MOST_STEPS):
+        steps, most = FEWEST_STEPS, min(self.decision_steps // _PART_OF_WINDOW, MOST_STEPS)
+        while ranks > _RANKS_PER_STEP * steps and 2 * steps <= most:
             steps *= 2
         return steps
 

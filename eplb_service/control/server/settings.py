@@ -107,11 +107,12 @@ class ServiceSettings(_PlannerFields):
     decision_interval: int = Field(
         256,
         ge=1,
-        description="steps before the first decision and, with decide_on interval, between decisions",
+        description="steps before the first decision and, at most, between decisions; fewer where heat changes",
     )
-    decide_on: Literal["change", "interval"] = Field(
-        "interval",
-        description="decide every decision_interval steps, or when realised balance departs from the plan's",
+    cpu_share: float = Field(
+        0.1,
+        gt=0,
+        description="part of a core that a deployment's decisions take in the long run; later ones wait for it",
     )
     prior: str | None = Field(
         None, description="heat for first plans, as DEPLOYMENT=SOURCE,...: another deployment, or a trace"

@@ -9,10 +9,12 @@ import numpy as np
 from eplb_service.control.core.decisions import Decisions
 from eplb_service.planner.pace import Pace
 from eplb_service.planner.plan import Outlook, Promise
+from eplb_service.wire.operator import Worth
 from tests.control.core.story import Story
 
 OUTLOOK = Outlook(Promise(np.full(3, 1.2), np.full(3, 1e-4), np.ones(3), 64))
 LIVE = Story().live
+WORTH = Worth(64, 2.0, 1.5, 1.2, "the best", 0.5, 0.4, 0.6, "assumed", "by tokens", 64)
 
 
 def serving(decisions: Decisions, steps: int, ratio: float) -> Decisions:
@@ -20,7 +22,7 @@ def serving(decisions: Decisions, steps: int, ratio: float) -> Decisions:
 
 
 def decided_once() -> Decisions:
-    decisions = serving(Decisions(pace=Pace(first=8, memory=64)), 8, 1.2)
+    decisions = serving(Decisions(pace=Pace(first=8, memory=64, longest=64)), 8, 1.2)
     assert decisions.pace is not None
     assert decisions.pace.due
     return decisions.deciding(8)
@@ -32,7 +34,7 @@ def is_alarmed(decisions: Decisions) -> bool:
 
 
 def test_steps_of_one_report_are_all_counted_though_a_decision_is_due_among_them() -> None:
-    pace = serving(Decisions(pace=Pace(first=8, memory=64)), 50, 1.2).pace
+    pace = serving(Decisions(pace=Pace(first=8, memory=64, longest=64)), 50, 1.2).pace
     assert pace is not None
     assert (pace.seen, pace.due) == (50, True)
 
@@ -65,6 +67,15 @@ def test_a_departure_that_was_a_burst_is_dismissed_with_the_decision() -> None:
         assert is_alarmed(decided) is not burst
         assert decided.pace is not None
         assert decided.pace.seen == 12
+
+
+def test_cpu_of_decisions_and_of_appraisals_puts_the_next_decision_off() -> None:
+    decided = decided_once().decided(replace(OUTLOOK, cost=100.0), LIVE, changed=False)
+    assert decided.pace is not None
+    assert decided.pace.due_at == 100
+    appraised = decided.appraised(WORTH, None, 30.5).pace
+    assert appraised is not None
+    assert appraised.due_at == 131
 
 
 def test_the_end_of_a_plan_that_this_service_did_not_make_changes_nothing() -> None:

@@ -24,7 +24,6 @@ def test_many_ranks_send_long_reports_of_at_most_a_fourth_of_a_window(
 
 def test_a_number_that_was_set_stays_and_changes_are_decided_on_by_short_reports() -> None:
     assert {Limits(512, 64, 60.0, report_steps=8).steps_per_report(ranks) for ranks in (1, 4096)} == {8}
-    assert Limits(512, 256, 60.0, first_decision=256).steps_per_report(4096) == 16
 
 
 RANKS = 8

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,10 +15,10 @@ from eplb_service.control.server.settings import SettingsError
 from eplb_service.cost.curve import CostCurve
 from eplb_service.cost.moving import NOTHING_MEASURED
 from eplb_service.heat.assembler import RememberedHeat
+from eplb_service.heat.sources import StepTimes
 from eplb_service.placement import Int32, mean_par, par
 from eplb_service.planner.pace import Pace
 from eplb_service.planner.plan import Outlook, Promise
-from eplb_service.planner.score import rank_loads
 from eplb_service.planner.settings import PlannerSettings
 from eplb_service.planner.topology import Topology
 from eplb_service.wire.codec import unpack
@@ -33,6 +34,7 @@ from tests.control.fake_group import (
     skewed_heat,
 )
 from tests.control.server.test_service import settings, tick, until
+from tests.planner.drawn import rank_loads
 
 
 def heat(steps: int, seed: int) -> Int32:
@@ -42,7 +44,7 @@ def heat(steps: int, seed: int) -> Int32:
     return np.stack(drawn, axis=1).astype(np.int32)
 
 
-def asked(heat_TLE: Int32, interval: int | None, decisions: Decisions | None = None) -> DecisionInputs:
+def asked(heat_TLE: Int32, decisions: Decisions | None = None) -> DecisionInputs:
     return DecisionInputs(
         RememberedHeat(tuple(heat_TLE), (LAYERS, EXPERTS)),
         live_of(first_placement()),
@@ -51,31 +53,44 @@ def asked(heat_TLE: Int32, interval: int | None, decisions: Decisions | None = N
         PlannerSettings(threads=1),
         decisions or Decisions(),
         NOTHING_MEASURED,
-        interval=interval,
     )
 
 
-@pytest.mark.parametrize(
-    ("interval", "least", "serves"), [(None, 200, None), (256, 200, None), (64, 128, 64.0)]
-)
-def test_still_heat_is_looked_at_beyond_an_interval(
-    interval: int | None, least: int, serves: float | None
-) -> None:
-    inputs = asked(heat(200, 0), interval)
-    assert least <= inputs.looked_at.steps <= 200
-    assert inputs.serving_steps == serves
+def paced(steps: int, interval: int) -> Decisions:
+    """Before the first decision, after so many steps."""
+    return Decisions(pace=Pace(steps, memory=512, longest=interval, seen=steps, due_at=steps))
+
+
+def test_where_no_pace_is_known_all_heat_is_looked_at() -> None:
+    inputs = asked(heat(200, 0))
+    assert (inputs.looked_at.steps, inputs.serving_steps) == (200, None)
+
+
+def test_still_heat_is_looked_at_beyond_an_interval() -> None:
+    inputs = asked(heat(200, 0), paced(200, 64))
+    assert 128 <= inputs.looked_at.steps <= 200
+    assert inputs.serving_steps == 32.0
 
 
 def test_heat_from_before_a_change_is_left_out() -> None:
     changed_TLE = np.concatenate([heat(136, 0), heat(64, 1)])
-    assert asked(changed_TLE, 64).looked_at.steps <= 64
-    assert asked(changed_TLE, 256).looked_at.steps == 200
+    assert asked(changed_TLE, paced(200, 64)).looked_at.steps <= 64
+
+
+def test_cpu_is_paid_for_by_steps_as_long_as_they_are_measured_to_be() -> None:
+    inputs = replace(asked(heat(8, 0)), cpu_share=0.1)
+    assert inputs.steps_paying(0.4) == pytest.approx(100)
+    times = StepTimes(np.full(8, 10_000.0), np.full(8, np.nan))
+    assert replace(inputs, times=times).steps_paying(0.4) == pytest.approx(400)
+    assert decide(inputs)[1].cost > 0
 
 
 def departed(before: int) -> Decisions:
     """After so many steps, and four more whose ratio left what was promised."""
     promise = Promise(np.full(LAYERS + 1, 1.2), np.full(LAYERS + 1, 1e-4), np.ones(LAYERS + 1), before)
-    decisions = Decisions(pace=Pace(first=before, memory=512)).after_steps(np.full((before, LAYERS), 1.2))
+    decisions = Decisions(pace=Pace(first=before, memory=512, longest=512)).after_steps(
+        np.full((before, LAYERS), 1.2)
+    )
     decisions = decisions.deciding(before).decided(
         Outlook(promise), live_of(first_placement()), changed=False
     )
@@ -86,11 +101,11 @@ def departed(before: int) -> Decisions:
 
 
 def test_where_ratios_left_what_was_promised_heat_says_whether_that_is_a_change() -> None:
-    changed = asked(np.concatenate([heat(100, 0), heat(4, 1)]), None, departed(100))
+    changed = asked(np.concatenate([heat(100, 0), heat(4, 1)]), departed(100))
     assert (changed.looked_at.steps, changed.serving_steps) == (4, 100.0)
     assert not decide(changed)[1].burst
-    burst = asked(heat(104, 0), None, departed(100))
-    assert (burst.looked_at.steps, burst.serving_steps) == (104, 8.0)
+    burst = asked(heat(104, 0), departed(100))
+    assert (burst.looked_at.steps, burst.serving_steps) == (104, 32.0)
     assert decide(burst)[1].burst
 
 

@@ -22,7 +22,7 @@ from eplb_service.heat.window import HeatError, Window
 from eplb_service.io.open_trace import open_trace
 from eplb_service.planner.counterfactual import counterfactual, priced
 from eplb_service.planner.decide import plan
-from eplb_service.planner.pace import Pace, looked_back, paying_steps
+from eplb_service.planner.pace import Pace
 from eplb_service.planner.plan import Outlook, Plan, Serving, gain_over, promise_for
 from eplb_service.planner.settings import PlannerSettings
 from eplb_service.planner.topology import Topology
@@ -33,6 +33,9 @@ from eplb_service.wire.operator import Worth
 class PriorError(ValueError):
     """A prior that is of no use; the message says which and why."""
 
+
+_STEP_US = 40_000.0
+"""Microseconds that a step is taken to last until the ranks have measured any."""
 
 Prior: TypeAlias = tuple[RememberedHeat, str]
 """Heat that a deployment is placed for before it has any of its own, and where it comes from."""
@@ -108,7 +111,7 @@ class DecisionInputs:
 
     ``found`` is the layout that served when the ranks first came together, ``None`` where unknown; ``decisions`` are
     those before, and when they are due. Costs of ``moving`` and ``times`` of the remembered steps are what the ranks
-    have measured; ``interval`` is steps between decisions by the clock. Both last are ``None`` for a prior.
+    have measured; the latter are ``None`` for a prior. ``cpu_share`` is the part of a core that decisions take.
     """
 
     heat: RememberedHeat
@@ -119,7 +122,7 @@ class DecisionInputs:
     decisions: Decisions
     moving: MovingCosts
     times: StepTimes | None = None
-    interval: int | None = None
+    cpu_share: float = 1.0
 
     @classmethod
     def of(
@@ -144,7 +147,7 @@ class DecisionInputs:
             deployment.decisions,
             moving,
             heat.step_times(live.layer_epochs),
-            deployment.limits.interval,
+            deployment.limits.cpu_share,
         )
 
     @cached_property
@@ -167,21 +170,22 @@ class DecisionInputs:
     def looked_at(self) -> Window:
         """The steps to decide on."""
         heat_TLE = self.window.heat_TLE
-        if self.pace is not None:
-            return self.newest(self.pace.window_steps(heat_TLE))
-        return self.newest(len(heat_TLE) if self.interval is None else looked_back(heat_TLE, self.interval))
+        return self.newest(len(heat_TLE) if self.pace is None else self.pace.window_steps(heat_TLE))
 
     @property
     def serving_steps(self) -> float | None:
         """Steps that the result is expected to serve; ``None`` where that is as many as are looked at."""
-        if self.pace is not None:
-            return self.pace.serving_steps
-        return None if self.interval is None else paying_steps(self.window.steps, self.interval)
+        return None if self.pace is None else self.pace.serving_steps
+
+    def steps_paying(self, cpu_seconds: float) -> float:
+        """Steps in which decisions may take so much CPU."""
+        step_us = None if self.times is None else self.times.mean_us
+        return cpu_seconds / (self.cpu_share * (step_us or _STEP_US) / 1e6)
 
 
 def decide(inputs: DecisionInputs) -> tuple[Plan, Outlook, float]:
     """Return the plan, what is to be watched of it, and the seconds that it took."""
-    started = time.perf_counter()
+    started, taken = time.perf_counter(), time.process_time()
     live, settings, worth = inputs.live, inputs.settings, inputs.decisions.worth
     if settings.fitted_curve and settings.cost_curve is None:
         settings = replace(settings, cost_curve=inputs.decisions.fitted)
@@ -196,18 +200,26 @@ def decide(inputs: DecisionInputs) -> tuple[Plan, Outlook, float]:
         priced(inputs.moving, worth, live.placement.layers),
     )
     promise = promise_for(window, live.serving, made, split)
-    won = None if inputs.found is None else gain_over(window, inputs.found, live.serving, split)
+    won = None
+    if inputs.found is not None:
+        won = gain_over(window, inputs.found, live.serving, split, inputs.serving_steps)
     burst = inputs.pace is not inputs.decisions.pace
-    return made, Outlook(promise, _paid(inputs), won, burst), time.perf_counter() - started
+    cost = inputs.steps_paying(time.process_time() - taken)
+    return made, Outlook(promise, _paid(inputs), won, burst, cost), time.perf_counter() - started
 
 
-def appraise(inputs: DecisionInputs, decided: Plan) -> tuple[Worth, CostCurve | None] | None:
-    """Return what balancing is worth on all steps that are remembered; ``None`` where that cannot be said."""
+def appraise(inputs: DecisionInputs, decided: Plan) -> tuple[Worth, CostCurve | None, float] | None:
+    """Return what balancing is worth on all steps that are remembered; ``None`` where that cannot be said.
+
+    The last of it are the steps that pay for its CPU.
+    """
+    taken = time.process_time()
     if inputs.found is None or inputs.times is None:
         return None
-    return counterfactual(
+    found = counterfactual(
         inputs.window, inputs.found, inputs.live.serving, decided, inputs.settings, inputs.times
     )
+    return None if found is None else (*found, inputs.steps_paying(time.process_time() - taken))
 
 
 def _paid(inputs: DecisionInputs) -> bool | None:

@@ -41,8 +41,9 @@ def limits_of(settings: ServiceSettings) -> Limits:
         window_steps=settings.window_steps,
         pending_steps=pending,
         plan_timeout=_PLAN_SECONDS,
-        first_decision=settings.decision_interval if settings.decide_on == "change" else None,
         interval=settings.decision_interval,
+        by_clock=settings.planner().policy != "flashlb",
+        cpu_share=settings.cpu_share,
         report_steps=steps,
     )
 
