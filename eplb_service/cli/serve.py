@@ -6,6 +6,7 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
+import structlog
 import typer
 
 from eplb_service.cli.options import UserError, option, setting_option, takes_options
@@ -17,6 +18,8 @@ from eplb_service.control.server.settings import ServiceSettings, SettingsError,
 from eplb_service.control.server.store import StoreError
 from eplb_service.planner.settings import PlannerSettings
 from eplb_service.telemetry.logs import configure_logs
+
+_log = structlog.get_logger(__name__)
 
 _LEASE_LOST_EXIT_CODE = 1
 
@@ -52,6 +55,12 @@ def serve(
     try:
         settings = load_settings(flags, config)
         configure_logs(settings.log_level)
+        if flags.get("auth_token") is not None:
+            _log.warning(
+                "token_on_command_line",
+                reason="every user of this machine can read a command line, and with it the token of --auth-token: "
+                "name a file of credentials with --credentials, or set EPLB_AUTH_TOKEN",
+            )
         asyncio.run(serve_until_stopped(settings, _announce))
     except LeaseLostError as error:
         # No mistake of a user's: whoever supervises the process starts it again, and it waits for the lease.

@@ -198,6 +198,11 @@ class PendingSteps:
         rank = int(self._end_R.argmin())
         return rank, int(self._end_R[rank])
 
+    def behind(self, steps: int) -> tuple[list[int], int]:
+        """Return the ranks whose heat is more than ``steps`` behind the furthest rank's, and how far at most."""
+        late_R = int(self._end_R.max()) - self._end_R
+        return np.flatnonzero(late_R > steps).tolist(), int(late_R.max())
+
     def is_ahead(self, rank: int, report: HeatReport) -> bool:
         """Return whether ``report`` would push out steps that a slower rank may still report.
 

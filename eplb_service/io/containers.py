@@ -32,6 +32,11 @@ Record: TypeAlias = tuple[str, Mapping[str, Any]]
 """One record, and where it is, for messages: ``line 3``, ``entry 2``."""
 
 _MOST_PICKLE_BYTES = 64 << 20
+_OBJECT_BYTES = 96
+"""Memory of the largest object that one byte of a pickle makes."""
+_PACKED_AT_MOST = 2000
+"""Bytes that one byte of a file may unpack to: deflate gives 1,032 zeros, and counts in rows are far below."""
+_UNPACKED_ANYWAY = 256 << 20
 _MOST_DIMENSIONS = 8
 _MOST_NUMBER = 1 << 62
 _MOST_COUNT = np.iinfo(np.int32).max
@@ -52,7 +57,7 @@ _TYPES = {
 _REFUSED_OPCODES = frozenset(
     {
         *("INST", "OBJ", "NEWOBJ", "NEWOBJ_EX", "BUILD", "EXT1", "EXT2", "EXT4", "PERSID", "STACK_GLOBAL"),
-        *("NEXT_BUFFER", "READONLY_BUFFER"),
+        *("NEXT_BUFFER", "READONLY_BUFFER", "EMPTY_SET", "FROZENSET", "BYTEARRAY8"),
     }
 )
 _PUTS = frozenset(("PUT", "BINPUT", "LONG_BINPUT"))
@@ -111,18 +116,30 @@ def read_npy_bytes(content: bytes) -> Array:
 def read_npz(path: Path) -> dict[str, Array]:
     """All arrays of an ``.npz`` by name; raises ``HeatError``."""
     with refusing("archive of arrays"), zipfile.ZipFile(path) as archive:
-        check_fits_memory(sum(member.file_size for member in archive.infolist()))
+        _check_members(archive, path)
         members = [name for name in archive.namelist() if name.endswith(".npy")]
         return {name.removesuffix(".npy"): read_npy_bytes(archive.read(name)) for name in members}
 
 
-def check_fits_memory(claimed: int) -> None:
-    """Raise ``HeatError`` where a file claims more bytes than this machine has memory."""
+def _check_members(archive: zipfile.ZipFile, path: Path) -> None:
+    """Raise ``HeatError`` where members of a zip unpack to too much, or without a bound."""
+    members = archive.infolist()
+    if any(one.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED) for one in members):
+        raise HeatError("is compressed in a way that neither numpy nor torch uses; it is damaged or hostile")
+    check_fits_memory(sum(one.file_size for one in members), path.stat().st_size)
+
+
+def check_fits_memory(claimed: int, packed: int | None = None) -> None:
+    """Raise ``HeatError`` where a file claims more bytes than this machine has, or ``packed`` bytes could mean."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if claimed > memory:
         raise HeatError(
             f"claims {claimed / 2**30:.0f} GiB of numbers, more than this machine's memory of "
             f"{memory / 2**30:.0f} GiB; it is damaged, or must be converted in parts"
+        )
+    if packed is not None and claimed > max(_UNPACKED_ANYWAY, _PACKED_AT_MOST * packed):
+        raise HeatError(
+            f"asks for {claimed / 2**30:.1f} GiB of memory, though it has {packed} bytes; it is damaged or hostile"
         )
 
 
@@ -141,13 +158,36 @@ def read_torch(path: Path) -> Any:
         pickles = [name for name in archive.namelist() if name.endswith("/data.pkl")]
         if len(pickles) != 1 or archive.getinfo(pickles[0]).file_size > _MOST_PICKLE_BYTES:
             raise HeatError("is a zip without the data.pkl of a torch file, of up to 64 MiB")
+        _check_members(archive, path)
+        packed = path.stat().st_size
+        check_fits_memory(_OBJECT_BYTES * archive.getinfo(pickles[0]).file_size, packed)
         folder = pickles[0].removesuffix("data.pkl")
         if f"{folder}byteorder" in archive.namelist() and archive.read(f"{folder}byteorder") != b"little":
             raise HeatError("was written on a big-endian machine, which is not read")
-        check_fits_memory(sum(member.file_size for member in archive.infolist()))
         program = archive.read(pickles[0])
         _check_program(program)
-        return _Reader(program, archive, folder).load()
+        document = _Reader(program, archive, folder, packed).load()
+        check_fits_memory(_unshared_bytes(document, {}), packed)
+        return document
+
+
+def _unshared_bytes(value: Any, sizes: dict[int, int | None]) -> int:
+    """Return the memory of the numbers in ``value`` were nothing of it shared, as an array of it would take it.
+
+    A pickle of a few hundred bytes names one list many times over in others. ``sizes`` are of containers seen so far.
+    """
+    if isinstance(value, np.ndarray):
+        return int(value.nbytes)
+    if not isinstance(value, list | tuple | dict):
+        return 8
+    if id(value) not in sizes:
+        sizes[id(value)] = None
+        parts = value.values() if isinstance(value, dict) else value
+        sizes[id(value)] = sum(_unshared_bytes(part, sizes) for part in parts)
+    size = sizes[id(value)]
+    if size is None:
+        raise HeatError("holds a container that holds itself; it is damaged or hostile")
+    return size
 
 
 def _check_program(program: bytes) -> None:
@@ -165,16 +205,17 @@ def _check_program(program: bytes) -> None:
 class _Reader(pickle.Unpickler):
     """Resolves the names of ``find_class`` and no other; a storage is the flat array of its numbers."""
 
-    def __init__(self, program: bytes, archive: zipfile.ZipFile, folder: str) -> None:
+    def __init__(self, program: bytes, archive: zipfile.ZipFile, folder: str, packed: int) -> None:
         super().__init__(io.BytesIO(program), encoding="utf-8")
         self._archive = archive
         self._folder = folder
+        self._packed, self._unpacked = packed, 0
         self._storages: dict[str, Array] = {}
 
     def find_class(self, module: str, name: str) -> Any:
         """Resolve a global name of the pickle; raises ``HeatError`` on any that is not a tensor's."""
         known = {
-            ("torch._utils", "_rebuild_tensor_v2"): _tensor,
+            ("torch._utils", "_rebuild_tensor_v2"): self._tensor,
             ("collections", "OrderedDict"): dict,
             ("torch", "Size"): tuple,
             **{("torch", storage): dtype for storage, dtype in _TYPES.items()},
@@ -202,9 +243,17 @@ class _Reader(pickle.Unpickler):
                 self._storages[key] = np.frombuffer(data, dtype, count)
         return self._storages[key]
 
+    def _tensor(self, storage: Array, offset: int, size: tuple[int, ...], *more: Any) -> Array:
+        """The tensor of a storage, where all of them so far are not too much: strides of 0 make much of little."""
+        tensor = _view(storage, offset, size, *more)
+        self._unpacked += tensor.nbytes
+        check_fits_memory(self._unpacked, self._packed)
+        copied: Array = tensor.copy()
+        return copied
 
-def _tensor(storage: Array, offset: int, size: tuple[int, ...], stride: tuple[int, ...], *_: Any) -> Array:
-    """The array that a tensor's offset, size and strides (in elements) cut out of its storage, as a copy."""
+
+def _view(storage: Array, offset: int, size: tuple[int, ...], stride: tuple[int, ...], *_: Any) -> Array:
+    """The array that a tensor's offset, size and strides (in elements) cut out of its storage."""
     numbers = (offset, *size, *stride)
     # Numbers of numpy would overflow, and the bounds below with them.
     if not all(type(number) is int and number >= 0 for number in numbers) or len(size) > _MOST_DIMENSIONS:
@@ -216,13 +265,11 @@ def _tensor(storage: Array, offset: int, size: tuple[int, ...], stride: tuple[in
     last = offset + sum((length - 1) * step for length, step in zip(size, stride, strict=True))
     if 0 not in size and last >= storage.size:
         raise HeatError(f"describes a tensor {list(size)} beyond the {storage.size} numbers there")
-    check_fits_memory(math.prod(size) * storage.itemsize)
     if 0 in size:
         return np.zeros(size, dtype=storage.dtype)
     bytes_stride = [step * storage.itemsize for step in stride]
     view: Array = np.lib.stride_tricks.as_strided(storage[offset:], size, bytes_stride, writeable=False)
-    copied: Array = view.copy()
-    return copied
+    return view
 
 
 def files_of_ranks(folder: Path, pattern: str) -> dict[int, Path]:

@@ -50,6 +50,11 @@ class Target:
     channel: grpc.aio.Channel
 
     @property
+    def health_address(self) -> str:
+        """Port of health checks alone."""
+        return self.service._flags[self.service._flags.index("--health") + 1]
+
+    @property
     def stub(self) -> Any:
         """The operators' calls."""
         return operator_pb2_grpc.OperatorServiceStub(self.channel)

@@ -9,7 +9,7 @@ import pytest
 
 from tests.attacks.attempts import ATTEMPTS, Attempt
 from tests.attacks.target import CREDENTIALS, FLAGS, Target
-from tests.e2e.service import Service
+from tests.e2e.service import Service, free_address
 
 pytestmark = [pytest.mark.faults]
 _MOST_BYTES = 1 << 30
@@ -26,8 +26,10 @@ def services(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Services]:
     credentials = folder / "credentials.yaml"
     credentials.write_text(CREDENTIALS)
     with (
-        Service(folder, *flags) as unlocked,
-        Service(folder / "locked", *flags, "--credentials", str(credentials)) as locked,
+        Service(folder, *flags, "--health", free_address()) as unlocked,
+        Service(
+            folder / "locked", *flags, "--health", free_address(), "--credentials", str(credentials)
+        ) as locked,
     ):
         yield {False: unlocked, True: locked}
 
@@ -36,13 +38,14 @@ def services(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Services]:
 def table() -> Iterator[list[tuple[Attempt, str]]]:
     rows: list[tuple[Attempt, str]] = []
     yield rows
-    print("\n\n| attempt | service | came of it |\n|---|---|---|")
+    print("\n\n| attempt | service | proves that | came of it |\n|---|---|---|---|")
     for attempt, outcome in rows:
-        print(f"| {attempt.name} | {'locked' if attempt.locked else 'open'} | {outcome} |")
+        service = "locked" if attempt.locked else "open"
+        print(f"| {attempt.name} | {service} | {attempt.proves} | {outcome} |")
 
 
 def test_there_are_enough() -> None:
-    assert len(ATTEMPTS) >= 25
+    assert len({attempt.name for attempt in ATTEMPTS}) == len(ATTEMPTS) >= 50
 
 
 @pytest.mark.parametrize("attempt", ATTEMPTS, ids=lambda attempt: attempt.name)

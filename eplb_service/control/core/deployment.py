@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 
 from eplb_service.control.core.decisions import Decisions
 from eplb_service.control.core.errors import ConflictError, RefusedError
-from eplb_service.control.core.flow import Limits, Shedding, Stall
+from eplb_service.control.core.flow import Late, Limits, Shedding, Stall
 from eplb_service.control.core.group import Assembled, Attendance, Group, Member, rank_list
 from eplb_service.control.core.leader import clock_of
 from eplb_service.control.core.live_placement import LivePlacement
@@ -89,8 +89,9 @@ class Deployment:
         Ratio that each switched layer's plan promised, by layer.
     plan_problems, service_problems
         Problems of plans since the last decision, and of the service itself.
-    without_heat, without_decision, shedding
-        Time since a step was completed, and since a decision; the share of their heat that the ranks are asked for.
+    without_heat, without_decision, shedding, late
+        Time since a step was completed, and since a decision; the share of their heat that the ranks are asked for;
+        the connected ranks whose heat is late.
     decisions, switch_log
         Decisions made for this group, and durations of switches that its ranks have measured.
     first_layout
@@ -116,6 +117,7 @@ class Deployment:
     without_heat: Stall = field(default_factory=Stall)
     without_decision: Stall = field(default_factory=Stall)
     shedding: Shedding = field(default_factory=Shedding)
+    late: Late = field(default_factory=Late)
     service_problems: tuple[str, ...] = ()
     decisions: Decisions = field(default_factory=Decisions)
     first_layout: tuple[str, Serving] | None = None
@@ -148,6 +150,11 @@ class Deployment:
         return layout if self.group.group_id == group_id else None
 
     @property
+    def has_planned(self) -> bool:
+        """True once its ranks have been offered a plan: what is known of it is worth keeping."""
+        return bool(self.totals.layers_switched) or self.plan is not None or self.ended_plan is not None
+
+    @property
     def assembled(self) -> int:
         """Steps of heat that have entered the window so far."""
         return self.heat.assembled if self.heat is not None else 0
@@ -156,6 +163,10 @@ class Deployment:
     def connected(self) -> list[Member]:
         """Ranks whose stream is alive."""
         return self.group.connected if self.group else []
+
+    @property
+    def _furthest_step(self) -> int:
+        return max((member.step for member in self.connected), default=0)
 
     def renews(self, hello: Hello) -> bool:
         """Return whether this is a rank of the forming that is here: its new stream takes the place of its old one.
@@ -313,13 +324,14 @@ class Deployment:
 
     def offer(self, plan: PlanTracker, now: float) -> None:
         """Follow a plan that is about to be sent to all ranks."""
-        self.plan = replace(plan, heard_at=now)
+        self.plan = replace(plan, heard_at=now, step=self._furthest_step, stepped_at=now)
         self.switch_log.offered(plan.plan_id, plan.decision.layers, self._here.shape.ranks, now)
 
     def tick(self, now: float) -> None:
         """Look at the clock, in seconds."""
         if self.plan is not None:
-            self.plan = self.plan.after_time(now, self.limits.plan_timeout)
+            step = None if self._here.missing else self._furthest_step
+            self.plan = self.plan.after_time(now, self.limits.plan_timeout, step)
             self._close_plan()
         self._look_at_clock(now)
         if self.group is not None and self.group.live is None and not self.group.missing:
@@ -338,19 +350,34 @@ class Deployment:
         self.planned_par.clear()
         self.plan_problems.clear()
         self.attendance = Attendance(departed_since=self.attendance.departed_since)
-        self.without_heat, self.without_decision, self.shedding = Stall(), Stall(), Shedding()
+        self.without_heat, self.without_decision, self.shedding, self.late = (
+            Stall(),
+            Stall(),
+            Shedding(),
+            Late(),
+        )
         self.decisions, self.switch_log = Decisions(), SwitchLog()
 
     def _look_at_clock(self, now: float) -> None:
         ranks = self.connected
-        step = max((member.step for member in ranks), default=0)
+        step = self._furthest_step
         completed = self.heat.pending.completed if self.heat is not None and ranks else None
         decided_at = self.decisions.decided_at if self.live is not None else None
         self.without_heat = self.without_heat.after(now, step, completed)
         self.without_decision = self.without_decision.after(now, step, decided_at)
         self.shedding = self.shedding.after(now, {member.rank: member.dropped_steps for member in ranks})
+        self._look_for_late_ranks(now, step)
         waiting = self.group is not None and self.group.live is None and bool(ranks)
         self.attendance = self.attendance.after(now, connected=bool(ranks), waiting=waiting)
+
+    def _look_for_late_ranks(self, now: float, step: int) -> None:
+        """Note whose heat is two reports or more behind the furthest rank's: ranks make their steps together."""
+        late, steps = list[int](), 0
+        if self.heat is not None and self.group is not None:
+            report = self.shedding.one_in * self.limits.steps_per_report(self.group.shape.ranks)
+            late, steps = self.heat.pending.behind(2 * report)
+        here = {member.rank for member in self.connected}
+        self.late = self.late.after(now, step, [rank for rank in late if rank in here], steps)
 
     def _expect_heat_of(self, live: LivePlacement) -> None:
         shape, limits = self._here.shape, self.limits

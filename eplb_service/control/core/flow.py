@@ -5,7 +5,7 @@ All are values that change with what the ranks report and with the clock.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from eplb_service.wire.agent import MOST_BLOCKS
@@ -19,6 +19,7 @@ _RANKS_PER_STEP = 5
 _SHED_LOOK_SECONDS = 20.0
 _CALM_SECONDS = 300.0
 """Time without drops after which more heat is asked for again."""
+_IDLE_SECONDS = 30.0
 HELD_SECONDS = 10.0
 """Longest that a rank which is ahead of slower ones is held back."""
 
@@ -101,6 +102,31 @@ class Shedding:
         elif now - calm_since >= _CALM_SECONDS:
             one_in, calm_since = max(1, one_in // 2), now
         return Shedding(one_in, dict(dropped), now, calm_since)
+
+
+@dataclass(frozen=True)
+class Late:
+    """Ranks whose heat is late (immutable): each by when it was first seen so, and by how many steps they are at most.
+
+    None is late while no rank makes steps: the furthest has been at ``step`` since ``stepped_at``.
+    """
+
+    since: Mapping[int, float] = field(default_factory=dict)
+    steps: int = 0
+    now: float = 0.0
+    step: int = 0
+    stepped_at: float = 0.0
+
+    def after(self, now: float, step: int, ranks: Sequence[int], steps: int) -> Late:
+        """Look at the clock, in seconds, the furthest rank's step, and the ranks that are late."""
+        stepped_at = now if step != self.step else self.stepped_at
+        late = ranks if now - stepped_at < _IDLE_SECONDS else ()
+        return Late({rank: self.since.get(rank, now) for rank in late}, steps, now, step, stepped_at)
+
+    def for_seconds(self, seconds: float) -> tuple[list[int], float]:
+        """Return the ranks that have been late for more than so long, and the longest time of any."""
+        found = {rank: self.now - since for rank, since in self.since.items() if self.now - since > seconds}
+        return list(found), max(found.values(), default=0.0)
 
 
 @dataclass(frozen=True)

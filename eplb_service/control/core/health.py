@@ -12,6 +12,7 @@ from eplb_service.wire.operator import BalancePoint
 MOST_POINTS = 512
 """Points of one deployment's balance; where there are more, neighbours become one."""
 _SILENT_SECONDS = 30.0
+_LATE_SECONDS = 5.0
 _UNDECIDED_SECONDS = 600.0
 _UNDECIDED_WINDOWS = 16
 """Windows of steps without a decision, or of dummies alone, that are too many: far past any decision interval."""
@@ -109,6 +110,13 @@ def _useless(deployment: Deployment) -> list[str]:
         found.append(
             f"the service cannot take all heat of these ranks: of every {one_in} reports they send "
             "one, so that a window spans longer; give it more CPU, or fewer deployments"
+        )
+    late, seconds = deployment.late.for_seconds(_LATE_SECONDS)
+    if late:
+        held = "decisions" if deployment.decisions.decided_at else "the first decision"
+        found.append(
+            f"heat of {rank_list(late)} has been late for {seconds:.0f} s, by up to {deployment.late.steps} steps, "
+            f"which holds up {held}: see to its process, its host and its link to the service"
         )
     stall = deployment.without_heat
     if stall.seconds > _SILENT_SECONDS and stall.steps > one_in * limits.pending_steps:

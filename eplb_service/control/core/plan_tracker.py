@@ -6,7 +6,7 @@
        |               |
        |               +--a rank aborted--------------------------------> ABORTED  (layers before it stay switched)
        +--a rank refused-----------------------------------------------> REFUSED
-       +--silence past the limit---------------------------------------> TIMED_OUT
+       +--silence past the limit, while the ranks make steps------------> TIMED_OUT
 
 The ranks decide by their own vote; this only follows what became of it. A report that comes after the end still counts
 for what is installed, never for the outcome.
@@ -27,6 +27,8 @@ from eplb_service.wire.agent import PlanState, PlanStatus
 from eplb_service.wire.plan import RankLayer, RankPlan, table_digest
 
 _REASONS_NAMED = 3
+_IDLE_SHARE = 0.25
+"""Share of the limit without a step after which the ranks are idle: they are heard every few seconds."""
 
 
 class Outcome(str, enum.Enum):
@@ -53,7 +55,9 @@ class PlanTracker:
     progress, committed
         Layers that each rank is known to have switched, by rank, and that any has.
     heard_at
-        Seconds, by the clock of whoever calls, at which it was offered, or a rank last reported.
+        Seconds, by the clock of whoever calls, at which it was offered, or a rank last reported, less idle time since.
+    step, stepped_at
+        Furthest step of the ranks, and when that was first seen.
     outcome, reason, objections
         Its end, ``None`` while it is under way, and why where it was not done; refusals and aborts by rank.
     """
@@ -65,6 +69,8 @@ class PlanTracker:
     versions: tuple[tuple[int, int], ...]
     progress: tuple[int, ...]
     heard_at: float = 0.0
+    step: int = 0
+    stepped_at: float = 0.0
     committed: int = 0
     outcome: Outcome | None = None
     reason: str = ""
@@ -124,8 +130,20 @@ class PlanTracker:
             return None
         return self._with_progress(rank, self.versions.index(version) + 1)._with_outcome()
 
-    def after_time(self, now: float, limit: float) -> PlanTracker:
-        """Give up after ``limit`` seconds without a report."""
+    def after_time(self, now: float, limit: float, step: int | None = None) -> PlanTracker:
+        """Give up after ``limit`` seconds without a report.
+
+        Ranks vote as they make steps, so that the time in which they make none does not count: ``step`` is the
+        furthest rank's, or ``None`` where ranks are missing, which are not waited for longer.
+        """
+        if step is not None and self.outcome is None:
+            pause = now - self.stepped_at
+            idle = pause > _IDLE_SHARE * limit
+            if step != self.step:
+                heard_at = min(now, self.heard_at + pause) if idle else self.heard_at
+                return replace(self, step=step, stepped_at=now, heard_at=heard_at).after_time(now, limit)
+            if idle:
+                return self
         if self.outcome is not None or now - self.heard_at <= limit:
             return self
         silent = f"{rank_list(self.silent_ranks)} did not answer in time"

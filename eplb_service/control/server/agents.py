@@ -53,8 +53,7 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
         """Serve one rank; every way in which its conversation can go wrong has a status that agents understand."""
         caller = CALLER.get()
         inbox = _Inbox(context, caller.host, self._quotas, self._plane.settings.max_message_bytes)
-        async with self._quotas.first_messages.turn(caller.host):
-            hello = await self._read_hello(inbox)
+        hello = await self._read_hello(inbox, caller.host)
         caller.credential.check_reach(hello, hello.rank)
         stream = RankStream()
         deployment = self._plane.admit(hello, stream, await _assembled(self._plane, hello))
@@ -69,11 +68,13 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
         finally:
             self._plane.release(deployment, hello.rank, stream)
 
-    async def _read_hello(self, inbox: _Inbox) -> Hello:
+    async def _read_hello(self, inbox: _Inbox, host: str) -> Hello:
         async with inbox.next(_HELLO_SECONDS) as first:
             if first is None or first.WhichOneof("message") != "hello":
                 raise WireError("the first message of a stream must be a Hello")
-            return await asyncio.to_thread(decode_hello, first.hello)
+            # Not before it is here: whoever says nothing must not hold a turn.
+            async with self._quotas.hellos.turn(host):
+                return await asyncio.to_thread(decode_hello, first.hello)
 
     async def _listen(self, deployment: Deployment, hello: Hello, stream: RankStream, inbox: _Inbox) -> None:
         while True:

@@ -54,22 +54,30 @@ OPERATOR_SERVICE: str = operator_pb2.DESCRIPTOR.services_by_name["OperatorServic
 LIVENESS, READY = "liveness", "ready"
 """Names under which a health check asks whether the process is alive, and able to lead, be it standing by or not."""
 
-_HEALTH_CALLS = 32
+_HEALTH_CALLS, _HEALTH_CONNECTIONS = 256, 512
 _HEALTH_BYTES = 1 << 10
+_HEALTH_SETTLED_MS, _HEALTH_IDLE_MS, _HEALTH_AGE_MS = 5_000, 10_000, 60_000
 
 
 class ListenError(Exception):
     """An address that cannot be listened on; the message says which, why and what to do."""
 
 
-async def serve_health(address: str, probes: Any, stack: contextlib.AsyncExitStack) -> str:
-    """Answer health checks, and nothing else, until the stack unwinds; the address with its real port."""
+async def serve_health(address: str, probes: Any, gate: Any, stack: contextlib.AsyncExitStack) -> str:
+    """Answer health checks that ``gate`` lets in, and nothing else, until the stack unwinds; the real address."""
     server = grpc.aio.server(
+        interceptors=[gate],
         maximum_concurrent_rpcs=_HEALTH_CALLS,
         options=[
             ("grpc.so_reuseport", 0),
             ("grpc.max_receive_message_length", _HEALTH_BYTES),
-            ("grpc.max_allowed_incoming_connections", _HEALTH_CALLS),
+            ("grpc.max_allowed_incoming_connections", _HEALTH_CONNECTIONS),
+            # Whoever asks for nothing leaves the place to others.
+            ("grpc.server_handshake_timeout_ms", _HEALTH_SETTLED_MS),
+            ("grpc.http2.settings_timeout", _HEALTH_SETTLED_MS),
+            ("grpc.max_connection_idle_ms", _HEALTH_IDLE_MS),
+            ("grpc.max_connection_age_ms", _HEALTH_AGE_MS),
+            ("grpc.max_connection_age_grace_ms", _HEALTH_IDLE_MS),
         ],
     )
     health_pb2_grpc.add_HealthServicer_to_server(probes, server)

@@ -42,6 +42,7 @@ from eplb_service.control.server.settings import ServiceSettings, SettingsError
 from eplb_service.control.server.store import Store, StoreWriter
 from eplb_service.control.server.web.http_server import HttpServer
 from eplb_service.solver.warmup import warm_up
+from eplb_service.telemetry.logs import BoundedLog
 from eplb_service.telemetry.metrics import Metrics
 from eplb_service.wire.channel import is_loopback
 from eplb_service.wire.codec import LARGEST_PART, MAX_MESSAGE_BYTES
@@ -105,7 +106,7 @@ async def running_service(
         server, address = _grpc_server(settings, plane, probes, gate, quotas, certificates)
         health_address = None
         if settings.health is not None:
-            health_address = await serve_health(settings.health, probes, stack)
+            health_address = await serve_health(settings.health, probes, gate, stack)
         await report_health(probes, health_pb2.HealthCheckResponse.NOT_SERVING)
         await server.start()
         stack.push_async_callback(_shut_down, server, plane, probes)
@@ -271,7 +272,9 @@ async def _wait_until_leader(settings: ServiceSettings, leadership: Leadership, 
             await stack.enter_async_context(HttpServer(settings.metrics, metrics).serving("metrics"))
             if settings.health is not None:
                 await report_health(probes, serving.NOT_SERVING)
-                await serve_health(settings.health, probes, stack)
+                log = BoundedLog(lambda: metrics.count("eplb_log_lines_left_out"))
+                gate = Gate(Credentials(), Quotas(1, 1), metrics, log)
+                await serve_health(settings.health, probes, gate, stack)
         except ListenError as error:
             # On one host the ports may be the leader's.
             _log.warning("standing_by_unseen", reason=str(error))

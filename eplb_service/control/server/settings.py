@@ -130,7 +130,9 @@ class ServiceSettings(_PlannerFields):
         16 << 20, ge=1 << 16, le=MAX_MESSAGE_BYTES, description="largest request of an agent"
     )
     max_streams: int = Field(8192, ge=1, description="most calls, streams and connections open at a time")
-    max_streams_per_peer: int = Field(1024, ge=1, description="most calls and streams of one host at a time")
+    max_streams_per_peer: int = Field(
+        1024, ge=1, description="most calls and streams of one host that brings no credentials"
+    )
     max_heat_bytes: int = Field(
         2 << 30, ge=1 << 20, description="most memory that the heat of all deployments may take"
     )

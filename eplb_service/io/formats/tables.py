@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -17,6 +18,8 @@ SUFFIXES = (".csv", ".parquet")
 COLUMNS = ("step", "layer", "expert", "tokens")
 """Columns of a table with one row per count; what no row names is 0."""
 PARQUET_MAGIC = b"PAR1"
+_ROW_BYTES = 96
+"""Memory of a row while it is read: its columns, as numbers of 64 bits, and side by side."""
 
 
 def read_table_trace(path: Path, read_as: ReadAs) -> ArrayTrace:
@@ -28,15 +31,17 @@ def read_table_trace(path: Path, read_as: ReadAs) -> ArrayTrace:
     require("pyarrow", "a table", "tables")
     from pyarrow import ArrowException, csv, parquet
 
+    packed = path.stat().st_size
     try:
         with path.open("rb") as file:
             head = file.read(1 << 16)
-        check_fits_memory(path.stat().st_size)
+        check_fits_memory(packed)
         headed = b"expert" in head.split(b"\n")[0]
         kind = "parquet" if head.startswith(PARQUET_MAGIC) else "CSV"
         if kind == "parquet":
             found = parquet.ParquetFile(path)
-            check_fits_memory(8 * len(COLUMNS) * found.metadata.num_rows)
+            check_fits_memory(_ROW_BYTES * found.metadata.num_rows, packed)
+            _check_numbers(found.schema_arrow)
             table, headed = found.read(columns=list(COLUMNS)), True
         else:
             table = csv.read_csv(
@@ -51,7 +56,7 @@ def read_table_trace(path: Path, read_as: ReadAs) -> ArrayTrace:
             f"is no {kind} of {', '.join(COLUMNS)}, nor of plain numbers ({one_line(error)})"
         ) from error
     if headed:
-        return _trace_of_rows(rows, f"{kind}, one row per count")
+        return _trace_of_rows(rows, f"{kind}, one row per count", packed)
     if rows.shape[1] == len(COLUMNS) and len(rows) > 1 and read_as.meaning is None:
         raise HeatError(
             f"has {len(COLUMNS)} columns and no header: put {','.join(COLUMNS)} above them if its rows are counts, or "
@@ -60,8 +65,20 @@ def read_table_trace(path: Path, read_as: ReadAs) -> ArrayTrace:
     return trace_of_arrays({"": rows}, "CSV", read_as)
 
 
-def _trace_of_rows(rows: Float64, origin: str) -> ArrayTrace:
-    """The trace in rows of ``COLUMNS``, ``[rows, 4]``; raises ``HeatError`` naming the first row that is no count."""
+def _check_numbers(schema: Any) -> None:
+    """Raise ``HeatError`` where a column holds no plain numbers: one long text may be that of many rows."""
+    from pyarrow import types
+
+    for field in schema:
+        if field.name in COLUMNS and not (types.is_integer(field.type) or types.is_floating(field.type)):
+            raise HeatError(f"has the column {field.name} of {field.type}; expected numbers")
+
+
+def _trace_of_rows(rows: Float64, origin: str, packed: int) -> ArrayTrace:
+    """The trace in rows of ``COLUMNS``, ``[rows, 4]``, of a file of so many bytes.
+
+    Raises ``HeatError`` naming the first row that is no count.
+    """
     if not len(rows):
         raise HeatError("holds a header and no rows")
     bad = ~(rows[:, :3] < 2**31).all(axis=1) | (rows[:, :3] % 1 != 0).any(axis=1) | ~(rows >= 0).all(axis=1)
@@ -72,7 +89,7 @@ def _trace_of_rows(rows: Float64, origin: str) -> ArrayTrace:
     step_K, layer_K, expert_K = rows[:, :3].astype(np.int64).T
     step_K -= step_K.min()
     shape = (int(step_K.max()) + 1, int(layer_K.max()) + 1, int(expert_K.max()) + 1)
-    check_fits_memory(shape[0] * shape[1] * shape[2] * 8)
+    check_fits_memory(shape[0] * shape[1] * shape[2] * 8, packed)
     heat_TLE = np.zeros(shape)
     np.add.at(heat_TLE, (step_K, layer_K, expert_K), rows[:, 3])
     whole = (heat_TLE == np.floor(heat_TLE)).all()

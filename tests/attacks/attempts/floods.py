@@ -17,7 +17,7 @@ from tests.attacks.target import Target
 from tests.control.fake_group import FakeRank
 
 
-@attempt("noise on 64 connections")
+@attempt("noise on 64 connections", "who speaks no HTTP/2 disturbs nobody")
 async def _noise(target: Target) -> str:
     host, _, port = target.service.address.rpartition(":")
     rng = np.random.default_rng(0)
@@ -28,7 +28,7 @@ async def _noise(target: Target) -> str:
     return "refused: connections end"
 
 
-@attempt(f"{2 * to.CONNECTIONS} connections that say nothing")
+@attempt(f"{2 * to.CONNECTIONS} connections that say nothing", "memory is bounded, whatever is sent")
 async def _mute(target: Target) -> str:
     host, _, port = target.service.address.rpartition(":")
     before, links = target.resident_bytes, []
@@ -46,6 +46,7 @@ async def _mute(target: Target) -> str:
 
 refused(
     Code.RESOURCE_EXHAUSTED,
+    "memory is bounded, whatever is sent",
     {
         "a message past the limit": lambda t: refused_after_hello(t, TOO_LARGE),
         "a request in parts past the limit": lambda t: refused_after_hello(t, *in_parts(TOO_LARGE)),
@@ -56,6 +57,7 @@ refused(
 )
 refused(
     Code.INVALID_ARGUMENT,
+    "memory is bounded, whatever is sent",
     {
         "a request in parts that promises an exabyte": lambda t: refused_after_hello(
             t, agent_pb2.ConnectRequest(part=agent_pb2.Part(data=b"x", bytes_left=1 << 60))
@@ -64,7 +66,10 @@ refused(
 )
 
 
-@attempt("60 requests in parts that are broken off one part before their end")
+@attempt(
+    "60 requests in parts that are broken off one part before their end",
+    "memory is bounded, whatever is sent",
+)
 async def _broken_off(target: Target) -> str:
     *parts, _ = in_parts(agent_pb2.ConnectRequest(hello=hello_with(node="x" * (to.MESSAGE_BYTES - 4096))))
     before = target.resident_bytes
@@ -88,7 +93,7 @@ async def _write_all(rank: FakeRank, parts: list[agent_pb2.ConnectRequest]) -> N
         await rank.call.write(part)
 
 
-@attempt("30 Hellos of the largest size at once, three times")
+@attempt("30 Hellos of the largest size at once, three times", "memory is bounded, whatever is sent")
 async def _fat_hellos(target: Target) -> str:
     hello = hello_with(node="x" * (to.MESSAGE_BYTES - 4096))
     grown, before = [], target.resident_bytes
@@ -102,7 +107,7 @@ async def _fat_hellos(target: Target) -> str:
     return f"bounded: {', '.join(str(max(0, more) >> 20) for more in grown)} MiB more after each of three"
 
 
-@attempt("500 refused Hellos and what they leave in the log")
+@attempt("500 refused Hellos and what they leave in the log", "the disk is not filled by log lines")
 async def _log_flood(target: Target) -> str:
     before = target.log_lines
     for _ in range(10):

@@ -7,13 +7,18 @@ import contextlib
 import grpc
 
 from eplb_service.control.server.plane.deployments import MOST_DEPLOYMENTS
+from eplb_service.placement import Placement
 from eplb_service.wire.generated import operator_pb2
 from tests.attacks.attempts.registry import attempt, refused
 from tests.attacks.attempts.requests import Code, hello_with, inflating_hello, shaped_hello
 from tests.attacks.target import Target
+from tests.control.fake_group import LAYERS, SLOTS, hello_of, live_of
+
+_ALONE = live_of(Placement.linear(LAYERS, SLOTS, 1, SLOTS))
 
 refused(
     Code.INVALID_ARGUMENT,
+    "shapes are checked before memory is taken for them",
     {
         "an array that inflates to 256 MB": lambda t: t.refusal(inflating_hello()),
         "a shape past all bounds": lambda t: t.refusal(hello_with(ep_size=4_000_000_000)),
@@ -22,11 +27,31 @@ refused(
 )
 refused(
     Code.RESOURCE_EXHAUSTED,
+    "heat is priced before it is allocated",
     {"a deployment that costs more memory than there is": lambda t: t.refusal(shaped_hello(512, 512, 512))},
 )
 
 
-@attempt("names of nothing push out a paused deployment")
+@attempt("names of one rank that come and leave, more than there is room for", "no name keeps a new one out")
+async def _came_and_left(target: Target) -> str:
+    for number in range(MOST_DEPLOYMENTS + 20):
+        rank = target.rank()
+        await rank.greet(hello_of(_ALONE, 0, deployment=f"came-{number}"))
+        rank.call.cancel()
+    async with target.honest(deployment="new"):
+        pass
+    return "bounded: those gone longest make room"
+
+
+@attempt("a rank of another forming asks for a seat that is taken", "ranks that are there keep their seats")
+async def _taken_seat(target: Target) -> str:
+    async with target.honest():
+        code = await target.refusal(hello_with(group_id="another"))
+    assert code in (Code.FAILED_PRECONDITION, Code.ALREADY_EXISTS), code
+    return f"refused: {code.name}"
+
+
+@attempt("names of nothing push out a paused deployment", "an operator's order is not forgotten")
 async def _push_out(target: Target) -> str:
     async with target.honest(deployment="kept"):
         await target.stub.Pause(operator_pb2.PauseRequest(deployment="kept"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import numpy as np
 
@@ -18,9 +19,23 @@ def _counts(count: int) -> agent_pb2.HeatReport:
     return spoilt_heat(slot_counts=pack(np.full((8, 3, 3), count, np.int32)))
 
 
+async def _first(target: Target, **message: Any) -> Code:
+    rank = target.rank()
+    await rank.say(**message)
+    code, _ = await rank.refusal()
+    return code
+
+
 refused(
     Code.INVALID_ARGUMENT,
+    "what comes over the wire is checked before it is believed",
     {
+        "a second Hello": lambda t: refused_with(t, hello=hello_with()),
+        "a first message that is no Hello": lambda t: _first(t, heartbeat=agent_pb2.Heartbeat()),
+        "a message that says nothing": refused_with,
+        "counts of another shape": lambda t: refused_with(
+            t, heat_report=spoilt_heat(slot_counts=pack(np.ones((8, 3, 4), np.int32)))
+        ),
         "heat at step 2^62": lambda t: refused_with(t, heat_report=spoilt_heat((1 << 62) - 100)),
         "counts below zero": lambda t: refused_with(t, heat_report=_counts(-1)),
         "counts whose sum overflows": lambda t: refused_with(t, heat_report=_counts(2**31 - 1)),
@@ -33,7 +48,7 @@ refused(
 )
 
 
-@attempt("heat at a step that nobody is at, six times")
+@attempt("heat at a step that nobody is at, six times", "one rank's claim does not end the others' heat")
 async def _far(target: Target) -> str:
     async with target.honest() as group:
         for number in range(6):
@@ -43,7 +58,7 @@ async def _far(target: Target) -> str:
     return "bounded: honest heat goes on"
 
 
-@attempt("an error with ESC in a heartbeat")
+@attempt("an error with ESC in a heartbeat", "an operator's terminal is given no control characters")
 async def _escape(target: Target) -> str:
     async with FakeGroup(target.service.address) as group:
         await group.join()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from grpc_health.v1 import health_pb2
+from grpc_reflection.v1alpha import reflection_pb2_grpc
 
 from eplb_service.wire.generated import operator_pb2
 from tests.attacks import target as to
@@ -13,9 +14,18 @@ from tests.attacks.attempts.requests import LIST, MIB, PAUSE, Code, hello_with, 
 from tests.attacks.target import Target
 from tests.control.server.test_credentials import bearer
 
+
+async def _reflection(target: Target) -> Code:
+    call = reflection_pb2_grpc.ServerReflectionStub(target.channel).ServerReflectionInfo()
+    code: Code = await call.code()
+    return code
+
+
 refused(
     Code.UNAUTHENTICATED,
+    "nothing is answered without a credential",
     {
+        "what is served, by reflection, without a token": _reflection,
         "read without a token": lambda t: t.code_of("ListDeployments", LIST),
         "pause without a token": lambda t: t.code_of("Pause", PAUSE),
         "pause with a wrong token": lambda t: t.code_of("Pause", PAUSE, bearer("x" * 21)),
@@ -28,7 +38,15 @@ refused(
 )
 refused(
     Code.PERMISSION_DENIED,
+    "a credential is good for its role, deployments and ranks alone",
     {
+        "a reader forgets a deployment": lambda t: t.code_of(
+            "Forget", operator_pb2.ForgetRequest(deployment="decode"), bearer(to.READER)
+        ),
+        "an agent asks for a decision": lambda t: t.code_of(
+            "Rebalance", operator_pb2.RebalanceRequest(deployment="decode"), bearer(to.AGENT)
+        ),
+        "a reader poses as a rank": lambda t: t.turned_away(to.READER),
         "a reader pauses": lambda t: t.code_of("Pause", PAUSE, bearer(to.READER)),
         "an agent pauses": lambda t: t.code_of("Pause", PAUSE, bearer(to.AGENT)),
         "an operator poses as a rank": lambda t: t.turned_away(to.OPERATOR),
@@ -42,12 +60,14 @@ refused(
 )
 
 
-@attempt("120 MB of bodies without a token, 30 at once", locked=True)
+@attempt("120 MB of bodies without a token, 30 at once", "refused before a byte is read", locked=True)
 async def _bodies(target: Target) -> str:
     return await _flood(target, "/eplb.v1.OperatorService/Pause", 96 * MIB)
 
 
-@attempt("120 MB of bodies to the health check, 30 at once", locked=True)
+@attempt(
+    "120 MB of bodies to the health check, 30 at once", "memory is bounded, whatever is sent", locked=True
+)
 async def _health_bodies(target: Target) -> str:
     return await _flood(
         target, f"/{health_pb2.DESCRIPTOR.services_by_name['Health'].full_name}/Check", 256 * MIB
@@ -63,7 +83,7 @@ async def _flood(target: Target, method: str, most: int) -> str:
     return f"bounded: {max(0, grown) >> 20} MiB more"
 
 
-@attempt("a megabyte of metadata", locked=True)
+@attempt("a megabyte of metadata", "memory is bounded, whatever is sent", locked=True)
 async def _metadata(target: Target) -> str:
     many = tuple((f"key-{number}", "x" * 1000) for number in range(1000))
     code = await target.code_of("ListDeployments", LIST, many)

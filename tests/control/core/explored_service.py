@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 
 from eplb_service.control.core.deployment import Deployment, StreamsOutdated
 from eplb_service.control.core.plan_tracker import Outcome, PlanTracker
@@ -175,7 +176,11 @@ class World(State):
                 self.crew = self.crew.with_rank(rank, coming=given)
 
     def _tick(self, service: int) -> None:
-        self.services[service].tick(2 * PLAN_TIMEOUT)
+        """So much time passes, in which the ranks make steps, that a plan is given up."""
+        deployment = self.services[service]
+        if deployment.plan is not None:
+            deployment.plan = replace(deployment.plan, stepped_at=2 * PLAN_TIMEOUT)
+        deployment.tick(2 * PLAN_TIMEOUT)
 
     def _commit(self) -> None:
         self.crew = self.crew.commits()

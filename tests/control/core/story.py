@@ -36,8 +36,8 @@ def decision_of(live: LivePlacement, *layers: int) -> Plan:
 class Story:
     """What the ranks do; each returns the events that follow."""
 
-    def __init__(self) -> None:
-        self.deployment = Deployment("decode", Limits(8, 8, PLAN_TIMEOUT))
+    def __init__(self, pending_steps: int = 8) -> None:
+        self.deployment = Deployment("decode", Limits(8, pending_steps, PLAN_TIMEOUT))
         self.live = live_of(first_placement())
         self.now = 0.0
 
@@ -84,10 +84,16 @@ class Story:
         self.deployment.heartbeat(rank, message)
         return self.news()
 
-    def counts(self, first_step: int, steps: int, epochs: tuple[int, ...] = (0,) * LAYERS) -> None:
-        """Every rank reports ``steps`` steps with one token in each slot."""
+    def counts(
+        self,
+        first_step: int,
+        steps: int,
+        epochs: tuple[int, ...] = (0,) * LAYERS,
+        ranks: range = range(RANKS),
+    ) -> None:
+        """Every rank of ``ranks`` reports ``steps`` steps with one token in each slot."""
         ones = np.ones((steps, LAYERS, SLOTS), dtype=np.int32)
-        for rank in range(RANKS):
+        for rank in ranks:
             self.deployment.heat_report(
                 rank, HeatReport(first_step, epochs, ones, np.full(steps, StepPhase.DECODE, dtype=np.uint8))
             )
@@ -97,6 +103,15 @@ class Story:
         self.now += seconds
         self.deployment.tick(self.now)
         return self.news()
+
+    def works(self, seconds: float) -> list[Event]:
+        """All ranks make a step each second."""
+        events = []
+        for _ in range(round(seconds)):
+            for member in self.deployment.connected:
+                self.beats(member.rank, *member.version, step=member.step + 1)
+            events += self.waits(1)
+        return events
 
     def news(self) -> list[Event]:
         """Events since the last time."""

@@ -138,8 +138,8 @@ def test_a_plan_that_is_not_carried_out_says_why_and_keeps_the_layers_before(
     story.commits(offer, *range(committed))
     for rank, (state, reason) in objections.items():
         story.says(rank, offer, state, committed, reason)
-    assert story.waits(PLAN_TIMEOUT - 1) == []
-    story.waits(2)
+    assert story.works(PLAN_TIMEOUT - 1) == []
+    story.works(2)
     assert outcome_of(story) is outcome
     assert version(story) == (offer.versions[0] if committed else (0, story.live.digest))
     assert problems(story.deployment) == [f"plan 1 {outcome.value.replace('_', ' ')}: {why}"]
@@ -150,9 +150,43 @@ def test_a_plan_that_is_not_carried_out_says_why_and_keeps_the_layers_before(
 def test_any_word_puts_the_deadline_off(story: Story) -> None:
     story.joins()
     offer = story.offers(0, 1)
-    story.waits(PLAN_TIMEOUT - 1)
+    story.works(PLAN_TIMEOUT - 1)
     story.commits(offer, 0)
-    assert story.waits(PLAN_TIMEOUT - 1) == []
+    assert story.works(PLAN_TIMEOUT - 1) == []
+
+
+def test_a_plan_waits_for_steps_and_not_for_the_clock(story: Story) -> None:
+    """Traffic stops with a plan under way, for an hour: nothing is wrong, and the plan goes on afterwards."""
+    story.joins()
+    offer = story.offers(0, 1)
+    story.works(3)
+    for _ in range(3600):
+        assert story.waits(1) == []
+        assert problems(story.deployment) == []
+    assert story.works(PLAN_TIMEOUT - 4) == []
+    story.commits(offer, 0, 1)
+    assert outcome_of(story) is Outcome.DONE
+
+
+@pytest.mark.parametrize("late", [0, 6], ids=["nothing was heard", "a rank was heard while idle"])
+def test_a_plan_that_waited_is_given_up_once_steps_are_made_again(story: Story, late: int) -> None:
+    story.joins()
+    offer = story.offers(0, 1)
+    story.waits(late)
+    story.says(0, offer, ACCEPTED, 0)
+    story.waits(100)
+    story.works(PLAN_TIMEOUT - 1)
+    assert story.deployment.plan is not None
+    story.works(3)
+    assert outcome_of(story) is Outcome.TIMED_OUT
+
+
+def test_a_plan_does_not_wait_for_ranks_that_are_gone(story: Story) -> None:
+    story.joins()
+    story.offers(0, 1)
+    story.leaves(3)
+    story.waits(PLAN_TIMEOUT + 1)
+    assert outcome_of(story) is Outcome.TIMED_OUT
 
 
 def test_heartbeats_alone_prove_a_switch(story: Story) -> None:

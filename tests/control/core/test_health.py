@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import replace
 from itertools import pairwise
 from types import SimpleNamespace
@@ -119,6 +120,40 @@ def test_steps_without_a_token(story: Story, phase: StepPhase, windows: int, say
     assert problem.startswith(says)
     report(story, windows * WINDOW, 1, StepPhase.DECODE)
     assert problems(story.deployment) == []
+
+
+@pytest.mark.parametrize("reports", [0, 1], ids=["heat that never came", "heat that stopped"])
+def test_a_rank_whose_heat_is_late_is_named_with_what_it_holds_up(reports: int) -> None:
+    story = Story(pending_steps=1024)
+    story.joins()
+    story.counts(0, 16 * reports) if reports else None
+    for second in range(30):
+        story.counts(16 * (second + reports), 16, ranks=range(RANKS - 1))
+        story.beats(RANKS - 1, 0, story.live.digest, step=16 * second)
+        story.waits(1)
+        if second == 4:
+            assert problems(story.deployment) == []
+    (problem,) = problems(story.deployment)
+    assert re.match(
+        r"heat of rank 3 has been late for 2\d s, by up to 48[01] steps, which holds up the first dec",
+        problem,
+    )
+    story.waits(31)
+    assert problems(story.deployment) == [], "a rank is late only while steps are made"
+    story.counts(16 * reports, 480, ranks=range(RANKS - 1, RANKS))
+    story.counts(16 * (30 + reports), 16)
+    story.waits(1)
+    assert problems(story.deployment) == []
+
+
+def test_ranks_that_report_at_different_moments_are_not_late() -> None:
+    story = Story(pending_steps=1024)
+    story.joins()
+    for second in range(60):
+        story.counts(32 * second, 32, ranks=range(second % 2, RANKS - 1 + second % 2))
+        story.counts(32 * second, 32)
+        story.waits(1)
+        assert problems(story.deployment) == []
 
 
 def test_decisions_that_never_come(story: Story) -> None:

@@ -8,7 +8,6 @@ import http.client
 import json
 import math
 import shutil
-import socket
 import ssl
 from pathlib import Path
 from typing import Any
@@ -201,31 +200,6 @@ async def test_the_page_has_an_address_of_its_own_with_tls(tmp_path: Path) -> No
             stub = operator_pb2_grpc.OperatorServiceStub(channel)
             bearer = (("authorization", "Bearer right"),)
             assert await stub.ListDeployments(operator_pb2.ListDeploymentsRequest(), metadata=bearer)
-
-
-async def test_too_many_connections_are_turned_away_and_slow_ones_end(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(http_server, "MOST_CONNECTIONS", 4)
-    async with running_service(settings()) as service:
-        host, _, port = service.metrics_address.rpartition(":")
-        silent = [socket.create_connection((host, int(port)), timeout=10) for _ in range(4)]
-        try:
-            with pytest.raises((OSError, http.client.HTTPException)):
-                await get(service.metrics_address, "/metrics")
-            # Not before: those that are here must still be when another comes, however busy the machine is.
-            monkeypatch.setattr(http_server, "_CONNECTION_SECONDS", 0.1)
-            for _ in range(200):
-                try:
-                    assert (await get(service.metrics_address, "/metrics")).status == 200
-                    break
-                except (OSError, http.client.HTTPException):
-                    await asyncio.sleep(0.05)
-            else:
-                pytest.fail("slow connections kept everybody else out")
-        finally:
-            for connection in silent:
-                connection.close()
 
 
 Samples = dict[tuple[str, tuple[str, ...]], float]

@@ -15,6 +15,7 @@ import pytest_asyncio
 from eplb_service.control.core.health import problems
 from eplb_service.control.server.plane import deployments
 from eplb_service.control.server.service import RunningService, running_service
+from eplb_service.placement import Placement
 from eplb_service.wire.codec import pack
 from eplb_service.wire.generated import agent_pb2, operator_pb2, operator_pb2_grpc
 from tests.control.fake_group import (
@@ -29,7 +30,7 @@ from tests.control.fake_group import (
     live_of,
     skewed_heat,
 )
-from tests.control.server.test_service import settings, until
+from tests.control.server.test_service import settings, tick, until
 
 Spoil = Callable[[agent_pb2.Hello], None]
 
@@ -115,6 +116,34 @@ async def test_more_deployments_than_allowed(
     code, text = await refused(three, hello=hello_of(LIVE, 0, deployment="three"))
     assert code == grpc.StatusCode.RESOURCE_EXHAUSTED
     assert "the most that one service takes" in text
+
+
+async def test_names_that_came_and_left_make_room_unless_they_had_a_plan_or_are_paused(
+    service: RunningService, channel: grpc.aio.Channel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(deployments, "MOST_DEPLOYMENTS", 4)
+    known, alone = service.plane.deployments, live_of(Placement.linear(LAYERS, SLOTS, 1, SLOTS))
+
+    async def comes_and_leaves(name: str) -> None:
+        rank = FakeRank(channel, 0)
+        await rank.greet(hello_of(alone, 0, deployment=name))
+        rank.call.cancel()
+        await until(lambda: not known[name].connected)
+        assert known[name].known
+        tick(service.plane)
+
+    for name in ("planned", "paused", "older", "newer"):
+        await comes_and_leaves(name)
+    known["planned"].totals = known["planned"].totals.plus(layers_switched=1)
+    service.plane.set_paused(known["paused"], True)
+    await comes_and_leaves("first")
+    assert list(known) == ["planned", "paused", "newer", "first"]
+    for number in range(4):
+        await comes_and_leaves(f"junk-{number}")
+    assert list(known)[:2] == ["planned", "paused"]
+    known["junk-2"].paused = known["junk-3"].paused = True
+    code, text = await refused(FakeRank(channel, 0), hello=hello_of(alone, 0, deployment="one-more"))
+    assert (code, "`eplb forget NAME`" in text) == (grpc.StatusCode.RESOURCE_EXHAUSTED, True)
 
 
 async def test_heat_that_is_malformed(channel: grpc.aio.Channel) -> None:
@@ -219,4 +248,7 @@ async def test_a_silent_agent_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None
         code, text = await group.ranks[0].refusal()
         assert code == grpc.StatusCode.DEADLINE_EXCEEDED
         assert "nothing was heard" in text
-        await until(lambda: not running.plane.deployments["decode"].connected)
+        deployment = running.plane.deployments["decode"]
+        assert "rank" in problems(deployment)[0]
+        await until(lambda: not deployment.connected)
+        assert problems(deployment)[0] == f"0 of {RANKS} ranks connected, missing ranks 0, 1, 2, 3"

@@ -70,6 +70,26 @@ def test_mistakes_are_reported_in_a_line(
     assert says in line
 
 
+@pytest.mark.parametrize(("by", "warned"), [("flag", 1), ("variable", 0)])
+def test_a_token_on_the_command_line_is_warned_about(
+    by: str, warned: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from eplb_service.cli import serve
+    from eplb_service.cli.main import run
+
+    async def at_once(*_: object) -> None:
+        pass
+
+    monkeypatch.setattr(serve, "serve_until_stopped", at_once)
+    if by == "variable":
+        monkeypatch.setenv("EPLB_AUTH_TOKEN", "token-0123456789")
+    flags = ["--auth-token", "token-0123456789"] if by == "flag" else []
+    assert run(["serve", *ADDRESSES, *flags]) == 0
+    said = capsys.readouterr().err
+    assert said.count("token_on_command_line") == said.count("with --credentials") == warned
+    assert "token-0123456789" not in said
+
+
 def test_a_lost_lease_is_no_mistake_of_the_user_s(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -266,7 +266,11 @@ class Gate(grpc.aio.ServerInterceptor):  # type: ignore[misc, unused-ignore]
                 caller = Caller(self.admitted(method, token, _certificate_names(context)), host)
                 CALLER.set(caller)
                 self._open[task] = caller.credential
-                with self._quotas.call(host):
+                if method.startswith(_OPEN):
+                    return await self._quotas.probe(
+                        host, self._served(handler, method, caller, requests, context)
+                    )
+                with self._quotas.call(host, proven=caller.credential is not _ANYONE):
                     return await self._served(handler, method, caller, requests, context)
             except (StatusError, RefusedError, WireError) as error:
                 code, reason = code_of(error), str(error)
@@ -316,8 +320,7 @@ class Gate(grpc.aio.ServerInterceptor):  # type: ignore[misc, unused-ignore]
         if handler.request_streaming:
             serve = handler.stream_stream or handler.stream_unary
             return await _answered(serve(requests, context), context)
-        async with self._quotas.first_messages.turn(caller.host):
-            request = await _only_message(context)
+        request = await _only_message(context)
         caller.credential.check_reach(request)
         serve = handler.unary_stream or handler.unary_unary
         if method.startswith(_OPERATOR) and method.rpartition("/")[2] not in _READ:

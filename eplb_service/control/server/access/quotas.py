@@ -6,18 +6,28 @@ import asyncio
 import contextlib
 import urllib.parse
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Iterator, Sequence
+from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
 from eplb_service.control.core.errors import ExhaustedError
 
 _OF_A_HOST = 4
 _TURN_SECONDS = 30.0
+MOST_PROBES = 64
+"""Health checks at a time, which anybody may ask for: beyond them the oldest make room."""
+_PROBE_SECONDS = 60.0
+_T = TypeVar("_T")
 
 
 def host_of(peer: str) -> str:
     """Return the host of a gRPC peer, such as ``ipv4:10.0.0.7:41234``: a host has many ports, but one quota."""
     return urllib.parse.unquote(peer).rpartition(":")[0] or peer
+
+
+def makes_room(hosts: Sequence[str]) -> int:
+    """Return the index of the one that makes room: of hosts in order of age, the oldest of the host with the most."""
+    return hosts.index(Counter(hosts).most_common(1)[0][0])
 
 
 class Turns:
@@ -38,21 +48,26 @@ class Turns:
 class Quotas:
     """Counts what every host takes.
 
-    ``calls`` and ``calls_per_host`` are the most calls and streams that all hosts, and one, may have open. There are
-    turns to read ``first_messages`` of calls, whose memory nothing else bounds, and ``large_requests``, in parts.
+    ``calls`` are the most calls and streams that all may have open, ``calls_per_host`` those of one host that prove no
+    credential. There are turns to decode ``hellos``, which are here, and to read ``large_requests``, in parts.
     """
 
     def __init__(self, calls: int, calls_per_host: int) -> None:
         self._most_calls, self._most_calls_of_host = calls, calls_per_host
         self._calls: Counter[str] = Counter()
-        self.first_messages, self.large_requests = Turns(8), Turns(16)
+        self._probes: dict[asyncio.Future[Any], str] = {}
+        self.hellos, self.large_requests = Turns(8), Turns(16)
 
     @contextlib.contextmanager
-    def call(self, host: str) -> Iterator[None]:
-        """Count an open call; raises ``ExhaustedError`` where there are too many, or the host has."""
+    def call(self, host: str, *, proven: bool) -> Iterator[None]:
+        """Count an open call; raises ``ExhaustedError`` where there are too many, or the host has without a credential.
+
+        Many ranks may be behind one address: what bounds those that are ``proven`` is the number of all.
+        """
+        host = "" if proven else host
         if self._calls.total() >= self._most_calls:
             raise ExhaustedError(f"{self._most_calls} calls are open, the most that max_streams allows")
-        if self._calls[host] >= self._most_calls_of_host:
+        if host and self._calls[host] >= self._most_calls_of_host:
             raise ExhaustedError(
                 f"{self._most_calls_of_host} calls are open from this host, the most that max_streams_per_peer allows"
             )
@@ -61,6 +76,32 @@ class Quotas:
             yield
         finally:
             self._calls -= Counter([host])
+
+    async def probe(self, host: str, answering: Awaitable[_T]) -> _T:
+        """Answer a call that anybody may make; raises ``ExhaustedError`` where it lasts long, or made room for another.
+
+        Callers that say nothing keep nobody out: the newest call is always answered.
+        """
+        if len(self._probes) >= MOST_PROBES:
+            oldest = list(self._probes)[makes_room(list(self._probes.values()))]
+            del self._probes[oldest]
+            oldest.cancel()
+        task = asyncio.ensure_future(answering)
+        self._probes[task] = host
+        try:
+            return await asyncio.wait_for(task, _PROBE_SECONDS)
+        except asyncio.TimeoutError:
+            raise ExhaustedError(
+                f"a health check lasts {_PROBE_SECONDS:g} seconds at most; call again"
+            ) from None
+        except asyncio.CancelledError:
+            if task in self._probes:
+                raise
+            raise ExhaustedError(
+                f"{MOST_PROBES} health checks are open: the oldest made room for another"
+            ) from None
+        finally:
+            self._probes.pop(task, None)
 
 
 @contextlib.asynccontextmanager

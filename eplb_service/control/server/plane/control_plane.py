@@ -72,6 +72,7 @@ class ControlPlane:
         if deployment is None:
             evicted = self._known.deployment_to_evict()
             if evicted is not None:
+                self.log.warning("deployment_made_room", deployment=evicted, new=name)
                 self.forget(evicted)
             deployment = self._known.add(name)
         group = deployment.group

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sqlite3
 import time
 from dataclasses import replace
@@ -95,15 +96,23 @@ class KnownDeployments:
     def deployment_to_evict(self) -> str | None:
         """Return the one that is to make room for another; ``None`` where there is room.
 
-        Only names behind which no whole group has ever been make room; raises ``ExhaustedError`` where none may.
+        Names behind which no whole group has ever been make room, and then those whose ranks are gone and never had a
+        plan, the longest gone first; raises ``ExhaustedError`` where none may.
         """
         if len(self.by_name) < MOST_DEPLOYMENTS:
             return None
         unknown = [one for one in self.by_name.values() if not (one.known or one.paused)]
         idle = [one for one in unknown if not one.connected or one.attendance.forming_overdue]
+        unplanned = [
+            one
+            for one in self.by_name.values()
+            if one.known and not (one.connected or one.paused or one.has_planned)
+        ]
+        idle += sorted(unplanned, key=lambda one: one.attendance.departed_since or math.inf)
         if not idle:
             raise ExhaustedError(
-                f"{len(self.by_name)} deployments are known, the most that one service takes"
+                f"{len(self.by_name)} deployments are known, the most that one service takes; "
+                "remove those that will not come back: `eplb forget NAME`"
             )
         return idle[0].name
 

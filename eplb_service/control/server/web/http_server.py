@@ -8,10 +8,10 @@ import ipaddress
 import json
 import logging
 import socket
-import time
 from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import grpc
 import structlog
@@ -20,8 +20,10 @@ from aiohttp import web
 from eplb_service import __version__
 from eplb_service.control.core.errors import RefusedError
 from eplb_service.control.server.access.gate import CALLER, Caller, Gate
+from eplb_service.control.server.access.quotas import makes_room
 from eplb_service.control.server.listening import Certificates, ListenError, StatusError, code_of
 from eplb_service.control.server.operator_api import OperatorService
+from eplb_service.telemetry.logs import BoundedLog
 from eplb_service.telemetry.metrics import Metrics
 from eplb_service.wire.channel import is_loopback
 from eplb_service.wire.fields import WireError
@@ -33,12 +35,15 @@ _SILENT = logging.Logger("eplb-http", logging.CRITICAL)
 """aiohttp's own log lines: callers without credentials could cause as many as they like."""
 
 MOST_CONNECTIONS = 64
-"""Connections at a time; further ones are turned away at once."""
+"""Connections at a time; for each further one the oldest of the host that has the most ends."""
+_REQUEST_SECONDS = 10.0
+"""Time within which the whole head of a request has come."""
 _CONNECTION_SECONDS = 30.0
 _HANDSHAKE_SECONDS = 10.0
 _ANSWER_SECONDS = 10.0
 _PAUSE_SECONDS = 0.1
 _PREFIX = "/api/v1/"
+_OPENMETRICS = "application/openmetrics-text"
 _HEADERS = {
     # Nothing of another origin is fetched, nothing inline runs, and no other page may frame this one.
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
@@ -68,6 +73,35 @@ PAGE = Path(__file__).parent / "page"
 """Folder of the page's files."""
 
 
+@dataclass(eq=False)
+class _Connection:
+    """One connection of ``host``: the task of its handshake, and then its transport; whether its request has come."""
+
+    host: str
+    handshake: asyncio.Task[None] | None = None
+    transport: asyncio.BaseTransport | None = None
+    asked: bool = False
+
+    @property
+    def over(self) -> bool:
+        """True once it is closed."""
+        if self.transport is None:
+            return self.handshake is not None and self.handshake.done()
+        return self.transport.is_closing()
+
+    def end(self) -> None:
+        """Close it, whatever it is about."""
+        if isinstance(self.transport, asyncio.Transport):
+            self.transport.abort()
+        elif self.handshake is not None:
+            self.handshake.cancel()
+
+    def end_unless_asked(self) -> None:
+        """Close it where its request has not come."""
+        if not self.asked:
+            self.end()
+
+
 class HttpServer:
     """``host:port`` over HTTP, encrypted with ``certificates``, if any, while its context ``serving`` lasts.
 
@@ -87,8 +121,9 @@ class HttpServer:
         self._metrics = metrics
         self._operators, self._gate = operators, gate
         self._certificates = certificates
-        self._beginning: set[asyncio.Task[None]] = set()
-        self._open: dict[asyncio.BaseTransport, float] = {}
+        self._open: list[_Connection] = []
+        self._expositions: dict[str, asyncio.Future[tuple[str, bytes]]] = {}
+        self._log = BoundedLog(lambda: self._count("eplb_log_lines_left_out"))
         self._runner = web.AppRunner(
             self._application(), access_log=None, logger=_SILENT, lingering_time=0, shutdown_timeout=0.1
         )
@@ -102,7 +137,7 @@ class HttpServer:
         host, _, port = self._address.rpartition(":")
         try:
             found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
-            listener = socket.create_server(found[0][4][:2], family=found[0][0], backlog=32)
+            listener = socket.create_server(found[0][4][:2], family=found[0][0], backlog=128)
         except OSError as error:
             reason = error.strerror or error
             raise ListenError(f"cannot serve the {flag} on {self._address}: {reason}") from error
@@ -112,36 +147,45 @@ class HttpServer:
         try:
             yield f"{host}:{listener.getsockname()[1]}"
         finally:
-            for task in (accepting, *self._beginning):
+            tasks = [accepting, *(one.handshake for one in self._open if one.handshake is not None)]
+            for task in tasks:
                 task.cancel()
-            await asyncio.gather(accepting, *self._beginning, return_exceptions=True)
+            await asyncio.gather(*tasks, return_exceptions=True)
             listener.close()
             await self._runner.cleanup()
 
     async def _accept(self, listener: socket.socket) -> None:
-        """Let connections in while there is room for them, and end those that take too long."""
+        """Let connections in, and end those that take too long, or the place of others."""
         loop = asyncio.get_running_loop()
         while True:
             try:
-                connection, _ = await loop.sock_accept(listener)
+                link, peer = await loop.sock_accept(listener)
             except OSError:
                 # Too many files are open.
                 await asyncio.sleep(_PAUSE_SECONDS)
                 continue
-            now = time.monotonic()
-            for other, since in list(self._open.items()):
-                if other.is_closing():
-                    del self._open[other]
-                elif now - since > _CONNECTION_SECONDS:
-                    cast("asyncio.Transport", other).abort()
-            if len(self._beginning) + len(self._open) >= MOST_CONNECTIONS:
-                connection.close()
-                continue
-            task = asyncio.create_task(self._begin(connection))
-            self._beginning.add(task)
-            task.add_done_callback(self._beginning.discard)
+            self._make_room()
+            connection = _Connection(str(peer[0]))
+            connection.handshake = asyncio.create_task(self._begin(connection, link))
+            self._open.append(connection)
+            loop.call_later(_REQUEST_SECONDS, connection.end_unless_asked)
+            loop.call_later(_CONNECTION_SECONDS, connection.end)
 
-    async def _begin(self, connection: socket.socket) -> None:
+    def _make_room(self) -> None:
+        """End a connection where there are too many: slow ones must not keep out those that ask."""
+        self._open = [one for one in self._open if not one.over]
+        if len(self._open) < MOST_CONNECTIONS:
+            return
+        oldest = self._open.pop(makes_room([one.host for one in self._open]))
+        oldest.end()
+        self._count("eplb_refusals", "resource_exhausted")
+        self._log.warning("connection_made_room", address=self._address, peer=oldest.host)
+
+    def _count(self, name: str, *labels: str) -> None:
+        if self._metrics is not None:
+            self._metrics.count(name, *labels)
+
+    async def _begin(self, connection: _Connection, link: socket.socket) -> None:
         """Encrypt a connection where asked for, and have aiohttp answer it."""
         assert self._runner.server is not None
         encryption: dict[str, Any] = {}
@@ -149,8 +193,9 @@ class HttpServer:
             encryption = {"ssl": self._certificates.context, "ssl_handshake_timeout": _HANDSHAKE_SECONDS}
         with contextlib.suppress(OSError):
             loop = asyncio.get_running_loop()
-            transport, _ = await loop.connect_accepted_socket(self._runner.server, connection, **encryption)
-            self._open[transport] = time.monotonic()
+            connection.transport, _ = await loop.connect_accepted_socket(
+                self._runner.server, link, **encryption
+            )
 
     def _application(self) -> web.Application:
         application = web.Application(middlewares=[self._answered])
@@ -169,6 +214,8 @@ class HttpServer:
     @web.middleware
     async def _answered(self, request: web.Request, handler: Any) -> web.StreamResponse:
         """Turn errors into JSON; each connection has one request."""
+        for connection in self._open:
+            connection.asked |= connection.transport is request.transport
         try:
             response: web.StreamResponse = await handler(request)
         except web.HTTPException as error:
@@ -182,9 +229,13 @@ class HttpServer:
 
     async def _show_metrics(self, request: web.Request) -> web.Response:
         assert self._metrics is not None
-        # On a thread: with many ranks the text is long.
-        shown = await asyncio.to_thread(self._metrics.exposition, request.headers.get("Accept", ""))
-        return _response(request, *shown)
+        accept = _OPENMETRICS if _OPENMETRICS in request.headers.get("Accept", "") else ""
+        making = self._expositions.get(accept)
+        if making is None or making.done():
+            # On a thread: with many ranks the text is long. Those who ask meanwhile get the same.
+            making = asyncio.ensure_future(asyncio.to_thread(self._metrics.exposition, accept))
+            self._expositions[accept] = making
+        return _response(request, *await asyncio.shield(making))
 
     async def _show_json(self, request: web.Request) -> web.Response:
         host, token = _host_of(request), _token_of(request)

@@ -1,0 +1,121 @@
+"""Callers that say nothing, or not enough, on every port, many at a time."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+
+import grpc
+
+from eplb_service.wire.generated import operator_pb2
+from tests.attacks import target as to
+from tests.attacks.attempts.registry import attempt
+from tests.attacks.target import Target
+from tests.control.server.test_credentials import bearer
+from tests.control.server.test_http_server import get
+from tests.control.server.test_silent_callers import CHECK, SECONDS, WATCH, healthy, served, silent
+
+NOBODY = "who says nothing keeps nobody out"
+
+
+async def _agents_are_served(target: Target) -> str:
+    await served(target.service.address, bearer(to.AGENT), bearer(to.READER))
+    return "bounded: a rank with a token is welcomed, a reader answered"
+
+
+@attempt("200 health checks on the agents' port that say nothing", NOBODY, locked=True)
+async def _checks(target: Target) -> str:
+    async with silent(target.service.address, CHECK, 200):
+        return await _agents_are_served(target)
+
+
+@attempt("1,000 streams without a token that say nothing", NOBODY, locked=True)
+async def _streams(target: Target) -> str:
+    async with silent(target.service.address, "/eplb.v1.AgentService/Connect", 1000):
+        return await _agents_are_served(target)
+
+
+@attempt("50 streams that say nothing, where no token is asked for", NOBODY)
+async def _mute_streams(target: Target) -> str:
+    mute = [target.rank() for _ in range(50)]
+    async with target.honest():
+        pass
+    for rank in mute:
+        rank.call.cancel()
+    return "bounded: ranks join beside them, and their heat arrives"
+
+
+@attempt("300 checks on the health port that say nothing", NOBODY, locked=True)
+async def _health(target: Target) -> str:
+    async with silent(target.health_address, CHECK, 300):
+        return _shown(await healthy(target.health_address))
+
+
+@attempt("300 watches on the health port that say nothing", NOBODY, locked=True)
+async def _watches(target: Target) -> str:
+    async with silent(target.health_address, WATCH, 300):
+        return _shown(await healthy(target.health_address))
+
+
+def _shown(answered: bool) -> str:
+    assert answered
+    return "bounded: the oldest make room, probes are answered"
+
+
+@contextlib.asynccontextmanager
+async def _connections(address: str, count: int, says: bytes) -> AsyncIterator[None]:
+    host, _, port = address.rpartition(":")
+    opened = []
+    for _ in range(count):
+        with contextlib.suppress(OSError):
+            opened.append(await asyncio.open_connection(host, int(port)))
+    for _, writer in opened:
+        writer.write(says)
+    try:
+        yield
+    finally:
+        for _, writer in opened:
+            writer.close()
+
+
+@attempt("200 connections to the health port that say nothing", NOBODY, locked=True)
+async def _health_connections(target: Target) -> str:
+    async with _connections(target.health_address, 200, b""):
+        return _shown(await healthy(target.health_address))
+
+
+async def _scraped(target: Target, says: bytes) -> str:
+    async with _connections(target.service.metrics_address, 70, says):
+        for _ in range(3):
+            answer = await asyncio.wait_for(get(target.service.metrics_address, "/metrics"), SECONDS)
+            assert answer.status == 200
+    return "bounded: the oldest make room, scrapes are answered"
+
+
+@attempt("70 connections to the metrics that say nothing", NOBODY)
+async def _metrics(target: Target) -> str:
+    return await _scraped(target, b"")
+
+
+@attempt("70 connections to the metrics that never end their request", NOBODY)
+async def _half_requests(target: Target) -> str:
+    return await _scraped(target, b"GET /metrics HTTP/1.1\r\nHost: ")
+
+
+@attempt("70 connections to the metrics that do not read their answer", NOBODY)
+async def _unread(target: Target) -> str:
+    return await _scraped(target, b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n")
+
+
+@attempt("60 questions whose request never comes", "an operator is heard beside them", locked=True)
+async def _questions(target: Target) -> str:
+    async with grpc.aio.insecure_channel(target.service.address) as channel:
+        method = "/eplb.v1.OperatorService/ListDeployments"
+        calls = [channel.stream_unary(method)(metadata=bearer(to.READER)) for _ in range(60)]
+        request = operator_pb2.GetStatusRequest(deployment="decode")
+        code = await asyncio.wait_for(target.code_of("GetStatus", request, bearer(to.READER)), SECONDS)
+        assert code in (grpc.StatusCode.OK, grpc.StatusCode.NOT_FOUND)
+        for call in calls:
+            call.cancel()
+    return "bounded: a reader is answered"

@@ -1,0 +1,163 @@
+"""Callers that say nothing shut nobody out: those who speak are served beside any number of them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from eplb_service.control.server.access import quotas
+from eplb_service.control.server.service import running_service
+from eplb_service.control.server.web import http_server
+from eplb_service.wire.generated import operator_pb2, operator_pb2_grpc
+from tests.control.fake_group import FakeRank, first_placement, hello_of, live_of
+from tests.control.server.test_credentials import bearer
+from tests.control.server.test_http_server import get
+from tests.control.server.test_service import settings
+
+LIVE = live_of(first_placement())
+CHECK, WATCH = "/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch"
+AGENT, READER = "agent-0123456789", "reader-0123456789"
+CREDENTIALS = f"""
+- {{name: ranks, role: agent, deployments: ['*'], token: {AGENT}}}
+- {{name: looker, role: reader, deployments: ['*'], token: {READER}}}
+"""
+APART = [("grpc.use_local_subchannel_pool", 1)]
+"""A channel with a connection of its own."""
+SECONDS = 8.0
+"""Far more than an honest call takes, and less than a silent one may last."""
+
+
+@asynccontextmanager
+async def silent(address: str, method: str, calls: int) -> AsyncIterator[list[Any]]:
+    """So many calls on one connection that never send their request."""
+    async with grpc.aio.insecure_channel(address, APART) as channel:
+        opened = [channel.stream_unary(method)() for _ in range(calls)]
+        await asyncio.gather(*(call.wait_for_connection() for call in opened[:1]))
+        await asyncio.sleep(0.2)
+        yield opened
+
+
+async def healthy(address: str) -> bool:
+    async with grpc.aio.insecure_channel(address) as channel:
+        request = health_pb2.HealthCheckRequest(service="liveness")
+        answer = await health_pb2_grpc.HealthStub(channel).Check(request, timeout=SECONDS)
+    return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+
+
+async def served(address: str, agent: Any = None, reader: Any = None) -> None:
+    """A rank is welcomed, and an operator's question answered."""
+    async with grpc.aio.insecure_channel(address) as channel:
+        rank = FakeRank(channel, 0, agent)
+        rank.patience = SECONDS
+        assert (await rank.greet(hello_of(LIVE, 0))).heartbeat_seconds
+        stub = operator_pb2_grpc.OperatorServiceStub(channel)
+        await stub.ListDeployments(operator_pb2.ListDeploymentsRequest(), metadata=reader, timeout=SECONDS)
+        rank.call.cancel()
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    (tmp_path / "credentials.yaml").write_text(CREDENTIALS)
+    return tmp_path / "credentials.yaml"
+
+
+@pytest.mark.parametrize("method", [CHECK, WATCH])
+async def test_silent_checks_do_not_shut_the_health_port(method: str) -> None:
+    async with running_service(settings(health="127.0.0.1:0")) as service:
+        assert service.health_address is not None
+        async with silent(service.health_address, method, 2 * quotas.MOST_PROBES):
+            for _ in range(3):
+                assert await healthy(service.health_address)
+
+
+async def test_watchers_of_health_make_room_for_those_who_ask() -> None:
+    async with running_service(settings(health="127.0.0.1:0")) as service:
+        assert service.health_address is not None
+        async with grpc.aio.insecure_channel(service.health_address) as channel:
+            request = health_pb2.HealthCheckRequest(service="liveness")
+            watches = [
+                health_pb2_grpc.HealthStub(channel).Watch(request) for _ in range(quotas.MOST_PROBES + 8)
+            ]
+            reading = [asyncio.ensure_future(watch.read()) for watch in watches]
+            await asyncio.sleep(0.3)
+            assert await healthy(service.health_address)
+            for task in reading:
+                task.cancel()
+            await asyncio.gather(*reading, return_exceptions=True)
+
+
+async def test_silent_checks_do_not_shut_out_agents_with_a_credential(path: Path) -> None:
+    async with running_service(settings(credentials=path)) as service, silent(service.address, CHECK, 200):
+        await served(service.address, bearer(AGENT), bearer(READER))
+        assert await healthy(service.address)
+
+
+async def test_a_probe_that_stays_silent_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quotas, "_PROBE_SECONDS", 0.2)
+    async with running_service(settings(health="127.0.0.1:0")) as service:
+        assert service.health_address is not None
+        async with silent(service.health_address, CHECK, 2) as calls:
+            codes = await asyncio.wait_for(asyncio.gather(*(call.code() for call in calls)), SECONDS)
+    assert codes == [grpc.StatusCode.RESOURCE_EXHAUSTED] * 2
+
+
+async def test_mute_streams_of_an_open_service_take_no_turn() -> None:
+    async with running_service(settings()) as service, grpc.aio.insecure_channel(service.address) as channel:
+        mute = [FakeRank(channel, 0) for _ in range(200)]
+        await asyncio.sleep(0.3)
+        await served(service.address)
+        for rank in mute:
+            rank.call.cancel()
+
+
+async def test_the_streams_of_one_host_are_counted_where_they_bring_no_credential(path: Path) -> None:
+    async with (
+        running_service(settings(credentials=path, max_streams_per_peer=2, max_streams=64)) as service,
+        grpc.aio.insecure_channel(service.address, APART) as one,
+        grpc.aio.insecure_channel(service.address, APART) as other,
+    ):
+        channels = (one, one, other)
+        ranks = [FakeRank(channel, rank, bearer(AGENT)) for rank, channel in enumerate(channels)]
+        for rank in ranks:
+            rank.patience = SECONDS
+            await rank.greet(hello_of(LIVE, rank.rank))
+        assert len(service.plane.deployments["decode"].connected) == 3
+
+
+@pytest.mark.parametrize("says", [b"", b"GET /metrics HTTP/1.1\r\nHost: "])
+async def test_slow_connections_do_not_blind_scrapes(says: bytes, capsys: pytest.CaptureFixture[str]) -> None:
+    async with running_service(settings()) as service:
+        host, _, port = service.metrics_address.rpartition(":")
+        slow = [await asyncio.open_connection(host, int(port)) for _ in range(70)]
+        for _, writer in slow:
+            writer.write(says)
+        for _ in range(3):
+            answer = await asyncio.wait_for(get(service.metrics_address, "/metrics"), SECONDS)
+            assert b'eplb_refusals_total{code="resource_exhausted"}' in answer.body
+        assert "connection_made_room" in capsys.readouterr().err
+        for _, writer in slow:
+            writer.close()
+
+
+async def test_a_connection_that_asks_nothing_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_server, "_REQUEST_SECONDS", 0.2)
+    async with running_service(settings()) as service:
+        host, _, port = service.metrics_address.rpartition(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(b"GET /metrics HTTP/1.1\r\n")
+        with contextlib.suppress(ConnectionError):
+            assert await asyncio.wait_for(reader.read(), SECONDS) == b""
+        writer.close()
+
+
+def test_the_host_with_the_most_makes_room_and_its_oldest_goes() -> None:
+    assert quotas.makes_room(["a", "b", "a", "b", "b"]) == 1
+    assert quotas.makes_room(["a", "b", "c"]) == 0

@@ -1,0 +1,145 @@
+"""A small file that would unpack to gigabytes is refused in one line that says how much, before the memory is taken."""
+
+import io
+import pickle
+import tracemalloc
+import zipfile
+from collections import OrderedDict
+
+import numpy as np
+import pytest
+
+from eplb_service.io.containers import read_torch
+from eplb_service.io.open_trace import read_heat
+from tests.io.traces import refusal
+
+MOST_BYTES = 300 << 20
+"""Memory that a refusal may have taken meanwhile."""
+
+
+@pytest.fixture(autouse=True)
+def much_memory(monkeypatch):
+    """A machine of 64 GiB: what has less may refuse them for that alone."""
+    monkeypatch.setattr("eplb_service.io.containers.os.sysconf", lambda _: 1 << 18)
+
+
+def zipped(path, members, how=zipfile.ZIP_STORED):
+    with zipfile.ZipFile(path, "w", how) as archive:
+        for name, content in members.items():
+            archive.writestr(name, content)
+
+
+def stride_0(count):
+    """A pickle of so many tensors of 2^26 numbers, all of them the one number of a storage."""
+
+    class Rebuilt:
+        def __init__(self, storage):
+            self.storage = storage
+
+        def __reduce__(self):
+            torch = pytest.importorskip("torch")
+            return torch._utils._rebuild_tensor_v2, (self.storage, 0, (1 << 26,), (0,), False, OrderedDict())
+
+    class Storage(tuple):
+        pass
+
+    class Pickler(pickle.Pickler):
+        def persistent_id(self, value):
+            return tuple(value) if isinstance(value, Storage) else None
+
+    torch, file = pytest.importorskip("torch"), io.BytesIO()
+    storage = Storage(("storage", torch.FloatStorage, "0", "cpu", 1))
+    Pickler(file, protocol=2).dump([Rebuilt(storage) for _ in range(count)])
+    return file.getvalue()
+
+
+def shared(levels):
+    """A pickle of a list of 64 times the same list, and so on: 64^levels numbers in a few hundred bytes."""
+    value = [1] * 64
+    for _ in range(levels - 1):
+        value = [value] * 64
+    return pickle.dumps({"heat": value}, protocol=2)
+
+
+def itself():
+    value = []
+    value.extend([value, value])
+    return pickle.dumps({"heat": value}, protocol=2)
+
+
+def lists(count):
+    """A pickle that makes so many empty lists."""
+    return b"\x80\x02]" + b"(" + b"]" * count + b"e."
+
+
+@pytest.mark.parametrize(
+    ("program", "how", "says"),
+    [
+        (lists(1 << 20), zipfile.ZIP_BZIP2, "compressed in a way that neither numpy nor torch uses"),
+        (lists(1 << 20), zipfile.ZIP_LZMA, "compressed in a way that neither numpy nor torch uses"),
+        (lists(60 << 20), zipfile.ZIP_DEFLATED, "asks for 5.6 GiB of memory"),
+        (shared(5), zipfile.ZIP_STORED, "asks for 8.0 GiB of memory"),
+        (itself(), zipfile.ZIP_STORED, "holds a container that holds itself"),
+        (b"\x80\x02" + b"\x8f" * 100 + b".", zipfile.ZIP_STORED, "asks to build an object (EMPTY_SET)"),
+    ],
+)
+def test_a_pickle(tmp_path, program, how, says):
+    path = tmp_path / "bomb.pt"
+    zipped(path, {"a/data.pkl": program}, how)
+    assert path.stat().st_size < 1 << 17
+    tracemalloc.start()
+    try:
+        assert says in refusal(path)
+        assert tracemalloc.get_traced_memory()[1] < MOST_BYTES
+    finally:
+        tracemalloc.stop()
+
+
+def test_tensors_of_stride_0(tmp_path):
+    path = tmp_path / "bomb.pt"
+    zipped(path, {"a/data.pkl": stride_0(2), "a/data/0": np.ones(1, "<f4").tobytes()})
+    assert "asks for 0.5 GiB of memory, though it has" in refusal(path)
+
+
+def test_one_tensor_that_is_expanded_is_read(tmp_path):
+    torch = pytest.importorskip("torch")
+    path = tmp_path / "heat.pt"
+    torch.save(torch.ones(1, 1, 8).expand(4096, 58, 8), path)
+    assert read_torch(path).shape == (4096, 58, 8)
+
+
+def test_an_archive_of_arrays(tmp_path):
+    path = tmp_path / "bomb.npz"
+    zipped(path, {"heat.npy": bytes(1 << 20)}, zipfile.ZIP_BZIP2)
+    assert "compressed in a way that neither numpy" in refusal(path)
+
+
+def test_a_table_of_equal_rows(tmp_path):
+    pa, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    path = tmp_path / "bomb.parquet"
+    zeros = np.zeros(1_000_000, dtype=np.int64)
+    table = pa.table(dict.fromkeys(("step", "layer", "expert", "tokens"), zeros))
+    with parquet.ParquetWriter(path, table.schema) as writer:
+        for _ in range(4):
+            writer.write_table(table)
+    assert path.stat().st_size < 100_000
+    assert "asks for 0.4 GiB of memory" in refusal(path)
+
+
+def test_a_table_of_long_texts(tmp_path):
+    pa, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    path = tmp_path / "bomb.parquet"
+    text = pa.array(["1" * (1 << 20)]).dictionary_encode().take(pa.array([0] * 4096))
+    numbers = pa.array(np.zeros(4096, dtype=np.int64))
+    parquet.write_table(
+        pa.table({"step": numbers, "layer": numbers, "expert": numbers, "tokens": text}), path
+    )
+    assert "has the column tokens of" in refusal(path)
+
+
+def test_a_row_far_from_the_others(tmp_path):
+    path = tmp_path / "bomb.csv"
+    path.write_text("step,layer,expert,tokens\n0,0,0,1\n99999,99,99,1\n")
+    assert "asks for 7.5 GiB of memory, though it has" in refusal(path)
+    path.write_text("step,layer,expert,tokens\n0,0,0,1\n999,57,255,1\n")
+    assert read_heat(path).shape == (1000, 58, 256)
