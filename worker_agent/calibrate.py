@@ -16,6 +16,8 @@ import torch
 
 from worker_agent.moe.experts import ExpertBatch, GroupedExperts
 from worker_agent.moe.operators import GroupListType, operators_for
+from worker_agent.moe.quantization import Unquantized
+from worker_agent.moe.shape import Activation
 from worker_agent.moe.weights import ExpertWeights
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -79,7 +81,7 @@ class _Call:
         self._batch = ExpertBatch(rows_NH, counts_S, GroupListType.COUNTS)
         self._weights, self._dtype = weights, dtype
         self._device = torch.device(task.device)
-        self._experts = GroupedExperts(operators_for(self._device))
+        self._experts = GroupedExperts(operators_for(self._device), Activation.SILU, Unquantized())
 
     def timed(self) -> float:
         """Microseconds of one call."""

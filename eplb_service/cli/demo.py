@@ -35,6 +35,10 @@ def demo(
     trace: Path | None = option(
         None, "Serve this heat instead of the embedded model: a trace of any format."
     ),
+    checkpoint: Path | None = option(
+        None,
+        "Serve this checkpoint instead of the embedded model: a folder of transformers' Qwen3-MoE or DeepSeek-V2.",
+    ),
     steps: int | None = option(
         None, f"Steps to serve (default {_MODEL_STEPS}; of a trace {_TRACE_STEPS}).", min=1
     ),
@@ -80,21 +84,25 @@ def demo(
         raise UserError(
             f"--quant, --dual-batch and --dispatcher {_MOGE} go with the model alone, not with --trace"
         )
-    from eplb_service.demo.stage import Stage, embedded_model
+    if checkpoint is not None:
+        _check_checkpoint(trace, dispatcher, dual_batch=dual_batch)
+    from eplb_service.demo.stage import Stage, model_sizes
 
     if trace is None:
-        model = embedded_model()
+        layers, experts, choices = model_sizes(checkpoint)
         if dispatcher == _MOGE:
-            _check_grouped(ranks, model["num_experts_per_tok"], has_replicas=redundant > 0 or split != TABLES)
-        sizes = (steps or _MODEL_STEPS, model["num_hidden_layers"], model["num_experts"])
+            _check_grouped(ranks, choices, has_replicas=redundant > 0 or split != TABLES)
+        sizes = (steps or _MODEL_STEPS, layers, experts)
         program = "worker_agent.demo.model_rank"
         orders: dict[str, Any] = {
             "steps": sizes[0],
-            "layers": sizes[1],
+            "layers": layers,
+            "experts": experts,
             "rows": _REQUESTS,
             "length": _REQUEST_BYTES,
             "quantized": quant == "w8a8",
             "dual_batch": dual_batch,
+            "checkpoint": None if checkpoint is None else str(checkpoint.absolute()),
         }
     else:
         sizes, orders = _trace(trace, steps or _TRACE_STEPS)
@@ -141,6 +149,18 @@ def _perform(
     if complaint is not None:
         show.fail(complaint)
         raise typer.Exit(_FAILED_EXIT_CODE)
+
+
+def _check_checkpoint(trace: Path | None, dispatcher: str, *, dual_batch: bool) -> None:
+    """Raise ``UserError`` where a checkpoint cannot be served so."""
+    if trace is not None or dispatcher == _MOGE or dual_batch:
+        raise UserError(
+            f"--trace, --dual-batch and --dispatcher {_MOGE} do not go with --checkpoint; leave them out"
+        )
+    if importlib.util.find_spec("transformers") is None:
+        raise UserError(
+            "--checkpoint needs transformers; install it with: pip install 'eplb-service[checkpoint]'"
+        )
 
 
 def _check_grouped(ranks: int, choices: int, *, has_replicas: bool) -> None:

@@ -24,7 +24,7 @@ from eplb_service.planner.settings import DEAL, STEP, TABLES, PlannerSettings
 from eplb_service.telemetry.logs import configure_logs
 
 _REPORT_EVERY_STEPS = 4
-_CONFIG = Path("model", "byte-moe", "config.json")
+_EMBEDDED = Path("model", "byte-moe")
 
 Watch = Callable[[Scoreboard, str], None]
 """Called with the score and a line of status whenever there is news."""
@@ -84,18 +84,30 @@ class Stage:
         return (self.experts + self.redundant) // self.ranks
 
 
-def embedded_model() -> dict[str, int]:
-    """Sizes of the embedded model by their names in its checkpoint's config, read without torch.
+def model_sizes(checkpoint: Path | None = None) -> tuple[int, int, int]:
+    """MoE layers, experts and choices per token of a checkpoint, or the embedded model, read without torch.
 
-    Raises ``FileNotFoundError`` where the agent's package is not installed.
+    Raises ``FileNotFoundError`` where there is none, ``DemoError`` where it is no Mixture-of-Experts model.
     """
-    agent = importlib.util.find_spec("worker_agent")
-    if agent is None or agent.origin is None:
-        raise FileNotFoundError(
-            "the embedded model comes with the worker_agent package, which is not installed"
-        )
-    config = json.loads((Path(agent.origin).parent / _CONFIG).read_text(encoding="utf-8"))
-    return {name: size for name, size in config.items() if isinstance(size, int)}
+    if checkpoint is None:
+        agent = importlib.util.find_spec("worker_agent")
+        if agent is None or agent.origin is None:
+            raise FileNotFoundError(
+                "the embedded model comes with the worker_agent package, which is not installed"
+            )
+        checkpoint = Path(agent.origin).parent / _EMBEDDED
+    config = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    experts = next((config[name] for name in names if config.get(name)), 0)
+    if not experts:
+        raise _DemoError(f"{checkpoint}: the model has no experts; give the folder of a MoE checkpoint")
+    dense, sparse_step = config.get("mlp_only_layers") or [], config.get("decoder_sparse_step", 1)
+    layers = [
+        layer
+        for layer in range(config.get("first_k_dense_replace", 0), config["num_hidden_layers"])
+        if layer not in dense and (layer + 1) % sparse_step == 0
+    ]
+    return len(layers), experts, config["num_experts_per_tok"]
 
 
 def perform(stage: Stage, program: str, orders: Mapping[str, object], watch: Watch) -> Scoreboard:

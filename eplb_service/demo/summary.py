@@ -85,7 +85,7 @@ def table(figures: dict[str, Any]) -> Table:
     }
     if "generated_bytes" in figures:
         same = "all identical to" if figures["generated_bytes_identical"] else "NOT identical to"
-        rows["generated"] = f"{figures['generated_bytes']} bytes, {same} the model left alone"
+        rows["generated"] = f"{figures['generated_bytes']} tokens, {same} the model left alone"
     shown = Table(title="Summary", show_header=False, title_justify="left", title_style="bold")
     for row in rows.items():
         shown.add_row(*row)

@@ -13,6 +13,7 @@ import pytest
 from eplb_service.cli import main
 from tests.cli.published import held
 from tests.e2e.service import Service
+from tests.model.transformers_models import write_checkpoint
 from tests.moe.pairwise import Row, pairwise
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
@@ -99,6 +100,19 @@ def test_the_balanced_model_says_what_the_model_left_alone_says(tmp_path: Path) 
     assert "all identical to the model left alone" in " ".join(shown.replace("│", " ").split())
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen3", "deepseek"])
+def test_a_checkpoint_is_served_and_balanced(name: str, tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "model", name)
+    arguments = ("--checkpoint", str(folder), "--ranks", "2", "--redundant", "4", "--steps", "160")
+    done = _demo(*arguments, "--json", str(tmp_path / "out.json"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    figures = held("demo", (tmp_path / "out.json").read_text())
+    assert figures["generated_bytes_identical"] is True
+    assert figures["layers"] == 2
+    assert figures["layers_switched"] >= 1
+
+
 OPTIONS: dict[str, list[Any]] = {
     "--dispatcher": ["all2allv", "allgather", "mc2", "moge"],
     "--quant": ["none", "w8a8"],
@@ -142,6 +156,8 @@ def test_every_way_through_the_experts_serves_the_same_bytes(row: Row, tmp_path:
         (["--trace", "missing.npz"], "missing.npz"),
         (["--json", "out.txt"], "must end in .json"),
         (["--ranks", "1"], "--ranks"),
+        (["--checkpoint", ".", "--dual-batch"], "do not go with --checkpoint"),
+        (["--checkpoint", "."], "config.json"),
         (["--deployment", "a b"], "--deployment is 'a b'"),
         (["--trace", "any.npz", "--quant", "w8a8"], "go with the model alone"),
         (["--redundant", "6"], "use --redundant 8"),

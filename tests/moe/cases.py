@@ -166,12 +166,12 @@ def layer_on(case: Case, group: RankGroup, **more: Any) -> ExpertParallelMoE:
         "phy2log_RS": case.placement(),
         "log2phy_E": case.tables()[group.rank],
         "dispatcher": case.dispatcher,
-        "quantized": case.quantized,
+        "quantization": "w8a8" if case.quantized else "none",
         "dtype": case.dtype,
         "ep_group": group,
     }
-    experts = seeded_experts(case.shape, case.seed)
-    return ExpertParallelMoE(case.shape, experts=experts, **(arguments | more))
+    arguments["experts"] = seeded_experts(case.shape, case.seed)
+    return ExpertParallelMoE(case.shape, **(arguments | more))
 
 
 def in_order(experts: int) -> Int32:

@@ -155,6 +155,7 @@ def layer_of(case: Case, row: Row, group: SimulatedGroup) -> ExpertParallelMoE:
     return layer_on(
         case,
         group,
+        mc2_group=group.twin("mc2") if case.dispatcher == "mc2" else None,
         biases=case.biases,
         heat_rows=2,
         check_ids=row["check_ids"],

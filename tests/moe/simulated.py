@@ -39,32 +39,33 @@ class Exchange:
 class SimulatedGroup(RankGroup):
     """The ranks of an ``Exchange`` as one of them sees them."""
 
-    def __init__(self, exchange: Exchange, rank: int) -> None:
+    def __init__(self, exchange: Exchange, rank: int, name: str = "simulated") -> None:
         super().__init__(None)
-        self._exchange = exchange
+        self._exchange, self._name = exchange, name
         self.rank, self.size = rank, len(exchange.parts)
-        _here.group = self
+        vars(_here).setdefault("groups", {})[name] = self
 
     @property
     def name(self) -> str:
-        return "simulated"
+        return self._name
 
     @classmethod
     def named(cls, name: str) -> RankGroup:
         """Of ``RankGroup.named``, for the operators that find their group by name."""
-        assert name in ("simulated", "")
-        group: RankGroup = _here.group if name else RankGroup(None)
+        group: RankGroup = _here.groups[name] if name else RankGroup(None)
         return group
+
+    def twin(self, name: str) -> SimulatedGroup:
+        """Another group of the same ranks."""
+        return SimulatedGroup(self._exchange.within(name, 0, self.size), self.rank, name)
 
     def grid(self, tp: int) -> tuple[SimulatedGroup, SimulatedGroup]:
         """This rank's data-parallel and tensor-parallel group, where ``tp`` ranks after one another share tokens."""
         exchange, rank = self._exchange, self.rank
-        groups = (
-            SimulatedGroup(exchange.within("dp", rank % tp, self.size // tp), rank // tp),
-            SimulatedGroup(exchange.within("tp", rank // tp, tp), rank % tp),
+        return (
+            SimulatedGroup(exchange.within("dp", rank % tp, self.size // tp), rank // tp, "dp"),
+            SimulatedGroup(exchange.within("tp", rank // tp, tp), rank % tp, "tp"),
         )
-        _here.group = self
-        return groups
 
     def start_all_to_all(
         self, rows_NX: torch.Tensor, sent: list[int], received: list[int]

@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.moe.cases import Case, alone
+from worker_agent.moe import seeded_experts
 from worker_agent.moe.checkpoint import PROJECTIONS, ExpertLoader
 from worker_agent.moe.operators import reference
 from worker_agent.moe.weights import ExpertTensors, ExpertWeights
@@ -90,6 +92,30 @@ def test_a_tensor_that_does_not_fit_is_refused(
 ):
     with pytest.raises(ValueError, match=f"layer 3: checkpoint tensor .*{message}"):
         loader(tensors(quantized)).load(f"{PREFIX}.{name}", tensor)
+
+
+@pytest.mark.parametrize("quantization", ["none", "w8a8"])
+def test_a_layer_that_was_loaded_is_the_one_that_was_built(quantization: str):
+    case = Case("all2allv", experts=4, slots=4, top_k=2, tokens=(5,), quantized=quantization == "w8a8")
+    built, loaded = alone(case), alone(case, experts=None)
+    source = seeded_experts(case.shape, case.seed)
+    loading = ExpertLoader(loaded, 4, range(4), PREFIX)
+    for expert in range(4):
+        w13_IH, w2_HI = source(expert)
+        for projection, tensor in zip(PROJECTIONS, (*w13_IH.chunk(2), w2_HI), strict=True):
+            loading.load(f"{PREFIX}.{expert}.{projection}.weight", tensor)
+    loading.finish()
+    loaded.process_after_load()
+    for theirs, ours in zip(built.expert_weights(), loaded.expert_weights(), strict=True):
+        assert torch.equal(theirs, ours)
+    assert torch.equal(loaded(*case.step(0)), built(*case.step(0)))
+
+
+@pytest.mark.parametrize("kind", ["w4a8", "mxfp8", "fp8"])
+def test_a_quantization_that_nothing_computes_with_is_refused(kind: str):
+    case = Case("all2allv", experts=4, slots=4, top_k=2, tokens=(5,))
+    with pytest.raises(ValueError, match=f"layer 3: nothing here .*'{kind}'; use one of none, w8a8"):
+        alone(case, quantization=kind)
 
 
 def test_a_missing_tensor_is_named():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,12 +12,13 @@ import pytest
 import torch
 
 from tests.moe.cases import MC2_VARIANTS, Case, alone, layer_on
-from tests.moe.simulated import run_simulated
+from tests.moe.simulated import SimulatedGroup, run_simulated
 from worker_agent.moe import LayerOptions
 from worker_agent.moe.compose import LayerPath
-from worker_agent.moe.dispatch import MC2Variant
+from worker_agent.moe.dispatch import MC2Limits, MC2Variant
 from worker_agent.moe.operators import reference
 from worker_agent.moe.prepare import All2AllPreparation, AllGatherPreparation
+from worker_agent.moe.quantization import Unquantized
 from worker_agent.moe.rank_group import RankGroup
 
 OWN = {"preparations": {"allgather": AllGatherPreparation([RankGroup(None)])}}
@@ -50,7 +53,7 @@ def test_one_choice_alone_is_weighed_on_the_input():
         alone(case, LayerOptions(weigh_on_input=True))(*case.step(0))
 
 
-def test_mc2_takes_no_expert_twice_and_no_more_tokens_than_its_operators():
+def test_mc2_takes_no_expert_twice():
     case = Case("mc2", experts=4, slots=2, top_k=3, tokens=(3, 3))
 
     def one_step(group: RankGroup) -> None:
@@ -63,11 +66,93 @@ def test_mc2_takes_no_expert_twice_and_no_more_tokens_than_its_operators():
         torch.testing.assert_close(layer(hidden_TH, ids_TK, weights_TK, dispatcher="all2allv"), expected_TH)
 
     run_simulated(2, one_step)
+
+
+A3, A2, TWO_LEVELS = (
+    MC2Variant(a3, hierarchical, buffer_megabytes=200)
+    for a3, hierarchical in ((True, False), (False, False), (False, True))
+)
+
+
+def limits(variant: MC2Variant, ranks: int = 32, slots: int = 9, hidden: int = 7168) -> MC2Limits:
+    return MC2Limits(3, hidden, ranks, slots, variant)
+
+
+@pytest.mark.parametrize(
+    ("variant", "sizes", "message"),
+    [
+        (A3, {"ranks": 1}, "2 to 768 ranks on A3, got 1$"),
+        (A3, {"ranks": 800, "slots": 1}, "2 to 768 ranks on A3, got 800$"),
+        (A3, {"hidden": 896}, "a hidden size of 1024 to 8192 on A3, got 896"),
+        (A3, {"slots": 33}, "at most 1024 physical experts, got 1056"),
+        (A2, {"ranks": 8}, "16, 32, 64, 128, 256 ranks on A2, got 8$"),
+        (A2, {"slots": 25}, "at most 24 experts per rank on A2, got 25"),
+        (A2, {"hidden": 2056}, "a hidden size that 32 divides, up to 7168 on A2, got 2056"),
+        (A2, {"hidden": 8192}, "up to 7168 on A2, got 8192"),
+        (TWO_LEVELS, {"ranks": 128, "slots": 3}, "16, 32, 64 ranks on A2, got 128$"),
+        (TWO_LEVELS, {"hidden": 10272}, "up to 10240 on A2, got 10272"),
+    ],
+)
+def test_ranks_and_experts_that_mc2_is_not_documented_for_are_refused(
+    variant: MC2Variant, sizes: dict[str, int], message: str
+):
+    with pytest.raises(ValueError, match=f"layer 3: MC2 needs .*{message}"):
+        limits(variant, **sizes)
+
+
+@pytest.mark.parametrize(
+    ("variant", "tokens", "choices", "message"),
+    [
+        (A3, 513, 8, "takes at most 512 tokens of a rank, padding among them, got 513"),
+        (A2, 257, 8, "takes at most 256 tokens of a rank, padding among them, got 257"),
+        (A3, 1, 17, "takes at most 16 choices per token, got 17"),
+        (A3, 32, 8, "needs buffers of 269 MB for 32 tokens of each of 32 ranks, and has 200; set HCCL_BUFFS"),
+        (A3, 512, 8, "needs buffers of 4302 MB"),
+        # By hand: 2 * (32 * 32 * 8 * 14336 bytes + 2 MB), and 288 * 32 * (14336 + 16 * 8) bytes + 104 MB.
+        (A2, 32, 8, "needs buffers of 228 MB"),
+        (TWO_LEVELS, 32, 8, "needs buffers of 232 MB"),
+    ],
+)
+def test_steps_past_what_mc2_documents_are_refused_with_the_buffers_that_they_need(
+    variant: MC2Variant, tokens: int, choices: int, message: str
+):
+    with pytest.raises(ValueError, match=f"layer 3: MC2 {message}"):
+        limits(variant).check_step(tokens, choices)
+    limits(replace(variant, buffer_megabytes=4302)).check_step(min(tokens, 256), min(choices, 16))
+
+
+def test_a_layer_holds_mc2_to_its_limits_and_to_a_group_of_its_own():
+    case = Case("mc2", experts=4, slots=2, top_k=3, tokens=(3, 3), hidden=1024)
+    options = LayerOptions(mc2=replace(A3, buffer_megabytes=1))
+
+    def one_step(group: SimulatedGroup) -> None:
+        with pytest.raises(ValueError, match="layer 3: MC2 needs a process group that nothing else uses"):
+            layer_on(case, group, options=options)
+        with pytest.raises(ValueError, match=r"layer 3: mc2_group must have the ranks.*, got 0 of 1"):
+            layer_on(case, group, options=options, mc2_group=RankGroup(None))
+        layer = layer_on(case, group, options=options, mc2_group=group.twin("mc2"))
+        torch.testing.assert_close(layer(*case.step(group.rank)), case.dense()(*case.step(group.rank)))
+        with pytest.raises(ValueError, match=r"layer 3: MC2 needs buffers of \d MB for 128 tokens"):
+            layer(*case.step(group.rank), length=128)
+
+    run_simulated(2, one_step)
+
+
+def test_the_buffers_of_an_npu_are_hccls(monkeypatch: pytest.MonkeyPatch):
     npu: Any = SimpleNamespace(type="npu")
-    path = LayerPath.of("mc2", RankGroup(None), 4, reference, npu, LayerOptions(mc2=MC2Variant()))
-    path.check_room(3, 512)
-    with pytest.raises(ValueError, match="layer 3: 513 tokens, padding among them, are more than the 512"):
-        path.check_room(3, 513)
+    monkeypatch.delenv("HCCL_BUFFSIZE", raising=False)
+    assert MC2Variant().on(npu).buffer_megabytes == 200
+    monkeypatch.setenv("HCCL_BUFFSIZE", "512")
+    assert MC2Variant().on(npu).buffer_megabytes == 512
+    assert MC2Variant(buffer_megabytes=7).on(npu).buffer_megabytes == 7
+    assert MC2Variant().on(torch.device("cpu")).buffer_megabytes is None
+    monkeypatch.setenv("HCCL_BUFFSIZE", "a lot")
+    with pytest.raises(ValueError, match="HCCL_BUFFSIZE must be a whole number of MB, got 'a lot'"):
+        MC2Variant().on(npu)
+    path = partial(LayerPath.of, "mc2", Case("mc2", 4, 2, 2, (1,)).shape, RankGroup(None), RankGroup(None))
+    monkeypatch.delenv("HCCL_BUFFSIZE")
+    with pytest.raises(ValueError, match="layer 3: MC2 needs a process group that nothing else uses"):
+        path(4, reference, npu, LayerOptions(mc2=MC2Variant()), Unquantized())
 
 
 def test_a_grouped_token_with_more_than_its_share_on_a_rank_is_not_a_number():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from tests.moe.cases import MC2_VARIANTS, Case, alone, layer_on
 from tests.moe.simulated import run_simulated
 from worker_agent.moe import LayerOptions, MicroBatch
-from worker_agent.moe.dispatch import MC2Variant
+from worker_agent.moe.dispatch import DISPATCHER_NAMES, MC2Variant
 from worker_agent.moe.dispatch.interface import DispatchRequest, WeightAndReduce
 from worker_agent.moe.operators import reference
 from worker_agent.moe.rank_group import RankGroup
@@ -33,6 +34,70 @@ def test_a_choice_without_a_row_adds_nothing():
     reduce = WeightAndReduce(torch.full((4,), -1, dtype=torch.int32), WEIGHTS_TK, nobody_TK)
     assert reduce(reference, torch.full((3, 2), torch.nan)).tolist() == [[0.0, 0.0], [0.0, 0.0]]
     assert reduce(reference, torch.empty(0, 2)).tolist() == [[0.0, 0.0], [0.0, 0.0]]
+
+
+def test_rows_that_came_back_fewer_than_choices_are_each_taken_once():
+    """As the operator documents it: a row for each choice, those behind the last one for choices that have none."""
+    taken: list[list[int]] = []
+
+    def unpermute(rows_NH: torch.Tensor, row_N: torch.Tensor, probs_TK: torch.Tensor) -> torch.Tensor:
+        taken.append(row_N.tolist())
+        return reference.npu_moe_token_unpermute(rows_NH, row_N, probs_TK)
+
+    operators: Any = SimpleNamespace(npu_moe_token_unpermute=unpermute)
+    weights_TK = WEIGHTS_TK.masked_fill(LAST_ABSENT_TK, 0.0)
+    reduce = WeightAndReduce(torch.tensor([2, 0, 1, 3], dtype=torch.int32), weights_TK)
+    assert reduce(operators, ROWS_NH).tolist() == [[50.25, 100.5], [20.0, 40.0]]
+    assert sorted(taken[0]) == [0, 1, 2, 3]
+
+
+PATHS = [*((name, MC2Variant()) for name in DISPATCHER_NAMES), *(("mc2", each) for each in MC2_VARIANTS[1:])]
+
+
+@pytest.mark.parametrize(("dispatcher", "variant"), PATHS, ids=str)
+@pytest.mark.parametrize("quantized", [False, True])
+def test_what_padding_holds_reaches_nothing(dispatcher: str, variant: MC2Variant, quantized: bool):
+    case = Case(dispatcher, experts=6, slots=3, top_k=2, tokens=(4, 3), skew=0.1, quantized=quantized)
+
+    def both(group: RankGroup) -> tuple[torch.Tensor, torch.Tensor]:
+        layer = layer_on(case, group, options=LayerOptions(mc2=variant))
+        hidden_TH, ids_TK, weights_TK = case.step(group.rank)
+        active_T = torch.arange(len(hidden_TH)) % 2 == group.rank
+        clean_TH = layer(hidden_TH, ids_TK, weights_TK, active=active_T)
+        hidden_TH[~active_T], weights_TK[~active_T] = torch.nan, torch.nan
+        return clean_TH, layer(hidden_TH, ids_TK, weights_TK, active=active_T)
+
+    for clean_TH, found_TH in run_simulated(2, both):
+        assert torch.equal(found_TH, clean_TH)
+
+
+@pytest.mark.parametrize(("dispatcher", "variant"), PATHS, ids=str)
+def test_a_token_that_is_not_a_number_stays_alone(dispatcher: str, variant: MC2Variant):
+    """One request's overflow must not reach another's, here or on other ranks."""
+    case = Case(dispatcher, experts=6, slots=3, top_k=2, tokens=(4, 3), skew=0.1)
+
+    def first_is_nan(group: RankGroup) -> list[bool]:
+        hidden_TH, ids_TK, weights_TK = case.step(group.rank)
+        hidden_TH[0] = torch.nan
+        layer = layer_on(case, group, options=LayerOptions(mc2=variant))
+        return layer(hidden_TH, ids_TK, weights_TK).isnan().any(dim=1).tolist()
+
+    assert run_simulated(2, first_is_nan) == [[True, False, False, False], [True, False, False]]
+
+
+@pytest.mark.parametrize("dispatcher", DISPATCHER_NAMES)
+@pytest.mark.parametrize("tokens", [0, 1])
+def test_views_of_any_strides_are_taken_from_ranks_with_few_tokens(dispatcher: str, tokens: int):
+    case = Case(dispatcher, experts=6, slots=3, top_k=2, tokens=(tokens, 3))
+
+    def strided(group: RankGroup) -> tuple[torch.Tensor, torch.Tensor]:
+        given = case.step(group.rank)
+        views = [each.repeat_interleave(2, dim=1)[:, ::2] for each in given]
+        assert tokens != 0 or group.rank or views[2].stride(-1) == 2
+        return layer_on(case, group)(*views), case.dense()(*given)
+
+    for found_TH, expected_TH in run_simulated(2, strided):
+        torch.testing.assert_close(found_TH, expected_TH)
 
 
 def by_hand(table: list[list[int]], ids: list[int], turn: Counter[int]) -> list[int | None]:

@@ -12,20 +12,18 @@ from typing import Any
 import pytest
 import torch
 
-from tests.moe.cases import Case
-from worker_agent.moe import seeded_experts
+from tests.moe.cases import Case, alone
+from worker_agent.moe import Activation
 from worker_agent.moe.compose import ModularKernel
 from worker_agent.moe.dispatch import BatchedDispatcher, DispatchRequest, MC2Variant, build_dispatcher
 from worker_agent.moe.experts import BatchedExperts, ExpertBatch, GroupedExperts
 from worker_agent.moe.operators import reference
+from worker_agent.moe.quantization import Unquantized
 from worker_agent.moe.rank_group import RankGroup
-from worker_agent.moe.weights import build_weights
 
 CASE = Case("all2allv", experts=6, slots=6, top_k=3, tokens=(7,))
-SENDER = build_dispatcher("all2allv", RankGroup(None), 6, reference, MC2Variant())
-WEIGHTS = build_weights(
-    CASE.shape, seeded_experts(CASE.shape), CASE.placement()[0].tolist(), torch.float32, "cpu"
-)
+SENDER = build_dispatcher("all2allv", RankGroup(None), 6, reference, MC2Variant(), RankGroup(None))
+WEIGHTS = alone(CASE, phy2log_RS=CASE.placement(), log2phy_E=CASE.tables()[0])._weights()
 
 
 def request_of(step: int = 0) -> DispatchRequest:
@@ -38,7 +36,9 @@ def test_formats_must_agree():
     ):
         ModularKernel(SENDER, BatchedExperts())
     with pytest.raises(ValueError, match="BatchedDispatcher gives the batched activation format, Grouped"):
-        ModularKernel(BatchedDispatcher(SENDER, 1, 6, 8), GroupedExperts(reference))
+        ModularKernel(
+            BatchedDispatcher(SENDER, 1, 6, 8), GroupedExperts(reference, Activation.SILU, Unquantized())
+        )
 
 
 class Recorded:
@@ -77,7 +77,7 @@ def test_other_work_runs_while_tokens_travel():
     sender: Any = SimpleNamespace(
         format=SENDER.format, dispatch=partial(recorded, "dispatch", SENDER.dispatch)
     )
-    kernel = ModularKernel(sender, GroupedExperts(reference))
+    kernel = ModularKernel(sender, GroupedExperts(reference, Activation.SILU, Unquantized()))
     (out_TH,), heat_S, extra = kernel.run([request_of()], WEIGHTS, torch.float32, [beside])
     torch.testing.assert_close(out_TH, CASE.dense()(*CASE.step(0)))
     assert int(heat_S.sum()) == 21
@@ -97,7 +97,7 @@ def test_rows_and_outputs_are_released_before_outputs_return(batches: int):
             beside.rows += [weakref.ref(batch.rows), weakref.ref(out_NH)]
             return out_NH
 
-    kernel = ModularKernel(SENDER, Watched(reference))
+    kernel = ModularKernel(SENDER, Watched(reference, Activation.SILU, Unquantized()))
     kernel.run([request_of(step) for step in range(batches)], WEIGHTS, torch.float32, [beside])
     assert len(beside.rows) == 2 * batches
     assert beside.alive == 0

@@ -6,6 +6,8 @@ Two models with the same weights answer the same requests by the same draws, eac
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch.distributed as dist
@@ -14,7 +16,7 @@ from eplb_service.placement import Placement
 from worker_agent.demo.twins import Task, Twins, run
 from worker_agent.model.checkpoint import Checkpoint
 from worker_agent.model.expert_parallel import expert_parallel
-from worker_agent.model.serving import Server, Traffic
+from worker_agent.model.serving import LockstepServer, Server, Traffic
 from worker_agent.moe import ExpertParallelMoE
 
 _TEMPERATURE = 0.8
@@ -25,15 +27,18 @@ class _ModelTask(Task):
     """Serve the embedded model for so many decoding steps; its first ``layers`` MoE layers are balanced.
 
     Each rank has ``rows`` requests at a time, of ``length`` bytes with their prompts. Experts may be ``quantized``
-    (W8A8), and each step's tokens go through the MoE layers in two micro-batches (``dual_batch``).
+    (W8A8), and each step's tokens go through the MoE layers in two micro-batches (``dual_batch``). A ``checkpoint``'s
+    model is served in the place of the embedded one, in tokens for bytes.
     """
 
     steps: int
     layers: int
+    experts: int
     rows: int
     length: int
     quantized: bool = False
     dual_batch: bool = False
+    checkpoint: str | None = None
 
 
 class _ModelRank:
@@ -41,8 +46,6 @@ class _ModelRank:
 
     def __init__(self, task: _ModelTask, rank: int, group: dist.ProcessGroup) -> None:
         self._task, self._rank, self._group = task, rank, group
-        self._checkpoint = Checkpoint()
-        self._traffic = Traffic(task.steps, rank, task.seed)
         self._live, live_layers = self._model(task.dispatcher, task.split)
         # Grouped experts never move, so that nothing is to be compared but the dispatcher itself.
         still_dispatcher = "all2allv" if task.dispatcher == "moge" else task.dispatcher
@@ -54,23 +57,36 @@ class _ModelRank:
     def serve(self) -> None:
         self._twins.serve(self._task.steps, self._one_step, self._totals)
 
-    def _model(self, dispatcher: str, split: str) -> tuple[Server, list[ExpertParallelMoE]]:
-        config, task = self._checkpoint.config, self._task
-        placement = Placement.linear(config.layers, config.experts, task.ranks, task.slots)
+    def _model(self, dispatcher: str, split: str) -> tuple[Server | LockstepServer, list[ExpertParallelMoE]]:
+        task = self._task
+        placement = Placement.linear(task.layers, task.experts, task.ranks, task.slots)
+        common: dict[str, Any] = {
+            "quantization": "w8a8" if task.quantized else "none",
+            "split": split,
+            "dealing_width": task.dealing_width,
+            "most_rows": task.rows,
+        }
+        seed = task.seed * task.ranks + self._rank
+        if task.checkpoint is not None:
+            from worker_agent.model.hugging_face import serve_checkpoint
+
+            theirs, layers = serve_checkpoint(
+                Path(task.checkpoint), placement, self._group, dispatcher, **common
+            )
+            vocabulary = theirs.config.vocab_size
+            return LockstepServer(theirs, task.steps, task.rows, task.length, vocabulary, seed), layers
+        groups = task.ranks if task.dispatcher == "moge" else 1
         model, layers = expert_parallel(
-            self._checkpoint,
+            Checkpoint(),
             placement,
             self._group,
             dispatcher,
-            quantized=task.quantized,
             dual_batch=task.dual_batch,
-            split=split,
-            dealing_width=task.dealing_width,
-            expert_groups=task.ranks if task.dispatcher == "moge" else 1,
-            most_rows=task.rows,
+            expert_groups=groups,
+            **common,
         )
-        seed = task.seed * task.ranks + self._rank
-        return Server(model, self._traffic, task.rows, task.length, _TEMPERATURE, seed), layers
+        traffic = Traffic(task.steps, self._rank, task.seed)
+        return Server(model, traffic, task.rows, task.length, _TEMPERATURE, seed), layers
 
     def _one_step(self, step: int) -> dict[str, object]:
         live, still, times = self._twins.by_turns(step, self._task.rows, self._live.step, self._still.step)
@@ -78,14 +94,14 @@ class _ModelRank:
         self._generated += int(np.count_nonzero(still_B >= 0))
         self._different += int(np.count_nonzero(live_B != still_B))
         self._twins.compare(live_BV, still_BV)
-        return {**times, "phase": self._traffic.phase(step), "requests": self._still.in_flight().tolist()}
+        return {**times, "phase": self._still.phase(step), "requests": self._still.in_flight().tolist()}
 
     def _totals(self) -> dict[str, object]:
         return {
             "bytes_generated": self._generated,
             "bytes_different": self._different,
-            "domains": self._traffic.domains,
-            "phases": self._traffic.phases,
+            "domains": self._still.domains,
+            "phases": self._still.phases,
         }
 
 

@@ -28,7 +28,7 @@ def expert_parallel(
     ep_group: dist.ProcessGroup | RankGroup | None,
     dispatcher: str = "all2allv",
     *,
-    quantized: bool = False,
+    quantization: str = "none",
     dual_batch: bool = False,
     split: str = "tables",
     dealing_width: int = 1,
@@ -37,8 +37,8 @@ def expert_parallel(
 ) -> tuple[ByteTransformer, list[ExpertParallelMoE]]:
     """Make the model of a checkpoint with its experts placed over the ranks of ``ep_group``, and its MoE layers.
 
-    Tokens travel by ``dispatcher`` among the ranks of ``ep_group``. ``quantized`` experts are W8A8; with ``dual_batch``
-    every step's tokens go through each MoE layer in two micro-batches. ``split`` (``LayerOptions``) and
+    Tokens travel by ``dispatcher`` among the ranks of ``ep_group``. ``quantization`` is the experts'; with
+    ``dual_batch`` every step's tokens go through each MoE layer in two micro-batches. ``split`` (``LayerOptions``) and
     ``dealing_width`` say how tokens are split over replicas. Of ``expert_groups`` each token chooses equally many
     experts of every one, as MoGE needs with a group for each rank: the model was not trained for it, and writes worse.
     No rank has more tokens than ``most_rows`` in any step; without it the ranks ask each other in every layer and step,
@@ -60,7 +60,7 @@ def expert_parallel(
             dispatcher=dispatcher,
             ep_group=ep_group,
             dtype=SERVING_DTYPE,
-            quantized=quantized,
+            quantization=quantization,
             options=LayerOptions(split=split),
             dealing_width=dealing_width,
         )

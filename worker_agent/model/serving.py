@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -108,7 +109,8 @@ class Server:
     ) -> None:
         self._decoder = Decoder(model, rows)
         self._temperature, self._draws = temperature, torch.Generator().manual_seed(seed)
-        self._traffic = traffic
+        self._traffic, self.domains, self.phases = traffic, traffic.domains, traffic.phases
+        self.phase = traffic.phase
         self._length = length
         self._step = 0
         self._prompts = [b""] * rows
@@ -141,6 +143,49 @@ class Server:
         first = self._step == 0
         self._ends[row] = self._step + (1 + row * self._length // len(self._ends) if first else self._length)
         self._decoder.restart(row)
+
+
+class LockstepServer:
+    """Requests on a model of transformers, ``rows`` at a time: all begin together, and each has ``length`` tokens.
+
+    Prompts are the first half: random tokens of a quarter of the ``vocabulary``, another in each of four phases of
+    ``steps``. The likeliest token follows. Servers of the same ``seed`` have the same prompts.
+    """
+
+    domains: Sequence[str] = ("first quarter", "second quarter", "third quarter", "last quarter")
+    phases = domains
+
+    def __init__(self, model: Any, steps: int, rows: int, length: int, vocabulary: int, seed: int) -> None:
+        self._model, self._steps, self._seed = model, steps, seed
+        self._rows, self._length, self._quarter = rows, length, vocabulary // len(self.phases)
+        self._step = 0
+        self._begun = 0
+        self._cache: Any = None
+        self._prompts_BT = self._next_B = torch.zeros(0, dtype=torch.int64)
+
+    def phase(self, step: int) -> int:
+        """Return the phase that new requests belong to at a step."""
+        return min(step * len(self.phases) // self._steps, len(self.phases) - 1)
+
+    @torch.no_grad()
+    def step(self) -> tuple[npt.NDArray[np.int64], torch.Tensor]:
+        """Decode one token of every request: those generated ``[B]``, -1 where a prompt is read, and all logits."""
+        place, reads = self._step % self._length, self._length // 2
+        if place == 0:
+            self._begun, self._cache = self.phase(self._step), None
+            rng = np.random.default_rng([self._seed, self._step])
+            prompts_BT = rng.integers(self._quarter, size=(self._rows, reads)) + self._begun * self._quarter
+            self._prompts_BT = torch.from_numpy(prompts_BT)
+        tokens_B = self._prompts_BT[:, place] if place < reads else self._next_B
+        done = self._model(tokens_B.unsqueeze(1), past_key_values=self._cache, use_cache=True)
+        logits_BV, self._cache = done.logits[:, -1], done.past_key_values
+        self._next_B = logits_BV.argmax(dim=-1)
+        self._step += 1
+        return np.where(place + 1 < reads, -1, self._next_B.numpy()), logits_BV
+
+    def in_flight(self) -> npt.NDArray[np.int64]:
+        """Count the requests of each domain ``[D]``."""
+        return np.bincount([self._begun] * self._rows, minlength=len(self.domains))
 
 
 def _draw(logits_BV: torch.Tensor, temperature: float, generator: torch.Generator) -> torch.Tensor:

@@ -12,11 +12,12 @@ from worker_agent.moe.dispatch import (
     SHARED_TOKEN_DISPATCHERS,
     BatchedDispatcher,
     DispatchRequest,
+    MC2Limits,
     MC2Variant,
     TokenDispatcher,
     build_dispatcher,
 )
-from worker_agent.moe.experts import BatchedExperts, Experts, GroupedExperts
+from worker_agent.moe.experts import BatchedExperts, Experts, GroupedExperts, QuantMethod
 from worker_agent.moe.operators import Operators
 from worker_agent.moe.prepare import (
     All2AllPreparation,
@@ -25,7 +26,7 @@ from worker_agent.moe.prepare import (
     Preparation,
 )
 from worker_agent.moe.rank_group import RankGroup
-from worker_agent.moe.shape import Activation
+from worker_agent.moe.shape import MoEShape
 from worker_agent.moe.shared_experts import SharedRun
 from worker_agent.moe.weights import ExpertWeights
 
@@ -76,10 +77,6 @@ class ModularKernel:
         return [receive() for receive in returning], torch.stack(heat).sum(dim=0), beside_TH
 
 
-MOST_MC2_TOKENS = 512
-"""Tokens of a rank that MC2's operators take on an NPU, as vLLM-Ascend has it; others are for larger steps."""
-
-
 @dataclass(frozen=True)
 class LayerOptions:
     """The parts of a layer, where they are not to be the default."""
@@ -107,8 +104,9 @@ class LayerOptions:
     """The split of an expert's tokens over its replicas: ``"tables"``, by ``log2phy``, or ``"step"``, in each step so
     that the hottest rank is as cool as can be (``stepwise``)."""
 
-    def check(self, dispatchers: Sequence[str], quantized: bool) -> None:
-        """Raise ``ValueError`` where the options do not fit a layer of these ``dispatchers``, or a W8A8 one."""
+    def check(self, dispatchers: Sequence[str], quantization: str) -> None:
+        """Raise ``ValueError`` where the options do not fit a layer of these ``dispatchers`` and ``quantization``."""
+        quantized = quantization != "none"
         given = " and ".join(dispatchers)
         unused = [name for name in self.preparations if name not in dispatchers]
         gathers = any(
@@ -145,49 +143,60 @@ class LayerPath:
     """All ranks dispatch the same tokens."""
 
     room: int | None = None
-    """The most tokens of one dispatch, padding among them, if there is a bound."""
+    """The most tokens of one batched dispatch, padding among them, if there is a bound."""
 
     distinct_for: str | None = None
     """The part that needs the real choices of a token to be distinct experts, and has the bound, if any does."""
+
+    limits: MC2Limits | None = None
+    """Of MC2's operators, where they are a machine's."""
 
     @classmethod
     def of(
         cls,
         name: str,
+        shape: MoEShape,
         group: RankGroup,
+        mc2_group: RankGroup,
         slots: int,
         operators: Operators,
         device: torch.device,
         options: LayerOptions,
-        activation: Activation = Activation.SILU,
+        method: QuantMethod,
     ) -> LayerPath:
-        """Make the path of the dispatcher ``name``; ``ValueError`` where there is none.
+        """Make the path of the dispatcher ``name``; ``ValueError`` where there is none, or its limits are passed.
 
-        Each rank of ``group`` has as many local experts as ``slots``, with an ``activation`` between their two
-        matrices; ``operators`` compute on ``device``. ``options`` are the layer's, checked.
+        Each rank of ``group`` has as many local experts of the layer of this ``shape`` as ``slots``; MC2 talks in
+        ``mc2_group``. ``operators`` compute on ``device``, by a quantization ``method``. ``options`` are the layer's,
+        checked.
         """
-        variant = MC2Variant.of(device) if options.mc2 is None else options.mc2
-        sender: TokenDispatcher = build_dispatcher(name, group, slots, operators, variant)
-        experts: Experts = GroupedExperts(operators, activation)
-        gathers, room, distinct_for = name in SHARED_TOKEN_DISPATCHERS, None, None
+        variant = (MC2Variant.of(device) if options.mc2 is None else options.mc2).on(device)
+        sender: TokenDispatcher = build_dispatcher(name, group, slots, operators, variant, mc2_group)
+        experts: Experts = GroupedExperts(operators, shape.activation, method)
+        gathers, room, limits, distinct_for = name in SHARED_TOKEN_DISPATCHERS, None, None, None
         if name == "mc2":
-            room, distinct_for = MOST_MC2_TOKENS if device.type == "npu" else None, "MC2"
+            limits, distinct_for = _mc2_limits(shape, group, mc2_group, slots, variant), "MC2"
         if options.max_rank_tokens is not None:
             sender = BatchedDispatcher(sender, group.size, slots, options.max_rank_tokens)
-            experts = BatchedExperts(activation)
+            experts = BatchedExperts(shape.activation)
             # A gathered dispatch has the tokens of all ranks.
-            most = options.max_rank_tokens * (group.size if gathers else 1)
-            room, distinct_for = most if room is None else min(room, most), "the batched format"
+            room = options.max_rank_tokens * (group.size if gathers else 1)
+            distinct_for = "the batched format"
         preparation, alone = options.preparations.get(name), RankGroup(None)
         if preparation is None and gathers:
             quantize_with = operators if options.quantize_before_gather else None
             preparation = AllGatherPreparation([group], quantize_with=quantize_with)
         elif preparation is None:
             preparation = MC2Preparation(group, alone) if name == "mc2" else All2AllPreparation(alone)
-        return cls(preparation, ModularKernel(sender, experts), gathers, room, distinct_for)
+        return cls(preparation, ModularKernel(sender, experts), gathers, room, distinct_for, limits)
 
-    def check_room(self, layer: int, tokens: int) -> None:
-        """Raise ``ValueError`` naming the layer where a rank dispatches more ``tokens``, padding among them."""
+    def check_room(self, layer: int, tokens: int, choices: int) -> None:
+        """Raise ``ValueError`` naming the layer where a rank dispatches more ``tokens``, padding among them.
+
+        Or more ``choices`` per token.
+        """
+        if self.limits is not None:
+            self.limits.check_step(tokens, choices)
         if self.room is not None and tokens > self.room:
             raise ValueError(
                 f"layer {layer}: {tokens} tokens, padding among them, are more than the {self.room} of a rank's "
@@ -206,3 +215,22 @@ class LayerPath:
                 f"layer {layer}: topk_ids must have distinct experts for each token for {self.distinct_for}, "
                 f"got {topk_ids_TK[token].tolist()} at token {token}"
             )
+
+
+def _mc2_limits(
+    shape: MoEShape, group: RankGroup, mc2_group: RankGroup, slots: int, variant: MC2Variant
+) -> MC2Limits | None:
+    """Return the limits of MC2's operators, if the machine has any; ``ValueError`` where its group does not fit."""
+    if (mc2_group.rank, mc2_group.size) != (group.rank, group.size):
+        raise ValueError(
+            f"layer {shape.layer}: mc2_group must have the ranks of ep_group, where this one is {group.rank} of "
+            f"{group.size}, got {mc2_group.rank} of {mc2_group.size}"
+        )
+    if variant.buffer_megabytes is None:
+        return None
+    if mc2_group.name == group.name:
+        raise ValueError(
+            f"layer {shape.layer}: MC2 needs a process group that nothing else uses; give the layers one of the same "
+            "ranks as mc2_group"
+        )
+    return MC2Limits(shape.layer, shape.hidden, group.size, slots, variant)

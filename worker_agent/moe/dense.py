@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch.nn.functional import linear
 
+from worker_agent.moe.quantization import Unquantized
 from worker_agent.moe.shape import MoEShape
-from worker_agent.moe.weights import ExpertSource, ExpertTensors, build_weights
+from worker_agent.moe.weights import ExpertSource, ExpertTensors, fill_weights
 
 
 class DenseMoE(ExpertTensors):
@@ -23,8 +24,11 @@ class DenseMoE(ExpertTensors):
     ) -> None:
         super().__init__()
         self.shape = shape
-        weights = build_weights(shape, experts, list(range(shape.experts)), dtype, device, biases)
-        self._hold(shape.layer, weights)
+        every = list(range(shape.experts))
+        weights = Unquantized().create_weights(
+            shape, len(every), dtype, torch.device(device), biases is not None
+        )
+        self._hold(shape.layer, fill_weights(weights, shape, every, experts, biases))
 
     def forward(
         self, hidden_TH: torch.Tensor, topk_ids_TK: torch.Tensor, topk_weights_TK: torch.Tensor

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from worker_agent.moe.operators import GroupListType, Operators
-from worker_agent.moe.shape import Activation
+from worker_agent.moe.shape import Activation, MoEShape
 from worker_agent.moe.weights import ExpertWeights
 
 
@@ -62,26 +62,50 @@ class Experts(Protocol):
         ...
 
 
+class QuantMethod(Protocol):
+    """The seam of a quantization: ``quantization`` has the methods, which describe the arguments."""
+
+    quantizes_tokens: bool
+    """Experts want int8 rows, with a scale each."""
+
+    def create_weights(
+        self, shape: MoEShape, slots: int, dtype: torch.dtype, device: torch.device, biased: bool, /
+    ) -> ExpertWeights:
+        """Make the tensors that a checkpoint is loaded into."""
+        ...
+
+    def process_after_load(
+        self, weights: ExpertWeights, operators: Operators, dtype: torch.dtype, /
+    ) -> ExpertWeights:
+        """Return the tensors that the layer holds and computes with, made of those that were loaded."""
+        ...
+
+    def apply(
+        self,
+        operators: Operators,
+        batch: ExpertBatch,
+        weights: ExpertWeights,
+        activation: Activation,
+        dtype: torch.dtype,
+        /,
+    ) -> torch.Tensor:
+        """Put each row through the expert of its slot, ``[N, H]`` of ``dtype``."""
+        ...
+
+
 class GroupedExperts:
-    """Experts by the operators of an NPU, in floating point or W8A8."""
+    """Experts by the operators of an NPU, as their quantization method has it."""
 
     format = ActivationFormat.STANDARD
 
-    def __init__(self, operators: Operators, activation: Activation = Activation.SILU) -> None:
-        self._operators = operators
-        self._activation = activation
+    def __init__(self, operators: Operators, activation: Activation, method: QuantMethod) -> None:
+        self._operators, self._activation, self._method = operators, activation, method
 
     def run(self, batch: ExpertBatch, weights: ExpertWeights, dtype: torch.dtype) -> torch.Tensor:
         """Multiply, activate and multiply group by group; nothing is called for no rows."""
         if not batch.rows.shape[0]:
             return batch.rows.to(dtype)
-        first = weights.w13_SIH, weights.w13_scale_SI, weights.w13_bias_SI
-        first_NI = grouped_product(self._operators, batch, batch.rows, batch.scale_N, *first, dtype)
-        inner_NI, inner_scale_N = activated(self._operators, self._activation, first_NI), None
-        if weights.quantized:
-            inner_NI, inner_scale_N = self._operators.npu_dynamic_quant(inner_NI)
-        second = weights.w2_SHI, weights.w2_scale_SH, weights.w2_bias_SH
-        return grouped_product(self._operators, batch, inner_NI, inner_scale_N, *second, dtype)
+        return self._method.apply(self._operators, batch, weights, self._activation, dtype)
 
 
 def activated(operators: Operators, activation: Activation, first_NI: torch.Tensor) -> torch.Tensor:

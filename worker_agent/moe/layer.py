@@ -13,12 +13,13 @@ from worker_agent.moe.compose import LayerOptions, LayerPath
 from worker_agent.moe.dispatch import SHARED_TOKEN_DISPATCHERS, DispatchRequest
 from worker_agent.moe.operators import check_dtype, operators_for
 from worker_agent.moe.prepare import Prepared
+from worker_agent.moe.quantization import quant_method
 from worker_agent.moe.rank_group import RankGroup
 from worker_agent.moe.shape import MicroBatch, MoEShape, masked_outputs, real_ids
 from worker_agent.moe.shared_experts import SharedExperts, SharedStream
 from worker_agent.moe.state import EplbState, check_grouped, checked_table
 from worker_agent.moe.stepwise import StepwiseSplit
-from worker_agent.moe.weights import ExpertSource, ExpertTensors, build_weights
+from worker_agent.moe.weights import ExpertSource, ExpertTensors, fill_weights
 
 
 class ExpertParallelMoE(EplbState, ExpertTensors):
@@ -36,7 +37,8 @@ class ExpertParallelMoE(EplbState, ExpertTensors):
     phy2log_RS
         int32 ``[R, S]``: the logical expert in each slot of each rank. R is the size of ``ep_group``.
     experts
-        Builds any logical expert's weights; asked for this rank's experts only.
+        Builds any logical expert's weights; asked for this rank's experts only. ``None`` leaves them to be loaded, by
+        an ``ExpertLoader``; then ``process_after_load`` follows.
     biases
         The same of the experts' biases, where they have any.
     log2phy_E
@@ -51,10 +53,14 @@ class ExpertParallelMoE(EplbState, ExpertTensors):
         Where all-gather or MoGE is among them, the log2phy tables of all ranks must be the same.
     ep_group
         The ranks; ``None`` is a rank alone.
+    mc2_group
+        A process group of the same ranks that MC2's operators have to themselves, as CANN demands; layers may share
+        it. By default ``ep_group``, which an NPU refuses.
     heat_rows
         W, the steps that the heat rings hold.
-    quantized
-        W8A8: int8 weights with a scale per output row; tokens are quantized at each call, with a scale each.
+    quantization
+        ``"none"``, or ``"w8a8"``: int8 weights with a scale per output row, made of floating-point ones; tokens are
+        quantized at each call, with a scale each.
     dtype
         The tokens' type, and the weights' unless quantized.
     check_ids
@@ -72,15 +78,16 @@ class ExpertParallelMoE(EplbState, ExpertTensors):
         self,
         shape: MoEShape,
         phy2log_RS: Int32,
-        experts: ExpertSource,
+        experts: ExpertSource | None,
         *,
         biases: ExpertSource | None = None,
         log2phy_E: Int32 | None = None,
         dealing_width: int = 1,
         dispatcher: str | Sequence[str] = "all2allv",
         ep_group: dist.ProcessGroup | RankGroup | None = None,
+        mc2_group: dist.ProcessGroup | RankGroup | None = None,
         heat_rows: int = 64,
-        quantized: bool = False,
+        quantization: str = "none",
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
         check_ids: bool | None = None,
@@ -90,15 +97,16 @@ class ExpertParallelMoE(EplbState, ExpertTensors):
         super().__init__(shape.layer)
         names = [dispatcher] if isinstance(dispatcher, str) else list(dispatcher)
         options = LayerOptions() if options is None else options
-        options.check(names, quantized)
+        options.check(names, quantization)
         self.shape, self._options = shape, options
         self._device = device = torch.device(device)
         check_dtype(shape.layer, device.type, dtype)
-        self._dtype, self._quantized = dtype, quantized
+        self._dtype, self._method = dtype, (method := quant_method(shape.layer, quantization))
         self._check_ids = device.type == "cpu" if check_ids is None else check_ids
         self._shared_experts = shared_experts
         self._stream = SharedStream.of(device) if options.multistream else None
-        self._group = group = ep_group if isinstance(ep_group, RankGroup) else RankGroup(ep_group)
+        self._group = group = RankGroup.of(ep_group)
+        mc2 = group if mc2_group is None else RankGroup.of(mc2_group)
         self.shares_tokens = any(name in SHARED_TOKEN_DISPATCHERS for name in names)
         self.rank_bound = "moge" in names
         place = shape.layer, shape.experts, phy2log_RS, group.rank, group.size
@@ -106,15 +114,27 @@ class ExpertParallelMoE(EplbState, ExpertTensors):
         if self.rank_bound:
             check_grouped(shape.layer, phy2log_RS)
         self._track(phy2log_RS, group.rank, log2phy_E, heat_rows, device)
-        operators = operators_for(device)
-        parts = group, phy2log_RS.shape[1], operators, device, options, shape.activation
-        self._paths = {name: LayerPath.of(name, *parts) for name in names}
+        self._operators = operators_for(device)
+        parts = group, mc2, phy2log_RS.shape[1], self._operators, device, options, method
+        self._paths = {name: LayerPath.of(name, shape, *parts) for name in names}
         self._split = None
         if options.split == "step":
             StepwiseSplit.check(shape.layer, names, device.type)
             self._split = StepwiseSplit(phy2log_RS, shape.experts, device)
-        weights = build_weights(shape, experts, phy2log_RS[group.rank].tolist(), dtype, device, biases)
-        self._hold(shape.layer, weights.quantize(operators, dtype) if quantized else weights)
+        logical_S = phy2log_RS[group.rank].tolist()
+        weights = method.create_weights(shape, len(logical_S), dtype, device, biases is not None)
+        self._hold(shape.layer, weights)
+        if experts is not None:
+            fill_weights(weights, shape, logical_S, experts, biases)
+            self.process_after_load()
+
+    def process_after_load(self) -> None:
+        """Bring weights that a checkpoint was loaded into to the form that is computed with.
+
+        To be called before an agent starts: tensors may be others afterwards, once and for all.
+        """
+        weights = self._method.process_after_load(self._weights(), self._operators, self._dtype)
+        self._hold(self.shape.layer, weights)
 
     @property
     def ep_rank(self) -> int:
@@ -264,7 +284,7 @@ class ExpertParallelMoE(EplbState, ExpertTensors):
         self, path: LayerPath, batch: MicroBatch, own_TK: torch.Tensor, length: int | None
     ) -> tuple[Prepared, DispatchRequest]:
         prepared = path.preparation.prepare(batch.hidden_TH, (own_TK, batch.topk_weights_TK), length)
-        path.check_room(self.shape.layer, prepared.hidden_TH.shape[0])
+        path.check_room(self.shape.layer, prepared.hidden_TH.shape[0], batch.topk_ids_TK.shape[1])
         ids_TK, weights_TK = prepared.routing
         if prepared.active_T is not None:
             ids_TK = ids_TK.masked_fill(~prepared.active_T.unsqueeze(1), -1)
@@ -278,7 +298,7 @@ class ExpertParallelMoE(EplbState, ExpertTensors):
             weights_TK,
             self.log2phy,
             scale_T=prepared.scale_T,
-            quantized=self._quantized,
+            quantized=self._method.quantizes_tokens,
             physical_TK=physical_TK,
             check_values=self._check_ids,
         )

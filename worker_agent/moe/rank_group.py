@@ -24,6 +24,11 @@ class RankGroup:
         self.size = 1 if group is None else dist.get_world_size(group)
 
     @classmethod
+    def of(cls, group: dist.ProcessGroup | RankGroup | None) -> RankGroup:
+        """Return the ranks of a process group, or the same where ``group`` has them already."""
+        return group if isinstance(group, RankGroup) else cls(group)
+
+    @classmethod
     def named(cls, name: str) -> RankGroup:
         """Return the group that has this ``name`` in this process."""
         return cls(_resolve_process_group(name) if name else None)  # type: ignore[arg-type] # newer torch: GroupName
@@ -112,7 +117,12 @@ class RankGroup:
 
 def pack_rows(columns: Sequence[torch.Tensor]) -> torch.Tensor:
     """Pack tensors ``[T, width]`` into one uint8 ``[T, B]``."""
-    return torch.cat([column.contiguous().view(torch.uint8) for column in columns], dim=1)
+    # ``contiguous`` keeps the strides of rows without a choice of them: of none, or of one value each.
+    dense = [
+        column if column.stride(-1) == 1 else column.clone(memory_format=torch.contiguous_format)
+        for column in columns
+    ]
+    return torch.cat([column.view(torch.uint8) for column in dense], dim=1)
 
 
 def unpack_rows(packed_TB: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -77,48 +77,35 @@ class ExpertWeights:
         return ExpertWeights(w13_SIH, w2_SHI, w13_scale_SI, w2_scale_SH, self.w13_bias_SI, self.w2_bias_SH)
 
 
-def build_weights(
+def fill_weights(
+    weights: ExpertWeights,
     shape: MoEShape,
-    experts: ExpertSource,
     logical_S: list[int],
-    dtype: torch.dtype,
-    device: torch.device | str,
+    experts: ExpertSource,
     biases: ExpertSource | None = None,
 ) -> ExpertWeights:
-    """Build the weights of the expert in each slot; raises ``ValueError`` where a source gives another shape.
+    """Copy the expert of each slot into floating-point ``weights``; ``ValueError`` where a source gives another shape.
 
     Weights come from ``experts``, and biases, if there are any, from ``biases``; ``logical_S`` has the expert in each
-    slot of this rank. They are of ``dtype`` on ``device``, in the ``shape`` of the layer.
+    slot of this rank, in the ``shape`` of the layer.
     """
-    rows, hidden, inner = 2 * shape.intermediate, shape.hidden, shape.intermediate
-    shapes: dict[str, tuple[int, ...]] = {"w13": (rows, hidden), "w2": (hidden, inner)}
-    w13_SIH, w2_SHI = _filled(shape.layer, logical_S, experts, shapes, dtype, device)
-    if biases is None:
-        return ExpertWeights(w13_SIH, w2_SHI)
-    shapes, dtype = {"w13 bias": (rows,), "w2 bias": (hidden,)}, ExpertWeights.bias_dtype(dtype)
-    w13_SI, w2_SH = _filled(shape.layer, logical_S, biases, shapes, dtype, device)
-    return ExpertWeights(w13_SIH, w2_SHI, w13_bias_SI=w13_SI, w2_bias_SH=w2_SH)
+    _fill(shape.layer, logical_S, experts, {"w13": weights.w13_SIH, "w2": weights.w2_SHI})
+    if biases is not None and weights.w13_bias_SI is not None and weights.w2_bias_SH is not None:
+        both = {"w13 bias": weights.w13_bias_SI, "w2 bias": weights.w2_bias_SH}
+        _fill(shape.layer, logical_S, biases, both)
+    return weights
 
 
-def _filled(
-    layer: int,
-    logical_S: list[int],
-    source: ExpertSource,
-    shapes: dict[str, tuple[int, ...]],
-    dtype: torch.dtype,
-    device: torch.device | str,
-) -> list[torch.Tensor]:
-    """Return tensors ``[S, ...]`` of what a source gives for each slot's expert, which must have these shapes."""
-    stacked = [torch.empty(len(logical_S), *shape, dtype=dtype, device=device) for shape in shapes.values()]
+def _fill(layer: int, logical_S: list[int], source: ExpertSource, tensors: dict[str, torch.Tensor]) -> None:
+    """Copy what a source gives for each slot's expert, which must have the shape of its place."""
     for slot, expert in enumerate(logical_S):
-        for (name, shape), tensor_S, given in zip(shapes.items(), stacked, source(expert), strict=True):
-            if given.shape != shape:
+        for (name, tensor_S), given in zip(tensors.items(), source(expert), strict=True):
+            if given.shape != tensor_S.shape[1:]:
                 raise ValueError(
                     f"layer {layer}: {name} of expert {expert} must have the shape "
-                    f"{list(shape)}, got {list(given.shape)}"
+                    f"{list(tensor_S.shape[1:])}, got {list(given.shape)}"
                 )
             tensor_S[slot].copy_(given)
-    return stacked
 
 
 def _quantized_matrices(

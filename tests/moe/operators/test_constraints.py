@@ -2,24 +2,35 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from tests.moe.cases import MC2_VARIANTS, Case, layer_on
 from tests.moe.operators.constraints import CHECKS, checked
 from tests.moe.option_rows import ROWS, call, case_of, layer_of, length_of, step_of
 from tests.moe.pairwise import Row
 from tests.moe.simulated import SimulatedGroup, run_simulated
 from tests.moe.torch_npu.calls import calls, form_of
+from worker_agent.moe import LayerOptions
 from worker_agent.moe import layer as layer_module
+from worker_agent.moe.dispatch import MC2Variant
 from worker_agent.moe.operators import check_dtype, reference
 from worker_agent.moe.rank_group import RankGroup
 
 BF16_ROWS, FP16_ROWS = (
-    [row | {"dtype": dtype, "kind": "W8A8" if row["kind"] == "W8A8" else "grouped"} for row in ROWS]
+    [
+        row
+        | {"dtype": dtype, "kind": "W8A8" if row["kind"] == "W8A8" else "grouped"}
+        # MC2 takes 16 choices, where some of these rows have more.
+        | ({"top_k": "some"} if row["dispatcher"] == "mc2" and row["top_k"] == "all" else {})
+        for row in ROWS
+    ]
     for dtype in (torch.bfloat16, torch.float16)
 )
 
@@ -63,6 +74,54 @@ def test_one_slot_per_rank(dispatcher: str, kind: str, monkeypatch: pytest.Monke
     row["quantize_before_gather"] &= kind == "W8A8"
     called = run_checked(row, monkeypatch, experts=2, slots=1, top_k=2 if dispatcher == "moge" else 1)
     assert "npu_grouped_matmul" in {operator for operator, *_ in called}
+
+
+@pytest.mark.parametrize("variant", MC2_VARIANTS, ids=str)
+@pytest.mark.parametrize("length", [None, 8])
+def test_mc2_has_its_communication_domain_to_itself(
+    variant: MC2Variant, length: int | None, monkeypatch: pytest.MonkeyPatch
+):
+    """No other exchange enters it: its buffers are what ranks write into each other's memory through."""
+    here, operators = (
+        threading.local(),
+        SimpleNamespace(**{name: getattr(reference, name) for name in CHECKS}),
+    )
+
+    def fused(operator: Any, *args: Any, **kwargs: Any) -> Any:
+        here.fused = True
+        result = operator(*args, **kwargs)
+        here.fused = False
+        return result
+
+    for name in ("npu_moe_distribute_dispatch_v2", "npu_moe_distribute_combine_v2"):
+        setattr(operators, name, partial(fused, getattr(reference, name)))
+    monkeypatch.setattr(layer_module, "operators_for", lambda device: operators)
+    case = Case("mc2", experts=8, slots=4, top_k=3, tokens=(4, 0, 2))
+    exchanges: list[tuple[str, bool]] = []
+
+    def one_step(group: SimulatedGroup) -> None:
+        domain = group.twin("mc2")
+        for each in (group, domain):
+            start = each.start_all_to_all
+
+            def recorded(*args: Any, start: Any = start, name: str = each.name) -> Any:
+                exchanges.append((name, getattr(here, "fused", False)))
+                return start(*args)
+
+            each.start_all_to_all = recorded  # type: ignore[method-assign]
+        layer = layer_on(
+            case,
+            group,
+            dispatcher=("mc2", "all2allv"),
+            mc2_group=domain,
+            options=LayerOptions(mc2=variant, split="step"),
+        )
+        tokens = case.step(group.rank)
+        layer(*tokens, length=length)
+        layer(*tokens, dispatcher="all2allv")
+
+    run_simulated(3, one_step)
+    assert set(exchanges) == {("mc2", True), ("simulated", False)}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -150,6 +150,25 @@ def test_grouped_matmul_of_int8_is_exact_and_scaled_by_row_and_column():
         reference.npu_grouped_matmul([rows_NK], [weight_GKM], **arguments)
 
 
+@pytest.mark.parametrize("columns", [1, 1024, 1025, 4099])
+def test_the_largest_sums_of_int8_products_are_exact(columns: int):
+    """An odd number among even ones past 2^24 is what float32 would lose."""
+    rows_NK = torch.full((1, columns), -128, dtype=torch.int8)
+    weight_GKM = torch.full((1, columns, 2), -128, dtype=torch.int8)
+    rows_NK[0, -1], weight_GKM[0, -1] = 127, 127
+    (out_NM,) = reference.npu_grouped_matmul(
+        [rows_NK],
+        [weight_GKM],
+        scale=[torch.ones(1, 2)],
+        per_token_scale=[torch.ones(1)],
+        output_dtype=torch.float64,
+        group_list=torch.tensor([1]),
+        split_item=2,
+        group_type=0,
+    )
+    assert out_NM.tolist() == [[float((columns - 1) * 128**2 + 127**2)] * 2]
+
+
 def test_init_routing_quantizes_what_it_sorts():
     hidden_TH, ids_TK = choices(5, 2, 4, seed=3)
     rows_NH, row_of_choice, tokens_G, _ = reference.npu_moe_init_routing_v2(hidden_TH, ids_TK, **ROUTING)

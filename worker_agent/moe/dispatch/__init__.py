@@ -9,7 +9,7 @@ from worker_agent.moe.dispatch.dispatchers import (
     MoGEDispatcher,
 )
 from worker_agent.moe.dispatch.interface import Dispatched, DispatchRequest, TokenDispatcher
-from worker_agent.moe.dispatch.mc2 import MC2Dispatcher, MC2Variant
+from worker_agent.moe.dispatch.mc2 import MC2Dispatcher, MC2Limits, MC2Variant
 from worker_agent.moe.operators import Operators
 from worker_agent.moe.rank_group import RankGroup
 
@@ -19,6 +19,7 @@ __all__ = [
     "BatchedDispatcher",
     "DispatchRequest",
     "Dispatched",
+    "MC2Limits",
     "MC2Variant",
     "TokenDispatcher",
     "build_dispatcher",
@@ -38,16 +39,21 @@ SHARED_TOKEN_DISPATCHERS = ("allgather", "moge")
 
 
 def build_dispatcher(
-    name: str, group: RankGroup, slots: int, operators: Operators, mc2: MC2Variant
+    name: str,
+    group: RankGroup,
+    slots: int,
+    operators: Operators,
+    mc2: MC2Variant,
+    mc2_group: RankGroup,
 ) -> TokenDispatcher:
     """Make the dispatcher of that ``name``, one of ``DISPATCHER_NAMES``; ``ValueError`` where it is none.
 
-    ``group`` has the EP ranks with ``slots`` local experts each, ``operators`` are the device's, and ``mc2`` is the
-    variant of MC2's.
+    ``group`` has the EP ranks with ``slots`` local experts each, ``operators`` are the device's. ``mc2`` is the
+    variant of MC2's, which talk in ``mc2_group``.
     """
     if name not in _DISPATCHERS:
         raise ValueError(f"unknown dispatcher {name!r}; use one of {', '.join(DISPATCHER_NAMES)}")
     if name == "mc2":
-        return MC2Dispatcher(group, slots, operators, mc2)
+        return MC2Dispatcher(group, slots, operators, mc2, mc2_group)
     dispatcher: TokenDispatcher = _DISPATCHERS[name](group, slots, operators)
     return dispatcher

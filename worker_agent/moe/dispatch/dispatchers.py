@@ -64,7 +64,7 @@ class All2AllVDispatcher(_Dispatcher):
         columns = [rows_NH] if scale_N is None else [rows_NH, scale_N.unsqueeze(1)]
         forms = [column[:0].clone() for column in columns]
         packed_NB = pack_rows([column[: sum(sent)] for column in columns])
-        reduce = WeightAndReduce(row_of_choice, request.real_weights_TK, ~request.active_TK)
+        reduce = WeightAndReduce(row_of_choice, request.real_weights_TK)
         arriving = self._group.start_all_to_all(packed_NB, sent, received)
 
         def receive() -> Dispatched:

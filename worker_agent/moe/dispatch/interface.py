@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
+from torch.nn.functional import pad
 
 from worker_agent.moe.experts import ActivationFormat, ExpertBatch
 from worker_agent.moe.operators import GroupListType, Operators, QuantMode, count_ids
@@ -49,7 +50,7 @@ class DispatchRequest:
     @property
     def real_weights_TK(self) -> torch.Tensor:
         """float32: the weights, zero for choices that are not real."""
-        return self.topk_weights_TK.float() * self.active_TK
+        return self.topk_weights_TK.float().masked_fill(~self.active_TK, 0.0)
 
     @property
     def quantizes(self) -> bool:
@@ -158,21 +159,31 @@ class WeightAndReduce:
     """The last part of combine: weighs the row of each choice and sums them by token."""
 
     row_of_choice: torch.Tensor
-    """int32 ``[T*K]``; any number outside the rows for a choice that has none."""
+    """int32 ``[T*K]``; any number for a choice that has none."""
 
     weights_TK: torch.Tensor
-    absent_TK: torch.Tensor
-    """bool: the choices that have no row."""
+    absent_TK: torch.Tensor | None = None
+    """bool: the choices that have no row. ``None`` where ``row_of_choice`` is a permutation of all choices, behind
+    whose last row those without one come: their rows are zeros."""
 
     def __call__(self, operators: Operators, rows_NH: torch.Tensor) -> torch.Tensor:
         """Return the tokens' outputs ``[T, H]``, of the rows' dtype; the rows are used up."""
         if not rows_NH.shape[0]:
             return rows_NH.new_zeros(self.weights_TK.shape[0], rows_NH.shape[1])
-        # Row 0 replaces a missing one and weighs nothing; where it is nobody's it may hold anything, even NaN.
-        weights_TK = self.weights_TK.masked_fill(self.absent_TK, 0.0)
-        row_of_choice = self.row_of_choice.masked_fill(self.absent_TK.reshape(-1), 0)
-        rows_NH[0].masked_fill_(self.absent_TK.all(), 0.0)
-        return operators.npu_moe_token_unpermute(rows_NH, row_of_choice, weights_TK.to(rows_NH.dtype))
+        if self.absent_TK is None:
+            # The operator wants a row for each choice.
+            rows_NH = pad(rows_NH, (0, 0, 0, self.weights_TK.numel() - rows_NH.shape[0]))
+            weights_TK = self.weights_TK.to(rows_NH.dtype)
+            return operators.npu_moe_token_unpermute(rows_NH, self.row_of_choice, weights_TK)
+        # Another row of the same token replaces a missing one and weighs nothing, so that what another request's
+        # row holds, be it NaN, stays there.
+        row_TK = self.row_of_choice.view_as(self.weights_TK)
+        own_T1 = row_TK.gather(1, (~self.absent_TK).int().argmax(dim=1, keepdim=True))
+        nothing_T1 = self.absent_TK.all(dim=1, keepdim=True)
+        row_TK = torch.where(self.absent_TK, own_T1.masked_fill(nothing_T1, 0), row_TK)
+        weights_TK = self.weights_TK.masked_fill(self.absent_TK, 0.0).to(rows_NH.dtype)
+        out_TH = operators.npu_moe_token_unpermute(rows_NH, row_TK.reshape(-1), weights_TK)
+        return out_TH.masked_fill_(nothing_T1, 0.0)
 
 
 def places(ids_N: torch.Tensor) -> torch.Tensor:

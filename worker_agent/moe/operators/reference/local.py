@@ -7,6 +7,9 @@ from torch.nn import functional
 
 from worker_agent.moe.operators.codes import GroupListType, QuantMode
 
+_EXACT_COLUMNS = 2**24 // 128**2
+"""Columns of int8 values whose products sum up to no more than float32 counts."""
+
 
 def require(condition: bool, message: str) -> None:
     """Raise ``ValueError`` unless ``condition`` holds."""
@@ -57,14 +60,23 @@ def npu_grouped_matmul(
             continue
         rows, matrix = rows_NK[start:end], weight_GKM[group]
         if scale is not None and per_token_scale is not None:
-            # In float64 the product is exact, as on hardware that sums in int32.
-            product = rows.double() @ matrix.double()
+            product = _exact_product(rows, matrix)
             out_NM[start:end] = product * scale[0][group] * per_token_scale[0][start:end, None]
         else:
             torch.mm(rows, matrix, out=out_NM[start:end])
         if bias is not None:
             out_NM[start:end] += bias[0][group]
     return [out_NM]
+
+
+def _exact_product(rows_NK: torch.Tensor, matrix_KM: torch.Tensor) -> torch.Tensor:
+    """Product of int8 matrices in float64, exact as on hardware that sums in int32.
+
+    Sums over so many columns are exact in float32, which is the cheaper one to convert a matrix to.
+    """
+    parts = zip(rows_NK.split(_EXACT_COLUMNS, 1), matrix_KM.split(_EXACT_COLUMNS), strict=True)
+    products = [(rows.float() @ matrix.float()).double() for rows, matrix in parts]
+    return torch.stack(products).sum(dim=0) if len(products) > 1 else products[0]
 
 
 def _fused_product_takes(rows_NK: torch.Tensor, weight_GKM: torch.Tensor) -> bool:
