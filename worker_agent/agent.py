@@ -127,8 +127,8 @@ class Agent:
 
     @property
     def halted(self) -> str | None:
-        """Reason for which this rank no longer takes part in balancing, or ``None``."""
-        return self._switch.state.halted
+        """Reason for which this rank must not serve any more, for good, or ``None``."""
+        return None if self._fatal is None else str(self._fatal)
 
     @property
     def unheard(self) -> str | None:
@@ -304,8 +304,8 @@ class Agent:
             digest=installed.digest,
             error=self.halted
             or self.unheard
-            or self._switch.votes.complaint
             or self._clock.complaint
+            or self._switch.complaint
             or self._heat.complaint
             or "",
             calls=self._clock.calls,
@@ -316,13 +316,26 @@ class Agent:
         )
 
     def _guarded(self, part: Callable[..., None], *arguments: Any) -> None:
+        """Do a part of a call; an error in it ends the votes until all ranks form them again, never the model."""
         try:
             part(*arguments)
         except FatalSwitchError as fatal:
-            self._fatal = fatal
-            self._switch.fail(str(fatal))
+            self._end(fatal)
             raise
-        except Exception as error:
-            if self.halted is None:
+        except BaseException as error:
+            if self.unheard is None:
                 _log.exception("rank %d: the agent failed; the model goes on", self.identity.rank)
-            self._switch.halt(f"{type(error).__name__}: {error}")
+            try:
+                self._switch.stumble(f"{type(error).__name__}: {error}")
+            except FatalSwitchError as fatal:
+                self._end(fatal)
+                if isinstance(error, Exception):
+                    raise
+            except Exception:
+                _log.exception("rank %d: the votes could not be left in order", self.identity.rank)
+            if not isinstance(error, Exception):
+                raise
+
+    def _end(self, fatal: FatalSwitchError) -> None:
+        self._fatal = fatal
+        self._switch.fail(str(fatal))

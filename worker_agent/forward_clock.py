@@ -18,6 +18,7 @@ from worker_agent.live_layer import LiveLayer
 
 _COPIES_UNDER_WAY = 8
 """More copies of the counter than this are not begun; a device that far behind gives the same answer later."""
+_POLL_SECONDS = 0.001
 _STILL_CALLS = 64
 """A pass that counts late, or calls beyond one in a pass, are no reason to complain."""
 
@@ -33,6 +34,8 @@ class ForwardClock:
     ----------
     layers
         The live layers; made at one moment on all ranks, before any serves.
+
+    ``trouble`` is set where the host's count has gone back, until the ranks ``agree`` on another.
     """
 
     def __init__(self, layers: list[LiveLayer]) -> None:
@@ -44,7 +47,9 @@ class ForwardClock:
         self._missed_calls = 0
         self._copies: deque[tuple[int, torch.Tensor, Mark]] = deque()
         self._host_step: int | None = None
-        self._highest = 0
+        self._offset = 0
+        self._highest = self._raw = 0
+        self.trouble: str | None = None
         self._moved_at = 0
 
     @property
@@ -64,11 +69,12 @@ class ForwardClock:
     @property
     def now(self) -> int:
         """Number of the last forward pass, as far as is known without waiting."""
-        if self._host_step is not None:
-            return self._host_step
-        if self._device.type == "cpu":
-            return int(self._counter) - self._first
-        return self._calls + self._missed_calls
+        return self._offset + self._counted
+
+    @property
+    def reached(self) -> int:
+        """Number of the highest forward pass so far, also where the host has begun to count from a lower one."""
+        return self._highest
 
     def called(self, host_step: int | None) -> int:
         """Count a call of the host, with its number of the step if it has one; return the pass it comes after."""
@@ -76,6 +82,12 @@ class ForwardClock:
         self._host_step = host_step
         if self._device.type != "cpu" and host_step is None:
             self._follow_counter()
+        counted = self._counted
+        # What is not known without waiting may be a few passes off.
+        exact = self._host_step is not None or self._device.type == "cpu"
+        if counted < self._raw - (0 if exact else _COPIES_UNDER_WAY):
+            self.trouble = f"the host's count of forward passes went back from {self._raw} to {counted}"
+        self._raw = counted
         now = self.now
         if now > self._highest:
             self._highest, self._moved_at = now, self._calls
@@ -83,7 +95,30 @@ class ForwardClock:
 
     def exact(self) -> int:
         """Number of the last forward pass; waits for the device where the host does not number its steps."""
-        return self._host_step if self._host_step is not None else int(self._counter) - self._first
+        if self._host_step is not None:
+            return self._offset + self._host_step
+        return self._offset + int(self._counter) - self._first
+
+    def at_rest(self, seconds: float) -> bool:
+        """Return whether all that the host has queued so far is done on the device within so many seconds."""
+        queued, end = Mark(self._device), time.monotonic() + seconds
+        while not queued.passed() and time.monotonic() < end:
+            time.sleep(_POLL_SECONDS)
+        return queued.passed()
+
+    def agree(self, number: int) -> None:
+        """Give the pass that this boundary comes after the ``number`` that all ranks have agreed on, at rest."""
+        self._offset += number - self.exact()
+        self.trouble = None
+
+    @property
+    def _counted(self) -> int:
+        """Number of the last forward pass by the host's count, as far as is known without waiting."""
+        if self._host_step is not None:
+            return self._host_step
+        if self._device.type == "cpu":
+            return int(self._counter) - self._first
+        return self._calls + self._missed_calls
 
     def _follow_counter(self) -> None:
         while self._copies and self._copies[0][2].passed():

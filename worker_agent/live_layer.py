@@ -78,6 +78,21 @@ class RankBound(Protocol):
 
 
 @runtime_checkable
+class Named(Protocol):
+    """A live layer that knows its name in the model: ranks that hand layers over in other orders are then refused."""
+
+    name: str
+
+
+@runtime_checkable
+class Gathering(Protocol):
+    """A live layer that knows how far its dispatch gathers."""
+
+    gathers_all: bool
+    """True if it gathers the tokens of all ranks, which must then be one token group."""
+
+
+@runtime_checkable
 class PlacementAware(Protocol):
     """A live layer that must know where all ranks' replicas are, and not only where its own tokens go."""
 

@@ -82,8 +82,10 @@ class AgentSettings(BaseSettings):
         description="what carries experts: auto (nccl between GPUs, hccl between NPUs, else gloo), gloo (through the "
         "host), nccl or hccl",
     )
-    verify_transfers: bool = Field(
-        False, description="send a checksum with each expert, and compare what was installed"
+    verify_transfers: bool | None = Field(
+        None,
+        description="send a checksum with each expert, and compare what was installed with it; none: where experts "
+        "pass the host (gloo)",
     )
     allow_unverified_engine: bool = Field(
         False,

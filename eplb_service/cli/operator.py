@@ -107,7 +107,12 @@ def pause(service: Connection, deployment: str = NAME, json: bool = JSON) -> Non
 def resume(service: Connection, deployment: str = NAME, json: bool = JSON) -> None:
     """Plan for a paused deployment again."""
     _ask(service, "Resume", operator_pb2.ResumeRequest(deployment=deployment))
-    _report(json, f"planning for {deployment} continues", deployment=deployment, paused=False)
+    _report(
+        json,
+        f"planning for {deployment} continues; ranks that report an error come back by themselves",
+        deployment=deployment,
+        paused=False,
+    )
 
 
 @takes_options()

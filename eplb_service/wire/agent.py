@@ -190,7 +190,7 @@ class PlanStatus:
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """A rank is alive, at a step, and serves a version; ``error`` says why it no longer takes part.
+    """A rank is alive, at a step, and serves a version; ``error`` says why it takes no part at present.
 
     ``calls`` of the agent by its host since its start took ``call_micros``, ``vote_micros`` of them in votes. Bytes are
     held for experts that wait for their commit, and in which the layers count heat; ``None`` where not reported.

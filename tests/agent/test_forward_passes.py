@@ -93,8 +93,10 @@ def test_ranks_that_serve_different_placements_are_stopped_all_at_once() -> None
     assert all("the ranks serve different placements" in why for why in run_ranks(RANKS, _diverged))
 
 
-def _shared_tokens(token_group: int | None) -> str:
-    layers = live.layers_of(1, live.linear_RS(RANKS), dispatcher="allgather")
+def _shared_tokens(token_group: int | str | None) -> str:
+    if token_group == "by two":
+        token_group = dist.get_rank() // 2
+    layers = live.layers_of(1, live.linear_RS(dist.get_world_size()), dispatcher="allgather")
     try:
         Agent.start(layers, dist.group.WORLD, live.settings(), token_group=token_group).close()
     except RendezvousError as refused:
@@ -105,6 +107,13 @@ def _shared_tokens(token_group: int | None) -> str:
 def test_layers_that_share_tokens_need_a_token_group() -> None:
     assert all("its layers share tokens" in why for why in run_ranks(RANKS, _shared_tokens, None))
     assert run_ranks(RANKS, _shared_tokens, 0) == ["", ""]
+
+
+def test_layers_that_gather_from_all_ranks_need_one_token_group() -> None:
+    said = run_ranks(4, _shared_tokens, "by two")
+    assert all(
+        "gather the tokens of all ranks, but these are in the token groups [0, 1]" in why for why in said
+    )
 
 
 def test_the_layers_own_counter_numbers_the_passes() -> None:

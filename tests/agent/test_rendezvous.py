@@ -48,10 +48,19 @@ def test_ranks_that_meet_again_start_from_what_they_hold() -> None:
 
 
 def _fails_to_meet(what: str) -> str:
-    layers: list[Any] = live.layers_of(1, live.linear_RS(RANKS))
+    layers: list[Any] = live.layers_of(2 if "layers" in what else 1, live.linear_RS(RANKS))
+    for index, layer in enumerate(layers):
+        layer.name = f"mlp.{index}" if "named" in what else ""
     if dist.get_rank() == 1:
         if what == "more layers":
-            layers = live.layers_of(2, live.linear_RS(RANKS))
+            layers = live.layers_of(3, live.linear_RS(RANKS))
+        elif what in ("layers in another order", "named layers in another order"):
+            layers.reverse()
+        elif what == "layers of one memory":
+            layers[1].expert_weights = layers[0].expert_weights
+        elif what == "another expert":
+            # Expert 1 is on rank 0 as well; rank 1 has loaded something else for it.
+            layers[0].w2_weight[int(layers[0].expert_map[1])] *= 2
         elif what == "none":
             layers = []
         elif what == "weights":
@@ -74,7 +83,11 @@ def _fails_to_meet(what: str) -> str:
 @pytest.mark.parametrize(
     ("what", "said"),
     [
-        ("more layers", "layers differ: rank 0 has 1, rank 1 has 2"),
+        ("more layers", "layers differ: rank 0 has 2, rank 1 has 3"),
+        ("layers in another order", "layer 0: ranks 0 and 1 hold different weights of expert"),
+        ("named layers in another order", "names of layers differ: rank 0 has ['mlp.0', 'mlp.1']"),
+        ("layers of one memory", "rank 1: layer 0 and layer 1 share the memory of their experts"),
+        ("another expert", "layer 0: ranks 0 and 1 hold different weights of expert 1"),
         ("none", "rank 1: there are no MoE layers to balance"),
         ("weights", "expert weights of layer 0 differ"),
         ("table", "rank 1: layer 0: log2phy of rank 1: expert 0 points to slot"),

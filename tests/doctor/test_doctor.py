@@ -17,6 +17,7 @@ from worker_agent.doctor import __main__ as doctor
 from worker_agent.doctor import round_trip
 from worker_agent.doctor.finding import FAILED, OK, SKIPPED, WARNING, Finding
 from worker_agent.swap import staging
+from worker_agent.swap.transfer import TransferWorker
 
 
 def wrong_bytes():
@@ -27,7 +28,7 @@ def wrong_bytes():
         layer.expert_weights()[1][0, -1] += 1
         return written
 
-    staging.copy_into, staging._check_installed = copy_wrongly, lambda *_: None
+    staging.copy_into, TransferWorker.check = copy_wrongly, lambda *_: None
 
 
 def graph_that_reads_old_memory():

@@ -203,12 +203,15 @@ def _kill_stream_thread(agent: Agent) -> None:
 
 
 def _break_heat_at_a_commit(agent: Agent) -> None:
-    """From the next commit on this rank cannot copy its heat."""
+    """At the next commit this rank cannot copy its heat."""
 
-    def fail(*_: Any) -> Any:
+    def fail() -> None:
         raise OSError("the heat cannot be cut")
 
-    live.before_next_call(agent._switch, "_before_commit", lambda: setattr(agent._heat, "_copy_out", fail))
+    heat = agent._heat
+    live.before_next_call(
+        agent._switch, "_before_commit", lambda: live.before_next_call(heat, "_copy_out", fail)
+    )
 
 
 def _stall(agent: Agent) -> None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from tests.agent import live
 from tests.faults.serving import FAULTS
-from tests.ranks import run_ranks
+from tests.ranks import RankFailure, run_ranks
 from worker_agent.swap import staging
 from worker_agent.swap.commit_register import FatalSwitchError
 from worker_agent.swap.group import AgentGroup
@@ -26,7 +28,7 @@ def _serve(how: str) -> tuple[str, int, float]:
     def fail(*_: object) -> int:
         if "links break" in how:
             FAULTS["lose-votes"](agent)
-        raise MemoryError("no memory on the device")
+        raise (KeyboardInterrupt if "interrupt" in how else MemoryError)("no memory on the device")
 
     if dist.get_rank() == 1:
         staging.copy_into = fail
@@ -38,7 +40,8 @@ def _serve(how: str) -> tuple[str, int, float]:
         passes, began = step, time.monotonic()
         offered(step)
 
-    with pytest.raises(FatalSwitchError) as fatal:
+    interrupted = "interrupt" in how and dist.get_rank() == 1
+    with pytest.raises(KeyboardInterrupt if interrupted else FatalSwitchError) as fatal:
         live.drive(agent, layers, still, 200, between)
     took = time.monotonic() - began
     with pytest.raises(FatalSwitchError):
@@ -49,7 +52,14 @@ def _serve(how: str) -> tuple[str, int, float]:
 
 
 @pytest.mark.parametrize(
-    "how", ["", "its links break as well", "its links break, and nobody hears why", "nobody hears it at once"]
+    "how",
+    [
+        "",
+        "its links break as well",
+        "its links break, and nobody hears why",
+        "nobody hears it at once",
+        "an interrupt",
+    ],
 )
 def test_an_install_that_fails_on_one_rank_is_fatal_on_every_rank_at_once(how: str) -> None:
     found = run_ranks(RANKS, _serve, how)
@@ -58,3 +68,25 @@ def test_an_install_that_fails_on_one_rank_is_fatal_on_every_rank_at_once(how: s
     if how != "nobody hears it at once":
         assert all("rank 1" in why and "no memory on the device" in why for why, _, _ in (found[0], found[2]))
     assert max(took for _, _, took in found) < 20
+
+
+def _installs_a_damaged_expert() -> None:
+    """A bit flips on rank 1 between the check of what arrived and its install."""
+    agent, layers, still = live.start(1)
+    copy_into = staging.copy_into
+
+    def copy(layer: Any, staged: Any, slots: Any, *tables: Any) -> int:
+        staged[0][0].view(torch.int32).view(-1)[3] ^= 1
+        return copy_into(layer, staged, slots, *tables)
+
+    if dist.get_rank() == 1:
+        staging.copy_into = copy
+    live.drive(agent, layers, still, 400, live.offering(agent, {1: {0: live.target()}}, pause=0.005))
+
+
+def test_an_expert_that_is_damaged_in_its_install_is_fatal() -> None:
+    """The others are in a pass with it by then: the model's own collectives end with its process."""
+    with pytest.raises(
+        RankFailure, match=r"FatalSwitchError: rank 1: layer 0: slot \d .* its expert was sent as"
+    ):
+        run_ranks(RANKS, _installs_a_damaged_expert)

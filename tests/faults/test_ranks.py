@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from tests.faults.scene import RANKS, Scene
-from tests.faults.serving import check_served
 
 pytestmark = [pytest.mark.faults, pytest.mark.e2e, pytest.mark.timeout(900)]
 
@@ -42,20 +41,11 @@ def test_a_stream_or_votes_that_end_are_begun_again_and_sleep_holds_nothing_up(
         scene.end_well()
 
 
-@pytest.mark.parametrize(
-    ("fault", "problem", "halted"),
-    [
-        ("kill-transfer-thread", "rank 2: the transfer thread has died", "the transfer thread has died"),
-        # The layer is voted in: other ranks route to it whatever breaks here.
-        ("break-heat-at-a-commit", "the heat cannot be cut", "OSError: the heat cannot be cut"),
-    ],
-)
-def test_an_agent_that_fails_in_a_commit_installs_it_first(fault, problem, halted, tmp_path) -> None:
-    """Balancing stops, on that rank alone, and is reported; what all serve stays one placement."""
+# At a commit the layer is voted in: other ranks route to it whatever breaks here.
+@pytest.mark.parametrize("fault", ["kill-transfer-thread", "break-heat-at-a-commit"])
+def test_an_agent_that_fails_takes_part_again(fault: str, tmp_path: Path) -> None:
     with Scene(tmp_path) as scene:
         scene.wait_for_switches()
         scene.ask(fault, 2)
-        scene.wait_for_problem(problem)
-        facts = scene.stop()
-    check_served(facts, tmp_path)
-    assert [fact.halted for fact in facts] == [None, None, halted]
+        scene.wait_for_switches(3)
+        scene.end_well()

@@ -42,11 +42,12 @@ class Faults(NamedTuple):
     """How many more of each kind may happen."""
 
     transfers: int = 0
-    halts: int = 0
+    errors: int = 0
     losses: int = 0
     skips: int = 0
     impatience: int = 0
     installs: int = 0
+    refusals: int = 0
 
     def __str__(self) -> str:
         some = [f"{many} {what}" for what, many in self._asdict().items() if many]
@@ -65,6 +66,8 @@ class Scenario:
     settlement: type[Settlement] = Settlement
     confirms: bool = True
     reports_failures: bool = True
+    refusal_is_death: bool = False
+    settles_errors: bool = True
 
     @property
     def title(self) -> str:

@@ -45,12 +45,14 @@ class World(State):
                     yield ("staged", rank)
                 if self.faults.transfers or not possible:
                     yield ("failed", rank)
-            if self.faults.halts and machine.halted is None:
-                yield ("halt", rank)
+            if self.faults.errors and rank not in self.lost and not self.fatal:
+                yield ("error", rank)
             if self.vote is not None and rank in self.vote.settling:
                 settlement = self.vote.settlements[rank]
                 for peer in sorted(settlement.peers - settlement.in_doubt):
                     yield ("ask", rank, peer)
+                    if self.faults.refusals:
+                        yield ("refused", rank, peer)
             elif self.vote is not None and rank in self.vote.pending:
                 if None not in self.vote.ballots:
                     yield ("heard", rank)
@@ -115,9 +117,16 @@ class World(State):
         self.dirty_lanes |= {(running.lane, running.generation)}
         self.machines[rank] = self.machines[rank].with_transfer_ended(running.generation, "failed")
 
-    def _halt(self, rank: int) -> None:
-        self.faults = self.faults._replace(halts=self.faults.halts - 1)
-        self._act(rank, self.machines[rank].halt("broken"))
+    def _error(self, rank: int) -> None:
+        """Something fails on the rank away from a commit: it leaves the votes, and settles the one under way."""
+        self.faults = self.faults._replace(errors=self.faults.errors - 1)
+        if self.vote is not None and rank in self.vote.pending:
+            if self.scenario.settles_errors:
+                self._leave_votes(rank)
+                return
+            self._counted(rank)
+        self.lost |= {rank}
+        self._act(rank, self.machines[rank].lose_votes("an error"))
 
     def _launch(self) -> None:
         ballots = tuple(None if r in self.lost else m.ballot for r, m in enumerate(self.machines))
@@ -158,6 +167,9 @@ class World(State):
     def _unheard(self, rank: int) -> None:
         if None not in self.vote.ballots:
             self.faults = self.faults._replace(losses=self.faults.losses - 1)
+        self._leave_votes(rank)
+
+    def _leave_votes(self, rank: int) -> None:
         cast = self.vote.ballots[rank]
         self.lost |= {rank}
         if cast.progress == Progress.READY and not cast.abort:
@@ -179,6 +191,14 @@ class World(State):
         settled = self._settlement(rank, self.vote.settlements[rank].answered(peer, verdict))
         if settled is not Verdict.IN_DOUBT:
             self._settled(rank, settled)
+
+    def _refused(self, rank: int, peer: int) -> None:
+        """The network refuses a question to a peer that lives: nothing follows, as their link is open."""
+        self.faults = self.faults._replace(refusals=self.faults.refusals - 1)
+        if self.scenario.refusal_is_death:
+            settled = self._settlement(rank, self.vote.settlements[rank].answered(peer, Verdict.IN_DOUBT))
+            if settled is not Verdict.IN_DOUBT:
+                self._settled(rank, settled)
 
     def _settlement(self, rank: int, settlement: Settlement) -> Verdict | None:
         before = self.vote.settlements
@@ -243,7 +263,7 @@ class World(State):
                 self._commit(rank, action)
             elif isinstance(action, PlanStatus) and action.state is PlanState.ABORTED:
                 self.staged[rank] = None
-            elif isinstance(action, Halted) and action.diverged:
+            elif isinstance(action, Halted):
                 self.fatal |= {rank}
 
     def _start(self, rank: int, action: StartTransfer) -> None:

@@ -28,17 +28,18 @@ RIVALS, LATE, HALFWAY, AFTER, ASTRAY = range(5)
 ALONE = (
     Faults(),
     Faults(transfers=1),
-    Faults(halts=1),
+    Faults(errors=1),
     Faults(losses=1),
     Faults(skips=1),
     Faults(installs=1),
 )
 TOGETHER = (
-    Faults(transfers=1, halts=1, losses=1),
+    Faults(transfers=1, errors=1, losses=1),
     Faults(transfers=1, losses=1, skips=1),
     Faults(losses=2),
     Faults(losses=1, skips=1, impatience=2),
     Faults(transfers=1, losses=1, installs=1),
+    Faults(losses=1, refusals=2),
 )
 
 

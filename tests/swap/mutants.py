@@ -14,7 +14,6 @@ from worker_agent.swap.commit_register import Settlement, Verdict
 from worker_agent.swap.machine import (
     Ballot,
     Commit,
-    Halted,
     Progress,
     SwitchState,
     Transition,
@@ -129,13 +128,6 @@ class TakesFailureForSuccess(SwitchState):
         return super().with_transfer_ended(generation, None)
 
 
-class GivesUpAtOnce(SwitchState):
-    def halt(self, reason: str) -> Transition:
-        dropped, actions = self._drop(reason)
-        more = (Halted(reason),) if self.halted is None else ()
-        return replace(dropped, halted=reason), (*actions, *more)
-
-
 class KeepsStagingAfterAborts(SwitchState):
     def _drop(self, reason: str) -> Transition:
         dropped, actions = super()._drop(reason)
@@ -156,11 +148,6 @@ class TakesUncheckedMoves(SwitchState):
 class TakesOlderTerms(SwitchState):
     def _refusal(self, plan: Any, checked_for: int) -> str | None:
         return SwitchState._refusal(replace(self, highest_term=0), plan, checked_for)
-
-
-class TakesPlansThoughHalted(SwitchState):
-    def _refusal(self, plan: Any, checked_for: int) -> str | None:
-        return SwitchState._refusal(replace(self, halted=None), plan, checked_for)
 
 
 class LetsAPlanReplaceAnother(SwitchState):
@@ -252,16 +239,14 @@ MUTANTS: dict[type[SwitchState], tuple[int, Faults]] = {
     TakesAnyGenerationForItsOwn: (RIVALS, Faults(0, 0, 0)),
     BeginsBesideAnOldTransfer: (RIVALS, Faults(0, 0, 0)),
     TakesFailureForSuccess: (LATE, Faults(1, 0, 0)),
-    GivesUpAtOnce: (LATE, Faults(0, 1, 0)),
     KeepsStagingAfterAborts: (LATE, Faults(1, 0, 0)),
     TakesAnyBase: (RIVALS, Faults(0, 0, 0)),
     TakesUncheckedMoves: (HALFWAY, Faults(0, 0, 0)),
     TakesOlderTerms: (RIVALS, Faults(0, 0, 0)),
-    TakesPlansThoughHalted: (ASTRAY, Faults(0, 0, 0)),
     LetsAPlanReplaceAnother: (RIVALS, Faults(0, 0, 0)),
     CommitsTheSameLayerAgain: (LATE, Faults(0, 0, 0)),
     InstallsTheTablesAlone: (LATE, Faults(0, 0, 0)),
-    KeepsAWishAfterTheLastCommit: (LATE, Faults(0, 1, 0)),
+    KeepsAWishAfterTheLastCommit: (RIVALS, Faults(0, 0, 0)),
     StopsAfterOneLayer: (LATE, Faults(0, 0, 0)),
     GoesBackToAnOldLane: (LATE, Faults(1, 0, 1)),
     KeepsItsPlanWithoutVotes: (LATE, Faults(0, 0, 1)),
@@ -284,6 +269,10 @@ def broken_scenarios() -> dict[str, Scenario]:
         skipping = faults._replace(skips=1, losses=min(faults.losses, 1))
         found[f"CommitsUnconfirmed{late}"] = replace(scenarios(skipping)[LATE], confirms=False)
     failing = scenarios(Faults(installs=1))[LATE]
+    refusing = scenarios(Faults(losses=1, refusals=2))[LATE]
+    found["TakesARefusalForDeath"] = replace(refusing, refusal_is_death=True)
+    erring = scenarios(Faults(errors=1))[LATE]
+    found["GivesUpAtOnce"] = replace(erring, settles_errors=False)
     found["KeepsItsFailureToItself"] = replace(failing, reports_failures=False)
     return found
 

@@ -12,4 +12,6 @@ def joined(ranks: int, patience: float = 5.0) -> list[AgentGroup]:
     """``ranks`` groups that know each other."""
     sockets = [Peers("127.0.0.1") for _ in range(ranks)]
     addresses = [peers.address for peers in sockets]
-    return [AgentGroup(peers, SECRET, rank, addresses, patience) for rank, peers in enumerate(sockets)]
+    groups = [AgentGroup(peers, SECRET, rank, addresses, patience) for rank, peers in enumerate(sockets)]
+    assert [group.peers.unlinked() for group in groups] == [[]] * ranks
+    return groups

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -46,6 +48,18 @@ def test_a_rank_whose_process_has_ended_binds_nobody() -> None:
     assert not one.register.may_commit(3, heard=False)
     assert not third.register.may_commit(3, heard=True)
     assert time.monotonic() - began < 30
+
+
+def test_a_rank_whose_datagrams_are_refused_while_its_process_lives_still_binds_the_others() -> None:
+    """As behind a firewall that rejects: the kernel reports that nothing listens, yet the peer has committed."""
+    one, other = joined(2, patience=0.5)
+    with contextlib.suppress(OSError):
+        other.peers._socket.shutdown(socket.SHUT_RDWR)
+    other.peers._socket.close()
+    with pytest.raises(FatalSwitchError, match=r"ranks \[1\] did not answer"):
+        one.register.may_commit(3, heard=False)
+    other.peers.close()
+    assert not one.register.may_commit(4, heard=False), "now its link has ended too"
 
 
 def test_ranks_that_ask_each_other_at_once_agree() -> None:

@@ -23,7 +23,7 @@ HELD, _ = NEW.offer(PLAN, 0, FIRST.digest)
     [
         (NEW.with_term(7), PLAN, "leader term 2 is older than 7"),
         (NEW.with_pause("the host sleeps"), PLAN, "paused on this rank: the host sleeps"),
-        (NEW.halt("no memory")[0], PLAN, "stopped on this rank: no memory"),
+        (replace(NEW, halted="no memory"), PLAN, "this rank serves no more: no memory"),
         (NEW.lose_votes("a link broke")[0], PLAN, "do not vote at present: a link broke"),
         (HELD, plan_from(FIRST, 2, 2, 1), "plan 1 is still under way"),
         (replace(NEW, transfer_runs=True), PLAN, "still running out"),
@@ -50,7 +50,7 @@ def test_a_plan_that_comes_twice_is_the_same_plan() -> None:
 )
 def test_a_plan_is_dropped_for_the_first_reason_that_the_rank_had(machine: SwitchState, reason: str) -> None:
     assert machine.ballot.abort == (machine is not HELD)
-    later = machine.halt("broken")[0] if machine.ballot.abort else machine
+    later = machine.with_pause("a later reason") if machine.ballot.abort else machine
     after, (said,) = later.decide(VoteOutcome.unanimous(PLAN.digest).with_abort())
     assert after.progress == Progress.IDLE
     assert (said.state, said.reason) == (PlanState.ABORTED, reason)
@@ -59,11 +59,6 @@ def test_a_plan_is_dropped_for_the_first_reason_that_the_rank_had(machine: Switc
 def test_a_rank_takes_plans_again_once_it_is_resumed() -> None:
     resumed = NEW.with_pause("the host sleeps").resumed()
     assert resumed.offer(PLAN, 0, FIRST.digest)[0].progress == Progress.OFFERED
-
-
-def test_a_halted_rank_votes_plans_down_that_it_never_held() -> None:
-    assert not NEW.ballot.abort
-    assert NEW.halt("broken")[0].ballot.abort
 
 
 def test_ranks_that_differ_by_tables_alone_serve_different_placements() -> None:

@@ -71,6 +71,48 @@ def test_what_one_rank_announces_reaches_those_that_live(monkeypatch: pytest.Mon
     assert third.peers.ask([0], b"vkey", 20.0) == {0: b"!rank 0: no memory"}
 
 
+def test_an_answer_to_an_earlier_question_is_no_answer() -> None:
+    """A rank that asks again must not take what its peer said before, late or replayed, for the answer."""
+    one, other = joined(2)
+    sealed = other.peers._sealed
+    stale = bytes(16) + b"c"
+    other.peers._sealed = lambda kind, body: sealed(kind, stale if kind == b"a" else body)
+    assert one.peers.ask([1], b"d3", 0.3) == {}
+    other.peers._sealed = sealed
+    assert one.peers.ask([1], b"d3", 20.0) == {1: b"d"}
+
+
+def test_a_question_that_cannot_be_answered_is_reported_and_the_next_one_is() -> None:
+    one, other = joined(2)
+    answer = other.peers._answer
+
+    def fail_once(_: bytes) -> bytes:
+        other.peers._answer = answer
+        raise MemoryError("no memory to answer")
+
+    other.peers._answer = fail_once
+    assert one.peers.ask([1], b"i0", 20.0) == {1: b"+"}
+    assert other.peers.complaint == "a peer's question was not answered: MemoryError: no memory to answer"
+
+
+def test_only_a_member_links_itself_and_then_nobody_can() -> None:
+    one, other = (Peers("127.0.0.1") for _ in range(2))
+    addresses = [one.address, other.address]
+    one.open(b"secret", 0, addresses, lambda _: None)
+    with socket.create_connection(one.address, timeout=20) as forger:
+        forger.sendall((1).to_bytes(4, "big") + bytes(16))
+        assert len(forger.recv(48, socket.MSG_WAITALL)) == 48
+        forger.sendall(bytes(32))
+        assert forger.recv(1) == b"", "its proof was refused"
+    other.open(b"secret", 1, addresses, lambda _: None)
+    assert one.unlinked() == other.unlinked() == []
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(one.address, timeout=20)
+    assert not one._links.ended(1)
+    other.close()
+    assert one._links.ended(1)
+
+
 def test_a_store_is_bounded() -> None:
     (group,) = joined(1)
     for number in range(5000):

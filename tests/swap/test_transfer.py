@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,12 +13,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.swap.carried import PlainLayer, order
 from tests.swap.placed import INSTALLED, plan_of
+from worker_agent.settings import AgentSettings
 from worker_agent.swap.commit_register import FatalSwitchError
 from worker_agent.swap.driver import SwitchDriver
 from worker_agent.swap.machine import Commit
 from worker_agent.swap.staging import Staging
-from worker_agent.swap.transfer import ByteBudget, TransferResult, _rounds
+from worker_agent.swap.transfer import ByteBudget, TransferResult, TransferWorker, _rounds
 
 
 def test_a_budget_admits_what_the_steps_allow() -> None:
@@ -90,3 +93,22 @@ def test_a_commit_without_its_staged_weights_is_fatal(held: TransferResult | Non
     after = INSTALLED.with_layer(1, update.phy2log_RS, update.log2phy_E)
     with pytest.raises(FatalSwitchError, match="layer 1 was voted in, but its weights are not staged"):
         driver._commit(Commit(9, 3, update, INSTALLED, after))
+
+
+def test_staging_that_a_failed_transfer_may_still_write_to_is_given_up() -> None:
+    """On gloo nothing writes to it any more; a device may, into what the next transfer has staged."""
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("a link broke")
+
+    lane = SimpleNamespace(exchange=fail)
+    lanes: Any = SimpleNamespace(
+        device=torch.device("cpu"), rank=0, through_host=True, lane=lambda _: lane, retire=lambda: None
+    )
+    worker = TransferWorker(lanes, AgentSettings(), ByteBudget(None))
+    worker.start(order(1, (1, 0, 0, 1, 3)), PlainLayer(0))
+    while (result := worker.poll()) is None:
+        time.sleep(0.001)
+    assert result.error == "transfer of layer 0 failed: a link broke"
+    assert worker.staging.nbytes == 0
+    worker.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any, cast
@@ -11,18 +12,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.swap.peered import joined
 from worker_agent.settings import AgentSettings
 from worker_agent.swap import reformation as module
+from worker_agent.swap.commit_register import FatalSwitchError
 from worker_agent.swap.machine import Ballot, Progress, VoteOutcome, VoteResult
 from worker_agent.swap.reformation import Reformation
 from worker_agent.swap.vote import Voter, VoteSchedule
+from worker_agent.swap.vote_link import Kind, VoteError, VoteLink
 
 PLAN = 7
 
 
 def _schedule(vote_interval: int) -> VoteSchedule:
-    links = SimpleNamespace(group=SimpleNamespace(register=None), votes=None)
-    clock = SimpleNamespace(calls=0, now=0)
+    links = SimpleNamespace(group=SimpleNamespace(register=None, left=False), votes=None)
+    clock = SimpleNamespace(calls=0, now=0, reached=0, trouble=None)
     return VoteSchedule(
         cast(Any, links), AgentSettings(vote_interval=vote_interval), cast(Any, clock), cast(Any, None)
     )
@@ -91,10 +95,10 @@ def voter(*, committed: bool) -> tuple[Voter, list[tuple[int, bool]]]:
         asked.append((vote, heard))
         return committed
 
-    group: Any = SimpleNamespace(allreduce=lambda *_: None)
+    link: Any = SimpleNamespace(begin=lambda *_: None)
     register: Any = SimpleNamespace(may_commit=may_commit)
     history: Any = SimpleNamespace(vote=lambda *_, **__: None)
-    return Voter(group, AgentSettings(), register, history, VOTE - 1), asked
+    return Voter(link, AgentSettings(), register, history, VOTE - 1), asked
 
 
 @pytest.mark.parametrize(
@@ -148,3 +152,65 @@ def test_a_rank_that_is_behind_takes_the_number_of_the_one_ahead(monkeypatch: py
         time.sleep(0.005)
     tried.close()
     assert named[0] == "vote/9"
+
+
+def test_ranks_at_different_collectives_learn_of_it_and_live() -> None:
+    """As after an interrupt that one host has survived: of one width, they never end the process."""
+    groups = joined(2)
+    with ThreadPoolExecutor(2) as pool:
+        one, other = (
+            VoteLink(group) for group in pool.map(lambda group: group.process_group("vote"), groups)
+        )
+        sent = [one.begin(Kind.BALLOT, 4, range(9)), other.begin(Kind.INSTALLED, 4, [1])]
+        sent += [one.begin(Kind.BALLOT, 5, range(9)), other.begin(Kind.BALLOT, 6, range(9))]
+        for reduction in sent:
+            with pytest.raises(
+                VoteError, match="the ranks are at different collectives, or at different votes"
+            ):
+                reduction.wait(20)
+        assert [one.begin(Kind.BOUNDARY, 7, [3, -3]), other.begin(Kind.BOUNDARY, 7, [2, -2])][0].wait(20) == [
+            2,
+            -3,
+        ]
+
+
+@pytest.mark.parametrize("there", [20, 21], ids=["all at one pass", "one at another"])
+def test_a_commit_counts_only_where_all_confirm_the_same_pass(there: int) -> None:
+    """All have come to confirm; only the comparison shows that one is at another pass."""
+    ballot = Ballot(Progress.READY, PLAN, 1, False, 18)
+    answers = {Kind.BALLOT: ballot.encode(), Kind.BOUNDARY: [20, -there]}
+    link: Any = SimpleNamespace(begin=lambda kind, *_: SimpleNamespace(wait=lambda _: answers[kind]))
+    register: Any = SimpleNamespace(may_commit=lambda _, *, heard: heard)
+    history: Any = SimpleNamespace(vote=lambda *_, **__: None)
+    rank = Voter(link, AgentSettings(), register, history)
+    rank.cast(ballot)
+    outcome = rank.count(20, lambda: 20)
+    assert outcome.result is (VoteResult.COMMIT if there == 20 else VoteResult.REALIGN)
+
+
+def _formed_again(low: int, vote: int) -> tuple[Reformation, int]:
+    """A rank that hears of these: the lower bound of all fingerprints, and the last vote that any rank knows."""
+    rank: Any = object.__new__(Reformation)
+    rank.attempts, rank.generation, rank.lane, rank.vote = 1, 3, 2, 5
+    rank._version_digest, rank._astray, rank._margin, rank._now = 7, False, 32, lambda: 40
+    answers = {Kind.SERVED: [low, -7, -4, -6, -vote, 39, -41, 0], Kind.IN_TIME: [1]}
+    link: Any = SimpleNamespace(begin=lambda kind, *_: SimpleNamespace(wait=lambda _: answers[kind]))
+    return rank, rank._first_vote(link)
+
+
+def test_votes_formed_again_go_on_from_the_highest_that_any_rank_knows() -> None:
+    """Numbers that began again would find the register's answers of earlier votes."""
+    rank, start = _formed_again(7, 9)
+    assert (rank.generation, rank.lane, rank.vote, start) == (4, 6, 9, 41 + 32)
+    links: Any = SimpleNamespace(group=SimpleNamespace(register=None, left=False), votes=None)
+    clock: Any = SimpleNamespace(calls=0, now=0, reached=0, trouble=None)
+    schedule = VoteSchedule(links, AgentSettings(), clock, cast(Any, None))
+    schedule.voter, rank.start, rank._votes = None, start, SimpleNamespace()
+    schedule._reformation = rank
+    assert schedule.formed_again(start) is rank
+    assert cast(Voter, schedule.voter).number == 9
+
+
+def test_votes_are_not_formed_again_over_placements_that_differ() -> None:
+    with pytest.raises(FatalSwitchError, match="the ranks serve different placements"):
+        _formed_again(6, 9)

@@ -107,7 +107,7 @@ class ExpertParallelMoE(EplbState, ExpertTensors):
         self._stream = SharedStream.of(device) if options.multistream else None
         self._group = group = RankGroup.of(ep_group)
         mc2 = group if mc2_group is None else RankGroup.of(mc2_group)
-        self.shares_tokens = any(name in SHARED_TOKEN_DISPATCHERS for name in names)
+        self.shares_tokens = self.gathers_all = any(name in SHARED_TOKEN_DISPATCHERS for name in names)
         self.rank_bound = "moge" in names
         place = shape.layer, shape.experts, phy2log_RS, group.rank, group.size
         log2phy_E = checked_table(*place, log2phy_E, self.shares_tokens, dealing_width)

@@ -30,7 +30,8 @@ from worker_agent.swap.record import History
 from worker_agent.swap.rendezvous import Rendezvous
 from worker_agent.swap.staging import install_layer
 from worker_agent.swap.transfer import ByteBudget, TransferResult, TransferWorker
-from worker_agent.swap.vote import VoteError, Voter, VoteSchedule
+from worker_agent.swap.vote import Voter, VoteSchedule
+from worker_agent.swap.vote_link import VoteError
 
 _log = logging.getLogger("eplb.agent")
 
@@ -73,6 +74,7 @@ class SwitchDriver:
         self.state = SwitchState(rendezvous.installed, _OFFER_DEADLINE_STEPS)
         self.budget = ByteBudget(settings.bytes_per_step)
         self.votes = VoteSchedule(rendezvous, settings, clock, history)
+        self._lanes = rendezvous.lanes
         self.transfers = TransferWorker(rendezvous.lanes, settings, self.budget)
         self._layers = layers
         self._settings = settings
@@ -85,6 +87,12 @@ class SwitchDriver:
         self._on_commit = on_commit
         self._step = 0
         self._staged: TransferResult | None = None
+        self._trouble: str | None = None
+
+    @property
+    def complaint(self) -> str | None:
+        """Last problem of a thread that went on, or ``None``."""
+        return self._group.peers.complaint
 
     # What happens at a step boundary, in order
 
@@ -93,13 +101,19 @@ class SwitchDriver:
         self._step = step
         if self._group.failure is not None:
             raise FatalSwitchError(self._group.failure)
+        if self.transfers.damaged is not None:
+            raise FatalSwitchError(f"rank {self._identity.rank}: {self.transfers.damaged}")
         for plan, checked_for in plans:
             self._apply(self.state.offer(plan, step, checked_for))
         self._take_transfer()
-        failing = self.transfers.failing
-        if failing is not None:
-            self.halt(failing)
+        self._watch_transfers()
         self.state = self.state.at_step(step)
+        if self.votes.rest():
+            # Passes have other numbers from here on.
+            self._unless_it_fails(self._before_commit, self.state.installed.layer_epochs)
+        trouble, self._trouble = self._trouble or self.votes.trouble, None
+        if trouble is not None:
+            self.stumble(trouble)
 
     def vote(self, step: int) -> None:
         """Count the vote that is due at this boundary, and launch the one that begins here or has begun at one missed.
@@ -124,9 +138,13 @@ class SwitchDriver:
         """Note that a service of this leader term is connected."""
         self.state = self.state.with_term(term)
 
-    def halt(self, reason: str) -> None:
-        """Stop balancing on this rank; it votes on, for aborts."""
-        self._apply(self.state.halt(reason))
+    def stumble(self, reason: str) -> None:
+        """Something has failed on this rank, away from a commit: all ranks form the votes again, later each time.
+
+        What the vote under way may commit is settled first. Raises ``FatalSwitchError`` where that cannot be.
+        """
+        if self.votes.voter is not None:
+            self._lose_votes(self.votes.voter, reason)
 
     def fail(self, reason: str) -> None:
         """This rank serves no more: the others hear of it, and end as well."""
@@ -194,9 +212,9 @@ class SwitchDriver:
         """Vote without forward passes in between, until no rank holds a plan or the votes are lost."""
         while (voter := self.votes.voter) is not None:
             self._take_transfer()
-            if self.transfers.failing is not None:
-                self.halt(self.transfers.failing)
-            self._cast_vote(voter, self._step)
+            self._watch_transfers()
+            if self.votes.voter is voter:
+                self._cast_vote(voter, self._step)
             if self.votes.voter is not None and not self._count_votes(voter).plans:
                 return
             if self.transfers.running:
@@ -206,7 +224,7 @@ class SwitchDriver:
         try:
             voter.cast(replace(self.state.ballot, forward=forward))
         except VoteError as error:
-            self._lose_votes(voter, error)
+            self._lose_votes(voter, str(error))
 
     def _count_votes(self, voter: Voter) -> VoteOutcome:
         """Count the vote under way and do what follows from it; return the outcome that counted."""
@@ -214,12 +232,13 @@ class SwitchDriver:
             try:
                 outcome = voter.count(self._step, self._clock.exact)
             except VoteError as error:
-                return self._lose_votes(voter, error)
+                return self._lose_votes(voter, str(error))
             if outcome.result is VoteResult.COMMIT:
                 self._switch_layer(voter, outcome)
             else:
                 self._apply(self.state.decide(outcome))
-        self.votes.counted(outcome)
+        if self.votes.voter is voter and (astray := self.votes.counted(outcome)) is not None:
+            self._lose_votes(voter, astray)
         return outcome
 
     def _switch_layer(self, voter: Voter, outcome: VoteOutcome) -> None:
@@ -227,7 +246,7 @@ class SwitchDriver:
         try:
             self._apply(self.state.decide(outcome))
         except BaseException as error:
-            self._group.fail(f"rank {self._identity.rank}: {error}")
+            self._group.fail(f"rank {self._identity.rank}: {str(error) or repr(error)}")
             with suppress(VoteError):
                 voter.all_have_installed(False)
             raise
@@ -237,7 +256,7 @@ class SwitchDriver:
                 raise FatalSwitchError(self._group.failure or "another rank could not install a layer")
         except VoteError as error:
             self._group.wait_for_installs(voter.number)
-            self._lose_votes(voter, error)
+            self._lose_votes(voter, str(error))
 
     @contextmanager
     def _fatal_where(self, a_layer_may_commit: bool) -> Iterator[None]:
@@ -246,15 +265,18 @@ class SwitchDriver:
             yield
         except FatalSwitchError:
             raise
-        except Exception as error:
+        except BaseException as error:
             if not a_layer_may_commit:
                 raise
-            raise FatalSwitchError(
-                f"a vote that may have committed a layer could not be followed: {error}"
-            ) from error
+            reason = f"a vote that may have committed a layer could not be followed: {error!r}"
+            if not isinstance(error, Exception):
+                # An interrupt goes its way; a host that survives it must not serve on, nor must its peers.
+                self._group.fail(f"rank {self._identity.rank}: {reason}")
+                raise
+            raise FatalSwitchError(reason) from error
 
-    def _lose_votes(self, voter: Voter, error: VoteError) -> VoteOutcome:
-        """The ranks can no longer be heard: settle what the last vote may have decided, then form the votes again."""
+    def _lose_votes(self, voter: Voter, reason: str) -> VoteOutcome:
+        """Leave the votes: settle what the last one may have decided, then form them again with the other ranks."""
         self.votes.voter = None
         try:
             with self._fatal_where(voter.may_commit):
@@ -267,8 +289,8 @@ class SwitchDriver:
             self._group.wait_for_installs(voter.number)
         if self._group.failure is not None:
             raise FatalSwitchError(self._group.failure)
-        _log.warning("rank %d: the votes are lost: %s", self._identity.rank, error)
-        self._apply(self.state.lose_votes(str(error)))
+        _log.warning("rank %d: the votes are lost: %s", self._identity.rank, reason)
+        self._apply(self.state.lose_votes(reason))
         self.votes.lost(voter, self.state)
         return outcome
 
@@ -285,14 +307,20 @@ class SwitchDriver:
                 case Commit():
                     self._commit(action)
                 case Halted():
-                    _log.error("rank %d: balancing has stopped: %s", self._identity.rank, action.reason)
-                    if action.diverged:
-                        raise FatalSwitchError(f"rank {self._identity.rank}: {action.reason}")
+                    raise FatalSwitchError(f"rank {self._identity.rank}: {action.reason}")
                 case PlanStatus():
                     if action.state is PlanState.ABORTED:
                         self._staged = None
                         self.stats.plans_aborted += 1
                     self._report(action)
+
+    def _watch_transfers(self) -> None:
+        """Replace a transfer thread that has died or hangs: what it may still do is of a lane that nobody uses."""
+        failing = self.transfers.failing
+        if failing is not None:
+            self.transfers = TransferWorker(self._lanes.another(), self._settings, self.budget)
+            self.state = self.state.with_transfer_ended(self.state.generation, failing)
+            self.stumble(failing)
 
     def _take_transfer(self) -> None:
         result = self.transfers.poll()
@@ -329,10 +357,10 @@ class SwitchDriver:
             self._identity.rank,
             staged.staged,
             staged.slots,
-            verify=self._settings.verify_transfers,
             on_commit=self._on_commit,
         )
         seconds = time.perf_counter() - began
+        self.transfers.check(layer, self._layers[layer], staged.sums)
         self.stats.layers_switched += 1
         self.stats.experts_received += len(staged.slots)
         self.stats.bytes_received += written
@@ -356,9 +384,9 @@ class SwitchDriver:
         self._unless_it_fails(self._on_status, whole)
 
     def _unless_it_fails(self, call: Callable[..., None], *facts: object) -> None:
-        """Call someone outside the switch: where that fails balancing stops, never a switch that is half done."""
+        """Call someone outside the switch: where that fails the votes are formed again, after what is under way."""
         try:
             call(*facts)
         except Exception as error:
             _log.exception("rank %d: the agent failed; the model goes on", self._identity.rank)
-            self.halt(f"{type(error).__name__}: {error}")
+            self._trouble = f"{type(error).__name__}: {error}"

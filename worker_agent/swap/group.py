@@ -39,8 +39,9 @@ class AgentGroup:
     """R agents of one EP group, joined without a server.
 
     ``failure`` is the reason for which a rank of the formation, this one or another, must not serve any more;
-    ``installed`` the last vote whose layer is in place; ``position`` gives this rank's calls and forward passes to
-    peers that ask. ``patience`` is the longest wait, in seconds, for a rank that may have committed a layer.
+    ``installed`` the last vote whose layer is in place; ``left`` is true once another rank wants to form the votes
+    again; ``position`` gives this rank's calls and forward passes to peers that ask. ``patience`` is the longest wait,
+    in seconds, for a rank that may have committed a layer.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class AgentGroup:
         self.register = CommitRegister(peers, patience)
         self.failure: str | None = None
         self.installed = 0
+        self.left = False
         self.position: Callable[[], tuple[int, int]] = lambda: (0, 0)
         self._patience = patience
         peers.open(secret, rank, addresses, self._answer)
@@ -82,6 +84,8 @@ class AgentGroup:
         reached = peers.ask(peers.others, b"v", _OPEN_TIMEOUT.total_seconds())
         unreached = [addresses[other] for other in sorted(peers.others - reached.keys())]
         agree(host_group, f"cannot reach {unreached} (UDP)" if unreached else None)
+        unlinked = [addresses[other] for other in peers.unlinked()]
+        agree(host_group, f"cannot reach {unlinked} (TCP)" if unlinked else None)
         return group, [theirs for _, _, theirs in gathered]
 
     def process_group(self, name: str, timeout: timedelta = _OPEN_TIMEOUT) -> dist.ProcessGroup:
@@ -174,6 +178,8 @@ class AgentGroup:
         if kind == b"d":
             verdict = self.register.answer(int(subject))
             return None if verdict is None else verdict.value
+        if subject.startswith("attempt/"):
+            self.left = True
         if kind == b"f":
             self.failure = self.failure or subject
             return b"+"

@@ -295,6 +295,15 @@ class Lanes:
         self._timeout = timeout
         self._open: tuple[int, Lane] | None = None
 
+    @property
+    def through_host(self) -> bool:
+        """True where experts pass the memory and the network stack of the hosts."""
+        return self._backend == "gloo"
+
+    def another(self) -> Lanes:
+        """Lanes of the same ranks for another thread, in place of one that is gone."""
+        return Lanes(self._group, self._backend, self.device, self._timeout)
+
     def lane(self, number: int) -> Lane:
         """Return the lane of this number; raises ``RuntimeError`` where it cannot be opened."""
         if self._open is None or self._open[0] != number:

@@ -62,7 +62,12 @@ class LinkGuard:
         """
         for listening in _listening_at_addresses_in(value):
             self._listening.append(listening)
-            _attach(listening, _taking(listening.family, self._hosts()))
+            admit_only(listening, self._hosts())
+
+
+def admit_only(listening: socket.socket, hosts: Iterable[str]) -> None:
+    """Have the kernel drop what does not come from ``hosts``, or from this one."""
+    _attach(listening, _taking(listening.family, hosts))
 
 
 def _taking(family: int, hosts: Iterable[str]) -> list[_Instruction]:

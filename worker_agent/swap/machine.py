@@ -177,10 +177,9 @@ class Commit:
 
 @dataclass(frozen=True)
 class Halted:
-    """Action: report that this rank no longer takes plans; where ranks have diverged, serve no further token."""
+    """Action: serve no further token, as the ranks have diverged."""
 
     reason: str
-    diverged: bool = False
 
 
 Action: TypeAlias = StartTransfer | Commit | PlanStatus | Halted
@@ -196,9 +195,10 @@ class SwitchState:
 
     ``progress`` is how far the rank is with layer ``index`` of ``plan``, accepted at step ``offered_at``; IDLE exactly
     where there is none. A plan may stay OFFERED for ``offer_deadline_steps``: some rank may never get it. With an
-    ``abort_wish`` the next ballot votes to abort. ``generation`` numbers transfers, ``lane`` what they use; both grow
-    on all ranks alike, the latter where one was aborted. Plans of terms below ``highest_term`` are refused; and all are
-    while the rank is ``paused`` until it is resumed, ``unheard`` until the ranks vote again, or ``halted`` for good.
+    ``abort_wish`` the next ballot votes to abort. ``generation`` numbers transfers, ``lane`` what they use; both
+    grow on all ranks alike, the latter where one was aborted. Plans of terms below ``highest_term`` are refused;
+    and all are while the rank is ``paused`` until it is resumed, ``unheard`` until the ranks vote again, or
+    ``halted`` for good, as they have diverged.
     """
 
     installed: Installed
@@ -228,7 +228,7 @@ class SwitchState:
             progress=self.progress,
             plan=self.plan.digest if self.plan is not None else 0,
             installed=self.installed.version_digest,
-            abort=self.abort_wish is not None or self.halted is not None,
+            abort=self.abort_wish is not None,
         )
 
     # Events that only change the state
@@ -289,12 +289,6 @@ class SwitchState:
             refused = self._wishing(f"the service has moved on to plan {plan.plan_id}")
         return refused, (PlanStatus(plan.plan_id, PlanState.REFUSED, reason=reason),)
 
-    def halt(self, reason: str) -> Transition:
-        """Take no more plans; whatever is under way, here or elsewhere, is voted down."""
-        if self.halted is not None:
-            return self, ()
-        return replace(self._wishing(reason), halted=reason), (Halted(reason),)
-
     def lose_votes(self, reason: str) -> Transition:
         """Drop the plan, and take no other until the ranks vote again."""
         dropped, actions = self._drop(reason)
@@ -306,7 +300,7 @@ class SwitchState:
         if result is VoteResult.DIVERGED:
             reason = "the ranks serve different placements"
             dropped, _ = self._drop(reason)
-            return replace(dropped, halted=self.halted or reason), (Halted(reason, diverged=True),)
+            return replace(dropped, halted=self.halted or reason), (Halted(reason),)
         if result is VoteResult.REALIGN:
             return self._drop(
                 "the ranks are not at one forward pass: one has missed a step, made one twice, or is seconds late"
@@ -329,7 +323,7 @@ class SwitchState:
 
     def _refusal(self, plan: RankPlan, checked_for: int) -> str | None:
         if self.halted is not None:
-            return f"balancing has stopped on this rank: {self.halted}"
+            return f"this rank serves no more: {self.halted}"
         if self.paused is not None:
             return f"balancing is paused on this rank: {self.paused}"
         if self.unheard is not None:

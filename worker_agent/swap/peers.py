@@ -8,8 +8,10 @@ fill memory.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import hmac
+import logging
 import secrets
 import socket
 import threading
@@ -20,6 +22,10 @@ from typing import TypeAlias
 
 import torch.distributed as dist
 
+from worker_agent.swap.presence import PresenceLinks
+
+_log = logging.getLogger("eplb.agent")
+
 Address: TypeAlias = tuple[str, int]
 
 _MAC_BYTES = 32
@@ -29,19 +35,22 @@ _LARGEST = 60_000
 _MOST_VALUES = 4096
 """Values kept in a store; a lane needs one or two per pair of ranks."""
 _MOST_HOSTS = 4096
+_MOST_PORTS = 64
+"""Ports tried for one that is free for datagrams and for links."""
 _RETRY_SECONDS = 0.05
+_COMPLAINT_SECONDS = 60.0
 _ASKED, _ANSWERED, _CLAIMED = b"q", b"a", b"c"
 
 
 class PeerGoneError(ConnectionError):
-    """The peer's process does not exist any more: nothing listens at its address."""
+    """The peer answers no more: nothing listens at its address, and its end of the link between the two is closed."""
 
 
 class Peers:
     """Socket of one rank: answers what the others ask, on a thread of its own, and asks them.
 
-    Bound to an address of the interface ``host`` when made. Once opened, ``others`` are all ranks but this one, and
-    ``hosts`` the addresses from which members of the formation have asked.
+    Bound to an address of the interface ``host`` when made, for datagrams and for links. Once opened, ``others`` are
+    all ranks but this one, and ``hosts`` the addresses from which members of the formation have asked.
     """
 
     rank: int
@@ -50,10 +59,18 @@ class Peers:
     def __init__(self, host: str) -> None:
         self.host = host
         self.hosts: set[str] = set()
+        self._failed: tuple[float, str] | None = None
+        self._closed = threading.Event()
         self._family = socket.getaddrinfo(host, None, type=socket.SOCK_DGRAM)[0][0]
-        self._socket = socket.socket(self._family, socket.SOCK_DGRAM)
-        self._socket.bind((host, 0))
+        self._socket, listening = _bound(self._family, host)
+        self._links = PresenceLinks(listening)
         self.address: Address = self._socket.getsockname()[:2]
+
+    @property
+    def complaint(self) -> str | None:
+        """Last error of the thread that answers, which goes on; ``None`` once it is a minute old."""
+        failed = self._failed
+        return None if failed is None or time.monotonic() - failed[0] > _COMPLAINT_SECONDS else failed[1]
 
     def open(
         self, secret: bytes, rank: int, addresses: Sequence[Address], answer: Callable[[bytes], bytes | None]
@@ -67,11 +84,16 @@ class Peers:
         self._addresses = {other: address for other, address in enumerate(addresses) if other != rank}
         self.others = frozenset(self._addresses)
         threading.Thread(target=self._serve, name="eplb-peers", daemon=True).start()
+        self._links.open(rank, addresses, self.proof)
+
+    def unlinked(self) -> list[int]:
+        """Wait until the links to all peers are open, for minutes at most; return the peers that have none."""
+        return self._links.missing()
 
     def ask(self, ranks: Iterable[int], question: bytes, seconds: float) -> dict[int, bytes]:
         """Ask each of ``ranks`` until it has answered, or for so long; return the answers there are.
 
-        Raises ``PeerGoneError`` where a rank has not answered and its process is known to have ended.
+        Raises ``PeerGoneError`` where a rank has not answered and its process is known to have ended, or it has left.
         """
         waiting = set(ranks)
         answers: dict[int, bytes] = {}
@@ -86,7 +108,7 @@ class Peers:
             end = time.monotonic() + seconds
             while waiting and (left := end - time.monotonic()) > 0:
                 for rank in sorted(waiting):
-                    answer = self._ask_once(sockets[rank], question, min(left, _RETRY_SECONDS))
+                    answer = self._ask_once(rank, sockets[rank], question, min(left, _RETRY_SECONDS))
                     if answer is not None:
                         answers[rank] = answer
                         waiting.discard(rank)
@@ -109,12 +131,14 @@ class Peers:
 
     def close(self) -> None:
         """Answer no more."""
+        self._closed.set()
         # Wakes the thread that waits here; that the socket is not connected is no news.
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
+        self._links.close()
 
-    def _ask_once(self, asking: socket.socket, question: bytes, seconds: float) -> bytes | None:
+    def _ask_once(self, rank: int, asking: socket.socket, question: bytes, seconds: float) -> bytes | None:
         nonce = secrets.token_bytes(_NONCE_BYTES)
         began = time.monotonic()
         try:
@@ -124,27 +148,36 @@ class Peers:
                 answer = self._unsealed(_ANSWERED, asking.recv(_LARGEST))
                 if answer is not None and answer.startswith(nonce):
                     return answer[_NONCE_BYTES:]
-        except ConnectionRefusedError as error:
-            raise PeerGoneError(f"nothing listens at {asking.getpeername()[:2]} any more") from error
-        except (TimeoutError, OSError):
+        except OSError as error:
+            if isinstance(error, ConnectionRefusedError) and self._links.ended(rank):
+                raise PeerGoneError(f"nothing listens at {asking.getpeername()[:2]} any more") from error
             time.sleep(max(0.0, seconds - (time.monotonic() - began)))
         return None
 
     def _serve(self) -> None:
-        while True:
+        while not self._closed.is_set():
             try:
-                datagram, sender = self._socket.recvfrom(_LARGEST)
-            except OSError:
-                return
-            asked = self._unsealed(_ASKED, datagram)
-            if asked is None or len(asked) < _NONCE_BYTES:
-                continue
-            if len(self.hosts) < _MOST_HOSTS:
-                self.hosts.add(sender[0])
-            answer = self._answer(asked[_NONCE_BYTES:])
-            if answer is not None:
-                with contextlib.suppress(OSError):
-                    self._socket.sendto(self._sealed(_ANSWERED, asked[:_NONCE_BYTES] + answer), sender)
+                self._serve_once()
+            except Exception as error:
+                # Who asks may have to know whether this rank has committed: it must go on answering.
+                complaint = f"a peer's question was not answered: {type(error).__name__}: {error}"
+                if not self._closed.is_set():
+                    if complaint != self.complaint:
+                        _log.exception("rank %d: a peer's question was not answered", self.rank)
+                    self._failed = time.monotonic(), complaint
+                self._closed.wait(_RETRY_SECONDS)
+
+    def _serve_once(self) -> None:
+        datagram, sender = self._socket.recvfrom(_LARGEST)
+        asked = self._unsealed(_ASKED, datagram)
+        if asked is None or len(asked) < _NONCE_BYTES:
+            return
+        if len(self.hosts) < _MOST_HOSTS:
+            self.hosts.add(sender[0])
+        answer = self._answer(asked[_NONCE_BYTES:])
+        if answer is not None:
+            with contextlib.suppress(OSError):
+                self._socket.sendto(self._sealed(_ANSWERED, asked[:_NONCE_BYTES] + answer), sender)
 
     def _sealed(self, kind: bytes, body: bytes) -> bytes:
         return hmac.digest(self._secret, kind + body, hashlib.sha256) + body
@@ -152,6 +185,22 @@ class Peers:
     def _unsealed(self, kind: bytes, datagram: bytes) -> bytes | None:
         body = datagram[_MAC_BYTES:]
         return body if hmac.compare_digest(datagram, self._sealed(kind, body)) else None
+
+
+def _bound(family: socket.AddressFamily, host: str) -> tuple[socket.socket, socket.socket]:
+    """A socket for datagrams and a listening one for links, at one port of the interface."""
+    for attempt in range(_MOST_PORTS):
+        listening = socket.create_server((host, 0), family=family, backlog=_MOST_HOSTS)
+        datagrams = socket.socket(family, socket.SOCK_DGRAM)
+        try:
+            datagrams.bind((host, listening.getsockname()[1]))
+            return datagrams, listening
+        except OSError as error:
+            datagrams.close()
+            listening.close()
+            if error.errno != errno.EADDRINUSE or attempt == _MOST_PORTS - 1:
+                raise
+    raise AssertionError("unreachable")
 
 
 class PeerStore(dist.Store):

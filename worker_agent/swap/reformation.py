@@ -7,17 +7,16 @@ they serve, and agree on a forward pass from which they vote again. Where they d
 from __future__ import annotations
 
 import logging
+import queue
 import threading
 import time
 from collections.abc import Callable
-from datetime import timedelta
 
-import torch
-import torch.distributed as dist
-
+from worker_agent.forward_clock import ForwardClock
 from worker_agent.swap.commit_register import FatalSwitchError
 from worker_agent.swap.group import AgentGroup
 from worker_agent.swap.machine import SwitchState
+from worker_agent.swap.vote_link import Kind, VoteError, VoteLink
 
 _log = logging.getLogger("eplb.agent")
 
@@ -25,11 +24,14 @@ _FIRST_BACKOFF_SECONDS = 0.5
 _LAST_BACKOFF_SECONDS = 60.0
 _LONGEST_DELAY_SECONDS = 3600.0
 _GATHER_SECONDS = 60.0
-_OPEN_TIMEOUT = timedelta(seconds=60)
+_OPEN_SECONDS = 60.0
 _POLL_SECONDS = 0.05
 _FIRST_MARGIN = 32
 """Forward passes until the first vote: all ranks must have heard of it before they get there."""
 _LAST_MARGIN = 4096
+_AHEAD = 256
+"""Forward passes by which the number that the ranks agree on is ahead of any that one of them has reached."""
+_REST_SECONDS = 60.0
 
 
 class Reformation:
@@ -39,6 +41,10 @@ class Reformation:
     and ``fruitless`` how often in a row votes were lost soon after they had been formed: each time they come later.
     ``complaint`` is the last attempt's error. Once ``poll`` gives the votes, ``start`` is the forward pass of the
     first; ``generation``, ``lane`` and ``vote`` are the last that any rank knew of.
+
+    Where a rank is ``astray``, or the ranks count passes that are far apart, they first agree on the number of one. For
+    that each comes to rest between two passes on its model's thread (``rest``), with nothing left to do on its device:
+    every pass holds collectives of all ranks, so when all are at rest at one time they have made the same passes.
     """
 
     def __init__(
@@ -49,6 +55,8 @@ class Reformation:
         attempts: int,
         fruitless: int,
         now: Callable[[], int],
+        *,
+        astray: bool = False,
     ) -> None:
         self.attempts = attempts
         self.complaint: str | None = None
@@ -59,12 +67,22 @@ class Reformation:
         self._now = now
         self._backoff = min(_FIRST_BACKOFF_SECONDS * 4**fruitless, _LONGEST_DELAY_SECONDS)
         self._margin = _FIRST_MARGIN
+        self._astray = astray
+        self._resting: tuple[VoteLink, int] | None = None
+        self._verdicts: queue.SimpleQueue[bool] = queue.SimpleQueue()
+        self._lock = threading.Lock()
         self._closing = threading.Event()
-        self._votes: dist.ProcessGroup | FatalSwitchError | None = None
-        threading.Thread(target=self._run, name="eplb-reformation", daemon=True).start()
+        self._votes: VoteLink | FatalSwitchError | None = None
+        self._thread = threading.Thread(target=self._run, name="eplb-reformation", daemon=True)
+        self._thread.start()
 
-    def poll(self) -> dist.ProcessGroup | None:
-        """Return the new votes' group, or ``None`` as long as there is none; never waits.
+    @property
+    def alive(self) -> bool:
+        """True while it tries, or once it has come to an end."""
+        return self._thread.is_alive() or self._votes is not None
+
+    def poll(self) -> VoteLink | None:
+        """Return the new votes' link, or ``None`` as long as there is none; never waits.
 
         Raises ``FatalSwitchError`` where the ranks have found that they serve different placements.
         """
@@ -91,22 +109,83 @@ class Reformation:
             backoff = max(self._backoff, min(2 * backoff, _LAST_BACKOFF_SECONDS))
             self._margin = min(4 * self._margin, _LAST_MARGIN)
 
-    def _attempt(self) -> dist.ProcessGroup:
+    def _attempt(self) -> VoteLink:
         self._gather()
-        votes = self._group.process_group(f"vote/{self.attempts}")
+        votes = VoteLink(self._group.process_group(f"vote/{self.attempts}"))
+        try:
+            self.start = self._first_vote(votes)
+        except BaseException:
+            votes.leave()
+            raise
+        return votes
+
+    def _first_vote(self, votes: VoteLink) -> int:
+        """Forward pass of the first vote, by what all ranks serve and count."""
         digest, now = self._version_digest, self._now()
-        mine = [digest, -digest, -self.generation, -self.lane, -self.vote, now, -now]
-        low, high, generation, lane, vote, earliest, latest = _all_min(votes, mine)
+        mine = [digest, -digest, -self.generation, -self.lane, -self.vote, now, -now, -int(self._astray)]
+        low, high, generation, lane, vote, *passes, astray = self._all_min(votes, Kind.SERVED, mine)
         if low != -high:
             raise FatalSwitchError("the ranks serve different placements")
-        if -latest - earliest > self._margin:
-            raise TimeoutError(f"the ranks count different forward passes, {earliest} to {-latest}")
-        start = self._margin - latest
-        (in_time,) = _all_min(votes, [int(self._now() < start)])
+        earliest, latest = passes[0], -passes[1]
+        self.generation, self.lane, self.vote = -generation, -lane, -vote
+        if astray or latest - earliest > self._margin:
+            latest = self._agreed(votes, latest)
+        start = self._margin + latest
+        (in_time,) = self._all_min(votes, Kind.IN_TIME, [int(self._now() < start)])
         if not in_time:
             raise TimeoutError(f"a rank was past forward pass {start} before all had heard of it")
-        self.start, self.generation, self.lane, self.vote = start, -generation, -lane, -vote
-        return votes
+        return start
+
+    def _agreed(self, votes: VoteLink, latest: int) -> int:
+        """Number of a forward pass that all ranks have agreed on; raises ``TimeoutError`` where they have not."""
+        self.vote += 1
+        number = latest + _AHEAD
+        with self._lock:
+            self._resting = votes, number
+        try:
+            agreed = self._verdicts.get(timeout=_REST_SECONDS)
+        except queue.Empty:
+            with self._lock:
+                withdrawn, self._resting = self._resting is not None, None
+            # A rank that has begun to rest is waited for: it may have agreed.
+            agreed = not withdrawn and self._verdicts.get()
+        if not agreed:
+            raise TimeoutError(
+                "the ranks count different forward passes, and were not at rest between two at one time"
+            )
+        self._astray = False
+        return number
+
+    def rest(self, clock: ForwardClock, seconds: float) -> bool:
+        """Agree on a pass, where the ranks are to do so; called between two passes on the model's thread.
+
+        Waits twice ``seconds`` for the others at most; what they have then agreed on the register says.
+        """
+        with self._lock:
+            resting, self._resting = self._resting, None
+        if resting is None:
+            return False
+        votes, number = resting
+        agreed = False
+        try:
+            came = votes.begin(Kind.BETWEEN_PASSES, self.attempts, []).wait(seconds) is not None
+            quiet = came and clock.at_rest(seconds) and clock.reached < number
+            heard = votes.begin(Kind.AT_REST, self.attempts, [int(quiet)]).wait(seconds) == [1]
+        except VoteError:
+            heard = False
+        try:
+            agreed = self._group.register.may_commit(self.vote, heard=heard)
+            if agreed:
+                clock.agree(number)
+        finally:
+            self._verdicts.put(agreed)
+        return agreed
+
+    def _all_min(self, votes: VoteLink, kind: Kind, values: list[int]) -> list[int]:
+        least = votes.begin(kind, self.attempts, values).wait(_OPEN_SECONDS)
+        if least is None:
+            raise TimeoutError("not all ranks have come")
+        return least
 
     def _gather(self) -> None:
         """Agree on the number of the attempt, the highest that any rank is at, once all ranks have lost the votes."""
@@ -127,11 +206,3 @@ class Reformation:
                 self.attempts, waiting = theirs, sorted(self._group.peers.others)
             elif time.monotonic() > end or self._closing.wait(_POLL_SECONDS):
                 raise TimeoutError(f"rank {waiting[-1]} has not come")
-
-
-def _all_min(group: dist.ProcessGroup, values: list[int]) -> list[int]:
-    options = dist.AllreduceOptions()
-    options.reduceOp = dist.ReduceOp(dist.ReduceOp.MIN)
-    reduced = torch.tensor(values, dtype=torch.int64)
-    group.allreduce([reduced], options).wait(_OPEN_TIMEOUT)
-    return [int(value) for value in reduced.tolist()]

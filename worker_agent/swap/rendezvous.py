@@ -10,13 +10,15 @@ from datetime import timedelta
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
 from eplb_service.placement import MOST_ENTRIES, Int32, Placement, PlacementError, without_single_entries
 from eplb_service.wire.agent import Shape
-from worker_agent.live_layer import ExpertWeights, LiveLayer, RankBound
+from worker_agent.live_layer import ExpertWeights, Gathering, LiveLayer, Named, RankBound
 from worker_agent.settings import AgentSettings
+from worker_agent.swap.fingerprint import differing_replicas, expert_fingerprints, shared_memory
 from worker_agent.swap.group import AgentGroup, RendezvousError, agree
 from worker_agent.swap.installed import Identity, Installed
 from worker_agent.swap.lane import Lanes, choose_backend
@@ -42,6 +44,8 @@ class _Facts:
     slots_LS: Int32
     shape: Shape
     shares_tokens: bool
+    gathers_all: bool
+    fingerprints_LS: npt.NDArray[np.uint32]
     alike: dict[str, Any]
 
 
@@ -73,6 +77,9 @@ def meet(
         placement = Placement(slots_LRS, facts[rank].shape.experts)
     except PlacementError as error:
         raise RendezvousError(f"the ranks do not hold a placement: {error}") from error
+    differing = differing_replicas(slots_LRS, [fact.fingerprints_LS for fact in facts])
+    if differing is not None:
+        raise RendezvousError(differing)
     complaint = None
     try:
         tables_LE = np.stack([_table(layer) for layer in layers])
@@ -114,6 +121,10 @@ def _facts(layers: Sequence[LiveLayer], settings: AgentSettings, token_group: in
         width=_dealing_width(layers, experts),
         rank_bound=any(isinstance(layer, RankBound) and layer.rank_bound for layer in layers),
     )
+    weights = {f"layer {index}": layer.expert_weights() for index, layer in enumerate(layers)}
+    shared = shared_memory(weights)
+    if shared is not None:
+        raise ValueError(shared)
     shares_tokens = any(layer.shares_tokens for layer in layers)
     kinds = {
         f"expert weights of layer {index}": [
@@ -127,9 +138,12 @@ def _facts(layers: Sequence[LiveLayer], settings: AgentSettings, token_group: in
         slots_LS=slots_LS,
         shape=shape,
         shares_tokens=shares_tokens,
+        gathers_all=any(isinstance(layer, Gathering) and layer.gathers_all for layer in layers),
+        fingerprints_LS=np.stack([expert_fingerprints(parts) for parts in weights.values()]),
         alike={
             **asdict(shape),
             "shares_tokens": shares_tokens,
+            "names of layers": [layer.name if isinstance(layer, Named) else "" for layer in layers],
             "counts": _counts(layers),
             "transfer_backend": choose_backend(settings.transfer_backend, _device(layers).type),
             "settings": settings.shared(),
@@ -219,6 +233,11 @@ def _checked_alike(sent: Sequence[_Facts | str]) -> list[_Facts]:
             raise RendezvousError(
                 f"rank {rank}: its layers share tokens between ranks (all-gather dispatch), but it is alone in its "
                 "token group; start the agent with token_group, a number equal on all ranks that see the same tokens"
+            )
+        if fact.gathers_all and len(members) > 1:
+            raise RendezvousError(
+                f"rank {rank}: its layers gather the tokens of all ranks, but these are in the token groups "
+                f"{sorted(members)}; start all agents with the same token_group"
             )
     for rank, fact in enumerate(facts):
         for name, here in facts[0].alike.items():

@@ -8,7 +8,7 @@ import torch
 
 from eplb_service.placement import expert_map
 from eplb_service.wire.plan import RankLayer
-from worker_agent.device import bytes_of, on_host
+from worker_agent.device import on_host
 from worker_agent.live_layer import ExpertWeights, LiveLayer, PlacementAware
 from worker_agent.swap.commit_register import FatalSwitchError
 
@@ -68,14 +68,12 @@ def install_layer(
     staged: Sequence[ExpertWeights],
     slots: Sequence[int],
     *,
-    verify: bool = False,
     on_commit: Callable[[int], None] | None = None,
 ) -> int:
     """Switch the layer ``live`` of ``rank`` to ``update``, in place; return the bytes of weights written.
 
-    ``staged[i][n]`` goes to slot ``slots[n]`` of the layer's weight ``i``. With ``verify`` what is installed is
-    compared with what was staged; then ``on_commit`` is called with the layer's index. Whatever fails is a
-    ``FatalSwitchError``.
+    ``staged[i][n]`` goes to slot ``slots[n]`` of the layer's weight ``i``. Then ``on_commit`` is called with the index
+    of the layer. Whatever fails is a ``FatalSwitchError``.
     """
     try:
         local_E = expert_map(update.phy2log_RS[rank], live.expert_map.shape[0])
@@ -84,8 +82,6 @@ def install_layer(
         )
         if isinstance(live, PlacementAware):
             live.install_placement(update.phy2log_RS)
-        if verify:
-            _check_installed(live, staged, slots)
         if on_commit is not None:
             on_commit(update.layer)
     except Exception as error:
@@ -115,10 +111,3 @@ def copy_into(
     for table, new_E in ((layer.expert_map, expert_map_E), (layer.log2phy, table_E)):
         table.copy_(on_host(new_E, table.device), non_blocking=True)
     return written
-
-
-def _check_installed(layer: LiveLayer, staged: Sequence[ExpertWeights], slots: Sequence[int]) -> None:
-    for weight, buffer in zip(layer.expert_weights(), staged, strict=True):
-        for row, slot in enumerate(slots):
-            if not torch.equal(bytes_of(weight[slot]), bytes_of(buffer[row])):
-                raise ValueError(f"slot {slot} does not hold what was staged for it")

@@ -6,13 +6,13 @@ import queue
 import sys
 import threading
 import time
-import zlib
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import zip_longest
 
 import torch
+import xxhash
 
 from eplb_service.placement import Int32
 from worker_agent.device import Mark, SideStream, bytes_of
@@ -31,7 +31,10 @@ _LATE_SECONDS = 10.0
 
 @dataclass(frozen=True)
 class TransferResult:
-    """Staged rows of one transfer and their slots, or the error that ended it."""
+    """Staged rows of one transfer and their slots, or the error that ended it.
+
+    ``sums`` are the senders' checksums by slot, where they were sent.
+    """
 
     generation: int
     staged: list[ExpertWeights]
@@ -39,6 +42,7 @@ class TransferResult:
     bytes_received: int
     seconds: float
     error: str | None = None
+    sums: dict[int, int] = field(default_factory=dict)
 
 
 class ByteBudget:
@@ -77,17 +81,31 @@ class ByteBudget:
             return True
 
 
+@dataclass(frozen=True)
+class _Check:
+    """Order to compare what was installed with the senders' checksums, by slot."""
+
+    layer: int
+    sums: dict[int, int]
+
+
 class TransferWorker:
-    """One thread that carries out a transfer at a time; results are read with ``poll``. It alone uses the lanes."""
+    """One thread that carries out a transfer at a time; results are read with ``poll``. It alone uses the lanes.
+
+    ``damaged`` is set where an installed expert is not what was sent.
+    """
 
     def __init__(self, lanes: Lanes, settings: AgentSettings, budget: ByteBudget) -> None:
         self._lanes = lanes
         self._timeout = settings.transfer_timeout_seconds
-        self._verify = settings.verify_transfers
+        asked = settings.verify_transfers
+        self._verify = lanes.through_host if asked is None else asked
+        self.damaged: str | None = None
+        self._checks = self._checked = 0
         self._budget = budget
         self._stream = SideStream(lanes.device)
         self.staging = Staging()
-        self._jobs = queue.SimpleQueue[tuple[StartTransfer, Sequence[ExpertWeights], Mark] | None]()
+        self._jobs = queue.SimpleQueue[tuple[StartTransfer | _Check, Sequence[ExpertWeights], Mark] | None]()
         self._results = queue.SimpleQueue[TransferResult]()
         self._overdue_at: float | None = None
         self._thread = threading.Thread(target=self._run, name="eplb-transfer", daemon=True)
@@ -104,8 +122,9 @@ class TransferWorker:
 
     @property
     def running(self) -> bool:
-        """True while a transfer still reads live slots or writes into staging."""
-        return self._overdue_at is not None and self._thread.is_alive()
+        """True while a transfer, or a check, still reads live slots or writes into staging."""
+        busy = self._overdue_at is not None or self._checked < self._checks
+        return busy and self._thread.is_alive()
 
     def start(self, order: StartTransfer, layer: LiveLayer) -> None:
         """Begin; called on the model's thread, so that what it has queued so far is waited for.
@@ -115,6 +134,13 @@ class TransferWorker:
         weights = layer.expert_weights()
         self._overdue_at = time.monotonic() + 2 * self._timeout + _LATE_SECONDS
         self._jobs.put((order, weights, Mark(weights[0][0].device)))
+
+    def check(self, layer: int, live: LiveLayer, sums: dict[int, int]) -> None:
+        """Compare, in the background, what was just installed with the senders' checksums; ``damaged`` shows it."""
+        if sums:
+            self._checks += 1
+            weights = live.expert_weights()
+            self._jobs.put((_Check(layer, sums), weights, Mark(weights[0][0].device)))
 
     def poll(self) -> TransferResult | None:
         """Return a transfer that has ended since the last call, or ``None``; never waits."""
@@ -133,48 +159,76 @@ class TransferWorker:
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
             order, weights, ready = job
-            began = time.monotonic()
-            moves = order.layer.moves_M5.tolist()
-            slots = [slot for _, _, destination, slot, _ in moves if destination == self._lanes.rank]
-            # A layer may change its tables alone.
-            staged: list[ExpertWeights] = [weight[:0] for weight in weights]
-            error = None
+            if isinstance(order, StartTransfer):
+                self._results.put(self._transferred(order, weights, ready))
+                continue
             try:
-                if moves:
-                    staged = self._move(order, weights, ready, len(slots))
+                self._compare(order, weights, ready)
             except Exception as failure:
-                error = f"transfer of layer {order.layer.layer} failed: {failure}"
-                # Late bytes may still be written into what was staged, and the other ranks must not wait for this one:
-                # without the lane's links they know at once.
-                self._lanes.retire()
-                self.staging.drop()
-            received = sum(row.nbytes for buffer in staged for row in buffer) if error is None else 0
-            seconds = time.monotonic() - began
-            self._results.put(TransferResult(order.generation, staged, slots, received, seconds, error))
+                self.damaged = f"what was installed could not be compared with what was sent: {failure}"
+            self._checked += 1
         self._lanes.retire()
+
+    def _compare(self, order: _Check, weights: Sequence[ExpertWeights], ready: Mark) -> None:
+        with self._stream.current():
+            ready.hold_current_stream()
+            for slot, sent in order.sums.items():
+                installed = _checksum([weight[slot] for weight in weights])
+                if installed != sent:
+                    self.damaged = (
+                        f"layer {order.layer}: slot {slot} has the checksum {installed:#x}, its expert was sent as "
+                        f"{sent:#x}"
+                    )
+
+    def _transferred(
+        self, order: StartTransfer, weights: Sequence[ExpertWeights], ready: Mark
+    ) -> TransferResult:
+        began = time.monotonic()
+        moves = order.layer.moves_M5.tolist()
+        slots = [slot for _, _, destination, slot, _ in moves if destination == self._lanes.rank]
+        # A layer may change its tables alone.
+        staged: list[ExpertWeights] = [weight[:0] for weight in weights]
+        sums: dict[int, int] = {}
+        error = None
+        try:
+            if moves:
+                staged, by_row = self._move(order, weights, ready, len(slots))
+                sums = {slots[row]: value for row, value in by_row.items()}
+        except Exception as failure:
+            error = f"transfer of layer {order.layer.layer} failed: {failure}"
+            # Late bytes may still be written into what was staged, and the other ranks must not wait for this one:
+            # without the lane's links they know at once.
+            self._lanes.retire()
+            self.staging.drop()
+        received = sum(row.nbytes for buffer in staged for row in buffer) if error is None else 0
+        seconds = time.monotonic() - began
+        return TransferResult(order.generation, staged, slots, received, seconds, error, sums)
 
     def _move(
         self, order: StartTransfer, weights: Sequence[ExpertWeights], ready: Mark, rows: int
-    ) -> list[ExpertWeights]:
-        """Send and receive this rank's part of the layer, round by round; return the staged buffers, filled."""
-        deadline = Deadline(self._timeout)
+    ) -> tuple[list[ExpertWeights], dict[int, int]]:
+        """Send and receive this rank's part of the layer, round by round.
+
+        Returns the staged buffers, filled, and the checksums of their rows by their senders.
+        """
+        deadline, sums = Deadline(self._timeout), dict[int, int]()
         with self._stream.current():
             # Every rank joins the lane, also one that neither sends nor receives: its mesh is built by all.
             carrier = _Carrier(self._lanes.lane(order.lane), self._budget, deadline)
             ready.hold_current_stream()
             staged = self.staging.reserve(weights, rows)
-            for outgoing, incoming in _parcels(order.layer.moves_M5, self._lanes.rank, weights, staged):
+            for outgoing, incoming, row in _parcels(order.layer.moves_M5, self._lanes.rank, weights, staged):
                 if outgoing and incoming and outgoing[0].peer == self._lanes.rank:
                     # An expert changes its slot on this rank.
                     for source, target in zip(outgoing, incoming, strict=True):
                         target.data.copy_(source.data)
                     continue
                 carrier.carry(outgoing, incoming)
-                if self._verify:
-                    carrier.verify(outgoing, incoming)
+                if self._verify and (sent := carrier.verify(outgoing, incoming)) is not None:
+                    sums[row] = sent
         # Late is late, also where this rank had nothing to send or receive.
         deadline.left()
-        return staged
+        return staged, sums
 
 
 class _Carrier:
@@ -195,8 +249,11 @@ class _Carrier:
                     raise TimeoutError("the model made no steps that the byte budget could be drawn from")
                 self._lane.exchange(sent, received, self._deadline)
 
-    def verify(self, outgoing: Sequence[Parcel], incoming: Sequence[Parcel]) -> None:
-        """Compare what was sent with what is staged; raises ``ValueError`` where an expert came out different."""
+    def verify(self, outgoing: Sequence[Parcel], incoming: Sequence[Parcel]) -> int | None:
+        """Compare what was sent with what is staged; return the sender's checksum, where there was one.
+
+        Raises ``ValueError`` where an expert came out different.
+        """
         sent = [_checksum_of(outgoing)] if outgoing else []
         computed = [_checksum_of(incoming)] if incoming else []
         reported = [Parcel(one.peer, torch.zeros_like(one.data)) for one in computed]
@@ -207,6 +264,8 @@ class _Carrier:
                     f"expert {staged.expert} from rank {staged.peer} has the checksum {int(staged.data):#010x}, "
                     f"was sent as {int(received.data):#010x}"
                 )
+            return int(received.data)
+        return None
 
 
 def _chunks(parcel: Parcel | None) -> list[Parcel]:
@@ -216,12 +275,18 @@ def _chunks(parcel: Parcel | None) -> list[Parcel]:
 
 
 def _checksum_of(parcels: Sequence[Parcel]) -> Parcel:
-    """Parcel of the CRC-32 over the bytes of an expert's tensors, in their order; reads them from their device."""
-    value = 0
-    for parcel in parcels:
-        value = zlib.crc32(bytes_of(parcel.data).cpu().numpy().data, value)
+    """Parcel of the checksum over an expert's tensors, in their order."""
     first = parcels[0]
+    value = _checksum([parcel.data for parcel in parcels])
     return Parcel(first.peer, torch.tensor([value], device=first.data.device), first.expert)
+
+
+def _checksum(tensors: Sequence[torch.Tensor]) -> int:
+    """XXH3 of the tensors' bytes, 63 bits; reads them from their device."""
+    sum_of_all = xxhash.xxh3_64()
+    for tensor in tensors:
+        sum_of_all.update(bytes_of(tensor).cpu().numpy().data)
+    return int(sum_of_all.intdigest() >> 1)
 
 
 def _rounds(moves_M5: Int32) -> list[list[int]]:
@@ -250,8 +315,11 @@ def _rounds(moves_M5: Int32) -> list[list[int]]:
 
 def _parcels(
     moves_M5: Int32, rank: int, weights: Sequence[ExpertWeights], staged: Sequence[ExpertWeights]
-) -> list[tuple[list[Parcel], list[Parcel]]]:
-    """Parcels that ``rank`` sends and receives in each round, one per tensor; staged rows are in order of the moves."""
+) -> list[tuple[list[Parcel], list[Parcel], int]]:
+    """Parcels that ``rank`` sends and receives in each round, one per tensor, and the staged row of the latter.
+
+    Staged rows are in order of the moves; -1 where none is received.
+    """
     moves = moves_M5.tolist()
     incoming = [move for move, (_, _, destination, _, _) in enumerate(moves) if destination == rank]
     row_of = {move: row for row, move in enumerate(incoming)}
@@ -259,11 +327,13 @@ def _parcels(
     for batch in _rounds(moves_M5):
         sent: list[Parcel] = []
         received: list[Parcel] = []
+        row = -1
         for move in batch:
             source, source_slot, destination, _, expert = moves[move]
             if source == rank:
                 sent = [Parcel(destination, weight[source_slot], expert) for weight in weights]
             if destination == rank:
-                received = [Parcel(source, buffer[row_of[move]], expert) for buffer in staged]
-        found.append((sent, received))
+                row = row_of[move]
+                received = [Parcel(source, buffer[row], expert) for buffer in staged]
+        found.append((sent, received, row))
     return found

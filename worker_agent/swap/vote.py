@@ -8,22 +8,17 @@ vote next.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
-from datetime import timedelta
-from typing import Any
-
-import torch
-import torch.distributed as dist
 
 from worker_agent.forward_clock import ForwardClock
 from worker_agent.settings import AgentSettings
 from worker_agent.swap.commit_register import CommitRegister
-from worker_agent.swap.machine import BALLOT_WIDTH, Ballot, Progress, SwitchState, VoteOutcome, VoteResult
+from worker_agent.swap.machine import Ballot, Progress, SwitchState, VoteOutcome, VoteResult
 from worker_agent.swap.record import History
 from worker_agent.swap.reformation import Reformation
 from worker_agent.swap.rendezvous import Rendezvous
+from worker_agent.swap.vote_link import Kind, Reduction, VoteError, VoteLink
 
 _INSTALL_SECONDS = 30.0
 """A rank that is not heard by then either installs the layer or serves no more: the model's next collective waits."""
@@ -33,20 +28,14 @@ _VOTE_LAG = 2
 """Forward passes from a vote's launch to its consumption; no more than from one vote to the next."""
 _IDLE_INTERVALS = 4
 """Vote intervals to the next vote while no rank holds a plan: a new plan waits so long at most."""
-_LONGEST_DELAY = 4096
-"""Forward passes, at most, to the next vote after commits that not all ranks confirmed."""
 _ASTRAY_VOTES = 3
 """Fewer votes in a row that find the ranks at different passes are no problem: a host has missed a call."""
 _PROVEN_VOTES = 64
 """Votes that a formation counts before its links are taken to be sound."""
 
 
-class VoteError(RuntimeError):
-    """The ranks could not be heard; what the others saw is not known here."""
-
-
 class Voter:
-    """Casts this rank's ballots over a gloo group of their own and counts them, one vote at a time.
+    """Casts this rank's ballots over a link of their own and counts them, one vote at a time.
 
     ``number`` counts the votes, from that of the last one before; ``under_way`` is true while one has been cast and not
     been counted, which is to be done from forward pass ``due`` on. The register decides a vote that may commit a layer.
@@ -55,7 +44,7 @@ class Voter:
 
     def __init__(
         self,
-        group: dist.ProcessGroup,
+        link: VoteLink,
         settings: AgentSettings,
         register: CommitRegister,
         history: History,
@@ -64,18 +53,14 @@ class Voter:
     ) -> None:
         self.number = number
         self.under_way = False
-        self._group: dist.ProcessGroup | None = group
+        self._link = link
         self._lag = min(_VOTE_LAG, settings.vote_interval)
         self._timeout = settings.vote_timeout_seconds
         self._commit_timeout = min(settings.commit_timeout_seconds, self._timeout)
         self._register = register
         self._history = history
         self._never_coming = never_coming
-        self._tensor = torch.zeros(BALLOT_WIDTH, dtype=torch.int64)
-        self._ballot = self._tensor.numpy()
-        self._options = dist.AllreduceOptions()
-        self._options.reduceOp = dist.ReduceOp(dist.ReduceOp.MIN)
-        self._work: dist.Work | None = None
+        self._work: Reduction | None = None
         self.due = 0
         self._cast: Ballot | None = None
 
@@ -89,9 +74,8 @@ class Voter:
         assert not self.under_way, "a vote is already under way"
         self._cast = ballot
         self.number += 1
-        self._ballot[:] = ballot.encode()
         self.due = ballot.forward + self._lag
-        self._work = self._reduced(self._tensor)
+        self._work = self._link.begin(Kind.BALLOT, self.number, ballot.encode())
         self.under_way = True
 
     def count(self, step: int, exact_forward: Callable[[], int]) -> VoteOutcome:
@@ -128,18 +112,16 @@ class Voter:
 
     def all_have_installed(self, done: bool) -> bool:
         """Return whether no rank reports that it failed to install the layer. Raises ``VoteError`` on a broken link."""
-        return self._all_min([int(done)], min(_INSTALL_SECONDS, self._timeout)) != [0]
+        installed = self._link.begin(Kind.INSTALLED, self.number, [int(done)])
+        return installed.wait(min(_INSTALL_SECONDS, self._timeout)) != [0]
 
     def leave(self) -> None:
         """Vote no more. The other ranks learn of it at once, by their broken links; returns at once as well.
 
         A vote under way is lost, not forgotten: the others may have heard its verdict, which is still to be found out.
         """
-        # A group that still has a vote under way ends with it, which may take until the timeout.
-        # No daemon: a group that is destroyed while Python itself ends would abort the process.
-        held: list[Any] = [self._work, self._group]
-        self._work = self._group = None
-        threading.Thread(target=held.clear, name="eplb-votes-end").start()
+        self._work = None
+        self._link.leave()
 
     def _heard(self) -> VoteOutcome:
         """VoteOutcome of the ballots, waiting for the slowest rank."""
@@ -150,17 +132,15 @@ class Voter:
         end = time.monotonic() + self._timeout
         wait = min(_SUSPICION_SECONDS, self._timeout)
         try:
-            while not _done(work, wait):
+            while (reduced := work.wait(wait)) is None:
                 absent = self._never_coming(self.due)
                 if absent is None and time.monotonic() > end:
                     absent = f"not all ranks came within {self._timeout:g} s"
                 if absent is not None:
-                    raise VoteError(f"vote {self.number} came to nothing: {absent}")
+                    raise VoteError(absent)
                 wait = min(_SUSPICION_SECONDS, max(0.001, end - time.monotonic()))
-            return VoteOutcome.decode(self._ballot.tolist())
-        except VoteError:
-            raise
-        except (RuntimeError, ValueError) as error:
+            return VoteOutcome.decode(reduced)
+        except (VoteError, ValueError) as error:
             raise VoteError(f"vote {self.number} came to nothing: {error}") from error
 
     def _all_are_at(self, forward: int) -> bool | None:
@@ -168,35 +148,9 @@ class Voter:
 
         Those that come later find the others' answers, so the next vote is none the worse.
         """
-        bounds = self._all_min([forward, -forward], self._commit_timeout)
+        boundary = self._link.begin(Kind.BOUNDARY, self.number, [forward, -forward])
+        bounds = boundary.wait(self._commit_timeout)
         return None if bounds is None else bounds[0] == -bounds[1]
-
-    def _all_min(self, values: list[int], seconds: float) -> list[int] | None:
-        tensor = torch.tensor(values, dtype=torch.int64)
-        work = self._reduced(tensor)
-        try:
-            return [int(value) for value in tensor.tolist()] if _done(work, seconds) else None
-        except RuntimeError as error:
-            raise VoteError(f"vote {self.number} was not confirmed by all ranks: {error}") from error
-
-    def _reduced(self, tensor: torch.Tensor) -> dist.Work:
-        if self._group is None:
-            raise VoteError(f"vote {self.number}: this rank has left the votes")
-        try:
-            return self._group.allreduce([tensor], self._options)
-        except RuntimeError as error:
-            raise VoteError(f"vote {self.number} could not be sent: {error}") from error
-
-
-def _done(work: dist.Work, seconds: float) -> bool:
-    """Wait for it for so long, and return whether it is done. Raises ``RuntimeError`` where it has failed."""
-    try:
-        work.wait(timedelta(seconds=seconds))
-    except RuntimeError:
-        if work.is_completed():
-            raise
-        return False
-    return True
 
 
 class VoteSchedule:
@@ -213,23 +167,28 @@ class VoteSchedule:
         self._lag = min(_VOTE_LAG, settings.vote_interval)
         self._clock = clock
         self._history = history
+        self._lost: tuple[int, SwitchState] | None = None
         self._next = 1
         self._astray = 0
         self._counted = 0
         self._fruitless = 0
         self._attempts = 0
         self._reformation: Reformation | None = None
-        self.voter: Voter | None = self._voter(rendezvous.votes, 0)
+        self.voter: Voter | None = self._voter(VoteLink(rendezvous.votes), 0)
         self._group.position = lambda: (clock.calls, clock.now)
 
     @property
     def complaint(self) -> str | None:
-        """Problem that keeps the ranks from voting, or their votes from coming to anything; or ``None``."""
-        if self._reformation is not None:
-            return self._reformation.complaint
-        if self._astray < _ASTRAY_VOTES:
-            return None
-        return f"{self._astray} votes in a row found the ranks at different forward passes"
+        """Problem that keeps the ranks from voting again, or ``None``."""
+        return None if self._reformation is None else self._reformation.complaint
+
+    @property
+    def trouble(self) -> str | None:
+        """Reason to form the votes again, other than their own outcome, or ``None``."""
+        if self._group.left and self.voter is not None:
+            # Its links broke, but this rank may not vote for long.
+            return "another rank has left the votes"
+        return self._clock.trouble
 
     def to_count(self, step: int) -> Voter | None:
         """Return the voter, where a vote must be counted at this boundary."""
@@ -244,8 +203,11 @@ class VoteSchedule:
         self._next = forward + self._settings.vote_interval
         return self.voter, forward
 
-    def counted(self, outcome: VoteOutcome) -> None:
-        """Set the next vote by the outcome of one that was counted."""
+    def counted(self, outcome: VoteOutcome) -> str | None:
+        """Set the next vote by the outcome of one that was counted.
+
+        Returns the reason to form the votes again, on all ranks alike, where they have lost each other's passes.
+        """
         self._counted += 1
         if self._counted == _PROVEN_VOTES:
             self._fruitless = 0
@@ -254,19 +216,26 @@ class VoteSchedule:
         if outcome.idle:
             self._next = outcome.forward_high + _IDLE_INTERVALS * self._settings.vote_interval
         if outcome.result is VoteResult.REALIGN:
-            # A host that always counts otherwise than its peers must not hold them up at every vote.
-            delay = min(self._settings.vote_interval * (2**self._astray - 1), _LONGEST_DELAY)
-            self._astray = min(self._astray + 1, 16)
+            # A host that has missed a call is back by then.
+            delay = self._settings.vote_interval * (2**self._astray - 1)
+            self._astray += 1
             self._next = outcome.forward_high + self._lag + 1 + delay
+        if self._astray < _ASTRAY_VOTES:
+            return None
+        return f"{self._astray} votes in a row found the ranks at different forward passes"
 
     def lost(self, voter: Voter, state: SwitchState) -> None:
         """Form the votes again, as the ranks can no longer be heard; the later the less the last ones came to."""
         self.voter = None
-        self._reformation = Reformation(
-            self._group, state, voter.number, self._attempts, self._fruitless, lambda: self._clock.now
-        )
+        self._lost = voter.number, state
+        self._form_again()
         self._fruitless += 1
-        self._counted = 0
+        self._counted = self._astray = 0
+
+    def rest(self) -> bool:
+        """Take part where the ranks are to agree on the number of this pass; return whether they have."""
+        reformed = self._reformation
+        return reformed is not None and reformed.rest(self._clock, self._settings.commit_timeout_seconds)
 
     def formed_again(self, step: int) -> Reformation | None:
         """Return what the ranks have agreed on, once the forward pass is here from which they vote again.
@@ -274,10 +243,15 @@ class VoteSchedule:
         Raises ``FatalSwitchError`` where they have found that they may no longer serve together.
         """
         reformed = self._reformation
+        if self.voter is None and self._lost is not None and (reformed is None or not reformed.alive):
+            # Its thread has died, or could not be started.
+            self._form_again()
+            return None
         if reformed is None or (votes := reformed.poll()) is None or step < reformed.start:
             return None
-        self._attempts, self._reformation = reformed.attempts, None
+        self._attempts, self._reformation, self._lost = reformed.attempts, None, None
         self.voter = self._voter(votes, reformed.vote)
+        self._group.left = False
         self._next = reformed.start
         return reformed
 
@@ -288,8 +262,18 @@ class VoteSchedule:
             self.voter = None
         if self._reformation is not None:
             self._reformation.close()
+        self._lost = None
 
-    def _voter(self, votes: dist.ProcessGroup, number: int) -> Voter:
+    def _form_again(self) -> None:
+        assert self._lost is not None
+        number, state = self._lost
+        attempts = self._attempts if self._reformation is None else self._reformation.attempts
+        astray = self._astray >= _ASTRAY_VOTES or self._clock.trouble is not None
+        self._reformation = Reformation(
+            self._group, state, number, attempts, self._fruitless, lambda: self._clock.reached, astray=astray
+        )
+
+    def _voter(self, votes: VoteLink, number: int) -> Voter:
         group, history = self._group, self._history
         return Voter(votes, self._settings, group.register, history, number, self._never_coming)
 

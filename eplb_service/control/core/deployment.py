@@ -200,7 +200,7 @@ class Deployment:
             return f"{rank_list(self.group.missing)} not connected"
         halted = [member.rank for member in self.connected if member.error]
         if halted:
-            return f"{rank_list(halted)} no longer takes part"
+            return f"{rank_list(halted)} takes no part at present"
         if self.group.out_of_step:
             return f"{rank_list(self.group.out_of_step)} not at epoch {self.live.epoch}"
         return None if self.heat.steps or not needs_heat else "no heat has been gathered yet"

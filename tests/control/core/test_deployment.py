@@ -43,7 +43,7 @@ def test_a_rank_that_no_longer_takes_part_stops_planning(story: Story) -> None:
     story.counts(0, 4)
     assert story.deployment.obstacle() is None
     story.beats(1, *version(story), error="transfer thread died")
-    assert story.deployment.obstacle() == "rank 1 no longer takes part"
+    assert story.deployment.obstacle() == "rank 1 takes no part at present"
     assert problems(story.deployment) == ["rank 1: transfer thread died"]
 
 
@@ -197,6 +197,16 @@ def test_heartbeats_alone_prove_a_switch(story: Story) -> None:
     for rank in range(1, RANKS):
         story.beats(rank, *offer.versions[1])
     assert outcome_of(story) is Outcome.DONE
+
+
+def test_a_layer_that_is_committed_as_another_epoch_changes_nothing(story: Story) -> None:
+    """Right in its placement, yet heat would be read under the wrong epoch."""
+    story.joins()
+    ((epoch, digest),) = story.offers(0).versions
+    for rank in range(RANKS):
+        later = PlanStatus(plan_id=1, layer=0, state=COMMITTED, epoch=epoch + 1, digest=digest)
+        story.deployment.plan_status(rank, later, 0.0)
+    assert version(story) == (0, story.live.digest)
 
 
 def test_a_status_that_fits_no_plan_changes_nothing(story: Story) -> None:

@@ -95,3 +95,19 @@ def test_a_rank_that_returns_with_other_experts_or_another_table_is_refused() ->
             story.deployment.hello(replace(said, **changes))
     story.deployment.hello(said)
     assert story.deployment.obstacle() == "no heat has been gathered yet"
+
+
+def test_ranks_that_say_different_epochs_of_their_layers_are_no_group(story: Story) -> None:
+    """Of one version they would read each other's heat under placements of different epochs."""
+    epochs = (*LAST.layer_epochs[:-1], LAST.layer_epochs[-1] + 1)
+    with pytest.raises(ConflictError, match="say different epochs of their layers"):
+        story.deployment.hello(replace(LAST, layer_epochs=epochs))
+
+
+@pytest.mark.parametrize("group_id", [LAST.group_id, "second"])
+def test_a_rank_of_another_shape_takes_nobodys_place(story: Story, group_id: str) -> None:
+    other = replace(LAST, group_id=group_id, shape=replace(LAST.shape, bytes_per_expert=7))
+    with pytest.raises(ConflictError, match=r"another shape|another forming"):
+        story.deployment.hello(other)
+    story.deployment.hello(LAST)
+    assert story.deployment.obstacle() == "no heat has been gathered yet"
