@@ -13,7 +13,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: proofs properties attack help size stack dashboard notebook demo demo-vllm e2e-observability test test-slow test-oldest check lint types layers docs unit warm format proto wheels clean
-.PHONY: test-engines known-engines explore fuzz fuzz-properties mutate faults soak bench-switch bench-solver bench-decide bench-split bench-time bench-scale
+.PHONY: test-engines known-engines explore simulate fuzz fuzz-properties mutate faults soak bench-switch bench-solver bench-decide bench-split bench-time bench-scale
 
 help: ## show this list
 	@awk -F':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -92,6 +92,9 @@ clean: ## remove the virtual environment and everything that was made
 explore: $(READY) ## every interleaving of the layer switch, and of service and ranks, and the mutants caught (minutes)
 	@$(BIN)/python -m tests.swap.explorer
 	@$(BIN)/python -m tests.control.core.explored_service
+
+simulate: $(READY) ## agents, engine and service on one seeded clock, under faults; ARGS="--seeds 500", or "--seed 7" for its story
+	@$(BIN)/python -m tests.simulation $(ARGS)
 
 fuzz: $(READY) ## every decoder under coverage-guided fuzzing, in .venv-fuzz; ARGS="--seconds 60 --seed 1"
 	@$(BIN)/python -m tests.fuzz.fuzz $(ARGS)

@@ -20,6 +20,7 @@ from eplb_service.wire.heat import StepPhase
 from worker_agent.forward_clock import ForwardClock, StepTimer, Stopwatch
 from worker_agent.heat import HeatRecorder
 from worker_agent.live_layer import LiveLayer
+from worker_agent.runtime import REAL, Runtime
 from worker_agent.settings import AgentSettings
 from worker_agent.stream import Outbox, ServiceStream
 from worker_agent.swap.commit_register import FatalSwitchError
@@ -47,14 +48,15 @@ class Agent:
         settings: AgentSettings,
         rendezvous: Rendezvous,
         on_commit: Callable[[int], None] | None = None,
+        runtime: Runtime = REAL,
     ) -> None:
         self.identity = rendezvous.identity
-        self._clock = ForwardClock(list(layers))
+        self._clock = ForwardClock(list(layers), runtime)
         self._step = 0
         self._fatal: FatalSwitchError | None = None
         self._heat = HeatRecorder(layers, _FIRST_REPORT_STEPS)
         self._timer, self._in_calls, self._in_votes = StepTimer(), Stopwatch(), Stopwatch()
-        self._outbox = Outbox()
+        self._outbox = Outbox(runtime=runtime)
         self._history = History(settings.history, rendezvous.identity, rendezvous.installed)
         self._switch = SwitchDriver(
             layers,
@@ -65,6 +67,7 @@ class Agent:
             self._outbox.put,
             self._heat.cut,
             on_commit,
+            runtime,
         )
         self._stream = ServiceStream(
             settings,
@@ -73,6 +76,7 @@ class Agent:
             lambda: self.installed,
             lambda: self._switch.state.highest_term,
             self._beat,
+            runtime,
         )
 
     @classmethod

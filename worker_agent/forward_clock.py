@@ -15,6 +15,7 @@ import torch
 
 from worker_agent.device import Mark, host_empty
 from worker_agent.live_layer import LiveLayer
+from worker_agent.runtime import REAL, Runtime
 
 _COPIES_UNDER_WAY = 8
 """More copies of the counter than this are not begun; a device that far behind gives the same answer later."""
@@ -38,11 +39,12 @@ class ForwardClock:
     ``trouble`` is set where the host's count has gone back, until the ranks ``agree`` on another.
     """
 
-    def __init__(self, layers: list[LiveLayer]) -> None:
+    def __init__(self, layers: list[LiveLayer], runtime: Runtime = REAL) -> None:
         # A pass that fails half-way has not run the last layer.
         self._counter = layers[-1].load_counter
         self._device = self._counter.device
         self._first = int(self._counter)
+        self._runtime = runtime
         self._calls = 0
         self._missed_calls = 0
         self._copies: deque[tuple[int, torch.Tensor, Mark]] = deque()
@@ -101,9 +103,9 @@ class ForwardClock:
 
     def at_rest(self, seconds: float) -> bool:
         """Return whether all that the host has queued so far is done on the device within so many seconds."""
-        queued, end = Mark(self._device), time.monotonic() + seconds
-        while not queued.passed() and time.monotonic() < end:
-            time.sleep(_POLL_SECONDS)
+        queued, end = Mark(self._device), self._runtime.now() + seconds
+        while not queued.passed() and self._runtime.now() < end:
+            self._runtime.sleep(_POLL_SECONDS)
         return queued.passed()
 
     def agree(self, number: int) -> None:

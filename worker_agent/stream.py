@@ -7,7 +7,6 @@ import logging
 import queue
 import random
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -29,6 +28,7 @@ from eplb_service.wire.fields import WireError
 from eplb_service.wire.generated import agent_pb2, agent_pb2_grpc
 from eplb_service.wire.heat import HeatReport
 from eplb_service.wire.plan import RankPlan
+from worker_agent.runtime import REAL, Runtime
 from worker_agent.settings import AgentSettings
 from worker_agent.swap.installed import Identity, Installed, check_plan
 
@@ -59,13 +59,13 @@ class Outbox:
     ``lost_steps`` are those whose heat never got as far as here.
     """
 
-    def __init__(self, heat_reports: int = 64) -> None:
+    def __init__(self, heat_reports: int = 64, runtime: Runtime = REAL) -> None:
         self.lost_steps = 0
         self._dropped_steps = 0
         self._heat: deque[HeatReport] = deque()
         self._most_heat = heat_reports
         self._statuses: deque[PlanStatus] = deque(maxlen=_MOST_STATUSES)
-        self._changed = threading.Condition()
+        self._changed = runtime.condition()
 
     @property
     def dropped_steps(self) -> int:
@@ -173,19 +173,21 @@ class ServiceStream:
         installed: Callable[[], Installed],
         highest_term: Callable[[], int],
         beat: Callable[[], Heartbeat],
+        runtime: Runtime = REAL,
     ) -> None:
         self.plans: queue.SimpleQueue[tuple[RankPlan, int]] = queue.SimpleQueue()
         self.welcome: Welcome | None = None
         self.reporting = EVERYTHING
         self.connected = False
         self._settings = settings
+        self._runtime = runtime
         self._identity = identity
         self._outbox = outbox
         self._installed = installed
         self._highest_term = highest_term
         self._welcomed_term = 0
         self._beat = beat
-        self._closing = threading.Event()
+        self._closing = runtime.event()
         self._call: grpc.Call | None = None
         self._thread = self._started()
 
@@ -208,9 +210,7 @@ class ServiceStream:
         self._thread.join(timeout)
 
     def _started(self) -> threading.Thread:
-        thread = threading.Thread(target=self._run, name="eplb-stream", daemon=True)
-        thread.start()
-        return thread
+        return self._runtime.spawn("eplb-stream", self._run)
 
     def _run(self) -> None:
         backoff = _FIRST_BACKOFF_SECONDS
@@ -233,13 +233,12 @@ class ServiceStream:
 
     def _talk(self, stub: agent_pb2_grpc.AgentServiceStub) -> None:
         """One connection, from Hello to its end."""
-        over = threading.Event()
+        over = self._runtime.event()
         token = self._settings.token()
         metadata = [] if token is None else [("authorization", f"Bearer {token}")]
         call = stub.Connect(self._requests(over), metadata=metadata)
         self._call = call
-        impatience = threading.Timer(_WELCOME_SECONDS, call.cancel)
-        impatience.start()
+        impatience = self._runtime.later(_WELCOME_SECONDS, call.cancel)
         try:
             for response in call:
                 impatience.cancel()
@@ -260,14 +259,14 @@ class ServiceStream:
         # The switch hears of a term at the model's next step, which may be late.
         term = max(self._highest_term(), self._welcomed_term)
         yield agent_pb2.ConnectRequest(hello=encode(self._identity.hello(self._installed(), term)))
-        heartbeats = HeartbeatSchedule(time.monotonic())
+        heartbeats = HeartbeatSchedule(self._runtime.now())
         while not over.is_set() and not self._closing.is_set():
-            left = heartbeats.seconds_left(time.monotonic())
+            left = heartbeats.seconds_left(self._runtime.now())
             if left <= 0:
                 welcome = self.welcome
                 interval = welcome.heartbeat_seconds if welcome else _FIRST_BEAT_SECONDS
                 beat = self._beat()
-                if heartbeats.is_due(time.monotonic(), beat, interval):
+                if heartbeats.is_due(self._runtime.now(), beat, interval):
                     yield agent_pb2.ConnectRequest(heartbeat=encode(beat))
                 continue
             item = self._outbox.take(timeout=left)

@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import enum
 import threading
-import time
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+from worker_agent.runtime import REAL, Runtime
 from worker_agent.swap.peers import PeerGoneError, Peers
 
 _VOTES_KEPT = 16
@@ -76,9 +76,10 @@ class CommitRegister:
     it.
     """
 
-    def __init__(self, peers: Peers, patience: float) -> None:
+    def __init__(self, peers: Peers, patience: float, runtime: Runtime = REAL) -> None:
         self._peers = peers
         self._patience = patience
+        self._runtime = runtime
         self._votes: dict[int, Settlement] = {}
         self._lock = threading.Lock()
 
@@ -101,7 +102,7 @@ class CommitRegister:
         return (self._settle(vote) if verdict is Verdict.IN_DOUBT else verdict) is Verdict.COMMITTED
 
     def _settle(self, vote: int) -> Verdict:
-        end = time.monotonic() + self._patience
+        end = self._runtime.now() + self._patience
         waiting = self._peers.others
         while waiting:
             for peer, verdict in self._asked(vote, waiting):
@@ -110,7 +111,7 @@ class CommitRegister:
                     verdict = self._put(vote, self._vote(vote).answered(peer, verdict))
                 if verdict is not Verdict.IN_DOUBT:
                     return verdict
-            if time.monotonic() > end:
+            if self._runtime.now() > end:
                 raise FatalSwitchError(
                     f"vote {vote} may have committed a layer, and ranks {sorted(waiting)} did not answer within "
                     f"{self._patience:g} s"

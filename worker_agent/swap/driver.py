@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -13,6 +12,7 @@ from eplb_service.wire.agent import PlanState, PlanStatus
 from eplb_service.wire.plan import RankPlan
 from worker_agent.forward_clock import ForwardClock
 from worker_agent.live_layer import LiveLayer
+from worker_agent.runtime import REAL, Runtime
 from worker_agent.settings import AgentSettings
 from worker_agent.swap.commit_register import FatalSwitchError
 from worker_agent.swap.installed import restoring_plan
@@ -69,14 +69,16 @@ class SwitchDriver:
         on_status: Callable[[PlanStatus], None],
         before_commit: Callable[[tuple[int, ...]], None],
         on_commit: Callable[[int], None] | None = None,
+        runtime: Runtime = REAL,
     ) -> None:
         self.stats = SwitchStats()
         self.state = SwitchState(rendezvous.installed, _OFFER_DEADLINE_STEPS)
-        self.budget = ByteBudget(settings.bytes_per_step)
-        self.votes = VoteSchedule(rendezvous, settings, clock, history)
+        self.budget = ByteBudget(settings.bytes_per_step, runtime)
+        self.votes = VoteSchedule(rendezvous, settings, clock, history, runtime)
         self._lanes = rendezvous.lanes
-        self.transfers = TransferWorker(rendezvous.lanes, settings, self.budget)
+        self.transfers = TransferWorker(rendezvous.lanes, settings, self.budget, runtime)
         self._layers = layers
+        self._runtime = runtime
         self._settings = settings
         self._identity = rendezvous.identity
         self._group = rendezvous.group
@@ -166,7 +168,7 @@ class SwitchDriver:
         self._vote_until_nobody_holds_a_plan()
         while self.transfers.running and self.transfers.failing is None:
             self._take_transfer()
-            time.sleep(_RUN_OUT_POLL_SECONDS)
+            self._runtime.sleep(_RUN_OUT_POLL_SECONDS)
 
     def restore(self, target: Placement, reason: str) -> None:
         """Drain, then switch every layer to ``target`` by votes of the same kind; take no plans until ``resume``.
@@ -218,7 +220,7 @@ class SwitchDriver:
             if self.votes.voter is not None and not self._count_votes(voter).plans:
                 return
             if self.transfers.running:
-                time.sleep(_RUN_OUT_POLL_SECONDS)
+                self._runtime.sleep(_RUN_OUT_POLL_SECONDS)
 
     def _cast_vote(self, voter: Voter, forward: int) -> None:
         try:
@@ -318,7 +320,7 @@ class SwitchDriver:
         """Replace a transfer thread that has died or hangs: what it may still do is of a lane that nobody uses."""
         failing = self.transfers.failing
         if failing is not None:
-            self.transfers = TransferWorker(self._lanes.another(), self._settings, self.budget)
+            self.transfers = TransferWorker(self._lanes.another(), self._settings, self.budget, self._runtime)
             self.state = self.state.with_transfer_ended(self.state.generation, failing)
             self.stumble(failing)
 
@@ -350,7 +352,7 @@ class SwitchDriver:
         if staged is None or staged.generation != commit.generation:
             raise FatalSwitchError(f"layer {layer} was voted in, but its weights are not staged on this rank")
         self._unless_it_fails(self._before_commit, commit.before.layer_epochs)
-        began = time.perf_counter()
+        began = self._runtime.now()
         written = install_layer(
             self._layers[layer],
             commit.layer,
@@ -359,7 +361,7 @@ class SwitchDriver:
             staged.slots,
             on_commit=self._on_commit,
         )
-        seconds = time.perf_counter() - began
+        seconds = self._runtime.now() - began
         self.transfers.check(layer, self._layers[layer], staged.sums)
         self.stats.layers_switched += 1
         self.stats.experts_received += len(staged.slots)

@@ -10,8 +10,6 @@ import hashlib
 import ipaddress
 import secrets
 import socket
-import threading
-import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, cast
@@ -50,7 +48,7 @@ class AgentGroup:
         self.rank, self.size = rank, len(addresses)
         self.peers = peers
         self.store = PeerStore(peers, _OPEN_TIMEOUT)
-        self.register = CommitRegister(peers, patience)
+        self.register = CommitRegister(peers, patience, peers.runtime)
         self.failure: str | None = None
         self.installed = 0
         self.left = False
@@ -136,7 +134,7 @@ class AgentGroup:
         A rank whose process has ended is not waited for: without it the model serves no other token. Raises
         ``FatalSwitchError`` where one has failed, or is silent for as long as the model would wait for it.
         """
-        end = time.monotonic() + self._patience
+        end = self.peers.runtime.now() + self._patience
         waiting = set(self.peers.others)
         while waiting and self.failure is None:
             for peer in sorted(waiting):
@@ -148,13 +146,13 @@ class AgentGroup:
                     self.failure = self.failure or answer[1:].decode()
                 elif answer == b"+":
                     waiting.discard(peer)
-            if waiting and time.monotonic() > end:
+            if waiting and self.peers.runtime.now() > end:
                 raise FatalSwitchError(
                     f"vote {vote} committed a layer that ranks {sorted(waiting)} have not installed within "
                     f"{self._patience:g} s"
                 )
             if waiting and self.failure is None:
-                time.sleep(_INSTALL_POLL_SECONDS)
+                self.peers.runtime.sleep(_INSTALL_POLL_SECONDS)
         if self.failure is not None:
             raise FatalSwitchError(self.failure)
 
@@ -169,9 +167,7 @@ class AgentGroup:
 
     def close(self) -> None:
         """Answer the others for as long as they may ask what this rank has committed, then no more."""
-        ending = threading.Timer(self._patience, self.peers.close)
-        ending.daemon = True
-        ending.start()
+        self.peers.runtime.later(self._patience, self.peers.close)
 
     def _answer(self, question: bytes) -> bytes | None:
         kind, subject = question[:1], question[1:].decode()

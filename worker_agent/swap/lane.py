@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from worker_agent.device import Mark
+from worker_agent.runtime import REAL, Runtime
 from worker_agent.settings import TransferBackend
 from worker_agent.swap.group import AgentGroup
 
@@ -45,16 +45,21 @@ class Parcel:
 class Deadline:
     """Moment by which something must be done, ``seconds`` from now."""
 
-    def __init__(self, seconds: float) -> None:
+    def __init__(self, seconds: float, runtime: Runtime = REAL) -> None:
         self._seconds = seconds
-        self._end = time.monotonic() + seconds
+        self._runtime = runtime
+        self._end = runtime.now() + seconds
 
     def left(self) -> float:
         """Return the seconds that are left; raises ``TimeoutError`` where none are."""
-        left = self._end - time.monotonic()
+        left = self._end - self._runtime.now()
         if left <= 0:
             raise TimeoutError(f"not done within {self._seconds:g} s")
         return left
+
+    def rest(self, seconds: float) -> None:
+        """Wait for so long."""
+        self._runtime.sleep(seconds)
 
 
 class Lane(Protocol):
@@ -143,7 +148,7 @@ class _DeviceLane:
         done = self._mark()
         while not done.passed():
             deadline.left()
-            time.sleep(_POLL_SECONDS)
+            deadline.rest(_POLL_SECONDS)
         self._under_way = False
         self._touched = []
 

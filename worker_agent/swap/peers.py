@@ -15,13 +15,13 @@ import logging
 import secrets
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import TypeAlias
 
 import torch.distributed as dist
 
+from worker_agent.runtime import REAL, Runtime
 from worker_agent.swap.presence import PresenceLinks
 
 _log = logging.getLogger("eplb.agent")
@@ -56,21 +56,25 @@ class Peers:
     rank: int
     others: frozenset[int]
 
-    def __init__(self, host: str) -> None:
+    def __init__(self, host: str, runtime: Runtime = REAL) -> None:
         self.host = host
+        self.runtime = runtime
         self.hosts: set[str] = set()
         self._failed: tuple[float, str] | None = None
-        self._closed = threading.Event()
+        self._closed = runtime.event()
         self._family = socket.getaddrinfo(host, None, type=socket.SOCK_DGRAM)[0][0]
-        self._socket, listening = _bound(self._family, host)
-        self._links = PresenceLinks(listening)
+        self._socket, self._links = self._bind()
         self.address: Address = self._socket.getsockname()[:2]
+
+    def _bind(self) -> tuple[socket.socket, PresenceLinks]:
+        datagrams, listening = _bound(self._family, self.host)
+        return datagrams, PresenceLinks(listening)
 
     @property
     def complaint(self) -> str | None:
         """Last error of the thread that answers, which goes on; ``None`` once it is a minute old."""
         failed = self._failed
-        return None if failed is None or time.monotonic() - failed[0] > _COMPLAINT_SECONDS else failed[1]
+        return None if failed is None or self.runtime.now() - failed[0] > _COMPLAINT_SECONDS else failed[1]
 
     def open(
         self, secret: bytes, rank: int, addresses: Sequence[Address], answer: Callable[[bytes], bytes | None]
@@ -83,7 +87,7 @@ class Peers:
         self._secret, self._answer = secret, answer
         self._addresses = {other: address for other, address in enumerate(addresses) if other != rank}
         self.others = frozenset(self._addresses)
-        threading.Thread(target=self._serve, name="eplb-peers", daemon=True).start()
+        self.runtime.spawn("eplb-peers", self._serve)
         self._links.open(rank, addresses, self.proof)
 
     def unlinked(self) -> list[int]:
@@ -100,13 +104,13 @@ class Peers:
         with contextlib.ExitStack() as open_sockets:
             sockets = {}
             for rank in waiting:
-                asking = open_sockets.enter_context(socket.socket(self._family, socket.SOCK_DGRAM))
+                asking = open_sockets.enter_context(self.runtime.datagrams(self._family))
                 # Connected, it takes datagrams of this peer alone, and learns where nobody listens there.
                 asking.connect(self._addresses[rank])
                 asking.settimeout(_RETRY_SECONDS)
                 sockets[rank] = asking
-            end = time.monotonic() + seconds
-            while waiting and (left := end - time.monotonic()) > 0:
+            end = self.runtime.now() + seconds
+            while waiting and (left := end - self.runtime.now()) > 0:
                 for rank in sorted(waiting):
                     answer = self._ask_once(rank, sockets[rank], question, min(left, _RETRY_SECONDS))
                     if answer is not None:
@@ -117,8 +121,8 @@ class Peers:
     def announce(self, statement: bytes, seconds: float) -> None:
         """Send to every rank that can hear it within so many seconds; those whose process has ended are left out."""
         waiting = set(self.others)
-        end = time.monotonic() + seconds
-        while waiting and time.monotonic() < end:
+        end = self.runtime.now() + seconds
+        while waiting and self.runtime.now() < end:
             for rank in sorted(waiting):
                 try:
                     waiting -= self.ask([rank], statement, _RETRY_SECONDS).keys()
@@ -140,10 +144,10 @@ class Peers:
 
     def _ask_once(self, rank: int, asking: socket.socket, question: bytes, seconds: float) -> bytes | None:
         nonce = secrets.token_bytes(_NONCE_BYTES)
-        began = time.monotonic()
+        began = self.runtime.now()
         try:
             asking.send(self._sealed(_ASKED, nonce + question))
-            while (left := seconds - (time.monotonic() - began)) > 0:
+            while (left := seconds - (self.runtime.now() - began)) > 0:
                 asking.settimeout(left)
                 answer = self._unsealed(_ANSWERED, asking.recv(_LARGEST))
                 if answer is not None and answer.startswith(nonce):
@@ -151,7 +155,7 @@ class Peers:
         except OSError as error:
             if isinstance(error, ConnectionRefusedError) and self._links.ended(rank):
                 raise PeerGoneError(f"nothing listens at {asking.getpeername()[:2]} any more") from error
-            time.sleep(max(0.0, seconds - (time.monotonic() - began)))
+            self.runtime.sleep(max(0.0, seconds - (self.runtime.now() - began)))
         return None
 
     def _serve(self) -> None:
@@ -164,7 +168,7 @@ class Peers:
                 if not self._closed.is_set():
                     if complaint != self.complaint:
                         _log.exception("rank %d: a peer's question was not answered", self.rank)
-                    self._failed = time.monotonic(), complaint
+                    self._failed = self.runtime.now(), complaint
                 self._closed.wait(_RETRY_SECONDS)
 
     def _serve_once(self) -> None:
@@ -257,9 +261,9 @@ class PeerStore(dist.Store):
         self._patience = timeout
 
     def _found(self, key: str, timeout: timedelta) -> bytes:
-        end = time.monotonic() + timeout.total_seconds()
+        end = self._peers.runtime.now() + timeout.total_seconds()
         while (value := self._asked_once(key)) is None:
-            if time.monotonic() > end:
+            if self._peers.runtime.now() > end:
                 raise TimeoutError(f"no rank has set {key} within {timeout.total_seconds():g} s")
         return value
 
@@ -273,5 +277,5 @@ class PeerStore(dist.Store):
             answer = self._peers.ask([rank], b"v" + key.encode(), _RETRY_SECONDS).get(rank, b"")
             if answer[:1] == b"+":
                 return answer[1:]
-        time.sleep(_RETRY_SECONDS / 10)
+        self._peers.runtime.sleep(_RETRY_SECONDS / 10)
         return None

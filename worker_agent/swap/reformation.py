@@ -9,10 +9,10 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-import time
 from collections.abc import Callable
 
 from worker_agent.forward_clock import ForwardClock
+from worker_agent.runtime import REAL, Runtime
 from worker_agent.swap.commit_register import FatalSwitchError
 from worker_agent.swap.group import AgentGroup
 from worker_agent.swap.machine import SwitchState
@@ -55,6 +55,7 @@ class Reformation:
         attempts: int,
         fruitless: int,
         now: Callable[[], int],
+        runtime: Runtime = REAL,
         *,
         astray: bool = False,
     ) -> None:
@@ -65,16 +66,16 @@ class Reformation:
         self._group = group
         self._version_digest = state.installed.version_digest
         self._now = now
+        self._runtime = runtime
         self._backoff = min(_FIRST_BACKOFF_SECONDS * 4**fruitless, _LONGEST_DELAY_SECONDS)
         self._margin = _FIRST_MARGIN
         self._astray = astray
         self._resting: tuple[VoteLink, int] | None = None
-        self._verdicts: queue.SimpleQueue[bool] = queue.SimpleQueue()
+        self._verdicts: queue.SimpleQueue[bool] = runtime.queue()
         self._lock = threading.Lock()
-        self._closing = threading.Event()
+        self._closing = runtime.event()
         self._votes: VoteLink | FatalSwitchError | None = None
-        self._thread = threading.Thread(target=self._run, name="eplb-reformation", daemon=True)
-        self._thread.start()
+        self._thread = runtime.spawn("eplb-reformation", self._run)
 
     @property
     def alive(self) -> bool:
@@ -111,7 +112,7 @@ class Reformation:
 
     def _attempt(self) -> VoteLink:
         self._gather()
-        votes = VoteLink(self._group.process_group(f"vote/{self.attempts}"))
+        votes = VoteLink(self._group.process_group(f"vote/{self.attempts}"), self._runtime)
         try:
             self.start = self._first_vote(votes)
         except BaseException:
@@ -190,7 +191,7 @@ class Reformation:
     def _gather(self) -> None:
         """Agree on the number of the attempt, the highest that any rank is at, once all ranks have lost the votes."""
         self.attempts += 1
-        end = time.monotonic() + _GATHER_SECONDS
+        end = self._runtime.now() + _GATHER_SECONDS
         waiting = sorted(self._group.peers.others)
         # One rank is waited for at a time: many that wait must not flood the one that is late.
         while waiting:
@@ -204,5 +205,5 @@ class Reformation:
                 waiting.pop()
             elif theirs > self.attempts:
                 self.attempts, waiting = theirs, sorted(self._group.peers.others)
-            elif time.monotonic() > end or self._closing.wait(_POLL_SECONDS):
+            elif self._runtime.now() > end or self._closing.wait(_POLL_SECONDS):
                 raise TimeoutError(f"rank {waiting[-1]} has not come")

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import queue
 import sys
-import threading
-import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -17,6 +15,7 @@ import xxhash
 from eplb_service.placement import Int32
 from worker_agent.device import Mark, SideStream, bytes_of
 from worker_agent.live_layer import ExpertWeights, LiveLayer
+from worker_agent.runtime import REAL, Runtime
 from worker_agent.settings import AgentSettings
 from worker_agent.swap.lane import Deadline, Lane, Lanes, Parcel
 from worker_agent.swap.machine import StartTransfer
@@ -51,10 +50,10 @@ class ByteBudget:
     ``None`` sets no limit. A chunk larger than one step's share waits for several steps.
     """
 
-    def __init__(self, bytes_per_step: int | None) -> None:
+    def __init__(self, bytes_per_step: int | None, runtime: Runtime = REAL) -> None:
         self._bytes_per_step = bytes_per_step
         self._left = 0
-        self._changed = threading.Condition()
+        self._changed = runtime.condition()
 
     def refill(self) -> None:
         """Admit one step's bytes more. What was not used is not saved up."""
@@ -95,8 +94,11 @@ class TransferWorker:
     ``damaged`` is set where an installed expert is not what was sent.
     """
 
-    def __init__(self, lanes: Lanes, settings: AgentSettings, budget: ByteBudget) -> None:
+    def __init__(
+        self, lanes: Lanes, settings: AgentSettings, budget: ByteBudget, runtime: Runtime = REAL
+    ) -> None:
         self._lanes = lanes
+        self._runtime = runtime
         self._timeout = settings.transfer_timeout_seconds
         asked = settings.verify_transfers
         self._verify = lanes.through_host if asked is None else asked
@@ -105,18 +107,19 @@ class TransferWorker:
         self._budget = budget
         self._stream = SideStream(lanes.device)
         self.staging = Staging()
-        self._jobs = queue.SimpleQueue[tuple[StartTransfer | _Check, Sequence[ExpertWeights], Mark] | None]()
+        self._jobs: queue.SimpleQueue[tuple[StartTransfer | _Check, Sequence[ExpertWeights], Mark] | None] = (
+            runtime.queue()
+        )
         self._results = queue.SimpleQueue[TransferResult]()
         self._overdue_at: float | None = None
-        self._thread = threading.Thread(target=self._run, name="eplb-transfer", daemon=True)
-        self._thread.start()
+        self._thread = runtime.spawn("eplb-transfer", self._run)
 
     @property
     def failing(self) -> str | None:
         """Reason to hope for no answer any more, or ``None``: the thread is dead or has missed its own deadline."""
         if not self._thread.is_alive():
             return "the transfer thread has died"
-        if self._overdue_at is not None and time.monotonic() > self._overdue_at:
+        if self._overdue_at is not None and self._runtime.now() > self._overdue_at:
             return "the transfer thread has missed its deadline and does not answer"
         return None
 
@@ -132,7 +135,7 @@ class TransferWorker:
         That is a commit before all: what it copies out of staging is read before anything new is written there.
         """
         weights = layer.expert_weights()
-        self._overdue_at = time.monotonic() + 2 * self._timeout + _LATE_SECONDS
+        self._overdue_at = self._runtime.now() + 2 * self._timeout + _LATE_SECONDS
         self._jobs.put((order, weights, Mark(weights[0][0].device)))
 
     def check(self, layer: int, live: LiveLayer, sums: dict[int, int]) -> None:
@@ -183,7 +186,7 @@ class TransferWorker:
     def _transferred(
         self, order: StartTransfer, weights: Sequence[ExpertWeights], ready: Mark
     ) -> TransferResult:
-        began = time.monotonic()
+        began = self._runtime.now()
         moves = order.layer.moves_M5.tolist()
         slots = [slot for _, _, destination, slot, _ in moves if destination == self._lanes.rank]
         # A layer may change its tables alone.
@@ -201,7 +204,7 @@ class TransferWorker:
             self._lanes.retire()
             self.staging.drop()
         received = sum(row.nbytes for buffer in staged for row in buffer) if error is None else 0
-        seconds = time.monotonic() - began
+        seconds = self._runtime.now() - began
         return TransferResult(order.generation, staged, slots, received, seconds, error, sums)
 
     def _move(
@@ -211,7 +214,7 @@ class TransferWorker:
 
         Returns the staged buffers, filled, and the checksums of their rows by their senders.
         """
-        deadline, sums = Deadline(self._timeout), dict[int, int]()
+        deadline, sums = Deadline(self._timeout, self._runtime), dict[int, int]()
         with self._stream.current():
             # Every rank joins the lane, also one that neither sends nor receives: its mesh is built by all.
             carrier = _Carrier(self._lanes.lane(order.lane), self._budget, deadline)

@@ -8,10 +8,10 @@ vote next.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 
 from worker_agent.forward_clock import ForwardClock
+from worker_agent.runtime import REAL, Runtime
 from worker_agent.settings import AgentSettings
 from worker_agent.swap.commit_register import CommitRegister
 from worker_agent.swap.machine import Ballot, Progress, SwitchState, VoteOutcome, VoteResult
@@ -50,6 +50,7 @@ class Voter:
         history: History,
         number: int = 0,
         never_coming: Callable[[int], str | None] = lambda _: None,
+        runtime: Runtime = REAL,
     ) -> None:
         self.number = number
         self.under_way = False
@@ -60,6 +61,7 @@ class Voter:
         self._register = register
         self._history = history
         self._never_coming = never_coming
+        self._runtime = runtime
         self._work: Reduction | None = None
         self.due = 0
         self._cast: Ballot | None = None
@@ -129,16 +131,16 @@ class Voter:
         work, self._work, self.under_way = self._work, None, False
         if work is None:
             raise VoteError(f"vote {self.number}: this rank has left the votes")
-        end = time.monotonic() + self._timeout
+        end = self._runtime.now() + self._timeout
         wait = min(_SUSPICION_SECONDS, self._timeout)
         try:
             while (reduced := work.wait(wait)) is None:
                 absent = self._never_coming(self.due)
-                if absent is None and time.monotonic() > end:
+                if absent is None and self._runtime.now() > end:
                     absent = f"not all ranks came within {self._timeout:g} s"
                 if absent is not None:
                     raise VoteError(absent)
-                wait = min(_SUSPICION_SECONDS, max(0.001, end - time.monotonic()))
+                wait = min(_SUSPICION_SECONDS, max(0.001, end - self._runtime.now()))
             return VoteOutcome.decode(reduced)
         except (VoteError, ValueError) as error:
             raise VoteError(f"vote {self.number} came to nothing: {error}") from error
@@ -160,12 +162,18 @@ class VoteSchedule:
     """
 
     def __init__(
-        self, rendezvous: Rendezvous, settings: AgentSettings, clock: ForwardClock, history: History
+        self,
+        rendezvous: Rendezvous,
+        settings: AgentSettings,
+        clock: ForwardClock,
+        history: History,
+        runtime: Runtime = REAL,
     ) -> None:
         self._group = rendezvous.group
         self._settings = settings
         self._lag = min(_VOTE_LAG, settings.vote_interval)
         self._clock = clock
+        self._runtime = runtime
         self._history = history
         self._lost: tuple[int, SwitchState] | None = None
         self._next = 1
@@ -174,7 +182,7 @@ class VoteSchedule:
         self._fruitless = 0
         self._attempts = 0
         self._reformation: Reformation | None = None
-        self.voter: Voter | None = self._voter(VoteLink(rendezvous.votes), 0)
+        self.voter: Voter | None = self._voter(VoteLink(rendezvous.votes, runtime), 0)
         self._group.position = lambda: (clock.calls, clock.now)
 
     @property
@@ -270,12 +278,21 @@ class VoteSchedule:
         attempts = self._attempts if self._reformation is None else self._reformation.attempts
         astray = self._astray >= _ASTRAY_VOTES or self._clock.trouble is not None
         self._reformation = Reformation(
-            self._group, state, number, attempts, self._fruitless, lambda: self._clock.reached, astray=astray
+            self._group,
+            state,
+            number,
+            attempts,
+            self._fruitless,
+            lambda: self._clock.reached,
+            self._runtime,
+            astray=astray,
         )
 
     def _voter(self, votes: VoteLink, number: int) -> Voter:
         group, history = self._group, self._history
-        return Voter(votes, self._settings, group.register, history, number, self._never_coming)
+        return Voter(
+            votes, self._settings, group.register, history, number, self._never_coming, self._runtime
+        )
 
     def _never_coming(self, due: int) -> str | None:
         """Name the rank that will not come to count the vote that is due after pass ``due``, or ``None``.

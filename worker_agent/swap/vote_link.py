@@ -7,7 +7,6 @@ buffers of different sizes, at which gloo ends the process. So they learn of it,
 from __future__ import annotations
 
 import enum
-import threading
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from worker_agent.runtime import REAL, Runtime
 from worker_agent.swap.machine import BALLOT_WIDTH
 
 _HEAD = 4
@@ -70,9 +70,10 @@ class Reduction:
 class VoteLink:
     """Gloo group of the ranks, for votes alone; ``number`` is that of the vote that a collective belongs to."""
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: dist.ProcessGroup, runtime: Runtime = REAL) -> None:
         self._group: dist.ProcessGroup | None = group
         self._last: Reduction | None = None
+        self._runtime = runtime
 
     def begin(self, kind: Kind, number: int, values: Sequence[int]) -> Reduction:
         """Send this rank's values, ``BALLOT_WIDTH`` at most. Raises ``VoteError`` where the link is broken."""
@@ -90,4 +91,4 @@ class VoteLink:
         # No daemon: a group that is destroyed while Python itself ends would abort the process.
         held: list[Any] = [self._last, self._group]
         self._last = self._group = None
-        threading.Thread(target=held.clear, name="eplb-votes-end").start()
+        self._runtime.spawn("eplb-votes-end", held.clear, daemon=False)

@@ -1,0 +1,116 @@
+"""A host and its model on one simulated rank: passes are queued ahead of the device, and each is checked as it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from eplb_service.placement import Placement, expert_map
+from tests.simulation.scheduler import Process
+
+ROWS = 64
+
+
+class SimulatedLayer:
+    """A live layer whose expert ``e`` is the number ``1000 layer + e``, twice."""
+
+    shares_tokens = False
+
+    def __init__(self, rank: int, layer: int, placement: Placement, counter: torch.Tensor) -> None:
+        slots_S = placement.phy2log_LRS[layer, rank]
+        self.expert_map = torch.from_numpy(expert_map(slots_S, placement.experts).copy())
+        self.log2phy = torch.from_numpy(placement.default_log2phy()[rank, layer].copy())
+        weights = torch.from_numpy(1000 * layer + slots_S.astype(np.int64))
+        self._weights = [weights[:, None].repeat(1, 2)]
+        self.moe_load = torch.zeros(ROWS, slots_S.size, dtype=torch.int32)
+        self.source_load = torch.zeros(ROWS, placement.experts, dtype=torch.int32)
+        self.load_counter = counter
+        self.held = self._weights[0].numpy()
+        self.routes = self.log2phy.numpy()
+
+    def expert_weights(self) -> list[torch.Tensor]:
+        return self._weights
+
+
+@dataclass
+class Misfits:
+    """Calls of one host's that are not one per pass: passes whose call it misses, and whose it makes twice."""
+
+    missed: int = 0
+    doubled: int = 0
+
+
+class Model:
+    """Passes of all ranks of one engine: queued by each, run on all devices once all have, by what each served then.
+
+    Hosts are quicker than their devices, and ``ahead`` passes of them: with one a host waits for each pass.
+    """
+
+    def __init__(
+        self,
+        processes: list[Process],
+        placement: Placement,
+        ahead: int,
+        seconds: float,
+        breach: Callable[[str], None],
+    ) -> None:
+        self.placement = placement
+        self.ahead = ahead
+        self.seconds = seconds
+        self.queued = [0] * placement.ranks
+        self.run = 0
+        self._changed = [process.condition() for process in processes]
+        self._scheduler = processes[0].scheduler
+        self._free_at = 0.0
+        self._begun = 0
+        self._served: dict[int, list[tuple[bytes, ...] | None]] = {}
+        self._breach = breach
+        self._right: set[tuple[tuple[bytes, ...] | None, ...]] = set()
+
+    def queue(self, rank: int, layers: list[SimulatedLayer]) -> int:
+        """Queue a pass of one rank: it reads what the rank's memory holds now, as the stream has it; return its number.
+
+        Waits while the device is too far behind.
+        """
+        self.queued[rank] += 1
+        number = self.queued[rank]
+        content = tuple(part.tobytes() for layer in layers for part in (layer.routes, layer.held))
+        self._served.setdefault(number, [None] * len(self.queued))[rank] = content
+        if min(self.queued) > self._begun:
+            self._begun += 1
+            began = max(self._scheduler.now, self._free_at)
+            self._free_at = began + self.seconds * self._scheduler.random.uniform(0.9, 1.1)
+            self._scheduler.at(self._free_at, self._ended)
+        self._changed[rank].wait_for(lambda: number - self.run < self.ahead)
+        return number
+
+    def at_rest(self, rank: int, seconds: float) -> bool:
+        """Wait, for so long at most, until the device has run all that this rank has queued."""
+        return self._changed[rank].wait_for(lambda: self.run >= self.queued[rank], seconds)
+
+    def _ended(self) -> None:
+        self.run += 1
+        served = tuple(self._served.pop(self.run))
+        if served not in self._right:
+            self._check(served)
+        for changed in self._changed:
+            changed.notify()
+
+    def _check(self, served: tuple[tuple[bytes, ...] | None, ...]) -> None:
+        layers, _, slots = self.placement.phy2log_LRS.shape
+        for layer in range(layers):
+            parts = [(part[2 * layer], part[2 * layer + 1]) for part in served if part is not None]
+            held = np.concatenate([np.frombuffer(held, np.int64).reshape(slots, 2) for _, held in parts])
+            wanted = 1000 * layer + np.arange(self.placement.experts)[:, None]
+            for rank, (routes, _) in enumerate(parts):
+                wrong = np.flatnonzero((held[np.frombuffer(routes, np.int32)] != wanted).any(axis=1))
+                if wrong.size:
+                    self._breach(
+                        f"WRONG TOKENS in pass {self.run}: layer {layer}, rank {rank} sends expert {wrong[0]}'s "
+                        f"to a slot that holds {held[np.frombuffer(routes, np.int32)[wrong[0]]].tolist()}"
+                    )
+                    return
+        self._right.add(served)

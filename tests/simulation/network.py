@@ -1,0 +1,382 @@
+"""Datagrams and links between simulated processes, and what can go wrong with them."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from tests.simulation.scheduler import Event, Process, Scheduler
+from worker_agent.swap.group import AgentGroup
+from worker_agent.swap.peers import Peers
+from worker_agent.swap.vote_link import Kind
+
+_LATENCY = (0.0001, 0.002)
+_BYTES_PER_SECOND = 1e9
+
+
+class Network:
+    """All hosts' network; rates are of datagrams, per kind of trouble, and hold while the trouble lasts."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.scheduler = scheduler
+        self.sockets: dict[tuple[str, int], Socket] = {}
+        self.meshes: dict[str, Mesh] = {}
+        self.lost = self.late = self.doubled = self.rejected = self.flipped = 0.0
+        self.breaches: list[str] = []
+        self.aimed: deque[Callable[[], None]] = deque()
+        self._cut: dict[frozenset[str], float] = {}
+        self._port = 1000
+
+    def socket(self, process: Process) -> Socket:
+        self._port += 1
+        return Socket(self, process, ("127.0.0.1", self._port))
+
+    def latency(self) -> float:
+        return self.scheduler.random.uniform(*_LATENCY)
+
+    def cut(self, one: str, other: str, seconds: float) -> None:
+        """Let nothing through between two processes for so long; links between them break."""
+        self._cut[frozenset((one, other))] = self.scheduler.now + seconds
+        for mesh in self.meshes.values():
+            mesh.cut(one, other)
+
+    def is_cut(self, one: str, other: str) -> bool:
+        return self._cut.get(frozenset((one, other)), 0.0) > self.scheduler.now
+
+    def heal(self) -> None:
+        """Let everything through from here on."""
+        self._cut.clear()
+        self.aimed.clear()
+        self.lost = self.late = self.doubled = self.rejected = self.flipped = 0.0
+
+    def send(self, sender: Socket, target: tuple[str, int], data: bytes) -> None:
+        """Carry a datagram, or not."""
+        scheduler, there = self.scheduler, self.sockets.get(target)
+        draw = scheduler.random.random
+        if there is None or (self.rejected and draw() < self.rejected):
+            scheduler.at(scheduler.now + self.latency(), sender.refuse)
+            return
+        if self.is_cut(sender.process.name, there.process.name) or (self.lost and draw() < self.lost):
+            return
+        copies = 2 if self.doubled and draw() < self.doubled else 1
+        for _ in range(copies):
+            delay = self.latency()
+            if self.late and draw() < self.late:
+                delay += scheduler.random.expovariate(1.0)
+            scheduler.at(scheduler.now + delay, lambda: there.deliver(data, sender.address))
+
+
+class Socket:
+    """A datagram socket, as far as agents use one."""
+
+    def __init__(self, network: Network, process: Process, address: tuple[str, int]) -> None:
+        self.process = process
+        self.address = address
+        self._network = network
+        self._peer: tuple[str, int] | None = None
+        self._timeout: float | None = None
+        self._arrived: deque[tuple[bytes, tuple[str, int]]] = deque()
+        self._changed = process.condition()
+        self._refused = self._closed = False
+        self.told_refused = False
+        network.sockets[address] = self
+        process.on_end.append(self.close)
+
+    def bind(self, _: tuple[str, int]) -> None:
+        return None
+
+    def getsockname(self) -> tuple[str, int]:
+        return self.address
+
+    def getpeername(self) -> tuple[str, int] | None:
+        return self._peer
+
+    def connect(self, peer: tuple[str, int]) -> None:
+        self._peer = tuple(peer)  # type: ignore[assignment]
+
+    def settimeout(self, seconds: float | None) -> None:
+        self._timeout = seconds
+
+    def send(self, data: bytes) -> None:
+        self._raise_refusal()
+        assert self._peer is not None
+        self._network.send(self, self._peer, data)
+
+    def sendto(self, data: bytes, target: tuple[str, int]) -> None:
+        self._network.send(self, target, data)
+
+    def recv(self, _: int) -> bytes:
+        return self.recvfrom(_)[0]
+
+    def recvfrom(self, _: int) -> tuple[bytes, tuple[str, int]]:
+        there = lambda: bool(self._arrived) or self._refused or self._closed  # noqa: E731
+        if not self._changed.wait_for(there, self._timeout):
+            raise TimeoutError("timed out")
+        if self._closed:
+            raise OSError("the socket is closed")
+        self._raise_refusal()
+        return self._arrived.popleft()
+
+    def deliver(self, data: bytes, sender: tuple[str, int]) -> None:
+        """Take a datagram that has come."""
+        if self._peer is None or self._peer == sender:
+            self._arrived.append((data, sender))
+            self._changed.notify()
+
+    def refuse(self) -> None:
+        """Take word that nobody listens at the peer's address; an unconnected socket is told nothing."""
+        if self._peer is not None:
+            self._refused = True
+            self._changed.notify()
+
+    def shutdown(self, _: int) -> None:
+        self.close()
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._network.sockets.pop(self.address, None)
+            if self.process.alive:
+                self.process.on_end.remove(self.close)
+                self._changed.notify_all()
+
+    def _raise_refusal(self) -> None:
+        if self._refused:
+            self._refused, self.told_refused = False, True
+            raise ConnectionRefusedError("connection refused")
+
+    def __enter__(self) -> Socket:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class Mesh:
+    """Links of one process group, between all pairs of its ranks; they end with the first handle that goes."""
+
+    def __init__(self, network: Network, name: str, size: int) -> None:
+        self.network = network
+        self.name = name
+        self.size = size
+        self.handles: dict[int, tuple[Process, Event]] = {}
+        self.broken_at: dict[int, float] = {}
+        self._reduced: dict[int, dict[int, tuple[Work, list[int]]]] = {}
+        self._parcels: dict[tuple[int, int], deque[tuple[Work, torch.Tensor]]] = {}
+        self._wanted: dict[tuple[int, int], deque[tuple[Work, torch.Tensor]]] = {}
+        self._pending: dict[int, set[Work]] = {rank: set() for rank in range(size)}
+
+    def join(self, rank: int, process: Process, seconds: float) -> Handle:
+        """Wait until all ranks are there; raises ``RuntimeError`` where they do not come."""
+        if rank in self.handles or self.broken_at:
+            raise RuntimeError(f"{self.name}: its links are broken")
+        opened = Event(process)
+        self.handles[rank] = (process, opened)
+        handle = Handle(self, rank, process)
+        if len(self.handles) == self.size and not self._apart():
+            for _, waiting in self.handles.values():
+                waiting.set()
+        opened.wait(seconds)
+        if not opened.is_set() or self.broken_at:
+            raise RuntimeError(f"{self.name}: not all ranks came within {seconds:g} s")
+        return handle
+
+    def leave(self, rank: int) -> None:
+        """A rank's end of all links is closed."""
+        if rank in self.handles:
+            self._break({rank})
+            self.network.meshes.pop(self.name, None) if len(self.broken_at) == self.size else None
+
+    def cut(self, one: str, other: str) -> None:
+        """The link between two processes breaks, and with it the group."""
+        names = {process.name for process, _ in self.handles.values()}
+        if one in names and other in names and len(self.handles) == self.size:
+            self._break({rank for rank, (process, _) in self.handles.items() if process.name in (one, other)})
+
+    def reduce(self, work: Work, number: int, values: list[int]) -> None:
+        """Take one rank's part of an all-reduce; once all have taken part, each hears the outcome in its own time."""
+        parts = self._reduced.setdefault(number, {})
+        parts[work.rank] = (work, values)
+        self._begin(work)
+        if len(parts) < self.size:
+            return
+        del self._reduced[number]
+        if len({len(values) for _, values in parts.values()}) > 1:
+            self.network.breaches.append(f"{self.name}: collectives of other lengths meet, the process ends")
+        lowest = [min(column) for column in zip(*(values for _, values in parts.values()), strict=False)]
+        scheduler = self.network.scheduler
+        if self.network.aimed and lowest[0] == Kind.BOUNDARY:
+            # A layer is being committed: some ranks have heard so by then, and others not.
+            scheduler.at(scheduler.now + self.network.latency(), self.network.aimed.popleft())
+        for each, _ in parts.values():
+            due = scheduler.now + self.network.latency()
+            scheduler.at(due, lambda each=each: each.reduced(lowest))  # type: ignore[misc]
+
+    def pass_on(self, work: Work, pair: tuple[int, int], tensor: torch.Tensor, *, sent: bool) -> None:
+        """Match what a rank sends with what another waits for, in order."""
+        self._begin(work)
+        ours, theirs = (self._parcels, self._wanted) if sent else (self._wanted, self._parcels)
+        others = theirs.setdefault(pair, deque())
+        if not others:
+            ours.setdefault(pair, deque()).append((work, tensor))
+            return
+        other, matched = others.popleft()
+        data, target = (tensor, matched) if sent else (matched, tensor)
+        if data.numel() != target.numel():
+            self.network.breaches.append(f"{self.name}: parcels of other sizes meet, the process ends")
+            return
+        scheduler = self.network.scheduler
+        due = scheduler.now + self.network.latency() + data.numel() / _BYTES_PER_SECOND
+
+        def arrive() -> None:
+            if not work.done and not other.done:
+                target.copy_(data)
+                if self.network.flipped and scheduler.random.random() < self.network.flipped:
+                    target[scheduler.random.randrange(target.numel())] ^= 1
+                    scheduler.tell(self.name, "a bit flips")
+            work.finish(None)
+            other.finish(None)
+
+        scheduler.at(due, arrive)
+
+    def _apart(self) -> bool:
+        names = sorted(process.name for process, _ in self.handles.values())
+        return any(self.network.is_cut(one, other) for one in names for other in names if one < other)
+
+    def _begin(self, work: Work) -> None:
+        if work.rank in self.broken_at:
+            raise RuntimeError(f"{self.name}: connection closed by peer")
+        self._pending[work.rank].add(work)
+
+    def _break(self, ranks: set[int]) -> None:
+        scheduler = self.network.scheduler
+        for rank in range(self.size):
+            if rank in ranks:
+                self._fail(rank)
+            elif rank not in self.broken_at:
+                # A process with links of its own to the ranks that are left closes them as it hears.
+                scheduler.at(scheduler.now + self.network.latency(), lambda rank=rank: self._fail(rank))  # type: ignore[misc]
+
+    def _fail(self, rank: int) -> None:
+        self.broken_at.setdefault(rank, self.network.scheduler.now)
+        for work in list(self._pending[rank]):
+            work.finish(f"{self.name}: connection closed by peer")
+        waiting = self.handles.get(rank)
+        if waiting is not None:
+            waiting[1].set()
+
+
+class Handle:
+    """One rank's end of a mesh, as agents use a gloo group; with the last reference its links close."""
+
+    def __init__(self, mesh: Mesh, rank: int, process: Process) -> None:
+        self._mesh = mesh
+        self._rank = rank
+        self._process = process
+        self._number = 0
+        self._leave: Callable[[], None] = lambda: mesh.leave(rank)
+        process.on_end.append(self._leave)
+
+    def __del__(self) -> None:
+        if self._process.alive:
+            self._process.on_end.remove(self._leave)
+            self._leave()
+
+    def allreduce(self, tensors: list[torch.Tensor], _: Any = None) -> Work:
+        (tensor,) = tensors
+        work = Work(self._mesh, self._rank, self._process, tensor)
+        self._number += 1
+        self._mesh.reduce(work, self._number, tensor.tolist())
+        return work
+
+    def send(self, tensors: list[torch.Tensor], peer: int, _: int = 0) -> Work:
+        work = Work(self._mesh, self._rank, self._process)
+        self._mesh.pass_on(work, (self._rank, peer), tensors[0].clone(), sent=True)
+        return work
+
+    def recv(self, tensors: list[torch.Tensor], peer: int, _: int = 0) -> Work:
+        work = Work(self._mesh, self._rank, self._process)
+        self._mesh.pass_on(work, (peer, self._rank), tensors[0], sent=False)
+        return work
+
+
+class Work:
+    """Something under way on a mesh, as gloo's: a wait that times out ends nothing."""
+
+    def __init__(self, mesh: Mesh, rank: int, process: Process, tensor: torch.Tensor | None = None) -> None:
+        self.rank = rank
+        self._mesh = mesh
+        self._tensor = tensor
+        self._ended = Event(process)
+        self._error: str | None = None
+
+    @property
+    def done(self) -> bool:
+        return self._ended.is_set()
+
+    def is_completed(self) -> bool:
+        return self.done
+
+    def wait(self, timeout: timedelta) -> bool:
+        if not self._ended.wait(timeout.total_seconds()):
+            raise RuntimeError("timed out waiting for the operation to complete")
+        if self._error is not None:
+            raise RuntimeError(self._error)
+        return True
+
+    def reduced(self, values: list[int]) -> None:
+        """Hear the outcome, unless the links broke before."""
+        if not self.done and self._tensor is not None:
+            self._tensor.copy_(torch.tensor(values[: self._tensor.numel()], dtype=torch.int64))
+            self.finish(None)
+
+    def finish(self, error: str | None) -> None:
+        """End, well or with an error."""
+        if not self.done:
+            self._error = error
+            self._ended.set()
+            self._mesh._pending[self.rank].discard(self)
+
+
+class Presence:
+    """Links by which a rank learns that a peer's process has ended."""
+
+    def __init__(self, network: Network) -> None:
+        self._network = network
+
+    def open(self, rank: int, addresses: Any, proof: Any) -> None:
+        self._addresses = addresses
+
+    def missing(self) -> list[int]:
+        return []
+
+    def ended(self, rank: int) -> bool:
+        return tuple(self._addresses[rank]) not in self._network.sockets
+
+    def close(self) -> None:
+        return None
+
+
+class SimulatedPeers(Peers):
+    """Socket of one rank, in the simulation."""
+
+    def _bind(self) -> Any:
+        return self.runtime.datagrams(self._family), Presence(self.runtime.network)
+
+
+class SimulatedGroup(AgentGroup):
+    """Agents' group whose links are those of the simulation."""
+
+    network: Network
+    formation: str
+
+    def process_group(self, name: str, timeout: timedelta = timedelta(seconds=60)) -> Any:
+        named = f"{self.formation}/{name}"
+        mesh = self.network.meshes.get(named)
+        if mesh is None:
+            mesh = self.network.meshes[named] = Mesh(self.network, named, self.size)
+        return mesh.join(self.rank, self.peers.runtime, timeout.total_seconds())

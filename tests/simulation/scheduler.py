@@ -1,0 +1,317 @@
+"""One thread that runs all processes of a simulation by turns, in an order drawn from its seed, on a clock of its own.
+
+Threads are greenlets: one runs until it waits, and every wait is an entry of the scheduler's heap. So a run is a
+function of its seed alone.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+import zlib
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from queue import Empty
+from typing import Any
+
+from greenlet import GreenletExit, getcurrent, greenlet
+
+_WAKE_SECONDS = 1e-4
+"""Longest time from an event to the turn of a thread that waits for it."""
+
+
+class Scheduler:
+    """Clock, heap and log of a run."""
+
+    def __init__(self, seed: int) -> None:
+        self.now = 0.0
+        self.random = random.Random(seed)
+        self.log: list[tuple[float, str, str]] = []
+        self.digest = 0
+        self.events = 0
+        self._heap: list[tuple[float, int, Callable[[], None]]] = []
+        self._number = 0
+        self._hub = getcurrent()
+
+    def at(self, moment: float, call: Callable[[], None]) -> None:
+        """Call then; of two calls at one moment the first that was asked for is made first."""
+        self._number += 1
+        heapq.heappush(self._heap, (moment, self._number, call))
+
+    def run(self, until: float) -> None:
+        """Go on until then."""
+        heap = self._heap
+        while heap and heap[0][0] <= until:
+            self.now, _, call = heapq.heappop(heap)
+            self.events += 1
+            call()
+        self.now = until
+
+    def tell(self, who: str, what: str) -> None:
+        """Add a line to the story."""
+        line = (round(self.now, 6), who, what)
+        self.digest = zlib.crc32(repr(line).encode(), self.digest)
+        self.log.append(line)
+
+    def fingerprint(self) -> tuple[int, int, int]:
+        """Fingerprint of a run: of its story, its events, and all that was drawn."""
+        return self.digest, self.events, zlib.crc32(repr(self.random.getstate()).encode())
+
+    def soon(self) -> float:
+        """Moment at which a thread that is woken now has its turn."""
+        return self.now + self.random.random() * _WAKE_SECONDS
+
+
+class Thread:
+    """A thread of a simulated process."""
+
+    def __init__(self, process: Process, name: str, target: Callable[[], object]) -> None:
+        self.process = process
+        self.name = name
+        self._target = target
+        self._wait = 0
+        self._greenlet = greenlet(self._run, process.scheduler._hub)
+        self._greenlet.thread = self  # type: ignore[attr-defined]
+        self.ended = Event(process)
+        process.threads.append(self)
+        self.wake(0)
+
+    def is_alive(self) -> bool:
+        return not self._greenlet.dead
+
+    def join(self, timeout: float | None = None) -> None:
+        self.ended.wait(timeout)
+
+    def wake(self, wait: int, woken: bool = True) -> None:
+        """Let it go on from its wait of this number, when its turn comes."""
+        scheduler = self.process.scheduler
+        scheduler.at(scheduler.soon(), lambda: self._turn(wait, woken))
+
+    def wait(self, timeout: float | None) -> bool:
+        """Give the turn to others until woken, or for so long; returns whether it was woken."""
+        process = self.process
+        if not process.alive:
+            raise GreenletExit
+        self._wait += 1
+        number = self._wait
+        if timeout is not None:
+            due = process.scheduler.now + max(0.0, timeout) * process.drift
+            process.scheduler.at(due, lambda: self._turn(number, False))
+        woken: bool = process.scheduler._hub.switch()
+        return woken
+
+    @property
+    def number(self) -> int:
+        """Number of the wait that begins next."""
+        return self._wait + 1
+
+    def end(self) -> None:
+        """Its process has ended: it unwinds, and can wait for nothing."""
+        if self._greenlet and not self._greenlet.dead:
+            self._greenlet.throw(GreenletExit)
+
+    def _turn(self, wait: int, woken: bool) -> None:
+        if wait != self._wait or self._greenlet.dead or not self.process.alive:
+            return
+        frozen = max(self.process.frozen_until, self.process.held.get(self.name, 0.0))
+        if self.process.scheduler.now < frozen:
+            self.process.scheduler.at(frozen, lambda: self._turn(wait, woken))
+            return
+        self._wait += 1
+        self._greenlet.switch(woken)
+
+    def _run(self, _: bool) -> None:
+        try:
+            self._target()
+        except GreenletExit:
+            pass
+        except Exception as error:
+            self.process.scheduler.tell(
+                self.process.name, f"{self.name} died: {type(error).__name__}: {error}"
+            )
+        finally:
+            self._target = lambda: None
+            if self.process.alive:
+                self.ended.set()
+                self.process.threads.remove(self)
+
+
+class Process:
+    """A simulated process: threads that end together, a clock that may drift. It is the runtime of its agent."""
+
+    def __init__(self, scheduler: Scheduler, name: str, drift: float = 1.0) -> None:
+        self.scheduler = scheduler
+        self.name = name
+        self.drift = drift
+        self.alive = True
+        self.frozen_until = 0.0
+        self.held: dict[str, float] = {}
+        self.failing: dict[str, int] = {}
+        self.threads: list[Thread] = []
+        self.on_end: list[Callable[[], None]] = []
+        self.network: Any = None
+        self._began = scheduler.now
+
+    def freeze(self, seconds: float, thread: str | None = None) -> None:
+        """Stop it, or one of its threads, for so long."""
+        until = self.scheduler.now + seconds
+        if thread is None:
+            self.frozen_until = max(self.frozen_until, until)
+        else:
+            self.held[thread] = max(self.held.get(thread, 0.0), until)
+
+    def kill(self) -> None:
+        """End it, from outside any of its threads."""
+        if not self.alive:
+            return
+        self.alive = False
+        for thread in self.threads:
+            thread.end()
+        self.threads.clear()
+        for call in self.on_end:
+            call()
+
+    # Runtime of an agent
+
+    def now(self) -> float:
+        if self.failing:
+            self._fail()
+        return self._began + (self.scheduler.now - self._began) / self.drift
+
+    def _fail(self) -> None:
+        """Raise where an exception is ordered for this thread: so many looks at the clock from when it was."""
+        thread: Thread | None = getattr(getcurrent(), "thread", None)
+        if thread is None or thread.process is not self or thread.name not in self.failing:
+            return
+        self.failing[thread.name] -= 1
+        if not self.failing[thread.name]:
+            del self.failing[thread.name]
+            self.scheduler.tell(self.name, f"{thread.name} runs out of memory")
+            raise MemoryError("simulated")
+
+    def sleep(self, seconds: float) -> None:
+        self.current().wait(seconds)
+
+    def spawn(self, name: str, target: Callable[[], object], *, daemon: bool = True) -> Thread:
+        return Thread(self, name, target)
+
+    def later(self, seconds: float, call: Callable[[], object]) -> Timer:
+        return Timer(self, seconds, call)
+
+    def event(self) -> Event:
+        return Event(self)
+
+    def condition(self) -> Condition:
+        return Condition(self)
+
+    def queue(self) -> Queue:
+        return Queue(self)
+
+    def datagrams(self, family: int) -> Any:
+        return self.network.socket(self)
+
+    def current(self) -> Thread:
+        """The thread whose turn it is."""
+        if not self.alive:
+            raise GreenletExit
+        thread: Thread = getcurrent().thread  # type: ignore[attr-defined]
+        return thread
+
+
+class Event:
+    """As ``threading.Event``."""
+
+    def __init__(self, process: Process) -> None:
+        self._process = process
+        self._set = False
+        self._waiting: list[tuple[Thread, int]] = []
+
+    def is_set(self) -> bool:
+        return self._set
+
+    def set(self) -> None:
+        self._set = True
+        waiting, self._waiting = self._waiting, []
+        for thread, number in waiting:
+            thread.wake(number)
+
+    def wait(self, timeout: float | None = None) -> bool:
+        if not self._set:
+            thread = self._process.current()
+            self._waiting.append((thread, thread.number))
+            thread.wait(timeout)
+        return self._set
+
+
+class Condition:
+    """As ``threading.Condition``; only one thread runs at a time, so there is nothing to lock."""
+
+    def __init__(self, process: Process) -> None:
+        self._process = process
+        self._waiting: deque[tuple[Thread, int]] = deque()
+
+    def __enter__(self) -> bool:
+        return True
+
+    def __exit__(self, *_: object) -> None:
+        return None
+
+    def notify(self, n: int = 1) -> None:
+        for _ in range(min(n, len(self._waiting))):
+            thread, number = self._waiting.popleft()
+            thread.wake(number)
+
+    def notify_all(self) -> None:
+        self.notify(len(self._waiting))
+
+    def wait(self, timeout: float | None = None) -> bool:
+        thread = self._process.current()
+        entry = (thread, thread.number)
+        self._waiting.append(entry)
+        woken = thread.wait(timeout)
+        with suppress(ValueError):
+            self._waiting.remove(entry)
+        return woken
+
+    def wait_for(self, predicate: Callable[[], bool], timeout: float | None = None) -> bool:
+        end = None if timeout is None else self._process.now() + timeout
+        while not (found := predicate()):
+            left = None if end is None else end - self._process.now()
+            if left is not None and left <= 0:
+                return found
+            self.wait(left)
+        return found
+
+
+class Queue:
+    """As ``queue.SimpleQueue``."""
+
+    def __init__(self, process: Process) -> None:
+        self._items: deque[Any] = deque()
+        self._changed = Condition(process)
+
+    def put(self, item: Any) -> None:
+        self._items.append(item)
+        self._changed.notify()
+
+    def get(self, timeout: float | None = None) -> Any:
+        if not self._changed.wait_for(lambda: bool(self._items), timeout):
+            raise Empty
+        return self._items.popleft()
+
+
+class Timer:
+    """As ``threading.Timer``, already started."""
+
+    def __init__(self, process: Process, seconds: float, call: Callable[[], object]) -> None:
+        self._call: Callable[[], object] | None = call
+        self._process = process
+        process.scheduler.at(process.scheduler.now + seconds * process.drift, self._due)
+
+    def cancel(self) -> None:
+        self._call = None
+
+    def _due(self) -> None:
+        if self._call is not None and self._process.alive:
+            Thread(self._process, "timer", self._call)
