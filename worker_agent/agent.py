@@ -145,15 +145,14 @@ class Agent:
         """True while the service is there."""
         return self._stream.connected
 
-    def step(
-        self, phase: StepPhase = StepPhase.DECODE, tokens: int | None = None, number: int | None = None
-    ) -> None:
+    def step(self, phase: StepPhase = StepPhase.DECODE, tokens: int | None = None) -> None:
         """A forward pass has been queued. Called between two, on every rank, by the thread that runs the model.
 
         On a device it must be called on the stream that the passes are queued on, and reads and writes the layers on
         that stream alone: heat is read after the pass that has counted it, a commit lies between two passes. It never
-        waits for the device, unless passes are counted by ``load_counter`` and a layer is to be committed. The time
-        from one call to the next, by the host's clock, is reported as the step's.
+        waits for the device but where a layer is to be committed: for the passes that are queued, since only then is
+        it known which one the commit follows. The time from one call to the next, by the host's clock, is reported as
+        the step's.
 
         Never waits on the network but for the slowest rank's ballot, which the model's own collectives have nearly
         always brought in. Whatever else goes wrong here stops balancing, not the model. A call that is missed, or made
@@ -165,9 +164,6 @@ class Agent:
             Of the pass: prefill, decode or dummy.
         tokens
             How many of its own this rank had in it, for those who record heat; ``None`` where not known.
-        number
-            The host's own number of the pass, growing and equal on all ranks, where it has one. Without it passes are
-            counted by the layers' ``load_counter``, for which a commit waits for the device.
 
         Raises
         ------
@@ -178,7 +174,7 @@ class Agent:
         if self._fatal is not None:
             raise self._fatal
         with self._in_calls:
-            self._boundary(phase, tokens, number)
+            self._boundary(phase, tokens)
 
     def drain(self, reason: str = "the host asked for it") -> None:
         """Complete or abort the switch under way, and take no plans until ``resume``.
@@ -261,9 +257,9 @@ class Agent:
 
     # What happens at a step boundary, in order
 
-    def _boundary(self, phase: StepPhase, tokens: int | None, number: int | None) -> None:
+    def _boundary(self, phase: StepPhase, tokens: int | None) -> None:
         self._switch.budget.refill()
-        before, self._step = self._step, self._clock.called(number)
+        before, self._step = self._step, max(self._step, self._clock.called())
         new_pass = self._step > before
         if new_pass:
             self._guarded(self._record, phase, tokens, self._timer.lap(self._step - before))
@@ -278,7 +274,8 @@ class Agent:
         if welcome is not None:
             self._adopt(welcome.report_steps, self._stream.reporting)
             self._switch.see_term(welcome.leader_term)
-        self._heat.step_done(self._step - 1, phase, self.installed.layer_epochs, tokens, micros)
+        epochs, base = self.installed.layer_epochs, self._clock.base
+        self._heat.step_done(self._step - 1, phase, epochs, tokens, micros, base)
 
     def _adopt(self, report_steps: int, reporting: Reporting) -> None:
         """Report as the service asks; heat that waits and is not asked for any more is removed."""
@@ -307,8 +304,8 @@ class Agent:
             epoch=installed.epoch,
             digest=installed.digest,
             error=self.halted
-            or self.unheard
             or self._clock.complaint
+            or self.unheard
             or self._switch.complaint
             or self._heat.complaint
             or "",

@@ -27,9 +27,8 @@ _STILL_CALLS = 64
 class ForwardClock:
     """Number of the forward pass that a step boundary comes after, equal on all ranks of a healthy group.
 
-    Where the host numbers its steps, that number counts. Else the layers' counter does: read at once on a CPU; on a
-    device copied in the background, so that ``boundary`` follows a missed call some calls later, and only ``exact``,
-    which waits for the device, is always right.
+    The layers' counter is read at once on a CPU; on a device it is copied in the background, so that ``called`` follows
+    a missed call some calls later, and only ``exact``, which waits for the device, is always right.
 
     Parameters
     ----------
@@ -48,7 +47,6 @@ class ForwardClock:
         self._calls = 0
         self._missed_calls = 0
         self._copies: deque[tuple[int, torch.Tensor, Mark]] = deque()
-        self._host_step: int | None = None
         self._offset = 0
         self._highest = self._raw = 0
         self.trouble: str | None = None
@@ -61,12 +59,15 @@ class ForwardClock:
 
     @property
     def complaint(self) -> str | None:
-        """Problem with the host's count, or ``None``."""
+        """Problem with the count, or ``None``."""
         still = self._calls - self._moved_at
         if still < _STILL_CALLS:
             return None
-        whose = "the layers' load_counter" if self._host_step is None else "the host's number of the step"
-        return f"{whose} has not grown in {still} calls; the ranks cannot switch layers"
+        if self.now < self._highest:
+            change = f"has gone back from {self._highest} to {self.now}; until it is past that"
+        else:
+            change = f"has not grown in {still} calls;"
+        return f"the layers' load_counter {change} the ranks cannot switch layers"
 
     @property
     def now(self) -> int:
@@ -74,20 +75,24 @@ class ForwardClock:
         return self._offset + self._counted
 
     @property
+    def base(self) -> int:
+        """Count of the layers before pass 1, as passes are numbered now."""
+        return self._first - self._offset
+
+    @property
     def reached(self) -> int:
         """Number of the highest forward pass so far, also where the host has begun to count from a lower one."""
         return self._highest
 
-    def called(self, host_step: int | None) -> int:
-        """Count a call of the host, with its number of the step if it has one; return the pass it comes after."""
+    def called(self) -> int:
+        """Count a call of the host; return the pass it comes after."""
         self._calls += 1
-        self._host_step = host_step
-        if self._device.type != "cpu" and host_step is None:
+        if self._device.type != "cpu":
             self._follow_counter()
         counted = self._counted
         # What is not known without waiting may be a few passes off.
-        exact = self._host_step is not None or self._device.type == "cpu"
-        if counted < self._raw - (0 if exact else _COPIES_UNDER_WAY):
+        unknown = 0 if self._device.type == "cpu" else _COPIES_UNDER_WAY
+        if counted < self._raw - unknown:
             self.trouble = f"the host's count of forward passes went back from {self._raw} to {counted}"
         self._raw = counted
         now = self.now
@@ -96,10 +101,8 @@ class ForwardClock:
         return now
 
     def exact(self) -> int:
-        """Number of the last forward pass; waits for the device where the host does not number its steps."""
-        if self._host_step is not None:
-            return self._offset + self._host_step
-        return self._offset + int(self._counter) - self._first
+        """Number of the last forward pass of all that are queued; waits for the device."""
+        return self._offset + self._device_count()
 
     def at_rest(self, seconds: float) -> bool:
         """Return whether all that the host has queued so far is done on the device within so many seconds."""
@@ -116,11 +119,10 @@ class ForwardClock:
     @property
     def _counted(self) -> int:
         """Number of the last forward pass by the host's count, as far as is known without waiting."""
-        if self._host_step is not None:
-            return self._host_step
-        if self._device.type == "cpu":
-            return int(self._counter) - self._first
-        return self._calls + self._missed_calls
+        return self._device_count() if self._device.type == "cpu" else self._calls + self._missed_calls
+
+    def _device_count(self) -> int:
+        return int(self._counter) - self._first
 
     def _follow_counter(self) -> None:
         while self._copies and self._copies[0][2].passed():

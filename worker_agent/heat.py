@@ -30,9 +30,19 @@ class _Copy:
     """A report whose counts are on their way from the device."""
 
     report: HeatReport
-    expected_count: int
-    counters: torch.Tensor
+    first_pass: int
+    """Number, by the layers' counter, of the pass that the first step is."""
+
+    passes: torch.Tensor
+    """int64 ``[T + C]``: the pass that each of its T rows is of, then the C counters of layers after the last."""
+
     arrived: Mark
+
+    def is_whole(self) -> bool:
+        """Return whether each row is of the one pass that its step is."""
+        steps = self.report.steps
+        expected = [*range(self.first_pass, self.first_pass + steps)]
+        return self.passes.tolist() == expected + expected[-1:] * (len(self.passes) - steps)
 
 
 class HeatRecorder:
@@ -49,8 +59,8 @@ class HeatRecorder:
     Attributes
     ----------
     lost_steps : int
-        Steps whose rows were not what they should be: a host that runs a layer twice a step, or a forward pass without
-        a ``step`` of the agent. Such counts are dropped, never guessed.
+        Steps whose rows are not of one forward pass each: a host that runs a layer twice a step, a pass without a
+        ``step`` of the agent, or two of them. Such counts are dropped, never guessed.
     ring_bytes : int
         Size of the rings that the layers count in.
     reporting : Reporting
@@ -75,7 +85,10 @@ class HeatRecorder:
         self._tokens: list[int] = []
         self._micros: list[int] = []
         self._first_step = 0
-        self._count = int(layers[0].load_counter)
+        self._next_step: int | None = None
+        # The counter before step 0.
+        self._base = int(layers[-1].load_counter)
+        self._passes = torch.zeros(self._rows, dtype=torch.int64, device=layers[-1].load_counter.device)
         self._copies: deque[_Copy] = deque()
 
     @property
@@ -102,27 +115,37 @@ class HeatRecorder:
         layer_epochs: tuple[int, ...],
         tokens: int | None = None,
         micros: int = 0,
+        base: int | None = None,
     ) -> None:
-        """Take a step that has run.
+        """Take a step that has run; it is reported if the layers' counter, as it is on the device now, is of it.
 
         Parameters
         ----------
         step, phase
-            Its number, and whether it was prefill, decode or dummy.
+            Its number, as ``ForwardClock`` has it, and whether it was prefill, decode or dummy.
         layer_epochs
             Epoch of each layer that served it.
         tokens
             This rank's own in it, where they are known.
         micros
             Its wall time; 0 where that is not known.
+        base
+            What the layers' counter was before step 0, where the ranks have agreed on other numbers of steps since.
         """
+        if self._next_step not in (None, step):
+            self.cut(layer_epochs)
+            # Passes that nobody called for; a step called for again is of no pass.
+            self.lost_steps += max(0, step - self._next_step)
+        self._next_step = step + 1
+        if base is not None:
+            self._base = base
         if not self._phases:
             self._first_step = step
+        self._passes[len(self._phases)].copy_(self._counters[-1], non_blocking=True)
         self._phases.append(phase)
         if tokens is not None and 0 <= tokens < _MOST_TOKENS:
             self._tokens.append(tokens)
         self._micros.append(micros if 0 <= micros < _MOST_MICROS else 0)
-        self._count += 1
         if (step + 1) % self._segment_steps == 0 or len(self._phases) >= self._segment_steps:
             self.cut(layer_epochs)
 
@@ -145,11 +168,10 @@ class HeatRecorder:
         reports: list[HeatReport] = []
         while self._copies and self._copies[0].arrived.passed():
             copy = self._copies.popleft()
-            counters = copy.counters.tolist()
-            if any(counter != copy.expected_count for counter in counters):
-                self._resynchronise(copy, max(counters))
-                break
-            reports.append(copy.report)
+            if copy.is_whole():
+                reports.append(copy.report)
+            else:
+                self.lost_steps += copy.report.steps
         self._silent_calls = 0 if reports else self._silent_calls + 1
         return reports
 
@@ -157,7 +179,7 @@ class HeatRecorder:
         self, phases: list[StepPhase], tokens: list[int], micros: list[int], layer_epochs: tuple[int, ...]
     ) -> _Copy:
         """Begin to copy the counts of these steps; the report's arrays are filled once ``arrived`` has passed."""
-        rows = [(self._count - len(phases) + i) % self._rows for i in range(len(phases))]
+        rows = [(self._base + self._first_step + i) % self._rows for i in range(len(phases))]
         summed = self.reporting.source_sums and self._slot_rings is not None
         report = HeatReport(
             self._first_step,
@@ -169,16 +191,8 @@ class HeatRecorder:
             source_sums_LE=self._copy_out(self._source_rings, rows, summed=True) if summed else None,
             micros_T=np.array(micros, dtype=np.int64),
         )
-        counters = self._to_host(torch.stack(self._counters))
-        return _Copy(report, self._count, counters, Mark(self._device))
-
-    def _resynchronise(self, copy: _Copy, counter: int) -> None:
-        """Drop all that was counted from a wrong row on, and take the layers' own count as the truth."""
-        lost = [copy, *self._copies]
-        self.lost_steps += sum(one.report.steps for one in lost) + len(self._phases)
-        self._count = counter + self._count - copy.expected_count
-        self._copies.clear()
-        self._phases, self._tokens, self._micros = [], [], []
+        passes = torch.cat([self._passes[: len(phases)], torch.stack(self._counters)])
+        return _Copy(report, self._base + self._first_step + 1, self._to_host(passes), Mark(self._device))
 
     def _copy_out(
         self, rings: _Rings | None, rows: list[int], *, summed: bool = False

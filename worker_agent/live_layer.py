@@ -55,7 +55,8 @@ class LiveLayer(Protocol):
     load_counter: torch.Tensor
     """int64 scalar: forward passes so far, also those without tokens; each adds one on every rank.
 
-    On the device, where it is counted in a captured graph, or on the host, where the adapter counts calls.
+    Moved by the model's own forward, on the device and inside what a graph captures; the last layer's numbers the
+    passes. A count of the adapter's calls is none: one that is missed leaves ranks a pass apart that agree on a number.
     """
 
     shares_tokens: bool

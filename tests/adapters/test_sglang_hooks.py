@@ -83,6 +83,9 @@ class Host(SglangHost):
     def start(self, *_):
         self.asked.append("start")
 
+    def count_pass(self):
+        self.asked.append("count")
+
     def step(self, forward_batch):
         self.asked.append(forward_batch)
 
@@ -99,8 +102,12 @@ def runner_with(host):
     return SimpleNamespace(eplb_manager=host)
 
 
-def test_a_pass_is_a_step():
+def test_a_pass_is_counted_where_it_runs_and_is_a_step():
     host = Host()
+    for runner in (runner_with(host), runner_with(None)):
+        hooks._count_pass("output", runner, "batch", None)
+    assert host.asked == ["count"]
+    host.asked.clear()
     hooks._step_host("output", runner_with(host), "batch", None)
     hooks._step_host("output", runner_with(None), "batch")
     assert host.asked == ["batch"]

@@ -104,8 +104,10 @@ def switched(dispatch):
         recorder.data.zero_()
         recorder.data[1, 3] = 5  # slot 3 of rank 0
         recorder.data[2, 7] = 4  # slot 3 of rank 1, which is expert 1
+        host.count_pass()
         host.step(fakes.batch(name))
     recorder.recording = False
+    host.count_pass()
     host.step(fakes.batch())
     other = Placement(host.agent.installed.placement.phy2log_LRS[:, :, ::-1].copy(), fakes.EXPERTS)
     host.agent.restore(other, "the test wants it so")
@@ -139,6 +141,7 @@ def test_tables_maps_and_weights_follow_a_switch(dispatch):
 def low_latency():
     _, _, recorder, host = started("static", columns=fakes.SLOTS)
     recorder.data[2] = torch.tensor([1, 2, 3, 4])
+    host.count_pass()
     host.step(fakes.batch())
     host.agent.close()
     assert host._heat.slots_LWS[:, 0].tolist() == [[0, 0, 0, 0], [1, 2, 3, 4]]
@@ -157,6 +160,7 @@ def loaded():
     with pytest.raises(UnsupportedEngineError, match="other tensors"):
         host.step(fakes.batch())
     runner.model.w2_2.data = weight
+    host.count_pass()
     host.step(fakes.batch())
     found = []
     for change in (
@@ -166,6 +170,7 @@ def loaded():
         with host.drained("the test loads weights"), host.drained("a load within"):
             change()
         found.append(host._drained)
+    host.count_pass()
     host.step(fakes.batch())
     host.agent.close()
     return found
@@ -185,6 +190,10 @@ class RoutesInside(torch.nn.Module):
     ("change", "said"),
     [
         (lambda model, _: delattr(model, "routed_experts_weights_of_layer"), "places and weights"),
+        (
+            lambda model, _: model.register_buffer("w13_lora_b", torch.zeros(fakes.SLOTS, 2)),
+            "w13_lora_b per expert",
+        ),
         (lambda model, _: setattr(model, "topk", RoutesInside()), "topk leaves routing to a kernel"),
         (lambda _, recorder: delattr(recorder._single_pass_gatherers["primary"], "_data"), "heat counted by"),
         (

@@ -14,22 +14,25 @@ import torch.distributed as dist
 
 from eplb_service.placement import Placement
 from tests.adapters.sglang_fakes import put_modules
-from tests.agent import live
+from tests.adapters.vllm_fakes import (
+    EXPERTS,
+    LAYERS,
+    RANKS,
+    SLOTS,
+    config,
+    layer,
+    model_state,
+    run_pass,
+    started,
+)
 from tests.ranks import run_ranks
-from worker_agent.adapters import engine_host, plugins
+from worker_agent.adapters import plugins
 from worker_agent.adapters.compat import UnsupportedEngineError
+from worker_agent.adapters import engine_host
 from worker_agent.adapters.engine_host import HeatRings
 from worker_agent.adapters.vllm import hooks
 from worker_agent.adapters.vllm.host import VllmHost, _dispatch_of, _TokenGroup, token_group
 from worker_agent.agent import RestoreError
-
-
-def layer(naive=False, sequence_parallel=False, monolithic=False):
-    return SimpleNamespace(
-        do_naive_dispatch_combine=naive,
-        is_monolithic=monolithic,
-        moe_config=SimpleNamespace(is_sequence_parallel=sequence_parallel),
-    )
 
 
 def layer_of_023(**dispatch):
@@ -40,10 +43,6 @@ def layer_of_023(**dispatch):
         quant_method=SimpleNamespace(is_monolithic=known.is_monolithic),
         moe_config=known.moe_config,
     )
-
-
-def config(data_parallel=1, prefill_context=1):
-    return SimpleNamespace(data_parallel_size=data_parallel, prefill_context_parallel_size=prefill_context)
 
 
 ALONE, PARALLEL, NAIVE = layer(), layer(sequence_parallel=True), layer(naive=True)
@@ -86,19 +85,45 @@ def test_a_layer_s_way_of_dispatching_is_read_wherever_its_release_keeps_it(make
     assert _dispatch_of(make(**flags)) == tuple(flags.values())
 
 
+def run(rings, layers=2):
+    for index in range(layers):
+        rings.layer_runs(index, layers)
+
+
 def test_heat_of_a_pass_lands_in_its_row_by_logical_expert():
     rings = HeatRings(2, torch.device("cpu"), experts=3, rows=2)
     phy2log_LP = torch.tensor([[0, 1, 2, 0], [2, 1, 0, 1]])
     chosen_LP = torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]], dtype=torch.int32)
-    rings.record(None, None, phy2log_LP)
-    rings.record(None, chosen_LP, phy2log_LP)
+    for chosen in (None, chosen_LP):
+        run(rings)
+        rings.record(None, chosen, phy2log_LP)
     assert rings.sources_LWE[:, 0].sum() == 0
     assert rings.sources_LWE[:, 1].tolist() == [[5, 2, 3], [7, 14, 5]]
-    rings.record(None, chosen_LP, phy2log_LP)
-    rings.record(None, None, phy2log_LP)
+    for chosen in (chosen_LP, None):
+        run(rings)
+        rings.record(None, chosen, phy2log_LP)
     assert rings.sources_LWE[:, 0].tolist() == [[5, 2, 3], [7, 14, 5]]
     assert rings.sources_LWE[:, 1].sum() == 0
-    assert int(rings.counter) == 4
+    # A pass without a call leaves its row, and the next one has a row of its own.
+    for _ in range(2):
+        run(rings)
+    rings.record(None, chosen_LP, phy2log_LP)
+    assert rings.sources_LWE[:, 0].tolist() == [[5, 2, 3], [7, 14, 5]]
+    assert rings.sources_LWE[:, 1].tolist() == [[5, 2, 3], [7, 14, 5]]
+
+
+def test_a_pass_counts_once_however_it_is_cut_into_parts_and_not_where_it_fails_half_way():
+    rings = HeatRings(3, torch.device("cpu"), experts=3)
+    whole, in_parts, failed = [0, 1, 2], [0, 0, 1, 1, 2, 2], [0, 1]
+    for passes, layers in enumerate((whole, in_parts), start=1):
+        for index in layers:
+            rings.layer_runs(index, 3)
+        assert int(rings.passes) == passes
+    for index in failed:
+        rings.layer_runs(index, 3)
+    assert int(rings.passes) == 2
+    run(rings, 3)
+    assert int(rings.passes) == 3
 
 
 @pytest.mark.parametrize("package", ["vllm", "vllm_ascend", "sglang"])
@@ -107,6 +132,11 @@ def test_without_a_service_no_plugin_touches_anything(package, monkeypatch):
     monkeypatch.setattr(plugins, "_installed", set())
     getattr(plugins, f"register_{package}")()
     assert not plugins._installed
+
+
+def current_config(lora=None):
+    settings = SimpleNamespace(lora_config=lora)
+    return {"vllm.config": {"get_current_vllm_config": lambda: settings}}
 
 
 VLLM = {"__version__": "0.32.0", "envs": SimpleNamespace(VLLM_USE_V2_MODEL_RUNNER=False)}
@@ -118,23 +148,27 @@ def modules(monkeypatch, vllm=VLLM, **named):
 
 
 @pytest.mark.parametrize(
-    ("release", "second_runner", "settings", "reason"),
+    ("release", "second_runner", "settings", "lora", "reason"),
     [
-        ("0.23.0", True, {}, "second model runner of vLLM 0.23"),
-        ("0.32.0", False, {"enable_elastic_ep": True}, "elastic expert parallelism"),
+        ("0.23.0", True, {}, None, "second model runner of vLLM 0.23"),
+        ("0.32.0", False, {"enable_elastic_ep": True}, None, "elastic expert parallelism"),
         (
             "0.32.0",
             False,
             {"pipeline_parallel_size": 2},
+            None,
             "--pipeline-parallel-size 2.*a deployment of its own",
         ),
-        ("0.23.0", False, {}, None),
-        ("0.32.0", True, {}, None),
+        ("0.32.0", False, {}, "some", "LoRA .*stay behind"),
+        ("0.23.0", False, {}, None, None),
+        ("0.32.0", True, {}, None, None),
     ],
 )
-def test_what_no_model_can_be_balanced_with_is_refused(release, second_runner, settings, reason, monkeypatch):
+def test_what_no_model_can_be_balanced_with_is_refused(
+    release, second_runner, settings, lora, reason, monkeypatch
+):
     envs = SimpleNamespace(VLLM_USE_V2_MODEL_RUNNER=second_runner)
-    modules(monkeypatch, vllm={"__version__": release, "envs": envs})
+    modules(monkeypatch, vllm={"__version__": release, "envs": envs}, **current_config(lora))
     refused = nullcontext() if reason is None else pytest.raises(UnsupportedEngineError, match=reason)
     with refused:
         hooks.refuse_settings(parallel_config(**settings))
@@ -268,6 +302,7 @@ def state(monkeypatch):
     found = state_class()
     modules(
         monkeypatch,
+        **current_config(),
         **{
             "vllm.distributed.eplb.eplb_state": {"EplbState": found},
             "vllm.distributed.parallel_state": {"get_ep_group": lambda: "the ranks"},
@@ -364,40 +399,14 @@ def test_a_refusal_to_restore_ends_in_balancing_as_before():
     assert hooks._between(lambda _: "loaded")(unbalanced) == "loaded"
 
 
-LAYERS, EXPERTS, SLOTS, RANKS = 2, 6, 4, 2
-
-
-def model_state(rank):
-    """What ``EplbState.add_model`` makes of a model whose experts are filled with their number."""
-    first = torch.arange(RANKS * SLOTS) % EXPERTS
-    mine = first[rank * SLOTS : (rank + 1) * SLOTS].float()
-    weights = [[mine[:, None].repeat(1, 8) + 100 * index] for index in range(LAYERS)]
-    tables = torch.full((LAYERS, EXPERTS, 4), -1)
-    return SimpleNamespace(
-        model=SimpleNamespace(moe_layers=[layer()] * LAYERS, expert_weights=weights),
-        physical_to_logical_map=first.repeat(LAYERS, 1),
-        logical_to_physical_map=tables,
-        logical_replica_count=torch.full((LAYERS, EXPERTS), 2),
-        expert_load_pass=torch.zeros((LAYERS, RANKS * SLOTS), dtype=torch.int32),
-    )
-
-
-def started():
-    rank = dist.get_rank()
-    state = model_state(rank)
-    engine_host.AgentSettings = live.settings
-    group = SimpleNamespace(rank_in_group=rank, world_size=RANKS, cpu_group=dist.group.WORLD)
-    return state, VllmHost(state, config(), group)
-
-
 def consistent(state, rank):
     """Whether tables lead to slots that hold the expert, by vLLM's own map, and weights are that expert's."""
-    for layer in range(LAYERS):
-        phy2log_P = state.physical_to_logical_map[layer]
-        if not torch.equal(phy2log_P[state.logical_to_physical_map[layer, :, 0]], torch.arange(EXPERTS)):
+    for index in range(LAYERS):
+        phy2log_P = state.physical_to_logical_map[index]
+        if not torch.equal(phy2log_P[state.logical_to_physical_map[index, :, 0]], torch.arange(EXPERTS)):
             return False
-        mine = phy2log_P[rank * SLOTS : (rank + 1) * SLOTS].float() + 100 * layer
-        if not torch.equal(state.model.expert_weights[layer][0], mine[:, None].repeat(1, 8)):
+        mine = phy2log_P[rank * SLOTS : (rank + 1) * SLOTS].float() + 100 * index
+        if not torch.equal(state.model.expert_weights[index][0], mine[:, None].repeat(1, 8)):
             return False
     return True
 
@@ -416,11 +425,13 @@ def switched_and_restored():
     found = {"counts": state.logical_replica_count.unique().tolist(), "at first": consistent(state, rank)}
     state.expert_load_pass[:, 3] = 5
     for _ in range(3):
+        run_pass(state)
         host.step(is_dummy=False)
     other = Placement(host.agent.installed.placement.phy2log_LRS[:, :, ::-1].copy(), EXPERTS)
     host.agent.restore(other, "the test wants it so")
     host.resume()
     found["switched"] = not torch.equal(first, state.physical_to_logical_map) and consistent(state, rank)
+    run_pass(state)
     host.step(is_dummy=True)
     host.restore()
     found["restored"] = torch.equal(first, state.physical_to_logical_map) and consistent(state, rank)
@@ -444,10 +455,41 @@ def test_vllm_s_tables_maps_and_weights_follow_a_switch():
         assert set(facts.values()) == {True}, (rank, facts)
 
 
+@pytest.mark.parametrize("home", ["routed_experts", None], ids=["0.32", "0.23"])
+@pytest.mark.parametrize(
+    ("name", "shape", "refused"),
+    [
+        ("w13_lora_a_stacked", (SLOTS, 2), True),
+        ("g1_alphas", (SLOTS,), True),
+        ("w13_weight", (SLOTS, 8), False),
+        ("w13_input_scale", (SLOTS,), False),
+        ("workspace", (SLOTS + 1,), False),
+        ("factor", (), False),
+    ],
+)
+def test_what_would_stay_behind_when_its_expert_moves_is_refused(home, name, shape, refused):
+    state = model_state(0)
+    one, tensor = state.model.moe_layers[1], torch.zeros(shape)
+    if name == "w13_weight":
+        state.model.expert_weights[1].append(tensor)
+    if home is not None:
+        one.routed_experts = torch.nn.Module()
+        one = one.routed_experts
+        one.register_buffer(name, tensor)
+    else:
+        setattr(one, name, tensor)
+    # The ranks would meet next, which one alone cannot.
+    said = pytest.raises(UnsupportedEngineError, match=name) if refused else pytest.raises(AttributeError)
+    group = SimpleNamespace(rank_in_group=0, world_size=RANKS)
+    with said:
+        VllmHost(state, config(), group)
+
+
 def kernels_change():
     state, host = started()
     host.confirm_dispatch()
-    state.model.moe_layers[0].moe_config.is_sequence_parallel = True
+    for one in state.model.moe_layers:
+        one.moe_config.is_sequence_parallel = True
     try:
         host.step(is_dummy=False)
     except UnsupportedEngineError as error:

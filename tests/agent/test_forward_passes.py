@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import time
 from typing import Any
 
@@ -121,13 +122,30 @@ def test_the_layers_own_counter_numbers_the_passes() -> None:
     layer.load_counter += 5
     clock = ForwardClock([layer])
     layer.forward(0)
-    assert clock.called(None) == clock.exact() == 1
-    assert clock.called(None) == 1
+    assert clock.called() == clock.exact() == 1
+    assert clock.called() == 1
     layer.forward(1)
     layer.forward(2)
-    assert clock.called(None) == 3
-    assert clock.called(17) == clock.exact() == 17
+    assert clock.called() == clock.exact() == 3
     assert torch.equal(layer.load_counter, torch.tensor(8))
+
+
+@pytest.mark.parametrize(
+    ("counted", "complaint"),
+    [
+        (200, None),
+        (100, "has not grown in 100 calls"),
+        (3, "has gone back from 100 to 3; until it is past that"),
+    ],
+)
+def test_a_counter_that_hangs_or_begins_again_is_a_problem_with_its_reason(counted, complaint) -> None:
+    layer: Any = CountingLayer()
+    clock = ForwardClock([layer])
+    for passes in (*range(1, 101), *(min(counted, 100 + more) for more in range(1, 101))):
+        layer.load_counter.fill_(passes)
+        clock.called()
+    assert (clock.complaint is None) == (complaint is None)
+    assert complaint is None or re.search(complaint, clock.complaint)
 
 
 def test_the_time_between_two_boundaries_is_the_steps_between_them() -> None:

@@ -185,10 +185,10 @@ def step_without_waiting(passes: int) -> str | None:
     host = CapturedHost(torch.device("cuda", 0), "float32")
     settings = AgentSettings(service="127.0.0.1:9", transfer_backend="gloo")
     agent = Agent.start(host.layers, dist.group.WORLD, settings, token_group=0)
-    for number in range(1, passes + 1):
+    for _ in range(passes):
         host.run()
         torch.cuda.set_sync_debug_mode("error")
-        agent.step(number=number)
+        agent.step()
         torch.cuda.set_sync_debug_mode("default")
     halted = agent.halted
     agent.close()
@@ -253,7 +253,7 @@ def serve(
             ]
         )
         output_LTH = host.forward(hidden_LTH, chosen_LTK)
-        agent.step(number=step + 1)
+        agent.step()
         worst = max(worst, float((output_LTH - host.expected(hidden_LTH, chosen_LTK)).abs().max()))
         # Ranks switch at the same pass, and add up the same parts: all leave at the same one.
         if agent.stats.layers_switched >= switches or (leaves_weights and worst > 1e-2):

@@ -19,9 +19,9 @@ def test_each_pass_has_its_own_row_under_every_heat_policy(policy):
     for step in range(7):
         for index, layer in enumerate(layers):
             layer.receive([step, index, 1, 0])
-            heat.chosen_LE[index, step % EXPERTS] += 2
+            heat.count_choices(dispatch(layer, [[step % EXPERTS] * 2]), gathers=False)
         heat.record(counts=step != 5, own_tokens=step != 6)
-    assert int(heat.rings.counter) == 7
+    assert int(heat.rings.passes) == 7
     # Steps 4, 5 and 6 are in rows 0 to 2, step 3 in row 3.
     for index in range(2):
         assert heat.rings.slots_LWS[index].tolist() == [

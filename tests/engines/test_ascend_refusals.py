@@ -14,7 +14,9 @@ def ascend(monkeypatch, release="0.23.0", device="A3", stages=1, runner="generat
     """The modules that are asked, with one engine's settings; its settings of EPLB."""
     model = types.SimpleNamespace(enable_sleep_mode=engine.get("sleeps", False), runner_type=runner)
     parallel = types.SimpleNamespace(pipeline_parallel_size=stages, rank=0)
-    config = types.SimpleNamespace(model_config=model, parallel_config=parallel)
+    config = types.SimpleNamespace(
+        model_config=model, parallel_config=parallel, lora_config=engine.get("lora")
+    )
     names = {
         "vllm": {},
         "vllm.config": {"get_current_vllm_config": lambda: config},
@@ -47,6 +49,7 @@ def ascend(monkeypatch, release="0.23.0", device="A3", stages=1, runner="generat
         ({"settings": {"mix_placement": True}}, "mix_placement"),
         ({"device": "_310P"}, "MoGE"),
         ({"sleeps": True}, "sleep mode"),
+        ({"lora": "some"}, "LoRA"),
         ({"release": "0.18.0", "stages": 2}, "pipeline-parallel-size 2"),
         ({"stages": 2}, "pipeline-parallel-size 2"),
         ({"runner": "pooling"}, "a pooling model"),

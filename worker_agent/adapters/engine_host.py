@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from eplb_service.wire.heat import StepPhase
+from worker_agent.adapters.compat import UnsupportedEngineError
 from worker_agent.agent import Agent
 from worker_agent.live_layer import ExpertWeights
 from worker_agent.settings import AgentSettings, misspelt
@@ -39,26 +40,36 @@ def ignored_settings(engine: str, given: Mapping[str, object], defaults: Mapping
 
 
 class HeatRings:
-    """Per-step counts of all layers on the device, filled once per forward pass.
+    """Per-step counts of all layers on the device, and the forward passes that the model itself counts there.
 
-    ``slots`` and ``experts`` are S and E; zero for a ring that the engine's counts cannot fill.
+    ``passes`` is an int64 scalar. ``slots`` and ``experts`` are S and E; zero for a ring that the engine's counts
+    cannot fill.
     """
 
     def __init__(
         self, layers: int, device: torch.device, *, slots: int = 0, experts: int = 0, rows: int = RING_ROWS
     ) -> None:
-        def ring(width: int) -> torch.Tensor | None:
-            # Step by step in memory: a pass writes one piece, and a report copies one.
-            shape = (rows, layers, width)
-            return torch.zeros(shape, dtype=torch.int32, device=device).transpose(0, 1) if width else None
+        # Step by step in memory: a pass writes one piece, and a report copies one.
+        self._rings_WLX = [
+            torch.zeros((rows, layers, width), dtype=torch.int32, device=device) for width in (slots, experts)
+        ]
+        slots_WLS, sources_WLE = self._rings_WLX
+        self.slots_LWS = slots_WLS.transpose(0, 1) if slots else None
+        self.sources_LWE = sources_WLE.transpose(0, 1) if experts else None
+        self.passes = torch.zeros((), dtype=torch.int64, device=device)
+        self._begun = torch.zeros((), dtype=torch.int64, device=device)
 
-        self.slots_LWS, self.sources_LWE = ring(slots), ring(experts)
-        self._slot_rows = () if self.slots_LWS is None else self.slots_LWS.unbind(1)
-        self._source_rows = () if self.sources_LWE is None else self.sources_LWE.unbind(1)
-        self._rows = rows
-        # Passes are counted by calls, on the host: on a device this would be one operation more in each of them.
-        self.counter = torch.zeros((), dtype=torch.int64)
-        self._steps = 0
+    def layer_runs(self, index: int, layers: int) -> None:
+        """Count a pass in which the first and the last of ``layers`` run, however many parts each is cut into.
+
+        Called where the model runs that layer and nowhere else, on its stream and inside what a graph captures: a pass
+        is counted when the device gets there. One that fails half-way is not.
+        """
+        if index == 0:
+            self._begun.fill_(1)
+        if index == layers - 1:
+            self.passes.add_(self._begun)
+            self._begun.zero_()
 
     def record(
         self,
@@ -66,28 +77,47 @@ class HeatRings:
         chosen_LX: torch.Tensor | None = None,
         phy2log_LP: torch.Tensor | None = None,
     ) -> None:
-        """Write the row of a forward pass that is over: a few operations for all layers, on the current stream.
+        """Write the row of the pass that is over: a few operations for all layers, on the current stream.
+
+        The row is that of ``passes`` on the device: one that no call is made for keeps what it was.
 
         ``received_LS`` are tokens that each local slot received, ``None`` where none are to be counted; ``chosen_LX``
         choices of this rank's own tokens by logical expert, or by physical one where ``phy2log_LP``, int64 ``[L,
         R*S]``, has the logical expert of each during the pass; ``None`` where it had none or another rank counts them.
         """
-        row = self._steps % self._rows
-        if self._slot_rows:
-            _write(self._slot_rows[row], received_LS)
-        if self._source_rows:
-            _write(self._source_rows[row], None if phy2log_LP is not None else chosen_LX)
-            if phy2log_LP is not None and chosen_LX is not None:
-                self._source_rows[row].scatter_add_(1, phy2log_LP, chosen_LX)
-        self._steps += 1
-        self.counter.add_(1)
+        slots_WLS, sources_WLE = self._rings_WLX
+        row_1 = (self.passes - 1).remainder(len(slots_WLS)).reshape(1)
+        if phy2log_LP is not None and chosen_LX is not None:
+            zeros_LE = sources_WLE.new_zeros(sources_WLE.shape[1:])
+            chosen_LX = zeros_LE.scatter_add_(1, phy2log_LP, chosen_LX)
+        for ring_WLX, counts_LX in ((slots_WLS, received_LS), (sources_WLE, chosen_LX)):
+            if counts_LX is None:
+                ring_WLX.index_fill_(0, row_1, 0)
+            elif ring_WLX.shape[2]:
+                ring_WLX.index_copy_(0, row_1, counts_LX.to(torch.int32)[None])
 
 
-def _write(row_LX: torch.Tensor, counts_LX: torch.Tensor | None) -> None:
-    if counts_LX is None:
-        row_LX.zero_()
-    else:
-        row_LX.copy_(counts_LX)
+def refuse_unmoved(module: Any, moved: Iterable[torch.Tensor], slots: int, known: frozenset[str]) -> None:
+    """Refuse experts of ``module`` that would not move whole.
+
+    Each of its own tensors with a part for each of S = ``slots`` local experts must be among those that are ``moved``,
+    at the same address, or ``known`` by name to be no expert's. Raises ``UnsupportedEngineError``.
+    """
+    own = {name: one for name, one in vars(module).items() if isinstance(one, torch.Tensor)}
+    if isinstance(module, torch.nn.Module):
+        own |= {**dict(module.named_parameters(recurse=False)), **dict(module.named_buffers(recurse=False))}
+    addresses = {one.data_ptr() for one in moved}
+    left = [
+        name
+        for name, one in own.items()
+        if name not in known and one.dim() and one.shape[0] == slots and one.data_ptr() not in addresses
+    ]
+    if left:
+        raise UnsupportedEngineError(
+            f"MoE layers with {', '.join(sorted(left))} per expert",
+            "The engine's own balancer does not move them, so they would stay behind when their expert moves",
+            "Report this model and its quantisation",
+        )
 
 
 class EngineLayer:
@@ -110,7 +140,7 @@ class EngineLayer:
         self.expert_map = expert_map
         self.moe_load = None if heat.slots_LWS is None else heat.slots_LWS[index]
         self.source_load = None if heat.sources_LWE is None else heat.sources_LWE[index]
-        self.load_counter = heat.counter
+        self.load_counter = heat.passes
         self.shares_tokens = shares_tokens
         self._weights = weights
 
@@ -120,10 +150,9 @@ class EngineLayer:
 
 
 class EngineHost:
-    """The agent of one rank and the passes that its engine has made; engines' hosts add what they read and write."""
+    """The agent of one rank inside its engine; engines' hosts add what they read and write."""
 
     _agent: Agent | None = None
-    _passes = 0
     _has_switched = False
 
     @property
@@ -152,11 +181,6 @@ class EngineHost:
             settings.deployment,
             settings.service,
         )
-
-    def _pass_done(self, phase: StepPhase) -> None:
-        """Make the agent's step: after a pass on every rank, on the thread and stream on which passes are queued."""
-        self._passes += 1
-        self.agent.step(phase, number=self._passes)
 
     def _committed(self, layer: int) -> None:
         self._follow(layer)

@@ -92,6 +92,13 @@ def _start_host(_: Any, runner: Any) -> None:
     )
 
 
+def _count_pass(_: Any, runner: Any, *__: Any, **___: Any) -> None:
+    """After ``_forward_raw``, within ``forward``, on its stream: the model has been queued."""
+    host = _host_of(runner)
+    if host is not None:
+        host.count_pass()
+
+
 def _step_host(_: Any, runner: Any, forward_batch: Any, *__: Any, **___: Any) -> None:
     """After ``forward``, on its stream."""
     host = _host_of(runner)
@@ -164,7 +171,11 @@ AROUND = {
     f"{_OCCUPATION}.release_memory_occupation": _release_memory,
     f"{_OCCUPATION}.resume_memory_occupation": _resume_memory,
 }
-AFTER = {f"{_RUNNER}.initialize": _start_host, f"{_RUNNER}.forward": _step_host}
+AFTER = {
+    f"{_RUNNER}.initialize": _start_host,
+    f"{_RUNNER}._forward_raw": _count_pass,
+    f"{_RUNNER}.forward": _step_host,
+}
 
 
 def _patched(target: str) -> str:

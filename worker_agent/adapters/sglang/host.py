@@ -13,9 +13,11 @@ import torch.distributed as dist
 from eplb_service.placement import Int32, Placement, with_entries
 from eplb_service.wire.heat import StepPhase
 from worker_agent.adapters.compat import UnsupportedEngineError
-from worker_agent.adapters.engine_host import EngineHost, EngineLayer, HeatRings, log
+from worker_agent.adapters.engine_host import EngineHost, EngineLayer, HeatRings, log, refuse_unmoved
 from worker_agent.adapters.sglang.options import SglangOptions
 from worker_agent.device import on_host
+
+_NO_EXPERTS = frozenset({"correction_bias"})
 
 
 class SglangHost(EngineHost):
@@ -27,7 +29,7 @@ class SglangHost(EngineHost):
     def __init__(self, runner: Any, options: SglangOptions) -> None:
         self._runner = runner
         self._options = options
-        self._drained = False
+        self._drained = self._placed = False
         self._stream: Any = None
 
     def start(self, metadata: Any, recorder: Any, rank: int, group: dist.ProcessGroup) -> None:
@@ -48,7 +50,11 @@ class SglangHost(EngineHost):
         if not recorder.recording:
             recorder.start_record()
         layers = self._make_layers(rank)
-        self._addresses = {weight.data_ptr() for layer in layers for weight in layer.expert_weights()}  # type: ignore[union-attr] # none is a list
+        weights = [weight for layer in layers for weight in layer.expert_weights()]
+        self._addresses = {weight.data_ptr() for weight in weights}  # type: ignore[union-attr] # none is a list
+        for module in model.modules():
+            if any(one.data_ptr() in self._addresses for one in module.parameters(recurse=False)):
+                refuse_unmoved(module, weights, self._tables.first.slots, _NO_EXPERTS)  # type: ignore[arg-type]
         self._start(layers, group, 0 if self._options.shares_tokens else None)
 
     def _make_layers(self, rank: int) -> list[EngineLayer]:
@@ -83,6 +89,13 @@ class SglangHost(EngineHost):
             for index, layer_id in enumerate(layer_ids)
         ]
 
+    def count_pass(self) -> None:
+        """Count a pass on the device, on this stream, where SGLang runs its model or replays a graph of it.
+
+        Not in its layers: a rank without tokens selects no experts there.
+        """
+        self._heat.layer_runs(0, 1)
+
     def step(self, forward_batch: Any) -> None:
         """Record a forward pass that is over, on this stream; ranks make the same ones, also those without tokens.
 
@@ -91,12 +104,13 @@ class SglangHost(EngineHost):
         """
         if self._runner.device != "cpu":
             self._stream = torch.get_device_module(self._runner.device).current_stream()
-        if not self._passes and not self._weights_are_in_place():
+        if not self._placed and not self._weights_are_in_place():
             raise UnsupportedEngineError(
                 "this MoE runner backend",
                 "It put the experts into other tensors after the model was loaded",
                 "Choose another --moe-runner-backend",
             )
+        self._placed = True
         if self._recorder.recording and self._recorder._record_current_pass:
             counted_LP = self._counted.index_select(0, self._layer_ids_L)
             phy2log_NP = self._metadata.physical_to_logical_map
@@ -107,7 +121,7 @@ class SglangHost(EngineHost):
                 self._heat.record(chosen_LX=counted_LP, phy2log_LP=phy2log_LP)
         else:
             self._heat.record()
-        self._pass_done(_phase(forward_batch.forward_mode))
+        self.agent.step(_phase(forward_batch.forward_mode))
 
     def _follow(self, layer: int) -> None:
         self._tables.follow(layer, self.agent.installed.placement.phy2log_LRS[layer])

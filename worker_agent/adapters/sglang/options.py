@@ -53,7 +53,7 @@ class SglangOptions:
         """Read them from SGLang's published configuration."""
         from sglang.srt.eplb.expert_distribution import megamoe_prefill_only_recorder_enabled
         from sglang.srt.layers.moe.utils import is_moe_input_scattered_across_dp_ranks
-        from sglang.srt.runtime_context import get_disagg, get_exec, get_model, get_parallel
+        from sglang.srt.runtime_context import get_disagg, get_exec, get_lora, get_model, get_parallel
 
         moe, offload, parallel = get_exec().moe, get_exec().offload, get_parallel()
         elsewhere = "Experts are then not where they were when the agent met the other ranks"
@@ -61,6 +61,10 @@ class SglangOptions:
             "--elastic-ep-backend": (
                 moe.elastic_ep_backend is not None,
                 "Ranks come and go under the agents' votes",
+            ),
+            "--enable-lora": (
+                bool(get_lora().enable_lora),
+                "Adapters of experts are cut by rank and slot, and stay behind when their expert moves",
             ),
             "--enable-pdmux": (
                 get_disagg().enable_pdmux,

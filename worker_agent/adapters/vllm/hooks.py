@@ -53,7 +53,24 @@ def install() -> None:
         log.warning("%s", differs)
     _replace_balancer()
     _watch_loading()
+    _count_passes()
     _guard_weights()
+
+
+def _count_passes() -> None:
+    """Count passes where routers map choices: in every layer, inside vLLM's opaque operator, captured with it."""
+    from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
+
+    map_choices = BaseRouter._apply_eplb_mapping
+
+    def map_choices_counted(self: Any, topk_ids: Any) -> Any:
+        balanced = getattr(self, "eplb_agent_layer", None)
+        if balanced is not None:
+            heat, index, layers = balanced
+            heat.layer_runs(index, layers)
+        return map_choices(self, topk_ids)
+
+    BaseRouter._apply_eplb_mapping = map_choices_counted
 
 
 def _replace_balancer() -> None:
@@ -186,6 +203,7 @@ def refuse_settings(parallel_config: Any) -> None:
     """Raise ``UnsupportedEngineError`` where a setting does not go with the agent."""
     import vllm
     from vllm import envs
+    from vllm.config import get_current_vllm_config
 
     stages = parallel_config.pipeline_parallel_size
     refuse(
@@ -194,6 +212,12 @@ def refuse_settings(parallel_config: Any) -> None:
                 bool(getattr(parallel_config, "enable_elastic_ep", False)),
                 "elastic expert parallelism (--enable-elastic-ep)",
                 "Ranks come and go under the agents' votes",
+                "Start without it",
+            ),
+            (
+                get_current_vllm_config().lora_config is not None,
+                "LoRA (--enable-lora)",
+                "Adapters of experts are cut by rank and slot, and stay behind when their expert moves",
                 "Start without it",
             ),
             (

@@ -12,8 +12,19 @@ import torch
 from eplb_service.placement import Placement
 from eplb_service.wire.heat import StepPhase
 from worker_agent.adapters.compat import UnsupportedEngineError, refuse
-from worker_agent.adapters.engine_host import EngineHost, EngineLayer, HeatRings
+from worker_agent.adapters.engine_host import EngineHost, EngineLayer, HeatRings, refuse_unmoved
 from worker_agent.device import on_host
+
+_NO_EXPERTS = frozenset(
+    {
+        "w13_input_scale",
+        "w2_input_scale",
+        "e_score_correction_bias",
+        "hash_indices_table",
+        "expert_local_to_global",
+    }
+)
+"""What vLLM's balancer leaves behind on purpose: one value for all experts, the router's, and maps of physical ids."""
 
 
 class VllmHost(EngineHost):
@@ -33,6 +44,13 @@ class VllmHost(EngineHost):
         self._first = _first_placement(model_state, group.world_size)
         layers, experts = model_state.logical_replica_count.shape
         self._heat = HeatRings(layers, model_state.expert_load_pass.device, experts=experts)
+        self._dispatch_confirmed = False
+        slots = model_state.physical_to_logical_map.shape[1] // group.world_size
+        for index, layer in enumerate(model_state.model.moe_layers):
+            # The experts of 0.23 are the layer's own.
+            experts_of_layer = getattr(layer, "routed_experts", layer)
+            refuse_unmoved(experts_of_layer, model_state.model.expert_weights[index], slots, _NO_EXPERTS)
+            layer.router.eplb_agent_layer = (self._heat, index, layers)
         self._start(self._start_tables(), group.cpu_group, self._tokens.number)
 
     def _token_group(self) -> _TokenGroup:
@@ -76,14 +94,14 @@ class VllmHost(EngineHost):
         Called on the thread and stream on which vLLM queues its passes: what is queued here comes after this pass and
         before the next one.
         """
-        if self._passes == 0:
+        if not self._dispatch_confirmed:
             self.confirm_dispatch()
+            self._dispatch_confirmed = True
         model = self._model
         counts = not is_dummy and self._rank == self._tokens.first
         chosen_LP = model.expert_load_pass if counts else None
         self._heat.record(chosen_LX=chosen_LP, phy2log_LP=model.physical_to_logical_map)
-        # vLLM itself relies on every rank making this call after every pass.
-        self._pass_done(StepPhase.DUMMY if is_dummy else StepPhase.DECODE)
+        self.agent.step(StepPhase.DUMMY if is_dummy else StepPhase.DECODE)
 
     def _follow(self, layer: int) -> None:
         row_P = self.agent.installed.placement.phy2log_LRS[layer].reshape(-1).astype(np.int64)

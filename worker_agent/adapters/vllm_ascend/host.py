@@ -80,15 +80,13 @@ class _HostHeat:
         device, slots = layers[0].log2phy.device, int(layers[0].local_num_experts)
         self.rings = HeatRings(len(layers), device, slots=slots, experts=experts, rows=rows)
         self.chosen_LE = torch.zeros((len(layers), experts), dtype=torch.int32, device=device)
-        self._chosen_by_table = {
-            id(layer.log2phy): row_E for layer, row_E in zip(layers, self.chosen_LE, strict=True)
-        }
+        self._by_table = {id(layer.log2phy): index for index, layer in enumerate(layers)}
         self._loads = [layer.moe_load for layer in layers]
         self._counters = [layer.load_counter for layer in layers if hasattr(layer, "load_counter")]
         self._first_rank, self._shares_tokens, self._redundant = first_rank, shares_tokens, redundant
 
     def count_choices(self, fused_experts_input: Any, gathers: bool) -> None:
-        """Count the choices that a layer is about to dispatch; ``gathers`` where by all-gather.
+        """Count the choices that a layer is about to dispatch, and the pass; ``gathers`` where by all-gather.
 
         Raises
         ------
@@ -96,9 +94,10 @@ class _HostHeat:
             Where all-gather dispatch meets replicas or tables per rank.
         """
         routing = fused_experts_input.routing
-        row_E = self._chosen_by_table.get(id(routing.log2phy))
-        if row_E is None:
+        index = self._by_table.get(id(routing.log2phy))
+        if index is None:
             return
+        self.rings.layer_runs(index, len(self._by_table))
         if gathers:
             self._check_gathering()
             if not self._first_rank:
@@ -107,7 +106,7 @@ class _HostHeat:
         ones = torch.ones_like(ids, dtype=torch.int32)
         if routing.mc2_mask is not None and not gathers:
             ones = ones * routing.mc2_mask.to(torch.int32).reshape(-1, 1)
-        row_E.index_add_(0, ids.reshape(-1).long(), ones.reshape(-1))
+        self.chosen_LE[index].index_add_(0, ids.reshape(-1).long(), ones.reshape(-1))
 
     def _check_gathering(self) -> None:
         refuse(
@@ -210,8 +209,7 @@ class AscendHost(EngineHost):
         if self.heat is None:
             return
         self.heat.record(eplb_heat_collection_status, own_tokens=not self._in_dummy_run)
-        # The host's own cycle counts these calls, so it makes them on every rank after every pass.
-        self._pass_done(StepPhase.DUMMY if self._in_dummy_run else StepPhase.DECODE)
+        self.agent.step(StepPhase.DUMMY if self._in_dummy_run else StepPhase.DECODE)
 
     @contextmanager
     def dummies(self) -> Iterator[None]:

@@ -61,6 +61,12 @@ def refuse_settings(eplb_config: Any) -> None:
                 "Start with --pipeline-parallel-size 1, and more tensor or data parallel ranks",
             ),
             (
+                vllm_config.lora_config is not None,
+                "LoRA (--enable-lora)",
+                "Adapters of experts are cut by rank and slot, and stay behind when their expert moves",
+                "Start without it",
+            ),
+            (
                 vllm_config.model_config.runner_type == "pooling",
                 "a pooling model",
                 "vLLM-Ascend does not call its balancer after a forward pass of one",

@@ -1,0 +1,78 @@
+"""vLLM's own objects as far as the adapter touches them, with the routers of its MoE layers."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.adapters.sglang_fakes import put_modules
+from tests.agent import live
+from worker_agent.adapters import engine_host
+from worker_agent.adapters.vllm import hooks
+from worker_agent.adapters.vllm.host import VllmHost
+
+LAYERS, EXPERTS, SLOTS, RANKS = 2, 6, 4, 2
+
+
+def layer(naive=False, sequence_parallel=False, monolithic=False):
+    """A runner that knows how its layer dispatches."""
+    return SimpleNamespace(
+        do_naive_dispatch_combine=naive,
+        is_monolithic=monolithic,
+        moe_config=SimpleNamespace(is_sequence_parallel=sequence_parallel),
+    )
+
+
+def config(data_parallel=1, prefill_context=1):
+    """``ParallelConfig``."""
+    return SimpleNamespace(data_parallel_size=data_parallel, prefill_context_parallel_size=prefill_context)
+
+
+def hooked_router():
+    """``BaseRouter``, hooked as in an engine."""
+
+    class BaseRouter:
+        def _apply_eplb_mapping(self, topk_ids):
+            return topk_ids
+
+    with pytest.MonkeyPatch.context() as patch:
+        name = "vllm.model_executor.layers.fused_moe.router.base_router"
+        put_modules(patch, {name: {"BaseRouter": BaseRouter}})
+        hooks._count_passes()
+    return BaseRouter
+
+
+def model_state(rank, place=lambda tensor: tensor):
+    """What ``EplbState.add_model`` makes of a model whose experts are filled with their number, tensors placed."""
+    first = torch.arange(RANKS * SLOTS) % EXPERTS
+    mine = first[rank * SLOTS : (rank + 1) * SLOTS].float()
+    router, layers = hooked_router(), [layer() for _ in range(LAYERS)]
+    for one in layers:
+        one.router = router()
+    weights = [[place(mine[:, None].repeat(1, 8) + 100 * index)] for index in range(LAYERS)]
+    return SimpleNamespace(
+        model=SimpleNamespace(moe_layers=layers, expert_weights=weights),
+        physical_to_logical_map=place(first.repeat(LAYERS, 1)),
+        logical_to_physical_map=place(torch.full((LAYERS, EXPERTS, 4), -1)),
+        logical_replica_count=place(torch.full((LAYERS, EXPERTS), 2)),
+        expert_load_pass=place(torch.zeros((LAYERS, RANKS * SLOTS), dtype=torch.int32)),
+    )
+
+
+def run_pass(state, layers=LAYERS, parts=1):
+    """One forward pass of its routers, each layer in so many parts; of all layers, or of the first ones alone."""
+    for one in state.model.moe_layers[:layers]:
+        for _ in range(parts):
+            one.router._apply_eplb_mapping("choices")
+
+
+def started(place=lambda tensor: tensor, **changes):
+    """A rank's state and its host."""
+    rank = dist.get_rank()
+    state = model_state(rank, place)
+    engine_host.AgentSettings = lambda: live.settings(**changes)
+    group = SimpleNamespace(rank_in_group=rank, world_size=RANKS, cpu_group=dist.group.WORLD)
+    return state, VllmHost(state, config(), group)
