@@ -21,6 +21,7 @@ IMPORT_NAMES = {
     "grpcio": "grpc",
     "grpcio-health-checking": "grpc_health",
     "grpcio-reflection": "grpc_reflection",
+    "helm-python-sdk": "helm_python",
     "kubernetes-validate": "kubernetes_validate",
     "prometheus-client": "prometheus_client",
     "protobuf": "google",
@@ -76,6 +77,7 @@ def test_the_agent_declares_what_it_imports_and_no_more():
 
 def test_the_tests_import_what_they_declare():
     loaded_by_pytest = {"pytest-asyncio", "pytest-timeout", "pytest-xdist"} | {
+        "helm_python",
         "safetensors",
         "zarr",
     }  # importorskip

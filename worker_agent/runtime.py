@@ -11,7 +11,7 @@ from typing import Any
 
 
 class Runtime:
-    """Those of the process; times are seconds by a clock that never goes back."""
+    """Clock, threads and sockets of the process; times are seconds by a clock that never goes back."""
 
     def now(self) -> float:
         """Seconds since some moment."""

@@ -322,7 +322,7 @@ def move_price_text(priced: operator_pb2.MovePrice) -> str:
 
 
 def explanations(status: operator_pb2.DeploymentStatus) -> list[str]:
-    """What the times and prices of a deployment rest on, a sentence for each."""
+    """Reasons for the times and prices of a deployment, a sentence for each."""
     lines = []
     if status.HasField("worth"):
         worth = status.worth

@@ -26,9 +26,8 @@ from tests.adapters.vllm_fakes import (
     started,
 )
 from tests.ranks import run_ranks
-from worker_agent.adapters import plugins
+from worker_agent.adapters import engine_host, plugins
 from worker_agent.adapters.compat import UnsupportedEngineError
-from worker_agent.adapters import engine_host
 from worker_agent.adapters.engine_host import HeatRings
 from worker_agent.adapters.vllm import hooks
 from worker_agent.adapters.vllm.host import VllmHost, _dispatch_of, _TokenGroup, token_group
@@ -134,11 +133,6 @@ def test_without_a_service_no_plugin_touches_anything(package, monkeypatch):
     assert not plugins._installed
 
 
-def current_config(lora=None):
-    settings = SimpleNamespace(lora_config=lora)
-    return {"vllm.config": {"get_current_vllm_config": lambda: settings}}
-
-
 VLLM = {"__version__": "0.32.0", "envs": SimpleNamespace(VLLM_USE_V2_MODEL_RUNNER=False)}
 
 
@@ -168,10 +162,10 @@ def test_what_no_model_can_be_balanced_with_is_refused(
     release, second_runner, settings, lora, reason, monkeypatch
 ):
     envs = SimpleNamespace(VLLM_USE_V2_MODEL_RUNNER=second_runner)
-    modules(monkeypatch, vllm={"__version__": release, "envs": envs}, **current_config(lora))
+    modules(monkeypatch, vllm={"__version__": release, "envs": envs})
     refused = nullcontext() if reason is None else pytest.raises(UnsupportedEngineError, match=reason)
     with refused:
-        hooks.refuse_settings(parallel_config(**settings))
+        hooks.refuse_settings(vllm_config(lora, **settings))
 
 
 @dataclass
@@ -185,6 +179,10 @@ class EplbConfig:
 def parallel_config(**settings):
     defaults = {"enable_eplb": True, "pipeline_parallel_size": 1, "eplb_config": EplbConfig()}
     return SimpleNamespace(**defaults | settings)
+
+
+def vllm_config(lora=None, **settings):
+    return SimpleNamespace(parallel_config=parallel_config(**settings), lora_config=lora)
 
 
 class GptOssForCausalLM:
@@ -209,7 +207,7 @@ def load(monkeypatch):
 
     def loaded(host, **settings):
         worker = Worker()
-        worker.host, worker.vllm_config = host, SimpleNamespace(parallel_config=parallel_config(**settings))
+        worker.host, worker.vllm_config = host, vllm_config(**settings)
         assert worker.load_model(load_dummy_weights=True) == "loaded"
 
     return loaded
@@ -302,7 +300,6 @@ def state(monkeypatch):
     found = state_class()
     modules(
         monkeypatch,
-        **current_config(),
         **{
             "vllm.distributed.eplb.eplb_state": {"EplbState": found},
             "vllm.distributed.parallel_state": {"get_ep_group": lambda: "the ranks"},

@@ -162,6 +162,12 @@ def install() -> DeviceQueue:
         return QueuedTensor(torch.empty(size, dtype=dtype, device="cpu"))
 
     kernels.impl("empty.memory_format", empty, "PrivateUse1")
+
+    def copy_from(source: Any, destination: Any, _: bool = False) -> Any:
+        QueuedTensor.queue.put(lambda: destination.held.copy_(source))
+        return destination
+
+    kernels.impl("_copy_from", copy_from, "PrivateUse1")
     kernels.impl("empty_strided", lambda size, _, **named: empty(size, **named), "PrivateUse1")
 
     def host_empty(shape: Any, dtype: torch.dtype, _: object) -> torch.Tensor:

@@ -161,7 +161,7 @@ REAL_FUTURE = doctor.grpc.channel_ready_future
         (another_release_allowed, "functions of Toy", WARNING, "Toy 2.0 is served unverified"),
         (engine_breaks, "functions of Toy", FAILED, "cannot be imported here: ImportError: libcudart.so.13"),
     ],
-    ids=str,
+    ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_a_broken_installation_is_named_and_nothing_else(broken, name, verdict, text, installed):
     broken(installed)

@@ -71,10 +71,11 @@ def test_a_worker_that_is_killed_is_reported(file):
 
 
 def test_work_that_is_given_up_ends_its_processes():
+    others = set(multiprocessing.active_children())
     work = completed(time.sleep, [(0.0,), (600.0,)], workers=2)
     assert next(work) == (0, None)
     work.close()
-    assert not multiprocessing.active_children()
+    assert set(multiprocessing.active_children()) <= others
 
 
 def test_a_trace_damaged_further_on_is_named(file):

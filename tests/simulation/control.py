@@ -169,7 +169,7 @@ class Giver:
             self._at[rank] = (status.epoch, status.digest)
         if status.plan_id != self.plan_id:
             return
-        self.process.scheduler.tell(
+        self.process.scheduler.note(
             NAME,
             f"rank {rank}: plan {status.plan_id} layer {status.layer} {status.state.name} {status.reason}",
         )
@@ -180,7 +180,7 @@ class Giver:
             self._waiting.discard(rank)
             if not self._waiting:
                 self.done += 1
-                self.process.scheduler.tell(NAME, f"plan {self.plan_id} is carried out")
+                self.process.scheduler.note(NAME, f"plan {self.plan_id} is carried out")
 
     def _give(self) -> None:
         while True:
@@ -218,7 +218,7 @@ class Giver:
         self._target = after.digest()
         self._waiting = set(range(self._ranks))
         self._ends_at = self.process.now() + _PATIENCE_SECONDS
-        self.process.scheduler.tell(
+        self.process.scheduler.note(
             NAME, f"plan {self.plan_id} of layers {[one.layer for one in layers]} goes out"
         )
         for call, rank in sorted(self._calls.items(), key=lambda item: item[1]):

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
-from tests.simulation.engine import Engine
 from tests.simulation.world import BOUND_SECONDS, Outcome, World
+from worker_agent.forward_clock import ForwardClock
 from worker_agent.swap import transfer
 from worker_agent.swap.peers import PeerGoneError, Peers
 from worker_agent.swap.vote import Voter, VoteSchedule
@@ -36,18 +36,19 @@ class Defect:
             yield
 
 
-def _called(call: Any) -> Any:
-    def numbered_by_calls(engine: Engine, rank: int, agent: Any, number: int | None) -> None:
-        call(engine, rank, agent, agent._clock.calls + 1)
+def _called(_: Any) -> Any:
+    return lambda clock: clock.calls
 
-    return numbered_by_calls
+
+def _all_equal(_: Any) -> Any:
+    return lambda tensors: 0
 
 
 def _refused(ask: Any) -> Any:
     def gone(peers: Peers, *asked: Any) -> Any:
         sockets = [part for part in asked if hasattr(part, "getpeername")]
         answer = ask(peers, *asked)
-        if answer is None and sockets[0].told_refused:
+        if answer is None and sockets[0].saw_refusal:
             raise PeerGoneError("nothing listens there any more")
         return answer
 
@@ -77,16 +78,14 @@ _BY_CALLS = ("missed call", "doubled call")
 _UNHEARD = ("stop", "cut", "hang", "cut in a commit")
 
 DEFECTS: dict[str, Defect] = {
-    "passes numbered by calls": Defect(Engine, "_call", _called, _BY_CALLS, 6),
+    "passes numbered by calls": Defect(ForwardClock, "_device_count", _called, _BY_CALLS, 5),
     "refused datagram taken for a dead process": Defect(
-        Peers, "_ask_once", _refused, ("rejected datagrams", "rejected datagrams", "cut in a commit"), 3
+        Peers, "_ask_once", _refused, ("rejected datagrams", "rejected datagrams", "cut in a commit"), 4
     ),
-    "commits confirmed at any pass": Defect(Voter, "_all_are_at", _any_pass, _BY_CALLS, 6),
-    "only late ranks confirm": Defect(Voter, "_all_are_at", _late_alone, _BY_CALLS, 1),
-    "a flipped bit is not seen": Defect(
-        transfer._Carrier, "verify", lambda _: lambda *_: None, ("flipped bits",), 1
-    ),
-    "votes restart at 1 after reforming": Defect(VoteSchedule, "_voter", _from_zero, _UNHEARD, 2),
+    "commits confirmed at any pass": Defect(Voter, "_all_are_at", _any_pass, _BY_CALLS, 12),
+    "only late ranks confirm": Defect(Voter, "_all_are_at", _late_alone, _BY_CALLS, 6),
+    "a flipped bit is not seen": Defect(transfer, "_checksum", _all_equal, ("flipped bits",), 1),
+    "votes restart at 1 after reforming": Defect(VoteSchedule, "_voter", _from_zero, _UNHEARD, 5),
     "lost votes never come back": Defect(VoteSchedule, "lost", _never, _UNHEARD, 1, heals=True),
 }
 """Defects by name."""

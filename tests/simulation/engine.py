@@ -34,7 +34,6 @@ class Shapes:
     slots: int
     pass_seconds: float
     ahead: int
-    numbered: bool
 
     @property
     def placement(self) -> Placement:
@@ -104,27 +103,27 @@ class Engine:
             while True:
                 process.sleep(self.shapes.pass_seconds * scheduler.random.uniform(0.05, 0.1))
                 counter += 1
-                number = self.model.queue(rank, layers)
-                self._call(rank, agent, number if self.shapes.numbered else None)
+                self.model.queue(rank, layers)
+                self._call(rank, agent)
         except FatalSwitchError as fatal:
             self._end(rank, f"FatalSwitchError: {fatal}")
         except Exception as error:
             self._breach(f"rank {rank}: {type(error).__name__} reached the model: {error}")
-            scheduler.tell(process.name, f"{type(error).__name__}: {error}")
+            scheduler.note(process.name, f"{type(error).__name__}: {error}")
 
     def _end(self, rank: int, reason: str) -> None:
         self.fatal[rank] = reason
-        self.scheduler.tell(f"rank {rank}", reason)
+        self.scheduler.note(f"rank {rank}", reason)
 
-    def _call(self, rank: int, agent: Agent, number: int | None) -> None:
+    def _call(self, rank: int, agent: Agent) -> None:
         misfits = self.misfits[rank]
         if misfits.missed:
             misfits.missed -= 1
             return
-        agent.step(number=number)
+        agent.step()
         if misfits.doubled:
             misfits.doubled -= 1
-            agent.step(number=number)
+            agent.step()
 
     def _agent(self, rank: int, group: SimulatedGroup, layers: list[SimulatedLayer]) -> Agent:
         process, shapes = self.ranks[rank], self.shapes

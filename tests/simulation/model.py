@@ -70,8 +70,8 @@ class Model:
         self._breach = breach
         self._right: set[tuple[tuple[bytes, ...] | None, ...]] = set()
 
-    def queue(self, rank: int, layers: list[SimulatedLayer]) -> int:
-        """Queue a pass of one rank: it reads what the rank's memory holds now, as the stream has it; return its number.
+    def queue(self, rank: int, layers: list[SimulatedLayer]) -> None:
+        """Queue a pass of one rank: it reads what the rank's memory holds now, as the stream has it.
 
         Waits while the device is too far behind.
         """
@@ -85,7 +85,6 @@ class Model:
             self._free_at = began + self.seconds * self._scheduler.random.uniform(0.9, 1.1)
             self._scheduler.at(self._free_at, self._ended)
         self._changed[rank].wait_for(lambda: number - self.run < self.ahead)
-        return number
 
     def at_rest(self, rank: int, seconds: float) -> bool:
         """Wait, for so long at most, until the device has run all that this rank has queued."""

@@ -82,7 +82,7 @@ class Socket:
         self._arrived: deque[tuple[bytes, tuple[str, int]]] = deque()
         self._changed = process.condition()
         self._refused = self._closed = False
-        self.told_refused = False
+        self.saw_refusal = False
         network.sockets[address] = self
         process.on_end.append(self.close)
 
@@ -128,7 +128,7 @@ class Socket:
             self._changed.notify()
 
     def refuse(self) -> None:
-        """Take word that nobody listens at the peer's address; an unconnected socket is told nothing."""
+        """Take word that nobody listens at the peer's address; an unconnected socket hears nothing."""
         if self._peer is not None:
             self._refused = True
             self._changed.notify()
@@ -146,7 +146,7 @@ class Socket:
 
     def _raise_refusal(self) -> None:
         if self._refused:
-            self._refused, self.told_refused = False, True
+            self._refused, self.saw_refusal = False, True
             raise ConnectionRefusedError("connection refused")
 
     def __enter__(self) -> Socket:
@@ -237,7 +237,7 @@ class Mesh:
                 target.copy_(data)
                 if self.network.flipped and scheduler.random.random() < self.network.flipped:
                     target[scheduler.random.randrange(target.numel())] ^= 1
-                    scheduler.tell(self.name, "a bit flips")
+                    scheduler.note(self.name, "a bit flips")
             work.finish(None)
             other.finish(None)
 

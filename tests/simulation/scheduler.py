@@ -48,7 +48,7 @@ class Scheduler:
             call()
         self.now = until
 
-    def tell(self, who: str, what: str) -> None:
+    def note(self, who: str, what: str) -> None:
         """Add a line to the story."""
         line = (round(self.now, 6), who, what)
         self.digest = zlib.crc32(repr(line).encode(), self.digest)
@@ -127,7 +127,7 @@ class Thread:
         except GreenletExit:
             pass
         except Exception as error:
-            self.process.scheduler.tell(
+            self.process.scheduler.note(
                 self.process.name, f"{self.name} died: {type(error).__name__}: {error}"
             )
         finally:
@@ -187,7 +187,7 @@ class Process:
         self.failing[thread.name] -= 1
         if not self.failing[thread.name]:
             del self.failing[thread.name]
-            self.scheduler.tell(self.name, f"{thread.name} runs out of memory")
+            self.scheduler.note(self.name, f"{thread.name} runs out of memory")
             raise MemoryError("simulated")
 
     def sleep(self, seconds: float) -> None:

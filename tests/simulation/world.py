@@ -65,7 +65,6 @@ class World:
             slots=3,
             pass_seconds=random.choice((0.1, 0.3, 1.0)),
             ahead=random.choice((1, 1, 2, 4)),
-            numbered=random.random() < 0.5,
         )
         self.settings = {
             "vote_interval": random.choice((1, 2, 4, 4, 8)),
@@ -87,8 +86,8 @@ class World:
         """Go through the run."""
         python_random.seed(self.seed)
         logging.disable(logging.CRITICAL)
-        self._tell(f"{self.shapes}")
-        self._tell(f"{self.settings}")
+        self._note(f"{self.shapes}")
+        self._note(f"{self.settings}")
         self.start_service()
         self.start_engine()
         self.scheduler.at(_LOOK_SECONDS, self._look)
@@ -121,7 +120,7 @@ class World:
         self.term += 1
         process = Process(self.scheduler, NAME)
         self.service = Giver(process, self.shapes.ranks, self.term, self.plan_id)
-        self._tell(f"a service of term {self.term} is there")
+        self._note(f"a service of term {self.term} is there")
 
     def stop_service(self) -> None:
         """End the service's process."""
@@ -148,7 +147,7 @@ class World:
 
     def breach(self, what: str) -> None:
         """Note that something went wrong that must not."""
-        self._tell(what)
+        self._note(what)
         self.breaches.append(what)
 
     # What happens
@@ -182,7 +181,7 @@ class World:
             rank, reason = min(engine.fatal.items())
             self.breach(f"rank {rank} serves no more without need: {reason}")
         if engine.over:
-            self._tell("the engine is restarted")
+            self._note("the engine is restarted")
             self.passes += engine.model.run
             engine.end()
             self.engine = engine
@@ -193,7 +192,7 @@ class World:
         self.scheduler.at(self.scheduler.now + _LOOK_SECONDS, self._look)
 
     def _heal(self) -> None:
-        self._tell("all faults are over")
+        self._note("all faults are over")
         self.network.heal()
         if self.service is None:
             self.start_service()
@@ -208,18 +207,18 @@ class World:
         return [(moment, self.random.choice(self.kinds)) for moment in moments]
 
     def _happen(self, kind: str) -> None:
-        told = FAULTS[kind](self)
-        self._tell(f"FAULT {kind}: {told}")
+        noted = FAULTS[kind](self)
+        self._note(f"FAULT {kind}: {noted}")
 
-    def _tell(self, what: str) -> None:
-        self.scheduler.tell("world", what)
+    def _note(self, what: str) -> None:
+        self.scheduler.note("world", what)
 
     def rank(self) -> int:
         """A rank, drawn."""
         return self.random.randrange(self.shapes.ranks)
 
 
-# Faults, each drawn and told
+# Faults, each drawn and noted
 
 
 def _freeze(world: World) -> str:

@@ -125,7 +125,7 @@ def _watch_loading() -> None:
         parallel_config = self.vllm_config.parallel_config
         if not parallel_config.enable_eplb:
             return load_model(self, *arguments, **named)
-        refuse_settings(parallel_config)
+        refuse_settings(self.vllm_config)
         loaded = load_model(self, *arguments, **named)
         if self.rank != 0:
             return loaded
@@ -199,12 +199,12 @@ def _host_of(worker: Any) -> VllmHost | None:
     return getattr(getattr(worker.model_runner, "eplb_state", None), "eplb_agent_host", None)
 
 
-def refuse_settings(parallel_config: Any) -> None:
+def refuse_settings(vllm_config: Any) -> None:
     """Raise ``UnsupportedEngineError`` where a setting does not go with the agent."""
     import vllm
     from vllm import envs
-    from vllm.config import get_current_vllm_config
 
+    parallel_config = vllm_config.parallel_config
     stages = parallel_config.pipeline_parallel_size
     refuse(
         [
@@ -215,7 +215,7 @@ def refuse_settings(parallel_config: Any) -> None:
                 "Start without it",
             ),
             (
-                get_current_vllm_config().lora_config is not None,
+                vllm_config.lora_config is not None,
                 "LoRA (--enable-lora)",
                 "Adapters of experts are cut by rank and slot, and stay behind when their expert moves",
                 "Start without it",
