@@ -36,6 +36,8 @@ _SERVICE_FLAGS = [
     "32",
     "--report-steps",
     "8",
+    "--cpu-share",
+    "1",
 ]
 _SECONDS_BETWEEN_QUESTIONS = 0.3
 _LAST_REPORT_SECONDS = 3.0

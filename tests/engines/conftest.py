@@ -27,7 +27,8 @@ UNCOMPILED = {"TORCH_COMPILE_DISABLE": "1"}
 """For engines that serve few tokens: to compile a handful of small functions would take longer than the tokens do."""
 TRITON_IN_PYTHON = {"TRITON_INTERPRET": "1", "VLLM_USE_V2_MODEL_RUNNER": "1"}
 """For an engine of the second model runner: slow, so that few steps must do."""
-DECIDE_OFTEN = "--window-steps 32 --decision-interval 32 --report-steps 8 --par-threshold 1.0 --min-gain 0.0"
+WHENEVER_IT_MAY = "--par-threshold 1.0 --min-gain 0.0 --cpu-share 100"
+DECIDE_OFTEN = f"--window-steps 32 --decision-interval 32 --report-steps 8 {WHENEVER_IT_MAY}"
 
 
 def make_agent_site(folder):
@@ -37,7 +38,9 @@ def make_agent_site(folder):
     agent = str(ROOT / "packaging" / "eplb-agent")
     subprocess.run([*pip, "wheel", "--quiet", "--no-deps", "--wheel-dir", str(wheels), agent], check=True)
     (wheel,) = wheels.glob("eplb_agent-*.whl")
-    subprocess.run([*pip, "install", "--quiet", "--no-deps", "--target", str(site), str(wheel)], check=True)
+    # Engines' environments have all that the agent needs but this one.
+    own = [str(wheel), "xxhash>=3.2"]
+    subprocess.run([*pip, "install", "--quiet", "--no-deps", "--target", str(site), *own], check=True)
     for module in ("vllm_on_cpu.py", "commit_without_weights.py"):
         shutil.copy(HERE / module, site)
     shutil.copy(HERE / "interpreted_triton.py", site / "sitecustomize.py")

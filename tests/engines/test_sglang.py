@@ -4,7 +4,15 @@ import shutil
 
 import pytest
 
-from tests.engines.conftest import HERE, UNCOMPILED, EngineRun, add_shim, engine_environment, make_agent_site
+from tests.engines.conftest import (
+    DECIDE_OFTEN,
+    HERE,
+    UNCOMPILED,
+    EngineRun,
+    add_shim,
+    engine_environment,
+    make_agent_site,
+)
 from tests.engines.environments import SGLANG_0523, python_of
 from tests.engines.test_vllm import WITHOUT_WEIGHTS, heat_arrived, in_engine, same_answers, switched
 
@@ -17,7 +25,7 @@ PARALLEL = pytest.mark.parametrize(
     "parallel", [TWO_TENSOR_RANKS, TWO_ATTENTION_RANKS], ids=["tp2", "attention-dp2"]
 )
 LOAD = {"requests": 8, "max_tokens": 120, "rounds": 4}
-DEALING = "--window-steps 32 --decision-interval 32 --report-steps 8 --par-threshold 1.0 --min-gain 0.0 --split deal"
+DEALING = f"{DECIDE_OFTEN} --split deal"
 
 
 ON_CPU = {"SGLANG_USE_CPU_ENGINE": "1", "SGLANG_NCCL_SO_PATH": "/nonexistent.so"}

@@ -9,7 +9,7 @@ import pytest
 
 from eplb_service.cli.main import run
 from eplb_service.io.open_trace import open_trace
-from tests.engines.conftest import TRITON_IN_PYTHON
+from tests.engines.conftest import TRITON_IN_PYTHON, WHENEVER_IT_MAY
 from tests.engines.environments import VLLM_023_SERVED, VLLM_032, VLLM_032_TRITON, python_of
 from tests.engines.generate_vllm import DIFFERENT_ROUNDS, prompts
 
@@ -193,9 +193,7 @@ def test_weights_that_are_loaded_while_experts_have_moved_are_each_expert_s_own(
     switched(service, 12, balanced.tail())
 
 
-EVERY_EIGHT_STEPS = (
-    "--window-steps 16 --decision-interval 8 --report-steps 4 --par-threshold 1.0 --min-gain 0.0"
-)
+EVERY_EIGHT_STEPS = f"--window-steps 16 --decision-interval 8 --report-steps 4 {WHENEVER_IT_MAY}"
 
 
 @pytest.mark.parametrize("service", [EVERY_EIGHT_STEPS], indirect=True)

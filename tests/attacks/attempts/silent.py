@@ -14,7 +14,7 @@ from tests.attacks.attempts.registry import attempt
 from tests.attacks.target import Target
 from tests.control.server.test_credentials import bearer
 from tests.control.server.test_http_server import get
-from tests.control.server.test_silent_callers import CHECK, SECONDS, WATCH, healthy, served, silent
+from tests.control.server.test_silent_callers import CHECK, SECONDS, healthy, served, silent
 
 NOBODY = "who says nothing keeps nobody out"
 
@@ -49,12 +49,6 @@ async def _mute_streams(target: Target) -> str:
 @attempt("300 checks on the health port that say nothing", NOBODY, locked=True)
 async def _health(target: Target) -> str:
     async with silent(target.health_address, CHECK, 300):
-        return _shown(await healthy(target.health_address))
-
-
-@attempt("300 watches on the health port that say nothing", NOBODY, locked=True)
-async def _watches(target: Target) -> str:
-    async with silent(target.health_address, WATCH, 300):
         return _shown(await healthy(target.health_address))
 
 
@@ -101,11 +95,6 @@ async def _metrics(target: Target) -> str:
 @attempt("70 connections to the metrics that never end their request", NOBODY)
 async def _half_requests(target: Target) -> str:
     return await _scraped(target, b"GET /metrics HTTP/1.1\r\nHost: ")
-
-
-@attempt("70 connections to the metrics that do not read their answer", NOBODY)
-async def _unread(target: Target) -> str:
-    return await _scraped(target, b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n")
 
 
 @attempt("60 questions whose request never comes", "an operator is heard beside them", locked=True)
