@@ -84,8 +84,14 @@ class World:
 
     def run(self) -> Outcome:
         """Go through the run."""
-        python_random.seed(self.seed)
         logging.disable(logging.CRITICAL)
+        try:
+            return self._run()
+        finally:
+            logging.disable(logging.NOTSET)
+
+    def _run(self) -> Outcome:
+        python_random.seed(self.seed)
         self._note(f"{self.shapes}")
         self._note(f"{self.settings}")
         self.start_service()
