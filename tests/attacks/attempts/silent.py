@@ -13,7 +13,6 @@ from tests.attacks import target as to
 from tests.attacks.attempts.registry import attempt
 from tests.attacks.target import Target
 from tests.control.server.test_credentials import bearer
-from tests.control.server.test_http_server import get
 from tests.control.server.test_silent_callers import CHECK, SECONDS, healthy, served, silent
 
 NOBODY = "who says nothing keeps nobody out"
@@ -77,24 +76,6 @@ async def _connections(address: str, count: int, says: bytes) -> AsyncIterator[N
 async def _health_connections(target: Target) -> str:
     async with _connections(target.health_address, 200, b""):
         return _shown(await healthy(target.health_address))
-
-
-async def _scraped(target: Target, says: bytes) -> str:
-    async with _connections(target.service.metrics_address, 70, says):
-        for _ in range(3):
-            answer = await asyncio.wait_for(get(target.service.metrics_address, "/metrics"), SECONDS)
-            assert answer.status == 200
-    return "bounded: the oldest make room, scrapes are answered"
-
-
-@attempt("70 connections to the metrics that say nothing", NOBODY)
-async def _metrics(target: Target) -> str:
-    return await _scraped(target, b"")
-
-
-@attempt("70 connections to the metrics that never end their request", NOBODY)
-async def _half_requests(target: Target) -> str:
-    return await _scraped(target, b"GET /metrics HTTP/1.1\r\nHost: ")
 
 
 @attempt("60 questions whose request never comes", "an operator is heard beside them", locked=True)
