@@ -35,7 +35,7 @@ Rows = Iterator[dict[str, Any]]
 
 @dataclass(frozen=True)
 class Extent:
-    """How many shapes, seeds, windows, repeats and seconds go into each measurement."""
+    """How many shapes, seeds, windows and repeats go into each measurement."""
 
     shapes: tuple[Shape, ...] = SHAPES
     seeds: tuple[int, ...] = (1, 2, 3)
@@ -46,7 +46,6 @@ class Extent:
     loop_shape: Shape = (16, 256, 32, 9)
     loop_windows: int = 9
     ablation_windows: int = 6
-    long_seconds: float = 10.0
 
 
 QUICK = Extent(
@@ -59,7 +58,6 @@ QUICK = Extent(
     loop_shape=(4, 256, 32, 9),
     loop_windows=4,
     ablation_windows=3,
-    long_seconds=0.5,
 )
 
 
@@ -84,7 +82,7 @@ def measured(
         yield "ablation", measures.ablation(contest, *asked)
     if "example" in only:
         yield "example", measures.known_example(contest)
-        yield "few_slots", measures.few_slots(contest, extent.long_seconds, seed)
+        yield "few_slots", measures.few_slots(contest, extent.seeds)
 
 
 def main() -> int:
@@ -100,7 +98,7 @@ def main() -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     seeds = tuple(options.seeds or ())
-    stated = {"seeds": seeds, "repeats": options.repeats, "long_seconds": options.long_seconds}
+    stated = {"seeds": seeds, "repeats": options.repeats}
     extent = replace(
         QUICK if options.quick else Extent(), **{name: value for name, value in stated.items() if value}
     )
@@ -165,7 +163,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--seeds", type=int, nargs="+", help="of the generated heat; the first serves where one is enough")
     add("--repeats", type=int, help="runs of each timed decision")
     add("--limit-seconds", type=float, default=60.0, help="a decision that takes longer is given up")
-    add("--long-seconds", type=float, help="long search for each layer of two slots per rank")
     add("--trace", type=Path, action="append", default=[], help="recorded heat to serve as well")
     add("--trace-ranks", type=int, default=8)
     add("--trace-slots", type=int, help="default: one a rank more than the experts need")

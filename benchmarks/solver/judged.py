@@ -17,6 +17,7 @@ from benchmarks.solver.measures import (
     EVEN_SPLIT,
     LARGE,
     PRICED,
+    UNANNEALED,
 )
 from eplb_service.bench.closed_loop import DEFAULT, FULL, moves_after_first, realised_mean
 from eplb_service.bench.contest import OURS, OURS_EVEN
@@ -181,20 +182,19 @@ def _example(rows: Rows) -> Iterator[Target]:
 
 
 def _few_slots(rows: Rows) -> Iterator[Target]:
-    for shape in dict.fromkeys(row["shape"] for row in rows):
-        over = {
-            row["kind"]: row[OURS_EVEN] / row["best"] - 1
-            for row in rows
-            if row["shape"] == shape and OURS_EVEN in row and "best" in row
-        }
-        if over:
-            worst = max(over, key=lambda kind: over[kind])
-            yield Target(
-                f"two slots per rank ({shape.split('x', 1)[1]}): over the best in {rows[0]['long_seconds']:g} s/layer",
-                "at most 2 %",
-                f"{over[worst]:+.1%} ({worst})",
-                over[worst] <= 0.02,
-            )
+    def mean(cell: tuple[str, str], policy: str) -> float:
+        here = [row for row in rows if (row["shape"], row["kind"], row["policy"]) == (*cell, policy)]
+        return float(np.mean([row["next_window"] for row in here]))
+
+    cells = dict.fromkeys((row["shape"], row["kind"]) for row in rows)
+    over = {cell: mean(cell, OURS_EVEN) / mean(cell, UNANNEALED) - 1 for cell in cells}
+    worst = max(over, key=lambda cell: over[cell])
+    yield Target(
+        "two slots per rank: next window beside the same without annealing",
+        "at most +1 %",
+        f"{over[worst]:+.1%} ({' '.join(worst)})",
+        over[worst] <= 0.01,
+    )
 
 
 Rows = Sequence[Mapping[str, Any]]

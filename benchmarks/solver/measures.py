@@ -29,7 +29,6 @@ from eplb_service.bench.scoring import (
     realised_par,
     rule_tables,
     sampled_loads,
-    summed,
 )
 from eplb_service.replay.policy import ABLATIONS
 
@@ -216,38 +215,31 @@ def known_example(contest: Contest) -> Iterator[dict[str, Any]]:
         }
 
 
-FEW_SLOTS: tuple[Shape, ...] = ((2, 256, 256, 2),)
-"""Shapes where annealing lasts; on 512 experts and 320 ranks x 2 what it wins on the window the next one loses."""
+FEW_SLOTS: tuple[Shape, ...] = ((2, 256, 256, 2), (2, 512, 320, 2))
+"""Shapes where annealing lasts, and where what it wins on the window the next one often loses."""
+UNANNEALED = "ours, never annealed"
 
 
-def few_slots(contest: Contest, long_seconds: float, seed: int) -> Iterator[dict[str, Any]]:
-    """A row for each shape and kind; ratios over the episodes that the solver sees, mean of two layers.
-
-    The long search goes on annealing for ``long_seconds`` a layer. Ours balances what the window holds: without means
-    of what is left between bursts.
-    """
-    ours = {"split": "even", "trimmed_mean": False}
-    for shape in FEW_SLOTS:
-        for kind in KINDS:
-            scene, _ = generated_scene(kind, shape, 1, seed)
-            budget = {"budget_ms": 1e3 * long_seconds * shape[0]}
-            answers = {
-                OURS_EVEN: contest.decide(OURS, scene, afresh=True, options=ours),
-                "best": contest.decide(OURS, scene, afresh=True, options={**ours, **budget}),
-            }
-            if FLASHLB in contest.peers:
-                answers[FLASHLB] = contest.decide_from_scratch(FLASHLB, scene)
-            heat_NLE = summed(scene.heat_TLE, 64)
-            yield {
-                "shape": shape_name(shape),
-                "kind": kind,
-                "long_seconds": long_seconds,
-                **{
-                    name: float(even_par(heat_NLE, made.placement_LRS).mean())
-                    for name, made in answers.items()
-                    if made is not None
-                },
-            }
+def few_slots(contest: Contest, seeds: Sequence[int]) -> Iterator[dict[str, Any]]:
+    """A row for each shape, kind and seed; ratios by even shares on the window and on the next, mean of two layers."""
+    for shape, kind, seed in product(FEW_SLOTS, KINDS, seeds):
+        scene, heat_TLE = generated_scene(kind, shape, 2, seed)
+        plain = {"split": "even", "annealing": False}
+        made = {
+            OURS_EVEN: contest.decide_from_scratch(OURS_EVEN, scene),
+            UNANNEALED: contest.decide(OURS, scene, afresh=True, options=plain),
+            **{name: contest.decide_from_scratch(name, scene) for name in contest.peers if name == FLASHLB},
+        }
+        for name, way in made.items():
+            if way is not None:
+                yield {
+                    "shape": shape_name(shape),
+                    "kind": kind,
+                    "seed": seed,
+                    "policy": name,
+                    "in_sample": _par(heat_TLE[:WINDOW], way.placement_LRS, None),
+                    "next_window": _par(heat_TLE[WINDOW:], way.placement_LRS, None),
+                }
 
 
 PRICES = (0.03, 0.1, 0.3, 1.0, 3.0, 10.0)

@@ -14,7 +14,6 @@ from benchmarks.solver.judged import Results, Rows, Target, compared_cells, prom
 from benchmarks.solver.measures import SMALL
 from eplb_service.bench.closed_loop import cpu_after_first, moves_after_first, realised_mean
 from eplb_service.bench.contest import OURS, OURS_EVEN
-from eplb_service.bench.peers.balancers import FLASHLB
 
 
 class Table(NamedTuple):
@@ -123,24 +122,30 @@ def _example(rows: Rows) -> list[Table]:
 
 
 def _few_slots(rows: Rows) -> list[Table]:
-    def ratio(row: Mapping[str, Any], name: str) -> str:
-        return f"{row[name]:.4f}" if name in row else ""
+    policies = list(dict.fromkeys(row["policy"] for row in rows))
+    cells = dict.fromkeys((row["shape"], row["kind"]) for row in rows)
 
+    def ratio(cell: tuple[str, str], policy: str, name: str) -> str:
+        here = [row[name] for row in rows if (row["shape"], row["kind"], row["policy"]) == (*cell, policy)]
+        return f"{np.mean(here):.4f}" if here else ""
+
+    columns = [f"{policy}: {when}" for policy in policies for when in ("window", "next")]
     return [
         Table(
-            "Two slots per rank, beside a long search",
-            ("shape, heat", OURS_EVEN, FLASHLB, "long search", "ours above it"),
+            "Two slots per rank, placed from scratch",
+            ("shape, heat", *columns),
             [
                 (
-                    f"{row['shape']} {row['kind']}",
-                    ratio(row, OURS_EVEN),
-                    ratio(row, FLASHLB),
-                    ratio(row, "best"),
-                    f"{row[OURS_EVEN] / row['best'] - 1:+.2%}" if OURS_EVEN in row and "best" in row else "",
+                    " ".join(cell),
+                    *(
+                        ratio(cell, policy, name)
+                        for policy in policies
+                        for name in ("in_sample", "next_window")
+                    ),
                 )
-                for row in rows
+                for cell in cells
             ],
-            f"Even shares, ratio over the solver's 64 episodes; {rows[0]['long_seconds']:g} s of long search a layer.",
+            "Even shares, ratio per step, mean over layers and seeds.",
         )
     ]
 

@@ -112,7 +112,7 @@ def slowest_us(
             busy_TP, np.maximum(curve.read_us, curve.launch_us + curve.slope_us * tokens_TP), 0.0
         )
         us_TL[:, layer] = curve.floor_us + cost_TP.reshape(-1, ranks, slots).sum(axis=2).max(axis=1)
-    return us_TL
+    return us_TL + curve.batch_us * heat_TLE.sum(axis=2)
 
 
 CONFIDENCE = 0.95

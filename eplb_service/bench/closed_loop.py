@@ -12,18 +12,22 @@ import numpy as np
 from eplb_service.bench.contest import NONE, OURS, Contest, first_scene
 from eplb_service.bench.decision import Decision, Float64, Scene
 from eplb_service.bench.peers.balancers import PEERS
-from eplb_service.bench.scoring import arrivals, realised_par, rule_tables
+from eplb_service.bench.scoring import arrivals, realised_par, rule_tables, stepwise_par
 from eplb_service.placement import mean_par
 from eplb_service.planner.score import noise_floor
 
 
 @dataclass(frozen=True)
 class Entrant:
-    """One policy in a loop: its label, ``ours``, a peer's name or ``none``, and the options of ours."""
+    """One policy in a loop: its label, ``ours``, a peer's name or ``none``, and the options of ours.
+
+    Where ``by_step`` its host splits every step's tokens over the replicas as well as can be.
+    """
 
     label: str
     policy: str
     options: Mapping[str, Any] = field(default_factory=dict)
+    by_step: bool = False
 
 
 @dataclass(frozen=True)
@@ -57,6 +61,10 @@ class Course:
 FULL = Entrant("ours, full re-solve", OURS, {"afresh": True})
 DEFAULT = Entrant("ours", OURS)
 LEFT_ALONE = Entrant("left alone", NONE)
+LPLB = Entrant("LPLB (LP)", "SGLang deepseek", by_step=True)
+"""LPLB places as DeepSeek's EPLB does and solves a linear program in each step, on the device; here only the program's
+optimum is known, without what solving it takes."""
+OURS_BY_STEP = Entrant("ours, by step", OURS, {"options": {"split": "step"}}, by_step=True)
 OWN = (
     Entrant("flashlb (ours)", OURS),
     Entrant("deepseek (ours)", OURS, {"options": {"policy": "deepseek"}}),
@@ -66,12 +74,23 @@ OWN = (
 
 def entrants(contest: Contest) -> list[Entrant]:
     """All policies with default settings."""
-    return [LEFT_ALONE, DEFAULT, FULL, *(Entrant(name, name) for name in contest.peers)]
+    peers = [Entrant(name, name) for name in contest.peers]
+    return [LEFT_ALONE, DEFAULT, FULL, *peers, *_by_step(contest)]
 
 
 def entrants_of(contest: Contest) -> list[Entrant]:
     """Doing nothing, this project's policies, and the peers that take part, each named with its engine."""
-    return [LEFT_ALONE, *OWN, *(Entrant(_peer_label(name), name) for name in contest.peers)]
+    return [
+        LEFT_ALONE,
+        *OWN,
+        *(Entrant(_peer_label(name), name) for name in contest.peers),
+        *_by_step(contest),
+    ]
+
+
+def _by_step(contest: Contest) -> list[Entrant]:
+    """Policies of hosts that split by step: LPLB, where its placements can be had, and ours beside it."""
+    return [OURS_BY_STEP, LPLB] if LPLB.policy in contest.peers else []
 
 
 def _peer_label(name: str) -> str:
@@ -88,7 +107,7 @@ def compare(contest: Contest, course: Course, taking_part: Sequence[Entrant]) ->
     others: all place it from scratch. Lists have an entry for each decision.
     """
     contest.warm_up(
-        [entrant.policy for entrant in taking_part if entrant is not LEFT_ALONE],
+        [entrant.policy for entrant in taking_part if entrant.policy != NONE],
         first_scene(course.heat(0), course.ranks, course.slots),
     )
     served_TLE = course.heat_TLE[course.window : course.windows * course.window]
@@ -148,7 +167,11 @@ def _loop(contest: Contest, course: Course, entrant: Entrant) -> dict[str, Any] 
         if tables_RLE is None:
             tables_RLE = rule_tables(decision.placement_LRS, experts)
         following = course.heat(number + 1)
-        realised.append(float(mean_par(realised_par(following, course.slots, tables_RLE, course.mix_RLE))))
+        if entrant.by_step:
+            par_L = stepwise_par(following, decision.placement_LRS)
+        else:
+            par_L = realised_par(following, course.slots, tables_RLE, course.mix_RLE)
+        realised.append(float(mean_par(par_L)))
         moves.append(arrivals(serving.placement_LRS, decision.placement_LRS))
         cpu.append(decision.cpu_seconds)
         wall.append(decision.wall_seconds)

@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from eplb_service.bench.decision import Float64, Int32
 from eplb_service.placement import default_log2phy
+from eplb_service.solver.stepwise import loads_by_step
 
 
 def even_par(heat_TLE: npt.NDArray[np.generic], placement_LRS: Int32) -> Float64:
@@ -23,6 +24,20 @@ def even_par(heat_TLE: npt.NDArray[np.generic], placement_LRS: Int32) -> Float64
         np.add.at(part_ER, (placed_RS, np.arange(placed_RS.shape[0])[:, None]), 1.0 / replicas_E[placed_RS])
         layers.append(peak_to_average(heat_TLE[:, layer].astype(np.float64) @ part_ER))
     return np.array(layers)
+
+
+def stepwise_par(heat_TLE: npt.NDArray[np.generic], placement_LRS: Int32) -> Float64:
+    """Peak-to-average ratio per step, each step's tokens split as well as they can be, float64 ``[L]``.
+
+    That is the optimum of LPLB's linear program, which lowers the hottest rank over all splits; an exact max-flow finds
+    it.
+
+    References
+    ----------
+    DeepSeek LPLB, https://github.com/deepseek-ai/LPLB.
+    """
+    loads_TLR = loads_by_step(np.ascontiguousarray(heat_TLE, dtype=np.float64), placement_LRS.copy(), False)
+    return np.array([peak_to_average(loads_TR) for loads_TR in loads_TLR.transpose(1, 0, 2)])
 
 
 def rule_tables(placement_LRS: Int32, experts: int) -> Int32:
@@ -67,9 +82,3 @@ def arrivals(before_LRS: Int32, after_LRS: Int32) -> int:
     """Slots that must receive weights: experts that a rank serves now and did not hold before."""
     held = before_LRS[..., :, None] == after_LRS[..., None, :]
     return int((~held.any(axis=-2)).sum())
-
-
-def summed(heat_TLE: npt.NDArray[np.generic], episodes: int) -> Float64:
-    """Consecutive steps summed into ``episodes`` of nearly equal length, float64 ``[N, L, E]``."""
-    first_N = np.arange(episodes) * heat_TLE.shape[0] // episodes
-    return np.add.reduceat(heat_TLE.astype(np.float64), first_N, axis=0)

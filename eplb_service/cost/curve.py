@@ -1,8 +1,10 @@
 """Time that one rank's experts of one layer take by the tokens in each of its slots, and JSON files of such curves.
 
-``t = floor + sum over slots with n > 0 tokens of max(read, launch + slope * n)``: a slot that gets any token reads its
-expert's weights, which takes ``read`` however few tokens there are; from a knee on, computing takes longer than
-reading. A slot without tokens costs nothing. Where read and launch are 0 time follows the tokens: the curve is linear.
+``t = floor + batch * tokens of all ranks + sum over slots with n > 0 tokens of max(read, launch + slope * n)``: a slot
+that gets any token reads its expert's weights, which takes ``read`` however few tokens there are; from a knee on,
+computing takes longer than reading. A slot without tokens costs nothing. Fused kernels also sort the tokens of the
+whole batch, on every rank and wherever these are computed. Where read and launch are 0 time follows the tokens: the
+curve is linear.
 """
 
 from __future__ import annotations
@@ -88,6 +90,8 @@ class CostCurve:
         Origin of the numbers, for people.
     fit
         Quality of the fit; ``None`` where that is not known.
+    batch_us
+        Microseconds more for each token that any rank receives in the layer's step.
 
     Raises
     ------
@@ -104,9 +108,10 @@ class CostCurve:
     phase: str = "any"
     source: Annotated[str, Field(max_length=1000)] = "stated"
     fit: FitQuality | None = None
+    batch_us: Annotated[float, Field(alias="batch_us_per_token")] = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("floor_us", "read_us", "launch_us", "slope_us"):
+        for name in ("floor_us", "read_us", "launch_us", "slope_us", "batch_us"):
             value = getattr(self, name)
             if not math.isfinite(value) or value < 0:
                 raise CurveError(f"{name} of a cost curve is {value}; it must be a finite time, zero or more")
@@ -128,13 +133,19 @@ class CostCurve:
         return np.where(n > 0, np.maximum(self.read_us, self.launch_us + self.slope_us * n), 0.0)
 
     def rank_us(self, tokens_S: npt.ArrayLike) -> Float64:
-        """Microseconds of ranks whose slots, along the last axis, have so many tokens."""
+        """Microseconds of ranks whose slots, along the last axis, have so many tokens; without those of the batch."""
         us: Float64 = self.floor_us + self.slot_us(tokens_S).sum(axis=-1)
         return us
 
+    def slowest_us(self, tokens_RS: Float64) -> Float64:
+        """Microseconds of the slowest rank of all those along the last axis but one, those of the batch included."""
+        us: Float64 = self.rank_us(tokens_RS).max(axis=-1) + self.batch_us * tokens_RS.sum(axis=(-2, -1))
+        return us
+
     def __str__(self) -> str:
+        batch = f"{self.batch_us:.4g} us x tokens of the batch + " if self.batch_us else ""
         return (
-            f"{self.floor_us:.4g} us + for each busy slot max({self.read_us:.4g}, "
+            f"{self.floor_us:.4g} us + {batch}for each busy slot max({self.read_us:.4g}, "
             f"{self.launch_us:.4g} + {self.slope_us:.4g} x tokens) us"
         )
 

@@ -86,6 +86,9 @@ def shares_of_entries(share_GLE: Float64, tokens_LE: Float64, width: int) -> Flo
     ``share_GLE`` float64 ``[G, L, E]`` is each source's part, ``tokens_LE`` float64 ``[L, E]`` the tokens of a step.
     """
     groups, layers, experts = share_GLE.shape
+    if width == 1:
+        share_LGE: Float64 = share_GLE.transpose(1, 0, 2)
+        return share_LGE
     share_GLED = share_GLE[..., None] * entry_parts(share_GLE * tokens_LE, width)
     return np.ascontiguousarray(share_GLED.transpose(1, 0, 3, 2)).reshape(layers, groups * width, experts)
 

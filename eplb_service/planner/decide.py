@@ -289,7 +289,7 @@ def _solved(
         if isinstance(answer, SolverError):
             raise answer
         found, fresh = answer.found, answer.fresh
-        for candidate in (found, fresh):
+        for candidate in (found, fresh) if found is not fresh else (found,):
             # No layer is switched unless its answer was checked.
             check_layer(candidate.phy2log_RS, asked.placement.experts)
             check_log2phy(candidate.log2phy_GE, candidate.phy2log_RS)

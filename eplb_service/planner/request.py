@@ -26,11 +26,6 @@ _FEW_CELLS = 20_000
 """Slots x (experts + ranks) up to which a tree search costs next to nothing; larger layers win nothing by it."""
 _FEW_SLOTS = 3
 """Slots per rank up to which swaps and single exchanges soon find no way on."""
-_MOST_ANNEALED_RANKS = 256
-"""Ranks up to which layers of few slots are annealed. Annealing lowers the hottest rank of every episode that was seen;
-with more ranks which one that is is chance, and the next window does not keep what a window of 64 episodes gives: with
-annealing, 512 experts on 320 ranks x 2 slots realise 0.7 % more on static heat, 3.8 % on drift, 6.4 % on bursts, and
-1.6 % less on phases; 256 experts on 256 ranks x 2 slots realise 0.8 to 5.8 % less on all four."""
 _LEAVES = 8
 """Leaves of the tree search that are searched further."""
 _Z_OF_FEW_SLOTS = 1.5
@@ -122,7 +117,6 @@ def search_params_of(
     slots = placement.ranks * placement.slots
     tree = options.tree_search and slots * (placement.experts + placement.ranks) <= _FEW_CELLS
     few = placement.slots <= _FEW_SLOTS and options.local_search
-    anneals = options.annealing and placement.ranks <= _MOST_ANNEALED_RANKS
     spare = placement.redundant / placement.experts
     z = expected_hottest(placement.ranks)
     return SearchParams(
@@ -133,7 +127,7 @@ def search_params_of(
         tables=_tables(settings.split, options, width),
         width=width,
         step_tries=_STEP_TRIES + _STEP_TRIES_PER_SLOT * slots if options.local_search else 0,
-        annealing_tries=int(_TRIES * slots * min(spare, 1.0)) if few and anneals else 0,
+        annealing_tries=int(_TRIES * slots * min(spare, 1.0)) if few and options.annealing else 0,
         seed=settings.seed,
         options=options,
     )
@@ -243,13 +237,13 @@ def solve_picked(
         return []
     window, placement, settings, search = asked.window, asked.placement, asked.settings, asked.search
     _, first_G, group_R = asked.topology.token_groups()
-    share_GLE = np.zeros((first_G.size, len(picked), placement.experts))
-    if window.source_RLE is None:
-        share_GLE[:] = (np.bincount(group_R) / placement.ranks)[:, None, None]
-    else:
+    shape = first_G.size, len(picked), placement.experts
+    share_GLE = np.broadcast_to((np.bincount(group_R) / placement.ranks)[:, None, None], shape)
+    if window.source_RLE is not None:
         # Sliced first: the split of layers that nobody looks into costs nothing.
         source_RPE = window.source_RLE[:, picked]
-        np.add.at(share_GLE, group_R, source_shares(source_RPE, placement.ranks, *share_GLE.shape[1:]))
+        share_GLE = np.zeros(shape)
+        np.add.at(share_GLE, group_R, source_shares(source_RPE, placement.ranks, *shape[1:]))
     curve = time_curve(settings)
     width = width_in_use(settings, asked.log2phy_RLE)
     node_R, node_G = asked.topology.nodes()
@@ -258,7 +252,9 @@ def solve_picked(
         # Time is lowered source by source, and each entry of a dealing table is one.
         params = params._replace(tables=model.SOLVED)
     steps_PNE = None
-    if curve is not None:
+    if curve is not None and settings.cost_curve is not None:
+        # What the batch takes is the same under all placements, as the floor is.
+        curve[0] += settings.cost_curve.batch_us * float(window.heat_TLE.sum(axis=2).mean())
         sampled_TPE = window.heat_TLE[_sampled_steps(window.steps, _MOST_STEPS)][:, picked]
         steps_PNE = sampled_TPE.astype(np.float64).transpose(1, 0, 2)
     # Those in a layout that was made for no heat are placed from scratch, whatever it moves.
@@ -272,7 +268,7 @@ def solve_picked(
     return solve_many(
         heat_PNE,
         placement.phy2log_LRS[picked],
-        sources_of_tables(asked.log2phy_RLE[first_G][:, picked], width),
+        sources_of_tables(asked.log2phy_RLE[first_G[:, None], picked], width),
         shares_of_entries(share_GLE, tokens_PE, width),
         params,
         np.array(search.half_lives) * heat_PNE.shape[1],

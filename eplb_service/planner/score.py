@@ -116,12 +116,14 @@ def split_us(
     if split != STEP:
         share_LP = split_shares(heat_TLE, placement, log2phy_RLE, source_RLE, split)
         wide_TLE = np.ascontiguousarray(heat_TLE, dtype=np.float64)
-        return slowest_in_steps(wide_TLE, placement.phy2log_LRS.copy(), share_LP, numbers_of(curve))
+        slowest_TL = slowest_in_steps(wide_TLE, placement.phy2log_LRS.copy(), share_LP, numbers_of(curve))
+        slowest_TL += curve.batch_us * heat_TLE.sum(axis=2)
+        return slowest_TL
     us_TL = np.full((len(heat_TLE), placement.layers), np.nan)
     for begin in range(0, len(heat_TLE), _STEPS_AT_A_TIME):
         part = slice(begin, begin + _STEPS_AT_A_TIME)
         tokens_TLRS = _stepwise_tokens(heat_TLE[part], placement)
-        us_TL[part] = np.where(heat_TLE[part].any(axis=2), curve.rank_us(tokens_TLRS).max(axis=2), np.nan)
+        us_TL[part] = np.where(heat_TLE[part].any(axis=2), curve.slowest_us(tokens_TLRS), np.nan)
     return us_TL
 
 
@@ -136,7 +138,7 @@ def _stepwise_tokens(heat_TLE: Heat, placement: Placement) -> Float64:
 
 
 def numbers_of(curve: CostCurve) -> Float64:
-    """A cost curve as kernels take it."""
+    """A cost curve as kernels take it, without what the batch takes on all ranks."""
     return np.array([curve.floor_us, curve.read_us, curve.launch_us, curve.slope_us])
 
 

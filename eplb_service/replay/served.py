@@ -73,8 +73,7 @@ def served_us(
     for source_TRLE in _sources(trace, first, first + len(heat_TLE)):
         tokens_TLP = _dealt_loads(source_TRLE, slot_RLED, placement.ranks * placement.slots)
         tokens_TLRS = tokens_TLP.reshape(*tokens_TLP.shape[:2], placement.ranks, placement.slots)
-        slowest_TL = curve.rank_us(tokens_TLRS).max(axis=2)
-        parts.append(np.where(tokens_TLP.any(axis=2), slowest_TL, np.nan))
+        parts.append(np.where(tokens_TLP.any(axis=2), curve.slowest_us(tokens_TLRS), np.nan))
     return np.concatenate(parts)
 
 

@@ -21,15 +21,20 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import replace
-from itertools import count
 from typing import Any
 from zlib import crc32
 
 import numpy as np
 import numpy.typing as npt
 
-from eplb_service.solver.layer import Answer, annealed, as_deployed, from_scratch, par_on, solve_layer
+from eplb_service.solver.layer import (
+    Answer,
+    as_deployed,
+    from_scratch,
+    par_on,
+    solve_layer,
+    without_vain_annealing,
+)
 from eplb_service.solver.model import (
     FRESH,
     KEEP,
@@ -45,17 +50,11 @@ from eplb_service.solver.model import (
     homes,
 )
 from eplb_service.solver.time_layer import solve_layer_for_time
-from eplb_service.solver.topology import crossing_share, localised, match_ranks
+from eplb_service.solver.topology import match_ranks
 
 _Node = tuple[npt.NDArray[np.intp], npt.NDArray[np.intp], Deployed]
 """One node as a layer of its own: the numbers of its experts and of its ranks in the whole layer, ascending, and what
 serves now in the node's numbers."""
-_POLISHING_TRIES = 32_000
-"""Tries of annealing one layer before the clock is read again: a few milliseconds."""
-_FRUITLESS_TURNS = 8
-"""Turns over all layers that win nothing after which polishing ends; chosen by hand."""
-_SEED_STRIDE = 1_000_003
-"""Distance between the seeds of two turns; more than a model has layers."""
 
 
 class SolverError(RuntimeError):
@@ -99,8 +98,7 @@ def solve_many(
     threads
         Layers solved at a time.
     budget_ms
-        Layers begin in the order given until it is spent; what is left of it improves layers that were placed from
-        scratch, but for those in groups.
+        Layers begin in the order given until it is spent.
     node_R, node_G
         int32, as in ``model.Deployed``; one node where they are not given.
     expert_groups
@@ -108,7 +106,7 @@ def solve_many(
         their number divides the groups, which divide the experts.
     curve_4, steps_LNE
         With both, the slowest rank's time by a cost curve (see ``time_costs``) is lowered on single steps, float64
-        ``[L, N', E]``; groups are not kept together then, nor is a budget used up.
+        ``[L, N', E]``; groups are not kept together then.
 
     Returns
     -------
@@ -138,12 +136,7 @@ def solve_many(
 
     layers = range(heat_LNE.shape[0])
     with _several(threads, len(layers)) as run:
-        answers = list(run(solve, layers))
-        if budget_ms is not None and not expert_groups and curve_4 is None:
-            solved = {layer: answer for layer, answer in enumerate(answers) if isinstance(answer, Answer)}
-            better = _polish(solved, heat_LNE, deployed, params, deadline, run)
-            answers = [better.get(layer, answer) for layer, answer in enumerate(answers)]
-    return answers
+        return list(run(solve, layers))
 
 
 def _deployed_by_layer(
@@ -155,17 +148,18 @@ def _deployed_by_layer(
     node_G: Int32 | None,
 ) -> Callable[[int], Deployed]:
     """Deployed placement and tables of each layer, as kernels take them."""
-    deployed_LRS = np.array(deployed_LRS, dtype=np.int32, order="C")
-    deployed_LGE = np.array(deployed_LGE, dtype=np.int32, order="C")
-    share32_LGE = np.ascontiguousarray(share_LGE, dtype=np.float32)
     nodes = (
         np.zeros(deployed_LRS.shape[1], dtype=np.int32) if node_R is None else node_R,
         np.zeros(deployed_LGE.shape[1], dtype=np.int32) if node_G is None else node_G,
     )
 
     def deployed(layer: int) -> Deployed:
-        home_ER = homes(deployed_LRS[layer], experts)
-        return Deployed(deployed_LRS[layer], deployed_LGE[layer], share32_LGE[layer], home_ER, *nodes)
+        # Layer by layer: of all at once tables of many ranks take a gigabyte.
+        phy2log_RS, log2phy_GE = (
+            np.array(of_L[layer], dtype=np.int32, order="C") for of_L in (deployed_LRS, deployed_LGE)
+        )
+        share_GE = np.array(share_LGE[layer], dtype=np.float32, order="C")
+        return Deployed(phy2log_RS, log2phy_GE, share_GE, homes(phy2log_RS, experts), *nodes)
 
     return deployed
 
@@ -180,53 +174,6 @@ def _several(threads: int | None, layers: int) -> Iterator[Callable[..., Iterabl
         return
     with ThreadPoolExecutor(wanted, thread_name_prefix="eplb-solver") as pool:
         yield pool.map
-
-
-def _polish(
-    answers: dict[int, Answer],
-    heat_LNE: Float64,
-    deployed: Callable[[int], Deployed],
-    params: SearchParams,
-    deadline: float,
-    run: Callable[..., Iterable[Answer | None]],
-) -> dict[int, Answer]:
-    """Improve the layers that were placed from scratch until the ``deadline`` on ``time.monotonic``.
-
-    The answers depend on the machine, but never become worse with time. ``run`` is ``map``, or a thread pool's.
-    """
-    best = {layer: answer for layer, answer in answers.items() if answer.taken == FRESH}
-    fruitless = 0
-
-    def go_on(layer: int, seed: int) -> Answer | None:
-        if time.monotonic() >= deadline:
-            return None
-        try:
-            return _annealed_on(best[layer], heat_LNE[layer], deployed(layer), params._replace(seed=seed))
-        except Exception:  # what a layer has is good already; another try must cost nobody anything
-            return None
-
-    for turn in count(1):
-        if not best or fruitless == _FRUITLESS_TURNS or time.monotonic() >= deadline:
-            break
-        worst_first = sorted(best, key=lambda layer: -best[layer].found.par)
-        seeds = [params.seed + turn * _SEED_STRIDE + layer for layer in worst_first]
-        better = zip(worst_first, run(go_on, worst_first, seeds), strict=True)
-        gained = {layer: answer for layer, answer in better if answer is not None}
-        best |= gained
-        fruitless = 0 if gained else fruitless + 1
-    return best
-
-
-def _annealed_on(answer: Answer, heat_NE: Float64, deployed: Deployed, params: SearchParams) -> Answer | None:
-    """Anneal an answer once more; ``None`` where that wins nothing."""
-    layer = Layer(heat_of(heat_NE, deployed.phy2log_RS.shape[0]), deployed)
-    found = annealed(answer.found, layer, params, _POLISHING_TRIES)
-    if found.par >= answer.found.par:
-        return None
-    found = localised(found, layer, params)
-    crosses = crossing_share(found, layer, params.tables)
-    fresh = min(answer.fresh, found, key=lambda candidate: candidate.par)
-    return replace(answer, found=found, fresh=fresh, crosses=crosses)
 
 
 def _solve_by_node(
@@ -247,13 +194,10 @@ def _solve_by_node(
     now = as_deployed(seen, params.tables)
     slot_price = params.slot_price(deployed.phy2log_RS)
     packed = _node_layers(_pack_groups(seen.heat.mean_E, deployed, groups), deployed)
-    made = [
-        (
-            node,
-            from_scratch(Layer(heat_of(_heat_on(heat_NE, node), len(node[1])), node[2]), params, slot_price),
-        )
-        for node in packed
-    ]
+    made = []
+    for node in packed:
+        alone = Layer(heat_of(_heat_on(heat_NE, node), len(node[1])), node[2])
+        made.append((node, from_scratch(alone, without_vain_annealing(alone, params), slot_price)))
     fresh = _put_together(made, seen, params)
     node_E = _nodes_of_groups(deployed, groups)
     if unplaced or node_E is None:

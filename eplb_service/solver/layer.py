@@ -23,7 +23,7 @@ import numpy as np
 
 from eplb_service.solver.annealing import anneal
 from eplb_service.solver.construction import assignment_of, even_shares, place, tree_search
-from eplb_service.solver.evaluation import max_rank_loads, mean_peak
+from eplb_service.solver.evaluation import SMALLEST_GAIN, max_rank_loads, mean_of_max, mean_peak
 from eplb_service.solver.local_search import local_search
 from eplb_service.solver.model import (
     CHOSEN,
@@ -62,6 +62,9 @@ FEWEST_EPISODES = 4
 _PRICE_LADDER = np.array([32.0, 16.0, 8.0, 4.0, 2.0, 1.0])
 """Prices of a move that the local search tries, as multiples of the true one; most frugal first. Powers of two, so that
 one search serves them all; ``docs/research/solver.md`` has what it is worth."""
+
+_TRIAL = 8
+"""Part of annealing's tries that say whether it lasts: one in so many."""
 
 
 @dataclass(frozen=True)
@@ -129,10 +132,9 @@ def solve_layer(
         Place from scratch whatever it costs: what is deployed was not made for any heat.
     """
     seen = Layer(heat_of(heat_NE, deployed.phy2log_RS.shape[0]), deployed)
+    has_halves = heat_NE.shape[0] >= FEWEST_EPISODES
     now = as_deployed(seen, params.tables)
-    halves = None
-    if heat_NE.shape[0] >= FEWEST_EPISODES:
-        halves = halves_of(heat_NE, deployed.phy2log_RS.shape[0])
+    params = without_vain_annealing(seen, params)
     slot_price = params.slot_price(deployed.phy2log_RS)
     fresh = from_scratch(seen, params, slot_price)
     forecast = Forecast(float(half_life_H[0]), 0.0)
@@ -150,21 +152,23 @@ def solve_layer(
     if not unplaced and now.par - fresh.par <= min_gain:
         # Not even hindsight would have won enough.
         return answer(now, KEEP)
-    if halves is not None:
-        chosen = choose_forecast(*halves, half_life_H, params.options.trimmed_mean)
+    if has_halves:
+        chosen = choose_forecast(seen.heat, half_life_H, params.options.trimmed_mean)
         # What is placed for the first time is placed for all heat that is known, but for bursts.
         forecast = chosen if chosen.trimmed or not unplaced else forecast
     expected = Layer(forecast_heat(seen.heat, forecast, 2.0), deployed)
     if unplaced:
-        found = fresh if expected.heat is seen.heat else from_scratch(expected, params, slot_price)
+        if expected.heat is seen.heat:
+            return answer(fresh, FRESH)
+        found = from_scratch(expected, params, slot_price)
         return answer(found._replace(par=par_on(found, seen, params.tables)), FRESH)
     # A step takes as long as the hottest rank, so a move's price is a part of the ratio now.
     slot_price = params.slot_price(deployed.phy2log_RS, now.par)
     kind, price = FRESH, slot_price
-    if params.options.holdout and halves is not None:
+    if params.options.holdout and has_halves:
         fresh_may_pay = now.par - fresh.par > slot_price * fresh.moves / 2
         kind, price, optimism = _holdout(
-            *halves, forecast, deployed, params, slot_price, min_gain, fresh_may_pay
+            *halves_of(seen.heat), forecast, deployed, params, slot_price, min_gain, fresh_may_pay
         )
     found, taken = _best(kind, price, expected, now, params, slot_price, min_gain)
     return answer(found._replace(par=par_on(found, seen, params.tables)), taken)
@@ -273,10 +277,7 @@ def from_scratch(layer: Layer, params: SearchParams, slot_price: float) -> Candi
     nowhere_ER = np.zeros_like(deployed.home_ER)
     best = Candidate(deployed.phy2log_RS, deployed.log2phy_GE, np.inf, 0)
     for replicas_E in best_KE:
-        assignment = place(replicas_E, heat, ranks, slots, params.z)
-        placed_RS = local_search(
-            assignment, heat, nowhere_ER, np.zeros(1), params.z, params.local_search_steps
-        )[0]
+        placed_RS = _searched(replicas_E, layer, params)
         if params.annealing_tries > 0:
             tries = params.annealing_tries // best_KE.shape[0]
             placed_RS = anneal(placed_RS, heat.scaled_EN, heat.share_N, tries, params.seed)
@@ -287,15 +288,39 @@ def from_scratch(layer: Layer, params: SearchParams, slot_price: float) -> Candi
     return best
 
 
-def annealed(candidate: Candidate, layer: Layer, params: SearchParams, tries: int) -> Candidate:
-    """Anneal a candidate for so many tries; the candidate itself where they win nothing."""
-    if params.tables == STEPWISE:
-        nowhere_ER = np.zeros_like(layer.deployed.home_ER)
-        found_RS = searched_for_steps(candidate.phy2log_RS, layer.heat, nowhere_ER, np.zeros(1), params)[0]
-    else:
-        scaled_EN, share_N = layer.heat.scaled_EN, layer.heat.share_N
-        found_RS = anneal(candidate.phy2log_RS, scaled_EN, share_N, tries, params.seed)
-    return _cheaper(candidate, _served(found_RS, layer, params), params.slot_price(found_RS))
+def _searched(replicas_E: Int32, layer: Layer, params: SearchParams) -> Int32:
+    """Place these replicas greedily and search locally from there, whatever is deployed; int32 ``[R, S]``."""
+    heat, deployed = layer
+    ranks, slots = deployed.phy2log_RS.shape
+    assignment = place(replicas_E, heat, ranks, slots, params.z)
+    nowhere_ER, free_1 = np.zeros_like(deployed.home_ER), np.zeros(1)
+    placed_1RS = local_search(assignment, heat, nowhere_ER, free_1, params.z, params.local_search_steps)
+    placed_RS: Int32 = placed_1RS[0]
+    return placed_RS
+
+
+def without_vain_annealing(layer: Layer, params: SearchParams) -> SearchParams:
+    """Parameters without annealing unless a short one, fitted to either half of the episodes, cools the other half.
+
+    It lowers the hottest rank of every episode that was seen; the more ranks and the fewer tokens, the more often which
+    rank that is was chance.
+    """
+    if not (params.annealing_tries and params.options.holdout and layer.heat.share_N.size >= FEWEST_EPISODES):
+        return params
+    ranks, slots = layer.deployed.phy2log_RS.shape
+    older, newer = halves_of(layer.heat)
+    for fit, held_out in ((older, newer), (newer, older)):
+        replicas_KE, _ = tree_search(fit, ranks, slots, params.z, 0)
+        placed_RS = _searched(replicas_KE[0], Layer(fit, layer.deployed), params)
+        tries = params.annealing_tries // _TRIAL
+        found_RS = anneal(placed_RS, fit.scaled_EN, fit.share_N, tries, params.seed)
+        before, after = (
+            mean_of_max(*held_out[:2], way_RS, even_shares(way_RS, fit.mean_E.size))
+            for way_RS in (placed_RS, found_RS)
+        )
+        if after > before - SMALLEST_GAIN:
+            return params._replace(annealing_tries=0)
+    return params
 
 
 def as_deployed(layer: Layer, tables: int) -> Candidate:

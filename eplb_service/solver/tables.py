@@ -91,7 +91,9 @@ def solve_tables(phy2log_RS: Int32, heat: Heat, share_GE: Float32, z: float) -> 
     rule_GE = fixed_rule(first_E1, slot_P, sources)
     rule_par = tables_par(phy2log_RS, rule_GE, heat, share_GE)
     chosen_GE = rule_GE.copy()
-    order_E, order_GE = descending(expert_heat(heat, z)), descending(share_GE)
+    order_E, order_GE = descending(expert_heat(heat, z)), np.zeros_like(rule_GE)
+    shared_X = np.flatnonzero(np.diff(first_E1) > 1)
+    order_GE[:, shared_X] = descending(share_GE[:, shared_X])
     assignment = _spread_parts(phy2log_RS, chosen_GE, first_E1, slot_P, heat, share_GE, order_E, order_GE, z)
     cool(assignment, chosen_GE, first_E1, slot_P, heat, share_GE, z)
     chosen_par = tables_par(phy2log_RS, chosen_GE, heat, share_GE)
@@ -114,8 +116,8 @@ def _spread_parts(
 ) -> Assignment:
     """Hottest expert first, its largest part first, each to the replica whose rank stays coolest.
 
-    These orders are ``order_E`` int32 ``[E]`` and ``order_GE`` int32 ``[G, E]``. Parts without tokens stay where they
-    are. One expert at a time: its parts change the loads of the few ranks that
+    These orders are ``order_E`` int32 ``[E]`` and, of experts with several replicas, ``order_GE`` int32 ``[G, E]``.
+    Parts without tokens stay where they are. One expert at a time: its parts change the loads of the few ranks that
     hold it only in one direction, so a part costs a few operations whatever the number of experts.
     """
     slots = phy2log_RS.shape[1]

@@ -29,6 +29,7 @@ from eplb_service.solver.layer import (
     is_sure,
     move_prices,
     shares_of,
+    without_vain_annealing,
 )
 from eplb_service.solver.local_search import local_search
 from eplb_service.solver.model import (
@@ -61,7 +62,7 @@ from eplb_service.solver.time_costs import (
     with_all_slots_used,
 )
 from eplb_service.solver.topology import keep_slots, match_ranks
-from eplb_service.solver.window import Forecast, choose_forecast, forecast_heat, halves_of, standard_error
+from eplb_service.solver.window import Forecast, choose_forecast, forecast_heat, standard_error
 
 _NO_FADING = np.array([np.inf])
 _HARDLY = 0.001
@@ -136,7 +137,9 @@ def solve_layer_for_time(
     Answer
         Its ratios are of times: the slowest rank's over that of perfectly even ranks without replicas.
     """
-    forecast = _between_bursts(episodes_NE, deployed, params, half_life_H)
+    balanced = Layer(heat_of(episodes_NE, deployed.phy2log_RS.shape[0]), deployed)
+    params = without_vain_annealing(balanced, params)
+    forecast = _between_bursts(balanced.heat, params, half_life_H)
     seen = _timed(episodes_NE, steps_NE, deployed, curve_4, forecast)
     now = seen.judged(Candidate(deployed.phy2log_RS, deployed.log2phy_GE, 0.0, 0), params.tables)
     tables = _tabled(deployed.phy2log_RS, seen, params)
@@ -189,13 +192,10 @@ def _timed(
     return _TimedLayer(layer, tokens_EN, weight_N, curve_4, even_us)
 
 
-def _between_bursts(
-    episodes_NE: Float64, deployed: Deployed, params: SearchParams, half_life_H: Float64
-) -> Forecast:
+def _between_bursts(heat: Heat, params: SearchParams, half_life_H: Float64) -> Forecast:
     """Forecast for which tokens are balanced: all heat that is known, but for bursts."""
-    if episodes_NE.shape[0] >= FEWEST_EPISODES:
-        halves = halves_of(episodes_NE, deployed.phy2log_RS.shape[0])
-        chosen = choose_forecast(*halves, half_life_H, params.options.trimmed_mean)
+    if heat.share_N.size >= FEWEST_EPISODES:
+        chosen = choose_forecast(heat, half_life_H, params.options.trimmed_mean)
         if chosen.trimmed:
             return chosen
     return Forecast(float("inf"), 0.0)

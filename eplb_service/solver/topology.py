@@ -104,11 +104,12 @@ def match_ranks(phy2log_RS: Int32, deployed_RS: Int32, experts: int, node_R: Int
         if pairs_C[score] == 0:
             continue
         for row in range(ranks):
-            for r in range(ranks):
-                if score_RR[row, r] == score and not row_dealt_R[row] and not rank_taken_R[r]:
+            for r in range(0 if not row_dealt_R[row] else ranks, ranks):
+                if score_RR[row, r] == score and not rank_taken_R[r]:
                     set_row(dealt_RS[r], phy2log_RS[row])
                     row_dealt_R[row] = True
                     rank_taken_R[r] = True
+                    break
     return dealt_RS
 
 

@@ -12,9 +12,6 @@ from eplb_service.solver.model import DEALT, EVEN, RULE, SOLVED, STEPWISE, Searc
 from eplb_service.solver.topology import choose_senders
 from eplb_service.solver.window import loads_of_ranks, served_window, sum_episodes
 
-_ENOUGH_MS = 1e6
-"""A budget that is never spent: it is there so that what budgets buy is compiled too."""
-
 
 @cache
 def warm_up(threads: int | None = None) -> None:
@@ -44,7 +41,6 @@ def warm_up(threads: int | None = None) -> None:
             0.0,
             np.array([False, True]),
             threads,
-            budget_ms=_ENOUGH_MS,
             node_R=two_nodes,
             node_G=np.repeat(two_nodes, width),
             curve_4=time,

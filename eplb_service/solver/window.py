@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from eplb_service.solver.jit import kernel, part
-from eplb_service.solver.model import Float32, Float64, Heat, Int32, Int64, heat_of
+from eplb_service.solver.model import Float32, Float64, Heat, Int32, Int64, heat_of, with_covariance
 
 
 @kernel
@@ -196,10 +196,16 @@ class Forecast(NamedTuple):
     """Experts count as their trimmed means say; then nothing fades."""
 
 
-def halves_of(heat_NE: Float64, ranks: int) -> tuple[Heat, Heat]:
-    """Cut episodes ``[N, E]``, oldest first, into an older and a newer half."""
-    half = heat_NE.shape[0] // 2
-    return heat_of(heat_NE[:half], ranks), heat_of(heat_NE[half:], ranks)
+def halves_of(heat: Heat) -> tuple[Heat, Heat]:
+    """Cut episodes, oldest first, into an older and a newer half."""
+    half = heat.share_N.shape[0] // 2
+
+    def part(of_N: slice) -> Heat:
+        share_N = heat.share_N[of_N]
+        scaled_EN = np.ascontiguousarray(heat.scaled_EN[:, of_N])
+        return with_covariance(scaled_EN, share_N / max(share_N.sum(), np.float32(1e-30)))
+
+    return part(slice(half)), part(slice(half, None))
 
 
 def _fading(episodes: int, half_life: float) -> Float64:
@@ -209,24 +215,25 @@ def _fading(episodes: int, half_life: float) -> Float64:
     return weight_N
 
 
-def _trimmed_mean(heat: Heat) -> Float32:
+def _trimmed_mean(scaled_EN: Float32, share_N: Float32) -> Float32:
     """Each expert's mean over the half of the episodes in which it has least, float32 ``[E]``.
 
-    They are scaled to add up to what the plain means do. Episodes without tokens are left out. The plain mean where
+    They are scaled to add up to what the plain means do. Episodes without weight are left out. The plain mean where
     every expert is silent in half of the others.
     """
-    seen_EN = heat.scaled_EN[:, heat.share_N > 0]
+    seen_EN = scaled_EN[:, share_N > 0]
     least = (seen_EN.shape[1] + 1) // 2
     if not least:
-        return heat.mean_E
+        return np.zeros(len(scaled_EN), dtype=np.float32)
     mean_E: Float32 = np.partition(seen_EN, least - 1, axis=1)[:, :least].mean(axis=1)
+    plain_E: Float32 = seen_EN.mean(axis=1)
     total = mean_E.sum()
-    return mean_E * (heat.mean_E.sum() / total) if total > 0 else heat.mean_E
+    return mean_E * (plain_E.sum() / total) if total > 0 else plain_E
 
 
-def _skewness(*heats: Heat) -> float:
+def _skewness(heat: Heat) -> float:
     """Skewness of an expert's episodes with tokens, the mean over the experts that vary; 0 where none does."""
-    seen_EN = np.hstack([heat.scaled_EN[:, heat.share_N > 0] for heat in heats])
+    seen_EN = heat.scaled_EN[:, heat.share_N > 0]
     mean_E = seen_EN.sum(axis=1) / max(seen_EN.shape[1], 1)
     centred_EN = seen_EN - mean_E[:, None]
     spread_E = np.sqrt((centred_EN**2).sum(axis=1) / max(seen_EN.shape[1], 1))
@@ -237,25 +244,26 @@ def _skewness(*heats: Heat) -> float:
     return float(((centred_EN[varies_E] / spread_E[varies_E, None]) ** 3).mean())
 
 
-def choose_forecast(older: Heat, newer: Heat, half_life_H: Float64, trim: bool = True) -> Forecast:
-    """Choose the forecast made of the older half that is closest to the newer half's mean.
+def choose_forecast(heat: Heat, half_life_H: Float64, trim: bool = True) -> Forecast:
+    """Choose the forecast made of the older half of the episodes that is closest to the newer half's mean.
 
     The first half-life listed stays unless another's squared error, or that of the trimmed mean, is clearly below its
     own; the trimmed mean is for skewed episodes, those of bursts, alone: where two kinds of heat take turns it would
     forecast only one of them. A newer half without tokens says nothing, so the first stays then, too.
     """
-    newer_E = newer.mean_E
+    half = heat.share_N.shape[0] // 2
+    older_EN, older_N, newer_N = heat.scaled_EN[:, :half], heat.share_N[:half], heat.share_N[half:]
+    newer_E = heat.scaled_EN[:, half:] @ newer_N / max(newer_N.sum(), np.float32(1e-30))
     if not newer_E.any():
         return Forecast(float(half_life_H[0]), 0.0)
-    episodes = older.share_N.shape[0]
-    weight_NH = np.stack([older.share_N * _fading(episodes, h) for h in half_life_H], axis=1)
+    weight_NH = np.stack([older_N * _fading(half, h) for h in half_life_H], axis=1)
     weight_NH /= np.maximum(weight_NH.sum(axis=0), 1e-30)
-    error_H = ((older.scaled_EN @ weight_NH - newer_E[:, None]) ** 2).sum(axis=0)
+    error_H = ((older_EN @ weight_NH - newer_E[:, None]) ** 2).sum(axis=0)
     best = int(error_H.argmin())
     bound = CLEARLY_BETTER * error_H[0]
-    if trim and episodes >= FEWEST_TO_TRIM and _skewness(older, newer) >= _SKEWED:
-        error = ((_trimmed_mean(older) - newer_E) ** 2).sum()
-        if error < min(bound, error_H[best]):
+    if trim and half >= FEWEST_TO_TRIM:
+        error = ((_trimmed_mean(older_EN, older_N) - newer_E) ** 2).sum()
+        if error < min(bound, error_H[best]) and _skewness(heat) >= _SKEWED:
             return Forecast(float("inf"), 0.0, trimmed=True)
     if error_H[best] >= bound:
         return Forecast(float(half_life_H[0]), 0.0)
@@ -283,7 +291,8 @@ def forecast_heat(heat: Heat, forecast: Forecast, ahead: float) -> Heat:
 def _trimmed_heat(heat: Heat) -> Heat:
     """The same heat with each expert's episodes scaled so that its mean is its trimmed mean, and normalised again."""
     mean_E, ranks = heat.mean_E, round(float(heat.mean_E.sum()))
-    factor_E = np.divide(_trimmed_mean(heat), mean_E, out=np.zeros_like(mean_E), where=mean_E > 0)
+    trimmed_E = _trimmed_mean(heat.scaled_EN, heat.share_N)
+    factor_E = np.divide(trimmed_E, mean_E, out=np.zeros_like(mean_E), where=mean_E > 0)
     scaled_NE = np.where(heat.share_N > 0, heat.scaled_EN * factor_E[:, None], 0.0).T
     return heat_of(np.ascontiguousarray(scaled_NE, dtype=np.float64), ranks)
 

@@ -12,7 +12,7 @@ from eplb_service.bench import closed_loop
 from eplb_service.bench.closed_loop import LEFT_ALONE, Course, Entrant, compare
 from eplb_service.bench.decision import Decision, Scene
 from eplb_service.bench.peers import archives
-from eplb_service.bench.scoring import arrivals, even_par, realised_par
+from eplb_service.bench.scoring import arrivals, even_par, realised_par, stepwise_par
 from eplb_service.cli import main
 from eplb_service.heat.synthetic import synthetic_heat
 from eplb_service.placement import Placement, mean_par
@@ -40,9 +40,10 @@ class Answers:
 def test_figures_are_of_the_windows_after_each_decision() -> None:
     heat_TLE = synthetic_heat("drift", 50, 2, 8, tokens=64, top_k=2, seed=3)
     course = Course("a", heat_TLE, ranks=4, slots=3, window=16)
-    taking_part = [LEFT_ALONE, Entrant("mover", "mover"), Entrant("lazy", "lazy")]
+    by_step = Entrant("by step", "none", by_step=True)
+    taking_part = [LEFT_ALONE, Entrant("mover", "mover"), Entrant("lazy", "lazy"), by_step]
     found = compare(Answers(), course, taking_part)  # type: ignore[arg-type]
-    alone, mover = found["policies"].values()
+    alone, mover, stepwise = found["policies"].values()
     linear = Placement.linear(2, 8, 4, 3)
     served = [heat_TLE[16:32], heat_TLE[32:48]]
     expected = [float(mean_par(realised_par(part, 3, linear.default_log2phy()))) for part in served]
@@ -54,21 +55,15 @@ def test_figures_are_of_the_windows_after_each_decision() -> None:
     assert (mover["cpu_ms_mean"], mover["solve_ms_mean"]) == (500.0, 1000.0)
     assert mover["moves_per_decision"] == mover["moves"][1]
     assert 1 < found["noise_floor"] < 1.6
+    expected = [float(mean_par(stepwise_par(part, linear.phy2log_LRS))) for part in served]
+    assert stepwise["par_realised_per_window"] == pytest.approx(expected)
 
 
-def test_a_layer_without_tokens_has_no_ratio() -> None:
-    heat_TLE = np.zeros((4, 2, 4), dtype=np.int64)
-    heat_TLE[:, 1] = [3, 1, 1, 1]
-    placed_LRS = Placement.linear(2, 4, 2, 2).phy2log_LRS
-    assert np.isnan(even_par(heat_TLE, placed_LRS)[0])
-    assert even_par(heat_TLE, placed_LRS)[1] == pytest.approx(4 / 3)
-    found = compare(Answers(), Course("a", heat_TLE, 2, 2, 2), [LEFT_ALONE])  # type: ignore[arg-type]
-    assert found["policies"]["left alone"]["par_realised"] == pytest.approx(4 / 3)
-
-
-def test_a_window_without_tokens_counts_for_nothing() -> None:
-    heat_TLE = np.ones((8, 1, 4), dtype=np.int64)
-    heat_TLE[2:4, 0, 0] = 4
+def test_layers_and_windows_without_tokens_count_for_nothing() -> None:
+    heat_TLE = np.zeros((8, 2, 4), dtype=np.int64)
+    heat_TLE[:, 1] = 1
+    assert np.isnan(even_par(heat_TLE, Placement.linear(2, 4, 2, 2).phy2log_LRS)[0])
+    heat_TLE[2:4, 1, 0] = 4
     heat_TLE[6:] = 0
     found = compare(Answers(), Course("a", heat_TLE, 2, 2, 2), [LEFT_ALONE])  # type: ignore[arg-type]
     alone = found["policies"]["left alone"]

@@ -5,8 +5,16 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from eplb_service.bench.scoring import arrivals, even_par, realised_par, rule_tables, sampled_loads
+from eplb_service.bench.scoring import (
+    arrivals,
+    even_par,
+    realised_par,
+    rule_tables,
+    sampled_loads,
+    stepwise_par,
+)
 from tests.placement.drawn import dealt_one_by_one
+from tests.solver.slow.stepwise import optimum
 
 
 def random_placement(generator, layers, experts, ranks, slots):
@@ -52,6 +60,13 @@ def test_ratios_are_those_of_the_slow_twins(seed: int) -> None:
     mix_RLE /= mix_RLE.sum(axis=0)
     even = [slow_even_par(heat_TLE[:, layer], placed_LRS[layer]) for layer in range(2)]
     np.testing.assert_allclose(even_par(heat_TLE, placed_LRS), even)
+    programs = [
+        np.mean(
+            [optimum(placed_RS, heat_E) * 4 / heat_E.sum() for heat_E in heat_TLE[:, layer] if heat_E.any()]
+        )
+        for layer, placed_RS in enumerate(placed_LRS)
+    ]
+    np.testing.assert_allclose(stepwise_par(heat_TLE, placed_LRS), programs, rtol=1e-6)
     realised = [
         slow_realised_par(heat_TLE[:, layer], 3, tables_RLE[:, layer], mix_RLE[:, layer])
         for layer in range(2)
@@ -65,12 +80,6 @@ def test_tokens_known_by_source_arrive_where_their_rank_sends_them() -> None:
     source_TRE = generator.integers(0, 9, (3, 4, 7))
     expected = dealt_one_by_one(source_TRE[:, :, None], table_RE[:, None] // 3, 4)[:, 0]
     np.testing.assert_array_equal(sampled_loads(source_TRE, 3, table_RE), expected)
-
-
-def test_the_rule_takes_replicas_in_turn() -> None:
-    placed_LRS = np.array([[[0, 1], [2, 0], [1, 0]]], dtype=np.int32)
-    tables_RLE = rule_tables(placed_LRS, 3)
-    assert tables_RLE[:, 0].tolist() == [[0, 1, 2], [3, 4, 2], [5, 1, 2]]
 
 
 def test_only_experts_new_to_a_rank_arrive() -> None:

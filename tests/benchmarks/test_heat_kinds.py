@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from benchmarks.solver.heats import KINDS, generate, source_mix
+from benchmarks.solver.heats import KINDS, generate
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -16,10 +16,3 @@ def test_heat_is_a_function_of_its_seed_and_every_step_has_all_its_tokens(kind: 
     assert (heat_TLE.sum(axis=2) == 4000).all()
     # The share of an expert is bounded; what is drawn scatters around it.
     assert heat_TLE.max() < 1000 * 1.2
-
-
-def test_a_source_mix_splits_all_of_an_experts_tokens() -> None:
-    mix_RLE = source_mix(layers=2, experts=8, ranks=4, spread=0.5, seed=1)
-    np.testing.assert_allclose(mix_RLE.sum(axis=0), 1.0)
-    assert mix_RLE.std() > 0.05
-    np.testing.assert_allclose(source_mix(layers=2, experts=8, ranks=4, spread=0.0), 0.25)

@@ -10,20 +10,20 @@ from benchmarks.time.heats import CellHeat, recorded
 from benchmarks.time.slot_counts import WINDOW, judged, named
 from eplb_service.heat.synthetic import synthetic_heat
 from eplb_service.placement import Placement
-from tests.cost.curves import H200, plain_rank_us
+from tests.cost.curves import FUSED, H200, plain_rank_us
 
 
 def test_the_scorer_times_each_step_by_the_definition():
     heat_TLE = synthetic_heat("static", 3, 2, 8, tokens=64, top_k=2)
     placement = Placement.linear(2, 8, 4, 3)
     tables_RLE = placement.default_log2phy()
-    us_TL = slowest_us(heat_TLE, placement.phy2log_LRS, tables_RLE, H200)
+    us_TL = slowest_us(heat_TLE, placement.phy2log_LRS, tables_RLE, FUSED)
     for step, layer in np.ndindex(us_TL.shape):
         tokens_P = np.zeros(12)
         for source in range(4):
             for expert in range(8):
                 tokens_P[tables_RLE[source, layer, expert]] += heat_TLE[step, layer, expert] / 4
-        slowest = max(plain_rank_us(H200, tokens.tolist()) for tokens in tokens_P.reshape(4, 3))
+        slowest = max(plain_rank_us(FUSED, tokens.tolist(), 128) for tokens in tokens_P.reshape(4, 3))
         assert us_TL[step, layer] == pytest.approx(slowest)
 
 

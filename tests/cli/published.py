@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 FIT = "samples held_out median_error p90_error worst_error"
-CURVE = "phase floor_us read_us launch_us slope_us_per_token source fit"
+CURVE = "phase floor_us read_us launch_us slope_us_per_token source fit batch_us_per_token"
 SPLIT = "us"
 TRACE = (
     "origin steps layers experts first_step last_step model ranks slots tokens_per_step top_k bytes_per_expert nodes_R "

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from eplb_service.cost.curve import CostCurve
 
 H200 = CostCurve(20.0, 11.6, 5.0, 0.0615, "decode", "H200, 7168 x 2048, fp8")
 
 
-def plain_rank_us(curve: CostCurve, tokens: list[float]) -> float:
-    """The definition, slot by slot."""
-    total = curve.floor_us
+FUSED = replace(H200, batch_us=0.004)
+"""The same of a kernel that sorts the whole batch on every rank."""
+
+
+def plain_rank_us(curve: CostCurve, tokens: list[float], batch: float = 0.0) -> float:
+    """The definition, slot by slot, where all ranks together have ``batch`` tokens."""
+    total = curve.floor_us + curve.batch_us * batch
     for n in tokens:
         if n > 0:
             total += max(curve.read_us, curve.launch_us + curve.slope_us * n)

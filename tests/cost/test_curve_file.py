@@ -8,14 +8,14 @@ from dataclasses import replace
 import pytest
 
 from eplb_service.cost.curve import CurveError, FitQuality, plain_curve, read_curve, write_curves
-from tests.cost.curves import H200
+from tests.cost.curves import FUSED, H200
 
 FIT = FitQuality(28, 7, 0.02, 0.05, 0.09)
 
 
 def test_curves_survive_their_file(tmp_path):
     path = tmp_path / "curve.json"
-    curves = (replace(H200, fit=FIT), replace(H200, phase="prefill", slope_us=0.1))
+    curves = (replace(H200, fit=FIT), replace(FUSED, phase="prefill", slope_us=0.1))
     write_curves(path, curves)
     assert [read_curve(f"{path}:{curve.phase}") for curve in curves] == list(curves)
     assert json.loads(path.read_bytes())["curves"] == [plain_curve(curve) for curve in curves]

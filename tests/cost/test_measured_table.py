@@ -9,15 +9,21 @@ from pyarrow import parquet
 
 from eplb_service.cost.curve import CostCurve, CurveError
 from eplb_service.cost.fit import curve_from_table
-from tests.cost.curves import H200, plain_rank_us
+from tests.cost.curves import FUSED, H200, plain_rank_us
 
 
-def rows(curve: CostCurve, dtype: str = "fp8_block", distribution: str = "uniform", scale: float = 1.0):
+def rows(
+    curve: CostCurve,
+    dtype: str = "fp8_block",
+    distribution: str = "uniform",
+    scale: float = 1.0,
+    more: int = 0,
+):
     for ranks in (8, 16, 32, 64):
         for tokens in (4, 32, 256, 2048, 16384, 65536):
-            slots, choices = 256 // ranks, tokens * 8 / ranks
+            slots, choices = 256 // ranks + more, tokens * 8 / ranks
             busy = max(1, min(slots, int(choices)))
-            us = plain_rank_us(curve, [max(1, choices / busy)] * busy)
+            us = plain_rank_us(curve, [max(1, choices / busy)] * busy, tokens * 8)
             yield {
                 "device": "NVIDIA H200",
                 "kernel_source": "deepepmoe",
@@ -27,6 +33,7 @@ def rows(curve: CostCurve, dtype: str = "fp8_block", distribution: str = "unifor
                 "inter_size": 2048,
                 "topk": 8,
                 "num_experts": 256,
+                "num_slots": slots * ranks,
                 "moe_tp_size": 1,
                 "moe_ep_size": ranks,
                 "distribution": distribution,
@@ -45,8 +52,19 @@ def test_rows_of_even_tokens_give_the_kernels_curve(tmp_path):
     assert curve.rank_us([1] * 8) == pytest.approx(H200.rank_us([1] * 8), rel=0.02)
     assert curve.slope_us == pytest.approx(H200.slope_us, rel=0.05)
     assert curve.phase == "decode"
+    assert curve.batch_us == pytest.approx(0, abs=1e-6)
     assert "NVIDIA H200" in curve.source
     assert "deepepmoe" in curve.source
+
+
+@pytest.mark.parametrize("distribution", ["uniform", "power_law_1.2_eplb"])
+def test_what_each_token_of_the_batch_takes_is_told_from_a_slots_own(tmp_path, distribution):
+    # Balanced ranks serve where no row is even; a redundant slot on each shares their tokens.
+    parts = [rows(FUSED, distribution=distribution, more=more) for more in (0, 1)]
+    skewed = rows(H200, distribution="power_law_1.2", scale=9)
+    curve = curve_from_table(table(tmp_path / "moe.parquet", *parts, skewed))
+    assert curve.batch_us == pytest.approx(FUSED.batch_us, rel=0.05)
+    assert curve.slope_us == pytest.approx(FUSED.slope_us, rel=0.05)
 
 
 def test_of_several_kernels_one_must_be_named(tmp_path):

@@ -16,7 +16,7 @@ from eplb_service.replay.costs import Costs
 from eplb_service.replay.jobs import jobs_for, replay, scene_for
 from eplb_service.replay.policy import Setup
 from eplb_service.replay.served import _loads_from_sources, served_us
-from tests.cost.curves import H200, plain_rank_us
+from tests.cost.curves import FUSED, H200, plain_rank_us
 from tests.placement.drawn import dealt_one_by_one
 
 STEPS, LAYERS, RANKS, EXPERTS, SLOTS = 60, 2, 4, 8, 3
@@ -76,10 +76,12 @@ def test_slowest_ranks_are_timed_by_what_their_slots_really_received(recorded):
     trace, _ = recorded
     tables_RLE = PLACEMENT.default_log2phy()
     slots_TLP = dealt_one_by_one(SOURCE_TRLE, tables_RLE, RANKS * SLOTS)
-    found_TL = served_us(trace, trace.heat(0, STEPS), 0, Serving(PLACEMENT, tables_RLE), "tables", H200)
+    found_TL = served_us(trace, trace.heat(0, STEPS), 0, Serving(PLACEMENT, tables_RLE), "tables", FUSED)
     for step, layer in ((0, 0), (17, 1), (59, 0)):
         of_ranks = slots_TLP[step, layer].reshape(RANKS, SLOTS).tolist()
-        assert found_TL[step, layer] == pytest.approx(max(plain_rank_us(H200, tokens) for tokens in of_ranks))
+        batch = slots_TLP[step, layer].sum()
+        slowest = max(plain_rank_us(FUSED, tokens, batch) for tokens in of_ranks)
+        assert found_TL[step, layer] == pytest.approx(slowest)
 
 
 def test_a_replay_with_a_curve_realises_milliseconds(recorded):

@@ -184,13 +184,3 @@ def test_full_width_finds_the_best_counts_there_are(case: Case) -> None:
     )
     best = sorted(peak_of(layer, np.array(replicas_E, dtype=np.int32)) for replicas_E in all_KE)[:leaves]
     np.testing.assert_allclose(risk_K, best, rtol=1e-5)
-
-
-@given(cases())
-@settings(max_examples=30)
-def test_without_leaves_the_greedy_counts_are_taken_as_they_are(case: Case) -> None:
-    layer = PlacedLayer(case, 1.0)
-    found_KE, risk_K = tree_search(layer.heat32, case.ranks, case.slots, 1.0, 0)
-    greedy_E = _greedy_replicas(expert_heat(layer.heat32, 1.0), case.ranks, case.slots)
-    np.testing.assert_array_equal(found_KE, greedy_E[None, :])
-    assert np.isinf(risk_K).all()

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from eplb_service.placement import Placement, par
 from eplb_service.planner.score import split_loads
 from eplb_service.solver.annealing import _par_of_changed
-from eplb_service.solver.construction import descending, even_shares
+from eplb_service.solver.construction import even_shares
 from eplb_service.solver.evaluation import (
     TopRanks,
     expert_heat,
@@ -58,13 +58,6 @@ def test_ratio_is_the_mean_of_the_peaks(case: Case, seed: int) -> None:
     share_RS = layer.generator.random(layer.share_RS.shape).astype(np.float32)
     found = mean_of_max(layer.scaled_EN, layer.share_N, layer.phy2log_RS, share_RS)
     assert found == pytest.approx(heat.mean_of_max(*layer.heat, layer.phy2log_RS, share_RS), rel=1e-5)
-
-
-@SETTINGS
-@given(st.lists(st.sampled_from((0.0, 1.0, 2.5, 9.0)) | st.floats(0, 9, width=32), max_size=40))
-def test_descending_is_a_stable_sort(values: list[float]) -> None:
-    array = np.array(values, dtype=np.float32)
-    np.testing.assert_array_equal(descending(array), np.argsort(-array, kind="stable"))
 
 
 @SETTINGS

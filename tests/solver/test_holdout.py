@@ -24,6 +24,7 @@ from eplb_service.solver.model import (
     Layer,
     SearchOptions,
     SearchParams,
+    heat_of,
 )
 from eplb_service.solver.window import Forecast, choose_forecast, halves_of
 from tests.solver import asked
@@ -123,8 +124,9 @@ def test_the_course_is_the_cheapest_of_all(
 def test_what_is_recommended_would_have_paid(case: Case, tables: int, seed: int, min_gain: float) -> None:
     assume(len(case.heat_NE) >= 4)
     deployed = deployment(case, case.ranks, seed)
-    halves = halves_of(case.heat_NE, case.ranks)
-    forecast = choose_forecast(*halves, np.array([np.inf, 1.0]))
+    seen = heat_of(case.heat_NE, case.ranks)
+    halves = halves_of(seen)
+    forecast = choose_forecast(seen, np.array([np.inf, 1.0]))
     search = SEARCH._replace(tables=tables)
     course = _holdout(*halves, forecast, deployed, search, PRICE, min_gain, True)
     again = _holdout(*halves, forecast, deployed, search, PRICE, min_gain, True)
@@ -154,6 +156,36 @@ def test_what_is_recommended_would_have_paid(case: Case, tables: int, seed: int,
     assert found.moves == np.count_nonzero(found.phy2log_RS != deployed.phy2log_RS)
 
 
+def test_annealing_is_left_out_where_either_half_does_not_keep_what_the_other_gave() -> None:
+    kept = []
+    for seed in range(12):
+        generator = np.random.default_rng(seed)
+        # Of the two one is noise alone; in the other two kinds of heat take turns.
+        share_2E = generator.dirichlet(np.full(40, 3.0), 2) if seed % 2 else np.full((2, 40), 1 / 40)
+        tokens = 30_000 if seed % 2 else 300
+        heat_NE = generator.multinomial(tokens, share_2E[np.arange(16) % 2]).astype(float)
+        seen = Layer(heat_of(heat_NE, 24), deployment(Case(24, 2, heat_NE), 24, seed))
+        tried = SEARCH._replace(tree_leaves=0, annealing_tries=8000, tables=EVEN)
+        lasts = module.without_vain_annealing(seen, tried).annealing_tries == 8000
+        halves, cooler = halves_of(seen.heat), []
+        for fit, held_out in (halves, halves[::-1]):
+            layer, ratios = Layer(fit, seen.deployed), []
+            for tries in (0, 1000):
+                placed_RS = module.from_scratch(layer, tried._replace(annealing_tries=tries), 0.0).phy2log_RS
+                ratios.append(heat.mean_of_max(*held_out[:2], placed_RS, heat.even_shares(placed_RS)))
+            cooler.append(ratios[1] < ratios[0] - 1e-5)
+        assert lasts == all(cooler)
+        kept += [lasts]
+        plain = tried._replace(annealing_tries=8000 * lasts, options=SearchOptions(holdout=False))
+        mine_RS, plain_RS = (
+            module.solve_layer(heat_NE, seen.deployed, one, np.array([np.inf]), 0.0, True).found.phy2log_RS
+            for one in (tried, plain)
+        )
+        np.testing.assert_array_equal(mine_RS, plain_RS)
+    assert sum(kept[1::2]) >= 4
+    assert sum(kept[::2]) <= 2
+
+
 def test_what_a_change_won_must_be_above_its_price_by_its_error() -> None:
     share_N = np.array([0.25, 0.25, 0.0, 0.25, 0.25], dtype=np.float32)
     gain_N = np.array([0.3, 0.1, -9.0, 0.3, 0.1], dtype=np.float32)
@@ -168,7 +200,7 @@ def test_a_gain_within_its_error_moves_nothing() -> None:
     generator = np.random.default_rng(1)
     case = Case(4, 3, generator.gamma(0.3, 100, (8, 9)))
     deployed = deployment(case, 4, 3)
-    halves = halves_of(case.heat_NE, 4)
+    halves = halves_of(heat_of(case.heat_NE, 4))
     sure, taken = (
         _holdout(*halves, Forecast(np.inf, 0.0), deployed, surely(sureness), 0.0, 0.0, True)
         for sureness in (50.0, 0.0)

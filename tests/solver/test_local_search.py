@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from eplb_service.placement import check_layer
 from eplb_service.solver.construction import hottest_rank
-from eplb_service.solver.evaluation import hottest_of, smooth_max_of, smooth_peak, smooth_term
+from eplb_service.solver.evaluation import smooth_max_of, smooth_peak, smooth_term
 from eplb_service.solver.local_search import SMALLEST_RELIEF, _slots_away, local_search
 from eplb_service.solver.model import homes
 from tests.solver.layers_of import Case, cases
@@ -91,21 +91,6 @@ def test_a_search_ends_where_no_step_cools_the_hottest_rank(case: Case, z: float
     assert max(gains.values(), default=0.0) <= most
 
 
-def test_one_search_serves_all_prices_as_single_searches_would() -> None:
-    generator = np.random.default_rng(1)
-    layer = PlacedLayer(Case(6, 4, generator.gamma(0.5, 100, (4, 18))), 1.0)
-    home_ER = homes(layer.phy2log_RS, 18)
-    price_K = np.array([0.2, 0.05, 0.01])
-    together_KRS = local_search(layer.assignment(), layer.heat32, home_ER, price_K, 1.0, 500)
-    away_K = [_slots_away(found_RS, home_ER) for found_RS in together_KRS]
-    assert away_K == sorted(away_K)
-    assert away_K[-1] > 0
-    for price, found_RS in zip(price_K, together_KRS, strict=True):
-        alone_KRS = local_search(layer.assignment(), layer.heat32, home_ER, np.array([price]), 1.0, 500)
-        together, alone = (cost(placed_RS, layer, home_ER, price) for placed_RS in (found_RS, alone_KRS[0]))
-        assert together <= alone + 1e-3
-
-
 @SETTINGS
 @given(
     st.lists(st.tuples(st.floats(0, 8), st.floats(0, 9)), min_size=1, max_size=9), st.sampled_from((0.0, 1.5))
@@ -125,10 +110,3 @@ def test_pressures_follow_the_risks(ranks: list[tuple[float, float]], z: float) 
         np.testing.assert_allclose(now.of_R, wanted_R, atol=4e-3)
         found = smooth_term(np.float32(risk_R[0] + 1), now.base, now.scale)
         assert found == pytest.approx(slow.pressure_of(risk_R[:1] + 1, base, span), rel=4e-3, abs=4e-3)
-
-
-@SETTINGS
-@given(st.lists(st.integers(0, 5), min_size=1, max_size=9))
-def test_hottest_is_the_first_of_the_hottest(loads: list[int]) -> None:
-    load_R = np.array(loads, dtype=np.float32)
-    assert hottest_of(smooth_max_of(load_R, np.zeros_like(load_R), 1.0)) == loads.index(max(loads))

@@ -62,14 +62,6 @@ def test_each_episode_has_a_level_of_its_own() -> None:
     np.testing.assert_allclose(levels_of_episodes(phy2log_RS, heat.scaled_EN), wanted, atol=1e-5)
 
 
-def test_a_chain_of_replicas_is_balanced_from_end_to_end() -> None:
-    # Rank 0's surplus reaches rank 3 only by way of experts 0, 1 and 2, each handed on by the next rank.
-    phy2log_RS = np.array([[0, 3], [0, 1], [1, 2], [2, 4]], dtype=np.int32)
-    found, _, load_R, _ = levelled(phy2log_RS, np.array([20.0, 20.0, 20.0, 20.0, 0.0]), whole=True)
-    assert found == 20
-    np.testing.assert_array_equal(load_R, [20, 20, 20, 20])
-
-
 def test_the_known_example_reaches_its_mean() -> None:
     solution = solve(KNOWN_EXAMPLE.astype(np.int64)[None, None], 8, 2, split="step")
     # 1450 tokens on 8 ranks, none of them cut: equal shares reach 196.67 at best.

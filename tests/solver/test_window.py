@@ -57,14 +57,15 @@ def test_the_half_life_is_the_one_that_forecast_best(
     episodes: int, experts: int, seed: int, half_lives: list[float]
 ) -> None:
     heat_NE = drifting(episodes, experts, seed)
-    older, newer = halves_of(heat_NE, RANKS)
+    seen = heat_of(heat_NE, RANKS)
+    older, newer = halves_of(seen)
     for half, part_NE in zip(
         (older, newer), (heat_NE[: episodes // 2], heat_NE[episodes // 2 :]), strict=True
     ):
         wanted = heat.normalise(part_NE, np.ones(len(part_NE)), RANKS)
         for one, other in zip(as_floats(half), wanted, strict=True):
             np.testing.assert_allclose(one, other, rtol=1e-6)
-    found = choose_forecast(older, newer, np.array(half_lives))
+    found = choose_forecast(seen, np.array(half_lives))
     errors = slow.squared_errors(*map(as_floats, (older, newer)), half_lives)
     if found.half_life == half_lives[0]:
         assert found.wander == 0
@@ -107,10 +108,10 @@ def test_stationary_heat_does_not_fade_and_a_jump_does() -> None:
     generator = np.random.default_rng(0)
     steady_NE = generator.multinomial(4000, generator.dirichlet(np.ones(12)), 16).astype(float)
     half_life_H = np.array([math.inf, 4.0, 1.0])
-    assert choose_forecast(*halves_of(steady_NE, RANKS), half_life_H).half_life == math.inf
+    assert choose_forecast(heat_of(steady_NE, RANKS), half_life_H).half_life == math.inf
     jumping_NE = steady_NE.copy()
     jumping_NE[:6] = steady_NE[:6, ::-1]
-    assert choose_forecast(*halves_of(jumping_NE, RANKS), half_life_H).half_life == 1.0
+    assert choose_forecast(heat_of(jumping_NE, RANKS), half_life_H).half_life == 1.0
 
 
 @SETTINGS
@@ -121,7 +122,7 @@ def test_the_trimmed_mean_is_of_the_half_with_least(
     seen = heat_of((with_bursts_of if with_bursts else drifting)(episodes, experts, seed), RANKS)
     scaled_EN, share_N = as_floats(seen)
     wanted_E = slow.trimmed_mean(scaled_EN, share_N)
-    np.testing.assert_allclose(_trimmed_mean(seen), wanted_E, rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(_trimmed_mean(seen.scaled_EN, seen.share_N), wanted_E, rtol=1e-4, atol=1e-6)
     found = forecast_heat(seen, Forecast(math.inf, 0.0, trimmed=True), 2.0)
     wanted_EN = slow.trimmed_heat(scaled_EN, share_N, RANKS)
     np.testing.assert_allclose(found.scaled_EN, wanted_EN, rtol=1e-3, atol=1e-5)
@@ -131,13 +132,11 @@ def test_the_trimmed_mean_is_of_the_half_with_least(
 
 def test_bursts_are_left_out_of_what_is_expected_and_drift_is_not() -> None:
     half_life_H = np.array([math.inf, 16.0, 4.0])
-    chosen = [
-        choose_forecast(*halves_of(with_bursts_of(64, 64, seed), RANKS), half_life_H) for seed in range(8)
-    ]
+    chosen = [choose_forecast(heat_of(with_bursts_of(64, 64, seed), RANKS), half_life_H) for seed in range(8)]
     assert sum(forecast.trimmed for forecast in chosen) >= 7
     base_NE, walking_NE = np.full((64, 64), 5.0), drifting(64, 64, 1)
     for heat_NE in (base_NE, walking_NE):
-        assert not choose_forecast(*halves_of(heat_NE, RANKS), half_life_H).trimmed
+        assert not choose_forecast(heat_of(heat_NE, RANKS), half_life_H).trimmed
 
 
 @settings(max_examples=30)
@@ -159,21 +158,20 @@ def test_where_two_kinds_of_heat_take_turns_no_mean_is_trimmed() -> None:
     # The half with least is the kind that was there longer, and the newer half happens to be of it.
     kinds_NE = np.array([one_E] * 24 + [other_E] * 8 + [one_E] * 32)
     heat_NE = np.stack([generator.multinomial(20_000, row_E) for row_E in kinds_NE]).astype(float)
-    assert not choose_forecast(*halves_of(heat_NE, RANKS), np.array([math.inf])).trimmed
+    assert not choose_forecast(heat_of(heat_NE, RANKS), np.array([math.inf])).trimmed
 
 
 def test_means_are_not_trimmed_of_few_episodes_or_where_that_is_switched_off() -> None:
     half_life_H = np.array([math.inf])
     heat_NE = with_bursts_of(2 * FEWEST_TO_TRIM, 64, 5)
-    assert choose_forecast(*halves_of(heat_NE, RANKS), half_life_H).trimmed
-    assert not choose_forecast(*halves_of(heat_NE, RANKS), half_life_H, trim=False).trimmed
-    few, newer = halves_of(heat_NE[:-1], RANKS)[0], halves_of(heat_NE, RANKS)[1]
-    assert not choose_forecast(few, newer, half_life_H).trimmed
+    assert choose_forecast(heat_of(heat_NE, RANKS), half_life_H).trimmed
+    assert not choose_forecast(heat_of(heat_NE, RANKS), half_life_H, trim=False).trimmed
+    assert not choose_forecast(heat_of(heat_NE[2:], RANKS), half_life_H).trimmed
 
 
 def test_experts_that_are_mostly_silent_keep_their_mean() -> None:
     seen = heat_of(np.eye(6)[:, :4] * 12, RANKS)
-    np.testing.assert_array_equal(_trimmed_mean(seen), seen.mean_E)
+    np.testing.assert_array_equal(_trimmed_mean(seen.scaled_EN, seen.share_N), seen.mean_E)
 
 
 def plain_inflation(values: list[float]) -> float:
