@@ -14,10 +14,9 @@ from dataclasses import dataclass
 
 import torch
 
-from worker_agent.moe.experts import ExpertBatch, GroupedExperts
+from worker_agent.moe.experts import ExpertBatch
 from worker_agent.moe.operators import GroupListType, operators_for
 from worker_agent.moe.quantization import Unquantized
-from worker_agent.moe.shape import Activation
 from worker_agent.moe.weights import ExpertWeights
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -81,13 +80,13 @@ class _Call:
         self._batch = ExpertBatch(rows_NH, counts_S, GroupListType.COUNTS)
         self._weights, self._dtype = weights, dtype
         self._device = torch.device(task.device)
-        self._experts = GroupedExperts(operators_for(self._device), Activation.SILU, Unquantized())
+        self._experts = Unquantized(operators_for(self._device))
 
     def timed(self) -> float:
         """Microseconds of one call."""
         self._wait()
         began = time.perf_counter()
-        self._experts.run(self._batch, self._weights, self._dtype)
+        self._experts.apply(self._batch, self._weights, self._dtype)
         self._wait()
         return (time.perf_counter() - began) * 1e6
 

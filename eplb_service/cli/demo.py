@@ -54,6 +54,9 @@ def demo(
     quant: str = option(
         "none", f"Of the model: the experts' quantization, one of {', '.join(_QUANTIZATIONS)}."
     ),
+    tensor_parallel: int = option(
+        1, "Of the model: ranks after one another that have the same requests, and send a part each.", min=1
+    ),
     dual_batch: bool = option(False, "Of the model: every step in two micro-batches.", "--dual-batch"),
     address: str | None = option(
         None, "host:port of a running service to join, instead of one of the demo's own."
@@ -80,10 +83,12 @@ def demo(
     one_of("unknown dispatcher", dispatcher, _DISPATCHERS)
     one_of("unknown split", split, _SPLITS)
     one_of("unknown quantization", quant, _QUANTIZATIONS)
-    if trace is not None and (dual_batch or quant != "none" or dispatcher == _MOGE):
+    if trace is not None and (dual_batch or quant != "none" or dispatcher == _MOGE or tensor_parallel > 1):
         raise UserError(
-            f"--quant, --dual-batch and --dispatcher {_MOGE} go with the model alone, not with --trace"
+            f"--quant, --dual-batch, --tensor-parallel and --dispatcher {_MOGE} go with the model, not with --trace"
         )
+    if ranks % tensor_parallel:
+        raise UserError(f"--ranks {ranks} do not divide into --tensor-parallel groups of {tensor_parallel}")
     if checkpoint is not None:
         _check_checkpoint(trace, dispatcher, dual_batch=dual_batch)
     from eplb_service.demo.stage import Stage, model_sizes
@@ -102,6 +107,7 @@ def demo(
             "length": _REQUEST_BYTES,
             "quantized": quant == "w8a8",
             "dual_batch": dual_batch,
+            "tensor_parallel": tensor_parallel,
             "checkpoint": None if checkpoint is None else str(checkpoint.absolute()),
         }
     else:

@@ -118,6 +118,7 @@ OPTIONS: dict[str, list[Any]] = {
     "--quant": ["none", "w8a8"],
     "--split": ["tables", "deal", "step"],
     "--dual-batch": [False, True],
+    "--tensor-parallel": ["1", "2"],
 }
 
 
@@ -129,7 +130,7 @@ def _allowed(row: Row) -> bool:
 def _arguments(row: Row) -> list[str]:
     dual_batch = ["--dual-batch"] if row["--dual-batch"] else []
     redundant = ["--redundant", "0"] if row["--dispatcher"] == "moge" else []
-    named = [text for name in ("--dispatcher", "--quant", "--split") for text in (name, row[name])]
+    named = [text for name in OPTIONS if name != "--dual-batch" for text in (name, row[name])]
     return [*named, *dual_batch, *redundant]
 
 
@@ -159,7 +160,8 @@ def test_every_way_through_the_experts_serves_the_same_bytes(row: Row, tmp_path:
         (["--checkpoint", ".", "--dual-batch"], "do not go with --checkpoint"),
         (["--checkpoint", "."], "config.json"),
         (["--deployment", "a b"], "--deployment is 'a b'"),
-        (["--trace", "any.npz", "--quant", "w8a8"], "go with the model alone"),
+        (["--trace", "any.npz", "--quant", "w8a8"], "go with the model, not with --trace"),
+        (["--tensor-parallel", "3"], "--ranks 4 do not divide into --tensor-parallel groups of 3"),
         (["--redundant", "6"], "use --redundant 8"),
         (["--split", "even"], "unknown split 'even'; choose one of tables, deal, step"),
         (["--dispatcher", "moge"], GROUPED_ONLY),

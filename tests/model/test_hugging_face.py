@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from eplb_service.placement import Placement
 from tests.model.transformers_models import MODELS, write_checkpoint
@@ -20,9 +21,6 @@ from worker_agent.moe.rank_group import RankGroup
 
 transformers = pytest.importorskip("transformers")
 
-LOADING = threading.Lock()
-"""transformers changes torch's default dtype while it makes a model; real ranks are processes."""
-
 
 def placement(ranks: int, seed: int = 0) -> Placement:
     """Two MoE layers of eight experts with a replica for each rank, shuffled."""
@@ -32,8 +30,13 @@ def placement(ranks: int, seed: int = 0) -> Placement:
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("dispatcher", ["all2allv", "allgather", "mc2"])
-def test_logits_are_those_of_transformers(name: str, dispatcher: str, tmp_path: Path):
+@pytest.mark.parametrize(
+    ("dispatcher", "tensor_parallel"), [("all2allv", 1), ("all2allv", 2), ("allgather", 2), ("mc2", 2)]
+)
+def test_logits_are_those_of_transformers(
+    name: str, dispatcher: str, tensor_parallel: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Of two groups of ranks with requests of their own; ranks of a group share them, and what they dispatch."""
     folder = write_checkpoint(tmp_path, name)
     tokens_BT = torch.randint(64, (4, 5), generator=torch.Generator().manual_seed(0))
     theirs = transformers.AutoModelForCausalLM.from_pretrained(
@@ -42,36 +45,77 @@ def test_logits_are_those_of_transformers(name: str, dispatcher: str, tmp_path: 
     with torch.no_grad():
         expected_BTV = theirs(tokens_BT).logits
 
+    # transformers changes torch's default dtype while it makes a model; real ranks are processes.
+    auto, making, made = (
+        transformers.AutoModelForCausalLM,
+        threading.Lock(),
+        threading.Barrier(2 * tensor_parallel),
+    )
+    from_config = auto.from_config
+
+    def one_after_the_other(*args: Any, **more: Any) -> Any:
+        with making:
+            model = from_config(*args, **more)
+        made.wait(60)
+        return model
+
+    monkeypatch.setattr(auto, "from_config", one_after_the_other)
+
     def serve(group: RankGroup) -> tuple[torch.Tensor, list[int]]:
-        with LOADING:
-            model, layers = serve_checkpoint(folder, placement(2), group, dispatcher, most_rows=10)
+        common = {"most_rows": 10, "tensor_parallel": tensor_parallel}
+        model, layers = serve_checkpoint(folder, placement(group.size), group, dispatcher, **common)
         with torch.no_grad():
-            logits_BTV = model(tokens_BT[group.rank :: 2]).logits
+            logits_BTV = model(tokens_BT[group.rank // tensor_parallel :: 2]).logits
         return logits_BTV, [int(layer.moe_load.sum()) for layer in layers]
 
-    served = run_simulated(2, serve)
+    served = run_simulated(2 * tensor_parallel, serve)
     for rank, (part_BTV, _) in enumerate(served):
-        torch.testing.assert_close(part_BTV, expected_BTV[rank::2], rtol=0, atol=1e-5)
+        expected = expected_BTV[rank // tensor_parallel :: 2]
+        torch.testing.assert_close(part_BTV, expected, rtol=0, atol=1e-5)
     assert [sum(loads) for loads in zip(*(loads for _, loads in served), strict=True)] == [40, 40]
 
 
 @pytest.mark.parametrize(
-    ("changed", "message"),
+    ("name", "changed", "message"),
     [
-        ({"model_type": "mixtral"}, "the model is a mixtral; use qwen3_moe or deepseek_v2"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "the model is quantized, which nothing here"),
-        ({"hidden_act": "gelu"}, "the model has the activation gelu; use silu"),
+        ("qwen3", {"model_type": "mixtral"}, "the model is a mixtral; use qwen3_moe or deepseek_v2"),
+        ("qwen3", {"quantization_config": {"quant_method": "fp8"}}, "the model is quantized, which nothing"),
+        ("qwen3", {"hidden_act": "gelu"}, "the model has the activation gelu; use silu"),
+        ("deepseek", {"topk_method": "noaux_tc"}, "the model chooses experts by noaux_tc; use greedy or gro"),
     ],
 )
-def test_another_model_is_refused(changed: dict[str, Any], message: str, tmp_path: Path):
-    path = write_checkpoint(tmp_path, "qwen3") / "config.json"
+def test_another_model_is_refused(name: str, changed: dict[str, Any], message: str, tmp_path: Path):
+    path = write_checkpoint(tmp_path, name) / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changed))
     with pytest.raises(ValueError, match=message):
         serve_checkpoint(tmp_path, placement(1), None)
 
 
-def test_missing_tensors_are_named(tmp_path: Path):
+QUERY = "model.layers.0.self_attn.q_proj"
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "message"),
+    [
+        (f"{QUERY}.weight", None, rf"tensors are missing: {QUERY}.weight and \d+ more$"),
+        (f"{QUERY}.bias", torch.zeros(16), rf"the model has no tensor {QUERY}.bias"),
+        (f"{QUERY}.weight", torch.zeros(16, 16).char(), rf"{QUERY}.weight has the dtype torch.int8, which"),
+        (
+            "lm_head.weight",
+            torch.zeros(64, 16).to(torch.float8_e4m3fn),
+            "the dtype torch.float8_e4m3fn, which",
+        ),
+    ],
+)
+def test_tensors_that_do_not_make_the_model_are_named(
+    name: str, tensor: torch.Tensor | None, message: str, tmp_path: Path
+):
     write_checkpoint(tmp_path, "qwen3")
-    sorted(tmp_path.glob("*.safetensors"))[0].unlink()
-    with pytest.raises(ValueError, match="missing"):
+    found = {key: each for path in tmp_path.glob("*.safetensors") for key, each in load_file(path).items()}
+    for path in tmp_path.glob("*.safetensors"):
+        path.unlink()
+    given = {name: tensor} if tensor is not None else {}
+    kept = {key: each for key, each in found.items() if tensor is not None or "q_proj" not in key}
+    save_file(kept | given, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=message):
         serve_checkpoint(tmp_path, placement(1), None)

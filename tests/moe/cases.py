@@ -120,11 +120,13 @@ def shared_weights(case: Case, gated: bool = False) -> tuple[ExpertWeights, torc
     return weights, torch.linspace(-1, 1, case.hidden).to(case.dtype) if gated else None
 
 
-def shared_of(case: Case, gated: bool = False, operators: Operators | None = None) -> SharedExperts:
+def shared_of(
+    case: Case, gated: bool = False, operators: Operators | None = None, quantization: str = "none"
+) -> SharedExperts:
     """The case's shared experts in two parts."""
     weights, gate_H = shared_weights(case, gated)
     own = reference if operators is None else operators
-    return SharedExperts(3, weights, own, case.dtype, gate_H, case.activation)
+    return SharedExperts(3, weights, own, case.dtype, gate_H, case.activation, quantization=quantization)
 
 
 def whole_of(case: Case, gated: bool = False) -> SharedModule:

@@ -22,7 +22,6 @@ from worker_agent.moe import (
 )
 from worker_agent.moe.dispatch import DISPATCHER_NAMES, SHARED_TOKEN_DISPATCHERS
 from worker_agent.moe.operators import reference
-from worker_agent.moe.prepare import All2AllPreparation, AllGatherPreparation, MC2Preparation, Preparation
 from worker_agent.moe.weights import ExpertWeights
 
 OPTIONS: dict[str, list[Any]] = {
@@ -57,9 +56,7 @@ def allowed(row: Row) -> bool:
     if row.get("dispatcher") == "moge" and (row.get("redundant") or row.get("split") == "step"):
         return False
     if row.get("quantize_before_gather") and (
-        row.get("kind", "W8A8") != "W8A8"
-        or row.get("dispatcher", "moge") not in SHARED_TOKEN_DISPATCHERS
-        or row.get("tensor_parallel", 1) > 1
+        row.get("kind", "W8A8") != "W8A8" or row.get("dispatcher", "moge") not in SHARED_TOKEN_DISPATCHERS
     ):
         return False
     if row.get("tensor_parallel", 1) > 1 and row.get("ranks", 2) % 2:
@@ -143,6 +140,9 @@ def case_of(row: Row, seed: int) -> Case:
 def step_of(case: Case, row: Row, rank: int) -> Step:
     rank -= rank % row["tensor_parallel"]
     tokens = case.step(rank)
+    if rank // row["tensor_parallel"] % 2:
+        # Ranks need not have ids and weights in the same types.
+        tokens = tokens[0], tokens[1].long(), tokens[2].double()
     generator = torch.Generator().manual_seed(case.seed + rank)
     shape = {"tokens": (case.tokens[rank],), "choices": tuple(tokens[1].shape)}.get(row["mask"])
     active = None if shape is None else torch.rand(shape, generator=generator) < 0.5
@@ -152,6 +152,7 @@ def step_of(case: Case, row: Row, rank: int) -> Step:
 
 def layer_of(case: Case, row: Row, group: SimulatedGroup) -> ExpertParallelMoE:
     shared = None if row["shared"] == "none" else shared_of(case, row["shared"] == "gated", reference)
+    dp, tp = group.grid(row["tensor_parallel"])
     return layer_on(
         case,
         group,
@@ -161,7 +162,8 @@ def layer_of(case: Case, row: Row, group: SimulatedGroup) -> ExpertParallelMoE:
         check_ids=row["check_ids"],
         shared_experts=shared,
         options=LayerOptions(
-            preparations=_preparations(row, group),
+            tp_group=tp,
+            dp_groups=[dp],
             max_rank_tokens=MOST_TOKENS if row["kind"] == "batched" else None,
             weigh_on_input=row["weigh_on_input"],
             quantize_before_gather=row["quantize_before_gather"],
@@ -169,18 +171,6 @@ def layer_of(case: Case, row: Row, group: SimulatedGroup) -> ExpertParallelMoE:
             split=row["split"],
         ),
     )
-
-
-def _preparations(row: Row, group: SimulatedGroup) -> dict[str, Preparation]:
-    """Those of tensor-parallel ranks; none where each rank has tokens of its own."""
-    if row["tensor_parallel"] == 1:
-        return {}
-    dp, tp = group.grid(row["tensor_parallel"])
-    preparation: Preparation = AllGatherPreparation([dp], tp)
-    if row["dispatcher"] not in SHARED_TOKEN_DISPATCHERS:
-        sliced = row["dispatcher"] == "mc2"
-        preparation = MC2Preparation(group, tp) if sliced else All2AllPreparation(tp)
-    return {row["dispatcher"]: preparation}
 
 
 def length_of(case: Case, row: Row) -> int | None:

@@ -7,15 +7,17 @@ from typing import Any
 import pytest
 import torch
 
-from tests.moe.cases import Case, alone
-from worker_agent.moe import seeded_experts
+from tests.moe.cases import Case, alone, shared_of
+from worker_agent.moe import DenseMoE, seeded_experts
 from worker_agent.moe.checkpoint import PROJECTIONS, ExpertLoader
 from worker_agent.moe.operators import reference
+from worker_agent.moe.quantization import W8A8
 from worker_agent.moe.weights import ExpertTensors, ExpertWeights
 
 PREFIX = "model.layers.3.mlp.experts"
 E, H, I = 4, 6, 8  # noqa: E741
 LOGICAL_S = [2, 0, 2]
+FP8 = torch.float8_e4m3fn
 
 
 def tensors(quantized: bool = False, tp_size: int = 1, fill: float = -1.0) -> ExpertTensors:
@@ -28,7 +30,7 @@ def tensors(quantized: bool = False, tp_size: int = 1, fill: float = -1.0) -> Ex
         w2_bias_SH=torch.full((3, H), fill),
     )
     held = ExpertTensors()
-    held._hold(3, weights.quantize(reference) if quantized else weights)
+    held._hold(3, W8A8(reference).process_after_load(weights, torch.float32) if quantized else weights)
     return held
 
 
@@ -80,7 +82,13 @@ def test_every_slot_gets_the_ranks_part_of_its_expert(quantized: bool, tp_rank: 
         (False, "0.up_proj.weight", torch.zeros(H, I), r"must have the shape \[8, 6\], got \[6, 8\]"),
         (False, "2.down_proj.weight", torch.zeros(I, H), r"must have the shape \[6, 8\], got \[8, 6\]"),
         (False, "gate_up_proj", torch.zeros(E, 2 * I, H), "is no expert tensor: expected model.layers.3"),
-        (False, "0.up_proj.weight", torch.zeros(I, H).int(), "a floating-point dtype, got torch.int32"),
+        (
+            False,
+            "0.up_proj.weight",
+            torch.zeros(I, H).int(),
+            "a floating-point dtype of 16 bits or more, got torch.int32",
+        ),
+        (False, "0.up_proj.weight", torch.zeros(I, H).to(FP8), "of 16 bits or more, got torch.float8_e4m3fn"),
         (True, "0.up_proj.weight", torch.zeros(I, H), "must have torch.int8, got torch.float32"),
         (True, "0.up_proj.weight", torch.zeros(I, H).int(), "must have torch.int8, got torch.int32"),
         (True, "0.up_proj.weight_offset", torch.ones(I, 1), "must be zeros: the layer's quantization"),
@@ -111,11 +119,36 @@ def test_a_layer_that_was_loaded_is_the_one_that_was_built(quantization: str):
     assert torch.equal(loaded(*case.step(0)), built(*case.step(0)))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_checkpoint_of_modelslim_is_computed_with_as_it_is(dtype: torch.dtype):
+    case = Case("all2allv", experts=4, slots=4, top_k=2, tokens=(5,), hidden=H, intermediate=I, dtype=dtype)
+    loaded, given = alone(case, experts=None, quantization="w8a8_dynamic"), checkpoint(quantized=True)
+    loading = ExpertLoader(loaded, E, range(E), PREFIX)
+    for name, tensor in given.items():
+        if not name.endswith("bias"):
+            loading.load(name, tensor)
+    loading.finish()
+    loaded.process_after_load()
+    assert loaded.w13_weight_scale.dtype == (torch.bfloat16 if dtype == torch.bfloat16 else torch.float32)
+
+    def scaled(expert: int) -> tuple[torch.Tensor, torch.Tensor]:
+        names = (f"{PREFIX}.{expert}.{each}.weight" for each in PROJECTIONS)
+        gate, up, down = (given[name] * given[f"{name}_scale"] for name in names)
+        return torch.cat([gate, up]), down
+
+    hidden_TH, ids_TK, weights_TK = case.step(0)
+    expected_TH = DenseMoE(case.shape, scaled)(hidden_TH.float(), ids_TK, weights_TK)
+    assert (loaded(*case.step(0)).float() - expected_TH).norm() <= 3e-2 * expected_TH.norm()
+    with pytest.raises(ValueError, match="layer 3: int8 weights come from a checkpoint alone; use quant"):
+        alone(case, quantization="w8a8_dynamic")
+
+
 @pytest.mark.parametrize("kind", ["w4a8", "mxfp8", "fp8"])
-def test_a_quantization_that_nothing_computes_with_is_refused(kind: str):
+@pytest.mark.parametrize("build", [alone, shared_of], ids=["layer", "shared experts"])
+def test_a_quantization_that_nothing_computes_with_is_refused(kind: str, build: Any):
     case = Case("all2allv", experts=4, slots=4, top_k=2, tokens=(5,))
-    with pytest.raises(ValueError, match=f"layer 3: nothing here .*'{kind}'; use one of none, w8a8"):
-        alone(case, quantization=kind)
+    with pytest.raises(ValueError, match=f"layer 3: nothing .*'{kind}'; use one of none, w8a8, w8a8_dyn"):
+        build(case, quantization=kind)
 
 
 def test_a_missing_tensor_is_named():

@@ -64,7 +64,7 @@ def test_what_padding_holds_reaches_nothing(dispatcher: str, variant: MC2Variant
         hidden_TH, ids_TK, weights_TK = case.step(group.rank)
         active_T = torch.arange(len(hidden_TH)) % 2 == group.rank
         clean_TH = layer(hidden_TH, ids_TK, weights_TK, active=active_T)
-        hidden_TH[~active_T], weights_TK[~active_T] = torch.nan, torch.nan
+        hidden_TH[~active_T], weights_TK[~active_T], ids_TK[~active_T] = torch.nan, torch.nan, -9
         return clean_TH, layer(hidden_TH, ids_TK, weights_TK, active=active_T)
 
     for clean_TH, found_TH in run_simulated(2, both):
@@ -182,13 +182,13 @@ def test_sent_and_arrived_rows_are_released_before_the_experts_run(monkeypatch: 
         monkeypatch.setattr(group, "start_all_to_all", recorded)
         layer = layer_on(case, group)
         experts = layer._paths["all2allv"].kernel._experts
-        run = experts.run
+        apply = experts.apply
 
         def watched(*args: Any) -> torch.Tensor:
             alive_at_run.append(sum(rows() is not None for rows in travelled))
-            return run(*args)
+            return apply(*args)
 
-        monkeypatch.setattr(experts, "run", watched)
+        monkeypatch.setattr(experts, "apply", watched)
         layer.forward_two(*(MicroBatch(*case.step(group.rank, step)) for step in range(2)))
 
     run_simulated(2, one_step)

@@ -113,9 +113,9 @@ def test_parts_of_tensor_parallel_ranks_sum_up_to_the_whole(ranks: int, quantize
     expected_TH = whole.part2(hidden_TH, whole.part1(hidden_TH))
 
     def own(tp: RankGroup) -> torch.Tensor:
-        part = part_of(weights, tp)
-        part = part.quantize(reference) if quantized else part
-        run = SharedExperts(4, part, reference, torch.float32, gate_H, tp=tp).beside(hidden_TH)
+        kind, part = "w8a8" if quantized else "none", part_of(weights, tp)
+        shared = SharedExperts(4, part, reference, torch.float32, gate_H, tp=tp, quantization=kind)
+        run = shared.beside(hidden_TH)
         run.during_dispatch()
         return run.during_combine()
 
@@ -130,7 +130,7 @@ def test_a_whole_that_does_more_than_the_parts_is_refused_where_the_parts_are_ma
     with pytest.raises(ValueError, match="layer 3: shared experts in two parts differ from the whole"):
         SharedExperts(3, weights, reference, torch.float32, whole=lambda hidden_TH: whole(hidden_TH) + 1)
     SharedExperts(3, weights, reference, torch.float32, whole=whole)
-    SharedExperts(3, weights.quantize(reference), reference, torch.float32, whole=whole)
+    SharedExperts(3, weights, reference, torch.float32, whole=whole, quantization="w8a8")
     for other, message in (
         (lambda hidden_TH: 2 * whole(hidden_TH), r"in two parts differ from the whole by 0\.5"),
         (lambda hidden_TH: whole(hidden_TH) * torch.nan, "differ from the whole by nan"),
@@ -208,7 +208,7 @@ def test_shared_experts_wait_for_the_model_and_the_model_for_them(monkeypatch: p
     kernel = layer._paths["all2allv"].kernel
     for owner, name in (
         (kernel._dispatcher, "dispatch"),
-        (kernel._experts, "run"),
+        (kernel._experts, "apply"),
         (layer._shared_experts, "part1"),
         (layer._shared_experts, "part2"),
     ):
@@ -220,7 +220,7 @@ def test_shared_experts_wait_for_the_model_and_the_model_for_them(monkeypatch: p
         ("side", "wait for model"),
         ("model", "dispatch"),
         ("side", "part1"),
-        ("model", "run"),
+        ("model", "apply"),
         ("side", "part2"),
         ("model", "wait for side"),
     ]

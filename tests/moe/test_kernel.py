@@ -13,10 +13,9 @@ import pytest
 import torch
 
 from tests.moe.cases import Case, alone
-from worker_agent.moe import Activation
 from worker_agent.moe.compose import ModularKernel
 from worker_agent.moe.dispatch import BatchedDispatcher, DispatchRequest, MC2Variant, build_dispatcher
-from worker_agent.moe.experts import BatchedExperts, ExpertBatch, GroupedExperts
+from worker_agent.moe.experts import BatchedExperts, ExpertBatch
 from worker_agent.moe.operators import reference
 from worker_agent.moe.quantization import Unquantized
 from worker_agent.moe.rank_group import RankGroup
@@ -35,10 +34,8 @@ def test_formats_must_agree():
         ValueError, match="gives the standard activation format, BatchedExperts takes the bat"
     ):
         ModularKernel(SENDER, BatchedExperts())
-    with pytest.raises(ValueError, match="BatchedDispatcher gives the batched activation format, Grouped"):
-        ModularKernel(
-            BatchedDispatcher(SENDER, 1, 6, 8), GroupedExperts(reference, Activation.SILU, Unquantized())
-        )
+    with pytest.raises(ValueError, match="BatchedDispatcher gives the batched activation format, Unquant"):
+        ModularKernel(BatchedDispatcher(SENDER, 1, 6, 8), Unquantized(reference))
 
 
 class Recorded:
@@ -77,7 +74,7 @@ def test_other_work_runs_while_tokens_travel():
     sender: Any = SimpleNamespace(
         format=SENDER.format, dispatch=partial(recorded, "dispatch", SENDER.dispatch)
     )
-    kernel = ModularKernel(sender, GroupedExperts(reference, Activation.SILU, Unquantized()))
+    kernel = ModularKernel(sender, Unquantized(reference))
     (out_TH,), heat_S, extra = kernel.run([request_of()], WEIGHTS, torch.float32, [beside])
     torch.testing.assert_close(out_TH, CASE.dense()(*CASE.step(0)))
     assert int(heat_S.sum()) == 21
@@ -91,13 +88,13 @@ def test_other_work_runs_while_tokens_travel():
 def test_rows_and_outputs_are_released_before_outputs_return(batches: int):
     beside: Any = Recorded()
 
-    class Watched(GroupedExperts):
-        def run(self, batch: ExpertBatch, *args: Any) -> torch.Tensor:
-            out_NH = super().run(batch, *args)
+    class Watched(Unquantized):
+        def apply(self, batch: ExpertBatch, *args: Any) -> torch.Tensor:
+            out_NH = super().apply(batch, *args)
             beside.rows += [weakref.ref(batch.rows), weakref.ref(out_NH)]
             return out_NH
 
-    kernel = ModularKernel(SENDER, Watched(reference, Activation.SILU, Unquantized()))
+    kernel = ModularKernel(SENDER, Watched(reference))
     kernel.run([request_of(step) for step in range(batches)], WEIGHTS, torch.float32, [beside])
     assert len(beside.rows) == 2 * batches
     assert beside.alive == 0

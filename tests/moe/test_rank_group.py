@@ -44,6 +44,19 @@ def test_a_backends_own_gather_gives_what_exchanges_give(eight_ranks: Ranks, ran
                 assert torch.equal(rows_NX, wanted_NX)
 
 
+def neighbours() -> list[list[int]]:
+    """The ranks of this one's data-parallel and tensor-parallel group, where four share tokens."""
+    own = torch.tensor([dist.get_rank()])
+    return [group.all_gather(own).tolist() for group in RankGroup(ep_group(8)).grid(4)]
+
+
+def test_ranks_after_one_another_share_tokens(eight_ranks: Ranks):
+    wanted = [[[rank % 4, 4 + rank % 4], [*range(rank - rank % 4, rank - rank % 4 + 4)]] for rank in range(8)]
+    assert eight_ranks.run(neighbours) == wanted
+    with pytest.raises(ValueError, match="1 ranks do not divide into tensor-parallel groups of 2"):
+        RankGroup(None).grid(2)
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5, 8])
 @pytest.mark.parametrize("rows", [0, 1, 3, 8])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -111,6 +111,7 @@ def test_the_layer_is_a_live_layer(layer: ExpertParallelMoE):
     assert live.load_counter.dtype == torch.int64
     assert live.load_counter.ndim == 0
     assert all(weight.is_contiguous() and weight.shape[0] == 4 for weight in live.expert_weights())
+    assert "layer 5, rank 0 of 1, 4 of 4 experts by slot: 0->0, 1->1, 2->2, 3->3" in repr(layer)
 
 
 @pytest.mark.parametrize("dispatcher", DISPATCHER_NAMES)

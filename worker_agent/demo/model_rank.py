@@ -28,7 +28,8 @@ class _ModelTask(Task):
 
     Each rank has ``rows`` requests at a time, of ``length`` bytes with their prompts. Experts may be ``quantized``
     (W8A8), and each step's tokens go through the MoE layers in two micro-batches (``dual_batch``). A ``checkpoint``'s
-    model is served in the place of the embedded one, in tokens for bytes.
+    model is served in the place of the embedded one, in tokens for bytes. Groups of ``tensor_parallel`` ranks have the
+    same requests.
     """
 
     steps: int
@@ -39,6 +40,7 @@ class _ModelTask(Task):
     quantized: bool = False
     dual_batch: bool = False
     checkpoint: str | None = None
+    tensor_parallel: int = 1
 
 
 class _ModelRank:
@@ -65,8 +67,10 @@ class _ModelRank:
             "split": split,
             "dealing_width": task.dealing_width,
             "most_rows": task.rows,
+            "tensor_parallel": task.tensor_parallel,
         }
-        seed = task.seed * task.ranks + self._rank
+        requests = self._rank // task.tensor_parallel
+        seed = task.seed * task.ranks + requests
         if task.checkpoint is not None:
             from worker_agent.model.hugging_face import serve_checkpoint
 
@@ -85,7 +89,7 @@ class _ModelRank:
             expert_groups=groups,
             **common,
         )
-        traffic = Traffic(task.steps, self._rank, task.seed)
+        traffic = Traffic(task.steps, requests, task.seed)
         return Server(model, traffic, task.rows, task.length, _TEMPERATURE, seed), layers
 
     def _one_step(self, step: int) -> dict[str, object]:

@@ -45,7 +45,10 @@ _SERVICE_SECONDS = 5.0
 
 def main(arguments: list[str] | None = None) -> None:
     """Print a line per finding."""
-    options = _parser().parse_args(arguments)
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    if options.ranks < 2:
+        parser.error(f"--ranks must be 2 or more, between which experts change, got {options.ranks}")
     findings = []
     for finding in _findings(options):
         findings.append(finding)
@@ -59,9 +62,8 @@ def main(arguments: list[str] | None = None) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="eplb-agent-doctor", description=_DESCRIPTION)
     parser.add_argument("--ranks", type=int, default=2, help="ranks to start here, a device each (2)")
-    parser.add_argument(
-        "--device", help="cpu, cuda or npu; by default the accelerator that torch sees, else cpu"
-    )
+    devices = "by default the accelerator that torch sees, else cpu"
+    parser.add_argument("--device", choices=("cpu", "cuda", "npu"), help=devices)
     parser.add_argument(
         "--expert-bytes", type=int, default=64 << 20, help="size of the experts that are moved (64 MiB)"
     )
@@ -81,7 +83,9 @@ def _findings(options: argparse.Namespace) -> Iterator[Finding]:
     here = "npu" if npu is not None and npu.is_available() else "cpu"
     here = "cuda" if torch.cuda.is_available() else here
     device = options.device or here
-    devices = options.ranks if device == "cpu" else torch.get_device_module(device).device_count()
+    devices = options.ranks
+    if device != "cpu":
+        devices = getattr(torch, device).device_count() if hasattr(torch, device) else 0
     yield from _round_trip(options.ranks, device, devices, options.expert_bytes)
 
 

@@ -34,6 +34,7 @@ def expert_parallel(
     dealing_width: int = 1,
     expert_groups: int = 1,
     most_rows: int | None = None,
+    tensor_parallel: int = 1,
 ) -> tuple[ByteTransformer, list[ExpertParallelMoE]]:
     """Make the model of a checkpoint with its experts placed over the ranks of ``ep_group``, and its MoE layers.
 
@@ -42,7 +43,7 @@ def expert_parallel(
     ``dealing_width`` say how tokens are split over replicas. Of ``expert_groups`` each token chooses equally many
     experts of every one, as MoGE needs with a group for each rank: the model was not trained for it, and writes worse.
     No rank has more tokens than ``most_rows`` in any step; without it the ranks ask each other in every layer and step,
-    and wait for the answers, where the dispatcher pads.
+    and wait for the answers, where the dispatcher pads. Groups of ``tensor_parallel`` ranks have the same tokens.
 
     The ``placement`` is of all of the ``checkpoint``'s layers. Raises ``ValueError`` where groups do not divide its
     experts and choices.
@@ -52,6 +53,7 @@ def expert_parallel(
         raise ValueError(
             f"{config.experts} experts and {config.top_k} choices per token do not divide into {expert_groups} groups"
         )
+    dp, tp = RankGroup.of(ep_group).grid(tensor_parallel)
     layers = [
         ExpertParallelMoE(
             config.shape(layer),
@@ -61,7 +63,7 @@ def expert_parallel(
             ep_group=ep_group,
             dtype=SERVING_DTYPE,
             quantization=quantization,
-            options=LayerOptions(split=split),
+            options=LayerOptions(split=split, tp_group=tp, dp_groups=[dp]),
             dealing_width=dealing_width,
         )
         for layer in range(config.layers)

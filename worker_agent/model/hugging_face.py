@@ -55,12 +55,14 @@ def serve_checkpoint(
     split: str = "tables",
     dealing_width: int = 1,
     most_rows: int | None = None,
+    tensor_parallel: int = 1,
 ) -> tuple[Any, list[ExpertParallelMoE]]:
     """Make transformers' model of a Qwen3-MoE or DeepSeek-V2 checkpoint, its experts placed over ranks, and its layers.
 
     The ``folder`` has ``config.json`` and safetensors, of which each rank keeps what the ``placement`` gives it.
     ``dispatcher``, ``ep_group``, ``quantization``, ``split`` and ``dealing_width`` are the layers'; no rank has more
-    tokens than ``most_rows`` in any step. Raises ``ValueError`` where the model is another one, or tensors are missing.
+    tokens than ``most_rows`` in any step. Groups of ``tensor_parallel`` ranks have the same tokens, and each a part of
+    the shared experts. Raises ``ValueError`` where the model is another one, or tensors are missing.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -74,11 +76,15 @@ def serve_checkpoint(
     model.to_empty(device="cpu")
     model.model.rotary_emb = type(model.model.rotary_emb)(config)
     replicated = {name: tensor for name, tensor in _tensors(folder) if not _EXPERT.match(name)}
-    left = set(model.load_state_dict(replicated, strict=False).missing_keys)
-    if left - ({"lm_head.weight"} if config.tie_word_embeddings else set()):
-        raise ValueError(f"{folder}: tensors are missing: {', '.join(sorted(left))}")
+    found = model.load_state_dict(replicated, strict=False)
+    tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
+    if missing := sorted(set(found.missing_keys) - tied):
+        raise ValueError(f"{folder}: tensors are missing: {missing[0]} and {len(missing) - 1} more")
+    if found.unexpected_keys:
+        raise ValueError(f"{folder}: the model has no tensor {found.unexpected_keys[0]}")
     model.tie_weights()
 
+    dp, tp = RankGroup.of(ep_group).grid(tensor_parallel)
     layers, loaders = [], {}
     for number, (at, block) in enumerate(blocks.items()):
         shape = MoEShape(number, config.num_experts, config.hidden_size, config.moe_intermediate_size)
@@ -90,8 +96,8 @@ def serve_checkpoint(
             ep_group=ep_group,
             dtype=SERVING_DTYPE,
             quantization=quantization,
-            shared_experts=_shared(number, getattr(block, "shared_experts", None)),
-            options=LayerOptions(split=split),
+            shared_experts=_shared(number, getattr(block, "shared_experts", None), quantization, tp),
+            options=LayerOptions(split=split, tp_group=tp, dp_groups=[dp]),
             dealing_width=dealing_width,
         )
         own_S = placement.phy2log_LRS[number, layer.ep_rank].tolist()
@@ -110,12 +116,14 @@ def serve_checkpoint(
 
 def _check(config: Any, folder: Path) -> None:
     """Raise ``ValueError`` unless the blocks here are the model's."""
-    quantized = getattr(config, "quantization_config", None)
+    quantized, by = (getattr(config, name, None) for name in ("quantization_config", "topk_method"))
     problems = {
         f"is a {config.model_type}; use qwen3_moe or deepseek_v2": config.model_type
         not in ("qwen3_moe", "deepseek_v2"),
         f"is quantized, which nothing here loads: {quantized}": quantized is not None,
         f"has the activation {config.hidden_act}; use silu": config.hidden_act != "silu",
+        f"chooses experts by {by}; use greedy or group_limited_greedy": config.model_type == "deepseek_v2"
+        and by not in ("greedy", "group_limited_greedy"),
     }
     for problem, found in problems.items():
         if found:
@@ -126,18 +134,25 @@ def _tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118 - no mapping
-                yield name, file.get_tensor(name).to(SERVING_DTYPE)
+                tensor = file.get_tensor(name)
+                if not tensor.is_floating_point() or tensor.itemsize == 1:
+                    raise ValueError(
+                        f"{path}: {name} has the dtype {tensor.dtype}, which nothing here computes with"
+                    )
+                yield name, tensor.to(SERVING_DTYPE)
 
 
-def _shared(number: int, module: Any) -> SharedExperts | None:
-    """A block's shared experts in two parts, held against transformers' own."""
+def _shared(number: int, module: Any, quantization: str, tp: RankGroup) -> SharedExperts | None:
+    """A block's shared experts in two parts, of which this rank has its columns, held against transformers' own."""
     if module is None:
         return None
     gate_IH, up_IH, down_HI = (
-        part.weight.detach() for part in (module.gate_proj, module.up_proj, module.down_proj)
+        part.weight.detach().tensor_split(tp.size, dim=dim)[tp.rank]
+        for part, dim in ((module.gate_proj, 0), (module.up_proj, 0), (module.down_proj, 1))
     )
-    weights = ExpertWeights(torch.cat([gate_IH, up_IH]).unsqueeze(0), down_HI.unsqueeze(0))
-    return SharedExperts(number, weights, operators_for(weights.w2_SHI.device), SERVING_DTYPE, whole=module)
+    weights = ExpertWeights(torch.cat([gate_IH, up_IH]).unsqueeze(0), down_HI.contiguous().unsqueeze(0))
+    arguments = number, weights, operators_for(down_HI.device), SERVING_DTYPE
+    return SharedExperts(*arguments, tp=tp, whole=module, quantization=quantization)
 
 
 def _router(config: Any) -> Router:

@@ -109,10 +109,10 @@ class ExpertLoader:
 
     def _fitted(self, loaded: torch.Tensor, own: torch.Tensor, split: int) -> torch.Tensor:
         """Return this rank's part of one expert's tensor, split along that dimension if ``own`` has it."""
-        if loaded.is_floating_point() != own.is_floating_point() or (
-            not own.is_floating_point() and loaded.dtype != own.dtype
-        ):
-            wanted = "a floating-point dtype" if own.is_floating_point() else own.dtype
+        # In 8 bits or fewer a number is nothing without its scale.
+        plain = loaded.is_floating_point() and loaded.itemsize > 1
+        if not (plain if own.is_floating_point() else loaded.dtype == own.dtype):
+            wanted = "a floating-point dtype of 16 bits or more" if own.is_floating_point() else own.dtype
             raise ValueError(f"must have {wanted}, got {loaded.dtype}")
         expected = [size * self._tp_size if at == split else size for at, size in enumerate(own.shape)]
         shape = list(loaded.shape)

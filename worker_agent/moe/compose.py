@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import prod
 
 import torch
 
@@ -17,7 +18,7 @@ from worker_agent.moe.dispatch import (
     TokenDispatcher,
     build_dispatcher,
 )
-from worker_agent.moe.experts import BatchedExperts, Experts, GroupedExperts, QuantMethod
+from worker_agent.moe.experts import BatchedExperts, Experts
 from worker_agent.moe.operators import Operators
 from worker_agent.moe.prepare import (
     All2AllPreparation,
@@ -68,7 +69,7 @@ class ModularKernel:
             # What was sent, and the form in which it came, is not needed while the experts run.
             here = travelling.popleft()()
             heat.append(here.batch.heat_S)
-            rows, combine = self._experts.run(here.batch, weights, dtype), here.combine
+            rows, combine = self._experts.apply(here.batch, weights, dtype), here.combine
             # What has been worked on is not needed while outputs return, nor are they once they are on their way.
             del here
             returning.append(combine(rows))
@@ -81,8 +82,12 @@ class ModularKernel:
 class LayerOptions:
     """The parts of a layer, where they are not to be the default."""
 
-    preparations: Mapping[str, Preparation] = field(default_factory=dict)
-    """By dispatcher; by default as for ranks with tokens of their own: gathered, padded (MC2) or kept (all-to-all)."""
+    tp_group: RankGroup | None = None
+    """Tensor-parallel ranks: they pass the same tokens, of which each dispatches a part."""
+
+    dp_groups: Sequence[RankGroup] = ()
+    """Over which all-gather and MoGE gather, one after the other: data-parallel ranks, then those of prefill context
+    parallelism. By default all ranks."""
 
     max_rank_tokens: int | None = None
     """The batched format, with room for so many dispatched tokens of each rank; floating-point weights only."""
@@ -91,8 +96,7 @@ class LayerOptions:
     """Tokens are multiplied by their weight before the experts instead of after; only for K = 1."""
 
     quantize_before_gather: bool = False
-    """W8A8 layers quantize tokens before their dispatcher gathers them, so that less travels; with preparations of its
-    own a layer says it there."""
+    """W8A8 layers quantize tokens before their dispatcher gathers them, so that less travels."""
 
     multistream: bool = False
     """Shared experts run on a stream of their own, where the device has streams."""
@@ -108,19 +112,15 @@ class LayerOptions:
         """Raise ``ValueError`` where the options do not fit a layer of these ``dispatchers`` and ``quantization``."""
         quantized = quantization != "none"
         given = " and ".join(dispatchers)
-        unused = [name for name in self.preparations if name not in dispatchers]
-        gathers = any(
-            name in SHARED_TOKEN_DISPATCHERS and name not in self.preparations for name in dispatchers
-        )
+        gathers = any(name in SHARED_TOKEN_DISPATCHERS for name in dispatchers)
         batched = self.max_rank_tokens is not None
         problems = {
             "a layer needs at least one dispatcher": not dispatchers,
             f"split is {self.split!r}; use one of tables, step": self.split not in ("tables", "step"),
-            f"preparations are given for {' and '.join(unused)}, dispatchers are {given}": bool(unused),
             "quantize_before_gather is for W8A8 layers; this one's weights are floating-point": (
                 self.quantize_before_gather and not quantized
             ),
-            f"quantize_before_gather needs a dispatcher that gathers by a default preparation, got {given}": (
+            f"quantize_before_gather needs a dispatcher that gathers, got {given}": (
                 self.quantize_before_gather and not gathers
             ),
             "the batched format (max_rank_tokens) takes floating-point weights alone": batched and quantized,
@@ -162,17 +162,16 @@ class LayerPath:
         operators: Operators,
         device: torch.device,
         options: LayerOptions,
-        method: QuantMethod,
+        experts: Experts,
     ) -> LayerPath:
         """Make the path of the dispatcher ``name``; ``ValueError`` where there is none, or its limits are passed.
 
         Each rank of ``group`` has as many local experts of the layer of this ``shape`` as ``slots``; MC2 talks in
-        ``mc2_group``. ``operators`` compute on ``device``, by a quantization ``method``. ``options`` are the layer's,
-        checked.
+        ``mc2_group``. ``operators`` compute on ``device``, and ``experts`` in the standard format. ``options`` are the
+        layer's, checked.
         """
         variant = (MC2Variant.of(device) if options.mc2 is None else options.mc2).on(device)
         sender: TokenDispatcher = build_dispatcher(name, group, slots, operators, variant, mc2_group)
-        experts: Experts = GroupedExperts(operators, shape.activation, method)
         gathers, room, limits, distinct_for = name in SHARED_TOKEN_DISPATCHERS, None, None, None
         if name == "mc2":
             limits, distinct_for = _mc2_limits(shape, group, mc2_group, slots, variant), "MC2"
@@ -182,12 +181,7 @@ class LayerPath:
             # A gathered dispatch has the tokens of all ranks.
             room = options.max_rank_tokens * (group.size if gathers else 1)
             distinct_for = "the batched format"
-        preparation, alone = options.preparations.get(name), RankGroup(None)
-        if preparation is None and gathers:
-            quantize_with = operators if options.quantize_before_gather else None
-            preparation = AllGatherPreparation([group], quantize_with=quantize_with)
-        elif preparation is None:
-            preparation = MC2Preparation(group, alone) if name == "mc2" else All2AllPreparation(alone)
+        preparation = _preparation(name, shape.layer, group, operators, options)
         return cls(preparation, ModularKernel(sender, experts), gathers, room, distinct_for, limits)
 
     def check_room(self, layer: int, tokens: int, choices: int) -> None:
@@ -217,6 +211,25 @@ class LayerPath:
             )
 
 
+def _preparation(
+    name: str, layer: int, group: RankGroup, operators: Operators, options: LayerOptions
+) -> Preparation:
+    """Return what gives the dispatcher ``name`` its tokens; ``ValueError`` where groups leave out some ranks."""
+    tp = RankGroup(None) if options.tp_group is None else options.tp_group
+    if name == "mc2":
+        return MC2Preparation(group, tp)
+    if name not in SHARED_TOKEN_DISPATCHERS:
+        return All2AllPreparation(tp)
+    groups = options.dp_groups or [group]
+    sizes = [each.size for each in (*groups, tp)]
+    if prod(sizes) != group.size:
+        raise ValueError(
+            f"layer {layer}: {name} gathers the tokens of {group.size} ranks; groups of {' x '.join(map(str, sizes))} "
+            "(dp_groups, then tp_group) leave some out, or have some twice"
+        )
+    return AllGatherPreparation(groups, tp, operators if options.quantize_before_gather else None)
+
+
 def _mc2_limits(
     shape: MoEShape, group: RankGroup, mc2_group: RankGroup, slots: int, variant: MC2Variant
 ) -> MC2Limits | None:
@@ -233,4 +246,4 @@ def _mc2_limits(
             f"layer {shape.layer}: MC2 needs a process group that nothing else uses; give the layers one of the same "
             "ranks as mc2_group"
         )
-    return MC2Limits(shape.layer, shape.hidden, group.size, slots, variant)
+    return MC2Limits(shape.layer, variant.width(shape.hidden), group.size, slots, variant)

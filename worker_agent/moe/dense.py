@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch.nn.functional import linear
 
+from worker_agent.moe.operators import operators_for
 from worker_agent.moe.quantization import Unquantized
 from worker_agent.moe.shape import MoEShape
 from worker_agent.moe.weights import ExpertSource, ExpertTensors, fill_weights
@@ -25,9 +26,8 @@ class DenseMoE(ExpertTensors):
         super().__init__()
         self.shape = shape
         every = list(range(shape.experts))
-        weights = Unquantized().create_weights(
-            shape, len(every), dtype, torch.device(device), biases is not None
-        )
+        method = Unquantized(operators_for(torch.device(device)))
+        weights = method.create_weights(shape, len(every), dtype, torch.device(device), biases is not None)
         self._hold(shape.layer, fill_weights(weights, shape, every, experts, biases))
 
     def forward(
@@ -35,9 +35,8 @@ class DenseMoE(ExpertTensors):
     ) -> torch.Tensor:
         """Put tokens through their experts, ``[T, H]``; takes and refuses what ``ExpertParallelMoE`` does."""
         w13 = self.w13_weight
-        self.shape.check_tokens(
-            hidden_TH, topk_ids_TK, topk_weights_TK, w13.dtype, w13.device, check_ids=True
-        )
+        tokens = hidden_TH, topk_ids_TK, topk_weights_TK
+        self.shape.check_tokens(*tokens, None, w13.dtype, w13.device, check_ids=True)
         out_TH = torch.zeros_like(hidden_TH, dtype=torch.float32)
         none = [None] * self.shape.experts
         w13_bias = none if self.w13_bias is None else self.w13_bias

@@ -60,7 +60,7 @@ class ExpertParallelMoE(EplbState, ExpertTensors):
         W, the steps that the heat rings hold.
     quantization
         ``"none"``, or ``"w8a8"``: int8 weights with a scale per output row, made of floating-point ones; tokens are
-        quantized at each call, with a scale each.
+        quantized at each call, with a scale each. ``"w8a8_dynamic"`` is the same of weights that are loaded in int8.
     dtype
         The tokens' type, and the weights' unless quantized.
     check_ids
@@ -101,7 +101,8 @@ class ExpertParallelMoE(EplbState, ExpertTensors):
         self.shape, self._options = shape, options
         self._device = device = torch.device(device)
         check_dtype(shape.layer, device.type, dtype)
-        self._dtype, self._method = dtype, (method := quant_method(shape.layer, quantization))
+        self._dtype, operators = dtype, operators_for(device)
+        self._method = method = quant_method(shape.layer, quantization, operators, shape.activation)
         self._check_ids = device.type == "cpu" if check_ids is None else check_ids
         self._shared_experts = shared_experts
         self._stream = SharedStream.of(device) if options.multistream else None
@@ -114,8 +115,7 @@ class ExpertParallelMoE(EplbState, ExpertTensors):
         if self.rank_bound:
             check_grouped(shape.layer, phy2log_RS)
         self._track(phy2log_RS, group.rank, log2phy_E, heat_rows, device)
-        self._operators = operators_for(device)
-        parts = group, mc2, phy2log_RS.shape[1], self._operators, device, options, method
+        parts = group, mc2, phy2log_RS.shape[1], operators, device, options, method
         self._paths = {name: LayerPath.of(name, shape, *parts) for name in names}
         self._split = None
         if options.split == "step":
@@ -133,8 +133,14 @@ class ExpertParallelMoE(EplbState, ExpertTensors):
 
         To be called before an agent starts: tensors may be others afterwards, once and for all.
         """
-        weights = self._method.process_after_load(self._weights(), self._operators, self._dtype)
-        self._hold(self.shape.layer, weights)
+        self._hold(self.shape.layer, self._method.process_after_load(self._weights(), self._dtype))
+
+    def extra_repr(self) -> str:
+        """Return this rank's place, and the experts of its slots as they are now."""
+        held = {int(slot): expert for expert, slot in enumerate(self.expert_map.tolist()) if slot >= 0}
+        slots = ", ".join(f"{slot}->{held[slot]}" for slot in sorted(held))
+        rank = f"layer {self.shape.layer}, rank {self.ep_rank} of {self.ep_size}"
+        return f"{rank}, {len(held)} of {self.shape.experts} experts by slot: {slots}"
 
     @property
     def ep_rank(self) -> int:
@@ -178,8 +184,9 @@ class ExpertParallelMoE(EplbState, ExpertTensors):
         topk_ids_TK, topk_weights_TK
             ``[T, K]``, int32 or int64 by logical expert, and any float dtype.
         active
-            bool ``[T]`` or ``[T, K]``: the real tokens or choices. Others are padding: routed nowhere and counted
-            nowhere. A padding token's output is zeros; one whose choices alone are masked keeps its shared experts.
+            bool ``[T]`` or ``[T, K]``: the real tokens or choices. Others are padding, whatever they hold: routed
+            nowhere and counted nowhere. A padding token's output is zeros; one whose choices alone are masked keeps its
+            shared experts.
         phase
             What kind of step it is; in a dummy one nothing is real.
         dispatcher
@@ -266,11 +273,12 @@ class ExpertParallelMoE(EplbState, ExpertTensors):
         return self._paths[dispatcher]
 
     def _checked(self, path: LayerPath, batch: MicroBatch, phase: StepPhase | None) -> torch.Tensor:
-        """Return a batch's ids ``[T, K]``, -1 where a choice is not real; raises as ``forward`` does."""
+        """Return a batch's ids, int32 ``[T, K]``, -1 where a choice is not real; raises as ``forward`` does."""
         shape = self.shape
-        tokens = batch.hidden_TH, batch.topk_ids_TK, batch.topk_weights_TK
-        shape.check_tokens(*tokens, self._dtype, self.w13_weight.device, self._check_ids)
-        ids_TK = real_ids(shape, batch.topk_ids_TK, batch.active, phase)
+        tokens = batch.hidden_TH, batch.topk_ids_TK, batch.topk_weights_TK, batch.active
+        checks = self._check_ids and phase is not StepPhase.DUMMY
+        shape.check_tokens(*tokens, self._dtype, self.w13_weight.device, checks)
+        ids_TK = real_ids(batch.topk_ids_TK, batch.active, phase)
         if self._options.weigh_on_input and ids_TK.shape[1] != 1:
             raise ValueError(
                 f"layer {shape.layer}: weights can be applied to the input of one choice per token alone, "
@@ -283,7 +291,8 @@ class ExpertParallelMoE(EplbState, ExpertTensors):
     def _prepare(
         self, path: LayerPath, batch: MicroBatch, own_TK: torch.Tensor, length: int | None
     ) -> tuple[Prepared, DispatchRequest]:
-        prepared = path.preparation.prepare(batch.hidden_TH, (own_TK, batch.topk_weights_TK), length)
+        routing = own_TK, batch.topk_weights_TK.float()
+        prepared = path.preparation.prepare(batch.hidden_TH, routing, length)
         path.check_room(self.shape.layer, prepared.hidden_TH.shape[0], batch.topk_ids_TK.shape[1])
         ids_TK, weights_TK = prepared.routing
         if prepared.active_T is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -26,6 +26,9 @@ class Prepared:
     finalize: Callable[[torch.Tensor], torch.Tensor]
     """Brings outputs in the order of the prepared tokens back to this rank's own, whatever the dispatch between."""
 
+    source: slice
+    """The part of its own tokens that this rank is the source of: where ranks share tokens, each has one source."""
+
     active_T: torch.Tensor | None = None
     """bool: the real tokens; ``None`` where all are."""
 
@@ -34,9 +37,6 @@ class Prepared:
 
     common_tokens: int | None = None
     """The most tokens that any rank dispatches, where all ranks know the same number without asking."""
-
-    source: slice = field(default_factory=lambda: slice(None))
-    """The part of its own tokens that this rank is the source of: where ranks share tokens, each has one source."""
 
 
 class Preparation(Protocol):
@@ -97,9 +97,9 @@ class All2AllPreparation:
             part_TH,
             tuple(parts),
             lambda out_TH: tp.all_gather(out_TH)[:own],
+            source,
             active_T if length != own else None,
             common_tokens=common_tokens,
-            source=source,
         )
 
 
@@ -168,7 +168,7 @@ class AllGatherPreparation:
     def __init__(
         self,
         groups: Sequence[RankGroup],
-        tp: RankGroup | None = None,
+        tp: RankGroup,
         quantize_with: Operators | None = None,
     ) -> None:
         self._groups = list(groups)
@@ -187,7 +187,7 @@ class AllGatherPreparation:
         elif self._operators is not None:
             gathered.append(hidden_TH.new_empty(0, dtype=torch.float32))
             hidden_TH = hidden_TH.to(torch.int8)
-        source = slice(None) if self._tp is None else _own_part(self._tp, hidden_TH.shape[0])
+        source = _own_part(self._tp, hidden_TH.shape[0])
         owns: list[int] = []
         for group in self._groups:
             owns.append(hidden_TH.shape[0])
@@ -198,10 +198,8 @@ class AllGatherPreparation:
             """Sum over all ranks and cut to this rank's own."""
             for group, own in zip(reversed(self._groups), reversed(owns), strict=True):
                 out_TH = group.reduce_scatter(out_TH)[:own]
-            if self._tp is not None:
-                out_TH = self._tp.all_reduce(out_TH)
-            return out_TH.to(dtype)
+            return self._tp.all_reduce(out_TH).to(dtype)
 
         scale_N = None if self._operators is None else gathered.pop()
         *routed, active_N = gathered
-        return Prepared(hidden_TH, tuple(routed), finalize, active_N, scale_N, source=source)
+        return Prepared(hidden_TH, tuple(routed), finalize, source, active_N, scale_N)

@@ -2,23 +2,34 @@
 
 from __future__ import annotations
 
-import torch
+from typing import Any
 
-from worker_agent.moe.experts import ExpertBatch, QuantMethod, activated, grouped_product
-from worker_agent.moe.operators import Operators
+import torch
+from torch.nn.functional import linear
+
+from worker_agent.moe.experts import ActivationFormat, ExpertBatch
+from worker_agent.moe.operators import GroupListType, Operators
 from worker_agent.moe.shape import Activation, MoEShape
-from worker_agent.moe.weights import ExpertWeights
+from worker_agent.moe.weights import ExpertWeights, Matrices
 
 
 class Unquantized:
-    """Weights and tokens in floating point."""
+    """Weights and tokens in floating point; ``Experts`` by the operators of an NPU.
 
+    ``operators`` compute, with ``activation`` between the two products. Other methods are its subclasses.
+    """
+
+    format = ActivationFormat.STANDARD
     quantizes_tokens = False
+    """Experts want int8 rows, with a scale each."""
+
+    def __init__(self, operators: Operators, activation: Activation = Activation.SILU) -> None:
+        self._operators, self._activation = operators, activation
 
     def create_weights(
         self, shape: MoEShape, slots: int, dtype: torch.dtype, device: torch.device, biased: bool
     ) -> ExpertWeights:
-        """Make the tensors of as many ``slots``, on ``device``, for whoever loads them.
+        """Make the tensors that a checkpoint has of as many ``slots``, on ``device``.
 
         ``shape`` is the layer's; its tokens are of ``dtype``. Biases have tensors where ``biased``.
         """
@@ -35,35 +46,66 @@ class Unquantized:
             *weights, w13_bias_SI=empty(rows, of=wide), w2_bias_SH=empty(shape.hidden, of=wide)
         )
 
-    def process_after_load(
-        self, weights: ExpertWeights, _operators: Operators, _dtype: torch.dtype
-    ) -> ExpertWeights:
-        """Return what the layer computes with: the same."""
+    def process_after_load(self, weights: ExpertWeights, _dtype: torch.dtype) -> ExpertWeights:
+        """Return what the layer holds and computes with, for tokens of ``dtype``: the same."""
         return weights
 
-    def apply(
-        self,
-        operators: Operators,
-        batch: ExpertBatch,
-        weights: ExpertWeights,
-        activation: Activation,
-        dtype: torch.dtype,
-    ) -> torch.Tensor:
-        """Multiply, activate and multiply a ``batch`` of rows by ``operators``; ``weights`` are those of its slots.
+    def apply(self, batch: ExpertBatch, weights: ExpertWeights, dtype: torch.dtype) -> torch.Tensor:
+        """Multiply, activate and multiply group by group; nothing is called for no rows."""
+        if not batch.rows.shape[0]:
+            return batch.rows.to(dtype)
+        first_NI = self._product(batch, batch.rows, batch.scale_N, weights.first, dtype)
+        inner_NI, scale_N = self._requantized(self.activated(first_NI))
+        return self._product(batch, inner_NI, scale_N, weights.second, dtype)
 
-        The outputs are of ``dtype``, with the ``activation`` between the two products.
-        """
-        first = weights.w13_SIH, weights.w13_scale_SI, weights.w13_bias_SI
-        first_NI = grouped_product(operators, batch, batch.rows, batch.scale_N, *first, dtype)
-        inner_NI, scale_N = self._requantized(operators, activated(operators, activation, first_NI))
-        second = weights.w2_SHI, weights.w2_scale_SH, weights.w2_bias_SH
-        return grouped_product(operators, batch, inner_NI, scale_N, *second, dtype)
+    def activated(self, first_NI: torch.Tensor) -> torch.Tensor:
+        """Return the activation of a first product, ``[N, I]``; by the fused operator where there is one, and rows."""
+        if self._activation is Activation.SILU and first_NI.shape[0]:
+            return self._operators.npu_swiglu(first_NI)
+        return self._activation(first_NI)
 
-    def _requantized(
-        self, _operators: Operators, inner_NI: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def linear(self, rows_TK: torch.Tensor, matrix: Matrices) -> torch.Tensor:
+        """Multiply floating-point rows by the one matrix of shared experts and add its bias, ``[T, M]``."""
+        weight_1MK, _, bias_1M = matrix
+        bias_M = None if bias_1M is None else bias_1M[0].to(rows_TK.dtype)
+        return linear(rows_TK, weight_1MK[0].to(rows_TK.dtype), bias_M)
+
+    def _requantized(self, inner_NI: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Rows of the second product, and their scales if they have any."""
         return inner_NI, None
+
+    def _product(
+        self,
+        batch: ExpertBatch,
+        rows_NK: torch.Tensor,
+        scale_N: torch.Tensor | None,
+        matrices: Matrices,
+        dtype: torch.dtype,
+    ) -> torch.Tensor:
+        """Multiply each row, in the order of the batch's, by the matrix of its slot and add its bias: ``[N, M]``."""
+        weight_SMK, weight_scale_SM, bias_SM = matrices
+        more: dict[str, Any] = {}
+        if scale_N is not None and weight_scale_SM is not None:
+            more = {"scale": [weight_scale_SM], "per_token_scale": [scale_N], "output_dtype": dtype}
+        elif bias_SM is not None:
+            more = {"bias": [bias_SM]}
+        # One count is its own cumulative sum, and the operator takes no list of one count.
+        alone = batch.group_list_S.shape[0] == 1
+        (out_NM,) = self._operators.npu_grouped_matmul(
+            [rows_NK],
+            [weight_SMK.transpose(1, 2)],
+            group_list=batch.group_list_S,
+            split_item=2,
+            group_type=0,
+            group_list_type=GroupListType.CUMULATIVE if alone else batch.group_list_type,
+            **more,
+        )
+        if bias_SM is not None and "bias" not in more:
+            # Of int8 rows the operator takes biases that it scales with the product, in int32 alone.
+            row_N = torch.arange(rows_NK.shape[0], device=rows_NK.device)
+            slot_N = torch.searchsorted(batch.counts_S.cumsum(0), row_N, right=True)
+            out_NM += bias_SM.index_select(0, slot_N.clamp(max=bias_SM.shape[0] - 1))
+        return out_NM
 
 
 class W8A8(Unquantized):
@@ -74,25 +116,74 @@ class W8A8(Unquantized):
 
     quantizes_tokens = True
 
-    def process_after_load(
-        self, weights: ExpertWeights, operators: Operators, dtype: torch.dtype
+    def process_after_load(self, weights: ExpertWeights, dtype: torch.dtype) -> ExpertWeights:
+        """Return the weights in int8, as they may be already."""
+        if weights.w13_scale_SI is not None:
+            return weights
+        w13_SIH, w13_scale_SI = _quantized(self._operators, weights.w13_SIH, dtype)
+        w2_SHI, w2_scale_SH = _quantized(self._operators, weights.w2_SHI, dtype)
+        return ExpertWeights(
+            w13_SIH, w2_SHI, w13_scale_SI, w2_scale_SH, weights.w13_bias_SI, weights.w2_bias_SH
+        )
+
+    def linear(self, rows_TK: torch.Tensor, matrix: Matrices) -> torch.Tensor:
+        """Quantize the rows, and multiply them as one group."""
+        if not rows_TK.shape[0]:
+            return rows_TK.new_empty(0, matrix[0].shape[1])
+        int8_TK, scale_T = self._operators.npu_dynamic_quant(rows_TK)
+        count_1 = torch.full((1,), rows_TK.shape[0], dtype=torch.int64, device=rows_TK.device)
+        batch = ExpertBatch(int8_TK, count_1, GroupListType.CUMULATIVE)
+        return self._product(batch, int8_TK, scale_T, matrix, rows_TK.dtype)
+
+    def _requantized(self, inner_NI: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return self._operators.npu_dynamic_quant(inner_NI)
+
+
+class W8A8Dynamic(W8A8):
+    """W8A8 of weights that are loaded in int8, with their scales, as ModelSlim writes them."""
+
+    def create_weights(
+        self, shape: MoEShape, slots: int, dtype: torch.dtype, device: torch.device, biased: bool
     ) -> ExpertWeights:
-        """Return the weights in int8."""
-        return weights if weights.quantized else weights.quantize(operators, dtype)
+        """Make int8 tensors and scales; arguments as for ``Unquantized``."""
+        weights = super().create_weights(shape, slots, dtype, device, biased)
+        w13_SIH, w2_SHI = (torch.empty_like(of, dtype=torch.int8) for of in (weights.w13_SIH, weights.w2_SHI))
+        w13_scale_SI, w2_scale_SH = (
+            torch.empty_like(of[:, :, 0], dtype=_scale_dtype(dtype)) for of in (w13_SIH, w2_SHI)
+        )
+        return ExpertWeights(
+            w13_SIH, w2_SHI, w13_scale_SI, w2_scale_SH, weights.w13_bias_SI, weights.w2_bias_SH
+        )
 
-    def _requantized(
-        self, _operators: Operators, inner_NI: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        return _operators.npu_dynamic_quant(inner_NI)
+
+def _scale_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the type of weights' scales for tokens of ``dtype``, as the grouped product of torch_npu wants them."""
+    return dtype if dtype == torch.bfloat16 else torch.float32
 
 
-_METHODS: dict[str, QuantMethod] = {"none": Unquantized(), "w8a8": W8A8()}
+def _quantized(
+    operators: Operators, weight_SMK: torch.Tensor, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    rows_NK = weight_SMK.flatten(0, 1)
+    int8_NK, scale_N = operators.npu_dynamic_quant(rows_NK)
+    if _scale_dtype(dtype) != scale_N.dtype:
+        # Quantized again by the rounded scale, so that its rounding is not in every weight of the row.
+        scale_N = scale_N.to(dtype)
+        steps_NK = rows_NK.float() / scale_N.float().clamp(min=torch.finfo(torch.float32).tiny).unsqueeze(1)
+        int8_NK = steps_NK.round().clamp(-127, 127).to(torch.int8)
+    return int8_NK.view(weight_SMK.shape), scale_N.view(weight_SMK.shape[:2])
 
 
-def quant_method(layer: int, name: str) -> QuantMethod:
-    """Return the method of that ``name``; ``ValueError`` naming the ``layer`` where nothing computes with it."""
+_METHODS = {"none": Unquantized, "w8a8": W8A8, "w8a8_dynamic": W8A8Dynamic}
+
+
+def quant_method(layer: int, name: str, operators: Operators, activation: Activation) -> Unquantized:
+    """Return the method of that ``name``; ``ValueError`` naming the ``layer`` where nothing computes with it.
+
+    ``operators`` and ``activation`` are its arguments.
+    """
     if name not in _METHODS:
         raise ValueError(
             f"layer {layer}: nothing here computes with the quantization {name!r}; use one of {', '.join(_METHODS)}"
         )
-    return _METHODS[name]
+    return _METHODS[name](operators, activation)

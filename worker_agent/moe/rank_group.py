@@ -45,6 +45,21 @@ class RankGroup:
             return name
         return self._group.group_name
 
+    def grid(self, tp: int) -> tuple[RankGroup, RankGroup]:
+        """Return this rank's data-parallel and tensor-parallel group; ``tp`` ranks after one another share tokens.
+
+        All ranks that there are call it together. Raises ``ValueError`` where the ranks do not divide into such groups.
+        """
+        if tp < 1 or self.size % tp:
+            raise ValueError(f"{self.size} ranks do not divide into tensor-parallel groups of {tp}")
+        if self._group is None or tp == 1:
+            return self, RankGroup(None)
+        ranks = dist.get_process_group_ranks(self._group)
+        data = [ranks[first::tp] for first in range(tp)]
+        tensor = [ranks[first : first + tp] for first in range(0, self.size, tp)]
+        dp_group, tp_group = (dist.new_subgroups_by_enumeration(parts)[0] for parts in (data, tensor))
+        return RankGroup(dp_group), RankGroup(tp_group)
+
     def start_all_to_all(
         self, rows_NX: torch.Tensor, sent: list[int], received: list[int]
     ) -> Callable[[], torch.Tensor]:
@@ -106,6 +121,8 @@ class RankGroup:
 
     def all_reduce(self, rows_NX: torch.Tensor) -> torch.Tensor:
         """Sum all ranks' ``[N, ...]``, the same bits on all ranks: each row is summed on one of them."""
+        if self.size == 1:
+            return rows_NX
         rows = rows_NX.shape[0]
         padding = (0, 0) * (rows_NX.ndim - 1) + (0, -rows % self.size)
         return self.all_gather(self.reduce_scatter(pad(rows_NX, padding)))[:rows]

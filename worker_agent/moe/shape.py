@@ -7,8 +7,8 @@ How bad input ends
     out. A host that catches the error must end the step on all ranks.
 
     What can be seen only by comparing ranks is found where ranks exchange sizes anyway: tokens of different
-    widths (other dtypes, or another K) are refused by all ranks of a gathering preparation alike, and so are grouped
-    experts that are not chosen equally. All2AllV lets each rank have its own K; MC2's operators want one K on all
+    widths (another K) are refused by all ranks of a gathering preparation alike, and so are grouped experts that are
+    not chosen equally. All2AllV lets each rank have its own K; MC2's operators want one K on all
     ranks and cannot check it. Layers must be built alike on all ranks: experts, hidden size, dtype, dispatcher, parts.
     log2phy tables that do not fit the placement are refused when a layer is built; who writes others into them later
     must do so on all ranks between the same two steps, as agents do by their votes, or tokens are lost.
@@ -87,14 +87,16 @@ class MoEShape:
         hidden_TH: torch.Tensor,
         topk_ids_TK: torch.Tensor,
         topk_weights_TK: torch.Tensor,
+        active: torch.Tensor | None,
         dtype: torch.dtype,
         device: torch.device,
         check_ids: bool,
     ) -> None:
         """Raise ``ValueError`` naming layer, tensor and what was expected, unless a call's tensors fit.
 
-        These are ``hidden_TH``, ``topk_ids_TK`` and ``topk_weights_TK``; the layer's tokens are of ``dtype``, on
-        ``device``. With ``check_ids`` values are looked at too, which on an accelerator waits for the device.
+        These are ``hidden_TH``, ``topk_ids_TK`` and ``topk_weights_TK``, and ``active``, the real tokens ``[T]`` or
+        choices ``[T, K]``; the layer's tokens are of ``dtype``, on ``device``. With ``check_ids`` the values of real
+        choices are looked at too, which on an accelerator waits for the device.
         """
         if hidden_TH.ndim != 2 or hidden_TH.shape[1] != self.hidden:
             self._refuse("hidden", f"the shape [T, {self.hidden}]", list(hidden_TH.shape))
@@ -109,38 +111,37 @@ class MoEShape:
             self._refuse("topk_ids", "int32 or int64", topk_ids_TK.dtype)
         if not topk_weights_TK.is_floating_point():
             self._refuse("topk_weights", "a floating-point dtype", topk_weights_TK.dtype)
-        tensors = {"hidden": hidden_TH, "topk_ids": topk_ids_TK, "topk_weights": topk_weights_TK}
+        choices = topk_ids_TK.shape[1]
+        if active is not None and active.shape not in ((tokens,), (tokens, choices)):
+            self._refuse("active", f"the shape [{tokens}] or [{tokens}, {choices}]", list(active.shape))
+        if active is not None and active.dtype != torch.bool:
+            self._refuse("active", "the dtype torch.bool", active.dtype)
+        tensors = {
+            "hidden": hidden_TH,
+            "topk_ids": topk_ids_TK,
+            "topk_weights": topk_weights_TK,
+            "active": active,
+        }
         for name, tensor in tensors.items():
-            if tensor.device != device:
+            if tensor is not None and tensor.device != device:
                 self._refuse(name, f"the layer's device {device}", tensor.device)
         if not check_ids:
             return
         outside_TK = (topk_ids_TK < 0) | (topk_ids_TK >= self.experts)
+        if active is not None:
+            outside_TK &= active if active.ndim == 2 else active.unsqueeze(1)
         if outside_TK.any():
             token, choice = outside_TK.nonzero()[0].tolist()
             found = f"{int(topk_ids_TK[token, choice])} at token {token}, choice {choice}"
             self._refuse("topk_ids", f"expert ids 0..{self.experts - 1}", found)
 
-    def check_active(self, active: torch.Tensor, topk_ids_TK: torch.Tensor) -> None:
-        """Raise ``ValueError`` unless ``active`` marks real tokens ``[T]`` or choices ``[T, K]`` of a call."""
-        tokens, choices = topk_ids_TK.shape
-        if active.shape not in ((tokens,), (tokens, choices)):
-            self._refuse("active", f"the shape [{tokens}] or [{tokens}, {choices}]", list(active.shape))
-        if active.dtype != torch.bool:
-            self._refuse("active", "the dtype torch.bool", active.dtype)
-        if active.device != topk_ids_TK.device:
-            self._refuse("active", f"the layer's device {topk_ids_TK.device}", active.device)
-
     def _refuse(self, tensor: str, expected: str, found: object) -> None:
         raise ValueError(f"layer {self.layer}: {tensor} must have {expected}, got {found}")
 
 
-def real_ids(
-    shape: MoEShape, topk_ids_TK: torch.Tensor, active: torch.Tensor | None, phase: StepPhase | None
-) -> torch.Tensor:
-    """Return the ids, -1 for choices that are not ``active``, as none is in a dummy phase."""
-    if active is not None:
-        shape.check_active(active, topk_ids_TK)
+def real_ids(topk_ids_TK: torch.Tensor, active: torch.Tensor | None, phase: StepPhase | None) -> torch.Tensor:
+    """Return the ids, int32, -1 for choices that are not ``active``, as none is in a dummy phase."""
+    topk_ids_TK = topk_ids_TK.to(torch.int32)
     if phase is StepPhase.DUMMY:
         return torch.full_like(topk_ids_TK, -1)
     if active is None:

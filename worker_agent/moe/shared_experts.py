@@ -7,10 +7,9 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch.nn.functional import linear
 
-from worker_agent.moe.experts import ExpertBatch, activated, grouped_product
-from worker_agent.moe.operators import GroupListType, Operators
+from worker_agent.moe.operators import Operators
+from worker_agent.moe.quantization import quant_method
 from worker_agent.moe.rank_group import RankGroup
 from worker_agent.moe.shape import Activation
 from worker_agent.moe.weights import ExpertTensors, ExpertWeights
@@ -20,11 +19,11 @@ SharedModule = Callable[[torch.Tensor], torch.Tensor]
 
 
 class SharedExperts(ExpertTensors):
-    """A feed-forward network over all tokens, in floating point or W8A8.
+    """A feed-forward network over all tokens, by the same ``quantization`` methods as a layer's experts.
 
-    ``weights`` are one slot: w13 ``[1, 2*I, H]`` and w2 ``[1, H, I]``, I that of all shared experts together; with
-    biases or without. Tokens are of ``dtype``. With ``gate_H`` outputs are multiplied by
-    the sigmoid of its product with each token.
+    ``weights`` are one slot as it was loaded: w13 ``[1, 2*I, H]`` and w2 ``[1, H, I]``, I that of all shared experts
+    together; with biases or without. Tokens are of ``dtype``. With ``gate_H`` outputs are multiplied by the sigmoid of
+    its product with each token.
 
     Ranks of ``tp`` have the same tokens, and each a part of I: ``weights`` are this rank's, and the second part ends
     with an all-reduce. w2's bias counts on the first of them alone, so that all may hold it. ``whole`` is a host's own
@@ -46,6 +45,7 @@ class SharedExperts(ExpertTensors):
         activation: Activation = Activation.SILU,
         tp: RankGroup | None = None,
         whole: SharedModule | None = None,
+        quantization: str = "none",
     ) -> None:
         hidden = weights.w2_SHI.shape[1]
         if weights.w13_SIH.shape[0] != 1 or weights.w13_SIH.shape[2] != hidden:
@@ -58,27 +58,23 @@ class SharedExperts(ExpertTensors):
                 f"layer {layer}: shared experts' gate must have the shape [{hidden}], got {list(gate_H.shape)}"
             )
         super().__init__()
-        self._hold(layer, weights)
+        self._method = quant_method(layer, quantization, operators, activation)
+        self._hold(layer, self._method.process_after_load(weights, dtype))
         self.register_buffer("gate_H", gate_H)
-        self._operators = operators
         self._dtype = dtype
-        self._activation = activation
         self._tp = RankGroup(None) if tp is None else tp
         if whole is not None:
             self.verify(whole)
 
     def part1(self, hidden_TH: torch.Tensor) -> torch.Tensor:
         """Compute the first product: gate and up projection, ``[T, 2*I]``."""
-        weights = self._weights()
-        return self._product(hidden_TH, weights.w13_SIH, weights.w13_scale_SI, weights.w13_bias_SI)
+        return self._method.linear(hidden_TH, self._weights().first)
 
     def part2(self, hidden_TH: torch.Tensor, gate_up_TI: torch.Tensor) -> torch.Tensor:
         """Compute activation, down projection and gate, ``[T, H]``; summed over tensor-parallel ranks."""
-        weights, inner_TI = self._weights(), activated(self._operators, self._activation, gate_up_TI)
-        bias_1H = weights.w2_bias_SH if self._tp.rank == 0 else None
-        out_TH = self._product(inner_TI, weights.w2_SHI, weights.w2_scale_SH, bias_1H)
-        if self._tp.size > 1:
-            out_TH = self._tp.all_reduce(out_TH)
+        weight_1HI, scale_1H, bias_1H = self._weights().second
+        second = weight_1HI, scale_1H, bias_1H if self._tp.rank == 0 else None
+        out_TH = self._tp.all_reduce(self._method.linear(self._method.activated(gate_up_TI), second))
         if self.gate_H is None:
             return out_TH
         return out_TH * torch.sigmoid(hidden_TH @ self.gate_H).unsqueeze(1)
@@ -97,7 +93,7 @@ class SharedExperts(ExpertTensors):
         """
         w2_1HI = self.w2_weight
         if tolerance is None:
-            tolerance = 5e-2 if self._weights().quantized else 1e-2
+            tolerance = 5e-2 if self._method.quantizes_tokens else 1e-2
         generator = torch.Generator().manual_seed(self.layer_index)
         hidden_TH = torch.randn(tokens, w2_1HI.shape[1], generator=generator).to(w2_1HI.device, self._dtype)
         expected_TH = whole(hidden_TH).float()
@@ -113,24 +109,6 @@ class SharedExperts(ExpertTensors):
                 f"layer {self.layer_index}: shared experts in two parts differ from the whole by {difference:.3g} "
                 f"of its norm, past {tolerance:g}; run them unsplit, or mend the weights"
             )
-
-    def _product(
-        self,
-        rows_TK: torch.Tensor,
-        weight_1MK: torch.Tensor,
-        weight_scale_1M: torch.Tensor | None,
-        bias_1M: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """Multiply all rows by the one matrix and add its bias, ``[T, M]``; in W8A8 a grouped product of one group."""
-        if weight_scale_1M is None or not rows_TK.shape[0]:
-            bias_M = None if bias_1M is None else bias_1M[0].to(rows_TK.dtype)
-            return linear(rows_TK, weight_1MK[0].to(rows_TK.dtype), bias_M)
-        rows_TK, scale_T = self._operators.npu_dynamic_quant(rows_TK)
-        count_1 = torch.full((1,), rows_TK.shape[0], dtype=torch.int64, device=rows_TK.device)
-        batch = ExpertBatch(rows_TK, count_1, GroupListType.CUMULATIVE)
-        return grouped_product(
-            self._operators, batch, rows_TK, scale_T, weight_1MK, weight_scale_1M, bias_1M, self._dtype
-        )
 
 
 class SharedStream:

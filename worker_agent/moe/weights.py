@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import torch
 
-from worker_agent.moe.operators import Operators
 from worker_agent.moe.shape import MoEShape
 
 WEIGHT_NAMES = ("w13_weight", "w2_weight", "w13_weight_scale", "w2_weight_scale", "w13_bias", "w2_bias")
@@ -32,6 +31,10 @@ def seeded_experts(shape: MoEShape, seed: int = 0) -> ExpertSource:
     return draw
 
 
+Matrices = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
+"""``[S, M, K]``, of int8 matrices scales ``[S, M]``, and biases ``[S, M]`` if there are any."""
+
+
 @dataclass(frozen=True)
 class ExpertWeights:
     """Every tensor that S experts read. With scales, weights are int8 and tokens are quantized as well."""
@@ -53,9 +56,14 @@ class ExpertWeights:
     """``[S, H]``."""
 
     @property
-    def quantized(self) -> bool:
-        """True where the weights are int8."""
-        return self.w13_scale_SI is not None
+    def first(self) -> Matrices:
+        """Gate and up projection."""
+        return self.w13_SIH, self.w13_scale_SI, self.w13_bias_SI
+
+    @property
+    def second(self) -> Matrices:
+        """Down projection."""
+        return self.w2_SHI, self.w2_scale_SH, self.w2_bias_SH
 
     def named(self) -> dict[str, torch.Tensor]:
         """Return the tensors, each ``[S, ...]``, by the names that layers give them."""
@@ -66,15 +74,6 @@ class ExpertWeights:
     def bias_dtype(dtype: torch.dtype) -> torch.dtype:
         """Return the type of biases for tokens of ``dtype``: as the grouped product of torch_npu wants them."""
         return torch.float32 if dtype == torch.bfloat16 else dtype
-
-    def quantize(self, operators: Operators, dtype: torch.dtype = torch.float32) -> ExpertWeights:
-        """Return the weights in int8 with one scale per output row, for tokens of ``dtype``.
-
-        Scales are of that dtype where it is bfloat16, as the grouped product of torch_npu wants, and else float32.
-        """
-        w13_SIH, w13_scale_SI = _quantized_matrices(operators, self.w13_SIH, dtype)
-        w2_SHI, w2_scale_SH = _quantized_matrices(operators, self.w2_SHI, dtype)
-        return ExpertWeights(w13_SIH, w2_SHI, w13_scale_SI, w2_scale_SH, self.w13_bias_SI, self.w2_bias_SH)
 
 
 def fill_weights(
@@ -105,20 +104,11 @@ def _fill(layer: int, logical_S: list[int], source: ExpertSource, tensors: dict[
                     f"layer {layer}: {name} of expert {expert} must have the shape "
                     f"{list(tensor_S.shape[1:])}, got {list(given.shape)}"
                 )
+            if not tensor_S.is_floating_point():
+                raise ValueError(
+                    f"layer {layer}: int8 weights come from a checkpoint alone; use quantization w8a8"
+                )
             tensor_S[slot].copy_(given)
-
-
-def _quantized_matrices(
-    operators: Operators, weight_SMK: torch.Tensor, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
-    rows_NK = weight_SMK.flatten(0, 1)
-    int8_NK, scale_N = operators.npu_dynamic_quant(rows_NK)
-    if dtype == torch.bfloat16:
-        # Quantized again by the rounded scale, so that its rounding is not in every weight of the row.
-        scale_N = scale_N.to(dtype)
-        steps_NK = rows_NK.float() / scale_N.float().clamp(min=torch.finfo(torch.float32).tiny).unsqueeze(1)
-        int8_NK = steps_NK.round().clamp(-127, 127).to(torch.int8)
-    return int8_NK.view(weight_SMK.shape), scale_N.view(weight_SMK.shape[:2])
 
 
 class ExpertTensors(torch.nn.Module):

@@ -122,6 +122,7 @@ def distribute(x: torch.Tensor, expert_ids: torch.Tensor, *place: Any, **more: A
     assert place[-4] in ("mc2", ""), (
         f"the operators have a communication domain of their own, got {place[-4]!r}"
     )
+    assert more.get("group_tp") or x.shape[1] % 32 == 0, "on A2 the hidden size is a multiple of 32"
     experts = place[-1]
     assert 0 <= int(expert_ids.min()) <= int(expert_ids.max()) < experts, "ids are those of experts"
     assert expert_ids.shape[1] <= min(16, experts), "a token has up to 16 choices, and no more than experts"

@@ -89,10 +89,8 @@ def test_combine_wants_what_dispatch_gave(more: dict[str, object]):
 
 
 def test_rows_of_double_precision_are_summed_in_it():
-    hidden_TH, ids_TK = (
-        torch.full((2, 3), 1.0 + 2.0**-40, dtype=torch.float64),
-        torch.tensor([[0, 1], [1, 0]]),
-    )
+    hidden_TH = torch.full((2, 3), 1.0 + 2.0**-40, dtype=torch.float64)
+    ids_TK = torch.tensor([[0, 1], [1, 0]])
     rows_AH, _, assist_info, _, counts = DISPATCH(hidden_TH, ids_TK, *ALONE, 2)[:5]
     combined_TH = COMBINE(rows_AH, ids_TK, assist_info, counts, torch.full((2, 2), 0.5), *ALONE, 2)
     assert torch.equal(combined_TH, hidden_TH)

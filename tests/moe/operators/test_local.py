@@ -77,6 +77,21 @@ def test_init_routing_keeps_the_active_range(
         assert torch.equal(rows_NH[row], hidden_TH[choice // ids_TK.shape[1]])
 
 
+def product(
+    rows_NK: torch.Tensor,
+    weight_GKM: torch.Tensor,
+    group_list_G: torch.Tensor,
+    kind: GroupListType = GroupListType.COUNTS,
+    dtype: torch.dtype | None = None,
+    **more: torch.Tensor,
+) -> torch.Tensor:
+    """The grouped product of one matrix for each group; ``more`` are its lists of one tensor."""
+    lists = {name: [tensor] for name, tensor in more.items()}
+    groups = {"group_list": group_list_G, "group_list_type": kind, "split_item": 2, "group_type": 0}
+    (out_NM,) = reference.npu_grouped_matmul([rows_NK], [weight_GKM], **groups, output_dtype=dtype, **lists)
+    return out_NM
+
+
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=5), st.sampled_from(list(GroupListType)))
 @settings(max_examples=30, deadline=None)
 def test_grouped_matmul_multiplies_each_group_with_its_matrix(counts: list[int], kind: GroupListType):
@@ -84,14 +99,8 @@ def test_grouped_matmul_multiplies_each_group_with_its_matrix(counts: list[int],
     rows_NK = torch.randn(sum(counts) + 2, 3, generator=generator)
     weight_GKM = torch.randn(len(counts), 4, 3, generator=generator).transpose(1, 2)
     counted = torch.tensor(counts)
-    (out_NM,) = reference.npu_grouped_matmul(
-        [rows_NK],
-        [weight_GKM],
-        group_list=counted.cumsum(0) if kind == GroupListType.CUMULATIVE else counted,
-        split_item=2,
-        group_type=0,
-        group_list_type=kind,
-    )
+    listed = counted.cumsum(0) if kind == GroupListType.CUMULATIVE else counted
+    out_NM = product(rows_NK, weight_GKM, listed, kind)
     group_of_row = torch.repeat_interleave(counted).tolist()
     for row, group in enumerate(group_of_row):
         torch.testing.assert_close(out_NM[row], rows_NK[row] @ weight_GKM[group])
@@ -134,20 +143,13 @@ def test_grouped_matmul_of_int8_is_exact_and_scaled_by_row_and_column():
     rows_NK = torch.randint(-127, 128, (5, 2000), generator=generator, dtype=torch.int8)
     weight_GKM = torch.randint(-127, 128, (2, 2000, 3), generator=generator, dtype=torch.int8)
     scale_GM, scale_N = torch.rand(2, 3, generator=generator), torch.rand(5, generator=generator)
-    arguments = {"group_list": torch.tensor([2, 3]), "split_item": 2, "group_type": 0, "group_list_type": 1}
-    (out_NM,) = reference.npu_grouped_matmul(
-        [rows_NK],
-        [weight_GKM],
-        scale=[scale_GM],
-        per_token_scale=[scale_N],
-        output_dtype=torch.float32,
-        **arguments,
-    )
+    given = rows_NK, weight_GKM, torch.tensor([2, 3])
+    out_NM = product(*given, dtype=torch.float32, scale=scale_GM, per_token_scale=scale_N)
     for row, group in enumerate([0, 0, 1, 1, 1]):
         product_M = rows_NK[row].long() @ weight_GKM[group].long()
         torch.testing.assert_close(out_NM[row], product_M * scale_GM[group] * scale_N[row])
     with pytest.raises(ValueError, match="int8 rows, and only they, need scales"):
-        reference.npu_grouped_matmul([rows_NK], [weight_GKM], **arguments)
+        product(*given)
 
 
 @pytest.mark.parametrize("columns", [1, 1024, 1025, 4099])
@@ -156,16 +158,8 @@ def test_the_largest_sums_of_int8_products_are_exact(columns: int):
     rows_NK = torch.full((1, columns), -128, dtype=torch.int8)
     weight_GKM = torch.full((1, columns, 2), -128, dtype=torch.int8)
     rows_NK[0, -1], weight_GKM[0, -1] = 127, 127
-    (out_NM,) = reference.npu_grouped_matmul(
-        [rows_NK],
-        [weight_GKM],
-        scale=[torch.ones(1, 2)],
-        per_token_scale=[torch.ones(1)],
-        output_dtype=torch.float64,
-        group_list=torch.tensor([1]),
-        split_item=2,
-        group_type=0,
-    )
+    scales = {"scale": torch.ones(1, 2), "per_token_scale": torch.ones(1)}
+    out_NM = product(rows_NK, weight_GKM, torch.tensor([1]), dtype=torch.float64, **scales)
     assert out_NM.tolist() == [[float((columns - 1) * 128**2 + 127**2)] * 2]
 
 
@@ -196,15 +190,7 @@ def test_the_kernel_for_all_groups_equals_the_products_group_by_group(counts: li
     assert local._fused_product_takes(rows_NK, weight_GKM)
     counts_G = torch.tensor(counts)
     fused_NM = local._fused_product(rows_NK, weight_GKM, counts_G, bias_GM)
-    (found_NM,) = reference.npu_grouped_matmul(
-        [rows_NK],
-        [weight_GKM],
-        bias=None if bias_GM is None else [bias_GM],
-        split_item=2,
-        group_type=0,
-        group_list=counts_G,
-        group_list_type=GroupListType.COUNTS,
-    )
+    found_NM = product(rows_NK, weight_GKM, counts_G, **({"bias": bias_GM} if biased else {}))
     used = sum(counts)
     assert fused_NM.dtype == torch.bfloat16
     torch.testing.assert_close(fused_NM[:used], found_NM[:used], rtol=2e-2, atol=2e-2)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch.nn.functional import pad
 
 from worker_agent.moe.dispatch.interface import Dispatched, DispatchRequest
 from worker_agent.moe.experts import ActivationFormat, ExpertBatch
@@ -59,12 +60,16 @@ class MC2Variant:
             raise ValueError(f"HCCL_BUFFSIZE must be a whole number of MB, got {given!r}")
         return replace(self, buffer_megabytes=int(given))
 
+    def width(self, hidden: int) -> int:
+        """Return the columns that tokens travel with: on A2 H rounded up to 32 columns."""
+        return hidden if self.a3 else _aligned(hidden, 32)
+
 
 @dataclass(frozen=True)
 class MC2Limits:
     """Limits that CANN documents of the fused operators, for R ranks with S experts each and tokens of 2 * H bytes.
 
-    Raises ``ValueError`` naming the ``layer`` where H, R or S is past them.
+    H is that of tokens as they travel. Raises ``ValueError`` naming the ``layer`` where H, R or S is past them.
     """
 
     layer: int
@@ -82,11 +87,8 @@ class MC2Limits:
             wanted = "2 to 768 ranks", "a hidden size of 1024 to 8192"
         else:
             machine, slots = "A2", _MOST_A2_SLOTS
-            fits = self.ranks in powers, self.hidden <= widest and self.hidden % 32 == 0
-            wanted = (
-                f"{', '.join(map(str, powers))} ranks",
-                f"a hidden size that 32 divides, up to {widest}",
-            )
+            fits = self.ranks in powers, self.hidden <= widest
+            wanted = f"{', '.join(map(str, powers))} ranks", f"a hidden size of 1 to {widest}"
         needs = {
             f"{wanted[0]} on {machine}, got {self.ranks}": fits[0],
             f"{wanted[1]} on {machine}, got {self.hidden}": fits[1],
@@ -152,7 +154,9 @@ class MC2Dispatcher:
         """Let the fused operator send, receive and sort."""
         group, variant = self._group, self._variant
         experts = group.size * self._slots
-        hidden_TH, idle_S = request.hidden_TH, None
+        idle_S, hidden = None, request.hidden_TH.shape[1]
+        width = variant.width(hidden)
+        hidden_TH = _widened(request.hidden_TH, width)
         physical_TK, weights_TK = request.physical(nowhere=0), request.real_weights_TK
         place = self._domain.name, group.size, group.rank, experts
         shared: dict[str, Any] = {"expert_shard_type": 0, "shared_expert_rank_num": 0, "global_bs": 0}
@@ -175,11 +179,12 @@ class MC2Dispatcher:
         )
         rows_AH, scale_A, assist_info, cumulative_S, received_counts, tp_counts, row_weights = sent
         scale_N = scale_A if request.quantized else None
+        rows_AH = rows_AH[:, :hidden].contiguous()
         batch = ExpertBatch(rows_AH, cumulative_S, GroupListType.CUMULATIVE, scale_N, idle_S)
 
         def combine(rows: torch.Tensor) -> Callable[[], torch.Tensor]:
             out_TH = self._operators.npu_moe_distribute_combine_v2(
-                rows,
+                _widened(rows, width),
                 physical_TK,
                 assist_info,
                 received_counts,
@@ -189,9 +194,15 @@ class MC2Dispatcher:
                 expand_scales=row_weights if variant.hierarchical else None,
                 **shared,
             )
-            return lambda: out_TH
+            return lambda: out_TH[:, :hidden]
 
         return lambda: Dispatched(batch, combine)
+
+
+def _widened(rows_NH: torch.Tensor, width: int) -> torch.Tensor:
+    """Append columns of zeros up to ``width``."""
+    missing = width - rows_NH.shape[1]
+    return pad(rows_NH, (0, missing)) if missing else rows_NH
 
 
 def _spread_out(physical_TK: torch.Tensor, active_TK: torch.Tensor, first: int, experts: int) -> torch.Tensor:
