@@ -15,6 +15,7 @@ _KEEPS_UP = 0.98
 """Of the steps wanted, less those of one report: what is under way when the clock stops has not been lost."""
 _FLAT_SECONDS = 300.0
 """Windows and caches have filled by half of that; half an hour says more of the same."""
+_PLAN_SECONDS = 5.0
 _SAYING_REPORTS = 4
 """A rate is read off whole reports: over fewer of each rank it says where the clock stopped."""
 
@@ -30,15 +31,19 @@ class Measured:
     cpu_ms_per_step, cpu_percent
         Of its process per step that the ranks made, and of one core.
     lost_steps, dropped_steps
-        Missed by the service; dropped by agents, over all ranks.
+        Over the whole run: missed by the service; dropped by agents, over all ranks.
     megabytes_per_second, reports_per_second
         Heat that the agents sent.
-    resident_mb
-        Memory, from the beginning of the measurement to its end at equal times.
+    resident_mb, peak_mb
+        Memory, from the beginning of the measurement to its end at equal times; ``peak_mb`` is the most of the run.
     joining, holding, deciding
-        Holds of the event loop: until reports have grown to their length, over the measurement, and while deciding.
-    plan_ms, decide_seconds
-        From a plan's offer until the first and the last rank has it, ``None`` where one never did; the decision before.
+        Holds of the event loop: at first, over the measurement, and from the decision until its plan is carried out.
+    deciding_cpu_seconds, carrying_cpu_percent, switched
+        The service's from the first steps until the first plan was at all ranks; its part of a core while that was
+        carried out; layers that the ranks switched, over all ranks.
+    plan_ms
+        From the end of the first decision's interval until the first and the last rank had its plan, ``None`` where one
+        never did.
     """
 
     ranks: int
@@ -47,16 +52,19 @@ class Measured:
     wanted_per_second: float
     cpu_ms_per_step: float
     cpu_percent: float
+    deciding_cpu_seconds: float
+    carrying_cpu_percent: float
     lost_steps: int
     dropped_steps: int
+    switched: int
     megabytes_per_second: float
     reports_per_second: float
     resident_mb: tuple[float, ...]
+    peak_mb: float
     joining: Holds
     holding: Holds
     deciding: Holds
     plan_ms: tuple[float, float] | None
-    decide_seconds: float
 
     @property
     def report_steps(self) -> float:
@@ -107,6 +115,9 @@ def verdicts(measured: Iterable[Measured]) -> Iterator[Target]:
             flat = f"memory grows by {_MOST_GROWN_MB:g} MB or less in the second half"
             judged.append((flat, grown, one.grown_mb <= _MOST_GROWN_MB))
         arrived = "none" if one.plan_ms is None else f"the last after {one.plan_ms[1]:.0f} ms"
-        judged.append(("a plan reaches every rank", arrived, one.plan_ms is not None))
+        soon = one.plan_ms is not None and one.plan_ms[1] <= 1e3 * _PLAN_SECONDS
+        judged.append(
+            (f"the first plan is at every rank {_PLAN_SECONDS:g} s after the interval", arrived, soon)
+        )
         for what, found, met in judged:
             yield Target(f"{one.ranks:,} ranks: {what}", "", found, met)

@@ -146,8 +146,8 @@ class Reading:
         Seconds, by a clock that never jumps.
     cpu
         Seconds of CPU since its start.
-    resident_bytes
-        Memory at present.
+    resident_bytes, peak_bytes
+        Memory at present, and the most since its start.
     received, lost
         Steps since its start, over all deployments.
     holds
@@ -157,6 +157,7 @@ class Reading:
     at: float
     cpu: float
     resident_bytes: int
+    peak_bytes: int
     received: int
     lost: int
     holds: Holds
@@ -205,7 +206,7 @@ def asked_by(pipe: Connection) -> Any:
 
 
 def _serve(pipe: Connection, flags: dict[str, Any]) -> None:
-    configure_logs("error")
+    configure_logs("warning")
     with watched() as holds:
         asyncio.run(_run(pipe, flags, holds))
 
@@ -236,6 +237,7 @@ def _reading(service: RunningService, holds: Holds) -> Reading:
         at=time.monotonic(),
         cpu=used.ru_utime + used.ru_stime,
         resident_bytes=1024 * int(resident.split()[1]),
+        peak_bytes=1024 * used.ru_maxrss,
         received=sum(total.steps_received for total in totals),
         lost=sum(total.steps_lost for total in totals),
         holds=copy.copy(holds),

@@ -1,14 +1,20 @@
-"""Agents as coroutines, a share of a deployment's ranks in each process: real streams, made-up heat, no model."""
+"""Agents as coroutines, a share of a deployment's ranks in each process: real streams, made-up heat, no model.
+
+Plans are carried out by the clock: from a step that all ranks are given, a layer every few steps, its statuses sent and
+reports cut there as agents do. What slots receive then is drawn for the experts that they hold.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import bisect
 import contextlib
 import multiprocessing
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+from functools import cache
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -16,11 +22,12 @@ import grpc
 import numpy as np
 
 from benchmarks.scale.measured_service import asked_by
-from eplb_service.placement import Placement, combine_digests, layer_digest
-from eplb_service.wire.agent import Heartbeat, Hello, Shape
+from eplb_service.placement import Float64, Int32, Placement, combine_digests, layer_digest
+from eplb_service.wire.agent import Heartbeat, Hello, PlanState, PlanStatus, Shape
 from eplb_service.wire.codec import MAX_MESSAGE_BYTES, encode, in_parts
 from eplb_service.wire.generated import agent_pb2
 from eplb_service.wire.heat import HeatReport, StepPhase
+from eplb_service.wire.plan import RankPlan, decode_plan
 from worker_agent.stream import HeartbeatSchedule
 
 _VARIANTS = 4
@@ -30,16 +37,17 @@ _SLOTS_OVER_EXPERTS = 1.125
 
 @dataclass(frozen=True)
 class Scale:
-    """A deployment's size: R, L and E."""
+    """A deployment's size: R, L, E and S; by default an eighth more slots than experts, in whole slots per rank."""
 
     ranks: int
     layers: int
     experts: int
+    slots: int | None = None
 
     @property
     def shape(self) -> Shape:
-        """With an eighth more slots than experts, in whole slots per rank."""
-        slots = -(-int(_SLOTS_OVER_EXPERTS * self.experts) // self.ranks)
+        """As an agent reports it."""
+        slots = self.slots or -(-int(_SLOTS_OVER_EXPERTS * self.experts) // self.ranks)
         return Shape(self.ranks, self.layers, self.experts, slots, bytes_per_expert=1 << 20)
 
     def placement(self) -> Placement:
@@ -47,18 +55,29 @@ class Scale:
         return Placement.linear(self.layers, self.experts, self.ranks, self.shape.slots)
 
 
-def drawn_reports(scale: Scale, rank: int, steps: int) -> list[HeatReport]:
+@cache
+def _popularity(scale: Scale) -> Float64:
+    """Part of a layer's tokens that each expert gets, float64 ``[L, E]``: skewed, in each layer for other experts."""
+    weights_LE = np.exp(0.9 * np.random.default_rng(7).standard_normal((scale.layers, scale.experts)))
+    popularity_LE: Float64 = weights_LE / weights_LE.sum(axis=1, keepdims=True)
+    return popularity_LE
+
+
+def _expected(scale: Scale, layer: int, phy2log_RS: Int32, rank: int) -> Float64:
+    """Tokens of a step that a rank's slots of one layer expect, float64 ``[S]``; replicas share evenly."""
+    replicas_E = np.bincount(phy2log_RS.ravel(), minlength=scale.experts)
+    expert_S = phy2log_RS[rank]
+    tokens_S: Float64 = _popularity(scale)[layer, expert_S] / replicas_E[expert_S]
+    return _TOKENS * _TOP_K * scale.ranks * tokens_S
+
+
+def drawn_reports(
+    scale: Scale, rank: int, steps: int, expected_LS: Float64, variants: int = _VARIANTS
+) -> list[HeatReport]:
     """A few reports of ``steps`` steps of a rank that decodes 64 sequences with 8 choices each; epoch 0, from step 0.
 
-    Own tokens are summed over a report's steps. Popularity is skewed, in each layer for other experts, and the same for
-    all ranks.
+    Its slots expect ``expected_LS`` tokens in a step. Own tokens are summed over a report's steps.
     """
-    weights_LE = np.exp(0.9 * np.random.default_rng(7).standard_normal((scale.layers, scale.experts)))
-    popularity_LE = weights_LE / weights_LE.sum(axis=1, keepdims=True)
-    choices, slots = _TOKENS * _TOP_K, scale.shape.slots
-    experts_S = np.arange(rank * slots, (rank + 1) * slots) % scale.experts
-    replicas = scale.ranks * slots / scale.experts
-    expected_LS = choices * scale.ranks * popularity_LE[:, experts_S] / replicas
     rng = np.random.default_rng(rank)
     return [
         HeatReport(
@@ -67,10 +86,16 @@ def drawn_reports(scale: Scale, rank: int, steps: int) -> list[HeatReport]:
             slot_counts_TLS=rng.poisson(expected_LS, (steps, *expected_LS.shape)),
             phase_T=np.full(steps, StepPhase.DECODE, dtype=np.uint8),
             tokens_T=np.full(steps, _TOKENS),
-            source_sums_LE=rng.poisson(steps * choices * popularity_LE),
+            source_sums_LE=rng.poisson(steps * _TOKENS * _TOP_K * _popularity(scale)),
         )
-        for _ in range(_VARIANTS)
+        for _ in range(variants)
     ]
+
+
+def expected_tokens(scale: Scale, placement: Placement, rank: int) -> Float64:
+    """Tokens that a rank's slots expect in a step under a placement, float64 ``[L, S]``."""
+    rows = enumerate(placement.phy2log_LRS)
+    return np.stack([_expected(scale, layer, phy2log_RS, rank) for layer, phy2log_RS in rows])
 
 
 DEPLOYMENT = "scale"
@@ -87,20 +112,28 @@ _HEARTBEAT_SECONDS = 2.0
 
 @dataclass(frozen=True)
 class Load:
-    """A deployment's size, steps per second, and steps of a report; ``None`` for as many as the service asks for."""
+    """A deployment's size, steps per second, steps of a report, and from one layer's switch to the next.
+
+    ``report_steps`` is ``None`` for as many as the service asks for.
+    """
 
     scale: Scale
     steps_per_second: float
     report_steps: int | None
+    switch_steps: int = 16
 
 
 @dataclass(frozen=True)
 class Tally:
-    """Steps that agents could not send in time, heat that they sent, and when each got its last plan, since 1970."""
+    """Steps that agents could not send in time, heat that they sent, layers that they switched, and plans they got.
+
+    ``plans_at`` has when each got its first plan, in seconds since 1970, 0 where it has none.
+    """
 
     dropped_steps: int = 0
     sent_bytes: int = 0
     reports: int = 0
+    switched: int = 0
     plans_at: tuple[float, ...] = ()
 
     def __add__(self, other: Tally) -> Tally:
@@ -108,16 +141,24 @@ class Tally:
 
 
 class RankProcesses:
-    """All ranks, once they have joined."""
+    """All ranks, once they have joined; step 0 begins at ``start``, in seconds since 1970."""
 
     def __init__(self, pipes: Sequence[Connection]) -> None:
         self._pipes = pipes
+        self.start = 0.0
 
     def begin(self) -> None:
         """The model begins to step."""
-        start = time.time() + 1.0
+        self.start = time.time() + 1.0
+        self._send(self.start)
+
+    def switch_from(self, step: int) -> None:
+        """All carry out the plan that they have from that step on, which none has begun to report."""
+        self._send(step)
+
+    def _send(self, what: float) -> None:
         for pipe in self._pipes:
-            pipe.send(start)
+            pipe.send(what)
 
     def tally(self) -> Tally:
         """Return what all agents have seen so far."""
@@ -159,7 +200,8 @@ def _run_agents(pipe: Connection, address: str, load: Load, share: range) -> Non
 
 async def _serve(pipe: Connection, address: str, load: Load, share: range) -> None:
     heard: asyncio.Queue[Any] = asyncio.Queue()
-    agents = _agents(load, share)
+    crew = _Crew()
+    agents = _agents(load, share, crew)
     turns = asyncio.Semaphore(_JOINING_AT_ONCE)
     async with contextlib.AsyncExitStack() as stack:
         channels = [
@@ -178,21 +220,25 @@ async def _serve(pipe: Connection, address: str, load: Load, share: range) -> No
         pipe.send("joined")
         start = await heard.get()
         running = [asyncio.create_task(agent.run(start)) for agent in agents]
-        while await heard.get() == "tally":
+        while (asked := await heard.get()) is not None:
             for task in running:
                 if task.done():
                     task.result()
-            pipe.send(sum((agent.tally for agent in agents), Tally()))
+            if asked == "tally":
+                pipe.send(sum((agent.tally for agent in agents), Tally()))
+            else:
+                crew.begin(asked, load)
         for task in running:
             task.cancel()
 
 
-def _agents(load: Load, share: range) -> list[_Agent]:
+def _agents(load: Load, share: range, crew: _Crew) -> list[_Agent]:
     scale = load.scale
     placement = scale.placement()
     # The tables of linear placements are made rank by rank: all of them at once are large.
     digests = [layer_digest(layer, row_RS) for layer, row_RS in enumerate(placement.phy2log_LRS)]
     digest = combine_digests(scale.experts, digests)
+    crew.digests = digests
     tables_RLE = placement.default_log2phy()
     agents = []
     for rank in share:
@@ -209,29 +255,65 @@ def _agents(load: Load, share: range) -> list[_Agent]:
             placement.phy2log_LRS[:, rank],
             tables_RLE[rank],
         )
-        agents.append(_Agent(load, hello))
+        agents.append(_Agent(load, hello, crew, expected_tokens(scale, placement, rank)))
     return agents
+
+
+class _Crew:
+    """The plan that all ranks of a process carry out, and the steps at which its layers switch."""
+
+    def __init__(self) -> None:
+        self.plan: RankPlan | None = None
+        self.digests: list[int] = []
+        self.versions: list[tuple[int, int]] = []
+        self.switches: list[int] = []
+        self.begun = asyncio.Event()
+
+    def hear(self, message: agent_pb2.Plan, shape: Shape, rank: int) -> None:
+        """Take the first plan, whole and checked once; its versions follow from each layer's digest."""
+        if self.plan is not None:
+            return
+        self.plan = decode_plan(message, shape, rank)
+        for epoch, update in enumerate(self.plan.layers, start=1):
+            self.digests[update.layer] = layer_digest(update.layer, update.phy2log_RS)
+            self.versions.append((epoch, combine_digests(shape.experts, self.digests)))
+
+    def begin(self, step: int, load: Load) -> None:
+        """Switch a layer every few steps from that one on."""
+        assert self.plan is not None
+        self.switches = [step + load.switch_steps * index for index in range(len(self.plan.layers))]
+        self.begun.set()
+
+    def segment_end(self, step: int, report_steps: int) -> int:
+        """Step before which a report that begins at ``step`` ends: none spans a switch."""
+        end = (step // report_steps + 1) * report_steps
+        upcoming = bisect.bisect_right(self.switches, step)
+        return min([end, *self.switches[upcoming : upcoming + 1]])
 
 
 class _Agent:
     """One rank's stream."""
 
-    def __init__(self, load: Load, hello: Hello) -> None:
-        self.dropped_steps = self.sent_bytes = self.reports = 0
+    def __init__(self, load: Load, hello: Hello, crew: _Crew, expected_LS: Float64) -> None:
+        self.dropped_steps = self.sent_bytes = self.reports = self.switched = 0
         self.plan_at = 0.0
         self._load = load
         self._rank = hello.rank
-        self._digest = hello.digest
+        self._crew = crew
+        self._version = hello.version
+        self._epochs = list(hello.layer_epochs)
         self._hello = agent_pb2.ConnectRequest(hello=encode(hello)).SerializeToString()
         self._asked_steps = self._step = 0
-        self._reports: list[agent_pb2.ConnectRequest] = []
+        self._drawn: dict[int, list[agent_pb2.ConnectRequest]] = {}
+        self._expected_LS = expected_LS
+        self._counted = 0
         self._call: Any = None
         self._writing = asyncio.Lock()
 
     @property
     def tally(self) -> Tally:
         """All that it has sent and received."""
-        return Tally(self.dropped_steps, self.sent_bytes, self.reports, (self.plan_at,))
+        return Tally(self.dropped_steps, self.sent_bytes, self.reports, self.switched, (self.plan_at,))
 
     async def join(self, channel: grpc.aio.Channel, turns: asyncio.Semaphore) -> None:
         connect = channel.stream_stream(_CONNECT, None, agent_pb2.ConnectResponse.FromString)
@@ -244,39 +326,72 @@ class _Agent:
         self._asked_steps = answer.welcome.report_steps
 
     async def run(self, start: float) -> None:
-        await asyncio.gather(self._send(start), self._beat(), self._hear())
+        await asyncio.gather(self._send(start), self._beat(), self._hear(), self._carry_out(start))
 
     async def _send(self, start: float) -> None:
-        step = steps = 0
+        step, rate = 0, self._load.steps_per_second
         while True:
             self._step = step
-            asked = self._load.report_steps or self._asked_steps
             # A longer report than the last one begins at a multiple of its steps, as agents cut theirs.
-            if asked != steps and step % asked == 0:
-                steps = asked
-                drawn = drawn_reports(self._load.scale, self._rank, steps)
-                self._reports = [agent_pb2.ConnectRequest(heat_report=encode(report)) for report in drawn]
-            seconds = steps / self._load.steps_per_second
+            steps = self._crew.segment_end(step, self._load.report_steps or self._asked_steps) - step
             # Ranks report at times of their own, though they step together.
-            due = (
-                start
-                + step / self._load.steps_per_second
-                + seconds * (1 + self._rank / self._load.scale.ranks)
-            )
+            late = steps * (1 + self._rank / self._load.scale.ranks)
+            due = start + (step + late) / rate
             await asyncio.sleep(max(0.0, due - time.time()))
-            behind = int((time.time() - due) / seconds)
+            behind = int((time.time() - due) * rate / steps)
             if behind > _QUEUED_REPORTS:
                 self.dropped_steps += steps * (behind - _QUEUED_REPORTS)
                 step += steps * (behind - _QUEUED_REPORTS)
-            message = self._reports[(step // steps + self._rank) % len(self._reports)]
-            message.heat_report.first_step = step
-            message.heat_report.dropped_steps = self.dropped_steps
+            message = self._message(step, steps)
             for part in in_parts(message):
                 data = part.SerializeToString()
                 await self._write(data)
                 self.sent_bytes += len(data)
             self.reports += 1
             step += steps
+
+    def _message(self, step: int, steps: int) -> agent_pb2.ConnectRequest:
+        """Return the report of these steps, drawn again once another layer has switched before them."""
+        crew = self._crew
+        switched = bisect.bisect_right(crew.switches, step)
+        if crew.plan is not None and switched > self._counted:
+            for index in range(self._counted, switched):
+                update = crew.plan.layers[index]
+                self._expected_LS[update.layer] = _expected(
+                    self._load.scale, update.layer, update.phy2log_RS, self._rank
+                )
+                self._epochs[update.layer] = crew.versions[index][0]
+            self._counted = switched
+            self._drawn.clear()
+        if steps not in self._drawn:
+            variants = _VARIANTS if self._counted in (0, len(crew.switches)) else 1
+            drawn = drawn_reports(self._load.scale, self._rank, steps, self._expected_LS, variants)
+            drawn = [replace(report, layer_epochs=tuple(self._epochs)) for report in drawn]
+            self._drawn[steps] = [agent_pb2.ConnectRequest(heat_report=encode(report)) for report in drawn]
+        message = self._drawn[steps][(step // steps + self._rank) % len(self._drawn[steps])]
+        message.heat_report.first_step = step
+        message.heat_report.dropped_steps = self.dropped_steps
+        return message
+
+    async def _carry_out(self, start: float) -> None:
+        """Report each layer of the plan as its step comes."""
+        await self._crew.begun.wait()
+        assert self._crew.plan is not None
+        for index, update in enumerate(self._crew.plan.layers):
+            step = self._crew.switches[index]
+            await asyncio.sleep(max(0.0, start + step / self._load.steps_per_second - time.time()))
+            epoch, digest = self._crew.versions[index]
+            await self._report(PlanState.TRANSFERRED, update.layer, *self._version, step)
+            self._version = epoch, digest
+            await self._report(PlanState.COMMITTED, update.layer, epoch, digest, step)
+            self.switched += 1
+
+    async def _report(self, state: PlanState, layer: int, epoch: int, digest: int, step: int) -> None:
+        assert self._crew.plan is not None
+        status = PlanStatus(
+            self._crew.plan.plan_id, state, layer, epoch=epoch, digest=digest, step=step, transfer_seconds=0.1
+        )
+        await self._write(agent_pb2.ConnectRequest(plan_status=encode(status)).SerializeToString())
 
     async def _write(self, data: bytes) -> None:
         """One at a time: gRPC gives up a call on which two writes meet, and the service hears nothing of it."""
@@ -290,7 +405,8 @@ class _Agent:
             if self.reports > reports:
                 heartbeats.note_heat()
             reports = self.reports
-            beat = Heartbeat(step=self._step, epoch=0, digest=self._digest, error="")
+            epoch, digest = self._version
+            beat = Heartbeat(step=self._step, epoch=epoch, digest=digest, error="")
             if heartbeats.is_due(time.monotonic(), beat, _HEARTBEAT_SECONDS):
                 message = agent_pb2.ConnectRequest(heartbeat=encode(beat))
                 await self._write(message.SerializeToString())
@@ -299,7 +415,15 @@ class _Agent:
     async def _hear(self) -> None:
         while (answer := await self._call.read()) != grpc.aio.EOF:
             if answer.HasField("plan"):
-                self.plan_at = time.time()
+                self.plan_at = self.plan_at or time.time()
+                self._crew.hear(answer.plan, self._load.scale.shape, self._rank)
+                assert self._crew.plan is not None
+                accepted = answer.plan.plan_id == self._crew.plan.plan_id
+                status = PlanStatus(answer.plan.plan_id, PlanState.ACCEPTED, answer.plan.layers[0].layer)
+                if not accepted:
+                    reason = "the ranks of a benchmark carry out one plan"
+                    status = PlanStatus(answer.plan.plan_id, PlanState.REFUSED, reason=reason)
+                await self._write(agent_pb2.ConnectRequest(plan_status=encode(status)).SerializeToString())
             elif answer.HasField("reporting"):
                 self._asked_steps = answer.reporting.report_steps or self._asked_steps
         raise RuntimeError(f"rank {self._rank}: the stream ended: {await self._call.details()}")

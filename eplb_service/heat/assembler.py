@@ -245,8 +245,10 @@ class RememberedHeat:
     def arrays(self) -> tuple[Int32, Float64 | None]:
         """Return heat by step, int32 ``[T, L, E]``, and per step by source rank, float64 ``[R, L, E]`` or ``None``."""
         heat_TLE = np.stack(self.rows) if self.rows else np.zeros((0, *self.shape), dtype=np.int32)
-        rates = [sums_LE.astype(np.float64) / steps for sums_LE, steps in self.sources]
-        return heat_TLE, np.stack(rates) if rates else None
+        rates_RLE = np.empty((len(self.sources), *self.shape))
+        for rate_LE, (sums_LE, steps) in zip(rates_RLE, self.sources, strict=True):
+            np.divide(sums_LE, steps, out=rate_LE)
+        return heat_TLE, rates_RLE if self.sources else None
 
 
 class HeatAssembler:

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from eplb_service.heat.window import Window
-from eplb_service.placement import Float64, Int32, Placement, apply_layers, mean_par, step_par
-from eplb_service.planner.score import Gain, gain_of, split_loads
+from eplb_service.placement import Float64, Int32, Placement, apply_layers, mean_par, peak_par
+from eplb_service.planner.score import Gain, gain_of, split_steps
 from eplb_service.solver.window import inflation, inflation_error
 from eplb_service.wire.operator import LayerVerdict, MovePrice
 
@@ -155,9 +155,8 @@ class Serving:
 
     def par_of_steps(self, window: Window, split: str) -> Float64:
         """Ratio of each step of a window under it, float64 ``[T, L]``; NaN without tokens."""
-        return step_par(
-            split_loads(window.heat_TLE, self.placement, self.log2phy_RLE, window.source_RLE, split)
-        )
+        served = split_steps(window.heat_TLE, self.placement, self.log2phy_RLE, window.source_RLE, split)
+        return peak_par(served.peak_TK, served.tokens_TK, self.placement.ranks)
 
     def changed_by(self, plan: Plan) -> Serving:
         """Placement and tables once all of a plan has switched."""

@@ -74,16 +74,22 @@ def split_shares(
         share_LP: Float64 = 1.0 / np.take_along_axis(placement.replicas(), expert_LP, axis=1)
         return share_LP
     sources, width = log2phy_RLE.shape[0], with_entries(log2phy_RLE, 3).shape[3]
-    shares: Float64 | None = None
-    if source_RLE is not None or width > 1:
-        shares = source_shares(source_RLE, sources, layers, placement.experts)
-        if width > 1:
-            shares = shares[..., None] * entry_parts(shares * heat_TLE.mean(axis=0), width)
-    share_LP = np.empty((layers, ranks * slots))
-    for layer in range(layers):
-        weights = None if shares is None else shares[:, layer].ravel()
-        share_LP[layer] = np.bincount(log2phy_RLE[:, layer].ravel(), weights, minlength=ranks * slots)
-    return share_LP if shares is not None else share_LP / sources
+    parts_RLED: Float64 | None = None
+    if width > 1:
+        shares_RLE = source_shares(source_RLE, sources, layers, placement.experts)
+        parts_RLED = shares_RLE[..., None] * entry_parts(shares_RLE * heat_TLE.mean(axis=0), width)
+    share_LP, tokens_RE = np.empty((layers, ranks * slots)), np.ones((sources, placement.experts))
+    for layer, phy2log_RS in enumerate(placement.phy2log_LRS):
+        table_X = log2phy_RLE[:, layer].ravel()
+        if parts_RLED is not None:
+            share_LP[layer] = np.bincount(table_X, parts_RLED[:, layer].ravel(), minlength=ranks * slots)
+            continue
+        if source_RLE is not None:
+            # Tokens of one layer, not parts of all: those of a thousand ranks are large.
+            tokens_RE = np.where(source_RLE[:, layer].any(axis=0), source_RLE[:, layer], 1.0)
+        tokens_P = np.bincount(table_X, tokens_RE.ravel(), minlength=ranks * slots)
+        share_LP[layer] = tokens_P / tokens_RE.sum(axis=0)[phy2log_RS.ravel()]
+    return share_LP
 
 
 def split_loads(

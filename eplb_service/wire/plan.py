@@ -87,7 +87,7 @@ class SharedPlan:
     """One plan for all ranks, whose messages differ in nothing but their own tables.
 
     A plan names all ranks' slots, so that all ranks' messages together grow with the square of the ranks: each is made
-    when it is sent, of what they share and the rank's own tables.
+    when it is sent, of one that is encoded already, with the rank's own tables put into their places.
 
     Parameters
     ----------
@@ -100,22 +100,29 @@ class SharedPlan:
     """
 
     def __init__(self, plan: RankPlan, tables: Sequence[Int32]) -> None:
-        self._shared = agent_pb2.ConnectResponse(plan=encode(plan))
-        self._tables = []
-        for update, table in zip(self._shared.plan.layers, tables, strict=True):
-            code, narrow = narrowed(table)
-            own = tensor_pb2.PackedArray(dtype=code, shape=narrow.shape[1:], data=narrow[0].tobytes())  # type: ignore[arg-type]
-            update.log2phy.CopyFrom(own)
-            self._tables.append(narrow)
-        self.size = self._shared.ByteSize()
+        coded = [narrowed(table) for table in tables]
+        rows = [narrow.reshape(len(narrow), -1).view(np.uint8) for _, narrow in coded]
+        self._tables_RB = np.concatenate(rows, axis=1)
+        response = agent_pb2.ConnectResponse(plan=encode(plan))
+
+        def filled_with(byte: bytes) -> npt.NDArray[np.uint8]:
+            """Message whose tables are this byte alone."""
+            for update, (code, narrow) in zip(response.plan.layers, coded, strict=True):
+                data = byte * narrow[0].nbytes
+                own = tensor_pb2.PackedArray(dtype=code, shape=narrow.shape[1:], data=data)  # type: ignore[arg-type]
+                update.log2phy.CopyFrom(own)
+            return np.frombuffer(response.SerializeToString(), dtype=np.uint8)
+
+        self._message = filled_with(b"\x00")
+        self._places = np.flatnonzero(self._message != filled_with(b"\xff"))
+        self.size = self._message.size
 
     def response(self, rank: int) -> bytes:
         """Return the ``ConnectResponse`` for one rank, encoded."""
-        response = agent_pb2.ConnectResponse()
-        response.CopyFrom(self._shared)
-        for update, table in zip(response.plan.layers, self._tables, strict=True):
-            update.log2phy.data = table[rank].tobytes()
-        return response.SerializeToString()
+        message = self._message.copy()
+        message[self._places] = self._tables_RB[rank]
+        encoded: bytes = message.tobytes()
+        return encoded
 
 
 def decode_plan(message: agent_pb2.Plan, shape: Shape, rank: int) -> RankPlan:

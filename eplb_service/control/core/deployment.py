@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 
 from eplb_service.control.core.decisions import Decisions
 from eplb_service.control.core.errors import ConflictError, RefusedError
-from eplb_service.control.core.flow import Late, Limits, Shedding, Stall
+from eplb_service.control.core.flow import LATE_SECONDS, Late, Limits, Shedding, Stall
 from eplb_service.control.core.group import Assembled, Attendance, Group, Member, rank_list
 from eplb_service.control.core.leader import clock_of
 from eplb_service.control.core.live_placement import LivePlacement
@@ -24,6 +24,8 @@ from eplb_service.wire.agent import Heartbeat, Hello, PlanStatus
 from eplb_service.wire.heat import HeatReport
 
 _PROBLEMS_KEPT = 8
+_PART_WHOLE = 8
+"""One of so many steps before the first decision must be whole at least where a rank's heat is late."""
 _MOST_TOTAL = 1 << 62
 """Bound on a total: what is stored and sent stays within 64 bits, whatever the ranks report."""
 
@@ -212,8 +214,14 @@ class Deployment:
         return loaded and not self.decisions.begun and self.obstacle(needs_heat=False) is None
 
     def is_due(self, interval: int) -> bool:
-        """Return whether a decision is due, and can be made; those by the clock are ``interval`` steps apart."""
-        return self.decisions.is_due(self.assembled, interval) and self.obstacle() is None
+        """Return whether a decision is due, and can be made; those by the clock are ``interval`` steps apart.
+
+        The first waits for no late rank once the ranks have made its steps: it is made on those that are whole.
+        """
+        due = self.decisions.is_due(self.assembled, interval)
+        if not due and not self.decisions.decided_at and self.late.for_seconds(LATE_SECONDS)[0]:
+            due = self.without_decision.steps >= interval <= _PART_WHOLE * self.assembled
+        return due and self.obstacle() is None
 
     # Ranks come and go
 

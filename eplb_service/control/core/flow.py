@@ -20,6 +20,8 @@ _SHED_LOOK_SECONDS = 20.0
 _CALM_SECONDS = 300.0
 """Time without drops after which more heat is asked for again."""
 _IDLE_SECONDS = 30.0
+LATE_SECONDS = 5.0
+"""Time for which a rank's heat is late before anything follows from it."""
 HELD_SECONDS = 10.0
 """Longest that a rank which is ahead of slower ones is held back."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from eplb_service.control.core.deployment import Deployment
+from eplb_service.control.core.flow import LATE_SECONDS
 from eplb_service.control.core.group import rank_list
 from eplb_service.placement import Float64
 from eplb_service.wire.operator import BalancePoint
@@ -12,7 +13,6 @@ from eplb_service.wire.operator import BalancePoint
 MOST_POINTS = 512
 """Points of one deployment's balance; where there are more, neighbours become one."""
 _SILENT_SECONDS = 30.0
-_LATE_SECONDS = 5.0
 _UNDECIDED_SECONDS = 600.0
 _UNDECIDED_WINDOWS = 16
 """Windows of steps without a decision, or of dummies alone, that are too many: far past any decision interval."""
@@ -111,7 +111,7 @@ def _useless(deployment: Deployment) -> list[str]:
             f"the service cannot take all heat of these ranks: of every {one_in} reports they send "
             "one, so that a window spans longer; give it more CPU, or fewer deployments"
         )
-    late, seconds = deployment.late.for_seconds(_LATE_SECONDS)
+    late, seconds = deployment.late.for_seconds(LATE_SECONDS)
     if late:
         held = "decisions" if deployment.decisions.decided_at else "the first decision"
         found.append(

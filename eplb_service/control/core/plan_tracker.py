@@ -176,7 +176,9 @@ class PlanTracker:
         return replace(self, progress=progress, committed=max(self.committed, count))
 
     def _with_outcome(self) -> PlanTracker:
-        if self.outcome is not None or self.silent_ranks:
+        # Of a thousand ranks some has still to answer nearly always: that is found without listing them.
+        waiting = not self.objections and min(self.progress) < len(self.versions)
+        if self.outcome is not None or waiting or self.silent_ranks:
             return self
         return self._refused() if self.objections else replace(self, outcome=Outcome.DONE)
 

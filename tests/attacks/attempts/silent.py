@@ -26,6 +26,7 @@ async def _agents_are_served(target: Target) -> str:
 @attempt("200 health checks on the agents' port that say nothing", NOBODY, locked=True)
 async def _checks(target: Target) -> str:
     async with silent(target.service.address, CHECK, 200):
+        assert await healthy(target.service.address)
         return await _agents_are_served(target)
 
 
@@ -35,9 +36,9 @@ async def _streams(target: Target) -> str:
         return await _agents_are_served(target)
 
 
-@attempt("50 streams that say nothing, where no token is asked for", NOBODY)
+@attempt("200 streams that say nothing, where no token is asked for", NOBODY)
 async def _mute_streams(target: Target) -> str:
-    mute = [target.rank() for _ in range(50)]
+    mute = [target.rank() for _ in range(200)]
     async with target.honest():
         pass
     for rank in mute:

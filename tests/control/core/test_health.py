@@ -138,6 +138,8 @@ def test_a_rank_whose_heat_is_late_is_named_with_what_it_holds_up(reports: int) 
         r"heat of rank 3 has been late for 2\d s, by up to 48[01] steps, which holds up the first dec",
         problem,
     )
+    assert story.deployment.is_due(128) == bool(reports), "one in eight steps is enough, and is whole"
+    assert not story.deployment.is_due(136)
     story.waits(31)
     assert problems(story.deployment) == [], "a rank is late only while steps are made"
     story.counts(16 * reports, 480, ranks=range(RANKS - 1, RANKS))

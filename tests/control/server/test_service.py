@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import sqlite3
 import threading
+import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -84,6 +86,25 @@ async def test_heat_leads_to_a_plan_and_the_plan_to_an_epoch(service: RunningSer
         answer = await group.operator.GetStatus(operator_pb2.GetStatusRequest(deployment="decode"))
         assert len(answer.layers) == LAYERS
         assert 1.0 <= answer.status.par < 1.5
+
+
+async def test_a_rank_whose_heat_stopped_does_not_keep_the_first_plan_back(
+    service: RunningService, group: FakeGroup
+) -> None:
+    deployment = service.plane.deployments["decode"]
+    tick(service.plane)
+    await group.send_heat(skewed_heat(8))
+    group.ranks, everybody = group.ranks[:-1], group.ranks
+    for _ in range(4):
+        await group.send_heat(skewed_heat(8))
+    await until(lambda: deployment.heat is not None and deployment.heat.pending.behind(0)[1] == 32)
+    tick(service.plane)
+    assert not deployment.last_decision
+    # As if some seconds had passed.
+    deployment.late = replace(deployment.late, since={RANKS - 1: time.monotonic() - 60})
+    tick(service.plane)
+    group.ranks = everybody
+    assert (await group.hear_plan())[0].layers
 
 
 async def test_experts_that_are_bound_to_their_ranks_are_watched_alone(service: RunningService) -> None:

@@ -94,12 +94,6 @@ async def test_watchers_of_health_make_room_for_those_who_ask() -> None:
             await asyncio.gather(*reading, return_exceptions=True)
 
 
-async def test_silent_checks_do_not_shut_out_agents_with_a_credential(path: Path) -> None:
-    async with running_service(settings(credentials=path)) as service, silent(service.address, CHECK, 200):
-        await served(service.address, bearer(AGENT), bearer(READER))
-        assert await healthy(service.address)
-
-
 async def test_a_probe_that_stays_silent_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quotas, "_PROBE_SECONDS", 0.2)
     async with running_service(settings(health="127.0.0.1:0")) as service:
@@ -107,15 +101,6 @@ async def test_a_probe_that_stays_silent_ends(monkeypatch: pytest.MonkeyPatch) -
         async with silent(service.health_address, CHECK, 2) as calls:
             codes = await asyncio.wait_for(asyncio.gather(*(call.code() for call in calls)), SECONDS)
     assert codes == [grpc.StatusCode.RESOURCE_EXHAUSTED] * 2
-
-
-async def test_mute_streams_of_an_open_service_take_no_turn() -> None:
-    async with running_service(settings()) as service, grpc.aio.insecure_channel(service.address) as channel:
-        mute = [FakeRank(channel, 0) for _ in range(200)]
-        await asyncio.sleep(0.3)
-        await served(service.address)
-        for rank in mute:
-            rank.call.cancel()
 
 
 async def test_the_streams_of_one_host_are_counted_where_they_bring_no_credential(path: Path) -> None:

@@ -127,8 +127,7 @@ class ControlPlane:
         if deployment.heat is None or not deployment.heat.waiting:
             return False
         more = deployment.put_together(_STEPS_AT_A_TIME)
-        if deployment.is_due(self.settings.decision_interval) and self.decider.may_decide(deployment.name):
-            self.decider.start(deployment)
+        self._decide(deployment)
         return more
 
     def heartbeat(self, deployment: Deployment, rank: int, heartbeat: Heartbeat) -> None:
@@ -234,8 +233,14 @@ class ControlPlane:
             return []
         self.follow_up(deployment)
         self._begin(deployment)
+        self._decide(deployment)
         self.observer.tick(deployment)
         return gauges(deployment, self.observer)
+
+    def _decide(self, deployment: Deployment) -> None:
+        """Make the decision that is due, if one is."""
+        if deployment.is_due(self.settings.decision_interval) and self.decider.may_decide(deployment.name):
+            self.decider.start(deployment)
 
     def _begin(self, deployment: Deployment) -> None:
         """Make the first plan by the heat of a deployment's prior, as soon as its ranks are together."""
