@@ -308,8 +308,10 @@ def without_vain_annealing(layer: Layer, params: SearchParams) -> SearchParams:
     if not (params.annealing_tries and params.options.holdout and layer.heat.share_N.size >= FEWEST_EPISODES):
         return params
     ranks, slots = layer.deployed.phy2log_RS.shape
+    forecast = choose_forecast(layer.heat, np.array([np.inf]), params.options.trimmed_mean)
     older, newer = halves_of(layer.heat)
-    for fit, held_out in ((older, newer), (newer, older)):
+    for seen, held_out in ((older, newer), (newer, older)):
+        fit = forecast_heat(seen, forecast, 1.0)
         replicas_KE, _ = tree_search(fit, ranks, slots, params.z, 0)
         placed_RS = _searched(replicas_KE[0], Layer(fit, layer.deployed), params)
         tries = params.annealing_tries // _TRIAL
