@@ -17,7 +17,7 @@ import torch
 from eplb_service.wire.agent import EVERYTHING, Reporting
 from eplb_service.wire.heat import HeatReport, StepPhase
 from worker_agent.device import Mark, host_empty
-from worker_agent.live_layer import LiveLayer
+from worker_agent.live_layer import Conserving, LiveLayer
 
 _MOST_TOKENS = _MOST_MICROS = 1 << 32
 """Bounds of what the message holds."""
@@ -79,6 +79,9 @@ class HeatRecorder:
         self._rows = min(ring.shape[0] for ring in rings)
         self.ring_bytes = sum(ring.nbytes for ring in rings)
         self.adopt(segment_steps)
+        self._conserves = None not in (self._slot_rings, self._source_rings) and all(
+            isinstance(layer, Conserving) and layer.conserves for layer in layers
+        )
         self._silent_calls = 0
         self._device = rings[0].device
         self._phases: list[StepPhase] = []
@@ -190,6 +193,7 @@ class HeatRecorder:
             np.array(tokens, dtype=np.int64) if len(tokens) == len(phases) else None,
             source_sums_LE=self._copy_out(self._source_rings, rows, summed=True) if summed else None,
             micros_T=np.array(micros, dtype=np.int64),
+            conserved=self._conserves,
         )
         passes = torch.cat([self._passes[: len(phases)], torch.stack(self._counters)])
         return _Copy(report, self._base + self._first_step + 1, self._to_host(passes), Mark(self._device))

@@ -36,6 +36,8 @@ _log = logging.getLogger("eplb.agent")
 
 _FIRST_BACKOFF_SECONDS = 0.2
 _LAST_BACKOFF_SECONDS = 10.0
+_FIRST_SILENCE_SECONDS = 60.0
+_MOST_REASONS = 8
 _WELCOME_SECONDS = 10.0
 _FIRST_BEAT_SECONDS = 1.0
 _PLANS_KEPT = 16
@@ -148,6 +150,35 @@ class HeartbeatSchedule:
         return True
 
 
+class OutageLog:
+    """Decides which failures to reach the service are logged; pure, times are seconds by a clock that never jumps.
+
+    The first, then after one, two, four minutes and so on; a few reasons that are new at once.
+    """
+
+    def __init__(self) -> None:
+        self._reasons = set[str]()
+        self._next_at, self._wait = float("-inf"), _FIRST_SILENCE_SECONDS
+        self._logged = True
+
+    def logs(self, now: float, reason: str) -> bool:
+        """Return whether this failure is to be logged."""
+        is_new = reason not in self._reasons and len(self._reasons) < _MOST_REASONS
+        if now >= self._next_at:
+            self._next_at, self._wait = now + self._wait, 2 * self._wait
+        elif not is_new:
+            return False
+        self._reasons |= {reason} if is_new else set()
+        self._logged = True
+        return True
+
+    def logs_return(self, now: float) -> bool:
+        """Return whether it is to be logged that the service is there: where a failure was, and the first time."""
+        self._next_at, self._wait = min(self._next_at, now + _FIRST_SILENCE_SECONDS), _FIRST_SILENCE_SECONDS
+        logged, self._logged = self._logged, False
+        return logged
+
+
 class ServiceStream:
     """Introduces the rank, sends what the outbox holds, and puts checked plans into ``plans``.
 
@@ -189,6 +220,7 @@ class ServiceStream:
         self._beat = beat
         self._closing = runtime.event()
         self._call: grpc.Call | None = None
+        self._outages = OutageLog()
         self._thread = self._started()
 
     def keep_alive(self) -> None:
@@ -288,7 +320,8 @@ class ServiceStream:
             self.reporting = self.welcome.reporting
             self._welcomed_term = max(self._welcomed_term, self.welcome.leader_term)
             self.connected = True
-            _log.info("rank %d: connected to %s", self._identity.rank, self._settings.service)
+            if self._outages.logs_return(self._runtime.now()):
+                _log.info("rank %d: connected to %s", self._identity.rank, self._settings.service)
         elif kind == "reporting":
             self.reporting = decode(Reporting, response.reporting)
         elif kind == "plan":
@@ -306,6 +339,5 @@ class ServiceStream:
         self.plans.put((plan, checked_for))
 
     def _log_lost(self, reason: str) -> None:
-        if self._closing.is_set():
-            return
-        _log.warning("rank %d: no stream to %s: %s", self._identity.rank, self._settings.service, reason)
+        if not self._closing.is_set() and self._outages.logs(self._runtime.now(), reason):
+            _log.warning("rank %d: no stream to %s: %s", self._identity.rank, self._settings.service, reason)

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from eplb_service.heat.conservation import Conservation
 from eplb_service.heat.sources import RankSums, SourceHeat, StepTimes
 from eplb_service.placement import Float64, Int32, dealt_to, mean_par, step_par, with_entries
 from eplb_service.wire.agent import Shape
@@ -48,7 +49,8 @@ def memory_bytes(shape: Shape, window_steps: int, pending_steps: int) -> int:
     pending = pending_steps * (counts + 40 * layers + 128 * ranks)
     placements = (4 * _EPOCHS_KEPT + 8 * _CELLS_HELD) * ranks * layers * slots
     tables = 4 * (_TABLES_HELD + _EPOCHS_KEPT) * ranks * layers * shape.experts * shape.width
-    sources = 4 * _SOURCES_HELD * ranks * layers * shape.experts
+    # The comparison of what was sent with what was received is a sum of 8 bytes each.
+    sources = (4 * _SOURCES_HELD * ranks + 8) * layers * shape.experts
     return heat + pending + placements + tables + sources
 
 
@@ -84,6 +86,10 @@ class PlacementHistory:
             rows = [experts * layer + epochs[epoch][0].astype(np.intp) for layer, (epochs, epoch) in layers]
             self._latest = layer_epochs, np.stack(rows)
         return self._latest[1]
+
+    def slots(self, layer_epochs: tuple[int, ...]) -> list[Int32]:
+        """Slots of all ranks, of each layer ``[R, S]``; the epochs must be known."""
+        return [epochs[epoch][0] for epochs, epoch in zip(self.by_layer, layer_epochs, strict=True)]
 
     def targets(self, layer_epochs: tuple[int, ...], rank: int) -> Int32:
         """Physical ids that tokens of source ``rank`` go to in turn, ``[L, E, D]``; the epochs must be known."""
@@ -258,8 +264,8 @@ class HeatAssembler:
     with the same number in ``token_groups_R`` see the same tokens; by default each has its own.
 
     ``placements`` is what counts are read under, ``pending`` are the newest steps of the ranks' reports; ``assembled``
-    counts the steps that ever entered the window. A step enters it where ``put_together`` comes to it: long reports
-    make many steps whole at once.
+    counts the steps that ever entered the window, ``conservation`` compares what was sent with what was received. A
+    step enters the window where ``put_together`` comes to it: long reports make many steps whole at once.
     """
 
     def __init__(
@@ -271,6 +277,7 @@ class HeatAssembler:
         self._shape = shape
         self._whole: deque[_Step] = deque()
         self._sources = SourceHeat(shape.ranks, window_steps)
+        self.conservation = Conservation(shape.ranks)
         # Counts are replaced, never written to: they can be read while steps come in.
         self._heat: deque[Int32] = deque(maxlen=window_steps)
         self._loads: deque[Int32] = deque(maxlen=window_steps)
@@ -309,6 +316,7 @@ class HeatAssembler:
             targets_LED = self.placements.targets(report.layer_epochs, rank) // self._shape.slots
         self._whole.extend(self.pending.add(rank, report, targets_LED))
         self._sources.add(rank, report)
+        self.conservation.add(rank, report, self.placements.slots(report.layer_epochs))
         return StepCounts(self.pending.completed - before.received, self.pending.lost - before.lost)
 
     def put_together(self, most: int | None = None) -> None:

@@ -81,15 +81,6 @@ RENAMED, GONE = BODY.replace("is_dummy=False", "dummy=False"), ""
         (GONE, HANDED_ON, False),
         (GONE, {}, True),
     ],
-    ids=[
-        "body",
-        "renamed",
-        "renamed, handed on",
-        "self renamed",
-        "renamed, not patched",
-        "gone",
-        "gone, not patched",
-    ],
 )
 def test_only_what_no_longer_fits_a_patch_cannot_be_allowed(engine, changed, patches, fits):
     known = known_as(engine, "1.2")
@@ -115,9 +106,7 @@ def test_an_unknown_release_is_refused_with_those_that_are_known():
 def test_an_engine_may_be_known_by_its_patch_releases_alone(engine):
     known = known_as(engine, "0.5.23")
     compat.require("Toy", "0.5.23+cu13", known, {})
-    with pytest.raises(
-        UnsupportedEngineError, match=r"Toy 0\.5\.24.*never tried.*nothing.*Install Toy 0\.5\.23"
-    ):
+    with pytest.raises(UnsupportedEngineError, match=r"Toy 0\.5\.24.*never tried.*Install Toy 0\.5\.23"):
         compat.require("Toy", "0.5.24", known, {})
 
 
@@ -146,9 +135,7 @@ def test_an_unknown_release_can_be_tried_where_patches_still_fit(engine):
         compat.require("Toy", "1.11", known, EXACT)
     assert "never tried" in compat.require("Toy", "1.11", known, EXACT, allow_unverified=True)
     engine(BODY.replace("def step", "def advance"))
-    with pytest.raises(
-        UnsupportedEngineError, match=r"changed since 1\.12: toy_engine:State\.step"
-    ) as refusal:
+    with pytest.raises(UnsupportedEngineError, match=r"changed since 1\.12: toy_engine:State") as refusal:
         compat.require("Toy", "1.11", known, EXACT, allow_unverified=True)
     assert "ALLOW_UNVERIFIED" not in str(refusal.value)
 
@@ -167,16 +154,14 @@ def test_a_source_that_is_not_installed_is_read_as_an_installed_one(engine, tmp_
         '            """Says so."""\n            return a  # a comment\n'
     )
     engine(source)
-    for target in ("toy_engine:State.near", "toy_engine:State.step"):
-        assert engine_fingerprints.find(tmp_path, target) == compat.fingerprint(target)
     known = {
-        target: compat.fingerprint(target) for target in ("toy_engine:State.near", "toy_engine:State.step")
+        f"toy_engine:State.{one}": compat.fingerprint(f"toy_engine:State.{one}") for one in ("near", "step")
     }
+    assert {target: engine_fingerprints.find(tmp_path, target) for target in known} == known
     assert engine_fingerprints.moved(tmp_path, known) == {}
     (tmp_path / "toy_engine.py").write_text(source.replace("c=1, ", "").replace("return 1", "return 2"))
-    assert engine_fingerprints.moved(
-        tmp_path, known | {"toy_engine:gone": known["toy_engine:State.near"]}
-    ) == {
+    known["toy_engine:gone"] = known["toy_engine:State.near"]
+    assert engine_fingerprints.moved(tmp_path, known) == {
         "toy_engine:State.near": "has another body",
         "toy_engine:State.step": "takes (a, b, rest, named)",
         "toy_engine:gone": "is not there",

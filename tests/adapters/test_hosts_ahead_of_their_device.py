@@ -14,6 +14,7 @@ from tests.adapters import vllm_fakes as fakes
 from tests.agent import live, queued_device
 from tests.ranks import run_ranks
 from worker_agent.swap import vote as vote_module
+from worker_agent.swap.commit_register import FatalSwitchError
 
 AHEAD = (2, 6)
 """Passes that each rank's host is ahead of its device at most."""
@@ -60,8 +61,15 @@ def serve(fault: str | None) -> dict[str, Any]:
             calls = {"a call missed": 0, "a call too many": 2}.get(fault, 1)
         if number == FAULT_AT and fault == "the count begins again":
             host._heat.passes.zero_()
-        for _ in range(calls):
-            host.step(is_dummy=False)
+        if number == FAULT_AT and fault == "a table that is another" and rank == 1:
+            device.put(lambda: state.logical_to_physical_map.held[1, 3, 0].add_(1))
+        try:
+            for _ in range(calls):
+                host.step(is_dummy=False)
+        except FatalSwitchError as fatal:
+            # The other host is not to wait for its device before it hears of it.
+            made.queue()
+            return {"fatal": str(fatal)}
         if agent._switch.state.plan is None and number % 4 == 1:
             here_RS = agent.installed.placement.phy2log_LRS[0]
             live.offer(agent, {0: live.keep_staying_slots(here_RS, here_RS[::-1])}, number)
@@ -88,10 +96,14 @@ def serve(fault: str | None) -> dict[str, Any]:
         "a call missed",
         pytest.param("a call too many", marks=pytest.mark.slow),
         "the count begins again",
+        "a table that is another",
     ],
 )
 def test_no_pass_routes_to_weights_that_are_not_there(fault):
     ranks = run_ranks(fakes.RANKS, serve, fault)
+    if fault == "a table that is another":
+        assert all(one["fatal"].startswith("rank 1: layer 1: log2phy of expert 3 is") for one in ranks)
+        return
     assert [one["wrong"] for one in ranks] == [0, 0]
     assert [one["halted"] for one in ranks] == [None, None]
     assert min(one["switched"] for one in ranks) > 0

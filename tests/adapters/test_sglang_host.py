@@ -162,13 +162,10 @@ def loaded():
     runner.model.w2_2.data = weight
     host.count_pass()
     host.step(fakes.batch())
-    found = []
-    for change in (
-        lambda: None,
-        lambda: setattr(runner.model.w13_1, "data", runner.model.w13_1.data.clone()),
-    ):
+    found, moved = [], runner.model.w13_1
+    for loaded_into in (moved.data, moved.data.clone()):
         with host.drained("the test loads weights"), host.drained("a load within"):
-            change()
+            moved.data = loaded_into
         found.append(host._drained)
     host.count_pass()
     host.step(fakes.batch())
@@ -178,6 +175,9 @@ def loaded():
 
 def test_balancing_goes_on_after_a_load_unless_experts_are_in_other_tensors():
     assert run_ranks(fakes.RANKS, loaded) == [[False, True]] * fakes.RANKS
+
+
+ROWS = torch.zeros(fakes.SLOTS + 1, 4)
 
 
 class RoutesInside(torch.nn.Module):
@@ -190,22 +190,11 @@ class RoutesInside(torch.nn.Module):
     ("change", "said"),
     [
         (lambda model, _: delattr(model, "routed_experts_weights_of_layer"), "places and weights"),
-        (
-            lambda model, _: model.register_buffer("w13_lora_b", torch.zeros(fakes.SLOTS, 2)),
-            "w13_lora_b per expert",
-        ),
+        (lambda model, _: model.register_buffer("w13_lora_b", ROWS[:-1]), "w13_lora_b per expert"),
         (lambda model, _: setattr(model, "topk", RoutesInside()), "topk leaves routing to a kernel"),
         (lambda _, recorder: delattr(recorder._single_pass_gatherers["primary"], "_data"), "heat counted by"),
-        (
-            lambda model, _: model.routed_experts_weights_of_layer[2].append(torch.zeros(fakes.SLOTS + 1, 2)),
-            "experts of layer 2",
-        ),
-        (
-            lambda model, _: model.routed_experts_weights_of_layer[1].append(
-                torch.zeros(fakes.SLOTS, 4, 4)[:, :3]
-            ),
-            "without gaps",
-        ),
+        (lambda model, _: model.routed_experts_weights_of_layer[2].append(ROWS), "experts of layer 2"),
+        (lambda model, _: model.routed_experts_weights_of_layer[1].append(ROWS[:-1, :3]), "without gaps"),
     ],
 )
 def test_a_model_that_cannot_be_balanced_is_refused(change, said):

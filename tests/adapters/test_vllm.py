@@ -78,9 +78,7 @@ def test_what_cannot_be_derived_is_refused(layers, parallel, said):
 @pytest.mark.parametrize("make", [layer, layer_of_023])
 @pytest.mark.parametrize("fact", [None, "naive", "sequence_parallel", "monolithic"])
 def test_a_layer_s_way_of_dispatching_is_read_wherever_its_release_keeps_it(make, fact):
-    flags = {"naive": False, "sequence_parallel": False, "monolithic": False}
-    if fact is not None:
-        flags[fact] = True
+    flags = {one: one == fact for one in ("naive", "sequence_parallel", "monolithic")}
     assert _dispatch_of(make(**flags)) == tuple(flags.values())
 
 
@@ -146,13 +144,7 @@ def modules(monkeypatch, vllm=VLLM, **named):
     [
         ("0.23.0", True, {}, None, "second model runner of vLLM 0.23"),
         ("0.32.0", False, {"enable_elastic_ep": True}, None, "elastic expert parallelism"),
-        (
-            "0.32.0",
-            False,
-            {"pipeline_parallel_size": 2},
-            None,
-            "--pipeline-parallel-size 2.*a deployment of its own",
-        ),
+        ("0.32.0", False, {"pipeline_parallel_size": 2}, None, "--pipeline-parallel-size 2.*its own"),
         ("0.32.0", False, {}, "some", "LoRA .*stay behind"),
         ("0.23.0", False, {}, None, None),
         ("0.32.0", True, {}, None, None),
@@ -298,13 +290,8 @@ def model_config(runner):
 def state(monkeypatch):
     """One that the agent has taken over, with a draft model added before the model itself, as vLLM does."""
     found = state_class()
-    modules(
-        monkeypatch,
-        **{
-            "vllm.distributed.eplb.eplb_state": {"EplbState": found},
-            "vllm.distributed.parallel_state": {"get_ep_group": lambda: "the ranks"},
-        },
-    )
+    ranks = {"vllm.distributed.parallel_state": {"get_ep_group": lambda: "the ranks"}}
+    modules(monkeypatch, **{"vllm.distributed.eplb.eplb_state": {"EplbState": found}}, **ranks)
     monkeypatch.setattr(hooks, "VllmHost", Host)
     hooks._replace_balancer()
     made = found()
@@ -460,6 +447,7 @@ def test_vllm_s_tables_maps_and_weights_follow_a_switch():
         ("g1_alphas", (SLOTS,), True),
         ("w13_weight", (SLOTS, 8), False),
         ("w13_input_scale", (SLOTS,), False),
+        ("w2_input_scale", (SLOTS,), True),
         ("workspace", (SLOTS + 1,), False),
         ("factor", (), False),
     ],
@@ -467,6 +455,9 @@ def test_vllm_s_tables_maps_and_weights_follow_a_switch():
 def test_what_would_stay_behind_when_its_expert_moves_is_refused(home, name, shape, refused):
     state = model_state(0)
     one, tensor = state.model.moe_layers[1], torch.zeros(shape)
+    if name == "w2_input_scale":
+        # One per expert, and not one for all.
+        tensor[1] = 0.5
     if name == "w13_weight":
         state.model.expert_weights[1].append(tensor)
     if home is not None:
@@ -480,6 +471,19 @@ def test_what_would_stay_behind_when_its_expert_moves_is_refused(home, name, sha
     group = SimpleNamespace(rank_in_group=0, world_size=RANKS)
     with said:
         VllmHost(state, config(), group)
+
+
+def test_experts_that_are_not_as_they_were_written_are_refused_at_the_start():
+    memory = torch.arange((SLOTS + 1) * 8.0).view(-1, 8)
+    tables = {"expert_map": torch.arange(SLOTS, dtype=torch.int32), "log2phy": torch.arange(SLOTS)}
+    for weights, shared in (([memory[1:]], False), ([memory[1:], memory[:-1]], True)):
+        layer = SimpleNamespace(expert_weights=lambda weights=weights: weights, **tables)
+        before = memory.clone()
+        with (
+            pytest.raises(UnsupportedEngineError, match="tensor 0 of an expert") if shared else nullcontext()
+        ):
+            engine_host.move_and_back(layer)
+        assert shared or torch.equal(memory, before)
 
 
 def kernels_change():

@@ -20,7 +20,7 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 from worker_agent import forward_clock, heat
 from worker_agent.adapters.sglang import host as sglang_host
 from worker_agent.adapters.vllm import host as vllm_host
-from worker_agent.swap import staging
+from worker_agent.swap import staging, table_check
 
 _ANSWERS_AT_ONCE = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default}
 """Operators whose results the host needs: it waits for all that is queued."""
@@ -173,6 +173,6 @@ def install() -> DeviceQueue:
     def host_empty(shape: Any, dtype: torch.dtype, _: object) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype)
 
-    heat.host_empty = forward_clock.host_empty = host_empty
+    heat.host_empty = forward_clock.host_empty = table_check.host_empty = host_empty
     staging.on_host = vllm_host.on_host = sglang_host.on_host = lambda tensor, _: tensor
     return QueuedTensor.queue

@@ -8,7 +8,6 @@ import time
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from tests.agent import live
@@ -115,19 +114,6 @@ def test_layers_that_gather_from_all_ranks_need_one_token_group() -> None:
     assert all(
         "gather the tokens of all ranks, but these are in the token groups [0, 1]" in why for why in said
     )
-
-
-def test_the_layers_own_counter_numbers_the_passes() -> None:
-    layer: Any = CountingLayer()
-    layer.load_counter += 5
-    clock = ForwardClock([layer])
-    layer.forward(0)
-    assert clock.called() == clock.exact() == 1
-    assert clock.called() == 1
-    layer.forward(1)
-    layer.forward(2)
-    assert clock.called() == clock.exact() == 3
-    assert torch.equal(layer.load_counter, torch.tensor(8))
 
 
 @pytest.mark.parametrize(

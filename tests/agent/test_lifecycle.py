@@ -78,22 +78,15 @@ def _leave_early(how: str, early_step: int) -> dict[str, Any]:
     return live.facts(agent, worst)
 
 
-@pytest.mark.parametrize(
-    "early_step", [pytest.param(step, marks=[] if step == 10 else pytest.mark.slow) for step in range(8, 13)]
-)
-def test_a_rank_may_close_while_the_vote_that_commits_is_under_way(early_step: int) -> None:
-    """The vote launched at step 8 commits the layer at step 11: closing around it leaves all at one placement."""
-    facts = run_ranks(RANKS, _leave_early, "closes", early_step)
-    assert max(fact["worst"] for fact in facts) < 1e-5
-    assert len({fact["epoch"] for fact in facts}) == 1
+SLOWLY = [
+    pytest.param(how, at, marks=pytest.mark.slow) for how in ("closes", "leaves") for at in range(8, 13)
+]
 
 
-@pytest.mark.parametrize(
-    "lost_step", [pytest.param(step, marks=[] if step == 11 else pytest.mark.slow) for step in range(8, 12)]
-)
-def test_a_rank_that_never_hears_the_vote_that_commits_does_as_the_others(lost_step: int) -> None:
-    """Its ballot was in that vote: the others may have heard that all are ready."""
-    live.check_together(run_ranks(RANKS, _leave_early, "leaves the votes", lost_step))
+@pytest.mark.parametrize(("how", "step"), [("closes", 10), ("leaves", 11), *SLOWLY])
+def test_a_rank_that_leaves_around_the_vote_that_commits_does_as_the_others(how: str, step: int) -> None:
+    """The vote launched at step 8 commits the layer at step 11: the others may have heard that all are ready."""
+    live.check_together(run_ranks(RANKS, _leave_early, how, step))
 
 
 def _all_close_one_after_the_other(order: list[int]) -> None:

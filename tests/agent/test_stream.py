@@ -21,7 +21,7 @@ from eplb_service.wire.fields import WireError
 from eplb_service.wire.generated import agent_pb2, agent_pb2_grpc
 from tests.agent import live
 from tests.swap.placed import EXPERTS, INSTALLED, LAYERS, LINEAR, RANKS, SLOTS, plan_of
-from worker_agent.stream import HeartbeatSchedule, Outbox, ServiceStream
+from worker_agent.stream import HeartbeatSchedule, OutageLog, Outbox, ServiceStream
 from worker_agent.swap.installed import Identity, check_plan
 
 SHAPE = Shape(RANKS, LAYERS, EXPERTS, SLOTS, 64)
@@ -196,35 +196,46 @@ def test_the_agent_comes_back_when_the_stream_is_cut() -> None:
 class Refusing(FakeService):
     """Turns everybody away without a look at what they say."""
 
+    calls = 0
+
     def Connect(self, _: Iterator[agent_pb2.ConnectRequest], context: grpc.ServicerContext) -> Any:
+        self.calls += 1
         context.abort(grpc.StatusCode.UNAUTHENTICATED, "the token is wrong")
 
 
-def test_the_reason_of_a_refusal_is_reported_however_it_crosses_the_hello(monkeypatch, caplog) -> None:
+def test_the_reason_of_a_refusal_is_reported_however_it_crosses_the_hello(monkeypatch) -> None:
     monkeypatch.setattr("worker_agent.stream._FIRST_BACKOFF_SECONDS", 0.001)
     monkeypatch.setattr("worker_agent.stream._LAST_BACKOFF_SECONDS", 0.001)
     # A large one is on its way for longer.
     large = replace(IDENTITY, group_id="x" * 200_000)
-    with caplog.at_level("WARNING", logger="eplb.agent"), Scene(Refusing(), large) as scene:
+    said = list[str]()
+    monkeypatch.setattr(
+        ServiceStream, "_log_lost", lambda one, why: one._closing.is_set() or said.append(why)
+    )
+    with Scene(Refusing(), large):
         deadline = time.monotonic() + 60
-        while len(caplog.records) < 40 and time.monotonic() < deadline:
+        while len(said) < 40 and time.monotonic() < deadline:
             time.sleep(0.01)
-    said = {record.getMessage() for record in caplog.records}
-    assert said == {f"rank 1: no stream to {scene.address}: the token is wrong"}
-    assert len(caplog.records) >= 40
+    assert set(said) == {"the token is wrong"}
+    assert len(said) >= 40
 
 
-def test_a_service_that_is_not_there_costs_the_model_nothing() -> None:
-    outbox = Outbox(heat_reports=1)
-    stream = ServiceStream(live.settings(), IDENTITY, outbox, lambda: INSTALLED, int, Heartbeat)
-    began = time.monotonic()
-    for step in range(1000):
-        outbox.put(live.segment(first_step=step, steps=1))
-    # Far below what waiting for a service would take.
-    assert time.monotonic() - began < 10.0
-    assert outbox.dropped_steps == 999
-    assert not stream.connected
-    stream.close(5)
+def test_an_outage_is_logged_ever_less_often_and_its_end_once(monkeypatch, caplog) -> None:
+    outages = OutageLog()
+    assert outages.logs_return(0)
+    logged = [
+        now for now in range(700) if outages.logs(now, "refused" if now < 200 else "the token is wrong")
+    ]
+    assert logged == [0, 60, 180, 200, 420]
+    assert [outages.logs_return(now) for now in (700, 700)] == [True, False]
+    # A service that comes and goes is no new outage each time.
+    assert [now for now in range(701, 1000) if outages.logs(now, "refused")] == [760, 820, 940]
+    monkeypatch.setattr("worker_agent.stream._FIRST_BACKOFF_SECONDS", 0.001)
+    with caplog.at_level("INFO", logger="eplb.agent"), Scene(Refusing()) as scene:
+        while scene.service.calls < 3:
+            time.sleep(0.01)
+    said = [record.getMessage() for record in caplog.records]
+    assert said == [f"rank 1: no stream to {scene.address}: the token is wrong"]
 
 
 # What waits to be sent

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from eplb_service.placement import default_log2phy
-from eplb_service.wire.heat import HeatReport
 from tests.agent import live
 from tests.agent.live import RANKS
 from tests.faults.serving import FAULTS, tensor_addresses
@@ -129,26 +128,3 @@ def test_an_error_of_the_agent_stops_balancing_until_the_ranks_vote_again_and_ne
     live.check_together(facts, epoch=1 if times == 1 else 0)
     assert "MemoryError: no memory to count" in facts[1]["said"]
     assert "came to nothing" in facts[0]["said"]
-
-
-def _count_heat() -> dict[str, Any]:
-    agent, layers, still = live.start(2, report_steps=4)
-    live.drive(agent, layers, still, 40, live.offering(agent, {5: {1: live.target()}}), epoch=1)
-    reports = [item for item in live.waiting(agent) if isinstance(item, HeatReport)]
-    return live.facts(agent, 0.0, reports=reports, lost=agent._heat.lost_steps)
-
-
-def test_heat_is_counted_under_the_placement_that_served_it() -> None:
-    facts = run_ranks(RANKS, _count_heat)
-    assert [fact["lost"] for fact in facts] == [0] * RANKS
-    cuts = [[(one.first_step, one.steps, one.layer_epochs) for one in fact["reports"]] for fact in facts]
-    assert cuts[0] == cuts[1] == cuts[2]
-    epochs = [epochs for _, _, epochs in cuts[0]]
-    assert epochs[0] == (0, 0)
-    assert epochs[-1] == (0, 1)
-    for first, (start, length, _) in zip([c[0] for c in cuts[0]][1:], cuts[0], strict=False):
-        assert first == start + length
-    for parts in zip(*(fact["reports"] for fact in facts), strict=True):
-        received = sum(part.slot_counts_TLS.sum(axis=2) for part in parts)
-        sent = sum(part.source_counts_TLE.sum(axis=2) for part in parts)
-        assert (received == sent).all()

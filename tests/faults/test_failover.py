@@ -75,17 +75,13 @@ async def test_a_crash_and_an_upgrade_change_who_leads_and_nothing_else(tmp_path
             await check_placement(group)
 
             first.kill()
-            crashed = time.monotonic()
             after_crash = (await rejoined(group))[0].leader_term
-            print(f"all ranks were welcomed {time.monotonic() - crashed:.2f} s after the crash")
             assert after_crash > before
             await check_placement(group)
 
             wait_for_standby(stack.enter_context(serving(tmp_path, "third", address)))
-            stopped = time.monotonic()
             assert second.ended() == 0
             after_upgrade = (await rejoined(group))[0].leader_term
-            print(f"all ranks were welcomed {time.monotonic() - stopped:.2f} s after the upgrade began")
             assert after_upgrade > after_crash
             await check_placement(group)
             # It decides as ever: the plan after the change of leaders is carried out.

@@ -48,6 +48,7 @@ class Faults(NamedTuple):
     impatience: int = 0
     installs: int = 0
     refusals: int = 0
+    drifts: int = 0
 
     def __str__(self) -> str:
         some = [f"{many} {what}" for what, many in self._asdict().items() if many]
@@ -56,7 +57,7 @@ class Faults(NamedTuple):
 
 @dataclass(frozen=True)
 class Scenario:
-    """Two plans, what the ranks start from, and which machine they run."""
+    """Two plans, what the ranks start from, which machine they run, and what they compare before they commit."""
 
     name: str
     plans: tuple[TagPlan, ...]
@@ -64,7 +65,8 @@ class Scenario:
     starts: tuple[TagInstalled, ...] = (FIRST,) * RANKS
     machine: type[SwitchState] = SwitchState
     settlement: type[Settlement] = Settlement
-    confirms: bool = True
+    confirms: str = "its device's count"
+    confirms_settled: bool = True
     reports_failures: bool = True
     refusal_is_death: bool = False
     settles_errors: bool = True
@@ -91,7 +93,7 @@ class State:
         self.dirty_lanes: frozenset[tuple[int, int]] = frozenset()
         self.vote: Vote | None = None
         self.faults = scenario.faults
-        self.forwards = (0,) * RANKS
+        self.forwards = self.ahead = self.collectives = (0,) * RANKS
 
     def copy(self) -> Any:
         """Another, in which other things may happen."""
@@ -150,7 +152,7 @@ class State:
             rank in self.lost,
             rank in self.fatal,
             rank in self.broken,
-            self.forwards[rank],
+            (self.forwards[rank], self.ahead[rank], self.collectives[rank]),
             None if vote is None else (vote.ballots[rank], vote.truths[rank], rank in vote.pending),
             None if vote is None else (vote.settlements[rank].verdict, rank in vote.settling),
         )

@@ -60,8 +60,15 @@ class World(State):
                     yield ("unheard", rank)
                 if self.faults.skips and self.vote.confirmed is None:
                     yield ("skip", rank)
-                if self.faults.impatience and self._outcome().result is VoteResult.COMMIT:
+                if self.faults.impatience and self._commits:
                     yield ("impatient", rank)
+                if (
+                    self.faults.drifts
+                    and self.vote.confirmed is None
+                    and not self.ahead[rank]
+                    and self._commits
+                ):
+                    yield ("drift", rank)
                 if self.faults.installs and rank not in self.broken:
                     yield ("broken", rank)
         if self.vote is None and len(self.lost) < RANKS and not self.fatal:
@@ -164,6 +171,10 @@ class World(State):
         reduced = [min(column) for column in zip(*(b.encode() for b in self.vote.ballots), strict=True)]
         return VoteOutcome.decode(reduced)
 
+    @property
+    def _commits(self) -> bool:
+        return self._outcome().result is VoteResult.COMMIT
+
     def _unheard(self, rank: int) -> None:
         if None not in self.vote.ballots:
             self.faults = self.faults._replace(losses=self.faults.losses - 1)
@@ -232,12 +243,19 @@ class World(State):
     def _skip(self, rank: int) -> None:
         """The rank's host misses a call: it is a forward pass on when it next comes to count."""
         self.faults = self.faults._replace(skips=self.faults.skips - 1)
-        self.forwards = (*self.forwards[:rank], self.forwards[rank] + 1, *self.forwards[rank + 1 :])
+        self.forwards = _one_more(self.forwards, rank)
+
+    def _drift(self, rank: int) -> None:
+        """The rank's host has queued a pass more than its device has run: it counts ahead for a while."""
+        self.faults = self.faults._replace(drifts=self.faults.drifts - 1)
+        self.ahead = _one_more(self.ahead, rank)
 
     def _all_confirm(self) -> bool:
         confirmed = self.vote.confirmed
         if confirmed is None:
-            confirmed = not self.scenario.confirms or len(set(self.forwards)) == 1
+            host_counts = [sum(counts) for counts in zip(self.forwards, self.ahead, strict=True)]
+            compared = {"its device's count": self.forwards, "its host's count": host_counts}
+            confirmed = len(set(compared.get(self.scenario.confirms, ()))) <= 1
             self.vote = self.vote._replace(confirmed=confirmed)
         return confirmed
 
@@ -246,7 +264,10 @@ class World(State):
             pending=self.vote.pending - {rank}, settling=self.vote.settling - {rank}
         )
         if not self.vote.pending:
+            told = {self.collectives[one] for one in range(RANKS) if one not in self.lost | self.fatal}
+            must(len(told) <= 1, "ranks are at different collectives of one link")
             self.vote, self.forwards = None, (0,) * RANKS
+            self.ahead = self.collectives = (0,) * RANKS
             if self.fatal and self.scenario.reports_failures:
                 self.fatal = frozenset(range(RANKS))
 
@@ -278,6 +299,9 @@ class World(State):
             self.fatal |= {rank}
             return
         layer, staged, tags = action.layer.layer, self.staged[rank], self.weights[rank]
+        if self.scenario.confirms_settled or rank not in self.vote.settling:
+            # The ranks confirm to each other that they have installed it.
+            self.collectives = _one_more(self.collectives, rank)
         self.weights[rank] = (*tags[:layer], staged.tag, *tags[layer + 1 :])
         self.staged[rank] = None
 
@@ -285,3 +309,7 @@ class World(State):
         """Whether all peers have begun the transfer too: otherwise only the deadline ends it."""
         generation = self.transfers[rank].generation
         return all(machine.generation >= generation for machine in self.machines)
+
+
+def _one_more(counts: tuple[int, ...], rank: int) -> tuple[int, ...]:
+    return (*counts[:rank], counts[rank] + 1, *counts[rank + 1 :])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,15 +21,7 @@ from worker_agent.swap.machine import (
     VoteResult,
 )
 
-
-class _Decided(SwitchState):
-    """A machine for which the outcome of a vote means something else."""
-
-    def meaning(self, outcome: VoteOutcome) -> VoteResult:
-        return outcome.result
-
-    def decide(self, outcome: VoteOutcome) -> Transition:
-        return super().decide(_Reinterpreted(outcome, self.meaning(outcome)))
+Methods = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -42,170 +34,130 @@ class _Reinterpreted:
         return self.outcome.plans
 
 
-class CommitsWhileTransferring(_Decided):
-    def meaning(self, outcome: VoteOutcome) -> VoteResult:
-        early = outcome.slowest == Progress.TRANSFERRING and outcome.result is VoteResult.NOTHING
-        return VoteResult.COMMIT if early else outcome.result
+def _meaning(change: Callable[[VoteOutcome], VoteResult]) -> Methods:
+    """A vote's outcome means something else."""
+    whole: Any = SwitchState.decide
+    return {"decide": lambda self, outcome: whole(self, _Reinterpreted(outcome, change(outcome)))}
 
 
-class StartsBeforeAllHold(_Decided):
-    def meaning(self, outcome: VoteOutcome) -> VoteResult:
-        early = outcome.plan_low == 0 and outcome.plan_high != 0 and not outcome.abort
-        return VoteResult.START if early else outcome.result
+def _ballot(change: Callable[[Ballot], Ballot]) -> Methods:
+    whole: Any = SwitchState.ballot
+    return {"ballot": property(lambda self: change(whole.fget(self)))}
 
 
-class IgnoresAbortVotes(_Decided):
-    def meaning(self, outcome: VoteOutcome) -> VoteResult:
-        return replace(outcome, abort=False).result
+def _given(method: str, change: Callable[..., tuple[Any, ...]]) -> Methods:
+    """The method is called on another state, or with something else."""
+    whole = getattr(SwitchState, method)
+    return {method: lambda self, *given: whole(*change(self, *given))}
 
 
-class IgnoresOtherPlans(_Decided):
-    def meaning(self, outcome: VoteOutcome) -> VoteResult:
-        rivals = outcome.plan_low not in (0, outcome.plan_high)
-        return VoteResult.START if rivals and outcome.slowest == Progress.OFFERED else outcome.result
+def _state(method: str, change: Callable[[Any, Any], SwitchState]) -> Methods:
+    """Of the state before and after a method that asks for something, another one is made."""
+    whole = getattr(SwitchState, method)
+
+    def changed(self: Any, *given: Any) -> Transition:
+        after, actions = whole(self, *given)
+        return change(self, after), actions
+
+    return {method: changed}
 
 
-class IgnoresOtherPlacements(_Decided):
-    def meaning(self, outcome: VoteOutcome) -> VoteResult:
-        return replace(outcome, installed_agree=True).result
+def _actions(method: str, change: Callable[[Any], Any]) -> Methods:
+    """A method asks for something else."""
+    whole = getattr(SwitchState, method)
+
+    def changed(self: Any, *given: Any) -> Transition:
+        after, actions = whole(self, *given)
+        return after, tuple(change(actions))
+
+    return {method: changed}
 
 
-class AbortsForItselfOnly(SwitchState):
-    def decide(self, outcome: VoteOutcome) -> Transition:
-        if outcome.result is VoteResult.ABORT and self.abort_wish is None:
-            return self, ()
-        return super().decide(outcome)
+def _deaf(is_passed_over: Callable[[Any, VoteOutcome], bool]) -> Methods:
+    """Nothing follows from some outcomes."""
+    whole = SwitchState.decide
+    return {"decide": lambda self, vote: (self, ()) if is_passed_over(self, vote) else whole(self, vote)}
 
 
-class VotesWithoutWhatIsInstalled(SwitchState):
-    @property
-    def ballot(self) -> Ballot:
-        return replace(super().ballot, installed=1)
+def _one_number_twice(self: Any) -> Transition:
+    started, (start,) = SwitchState._start(self)
+    number = max(1, self.generation)
+    return replace(started, generation=number), (replace(start, generation=number),)
 
 
-class VotesWithoutItsAbort(SwitchState):
-    @property
-    def ballot(self) -> Ballot:
-        return replace(super().ballot, abort=False)
+def _replaces_its_plan(self: Any, plan: Any, step: int, checked_for: int) -> Transition:
+    if self.plan is not None and plan.digest != self.plan.digest:
+        return replace(self, plan=plan, index=0), (PlanStatus(plan.plan_id, PlanState.ACCEPTED),)
+    return SwitchState.offer(self, plan, step, checked_for)
 
 
-class VotesReadyTooSoon(SwitchState):
-    @property
-    def ballot(self) -> Ballot:
-        ballot = super().ballot
-        return (
-            replace(ballot, progress=Progress.READY) if ballot.progress == Progress.TRANSFERRING else ballot
-        )
+def _rebased(self: Any, plan: Any, checked_for: int) -> tuple[Any, ...]:
+    here = self.installed
+    return self, plan._replace(base_epoch=here.epoch, base_digest=here.digest), checked_for
 
 
-class KeepsTheLane(SwitchState):
-    def _drop(self, reason: str) -> Transition:
-        dropped, actions = super()._drop(reason)
-        return replace(dropped, lane=self.lane), actions
+def _hasty(ballot: Ballot) -> Ballot:
+    return replace(ballot, progress=READY if ballot.progress == BUSY else ballot.progress)
 
 
-class KeepsTheGeneration(SwitchState):
-    def _start(self) -> Transition:
-        started, actions = super()._start()
-        if started.generation == 1:
-            return started, actions
-        (start,) = actions
-        return replace(started, generation=self.generation), (replace(start, generation=self.generation),)
-
-
-class BeginsBesideAnOldTransfer(SwitchState):
-    def offer(self, plan: Any, step: int, checked_for: int) -> Transition:
-        return SwitchState.offer(replace(self, transfer_runs=False), plan, step, checked_for)
-
-
-class TakesAnyGenerationForItsOwn(BeginsBesideAnOldTransfer):
-    def with_transfer_ended(self, generation: int, error: str | None = None) -> SwitchState:
-        return super().with_transfer_ended(self.generation, error)
-
-
-class TakesFailureForSuccess(SwitchState):
-    def with_transfer_ended(self, generation: int, error: str | None = None) -> SwitchState:
-        return super().with_transfer_ended(generation, None)
-
-
-class KeepsStagingAfterAborts(SwitchState):
-    def _drop(self, reason: str) -> Transition:
-        dropped, actions = super()._drop(reason)
-        return dropped, actions[:0]
-
-
-class TakesAnyBase(SwitchState):
-    def _refusal(self, plan: Any, checked_for: int) -> str | None:
-        fits = plan._replace(base_epoch=self.installed.epoch, base_digest=self.installed.digest)
-        return super()._refusal(fits, checked_for)
-
-
-class TakesUncheckedMoves(SwitchState):
-    def _refusal(self, plan: Any, checked_for: int) -> str | None:
-        return super()._refusal(plan, self.installed.digest)
-
-
-class TakesOlderTerms(SwitchState):
-    def _refusal(self, plan: Any, checked_for: int) -> str | None:
-        return SwitchState._refusal(replace(self, highest_term=0), plan, checked_for)
-
-
-class LetsAPlanReplaceAnother(SwitchState):
-    def offer(self, plan: Any, step: int, checked_for: int) -> Transition:
-        if self.plan is not None and plan.digest != self.plan.digest:
-            return replace(self, plan=plan, index=0), (PlanStatus(plan.plan_id, PlanState.ACCEPTED),)
-        return super().offer(plan, step, checked_for)
-
-
-class CommitsTheSameLayerAgain(SwitchState):
-    def _commit(self) -> Transition:
-        committed, actions = super()._commit()
-        return committed if committed.plan is None else replace(committed, index=self.index), actions
-
-
-class InstallsTheTablesAlone(SwitchState):
-    def _commit(self) -> Transition:
-        committed, actions = super()._commit()
-        return committed, tuple(action for action in actions if not isinstance(action, Commit))
-
-
-class KeepsAWishAfterTheLastCommit(SwitchState):
-    def _commit(self) -> Transition:
-        committed, actions = super()._commit()
-        return replace(committed, abort_wish=self.abort_wish), actions
-
-
-class StopsAfterOneLayer(SwitchState):
-    def _commit(self) -> Transition:
-        committed, actions = super()._commit()
-        return committed, actions[:1]
-
-
-class GoesBackToAnOldLane(SwitchState):
-    def reformed(self, generation: int, lane: int) -> SwitchState:
-        return replace(super().reformed(generation, lane), lane=self.lane)
-
-
-class KeepsItsPlanWithoutVotes(SwitchState):
-    def lose_votes(self, reason: str) -> Transition:
-        return replace(self, unheard=reason), ()
-
-
-class HasNoDeadline(SwitchState):
-    def at_step(self, step: int) -> SwitchState:
-        return self
-
-
-class ForgetsFailedTransfers(SwitchState):
-    def with_transfer_ended(self, generation: int, error: str | None = None) -> SwitchState:
-        return super().with_transfer_ended(generation, error) if error is None else self
-
-
-class NeverEndsAnAbortedPlan(SwitchState):
-    def decide(self, outcome: VoteOutcome) -> Transition:
-        if outcome.result is VoteResult.ABORT and self.progress == Progress.OFFERED:
-            return self, ()
-        return super().decide(outcome)
+OFFERED, BUSY, READY = Progress.OFFERED, Progress.TRANSFERRING, Progress.READY
+NOTHING, START, COMMIT, ABORT = VoteResult.NOTHING, VoteResult.START, VoteResult.COMMIT, VoteResult.ABORT
+OVERLAPS = _given("offer", lambda m, *given: (replace(m, transfer_runs=False), *given))
+ANY_END = _given("with_transfer_ended", lambda m, _, *error: (m, m.generation, *error))
+ended = SwitchState.with_transfer_ended
+MUTANTS: dict[tuple[int, Faults], dict[str, Methods]] = {
+    (LATE, Faults()): {
+        "CommitsEarly": _meaning(lambda v: COMMIT if v.slowest == BUSY and v.result is NOTHING else v.result),
+        "StartsBeforeAllHold": _meaning(lambda v: START if v.plan_low == 0 != v.plan_high else v.result),
+        "VotesWithoutItsAbort": _ballot(lambda ballot: replace(ballot, abort=False)),
+        "VotesReadyTooSoon": _ballot(_hasty),
+        "KeepsTheGeneration": {"_start": _one_number_twice},
+        "CommitsALayerAgain": _state(
+            "_commit", lambda m, new: replace(new, index=m.index if new.plan else 0)
+        ),
+        "InstallsTheTablesAlone": _actions(
+            "_commit", lambda asked: [x for x in asked if type(x) is not Commit]
+        ),
+        "StopsAfterOneLayer": _actions("_commit", lambda asked: asked[:1]),
+        "HasNoDeadline": {"at_step": lambda m, _: m},
+    },
+    (LATE, Faults(transfers=1)): {
+        "IgnoresAbortVotes": _meaning(lambda v: replace(v, abort=False).result),
+        "AbortsForItselfOnly": _deaf(lambda m, v: v.result is ABORT and m.abort_wish is None),
+        "NeverEndsAnAbortedPlan": _deaf(lambda m, v: v.result is ABORT and m.progress == OFFERED),
+        "KeepsTheLane": _state("_drop", lambda m, new: replace(new, lane=m.lane)),
+        "TakesFailureForSuccess": _given("with_transfer_ended", lambda m, number, *_: (m, number)),
+        "KeepsStagingAfterAborts": _actions("_drop", lambda _: ()),
+        "ForgetsFailures": {"with_transfer_ended": lambda m, at, error=None: m if error else ended(m, at)},
+    },
+    (LATE, Faults(transfers=1, losses=1)): {
+        "GoesBackToAnOldLane": {
+            "reformed": lambda m, *to: replace(SwitchState.reformed(m, *to), lane=m.lane)
+        },
+    },
+    (LATE, Faults(losses=1)): {
+        "KeepsItsPlanWithoutVotes": {"lose_votes": lambda m, why: (replace(m, unheard=why), ())},
+    },
+    (RIVALS, Faults()): {
+        "IgnoresOtherPlans": _meaning(
+            lambda v: START if v.plan_low not in (0, v.plan_high) and v.slowest == OFFERED else v.result
+        ),
+        "TakesAnyGenerationForItsOwn": OVERLAPS | ANY_END,
+        "BeginsBesideAnOldTransfer": OVERLAPS,
+        "TakesAnyBase": _given("_refusal", _rebased),
+        "TakesOlderTerms": _given("_refusal", lambda m, *given: (replace(m, highest_term=0), *given)),
+        "LetsAPlanReplaceAnother": {"offer": _replaces_its_plan},
+        "KeepsAWish": _state("_commit", lambda m, new: replace(new, abort_wish=m.abort_wish)),
+    },
+    (HALFWAY, Faults()): {
+        "TakesUncheckedMoves": _given("_refusal", lambda m, plan, _: (m, plan, m.installed.digest)),
+    },
+    (ASTRAY, Faults()): {
+        "IgnoresOtherPlacements": _meaning(lambda v: replace(v, installed_agree=True).result),
+        "VotesWithoutWhatIsInstalled": _ballot(lambda ballot: replace(ballot, installed=1)),
+    },
+}
+"""By the scenario and the faults that give them away soonest, and what is other about each machine."""
 
 
 class AbortsUnasked(Settlement):
@@ -224,60 +176,32 @@ class AnswersAndCommitsAllTheSame(Settlement):
         return replace(self, verdict=Verdict.COMMITTED)
 
 
-MUTANTS: dict[type[SwitchState], tuple[int, Faults]] = {
-    CommitsWhileTransferring: (LATE, Faults(0, 0, 0)),
-    StartsBeforeAllHold: (LATE, Faults(0, 0, 0)),
-    IgnoresAbortVotes: (LATE, Faults(1, 0, 0)),
-    IgnoresOtherPlans: (RIVALS, Faults(0, 0, 0)),
-    IgnoresOtherPlacements: (ASTRAY, Faults(0, 0, 0)),
-    AbortsForItselfOnly: (LATE, Faults(1, 0, 0)),
-    VotesWithoutWhatIsInstalled: (ASTRAY, Faults(0, 0, 0)),
-    VotesWithoutItsAbort: (LATE, Faults(0, 0, 0)),
-    VotesReadyTooSoon: (LATE, Faults(0, 0, 0)),
-    KeepsTheLane: (LATE, Faults(1, 0, 0)),
-    KeepsTheGeneration: (LATE, Faults(0, 0, 0)),
-    TakesAnyGenerationForItsOwn: (RIVALS, Faults(0, 0, 0)),
-    BeginsBesideAnOldTransfer: (RIVALS, Faults(0, 0, 0)),
-    TakesFailureForSuccess: (LATE, Faults(1, 0, 0)),
-    KeepsStagingAfterAborts: (LATE, Faults(1, 0, 0)),
-    TakesAnyBase: (RIVALS, Faults(0, 0, 0)),
-    TakesUncheckedMoves: (HALFWAY, Faults(0, 0, 0)),
-    TakesOlderTerms: (RIVALS, Faults(0, 0, 0)),
-    LetsAPlanReplaceAnother: (RIVALS, Faults(0, 0, 0)),
-    CommitsTheSameLayerAgain: (LATE, Faults(0, 0, 0)),
-    InstallsTheTablesAlone: (LATE, Faults(0, 0, 0)),
-    KeepsAWishAfterTheLastCommit: (RIVALS, Faults(0, 0, 0)),
-    StopsAfterOneLayer: (LATE, Faults(0, 0, 0)),
-    GoesBackToAnOldLane: (LATE, Faults(1, 0, 1)),
-    KeepsItsPlanWithoutVotes: (LATE, Faults(0, 0, 1)),
-    HasNoDeadline: (LATE, Faults(0, 0, 0)),
-    ForgetsFailedTransfers: (LATE, Faults(1, 0, 0)),
-    NeverEndsAnAbortedPlan: (LATE, Faults(1, 0, 0)),
-}
-"""Each with the scenario and the faults that give it away soonest."""
-
-
 def broken_scenarios() -> dict[str, Scenario]:
     """A scenario for each mutant, by its name."""
     found = {
-        machine.__name__: replace(scenarios(faults)[place], machine=machine)
-        for machine, (place, faults) in MUTANTS.items()
+        name: replace(scenarios(faults)[place], machine=type(name, (SwitchState,), methods))
+        for (place, faults), machines in MUTANTS.items()
+        for name, methods in machines.items()
     }
     for late, faults in (("", Faults(losses=2)), (", out of patience", Faults(impatience=2))):
         for settlement in (AbortsUnasked, AbortsAfterOneAnswer, AnswersAndCommitsAllTheSame):
             found[settlement.__name__ + late] = replace(scenarios(faults)[LATE], settlement=settlement)
         skipping = faults._replace(skips=1, losses=min(faults.losses, 1))
-        found[f"CommitsUnconfirmed{late}"] = replace(scenarios(skipping)[LATE], confirms=False)
-    failing = scenarios(Faults(installs=1))[LATE]
-    refusing = scenarios(Faults(losses=1, refusals=2))[LATE]
-    found["TakesARefusalForDeath"] = replace(refusing, refusal_is_death=True)
-    erring = scenarios(Faults(errors=1))[LATE]
-    found["GivesUpAtOnce"] = replace(erring, settles_errors=False)
-    found["KeepsItsFailureToItself"] = replace(failing, reports_failures=False)
-    return found
+        found[f"CommitsUnconfirmed{late}"] = replace(scenarios(skipping)[LATE], confirms="nothing")
+    flags: dict[str, tuple[Faults, dict[str, Any]]] = {
+        "TakesARefusalForDeath": (Faults(losses=1, refusals=2), {"refusal_is_death": True}),
+        "GivesUpAtOnce": (Faults(errors=1), {"settles_errors": False}),
+        "KeepsItsFailureToItself": (Faults(installs=1), {"reports_failures": False}),
+        "ConfirmsItsHostsCount": (Faults(skips=1, drifts=2), {"confirms": "its host's count"}),
+        "SaysNothingOfInstallsThatWereSettled": (Faults(impatience=1), {"confirms_settled": False}),
+    }
+    return found | {name: replace(scenarios(faults)[LATE], **flag) for name, (faults, flag) in flags.items()}
+
+
+def _walked(name: str) -> tuple[str, Walk]:
+    return name, walk(broken_scenarios()[name])
 
 
 def hunt() -> Iterator[tuple[str, Walk]]:
     """Each mutant's name and walk; one that broke no promise has got away."""
-    broken = broken_scenarios()
-    yield from zip(broken, in_parallel(walk, broken.values()), strict=True)
+    yield from in_parallel(_walked, broken_scenarios())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -11,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from tests.swap.peered import joined
-from worker_agent.swap.commit_register import FatalSwitchError, Settlement, Verdict
+from worker_agent.swap.commit_register import FatalSwitchError
 
 RANKS = 3
 
@@ -80,20 +79,3 @@ def test_a_year_of_votes_is_kept_in_a_few() -> None:
     assert len(one._votes) <= 16
     assert other.may_commit(1999, heard=False)
     assert one.answer(5) is None
-
-
-def test_a_settled_vote_stays_as_it_is() -> None:
-    peers = frozenset({1, 2})
-    events = [
-        lambda s: s.heard(),
-        lambda s: s.doubted(),
-        lambda s: s.answered(1, Verdict.IN_DOUBT),
-        lambda s: s.answered(2, Verdict.IN_DOUBT),
-        lambda s: s.answered(2, Verdict.COMMITTED),
-    ]
-    for story in itertools.product(events, repeat=4):
-        settlement = Settlement(peers)
-        for event in story:
-            before, settlement = settlement, event(settlement)
-            if before.verdict in (Verdict.COMMITTED, Verdict.ABORTED):
-                assert settlement.verdict is before.verdict

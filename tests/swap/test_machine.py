@@ -36,10 +36,6 @@ def test_a_refusal_names_its_reason(machine: SwitchState, plan: object, reason: 
     assert reason in said.reason
 
 
-def test_a_plan_that_comes_twice_is_the_same_plan() -> None:
-    assert HELD.offer(PLAN, 1, FIRST.digest) == (HELD, ())
-
-
 @pytest.mark.parametrize(
     ("machine", "reason"),
     [
@@ -54,11 +50,6 @@ def test_a_plan_is_dropped_for_the_first_reason_that_the_rank_had(machine: Switc
     after, (said,) = later.decide(VoteOutcome.unanimous(PLAN.digest).with_abort())
     assert after.progress == Progress.IDLE
     assert (said.state, said.reason) == (PlanState.ABORTED, reason)
-
-
-def test_a_rank_takes_plans_again_once_it_is_resumed() -> None:
-    resumed = NEW.with_pause("the host sleeps").resumed()
-    assert resumed.offer(PLAN, 0, FIRST.digest)[0].progress == Progress.OFFERED
 
 
 def test_ranks_that_differ_by_tables_alone_serve_different_placements() -> None:

@@ -127,12 +127,6 @@ def test_an_address_that_no_other_host_reaches_is_refused() -> None:
     assert _reachable("192.0.2.7") == "192.0.2.7"
 
 
-def test_ranks_say_how_many_calls_and_forward_passes_they_have_made() -> None:
-    one, two, three = joined(3)
-    two.position, three.position = lambda: (7, 5), lambda: (9, 0)
-    assert one.positions() == {1: (7, 5), 2: (9, 0)}
-
-
 def test_an_install_that_takes_others_a_while_is_waited_for() -> None:
     one, two, three = joined(3, patience=60.0)
     two.installed = 4

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from types import SimpleNamespace
@@ -174,6 +175,28 @@ def test_ranks_at_different_collectives_learn_of_it_and_live() -> None:
         ]
 
 
+def test_an_error_that_is_kept_does_not_keep_its_link_open() -> None:
+    def broken(_: object) -> None:
+        raise RuntimeError("connection closed by peer")
+
+    class Work:
+        wait, is_completed = staticmethod(broken), staticmethod(lambda: True)
+
+    made = [Work()]
+    there = weakref.ref(made[0])
+    group: Any = SimpleNamespace(allreduce=lambda *_: made.pop())
+    with pytest.raises(VoteError, match="installed 4: connection closed"):
+        VoteLink(group).begin(Kind.INSTALLED, 4, [1]).wait(20)
+    assert there() is None
+
+
+def test_a_failure_that_peers_report_ends_the_wait_for_their_installs() -> None:
+    link: Any = SimpleNamespace(begin=lambda *_: SimpleNamespace(wait=lambda _: None))
+    nothing: Any = None
+    rank = Voter(link, AgentSettings(), nothing, nothing, has_failed=lambda: True)
+    assert not rank.all_have_installed(True)
+
+
 @pytest.mark.parametrize("there", [20, 21], ids=["all at one pass", "one at another"])
 def test_a_commit_counts_only_where_all_confirm_the_same_pass(there: int) -> None:
     """All have come to confirm; only the comparison shows that one is at another pass."""
@@ -202,9 +225,7 @@ def test_votes_formed_again_go_on_from_the_highest_that_any_rank_knows() -> None
     """Numbers that began again would find the register's answers of earlier votes."""
     rank, start = _formed_again(7, 9)
     assert (rank.generation, rank.lane, rank.vote, start) == (4, 6, 9, 41 + 32)
-    links: Any = SimpleNamespace(group=SimpleNamespace(register=None, left=False), votes=None)
-    clock: Any = SimpleNamespace(calls=0, now=0, reached=0, trouble=None)
-    schedule = VoteSchedule(links, AgentSettings(), clock, cast(Any, None))
+    schedule = _schedule(4)
     schedule.voter, rank.start, rank._votes = None, start, SimpleNamespace()
     schedule._reformation = rank
     assert schedule.formed_again(start) is rank

@@ -12,8 +12,10 @@ import torch.distributed as dist
 
 from worker_agent.adapters.compat import UnsupportedEngineError
 from worker_agent.agent import Agent
-from worker_agent.live_layer import ExpertWeights
+from worker_agent.device import bytes_of
+from worker_agent.live_layer import ExpertWeights, LiveLayer
 from worker_agent.settings import AgentSettings, misspelt
+from worker_agent.swap.staging import Staging, copy_into
 
 log = logging.getLogger("eplb.agent")
 
@@ -101,7 +103,8 @@ def refuse_unmoved(module: Any, moved: Iterable[torch.Tensor], slots: int, known
     """Refuse experts of ``module`` that would not move whole.
 
     Each of its own tensors with a part for each of S = ``slots`` local experts must be among those that are ``moved``,
-    at the same address, or ``known`` by name to be no expert's. Raises ``UnsupportedEngineError``.
+    at the same address, or ``known`` by name to be no expert's; scales of inputs, if they are alike for all. Raises
+    ``UnsupportedEngineError``.
     """
     own = {name: one for name, one in vars(module).items() if isinstance(one, torch.Tensor)}
     if isinstance(module, torch.nn.Module):
@@ -110,7 +113,10 @@ def refuse_unmoved(module: Any, moved: Iterable[torch.Tensor], slots: int, known
     left = [
         name
         for name, one in own.items()
-        if name not in known and one.dim() and one.shape[0] == slots and one.data_ptr() not in addresses
+        if one.dim()
+        and one.shape[0] == slots
+        and one.data_ptr() not in addresses
+        and (name not in known or (name.endswith("input_scale") and bool((one != one[:1]).any())))
     ]
     if left:
         raise UnsupportedEngineError(
@@ -118,6 +124,32 @@ def refuse_unmoved(module: Any, moved: Iterable[torch.Tensor], slots: int, known
             "The engine's own balancer does not move them, so they would stay behind when their expert moves",
             "Report this model and its quantisation",
         )
+
+
+@torch.no_grad()
+def move_and_back(layer: LiveLayer) -> None:
+    """Swap the experts of two slots by way of staging, as a switch installs them, and back, and compare all bytes.
+
+    Not the layer's output: before an engine serves, its forward has neither the context nor the collectives that it
+    needs. Raises ``UnsupportedEngineError`` where a tensor is not as it was written.
+    """
+    weights, tables = layer.expert_weights(), (layer.expert_map.cpu(), layer.log2phy.cpu())
+    if len(weights[0]) < 2:
+        return
+    staged = Staging().reserve(weights, 2)
+    for buffer, weight in zip(staged, weights, strict=True):
+        for slot in range(2):
+            buffer[slot].copy_(weight[slot])
+    for slots in ([1, 0], [0, 1]):
+        copy_into(layer, staged, slots, *tables)
+        for kind, (buffer, weight) in enumerate(zip(staged, layer.expert_weights(), strict=True)):
+            pairs = [(buffer[row], weight[slot]) for row, slot in enumerate(slots)]
+            if not all(torch.equal(bytes_of(sent), bytes_of(there)) for sent, there in pairs):
+                raise UnsupportedEngineError(
+                    f"MoE layers whose tensor {kind} of an expert is not what was written to it",
+                    "Its experts share memory, or are no tensors of their own",
+                    "Report this model and its quantisation",
+                )
 
 
 class EngineLayer:
@@ -168,6 +200,7 @@ class EngineHost:
         settings = AgentSettings()
         for complaint in misspelt(os.environ):
             log.warning("%s", complaint)
+        move_and_back(layers[0])
         self._agent = Agent.start(layers, group, settings, token_group=token_group, on_commit=self._committed)
         placement, rank = self.agent.installed.placement, self.agent.identity.rank
         # All ranks have the same to report.

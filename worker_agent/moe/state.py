@@ -92,6 +92,8 @@ class EplbState(torch.nn.Module):
     load_counter: torch.Tensor
     """int64 scalar: steps so far; step ``n`` is in row ``n % W``."""
 
+    conserves = True
+
     def __init__(self, layer: int) -> None:
         super().__init__()
         self._layer = layer

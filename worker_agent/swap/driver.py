@@ -29,6 +29,7 @@ from worker_agent.swap.machine import (
 from worker_agent.swap.record import History
 from worker_agent.swap.rendezvous import Rendezvous
 from worker_agent.swap.staging import install_layer
+from worker_agent.swap.table_check import TableCheck
 from worker_agent.swap.transfer import ByteBudget, TransferResult, TransferWorker
 from worker_agent.swap.vote import Voter, VoteSchedule
 from worker_agent.swap.vote_link import VoteError
@@ -78,6 +79,7 @@ class SwitchDriver:
         self._lanes = rendezvous.lanes
         self.transfers = TransferWorker(rendezvous.lanes, settings, self.budget, runtime)
         self._layers = layers
+        self._tables = TableCheck(layers)
         self._runtime = runtime
         self._settings = settings
         self._identity = rendezvous.identity
@@ -103,8 +105,11 @@ class SwitchDriver:
         self._step = step
         if self._group.failure is not None:
             raise FatalSwitchError(self._group.failure)
-        if self.transfers.damaged is not None:
-            raise FatalSwitchError(f"rank {self._identity.rank}: {self.transfers.damaged}")
+        wrong = self.transfers.damaged
+        if self.state.paused is None:
+            wrong = wrong or self._tables.at_boundary(step, self.state.installed)
+        if wrong is not None:
+            raise FatalSwitchError(f"rank {self._identity.rank}: {wrong}")
         for plan, checked_for in plans:
             self._apply(self.state.offer(plan, step, checked_for))
         self._take_transfer()
@@ -150,7 +155,8 @@ class SwitchDriver:
 
     def fail(self, reason: str) -> None:
         """This rank serves no more: the others hear of it, and end as well."""
-        self._group.fail(f"rank {self._identity.rank}: {reason}")
+        rank = f"rank {self._identity.rank}: "
+        self._group.fail(rank + reason.removeprefix(rank))
         self.votes.leave()
 
     # The end

@@ -22,6 +22,8 @@ from worker_agent.swap.vote_link import Kind, Reduction, VoteError, VoteLink
 
 _INSTALL_SECONDS = 30.0
 """A rank that is not heard by then either installs the layer or serves no more: the model's next collective waits."""
+_FAILURE_SECONDS = 0.5
+"""A failure of another rank may be heard of before its link is known to have ended."""
 _SUSPICION_SECONDS = 5.0
 """After so long a rank asks where the others are: one whose count of passes hangs never comes."""
 _VOTE_LAG = 2
@@ -40,6 +42,7 @@ class Voter:
     ``number`` counts the votes, from that of the last one before; ``under_way`` is true while one has been cast and not
     been counted, which is to be done from forward pass ``due`` on. The register decides a vote that may commit a layer.
     ``never_coming``, given that pass, names a rank that will not come to it; a rank that has waited for long asks it.
+    ``has_failed`` says whether a rank has reported that it must not serve any more.
     """
 
     def __init__(
@@ -51,6 +54,7 @@ class Voter:
         number: int = 0,
         never_coming: Callable[[int], str | None] = lambda _: None,
         runtime: Runtime = REAL,
+        has_failed: Callable[[], bool] = lambda: False,
     ) -> None:
         self.number = number
         self.under_way = False
@@ -60,7 +64,7 @@ class Voter:
         self._commit_timeout = min(settings.commit_timeout_seconds, self._timeout)
         self._register = register
         self._history = history
-        self._never_coming = never_coming
+        self._never_coming, self._has_failed = never_coming, has_failed
         self._runtime = runtime
         self._work: Reduction | None = None
         self.due = 0
@@ -115,7 +119,10 @@ class Voter:
     def all_have_installed(self, done: bool) -> bool:
         """Return whether no rank reports that it failed to install the layer. Raises ``VoteError`` on a broken link."""
         installed = self._link.begin(Kind.INSTALLED, self.number, [int(done)])
-        return installed.wait(min(_INSTALL_SECONDS, self._timeout)) != [0]
+        end, answers = self._runtime.now() + min(_INSTALL_SECONDS, self._timeout), None
+        while answers is None and not self._has_failed() and (left := end - self._runtime.now()) > 0:
+            answers = installed.wait(min(_FAILURE_SECONDS, left))
+        return answers != [0] and not self._has_failed()
 
     def leave(self) -> None:
         """Vote no more. The other ranks learn of it at once, by their broken links; returns at once as well.
@@ -289,10 +296,15 @@ class VoteSchedule:
         )
 
     def _voter(self, votes: VoteLink, number: int) -> Voter:
-        group, history = self._group, self._history
-        return Voter(
-            votes, self._settings, group.register, history, number, self._never_coming, self._runtime
+        shared = (
+            self._settings,
+            self._group.register,
+            self._history,
+            number,
+            self._never_coming,
+            self._runtime,
         )
+        return Voter(votes, *shared, lambda: self._group.failure is not None)
 
     def _never_coming(self, due: int) -> str | None:
         """Name the rank that will not come to count the vote that is due after pass ``due``, or ``None``.

@@ -60,6 +60,8 @@ class Reduction:
         except RuntimeError as error:
             if not self._work.is_completed():
                 return None
+            # Whoever keeps the error must not keep the link open: the others learn by its end.
+            self._work = None
             raise VoteError(f"{self._about}: {error}") from error
         reduced: list[int] = self._tensor.tolist()
         if reduced[:_HEAD] != self._head:

@@ -85,6 +85,11 @@ def problems(deployment: Deployment) -> list[str]:
         )
     refused = sorted(deployment.attendance.refused.items())
     found += [f"rank {rank} was turned away: {reason}" for rank, (reason, _) in refused]
+    for breach in deployment.heat.conservation.breaches if deployment.heat is not None else ():
+        found.append(
+            f"layer {breach.layer}: {rank_list(breach.ranks)} received tokens in steps {breach.steps.start} to "
+            f"{breach.steps.stop - 1} that none sent: outputs are wrong, stop the engine"
+        )
     return found + _useless(deployment) + deployment.plan_problems + list(deployment.service_problems)
 
 

@@ -1,0 +1,48 @@
+"""Tables on a device that are not what the record of this rank says are found, each layer's in its turn."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from eplb_service.placement import Placement
+from worker_agent.swap import table_check
+from worker_agent.swap.installed import Installed
+from worker_agent.swap.table_check import TableCheck
+
+PLACEMENT, RANK = Placement.linear(3, 6, 2, 4), 1
+ROUND = 3 * table_check._BOUNDARIES + 1
+
+
+def started(width: int) -> tuple[list[Any], Installed]:
+    tables_LE, maps_LE = PLACEMENT.default_log2phy(width)[RANK], PLACEMENT.expert_map(RANK)
+    pairs = [map(torch.tensor, one) for one in zip(maps_LE, tables_LE, strict=True)]
+    layers = [SimpleNamespace(expert_map=map_E, log2phy=table_E) for map_E, table_E in pairs]
+    return layers, Installed.first(RANK, PLACEMENT, tables_LE)
+
+
+@pytest.mark.parametrize("table", ["expert_map", "log2phy"])
+@pytest.mark.parametrize("layer", range(3))
+@pytest.mark.parametrize("width", [1, 4])
+def test_one_other_entry_is_found_within_a_round(table: str, layer: int, width: int) -> None:
+    layers, installed = started(width)
+    check = TableCheck(layers)
+    assert not any(check.at_boundary(step, installed) for step in range(ROUND))
+    getattr(layers[layer], table)[4] += 1
+    (found,) = {check.at_boundary(step, installed) for step in range(ROUND)} - {None}
+    assert f"layer {layer}: {table} of expert 4 is" in found
+
+
+def test_a_copy_is_of_what_was_installed_when_it_was_queued(monkeypatch: pytest.MonkeyPatch) -> None:
+    layers, before = started(1)
+    mark = SimpleNamespace(passed=lambda: False)
+    monkeypatch.setattr(table_check, "Mark", lambda _: mark)
+    check = TableCheck(layers)
+    assert not any(check.at_boundary(step, before) for step in range(ROUND))
+    after = before.with_layer(1, PLACEMENT.phy2log_LRS[1], PLACEMENT.default_log2phy()[0, 1])
+    layers[1].log2phy.copy_(torch.from_numpy(after.log2phy_LE[1]))
+    mark.passed = lambda: True
+    assert check.at_boundary(99, after) is None
