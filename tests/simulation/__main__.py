@@ -1,4 +1,4 @@
-"""Simulates agents, their engine and a service under faults drawn from seeds.
+"""Simulates agents, their engine and the service under faults drawn from seeds.
 
 ``python -m tests.simulation --seed 7`` replays one run and prints its story; ``--seeds 500`` makes many runs and names
 those that broke a promise.
@@ -14,58 +14,15 @@ from concurrent.futures import ProcessPoolExecutor
 
 from tests.simulation.world import Outcome, World
 
-_PROCESSES = 2
-
 
 def simulate(seed: int) -> Outcome:
-    """One run, without its story."""
     return World(seed).run()._replace(log=())
 
 
 def runs(seeds: Iterable[int]) -> Iterator[Outcome]:
-    """Runs of many seeds, on some processes."""
-    with ProcessPoolExecutor(_PROCESSES) as pool:
+    """Runs of many seeds, on two processes."""
+    with ProcessPoolExecutor(2) as pool:
         yield from pool.map(simulate, seeds)
-
-
-def replay(seed: int) -> bool:
-    """Print the story of one run; return whether all promises were kept."""
-    outcome = World(seed).run()
-    for moment, who, what in outcome.log:
-        print(f"{moment:10.4f}  {who:10} {what}")
-    print(f"seed {seed}: {_summary(outcome)}, fingerprint {outcome.fingerprint}")
-    return not outcome.breaches
-
-
-def many(first: int, number: int) -> bool:
-    """Make runs with a line of progress; return whether all promises were kept."""
-    began = time.perf_counter()
-    failed, hours, passes, plans = [], 0.0, 0, 0
-    for count, outcome in enumerate(runs(range(first, first + number)), 1):
-        hours, passes, plans = hours + outcome.seconds / 3600, passes + outcome.passes, plans + outcome.plans
-        minutes = (time.perf_counter() - began) / 60
-        if outcome.breaches:
-            failed.append(outcome.seed)
-            print(f"\rseed {outcome.seed}: {_summary(outcome)}")
-            print(f"    .venv/bin/python -m tests.simulation --seed {outcome.seed}")
-        print(
-            f"\r{count} runs, {len(failed)} failed: {hours:.1f} hours, {passes} passes, {plans} plans, "
-            f"{hours / minutes:.1f} hours a minute ",
-            end="",
-            flush=True,
-        )
-    print()
-    if failed:
-        print(f"failed seeds: {failed}")
-    return not failed
-
-
-def _summary(outcome: Outcome) -> str:
-    said = (
-        "; ".join(outcome.breaches)
-        or f"all promises kept, balance was back after {outcome.healed_after:.0f} s"
-    )
-    return f"{outcome.faults} faults in {outcome.seconds:.0f} s, {outcome.plans} plans: {said}"
 
 
 def main() -> None:
@@ -74,8 +31,22 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=100, help="number of runs")
     parser.add_argument("--first", type=int, default=1, help="seed of the first of them")
     arguments = parser.parse_args()
-    kept = replay(arguments.seed) if arguments.seed is not None else many(arguments.first, arguments.seeds)
-    sys.exit(not kept)
+    if arguments.seed is not None:
+        outcome = World(arguments.seed).run()
+        for moment, who, what in outcome.log:
+            print(f"{moment:10.4f}  {who:10} {what}")
+        print(outcome._replace(log=()))
+        sys.exit(bool(outcome.breaches))
+    began, failed, seconds, faults = time.perf_counter(), [], 0.0, 0
+    for count, outcome in enumerate(runs(range(arguments.first, arguments.first + arguments.seeds)), 1):
+        seconds, faults = seconds + outcome.seconds, faults + outcome.faults
+        if outcome.breaches:
+            failed.append(outcome.seed)
+            print(f"\nmake simulate ARGS='--seed {outcome.seed}': {'; '.join(outcome.breaches)}")
+        rate = f"{faults} faults in {seconds / 3600:.1f} hours, {time.perf_counter() - began:.0f} s here"
+        print(f"\r{count} runs, {len(failed)} failed: {rate} ", end="", flush=True)
+    print(f"\nfailed seeds: {failed}" if failed else "")
+    sys.exit(bool(failed))
 
 
 if __name__ == "__main__":

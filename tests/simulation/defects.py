@@ -2,46 +2,41 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
-from tests.simulation.world import BOUND_SECONDS, Outcome, World
-from worker_agent.forward_clock import ForwardClock
+from eplb_service.control.server.store import StoreWriter
+from tests.simulation.engine import Engine
+from tests.simulation.world import Outcome, World
 from worker_agent.swap import transfer
+from worker_agent.swap.driver import SwitchDriver
 from worker_agent.swap.peers import PeerGoneError, Peers
+from worker_agent.swap.reformation import Reformation
 from worker_agent.swap.vote import Voter, VoteSchedule
+
+_BOUND_SECONDS = 600.0
 
 
 @dataclass(frozen=True)
 class Defect:
-    """One defect: what is replaced where, the faults that give it away, and a seed that does.
-
-    One that ``heals`` no more breaks no other promise.
-    """
+    """Part that is replaced, and the faults that give it away; some only by that nothing ``heals``."""
 
     holder: Any
     name: str
     broken: Callable[[Any], Any]
     faults: tuple[str, ...]
-    seed: int
     heals: bool = False
 
-    @contextlib.contextmanager
-    def present(self) -> Iterator[None]:
-        """Put it in."""
-        with mock.patch.object(self.holder, self.name, self.broken(getattr(self.holder, self.name))):
-            yield
 
+def _by_calls(call: Any) -> Any:
+    def counted(engine: Engine, rank: int, agent: Any) -> None:
+        misfits = engine.misfits[rank]
+        engine.counters[rank] += min(misfits.doubled, 1) - min(misfits.missed, 1)
+        call(engine, rank, agent)
 
-def _called(_: Any) -> Any:
-    return lambda clock: clock.calls
-
-
-def _all_equal(_: Any) -> Any:
-    return lambda tensors: 0
+    return counted
 
 
 def _refused(ask: Any) -> Any:
@@ -55,50 +50,55 @@ def _refused(ask: Any) -> Any:
     return gone
 
 
-def _any_pass(all_are_at: Any) -> Any:
-    return lambda voter, forward: all_are_at(voter, 0)
+def _still_there(attempt: Any) -> Any:
+    def kept(reformed: Any) -> Any:
+        put = reformed._group.store.set
+        reformed._group.store.set = lambda key, value: None if value == "0" else put(key, value)
+        return attempt(reformed)
 
-
-def _late_alone(all_are_at: Any) -> Any:
-    return lambda voter, forward: True if forward == voter.due else all_are_at(voter, forward)
-
-
-def _from_zero(make: Any) -> Any:
-    return lambda schedule, votes, number: make(schedule, votes, 0)
-
-
-def _never(_: Any) -> Any:
-    def lost(schedule: VoteSchedule, *_: Any) -> None:
-        schedule.voter = None
-
-    return lost
+    return kept
 
 
 _BY_CALLS = ("missed call", "doubled call")
 _UNHEARD = ("stop", "cut", "hang", "cut in a commit")
+_APART = ("cut", "cut in a commit", "exception")
 
 DEFECTS: dict[str, Defect] = {
-    "passes numbered by calls": Defect(ForwardClock, "_device_count", _called, _BY_CALLS, 5),
+    "passes numbered by calls": Defect(Engine, "_call", _by_calls, _BY_CALLS),
     "refused datagram taken for a dead process": Defect(
-        Peers, "_ask_once", _refused, ("rejected datagrams", "rejected datagrams", "cut in a commit"), 4
+        Peers, "_ask_once", _refused, ("rejected datagrams", "rejected datagrams", "cut in a commit")
     ),
-    "commits confirmed at any pass": Defect(Voter, "_all_are_at", _any_pass, _BY_CALLS, 12),
-    "only late ranks confirm": Defect(Voter, "_all_are_at", _late_alone, _BY_CALLS, 6),
-    "a flipped bit is not seen": Defect(transfer, "_checksum", _all_equal, ("flipped bits",), 1),
-    "votes restart at 1 after reforming": Defect(VoteSchedule, "_voter", _from_zero, _UNHEARD, 5),
-    "lost votes never come back": Defect(VoteSchedule, "lost", _never, _UNHEARD, 1, heals=True),
+    "commits confirmed at any pass": Defect(
+        Voter, "_all_are_at", lambda at: lambda voter, forward: at(voter, 0), _BY_CALLS
+    ),
+    "only late ranks confirm": Defect(
+        Voter, "_all_are_at", lambda at: lambda one, now: now == one.due or at(one, now), _BY_CALLS
+    ),
+    "a flipped bit is not seen": Defect(
+        transfer, "_checksum", lambda _: lambda tensors: 0, ("flipped bits",)
+    ),
+    "lost votes never come back": Defect(
+        VoteSchedule, "lost", lambda _: lambda one, *_: setattr(one, "voter", None), _UNHEARD, True
+    ),
+    "an error halts the ranks for good": Defect(
+        SwitchDriver, "stumble", lambda _: lambda one, _: one.votes.leave(), ("exception",), True
+    ),
+    "an attempt that failed counts as there": Defect(Reformation, "_attempt", _still_there, _APART, True),
+    "ranks rest by turns": Defect(
+        Reformation, "_rests", lambda _: lambda one, _: one._closing.wait(one._backoff), _APART, True
+    ),
+    "writes that failed are forgotten": Defect(
+        StoreWriter, "_owe", lambda _: lambda one, write: setattr(one, "_owed", [write]), ("full disk",), True
+    ),
 }
 """Defects by name."""
 
 
-def run(name: str, seed: int) -> Outcome:
-    """One run with a defect."""
-    defect = DEFECTS[name]
-    with defect.present():
-        return World(seed, defect.faults, ranks=3, bound=BOUND_SECONDS if defect.heals else 0.0).run()
-
-
-def hunt(name: str, first: int, seeds: int) -> Outcome | None:
+def hunt(name: str, first: int = 1, seeds: int = 30) -> Outcome | None:
     """Run seeds with a defect until one finds it; ``None`` where it got away."""
-    found = (run(name, seed) for seed in range(first, first + seeds))
-    return next((outcome._replace(log=()) for outcome in found if outcome.breaches), None)
+    defect = DEFECTS[name]
+    broken = defect.broken(getattr(defect.holder, defect.name))
+    bound, many = (_BOUND_SECONDS, 6) if defect.heals else (0.0, 24)
+    with mock.patch.object(defect.holder, defect.name, broken):
+        runs = (World(seed, defect.faults, 3, bound, many).run() for seed in range(first, first + seeds))
+        return next((outcome for outcome in runs if outcome.breaches), None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,7 +26,7 @@ class SimulatedLayer:
         self.log2phy = torch.from_numpy(placement.default_log2phy()[rank, layer].copy())
         weights = torch.from_numpy(1000 * layer + slots_S.astype(np.int64))
         self._weights = [weights[:, None].repeat(1, 2)]
-        self.moe_load = torch.zeros(ROWS, slots_S.size, dtype=torch.int32)
+        self.moe_load = None
         self.source_load = torch.zeros(ROWS, placement.experts, dtype=torch.int32)
         self.load_counter = counter
         self.held = self._weights[0].numpy()
@@ -37,52 +38,46 @@ class SimulatedLayer:
 
 @dataclass
 class Misfits:
-    """Calls of one host's that are not one per pass: passes whose call it misses, and whose it makes twice."""
+    """Calls and counts of one host's that are not one per pass: calls missed, made twice, passes counted too many."""
 
     missed: int = 0
     doubled: int = 0
+    counted: int = 0
 
 
 class Model:
     """Passes of all ranks of one engine: queued by each, run on all devices once all have, by what each served then.
 
-    Hosts are quicker than their devices, and ``ahead`` passes of them: with one a host waits for each pass.
+    Hosts are quicker than their devices, and ``ahead`` calls of them: with one a host waits for each pass. A call comes
+    after as many passes, the same on all ranks, as ``stride`` says when the first of them begins.
     """
 
     def __init__(
-        self,
-        processes: list[Process],
-        placement: Placement,
-        ahead: int,
-        seconds: float,
-        breach: Callable[[str], None],
+        self, processes: list[Process], shapes: Any, breach: Callable[[str], None], stride: Callable[[], int]
     ) -> None:
-        self.placement = placement
-        self.ahead = ahead
-        self.seconds = seconds
-        self.queued = [0] * placement.ranks
-        self.run = 0
+        self.placement, self.ahead, self.seconds = shapes.placement, shapes.ahead, shapes.pass_seconds
+        self.queued = [0] * len(processes)
+        self.run = self.passes = self._begun = 0
         self._changed = [process.condition() for process in processes]
         self._scheduler = processes[0].scheduler
         self._free_at = 0.0
-        self._begun = 0
+        self._stride, self._breach = stride, breach
+        self._strides: dict[int, int] = {}
         self._served: dict[int, list[tuple[bytes, ...] | None]] = {}
-        self._breach = breach
         self._right: set[tuple[tuple[bytes, ...] | None, ...]] = set()
 
-    def queue(self, rank: int, layers: list[SimulatedLayer]) -> None:
-        """Queue a pass of one rank: it reads what the rank's memory holds now, as the stream has it.
-
-        Waits while the device is too far behind.
-        """
+    def queue(self, rank: int, layers: list[SimulatedLayer], counter: torch.Tensor) -> None:
+        """Queue the passes up to the next call of one rank, as its memory is now; waits for a device far behind."""
         self.queued[rank] += 1
         number = self.queued[rank]
+        counter += self._strides.get(number) or self._strides.setdefault(number, self._stride())
         content = tuple(part.tobytes() for layer in layers for part in (layer.routes, layer.held))
         self._served.setdefault(number, [None] * len(self.queued))[rank] = content
         if min(self.queued) > self._begun:
             self._begun += 1
             began = max(self._scheduler.now, self._free_at)
-            self._free_at = began + self.seconds * self._scheduler.random.uniform(0.9, 1.1)
+            took = self.seconds * self._strides[self._begun] * self._scheduler.random.uniform(0.9, 1.1)
+            self._free_at = began + took
             self._scheduler.at(self._free_at, self._ended)
         self._changed[rank].wait_for(lambda: number - self.run < self.ahead)
 
@@ -92,6 +87,7 @@ class Model:
 
     def _ended(self) -> None:
         self.run += 1
+        self.passes += self._strides.pop(self.run)
         served = tuple(self._served.pop(self.run))
         if served not in self._right:
             self._check(served)
@@ -108,7 +104,7 @@ class Model:
                 wrong = np.flatnonzero((held[np.frombuffer(routes, np.int32)] != wanted).any(axis=1))
                 if wrong.size:
                     self._breach(
-                        f"WRONG TOKENS in pass {self.run}: layer {layer}, rank {rank} sends expert {wrong[0]}'s "
+                        f"WRONG TOKENS in pass {self.passes}: layer {layer}, rank {rank} sends expert {wrong[0]}'s "
                         f"to a slot that holds {held[np.frombuffer(routes, np.int32)[wrong[0]]].tolist()}"
                     )
                     return

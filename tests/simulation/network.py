@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -48,13 +49,11 @@ class Network:
         return self._cut.get(frozenset((one, other)), 0.0) > self.scheduler.now
 
     def heal(self) -> None:
-        """Let everything through from here on."""
         self._cut.clear()
         self.aimed.clear()
         self.lost = self.late = self.doubled = self.rejected = self.flipped = 0.0
 
     def send(self, sender: Socket, target: tuple[str, int], data: bytes) -> None:
-        """Carry a datagram, or not."""
         scheduler, there = self.scheduler, self.sockets.get(target)
         draw = scheduler.random.random
         if there is None or (self.rejected and draw() < self.rejected):
@@ -74,10 +73,8 @@ class Socket:
     """A datagram socket, as far as agents use one."""
 
     def __init__(self, network: Network, process: Process, address: tuple[str, int]) -> None:
-        self.process = process
-        self.address = address
-        self._network = network
-        self._peer: tuple[str, int] | None = None
+        self.process, self.address, self._network = process, address, network
+        self._peer: Any = None
         self._timeout: float | None = None
         self._arrived: deque[tuple[bytes, tuple[str, int]]] = deque()
         self._changed = process.condition()
@@ -86,31 +83,27 @@ class Socket:
         network.sockets[address] = self
         process.on_end.append(self.close)
 
-    def bind(self, _: tuple[str, int]) -> None:
-        return None
-
     def getsockname(self) -> tuple[str, int]:
         return self.address
 
-    def getpeername(self) -> tuple[str, int] | None:
+    def getpeername(self) -> Any:
         return self._peer
 
     def connect(self, peer: tuple[str, int]) -> None:
-        self._peer = tuple(peer)  # type: ignore[assignment]
+        self._peer = tuple(peer)
 
     def settimeout(self, seconds: float | None) -> None:
         self._timeout = seconds
 
     def send(self, data: bytes) -> None:
         self._raise_refusal()
-        assert self._peer is not None
         self._network.send(self, self._peer, data)
 
     def sendto(self, data: bytes, target: tuple[str, int]) -> None:
         self._network.send(self, target, data)
 
-    def recv(self, _: int) -> bytes:
-        return self.recvfrom(_)[0]
+    def recv(self, size: int) -> bytes:
+        return self.recvfrom(size)[0]
 
     def recvfrom(self, _: int) -> tuple[bytes, tuple[str, int]]:
         there = lambda: bool(self._arrived) or self._refused or self._closed  # noqa: E731
@@ -122,7 +115,6 @@ class Socket:
         return self._arrived.popleft()
 
     def deliver(self, data: bytes, sender: tuple[str, int]) -> None:
-        """Take a datagram that has come."""
         if self._peer is None or self._peer == sender:
             self._arrived.append((data, sender))
             self._changed.notify()
@@ -160,9 +152,7 @@ class Mesh:
     """Links of one process group, between all pairs of its ranks; they end with the first handle that goes."""
 
     def __init__(self, network: Network, name: str, size: int) -> None:
-        self.network = network
-        self.name = name
-        self.size = size
+        self.network, self.name, self.size = network, name, size
         self.handles: dict[int, tuple[Process, Event]] = {}
         self.broken_at: dict[int, float] = {}
         self._reduced: dict[int, dict[int, tuple[Work, list[int]]]] = {}
@@ -186,13 +176,11 @@ class Mesh:
         return handle
 
     def leave(self, rank: int) -> None:
-        """A rank's end of all links is closed."""
         if rank in self.handles:
             self._break({rank})
             self.network.meshes.pop(self.name, None) if len(self.broken_at) == self.size else None
 
     def cut(self, one: str, other: str) -> None:
-        """The link between two processes breaks, and with it the group."""
         names = {process.name for process, _ in self.handles.values()}
         if one in names and other in names and len(self.handles) == self.size:
             self._break({rank for rank, (process, _) in self.handles.items() if process.name in (one, other)})
@@ -214,26 +202,26 @@ class Mesh:
             scheduler.at(scheduler.now + self.network.latency(), self.network.aimed.popleft())
         for each, _ in parts.values():
             due = scheduler.now + self.network.latency()
-            scheduler.at(due, lambda each=each: each.reduced(lowest))  # type: ignore[misc]
+            scheduler.at(due, lambda each=each: each.reduced(lowest))
 
-    def pass_on(self, work: Work, pair: tuple[int, int], tensor: torch.Tensor, *, sent: bool) -> None:
+    def pass_on(self, work: Work, pair: tuple[int, int], tensor: torch.Tensor, *, sent: bool) -> Work:
         """Match what a rank sends with what another waits for, in order."""
         self._begin(work)
         ours, theirs = (self._parcels, self._wanted) if sent else (self._wanted, self._parcels)
         others = theirs.setdefault(pair, deque())
         if not others:
             ours.setdefault(pair, deque()).append((work, tensor))
-            return
+            return work
         other, matched = others.popleft()
         data, target = (tensor, matched) if sent else (matched, tensor)
         if data.numel() != target.numel():
             self.network.breaches.append(f"{self.name}: parcels of other sizes meet, the process ends")
-            return
+            return work
         scheduler = self.network.scheduler
         due = scheduler.now + self.network.latency() + data.numel() / _BYTES_PER_SECOND
 
         def arrive() -> None:
-            if not work.done and not other.done:
+            if not work.is_completed() and not other.is_completed():
                 target.copy_(data)
                 if self.network.flipped and scheduler.random.random() < self.network.flipped:
                     target[scheduler.random.randrange(target.numel())] ^= 1
@@ -242,6 +230,7 @@ class Mesh:
             other.finish(None)
 
         scheduler.at(due, arrive)
+        return work
 
     def _apart(self) -> bool:
         names = sorted(process.name for process, _ in self.handles.values())
@@ -259,24 +248,21 @@ class Mesh:
                 self._fail(rank)
             elif rank not in self.broken_at:
                 # A process with links of its own to the ranks that are left closes them as it hears.
-                scheduler.at(scheduler.now + self.network.latency(), lambda rank=rank: self._fail(rank))  # type: ignore[misc]
+                scheduler.at(scheduler.now + self.network.latency(), lambda rank=rank: self._fail(rank))
 
     def _fail(self, rank: int) -> None:
         self.broken_at.setdefault(rank, self.network.scheduler.now)
         for work in list(self._pending[rank]):
             work.finish(f"{self.name}: connection closed by peer")
-        waiting = self.handles.get(rank)
-        if waiting is not None:
-            waiting[1].set()
+        if rank in self.handles:
+            self.handles[rank][1].set()
 
 
 class Handle:
     """One rank's end of a mesh, as agents use a gloo group; with the last reference its links close."""
 
     def __init__(self, mesh: Mesh, rank: int, process: Process) -> None:
-        self._mesh = mesh
-        self._rank = rank
-        self._process = process
+        self._mesh, self._rank, self._process = mesh, rank, process
         self._number = 0
         self._leave: Callable[[], None] = lambda: mesh.leave(rank)
         process.on_end.append(self._leave)
@@ -294,14 +280,14 @@ class Handle:
         return work
 
     def send(self, tensors: list[torch.Tensor], peer: int, _: int = 0) -> Work:
-        work = Work(self._mesh, self._rank, self._process)
-        self._mesh.pass_on(work, (self._rank, peer), tensors[0].clone(), sent=True)
-        return work
+        return self._mesh.pass_on(
+            Work(self._mesh, self._rank, self._process), (self._rank, peer), tensors[0].clone(), sent=True
+        )
 
     def recv(self, tensors: list[torch.Tensor], peer: int, _: int = 0) -> Work:
-        work = Work(self._mesh, self._rank, self._process)
-        self._mesh.pass_on(work, (peer, self._rank), tensors[0], sent=False)
-        return work
+        return self._mesh.pass_on(
+            Work(self._mesh, self._rank, self._process), (peer, self._rank), tensors[0], sent=False
+        )
 
 
 class Work:
@@ -314,12 +300,8 @@ class Work:
         self._ended = Event(process)
         self._error: str | None = None
 
-    @property
-    def done(self) -> bool:
-        return self._ended.is_set()
-
     def is_completed(self) -> bool:
-        return self.done
+        return self._ended.is_set()
 
     def wait(self, timeout: timedelta) -> bool:
         if not self._ended.wait(timeout.total_seconds()):
@@ -329,43 +311,28 @@ class Work:
         return True
 
     def reduced(self, values: list[int]) -> None:
-        """Hear the outcome, unless the links broke before."""
-        if not self.done and self._tensor is not None:
-            self._tensor.copy_(torch.tensor(values[: self._tensor.numel()], dtype=torch.int64))
+        if not self.is_completed() and self._tensor is not None:
+            self._tensor.numpy()[:] = values[: self._tensor.numel()]
             self.finish(None)
 
     def finish(self, error: str | None) -> None:
-        """End, well or with an error."""
-        if not self.done:
+        if not self.is_completed():
             self._error = error
             self._ended.set()
             self._mesh._pending[self.rank].discard(self)
-
-
-class Presence:
-    """Links by which a rank learns that a peer's process has ended."""
-
-    def __init__(self, network: Network) -> None:
-        self._network = network
-
-    def open(self, rank: int, addresses: Any, proof: Any) -> None:
-        self._addresses = addresses
-
-    def missing(self) -> list[int]:
-        return []
-
-    def ended(self, rank: int) -> bool:
-        return tuple(self._addresses[rank]) not in self._network.sockets
-
-    def close(self) -> None:
-        return None
 
 
 class SimulatedPeers(Peers):
     """Socket of one rank, in the simulation."""
 
     def _bind(self) -> Any:
-        return self.runtime.datagrams(self._family), Presence(self.runtime.network)
+        network, addresses = self.runtime.network, list[tuple[str, int]]()
+        links = SimpleNamespace(
+            open=lambda rank, known, proof: addresses.extend(known),
+            ended=lambda rank: addresses[rank] not in network.sockets,
+            close=lambda: None,
+        )
+        return self.runtime.datagrams(self._family), links
 
 
 class SimulatedGroup(AgentGroup):

@@ -12,6 +12,7 @@ import zlib
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from queue import Empty
 from typing import Any
 
@@ -40,7 +41,6 @@ class Scheduler:
         heapq.heappush(self._heap, (moment, self._number, call))
 
     def run(self, until: float) -> None:
-        """Go on until then."""
         heap = self._heap
         while heap and heap[0][0] <= until:
             self.now, _, call = heapq.heappop(heap)
@@ -49,7 +49,6 @@ class Scheduler:
         self.now = until
 
     def note(self, who: str, what: str) -> None:
-        """Add a line to the story."""
         line = (round(self.now, 6), who, what)
         self.digest = zlib.crc32(repr(line).encode(), self.digest)
         self.log.append(line)
@@ -67,12 +66,10 @@ class Thread:
     """A thread of a simulated process."""
 
     def __init__(self, process: Process, name: str, target: Callable[[], object]) -> None:
-        self.process = process
-        self.name = name
-        self._target = target
-        self._wait = 0
+        self.process, self.name, self._target = process, name, target
+        self.waits = 0
         self._greenlet = greenlet(self._run, process.scheduler._hub)
-        self._greenlet.thread = self  # type: ignore[attr-defined]
+        self._greenlet.thread = self
         self.ended = Event(process)
         process.threads.append(self)
         self.wake(0)
@@ -93,18 +90,13 @@ class Thread:
         process = self.process
         if not process.alive:
             raise GreenletExit
-        self._wait += 1
-        number = self._wait
+        self.waits += 1
+        number = self.waits
         if timeout is not None:
             due = process.scheduler.now + max(0.0, timeout) * process.drift
             process.scheduler.at(due, lambda: self._turn(number, False))
         woken: bool = process.scheduler._hub.switch()
         return woken
-
-    @property
-    def number(self) -> int:
-        """Number of the wait that begins next."""
-        return self._wait + 1
 
     def end(self) -> None:
         """Its process has ended: it unwinds, and can wait for nothing."""
@@ -112,13 +104,13 @@ class Thread:
             self._greenlet.throw(GreenletExit)
 
     def _turn(self, wait: int, woken: bool) -> None:
-        if wait != self._wait or self._greenlet.dead or not self.process.alive:
+        if wait != self.waits or self._greenlet.dead or not self.process.alive:
             return
         frozen = max(self.process.frozen_until, self.process.held.get(self.name, 0.0))
         if self.process.scheduler.now < frozen:
             self.process.scheduler.at(frozen, lambda: self._turn(wait, woken))
             return
-        self._wait += 1
+        self.waits += 1
         self._greenlet.switch(woken)
 
     def _run(self, _: bool) -> None:
@@ -141,28 +133,28 @@ class Process:
     """A simulated process: threads that end together, a clock that may drift. It is the runtime of its agent."""
 
     def __init__(self, scheduler: Scheduler, name: str, drift: float = 1.0) -> None:
-        self.scheduler = scheduler
-        self.name = name
-        self.drift = drift
+        self.scheduler, self.name, self.drift = scheduler, name, drift
         self.alive = True
         self.frozen_until = 0.0
         self.held: dict[str, float] = {}
-        self.failing: dict[str, int] = {}
+        self.failing: dict[str, tuple[int, type[BaseException]]] = {}
         self.threads: list[Thread] = []
         self.on_end: list[Callable[[], None]] = []
         self.network: Any = None
         self._began = scheduler.now
+        self.event, self.condition = partial(Event, self), partial(Condition, self)
+        self.queue, self.later = partial(Queue, self), partial(Timer, self)
+        self.datagrams = lambda family: self.network.socket(self)
 
     def freeze(self, seconds: float, thread: str | None = None) -> None:
         """Stop it, or one of its threads, for so long."""
         until = self.scheduler.now + seconds
-        if thread is None:
-            self.frozen_until = max(self.frozen_until, until)
-        else:
+        if thread is not None:
             self.held[thread] = max(self.held.get(thread, 0.0), until)
+        else:
+            self.frozen_until = max(self.frozen_until, until)
 
     def kill(self) -> None:
-        """End it, from outside any of its threads."""
         if not self.alive:
             return
         self.alive = False
@@ -175,8 +167,7 @@ class Process:
     # Runtime of an agent
 
     def now(self) -> float:
-        if self.failing:
-            self._fail()
+        self._fail() if self.failing else None
         return self._began + (self.scheduler.now - self._began) / self.drift
 
     def _fail(self) -> None:
@@ -184,11 +175,12 @@ class Process:
         thread: Thread | None = getattr(getcurrent(), "thread", None)
         if thread is None or thread.process is not self or thread.name not in self.failing:
             return
-        self.failing[thread.name] -= 1
-        if not self.failing[thread.name]:
-            del self.failing[thread.name]
-            self.scheduler.note(self.name, f"{thread.name} runs out of memory")
-            raise MemoryError("simulated")
+        looks, error = self.failing.pop(thread.name)
+        if looks > 1:
+            self.failing[thread.name] = looks - 1, error
+            return
+        self.scheduler.note(self.name, f"{error.__name__} in {thread.name}")
+        raise error("simulated")
 
     def sleep(self, seconds: float) -> None:
         self.current().wait(seconds)
@@ -196,26 +188,10 @@ class Process:
     def spawn(self, name: str, target: Callable[[], object], *, daemon: bool = True) -> Thread:
         return Thread(self, name, target)
 
-    def later(self, seconds: float, call: Callable[[], object]) -> Timer:
-        return Timer(self, seconds, call)
-
-    def event(self) -> Event:
-        return Event(self)
-
-    def condition(self) -> Condition:
-        return Condition(self)
-
-    def queue(self) -> Queue:
-        return Queue(self)
-
-    def datagrams(self, family: int) -> Any:
-        return self.network.socket(self)
-
     def current(self) -> Thread:
-        """The thread whose turn it is."""
         if not self.alive:
             raise GreenletExit
-        thread: Thread = getcurrent().thread  # type: ignore[attr-defined]
+        thread: Thread = getcurrent().thread
         return thread
 
 
@@ -232,14 +208,14 @@ class Event:
 
     def set(self) -> None:
         self._set = True
-        waiting, self._waiting = self._waiting, []
-        for thread, number in waiting:
+        while self._waiting:
+            thread, number = self._waiting.pop(0)
             thread.wake(number)
 
     def wait(self, timeout: float | None = None) -> bool:
         if not self._set:
             thread = self._process.current()
-            self._waiting.append((thread, thread.number))
+            self._waiting.append((thread, thread.waits + 1))
             thread.wait(timeout)
         return self._set
 
@@ -267,7 +243,7 @@ class Condition:
 
     def wait(self, timeout: float | None = None) -> bool:
         thread = self._process.current()
-        entry = (thread, thread.number)
+        entry = (thread, thread.waits + 1)
         self._waiting.append(entry)
         woken = thread.wait(timeout)
         with suppress(ValueError):
@@ -276,11 +252,8 @@ class Condition:
 
     def wait_for(self, predicate: Callable[[], bool], timeout: float | None = None) -> bool:
         end = None if timeout is None else self._process.now() + timeout
-        while not (found := predicate()):
-            left = None if end is None else end - self._process.now()
-            if left is not None and left <= 0:
-                return found
-            self.wait(left)
+        while not (found := predicate()) and (end is None or self._process.now() < end):
+            self.wait(None if end is None else end - self._process.now())
         return found
 
 

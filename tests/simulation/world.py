@@ -4,24 +4,34 @@ from __future__ import annotations
 
 import gc
 import logging
+import operator
 import random as python_random
 from collections.abc import Callable
-from typing import NamedTuple
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
-from tests.simulation.control import NAME, Giver
-from tests.simulation.engine import Engine, Shapes
+import numpy as np
+import numpy.typing as npt
+
+from eplb_service.control.server.settings import ServiceSettings
+from eplb_service.placement import Placement
+from tests.simulation.engine import Engine
+from tests.simulation.faults import FAULTS
 from tests.simulation.network import Network
-from tests.simulation.scheduler import Process, Scheduler
+from tests.simulation.scheduler import Scheduler
+from tests.simulation.service import DEPLOYMENT, Disk, Service, simulated
 
-QUIET_SECONDS = 30.0
+_QUIET_PASSES = 50
 """Before the first fault: the ranks vote, and a first plan goes out."""
-FAULTS_SECONDS = 120.0
+_FAULTY_PASSES = 200
+"""In which faults happen."""
 BOUND_SECONDS = 1800.0
 """After the last fault a plan must have been carried out within so long."""
 _RESTART_SECONDS = 5.0
-_MANY = 24
-"""Faults of a run that is made for a few kinds of them."""
 _LOOK_SECONDS = 0.5
+_STILL_SECONDS = 3.0
+_DRIFT_SECONDS = 10.0
+_SERVICE = {"window_steps": 64, "decision_interval": 16, "report_steps": 8, "store": ":memory:", "threads": 1}
 
 
 class Outcome(NamedTuple):
@@ -39,33 +49,26 @@ class Outcome(NamedTuple):
 
 
 class World:
-    """One run of one seed; ``kinds`` are the faults that may be drawn, all where ``None``.
+    """One run of one seed; ``kinds`` are the faults that may be drawn, so ``many``; by default all, and any.
 
     With a ``bound`` of 0 nobody waits for balance to come back: only what must never happen counts.
     """
 
     def __init__(
-        self,
-        seed: int,
-        kinds: tuple[str, ...] | None = None,
-        ranks: int | None = None,
-        bound: float = BOUND_SECONDS,
+        self, seed: int, kinds: Any = (), ranks: int = 0, bound: float = BOUND_SECONDS, many: int = -1
     ) -> None:
         self.seed = seed
-        self.bound = bound
+        self.bound, self.many = bound, many
         self.scheduler = Scheduler(seed)
         random = self.random = self.scheduler.random
         self.network = Network(self.scheduler)
         self.breaches = self.network.breaches
         ranks = ranks or random.choice((3, 3, 4, 4, 8))
-        self.shapes = Shapes(
-            ranks=ranks,
-            layers=random.choice((1, 2, 3)),
-            experts=2 * ranks,
-            slots=3,
-            pass_seconds=random.choice((0.1, 0.3, 1.0)),
-            ahead=random.choice((1, 1, 2, 4)),
+        self.shapes = SimpleNamespace(
+            ranks=ranks, layers=random.choice((1, 2, 3)), experts=2 * ranks, slots=3
         )
+        self.shapes.pass_seconds = random.choice((0.1, 0.3, 1.0))
+        self.shapes.ahead = random.choice((1, 1, 2, 4))
         self.settings = {
             "vote_interval": random.choice((1, 2, 4, 4, 8)),
             "vote_timeout_seconds": random.choice((3.0, 10.0)),
@@ -75,84 +78,65 @@ class World:
             "bytes_per_step": random.choice((None, None, 16)),
             "verify_transfers": random.random() < 0.5,
         }
-        self.lives = 0
-        self.plans_done = self.plan_id = self.term = 0
-        self.service: Giver | None = None
+        self.service_settings = ServiceSettings(policy=random.choice(("deepseek", "flashlb")), **_SERVICE)
+        self._states: list[Any] = []
+        self._since = 0.0
+        self.healed = False
+        self.lives = self.passes = self.plans_done = 0
+        self.disk = Disk()
+        self.service: Service | None = None
         self.excused = False
-        self.kinds = tuple(FAULTS) if kinds is None else kinds
+        self.kinds = kinds or tuple(FAULTS)
         self.faults = self._drawn()
 
     def run(self) -> Outcome:
-        """Go through the run."""
         logging.disable(logging.CRITICAL)
         try:
-            return self._run()
+            with simulated(self.scheduler, self.disk, self.breach):
+                return self._run()
         finally:
             logging.disable(logging.NOTSET)
 
     def _run(self) -> Outcome:
         python_random.seed(self.seed)
-        self._note(f"{self.shapes}")
-        self._note(f"{self.settings}")
+        self._note(f"{self.shapes} {self.settings}")
+        shape = self.shapes.layers, self.shapes.experts, self.shapes.ranks, self.shapes.slots
+        self.shapes.placement = Placement.linear(*shape)
         self.start_service()
         self.start_engine()
         self.scheduler.at(_LOOK_SECONDS, self._look)
+        self.scheduler.at(_DRIFT_SECONDS, self._drift)
         for moment, kind in self.faults:
-            self.scheduler.at(moment, lambda kind=kind: self._happen(kind))  # type: ignore[misc]
-        last = QUIET_SECONDS + (FAULTS_SECONDS if self.faults else 0.0)
-        self._until(last, lambda: False)
+            self.scheduler.at(moment, lambda kind=kind: self._happen(kind))
+        self._until((_QUIET_PASSES + _FAULTY_PASSES) * self.shapes.pass_seconds, lambda: False)
         self._heal()
         healed_after = self._balance_comes_back()
         self.engine.end()
         if self.service is not None:
             self.service.process.kill()
         gc.collect()
-        return Outcome(
-            self.seed,
-            tuple(self.breaches),
-            self.scheduler.fingerprint(),
-            self.scheduler.now,
-            self.passes,
-            self.plans_done,
-            healed_after,
-            len(self.faults),
-            tuple(self.scheduler.log),
-        )
+        ran = self.scheduler.fingerprint(), self.scheduler.now, self.passes, self.plans_done
+        log = tuple(self.scheduler.log)
+        return Outcome(self.seed, tuple(self.breaches), *ran, healed_after, len(self.faults), log)
 
     # Parts that end and begin
 
     def start_service(self) -> None:
-        """Begin to serve, with a higher term than any service before."""
-        self.term += 1
-        process = Process(self.scheduler, NAME)
-        self.service = Giver(process, self.shapes.ranks, self.term, self.plan_id)
-        self._note(f"a service of term {self.term} is there")
+        self.service = Service(self.scheduler, self.service_settings)
+        self._note(f"a service of term {self.service.leader_term} is there")
 
     def stop_service(self) -> None:
-        """End the service's process."""
         if self.service is not None:
             self.plans_done += self.service.done
-            self.plan_id = self.service.plan_id
             self.service.process.kill()
             self.service = None
 
     def start_engine(self) -> None:
-        """Begin the engine's next life."""
         self.lives += 1
-        self.passes = getattr(self, "passes", 0)
         self.excused = False
-        self.engine = Engine(
-            self.scheduler,
-            self.network,
-            self.shapes,
-            self.settings,
-            self.lives,
-            lambda: self.service,
-            self.breach,
-        )
+        self.engine = Engine(self, self.lives)
 
     def breach(self, what: str) -> None:
-        """Note that something went wrong that must not."""
         self._note(what)
         self.breaches.append(what)
 
@@ -167,15 +151,26 @@ class World:
         before = self._plans()
         self._until(healed + self.bound, lambda: self._plans() > before)
         if self._plans() == before and self.bound and not self.breaches:
-            reasons = {
-                rank: agent.halted or agent.unheard or agent._switch.votes.complaint
-                for rank, agent in self.engine.agents.items()
-            }
+            reasons = {rank: agent.halted or agent.unheard for rank, agent in self.engine.agents.items()}
             self.breach(f"no plan was carried out within {self.bound:g} s after the last fault: {reasons}")
         if self.service is not None:
             self.plans_done += self.service.done
-        self.passes += self.engine.model.run
+            self._until(self.scheduler.now + _LOOK_SECONDS, lambda: False)
+            self._check_service(self.service)
+        self.passes += self.engine.model.passes
         return self.scheduler.now - healed
+
+    def _check_service(self, service: Service) -> None:
+        """A service whose ranks have just carried out a plan knows what they serve, its store what became of plans."""
+        if not self.bound or self.breaches:
+            return
+        deployment = service.deployments[DEPLOYMENT]
+        served = {(one.installed.epoch, one.installed.digest) for one in self.engine.agents.values()}
+        if deployment.plan is None and {deployment.live and deployment.live.version} != served:
+            self.breach("the service does not know what the ranks serve")
+        plans = service.writer.store.plans(DEPLOYMENT)
+        if service.writer.failing or sum(not plan.outcome for plan in plans) > (deployment.plan is not None):
+            self.breach(f"the store has missed what became of plans: {service.writer.failing}")
 
     def _plans(self) -> int:
         return self.plans_done + (self.service.done if self.service else 0)
@@ -183,159 +178,68 @@ class World:
     def _look(self) -> None:
         """Restart an engine that has ended, and ask whether it had to."""
         engine = self.engine
-        if engine.fatal and not self.excused:
-            rank, reason = min(engine.fatal.items())
-            self.breach(f"rank {rank} serves no more without need: {reason}")
+        # An error between a vote's outcome and an installed layer ends the engine, and has to.
+        for rank, reason in engine.fatal.items():
+            if "simulated" not in reason and "could not meet" not in reason and not self.excused:
+                self.breach(f"rank {rank} serves no more without need: {reason}")
         if engine.over:
             self._note("the engine is restarted")
-            self.passes += engine.model.run
+            self.passes += engine.model.passes
             engine.end()
-            self.engine = engine
-            self.scheduler.at(self.scheduler.now + _RESTART_SECONDS, self.start_engine)
-            self.scheduler.at(self.scheduler.now + _RESTART_SECONDS + _LOOK_SECONDS, self._look)
+            self.later(_RESTART_SECONDS, self.start_engine)
+            self.later(_RESTART_SECONDS + _LOOK_SECONDS, self._look)
             return
         gc.collect(1)
-        self.scheduler.at(self.scheduler.now + _LOOK_SECONDS, self._look)
+        self.later(_LOOK_SECONDS, self._look)
 
     def _heal(self) -> None:
         self._note("all faults are over")
+        self.healed = True
         self.network.heal()
+        self.disk.fill(full=False)
         if self.service is None:
             self.start_service()
         assert self.service is not None
-        self.service.withholds = 0.0
+        self.service.withheld = 0.0
 
     def _drawn(self) -> list[tuple[float, str]]:
-        if not self.kinds:
-            return []
-        number = self.random.choice((0, 1, 2, 4, 8)) if self.kinds == tuple(FAULTS) else _MANY
-        moments = sorted(QUIET_SECONDS + FAULTS_SECONDS * self.random.random() for _ in range(number))
+        number = self.random.choice((0, 4, 8, 16)) if self.many < 0 else self.many
+        draw, unit = self.random.random, self.shapes.pass_seconds
+        moments = sorted((_QUIET_PASSES + _FAULTY_PASSES * draw()) * unit for _ in range(number))
         return [(moment, self.random.choice(self.kinds)) for moment in moments]
 
+    def stride(self) -> int:
+        """Passes to make at once: where faults are over and nothing but the clock has moved, those of a second."""
+        states = [agent._switch.state for agent in self.engine.agents.values()]
+        alike = len(states) == len(self._states) and all(map(operator.is_, states, self._states))
+        if not alike or not self.healed:
+            self._states, self._since = states, self.scheduler.now
+        waits = self.scheduler.now - self._since > _STILL_SECONDS and not self._gathers_heat()
+        return max(1, int(1.0 / self.shapes.pass_seconds)) if waits else 1
+
+    def _gathers_heat(self) -> bool:
+        """Return whether the next plan waits for steps of heat."""
+        deployment = self.service and self.service.deployments.get(DEPLOYMENT)
+        heard = all(agent.unheard is None for agent in self.engine.agents.values())
+        return heard and (deployment is None or deployment.plan is None)
+
+    def drawn_heat(self) -> npt.NDArray[np.int32]:
+        """Tokens of one rank in a pass, int32 ``[L, E]``: a few experts are hot."""
+        draw, shape = self.random.paretovariate, (self.shapes.layers, self.shapes.experts)
+        return np.array([int(10 * draw(1.0)) for _ in range(shape[0] * shape[1])], np.int32).reshape(shape)
+
+    def _drift(self) -> None:
+        self.engine.drift(self.drawn_heat())
+        self.later(_DRIFT_SECONDS, self._drift)
+
     def _happen(self, kind: str) -> None:
-        noted = FAULTS[kind](self)
-        self._note(f"FAULT {kind}: {noted}")
+        self._note(f"FAULT {kind}: {FAULTS[kind](self)}")
 
     def _note(self, what: str) -> None:
         self.scheduler.note("world", what)
 
+    def later(self, seconds: float, call: Callable[[], object]) -> None:
+        self.scheduler.at(self.scheduler.now + seconds, call)
+
     def rank(self) -> int:
-        """A rank, drawn."""
         return self.random.randrange(self.shapes.ranks)
-
-
-# Faults, each drawn and noted
-
-
-def _freeze(world: World) -> str:
-    rank, seconds = world.rank(), world.random.choice((0.2, 1.0, 5.0, 15.0))
-    world.engine.ranks[rank].freeze(seconds)
-    return f"rank {rank} is stopped for {seconds} s"
-
-
-def _hang(world: World) -> str:
-    rank, seconds = world.rank(), world.random.choice((1.0, 8.0))
-    thread = world.random.choice(("eplb-transfer", "eplb-peers", "eplb-stream", "eplb-reformation", "model"))
-    world.engine.ranks[rank].freeze(seconds, thread)
-    return f"{thread} of rank {rank} hangs for {seconds} s"
-
-
-def _trouble(rate: str) -> Callable[[World], str]:
-    def begin(world: World) -> str:
-        seconds, part = world.random.choice((2.0, 30.0)), world.random.choice((0.1, 0.5, 1.0))
-        setattr(world.network, rate, part)
-        end = world.scheduler.now + seconds
-        world.scheduler.at(end, lambda: setattr(world.network, rate, 0.0))
-        return f"{part:.0%} for {seconds} s"
-
-    return begin
-
-
-def _flip(world: World) -> str:
-    if not world.settings["verify_transfers"]:
-        return "none, as nobody would look"
-    return _trouble("flipped")(world)
-
-
-def _exception(world: World) -> str:
-    rank = world.rank()
-    thread = world.random.choice(("model", "eplb-transfer", "eplb-peers", "eplb-stream", "eplb-reformation"))
-    world.engine.ranks[rank].failing[thread] = world.random.randint(1, 20)
-    # One that lies between a vote's outcome and an installed layer ends the engine, and has to.
-    world.excused = True
-    return f"a MemoryError in {thread} of rank {rank}"
-
-
-def _cut(world: World) -> str:
-    one, other = world.random.sample(range(world.shapes.ranks), 2)
-    seconds = world.random.choice((0.5, 5.0, 20.0))
-    world.network.cut(f"rank {one}", f"rank {other}", seconds)
-    return f"between ranks {one} and {other} for {seconds} s"
-
-
-def _cut_in_commit(world: World) -> str:
-    one, other = world.random.sample(range(world.shapes.ranks), 2)
-    seconds = world.random.choice((0.5, 5.0))
-    world.network.aimed.append(lambda: world.network.cut(f"rank {one}", f"rank {other}", seconds))
-    return f"between ranks {one} and {other} for {seconds} s, in the middle of a commit"
-
-
-def _cut_off(world: World) -> str:
-    rank, seconds = world.rank(), world.random.choice((0.5, 5.0, 20.0))
-    world.network.cut(f"rank {rank}", NAME, seconds)
-    return f"rank {rank} from the service for {seconds} s"
-
-
-def _kill(world: World) -> str:
-    rank = world.rank()
-    world.excused = True
-    world.engine.ranks[rank].kill()
-    return f"rank {rank} is killed"
-
-
-def _kill_service(world: World) -> str:
-    seconds = world.random.choice((0.5, 10.0, 60.0))
-    world.stop_service()
-    world.scheduler.at(
-        world.scheduler.now + seconds, lambda: None if world.service else world.start_service()
-    )
-    return f"the service is killed, and comes back after {seconds} s"
-
-
-def _withhold(world: World) -> str:
-    if world.service is not None:
-        world.service.withholds = 0.3
-    return "plans reach some ranks only"
-
-
-def _miss(world: World) -> str:
-    rank = world.rank()
-    world.engine.misfits[rank].missed += (many := world.random.choice((1, 1, 3)))
-    return f"the host of rank {rank} misses {many} calls"
-
-
-def _double(world: World) -> str:
-    rank = world.rank()
-    world.engine.misfits[rank].doubled += (many := world.random.choice((1, 1, 3)))
-    return f"the host of rank {rank} makes {many} calls twice"
-
-
-FAULTS: dict[str, Callable[[World], str]] = {
-    "stop": _freeze,
-    "hang": _hang,
-    "lost datagrams": _trouble("lost"),
-    "late datagrams": _trouble("late"),
-    "doubled datagrams": _trouble("doubled"),
-    "rejected datagrams": _trouble("rejected"),
-    "flipped bits": _flip,
-    "exception": _exception,
-    "cut": _cut,
-    "cut in a commit": _cut_in_commit,
-    "cut off": _cut_off,
-    "kill": _kill,
-    "kill service": _kill_service,
-    "withhold": _withhold,
-    "missed call": _miss,
-    "doubled call": _double,
-}
-"""Faults by name."""

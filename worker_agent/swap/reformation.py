@@ -96,8 +96,8 @@ class Reformation:
         self._closing.set()
 
     def _run(self) -> None:
-        backoff = self._backoff
-        while not self._closing.wait(backoff):
+        shortest = _FIRST_BACKOFF_SECONDS
+        while not self._rests(shortest):
             try:
                 self._votes = self._attempt()
                 return
@@ -107,8 +107,22 @@ class Reformation:
             except Exception as error:
                 self.complaint = f"the ranks do not vote again yet: {error}"
                 _log.warning("rank %d: the ranks do not vote again yet: %s", self._group.rank, error)
-            backoff = max(self._backoff, min(2 * backoff, _LAST_BACKOFF_SECONDS))
+                # The others would take this rank for there, and be gone when it comes.
+                self._group.store.set(f"attempt/{self._group.rank}", "0")
+            shortest = min(2 * shortest, _LAST_BACKOFF_SECONDS)
             self._margin = min(4 * self._margin, _LAST_MARGIN)
+
+    def _rests(self, shortest: float) -> bool:
+        """Wait before the next attempt, only ``shortest`` once another rank makes one; return whether to try no more.
+
+        Ranks that rest by turns, for longer than they wait for each other, would never meet.
+        """
+        began, longest = self._runtime.now(), max(self._backoff, shortest)
+        self._group.left = False
+        while self._runtime.now() - began < (shortest if self._group.left else longest):
+            if self._closing.wait(_FIRST_BACKOFF_SECONDS):
+                break
+        return self._closing.is_set()
 
     def _attempt(self) -> VoteLink:
         self._gather()

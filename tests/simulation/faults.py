@@ -1,0 +1,118 @@
+"""Faults of a run: each draws what it needs from the world's seed, does it, and says what it did."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from tests.simulation.stream import NAME
+
+_THREADS = ("model", "eplb-transfer", "eplb-peers", "eplb-stream", "eplb-reformation")
+
+
+def _trouble(rate: str) -> Callable[[Any], str]:
+    def begin(world: Any) -> str:
+        seconds, part = world.random.choice((2.0, 30.0)), world.random.choice((0.1, 0.5, 1.0))
+        if rate == "flipped" and not world.settings["verify_transfers"]:
+            return "none, as nobody would look"
+        setattr(world.network, rate, part)
+        world.later(seconds, lambda: setattr(world.network, rate, 0.0))
+        return f"{part:.0%} for {seconds} s"
+
+    return begin
+
+
+def _misfit(kind: str) -> Callable[[Any], str]:
+    def begin(world: Any) -> str:
+        misfits, many = world.random.choice(world.engine.misfits), world.random.choice((1, 1, 3))
+        setattr(misfits, kind, getattr(misfits, kind) + many)
+        return f"{many} on rank {world.engine.misfits.index(misfits)}"
+
+    return begin
+
+
+class Faults:
+    """One method for each kind, named for it."""
+
+    lost_datagrams, late_datagrams = _trouble("lost"), _trouble("late")
+    doubled_datagrams, rejected_datagrams = _trouble("doubled"), _trouble("rejected")
+    flipped_bits = _trouble("flipped")
+    missed_call, doubled_call, counted_twice = _misfit("missed"), _misfit("doubled"), _misfit("counted")
+
+    def stop(world: Any) -> str:
+        rank, seconds = world.rank(), world.random.choice((0.2, 1.0, 5.0, 15.0))
+        world.engine.ranks[rank].freeze(seconds)
+        return f"rank {rank} for {seconds} s"
+
+    def hang(world: Any) -> str:
+        rank, seconds, thread = world.rank(), world.random.choice((1.0, 8.0)), world.random.choice(_THREADS)
+        world.engine.ranks[rank].freeze(seconds, thread)
+        return f"{thread} of rank {rank} for {seconds} s"
+
+    def exception(world: Any) -> str:
+        rank, thread = world.rank(), world.random.choice(_THREADS)
+        world.engine.ranks[rank].failing[thread] = world.random.randint(1, 20), MemoryError
+        return f"a MemoryError in {thread} of rank {rank}"
+
+    def interrupt_in_a_commit(world: Any) -> str:
+        rank, looks = world.rank(), world.random.randint(1, 6)
+        failing = world.engine.ranks[rank].failing
+        world.network.aimed.append(lambda: failing.update(model=(looks, KeyboardInterrupt)))
+        return f"rank {rank}"
+
+    def cut(world: Any) -> str:
+        pair, seconds = world.random.sample(world.engine.ranks, 2), world.random.choice((0.5, 5.0, 20.0))
+        world.network.cut(pair[0].name, pair[1].name, seconds)
+        return f"between {pair[0].name} and {pair[1].name} for {seconds} s"
+
+    def cut_in_a_commit(world: Any) -> str:
+        pair, seconds = world.random.sample(world.engine.ranks, 2), world.random.choice((0.5, 5.0))
+        world.network.aimed.append(lambda: world.network.cut(pair[0].name, pair[1].name, seconds))
+        return f"between {pair[0].name} and {pair[1].name} for {seconds} s"
+
+    def cut_off(world: Any) -> str:
+        rank, seconds = world.rank(), world.random.choice((0.5, 5.0, 20.0))
+        world.network.cut(f"rank {rank}", NAME, seconds)
+        return f"rank {rank} from the service for {seconds} s"
+
+    def kill(world: Any) -> str:
+        rank = world.rank()
+        world.excused = True
+        world.engine.ranks[rank].kill()
+        return f"rank {rank}"
+
+    def kill_service(world: Any) -> str:
+        seconds, lost = world.random.choice((0.5, 10.0, 60.0)), world.random.random() < 0.3
+        world.stop_service()
+        if lost:
+            world.disk.lose()
+        world.later(seconds, lambda: world.service or world.start_service())
+        return f"{'and lose its store, ' * lost}for {seconds} s"
+
+    def stop_service(world: Any) -> str:
+        seconds = world.random.choice((1.0, 20.0))
+        if world.service is not None:
+            world.service.process.freeze(seconds)
+        return f"for {seconds} s"
+
+    def full_disk(world: Any) -> str:
+        seconds = world.random.choice((5.0, 60.0))
+        world.disk.fill(full=True)
+        world.later(seconds, lambda: world.disk.fill(full=False))
+        return f"for {seconds} s"
+
+    def withhold(world: Any) -> str:
+        if world.service is not None:
+            world.service.withheld = 0.3
+        return "plans reach some ranks only"
+
+    def counted_from_zero(world: Any) -> str:
+        for counter in world.engine.counters.values():
+            counter.zero_()
+        return "on all ranks"
+
+
+FAULTS: dict[str, Callable[[Any], str]] = {
+    name.replace("_", " "): fault for name, fault in vars(Faults).items() if not name.startswith("_")
+}
+"""Faults by name."""
