@@ -12,7 +12,7 @@ PARALLEL = --numprocesses $(PROCESSES) --maxprocesses 8 --dist worksteal
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: proofs properties attack help size stack dashboard notebook demo demo-vllm e2e-observability test test-slow test-oldest check lint types layers docs unit warm format proto wheels clean
+.PHONY: screenshots proofs properties attack help size stack dashboard notebook demo demo-vllm e2e-observability test test-slow test-oldest check lint types layers docs unit warm format proto wheels clean
 .PHONY: test-engines known-engines explore simulate fuzz fuzz-properties mutate faults soak bench-switch bench-solver bench-decide bench-split bench-time bench-scale
 
 help: ## show this list
@@ -111,6 +111,9 @@ e2e-observability: warm ## a real Prometheus: every panel has data, every alert 
 
 stack: warm ## service, Prometheus and demo ranks on this machine, on fixed ports, until Ctrl-C
 	@$(BIN)/python -m tools.stack $(ARGS)
+
+screenshots: warm ## the pictures of the docs again; needs a Chromium
+	@$(BIN)/python -m tools.screenshots
 
 notebook: warm ## the notebook of the docs again, after editing docs/examples/decision.py
 	@$(BIN)/python -m tools.notebook

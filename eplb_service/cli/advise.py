@@ -19,6 +19,7 @@ from eplb_service.cli.trace_options import (
     CostOptions,
     RankOptions,
     ReadingOptions,
+    basis_text,
     planner_flags,
     slots_of_redundant,
 )
@@ -91,11 +92,12 @@ def _print(console: Console, given: Advice, costs: Costs, rests_on: Sequence[Ass
     setup = given.chosen.setup
     if given.pays:
         console.print(
-            f"[bold]Balance, with {given.redundant} redundant experts per layer ({setup.slots} slots per rank), "
-            f"window {setup.window}, interval {setup.interval}.[/]"
+            f"Balance, with {given.redundant} redundant experts per layer ({setup.slots} slots per rank), "
+            f"window {setup.window}, interval {setup.interval}.",
+            style="bold",
         )
     else:
-        console.print("[bold]Balancing does not pay here.[/]")
+        console.print("Balancing does not pay here.", style="bold")
     for reason in given.reasons:
         console.print(f"  {reason}")
     timed = bool(costs.step_ms) or costs.curve is not None
@@ -125,4 +127,4 @@ def _print(console: Console, given: Advice, costs: Costs, rests_on: Sequence[Ass
     console.print(
         "Layers that win most PAR: " + ", ".join(f"{layer} ({given.gain_L[layer]:+.3f})" for layer in best)
     )
-    console.print(f"This rests on: {'; '.join(map(str, rests_on))}.", markup=False)
+    console.print(basis_text(rests_on))

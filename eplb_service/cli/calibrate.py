@@ -122,11 +122,11 @@ def _measured(task: dict[str, Any]) -> Iterator[dict[str, float]]:
 
 
 def _print(console: Console, curve: CostCurve, out: Path) -> None:
-    console.print(f"[bold]{curve}[/]", markup=True)
-    console.print(f"from {curve.source}; {curve.fit}", markup=False)
+    console.print(str(curve), style="bold")
+    console.print(f"from {curve.source}; {curve.fit}")
     columns = {
         "tokens in a slot": lambda tokens: tokens,
         "us": lambda tokens: f"{float(curve.slot_us(tokens)):.2f}",
     }
     console.print(table_of(_SHOWN_TOKENS, columns), soft_wrap=False)
-    console.print(f"Written to {out}.", markup=False)
+    console.print(f"Written to {out}.")

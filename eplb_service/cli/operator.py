@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 from statistics import fmean
@@ -18,6 +18,7 @@ from eplb_service.cli.client import NAME, Connection
 from eplb_service.cli.options import JSON, RESULTS, UserError, option, takes_options
 from eplb_service.cli.output import print_json, table_of
 from eplb_service.cli.trace_options import FIRST_LAYER, FORMAT, check_placement_output
+from eplb_service.figures import digits, size_text
 from eplb_service.io.placement_file import SUFFIXES, write_placement
 from eplb_service.placement import Placement
 from eplb_service.wire.codec import unpack
@@ -25,6 +26,8 @@ from eplb_service.wire.generated import operator_pb2
 from eplb_service.wire.operator import as_document
 
 _FILE_HELP = f"File to write it to: {' or '.join(SUFFIXES)}."
+_MOST_ROWS = 8
+"""Layers, and ranks, that ``eplb status`` shows where it is not asked for all."""
 
 
 @takes_options()
@@ -40,7 +43,7 @@ def deployments(service: Connection, json: bool = JSON) -> None:
         "epoch": lambda one: one.epoch,
         "PAR": lambda one: ratio_text(one.par),
         "moved": lambda one: size_text(one.bytes_moved),
-        "lost steps": lambda one: one.steps_lost,
+        "lost steps": lambda one: f"{one.steps_lost:,}",
         "state": state_text,
     }
     none = "no deployments yet: no agent has connected"
@@ -52,7 +55,10 @@ def status(
     service: Connection,
     deployment: str = NAME,
     explain: bool = option(
-        False, "Also say what the times and prices rest on.", "--explain", section=RESULTS
+        False, "Also show what the times and prices rest on.", "--explain", section=RESULTS
+    ),
+    all: bool = option(
+        False, f"Show every layer and rank, not the {_MOST_ROWS} to look at first.", "--all", section=RESULTS
     ),
     json: bool = JSON,
 ) -> None:
@@ -67,7 +73,8 @@ def status(
         console.print(f"[red]problem:[/] {escape(problem)}", highlight=False)
     for line in explanations(answer.status) if explain else ():
         console.print(line, highlight=False, markup=False)
-    console.print(layer_table(answer.layers), agent_table(answer.agents))
+    most = None if all else _MOST_ROWS
+    console.print(layer_table(answer.layers, most), agent_table(answer.agents, most))
 
 
 @takes_options()
@@ -163,7 +170,7 @@ def history(
         return
     console = Console()
     if not plans:
-        console.print(f"{deployment} has had no plan yet: every decision so far kept all layers")
+        typer.echo(f"{deployment} has had no plan yet: every decision so far kept all layers")
         return
     columns = {
         "plan": lambda past: past.plan_id,
@@ -229,18 +236,19 @@ def summary_table(answer: operator_pb2.GetStatusResponse) -> Table:
     table = Table(show_header=False, title=escape(status.deployment))
     rows = {
         "shape": shape_text(status),
-        "agents": f"{status.agents_connected} of {status.ranks} connected",
+        "agents": connected_text(answer.agents, status.ranks),
         "placement": f"epoch {status.epoch}, digest {status.digest:#018x}",
         "PAR": f"{ratio_text(status.par)} over {status.window_steps} steps",
-        "steps": f"{status.steps_received} received, {status.steps_lost} lost",
-        "switched": f"{status.layers_switched} layers, {status.experts_moved} experts, {size_text(status.bytes_moved)}",
+        "steps": f"{status.steps_received:,} received, {status.steps_lost:,} lost",
+        "switched": f"{status.layers_switched:,} layers, {status.experts_moved:,} experts, "
+        f"{size_text(status.bytes_moved)}",
         "last decision": escape(status.last_decision) or "none yet",
         "state": state_text(status),
     }
     if status.HasField("worth"):
         rows["worth"] = worth_text(status.worth)
         rows["experts"] = experts_text(status.worth)
-        rows["price of time"] = escape(status.worth.price_kind)
+        rows["price of time"] = escape(time_price_text(status))
     if status.HasField("move_price"):
         rows["price of moves"] = escape(move_price_text(status.move_price))
     for name, text in rows.items():
@@ -248,19 +256,39 @@ def summary_table(answer: operator_pb2.GetStatusResponse) -> Table:
     return table
 
 
-def layer_table(layers: Iterable[operator_pb2.LayerStatus]) -> Table:
-    """Balance of each layer."""
+def connected_text(agents: Sequence[operator_pb2.AgentStatus], ranks: int) -> str:
+    """Ranks connected, their nodes, and how far the model is."""
+    connected = [agent for agent in agents if agent.connected]
+    nodes = len({agent.node for agent in connected})
+    at = (
+        f" on {nodes} node{'s'[nodes == 1 :]}, at step {max(agent.step for agent in connected):,}"
+        if nodes
+        else ""
+    )
+    return f"{len(connected)} of {ranks} ranks connected{at}"
+
+
+def layer_table(layers: Sequence[operator_pb2.LayerStatus], most: int | None = None) -> Table:
+    """Balance of each layer, or of the ``most`` with the highest PAR."""
+    title = None
+    if most is not None and len(layers) > most:
+        title = f"highest PAR of {len(layers)} layers (--all: each)"
+        layers = sorted(layers, key=lambda layer: -layer.par)[:most]
     columns = {
         "layer": lambda layer: layer.layer,
         "PAR": lambda layer: ratio_text(layer.par),
         "planned": lambda layer: ratio_text(layer.planned_par),
         "epoch": lambda layer: layer.epoch,
     }
-    return table_of(layers, columns)
+    return table_of(layers, columns, title=title)
 
 
-def agent_table(agents: Iterable[operator_pb2.AgentStatus]) -> Table:
-    """Each rank's agent; text wraps beside numbers that are whole."""
+def agent_table(agents: Sequence[operator_pb2.AgentStatus], most: int | None = None) -> Table:
+    """Each rank's agent, or the ``most`` that have an error or are behind; text wraps beside numbers that are whole."""
+    title = None
+    if most is not None and len(agents) > most:
+        title = f"first to look at of {len(agents)} ranks (--all: each)"
+        agents = sorted(agents, key=lambda one: (one.connected, not one.error, -one.dropped_steps, one.step))
     columns = {
         "rank": lambda agent: agent.rank,
         "connected": lambda agent: "yes" if agent.connected else "[red]no[/]",
@@ -271,7 +299,7 @@ def agent_table(agents: Iterable[operator_pb2.AgentStatus]) -> Table:
         "agent": lambda agent: escape(agent.agent_version),
         "error": lambda agent: escape(agent.error),
     }
-    return table_of(agents, columns, ("node", "agent", "error"))
+    return table_of(agents[:most], columns, ("node", "agent", "error"), title)
 
 
 def placement_table(epoch: int, placement: Placement) -> Table:
@@ -302,23 +330,30 @@ def state_text(status: operator_pb2.DeploymentStatus) -> str:
 def worth_text(worth: operator_pb2.Worth) -> str:
     """Worth of balancing in one line: the verdict, and the gain with its interval; with rich's markup."""
     colour = {"helps": "green", "costs": "red"}.get(worth.verdict, "yellow")
-    percent = f", {worth.gain_percent:+.1f} %" if worth.HasField("gain_percent") else ""
+    percent = f", {digits(worth.gain_percent, 2, '+')} %" if worth.HasField("gain_percent") else ""
     return (
-        f"[{colour}]{escape(worth.verdict)}[/]: {worth.gain_ms:+.3f} ms per step "
-        f"(95 %: {worth.gain_low_ms:+.3f} to {worth.gain_high_ms:+.3f}){percent}"
+        f"[{colour}]{escape(worth.verdict)}[/]: {digits(worth.gain_ms, sign='+')} ms per step "
+        f"(95 %: {digits(worth.gain_low_ms, sign='+')} to {digits(worth.gain_high_ms, sign='+')}){percent}"
     )
 
 
 def experts_text(worth: operator_pb2.Worth) -> str:
     """Time of the experts' slowest ranks in a step, under three placements."""
-    return f"{worth.left_alone_ms:.3f} ms left alone, {worth.serving_ms:.3f} as served, {worth.best_ms:.3f} best known"
+    left, serving, best = (digits(ms, 4) for ms in (worth.left_alone_ms, worth.serving_ms, worth.best_ms))
+    return f"{left} ms left alone, {serving} as served, {best} best known"
+
+
+def time_price_text(status: operator_pb2.DeploymentStatus) -> str:
+    """Price of time: what one layer's slowest rank takes of a step, and the origin of that figure."""
+    layer_ms = status.worth.serving_ms / max(1, status.layers)
+    return f"{digits(layer_ms)} ms per layer and step, {status.worth.price_kind}"
 
 
 def move_price_text(priced: operator_pb2.MovePrice) -> str:
     """Price of moving weights: in time where that is known, else the fall of a ratio that it takes."""
     if priced.HasField("ms_per_move"):
-        return f"{priced.ms_per_move:.3g} ms per expert, {priced.kind}"
-    return f"a fall of the ratio by {priced.price:.2%} for every slot, {priced.kind}"
+        return f"{digits(priced.ms_per_move)} ms per expert, {priced.kind}"
+    return f"PAR must fall by {digits(100 * priced.price)} % for every slot to move, {priced.kind}"
 
 
 def explanations(status: operator_pb2.DeploymentStatus) -> list[str]:
@@ -333,13 +368,3 @@ def explanations(status: operator_pb2.DeploymentStatus) -> list[str]:
     if status.HasField("move_price"):
         lines.append(f"price of moves, {status.move_price.kind}: {status.move_price.reason}")
     return lines
-
-
-def size_text(count: float) -> str:
-    """Bytes with their unit."""
-    for unit in ("B", "kB", "MB", "GB", "TB"):
-        # From half below it on a thousand would be written with an exponent.
-        if count < 999.5:
-            return f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:,.0f} PB"

@@ -25,8 +25,8 @@ Row = TypeVar("Row")
 
 
 def output_console() -> Console:
-    """Stdout as it is now: wrapped to the width of a terminal, in whole lines into a file or a pipe."""
-    return Console(soft_wrap=not sys.stdout.isatty(), highlight=False)
+    """Stdout as it is now: wrapped to the width of a terminal, in whole lines into a file; text is no markup."""
+    return Console(soft_wrap=not sys.stdout.isatty(), highlight=False, markup=False)
 
 
 def table_of(
@@ -96,7 +96,7 @@ def progress_bar(
 ) -> Iterator[Callable[..., None]]:
     """Show a bar on stderr, which each call updates as rich's ``Progress.update`` does; without a terminal nothing."""
     console = Console(stderr=True)
-    shown = (TextColumn("{task.description}"), BarColumn(), *columns)
+    shown = (TextColumn("{task.description}", markup=False), BarColumn(), *columns)
     with Progress(*shown, console=console, transient=True, disable=not console.is_terminal) as bar:
         yield functools.partial(bar.update, bar.add_task(description, total=total))
 

@@ -27,6 +27,7 @@ from eplb_service.cli.trace_options import (
     RankOptions,
     ReadingOptions,
     SlotOptions,
+    basis_text,
     placed_at_start,
     planner_flags,
 )
@@ -166,15 +167,18 @@ def figures_table(figures: Sequence[Mapping[str, Any]], title: str | None = None
             "alone": lambda one: figure(one["par_left_alone"]),
             "floor": lambda one: figure(one["floor"]),
             "regret": lambda one: figure(one["regret"]),
-            "net ms": lambda one: figure(one["saved_ms"] - one["stall_ms"]) if timed else None,
-            "moves each": lambda one: figure(one["moves_per_decision"], ",.1f"),
+            "net ms": lambda one: figure(one["saved_ms"] - one["stall_ms"], ",.3f") if timed else None,
+            "moves": lambda one: figure(one["moves_per_decision"], ",.1f"),
             "solve ms": lambda one: figure(one["solve_ms_mean"], ".1f"),
         },
         title=title,
     )
 
 
-TERMS = "PAR: hottest rank over mean rank; alone: experts left as they were; floor: what token sampling alone leaves."
+TERMS = (
+    "PAR: hottest rank over mean rank; alone: experts left as they were; floor: what token sampling alone leaves; "
+    "moves: per interval."
+)
 """Under tables of figures."""
 
 
@@ -197,7 +201,7 @@ def _write_report(
     settings: PlannerSettings,
     rests_on: Sequence[Assumption],
 ) -> None:
-    """Write the page, with what a reader judges it by: trace, settings and stated costs."""
+    """Write the page, with what a reader judges it by: trace, settings and costs."""
     from eplb_service.report.page import report_page
 
     stated = {name: value for name, value in vars(settings).items() if name not in ("policy", "threads")}
@@ -205,26 +209,27 @@ def _write_report(
         "trace": f"{trace.facts.origin}; {trace.steps:,} steps, {trace.layers} layers, {trace.experts} experts",
         "model": trace.facts.model or "not recorded",
         "planner": ", ".join(f"{name} {value}" for name, value in stated.items() if value is not None),
-        "costs": "; ".join(map(str, rests_on)),
         "made by": f"eplb {eplb_service.__version__}",
     }
     command = shlex.join(["eplb", *sys.argv[1:]])
-    page = report_page(result, title=f"Replay of {heat.name}", command=command, facts=facts)
+    page = report_page(
+        result, title=f"Replay of {heat.name}", command=command, facts=facts, rests_on=rests_on
+    )
     write_atomically(path, page.encode())
 
 
 def _print(console: Console, result: Replay, rests_on: Sequence[Assumption]) -> None:
     """Print a line per policy."""
-    decisions = sorted({len(policy.decisions) for policy in result.policies})
+    intervals = sorted({len(policy.decisions) for policy in result.policies})
     console.print(
         f"{result.layers} layers x {result.experts} experts on {result.ranks} ranks; steps scored {result.steps}, "
-        f"decisions {' or '.join(map(str, decisions))}"
+        f"intervals {' or '.join(map(str, intervals))}"
         + ("; stopped early, without the policies not yet done" if result.interrupted else "")
     )
     figures = [policy_figures(result, policy) for policy in result.policies]
     console.print(figures_table(figures), soft_wrap=False)
     console.print(TERMS)
-    console.print(f"This rests on: {'; '.join(map(str, rests_on))}.", markup=False)
+    console.print(basis_text(rests_on))
 
 
 def _document(result: Replay, rests_on: Sequence[Assumption]) -> dict[str, Any]:

@@ -155,7 +155,7 @@ def _print(report: Mapping[str, Any], out: Path | None) -> None:
         "after": ("par_after_L", ".3f"),
         "hottest rank before": ("hottest_before_L", ",.2f"),
         "hottest after": ("hottest_after_L", ",.2f"),
-        "moves": ("moves_L", ".4g"),
+        "moves": ("moves_L", ",.1f"),
     }
     columns = {heading: (report[name], form) for heading, (name, form) in names.items()}
     console.print(layers_table(columns, report["par_after_L"]), soft_wrap=False)
@@ -184,4 +184,4 @@ def _print(report: Mapping[str, Any], out: Path | None) -> None:
             f"{report['par_after_fixed_tables']:.3f}."
         )
     written = "nothing is written without --out" if out is None else f"written to {out}"
-    console.print(f"Solved in {report['solve_ms']:.0f} ms, {report['moves']} moves; {written}.")
+    console.print(f"Solved in {report['solve_ms']:.0f} ms, {report['moves']:,} moves; {written}.")

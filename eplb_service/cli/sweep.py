@@ -22,6 +22,7 @@ from eplb_service.cli.trace_options import (
     RankOptions,
     ReadingOptions,
     SlotOptions,
+    basis_text,
     planner_flags,
 )
 from eplb_service.cli.warmup import compile_solver
@@ -221,4 +222,4 @@ def _print(
         }
         console.print(table_of(sorted(means, key=lambda row: row["par"]), columns), soft_wrap=False)
     console.print(TERMS)
-    console.print(f"This rests on: {'; '.join(map(str, rests_on))}.", markup=False)
+    console.print(basis_text(rests_on))

@@ -18,15 +18,16 @@ from rich.text import Text
 
 from eplb_service.cli.client import Connection, OperatorCalls
 from eplb_service.cli.operator import (
+    connected_text,
     move_price_text,
     ratio_text,
     shape_text,
-    size_text,
     state_text,
     worth_text,
 )
 from eplb_service.cli.options import UserError, argument, option, takes_options
 from eplb_service.cli.output import table_of
+from eplb_service.figures import size_text
 from eplb_service.placement import Float64
 from eplb_service.wire.codec import unpack
 from eplb_service.wire.generated import operator_pb2
@@ -43,9 +44,9 @@ _LOW_SCREEN = 40
 _MOST_CHART_WIDTH = 100
 _MARGIN = 22
 _LINES_BESIDE_MAP = 20
-_LINES_BESIDE_LOW_MAP = 9
+_LINES_BESIDE_LOW_MAP = 7
 _FEWEST_MAP_ROWS = 6
-_MOST_SHOWN = 3
+_MOST_SHOWN = 2
 """Problems, and troubled ranks, that a low screen shows; the rest are counted."""
 _LAYERS_NAMED = 5
 _Deployments: TypeAlias = Sequence[operator_pb2.DeploymentStatus]
@@ -106,11 +107,12 @@ def render(
         return Text("no deployments yet: no agent has connected")
     status, low = whole.status, height is not None and height < _LOW_SCREEN
     lines = [
-        Text.from_markup(line, overflow="ellipsis") for line in _facts(status, _MOST_SHOWN if low else None)
+        Text.from_markup(line, overflow="ellipsis")
+        for line in [*_facts(status, _MOST_SHOWN if low else None), *(_others(known, status) if low else ())]
     ]
     for line in lines if height is not None else ():
         line.no_wrap = True
-    agents = _agents(whole.agents, status.ranks, _MOST_SHOWN if low else None)
+    agents = _agents(whole, _MOST_SHOWN if low else None)
     rows = None
     if height is not None:
         beside = _LINES_BESIDE_LOW_MAP + len(agents.plain.splitlines()) if low else _LINES_BESIDE_MAP
@@ -135,17 +137,26 @@ def _facts(status: operator_pb2.DeploymentStatus, most: int | None) -> list[str]
     """A line for each fact about a deployment, with rich's markup; at most ``most`` of its problems."""
     shown = status.problems[:most]
     facts = [
-        f"[bold]{escape(status.deployment)}[/]  {state_text(status)}  {shape_text(status)}, {status.layers_switched} "
-        f"layers switched, {size_text(status.bytes_moved)} moved, {status.steps_lost} steps lost",
+        f"[bold]{escape(status.deployment)}[/]  {state_text(status)}  {shape_text(status)}",
         *(f"[red]problem:[/] {escape(problem)}" for problem in shown),
     ]
     if len(status.problems) > len(shown):
         facts.append(f"[red]and {len(status.problems) - len(shown)} more problems[/]")
     if status.HasField("worth"):
         facts.append(f"worth: {worth_text(status.worth)}")
-    if status.HasField("move_price"):
-        facts.append(f"price of moves: {escape(move_price_text(status.move_price))}")
+    price = f"; price {escape(move_price_text(status.move_price))}" if status.HasField("move_price") else ""
+    facts.append(f"moved: {status.layers_switched:,} layers, {size_text(status.bytes_moved)}{price}")
     return facts
+
+
+def _others(known: _Deployments, shown: operator_pb2.DeploymentStatus) -> list[str]:
+    """One line for all other deployments, those with problems first; none where there is no other."""
+    others = sorted(
+        (one for one in known if one.deployment != shown.deployment),
+        key=lambda one: (not one.problems, not one.paused, -one.par),
+    )
+    each = (f"{escape(one.deployment)} {ratio_text(one.par)} {state_text(one)}" for one in others)
+    return [f"{len(others)} more: {', '.join(each)}"] if others else []
 
 
 def _over_time(points: Sequence[operator_pb2.BalancePoint], width: int, rows: int) -> RenderableType:
@@ -229,15 +240,13 @@ def _last_switch(balance: operator_pb2.GetBalanceResponse, title_alone: bool) ->
     return table_of(most, columns, ("why",), title)
 
 
-def _agents(agents: Sequence[operator_pb2.AgentStatus], ranks: int, most: int | None) -> Text:
-    connected = [agent for agent in agents if agent.connected]
-    nodes = len({agent.node for agent in agents})
-    step = max((agent.step for agent in connected), default=0)
-    line = Text(f"{len(connected)} of {ranks} ranks connected on {nodes} nodes, at step {step}")
+def _agents(whole: operator_pb2.GetStatusResponse, most: int | None) -> Text:
+    lost = f", {whole.status.steps_lost:,} steps lost" if whole.status.steps_lost else ""
+    line = Text(f"{connected_text(whole.agents, whole.status.ranks)}{lost}")
     line.no_wrap, line.overflow = most is not None, "ellipsis"
-    troubled = [agent for agent in agents if agent.error or agent.dropped_steps]
+    troubled = [agent for agent in whole.agents if agent.error or agent.dropped_steps]
     for agent in troubled[:most]:
-        fault = agent.error or f"{agent.dropped_steps} steps dropped"
+        fault = agent.error or f"{agent.dropped_steps:,} steps dropped"
         line.append(f"\nrank {agent.rank}: {fault}", style="red" if agent.error else "yellow")
     if most is not None and len(troubled) > most:
         line.append(f"\nand {len(troubled) - most} more ranks", style="red")

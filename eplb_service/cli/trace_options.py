@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import typing
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -250,3 +250,12 @@ def choices_per_step(trace: Trace) -> float:
     """Tokens over all experts of a layer in a step, mean over a few steps."""
     heat_TLE = trace.heat(0, min(trace.steps, _STEPS_READ))
     return float(heat_TLE.sum(axis=2).mean())
+
+
+def basis_text(rests_on: Sequence[Assumption]) -> str:
+    """The numbers that results rest on in one sentence, those of one origin together."""
+    by_source: dict[str, list[str]] = {}
+    for one in rests_on:
+        by_source.setdefault(one.source, []).append(f"{one.name} {one.value}")
+    parts = (f"{', '.join(values)} ({source})" for source, values in by_source.items())
+    return f"This rests on: {'; '.join(parts)}."

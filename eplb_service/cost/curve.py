@@ -20,6 +20,7 @@ import numpy.typing as npt
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from eplb_service.atomic_write import check_output, write_atomically
+from eplb_service.figures import digits
 from eplb_service.placement import Float64
 
 PHASES = ("any", "decode", "prefill")
@@ -143,10 +144,10 @@ class CostCurve:
         return us
 
     def __str__(self) -> str:
-        batch = f"{self.batch_us:.4g} us x tokens of the batch + " if self.batch_us else ""
+        batch = f"{digits(self.batch_us, 4)} us x tokens of the batch + " if self.batch_us else ""
         return (
-            f"{self.floor_us:.4g} us + {batch}for each busy slot max({self.read_us:.4g}, "
-            f"{self.launch_us:.4g} + {self.slope_us:.4g} x tokens) us"
+            f"{digits(self.floor_us, 4)} us + {batch}for each busy slot max({digits(self.read_us, 4)}, "
+            f"{digits(self.launch_us, 4)} + {digits(self.slope_us, 4)} x tokens) us"
         )
 
 

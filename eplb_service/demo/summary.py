@@ -9,6 +9,7 @@ from rich.table import Table
 
 from eplb_service.demo.scoreboard import Scoreboard
 from eplb_service.demo.stage import Stage
+from eplb_service.figures import size_text
 from eplb_service.placement import Float64, mean_par
 from eplb_service.planner.score import noise_floor
 
@@ -76,7 +77,7 @@ def table(figures: dict[str, Any]) -> Table:
         "PAR balanced": f"{balanced:.3f}{noise}",
         "avoidable imbalance removed": f"{avoidable:.0%}",
         "layers switched": f"{figures['layers_switched']} times, while serving",
-        "moved": f"{figures['experts_moved']} experts, {figures['bytes_moved'] / 1e6:.1f} MB",
+        "moved": f"{figures['experts_moved']} experts, {size_text(figures['bytes_moved'])}",
         "largest output difference": f"{figures['max_abs_output_diff']:.2g}"
         f"   (float32 rounding allows {figures['float32_rounding_bound']:.2g})",
         "step ms with agent": "p50 {p50:.2f}, p99 {p99:.2f}".format(**times["with_agent"]),

@@ -17,6 +17,7 @@ from rich.text import Text
 
 from eplb_service.atomic_write import write_atomically
 from eplb_service.demo.scoreboard import Scoreboard
+from eplb_service.figures import size_text
 from eplb_service.placement import Float64, mean_par, par
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
@@ -42,14 +43,14 @@ class Screen:
         if self._live is not None:
             self._live.update(self.view(board, status))
         elif board.steps == 0 and status != self._last_status:
-            self._console.print(status, highlight=False)
+            self._console.print(status, highlight=False, markup=False)
         elif board.steps and time.monotonic() - self._last_line > _SECONDS_BETWEEN_LINES:
             self._last_line = time.monotonic()
             recent = max(0, board.steps - _RECENT_STEPS)
             self._console.print(
                 f"step {board.steps}/{self._steps}: PAR {board.par('still', recent):.3f} left alone, "
                 f"{board.par('live', recent):.3f} balanced; {board.layers_switched} layers switched, "
-                f"{board.total('bytes_received') / 1e6:.1f} MB moved",
+                f"{size_text(board.total('bytes_received'))} moved",
                 highlight=False,
                 soft_wrap=True,
             )
@@ -101,7 +102,7 @@ def _figures_table(board: Scoreboard, total_steps: int) -> Table:
         "PAR left alone": f"{board.par('still', recent):.3f}",
         "PAR balanced": f"{board.par('live', recent):.3f}",
         "layers switched": str(board.layers_switched),
-        "moved": f"{board.total('experts_received')} experts, {board.total('bytes_received') / 1e6:.1f} MB",
+        "moved": f"{board.total('experts_received')} experts, {size_text(board.total('bytes_received'))}",
         "step ms with/without": f"{np.median(live_ms):.1f} / {np.median(still_ms):.1f}",
     }
     table.add_row(*(Text(name, style="dim") for name in cells))

@@ -11,6 +11,7 @@ import numpy.typing as npt
 from eplb_service.cost.curve import CostCurve
 from eplb_service.cost.fit import CurveFitError, OnlineFit, fit_online
 from eplb_service.cost.moving import MovingCosts
+from eplb_service.figures import digits
 from eplb_service.heat.sources import StepTimes
 from eplb_service.heat.window import Window
 from eplb_service.placement import Float64, apply_layers, mean_par
@@ -75,7 +76,7 @@ def _linear(
     return _TimePrice(
         CostCurve(0.0, 0.0, 0.0, slope_us, source=kind),
         kind,
-        f"{layer_ms:.3g} ms per layer and step as it serves ({kind}: {said}), by the hottest rank's tokens; "
+        f"{digits(layer_ms)} ms per layer and step as it serves ({kind}: {said}), by the hottest rank's tokens; "
         f"no cost curve is given, and none is fitted to step times: {why}",
     )
 

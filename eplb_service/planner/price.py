@@ -17,6 +17,7 @@ from eplb_service.cost.moving import (
     compared,
     moving_costs,
 )
+from eplb_service.figures import digits
 from eplb_service.placement import Float64
 from eplb_service.planner.settings import AUTO, STEP, PlannerSettings
 from eplb_service.wire.agent import PlanState, PlanStatus
@@ -101,8 +102,9 @@ def move_price(
     if any(measured):
         kind = _MEASURED if all(measured) else _PARTLY
     reason = (
-        f"{travel_ms:.3g} ms per expert ({travel}), of which steps lose {lost:.1%} ({slowed}), {switch_ms:.3g} ms per "
-        f"switch ({switch}), {layer_ms:.3g} ms per layer and step ({layer}), {steps:.0f} steps served"
+        f"{digits(travel_ms)} ms per expert ({travel}), of which steps lose {lost:.1%} ({slowed}), "
+        f"{digits(switch_ms)} ms per switch ({switch}), {digits(layer_ms)} ms per layer and step ({layer}), "
+        f"{steps:,.0f} steps served"
     )
     return MovePrice(
         min((slots * travel_ms * lost + switch_ms) / (layer_ms * steps), MOST),
@@ -247,7 +249,9 @@ class SplitCost:
         return self.us * layers / 1e3
 
     def __str__(self) -> str:
-        return f"{self.us:.4g} us per layer (assumed: an exchange of counts, and computing as on an H100)"
+        return (
+            f"{digits(self.us, 4)} us per layer (assumed: an exchange of counts, and computing as on an H100)"
+        )
 
 
 def _rounds_for(choices: float) -> int:

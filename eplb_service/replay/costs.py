@@ -9,6 +9,7 @@ from typing import Any
 
 from eplb_service.cost.curve import CostCurve, plain_curve
 from eplb_service.cost.moving import MovingCosts
+from eplb_service.figures import digits, size_text
 from eplb_service.planner.price import ASSUMED_BYTES, SplitCost, move_price
 from eplb_service.planner.settings import AUTO, NumberOrAuto, PlannerSettings
 from eplb_service.replay.policy import ReplayError
@@ -25,9 +26,6 @@ class Assumption:
     name: str
     value: str
     source: str
-
-    def __str__(self) -> str:
-        return f"{self.name} {self.value} ({self.source})"
 
 
 @dataclass(frozen=True)
@@ -140,9 +138,9 @@ class Costs:
         texts = {
             "move_price": f"{self.move_price}",
             "link_bandwidth": f"{self.link_bandwidth:g} GB/s",
-            "bytes_per_expert": f"{self.bytes_per_expert or ASSUMED_BYTES}",
+            "bytes_per_expert": size_text(self.bytes_per_expert or ASSUMED_BYTES),
             "commit_ms": "0.5 ms and a copy" if self.commit_ms is None else f"{self.commit_ms:g} ms",
-            "layer_ms": f"{self.layer_ms:.3g} ms" + (" at first" if self.curve is not None else ""),
+            "layer_ms": f"{digits(self.layer_ms)} ms" + (" at first" if self.curve is not None else ""),
         }
         if self.step_ms:
             texts |= {"step_ms": f"{self.step_ms:g} ms", "solve_ms": f"{self.solve_ms:g} ms"}

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from importlib.resources import files
 
+from eplb_service.figures import digits
+from eplb_service.replay.costs import Assumption
 from eplb_service.replay.result import PolicyReplay, Replay, Score
 from eplb_service.report.pictures import best_policy, moved_share, pictures_of
 
@@ -15,17 +17,20 @@ _TERMS = {
     "floor": "about what token sampling alone leaves of a perfectly balanced placement",
     "hindsight": "the best known for the very steps served: a placement fitted on them, or any policy here",
     "regret": "realised PAR above hindsight: what a better forecast could still win",
-    "moves": "slots that receive weights at a decision, and their part of all slots; GB over all decisions",
+    "moves": "slots that receive weights per interval, and their part of all slots, over 100 % where several decisions "
+    "fall into an interval; GB over all of them",
     "late": "steps served under the old placement while a decision was solved and its weights travelled",
     "saved, stall": "milliseconds of a step that balance saves, and that standing still for switches costs",
 }
 
 
-def report_page(replay: Replay, *, title: str, command: str, facts: Mapping[str, str]) -> str:
-    """The whole HTML of a report.
+def report_page(
+    replay: Replay, *, title: str, command: str, facts: Mapping[str, str], rests_on: Sequence[Assumption]
+) -> str:
+    """The whole HTML of a report on ``replay``.
 
-    ``title`` names the trace, ``command`` is what makes the same report again, and ``facts`` are settings and what is
-    known of the trace, for the report to list.
+    ``title`` names the trace, ``command`` makes the same report again, ``facts`` are settings and what is known of the
+    trace, and ``rests_on`` the costs that decisions and scores go by.
     """
     best = best_policy(replay)
     score = replay.score(best)
@@ -34,7 +39,7 @@ def report_page(replay: Replay, *, title: str, command: str, facts: Mapping[str,
         "floor is about what chance leaves of the best placement.",
         "ranks.svg": f"Layer by layer, in the steps of the last decision: left alone, and under {best.label}.",
         "layers.svg": f"After each decision: left alone, and under {best.label}.",
-        "moves.svg": "Slots that had to receive another expert's weights.",
+        "moves.svg": "Slots that had to receive another expert's weights, from one decision by the clock to the next.",
         "pareto.svg": "Lower and further left is better; the line joins the policies that none beats in both. "
         f"Left alone, PAR is {score.par_left_alone:.3f} and nothing moves.",
     }
@@ -43,10 +48,13 @@ def report_page(replay: Replay, *, title: str, command: str, facts: Mapping[str,
         f'<h1>{escape(title)}</h1>\n<p class="soft">{escape(_shape(replay))}</p>',
         _tiles(replay, score, best),
         f'<p class="verdict">{escape(_verdict(score, best))}</p>',
+        _folded(
+            "What times and prices rest on", {one.name: f"{one.value} ({one.source})" for one in rests_on}
+        ),
         *(_figure(pictures[name], escape(note)) for name, note in notes.items()),
         f"<h2>In figures</h2>\n{_table(replay)}",
-        f"<h2>How this was made</h2>\n<pre>{escape(command)}</pre>\n{_facts(facts)}",
-        f"<h2>Terms</h2>\n{_facts(_TERMS)}",
+        _folded("Terms", _TERMS),
+        f"<h2>How this was made</h2>\n<pre>{escape(command)}</pre>\n{_folded('Trace and settings', facts)}",
     ]
     if replay.interrupted:
         parts.insert(
@@ -88,7 +96,12 @@ def _tiles(replay: Replay, score: Score, best: PolicyReplay) -> str:
         tiles["regret: PAR above hindsight"] = f"{score.regret:.3f}"
     if replay.costs.step_ms:
         net_ms = score.saved_ms - score.stall_ms
-        tiles[f"net of a step of {replay.costs.step_ms:g} ms"] = f"{net_ms:.2f} ms"
+        tiles[f"won of a step of {digits(replay.costs.step_ms)} ms, net"] = f"{digits(net_ms)} ms"
+    costs, slots = replay.costs, best.setup.slots
+    layer_ms = costs.layer_ms if score.moe_ms is None else score.moe_ms / replay.layers
+    tiles["price of time: experts of one layer in a step"] = f"{digits(layer_ms)} ms"
+    switch = f"{digits(costs.stall_ms(slots, 0, 1))} ms per layer switched"
+    tiles[f"price of moves: per expert; {switch}"] = f"{digits(costs.stall_ms(slots, 1, 0))} ms"
     boxes = (f"<div><b>{value}</b>{escape(label)}</div>" for label, value in tiles.items())
     return f'<div class="tiles">{"".join(boxes)}</div>'
 
@@ -118,16 +131,20 @@ def _table(replay: Replay) -> str:
             "of slots": f"{moved_share(replay, policy):.1%}",
             "GB": f"{score.bytes_moved / 1e9:,.2f}",
             "late": f"{policy.total('late'):,}",
-            "solve ms": f"{policy.seconds_mean * 1e3:.1f}",
+            "solve ms": f"{policy.seconds_mean * 1e3:,.1f}",
         }
         if not replay.costs.bytes_per_expert:
             del row["GB"]
         if replay.costs.step_ms:
-            row |= {"saved ms": f"{score.saved_ms:.3f}", "stall ms": f"{score.stall_ms:.3f}"}
+            row |= {"saved ms": digits(score.saved_ms), "stall ms": digits(score.stall_ms)}
         rows.append(row)
     head = _cells("th", map(escape, rows[0]))
     body = "".join(f"<tr>{_cells('td', row.values())}</tr>" for row in rows)
     return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+
+
+def _folded(summary: str, facts: Mapping[str, str]) -> str:
+    return f"<details><summary>{escape(summary)}</summary>{_facts(facts)}</details>"
 
 
 def _cells(tag: str, texts: Iterable[str]) -> str:

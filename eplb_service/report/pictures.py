@@ -12,6 +12,7 @@ import numpy as np
 from matplotlib import rc_context
 from matplotlib.colors import TwoSlopeNorm
 from matplotlib.figure import Figure
+from matplotlib.ticker import PercentFormatter
 
 from eplb_service.atomic_write import OutputError, write_atomically
 from eplb_service.placement import Float64, mean_par
@@ -85,7 +86,7 @@ def pictures_of(replay: Replay) -> dict[str, Picture]:
             "par.svg": _lines_over_steps(
                 "Peak-to-average ratio of the steps served", _par_lines(replay, lines("par_realised")), end
             ),
-            "moves.svg": _lines_over_steps("Slots that receive weights at a decision", lines("moves"), end),
+            "moves.svg": _lines_over_steps("Slots that receive weights per interval", lines("moves"), end),
             "pareto.svg": _balance_against_moves(replay, policies, looks),
             "ranks.svg": _heat_maps(
                 "Tokens of each rank over the mean rank",
@@ -105,7 +106,7 @@ def best_policy(replay: Replay) -> PolicyReplay:
 
 
 def moved_share(replay: Replay, policy: PolicyReplay) -> float:
-    """Slots that receive weights at a decision, as a share of all slots."""
+    """Slots that receive weights per interval, as a share of all slots."""
     return policy.moves_per_decision / (replay.layers * replay.ranks * policy.setup.slots)
 
 
@@ -152,7 +153,7 @@ def _balance_against_moves(
     replay: Replay, policies: Sequence[PolicyReplay], looks: Mapping[str, Mapping[str, Any]]
 ) -> Figure:
     """PAR against moves, a dot per policy, and the front that none beats in both."""
-    figure, axes = _chart("Balance against moves", "slots that receive weights at a decision", len(policies))
+    figure, axes = _chart("Balance against moves", "slots that receive weights per interval", len(policies))
     dots = {policy.label: (moved_share(replay, policy), policy.par_realised) for policy in policies}
     front = list(_front(dots.values()))
     axes.plot(*zip(*front, strict=True), color=_GREY, linestyle=":", zorder=1)
@@ -160,7 +161,7 @@ def _balance_against_moves(
         look = {name: looks[label][name] for name in ("color", "marker")}
         axes.scatter(moved, par, s=60, label=label, zorder=2, **look)
     axes.set_ylabel("PAR")
-    axes.xaxis.set_major_formatter("{x:.1%}")
+    axes.xaxis.set_major_formatter(PercentFormatter(1.0))
     figure.legend(**_LEGEND)
     return figure
 

@@ -50,6 +50,14 @@ def test_help_is_whole_at_80_columns_with_every_option_and_an_example(capsys, na
     assert all(line.startswith(f"    eplb {name}") for line in examples)
 
 
+def test_options_are_in_their_sections(capsys):
+    shown = help_of(capsys, "status")
+    headings = [line for line in shown.splitlines() if line[:1].strip() and line.endswith(":")]
+    assert headings == ["Arguments:", "Options:", "How the service is reached:", "Results:"]
+    assert "--tls-ca" in shown.partition(headings[2])[2].partition(headings[3])[0]
+    assert "--json" in shown.partition(headings[3])[2]
+
+
 @pytest.mark.parametrize("example", main.EXAMPLES)
 def test_examples_are_commands_that_parse(example):
     program, name, *rest = shlex.split(example)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from eplb_service.cli.operator import layer_table, placement_table, summary_table
+from eplb_service.cli import operator
+from eplb_service.cli.operator import placement_table
 from eplb_service.placement import Placement
-from tests.cli.arguments import drawn
+from tests.cli.arguments import drawn, eplb
 from tests.control.server.pictured import messages
 
 
@@ -30,8 +31,21 @@ def test_a_placement_is_there_whole(experts: int, ranks: int, slots: int) -> Non
     }
 
 
-def test_what_is_known_of_a_large_deployment_fits() -> None:
-    whole = messages(320, 61).whole
-    assert whole is not None
-    assert any("61 layers x" in line for line in drawn(summary_table(whole)))
-    assert len(drawn(layer_table(whole.layers))) >= 61
+def test_a_large_deployment_is_read_at_a_glance_or_whole(monkeypatch, capsys) -> None:
+    whole = messages(320, 61, missing=(77,)).whole
+    whole.status.worth.gain_ms = 3754.2
+    monkeypatch.setattr(operator, "_ask", lambda service, name, request: whole)
+    monkeypatch.setenv("COLUMNS", "80")
+    _, shown, _ = eplb(capsys, "status", "decode")
+    lines = shown.splitlines()
+    assert len(lines) <= 42
+    assert max(map(len, lines)) <= 80
+    assert "61 layers x" in shown
+    assert "319 of 320 ranks connected on 40 nodes, at step 48,230" in shown
+    assert "+3,750 ms per step" in shown
+    assert "0.0443 ms per layer and step, fitted" in shown
+    worst = max(whole.layers, key=lambda layer: layer.par).layer
+    first = [line.split()[0] for line in lines if line[:2].strip().isdigit()]
+    assert (first[0], first[8:10]) == (str(worst), ["77", "5"])
+    _, shown, _ = eplb(capsys, "status", "decode", "--all")
+    assert len(shown.splitlines()) > 61 + 320

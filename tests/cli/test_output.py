@@ -1,4 +1,4 @@
-"""JSON output holds numpy values as plain ones, and never what JSON has not."""
+"""JSON output holds numpy values as plain ones, and never what JSON has not; figures have no exponents."""
 
 import json
 
@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from eplb_service.cli.output import print_json, to_json, write_json
+from eplb_service.figures import digits, size_text
 
 DOCUMENT = {"par": np.float64(1.5), "moves": np.int32(3), "par_L": np.array([1.0, 2.0]), "name": "x"}
 PLAIN = {"par": 1.5, "moves": 3, "par_L": [1.0, 2.0], "name": "x"}
@@ -24,3 +25,10 @@ def test_a_figure_that_there_is_not_is_null_and_infinity_refused():
     assert plain == {"par": None, "par_L": [1.5, None]}
     with pytest.raises(ValueError, match="Out of range"):
         to_json({"par": np.float64("inf")})
+
+
+def test_a_figure_has_three_digits_that_count_and_no_exponent():
+    shown = {3754.2: "3,750", 4.12e-5: "0.0000412", 1e12: "1,000,000,000,000", -0.0: "0", float("nan"): "-"}
+    assert {value: digits(value) for value in shown} == shown
+    assert [digits(3754.2, 2, "+"), digits(-0.25, sign="+")] == ["+3,800", "-0.25"]
+    assert [size_text(size) for size in (0, 999.6, 16 << 20, 4e18)] == ["0 B", "1 kB", "16.8 MB", "4,000 PB"]

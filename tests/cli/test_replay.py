@@ -47,7 +47,7 @@ def test_every_window_interval_and_number_of_slots_has_a_line(trace, capsys):
     swept = ("--redundant", "0,4", "--window", "20,40", "--interval", "20,30", "--policy", "none")
     code, printed, _ = replay(capsys, "--heat", trace, "--ranks", RANKS, *swept, "--no-hindsight")
     assert code == 0
-    assert "2 layers x 16 experts on 4 ranks; steps scored 70, decisions 3 or 4" in printed
+    assert "2 layers x 16 experts on 4 ranks; steps scored 70, intervals 3 or 4" in printed
     assert printed.count("none,") == 8
     assert "deepseek" not in printed
     assert "regret" not in printed
@@ -95,7 +95,7 @@ def test_ctrl_c_prints_and_writes_what_is_done(tmp_path, trace, capsys, monkeypa
         capsys, "--heat", trace, "--ranks", RANKS, *arguments, "--out", out, "--report", report
     )
     assert code == 130
-    assert "decisions 3; stopped early, without the policies not yet done" in printed
+    assert "intervals 3; stopped early, without the policies not yet done" in printed
     assert json.loads(out.read_text())["interrupted"] is True
     assert "stopped early" in report.read_text()
 

@@ -12,6 +12,7 @@ from eplb_service.cli import main
 from eplb_service.cli import sweep as command
 from tests.cli.published import held
 
+TUESDAY = "[red]tuesday.npz"
 GRID = ("--redundant", "4,8", "--window", "32", "--interval", "16,32", "--policy", "flashlb")
 
 
@@ -19,7 +20,7 @@ GRID = ("--redundant", "4,8", "--window", "32", "--interval", "16,32", "--policy
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "80")
-    for number, name in enumerate(("monday", "tuesday")):
+    for number, name in enumerate(("monday", "[red]tuesday")):
         rng = np.random.default_rng(number)
         np.savez(f"{name}.npz", heat=rng.poisson(rng.lognormal(2, 1, (1, 2, 16)), (80, 2, 16)))
 
@@ -30,7 +31,7 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, 
 
 
 def test_one_table_fits_80_columns(capsys: pytest.CaptureFixture[str]) -> None:
-    code, printed, _ = run(capsys, "monday.npz", "tuesday.npz", *GRID, "--set", "par-threshold=1.02,1.5")
+    code, printed, _ = run(capsys, "monday.npz", TUESDAY, *GRID, "--set", "par-threshold=1.02,1.5")
     assert code == 0
     tables = printed.partition("\nPAR: ")[0]
     assert max(map(len, tables.splitlines())) <= 80
@@ -38,18 +39,19 @@ def test_one_table_fits_80_columns(capsys: pytest.CaptureFixture[str]) -> None:
     assert printed.startswith("traces 2, choices 8\n")
     assert printed.count("flashlb, 5 slots,") == 2 * 4 + 4
     assert "mean over traces" in printed
+    assert TUESDAY in printed
 
 
 def test_json_and_file_are_as_published(capsys: pytest.CaptureFixture[str]) -> None:
     varied = ("--set", "move_price=auto,0.5", "--set", "fitted_curve=on,off", "--out", "found.json")
-    code, printed, _ = run(capsys, "monday.npz", "tuesday.npz", *GRID, *varied, "--json", "--step-ms", "30")
+    code, printed, _ = run(capsys, "monday.npz", TUESDAY, *GRID, *varied, "--json", "--step-ms", "30")
     assert code == 0
     document = held("sweep", printed)
     assert held("sweep", Path("found.json").read_text()) == document
     assert not document["interrupted"]
     rows = document["rows"]
     assert len(rows) == 2 * 4 * 2 * 2
-    assert [row["trace"] for row in rows] == ["monday.npz"] * 16 + ["tuesday.npz"] * 16
+    assert [row["trace"] for row in rows] == ["monday.npz"] * 16 + [TUESDAY] * 16
     chosen = [tuple(row["settings"].values()) for row in rows[:16:4]]
     assert chosen == [("auto", True), ("auto", False), (0.5, True), (0.5, False)]
     assert {(row["slots"], row["interval"]) for row in rows} == {(5, 16), (5, 32), (6, 16), (6, 32)}
@@ -70,7 +72,7 @@ def test_ctrl_c_shows_what_has_been_done(
         return kept(cell, result)
 
     monkeypatch.setattr(command, "_rows", stopped)
-    code, printed, _ = run(capsys, "monday.npz", "tuesday.npz", *GRID, "--json")
+    code, printed, _ = run(capsys, "monday.npz", TUESDAY, *GRID, "--json")
     assert code == 130
     document = held("sweep", printed)
     assert document["interrupted"]

@@ -49,14 +49,15 @@ def test_a_terminal_of_24_lines_shows_all_that_matters() -> None:
     assert max(map(len, lines)) <= 80
     text = "\n".join(lines)
     for part in (
-        "decode  9 problems",
-        "problem: rank 2: its transfer failed",
-        "and 6 more problems",
-        "worth: helps: +0.412 ms per step (95 %: +0.380 to +0.444)",
-        "price of moves: ",
+        "decode  9 problems  61 layers x 256 experts on 320 ranks x 1 slots",
+        "problem: rank 1: its transfer failed",
+        "and 7 more problems",
+        "worth: helps: +0.412 ms per step (95 %: +0.38 to +0.444)",
+        "moved: 612 layers, 178 GB; price 0.35 ms per expert, partly measured",
+        "2 more: draft 1.070 paused, prefill 1.070 well",
         "PAR over",
-        "plan 17, 42 s ago, done: 21 of 21 layers",
-        "319 of 320 ranks connected",
+        " s ago, done: 21 of 21 layers",
+        "319 of 320 ranks connected on 40 nodes, at step 48,230, 12 steps lost",
         "more ranks",
     ):
         assert part in text

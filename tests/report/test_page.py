@@ -6,10 +6,12 @@ from html.parser import HTMLParser
 
 import pytest
 
+from eplb_service.replay.costs import Assumption
 from eplb_service.report.page import report_page
 from eplb_service.report.pictures import pictures_of
 from tests.report.reports import small_replay
 
+RESTS_ON = [Assumption("link_bandwidth", "25 GB/s", "assumed <b>here</b>")]
 TITLE = "Replay of </script><script>alert(1)</script>"
 COMMAND = "eplb replay --heat a.zarr --ranks 4 && echo 'quoted'"
 
@@ -36,7 +38,9 @@ class Page(HTMLParser):
 
 
 def report(found):
-    return report_page(found, title=TITLE, command=COMMAND, facts={"trace": "made up <b>here</b>"})
+    return report_page(
+        found, title=TITLE, command=COMMAND, facts={"trace": "made up <b>here</b>"}, rests_on=RESTS_ON
+    )
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +67,7 @@ def test_names_cannot_break_out(html):
     assert TITLE in page.texts["h1"]
     assert COMMAND in page.texts["pre"]
     assert "made up <b>here</b>" in page.texts["dd"]
+    assert "25 GB/s (assumed <b>here</b>)" in page.texts["dd"]
 
 
 def test_shows_what_was_found(html, replayed):
@@ -71,6 +76,17 @@ def test_shows_what_was_found(html, replayed):
         assert f"{policy.par_realised:.3f}" in page.texts["td"]
         assert policy.label in page.texts["td"]
     assert {"GB", "saved ms"} <= set(re.findall("<th>(.*?)</th>", html))
+    tiles = re.findall(r"<div><b>(.*?)</b>(.*?)</div>", html)
+    assert ("0.4 ms", "price of time: experts of one layer in a step") in tiles
+    assert not re.search(r"\de[+-]?\d", "".join(page.texts[tag] for tag in ("b", "div", "dd", "td")))
+
+
+def test_what_figures_rest_on_is_folded(html):
+    assert "<details open" not in html
+    folded = re.findall(r"<details><summary>(.*?)</summary>", html)
+    assert folded == ["What times and prices rest on", "Terms", "Trace and settings"]
+    unfolded = re.sub(r"<details>.*?</details>", "", html, flags=re.DOTALL)
+    assert "<dd>" not in unfolded
 
 
 def test_a_stopped_replay_says_so(html, replayed):

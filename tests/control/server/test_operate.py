@@ -73,7 +73,7 @@ async def test_status(group: FakeGroup, capsys: pytest.CaptureFixture[str]) -> N
     )
     assert await eplb(group, "status", "decode") == 0
     shown = capsys.readouterr().out
-    assert f"{RANKS} of {RANKS} connected" in shown
+    assert f"{RANKS} of {RANKS} ranks connected on 2 nodes" in shown
     for rank, staged in ((0, 10), (2, 84_000_000)):
         beat = agent_pb2.Heartbeat(digest=group.live.digest, staging_bytes=staged, ring_bytes=1_500_000)
         await group.ranks[rank].say(heartbeat=beat)

@@ -35,8 +35,8 @@ export const digits = (value, most = 3) => value.toLocaleString("en", { maximumS
 export function bytes(value) {
   const units = ["B", "kB", "MB", "GB", "TB", "PB"];
   let unit = 0;
-  while (value >= 1000 && unit < units.length - 1) { value /= 1000; unit += 1; }
-  return `${value >= 100 || unit === 0 ? Math.round(value) : value.toPrecision(3)} ${units[unit]}`;
+  while (value >= 999.5 && unit < units.length - 1) { value /= 1000; unit += 1; }
+  return `${digits(value)} ${units[unit]}`;
 }
 
 export function ago(seconds) {

@@ -50,6 +50,7 @@ export function showTiles({ status, balance }) {
     ["noise floor", ratio(floor), "about what chance leaves"],
     ["avoidable", avoidable === null ? "–" : `${(100 * avoidable).toFixed(1)} %`, "of the mean rank's load"],
     ...(worth ? [[worth.verdict, `${signed(worth.gain_ms)} ms`, worthWords(worth)]] : []),
+    ...(worth ? [["price of time", `${digits(worth.serving_ms / Math.max(1, status.layers))} ms`, `per layer and step, ${worth.price_kind}`]] : []),
     ...(price ? [["price of moves", priceFigure(price), priceWords(price)]] : []),
     ["switched", count(status.layers_switched), `layers, ${count(status.experts_moved)} experts, ${bytes(status.bytes_moved)}`],
     ["steps", count(status.steps_received), lost ? `${digits(lost, 2)} % lost` : "none lost"],
@@ -73,13 +74,13 @@ function priceFigure(price) {
 }
 
 function priceWords(price) {
-  if (price.ms_per_move === null) return `of the ratio for every slot, ${price.kind}`;
+  if (price.ms_per_move === null) return `lower PAR for every slot to move, ${price.kind}`;
   const bySize = price.ms_per_megabyte === null ? "" : ` (${digits(price.ms_per_megabyte)} per MB)`;
   return `per expert${bySize}, ${digits(price.ms_per_switch)} ms per switch; ${price.kind}`;
 }
 
 function priceSentence(price) {
-  return `Price of moves, ${price.kind}: a ratio must fall by ${digits(100 * price.price)} % for every slot to move; ${price.reason}.`;
+  return `Price of moves, ${price.kind}: PAR must fall by ${digits(100 * price.price)} % for every slot to move; ${price.reason}.`;
 }
 
 // What the figures rest on: for those who open it.
@@ -87,8 +88,8 @@ export function showWorth({ status }) {
   const worth = status.worth;
   const sentences = [];
   if (worth) {
-    sentences.push(`The experts' slowest ranks take ${worth.left_alone_ms.toFixed(3)} ms of a step left alone, ${worth.serving_ms.toFixed(3)} ms as served, ` +
-      `${worth.best_ms.toFixed(3)} ms under the best known (${worth.best}), over ${count(worth.steps)} steps.`, `Price of time, ${worth.price_kind}: ${worth.price}.`);
+    sentences.push(`The experts' slowest ranks take ${digits(worth.left_alone_ms, 4)} ms of a step left alone, ${digits(worth.serving_ms, 4)} ms as served, ` +
+      `${digits(worth.best_ms, 4)} ms under the best known (${worth.best}), over ${count(worth.steps)} steps.`, `Price of time, ${worth.price_kind}: ${worth.price}.`);
   }
   if (status.move_price) sentences.push(priceSentence(status.move_price));
   at("worth").hidden = !sentences.length;
@@ -112,7 +113,7 @@ function switchLead(plan, decision) {
   const outcome = plan.outcome ? plan.outcome.replace("_", " ") : "under way";
   const later = decision && decision.at > plan.at ? ` ${keptLead(decision)}` : "";
   return `Plan ${plan.plan_id} at ${clock(plan.at, true)}, ${outcome}: ${plan.committed} of ${changed.length} layers switched, ` +
-    `${count(moves)} experts moved${sent ? ` (${bytes(sent)})` : ""}, solved in ${(1000 * plan.solve_seconds).toFixed(0)} ms.` +
+    `${count(moves)} experts moved${sent ? ` (${bytes(sent)})` : ""}, solved in ${count(1000 * plan.solve_seconds)} ms.` +
     `${plan.reason ? ` ${plan.reason}.` : ""}${later}`;
 }
 
