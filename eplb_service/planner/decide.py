@@ -122,13 +122,7 @@ def plan_afresh(
     settings: PlannerSettings,
     search: SearchOptions | None = None,
 ) -> Plan:
-    """Solve every layer from scratch; ``placement`` serves only as what moves are counted against.
-
-    Parameters
-    ----------
-    window, placement, topology, settings, search
-        As for ``plan``.
-    """
+    """Solve every layer from scratch; ``placement`` is what moves are counted against, the rest is as for ``plan``."""
     settings = replace(settings, par_threshold=1.0, min_gain=0.0, move_price=0.0, max_layers=None)
     deployed_RLE = first_tables(placement, settings.split, settings.deal_width)
     search = replace(search or SearchOptions(), warm=False)

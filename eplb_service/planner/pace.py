@@ -23,8 +23,6 @@ _LEAST_INTERVAL = 32
 """Least steps between decisions while nothing departs: half as many win less than 1 % and cost twice the CPU."""
 _FIRST_AFTER_CHANGE = 4
 """Steps after which a change is decided on first: an older and a newer half of two each."""
-_LEAST_AHEAD = 8
-"""Steps that heat is forecast over at least, where the window has four times as many."""
 _FIRST_STRETCH = 256
 """Steps that a stretch is taken to last until any has ended."""
 _STRETCHES_KEPT = 4
@@ -32,9 +30,11 @@ _STRETCHES_KEPT = 4
 
 _AS_GOOD = 1.1
 """Part of the least squared error of a forecast up to which a longer stretch is as good."""
+_FORECASTS = 4
+"""Newest intervals, at most, whose heat says how far to look back: one alone is a matter of chance on bursts."""
 _OTHER_HEAT = 4.0
-"""How many times the error of a stretch of a few steps the error of all steps before must be for that stretch to be of
-other heat: more than bursts make of it, and less than drift and another workload do (``make bench-decide``)."""
+"""How many times the error of a stretch of a few steps that of the best of those before must be for it to be of other
+heat: more than bursts and drift make of it, and less than another workload does (``make bench-decide``)."""
 
 _ALLOWANCE = 1.0
 """Standard deviations of a step that are no excess: half the smallest change that is looked for."""
@@ -57,8 +57,8 @@ class Pace:
     """State of a deployment that is decided for on change (immutable).
 
     A departure of what is realised from what was promised begins a new stretch: decisions fall when it is 4, 8 and 16
-    steps long, and look at its steps alone. Where its heat turns out to be no other than before, that was a burst:
-    nothing begins, and heat is looked at again soon. Later the interval is doubled where a decision changed nothing, or
+    steps long, and look at its steps alone. Where its heat is no other than before, that was a burst or drift: nothing
+    begins, and heat is looked at again soon. Later the interval is doubled where a decision changed nothing, or
     what the one before changed did not win beyond its error, and halved where it did. What moves cost is spread over
     the steps until the next decision; after a departure, over as many as such stretches have lasted. A decision waits
     until steps have paid for the CPU of those before it.
@@ -150,7 +150,7 @@ class Pace:
         longest = min(self.stretch, self.memory, len(heat_TLE))
         if self.due_at is None or longest < 2 * _SHORTEST:
             return max(longest, 1)
-        ahead = min(max(self._within_bounds(self.interval), _LEAST_AHEAD), longest // 4)
+        ahead = min(self._within_bounds(self.interval), longest // 4)
         return _stationary_steps(heat_TLE[len(heat_TLE) - longest :], ahead)
 
     def weighed(self, heat_TLE: Counts) -> Pace:
@@ -204,12 +204,8 @@ class Pace:
         after = replace(self, expected=None) if changed else self
         if self.alarm is not None and self.stretch < _SHORTEST:
             return after._due_at(self.changed_at + 2 * max(self.stretch, 1))
-        interval = self.interval
-        if not changed or paid is False:
-            interval = 2 * interval
-        elif paid:
-            interval = interval // 2
-        interval = self._within_bounds(interval)
+        factor = 2.0 if not changed or paid is False else 0.5 if paid else 1.0
+        interval = self._within_bounds(int(factor * self.interval))
         return replace(after, interval=interval)._due_at(self.seen + interval)
 
     def charged(self, cost: float) -> Pace:
@@ -296,53 +292,61 @@ class Pace:
 def _stationary_steps(heat_TLE: Counts, ahead: int) -> int:
     """The longest stretch of newest steps that forecasts as well as any: its length, at most T.
 
-    Of the newest ``ahead`` steps each expert's part of the tokens is forecast by its mean over stretches before them,
-    each twice as long as the one before. Longer stretches are preferred: they know more of how experts move together.
-    Their squared error may be a little above the least.
+    In each of the newest stretches of ``ahead`` steps each expert's part of the tokens is forecast by its mean over the
+    steps before, 16 and twice as many each time. Longer ones are preferred: they know more of how experts move
+    together. Their squared error, as a multiple of each stretch's least, may be a little above the least in the mean.
     """
-    before = len(heat_TLE) - ahead
+    steps, before = len(heat_TLE), len(heat_TLE) - ahead
     if ahead < 1 or before < _SHORTEST:
-        return len(heat_TLE)
-    doubled = [_SHORTEST << power for power in range(before.bit_length())]
-    lengths = [length for length in doubled if length < before] + [before]
-    newest_LE = _summed_parts(heat_TLE, (ahead, *(ahead + length for length in lengths)))
-    errors = _errors(newest_LE, ahead, lengths)
-    most = _AS_GOOD * min(errors)
-    return ahead + max(length for length, error in zip(lengths, errors, strict=True) if error <= most)
+        return steps
+    lengths = _doubled(before)
+    starts = [ahead * number for number in range(1, 1 + min(_FORECASTS, max(before // (2 * ahead), 1)))]
+    ends = {min(start + length, steps) for start in starts for length in lengths}
+    newest_LE = _summed_parts(heat_TLE, (0, *starts, *ends))
+    regret_K = np.zeros(len(lengths))
+    for start in starts:
+        stops = [min(start + length, steps) for length in lengths]
+        error_K = _errors(newest_LE, start - ahead, start, start, stops)
+        regret_K += error_K / max(error_K.min(), 1e-30)
+    return ahead + int(np.array(lengths)[regret_K <= _AS_GOOD * regret_K.min()].max())
 
 
 def _has_changed(heat_TLE: Counts, since: int) -> bool:
-    """Return whether the newest ``since`` steps are of other heat than those before: no burst, which resembles itself.
+    """Return whether the newest ``since`` steps are of other heat than those before.
 
-    Their newer half is forecast by their older half, and by all steps before. True where there is nothing to compare.
+    Their newer half is forecast by their older half and by steps before, 16 and twice as many each time: bursts
+    resemble all of those, drift the newest. True where there is nothing to compare.
     """
     steps, ahead = len(heat_TLE), since // 2
     if ahead < 1 or since >= steps:
         return True
-    by_stretch, by_all = _errors(
-        _summed_parts(heat_TLE, (ahead, since, steps)), ahead, (since - ahead, steps - ahead)
-    )
-    return by_all >= _OTHER_HEAT * by_stretch
+    ends = [since + length for length in _doubled(steps - since)]
+    newest_LE = _summed_parts(heat_TLE, (0, ahead, since, *ends))
+    by_stretch = _errors(newest_LE, 0, ahead, ahead, [since])
+    return bool(_errors(newest_LE, 0, ahead, since, ends).min() >= _OTHER_HEAT * by_stretch[0])
 
 
-def _errors(newest_LE: Mapping[int, Float64], ahead: int, lengths: Sequence[int]) -> list[float]:
-    """Squared errors of stretches that forecast the newest steps, given the sums from either's beginning on."""
-    came_LE = newest_LE[ahead] / ahead
+def _doubled(most: int) -> list[int]:
+    """Lengths of stretches that are tried: 16 steps, twice as many, and so on, and all."""
+    lengths = (_SHORTEST << power for power in range(most.bit_length()))
+    return [*(length for length in lengths if length < most), most]
+
+
+def _errors(newest_LE: Mapping[int, Float64], newer: int, older: int, begin: int, ends: list[int]) -> Float64:
+    """Squared errors ``[K]`` of forecasts of steps ``newer`` to ``older``, counted back, by ``begin`` to each end."""
+    came_LE = (newest_LE[older] - newest_LE[newer]) / (older - newer)
     size_L = np.maximum((came_LE**2).sum(axis=1), 1e-30)
-    errors = []
-    for length in lengths:
-        missed_LE = (newest_LE[ahead + length] - newest_LE[ahead]) / length - came_LE
-        errors.append(float(((missed_LE**2).sum(axis=1) / size_L).mean()))
-    return errors
+    missed = ((newest_LE[end] - newest_LE[begin]) / (end - begin) - came_LE for end in ends)
+    return np.array([((missed_LE**2).sum(axis=1) / size_L).mean() for missed_LE in missed])
 
 
 def _summed_parts(heat_TLE: Counts, lengths: Sequence[int]) -> dict[int, Float64]:
-    """Each expert's part of the tokens, summed over so many newest steps, float64 ``[L, E]``; lengths ascend."""
+    """Each expert's part of the tokens, summed over so many newest steps, float64 ``[L, E]``."""
     steps, newest = len(heat_TLE), 0
     inverse_TL = 1.0 / np.maximum(heat_TLE.sum(axis=2, dtype=np.float64), 1.0)
     sums: dict[int, Float64] = {}
     total_LE = np.zeros(heat_TLE.shape[1:])
-    for length in lengths:
+    for length in sorted({*lengths}):
         part = slice(steps - length, steps - newest)
         total_LE = total_LE + np.einsum("tle,tl->le", heat_TLE[part], inverse_TL[part])
         sums[length], newest = total_LE, length

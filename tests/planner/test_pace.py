@@ -156,9 +156,7 @@ def test_a_decision_that_is_being_made_is_not_due_again(calm: Pace) -> None:
 
 
 def test_a_decision_looks_back_as_far_as_heat_is_the_same(calm: Pace) -> None:
-    pace, _ = calm.after_steps(steps(32))
-    pace = pace.after_decision(changed=False, paid=None)
-    pace, _ = pace.after_steps(steps(64))
+    pace = served(served(calm, 32).after_decision(changed=False, paid=None), 64)
     still = heat(160)
     assert pace.window_steps(still) == 160
     jumped = np.concatenate([heat(110), heat(50, seed=1)])
