@@ -13,7 +13,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: screenshots proofs properties attack help size stack dashboard notebook demo demo-vllm e2e-observability test test-slow test-oldest check lint types layers docs unit warm format proto wheels clean
-.PHONY: test-engines known-engines explore simulate fuzz fuzz-properties mutate faults soak bench-switch bench-solver bench-decide bench-split bench-time bench-scale
+.PHONY: test-engines known-engines explore simulate fuzz fuzz-properties mutate faults soak bench-switch bench-solver bench-decide bench-split bench-time bench-scale bench-engine
 
 help: ## show this list
 	@awk -F':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -28,6 +28,10 @@ demo: $(READY) ## the main job: service, live ranks, drifting heat, layers switc
 
 demo-vllm: warm ## two real vLLM servers on CPU, one balanced, the same drifting load; vLLM is installed once per machine
 	@$(BIN)/python -m benchmarks.vllm_serving $(ARGS)
+
+bench-engine: warm ## time to the first token with the agent beside vLLM and without, by what the service does
+	@for beside in deciding keeping resting nothing; do \
+		$(BIN)/python -m benchmarks.vllm_serving --rounds 24 --beside $$beside $(ARGS) || exit; done
 
 test: $(READY) ## lint, types, layer contracts, docs and the tests: the gate of every change (minutes)
 	@$(MAKE) --no-print-directory --jobs 2 check warm

@@ -1,8 +1,10 @@
 """What is installed is what is declared: versions, command, typing, and the same imports as dependencies."""
 
 import ast
+import fcntl
 import importlib
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -97,3 +99,16 @@ def test_the_base_install_needs_no_torch():
         [sys.executable, "-c", probe], capture_output=True, text=True, timeout=120, check=False
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_a_tree_is_built_by_one_process_at_a_time(monkeypatch):
+    folder, builds = ROOT / "packaging/eplb-agent", []
+
+    def build(**_):
+        with (folder / "pyproject.toml").open() as tree, pytest.raises(BlockingIOError):
+            fcntl.flock(tree, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        builds.append(folder)
+
+    monkeypatch.setattr("setuptools.setup", build)
+    runpy.run_path(str(folder / "setup.py"), run_name="__main__")
+    assert builds == [folder]

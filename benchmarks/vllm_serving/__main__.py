@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.text import Text
 
 from benchmarks.vllm_serving.run import serve_both
-from benchmarks.vllm_serving.score import complaint, summary
+from benchmarks.vllm_serving.score import BESIDE, complaint, summary
 from tests.engines.conftest import make_agent_site
 from tests.engines.environments import VLLM_032, python_of
 from tests.engines.openai_server import ServerError
@@ -45,7 +45,7 @@ def main() -> int:
     console.print(summary(found))
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(found, indent=1) + "\n")
-    reason = complaint(found)
+    reason = complaint(found, arguments.beside)
     return 0 if reason is None else _fail(console, reason, 1)
 
 
@@ -57,6 +57,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=8, help="turns in which they are sent (8)")
     parser.add_argument("--clients", type=int, default=16, help="requests at a time (16)")
     parser.add_argument("--seed", type=int, default=0, help="of what is asked")
+    parser.add_argument(
+        "--beside", choices=BESIDE, default=BESIDE[0], help="what the service does (deciding)"
+    )
     parser.add_argument("--json", type=Path, default=None, help="write all figures here")
     return parser.parse_args()
 

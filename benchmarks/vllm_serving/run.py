@@ -19,9 +19,9 @@ from rich.console import Console
 from rich.progress import Progress
 
 from benchmarks.vllm_serving.load import drifting_requests, send_all
-from benchmarks.vllm_serving.score import ALONE, BALANCED, KINDS, Round, figures
+from benchmarks.vllm_serving.score import ALONE, BALANCED, KEEPING, KINDS, NOTHING, RESTING, Round, figures
 from eplb_service.wire.generated.operator_pb2 import DeploymentStatus
-from tests.e2e.service import Service
+from tests.e2e.service import Service, free_address
 from tests.engines.conftest import engine_environment
 from tests.engines.openai_server import OpenAiServer
 from worker_agent.model.checkpoint import EMBEDDED
@@ -39,6 +39,7 @@ _SERVICE_FLAGS = [
     "--cpu-share",
     "1",
 ]
+_KEEPS = ("--min-gain", "1e9")
 _SECONDS_BETWEEN_QUESTIONS = 0.3
 _LAST_REPORT_SECONDS = 3.0
 _SEEN_SECONDS = 60.0
@@ -64,9 +65,11 @@ def serve_both(
     Raises ``ServerError`` where a server does not start.
     """
     rounds = rounds_of(options.requests, options.rounds, options.seed)
-    with Service(folder, *_SERVICE_FLAGS) as service, watching(service) as watched:
+    beside = options.beside
+    flags = [*_SERVICE_FLAGS, *(_KEEPS if beside == KEEPING else ())]
+    with Service(folder, *flags) as service, watching(service) as watched:
         agent = {
-            "EPLB_AGENT_SERVICE": service.address,
+            "EPLB_AGENT_SERVICE": free_address() if beside == NOTHING else service.address,
             "EPLB_AGENT_DEPLOYMENT": DEPLOYMENT,
             "EPLB_AGENT_DATA_HOST": "127.0.0.1",
         }
@@ -82,7 +85,7 @@ def serve_both(
                 console.print(f"vLLM starts, {kind}: {options.ranks} ranks on CPU; about a minute")
                 server.wait_until_healthy()
             console.print("both compile what their first requests need")
-            with watched.left_alone():
+            with contextlib.nullcontext() if beside == NOTHING else watched.left_alone(beside != RESTING):
                 for server in servers.values():
                     send_all(
                         server.port, drifting_requests(options.clients, options.seed + 1), options.clients
@@ -141,8 +144,8 @@ class Watched:
         self.line = ""
 
     @contextlib.contextmanager
-    def left_alone(self) -> Iterator[None]:
-        """Plan nothing within it, and end once balance without a switch has been seen.
+    def left_alone(self, plan_after: bool = True) -> Iterator[None]:
+        """Plan nothing within it, or ever, and end once balance without a switch has been seen.
 
         On a busy machine the first layers would otherwise have switched before anybody asked.
         """
@@ -155,7 +158,8 @@ class Watched:
                 time.sleep(_SECONDS_BETWEEN_QUESTIONS)
         finally:
             with contextlib.suppress(grpc.RpcError):
-                self._service.resume(DEPLOYMENT)
+                if plan_after:
+                    self._service.resume(DEPLOYMENT)
 
     def par(self) -> dict[str, float]:
         """PAR of the last window before a layer switched, the mean since, and the steps counted in all."""

@@ -3,6 +3,7 @@
 The folder holds no code of its own, so a wheel (or an editable install) can be made of it, but no source archive.
 """
 
+import fcntl
 import importlib.util
 import pathlib
 
@@ -54,4 +55,7 @@ if __name__ == "__main__":
         include=["eplb_service", *SHARED, "worker_agent", "worker_agent.*"],
         exclude=["*.__pycache__"],
     )
-    setup(packages=packages, cmdclass={"build_py": BuildAgent, "sdist": NoSourceArchive})
+    with (ROOT / "packaging" / "eplb-agent" / "pyproject.toml").open() as tree:
+        # Two builds at a time would take each other's files out of ``build``.
+        fcntl.flock(tree, fcntl.LOCK_EX)
+        setup(packages=packages, cmdclass={"build_py": BuildAgent, "sdist": NoSourceArchive})

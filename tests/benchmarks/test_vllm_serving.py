@@ -24,6 +24,7 @@ from benchmarks.vllm_serving.score import (
     complaint,
     figures,
     latency,
+    ratios,
     summary,
 )
 from eplb_service.wire.generated.operator_pb2 import DeploymentStatus
@@ -171,7 +172,9 @@ def test_a_run_without_fault_has_nothing_to_complain_of() -> None:
     found = figures(rounds, SWITCHED, PAR)
     assert complaint(found) is None
     assert (found["identical"], found["tokens"][BALANCED], found["layers_switched"]) == (4, 16, 7)
-    assert [ratio["ratio"] for ratio in found["latency_ratios"]] == [1.0, 1.0]
+    assert [(ratio["ratio"], ratio["low"], ratio["high"]) for ratio in found["latency_ratios"]] == [
+        (1.0,) * 3
+    ] * 2
     assert json.loads(json.dumps(found)) == found
     console = Console(width=140, record=True)
     console.print(summary(found))
@@ -193,6 +196,21 @@ def test_a_run_that_does_not_show_it_is_named(
     of_balanced: dict[str, object], switched: dict[str, int], message: str
 ) -> None:
     assert message in str(complaint(figures(_served(**of_balanced), switched, PAR)))
+
+
+def test_an_interval_is_that_of_rounds_drawn_again() -> None:
+    """In one of three rounds the machine is ten times as slow; the balanced server takes twice as long in each."""
+    rounds = [_served()[0] for _ in range(3)]
+    for slow, part in zip((1.0, 10.0, 1.0), rounds, strict=True):
+        for kind, seconds in ((ALONE, slow), (BALANCED, 2 * slow)):
+            for one in part.answers[kind]:
+                one.times = [seconds, 3 * seconds]
+    assert [(one["low"], one["ratio"], one["high"]) for one in ratios(rounds)] == [
+        pytest.approx((2.0,) * 3)
+    ] * 2
+    rounds[2].answers[BALANCED][1].times = [1.0, 7.0]
+    first, each = ratios(rounds)
+    assert first["low"] < first["high"] == each["low"] == pytest.approx(2.0)
 
 
 def test_ratios_are_those_before_the_first_switch_and_since_each_window_once() -> None:

@@ -62,14 +62,17 @@ def agent_site(tmp_path_factory):
     return make_agent_site(tmp_path_factory.mktemp("agent"))
 
 
+def made_checkpoint(folder, *kind):
+    """Write a tiny checkpoint in Hugging Face layout, a Qwen3-MoE by default."""
+    make = [python_of(VLLM_032), HERE / "make_checkpoint.py", folder, *kind]
+    subprocess.run(make, check=True, capture_output=True)
+    return folder
+
+
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory):
-    """A tiny Qwen3-MoE in Hugging Face layout."""
-    folder = tmp_path_factory.mktemp("checkpoint")
-    subprocess.run(
-        [python_of(VLLM_032), HERE / "make_checkpoint.py", folder], check=True, capture_output=True
-    )
-    return folder
+    """A tiny Qwen3-MoE."""
+    return made_checkpoint(tmp_path_factory.mktemp("checkpoint"))
 
 
 @pytest.fixture
@@ -180,10 +183,10 @@ def ended():
 def run_vllm(agent_site, checkpoint, tmp_path, ended):
     """Starts engines."""
 
-    def start(engine, options, name="balanced", **environment):
+    def start(engine, options, name="balanced", model=checkpoint, **environment):
         settings = engine_environment(agent_site, **UNCOMPILED, **environment)
-        folder = tmp_path / name
-        return ended(EngineRun(python_of(engine), "generate_vllm.py", folder, checkpoint, options, settings))
+        python = python_of(engine)
+        return ended(EngineRun(python, "generate_vllm.py", tmp_path / name, model, options, settings))
 
     return start
 

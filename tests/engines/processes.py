@@ -18,12 +18,7 @@ def start_engine(
     """Run ``command`` in a session of its own; what it and its workers print goes to ``log``."""
     with log.open("wb") as out:
         return subprocess.Popen(
-            command,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=out,
-            stderr=out,
-            start_new_session=True,
+            command, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True
         )
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from eplb_service.cli.main import run
 from eplb_service.io.open_trace import open_trace
-from tests.engines.conftest import TRITON_IN_PYTHON, WHENEVER_IT_MAY
+from tests.engines.conftest import TRITON_IN_PYTHON, WHENEVER_IT_MAY, made_checkpoint
 from tests.engines.environments import VLLM_023_SERVED, VLLM_032, VLLM_032_TRITON, python_of
 from tests.engines.generate_vllm import DIFFERENT_ROUNDS, prompts
 
@@ -23,12 +23,7 @@ TWO_TENSOR_RANKS = EXPERT_PARALLEL | {
     "tensor_parallel_size": 2,
     "eplb_config": {"num_redundant_experts": 4, "use_async": False},
 }
-TWO_DATA_RANKS = EXPERT_PARALLEL | {
-    "data_parallel_size": 2,
-    "eplb_config": {"num_redundant_experts": 4, "use_async": False},
-}
-
-
+TWO_DATA_RANKS = {**TWO_TENSOR_RANKS, "tensor_parallel_size": 1, "data_parallel_size": 2}
 FOUR_RANKS = TWO_DATA_RANKS | {"tensor_parallel_size": 2}
 """Two data ranks of two tensor ranks each, which vLLM makes sequence parallel."""
 CASES = {
@@ -88,15 +83,15 @@ def heat_arrived(status, service):
 
 @pytest.fixture(scope="module")
 def alone():
-    """Answers of the untouched engine on one rank to the first requests of the first rounds; it runs once for all."""
-    whole = LOAD | {"rounds": DIFFERENT_ROUNDS}
-    known = {}
+    """Answers of the untouched engine on one rank to the first requests of the first rounds; each load runs once."""
+    whole, known = LOAD | {"rounds": DIFFERENT_ROUNDS}, {}
 
-    def answers(run_vllm, requests=8, rounds=4, engine=VLLM_032):
-        if engine not in known:
-            known[engine] = run_vllm(engine, whole, name="alone").answers()
+    def answers(run_vllm, requests=8, rounds=4, engine=VLLM_032, load=whole, **environment):
+        key = engine, str(load)
+        if key not in known:
+            known[key] = run_vllm(engine, load, name="alone", **environment).answers()
         turns = [turn % DIFFERENT_ROUNDS for turn in range(rounds)]
-        return [known[engine][turn * LOAD["requests"] + n] for turn in turns for n in range(requests)]
+        return [known[key][turn * load["requests"] + n] for turn in turns for n in range(requests)]
 
     return answers
 
@@ -166,15 +161,14 @@ def test_tables_that_change_without_weights_are_seen(case, requests, run_vllm, a
     assert [ids for ids, _ in broken.answers()] != [ids for ids, _ in expected]
 
 
-@pytest.mark.parametrize(
-    "proposing",
-    [{}, {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}}],
-    ids=["", "proposed-tokens"],
-)
+NO_REPLICAS = {"eplb_config": {"num_redundant_experts": 0, "use_async": False}, "max_num_batched_tokens": 16}
+NGRAMS = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
+
+
+@pytest.mark.parametrize("proposing", [{}, {"speculative_config": NGRAMS}], ids=["", "proposed-tokens"])
 def test_prompts_in_parts_without_redundant_experts(proposing, run_vllm, alone, service, tmp_path):
     """Prompts of up to 40 tokens beside decoding, 16 tokens a pass; guessed tokens are checked in the same passes."""
-    no_replicas = {"eplb_config": {"num_redundant_experts": 0, "use_async": False}}
-    parallel = TWO_TENSOR_RANKS | no_replicas | {"max_num_batched_tokens": 16} | proposing
+    parallel = TWO_TENSOR_RANKS | NO_REPLICAS | proposing
     switched_and_answered_the_same(VLLM_032, parallel, LOAD, run_vllm, alone, service, tmp_path)
 
 
@@ -194,22 +188,41 @@ def test_weights_that_are_loaded_while_experts_have_moved_are_each_expert_s_own(
 
 
 EVERY_EIGHT_STEPS = f"--window-steps 16 --decision-interval 8 --report-steps 4 {WHENEVER_IT_MAY}"
+SECOND_RUNNER = {
+    "tp2": TWO_TENSOR_RANKS,
+    "dp2": TWO_DATA_RANKS,
+    "tp2-dp2": FOUR_RANKS,
+    "reload": TWO_TENSOR_RANKS,
+}
 
 
 @pytest.mark.parametrize("service", [EVERY_EIGHT_STEPS], indirect=True)
-def test_the_second_model_runner(run_vllm, service):
+@pytest.mark.parametrize(("case", "broken"), [*((case, False) for case in SECOND_RUNNER), ("tp2", True)])
+def test_the_second_model_runner(case, broken, run_vllm, alone, service):
     """vLLM's default on accelerators; its Triton kernels run in Python here."""
-    load = {"requests": 4, "max_tokens": 40, "rounds": 8}
-    expected = run_vllm(VLLM_032_TRITON, load, name="alone", **TRITON_IN_PYTHON).answers()
-    agent = TRITON_IN_PYTHON | {"EPLB_AGENT_SERVICE": service.address}
-    balanced = run_vllm(VLLM_032_TRITON, load | {"engine": TWO_TENSOR_RANKS}, **agent)
-    same_answers(balanced.answers(), expected)
+    between = [["reload_weights", {}]] if case == "reload" else []
+    load = {"requests": 4, "max_tokens": 40, "rounds": 4, "between": between}
+    expected = alone(run_vllm, 4, 4, VLLM_032_TRITON, load, **TRITON_IN_PYTHON)
+    agent = TRITON_IN_PYTHON | {"EPLB_AGENT_SERVICE": service.address} | (WITHOUT_WEIGHTS if broken else {})
+    balanced = run_vllm(VLLM_032_TRITON, load | {"engine": SECOND_RUNNER[case]}, **agent)
+    answers = balanced.answers()
     assert "Using V2 Model Runner" in balanced.log.read_text()
-    switched(service, 20, balanced.tail())
-    broken = run_vllm(
-        VLLM_032_TRITON, load | {"engine": TWO_TENSOR_RANKS}, name="broken", **agent, **WITHOUT_WEIGHTS
-    )
-    assert [ids for ids, _ in broken.answers()] != [ids for ids, _ in expected]
+    if broken:
+        assert [ids for ids, _ in answers] != [ids for ids, _ in expected]
+    else:
+        same_answers(answers, expected)
+        switched(service, 6, balanced.tail())
+
+
+def test_a_router_weight_that_inputs_are_multiplied_by(run_vllm, service, tmp_path):
+    """Llama 4's; the kernel reads no weights then. vLLM itself loads no redundant experts of its checkpoints."""
+    llama4 = made_checkpoint(tmp_path / "llama4", "llama4")
+    load = {"requests": 8, "max_tokens": 60, "rounds": 4}
+    expected = run_vllm(VLLM_032, load, name="alone", model=llama4).answers()
+    load["engine"] = TWO_TENSOR_RANKS | NO_REPLICAS
+    balanced = run_vllm(VLLM_032, load, model=llama4, EPLB_AGENT_SERVICE=service.address)
+    same_answers(balanced.answers(), expected)
+    switched(service, 3, balanced.tail())
 
 
 def test_a_worker_that_is_killed_ends_the_engine_and_the_next_one_is_balanced(run_vllm, alone, service):

@@ -21,25 +21,11 @@ RELEASES = {"0.18": (VLLM_018, VLLM_ASCEND_018), "0.23": (VLLM_023, VLLM_ASCEND_
 ROUNDING = {"NONE": 1e-4, "W8A8": 5e-2}
 """Outputs are near 1. Float32 sums run in another order where an expert has moved; an int8 row may round otherwise."""
 
-CONFIG = {
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "model_type": "qwen3_moe",
-    "vocab_size": 512,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "moe_intermediate_size": 32,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "num_experts": 8,
-    "num_experts_per_tok": 2,
-    "decoder_sparse_step": 1,
-    "max_position_embeddings": 512,
-    "norm_topk_prob": True,
-    "mlp_only_layers": [],
-    "torch_dtype": "float32",
-}
+CONFIG = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "torch_dtype": "float32"}
+CONFIG |= {"vocab_size": 512, "hidden_size": 32, "intermediate_size": 64, "moe_intermediate_size": 32}
+CONFIG |= {"num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+CONFIG |= {"num_experts": 8, "num_experts_per_tok": 2, "decoder_sparse_step": 1, "norm_topk_prob": True}
+CONFIG |= {"max_position_embeddings": 512, "mlp_only_layers": []}
 
 
 def environment(source, **more):
