@@ -206,7 +206,7 @@ def asked_by(pipe: Connection) -> Any:
 
 
 def _serve(pipe: Connection, flags: dict[str, Any]) -> None:
-    configure_logs("warning")
+    configure_logs("error")
     with watched() as holds:
         asyncio.run(_run(pipe, flags, holds))
 
