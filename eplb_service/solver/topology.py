@@ -173,13 +173,19 @@ def _localise_tables(
     changed_R1, rank_K = np.zeros(ranks + 1, dtype=np.bool_), np.zeros(2, dtype=np.int32)
     for _ in range(_SWEEPS):
         for e in order_E:
-            for g in order_GE[:, e]:
+            replica_K = slot_P[first_E1[e] : first_E1[e + 1]]
+            for place in range(order_GE.shape[0]):
+                g = order_GE[place, e]
                 own, home = near_GE[g, e], deployed.node_G[g]
                 if home < 0 or deployed.node_R[own // slots] == home:
                     continue
                 if share_GE[g, e] * heat.mean_E[e] <= SMALLEST_GAIN:
                     continue
-                replica_K = slot_P[first_E1[e] : first_E1[e + 1]]
+                near = False
+                for replica in replica_K:
+                    near = near or deployed.node_R[replica // slots] == home
+                if not near:
+                    continue
                 to, back = _best_way_home(near_GE, heat, deployed, replica_K, top, changed_RN, g, e, limit)
                 if to < 0:
                     continue
@@ -216,15 +222,27 @@ def _best_way_home(
     for replica in replica_K:
         if deployed.node_R[replica // slots] != home:
             continue
+        # The mean peak is convex in what changes ranks: beyond a way that is no better than another none is.
+        low, high = np.float32(-np.inf), np.float32(np.inf)
+        best, least = low, high
         for g in range(-1, near_GE.shape[0]):
             more = deployed.share_GE[source, expert]
             if g >= 0:
                 if near_GE[g, expert] != replica or deployed.node_G[g] == home:
                     continue
                 more -= deployed.share_GE[g, expert]
+            if more <= low or more >= high:
+                continue
             here, there = own // slots, replica // slots
             _shift(top, heat.scaled_EN[expert], more, here, there, changed_RN)
             found = peak_of_two_changed(top, heat.share_N, here, there, changed_RN[here], changed_RN[there])
+            worse = best if found < least else more
+            if found < least:
+                best, least = more, found
+            if worse < best:
+                low = worse
+            else:
+                high = worse
             if found < lowest:
                 to, back, lowest = np.int64(replica), g, found
     return to, back
