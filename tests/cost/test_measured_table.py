@@ -58,7 +58,7 @@ def test_rows_of_even_tokens_give_the_kernels_curve(tmp_path):
 
 
 @pytest.mark.parametrize("distribution", ["uniform", "power_law_1.2_eplb"])
-def test_what_each_token_of_the_batch_takes_is_told_from_a_slots_own(tmp_path, distribution):
+def test_what_each_token_of_the_batch_takes_is_said_from_a_slots_own(tmp_path, distribution):
     # Balanced ranks serve where no row is even; a redundant slot on each shares their tokens.
     parts = [rows(FUSED, distribution=distribution, more=more) for more in (0, 1)]
     skewed = rows(H200, distribution="power_law_1.2", scale=9)

@@ -67,7 +67,7 @@ def test_all_that_decisions_use_is_listed_and_what_was_given_says_so() -> None:
     assert list(named(Costs())) == decided_by
     found = named(Costs(step_ms=30, move_price=0.1, bytes_per_expert=7), ("step_ms", "link_bandwidth"))
     assert set(found) == {*decided_by, "step_ms", "solve_ms"}
-    assert str(found["link_bandwidth"]) == "link_bandwidth 25 GB/s (given)"
+    assert (found["link_bandwidth"].value, found["link_bandwidth"].source) == ("25 GB/s", "given")
     assert [found[name].source for name in ("layer_ms", "bytes_per_expert")] == ["assumed", "recorded"]
     assert "linear" in found["cost_curve"].value
 

@@ -264,8 +264,8 @@ class World(State):
             pending=self.vote.pending - {rank}, settling=self.vote.settling - {rank}
         )
         if not self.vote.pending:
-            told = {self.collectives[one] for one in range(RANKS) if one not in self.lost | self.fatal}
-            must(len(told) <= 1, "ranks are at different collectives of one link")
+            places = {self.collectives[one] for one in range(RANKS) if one not in self.lost | self.fatal}
+            must(len(places) <= 1, "ranks are at different collectives of one link")
             self.vote, self.forwards = None, (0,) * RANKS
             self.ahead = self.collectives = (0,) * RANKS
             if self.fatal and self.scenario.reports_failures:
