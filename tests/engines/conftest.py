@@ -38,9 +38,7 @@ def make_agent_site(folder):
     agent = str(ROOT / "packaging" / "eplb-agent")
     subprocess.run([*pip, "wheel", "--quiet", "--no-deps", "--wheel-dir", str(wheels), agent], check=True)
     (wheel,) = wheels.glob("eplb_agent-*.whl")
-    # Engines' environments have all that the agent needs but this one.
-    own = [str(wheel), "xxhash>=3.2"]
-    subprocess.run([*pip, "install", "--quiet", "--no-deps", "--target", str(site), *own], check=True)
+    subprocess.run([*pip, "install", "--quiet", "--no-deps", "--target", str(site), str(wheel)], check=True)
     for module in ("vllm_on_cpu.py", "commit_without_weights.py"):
         shutil.copy(HERE / module, site)
     shutil.copy(HERE / "interpreted_triton.py", site / "sitecustomize.py")

@@ -85,6 +85,10 @@ def python_of(engine: Engine) -> Path:
         folder = CACHE / engine.name
         if not (folder / ".complete").exists():
             _make(engine, folder)
+        if engine.base is None and not any(folder.glob("lib/python*/site-packages/xxhash")):
+            # Engines' environments have all that the agent needs but this one.
+            pip = (folder / "bin" / "python", "-m", "pip")
+            subprocess.run([*pip, "install", "--quiet", "--no-deps", "xxhash>=3.2"], check=True)
     return folder / "bin" / "python"
 
 

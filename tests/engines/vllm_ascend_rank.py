@@ -49,7 +49,7 @@ def main(rank, port, config_folder, options):
         for target, one in KNOWN[options["release"]].items()
         if not target.startswith("vllm_ascend.worker")
     }
-    mismatches = [str(mismatch) for mismatch in compat.mismatches(known)]
+    mismatches = [str(mismatch) for mismatch in compat.mismatches(known, {})]
     if options.get("broken"):
         commit_without_weights()
     updator = start_balancer(config, model)
