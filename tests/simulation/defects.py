@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
-from eplb_service.control.server.store import StoreWriter
 from tests.simulation.engine import Engine
 from tests.simulation.world import Outcome, World
 from worker_agent.swap import transfer
@@ -84,12 +83,6 @@ DEFECTS: dict[str, Defect] = {
         SwitchDriver, "stumble", lambda _: lambda one, _: one.votes.leave(), ("exception",), True
     ),
     "an attempt that failed counts as there": Defect(Reformation, "_attempt", _still_there, _APART, True),
-    "ranks rest by turns": Defect(
-        Reformation, "_rests", lambda _: lambda one, _: one._closing.wait(one._backoff), _APART, True
-    ),
-    "writes that failed are forgotten": Defect(
-        StoreWriter, "_owe", lambda _: lambda one, write: setattr(one, "_owed", [write]), ("full disk",), True
-    ),
 }
 """Defects by name."""
 

@@ -116,3 +116,5 @@ FAULTS: dict[str, Callable[[Any], str]] = {
     name.replace("_", " "): fault for name, fault in vars(Faults).items() if not name.startswith("_")
 }
 """Faults by name."""
+BEYOND = ("counted twice", "counted from zero")
+"""Faults of what agents take for true, the model's own count of its passes: drawn only where they are asked for."""

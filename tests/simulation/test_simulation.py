@@ -19,7 +19,12 @@ def test_a_seed_is_a_run_that_keeps_every_promise() -> None:
     assert first.plans
 
 
+def test_a_transfer_whose_end_an_error_has_kept_from_being_noted_blocks_nothing() -> None:
+    assert World(20).run().breaches == ()
+
+
 @pytest.mark.slow
+@pytest.mark.timeout(2400)
 def test_hundreds_of_seeds_keep_every_promise() -> None:
     assert [(outcome.seed, outcome.breaches) for outcome in runs(range(1000, 1500)) if outcome.breaches] == []
 
@@ -29,3 +34,9 @@ def test_hundreds_of_seeds_keep_every_promise() -> None:
 )
 def test_a_defect_put_back_is_found(name: str) -> None:
     assert hunt(name, 5 if name in _QUICK else 1)
+
+
+@pytest.mark.slow
+def test_a_pass_that_one_device_counts_twice_is_beyond_what_is_promised() -> None:
+    runs_of_it = (World(seed, ("counted twice",), bound=0.0).run() for seed in range(1, 41))
+    assert any("WRONG TOKENS" in breach for outcome in runs_of_it for breach in outcome.breaches)

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from eplb_service.control.server.settings import ServiceSettings
 from eplb_service.placement import Placement
 from tests.simulation.engine import Engine
-from tests.simulation.faults import FAULTS
+from tests.simulation.faults import BEYOND, FAULTS
 from tests.simulation.network import Network
 from tests.simulation.scheduler import Scheduler
 from tests.simulation.service import DEPLOYMENT, Disk, Service, simulated
@@ -86,7 +86,7 @@ class World:
         self.disk = Disk()
         self.service: Service | None = None
         self.excused = False
-        self.kinds = kinds or tuple(FAULTS)
+        self.kinds = kinds or tuple(kind for kind in FAULTS if kind not in BEYOND)
         self.faults = self._drawn()
 
     def run(self) -> Outcome:

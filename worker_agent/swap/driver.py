@@ -329,6 +329,9 @@ class SwitchDriver:
             self.transfers = TransferWorker(self._lanes.another(), self._settings, self.budget, self._runtime)
             self.state = self.state.with_transfer_ended(self.state.generation, failing)
             self.stumble(failing)
+        elif self.state.transfer_runs and not self.transfers.running:
+            # An error on this thread, between the two, has kept it from being started or its end from being noted.
+            self.state = self.state.with_transfer_ended(self.state.generation, "the transfer came to nothing")
 
     def _take_transfer(self) -> None:
         result = self.transfers.poll()

@@ -239,11 +239,12 @@ class SwitchState:
 
     def with_transfer_ended(self, generation: int, error: str | None = None) -> SwitchState:
         """Note that the transfer of ``generation`` has staged everything, or failed with ``error``."""
-        if generation != self.generation:
-            return self
         ended = replace(self, transfer_runs=False)
         if self.progress != Progress.TRANSFERRING:
+            # Numbers may have gone on meanwhile, where the ranks have formed the votes again: one runs at a time.
             return ended
+        if generation != self.generation:
+            return self
         return replace(ended, progress=Progress.READY) if error is None else replace(ended, abort_wish=error)
 
     def at_step(self, step: int) -> SwitchState:
