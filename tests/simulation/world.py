@@ -178,9 +178,11 @@ class World:
     def _look(self) -> None:
         """Restart an engine that has ended, and ask whether it had to."""
         engine = self.engine
-        # An error between a vote's outcome and an installed layer ends the engine, and has to.
+        # An error between a vote's outcome and an installed layer ends the engine, and has to; another rank may hear
+        # of it without the reason.
+        due = ("simulated", "could not meet", "another rank could not install")
         for rank, reason in engine.fatal.items():
-            if "simulated" not in reason and "could not meet" not in reason and not self.excused:
+            if not (self.excused or any(one in reason for one in due)):
                 self.breach(f"rank {rank} serves no more without need: {reason}")
         if engine.over:
             self._note("the engine is restarted")
