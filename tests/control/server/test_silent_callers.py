@@ -103,6 +103,15 @@ async def test_a_probe_that_stays_silent_ends(monkeypatch: pytest.MonkeyPatch) -
     assert codes == [grpc.StatusCode.RESOURCE_EXHAUSTED] * 2
 
 
+async def test_mute_streams_of_an_open_service_take_no_turn() -> None:
+    async with running_service(settings()) as service, grpc.aio.insecure_channel(service.address) as channel:
+        mute = [FakeRank(channel, 0) for _ in range(200)]
+        await asyncio.sleep(0.3)
+        await served(service.address)
+        for rank in mute:
+            rank.call.cancel()
+
+
 async def test_the_streams_of_one_host_are_counted_where_they_bring_no_credential(path: Path) -> None:
     async with (
         running_service(settings(credentials=path, max_streams_per_peer=2, max_streams=64)) as service,
