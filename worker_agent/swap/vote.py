@@ -313,6 +313,7 @@ class VoteSchedule:
         """
         for rank, (calls, forward) in sorted(self._group.positions().items()):
             if calls >= self._clock.calls and forward < due:
+                self._astray = _ASTRAY_VOTES
                 return (
                     f"rank {rank} has made {calls} calls but counts {forward} forward passes, this rank {due}"
                 )
