@@ -45,14 +45,22 @@ def cells(contest: Contest, shapes: Sequence[Shape], seeds: Sequence[int]) -> It
         decision = contest.decide_from_scratch(name, scene)
         if decision is not None:
             tables_RLE = decision.tables_RLE if name == OURS else None
-            yield {
-                "shape": shape_name(shape),
-                "kind": kind,
-                "seed": seed,
-                "policy": name,
-                "in_sample": _par(heat_TLE[:WINDOW], decision.placement_LRS, tables_RLE),
-                "next_window": _par(heat_TLE[WINDOW:], decision.placement_LRS, tables_RLE),
-            }
+            yield _row(shape, kind, seed, name, heat_TLE, decision.placement_LRS, tables_RLE)
+
+
+def _row(
+    shape: Shape,
+    kind: str,
+    seed: int,
+    policy: str,
+    heat_TLE: np.ndarray,
+    placed_LRS: Int32,
+    tables_RLE: Int32 | None = None,
+) -> dict[str, Any]:
+    """One policy's ratios on the window that it saw and on the next."""
+    seen, after = (_par(part_TLE, placed_LRS, tables_RLE) for part_TLE in np.split(heat_TLE, [WINDOW]))
+    named = {"shape": shape_name(shape), "kind": kind, "seed": seed, "policy": policy}
+    return {**named, "in_sample": seen, "next_window": after}
 
 
 def _par(heat_TLE: np.ndarray, placed_LRS: Int32, tables_RLE: Int32 | None) -> float:
@@ -232,14 +240,7 @@ def few_slots(contest: Contest, seeds: Sequence[int]) -> Iterator[dict[str, Any]
         }
         for name, way in made.items():
             if way is not None:
-                yield {
-                    "shape": shape_name(shape),
-                    "kind": kind,
-                    "seed": seed,
-                    "policy": name,
-                    "in_sample": _par(heat_TLE[:WINDOW], way.placement_LRS, None),
-                    "next_window": _par(heat_TLE[WINDOW:], way.placement_LRS, None),
-                }
+                yield _row(shape, kind, seed, name, heat_TLE, way.placement_LRS)
 
 
 PRICES = (0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
