@@ -42,6 +42,7 @@ class ForwardClock:
         # A pass that fails half-way has not run the last layer.
         self._counter = layers[-1].load_counter
         self._device = self._counter.device
+        self._known = self._counter.is_cpu
         self._first = int(self._counter)
         self._runtime = runtime
         self._calls = 0
@@ -87,15 +88,15 @@ class ForwardClock:
     def called(self) -> int:
         """Count a call of the host; return the pass it comes after."""
         self._calls += 1
-        if self._device.type != "cpu":
+        if not self._known:
             self._follow_counter()
         counted = self._counted
         # What is not known without waiting may be a few passes off.
-        unknown = 0 if self._device.type == "cpu" else _COPIES_UNDER_WAY
+        unknown = 0 if self._known else _COPIES_UNDER_WAY
         if counted < self._raw - unknown:
             self.trouble = f"the host's count of forward passes went back from {self._raw} to {counted}"
         self._raw = counted
-        now = self.now
+        now = self._offset + counted
         if now > self._highest:
             self._highest, self._moved_at = now, self._calls
         return now
@@ -119,7 +120,7 @@ class ForwardClock:
     @property
     def _counted(self) -> int:
         """Number of the last forward pass by the host's count, as far as is known without waiting."""
-        return self._device_count() if self._device.type == "cpu" else self._calls + self._missed_calls
+        return self._device_count() if self._known else self._calls + self._missed_calls
 
     def _device_count(self) -> int:
         return int(self._counter) - self._first

@@ -92,6 +92,7 @@ class HeatRecorder:
         # The counter before step 0.
         self._base = int(layers[-1].load_counter)
         self._passes = torch.zeros(self._rows, dtype=torch.int64, device=layers[-1].load_counter.device)
+        self._pass_of_row = self._passes.unbind()
         self._copies: deque[_Copy] = deque()
 
     @property
@@ -144,7 +145,7 @@ class HeatRecorder:
             self._base = base
         if not self._phases:
             self._first_step = step
-        self._passes[len(self._phases)].copy_(self._counters[-1], non_blocking=True)
+        self._pass_of_row[len(self._phases)].copy_(self._counters[-1], non_blocking=True)
         self._phases.append(phase)
         if tokens is not None and 0 <= tokens < _MOST_TOKENS:
             self._tokens.append(tokens)

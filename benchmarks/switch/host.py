@@ -26,14 +26,18 @@ def model_state(ranks: int, device: torch.device) -> SimpleNamespace:
     """vLLM's ``EplbModelState`` of 58 layers of 256 experts, as ``EplbState.add_model`` makes it."""
     slots = np.arange(ranks * SLOTS) % EXPERTS
     phy2log_LP = torch.from_numpy(np.tile(slots, (LAYERS, 1))).to(device)
-    layer = SimpleNamespace(
-        do_naive_dispatch_combine=False,
-        is_monolithic=False,
-        moe_config=SimpleNamespace(is_sequence_parallel=False),
-    )
+    layers = [
+        SimpleNamespace(
+            do_naive_dispatch_combine=False,
+            is_monolithic=False,
+            moe_config=SimpleNamespace(is_sequence_parallel=False),
+            router=SimpleNamespace(eplb_agent_layer=None),
+        )
+        for _ in range(LAYERS)
+    ]
     return SimpleNamespace(
         model=SimpleNamespace(
-            moe_layers=[layer] * LAYERS,
+            moe_layers=layers,
             expert_weights=[[torch.zeros(SLOTS, 8, device=device)] for _ in range(LAYERS)],
         ),
         physical_to_logical_map=phy2log_LP,
@@ -57,7 +61,7 @@ def device_copies(
 
 
 def overhead(steps: int, device: torch.device) -> tuple[Ratio, dict[str, object]]:
-    """CPU time of a call after each pass, less that of the device copies in it, against ``LONGEST_MICROSECONDS``.
+    """CPU time of a pass counted by its layers and of the call after it, less device copies, against a budget.
 
     CPU time of the model's thread, which a busy machine does not lengthen; what a call takes by the clock is a figure.
     """
@@ -70,12 +74,18 @@ def overhead(steps: int, device: torch.device) -> tuple[Ratio, dict[str, object]
     host.agent._outbox = Outbox(heat_reports=1)
     ring_LWE = torch.zeros((LAYERS, RING_ROWS, EXPERTS), dtype=torch.int32, device=device)
     chosen_LP = torch.zeros_like(state.expert_load_pass)
+    routers = (layer.router for layer in state.model.moe_layers)
+    counted = [router.eplb_agent_layer for router in routers if router.eplb_agent_layer is not None]
     calls, copies, clock = [], [], []
     for step in range(steps):
         # A model's pass lies between two calls; the ranks wait for each other in it.
         dist.barrier()
         state.expert_load_pass.fill_(3)
         chosen_LP.fill_(3)
+        began = time.thread_time()
+        for heat, index, layers in counted:
+            heat.layer_runs(index, layers)
+        counting = time.thread_time() - began
         time.sleep(0.001)
         began, at = time.thread_time(), time.perf_counter()
         host.step(is_dummy=False)
@@ -84,7 +94,7 @@ def overhead(steps: int, device: torch.device) -> tuple[Ratio, dict[str, object]
         clock.append(time.perf_counter() - at)
         began_copies = time.thread_time()
         device_copies(chosen_LP, state.physical_to_logical_map, ring_LWE, step)
-        calls.append(middle - began)
+        calls.append(middle - began + counting)
         copies.append(time.thread_time() - began_copies)
     dist.barrier()
     halted = host.agent.halted

@@ -56,8 +56,8 @@ def _finish(device: torch.device) -> None:
 
 def transfer(
     hidden: int, intermediate: int, experts: int, rounds: int, device: torch.device
-) -> tuple[Ratio, float]:
-    """Moving experts from rank 0 to rank 1 against the host's link; also megabytes a second.
+) -> tuple[list[Ratio], float]:
+    """Moving experts from rank 0 to rank 1 against the host's link, and with checksums; also megabytes a second.
 
     Those of a device go by way of the host: what two ranks on one device can do.
     """
@@ -69,17 +69,23 @@ def transfer(
     update = RankLayer(
         0, np.zeros((2, EXPERTS), dtype=np.int32), np.zeros(EXPERTS, np.int32), (0, 0), moves_M5
     )
-    lanes = Lanes(group, "gloo", device, timedelta(seconds=60))
-    worker = TransferWorker(lanes, AgentSettings(), ByteBudget(None))
+    unverified, verified = (
+        TransferWorker(
+            Lanes(group, "gloo", device, timedelta(seconds=60)),
+            AgentSettings(verify_transfers=verify),
+            ByteBudget(None),
+        )
+        for verify in (False, True)
+    )
     link = group.process_group("raw", timedelta(seconds=60))
     size = experts * sum(weight[0].nbytes for weight in layer.expert_weights())
     raw = torch.zeros(size, dtype=torch.uint8)
     generation = 0
 
-    def move() -> None:
+    def move(worker: TransferWorker = unverified) -> None:
         nonlocal generation
         generation += 1
-        worker.start(StartTransfer(update, generation, 0), layer)
+        worker.start(StartTransfer(update, generation, int(worker is verified)), layer)
         while (result := worker.poll()) is None:
             time.sleep(0.0005)
         assert result.error is None, result.error
@@ -93,8 +99,15 @@ def transfer(
         dist.barrier()
 
     move()
+    move(verified)
     plain()
     ones, others = by_turns(move, plain, rounds)
-    worker.close()
-    name = f"transfer of {experts} experts / one send of their {size / 1e6:.0f} MB"
-    return Ratio.of(name, ones, others, 1.5), size / 1e6 / float(np.median(ones))
+    checked, unchecked = by_turns(lambda: move(verified), move, rounds)
+    unverified.close()
+    verified.close()
+    moved = f"transfer of {experts} experts"
+    ratios = [
+        Ratio.of(f"{moved} / one send of their {size / 1e6:.0f} MB", ones, others, 1.5),
+        Ratio.of(f"{moved} with checksums / without", checked, unchecked, 1.5),
+    ]
+    return ratios, size / 1e6 / float(np.median(checked))

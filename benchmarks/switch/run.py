@@ -69,10 +69,10 @@ def _measure(rank: int, folder: Path, options: Any) -> None:
     beside, more = overhead(options.pairs, device)
     ratios += [beside, commit(**moved, rounds=options.rounds, device=device)]
     dist.barrier()
-    ratio, megabytes = transfer(**moved, rounds=options.rounds, device=device)
+    transfers, megabytes = transfer(**moved, rounds=options.rounds, device=device)
     figures |= {**more, "transfer_megabytes_per_second": megabytes}
     if rank == 0:
-        found = {"ratios": [dataclasses.asdict(one) for one in (*ratios, ratio)], "figures": figures}
+        found = {"ratios": [dataclasses.asdict(one) for one in (*ratios, *transfers)], "figures": figures}
         (folder / "found.json").write_text(json.dumps(found))
     dist.barrier()
     dist.destroy_process_group()

@@ -88,8 +88,10 @@ def run(rings, layers=2):
         rings.layer_runs(index, layers)
 
 
-def test_heat_of_a_pass_lands_in_its_row_by_logical_expert():
+@pytest.mark.parametrize("known", [True, False], ids=["on the host", "as on a device"])
+def test_heat_of_a_pass_lands_in_its_row_by_logical_expert(known):
     rings = HeatRings(2, torch.device("cpu"), experts=3, rows=2)
+    rings._known = known
     phy2log_LP = torch.tensor([[0, 1, 2, 0], [2, 1, 0, 1]])
     chosen_LP = torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]], dtype=torch.int32)
     for chosen in (None, chosen_LP):

@@ -55,11 +55,14 @@ class HeatRings:
         self._rings_WLX = [
             torch.zeros((rows, layers, width), dtype=torch.int32, device=device) for width in (slots, experts)
         ]
+        self._rows = rows
         slots_WLS, sources_WLE = self._rings_WLX
         self.slots_LWS = slots_WLS.transpose(0, 1) if slots else None
         self.sources_LWE = sources_WLE.transpose(0, 1) if experts else None
         self.passes = torch.zeros((), dtype=torch.int64, device=device)
         self._begun = torch.zeros((), dtype=torch.int64, device=device)
+        # On the host the count is known without waiting; on a device it is an operand.
+        self._known = self.passes.is_cpu
 
     def layer_runs(self, index: int, layers: int) -> None:
         """Count a pass in which the first and the last of ``layers`` run, however many parts each is cut into.
@@ -88,15 +91,21 @@ class HeatRings:
         R*S]``, has the logical expert of each during the pass; ``None`` where it had none or another rank counts them.
         """
         slots_WLS, sources_WLE = self._rings_WLX
-        row_1 = (self.passes - 1).remainder(len(slots_WLS)).reshape(1)
-        if phy2log_LP is not None and chosen_LX is not None:
-            zeros_LE = sources_WLE.new_zeros(sources_WLE.shape[1:])
-            chosen_LX = zeros_LE.scatter_add_(1, phy2log_LP, chosen_LX)
-        for ring_WLX, counts_LX in ((slots_WLS, received_LS), (sources_WLE, chosen_LX)):
-            if counts_LX is None:
-                ring_WLX.index_fill_(0, row_1, 0)
-            elif ring_WLX.shape[2]:
-                ring_WLX.index_copy_(0, row_1, counts_LX.to(torch.int32)[None])
+        for ring_WLX, counts_LX, physical in (
+            (slots_WLS, received_LS, None),
+            (sources_WLE, chosen_LX, phy2log_LP),
+        ):
+            if not ring_WLX.shape[2]:
+                continue
+            at = (int(self.passes) - 1) % self._rows if self._known else None
+            row_LX = torch.empty_like(ring_WLX[0]) if at is None else ring_WLX[at]
+            row_LX.zero_()
+            if counts_LX is not None and physical is not None:
+                row_LX.scatter_add_(1, physical, counts_LX)
+            elif counts_LX is not None:
+                row_LX.copy_(counts_LX)
+            if at is None:
+                ring_WLX.index_copy_(0, (self.passes - 1).remainder(self._rows).reshape(1), row_LX[None])
 
 
 def refuse_unmoved(module: Any, moved: Iterable[torch.Tensor], slots: int, known: frozenset[str]) -> None:

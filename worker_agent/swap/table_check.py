@@ -14,7 +14,7 @@ from worker_agent.device import Mark, host_empty
 from worker_agent.live_layer import LiveLayer
 from worker_agent.swap.installed import Installed
 
-_BOUNDARIES = 32
+_BOUNDARIES = 128
 """Step boundaries from one layer's comparison to the next layer's."""
 
 

@@ -64,12 +64,12 @@ def _count_passes() -> None:
     map_choices = BaseRouter._apply_eplb_mapping
 
     def map_choices_counted(self: Any, topk_ids: Any) -> Any:
-        balanced = getattr(self, "eplb_agent_layer", None)
-        if balanced is not None:
-            heat, index, layers = balanced
+        if self.eplb_agent_layer is not None:
+            heat, index, layers = self.eplb_agent_layer
             heat.layer_runs(index, layers)
         return map_choices(self, topk_ids)
 
+    BaseRouter.eplb_agent_layer = None
     BaseRouter._apply_eplb_mapping = map_choices_counted
 
 

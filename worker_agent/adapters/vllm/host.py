@@ -50,7 +50,8 @@ class VllmHost(EngineHost):
             # The experts of 0.23 are the layer's own.
             experts_of_layer = getattr(layer, "routed_experts", layer)
             refuse_unmoved(experts_of_layer, model_state.model.expert_weights[index], slots, _NO_EXPERTS)
-            layer.router.eplb_agent_layer = (self._heat, index, layers)
+            if index in (0, layers - 1):
+                layer.router.eplb_agent_layer = (self._heat, index, layers)
         self._start(self._start_tables(), group.cpu_group, self._tokens.number)
 
     def _token_group(self) -> _TokenGroup:
