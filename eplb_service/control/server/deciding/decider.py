@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import os
+import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -34,6 +35,8 @@ _AT_ONCE = max(2, os.cpu_count() or 1)
 """Decisions computed at a time: a slow one never delays another deployment's, and many share the cores by turns."""
 _MOST_STUCK = 4
 """Decisions that were given up and still take a thread each; beyond, no more are made."""
+_NICENESS = 5
+"""Of threads that decide: a third of the share of an engine's, yet enough to give the interpreter's lock back soon."""
 
 T = TypeVar("T")
 _log = structlog.get_logger(__name__)
@@ -239,10 +242,16 @@ class Decider:
 
 def _on_thread(function: Callable[..., T], *arguments: Any) -> Future[T]:
     """Compute on a thread of its own, which ends with it."""
-    thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="eplb-planner")
+    thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="eplb-planner", initializer=_give_way)
     computing = thread.submit(function, *arguments)
     thread.shutdown(wait=False)
     return computing
+
+
+def _give_way() -> None:
+    """Let an engine on the same cores go first; the solver's threads inherit what this one has."""
+    if sys.platform == "linux":
+        os.setpriority(os.PRIO_PROCESS, 0, max(os.getpriority(os.PRIO_PROCESS, 0), _NICENESS))
 
 
 async def _result_of(computing: Future[T]) -> T:
