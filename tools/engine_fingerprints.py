@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import ast
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 from tools.engine_sources import VERSIONS, source_of
@@ -39,14 +40,18 @@ def find(folder: Path, target: str) -> Function | None:
 
 def moved(folder: Path, functions: dict[str, Function]) -> dict[str, str]:
     """What of ``functions`` is not the same in the package in ``folder``, by target."""
+    return _differences(functions, {target: find(folder, target) for target in functions})
+
+
+def _differences(known: dict[str, Function], found: Mapping[str, Function | None]) -> dict[str, str]:
     differences = {}
-    for target, known in functions.items():
-        found = find(folder, target)
-        if found is None:
+    for target, before in known.items():
+        now = found.get(target)
+        if now is None:
             differences[target] = "is not there"
-        elif found.parameters != known.parameters:
-            differences[target] = f"takes ({', '.join(found.parameters)})"
-        elif found.source != known.source:
+        elif now.parameters != before.parameters:
+            differences[target] = f"takes ({', '.join(now.parameters)})"
+        elif now.source != before.source:
             differences[target] = "has another body"
     return differences
 
@@ -109,16 +114,9 @@ def record(engine: str, more: list[str]) -> None:
 def _print_changes(
     engine: str, before: str, old: dict[str, Function], version: str, new: dict[str, Function]
 ) -> None:
-    changes = {}
-    for target in sorted({*old, *new}):
-        if target not in new or target not in old:
-            changes[target] = "is gone" if target in old else "is new"
-        elif old[target].parameters != new[target].parameters:
-            changes[target] = f"takes ({', '.join(new[target].parameters)})"
-        elif old[target] != new[target]:
-            changes[target] = "has another body"
+    changes = _differences(old, new) | dict.fromkeys(new.keys() - old.keys(), "is new")
     print(f"{engine} {before} to {version}: {len(changes)} of {len(old)} functions changed")
-    for target, change in changes.items():
+    for target, change in sorted(changes.items()):
         print(f"  {target} {change}")
 
 

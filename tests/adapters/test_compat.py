@@ -1,6 +1,6 @@
 """An engine whose functions are not the known ones is refused with their names, before anything is patched."""
 
-import importlib
+import importlib.util
 import linecache
 import logging
 import sys
@@ -11,6 +11,7 @@ import pytest
 from tools import engine_fingerprints
 from worker_agent.adapters import compat, plugins
 from worker_agent.adapters.compat import UnsupportedEngineError
+from worker_agent.adapters.sglang import hooks as sglang_hooks
 
 BODY = "class State:\n    def step(self, is_dummy=False):\n        return is_dummy\n"
 
@@ -168,12 +169,18 @@ def test_a_source_that_is_not_installed_is_read_as_an_installed_one(engine, tmp_
     }
 
 
-@pytest.mark.parametrize(("service", "requested"), [(None, False), (" ", False), ("eplb:50551", True)])
-def test_only_a_named_service_asks_for_the_agent(service, requested, monkeypatch):
+@pytest.mark.parametrize("service", [None, " "])
+@pytest.mark.parametrize("package", ["vllm", "vllm_ascend", "sglang"])
+def test_without_a_service_no_plugin_touches_anything(package, service, monkeypatch):
     monkeypatch.delenv("EPLB_AGENT_SERVICE", raising=False)
     if service is not None:
         monkeypatch.setenv("EPLB_AGENT_SERVICE", service)
-    assert plugins._is_requested() is requested
+    touched = []
+    monkeypatch.setattr(plugins, "_put_into_vllm", lambda *engine: touched.append(engine))
+    monkeypatch.setattr(sglang_hooks, "install", lambda: touched.append("sglang"))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: package == "vllm_ascend" or None)
+    getattr(plugins, f"register_{package}")()
+    assert touched == []
 
 
 def test_a_misspelt_service_is_named_where_no_agent_starts(monkeypatch, caplog):

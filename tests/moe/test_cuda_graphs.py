@@ -149,7 +149,7 @@ LENGTH = TOKENS + 3
 
 
 def layer_of(way: Way, where: str, group: RankGroup | None = None) -> ExpertParallelMoE:
-    """All experts on one rank, the batched format; shared experts run on a stream of their own."""
+    """All experts on one rank, the batched format."""
     shared = None
     if way.shared:
         both = seeded_experts(MoEShape(99, 1, HIDDEN, 24))(0)
@@ -169,7 +169,6 @@ def layer_of(way: Way, where: str, group: RankGroup | None = None) -> ExpertPara
         options=LayerOptions(
             max_rank_tokens=None if way.grouped else LENGTH,
             split=way.split,
-            multistream=way.shared and where != "cpu",
         ),
     )
 

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -18,17 +14,13 @@ from tests.moe.simulated import run_simulated
 from worker_agent.moe import (
     Activation,
     DenseMoE,
-    ExpertParallelMoE,
-    LayerOptions,
     MoEShape,
     Router,
     SharedExperts,
     seeded_experts,
 )
-from worker_agent.moe import layer as layer_module
 from worker_agent.moe.operators import reference
 from worker_agent.moe.rank_group import RankGroup
-from worker_agent.moe.shared_experts import SharedStream
 from worker_agent.moe.weights import ExpertWeights
 
 
@@ -115,9 +107,7 @@ def test_parts_of_tensor_parallel_ranks_sum_up_to_the_whole(ranks: int, quantize
     def own(tp: RankGroup) -> torch.Tensor:
         kind, part = "w8a8" if quantized else "none", part_of(weights, tp)
         shared = SharedExperts(4, part, reference, torch.float32, gate_H, tp=tp, quantization=kind)
-        run = shared.beside(hidden_TH)
-        run.during_dispatch()
-        return run.during_combine()
+        return shared.start(hidden_TH)()
 
     found = run_simulated(ranks, own)
     assert all(torch.equal(found[0], other_TH) for other_TH in found)
@@ -156,79 +146,3 @@ def test_a_layers_state_has_its_shared_experts():
     assert shared in layer.modules()
     # What balancing moves is the layer's own.
     assert [weight.shape[0] for weight in layer.expert_weights()] == [4] * 2
-
-
-class FakeStreams:
-    """Streams that record what is queued on them, and which others each waits for."""
-
-    def __init__(self) -> None:
-        self.queued: list[tuple[str, str]] = []
-        self._now = self._named("model")
-
-    def _named(self, name: str) -> Any:
-        return SimpleNamespace(
-            name=name, wait_stream=lambda other: self.queued.append((name, f"wait for {other.name}"))
-        )
-
-    def Stream(self, device: torch.device) -> Any:
-        return self._named("side")
-
-    def current_stream(self) -> Any:
-        return self._now
-
-    @contextmanager
-    def stream(self, stream: Any) -> Iterator[None]:
-        before, self._now = self._now, stream
-        yield
-        self._now = before
-
-    def recorded(self, what: str, function: Any) -> Any:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            self.queued.append((self._now.name, what))
-            return function(*args, **kwargs)
-
-        return call
-
-
-def layer_of(multistream: bool) -> ExpertParallelMoE:
-    return alone(CASE, LayerOptions(multistream=multistream), shared_experts=shared_of(CASE))
-
-
-def test_shared_experts_wait_for_the_model_and_the_model_for_them(monkeypatch: pytest.MonkeyPatch):
-    streams = FakeStreams()
-    kept: list[tuple[int, str]] = []
-
-    def recorded(tensor: torch.Tensor, stream: Any) -> None:
-        kept.append((tensor.data_ptr(), stream.name))
-
-    monkeypatch.setattr(torch.Tensor, "record_stream", recorded)
-    side = SharedStream(streams, torch.device("cpu"))
-    monkeypatch.setattr(layer_module.SharedStream, "of", lambda device: side)
-    layer = layer_of(multistream=True)
-    kernel = layer._paths["all2allv"].kernel
-    for owner, name in (
-        (kernel._dispatcher, "dispatch"),
-        (kernel._experts, "apply"),
-        (layer._shared_experts, "part1"),
-        (layer._shared_experts, "part2"),
-    ):
-        monkeypatch.setattr(owner, name, streams.recorded(name, getattr(owner, name)))
-    tokens = CASE.step(0)
-    out_TH = layer(*tokens)
-    torch.testing.assert_close(out_TH, layer_of(multistream=False)(*tokens))
-    assert streams.queued == [
-        ("side", "wait for model"),
-        ("model", "dispatch"),
-        ("side", "part1"),
-        ("model", "apply"),
-        ("side", "part2"),
-        ("model", "wait for side"),
-    ]
-    assert kept[0] == (tokens[0].data_ptr(), "side")
-    assert [name for _, name in kept] == ["side", "model"]
-
-
-def test_a_cpu_has_no_streams():
-    assert SharedStream.of(torch.device("cpu")) is None
-    tokens = CASE.step(0)
-    torch.testing.assert_close(layer_of(multistream=True)(*tokens), layer_of(multistream=False)(*tokens))

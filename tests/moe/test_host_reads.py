@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.moe.operators.constraints import CHECKS
 from tests.moe.option_rows import ROWS, call, case_of, expected, layer_of, step_of
 from tests.moe.pairwise import Row
 from tests.moe.simulated import SimulatedGroup, run_simulated
@@ -74,7 +75,7 @@ def unwatched(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @pytest.fixture(autouse=True)
 def device_like(monkeypatch: pytest.MonkeyPatch) -> None:
-    operators = SimpleNamespace(**{name: unwatched(getattr(reference, name)) for name in reference.__all__})
+    operators = SimpleNamespace(**{name: unwatched(getattr(reference, name)) for name in CHECKS})
     monkeypatch.setattr(layer_module, "operators_for", lambda device: operators)
     monkeypatch.setattr("tests.moe.option_rows.reference", operators)
     monkeypatch.setattr(SimulatedGroup, "start_all_to_all", unwatched(SimulatedGroup.start_all_to_all))

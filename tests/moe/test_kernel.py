@@ -14,14 +14,14 @@ import torch
 
 from tests.moe.cases import Case, alone
 from worker_agent.moe.compose import ModularKernel
-from worker_agent.moe.dispatch import BatchedDispatcher, DispatchRequest, MC2Variant, build_dispatcher
+from worker_agent.moe.dispatch import DISPATCHERS, BatchedDispatcher, DispatchRequest
 from worker_agent.moe.experts import BatchedExperts, ExpertBatch
 from worker_agent.moe.operators import reference
 from worker_agent.moe.quantization import Unquantized
 from worker_agent.moe.rank_group import RankGroup
 
 CASE = Case("all2allv", experts=6, slots=6, top_k=3, tokens=(7,))
-SENDER = build_dispatcher("all2allv", RankGroup(None), 6, reference, MC2Variant(), RankGroup(None))
+SENDER = DISPATCHERS["all2allv"](RankGroup(None), 6, reference)
 WEIGHTS = alone(CASE, phy2log_RS=CASE.placement(), log2phy_E=CASE.tables()[0])._weights()
 
 
@@ -46,10 +46,11 @@ class Recorded:
         self.rows: list[weakref.ref[torch.Tensor]] = []
         self.alive: int | None = None
 
-    def during_dispatch(self) -> None:
+    def start(self) -> Callable[[], torch.Tensor]:
         self.events.append("part 1")
+        return self.finish
 
-    def during_combine(self) -> torch.Tensor:
+    def finish(self) -> torch.Tensor:
         self.events.append("part 2")
         self.alive = sum(each() is not None for each in self.rows)
         return torch.ones(1)
@@ -75,7 +76,7 @@ def test_other_work_runs_while_tokens_travel():
         format=SENDER.format, dispatch=partial(recorded, "dispatch", SENDER.dispatch)
     )
     kernel = ModularKernel(sender, Unquantized(reference))
-    (out_TH,), heat_S, extra = kernel.run([request_of()], WEIGHTS, torch.float32, [beside])
+    (out_TH,), heat_S, extra = kernel.run([request_of()], WEIGHTS, torch.float32, [beside.start])
     torch.testing.assert_close(out_TH, CASE.dense()(*CASE.step(0)))
     assert int(heat_S.sum()) == 21
     assert len(extra) == 1
@@ -95,6 +96,6 @@ def test_rows_and_outputs_are_released_before_outputs_return(batches: int):
             return out_NH
 
     kernel = ModularKernel(SENDER, Watched(reference))
-    kernel.run([request_of(step) for step in range(batches)], WEIGHTS, torch.float32, [beside])
+    kernel.run([request_of(step) for step in range(batches)], WEIGHTS, torch.float32, [beside.start])
     assert len(beside.rows) == 2 * batches
     assert beside.alive == 0

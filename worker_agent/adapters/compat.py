@@ -40,6 +40,27 @@ def refuse(cases: Iterable[tuple[bool, str, str, str]]) -> None:
             raise UnsupportedEngineError(what, why, remedy)
 
 
+def refuse_cut_models(vllm_config: Any) -> None:
+    """Refuse what cuts a model in ways that experts cannot be moved under; ``vllm_config`` is a ``VllmConfig``."""
+    stages = vllm_config.parallel_config.pipeline_parallel_size
+    refuse(
+        [
+            (
+                vllm_config.lora_config is not None,
+                "LoRA (--enable-lora)",
+                "Adapters of experts are cut by rank and slot, and stay behind when their expert moves",
+                "Start without it",
+            ),
+            (
+                stages > 1,
+                f"pipeline parallelism (--pipeline-parallel-size {stages})",
+                "Each stage would be a deployment of its own, but they would have one name",
+                "Start with --pipeline-parallel-size 1, and more tensor or data parallel ranks",
+            ),
+        ]
+    )
+
+
 @dataclass(frozen=True)
 class Function:
     """A function as one release has it: its parameters' names in order, and the fingerprint of its body."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -245,3 +245,31 @@ class EngineHost:
         """End the agent; the engine serves on with what is installed."""
         if self._agent is not None:
             self._agent.close()
+
+
+def around(
+    host_of: Callable[[Any], EngineHost | None],
+    before: Callable[[Any], None] | None = None,
+    after: Callable[[Any], None] | None = None,
+    failed: Callable[[Any], None] | None = None,
+) -> Callable[..., Any]:
+    """Make a hook around an engine's call: acts of the host before it, after it and where it or the first one raises.
+
+    A hook is given the call, its owner, in which ``host_of`` finds the host if there is one, and the other arguments.
+    """
+
+    def hook(call: Callable[..., Any], owner: Any, *arguments: Any, **named: Any) -> Any:
+        host = host_of(owner)
+        try:
+            if host is not None and before is not None:
+                before(host)
+            result = call(owner, *arguments, **named)
+        except BaseException:
+            if host is not None and failed is not None:
+                failed(host)
+            raise
+        if host is not None and after is not None:
+            after(host)
+        return result
+
+    return hook

@@ -6,6 +6,7 @@ release that its adapter does not know raises ``UnsupportedEngineError``; nothin
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import logging
 import os
@@ -40,22 +41,22 @@ def _log_as(engine: str) -> None:
 
 def register_vllm() -> None:
     """Hand vLLM's EPLB over to the agent, but in vLLM-Ascend, which has an adapter of its own."""
-    if _is_requested() and "vllm" not in _installed and importlib.util.find_spec("vllm_ascend") is None:
-        _log_as("vllm")
-        from worker_agent.adapters.vllm import hooks
-
-        hooks.install()
-        _report("vllm", "vLLM where --enable-eplb is given")
+    if _is_requested() and importlib.util.find_spec("vllm_ascend") is None:
+        _put_into_vllm("vllm", "vLLM where --enable-eplb is given")
 
 
 def register_vllm_ascend() -> None:
     """Put the agent in place of vLLM-Ascend's balancer."""
-    if _is_requested() and "vllm_ascend" not in _installed and importlib.util.find_spec("vllm_ascend"):
-        _log_as("vllm")
-        from worker_agent.adapters.vllm_ascend import hooks
+    if _is_requested() and importlib.util.find_spec("vllm_ascend") is not None:
+        _put_into_vllm("vllm_ascend", "vLLM-Ascend where dynamic_eplb is on")
 
-        hooks.install()
-        _report("vllm_ascend", "vLLM-Ascend where dynamic_eplb is on")
+
+def _put_into_vllm(package: str, where: str) -> None:
+    if package not in _installed:
+        _log_as("vllm")
+        importlib.import_module(f"worker_agent.adapters.{package}.hooks").install()
+        _installed.add(package)
+        _report(where)
 
 
 def register_sglang() -> None:
@@ -75,11 +76,10 @@ def register_sglang() -> None:
         hooks.install()
     except (UnsupportedEngineError, ValueError) as error:
         raise SystemExit(str(error)) from error
-    _report("sglang", "SGLang where --enable-eplb is given")
+    _report("SGLang where --enable-eplb is given")
 
 
-def _report(package: str, where: str) -> None:
-    _installed.add(package)
+def _report(where: str) -> None:
     _log.info("eplb-agent balances expert-parallel layers of this %s", where)
 
 

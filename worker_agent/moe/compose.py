@@ -10,13 +10,15 @@ from math import prod
 import torch
 
 from worker_agent.moe.dispatch import (
+    DISPATCHER_NAMES,
+    DISPATCHERS,
     SHARED_TOKEN_DISPATCHERS,
     BatchedDispatcher,
     DispatchRequest,
+    MC2Dispatcher,
     MC2Limits,
     MC2Variant,
     TokenDispatcher,
-    build_dispatcher,
 )
 from worker_agent.moe.experts import BatchedExperts, Experts
 from worker_agent.moe.operators import Operators
@@ -28,7 +30,6 @@ from worker_agent.moe.prepare import (
 )
 from worker_agent.moe.rank_group import RankGroup
 from worker_agent.moe.shape import MoEShape
-from worker_agent.moe.shared_experts import SharedRun
 from worker_agent.moe.weights import ExpertWeights
 
 
@@ -49,20 +50,20 @@ class ModularKernel:
         requests: Sequence[DispatchRequest],
         weights: ExpertWeights,
         dtype: torch.dtype,
-        beside: Sequence[SharedRun] = (),
+        beside: Sequence[Callable[[], Callable[[], torch.Tensor]]] = (),
     ) -> tuple[list[torch.Tensor], torch.Tensor, list[torch.Tensor]]:
         """Put this rank's tokens through all ranks' experts; every rank calls it at every step, tokens or not.
 
         Of two ``requests`` the tokens of one travel while the experts work on the other's. The order of exchanges is
         the same on all ranks: every dispatch, then every combine. Outputs are of ``dtype``, ``weights`` those of the
-        local experts, and ``beside`` the shared experts of each request, if any, computed while its tokens travel.
+        local experts, and each of ``beside`` starts shared experts while tokens travel and returns what finishes them
+        while outputs return.
 
         Returns each request's outputs; the real token choices that each local slot worked on, int64 ``[S]``; and the
         outputs of the shared experts, not yet added.
         """
         travelling = deque(self._dispatcher.dispatch(request) for request in requests)
-        for work in beside:
-            work.during_dispatch()
+        begun = [start() for start in beside]
         returning: list[Callable[[], torch.Tensor]] = []
         heat: list[torch.Tensor] = []
         while travelling:
@@ -74,7 +75,7 @@ class ModularKernel:
             del here
             returning.append(combine(rows))
             del rows
-        beside_TH = [work.during_combine() for work in beside]
+        beside_TH = [finish() for finish in begun]
         return [receive() for receive in returning], torch.stack(heat).sum(dim=0), beside_TH
 
 
@@ -97,9 +98,6 @@ class LayerOptions:
 
     quantize_before_gather: bool = False
     """W8A8 layers quantize tokens before their dispatcher gathers them, so that less travels."""
-
-    multistream: bool = False
-    """Shared experts run on a stream of their own, where the device has streams."""
 
     mc2: MC2Variant | None = None
     """By default what the machine offers."""
@@ -171,7 +169,13 @@ class LayerPath:
         layer's, checked.
         """
         variant = (MC2Variant.of(device) if options.mc2 is None else options.mc2).on(device)
-        sender: TokenDispatcher = build_dispatcher(name, group, slots, operators, variant, mc2_group)
+        sender: TokenDispatcher
+        if name == "mc2":
+            sender = MC2Dispatcher(group, slots, operators, variant, mc2_group)
+        elif name in DISPATCHERS:
+            sender = DISPATCHERS[name](group, slots, operators)
+        else:
+            raise ValueError(f"unknown dispatcher {name!r}; use one of {', '.join(DISPATCHER_NAMES)}")
         gathers, room, limits, distinct_for = name in SHARED_TOKEN_DISPATCHERS, None, None, None
         if name == "mc2":
             limits, distinct_for = _mc2_limits(shape, group, mc2_group, slots, variant), "MC2"

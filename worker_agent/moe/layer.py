@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -16,7 +17,7 @@ from worker_agent.moe.prepare import Prepared
 from worker_agent.moe.quantization import quant_method
 from worker_agent.moe.rank_group import RankGroup
 from worker_agent.moe.shape import MicroBatch, MoEShape, masked_outputs, real_ids
-from worker_agent.moe.shared_experts import SharedExperts, SharedStream
+from worker_agent.moe.shared_experts import SharedExperts
 from worker_agent.moe.state import EplbState, check_grouped, checked_table
 from worker_agent.moe.stepwise import StepwiseSplit
 from worker_agent.moe.weights import ExpertSource, ExpertTensors, fill_weights
@@ -94,7 +95,7 @@ class ExpertParallelMoE(EplbState, ExpertTensors):
         shared_experts: SharedExperts | None = None,
         options: LayerOptions | None = None,
     ) -> None:
-        super().__init__(shape.layer)
+        super().__init__()
         names = [dispatcher] if isinstance(dispatcher, str) else list(dispatcher)
         options = LayerOptions() if options is None else options
         options.check(names, quantization)
@@ -105,7 +106,6 @@ class ExpertParallelMoE(EplbState, ExpertTensors):
         self._method = method = quant_method(shape.layer, quantization, operators, shape.activation)
         self._check_ids = device.type == "cpu" if check_ids is None else check_ids
         self._shared_experts = shared_experts
-        self._stream = SharedStream.of(device) if options.multistream else None
         self._group = group = RankGroup.of(ep_group)
         mc2 = group if mc2_group is None else RankGroup.of(mc2_group)
         self.shares_tokens = self.gathers_all = any(name in SHARED_TOKEN_DISPATCHERS for name in names)
@@ -114,6 +114,8 @@ class ExpertParallelMoE(EplbState, ExpertTensors):
         log2phy_E = checked_table(*place, log2phy_E, self.shares_tokens, dealing_width)
         if self.rank_bound:
             check_grouped(shape.layer, phy2log_RS)
+        if heat_rows < 1:
+            raise ValueError(f"layer {shape.layer}: a heat ring has at least one row, got {heat_rows}")
         self._track(phy2log_RS, group.rank, log2phy_E, heat_rows, device)
         parts = group, mc2, phy2log_RS.shape[1], operators, device, options, method
         self._paths = {name: LayerPath.of(name, shape, *parts) for name in names}
@@ -244,7 +246,7 @@ class ExpertParallelMoE(EplbState, ExpertTensors):
         path = self._path(dispatcher)
         own = [self._checked(path, batch, phase) for batch in batches]
         shared = self._shared_experts
-        beside = [] if shared is None else [shared.beside(batch.hidden_TH, self._stream) for batch in batches]
+        beside = [] if shared is None else [partial(shared.start, batch.hidden_TH) for batch in batches]
         prepared, requests = [], list[DispatchRequest]()
         for batch, own_TK in zip(batches, own, strict=True):
             ready, request = self._prepare(path, batch, own_TK, length)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch.nn.functional import pad
@@ -37,19 +36,6 @@ class Prepared:
 
     common_tokens: int | None = None
     """The most tokens that any rank dispatches, where all ranks know the same number without asking."""
-
-
-class Preparation(Protocol):
-    """Gives a dispatcher the tokens that it needs; nothing of a call stays on the object."""
-
-    def prepare(
-        self, hidden_TH: torch.Tensor, routing: tuple[torch.Tensor, ...], length: int | None = None
-    ) -> Prepared:
-        """Pad, slice or gather this rank's tokens and what is known of where each goes.
-
-        ``length`` is what all ranks pad to in this step, where the host knows it and the preparation pads to one.
-        """
-        ...
 
 
 def _padded(rows_TX: torch.Tensor, length: int) -> torch.Tensor:
@@ -203,3 +189,7 @@ class AllGatherPreparation:
         scale_N = None if self._operators is None else gathered.pop()
         *routed, active_N = gathered
         return Prepared(hidden_TH, tuple(routed), finalize, source, active_N, scale_N)
+
+
+Preparation = All2AllPreparation | AllGatherPreparation
+"""Gives a dispatcher the tokens that it needs; nothing of a call stays on the object."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -122,9 +123,8 @@ class W8A8(Unquantized):
             return weights
         w13_SIH, w13_scale_SI = _quantized(self._operators, weights.w13_SIH, dtype)
         w2_SHI, w2_scale_SH = _quantized(self._operators, weights.w2_SHI, dtype)
-        return ExpertWeights(
-            w13_SIH, w2_SHI, w13_scale_SI, w2_scale_SH, weights.w13_bias_SI, weights.w2_bias_SH
-        )
+        scales = {"w13_scale_SI": w13_scale_SI, "w2_scale_SH": w2_scale_SH}
+        return replace(weights, w13_SIH=w13_SIH, w2_SHI=w2_SHI, **scales)
 
     def linear(self, rows_TK: torch.Tensor, matrix: Matrices) -> torch.Tensor:
         """Quantize the rows, and multiply them as one group."""
@@ -148,12 +148,9 @@ class W8A8Dynamic(W8A8):
         """Make int8 tensors and scales; arguments as for ``Unquantized``."""
         weights = super().create_weights(shape, slots, dtype, device, biased)
         w13_SIH, w2_SHI = (torch.empty_like(of, dtype=torch.int8) for of in (weights.w13_SIH, weights.w2_SHI))
-        w13_scale_SI, w2_scale_SH = (
-            torch.empty_like(of[:, :, 0], dtype=_scale_dtype(dtype)) for of in (w13_SIH, w2_SHI)
-        )
-        return ExpertWeights(
-            w13_SIH, w2_SHI, w13_scale_SI, w2_scale_SH, weights.w13_bias_SI, weights.w2_bias_SH
-        )
+        w13_scale_SI, w2_scale_SH = (of[:, :, 0].to(_scale_dtype(dtype)) for of in (w13_SIH, w2_SHI))
+        scales = {"w13_scale_SI": w13_scale_SI, "w2_scale_SH": w2_scale_SH}
+        return replace(weights, w13_SIH=w13_SIH, w2_SHI=w2_SHI, **scales)
 
 
 def _scale_dtype(dtype: torch.dtype) -> torch.dtype:

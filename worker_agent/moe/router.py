@@ -109,8 +109,7 @@ def grouped_routing(groups: int) -> RoutingFunction:
 
     def choose(logits_TE: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
         experts = logits_TE.shape[1]
-        if experts % groups or top_k % groups:
-            raise ValueError(f"{experts} experts and {top_k} choices do not divide into {groups} groups")
+        _check_groups(experts, top_k, groups)
         chosen_TGC, place_TGC = logits_TE.unflatten(1, (groups, -1)).topk(top_k // groups, dim=2)
         first_G1 = torch.arange(0, experts, experts // groups, device=logits_TE.device).unsqueeze(1)
         chosen_TK, order_TK = chosen_TGC.flatten(1).sort(dim=1, descending=True)
@@ -119,13 +118,17 @@ def grouped_routing(groups: int) -> RoutingFunction:
     return choose
 
 
+def _check_groups(experts: int, top_k: int, groups: int) -> None:
+    if experts % groups or top_k % groups:
+        raise ValueError(f"{experts} experts and {top_k} choices do not divide into {groups} groups")
+
+
 def balanced_choices(
     tokens: int,
     experts: int,
     top_k: int,
     device: torch.device,
     *,
-    seed: int = 0,
     rank: int = 0,
     groups: int = 1,
 ) -> torch.Tensor:
@@ -133,16 +136,15 @@ def balanced_choices(
 
     No token chooses an expert twice, and any two experts are chosen equally often, give or take one: on each rank, and
     over ranks with equally many tokens, each ``rank`` of which begins where the one before it ends. ``tokens``,
-    ``experts`` and ``top_k`` are T, E and K; ``device`` gets the choices, and ``seed`` orders the experts, alike on all
-    ranks. Of several ``groups`` of consecutive experts each token chooses equally many of every one, as MoGE wants of
-    the ranks' groups; ``ValueError`` where they do not divide into so many.
+    ``experts`` and ``top_k`` are T, E and K; ``device`` gets the choices. Of several ``groups`` of consecutive experts
+    each token chooses equally many of every one, as MoGE wants of the ranks' groups; ``ValueError`` where they do not
+    divide into so many.
     """
     if not 1 <= top_k <= experts:
         raise ValueError(f"top_k must be 1..{experts}, the number of experts, got {top_k}")
-    if experts % groups or top_k % groups:
-        raise ValueError(f"{experts} experts and {top_k} choices do not divide into {groups} groups")
+    _check_groups(experts, top_k, groups)
     size, share = experts // groups, top_k // groups
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     orders = [torch.randperm(size, generator=generator, dtype=torch.int32) for _ in range(groups)]
     order_GS = torch.stack(orders).to(device)
     order_GS += torch.arange(0, experts, size, dtype=torch.int32, device=device).unsqueeze(1)

@@ -98,31 +98,25 @@ class MoEShape:
         choices ``[T, K]``; the layer's tokens are of ``dtype``, on ``device``. With ``check_ids`` the values of real
         choices are looked at too, which on an accelerator waits for the device.
         """
+        ids_shape = list(topk_ids_TK.shape)
         if hidden_TH.ndim != 2 or hidden_TH.shape[1] != self.hidden:
             self._refuse("hidden", f"the shape [T, {self.hidden}]", list(hidden_TH.shape))
         tokens = hidden_TH.shape[0]
-        if topk_ids_TK.ndim != 2 or topk_ids_TK.shape[0] != tokens or topk_ids_TK.shape[1] < 1:
-            self._refuse("topk_ids", f"the shape [{tokens}, K] with K >= 1", list(topk_ids_TK.shape))
-        if topk_weights_TK.shape != topk_ids_TK.shape:
-            self._refuse("topk_weights", f"the shape {list(topk_ids_TK.shape)}", list(topk_weights_TK.shape))
-        if hidden_TH.dtype != dtype:
-            self._refuse("hidden", f"the layer's dtype {dtype}", hidden_TH.dtype)
-        if topk_ids_TK.dtype not in (torch.int32, torch.int64):
-            self._refuse("topk_ids", "int32 or int64", topk_ids_TK.dtype)
-        if not topk_weights_TK.is_floating_point():
-            self._refuse("topk_weights", "a floating-point dtype", topk_weights_TK.dtype)
-        choices = topk_ids_TK.shape[1]
-        if active is not None and active.shape not in ((tokens,), (tokens, choices)):
-            self._refuse("active", f"the shape [{tokens}] or [{tokens}, {choices}]", list(active.shape))
-        if active is not None and active.dtype != torch.bool:
-            self._refuse("active", "the dtype torch.bool", active.dtype)
-        tensors = {
-            "hidden": hidden_TH,
-            "topk_ids": topk_ids_TK,
-            "topk_weights": topk_weights_TK,
-            "active": active,
-        }
-        for name, tensor in tensors.items():
+        if len(ids_shape) != 2 or ids_shape[0] != tokens or ids_shape[1] < 1:
+            self._refuse("topk_ids", f"the shape [{tokens}, K] with K >= 1", ids_shape)
+        if list(topk_weights_TK.shape) != ids_shape:
+            self._refuse("topk_weights", f"the shape {ids_shape}", list(topk_weights_TK.shape))
+        if active is not None and list(active.shape) not in (ids_shape[:1], ids_shape):
+            self._refuse("active", f"the shape {ids_shape[:1]} or {ids_shape}", list(active.shape))
+        floating, integers = topk_weights_TK.is_floating_point(), (torch.int32, torch.int64)
+        for name, tensor, expected, fits in (
+            ("hidden", hidden_TH, f"the layer's dtype {dtype}", hidden_TH.dtype == dtype),
+            ("topk_ids", topk_ids_TK, "int32 or int64", topk_ids_TK.dtype in integers),
+            ("topk_weights", topk_weights_TK, "a floating-point dtype", floating),
+            ("active", active, "the dtype torch.bool", active is None or active.dtype == torch.bool),
+        ):
+            if tensor is not None and not fits:
+                self._refuse(name, expected, tensor.dtype)
             if tensor is not None and tensor.device != device:
                 self._refuse(name, f"the layer's device {device}", tensor.device)
         if not check_ids:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 import torch
 
@@ -79,23 +77,22 @@ class SharedExperts(ExpertTensors):
             return out_TH
         return out_TH * torch.sigmoid(hidden_TH @ self.gate_H).unsqueeze(1)
 
-    def beside(self, hidden_TH: torch.Tensor, stream: SharedStream | None = None) -> SharedRun:
-        """Return one call's two parts, for the kernel to run while tokens travel, on ``stream`` if there is one."""
-        return SharedRun(self, hidden_TH, stream)
+    def start(self, hidden_TH: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Compute the first part; return what computes the second, for the kernel to run while tokens travel."""
+        gate_up_TI = self.part1(hidden_TH)
+        return lambda: self.part2(hidden_TH, gate_up_TI)
 
     @torch.no_grad()
-    def verify(self, whole: SharedModule, tokens: int = 8, tolerance: float | None = None) -> None:
+    def verify(self, whole: SharedModule) -> None:
         """Hold the two parts against a host's own module on random tokens; again where other weights were loaded.
 
         Tensor-parallel ranks call it together, each with the same module. Raises ``ValueError`` naming the layer where
-        their relative difference is past ``tolerance``, by default 1 %, and 5 % in W8A8: a module that does more than
-        these two parts must not be split.
+        their relative difference is past 1 %, and 5 % in W8A8: a module that does more than these two parts must not be
+        split.
         """
-        w2_1HI = self.w2_weight
-        if tolerance is None:
-            tolerance = 5e-2 if self._method.quantizes_tokens else 1e-2
+        w2_1HI, tolerance = self.w2_weight, 5e-2 if self._method.quantizes_tokens else 1e-2
         generator = torch.Generator().manual_seed(self.layer_index)
-        hidden_TH = torch.randn(tokens, w2_1HI.shape[1], generator=generator).to(w2_1HI.device, self._dtype)
+        hidden_TH = torch.randn(8, w2_1HI.shape[1], generator=generator).to(w2_1HI.device, self._dtype)
         expected_TH = whole(hidden_TH).float()
         found_TH = self.part2(hidden_TH, self.part1(hidden_TH)).float()
         if found_TH.shape != expected_TH.shape:
@@ -109,61 +106,3 @@ class SharedExperts(ExpertTensors):
                 f"layer {self.layer_index}: shared experts in two parts differ from the whole by {difference:.3g} "
                 f"of its norm, past {tolerance:g}; run them unsplit, or mend the weights"
             )
-
-
-class SharedStream:
-    """A stream of a device for shared experts, beside the one that the model runs on.
-
-    ``streams`` has what ``torch.cuda`` and ``torch.npu`` have: ``Stream``, ``current_stream`` and ``stream``.
-    """
-
-    def __init__(self, streams: Any, device: torch.device) -> None:
-        self._streams = streams
-        self._stream = streams.Stream(device=device)
-
-    @classmethod
-    def of(cls, device: torch.device) -> SharedStream | None:
-        """Make a stream of the device; ``None`` for a CPU, which has none."""
-        return None if device.type == "cpu" else cls(torch.get_device_module(device), device)
-
-    def begin(self, read: torch.Tensor) -> None:
-        """Wait for what the model has queued now, and no later; ``read`` is kept until it has been read here."""
-        self._stream.wait_stream(self._streams.current_stream())
-        read.record_stream(self._stream)
-
-    def here(self) -> AbstractContextManager[Any]:
-        """Return a context in which work is queued here."""
-        context: AbstractContextManager[Any] = self._streams.stream(self._stream)
-        return context
-
-    def give(self, result: torch.Tensor) -> torch.Tensor:
-        """Have the model's stream wait for a result."""
-        current = self._streams.current_stream()
-        current.wait_stream(self._stream)
-        result.record_stream(current)
-        return result
-
-
-class SharedRun:
-    """One call of shared experts in two parts, of which the second needs the first."""
-
-    def __init__(self, experts: SharedExperts, hidden_TH: torch.Tensor, stream: SharedStream | None) -> None:
-        self._experts = experts
-        self._hidden_TH = hidden_TH
-        self._gate_up_TI: torch.Tensor | None = None
-        self._stream = stream
-        if stream is not None:
-            stream.begin(hidden_TH)
-
-    def during_dispatch(self) -> None:
-        """Compute part 1."""
-        with nullcontext() if self._stream is None else self._stream.here():
-            self._gate_up_TI = self._experts.part1(self._hidden_TH)
-
-    def during_combine(self) -> torch.Tensor:
-        """Compute part 2, ``[T, H]``."""
-        assert self._gate_up_TI is not None, "the first part comes first"
-        gate_up_TI, self._gate_up_TI = self._gate_up_TI, None
-        with nullcontext() if self._stream is None else self._stream.here():
-            out_TH = self._experts.part2(self._hidden_TH, gate_up_TI)
-        return out_TH if self._stream is None else self._stream.give(out_TH)

@@ -94,19 +94,10 @@ class EplbState(torch.nn.Module):
 
     conserves = True
 
-    def __init__(self, layer: int) -> None:
-        super().__init__()
-        self._layer = layer
-
     def _track(
         self, phy2log_RS: Int32, rank: int, log2phy_E: Int32, heat_rows: int, device: torch.device
     ) -> None:
-        """Make the maps of a placement that is checked, and empty rings.
-
-        Raises ``ValueError`` where a heat ring would have no row.
-        """
-        if heat_rows < 1:
-            raise ValueError(f"layer {self._layer}: a heat ring has at least one row, got {heat_rows}")
+        """Make the maps of a placement that is checked, and empty rings."""
         slots, experts = phy2log_RS.shape[1], log2phy_E.shape[0]
         tables = {
             "expert_map": torch.tensor(expert_map(phy2log_RS[rank], experts), dtype=torch.int32),

@@ -59,7 +59,7 @@ def test_every_operator_is_called_within_its_documented_constraints(
             called |= run_checked(row, monkeypatch)
         except AssertionError as broken:
             raise AssertionError(f"{broken}: {row}") from broken
-    assert {operator for operator, *_ in called} == set(CHECKS) == set(reference.__all__)
+    assert {operator for operator, *_ in called} == set(CHECKS)
     # These calls are the ones that the wheel's schemas and shape functions are held against.
     known = {form_of(call.operator, call.args, call.kwargs) for call in calls("cpu").values()}
     assert called - known == set()

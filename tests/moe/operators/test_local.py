@@ -7,8 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from worker_agent.moe.operators import GroupListType, QuantMode, operators_for, reference
-from worker_agent.moe.operators.reference import local
+from worker_agent.moe.operators import GroupListType, QuantMode, local, operators_for, reference
 
 ROUTING = {
     "active_num": 10,

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import methodcaller
 from typing import Any, TypeAlias
 
 from worker_agent.adapters.compat import Patches, UnsupportedEngineError, read_known, require
-from worker_agent.adapters.engine_host import ignored_settings, log
+from worker_agent.adapters.engine_host import around, ignored_settings, log
 from worker_agent.adapters.sglang.host import SglangHost
 from worker_agent.adapters.sglang.options import OF_ITS_MANAGER, SglangOptions
 from worker_agent.settings import AgentSettings
@@ -22,20 +23,14 @@ _Call: TypeAlias = Callable[..., Any]
 
 
 def check_release(allow_unverified: bool) -> str | None:
-    """Return in what this SGLang differs from the known ones, where that is let through; ``None`` where it does not.
-
-    Raises ``UnsupportedEngineError`` where ``known.json`` does not list this release, or a function is another one.
-    """
+    """Check the SGLang that is installed here as ``require`` does."""
     from sglang.version import __version__
 
     return require("SGLang", __version__, KNOWN, PATCHES, allow_unverified=allow_unverified)
 
 
 def install() -> None:
-    """Check this SGLang, then register the hooks, which SGLang applies when all plugins have been called.
-
-    Raises ``UnsupportedEngineError`` as ``check_release`` does.
-    """
+    """Register the hooks, which SGLang applies when all plugins have been called; raises as ``check_release`` does."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     if differs := check_release(AgentSettings().allow_unverified_engine):
@@ -108,34 +103,22 @@ def _step_host(_: Any, runner: Any, forward_batch: Any, *__: Any, **___: Any) ->
 
 def _load_weights(original: _Call, updater: Any, *arguments: Any, **named: Any) -> Any:
     """Around every call that loads weights: nothing is under way meanwhile."""
-    host = _host_of(updater.get_model_runner())
+    host = _host_loading(updater)
     if host is None:
         return original(updater, *arguments, **named)
     with host.drained("SGLang loads weights"):
         return original(updater, *arguments, **named)
 
 
-def _begin_weight_update(original: _Call, updater: Any, *arguments: Any, **named: Any) -> Any:
-    """Around the first call of a session of updates."""
-    host = _host_of(updater.get_model_runner())
-    if host is not None:
-        host.drain("SGLang loads weights")
-    try:
-        return original(updater, *arguments, **named)
-    except BaseException:
-        if host is not None:
-            host.resume()
-        raise
+def _host_loading(updater: Any) -> SglangHost | None:
+    return _host_of(updater.get_model_runner())
 
 
-def _end_weight_update(original: _Call, updater: Any, *arguments: Any, **named: Any) -> Any:
-    """Around its last call."""
-    host = _host_of(updater.get_model_runner())
-    try:
-        return original(updater, *arguments, **named)
-    finally:
-        if host is not None:
-            host.resume()
+_DRAIN, _RESUME = methodcaller("drain", "SGLang loads weights"), methodcaller("resume")
+_begin_weight_update = around(_host_loading, before=_DRAIN, failed=_RESUME)
+"""Around the first call of a session of updates."""
+_end_weight_update = around(_host_loading, after=_RESUME, failed=_RESUME)
+"""Around its last call."""
 
 
 def _release_memory(original: _Call, manager: Any, *arguments: Any, **named: Any) -> Any:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
-from typing import Any, TypeAlias
+from operator import methodcaller
+from typing import Any
 
-from worker_agent.adapters.compat import Patches, read_known, refuse, release_of, require
-from worker_agent.adapters.engine_host import ignored_settings, log
+from worker_agent.adapters.compat import Patches, read_known, refuse, refuse_cut_models, release_of, require
+from worker_agent.adapters.engine_host import around, ignored_settings, log
 from worker_agent.adapters.vllm.host import VllmHost
 from worker_agent.settings import AgentSettings
 
@@ -16,14 +17,17 @@ KNOWN = read_known("worker_agent.adapters.vllm")
 
 
 _STATE, _WORKER = "vllm.distributed.eplb.eplb_state:EplbState", "vllm.v1.worker.gpu_worker:Worker"
-_AROUND_WEIGHTS = (
-    "sleep",
-    "wake_up",
-    "reload_weights",
-    "start_weight_update",
-    "update_weights",
-    "finish_weight_update",
-)
+_RESUME, _RESTORE = methodcaller("resume"), methodcaller("restore")
+_AROUND_WEIGHTS: dict[str, dict[str, Callable[[VllmHost], None]]] = {
+    "sleep": {"before": methodcaller("drain", "the engine sleeps"), "failed": _RESUME},
+    "wake_up": {"after": _RESUME},
+    "reload_weights": {"before": _RESTORE, "after": _RESUME, "failed": _RESUME},
+    # A session of updates: it ends by its last call, or by one that fails.
+    "start_weight_update": {"before": _RESTORE, "failed": _RESUME},
+    "update_weights": {"failed": _RESUME},
+    "finish_weight_update": {"after": _RESUME, "failed": _RESUME},
+}
+"""What a worker's calls that change weights ask of the host: before, after, and where they fail."""
 PATCHES: Patches = {
     f"{_STATE}.add_model": 3,
     f"{_STATE}.step": None,
@@ -35,20 +39,14 @@ PATCHES: Patches = {
 
 
 def check_release(allow_unverified: bool) -> str | None:
-    """Return in what this vLLM differs from the known ones, where that is let through; ``None`` where it does not.
-
-    Raises ``UnsupportedEngineError`` where ``known.json`` does not list this release, or a function is another one.
-    """
+    """Check the vLLM that is installed here as ``require`` does."""
     import vllm
 
     return require("vLLM", vllm.__version__, KNOWN, PATCHES, allow_unverified=allow_unverified)
 
 
 def install() -> None:
-    """Check this vLLM, then put the agent in place of its balancer: all of it or nothing.
-
-    Raises ``UnsupportedEngineError`` as ``check_release`` does.
-    """
+    """Put the agent in place of vLLM's balancer, all of it or nothing; raises as ``check_release`` does."""
     if differs := check_release(AgentSettings().allow_unverified_engine):
         log.warning("%s", differs)
     _replace_balancer()
@@ -146,51 +144,16 @@ def _watch_loading() -> None:
 
 
 def _guard_weights() -> None:
-    """Drain before the engine sleeps, and restore the first placement before it loads weights; resume afterwards."""
     from vllm.v1.worker.gpu_worker import Worker
 
-    Worker.sleep = _between(
-        Worker.sleep, before=lambda host: host.drain("the engine sleeps"), failed=VllmHost.resume
-    )
-    Worker.wake_up = _between(Worker.wake_up, after=VllmHost.resume)
-    Worker.reload_weights = _between(
-        Worker.reload_weights, before=VllmHost.restore, after=VllmHost.resume, failed=VllmHost.resume
-    )
-    # A session of updates: it ends by its last call, or by one that fails.
-    Worker.start_weight_update = _between(
-        Worker.start_weight_update, before=VllmHost.restore, failed=VllmHost.resume
-    )
-    Worker.update_weights = _between(Worker.update_weights, failed=VllmHost.resume)
-    Worker.finish_weight_update = _between(
-        Worker.finish_weight_update, after=VllmHost.resume, failed=VllmHost.resume
-    )
+    for name, acts in _AROUND_WEIGHTS.items():
+        setattr(Worker, name, _hooked(getattr(Worker, name), around(_host_of, **acts)))
 
 
-_Act: TypeAlias = Callable[[VllmHost], None]
-
-
-def _between(
-    call: Callable[..., Any],
-    before: _Act | None = None,
-    after: _Act | None = None,
-    failed: _Act | None = None,
-) -> Callable[..., Any]:
-    """Wrap a worker's ``call`` in acts of its host: before it, after it and where it raises."""
-
+def _hooked(call: Callable[..., Any], hook: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(call)
     def calling(self: Any, *arguments: Any, **named: Any) -> Any:
-        host = _host_of(self)
-        try:
-            if host is not None and before is not None:
-                before(host)
-            result = call(self, *arguments, **named)
-        except BaseException:
-            if host is not None and failed is not None:
-                failed(host)
-            raise
-        if host is not None and after is not None:
-            after(host)
-        return result
+        return hook(call, self, *arguments, **named)
 
     return calling
 
@@ -205,7 +168,7 @@ def refuse_settings(vllm_config: Any) -> None:
     from vllm import envs
 
     parallel_config = vllm_config.parallel_config
-    stages = parallel_config.pipeline_parallel_size
+    refuse_cut_models(vllm_config)
     refuse(
         [
             (
@@ -213,18 +176,6 @@ def refuse_settings(vllm_config: Any) -> None:
                 "elastic expert parallelism (--enable-elastic-ep)",
                 "Ranks come and go under the agents' votes",
                 "Start without it",
-            ),
-            (
-                vllm_config.lora_config is not None,
-                "LoRA (--enable-lora)",
-                "Adapters of experts are cut by rank and slot, and stay behind when their expert moves",
-                "Start without it",
-            ),
-            (
-                stages > 1,
-                f"pipeline parallelism (--pipeline-parallel-size {stages})",
-                "Each stage would be a deployment of its own, but they would have one name",
-                "Start with --pipeline-parallel-size 1, and more tensor or data parallel ranks",
             ),
             (
                 release_of(vllm.__version__, KNOWN) == "0.23" and bool(envs.VLLM_USE_V2_MODEL_RUNNER),

@@ -28,20 +28,14 @@ PATCHES: Patches = {
 
 
 def check_release(allow_unverified: bool) -> str | None:  # noqa: ARG001
-    """Return ``None`` where this vLLM-Ascend is a known one; nothing else is let through.
-
-    Raises ``UnsupportedEngineError`` where ``known.json`` does not list this release, or a function is another one.
-    """
+    """Check the vLLM-Ascend that is installed here as ``require`` does; nothing unverified is let through."""
     from vllm_ascend._version import __version__
 
     return require("vLLM-Ascend", __version__, KNOWN, PATCHES)
 
 
 def install() -> None:
-    """Check this vLLM-Ascend, then put the agent in place of its balancer: all of it or nothing.
-
-    Raises ``UnsupportedEngineError`` as ``check_release`` does.
-    """
+    """Put the agent in place of vLLM-Ascend's balancer, all of it or nothing; raises as ``check_release`` does."""
     check_release(allow_unverified=False)
     import vllm_ascend.worker.model_runner_v1 as runner
     from vllm_ascend.worker.worker import NPUWorker

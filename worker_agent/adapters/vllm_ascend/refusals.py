@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from worker_agent.adapters.compat import read_known, refuse
+from worker_agent.adapters.compat import read_known, refuse, refuse_cut_models
 from worker_agent.adapters.engine_host import ignored_settings
 
 KNOWN = read_known("worker_agent.adapters.vllm_ascend")
@@ -20,7 +20,7 @@ def refuse_settings(eplb_config: Any) -> None:
     from vllm_ascend.utils import get_ascend_device_type
 
     config, vllm_config = get_ascend_config(), get_current_vllm_config()
-    stages = vllm_config.parallel_config.pipeline_parallel_size
+    refuse_cut_models(vllm_config)
     refuse(
         [
             (
@@ -53,18 +53,6 @@ def refuse_settings(eplb_config: Any) -> None:
                 "sleep mode",
                 "Weights may leave the device, or come back in their first layout, while experts move",
                 "Start without --enable-sleep-mode",
-            ),
-            (
-                stages > 1,
-                f"pipeline parallelism (--pipeline-parallel-size {stages})",
-                "Each stage would be a deployment of its own, but they would have one name",
-                "Start with --pipeline-parallel-size 1, and more tensor or data parallel ranks",
-            ),
-            (
-                vllm_config.lora_config is not None,
-                "LoRA (--enable-lora)",
-                "Adapters of experts are cut by rank and slot, and stay behind when their expert moves",
-                "Start without it",
             ),
             (
                 vllm_config.model_config.runner_type == "pooling",

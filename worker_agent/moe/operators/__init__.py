@@ -7,7 +7,7 @@ from typing import cast
 
 import torch
 
-from worker_agent.moe.operators import reference
+from worker_agent.moe.operators import distribute, local
 from worker_agent.moe.operators.codes import DispatchQuantMode, GroupListType, QuantMode, count_ids
 
 __all__ = [
@@ -23,23 +23,25 @@ __all__ = [
 
 
 class Operators:
-    """The operators that layers call, as torch_npu has them: the part of their arguments that this package uses."""
+    """The operators that layers call, with the part of torch_npu's arguments that they use; here in plain torch."""
 
-    npu_moe_token_permute = staticmethod(reference.npu_moe_token_permute)
-    npu_moe_token_unpermute = staticmethod(reference.npu_moe_token_unpermute)
-    npu_moe_init_routing_v2 = staticmethod(reference.npu_moe_init_routing_v2)
-    npu_grouped_matmul = staticmethod(reference.npu_grouped_matmul)
-    npu_moe_distribute_dispatch_v2 = staticmethod(reference.npu_moe_distribute_dispatch_v2)
-    npu_moe_distribute_combine_v2 = staticmethod(reference.npu_moe_distribute_combine_v2)
-    npu_dynamic_quant = staticmethod(reference.npu_dynamic_quant)
-    npu_swiglu = staticmethod(reference.npu_swiglu)
+    npu_moe_token_permute = staticmethod(local.npu_moe_token_permute)
+    npu_moe_token_unpermute = staticmethod(local.npu_moe_token_unpermute)
+    npu_moe_init_routing_v2 = staticmethod(local.npu_moe_init_routing_v2)
+    npu_grouped_matmul = staticmethod(local.npu_grouped_matmul)
+    npu_moe_distribute_dispatch_v2 = staticmethod(distribute.npu_moe_distribute_dispatch_v2)
+    npu_moe_distribute_combine_v2 = staticmethod(distribute.npu_moe_distribute_combine_v2)
+    npu_dynamic_quant = staticmethod(local.npu_dynamic_quant)
+    npu_swiglu = staticmethod(local.npu_swiglu)
+
+
+reference = Operators()
+"""For CPU and CUDA."""
 
 
 def operators_for(device: torch.device) -> Operators:
     """The operators for tensors of ``device``; torch_npu is imported only where the device is an NPU."""
-    if device.type == "npu":
-        return cast(Operators, importlib.import_module("torch_npu"))
-    return cast(Operators, reference)
+    return cast(Operators, importlib.import_module("torch_npu")) if device.type == "npu" else reference
 
 
 def check_dtype(layer: int, device_type: str, dtype: torch.dtype) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from worker_agent.moe.operators.codes import DispatchQuantMode, GroupListType, count_ids
-from worker_agent.moe.operators.reference.local import npu_dynamic_quant, require
+from worker_agent.moe.operators.local import npu_dynamic_quant, require
 from worker_agent.moe.rank_group import RankGroup, pack_rows, unpack_rows
 
 _ASSIST_WIDTH = 128

@@ -1,0 +1,223 @@
+"""What is patched in vLLM: its balancer, the loading of models, and calls that change weights."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tests.adapters.sglang_fakes import put_modules
+from worker_agent.adapters import plugins
+from worker_agent.adapters.compat import UnsupportedEngineError
+from worker_agent.adapters.vllm import hooks
+
+VLLM = {"__version__": "0.32.0", "envs": SimpleNamespace(VLLM_USE_V2_MODEL_RUNNER=False)}
+
+
+def modules(monkeypatch, vllm=VLLM, **named):
+    """``vllm``, and other modules by their full names, with what is in each."""
+    put_modules(monkeypatch, {"vllm": vllm, **named})
+
+
+@pytest.mark.parametrize(
+    ("release", "second_runner", "settings", "lora", "reason"),
+    [
+        ("0.23.0", True, {}, None, "second model runner of vLLM 0.23"),
+        ("0.32.0", False, {"enable_elastic_ep": True}, None, "elastic expert parallelism"),
+        ("0.32.0", False, {"pipeline_parallel_size": 2}, None, "--pipeline-parallel-size 2.*its own"),
+        ("0.32.0", False, {}, "some", "LoRA .*stay behind"),
+        ("0.23.0", False, {}, None, None),
+        ("0.32.0", True, {}, None, None),
+    ],
+)
+def test_what_no_model_can_be_balanced_with_is_refused(
+    release, second_runner, settings, lora, reason, monkeypatch
+):
+    envs = SimpleNamespace(VLLM_USE_V2_MODEL_RUNNER=second_runner)
+    modules(monkeypatch, vllm={"__version__": release, "envs": envs})
+    with nullcontext() if reason is None else pytest.raises(UnsupportedEngineError, match=reason):
+        hooks.refuse_settings(vllm_config(lora, **settings))
+
+
+@dataclass
+class EplbConfig:
+    num_redundant_experts: int = 0
+    step_interval: int = 3000
+    log_balancedness: bool = False
+    communicator: str | None = None
+
+
+def vllm_config(lora=None, **settings):
+    defaults = {"enable_eplb": True, "pipeline_parallel_size": 1, "eplb_config": EplbConfig()}
+    return SimpleNamespace(parallel_config=SimpleNamespace(**defaults | settings), lora_config=lora)
+
+
+class GptOssForCausalLM:
+    """A model of which vLLM has no EPLB."""
+
+
+@pytest.fixture
+def load(monkeypatch):
+    """Loads a model in a watched worker: with a host of the agent, or none as the class has no EPLB."""
+
+    class Worker:
+        rank = 0
+
+        def load_model(self, *, load_dummy_weights=False):
+            self.model_runner = SimpleNamespace(
+                get_model=GptOssForCausalLM, eplb_state=SimpleNamespace(eplb_agent_host=self.host)
+            )
+            return "loaded"
+
+    modules(monkeypatch, **{"vllm.v1.worker.gpu_worker": {"Worker": Worker}})
+    hooks._watch_loading()
+
+    def loaded(host, **settings):
+        worker = Worker()
+        worker.host, worker.vllm_config = host, vllm_config(**settings)
+        assert worker.load_model(load_dummy_weights=True) == "loaded"
+
+    return loaded
+
+
+def test_a_model_that_vllm_cannot_balance_is_named_in_the_log(load, caplog):
+    load(None)
+    (said,) = caplog.messages
+    assert said.startswith("GptOssForCausalLM is NOT balanced")
+    caplog.clear()
+    load(None, enable_eplb=False)
+    load("a host")
+    assert caplog.messages == []
+
+
+def test_settings_that_the_agent_ignores_are_named_in_the_log(load, caplog):
+    load("a host", eplb_config=EplbConfig(4, 50, True, "torch_gloo"))
+    (said,) = caplog.messages
+    assert said.endswith(": step_interval=50, log_balancedness=True")
+
+
+def test_settings_are_refused_before_weights_are_loaded(load):
+    with pytest.raises(UnsupportedEngineError, match="pipeline parallelism"):
+        load("a host", pipeline_parallel_size=2)
+
+
+def test_an_unknown_release_is_refused_and_left_as_it_is(monkeypatch):
+    found = state_class()
+    step = found.step
+    monkeypatch.setenv("EPLB_AGENT_SERVICE", "eplb:50551")
+    monkeypatch.setattr(plugins, "_log_as", lambda _: None)
+    eplb = {"EplbState": found}
+    modules(monkeypatch, vllm={"__version__": "9.9.0"}, **{"vllm.distributed.eplb.eplb_state": eplb})
+    with pytest.raises(UnsupportedEngineError, match=r"vLLM 9\.9\.0.*0\.32"):
+        plugins.register_vllm()
+    assert found.step is step
+
+
+class Host:
+    """Records what is asked of the agent's host."""
+
+    def __init__(self, *_):
+        self.asked = []
+
+    def __getattr__(self, name):
+        def ask(*arguments):
+            self.asked.append((name, *arguments))
+
+        return ask
+
+
+def state_class():
+    """As vLLM's ``EplbState``, whose own methods must not be reached but for ``add_model``."""
+
+    class EplbState:
+        def __init__(self):
+            self.parallel_config = SimpleNamespace(enable_elastic_ep=False)
+            self.model_states, self.is_async = {}, True
+            self.should_record_tensor = torch.zeros((), dtype=torch.bool)
+
+        def add_model(self, model, model_config, model_name=None):
+            counts = torch.ones((2, 4), dtype=torch.int32)
+            self.model_states[model_config.compute_hash()] = SimpleNamespace(
+                expert_load_pass=counts, model=model
+            )
+
+        def step(self, *_, **__):
+            raise AssertionError("vLLM's own balancer steps")
+
+        rearrange = start_async_loop = step
+
+    return EplbState
+
+
+def model_config(runner):
+    return SimpleNamespace(runner_type=runner, compute_hash=lambda: runner)
+
+
+@pytest.fixture
+def state(monkeypatch):
+    """One that the agent has taken over, with a draft model added before the model itself, as vLLM does."""
+    found = state_class()
+    ranks = {"vllm.distributed.parallel_state": {"get_ep_group": lambda: "the ranks"}}
+    modules(monkeypatch, **{"vllm.distributed.eplb.eplb_state": {"EplbState": found}}, **ranks)
+    monkeypatch.setattr(hooks, "VllmHost", Host)
+    hooks._replace_balancer()
+    made = found()
+    made.add_model("draft", model_config("draft"), model_name="draft")
+    assert not hasattr(made, "eplb_agent_host")
+    made.add_model("target", model_config("generate"))
+    return made
+
+
+def test_every_pass_is_a_step_but_those_of_profiling_and_counts_begin_again(state):
+    # A draft model keeps its placement, the model is balanced.
+    assert set(state.model_states) == {"draft", "generate"}
+    assert state.is_async is False
+    state.step(is_profile=True)
+    state.step(is_dummy=True)
+    state.step(log_stats=True)
+    assert state.eplb_agent_host.asked == [("confirm_dispatch",), ("step", True), ("step", False)]
+    assert all(not one.expert_load_pass.any() for one in state.model_states.values())
+    assert bool(state.should_record_tensor)
+
+
+def test_vllm_s_own_rearranging_is_off_and_nobody_may_ask_for_it(state):
+    state.start_async_loop()
+    with pytest.raises(RuntimeError, match="elastic expert parallelism is not supported"):
+        state.rearrange()
+
+
+CALLS = {
+    "sleep": ("drain vLLM", "drain vLLM resume"),
+    "wake_up": ("vLLM resume", "vLLM"),
+    "reload_weights": ("restore vLLM resume", "restore vLLM resume"),
+    "start_weight_update": ("restore vLLM", "restore vLLM resume"),
+    "update_weights": ("vLLM", "vLLM resume"),
+    "finish_weight_update": ("vLLM resume", "vLLM resume"),
+}
+"""Calls of vLLM's worker, and what is asked of the host around each: where it returns, and where it raises."""
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("call", CALLS)
+def test_nothing_is_under_way_while_an_engine_sleeps_or_loads_weights(call, fails, monkeypatch):
+    host = Host()
+
+    class Worker:
+        model_runner = SimpleNamespace(eplb_state=SimpleNamespace(eplb_agent_host=host))
+
+    def done(_self):
+        host.asked.append(("vLLM",))
+        if fails:
+            raise OSError("no room")
+        return "done"
+
+    for name in CALLS:
+        setattr(Worker, name, done)
+    modules(monkeypatch, **{"vllm.v1.worker.gpu_worker": {"Worker": Worker}})
+    hooks._guard_weights()
+    with pytest.raises(OSError, match="no room") if fails else nullcontext():
+        assert getattr(Worker(), call)() == "done"
+    assert " ".join(name for name, *_ in host.asked) == CALLS[call][fails]

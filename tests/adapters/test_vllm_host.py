@@ -1,0 +1,185 @@
+"""The vLLM adapter's host on vLLM's objects alone: what it derives and refuses, and what follows a switch."""
+
+from __future__ import annotations
+
+import logging
+import os
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from eplb_service.placement import Placement
+from tests.adapters.vllm_fakes import (
+    EXPERTS,
+    LAYERS,
+    RANKS,
+    SLOTS,
+    config,
+    layer,
+    model_state,
+    run_pass,
+    started,
+)
+from tests.ranks import run_ranks
+from worker_agent.adapters import engine_host
+from worker_agent.adapters.compat import UnsupportedEngineError
+from worker_agent.adapters.vllm.host import VllmHost, _dispatch_of, _TokenGroup, token_group
+
+
+def layer_of_023(**dispatch):
+    """Release 0.23 keeps what later runners know in three objects."""
+    known = layer(**dispatch)
+    return SimpleNamespace(
+        runner=SimpleNamespace(do_naive_dispatch_combine=known.do_naive_dispatch_combine),
+        quant_method=SimpleNamespace(is_monolithic=known.is_monolithic),
+        moe_config=known.moe_config,
+    )
+
+
+ALONE, PARALLEL, NAIVE = layer(), layer(sequence_parallel=True), layer(naive=True)
+
+
+@pytest.mark.parametrize(
+    ("one", "data_parallel", "rank", "group"),
+    [
+        (ALONE, 1, 3, _TokenGroup(0, 0)),  # tensor parallel alone
+        (ALONE, 2, 1, _TokenGroup(0, 0)),  # 2 x 2: ranks 0, 1 and 2, 3 share
+        (ALONE, 2, 3, _TokenGroup(2, 2)),
+        (ALONE, 4, 3, _TokenGroup(None, 3)),  # data parallel alone
+        (PARALLEL, 2, 3, _TokenGroup(None, 3)),
+        (NAIVE, 4, 3, _TokenGroup(0, 0)),  # all tokens are gathered before routing
+    ],
+)
+def test_ranks_that_share_tokens_are_found(one, data_parallel, rank, group):
+    assert token_group([one], config(data_parallel), rank, 4) == group
+
+
+@pytest.mark.parametrize(
+    ("layers", "parallel", "said"),
+    [
+        ([ALONE], config(prefill_context=2), "prefill context"),
+        ([ALONE, NAIVE], config(2), "dispatch differently"),
+        ([layer(monolithic=True)], config(), "monolithic kernel"),
+        ([SimpleNamespace()], config(), "of the class SimpleNamespace.*Choose another MoE backend"),
+    ],
+)
+def test_what_cannot_be_derived_is_refused(layers, parallel, said):
+    with pytest.raises(UnsupportedEngineError, match=f"{said}.*unset EPLB_AGENT_SERVICE"):
+        token_group(layers, parallel, 0, 4)
+
+
+@pytest.mark.parametrize("make", [layer, layer_of_023])
+@pytest.mark.parametrize("fact", [None, "naive", "sequence_parallel", "monolithic"])
+def test_a_layer_s_way_of_dispatching_is_read_wherever_its_release_keeps_it(make, fact):
+    flags = {one: one == fact for one in ("naive", "sequence_parallel", "monolithic")}
+    assert _dispatch_of(make(**flags)) == tuple(flags.values())
+
+
+def consistent(state, rank):
+    """Whether tables lead to slots that hold the expert, by vLLM's own map, and weights are that expert's."""
+    for index in range(LAYERS):
+        phy2log_P = state.physical_to_logical_map[index]
+        if not torch.equal(phy2log_P[state.logical_to_physical_map[index, :, 0]], torch.arange(EXPERTS)):
+            return False
+        mine = phy2log_P[rank * SLOTS : (rank + 1) * SLOTS].float() + 100 * index
+        if not torch.equal(state.model.expert_weights[index][0], mine[:, None].repeat(1, 8)):
+            return False
+    return True
+
+
+def switched_and_restored():
+    rank, records = dist.get_rank(), []
+    handler = logging.Handler(logging.INFO)
+    handler.emit = lambda record: records.append(record.getMessage())
+    engine_host.log.addHandler(handler)
+    engine_host.log.setLevel(logging.INFO)
+    os.environ["EPLB_AGENT_DEPLOYMNT"] = "decode"
+    state, host = started()
+    tensors = (state.physical_to_logical_map, state.logical_to_physical_map, state.model.expert_weights[0][0])
+    addresses = [tensor.data_ptr() for tensor in tensors]
+    first = state.physical_to_logical_map.clone()
+    found = {"counts": state.logical_replica_count.unique().tolist(), "at first": consistent(state, rank)}
+    state.expert_load_pass[:, 3] = 5
+    for _ in range(3):
+        run_pass(state)
+        host.step(is_dummy=False)
+    other = Placement(host.agent.installed.placement.phy2log_LRS[:, :, ::-1].copy(), EXPERTS)
+    host.agent.restore(other, "the test wants it so")
+    host.resume()
+    found["switched"] = not torch.equal(first, state.physical_to_logical_map) and consistent(state, rank)
+    run_pass(state)
+    host.step(is_dummy=True)
+    host.restore()
+    found["restored"] = torch.equal(first, state.physical_to_logical_map) and consistent(state, rank)
+    found["same tensors"] = addresses == [tensor.data_ptr() for tensor in tensors]
+    # Expert 3 was chosen five times a pass; of ranks that share their tokens the first counts them, dummies count not.
+    found["logged"] = records
+    found["heat"] = host._heat.sources_LWE[0, :4, 3].tolist()
+    host.close()
+    return found
+
+
+def test_vllm_s_tables_maps_and_weights_follow_a_switch():
+    for rank, facts in enumerate(run_ranks(RANKS, switched_and_restored)):
+        assert facts.pop("heat") == ([5, 5, 5, 0] if rank == 0 else [0] * 4)
+        assert facts.pop("counts") == [1]
+        logged = "\n".join(facts.pop("logged"))
+        assert logged.count("EPLB_AGENT_DEPLOYMNT is no setting") == 1
+        attached = "balances 2 MoE layers of 6 experts over 2 ranks of 4 slots; deployment default, service 127.0.0.1"
+        assert (attached in logged) is (rank == 0)
+        assert logged.count("first switch: layer") == (rank == 0)
+        assert set(facts.values()) == {True}, (rank, facts)
+
+
+@pytest.mark.parametrize("home", ["routed_experts", None], ids=["0.32", "0.23"])
+@pytest.mark.parametrize(
+    ("name", "shape", "refused"),
+    [
+        ("w13_lora_a_stacked", (SLOTS, 2), True),
+        ("g1_alphas", (SLOTS,), True),
+        ("w13_weight", (SLOTS, 8), False),
+        ("w13_input_scale", (SLOTS,), False),
+        ("w2_input_scale", (SLOTS,), True),
+        ("workspace", (SLOTS + 1,), False),
+        ("factor", (), False),
+    ],
+)
+def test_what_would_stay_behind_when_its_expert_moves_is_refused(home, name, shape, refused):
+    state = model_state(0)
+    one, tensor = state.model.moe_layers[1], torch.zeros(shape)
+    if name == "w2_input_scale":
+        # One per expert, and not one for all.
+        tensor[1] = 0.5
+    if name == "w13_weight":
+        state.model.expert_weights[1].append(tensor)
+    if home is not None:
+        one.routed_experts = torch.nn.Module()
+        one = one.routed_experts
+        one.register_buffer(name, tensor)
+    else:
+        setattr(one, name, tensor)
+    # The ranks would meet next, which one alone cannot.
+    said = pytest.raises(UnsupportedEngineError, match=name) if refused else pytest.raises(AttributeError)
+    group = SimpleNamespace(rank_in_group=0, world_size=RANKS)
+    with said:
+        VllmHost(state, config(), group)
+
+
+def kernels_change():
+    state, host = started()
+    host.confirm_dispatch()
+    for one in state.model.moe_layers:
+        one.moe_config.is_sequence_parallel = True
+    try:
+        host.step(is_dummy=False)
+    except UnsupportedEngineError as error:
+        return str(error)
+    finally:
+        host.close()
+
+
+def test_kernels_that_dispatch_otherwise_than_at_the_start_are_refused():
+    for said in run_ranks(RANKS, kernels_change):
+        assert "changed after the model was loaded" in said
