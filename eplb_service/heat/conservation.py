@@ -81,8 +81,9 @@ class Conservation:
         elif self._block == block and rank not in self._seen:
             self._seen.add(rank)
             held_LS = np.stack([slots_RS[rank] for slots_RS in slots_L])
+            received_LS = report.slot_counts_TLS.sum(axis=0, dtype=np.int64)
             # No expert is twice on a rank.
-            self._excess_LE[np.arange(len(held_LS))[:, None], held_LS] += report.slot_counts_TLS.sum(axis=0)
+            self._excess_LE[np.arange(len(held_LS))[:, None], held_LS] += received_LS
             np.subtract(self._excess_LE, sent_LE, out=self._excess_LE)
             if len(self._seen) == self._ranks:
                 self._compare(block[0])

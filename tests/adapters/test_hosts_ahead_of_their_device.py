@@ -51,7 +51,7 @@ def serve(fault: str | None) -> dict[str, Any]:
     device = queued_device.install()
     # Checksums wait for the device, and this one for its host's thread.
     fast = {"vote_interval": 2, "commit_timeout_seconds": 0.3, "verify_transfers": False}
-    state, host = fakes.started(queued_device.on_device, **fast)
+    state, host = fakes.started(queued_device.QueuedTensor, **fast)
     rank, agent, under_way = dist.get_rank(), host.agent, deque()
     made, complaints, epochs = Pass(state, device), set(), []
     for number in range(PASSES):

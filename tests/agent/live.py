@@ -85,11 +85,13 @@ def settings(**changes: Any) -> AgentSettings:
     return AgentSettings(**{**values, **changes})
 
 
-def start(layer_count: int, dealing_width: int = 1, **changes: Any) -> tuple[Agent, list[Any], list[Any]]:
-    """An agent over linear layers, these layers, and the same ones that no agent touches."""
+def start(
+    layer_count: int, dealing_width: int = 1, place: Callable[[Any], Any] = list, **changes: Any
+) -> tuple[Agent, list[Any], list[Any]]:
+    """An agent over linear layers as its host has them, these layers, and the same ones that no agent touches."""
     rank_RS = linear_RS(dist.get_world_size())
     layers, still = (layers_of(layer_count, rank_RS, dealing_width=dealing_width) for _ in range(2))
-    return Agent.start(layers, dist.group.WORLD, settings(**changes)), layers, still
+    return Agent.start(place(layers), dist.group.WORLD, settings(**changes)), layers, still
 
 
 def target(seed: int = 1) -> Any:
@@ -154,12 +156,7 @@ def drive(
     return worst
 
 
-def difference(
-    live: list[ExpertParallelMoE],
-    still: list[ExpertParallelMoE],
-    hidden_TH: torch.Tensor,
-    ids_TK: torch.Tensor,
-) -> float:
+def difference(live: list[Any], still: list[Any], hidden_TH: torch.Tensor, ids_TK: torch.Tensor) -> float:
     """The largest difference between outputs of layers and of those that no agent touches."""
     weights_TK = torch.full(ids_TK.shape, 1 / TOP_K)
     pairs = zip(live, still, strict=True)

@@ -9,11 +9,13 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
-from collections.abc import Callable
-from types import ModuleType
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.utils._pytree import tree_map_only
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
@@ -97,20 +99,21 @@ class QueuedTensor(torch.Tensor):
         def run() -> Any:
             return call(*arguments[0], **arguments[1])
 
+        stream = _current_stream()
         if call in _ANSWERS_AT_ONCE or to_host:
-            cls.queue.wait()
+            stream.wait()
             return run()
         aliases = [one.alias_info for one in call._schema.arguments]
         if any(one is not None and one.is_write for one in aliases):
-            cls.queue.put(run)
+            stream.put(run)
             if call is torch.ops.aten.copy_.default and not _is_queued_alone(args, named):
-                cls.queue.wait()
+                stream.wait()
             return args[0]
         if any(one is not None for one in aliases):
             return tree_map_only(torch.Tensor, cls, run())
         shape = call(*tree_map_only(torch.Tensor, torch.zeros_like, arguments)[0], **arguments[1])
         made = torch.empty_strided(shape.shape, shape.stride(), dtype=shape.dtype)
-        cls.queue.put(lambda: made.copy_(run()))
+        stream.put(lambda: made.copy_(run()))
         return cls(made)
 
 
@@ -120,9 +123,57 @@ def _is_queued_alone(args: Any, named: Any) -> bool:
     return within or bool(named.get("non_blocking", args[2] if len(args) > 2 else False))
 
 
-def on_device(tensor: torch.Tensor) -> QueuedTensor:
-    """The tensor's memory as the device's."""
-    return QueuedTensor(tensor)
+class Passes:
+    """A model's passes: run at once, or by a device that each rank's host is so many ``ahead`` of at most.
+
+    Once no rank is ``going`` at a pass each makes as many more as the host that is furthest ahead may have queued.
+    """
+
+    def __init__(self, ahead: Sequence[int] = ()) -> None:
+        self._ahead, self._more = ahead[dist.get_rank()] if ahead else 0, max(ahead, default=0)
+        self._device = install() if self._ahead else None
+        self._under_way = deque[threading.Event]()
+        self._number, self._last = 0, None
+
+    def live(self, layers: list[Any]) -> list[Any]:
+        """The layers as their host has them: where it is ahead, the same memory on its device."""
+        return layers if self._device is None else [_layer_on_device(layer) for layer in layers]
+
+    def run(self, forward: Callable[[], object], going: bool) -> bool:
+        """Run or queue a pass, and wait for those far behind; return whether another is to follow."""
+        self._number += 1
+        number, any_going = self._number, torch.tensor(float(going))
+
+        def run() -> None:
+            forward()
+            dist.all_reduce(any_going, op=dist.ReduceOp.MAX)
+            if self._last is None and not any_going:
+                self._last = number + self._more
+
+        if self._device is None:
+            run()
+        else:
+            self._device.put(run)
+            self._under_way.append(self._device.mark())
+            if len(self._under_way) > self._ahead:
+                self._under_way.popleft().wait()
+        return self._last is None or number < self._last
+
+    def end(self) -> None:
+        """Wait for all; others may follow."""
+        if self._device is not None:
+            self._device.wait()
+        self._last = None
+
+
+def _layer_on_device(layer: Any) -> Any:
+    names = ("expert_map", "log2phy", "moe_load", "source_load", "load_counter")
+    return SimpleNamespace(
+        **{name: QueuedTensor(getattr(layer, name)) for name in names},
+        shares_tokens=layer.shares_tokens,
+        conserves=layer.conserves,
+        expert_weights=lambda: [QueuedTensor(weight) for weight in layer.expert_weights()],
+    )
 
 
 class _Module(ModuleType):
@@ -135,14 +186,30 @@ class _Module(ModuleType):
 
 
 class _Event:
-    def record(self, _: object = None) -> None:
-        self._there = QueuedTensor.queue.mark()
+    def record(self, stream: DeviceQueue) -> None:
+        self._there = stream.mark()
 
     def query(self) -> bool:
         return self._there.is_set()
 
-    def wait(self, _: object = None) -> None:
-        """All is queued in one order."""
+    def wait(self, stream: DeviceQueue) -> None:
+        stream.put(self._there.wait)
+
+
+_thread = threading.local()
+
+
+def _current_stream(*_: object) -> DeviceQueue:
+    """The queue of what this thread asks for: the model's, unless it is on a stream of its own."""
+    stream: DeviceQueue = getattr(_thread, "stream", QueuedTensor.queue)
+    return stream
+
+
+@contextlib.contextmanager
+def _on(stream: DeviceQueue) -> Iterator[None]:
+    _thread.stream = stream
+    yield
+    del _thread.stream
 
 
 def install() -> DeviceQueue:
@@ -151,9 +218,8 @@ def install() -> DeviceQueue:
         return QueuedTensor.queue
     QueuedTensor.queue = DeviceQueue()
     module: Any = _Module("torch.queued")
-    module.Event, module.Stream = _Event, lambda **_: None
-    module.stream = lambda _: contextlib.nullcontext()
-    module.current_stream = lambda *_: None
+    module.Event, module.Stream = _Event, lambda **_: DeviceQueue()
+    module.stream, module.current_stream = _on, _current_stream
     _setup_privateuseone_for_python_backend("queued", backend_module=module)
     kernels = torch.library.Library("aten", "IMPL")
     QueuedTensor.kernels = kernels
@@ -164,7 +230,7 @@ def install() -> DeviceQueue:
     kernels.impl("empty.memory_format", empty, "PrivateUse1")
 
     def copy_from(source: Any, destination: Any, _: bool = False) -> Any:
-        QueuedTensor.queue.put(lambda: destination.held.copy_(source))
+        _current_stream().put(lambda: destination.held.copy_(source))
         return destination
 
     kernels.impl("_copy_from", copy_from, "PrivateUse1")

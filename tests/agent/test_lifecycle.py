@@ -35,13 +35,11 @@ def _drain_in_the_middle() -> dict[str, Any]:
     facts["switched"] = agent.installed.epoch - before
     items = live.waiting(agent)
     reports = [item for item in items if isinstance(item, HeatReport)]
-    untimed = [one.first_step + i for one in reports for i in np.flatnonzero(one.micros_T == 0).tolist()]
-    facts["untimed"] = untimed
+    facts["untimed"] = [one.first_step + i for one in reports for i in np.flatnonzero(one.micros_T == 0)]
     facts["reasons"] = [item.reason for item in items if not isinstance(item, HeatReport) and item.reason]
     facts["beat"], facts["calls"] = agent._beat(), agent._clock.calls
     facts["staged"] = agent._switch.transfers.staging.nbytes
-    rings = [ring for layer in layers for ring in (layer.moe_load, layer.source_load) if ring is not None]
-    facts["rings"] = sum(ring.numel() * ring.element_size() for ring in rings)
+    facts["rings"] = sum(ring.nbytes for layer in layers for ring in (layer.moe_load, layer.source_load))
     return live.facts(agent, worst, **facts)
 
 

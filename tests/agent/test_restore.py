@@ -85,8 +85,7 @@ def _restore_in_vain(fault: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("fault", "said"),
-    [("a transfer fails", ""), ("a rank has left the votes", "the test wants it so")],
+    ("fault", "said"), [("a transfer fails", ""), ("a rank has left the votes", "the test wants it so")]
 )
 def test_where_one_rank_fails_all_keep_what_they_had(fault: str, said: str) -> None:
     facts = run_ranks(RANKS, _restore_in_vain, fault)

@@ -10,7 +10,7 @@ import os
 import socket
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from tests.agent import live
+from tests.agent.queued_device import Passes
 from tests.faults.listening import knock, listening
 from tests.faults.serving import FAULTS, Sample
 from worker_agent.swap import staging, vote
@@ -32,50 +33,46 @@ _FEWEST_PASSES = 16
 class Host:
     """One rank's model and agent, and a host that calls the agent more or less as it should.
 
-    ``misses`` are calls that it will not make, ``doubles`` those that it will make twice.
+    ``misses`` are calls that it will not make, ``doubles`` those that it will make twice; ``ahead`` as for ``Passes``.
     """
 
-    def __init__(self, history: Path) -> None:
+    def __init__(self, history: Path, ahead: Sequence[int]) -> None:
         vote._PROVEN_VOTES = 4
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
         self.misses = self.doubles = 0
+        self._passes = Passes(ahead)
+        deadlines = {"vote_timeout_seconds": VOTE_TIMEOUT, "commit_timeout_seconds": COMMIT_TIMEOUT}
+        more = {"transfer_timeout_seconds": 3.0, "offer_deadline_steps": 16, "verify_transfers": True}
         self.agent, self.layers, self.still = live.start(
-            1,
-            vote_timeout_seconds=VOTE_TIMEOUT,
-            commit_timeout_seconds=COMMIT_TIMEOUT,
-            transfer_timeout_seconds=3.0,
-            offer_deadline_steps=16,
-            verify_transfers=True,
-            history=history,
+            1, place=self._passes.live, history=history, **deadlines, **more
         )
         self._generator = torch.Generator().manual_seed(self.rank)
-        self._longest = 0.0
+        self._longest = self._worst = 0.0
 
     def live_through(self, fault: Callable[[Host], None]) -> dict[str, Any]:
         """Let it happen, and serve until layers are switched again; with how many, and its longest call in seconds."""
-        began, epoch, worst, passes = time.monotonic(), self.agent.installed.epoch, 0.0, 0
-        self._longest = 0.0
+        began, epoch, fewest = time.monotonic(), self.agent.installed.epoch, _FEWEST_PASSES
+        self._longest = self._worst = 0.0
         fault(self)
-        going = torch.ones(1)
-        while going.item():
-            worst = max(worst, self._forward())
-            passes += 1
+        more = True
+        while more:
+            done = self.agent.installed.epoch >= epoch + _SWITCHES and fewest <= 0
+            more = self._passes.run(self._forward, not done and time.monotonic() - began < _MOST_SECONDS)
+            fewest -= 1
             self._offer()
             self._call()
-            done = self.agent.installed.epoch >= epoch + _SWITCHES and passes >= _FEWEST_PASSES
-            over = time.monotonic() - began > _MOST_SECONDS
-            going.fill_(0.0 if done or over else 1.0)
-            dist.all_reduce(going, op=dist.ReduceOp.MAX)
-            time.sleep(0.002)
+        self._passes.end()
         # A rank that misses the last call would serve another epoch than the others until its next one.
         self.misses = self.doubles = 0
         switched = self.agent.installed.epoch - epoch
-        return live.facts_so_far(self.agent, worst, switched=switched, longest=self._longest)
+        return live.facts_so_far(self.agent, self._worst, switched=switched, longest=self._longest)
 
-    def _forward(self) -> float:
+    def _forward(self) -> None:
         hidden_TH = torch.randn(3 + self.rank, live.HIDDEN, generator=self._generator)
         order_TE = torch.rand(3 + self.rank, live.EXPERTS, generator=self._generator).argsort(dim=1)
-        return live.difference(self.layers, self.still, hidden_TH, order_TE[:, : live.TOP_K])
+        difference = live.difference(self.layers, self.still, hidden_TH, order_TE[:, : live.TOP_K])
+        self._worst = max(self._worst, difference)
+        time.sleep(0.002)
 
     def _offer(self) -> None:
         installed = self.agent.installed
@@ -201,9 +198,9 @@ EXPERIMENTS: dict[str, Callable[[Host], None]] = {
 }
 
 
-def live_through_all(history: str) -> dict[str, Any]:
+def live_through_all(history: str, ahead: Sequence[int]) -> dict[str, Any]:
     """Every experiment on these ranks, one after the other."""
-    host = Host(Path(history))
+    host = Host(Path(history), ahead)
     survived = {name: host.live_through(fault) for name, fault in EXPERIMENTS.items()}
     host.agent.drain("the test is over")
     host.agent.close()

@@ -97,12 +97,7 @@ class RogueService(agent_pb2_grpc.AgentServiceServicer):
                 found.append((rank, status))
         return found
 
-    def _listen(
-        self,
-        rank: int,
-        requests: Iterator[agent_pb2.ConnectRequest],
-        said: queue.SimpleQueue[agent_pb2.ConnectResponse | None],
-    ) -> None:
+    def _listen(self, rank: int, requests: Iterator[Any], said: queue.SimpleQueue[Any]) -> None:
         try:
             for request in requests:
                 if request.WhichOneof("message") == "plan_status":

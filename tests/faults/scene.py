@@ -17,18 +17,8 @@ from tests.ranks import run_ranks
 RANKS = 3
 PATIENCE = 180.0
 """Longest wait for what must come: a busy machine is slow, and a wait ends as soon as it has come."""
-FLAGS = (
-    "--window-steps",
-    "64",
-    "--decision-interval",
-    "32",
-    "--report-steps",
-    "8",
-    "--heartbeat-seconds",
-    "0.2",
-    "--cpu-share",
-    "100",
-)
+OFTEN = ("--window-steps=64", "--decision-interval=32", "--report-steps=8")
+FLAGS = (*OFTEN, "--heartbeat-seconds=0.2", "--cpu-share=100")
 
 
 class RankCrew:

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from tests.agent import live
+from tests.agent.queued_device import Passes
 from worker_agent.agent import Agent
 from worker_agent.history.check import read_histories, violations
 from worker_agent.swap.lane import Parcel
@@ -31,6 +33,8 @@ HOT_SECONDS = 1.5
 LONGEST_STEP = 20.0
 TOKENS = 12
 _SAMPLE_STEPS = 200
+AHEAD = (1, 3, 6)
+"""Passes that hosts which run ahead are ahead of their devices at most, by rank."""
 
 CALLS = {"miss-call": 0, "double-call": 2}
 """How often a host that is asked for this calls its agent after the next forward pass."""
@@ -41,11 +45,12 @@ class Manners:
     """How hosts start and end.
 
     Each rank's first forward pass comes ``late`` seconds after the agents have met. All drain, then close; or each
-    closes after its seconds of ``exits``, whatever is under way.
+    closes after its seconds of ``exits``, whatever is under way. Hosts are so many passes ``ahead`` of their devices.
     """
 
     late: Sequence[float] = ()
     exits: Sequence[float] | None = None
+    ahead: Sequence[int] = ()
 
 
 WELL_BEHAVED = Manners()
@@ -88,21 +93,28 @@ def serve(address: str, folder: str, changes: dict[str, Any], manners: Manners =
     group = dist.new_group(backend="gloo")
     layers, still = (live.layers_of(LAYERS, live.linear_RS(ranks)) for _ in range(2))
     settings = live.settings(service=address, history=Path(folder) / "history", **changes)
-    agent = Agent.start(layers, group, settings)
+    passes = Passes(manners.ahead)
+    agent = Agent.start(passes.live(layers), group, settings)
     addresses = tensor_addresses(layers)
     samples: list[Sample] = []
     time.sleep(manners.late[rank] if manners.late else 0.0)
     generator = np.random.default_rng(rank)
     worst, longest, steps, began = 0.0, 0.0, 0, time.monotonic()
-    going = torch.ones(1)
-    while going.item():
+
+    def forward(hidden_TH: torch.Tensor, ids_TK: torch.Tensor) -> None:
+        nonlocal worst
+        worst = max(worst, live.difference(layers, still, hidden_TH, ids_TK))
+        time.sleep(STEP_SECONDS)
+
+    more = True
+    while more:
         hot = int((time.monotonic() - began) / HOT_SECONDS) % live.EXPERTS
         # A rank with no tokens takes part like any other.
         tokens = 0 if rank == 0 and steps % 5 == 0 else TOKENS
         other_T = generator.integers(1, live.EXPERTS, size=tokens)
         ids_TK = torch.from_numpy(np.stack([np.full(tokens, hot), (hot + other_T) % live.EXPERTS], axis=1))
         hidden_TH = torch.from_numpy(generator.standard_normal((tokens, live.HIDDEN), dtype=np.float32))
-        worst = max(worst, live.difference(layers, still, hidden_TH, ids_TK))
+        more = passes.run(partial(forward, hidden_TH, ids_TK), not (Path(folder) / "stop").exists())
         calls = _calls_of_this_pass(folder, rank, agent)
         before = time.monotonic()
         for _ in range(calls):
@@ -111,25 +123,15 @@ def serve(address: str, folder: str, changes: dict[str, Any], manners: Manners =
         steps += 1
         if steps % _SAMPLE_STEPS == 0:
             samples.append(Sample.now())
-        time.sleep(STEP_SECONDS)
-        going.fill_(0.0 if (Path(folder) / "stop").exists() else 1.0)
-        dist.all_reduce(going, op=dist.ReduceOp.MIN, group=group)
+    passes.end()
     if manners.exits is None:
         agent.drain("the test is over")
     else:
         time.sleep(manners.exits[rank])
         agent.close()
-    facts = Facts(
-        worst,
-        longest,
-        steps,
-        agent.installed.epoch,
-        agent.installed.digest,
-        agent.halted,
-        agent.stats.plans_aborted,
-        addresses == tensor_addresses(layers),
-        tuple(samples),
-    )
+    served, same = agent.installed, addresses == tensor_addresses(layers)
+    seen = agent.halted, agent.stats.plans_aborted, same, tuple(samples)
+    facts = Facts(worst, longest, steps, served.epoch, served.digest, *seen)
     if manners.exits is None:
         agent.close()
     return facts

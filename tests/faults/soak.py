@@ -1,7 +1,8 @@
 """Serves for minutes under random faults, then proves from the recorded histories that no promise was broken.
 
-Half the time one group of ranks serves, whose memory and file descriptors must stay flat; after it groups of a minute
-that start late and leave in any order. Every output is compared with that of a layer that is never switched.
+Half the time one group of ranks serves, whose hosts run ahead of their devices; its memory and file descriptors must
+stay flat. After it come groups of a minute that start late and leave in any order, most of them ahead as well. Every
+output is compared with that of a layer that is never switched.
 
 ``python -m tests.faults.soak [--seconds 600] [--seed N]``, or ``make soak``. The seed is printed: the same one asks for
 the same faults in the same order. Exit code 1 where anything was broken.
@@ -23,7 +24,7 @@ from pathlib import Path
 import grpc
 
 from tests.faults.scene import PATIENCE, RANKS, Scene
-from tests.faults.serving import Facts, Manners, check_served
+from tests.faults.serving import AHEAD, Facts, Manners, check_served
 from worker_agent.history.check import read_histories
 
 LONGEST_STEP = 60.0
@@ -149,10 +150,11 @@ def soak(folder: Path, seconds: float, seed: int) -> tuple[Counter[str], list[li
     while not rounds or time.monotonic() < end:
         here = folder / f"round-{len(rounds)}"
         here.mkdir()
-        manners = Manners()
+        manners = Manners(ahead=AHEAD)
         if rounds:
             late = [random_.choice([0.0, random_.uniform(0, 2 * VOTE_TIMEOUT)]) for _ in range(RANKS)]
-            manners = Manners(late, [random_.choice([0.0, random_.uniform(0, 2)]) for _ in range(RANKS)])
+            exits = [random_.choice([0.0, random_.uniform(0, 2)]) for _ in range(RANKS)]
+            manners = Manners(late, exits, random_.choice([(), AHEAD, AHEAD[::-1]]))
         length = seconds / 2 if not rounds else min(SHORT_ROUND, max(5.0, end - time.monotonic()))
         print(f"round {len(rounds)}, {length:.0f} s: {manners}", flush=True)
         counts, facts = serve_round(here, length, random_, manners)

@@ -9,6 +9,7 @@ import pytest
 
 from tests.agent import live
 from tests.faults.misbehaving import EXPERIMENTS, live_through_all
+from tests.faults.serving import AHEAD
 from tests.ranks import run_ranks
 from worker_agent.history.check import read_histories, violations
 
@@ -19,26 +20,26 @@ RANKS = 3
 LONGEST_CALL = 30.0
 
 
-@pytest.fixture(scope="module")
-def history(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("history")
-
-
-@pytest.fixture(scope="module")
-def survived(history: Path) -> list[Any]:
-    """One start of the ranks for all experiments."""
-    return run_ranks(RANKS, live_through_all, str(history), deadline=1400)
+@pytest.fixture(scope="module", params=[(), AHEAD], ids=["hosts that wait", "hosts ahead of their devices"])
+def survived(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, list[Any]]:
+    """One start of the ranks for all experiments: where their histories are, and what each saw."""
+    history = tmp_path_factory.mktemp("history")
+    return history, run_ranks(RANKS, live_through_all, str(history), request.param, deadline=1400)
 
 
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
-def test_outputs_stay_and_layers_are_switched_again(experiment: str, survived: list[Any]) -> None:
-    ranks = [of_rank[experiment] for of_rank in survived]
+def test_outputs_stay_and_layers_are_switched_again(
+    experiment: str, survived: tuple[Path, list[Any]]
+) -> None:
+    ranks = [of_rank[experiment] for of_rank in survived[1]]
     live.check_together(ranks)
     assert min(rank["switched"] for rank in ranks) >= 2
     assert max(rank["longest"] for rank in ranks) < LONGEST_CALL
 
 
-def test_the_histories_of_it_all_keep_every_promise(survived: list[Any], history: Path) -> None:
-    (ranks,) = read_histories(history).values()
+def test_the_histories_of_it_all_keep_every_promise(survived: tuple[Path, list[Any]]) -> None:
+    (ranks,) = read_histories(survived[0]).values()
     assert list(violations(ranks)) == []
-    assert len(ranks[0].of("commit")) == survived[0]["an expert that arrives damaged"]["epoch"]
+    assert len(ranks[0].of("commit")) == survived[1][0]["an expert that arrives damaged"]["epoch"]

@@ -11,7 +11,9 @@ import torch.distributed as dist
 from eplb_service.heat import assembler, conservation
 from eplb_service.placement import default_log2phy
 from eplb_service.wire.agent import Reporting, Shape
-from eplb_service.wire.heat import HeatReport
+from eplb_service.wire.codec import encode
+from eplb_service.wire.generated import agent_pb2
+from eplb_service.wire.heat import HeatReport, decode_heat_report
 from tests.agent import live
 from tests.ranks import run_ranks
 from worker_agent.swap import table_check
@@ -51,10 +53,15 @@ def test_real_ranks_conserve_tokens_over_switches_and_a_table_that_is_another_is
     monkeypatch.setattr(conservation, "_ONE_IN", 0)
     monkeypatch.setattr(assembler, "_EPOCHS_KEPT", 1_000)
     ranks = run_ranks(RANKS, _reports, width, summed)
-    heat = assembler.HeatAssembler(Shape(RANKS, LAYERS, live.EXPERTS, live.SLOTS, 0, width), 256, 256)
+    shape = Shape(RANKS, LAYERS, live.EXPERTS, live.SLOTS, 0, width)
+    heat = assembler.HeatAssembler(shape, 256, 256)
     for (epoch, layer), slots_RS in ranks[0][1].items():
         heat.placements.place(layer, epoch, slots_RS, default_log2phy(slots_RS, live.EXPERTS, width))
-    every = [(one.first_step, rank, one) for rank, (own, _) in enumerate(ranks) for one in own]
+    every = [
+        (one.first_step, rank, decode_heat_report(encode(one, agent_pb2.HeatReport()), shape, 64))
+        for rank, (own, _) in enumerate(ranks)
+        for one in own
+    ]
     sent = sorted(every, key=lambda one: one[:2])
     unpromised = conservation.Conservation(RANKS)
     epochs = {one.layer_epochs for first_step, _, one in sent if first_step < DAMAGED_AT}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -85,7 +86,8 @@ class Engine:
             self._end(rank, f"could not meet: {error}")
             return
         # Work that the host has queued is done once the simulated device has run it.
-        agent._clock.at_rest = lambda seconds: self.model.at_rest(rank, seconds)
+        exact, agent._clock.at_rest = agent._clock.exact, partial(self.model.at_rest, rank)
+        agent._clock.exact = lambda: exact() if self.model.at_rest(rank) else 0
         agent._timer = StepTimer(lambda: int(1e9 * scheduler.now))
         self.agents[rank] = agent
         try:

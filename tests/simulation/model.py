@@ -48,14 +48,16 @@ class Misfits:
 class Model:
     """Passes of all ranks of one engine: queued by each, run on all devices once all have, by what each served then.
 
-    Hosts are quicker than their devices, and ``ahead`` calls of them: with one a host waits for each pass. A call comes
-    after as many passes, the same on all ranks, as ``stride`` says when the first of them begins.
+    Hosts are quicker than their devices, and each ``ahead`` by so many calls: with one it waits for each pass. A call
+    comes after as many passes, the same on all ranks, as ``stride`` says when the first of them begins.
     """
 
     def __init__(
         self, processes: list[Process], shapes: Any, breach: Callable[[str], None], stride: Callable[[], int]
     ) -> None:
-        self.placement, self.ahead, self.seconds = shapes.placement, shapes.ahead, shapes.pass_seconds
+        self.placement, self.seconds = shapes.placement, shapes.pass_seconds
+        # Every other host is further ahead, unless all wait for each pass.
+        self.ahead = [shapes.ahead + rank % 2 * (shapes.ahead - 1) for rank in range(len(processes))]
         self.queued = [0] * len(processes)
         self.run = self.passes = self._begun = 0
         self._changed = [process.condition() for process in processes]
@@ -79,9 +81,9 @@ class Model:
             took = self.seconds * self._strides[self._begun] * self._scheduler.random.uniform(0.9, 1.1)
             self._free_at = began + took
             self._scheduler.at(self._free_at, self._ended)
-        self._changed[rank].wait_for(lambda: number - self.run < self.ahead)
+        self._changed[rank].wait_for(lambda: number - self.run < self.ahead[rank])
 
-    def at_rest(self, rank: int, seconds: float) -> bool:
+    def at_rest(self, rank: int, seconds: float | None = None) -> bool:
         """Wait, for so long at most, until the device has run all that this rank has queued."""
         return self._changed[rank].wait_for(lambda: self.run >= self.queued[rank], seconds)
 

@@ -6,6 +6,7 @@ import pytest
 
 from tests.simulation.__main__ import runs
 from tests.simulation.defects import DEFECTS, hunt
+from tests.simulation.faults import BEYOND
 from tests.simulation.world import World
 
 _QUICK = ("only late ranks confirm",)
@@ -21,6 +22,10 @@ def test_a_seed_is_a_run_that_keeps_every_promise() -> None:
 
 def test_a_transfer_whose_end_an_error_has_kept_from_being_noted_blocks_nothing() -> None:
     assert World(20).run().breaches == ()
+
+
+def test_hosts_that_are_unequally_far_ahead_agree_on_a_pass() -> None:
+    assert World(2, BEYOND, many=4).run().breaches == ()
 
 
 @pytest.mark.slow

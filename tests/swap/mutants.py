@@ -131,12 +131,10 @@ MUTANTS: dict[tuple[int, Faults], dict[str, Methods]] = {
         "ForgetsFailures": {"with_transfer_ended": lambda m, at, error=None: m if error else ended(m, at)},
     },
     (LATE, Faults(transfers=1, losses=1)): {
-        "GoesBackToAnOldLane": {
-            "reformed": lambda m, *to: replace(SwitchState.reformed(m, *to), lane=m.lane)
-        },
+        "GoesBackToAnOldLane": {"reformed": lambda m, *to: replace(SwitchState.reformed(m, *to), lane=m.lane)}
     },
     (LATE, Faults(losses=1)): {
-        "KeepsItsPlanWithoutVotes": {"lose_votes": lambda m, why: (replace(m, unheard=why), ())},
+        "KeepsItsPlanWithoutVotes": {"lose_votes": lambda m, why: (replace(m, unheard=why), ())}
     },
     (RIVALS, Faults()): {
         "IgnoresOtherPlans": _meaning(
@@ -150,7 +148,7 @@ MUTANTS: dict[tuple[int, Faults], dict[str, Methods]] = {
         "KeepsAWish": _state("_commit", lambda m, new: replace(new, abort_wish=m.abort_wish)),
     },
     (HALFWAY, Faults()): {
-        "TakesUncheckedMoves": _given("_refusal", lambda m, plan, _: (m, plan, m.installed.digest)),
+        "TakesUncheckedMoves": _given("_refusal", lambda m, plan, _: (m, plan, m.installed.digest))
     },
     (ASTRAY, Faults()): {
         "IgnoresOtherPlacements": _meaning(lambda v: replace(v, installed_agree=True).result),

@@ -34,9 +34,6 @@ def test_a_budget_admits_what_the_steps_allow() -> None:
     waited.start()
     assert budget.draw(1, timeout=5)
     waited.join()
-
-
-def test_no_budget_never_waits() -> None:
     assert ByteBudget(None).draw(1 << 40, timeout=0)
 
 

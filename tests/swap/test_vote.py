@@ -103,25 +103,20 @@ def voter(*, committed: bool) -> tuple[Voter, list[tuple[int, bool]]]:
 
 
 @pytest.mark.parametrize(
-    ("committed", "result"), [(True, VoteResult.COMMIT), (False, VoteResult.ABORT)], ids=["committed", "not"]
+    ("progress", "abort", "committed", "result"),
+    [
+        (Progress.READY, False, True, VoteResult.COMMIT),
+        (Progress.READY, False, False, VoteResult.ABORT),
+        (Progress.READY, True, True, VoteResult.NOTHING),
+        (Progress.TRANSFERRING, False, True, VoteResult.NOTHING),
+    ],
 )
-def test_what_was_not_heard_is_what_the_ranks_settle_on(committed: bool, result: VoteResult) -> None:
+def test_what_was_not_heard_is_what_the_ranks_settle_on(progress, abort, committed, result) -> None:
+    """A ballot that could not commit asks nobody."""
     rank, asked = voter(committed=committed)
-    rank.cast(Ballot(Progress.READY, PLAN, 1, False, 20))
+    rank.cast(Ballot(progress, PLAN, 1, abort, 20))
     assert rank.settle(21).result is result
-    assert asked == [(VOTE, False)]
-
-
-@pytest.mark.parametrize(
-    "ballot",
-    [Ballot(Progress.TRANSFERRING, PLAN, 1, False, 20), Ballot(Progress.READY, PLAN, 1, True, 20)],
-    ids=["not ready", "wants to abort"],
-)
-def test_a_ballot_that_could_not_commit_asks_nobody(ballot: Ballot) -> None:
-    rank, asked = voter(committed=True)
-    rank.cast(ballot)
-    assert rank.settle(21).result is VoteResult.NOTHING
-    assert asked == []
+    assert asked == ([] if result is VoteResult.NOTHING else [(VOTE, False)])
 
 
 def test_a_rank_that_is_behind_takes_the_number_of_the_one_ahead(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ import logging
 import queue
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 
 from worker_agent.forward_clock import ForwardClock
 from worker_agent.runtime import REAL, Runtime
@@ -32,6 +33,8 @@ _LAST_MARGIN = 4096
 _AHEAD = 256
 """Forward passes by which the number that the ranks agree on is ahead of any that one of them has reached."""
 _REST_SECONDS = 60.0
+_QUEUED, _QUIET = 1, 2
+"""States of a rank between two passes: some are still to be run on its device, or none."""
 
 
 class Reformation:
@@ -174,27 +177,41 @@ class Reformation:
     def rest(self, clock: ForwardClock, seconds: float) -> bool:
         """Agree on a pass, where the ranks are to do so; called between two passes on the model's thread.
 
-        Waits twice ``seconds`` for the others at most; what they have then agreed on the register says.
+        Waits twice ``seconds`` for the others, and as long again for each pass that they have still to queue; what they
+        have then agreed on the register says.
         """
         with self._lock:
             resting, self._resting = self._resting, None
         if resting is None:
             return False
-        votes, number = resting
-        agreed = False
+        agreed = again = False
         try:
-            came = votes.begin(Kind.BETWEEN_PASSES, self.attempts, []).wait(seconds) is not None
-            quiet = came and clock.at_rest(seconds) and clock.reached < number
-            heard = votes.begin(Kind.AT_REST, self.attempts, [int(quiet)]).wait(seconds) == [1]
-        except VoteError:
-            heard = False
-        try:
-            agreed = self._group.register.may_commit(self.vote, heard=heard)
+            mine, least = self._at_rest(*resting, clock, seconds)
+            again = (mine, least) == (_QUIET, _QUEUED)
+            if again:
+                # This rank's next pass is one that others have queued.
+                with self._lock:
+                    self._resting = resting
+            else:
+                agreed = self._group.register.may_commit(self.vote, heard=least == _QUIET)
             if agreed:
-                clock.agree(number)
+                clock.agree(resting[1])
         finally:
-            self._verdicts.put(agreed)
+            if not again:
+                self._verdicts.put(agreed)
         return agreed
+
+    def _at_rest(self, votes: VoteLink, number: int, clock: ForwardClock, seconds: float) -> tuple[int, int]:
+        """Return this rank's state and the least of all, once this one's device has no pass left or all give up."""
+        mine = least = _QUEUED
+        with suppress(VoteError):
+            while mine == least == _QUEUED:
+                came = votes.begin(Kind.BETWEEN_PASSES, self.attempts, []).wait(seconds) is not None
+                mine = _QUIET if came and clock.at_rest(seconds) else _QUEUED
+                state = mine if came and clock.reached < number else 0
+                (least,) = votes.begin(Kind.AT_REST, self.attempts, [state]).wait(seconds) or [0]
+            return mine, least
+        return 0, 0
 
     def _all_min(self, votes: VoteLink, kind: Kind, values: list[int]) -> list[int]:
         least = votes.begin(kind, self.attempts, values).wait(_OPEN_SECONDS)

@@ -108,26 +108,18 @@ def test_a_plan_that_all_ranks_carry_out_is_done(story: Story) -> None:
 
 
 SILENT = "did not answer in time"
+ALL = dict.fromkeys(range(RANKS), (ABORTED, "link"))
+SOME = {rank: (ABORTED, reason) for rank, reason in enumerate("aba")}
 
 
 @pytest.mark.parametrize(
     ("committed", "objections", "outcome", "why"),
     [
-        (1, dict.fromkeys(range(RANKS), (ABORTED, "link")), Outcome.ABORTED, "ranks 0, 1, 2, 3: link"),
-        (
-            0,
-            dict.fromkeys(range(RANKS), (ABORTED, "link")) | {2: (REFUSED, "stale")},
-            Outcome.REFUSED,
-            "rank 2: stale",
-        ),
+        (1, ALL, Outcome.ABORTED, "ranks 0, 1, 2, 3: link"),
+        (0, ALL | {2: (REFUSED, "stale")}, Outcome.REFUSED, "rank 2: stale"),
         (0, {}, Outcome.TIMED_OUT, f"ranks 0, 1, 2, 3 {SILENT}"),
         (0, {0: (ABORTED, "")}, Outcome.ABORTED, f"rank 0: no reason given; ranks 1, 2, 3 {SILENT}"),
-        (
-            0,
-            {0: (ABORTED, "a"), 1: (ABORTED, "b"), 2: (ABORTED, "a")},
-            Outcome.ABORTED,
-            f"rank 1: b; ranks 0, 2: a; rank 3 {SILENT}",
-        ),
+        (0, SOME, Outcome.ABORTED, f"rank 1: b; ranks 0, 2: a; rank 3 {SILENT}"),
     ],
 )
 def test_a_plan_that_is_not_carried_out_says_why_and_keeps_the_layers_before(
@@ -207,6 +199,17 @@ def test_a_layer_that_is_committed_as_another_epoch_changes_nothing(story: Story
         later = PlanStatus(plan_id=1, layer=0, state=COMMITTED, epoch=epoch + 1, digest=digest)
         story.deployment.plan_status(rank, later, 0.0)
     assert version(story) == (0, story.live.digest)
+
+
+def test_a_plan_that_was_given_up_commits_nothing_over_the_one_after_it(story: Story) -> None:
+    story.joins()
+    given_up = story.offers(0)
+    for rank in range(RANKS):
+        story.says(rank, given_up, ABORTED)
+    later = story.offers(1, 2, plan_id=2)
+    story.commits(later, 1)
+    story.says(0, given_up, COMMITTED)
+    assert version(story) == later.versions[0]
 
 
 def test_a_status_that_fits_no_plan_changes_nothing(story: Story) -> None:

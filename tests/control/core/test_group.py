@@ -104,9 +104,11 @@ def test_ranks_that_say_different_epochs_of_their_layers_are_no_group(story: Sto
         story.deployment.hello(replace(LAST, layer_epochs=epochs))
 
 
-@pytest.mark.parametrize("group_id", [LAST.group_id, "second"])
-def test_a_rank_of_another_shape_takes_nobodys_place(story: Story, group_id: str) -> None:
-    other = replace(LAST, group_id=group_id, shape=replace(LAST.shape, bytes_per_expert=7))
+@pytest.mark.parametrize(
+    ("group_id", "width"), [(LAST.group_id, 7), ("second", 7), ("second", LAST.shape.width)]
+)
+def test_a_rank_of_another_shape_or_forming_takes_nobodys_place(story, group_id, width) -> None:
+    other = replace(LAST, group_id=group_id, shape=replace(LAST.shape, width=width))
     with pytest.raises(ConflictError, match=r"another shape|another forming"):
         story.deployment.hello(other)
     story.deployment.hello(LAST)
