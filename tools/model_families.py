@@ -24,7 +24,8 @@ The agent balances the models that an engine's own EPLB can. This list is made f
 of architectures in a checkpoint's `config.json` (`python -m tools.model_families`); it does not say that a model was
 run. A model with images or sound is balanced as its language model is. vLLM-Ascend balances every model whose MoE
 layers are vLLM's `FusedMoE`. Where a model is not in vLLM's list, vLLM serves on without EPLB, and a warning in its
-log names the class; SGLang ends with the reason. An empty field: the engine does not have the model.
+log names the class; SGLang ends with the reason. An empty field: the engine does not have the model; `no`: its EPLB
+does not know it.
 
 | architecture | vLLM | SGLang |
 |---|---|---|
@@ -37,15 +38,16 @@ def main() -> None:
 
 
 def page() -> str:
-    """Return the page's text: a row for each architecture with MoE layers."""
+    """Return the page's text: a row per architecture that an engine's EPLB knows, then the other MoE models."""
     vllm = {version: dict(vllm_models(source_of("vllm", version))) for version in VERSIONS["vllm"]}
     (version,) = VERSIONS["sglang"]
     sglang = dict(sglang_models(source_of("sglang", version)))
     known = {name for found in vllm.values() for name in found}
     names = sorted(known | {name for name, balanced in sglang.items() if balanced}, key=str.lower)
     cells = {name: (_releases(name, vllm), _release(name, version, sglang)) for name in names}
-    rows = [f"| {name} | {' | '.join(cells[name])} |\n" for name in names]
-    return _HEAD + "".join(rows)
+    unknown = [name for name in names if not any(cell.strip("no") for cell in cells[name])]
+    rows = [f"| {name} | {' | '.join(cells[name])} |\n" for name in names if name not in unknown]
+    return f"{_HEAD}{''.join(rows)}\nKnown to no engine's EPLB: {', '.join(unknown)}.\n"
 
 
 def vllm_models(folder: Path) -> Iterator[tuple[str, bool]]:
@@ -117,7 +119,7 @@ def _releases(name: str, engine: dict[str, dict[str, bool]]) -> str:
     balanced = [version.removesuffix(".0") for version in having if engine[version][name]]
     if not balanced:
         return "no" if having else ""
-    return balanced[0] if len(balanced) == 1 else f"{balanced[0]} to {balanced[-1]}"
+    return balanced[0] if len(balanced) == 1 else f"{balanced[0]}-{balanced[-1]}"
 
 
 def _release(name: str, version: str, found: dict[str, bool]) -> str:

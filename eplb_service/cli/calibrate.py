@@ -24,7 +24,7 @@ from eplb_service.cli.options import (
 )
 from eplb_service.cli.output import output_console, print_json, table_of
 from eplb_service.cost.curve import PHASES, CostCurve, plain_curve, write_curves
-from eplb_service.cost.fit import curve_from_table, fit_curve
+from eplb_service.cost.fit import CurveFitError, curve_from_table, fit_curve
 
 _PROGRAM = "worker_agent.calibrate"
 _SHOWN_TOKENS = (1, 16, 64, 256, 1024)
@@ -105,7 +105,10 @@ def _timed(task: dict[str, Any], phase: str) -> CostCurve:
         f"{task['slots']} slots"
     )
     columns = ([cell[name] for cell in cells] for name in ("busy", "tokens", "us"))
-    return fit_curve(*columns, phase=phase, source=source)
+    try:
+        return fit_curve(*columns, phase=phase, source=source)
+    except CurveFitError as error:
+        raise UserError(f"{error}; leave the device idle meanwhile, or give more --repeats") from error
 
 
 def _measured(task: dict[str, Any]) -> Iterator[dict[str, float]]:

@@ -66,6 +66,8 @@ class Connection:
                 ) from error
 
     def _channel(self) -> grpc.Channel:
+        if self.address.startswith("http") or ":" not in self.address:
+            raise UserError(f"--address is {self.address!r}; expected host:port, such as 127.0.0.1:50551")
         try:
             security = Security(self.tls_ca, self.tls_cert, self.tls_key, self.plaintext_token)
             if self.token:

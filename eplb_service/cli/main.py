@@ -177,6 +177,9 @@ def run(arguments: Sequence[str] | None = None) -> int:
         _discard_output()
         return _BROKEN_PIPE_EXIT_CODE
     except _UsageError as error:
+        if type(error).__name__ == "NoArgsIsHelpError":
+            typer.echo(str(error))
+            return 0
         context = getattr(error, "ctx", None)
         see = f" (see '{context.command_path} --help')" if context else ""
         return _refuse(cast("Any", error).format_message() + see)
@@ -186,6 +189,8 @@ def run(arguments: Sequence[str] | None = None) -> int:
             return _refuse(f"the output cannot be written ({error.strerror})")
         if not _is_users_mistake(error):
             raise
+        if isinstance(error, OSError) and error.strerror:
+            return _refuse(f"{error.filename}: {error.strerror}")
         return _refuse(str(error))
     return code if isinstance(code, int) else 0
 

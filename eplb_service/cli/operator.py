@@ -57,9 +57,7 @@ def status(
     explain: bool = option(
         False, "Also show what the times and prices rest on.", "--explain", section=RESULTS
     ),
-    all: bool = option(
-        False, f"Show every layer and rank, not the {_MOST_ROWS} to look at first.", "--all", section=RESULTS
-    ),
+    all: bool = option(False, f"Show every layer and rank, not the {_MOST_ROWS} to look at first.", "--all"),
     json: bool = JSON,
 ) -> None:
     """Show one deployment: balance, agents, last decision."""

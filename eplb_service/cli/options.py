@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import types
@@ -36,8 +37,8 @@ def option(
 ) -> Any:
     """Declare an option, as the value of a dataclass's field or of a command's parameter; required without a default.
 
-    ``flags`` take the place of the one made of the name; ``section`` is its heading in the help; ``details`` are
-    ``typer.Option``'s.
+    ``flags`` take the place of the one made of the name; ``section`` is its heading in the help, by default that of
+    the command's option before it; ``details`` are ``typer.Option``'s.
     """
     return typer.Option(default, *flags, help=help, rich_help_panel=section, **details)
 
@@ -62,11 +63,15 @@ def takes_options(*more: inspect.Parameter) -> Callable[[Command], Command]:
         hints = typing.get_type_hints(command)
         groups: dict[str, Any] = {name: kind for name, kind in hints.items() if is_dataclass(kind)}
         made: list[inspect.Parameter] = []
+        section = None
         for name, parameter in inspect.signature(command).parameters.items():
             if name in groups:
                 made += _options_of(groups[name])
             elif parameter.kind is not inspect.Parameter.VAR_KEYWORD:
-                made.append(_parameter(name, hints[name], parameter.default))
+                # Commands share some declarations: each has its own of them.
+                declared = copy.copy(parameter.default)
+                section = declared.rich_help_panel = declared.rich_help_panel or section
+                made.append(_parameter(name, hints[name], declared))
         made += more
 
         @functools.wraps(command)
@@ -103,22 +108,29 @@ def _parameter(name: str, kind: Any, declared: Any) -> inspect.Parameter:
     parsed = choices[0] if len(choices) == 1 else str
     if parsed not in _METAVARS and typing.get_origin(parsed) is not list:
         parsed = str
-    if isinstance(declared, OptionInfo):
-        declared.metavar = declared.metavar or _METAVARS.get(parsed)
+    name_of_value = _METAVARS.get(parsed) if isinstance(declared, OptionInfo) else name.upper()
+    declared.metavar = declared.metavar or name_of_value
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=declared, annotation=parsed)
 
 
 class HelpCommand(TyperCommand):
     """A command whose help has its options by section, in the order in which they are declared."""
 
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        """Arguments by their names alone, without typer's braces."""
+        return [piece.strip("{}").replace("}", "") for piece in super().collect_usage_pieces(ctx)]
+
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write arguments and options, those without a section first."""
         found: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": []}
         for parameter in self.get_params(ctx):
             record = parameter.get_help_record(ctx)
-            if record is not None:
-                heading = "Arguments" if parameter.param_type_name == "argument" else "Options"
-                found.setdefault(getattr(parameter, "rich_help_panel", None) or heading, []).append(record)
+            if record is None:
+                continue
+            if parameter.param_type_name == "argument":
+                found["Arguments"].append((str(parameter.name).upper(), record[1]))
+            else:
+                found.setdefault(getattr(parameter, "rich_help_panel", None) or "Options", []).append(record)
         for heading, records in found.items():
             write_section(formatter, heading, records)
 

@@ -64,14 +64,12 @@ def replay(
     ),
     window: str = WINDOW,
     interval: str = INTERVAL,
-    hindsight: bool = option(
-        True, "Also fit placements on the very steps served, and show the regret.", section=_COMPARED
-    ),
+    hindsight: bool = option(True, "Also fit placements on the very steps served, and show the regret."),
     workers: int | None = WORKERS,
     ray: str | None = RAY,
     out: Path | None = OUT,
-    report: Path | None = option(None, "Write a report with charts to this .html file.", section=RESULTS),
-    charts: Path | None = option(None, "Write the charts as .svg into this folder.", section=RESULTS),
+    report: Path | None = option(None, "Write a report with charts to this .html file."),
+    charts: Path | None = option(None, "Write the charts as .svg into this folder."),
     json: bool = JSON,
     **planner: Any,
 ) -> None:

@@ -62,7 +62,6 @@ def sweep(
         "Values of one of the settings below, in place of its option; may be given again for another setting.",
         "--set",
         metavar="NAME=VALUE,...",
-        section=_VARIED,
     ),
     hindsight: bool = option(False, "Also fit placements on the very steps served."),
     workers: int | None = WORKERS,

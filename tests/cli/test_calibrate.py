@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from eplb_service.cli import calibrate
 from eplb_service.cli.main import run
 from eplb_service.cost.curve import read_curve
@@ -41,15 +43,5 @@ def test_a_kernel_that_no_curve_fits_is_refused_and_nothing_is_written(tmp_path,
     monkeypatch.setattr(calibrate, "_measured", rising)
     out = tmp_path / "curve.json"
     assert run(["calibrate", "--hidden", "64", "--inter", "32", "--out", str(out)]) == 2
-    assert "no cost curve fits" in capsys.readouterr().err
+    assert re.search("no cost curve fits.*; leave the device idle", capsys.readouterr().err)
     assert not out.exists()
-
-
-def test_what_cannot_be_timed_is_said_in_one_line(tmp_path, capsys):
-    out = ["--out", str(tmp_path / "curve.json")]
-    assert run(["calibrate", *out]) == 2
-    assert "--hidden and --inter" in capsys.readouterr().err
-    assert run(["calibrate", "--hidden", "8", "--inter", "8", "--device", "moon", *out]) == 2
-    assert "device string: moon" in capsys.readouterr().err
-    assert run(["calibrate", "--hidden", "8", "--inter", "8", "--phase", "night", *out]) == 2
-    assert "choose one of any, decode, prefill" in capsys.readouterr().err

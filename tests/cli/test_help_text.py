@@ -50,12 +50,20 @@ def test_help_is_whole_at_80_columns_with_every_option_and_an_example(capsys, na
     assert all(line.startswith(f"    eplb {name}") for line in examples)
 
 
-def test_options_are_in_their_sections(capsys):
+def test_options_are_in_their_sections_and_arguments_have_their_names(capsys):
     shown = help_of(capsys, "status")
     headings = [line for line in shown.splitlines() if line[:1].strip() and line.endswith(":")]
     assert headings == ["Arguments:", "Options:", "How the service is reached:", "Results:"]
     assert "--tls-ca" in shown.partition(headings[2])[2].partition(headings[3])[0]
     assert "--json" in shown.partition(headings[3])[2]
+    assert shown.startswith("Usage: eplb status [OPTIONS] DEPLOYMENT\n")
+    assert "\n  DEPLOYMENT  Name of" in shown
+    # An option is in the section of the one before it, where none is declared.
+    shown = help_of(capsys, "calibrate")
+    assert (
+        "--device"
+        in shown.partition("Timing this machine's kernel:")[2].partition("From a measured table:")[0]
+    )
 
 
 @pytest.mark.parametrize("example", main.EXAMPLES)

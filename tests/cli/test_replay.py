@@ -1,6 +1,7 @@
 """``eplb replay`` scores policies over the same steps, and refuses bad input in one line."""
 
 import json
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -75,19 +76,13 @@ def test_defaults_are_those_of_the_service():
 
 
 def test_ctrl_c_prints_and_writes_what_is_done(tmp_path, trace, capsys, monkeypatch):
-    from contextlib import contextmanager
-
     from eplb_service.cli import replay as command
 
     def advance(label, done):
         if label == "flashlb":
             raise KeyboardInterrupt
 
-    @contextmanager
-    def counted(jobs, steps):
-        yield advance
-
-    monkeypatch.setattr(command, "replay_progress", counted)
+    monkeypatch.setattr(command, "replay_progress", lambda jobs, steps: nullcontext(advance))
     out, report = tmp_path / "replay.json", tmp_path / "report.html"
     arguments = ("--slots", 5, "--window", 25, "--interval", 25, "--policy", "none,flashlb", "--workers", 1)
     monkeypatch.chdir(tmp_path)

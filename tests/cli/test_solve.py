@@ -18,8 +18,6 @@ from tests.planner.drawn import rank_loads
 from tests.solver.layers_of import KNOWN_EXAMPLE
 
 LAYERS, EXPERTS, RANKS, SLOTS = 3, 16, 4, 5
-
-
 SHAPE = ("--ranks", RANKS, "--slots", SLOTS)
 
 

@@ -88,8 +88,7 @@ def test_synth_is_the_librarys_and_says_so(tmp_path, capsys, kind):
     assert made.tokens(0, 2).tolist() == [64, 64]
 
 
-def test_a_trace_of_zeros_is_said_to_be_one(tmp_path, capsys):
-    path = tmp_path / "idle.npz"
+def test_a_trace_of_zeros_is_said_to_be_one(path, capsys):
     np.savez(path, heat=np.zeros((20, 2, 8), dtype=np.int64))
     code, out, err = trace(capsys, "stats", path, "--ranks", 4)
     assert (code, err) == (0, "")

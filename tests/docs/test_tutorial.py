@@ -47,14 +47,11 @@ def run(command, capsys):
     assert "eplb: error" not in reported.err, command
 
 
-def test_the_tutorial_has_its_commands():
+def test_every_command_runs(folder, monkeypatch, capsys):
     assert COMMANDS[0] == "cd docs/tutorial"
     assert len(COMMANDS) > 12
     assert {command.split()[1] for command in COMMANDS[1:]} == {"trace", "advise", "replay", "solve"}
     assert {command.split()[1] for command in OF_A_SERVICE} == {"trace", "history", "status"}
-
-
-def test_every_command_runs(folder, monkeypatch, capsys):
     monkeypatch.chdir(folder)
     # As the installed command starts, which does not put the current folder on the path.
     monkeypatch.setattr(sys, "path", [path for path in sys.path if path not in ("", str(folder))])

@@ -13,9 +13,8 @@ import torch.distributed as dist
 
 from tests.ranks import run_ranks
 from worker_agent.adapters import compat
+from worker_agent.doctor import FAILED, OK, SKIPPED, WARNING, Finding, round_trip
 from worker_agent.doctor import __main__ as doctor
-from worker_agent.doctor import round_trip
-from worker_agent.doctor.finding import FAILED, OK, SKIPPED, WARNING, Finding
 from worker_agent.swap import staging
 from worker_agent.swap.transfer import TransferWorker
 
@@ -189,7 +188,11 @@ def test_the_exit_code_says_whether_something_failed(found, code, monkeypatch, c
 
 @pytest.mark.parametrize(
     ("arguments", "text"),
-    [(["--ranks", "1"], "--ranks must be 2 or more"), (["--device", "cpu:0"], "invalid choice: 'cpu:0'")],
+    [
+        (["--ranks", "1"], "--ranks must be 2 or more"),
+        (["--expert-bytes", "-5"], "--expert-bytes must be 2 or more"),
+        (["--device", "cpu:0"], "invalid choice: 'cpu:0'"),
+    ],
 )
 def test_options_with_which_nothing_would_travel_are_refused(arguments, text, capsys):
     with pytest.raises(SystemExit) as end:
@@ -211,18 +214,30 @@ def test_a_rank_that_ends_without_findings_is_named():
 
 
 class FakeProcess:
-    """A rank that answers that all is well, and keeps how it was started."""
+    """A rank that answers that all is well, and keeps how it was started, or ends with another code, or never."""
 
     started: ClassVar[list] = []
 
-    def __init__(self, command, env, **_):
-        self.started.append((command, env))
+    def __init__(self, command=(), env=None, stdout=None, returncode=0, **_):
+        self.returncode = returncode
+        if stdout is not None:
+            self.started.append((command, env))
+            stdout.write(b'[{"name": "ranks meet", "verdict": "ok", "text": ""}]')
 
-    def communicate(self, timeout):
-        return json.dumps([{"name": "ranks meet", "verdict": "ok", "text": ""}]), ""
+    def poll(self):
+        return self.returncode
 
-    def kill(self):
-        pass
+    kill = wait = poll
+
+
+@pytest.mark.parametrize(("codes", "longest"), [((0, None), 0.1), ((1, None), 60)])
+def test_ranks_are_waited_for_with_progress_and_not_for_long_once_one_has_failed(
+    codes, longest, monkeypatch, capsys
+):
+    for name, seconds in (("LONGEST", longest), ("FAILED", 0.1), ("PROGRESS", 0), ("POLL", 0.01)):
+        monkeypatch.setattr(doctor, f"_{name}_SECONDS", seconds)
+    assert doctor._wait([FakeProcess(returncode=code) for code in codes]) == [1]
+    assert f"waiting for ranks [1]: 0 s of at most {longest:g}\n" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

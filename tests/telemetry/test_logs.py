@@ -30,18 +30,8 @@ def test_without_a_terminal_each_event_is_a_json_object_of_the_level_asked_for(
     assert event == {"event": "decision", "deployment": "decode", "layers": 3, "level": "warning"}
 
 
-def test_a_terminal_gets_key_value_pairs(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    configure_logs()
-    structlog.get_logger().info("decision", deployment="decode")
-    shown = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().err)
-    assert "deployment=decode" in shown
-
-
 @pytest.mark.parametrize("where", ["terminal", "file"])
-def test_tracebacks_are_plain_and_leave_out_local_variables(
+def test_a_terminal_gets_key_value_pairs_and_tracebacks_leave_out_local_variables(
     where: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: where == "terminal")
@@ -50,8 +40,9 @@ def test_tracebacks_are_plain_and_leave_out_local_variables(
     try:
         raise RuntimeError(len(counted))
     except RuntimeError:
-        structlog.get_logger().exception("decision_failed")
-    shown = "".join(capsys.readouterr())
+        structlog.get_logger().exception("decision_failed", deployment="decode")
+    shown = re.sub(r"\x1b\[[0-9;]*m", "", "".join(capsys.readouterr()))
+    assert ("deployment=decode" in shown) is (where == "terminal")
     assert "Traceback (most recent call last)" in shown
     assert "RuntimeError: 16" in shown
     assert counted not in shown

@@ -11,19 +11,26 @@ import platform
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict
 from importlib import metadata
+from pathlib import Path
 
 import grpc
 from pydantic import ValidationError
 
 from worker_agent.adapters.compat import UnsupportedEngineError
-from worker_agent.doctor.finding import FAILED, OK, SKIPPED, WARNING, Finding
+from worker_agent.doctor import FAILED, OK, SKIPPED, WARNING, Finding
 from worker_agent.settings import AgentSettings, misspelt
 
-_LONGEST_SECONDS = 300
+_LONGEST_SECONDS = 180.0
+"""Most time for all ranks together, for starting, their group and the round trip."""
+_FAILED_SECONDS = 10.0
+"""Time for the others to end once one has failed: they may have the reason."""
+_PROGRESS_SECONDS = 10.0
+_POLL_SECONDS = 0.05
 _DESCRIPTION = (
     "Checks an engine's environment: versions, the engine's functions, the service, and experts that change ranks "
     "and come back on this machine's devices, with votes, checksums and a captured graph. Run it before the engine."
@@ -48,7 +55,11 @@ def main(arguments: list[str] | None = None) -> None:
     parser = _parser()
     options = parser.parse_args(arguments)
     if options.ranks < 2:
-        parser.error(f"--ranks must be 2 or more, between which experts change, got {options.ranks}")
+        parser.error(f"--ranks must be 2 or more, for experts to change ranks; got {options.ranks}")
+    if options.expert_bytes < 2:
+        parser.error(
+            f"--expert-bytes must be 2 or more, one for each of two tensors; got {options.expert_bytes}"
+        )
     findings = []
     for finding in _findings(options):
         findings.append(finding)
@@ -102,27 +113,48 @@ def _round_trip(ranks: int, device: str, devices: int, expert_bytes: int) -> Ite
     with tempfile.TemporaryDirectory(prefix="eplb-doctor-") as folder:
         command = [sys.executable, "-m", "worker_agent.doctor.round_trip", f"file://{folder}/meet"]
         places = [device if device == "cpu" else f"{device}:{rank % devices}" for rank in range(ranks)]
+        said = [(Path(folder, f"{rank}.out"), Path(folder, f"{rank}.err")) for rank in range(ranks)]
         processes = [
-            subprocess.Popen(
-                [*command, str(rank), str(ranks), place, str(expert_bytes)],
-                env=variables,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
+            _started([*command, str(rank), str(ranks), place, str(expert_bytes)], variables, *said[rank])
             for rank, place in enumerate(places)
         ]
         try:
-            ended = [process.communicate(timeout=_LONGEST_SECONDS) for process in processes]
-        except subprocess.TimeoutExpired:
-            yield Finding("ranks", FAILED, f"not done within {_LONGEST_SECONDS} s")
-            return
+            late = _wait(processes)
         finally:
             for process in processes:
                 process.kill()
-    found = [_of_rank(rank, *output) for rank, output in enumerate(ended)]
+                process.wait()
+        ended = [rank for rank in range(ranks) if rank not in late]
+        found = [_of_rank(rank, *(path.read_text(errors="replace") for path in said[rank])) for rank in ended]
     failed = [one for findings in found for one in findings if one.verdict == FAILED]
+    if late and not failed:
+        failed = [Finding("ranks", FAILED, f"ranks {late} not done within {_LONGEST_SECONDS:g} s")]
     yield from failed or found[0]
+
+
+def _started(
+    command: list[str], variables: dict[str, str], out: Path, errors: Path
+) -> subprocess.Popen[bytes]:
+    with out.open("wb") as stdout, errors.open("wb") as stderr:
+        return subprocess.Popen(command, env=variables, stdout=stdout, stderr=stderr)
+
+
+def _wait(processes: list[subprocess.Popen[bytes]]) -> list[int]:
+    """Ranks that have not ended in time, of which there is less once one has failed; progress goes to stderr."""
+    began = shown = time.monotonic()
+    until = began + _LONGEST_SECONDS
+    while late := [rank for rank, process in enumerate(processes) if process.poll() is None]:
+        now = time.monotonic()
+        if any(process.returncode for process in processes):
+            until = min(until, now + _FAILED_SECONDS)
+        if now > until:
+            break
+        if now > shown + _PROGRESS_SECONDS:
+            shown = now
+            waited = f"{now - began:.0f} s of at most {_LONGEST_SECONDS:g}"
+            print(f"waiting for ranks {late}: {waited}", file=sys.stderr, flush=True)
+        time.sleep(_POLL_SECONDS)
+    return late
 
 
 def _of_rank(rank: int, output: str, errors: str) -> list[Finding]:

@@ -16,12 +16,12 @@ import torch.distributed as dist
 
 from eplb_service.placement import Placement
 from worker_agent.agent import Agent
-from worker_agent.doctor.finding import FAILED, OK, SKIPPED, Finding
+from worker_agent.doctor import FAILED, OK, SKIPPED, Finding
 from worker_agent.settings import AgentSettings
 
 _SLOTS = 2
 _NOWHERE = "127.0.0.1:9"
-_MEET_SECONDS = 120
+_MEET_SECONDS = 90
 
 
 class _DoctorLayer:
@@ -153,6 +153,7 @@ def main() -> None:
     except Exception as error:
         findings = [Finding("ranks", FAILED, f"rank {rank}: {type(error).__name__}: {error}")]
     print(json.dumps([asdict(finding) for finding in findings]), flush=True)
+    sys.exit(any(finding.verdict == FAILED for finding in findings))
 
 
 if __name__ == "__main__":
