@@ -42,20 +42,20 @@ def _log_as(engine: str) -> None:
 def register_vllm() -> None:
     """Hand vLLM's EPLB over to the agent, but in vLLM-Ascend, which has an adapter of its own."""
     if _is_requested() and importlib.util.find_spec("vllm_ascend") is None:
-        _put_into_vllm("vllm", "vLLM where --enable-eplb is given")
+        _put_into_vllm("worker_agent.adapters.vllm.hooks", "vLLM where --enable-eplb is given")
 
 
 def register_vllm_ascend() -> None:
     """Put the agent in place of vLLM-Ascend's balancer."""
     if _is_requested() and importlib.util.find_spec("vllm_ascend") is not None:
-        _put_into_vllm("vllm_ascend", "vLLM-Ascend where dynamic_eplb is on")
+        _put_into_vllm("worker_agent.adapters.vllm_ascend.hooks", "vLLM-Ascend where dynamic_eplb is on")
 
 
-def _put_into_vllm(package: str, where: str) -> None:
-    if package not in _installed:
+def _put_into_vllm(hooks: str, where: str) -> None:
+    if hooks not in _installed:
         _log_as("vllm")
-        importlib.import_module(f"worker_agent.adapters.{package}.hooks").install()
-        _installed.add(package)
+        importlib.import_module(hooks).install()
+        _installed.add(hooks)
         _report(where)
 
 
