@@ -105,7 +105,7 @@ def _print(console: Console, given: Advice, costs: Costs, rests_on: Sequence[Ass
         "MoE ms": lambda one: figure(one.moe_ms),
         "PAR": lambda one: figure(one.par),
         "net ms": lambda one: figure(one.net_ms) if timed else None,
-        "slots moved": lambda one: figure(one.moved_share, ".1%"),
+        "moved in 100 steps": lambda one: figure(one.moved_per_100_steps, ".1%"),
     }
 
     def tried(one: Option) -> str:

@@ -147,7 +147,7 @@ def policy_figures(result: Replay, policy: PolicyReplay) -> dict[str, Any]:
         **vars(result.score(policy)),
         "par_planned": policy.par_planned,
         "moves": policy.moves,
-        "moves_per_decision": policy.moves_per_decision,
+        "moves_per_interval": policy.moves_per_interval,
         "solve_ms_mean": policy.seconds_mean * 1e3,
         "solve_ms_max": policy.seconds_max * 1e3,
     }
@@ -166,7 +166,7 @@ def figures_table(figures: Sequence[Mapping[str, Any]], title: str | None = None
             "floor": lambda one: figure(one["floor"]),
             "regret": lambda one: figure(one["regret"]),
             "net ms": lambda one: figure(one["saved_ms"] - one["stall_ms"], ",.3f") if timed else None,
-            "moves": lambda one: figure(one["moves_per_decision"], ",.1f"),
+            "moves": lambda one: figure(one["moves_per_interval"], ",.1f"),
             "solve ms": lambda one: figure(one["solve_ms_mean"], ".1f"),
         },
         title=title,

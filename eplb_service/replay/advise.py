@@ -28,16 +28,16 @@ _WORTH_IT = 0.03
 class Option:
     """One setting tried: its name, its slots per rank, schedule and price of moves, and what it realised.
 
-    ``moe_ms`` are the slowest ranks of all layers in a step, ``None`` without a cost curve; ``bytes_per_rank`` the
-    weights of a rank's experts of all layers, 0 where an expert's are not known.
+    ``moved_per_100_steps`` is the share of all slots that receive weights; ``moe_ms`` are the slowest ranks of all
+    layers in a step, ``None`` without a cost curve; ``bytes_per_rank`` the weights of a rank's experts of all layers, 0
+    where an expert's are not known.
     """
 
     label: str
     setup: Setup
     move_price: NumberOrAuto
     par: float
-    moves_per_decision: float
-    moved_share: float
+    moved_per_100_steps: float
     net_ms: float
     moe_ms: float | None = None
     bytes_per_rank: int = 0
@@ -130,10 +130,7 @@ def advise(
     ]
     second = _options(done(jobs), alone)
     by_schedule = [option for option in second if option.label not in _PRICES]
-    calm = min(
-        _near_best(by_schedule, _SAME_PAR),
-        key=lambda option: option.moves_per_decision / option.setup.interval,
-    ).setup
+    calm = min(_near_best(by_schedule, _SAME_PAR), key=lambda option: option.moved_per_100_steps).setup
     third = done(jobs_of([Setup(count, calm.window, calm.interval) for count in slots]))
     alone = _left_alone(third)
     by_redundancy = _options(third, alone)
@@ -200,7 +197,7 @@ def _options(replay: Replay, alone: Score) -> list[Option]:
     """Settings tried with what each realised, beside doing nothing without redundancy."""
     options = []
     for policy in replay.policies:
-        score, slots = replay.score(policy), policy.setup.slots
+        score = replay.score(policy)
         saved_ms = replay.costs.saved_ms(replay.layers, score.par, alone.par)
         if score.moe_ms is not None and alone.moe_ms is not None:
             saved_ms = alone.moe_ms - score.moe_ms
@@ -210,11 +207,10 @@ def _options(replay: Replay, alone: Score) -> list[Option]:
                 setup=policy.setup,
                 move_price=_PRICES.get(policy.label, 0.0),
                 par=score.par,
-                moves_per_decision=policy.moves_per_decision,
-                moved_share=policy.moves_per_decision / (replay.layers * replay.ranks * slots),
+                moved_per_100_steps=replay.moved_per_100_steps(policy),
                 net_ms=saved_ms - score.stall_ms,
                 moe_ms=score.moe_ms,
-                bytes_per_rank=replay.layers * slots * replay.costs.bytes_per_expert,
+                bytes_per_rank=replay.layers * policy.setup.slots * replay.costs.bytes_per_expert,
             )
         )
     return options

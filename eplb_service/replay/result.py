@@ -141,8 +141,8 @@ class PolicyReplay:
         return self.total("moves")
 
     @property
-    def moves_per_decision(self) -> float:
-        """Slots that had to receive weights, mean over decisions."""
+    def moves_per_interval(self) -> float:
+        """Slots that had to receive weights, mean over intervals."""
         return self.moves / len(self.decisions)
 
     @property
@@ -229,6 +229,11 @@ class Replay:
         known = [policy.par_DL for policy in self.policies if policy.setup == setup]
         best_DL: Float64 = np.minimum.reduce([baseline.rows("hindsight_L"), baseline.par_DL, *known])
         return best_DL
+
+    def moved_per_100_steps(self, policy: PolicyReplay) -> float:
+        """Slots that receive weights in 100 steps, as a share of all slots."""
+        slots = self.layers * self.ranks * policy.setup.slots
+        return 100 * policy.moves / (policy.steps * slots)
 
     def score(self, policy: PolicyReplay) -> Score:
         """One policy against its baseline."""

@@ -10,7 +10,7 @@ from importlib.resources import files
 from eplb_service.figures import digits
 from eplb_service.replay.costs import Assumption
 from eplb_service.replay.result import PolicyReplay, Replay, Score
-from eplb_service.report.pictures import best_policy, moved_share, pictures_of
+from eplb_service.report.pictures import best_policy, pictures_of
 
 _TERMS = {
     "PAR": "peak-to-average ratio of the rank loads; a MoE layer takes as long as its hottest rank",
@@ -127,8 +127,8 @@ def _table(replay: Replay) -> str:
             "PAR": f"{score.par:.3f}",
             "worst layer": f"{policy.par_realised_L.max():.3f}",
             "regret": "" if score.regret is None else f"{score.regret:.3f}",
-            "moves": f"{policy.moves_per_decision:,.1f}",
-            "of slots": f"{moved_share(replay, policy):.1%}",
+            "moves": f"{policy.moves_per_interval:,.1f}",
+            "slots moved in 100 steps": f"{replay.moved_per_100_steps(policy):.1%}",
             "GB": f"{score.bytes_moved / 1e9:,.2f}",
             "late": f"{policy.total('late'):,}",
             "solve ms": f"{policy.seconds_mean * 1e3:,.1f}",

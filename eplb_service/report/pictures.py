@@ -105,11 +105,6 @@ def best_policy(replay: Replay) -> PolicyReplay:
     return min(replay.policies, key=lambda policy: policy.par_realised)
 
 
-def moved_share(replay: Replay, policy: PolicyReplay) -> float:
-    """Slots that receive weights per interval, as a share of all slots."""
-    return policy.moves_per_decision / (replay.layers * replay.ranks * policy.setup.slots)
-
-
 def _looks(policies: Sequence[PolicyReplay]) -> dict[str, Mapping[str, Any]]:
     """Colour, dashes and marker of each policy by its label, as many as there are different."""
     styles = cycle(product(zip(_DASHES, _MARKERS, strict=True), _COLOURS))
@@ -153,8 +148,8 @@ def _balance_against_moves(
     replay: Replay, policies: Sequence[PolicyReplay], looks: Mapping[str, Mapping[str, Any]]
 ) -> Figure:
     """PAR against moves, a dot per policy, and the front that none beats in both."""
-    figure, axes = _chart("Balance against moves", "slots that receive weights per interval", len(policies))
-    dots = {policy.label: (moved_share(replay, policy), policy.par_realised) for policy in policies}
+    figure, axes = _chart("Balance against moves", "slots that receive weights in 100 steps", len(policies))
+    dots = {policy.label: (replay.moved_per_100_steps(policy), policy.par_realised) for policy in policies}
     front = list(_front(dots.values()))
     axes.plot(*zip(*front, strict=True), color=_GREY, linestyle=":", zorder=1)
     for label, (moved, par) in dots.items():

@@ -15,10 +15,10 @@ TRACE = (
 )
 SETUP = "slots window interval start"
 FIGURES = (
-    f"label policy {SETUP} par par_left_alone floor hindsight regret par_planned moves moves_per_decision "
+    f"label policy {SETUP} par par_left_alone floor hindsight regret par_planned moves moves_per_interval "
     "bytes_moved moe_ms moe_ms_left_alone saved_ms stall_ms solve_ms_mean solve_ms_max"
 )
-ADVISED = "label setup move_price par moves_per_decision moved_share net_ms moe_ms bytes_per_rank"
+ADVISED = "label setup move_price par moved_per_100_steps net_ms moe_ms bytes_per_rank"
 COPY = {"": "out steps layers experts"}
 ASSUMPTIONS = {"assumptions": "name value source"}
 KEYS: dict[str, dict[str, str]] = {

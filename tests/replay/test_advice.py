@@ -65,7 +65,7 @@ def test_slots_are_compared_under_the_schedule_that_is_advised(skewed):
 
 
 def option_of(slots, par):
-    return Option(str(slots), Setup(slots, 40, 40), 0.0, par, 1.0, 0.1, 0.0)
+    return Option(str(slots), Setup(slots, 40, 40), 0.0, par, 0.1, 0.0)
 
 
 def test_more_memory_must_win_a_tenth_of_what_can_be_won():

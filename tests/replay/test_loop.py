@@ -164,7 +164,7 @@ def test_external_policies():
     result = run([f"{__name__}:rotated", f"{__name__}:with_tables", "none"])
     turned, same, none = result.policies
     assert (
-        turned.moves_per_decision
+        turned.moves_per_interval
         == arrivals(LINEAR, Placement(np.roll(LINEAR.phy2log_LRS, 1, axis=1), 16)).sum()
     )
     assert same.par_realised == none.par_realised
