@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,6 +12,7 @@ import pytest
 
 from eplb_service.control.core.decisions import Decisions
 from eplb_service.control.server.deciding.computing import DecisionInputs, PriorError, Priors, decide
+from eplb_service.control.server.deciding.decider import _on_thread
 from eplb_service.control.server.service import running_service
 from eplb_service.control.server.settings import SettingsError
 from eplb_service.cost.curve import CostCurve
@@ -258,3 +261,10 @@ async def test_a_trace_that_cannot_be_read_is_refused_at_the_start(tmp_path: Pat
     with pytest.raises(SettingsError, match="has a token"):
         async with running_service(settings(prior=f"decode={trace}")):
             pass
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only there a thread has a priority of its own")
+def test_a_decision_gives_way_to_other_work_on_its_cores():
+    own = os.getpriority(os.PRIO_PROCESS, 0)
+    assert _on_thread(os.getpriority, os.PRIO_PROCESS, 0).result() == max(own, 5)
+    assert os.getpriority(os.PRIO_PROCESS, 0) == own
