@@ -209,9 +209,9 @@ class _Judge:
             done = f"placed from scratch, {moves} slots receive weights"
         else:
             done = f"improved from where it is, {moves} slots receive weights"
-        reason = f"{done}: {kept.par_seen:.3f} to {planned:.3f}"
+        reason = f"{done}: {kept.par_seen:.3f} to {planned:.3f} on this window"
         if answer.trimmed or math.isfinite(answer.half_life):
-            reason += f" on this window; aimed at {'bursts' if answer.trimmed else 'drift'}"
+            reason += f"; aimed at {'bursts' if answer.trimmed else 'drift'}"
         if answer.crossed > 0 or answer.crosses > 0:
             reason += f"; {answer.crosses:.0%} of its tokens leave their node, {answer.crossed:.0%} before"
         if self.why_ungrouped:
@@ -220,7 +220,7 @@ class _Judge:
             reason += f"; its slowest rank {kept.us_seen:.1f} us to {us:.1f}"
         return replace(
             kept,
-            par_planned=planned,
+            par_planned=planned + (answer.optimism or 0.0),
             moves=moves,
             changed=True,
             reason=reason,

@@ -88,8 +88,11 @@ class LayerVerdict:
 
     Parameters
     ----------
-    par_seen, par_planned
-        Under the placement and tables that serve now, and as decided.
+    par_seen
+        Under the placement and tables that serve now.
+    par_planned
+        What is expected next: of a layer that changes, the window's ratio as decided, and ``optimism`` on top of it;
+        ``reason`` has the window's alone.
     noise_floor
         Ratio that token sampling alone gives a perfectly balanced layer: computed for independent draws, or less where
         ranks measurably jump less than that. No placement can win below it.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -71,19 +72,20 @@ def test_layers_that_nothing_pays_for(
 @pytest.mark.parametrize(
     ("taken", "moves", "facts", "reason"),
     [
-        (TABLES, 0, {}, "tables retuned, no weights move: 1.500 to 1.250"),
-        (LOCAL, 0, {}, "tables retuned, no weights move: 1.500 to 1.250"),
-        (LOCAL, 3, {}, "improved from where it is, 3 slots receive weights: 1.500 to 1.250"),
-        (FRESH, 3, {}, "placed from scratch, 3 slots receive weights: 1.500 to 1.250"),
+        (TABLES, 0, {}, "tables retuned, no weights move: 1.500 to 1.250 on this window"),
+        (LOCAL, 0, {}, "tables retuned, no weights move: 1.500 to 1.250 on this window"),
+        (LOCAL, 3, {}, "improved from where it is, 3 slots receive weights: 1.500 to 1.250 on this window"),
+        (FRESH, 3, {}, "placed from scratch, 3 slots receive weights: 1.500 to 1.250 on this window"),
         (FRESH, 3, {"half_life": 8.0}, "1.500 to 1.250 on this window; aimed at drift"),
-        (FRESH, 3, {"trimmed": True}, "1.500 to 1.250 on this window; aimed at bursts"),
+        (FRESH, 3, {"trimmed": True, "optimism": 0.5}, "1.500 to 1.250 on this window; aimed at bursts"),
     ],
 )
-def test_layers_that_change(taken: int, moves: int, facts: dict[str, object], reason: str) -> None:
+def test_layers_that_change(taken: int, moves: int, facts: dict[str, Any], reason: str) -> None:
     verdict = judge().changed(0, answer(taken, **facts), moves, 1.25, None, 1.15)
     assert verdict.reason.endswith(reason)
     assert verdict.changed
-    assert (verdict.par_seen, verdict.par_planned, verdict.noise_floor) == (1.5, 1.25, 1.1)
+    planned = 1.25 + facts.get("optimism", 0.0)
+    assert (verdict.par_seen, verdict.par_planned, verdict.noise_floor) == (1.5, planned, 1.1)
     assert verdict.bytes == 1000 * moves
     assert verdict.regret == pytest.approx(0.35)
 
