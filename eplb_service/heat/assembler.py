@@ -101,14 +101,15 @@ class _Step:
     """One step as far as ranks have ``seen`` it; ``spoilt`` where not all counted it alike, under one placement.
 
     ``counts`` are tokens by slot, ``[R, L, S]``, or where hosts do not count them the sums of own tokens by expert,
-    ``[L, E]``, and by the rank that they went to, ``[L, R]``. ``busy`` says that it was no dummy on some rank.
+    ``[L, E]``, and by the rank that they went to, ``[L, R]``. ``busy_R`` says on which ranks it was no dummy.
     """
 
     def __init__(self, number: int, report: HeatReport, shape: Shape) -> None:
         self.number = number
         self.epochs = report.layer_epochs
         self.seen: set[int] = set()
-        self.spoilt = self.busy = False
+        self.spoilt = False
+        self.busy_R = np.zeros(shape.ranks, dtype=np.bool_)
         self.micros: list[int] = []
         self.tokens_R = np.full(shape.ranks, -1, dtype=np.int64)
         sizes: list[tuple[int, ...]] = [(shape.layers, shape.experts), (shape.layers, shape.ranks)]
@@ -120,7 +121,7 @@ class _Step:
         """Fill in one rank's report of it; own tokens went to the ranks ``targets_LED`` in turn."""
         at = self.number - report.first_step
         self.seen.add(rank)
-        self.busy = self.busy or report.phase_T[at] != StepPhase.DUMMY
+        self.busy_R[rank] = report.phase_T[at] != StepPhase.DUMMY
         if report.tokens_T is not None:
             self.tokens_R[rank] = report.tokens_T[at]
         if report.micros_T is not None and report.micros_T[at] > 0:
@@ -164,7 +165,8 @@ class PendingSteps:
     The newest step decides which are kept, but no rank's claim is final: where the latest report of *every* rank is of
     steps that have left, what moved it so far ahead was wrong, and all begins again with the report at hand. Ranks
     report in order, so that steps are whole in order: what lies between two of them is lost. Of the newest whole steps
-    in a row, ``dummy_steps`` were dummies on all ranks, or ``empty_steps`` others counted no token.
+    in a row, ``dummy_steps`` were dummies on all ranks, or ``empty_steps`` others counted no token: of ranks that see
+    the same tokens the first may count for all, so that steps in which it had none itself say nothing.
     """
 
     def __init__(self, shape: Shape, capacity: int) -> None:
@@ -195,7 +197,7 @@ class PendingSteps:
                 step.add(rank, report, targets_LED)
                 if len(step.seen) == self._shape.ranks and not step.spoilt:
                     self._complete(step)
-                    whole += [step] if step.busy else []
+                    whole += [step] if step.busy_R.any() else []
         return whole
 
     @property
@@ -233,7 +235,7 @@ class PendingSteps:
         last = step.number - 1 if self._last_whole is None else self._last_whole
         self.lost += max(0, step.number - last - 1)
         self._last_whole = max(last, step.number)
-        self.dummy_steps = 0 if step.busy else self.dummy_steps + 1
+        self.dummy_steps = 0 if step.busy_R.any() else self.dummy_steps + 1
 
 
 @dataclass(frozen=True)
@@ -389,5 +391,7 @@ class HeatAssembler:
         self._tokens_W[row] = tokens_G.sum() if (tokens_G >= 0).all() else math.nan
         self._par_WL[row] = step_par(loads_LR)
         self._epochs_WL[row] = step.epochs
-        self.pending.empty_steps = 0 if loads_LR.any() else self.pending.empty_steps + 1
+        self.pending.empty_steps += int(step.busy_R[self._counted_G].any())
+        if loads_LR.any():
+            self.pending.empty_steps = 0
         self.assembled += 1

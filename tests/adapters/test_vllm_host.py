@@ -167,6 +167,25 @@ def test_what_would_stay_behind_when_its_expert_moves_is_refused(home, name, sha
         VllmHost(state, config(), group)
 
 
+def first_rank_is_idle():
+    """Rows of a pass in which rank 0 has no tokens, where it has counted all that were gathered, and its own alone."""
+    found = []
+    for own in ({}, {"num_unpadded_tokens_tensors": []}):
+        state = model_state(dist.get_rank(), naive=True)
+        vars(state).update(own)
+        state, host = started(state=state)
+        state.expert_load_pass[:, 3] = 5
+        run_pass(state)
+        host.step(is_dummy=dist.get_rank() == 0)
+        found.append(host._heat.sources_LWE[0, 0, 3].item())
+        host.close()
+    return found
+
+
+def test_tokens_gathered_from_busy_ranks_count_where_the_first_one_is_idle():
+    assert run_ranks(RANKS, first_rank_is_idle) == [[5, 0], [0, 0]]
+
+
 def kernels_change():
     state, host = started()
     host.confirm_dispatch()

@@ -45,11 +45,14 @@ def hooked_router():
     return BaseRouter
 
 
-def model_state(rank, place=lambda tensor: tensor):
-    """What ``EplbState.add_model`` makes of a model whose experts are filled with their number, tensors placed."""
+def model_state(rank, place=lambda tensor: tensor, naive=False):
+    """What ``EplbState.add_model`` makes of a model whose experts are filled with their number, tensors placed.
+
+    As in 0.23; later releases know of ``num_unpadded_tokens_tensors`` besides.
+    """
     first = torch.arange(RANKS * SLOTS) % EXPERTS
     mine = first[rank * SLOTS : (rank + 1) * SLOTS].float()
-    router, layers = hooked_router(), [layer() for _ in range(LAYERS)]
+    router, layers = hooked_router(), [layer(naive) for _ in range(LAYERS)]
     for one in layers:
         one.router = router()
     weights = [[place(mine[:, None].repeat(1, 8) + 100 * index)] for index in range(LAYERS)]
@@ -69,10 +72,10 @@ def run_pass(state, layers=LAYERS, parts=1):
             one.router._apply_eplb_mapping("choices")
 
 
-def started(place=lambda tensor: tensor, **changes):
+def started(place=lambda tensor: tensor, state=None, **changes):
     """A rank's state and its host."""
     rank = dist.get_rank()
-    state = model_state(rank, place)
+    state = state or model_state(rank, place)
     engine_host.AgentSettings = lambda: live.settings(**changes)
     group = SimpleNamespace(rank_in_group=rank, world_size=RANKS, cpu_group=dist.group.WORLD)
     return state, VllmHost(state, config(), group)

@@ -21,8 +21,9 @@ RANKS, LAYERS, EXPERTS, SLOTS = 2, 2, 3, 2
 PLACEMENT_LRS = np.array([[[0, 1], [2, 0]], [[2, 1], [0, 1]]], dtype=np.int32)
 
 
-def assembler(window_steps: int = 8, pending_steps: int = 4) -> HeatAssembler:
-    made = HeatAssembler(Shape(RANKS, LAYERS, EXPERTS, SLOTS, 0), window_steps, pending_steps)
+def assembler(window_steps: int = 8, pending_steps: int = 4, *groups: int) -> HeatAssembler:
+    groups_R = np.array(groups or range(RANKS), dtype=np.int32)
+    made = HeatAssembler(Shape(RANKS, LAYERS, EXPERTS, SLOTS, 0), window_steps, pending_steps, groups_R)
     for layer in range(LAYERS):
         place(made, layer, 0, PLACEMENT_LRS[layer])
     return made
@@ -107,6 +108,15 @@ def test_steps_that_not_all_ranks_count_alike_are_lost(others: list[HeatReport],
     assert heat.steps == heat.counted.received
     numbers, _ = heat.timed_steps()
     assert heat.counted.received == len(set(numbers))
+
+
+def test_a_step_is_empty_where_no_rank_has_counted_and_those_that_count_had_tokens() -> None:
+    # The first rank counts what both see, and may be idle itself.
+    heat = assembler(8, 4, 0, 0)
+    for step, (idle, tokens, empty) in enumerate([(False, 0, 1), (True, 0, 1), (False, 0, 2), (True, 1, 0)]):
+        add(heat, 0, report(step, tokens, dummy=idle))
+        add(heat, 1, report(step, 0))
+        assert (heat.pending.empty_steps, heat.steps) == (empty, step + 1)
 
 
 def test_a_report_is_ahead_of_ranks_that_it_would_leave_behind() -> None:

@@ -41,6 +41,9 @@ class VllmHost(EngineHost):
         self._rank: int = group.rank_in_group
         self._parallel, self._ranks = parallel_config, group.world_size
         self._tokens = self._token_group()
+        # What the naive dispatcher has gathered 0.23 and 0.24 count whole; later releases know each rank's own tokens.
+        naive, _, _ = _dispatch_of(model_state.model.moe_layers[0])
+        self._counts_gathered = naive and not hasattr(model_state, "num_unpadded_tokens_tensors")
         self._first = _first_placement(model_state, group.world_size)
         layers, experts = model_state.logical_replica_count.shape
         self._heat = HeatRings(layers, model_state.expert_load_pass.device, experts=experts)
@@ -99,7 +102,7 @@ class VllmHost(EngineHost):
             self.confirm_dispatch()
             self._dispatch_confirmed = True
         model = self._model
-        counts = not is_dummy and self._rank == self._tokens.first
+        counts = self._rank == self._tokens.first and (self._counts_gathered or not is_dummy)
         chosen_LP = model.expert_load_pass if counts else None
         self._heat.record(chosen_LX=chosen_LP, phy2log_LP=model.physical_to_logical_map)
         self.agent.step(StepPhase.DUMMY if is_dummy else StepPhase.DECODE)
