@@ -43,7 +43,9 @@ def page() -> str:
     (version,) = VERSIONS["sglang"]
     sglang = dict(sglang_models(source_of("sglang", version)))
     known = {name for found in vllm.values() for name in found}
-    names = sorted(known | {name for name, balanced in sglang.items() if balanced}, key=str.lower)
+    found = known | {name for name, balanced in sglang.items() if balanced}
+    # Two names may differ in case alone.
+    names = sorted(found, key=lambda name: (name.lower(), name))
     cells = {name: (_releases(name, vllm), _release(name, version, sglang)) for name in names}
     unknown = [name for name in names if not any(cell.strip("no") for cell in cells[name])]
     rows = [f"| {name} | {' | '.join(cells[name])} |\n" for name in names if name not in unknown]
