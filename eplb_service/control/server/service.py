@@ -53,7 +53,7 @@ _log = structlog.get_logger(__name__)
 _TICK_SECONDS = 1.0
 _GRACE_SECONDS = 2.0
 _HANDSHAKE_SECONDS = 10.0
-_IDLE_SECONDS = 600.0
+_IDLE_SECONDS = 10.0
 _WINDOW_BYTES = 64 << 10
 _METADATA_BYTES = 8 << 10
 _REFUSED_AT_A_TIME = 256
@@ -138,7 +138,7 @@ def _grpc_server(
             ("grpc.max_concurrent_streams", settings.max_streams_per_peer),
             ("grpc.max_metadata_size", _METADATA_BYTES),
             ("grpc.absolute_max_metadata_size", 2 * _METADATA_BYTES),
-            # A connection that says nothing ends; one that is served is kept up by its streams.
+            # A connection that says or asks nothing ends; one that is served is kept up by its streams.
             ("grpc.server_handshake_timeout_ms", int(1000 * _HANDSHAKE_SECONDS)),
             ("grpc.http2.settings_timeout", int(1000 * _HANDSHAKE_SECONDS)),
             ("grpc.max_connection_idle_ms", int(1000 * _IDLE_SECONDS)),

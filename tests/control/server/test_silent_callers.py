@@ -31,6 +31,8 @@ CREDENTIALS = f"""
 """
 APART = [("grpc.use_local_subchannel_pool", 1)]
 """A channel with a connection of its own."""
+OPENED = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes.fromhex("000000040000000000 000000040100000000")
+"""Preface, settings and their acknowledgement: an HTTP/2 connection that is up, and asks for nothing."""
 SECONDS = 8.0
 """Far more than an honest call takes, and less than a silent one may last."""
 
@@ -110,6 +112,24 @@ async def test_mute_streams_of_an_open_service_take_no_turn() -> None:
         await served(service.address)
         for rank in mute:
             rank.call.cancel()
+
+
+@pytest.mark.parametrize("says", [b"", OPENED], ids=["TCP alone", "HTTP/2"])
+async def test_silent_connections_shut_nobody_out_and_end(
+    says: bytes, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("eplb_service.control.server.service._HANDSHAKE_SECONDS", 1.0)
+    monkeypatch.setattr("eplb_service.control.server.service._IDLE_SECONDS", 1.0)
+    async with running_service(settings(credentials=path)) as service:
+        host, _, port = service.address.rpartition(":")
+        silent = [await asyncio.open_connection(host, int(port)) for _ in range(200)]
+        for _, writer in silent:
+            writer.write(says)
+        await served(service.address, bearer(AGENT), bearer(READER))
+        ends = asyncio.gather(*(reader.read() for reader, _ in silent), return_exceptions=True)
+        await asyncio.wait_for(ends, SECONDS)
+        for _, writer in silent:
+            writer.close()
 
 
 async def test_the_streams_of_one_host_are_counted_where_they_bring_no_credential(path: Path) -> None:
