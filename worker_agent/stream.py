@@ -41,6 +41,8 @@ _MOST_REASONS = 8
 _WELCOME_SECONDS = 10.0
 _FIRST_BEAT_SECONDS = 1.0
 _PLANS_KEPT = 16
+_STILL_SECONDS = 60.0
+"""Longer than any wait of a stream that works: for a welcome, before another attempt, for other ranks' heat."""
 
 _MOST_STATUSES = 4096
 """A group makes a handful of statuses per layer and plan; the bound only guards against a service gone for good."""
@@ -221,16 +223,29 @@ class ServiceStream:
         self._closing = runtime.event()
         self._call: grpc.Call | None = None
         self._outages = OutageLog()
+        self._receiving_since: float | None = None
+        self._sending_since: float | None = None
+        self._stands_still = False
         self._thread = self._started()
 
     def keep_alive(self) -> None:
-        """Start the thread again where something has ended it: the service must not lose a rank for good."""
+        """Start the thread again where something has ended it: the service must not lose a rank for good.
+
+        A thread that neither ends nor goes on is reported, once, and once more when it goes on.
+        """
         if not self._thread.is_alive() and not self._closing.is_set():
             _log.error(
                 "rank %d: the control stream's thread had died; it is started again", self._identity.rank
             )
             self.connected = False
             self._thread = self._started()
+        now = self._runtime.now()
+        sending_since = self._sending_since if self.connected else None
+        still = max(now - (since or now) for since in (self._receiving_since, sending_since))
+        if (still > _STILL_SECONDS) != self._stands_still:
+            self._stands_still = not self._stands_still
+            what = f"has stood still for {still:.0f} s: no heat goes out" if self._stands_still else "goes on"
+            _log.warning("rank %d: the control stream %s", self._identity.rank, what)
 
     def close(self, timeout: float) -> None:
         """End the stream and its thread, waiting at most ``timeout`` seconds."""
@@ -247,6 +262,7 @@ class ServiceStream:
     def _run(self) -> None:
         backoff = _FIRST_BACKOFF_SECONDS
         while not self._closing.is_set():
+            self._receiving_since = self._runtime.now()
             try:
                 with self._settings.security.open(self._settings.service) as channel:
                     self._talk(agent_pb2_grpc.AgentServiceStub(channel))
@@ -260,6 +276,7 @@ class ServiceStream:
             if self.connected:
                 backoff = _FIRST_BACKOFF_SECONDS
             self.connected = False
+            self._receiving_since = None
             self._closing.wait(backoff * random.uniform(0.5, 1.5))  # noqa: S311 - jitter, not a secret
             backoff = min(2 * backoff, _LAST_BACKOFF_SECONDS)
 
@@ -272,13 +289,17 @@ class ServiceStream:
         self._call = call
         impatience = self._runtime.later(_WELCOME_SECONDS, call.cancel)
         try:
+            self._receiving_since = None
             for response in call:
                 impatience.cancel()
+                self._receiving_since = self._runtime.now()
                 self._hear(response)
+                self._receiving_since = None
         finally:
             impatience.cancel()
             call.cancel()
             over.set()
+            self._sending_since = None
             self._outbox.wake()
 
     def _requests(self, over: threading.Event) -> Iterator[agent_pb2.ConnectRequest]:
@@ -293,6 +314,7 @@ class ServiceStream:
         yield agent_pb2.ConnectRequest(hello=encode(self._identity.hello(self._installed(), term)))
         heartbeats = HeartbeatSchedule(self._runtime.now())
         while not over.is_set() and not self._closing.is_set():
+            self._sending_since = self._runtime.now()
             left = heartbeats.seconds_left(self._runtime.now())
             if left <= 0:
                 welcome = self.welcome

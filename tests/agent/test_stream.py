@@ -225,6 +225,29 @@ def test_an_outage_is_logged_ever_less_often_and_its_end_once(monkeypatch, caplo
     assert said == [f"rank 1: no stream to {scene.address}: the token is wrong"]
 
 
+@pytest.mark.parametrize("stuck", ["beat", "installed"])
+def test_a_stream_that_stands_still_is_reported_once_and_once_when_it_goes_on(
+    stuck: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("worker_agent.stream._STILL_SECONDS", 0.3)
+    with Scene() as scene:
+        scene.hear("heartbeat")
+        goes_on, work = threading.Event(), getattr(scene.stream, f"_{stuck}")
+        setattr(scene.stream, f"_{stuck}", lambda: goes_on.wait(60) and work())
+        scene.say_plan(encode(plan_of(0)))
+        for reports in (1, 2):
+            deadline = time.monotonic() + 60
+            while len(caplog.records) < reports:
+                assert time.monotonic() < deadline
+                scene.stream.keep_alive()
+                time.sleep(0.01)
+            goes_on.set()
+        time.sleep(0.5)
+        scene.stream.keep_alive()
+    said = [record.getMessage().partition(" for ")[0] for record in caplog.records]
+    assert said == ["rank 1: the control stream has stood still", "rank 1: the control stream goes on"]
+
+
 # What waits to be sent
 
 
