@@ -46,10 +46,7 @@ def hooked_router():
 
 
 def model_state(rank, place=lambda tensor: tensor, naive=False):
-    """What ``EplbState.add_model`` makes of a model whose experts are filled with their number, tensors placed.
-
-    As in 0.23; later releases know of ``num_unpadded_tokens_tensors`` besides.
-    """
+    """What ``EplbState.add_model`` of 0.23 makes of a model of experts filled with their number, tensors placed."""
     first = torch.arange(RANKS * SLOTS) % EXPERTS
     mine = first[rank * SLOTS : (rank + 1) * SLOTS].float()
     router, layers = hooked_router(), [layer(naive) for _ in range(LAYERS)]

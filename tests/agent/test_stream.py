@@ -83,9 +83,7 @@ class Scene:
         return getattr(request, kind)
 
     def wait_for_reporting(self, reporting: Reporting) -> None:
-        deadline = time.monotonic() + 60
         while self.stream.reporting != reporting:
-            assert time.monotonic() < deadline
             time.sleep(0.01)
 
     def say_plan(self, plan: agent_pb2.Plan) -> None:
@@ -200,11 +198,9 @@ def test_the_reason_of_a_refusal_is_reported_however_it_crosses_the_hello(monkey
         ServiceStream, "_log_lost", lambda one, why: one._closing.is_set() or said.append(why)
     )
     with Scene(Refusing(), large):
-        deadline = time.monotonic() + 60
-        while len(said) < 40 and time.monotonic() < deadline:
+        while len(said) < 40:
             time.sleep(0.01)
     assert set(said) == {"the token is wrong"}
-    assert len(said) >= 40
 
 
 def test_an_outage_is_logged_ever_less_often_and_its_end_once(monkeypatch, caplog) -> None:
@@ -236,9 +232,7 @@ def test_a_stream_that_stands_still_is_reported_once_and_once_when_it_goes_on(
         setattr(scene.stream, f"_{stuck}", lambda: goes_on.wait(60) and work())
         scene.say_plan(encode(plan_of(0)))
         for reports in (1, 2):
-            deadline = time.monotonic() + 60
             while len(caplog.records) < reports:
-                assert time.monotonic() < deadline
                 scene.stream.keep_alive()
                 time.sleep(0.01)
             goes_on.set()

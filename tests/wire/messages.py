@@ -65,7 +65,6 @@ def past(limit: int) -> tuple[int, int]:
 _CONTROL, _LONG = "rank\x1b[2J", "x" * (LONGEST_TEXT + 1)
 _WRONG_SHAPES = (packed(1), packed(2, 2), tensor_pb2.PackedArray(), tensor_pb2.PackedArray(dtype=99))
 _BAD_COUNTS = (packed(1), packed(1, SHAPE.layers, SHAPE.slots, value=-1), tensor_pb2.PackedArray())
-_NO_SECONDS = (float("nan"), float("inf"), -1.0, 1e300)
 _REFUSED: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("epoch", "base_epoch", "plan_id", "leader_term", "highest_term"), past(LAST_VERSION)),
     **dict.fromkeys(("digest", "base_digest"), past(LAST_DIGEST)),

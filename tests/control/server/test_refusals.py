@@ -99,12 +99,6 @@ async def test_slots_that_do_not_make_the_digest_they_say(channel: grpc.aio.Chan
     assert "do not make a placement" in text or "digest" in text
 
 
-async def test_a_first_message_that_is_no_hello(channel: grpc.aio.Channel) -> None:
-    code, text = await refused(FakeRank(channel, 0), heartbeat=agent_pb2.Heartbeat())
-    assert code == INVALID
-    assert "must be a Hello" in text
-
-
 async def test_more_deployments_than_allowed(
     channel: grpc.aio.Channel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -146,7 +140,9 @@ async def test_names_that_came_and_left_make_room_unless_they_had_a_plan_or_are_
     assert (code, "`eplb forget NAME`" in text) == (grpc.StatusCode.RESOURCE_EXHAUSTED, True)
 
 
-async def test_heat_that_is_malformed(channel: grpc.aio.Channel) -> None:
+async def test_a_first_message_that_is_no_hello_and_heat_that_is_malformed(channel: grpc.aio.Channel) -> None:
+    code, text = await refused(FakeRank(channel, 0), heartbeat=agent_pb2.Heartbeat())
+    assert (code, "must be a Hello" in text) == (INVALID, True)
     rank = FakeRank(channel, 0)
     await rank.greet(hello_of(LIVE, 0))
     report = heat_report(LIVE, 0, 0, skewed_heat(2))
