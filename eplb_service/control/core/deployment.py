@@ -25,7 +25,7 @@ from eplb_service.wire.heat import HeatReport
 
 _PROBLEMS_KEPT = 8
 _PART_WHOLE = 8
-"""One of so many steps before the first decision must be whole at least where a rank's heat is late."""
+"""One of so many steps since the last decision must be whole at least where a rank's heat is late."""
 _MOST_TOTAL = 1 << 62
 """Bound on a total: what is stored and sent stays within 64 bits, whatever the ranks report."""
 
@@ -216,11 +216,12 @@ class Deployment:
     def is_due(self, interval: int) -> bool:
         """Return whether a decision is due, and can be made; those by the clock are ``interval`` steps apart.
 
-        The first waits for no late rank once the ranks have made its steps: it is made on those that are whole.
+        None waits for a late rank once the ranks have made so many steps: it is made on those that are whole.
         """
         due = self.decisions.is_due(self.assembled, interval)
-        if not due and not self.decisions.decided_at and self.late.for_seconds(LATE_SECONDS)[0]:
-            due = self.without_decision.steps >= interval <= _PART_WHOLE * self.assembled
+        if not due and self.late.for_seconds(LATE_SECONDS)[0]:
+            whole = self.assembled - self.decisions.decided_at
+            due = self.without_decision.steps >= interval <= _PART_WHOLE * whole
         return due and self.obstacle() is None
 
     # Ranks come and go
