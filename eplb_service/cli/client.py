@@ -56,7 +56,8 @@ class Connection:
                 yield OperatorCalls(channel, self.token)
             except grpc.FutureTimeoutError as error:
                 raise UserError(
-                    f"no service answers at {self.address}; start one with `eplb serve`, or name its --address"
+                    f"no service answers at {self.address}; start one with `eplb serve`, or name its --address, "
+                    "and its --tls-ca where it has TLS"
                 ) from error
             except grpc.RpcError as error:
                 raise UserError(_reason(error)) from error
