@@ -91,10 +91,15 @@ class World:
 
     def run(self) -> Outcome:
         logging.disable(logging.CRITICAL)
+        # Links close with their last reference: garbage is looked for at moments of the run's own, in what is its own.
+        gc.disable()
+        gc.freeze()
         try:
             with simulated(self.scheduler, self.disk, self.breach):
                 return self._run()
         finally:
+            gc.unfreeze()
+            gc.enable()
             logging.disable(logging.NOTSET)
 
     def _run(self) -> Outcome:
