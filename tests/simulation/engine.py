@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from eplb_service.wire.agent import Shape
-from tests.simulation.model import Misfits, Model, SimulatedLayer
+from tests.simulation.model import Misfits, Model, SimulatedLayer, memory_of
 from tests.simulation.network import SimulatedGroup, SimulatedPeers
 from tests.simulation.scheduler import Process
 from tests.simulation.service import DEPLOYMENT
@@ -44,6 +44,7 @@ class Engine:
         peers = [SimulatedPeers("127.0.0.1", process) for process in self.ranks]
         addresses = [one.address for one in peers]
         patience = world.settings["peer_timeout_seconds"]
+        self._settings = SimulatedSettings(deployment=DEPLOYMENT, service="127.0.0.1:1", **world.settings)
         for rank, process in enumerate(self.ranks):
             group = SimulatedGroup(peers[rank], _SECRET, rank, addresses, patience)
             group.network, group.formation = self.network, f"engine {number}"
@@ -77,7 +78,8 @@ class Engine:
         process, scheduler = self.ranks[rank], self.scheduler
         counter = self.counters[rank] = torch.tensor(_WARM_PASSES)
         placement = self.shapes.placement
-        layers = [SimulatedLayer(rank, layer, placement, counter) for layer in range(self.shapes.layers)]
+        memory_LX = memory_of(placement)
+        layers = [SimulatedLayer(rank, *one, placement, counter) for one in enumerate(memory_LX)]
         self.layers[rank] = layers
         self._heat_up(rank)
         try:
@@ -93,7 +95,7 @@ class Engine:
         try:
             while True:
                 process.sleep(self.shapes.pass_seconds * scheduler.random.uniform(0.05, 0.1))
-                self.model.queue(rank, layers, counter)
+                self.model.queue(rank, memory_LX, counter)
                 counter += self.misfits[rank].counted
                 self.misfits[rank].counted = 0
                 self._call(rank, agent)
@@ -117,9 +119,7 @@ class Engine:
 
     def _agent(self, rank: int, group: SimulatedGroup, layers: list[SimulatedLayer]) -> Agent:
         process, shapes = self.ranks[rank], self.shapes
-        settings = SimulatedSettings(
-            deployment=DEPLOYMENT, node=f"node {rank}", service="127.0.0.1:1", **self._world.settings
-        )
+        settings = self._settings.model_copy(update={"node": f"node {rank}"})
         settings._streams = lambda requests, metadata: Call(
             process, self.network, self._world.service, requests
         )

@@ -15,22 +15,29 @@ from tests.simulation.scheduler import Process
 ROWS = 64
 
 
+def memory_of(placement: Placement) -> torch.Tensor:
+    """Memory of one rank's layers, int64 ``[L, 2 S + E / 2]``: two numbers for each slot, then the table of experts."""
+    layers, _, slots = placement.phy2log_LRS.shape
+    return torch.zeros(layers, 2 * slots + placement.experts // 2, dtype=torch.int64)
+
+
 class SimulatedLayer:
-    """A live layer whose expert ``e`` is the number ``1000 layer + e``, twice."""
+    """A live layer whose expert ``e`` is the number ``1000 layer + e``, twice; ``memory_X`` is its part."""
 
     shares_tokens = False
 
-    def __init__(self, rank: int, layer: int, placement: Placement, counter: torch.Tensor) -> None:
+    def __init__(
+        self, rank: int, layer: int, memory_X: torch.Tensor, placement: Placement, counter: torch.Tensor
+    ) -> None:
         slots_S = placement.phy2log_LRS[layer, rank]
         self.expert_map = torch.from_numpy(expert_map(slots_S, placement.experts).copy())
-        self.log2phy = torch.from_numpy(placement.default_log2phy()[rank, layer].copy())
-        weights = torch.from_numpy(1000 * layer + slots_S.astype(np.int64))
-        self._weights = [weights[:, None].repeat(1, 2)]
+        self.log2phy = memory_X[2 * len(slots_S) :].view(torch.int32)
+        self.log2phy[:] = torch.from_numpy(placement.default_log2phy()[rank, layer])
+        self._weights = [memory_X[: 2 * len(slots_S)].view(-1, 2)]
+        self._weights[0][:] = torch.from_numpy(1000 * layer + slots_S)[:, None]
         self.moe_load = None
         self.source_load = torch.zeros(ROWS, placement.experts, dtype=torch.int32)
         self.load_counter = counter
-        self.held = self._weights[0].numpy()
-        self.routes = self.log2phy.numpy()
 
     def expert_weights(self) -> list[torch.Tensor]:
         return self._weights
@@ -65,16 +72,15 @@ class Model:
         self._free_at = 0.0
         self._stride, self._breach = stride, breach
         self._strides: dict[int, int] = {}
-        self._served: dict[int, list[tuple[bytes, ...] | None]] = {}
-        self._right: set[tuple[tuple[bytes, ...] | None, ...]] = set()
+        self._served: dict[int, list[bytes]] = {}
+        self._right: set[tuple[bytes, ...]] = set()
 
-    def queue(self, rank: int, layers: list[SimulatedLayer], counter: torch.Tensor) -> None:
+    def queue(self, rank: int, memory_LX: torch.Tensor, counter: torch.Tensor) -> None:
         """Queue the passes up to the next call of one rank, as its memory is now; waits for a device far behind."""
         self.queued[rank] += 1
         number = self.queued[rank]
         counter += self._strides.get(number) or self._strides.setdefault(number, self._stride())
-        content = tuple(part.tobytes() for layer in layers for part in (layer.routes, layer.held))
-        self._served.setdefault(number, [None] * len(self.queued))[rank] = content
+        self._served.setdefault(number, [b""] * len(self.queued))[rank] = memory_LX.numpy().tobytes()
         if min(self.queued) > self._begun:
             self._begun += 1
             began = max(self._scheduler.now, self._free_at)
@@ -96,18 +102,18 @@ class Model:
         for changed in self._changed:
             changed.notify()
 
-    def _check(self, served: tuple[tuple[bytes, ...] | None, ...]) -> None:
-        layers, _, slots = self.placement.phy2log_LRS.shape
-        for layer in range(layers):
-            parts = [(part[2 * layer], part[2 * layer + 1]) for part in served if part is not None]
-            held = np.concatenate([np.frombuffer(held, np.int64).reshape(slots, 2) for _, held in parts])
+    def _check(self, served: tuple[bytes, ...]) -> None:
+        layers, ranks, slots = self.placement.phy2log_LRS.shape
+        memory_RLX = np.frombuffer(b"".join(served), np.int64).reshape(ranks, layers, -1)
+        for layer, memory_RX in enumerate(memory_RLX.swapaxes(0, 1)):
+            held = memory_RX[:, : 2 * slots].reshape(-1, 2)
             wanted = 1000 * layer + np.arange(self.placement.experts)[:, None]
-            for rank, (routes, _) in enumerate(parts):
-                wrong = np.flatnonzero((held[np.frombuffer(routes, np.int32)] != wanted).any(axis=1))
+            for rank, routes in enumerate(memory_RX[:, 2 * slots :].copy().view(np.int32)):
+                wrong = np.flatnonzero((held[routes] != wanted).any(axis=1))
                 if wrong.size:
                     self._breach(
                         f"WRONG TOKENS in pass {self.passes}: layer {layer}, rank {rank} sends expert {wrong[0]}'s "
-                        f"to a slot that holds {held[np.frombuffer(routes, np.int32)[wrong[0]]].tolist()}"
+                        f"to a slot that holds {held[routes[wrong[0]]].tolist()}"
                     )
                     return
         self._right.add(served)

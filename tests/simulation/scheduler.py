@@ -11,7 +11,6 @@ import random
 import zlib
 from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
 from functools import partial
 from queue import Empty
 from typing import Any
@@ -246,7 +245,7 @@ class Condition:
         entry = (thread, thread.waits + 1)
         self._waiting.append(entry)
         woken = thread.wait(timeout)
-        with suppress(ValueError):
+        if not woken and entry in self._waiting:
             self._waiting.remove(entry)
         return woken
 
