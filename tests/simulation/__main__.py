@@ -12,11 +12,7 @@ import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 
-from tests.simulation.world import Outcome, World
-
-
-def simulate(seed: int) -> Outcome:
-    return World(seed).run()._replace(log=())
+from tests.simulation.world import Outcome, World, simulate
 
 
 def runs(seeds: Iterable[int]) -> Iterator[Outcome]:

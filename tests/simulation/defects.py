@@ -8,7 +8,7 @@ from typing import Any
 from unittest import mock
 
 from tests.simulation.engine import Engine
-from tests.simulation.world import Outcome, World
+from tests.simulation.world import Outcome, simulate
 from worker_agent.swap import transfer
 from worker_agent.swap.driver import SwitchDriver
 from worker_agent.swap.peers import PeerGoneError, Peers
@@ -93,5 +93,5 @@ def hunt(name: str, first: int = 1, seeds: int = 30) -> Outcome | None:
     broken = defect.broken(getattr(defect.holder, defect.name))
     bound, many = (_BOUND_SECONDS, 6) if defect.heals else (0.0, 24)
     with mock.patch.object(defect.holder, defect.name, broken):
-        runs = (World(seed, defect.faults, 3, bound, many).run() for seed in range(first, first + seeds))
+        runs = (simulate(seed, defect.faults, 3, bound, many) for seed in range(first, first + seeds))
         return next((outcome for outcome in runs if outcome.breaches), None)

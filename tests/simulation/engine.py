@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from eplb_service.wire.agent import Shape
-from tests.simulation.model import Misfits, Model, SimulatedLayer, memory_of
+from tests.simulation.model import Misfits, Model, SimulatedLayer
 from tests.simulation.network import SimulatedGroup, SimulatedPeers
 from tests.simulation.scheduler import Process
 from tests.simulation.service import DEPLOYMENT
@@ -38,7 +38,8 @@ class Engine:
         self.layers: dict[int, list[SimulatedLayer]] = {}
         self.counters: dict[int, torch.Tensor] = {}
         self.misfits = [Misfits() for _ in range(self.shapes.ranks)]
-        self.ranks = [self._process(rank) for rank in range(self.shapes.ranks)]
+        drift, names = self.scheduler.random.uniform, [f"rank {rank}" for rank in range(self.shapes.ranks)]
+        self.ranks = [Process(self.scheduler, name, drift(0.98, 1.02), self.network) for name in names]
         self.model = Model(self.ranks, self.shapes, world.breach, world.stride)
         self.drift(world.drawn_heat())
         peers = [SimulatedPeers("127.0.0.1", process) for process in self.ranks]
@@ -69,21 +70,16 @@ class Engine:
         for layer, heat_E in zip(self.layers[rank], self._heat_LE, strict=True):
             layer.source_load[:] = torch.from_numpy(heat_E)
 
-    def _process(self, rank: int) -> Process:
-        process = Process(self.scheduler, f"rank {rank}", self.scheduler.random.uniform(0.98, 1.02))
-        process.network = self.network
-        return process
-
     def _serve(self, rank: int, group: SimulatedGroup) -> None:
         process, scheduler = self.ranks[rank], self.scheduler
         counter = self.counters[rank] = torch.tensor(_WARM_PASSES)
         placement = self.shapes.placement
-        memory_LX = memory_of(placement)
-        layers = [SimulatedLayer(rank, *one, placement, counter) for one in enumerate(memory_LX)]
-        self.layers[rank] = layers
+        layers, _, slots = placement.phy2log_LRS.shape
+        memory_LX = torch.zeros(layers, 2 * slots + placement.experts // 2, dtype=torch.int64)
+        self.layers[rank] = [SimulatedLayer(rank, *one, placement, counter) for one in enumerate(memory_LX)]
         self._heat_up(rank)
         try:
-            agent = self._agent(rank, group, layers)
+            agent = self._agent(rank, group, self.layers[rank])
         except RuntimeError as error:
             self._end(rank, f"could not meet: {error}")
             return

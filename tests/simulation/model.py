@@ -15,14 +15,8 @@ from tests.simulation.scheduler import Process
 ROWS = 64
 
 
-def memory_of(placement: Placement) -> torch.Tensor:
-    """Memory of one rank's layers, int64 ``[L, 2 S + E / 2]``: two numbers for each slot, then the table of experts."""
-    layers, _, slots = placement.phy2log_LRS.shape
-    return torch.zeros(layers, 2 * slots + placement.experts // 2, dtype=torch.int64)
-
-
 class SimulatedLayer:
-    """A live layer whose expert ``e`` is the number ``1000 layer + e``, twice; ``memory_X`` is its part."""
+    """A live layer whose expert ``e`` is ``1000 layer + e``, twice; its memory is of the slots, then ``log2phy``."""
 
     shares_tokens = False
 

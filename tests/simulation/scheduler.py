@@ -131,15 +131,14 @@ class Thread:
 class Process:
     """A simulated process: threads that end together, a clock that may drift. It is the runtime of its agent."""
 
-    def __init__(self, scheduler: Scheduler, name: str, drift: float = 1.0) -> None:
-        self.scheduler, self.name, self.drift = scheduler, name, drift
+    def __init__(self, scheduler: Scheduler, name: str, drift: float = 1.0, network: Any = None) -> None:
+        self.scheduler, self.name, self.drift, self.network = scheduler, name, drift, network
         self.alive = True
         self.frozen_until = 0.0
         self.held: dict[str, float] = {}
         self.failing: dict[str, tuple[int, type[BaseException]]] = {}
         self.threads: list[Thread] = []
         self.on_end: list[Callable[[], None]] = []
-        self.network: Any = None
         self._began = scheduler.now
         self.event, self.condition = partial(Event, self), partial(Condition, self)
         self.queue, self.later = partial(Queue, self), partial(Timer, self)

@@ -66,9 +66,6 @@ class Call:
             raise Lost
         return agent_pb2.ConnectResponse.FromString(response)
 
-    def cancel(self) -> None:
-        self.end()
-
     def end(self) -> None:
         if not self.over:
             self.over = True
@@ -76,6 +73,8 @@ class Call:
             self._inbox.put_nowait(grpc.aio.EOF)
             if self._process.alive:
                 self._process.on_end.remove(self.end)
+
+    cancel = end
 
     # The service's hand
 

@@ -48,6 +48,13 @@ class Outcome(NamedTuple):
     log: tuple[tuple[float, str, str], ...]
 
 
+def simulate(seed: int, *arguments: Any) -> Outcome:
+    """Make one run of many, which looks for garbage in what is its own alone."""
+    gc.collect()
+    gc.freeze()
+    return World(seed, *arguments).run()._replace(log=())
+
+
 class World:
     """One run of one seed; ``kinds`` are the faults that may be drawn, so ``many``; by default all, and any.
 
@@ -91,14 +98,12 @@ class World:
 
     def run(self) -> Outcome:
         logging.disable(logging.CRITICAL)
-        # Links close with their last reference: garbage is looked for at moments of the run's own, in what is its own.
+        # Links close with their last reference: garbage is looked for at moments of the run's own.
         gc.disable()
-        gc.freeze()
         try:
             with simulated(self.scheduler, self.disk, self.breach):
                 return self._run()
         finally:
-            gc.unfreeze()
             gc.enable()
             logging.disable(logging.NOTSET)
 

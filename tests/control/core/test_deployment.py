@@ -204,6 +204,7 @@ def test_a_rank_that_has_carried_a_plan_out_cannot_refuse_it(story: Story) -> No
 def test_heartbeats_alone_prove_a_switch(story: Story) -> None:
     story.joins()
     offer = story.offers(0, 1)
+    assert story.beats(0, 7, offer.versions[1][1]) == [], "the same experts, yet at another epoch"
     events = story.beats(0, *offer.versions[1])
     assert [event.update.layer for event in events] == [0, 1]
     for rank in range(1, RANKS):
