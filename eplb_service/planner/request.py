@@ -243,7 +243,10 @@ def solve_picked(
         # Sliced first: the split of layers that nobody looks into costs nothing.
         source_RPE = window.source_RLE[:, picked]
         share_GLE = np.zeros(shape)
-        np.add.at(share_GLE, group_R, source_shares(source_RPE, placement.ranks, *shape[1:]))
+        for group, share_PE in zip(
+            group_R, source_shares(source_RPE, placement.ranks, *shape[1:]), strict=True
+        ):
+            share_GLE[group] += share_PE
     curve = time_curve(settings)
     width = width_in_use(settings, asked.log2phy_RLE)
     node_R, node_G = asked.topology.nodes()
