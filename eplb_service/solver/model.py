@@ -7,7 +7,8 @@ Arguments that many functions share:
 
 - ``phy2log_RS``, a complete placement; ``assignment``, one with running sums, changed in place where something moves;
 - ``heat``, the layer's; ``z``, the weight of the standard deviation in a rank's risk;
-- ``share_GE``, each source's part of each expert's tokens; ``chosen_GE``, the physical id that it sends them to;
+- ``share_GE``, each source's part of each expert's tokens; ``chosen_GE``, the physical id that it sends them to; both
+  are ``_EG`` for kernels that go through the sources of one expert at a time, which lie side by side then;
 - ``first_E1``, ``slot_P``, where each expert's replicas are (``tables.slots_by_expert``);
 - ``home_ER``, ranks that hold each expert in the deployed placement; ``price_K``, ratio per slot away from home;
 - ``expert``, ``rank``, ``slot``, ``share``: whose replica, where, and with which part of the expert's tokens; ``hot``,

@@ -16,7 +16,14 @@ from __future__ import annotations
 
 import numpy as np
 
-from eplb_service.solver.construction import Assignment, assignment_of, descending, hottest_rank, shift_load
+from eplb_service.solver.construction import (
+    Assignment,
+    assignment_of,
+    descending,
+    hottest_rank,
+    largest_first,
+    shift_load,
+)
 from eplb_service.solver.evaluation import (
     SMALLEST_GAIN,
     expert_heat,
@@ -90,12 +97,13 @@ def solve_tables(phy2log_RS: Int32, heat: Heat, share_GE: Float32, z: float) -> 
     first_E1, slot_P = slots_by_expert(phy2log_RS, experts)
     rule_GE = fixed_rule(first_E1, slot_P, sources)
     rule_par = tables_par(phy2log_RS, rule_GE, heat, share_GE)
-    chosen_GE = rule_GE.copy()
-    order_E, order_GE = descending(expert_heat(heat, z)), np.zeros_like(rule_GE)
+    chosen_EG, share_EG = np.array(rule_GE.T, order="C"), np.ascontiguousarray(share_GE.T)
+    order_E, order_EG = descending(expert_heat(heat, z)), np.zeros_like(chosen_EG)
     shared_X = np.flatnonzero(np.diff(first_E1) > 1)
-    order_GE[:, shared_X] = descending(share_GE[:, shared_X])
-    assignment = _spread_parts(phy2log_RS, chosen_GE, first_E1, slot_P, heat, share_GE, order_E, order_GE, z)
-    cool(assignment, chosen_GE, first_E1, slot_P, heat, share_GE, z)
+    order_EG[shared_X] = largest_first(share_EG[shared_X])
+    assignment = _spread_parts(phy2log_RS, chosen_EG, first_E1, slot_P, heat, share_EG, order_E, order_EG, z)
+    cool(assignment, chosen_EG, first_E1, slot_P, heat, share_EG, z)
+    chosen_GE = np.ascontiguousarray(chosen_EG.T)
     chosen_par = tables_par(phy2log_RS, chosen_GE, heat, share_GE)
     if chosen_par < rule_par:
         return chosen_GE, chosen_par
@@ -105,23 +113,23 @@ def solve_tables(phy2log_RS: Int32, heat: Heat, share_GE: Float32, z: float) -> 
 @kernel
 def _spread_parts(
     phy2log_RS: Int32,
-    chosen_GE: Int32,
+    chosen_EG: Int32,
     first_E1: Int32,
     slot_P: Int32,
     heat: Heat,
-    share_GE: Float32,
+    share_EG: Float32,
     order_E: Int32,
-    order_GE: Int32,
+    order_EG: Int32,
     z: float,
 ) -> Assignment:
     """Hottest expert first, its largest part first, each to the replica whose rank stays coolest.
 
-    These orders are ``order_E`` int32 ``[E]`` and, of experts with several replicas, ``order_GE`` int32 ``[G, E]``.
+    These orders are ``order_E`` int32 ``[E]`` and, of experts with several replicas, ``order_EG`` int32 ``[E, G]``.
     Parts without tokens stay where they are. One expert at a time: its parts change the loads of the few ranks that
     hold it only in one direction, so a part costs a few operations whatever the number of experts.
     """
     slots = phy2log_RS.shape[1]
-    experts = share_GE.shape[1]
+    experts = share_EG.shape[0]
     share_RS = np.zeros(phy2log_RS.shape, dtype=np.float32)
     for e in range(experts):
         if first_E1[e] + 1 == first_E1[e + 1]:
@@ -135,8 +143,8 @@ def _spread_parts(
             continue
         for place in range(first, after):
             added_R[slot_P[place] // slots] = 0
-        for g in order_GE[:, e]:
-            share = share_GE[g, e]
+        for g in order_EG[e]:
+            share = share_EG[e, g]
             if share <= 0:
                 break
             lowest = np.inf
@@ -145,8 +153,8 @@ def _spread_parts(
                 found = risk_with(assignment, heat, e, rank, added_R[rank] + share, z)
                 if found < lowest:
                     lowest = found
-                    chosen_GE[g, e] = slot_P[place]
-            added_R[chosen_GE[g, e] // slots] += share
+                    chosen_EG[e, g] = slot_P[place]
+            added_R[chosen_EG[e, g] // slots] += share
         for place in range(first, after):
             rank = slot_P[place] // slots
             shift_load(assignment, heat, e, rank, added_R[rank])
@@ -169,11 +177,11 @@ def risk_with(assignment: Assignment, heat: Heat, expert: int, rank: int, share:
 @kernel
 def cool(
     assignment: Assignment,
-    chosen_GE: Int32,
+    chosen_EG: Int32,
     first_E1: Int32,
     slot_P: Int32,
     heat: Heat,
-    share_GE: Float32,
+    share_EG: Float32,
     z: float,
 ) -> None:
     """Move parts off the hottest rank while that leaves both ranks touched cooler than it was.
@@ -190,9 +198,9 @@ def cool(
             if assignment.replicas_E[e] == 1:
                 continue
             own = hot * slots + slot
-            for g in range(share_GE.shape[0]):
-                share = share_GE[g, e]
-                if chosen_GE[g, e] != own or share <= 0:
+            for g in range(share_EG.shape[1]):
+                share = share_EG[e, g]
+                if chosen_EG[e, g] != own or share <= 0:
                     continue
                 here = risk_with(assignment, heat, e, hot, -share, z)
                 for place in range(first_E1[e], first_E1[e + 1]):
@@ -205,9 +213,9 @@ def cool(
         if found_slot < 0:
             return
         e = assignment.phy2log_RS[hot, found_slot]
-        share = share_GE[found_g, e]
+        share = share_EG[e, found_g]
         shift_load(assignment, heat, e, hot, -share)
-        chosen_GE[found_g, e] = slot_P[found_place]
+        chosen_EG[e, found_g] = slot_P[found_place]
         shift_load(assignment, heat, e, slot_P[found_place] // slots, share)
 
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from eplb_service.solver.construction import descending
+from eplb_service.solver.construction import descending, largest_first
 from eplb_service.solver.evaluation import TopRanks, peak_of_two_changed, top_ranks_of, update_loads
 from eplb_service.solver.jit import kernel, part
 from eplb_service.solver.model import Bool, Float32, Float64, Int32
@@ -204,16 +204,16 @@ def _slot_risk(
 
 def even_tables(first_E1: Int32, slot_P: Int32, share_GE: Float32) -> Int32:
     """Split sources over the replicas given as evenly as they go: largest first, each to the emptiest; ``[G, E]``."""
-    return _even_tables(first_E1, slot_P, share_GE, descending(share_GE))
+    return _even_tables(first_E1, slot_P, share_GE, largest_first(np.ascontiguousarray(share_GE.T)))
 
 
 @kernel
-def _even_tables(first_E1: Int32, slot_P: Int32, share_GE: Float32, order_GE: Int32) -> Int32:
-    """``even_tables`` with the sources of each expert in order, int32 ``[G, E]``."""
+def _even_tables(first_E1: Int32, slot_P: Int32, share_GE: Float32, order_EG: Int32) -> Int32:
+    """``even_tables`` with the sources of each expert in order, int32 ``[E, G]``."""
     chosen_GE = np.empty(share_GE.shape, dtype=np.int32)
     part_P = np.zeros(slot_P.shape[0], dtype=np.float32)
     for e in range(share_GE.shape[1]):
-        for g in order_GE[:, e]:
+        for g in order_EG[e]:
             emptiest = first_E1[e]
             for place in range(first_E1[e], first_E1[e + 1]):
                 if part_P[place] < part_P[emptiest]:

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from eplb_service.solver.construction import descending
+from eplb_service.solver.construction import descending, largest_first
 from eplb_service.solver.evaluation import (
     SMALLEST_GAIN,
     TopRanks,
     loads_in_episodes,
+    mean_peak,
     peak_of_two_changed,
     top_ranks_of,
     update_loads,
@@ -81,21 +82,25 @@ def match_ranks(phy2log_RS: Int32, deployed_RS: Int32, experts: int, node_R: Int
     ``node_R`` int32 ``[R]``, numbered from 0. ``deployed_RS`` may have another number of columns.
     """
     ranks, slots = phy2log_RS.shape
-    holds_RE = np.zeros((ranks, experts), dtype=np.bool_)
+    worth_ER = np.zeros((experts, ranks), dtype=np.int32)
     nodes = 0
     for node in node_R:
         nodes = max(nodes, node + 1)
     node_holds_KE = np.zeros((nodes, experts), dtype=np.bool_)
     for r in range(ranks):
         for expert in deployed_RS[r]:
-            holds_RE[r, expert] = True
+            worth_ER[expert, r] = slots + 1
             node_holds_KE[node_R[r], expert] = True
+    for e in range(experts):
+        for r in range(ranks):
+            worth_ER[e, r] += node_holds_KE[node_R[r], e]
     score_RR = np.zeros((ranks, ranks), dtype=np.int32)
     pairs_C = np.zeros((slots + 1) ** 2, dtype=np.int32)
     for row in range(ranks):
+        for expert in phy2log_RS[row]:
+            for r in range(ranks):
+                score_RR[row, r] += worth_ER[expert, r]
         for r in range(ranks):
-            for expert in phy2log_RS[row]:
-                score_RR[row, r] += (slots + 1) * holds_RE[r, expert] + node_holds_KE[node_R[r], expert]
             pairs_C[score_RR[row, r]] += 1
     dealt_RS = np.empty_like(phy2log_RS)
     row_dealt_R = np.zeros(ranks, dtype=np.bool_)
@@ -150,59 +155,57 @@ _SWEEPS = 2
 @kernel
 def _localise_tables(
     phy2log_RS: Int32,
-    log2phy_GE: Int32,
+    near_EG: Int32,
+    share_EG: Float32,
+    top: TopRanks,
     heat: Heat,
     deployed: Deployed,
     order_E: Int32,
-    order_GE: Int32,
+    order_EG: Int32,
     limit: float,
-) -> Int32:
-    """Bring parts home, each in the way that leaves the ranks coolest; returns tables int32 ``[G, E]``.
+) -> None:
+    """Bring parts home in the tables ``near_EG``, int32 ``[E, G]``, each in the way that leaves the ranks coolest.
 
     Experts and their parts are taken in the orders given. No part comes home if that takes the mean peak above
-    ``limit``, what it is with the tables given.
+    ``limit``, what it is with the tables given; ``top`` has the loads, and goes along.
     """
     ranks, slots = phy2log_RS.shape
-    share_GE = deployed.share_GE
-    first_E1, slot_P = slots_by_expert(phy2log_RS, share_GE.shape[1])
-    near_GE: Int32 = log2phy_GE.copy()
-    top = top_ranks_of(
-        loads_in_episodes(phy2log_RS, slot_shares(phy2log_RS, near_GE, share_GE), heat.scaled_EN)
-    )
+    first_E1, slot_P = slots_by_expert(phy2log_RS, share_EG.shape[0])
     changed_RN = np.empty_like(top.load_RN)
     changed_R1, rank_K = np.zeros(ranks + 1, dtype=np.bool_), np.zeros(2, dtype=np.int32)
     for _ in range(_SWEEPS):
         for e in order_E:
             replica_K = slot_P[first_E1[e] : first_E1[e + 1]]
-            for place in range(order_GE.shape[0]):
-                g = order_GE[place, e]
-                own, home = near_GE[g, e], deployed.node_G[g]
+            for g in order_EG[e]:
+                own, home = near_EG[e, g], deployed.node_G[g]
                 if home < 0 or deployed.node_R[own // slots] == home:
                     continue
-                if share_GE[g, e] * heat.mean_E[e] <= SMALLEST_GAIN:
+                if share_EG[e, g] * heat.mean_E[e] <= SMALLEST_GAIN:
                     continue
                 near = False
                 for replica in replica_K:
                     near = near or deployed.node_R[replica // slots] == home
                 if not near:
                     continue
-                to, back = _best_way_home(near_GE, heat, deployed, replica_K, top, changed_RN, g, e, limit)
+                to, back = _best_way_home(
+                    near_EG[e], share_EG[e], heat, deployed, replica_K, top, changed_RN, g, e, limit
+                )
                 if to < 0:
                     continue
-                more, near_GE[g, e] = share_GE[g, e], to
+                more, near_EG[e, g] = share_EG[e, g], to
                 if back >= 0:
-                    more, near_GE[back, e] = more - share_GE[back, e], own
+                    more, near_EG[e, back] = more - share_EG[e, back], own
                 rank_K[0], rank_K[1] = own // slots, to // slots
                 changed_R1[rank_K[0]] = changed_R1[rank_K[1]] = True
                 _shift(top, heat.scaled_EN[e], more, rank_K[0], rank_K[1], changed_RN)
                 update_loads(top, rank_K, 2, changed_R1, changed_RN)
                 changed_R1[rank_K[0]] = changed_R1[rank_K[1]] = False
-    return near_GE
 
 
 @kernel
 def _best_way_home(
-    near_GE: Int32,
+    near_G: Int32,
+    share_G: Float32,
     heat: Heat,
     deployed: Deployed,
     replica_K: Int32,
@@ -217,7 +220,7 @@ def _best_way_home(
     Only a part that is not at home there comes back. -1 twice where every way lifts the mean peak above ``limit``.
     """
     slots = deployed.phy2log_RS.shape[1]
-    own, home = near_GE[source, expert], deployed.node_G[source]
+    own, home = near_G[source], deployed.node_G[source]
     to, back, lowest = -1, -1, np.float32(limit)
     for replica in replica_K:
         if deployed.node_R[replica // slots] != home:
@@ -225,12 +228,12 @@ def _best_way_home(
         # The mean peak is convex in what changes ranks: beyond a way that is no better than another none is.
         low, high = np.float32(-np.inf), np.float32(np.inf)
         best, least = low, high
-        for g in range(-1, near_GE.shape[0]):
-            more = deployed.share_GE[source, expert]
+        for g in range(-1, near_G.shape[0]):
+            more = share_G[source]
             if g >= 0:
-                if near_GE[g, expert] != replica or deployed.node_G[g] == home:
+                if near_G[g] != replica or deployed.node_G[g] == home:
                     continue
-                more -= deployed.share_GE[g, expert]
+                more -= share_G[g]
             if more <= low or more >= high:
                 continue
             here, there = own // slots, replica // slots
@@ -265,9 +268,13 @@ def localised(candidate: Candidate, layer: Layer, params: SearchParams) -> Candi
     if params.tables not in CHOSEN or not deployed.node_R.any():
         return candidate
     placed_RS, log2phy_GE = candidate.phy2log_RS, candidate.log2phy_GE
-    before = tables_par(placed_RS, log2phy_GE, heat, deployed.share_GE)
-    orders = descending(heat.mean_E), descending(deployed.share_GE)
-    near_GE = _localise_tables(placed_RS, log2phy_GE, heat, deployed, *orders, before + _ROUNDING)
+    share_RS = slot_shares(placed_RS, log2phy_GE, deployed.share_GE)
+    top = top_ranks_of(loads_in_episodes(placed_RS, share_RS, heat.scaled_EN))
+    limit = mean_peak(top.peak_KN[0], heat.share_N) + _ROUNDING
+    near_EG, share_EG = np.array(log2phy_GE.T, order="C"), np.ascontiguousarray(deployed.share_GE.T)
+    orders = descending(heat.mean_E), largest_first(share_EG)
+    _localise_tables(placed_RS, near_EG, share_EG, top, heat, deployed, *orders, limit)
+    near_GE = np.ascontiguousarray(near_EG.T)
     after = tables_par(placed_RS, near_GE, heat, deployed.share_GE)
     return candidate._replace(log2phy_GE=near_GE, par=after)
 

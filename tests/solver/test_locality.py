@@ -87,7 +87,8 @@ def test_a_part_gets_home_the_best_of_all_ways(
             continue
         replica_K = slot_P[first_E1[expert] : first_E1[expert + 1]]
         scratch_RN = np.empty_like(top.load_RN)
-        to, back = _best_way_home(table_GE, heat, deployed, replica_K, top, scratch_RN, source, expert, limit)
+        part = table_GE[:, expert].copy(), deployed.share_GE[:, expert].copy()
+        to, back = _best_way_home(*part, heat, deployed, replica_K, top, scratch_RN, source, expert, limit)
         ways = slow.ways_home(given_.phy2log_RS, table_GE, source, expert, deployed.node_G, deployed.node_R)
         peaks = {way: given_.peak(tried_GE) for way, tried_GE in ways}
         lowest = min(peaks.values(), default=np.inf)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from eplb_service.placement import check_layer, check_log2phy, default_log2phy
 from eplb_service.planner.dealing import tables_of_sources
 from eplb_service.solver import tables
-from eplb_service.solver.construction import assignment_of, descending, hottest_rank
+from eplb_service.solver.construction import assignment_of, descending, hottest_rank, largest_first
 from eplb_service.solver.evaluation import expert_heat
 from eplb_service.solver.layer import _touched_up, par_on
 from eplb_service.solver.local_search import SMALLEST_RELIEF
@@ -87,10 +87,12 @@ def test_parts_are_spread_to_where_it_stays_coolest(
 ) -> None:
     given_ = Sources(case, z, sources, kind, seed)
     layer = given_.layer
-    chosen_GE, order_E = given_.rule_GE.copy(), descending(expert_heat(layer.heat32, z))
+    chosen_EG, order_E = given_.rule_GE.T.copy(), descending(expert_heat(layer.heat32, z))
+    share_EG, chosen_GE = given_.share_GE.T.copy(), chosen_EG.T
+    assert largest_first(share_EG).tolist() == [slow.largest_first(share_G) for share_G in share_EG]
     assignment = tables._spread_parts(
-        *(given_.phy2log_RS, chosen_GE, given_.first_E1, given_.slot_P, layer.heat32, given_.share_GE),
-        *(order_E, descending(given_.share_GE), z),
+        *(given_.phy2log_RS, chosen_EG, given_.first_E1, given_.slot_P, layer.heat32, share_EG),
+        *(order_E, largest_first(share_EG), z),
     )
     share_RS = slow.slot_shares(given_.phy2log_RS, chosen_GE, given_.share_GE.astype(float))
     found_RS = assignment.share_ER[given_.phy2log_RS, np.arange(case.ranks)[:, None]]
@@ -107,15 +109,15 @@ def test_parts_leave_the_hottest_rank_while_that_cools_it(
 ) -> None:
     given_ = Sources(case, z, sources, kind, seed)
     layer = given_.layer
-    arrays = given_.first_E1, given_.slot_P, layer.heat32, given_.share_GE, z
-    chosen_GE = given_.rule_GE.copy()
-    share_RS = slot_shares(given_.phy2log_RS, chosen_GE, given_.share_GE)
-    tables.cool(assignment_of(given_.phy2log_RS, share_RS, layer.heat32), chosen_GE, *arrays)
+    arrays = given_.first_E1, given_.slot_P, layer.heat32, given_.share_GE.T.copy(), z
+    chosen_EG = given_.rule_GE.T.copy()
+    share_RS = slot_shares(given_.phy2log_RS, given_.rule_GE, given_.share_GE)
+    tables.cool(assignment_of(given_.phy2log_RS, share_RS, layer.heat32), chosen_EG, *arrays)
     wanted_GE, margin = slow.cool(
         given_.phy2log_RS, given_.rule_GE, *layer.heat, given_.share_GE.astype(float), z
     )
     if margin > layer.rounding:
-        np.testing.assert_array_equal(chosen_GE, wanted_GE)
+        np.testing.assert_array_equal(chosen_EG.T, wanted_GE)
 
 
 @SETTINGS
