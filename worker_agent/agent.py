@@ -33,6 +33,8 @@ _log = logging.getLogger("eplb.agent")
 
 _FIRST_REPORT_STEPS = 16
 """Steps per heat report until the service says otherwise."""
+_WATCH_CALLS = 16
+"""Calls from one look at the control stream's thread to the next."""
 
 
 class RestoreError(RuntimeError):
@@ -291,7 +293,8 @@ class Agent:
         self._outbox.lost_steps = self._heat.lost_steps
 
     def _take_events(self) -> None:
-        self._stream.keep_alive()
+        if self._clock.calls % _WATCH_CALLS == 0:
+            self._stream.keep_alive()
         plans = []
         while not self._stream.plans.empty():
             plans.append(self._stream.plans.get_nowait())
