@@ -55,11 +55,14 @@ class Sources:
         return solve_tables(self.phy2log_RS, layer.heat32, self.share_GE, layer.z)
 
 
+def given_sources(cases_: st.SearchStrategy[Case], most: int) -> st.SearchStrategy[Sources]:
+    return st.builds(Sources, cases_, Z, st.integers(1, most), KINDS, SEEDS)
+
+
 @SETTINGS
-@given(cases(), st.integers(1, 9), KINDS, SEEDS)
-def test_the_rule_takes_replicas_in_turn(case: Case, sources: int, kind: str, seed: int) -> None:
-    given_ = Sources(case, 1.0, sources, kind, seed)
-    layer, phy2log_RS = given_.layer, given_.phy2log_RS
+@given(given_sources(cases(), 9))
+def test_the_rule_takes_replicas_in_turn(given_: Sources) -> None:
+    case, phy2log_RS, sources = given_.layer.case, given_.phy2log_RS, len(given_.rule_GE)
     for e in range(case.experts):
         holders = given_.slot_P[given_.first_E1[e] : given_.first_E1[e + 1]]
         np.testing.assert_array_equal(holders, slow.holders_of(phy2log_RS, e))
@@ -76,17 +79,14 @@ def test_the_rule_takes_replicas_in_turn(case: Case, sources: int, kind: str, se
     found_RS = slot_shares(phy2log_RS, given_.rule_GE, given_.share_GE)
     wanted_RS = slow.slot_shares(phy2log_RS, given_.rule_GE, given_.share_GE.astype(float))
     np.testing.assert_allclose(found_RS, wanted_RS, atol=1e-6)
-    par = tables_par(phy2log_RS, given_.rule_GE, layer.heat32, given_.share_GE)
+    par = tables_par(phy2log_RS, given_.rule_GE, given_.layer.heat32, given_.share_GE)
     assert par == pytest.approx(given_.par(given_.rule_GE), rel=1e-5)
 
 
 @SETTINGS
-@given(cases(most_ranks=6, most_slots=4), st.integers(1, 6), KINDS, Z, SEEDS)
-def test_parts_are_spread_to_where_it_stays_coolest(
-    case: Case, sources: int, kind: str, z: float, seed: int
-) -> None:
-    given_ = Sources(case, z, sources, kind, seed)
-    layer = given_.layer
+@given(given_sources(cases(most_ranks=6, most_slots=4), 6))
+def test_parts_are_spread_to_where_it_stays_coolest(given_: Sources) -> None:
+    layer, z = given_.layer, given_.layer.z
     chosen_EG, order_E = given_.rule_GE.T.copy(), descending(expert_heat(layer.heat32, z))
     share_EG, chosen_GE = given_.share_GE.T.copy(), chosen_EG.T
     assert largest_first(share_EG).tolist() == [slow.largest_first(share_G) for share_G in share_EG]
@@ -95,7 +95,7 @@ def test_parts_are_spread_to_where_it_stays_coolest(
         *(order_E, largest_first(share_EG), z),
     )
     share_RS = slow.slot_shares(given_.phy2log_RS, chosen_GE, given_.share_GE.astype(float))
-    found_RS = assignment.share_ER[given_.phy2log_RS, np.arange(case.ranks)[:, None]]
+    found_RS = assignment.share_ER[given_.phy2log_RS, np.arange(layer.case.ranks)[:, None]]
     np.testing.assert_allclose(found_RS, share_RS, atol=1e-5)
     wanted_GE, margin = slow.spread(given_.phy2log_RS, order_E, *layer.heat, given_.share_GE.astype(float), z)
     if margin > layer.rounding:
@@ -103,12 +103,9 @@ def test_parts_are_spread_to_where_it_stays_coolest(
 
 
 @SETTINGS
-@given(cases(most_ranks=5, most_slots=3), st.integers(1, 5), KINDS, Z, SEEDS)
-def test_parts_leave_the_hottest_rank_while_that_cools_it(
-    case: Case, sources: int, kind: str, z: float, seed: int
-) -> None:
-    given_ = Sources(case, z, sources, kind, seed)
-    layer = given_.layer
+@given(given_sources(cases(most_ranks=5, most_slots=3), 5))
+def test_parts_leave_the_hottest_rank_while_that_cools_it(given_: Sources) -> None:
+    layer, z = given_.layer, given_.layer.z
     arrays = given_.first_E1, given_.slot_P, layer.heat32, given_.share_GE.T.copy(), z
     chosen_EG = given_.rule_GE.T.copy()
     share_RS = slot_shares(given_.phy2log_RS, given_.rule_GE, given_.share_GE)
@@ -121,11 +118,8 @@ def test_parts_leave_the_hottest_rank_while_that_cools_it(
 
 
 @SETTINGS
-@given(cases(), st.integers(1, 9), KINDS, Z, SEEDS)
-def test_solved_tables_are_never_worse_than_the_rule(
-    case: Case, sources: int, kind: str, z: float, seed: int
-) -> None:
-    given_ = Sources(case, z, sources, kind, seed)
+@given(given_sources(cases(), 9))
+def test_solved_tables_are_never_worse_than_the_rule(given_: Sources) -> None:
     chosen_GE, par = given_.solved()
     assert par <= given_.par(given_.rule_GE) * (1 + 1e-5)
     assert par == pytest.approx(given_.par(chosen_GE), rel=1e-5)
@@ -149,20 +143,17 @@ RELIEVED_BUT_HIGHER = Case(4, 2, np.array([[85.0, 64, 51, 27, 31], [5, 8, 2, 18,
 
 
 @SETTINGS
-@example(RELIEVED_BUT_HIGHER, 1, "uniform", 1.0, 0)
-@given(cases(most_ranks=5, most_slots=3), st.integers(1, 5), KINDS, st.sampled_from((0.0, 1.0)), SEEDS)
-def test_swaps_through_tables_end_where_none_cools_the_hottest_rank(
-    case: Case, sources: int, kind: str, z: float, seed: int
-) -> None:
-    given_ = Sources(case, z, sources, kind, seed)
-    layer, share_GE = given_.layer, given_.share_GE.astype(float)
+@example(Sources(RELIEVED_BUT_HIGHER, 1.0, 1, "uniform", 0))
+@given(given_sources(cases(most_ranks=5, most_slots=3), 5))
+def test_swaps_through_tables_end_where_none_cools_the_hottest_rank(given_: Sources) -> None:
+    layer, z, share_GE = given_.layer, given_.layer.z, given_.share_GE.astype(float)
     table_GE = given_.rule_GE.copy()
     found_RS = swap_through_tables(given_.phy2log_RS, table_GE, layer.heat32, given_.share_GE, z, 5_000)
-    check_layer(found_RS, case.experts)
+    check_layer(found_RS, layer.case.experts)
     for table_E in table_GE:
         check_log2phy(table_E, found_RS)
     assert company(table_GE) == company(given_.rule_GE)
-    for e in range(case.experts):
+    for e in range(layer.case.experts):
         assert (found_RS == e).sum() == (given_.phy2log_RS == e).sum()
     share_RS = slow.slot_shares(found_RS, table_GE, share_GE)
     blurred = layer.rounding / slow_search.scale_of(heat.rank_risks(found_RS, share_RS, *layer.heat, z))[1]
@@ -173,18 +164,15 @@ def test_swaps_through_tables_end_where_none_cools_the_hottest_rank(
 
 
 @SETTINGS
-@example(RELIEVED_BUT_HIGHER, 1, "uniform", 1.0, 0)
-@given(cases(most_ranks=5, most_slots=3), st.integers(1, 5), KINDS, Z, SEEDS)
-def test_a_candidate_touched_up_through_its_tables_is_never_hotter(
-    case: Case, sources: int, kind: str, z: float, seed: int
-) -> None:
-    given_ = Sources(case, z, sources, kind, seed)
+@example(Sources(RELIEVED_BUT_HIGHER, 1.0, 1, "uniform", 0))
+@given(given_sources(cases(most_ranks=5, most_slots=3), 5))
+def test_a_candidate_touched_up_through_its_tables_is_never_hotter(given_: Sources) -> None:
     layer, table_GE = given_.layer, given_.rule_GE
     seen = Layer(layer.heat32, deployed_on(given_.phy2log_RS, given_.share_GE, table_GE))
     candidate = Candidate(given_.phy2log_RS, table_GE, 0.0, 0)
     candidate = candidate._replace(par=par_on(candidate, seen, SOLVED))
-    found = _touched_up(candidate, seen, SearchParams(z=z, local_search_steps=5_000, tables=SOLVED))
-    check_layer(found.phy2log_RS, case.experts)
+    found = _touched_up(candidate, seen, SearchParams(z=layer.z, local_search_steps=5_000, tables=SOLVED))
+    check_layer(found.phy2log_RS, layer.case.experts)
     for table_E in found.log2phy_GE:
         check_log2phy(table_E, found.phy2log_RS)
     share_RS = slow.slot_shares(found.phy2log_RS, found.log2phy_GE, given_.share_GE.astype(float))
@@ -193,9 +181,9 @@ def test_a_candidate_touched_up_through_its_tables_is_never_hotter(
 
 
 @SETTINGS
-@given(cases(), st.integers(1, 6), KINDS, SEEDS)
-def test_tables_follow_replicas_into_their_old_slots(case: Case, sources: int, kind: str, seed: int) -> None:
-    given_ = Sources(case, 0.0, sources, kind, seed)
+@given(given_sources(cases(), 6))
+def test_tables_follow_replicas_into_their_old_slots(given_: Sources) -> None:
+    case = given_.layer.case
     deployed_RS = random_placement(case.ranks, case.slots, case.experts, given_.layer.generator)
     kept_RS, _ = keep_slots(given_.phy2log_RS, deployed_RS)
     found_GE = rehoused(given_.rule_GE, kept_RS)
