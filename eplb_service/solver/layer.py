@@ -17,6 +17,7 @@ L. J. Tashman, *Out-of-Sample Tests of Forecasting Accuracy: An Analysis and Rev
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -59,9 +60,10 @@ from eplb_service.solver.window import Forecast, choose_forecast, forecast_heat,
 
 FEWEST_EPISODES = 4
 """Episodes below which there is no older half worth fitting."""
-_PRICE_LADDER = np.array([32.0, 16.0, 8.0, 4.0, 2.0, 1.0])
-"""Prices of a move that the local search tries, as multiples of the true one; most frugal first. Powers of two, so that
-one search serves them all; ``docs/research/solver.md`` has what it is worth."""
+_PRICE_LADDER = np.array([64.0, 32.0, 16.0, 8.0, 4.0])
+"""Prices of a move that the local search tries, as multiples of the true one; most frugal first. One search serves them
+all, and ends the sooner the dearer the cheapest is: down to the true price, one of 56 changes on drift asked for less
+than 4 times as much; ``docs/research/solver.md`` has what it is worth."""
 
 _TRIAL = 8
 """Part of annealing's tries that say whether it lasts: one in so many."""
@@ -172,9 +174,9 @@ def solve_layer(
     slot_price = params.slot_price(deployed.phy2log_RS, now.par)
     kind, price = FRESH, slot_price
     if params.options.holdout and has_halves:
-        fresh_may_pay = now.par - fresh.par > slot_price * fresh.moves / 2
+        prize = now.par - fresh.par - slot_price * fresh.moves
         kind, price, optimism = _holdout(
-            *halves_of(seen.heat), forecast, deployed, params, slot_price, min_gain, fresh_may_pay
+            *halves_of(seen.heat), forecast, deployed, params, slot_price, min_gain, prize
         )
     found, taken = _best(kind, price, expected, now, params, slot_price, min_gain)
     return answer(found._replace(par=par_on(found, seen, params.tables)), taken)
@@ -189,16 +191,16 @@ def _best(
     slot_price: float,
     min_gain: float,
 ) -> tuple[Candidate, int]:
-    """Take the recommended course or a cheaper one, where it still wins on the whole window; and say which one."""
+    """Take the recommended course or tables, where that still wins on the whole window; and say which one."""
     best, taken = now, KEEP
     cost = par_on(now, layer, params.tables) - min_gain
-    for kind in range(TABLES, most + 1):
+    for kind in (TABLES, most)[:most]:
         if kind == FRESH:
             found = from_scratch(layer, params, slot_price)
         else:
             found_RS = layer.deployed.phy2log_RS
             if kind == LOCAL:
-                price_K = slot_price * _PRICE_LADDER
+                price_K = move_prices(slot_price, params)
                 found_RS = _first_change(layer, params, price_K[price_K <= price * (1 + 1e-9)])
             found = _with_tables(found_RS, layer, params)
         if found.par + slot_price * found.moves < cost:
@@ -208,11 +210,9 @@ def _best(
 
 def _first_change(layer: Layer, params: SearchParams, price_K: Float64) -> Int32:
     """Search locally at the price recommended; where so dear a move wins nothing here, at the next lower ones."""
-    found_RS: Int32
-    for found_RS in _improved(layer, params, price_K):
-        if not np.array_equal(found_RS, layer.deployed.phy2log_RS):
-            return found_RS
-    return layer.deployed.phy2log_RS
+    kept_RS = layer.deployed.phy2log_RS
+    changed = (one_RS for one_RS in _improved(layer, params, price_K) if not np.array_equal(one_RS, kept_RS))
+    return next(changed, kept_RS)
 
 
 def _holdout(
@@ -223,32 +223,37 @@ def _holdout(
     params: SearchParams,
     slot_price: float,
     min_gain: float,
-    fresh_may_pay: bool,
+    prize: float,
 ) -> tuple[int, float, float]:
     """Choose what would have done best on the newer half, moves paid for; a dearer course must win ``min_gain`` more.
 
     What it wins over keeping must be above its moves' price by ``sureness`` standard errors besides. Where gains do not
     last, a local search that asks more than the true price for a move stops at those that do; so several prices are
-    tried and all judged at the true one. Returns the course, the price per moved slot that the local search should ask,
-    at least the true one, and ``Answer.optimism``.
+    tried and all judged at the true one. A placement from scratch is tried last, where what is cheaper wins, but less
+    than the ``prize``: the ratio that hindsight wins once its moves are paid. Returns the course, the price per moved
+    slot that the local search should ask, and ``Answer.optimism``.
     """
     now = Candidate(deployed.phy2log_RS, deployed.log2phy_GE, 0.0, 0)
     fit, held_out = Layer(forecast_heat(older, forecast, 1.0), deployed), Layer(newer, deployed)
     now_N, share_N = _peaks_on(now, held_out, params.tables), newer.share_N
-    best, course = mean_peak(now_N, share_N), (KEEP, slot_price, 0.0)
-    placed = [(TABLES, slot_price, deployed.phy2log_RS)]
-    if params.local_search_steps > 0:
-        price_K = move_prices(slot_price, params)
-        found_KRS = _improved(fit, params, price_K)
-        placed += [
-            (LOCAL, price, found_RS) for price, found_RS in zip(price_K.tolist(), found_KRS, strict=True)
-        ]
-    if fresh_may_pay:
-        placed.append((FRESH, slot_price, from_scratch(fit, params, slot_price).phy2log_RS))
-    for number, (kind, price, found_RS) in enumerate(placed):
-        if any(np.array_equal(found_RS, before_RS) for _, _, before_RS in placed[:number]):
+    unchanged = best = mean_peak(now_N, share_N)
+    course = KEEP, slot_price, 0.0
+
+    def courses() -> Iterator[tuple[int, float, Int32]]:
+        yield TABLES, slot_price, deployed.phy2log_RS
+        if params.local_search_steps > 0:
+            price_K = move_prices(slot_price, params)
+            for price, found_RS in zip(price_K.tolist(), _improved(fit, params, price_K), strict=True):
+                yield LOCAL, price, found_RS
+        if course[0] != KEEP and unchanged - best < prize:
+            yield FRESH, slot_price, from_scratch(fit, params, slot_price).phy2log_RS
+
+    tried: list[Int32] = []
+    for kind, price, found_RS in courses():
+        if any(np.array_equal(found_RS, before_RS) for before_RS in tried):
             # A cheaper course, or a dearer price, has led here already.
             continue
+        tried.append(found_RS)
         found = _with_tables(found_RS, fit, params)
         found_N = _peaks_on(found, held_out, params.tables)
         par, spent = mean_peak(found_N, share_N), slot_price * found.moves
@@ -261,7 +266,7 @@ def _holdout(
 
 def move_prices(slot_price: float, params: SearchParams) -> Float64:
     """Prices of a move that the local search tries, dearest first."""
-    return slot_price * (_PRICE_LADDER if params.options.price_ladder else _PRICE_LADDER[-1:])
+    return slot_price * (_PRICE_LADDER if params.options.price_ladder else np.ones(1))
 
 
 def is_sure(gain_N: Float32, share_N: Float32, spent: float, sureness: float) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from eplb_service.solver.local_search import FRUITLESS, SMALLEST_RELIEF
+from eplb_service.solver.local_search import EXCHANGES, FRUITLESS, SMALLEST_RELIEF
 from tests.solver.slow.heat import even_shares, rank_risks
 
 
@@ -133,7 +133,7 @@ def search(phy2log_RS, scaled_EN, share_N, home_ER, z, price_K, most_steps):
         swaps = swap_gains(phy2log_RS, share_RS, hot, scaled_EN, share_N, z)
         swap = close.best(swaps, SMALLEST_RELIEF)
         exchange = None
-        if frugal or swap is None:
+        if (frugal and step % EXCHANGES == 0) or swap is None:
             enough = max(SMALLEST_RELIEF, 0.0 if swap is None else swaps[swap] / 2)
             exchange = close.best(exchange_gains(phy2log_RS, hot, scaled_EN, share_N, z), enough)
         if exchange is not None:
