@@ -71,12 +71,11 @@ class Engine:
             layer.source_load[:] = torch.from_numpy(heat_E)
 
     def _serve(self, rank: int, group: SimulatedGroup) -> None:
-        process, scheduler = self.ranks[rank], self.scheduler
+        process, scheduler, shapes = self.ranks[rank], self.scheduler, self.shapes
         counter = self.counters[rank] = torch.tensor(_WARM_PASSES)
-        placement = self.shapes.placement
-        layers, _, slots = placement.phy2log_LRS.shape
-        memory_LX = torch.zeros(layers, 2 * slots + placement.experts // 2, dtype=torch.int64)
-        self.layers[rank] = [SimulatedLayer(rank, *one, placement, counter) for one in enumerate(memory_LX)]
+        memory_LX = torch.zeros(shapes.layers, 2 * shapes.slots + shapes.experts // 2, dtype=torch.int64)
+        memory = enumerate(memory_LX)
+        self.layers[rank] = [SimulatedLayer(rank, *one, shapes.placement, counter) for one in memory]
         self._heat_up(rank)
         try:
             agent = self._agent(rank, group, self.layers[rank])
@@ -90,7 +89,7 @@ class Engine:
         self.agents[rank] = agent
         try:
             while True:
-                process.sleep(self.shapes.pass_seconds * scheduler.random.uniform(0.05, 0.1))
+                process.sleep(shapes.pass_seconds * scheduler.random.uniform(0.05, 0.1))
                 self.model.queue(rank, memory_LX, counter)
                 counter += self.misfits[rank].counted
                 self.misfits[rank].counted = 0
