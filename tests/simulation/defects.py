@@ -33,7 +33,6 @@ def _by_calls(call: Any) -> Any:
     def counted(engine: Engine, rank: int, agent: Any) -> None:
         misfits = engine.misfits[rank]
         engine.counters[rank] += min(misfits.doubled, 1) - min(misfits.missed, 1)
-        # Calls are known without the device.
         agent._clock.exact = lambda: agent._clock.now
         call(engine, rank, agent)
 
@@ -70,7 +69,7 @@ DEFECTS: dict[str, Defect] = {
         Peers, "_ask_once", _refused, ("rejected datagrams", "rejected datagrams", "cut in a commit")
     ),
     "commits confirmed at any pass": Defect(
-        Voter, "_all_are_at", lambda at: lambda voter, forward: at(voter, 0), _BY_CALLS
+        Voter, "count", lambda count: lambda one, step, _: count(one, step, lambda: one.due), _BY_CALLS
     ),
     "only late ranks confirm": Defect(
         Voter, "_all_are_at", lambda at: lambda one, now: now == one.due or at(one, now), _BY_CALLS
