@@ -118,4 +118,4 @@ def _served(
 
 def _option(slots: int, us_W: npt.NDArray[np.float64]) -> Option:
     setup = Setup(slots, 1, 1)
-    return Option("", setup, 0.0, 1.0, 0.0, 0.0, 0.0, moe_ms=float(us_W.mean()) / 1e3)
+    return Option("", setup, 0.0, 1.0, 0.0, 0.0, moe_ms=float(us_W.mean()) / 1e3)

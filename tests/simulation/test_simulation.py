@@ -42,6 +42,7 @@ def test_a_defect_put_back_is_found(name: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_pass_that_one_device_counts_twice_is_beyond_what_is_promised() -> None:
-    runs_of_it = (World(seed, ("counted twice",), bound=0.0).run() for seed in range(1, 41))
-    assert any("WRONG TOKENS" in breach for outcome in runs_of_it for breach in outcome.breaches)
+def test_a_pass_that_one_device_counts_twice_switches_no_layer_a_pass_apart() -> None:
+    runs_of_it = [World(seed, ("counted twice",), bound=0.0).run() for seed in range(1, 41)]
+    assert [outcome.breaches for outcome in runs_of_it if outcome.breaches] == []
+    assert sum(outcome.plans for outcome in runs_of_it) > len(runs_of_it)
