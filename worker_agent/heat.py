@@ -91,7 +91,9 @@ class HeatRecorder:
         self._next_step: int | None = None
         # The counter before step 0.
         self._base = int(layers[-1].load_counter)
-        self._passes = torch.zeros(self._rows, dtype=torch.int64, device=layers[-1].load_counter.device)
+        self._passes = torch.zeros(
+            self._rows + len(self._counters), dtype=torch.int64, device=layers[-1].load_counter.device
+        )
         self._pass_of_row = self._passes.unbind()
         self._copies: deque[_Copy] = deque()
 
@@ -189,14 +191,16 @@ class HeatRecorder:
             self._first_step,
             layer_epochs,
             self._copy_out(self._slot_rings, rows),
-            np.array(phases, dtype=np.uint8),
+            np.frombuffer(bytes(phases), np.uint8),
             None if summed else self._copy_out(self._source_rings, rows),
             np.array(tokens, dtype=np.int64) if len(tokens) == len(phases) else None,
             source_sums_LE=self._copy_out(self._source_rings, rows, summed=True) if summed else None,
             micros_T=np.array(micros, dtype=np.int64),
             conserved=self._conserves,
         )
-        passes = torch.cat([self._passes[: len(phases)], torch.stack(self._counters)])
+        for at, counter in enumerate(self._counters, len(phases)):
+            self._pass_of_row[at].copy_(counter, non_blocking=True)
+        passes = self._passes[: len(phases) + len(self._counters)].clone()
         return _Copy(report, self._base + self._first_step + 1, self._to_host(passes), Mark(self._device))
 
     def _copy_out(
