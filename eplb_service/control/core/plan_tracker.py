@@ -26,7 +26,6 @@ from eplb_service.planner.plan import Plan
 from eplb_service.wire.agent import PlanState, PlanStatus
 from eplb_service.wire.plan import RankLayer, RankPlan, table_digest
 
-_OBJECTIONS = (PlanState.REFUSED, PlanState.ABORTED)
 _REASONS_NAMED = 3
 _IDLE_SHARE = 0.25
 """Share of the limit without a step after which the ranks are idle: they are heard every few seconds."""
@@ -95,10 +94,6 @@ class PlanTracker:
             if switched < len(self.versions) and rank not in self.objections
         ]
 
-    def awaits(self, rank: int) -> bool:
-        """Return whether it may still be carried out, and the rank has not done so: it may never have received it."""
-        return not self.objections and self.progress[rank] < len(self.versions)
-
     @property
     def summary(self) -> str:
         """Its state as operators read it."""
@@ -125,7 +120,7 @@ class PlanTracker:
         heard = replace(self, heard_at=now)
         if status.state is PlanState.COMMITTED:
             heard = heard._with_progress(rank, self._reached_by(rank, status))
-        elif status.state in _OBJECTIONS and self.progress[rank] < len(self.versions):
+        elif status.state in (PlanState.REFUSED, PlanState.ABORTED):
             heard = replace(heard, objections={**self.objections, rank: status})
         return heard._with_outcome()
 
@@ -134,13 +129,6 @@ class PlanTracker:
         if version not in self.versions:
             return None
         return self._with_progress(rank, self.versions.index(version) + 1)._with_outcome()
-
-    def after_return(self, rank: int) -> PlanTracker:
-        """Note that a rank is back of which a word may be lost: where others object, none is waited for."""
-        if not self.objections or rank not in self.silent_ranks:
-            return self
-        lost = PlanStatus(self.plan_id, PlanState.ABORTED, reason="its stream had ended")
-        return replace(self, objections={**self.objections, rank: lost})._with_outcome()
 
     def after_time(self, now: float, limit: float, step: int | None = None) -> PlanTracker:
         """Give up after ``limit`` seconds without a report.

@@ -152,6 +152,7 @@ _TRIALS = [
     for machine, faults, other in (
         (OffersWhileRanksAreAstray, Faults(), {}),
         (PlansBesideAPlan, Faults(), {}),
+        (answering("NeverGivesAPlanUp", "tick"), Faults(losses=1), {"plans": _ONE}),
         (ReadsHeatUnderWhatItOffered, Faults(), {}),
         (ReadsHeatUnderTheOldLayer, Faults(), {}),
         (BelievesWhatItOffered, Faults(), {}),

@@ -159,10 +159,7 @@ class State:
         if not self._introduce(replace(hello_at(self.crew.version, rank), highest_term=known), service):
             return
         term = max(self.crew.ranks[rank].term, self.terms[service])
-        plan = self.services[service].plan
         self.crew = self.crew.with_rank(rank, service=service, term=term, shown=self.crew.version, said=None)
-        if plan is not None and plan.awaits(rank):
-            self.crew = self.crew.with_rank(rank, coming=self.open_plans[service])
 
     def _introduce(self, hello: Hello, service: int) -> bool:
         """Whether the service takes it in; another forming's streams end as those of this one begin."""

@@ -181,26 +181,6 @@ def test_a_plan_does_not_wait_for_ranks_that_are_gone(story: Story) -> None:
     assert outcome_of(story) is Outcome.TIMED_OUT
 
 
-def test_a_plan_that_others_dropped_does_not_wait_for_a_rank_that_comes_back(story: Story) -> None:
-    story.joins()
-    offer = story.offers(0, 1)
-    story.leaves(3)
-    for rank in range(RANKS - 1):
-        story.says(rank, offer, ABORTED, reason="link")
-    story.joins(3)
-    assert problems(story.deployment) == ["plan 1 aborted: rank 3: its stream had ended; ranks 0, 1, 2: link"]
-
-
-def test_a_rank_that_has_carried_a_plan_out_cannot_refuse_it(story: Story) -> None:
-    story.joins()
-    offer = story.offers(0)
-    story.commits(offer, 0, ranks=range(1))
-    assert [story.deployment.plan.awaits(rank) for rank in range(2)] == [False, True]
-    story.says(0, offer, REFUSED)
-    story.commits(offer, 0, ranks=range(1, RANKS))
-    assert outcome_of(story) is Outcome.DONE
-
-
 def test_heartbeats_alone_prove_a_switch(story: Story) -> None:
     story.joins()
     offer = story.offers(0, 1)

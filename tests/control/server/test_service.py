@@ -16,7 +16,6 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from eplb_service.control.core.health import problems
-from eplb_service.control.core.plan_tracker import Outcome
 from eplb_service.control.server.deciding import decider
 from eplb_service.control.server.listening import ListenError
 from eplb_service.control.server.plane.control_plane import ControlPlane
@@ -28,9 +27,7 @@ from tests.control.fake_group import (
     LAYERS,
     RANKS,
     FakeGroup,
-    FakeRank,
     first_placement,
-    hello_of,
     live_of,
     skewed_heat,
 )
@@ -142,21 +139,6 @@ async def test_a_refused_plan_changes_nothing_and_is_reported(
     answer = await group.operator.GetStatus(operator_pb2.GetStatusRequest(deployment="decode"))
     assert answer.status.epoch == 0
     assert list(answer.status.problems) == [f"plan {plan.plan_id} refused: ranks 0, 1, 2, 3: not now"]
-
-
-async def test_a_rank_that_comes_back_without_the_plan_gets_it(
-    service: RunningService, group: FakeGroup
-) -> None:
-    await group.fill_window()
-    plans = await group.hear_plan()
-    group.ranks[0].call.cancel()
-    group.ranks[0] = FakeRank(group.channel, 0)
-    await group.ranks[0].greet(hello_of(group.live, 0))
-    assert (await group.ranks[0].hear()).plan.plan_id == plans[0].plan_id
-    await group.carry_out(plans)
-    deployment = service.plane.deployments["decode"]
-    await until(lambda: deployment.ended_plan is not None)
-    assert deployment.ended_plan.outcome is Outcome.DONE
 
 
 async def test_a_stopping_service_ends_streams_with_a_status_to_come_back_on() -> None:

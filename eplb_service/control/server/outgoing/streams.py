@@ -119,12 +119,6 @@ class Streams:
         for rank, stream in sorted(self._streams.get(deployment, {}).items()):
             stream.outbox.put_nowait((sending, rank))
 
-    def send_again(self, deployment: str, rank: int) -> None:
-        """Send the plan that is on its way, if there is one, to a rank whose stream has been replaced meanwhile."""
-        sending = self._plans.get(deployment)
-        if sending is not None:
-            self._streams[deployment][rank].outbox.put_nowait((sending, rank))
-
     def withdraw(self, deployment: str) -> None:
         """Stop sending the deployment's plan: ranks that do not have it yet do not get it."""
         sending = self._plans.pop(deployment, None)

@@ -87,9 +87,6 @@ class ControlPlane:
             self.observer.regrouped(name)
             self.streams.replace_all(name, "another forming of the group has taken this one's place")
         self.streams.add(name, hello.rank, stream)
-        if deployment.plan is not None and deployment.plan.awaits(hello.rank):
-            # One that holds it already passes over it.
-            self.streams.send_again(name, hello.rank)
         self.observer.heard(name, hello.rank)
         if deployment.outdated is not None:
             self.log.warning("outdated", deployment=name, reason=deployment.outdated)
