@@ -30,7 +30,7 @@ class Authority:
         """Certificate, valid for ``days``, and key for ``name``."""
         stem = f"{name}.expired" if expired else name
         key, request, certificate = (self.folder / f"{stem}.{suffix}" for suffix in ("key", "csr", "crt"))
-        names = ("-subj", f"/CN={name}", "-addext", f"subjectAltName=DNS:{name}")
+        names = ("-subj", f"/CN={name}", "-addext", f"subjectAltName=DNS:{name},IP:127.0.0.1")
         openssl("req", *NEW_KEY, *names, "-keyout", str(key), "-out", str(request))
         signer = ("-CA", str(self.ca), "-CAkey", str(self.folder / "ca.key"), "-copy_extensions", "copy")
         valid = ("-days", "-1" if expired else str(days))

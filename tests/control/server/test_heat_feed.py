@@ -207,7 +207,7 @@ async def test_time_ends_a_recording_and_nothing_recorded_is_reported(
         await group.join()
         assert await (await recording(service, *arguments, watched=False)) == 2
         assert "no step of 'decode' was recorded" in capsys.readouterr().err
-        task = await recording(service, *arguments, "--append")
+        task = await recording(service, *arguments[:-1], "3", "--append")
         await group.send_heat(skewed_heat(8))
         assert await task == 0
     assert open_trace(out).steps == 8

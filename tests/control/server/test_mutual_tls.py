@@ -42,7 +42,7 @@ def flags(folder: Path, authority: Authority) -> dict[str, Any]:
     (folder / "credentials.yaml").write_text(CREDENTIALS)
     certificate, key = authority.sign("localhost")
     return {
-        "listen": "localhost:0",
+        "listen": "127.0.0.1:0",
         "tls_cert": certificate,
         "tls_key": key,
         "tls_client_ca": authority.ca,
