@@ -1,4 +1,4 @@
-"""What all engines' hosts share: heat by pass, acts around an engine's calls, and a trial of the layers' memory."""
+"""What all engines' hosts share: heat by pass, hooks around an engine's calls, and a trial of the layers' memory."""
 
 from __future__ import annotations
 
@@ -78,8 +78,8 @@ def test_a_refusal_to_restore_ends_in_balancing_as_before():
         raise RestoreError("not now")
 
     host = SimpleNamespace(restore=refuses, resume=lambda: asked.append("resume"))
-    acts = {"before": methodcaller("restore"), "failed": methodcaller("resume")}
+    calls = {"before": methodcaller("restore"), "failed": methodcaller("resume")}
     with pytest.raises(RestoreError):
-        engine_host.around(lambda _: host, **acts)(lambda _: pytest.fail("it loads"), "worker")
+        engine_host.around(lambda _: host, **calls)(lambda _: pytest.fail("it loads"), "worker")
     assert asked == ["resume"]
-    assert engine_host.around(lambda _: None, **acts)(lambda _: "loaded", "worker") == "loaded"
+    assert engine_host.around(lambda _: None, **calls)(lambda _: "loaded", "worker") == "loaded"

@@ -253,7 +253,7 @@ def around(
     after: Callable[[Any], None] | None = None,
     failed: Callable[[Any], None] | None = None,
 ) -> Callable[..., Any]:
-    """Make a hook around an engine's call: acts of the host before it, after it and where it or the first one raises.
+    """Make a hook around an engine's call: what its host does before it, after it, and where one of these two raises.
 
     A hook is given the call, its owner, in which ``host_of`` finds the host if there is one, and the other arguments.
     """

@@ -146,8 +146,8 @@ def _watch_loading() -> None:
 def _guard_weights() -> None:
     from vllm.v1.worker.gpu_worker import Worker
 
-    for name, acts in _AROUND_WEIGHTS.items():
-        setattr(Worker, name, _hooked(getattr(Worker, name), around(_host_of, **acts)))
+    for name, asked in _AROUND_WEIGHTS.items():
+        setattr(Worker, name, _hooked(getattr(Worker, name), around(_host_of, **asked)))
 
 
 def _hooked(call: Callable[..., Any], hook: Callable[..., Any]) -> Callable[..., Any]:
