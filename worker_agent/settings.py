@@ -51,8 +51,7 @@ class AgentSettings(BaseSettings):
         4,
         ge=1,
         le=1024,
-        description="steps from one vote to the next while some rank holds a plan, and four times as many while "
-        "none does",
+        description="steps from one vote to the next while some rank holds a plan; 32 at least while none does",
     )
     vote_timeout_seconds: float = Field(
         10.0,

@@ -92,7 +92,8 @@ class Thread:
         self.waits += 1
         number = self.waits
         if timeout is not None:
-            due = process.scheduler.now + max(0.0, timeout) * process.drift
+            # Less than the clock's last digit would be no wait at all, and be made for ever.
+            due = process.scheduler.now + max(1e-6, timeout) * process.drift
             process.scheduler.at(due, lambda: self._turn(number, False))
         woken: bool = process.scheduler._hub.switch()
         return woken

@@ -82,7 +82,7 @@ class World:
             "commit_timeout_seconds": random.choice((0.5, 1.0)),
             "peer_timeout_seconds": random.choice((30.0, 600.0)),
             "transfer_timeout_seconds": random.choice((5.0, 20.0)),
-            "bytes_per_step": random.choice((None, None, 16)),
+            "bytes_per_step": random.choice((None, None, 16 if self.shapes.pass_seconds < 1.0 else 64)),
             "verify_transfers": random.random() < 0.5,
         }
         self.service_settings = ServiceSettings(policy=random.choice(("deepseek", "flashlb")), **_SERVICE)

@@ -71,10 +71,9 @@ class HeatRings:
         is counted when the device gets there. One that fails half-way is not.
         """
         if index == 0:
-            self._begun.fill_(1)
+            torch.add(self.passes, 1, out=self._begun)
         if index == layers - 1:
-            self.passes.add_(self._begun)
-            self._begun.zero_()
+            self.passes.copy_(self._begun)
 
     def record(
         self,
