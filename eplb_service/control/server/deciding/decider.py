@@ -218,7 +218,7 @@ class Decider:
             return _DecisionOutcome("dropped", "a plan was made, but the ranks changed before it was sent")
         self._streams.send(deployment.name, encoded)
         message = (
-            f"plan {plan.plan_id}: {len(solved.layers)} layers, {solved.moves} moves, "
+            f"plan {plan.plan_id}: {len(solved.layers)} of {group.shape.layers} layers, {solved.moves} moves, "
             f"PAR {solved.par_seen:.3f} -> {solved.par_planned:.3f}"
         )
         return _DecisionOutcome("plan", message, plan.plan_id, len(solved.layers), solved.moves)
