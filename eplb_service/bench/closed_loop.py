@@ -13,8 +13,9 @@ from eplb_service.bench.contest import NONE, OURS, Contest, first_scene
 from eplb_service.bench.decision import Decision, Float64, Scene
 from eplb_service.bench.peers.balancers import PEERS
 from eplb_service.bench.scoring import arrivals, realised_par, rule_tables, stepwise_par
-from eplb_service.placement import mean_par
-from eplb_service.planner.score import noise_floor
+from eplb_service.placement import Placement, mean_par
+from eplb_service.planner.score import sampling_floor, split_steps
+from eplb_service.planner.settings import TABLES
 
 
 @dataclass(frozen=True)
@@ -110,8 +111,21 @@ def compare(contest: Contest, course: Course, taking_part: Sequence[Entrant]) ->
         [entrant.policy for entrant in taking_part if entrant.policy != NONE],
         first_scene(course.heat(0), course.ranks, course.slots),
     )
-    served_TLE = course.heat_TLE[course.window : course.windows * course.window]
-    floor_L = noise_floor(served_TLE.sum(axis=2, dtype=np.int64), course.ranks)
+    policies = {
+        row["policy"]: {
+            "source": row["source"],
+            "par_realised": realised_mean(row),
+            "par_realised_per_window": row["realised"],
+            "moves_per_decision": fmean(row["moves"][1:] or row["moves"]),
+            "moves": row["moves"],
+            "layers_changed": row["changed_layers"],
+            "solve_ms_mean": fmean(row["wall_seconds"][1:] or row["wall_seconds"]) * 1e3,
+            "cpu_ms_mean": cpu_after_first(row) * 1e3,
+        }
+        for row in loops(contest, [course], taking_part)
+    }
+    by_table = [entrant.label for entrant in taking_part if not entrant.by_step]
+    reached = [policy["par_realised"] for label, policy in policies.items() if label in by_table]
     return {
         "layers": course.heat_TLE.shape[1],
         "experts": course.heat_TLE.shape[2],
@@ -119,22 +133,21 @@ def compare(contest: Contest, course: Course, taking_part: Sequence[Entrant]) ->
         "slots": course.slots,
         "window_steps": course.window,
         "decisions": course.windows - 1,
-        "noise_floor": float(mean_par(floor_L)),
-        "policies": {
-            row["policy"]: {
-                "source": row["source"],
-                "par_realised": realised_mean(row),
-                "par_realised_per_window": row["realised"],
-                "moves_per_decision": fmean(row["moves"][1:] or row["moves"]),
-                "moves": row["moves"],
-                "layers_changed": row["changed_layers"],
-                "solve_ms_mean": fmean(row["wall_seconds"][1:] or row["wall_seconds"]) * 1e3,
-                "cpu_ms_mean": cpu_after_first(row) * 1e3,
-            }
-            for row in loops(contest, [course], taking_part)
-        },
+        "noise_floor": min([_floor(course), *reached]),
+        "policies": policies,
         "failures": contest.failures,
     }
+
+
+def _floor(course: Course) -> float:
+    """Ratio that sampling leaves in the windows served, as ranks' jumps from step to step show in the first layout."""
+    first = first_scene(course.heat(0), course.ranks, course.slots)
+    placement = Placement(first.placement_LRS, course.heat_TLE.shape[2])
+    served = (
+        split_steps(course.heat(number), placement, first.tables_RLE, None, TABLES)
+        for number in range(1, course.windows)
+    )
+    return fmean(float(mean_par(sampling_floor(window, course.ranks))) for window in served)
 
 
 def _source(entrant: Entrant) -> str:

@@ -54,7 +54,7 @@ def test_figures_are_of_the_windows_after_each_decision() -> None:
     assert mover["moves"] == [arrivals(linear.phy2log_LRS, once), arrivals(once, np.roll(once, 1, axis=1))]
     assert (mover["cpu_ms_mean"], mover["solve_ms_mean"]) == (500.0, 1000.0)
     assert mover["moves_per_decision"] == mover["moves"][1]
-    assert 1 < found["noise_floor"] < 1.6
+    assert 1 < found["noise_floor"] <= alone["par_realised"]
     expected = [float(mean_par(stepwise_par(part, linear.phy2log_LRS))) for part in served]
     assert stepwise["par_realised_per_window"] == pytest.approx(expected)
 

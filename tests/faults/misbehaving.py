@@ -37,7 +37,7 @@ class Host:
     """
 
     def __init__(self, history: Path, ahead: Sequence[int]) -> None:
-        vote._PROVEN_VOTES = 4
+        vote._PROVEN_PASSES = 16
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
         self.misses = self.doubles = 0
         self._passes = Passes(ahead)

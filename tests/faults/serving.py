@@ -23,8 +23,7 @@ from tests.agent import live
 from tests.agent.queued_device import Passes
 from worker_agent.agent import Agent
 from worker_agent.history.check import read_histories, violations
-from worker_agent.swap.lane import Parcel
-from worker_agent.swap.transfer import _Carrier
+from worker_agent.swap.lane import Deadline, Lane, Parcel
 
 LAYERS = 2
 STEP_SECONDS = 0.003
@@ -174,15 +173,24 @@ def _stall_next_transfer(agent: Agent) -> None:
 
 
 def _corrupt_next_transfer(agent: Agent) -> None:
-    carry = _Carrier.carry
+    lanes = agent._switch.transfers._lanes
+    open_lane = lanes.lane
 
-    def flip_once(carrier: _Carrier, outgoing: Sequence[Parcel], incoming: Sequence[Parcel]) -> None:
-        carry(carrier, outgoing, incoming)
-        if incoming:
-            _Carrier.carry = carry
-            incoming[0].data.view(-1)[0] += 1.0
+    def one_that_damages(number: int) -> Lane:
+        lanes.lane = open_lane
+        lane = open_lane(number)
+        exchange = lane.exchange
 
-    _Carrier.carry = flip_once
+        def flip_once(outgoing: Parcel | None, incoming: Parcel | None, deadline: Deadline) -> None:
+            exchange(outgoing, incoming, deadline)
+            if incoming is not None:
+                lane.exchange = exchange
+                incoming.data[0] ^= 1
+
+        lane.exchange = flip_once
+        return lane
+
+    lanes.lane = one_that_damages
 
 
 def _die(thread: threading.Thread) -> None:

@@ -85,6 +85,14 @@ def test_a_vote_at_different_passes_is_followed_by_one_soon(forwards: list[int])
     assert (first, outcome.idle) == ((48, True) if len(set(forwards)) == 1 else (24, False))
 
 
+def test_votes_that_have_lasted_are_formed_again_at_once_when_they_are_lost() -> None:
+    schedule = _schedule(4)
+    schedule._fruitless = 3
+    for passes, fruitless in ((255, 3), (256, 0)):
+        schedule.counted(_outcome([passes] * 3, 0))
+        assert schedule._fruitless == fruitless
+
+
 VOTE = 3
 
 

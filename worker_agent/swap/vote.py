@@ -32,8 +32,8 @@ _IDLE_PASSES = 32
 """Forward passes to the next vote while no rank holds a plan: a new plan waits so long at most, or an interval."""
 _ASTRAY_VOTES = 3
 """Fewer votes in a row that find the ranks at different passes are no problem: a host has missed a call."""
-_PROVEN_VOTES = 64
-"""Votes that a formation counts before its links are taken to be sound."""
+_PROVEN_PASSES = 256
+"""Forward passes over which a formation votes before its links are taken to be sound."""
 
 
 class Voter:
@@ -185,7 +185,7 @@ class VoteSchedule:
         self._lost: tuple[int, SwitchState] | None = None
         self._next = 1
         self._astray = 0
-        self._counted = 0
+        self._formed_at = 0
         self._fruitless = 0
         self._attempts = 0
         self._reformation: Reformation | None = None
@@ -223,8 +223,7 @@ class VoteSchedule:
 
         Returns the reason to form the votes again, on all ranks alike, where they have lost each other's passes.
         """
-        self._counted += 1
-        if self._counted == _PROVEN_VOTES:
+        if outcome.forward_low - self._formed_at >= _PROVEN_PASSES:
             self._fruitless = 0
         if outcome.result is VoteResult.COMMIT:
             self._astray = 0
@@ -245,7 +244,7 @@ class VoteSchedule:
         self._lost = voter.number, state
         self._form_again()
         self._fruitless += 1
-        self._counted = self._astray = 0
+        self._astray = 0
 
     def rest(self) -> bool:
         """Take part where the ranks are to agree on the number of this pass; return whether they have."""
@@ -267,7 +266,7 @@ class VoteSchedule:
         self._attempts, self._reformation, self._lost = reformed.attempts, None, None
         self.voter = self._voter(votes, reformed.vote)
         self._group.left = False
-        self._next = reformed.start
+        self._next = self._formed_at = reformed.start
         return reformed
 
     def leave(self) -> None:
