@@ -141,8 +141,9 @@ def counterfactual(
         two steps have tokens.
     """
     price = _time_price(settings, window, serving, times)
-    hindsight = Serving(*apply_layers(serving.placement, serving.log2phy_RLE, decided.hindsight))
-    ways = serving, found, serving.changed_by(decided), hindsight
+    changes = (some for some in (tuple(decided.changes()), decided.hindsight) if some)
+    others = (Serving(*apply_layers(serving.placement, serving.log2phy_RLE, some)) for some in changes)
+    ways = serving, found, *others
     us = [
         split_us(
             window.heat_TLE, way.placement, way.log2phy_RLE, window.source_RLE, settings.split, price.curve
@@ -181,10 +182,8 @@ def counterfactual(
 
 def _fastest(ways: Sequence[Float64]) -> Float64:
     """Times of the way that is, for each layer, the fastest in the mean, the first of equals, float64 ``[T, L]``."""
-    best_TL = ways[0]
-    for other_TL in ways[1:]:
-        faster_L = mean_par(other_TL, axis=0) < mean_par(best_TL, axis=0)
-        best_TL = np.where(faster_L, other_TL, best_TL)
+    mean_WL = np.nan_to_num([mean_par(us_TL, axis=0) for us_TL in ways], nan=np.inf)
+    best_TL: Float64 = np.take_along_axis(np.stack(ways), mean_WL.argmin(axis=0)[None, None], axis=0)[0]
     return best_TL
 
 

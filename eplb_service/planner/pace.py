@@ -155,9 +155,7 @@ class Pace:
 
     def weighed(self, heat_TLE: Counts) -> Pace:
         """State to decide by, given all heat that is remembered, ``[T, L, E]``: a burst does not count as a change."""
-        if not self.settling or _has_changed(heat_TLE, self.stretch):
-            return self
-        return self.dismissed()
+        return self if not self.settling or _has_changed(heat_TLE, self.stretch) else self.dismissed()
 
     def dismissed(self) -> Pace:
         """The latest departure was a burst: what was known before still holds, and is looked at again soon."""

@@ -111,8 +111,7 @@ def search_params_of(
         Part of its ratio that the layer must win to have every slot moved.
     """
     if settings.policy == "deepseek":
-        by_split = {EVEN: model.EVEN, STEP: model.STEPWISE}
-        return _DEEPSEEK._replace(tables=by_split.get(settings.split, model.RULE), width=width)
+        return _DEEPSEEK._replace(tables=_tables(settings.split, False, width), width=width)
     options = options or SearchOptions()
     slots = placement.ranks * placement.slots
     tree = options.tree_search and slots * (placement.experts + placement.ranks) <= _FEW_CELLS
@@ -124,7 +123,7 @@ def search_params_of(
         move_price=move_price,
         tree_leaves=_LEAVES if tree else 0,
         local_search_steps=16 * slots if options.local_search else 0,
-        tables=_tables(settings.split, options, width),
+        tables=_tables(settings.split, options.solve_tables, width),
         width=width,
         step_tries=_STEP_TRIES + _STEP_TRIES_PER_SLOT * slots if options.local_search else 0,
         annealing_tries=int(_TRIES * slots * min(spare, 1.0)) if few and options.annealing else 0,
@@ -143,12 +142,9 @@ def with_options(
     return replace(settings, **stated), SearchOptions(**switched)
 
 
-def _tables(split: str, options: SearchOptions, width: int) -> int:
-    if split in (EVEN, STEP):
-        return model.EVEN if split == EVEN else model.STEPWISE
-    if not options.solve_tables:
-        return model.RULE
-    return model.SOLVED if width == 1 else model.DEALT
+def _tables(split: str, solved: bool, width: int) -> int:
+    by_source = (model.SOLVED if width == 1 else model.DEALT) if solved else model.RULE
+    return {EVEN: model.EVEN, STEP: model.STEPWISE}.get(split, by_source)
 
 
 _AS_BAD = 0.7
@@ -178,19 +174,20 @@ def _blind_layers(asked: Question, floor_L: Float64) -> npt.NDArray[np.bool_]:
     recognised.
     """
     window, placement, split = asked.window, asked.placement, asked.settings.split
-    newest_TLE, all_L = window.heat_TLE[-_STEPS_COMPARED:], np.arange(window.layers)
+    newest_TLE, names_E = window.heat_TLE[-_STEPS_COMPARED:], np.arange(placement.experts)
+    shape = placement.experts, placement.ranks, placement.slots
+    rule_R1E = Placement.linear(1, *shape).default_log2phy()
 
-    def par_under(names_E: Int32, some_K: npt.NDArray[np.int64]) -> Float64:
+    def par_under(names_E: npt.NDArray[np.int64], some_K: npt.NDArray[np.int64]) -> Float64:
         """Ratios of the newest steps in some layers under experts in order, by these names."""
-        in_order = Placement.linear(some_K.size, placement.experts, placement.ranks, placement.slots)
-        named = Placement(names_E[in_order.phy2log_LRS], placement.experts)
-        source_RKE = None if window.source_RLE is None else window.source_RLE[:, some_K]
-        tables_RKE = named.default_log2phy()
-        return par_of_steps(split_steps(newest_TLE[:, some_K], named, tables_RKE, source_RKE, split))
+        in_order, rule_RKE = Placement.linear(some_K.size, *shape), rule_R1E.repeat(some_K.size, axis=1)
+        some_KE = slice(None), some_K[:, None], names_E
+        source_RKE = None if window.source_RLE is None else window.source_RLE[some_KE]
+        return par_of_steps(split_steps(newest_TLE[some_KE], in_order, rule_RKE, source_RKE, split))
 
-    names_E = np.arange(placement.experts, dtype=np.int32)
     par_L = par_of_steps(split_steps(newest_TLE, placement, asked.log2phy_RLE, window.source_RLE, split))
-    same_L: npt.NDArray[np.bool_] = np.isclose(par_L, par_under(names_E, all_L), rtol=1e-9, atol=0.0)
+    in_order_L = par_under(names_E, np.arange(window.layers))
+    same_L: npt.NDArray[np.bool_] = np.isclose(par_L, in_order_L, rtol=1e-9, atol=0.0)
     if asked.settings.expert_groups is None and window.steps >= _FEWEST_STEPS and not same_L.all():
         some_K = np.unique(np.linspace(0, window.layers - 1, _LAYERS_COMPARED).astype(np.int64))
         shuffled = (np.random.default_rng(seed).permutation(names_E) for seed in range(_SHUFFLES))

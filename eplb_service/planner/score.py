@@ -121,8 +121,8 @@ def split_us(
     """
     if split != STEP:
         share_LP = split_shares(heat_TLE, placement, log2phy_RLE, source_RLE, split)
-        wide_TLE = np.ascontiguousarray(heat_TLE, dtype=np.float64)
-        slowest_TL = slowest_in_steps(wide_TLE, placement.phy2log_LRS.copy(), share_LP, numbers_of(curve))
+        phy2log_LRS, curve_4 = placement.phy2log_LRS.copy(), numbers_of(curve)
+        slowest_TL = slowest_in_steps(_wide(heat_TLE), phy2log_LRS, share_LP, curve_4)
         slowest_TL += curve.batch_us * heat_TLE.sum(axis=2)
         return slowest_TL
     us_TL = np.full((len(heat_TLE), placement.layers), np.nan)

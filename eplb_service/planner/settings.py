@@ -167,8 +167,7 @@ class PlannerSettings:
         bool
             False where it was set to anything else.
         """
-        (default,) = (option.default for option in planner_options() if option.name == name)
-        return bool(getattr(self, name) == default)
+        return bool(getattr(self, name) == getattr(PlannerSettings, name))
 
 
 def planner_options() -> tuple[Field[Any], ...]:

@@ -20,7 +20,7 @@ import numpy as np
 from eplb_service.solver.construction import descending, largest_first
 from eplb_service.solver.evaluation import TopRanks, peak_of_two_changed, top_ranks_of, update_loads
 from eplb_service.solver.jit import kernel, part
-from eplb_service.solver.model import Bool, Float32, Float64, Int32
+from eplb_service.solver.model import Bool, Float32, Float64, Int32, Int64
 from eplb_service.solver.tables import slot_shares
 
 _SHORTER = 0.95
@@ -80,7 +80,9 @@ def split_us(tokens_EN: Float32, replicas_E: Int32, curve_4: Float64) -> Float32
 
 
 @kernel
-def slowest_in_steps(heat_NLE: Float64, phy2log_LRS: Int32, share_LP: Float64, curve_4: Float64) -> Float64:
+def slowest_in_steps(
+    heat_NLE: Float64 | Int64 | Int32, phy2log_LRS: Int32, share_LP: Float64, curve_4: Float64
+) -> Float64:
     """Microseconds of each layer's slowest rank in each step, float64 ``[N, L]``; NaN where a layer has no tokens.
 
     ``share_LP`` float64 ``[L, R*S]`` is the part of its expert's tokens that each slot receives, ``curve_4`` float64
@@ -95,7 +97,7 @@ def slowest_in_steps(heat_NLE: Float64, phy2log_LRS: Int32, share_LP: Float64, c
             for r in range(ranks):
                 us = 0.0
                 for s in range(slots):
-                    tokens = heat_E[phy2log_LRS[layer, r, s]] * share_LP[layer, r * slots + s]
+                    tokens = heat_E[np.uint32(phy2log_LRS[layer, r, s])] * share_LP[layer, r * slots + s]
                     if tokens > 0:
                         us += max(curve_4[1], curve_4[2] + curve_4[3] * tokens)
                 slowest = max(slowest, us)

@@ -9,6 +9,7 @@ import numpy as np
 from eplb_service.placement import Placement
 from eplb_service.solver.engine import solve_many
 from eplb_service.solver.model import DEALT, EVEN, RULE, SOLVED, STEPWISE, SearchParams
+from eplb_service.solver.time_costs import slowest_in_steps
 from eplb_service.solver.topology import choose_senders
 from eplb_service.solver.window import loads_of_ranks, served_window, sum_episodes
 
@@ -54,5 +55,6 @@ def warm_up(threads: int | None = None) -> None:
         loads_of_ranks(heat_TLE, placement.phy2log_LRS.copy(), np.ones((2, 8)))
         served_window(heat_TLE, np.arange(2), placement.phy2log_LRS.copy(), np.ones((2, 8)), 2)
         sum_episodes(heat_TLE, np.arange(2), 2)
+        slowest_in_steps(heat_TLE, placement.phy2log_LRS.copy(), np.ones((2, 8)), curve_4)
     deployed_RS = np.array(placement.phy2log_LRS[0])
     choose_senders(deployed_RS, deployed_RS[::-1].copy(), np.zeros(4, dtype=np.int32))
