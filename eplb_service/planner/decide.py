@@ -203,6 +203,8 @@ class _Judge:
         self, layer: int, answer: Answer, moves: int, planned: float, us: float | None, hindsight: float
     ) -> LayerVerdict:
         kept = self.kept(layer, "", hindsight)
+        # What comes next is drawn anew; a placement from scratch is asked for this very heat.
+        least = min(kept.noise_floor, kept.par_seen) if self.asked.search.warm else 1.0
         if answer.taken == TABLES or moves == 0:
             done = "tables retuned, no weights move"
         elif answer.taken == FRESH:
@@ -220,7 +222,7 @@ class _Judge:
             reason += f"; its slowest rank {kept.us_seen:.1f} us to {us:.1f}"
         return replace(
             kept,
-            par_planned=planned + (answer.optimism or 0.0),
+            par_planned=max(planned + (answer.optimism or 0.0), least),
             moves=moves,
             changed=True,
             reason=reason,

@@ -91,8 +91,8 @@ class LayerVerdict:
     par_seen
         Under the placement and tables that serve now.
     par_planned
-        What is expected next: of a layer that changes, the window's ratio as decided, and ``optimism`` on top of it;
-        ``reason`` has the window's alone.
+        What is expected next: of a layer that changes, the window's ratio as decided, and ``optimism`` on top of it,
+        at least ``noise_floor``; ``reason`` has the window's alone.
     noise_floor
         Ratio that token sampling alone gives a perfectly balanced layer: computed for independent draws, or less where
         ranks measurably jump less than that. No placement can win below it.

@@ -55,10 +55,8 @@ def crossed(table_RLE: np.ndarray, nodes_R: np.ndarray, window: Window) -> list[
 
 
 def nodes_of_experts(placement: Placement, layer: int) -> list[set[int]]:
-    where: list[set[int]] = [set() for _ in range(EXPERTS)]
-    for (rank, _), expert in np.ndenumerate(placement.phy2log_LRS[layer]):
-        where[expert].add(rank // 4)
-    return where
+    held_RS = placement.phy2log_LRS[layer]
+    return [set((np.argwhere(held_RS == expert)[:, 0] // 4).tolist()) for expert in range(EXPERTS)]
 
 
 @pytest.mark.parametrize(("spread", "fewer"), [(0.0, 0.02), (0.3, 0.005)])
@@ -69,7 +67,8 @@ def test_fewer_tokens_cross_nodes_at_no_higher_ratio(
     near, (after, table_RLE) = decided(TWO_NODES, window)
     near_L = crossed(table_RLE, TWO_NODES.nodes_R, window)
     realised_L = par(rank_loads(window.heat_TLE, after, table_RLE, window.source_RLE))
-    np.testing.assert_allclose(realised_L, [verdict.par_planned for verdict in near.verdicts], atol=1e-4)
+    expected_L = np.maximum(realised_L, [verdict.noise_floor for verdict in near.verdicts])
+    np.testing.assert_allclose(expected_L, [verdict.par_planned for verdict in near.verdicts], atol=1e-4)
     monkeypatch.setattr(decision_module, "localised", lambda found, *_: found)
     far, (same, far_RLE) = decided(TWO_NODES, window)
     np.testing.assert_array_equal(after.phy2log_LRS, same.phy2log_LRS)
