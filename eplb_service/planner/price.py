@@ -184,9 +184,8 @@ class _PlanReports:
         if status.plan_id != self._plan_id or rank >= self._ranks:
             return
         heard = self._heard.get(_ACCEPTED if status.state is _ACCEPTED[0] else (status.state, status.layer))
-        seconds = {_TRANSFERRED: status.transfer_seconds, _COMMITTED: status.commit_seconds}.get(
-            status.state, 0.0
-        )
+        taken = {_TRANSFERRED: status.transfer_seconds, _COMMITTED: status.commit_seconds}
+        seconds = taken.get(status.state, 0.0)
         if heard is not None and 0 <= seconds <= now - self._offered_at + _SLACK_SECONDS:
             heard.setdefault(rank, (status.step, seconds))
 

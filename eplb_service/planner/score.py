@@ -283,8 +283,12 @@ def gain_of(before_TL: Float64, after_TL: Float64, ahead: float | None = None) -
     if not won_T.size:
         return Gain(math.nan, math.nan, math.nan, math.inf)
     mean, error = float(won_T.mean()), standard_error(won_T)
-    reach = NormalDist().inv_cdf(0.5 + _CONFIDENCE / 2) * error
-    if ahead is not None:
+    sure, half = NormalDist().inv_cdf(0.5 + _CONFIDENCE / 2), won_T.size // 2
+    reach = sure * error
+    if ahead is not None and half:
         # How much neighbours resemble each other is itself an estimate, and a low one (Bartlett's).
         reach *= math.sqrt((1.0 + won_T.size / ahead) * (1.0 + inflation_error(won_T.size)))
+        # What has changed between the halves goes on as a random walk does.
+        walked = float(won_T[half:].mean() - won_T[:half].mean())
+        reach = math.hypot(reach, sure * walked * math.sqrt(1.0 + ahead / won_T.size))
     return Gain(mean, mean - reach, mean + reach, error)

@@ -200,9 +200,7 @@ def planner_settings(values: Mapping[str, Any]) -> PlannerSettings:
 
 def number_or_auto(value: Any) -> NumberOrAuto:
     """Parse a setting of that kind from text or a file; raises ``ValueError`` where it is neither."""
-    if value == AUTO:
-        return AUTO
     try:
-        return float(value)
+        return AUTO if value == AUTO else float(value)
     except (TypeError, ValueError):
         raise ValueError("expected a number, or auto") from None

@@ -57,7 +57,7 @@ def test_a_gain_lies_in_its_interval() -> None:
     assert inside >= 34
 
 
-@pytest.mark.parametrize(("ahead", "alike"), [(256, 0.0), (64, 0.0), (256, 0.4)])
+@pytest.mark.parametrize(("ahead", "alike"), [(256, 0.0), (64, 0.0), (256, 0.4), (32, 0.98)])
 def test_the_gain_of_the_steps_that_follow_lies_in_their_interval(ahead: int, alike: float) -> None:
     steps, inside, inside_own, draws = 256, 0, 0, 200
     for seed in range(draws):
@@ -72,7 +72,7 @@ def test_the_gain_of_the_steps_that_follow_lies_in_their_interval(ahead: int, al
         assert (found.mean, found.error) == (own.mean, own.error)
         inside += found.low <= comes <= found.high
         inside_own += own.low <= comes <= own.high
-    assert 0.9 * draws <= inside <= 0.98 * draws
+    assert 0.9 * draws <= inside <= 0.99 * draws
     assert inside_own < 0.9 * draws
 
 
