@@ -193,10 +193,9 @@ def _solve_by_node(
     seen = Layer(heat_of(heat_NE, deployed.phy2log_RS.shape[0]), deployed)
     now = as_deployed(seen, params.tables)
     slot_price = params.slot_price(deployed.phy2log_RS)
-    packed = _node_layers(_pack_groups(seen.heat.mean_E, deployed, groups), deployed)
     made = []
-    for node in packed:
-        alone = Layer(heat_of(_heat_on(heat_NE, node), len(node[1])), node[2])
+    for node in _node_layers(_pack_groups(seen.heat.mean_E, deployed, groups), deployed):
+        alone = Layer(heat_of(heat_NE.take(node[0], axis=1), len(node[1])), node[2])
         made.append((node, from_scratch(alone, without_vain_annealing(alone, params), slot_price)))
     fresh = _put_together(made, seen, params)
     node_E = _nodes_of_groups(deployed, groups)
@@ -206,7 +205,7 @@ def _solve_by_node(
     # A slot costs the same, whichever node it is on.
     in_node = params._replace(move_price=params.move_price / len(nodes))
     decided = [
-        (node, solve_layer(_heat_on(heat_NE, node), node[2], in_node, half_life_H, min_gain, False))
+        (node, solve_layer(heat_NE.take(node[0], axis=1), node[2], in_node, half_life_H, min_gain, False))
         for node in nodes
     ]
     price = params.slot_price(deployed.phy2log_RS, now.par)
@@ -281,10 +280,6 @@ def _node_layers(node_E: Int32, deployed: Deployed) -> list[_Node]:
         )
         layers.append((expert_X, rank_Y, alone))
     return layers
-
-
-def _heat_on(heat_NE: Float64, node: _Node) -> Float64:
-    return np.ascontiguousarray(heat_NE[:, node[0]])
 
 
 def _without_vain_changes(

@@ -37,13 +37,14 @@ from eplb_service.solver.model import (
     TABLES,
     Candidate,
     Deployed,
+    Episodes,
     Float32,
     Float64,
-    Heat,
     Int32,
     Layer,
     SearchParams,
     heat_of,
+    with_covariance,
 )
 from eplb_service.solver.step_search import searched_for_steps
 from eplb_service.solver.stepwise import levels_of_episodes
@@ -65,8 +66,14 @@ _PRICE_LADDER = np.array([64.0, 32.0, 16.0, 8.0, 4.0])
 all, and ends the sooner the dearer the cheapest is: down to the true price, one of 56 changes on drift asked for less
 than 4 times as much; ``docs/research/solver.md`` has what it is worth."""
 
-_TRIAL = 8
-"""Part of annealing's tries that say whether it lasts: one in so many."""
+_TRIAL, _MOST_TRIAL = 8, 1 << 15
+"""Part of annealing's tries that say whether it lasts: one in so many, at most so many."""
+_WORK = 1 << 29
+"""Most tries of annealing x ranks, and steps of the local search before it x ranks**2, as a try and a step cost more.
+
+256 experts on 1,024 ranks x 2 slots (three layers, seeds 1 and 2) come to more: where annealing lasts (phased heat)
+they are placed from scratch in 0.6 of the CPU, 0.5 % worse on the window and 0.6 % on the next.
+"""
 _LONE = 16
 """Part of all tries where ranks have one slot, and replica counts are all that is left to find: one in so many.
 
@@ -216,8 +223,8 @@ def _first_change(layer: Layer, params: SearchParams, price_K: Float64) -> Int32
 
 
 def _holdout(
-    older: Heat,
-    newer: Heat,
+    older: Episodes,
+    newer: Episodes,
     forecast: Forecast,
     deployed: Deployed,
     params: SearchParams,
@@ -234,8 +241,8 @@ def _holdout(
     slot that the local search should ask, and ``Answer.optimism``.
     """
     now = Candidate(deployed.phy2log_RS, deployed.log2phy_GE, 0.0, 0)
-    fit, held_out = Layer(forecast_heat(older, forecast, 1.0), deployed), Layer(newer, deployed)
-    now_N, share_N = _peaks_on(now, held_out, params.tables), newer.share_N
+    fit, (newer_EN, share_N) = Layer(forecast_heat(with_covariance(*older), forecast, 1.0), deployed), newer
+    now_N = _peaks_on(now, newer_EN, deployed, params.tables)
     unchanged = best = mean_peak(now_N, share_N)
     course = KEEP, slot_price, 0.0
 
@@ -255,7 +262,7 @@ def _holdout(
             continue
         tried.append(found_RS)
         found = _with_tables(found_RS, fit, params)
-        found_N = _peaks_on(found, held_out, params.tables)
+        found_N = _peaks_on(found, newer_EN, deployed, params.tables)
         par, spent = mean_peak(found_N, share_N), slot_price * found.moves
         if par + spent < best - min_gain and is_sure(
             now_N - found_N, share_N, spent, params.options.sureness
@@ -305,7 +312,10 @@ def _searched(replicas_E: Int32, layer: Layer, params: SearchParams) -> Int32:
     ranks, slots = deployed.phy2log_RS.shape
     assignment = place(replicas_E, heat, ranks, slots, params.z)
     nowhere_ER, free_1 = np.zeros_like(deployed.home_ER), np.zeros(1)
-    placed_1RS = local_search(assignment, heat, nowhere_ER, free_1, params.z, params.local_search_steps)
+    steps = params.local_search_steps
+    if params.annealing_tries > 0:
+        steps = min(steps, _WORK // ranks**2)
+    placed_1RS = local_search(assignment, heat, nowhere_ER, free_1, params.z, steps)
     placed_RS: Int32 = placed_1RS[0]
     return placed_RS
 
@@ -317,20 +327,20 @@ def without_vain_annealing(layer: Layer, params: SearchParams) -> SearchParams:
     rank that is was chance. Where each rank has one slot few tries do.
     """
     ranks, slots = layer.deployed.phy2log_RS.shape
-    if slots == 1:
-        params = params._replace(annealing_tries=params.annealing_tries // _LONE)
-    if not (params.annealing_tries and params.options.holdout and layer.heat.share_N.size >= FEWEST_EPISODES):
+    tries = min(params.annealing_tries // (_LONE if slots == 1 else 1), _WORK // ranks)
+    params = params._replace(annealing_tries=tries)
+    if not (tries and params.options.holdout and layer.heat.share_N.size >= FEWEST_EPISODES):
         return params
     forecast = choose_forecast(layer.heat, np.array([np.inf]), params.options.trimmed_mean)
     older, newer = halves_of(layer.heat)
     for seen, held_out in ((older, newer), (newer, older)):
-        fit = forecast_heat(seen, forecast, 1.0)
+        fit = forecast_heat(with_covariance(*seen), forecast, 1.0)
         replicas_KE, _ = tree_search(fit, ranks, slots, params.z, 0)
         placed_RS = _searched(replicas_KE[0], Layer(fit, layer.deployed), params)
-        tries = params.annealing_tries // _TRIAL
-        found_RS = anneal(placed_RS, fit.scaled_EN, fit.share_N, tries, params.seed)
+        trial = min(tries // _TRIAL, _MOST_TRIAL)
+        found_RS = anneal(placed_RS, fit.scaled_EN, fit.share_N, trial, params.seed)
         before, after = (
-            mean_of_max(*held_out[:2], way_RS, even_shares(way_RS, fit.mean_E.size))
+            mean_of_max(*held_out, way_RS, even_shares(way_RS, fit.mean_E.size))
             for way_RS in (placed_RS, found_RS)
         )
         if after > before - SMALLEST_GAIN:
@@ -346,16 +356,15 @@ def as_deployed(layer: Layer, tables: int) -> Candidate:
 
 def par_on(candidate: Candidate, layer: Layer, tables: int) -> float:
     """Peak-to-average ratio of a candidate on other heat, split by step, evenly or through its tables."""
-    return mean_peak(_peaks_on(candidate, layer, tables), layer.heat.share_N)
+    heat, deployed = layer
+    return mean_peak(_peaks_on(candidate, heat.scaled_EN, deployed, tables), heat.share_N)
 
 
-def _peaks_on(candidate: Candidate, layer: Layer, tables: int) -> Float32:
+def _peaks_on(candidate: Candidate, scaled_EN: Float32, deployed: Deployed, tables: int) -> Float32:
     """Load of the hottest rank in each episode of other heat under a candidate, float32 ``[N]``."""
-    heat, phy2log_RS = layer.heat, candidate.phy2log_RS
     if tables == STEPWISE:
-        return levels_of_episodes(phy2log_RS, heat.scaled_EN)
-    share_RS = shares_of(candidate, layer.deployed, tables)
-    return max_rank_loads(heat.scaled_EN, phy2log_RS, share_RS)
+        return levels_of_episodes(candidate.phy2log_RS, scaled_EN)
+    return max_rank_loads(scaled_EN, candidate.phy2log_RS, shares_of(candidate, deployed, tables))
 
 
 def shares_of(candidate: Candidate, deployed: Deployed, tables: int) -> Float32:
@@ -396,8 +405,8 @@ def _with_tables(phy2log_RS: Int32, layer: Layer, params: SearchParams) -> Candi
     if params.tables == SOLVED:
         log2phy_GE, par = solve_tables(kept_RS, heat, deployed.share_GE, params.z)
     else:
-        first_E1, slot_P = slots_by_expert(kept_RS, deployed.share_GE.shape[1])
-        log2phy_GE = fixed_rule(first_E1, slot_P, deployed.share_GE.shape[0], params.width)
+        sources, experts = deployed.share_GE.shape
+        log2phy_GE = fixed_rule(*slots_by_expert(kept_RS, experts), sources, params.width)
         par = par_on(Candidate(kept_RS, log2phy_GE, 0.0, moves), layer, params.tables)
     return Candidate(kept_RS, log2phy_GE, par, moves)
 

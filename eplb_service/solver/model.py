@@ -33,6 +33,8 @@ Float64 = npt.NDArray[np.float64]
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
 UInt64 = npt.NDArray[np.uint64]
+Episodes = tuple[Float32, Float32]
+"""Normalised heat float32 ``[E, N]`` and the episodes' weights ``[N]``: all that judging needs of heat."""
 EVEN, RULE, SOLVED, DEALT = 0, 1, 2, 3
 """How an expert's tokens reach its replicas: evenly, because the host spreads them itself; or through each source's
 table, made by the engines' fixed rule, or the split that cools the hottest rank: a replica for each source; or several

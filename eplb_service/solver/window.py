@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from eplb_service.solver.jit import kernel, part
-from eplb_service.solver.model import Float32, Float64, Heat, Int32, Int64, heat_of, with_covariance
+from eplb_service.solver.model import Episodes, Float32, Float64, Heat, Int32, Int64, heat_of
 
 
 @kernel
@@ -196,14 +196,13 @@ class Forecast(NamedTuple):
     """Experts count as their trimmed means say; then nothing fades."""
 
 
-def halves_of(heat: Heat) -> tuple[Heat, Heat]:
+def halves_of(heat: Heat) -> tuple[Episodes, Episodes]:
     """Cut episodes, oldest first, into an older and a newer half."""
     half = heat.share_N.shape[0] // 2
 
-    def part(of_N: slice) -> Heat:
+    def part(of_N: slice) -> Episodes:
         share_N = heat.share_N[of_N]
-        scaled_EN = np.ascontiguousarray(heat.scaled_EN[:, of_N])
-        return with_covariance(scaled_EN, share_N / max(share_N.sum(), np.float32(1e-30)))
+        return np.ascontiguousarray(heat.scaled_EN[:, of_N]), share_N / max(share_N.sum(), np.float32(1e-30))
 
     return part(slice(half)), part(slice(half, None))
 

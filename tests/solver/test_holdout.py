@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 from hypothesis import assume, given, settings
@@ -25,6 +23,7 @@ from eplb_service.solver.model import (
     SearchOptions,
     SearchParams,
     heat_of,
+    with_covariance,
 )
 from eplb_service.solver.window import Forecast, choose_forecast, halves_of
 from tests.solver import asked
@@ -49,7 +48,7 @@ def surely(sureness: float) -> SearchParams:
     return SEARCH._replace(local_search_steps=50, options=SearchOptions(sureness=sureness))
 
 
-NEWER = SimpleNamespace(share_N=np.full(2, 0.5))
+NEWER = np.zeros((3, 2), dtype=np.float32), np.full(2, 0.5)
 
 
 class Script:
@@ -77,8 +76,8 @@ class Script:
         self.asked.append((kind, rung))
         return Candidate(phy2log_RS, (kind, rung), 0.0, self.moves.get((kind, rung), 0))
 
-    def peaks_on(self, candidate, layer, tables):
-        assert layer.heat is NEWER
+    def peaks_on(self, candidate, scaled_EN, deployed, tables):
+        assert scaled_EN is NEWER[0]
         par = self.pars[candidate.log2phy_GE if isinstance(candidate.log2phy_GE, tuple) else KEEP]
         return np.full(2, par)
 
@@ -102,7 +101,8 @@ def test_the_course_is_the_cheapest_of_all(
             "forecast_heat",
             lambda heat, forecast, ahead: f"{heat}, leaning" if ahead == 1.0 else None,
         )
-        halves = "older", NEWER
+        halves = ("older",), NEWER
+        patch.setattr(module, "with_covariance", lambda half: half)
         # Never what a course wins, an even number of thousandths.
         found = _holdout(*halves, Forecast(4.0, 0.1), deployed, search, PRICE, min_gain, prize / 100 + 0.001)
     costs = [pars[course] + PRICE * moves[course] for course in courses]
@@ -134,7 +134,7 @@ def test_what_is_recommended_would_have_paid(case: Case, tables: int, seed: int,
     if course[0] == KEEP:
         return
     # Whatever was fitted to the older half is priced on the newer one, by every episode and source.
-    older = Layer(module.forecast_heat(halves[0], forecast, 1.0), deployed)
+    older = Layer(module.forecast_heat(with_covariance(*halves[0]), forecast, 1.0), deployed)
     if course[0] == TABLES:
         found_RS = deployed.phy2log_RS
     elif course[0] == LOCAL:
@@ -142,7 +142,7 @@ def test_what_is_recommended_would_have_paid(case: Case, tables: int, seed: int,
     else:
         found_RS = module.from_scratch(older, search, PRICE).phy2log_RS
     found = module._with_tables(found_RS, older, search)
-    newer = halves[1].scaled_EN.astype(float), halves[1].share_N.astype(float)
+    newer = [part.astype(float) for part in halves[1]]
 
     def par(phy2log_RS: np.ndarray, table_GE: np.ndarray) -> float:
         if tables == EVEN:
@@ -169,10 +169,10 @@ def test_annealing_is_left_out_where_either_half_does_not_keep_what_the_other_ga
         lasts = module.without_vain_annealing(seen, tried).annealing_tries == 8000
         halves, cooler = halves_of(seen.heat), []
         for fit, held_out in (halves, halves[::-1]):
-            layer, ratios = Layer(fit, seen.deployed), []
+            layer, ratios = Layer(with_covariance(*fit), seen.deployed), []
             for tries in (0, 1000):
                 placed_RS = module.from_scratch(layer, tried._replace(annealing_tries=tries), 0.0).phy2log_RS
-                ratios.append(heat.mean_of_max(*held_out[:2], placed_RS, heat.even_shares(placed_RS)))
+                ratios.append(heat.mean_of_max(*held_out, placed_RS, heat.even_shares(placed_RS)))
             cooler.append(ratios[1] < ratios[0] - 1e-5)
         assert lasts == all(cooler)
         kept += [lasts]

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from eplb_service.solver.model import heat_of
+from eplb_service.solver.model import heat_of, with_covariance
 from eplb_service.solver.window import (
     CLEARLY_BETTER,
     FEWEST_TO_TRIM,
@@ -58,7 +58,7 @@ def test_the_half_life_is_the_one_that_forecast_best(
 ) -> None:
     heat_NE = drifting(episodes, experts, seed)
     seen = heat_of(heat_NE, RANKS)
-    older, newer = halves_of(seen)
+    older, newer = (with_covariance(*half) for half in halves_of(seen))
     for half, part_NE in zip(
         (older, newer), (heat_NE[: episodes // 2], heat_NE[episodes // 2 :]), strict=True
     ):
