@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 import time
 from collections.abc import Sequence
@@ -51,7 +52,10 @@ def main() -> None:
     try:
         for courses in zip(*(_courses(options, seed) for seed in options.seeds), strict=True):
             rows = [
-                [*own_rows(course, settings, options.bytes_per_expert), *peer_rows(course, contest)]
+                [
+                    *own_rows(course, settings, options.bytes_per_expert, options.cpu_ms),
+                    *peer_rows(course, contest),
+                ]
                 for course in _drawn(courses)
             ]
             _add(table, courses[0], mean_rows(rows))
@@ -118,6 +122,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--seeds", type=int, nargs="+", default=[0], help="of all heat that is drawn; means over them")
     add("--link-bandwidth", type=float, default=25.0, help="GB/s, which prices moves")
     add("--bytes-per-expert", type=int, default=0, help="which prices moves; 0: as assumed")
+    add("--cpu-ms", type=float, default=math.inf, help="CPU of a step that ours may take, on average")
     add("--peers", nargs="*", default=[FLASHLB], help="peers that take part, deciding every window")
     add("--index", default=INDEX, help="package index that peers are fetched from, once")
     add("--limit-seconds", type=float, default=60.0, help="a peer's decision that takes longer is given up")

@@ -48,13 +48,15 @@ class Row:
     windows: int = 0
 
 
-def own_rows(course: Course, settings: PlannerSettings, bytes_per_expert: int) -> Iterator[Row]:
+def own_rows(
+    course: Course, settings: PlannerSettings, bytes_per_expert: int, cpu_ms: float
+) -> Iterator[Row]:
     """A row for each policy, on one thread; its CPU is what the replay took beyond one that leaves all alone."""
     setup = Setup(course.slots, REMEMBERED, course.window)
     trace, idle, off_par_W, layers = ArrayTrace(course.heat_TLE), 0.0, np.zeros(0), course.heat_TLE.shape[1]
     costs = Costs.of(settings, layers, bytes_per_expert=bytes_per_expert)
     for label, name in (("none", "none"), (OURS, "flashlb")):
-        jobs = jobs_for([name], [setup], settings, hindsight=False)
+        jobs = [replace(job, cpu_ms=cpu_ms) for job in jobs_for([name], [setup], settings, hindsight=False)]
         began = time.process_time()
         (policy,) = replay(trace, jobs, scene_for(course.ranks, costs)).policies
         took = time.process_time() - began

@@ -135,12 +135,15 @@ class _Run:
         pace = self._pace
         if pace is None:
             return self._decided(self._window(heat_TLE, len(heat_TLE), step), step, None)
-        paid = self._paid(heat_TLE, step)
+        began, paid = time.process_time(), self._paid(heat_TLE, step)
         pace = pace.weighed(heat_TLE)
         window = self._window(heat_TLE, pace.window_steps(heat_TLE), step)
         self._replaced = None
         decided = self._decided(window, step, pace.serving_steps)
-        self._pace = pace.after_decision(decided.layers_changed > 0, paid)
+        spent_ms = 1e3 * (time.process_time() - began)
+        self._pace = pace.after_decision(decided.layers_changed > 0, paid).charged(
+            spent_ms / self._job.cpu_ms
+        )
         return decided
 
     def _decided(self, window: Window, step: int, serves: float | None) -> ReplayedDecision:

@@ -103,6 +103,8 @@ class Job:
         The planner's settings, and the parts of the solver's method, switched as the name says.
     hindsight
         For a baseline: also fit placements on the very steps that they serve.
+    cpu_ms
+        CPU of a step that decisions on change may take, on average; by default they wait for none.
     """
 
     label: str
@@ -111,6 +113,7 @@ class Job:
     settings: PlannerSettings
     search: SearchOptions = field(default_factory=SearchOptions)
     hindsight: bool = False
+    cpu_ms: float = math.inf
 
     @classmethod
     def of(cls, label: str, setup: Setup, policy: str, settings: PlannerSettings) -> Job:
