@@ -203,7 +203,7 @@ class _Judge:
         self, layer: int, answer: Answer, moves: int, planned: float, us: float | None, hindsight: float
     ) -> LayerVerdict:
         kept = self.kept(layer, "", hindsight)
-        # What comes next is drawn anew; a placement from scratch is asked for this very heat.
+        # What comes next is another draw; a placement from scratch is asked for this very heat.
         least = min(kept.noise_floor, kept.par_seen) if self.asked.search.warm else 1.0
         if answer.taken == TABLES or moves == 0:
             done = "tables retuned, no weights move"
