@@ -51,7 +51,8 @@ class AgentSettings(BaseSettings):
         4,
         ge=1,
         le=1024,
-        description="steps from one vote to the next while some rank holds a plan; 32 at least while none does",
+        description="steps from one vote to the next while some rank holds a plan; while none does, eight times as "
+        "many, 32 at most",
     )
     vote_timeout_seconds: float = Field(
         10.0,
