@@ -51,8 +51,8 @@ class AgentSettings(BaseSettings):
         4,
         ge=1,
         le=1024,
-        description="steps from one vote to the next while some rank holds a plan; while none does, eight times as "
-        "many, 32 at most",
+        description="steps from one vote to the next while some rank holds a plan, and four times as many while "
+        "none does",
     )
     vote_timeout_seconds: float = Field(
         10.0,

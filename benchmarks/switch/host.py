@@ -104,8 +104,8 @@ def overhead(steps: int, device: torch.device) -> tuple[Ratio, dict[str, object]
     host.close()
     if halted is not None:
         raise RuntimeError(f"the agent halted: {halted}")
-    # Steps that share two heat reports and a vote.
-    beyond = np.subtract(*(means_of(seconds, 2 * STEPS_OF_REPORT) for seconds in (calls, copies)))
+    # Steps that share a heat report and a vote.
+    beyond = np.subtract(*(means_of(seconds, STEPS_OF_REPORT) for seconds in (calls, copies)))
     ratio = Ratio.of(
         f"{LAYERS}-layer host: agent and adapter beyond device copies / {LONGEST_MICROSECONDS} us",
         beyond.tolist(),

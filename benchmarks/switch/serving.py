@@ -106,7 +106,8 @@ def serving(hidden: int, intermediate: int, ranks: int, pairs: int) -> tuple[lis
     server.vote_seconds.clear()
     on, off = server.pairs(pairs, plans=False)
     # Where no rank holds a plan, from one vote to the next.
-    voting = means_of(server.vote_seconds, 32)
+    interval = 4 * AgentSettings().vote_interval
+    voting = means_of(server.vote_seconds, interval)
     switching_on, switching_off = server.pairs(pairs, plans=True)
     ratios = [
         Ratio.of("idle vote, spread over its steps / 5 ms step", voting, [STEP_SECONDS] * len(voting), 0.01),

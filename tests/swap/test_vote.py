@@ -55,8 +55,8 @@ def _passes(schedule: VoteSchedule, steps: range, plan_from: int, lag: int) -> l
 
 
 def test_ranks_without_a_plan_vote_seldom_and_with_one_often() -> None:
-    votes = _passes(_schedule(4), range(1, 96), 68, 2)
-    assert votes == [4, 36, 68, 72, 76, 80, 84, 88, 92]
+    votes = _passes(_schedule(4), range(1, 80), 36, 2)
+    assert votes == [4, 20, 36, 40, 44, 48, 52, 56, 60, 64, 68, 72, 76]
 
 
 @given(
@@ -73,7 +73,7 @@ def test_a_rank_whose_host_misses_calls_votes_at_the_same_passes(interval, lag, 
     other = _passes(_schedule(interval), cast(range, kept), plan_from, lag)
     assert other == punctual[: len(other)]
     assert len(punctual) - len(other) <= 1
-    assert all(later - earlier < 32 + interval for earlier, later in pairwise(punctual))
+    assert all(later - earlier < 5 * interval for earlier, later in pairwise(punctual))
 
 
 @pytest.mark.parametrize("forwards", [[16, 16, 16], [16, 20, 16]])
@@ -82,7 +82,7 @@ def test_a_vote_at_different_passes_is_followed_by_one_soon(forwards: list[int])
     outcome = _outcome(forwards, 0)
     schedule.counted(outcome)
     first = next(step for step in range(20, 100) if schedule.to_cast(step) is not None)
-    assert (first, outcome.idle) == ((48, True) if len(set(forwards)) == 1 else (24, False))
+    assert (first, outcome.idle) == ((32, True) if len(set(forwards)) == 1 else (24, False))
 
 
 def test_votes_that_have_lasted_are_formed_again_at_once_when_they_are_lost() -> None:

@@ -28,8 +28,8 @@ _SUSPICION_SECONDS = 5.0
 """After so long a rank asks where the others are: one whose count of passes hangs never comes."""
 _VOTE_LAG = 2
 """Forward passes from a vote's launch to its consumption; no more than from one vote to the next."""
-_IDLE_INTERVALS, _IDLE_PASSES = 8, 32
-"""Vote intervals to the next vote while no rank holds a plan, and the most forward passes that a new plan so waits."""
+_IDLE_INTERVALS = 4
+"""Vote intervals to the next vote while no rank holds a plan: a new plan waits so long at most."""
 _ASTRAY_VOTES = 3
 """Fewer votes in a row that find the ranks at different passes are no problem: a host has missed a call."""
 _PROVEN_PASSES = 256
@@ -228,8 +228,7 @@ class VoteSchedule:
         if outcome.result is VoteResult.COMMIT:
             self._astray = 0
         if outcome.idle:
-            interval = self._settings.vote_interval
-            self._next = outcome.forward_high + max(interval, min(_IDLE_INTERVALS * interval, _IDLE_PASSES))
+            self._next = outcome.forward_high + _IDLE_INTERVALS * self._settings.vote_interval
         if outcome.result is VoteResult.REALIGN:
             # A host that has missed a call is back by then.
             delay = self._settings.vote_interval * (2**self._astray - 1)
