@@ -57,7 +57,7 @@ KEYS: dict[str, dict[str, str]] = {
     "trace record": {"": "out steps lost_steps dropped_reports"},
     "trace info": {"": TRACE},
     "trace stats": {
-        "": f"{TRACE} window choices_L hottest_L top_tenth_L drift_L drift_noise_L par_L floor_L par_served_L",
+        "": f"{TRACE} window choices_L hottest_L top_tenth_L drift_L drift_noise_L par_L floor_L par_served_L"
     },
     "trace convert": COPY,
     "trace slice": COPY,

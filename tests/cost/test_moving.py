@@ -9,14 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eplb_service.cost.moving import (
-    MOST_LOST,
-    NOTHING_MEASURED,
-    Switch,
-    SwitchedPlan,
-    compared,
-    moving_costs,
-)
+from eplb_service.cost.moving import MOST_LOST, NOTHING_MEASURED, Switch, SwitchedPlan, compared, moving_costs
 from eplb_service.placement import Float64
 
 # Two layers; each's weights travel in all steps between its boundaries.

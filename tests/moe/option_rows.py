@@ -12,14 +12,7 @@ from eplb_service.wire.heat import StepPhase
 from tests.moe.cases import MC2_VARIANTS, Case, layer_on, shared_of, whole_of
 from tests.moe.pairwise import Row, pairwise
 from tests.moe.simulated import SimulatedGroup
-from worker_agent.moe import (
-    Activation,
-    DenseMoE,
-    ExpertParallelMoE,
-    LayerOptions,
-    MicroBatch,
-    seeded_experts,
-)
+from worker_agent.moe import Activation, DenseMoE, ExpertParallelMoE, LayerOptions, MicroBatch, seeded_experts
 from worker_agent.moe.dispatch import DISPATCHER_NAMES, SHARED_TOKEN_DISPATCHERS
 from worker_agent.moe.operators import reference
 from worker_agent.moe.weights import ExpertWeights

@@ -166,10 +166,7 @@ def layer_of(way: Way, where: str, group: RankGroup | None = None) -> ExpertPara
         dtype=way.dtype,
         device=where,
         shared_experts=shared,
-        options=LayerOptions(
-            max_rank_tokens=None if way.grouped else LENGTH,
-            split=way.split,
-        ),
+        options=LayerOptions(max_rank_tokens=None if way.grouped else LENGTH, split=way.split),
     )
 
 

@@ -11,14 +11,7 @@ from torch.nn.functional import silu
 
 from tests.moe.cases import Case, alone, shared_of, shared_weights, whole_of
 from tests.moe.simulated import run_simulated
-from worker_agent.moe import (
-    Activation,
-    DenseMoE,
-    MoEShape,
-    Router,
-    SharedExperts,
-    seeded_experts,
-)
+from worker_agent.moe import Activation, DenseMoE, MoEShape, Router, SharedExperts, seeded_experts
 from worker_agent.moe.operators import reference
 from worker_agent.moe.rank_group import RankGroup
 from worker_agent.moe.weights import ExpertWeights

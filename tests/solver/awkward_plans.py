@@ -36,10 +36,7 @@ SETTINGS = (
     PlannerSettings(par_threshold=1.0, min_gain=0.0, policy="deepseek"),
     PlannerSettings(par_threshold=1.0, min_gain=0.0),
 )
-SWITCHED = {
-    1: SearchOptions(warm=False),
-    5: SearchOptions(solve_tables=False, tree_search=False),
-}
+SWITCHED = {1: SearchOptions(warm=False), 5: SearchOptions(solve_tables=False, tree_search=False)}
 """Parts of the method left out, by the number of the settings."""
 
 

@@ -24,13 +24,7 @@ from eplb_service.solver.model import (
 )
 from eplb_service.solver.tables import slots_by_expert
 from eplb_service.solver.time_costs import split_us
-from eplb_service.solver.time_layer import (
-    _heat_in_time,
-    _lasts,
-    _slots_in_use,
-    _timed,
-    solve_layer_for_time,
-)
+from eplb_service.solver.time_layer import _heat_in_time, _lasts, _slots_in_use, _timed, solve_layer_for_time
 from eplb_service.solver.window import Forecast
 from tests.solver.asked import SEARCH, assert_servable
 from tests.solver.layers_of import cases, with_bursts_of
