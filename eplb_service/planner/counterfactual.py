@@ -14,8 +14,8 @@ from eplb_service.cost.moving import MovingCosts
 from eplb_service.figures import digits
 from eplb_service.heat.sources import StepTimes
 from eplb_service.heat.window import Window
-from eplb_service.placement import Float64, apply_layers, mean_par
-from eplb_service.planner.plan import Plan, Serving
+from eplb_service.placement import Float64, mean_par
+from eplb_service.planner.plan import Serving
 from eplb_service.planner.score import gain_of, split_shares, split_steps, split_us
 from eplb_service.planner.settings import STEP, PlannerSettings
 from eplb_service.wire.operator import TIME_PRICES, Worth
@@ -115,7 +115,7 @@ def counterfactual(
     window: Window,
     found: Serving,
     serving: Serving,
-    decided: Plan,
+    others: Sequence[Serving],
     settings: PlannerSettings,
     times: StepTimes,
 ) -> tuple[Worth, CostCurve | None] | None:
@@ -127,8 +127,8 @@ def counterfactual(
         The steps.
     found, serving
         What was met when the ranks first came together, and what serves now.
-    decided
-        What a decision on this window changes, and what it knows by hindsight.
+    others
+        What else is known: as decided, and as solved from scratch for this very window.
     settings
         How time is priced and tokens are split.
     times
@@ -141,8 +141,6 @@ def counterfactual(
         two steps have tokens.
     """
     price = _time_price(settings, window, serving, times)
-    changes = (some for some in (tuple(decided.changes()), decided.hindsight) if some)
-    others = (Serving(*apply_layers(serving.placement, serving.log2phy_RLE, some)) for some in changes)
     ways = serving, found, *others
     us = [
         split_us(

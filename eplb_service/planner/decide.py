@@ -49,9 +49,11 @@ from eplb_service.planner.settings import STEP, PlannerSettings
 from eplb_service.planner.topology import Topology
 from eplb_service.solver.engine import OutOfTimeError, SolverError
 from eplb_service.solver.layer import Answer
-from eplb_service.solver.model import FRESH, KEEP, TABLES, Candidate, SearchOptions
+from eplb_service.solver.model import FRESH, KEEP, TABLES, SearchOptions
 from eplb_service.solver.topology import choose_senders
 from eplb_service.wire.operator import LayerVerdict
+
+_NOTHING_PAYS = "kept: nothing pays for its moves on steps that it was not fitted to"
 
 
 def plan(
@@ -106,13 +108,12 @@ def plan(
     picked = _picked(judge)
     answers = solve_picked(asked, picked, judge.floor_L, groups, price.price)
     verdicts = [judge.not_picked(layer) for layer in range(window.layers)]
-    changed, hindsight = [], []
+    changed = []
     for layer, answer in zip(picked.tolist(), answers, strict=True):
-        verdicts[layer], change, from_scratch = _solved(layer, answer, judge)
+        verdicts[layer], change = _solved(layer, answer, judge)
         changed += [] if change is None else [change]
-        hindsight += [] if from_scratch is None else [from_scratch]
     changed.sort(key=lambda layer_plan: _gain(verdicts[layer_plan.layer]), reverse=True)
-    return Plan(tuple(changed), tuple(verdicts), price, tuple(hindsight))
+    return Plan(tuple(changed), tuple(verdicts), price)
 
 
 def plan_afresh(
@@ -171,12 +172,10 @@ class _Judge:
     bound_L: Float64
     us_L: Float64
 
-    def kept(self, layer: int, reason: str, hindsight: float | None = None) -> LayerVerdict:
+    def kept(self, layer: int, reason: str) -> LayerVerdict:
         par, floor, us = (float(values_L[layer]) for values_L in (self.par_L, self.floor_L, self.us_L))
         seen = None if math.isnan(us) else us
-        return LayerVerdict(
-            layer, par, par, floor, 0, False, reason, hindsight, us_seen=seen, us_planned=seen
-        )
+        return LayerVerdict(layer, par, par, floor, 0, False, reason, us_seen=seen, us_planned=seen)
 
     def not_picked(self, layer: int) -> LayerVerdict:
         settings, seen, bound = self.asked.settings, self.episode_par_L[layer], self.bound_L[layer]
@@ -192,17 +191,10 @@ class _Judge:
             reason = f"waits: only the {settings.max_layers} worst layers change in one decision"
         return self.kept(layer, reason)
 
-    def not_worth_it(self, layer: int, answer: Answer, hindsight: float) -> LayerVerdict:
-        won = max(1 - answer.hindsight / answer.par_before, 0.0)
-        reason = (
-            f"kept: nothing pays for its moves on steps that it was not fitted to (hindsight: {won:.1%} won)"
-        )
-        return self.kept(layer, reason, hindsight)
-
     def changed(
-        self, layer: int, answer: Answer, moves: int, planned: float, us: float | None, hindsight: float
+        self, layer: int, answer: Answer, moves: int, planned: float, us: float | None
     ) -> LayerVerdict:
-        kept = self.kept(layer, "", hindsight)
+        kept = self.kept(layer, "")
         # What comes next is another draw; a placement from scratch is asked for this very heat.
         least = min(kept.noise_floor, kept.par_seen) if self.asked.search.warm else 1.0
         if answer.taken == TABLES or moves == 0:
@@ -270,50 +262,35 @@ def _judge(asked: Question, price: float, why_ungrouped: str) -> _Judge:
     return _Judge(asked, price, why_ungrouped, par_L, floor_L, episode_par_L, bound_L, us_L)
 
 
-_FromScratch = tuple[int, Int32, Int32]
-"""Index, placement and tables of a layer as solved from scratch."""
-
-
-def _solved(
-    layer: int, answer: Answer | SolverError, judge: _Judge
-) -> tuple[LayerVerdict, LayerPlan | None, _FromScratch | None]:
-    """Verdict on a layer by its answer, the change, if it is one, and its solution from scratch."""
+def _solved(layer: int, answer: Answer | SolverError, judge: _Judge) -> tuple[LayerVerdict, LayerPlan | None]:
+    """Verdict on a layer by its answer, and the change, if it is one."""
     if isinstance(answer, OutOfTimeError):
-        return judge.kept(layer, f"waits: {answer}"), None, None
+        return judge.kept(layer, f"waits: {answer}"), None
+    if isinstance(answer, Answer) and answer.taken == KEEP:
+        return judge.kept(layer, _NOTHING_PAYS), None
     asked, curve = judge.asked, judge.asked.settings.cost_curve
     try:
         if isinstance(answer, SolverError):
             raise answer
-        found, fresh = answer.found, answer.fresh
-        for candidate in (found, fresh) if found is not fresh else (found,):
-            # No layer is switched unless its answer was checked.
-            check_layer(candidate.phy2log_RS, asked.placement.experts)
-            check_log2phy(candidate.log2phy_GE, candidate.phy2log_RS)
+        # No layer is switched unless its answer was checked.
+        found = answer.found
+        check_layer(found.phy2log_RS, asked.placement.experts)
+        check_log2phy(found.log2phy_GE, found.phy2log_RS)
     except (SolverError, PlacementError) as error:
-        return judge.kept(layer, f"kept: the solver failed ({error})"), None, None
-
-    def judged(candidate: Candidate) -> tuple[float, float | None, Int32]:
-        """Ratio and microseconds per step of a candidate, and its tables for the host."""
-        _, first_G, group_R = asked.topology.token_groups()
-        log2phy_RE = tables_of_sources(candidate.log2phy_GE, first_G.size)[group_R]
-        alone = _alone(asked, layer, candidate.phy2log_RS, log2phy_RE)
-        us = None if curve is None else float(mean_par(split_us(*alone, curve)))
-        width = with_entries(asked.log2phy_RLE, 3).shape[3]
-        return float(par_of_steps(split_steps(*alone))[0]), us, as_host_deals(log2phy_RE, width)
-
-    hindsight, us, log2phy_RE = judged(fresh)
-    planned, from_scratch = hindsight, (layer, fresh.phy2log_RS, log2phy_RE)
-    if answer.taken == KEEP:
-        return judge.not_worth_it(layer, answer, hindsight), None, from_scratch
-    if found is not fresh:
-        planned, us, log2phy_RE = judged(found)
+        return judge.kept(layer, f"kept: the solver failed ({error})"), None
+    _, first_G, group_R = asked.topology.token_groups()
+    log2phy_RE = tables_of_sources(found.log2phy_GE, first_G.size)[group_R]
+    alone = _alone(asked, layer, found.phy2log_RS, log2phy_RE)
+    planned = float(par_of_steps(split_steps(*alone))[0])
+    us = None if curve is None else float(mean_par(split_us(*alone, curve)))
     before_RS = asked.placement.phy2log_LRS[layer].copy()
     moves_M5 = choose_senders(before_RS, found.phy2log_RS, asked.topology.nodes_R.copy())
-    verdict = judge.changed(layer, answer, len(moves_M5), planned, us, hindsight)
+    verdict = judge.changed(layer, answer, len(moves_M5), planned, us)
     if us is not None and not judge.pays_in_time(layer, len(moves_M5), us):
         reason = f"kept: too little time for {len(moves_M5)} moves would be won ({verdict.reason})"
-        return judge.kept(layer, reason, hindsight), None, from_scratch
-    return verdict, LayerPlan(layer, found.phy2log_RS, log2phy_RE, moves_M5), from_scratch
+        return judge.kept(layer, reason), None
+    width = with_entries(asked.log2phy_RLE, 3).shape[3]
+    return verdict, LayerPlan(layer, found.phy2log_RS, as_host_deals(log2phy_RE, width), moves_M5)
 
 
 def _alone(

@@ -44,15 +44,12 @@ class LayerPlan:
 class Plan:
     """One decision: ``layers`` holds those that change, largest gain first; ``verdicts`` all, in order.
 
-    ``price`` is what moves were priced at, ``None`` where nothing was solved; ``hindsight`` the index, placement and
-    tables of each layer that was looked into as solved from scratch for this very window, whatever it moved, as
-    ``apply_layers`` takes them.
+    ``price`` is what moves were priced at, ``None`` where nothing was solved.
     """
 
     layers: tuple[LayerPlan, ...]
     verdicts: tuple[LayerVerdict, ...]
     price: MovePrice | None = None
-    hindsight: tuple[tuple[int, Int32, Int32], ...] = ()
 
     def changes(self) -> Iterator[tuple[int, Int32, Int32]]:
         """Index, placement and tables of each layer that changes, for ``apply_layers``."""

@@ -175,27 +175,41 @@ def _blind_layers(asked: Question, floor_L: Float64) -> npt.NDArray[np.bool_]:
     """
     window, placement, split = asked.window, asked.placement, asked.settings.split
     newest_TLE, names_E = window.heat_TLE[-_STEPS_COMPARED:], np.arange(placement.experts)
-    shape = placement.experts, placement.ranks, placement.slots
-    rule_R1E = Placement.linear(1, *shape).default_log2phy()
+    one_in_order = Placement.linear(1, placement.experts, placement.ranks, placement.slots)
+    rule_R1E = one_in_order.default_log2phy()
 
-    def par_under(names_E: npt.NDArray[np.int64], some_K: npt.NDArray[np.int64]) -> Float64:
-        """Ratios of the newest steps in some layers under experts in order, by these names."""
-        in_order, rule_RKE = Placement.linear(some_K.size, *shape), rule_R1E.repeat(some_K.size, axis=1)
-        some_KE = slice(None), some_K[:, None], names_E
-        source_RKE = None if window.source_RLE is None else window.source_RLE[some_KE]
-        return par_of_steps(split_steps(newest_TLE[some_KE], in_order, rule_RKE, source_RKE, split))
+    def pars(some_K: npt.NDArray[np.int64], names_E: npt.NDArray[np.int64] | None = None) -> Float64:
+        """Ratios of the newest steps in some layers as they serve, or under experts in order by these names."""
+        heat_TKE = newest_TLE[:, some_K]
+        source_RKE = None if window.source_RLE is None else window.source_RLE[:, some_K]
+        if names_E is None:
+            serving, tables_RKE = placement.phy2log_LRS[some_K], asked.log2phy_RLE[:, some_K]
+        else:
+            serving, tables_RKE = (
+                one_in_order.phy2log_LRS.repeat(some_K.size, axis=0),
+                rule_R1E.repeat(some_K.size, axis=1),
+            )
+            heat_TKE = heat_TKE[..., names_E]
+            source_RKE = None if source_RKE is None else source_RKE[..., names_E]
+        served = Placement(serving, placement.experts)
+        return par_of_steps(split_steps(heat_TKE, served, tables_RKE, source_RKE, split))
 
-    par_L = par_of_steps(split_steps(newest_TLE, placement, asked.log2phy_RLE, window.source_RLE, split))
-    in_order_L = par_under(names_E, np.arange(window.layers))
-    same_L: npt.NDArray[np.bool_] = np.isclose(par_L, in_order_L, rtol=1e-9, atol=0.0)
+    # In which order a rank's slots are is of no account.
+    in_order_1RS = np.sort(one_in_order.phy2log_LRS, axis=2)
+    same_L: npt.NDArray[np.bool_] = (np.sort(placement.phy2log_LRS, axis=2) == in_order_1RS).all(axis=(1, 2))
+    in_order_K = np.flatnonzero(same_L)
+    if in_order_K.size:
+        same_L[in_order_K] = np.isclose(pars(in_order_K), pars(in_order_K, names_E), rtol=1e-9, atol=0.0)
     if asked.settings.expert_groups is None and window.steps >= _FEWEST_STEPS and not same_L.all():
         some_K = np.unique(np.linspace(0, window.layers - 1, _LAYERS_COMPARED).astype(np.int64))
-        shuffled = (np.random.default_rng(seed).permutation(names_E) for seed in range(_SHUFFLES))
-        blind_K = np.mean([par_under(names_E, some_K) for names_E in shuffled], axis=0)
         floor = float(mean_par(floor_L[some_K]))
-        avoidable = float(mean_par(blind_K)) - floor
-        if avoidable > _LEAST_AVOIDABLE and float(mean_par(par_L[some_K])) - floor >= _AS_BAD * avoidable:
-            same_L[:] = True
+        avoidable_now = float(mean_par(pars(some_K))) - floor
+        if avoidable_now >= _AS_BAD * _LEAST_AVOIDABLE:
+            shuffled = (np.random.default_rng(seed).permutation(names_E) for seed in range(_SHUFFLES))
+            blind_K = np.mean([pars(some_K, names_E) for names_E in shuffled], axis=0)
+            avoidable = float(mean_par(blind_K)) - floor
+            if avoidable > _LEAST_AVOIDABLE and avoidable_now >= _AS_BAD * avoidable:
+                same_L[:] = True
     return same_L
 
 

@@ -193,14 +193,13 @@ def _solve_by_node(
     seen = Layer(heat_of(heat_NE, deployed.phy2log_RS.shape[0]), deployed)
     now = as_deployed(seen, params.tables)
     slot_price = params.slot_price(deployed.phy2log_RS)
-    made = []
-    for node in _node_layers(_pack_groups(seen.heat.mean_E, deployed, groups), deployed):
-        alone = Layer(heat_of(heat_NE.take(node[0], axis=1), len(node[1])), node[2])
-        made.append((node, from_scratch(alone, without_vain_annealing(alone, params), slot_price)))
-    fresh = _put_together(made, seen, params)
     node_E = _nodes_of_groups(deployed, groups)
     if unplaced or node_E is None:
-        return Answer(fresh, now.par, fresh, float(half_life_H[0]), FRESH)
+        made = []
+        for node in _node_layers(_pack_groups(seen.heat.mean_E, deployed, groups), deployed):
+            alone = Layer(heat_of(heat_NE.take(node[0], axis=1), len(node[1])), node[2])
+            made.append((node, from_scratch(alone, without_vain_annealing(alone, params), slot_price)))
+        return Answer(_put_together(made, seen, params), now.par, float(half_life_H[0]), FRESH)
     nodes = _node_layers(node_E, deployed)
     # A slot costs the same, whichever node it is on.
     in_node = params._replace(move_price=params.move_price / len(nodes))
@@ -213,8 +212,8 @@ def _solve_by_node(
     best, taken = _without_vain_changes(changed, seen, params, price)
     half_life = min((answer.half_life for _, answer in taken), default=float(half_life_H[0]))
     if best.par + price * best.moves >= now.par - min_gain:
-        return Answer(now, now.par, fresh, half_life, KEEP)
-    return Answer(best, now.par, fresh, half_life, max(answer.taken for _, answer in taken))
+        return Answer(now, now.par, half_life, KEEP)
+    return Answer(best, now.par, half_life, max(answer.taken for _, answer in taken))
 
 
 def _pack_groups(mean_E: Float32, deployed: Deployed, groups: int) -> Int32:

@@ -17,8 +17,8 @@ L. J. Tashman, *Out-of-Sample Tests of Forecasting Accuracy: An Analysis and Rev
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -66,6 +66,9 @@ _PRICE_LADDER = np.array([64.0, 32.0, 16.0, 8.0, 4.0])
 all, and ends the sooner the dearer the cheapest is: down to the true price, one of 56 changes on drift asked for less
 than 4 times as much; ``docs/research/solver.md`` has what it is worth."""
 
+_MOVED_AFRESH = 0.7
+"""Part of the slots that a placement from scratch moves at least: 0.77 to 0.86 of 256 experts on 32 ranks x 9 slots, in
+closed loops on the four kinds of heat of ``make bench-solver``."""
 _TRIAL, _MOST_TRIAL = 8, 1 << 15
 """Part of annealing's tries that say whether it lasts: one in so many, at most so many."""
 _WORK = 1 << 29
@@ -92,8 +95,6 @@ class Answer:
         Placement and tables, with their peak-to-average ratio on the window and the slots that move.
     par_before
         The deployed placement's ratio.
-    fresh
-        Placed from scratch for this very window, whatever it moves: the best that hindsight knows.
     half_life
         Episodes after which heat was taken to count half; infinite where old heat is as good as new.
     taken
@@ -109,18 +110,12 @@ class Answer:
 
     found: Candidate
     par_before: float
-    fresh: Candidate
     half_life: float
     taken: int
     crossed: float = 0.0
     crosses: float = 0.0
     optimism: float | None = None
     trimmed: bool = False
-
-    @property
-    def hindsight(self) -> float:
-        """Ratio on this window of the placement from scratch for it."""
-        return self.fresh.par
 
 
 def solve_layer(
@@ -149,43 +144,44 @@ def solve_layer(
     seen = Layer(heat_of(heat_NE, deployed.phy2log_RS.shape[0]), deployed)
     has_halves = heat_NE.shape[0] >= FEWEST_EPISODES
     now = as_deployed(seen, params.tables)
-    params = without_vain_annealing(seen, params)
-    slot_price = params.slot_price(deployed.phy2log_RS)
-    fresh = from_scratch(seen, params, slot_price)
     forecast = Forecast(float(half_life_H[0]), 0.0)
     optimism: float | None = None
 
     def answer(found: Candidate, taken: int) -> Answer:
-        crossed = crossing_share(now, seen, params.tables)
+        crossed = crosses = crossing_share(now, seen, params.tables)
         if taken != KEEP:
             found = localised(found, seen, params)
-        crosses = crossing_share(found, seen, params.tables)
-        return Answer(
-            found, now.par, fresh, forecast.half_life, taken, crossed, crosses, optimism, forecast.trimmed
-        )
+            crosses = crossing_share(found, seen, params.tables)
+        return Answer(found, now.par, forecast.half_life, taken, crossed, crosses, optimism, forecast.trimmed)
 
-    if not unplaced and now.par - fresh.par <= min_gain:
-        # Not even hindsight would have won enough.
-        return answer(now, KEEP)
     if has_halves:
         chosen = choose_forecast(seen.heat, half_life_H, params.options.trimmed_mean)
         # What is placed for the first time is placed for all heat that is known, but for bursts.
         forecast = chosen if chosen.trimmed or not unplaced else forecast
-    expected = Layer(forecast_heat(seen.heat, forecast, 2.0), deployed)
+
+    def expected() -> Layer:
+        return Layer(forecast_heat(seen.heat, forecast, 2.0), deployed)
+
     if unplaced:
-        if expected.heat is seen.heat:
-            return answer(fresh, FRESH)
-        found = from_scratch(expected, params, slot_price)
+        params = without_vain_annealing(seen, params)
+        found = from_scratch(expected(), params, params.slot_price(deployed.phy2log_RS))
         return answer(found._replace(par=par_on(found, seen, params.tables)), FRESH)
     # A step takes as long as the hottest rank, so a move's price is a part of the ratio now.
     slot_price = params.slot_price(deployed.phy2log_RS, now.par)
     kind, price = FRESH, slot_price
     if params.options.holdout and has_halves:
-        prize = now.par - fresh.par - slot_price * fresh.moves
         kind, price, optimism = _holdout(
-            *halves_of(seen.heat), forecast, deployed, params, slot_price, min_gain, prize
+            *halves_of(seen.heat),
+            forecast,
+            deployed,
+            params,
+            slot_price,
+            min_gain,
+            lambda won: _prize(seen, now, params, slot_price, won),
         )
-    found, taken = _best(kind, price, expected, now, params, slot_price, min_gain)
+    if kind == KEEP:
+        return answer(now, KEEP)
+    found, taken = _best(kind, price, expected(), now, params, slot_price, min_gain)
     return answer(found._replace(par=par_on(found, seen, params.tables)), taken)
 
 
@@ -201,9 +197,9 @@ def _best(
     """Take the recommended course or tables, where that still wins on the whole window; and say which one."""
     best, taken = now, KEEP
     cost = par_on(now, layer, params.tables) - min_gain
-    for kind in (TABLES, most)[:most]:
+    for kind in dict.fromkeys((TABLES, most)):
         if kind == FRESH:
-            found = from_scratch(layer, params, slot_price)
+            found = from_scratch(layer, without_vain_annealing(layer, params), slot_price)
         else:
             found_RS = layer.deployed.phy2log_RS
             if kind == LOCAL:
@@ -230,15 +226,15 @@ def _holdout(
     params: SearchParams,
     slot_price: float,
     min_gain: float,
-    prize: float,
+    prize: Callable[[float], float],
 ) -> tuple[int, float, float]:
     """Choose what would have done best on the newer half, moves paid for; a dearer course must win ``min_gain`` more.
 
     What it wins over keeping must be above its moves' price by ``sureness`` standard errors besides. Where gains do not
     last, a local search that asks more than the true price for a move stops at those that do; so several prices are
-    tried and all judged at the true one. A placement from scratch is tried last, where what is cheaper wins, but less
-    than the ``prize``: the ratio that hindsight wins once its moves are paid. Returns the course, the price per moved
-    slot that the local search should ask, and ``Answer.optimism``.
+    tried, and two of them judged (``_lasting``). A placement from scratch is tried last, where what is cheaper wins,
+    but less than the ``prize`` (``_prize``). Returns the course, the price per moved slot that the local search should
+    ask, and ``Answer.optimism``.
     """
     now = Candidate(deployed.phy2log_RS, deployed.log2phy_GE, 0.0, 0)
     fit, (newer_EN, share_N) = Layer(forecast_heat(with_covariance(*older), forecast, 1.0), deployed), newer
@@ -249,18 +245,13 @@ def _holdout(
     def courses() -> Iterator[tuple[int, float, Int32]]:
         yield TABLES, slot_price, deployed.phy2log_RS
         if params.local_search_steps > 0:
-            price_K = move_prices(slot_price, params)
-            for price, found_RS in zip(price_K.tolist(), _improved(fit, params, price_K), strict=True):
-                yield LOCAL, price, found_RS
-        if course[0] != KEEP and unchanged - best < prize:
-            yield FRESH, slot_price, from_scratch(fit, params, slot_price).phy2log_RS
+            yield from ((LOCAL, *found) for found in _lasting(fit, newer, params, slot_price, min_gain))
+        won = unchanged - best
+        if course[0] != KEEP and won < prize(won):
+            fresh = from_scratch(fit, without_vain_annealing(fit, params), slot_price)
+            yield FRESH, slot_price, fresh.phy2log_RS
 
-    tried: list[Int32] = []
     for kind, price, found_RS in courses():
-        if any(np.array_equal(found_RS, before_RS) for before_RS in tried):
-            # A cheaper course, or a dearer price, has led here already.
-            continue
-        tried.append(found_RS)
         found = _with_tables(found_RS, fit, params)
         found_N = _peaks_on(found, newer_EN, deployed, params.tables)
         par, spent = mean_peak(found_N, share_N), slot_price * found.moves
@@ -269,6 +260,49 @@ def _holdout(
         ):
             best, course = par + spent, (kind, price, max(0.0, par - found.par))
     return course
+
+
+def _lasting(
+    fit: Layer, newer: Episodes, params: SearchParams, slot_price: float, min_gain: float
+) -> list[tuple[float, Int32]]:
+    """Prices to search locally at that win ``min_gain`` on newer heat, each with the placement found, int32 ``[R, S]``.
+
+    First that which does best, then the dearest, which moves least. Tokens are split evenly here, or by step: to solve
+    tables for each price takes as long as the search.
+    """
+    deployed, (newer_EN, share_N) = fit.deployed, newer
+    tables = STEPWISE if params.tables == STEPWISE else EVEN
+
+    def cost(phy2log_RS: Int32) -> float:
+        spent = slot_price * keep_slots(phy2log_RS, deployed.phy2log_RS)[1]
+        one = Candidate(phy2log_RS, deployed.log2phy_GE, 0.0, 0)
+        return mean_peak(_peaks_on(one, newer_EN, deployed, tables), share_N) + spent
+
+    price_K = move_prices(slot_price, params)
+    limit = cost(deployed.phy2log_RS) - min_gain
+    found = [
+        (found_cost, price, found_RS)
+        for price, found_RS in zip(price_K.tolist(), _improved(fit, params, price_K), strict=True)
+        if (found_cost := cost(found_RS)) < limit
+    ]
+    if not found:
+        return []
+    best = min(found, key=lambda one: one[0])
+    return [one[1:] for one in (best, found[0]) if one is best or not np.array_equal(one[2], best[2])]
+
+
+def _prize(seen: Layer, now: Candidate, params: SearchParams, slot_price: float, won: float) -> float:
+    """The ratio that hindsight wins, placing from scratch for the whole window, once its moves are paid.
+
+    Where it cannot be above what is ``won``, most that it may be is enough to know.
+    """
+    most = now.par - 1.0 - slot_price * _MOVED_AFRESH * now.phy2log_RS.size
+    if most <= won:
+        return most
+    params = without_vain_annealing(seen, params)
+    params = params._replace(options=replace(params.options, table_swaps=False))
+    fresh = from_scratch(seen, params, slot_price)
+    return now.par - fresh.par - slot_price * fresh.moves
 
 
 def move_prices(slot_price: float, params: SearchParams) -> Float64:

@@ -158,7 +158,7 @@ def solve_layer_for_time(
     fresh = min((now, tables, _placed(seen, params, slot_price, for_time)), key=attrgetter("par"))
 
     def answer(found: Candidate, taken: int) -> Answer:
-        return Answer(found, now.par, fresh, float("inf"), taken, trimmed=forecast.trimmed)
+        return Answer(found, now.par, float("inf"), taken, trimmed=forecast.trimmed)
 
     if unplaced:
         return answer(fresh, KEEP if fresh is now else TABLES if fresh is tables else FRESH)

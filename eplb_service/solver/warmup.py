@@ -19,7 +19,7 @@ def warm_up(threads: int | None = None) -> None:
     """Solve a tiny problem by every path that the planner takes, once in a process; ``threads`` as for a decision."""
     placement = Placement.linear(layers=2, experts=6, ranks=4, slots=2)
     tables_LGE = np.ascontiguousarray(placement.default_log2phy().transpose(1, 0, 2))
-    heat_LNE = np.arange(2 * 4 * 6, dtype=np.float64).reshape(2, 4, 6)
+    heat_LNE = np.arange(2 * 32 * 6, dtype=np.float64).reshape(2, 32, 6)
     params = SearchParams(
         z=1.0,
         move_price=0.08,

@@ -230,17 +230,32 @@ def _trimmed_mean(scaled_EN: Float32, share_N: Float32) -> Float32:
     return mean_E * (plain_E.sum() / total) if total > 0 else plain_E
 
 
-def _skewness(heat: Heat) -> float:
+@kernel
+def _skewness(scaled_EN: Float32, share_N: Float32) -> float:
     """Skewness of an expert's episodes with tokens, the mean over the experts that vary; 0 where none does."""
-    seen_EN = heat.scaled_EN[:, heat.share_N > 0]
-    mean_E = seen_EN.sum(axis=1) / max(seen_EN.shape[1], 1)
-    centred_EN = seen_EN - mean_E[:, None]
-    spread_E = np.sqrt((centred_EN**2).sum(axis=1) / max(seen_EN.shape[1], 1))
-    # Beyond what rounding makes of experts that do not vary.
-    varies_E = spread_E > 1e-4 * mean_E
-    if not varies_E.any():
-        return 0.0
-    return float(((centred_EN[varies_E] / spread_E[varies_E, None]) ** 3).mean())
+    experts, episodes = scaled_EN.shape
+    seen = 0
+    for n in range(episodes):
+        seen += share_N[n] > 0
+    total, varying = 0.0, 0
+    for e in range(experts):
+        mean = 0.0
+        for n in range(episodes):
+            if share_N[n] > 0:
+                mean += scaled_EN[e, n]
+        mean /= max(seen, 1)
+        squares, cubes = 0.0, 0.0
+        for n in range(episodes):
+            if share_N[n] > 0:
+                off = scaled_EN[e, n] - mean
+                squares += off * off
+                cubes += off * off * off
+        spread = np.sqrt(squares / max(seen, 1))
+        # Beyond what rounding makes of experts that do not vary.
+        if spread > 1e-4 * mean:
+            total += cubes / max(seen, 1) / spread**3
+            varying += 1
+    return total / max(varying, 1)
 
 
 def choose_forecast(heat: Heat, half_life_H: Float64, trim: bool = True) -> Forecast:
@@ -260,9 +275,9 @@ def choose_forecast(heat: Heat, half_life_H: Float64, trim: bool = True) -> Fore
     error_H = ((older_EN @ weight_NH - newer_E[:, None]) ** 2).sum(axis=0)
     best = int(error_H.argmin())
     bound = CLEARLY_BETTER * error_H[0]
-    if trim and half >= FEWEST_TO_TRIM:
+    if trim and half >= FEWEST_TO_TRIM and _skewness(heat.scaled_EN, heat.share_N) >= _SKEWED:
         error = ((_trimmed_mean(older_EN, older_N) - newer_E) ** 2).sum()
-        if error < min(bound, error_H[best]) and _skewness(heat) >= _SKEWED:
+        if error < min(bound, error_H[best]):
             return Forecast(float("inf"), 0.0, trimmed=True)
     if error_H[best] >= bound:
         return Forecast(float(half_life_H[0]), 0.0)

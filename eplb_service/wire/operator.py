@@ -100,9 +100,6 @@ class LayerVerdict:
         Slots that must receive weights, and what they are sent; 0 where the host does not report an expert's size.
     reason
         For operators, one line. Where it names a ratio of episodes it says so: the search sees episodes, not steps.
-    hindsight
-        Ratio that a placement made for this very window would have had, whatever it moved; ``None`` where the decision
-        did not look into the layer.
     us_seen, us_planned
         Microseconds of the slowest rank, as it serves now and as decided; ``None`` without a cost curve. Not sent.
     optimism
@@ -119,16 +116,10 @@ class LayerVerdict:
     moves: int
     changed: bool
     reason: str
-    hindsight: float | None = None
     bytes: int = 0
     us_seen: float | None = None
     us_planned: float | None = None
     optimism: float | None = 0.0
-
-    @property
-    def regret(self) -> float | None:
-        """Ratio that the last decision left to win on this window: that seen less that of hindsight, at least 0."""
-        return None if self.hindsight is None else max(0.0, self.par_seen - self.hindsight)
 
 
 class _ByLayer:

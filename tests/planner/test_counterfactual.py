@@ -15,7 +15,7 @@ from eplb_service.heat.window import Window
 from eplb_service.placement import Placement
 from eplb_service.planner.counterfactual import _time_price, counterfactual, priced
 from eplb_service.planner.decide import plan, plan_afresh
-from eplb_service.planner.plan import Plan, Serving
+from eplb_service.planner.plan import Serving
 from eplb_service.planner.score import split_us
 from eplb_service.planner.settings import PlannerSettings
 from eplb_service.planner.topology import Topology
@@ -30,7 +30,6 @@ FIRST = Placement.linear(LAYERS, EXPERTS, RANKS, SLOTS)
 FOUND = Serving(FIRST, FIRST.default_log2phy())
 TOPOLOGY = Topology.flat(RANKS)
 NOTHING = StepTimes(np.full(STEPS, np.nan), np.full(STEPS, np.nan))
-KEPT = Plan((), ())
 
 
 def balanced(settings: PlannerSettings = SETTINGS) -> Serving:
@@ -38,7 +37,7 @@ def balanced(settings: PlannerSettings = SETTINGS) -> Serving:
 
 
 def judged(serving: Serving, settings: PlannerSettings = SETTINGS, times: StepTimes = NOTHING) -> Worth:
-    found = counterfactual(WINDOW, FOUND, serving, KEPT, settings, times)
+    found = counterfactual(WINDOW, FOUND, serving, (), settings, times)
     assert found is not None
     return found[0]
 
@@ -88,10 +87,10 @@ def test_what_has_not_changed_has_won_exactly_nothing() -> None:
 
 def test_the_best_known_is_never_slower_than_what_it_is_chosen_from() -> None:
     decided = plan(WINDOW, FIRST, FOUND.log2phy_RLE, TOPOLOGY, SETTINGS)
-    assert {layer for layer, *_ in decided.hindsight} == set(range(LAYERS))
-    found, _ = counterfactual(WINDOW, FOUND, FOUND, decided, SETTINGS, NOTHING)
+    changed = FOUND.changed_by(decided)
+    found, _ = counterfactual(WINDOW, FOUND, FOUND, [changed], SETTINGS, NOTHING)
     assert found.best_ms < found.serving_ms
-    after, _ = counterfactual(WINDOW, FOUND, FOUND.changed_by(decided), decided, SETTINGS, NOTHING)
+    after, _ = counterfactual(WINDOW, FOUND, changed, [balanced()], SETTINGS, NOTHING)
     assert after.best_ms <= after.serving_ms
 
 
@@ -123,7 +122,7 @@ def test_a_gain_at_a_fitted_price_has_the_true_one_in_its_interval(seed: int) ->
     measured_T = (us_TL.sum(axis=1) + others_T) * np.exp(0.003 * rng.standard_normal(steps))
     times = StepTimes(measured_T, np.full(steps, np.nan))
     (truth, given), (found, fitted) = (
-        counterfactual(window, FOUND, serving, KEPT, settings, times)
+        counterfactual(window, FOUND, serving, (), settings, times)
         for settings in (replace(SETTINGS, cost_curve=curve), SETTINGS)
     )
     assert found.price_kind == "fitted"
@@ -147,10 +146,10 @@ def test_what_is_not_known_of_the_price_widens_the_interval(monkeypatch: pytest.
 
 def test_steps_without_tokens_say_nothing() -> None:
     idle = Window(np.zeros_like(HEAT))
-    assert counterfactual(idle, FOUND, FOUND, KEPT, SETTINGS, NOTHING) is None
+    assert counterfactual(idle, FOUND, FOUND, (), SETTINGS, NOTHING) is None
     once = np.zeros_like(HEAT)
     once[5] = HEAT[5]
-    assert counterfactual(Window(once), FOUND, balanced(), KEPT, SETTINGS, NOTHING) is None
+    assert counterfactual(Window(once), FOUND, balanced(), (), SETTINGS, NOTHING) is None
 
 
 def test_a_host_that_splits_every_step_is_judged_by_its_own_split() -> None:

@@ -116,7 +116,8 @@ def test_plans_deal_with_as_many_entries_as_the_host_has(policy: str, host: int,
     assert tables_RLED.shape == deployed.shape
     after.check_log2phy(tables_RLED)
     realised_L = par(slow_loads(source_TRLE, tables_RLED))
-    assert float(realised_L.mean()) == pytest.approx(found.par_planned, abs=0.02)
+    seen = found.par_planned - np.mean([verdict.optimism or 0.0 for verdict in found.verdicts])
+    assert float(realised_L.mean()) == pytest.approx(seen, abs=0.02)
     assert realised_L.mean() < par(slow_loads(source_TRLE, deployed)).mean()
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from eplb_service.heat.window import Window
 from eplb_service.placement import Placement
-from eplb_service.planner.decide import _Judge
+from eplb_service.planner.decide import _Judge, _solved
 from eplb_service.planner.request import Question
 from eplb_service.planner.settings import PlannerSettings
 from eplb_service.planner.topology import Topology
@@ -32,10 +32,10 @@ def judge(
     return _Judge(asked, 0.3, "", *(np.array([value]) for value in (par, 1.1, seen, bound, us)))
 
 
-def answer(taken: int, hindsight: float = 1.15, **facts: object) -> Answer:
+def answer(taken: int, **facts: object) -> Answer:
     found = Candidate(np.zeros((2, 2), np.int32), np.zeros((2, 4), np.int32), 1.2, 3)
     half_life = facts.pop("half_life", math.inf)
-    return Answer(found, 1.4, found._replace(par=hindsight), half_life, taken, **facts)
+    return Answer(found, 1.4, half_life, taken, **facts)
 
 
 @pytest.mark.parametrize(
@@ -54,18 +54,14 @@ def test_layers_not_looked_into(given: _Judge, reason: str) -> None:
     verdict = given.not_picked(0)
     assert verdict.reason == reason
     assert_kept(verdict)
-    assert verdict.hindsight is verdict.regret is verdict.us_seen is None
+    assert verdict.us_seen is None
 
 
-@pytest.mark.parametrize(("hindsight", "won"), [(1.4, "0.0%"), (1.6, "0.0%"), (1.05, "25.0%")])
-@pytest.mark.parametrize(("steps_hindsight", "regret"), [(1.3, 0.2), (1.6, 0.0)])
-def test_layers_that_nothing_pays_for(
-    hindsight: float, won: str, steps_hindsight: float, regret: float
-) -> None:
-    verdict = judge(us=50.0).not_worth_it(0, answer(KEEP, hindsight), steps_hindsight)
-    assert verdict.reason.startswith("kept: nothing pays for its moves")
-    assert f"(hindsight: {won} won)" in verdict.reason
-    assert (verdict.hindsight, verdict.regret) == (steps_hindsight, pytest.approx(regret))
+def test_layers_that_nothing_pays_for() -> None:
+    verdict, change = _solved(0, answer(KEEP), judge(us=50.0))
+    assert change is None
+    assert verdict.reason == "kept: nothing pays for its moves on steps that it was not fitted to"
+    assert verdict.us_seen == 50.0
     assert_kept(verdict)
 
 
@@ -81,13 +77,13 @@ def test_layers_that_nothing_pays_for(
     ],
 )
 def test_layers_that_change(taken: int, moves: int, facts: dict[str, Any], reason: str) -> None:
-    verdict = judge().changed(0, answer(taken, **facts), moves, 1.25, None, 1.15)
+    verdict = judge().changed(0, answer(taken, **facts), moves, 1.25, None)
     assert verdict.reason.endswith(reason)
     assert verdict.changed
     assert (verdict.par_seen, verdict.noise_floor) == (1.5, 1.1)
     assert verdict.par_planned == 1.25 + facts.get("optimism", 0.0)
-    assert (verdict.bytes, verdict.regret) == (1000 * moves, pytest.approx(0.35))
-    assert judge().changed(0, answer(taken), moves, 1.05, None, 1.0).par_planned == verdict.noise_floor
+    assert verdict.bytes == 1000 * moves
+    assert judge().changed(0, answer(taken), moves, 1.05, None).par_planned == verdict.noise_floor
 
 
 def assert_kept(verdict: LayerVerdict) -> None:

@@ -45,7 +45,7 @@ def test_answers_can_be_served(
     elif not case.heat_NE[:, 1:].any():
         # All ranks at most share one hot expert, and no more than all of them.
         most = min(case.ranks, case.ranks * case.slots - case.experts + 1)
-        assert answer.hindsight >= case.ranks / most - 1e-4
+        assert answer.found.par >= case.ranks / most - 1e-4
     scaled_EN, share_N = heat.normalise(case.heat_NE, np.ones(len(case.heat_NE)), case.ranks)
     share_RS = heat.even_shares(answer.found.phy2log_RS)
     if tables != EVEN:

@@ -79,6 +79,21 @@ def run_apart(*program: str, **environment: str) -> int:
     return int(done.stdout.splitlines()[-1])
 
 
+_DECISION = """
+from eplb_service.solver import layer, warmup, window
+from tests.planner.test_counterfactual import *
+warmup.warm_up(1)
+kernels = [one for room in (layer, window) for one in vars(room).values() if hasattr(one, "signatures")]
+before = [len(one.signatures) for one in kernels]
+plan(Window(np.tile(HEAT, (2, 1, 1))), FIRST, FOUND.log2phy_RLE, TOPOLOGY, SETTINGS)
+print(sum(len(one.signatures) for one in kernels) - sum(before))
+"""
+
+
+def test_a_decision_compiles_nothing_once_the_solver_is_warm() -> None:
+    assert run_apart("-c", _DECISION) == 0
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_no_kernel_leaves_its_arrays(tmp_path: Path) -> None:

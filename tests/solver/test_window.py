@@ -149,7 +149,9 @@ def test_skewness_is_the_mean_of_the_experts(episodes: int, experts: int, seed: 
         moments = [((row_N - row_N.mean()) ** power).mean() if row_N.size else 0.0 for power in (2, 3)]
         if moments[0] ** 0.5 > 1e-4 * (row_N.mean() if row_N.size else 0.0):
             wanted.append(moments[1] / moments[0] ** 1.5)
-    assert _skewness(seen) == pytest.approx(np.mean(wanted) if wanted else 0.0, rel=1e-2, abs=1e-2)
+    assert _skewness(seen.scaled_EN, seen.share_N) == pytest.approx(
+        np.mean(wanted) if wanted else 0.0, rel=1e-2, abs=1e-2
+    )
 
 
 def test_where_two_kinds_of_heat_take_turns_no_mean_is_trimmed() -> None:

@@ -56,7 +56,7 @@ def test_every_field_is_there_and_what_is_absent_is_none() -> None:
         "last_plan": None,
     }
     assert as_document(pb.AgentStatus(rank=3))["silent_seconds"] is None
-    assert as_document(pb.PastVerdict(hindsight=0.0))["hindsight"] == 0.0
+    assert as_document(pb.AgentStatus(silent_seconds=0.0))["silent_seconds"] == 0.0
 
 
 def test_arrays_digests_and_large_numbers() -> None:

@@ -11,6 +11,9 @@ from eplb_service.planner.pace import Pace
 from eplb_service.planner.plan import Outlook, Promise
 from eplb_service.wire.operator import MovePrice, Worth
 
+_DECIDING = 8.0
+"""Times as many steps as pay for an appraisal pass before the next."""
+
 
 @dataclass(frozen=True)
 class Decisions:
@@ -31,6 +34,8 @@ class Decisions:
         Gain of balancing on the last decision's steps, and the price of its moves; ``None`` until they are known.
     fitted
         The last cost curve that the group's own step times spoke for.
+    appraise_at
+        Steps that ``pace`` must have seen before the gain is judged again.
     """
 
     begun: bool = False
@@ -42,6 +47,17 @@ class Decisions:
     worth: Worth | None = None
     fitted: CostCurve | None = None
     move_price: MovePrice | None = None
+    appraise_at: float = 0.0
+
+    @property
+    def to_appraise(self) -> bool:
+        """True where the gain of balancing is to be judged: decisions come first, and take most of the CPU.
+
+        Soon where the last one knows of none: what it judged was as it had been found.
+        """
+        if self.pace is None or self.worth is None or self.worth.gain_ms == 0:
+            return True
+        return self.pace.seen >= self.appraise_at
 
     def is_due(self, assembled: int, interval: int) -> bool:
         """Return whether one is due: by what is realised or, by the clock, ``interval`` steps after the last."""
@@ -86,4 +102,5 @@ class Decisions:
         A curve that they speak for is kept though the next ones say nothing: it is the device's, not the placement's.
         """
         pace = self.pace and self.pace.charged(cost)
-        return replace(self, worth=worth, fitted=fitted or self.fitted, pace=pace)
+        after = 0.0 if pace is None else pace.seen + _DECIDING * cost
+        return replace(self, worth=worth, fitted=fitted or self.fitted, pace=pace, appraise_at=after)

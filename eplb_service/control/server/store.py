@@ -15,7 +15,7 @@ import sqlite3
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -247,7 +247,12 @@ def higher_term(term: int) -> int:
 
 
 def _verdicts(text: str) -> tuple[LayerVerdict, ...]:
-    return tuple(LayerVerdict(**verdict) for verdict in json.loads(text))
+    known = {field.name for field in fields(LayerVerdict)}
+    verdicts = json.loads(text)
+    # Older releases kept more of a layer.
+    return tuple(
+        LayerVerdict(**{name: verdict[name] for name in known & verdict.keys()}) for verdict in verdicts
+    )
 
 
 def _open(path: str) -> sqlite3.Connection:

@@ -73,9 +73,12 @@ def test_cpu_of_decisions_and_of_appraisals_puts_the_next_decision_off() -> None
     decided = decided_once().decided(replace(OUTLOOK, cost=100.0), LIVE, changed=False)
     assert decided.pace is not None
     assert decided.pace.due_at == 100
-    appraised = decided.appraised(WORTH, None, 30.5).pace
-    assert appraised is not None
-    assert appraised.due_at == 131
+    appraised = decided.appraised(WORTH, None, 30.5)
+    assert appraised.pace is not None
+    assert appraised.pace.due_at == 131
+    nothing_won = replace(appraised, worth=replace(WORTH, gain_ms=0.0))
+    assert [one.to_appraise for one in (decided, appraised, nothing_won)] == [True, False, True]
+    assert appraised.appraise_at == decided.pace.seen + 8 * 30.5
 
 
 def test_the_end_of_a_plan_that_this_service_did_not_make_changes_nothing() -> None:

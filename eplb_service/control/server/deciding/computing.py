@@ -21,11 +21,12 @@ from eplb_service.heat.sources import StepTimes
 from eplb_service.heat.window import HeatError, Window
 from eplb_service.io.open_trace import open_trace
 from eplb_service.planner.counterfactual import counterfactual, priced
-from eplb_service.planner.decide import plan
+from eplb_service.planner.decide import plan, plan_afresh
 from eplb_service.planner.pace import Pace
 from eplb_service.planner.plan import Outlook, Plan, Serving, gain_over, promise_for
 from eplb_service.planner.settings import PlannerSettings
 from eplb_service.planner.topology import Topology
+from eplb_service.solver.model import SearchOptions
 from eplb_service.wire.fields import WireError, check_deployment
 from eplb_service.wire.operator import Worth
 
@@ -36,6 +37,9 @@ class PriorError(ValueError):
 
 _STEP_US = 40_000.0
 """Microseconds that a step is taken to last until the ranks have measured any."""
+
+_HINDSIGHT_MS = 500.0
+"""Milliseconds in which an appraisal begins layers to solve from scratch, worst first."""
 
 Prior: TypeAlias = tuple[RememberedHeat, str]
 """Heat that a deployment is placed for before it has any of its own, and where it comes from."""
@@ -216,9 +220,12 @@ def appraise(inputs: DecisionInputs, decided: Plan) -> tuple[Worth, CostCurve | 
     taken = time.process_time()
     if inputs.found is None or inputs.times is None:
         return None
-    found = counterfactual(
-        inputs.window, inputs.found, inputs.live.serving, decided, inputs.settings, inputs.times
+    live, quickly = inputs.live, replace(inputs.settings, budget_ms=_HINDSIGHT_MS)
+    hindsight = plan_afresh(
+        inputs.window, live.placement, inputs.topology, quickly, SearchOptions(annealing=False)
     )
+    others = [live.serving.changed_by(one) for one in (decided, hindsight) if one.layers]
+    found = counterfactual(inputs.window, inputs.found, live.serving, others, inputs.settings, inputs.times)
     return None if found is None else (*found, inputs.steps_paying(time.process_time() - taken))
 
 

@@ -56,7 +56,8 @@ class _DecisionOutcome:
 class Decider:
     """Decides for all deployments, each on a thread of its own and one decision at a time.
 
-    After a decision its steps say what balancing is worth; nobody waits for that appraisal, which ends the one before.
+    After some decisions their steps say what balancing is worth; nobody waits for that appraisal, which ends the one
+    before.
 
     Parameters
     ----------
@@ -184,10 +185,11 @@ class Decider:
             outcome = await self._offered(deployment, group, solved, None)
             return replace(outcome, message=f"{outcome.message}, by the heat of {prior[1]}")
         outcome = await self._offered(deployment, group, solved, outlook)
-        if deployment.name in self._appraising:
-            self._appraising[deployment.name].cancel()
-        task = asyncio.create_task(self._appraise(deployment, group, inputs, solved))
-        self._appraising[deployment.name] = task
+        if deployment.decisions.to_appraise:
+            if deployment.name in self._appraising:
+                self._appraising[deployment.name].cancel()
+            task = asyncio.create_task(self._appraise(deployment, group, inputs, solved))
+            self._appraising[deployment.name] = task
         return outcome
 
     async def _offered(
