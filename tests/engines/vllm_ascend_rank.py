@@ -58,13 +58,14 @@ def main(rank, port, config_folder, options):
     tensors = [tensor for layer in layers for tensor in kept_tensors(layer)]
     addresses = [tensor.data_ptr() for tensor in tensors]
     host_maps = [layer._expert_map.tolist() for layer in layers]
-    draw = torch.Generator().manual_seed(11)
+    draw, turns = torch.Generator().manual_seed(11), torch.Generator().manual_seed(12)
     bias_E = torch.tensor([3.0, 2.5] + [0.0] * (EXPERTS - 2))
     worst, steps = 0.0, 0
     # All ranks switch at the same step, so all end here at the same one.
     while steps < options["most_steps"] and agent.stats.layers_switched < options["switches"]:
         if steps % 60 == 59:
-            bias_E = bias_E.roll(3)
+            # Any two: of neighbours one is even and one odd, so that one placement would serve them all.
+            bias_E = bias_E[torch.randperm(EXPERTS, generator=turns)]
         hidden_TH = torch.randn(TOKENS, HIDDEN, generator=draw)
         logits_LTE = torch.randn(LAYERS, TOKENS, EXPERTS, generator=draw) + bias_E
         updator.forward_before()
