@@ -99,23 +99,7 @@ def engine_environment(site, **more):
 
 
 class EngineRun:
-    """One engine process that generates for a number of rounds.
-
-    Parameters
-    ----------
-    python
-        The engine's interpreter.
-    script
-        What it runs, of this folder.
-    folder
-        Where log and answers go.
-    checkpoint
-        The model.
-    options
-        For ``script``.
-    environment
-        Of the process.
-    """
+    """One engine process that generates for a number of rounds; its log and answers are in ``folder``."""
 
     def __init__(self, python, script, folder, checkpoint, options, environment):
         folder.mkdir(parents=True, exist_ok=True)

@@ -26,21 +26,7 @@ class ServerError(RuntimeError):
 
 
 class OpenAiServer:
-    """``python -m vllm.entrypoints.openai.api_server`` in a process of its own; a context that ends it.
-
-    Parameters
-    ----------
-    python
-        The engine's interpreter.
-    log
-        File that takes what it prints.
-    model
-        Checkpoint to serve.
-    options
-        Further command line.
-    environment
-        Of the process.
-    """
+    """``python -m vllm.entrypoints.openai.api_server`` in a process that prints to ``log``; a context that ends it."""
 
     def __init__(
         self, python: Path, log: Path, model: Path, options: Sequence[str], environment: dict[str, str]

@@ -133,12 +133,12 @@ class Service(control_plane.ControlPlane):
     """One life of the service; ``done`` counts the plans that were carried out whole."""
 
     def __init__(self, scheduler: Scheduler, settings: ServiceSettings) -> None:
+        self.writer = store.StoreWriter(store.Store(store.MEMORY), lambda: None)
         self.process = Process(scheduler, NAME)
         self.done = 0
         self.withheld = 0.0
         self._loop = Loop(self.process)
         metrics = Metrics()
-        self.writer = store.StoreWriter(store.Store(store.MEMORY), lambda: None)
         self.writer._thread = SimpleNamespace(submit=self._submit)
         super().__init__(settings, self.writer, metrics)
         self._agents = agents.AgentService(self, Quotas(64, 64))

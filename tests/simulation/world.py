@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from eplb_service.control.server.settings import ServiceSettings
+from eplb_service.control.server.store import StoreError
 from eplb_service.placement import Placement
 from tests.simulation.engine import Engine
 from tests.simulation.faults import BEYOND, FAULTS
@@ -132,8 +133,13 @@ class World:
     # Parts that end and begin
 
     def start_service(self) -> None:
-        self.service = Service(self.scheduler, self.service_settings)
-        self._note(f"a service of term {self.service.leader_term} is there")
+        try:
+            self.service = Service(self.scheduler, self.service_settings)
+        except StoreError as error:
+            self._note(f"no service starts: {error}")
+            self.later(1.0, lambda: self.service or self.start_service())
+        else:
+            self._note(f"a service of term {self.service.leader_term} is there")
 
     def stop_service(self) -> None:
         if self.service is not None:

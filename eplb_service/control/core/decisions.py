@@ -11,7 +11,7 @@ from eplb_service.planner.pace import Pace
 from eplb_service.planner.plan import Outlook, Promise
 from eplb_service.wire.operator import MovePrice, Worth
 
-_DECIDING = 8.0
+_BETWEEN_APPRAISALS = 8.0
 """Times as many steps as pay for an appraisal pass before the next."""
 
 
@@ -102,5 +102,5 @@ class Decisions:
         A curve that they speak for is kept though the next ones say nothing: it is the device's, not the placement's.
         """
         pace = self.pace and self.pace.charged(cost)
-        after = 0.0 if pace is None else pace.seen + _DECIDING * cost
+        after = 0.0 if pace is None else pace.seen + _BETWEEN_APPRAISALS * cost
         return replace(self, worth=worth, fitted=fitted or self.fitted, pace=pace, appraise_at=after)

@@ -102,6 +102,18 @@ class Store:
     def __init__(self, path: str, above: int = 0) -> None:
         self._path, self._db = path, _open(path)
         self._file = self._identity()
+        try:
+            self.leader_term = self._begun(above)
+        except sqlite3.Error as error:
+            raise StoreError(
+                f"cannot write the store {path!r}: {error}; make room, or name another"
+            ) from error
+        (last,) = self._db.execute("SELECT COALESCE(MAX(id), 0) FROM plans").fetchone()
+        # Agents outlive services: where no file remembers the last number, the clock is past it.
+        self._last_plan_id: int = max(last, int(time.time()))
+
+    def _begun(self, above: int) -> int:
+        """Leader term of this start, written with all that follows from it."""
         with self._db:
             # At least the clock: ranks follow a service that has lost its store, or has another, if it started last.
             fresh = term_at(time.time(), secrets.randbits(RANDOM_BITS))
@@ -112,15 +124,12 @@ class Store:
                 "UPDATE plans SET outcome = ?, reason = 'the service stopped' WHERE outcome IS NULL",
                 (Outcome.INTERRUPTED.value,),
             )
-        (term,) = self._db.execute("SELECT leader_term FROM service").fetchone()
-        self.leader_term: int = term
+        term: int = self._db.execute("SELECT leader_term FROM service").fetchone()[0]
         for stored in self.deployments():
             if stored.leader_term >= term:
                 with contextlib.suppress(ConflictError):
                     self.save_deployment(replace(stored, leader_term=higher_term(stored.leader_term)))
-        (last,) = self._db.execute("SELECT COALESCE(MAX(id), 0) FROM plans").fetchone()
-        # Agents outlive services: where no file remembers the last number, the clock is past it.
-        self._last_plan_id: int = max(last, int(time.time()))
+        return term
 
     def check_file(self) -> None:
         """Raise ``StoreError`` where the open file is no longer the one at its path, or may not be written."""

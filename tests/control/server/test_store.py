@@ -215,3 +215,13 @@ def test_a_first_layout_that_is_damaged_is_said(path: str, part: slice) -> None:
     database.close()
     with pytest.raises(ValueError, match="a stored layout is damaged"):
         Store(path).first_layout("decode")
+
+
+def test_a_start_that_cannot_write_says_so(path: str) -> None:
+    with contextlib.closing(Store(path)) as store:
+        store.begin_plan("decode", PlanTracker.of(5, LIVE, decision_of(LIVE, 0)), 1)
+        store._db.execute(
+            "CREATE TRIGGER f BEFORE UPDATE ON plans BEGIN SELECT RAISE(ABORT, 'disk is full'); END"
+        )
+    with pytest.raises(StoreError, match="disk is full; make room"):
+        Store(path)
