@@ -118,11 +118,12 @@ async def test_what_cannot_be_taken_is_shed_alike_by_all_ranks_and_reported(
 async def recording(service: RunningService, *arguments: str, watched: bool = True) -> asyncio.Task[int]:
     """``eplb trace record`` under way, once the service hands heat to it."""
     feed = service.plane.feed
+    await until(lambda: not feed._watchers)  # the service learns a little later that the one before has gone
     task = asyncio.create_task(
         asyncio.to_thread(run, ["trace", "record", *arguments, "--address", service.address])
     )
     if watched:
-        await until(lambda: any(feed._watchers.values()))
+        await until(lambda: bool(feed._watchers))
     return task
 
 
