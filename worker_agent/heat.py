@@ -79,7 +79,7 @@ class HeatRecorder:
         self._rows = min(ring.shape[0] for ring in rings)
         self.ring_bytes = sum(ring.nbytes for ring in rings)
         self.adopt(segment_steps)
-        self._conserves = None not in (self._slot_rings, self._source_rings) and all(
+        self.conserves = None not in (self._slot_rings, self._source_rings) and all(
             isinstance(layer, Conserving) and layer.conserves for layer in layers
         )
         self._silent_calls = 0
@@ -196,7 +196,7 @@ class HeatRecorder:
             np.array(tokens, dtype=np.int64) if len(tokens) == len(phases) else None,
             source_sums_LE=self._copy_out(self._source_rings, rows, summed=True) if summed else None,
             micros_T=np.array(micros, dtype=np.int64),
-            conserved=self._conserves,
+            conserved=self.conserves,
         )
         for at, counter in enumerate(self._counters, len(phases)):
             self._pass_of_row[at].copy_(counter, non_blocking=True)

@@ -12,20 +12,13 @@ from tools.train_model import Texts, losses, train
 from worker_agent.model.checkpoint import Checkpoint
 
 
-@pytest.fixture
-def corpus(tmp_path: Path) -> Path:
+@pytest.mark.slow
+def test_loss_falls_and_the_checkpoint_holds_the_model(tmp_path: Path, capsys) -> None:
     for domain in ("sql", "logs"):
         lines = [f"{domain} {number} of {number % 7} rows are ready" for number in range(200)]
         (tmp_path / f"{domain}.txt").write_text("\n".join(lines))
-    return tmp_path
-
-
-@pytest.mark.slow
-def test_loss_falls_and_the_checkpoint_holds_the_model(
-    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
     model, moes = small_model()
-    texts = Texts(corpus)
+    texts = Texts(tmp_path)
     before, balance = losses(model, texts.validation("sql", CONFIG.context + 1, 8))
     train(model, moes, texts, tmp_path / "trained", steps=40, batch=4, minutes=30.0)
     after, _ = losses(model, texts.validation("sql", CONFIG.context + 1, 8))
@@ -43,8 +36,3 @@ def test_validation_text_is_never_trained_on(tmp_path: Path) -> None:
     assert set(texts.batch(50, 20, generator).unique().tolist()) == {ord("a")}
     assert set(texts.validation("only", 10, 99).unique().tolist()) == {ord("b")}
     assert texts.validation("only", 10, 99).shape == (5, 10)
-
-
-def test_a_folder_without_texts_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"no \.txt files; the corpus is one text file per domain"):
-        Texts(tmp_path)
