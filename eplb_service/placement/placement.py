@@ -137,7 +137,11 @@ class Placement:
         Int32
             Int32 ``[R, L, E]``, or ``[R, L, E, D]`` of more than one entry.
         """
-        tables = [default_log2phy(layer_RS, self.experts, width) for layer_RS in self.phy2log_LRS]
+        tables: list[Int32] = []
+        for layer, layer_RS in enumerate(self.phy2log_LRS):
+            # Of a linear layout all layers are alike.
+            alike = layer > 0 and np.array_equal(layer_RS, self.phy2log_LRS[layer - 1])
+            tables.append(tables[-1] if alike else default_log2phy(layer_RS, self.experts, width))
         return np.ascontiguousarray(np.stack(tables, axis=1))
 
     def with_layers(self, changes: Iterable[tuple[int, Int32]]) -> Placement:

@@ -22,6 +22,7 @@ from eplb_service.solver.window import (
     loads_of_ranks,
     served_window,
     standard_error,
+    tokens_of_slots,
 )
 
 Heat = npt.NDArray[np.floating] | npt.NDArray[np.integer]
@@ -79,16 +80,18 @@ def split_shares(
         shares_RLE = source_shares(source_RLE, sources, layers, placement.experts)
         parts_RLED = shares_RLE[..., None] * entry_parts(shares_RLE * heat_TLE.mean(axis=0), width)
     share_LP, tokens_RE = np.empty((layers, ranks * slots)), np.ones((sources, placement.experts))
+    total_E, log2phy_RLE = tokens_RE.sum(axis=0), np.ascontiguousarray(log2phy_RLE, dtype=np.int32)
     for layer, phy2log_RS in enumerate(placement.phy2log_LRS):
-        table_X = log2phy_RLE[:, layer].ravel()
         if parts_RLED is not None:
-            share_LP[layer] = np.bincount(table_X, parts_RLED[:, layer].ravel(), minlength=ranks * slots)
+            parts_X, table_X = parts_RLED[:, layer].ravel(), log2phy_RLE[:, layer].ravel()
+            share_LP[layer] = np.bincount(table_X, parts_X, minlength=ranks * slots)
             continue
         if source_RLE is not None:
             # Tokens of one layer, not parts of all: those of a thousand ranks are large.
             tokens_RE = np.where(source_RLE[:, layer].any(axis=0), source_RLE[:, layer], 1.0)
-        tokens_P = np.bincount(table_X, tokens_RE.ravel(), minlength=ranks * slots)
-        share_LP[layer] = tokens_P / tokens_RE.sum(axis=0)[phy2log_RS.ravel()]
+            total_E = tokens_RE.sum(axis=0)
+        tokens_P = tokens_of_slots(log2phy_RLE, layer, tokens_RE, ranks * slots)
+        share_LP[layer] = tokens_P / total_E[phy2log_RS.ravel()]
     return share_LP
 
 

@@ -45,6 +45,8 @@ CHOSEN = (SOLVED, DEALT)
 """Where the solver chooses the tables."""
 KEEP, TABLES, LOCAL, FRESH = 0, 1, 2, 3
 """Leave the layer as it is, give it new tables, improve its placement, or place it from scratch."""
+_BLOCK = 16
+"""Experts of a block of the covariances."""
 
 
 @dataclass(frozen=True)
@@ -182,13 +184,16 @@ def with_covariance(scaled_EN: Float32, share_N: Float32) -> Heat:
         for n in range(episodes):
             centred_EN[e, n] = root_N[n] * (scaled_EN[e, n] - mean)
     gram_EE = np.empty((experts, experts), dtype=np.float32)
-    for a in range(experts):
-        for b in range(a + 1):
-            dot = np.float32(0.0)
-            for n in range(episodes):
-                dot += centred_EN[a, n] * centred_EN[b, n]
-            gram_EE[a, b] = dot
-            gram_EE[b, a] = dot
+    # By blocks, whose mirrored halves stay in the nearest cache.
+    for begin_a in range(0, experts, _BLOCK):
+        for begin_b in range(0, begin_a + 1, _BLOCK):
+            for a in range(begin_a, min(begin_a + _BLOCK, experts)):
+                for b in range(begin_b, min(begin_b + _BLOCK, a + 1)):
+                    dot = np.float32(0.0)
+                    for n in range(episodes):
+                        dot += centred_EN[a, n] * centred_EN[b, n]
+                    gram_EE[a, b] = dot
+                    gram_EE[b, a] = dot
     return Heat(scaled_EN, share_N, mean_E, gram_EE)
 
 

@@ -78,6 +78,16 @@ class ServedWindow(NamedTuple):
 
 
 @kernel
+def tokens_of_slots(log2phy_RLE: Int32, layer: int, tokens_RE: Float64, slots: int) -> Float64:
+    """Tokens that each of so many slots of a layer receives through its tables, float64 ``[R*S]``."""
+    tokens_P = np.zeros(slots)
+    for r in range(log2phy_RLE.shape[0]):
+        for e in range(log2phy_RLE.shape[2]):
+            tokens_P[log2phy_RLE[r, layer, e]] += tokens_RE[r, e]
+    return tokens_P
+
+
+@kernel
 def served_window(
     heat_TLE: Float64 | Int64 | Int32, layer_K: Int64, phy2log_KRS: Int32, share_KP: Float64, episodes: int
 ) -> ServedWindow:
