@@ -197,7 +197,12 @@ def _blind_layers(asked: Question, floor_L: Float64) -> npt.NDArray[np.bool_]:
     # In which order a rank's slots are is of no account.
     in_order_1RS = np.sort(one_in_order.phy2log_LRS, axis=2)
     same_L: npt.NDArray[np.bool_] = (np.sort(placement.phy2log_LRS, axis=2) == in_order_1RS).all(axis=(1, 2))
-    in_order_K = np.flatnonzero(same_L)
+    alike_L = np.zeros_like(same_L)
+    if asked.log2phy_RLE.ndim == rule_R1E.ndim:
+        # Nothing has changed since these layers were loaded.
+        alike_L = (placement.phy2log_LRS == one_in_order.phy2log_LRS).all(axis=(1, 2))
+        alike_L &= (asked.log2phy_RLE == rule_R1E).all(axis=(0, 2))
+    in_order_K = np.flatnonzero(same_L & ~alike_L)
     if in_order_K.size:
         same_L[in_order_K] = np.isclose(pars(in_order_K), pars(in_order_K, names_E), rtol=1e-9, atol=0.0)
     if asked.settings.expert_groups is None and window.steps >= _FEWEST_STEPS and not same_L.all():

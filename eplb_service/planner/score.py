@@ -21,8 +21,8 @@ from eplb_service.solver.window import (
     inflation_error,
     loads_of_ranks,
     served_window,
+    shares_of_slots,
     standard_error,
-    tokens_of_slots,
 )
 
 Heat = npt.NDArray[np.floating] | npt.NDArray[np.integer]
@@ -79,19 +79,17 @@ def split_shares(
     if width > 1:
         shares_RLE = source_shares(source_RLE, sources, layers, placement.experts)
         parts_RLED = shares_RLE[..., None] * entry_parts(shares_RLE * heat_TLE.mean(axis=0), width)
-    share_LP, tokens_RE = np.empty((layers, ranks * slots)), np.ones((sources, placement.experts))
-    total_E, log2phy_RLE = tokens_RE.sum(axis=0), np.ascontiguousarray(log2phy_RLE, dtype=np.int32)
-    for layer, phy2log_RS in enumerate(placement.phy2log_LRS):
-        if parts_RLED is not None:
+    share_LP = np.empty((layers, ranks * slots))
+    if parts_RLED is not None:
+        for layer in range(layers):
             parts_X, table_X = parts_RLED[:, layer].ravel(), log2phy_RLE[:, layer].ravel()
             share_LP[layer] = np.bincount(table_X, parts_X, minlength=ranks * slots)
-            continue
-        if source_RLE is not None:
-            # Tokens of one layer, not parts of all: those of a thousand ranks are large.
-            tokens_RE = np.where(source_RLE[:, layer].any(axis=0), source_RLE[:, layer], 1.0)
-            total_E = tokens_RE.sum(axis=0)
-        tokens_P = tokens_of_slots(log2phy_RLE, layer, tokens_RE, ranks * slots)
-        share_LP[layer] = tokens_P / total_E[phy2log_RS.ravel()]
+        return share_LP
+    uniform = source_RLE is None
+    tokens_RLE = np.ones((sources, 1, placement.experts)) if source_RLE is None else source_RLE
+    tables_RLE, tokens_RLE = np.ascontiguousarray(log2phy_RLE), np.ascontiguousarray(tokens_RLE)
+    for layer, phy2log_RS in enumerate(placement.phy2log_LRS.copy()):
+        share_LP[layer] = shares_of_slots(phy2log_RS, tables_RLE, layer, tokens_RLE, 0 if uniform else layer)
     return share_LP
 
 

@@ -11,7 +11,7 @@ from eplb_service.solver.engine import solve_many
 from eplb_service.solver.model import DEALT, EVEN, RULE, SOLVED, STEPWISE, SearchParams
 from eplb_service.solver.time_costs import slowest_in_steps
 from eplb_service.solver.topology import choose_senders
-from eplb_service.solver.window import loads_of_ranks, served_window, sum_episodes, tokens_of_slots
+from eplb_service.solver.window import loads_of_ranks, served_window, shares_of_slots, sum_episodes
 
 
 @cache
@@ -50,7 +50,6 @@ def warm_up(threads: int | None = None) -> None:
         for answer in answers:
             if isinstance(answer, Exception):
                 raise answer
-    tokens_of_slots(placement.default_log2phy(), 0, np.ones((4, 6)), 8)
     whole_TLE = np.ones((2, 2, 6), dtype=np.int64)
     for heat_TLE in (whole_TLE.astype(np.int32), whole_TLE, whole_TLE.astype(np.float64)):
         loads_of_ranks(heat_TLE, placement.phy2log_LRS.copy(), np.ones((2, 8)))
@@ -58,4 +57,5 @@ def warm_up(threads: int | None = None) -> None:
         sum_episodes(heat_TLE, np.arange(2), 2)
         slowest_in_steps(heat_TLE, placement.phy2log_LRS.copy(), np.ones((2, 8)), curve_4)
     deployed_RS = np.array(placement.phy2log_LRS[0])
+    shares_of_slots(deployed_RS, placement.default_log2phy(), 0, np.ones((4, 2, 6)), 0)
     choose_senders(deployed_RS, deployed_RS[::-1].copy(), np.zeros(4, dtype=np.int32))

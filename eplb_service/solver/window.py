@@ -78,13 +78,32 @@ class ServedWindow(NamedTuple):
 
 
 @kernel
-def tokens_of_slots(log2phy_RLE: Int32, layer: int, tokens_RE: Float64, slots: int) -> Float64:
-    """Tokens that each of so many slots of a layer receives through its tables, float64 ``[R*S]``."""
-    tokens_P = np.zeros(slots)
-    for r in range(log2phy_RLE.shape[0]):
-        for e in range(log2phy_RLE.shape[2]):
-            tokens_P[log2phy_RLE[r, layer, e]] += tokens_RE[r, e]
-    return tokens_P
+def shares_of_slots(
+    phy2log_RS: Int32, log2phy_RLE: Int32, layer: int, tokens_RLE: Float64, of_layer: int
+) -> Float64:
+    """Part of its expert's tokens that each slot of a layer receives, float64 ``[R*S]``.
+
+    Parameters
+    ----------
+    phy2log_RS, log2phy_RLE, layer
+        int32 ``[R, S]`` its placement, int32 ``[R, L, E]`` the tables of all layers, and which of them it is.
+    tokens_RLE, of_layer
+        float64 ``[R, L, E]``, tokens by source, and which row is the layer's; alike of all where an expert has none.
+    """
+    sources, _, experts = log2phy_RLE.shape
+    total_E, expert_P = np.zeros(experts), phy2log_RS.ravel()
+    for r in range(sources):
+        for e in range(experts):
+            total_E[e] += tokens_RLE[r, of_layer, e]
+    share_P = np.zeros(expert_P.shape[0])
+    for r in range(sources):
+        for e in range(experts):
+            tokens = tokens_RLE[r, of_layer, e] if total_E[e] > 0 else 1.0
+            share_P[log2phy_RLE[r, layer, e]] += tokens
+    for p in range(expert_P.shape[0]):
+        total = total_E[expert_P[p]]
+        share_P[p] /= total if total > 0 else sources
+    return share_P
 
 
 @kernel
