@@ -131,7 +131,7 @@ faults: $(READY) ## real faults on real services and ranks (minutes); ARGS go to
 attack: $(READY) ## what strangers try on a real service, as one table; ARGS go to pytest
 	@$(BIN)/pytest tests/attacks -m "" -s $(ARGS)
 
-soak: $(READY) ## ten minutes of random faults, then the proof from the ranks' histories; ARGS="--seconds 60 --seed 1"
+soak: warm ## ten minutes of random faults, then the proof from the ranks' histories; ARGS="--seconds 60 --seed 1"
 	@$(BIN)/python -m tests.faults.soak $(ARGS)
 
 bench-switch: $(READY) ## what the layer switch costs the model; ARGS="--json out.json"
