@@ -120,7 +120,7 @@ async def test_every_alert_fires_for_its_fault_and_ends_when_it_is_mended(
             faulty = {("EplbStoreFails", ""), ("EplbCallsRefused", ""), ("EplbCertificateExpires", "")}
             with trouble(service, monkeypatch) as keep_busy:
                 await seen.until(fire=faulty)
-                # A slow loop answers some scrapes too late, and each such gap begins an alert on a gauge anew.
+                # A slow loop answers some scrapes too late, and each such gap sets an alert on a gauge back.
                 keep_busy()
                 faulty.add(("EplbServiceSlow", ""))
                 await seen.until(fire={("EplbServiceSlow", "")})
