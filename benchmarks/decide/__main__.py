@@ -30,6 +30,7 @@ _COLUMNS = (
     "moves per window",
     "decisions",
     "CPU ms each",
+    "forecasts held",
     "below off",
     "target",
 )
@@ -109,6 +110,7 @@ def _add(table: Table, course: Course, rows: list[tuple[Row, float]]) -> None:
             f"{row.moves_per_window:.1f}",
             f"{row.decisions}",
             f"{1e3 * row.cpu_seconds:.0f}",
+            f"{row.held / row.forecasts:.0%} of {row.forecasts}" if row.forecasts else "",
             f"{row.below_off} of {row.windows}" if row.decisions and row.windows else "",
             TARGETS[course.name] if row.policy == OURS else "",
         )

@@ -40,7 +40,7 @@ def measured(ranks: int, choices: int, seed: int, stretches: int = 60, changes: 
 
 
 def _promised(par_TL: Float64) -> Pace:
-    promise = promise_of(par_TL[:_SEEN], np.zeros(par_TL.shape[1]), held_out=True)
+    promise = promise_of(par_TL[:_SEEN], held_out=True)
     return Pace(first=0, memory=_SEEN, longest=_SEEN, due_at=1 << 40).serving(promise)
 
 

@@ -34,6 +34,8 @@ class Row:
         Slots moved in a window, and decisions in all.
     cpu_seconds
         Of a decision.
+    forecasts, held
+        Gains forecast until the next decision that were compared with what came, and how many intervals held it.
     below_off, windows
         Windows in which what balance won, beside leaving all alone, was less than what moves and switches cost; and how
         many there were.
@@ -44,6 +46,8 @@ class Row:
     moves_per_window: float
     decisions: int
     cpu_seconds: float
+    forecasts: int = 0
+    held: int = 0
     below_off: int = 0
     windows: int = 0
 
@@ -78,6 +82,8 @@ def own_rows(
             float(np.mean([row.moves for row in rows])),
             0 if name == "none" else decisions,
             0.0 if name == "none" else max(took - idle, 0.0) / max(made, 1),
+            sum(row.forecasts for row in policy.decisions),
+            sum(row.forecasts_held for row in policy.decisions),
             int(np.count_nonzero(off_par_W - par_W - cost_W < 0)),
             par_W.size,
         )
@@ -102,6 +108,8 @@ def mean_rows(rows_of_seeds: list[list[Row]]) -> list[tuple[Row, float]]:
             moves_per_window=float(np.mean([row.moves_per_window for row in rows])),
             decisions=round(np.mean([row.decisions for row in rows])),
             cpu_seconds=float(np.mean([row.cpu_seconds for row in rows])),
+            forecasts=sum(row.forecasts for row in rows),
+            held=sum(row.held for row in rows),
             below_off=sum(row.below_off for row in rows),
             windows=sum(row.windows for row in rows),
         )

@@ -243,6 +243,8 @@ def summary_table(answer: operator_pb2.GetStatusResponse) -> Table:
         "last decision": escape(status.last_decision) or "none yet",
         "state": state_text(status),
     }
+    if status.HasField("forecast"):
+        rows["gain forecast"] = forecast_text(status.forecast)
     if status.HasField("worth"):
         rows["worth"] = worth_text(status.worth)
         rows["experts"] = experts_text(status.worth)
@@ -325,13 +327,20 @@ def state_text(status: operator_pb2.DeploymentStatus) -> str:
     return "switching" if status.plan_id else "[green]well[/]"
 
 
+def forecast_text(forecast: operator_pb2.Forecast) -> str:
+    """Ratio that is expected to be won until the next decision, in one line."""
+    low, gain, high = (digits(par) for par in (forecast.gain_low, forecast.gain, forecast.gain_high))
+    return f"PAR {gain} until the next decision (95 %: {low} to {high})"
+
+
 def worth_text(worth: operator_pb2.Worth) -> str:
     """Worth of balancing in one line: the verdict, and the gain with its interval; with rich's markup."""
     colour = {"helps": "green", "costs": "red"}.get(worth.verdict, "yellow")
     percent = f", {digits(worth.gain_percent, 2, '+')} %" if worth.HasField("gain_percent") else ""
+    low, gain, high = (digits(ms, sign="+") for ms in (worth.gain_low_ms, worth.gain_ms, worth.gain_high_ms))
     return (
-        f"[{colour}]{escape(worth.verdict)}[/]: {digits(worth.gain_ms, sign='+')} ms per step "
-        f"(95 %: {digits(worth.gain_low_ms, sign='+')} to {digits(worth.gain_high_ms, sign='+')}){percent}"
+        f"[{colour}]{escape(worth.verdict)}[/]: {gain} ms per step over {worth.steps} "
+        f"(95 %: {low} to {high}){percent}"
     )
 
 

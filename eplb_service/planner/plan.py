@@ -9,6 +9,7 @@ import numpy as np
 
 from eplb_service.heat.window import Window
 from eplb_service.placement import Float64, Int32, Placement, apply_layers, mean_par, peak_par
+from eplb_service.planner.forecast import NO_FORECASTS, Forecasts
 from eplb_service.planner.score import Gain, gain_of, split_steps
 from eplb_service.solver.window import inflation, inflation_error
 from eplb_service.wire.operator import LayerVerdict, MovePrice
@@ -115,19 +116,17 @@ class Promise:
     held_out: bool = True
 
 
-def promise_of(par_TL: Float64, optimism_L: Float64, *, held_out: bool) -> Promise:
+def promise_of(par_TL: Float64, *, held_out: bool) -> Promise:
     """The promise of what serves these steps so.
 
     Parameters
     ----------
     par_TL
-        float64 ``[T, L]``, the ratio of each step of the window under what will serve; NaN without tokens.
-    optimism_L
-        float64 ``[L]``, how much worse fitted placements do on steps that they were not fitted to.
+        float64 ``[T, L]``, the ratio expected of each step of the window under what will serve; NaN without tokens.
     held_out
-        Whether that is known.
+        Whether that allows for what a placement does worse on steps that it was not fitted to.
     """
-    par_TC = channels_of(par_TL + optimism_L)
+    par_TC = channels_of(par_TL)
     known_TC, mean_C = ~np.isnan(par_TC), mean_par(par_TC, axis=0)
     centred_TC = np.where(known_TC, par_TC - mean_C, 0.0)
     variance_C = (centred_TC**2).sum(axis=0) / np.maximum(known_TC.sum(axis=0) - 1, 1)
@@ -170,27 +169,28 @@ class Outlook:
         What is expected of the steps that its result serves.
     paid
         Whether the change before it won more than its error; ``None`` where there was none, or that is not known.
-    won
-        What serves now wins over what served at first: its interval is that of the next interval's; ``None`` where
-        that is not known.
+    forecasts
+        Of what its result wins over what served at first; without a gain where that is not known.
     burst, cost
         Whether the departure that asked for the decision was no change of heat, and steps that pay for its CPU.
     """
 
     promise: Promise
     paid: bool | None = None
-    won: Gain | None = None
+    forecasts: Forecasts = NO_FORECASTS
     burst: bool = False
     cost: float = 0.0
 
 
-def promise_for(window: Window, now: Serving, plan: Plan, split: str) -> Promise:
-    """Promise of a plan for steps like those of its window."""
-    par_TL = now.changed_by(plan).par_of_steps(window, split)
+def promise_for(window: Window, now: Serving, plan: Plan, split: str) -> tuple[Promise, Float64]:
+    """Promise of a plan for steps like those of its window, and the ratios of those that it is of, ``[T, L]``."""
     optimism = [verdict.optimism for verdict in plan.verdicts]
-    return promise_of(par_TL, np.array([one or 0.0 for one in optimism]), held_out=None not in optimism)
+    # Placements do so much worse on steps that they were not fitted to.
+    par_TL = now.changed_by(plan).par_of_steps(window, split)
+    par_TL += np.array([one or 0.0 for one in optimism])
+    return promise_of(par_TL, held_out=None not in optimism), par_TL
 
 
-def gain_over(window: Window, before: Serving, now: Serving, split: str, ahead: float | None = None) -> Gain:
-    """Gain of ``now`` over ``before`` on a window's steps; ``split`` and ``ahead`` as for ``gain_of``."""
-    return gain_of(before.par_of_steps(window, split), now.par_of_steps(window, split), ahead)
+def gain_over(window: Window, before: Serving, now: Serving, split: str) -> Gain:
+    """Gain of ``now`` over ``before`` on a window's steps; ``split`` is one of ``settings.SPLITS``."""
+    return gain_of(before.par_of_steps(window, split), now.par_of_steps(window, split))

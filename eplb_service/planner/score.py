@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
 from typing import Any
@@ -266,7 +267,9 @@ class Gain:
         return self.mean > _PAID_ERRORS * self.error if self.known else None
 
 
-def gain_of(before_TL: Float64, after_TL: Float64, ahead: float | None = None) -> Gain:
+def gain_of(
+    before_TL: Float64, after_TL: Float64, ahead: float | None = None, missed: Sequence[float] = ()
+) -> Gain:
     """Gain of ``after`` over ``before`` on the same steps, in the mean over the layers.
 
     Steps in a row resemble each other, and the interval is as much wider (``solver.window.standard_error``).
@@ -278,6 +281,9 @@ def gain_of(before_TL: Float64, after_TL: Float64, ahead: float | None = None) -
     ahead
         So many steps' gain, which come after these, is what the interval is of: their mean scatters as well. ``None``
         for these steps' own.
+    missed
+        How far the gains that came were from the means that the last forecasts gave: the interval reaches as far as the
+        largest, as what comes may change in ways that these steps do not show.
     """
     won_T = mean_par(before_TL - after_TL, axis=1)
     won_T = won_T[~np.isnan(won_T)]
@@ -292,4 +298,5 @@ def gain_of(before_TL: Float64, after_TL: Float64, ahead: float | None = None) -
         # What has changed between the halves goes on as a random walk does.
         walked = float(won_T[half:].mean() - won_T[:half].mean())
         reach = math.hypot(reach, sure * walked * math.sqrt(1.0 + ahead / won_T.size))
+    reach = max([reach, *missed])
     return Gain(mean, mean - reach, mean + reach, error)

@@ -25,6 +25,7 @@ from eplb_service.placement import (
 )
 from eplb_service.planner.dealing import first_tables
 from eplb_service.planner.decide import plan, plan_afresh
+from eplb_service.planner.forecast import NO_FORECASTS
 from eplb_service.planner.pace import Pace
 from eplb_service.planner.plan import Promise, Serving, gain_over, promise_for
 from eplb_service.planner.score import sampling_floor, split_loads, split_steps
@@ -90,6 +91,8 @@ class _Run:
         first, longest = job.setup.first, job.setup.interval
         self._pace = Pace(first, self.memory, longest, seen=first) if job.on_change else None
         self._promise: Promise | None = None
+        self._expected_TL: Float64 = np.zeros((0, trace.layers))
+        self._found, self._forecasts = self._serving, NO_FORECASTS
         self._replaced: tuple[Serving, int] | None = None
         """What served before the last decision's change, and since which step it does no more."""
 
@@ -140,6 +143,8 @@ class _Run:
         window = self._window(heat_TLE, pace.window_steps(heat_TLE), step)
         self._replaced = None
         decided = self._decided(window, step, pace.serving_steps)
+        held = self._forecast(window, heat_TLE, step, pace.serving_steps)
+        decided = replace(decided, forecasts=int(held is not None), forecasts_held=int(held or False))
         spent_ms = 1e3 * (time.process_time() - began)
         self._pace = pace.after_decision(decided.layers_changed > 0, paid).charged(
             spent_ms / self._job.cpu_ms
@@ -180,7 +185,7 @@ class _Run:
             job.search,
         )
         if self._pace is not None:
-            self._promise = promise_for(window, now, made, self._split)
+            self._promise, self._expected_TL = promise_for(window, now, made, self._split)
         return now.changed_by(made)
 
     def _answered(self, window: Window) -> Serving:
@@ -227,6 +232,15 @@ class _Run:
         window = self._window(heat_TLE, min(step - since, len(heat_TLE)), step)
         return gain_over(window, before, self._serving, self._split).paid
 
+    def _forecast(self, window: Window, heat_TLE: Counts, step: int, serves: float) -> bool | None:
+        """Forecast what is won until the next decision; whether the forecast before held, ``None`` without one."""
+        since, came = min(self._forecasts.since(step), len(heat_TLE)), None
+        if since:
+            came = gain_over(self._window(heat_TLE, since, step), self._found, self._serving, self._split)
+        left_TL = self._found.par_of_steps(window, self._split)
+        self._forecasts = self._forecasts.next(left_TL, self._expected_TL, serves, step, came)
+        return self._forecasts.held
+
     def _us(self, heat_TLE: Counts, first: int) -> list[Float64]:
         """The steps' microseconds ``[t, L]`` as the only entry; empty without a cost curve."""
         curve, split = self._costs.curve, self._costs.split
@@ -263,7 +277,8 @@ def _row(
     """
     par_L = par(loads_TLR)
     realised = float(mean_par(par_L))
-    counted = ("layers_changed", "layers_moved", "moves", "moves_busiest", "seconds")
+    counted = ["layers_changed", "layers_moved", "moves", "moves_busiest", "seconds"]
+    counted += ["forecasts", "forecasts_held"]
     return ReplayedDecision(
         step=step,
         steps=len(loads_TLR),

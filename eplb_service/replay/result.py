@@ -32,6 +32,8 @@ class ReplayedDecision:
         PAR of the window before the decision and as promised, means over layers.
     seconds
         Time that the decision took here.
+    forecasts, forecasts_held
+        Forecasts of what is won over the first placement that were compared with what came, and how many held it.
     decisions
         Decisions that these steps are of: another number than one where the policy decides on change.
     par_realised_L
@@ -58,6 +60,8 @@ class ReplayedDecision:
     par_seen: float = 1.0
     par_planned: float = 1.0
     seconds: float = 0.0
+    forecasts: int = 0
+    forecasts_held: int = 0
     decisions: int = 1
     par_realised_L: Float64 = field(default_factory=lambda: _NOTHING_L)
     us_realised_L: Float64 | None = None

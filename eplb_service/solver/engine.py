@@ -121,7 +121,7 @@ def solve_many(
         if time.monotonic() >= deadline:
             return OutOfTimeError(f"the budget of {budget_ms:g} ms was spent")
         # No two layers draw alike, and what one draws does not depend on which others are looked into.
-        mine = params._replace(seed=params.seed + crc32(heat_LNE[layer]))
+        mine = params._replace(seed=params.seed + crc32(heat_LNE[layer].sum(axis=0)))
         place, unplaced = deployed(layer), bool(unplaced_L[layer])
         asked = heat_LNE[layer], place, mine, half_life_H, min_gain, unplaced
         try:

@@ -64,9 +64,14 @@ def max_rank_loads(scaled_EN: Float32, phy2log_RS: Int32, weight_RS: Float32) ->
     return peak_N
 
 
+@kernel
 def mean_peak(peak_N: Float32, share_N: Float32) -> float:
     """Peak-to-average ratio of episodes whose hottest ranks have so much, by the episodes' weights; 1.0 without any."""
-    return float((peak_N * share_N).sum(dtype=np.float64)) if share_N.any() else 1.0
+    found, weight = 0.0, 0.0
+    for n in range(share_N.shape[0]):
+        found += np.float64(peak_N[n] * share_N[n])
+        weight += share_N[n]
+    return found if weight > 0 else 1.0
 
 
 def mean_of_max(scaled_EN: Float32, share_N: Float32, phy2log_RS: Int32, weight_RS: Float32) -> float:

@@ -236,11 +236,10 @@ def halves_of(heat: Heat) -> tuple[Episodes, Episodes]:
     return part(slice(half)), part(slice(half, None))
 
 
-def _fading(episodes: int, half_life: float) -> Float64:
-    """Weights that halve every ``half_life`` episodes back from the newest, float64 ``[N]``, summing to 1."""
-    weight_N: Float64 = 0.5 ** (np.arange(episodes - 1, -1, -1) / half_life)
-    weight_N /= weight_N.sum()
-    return weight_N
+def _fading(episodes: int, half_life_H: Float64) -> Float64:
+    """Weights that halve every so many episodes back from the newest, float64 ``[N, H]``."""
+    weight_NH: Float64 = 0.5 ** (np.arange(episodes - 1, -1, -1)[:, None] / half_life_H)
+    return weight_NH
 
 
 def _trimmed_mean(scaled_EN: Float32, share_N: Float32) -> Float32:
@@ -299,7 +298,7 @@ def choose_forecast(heat: Heat, half_life_H: Float64, trim: bool = True) -> Fore
     newer_E = heat.scaled_EN[:, half:] @ newer_N / max(newer_N.sum(), np.float32(1e-30))
     if not newer_E.any():
         return Forecast(float(half_life_H[0]), 0.0)
-    weight_NH = np.stack([older_N * _fading(half, h) for h in half_life_H], axis=1)
+    weight_NH = older_N[:, None] * _fading(half, half_life_H)
     weight_NH /= np.maximum(weight_NH.sum(axis=0), 1e-30)
     error_H = ((older_EN @ weight_NH - newer_E[:, None]) ** 2).sum(axis=0)
     best = int(error_H.argmin())
@@ -320,7 +319,7 @@ def forecast_heat(heat: Heat, forecast: Forecast, ahead: float) -> Heat:
     if not np.isfinite(forecast.half_life):
         return heat
     # The covariance stays that of all episodes: a few newest ones say where the heat is, but not how it moves.
-    weight_N = heat.share_N * _fading(heat.share_N.shape[0], forecast.half_life)
+    weight_N = heat.share_N * _fading(heat.share_N.shape[0], np.array([forecast.half_life]))[:, 0]
     total = weight_N.sum()
     if total == 0:
         return heat

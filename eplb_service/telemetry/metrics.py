@@ -22,7 +22,8 @@ Balance:
   gauge eplb_noise_floor{deployment,layer} Ratio that chance alone leaves a balanced layer, by the last decision.
   gauge eplb_deployment_noise_floor{deployment} Mean of eplb_noise_floor over layers.
   gauge eplb_rank_load{deployment,rank} Tokens of a rank over the mean rank, mean over layers, in the newest steps.
-  gauge eplb_deployment_gain{deployment} Peak-to-average ratio won over the ranks' first placement, in the last window.
+  gauge eplb_deployment_gain{deployment} Peak-to-average ratio forecast to be won over the ranks' first
+    placement until the next decision.
   gauge eplb_deployment_gain_low{deployment} Low end of the 95 % interval of the gain until the next decision.
   gauge eplb_deployment_gain_high{deployment} High end of the 95 % interval of the gain until the next decision.
 What balancing is worth:

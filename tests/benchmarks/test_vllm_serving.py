@@ -74,13 +74,9 @@ def _server() -> Iterator[tuple[int, list[dict[str, object]]]]:
     asked: list[dict[str, object]] = []
     handler = type("Handler", (_OpenAI,), {"asked": asked})
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-        thread.start()
-        try:
-            yield server.server_address[1], asked
-        finally:
-            server.shutdown()
-            thread.join()
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        yield server.server_address[1], asked
+        server.shutdown()
 
 
 def test_a_stream_is_read_token_by_token_with_its_times() -> None:

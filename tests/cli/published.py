@@ -36,7 +36,7 @@ KEYS: dict[str, dict[str, str]] = {
         "costs.split": SPLIT,
         "policies.*": f"{FIGURES} par_L decisions",
         "policies.*.decisions": "step steps late layers_changed layers_moved moves moves_busiest par_seen par_planned "
-        "par seconds decisions",
+        "forecasts forecasts_held par seconds decisions",
         **ASSUMPTIONS,
     },
     "sweep": {"": "interrupted assumptions rows", "rows": f"{FIGURES} trace settings", **ASSUMPTIONS},

@@ -52,7 +52,7 @@ def test_a_terminal_of_24_lines_shows_all_that_matters() -> None:
         "decode  9 problems  61 layers x 256 experts on 320 ranks x 1 slots",
         "problem: rank 1: its transfer failed",
         "and 7 more problems",
-        "worth: helps: +0.412 ms per step (95 %: +0.38 to +0.444)",
+        "worth: helps: +0.412 ms per step over 512 (95 %: +0.38 to +0.444)",
         "moved: 612 layers, 178 GB; price 0.35 ms per expert, partly measured",
         "2 more: draft 1.070 paused, prefill 1.070 well",
         "PAR over",

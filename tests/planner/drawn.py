@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 
+from eplb_service.heat.window import Window
 from eplb_service.placement import Placement
+from eplb_service.planner.decide import plan
+from eplb_service.planner.plan import Plan
 from eplb_service.planner.score import split_loads
+from eplb_service.planner.settings import PlannerSettings
+from eplb_service.planner.topology import Topology
 
 
 def still_heat(
@@ -15,6 +20,13 @@ def still_heat(
     generator = np.random.default_rng(seed)
     popularity_LE = generator.dirichlet(np.full(experts, skew), layers)
     return np.stack([generator.multinomial(tokens, row_E, size=steps) for row_E in popularity_LE], axis=1)
+
+
+def decided(heat_TLE: np.ndarray, slots: int, **settings: object) -> Plan:
+    """Decision for four ranks that serve as they were loaded."""
+    placement = Placement.linear(*heat_TLE.shape[1:], 4, slots)
+    served = placement, placement.default_log2phy()
+    return plan(Window(heat_TLE), *served, Topology.flat(4), PlannerSettings(**settings))
 
 
 def rank_loads(

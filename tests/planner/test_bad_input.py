@@ -7,22 +7,16 @@ import pytest
 
 from eplb_service.heat.window import HeatError, Window
 from eplb_service.placement import Placement
-from eplb_service.planner.decide import plan, plan_afresh
-from eplb_service.planner.plan import Plan
+from eplb_service.planner.decide import plan_afresh
 from eplb_service.planner.settings import PlannerSettings
 from eplb_service.planner.topology import Topology, TopologyError
+from tests.planner.drawn import decided
 
 
 def whole_heat() -> np.ndarray:
     """Five steps of much the same heat, ``[T, L, E]``."""
     generator = np.random.default_rng(1)
     return generator.gamma(0.5, 100, (3, 8)) * generator.uniform(0.98, 1.02, (5, 3, 8))
-
-
-def decided(heat_TLE: np.ndarray, **settings: object) -> Plan:
-    placement = Placement.linear(3, 8, 4, 3)
-    tables_RLE = placement.default_log2phy()
-    return plan(Window(heat_TLE), placement, tables_RLE, Topology.flat(4), PlannerSettings(**settings))
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, -1.0])
@@ -32,18 +26,18 @@ def test_what_is_no_number_of_tokens_is_refused(value: float) -> None:
     with pytest.raises(
         HeatError, match=rf"heat is {value} at step 3, layer 1, expert 2; it must be a finite"
     ):
-        decided(heat_TLE)
+        decided(heat_TLE, 3)
     with pytest.raises(HeatError, match="source heat holds negative or non-finite values"):
         Window(whole_heat(), source_RLE)
 
 
 def test_sums_that_float64_cannot_distinguish_are_refused() -> None:
     most = 2**53 // (5 * 8)
-    assert decided(np.full((5, 3, 8), most)).par_seen >= 1.0
+    assert decided(np.full((5, 3, 8), most), 3).par_seen >= 1.0
     with pytest.raises(HeatError, match=r"past 2\*\*53"):
-        decided(np.full((5, 3, 8), most + 1))
+        decided(np.full((5, 3, 8), most + 1), 3)
     with pytest.raises(HeatError, match=r"past 2\*\*53"):
-        decided(np.full((5, 3, 8), 2**62))
+        decided(np.full((5, 3, 8), 2**62), 3)
 
 
 def test_ranks_that_are_given_twice_are_refused() -> None:

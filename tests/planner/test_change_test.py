@@ -21,7 +21,7 @@ def test_the_last_channel_is_the_mean_of_the_layers_that_had_tokens() -> None:
 
 def test_a_promise_allows_for_what_was_fitted_to_its_own_steps() -> None:
     par_TL = 1.2 + 0.1 * np.random.default_rng(0).normal(size=(400, 2))
-    made = promise_of(par_TL, np.array([0.0, 0.3]), held_out=True)
+    made = promise_of(par_TL + np.array([0.0, 0.3]), held_out=True)
     np.testing.assert_allclose(made.mean_C, [1.2, 1.5, 1.35], atol=0.02)
     np.testing.assert_allclose(made.variance_C, [0.01, 0.01, 0.005], rtol=0.2)
     np.testing.assert_allclose(made.inflation_C, 1.0, atol=0.6)
@@ -30,7 +30,7 @@ def test_a_promise_allows_for_what_was_fitted_to_its_own_steps() -> None:
 
 def test_steps_without_tokens_count_nowhere() -> None:
     par_TL = np.array([[1.0, np.nan], [np.nan, np.nan], [2.0, np.nan]])
-    made = promise_of(par_TL, np.zeros(2), held_out=False)
+    made = promise_of(par_TL, held_out=False)
     np.testing.assert_array_equal(made.mean_C, [1.5, np.nan, 1.5])
     np.testing.assert_array_equal(made.variance_C, [0.5, 0.0, 0.5])
 
@@ -81,7 +81,7 @@ def test_still_heat_raises_fewer_alarms_than_one_in_ten_thousand_steps(ranks: in
     par_TL = served(np.random.default_rng(7), 24_000, ranks, choices)
     alarms = 0
     for first in range(0, len(par_TL), 1000):
-        pace = paced(promise_of(par_TL[first : first + 64], np.zeros(24), held_out=True))
+        pace = paced(promise_of(par_TL[first : first + 64], held_out=True))
         alarms += pace.after_steps(par_TL[first + 64 : first + 1000])[0].alarm is not None
     assert alarms <= 2
 
@@ -92,7 +92,7 @@ def test_a_fifth_more_in_one_layer_is_found_within_16_steps(ranks: int, choices:
     for seed in range(20):
         par_TL = served(np.random.default_rng(seed), 164, ranks, choices)
         par_TL[100:, 5] *= 1.2
-        pace, taken = paced(promise_of(par_TL[:64], np.zeros(24), held_out=True)).after_steps(par_TL[64:])
+        pace, taken = paced(promise_of(par_TL[:64], held_out=True)).after_steps(par_TL[64:])
         layer, lasted = pace.alarm
         assert layer == 5
         found.append(64 + taken - 100)
@@ -103,7 +103,7 @@ def test_a_fifth_more_in_one_layer_is_found_within_16_steps(ranks: int, choices:
 
 def test_a_promise_a_little_too_good_is_no_change() -> None:
     par_TL = served(np.random.default_rng(0), 400, 8, 256)[:, :12]
-    promise = promise_of(par_TL[:16] - 0.04, np.zeros(12), held_out=True)
+    promise = promise_of(par_TL[:16] - 0.04, held_out=True)
     assert paced(promise).after_steps(par_TL[16:])[0].alarm is None
 
 
@@ -119,7 +119,7 @@ def test_what_is_not_known_is_learned_before_anything_is_an_alarm() -> None:
 def test_a_layer_without_tokens_says_nothing() -> None:
     par_TL = np.full((50, 2), 1.2) + 0.02 * np.random.default_rng(0).normal(size=(50, 2))
     par_TL[:, 1] = np.nan
-    pace, _ = paced(promise_of(par_TL[:20], np.zeros(2), held_out=True)).after_steps(par_TL[20:])
+    pace, _ = paced(promise_of(par_TL[:20], held_out=True)).after_steps(par_TL[20:])
     assert pace.alarm is None
     assert np.isnan(pace.expected.mean_C[1])
     par_TL[:, 1] = 2.0

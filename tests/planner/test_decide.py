@@ -12,12 +12,15 @@ from hypothesis import strategies as st
 from eplb_service.heat.window import HeatError, Window
 from eplb_service.placement import Placement, PlacementError, apply_layers, par
 from eplb_service.planner import request
-from eplb_service.planner.decide import _cherry_pick, plan
+from eplb_service.planner.dealing import first_tables
+from eplb_service.planner.decide import _cherry_pick, plan, plan_afresh
 from eplb_service.planner.plan import Plan
 from eplb_service.planner.score import split_loads
-from eplb_service.planner.settings import PlannerSettings
+from eplb_service.planner.settings import POLICIES, SPLITS, PlannerSettings
 from eplb_service.planner.topology import Topology, TopologyError
 from eplb_service.solver.engine import SolverError
+from eplb_service.solver.model import SearchOptions
+from tests.solver.layers_of import Case, cases
 
 PARS = st.lists(st.tuples(st.integers(100, 130), st.integers(100, 130)), max_size=10)
 
@@ -193,3 +196,23 @@ def test_contradicting_arguments_are_refused() -> None:
     of_two_ranks = dataclasses.replace(WINDOW, source_RLE=np.ones((2, LAYERS, EXPERTS)))
     with pytest.raises(HeatError, match="source heat"):
         plan(of_two_ranks, PLACEMENT, tables_RLE, flat, defaults)
+
+
+@settings(max_examples=60)
+@given(cases(), st.sampled_from(POLICIES), st.sampled_from(SPLITS), st.booleans())
+def test_experts_that_are_bound_to_their_ranks_stay_there(
+    case: Case, policy: str, split: str, warm: bool
+) -> None:
+    placement = Placement.linear(1, case.experts, case.ranks, case.slots)
+    topology = dataclasses.replace(Topology.flat(case.ranks), rank_bound=True)
+    wanted = PlannerSettings(policy=policy, split=split, threads=1)
+    window = Window(case.heat_NE[:, None])
+    tables_RLE = first_tables(placement, split, wanted.deal_width)
+    for made in (
+        plan(window, placement, tables_RLE, topology, wanted, search=SearchOptions(warm=warm)),
+        plan_afresh(window, placement, topology, wanted),
+    ):
+        assert made.layers == ()
+        assert [verdict.reason for verdict in made.verdicts] == ["kept: its experts are bound to their ranks"]
+        assert made.moves == 0
+        np.testing.assert_equal(made.par_planned, made.par_seen)

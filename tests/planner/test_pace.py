@@ -52,7 +52,7 @@ def test_intervals_double_while_nothing_changes(calm: Pace) -> None:
         assert pace.due
         lengths.append(taken)
         calm = pace.after_decision(changed=False, paid=None).serving(PROMISE)
-    assert lengths == [32, 64, 128, 256, 512, 512]
+    assert lengths == [24, 48, 96, 192, 384, 512]
 
 
 @pytest.mark.parametrize("longest", [8, 48])
@@ -62,18 +62,18 @@ def test_the_interval_asked_for_is_the_longest(longest: int) -> None:
         decided = pace.after_decision(changed=False, paid=None).serving(PROMISE)
         pace, taken = decided.after_steps(steps(1000))
         lengths.append(taken)
-    assert lengths == [min(32, longest), longest, longest]
+    assert lengths == [min(24, longest), longest, longest]
 
 
 def test_intervals_shrink_where_changes_pay_and_grow_where_they_do_not(calm: Pace) -> None:
     calm = calm.after_decision(changed=False, paid=None)
-    assert calm.interval == 64
+    assert calm.interval == 48
     shorter = calm.after_decision(changed=True, paid=True)
-    assert shorter.interval == 32
-    assert shorter.after_decision(changed=True, paid=True).interval == 32
-    assert calm.after_decision(changed=True, paid=None).interval == 64
-    assert calm.after_decision(changed=True, paid=False).interval == 128
-    assert calm.after_decision(changed=False, paid=True).interval == 128
+    assert shorter.interval == 24
+    assert shorter.after_decision(changed=True, paid=True).interval == 24
+    assert calm.after_decision(changed=True, paid=None).interval == 48
+    assert calm.after_decision(changed=True, paid=False).interval == 96
+    assert calm.after_decision(changed=False, paid=True).interval == 96
 
 
 def test_a_decision_that_took_much_cpu_puts_the_next_one_off(calm: Pace) -> None:
@@ -114,7 +114,7 @@ def test_after_a_departure_decisions_fall_at_4_8_and_16_steps_of_it(calm: Pace) 
         pace = pace.after_decision(changed=True, paid=None).serving(PROMISE)
     # The stretch before lasted 84 steps, and so this one is expected to.
     assert found == [(4, 4, 84.0), (8, 8, 84.0), (16, 16, 84.0)]
-    assert pace.due_at == pace.seen + 32
+    assert pace.due_at == pace.seen + 24
 
 
 def test_a_burst_begins_nothing_and_is_looked_at_again_soon(calm: Pace) -> None:
@@ -129,7 +129,7 @@ def test_a_burst_begins_nothing_and_is_looked_at_again_soon(calm: Pace) -> None:
     assert (weighed.alarm, weighed.changed_at, weighed.seen) == (None, 0, pace.seen)
     assert weighed.window_steps(still[:88]) == 88
     decided = weighed.after_decision(changed=False, paid=None)
-    assert decided.due_at == pace.seen + 32
+    assert decided.due_at == pace.seen + 24
     # What it summed up is forgotten: as many steps as before are an alarm again.
     assert decided.after_steps(steps(1))[0].alarm is None
 
@@ -150,15 +150,15 @@ def test_nothing_is_tested_between_a_decision_and_what_it_changed(calm: Pace) ->
 
 
 def test_a_decision_that_is_being_made_is_not_due_again(calm: Pace) -> None:
-    pace, _ = calm.after_steps(steps(32))
+    pace, _ = calm.after_steps(steps(24))
     assert pace.due
     assert not pace.deferred().due
 
 
 def test_a_decision_looks_back_as_far_as_heat_is_the_same(calm: Pace) -> None:
-    pace = served(served(calm, 32).after_decision(changed=False, paid=None), 64)
+    pace = served(served(calm, 24).after_decision(changed=False, paid=None), 48)
     still = heat(160)
-    assert pace.window_steps(still) == 160
+    assert pace.window_steps(still) == 136
     jumped = np.concatenate([heat(110), heat(50, seed=1)])
     assert pace.window_steps(jumped) <= 64
     assert pace.window_steps(still[:40]) == 40

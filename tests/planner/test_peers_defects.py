@@ -9,12 +9,12 @@ import pytest
 
 from eplb_service.heat.window import Window
 from eplb_service.placement import Placement, check_layer
-from eplb_service.planner.decide import plan, plan_afresh
+from eplb_service.planner.decide import plan_afresh
 from eplb_service.planner.plan import Plan
 from eplb_service.planner.request import with_options
 from eplb_service.planner.settings import PlannerSettings
 from eplb_service.planner.topology import Topology
-from tests.planner.drawn import still_heat
+from tests.planner.drawn import decided, still_heat
 from tests.solver.layers_of import KNOWN_EXAMPLE
 
 
@@ -22,12 +22,6 @@ def afresh(heat_TLE: np.ndarray, ranks: int, slots: int, **settings: object) -> 
     placement = Placement.linear(heat_TLE.shape[1], heat_TLE.shape[2], ranks, slots)
     switched, search = with_options(PlannerSettings(), settings)
     return plan_afresh(Window(heat_TLE), placement, Topology.flat(ranks), switched, search)
-
-
-def decided(heat_TLE: np.ndarray, **settings: object) -> Plan:
-    placement = Placement.linear(heat_TLE.shape[1], 16, 4, 5)
-    tables_RLE = placement.default_log2phy()
-    return plan(Window(heat_TLE), placement, tables_RLE, Topology.flat(4), PlannerSettings(**settings))
 
 
 def assert_changes_are_legal(found: Plan, experts: int) -> None:
@@ -51,7 +45,7 @@ def test_a_window_that_grows_is_planned_on_at_every_length_as_it_is() -> None:
     heat_TLE = still_heat(80, 2, 16, 4000, seed=5, skew=0.6)
     mean_L = heat_TLE.sum(axis=2).mean(axis=0)
     for steps in (1, 2, 3, 5, 63, 64, 65, 80):
-        found = decided(heat_TLE[:steps])
+        found = decided(heat_TLE[:steps], 5)
         assert_changes_are_legal(found, 16)
         # Were the missing steps read as zeros, the layers would seem to have fewer tokens and a higher floor.
         score = 1.0294 / np.sqrt(mean_L * max(1, steps // 64) / 4)
@@ -73,3 +67,21 @@ def test_more_search_is_never_worse(heat_E: np.ndarray) -> None:
     ]
     ratios = [afresh(heat_TLE, 8, 2, split="even", **settings).par_planned for settings in effort]
     assert all(more <= less + 1e-6 for less, more in itertools.pairwise(ratios)), ratios
+
+
+@pytest.mark.parametrize(
+    ("settings", "least", "most"),
+    [
+        ({"split": "even"}, 196.66, 196.68),
+        ({}, 181.25, 200.01),
+        ({"split": "deal", "deal_width": 1}, 181.25, 200.01),
+        ({"split": "deal"}, 181.25, 196.0),
+        ({"policy": "deepseek", "split": "even"}, 231.9, 232.1),
+    ],
+)
+def test_the_hottest_rank_of_the_known_example_has_what_it_is_known_for(
+    settings: dict[str, object], least: float, most: float
+) -> None:
+    """The example that the field quotes, mean load 181.25; even shares reach the proven optimum."""
+    found = afresh(KNOWN_EXAMPLE[None, None, :], 8, 2, **settings)
+    assert least <= found.par_planned * KNOWN_EXAMPLE.sum() / 8 <= most

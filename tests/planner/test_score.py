@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from eplb_service.placement import Placement
+from eplb_service.planner.forecast import NO_FORECASTS
 from eplb_service.planner.score import gain_of, noise_floor
 from tests.planner.drawn import rank_loads
 
@@ -74,6 +75,20 @@ def test_the_gain_of_the_steps_that_follow_lies_in_their_interval(ahead: int, al
         inside_own += own.low <= comes <= own.high
     assert 0.9 * draws <= inside <= 0.99 * draws
     assert inside_own < 0.9 * draws
+
+
+def test_an_interval_reaches_as_far_as_the_last_forecasts_missed_what_came() -> None:
+    generator = np.random.default_rng(0)
+    before_TL, forecasts, held = np.full((64, 1), 1.5), NO_FORECASTS, []
+    for number in range(200):
+        # Each window wins another mean, of which the steps of the one before show nothing.
+        won_TL = 0.3 + 0.1 * generator.normal() + 0.01 * generator.normal(size=(64, 1))
+        came = gain_of(before_TL, before_TL - won_TL) if forecasts.since(64 * number) else None
+        forecasts = forecasts.next(before_TL, before_TL - won_TL, 64, 64 * number, came)
+        held.append(forecasts.held)
+    assert (held[0], len(forecasts.misses)) == (None, 20)
+    assert 0.9 <= np.mean(held[1:]) <= 0.98
+    assert forecasts.gain.high - forecasts.gain.mean == max(forecasts.misses)
 
 
 def test_nothing_won_has_not_paid() -> None:

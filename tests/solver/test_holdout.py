@@ -134,7 +134,7 @@ def test_what_is_recommended_would_have_paid(case: Case, tables: int, seed: int,
     if course[0] == TABLES:
         found_RS = deployed.phy2log_RS
     elif course[0] == LOCAL:
-        found_RS = module._improved(older, search, np.array([course[1]]))[0]
+        found_RS = module._improved(older, search, np.array([course[1]]), 1)[0]
     else:
         found_RS = module.from_scratch(older, search, PRICE).phy2log_RS
     found = module._with_tables(found_RS, older, search)
@@ -169,7 +169,7 @@ def test_the_prices_tried_do_best_on_newer_heat_and_move_least(
         return heat.mean_of_max(*plain, phy2log_RS, heat.even_shares(phy2log_RS)) + PRICE * moves
 
     price_K = PRICE * _PRICE_LADDER
-    found = dict(zip(price_K.tolist(), module._improved(fit, search, price_K), strict=True))
+    found = dict(zip(price_K.tolist(), module._improved(fit, search, price_K, 1), strict=True))
     won = {price: cost(deployed.phy2log_RS) - cost(one_RS) for price, one_RS in found.items()}
     tried = module._lasting(fit, newer, search, PRICE, min_gain)
     assert all(

@@ -127,7 +127,7 @@ def test_every_message_that_carries_values_is_covered() -> None:
     within = {"ModelShape", "PlacementState", "LayerUpdate", "RankHeat", "Part"}
     unions = {"ConnectRequest", "ConnectResponse", "WatchHeatResponse"}
     shown = {"DeploymentStatus", "LayerStatus", "AgentStatus", "PastPlan", "PastVerdict", "BalancePoint"}
-    shown |= {"MadeDecision", "LayerMoves", "Worth", "MovePrice"}
+    shown |= {"MadeDecision", "LayerMoves", "Worth", "MovePrice", "Forecast"}
     shown |= {name for name in sent if name.endswith("Response")} - unions - {"GetPlacementResponse"}
     questions = {name for name in sent if name.endswith("Request")}
     assert sent - within - unions - shown - questions == {

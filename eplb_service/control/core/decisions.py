@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from eplb_service.control.core.live_placement import LivePlacement
 from eplb_service.cost.curve import CostCurve
 from eplb_service.placement import Float64
+from eplb_service.planner.forecast import NO_FORECASTS, Forecasts
 from eplb_service.planner.pace import Pace
 from eplb_service.planner.plan import Outlook, Promise
 from eplb_service.wire.operator import MovePrice, Worth
@@ -30,6 +31,8 @@ class Decisions:
     before, replaced_at
         Placement that the last decision's plan replaces, and steps that ``pace`` had seen when all of that plan served;
         ``None`` where it changed nothing, and until then.
+    forecasts
+        Of the gain over the first placement until the next decision.
     worth, move_price
         Gain of balancing on the last decision's steps, and the price of its moves; ``None`` until they are known.
     fitted
@@ -44,6 +47,7 @@ class Decisions:
     promise: Promise | None = None
     before: LivePlacement | None = None
     replaced_at: int | None = None
+    forecasts: Forecasts = NO_FORECASTS
     worth: Worth | None = None
     fitted: CostCurve | None = None
     move_price: MovePrice | None = None
@@ -82,9 +86,10 @@ class Decisions:
             return self
         pace = self.pace.dismissed() if outlook.burst else self.pace
         pace = pace.after_decision(changed=changed, paid=outlook.paid).charged(outlook.cost)
+        after = replace(self, forecasts=outlook.forecasts, replaced_at=None)
         if changed:
-            return replace(self, pace=pace, promise=outlook.promise, before=live, replaced_at=None)
-        return replace(self, pace=pace.serving(outlook.promise), promise=None, before=None, replaced_at=None)
+            return replace(after, pace=pace, promise=outlook.promise, before=live)
+        return replace(after, pace=pace.serving(outlook.promise), promise=None, before=None)
 
     def plan_ended(self, done: bool) -> Decisions:
         """Note the outcome of the plan under way: all of its layers serve, or only some."""
@@ -94,7 +99,11 @@ class Decisions:
             pace = self.pace.serving(self.promise)
             return replace(self, pace=pace, promise=None, replaced_at=self.pace.seen)
         # What serves then was never decided on: nothing is expected of it before the next decision.
-        return replace(self, promise=None, before=None)
+        return replace(self, promise=None, before=None, forecasts=replace(self.forecasts, gain=None))
+
+    def resting(self) -> Decisions:
+        """Expect no heat: what comes later is not compared with what was expected before."""
+        return replace(self, pace=None, promise=None, before=None, forecasts=NO_FORECASTS)
 
     def appraised(self, worth: Worth, fitted: CostCurve | None, cost: float = 0.0) -> Decisions:
         """Note the gain of balancing on the last decision's steps; so many steps pay for the CPU of that.

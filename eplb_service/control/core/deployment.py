@@ -259,7 +259,7 @@ class Deployment:
         assert not self.connected
         self._interrupt_plan("the ranks went away")
         self.group = self.heat = self.ended_plan = None
-        self.decisions = replace(self.decisions, pace=None, promise=None, before=None)
+        self.decisions = self.decisions.resting()
 
     # What ranks report
 

@@ -19,7 +19,7 @@ from eplb_service.control.core.health import (
     rank_loads,
 )
 from eplb_service.placement import mean_par
-from eplb_service.planner.plan import Outlook, Plan
+from eplb_service.planner.plan import Plan
 from eplb_service.planner.score import Gain
 from eplb_service.telemetry.metrics import Metrics, Shown
 from eplb_service.wire.agent import Heartbeat
@@ -31,13 +31,9 @@ _LOAD_STEPS = 16
 
 @dataclass
 class _Observed:
-    """Records of one deployment: balance over time, last decision and plan, per rank the last report and heartbeat.
-
-    ``won`` is what the last decision found to be won over the ranks' first placement.
-    """
+    """Records of one deployment: balance over time, last decision and plan, per rank the last report and heartbeat."""
 
     series: BalanceSeries = field(default_factory=BalanceSeries)
-    won: Gain | None = None
     last_decision: PastPlan | None = None
     last_plan: PastPlan | None = None
     heard_R: dict[int, float] = field(default_factory=dict)
@@ -86,9 +82,8 @@ class Observer:
         heard = self.of(name).heard_R.get(rank)
         return None if heard is None else max(0.0, self._clock() - heard)
 
-    def decided(self, name: str, plan: Plan, outlook: Outlook, seconds: float) -> None:
+    def decided(self, name: str, plan: Plan, seconds: float) -> None:
         """Record a decision that took ``seconds``."""
-        self.of(name).won = outlook.won
         moves = {layer.layer: layer.moves_M5 for layer in plan.layers}
         self.of(name).last_decision = PastPlan(
             0, self._wall_clock(), "", "", 0, plan.verdicts, solve_seconds=seconds, moves=moves
@@ -142,7 +137,8 @@ def gauges(deployment: Deployment, observer: Observer) -> list[Shown]:
         found["eplb_agent_silent_seconds"] = max(silent)
         found["eplb_agent_staging_bytes"] = max(member.staging_bytes or 0 for member in ranks) or None
         found["eplb_agent_heat_ring_bytes"] = max(member.ring_bytes or 0 for member in ranks) or None
-        found |= _balance(deployment) | _last_decision(observer.of(deployment.name)) | _worth(deployment)
+        found |= _balance(deployment) | _worth(deployment)
+        found |= _last_decision(observer.of(deployment.name), deployment.decisions.forecasts.known)
     shown = []
     for name, value in found.items():
         # Some have a second label, and a value for each of it.
@@ -167,17 +163,16 @@ def _balance(deployment: Deployment) -> dict[str, Any]:
     }
 
 
-def _last_decision(observed: _Observed) -> dict[str, Any]:
+def _last_decision(observed: _Observed, forecast: Gain | None) -> dict[str, Any]:
     verdicts = observed.last_decision.verdicts if observed.last_decision else ()
-    won = observed.won if observed.won and observed.won.known else None
     return {
         "eplb_noise_floor": {verdict.layer: verdict.noise_floor for verdict in verdicts},
         "eplb_deployment_noise_floor": observed.mean("noise_floor"),
         "eplb_deployment_par_seen": observed.mean("par_seen"),
         "eplb_deployment_par_planned": observed.mean("par_planned"),
-        "eplb_deployment_gain": won and won.mean,
-        "eplb_deployment_gain_low": won and won.low,
-        "eplb_deployment_gain_high": won and won.high,
+        "eplb_deployment_gain": forecast and forecast.mean,
+        "eplb_deployment_gain_low": forecast and forecast.low,
+        "eplb_deployment_gain_high": forecast and forecast.high,
     }
 
 

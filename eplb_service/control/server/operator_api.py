@@ -150,8 +150,17 @@ class OperatorService(operator_pb2_grpc.OperatorServiceServicer):
             leader_term=deployment.leader_term,
             worth=encode(worth) if worth else None,
             move_price=encode(price) if price else None,
+            forecast=_forecast(deployment),
             **asdict(deployment.totals),
         )
+
+
+def _forecast(deployment: Deployment) -> operator_pb2.Forecast | None:
+    """Return the gain until the next decision, where the last one has said any."""
+    gain = deployment.decisions.forecasts.known
+    if gain is None:
+        return None
+    return operator_pb2.Forecast(gain=gain.mean, gain_low=gain.low, gain_high=gain.high)
 
 
 def _layers(deployment: Deployment) -> list[operator_pb2.LayerStatus]:

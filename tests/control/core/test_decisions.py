@@ -7,8 +7,10 @@ from dataclasses import replace
 import numpy as np
 
 from eplb_service.control.core.decisions import Decisions
+from eplb_service.planner.forecast import Forecasts
 from eplb_service.planner.pace import Pace
 from eplb_service.planner.plan import Outlook, Promise
+from eplb_service.planner.score import Gain
 from eplb_service.wire.operator import Worth
 from tests.control.core.story import Story
 
@@ -55,8 +57,13 @@ def test_a_plan_is_tested_once_all_of_it_serves_and_its_gain_is_counted_from_the
 
 
 def test_of_a_plan_that_failed_nothing_is_taken_as_promised() -> None:
-    decisions = decided_once().decided(OUTLOOK, LIVE, changed=True).plan_ended(done=False)
-    assert (decisions.before, decisions.replaced_at) == (None, None)
+    forecast = Forecasts(Gain(0.2, 0.1, 0.3, 0.05), seen=8, misses=(0.1,))
+    promised = decided_once().decided(replace(OUTLOOK, forecasts=forecast), LIVE, changed=True)
+    assert promised.forecasts.since(10) == 2
+    decisions = promised.plan_ended(done=False)
+    assert (decisions.before, decisions.replaced_at, decisions.forecasts.since(10)) == (None, None, 0)
+    assert decisions.forecasts.misses == (0.1,)
+    assert decisions.resting().forecasts.misses == ()
     assert not is_alarmed(serving(decisions, 10, 1.8))
 
 

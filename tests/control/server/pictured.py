@@ -99,6 +99,7 @@ def messages(
 STATUS = """
     deployment: "decode" epoch: 612 digest: 0x1D2C window_steps: 256 steps_received: 48211 steps_lost: 12
     layers_switched: 612 experts_moved: 4031 bytes_moved: 177533413952
+    forecast { gain: 0.614 gain_low: 0.527 gain_high: 0.701 }
     worth { steps: 512 left_alone_ms: 3.115 serving_ms: 2.703 best_ms: 2.611 best: "hindsight" gain_ms: 0.412
             gain_low_ms: 0.38 gain_high_ms: 0.444 price_kind: "fitted" price: "20 us" verdict: "helps" }
     move_price { price: 0.126 kind: "partly measured" reason: "42.0 MiB per expert"

@@ -72,7 +72,7 @@ def test_where_no_pace_is_known_all_heat_is_looked_at() -> None:
 def test_still_heat_is_looked_at_beyond_an_interval() -> None:
     inputs = asked(heat(200, 0), paced(200, 64))
     assert 128 <= inputs.looked_at.steps <= 200
-    assert inputs.serving_steps == 32.0
+    assert inputs.serving_steps == 24.0
 
 
 def test_heat_from_before_a_change_is_left_out() -> None:
@@ -86,6 +86,20 @@ def test_cpu_is_paid_for_by_steps_as_long_as_they_are_measured_to_be() -> None:
     times = StepTimes(np.full(8, 10_000.0), np.full(8, np.nan))
     assert replace(inputs, times=times).steps_paying(0.4) == pytest.approx(400)
     assert decide(inputs)[1].cost > 0
+
+
+def test_what_comes_of_a_forecast_is_held_against_it() -> None:
+    inputs = asked(heat(200, 0), paced(200, 64))
+    first = replace(inputs, found=inputs.live.serving)
+    made, outlook, _ = decide(first)
+    forecasts = outlook.forecasts
+    assert forecasts.gain.low < 1.4 * forecasts.gain.mean
+    assert (made.moves > 0, forecasts.held) == (True, None)
+    pace = replace(first.decisions.pace, seen=264)
+    later = replace(first, decisions=replace(first.decisions, pace=pace, forecasts=forecasts))
+    # The plan was not carried out, so that nothing was won.
+    after = decide(later)[1].forecasts
+    assert (after.misses, after.held) == ((forecasts.gain.mean,), False)
 
 
 def departed(before: int) -> Decisions:
@@ -108,7 +122,7 @@ def test_where_ratios_left_what_was_promised_heat_says_whether_that_is_a_change(
     assert (changed.looked_at.steps, changed.serving_steps) == (4, 100.0)
     assert not decide(changed)[1].burst
     burst = asked(heat(104, 0), departed(100))
-    assert (burst.looked_at.steps, burst.serving_steps) == (104, 32.0)
+    assert (burst.looked_at.steps, burst.serving_steps) == (104, 24.0)
     assert decide(burst)[1].burst
 
 

@@ -11,12 +11,10 @@ import pytest
 
 from eplb_service.control.core.deployment import Totals
 from eplb_service.control.server.observer import Observer
-from eplb_service.planner.plan import LayerPlan, Outlook, Plan, promise_of
+from eplb_service.planner.plan import LayerPlan, Plan
 from eplb_service.telemetry.metrics import Metrics
 from eplb_service.wire.agent import Heartbeat
 from eplb_service.wire.operator import LayerVerdict
-
-OUTLOOK = Outlook(promise_of(np.ones((2, 2)), np.zeros(2), held_out=True))
 
 
 def verdict(layer: int, planned: float, floor: float) -> LayerVerdict:
@@ -33,9 +31,7 @@ def test_points_take_plan_and_floor_from_the_last_decision() -> None:
     observer = Observer(wall_clock=iter([100.0, 101.0, 102.0, 103.0]).__next__, clock=lambda: 0.0)
     observer.tick(deployment(1.4))
     layer = LayerPlan(0, np.zeros((1, 1), np.int32), np.zeros((1, 1), np.int32), np.ones((2, 5), np.int32))
-    observer.decided(
-        "decode", Plan((layer,), (verdict(0, 1.2, 1.1), verdict(1, math.nan, math.nan))), OUTLOOK, 0.25
-    )
+    observer.decided("decode", Plan((layer,), (verdict(0, 1.2, 1.1), verdict(1, math.nan, math.nan))), 0.25)
     observer.tick(deployment(1.3))
     observer.tick(deployment(math.nan))
     first, second = observer.of("decode").series.points
@@ -48,9 +44,9 @@ def test_points_take_plan_and_floor_from_the_last_decision() -> None:
 def test_the_last_plan_stays_when_later_decisions_keep_every_layer() -> None:
     observer = Observer()
     observer.offered("decode", 6)
-    observer.decided("decode", Plan((), (verdict(0, 1.2, 1.1),)), OUTLOOK, 0.1)
+    observer.decided("decode", Plan((), (verdict(0, 1.2, 1.1),)), 0.1)
     observer.offered("decode", 7)
-    observer.decided("decode", Plan((), (verdict(0, 1.3, 1.1),)), OUTLOOK, 0.1)
+    observer.decided("decode", Plan((), (verdict(0, 1.3, 1.1),)), 0.1)
     seen = observer.of("decode")
     assert seen.last_plan is not None
     assert seen.last_decision is not None

@@ -12,6 +12,7 @@ from eplb_service.control.server.deciding import decider
 from eplb_service.control.server.deciding.computing import DecisionInputs
 from eplb_service.control.server.service import RunningService
 from eplb_service.cost.curve import CostCurve
+from eplb_service.figures import digits
 from eplb_service.planner.plan import Plan
 from eplb_service.wire.operator import Worth
 from tests.control.fake_group import STEP_MICROS, FakeGroup, skewed_heat
@@ -40,7 +41,9 @@ async def test_status_and_metrics_show_worth_and_what_it_rests_on_while_its_rank
     assert json.loads(capsys.readouterr().out)["status"]["worth"] is None
     await balanced(service, group)
     assert await eplb(group, "status", "decode", "--json") == 0
-    worth = json.loads(capsys.readouterr().out)["status"]["worth"]
+    status = json.loads(capsys.readouterr().out)["status"]
+    worth, forecast = status["worth"], status["forecast"]
+    assert forecast["gain_low"] < forecast["gain"] < forecast["gain_high"]
     assert await eplb(group, "status", "decode") == 0
     shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
     value = service.plane.deployments["decode"].decisions.worth
@@ -55,12 +58,14 @@ async def test_status_and_metrics_show_worth_and_what_it_rests_on_while_its_rank
     assert worth["tokens_per_second_won"] > 0
     assert worth["verdict"] == "helps"
     assert "helps: +" in shown
+    assert f"PAR {digits(forecast['gain'])} until the next decision" in shown
     tick(service.plane)
     reported, decode = service.plane._metrics.registry.get_sample_value, {"deployment": "decode"}
     price = service.plane.deployments["decode"].decisions.move_price
     assert price is not None
     assert reported("eplb_move_price", decode) == price.price
     assert reported("eplb_move_price_info", {**decode, "price": price.kind}) == 1
+    assert reported("eplb_deployment_gain_low", decode) == forecast["gain_low"]
     assert reported("eplb_gain_seconds", decode) == pytest.approx(value.gain_ms / 1e3)
     assert reported("eplb_time_price_info", {**decode, "price": "assumed"}) == 1
     serving = {**decode, "placement": "serving"}

@@ -20,8 +20,10 @@ from eplb_service.heat.assembler import RememberedHeat
 from eplb_service.heat.sources import StepTimes
 from eplb_service.heat.window import HeatError, Window
 from eplb_service.io.open_trace import open_trace
+from eplb_service.placement import Float64
 from eplb_service.planner.counterfactual import counterfactual, priced
 from eplb_service.planner.decide import plan, plan_afresh
+from eplb_service.planner.forecast import Forecasts
 from eplb_service.planner.pace import Pace
 from eplb_service.planner.plan import Outlook, Plan, Serving, gain_over, promise_for
 from eplb_service.planner.settings import PlannerSettings
@@ -181,6 +183,11 @@ class DecisionInputs:
         """Steps that the result is expected to serve; ``None`` where that is as many as are looked at."""
         return None if self.pace is None else self.pace.serving_steps
 
+    @property
+    def seen(self) -> int:
+        """Steps so far; 0 where decisions go by the clock."""
+        return 0 if self.pace is None else self.pace.seen
+
     def steps_paying(self, cpu_seconds: float) -> float:
         """Steps in which decisions may take so much CPU."""
         step_us = None if self.times is None else self.times.mean_us
@@ -203,13 +210,11 @@ def decide(inputs: DecisionInputs) -> tuple[Plan, Outlook, float]:
         inputs.serving_steps,
         priced(inputs.moving, worth, live.placement.layers),
     )
-    promise = promise_for(window, live.serving, made, split)
-    won = None
-    if inputs.found is not None:
-        won = gain_over(window, inputs.found, live.serving, split, inputs.serving_steps)
+    promise, expected_TL = promise_for(window, live.serving, made, split)
+    forecasts = _forecasts(inputs, expected_TL)
     burst = inputs.pace is not inputs.decisions.pace
     cost = inputs.steps_paying(time.process_time() - taken)
-    return made, Outlook(promise, _paid(inputs), won, burst, cost), time.perf_counter() - started
+    return made, Outlook(promise, _paid(inputs), forecasts, burst, cost), time.perf_counter() - started
 
 
 def appraise(inputs: DecisionInputs, decided: Plan) -> tuple[Worth, CostCurve | None, float] | None:
@@ -227,6 +232,18 @@ def appraise(inputs: DecisionInputs, decided: Plan) -> tuple[Worth, CostCurve | 
     others = [live.serving.changed_by(one) for one in (decided, hindsight) if one.layers]
     found = counterfactual(inputs.window, inputs.found, live.serving, others, inputs.settings, inputs.times)
     return None if found is None else (*found, inputs.steps_paying(time.process_time() - taken))
+
+
+def _forecasts(inputs: DecisionInputs, expected_TL: Float64) -> Forecasts:
+    """Forecast the gain over what served at first, given the ratios expected of the steps that are looked at."""
+    found, split, before = inputs.found, inputs.settings.split, inputs.decisions.forecasts
+    if found is None:
+        return before
+    came, since = None, min(before.since(inputs.seen), inputs.window.steps)
+    if since:
+        came = gain_over(inputs.newest(since), found, inputs.live.serving, split)
+    left_TL = found.par_of_steps(inputs.looked_at, split)
+    return before.next(left_TL, expected_TL, inputs.serving_steps, inputs.seen, came)
 
 
 def _paid(inputs: DecisionInputs) -> bool | None:

@@ -178,7 +178,7 @@ class Decider:
             except asyncio.TimeoutError:
                 return _DecisionOutcome("failed", f"the decision was given up after {self._deadline:g} s")
         self._metrics.observe("eplb_solve_seconds", seconds, deployment.name)
-        self._observer.decided(deployment.name, solved, outlook, seconds)
+        self._observer.decided(deployment.name, solved, seconds)
         if solved.price is not None:
             deployment.decisions = replace(deployment.decisions, move_price=solved.price)
         if prior is not None:

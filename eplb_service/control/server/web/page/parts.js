@@ -42,11 +42,12 @@ export function showTiles({ status, balance }) {
   const avoidable = status.par && floor ? Math.max(0, status.par - floor) : null;
   const steps = status.steps_received + status.steps_lost;
   const lost = steps ? (100 * status.steps_lost) / steps : 0;
-  const worth = status.worth;
+  const { worth, forecast } = status;
   const price = status.move_price;
   const tiles = [
     ["PAR now", ratio(status.par), `over ${count(status.window_steps)} steps`],
     ["planned", ratio(newest?.par_planned), since],
+    ...(forecast ? [["PAR won", ratio(forecast.gain), `until the next decision (95 %: ${ratio(forecast.gain_low)} to ${ratio(forecast.gain_high)})`]] : []),
     ["noise floor", ratio(floor), "about what chance leaves"],
     ["avoidable", avoidable === null ? "–" : `${(100 * avoidable).toFixed(1)} %`, "of the mean rank's load"],
     ...(worth ? [[worth.verdict, `${signed(worth.gain_ms)} ms`, worthWords(worth)]] : []),
@@ -66,7 +67,7 @@ function signed(value) {
 function worthWords(worth) {
   const share = worth.gain_percent === null ? "" : `, ${signed(worth.gain_percent)} %`;
   const rate = worth.tokens_per_second_won === null ? "" : `, ${signed(worth.tokens_per_second_won)} tokens/s`;
-  return `per step (95 %: ${signed(worth.gain_low_ms)} to ${signed(worth.gain_high_ms)})${share}${rate}`;
+  return `per step over ${count(worth.steps)} (95 %: ${signed(worth.gain_low_ms)} to ${signed(worth.gain_high_ms)})${share}${rate}`;
 }
 
 function priceFigure(price) {
