@@ -136,28 +136,35 @@ def _spread_parts(
             only = slot_P[first_E1[e]]
             share_RS[only // slots, only % slots] = 1.0
     assignment = assignment_of(phy2log_RS, share_RS, heat)
-    added_R = np.zeros(phy2log_RS.shape[0], dtype=np.float32)
+    most = np.int64(0)
+    for e in range(experts):
+        most = max(most, first_E1[e + 1] - first_E1[e])
+    load_K, variance_K = np.empty(most, dtype=np.float32), np.empty(most, dtype=np.float32)
+    cross_K, added_K = np.empty(most, dtype=np.float32), np.empty(most, dtype=np.float32)
     for e in order_E:
-        first, after = first_E1[e], first_E1[e + 1]
-        if first + 1 == after:
+        slot_K = slot_P[first_E1[e] : first_E1[e + 1]]
+        if slot_K.shape[0] == 1:
             continue
-        for place in range(first, after):
-            added_R[slot_P[place] // slots] = 0
+        for k in range(slot_K.shape[0]):
+            rank = slot_K[k] // slots
+            load_K[k], variance_K[k] = assignment.load_R[rank], assignment.variance_R[rank]
+            cross_K[k], added_K[k] = assignment.cross_RE[rank, e], 0
+        mean, own = heat.mean_E[e], heat.gram_EE[e, e]
         for g in order_EG[e]:
             share = share_EG[e, g]
             if share <= 0:
                 break
-            lowest = np.inf
-            for place in range(first, after):
-                rank = slot_P[place] // slots
-                found = risk_with(assignment, heat, e, rank, added_R[rank] + share, z)
+            coolest, lowest = 0, np.inf
+            for k in range(slot_K.shape[0]):
+                more = added_K[k] + share
+                variance = variance_K[k] + more * (np.float32(2.0) * cross_K[k] + more * own)
+                found = risk(load_K[k] + more * mean, variance, z)
                 if found < lowest:
-                    lowest = found
-                    chosen_EG[e, g] = slot_P[place]
-            added_R[chosen_EG[e, g] // slots] += share
-        for place in range(first, after):
-            rank = slot_P[place] // slots
-            shift_load(assignment, heat, e, rank, added_R[rank])
+                    coolest, lowest = k, found
+            chosen_EG[e, g] = slot_K[coolest]
+            added_K[coolest] += share
+        for k in range(slot_K.shape[0]):
+            shift_load(assignment, heat, e, slot_K[k] // slots, added_K[k])
     return assignment
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from eplb_service.solver.construction import descending, largest_first
+from eplb_service.solver.construction import descending
 from eplb_service.solver.evaluation import (
     SMALLEST_GAIN,
     TopRanks,
@@ -95,26 +95,37 @@ def match_ranks(phy2log_RS: Int32, deployed_RS: Int32, experts: int, node_R: Int
         for r in range(ranks):
             worth_ER[e, r] += node_holds_KE[node_R[r], e]
     score_RR = np.zeros((ranks, ranks), dtype=np.int32)
-    pairs_C = np.zeros((slots + 1) ** 2, dtype=np.int32)
+    given_C = np.zeros((slots + 1) ** 2, dtype=np.bool_)
+    # Rows that are not dealt yet, and ranks that have none, as many, both in order.
+    row_U, rank_U = np.empty(ranks, dtype=np.int32), np.empty(ranks, dtype=np.int32)
     for row in range(ranks):
+        row_U[row] = rank_U[row] = row
         for expert in phy2log_RS[row]:
             for r in range(ranks):
                 score_RR[row, r] += worth_ER[expert, r]
         for r in range(ranks):
-            pairs_C[score_RR[row, r]] += 1
+            given_C[score_RR[row, r]] = True
     dealt_RS = np.empty_like(phy2log_RS)
-    row_dealt_R = np.zeros(ranks, dtype=np.bool_)
-    rank_taken_R = np.zeros(ranks, dtype=np.bool_)
-    for score in range(pairs_C.shape[0] - 1, -1, -1):
-        if pairs_C[score] == 0:
+    taken_R = np.zeros(ranks, dtype=np.bool_)
+    for score in range(given_C.shape[0] - 1, -1, -1):
+        if not given_C[score]:
             continue
-        for row in range(ranks):
-            for r in range(0 if not row_dealt_R[row] else ranks, ranks):
-                if score_RR[row, r] == score and not rank_taken_R[r]:
+        left = free = 0
+        for row in row_U:
+            dealt = False
+            for r in rank_U:
+                if score_RR[row, r] == score and not taken_R[r]:
                     set_row(dealt_RS[r], phy2log_RS[row])
-                    row_dealt_R[row] = True
-                    rank_taken_R[r] = True
+                    dealt = taken_R[r] = True
                     break
+            if not dealt:
+                row_U[left] = row
+                left += 1
+        for r in rank_U:
+            if not taken_R[r]:
+                rank_U[free] = r
+                free += 1
+        row_U, rank_U = row_U[:left], rank_U[:left]
     return dealt_RS
 
 
@@ -160,46 +171,55 @@ def _localise_tables(
     top: TopRanks,
     heat: Heat,
     deployed: Deployed,
-    order_E: Int32,
-    order_EG: Int32,
+    part_X2: Int32,
     limit: float,
 ) -> None:
     """Bring parts home in the tables ``near_EG``, int32 ``[E, G]``, each in the way that leaves the ranks coolest.
 
-    Experts and their parts are taken in the orders given. No part comes home if that takes the mean peak above
-    ``limit``, what it is with the tables given; ``top`` has the loads, and goes along.
+    ``part_X2`` is as ``_parts_with_homes`` gives it. No part comes home if that takes the mean peak above ``limit``,
+    what it is with the tables given; ``top`` has the loads, and goes along.
     """
     ranks, slots = phy2log_RS.shape
     first_E1, slot_P = slots_by_expert(phy2log_RS, share_EG.shape[0])
     changed_RN = np.empty_like(top.load_RN)
     changed_R1, rank_K = np.zeros(ranks + 1, dtype=np.bool_), np.zeros(2, dtype=np.int32)
     for _ in range(_SWEEPS):
-        for e in order_E:
+        for e, g in part_X2:
+            own = near_EG[e, g]
+            if deployed.node_R[own // slots] == deployed.node_G[g]:
+                continue
             replica_K = slot_P[first_E1[e] : first_E1[e + 1]]
-            for g in order_EG[e]:
-                own, home = near_EG[e, g], deployed.node_G[g]
-                if home < 0 or deployed.node_R[own // slots] == home:
-                    continue
-                if share_EG[e, g] * heat.mean_E[e] <= SMALLEST_GAIN:
-                    continue
-                near = False
-                for replica in replica_K:
-                    near = near or deployed.node_R[replica // slots] == home
-                if not near:
-                    continue
-                to, back = _best_way_home(
-                    near_EG[e], share_EG[e], heat, deployed, replica_K, top, changed_RN, g, e, limit
-                )
-                if to < 0:
-                    continue
-                more, near_EG[e, g] = share_EG[e, g], to
-                if back >= 0:
-                    more, near_EG[e, back] = more - share_EG[e, back], own
-                rank_K[0], rank_K[1] = own // slots, to // slots
-                changed_R1[rank_K[0]] = changed_R1[rank_K[1]] = True
-                _shift(top, heat.scaled_EN[e], more, rank_K[0], rank_K[1], changed_RN)
-                update_loads(top, rank_K, 2, changed_R1, changed_RN)
-                changed_R1[rank_K[0]] = changed_R1[rank_K[1]] = False
+            to, back = _best_way_home(
+                near_EG[e], share_EG[e], heat, deployed, replica_K, top, changed_RN, g, e, limit
+            )
+            if to < 0:
+                continue
+            more, near_EG[e, g] = share_EG[e, g], to
+            if back >= 0:
+                more, near_EG[e, back] = more - share_EG[e, back], own
+            rank_K[0], rank_K[1] = own // slots, to // slots
+            changed_R1[rank_K[0]] = changed_R1[rank_K[1]] = True
+            _shift(top, heat.scaled_EN[e], more, rank_K[0], rank_K[1], changed_RN)
+            update_loads(top, rank_K, 2, changed_R1, changed_RN)
+            changed_R1[rank_K[0]] = changed_R1[rank_K[1]] = False
+
+
+def _parts_with_homes(phy2log_RS: Int32, layer: Layer) -> Int32:
+    """Parts with tokens whose source's node holds the expert: expert and source, int32 ``[X, 2]``.
+
+    Hottest expert first, of each the largest part first. Of many nodes each holds few experts.
+    """
+    heat, deployed = layer
+    share_GE = deployed.share_GE
+    # The last row is of sources on several nodes, which are -1.
+    holds_KE = np.zeros((deployed.node_R.max() + 2, share_GE.shape[1]), dtype=np.bool_)
+    holds_KE[deployed.node_R[:, None], phy2log_RS] = True
+    order_E, home_GE = descending(heat.mean_E), holds_KE[deployed.node_G]
+    home_GE &= share_GE * heat.mean_E > SMALLEST_GAIN
+    place_X, source_X = home_GE.T[order_E].nonzero()
+    expert_X = order_E[place_X]
+    first_X = np.lexsort((-share_GE[source_X, expert_X], place_X))
+    return np.stack([expert_X, source_X], axis=1)[first_X].astype(np.int32)
 
 
 @kernel
@@ -272,8 +292,8 @@ def localised(candidate: Candidate, layer: Layer, params: SearchParams) -> Candi
     top = top_ranks_of(loads_in_episodes(placed_RS, share_RS, heat.scaled_EN))
     limit = mean_peak(top.peak_KN[0], heat.share_N) + _ROUNDING
     near_EG, share_EG = np.array(log2phy_GE.T, order="C"), np.ascontiguousarray(deployed.share_GE.T)
-    orders = descending(heat.mean_E), largest_first(share_EG)
-    _localise_tables(placed_RS, near_EG, share_EG, top, heat, deployed, *orders, limit)
+    part_X2 = _parts_with_homes(placed_RS, layer)
+    _localise_tables(placed_RS, near_EG, share_EG, top, heat, deployed, part_X2, limit)
     near_GE = np.ascontiguousarray(near_EG.T)
     after = tables_par(placed_RS, near_GE, heat, deployed.share_GE)
     return candidate._replace(log2phy_GE=near_GE, par=after)
@@ -287,7 +307,19 @@ def crossing_share(candidate: Candidate, layer: Layer, tables: int) -> float:
     heat, deployed = layer
     if tables in (EVEN, STEPWISE) or not deployed.node_R.any():
         return 0.0
-    tokens_GE = deployed.share_GE * heat.mean_E
-    node_GE = deployed.node_R[candidate.log2phy_GE // candidate.phy2log_RS.shape[1]]
-    leaving_GE = (node_GE != deployed.node_G[:, None]) & (deployed.node_G[:, None] >= 0)
-    return float(tokens_GE[leaving_GE].sum() / max(tokens_GE.sum(), 1e-30))
+    node_P = np.repeat(deployed.node_R, candidate.phy2log_RS.shape[1])
+    return _leaving_share(candidate.log2phy_GE, node_P, heat, deployed)
+
+
+@kernel
+def _leaving_share(log2phy_GE: Int32, node_P: Int32, heat: Heat, deployed: Deployed) -> float:
+    """Part of the tokens that leave their source's node; ``node_P`` int32 ``[R*S]``, node of each slot."""
+    leaving = total = 0.0
+    for g in range(log2phy_GE.shape[0]):
+        home = deployed.node_G[g]
+        for e in range(log2phy_GE.shape[1]):
+            tokens = deployed.share_GE[g, e] * heat.mean_E[e]
+            total += tokens
+            if home >= 0 and node_P[log2phy_GE[g, e]] != home:
+                leaving += tokens
+    return leaving / max(total, 1e-30)
