@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -12,14 +12,14 @@ import numpy.typing as npt
 from eplb_service.heat.window import HeatError, Window
 from eplb_service.placement import Float64, Int32, Placement, mean_par
 from eplb_service.planner.dealing import shares_of_entries, sources_of_tables, width_in_use
-from eplb_service.planner.score import expected_hottest, numbers_of, par_of_steps, source_shares, split_steps
+from eplb_service.planner.score import expected_hottest, numbers_of, par_of_steps, split_steps
 from eplb_service.planner.settings import EVEN, STEP, PlannerSettings
 from eplb_service.planner.topology import Topology, TopologyError
 from eplb_service.solver import model
 from eplb_service.solver.engine import SolverError, solve_many
 from eplb_service.solver.layer import Answer
 from eplb_service.solver.model import SearchOptions, SearchParams
-from eplb_service.solver.window import sum_episodes
+from eplb_service.solver.window import shares_of_groups, sum_episodes
 
 _DEEPSEEK = SearchParams()
 _FEW_CELLS = 20_000
@@ -218,6 +218,16 @@ def _blind_layers(asked: Question, floor_L: Float64) -> npt.NDArray[np.bool_]:
     return same_L
 
 
+@dataclass(frozen=True)
+class _Made:
+    """Arrays by layer that are made when they are asked for."""
+
+    of: Callable[[int], Any]
+
+    def __getitem__(self, layer: int) -> Any:
+        return self.of(layer)
+
+
 _MOST_STEPS = 128
 """Steps of a window that time is lowered on: as many more won less than 0.2 % in the window after."""
 
@@ -252,17 +262,6 @@ def solve_picked(
     if not picked.size:
         return []
     window, placement, settings, search = asked.window, asked.placement, asked.settings, asked.search
-    _, first_G, group_R = asked.topology.token_groups()
-    shape = first_G.size, len(picked), placement.experts
-    share_GLE = np.broadcast_to((np.bincount(group_R) / placement.ranks)[:, None, None], shape)
-    if window.source_RLE is not None:
-        # Sliced first: the split of layers that nobody looks into costs nothing.
-        source_RPE = window.source_RLE[:, picked]
-        share_GLE = np.zeros(shape)
-        for group, share_PE in zip(
-            group_R, source_shares(source_RPE, placement.ranks, *shape[1:]), strict=True
-        ):
-            share_GLE[group] += share_PE
     curve = time_curve(settings)
     width = width_in_use(settings, asked.log2phy_RLE)
     node_R, node_G = asked.topology.nodes()
@@ -284,11 +283,22 @@ def solve_picked(
     tokens_PE = heat_PNE.sum(axis=1) / window.steps
     if settings.policy == "deepseek":
         heat_PNE = heat_PNE.sum(axis=1, keepdims=True)
+    _, first_G, group_R = asked.topology.token_groups()
+
+    def tables_of(place: int) -> Any:
+        return sources_of_tables(asked.log2phy_RLE[first_G, picked[place]][:, None], width)[0]
+
+    def shares_of(place: int) -> Any:
+        share_GE = np.repeat((np.bincount(group_R) / placement.ranks)[:, None], placement.experts, axis=1)
+        if window.source_RLE is not None:
+            share_GE = shares_of_groups(window.source_RLE, picked[place], group_R, first_G.size)
+        return shares_of_entries(share_GE[:, None], tokens_PE[place, None], width)[0]
+
     return solve_many(
         heat_PNE,
         placement.phy2log_LRS[picked],
-        sources_of_tables(asked.log2phy_RLE[first_G[:, None], picked], width),
-        shares_of_entries(share_GLE, tokens_PE, width),
+        _Made(tables_of),
+        _Made(shares_of),
         params,
         np.array(search.half_lives) * heat_PNE.shape[1],
         settings.min_gain,

@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 from zlib import crc32
 
 import numpy as np
@@ -57,6 +57,13 @@ _Node = tuple[npt.NDArray[np.intp], npt.NDArray[np.intp], Deployed]
 serves now in the node's numbers."""
 
 
+class ByLayer(Protocol):
+    """Arrays by layer: one array of all, or made when they are asked for, since those of many ranks are large."""
+
+    def __getitem__(self, layer: int, /) -> Any:
+        """Return the layer's; it may be asked for on any thread."""
+
+
 class SolverError(RuntimeError):
     """Failure of one layer; the message is what the solver reported."""
 
@@ -68,8 +75,8 @@ class OutOfTimeError(SolverError):
 def solve_many(
     heat_LNE: Float64,
     deployed_LRS: Int32,
-    deployed_LGE: Int32,
-    share_LGE: npt.NDArray[np.floating],
+    deployed_LGE: ByLayer,
+    share_LGE: ByLayer,
     params: SearchParams,
     half_life_H: Float64,
     min_gain: float,
@@ -141,24 +148,23 @@ def solve_many(
 
 def _deployed_by_layer(
     deployed_LRS: Int32,
-    deployed_LGE: Int32,
-    share_LGE: npt.NDArray[np.floating],
+    deployed_LGE: ByLayer,
+    share_LGE: ByLayer,
     experts: int,
     node_R: Int32 | None,
     node_G: Int32 | None,
 ) -> Callable[[int], Deployed]:
     """Deployed placement and tables of each layer, as kernels take them."""
-    nodes = (
-        np.zeros(deployed_LRS.shape[1], dtype=np.int32) if node_R is None else node_R,
-        np.zeros(deployed_LGE.shape[1], dtype=np.int32) if node_G is None else node_G,
-    )
 
     def deployed(layer: int) -> Deployed:
-        # Layer by layer: of all at once tables of many ranks take a gigabyte.
         phy2log_RS, log2phy_GE = (
             np.array(of_L[layer], dtype=np.int32, order="C") for of_L in (deployed_LRS, deployed_LGE)
         )
         share_GE = np.array(share_LGE[layer], dtype=np.float32, order="C")
+        nodes = (
+            np.zeros(count, dtype=np.int32) if node_X is None else node_X
+            for count, node_X in ((len(phy2log_RS), node_R), (len(log2phy_GE), node_G))
+        )
         return Deployed(phy2log_RS, log2phy_GE, share_GE, homes(phy2log_RS, experts), *nodes)
 
     return deployed

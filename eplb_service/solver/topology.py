@@ -111,19 +111,19 @@ def match_ranks(phy2log_RS: Int32, deployed_RS: Int32, experts: int, node_R: Int
         if not given_C[score]:
             continue
         left = free = 0
-        for row in row_U:
+        for waiting in row_U:
             dealt = False
-            for r in rank_U:
-                if score_RR[row, r] == score and not taken_R[r]:
-                    set_row(dealt_RS[r], phy2log_RS[row])
-                    dealt = taken_R[r] = True
+            for rank in rank_U:
+                if score_RR[waiting, rank] == score and not taken_R[rank]:
+                    set_row(dealt_RS[rank], phy2log_RS[waiting])
+                    dealt = taken_R[rank] = True
                     break
             if not dealt:
-                row_U[left] = row
+                row_U[left] = waiting
                 left += 1
-        for r in rank_U:
-            if not taken_R[r]:
-                rank_U[free] = r
+        for rank in rank_U:
+            if not taken_R[rank]:
+                rank_U[free] = rank
                 free += 1
         row_U, rank_U = row_U[:left], rank_U[:left]
     return dealt_RS

@@ -11,7 +11,13 @@ from eplb_service.solver.engine import solve_many
 from eplb_service.solver.model import DEALT, EVEN, RULE, SOLVED, STEPWISE, SearchParams
 from eplb_service.solver.time_costs import slowest_in_steps
 from eplb_service.solver.topology import choose_senders
-from eplb_service.solver.window import loads_of_ranks, served_window, shares_of_slots, sum_episodes
+from eplb_service.solver.window import (
+    loads_of_ranks,
+    served_window,
+    shares_of_groups,
+    shares_of_slots,
+    sum_episodes,
+)
 
 
 @cache
@@ -58,4 +64,5 @@ def warm_up(threads: int | None = None) -> None:
         slowest_in_steps(heat_TLE, placement.phy2log_LRS.copy(), np.ones((2, 8)), curve_4)
     deployed_RS = np.array(placement.phy2log_LRS[0])
     shares_of_slots(deployed_RS, placement.default_log2phy(), 0, np.ones((4, 2, 6)), 0)
+    shares_of_groups(np.ones((4, 2, 6)), 0, np.arange(4, dtype=np.int32), 4)
     choose_senders(deployed_RS, deployed_RS[::-1].copy(), np.zeros(4, dtype=np.int32))

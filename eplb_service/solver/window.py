@@ -107,6 +107,25 @@ def shares_of_slots(
 
 
 @kernel
+def shares_of_groups(source_RLE: Float64, layer: int, group_R: Int32, groups: int) -> Float64:
+    """Part of each expert's tokens in a layer that each group of source ranks has, float64 ``[G, E]``.
+
+    ``source_RLE`` float64 ``[R, L, E]`` are tokens by source; ranks share an expert evenly that has none. ``group_R``
+    int32 ``[R]``, which of so many groups each rank is in.
+    """
+    ranks, _, experts = source_RLE.shape
+    total_E, share_GE = np.zeros(experts), np.zeros((groups, experts))
+    for r in range(ranks):
+        for e in range(experts):
+            total_E[e] += source_RLE[r, layer, e]
+    for r in range(ranks):
+        for e in range(experts):
+            even = 1.0 / ranks
+            share_GE[group_R[r], e] += source_RLE[r, layer, e] / total_E[e] if total_E[e] > 0 else even
+    return share_GE
+
+
+@kernel
 def served_window(
     heat_TLE: Float64 | Int64 | Int32, layer_K: Int64, phy2log_KRS: Int32, share_KP: Float64, episodes: int
 ) -> ServedWindow:
