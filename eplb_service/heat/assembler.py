@@ -104,36 +104,44 @@ class _Step:
     ``[L, E]``, and by the rank that they went to, ``[L, R]``. ``busy_R`` says on which ranks it was no dummy.
     """
 
-    def __init__(self, number: int, report: HeatReport, shape: Shape) -> None:
+    def __init__(self, number: int, epochs: tuple[int, ...], shape: Shape, *, by_slot: bool) -> None:
         self.number = number
-        self.epochs = report.layer_epochs
+        self.epochs = epochs
         self.seen: set[int] = set()
         self.spoilt = False
         self.busy_R = np.zeros(shape.ranks, dtype=np.bool_)
         self.micros: list[int] = []
         self.tokens_R = np.full(shape.ranks, -1, dtype=np.int64)
         sizes: list[tuple[int, ...]] = [(shape.layers, shape.experts), (shape.layers, shape.ranks)]
-        if report.slot_counts_TLS is not None:
+        if by_slot:
             sizes = [(shape.ranks, shape.layers, shape.slots)]
         self.counts = tuple(np.zeros(size, dtype=np.int32) for size in sizes)
 
-    def add(self, rank: int, report: HeatReport, targets_LED: npt.NDArray[np.integer[Any]] | None) -> None:
-        """Fill in one rank's report of it; own tokens went to the ranks ``targets_LED`` in turn."""
-        at = self.number - report.first_step
+    def add(
+        self,
+        rank: int,
+        epochs: tuple[int, ...],
+        counted: tuple[bool, int, int],
+        counts_LX: npt.NDArray[np.integer[Any]],
+        targets_LED: npt.NDArray[np.integer[Any]] | None,
+    ) -> None:
+        """Fill in one rank's report of it: whether it was no dummy, its tokens, -1 for unknown, and microseconds.
+
+        Counts under these ``epochs`` are by slot, ``[L, S]``, or own tokens by expert, ``[L, E]``, which went to the
+        ranks ``targets_LED`` in turn.
+        """
         self.seen.add(rank)
-        self.busy_R[rank] = report.phase_T[at] != StepPhase.DUMMY
-        if report.tokens_T is not None:
-            self.tokens_R[rank] = report.tokens_T[at]
-        if report.micros_T is not None and report.micros_T[at] > 0:
-            self.micros.append(int(report.micros_T[at]))
-        if self.epochs != report.layer_epochs or len(self.counts) != (1 if targets_LED is None else 2):
+        self.busy_R[rank], self.tokens_R[rank], micros = counted
+        if micros > 0:
+            self.micros.append(micros)
+        # Most often it is the same tuple, and many layers need not be compared.
+        other = epochs is not self.epochs and epochs != self.epochs
+        if other or len(self.counts) != (1 if targets_LED is None else 2):
             self.spoilt = True
         elif targets_LED is None:
-            assert report.slot_counts_TLS is not None
-            self.counts[0][rank] = report.slot_counts_TLS[at]
+            self.counts[0][rank] = counts_LX
         else:
-            assert report.source_counts_TLE is not None
-            self._add_sources(report.source_counts_TLE[at], targets_LED)
+            self._add_sources(counts_LX, targets_LED)
 
     def heat_and_loads(self, cells_LRS: _Cells, experts: int) -> tuple[Int32, Int32]:
         """Tokens by expert, int32 ``[L, E]``, and by rank, int32 ``[L, R]``; ``cells_LRS`` as in ``cells``."""
@@ -159,6 +167,14 @@ class _Step:
         loads_LR += sums_C.reshape(layers, ranks).astype(np.int32)
 
 
+def _counted_by_step(report: HeatReport) -> list[tuple[bool, int, int]]:
+    """Whether each step of a report was no dummy, its tokens, -1 for unknown, and microseconds, 0 for unknown."""
+    busy_T = (report.phase_T != StepPhase.DUMMY).tolist()
+    tokens_T = [-1] * report.steps if report.tokens_T is None else report.tokens_T.tolist()
+    micros_T = [0] * report.steps if report.micros_T is None else report.micros_T.tolist()
+    return list(zip(busy_T, tokens_T, micros_T, strict=True))
+
+
 class PendingSteps:
     """The newest ``capacity`` steps that ranks have reported; one that leaves before all have is lost.
 
@@ -176,6 +192,7 @@ class PendingSteps:
         self._steps: dict[int, _Step] = {}
         self._left = -1
         self._last_whole: int | None = None
+        self._epochs: tuple[int, ...] = ()
         self._end_R = np.full(shape.ranks, -1, dtype=np.int64)
 
     def add(
@@ -191,10 +208,16 @@ class PendingSteps:
             self._steps.clear()
             self._left, self._last_whole = -1, None
         whole = []
+        if self._epochs != report.layer_epochs:
+            self._epochs = report.layer_epochs
+        counts_TLX = report.source_counts_TLE if report.slot_counts_TLS is None else report.slot_counts_TLS
+        assert counts_TLX is not None
+        counted_T = _counted_by_step(report)
         for number in range(max(report.first_step, self._left + 1), report.first_step + report.steps):
-            step = self._steps.get(number) or self._begin(number, report)
+            step = self._steps.get(number) or self._begin(number, by_slot=targets_LED is None)
             if rank not in step.seen:
-                step.add(rank, report, targets_LED)
+                at = number - report.first_step
+                step.add(rank, self._epochs, counted_T[at], counts_TLX[at], targets_LED)
                 if len(step.seen) == self._shape.ranks and not step.spoilt:
                     self._complete(step)
                     whole += [step] if step.busy_R.any() else []
@@ -223,8 +246,8 @@ class PendingSteps:
         slowest = max(int(np.delete(self._end_R, rank).min(initial=end)), min(self._steps))
         return end - self._capacity > slowest
 
-    def _begin(self, number: int, report: HeatReport) -> _Step:
-        step = self._steps[number] = _Step(number, report, self._shape)
+    def _begin(self, number: int, *, by_slot: bool) -> _Step:
+        step = self._steps[number] = _Step(number, self._epochs, self._shape, by_slot=by_slot)
         self._left = max(self._left, number - self._capacity)
         for old in [old for old in self._steps if old <= self._left]:
             del self._steps[old]
