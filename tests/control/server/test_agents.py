@@ -167,7 +167,7 @@ class Scene:
     """Ranks that read only when they are let."""
 
     def __init__(self, at_a_time: int) -> None:
-        self.sending = _PlanSending(PLAN, asyncio.Semaphore(at_a_time))
+        self.sending = _PlanSending(PLAN, asyncio.Semaphore(at_a_time), SENT_TO)
         self.begun: list[int] = []
         self.reads = [asyncio.Event() for _ in range(SENT_TO)]
         self.tasks = [asyncio.ensure_future(self.sending.send(rank, self._write)) for rank in range(SENT_TO)]
@@ -223,7 +223,9 @@ async def test_a_rank_that_does_not_read_keeps_its_turn_for_a_while_alone(
         await asyncio.sleep(0.01)
     assert scene.begun == list(range(SENT_TO))
     assert not any(task.done() for task in scene.tasks)
+    assert not scene.sending.out.is_set()
     await scene.end()
+    assert scene.sending.out.is_set()
 
 
 def test_a_newer_plan_takes_the_place_of_the_one_that_is_being_sent() -> None:
@@ -241,4 +243,5 @@ def test_a_newer_plan_takes_the_place_of_the_one_that_is_being_sent() -> None:
     assert [copies[0][1] for copies in queued] == [0, 1, 2]
     streams.withdraw("decode")
     assert queued[0][1][0].over
+    assert queued[0][1][0].out.is_set()
     assert not other.outbox.get_nowait()[0].over

@@ -228,7 +228,8 @@ class Decider:
     async def _appraise(
         self, deployment: Deployment, group: Group, inputs: DecisionInputs, solved: Plan
     ) -> None:
-        """Judge what balancing is worth."""
+        """Judge what balancing is worth, once the ranks have the plan: that is what they wait for."""
+        await self._streams.sent(deployment.name)
         async with self._turns:
             try:
                 found = await self._in_time(deployment.name, appraise, inputs, solved)

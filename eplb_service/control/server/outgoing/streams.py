@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import grpc
 
@@ -27,11 +27,16 @@ _LONGEST_TURN_SECONDS = 1.0
 
 @dataclass
 class _PlanSending:
-    """One plan on its way to all ranks, by turns; ``over`` says that no more copies are to go out."""
+    """One plan on its way to all ranks, by turns.
+
+    ``over`` says that no more copies are to go out, ``out`` is set then, or once as many as are left are out.
+    """
 
     _plan: SharedPlan
     _turns: asyncio.Semaphore
+    _left: int
     over: bool = False
+    out: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def send(self, rank: int, write: Callable[[bytes], Awaitable[None]]) -> None:
         """Send one rank its copy by ``write`` when its turn comes, unless the plan is over by then."""
@@ -45,6 +50,9 @@ class _PlanSending:
                 writing.cancel()
                 raise
         await writing
+        self._left -= 1
+        if not self._left:
+            self.out.set()
 
 
 class RankStream:
@@ -115,15 +123,22 @@ class Streams:
     def send(self, deployment: str, plan: SharedPlan) -> None:
         """Send each rank that is still there its own message of a plan, by turns; none of the plan before it."""
         self.withdraw(deployment)
-        sending = self._plans[deployment] = _PlanSending(plan, self._turns)
-        for rank, stream in sorted(self._streams.get(deployment, {}).items()):
+        streams = sorted(self._streams.get(deployment, {}).items())
+        sending = self._plans[deployment] = _PlanSending(plan, self._turns, len(streams))
+        for rank, stream in streams:
             stream.outbox.put_nowait((sending, rank))
+
+    async def sent(self, deployment: str) -> None:
+        """Wait until all copies of the plan under way are out, or it is over."""
+        if deployment in self._plans:
+            await self._plans[deployment].out.wait()
 
     def withdraw(self, deployment: str) -> None:
         """Stop sending the deployment's plan: ranks that do not have it yet do not get it."""
         sending = self._plans.pop(deployment, None)
         if sending is not None:
             sending.over = True
+            sending.out.set()
 
     def asked(self, deployment: str, reporting: Reporting) -> Reporting:
         """Return what the ranks were asked to report last; ``reporting`` where this is the first."""
