@@ -31,8 +31,6 @@ _POLL_SECONDS = 0.5
 _NEVER = 1 << 30
 _ROOM = 1 << 13
 _READINGS = 10
-_INTERVAL = 256
-"""Steps before the first decision, as by default."""
 
 
 def main() -> int:
@@ -63,10 +61,10 @@ def main() -> int:
     return int(not all(target.met for target in judged))
 
 
-def measure(load: Load, seconds: float, processes: int, *, plan: bool, interval: int = _INTERVAL) -> Measured:
-    """One number of ranks, for so long; with ``plan`` once the first one, after ``interval`` steps, is carried out."""
+def measure(load: Load, seconds: float, processes: int, *, plan: bool) -> Measured:
+    """One number of ranks, for so long; with ``plan`` once the first one, after an interval, is carried out."""
     settings = {
-        "decision_interval": interval if plan else _NEVER,
+        "decision_interval": load.interval if plan else _NEVER,
         "report_steps": load.report_steps or "auto",
         # On a busy machine agents may not be run for long; that is no reason to hear them no more.
         "heartbeat_seconds": 20.0,
@@ -82,8 +80,11 @@ def measure(load: Load, seconds: float, processes: int, *, plan: bool, interval:
         ranks.begin()
         time.sleep(_SETTLE_SECONDS)
         joined = service.read()
-        first = _first_plan(ranks, interval / load.steps_per_second) if plan else None
-        deciding = service.read()
+        interval_end = ranks.start + load.interval / load.steps_per_second
+        time.sleep(max(0.0, interval_end - time.time()) if plan else 0.0)
+        ended, agents = service.read(), ranks.tally().cpu
+        first = _first_plan(ranks, interval_end) if plan else None
+        deciding, agents = service.read(), ranks.tally().cpu - agents
         if first is not None:
             _carried_out(load, ranks)
         carried = service.read()
@@ -92,7 +93,7 @@ def measure(load: Load, seconds: float, processes: int, *, plan: bool, interval:
             time.sleep(seconds / _READINGS)
             readings.append(service.read())
         after = ranks.tally()
-    phases = Phases(joined, deciding, carried, first)
+    phases = Phases(joined, ended, deciding, carried, agents, first)
     return _summary(load, (before, after), readings, phases)
 
 
@@ -102,26 +103,34 @@ class Phases:
 
     Parameters
     ----------
-    joined, deciding, carried
-        Once the ranks step, once all have a plan, and once they have carried it out.
+    joined, ended, deciding, carried
+        Once the ranks step, once the first decision's interval is over, once all have a plan, and once they have
+        carried it out.
+    agents_cpu
+        Seconds that the agents took from ``ended`` to ``deciding``.
     plan_ms
-        From the end of the interval before the first decision until the first and the last rank had its plan, in
-        milliseconds; ``None`` where one never did.
+        As in ``Measured``.
     """
 
     joined: Reading
+    ended: Reading
     deciding: Reading
     carried: Reading
-    plan_ms: tuple[float, float] | None
+    agents_cpu: float
+    plan_ms: tuple[float, float, float] | None
 
 
-def _first_plan(ranks: RankProcesses, interval_seconds: float) -> tuple[float, float] | None:
-    """Wait until all ranks have a plan; returns ``Phases.plan_ms``."""
-    ended, arrived = ranks.start + interval_seconds, ranks.tally().plans_at
+def _first_plan(ranks: RankProcesses, ended: float) -> tuple[float, float, float] | None:
+    """Wait until all ranks have a plan; returns ``Measured.plan_ms``."""
+    arrived = ranks.tally().plans_at
     while time.time() < ended + _PLAN_SECONDS:
-        arrived = ranks.tally().plans_at
+        tally = ranks.tally()
+        arrived = tally.plans_at
         if all(arrived):
-            return 1e3 * (min(arrived) - ended), 1e3 * (max(arrived) - ended)
+            heat, first, last = (
+                1e3 * (at - ended) for at in (max(tally.heat_at), min(arrived), max(arrived))
+            )
+            return heat, first, last
         time.sleep(_POLL_SECONDS)
     print(f"only {sum(map(bool, arrived))} of {len(arrived)} ranks have a plan", file=sys.stderr)
     return None
@@ -158,7 +167,7 @@ def _summary(
         wanted_per_second=load.steps_per_second,
         cpu_ms_per_step=1e3 * cpu / (seconds * load.steps_per_second),
         cpu_percent=100 * cpu / seconds,
-        deciding_cpu_seconds=phases.deciding.cpu - phases.joined.cpu,
+        deciding_cpu_seconds=(phases.deciding.cpu - phases.ended.cpu, phases.agents_cpu),
         carrying_cpu_percent=100 * (phases.carried.cpu - phases.deciding.cpu) / max(carrying, 1e-3),
         lost_steps=after.lost,
         dropped_steps=tallies[1].dropped_steps,
@@ -168,7 +177,7 @@ def _summary(
         resident_mb=tuple(round(reading.resident_bytes / 1e6, 1) for reading in readings),
         peak_mb=after.peak_bytes / 1e6,
         joining=phases.joined.holds,
-        deciding=Holds.merged((phases.deciding.holds, phases.carried.holds)),
+        deciding=Holds.merged(one.holds for one in (phases.ended, phases.deciding, phases.carried)),
         holding=Holds.merged(reading.holds for reading in between),
         plan_ms=phases.plan_ms,
     )
@@ -194,12 +203,15 @@ _ROWS: tuple[tuple[str, Callable[[Measured], str]], ...] = (
     ("while the ranks join", lambda one: _said(one.joining)),
     ("until the plan is carried out", lambda one: _said(one.deciding)),
     ("the processor stood still within a hold, ms", lambda one: f"{1e3 * one.all_holds.still:.1f}"),
-    ("CPU until all ranks have the plan, s", lambda one: f"{one.deciding_cpu_seconds:.1f}"),
+    (
+        "CPU from the interval's end until all ranks have the plan, s: service, agents",
+        lambda one: f"{one.deciding_cpu_seconds[0]:.1f}, {one.deciding_cpu_seconds[1]:.1f}",
+    ),
     ("CPU while they switch, % of a core", lambda one: f"{one.carrying_cpu_percent:.0f}"),
     ("layers switched, over all ranks", lambda one: f"{one.switched}"),
     (
-        "first plan at the first and last rank, ms",
-        lambda one: "-" if one.plan_ms is None else f"{one.plan_ms[0]:.0f}, {one.plan_ms[1]:.0f}",
+        "ms from there: last heat of it sent; plan at first, last rank",
+        lambda one: "-" if one.plan_ms is None else "{:.0f}; {:.0f}, {:.0f}".format(*one.plan_ms),
     ),
 )
 

@@ -39,11 +39,11 @@ class Measured:
     joining, holding, deciding
         Holds of the event loop: at first, over the measurement, and from the decision until its plan is carried out.
     deciding_cpu_seconds, carrying_cpu_percent, switched
-        The service's from the first steps until the first plan was at all ranks; its part of a core while that was
-        carried out; layers that the ranks switched, over all ranks.
+        The service's and the agents' from the end of the first decision's interval until its plan was at all ranks; the
+        service's part of a core while that was carried out; layers that the ranks switched, over all ranks.
     plan_ms
-        From the end of the first decision's interval until the first and the last rank had its plan, ``None`` where one
-        never did.
+        From the end of the first decision's interval until the last rank had sent its heat of it, and the first and the
+        last had its plan; ``None`` where one never did.
     """
 
     ranks: int
@@ -52,7 +52,7 @@ class Measured:
     wanted_per_second: float
     cpu_ms_per_step: float
     cpu_percent: float
-    deciding_cpu_seconds: float
+    deciding_cpu_seconds: tuple[float, float]
     carrying_cpu_percent: float
     lost_steps: int
     dropped_steps: int
@@ -64,7 +64,7 @@ class Measured:
     joining: Holds
     holding: Holds
     deciding: Holds
-    plan_ms: tuple[float, float] | None
+    plan_ms: tuple[float, float, float] | None
 
     @property
     def report_steps(self) -> float:
@@ -114,8 +114,10 @@ def verdicts(measured: Iterable[Measured]) -> Iterator[Target]:
             grown = f"{one.grown_mb:+.1f} MB in the last {one.seconds / 2:.0f} s"
             flat = f"memory grows by {_MOST_GROWN_MB:g} MB or less in the second half"
             judged.append((flat, grown, one.grown_mb <= _MOST_GROWN_MB))
-        arrived = "none" if one.plan_ms is None else f"the last after {one.plan_ms[1]:.0f} ms"
-        soon = one.plan_ms is not None and one.plan_ms[1] <= 1e3 * _PLAN_SECONDS
+        arrived = "none"
+        if one.plan_ms is not None:
+            arrived = f"the last after {one.plan_ms[-1]:.0f} ms, {one.plan_ms[0]:.0f} of them until its heat is sent"
+        soon = one.plan_ms is not None and one.plan_ms[-1] <= 1e3 * _PLAN_SECONDS
         judged.append(
             (f"the first plan is at every rank {_PLAN_SECONDS:g} s after the interval", arrived, soon)
         )

@@ -112,29 +112,33 @@ _HEARTBEAT_SECONDS = 2.0
 
 @dataclass(frozen=True)
 class Load:
-    """A deployment's size, steps per second, steps of a report, and from one layer's switch to the next.
+    """A deployment's size, steps per second and of a report, between two layers' switches, and of an interval.
 
-    ``report_steps`` is ``None`` for as many as the service asks for.
+    ``report_steps`` is ``None`` for as many as the service asks for, ``interval`` ends with the first decision.
     """
 
     scale: Scale
     steps_per_second: float
     report_steps: int | None
     switch_steps: int = 16
+    interval: int = 256
 
 
 @dataclass(frozen=True)
 class Tally:
     """Steps that agents could not send in time, heat that they sent, layers that they switched, and plans they got.
 
-    ``plans_at`` has when each got its first plan, in seconds since 1970, 0 where it has none.
+    ``heat_at`` has when each had sent the interval's last step, ``plans_at`` when it got its first plan, in seconds
+    since 1970, 0 where it has not; ``cpu`` are the seconds that their processes took.
     """
 
     dropped_steps: int = 0
     sent_bytes: int = 0
     reports: int = 0
     switched: int = 0
+    heat_at: tuple[float, ...] = ()
     plans_at: tuple[float, ...] = ()
+    cpu: float = 0.0
 
     def __add__(self, other: Tally) -> Tally:
         return Tally(*(getattr(self, field.name) + getattr(other, field.name) for field in fields(self)))
@@ -225,7 +229,7 @@ async def _serve(pipe: Connection, address: str, load: Load, share: range) -> No
                 if task.done():
                     task.result()
             if asked == "tally":
-                pipe.send(sum((agent.tally for agent in agents), Tally()))
+                pipe.send(sum((agent.tally for agent in agents), Tally(cpu=time.process_time())))
             else:
                 crew.begin(asked, load)
         for task in running:
@@ -296,7 +300,7 @@ class _Agent:
 
     def __init__(self, load: Load, hello: Hello, crew: _Crew, expected_LS: Float64) -> None:
         self.dropped_steps = self.sent_bytes = self.reports = self.switched = 0
-        self.plan_at = 0.0
+        self.heat_at = self.plan_at = 0.0
         self._load = load
         self._rank = hello.rank
         self._crew = crew
@@ -313,7 +317,9 @@ class _Agent:
     @property
     def tally(self) -> Tally:
         """All that it has sent and received."""
-        return Tally(self.dropped_steps, self.sent_bytes, self.reports, self.switched, (self.plan_at,))
+        return Tally(
+            self.dropped_steps, self.sent_bytes, self.reports, self.switched, (self.heat_at,), (self.plan_at,)
+        )
 
     async def join(self, channel: grpc.aio.Channel, turns: asyncio.Semaphore) -> None:
         connect = channel.stream_stream(_CONNECT, None, agent_pb2.ConnectResponse.FromString)
@@ -349,6 +355,8 @@ class _Agent:
                 self.sent_bytes += len(data)
             self.reports += 1
             step += steps
+            if step >= self._load.interval:
+                self.heat_at = self.heat_at or time.time()
 
     def _message(self, step: int, steps: int) -> agent_pb2.ConnectRequest:
         """Return the report of these steps, drawn again once another layer has switched before them."""

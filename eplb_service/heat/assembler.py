@@ -168,7 +168,7 @@ class _Step:
 
 
 def _counted_by_step(report: HeatReport) -> list[tuple[bool, int, int]]:
-    """Whether each step of a report was no dummy, its tokens, -1 for unknown, and microseconds, 0 for unknown."""
+    """By step whether a report's was no dummy, its tokens, -1 for unknown, and microseconds, 0 for unknown."""
     busy_T = (report.phase_T != StepPhase.DUMMY).tolist()
     tokens_T = [-1] * report.steps if report.tokens_T is None else report.tokens_T.tolist()
     micros_T = [0] * report.steps if report.micros_T is None else report.micros_T.tolist()
@@ -243,8 +243,10 @@ class PendingSteps:
         before, end = int(self._end_R[rank]), report.first_step + report.steps
         if before < 0 or not self._steps or report.first_step - before > self._capacity:
             return False
-        slowest = max(int(np.delete(self._end_R, rank).min(initial=end)), min(self._steps))
-        return end - self._capacity > slowest
+        slowest = int(self._end_R.min())
+        if slowest == before:
+            slowest = int(np.delete(self._end_R, rank).min(initial=end))
+        return end - self._capacity > max(slowest, min(self._steps))
 
     def _begin(self, number: int, *, by_slot: bool) -> _Step:
         step = self._steps[number] = _Step(number, self._epochs, self._shape, by_slot=by_slot)

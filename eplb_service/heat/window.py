@@ -43,7 +43,9 @@ class Window:
                 f"source heat has the shape [ranks, {heat_TLE.shape[1]}, {heat_TLE.shape[2]}], "
                 f"got {list(source_RLE.shape)}"
             )
-        if not np.isfinite(source_RLE).all() or (source_RLE < 0).any():
+        least, most = (source_RLE.min(), source_RLE.max()) if source_RLE.size else (0.0, 0.0)
+        # Comparisons with NaN are false; to mark each of so many values would take as much memory again.
+        if not (least >= 0 and most < np.inf):
             raise HeatError("source heat holds negative or non-finite values")
         object.__setattr__(self, "source_RLE", source_RLE)
 
