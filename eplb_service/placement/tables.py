@@ -79,8 +79,9 @@ def check_log2phy(log2phy: Int32, phy2log_RS: Int32, where: str = "log2phy", *, 
     experts = log2phy.shape[axes - 1]
     table_GED = log2phy.reshape(-1, experts, log2phy.shape[-1] if deals else 1)
     expert_P = phy2log_RS.ravel()
-    wrong_GED = expert_P.take(table_GED, mode="clip") != np.arange(experts)[:, None]
-    wrong_GED |= (table_GED < 0) | (table_GED >= expert_P.size)
+    wrong_GED = expert_P.take(table_GED, mode="clip") != np.arange(experts, dtype=expert_P.dtype)[:, None]
+    if table_GED.size and (table_GED.min() < 0 or table_GED.max() >= expert_P.size):
+        wrong_GED |= (table_GED < 0) | (table_GED >= expert_P.size)
     if wrong_GED.any():
         table, expert, entry = (int(index) for index in np.argwhere(wrong_GED)[0])
         named = f"{where}, rank {table}" if axes == 2 else where

@@ -31,6 +31,8 @@ _STRETCHES_KEPT = 4
 
 _AS_GOOD = 1.1
 """Part of the least squared error of a forecast up to which a longer stretch is as good."""
+_LAYERS_FORECAST = 16
+"""Layers, at most, evenly from first to last, whose heat says so."""
 _FORECASTS = 4
 """Newest intervals, at most, whose heat says how far to look back: one alone is a matter of chance on bursts."""
 _OTHER_HEAT = 4.0
@@ -301,7 +303,8 @@ def _stationary_steps(heat_TLE: Counts, ahead: int) -> int:
     lengths = _doubled(before)
     starts = [ahead * number for number in range(1, 1 + min(_FORECASTS, max(before // (2 * ahead), 1)))]
     ends = {min(start + length, steps) for start in starts for length in lengths}
-    newest_LE = _summed_parts(heat_TLE, (0, *starts, *ends))
+    some_K = np.unique(np.linspace(0, heat_TLE.shape[1] - 1, _LAYERS_FORECAST).astype(np.int64))
+    newest_LE = _summed_parts(heat_TLE[:, some_K], (0, *starts, *ends))
     regret_K = np.zeros(len(lengths))
     for start in starts:
         stops = [min(start + length, steps) for length in lengths]

@@ -108,9 +108,7 @@ def test_answers_come_in_the_order_of_the_requests() -> None:
     requests = [Request(number, "data", f"{number:04}", 4) for number in range(20)]
     with _server() as (port, _):
         answers = send_all(port, requests, 5)
-    assert [bytes(answer.token_ids).decode() for answer in answers] == [
-        request.prompt for request in requests
-    ]
+    assert [bytes(one.token_ids).decode() for one in answers] == [one.prompt for one in requests]
 
 
 def test_the_load_drifts_and_is_the_same_for_a_seed() -> None:
@@ -147,9 +145,7 @@ def test_differences_count_up_to_the_token_at_which_answers_part_and_no_further(
 
 def test_latency_is_that_of_answers_that_did_not_fail() -> None:
     found = latency([answer_of("abc"), answer_of("abcdefgh", error="late")])
-    assert (found["first_p50"], found["token_p50"], found["token_p99"]) == pytest.approx(
-        (100.0, 100.0, 100.0)
-    )
+    assert [found[name] for name in ("first_p50", "token_p50", "token_p99")] == pytest.approx([100.0] * 3)
     assert np.isnan(latency([])["first_p50"])
 
 
@@ -168,9 +164,7 @@ def test_a_run_without_fault_has_nothing_to_complain_of() -> None:
     found = figures(rounds, SWITCHED, PAR)
     assert complaint(found) is None
     assert (found["identical"], found["tokens"][BALANCED], found["layers_switched"]) == (4, 16, 7)
-    assert [(ratio["ratio"], ratio["low"], ratio["high"]) for ratio in found["latency_ratios"]] == [
-        (1.0,) * 3
-    ] * 2
+    assert [(one["ratio"], one["low"], one["high"]) for one in found["latency_ratios"]] == [(1.0,) * 3] * 2
     assert json.loads(json.dumps(found)) == found
     console = Console(width=140, record=True)
     console.print(summary(found))

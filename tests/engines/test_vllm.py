@@ -198,14 +198,19 @@ SECOND_RUNNER = {
 
 @pytest.mark.parametrize("service", [EVERY_EIGHT_STEPS], indirect=True)
 @pytest.mark.parametrize(("case", "broken"), [*((case, False) for case in SECOND_RUNNER), ("tp2", True)])
-def test_the_second_model_runner(case, broken, run_vllm, alone, service):
-    """vLLM's default on accelerators; its Triton kernels run in Python here."""
+def test_the_second_model_runner(case, broken, run_vllm, alone, service, tmp_path):
+    """vLLM's default on accelerators; its Triton kernels run in Python here. Served until six layers switched."""
+    enough = tmp_path / "enough"
     between = [["reload_weights", {}]] if case == "reload" else []
-    load = {"requests": 4, "max_tokens": 40, "rounds": 4, "between": between}
-    expected = alone(run_vllm, 4, 4, VLLM_032_TRITON, load, **TRITON_IN_PYTHON)
+    load = {"requests": 4, "max_tokens": 40, "rounds": DIFFERENT_ROUNDS, "between": between}
     agent = TRITON_IN_PYTHON | {"EPLB_AGENT_SERVICE": service.address} | (WITHOUT_WEIGHTS if broken else {})
-    balanced = run_vllm(VLLM_032_TRITON, load | {"engine": SECOND_RUNNER[case]}, **agent)
+    endless = load | {"rounds": 1000, "until": str(enough), "engine": SECOND_RUNNER[case]}
+    balanced = run_vllm(VLLM_032_TRITON, endless, **agent)
+    service.wait_until(lambda status: status.status.layers_switched >= 6, 900)
+    balanced.wait_for_another_round()
+    enough.touch()
     answers = balanced.answers()
+    expected = alone(run_vllm, 4, len(answers) // 4, VLLM_032_TRITON, load, **TRITON_IN_PYTHON)
     assert "Using V2 Model Runner" in balanced.log.read_text()
     if broken:
         assert [ids for ids, _ in answers] != [ids for ids, _ in expected]

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from eplb_service.planner.score import source_shares
 from eplb_service.solver.model import heat_of, with_covariance
 from eplb_service.solver.window import (
     CLEARLY_BETTER,
@@ -21,6 +22,7 @@ from eplb_service.solver.window import (
     forecast_heat,
     halves_of,
     inflation,
+    shares_of_groups,
     standard_error,
 )
 from tests.solver.layers_of import heat_of_kind, with_bursts_of
@@ -205,3 +207,11 @@ def test_error_is_the_textbooks_and_wider_where_values_last() -> None:
     # 500 independent values, whatever the number of their repetitions; the lag window sees most of it.
     assert standard_error(lasting_N) == pytest.approx(1 / np.sqrt(500), rel=0.25)
     assert standard_error(lasting_N[:0]) == standard_error(lasting_N[:1]) == np.inf
+
+
+def test_shares_of_groups_are_those_of_their_ranks_together() -> None:
+    generator = np.random.default_rng(0)
+    source_RLE, group_R = generator.poisson(0.7, (6, 2, 9)).astype(float), generator.integers(0, 3, 6)
+    expected_GE = np.zeros((3, 9))
+    np.add.at(expected_GE, group_R, source_shares(source_RLE, 6, 2, 9)[:, 1])
+    np.testing.assert_allclose(shares_of_groups(source_RLE, 1, group_R, 3), expected_GE)

@@ -1,4 +1,4 @@
-"""Every row of docs/research/faults.md names a test, and every test that it names exists."""
+"""Every row of the pages of faults and of operators names a test, and every test that it names exists."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import re
 from pathlib import Path
 
 import pytest
+
+from tests.moe.operators import constraints
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/research/faults.md").read_text()
@@ -39,3 +41,28 @@ def test_a_fault_is_shown_by_tests_that_exist(fault: str, shown: str) -> None:
     assert files or names or "`misbehaving`" in shown or "explorer" in shown, f"{shown!r} names no test"
     assert [file for file in files if not (ROOT / "tests" / file).exists()] == []
     assert [name for name in names if f"def {name}" not in SOURCES] == []
+
+
+OPERATORS = [
+    [cell.strip() for cell in line.strip("|").split("|")]
+    for line in (ROOT / "docs/research/operators.md").read_text().splitlines()
+    if line.startswith("| ") and not line.startswith("| operator ")
+]
+
+
+def named(cell: str) -> list[str]:
+    return re.findall(r"`([\w.]+)`", cell)
+
+
+def test_every_operator_has_one_row_and_is_checked_there() -> None:
+    rows = [(name, held) for operators, _, _, held in OPERATORS for name in named(operators)]
+    assert sorted(name for name, _ in rows) == sorted(constraints.CHECKS)
+    for name, held in rows:
+        assert constraints.CHECKS[name].__name__ in named(held), name
+
+
+def test_every_test_of_an_operator_exists() -> None:
+    names = {name for _, _, _, held in OPERATORS for name in named(held)} - {"constraints.py"}
+    names -= {check.__name__ for check in constraints.CHECKS.values()}
+    assert {name for name in names if f"def {name}(" not in SOURCES} == set()
+    assert len(names) > 8
