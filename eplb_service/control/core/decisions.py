@@ -83,7 +83,7 @@ class Decisions:
     def decided(self, outlook: Outlook, live: LivePlacement, *, changed: bool) -> Decisions:
         """Note the decision: it keeps ``live``, or a plan that replaces it is about to be offered."""
         if self.pace is None:
-            return self
+            return replace(self, forecasts=outlook.forecasts)
         pace = self.pace.dismissed() if outlook.burst else self.pace
         pace = pace.after_decision(changed=changed, paid=outlook.paid).charged(outlook.cost)
         after = replace(self, forecasts=outlook.forecasts, replaced_at=None)

@@ -57,13 +57,13 @@ def test_a_plan_is_tested_once_all_of_it_serves_and_its_gain_is_counted_from_the
 
 
 def test_of_a_plan_that_failed_nothing_is_taken_as_promised() -> None:
-    forecast = Forecasts(Gain(0.2, 0.1, 0.3, 0.05), seen=8, misses=(0.1,))
-    promised = decided_once().decided(replace(OUTLOOK, forecasts=forecast), LIVE, changed=True)
-    assert promised.forecasts.since(10) == 2
+    outlook = replace(OUTLOOK, forecasts=Forecasts(Gain(0.2, 0.1, 0.3, 0.05), seen=8, misses=(0.1,)))
+    assert Decisions().decided(outlook, LIVE, changed=True).forecasts.known
+    promised = decided_once().decided(outlook, LIVE, changed=True)
     decisions = promised.plan_ended(done=False)
-    assert (decisions.before, decisions.replaced_at, decisions.forecasts.since(10)) == (None, None, 0)
-    assert decisions.forecasts.misses == (0.1,)
-    assert decisions.resting().forecasts.misses == ()
+    assert (promised.forecasts.since(10), decisions.forecasts.since(10)) == (2, 0)
+    assert (decisions.before, decisions.replaced_at) == (None, None)
+    assert (decisions.forecasts.misses, decisions.resting().forecasts.misses) == ((0.1,), ())
     assert not is_alarmed(serving(decisions, 10, 1.8))
 
 
