@@ -49,11 +49,11 @@ async def rejoined(group: FakeGroup) -> list[agent_pb2.Welcome]:
 
 
 async def check_placement(group: FakeGroup) -> None:
-    operator = operator_pb2_grpc.OperatorServiceStub(group.channel)
-    request = operator_pb2.GetStatusRequest(deployment="decode")
-    while (await operator.GetStatus(request)).status.agents_connected < len(group.ranks):
+    """What the ranks have said last may be on its way."""
+    ask, status = operator_pb2_grpc.OperatorServiceStub(group.channel).GetStatus, None
+    while not status or status.agents_connected < len(group.ranks) or status.epoch < group.live.epoch:
         await asyncio.sleep(0.05)
-    status = (await operator.GetStatus(request)).status
+        status = (await ask(operator_pb2.GetStatusRequest(deployment="decode"))).status
     assert (status.epoch, status.digest) == (group.live.epoch, group.live.digest)
 
 
