@@ -21,7 +21,8 @@ class Forecasts:
     Parameters
     ----------
     gain, seen
-        The newest forecast, ``None`` where there is none, and the steps that had been seen by then.
+        The newest forecast, ``None`` where there is none or its window said nothing, and the steps that had been seen
+        by then.
     misses
         Distances of what came from the means of the newest forecasts, in the unit of the gain.
     held
@@ -37,14 +38,9 @@ class Forecasts:
     misses: tuple[float, ...] = ()
     held: bool | None = None
 
-    @property
-    def known(self) -> Gain | None:
-        """The newest forecast, unless its window said nothing."""
-        return self.gain if self.gain is not None and self.gain.known else None
-
     def since(self, seen: int) -> int:
         """Steps since the newest forecast that can be held against it."""
-        return 0 if self.known is None else max(seen - self.seen, 0)
+        return 0 if self.gain is None else max(seen - self.seen, 0)
 
     def next(
         self, before_TL: Float64, after_TL: Float64, ahead: float | None, seen: int, came: Gain | None
@@ -64,7 +60,8 @@ class Forecasts:
         if came is not None and came.known and last is not None:
             held = last.low <= came.mean <= last.high
             misses = (*misses, abs(came.mean - last.mean))[-_MISSES_KEPT:]
-        return Forecasts(gain_of(before_TL, after_TL, ahead, misses), seen, misses, held)
+        gain = gain_of(before_TL, after_TL, ahead, misses)
+        return Forecasts(gain if gain.known else None, seen, misses, held)
 
 
 NO_FORECASTS = Forecasts()

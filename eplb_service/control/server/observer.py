@@ -138,7 +138,7 @@ def gauges(deployment: Deployment, observer: Observer) -> list[Shown]:
         found["eplb_agent_staging_bytes"] = max(member.staging_bytes or 0 for member in ranks) or None
         found["eplb_agent_heat_ring_bytes"] = max(member.ring_bytes or 0 for member in ranks) or None
         found |= _balance(deployment) | _worth(deployment)
-        found |= _last_decision(observer.of(deployment.name), deployment.decisions.forecasts.known)
+        found |= _last_decision(observer.of(deployment.name), deployment.decisions.forecasts.gain)
     shown = []
     for name, value in found.items():
         # Some have a second label, and a value for each of it.

@@ -157,7 +157,7 @@ class OperatorService(operator_pb2_grpc.OperatorServiceServicer):
 
 def _forecast(deployment: Deployment) -> operator_pb2.Forecast | None:
     """Return the gain until the next decision, where the last one has said any."""
-    gain = deployment.decisions.forecasts.known
+    gain = deployment.decisions.forecasts.gain
     if gain is None:
         return None
     return operator_pb2.Forecast(gain=gain.mean, gain_low=gain.low, gain_high=gain.high)

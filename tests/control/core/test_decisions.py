@@ -58,7 +58,7 @@ def test_a_plan_is_tested_once_all_of_it_serves_and_its_gain_is_counted_from_the
 
 def test_of_a_plan_that_failed_nothing_is_taken_as_promised() -> None:
     outlook = replace(OUTLOOK, forecasts=Forecasts(Gain(0.2, 0.1, 0.3, 0.05), seen=8, misses=(0.1,)))
-    assert Decisions().decided(outlook, LIVE, changed=True).forecasts.known
+    assert Decisions().decided(outlook, LIVE, changed=True).forecasts.gain
     promised = decided_once().decided(outlook, LIVE, changed=True)
     decisions = promised.plan_ended(done=False)
     assert (promised.forecasts.since(10), decisions.forecasts.since(10)) == (2, 0)

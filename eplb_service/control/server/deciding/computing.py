@@ -211,7 +211,7 @@ def decide(inputs: DecisionInputs) -> tuple[Plan, Outlook, float]:
         priced(inputs.moving, worth, live.placement.layers),
     )
     promise, expected_TL = promise_for(window, live.serving, made, split)
-    forecasts = _forecasts(inputs, expected_TL)
+    forecasts = _forecasts(inputs, window, expected_TL)
     burst = inputs.pace is not inputs.decisions.pace
     cost = inputs.steps_paying(time.process_time() - taken)
     return made, Outlook(promise, _paid(inputs), forecasts, burst, cost), time.perf_counter() - started
@@ -234,15 +234,15 @@ def appraise(inputs: DecisionInputs, decided: Plan) -> tuple[Worth, CostCurve | 
     return None if found is None else (*found, inputs.steps_paying(time.process_time() - taken))
 
 
-def _forecasts(inputs: DecisionInputs, expected_TL: Float64) -> Forecasts:
-    """Forecast the gain over what served at first, given the ratios expected of the steps that are looked at."""
+def _forecasts(inputs: DecisionInputs, window: Window, expected_TL: Float64) -> Forecasts:
+    """Forecast the gain over what served at first, given the ratios expected of the window's steps."""
     found, split, before = inputs.found, inputs.settings.split, inputs.decisions.forecasts
     if found is None:
         return before
     came, since = None, min(before.since(inputs.seen), inputs.window.steps)
     if since:
         came = gain_over(inputs.newest(since), found, inputs.live.serving, split)
-    left_TL = found.par_of_steps(inputs.looked_at, split)
+    left_TL = found.par_of_steps(window, split)
     return before.next(left_TL, expected_TL, inputs.serving_steps, inputs.seen, came)
 
 
