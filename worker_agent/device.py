@@ -63,6 +63,11 @@ def on_host(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return tensor if device.type == "cpu" else tensor.pin_memory()
 
 
+def host_view(tensor: torch.Tensor) -> memoryview | None:
+    """The numbers in a CPU's tensor, one of which costs a tenth of an operation; ``None`` of a device's."""
+    return tensor.detach().reshape(-1).numpy().data if tensor.device.type == "cpu" else None
+
+
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor's bytes as a flat uint8 view."""
     return tensor.detach().reshape(-1).view(torch.uint8)

@@ -13,7 +13,7 @@ from types import TracebackType
 
 import torch
 
-from worker_agent.device import Mark, host_empty
+from worker_agent.device import Mark, host_empty, host_view
 from worker_agent.live_layer import LiveLayer
 from worker_agent.runtime import REAL, Runtime
 
@@ -42,7 +42,7 @@ class ForwardClock:
         # A pass that fails half-way has not run the last layer.
         self._counter = layers[-1].load_counter
         self._device = self._counter.device
-        self._known = self._counter.is_cpu
+        self._known = host_view(self._counter)
         self._first = int(self._counter)
         self._runtime = runtime
         self._calls = 0
@@ -88,11 +88,11 @@ class ForwardClock:
     def called(self) -> int:
         """Count a call of the host; return the pass it comes after."""
         self._calls += 1
-        if not self._known:
+        if self._known is None:
             self._follow_counter()
         counted = self._counted
         # What is not known without waiting may be a few passes off.
-        unknown = 0 if self._known else _COPIES_UNDER_WAY
+        unknown = _COPIES_UNDER_WAY if self._known is None else 0
         if counted < self._raw - unknown:
             self.trouble = f"the host's count of forward passes went back from {self._raw} to {counted}"
         self._raw = counted
@@ -120,7 +120,9 @@ class ForwardClock:
     @property
     def _counted(self) -> int:
         """Number of the last forward pass by the host's count, as far as is known without waiting."""
-        return self._device_count() if self._known else self._calls + self._missed_calls
+        if self._known is None:
+            return self._calls + self._missed_calls
+        return int(self._known[0]) - self._first
 
     def _device_count(self) -> int:
         return int(self._counter) - self._first

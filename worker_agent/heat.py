@@ -16,7 +16,7 @@ import torch
 
 from eplb_service.wire.agent import EVERYTHING, Reporting
 from eplb_service.wire.heat import HeatReport, StepPhase
-from worker_agent.device import Mark, host_empty
+from worker_agent.device import Mark, host_empty, host_view
 from worker_agent.live_layer import Conserving, LiveLayer
 
 _MOST_TOKENS = _MOST_MICROS = 1 << 32
@@ -95,6 +95,8 @@ class HeatRecorder:
             self._rows + len(self._counters), dtype=torch.int64, device=layers[-1].load_counter.device
         )
         self._pass_of_row = self._passes.unbind()
+        self._known_passes = host_view(self._passes)
+        self._known_counters = [host_view(counter) for counter in self._counters]
         self._copies: deque[_Copy] = deque()
 
     @property
@@ -147,7 +149,7 @@ class HeatRecorder:
             self._base = base
         if not self._phases:
             self._first_step = step
-        self._pass_of_row[len(self._phases)].copy_(self._counters[-1], non_blocking=True)
+        self._note_pass(len(self._phases), -1)
         self._phases.append(phase)
         if tokens is not None and 0 <= tokens < _MOST_TOKENS:
             self._tokens.append(tokens)
@@ -198,10 +200,18 @@ class HeatRecorder:
             micros_T=np.array(micros, dtype=np.int64),
             conserved=self.conserves,
         )
-        for at, counter in enumerate(self._counters, len(phases)):
-            self._pass_of_row[at].copy_(counter, non_blocking=True)
+        for counter in range(len(self._counters)):
+            self._note_pass(len(phases) + counter, counter)
         passes = self._passes[: len(phases) + len(self._counters)].clone()
         return _Copy(report, self._base + self._first_step + 1, self._to_host(passes), Mark(self._device))
+
+    def _note_pass(self, row: int, counter: int) -> None:
+        """Keep a counter as it is after the pass that is queued."""
+        known_P, known = self._known_passes, self._known_counters[counter]
+        if known_P is None or known is None:
+            self._pass_of_row[row].copy_(self._counters[counter], non_blocking=True)
+        else:
+            known_P[row] = known[0]
 
     def _copy_out(
         self, rings: _Rings | None, rows: list[int], *, summed: bool = False

@@ -20,10 +20,18 @@ def run(rings, layers=2):
         rings.layer_runs(index, layers)
 
 
-@pytest.mark.parametrize("known", [True, False], ids=["on the host", "as on a device"])
+ANYWHERE = pytest.mark.parametrize("known", [True, False], ids=["on the host", "as on a device"])
+
+
+def rings_of(layers, known, **sizes):
+    rings = HeatRings(layers, torch.device("cpu"), experts=3, **sizes)
+    rings._known = rings._known if known else None
+    return rings
+
+
+@ANYWHERE
 def test_heat_of_a_pass_lands_in_its_row_by_logical_expert(known):
-    rings = HeatRings(2, torch.device("cpu"), experts=3, rows=2)
-    rings._known = known
+    rings = rings_of(2, known, rows=2)
     phy2log_LP = torch.tensor([[0, 1, 2, 0], [2, 1, 0, 1]])
     chosen_LP = torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]], dtype=torch.int32)
     for chosen in (None, chosen_LP):
@@ -44,8 +52,9 @@ def test_heat_of_a_pass_lands_in_its_row_by_logical_expert(known):
     assert rings.sources_LWE[:, 1].tolist() == [[5, 2, 3], [7, 14, 5]]
 
 
-def test_a_pass_counts_once_however_it_is_cut_into_parts_and_not_where_it_fails_half_way():
-    rings = HeatRings(3, torch.device("cpu"), experts=3)
+@ANYWHERE
+def test_a_pass_counts_once_however_it_is_cut_into_parts_and_not_where_it_fails_half_way(known):
+    rings = rings_of(3, known)
     whole, in_parts, failed = [0, 1, 2], [0, 0, 1, 1, 2, 2], [0, 1]
     for passes, layers in enumerate((whole, in_parts), start=1):
         for index in layers:

@@ -1,11 +1,15 @@
-"""The load generator's ranks are taken in by a real service, and what holds its event loop is measured by CPU."""
+"""Benchmarks of scale and switch run to their end, and what holds a service's event loop is measured by CPU."""
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
+import json
 import multiprocessing
+import subprocess
+import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -146,3 +150,15 @@ def test_whoever_was_started_hears_that_the_measuring_process_is_gone() -> None:
     ours.send("tally")
     ours.close()
     assert [asked_by(theirs), asked_by(theirs)] == ["tally", None]
+
+
+SMALL = ["--pairs", "32", "--rounds", "2", "--hidden", "64", "--intermediate", "32"]
+
+
+@pytest.mark.slow
+def test_every_ratio_of_the_layer_switch_is_measured(tmp_path: Path) -> None:
+    found = tmp_path / "found.json"
+    subprocess.run([sys.executable, "-m", "benchmarks.switch.run", *SMALL, "--json", found], check=False)
+    ratios = json.loads(found.read_text())["ratios"]
+    assert len(ratios) == 7
+    assert all(ratio["ratio"] > 0 for ratio in ratios)

@@ -1,11 +1,13 @@
-"""Targets are judged by the worst seed and by the figures that a table shows."""
+"""Heat is made by its seed, targets are judged by the worst seed and by the figures that a table shows."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
+from benchmarks.solver.heats import KINDS, generate
 from benchmarks.solver.judged import compared_cells, targets, time_ratio
 from benchmarks.solver.measures import PRICED, UNANNEALED
 from eplb_service.bench.closed_loop import DEFAULT, FULL
@@ -95,3 +97,13 @@ def test_time_is_compared_over_the_minima_of_all_kinds() -> None:
 )
 def test_a_target_is_met_or_missed(name: str, rows: list[dict[str, Any]], met: list[bool]) -> None:
     assert [target.met for target in targets({name: rows})] == met
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_heat_is_a_function_of_its_seed_and_every_step_has_all_its_tokens(kind: str) -> None:
+    heat_TLE, same_TLE, other_TLE = (generate(kind, 4, 16, 50, seed, 1000, choices=4) for seed in (3, 3, 4))
+    np.testing.assert_array_equal(heat_TLE, same_TLE)
+    assert (heat_TLE != other_TLE).any()
+    assert (heat_TLE.sum(axis=2) == 4000).all()
+    # The share of an expert is bounded; what is drawn scatters around it.
+    assert heat_TLE.max() < 1000 * 1.2

@@ -3,12 +3,14 @@
 import subprocess
 import sys
 
+import numba
 import numpy as np
 import pytest
 
 from eplb_service import PlacementError, __version__
 from eplb_service.cli import main
 from eplb_service.cli.options import UserError
+from eplb_service.solver import jit
 from tests.cli.arguments import eplb, refusal
 
 
@@ -78,3 +80,22 @@ def test_a_full_disk_under_the_output_is_not_taken_for_a_trace_that_cannot_be_re
     assert done.returncode == 2
     assert done.stderr == "eplb: error: the output cannot be written (No space left on device)\n"
     assert out.exists()
+
+
+def test_each_kernel_of_the_solver_is_reported_once_as_it_is_compiled():
+    def doubled(x):
+        return 2 * x
+
+    doubled.__module__ = "eplb_service.solver.made_up"
+    compiled = numba.njit(doubled)
+    reported = []
+    with jit.compilations(reported.append):
+        compiled(1)
+        compiled(2)
+        numba.njit(lambda x: x + 1)(1)
+    compiled(1.5)
+    assert reported == ["made_up.doubled"]
+
+
+def test_warming_up_says_how_long_it_took(capsys):
+    assert eplb(capsys, "warmup")[1].startswith("solver compiled and cached in ")

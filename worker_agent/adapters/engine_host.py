@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from worker_agent.adapters.compat import UnsupportedEngineError
 from worker_agent.agent import Agent
-from worker_agent.device import bytes_of
+from worker_agent.device import bytes_of, host_view
 from worker_agent.live_layer import ExpertWeights, LiveLayer
 from worker_agent.settings import AgentSettings, misspelt
 from worker_agent.swap.staging import Staging, copy_into
@@ -62,7 +62,7 @@ class HeatRings:
         self.passes = torch.zeros((), dtype=torch.int64, device=device)
         self._begun = torch.zeros((), dtype=torch.int64, device=device)
         # On the host the count is known without waiting; on a device it is an operand.
-        self._known = self.passes.is_cpu
+        self._known, self._known_begun = host_view(self.passes), host_view(self._begun)
 
     def layer_runs(self, index: int, layers: int) -> None:
         """Count a pass in which the first and the last of ``layers`` run, however many parts each is cut into.
@@ -70,10 +70,17 @@ class HeatRings:
         Called where the model runs that layer and nowhere else, on its stream and inside what a graph captures: a pass
         is counted when the device gets there. One that fails half-way is not.
         """
+        known, begun = self._known, self._known_begun
+        if known is None or begun is None or torch.compiler.is_dynamo_compiling():
+            if index == 0:
+                torch.add(self.passes, 1, out=self._begun)
+            if index == layers - 1:
+                self.passes.copy_(self._begun)
+            return
         if index == 0:
-            torch.add(self.passes, 1, out=self._begun)
+            begun[0] = known[0] + 1
         if index == layers - 1:
-            self.passes.copy_(self._begun)
+            known[0] = begun[0]
 
     def record(
         self,
@@ -96,7 +103,7 @@ class HeatRings:
         ):
             if not ring_WLX.shape[2]:
                 continue
-            at = (int(self.passes) - 1) % self._rows if self._known else None
+            at = None if self._known is None else (self._known[0] - 1) % self._rows
             row_LX = torch.empty_like(ring_WLX[0]) if at is None else ring_WLX[at]
             row_LX.zero_()
             if counts_LX is not None and physical is not None:

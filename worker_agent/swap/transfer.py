@@ -116,7 +116,9 @@ class TransferWorker:
 
     @property
     def failing(self) -> str | None:
-        """Reason to hope for no answer any more, or ``None``: the thread is dead or has missed its own deadline."""
+        """Reason to hope for no answer to what it is to do, or ``None``: the thread is dead or late by its deadline."""
+        if self._overdue_at is None and self._checked == self._checks:
+            return None
         if not self._thread.is_alive():
             return "the transfer thread has died"
         if self._overdue_at is not None and self._runtime.now() > self._overdue_at:
