@@ -340,9 +340,8 @@ class _Agent:
             self._step = step
             # A longer report than the last one begins at a multiple of its steps, as agents cut theirs.
             steps = self._crew.segment_end(step, self._load.report_steps or self._asked_steps) - step
-            # Ranks report at times of their own, though they step together.
-            late = steps * (1 + self._rank / self._load.scale.ranks)
-            due = start + (step + late) / rate
+            # Ranks step together, so they report together.
+            due = start + (step + steps) / rate
             await asyncio.sleep(max(0.0, due - time.time()))
             behind = int((time.time() - due) * rate / steps)
             if behind > _QUEUED_REPORTS:

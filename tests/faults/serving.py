@@ -27,7 +27,8 @@ from worker_agent.swap.lane import Deadline, Lane, Parcel
 
 LAYERS = 2
 STEP_SECONDS = 0.003
-HOT_SECONDS = 1.5
+HOT_SECONDS, CALM_SECONDS = 1.5, 15.0
+"""For which an expert is the hottest; and once there is a file ``calm``, since slow hosts' moves must pay as well."""
 # Seconds: a busy machine may hold a step up, but by far not to the shortest deadline of a vote.
 LONGEST_STEP = 20.0
 TOKENS = 12
@@ -107,7 +108,8 @@ def serve(address: str, folder: str, changes: dict[str, Any], manners: Manners =
 
     more = True
     while more:
-        hot = int((time.monotonic() - began) / HOT_SECONDS) % live.EXPERTS
+        hot_seconds = CALM_SECONDS if (Path(folder) / "calm").exists() else HOT_SECONDS
+        hot = int((time.monotonic() - began) / hot_seconds) % live.EXPERTS
         # A rank with no tokens takes part like any other.
         tokens = 0 if rank == 0 and steps % 5 == 0 else TOKENS
         other_T = generator.integers(1, live.EXPERTS, size=tokens)

@@ -240,6 +240,7 @@ class Deployment:
             self.attendance = self.attendance.turned_away(hello.rank, str(error))
             raise
         self.attendance = self.attendance.taken_in(hello.rank)
+        self.shedding = self.shedding.joined(hello.rank)
         if self.group.live is None:
             self._interrupt_plan("the ranks moved on while the service could not hear them")
         elif self.group.live is not before:

@@ -91,6 +91,11 @@ class Shedding:
     looked_at: float | None = None
     calm_since: float = 0.0
 
+    def joined(self, rank: int) -> Shedding:
+        """A rank is here, or is back: what it dropped while it could not send says nothing of this service."""
+        others = {other: steps for other, steps in self.dropped.items() if other != rank}
+        return replace(self, dropped=others) if rank in self.dropped else self
+
     def after(self, now: float, dropped: Mapping[int, int]) -> Shedding:
         """Look at the clock; each connected rank has dropped so many steps by now."""
         if self.looked_at is None:

@@ -62,6 +62,9 @@ def test_a_few_ranks_or_one_that_has_just_come_are_no_reason_nor_is_a_look_too_s
     for rank in range(RANKS, 4 * RANKS):
         scene.dropped[rank] = 1000
     assert scene.look(times=2) == 1
+    for rank in scene.dropped:
+        scene.shedding = scene.shedding.joined(rank)
+    assert scene.look(*scene.dropped) == 1, "all were cut off, and are back"
     all_drop = dict.fromkeys(range(RANKS), 99_999)
     assert scene.shedding.after(scene.now + _SHED_LOOK / 2, all_drop) is scene.shedding
 
