@@ -108,6 +108,8 @@ _JOINING_AT_ONCE = 2
 _QUEUED_REPORTS = 64
 """As an agent keeps them."""
 _HEARTBEAT_SECONDS = 2.0
+_HEAD_BYTES = 32
+"""Of a plan's message: its size, number, term and base."""
 
 
 @dataclass(frozen=True)
@@ -268,19 +270,29 @@ class _Crew:
 
     def __init__(self) -> None:
         self.plan: RankPlan | None = None
+        self._head = b""
         self.digests: list[int] = []
         self.versions: list[tuple[int, int]] = []
         self.switches: list[int] = []
         self.begun = asyncio.Event()
 
-    def hear(self, message: agent_pb2.Plan, shape: Shape, rank: int) -> None:
-        """Take the first plan, whole and checked once; its versions follow from each layer's digest."""
-        if self.plan is not None:
-            return
-        self.plan = decode_plan(message, shape, rank)
+    def hear(self, data: bytes, shape: Shape, rank: int) -> agent_pb2.ConnectResponse | None:
+        """Decode an answer; ``None`` for the first plan, which is decoded and checked once.
+
+        Ranks are on machines of their own: here they take as little as they can from the service.
+        """
+        if self._head and data.startswith(self._head):
+            return None
+        answer = agent_pb2.ConnectResponse.FromString(data)
+        if self.plan is not None or not answer.HasField("plan"):
+            return answer
+        self.plan = decode_plan(answer.plan, shape, rank)
+        # It begins with the plan's number.
+        self._head = data[:_HEAD_BYTES]
         for epoch, update in enumerate(self.plan.layers, start=1):
             self.digests[update.layer] = layer_digest(update.layer, update.phy2log_RS)
             self.versions.append((epoch, combine_digests(shape.experts, self.digests)))
+        return None
 
     def begin(self, step: int, load: Load) -> None:
         """Switch a layer every few steps from that one on."""
@@ -322,12 +334,17 @@ class _Agent:
         )
 
     async def join(self, channel: grpc.aio.Channel, turns: asyncio.Semaphore) -> None:
-        connect = channel.stream_stream(_CONNECT, None, agent_pb2.ConnectResponse.FromString)
+        connect = channel.stream_stream(_CONNECT, None, None)
         async with turns:
             self._call = connect()
             await self._call.write(self._hello)
-            answer = await self._call.read()
-        if answer == grpc.aio.EOF or not answer.HasField("welcome"):
+            data = await self._call.read()
+        answer = (
+            agent_pb2.ConnectResponse()
+            if data == grpc.aio.EOF
+            else agent_pb2.ConnectResponse.FromString(data)
+        )
+        if not answer.HasField("welcome"):
             raise RuntimeError(f"rank {self._rank}: {await self._call.details()}")
         self._asked_steps = answer.welcome.report_steps
 
@@ -420,17 +437,19 @@ class _Agent:
             await asyncio.sleep(heartbeats.seconds_left(time.monotonic()))
 
     async def _hear(self) -> None:
-        while (answer := await self._call.read()) != grpc.aio.EOF:
-            if answer.HasField("plan"):
+        crew = self._crew
+        while (data := await self._call.read()) != grpc.aio.EOF:
+            answer = crew.hear(data, self._load.scale.shape, self._rank)
+            if answer is None:
                 self.plan_at = self.plan_at or time.time()
-                self._crew.hear(answer.plan, self._load.scale.shape, self._rank)
-                assert self._crew.plan is not None
-                accepted = answer.plan.plan_id == self._crew.plan.plan_id
-                status = PlanStatus(answer.plan.plan_id, PlanState.ACCEPTED, answer.plan.layers[0].layer)
-                if not accepted:
-                    reason = "the ranks of a benchmark carry out one plan"
-                    status = PlanStatus(answer.plan.plan_id, PlanState.REFUSED, reason=reason)
-                await self._write(agent_pb2.ConnectRequest(plan_status=encode(status)).SerializeToString())
-            elif answer.HasField("reporting"):
-                self._asked_steps = answer.reporting.report_steps or self._asked_steps
+                assert crew.plan is not None
+                status = PlanStatus(crew.plan.plan_id, PlanState.ACCEPTED, crew.plan.layers[0].layer)
+            elif answer.HasField("plan"):
+                layer, reason = answer.plan.layers[0].layer, "the ranks of a benchmark carry out one plan"
+                status = PlanStatus(answer.plan.plan_id, PlanState.REFUSED, layer, reason=reason)
+            else:
+                if answer.HasField("reporting"):
+                    self._asked_steps = answer.reporting.report_steps or self._asked_steps
+                continue
+            await self._write(agent_pb2.ConnectRequest(plan_status=encode(status)).SerializeToString())
         raise RuntimeError(f"rank {self._rank}: the stream ended: {await self._call.details()}")

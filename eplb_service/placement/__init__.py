@@ -5,6 +5,7 @@ from eplb_service.placement.placement import (
     Placement,
     apply_layers,
     array_digest,
+    array_digests,
     combine_digests,
     layer_digest,
 )
@@ -31,6 +32,7 @@ __all__ = [
     "PlacementError",
     "apply_layers",
     "array_digest",
+    "array_digests",
     "check_layer",
     "check_log2phy",
     "check_shape",

@@ -38,7 +38,7 @@ from eplb_service.planner.price import move_price
 from eplb_service.planner.request import Question, groups_on_nodes, solve_picked, time_curve
 from eplb_service.planner.score import (
     noise_floor,
-    par_of_steps,
+    par_by_step,
     sampling_floor,
     split_loads,
     split_steps,
@@ -104,16 +104,17 @@ def plan(
     judge = _judge(asked, price.price, why_ungrouped)
     if settings.policy == "none" or topology.rank_bound:
         reason = "its experts are bound to their ranks" if topology.rank_bound else "the policy is none"
-        return Plan((), tuple(judge.kept(layer, f"kept: {reason}") for layer in range(window.layers)))
+        kept = tuple(judge.kept(layer, f"kept: {reason}") for layer in range(window.layers))
+        return Plan((), kept, par_TL=judge.par_TL)
     picked = _picked(judge)
     answers = solve_picked(asked, picked, judge.floor_L, groups, price.price)
     verdicts = [judge.not_picked(layer) for layer in range(window.layers)]
-    changed = []
+    changed, par_TL = [], judge.par_TL.copy()
     for layer, answer in zip(picked.tolist(), answers, strict=True):
-        verdicts[layer], change = _solved(layer, answer, judge)
+        verdicts[layer], change, par_TL[:, layer] = _solved(layer, answer, judge)
         changed += [] if change is None else [change]
     changed.sort(key=lambda layer_plan: _gain(verdicts[layer_plan.layer]), reverse=True)
-    return Plan(tuple(changed), tuple(verdicts), price)
+    return Plan(tuple(changed), tuple(verdicts), price, par_TL)
 
 
 def plan_afresh(
@@ -155,8 +156,10 @@ class _Judge:
     ----------
     asked, price, why_ungrouped
         The question, the price of moves, and why groups of experts are not kept together, where that was asked for.
+    par_TL
+        float64 ``[T, L]``, ratio of each step.
     par_L, floor_L
-        float64 ``[L]``, ratio per step, and what token sampling alone leaves of it.
+        float64 ``[L]``, its mean, and what token sampling alone leaves of it.
     episode_par_L, bound_L
         float64 ``[L]``, ratio per episode, and what sampling and the experts' jumps leave of it.
     us_L
@@ -166,6 +169,7 @@ class _Judge:
     asked: Question
     price: float
     why_ungrouped: str
+    par_TL: Float64
     par_L: Float64
     floor_L: Float64
     episode_par_L: Float64
@@ -241,7 +245,8 @@ def _judge(asked: Question, price: float, why_ungrouped: str) -> _Judge:
     window, ranks, settings = asked.window, asked.placement.ranks, asked.settings
     served = asked.placement, asked.log2phy_RLE, window.source_RLE, settings.split
     steps = split_steps(window.heat_TLE, *served, episodes=asked.episodes)
-    par_L = par_of_steps(steps)
+    par_TL = par_by_step(steps)
+    par_L = mean_par(par_TL, axis=0)
     if settings.split == STEP:
         heat_NLE = asked.episode_heat(np.arange(window.layers)).transpose(1, 0, 2)
         loads_NLR = split_loads(heat_NLE, *served)
@@ -259,15 +264,21 @@ def _judge(asked: Question, price: float, why_ungrouped: str) -> _Judge:
     if settings.cost_curve is not None:
         us_L = mean_par(split_us(window.heat_TLE, *served, settings.cost_curve), axis=0)
     episode_par_L = np.nan_to_num(par(loads_NLR), nan=1.0)
-    return _Judge(asked, price, why_ungrouped, par_L, floor_L, episode_par_L, bound_L, us_L)
+    return _Judge(asked, price, why_ungrouped, par_TL, par_L, floor_L, episode_par_L, bound_L, us_L)
 
 
-def _solved(layer: int, answer: Answer | SolverError, judge: _Judge) -> tuple[LayerVerdict, LayerPlan | None]:
-    """Verdict on a layer by its answer, and the change, if it is one."""
+def _solved(
+    layer: int, answer: Answer | SolverError, judge: _Judge
+) -> tuple[LayerVerdict, LayerPlan | None, Float64]:
+    """Verdict on a layer by its answer, the change, if it is one, and the ratio of each step then, float64 ``[T]``."""
+
+    def kept(reason: str) -> tuple[LayerVerdict, None, Float64]:
+        return judge.kept(layer, reason), None, judge.par_TL[:, layer]
+
     if isinstance(answer, OutOfTimeError):
-        return judge.kept(layer, f"waits: {answer}"), None
+        return kept(f"waits: {answer}")
     if isinstance(answer, Answer) and answer.taken == KEEP:
-        return judge.kept(layer, _NOTHING_PAYS), None
+        return kept(_NOTHING_PAYS)
     asked, curve = judge.asked, judge.asked.settings.cost_curve
     try:
         if isinstance(answer, SolverError):
@@ -277,20 +288,20 @@ def _solved(layer: int, answer: Answer | SolverError, judge: _Judge) -> tuple[La
         check_layer(found.phy2log_RS, asked.placement.experts)
         check_log2phy(found.log2phy_GE, found.phy2log_RS)
     except (SolverError, PlacementError) as error:
-        return judge.kept(layer, f"kept: the solver failed ({error})"), None
+        return kept(f"kept: the solver failed ({error})")
     _, first_G, group_R = asked.topology.token_groups()
     log2phy_RE = tables_of_sources(found.log2phy_GE, first_G.size)[group_R]
     alone = _alone(asked, layer, found.phy2log_RS, log2phy_RE)
-    planned = float(par_of_steps(split_steps(*alone))[0])
+    par_T = par_by_step(split_steps(*alone))[:, 0]
+    planned = float(mean_par(par_T))
     us = None if curve is None else float(mean_par(split_us(*alone, curve)))
     before_RS = asked.placement.phy2log_LRS[layer].copy()
     moves_M5 = choose_senders(before_RS, found.phy2log_RS, asked.topology.nodes_R.copy())
     verdict = judge.changed(layer, answer, len(moves_M5), planned, us)
     if us is not None and not judge.pays_in_time(layer, len(moves_M5), us):
-        reason = f"kept: too little time for {len(moves_M5)} moves would be won ({verdict.reason})"
-        return judge.kept(layer, reason), None
+        return kept(f"kept: too little time for {len(moves_M5)} moves would be won ({verdict.reason})")
     width = with_entries(asked.log2phy_RLE, 3).shape[3]
-    return verdict, LayerPlan(layer, found.phy2log_RS, as_host_deals(log2phy_RE, width), moves_M5)
+    return verdict, LayerPlan(layer, found.phy2log_RS, as_host_deals(log2phy_RE, width), moves_M5), par_T
 
 
 def _alone(

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from eplb_service.heat.window import Window
-from eplb_service.placement import Float64, Int32, Placement, apply_layers, mean_par, peak_par
+from eplb_service.placement import Float64, Int32, Placement, apply_layers, mean_par
 from eplb_service.planner.forecast import NO_FORECASTS, Forecasts
-from eplb_service.planner.score import Gain, gain_of, split_steps
+from eplb_service.planner.score import Gain, gain_of, par_by_step, split_steps
 from eplb_service.solver.window import inflation, inflation_error
 from eplb_service.wire.operator import LayerVerdict, MovePrice
 
@@ -45,12 +45,14 @@ class LayerPlan:
 class Plan:
     """One decision: ``layers`` holds those that change, largest gain first; ``verdicts`` all, in order.
 
-    ``price`` is what moves were priced at, ``None`` where nothing was solved.
+    ``price`` is what moves were priced at, ``None`` where nothing was solved; ``par_TL`` float64 ``[T, L]`` the ratio
+    of each step of the window under what will serve, NaN without tokens.
     """
 
     layers: tuple[LayerPlan, ...]
     verdicts: tuple[LayerVerdict, ...]
     price: MovePrice | None = None
+    par_TL: Float64 = field(default_factory=lambda: np.zeros((0, 0)), repr=False)
 
     def changes(self) -> Iterator[tuple[int, Int32, Int32]]:
         """Index, placement and tables of each layer that changes, for ``apply_layers``."""
@@ -151,8 +153,8 @@ class Serving:
 
     def par_of_steps(self, window: Window, split: str) -> Float64:
         """Ratio of each step of a window under it, float64 ``[T, L]``; NaN without tokens."""
-        served = split_steps(window.heat_TLE, self.placement, self.log2phy_RLE, window.source_RLE, split)
-        return peak_par(served.peak_TK, served.tokens_TK, self.placement.ranks)
+        served = self.placement, self.log2phy_RLE, window.source_RLE
+        return par_by_step(split_steps(window.heat_TLE, *served, split))
 
     def changed_by(self, plan: Plan) -> Serving:
         """Placement and tables once all of a plan has switched."""
@@ -182,12 +184,11 @@ class Outlook:
     cost: float = 0.0
 
 
-def promise_for(window: Window, now: Serving, plan: Plan, split: str) -> tuple[Promise, Float64]:
-    """Promise of a plan for steps like those of its window, and the ratios of those that it is of, ``[T, L]``."""
+def promise_for(plan: Plan) -> tuple[Promise, Float64]:
+    """Promise of a plan for steps like those of its window, and the ratios that it is of, float64 ``[T, L]``."""
     optimism = [verdict.optimism for verdict in plan.verdicts]
     # Placements do so much worse on steps that they were not fitted to.
-    par_TL = now.changed_by(plan).par_of_steps(window, split)
-    par_TL += np.array([one or 0.0 for one in optimism])
+    par_TL = plan.par_TL + np.array([one or 0.0 for one in optimism])
     return promise_of(par_TL, held_out=None not in optimism), par_TL
 
 

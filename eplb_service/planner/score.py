@@ -178,10 +178,14 @@ def split_steps(
     return ServedWindow(loads_TLR.max(axis=2), loads_TLR.sum(axis=2), none_L, loads_TLR[:0], none_L, none_L)
 
 
+def par_by_step(served: ServedWindow) -> Float64:
+    """Peak-to-average ratio of each step, float64 ``[T, K]``; NaN without tokens."""
+    return peak_par(served.peak_TK, served.tokens_TK, served.loads_NKR.shape[2])
+
+
 def par_of_steps(served: ServedWindow) -> Float64:
-    """Peak-to-average ratio, the mean over the steps with tokens, float64 ``[K]``; NaN where none has."""
-    ranks = served.loads_NKR.shape[2]
-    return mean_par(peak_par(served.peak_TK, served.tokens_TK, ranks), axis=0)
+    """The mean over the steps with tokens, float64 ``[K]``; NaN where none has."""
+    return mean_par(par_by_step(served), axis=0)
 
 
 def _wide(heat_TLE: Heat) -> npt.NDArray[np.int64] | npt.NDArray[np.float64]:

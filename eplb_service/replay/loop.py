@@ -185,7 +185,7 @@ class _Run:
             job.search,
         )
         if self._pace is not None:
-            self._promise, self._expected_TL = promise_for(window, now, made, self._split)
+            self._promise, self._expected_TL = promise_for(made)
         return now.changed_by(made)
 
     def _answered(self, window: Window) -> Serving:

@@ -183,25 +183,64 @@ def _localise_tables(
     first_E1, slot_P = slots_by_expert(phy2log_RS, share_EG.shape[0])
     changed_RN = np.empty_like(top.load_RN)
     changed_R1, rank_K = np.zeros(ranks + 1, dtype=np.bool_), np.zeros(2, dtype=np.int32)
+    first_P, next_G = np.full(slot_P.shape[0], -1, dtype=np.int32), np.empty(near_EG.shape[1], dtype=np.int32)
     for _ in range(_SWEEPS):
+        listed = -1
         for e, g in part_X2:
             own = near_EG[e, g]
             if deployed.node_R[own // slots] == deployed.node_G[g]:
                 continue
             replica_K = slot_P[first_E1[e] : first_E1[e + 1]]
+            if e != listed:
+                listed = e
+                _list_sources(near_EG[e], first_P, next_G)
+            served = first_P, next_G
             to, back = _best_way_home(
-                near_EG[e], share_EG[e], heat, deployed, replica_K, top, changed_RN, g, e, limit
+                near_EG[e], share_EG[e], heat, deployed, replica_K, top, changed_RN, served, g, e, limit
             )
             if to < 0:
                 continue
             more, near_EG[e, g] = share_EG[e, g], to
+            _relist(first_P, next_G, g, own, to)
             if back >= 0:
                 more, near_EG[e, back] = more - share_EG[e, back], own
+                _relist(first_P, next_G, back, to, own)
             rank_K[0], rank_K[1] = own // slots, to // slots
             changed_R1[rank_K[0]] = changed_R1[rank_K[1]] = True
             _shift(top, heat.scaled_EN[e], more, rank_K[0], rank_K[1], changed_RN)
             update_loads(top, rank_K, 2, changed_R1, changed_RN)
             changed_R1[rank_K[0]] = changed_R1[rank_K[1]] = False
+
+
+@part
+def _list_sources(near_G: Int32, first_P: Int32, next_G: Int32) -> None:
+    """List each slot's sources, ascending: its first in ``first_P``, after each the next in ``next_G``, -1 for none."""
+    for g in range(near_G.shape[0]):
+        first_P[near_G[g]] = -1
+    for g in range(near_G.shape[0] - 1, -1, -1):
+        next_G[g] = first_P[near_G[g]]
+        first_P[near_G[g]] = g
+
+
+@part
+def _relist(first_P: Int32, next_G: Int32, source: int, own: int, to: int) -> None:
+    """Take a source out of its ``own`` slot's list and put it into that of the slot ``to``, ascending."""
+    before = -1
+    at = first_P[own]
+    while at != source:
+        before, at = at, next_G[at]
+    if before < 0:
+        first_P[own] = next_G[source]
+    else:
+        next_G[before] = next_G[source]
+    before, at = -1, first_P[to]
+    while 0 <= at < source:
+        before, at = at, next_G[at]
+    next_G[source] = at
+    if before < 0:
+        first_P[to] = source
+    else:
+        next_G[before] = source
 
 
 def _parts_with_homes(phy2log_RS: Int32, layer: Layer) -> Int32:
@@ -231,6 +270,7 @@ def _best_way_home(
     replica_K: Int32,
     top: TopRanks,
     changed_RN: Float32,
+    served: tuple[Int32, Int32],
     source: int,
     expert: int,
     limit: float,
@@ -238,7 +278,9 @@ def _best_way_home(
     """Find the slot that brings a part home at the lowest mean peak, and whose part comes back for it, -1 for none.
 
     Only a part that is not at home there comes back. -1 twice where every way lifts the mean peak above ``limit``.
+    ``served`` are the lists of ``_list_sources``.
     """
+    first_P, next_G = served
     slots = deployed.phy2log_RS.shape[1]
     own, home = near_G[source], deployed.node_G[source]
     to, back, lowest = -1, -1, np.float32(limit)
@@ -248,26 +290,28 @@ def _best_way_home(
         # The mean peak is convex in what changes ranks: beyond a way that is no better than another none is.
         low, high = np.float32(-np.inf), np.float32(np.inf)
         best, least = low, high
-        for g in range(-1, near_G.shape[0]):
-            more = share_G[source]
-            if g >= 0:
-                if near_G[g] != replica or deployed.node_G[g] == home:
-                    continue
-                more -= share_G[g]
-            if more <= low or more >= high:
-                continue
-            here, there = own // slots, replica // slots
-            _shift(top, heat.scaled_EN[expert], more, here, there, changed_RN)
-            found = peak_of_two_changed(top, heat.share_N, here, there, changed_RN[here], changed_RN[there])
-            worse = best if found < least else more
-            if found < least:
-                best, least = more, found
-            if worse < best:
-                low = worse
-            else:
-                high = worse
-            if found < lowest:
-                to, back, lowest = np.int64(replica), g, found
+        # Its part alone, then in exchange for each of those that the replica serves.
+        g, coming = -1, first_P[replica]
+        while True:
+            more = share_G[source] - (share_G[g] if g >= 0 else np.float32(0.0))
+            if low < more < high and (g < 0 or deployed.node_G[g] != home):
+                here, there = own // slots, replica // slots
+                _shift(top, heat.scaled_EN[expert], more, here, there, changed_RN)
+                found = peak_of_two_changed(
+                    top, heat.share_N, here, there, changed_RN[here], changed_RN[there]
+                )
+                worse = best if found < least else more
+                if found < least:
+                    best, least = more, found
+                if worse < best:
+                    low = worse
+                else:
+                    high = worse
+                if found < lowest:
+                    to, back, lowest = np.int64(replica), g, found
+            if coming < 0:
+                break
+            g, coming = coming, next_G[coming]
     return to, back
 
 

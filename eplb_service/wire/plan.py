@@ -13,6 +13,7 @@ from eplb_service.placement import (
     Int32,
     PlacementError,
     array_digest,
+    array_digests,
     check_layer,
     check_log2phy,
     layer_digest,
@@ -69,7 +70,12 @@ class RankPlan:
 
 def table_digest(log2phy_E: Int32) -> int:
     """63-bit fingerprint of one rank's table of one layer."""
-    return array_digest(np.ascontiguousarray(log2phy_E, dtype="<i4"), salt="log2phy")
+    return table_digests(log2phy_E[None])[0]
+
+
+def table_digests(log2phy_RE: Int32) -> tuple[int, ...]:
+    """Fingerprints of all ranks' tables of one layer."""
+    return tuple(array_digests(np.ascontiguousarray(log2phy_RE, dtype="<i4"), salt="log2phy"))
 
 
 def _plan_digest(plan_id: int, base_epoch: int, base_digest: int, layers: tuple[RankLayer, ...]) -> int:
@@ -113,15 +119,15 @@ class SharedPlan:
                 update.log2phy.CopyFrom(own)
             return np.frombuffer(response.SerializeToString(), dtype=np.uint8)
 
-        self._message = filled_with(b"\x00")
+        self._message = filled_with(b"\x00").copy()
         self._places = np.flatnonzero(self._message != filled_with(b"\xff"))
         self.size = self._message.size
 
     def response(self, rank: int) -> bytes:
         """Return the ``ConnectResponse`` for one rank, encoded."""
-        message = self._message.copy()
-        message[self._places] = self._tables_RB[rank]
-        encoded: bytes = message.tobytes()
+        # All places are written each time.
+        self._message[self._places] = self._tables_RB[rank]
+        encoded: bytes = self._message.tobytes()
         return encoded
 
 

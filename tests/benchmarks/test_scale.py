@@ -22,6 +22,8 @@ from benchmarks.scale.ranks import Load, Scale, drawn_reports, expected_tokens
 from eplb_service.wire.codec import encode
 from eplb_service.wire.heat import decode_heat_report
 
+SMALL = ["--pairs", "32", "--rounds", "2", "--hidden", "64", "--intermediate", "32"]
+
 
 def _burn() -> None:
     until = time.thread_time() + 5 * LONG_SECONDS
@@ -150,9 +152,6 @@ def test_whoever_was_started_hears_that_the_measuring_process_is_gone() -> None:
     ours.send("tally")
     ours.close()
     assert [asked_by(theirs), asked_by(theirs)] == ["tally", None]
-
-
-SMALL = ["--pairs", "32", "--rounds", "2", "--hidden", "64", "--intermediate", "32"]
 
 
 @pytest.mark.slow

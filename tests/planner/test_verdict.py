@@ -29,7 +29,7 @@ def judge(
     """Of one layer; ``seen`` and ``bound`` in episodes, ``par`` and a floor of 1.1 per step."""
     tables_RLE, wanted = PLACEMENT.default_log2phy(), PlannerSettings(**settings)
     asked = Question(Window(np.ones((1, 1, 4))), PLACEMENT, tables_RLE, TOPOLOGY, wanted, SearchOptions())
-    return _Judge(asked, 0.3, "", *(np.array([value]) for value in (par, 1.1, seen, bound, us)))
+    return _Judge(asked, 0.3, "", *(np.array([value]) for value in ([par], par, 1.1, seen, bound, us)))
 
 
 def answer(taken: int, **facts: object) -> Answer:
@@ -58,7 +58,7 @@ def test_layers_not_looked_into(given: _Judge, reason: str) -> None:
 
 
 def test_layers_that_nothing_pays_for() -> None:
-    verdict, change = _solved(0, answer(KEEP), judge(us=50.0))
+    verdict, change, _ = _solved(0, answer(KEEP), judge(us=50.0))
     assert change is None
     assert verdict.reason == "kept: nothing pays for its moves on steps that it was not fitted to"
     assert verdict.us_seen == 50.0

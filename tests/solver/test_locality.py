@@ -13,7 +13,7 @@ from eplb_service.placement import check_log2phy
 from eplb_service.solver.evaluation import loads_in_episodes, top_ranks_of
 from eplb_service.solver.model import EVEN, RULE, SOLVED, Candidate, Layer, SearchParams, heat_of
 from eplb_service.solver.tables import slot_shares, slots_by_expert
-from eplb_service.solver.topology import _best_way_home, crossing_share, localised
+from eplb_service.solver.topology import _best_way_home, _list_sources, crossing_share, localised
 from tests.solver.layers_of import Case, cases, shares_of_sources
 from tests.solver.placed_layer import PlacedLayer, deployed_on
 from tests.solver.slow import topology as slow
@@ -86,9 +86,11 @@ def test_a_part_gets_home_the_best_of_all_ways(
         if home < 0 or deployed.node_R[table_GE[source, expert] // case.slots] == home:
             continue
         replica_K = slot_P[first_E1[expert] : first_E1[expert + 1]]
-        scratch_RN = np.empty_like(top.load_RN)
         part = table_GE[:, expert].copy(), deployed.share_GE[:, expert].copy()
-        to, back = _best_way_home(*part, heat, deployed, replica_K, top, scratch_RN, source, expert, limit)
+        lists = np.full(slot_P.size, -1, np.int32), np.zeros(sources, np.int32)
+        _list_sources(part[0], *lists)
+        where = heat, deployed, replica_K, top, np.empty_like(top.load_RN), lists
+        to, back = _best_way_home(*part, *where, source, expert, limit)
         ways = slow.ways_home(given_.phy2log_RS, table_GE, source, expert, deployed.node_G, deployed.node_R)
         peaks = {way: given_.peak(tried_GE) for way, tried_GE in ways}
         lowest = min(peaks.values(), default=np.inf)

@@ -23,7 +23,7 @@ from eplb_service.placement import (
 from eplb_service.wire.agent import Hello, Shape
 from eplb_service.wire.fields import WireError
 from eplb_service.wire.generated import agent_pb2
-from eplb_service.wire.plan import RankLayer, RankPlan, check_moves, decode_plan, table_digest
+from eplb_service.wire.plan import RankLayer, RankPlan, check_moves, decode_plan, table_digests
 
 _RESTORING_PLAN_ID = 0
 """No service gives a plan this number."""
@@ -171,7 +171,7 @@ def restoring_plan(
         if np.array_equal(old_RS, new_RS):
             continue
         tables_RE = default_log2phy(new_RS, target.experts, width)[first_of_group]
-        digests = tuple(table_digest(row_E) for row_E in tables_RE)
+        digests = table_digests(tables_RE)
         moves_M5 = _restoring_moves(old_RS, new_RS)
         layers.append(RankLayer(layer, new_RS, tables_RE[installed.rank], digests, moves_M5))
     if not layers:

@@ -24,7 +24,7 @@ from eplb_service.control.core.live_placement import LivePlacement
 from eplb_service.placement import combine_digests, layer_digest
 from eplb_service.planner.plan import Plan
 from eplb_service.wire.agent import PlanState, PlanStatus
-from eplb_service.wire.plan import RankLayer, RankPlan, table_digest
+from eplb_service.wire.plan import RankLayer, RankPlan, table_digests
 
 _REASONS_NAMED = 3
 _IDLE_SHARE = 0.25
@@ -108,7 +108,7 @@ class PlanTracker:
                 update.layer,
                 update.phy2log_RS,
                 update.log2phy_RE[rank],
-                tuple(map(table_digest, update.log2phy_RE)),
+                table_digests(update.log2phy_RE),
                 update.moves_M5,
             )
             for update in self.decision.layers

@@ -200,7 +200,7 @@ def decide(inputs: DecisionInputs) -> tuple[Plan, Outlook, float]:
     live, settings, worth = inputs.live, inputs.settings, inputs.decisions.worth
     if settings.fitted_curve and settings.cost_curve is None:
         settings = replace(settings, cost_curve=inputs.decisions.fitted)
-    window, split = inputs.looked_at, settings.split
+    window = inputs.looked_at
     made = plan(
         window,
         live.placement,
@@ -210,7 +210,7 @@ def decide(inputs: DecisionInputs) -> tuple[Plan, Outlook, float]:
         inputs.serving_steps,
         priced(inputs.moving, worth, live.placement.layers),
     )
-    promise, expected_TL = promise_for(window, live.serving, made, split)
+    promise, expected_TL = promise_for(made)
     forecasts = _forecasts(inputs, window, expected_TL)
     burst = inputs.pace is not inputs.decisions.pace
     cost = inputs.steps_paying(time.process_time() - taken)
