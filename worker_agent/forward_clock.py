@@ -120,12 +120,10 @@ class ForwardClock:
     @property
     def _counted(self) -> int:
         """Number of the last forward pass by the host's count, as far as is known without waiting."""
-        if self._known is None:
-            return self._calls + self._missed_calls
-        return int(self._known[0]) - self._first
+        return self._calls + self._missed_calls if self._known is None else self._device_count()
 
     def _device_count(self) -> int:
-        return int(self._counter) - self._first
+        return int(self._counter if self._known is None else self._known[0]) - self._first
 
     def _follow_counter(self) -> None:
         while self._copies and self._copies[0][2].passed():
