@@ -7,7 +7,6 @@ buffers of different sizes, at which gloo ends the process. So they learn of it,
 from __future__ import annotations
 
 import enum
-from array import array
 from collections.abc import Sequence
 from datetime import timedelta
 from functools import cache
@@ -54,9 +53,8 @@ class Reduction:
         self._head = [int(kind), number, -int(kind), -number]
         self._values = len(values)
         padding = [0] * (BALLOT_WIDTH - len(values))
-        # Read and written by the tensor, which shares their memory.
-        self._numbers = array("q", [*self._head, *values, *padding])
-        self._work: Any = group.allreduce([torch.frombuffer(self._numbers, dtype=torch.int64)], _least())
+        self._tensor = torch.tensor([*self._head, *values, *padding], dtype=torch.int64)
+        self._work: Any = group.allreduce([self._tensor], _least())
 
     def wait(self, seconds: float) -> list[int] | None:
         """Return the least of all ranks' values, ``None`` where not all ranks have come within so many seconds.
@@ -71,7 +69,7 @@ class Reduction:
             # Whoever keeps the error must not keep the link open: the others learn by its end.
             self._work = None
             raise VoteError(f"{self._about}: {error}") from error
-        reduced = self._numbers.tolist()
+        reduced: list[int] = self._tensor.tolist()
         if reduced[:_HEAD] != self._head:
             raise VoteError(f"{self._about}: the ranks are at different collectives, or at different votes")
         return reduced[_HEAD : _HEAD + self._values]
