@@ -219,7 +219,7 @@ def _formed_again(low: int, vote: int) -> tuple[Reformation, int]:
     rank: Any = object.__new__(Reformation)
     rank.attempts, rank.generation, rank.lane, rank.vote = 1, 3, 2, 5
     rank._version_digest, rank._astray, rank._margin, rank._now = 7, False, 32, lambda: 40
-    answers = {Kind.SERVED: [low, -7, -4, -6, -vote, 39, -41, 0], Kind.IN_TIME: [1]}
+    answers = {Kind.SERVED: [low, -7, -4, -6, -vote, 39, -41, 0, -64], Kind.IN_TIME: [1]}
     link: Any = SimpleNamespace(begin=lambda kind, *_: SimpleNamespace(wait=lambda _: answers[kind]))
     return rank, rank._first_vote(link)
 
@@ -227,7 +227,7 @@ def _formed_again(low: int, vote: int) -> tuple[Reformation, int]:
 def test_votes_formed_again_go_on_from_the_highest_that_any_rank_knows() -> None:
     """Numbers that began again would find the register's answers of earlier votes."""
     rank, start = _formed_again(7, 9)
-    assert (rank.generation, rank.lane, rank.vote, start) == (4, 6, 9, 41 + 32)
+    assert (rank.generation, rank.lane, rank.vote, start) == (4, 6, 9, 41 + 64)
     schedule = _schedule(4)
     schedule.voter, rank.start, rank._votes = None, start, SimpleNamespace()
     schedule._reformation = rank

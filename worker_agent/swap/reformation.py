@@ -141,10 +141,12 @@ class Reformation:
         """Forward pass of the first vote, by what all ranks serve and count."""
         digest, now = self._version_digest, self._now()
         mine = [digest, -digest, -self.generation, -self.lane, -self.vote, now, -now, -int(self._astray)]
-        low, high, generation, lane, vote, *passes, astray = self._all_min(votes, Kind.SERVED, mine)
+        # Ranks may have failed unequally often.
+        mine.append(-self._margin)
+        low, high, generation, lane, vote, *passes, astray, margin = self._all_min(votes, Kind.SERVED, mine)
         if low != -high:
             raise FatalSwitchError("the ranks serve different placements")
-        earliest, latest = passes[0], -passes[1]
+        earliest, latest, self._margin = passes[0], -passes[1], -margin
         self.generation, self.lane, self.vote = -generation, -lane, -vote
         if astray or latest - earliest > self._margin:
             latest = self._agreed(votes, latest)
