@@ -13,16 +13,18 @@ import torch
 
 
 class Mark:
-    """A point in the current stream's work of a device."""
+    """A point in the current stream's work of a device; once it has passed it can ``move`` on."""
 
     def __init__(self, device: torch.device) -> None:
-        self._event: Any = None
+        self._event: Any = None if device.type == "cpu" else torch.get_device_module(device).Event()
         self._device = device
-        if device.type != "cpu":
-            module = torch.get_device_module(device)
-            self._event = module.Event()
+        self.move()
+
+    def move(self) -> None:
+        """Be the point that the device's current stream has been given work up to."""
+        if self._event is not None:
             # Named, not implied: a thread's current device need not be this one.
-            self._event.record(module.current_stream(device))
+            self._event.record(torch.get_device_module(self._device).current_stream(self._device))
 
     def passed(self) -> bool:
         """Return whether the device has got there; never waits."""

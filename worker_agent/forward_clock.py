@@ -48,6 +48,10 @@ class ForwardClock:
         self._calls = 0
         self._missed_calls = 0
         self._copies: deque[tuple[int, torch.Tensor, Mark]] = deque()
+        self._idle: deque[tuple[torch.Tensor, Mark]] = deque()
+        if self._known is None:
+            hosts = host_empty((_COPIES_UNDER_WAY,), torch.int64, self._device)
+            self._idle.extend((counter, Mark(self._device)) for counter in hosts.unbind())
         self._offset = 0
         self._highest = self._raw = 0
         self.trouble: str | None = None
@@ -127,12 +131,14 @@ class ForwardClock:
 
     def _follow_counter(self) -> None:
         while self._copies and self._copies[0][2].passed():
-            call, counter, _ = self._copies.popleft()
+            call, counter, mark = self._copies.popleft()
             self._missed_calls = int(counter) - self._first - call
-        if len(self._copies) < _COPIES_UNDER_WAY:
-            counter = host_empty((), torch.int64, self._device)
+            self._idle.append((counter, mark))
+        if self._idle:
+            counter, mark = self._idle.popleft()
             counter.copy_(self._counter, non_blocking=True)
-            self._copies.append((self._calls, counter, Mark(self._device)))
+            mark.move()
+            self._copies.append((self._calls, counter, mark))
 
 
 class StepTimer:

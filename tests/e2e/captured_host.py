@@ -8,6 +8,7 @@ of lists has a tensor for each expert, and a scale beside it, from which it deri
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,6 +23,7 @@ from worker_agent.settings import AgentSettings
 LAYERS, EXPERTS, SLOTS, HIDDEN, INTERMEDIATE, TOP_K, TOKENS = 4, 16, 10, 32, 48, 2, 64
 HEAT_ROWS, STEPS_PER_WORKLOAD = 64, 192
 FLOAT8 = torch.float8_e4m3fn
+_MOST_STEPS, _PASS_CYCLES, _MISSED_EVERY = 6000, 4_000_000, 97
 
 
 def in_float8(weight_EXY: torch.Tensor) -> list[torch.Tensor]:
@@ -159,14 +161,21 @@ class CapturedHost:
         replay: Callable[[], None] = graph.replay
         return replay
 
-    def forward(self, hidden_LTH: torch.Tensor, chosen_LTK: torch.Tensor) -> torch.Tensor:
-        """Every layer's output ``[L, T, H]`` on the host; a collective."""
-        self.hidden_LTH.copy_(hidden_LTH)
-        self.chosen_LTK.copy_(chosen_LTK)
+    def forward(self, hidden_LTH: torch.Tensor, chosen_LTK: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Queue a pass; the result waits for it and gives every layer's output ``[L, T, H]``, a collective."""
+        self.hidden_LTH.copy_(hidden_LTH, non_blocking=True)
+        self.chosen_LTK.copy_(chosen_LTK, non_blocking=True)
         self.run()
-        output_LTH = self.part_LTH.cpu()
-        dist.all_reduce(output_LTH)
-        return output_LTH
+        output_LTH = self.part_LTH.to("cpu", non_blocking=True, copy=True)
+        queued = torch.get_device_module(self.counter.device).Event()
+        queued.record()
+
+        def output() -> torch.Tensor:
+            queued.synchronize()
+            dist.all_reduce(output_LTH)
+            return output_LTH
+
+        return output
 
     def expected(self, hidden_LTH: torch.Tensor, chosen_LTK: torch.Tensor) -> torch.Tensor:
         """The same from every expert where it was made, ``[L, T, H]``."""
@@ -203,11 +212,12 @@ def _popularity(workload: int) -> torch.Tensor:
 
 
 def serve(
-    service: str, device_name: str, experts: str, switches: int, most_steps: int, leaves_weights: bool
+    service: str, device_name: str, experts: str, switches: int, ahead: int, leaves_weights: bool = False
 ) -> dict[str, Any]:
-    """Serve changing workloads until ``switches`` layer switches, or for ``most_steps``.
+    """Serve changing workloads until ``switches`` layer switches.
 
     A control, whose layers leave their weights behind, or what is derived from them, stops at its first difference.
+    A host that runs ``ahead`` has so many passes queued on its device, and one of its ranks misses calls.
 
     Returns
     -------
@@ -243,7 +253,8 @@ def serve(
         on_commit=on_commit,
     )
     draws, worst = torch.Generator().manual_seed(7), 0.0
-    for step in range(most_steps):
+    queued: deque[tuple[Callable[[], torch.Tensor], torch.Tensor, torch.Tensor]] = deque()
+    for step in range(_MOST_STEPS):
         popularity_LE = _popularity(step // STEPS_PER_WORKLOAD)
         hidden_LTH = torch.randn(LAYERS, TOKENS, HIDDEN, generator=draws)
         chosen_LTK = torch.stack(
@@ -252,11 +263,20 @@ def serve(
                 for row_E in popularity_LE
             ]
         )
-        output_LTH = host.forward(hidden_LTH, chosen_LTK)
-        agent.step()
-        worst = max(worst, float((output_LTH - host.expected(hidden_LTH, chosen_LTK)).abs().max()))
-        # Ranks switch at the same pass, and add up the same parts: all leave at the same one.
-        if agent.stats.layers_switched >= switches or (leaves_weights and worst > 1e-2):
+        if ahead and device.type != "cpu":
+            hidden_LTH, chosen_LTK = hidden_LTH.pin_memory(), chosen_LTK.pin_memory()
+            torch.get_device_module(device)._sleep(_PASS_CYCLES)
+        queued.append((host.forward(hidden_LTH, chosen_LTK), hidden_LTH, chosen_LTK))
+        if not (ahead and host.rank == 1 and step % _MISSED_EVERY == 0):
+            agent.step()
+        # All ranks leave at the same pass.
+        switched = torch.tensor([agent.stats.layers_switched])
+        dist.all_reduce(switched, dist.ReduceOp.MIN)
+        over = int(switched) >= switches or step == _MOST_STEPS - 1 or (leaves_weights and worst > 1e-2)
+        while len(queued) > ahead * (not over):
+            output, hidden_LTH, chosen_LTK = queued.popleft()
+            worst = max(worst, float((output() - host.expected(hidden_LTH, chosen_LTK)).abs().max()))
+        if over:
             break
     found = {
         "worst": worst,

@@ -15,24 +15,23 @@ from tests.ranks import run_ranks
 
 _GPU = pytest.mark.skipif(torch.cuda.device_count() == 0, reason="there is no GPU here")
 HOSTS = [
-    pytest.param("cpu", "float32", 6),
-    pytest.param("cpu", "lists", 6),
-    pytest.param("cuda:0", "float32", 40, marks=_GPU),
-    pytest.param("cuda:0", "float8", 40, marks=_GPU),
+    pytest.param("cpu", "float32", 6, 0),
+    pytest.param("cpu", "lists", 6, 4),
+    pytest.param("cuda:0", "float32", 40, 4, marks=_GPU),
+    pytest.param("cuda:0", "float8", 40, 0, marks=_GPU),
 ]
 
 
-async def _served(device, experts, switches, leaves_weights=False):
+async def _served(*options):
     """Facts of the ranks, and the service's deployment in the end."""
-    options = (device, experts, switches, 6000, leaves_weights)
     async with running_service(settings()) as service:
         facts = await asyncio.to_thread(run_ranks, 2, captured_host.serve, service.address, *options)
         return facts, service.plane.deployments["captured"]
 
 
-@pytest.mark.parametrize(("device", "experts", "switches"), HOSTS)
-async def test_a_pass_answers_as_before_while_its_layers_switch(device, experts, switches):
-    facts, deployment = await _served(device, experts, switches)
+@pytest.mark.parametrize(("device", "experts", "switches", "ahead"), HOSTS)
+async def test_a_pass_answers_as_before_while_its_layers_switch(device, experts, switches, ahead):
+    facts, deployment = await _served(device, experts, switches, ahead)
     for fact in facts:
         assert fact["halted"] is None
         assert len(fact["committed"]) == fact["switched"] >= switches
@@ -46,9 +45,11 @@ async def test_a_pass_answers_as_before_while_its_layers_switch(device, experts,
     assert "ms per expert (measured)" in price.reason
 
 
-@pytest.mark.parametrize(("device", "experts", "switches"), HOSTS)
-async def test_weights_that_stay_behind_or_what_is_derived_from_them_are_seen(device, experts, switches):
-    facts, _ = await _served(device, experts, switches, leaves_weights=True)
+@pytest.mark.parametrize(("device", "experts", "switches", "ahead"), HOSTS)
+async def test_weights_that_stay_behind_or_what_is_derived_from_them_are_seen(
+    device, experts, switches, ahead
+):
+    facts, _ = await _served(device, experts, switches, ahead, True)
     assert min(fact["worst"] for fact in facts) > 1e-2
 
 

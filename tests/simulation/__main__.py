@@ -7,6 +7,7 @@ those that broke a promise.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 from collections.abc import Iterable, Iterator
@@ -16,8 +17,8 @@ from tests.simulation.world import Outcome, World, simulate
 
 
 def runs(seeds: Iterable[int]) -> Iterator[Outcome]:
-    """Runs of many seeds, on two processes."""
-    with ProcessPoolExecutor(2) as pool:
+    """Runs of many seeds, side by side on the cores that this process may use."""
+    with ProcessPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         yield from pool.map(simulate, seeds)
 
 

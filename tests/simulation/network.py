@@ -30,6 +30,7 @@ class Network:
         self.breaches: list[str] = []
         self.aimed: deque[Callable[[], None]] = deque()
         self._cut: dict[frozenset[str], float] = {}
+        self._silent: dict[frozenset[str], float] = {}
         self._port = 1000
 
     def socket(self, process: Process) -> Socket:
@@ -48,6 +49,12 @@ class Network:
     def is_cut(self, one: str, other: str) -> bool:
         return self._cut.get(frozenset((one, other)), 0.0) > self.scheduler.now
 
+    def was_silent(self, name: str, seconds: float) -> bool:
+        """Return whether nothing between this process and some other has arrived for so long."""
+        return any(
+            name in pair and self.scheduler.now - since >= seconds for pair, since in self._silent.items()
+        )
+
     def heal(self) -> None:
         self._cut.clear()
         self.aimed.clear()
@@ -56,11 +63,16 @@ class Network:
     def send(self, sender: Socket, target: tuple[str, int], data: bytes) -> None:
         scheduler, there = self.scheduler, self.sockets.get(target)
         draw = scheduler.random.random
-        if there is None or (self.rejected and draw() < self.rejected):
+        rejected = there is None or (self.rejected and draw() < self.rejected)
+        if rejected:
             scheduler.at(scheduler.now + self.latency(), sender.refuse)
+        if there is None:
             return
-        if self.is_cut(sender.process.name, there.process.name) or (self.lost and draw() < self.lost):
+        pair = frozenset((sender.process.name, there.process.name))
+        if rejected or self.is_cut(*pair) or (self.lost and draw() < self.lost):
+            self._silent.setdefault(pair, scheduler.now)
             return
+        self._silent.pop(pair, None)
         copies = 2 if self.doubled and draw() < self.doubled else 1
         for _ in range(copies):
             delay = self.latency()

@@ -177,8 +177,8 @@ class World:
         return self.scheduler.now - healed
 
     def _check_service(self, service: Service) -> None:
-        """A service whose ranks have just carried out a plan knows what they serve, its store what became of plans."""
-        if not self.bound or self.breaches:
+        """A service whose ranks have met and done a plan knows what they serve, its store what became of plans."""
+        if not self.bound or self.breaches or len(self.engine.agents) < self.shapes.ranks:
             return
         deployment = service.deployments[DEPLOYMENT]
         served = {(one.installed.epoch, one.installed.digest) for one in self.engine.agents.values()}

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from eplb_service.solver.model import EVEN, FRESH, KEEP, RULE, SOLVED
 from tests.solver.asked import SEARCH, assert_servable, solve
-from tests.solver.layers_of import KNOWN_EXAMPLE, Case, cases, shares_of_sources
+from tests.solver.layers_of import Case, cases, shares_of_sources
 from tests.solver.slow import heat
 from tests.solver.slow import tables as slow_tables
 
@@ -52,13 +52,6 @@ def test_answers_can_be_served(
         share_RS = slow_tables.slot_shares(answer.found.phy2log_RS, answer.found.log2phy_GE, share_GE)
     promised = heat.mean_of_max(scaled_EN, share_N, answer.found.phy2log_RS, share_RS)
     assert answer.found.par == pytest.approx(promised, rel=1e-4)
-
-
-def test_known_example_reaches_its_proven_optimum() -> None:
-    case = Case(8, 2, KNOWN_EXAMPLE[None, :])
-    search = SEARCH._replace(tables=EVEN, tree_leaves=8)
-    _, (answer,) = solve(case, search)
-    assert answer.found.par * KNOWN_EXAMPLE.sum() / 8 == pytest.approx(196.667, abs=0.01)
 
 
 def test_price_holds_moves_back() -> None:

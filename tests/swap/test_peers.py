@@ -82,6 +82,13 @@ def test_an_answer_to_an_earlier_question_is_no_answer() -> None:
     assert one.peers.ask([1], b"d3", 20.0) == {1: b"d"}
 
 
+def test_an_answer_that_takes_longer_than_the_next_attempt_counts() -> None:
+    one, other = joined(2)
+    answer = other.peers._answer
+    other.peers._answer = lambda question: (time.sleep(0.2), answer(question))[1]
+    assert one.peers.ask([1], b"d3", 20.0) == {1: b"d"}
+
+
 def test_a_question_that_cannot_be_answered_is_reported_and_the_next_one_is() -> None:
     one, other = joined(2)
     answer = other.peers._answer

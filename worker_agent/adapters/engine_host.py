@@ -61,6 +61,7 @@ class HeatRings:
         self.sources_LWE = sources_WLE.transpose(0, 1) if experts else None
         self.passes = torch.zeros((), dtype=torch.int64, device=device)
         self._begun = torch.zeros((), dtype=torch.int64, device=device)
+        self._row = torch.zeros((), dtype=torch.int64, device=device)
         # On the host the count is known without waiting; on a device it is an operand.
         self._known, self._known_begun = host_view(self.passes), host_view(self._begun)
 
@@ -74,6 +75,7 @@ class HeatRings:
         if known is None or begun is None or torch.compiler.is_dynamo_compiling():
             if index == 0:
                 torch.add(self.passes, 1, out=self._begun)
+                torch.remainder(self.passes, self._rows, out=self._row)
             if index == layers - 1:
                 self.passes.copy_(self._begun)
             return
@@ -90,7 +92,7 @@ class HeatRings:
     ) -> None:
         """Write the row of the pass that is over: a few operations for all layers, on the current stream.
 
-        The row is that of ``passes`` on the device: one that no call is made for keeps what it was.
+        The row is that of the pass, as the device counts them: one that no call is made for keeps what it was.
 
         ``received_LS`` are tokens that each local slot received, ``None`` where none are to be counted; ``chosen_LX``
         choices of this rank's own tokens by logical expert, or by physical one where ``phy2log_LP``, int64 ``[L,
@@ -111,7 +113,7 @@ class HeatRings:
             elif counts_LX is not None:
                 row_LX.copy_(counts_LX)
             if at is None:
-                ring_WLX.index_copy_(0, (self.passes - 1).remainder(self._rows).reshape(1), row_LX[None])
+                ring_WLX.index_copy_(0, self._row.reshape(1), row_LX[None])
 
 
 def refuse_unmoved(module: Any, moved: Iterable[torch.Tensor], slots: int, known: frozenset[str]) -> None:

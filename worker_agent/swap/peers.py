@@ -108,11 +108,12 @@ class Peers:
                 # Connected, it takes datagrams of this peer alone, and learns where nobody listens there.
                 asking.connect(self._addresses[rank])
                 asking.settimeout(_RETRY_SECONDS)
-                sockets[rank] = asking
+                # One for all attempts: an answer that takes longer than the next one is an answer.
+                sockets[rank] = asking, secrets.token_bytes(_NONCE_BYTES)
             end = self.runtime.now() + seconds
             while waiting and (left := end - self.runtime.now()) > 0:
                 for rank in sorted(waiting):
-                    answer = self._ask_once(rank, sockets[rank], question, min(left, _RETRY_SECONDS))
+                    answer = self._ask_once(rank, *sockets[rank], question, min(left, _RETRY_SECONDS))
                     if answer is not None:
                         answers[rank] = answer
                         waiting.discard(rank)
@@ -142,8 +143,9 @@ class Peers:
         self._socket.close()
         self._links.close()
 
-    def _ask_once(self, rank: int, asking: socket.socket, question: bytes, seconds: float) -> bytes | None:
-        nonce = secrets.token_bytes(_NONCE_BYTES)
+    def _ask_once(
+        self, rank: int, asking: socket.socket, nonce: bytes, question: bytes, seconds: float
+    ) -> bytes | None:
         began = self.runtime.now()
         try:
             asking.send(self._sealed(_ASKED, nonce + question))
