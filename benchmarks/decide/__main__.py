@@ -75,7 +75,7 @@ def main() -> None:
 
 def _courses(options: argparse.Namespace, seed: int) -> list[Course]:
     """What is decided on, drawn from one seed."""
-    courses = list(generated(seed))
+    courses = list(generated(seed, options.layers))
     if options.traces is not None:
         courses += recorded(options.traces, seed)
     return [course for course in courses if options.only in course.name]
@@ -122,6 +122,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--traces", type=Path, help="folder of recorded routing, a folder for each model")
     add("--only", default="", help="measure heat alone whose name holds this text")
     add("--seeds", type=int, nargs="+", default=[0], help="of all heat that is drawn; means over them")
+    add("--layers", type=int, default=4, help="of heat that is drawn (4)")
     add("--link-bandwidth", type=float, default=25.0, help="GB/s, which prices moves")
     add("--bytes-per-expert", type=int, default=0, help="which prices moves; 0: as assumed")
     add("--cpu-ms", type=float, default=math.inf, help="CPU of a step that ours may take, on average")

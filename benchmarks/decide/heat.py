@@ -28,10 +28,10 @@ TARGETS = {
 """Of ours, by the heat's name."""
 
 
-def generated(seed: int) -> Iterator[Course]:
-    """The four kinds of generated heat, 4 layers of 256 experts on 32 ranks x 9 slots, twelve windows of each."""
+def generated(seed: int, layers: int) -> Iterator[Course]:
+    """The four kinds of generated heat, layers of 256 experts on 32 ranks x 9 slots, twelve windows of each."""
     for kind in KINDS:
-        heat_TLE = np.array(generate(kind, 4, 256, 128 * 12, seed))
+        heat_TLE = np.array(generate(kind, layers, 256, 128 * 12, seed))
         yield Course(kind, heat_TLE, 32, 9, 128)
 
 

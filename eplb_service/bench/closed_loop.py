@@ -12,10 +12,11 @@ import numpy as np
 from eplb_service.bench.contest import NONE, OURS, Contest, first_scene
 from eplb_service.bench.decision import Decision, Float64, Scene
 from eplb_service.bench.peers.balancers import PEERS
-from eplb_service.bench.scoring import arrivals, realised_par, rule_tables, stepwise_par
+from eplb_service.bench.scoring import realised_par, rule_tables, stepwise_par
 from eplb_service.placement import Placement, mean_par
 from eplb_service.planner.score import sampling_floor, split_steps
 from eplb_service.planner.settings import TABLES
+from eplb_service.replay.loop import arrivals
 
 
 @dataclass(frozen=True)
@@ -185,7 +186,8 @@ def _loop(contest: Contest, course: Course, entrant: Entrant) -> dict[str, Any] 
         else:
             par_L = realised_par(following, course.slots, tables_RLE, course.mix_RLE)
         realised.append(float(mean_par(par_L)))
-        moves.append(arrivals(serving.placement_LRS, decision.placement_LRS))
+        before, after = (Placement(one.placement_LRS, experts) for one in (serving, decision))
+        moves.append(int(arrivals(before, after).sum()))
         cpu.append(decision.cpu_seconds)
         wall.append(decision.wall_seconds)
         changed.append(decision.changed_layers)

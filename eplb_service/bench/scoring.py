@@ -76,9 +76,3 @@ def peak_to_average(load_TR: Float64) -> float:
     mean_T = load_TR.mean(axis=1)
     busy_T = mean_T > 0
     return float((load_TR.max(axis=1)[busy_T] / mean_T[busy_T]).mean()) if busy_T.any() else math.nan
-
-
-def arrivals(before_LRS: Int32, after_LRS: Int32) -> int:
-    """Slots that must receive weights: experts that a rank serves now and did not hold before."""
-    held = before_LRS[..., :, None] == after_LRS[..., None, :]
-    return int((~held.any(axis=-2)).sum())

@@ -14,6 +14,7 @@ vLLM-Ascend pull requests 3042 and 6477, *FlashLB algorithm*, https://github.com
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -49,7 +50,7 @@ from eplb_service.planner.settings import STEP, PlannerSettings
 from eplb_service.planner.topology import Topology
 from eplb_service.solver.engine import OutOfTimeError, SolverError
 from eplb_service.solver.layer import Answer
-from eplb_service.solver.model import FRESH, KEEP, TABLES, SearchOptions
+from eplb_service.solver.model import FRESH, KEEP, TABLES, Recommended, SearchOptions
 from eplb_service.solver.topology import choose_senders
 from eplb_service.wire.operator import LayerVerdict
 
@@ -65,6 +66,7 @@ def plan(
     serving_steps: float | None = None,
     moving: MovingCosts = NOTHING_MEASURED,
     search: SearchOptions | None = None,
+    courses: Sequence[Recommended | None] = (),
 ) -> Plan:
     """Decide what to change, given the heat of a window and what serves now.
 
@@ -85,6 +87,8 @@ def plan(
         What is measured of the cost of moves, and of what they may win; the settings' numbers where it is not.
     search
         Parts of the solver's method that are left out, to measure what they are worth; by default none.
+    courses
+        Those of the decision before, where its plan serves and heat has not changed since.
 
     Returns
     -------
@@ -97,7 +101,7 @@ def plan(
     HeatError, PlacementError, TopologyError
         Where the arguments contradict each other.
     """
-    asked = Question(window, placement, log2phy_RLE, topology, settings, search or SearchOptions())
+    asked = Question(window, placement, log2phy_RLE, topology, settings, search or SearchOptions(), courses)
     steps = serving_steps or float(window.steps)
     price = move_price(settings, placement.slots, topology.bytes_per_expert, steps, moving)
     groups, why_ungrouped = groups_on_nodes(settings, placement, topology)
@@ -110,11 +114,14 @@ def plan(
     answers = solve_picked(asked, picked, judge.floor_L, groups, price.price)
     verdicts = [judge.not_picked(layer) for layer in range(window.layers)]
     changed, par_TL = [], judge.par_TL.copy()
+    follow: list[Recommended | None] = [None] * window.layers
     for layer, answer in zip(picked.tolist(), answers, strict=True):
         verdicts[layer], change, par_TL[:, layer] = _solved(layer, answer, judge)
-        changed += [] if change is None else [change]
+        if change is not None and isinstance(answer, Answer):
+            changed.append(change)
+            follow[layer] = answer.course
     changed.sort(key=lambda layer_plan: _gain(verdicts[layer_plan.layer]), reverse=True)
-    return Plan(tuple(changed), tuple(verdicts), price, par_TL)
+    return Plan(tuple(changed), tuple(verdicts), price, par_TL, follow)
 
 
 def plan_afresh(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -11,6 +11,7 @@ from eplb_service.heat.window import Window
 from eplb_service.placement import Float64, Int32, Placement, apply_layers, mean_par
 from eplb_service.planner.forecast import NO_FORECASTS, Forecasts
 from eplb_service.planner.score import Gain, gain_of, par_by_step, split_steps
+from eplb_service.solver.model import Recommended
 from eplb_service.solver.window import inflation, inflation_error
 from eplb_service.wire.operator import LayerVerdict, MovePrice
 
@@ -46,13 +47,15 @@ class Plan:
     """One decision: ``layers`` holds those that change, largest gain first; ``verdicts`` all, in order.
 
     ``price`` is what moves were priced at, ``None`` where nothing was solved; ``par_TL`` float64 ``[T, L]`` the ratio
-    of each step of the window under what will serve, NaN without tokens.
+    of each step of the window under what will serve, NaN without tokens; ``courses`` what the next decision may follow
+    in each layer without a hold-out, empty for none.
     """
 
     layers: tuple[LayerPlan, ...]
     verdicts: tuple[LayerVerdict, ...]
     price: MovePrice | None = None
     par_TL: Float64 = field(default_factory=lambda: np.zeros((0, 0)), repr=False)
+    courses: Sequence[Recommended | None] = ()
 
     def changes(self) -> Iterator[tuple[int, Int32, Int32]]:
         """Index, placement and tables of each layer that changes, for ``apply_layers``."""
@@ -175,6 +178,8 @@ class Outlook:
         Of what its result wins over what served at first; without a gain where that is not known.
     burst, cost
         Whether the departure that asked for the decision was no change of heat, and steps that pay for its CPU.
+    courses
+        As in ``Plan``.
     """
 
     promise: Promise
@@ -182,6 +187,7 @@ class Outlook:
     forecasts: Forecasts = NO_FORECASTS
     burst: bool = False
     cost: float = 0.0
+    courses: Sequence[Recommended | None] = ()
 
 
 def promise_for(plan: Plan) -> tuple[Promise, Float64]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -18,7 +18,7 @@ from eplb_service.planner.topology import Topology, TopologyError
 from eplb_service.solver import model
 from eplb_service.solver.engine import SolverError, solve_many
 from eplb_service.solver.layer import Answer
-from eplb_service.solver.model import SearchOptions, SearchParams
+from eplb_service.solver.model import Recommended, SearchOptions, SearchParams
 from eplb_service.solver.window import shares_of_groups, sum_episodes
 
 _DEEPSEEK = SearchParams()
@@ -53,6 +53,7 @@ class Question:
     topology: Topology
     settings: PlannerSettings
     search: SearchOptions
+    courses: Sequence[Recommended | None] = ()
 
     def __post_init__(self) -> None:
         window, placement = self.window, self.placement
@@ -310,6 +311,7 @@ def solve_picked(
         expert_groups,
         curve,
         steps_PNE,
+        [asked.courses[layer] for layer in picked.tolist()] if asked.courses else (),
     )
 
 

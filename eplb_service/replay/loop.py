@@ -34,6 +34,7 @@ from eplb_service.replay.costs import Costs
 from eplb_service.replay.policy import Job, ReplayError
 from eplb_service.replay.result import ReplayedDecision
 from eplb_service.replay.served import served_loads, served_us
+from eplb_service.solver.model import Recommended
 
 _SERVED_AT_ONCE = 64
 
@@ -93,6 +94,7 @@ class _Run:
         self._promise: Promise | None = None
         self._expected_TL: Float64 = np.zeros((0, trace.layers))
         self._found, self._forecasts = self._serving, NO_FORECASTS
+        self._courses: Sequence[Recommended | None] = ()
         self._replaced: tuple[Serving, int] | None = None
         """What served before the last decision's change, and since which step it does no more."""
 
@@ -142,6 +144,7 @@ class _Run:
         pace = pace.weighed(heat_TLE)
         window = self._window(heat_TLE, pace.window_steps(heat_TLE), step)
         self._replaced = None
+        self._courses = self._courses if pace.follows(paid) else ()
         decided = self._decided(window, step, pace.serving_steps)
         held = self._forecast(window, heat_TLE, step, pace.serving_steps)
         decided = replace(decided, forecasts=int(held is not None), forecasts_held=int(held or False))
@@ -183,8 +186,10 @@ class _Run:
             serves,
             self._moving,
             job.search,
+            self._courses,
         )
         if self._pace is not None:
+            self._courses = made.courses
             self._promise, self._expected_TL = promise_for(made)
         return now.changed_by(made)
 

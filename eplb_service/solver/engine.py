@@ -45,6 +45,7 @@ from eplb_service.solver.model import (
     Float64,
     Int32,
     Layer,
+    Recommended,
     SearchParams,
     heat_of,
     homes,
@@ -88,6 +89,7 @@ def solve_many(
     expert_groups: int = 0,
     curve_4: Float64 | None = None,
     steps_LNE: Float64 | None = None,
+    course_L: Sequence[Recommended | None] = (),
 ) -> list[Answer | SolverError]:
     """Solve all layers; without a budget the answers do not depend on ``threads`` (``None``: one per CPU).
 
@@ -114,6 +116,8 @@ def solve_many(
     curve_4, steps_LNE
         With both, the slowest rank's time by a cost curve (see ``time_costs``) is lowered on single steps, float64
         ``[L, N', E]``; groups are not kept together then.
+    course_L
+        What each layer is to follow, as for ``layer.solve_layer``; by default nothing.
 
     Returns
     -------
@@ -137,7 +141,9 @@ def solve_many(
                 return solve_layer_for_time(
                     heat_LNE[layer], steps_NE, place, mine, curve_4, min_gain, unplaced, half_life_H
                 )
-            return _solve_by_node(*asked, expert_groups) if expert_groups else solve_layer(*asked)
+            if expert_groups:
+                return _solve_by_node(*asked, expert_groups)
+            return solve_layer(*asked, course_L[layer] if course_L else None)
         except Exception as error:  # one layer's failure must not spoil the others
             return SolverError(f"{type(error).__name__}: {error}")
 

@@ -42,6 +42,7 @@ from eplb_service.solver.model import (
     Float64,
     Int32,
     Layer,
+    Recommended,
     SearchParams,
     heat_of,
     with_covariance,
@@ -70,6 +71,9 @@ _CHANGES = 16
 """Changes that such a search makes at most for the hold-out, or one for so many slots: enough to know whether and at
 which price moves pay; twice as many for the whole window. On drift (``make bench-decide``, ten seeds) that realises
 what searches without a bound do, in a sixth less CPU; with half as many for the hold-out 0.6 % more."""
+_FOLLOWED = 3
+"""Decisions that follow the course of one hold-out. On drift (``make bench-decide``, ten seeds) 3 move 399 slots in a
+window, at a ratio of 1.185; none 331, at 1.204; and 4 and 5 some 425, at 1.183 and 1.182."""
 _MOVED_AFRESH = 0.7
 """Part of the slots that a placement from scratch moves at least: 0.77 to 0.86 of 256 experts on 32 ranks x 9 slots, in
 closed loops on the four kinds of heat of ``make bench-solver``."""
@@ -110,6 +114,8 @@ class Answer:
         nothing was held out.
     trimmed
         Whether experts counted as their trimmed means say: they have bursts.
+    course
+        What the next decision may follow without a hold-out of its own.
     """
 
     found: Candidate
@@ -120,6 +126,7 @@ class Answer:
     crosses: float = 0.0
     optimism: float | None = None
     trimmed: bool = False
+    course: Recommended | None = None
 
 
 def solve_layer(
@@ -129,6 +136,7 @@ def solve_layer(
     half_life_H: Float64,
     min_gain: float,
     unplaced: bool,
+    course: Recommended | None = None,
 ) -> Answer:
     """Decide one layer.
 
@@ -144,6 +152,8 @@ def solve_layer(
         Peak-to-average ratio that a change must win on the window, after paying for its moves.
     unplaced
         Place from scratch whatever it costs: what is deployed was not made for any heat.
+    course
+        What to follow without a hold-out; by default one is made.
     """
     seen = Layer(heat_of(heat_NE, deployed.phy2log_RS.shape[0]), deployed)
     has_halves = heat_NE.shape[0] >= FEWEST_EPISODES
@@ -173,7 +183,9 @@ def solve_layer(
     # A step takes as long as the hottest rank, so a move's price is a part of the ratio now.
     slot_price = params.slot_price(deployed.phy2log_RS, now.par)
     kind, price = FRESH, slot_price
-    if params.options.holdout and has_halves:
+    if course is not None:
+        kind, price, optimism = LOCAL, course.price * slot_price, course.optimism
+    elif params.options.holdout and has_halves:
         kind, price, optimism = _holdout(
             *halves_of(seen.heat),
             forecast,
@@ -186,7 +198,11 @@ def solve_layer(
     if kind == KEEP:
         return answer(now, KEEP)
     found, taken = _best(kind, price, expected(), now, params, slot_price, min_gain)
-    return answer(found._replace(par=par_on(found, seen, params.tables)), taken)
+    made = answer(found._replace(par=par_on(found, seen, params.tables)), taken)
+    followed = 0 if course is None else course.followed + 1
+    if taken != LOCAL or optimism is None or forecast.trimmed or slot_price == 0 or followed == _FOLLOWED:
+        return made
+    return replace(made, course=Recommended(price / slot_price, optimism, followed))
 
 
 def _best(

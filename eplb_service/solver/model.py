@@ -86,6 +86,18 @@ class SearchOptions:
     """Try dearer moves than the true price on the older half, so that only lasting gains are bought."""
 
 
+class Recommended(NamedTuple):
+    """A local search that was held against heat it was not fitted to, and is to be followed at the next decision.
+
+    ``price`` is what it asks for a move, as a multiple of the true one; ``optimism`` is as in ``layer.Answer``; so many
+    decisions have ``followed`` it.
+    """
+
+    price: float
+    optimism: float
+    followed: int = 0
+
+
 class SearchParams(NamedTuple):
     """Effort and weights for one layer's search; by default greedy counts and greedy placement alone."""
 

@@ -12,10 +12,11 @@ from eplb_service.bench import closed_loop
 from eplb_service.bench.closed_loop import LEFT_ALONE, Course, Entrant, compare
 from eplb_service.bench.decision import Decision, Scene
 from eplb_service.bench.peers import archives
-from eplb_service.bench.scoring import arrivals, even_par, realised_par, stepwise_par
+from eplb_service.bench.scoring import even_par, realised_par, stepwise_par
 from eplb_service.cli import main
 from eplb_service.heat.synthetic import synthetic_heat
 from eplb_service.placement import Placement, mean_par
+from eplb_service.replay.loop import arrivals
 from tests.cli.published import held
 
 
@@ -51,7 +52,8 @@ def test_figures_are_of_the_windows_after_each_decision() -> None:
     assert alone["par_realised"] == pytest.approx(expected[1])
     assert alone["moves"] == [0, 0]
     once = np.roll(linear.phy2log_LRS, 1, axis=1)
-    assert mover["moves"] == [arrivals(linear.phy2log_LRS, once), arrivals(once, np.roll(once, 1, axis=1))]
+    one, two = (Placement(np.roll(once, by, axis=1), linear.experts) for by in (0, 1))
+    assert mover["moves"] == [arrivals(linear, one).sum(), arrivals(one, two).sum()]
     assert (mover["cpu_ms_mean"], mover["solve_ms_mean"]) == (500.0, 1000.0)
     assert mover["moves_per_decision"] == mover["moves"][1]
     assert 1 < found["noise_floor"] <= alone["par_realised"]

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from eplb_service.bench.scoring import (
-    arrivals,
     even_par,
     realised_par,
     rule_tables,
@@ -80,9 +79,3 @@ def test_tokens_known_by_source_arrive_where_their_rank_sends_them() -> None:
     source_TRE = generator.integers(0, 9, (3, 4, 7))
     expected = dealt_one_by_one(source_TRE[:, :, None], table_RE[:, None] // 3, 4)[:, 0]
     np.testing.assert_array_equal(sampled_loads(source_TRE, 3, table_RE), expected)
-
-
-def test_only_experts_new_to_a_rank_arrive() -> None:
-    before_LRS = np.array([[[0, 1], [2, 3]]])
-    assert arrivals(before_LRS, np.array([[[1, 0], [3, 2]]])) == 0
-    assert arrivals(before_LRS, np.array([[[0, 2], [1, 3]]])) == 2

@@ -19,7 +19,7 @@ from eplb_service.planner.score import split_loads
 from eplb_service.planner.settings import POLICIES, SPLITS, PlannerSettings
 from eplb_service.planner.topology import Topology, TopologyError
 from eplb_service.solver.engine import SolverError
-from eplb_service.solver.model import SearchOptions
+from eplb_service.solver.model import Recommended, SearchOptions
 from tests.solver.layers_of import Case, cases
 
 PARS = st.lists(st.tuples(st.integers(100, 130), st.integers(100, 130)), max_size=10)
@@ -68,10 +68,11 @@ def drawn_window() -> Window:
 WINDOW = drawn_window()
 
 
-def decided(window=WINDOW, placement=PLACEMENT, **options):
+def decided(window=WINDOW, placement=PLACEMENT, courses=(), **options):
     settings, search = request.with_options(PlannerSettings(), options)
     tables_RLE = placement.default_log2phy()
-    return plan(window, placement, tables_RLE, Topology.flat(RANKS), settings, search=search)
+    flat = Topology.flat(RANKS)
+    return plan(window, placement, tables_RLE, flat, settings, search=search, courses=courses)
 
 
 def test_moves_name_senders_that_hold_the_expert() -> None:
@@ -140,6 +141,20 @@ def test_a_layer_is_decided_as_if_it_were_alone(layer: int) -> None:
     for mine, theirs in zip(changed, alone.layers, strict=True):
         np.testing.assert_array_equal(mine.phy2log_RS, theirs.phy2log_RS)
         np.testing.assert_array_equal(mine.log2phy_RE, theirs.log2phy_RE)
+
+
+def test_each_layer_follows_its_own_course(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, courses = [], [Recommended(8.0, 0.1 * layer) for layer in range(LAYERS)]
+
+    def noting(heat_PNE, *arguments):
+        asked.extend(zip(heat_PNE.sum(axis=1), arguments[-1], strict=True))
+        return [SolverError("not solved")] * len(heat_PNE)
+
+    monkeypatch.setattr(request, "solve_many", noting)
+    decided(courses=courses)
+    assert len(asked) > 1
+    for heat_E, course in asked:
+        np.testing.assert_array_equal(heat_E, WINDOW.heat_TLE[:, courses.index(course)].sum(axis=0))
 
 
 def test_deciding_again_changes_nothing() -> None:

@@ -121,6 +121,7 @@ def test_a_burst_begins_nothing_and_is_looked_at_again_soon(calm: Pace) -> None:
     calm, _ = calm.after_steps(steps(20))
     pace, _ = calm.after_steps(steps(1, WORSE))
     assert pace.settling
+    assert (calm.follows(None), calm.follows(False), pace.follows(True)) == (True, False, False)
     pace = served(pace, 3, WORSE)
     still, other = heat(100), np.concatenate([heat(96), heat(4, seed=1)])
     assert pace.weighed(other) is pace

@@ -102,10 +102,8 @@ class Engine:
     def _end(self, rank: int, reason: str) -> None:
         self.fatal[rank] = reason
         # A network that is gone for as long as agents wait for it leaves them no choice.
-        patience = self._settings.peer_timeout_seconds
-        self._world.excused |= "did not answer" in reason and self.network.was_silent(
-            self.ranks[rank].name, patience
-        )
+        silent = self.network.was_silent(self.ranks[rank].name, self._settings.peer_timeout_seconds)
+        self._world.excused |= "did not answer" in reason and silent
         self.scheduler.note(f"rank {rank}", reason)
 
     def _call(self, rank: int, agent: Agent) -> None:

@@ -51,9 +51,8 @@ class Network:
 
     def was_silent(self, name: str, seconds: float) -> bool:
         """Return whether nothing between this process and some other has arrived for so long."""
-        return any(
-            name in pair and self.scheduler.now - since >= seconds for pair, since in self._silent.items()
-        )
+        began = self.scheduler.now - seconds
+        return any(name in pair and since <= began for pair, since in self._silent.items())
 
     def heal(self) -> None:
         self._cut.clear()

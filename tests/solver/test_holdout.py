@@ -8,7 +8,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from eplb_service.solver import layer as module
-from eplb_service.solver.layer import _PRICE_LADDER, _holdout, is_sure
+from eplb_service.solver.layer import _FOLLOWED, _PRICE_LADDER, _holdout, is_sure
 from eplb_service.solver.model import (
     EVEN,
     FRESH,
@@ -224,6 +224,18 @@ def test_annealing_is_left_out_where_either_half_does_not_keep_what_the_other_ga
         np.testing.assert_array_equal(mine_RS, plain_RS)
     assert sum(kept[1::2]) >= 4
     assert sum(kept[::2]) <= 2
+
+
+def test_a_course_is_followed_a_few_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    heat_NE = np.random.default_rng(4).gamma(0.3, 100, 9) * np.ones((8, 1))
+    deployed, search = deployment(Case(4, 3, heat_NE), 4, 3), SEARCH._replace(move_price=0.01)
+    course, answers = None, []
+    while course is not None or not answers:
+        answers.append(module.solve_layer(heat_NE, deployed, search, np.array([np.inf]), 0.0, False, course))
+        course = answers[-1].course
+        monkeypatch.setattr(module, "_holdout", None)
+    assert [one.taken for one in answers] == [LOCAL] * (1 + _FOLLOWED)
+    assert len({(one.found.phy2log_RS.tobytes(), one.optimism) for one in answers}) == 1
 
 
 def test_what_a_change_won_must_be_above_its_price_by_its_error() -> None:

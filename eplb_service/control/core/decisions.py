@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from eplb_service.control.core.live_placement import LivePlacement
@@ -10,6 +11,7 @@ from eplb_service.placement import Float64
 from eplb_service.planner.forecast import NO_FORECASTS, Forecasts
 from eplb_service.planner.pace import Pace
 from eplb_service.planner.plan import Outlook, Promise
+from eplb_service.solver.model import Recommended
 from eplb_service.wire.operator import MovePrice, Worth
 
 _BETWEEN_APPRAISALS = 8.0
@@ -39,6 +41,8 @@ class Decisions:
         The last cost curve that the group's own step times spoke for.
     appraise_at
         Steps that ``pace`` must have seen before the gain is judged again.
+    courses
+        What the next decision may follow, as in ``planner.plan.Plan``.
     """
 
     begun: bool = False
@@ -52,6 +56,7 @@ class Decisions:
     fitted: CostCurve | None = None
     move_price: MovePrice | None = None
     appraise_at: float = 0.0
+    courses: Sequence[Recommended | None] = ()
 
     @property
     def to_appraise(self) -> bool:
@@ -86,7 +91,7 @@ class Decisions:
             return replace(self, forecasts=outlook.forecasts)
         pace = self.pace.dismissed() if outlook.burst else self.pace
         pace = pace.after_decision(changed=changed, paid=outlook.paid).charged(outlook.cost)
-        after = replace(self, forecasts=outlook.forecasts, replaced_at=None)
+        after = replace(self, forecasts=outlook.forecasts, replaced_at=None, courses=outlook.courses)
         if changed:
             return replace(after, pace=pace, promise=outlook.promise, before=live)
         return replace(after, pace=pace.serving(outlook.promise), promise=None, before=None)
@@ -99,11 +104,12 @@ class Decisions:
             pace = self.pace.serving(self.promise)
             return replace(self, pace=pace, promise=None, replaced_at=self.pace.seen)
         # What serves then was never decided on: nothing is expected of it before the next decision.
-        return replace(self, promise=None, before=None, forecasts=replace(self.forecasts, gain=None))
+        forecasts = replace(self.forecasts, gain=None)
+        return replace(self, promise=None, before=None, forecasts=forecasts, courses=())
 
     def resting(self) -> Decisions:
         """Expect no heat: what comes later is not compared with what was expected before."""
-        return replace(self, pace=None, promise=None, before=None, forecasts=NO_FORECASTS)
+        return replace(self, pace=None, promise=None, before=None, forecasts=NO_FORECASTS, courses=())
 
     def appraised(self, worth: Worth, fitted: CostCurve | None, cost: float = 0.0) -> Decisions:
         """Note the gain of balancing on the last decision's steps; so many steps pay for the CPU of that.

@@ -200,7 +200,8 @@ def decide(inputs: DecisionInputs) -> tuple[Plan, Outlook, float]:
     live, settings, worth = inputs.live, inputs.settings, inputs.decisions.worth
     if settings.fitted_curve and settings.cost_curve is None:
         settings = replace(settings, cost_curve=inputs.decisions.fitted)
-    window = inputs.looked_at
+    window, paid = inputs.looked_at, _paid(inputs)
+    follows = inputs.pace is not None and inputs.pace.follows(paid)
     made = plan(
         window,
         live.placement,
@@ -209,12 +210,14 @@ def decide(inputs: DecisionInputs) -> tuple[Plan, Outlook, float]:
         settings,
         inputs.serving_steps,
         priced(inputs.moving, worth, live.placement.layers),
+        courses=inputs.decisions.courses if follows else (),
     )
     promise, expected_TL = promise_for(made)
     forecasts = _forecasts(inputs, window, expected_TL)
     burst = inputs.pace is not inputs.decisions.pace
     cost = inputs.steps_paying(time.process_time() - taken)
-    return made, Outlook(promise, _paid(inputs), forecasts, burst, cost), time.perf_counter() - started
+    outlook = Outlook(promise, paid, forecasts, burst, cost, made.courses)
+    return made, outlook, time.perf_counter() - started
 
 
 def appraise(inputs: DecisionInputs, decided: Plan) -> tuple[Worth, CostCurve | None, float] | None:
