@@ -80,10 +80,11 @@ closed loops on the four kinds of heat of ``make bench-solver``."""
 _TRIAL, _MOST_TRIAL = 8, 1 << 15
 """Part of annealing's tries that say whether it lasts: one in so many, at most so many."""
 _WORK = 1 << 29
-"""Most tries of annealing x ranks, and steps of the local search before it x ranks**2, as a try and a step cost more.
+"""Most tries of annealing x ranks, as a try costs more where ranks are more: nothing that takes longer is annealed.
+Steps of the local search before it x ranks**2 are at most as many.
 
-256 experts on 1,024 ranks x 2 slots (three layers, seeds 1 and 2) come to more: where annealing lasts (phased heat)
-they are placed from scratch in 0.6 of the CPU, 0.5 % worse on the window and 0.6 % on the next.
+256 experts on 1,024 ranks x 2 slots come to more. 58 such layers are placed from scratch in 9 s of CPU where annealing
+made it 24, at a ratio of 1.062 for 1.056 (``benchmarks.scale``'s heat).
 """
 _LONE = 16
 """Part of all tries where ranks have one slot, and replica counts are all that is left to find: one in so many.
@@ -382,7 +383,8 @@ def without_vain_annealing(layer: Layer, params: SearchParams) -> SearchParams:
     rank that is was chance. Where each rank has one slot few tries do.
     """
     ranks, slots = layer.deployed.phy2log_RS.shape
-    tries = min(params.annealing_tries // (_LONE if slots == 1 else 1), _WORK // ranks)
+    tries = params.annealing_tries // (_LONE if slots == 1 else 1)
+    tries = tries if tries * ranks <= _WORK else 0
     params = params._replace(annealing_tries=tries)
     if not (tries and params.options.holdout and layer.heat.share_N.size >= FEWEST_EPISODES):
         return params
