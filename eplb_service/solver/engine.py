@@ -27,14 +27,8 @@ from zlib import crc32
 import numpy as np
 import numpy.typing as npt
 
-from eplb_service.solver.layer import (
-    Answer,
-    as_deployed,
-    from_scratch,
-    par_on,
-    solve_layer,
-    without_vain_annealing,
-)
+from eplb_service.solver.candidates import as_deployed, from_scratch, par_on, without_vain_annealing
+from eplb_service.solver.layer import Answer, solve_layer
 from eplb_service.solver.model import (
     FRESH,
     KEEP,

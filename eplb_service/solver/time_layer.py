@@ -21,16 +21,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from eplb_service.solver.construction import Assignment, assignment_of, place
-from eplb_service.solver.layer import (
+from eplb_service.solver.candidates import (
     FEWEST_EPISODES,
-    Answer,
     from_scratch,
-    is_sure,
-    move_prices,
     shares_of,
     without_vain_annealing,
 )
+from eplb_service.solver.construction import Assignment, assignment_of, place
+from eplb_service.solver.layer import Answer, is_sure, move_prices
 from eplb_service.solver.local_search import local_search
 from eplb_service.solver.model import (
     FRESH,

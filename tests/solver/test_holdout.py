@@ -52,7 +52,7 @@ class Script:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, pars: dict, moves: dict) -> None:
         self.pars, self.moves = pars, moves
         self.asked: list[tuple[str, int]] = []
-        for name in ("_lasting", "from_scratch", "_with_tables", "_peaks_on"):
+        for name in ("_lasting", "from_scratch", "with_tables", "peaks_on"):
             monkeypatch.setattr(module, name, getattr(self, name.lstrip("_")))
 
     def lasting(self, layer, newer, search, slot_price, min_gain):
@@ -134,10 +134,10 @@ def test_what_is_recommended_would_have_paid(case: Case, tables: int, seed: int,
     if course[0] == TABLES:
         found_RS = deployed.phy2log_RS
     elif course[0] == LOCAL:
-        found_RS = module._improved(older, search, np.array([course[1]]), 1)[0]
+        found_RS = module.improved(older, search, np.array([course[1]]), 1)[0]
     else:
         found_RS = module.from_scratch(older, search, PRICE).phy2log_RS
-    found = module._with_tables(found_RS, older, search)
+    found = module.with_tables(found_RS, older, search)
     newer = [part.astype(float) for part in halves[1]]
 
     def par(phy2log_RS: np.ndarray, table_GE: np.ndarray) -> float:
@@ -169,7 +169,7 @@ def test_the_prices_tried_do_best_on_newer_heat_and_move_least(
         return heat.mean_of_max(*plain, phy2log_RS, heat.even_shares(phy2log_RS)) + PRICE * moves
 
     price_K = PRICE * _PRICE_LADDER
-    found = dict(zip(price_K.tolist(), module._improved(fit, search, price_K, 1), strict=True))
+    found = dict(zip(price_K.tolist(), module.improved(fit, search, price_K, 1), strict=True))
     won = {price: cost(deployed.phy2log_RS) - cost(one_RS) for price, one_RS in found.items()}
     tried = module._lasting(fit, newer, search, PRICE, min_gain)
     assert all(
@@ -228,12 +228,11 @@ def test_annealing_is_left_out_where_either_half_does_not_keep_what_the_other_ga
 
 def test_a_course_is_followed_a_few_times(monkeypatch: pytest.MonkeyPatch) -> None:
     heat_NE = np.random.default_rng(4).gamma(0.3, 100, 9) * np.ones((8, 1))
-    deployed, search = deployment(Case(4, 3, heat_NE), 4, 3), SEARCH._replace(move_price=0.01)
-    course, answers = None, []
-    while course is not None or not answers:
-        answers.append(module.solve_layer(heat_NE, deployed, search, np.array([np.inf]), 0.0, False, course))
-        course = answers[-1].course
-        monkeypatch.setattr(module, "_holdout", None)
+    seen = heat_NE, deployment(Case(4, 3, heat_NE), 4, 3), SEARCH._replace(move_price=0.01)
+    answers = [module.solve_layer(*seen, np.array([np.inf]), 0.0, False)]
+    monkeypatch.setattr(module, "_holdout", None)
+    while answers[-1].course is not None:
+        answers.append(module.solve_layer(*seen, np.array([np.inf]), 0.0, False, answers[-1].course))
     assert [one.taken for one in answers] == [LOCAL] * (1 + _FOLLOWED)
     assert len({(one.found.phy2log_RS.tobytes(), one.optimism) for one in answers}) == 1
 

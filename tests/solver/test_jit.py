@@ -80,10 +80,10 @@ def run_apart(*program: str, **environment: str) -> int:
 
 
 _DECISION = """
-from eplb_service.solver import layer, warmup, window
+from eplb_service.solver import candidates, layer, warmup, window
 from tests.planner.test_counterfactual import *
 warmup.warm_up(1)
-kernels = [one for room in (layer, window) for one in vars(room).values() if hasattr(one, "signatures")]
+kernels = [one for room in (candidates, layer, window) for one in vars(room).values() if hasattr(one, "signatures")]
 before = [len(one.signatures) for one in kernels]
 plan(Window(np.tile(HEAT, (2, 1, 1))), FIRST, FOUND.log2phy_RLE, TOPOLOGY, SETTINGS)
 print(sum(len(one.signatures) for one in kernels) - sum(before))

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from eplb_service.heat.synthetic import synthetic_heat
 from eplb_service.placement import Placement
-from eplb_service.solver.layer import Answer, from_scratch, solve_layer
+from eplb_service.solver.candidates import from_scratch
+from eplb_service.solver.layer import Answer, solve_layer
 from eplb_service.solver.model import (
     EVEN,
     KEEP,
