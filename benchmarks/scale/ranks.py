@@ -13,7 +13,7 @@ import multiprocessing
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from functools import cache
 from multiprocessing.connection import Connection
 from typing import Any
@@ -24,7 +24,7 @@ import numpy as np
 from benchmarks.scale.measured_service import asked_by
 from eplb_service.placement import Float64, Int32, Placement, combine_digests, layer_digest
 from eplb_service.wire.agent import Heartbeat, Hello, PlanState, PlanStatus, Shape
-from eplb_service.wire.codec import MAX_MESSAGE_BYTES, encode, in_parts
+from eplb_service.wire.codec import MAX_MESSAGE_BYTES, encode, in_parts, pack
 from eplb_service.wire.generated import agent_pb2
 from eplb_service.wire.heat import HeatReport, StepPhase
 from eplb_service.wire.plan import RankPlan, decode_plan
@@ -71,25 +71,20 @@ def _expected(scale: Scale, layer: int, phy2log_RS: Int32, rank: int) -> Float64
     return _TOKENS * _TOP_K * scale.ranks * tokens_S
 
 
-def drawn_reports(
-    scale: Scale, rank: int, steps: int, expected_LS: Float64, variants: int = _VARIANTS
-) -> list[HeatReport]:
-    """A few reports of ``steps`` steps of a rank that decodes 64 sequences with 8 choices each; epoch 0, from step 0.
+def drawn_report(scale: Scale, rank: int, steps: int, expected_LS: Float64, variant: int = 0) -> HeatReport:
+    """A report of ``steps`` steps of a rank that decodes 64 sequences with 8 choices each; epoch 0, from step 0.
 
-    Its slots expect ``expected_LS`` tokens in a step. Own tokens are summed over a report's steps.
+    Its slots expect ``expected_LS`` tokens in a step. Own tokens are summed over the steps.
     """
-    rng = np.random.default_rng(rank)
-    return [
-        HeatReport(
-            first_step=0,
-            layer_epochs=(0,) * scale.layers,
-            slot_counts_TLS=rng.poisson(expected_LS, (steps, *expected_LS.shape)),
-            phase_T=np.full(steps, StepPhase.DECODE, dtype=np.uint8),
-            tokens_T=np.full(steps, _TOKENS),
-            source_sums_LE=rng.poisson(steps * _TOKENS * _TOP_K * _popularity(scale)),
-        )
-        for _ in range(variants)
-    ]
+    rng = np.random.default_rng((rank, variant))
+    return HeatReport(
+        first_step=0,
+        layer_epochs=(0,) * scale.layers,
+        slot_counts_TLS=rng.poisson(expected_LS, (steps, *expected_LS.shape)),
+        phase_T=np.full(steps, StepPhase.DECODE, dtype=np.uint8),
+        tokens_T=np.full(steps, _TOKENS),
+        source_sums_LE=rng.poisson(steps * _TOKENS * _TOP_K * _popularity(scale)),
+    )
 
 
 def expected_tokens(scale: Scale, placement: Placement, rank: int) -> Float64:
@@ -276,7 +271,7 @@ class _Crew:
         self.switches: list[int] = []
         self.begun = asyncio.Event()
 
-    def hear(self, data: bytes, shape: Shape, rank: int) -> agent_pb2.ConnectResponse | None:
+    def hear(self, data: bytes, shape: Shape) -> agent_pb2.ConnectResponse | None:
         """Decode an answer; ``None`` for the first plan, which is decoded and checked once.
 
         Ranks are on machines of their own: here they take as little as they can from the service.
@@ -286,7 +281,7 @@ class _Crew:
         answer = agent_pb2.ConnectResponse.FromString(data)
         if self.plan is not None or not answer.HasField("plan"):
             return answer
-        self.plan = decode_plan(answer.plan, shape, rank)
+        self.plan = decode_plan(answer.plan, shape)
         # It begins with the plan's number.
         self._head = data[:_HEAD_BYTES]
         for epoch, update in enumerate(self.plan.layers, start=1):
@@ -307,6 +302,15 @@ class _Crew:
         return min([end, *self.switches[upcoming : upcoming + 1]])
 
 
+@dataclass
+class _Drawn:
+    """A report that is drawn and encoded, and what slots receive in it, once the first ``counted`` layers switched."""
+
+    message: agent_pb2.ConnectRequest
+    counts_TLS: Int32
+    counted: int = 0
+
+
 class _Agent:
     """One rank's stream."""
 
@@ -320,7 +324,7 @@ class _Agent:
         self._epochs = list(hello.layer_epochs)
         self._hello = agent_pb2.ConnectRequest(hello=encode(hello)).SerializeToString()
         self._asked_steps = self._step = 0
-        self._drawn: dict[int, list[agent_pb2.ConnectRequest]] = {}
+        self._drawn: dict[tuple[int, int], _Drawn] = {}
         self._expected_LS = expected_LS
         self._counted = 0
         self._call: Any = None
@@ -375,27 +379,33 @@ class _Agent:
                 self.heat_at = self.heat_at or time.time()
 
     def _message(self, step: int, steps: int) -> agent_pb2.ConnectRequest:
-        """Return the report of these steps, drawn again once another layer has switched before them."""
+        """Return the report of these steps; what the slots of layers that have switched receive is drawn again."""
         crew = self._crew
         switched = bisect.bisect_right(crew.switches, step)
-        if crew.plan is not None and switched > self._counted:
-            for index in range(self._counted, switched):
-                update = crew.plan.layers[index]
-                self._expected_LS[update.layer] = _expected(
-                    self._load.scale, update.layer, update.phy2log_RS, self._rank
-                )
-                self._epochs[update.layer] = crew.versions[index][0]
-            self._counted = switched
-            self._drawn.clear()
-        if steps not in self._drawn:
-            variants = _VARIANTS if self._counted in (0, len(crew.switches)) else 1
-            drawn = drawn_reports(self._load.scale, self._rank, steps, self._expected_LS, variants)
-            drawn = [replace(report, layer_epochs=tuple(self._epochs)) for report in drawn]
-            self._drawn[steps] = [agent_pb2.ConnectRequest(heat_report=encode(report)) for report in drawn]
-        message = self._drawn[steps][(step // steps + self._rank) % len(self._drawn[steps])]
-        message.heat_report.first_step = step
-        message.heat_report.dropped_steps = self.dropped_steps
-        return message
+        while crew.plan is not None and self._counted < switched:
+            update = crew.plan.layers[self._counted]
+            self._expected_LS[update.layer] = _expected(
+                self._load.scale, update.layer, update.phy2log_RS, self._rank
+            )
+            self._epochs[update.layer] = crew.versions[self._counted][0]
+            self._counted += 1
+        key = steps, (step // steps + self._rank) % _VARIANTS
+        drawn = self._drawn.get(key)
+        if drawn is None:
+            report = drawn_report(self._load.scale, self._rank, steps, self._expected_LS, key[1])
+            message = agent_pb2.ConnectRequest(heat_report=encode(report))
+            drawn = self._drawn[key] = _Drawn(message, report.slot_counts_TLS.astype(np.int32))
+        if drawn.counted < self._counted and crew.plan is not None:
+            rng = np.random.default_rng((self._rank, step))
+            for update in crew.plan.layers[drawn.counted : self._counted]:
+                expected_S = self._expected_LS[update.layer]
+                drawn.counts_TLS[:, update.layer] = rng.poisson(expected_S, (steps, expected_S.size))
+            drawn.message.heat_report.slot_counts.CopyFrom(pack(drawn.counts_TLS))
+            drawn.message.heat_report.layer_epochs[:] = self._epochs
+            drawn.counted = self._counted
+        drawn.message.heat_report.first_step = step
+        drawn.message.heat_report.dropped_steps = self.dropped_steps
+        return drawn.message
 
     async def _carry_out(self, start: float) -> None:
         """Report each layer of the plan as its step comes."""
@@ -439,7 +449,7 @@ class _Agent:
     async def _hear(self) -> None:
         crew = self._crew
         while (data := await self._call.read()) != grpc.aio.EOF:
-            answer = crew.hear(data, self._load.scale.shape, self._rank)
+            answer = crew.hear(data, self._load.scale.shape)
             if answer is None:
                 self.plan_at = self.plan_at or time.time()
                 assert crew.plan is not None

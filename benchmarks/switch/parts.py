@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.switch.ratios import Ratio, by_turns
-from eplb_service.wire.plan import RankLayer
+from eplb_service.wire.plan import RankLayer, sources_of
 from worker_agent.moe import ExpertParallelMoE, MoEShape, seeded_experts
 from worker_agent.settings import AgentSettings
 from worker_agent.swap.group import AgentGroup
@@ -66,9 +66,9 @@ def transfer(
     first_RS = np.arange(EXPERTS, dtype=np.int32)[None]
     layer = ExpertParallelMoE(shape, first_RS, seeded_experts(shape), device=device)
     moves_M5 = np.array([(0, slot, 1, slot, slot) for slot in range(experts)], dtype=np.int32)
-    update = RankLayer(
-        0, np.zeros((2, EXPERTS), dtype=np.int32), np.zeros(EXPERTS, np.int32), (0, 0), moves_M5
-    )
+    none_RS = np.zeros((2, EXPERTS), dtype=np.int32)
+    source_RS = sources_of(moves_M5, *none_RS.shape)
+    update = RankLayer(0, none_RS, source_RS, np.zeros(EXPERTS, np.int32), ())
     unverified, verified = (
         TransferWorker(
             Lanes(group, "gloo", device, timedelta(seconds=60)),

@@ -5,7 +5,6 @@ from eplb_service.placement.placement import (
     Placement,
     apply_layers,
     array_digest,
-    array_digests,
     combine_digests,
     layer_digest,
 )
@@ -32,7 +31,6 @@ __all__ = [
     "PlacementError",
     "apply_layers",
     "array_digest",
-    "array_digests",
     "check_layer",
     "check_log2phy",
     "check_shape",

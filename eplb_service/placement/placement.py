@@ -244,18 +244,7 @@ def combine_digests(experts: int, layer_digests: Iterable[int]) -> int:
 
 def array_digest(array: npt.NDArray[np.generic], salt: str = "") -> int:
     """63-bit fingerprint of an array's shape, type and bytes."""
-    return array_digests(array[None], salt)[0]
-
-
-def array_digests(arrays: npt.NDArray[np.generic], salt: str = "") -> list[int]:
-    """Fingerprint of each array along the first axis."""
-    digest, found = (
-        hashlib.blake2b(f"{salt} {arrays.dtype.str} {arrays.shape[1:]} ".encode(), digest_size=8),
-        [],
-    )
-    for array in arrays:
-        one = digest.copy()
-        one.update(array.tobytes())
-        # It fits a signed 64-bit integer, so that ranks can compare fingerprints by an integer all-reduce.
-        found.append(int.from_bytes(one.digest(), "little") & ((1 << 63) - 1))
-    return found
+    text = f"{salt} {array.dtype.str} {array.shape} ".encode()
+    digest = hashlib.blake2b(text + array.tobytes(), digest_size=8).digest()
+    # It fits a signed 64-bit integer, so that ranks can compare fingerprints by an integer all-reduce.
+    return int.from_bytes(digest, "little") & ((1 << 63) - 1)

@@ -12,7 +12,6 @@ import functools
 import math
 import re
 import types
-import zlib
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, TypeAlias, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -24,11 +23,11 @@ from eplb_service.placement import Int32, Placement, PlacementError
 from eplb_service.wire.fields import MOST_BYTES, Check, Sizes, WireError, check_count
 from eplb_service.wire.generated import agent_pb2, tensor_pb2
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 """Version of the stream; both sides refuse another."""
 
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
-"""Bound on one gRPC message, and on one array after inflation: what 0.1.0 sends may be deflated."""
+"""Bound on one gRPC message, and on one array."""
 
 PART_BYTES = 128 << 10
 """Data of one part of a request, at most."""
@@ -281,27 +280,12 @@ def unpack_as_sent(packed: tensor_pb2.PackedArray, shape: Sequence[int | None], 
     # int32 is what comes out, so a narrow array may not claim four times the bound either.
     if max(size, math.prod(found) * 4) > MAX_MESSAGE_BYTES:
         raise WireError(f"{field}: {size} bytes are past the limit of {MAX_MESSAGE_BYTES}")
-    data = _inflate(packed, size, field)
-    if len(data) != size:
-        raise WireError(f"{field}: shape {list(found)} of {dtype.name} needs {size} bytes, got {len(data)}")
-    array: Integers = np.frombuffer(data, dtype=dtype).reshape(found)
+    if len(packed.data) != size:
+        raise WireError(
+            f"{field}: shape {list(found)} of {dtype.name} needs {size} bytes, got {len(packed.data)}"
+        )
+    array: Integers = np.frombuffer(packed.data, dtype=dtype).reshape(found)
     return array
-
-
-def _inflate(packed: tensor_pb2.PackedArray, size: int, field: str) -> bytes:
-    if packed.compression == tensor_pb2.COMPRESSION_UNSPECIFIED:
-        return packed.data
-    if packed.compression != tensor_pb2.COMPRESSION_ZLIB:
-        raise WireError(f"{field}: unknown compression {packed.compression}")
-    stream = zlib.decompressobj()
-    try:
-        # One byte past the expected size is enough to see that there is too much.
-        data = stream.decompress(packed.data, size + 1)
-    except zlib.error as error:
-        raise WireError(f"{field}: compressed data is damaged ({error})") from error
-    if not stream.eof or stream.unused_data:
-        raise WireError(f"{field}: compressed data does not end at {size} bytes")
-    return data
 
 
 def in_parts(request: agent_pb2.ConnectRequest) -> Iterator[agent_pb2.ConnectRequest]:

@@ -96,11 +96,11 @@ def _seconds(value: float, field: str, _sizes: Sizes) -> float:
     return value
 
 
-def each(size: str, limit: int) -> Check:
-    """One whole number below ``limit`` for each of the layers, ranks or steps that there are."""
+def each(size: str | None, limit: int) -> Check:
+    """One whole number below ``limit`` for each of the layers, ranks or steps that there are; ``None``: any number."""
 
     def check(values: Sequence[int], field: str, sizes: Sizes) -> Sequence[int]:
-        if len(values) != sizes[size]:
+        if size is not None and len(values) != sizes[size]:
             raise WireError(f"{field}: expected one for each of {sizes[size]} {size}, got {len(values)}")
         if values:
             check_count(max(values), field, limit)

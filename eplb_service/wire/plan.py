@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Annotated, ClassVar
 
 import numpy as np
@@ -13,7 +15,6 @@ from eplb_service.placement import (
     Int32,
     PlacementError,
     array_digest,
-    array_digests,
     check_layer,
     check_log2phy,
     layer_digest,
@@ -28,18 +29,36 @@ from eplb_service.wire.generated import agent_pb2, tensor_pb2
 class RankLayer:
     """One layer of a plan as one rank receives it.
 
-    ``phy2log_RS`` is the whole layer after the switch, ``log2phy_E`` the receiving rank's table, ``[E]``, or ``[E, D]``
-    where it deals, ``log2phy_digests`` the ``table_digest`` of every rank's; ``moves_M5`` are source rank, source slot,
-    destination rank, destination slot, logical expert.
+    ``phy2log_RS`` is the whole layer after the switch, ``source_RS`` the slot, numbered over all ranks, that each one's
+    weights come from: its own where it keeps them. ``log2phy_E`` is the receiving rank's table, ``[E]``, or ``[E, D]``
+    where it deals, ``log2phy_digests`` are as ``shared_digests`` gives them.
     """
 
     MESSAGE: ClassVar = agent_pb2.LayerUpdate
 
     layer: Annotated[int, below("layers")]
     phy2log_RS: Annotated[Int32, "physical_to_logical", packed("ranks", "slots")]
+    source_RS: Annotated[Int32, "sources", packed("ranks", "slots")]
     log2phy_E: Annotated[Int32, packed("experts", "entries")]
-    log2phy_digests: Annotated[tuple[int, ...], each("ranks", LAST_DIGEST)]
-    moves_M5: Annotated[Int32, packed(None, 5)]
+    log2phy_digests: Annotated[tuple[int, ...], each(None, LAST_DIGEST)]
+
+    @cached_property
+    def moves_M5(self) -> Int32:
+        """Source rank and slot, destination rank and slot, expert of each slot that receives weights, int32 ``[M, 5]``.
+
+        In order of destination.
+        """
+        source_P, slots = self.source_RS.ravel(), self.source_RS.shape[1]
+        to_M = np.flatnonzero(source_P != np.arange(source_P.size))
+        ends_4M = (*np.divmod(source_P[to_M], slots), *np.divmod(to_M, slots))
+        return np.stack([*ends_4M, self.phy2log_RS.ravel()[to_M]], axis=1).astype(np.int32)
+
+
+def sources_of(moves_M5: Int32, ranks: int, slots: int) -> Int32:
+    """``RankLayer.source_RS`` of moves, int32 ``[R, S]``."""
+    source_P = np.arange(ranks * slots, dtype=np.int32)
+    source_P[moves_M5[:, 2] * slots + moves_M5[:, 3]] = moves_M5[:, 0] * slots + moves_M5[:, 1]
+    return source_P.reshape(ranks, slots)
 
 
 @dataclass(frozen=True)
@@ -70,22 +89,27 @@ class RankPlan:
 
 def table_digest(log2phy_E: Int32) -> int:
     """63-bit fingerprint of one rank's table of one layer."""
-    return table_digests(log2phy_E[None])[0]
+    return array_digest(np.ascontiguousarray(log2phy_E, dtype="<i4"), salt="log2phy")
 
 
-def table_digests(log2phy_RE: Int32) -> tuple[int, ...]:
-    """Fingerprints of all ranks' tables of one layer."""
-    return tuple(array_digests(np.ascontiguousarray(log2phy_RE, dtype="<i4"), salt="log2phy"))
+def sharing(token_groups: Sequence[int]) -> list[int]:
+    """Token groups of several ranks, ascending: ranks that see the same tokens must get one table."""
+    return sorted(group for group, ranks in Counter(token_groups).items() if ranks > 1)
+
+
+def shared_digests(log2phy_RE: Int32, token_groups: Sequence[int]) -> tuple[int, ...]:
+    """``table_digest`` of each group that ``sharing`` names, by one layer's tables of all ranks."""
+    return tuple(table_digest(log2phy_RE[token_groups.index(group)]) for group in sharing(token_groups))
 
 
 def _plan_digest(plan_id: int, base_epoch: int, base_digest: int, layers: tuple[RankLayer, ...]) -> int:
     """63-bit fingerprint of all that the ranks must agree on: everything but each rank's own table."""
     facts = [plan_id, base_epoch, base_digest]
     for layer in layers:
-        tables_R = np.array(layer.log2phy_digests, dtype="<u8")
-        moves_M5 = np.ascontiguousarray(layer.moves_M5, dtype="<i4")
+        tables_G = np.array(layer.log2phy_digests, dtype="<u8")
+        source_RS = np.ascontiguousarray(layer.source_RS, dtype="<i4")
         facts += [layer.layer, layer_digest(layer.layer, layer.phy2log_RS)]
-        facts += [array_digest(moves_M5, salt="moves"), array_digest(tables_R, salt="tables")]
+        facts += [array_digest(source_RS, salt="sources"), array_digest(tables_G, salt="tables")]
     return array_digest(np.array(facts, dtype="<u8"), salt="plan")
 
 
@@ -131,16 +155,16 @@ class SharedPlan:
         return encoded
 
 
-def decode_plan(message: agent_pb2.Plan, shape: Shape, rank: int) -> RankPlan:
-    """Return the plan that ``rank`` received, for a deployment of ``shape``.
+def decode_plan(message: agent_pb2.Plan, shape: Shape) -> RankPlan:
+    """Return the plan that a rank received, for a deployment of ``shape``.
 
-    Moves are compared with what is installed by ``check_moves``, which needs the placement that is.
+    What depends on the placement that is installed, and on which ranks share tokens, is not checked here.
 
     Raises
     ------
     WireError
-        A layer is no valid placement, the table does not fit it or is not the one listed for ``rank``, the moves do not
-        lead to it, or the digest is not the one recomputed here; the text names the field.
+        A layer is no valid placement, the table does not fit it, a slot's weights come from nowhere or from its own
+        rank, or the digest is not the one recomputed here; the text names the field.
     """
     plan = decode(RankPlan, message, shape.sizes)
     if not plan.layers:
@@ -149,53 +173,37 @@ def decode_plan(message: agent_pb2.Plan, shape: Shape, rank: int) -> RankPlan:
     if len(set(indices)) != len(indices):
         raise WireError(f"plan.layers: a layer is named twice, among {indices}")
     for layer in plan.layers:
-        _check_layer(layer, shape, rank)
+        _check_layer(layer, shape)
     digest = _plan_digest(plan.plan_id, plan.base_epoch, plan.base_digest, plan.layers)
     if plan.digest != digest:
         raise WireError(f"plan.digest is {plan.digest:#x}, its content says {digest:#x}")
     return plan
 
 
-def check_moves(old_RS: Int32, new_RS: Int32, moves_M5: Int32) -> None:
-    """Raise ``WireError`` unless the moves turn ``old_RS`` into ``new_RS``, one for each changed slot."""
-    sent_M = old_RS[moves_M5[:, 0], moves_M5[:, 1]]
-    _refuse(sent_M != moves_M5[:, 4], moves_M5, "moves", "its source holds another expert")
-    moved_RS = np.zeros(old_RS.shape, dtype=bool)
-    moved_RS[moves_M5[:, 2], moves_M5[:, 3]] = True
-    wrong = np.argwhere(moved_RS != (old_RS != new_RS))
-    if wrong.size:
-        rank, slot = wrong[0].tolist()
-        fault = "receives a move but keeps" if moved_RS[rank, slot] else "has no move to change to"
-        raise WireError(f"moves: rank {rank} slot {slot} {fault} expert {new_RS[rank, slot]}")
+def check_sources(layer: RankLayer, old_RS: Int32) -> None:
+    """Raise ``WireError`` unless each slot's weights come from one that holds its expert in ``old_RS``."""
+    held_RS = old_RS.ravel()[layer.source_RS]
+    _refuse(layer, held_RS != layer.phy2log_RS, f"that does not hold its expert in layer {layer.layer}")
 
 
-def _check_layer(layer: RankLayer, shape: Shape, rank: int) -> None:
+def _check_layer(layer: RankLayer, shape: Shape) -> None:
     where = f"layer {layer.layer}"
     try:
         check_layer(layer.phy2log_RS, shape.experts, f"{where} physical_to_logical")
         check_log2phy(layer.log2phy_E, layer.phy2log_RS, f"{where} log2phy", deals=shape.width > 1)
     except PlacementError as error:
         raise WireError(str(error)) from error
-    if layer.log2phy_digests[rank] != table_digest(layer.log2phy_E):
-        raise WireError(f"{where} log2phy: is not the table that log2phy_digests lists for rank {rank}")
-    _check_destinations(layer.phy2log_RS, layer.moves_M5, f"{where} moves")
+    source_RS, ranks, slots = layer.source_RS, *layer.source_RS.shape
+    _refuse(layer, (source_RS < 0) | (source_RS >= ranks * slots), f"not among {ranks} ranks x {slots} slots")
+    own_RS = np.arange(ranks * slots).reshape(ranks, slots)
+    within_RS = (source_RS // slots == np.arange(ranks)[:, None]) & (source_RS != own_RS)
+    _refuse(layer, within_RS, "of its own rank; an expert that stays on its rank keeps its slot")
 
 
-def _check_destinations(new_RS: Int32, moves_M5: Int32, field: str) -> None:
-    ranks, slots = new_RS.shape
-    ends_M4, bounds = moves_M5[:, :4], np.array([ranks, slots, ranks, slots])
-    outside_M = ((ends_M4 < 0) | (ends_M4 >= bounds)).any(axis=1)
-    _refuse(outside_M, moves_M5, field, f"not among {ranks} ranks x {slots} slots")
-    source_rank_M, _, rank_M, slot_M, expert_M = moves_M5.T
-    _refuse(source_rank_M == rank_M, moves_M5, field, "an expert that stays on its rank keeps its slot")
-    _refuse(new_RS[rank_M, slot_M] != expert_M, moves_M5, field, "its destination is to hold another expert")
-    if np.unique(rank_M * slots + slot_M).size != len(moves_M5):
-        raise WireError(f"{field}: two moves have the same destination")
-
-
-def _refuse(wrong_M: npt.ArrayLike, moves_M5: Int32, field: str, fault: str) -> None:
-    """Raise ``WireError`` for the first move that is wrong: source rank and slot, destination, expert."""
-    wrong = np.flatnonzero(wrong_M)
+def _refuse(layer: RankLayer, wrong_RS: npt.NDArray[np.bool_], fault: str) -> None:
+    """Raise ``WireError`` for the first slot whose source is wrong."""
+    wrong = np.argwhere(wrong_RS)
     if wrong.size:
-        move = int(wrong[0])
-        raise WireError(f"{field}[{move}] is {moves_M5[move].tolist()}: {fault}")
+        rank, slot = wrong[0].tolist()
+        source = layer.source_RS[rank, slot]
+        raise WireError(f"layer {layer.layer} sources: rank {rank} slot {slot} has slot {source}, {fault}")

@@ -164,18 +164,25 @@ def test_a_valid_plan_arrives_and_a_malformed_one_is_refused_by_name() -> None:
 
 
 @pytest.mark.parametrize(
-    ("turn", "token_groups", "rank_bound", "said"),
+    ("turn", "sharing", "sent_for", "bound", "said"),
     [
-        (1, (0, 1, 2), False, "has no move to change"),
-        (0, (0, 0, 0), False, "ranks 0 and 1 see the same tokens but would get different tables"),
-        (1, (0, 1, 2), True, r"rank \d would get expert \d, but grouped experts stay on their ranks"),
+        (
+            1,
+            (0, 1, 2),
+            (0, 1, 2),
+            False,
+            "rank 0 slot 0 has slot 0, that does not hold its expert in layer 0",
+        ),
+        (0, (0, 0, 0), (0, 0, 0), False, "is not the table that log2phy_digests lists for token group 0"),
+        (0, (0, 1, 1), (0, 1, 2), False, "0 digests for 1 token groups of several ranks"),
+        (1, (0, 1, 2), (0, 1, 2), True, r"rank \d would get expert \d, but grouped experts stay"),
     ],
 )
-def test_a_plan_that_this_rank_cannot_carry_out_is_refused(turn, token_groups, rank_bound, said) -> None:
+def test_a_plan_that_this_rank_cannot_carry_out_is_refused(turn, sharing, sent_for, bound, said) -> None:
     """It does not start from what is installed; or gives ranks that share tokens two tables; or moves bound experts."""
-    identity = replace(IDENTITY, token_groups=token_groups, shape=replace(SHAPE, rank_bound=rank_bound))
+    identity = replace(IDENTITY, token_groups=sharing, shape=replace(SHAPE, rank_bound=bound))
     with pytest.raises(WireError, match=said):
-        check_plan(encode(plan_of(turn)), identity, INSTALLED)
+        check_plan(encode(plan_of(turn, token_groups=sent_for)), identity, INSTALLED)
 
 
 class Refusing(FakeService):

@@ -18,7 +18,7 @@ from benchmarks.scale import __main__ as scale_run
 from benchmarks.scale.__main__ import measure
 from benchmarks.scale.measured import Measured, verdicts
 from benchmarks.scale.measured_service import LONG_SECONDS, Holds, asked_by, watched
-from benchmarks.scale.ranks import Load, Scale, drawn_reports, expected_tokens
+from benchmarks.scale.ranks import Load, Scale, drawn_report, expected_tokens
 from eplb_service.wire.codec import encode
 from eplb_service.wire.heat import decode_heat_report
 
@@ -67,7 +67,8 @@ def test_a_processor_that_stands_still_is_no_hold(monkeypatch: pytest.MonkeyPatc
 
 def test_what_ranks_send_is_what_a_service_takes() -> None:
     scale = Scale(ranks=8, layers=3, experts=16)
-    reports = drawn_reports(scale, 2, 4, expected_tokens(scale, scale.placement(), 2))
+    expected_LS = expected_tokens(scale, scale.placement(), 2)
+    reports = [drawn_report(scale, 2, 4, expected_LS, variant) for variant in range(4)]
     for report in reports:
         taken = decode_heat_report(encode(report), scale.shape, most_steps=4)
         assert (taken.slot_counts_TLS is None, taken.source_sums_LE is None) == (False, False)

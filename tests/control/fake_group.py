@@ -14,7 +14,7 @@ from eplb_service.placement import Int32, Placement
 from eplb_service.wire.agent import Shape
 from eplb_service.wire.codec import PROTOCOL_VERSION, in_parts, pack
 from eplb_service.wire.generated import agent_pb2, agent_pb2_grpc, operator_pb2_grpc
-from eplb_service.wire.plan import RankPlan, check_moves, decode_plan
+from eplb_service.wire.plan import RankPlan, check_sources, decode_plan
 
 LAYERS, EXPERTS, RANKS, SLOTS = 3, 8, 4, 3
 BYTES_PER_EXPERT = 1000
@@ -192,10 +192,10 @@ class FakeGroup:
         plans = []
         for rank in self.ranks:
             sizes = Shape(shape.ranks, shape.layers, shape.experts, shape.slots, BYTES_PER_EXPERT)
-            plan = decode_plan((await rank.hear()).plan, sizes, rank.rank)
+            plan = decode_plan((await rank.hear()).plan, sizes)
             assert (plan.base_epoch, plan.base_digest) == (self.live.epoch, self.live.digest)
             for layer in plan.layers:
-                check_moves(shape.phy2log_LRS[layer.layer], layer.phy2log_RS, layer.moves_M5)
+                check_sources(layer, shape.phy2log_LRS[layer.layer])
             plans.append(plan)
         assert len({plan.digest for plan in plans}) == 1
         return plans

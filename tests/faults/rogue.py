@@ -80,7 +80,7 @@ class RogueService(agent_pb2_grpc.AgentServiceServicer):
         self._plan_id += 1
         updates = tuple(_shuffled(base, layer, seed + layer) for layer in layers)
         plan = PlanTracker.of(self._plan_id, base, Plan(updates, ()))
-        return [encode(plan.rank_plan(self.term, rank)) for rank in range(self.ranks)]
+        return [encode(plan.rank_plan(self.term, rank, range(self.ranks))) for rank in range(self.ranks)]
 
     def send(self, plans: list[agent_pb2.Plan], *ranks: int) -> None:
         """Each of ``ranks`` hears its own, or all where none is named."""

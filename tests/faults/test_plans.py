@@ -46,9 +46,9 @@ def test_stale_duplicate_partial_and_malformed_plans_cost_nothing(tmp_path: Path
 
         broken = service.plans(second, 0, seed=10)
         for plan in broken:
-            plan.layers[0].moves.shape[0] = 1 << 30
+            plan.layers[0].sources.shape[0] = 1 << 30
         service.send(broken)
-        assert all("moves" in status.reason for _, status in service.hear(REFUSED, RANKS))
+        assert all("sources" in status.reason for _, status in service.hear(REFUSED, RANKS))
 
         service.term = 4
         service.send(service.plans(second, 0, seed=11))
@@ -66,7 +66,7 @@ def test_an_oversized_plan_ends_the_stream_and_the_ranks_come_back(tmp_path: Pat
         first = service.wait_for_hellos()
         huge = service.plans(first, 0)
         for plan in huge:
-            plan.layers[0].moves.data = bytes(MAX_MESSAGE_BYTES + 1)
+            plan.layers[0].sources.data = bytes(MAX_MESSAGE_BYTES + 1)
         service._hellos.clear()
         service.send(huge)
         again = service.wait_for_hellos()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tracemalloc
-import zlib
 
 import pytest
 from hypothesis import given, settings
@@ -35,18 +34,11 @@ def test_damaged_bytes_and_noise_end_in_one_clear_error(
 
 
 def test_a_small_message_cannot_take_much_memory() -> None:
-    """Zeros deflate a thousandfold: what a bomb inflates to is bounded by the shape that was asked for."""
-    bomb = tensor_pb2.PackedArray(
-        dtype=tensor_pb2.DATA_TYPE_UINT8,
-        shape=[3, 5],
-        compression=tensor_pb2.COMPRESSION_ZLIB,
-        data=zlib.compress(bytes(5 << 20)),
-    )
+    """What it claims to hold is not made room for."""
     claims = tensor_pb2.PackedArray(dtype=tensor_pb2.DATA_TYPE_UINT8, shape=[1 << 31, 5], data=b"x")
     tracemalloc.start()
-    for packed in (bomb, claims):
-        with pytest.raises(WireError):
-            unpack(packed, (None, 5), "field")
+    with pytest.raises(WireError):
+        unpack(claims, (None, 5), "field")
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < MAX_MESSAGE_BYTES / 16

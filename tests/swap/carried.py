@@ -6,7 +6,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from eplb_service.wire.plan import RankLayer
+from eplb_service.wire.plan import RankLayer, sources_of
 from worker_agent.device import Mark
 from worker_agent.swap.lane import Lane, Lanes, Parcel, _DeviceLane, _HostLane
 from worker_agent.swap.machine import StartTransfer
@@ -30,8 +30,10 @@ class PlainLayer:
 
 
 def order(generation: int, *moves: tuple[int, ...]) -> StartTransfer:
-    none = np.zeros(0, dtype=np.int32)
-    return StartTransfer(RankLayer(0, none, none, (), np.array(moves, dtype=np.int32)), generation, 0)
+    moves_M5 = np.array(moves, dtype=np.int32)
+    none_RS = np.zeros((RANKS, SLOTS), dtype=np.int32)
+    source_RS = sources_of(moves_M5, RANKS, SLOTS)
+    return StartTransfer(RankLayer(0, none_RS, source_RS, none_RS[0], ()), generation, 0)
 
 
 class GlooAsDevice:

@@ -43,7 +43,7 @@ def test_a_library_that_cannot_reach_the_experts_is_refused(asked, device_type, 
 # Experts arrive
 
 
-MOVES = [(0, 1, 1, 0, 5), (1, 2, 2, 3, 6), (2, 0, 0, 2, 7), (0, 3, 2, 1, 8)]
+MOVES = [(2, 0, 0, 2, 0), (0, 1, 1, 0, 0), (0, 3, 2, 1, 0), (1, 2, 2, 3, 0)]
 """A ring and one more: source rank and slot, destination rank and slot, expert."""
 
 

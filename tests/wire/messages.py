@@ -38,7 +38,7 @@ from eplb_service.wire.fields import (
 )
 from eplb_service.wire.generated import agent_pb2, operator_pb2, tensor_pb2
 from eplb_service.wire.heat import HeatReport, StepPhase, decode_heat_report
-from eplb_service.wire.plan import RankLayer, RankPlan, decode_plan, table_digest
+from eplb_service.wire.plan import RankLayer, RankPlan, decode_plan, sources_of
 
 SHAPE = Shape(ranks=2, layers=3, experts=4, slots=3, bytes_per_expert=64)
 RANK, MOST_STEPS = 1, 8
@@ -187,8 +187,8 @@ def plans(draw: st.DrawFn) -> RankPlan:
         tables_RE = default_log2phy(new_RS, SHAPE.experts)
         slot = draw(st.integers(0, SHAPE.slots - 1))
         moves_M5 = np.array([[0, 0, RANK, slot, new_RS[RANK, slot]]], dtype=np.int32)
-        digests = tuple(table_digest(table_E) for table_E in tables_RE)
-        layers.append(RankLayer(layer, new_RS, tables_RE[RANK], digests, moves_M5))
+        source_RS, digests = sources_of(moves_M5, *new_RS.shape), draw(st.just(()) | st.tuples(DIGESTS))
+        layers.append(RankLayer(layer, new_RS, source_RS, tables_RE[RANK], digests))
     return RankPlan.of(draw(VERSIONS), draw(VERSIONS), draw(VERSIONS), draw(DIGESTS), tuple(layers))
 
 
@@ -248,11 +248,11 @@ KINDS: dict[str, Kind] = {
     "plan": Kind(
         agent_pb2.Plan,
         plans(),
-        lambda message: decode_plan(message, SHAPE, RANK),
+        lambda message: decode_plan(message, SHAPE),
         {
             "layers.layer": (3, 1 << 31),
-            "layers.log2phy_digests": ([], [0], [0, 0], [LAST_DIGEST] * 2),
-            "layers.moves": (packed(1, 4), packed(1, 5, value=-1), packed(1, 5, value=9)),
+            "layers.log2phy_digests": ([LAST_DIGEST],),
+            "layers.sources": (*_WRONG_SHAPES, packed(SHAPE.ranks, SHAPE.slots, value=-1)),
             "digest": (*past(LAST_DIGEST), 0),
         },
     ),

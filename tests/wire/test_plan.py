@@ -9,29 +9,36 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eplb_service.placement import Placement, array_digest, default_log2phy
+from eplb_service.placement import Placement, default_log2phy
 from eplb_service.wire.agent import Shape
 from eplb_service.wire.codec import encode, pack
 from eplb_service.wire.fields import WireError
 from eplb_service.wire.generated import agent_pb2
-from eplb_service.wire.plan import RankLayer, RankPlan, SharedPlan, check_moves, decode_plan, table_digest
+from eplb_service.wire.plan import (
+    RankLayer,
+    RankPlan,
+    SharedPlan,
+    check_sources,
+    decode_plan,
+    shared_digests,
+    sources_of,
+)
 from tests.wire.messages import equal
 
 LAYERS, EXPERTS, RANKS, SLOTS = 3, 4, 2, 3
 OLD_RS = Placement.linear(1, EXPERTS, RANKS, SLOTS).phy2log_LRS[0]  # [[0, 1, 2], [3, 0, 1]]
 NEW_RS = np.array([[0, 1, 2], [3, 2, 1]], dtype=np.int32)
-MOVES_M5 = np.array([[0, 2, 1, 1, 2]], dtype=np.int32)
+SOURCE_RS = np.array([[0, 1, 2], [3, 2, 5]], dtype=np.int32)
 
 
 def plan_for(rank: int, layers: tuple[int, ...] = (1,), width: int = 1) -> RankPlan:
     tables_RE = default_log2phy(NEW_RS, EXPERTS, width)
-    digests = tuple(table_digest(table_E) for table_E in tables_RE)
-    updates = tuple(RankLayer(layer, NEW_RS, tables_RE[rank], digests, MOVES_M5) for layer in layers)
+    updates = tuple(RankLayer(layer, NEW_RS, SOURCE_RS, tables_RE[rank], ()) for layer in layers)
     return RankPlan.of(7, 2, 5, 99, updates)
 
 
-def decode(message: agent_pb2.Plan, rank: int = 0, width: int = 1) -> RankPlan:
-    return decode_plan(message, Shape(RANKS, LAYERS, EXPERTS, SLOTS, 64, width), rank)
+def decode(message: agent_pb2.Plan, width: int = 1) -> RankPlan:
+    return decode_plan(message, Shape(RANKS, LAYERS, EXPERTS, SLOTS, 64, width))
 
 
 def test_a_dealing_table_of_another_width_or_with_a_wrong_entry_is_refused() -> None:
@@ -44,12 +51,6 @@ def test_a_dealing_table_of_another_width_or_with_a_wrong_entry_is_refused() -> 
     message.layers[0].log2phy.CopyFrom(pack(table_ED))
     with pytest.raises(WireError, match="layer 1 log2phy: expert 3 points to slot 0, which does not hold it"):
         decode(message, width=4)
-
-
-def test_a_table_of_one_entry_has_the_digest_that_it_always_had() -> None:
-    table_E = np.array([0, 1, 2, 3], dtype=np.int32)
-    assert table_digest(table_E) == array_digest(table_E, salt="log2phy")
-    assert table_digest(table_E[:, None]) != table_digest(table_E)
 
 
 def test_ranks_agree_on_the_digest_though_their_tables_differ() -> None:
@@ -80,15 +81,13 @@ def set_field(field: str, value: int) -> Callable[[agent_pb2.Plan], None]:
         (twice, "twice"),
         (set_field("digest", 1), "digest is 0x1"),
         (set_field("base_epoch", 6), "digest"),
-        (set_field("plan_id", 8), "digest"),
         (edited("physical_to_logical", [[0, 1, 2], [0, 1, 2]]), "expert 3 is in no slot"),
         (edited("physical_to_logical", [[0, 1, 1], [3, 2, 1]]), "is twice on rank 0"),
         (edited("log2phy", [1, 1, 2, 3]), "expert 0 points to slot 1, which does not hold it"),
-        (edited("log2phy", [0, 5, 2, 3]), "not the table that log2phy_digests lists for rank 0"),
-        (edited("moves", [[0, 2, 1, 3, 2]]), r"moves\[0\] is .*: not among 2 ranks x 3 slots"),
-        (edited("moves", [[1, 1, 1, 1, 2]]), "stays on its rank keeps its slot"),
-        (edited("moves", [[0, 2, 1, 1, 0]]), "its destination is to hold another expert"),
-        (edited("moves", [[0, 2, 1, 1, 2], [0, 2, 1, 1, 2]]), "same destination"),
+        (edited("sources", [[0, 1, 2], [3, 6, 5]]), "rank 1 slot 1 has slot 6, not among 2 ranks x 3 slots"),
+        (edited("sources", [[-1, 1, 2], [3, 2, 5]]), "rank 0 slot 0 has slot -1, not among"),
+        (edited("sources", [[0, 1, 2], [3, 3, 5]]), "stays on its rank keeps its slot"),
+        (edited("sources", [[0, 1, 2], [3, 0, 5]]), "digest"),
     ],
 )
 def test_a_plan_that_cannot_be_carried_out_is_refused(
@@ -100,27 +99,21 @@ def test_a_plan_that_cannot_be_carried_out_is_refused(
         decode(message)
 
 
-def test_a_table_meant_for_another_rank_is_refused() -> None:
-    with pytest.raises(WireError, match="lists for rank 1"):
-        decode(encode(plan_for(0)), rank=1)
+def test_of_ranks_that_share_tokens_each_group_has_one_digest() -> None:
+    tables_RE = np.array([[0, 1], [0, 2], [0, 2], [3, 1]], dtype=np.int32)
+    first, second = shared_digests(tables_RE, (5, 3, 3, 5))
+    assert (first,) == shared_digests(tables_RE[1:3], (0, 0)) == shared_digests(tables_RE, (0, 1, 1, 3))
+    assert second == shared_digests(tables_RE[:1].repeat(2, axis=0), (0, 0))[0] != first
+    assert shared_digests(tables_RE, (0, 1, 2, 3)) == ()
 
 
-def test_moves_that_lead_from_the_old_layer_to_the_new_pass() -> None:
-    check_moves(OLD_RS, NEW_RS, MOVES_M5)
-    check_moves(OLD_RS, OLD_RS, MOVES_M5[:0])
-
-
-@pytest.mark.parametrize(
-    ("new_RS", "moves_M5", "says"),
-    [
-        (NEW_RS, [[0, 1, 1, 1, 2]], "its source holds another expert"),
-        (NEW_RS, np.zeros((0, 5), dtype=np.int32), "rank 1 slot 1 has no move to change to expert 2"),
-        (OLD_RS, [[1, 1, 0, 0, 0]], "rank 0 slot 0 receives a move but keeps expert 0"),
-    ],
-)
-def test_moves_from_another_placement_are_refused(new_RS: np.ndarray, moves_M5: object, says: str) -> None:
-    with pytest.raises(WireError, match=says):
-        check_moves(OLD_RS, new_RS, np.asarray(moves_M5, dtype=np.int32))
+def test_weights_come_from_slots_that_hold_them() -> None:
+    (layer,) = plan_for(0).layers
+    check_sources(layer, OLD_RS)
+    assert layer.moves_M5.tolist() == [[0, 2, 1, 1, 2]]
+    np.testing.assert_array_equal(sources_of(layer.moves_M5, RANKS, SLOTS), SOURCE_RS)
+    with pytest.raises(WireError, match="rank 0 slot 0 has slot 0, that does not hold its expert in layer 1"):
+        check_sources(layer, OLD_RS[:, ::-1])
 
 
 @given(
@@ -134,11 +127,12 @@ def test_each_rank_gets_its_own_plan(ranks: int, slots: int, spare: int, layers:
     experts = max(slots, ranks * slots - spare)
     phy2log_RS = Placement.linear(1, experts, ranks, slots).phy2log_LRS[0]
     tables_RE = default_log2phy(phy2log_RS, experts, width)
-    digests, no_moves = tuple(map(table_digest, tables_RE)), np.zeros((0, 5), dtype=np.int32)
+    kept_RS = np.arange(ranks * slots, dtype=np.int32).reshape(ranks, slots)
+    digests = shared_digests(tables_RE, [rank // 2 for rank in range(ranks)])
 
     def plan_of(rank: int) -> RankPlan:
         numbers = reversed(range(layers))
-        own = (RankLayer(layer, phy2log_RS, tables_RE[rank], digests, no_moves) for layer in numbers)
+        own = (RankLayer(layer, phy2log_RS, kept_RS, tables_RE[rank], digests) for layer in numbers)
         return RankPlan.of(7, 2, 300, 99, tuple(own))
 
     shared = SharedPlan(plan_of(0), [tables_RE] * layers)
@@ -146,6 +140,4 @@ def test_each_rank_gets_its_own_plan(ranks: int, slots: int, spare: int, layers:
         sent = shared.response(rank)
         assert len(sent) == shared.size
         received = agent_pb2.ConnectResponse.FromString(sent).plan
-        assert equal(
-            decode_plan(received, Shape(ranks, layers, experts, slots, 64, width), rank), plan_of(rank)
-        )
+        assert equal(decode_plan(received, Shape(ranks, layers, experts, slots, 64, width)), plan_of(rank))

@@ -23,7 +23,16 @@ from eplb_service.placement import (
 from eplb_service.wire.agent import Hello, Shape
 from eplb_service.wire.fields import WireError
 from eplb_service.wire.generated import agent_pb2
-from eplb_service.wire.plan import RankLayer, RankPlan, check_moves, decode_plan, table_digests
+from eplb_service.wire.plan import (
+    RankLayer,
+    RankPlan,
+    check_sources,
+    decode_plan,
+    shared_digests,
+    sharing,
+    sources_of,
+    table_digest,
+)
 
 _RESTORING_PLAN_ID = 0
 """No service gives a plan this number."""
@@ -121,17 +130,17 @@ class Identity:
 def check_plan(message: agent_pb2.Plan, identity: Identity, installed: Installed) -> RankPlan:
     """Decode a plan that this rank could carry out; one for another epoch passes: the machine refuses it.
 
-    Raises ``WireError`` where a layer is no valid placement, its moves do not lead from what is installed to it, ranks
-    that share tokens would get different tables, or an expert would leave a rank that it is bound to.
+    Raises ``WireError`` where a layer is no valid placement, its weights would come from slots that do not hold them,
+    ranks that share tokens would get different tables, or an expert would leave a rank that it is bound to.
     """
-    plan = decode_plan(message, identity.shape, identity.rank)
+    plan = decode_plan(message, identity.shape)
     for layer in plan.layers:
         installed_RS = installed.placement.phy2log_LRS[layer.layer]
         if identity.shape.rank_bound:
             _check_bound(layer.layer, layer.phy2log_RS, installed_RS)
         if plan.base_digest == installed.digest:
-            check_moves(installed_RS, layer.phy2log_RS, layer.moves_M5)
-        _check_shared_tables(layer.layer, layer.log2phy_digests, identity.token_groups)
+            check_sources(layer, installed_RS)
+        _check_shared_table(layer, identity)
     return plan
 
 
@@ -145,14 +154,16 @@ def _check_bound(layer: int, phy2log_RS: Int32, installed_RS: Int32) -> None:
             )
 
 
-def _check_shared_tables(layer: int, digests: Sequence[int], token_groups: Sequence[int]) -> None:
-    first_of: dict[int, int] = {}
-    for rank, group in enumerate(token_groups):
-        first = first_of.setdefault(group, rank)
-        if digests[rank] != digests[first]:
-            raise WireError(
-                f"layer {layer} log2phy: ranks {first} and {rank} see the same tokens but would get different tables"
-            )
+def _check_shared_table(layer: RankLayer, identity: Identity) -> None:
+    """Raise ``WireError`` where ranks that see the same tokens would get different tables."""
+    groups, own = sharing(identity.token_groups), identity.token_groups[identity.rank]
+    where = f"layer {layer.layer} log2phy"
+    if len(layer.log2phy_digests) != len(groups):
+        raise WireError(
+            f"{where}: {len(layer.log2phy_digests)} digests for {len(groups)} token groups of several ranks"
+        )
+    if own in groups and table_digest(layer.log2phy_E) != layer.log2phy_digests[groups.index(own)]:
+        raise WireError(f"{where}: is not the table that log2phy_digests lists for token group {own}")
 
 
 def restoring_plan(
@@ -171,9 +182,9 @@ def restoring_plan(
         if np.array_equal(old_RS, new_RS):
             continue
         tables_RE = default_log2phy(new_RS, target.experts, width)[first_of_group]
-        digests = table_digests(tables_RE)
-        moves_M5 = _restoring_moves(old_RS, new_RS)
-        layers.append(RankLayer(layer, new_RS, tables_RE[installed.rank], digests, moves_M5))
+        source_RS = sources_of(_restoring_moves(old_RS, new_RS), *new_RS.shape)
+        digests = shared_digests(tables_RE, token_groups)
+        layers.append(RankLayer(layer, new_RS, source_RS, tables_RE[installed.rank], digests))
     if not layers:
         return None
     return RankPlan.of(_RESTORING_PLAN_ID, leader_term, installed.epoch, installed.digest, tuple(layers))

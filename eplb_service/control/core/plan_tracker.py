@@ -15,7 +15,7 @@ for what is installed, never for the outcome.
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from eplb_service.control.core.errors import ConflictError
@@ -24,7 +24,7 @@ from eplb_service.control.core.live_placement import LivePlacement
 from eplb_service.placement import combine_digests, layer_digest
 from eplb_service.planner.plan import Plan
 from eplb_service.wire.agent import PlanState, PlanStatus
-from eplb_service.wire.plan import RankLayer, RankPlan, table_digests
+from eplb_service.wire.plan import RankLayer, RankPlan, shared_digests, sources_of
 
 _REASONS_NAMED = 3
 _IDLE_SHARE = 0.25
@@ -101,15 +101,18 @@ class PlanTracker:
         reason = f": {self.reason}" if self.reason else ""
         return f"plan {self.plan_id} {state}{reason}"
 
-    def rank_plan(self, leader_term: int, rank: int) -> RankPlan:
-        """Return what a rank receives; equal for all ranks in all but the rank's own tables."""
+    def rank_plan(self, leader_term: int, rank: int, token_groups: Sequence[int]) -> RankPlan:
+        """Return what a rank receives; equal for all ranks in all but the rank's own tables.
+
+        ``token_groups`` has the group of each rank.
+        """
         layers = tuple(
             RankLayer(
                 update.layer,
                 update.phy2log_RS,
+                sources_of(update.moves_M5, *update.phy2log_RS.shape),
                 update.log2phy_RE[rank],
-                table_digests(update.log2phy_RE),
-                update.moves_M5,
+                shared_digests(update.log2phy_RE, token_groups),
             )
             for update in self.decision.layers
         )

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import zlib
 from typing import Any
 
 import grpc
 import numpy as np
 
 from eplb_service.wire.codec import pack
-from eplb_service.wire.generated import agent_pb2, operator_pb2, tensor_pb2
+from eplb_service.wire.generated import agent_pb2, operator_pb2
 from tests.attacks import target as to
 from tests.attacks.target import LIVE, Target
 from tests.control.fake_group import FakeGroup, heat_report, hello_of, refusal_of, skewed_heat
@@ -62,19 +61,6 @@ def shaped_hello(layers: int, experts: int, slots: int) -> agent_pb2.Hello:
         pack(np.tile(np.arange(slots, dtype=np.int32), (layers, 1)))
     )
     hello.placement.log2phy.CopyFrom(pack(np.tile(np.arange(experts, dtype=np.int32), (layers, 1))))
-    return hello
-
-
-def inflating_hello() -> agent_pb2.Hello:
-    hello = hello_with()
-    hello.placement.log2phy.CopyFrom(
-        tensor_pb2.PackedArray(
-            dtype=tensor_pb2.DATA_TYPE_INT32,
-            shape=(3, 8),
-            compression=tensor_pb2.COMPRESSION_ZLIB,
-            data=zlib.compress(bytes(256 * MIB)),
-        )
-    )
     return hello
 
 

@@ -10,7 +10,7 @@ from eplb_service.control.server.plane.deployments import MOST_DEPLOYMENTS
 from eplb_service.placement import Placement
 from eplb_service.wire.generated import operator_pb2
 from tests.attacks.attempts.registry import attempt, refused
-from tests.attacks.attempts.requests import Code, hello_with, inflating_hello, shaped_hello
+from tests.attacks.attempts.requests import Code, hello_with, shaped_hello
 from tests.attacks.target import Target
 from tests.control.fake_group import LAYERS, SLOTS, hello_of, live_of
 
@@ -20,7 +20,6 @@ refused(
     Code.INVALID_ARGUMENT,
     "shapes are checked before memory is taken for them",
     {
-        "an array that inflates to 256 MB": lambda t: t.refusal(inflating_hello()),
         "a shape past all bounds": lambda t: t.refusal(hello_with(ep_size=4_000_000_000)),
         "a rank past its group": lambda t: t.refusal(hello_with(rank=9)),
     },

@@ -25,6 +25,7 @@ from eplb_service.control.server.outgoing.streams import Streams
 from eplb_service.control.server.store import StoreWriter
 from eplb_service.planner.plan import Outlook, Plan
 from eplb_service.planner.settings import PlannerSettings
+from eplb_service.planner.topology import Topology
 from eplb_service.solver.warmup import warm_up
 from eplb_service.telemetry.metrics import Metrics
 from eplb_service.wire.plan import SharedPlan
@@ -203,7 +204,7 @@ class Decider:
             why = ": experts are bound to their ranks" if group.shape.rank_bound else ""
             return _DecisionOutcome("kept", f"every layer kept ({seen}){why}")
         store, term, live = self._writer.store, deployment.leader_term, group.live
-        computing = self._compute(_encoded, store.new_plan_id(), live, solved, term)
+        computing = self._compute(_encoded, store.new_plan_id(), group.topology, live, solved, term)
         plan, encoded = await _result_of(computing)
         now = deployment.group
         changed = now is None or now.forming != group.forming or now.live is not live
@@ -263,8 +264,9 @@ async def _result_of(computing: Future[T]) -> T:
 
 
 def _encoded(
-    plan_id: int, live: LivePlacement, solved: Plan, leader_term: int
+    plan_id: int, topology: Topology, live: LivePlacement, solved: Plan, leader_term: int
 ) -> tuple[PlanTracker, SharedPlan]:
     plan = PlanTracker.of(plan_id, live, solved)
     tables = [update.log2phy_RE for update in solved.layers]
-    return plan, SharedPlan(plan.rank_plan(leader_term, 0), tables)
+    groups = topology.token_groups_R.tolist()
+    return plan, SharedPlan(plan.rank_plan(leader_term, 0, groups), tables)
