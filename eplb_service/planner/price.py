@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -172,39 +172,42 @@ class _PlanReports:
     """Reports of ranks on one plan: step and seconds of the first of each rank, by state and layer."""
 
     def __init__(self, plan_id: int, layers: Sequence[LayerPlan], ranks: int, now: float) -> None:
-        self._plan_id, self._offered_at, self._ranks = plan_id, now, ranks
+        self._plan_id, self._offered_at = plan_id, now
         self._received = {plan.layer: np.bincount(plan.moves_M5[:, 2], minlength=ranks) for plan in layers}
         kinds = [(state, layer) for state in (_TRANSFERRED, _COMMITTED) for layer in self._received]
-        self._heard: dict[tuple[PlanState, int], dict[int, tuple[int, float]]] = {
-            kind: {} for kind in (_ACCEPTED, *kinds)
-        }
+        self._rows = {kind: row for row, kind in enumerate((_ACCEPTED, *kinds))}
+        # Of a thousand ranks so many reports come that tuples of them held the event loop.
+        self._step_KR = np.full((len(self._rows), ranks), np.nan)
+        self._seconds_KR = self._step_KR.copy()
 
     def heard(self, rank: int, status: PlanStatus, now: float) -> None:
         """Keep a report of the plan that can be true."""
-        if status.plan_id != self._plan_id or rank >= self._ranks:
+        if status.plan_id != self._plan_id or rank >= self._step_KR.shape[1]:
             return
-        heard = self._heard.get(_ACCEPTED if status.state is _ACCEPTED[0] else (status.state, status.layer))
+        row = self._rows.get(_ACCEPTED if status.state is _ACCEPTED[0] else (status.state, status.layer))
         taken = {_TRANSFERRED: status.transfer_seconds, _COMMITTED: status.commit_seconds}
         seconds = taken.get(status.state, 0.0)
-        if heard is not None and 0 <= seconds <= now - self._offered_at + _SLACK_SECONDS:
-            heard.setdefault(rank, (status.step, seconds))
+        can_be = 0 <= seconds <= now - self._offered_at + _SLACK_SECONDS
+        if row is not None and can_be and math.isnan(self._step_KR[row, rank]):
+            self._step_KR[row, rank], self._seconds_KR[row, rank] = status.step, seconds
 
     def switched(self) -> SwitchedPlan | None:
         """The plan as its ranks switched it, as far as they did; ``None`` where they did not take it."""
-        if not self._heard[_ACCEPTED]:
+        first = began = _median(self._step_KR[self._rows[_ACCEPTED]])
+        if math.isnan(first):
             return None
-        first = began = _steps(self._heard[_ACCEPTED])
         switches = []
         for layer, received_R in self._received.items():
-            staged, done = self._heard[_TRANSFERRED, layer], self._heard[_COMMITTED, layer]
-            if not staged:
+            staged, done = self._rows[_TRANSFERRED, layer], self._rows[_COMMITTED, layer]
+            staged_at = _median(self._step_KR[staged])
+            if math.isnan(staged_at):
                 break
             # A duration of 0 is one that was not measured.
-            moved = {rank: s for rank, (_, s) in staged.items() if s and received_R[rank]}
-            each = _median([seconds / received_R[rank] for rank, seconds in moved.items()])
-            commit = _median([seconds for _, seconds in done.values() if seconds])
-            switches.append(Switch(each, _median([*moved.values()]), commit, began, _steps(staged)))
-            began = _steps(done or staged)
+            moved_R = np.where(received_R > 0, _measured(self._seconds_KR[staged]), np.nan)
+            each, commit = _median(moved_R / np.maximum(received_R, 1)), _measured(self._seconds_KR[done])
+            switches.append(Switch(each, _median(moved_R), _median(commit), began, staged_at))
+            done_at = _median(self._step_KR[done])
+            began = staged_at if math.isnan(done_at) else done_at
         return SwitchedPlan(first, began + 1, tuple(switches))
 
 
@@ -213,14 +216,14 @@ _ACCEPTED = PlanState.ACCEPTED, -1
 _TRANSFERRED, _COMMITTED = PlanState.TRANSFERRED, PlanState.COMMITTED
 
 
-def _steps(heard: Mapping[int, tuple[int, float]]) -> float:
-    """Step boundary at which ranks reported, the median."""
-    return float(np.median([step for step, _ in heard.values()]))
+def _measured(seconds_R: Float64) -> Float64:
+    return np.where(seconds_R > 0, seconds_R, np.nan)
 
 
-def _median(values: Sequence[float]) -> float:
-    """Median; NaN of none."""
-    return float(np.median(values)) if values else math.nan
+def _median(values_R: Float64) -> float:
+    """Median of those that are known; NaN of none."""
+    known = values_R[~np.isnan(values_R)]
+    return float(np.median(known)) if known.size else math.nan
 
 
 @dataclass(frozen=True)

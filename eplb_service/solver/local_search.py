@@ -16,6 +16,8 @@ E. Aarts, J. K. Lenstra (editors), *Local Search in Combinatorial Optimization*,
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
 from eplb_service.solver.construction import Assignment, replace, share_of, shift_load
@@ -78,7 +80,7 @@ def local_search(
         before a swap (two) if it wins more for each slot.
     """
     ranks, slots = assignment.phy2log_RS.shape
-    scratch = np.empty((SCRATCH_ROWS, ranks * slots), dtype=np.float32)
+    swaps = swaps_of(assignment, heat)
     frugal = False
     for price in price_K:
         frugal = frugal or price > 0
@@ -94,17 +96,22 @@ def local_search(
         if frugal and step - last_gain > FRUITLESS:
             break
         hot = hottest_of(now)
-        slot, rank, other, won = best_swap(assignment, heat, now, hot, z, SMALLEST_RELIEF, scratch)
+        slot, rank, other, won = best_swap(assignment, heat, now, hot, z, SMALLEST_RELIEF, swaps)
         gainer = -1
         if exchanges and (slot < 0 or (frugal and step % EXCHANGES == 0)):
             # A swap fills two slots, an exchange one.
             enough = max(0.5 * won, SMALLEST_RELIEF)
             gainer, loser_rank, loser_slot, _ = _best_exchange(assignment, heat, now, hot, z, enough)
         if gainer >= 0:
-            expert = assignment.phy2log_RS[hot, gainer]
+            expert, loser = assignment.phy2log_RS[hot, gainer], assignment.phy2log_RS[loser_rank, loser_slot]
             away += _exchange(assignment, heat, home_ER, expert, loser_rank, loser_slot)
+            for r in range(ranks):
+                if assignment.holds_ER[expert, r] or assignment.holds_ER[loser, r]:
+                    lay_out(assignment, heat, swaps, r)
         elif slot >= 0:
             away += swap(assignment, heat, home_ER, hot, slot, rank, other)
+            lay_out(assignment, heat, swaps, hot)
+            lay_out(assignment, heat, swaps, rank)
         else:
             break
         now = smooth_max_of(assignment.load_R, assignment.variance_R, z)
@@ -130,13 +137,74 @@ def _slots_away(phy2log_RS: Int32, home_ER: Bool) -> int:
     return away
 
 
-SCRATCH_ROWS = 8
-"""Rows of the working memory that ``best_swap`` needs, each one float32 per physical slot."""
+class Swaps(NamedTuple):
+    """Every slot as one that the hottest rank may swap with; each array is float32 ``[R*S]`` but the last.
+
+    The first five say what leaves with the slot's expert, and what its rank is then; they change with a rank's slots
+    and loads alone, so that of thousands of ranks a search lays out again the two that it has changed.
+    """
+
+    share_P: Float32
+    mean_P: Float32
+    """Mean load that its part of the expert's tokens is."""
+    own_P: Float32
+    """Variance of that load by itself."""
+    left_load_P: Float32
+    """The rank's mean load without it."""
+    left_variance_P: Float32
+    """The variance of that."""
+    here_load_P: Float32
+    here_variance_P: Float32
+    pressure_P: Float32
+    out_P: Float32
+    found_P: Float32
+    held_E: Bool
+    """bool ``[E]``; false between two searches."""
+
+
+@kernel
+def swaps_of(assignment: Assignment, heat: Heat) -> Swaps:
+    """Lay out all slots."""
+    ranks, slots = assignment.phy2log_RS.shape
+    rows = np.empty((10, ranks * slots), dtype=np.float32)
+    # Taken one by one, rows are known to be contiguous; unpacked, they are not.
+    swaps = Swaps(
+        rows[0],
+        rows[1],
+        rows[2],
+        rows[3],
+        rows[4],
+        rows[5],
+        rows[6],
+        rows[7],
+        rows[8],
+        rows[9],
+        np.zeros(heat.mean_E.shape[0], dtype=np.bool_),
+    )
+    for r in range(ranks):
+        lay_out(assignment, heat, swaps, r)
+    return swaps
+
+
+@kernel
+def lay_out(assignment: Assignment, heat: Heat, swaps: Swaps, rank: int) -> None:
+    """Lay out a rank's slots as they are now."""
+    slots, two = assignment.phy2log_RS.shape[1], np.float32(2.0)
+    load, variance = assignment.load_R[rank], assignment.variance_R[rank]
+    cross_E = assignment.cross_RE[rank]
+    for s in range(slots):
+        p, come = rank * slots + s, assignment.phy2log_RS[rank, s]
+        share = assignment.share_ER[come, rank]
+        mean = share * heat.mean_E[come]
+        own = share * share * heat.gram_EE[come, come]
+        swaps.share_P[p], swaps.mean_P[p], swaps.own_P[p] = share, mean, own
+        swaps.left_load_P[p] = load - mean
+        swaps.left_variance_P[p] = variance + own - two * share * cross_E[come]
 
 
 @kernel
 def best_swap(
-    assignment: Assignment, heat: Heat, now: SmoothMax, hot: int, z: float, bound: float, scratch: Float32
+    assignment: Assignment, heat: Heat, now: SmoothMax, hot: int, z: float, bound: float, swaps: Swaps
 ) -> tuple[int, int, int, float]:
     """The swap between ``hot`` and another rank that takes most pressure away, more than ``bound``.
 
@@ -146,12 +214,11 @@ def best_swap(
     size = ranks * slots
     zero, two, infinite = np.float32(0.0), np.float32(2.0), np.float32(np.inf)
     z32, base, scale = np.float32(z), np.float32(now.base), np.float32(now.scale)
-    # Taken one by one, rows are known to be contiguous; unpacked, they are not.
-    here_load_P, there_load_P, here_var_P, there_var_P = scratch[0], scratch[1], scratch[2], scratch[3]
-    share_P, pressure_P, out_P, left_P = scratch[4], scratch[5], scratch[6], scratch[7]
-    expert_P = assignment.phy2log_RS.ravel()
-    _lay_out(assignment, heat, now, hot, scratch)
-    cross_E = assignment.cross_RE[hot]
+    here_load_P, here_variance_P = swaps.here_load_P, swaps.here_variance_P
+    left_load_P, left_variance_P = swaps.left_load_P, swaps.left_variance_P
+    share_P, pressure_P, out_P, found_P = swaps.share_P, swaps.pressure_P, swaps.out_P, swaps.found_P
+    expert_P, cross_E = assignment.phy2log_RS.ravel(), assignment.cross_RE[hot]
+    _lay_out_arriving(assignment, now, hot, swaps)
     lowest = np.float32(now.of_R[hot] - bound)
     found_slot, found = -1, -1
     for slot in range(slots):
@@ -170,19 +237,19 @@ def best_swap(
                 out_P[p] = arriving
                 p += 1
         for p in range(size):
-            left_P[p] = share_P[p] * gram_E[np.uint32(expert_P[p])]
+            found_P[p] = share_P[p] * gram_E[np.uint32(expert_P[p])]
         for p in range(size):
-            both = two * share * left_P[p]
-            here = here_load_P[p] - mean + z32 * np.sqrt(max(here_var_P[p] + leaving - both, zero))
-            there = there_load_P[p] + mean + z32 * np.sqrt(max(there_var_P[p] + out_P[p] - both, zero))
-            left_P[p] = smooth_term(here, base, scale) + smooth_term(there, base, scale) - pressure_P[p]
+            both = two * share * found_P[p]
+            here = here_load_P[p] - mean + z32 * np.sqrt(max(here_variance_P[p] + leaving - both, zero))
+            there = left_load_P[p] + mean + z32 * np.sqrt(max(left_variance_P[p] + out_P[p] - both, zero))
+            found_P[p] = smooth_term(here, base, scale) + smooth_term(there, base, scale) - pressure_P[p]
         least = infinite
         for p in range(size):
-            least = min(least, left_P[p])
+            least = min(least, found_P[p])
         if least < lowest:
             lowest, found_slot = least, slot
             for p in range(size):
-                if left_P[p] == least:
+                if found_P[p] == least:
                     found = p
                     break
     if found < 0:
@@ -191,32 +258,26 @@ def best_swap(
 
 
 @part
-def _lay_out(assignment: Assignment, heat: Heat, now: SmoothMax, hot: int, scratch: Float32) -> None:
-    """Lay out the effect of swapping each slot's expert in on both ranks, whatever goes out; infinite where illegal."""
+def _lay_out_arriving(assignment: Assignment, now: SmoothMax, hot: int, swaps: Swaps) -> None:
+    """Lay out what ``hot`` is with each slot's expert, whatever goes out; infinite where it has that already."""
     ranks, slots = assignment.phy2log_RS.shape
     two, infinite = np.float32(2.0), np.float32(np.inf)
-    here_load_P, there_load_P, here_var_P, there_var_P = scratch[0], scratch[1], scratch[2], scratch[3]
-    share_P, pressure_P = scratch[4], scratch[5]
-    cross_E = assignment.cross_RE[hot]
+    here_load_P, here_variance_P, pressure_P = swaps.here_load_P, swaps.here_variance_P, swaps.pressure_P
+    share_P, mean_P, own_P, held_E = swaps.share_P, swaps.mean_P, swaps.own_P, swaps.held_E
+    expert_P, cross_E = assignment.phy2log_RS.ravel(), assignment.cross_RE[hot]
     load, variance = assignment.load_R[hot], assignment.variance_R[hot]
+    for s in range(slots):
+        held_E[assignment.phy2log_RS[hot, s]] = True
+    for p in range(ranks * slots):
+        come = np.uint32(expert_P[p])
+        here_load_P[p] = infinite if held_E[come] else load + mean_P[p]
+        here_variance_P[p] = variance + own_P[p] + two * share_P[p] * cross_E[come]
+    for s in range(slots):
+        held_E[assignment.phy2log_RS[hot, s]] = False
     p = 0
     for r in range(ranks):
-        other_load, other_variance, other_E = (
-            assignment.load_R[r],
-            assignment.variance_R[r],
-            assignment.cross_RE[r],
-        )
-        for s in range(slots):
-            come = np.uint32(assignment.phy2log_RS[r, s])
-            share = assignment.share_ER[come, r]
-            mean = share * heat.mean_E[come]
-            own = share * share * heat.gram_EE[come, come]
-            share_P[p] = share
+        for _ in range(slots):
             pressure_P[p] = now.of_R[r]
-            here_load_P[p] = infinite if assignment.holds_ER[come, hot] else load + mean
-            there_load_P[p] = other_load - mean
-            here_var_P[p] = variance + own + two * share * cross_E[come]
-            there_var_P[p] = other_variance + own - two * share * other_E[come]
             p += 1
 
 
@@ -265,6 +326,8 @@ def _best_exchange(
     gives up its replica gets cooler as well comes on top.
     """
     ranks, slots = assignment.phy2log_RS.shape
+    burden_P = np.empty(ranks * slots, dtype=np.float32)
+    burden_E = np.empty(assignment.replicas_E.shape[0], dtype=np.float32)
     found = (-1, -1, -1)
     most = bound
     for s in range(slots):
@@ -288,6 +351,7 @@ def _best_exchange(
                 )
         if relief <= bound:
             continue
+        _lay_out_burdens(assignment, heat, now, z, gainer, share, burden_P, burden_E)
         gained = share * heat.mean_E[gainer]
         for r in range(ranks):
             if assignment.holds_ER[gainer, r]:
@@ -296,52 +360,49 @@ def _best_exchange(
             limit = now.base + max(now.of_R[r] + relief - most, 0.0) ** 0.125 / now.scale
             for t in range(slots):
                 loser = assignment.phy2log_RS[r, t]
-                lost = assignment.share_ER[loser, r] * heat.mean_E[loser]
-                if assignment.replicas_E[loser] == 1 or assignment.load_R[r] + gained - lost > limit:
+                lost = assignment.share_ER[loser, r]
+                if (
+                    assignment.replicas_E[loser] == 1
+                    or assignment.load_R[r] + gained - lost * heat.mean_E[loser] > limit
+                ):
                     continue
-                taken = relief - _burden(assignment, heat, now, r, z, gainer, share, loser, relief - most)
+                own = _pressure_with(assignment, heat, now, r, z, gainer, share, loser, -lost) - now.of_R[r]
+                taken = relief - own - (burden_E[loser] - burden_P[r * slots + t])
                 if taken > most:
                     most = taken
                     found = (s, r, t)
     return found[0], found[1], found[2], most
 
 
-@part
-def _burden(
+@kernel
+def _lay_out_burdens(
     assignment: Assignment,
     heat: Heat,
     now: SmoothMax,
-    rank: int,
     z: float,
     gainer: int,
     gained: float,
-    loser: int,
-    enough: float,
-) -> float:
-    """Pressure added where a replica of ``loser`` becomes one of ``gainer`` on ``rank``; stops once ``enough``."""
-    burden: float = (
-        _pressure_with(
-            assignment, heat, now, rank, z, gainer, gained, loser, -assignment.share_ER[loser, rank]
-        )
-        - now.of_R[rank]
-    )
-    share = share_of(assignment.replicas_E[loser] - 1)
-    for r in range(assignment.load_R.shape[0]):
-        if burden >= enough:
-            break
-        if r == rank or not assignment.holds_ER[loser, r]:
-            continue
-        more = share - assignment.share_ER[loser, r]
-        if assignment.holds_ER[gainer, r]:
-            less = gained - assignment.share_ER[gainer, r]
-            burden += _pressure_with(assignment, heat, now, r, z, gainer, less, loser, more)
-            burden -= _pressure_with(assignment, heat, now, r, z, gainer, less, loser, np.float32(0.0))
-        else:
-            burden += (
-                _pressure_with(assignment, heat, now, r, z, loser, more, gainer, np.float32(0.0))
-                - now.of_R[r]
-            )
-    return burden
+    burden_P: Float32,
+    burden_E: Float32,
+) -> None:
+    """Lay out the pressure added to each slot's rank where its expert has a replica less elsewhere, and their sums.
+
+    Ranks that hold ``gainer`` have ``gained`` of it by then.
+    """
+    zero = np.float32(0.0)
+    ranks, slots = assignment.phy2log_RS.shape
+    for e in range(burden_E.shape[0]):
+        burden_E[e] = zero
+    for r in range(ranks):
+        less = gained - assignment.share_ER[gainer, r] if assignment.holds_ER[gainer, r] else zero
+        for t in range(slots):
+            loser, burden = assignment.phy2log_RS[r, t], zero
+            if assignment.replicas_E[loser] > 1 and loser != gainer:
+                more = share_of(assignment.replicas_E[loser] - 1) - assignment.share_ER[loser, r]
+                burden += _pressure_with(assignment, heat, now, r, z, gainer, less, loser, more)
+                burden -= _pressure_with(assignment, heat, now, r, z, gainer, less, loser, zero)
+            burden_P[r * slots + t] = burden
+            burden_E[loser] += burden
 
 
 @kernel

@@ -20,7 +20,6 @@ from eplb_service.solver.construction import (
     Assignment,
     assignment_of,
     descending,
-    hottest_rank,
     largest_first,
     shift_load,
 )
@@ -33,7 +32,7 @@ from eplb_service.solver.evaluation import (
     smooth_max_of,
 )
 from eplb_service.solver.jit import kernel, part
-from eplb_service.solver.local_search import SCRATCH_ROWS, SMALLEST_RELIEF, best_swap, swap
+from eplb_service.solver.local_search import SMALLEST_RELIEF, best_swap, lay_out, swap, swaps_of
 from eplb_service.solver.model import Float32, Heat, Int32
 
 
@@ -136,49 +135,33 @@ def _spread_parts(
             only = slot_P[first_E1[e]]
             share_RS[only // slots, only % slots] = 1.0
     assignment = assignment_of(phy2log_RS, share_RS, heat)
-    most = np.int64(0)
-    for e in range(experts):
-        most = max(most, first_E1[e + 1] - first_E1[e])
-    load_K, variance_K = np.empty(most, dtype=np.float32), np.empty(most, dtype=np.float32)
-    cross_K, added_K = np.empty(most, dtype=np.float32), np.empty(most, dtype=np.float32)
+    load_K, variance_K, cross_K = _room(first_E1), _room(first_E1), _room(first_E1)
+    added_K, found_K = _room(first_E1), _room(first_E1)
     for e in order_E:
         slot_K = slot_P[first_E1[e] : first_E1[e + 1]]
         if slot_K.shape[0] == 1:
             continue
+        _look_up(assignment, e, slot_K, load_K, variance_K, cross_K)
         for k in range(slot_K.shape[0]):
-            rank = slot_K[k] // slots
-            load_K[k], variance_K[k] = assignment.load_R[rank], assignment.variance_R[rank]
-            cross_K[k], added_K[k] = assignment.cross_RE[rank, e], 0
+            added_K[k] = 0
         mean, own = heat.mean_E[e], heat.gram_EE[e, e]
         for g in order_EG[e]:
             share = share_EG[e, g]
             if share <= 0:
                 break
-            coolest, lowest = 0, np.inf
             for k in range(slot_K.shape[0]):
                 more = added_K[k] + share
                 variance = variance_K[k] + more * (np.float32(2.0) * cross_K[k] + more * own)
-                found = risk(load_K[k] + more * mean, variance, z)
-                if found < lowest:
-                    coolest, lowest = k, found
+                found_K[k] = risk(load_K[k] + more * mean, variance, z)
+            coolest = 0
+            for k in range(1, slot_K.shape[0]):
+                if found_K[k] < found_K[coolest]:
+                    coolest = k
             chosen_EG[e, g] = slot_K[coolest]
             added_K[coolest] += share
         for k in range(slot_K.shape[0]):
             shift_load(assignment, heat, e, slot_K[k] // slots, added_K[k])
     return assignment
-
-
-@kernel
-def risk_with(assignment: Assignment, heat: Heat, expert: int, rank: int, share: float, z: float) -> float:
-    """Risk of a rank once it carries ``share`` more of an expert's tokens.
-
-    For the arguments see ``model``.
-    """
-    load = assignment.load_R[rank] + share * heat.mean_E[expert]
-    variance = assignment.variance_R[rank] + share * (
-        np.float32(2.0) * assignment.cross_RE[rank, expert] + share * heat.gram_EE[expert, expert]
-    )
-    return risk(load, variance, z)
 
 
 @kernel
@@ -196,34 +179,77 @@ def cool(
     For the arguments see ``model``.
     """
     ranks, slots = assignment.phy2log_RS.shape
+    risk_R = np.empty(ranks, dtype=np.float32)
+    for r in range(ranks):
+        risk_R[r] = risk(assignment.load_R[r], assignment.variance_R[r], z)
+    load_K, variance_K, cross_K = _room(first_E1), _room(first_E1), _room(first_E1)
+    here_G, infinite, z32 = np.empty(share_EG.shape[1], dtype=np.float32), np.float32(np.inf), np.float32(z)
     for _ in range(4 * ranks * slots):
-        hot, hottest = hottest_rank(assignment, z)
-        lowest = hottest - SMALLEST_GAIN
+        hot = 0
+        for r in range(1, ranks):
+            if risk_R[r] > risk_R[hot]:
+                hot = r
+        lowest = risk_R[hot] - SMALLEST_GAIN
         found_slot, found_g, found_place = -1, -1, -1
         for slot in range(slots):
             e = assignment.phy2log_RS[hot, slot]
             if assignment.replicas_E[e] == 1:
                 continue
-            own = hot * slots + slot
-            for g in range(share_EG.shape[1]):
-                share = share_EG[e, g]
-                if chosen_EG[e, g] != own or share <= 0:
+            own, first, replicas = hot * slots + slot, first_E1[e], first_E1[e + 1] - first_E1[e]
+            mean, alone = heat.mean_E[e], heat.gram_EE[e, e]
+            load, variance, cross = (
+                assignment.load_R[hot],
+                assignment.variance_R[hot],
+                assignment.cross_RE[hot, e],
+            )
+            _look_up(assignment, e, slot_P[first : first + replicas], load_K, variance_K, cross_K)
+            share_G, chosen_G = share_EG[e], chosen_EG[e]
+            for g in range(share_G.shape[0]):
+                share = share_G[g]
+                left = variance - share * (np.float32(2.0) * cross - share * alone)
+                here_G[g] = risk(load - share * mean, left, z32)
+                # It has to be another's, or no tokens.
+                if chosen_G[g] != own or share <= 0:
+                    here_G[g] = infinite
+            for g in range(share_G.shape[0]):
+                here, share = here_G[g], share_G[g]
+                if here >= lowest:
                     continue
-                here = risk_with(assignment, heat, e, hot, -share, z)
-                for place in range(first_E1[e], first_E1[e + 1]):
-                    if slot_P[place] == own:
-                        continue
-                    after = max(here, risk_with(assignment, heat, e, slot_P[place] // slots, share, z))
-                    if after < lowest:
+                for k in range(replicas):
+                    more = variance_K[k] + share * (np.float32(2.0) * cross_K[k] + share * alone)
+                    after = max(here, risk(load_K[k] + share * mean, more, z))
+                    if after < lowest and slot_P[first + k] != own:
                         lowest = after
-                        found_slot, found_g, found_place = slot, g, place
+                        found_slot, found_g, found_place = slot, g, first + k
         if found_slot < 0:
             return
         e = assignment.phy2log_RS[hot, found_slot]
-        share = share_EG[e, found_g]
+        share, to = share_EG[e, found_g], slot_P[found_place] // slots
         shift_load(assignment, heat, e, hot, -share)
         chosen_EG[e, found_g] = slot_P[found_place]
-        shift_load(assignment, heat, e, slot_P[found_place] // slots, share)
+        shift_load(assignment, heat, e, to, share)
+        risk_R[hot] = risk(assignment.load_R[hot], assignment.variance_R[hot], z)
+        risk_R[to] = risk(assignment.load_R[to], assignment.variance_R[to], z)
+
+
+@kernel
+def _room(first_E1: Int32) -> Float32:
+    """Room for a number for each replica of any expert."""
+    most = np.int64(0)
+    for e in range(first_E1.shape[0] - 1):
+        most = max(most, first_E1[e + 1] - first_E1[e])
+    return np.empty(most, dtype=np.float32)
+
+
+@part
+def _look_up(
+    assignment: Assignment, expert: int, slot_K: Int32, load_K: Float32, variance_K: Float32, cross_K: Float32
+) -> None:
+    """Note loads, variances and covariances of the ranks of an expert's replicas: read once for all its parts."""
+    for k in range(slot_K.shape[0]):
+        rank = slot_K[k] // assignment.phy2log_RS.shape[1]
+        load_K[k], variance_K[k] = assignment.load_R[rank], assignment.variance_R[rank]
+        cross_K[k] = assignment.cross_RE[rank, expert]
 
 
 @kernel
@@ -240,20 +266,22 @@ def swap_through_tables(
     Each swap takes pressure away on the scale of the risks before it, so a single one may lift the smooth peak: whoever
     calls judges where it ends by the realised ratio. For the arguments see ``model``.
     """
-    ranks, slots = phy2log_RS.shape
+    slots = phy2log_RS.shape[1]
     assignment = assignment_of(phy2log_RS, slot_shares(phy2log_RS, log2phy_GE, share_GE), heat)
-    scratch = np.empty((SCRATCH_ROWS, ranks * slots), dtype=np.float32)
+    swaps = swaps_of(assignment, heat)
     nowhere_ER = np.zeros_like(assignment.holds_ER)
     now = smooth_max_of(assignment.load_R, assignment.variance_R, z)
     for _ in range(steps):
         hot = hottest_of(now)
-        slot, rank, other, _ = best_swap(assignment, heat, now, hot, z, SMALLEST_RELIEF, scratch)
+        slot, rank, other, _ = best_swap(assignment, heat, now, hot, z, SMALLEST_RELIEF, swaps)
         if slot < 0:
             break
         one, two = assignment.phy2log_RS[hot, slot], assignment.phy2log_RS[rank, other]
         _readdress(log2phy_GE, one, hot * slots + slot, rank * slots + other)
         _readdress(log2phy_GE, two, rank * slots + other, hot * slots + slot)
         swap(assignment, heat, nowhere_ER, hot, slot, rank, other)
+        lay_out(assignment, heat, swaps, hot)
+        lay_out(assignment, heat, swaps, rank)
         now = smooth_max_of(assignment.load_R, assignment.variance_R, z)
     return assignment.phy2log_RS
 

@@ -181,7 +181,8 @@ def _localise_tables(
     """
     ranks, slots = phy2log_RS.shape
     first_E1, slot_P = slots_by_expert(phy2log_RS, share_EG.shape[0])
-    changed_RN = np.empty_like(top.load_RN)
+    # The last row stays 0.
+    changed_RN = np.zeros((ranks + 1, top.load_RN.shape[1]), dtype=np.float32)
     changed_R1, rank_K = np.zeros(ranks + 1, dtype=np.bool_), np.zeros(2, dtype=np.int32)
     first_P, next_G = np.full(slot_P.shape[0], -1, dtype=np.int32), np.empty(near_EG.shape[1], dtype=np.int32)
     for _ in range(_SWEEPS):
@@ -281,8 +282,8 @@ def _best_way_home(
     ``served`` are the lists of ``_list_sources``.
     """
     first_P, next_G = served
-    slots = deployed.phy2log_RS.shape[1]
-    own, home = near_G[source], deployed.node_G[source]
+    ranks, slots = deployed.phy2log_RS.shape
+    own, home, none_N = near_G[source], deployed.node_G[source], changed_RN[ranks]
     to, back, lowest = -1, -1, np.float32(limit)
     for replica in replica_K:
         if deployed.node_R[replica // slots] != home:
@@ -290,12 +291,14 @@ def _best_way_home(
         # The mean peak is convex in what changes ranks: beyond a way that is no better than another none is.
         low, high = np.float32(-np.inf), np.float32(np.inf)
         best, least = low, high
+        here, there = own // slots, replica // slots
+        # What the other ranks leave: below that no way leads.
+        floor = peak_of_two_changed(top, heat.share_N, here, there, none_N, none_N)
         # Its part alone, then in exchange for each of those that the replica serves.
         g, coming = -1, first_P[replica]
         while True:
             more = share_G[source] - (share_G[g] if g >= 0 else np.float32(0.0))
             if low < more < high and (g < 0 or deployed.node_G[g] != home):
-                here, there = own // slots, replica // slots
                 _shift(top, heat.scaled_EN[expert], more, here, there, changed_RN)
                 found = peak_of_two_changed(
                     top, heat.share_N, here, there, changed_RN[here], changed_RN[there]
@@ -309,7 +312,7 @@ def _best_way_home(
                     high = worse
                 if found < lowest:
                     to, back, lowest = np.int64(replica), g, found
-            if coming < 0:
+            if coming < 0 or least <= floor:
                 break
             g, coming = coming, next_G[coming]
     return to, back
