@@ -103,6 +103,7 @@ _JOINING_AT_ONCE = 2
 _QUEUED_REPORTS = 64
 """As an agent keeps them."""
 _HEARTBEAT_SECONDS = 2.0
+_MOMENT_SECONDS = 0.01
 _HEAD_BYTES = 32
 """Of a plan's message: its size, number, term and base."""
 
@@ -368,7 +369,11 @@ class _Agent:
             if behind > _QUEUED_REPORTS:
                 self.dropped_steps += steps * (behind - _QUEUED_REPORTS)
                 step += steps * (behind - _QUEUED_REPORTS)
-            message = self._message(step, steps)
+            switched = bisect.bisect_right(self._crew.switches, step)
+            while self.switched < switched:
+                # An agent says that it has switched before it reports what came after.
+                await asyncio.sleep(_MOMENT_SECONDS)
+            message = self._message(step, steps, switched)
             for part in in_parts(message):
                 data = part.SerializeToString()
                 await self._write(data)
@@ -378,10 +383,9 @@ class _Agent:
             if step >= self._load.interval:
                 self.heat_at = self.heat_at or time.time()
 
-    def _message(self, step: int, steps: int) -> agent_pb2.ConnectRequest:
-        """Return the report of these steps; what the slots of layers that have switched receive is drawn again."""
+    def _message(self, step: int, steps: int, switched: int) -> agent_pb2.ConnectRequest:
+        """Return the report of these steps; what the slots of the layers ``switched`` receive is drawn again."""
         crew = self._crew
-        switched = bisect.bisect_right(crew.switches, step)
         while crew.plan is not None and self._counted < switched:
             update = crew.plan.layers[self._counted]
             self._expected_LS[update.layer] = _expected(
@@ -389,12 +393,14 @@ class _Agent:
             )
             self._epochs[update.layer] = crew.versions[self._counted][0]
             self._counted += 1
-        key = steps, (step // steps + self._rank) % _VARIANTS
-        drawn = self._drawn.get(key)
-        if drawn is None:
-            report = drawn_report(self._load.scale, self._rank, steps, self._expected_LS, key[1])
-            message = agent_pb2.ConnectRequest(heat_report=encode(report))
-            drawn = self._drawn[key] = _Drawn(message, report.slot_counts_TLS.astype(np.int32))
+        # All at once: ranks that draw some when an interval ends report it late.
+        variants = _VARIANTS if switched in (0, len(crew.switches)) else 1
+        for key in ((steps, variant) for variant in range(variants)):
+            if key not in self._drawn:
+                report = drawn_report(self._load.scale, self._rank, steps, self._expected_LS, key[1])
+                message = agent_pb2.ConnectRequest(heat_report=encode(report))
+                self._drawn[key] = _Drawn(message, report.slot_counts_TLS.astype(np.int32))
+        drawn = self._drawn[steps, (step // steps + self._rank) % variants]
         if drawn.counted < self._counted and crew.plan is not None:
             rng = np.random.default_rng((self._rank, step))
             for update in crew.plan.layers[drawn.counted : self._counted]:
