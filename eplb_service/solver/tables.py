@@ -53,25 +53,31 @@ def slots_by_expert(phy2log_RS: Int32, experts: int) -> tuple[Int32, Int32]:
     return first_E1, slot_P
 
 
-@kernel
 def fixed_rule(first_E1: Int32, slot_P: Int32, sources: int, width: int = 1) -> Int32:
     """Source ``g`` uses replica ``g % k`` of an expert with ``k`` replicas, int32 ``[G, E]``.
 
     Where each ``width`` sources are the entries of one dealing table, entry ``i`` of table ``g`` is replica
     ``(g + i) % k``.
     """
+    return np.ascontiguousarray(_rule_by_expert(first_E1, slot_P, sources, width).T)
+
+
+@kernel
+def _rule_by_expert(first_E1: Int32, slot_P: Int32, sources: int, width: int) -> Int32:
+    """``fixed_rule`` with an expert's sources in a row, int32 ``[E, G]``: rows are written in one go."""
     experts = first_E1.shape[0] - 1
-    chosen_GE = np.empty((sources, experts), dtype=np.int32)
+    chosen_EG = np.empty((experts, sources), dtype=np.int32)
     for e in range(experts):
+        chosen_G = chosen_EG[e]
         first, replicas = first_E1[e], first_E1[e + 1] - first_E1[e]
         begin = 0
         for g in range(0, sources, width):
             at = begin
             for v in range(g, g + width):
-                chosen_GE[v, e] = slot_P[first + at]
+                chosen_G[v] = slot_P[first + at]
                 at = at + 1 if at + 1 < replicas else 0
             begin = begin + 1 if begin + 1 < replicas else 0
-    return chosen_GE
+    return chosen_EG
 
 
 @kernel
@@ -94,9 +100,10 @@ def solve_tables(phy2log_RS: Int32, heat: Heat, share_GE: Float32, z: float) -> 
     """Choose each source's replicas; never worse on these episodes than the engines' rule ``source % replicas``."""
     sources, experts = share_GE.shape
     first_E1, slot_P = slots_by_expert(phy2log_RS, experts)
-    rule_GE = fixed_rule(first_E1, slot_P, sources)
+    chosen_EG = _rule_by_expert(first_E1, slot_P, sources, 1)
+    rule_GE = np.ascontiguousarray(chosen_EG.T)
     rule_par = tables_par(phy2log_RS, rule_GE, heat, share_GE)
-    chosen_EG, share_EG = np.array(rule_GE.T, order="C"), np.ascontiguousarray(share_GE.T)
+    share_EG = np.ascontiguousarray(share_GE.T)
     order_E, order_EG = descending(expert_heat(heat, z)), np.zeros_like(chosen_EG)
     shared_X = np.flatnonzero(np.diff(first_E1) > 1)
     order_EG[shared_X] = largest_first(share_EG[shared_X])
