@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import sqlite3
 import threading
 import time
@@ -58,6 +59,14 @@ async def until(true: Callable[[], bool], seconds: float = 60.0) -> None:
             await asyncio.sleep(0.01)
 
     await asyncio.wait_for(poll(), seconds)
+
+
+async def test_streams_that_have_come_are_left_out_of_garbage_collections(service: RunningService) -> None:
+    """Those of a thousand ranks held the loop for 0.1 s."""
+    before = gc.get_freeze_count()
+    async with FakeGroup(service.address) as group:
+        await group.join()
+        await until(lambda: gc.get_freeze_count() > before)
 
 
 async def test_heat_leads_to_a_plan_and_the_plan_to_an_epoch(service: RunningService) -> None:
