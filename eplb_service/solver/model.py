@@ -89,13 +89,11 @@ class SearchOptions:
 class Recommended(NamedTuple):
     """A local search that was held against heat it was not fitted to, and is to be followed at the next decision.
 
-    ``price`` is what it asks for a move, as a multiple of the true one; ``optimism`` is as in ``layer.Answer``; so many
-    decisions have ``followed`` it.
+    ``price`` is what it asks for a move, as a multiple of the true one; ``optimism`` is as in ``layer.Answer``.
     """
 
     price: float
     optimism: float
-    followed: int = 0
 
 
 class SearchParams(NamedTuple):
