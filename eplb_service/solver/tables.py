@@ -32,8 +32,8 @@ from eplb_service.solver.evaluation import (
     smooth_max_of,
 )
 from eplb_service.solver.jit import kernel, part
-from eplb_service.solver.local_search import SMALLEST_RELIEF, best_swap, lay_out, swap, swaps_of
 from eplb_service.solver.model import Float32, Heat, Int32
+from eplb_service.solver.swaps import SMALLEST_RELIEF, best_swap, swap, swaps_of
 
 
 @kernel
@@ -286,9 +286,7 @@ def swap_through_tables(
         one, two = assignment.phy2log_RS[hot, slot], assignment.phy2log_RS[rank, other]
         _readdress(log2phy_GE, one, hot * slots + slot, rank * slots + other)
         _readdress(log2phy_GE, two, rank * slots + other, hot * slots + slot)
-        swap(assignment, heat, nowhere_ER, hot, slot, rank, other)
-        lay_out(assignment, heat, swaps, hot)
-        lay_out(assignment, heat, swaps, rank)
+        swap(assignment, heat, nowhere_ER, swaps, hot, slot, rank, other)
         now = smooth_max_of(assignment.load_R, assignment.variance_R, z)
     return assignment.phy2log_RS
 

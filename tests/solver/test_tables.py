@@ -13,8 +13,8 @@ from eplb_service.solver import tables
 from eplb_service.solver.candidates import _touched_up, par_on
 from eplb_service.solver.construction import assignment_of, descending, hottest_rank, largest_first
 from eplb_service.solver.evaluation import expert_heat
-from eplb_service.solver.local_search import SMALLEST_RELIEF
 from eplb_service.solver.model import SOLVED, Candidate, Layer, SearchParams
+from eplb_service.solver.swaps import SMALLEST_RELIEF
 from eplb_service.solver.tables import (
     fixed_rule,
     rehoused,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from eplb_service.solver.local_search import EXCHANGES, FRUITLESS, SMALLEST_RELIEF
+from eplb_service.solver.local_search import EXCHANGES, FRUITLESS
+from eplb_service.solver.swaps import SMALLEST_RELIEF
 from tests.solver.slow.heat import even_shares, rank_risks
 
 
