@@ -15,7 +15,7 @@ L. J. Tashman, *Out-of-Sample Tests of Forecasting Accuracy: An Analysis and Rev
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -163,7 +163,7 @@ def solve_layer(
             params,
             slot_price,
             min_gain,
-            lambda won: _prize(seen, now, params, slot_price, won),
+            now.par - 1.0 - slot_price * _MOVED_AFRESH * deployed.phy2log_RS.size,
         )
     if kind == KEEP:
         return answer(now, KEEP)
@@ -218,14 +218,14 @@ def _holdout(
     params: SearchParams,
     slot_price: float,
     min_gain: float,
-    prize: Callable[[float], float],
+    most: float,
 ) -> tuple[int, float, float]:
     """Choose what would have done best on the newer half, moves paid for; a dearer course must win ``min_gain`` more.
 
     What it wins over keeping must be above its moves' price by ``sureness`` standard errors besides. Where gains do not
     last, a local search that asks more than the true price for a move stops at those that do; so several prices are
     tried, and two of them judged (``_lasting``). A placement from scratch is tried last, where what is cheaper wins,
-    but less than the ``prize`` (``_prize``). Returns the course, the price per moved slot that the local search should
+    but less than the ``most`` that one could. Returns the course, the price per moved slot that the local search should
     ask, and ``Answer.optimism``.
     """
     now = Candidate(deployed.phy2log_RS, deployed.log2phy_GE, 0.0, 0)
@@ -239,7 +239,7 @@ def _holdout(
         if params.local_search_steps > 0:
             yield from ((LOCAL, *found) for found in _lasting(fit, newer, params, slot_price, min_gain))
         won = unchanged - best
-        if course[0] != KEEP and won < prize(won):
+        if course[0] != KEEP and won < most:
             fresh = from_scratch(fit, without_vain_annealing(fit, params), slot_price)
             yield FRESH, slot_price, fresh.phy2log_RS
 
@@ -281,20 +281,6 @@ def _lasting(
         return []
     best = min(found, key=lambda one: one[0])
     return [one[1:] for one in (best, found[0]) if one is best or not np.array_equal(one[2], best[2])]
-
-
-def _prize(seen: Layer, now: Candidate, params: SearchParams, slot_price: float, won: float) -> float:
-    """The ratio that hindsight wins, placing from scratch for the whole window, once its moves are paid.
-
-    Where it cannot be above what is ``won``, most that it may be is enough to know.
-    """
-    most = now.par - 1.0 - slot_price * _MOVED_AFRESH * now.phy2log_RS.size
-    if most <= won:
-        return most
-    params = without_vain_annealing(seen, params)
-    params = params._replace(options=replace(params.options, table_swaps=False))
-    fresh = from_scratch(seen, params, slot_price)
-    return now.par - fresh.par - slot_price * fresh.moves
 
 
 def move_prices(slot_price: float, params: SearchParams) -> Float64:
