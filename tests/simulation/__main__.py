@@ -7,6 +7,7 @@ those that broke a promise.
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import os
 import sys
 import time
@@ -18,7 +19,9 @@ from tests.simulation.world import Outcome, World, simulate
 
 def runs(seeds: Iterable[int]) -> Iterator[Outcome]:
     """Runs of many seeds, side by side on the cores that this process may use."""
-    with ProcessPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+    # A fork inherits garbage, and collects what has threads in its parent: gRPC's poller waits for its own for ever.
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(len(os.sched_getaffinity(0)), spawn) as pool:
         yield from pool.map(simulate, seeds)
 
 
