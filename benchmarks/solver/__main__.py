@@ -72,6 +72,7 @@ def measured(
     if "time" in only:
         yield "time", measures.cpu_times(contest, extent.timed, extent.repeats, seed)
         yield "keeping", measures.keeping(contest, extent.repeats, seed)
+        yield "following", measures.following(extent.seeds)
     if "loop" in only:
         yield "loop", loops(contest, generated_courses(KINDS, *served), entrants(contest))
         moving = generated_courses(("drift", "bursty"), *served)

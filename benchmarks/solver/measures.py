@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import product
 from typing import Any
@@ -30,6 +31,12 @@ from eplb_service.bench.scoring import (
     rule_tables,
     sampled_loads,
 )
+from eplb_service.heat.window import Window
+from eplb_service.placement import Placement
+from eplb_service.planner.decide import plan, plan_afresh
+from eplb_service.planner.plan import Serving
+from eplb_service.planner.settings import PlannerSettings
+from eplb_service.planner.topology import Topology
 from eplb_service.replay.policy import ABLATIONS
 
 
@@ -99,6 +106,32 @@ def keeping(contest: Contest, repeats: int, seed: int) -> Iterator[dict[str, Any
                 "cpu_seconds": [decision.cpu_seconds for decision in done],
                 "wall_seconds": [decision.wall_seconds for decision in done],
             }
+
+
+DECIDES_EVERY = 24
+"""Steps between the decisions of ``following``."""
+
+
+def following(seeds: Sequence[int], decisions: int = 32) -> Iterator[dict[str, Any]]:
+    """A row for each seed: drift at 58x256x32x9 followed decision by decision, each beside a placement from scratch."""
+    layers, experts, ranks, slots = shape = SHAPES[1]
+    settings, topology = PlannerSettings(threads=1), Topology.flat(ranks)
+    for seed in seeds:
+        heat_TLE = generate("drift", layers, experts, WINDOW + decisions * DECIDES_EVERY, seed)
+        placement = Placement.linear(layers, experts, ranks, slots)
+        served, courses = Serving(placement, placement.default_log2phy()), ()
+        warm, afresh = [], []
+        for begin in range(0, (decisions + 1) * DECIDES_EVERY, DECIDES_EVERY):
+            window = Window(np.ascontiguousarray(heat_TLE[begin : begin + WINDOW]))
+            began = time.process_time()
+            made = plan(window, served.placement, served.log2phy_RLE, topology, settings, courses=courses)
+            decided = time.process_time()
+            plan_afresh(window, served.placement, topology, settings)
+            warm.append(decided - began)
+            afresh.append(time.process_time() - decided)
+            served, courses = served.changed_by(made), made.courses
+        # What is placed first is placed from scratch either way.
+        yield {"shape": shape_name(shape), "seed": seed, "warm": warm[1:], "afresh": afresh[1:]}
 
 
 COMPARED: tuple[Shape, ...] = (SHAPES[1], SHAPES[2])

@@ -20,8 +20,10 @@ from eplb_service.solver.model import (
     STEPWISE,
     Candidate,
     Deployed,
+    Episodes,
     Float32,
     Float64,
+    Heat,
     Int32,
     Layer,
     SearchParams,
@@ -52,8 +54,8 @@ _WORK = 1 << 29
 """Most tries of annealing x ranks, as a try costs more where ranks are more: nothing that takes longer is annealed.
 Steps of the local search before it x ranks**2 are at most as many.
 
-256 experts on 1,024 ranks x 2 slots come to more. 58 such layers are placed from scratch in 9 s of CPU where annealing
-made it 24, at a ratio of 1.062 for 1.056 (``benchmarks.scale``'s heat).
+256 experts on 1,024 ranks x 2 slots come to more: to anneal 58 such layers took 15 s of CPU, for a ratio of 1.056 in
+place of 1.062 (``benchmarks.scale``'s heat).
 """
 _LONE = 16
 """Part of all tries where ranks have one slot, and replica counts are all that is left to find: one in so many.
@@ -128,15 +130,14 @@ def without_vain_annealing(layer: Layer, params: SearchParams) -> SearchParams:
     return params
 
 
-def as_deployed(layer: Layer, tables: int) -> Candidate:
+def as_deployed(heat: Episodes | Heat, deployed: Deployed, tables: int) -> Candidate:
     """Return the deployed placement and tables as a candidate."""
-    now = Candidate(layer.deployed.phy2log_RS, layer.deployed.log2phy_GE, 0.0, 0)
-    return now._replace(par=par_on(now, layer, tables))
+    now = Candidate(deployed.phy2log_RS, deployed.log2phy_GE, 0.0, 0)
+    return now._replace(par=par_on(now, heat, deployed, tables))
 
 
-def par_on(candidate: Candidate, layer: Layer, tables: int) -> float:
+def par_on(candidate: Candidate, heat: Episodes | Heat, deployed: Deployed, tables: int) -> float:
     """Peak-to-average ratio of a candidate on other heat, split by step, evenly or through its tables."""
-    heat, deployed = layer
     return mean_peak(peaks_on(candidate, heat.scaled_EN, deployed, tables), heat.share_N)
 
 
@@ -190,7 +191,7 @@ def with_tables(phy2log_RS: Int32, layer: Layer, params: SearchParams) -> Candid
     else:
         sources, experts = deployed.share_GE.shape
         log2phy_GE = fixed_rule(*slots_by_expert(kept_RS, experts), sources, params.width)
-        par = par_on(Candidate(kept_RS, log2phy_GE, 0.0, moves), layer, params.tables)
+        par = par_on(Candidate(kept_RS, log2phy_GE, 0.0, moves), heat, deployed, params.tables)
     return Candidate(kept_RS, log2phy_GE, par, moves)
 
 
@@ -206,7 +207,7 @@ def _touched_up(candidate: Candidate, layer: Layer, params: SearchParams) -> Can
     )
     kept_RS, moves = keep_slots(found_RS, deployed.phy2log_RS)
     found = Candidate(kept_RS, rehoused(log2phy_GE, kept_RS), 0.0, moves)
-    found = found._replace(par=par_on(found, layer, params.tables))
+    found = found._replace(par=par_on(found, heat, deployed, params.tables))
     return found if found.par < candidate.par else candidate
 
 

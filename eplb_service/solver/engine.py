@@ -197,7 +197,7 @@ def _solve_by_node(
     from scratch.
     """
     seen = Layer(heat_of(heat_NE, deployed.phy2log_RS.shape[0]), deployed)
-    now = as_deployed(seen, params.tables)
+    now = as_deployed(seen.heat, deployed, params.tables)
     slot_price = params.slot_price(deployed.phy2log_RS)
     node_E = _nodes_of_groups(deployed, groups)
     if unplaced or node_E is None:
@@ -315,4 +315,4 @@ def _put_together(nodes: Sequence[tuple[_Node, Candidate]], layer: Layer, params
         log2phy_GE[:, expert_X] = rank_GX * slots + found.log2phy_GE % slots
     moves = int(np.count_nonzero(phy2log_RS != deployed.phy2log_RS))
     whole = Candidate(phy2log_RS, log2phy_GE, 0.0, moves)
-    return whole._replace(par=par_on(whole, layer, params.tables))
+    return whole._replace(par=par_on(whole, *layer, params.tables))

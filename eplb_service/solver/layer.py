@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 
 import numpy as np
 
@@ -47,7 +48,7 @@ from eplb_service.solver.model import (
     Layer,
     Recommended,
     SearchParams,
-    heat_of,
+    episodes_of,
     with_covariance,
 )
 from eplb_service.solver.topology import crossing_share, keep_slots, localised
@@ -125,31 +126,36 @@ def solve_layer(
     course
         What to follow without a hold-out; by default one is made.
     """
-    seen = Layer(heat_of(heat_NE, deployed.phy2log_RS.shape[0]), deployed)
+    seen = episodes_of(heat_NE, deployed.phy2log_RS.shape[0])
     has_halves = heat_NE.shape[0] >= FEWEST_EPISODES
-    now = as_deployed(seen, params.tables)
+    now = as_deployed(seen, deployed, params.tables)
     forecast = Forecast(float(half_life_H[0]), 0.0)
     optimism: float | None = None
 
+    @cache
+    def whole() -> Layer:
+        return Layer(with_covariance(*seen), deployed)
+
     def answer(found: Candidate, taken: int) -> Answer:
-        crossed = crosses = crossing_share(now, seen, params.tables)
+        crossed = crosses = crossing_share(now, seen, deployed, params.tables)
         if taken != KEEP:
-            found = localised(found, seen, params)
-            crosses = crossing_share(found, seen, params.tables)
+            found = found._replace(par=par_on(found, seen, deployed, params.tables))
+            found = localised(found, whole(), params)
+            crosses = crossing_share(found, seen, deployed, params.tables)
         return Answer(found, now.par, forecast.half_life, taken, crossed, crosses, optimism, forecast.trimmed)
 
     if has_halves:
-        chosen = choose_forecast(seen.heat, half_life_H, params.options.trimmed_mean)
+        chosen = choose_forecast(seen, half_life_H, params.options.trimmed_mean)
         # What is placed for the first time is placed for all heat that is known, but for bursts.
         forecast = chosen if chosen.trimmed or not unplaced else forecast
 
     def expected() -> Layer:
-        return Layer(forecast_heat(seen.heat, forecast, 2.0), deployed)
+        return Layer(forecast_heat(whole().heat, forecast, 2.0), deployed)
 
     if unplaced:
-        params = without_vain_annealing(seen, params)
+        params = without_vain_annealing(whole(), params)
         found = from_scratch(expected(), params, params.slot_price(deployed.phy2log_RS))
-        return answer(found._replace(par=par_on(found, seen, params.tables)), FRESH)
+        return answer(found, FRESH)
     # A step takes as long as the hottest rank, so a move's price is a part of the ratio now.
     slot_price = params.slot_price(deployed.phy2log_RS, now.par)
     kind, price = FRESH, slot_price
@@ -157,7 +163,7 @@ def solve_layer(
         kind, price, optimism = LOCAL, course.price * slot_price, course.optimism
     elif params.options.holdout and has_halves:
         kind, price, optimism = _holdout(
-            *halves_of(seen.heat),
+            *halves_of(seen),
             forecast,
             deployed,
             params,
@@ -168,7 +174,7 @@ def solve_layer(
     if kind == KEEP:
         return answer(now, KEEP)
     found, taken = _best(kind, price, expected(), now, params, slot_price, min_gain)
-    made = answer(found._replace(par=par_on(found, seen, params.tables)), taken)
+    made = answer(found, taken)
     # On drift (``make bench-decide``, twenty seeds) to follow it once moves 382 slots in a window, at a ratio of 1.194;
     # never some 331, at 1.204; three times 410, at 1.185 (ten seeds each).
     if course is not None or taken != LOCAL or optimism is None or forecast.trimmed or slot_price == 0:
@@ -186,7 +192,7 @@ def _best(
     min_gain: float,
 ) -> tuple[Candidate, int]:
     """Take the recommended course, else tables, where that still wins on the whole window; and say which one."""
-    cost = par_on(now, layer, params.tables) - min_gain
+    cost = par_on(now, *layer, params.tables) - min_gain
     for kind in dict.fromkeys((most, TABLES)):
         if kind == FRESH:
             found = from_scratch(layer, without_vain_annealing(layer, params), slot_price)

@@ -33,8 +33,6 @@ Float64 = npt.NDArray[np.float64]
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
 UInt64 = npt.NDArray[np.uint64]
-Episodes = tuple[Float32, Float32]
-"""Normalised heat float32 ``[E, N]`` and the episodes' weights ``[N]``: all that judging needs of heat."""
 EVEN, RULE, SOLVED, DEALT = 0, 1, 2, 3
 """How an expert's tokens reach its replicas: evenly, because the host spreads them itself; or through each source's
 table, made by the engines' fixed rule, or the split that cools the hottest rank: a replica for each source; or several
@@ -142,8 +140,17 @@ class Deployed(NamedTuple):
     """int32 ``[G]``, node of each source, -1 where its ranks are on several."""
 
 
+class Episodes(NamedTuple):
+    """A stretch of one layer's heat, normalised to a mean rank load of 1 in each episode: all that judging needs."""
+
+    scaled_EN: Float32
+    """float32 ``[E, N]``."""
+    share_N: Float32
+    """float32 ``[N]``, the episodes' weights, summing to 1."""
+
+
 class Heat(NamedTuple):
-    """A stretch of one layer's heat, normalised to a mean rank load of 1 in each episode."""
+    """The same with what searching needs besides."""
 
     scaled_EN: Float32
     """float32 ``[E, N]``."""
@@ -207,9 +214,14 @@ def with_covariance(scaled_EN: Float32, share_N: Float32) -> Heat:
     return Heat(scaled_EN, share_N, mean_E, gram_EE)
 
 
-def heat_of(heat_NE: Float64, ranks: int) -> Heat:
+def episodes_of(heat_NE: Float64, ranks: int) -> Episodes:
     """Normalise episodes ``[N, E]``, all of the same weight."""
-    return with_covariance(*_normalise(heat_NE, np.ones(heat_NE.shape[0]), ranks))
+    return Episodes(*_normalise(heat_NE, np.ones(heat_NE.shape[0]), ranks))
+
+
+def heat_of(heat_NE: Float64, ranks: int) -> Heat:
+    """Normalise episodes ``[N, E]``, all of the same weight, with their covariance."""
+    return with_covariance(*episodes_of(heat_NE, ranks))
 
 
 @part

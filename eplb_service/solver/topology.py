@@ -25,6 +25,7 @@ from eplb_service.solver.model import (
     STEPWISE,
     Candidate,
     Deployed,
+    Episodes,
     Float32,
     Heat,
     Int32,
@@ -346,26 +347,25 @@ def localised(candidate: Candidate, layer: Layer, params: SearchParams) -> Candi
     return candidate._replace(log2phy_GE=near_GE, par=after)
 
 
-def crossing_share(candidate: Candidate, layer: Layer, tables: int) -> float:
+def crossing_share(candidate: Candidate, heat: Episodes | Heat, deployed: Deployed, tables: int) -> float:
     """Part of the tokens that leave their source's node; 0 on one node, or where the host asks no table.
 
     Sources whose ranks are on several nodes count as at home everywhere: each of their nodes has the tokens.
     """
-    heat, deployed = layer
     if tables in (EVEN, STEPWISE) or not deployed.node_R.any():
         return 0.0
     node_P = np.repeat(deployed.node_R, candidate.phy2log_RS.shape[1])
-    return _leaving_share(candidate.log2phy_GE, node_P, heat, deployed)
+    return _leaving_share(candidate.log2phy_GE, node_P, heat.scaled_EN @ heat.share_N, deployed)
 
 
 @kernel
-def _leaving_share(log2phy_GE: Int32, node_P: Int32, heat: Heat, deployed: Deployed) -> float:
+def _leaving_share(log2phy_GE: Int32, node_P: Int32, mean_E: Float32, deployed: Deployed) -> float:
     """Part of the tokens that leave their source's node; ``node_P`` int32 ``[R*S]``, node of each slot."""
     leaving = total = 0.0
     for g in range(log2phy_GE.shape[0]):
         home = deployed.node_G[g]
         for e in range(log2phy_GE.shape[1]):
-            tokens = deployed.share_GE[g, e] * heat.mean_E[e]
+            tokens = deployed.share_GE[g, e] * mean_E[e]
             total += tokens
             if home >= 0 and node_P[log2phy_GE[g, e]] != home:
                 leaving += tokens

@@ -244,13 +244,14 @@ class Forecast(NamedTuple):
     """Experts count as their trimmed means say; then nothing fades."""
 
 
-def halves_of(heat: Heat) -> tuple[Episodes, Episodes]:
+def halves_of(heat: Episodes | Heat) -> tuple[Episodes, Episodes]:
     """Cut episodes, oldest first, into an older and a newer half."""
     half = heat.share_N.shape[0] // 2
 
     def part(of_N: slice) -> Episodes:
         share_N = heat.share_N[of_N]
-        return np.ascontiguousarray(heat.scaled_EN[:, of_N]), share_N / max(share_N.sum(), np.float32(1e-30))
+        share_N = share_N / max(share_N.sum(), np.float32(1e-30))
+        return Episodes(np.ascontiguousarray(heat.scaled_EN[:, of_N]), share_N)
 
     return part(slice(half)), part(slice(half, None))
 
@@ -305,7 +306,7 @@ def _skewness(scaled_EN: Float32, share_N: Float32) -> float:
     return total / max(varying, 1)
 
 
-def choose_forecast(heat: Heat, half_life_H: Float64, trim: bool = True) -> Forecast:
+def choose_forecast(heat: Episodes | Heat, half_life_H: Float64, trim: bool = True) -> Forecast:
     """Choose the forecast made of the older half of the episodes that is closest to the newer half's mean.
 
     The first half-life listed stays unless another's squared error, or that of the trimmed mean, is clearly below its

@@ -91,6 +91,8 @@ def test_time_is_compared_over_the_minima_of_all_kinds() -> None:
         ("tables", tables(1.112), [False]),
         ("keeping", keeping(0), [True]),
         ("keeping", keeping(1), [False]),
+        ("following", [{"shape": SHAPE, "warm": [1.0, 2.0], "afresh": [1.5, 1.4]}], [True]),
+        ("following", [{"shape": SHAPE, "warm": [1.0, 2.0], "afresh": [1.5, 1.3]}], [False]),
         ("few_slots", few_slots(1.50, 1.52), [True]),
         ("few_slots", few_slots(1.51, 1.53), [False]),
     ],

@@ -39,7 +39,7 @@ class OnNodes:
 
     def crossing(self, candidate: Candidate) -> float:
         heat, deployed = self.layer
-        found = crossing_share(candidate, self.layer, SOLVED)
+        found = crossing_share(candidate, *self.layer, SOLVED)
         if deployed.node_R.any():
             arrays = deployed.share_GE, heat.mean_E, deployed.node_G, deployed.node_R
             wanted = slow.crossing(candidate.log2phy_GE, *arrays, self.phy2log_RS.shape[1])
@@ -111,11 +111,11 @@ def test_equal_sources_trade_replicas_so_that_both_are_at_home() -> None:
     candidate = Candidate(phy2log_RS, log2phy_GE, 1.5, 0)
     near = localised(candidate, Layer(heat, serving), SearchParams(tables=SOLVED))
     assert near.log2phy_GE[:, 0].tolist() == [0, 4]
-    assert crossing_share(candidate, Layer(heat, serving), SOLVED) == pytest.approx(4 / 7)
-    assert crossing_share(near, Layer(heat, serving), SOLVED) == pytest.approx(3 / 7)
-    assert crossing_share(candidate, Layer(heat, serving), EVEN) == 0.0
+    assert crossing_share(candidate, heat, serving, SOLVED) == pytest.approx(4 / 7)
+    assert crossing_share(near, heat, serving, SOLVED) == pytest.approx(3 / 7)
+    assert crossing_share(candidate, heat, serving, EVEN) == 0.0
     for tables in (EVEN, RULE):
         assert localised(candidate, Layer(heat, serving), SearchParams(tables=tables)) is candidate
     flat = serving._replace(node_R=np.zeros(4, dtype=np.int32), node_G=np.zeros(2, dtype=np.int32))
     assert localised(candidate, Layer(heat, flat), SearchParams(tables=SOLVED)) is candidate
-    assert crossing_share(candidate, Layer(heat, flat), SOLVED) == 0.0
+    assert crossing_share(candidate, heat, flat, SOLVED) == 0.0
