@@ -108,8 +108,8 @@ def keeping(contest: Contest, repeats: int, seed: int) -> Iterator[dict[str, Any
             }
 
 
-DECIDES_EVERY = 24
-"""Steps between the decisions of ``following``."""
+LOOKS_BACK, DECIDES_EVERY = 128, 24
+"""Steps that a decision of ``following`` sees, and steps between two."""
 
 
 def following(seeds: Sequence[int], decisions: int = 32) -> Iterator[dict[str, Any]]:
@@ -117,12 +117,12 @@ def following(seeds: Sequence[int], decisions: int = 32) -> Iterator[dict[str, A
     layers, experts, ranks, slots = shape = SHAPES[1]
     settings, topology = PlannerSettings(threads=1), Topology.flat(ranks)
     for seed in seeds:
-        heat_TLE = generate("drift", layers, experts, WINDOW + decisions * DECIDES_EVERY, seed)
+        heat_TLE = generate("drift", layers, experts, LOOKS_BACK + decisions * DECIDES_EVERY, seed)
         placement = Placement.linear(layers, experts, ranks, slots)
         served, courses = Serving(placement, placement.default_log2phy()), ()
         warm, afresh = [], []
         for begin in range(0, (decisions + 1) * DECIDES_EVERY, DECIDES_EVERY):
-            window = Window(np.ascontiguousarray(heat_TLE[begin : begin + WINDOW]))
+            window = Window(np.ascontiguousarray(heat_TLE[begin : begin + LOOKS_BACK]))
             began = time.process_time()
             made = plan(window, served.placement, served.log2phy_RLE, topology, settings, courses=courses)
             decided = time.process_time()
