@@ -128,8 +128,7 @@ def _drawn(here_RS: Int32, load_NR: Float32, rank_KN: Int32, episode: int, state
     guided, swaps = draw(state_1, 100) < _GUIDED, draw(state_1, 100) < _SWAPS
     rank = np.int64(rank_KN[0, episode]) if guided else draw(state_1, ranks)
     other, another = draw(state_1, ranks), draw(state_1, ranks)
-    if load_NR[episode, another] < load_NR[episode, other]:
-        other = another
+    other = another if load_NR[episode, another] < load_NR[episode, other] else other
     slot, place = draw(state_1, slots), draw(state_1, slots)
     mine, theirs = here_RS[rank, slot], here_RS[other, place]
     return _Move(rank, slot, other, place, mine, theirs, swaps, episode if guided else -1)
@@ -212,11 +211,14 @@ def _may_swap(
 ) -> bool:
     """Return whether a swap is legal, and cools ``rank`` in its episode without making ``other`` as hot."""
     rank, other, mine, theirs, n = attempt.rank, attempt.other, attempt.mine, attempt.theirs, attempt.episode
-    legal = rank != other and not holds_ER[mine, other] and not holds_ER[theirs, rank]
-    if legal and n >= 0:
-        more = scaled_EN[theirs, n] / replicas_E[theirs] - scaled_EN[mine, n] / replicas_E[mine]
-        legal = more < 0 and load_NR[n, other] - more < load_NR[n, rank]
-    return legal
+    # All is looked at: a branch that the processor guesses wrong takes longer.
+    legal = (rank != other) & ~holds_ER[mine, other] & ~holds_ER[theirs, rank]
+    at = max(n, 0)
+    more = scaled_EN[theirs, at] * share_of(replicas_E[theirs])
+    more -= scaled_EN[mine, at] * share_of(replicas_E[mine])
+    relieves = (more < 0) & (load_NR[at, other] - more < load_NR[at, rank])
+    found: bool = legal & (relieves | (n < 0))
+    return found
 
 
 @part
@@ -228,12 +230,12 @@ def _may_pass(
     These are ``other`` and all that hold ``theirs``; a thinner share of ``mine`` is not set against what they get.
     """
     rank, other, mine, theirs, n = attempt.rank, attempt.other, attempt.mine, attempt.theirs, attempt.episode
-    legal = rank != other and not holds_ER[mine, other] and replicas_E[theirs] > 1
+    legal: bool = (rank != other) & ~holds_ER[mine, other] & (replicas_E[theirs] > 1)
     if legal and n >= 0:
         limit = load_NR[n, rank]
-        lost = scaled_EN[theirs, n] / replicas_E[theirs]
-        more = scaled_EN[theirs, n] / (replicas_E[theirs] - 1) - lost
-        legal = load_NR[n, other] + scaled_EN[mine, n] / (replicas_E[mine] + 1) - lost < limit
+        lost = scaled_EN[theirs, n] * share_of(replicas_E[theirs])
+        more = scaled_EN[theirs, n] * share_of(replicas_E[theirs] - 1) - lost
+        legal = load_NR[n, other] + scaled_EN[mine, n] * share_of(replicas_E[mine] + 1) - lost < limit
         for k in range(replicas_E[theirs]):
             holder = holder_EK[theirs, k]
             legal = legal and (holder == other or load_NR[n, holder] + more < limit)
