@@ -23,11 +23,9 @@ from eplb_service.solver.model import (
     Episodes,
     Float32,
     Float64,
-    Heat,
     Int32,
     Layer,
     SearchParams,
-    with_covariance,
 )
 from eplb_service.solver.step_search import searched_for_steps
 from eplb_service.solver.stepwise import levels_of_episodes
@@ -101,24 +99,24 @@ def _searched(replicas_E: Int32, layer: Layer, params: SearchParams) -> Int32:
     return placed_RS
 
 
-def without_vain_annealing(layer: Layer, params: SearchParams) -> SearchParams:
+def without_vain_annealing(heat: Episodes, deployed: Deployed, params: SearchParams) -> SearchParams:
     """Parameters without annealing unless a short one, fitted to either half of the episodes, cools the other half.
 
     It lowers the hottest rank of every episode that was seen; the more ranks and the fewer tokens, the more often which
     rank that is was chance. Where each rank has one slot few tries do.
     """
-    ranks, slots = layer.deployed.phy2log_RS.shape
+    ranks, slots = deployed.phy2log_RS.shape
     tries = params.annealing_tries // (_LONE if slots == 1 else 1)
     tries = tries if tries * ranks <= _WORK else 0
     params = params._replace(annealing_tries=tries)
-    if not (tries and params.options.holdout and layer.heat.share_N.size >= FEWEST_EPISODES):
+    if not (tries and params.options.holdout and heat.share_N.size >= FEWEST_EPISODES):
         return params
-    forecast = choose_forecast(layer.heat, np.array([np.inf]), params.options.trimmed_mean)
-    older, newer = halves_of(layer.heat)
+    forecast = choose_forecast(heat, np.array([np.inf]), params.options.trimmed_mean)
+    older, newer = halves_of(heat)
     for seen, held_out in ((older, newer), (newer, older)):
-        fit = forecast_heat(with_covariance(*seen), forecast, 1.0)
+        fit = forecast_heat(seen, forecast, 1.0)
         replicas_KE, _ = tree_search(fit, ranks, slots, params.z, 0)
-        placed_RS = _searched(replicas_KE[0], Layer(fit, layer.deployed), params)
+        placed_RS = _searched(replicas_KE[0], Layer(fit, deployed), params)
         trial = min(tries // _TRIAL, _MOST_TRIAL)
         found_RS = anneal(placed_RS, fit.scaled_EN, fit.share_N, trial, params.seed)
         before, after = (
@@ -130,13 +128,13 @@ def without_vain_annealing(layer: Layer, params: SearchParams) -> SearchParams:
     return params
 
 
-def as_deployed(heat: Episodes | Heat, deployed: Deployed, tables: int) -> Candidate:
+def as_deployed(heat: Episodes, deployed: Deployed, tables: int) -> Candidate:
     """Return the deployed placement and tables as a candidate."""
     now = Candidate(deployed.phy2log_RS, deployed.log2phy_GE, 0.0, 0)
     return now._replace(par=par_on(now, heat, deployed, tables))
 
 
-def par_on(candidate: Candidate, heat: Episodes | Heat, deployed: Deployed, tables: int) -> float:
+def par_on(candidate: Candidate, heat: Episodes, deployed: Deployed, tables: int) -> float:
     """Peak-to-average ratio of a candidate on other heat, split by step, evenly or through its tables."""
     return mean_peak(peaks_on(candidate, heat.scaled_EN, deployed, tables), heat.share_N)
 
@@ -191,7 +189,7 @@ def with_tables(phy2log_RS: Int32, layer: Layer, params: SearchParams) -> Candid
     else:
         sources, experts = deployed.share_GE.shape
         log2phy_GE = fixed_rule(*slots_by_expert(kept_RS, experts), sources, params.width)
-        par = par_on(Candidate(kept_RS, log2phy_GE, 0.0, moves), heat, deployed, params.tables)
+        par = par_on(Candidate(kept_RS, log2phy_GE, 0.0, moves), heat.episodes, deployed, params.tables)
     return Candidate(kept_RS, log2phy_GE, par, moves)
 
 
@@ -207,7 +205,7 @@ def _touched_up(candidate: Candidate, layer: Layer, params: SearchParams) -> Can
     )
     kept_RS, moves = keep_slots(found_RS, deployed.phy2log_RS)
     found = Candidate(kept_RS, rehoused(log2phy_GE, kept_RS), 0.0, moves)
-    found = found._replace(par=par_on(found, heat, deployed, params.tables))
+    found = found._replace(par=par_on(found, heat.episodes, deployed, params.tables))
     return found if found.par < candidate.par else candidate
 
 

@@ -197,14 +197,15 @@ def _solve_by_node(
     from scratch.
     """
     seen = Layer(heat_of(heat_NE, deployed.phy2log_RS.shape[0]), deployed)
-    now = as_deployed(seen.heat, deployed, params.tables)
+    now = as_deployed(seen.heat.episodes, deployed, params.tables)
     slot_price = params.slot_price(deployed.phy2log_RS)
     node_E = _nodes_of_groups(deployed, groups)
     if unplaced or node_E is None:
         made = []
         for node in _node_layers(_pack_groups(seen.heat.mean_E, deployed, groups), deployed):
             alone = Layer(heat_of(heat_NE.take(node[0], axis=1), len(node[1])), node[2])
-            made.append((node, from_scratch(alone, without_vain_annealing(alone, params), slot_price)))
+            annealed = without_vain_annealing(alone.heat.episodes, alone.deployed, params)
+            made.append((node, from_scratch(alone, annealed, slot_price)))
         return Answer(_put_together(made, seen, params), now.par, float(half_life_H[0]), FRESH)
     nodes = _node_layers(node_E, deployed)
     # A slot costs the same, whichever node it is on.
@@ -315,4 +316,4 @@ def _put_together(nodes: Sequence[tuple[_Node, Candidate]], layer: Layer, params
         log2phy_GE[:, expert_X] = rank_GX * slots + found.log2phy_GE % slots
     moves = int(np.count_nonzero(phy2log_RS != deployed.phy2log_RS))
     whole = Candidate(phy2log_RS, log2phy_GE, 0.0, moves)
-    return whole._replace(par=par_on(whole, *layer, params.tables))
+    return whole._replace(par=par_on(whole, layer.heat.episodes, deployed, params.tables))

@@ -161,6 +161,11 @@ class Heat(NamedTuple):
     gram_EE: Float32
     """float32 ``[E, E]``, weighted covariance over episodes."""
 
+    @property
+    def episodes(self) -> Episodes:
+        """The episodes alone."""
+        return Episodes(self.scaled_EN, self.share_N)
+
 
 @kernel
 def _normalise(heat_NE: Float64, weight_N: Float64, ranks: int) -> tuple[Float32, Float32]:

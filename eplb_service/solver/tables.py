@@ -32,7 +32,7 @@ from eplb_service.solver.evaluation import (
     smooth_max_of,
 )
 from eplb_service.solver.jit import kernel, part
-from eplb_service.solver.model import Float32, Heat, Int32
+from eplb_service.solver.model import Episodes, Float32, Heat, Int32
 from eplb_service.solver.swaps import SMALLEST_RELIEF, best_swap, swap, swaps_of
 
 
@@ -91,7 +91,7 @@ def slot_shares(phy2log_RS: Int32, chosen_GE: Int32, share_GE: Float32) -> Float
     return share_RS
 
 
-def tables_par(phy2log_RS: Int32, chosen_GE: Int32, heat: Heat, share_GE: Float32) -> float:
+def tables_par(phy2log_RS: Int32, chosen_GE: Int32, heat: Episodes, share_GE: Float32) -> float:
     """Peak-to-average ratio that tables int32 ``[G, E]`` realise; ``share_GE`` as for ``slot_shares``."""
     return mean_of_max(heat.scaled_EN, heat.share_N, phy2log_RS, slot_shares(phy2log_RS, chosen_GE, share_GE))
 
@@ -102,7 +102,7 @@ def solve_tables(phy2log_RS: Int32, heat: Heat, share_GE: Float32, z: float) -> 
     first_E1, slot_P = slots_by_expert(phy2log_RS, experts)
     chosen_EG = _rule_by_expert(first_E1, slot_P, sources, 1)
     rule_GE = np.ascontiguousarray(chosen_EG.T)
-    rule_par = tables_par(phy2log_RS, rule_GE, heat, share_GE)
+    rule_par = tables_par(phy2log_RS, rule_GE, heat.episodes, share_GE)
     share_EG = np.ascontiguousarray(share_GE.T)
     order_E, order_EG = descending(expert_heat(heat, z)), np.zeros_like(chosen_EG)
     shared_X = np.flatnonzero(np.diff(first_E1) > 1)
@@ -110,7 +110,7 @@ def solve_tables(phy2log_RS: Int32, heat: Heat, share_GE: Float32, z: float) -> 
     assignment = _spread_parts(phy2log_RS, chosen_EG, first_E1, slot_P, heat, share_EG, order_E, order_EG, z)
     cool(assignment, chosen_EG, first_E1, slot_P, heat, share_EG, z)
     chosen_GE = np.ascontiguousarray(chosen_EG.T)
-    chosen_par = tables_par(phy2log_RS, chosen_GE, heat, share_GE)
+    chosen_par = tables_par(phy2log_RS, chosen_GE, heat.episodes, share_GE)
     if chosen_par < rule_par:
         return chosen_GE, chosen_par
     return rule_GE, rule_par

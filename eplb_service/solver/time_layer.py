@@ -39,13 +39,14 @@ from eplb_service.solver.model import (
     Bool,
     Candidate,
     Deployed,
+    Episodes,
     Float32,
     Float64,
     Heat,
     Int32,
     Layer,
     SearchParams,
-    heat_of,
+    episodes_of,
     with_covariance,
 )
 from eplb_service.solver.tables import fixed_rule, slot_shares, slots_by_expert, solve_tables
@@ -135,9 +136,9 @@ def solve_layer_for_time(
     Answer
         Its ratios are of times: the slowest rank's over that of perfectly even ranks without replicas.
     """
-    balanced = Layer(heat_of(episodes_NE, deployed.phy2log_RS.shape[0]), deployed)
-    params = without_vain_annealing(balanced, params)
-    forecast = _between_bursts(balanced.heat, params, half_life_H)
+    balanced = episodes_of(episodes_NE, deployed.phy2log_RS.shape[0])
+    params = without_vain_annealing(balanced, deployed, params)
+    forecast = _between_bursts(balanced, params, half_life_H)
     seen = _timed(episodes_NE, steps_NE, deployed, curve_4, forecast)
     now = seen.judged(Candidate(deployed.phy2log_RS, deployed.log2phy_GE, 0.0, 0), params.tables)
     tables = _tabled(deployed.phy2log_RS, seen, params)
@@ -181,7 +182,7 @@ def _timed(
     episodes_NE: Float64, steps_NE: Float64, deployed: Deployed, curve_4: Float64, forecast: Forecast
 ) -> _TimedLayer:
     ranks = deployed.phy2log_RS.shape[0]
-    layer = Layer(forecast_heat(heat_of(episodes_NE, ranks), forecast, 0.0), deployed)
+    layer = Layer(forecast_heat(episodes_of(episodes_NE, ranks), forecast, 0.0), deployed)
     busy_N = steps_NE.sum(axis=1) > 0
     weight_N = (busy_N / max(1, np.count_nonzero(busy_N))).astype(np.float32)
     tokens_EN = np.ascontiguousarray(steps_NE.T, dtype=np.float32)
@@ -190,7 +191,7 @@ def _timed(
     return _TimedLayer(layer, tokens_EN, weight_N, curve_4, even_us)
 
 
-def _between_bursts(heat: Heat, params: SearchParams, half_life_H: Float64) -> Forecast:
+def _between_bursts(heat: Episodes, params: SearchParams, half_life_H: Float64) -> Forecast:
     """Forecast for which tokens are balanced: all heat that is known, but for bursts."""
     if heat.share_N.size >= FEWEST_EPISODES:
         chosen = choose_forecast(heat, half_life_H, params.options.trimmed_mean)

@@ -27,9 +27,7 @@ from eplb_service.solver.model import (
     Deployed,
     Episodes,
     Float32,
-    Heat,
     Int32,
-    Layer,
     SearchParams,
     set_row,
 )
@@ -170,7 +168,7 @@ def _localise_tables(
     near_EG: Int32,
     share_EG: Float32,
     top: TopRanks,
-    heat: Heat,
+    heat: Episodes,
     deployed: Deployed,
     part_X2: Int32,
     limit: float,
@@ -245,18 +243,17 @@ def _relist(first_P: Int32, next_G: Int32, source: int, own: int, to: int) -> No
         next_G[before] = source
 
 
-def _parts_with_homes(phy2log_RS: Int32, layer: Layer) -> Int32:
+def _parts_with_homes(phy2log_RS: Int32, heat: Episodes, deployed: Deployed) -> Int32:
     """Parts with tokens whose source's node holds the expert: expert and source, int32 ``[X, 2]``.
 
     Hottest expert first, of each the largest part first. Of many nodes each holds few experts.
     """
-    heat, deployed = layer
-    share_GE = deployed.share_GE
+    share_GE, mean_E = deployed.share_GE, heat.scaled_EN @ heat.share_N
     # The last row is of sources on several nodes, which are -1.
     holds_KE = np.zeros((deployed.node_R.max() + 2, share_GE.shape[1]), dtype=np.bool_)
     holds_KE[deployed.node_R[:, None], phy2log_RS] = True
-    order_E, home_GE = descending(heat.mean_E), holds_KE[deployed.node_G]
-    home_GE &= share_GE * heat.mean_E > SMALLEST_GAIN
+    order_E, home_GE = descending(mean_E), holds_KE[deployed.node_G]
+    home_GE &= share_GE * mean_E > SMALLEST_GAIN
     place_X, source_X = home_GE.T[order_E].nonzero()
     expert_X = order_E[place_X]
     first_X = np.lexsort((-share_GE[source_X, expert_X], place_X))
@@ -267,7 +264,7 @@ def _parts_with_homes(phy2log_RS: Int32, layer: Layer) -> Int32:
 def _best_way_home(
     near_G: Int32,
     share_G: Float32,
-    heat: Heat,
+    heat: Episodes,
     deployed: Deployed,
     replica_K: Int32,
     top: TopRanks,
@@ -327,12 +324,11 @@ def _shift(top: TopRanks, heat_N: Float32, more: float, here: int, there: int, c
         changed_RN[there, n] = top.load_RN[there, n] + more * heat_N[n]
 
 
-def localised(candidate: Candidate, layer: Layer, params: SearchParams) -> Candidate:
+def localised(candidate: Candidate, heat: Episodes, deployed: Deployed, params: SearchParams) -> Candidate:
     """The candidate with tables that keep more tokens on their nodes, no hotter on this heat.
 
     As it is where there is one node, or where tables are not the solver's to choose.
     """
-    heat, deployed = layer
     if params.tables not in CHOSEN or not deployed.node_R.any():
         return candidate
     placed_RS, log2phy_GE = candidate.phy2log_RS, candidate.log2phy_GE
@@ -340,14 +336,14 @@ def localised(candidate: Candidate, layer: Layer, params: SearchParams) -> Candi
     top = top_ranks_of(loads_in_episodes(placed_RS, share_RS, heat.scaled_EN))
     limit = mean_peak(top.peak_KN[0], heat.share_N) + _ROUNDING
     near_EG, share_EG = np.array(log2phy_GE.T, order="C"), np.ascontiguousarray(deployed.share_GE.T)
-    part_X2 = _parts_with_homes(placed_RS, layer)
+    part_X2 = _parts_with_homes(placed_RS, heat, deployed)
     _localise_tables(placed_RS, near_EG, share_EG, top, heat, deployed, part_X2, limit)
     near_GE = np.ascontiguousarray(near_EG.T)
     after = tables_par(placed_RS, near_GE, heat, deployed.share_GE)
     return candidate._replace(log2phy_GE=near_GE, par=after)
 
 
-def crossing_share(candidate: Candidate, heat: Episodes | Heat, deployed: Deployed, tables: int) -> float:
+def crossing_share(candidate: Candidate, heat: Episodes, deployed: Deployed, tables: int) -> float:
     """Part of the tokens that leave their source's node; 0 on one node, or where the host asks no table.
 
     Sources whose ranks are on several nodes count as at home everywhere: each of their nodes has the tokens.

@@ -7,7 +7,16 @@ from typing import NamedTuple
 import numpy as np
 
 from eplb_service.solver.jit import kernel, part
-from eplb_service.solver.model import Episodes, Float32, Float64, Heat, Int32, Int64, heat_of
+from eplb_service.solver.model import (
+    Episodes,
+    Float32,
+    Float64,
+    Heat,
+    Int32,
+    Int64,
+    episodes_of,
+    with_covariance,
+)
 
 
 @kernel
@@ -244,7 +253,7 @@ class Forecast(NamedTuple):
     """Experts count as their trimmed means say; then nothing fades."""
 
 
-def halves_of(heat: Episodes | Heat) -> tuple[Episodes, Episodes]:
+def halves_of(heat: Episodes) -> tuple[Episodes, Episodes]:
     """Cut episodes, oldest first, into an older and a newer half."""
     half = heat.share_N.shape[0] // 2
 
@@ -306,7 +315,7 @@ def _skewness(scaled_EN: Float32, share_N: Float32) -> float:
     return total / max(varying, 1)
 
 
-def choose_forecast(heat: Episodes | Heat, half_life_H: Float64, trim: bool = True) -> Forecast:
+def choose_forecast(heat: Episodes, half_life_H: Float64, trim: bool = True) -> Forecast:
     """Choose the forecast made of the older half of the episodes that is closest to the newer half's mean.
 
     The first half-life listed stays unless another's squared error, or that of the trimmed mean, is clearly below its
@@ -332,11 +341,10 @@ def choose_forecast(heat: Episodes | Heat, half_life_H: Float64, trim: bool = Tr
     return Forecast(float(half_life_H[best]), float(error_H[best] / (newer_E**2).sum()))
 
 
-def forecast_heat(heat: Heat, forecast: Forecast, ahead: float) -> Heat:
+def forecast_heat(seen: Episodes, forecast: Forecast, ahead: float) -> Heat:
     """Heat as a forecast says, trimmed or leaning to its newest episodes, for ``ahead`` halves of a window later."""
-    if forecast.trimmed:
-        return _trimmed_heat(heat)
-    if not np.isfinite(forecast.half_life):
+    heat = with_covariance(*(_trimmed(seen) if forecast.trimmed else seen))
+    if forecast.trimmed or not np.isfinite(forecast.half_life):
         return heat
     # The covariance stays that of all episodes: a few newest ones say where the heat is, but not how it moves.
     weight_N = heat.share_N * _fading(heat.share_N.shape[0], np.array([forecast.half_life]))[:, 0]
@@ -345,18 +353,18 @@ def forecast_heat(heat: Heat, forecast: Forecast, ahead: float) -> Heat:
         return heat
     share_N = (weight_N / total).astype(np.float32)
     mean_E = heat.scaled_EN @ share_N
-    gram_EE = heat.gram_EE.copy()
+    gram_EE = heat.gram_EE
     gram_EE[np.diag_indices_from(gram_EE)] += np.float32(ahead * forecast.wander) * mean_E * mean_E
     return Heat(heat.scaled_EN, share_N, mean_E, gram_EE)
 
 
-def _trimmed_heat(heat: Heat) -> Heat:
+def _trimmed(seen: Episodes) -> Episodes:
     """The same heat with each expert's episodes scaled so that its mean is its trimmed mean, and normalised again."""
-    mean_E, ranks = heat.mean_E, round(float(heat.mean_E.sum()))
-    trimmed_E = _trimmed_mean(heat.scaled_EN, heat.share_N)
+    mean_E = seen.scaled_EN @ seen.share_N
+    trimmed_E = _trimmed_mean(*seen)
     factor_E = np.divide(trimmed_E, mean_E, out=np.zeros_like(mean_E), where=mean_E > 0)
-    scaled_NE = np.where(heat.share_N > 0, heat.scaled_EN * factor_E[:, None], 0.0).T
-    return heat_of(np.ascontiguousarray(scaled_NE, dtype=np.float64), ranks)
+    scaled_NE = np.where(seen.share_N > 0, seen.scaled_EN * factor_E[:, None], 0.0).T
+    return episodes_of(np.ascontiguousarray(scaled_NE, dtype=np.float64), round(float(mean_E.sum())))
 
 
 MOST_LAGS = 16

@@ -21,7 +21,7 @@ from eplb_service.solver.model import (
     Deployed,
     Layer,
     SearchOptions,
-    heat_of,
+    episodes_of,
     with_covariance,
 )
 from eplb_service.solver.window import Forecast, choose_forecast, halves_of
@@ -97,8 +97,7 @@ def test_the_course_is_the_cheapest_of_all(
             "forecast_heat",
             lambda heat, forecast, ahead: f"{heat}, leaning" if ahead == 1.0 else None,
         )
-        halves = ("older",), NEWER
-        patch.setattr(module, "with_covariance", lambda half: half)
+        halves = "older", NEWER
         # Never what a course wins, an even number of thousandths.
         found = _holdout(*halves, Forecast(4.0, 0.1), deployed, search, PRICE, min_gain, prize / 100 + 0.001)
     costs = [pars[course] + PRICE * moves[course] for course in courses]
@@ -118,7 +117,7 @@ def test_the_course_is_the_cheapest_of_all(
 def test_what_is_recommended_would_have_paid(case: Case, tables: int, seed: int, min_gain: float) -> None:
     assume(len(case.heat_NE) >= 4)
     deployed = deployment(case, case.ranks, seed)
-    seen = heat_of(case.heat_NE, case.ranks)
+    seen = episodes_of(case.heat_NE, case.ranks)
     halves = halves_of(seen)
     forecast = choose_forecast(seen, np.array([np.inf, 1.0]))
     search = SEARCH._replace(tables=tables)
@@ -128,7 +127,7 @@ def test_what_is_recommended_would_have_paid(case: Case, tables: int, seed: int,
     if course[0] == KEEP:
         return
     # Whatever was fitted to the older half is priced on the newer one, by every episode and source.
-    older = Layer(module.forecast_heat(with_covariance(*halves[0]), forecast, 1.0), deployed)
+    older = Layer(module.forecast_heat(halves[0], forecast, 1.0), deployed)
     if course[0] == TABLES:
         found_RS = deployed.phy2log_RS
     elif course[0] == LOCAL:
@@ -157,7 +156,7 @@ def test_the_prices_tried_do_best_on_newer_heat_and_move_least(
 ) -> None:
     assume(len(case.heat_NE) >= 4)
     deployed = deployment(case, case.ranks, seed)
-    older, newer = halves_of(heat_of(case.heat_NE, case.ranks))
+    older, newer = halves_of(episodes_of(case.heat_NE, case.ranks))
     fit, search = Layer(with_covariance(*older), deployed), SEARCH._replace(tables=tables)
     plain = [part.astype(float) for part in newer]
 
@@ -189,12 +188,12 @@ def test_annealing_is_left_out_where_either_half_does_not_keep_what_the_other_ga
         share_2E = generator.dirichlet(np.full(40, 3.0), 2) if seed % 2 else np.full((2, 40), 1 / 40)
         tokens = 30_000 if seed % 2 else 300
         heat_NE = generator.multinomial(tokens, share_2E[np.arange(16) % 2]).astype(float)
-        seen = Layer(heat_of(heat_NE, 24), deployment(Case(24, 2, heat_NE), 24, seed))
+        seen, deployed = episodes_of(heat_NE, 24), deployment(Case(24, 2, heat_NE), 24, seed)
         tried = SEARCH._replace(tree_leaves=0, annealing_tries=8000, tables=EVEN)
-        lasts = module.without_vain_annealing(seen, tried).annealing_tries == 8000
-        halves, cooler = halves_of(seen.heat), []
+        lasts = module.without_vain_annealing(seen, deployed, tried).annealing_tries == 8000
+        halves, cooler = halves_of(seen), []
         for fit, held_out in (halves, halves[::-1]):
-            layer, ratios = Layer(with_covariance(*fit), seen.deployed), []
+            layer, ratios = Layer(with_covariance(*fit), deployed), []
             for tries in (0, 1000):
                 placed_RS = module.from_scratch(layer, tried._replace(annealing_tries=tries), 0.0).phy2log_RS
                 ratios.append(heat.mean_of_max(*held_out, placed_RS, heat.even_shares(placed_RS)))
@@ -203,7 +202,7 @@ def test_annealing_is_left_out_where_either_half_does_not_keep_what_the_other_ga
         kept += [lasts]
         plain = tried._replace(annealing_tries=8000 * lasts, options=SearchOptions(holdout=False))
         mine_RS, plain_RS = (
-            module.solve_layer(heat_NE, seen.deployed, one, np.array([np.inf]), 0.0, True).found.phy2log_RS
+            module.solve_layer(heat_NE, deployed, one, np.array([np.inf]), 0.0, True).found.phy2log_RS
             for one in (tried, plain)
         )
         np.testing.assert_array_equal(mine_RS, plain_RS)
@@ -236,7 +235,7 @@ def test_a_gain_within_its_error_moves_nothing() -> None:
     generator = np.random.default_rng(4)
     case = Case(4, 3, generator.gamma(0.3, 100, (8, 9)))
     deployed = deployment(case, 4, 3)
-    halves = halves_of(heat_of(case.heat_NE, 4))
+    halves = halves_of(episodes_of(case.heat_NE, 4))
     sure, taken = (
         _holdout(*halves, Forecast(np.inf, 0.0), deployed, search, 0.0, 0.0, 1.0)
         for search in (SEARCH._replace(options=SearchOptions(sureness=one)) for one in (50.0, 0.0))

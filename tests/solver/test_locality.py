@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from eplb_service.placement import check_log2phy
 from eplb_service.solver.evaluation import loads_in_episodes, top_ranks_of
-from eplb_service.solver.model import EVEN, RULE, SOLVED, Candidate, Layer, SearchParams, heat_of
+from eplb_service.solver.model import EVEN, RULE, SOLVED, Candidate, Layer, SearchParams, episodes_of
 from eplb_service.solver.tables import slot_shares, slots_by_expert
 from eplb_service.solver.topology import _best_way_home, _list_sources, crossing_share, localised
 from tests.solver.layers_of import Case, cases, shares_of_sources
@@ -39,7 +39,7 @@ class OnNodes:
 
     def crossing(self, candidate: Candidate) -> float:
         heat, deployed = self.layer
-        found = crossing_share(candidate, *self.layer, SOLVED)
+        found = crossing_share(candidate, heat.episodes, deployed, SOLVED)
         if deployed.node_R.any():
             arrays = deployed.share_GE, heat.mean_E, deployed.node_G, deployed.node_R
             wanted = slow.crossing(candidate.log2phy_GE, *arrays, self.phy2log_RS.shape[1])
@@ -57,7 +57,9 @@ def test_tokens_come_home_and_no_peak_rises(
     case: Case, sources: int, nodes: int, kind: str, seed: int
 ) -> None:
     given_ = OnNodes(case, sources, nodes, kind, seed)
-    found = localised(given_.rule, given_.layer, SearchParams(tables=SOLVED))
+    found = localised(
+        given_.rule, given_.layer.heat.episodes, given_.layer.deployed, SearchParams(tables=SOLVED)
+    )
     for table_E in found.log2phy_GE:
         check_log2phy(table_E, given_.phy2log_RS)
     rounding = 1e-5 * case.ranks
@@ -103,19 +105,19 @@ def test_a_part_gets_home_the_best_of_all_ways(
 
 def test_equal_sources_trade_replicas_so_that_both_are_at_home() -> None:
     phy2log_RS = np.array([[0, 1], [2, 3], [0, 4], [5, 6]], dtype=np.int32)
-    heat = heat_of(np.ones((2, 7)), 4)
+    heat = episodes_of(np.ones((2, 7)), 4)
     log2phy_GE = np.array([[4, 1, 2, 3, 5, 6, 7], [0, 1, 2, 3, 5, 6, 7]], dtype=np.int32)
     share_GE = np.full((2, 7), 0.5, dtype=np.float32)
     node_R = np.array([0, 0, 1, 1], dtype=np.int32)
     serving = deployed_on(phy2log_RS, share_GE, log2phy_GE, node_R, np.array([0, 1], dtype=np.int32))
     candidate = Candidate(phy2log_RS, log2phy_GE, 1.5, 0)
-    near = localised(candidate, Layer(heat, serving), SearchParams(tables=SOLVED))
+    near = localised(candidate, heat, serving, SearchParams(tables=SOLVED))
     assert near.log2phy_GE[:, 0].tolist() == [0, 4]
     assert crossing_share(candidate, heat, serving, SOLVED) == pytest.approx(4 / 7)
     assert crossing_share(near, heat, serving, SOLVED) == pytest.approx(3 / 7)
     assert crossing_share(candidate, heat, serving, EVEN) == 0.0
     for tables in (EVEN, RULE):
-        assert localised(candidate, Layer(heat, serving), SearchParams(tables=tables)) is candidate
+        assert localised(candidate, heat, serving, SearchParams(tables=tables)) is candidate
     flat = serving._replace(node_R=np.zeros(4, dtype=np.int32), node_G=np.zeros(2, dtype=np.int32))
-    assert localised(candidate, Layer(heat, flat), SearchParams(tables=SOLVED)) is candidate
+    assert localised(candidate, heat, flat, SearchParams(tables=SOLVED)) is candidate
     assert crossing_share(candidate, heat, flat, SOLVED) == 0.0

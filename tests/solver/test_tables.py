@@ -170,7 +170,7 @@ def test_a_candidate_touched_up_through_its_tables_is_never_hotter(given_: Sourc
     layer, table_GE = given_.layer, given_.rule_GE
     seen = Layer(layer.heat32, deployed_on(given_.phy2log_RS, given_.share_GE, table_GE))
     candidate = Candidate(given_.phy2log_RS, table_GE, 0.0, 0)
-    candidate = candidate._replace(par=par_on(candidate, *seen, SOLVED))
+    candidate = candidate._replace(par=par_on(candidate, seen.heat.episodes, seen.deployed, SOLVED))
     found = _touched_up(candidate, seen, SearchParams(z=layer.z, local_search_steps=5_000, tables=SOLVED))
     check_layer(found.phy2log_RS, layer.case.experts)
     for table_E in found.log2phy_GE:
