@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from typing import Any
 
 from tests.exploring import Walk, report
@@ -70,7 +71,7 @@ def walk(scenario: Scenario) -> Walk:
 
 def in_parallel(do: Callable[[Any], Any], given: Iterable[Any]) -> Iterator[Any]:
     """``do`` of each, in order, on some processes."""
-    with ProcessPoolExecutor(_PROCESSES) as pool:
+    with ProcessPoolExecutor(_PROCESSES, get_context("spawn")) as pool:
         yield from pool.map(do, given)
 
 
