@@ -19,9 +19,10 @@ from pathlib import Path
 
 from rich.console import Console
 
+from benchmarks.scale.heat import Scale
 from benchmarks.scale.measured import Measured, verdicts
 from benchmarks.scale.measured_service import Holds, Reading, measured_service
-from benchmarks.scale.ranks import Load, RankProcesses, Scale, Tally, rank_processes
+from benchmarks.scale.ranks import Load, RankProcesses, Tally, rank_processes
 from benchmarks.solver.tables import Table, target_table
 from eplb_service.control.core.flow import MOST_STEPS
 

@@ -14,84 +14,19 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
-from functools import cache
 from multiprocessing.connection import Connection
 from typing import Any
 
 import grpc
-import numpy as np
 
+from benchmarks.scale.heat import Reports, Scale, expected_tokens
 from benchmarks.scale.measured_service import asked_by
-from eplb_service.placement import Float64, Int32, Placement, combine_digests, layer_digest
+from eplb_service.placement import Float64, combine_digests, layer_digest
 from eplb_service.wire.agent import Heartbeat, Hello, PlanState, PlanStatus, Shape
-from eplb_service.wire.codec import MAX_MESSAGE_BYTES, encode, in_parts, pack
+from eplb_service.wire.codec import MAX_MESSAGE_BYTES, encode, in_parts
 from eplb_service.wire.generated import agent_pb2
-from eplb_service.wire.heat import HeatReport, StepPhase
-from eplb_service.wire.plan import RankPlan, decode_plan
+from eplb_service.wire.plan import RankLayer, RankPlan, decode_plan
 from worker_agent.stream import HeartbeatSchedule
-
-_VARIANTS = 4
-_TOKENS, _TOP_K = 64, 8
-_SLOTS_OVER_EXPERTS = 1.125
-
-
-@dataclass(frozen=True)
-class Scale:
-    """A deployment's size: R, L, E and S; by default an eighth more slots than experts, in whole slots per rank."""
-
-    ranks: int
-    layers: int
-    experts: int
-    slots: int | None = None
-
-    @property
-    def shape(self) -> Shape:
-        """As an agent reports it."""
-        slots = self.slots or -(-int(_SLOTS_OVER_EXPERTS * self.experts) // self.ranks)
-        return Shape(self.ranks, self.layers, self.experts, slots, bytes_per_expert=1 << 20)
-
-    def placement(self) -> Placement:
-        """The placement that it starts with."""
-        return Placement.linear(self.layers, self.experts, self.ranks, self.shape.slots)
-
-
-@cache
-def _popularity(scale: Scale) -> Float64:
-    """Part of a layer's tokens that each expert gets, float64 ``[L, E]``: skewed, in each layer for other experts."""
-    weights_LE = np.exp(0.9 * np.random.default_rng(7).standard_normal((scale.layers, scale.experts)))
-    popularity_LE: Float64 = weights_LE / weights_LE.sum(axis=1, keepdims=True)
-    return popularity_LE
-
-
-def _expected(scale: Scale, layer: int, phy2log_RS: Int32, rank: int) -> Float64:
-    """Tokens of a step that a rank's slots of one layer expect, float64 ``[S]``; replicas share evenly."""
-    replicas_E = np.bincount(phy2log_RS.ravel(), minlength=scale.experts)
-    expert_S = phy2log_RS[rank]
-    tokens_S: Float64 = _popularity(scale)[layer, expert_S] / replicas_E[expert_S]
-    return _TOKENS * _TOP_K * scale.ranks * tokens_S
-
-
-def drawn_report(scale: Scale, rank: int, steps: int, expected_LS: Float64, variant: int = 0) -> HeatReport:
-    """A report of ``steps`` steps of a rank that decodes 64 sequences with 8 choices each; epoch 0, from step 0.
-
-    Its slots expect ``expected_LS`` tokens in a step. Own tokens are summed over the steps.
-    """
-    rng = np.random.default_rng((rank, variant))
-    return HeatReport(
-        first_step=0,
-        layer_epochs=(0,) * scale.layers,
-        slot_counts_TLS=rng.poisson(expected_LS, (steps, *expected_LS.shape)),
-        phase_T=np.full(steps, StepPhase.DECODE, dtype=np.uint8),
-        tokens_T=np.full(steps, _TOKENS),
-        source_sums_LE=rng.poisson(steps * _TOKENS * _TOP_K * _popularity(scale)),
-    )
-
-
-def expected_tokens(scale: Scale, placement: Placement, rank: int) -> Float64:
-    """Tokens that a rank's slots expect in a step under a placement, float64 ``[L, S]``."""
-    rows = enumerate(placement.phy2log_LRS)
-    return np.stack([_expected(scale, layer, phy2log_RS, rank) for layer, phy2log_RS in rows])
-
 
 DEPLOYMENT = "scale"
 _CONNECT = "/eplb.v1.AgentService/Connect"
@@ -290,6 +225,11 @@ class _Crew:
             self.versions.append((epoch, combine_digests(shape.experts, self.digests)))
         return None
 
+    def switched(self, index: int) -> tuple[RankLayer, int]:
+        """Return the layer that switches so many switches after the first, and its epoch from then on."""
+        assert self.plan is not None
+        return self.plan.layers[index], self.versions[index][0]
+
     def begin(self, step: int, load: Load) -> None:
         """Switch a layer every few steps from that one on."""
         assert self.plan is not None
@@ -303,15 +243,6 @@ class _Crew:
         return min([end, *self.switches[upcoming : upcoming + 1]])
 
 
-@dataclass
-class _Drawn:
-    """A report that is drawn and encoded, and what slots receive in it, once the first ``counted`` layers switched."""
-
-    message: agent_pb2.ConnectRequest
-    counts_TLS: Int32
-    counted: int = 0
-
-
 class _Agent:
     """One rank's stream."""
 
@@ -322,12 +253,9 @@ class _Agent:
         self._rank = hello.rank
         self._crew = crew
         self._version = hello.version
-        self._epochs = list(hello.layer_epochs)
         self._hello = agent_pb2.ConnectRequest(hello=encode(hello)).SerializeToString()
         self._asked_steps = self._step = 0
-        self._drawn: dict[tuple[int, int], _Drawn] = {}
-        self._expected_LS = expected_LS
-        self._counted = 0
+        self._reports = Reports(load.scale, hello.rank, expected_LS)
         self._call: Any = None
         self._writing = asyncio.Lock()
 
@@ -373,7 +301,10 @@ class _Agent:
             while self.switched < switched:
                 # An agent says that it has switched before it reports what came after.
                 await asyncio.sleep(_MOMENT_SECONDS)
-            message = self._message(step, steps, switched)
+            for index in range(len(self._reports.switched), switched):
+                self._reports.switch(*self._crew.switched(index))
+            switching = switched not in (0, len(self._crew.switches))
+            message = self._reports.message(step, steps, self.dropped_steps, switching)
             for part in in_parts(message):
                 data = part.SerializeToString()
                 await self._write(data)
@@ -382,36 +313,6 @@ class _Agent:
             step += steps
             if step >= self._load.interval:
                 self.heat_at = self.heat_at or time.time()
-
-    def _message(self, step: int, steps: int, switched: int) -> agent_pb2.ConnectRequest:
-        """Return the report of these steps; what the slots of the layers ``switched`` receive is drawn again."""
-        crew = self._crew
-        while crew.plan is not None and self._counted < switched:
-            update = crew.plan.layers[self._counted]
-            self._expected_LS[update.layer] = _expected(
-                self._load.scale, update.layer, update.phy2log_RS, self._rank
-            )
-            self._epochs[update.layer] = crew.versions[self._counted][0]
-            self._counted += 1
-        # All at once: ranks that draw some when an interval ends report it late.
-        variants = _VARIANTS if switched in (0, len(crew.switches)) else 1
-        for key in ((steps, variant) for variant in range(variants)):
-            if key not in self._drawn:
-                report = drawn_report(self._load.scale, self._rank, steps, self._expected_LS, key[1])
-                message = agent_pb2.ConnectRequest(heat_report=encode(report))
-                self._drawn[key] = _Drawn(message, report.slot_counts_TLS.astype(np.int32))
-        drawn = self._drawn[steps, (step // steps + self._rank) % variants]
-        if drawn.counted < self._counted and crew.plan is not None:
-            rng = np.random.default_rng((self._rank, step))
-            for update in crew.plan.layers[drawn.counted : self._counted]:
-                expected_S = self._expected_LS[update.layer]
-                drawn.counts_TLS[:, update.layer] = rng.poisson(expected_S, (steps, expected_S.size))
-            drawn.message.heat_report.slot_counts.CopyFrom(pack(drawn.counts_TLS))
-            drawn.message.heat_report.layer_epochs[:] = self._epochs
-            drawn.counted = self._counted
-        drawn.message.heat_report.first_step = step
-        drawn.message.heat_report.dropped_steps = self.dropped_steps
-        return drawn.message
 
     async def _carry_out(self, start: float) -> None:
         """Report each layer of the plan as its step comes."""

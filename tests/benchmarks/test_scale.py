@@ -16,9 +16,10 @@ import pytest
 
 from benchmarks.scale import __main__ as scale_run
 from benchmarks.scale.__main__ import measure
+from benchmarks.scale.heat import Scale, drawn_report, expected_tokens
 from benchmarks.scale.measured import Measured, verdicts
 from benchmarks.scale.measured_service import LONG_SECONDS, Holds, asked_by, watched
-from benchmarks.scale.ranks import Load, Scale, drawn_report, expected_tokens
+from benchmarks.scale.ranks import Load
 from eplb_service.wire.codec import encode
 from eplb_service.wire.heat import decode_heat_report
 
