@@ -287,15 +287,22 @@ def _skewed_heat(tokens: int, steps: int) -> Int64:
     return generator.multinomial(tokens * _CHOICES, share_TLE)
 
 
-def routed_sources(path: Path, ranks: int, batch: int = DEFAULT_BATCH) -> np.ndarray:
+def routed_sources(
+    path: Path, ranks: int, batch: int = DEFAULT_BATCH, order_seed: int | None = None
+) -> np.ndarray:
     """Each step's choices by the rank of their token, int16 ``[T, R, L, E]``.
 
     ``path`` is an .npz with ``routes`` ``[tokens, L, choices]`` and ``req_ptr``, the bounds of requests. A request that
     ends gives its place to the next in file order, and place ``p`` is on rank ``p % ranks`` as long as the run lasts.
-    Steps at the end with fewer than ``batch`` requests are left out.
+    Steps at the end with fewer than ``batch`` requests are left out. With ``order_seed`` requests come in a random
+    order.
     """
     with np.load(path) as file:
         routes_KLC, bounds = file["routes"], file["req_ptr"].astype(np.int64)
+    if order_seed is not None:
+        order = np.random.default_rng(order_seed).permutation(bounds.size - 1)
+        routes_KLC = routes_KLC[np.concatenate([np.arange(bounds[i], bounds[i + 1]) for i in order])]
+        bounds = np.concatenate([[0], np.diff(bounds)[order].cumsum()])
     step_K, place_K = steps_and_places(bounds, batch)
     steps = int(np.count_nonzero(np.bincount(step_K) == batch))
     kept_K = np.flatnonzero(step_K < steps)

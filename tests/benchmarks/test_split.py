@@ -59,6 +59,13 @@ def test_every_recorded_choice_is_of_the_rank_that_its_request_is_on(tmp_path: P
                 expected_TRLE[step, rank, layer, routes_KLC[token, layer]] += 1
     found_TRLE = routed_sources(tmp_path / "routes.npz", ranks, batch=2)
     np.testing.assert_array_equal(found_TRLE, expected_TRLE)
+    order = np.random.default_rng(5).permutation(4)
+    tokens = [np.arange(bounds[request], bounds[request + 1]) for request in order]
+    shuffled = {"routes": routes_KLC[np.concatenate(tokens)], "req_ptr": np.cumsum([0, *map(len, tokens)])}
+    np.savez(tmp_path / "shuffled.npz", **shuffled)
+    expected_TRLE = routed_sources(tmp_path / "shuffled.npz", ranks, batch=2)
+    found_TRLE = routed_sources(tmp_path / "routes.npz", ranks, batch=2, order_seed=5)
+    np.testing.assert_array_equal(found_TRLE, expected_TRLE)
 
 
 @pytest.mark.parametrize(("even", "stepwise", "met"), [(1.11, 1.04, True), (1.12, 1.05, False)])
