@@ -88,7 +88,7 @@ class _Drawn:
 
 
 class Reports:
-    """One rank's reports, drawn once and sent again and again; where a layer switched its slots' tokens are drawn anew.
+    """One rank's reports, drawn once and sent again and again; for layers that switched tokens are drawn again.
 
     Its slots expect ``expected_LS`` tokens in a step until then, float64 ``[L, S]``.
     """
