@@ -23,20 +23,16 @@ from tools.size_tours import TOURS, Tour
 ROOT = Path(__file__).parent.parent
 PRODUCT = ("eplb_service", "worker_agent")
 TARGETS = {
-    "product lines": 39_000,
-    "modules": 220,
-    "small modules": 20,
-    "public names": 800,
-    "value types": 170,
-    "planner settings": 16,
-    "service settings": 26,
-    "agent settings": 20,
-    "lines of eplb replay --help": 120,
-    "lines of eplb serve --help": 180,
-    "lines of tests": 38_000,
-    "lines of benchmarks": 4_500,
-    "lines of tools": 2_000,
-    "words in docs": 22_000,
+    "product lines": 45_000,
+    "modules": 245,
+    "small modules": 26,
+    "public names": 900,
+    "value types": 195,
+    "planner settings": 18,
+    "service settings": 28,
+    "agent settings": 22,
+    "lines of eplb replay --help": 130,
+    "lines of eplb serve --help": 190,
     "docstrings that open with a riddle": 0,
     "files of a setting": 8,
     "names of a setting": 1,
@@ -45,7 +41,7 @@ TARGETS = {
     "files of a plan": 18,
     "types of a plan": 8,
 }
-"""What the house was made for, on 2026-11-23."""
+"""Target sizes. Tests, benchmarks, tools and docs have none: a new test should never need room made for it."""
 CEILINGS = {name: target * 11 // 10 for name, target in TARGETS.items()}
 """The most that each figure may be: what features bring, they find room for within a tenth."""
 ROOM_FIGURES = ("lines", "modules", "small modules", "public names", "value types", "riddles")
@@ -160,9 +156,6 @@ def total_figures(rooms: Mapping[str, Mapping[str, int]], sources: list[Source])
     }
     totals |= {name: setting_count(*where, sources) for name, where in SETTINGS.items()}
     totals |= {f"lines of eplb {name} --help": help_lines(name) for name in ("replay", "serve")}
-    for folder in ("tests", "benchmarks", "tools"):
-        totals[f"lines of {folder}"] = sum(read(path).lines for path in python_files(folder))
-    totals["words in docs"] = sum(len(page.read_text().split()) for page in (ROOT / "docs").rglob("*.md"))
     totals["docstrings that open with a riddle"] = total["riddles"]
     for tour in TOURS:
         totals |= tour_figures(tour, {source.path.as_posix(): source for source in sources})

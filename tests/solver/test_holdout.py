@@ -52,10 +52,10 @@ class Script:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, pars: dict, moves: dict) -> None:
         self.pars, self.moves = pars, moves
         self.asked: list[tuple[str, int]] = []
-        for name in ("_lasting", "from_scratch", "with_tables", "peaks_on"):
+        for name in ("_shortlist_prices", "from_scratch", "with_tables", "peaks_on"):
             monkeypatch.setattr(module, name, getattr(self, name.lstrip("_")))
 
-    def lasting(self, layer, newer, search, slot_price, min_gain):
+    def shortlist_prices(self, layer, newer, search, slot_price, min_gain):
         assert layer.heat == "older, leaning"
         assert newer is NEWER
         assert slot_price == PRICE
@@ -168,7 +168,7 @@ def test_the_prices_tried_do_best_on_newer_heat_and_move_least(
     price_K = PRICE * _PRICE_LADDER
     found = dict(zip(price_K.tolist(), module.improved(fit, search, price_K, 1), strict=True))
     won = {price: cost(deployed.phy2log_RS) - cost(one_RS) for price, one_RS in found.items()}
-    tried = module._lasting(fit, newer, search, PRICE, min_gain)
+    tried = module._shortlist_prices(fit, newer, search, PRICE, min_gain)
     assert all(
         won[price] > min_gain - 1e-5 and np.array_equal(found[price], one_RS) for price, one_RS in tried
     )
