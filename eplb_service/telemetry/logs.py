@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import logging
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import structlog
@@ -37,7 +39,7 @@ _PER_SECOND = 10.0
 
 
 class BoundedLog:
-    """Logs at most 256 lines at once, and 10 per second from then on; ``on_left_out`` is called for each further one.
+    """Log at most 256 lines at once and 10 per second after that; call ``on_left_out`` for each line beyond.
 
     For lines that clients without credentials can cause as often as they like.
     """
@@ -56,9 +58,14 @@ class BoundedLog:
             _log.info(event, **facts)
 
     def warning(self, event: str, **facts: Any) -> None:
-        """Log a refusal."""
+        """Log a rejected call."""
         if self._may_log():
             _log.warning(event, **facts)
+
+    def error(self, event: str, **facts: Any) -> None:
+        """Log an error; ``exc_info`` adds the traceback of an exception."""
+        if self._may_log():
+            _log.error(event, **facts)
 
     def _may_log(self) -> bool:
         now = self._clock()
@@ -69,3 +76,41 @@ class BoundedLog:
             return False
         self._left -= 1
         return True
+
+
+@contextlib.contextmanager
+def bounding_library_logs(log: BoundedLog) -> Iterator[None]:
+    """Log through ``log`` what the event loop and libraries report; needs a running event loop.
+
+    Without this, asyncio writes the exception of a task that nobody awaits any more straight to stderr. Whoever
+    cancels many calls could fill the disk with those tracebacks.
+    """
+    loop, handler = asyncio.get_running_loop(), _LibraryLines(log)
+    before = loop.get_exception_handler()
+    loop.set_exception_handler(lambda _, context: _log_context(log, context))
+    logging.getLogger().addHandler(handler)
+    try:
+        yield
+    finally:
+        logging.getLogger().removeHandler(handler)
+        loop.set_exception_handler(before)
+
+
+class _LibraryLines(logging.Handler):
+    """Writes the warnings and errors of libraries to a bounded log."""
+
+    def __init__(self, log: BoundedLog) -> None:
+        super().__init__(logging.WARNING)
+        self._bounded = log
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Log one record with its exception, if it has one."""
+        facts: dict[str, Any] = {"exc_info": record.exc_info} if record.exc_info else {}
+        self._bounded.warning("library_warning", library=record.name, message=record.getMessage(), **facts)
+
+
+def _log_context(log: BoundedLog, context: dict[str, Any]) -> None:
+    """Log what asyncio says of an exception that reached no caller."""
+    error = context.get("exception")
+    facts: dict[str, Any] = {} if error is None else {"exc_info": (type(error), error, error.__traceback__)}
+    log.error("task_failed", message=context.get("message", ""), **facts)

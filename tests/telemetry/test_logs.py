@@ -1,8 +1,11 @@
-"""Logs are lines that machines can read, or people, and less than the level asked for is left out."""
+"""Logs are lines for machines or people, from the requested level on, and strangers cannot cause many of them."""
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import json
+import logging
 import re
 import sys
 from collections.abc import Iterator
@@ -10,7 +13,7 @@ from collections.abc import Iterator
 import pytest
 import structlog
 
-from eplb_service.telemetry.logs import configure_logs
+from eplb_service.telemetry.logs import BoundedLog, bounding_library_logs, configure_logs
 
 
 @pytest.fixture(autouse=True)
@@ -46,3 +49,27 @@ def test_a_terminal_gets_key_value_pairs_and_tracebacks_leave_out_local_variable
     assert "Traceback (most recent call last)" in shown
     assert "RuntimeError: 16" in shown
     assert counted not in shown
+
+
+async def test_errors_of_abandoned_tasks_and_libraries_are_logged_at_a_bounded_rate(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    configure_logs()
+    left_out: list[int] = []
+
+    async def fail() -> None:
+        raise RuntimeError("nobody awaits this")
+
+    with bounding_library_logs(BoundedLog(lambda: left_out.append(1), clock=lambda: 0.0)):
+        for _ in range(200):
+            asyncio.ensure_future(fail())  # noqa: RUF006 - abandoned on purpose
+        await asyncio.sleep(0.01)
+        gc.collect()
+        for _ in range(200):
+            logging.getLogger("grpc").warning("a peer has %s", "misbehaved")
+    lines = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
+    assert (len(lines), len(left_out)) == (256, 144)
+    assert {line["event"] for line in lines} == {"task_failed", "library_warning"}
+    assert "RuntimeError: nobody awaits this" in lines[0]["exception"]
+    assert lines[-1]["message"] == "a peer has misbehaved"
+    assert not [one for one in logging.getLogger().handlers if "eplb_service" in type(one).__module__]

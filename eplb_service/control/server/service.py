@@ -42,7 +42,7 @@ from eplb_service.control.server.settings import ServiceSettings, SettingsError
 from eplb_service.control.server.store import Store, StoreWriter
 from eplb_service.control.server.web.http_server import HttpServer
 from eplb_service.solver.warmup import warm_up
-from eplb_service.telemetry.logs import BoundedLog
+from eplb_service.telemetry.logs import BoundedLog, bounding_library_logs
 from eplb_service.telemetry.metrics import Metrics
 from eplb_service.wire.channel import is_loopback
 from eplb_service.wire.codec import LARGEST_PART, MAX_MESSAGE_BYTES
@@ -96,6 +96,7 @@ async def running_service(
             plane = ControlPlane(settings, writer, metrics)
         except PriorError as error:
             raise SettingsError(f"setting prior: {error}") from error
+        stack.enter_context(bounding_library_logs(plane.log))
         stack.push_async_callback(plane.decider.close)
         await plane.resume()
         probes = health.aio.HealthServicer()
@@ -270,12 +271,13 @@ async def _wait_until_leader(settings: ServiceSettings, leadership: Leadership, 
         await report_health(probes, serving.NOT_SERVING, ready=serving.SERVING)
         await leadership.won()
 
+    log = BoundedLog(lambda: metrics.count("eplb_log_lines_left_out"))
     async with contextlib.AsyncExitStack() as stack:
+        stack.enter_context(bounding_library_logs(log))
         try:
             await stack.enter_async_context(HttpServer(settings.metrics, metrics).serving("metrics"))
             if settings.health is not None:
                 await report_health(probes, serving.NOT_SERVING)
-                log = BoundedLog(lambda: metrics.count("eplb_log_lines_left_out"))
                 gate = Gate(Credentials(), Quotas(1, 1), metrics, log)
                 await serve_health(settings.health, probes, gate, stack)
         except ListenError as error:

@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import struct
+from collections.abc import Awaitable, Callable
 
+import grpc
 import numpy as np
 
 from eplb_service.wire.codec import in_parts
@@ -15,6 +18,7 @@ from tests.attacks.attempts.registry import attempt, refused
 from tests.attacks.attempts.requests import MIB, TOO_LARGE, Code, hello_with, refused_after_hello
 from tests.attacks.target import Target
 from tests.control.fake_group import FakeRank
+from tests.control.server.test_silent_callers import CHECK, WATCH
 
 
 @attempt("noise on 64 connections", "who speaks no HTTP/2 disturbs nobody")
@@ -114,4 +118,67 @@ async def _log_flood(target: Target) -> str:
         await asyncio.gather(*(target.refusal(hello_with(group_id="")) for _ in range(50)))
     lines = target.log_lines - before
     assert lines < 450
+    return f"bounded: {lines} lines"
+
+
+CANCELLED = {
+    "health checks": (CHECK, lambda target: target.service.address),
+    "health watches": (WATCH, lambda target: target.service.address),
+    "checks of the health port": (CHECK, lambda target: target.health_address),
+    "streams of agents": ("/eplb.v1.AgentService/Connect", lambda target: target.service.address),
+    "questions of operators": (
+        "/eplb.v1.OperatorService/ListDeployments",
+        lambda target: target.service.address,
+    ),
+}
+
+
+def _cancelled(name: str, method: str, address: Callable[[Target], str]) -> None:
+    @attempt(f"600 {name} that are cancelled at once", "the disk is not filled by log lines", locked=True)
+    async def run(target: Target) -> str:
+        async with grpc.aio.insecure_channel(address(target)) as channel:
+            return await _few_lines_after(target, lambda: _cancel(channel.stream_stream(method), 600))
+
+
+async def _cancel(method: grpc.aio.StreamStreamMultiCallable, count: int) -> None:
+    calls = []
+    for number in range(count):
+        calls.append(method())
+        if number % 50 == 49:
+            await asyncio.sleep(0.02)
+    for call in calls:
+        call.cancel()
+
+
+for name, (method, address) in CANCELLED.items():
+    _cancelled(name, method, address)
+
+
+@attempt("300 connections over HTTP that are reset at once", "the disk is not filled by log lines")
+async def _reset(target: Target) -> str:
+    host, _, port = target.service.metrics_address.rpartition(":")
+    requests = (b"GET /metrics HTTP/1.1\r\n\r\n", b"GET /api/v1/service HTTP/1.1\r\n\r\n", b"\x16\x03\x01")
+
+    async def reset() -> None:
+        for number in range(300):
+            with contextlib.suppress(OSError), socket.create_connection((host, int(port)), timeout=5) as link:
+                link.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                link.sendall(requests[number % len(requests)])
+            if number % 20 == 19:
+                await asyncio.sleep(0.02)
+
+    return await _few_lines_after(target, reset)
+
+
+async def _few_lines_after(target: Target, flood: Callable[[], Awaitable[None]]) -> str:
+    """Run a flood; the log may grow by its burst and ten lines a second, and by no traceback."""
+    before = target.service.log.stat().st_size
+    await flood()
+    await asyncio.sleep(1)
+    with target.service.log.open("rb") as log:
+        log.seek(before)
+        added = log.read()
+    lines = added.count(b"\n")
+    assert b"Traceback" not in added
+    assert lines < 350
     return f"bounded: {lines} lines"

@@ -87,6 +87,8 @@ class Quotas:
             del self._probes[oldest]
             oldest.cancel()
         task = asyncio.ensure_future(answering)
+        # A cancelled call leaves its task with an error that nobody awaits.
+        task.add_done_callback(_take_error)
         self._probes[task] = host
         try:
             return await asyncio.wait_for(task, _PROBE_SECONDS)
@@ -102,6 +104,12 @@ class Quotas:
             ) from None
         finally:
             self._probes.pop(task, None)
+
+
+def _take_error(task: asyncio.Future[Any]) -> None:
+    """Mark the task's error as seen, so that asyncio does not log it."""
+    if not task.cancelled():
+        task.exception()
 
 
 @contextlib.asynccontextmanager

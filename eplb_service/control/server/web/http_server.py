@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-import structlog
 from aiohttp import web
 
 from eplb_service import __version__
@@ -30,7 +29,6 @@ from eplb_service.wire.fields import WireError
 from eplb_service.wire.generated import operator_pb2
 from eplb_service.wire.operator import as_document
 
-_log = structlog.get_logger(__name__)
 _SILENT = logging.Logger("eplb-http", logging.CRITICAL)
 """aiohttp's own log lines: callers without credentials could cause as many as they like."""
 
@@ -221,7 +219,8 @@ class HttpServer:
         except web.HTTPException as error:
             response = web.json_response({"error": error.text}, status=error.status)
         except Exception:
-            _log.exception("http_answer_failed", path=request.path[:256])
+            # Bounded, since a stranger may know a request that ends here.
+            self._log.error("http_answer_failed", path=request.path[:256], exc_info=True)
             message = "the service could not answer; its log has the reason"
             response = web.json_response({"error": message}, status=500)
         response.force_close()
@@ -300,7 +299,10 @@ async def _add_headers(_request: web.Request, response: web.StreamResponse) -> N
 
 
 def _host_of(request: web.Request) -> str:
-    return str(request.remote)
+    """Return the caller's address; raises ``HTTPException`` if the caller has gone."""
+    if request.remote is None:
+        raise web.HTTPBadRequest(text="the connection has ended")
+    return request.remote
 
 
 def _token_of(request: web.Request) -> str:
