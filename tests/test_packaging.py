@@ -86,6 +86,18 @@ def test_the_tests_import_what_they_declare():
     assert declared(SERVICE["optional-dependencies"]["test"]) - loaded_by_pytest <= imported("tests")
 
 
+def test_no_class_variable_lacks_its_type():
+    """Python 3.10 cannot resolve the hints of a class that has a plain ``ClassVar``."""
+    plain = [
+        f"{path.relative_to(ROOT)}:{node.lineno}"
+        for package in ("eplb_service", "worker_agent")
+        for path in (ROOT / package).rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.AnnAssign) and ast.unparse(node.annotation).endswith("ClassVar")
+    ]
+    assert plain == []
+
+
 def test_the_base_install_needs_no_torch():
     probe = (
         "import sys; sys.modules['torch'] = None\n"

@@ -32,7 +32,7 @@ _ANSWER_SECONDS = 120.0
 class Connection:
     """Address and credentials of a service."""
 
-    SECTION: ClassVar = "How the service is reached"
+    SECTION: ClassVar[str] = "How the service is reached"
 
     address: str = option("127.0.0.1:50551", "host:port of the service.", envvar="EPLB_ADDRESS")
     token: str | None = option(None, "Token, where the service asks for one.", envvar="EPLB_AUTH_TOKEN")

@@ -63,7 +63,7 @@ _STEPS_READ = 64
 class ReadingOptions:
     """Meaning of a file that does not state it itself."""
 
-    SECTION: ClassVar = "How the trace is read"
+    SECTION: ClassVar[str] = "How the trace is read"
 
     read_as: str | None = option(
         None, f"What the file's array is, where it is not named: {', '.join(MEANINGS)}.", "--as"
@@ -100,7 +100,7 @@ class ReadingOptions:
 class RankOptions:
     """The expert-parallel group."""
 
-    SECTION: ClassVar = _SLOTS
+    SECTION: ClassVar[str] = _SLOTS
 
     ranks: int = option(help="Ranks of the expert-parallel group.", min=1)
     nodes: str | None = option(
@@ -135,7 +135,7 @@ class RankOptions:
 class SlotOptions:
     """The number of slots."""
 
-    SECTION: ClassVar = _SLOTS
+    SECTION: ClassVar[str] = _SLOTS
 
     slots: str | None = option(
         None, "Expert slots per rank and layer; several for replay and sweep.", metavar=SEVERAL
@@ -168,7 +168,7 @@ class SlotOptions:
 class CostOptions:
     """Costs of a step, of an expert's weights and of a switch."""
 
-    SECTION: ClassVar = "Costs (stated, not measured)"
+    SECTION: ClassVar[str] = "Costs (stated, not measured)"
 
     step_ms: float | None = option(
         None, "Time of a model step; by default decisions take effect at once and no times are given."

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import math
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from eplb_service.placement import MOST_ENTRIES, Int32, PlacementError, check_shape
 from eplb_service.wire import fields
@@ -40,7 +40,7 @@ class Shape:
     for it); ``rank_bound`` says that experts may not leave their ranks.
     """
 
-    MESSAGE: ClassVar = agent_pb2.ModelShape
+    MESSAGE: ClassVar[type[Any]] = agent_pb2.ModelShape
 
     ranks: Annotated[int, fields.below(fields.MOST_RANKS + 1, least=1)]
     layers: Annotated[int, fields.below(fields.MOST_LAYERS + 1, least=1)]
@@ -81,7 +81,7 @@ class Hello:
     deals.
     """
 
-    MESSAGE: ClassVar = agent_pb2.Hello
+    MESSAGE: ClassVar[type[Any]] = agent_pb2.Hello
     protocol_version: ClassVar[int] = PROTOCOL_VERSION
 
     deployment: fields.Deployment
@@ -129,7 +129,7 @@ class Reporting:
     the heat of a host that promises conservation has shown to be wrong: it must not serve on.
     """
 
-    MESSAGE: ClassVar = agent_pb2.Reporting
+    MESSAGE: ClassVar[type[Any]] = agent_pb2.Reporting
 
     source_sums: bool = False
     one_in: Annotated[int, _at_least_one, fields.below(MOST_BLOCKS + 1, least=1)] = 1
@@ -149,7 +149,7 @@ EVERYTHING = Reporting()
 class Welcome:
     """Requests of the service to an agent; ``reporting`` goes on until another ``Reporting`` comes."""
 
-    MESSAGE: ClassVar = agent_pb2.Welcome
+    MESSAGE: ClassVar[type[Any]] = agent_pb2.Welcome
     protocol_version: ClassVar[int] = PROTOCOL_VERSION
 
     service_version: fields.Name
@@ -176,7 +176,7 @@ class PlanStatus:
     ``epoch`` and ``digest`` are what the rank serves after it, ``step`` the step boundary at which it happened.
     """
 
-    MESSAGE: ClassVar = agent_pb2.PlanStatus
+    MESSAGE: ClassVar[type[Any]] = agent_pb2.PlanStatus
 
     plan_id: fields.Version
     state: PlanState
@@ -198,7 +198,7 @@ class Heartbeat:
     held for experts that wait for their commit, and in which the layers count heat; ``None`` where not reported.
     """
 
-    MESSAGE: ClassVar = agent_pb2.Heartbeat
+    MESSAGE: ClassVar[type[Any]] = agent_pb2.Heartbeat
 
     step: fields.Step = 0
     epoch: fields.Version = 0

@@ -87,7 +87,7 @@ class HeatReport:
         True where the host promises that over all ranks slots receive what own tokens chose, and count nothing else.
     """
 
-    MESSAGE: ClassVar = agent_pb2.HeatReport
+    MESSAGE: ClassVar[type[Any]] = agent_pb2.HeatReport
 
     first_step: Step
     layer_epochs: LayerEpochs

@@ -37,7 +37,7 @@ class MovePrice:
     ``None`` where not known.
     """
 
-    MESSAGE: ClassVar = operator_pb2.MovePrice
+    MESSAGE: ClassVar[type[Any]] = operator_pb2.MovePrice
 
     price: float
     kind: str
@@ -56,7 +56,7 @@ class Worth:
     ``step_ms`` is the wall time of a step as served, mean of ``timed_steps``; what is ``None`` is not known.
     """
 
-    MESSAGE: ClassVar = operator_pb2.Worth
+    MESSAGE: ClassVar[type[Any]] = operator_pb2.Worth
 
     steps: int
     left_alone_ms: float
@@ -107,7 +107,7 @@ class LayerVerdict:
         layer that stays, ``None`` where it was not held out. Not sent.
     """
 
-    MESSAGE: ClassVar = operator_pb2.PastVerdict
+    MESSAGE: ClassVar[type[Any]] = operator_pb2.PastVerdict
 
     layer: int
     par_seen: float
@@ -138,7 +138,7 @@ class PastPlan:
     neither ``leader_term`` nor ``base_epoch``.
     """
 
-    MESSAGE: ClassVar = operator_pb2.PastPlan
+    MESSAGE: ClassVar[type[Any]] = operator_pb2.PastPlan
 
     plan_id: int
     at: float
@@ -159,7 +159,7 @@ class BalancePoint:
     Ratios are means over the layers that had tokens: realised, as the last decision expected, and its noise floor.
     """
 
-    MESSAGE: ClassVar = operator_pb2.BalancePoint
+    MESSAGE: ClassVar[type[Any]] = operator_pb2.BalancePoint
 
     at: float
     par: float
@@ -177,7 +177,7 @@ class ServedModel:
     they are too large (``MOST_WATCHED_ENTRIES``), or not sent.
     """
 
-    MESSAGE: ClassVar = operator_pb2.ServedModel
+    MESSAGE: ClassVar[type[Any]] = operator_pb2.ServedModel
 
     shape: Shape
     nodes_R: Annotated[tuple[int, ...], fields.each("ranks", fields.MOST_RANKS)]
@@ -204,7 +204,7 @@ class SwitchedLayer:
     ``log2phy_RE`` are its tables, int32 ``[R, E]`` or ``[R, E, D]``; ``None`` from a service that does not send them.
     """
 
-    MESSAGE: ClassVar = operator_pb2.SwitchedLayer
+    MESSAGE: ClassVar[type[Any]] = operator_pb2.SwitchedLayer
 
     layer: Annotated[int, fields.below("layers")]
     epoch: fields.Version

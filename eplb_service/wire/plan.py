@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -34,7 +34,7 @@ class RankLayer:
     where it deals, ``log2phy_digests`` are as ``shared_digests`` gives them.
     """
 
-    MESSAGE: ClassVar = agent_pb2.LayerUpdate
+    MESSAGE: ClassVar[type[Any]] = agent_pb2.LayerUpdate
 
     layer: Annotated[int, below("layers")]
     phy2log_RS: Annotated[Int32, "physical_to_logical", packed("ranks", "slots")]
@@ -65,7 +65,7 @@ def sources_of(moves_M5: Int32, ranks: int, slots: int) -> Int32:
 class RankPlan:
     """Layers to switch, in order; equal on all ranks but for tables. ``digest`` is a fingerprint of the rest."""
 
-    MESSAGE: ClassVar = agent_pb2.Plan
+    MESSAGE: ClassVar[type[Any]] = agent_pb2.Plan
 
     plan_id: Version
     leader_term: Version
