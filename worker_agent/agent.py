@@ -280,12 +280,7 @@ class Agent:
         self._heat.step_done(self._step - 1, phase, epochs, tokens, micros, base)
 
     def _adopt(self, report_steps: int, reporting: Reporting) -> None:
-        """Report as the service asks; heat that waits and is not asked for any more is removed.
-
-        Raises ``FatalSwitchError`` where the heat has shown that outputs are wrong.
-        """
-        if reporting.breach and self._heat.conserves:
-            raise FatalSwitchError(reporting.breach)
+        """Report as the service asks; remove waiting heat that it no longer wants."""
         changed = reporting != self._heat.reporting
         self._heat.adopt(reporting.report_steps or report_steps, reporting)
         if changed:

@@ -17,7 +17,7 @@ import torch
 from eplb_service.wire.agent import EVERYTHING, Reporting
 from eplb_service.wire.heat import HeatReport, StepPhase
 from worker_agent.device import Mark, host_empty, host_view
-from worker_agent.live_layer import Conserving, LiveLayer
+from worker_agent.live_layer import LiveLayer
 
 _MOST_TOKENS = _MOST_MICROS = 1 << 32
 """Bounds of what the message holds."""
@@ -79,9 +79,6 @@ class HeatRecorder:
         self._rows = min(ring.shape[0] for ring in rings)
         self.ring_bytes = sum(ring.nbytes for ring in rings)
         self.adopt(segment_steps)
-        self.conserves = None not in (self._slot_rings, self._source_rings) and all(
-            isinstance(layer, Conserving) and layer.conserves for layer in layers
-        )
         self._silent_calls = 0
         self._device = rings[0].device
         self._phases: list[StepPhase] = []
@@ -198,7 +195,6 @@ class HeatRecorder:
             np.array(tokens, dtype=np.int64) if len(tokens) == len(phases) else None,
             source_sums_LE=self._copy_out(self._source_rings, rows, summed=True) if summed else None,
             micros_T=np.array(micros, dtype=np.int64),
-            conserved=self.conserves,
         )
         for counter in range(len(self._counters)):
             self._note_pass(len(phases) + counter, counter)

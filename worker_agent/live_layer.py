@@ -94,14 +94,6 @@ class Gathering(Protocol):
 
 
 @runtime_checkable
-class Conserving(Protocol):
-    """A live layer whose two counts may be compared by the service."""
-
-    conserves: bool
-    """True if over all ranks, in every pass, slots count by expert what own tokens chose: padding in neither."""
-
-
-@runtime_checkable
 class PlacementAware(Protocol):
     """A live layer that must know where all ranks' replicas are, and not only where its own tokens go."""
 

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from eplb_service.heat.conservation import Conservation
 from eplb_service.heat.sources import RankSums, SourceHeat, StepTimes
 from eplb_service.placement import Float64, Int32, dealt_to, mean_par, step_par, with_entries
 from eplb_service.wire.agent import Shape
@@ -291,8 +290,8 @@ class HeatAssembler:
     with the same number in ``token_groups_R`` see the same tokens; by default each has its own.
 
     ``placements`` is what counts are read under, ``pending`` are the newest steps of the ranks' reports; ``assembled``
-    counts the steps that ever entered the window, ``conservation`` compares what was sent with what was received. A
-    step enters the window where ``put_together`` comes to it: long reports make many steps whole at once.
+    counts the steps that ever entered the window. A step enters it only when ``put_together`` gets to that step: one
+    long report can complete many steps at once.
     """
 
     def __init__(
@@ -304,7 +303,6 @@ class HeatAssembler:
         self._shape = shape
         self._whole: deque[_Step] = deque()
         self._sources = SourceHeat(shape.ranks, window_steps)
-        self.conservation = Conservation(shape.ranks)
         # Counts are replaced, never written to: they can be read while steps come in.
         self._heat: deque[Int32] = deque(maxlen=window_steps)
         self._loads: deque[Int32] = deque(maxlen=window_steps)
@@ -343,7 +341,6 @@ class HeatAssembler:
             targets_LED = self.placements.targets(report.layer_epochs, rank) // self._shape.slots
         self._whole.extend(self.pending.add(rank, report, targets_LED))
         self._sources.add(rank, report)
-        self.conservation.add(rank, report, self.placements.slots(report.layer_epochs))
         return StepCounts(self.pending.completed - before.received, self.pending.lost - before.lost)
 
     def put_together(self, most: int | None = None) -> None:

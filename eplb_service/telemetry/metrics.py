@@ -70,7 +70,6 @@ Agents and heat:
   counter eplb_steps_lost{deployment} Steps of which some rank's heat never arrived.
   gauge eplb_empty_steps{deployment} Newest steps in a row in which no rank counted a token, though it was no dummy.
   gauge eplb_dummy_steps{deployment} Newest steps in a row that were dummies on all ranks.
-  gauge eplb_unconserved_layers{deployment} Layers whose slots received other tokens than ranks sent to their experts.
   gauge eplb_dropped_steps{deployment} Steps that connected agents had to drop since their Hello, over all ranks.
   gauge eplb_heat_one_in{deployment} Ranks send one of so many reports; above 1 where the service cannot take more heat.
   counter eplb_agent_calls{deployment} Calls of the agents by their hosts between forward passes, over all ranks.

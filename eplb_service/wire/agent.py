@@ -125,8 +125,7 @@ class Reporting:
     """Share of its heat that an agent reports. A block is as many steps as a report has, counted from step 0.
 
     With ``source_sums`` own tokens are summed over each report, where slots are counted too; of ``one_in`` blocks one
-    is reported, the same one by all ranks; ``report_steps`` is 0 for as many as the Welcome says. ``breach`` is what
-    the heat of a host that promises conservation has shown to be wrong: it must not serve on.
+    is reported, the same one by all ranks; ``report_steps`` is 0 for as many as the Welcome says.
     """
 
     MESSAGE: ClassVar[type[Any]] = agent_pb2.Reporting
@@ -134,7 +133,6 @@ class Reporting:
     source_sums: bool = False
     one_in: Annotated[int, _at_least_one, fields.below(MOST_BLOCKS + 1, least=1)] = 1
     report_steps: Annotated[int, fields.below(MOST_REPORT_STEPS + 1)] = 0
-    breach: fields.Text = ""
 
     def wants(self, block: int) -> bool:
         """Return whether the block of this number is reported."""

@@ -23,7 +23,7 @@ from eplb_service.placement import Int32, Placement, PlacementError
 from eplb_service.wire.fields import MOST_BYTES, Check, Sizes, WireError, check_count
 from eplb_service.wire.generated import agent_pb2, tensor_pb2
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 """Version of the stream; both sides refuse another."""
 
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024

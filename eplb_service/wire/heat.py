@@ -83,8 +83,6 @@ class HeatReport:
         Steps that the rank's agent has had to drop since its Hello.
     source_sums_LE
         ``source_counts_TLE`` summed over the steps, in their place.
-    conserved
-        True where the host promises that over all ranks slots receive what own tokens chose, and count nothing else.
     """
 
     MESSAGE: ClassVar[type[Any]] = agent_pb2.HeatReport
@@ -109,7 +107,6 @@ class HeatReport:
         Integers | None, _counts("layers", "experts", summands=lambda sizes: sizes["ranks"])
     ] = None
     micros_T: Annotated[npt.NDArray[np.integer[Any]] | None, "step_micros", _each_step] = None
-    conserved: bool = False
 
     @property
     def steps(self) -> int:

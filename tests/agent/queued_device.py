@@ -171,7 +171,6 @@ def _layer_on_device(layer: Any) -> Any:
     return SimpleNamespace(
         **{name: QueuedTensor(getattr(layer, name)) for name in names},
         shares_tokens=layer.shares_tokens,
-        conserves=layer.conserves,
         expert_weights=lambda: [QueuedTensor(weight) for weight in layer.expert_weights()],
     )
 

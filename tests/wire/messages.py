@@ -73,7 +73,7 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("bytes_received", "staging_bytes", "ring_bytes", "bytes_per_expert"), past(MOST_BYTES)),
     **dict.fromkeys(("transfer_seconds", "commit_seconds"), (float("nan"), float("inf"), -1.0, 1e300)),
     **dict.fromkeys(("agent_version", "service_version", "node"), (_CONTROL, _LONG)),
-    **dict.fromkeys(("reason", "error", "breach", "rank_bound", "source_sums", "conserved"), ACCEPTED),
+    **dict.fromkeys(("reason", "error", "rank_bound", "source_sums"), ACCEPTED),
     **dict.fromkeys(("log2phy", "physical_to_logical", "local_physical_to_logical"), _WRONG_SHAPES),
     "layer": (512, 1 << 31),
     "deployment": ("", "-x", "a b", "a\x1b", "x" * 64),
@@ -210,7 +210,7 @@ def switched_layers(draw: st.DrawFn) -> wire.SwitchedLayer:
 
 
 REPORTINGS = st.builds(
-    Reporting, st.booleans(), st.integers(1, MOST_BLOCKS), st.integers(0, MOST_REPORT_STEPS), TEXTS
+    Reporting, st.booleans(), st.integers(1, MOST_BLOCKS), st.integers(0, MOST_REPORT_STEPS)
 )
 KINDS: dict[str, Kind] = {
     "hello": Kind(

@@ -92,8 +92,6 @@ class EplbState(torch.nn.Module):
     load_counter: torch.Tensor
     """int64 scalar: steps so far; step ``n`` is in row ``n % W``."""
 
-    conserves = True
-
     def _track(
         self, phy2log_RS: Int32, rank: int, log2phy_E: Int32, heat_rows: int, device: torch.device
     ) -> None:

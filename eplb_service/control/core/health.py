@@ -85,17 +85,7 @@ def problems(deployment: Deployment) -> list[str]:
         )
     refused = sorted(deployment.attendance.refused.items())
     found += [f"rank {rank} was turned away: {reason}" for rank, (reason, _) in refused]
-    found += breaches(deployment)
     return found + _useless(deployment) + deployment.plan_problems + list(deployment.service_problems)
-
-
-def breaches(deployment: Deployment) -> list[str]:
-    """Return by layer where tokens were not conserved: ranks that hear of it end."""
-    return [
-        f"layer {breach.layer}: {rank_list(breach.ranks)} received tokens in steps {breach.steps.start} to "
-        f"{breach.steps.stop - 1} that none sent: outputs are wrong, no rank may serve on"
-        for breach in (deployment.heat.conservation.breaches if deployment.heat is not None else ())
-    ]
 
 
 def _useless(deployment: Deployment) -> list[str]:

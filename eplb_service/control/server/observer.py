@@ -129,7 +129,6 @@ def gauges(deployment: Deployment, observer: Observer) -> list[Shown]:
         "eplb_problems": len(problems(deployment)),
         "eplb_empty_steps": heat.pending.empty_steps if heat else None,
         "eplb_dummy_steps": heat.pending.dummy_steps if heat else None,
-        "eplb_unconserved_layers": len(heat.conservation.breaches) if heat else None,
         "eplb_epoch": live.epoch if live else None,
     }
     if ranks:

@@ -20,7 +20,7 @@ from tests.control.server.test_service import settings
 NEWER_FIELD = bytes([0xF2, 0x7D, 3]) + b"new"
 """Field 2014 with three bytes, as a later release may have one."""
 NOT_KNOWN_BEFORE = {
-    "heat_report": ("step_micros", "source_sums", "conserved"),
+    "heat_report": ("step_micros", "source_sums"),
     "heartbeat": ("calls", "staging_bytes", "ring_bytes"),
 }
 """Fields that agents of earlier releases do not send."""

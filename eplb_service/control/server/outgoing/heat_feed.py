@@ -13,7 +13,6 @@ import grpc
 
 from eplb_service.control.core.deployment import Deployment, LayerCommitted
 from eplb_service.control.core.errors import ExhaustedError
-from eplb_service.control.core.health import breaches
 from eplb_service.control.core.live_placement import LivePlacement
 from eplb_service.control.server.listening import StatusError
 from eplb_service.io.recorder import MOST_SOURCE_COUNTS
@@ -123,14 +122,14 @@ class HeatFeed:
                 watcher.end(reason)
 
     def reporting(self, deployment: Deployment) -> Reporting:
-        """Return what its ranks are to report: sums over each report, less where less can be taken; and what it showed.
+        """Return how much heat its ranks report: sums per report, and fewer reports under load.
 
         Own tokens are many step by step: these are asked for where somebody listens, and in short reports.
         """
         by_step = deployment.name in self._watchers and _is_recordable(deployment)
         ranks = 1 if by_step or deployment.group is None else deployment.group.shape.ranks
         steps = deployment.limits.steps_per_report(ranks)
-        return Reporting(not by_step, deployment.shedding.one_in, steps, "; ".join(breaches(deployment)[:1]))
+        return Reporting(not by_step, deployment.shedding.one_in, steps)
 
     def wants(self, deployment: Deployment, report: HeatReport) -> bool:
         """Return whether a report is for listeners: not one that was on its way when the first began to listen."""
