@@ -7,11 +7,11 @@ ARG PYTHON_IMAGE=python:3.12-slim
 FROM ${PYTHON_IMAGE} AS build
 WORKDIR /src
 COPY . .
-RUN pip wheel --no-cache-dir --wheel-dir /wheels ./packaging/eplb-agent '.[kubernetes,zarr]'
+RUN pip wheel --no-cache-dir --wheel-dir /wheels '.[kubernetes]'
 
 FROM ${PYTHON_IMAGE}
 RUN --mount=type=bind,from=build,source=/wheels,target=/wheels \
-    pip install --no-cache-dir --no-index --find-links /wheels 'eplb-service[kubernetes,zarr]'
+    pip install --no-cache-dir --no-index --find-links /wheels 'eplb-service[kubernetes]'
 COPY deploy/healthcheck.py /usr/local/bin/eplb-healthcheck
 RUN useradd --system --uid 10001 --home-dir /var/lib/eplb --create-home eplb \
     && install --directory --owner=eplb --group=eplb /var/cache/eplb

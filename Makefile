@@ -85,9 +85,9 @@ format: $(READY) ## format the code and mend what ruff can
 	@$(BIN)/ruff format .
 
 proto: $(READY) ## generate the stubs again after editing proto/
-	@$(BIN)/pip install --quiet --no-deps --editable packaging/eplb-agent
+	@$(BIN)/pip install --quiet --no-deps --editable .
 
-wheels: $(READY) ## both distributions, eplb-service and eplb-agent, as wheels in dist/
+wheels: $(READY) ## eplb-service, and eplb-agent for inference containers, as wheels in dist/
 	@$(BIN)/pip wheel --quiet --no-deps --wheel-dir dist ./packaging/eplb-agent .
 
 clean: ## remove the virtual environment and everything that was made

@@ -1,26 +1,36 @@
-"""Build step: eplb-service without the modules that eplb-agent ships, with the model that its demo serves."""
+"""Build step of eplb-service: generate the wire stubs, then build as usual."""
 
-from pathlib import Path
+import fcntl
+import importlib.util
+import pathlib
 
 from setuptools import setup
 from setuptools.command.build_py import build_py
 
+ROOT = pathlib.Path(__file__).resolve().parent
+
+
+def generate_stubs() -> None:
+    """Run ``tools/generate_stubs.py``, the one place that knows how stubs are made."""
+    spec = importlib.util.spec_from_file_location("generate_stubs", ROOT / "tools" / "generate_stubs.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    module.generate(ROOT)
+
 
 class BuildService(build_py):
-    """``build_py`` that leaves ``eplb_service/__init__.py`` to eplb-agent, so that no file is in two wheels."""
+    """``build_py`` that first generates the stubs."""
 
     def run(self) -> None:
-        """Build as usual, and add the demo's model, which no inference container needs."""
+        """Generate, then build as usual."""
+        generate_stubs()
         super().run()
-        if not self.editable_mode:
-            model = Path("worker_agent", "model", "byte-moe")
-            self.copy_tree(str(model), str(Path(self.build_lib) / model))
-
-    def find_package_modules(self, package: str, package_dir: str) -> list[tuple[str, str, str]]:
-        """The modules of one package that eplb-service ships."""
-        found = super().find_package_modules(package, package_dir)
-        return [entry for entry in found if entry[:2] != ("eplb_service", "__init__")]
 
 
 if __name__ == "__main__":
-    setup(cmdclass={"build_py": BuildService})
+    with (ROOT / "pyproject.toml").open() as tree:
+        # Two builds at a time would take each other's files out of ``build``.
+        fcntl.flock(tree, fcntl.LOCK_EX)
+        setup(cmdclass={"build_py": BuildService})

@@ -23,7 +23,10 @@ def __getattr__(name: str) -> Any:
             from eplb_service import offline
         except ImportError as error:
             if error.name == "eplb_service":
-                message = f"{name} is part of eplb-service, and only eplb-agent is installed: pip install eplb-service"
+                message = (
+                    f"{name} is part of eplb-service, and only eplb-agent is installed here; "
+                    "install the wheel of eplb-service instead"
+                )
                 raise ImportError(message) from error
             raise
         return getattr(offline, name)

@@ -7,17 +7,19 @@ import re
 import runpy
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 
 import eplb_service
+from eplb_service.extras import install_command
 
 tomllib = pytest.importorskip("tomllib", reason="part of Python from 3.11 on")
 
 ROOT = Path(__file__).parents[1]
-SERVICE = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-AGENT = tomllib.loads((ROOT / "packaging/eplb-agent/pyproject.toml").read_text())["project"]
+PROJECTS = ROOT / "pyproject.toml", ROOT / "packaging/eplb-agent/pyproject.toml"
+SERVICE, AGENT = (tomllib.loads(path.read_text())["project"] for path in PROJECTS)
 AGENTS_PART = ("worker_agent", "eplb_service/__init__.py", "eplb_service/placement", "eplb_service/wire")
 IMPORT_NAMES = {
     "grpcio": "grpc",
@@ -34,7 +36,7 @@ IMPORT_NAMES = {
 
 def declared(requirements):
     names = [re.match(r"[\w.-]+", requirement)[0].lower() for requirement in requirements]
-    return {IMPORT_NAMES.get(name, name) for name in names} - {"eplb-agent"}
+    return {IMPORT_NAMES.get(name, name) for name in names}
 
 
 def imported(*places):
@@ -51,8 +53,37 @@ def imported(*places):
 
 def test_version_is_one():
     assert SERVICE["version"] == AGENT["version"] == eplb_service.__version__
-    assert f"eplb-agent=={AGENT['version']}" in SERVICE["dependencies"]
-    assert SERVICE["optional-dependencies"]["agent"] == [f"eplb-agent[model]=={AGENT['version']}"]
+
+
+def test_the_service_is_installed_without_the_agent_s_own_distribution():
+    assert not [line for line in SERVICE["dependencies"] if line.startswith("eplb-")]
+    assert set(AGENT["dependencies"]) <= set(SERVICE["dependencies"])
+    assert SERVICE["optional-dependencies"]["agent"] == AGENT["optional-dependencies"]["model"]
+    assert SERVICE["scripts"].items() >= AGENT["scripts"].items()
+    assert SERVICE["entry-points"] == AGENT["entry-points"]
+    build = [tomllib.loads(path.read_text())["build-system"] for path in PROJECTS]
+    assert build[0] == build[1]
+
+
+def test_messages_name_packages_that_an_index_has():
+    asked = set()
+    for path in (ROOT / "eplb_service").rglob("*.py"):
+        text = path.read_text()
+        assert "eplb-service[" not in text, path
+        asked |= set(re.findall(r"install_command\(['\"](\w+)['\"]\)", text))
+        asked |= set(re.findall(r'require\(.*"(\w+)"\)', text))
+    assert asked >= {"agent", "checkpoint", "kubernetes", "peers", "ray", "safetensors", "tables"}
+    for extra in asked:
+        names = re.findall(r"[\w.-]+", " ".join(SERVICE["optional-dependencies"][extra]))
+        assert not [name for name in names if name.startswith("eplb")], extra
+
+
+def test_the_command_that_installs_an_extra_names_its_packages(monkeypatch):
+    declared = ['ray>=2.30; extra == "ray"', 'a; extra == "two"', "b[c]>1 ; extra == 'two'", "numpy>=1.26"]
+    monkeypatch.setattr(metadata, "requires", lambda _: declared)
+    assert install_command("ray") == "pip install 'ray>=2.30'"
+    assert install_command("two") == "pip install a 'b[c]>1'"
+    assert "extra 'three'" in install_command("three")
 
 
 def test_the_command_exists_and_packages_are_typed():
@@ -64,9 +95,10 @@ def test_the_command_exists_and_packages_are_typed():
 def test_the_service_declares_what_it_imports_and_no_more():
     extras = SERVICE["optional-dependencies"]
     declares = declared(SERVICE["dependencies"])
-    for name in ("kubernetes", "ray", "safetensors", "tables", "zarr", "peers"):
+    for name in ("kubernetes", "ray", "safetensors", "tables", "peers"):
         declares |= declared(extras[name])
-    assert imported("eplb_service") == declares
+    of_the_agent_alone = declared(AGENT["dependencies"]) - imported("eplb_service")
+    assert imported("eplb_service") == declares - of_the_agent_alone
 
 
 def test_the_agent_declares_what_it_imports_and_no_more():
@@ -81,7 +113,6 @@ def test_the_tests_import_what_they_declare():
     loaded_by_pytest = {"pytest-asyncio", "pytest-timeout", "pytest-xdist"} | {
         "helm_python",
         "safetensors",
-        "zarr",
     }  # importorskip
     assert declared(SERVICE["optional-dependencies"]["test"]) - loaded_by_pytest <= imported("tests")
 

@@ -1,4 +1,4 @@
-"""Two wheels, no file in both: an inference container installs the agent without solver, command line or torch."""
+"""Two wheels: eplb-service is complete; eplb-agent is its part for inference containers, without the solver."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ print(len(sys.modules))
 """
 
 
-FORBIDDEN = ("llvmlite", "matplotlib", "numba", "prometheus_client", "rich", "scipy", "structlog", "typer")
+FORBIDDEN = ("llvmlite", "numba", "prometheus_client", "rich", "structlog", "typer", "zarr")
 """Packages that no inference container needs."""
 
 
 @pytest.fixture(scope="module")
 def wheels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Both wheels by the name of their distribution, built from a copy of the sources."""
+    """Both wheels by the name of their distribution; that of the service is built from its own sdist."""
     folder = tmp_path_factory.mktemp("wheels")
     sources = folder / "sources"
     for name in SOURCES:
@@ -43,8 +43,11 @@ def wheels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
             shutil.copytree(ROOT / name, sources / name, ignore=NOT_SOURCES)
         else:
             shutil.copy(ROOT / name, sources / name)
+    sdist = [sys.executable, "-m", "build", "--sdist", "--outdir", str(folder), str(sources)]
+    subprocess.run(sdist, check=True, stdout=subprocess.DEVNULL)
+    (archive,) = folder.glob("*.tar.gz")
     command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(folder)]
-    subprocess.run([*command, str(sources / "packaging" / "eplb-agent"), str(sources)], check=True)
+    subprocess.run([*command, str(sources / "packaging" / "eplb-agent"), str(archive)], check=True)
     return {path.name.partition("-")[0]: path for path in folder.glob("*.whl")}
 
 
@@ -52,19 +55,25 @@ def files(wheel: Path) -> set[str]:
     return {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
 
 
-def test_no_file_is_in_two_wheels_and_none_is_missing(wheels: dict[str, Path]) -> None:
+def content(wheel: Path, name: str) -> bytes:
+    return zipfile.ZipFile(wheel).read(name)
+
+
+def test_the_service_is_complete_and_the_agent_is_a_part_of_it(wheels: dict[str, Path]) -> None:
     agent, service = files(wheels["eplb_agent"]), files(wheels["eplb_service"])
-    assert not agent & service
+    assert agent < service
+    for name in agent:
+        assert content(wheels["eplb_agent"], name) == content(wheels["eplb_service"], name), name
     packages = ("eplb_service", "worker_agent")
     sources = {path.relative_to(ROOT).as_posix() for name in packages for path in (ROOT / name).rglob("*.py")}
-    assert sources <= agent | service
+    assert sources <= service
     assert {"eplb_service/__init__.py", "eplb_service/py.typed", "worker_agent/py.typed"} <= agent
     assert "eplb_service/wire/generated/agent_pb2.pyi" in agent
     model = {
         f"worker_agent/model/byte-moe/{path.name}"
         for path in (ROOT / "worker_agent/model/byte-moe").iterdir()
     }
-    assert model <= service
+    assert model <= service - agent
     assert wheels["eplb_agent"].stat().st_size < 1_000_000, "what inference containers fetch"
 
 
@@ -85,6 +94,6 @@ def test_the_agent_alone_imports_beside_torch(wheels: dict[str, Path], tmp_path:
     assert imported.returncode == 0, imported.stderr
     assert int(imported.stdout) > 100
     assert (
-        "only eplb-agent is installed: pip install eplb-service"
+        "only eplb-agent is installed here; install the wheel of eplb-service instead"
         in python("from eplb_service import solve").stderr
     )

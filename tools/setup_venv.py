@@ -16,12 +16,11 @@ import sys
 ROOT = pathlib.Path(__file__).parent.parent.resolve()
 CONSTRAINTS = ROOT / "constraints-dev.txt"
 OLDEST = ROOT / "constraints-oldest.txt"
-AGENT = ROOT / "packaging" / "eplb-agent"
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 
 
 def main() -> None:
-    """Install torch, then both distributions of this repository with their extras, editable."""
+    """Install torch, then this repository with its extras, editable."""
     oldest = sys.argv[1:] == ["--oldest"]
     pip("install", "--quiet", "--upgrade", "pip")
     if not installed("torch"):
@@ -30,8 +29,8 @@ def main() -> None:
         f"installing eplb-service and its {'tests, on the oldest' if oldest else 'development'} dependencies",
         flush=True,
     )
-    editable = ["--editable", f"{AGENT}[model]", "--editable", f"{ROOT}[agent,{'test' if oldest else 'dev'}]"]
-    pip("install", "--quiet", "--constraint", str(OLDEST if oldest else CONSTRAINTS), *editable)
+    editable = f"{ROOT}[agent,{'test' if oldest else 'dev'}]"
+    pip("install", "--quiet", "--constraint", str(OLDEST if oldest else CONSTRAINTS), "--editable", editable)
 
 
 def install_torch() -> None:

@@ -15,6 +15,7 @@ from eplb_service.cli.options import JSON, SEVERAL, UserError, option, takes_opt
 from eplb_service.cli.output import output_console, print_json, table_of
 from eplb_service.cli.trace_options import HEAT, ReadingOptions, slots_of_redundant
 from eplb_service.cli.warmup import compile_solver
+from eplb_service.extras import install_command
 from eplb_service.io.open_trace import naming
 from eplb_service.placement import check_shape
 
@@ -87,9 +88,7 @@ def _balancers(packages: str) -> list[str]:
         found = ", ".join(map(repr, unknown)) or "nothing"
         raise UserError(f"--peers names {found}; choose among {', '.join(known)}, or none")
     if find_spec("torch") is None:
-        raise UserError(
-            "the peers are programs of torch: pip install 'eplb-service[peers]', or give --peers none"
-        )
+        raise UserError(f"the peers are programs of torch: {install_command('peers')}, or give --peers none")
     return [name for name, (package, _) in PEERS.items() if package.name in wanted]
 
 

@@ -11,6 +11,7 @@ import typer
 from eplb_service.atomic_write import check_output
 from eplb_service.cli.options import RESULTS, UserError, one_of, option, takes_options
 from eplb_service.cli.output import write_json
+from eplb_service.extras import install_command
 from eplb_service.planner.settings import DEAL, STEP, TABLES
 from eplb_service.wire.fields import check_deployment
 
@@ -74,7 +75,7 @@ def demo(
     """
     if importlib.util.find_spec("torch") is None:
         raise UserError(
-            "the demo runs live layers and needs torch; install it with: pip install 'eplb-service[agent]'"
+            f"the demo runs live layers and needs torch; install it with: {install_command('agent')}"
         )
     for path, suffix in ((json, ".json"), (picture, ".svg")):
         if path is not None:
@@ -164,9 +165,7 @@ def _check_checkpoint(trace: Path | None, dispatcher: str, *, dual_batch: bool) 
             f"--trace, --dual-batch and --dispatcher {_MOGE} do not go with --checkpoint; leave them out"
         )
     if importlib.util.find_spec("transformers") is None:
-        raise UserError(
-            "--checkpoint needs transformers; install it with: pip install 'eplb-service[checkpoint]'"
-        )
+        raise UserError(f"--checkpoint needs transformers; install it with: {install_command('checkpoint')}")
 
 
 def _check_grouped(ranks: int, choices: int, *, has_replicas: bool) -> None:

@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from scipy.optimize import nnls
 
 from eplb_service.cost.curve import MOST_MEDIAN_ERROR, MOST_P90_ERROR, CostCurve, CurveError, FitQuality
+from eplb_service.extras import install_command
 from eplb_service.placement import Float64
 
 _HELD_OUT_EACH = 4
@@ -37,6 +37,8 @@ all ranks grow alike it would take up some of the slope. Of 176 measured kernels
 or 0.9, 135 by 0.7."""
 _ROUNDING = 1e-9
 """Part of a measurement that a coefficient which is 0 may come out as by rounding, which depends on the machine."""
+_RIDGE = 1e-13
+"""Added to the squared length of each column, which is 1, so that equal columns can be solved for."""
 _TURNS = 5
 """Fits of a curve to the ranks that the last one takes for the slowest, at most; chosen by hand."""
 _DRAWS = 200
@@ -203,8 +205,50 @@ def _fitted(features_KTF: Float64, us_T: Float64) -> tuple[float, int, Float64]:
 
 def _least_squares(relative_TF: Float64, weight_T: Float64) -> Float64:
     """Coefficients of features as parts of the time, none negative and 0 where they are but rounding, ``[F]``."""
-    found_F, _ = nnls(relative_TF * weight_T[:, None], weight_T)
+    found_F = nonnegative_least_squares(relative_TF * weight_T[:, None], weight_T)
     return np.where(found_F * relative_TF.max(axis=0) > _ROUNDING, found_F, 0.0)
+
+
+def nonnegative_least_squares(matrix_TF: Float64, wanted_T: Float64) -> Float64:
+    """Return coefficients ``[F]``, none negative, that bring ``matrix_TF @ coefficients`` nearest to ``wanted_T``.
+
+    Meant for a handful of columns.
+
+    References
+    ----------
+    C. Lawson and R. Hanson, *Solving Least Squares Problems*, 1974, chapter 23 (NNLS).
+    """
+    length_F = np.linalg.norm(matrix_TF, axis=0)
+    length_F[length_F == 0] = 1.0
+    columns_TF = matrix_TF / length_F
+    # Columns that are equal but for rounding would leave no single solution.
+    products_FF = columns_TF.T @ columns_TF + _RIDGE * np.eye(length_F.size)
+    wanted_F = columns_TF.T @ wanted_T
+    tolerance = _ROUNDING * float(np.abs(wanted_F).max(initial=0.0))
+    found_F, free_F = np.zeros(length_F.size), np.zeros(length_F.size, dtype=bool)
+    for _ in range(3 * length_F.size):
+        gradient_F = np.where(free_F, -np.inf, wanted_F - products_FF @ found_F)
+        if gradient_F.max() <= tolerance:
+            break
+        free_F[gradient_F.argmax()] = True
+        trial_F = _free_solution(products_FF, wanted_F, free_F)
+        while (negative_F := free_F & (trial_F <= 0)).any():
+            # Go towards the trial until the first coefficient is 0, and fix that one.
+            part_F = found_F[negative_F] / (found_F[negative_F] - trial_F[negative_F])
+            found_F += part_F.min() * (trial_F - found_F)
+            free_F &= found_F > tolerance
+            found_F[~free_F] = 0.0
+            trial_F = _free_solution(products_FF, wanted_F, free_F)
+        found_F = trial_F
+    coefficients_F: Float64 = found_F / length_F
+    return coefficients_F
+
+
+def _free_solution(products_FF: Float64, wanted_F: Float64, free_F: npt.NDArray[np.bool_]) -> Float64:
+    """Return the least-squares coefficients ``[F]`` if those that are not free are 0."""
+    found_F = np.zeros(free_F.size)
+    found_F[free_F] = np.linalg.solve(products_FF[np.ix_(free_F, free_F)], wanted_F[free_F])
+    return found_F
 
 
 def _features(chosen_TLS: Float64, mean_T: Float64, knee: float) -> Float64:
@@ -265,9 +309,7 @@ def curve_from_table(path: Path, phase: str = "any", **kernel: Any) -> CostCurve
     try:
         from pyarrow import ArrowException, parquet
     except ImportError as error:
-        raise CurveError(
-            f"measured tables need pyarrow: pip install 'eplb-service[tables]' ({error})"
-        ) from error
+        raise CurveError(f"measured tables need pyarrow: {install_command('tables')} ({error})") from error
     try:
         measured = parquet.read_table(path).to_pylist()
         even = [row for row in measured if row["distribution"] in _EVEN]

@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
-from scipy.special import stdtrit
 
 from eplb_service.placement import Float64
 
@@ -176,6 +175,23 @@ def _lost_share(plans: Sequence[SwitchedPlan]) -> float | None:
     weight_P = steps_P / steps_P.sum()
     mean = float(weight_P @ share_P)
     error = math.sqrt(float((weight_P**2) @ (share_P - mean) ** 2) * len(seen) / (len(seen) - 1))
-    if float(stdtrit(len(seen) - 1, 0.975)) * error > WIDEST:
+    if student_t_975(len(seen) - 1) * error > WIDEST:
         return None
     return min(max(mean, 0.0), MOST_LOST)
+
+
+def student_t_975(freedom: int) -> float:
+    """Return the 97.5 % quantile of Student's t, within 0.2 % from 3 degrees of freedom on.
+
+    References
+    ----------
+    Abramowitz and Stegun, *Handbook of Mathematical Functions*, 26.7.5.
+    """
+    z = 1.959963984540054
+    terms: tuple[float, ...] = (
+        (z**3 + z) / 4,
+        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
+        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
+        (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92160,
+    )
+    return z + sum(term / float(freedom) ** power for power, term in enumerate(terms, 1))

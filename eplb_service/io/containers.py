@@ -24,6 +24,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from eplb_service.extras import install_command
 from eplb_service.heat.window import HeatError
 
 Array = npt.NDArray[Any]
@@ -87,7 +88,7 @@ def require(package: str, what: str, extra: str) -> None:
         importlib.import_module(package)
     except ImportError as error:
         raise HeatError(
-            f"is {what}, for which {package} is needed: pip install 'eplb-service[{extra}]' ({error})"
+            f"is {what}, for which {package} is needed: {install_command(extra)} ({error})"
         ) from error
 
 

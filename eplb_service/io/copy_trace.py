@@ -13,10 +13,9 @@ import numpy as np
 
 from eplb_service.atomic_write import OutputError, check_output
 from eplb_service.heat.window import Counts, HeatError
-from eplb_service.io.containers import require
+from eplb_service.io.formats.tables import PARQUET, require_parquet, write_table
 from eplb_service.io.formats.tables import SUFFIXES as TABLES
-from eplb_service.io.formats.tables import write_table
-from eplb_service.io.native import BATCH_STEPS, SUFFIX, StoredTrace, TraceWriter, check_zarr
+from eplb_service.io.native import BATCH_STEPS, SUFFIX, StoredTrace, TraceWriter
 from eplb_service.io.trace import Trace, numbered
 
 SUFFIXES = (SUFFIX, ".npz", ".npy", *TABLES)
@@ -32,10 +31,8 @@ def check_trace_output(path: Path) -> None:
         raise OutputError(f"{path}: exists; choose another name, or remove it first")
     check_output(path, SUFFIXES)
     try:
-        if path.suffix in TABLES:
-            require("pyarrow", "a table", "tables")
-        elif path.suffix == SUFFIX:
-            check_zarr()
+        if path.suffix == PARQUET:
+            require_parquet()
     except HeatError as error:
         raise OutputError(f"{path}: {error}") from error
 

@@ -32,7 +32,7 @@ import numpy.typing as npt
 
 from eplb_service.atomic_write import OutputError
 from eplb_service.heat.window import Counts, HeatError
-from eplb_service.io.containers import Array, check_fits_memory, one_line, require
+from eplb_service.io.containers import Array, check_fits_memory, one_line
 from eplb_service.io.routes import heat_of_slots
 from eplb_service.io.trace import Int64, Trace, TraceFacts, checked_slice
 from eplb_service.placement import Float64, Int32, PlacementError, check_layer
@@ -69,11 +69,6 @@ _GZIP = 31
 """zlib's word for a gzip header and trailer, with the checksum that shows damage."""
 _EVERY_CHUNK = {"write_empty_chunks": True}
 """A chunk that is not there is no chunk of zeros: the trace was not copied whole."""
-
-
-def check_zarr() -> None:
-    """Raise ``HeatError`` (without a path) where the package is missing."""
-    require("zarr", "a native trace (Python 3.11 or later)", "zarr")
 
 
 @contextlib.contextmanager
@@ -196,7 +191,6 @@ class StoredTrace(Trace):
     """
 
     def __init__(self, folder: Path, mode: str = "r") -> None:
-        check_zarr()
         import zarr
         from pydantic import TypeAdapter
 
@@ -316,7 +310,6 @@ class TraceWriter:
     """
 
     def __init__(self, path: Path, facts: TraceFacts, layers: int, experts: int) -> None:
-        check_zarr()
         self.path = path
         self.placements: dict[tuple[int, int], Int32] = {}
         """Slots ``[R, S]`` by layer and epoch, given so far."""

@@ -100,13 +100,23 @@ def _parts_by_mean(width: int) -> tuple[Float64, Float64]:
     Entry ``k`` gets a token whenever there are more than ``k``, more than ``k + D``, and so on. Of infinitely many
     tokens all entries get the same, and towards that parts are linear in the inverse.
     """
-    # It takes a tenth of a second to import, and few hosts deal.
-    from scipy.special import pdtrc
-
     mean_U = np.geomspace(width * width, _FEWEST_TOKENS, _GRID)
-    more_UC = pdtrc(np.arange(int(mean_U[0] + 12 * width + 24)), mean_U[:, None])
+    more_UC = poisson_above(int(mean_U[0] + 12 * width + 24), mean_U)
     parts_UD = np.stack([more_UC[:, entry::width].sum(axis=1) for entry in range(width)], axis=1)
     parts_UD = np.vstack([np.ones(width), parts_UD])
     parts_UD /= parts_UD.sum(axis=1, keepdims=True)
     parts_UD.setflags(write=False)
     return np.append(0.0, 1.0 / mean_U), parts_UD
+
+
+def poisson_above(counts: int, mean_U: Float64) -> Float64:
+    """Return the probability that a Poisson number exceeds 0, 1, ... ``counts - 1`` at each mean, ``[U, C]``."""
+    # Beyond this no probability is left that a float64 sum near 1 could hold.
+    most = max(counts, int(mean_U.max() + 12 * np.sqrt(mean_U.max()))) + 24
+    number_C = np.arange(most)
+    log_factorial_C = np.append(0.0, np.cumsum(np.log(number_C[1:])))
+    exactly_UC = np.exp(number_C * np.log(mean_U)[:, None] - mean_U[:, None] - log_factorial_C)
+    # Summed from the smallest on, so that the tail keeps its digits.
+    at_least_UC = np.cumsum(exactly_UC[:, ::-1], axis=1)[:, ::-1]
+    above_UC: Float64 = at_least_UC[:, 1 : counts + 1]
+    return above_UC

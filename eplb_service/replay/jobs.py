@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from eplb_service.extras import install_command
 from eplb_service.io.named_arrays import ReadAs
 from eplb_service.io.open_trace import naming, open_trace
 from eplb_service.io.trace import Trace
@@ -254,7 +255,7 @@ def _on_ray(function: Callable[..., Any], work: Sequence[tuple[Any, ...]], addre
     try:
         import ray
     except ImportError as error:
-        raise ReplayError("--ray needs Ray: pip install 'eplb-service[ray]'") from error
+        raise ReplayError(f"--ray needs Ray: {install_command('ray')}") from error
     _check_reachable(address)
     try:
         ray.init(address=address, log_to_driver=False, logging_level="ERROR")

@@ -1,6 +1,7 @@
 """Builds eplb-agent out of the repository's packages: the agent, and what it shares with the service.
 
-The folder holds no code of its own, so a wheel (or an editable install) can be made of it, but no source archive.
+The folder holds no code of its own: a wheel (or an editable install) can be made of it, but no source archive. The
+source archive of eplb-service contains this folder and all that it needs.
 """
 
 import fcntl

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from scipy.optimize import nnls
 
 from eplb_service.cost.curve import CostCurve
-from eplb_service.cost.fit import CurveFitError, fit_curve
+from eplb_service.cost.fit import CurveFitError, fit_curve, nonnegative_least_squares
 from tests.cost.curves import H200, plain_rank_us
 
 CELLS = [(busy, tokens) for busy in (1, 2, 4, 8) for tokens in (1, 8, 32, 64, 128, 256, 1024)]
@@ -64,3 +65,26 @@ def test_too_few_or_senseless_measurements_are_refused():
     for us_B in (TOKENS * 0, TOKENS * np.nan):
         with pytest.raises(CurveFitError, match="a measurement is not above 0"):
             fit_curve(BUSY, TOKENS, us_B)
+
+
+def columns_of_kind(kind: str, generator: np.random.Generator) -> np.ndarray:
+    """Columns of very different lengths, some of them zero or nearly equal."""
+    matrix_TF = generator.random((40, 4)) * 10.0 ** generator.integers(-3, 5, 4)
+    if kind == "zero":
+        matrix_TF[:, 1] = 0
+    elif kind == "equal":
+        matrix_TF[:, 3] = 2 * matrix_TF[:, 2]
+    elif kind == "nearly equal":
+        matrix_TF[:, 3] = 2 * matrix_TF[:, 2] + 1e-9 * generator.random(40)
+    return matrix_TF
+
+
+@pytest.mark.parametrize("kind", ["any", "zero", "equal", "nearly equal"])
+def test_nonnegative_coefficients_fit_as_well_as_scipy_s(kind):
+    generator = np.random.default_rng(0)
+    for offset in (0.0, 0.5, 1.0) * 20:
+        matrix_TF, wanted_T = columns_of_kind(kind, generator), generator.random(40) - offset
+        found_F = nonnegative_least_squares(matrix_TF, wanted_T)
+        _, least = nnls(matrix_TF, wanted_T)
+        assert (found_F >= 0).all()
+        assert np.linalg.norm(matrix_TF @ found_F - wanted_T) <= least * (1 + 1e-8) + 1e-12

@@ -8,8 +8,17 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from scipy.special import stdtrit
 
-from eplb_service.cost.moving import MOST_LOST, NOTHING_MEASURED, Switch, SwitchedPlan, compared, moving_costs
+from eplb_service.cost.moving import (
+    MOST_LOST,
+    NOTHING_MEASURED,
+    Switch,
+    SwitchedPlan,
+    compared,
+    moving_costs,
+    student_t_975,
+)
 from eplb_service.placement import Float64
 
 # Two layers; each's weights travel in all steps between its boundaries.
@@ -118,3 +127,8 @@ def test_one_switch_in_many_does_not_move_a_median_beyond_the_others(
 ) -> None:
     costs = moving_costs([switched(*[honest] * others, wild)])
     assert costs.expert_seconds == pytest.approx(honest)
+
+
+@pytest.mark.parametrize("freedom", [3, 4, 7, 30, 1000])
+def test_the_quantile_of_student_s_t_is_scipy_s(freedom):
+    assert student_t_975(freedom) == pytest.approx(stdtrit(freedom, 0.975), rel=2e-3)

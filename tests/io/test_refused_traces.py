@@ -65,9 +65,9 @@ def test_a_bad_step_late_in_a_trace_is_named_where_it_is_read(tmp_path):
 
 HOSTILE = {
     "an npz of other arrays": (lambda p: np.savez(p, xs=HEAT_TLE), "holds xs [2, 3, 4]: say with --as"),
-    "an empty file": (lambda p: p.write_bytes(b""), "Empty CSV"),
+    "an empty file": (lambda p: p.write_bytes(b""), "is empty"),
     "a pickle": (lambda p: p.write_bytes(b"\x80\x04K\x01."), "could run code"),
-    "an executable": (lambda p: p.write_bytes(b"\x7fELF\x02\x01\x01\x00" + bytes(64)), "is no CSV"),
+    "an executable": (lambda p: p.write_bytes(b"\x7fELF\x02\x01\x01\x00" + bytes(64)), "known format"),
     "prose": (lambda p: p.write_text("hello\nworld\n"), "is no CSV"),
     "other bytes": (lambda p: p.write_bytes(b"\xff\xfe\xfd\xfc" * 20), "is no CSV"),
     "a zip of something": (np.savez, "data.pkl"),

@@ -6,12 +6,14 @@ from math import exp
 
 import numpy as np
 import pytest
+from scipy.special import pdtrc
 
 from eplb_service.heat.window import Window
 from eplb_service.placement import Placement, apply_layers, par
 from eplb_service.planner.dealing import (
     as_host_deals,
     entry_parts,
+    poisson_above,
     shares_of_entries,
     sources_of_tables,
     tables_of_sources,
@@ -144,3 +146,10 @@ def test_a_host_of_two_nodes_is_dealt_to_at_home_where_that_costs_nothing() -> N
         return float((nodes_R[tables // SLOTS] != nodes_R[None, :, None, None]).mean())
 
     assert leaving(near) < leaving(anywhere)
+
+
+def test_poisson_tails_are_scipy_s() -> None:
+    mean_U, counts = np.geomspace(4096, 1e-3, 50), 4096 + 12 * 64 + 24
+    np.testing.assert_allclose(
+        poisson_above(counts, mean_U), pdtrc(np.arange(counts), mean_U[:, None]), atol=1e-10
+    )

@@ -60,7 +60,7 @@ def test_others_find_what_one_process_finds(file, elsewhere):
 
 def test_without_ray_its_option_says_how_to_get_it(file, monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(ReplayError, match=r"pip install 'eplb-service\[ray\]'"):
+    with pytest.raises(ReplayError, match=r"pip install 'ray>=2.30'"):
         replay_file(file, jobs_for(["none"], SETUPS, PlannerSettings()), scene_for(4), ray="local")
 
 

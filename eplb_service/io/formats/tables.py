@@ -1,7 +1,10 @@
-"""Heat in tables: CSV of weights, or one row per count in CSV or parquet; pyarrow reads and writes them."""
+"""Heat in tables: CSV of weights, or one row per count in CSV or parquet, for which alone pyarrow is needed."""
 
 from __future__ import annotations
 
+import csv
+import re
+import warnings
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -14,55 +17,64 @@ from eplb_service.io.named_arrays import ReadAs, trace_of_arrays
 from eplb_service.io.trace import ArrayTrace, TraceFacts
 from eplb_service.placement import Float64
 
-SUFFIXES = (".csv", ".parquet")
+PARQUET = ".parquet"
+SUFFIXES = (".csv", PARQUET)
 COLUMNS = ("step", "layer", "expert", "tokens")
 """Columns of a table with one row per count; what no row names is 0."""
 PARQUET_MAGIC = b"PAR1"
 _ROW_BYTES = 96
 """Memory of a row while it is read: its columns, as numbers of 64 bits, and side by side."""
+_HEADER_BYTES = 1 << 16
+_EXPERT_COLUMN = re.compile(r"(?:expert|e)?[ _-]?(\d{1,6})", re.IGNORECASE)
 
 
 def read_table_trace(path: Path, read_as: ReadAs) -> ArrayTrace:
     """The trace of a ``.csv`` or ``.parquet`` with the columns step, layer, expert and tokens, a row for each count.
 
-    A ``.csv`` without this header is a table of weights, a row per layer and a column per expert. Raises ``HeatError``
-    (without the path).
+    A ``.csv`` without a header, or with one like ``expert_0,expert_1``, is a table of weights: a row per layer and a
+    column per expert. Raises ``HeatError`` (without the path).
     """
-    require("pyarrow", "a table", "tables")
-    from pyarrow import ArrowException, csv, parquet
-
     packed = path.stat().st_size
-    try:
-        with path.open("rb") as file:
-            head = file.read(1 << 16)
-        check_fits_memory(packed)
-        headed = b"expert" in head.split(b"\n")[0]
-        kind = "parquet" if head.startswith(PARQUET_MAGIC) else "CSV"
-        if kind == "parquet":
-            found = parquet.ParquetFile(path)
-            check_fits_memory(_ROW_BYTES * found.metadata.num_rows, packed)
-            _check_numbers(found.schema_arrow)
-            table, headed = found.read(columns=list(COLUMNS)), True
-        else:
-            table = csv.read_csv(
-                path, csv.ReadOptions(use_threads=False, autogenerate_column_names=not headed)
-            )
-        names = COLUMNS if headed else table.column_names
-        rows = np.stack([table.column(name).cast("float64").to_numpy() for name in names], axis=1)
-    except (ArrowException, OSError, KeyError, ValueError) as error:
-        if isinstance(error, HeatError):
-            raise
-        raise HeatError(
-            f"is no {kind} of {', '.join(COLUMNS)}, nor of plain numbers ({one_line(error)})"
-        ) from error
-    if headed:
-        return _trace_of_rows(rows, f"{kind}, one row per count", packed)
-    if rows.shape[1] == len(COLUMNS) and len(rows) > 1 and read_as.meaning is None:
+    check_fits_memory(packed)
+    with path.open("rb") as file:
+        head = file.read(_HEADER_BYTES)
+    if head.startswith(PARQUET_MAGIC):
+        return _trace_of_rows(_parquet_rows(path, packed), "parquet, one row per count", packed)
+    header = _csv_header(head)
+    rows = _csv_rows(path, header)
+    if set(COLUMNS) <= set(header):
+        columns = [header.index(name) for name in COLUMNS]
+        return _trace_of_rows(rows[:, columns], "CSV, one row per count", packed)
+    if header:
+        rows = rows[:, _expert_columns(header)]
+    elif rows.shape[1] == len(COLUMNS) and len(rows) > 1 and read_as.meaning is None:
         raise HeatError(
             f"has {len(COLUMNS)} columns and no header: put {','.join(COLUMNS)} above them if its rows are counts, or "
             "say --as weights if its rows are layers"
         )
     return trace_of_arrays({"": rows}, "CSV", read_as)
+
+
+def require_parquet() -> None:
+    """Raise ``HeatError`` (without a path) if pyarrow is missing."""
+    require("pyarrow", "parquet", "tables")
+
+
+def _parquet_rows(path: Path, packed: int) -> Float64:
+    """Read ``COLUMNS`` of a parquet file, float64 ``[rows, 4]``."""
+    require_parquet()
+    from pyarrow import ArrowException, parquet
+
+    try:
+        found = parquet.ParquetFile(path)
+        check_fits_memory(_ROW_BYTES * found.metadata.num_rows, packed)
+        _check_numbers(found.schema_arrow)
+        table = found.read(columns=list(COLUMNS))
+        return np.stack([table.column(name).cast("float64").to_numpy() for name in COLUMNS], axis=1)
+    except (ArrowException, OSError, KeyError, ValueError) as error:
+        if isinstance(error, HeatError):
+            raise
+        raise HeatError(f"is no parquet of {', '.join(COLUMNS)} ({one_line(error)})") from error
 
 
 def _check_numbers(schema: Any) -> None:
@@ -72,6 +84,71 @@ def _check_numbers(schema: Any) -> None:
     for field in schema:
         if field.name in COLUMNS and not (types.is_integer(field.type) or types.is_floating(field.type)):
             raise HeatError(f"has the column {field.name} of {field.type}; expected numbers")
+
+
+def _csv_header(head: bytes) -> list[str]:
+    """Return the column names of a CSV; none if its first line holds numbers. Raises ``HeatError`` if it is no text."""
+    line, _, _ = head.partition(b"\n")
+    try:
+        first = next(csv.reader([line.decode("utf-8-sig").strip("\r")]), [])
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise HeatError(
+            f"is no CSV of plain numbers, nor of another known format ({one_line(error)})"
+        ) from error
+    names = [name.strip() for name in first]
+    return [] if names and all(map(_is_number, names)) else names
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _csv_rows(path: Path, header: list[str]) -> Float64:
+    """Read the numbers below the header, float64 ``[rows, columns]``."""
+    try:
+        with path.open(encoding="utf-8-sig") as file, warnings.catch_warnings():
+            # A table without rows is refused below.
+            warnings.simplefilter("ignore", UserWarning)
+            if header:
+                next(file)
+            rows: Float64 = np.loadtxt(file, delimiter=",", quotechar='"', comments=None, ndmin=2)
+    except ValueError as error:
+        if set(COLUMNS) <= set(header):
+            raise HeatError(f"is no CSV of plain numbers ({one_line(error)})") from error
+        found = f"its first line is {','.join(header)[:60]!r}; " if header else ""
+        raise HeatError(
+            f"is no CSV of plain numbers, nor of another known format ({found}{one_line(error)[:100]})"
+        ) from error
+    if not rows.size:
+        raise HeatError(_about_no_rows(header))
+    if header and rows.shape[1] != len(header):
+        raise HeatError(f"has {len(header)} names in its header and {rows.shape[1]} columns")
+    return rows
+
+
+def _about_no_rows(header: list[str]) -> str:
+    if not header:
+        return "is empty"
+    known = set(COLUMNS) <= set(header) or all(map(_EXPERT_COLUMN.fullmatch, header))
+    return (
+        "holds a header and no rows" if known else "is no CSV of plain numbers, nor of another known format"
+    )
+
+
+def _expert_columns(header: list[str]) -> list[int]:
+    """Return the columns of experts 0, 1, ... by their names; raises ``HeatError`` if the names do not number them."""
+    matches = [_EXPERT_COLUMN.fullmatch(name) for name in header]
+    column_of = {int(match[1]): column for column, match in enumerate(matches) if match}
+    if not all(matches) or sorted(column_of) != list(range(len(header))):
+        raise HeatError(
+            f"has the header {','.join(header)[:80]!r}; expected {','.join(COLUMNS)} for a row per count, or "
+            "expert_0,expert_1,... for a row of weights per layer"
+        )
+    return [column_of[expert] for expert in range(len(header))]
 
 
 def _trace_of_rows(rows: Float64, origin: str, packed: int) -> ArrayTrace:
@@ -102,20 +179,56 @@ def write_table(path: Path, parts: Iterable[Counts], steps: int) -> None:
     ``parts`` are stretches of the trace's ``steps``, one after the other. Counts of 0 have no row, but for the first
     and the last of the trace: by them its shape can be read back. Raises ``OSError`` where the disk refuses.
     """
-    import pyarrow as pa
-    from pyarrow import csv, parquet
+    make = _ParquetWriter if path.suffix == PARQUET else _CsvWriter
+    first = 0
+    with make(path) as writer:
+        for heat_TLE in parts:
+            named_TLE = heat_TLE != 0
+            named_TLE[0, 0, 0] |= first == 0
+            named_TLE[-1, -1, -1] |= first + len(heat_TLE) == steps
+            step_K, layer_K, expert_K = np.nonzero(named_TLE)
+            writer.write([step_K + first, layer_K, expert_K, heat_TLE[named_TLE]])
+            first += len(heat_TLE)
 
-    make = parquet.ParquetWriter if path.suffix == ".parquet" else csv.CSVWriter
-    first, writer = 0, None
-    for heat_TLE in parts:
-        named_TLE = heat_TLE != 0
-        named_TLE[0, 0, 0] |= first == 0
-        named_TLE[-1, -1, -1] |= first + len(heat_TLE) == steps
-        step_K, layer_K, expert_K = np.nonzero(named_TLE)
-        columns = (step_K + first, layer_K, expert_K, heat_TLE[named_TLE])
+
+class _CsvWriter:
+    """Writes columns of equal length, batch after batch, as lines of text."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("w", encoding="ascii", newline="\n")
+        self._file.write(",".join(COLUMNS) + "\n")
+
+    def __enter__(self) -> _CsvWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def write(self, columns: list[Any]) -> None:
+        """Append one row for each entry of the columns; numbers read back as they were."""
+        texts = [map(repr, column.tolist()) for column in columns]
+        self._file.writelines(f"{','.join(row)}\n" for row in zip(*texts, strict=True))
+
+
+class _ParquetWriter:
+    """Writes columns of equal length, batch after batch, as row groups."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._writer: Any = None
+
+    def __enter__(self) -> _ParquetWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._writer is not None:
+            self._writer.close()
+
+    def write(self, columns: list[Any]) -> None:
+        """Append one row for each entry of the columns."""
+        import pyarrow as pa
+        from pyarrow import parquet
+
         table = pa.table(dict(zip(COLUMNS, columns, strict=True)))
-        writer = writer or make(path, table.schema)
-        writer.write_table(table)
-        first += len(heat_TLE)
-    if writer is not None:
-        writer.close()
+        self._writer = self._writer or parquet.ParquetWriter(self._path, table.schema)
+        self._writer.write_table(table)

@@ -260,7 +260,7 @@ def test_a_pod_finds_its_cluster_and_nobody_else_does(
 def test_without_the_extra_the_error_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "eplb_service.control.server.lease.kubernetes_lease")
     monkeypatch.setitem(sys.modules, "lightkube", None)
-    with pytest.raises(LeaseError, match=r"pip install 'eplb-service\[kubernetes\]'"):
+    with pytest.raises(LeaseError, match=r"pip install 'lightkube>=1.0'"):
         named_lease("kubernetes:eplb", 15)
 
 

@@ -108,16 +108,40 @@ def test_a_header_that_lies_about_its_size_takes_no_memory(tmp_path: Path) -> No
         open_trace(folder)
 
 
-@pytest.mark.parametrize(("package", "extra"), [("zarr", "zarr"), ("safetensors", "safetensors")])
-def test_a_package_that_is_missing_is_named_with_its_extra(
-    package: str, extra: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_package_that_is_missing_is_named_with_the_command_that_installs_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = statistics(tmp_path / "s", np.ones((1, 1, 2, 4), dtype=np.int64))
-    if package == "zarr":
-        (folder / "zarr.json").write_text("{}")
-    monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(HeatError, match=rf"{package} is needed: pip install 'eplb-service\[{extra}\]'"):
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    with pytest.raises(HeatError, match=r"safetensors is needed: pip install 'safetensors>=[\d.]+'"):
         open_trace(folder)
+
+
+@pytest.mark.parametrize(
+    "content", [b"\x7fELF\x02\x01", b"hello\nworld\n", b"\xff\xfe\x00", b"", b"a,b\n1,2\n"]
+)
+def test_a_file_of_no_format_is_refused_without_naming_a_package(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "junk").write_bytes(content)
+    with pytest.raises(HeatError) as caught:
+        open_trace(tmp_path / "junk")
+    assert "pyarrow" not in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_csv_may_name_its_experts_in_any_order(tmp_path: Path) -> None:
+    (tmp_path / "weights.csv").write_text("expert_1,expert_0,expert_2\n5,4,6\n8,7,9\n")
+    assert read_heat(tmp_path / "weights.csv").tolist() == [[[4, 5, 6], [7, 8, 9]]]
+    (tmp_path / "weights.csv").write_text("expert_1,expert_3\n5,4\n")
+    with pytest.raises(
+        HeatError, match=r"header 'expert_1,expert_3'; expected step,layer,expert,tokens.*or expert_0"
+    ):
+        open_trace(tmp_path / "weights.csv")
+
+
+def test_a_csv_of_counts_may_have_further_columns_in_any_order(tmp_path: Path) -> None:
+    path = tmp_path / "heat.csv"
+    path.write_bytes(b'\xef\xbb\xbftokens,expert,"layer",step,rank\r\n3,1,0,7,0\r\n4,0,1,8,1\r\n')
+    assert read_heat(path).tolist() == [[[0, 3], [0, 0]], [[0, 0], [4, 0]]]
 
 
 def test_what_is_no_parquet_of_heat(tmp_path: Path) -> None:
@@ -147,7 +171,7 @@ def test_parquet_without_pyarrow_is_refused_before_anything_is_written(
 ) -> None:
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(
-        OutputError, match=r"heat.parquet: is a table, for which pyarrow is needed.*\(import of"
+        OutputError, match=r"heat.parquet: is parquet, for which pyarrow is needed.*\(import of"
     ):
         check_trace_output(tmp_path / "heat.parquet")
     check_trace_output(tmp_path / "heat.npz")

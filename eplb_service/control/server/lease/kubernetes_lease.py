@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 from eplb_service.control.core.leader import Claim
 from eplb_service.control.server.lease.leadership import LeaseError
+from eplb_service.extras import install_command
 from eplb_service.wire.fields import LAST_VERSION
 
 try:
@@ -27,7 +28,7 @@ try:
     from lightkube.types import PatchType
 except ImportError as error:
     raise LeaseError(
-        f"a Kubernetes lease needs a package that is not installed ({error}): pip install 'eplb-service[kubernetes]'"
+        f"a Kubernetes lease needs a package that is not installed ({error}): {install_command('kubernetes')}"
     ) from error
 
 _ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
