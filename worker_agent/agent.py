@@ -7,9 +7,10 @@ rank, also where it had no tokens, and ``close``. Before it sleeps it calls ``dr
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeAlias
 
 import numpy as np
 import torch.distributed as dist
@@ -41,6 +42,44 @@ class RestoreError(RuntimeError):
     """Experts could not be brought to where a host wanted them; the model may serve on with what is installed."""
 
 
+_Arguments = ParamSpec("_Arguments")
+_HostCall: TypeAlias = "Callable[Concatenate[Agent, _Arguments], None]"
+
+
+def _contained(
+    failure: type[RestoreError] | None = None,
+) -> Callable[[_HostCall[_Arguments]], _HostCall[_Arguments]]:
+    """Keep each error that arises in a host's call from the model, unless it is a ``FatalSwitchError``.
+
+    A host that must know that the call has failed gets a ``failure``.
+    """
+
+    def contain(method: _HostCall[_Arguments]) -> _HostCall[_Arguments]:
+        def call(self: Agent, /, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> None:
+            try:
+                try:
+                    method(self, *args, **kwargs)
+                except (FatalSwitchError, RestoreError):
+                    raise
+                except Exception as error:
+                    self._recover(error)
+                    if failure is not None:
+                        raise failure(f"{type(error).__name__}: {error}") from error
+            except (FatalSwitchError, RestoreError):
+                raise
+            except Exception as error:
+                # Recovery has failed as well; the next call makes up for it.
+                if self._fatal is not None:
+                    raise self._fatal from None
+                if failure is not None:
+                    raise failure(f"{type(error).__name__}: {error}") from error
+
+        functools.update_wrapper(call, method)
+        return call
+
+    return contain
+
+
 class Agent:
     """One rank's agent; made by ``start``."""
 
@@ -56,6 +95,7 @@ class Agent:
         self._clock = ForwardClock(list(layers), runtime)
         self._step = 0
         self._fatal: FatalSwitchError | None = None
+        self._unfinished = False
         self._heat = HeatRecorder(layers, _FIRST_REPORT_STEPS)
         self._timer, self._in_calls, self._in_votes = StepTimer(), Stopwatch(), Stopwatch()
         self._outbox = Outbox(runtime=runtime)
@@ -147,6 +187,7 @@ class Agent:
         """True while the service is there."""
         return self._stream.connected
 
+    @_contained()
     def step(self, phase: StepPhase = StepPhase.DECODE, tokens: int | None = None) -> None:
         """A forward pass has been queued. Called between two, on every rank, by the thread that runs the model.
 
@@ -178,6 +219,7 @@ class Agent:
         with self._in_calls:
             self._boundary(phase, tokens)
 
+    @_contained()
     def drain(self, reason: str = "the host asked for it") -> None:
         """Complete or abort the switch under way, and take no plans until ``resume``.
 
@@ -195,10 +237,13 @@ class Agent:
         FatalSwitchError
             As ``step`` does.
         """
+        # The host is about to change weights: no plan may start, whatever fails below.
+        self._guarded(self._switch.pause, reason)
         self._timer.pause()
         self._guarded(self._switch.drain, reason)
         self._guarded(self._publish_heat)
 
+    @_contained(RestoreError)
     def restore(self, placement: Placement, reason: str = "the host loads weights") -> None:
         """Drain, then bring every expert to its slot of ``placement``; take no plans until ``resume``.
 
@@ -221,8 +266,10 @@ class Agent:
         FatalSwitchError
             As ``step`` does.
         """
+        self._guarded(self._switch.pause, reason)
         self._timer.pause()
         self._guarded(self._switch.restore, placement, reason)
+        self._guarded(self._switch.pause, reason)
         self._guarded(self._publish_heat)
         served = self.installed.placement
         apart = np.flatnonzero((served.phy2log_LRS != placement.phy2log_LRS).any(axis=(1, 2)))
@@ -232,10 +279,12 @@ class Agent:
                 f"{self.halted or self.unheard or 'the ranks dropped the plan'}"
             )
 
+    @_contained()
     def resume(self) -> None:
         """Take plans again after ``drain`` or ``restore``."""
         self._switch.resume()
 
+    @_contained()
     def close(self, timeout: float = 5.0) -> None:
         """End votes and threads; what is installed stays as it is, and the model may serve on with it.
 
@@ -251,8 +300,8 @@ class Agent:
         FatalSwitchError
             As ``step`` does.
         """
-        self._stream.close(timeout)
         try:
+            self._guarded(self._stream.close, timeout)
             self._switch.close()
         finally:
             self._history.close(self._step)
@@ -260,18 +309,26 @@ class Agent:
     # What happens at a step boundary, in order
 
     def _boundary(self, phase: StepPhase, tokens: int | None) -> None:
-        self._switch.budget.refill()
-        before, self._step = self._step, max(self._step, self._clock.called())
-        new_pass = self._step > before
-        if new_pass:
-            self._guarded(self._record, phase, tokens, self._timer.lap(self._step - before))
+        if self._unfinished:
+            self._guarded(self._switch.stumble, "an error has ended the call before")
+        self._unfinished = True
+        before = self._step
+        self._guarded(self._count_call)
+        if self._step > before:
+            self._guarded(self._record, phase, tokens, self._step - before)
         self._guarded(self._take_events)
-        if new_pass:
+        if self._step > before:
             with self._in_votes:
                 self._guarded(self._switch.vote, self._step)
         self._guarded(self._publish_heat)
+        self._unfinished = False
 
-    def _record(self, phase: StepPhase, tokens: int | None, micros: int) -> None:
+    def _count_call(self) -> None:
+        self._step = max(self._step, self._clock.called())
+        self._switch.budget.refill()
+
+    def _record(self, phase: StepPhase, tokens: int | None, passes: int) -> None:
+        micros = self._timer.lap(passes)
         welcome = self._stream.welcome
         if welcome is not None:
             self._adopt(welcome.report_steps, self._stream.reporting)
@@ -323,23 +380,33 @@ class Agent:
         """Do a part of a call; an error in it ends the votes until all ranks form them again, never the model."""
         try:
             part(*arguments)
-        except FatalSwitchError as fatal:
-            self._end(fatal)
-            raise
         except BaseException as error:
-            if self.unheard is None:
-                _log.exception("rank %d: the agent failed; the model goes on", self.identity.rank)
-            try:
-                self._switch.stumble(f"{type(error).__name__}: {error}")
-            except FatalSwitchError as fatal:
-                self._end(fatal)
-                if isinstance(error, Exception):
-                    raise
-            except Exception:
-                _log.exception("rank %d: the votes could not be left in order", self.identity.rank)
-            if not isinstance(error, Exception):
+            self._recover(error)
+
+    def _recover(self, error: BaseException) -> None:
+        """Leave the votes in order after an error of a part; raise only what the model has to know."""
+        fatal = _fatal_behind(error)
+        if fatal is not None:
+            self._end(fatal)
+            raise fatal
+        if self.unheard is None:
+            _log.error("rank %d: the agent failed; the model goes on", self.identity.rank, exc_info=error)
+        try:
+            self._switch.stumble(f"{type(error).__name__}: {error}")
+        except FatalSwitchError as diverged:
+            self._end(diverged)
+            if isinstance(error, Exception):
                 raise
+        if not isinstance(error, Exception):
+            raise error
 
     def _end(self, fatal: FatalSwitchError) -> None:
         self._fatal = fatal
         self._switch.fail(str(fatal))
+
+
+def _fatal_behind(error: BaseException | None) -> FatalSwitchError | None:
+    """Return the fatal error that ``error`` is, or that was being handled when it arose."""
+    while error is not None and not isinstance(error, FatalSwitchError):
+        error = error.__context__
+    return error

@@ -149,3 +149,15 @@ def test_an_install_that_never_comes_is_fatal_and_names_the_rank() -> None:
     two.installed = 4
     with pytest.raises(FatalSwitchError, match=r"ranks \[2\] have not installed within 0.2 s"):
         one.wait_for_installs(4)
+
+
+def test_an_attempt_that_came_before_the_present_votes_makes_nobody_leave_them() -> None:
+    """A datagram may be delivered again seconds later; whoever has captured one must not stop balancing with it."""
+    one, other = joined(2)
+    other.formed = 3
+    for stale in (b"t0", b"t2", b"t3"):
+        assert one.peers.ask([1], stale, 20.0) == {1: b"-"}
+    assert not other.left
+    other.store.set("attempt/1", "5")
+    assert one.peers.ask([1], b"t4", 20.0) == {1: b"+5"}
+    assert other.left

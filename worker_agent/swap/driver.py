@@ -161,6 +161,10 @@ class SwitchDriver:
 
     # The end
 
+    def pause(self, reason: str) -> None:
+        """Vote the plan under way down, and take no other until ``resume``."""
+        self.state = self.state.with_pause(reason)
+
     def drain(self, reason: str) -> None:
         """Finish or abort what is under way on all ranks, and take no plans until ``resume``; a collective.
 
@@ -285,16 +289,17 @@ class SwitchDriver:
 
     def _lose_votes(self, voter: Voter, reason: str) -> VoteOutcome:
         """Leave the votes: settle what the last one may have decided, then form them again with the other ranks."""
-        self.votes.voter = None
         try:
             with self._fatal_where(voter.may_commit):
                 outcome = voter.settle(self._step)
                 self._apply(self.state.decide(outcome))
+                if outcome.result is VoteResult.COMMIT:
+                    self._group.installed = voter.number
+            if outcome.result is VoteResult.COMMIT:
+                # Only while this rank still votes can it tell a late peer from one that is gone.
+                self._group.wait_for_installs(voter.number)
         finally:
             voter.leave()
-        if outcome.result is VoteResult.COMMIT:
-            self._group.installed = voter.number
-            self._group.wait_for_installs(voter.number)
         if self._group.failure is not None:
             raise FatalSwitchError(self._group.failure)
         _log.warning("rank %d: the votes are lost: %s", self._identity.rank, reason)

@@ -37,8 +37,9 @@ class AgentGroup:
     """R agents of one EP group, joined without a server.
 
     ``failure`` is the reason for which a rank of the formation, this one or another, must not serve any more;
-    ``installed`` the last vote whose layer is in place; ``left`` is true once another rank wants to form the votes
-    again; ``position`` gives this rank's calls and forward passes to peers that ask. ``patience`` is the longest wait,
+    ``installed`` the last vote whose layer is in place; ``formed`` the number of the attempt that formed the present
+    votes; ``left`` is true once another rank makes a later attempt; ``position`` gives this rank's calls and forward
+    passes to peers that ask. ``patience`` is the longest wait,
     in seconds, for a rank that may have committed a layer.
     """
 
@@ -51,6 +52,7 @@ class AgentGroup:
         self.register = CommitRegister(peers, patience, peers.runtime)
         self.failure: str | None = None
         self.installed = 0
+        self.formed = 0
         self.left = False
         self.position: Callable[[], tuple[int, int]] = lambda: (0, 0)
         self._patience = patience
@@ -174,8 +176,10 @@ class AgentGroup:
         if kind == b"d":
             verdict = self.register.answer(int(subject))
             return None if verdict is None else verdict.value
-        if subject.startswith("attempt/"):
-            self.left = True
+        if kind == b"t":
+            # A datagram may arrive late, or twice: an attempt that has formed the votes, or came before, is no news.
+            self.left |= int(subject) > self.formed
+            subject = f"attempt/{self.rank}"
         if kind == b"f":
             self.failure = self.failure or subject
             return b"+"

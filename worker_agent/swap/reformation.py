@@ -229,7 +229,7 @@ class Reformation:
         # One rank is waited for at a time: many that wait must not flood the one that is late.
         while waiting:
             self._group.store.set(f"attempt/{self._group.rank}", str(self.attempts))
-            question = f"vattempt/{waiting[-1]}".encode()
+            question = b"t%d" % self.attempts
             answer = self._group.peers.ask(waiting[-1:], question, _POLL_SECONDS).get(waiting[-1], b"-")
             if answer[:1] == b"!":
                 raise FatalSwitchError(answer[1:].decode())

@@ -114,6 +114,8 @@ class Voter:
         if not self._register.may_commit(self.number, heard=False):
             outcome = outcome.with_abort()
         self._history.vote(step, self.number, cast, outcome, heard=False)
+        # Asked again, it must not commit a second time.
+        self._cast = None
         return outcome
 
     def all_have_installed(self, done: bool) -> bool:
@@ -240,8 +242,8 @@ class VoteSchedule:
 
     def lost(self, voter: Voter, state: SwitchState) -> None:
         """Form the votes again, as the ranks can no longer be heard; the later the less the last ones came to."""
-        self.voter = None
         self._lost = voter.number, state
+        self.voter = None
         self._form_again()
         self._fruitless += 1
         self._astray = 0
@@ -263,10 +265,13 @@ class VoteSchedule:
             return None
         if reformed is None or (votes := reformed.poll()) is None or step < reformed.start:
             return None
-        self._attempts, self._reformation, self._lost = reformed.attempts, None, None
-        self.voter = self._voter(votes, reformed.vote)
-        self._group.left = False
+        # An error between any two of these lines must leave votes, or something that forms them again.
+        self._attempts = self._group.formed = reformed.attempts
         self._next = self._formed_at = reformed.start
+        self._group.left = False
+        self.voter = self._voter(votes, reformed.vote)
+        self._reformation = None
+        self._lost = None
         return reformed
 
     def leave(self) -> None:
