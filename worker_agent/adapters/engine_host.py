@@ -4,18 +4,30 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from worker_agent.adapters.compat import UnsupportedEngineError
+from worker_agent.adapters.trial import Compute, exchange_and_compare, move_and_back
+from worker_agent.adapters.unmoved import Facts, refuse_unlike_ranks, refuse_unmoved
 from worker_agent.agent import Agent
-from worker_agent.device import bytes_of, host_view
-from worker_agent.live_layer import ExpertWeights, LiveLayer
+from worker_agent.device import host_view
+from worker_agent.live_layer import ExpertWeights
 from worker_agent.settings import AgentSettings, misspelt
-from worker_agent.swap.staging import Staging, copy_into
+
+__all__ = [
+    "RING_ROWS",
+    "EngineHost",
+    "EngineLayer",
+    "HeatRings",
+    "around",
+    "ignored_settings",
+    "log",
+    "move_and_back",
+    "refuse_unmoved",
+]
 
 log = logging.getLogger("eplb.agent")
 
@@ -116,59 +128,6 @@ class HeatRings:
                 ring_WLX.index_copy_(0, self._row.reshape(1), row_LX[None])
 
 
-def refuse_unmoved(module: Any, moved: Iterable[torch.Tensor], slots: int, known: frozenset[str]) -> None:
-    """Refuse experts of ``module`` that would not move whole.
-
-    Each of its own tensors with a part for each of S = ``slots`` local experts must be among those that are ``moved``,
-    at the same address, or ``known`` by name to be no expert's; scales of inputs, if they are alike for all. Raises
-    ``UnsupportedEngineError``.
-    """
-    own = {name: one for name, one in vars(module).items() if isinstance(one, torch.Tensor)}
-    if isinstance(module, torch.nn.Module):
-        own |= {**dict(module.named_parameters(recurse=False)), **dict(module.named_buffers(recurse=False))}
-    addresses = {one.data_ptr() for one in moved}
-    left = [
-        name
-        for name, one in own.items()
-        if one.dim()
-        and one.shape[0] == slots
-        and one.data_ptr() not in addresses
-        and (name not in known or (name.endswith("input_scale") and bool((one != one[:1]).any())))
-    ]
-    if left:
-        raise UnsupportedEngineError(
-            f"MoE layers with {', '.join(sorted(left))} per expert",
-            "The engine's own balancer does not move them, so they would stay behind when their expert moves",
-            "Report this model and its quantisation",
-        )
-
-
-@torch.no_grad()
-def move_and_back(layer: LiveLayer) -> None:
-    """Swap the experts of two slots by way of staging, as a switch installs them, and back, and compare all bytes.
-
-    Not the layer's output: before an engine serves, its forward has neither the context nor the collectives that it
-    needs. Raises ``UnsupportedEngineError`` where a tensor is not as it was written.
-    """
-    weights, tables = layer.expert_weights(), (layer.expert_map.cpu(), layer.log2phy.cpu())
-    if len(weights[0]) < 2:
-        return
-    staged = Staging().reserve(weights, 2)
-    for buffer, weight in zip(staged, weights, strict=True):
-        for slot in range(2):
-            buffer[slot].copy_(weight[slot])
-    for slots in ([1, 0], [0, 1]):
-        copy_into(layer, staged, slots, *tables)
-        for kind, (buffer, weight) in enumerate(zip(staged, layer.expert_weights(), strict=True)):
-            pairs = [(buffer[row], weight[slot]) for row, slot in enumerate(slots)]
-            if not all(torch.equal(bytes_of(sent), bytes_of(there)) for sent, there in pairs):
-                raise UnsupportedEngineError(
-                    f"MoE layers whose tensor {kind} of an expert is not what was written to it",
-                    "Its experts share memory, or are no tensors of their own",
-                    "Report this model and its quantisation",
-                )
-
-
 class EngineLayer:
     """A ``LiveLayer`` over an engine's own tensors.
 
@@ -211,13 +170,38 @@ class EngineHost:
         return self._agent
 
     def _start(
-        self, layers: Sequence[EngineLayer], group: dist.ProcessGroup, token_group: int | None
+        self,
+        layers: Sequence[EngineLayer],
+        group: dist.ProcessGroup,
+        token_group: int | None,
+        *,
+        facts: Facts | None = None,
+        computes: Sequence[Compute | None] = (),
     ) -> None:
-        """Meet the other ranks' agents: a collective over ``group``, which must take tensors of the CPU."""
+        """Try how experts move, then meet the other ranks' agents. A collective over ``group``.
+
+        Parameters
+        ----------
+        layers
+            This rank's layers.
+        group
+            A process group that takes tensors of the CPU.
+        token_group
+            The ranks that share this rank's tokens, or ``None``.
+        facts
+            What ``refuse_unmoved`` found to be one value for all experts.
+        computes
+            The expert computation of each layer, as far as the engine lets it run alone.
+        """
         settings = AgentSettings()
         for complaint in misspelt(os.environ):
             log.warning("%s", complaint)
-        move_and_back(layers[0])
+        refuse_unlike_ranks(facts or {}, group)
+        for layer in layers:
+            move_and_back(layer)
+        for index, (layer, compute) in enumerate(zip(layers, computes, strict=False)):
+            if compute is not None:
+                exchange_and_compare(layer, compute, f"MoE layer {index}")
         self._agent = Agent.start(layers, group, settings, token_group=token_group, on_commit=self._committed)
         placement, rank = self.agent.installed.placement, self.agent.identity.rank
         # All ranks have the same to report.

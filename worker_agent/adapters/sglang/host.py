@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -13,8 +13,11 @@ import torch.distributed as dist
 from eplb_service.placement import Int32, Placement, with_entries
 from eplb_service.wire.heat import StepPhase
 from worker_agent.adapters.compat import UnsupportedEngineError
-from worker_agent.adapters.engine_host import EngineHost, EngineLayer, HeatRings, log, refuse_unmoved
+from worker_agent.adapters.engine_host import EngineHost, EngineLayer, HeatRings, log
+from worker_agent.adapters.sglang.experts import local_experts
 from worker_agent.adapters.sglang.options import SglangOptions
+from worker_agent.adapters.trial import Compute
+from worker_agent.adapters.unmoved import Facts, refuse_unmoved
 from worker_agent.device import on_host
 
 _NO_EXPERTS = frozenset({"correction_bias"})
@@ -52,10 +55,18 @@ class SglangHost(EngineHost):
         layers = self._make_layers(rank)
         weights = [weight for layer in layers for weight in layer.expert_weights()]
         self._addresses = {weight.data_ptr() for weight in weights}  # type: ignore[union-attr] # none is a list
-        for module in model.modules():
-            if any(one.data_ptr() in self._addresses for one in module.parameters(recurse=False)):
-                refuse_unmoved(module, weights, self._tables.first.slots, _NO_EXPERTS)  # type: ignore[arg-type]
-        self._start(layers, group, 0 if self._options.shares_tokens else None)
+        facts: Facts = {}
+        computes: list[Compute | None] = [None] * len(layers)
+        slots, tables = self._tables.first.slots, metadata_tensors(metadata)
+        for name, module in model.named_modules():
+            held = {one.data_ptr() for one in module.parameters(recurse=False)} & self._addresses
+            if not held:
+                continue
+            found = refuse_unmoved(module, weights, slots, _NO_EXPERTS, tables=tables)
+            facts |= {f"{name}: {path}": value for path, value in found.items()}
+            index = _layer_of(held, layers)
+            computes[index] = local_experts(module, slots, self._counted.device)
+        self._start(layers, group, 0 if self._options.shares_tokens else None, facts=facts, computes=computes)
 
     def _make_layers(self, rank: int) -> list[EngineLayer]:
         weights = self._runner.model.routed_experts_weights_of_layer
@@ -175,6 +186,21 @@ class SglangHost(EngineHost):
         raise RuntimeError(f"{reason}: elastic expert parallelism is not balanced by eplb-agent")
 
     enable_rebalance = reset_generator = rebalance = disable_rebalance
+
+
+def metadata_tensors(metadata: Any) -> list[torch.Tensor]:
+    """Return the tables of SGLang's ``ExpertLocationMetadata``."""
+    return [one for one in vars(metadata).values() if isinstance(one, torch.Tensor)]
+
+
+def _layer_of(addresses: set[int], layers: Sequence[EngineLayer]) -> int:
+    """Return the index of the layer whose weights are at ``addresses``."""
+    for index, layer in enumerate(layers):
+        if any(
+            isinstance(one, torch.Tensor) and one.data_ptr() in addresses for one in layer.expert_weights()
+        ):
+            return index
+    raise AssertionError("these are the addresses of the layers' own weights")
 
 
 def _phase(mode: Any) -> StepPhase:

@@ -12,7 +12,9 @@ import torch
 from eplb_service.placement import Placement
 from eplb_service.wire.heat import StepPhase
 from worker_agent.adapters.compat import UnsupportedEngineError, refuse
-from worker_agent.adapters.engine_host import EngineHost, EngineLayer, HeatRings, refuse_unmoved
+from worker_agent.adapters.engine_host import EngineHost, EngineLayer, HeatRings
+from worker_agent.adapters.unmoved import Facts, refuse_unmoved
+from worker_agent.adapters.vllm.experts import local_experts
 from worker_agent.device import on_host
 
 _NO_EXPERTS = frozenset(
@@ -49,13 +51,30 @@ class VllmHost(EngineHost):
         self._heat = HeatRings(layers, model_state.expert_load_pass.device, experts=experts)
         self._dispatch_confirmed = False
         slots = model_state.physical_to_logical_map.shape[1] // group.world_size
-        for index, layer in enumerate(model_state.model.moe_layers):
-            # The experts of 0.23 are the layer's own.
-            experts_of_layer = getattr(layer, "routed_experts", layer)
-            refuse_unmoved(experts_of_layer, model_state.model.expert_weights[index], slots, _NO_EXPERTS)
-            if index in (0, layers - 1):
-                layer.router.eplb_agent_layer = (self._heat, index, layers)
-        self._start(self._start_tables(), group.cpu_group, self._tokens.number)
+        # The experts of 0.23 are the layer's own.
+        experts_of_layers = [getattr(one, "routed_experts", one) for one in model_state.model.moe_layers]
+        facts = self._check_experts(experts_of_layers, slots)
+        computes = [
+            local_experts(one, slots, model_state.expert_load_pass.device) for one in experts_of_layers
+        ]
+        for index in {0, layers - 1}:
+            router = model_state.model.moe_layers[index].router
+            router.eplb_agent_layer = (self._heat, index, layers)
+        self._start(
+            self._start_tables(), group.cpu_group, self._tokens.number, facts=facts, computes=computes
+        )
+
+    def _check_experts(self, experts_of_layers: list[Any], slots: int) -> Facts:
+        """Refuse layers of which something would stay behind when an expert moves; return what is one for all."""
+        model = self._model
+        moved = [weight for of_layer in model.model.expert_weights for weight in of_layer]
+        tables = [one for one in vars(model).values() if isinstance(one, torch.Tensor)]
+        facts: Facts = {}
+        for index, experts in enumerate(experts_of_layers):
+            layer = model.model.moe_layers[index]
+            found = refuse_unmoved(experts, moved, slots, _NO_EXPERTS, tables=tables, roots={"layer": layer})
+            facts |= {f"layer {index}: {path}": value for path, value in found.items()}
+        return facts
 
     def _token_group(self) -> _TokenGroup:
         return token_group(self._model.model.moe_layers, self._parallel, self._rank, self._ranks)

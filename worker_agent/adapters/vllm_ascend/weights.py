@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from worker_agent.adapters.compat import UnsupportedEngineError
 from worker_agent.adapters.engine_host import EngineLayer
+from worker_agent.adapters.unmoved import refuse_unmoved
 from worker_agent.live_layer import ExpertWeights
 
 _PLAIN = ("w13_weight", "w2_weight")
@@ -23,7 +24,14 @@ _NAMES_018 = {"NONE": _PLAIN, "W8A8": _W8A8}
 _BASE_FORMATS = frozenset({0, 1, 2, 30})
 """NCHW, NHWC, ND and NCDHW, as torch_npu numbers them: elements lie in order, an expert is a piece of its tensor."""
 
-_NOT_OF_AN_EXPERT = frozenset({"e_score_correction_bias"})
+_NOT_OF_AN_EXPERT = frozenset(
+    {
+        *("e_score_correction_bias", "tid2eid", "moe_load", "load_counter"),
+        *("log2phy", "_expert_map", "expert_map", "global_expert_map", "expert_mask"),
+        *("w13_weight_offset", "w2_weight_offset"),
+    }
+)
+"""The router's, heat, tables, and offsets of symmetric quantisation, which are zeros."""
 
 
 def expert_weights(
@@ -59,8 +67,8 @@ def expert_weights(
             "The weights of an expert would not be complete",
             "Report this model",
         )
-    _refuse_unmoved_tensors(layer, names, kind)
     found = [getattr(layer, name) for name in names]
+    refuse_unmoved(layer, found, int(layer.local_num_experts), _NOT_OF_AN_EXPERT)
     for name, weight in zip(names, found, strict=True):
         _refuse_formats(name, weight)
     # The host's own lists, not copies: it puts other tensors into them where it converts scales.
@@ -109,24 +117,6 @@ def _refuse_formats(name: str, weight: torch.Tensor | Iterable[torch.Tensor]) ->
             f"{name} with experts in the NPU's formats {' and '.join(map(str, formats))} (29 is NZ)",
             "The bytes of one would be read as if they were in the other's",
             "Report this model",
-        )
-
-
-def _refuse_unmoved_tensors(layer: Any, names: tuple[str, ...], kind: str) -> None:
-    """Refuse tensors that the host's own balancer leaves behind, as a bias per expert."""
-    if kind != "NONE":
-        return
-    slots = int(layer.local_num_experts)
-    left = [
-        name
-        for name, parameter in layer.named_parameters(recurse=False)
-        if name not in (*names, *_NOT_OF_AN_EXPERT) and parameter.dim() and parameter.shape[0] == slots
-    ]
-    if left:
-        raise UnsupportedEngineError(
-            f"MoE layers with {', '.join(left)} per expert",
-            "vLLM-Ascend's balancer does not move them, so it is not known how its kernels read them",
-            "Serve without dynamic_eplb",
         )
 
 

@@ -1,0 +1,45 @@
+"""The expert computation of one MoE layer of SGLang, run alone: without router, collectives or other ranks' tokens."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import torch
+
+from worker_agent.adapters.trial import Compute
+
+_SEED = 20_240
+
+
+def local_experts(experts: Any, slots: int, device: torch.device) -> Compute | None:
+    """Return the computation of ``experts``, SGLang's ``FusedMoE``, or ``None`` if it cannot run alone.
+
+    It is the quantisation method's ``apply`` on the output of the standard dispatcher: tokens and the local slots
+    that they are for. Other dispatchers hand tokens over in formats of their own.
+    """
+    apply = getattr(getattr(experts, "quant_method", None), "apply", None)
+    hidden = getattr(experts, "hidden_size", None)
+    if not callable(apply) or not isinstance(hidden, int):
+        return None
+    if type(getattr(experts, "dispatcher", None)).__name__ != "StandardDispatcher":
+        return None
+    type_of_inputs = getattr(experts, "params_dtype", None)
+    if not isinstance(type_of_inputs, torch.dtype) or not type_of_inputs.is_floating_point:
+        type_of_inputs = torch.bfloat16
+
+    def compute(slot_T: torch.Tensor) -> torch.Tensor:
+        standard = importlib.import_module("sglang.srt.layers.moe.token_dispatcher.standard")
+        chosen = importlib.import_module("sglang.srt.layers.moe.topk")
+        tokens = len(slot_T)
+        random = torch.Generator().manual_seed(_SEED)
+        x_TH = torch.randn(tokens, hidden, generator=random).to(device, type_of_inputs)
+        ids_T1 = slot_T.to(device, torch.int32).reshape(tokens, 1)
+        weights_T1 = torch.ones((tokens, 1), dtype=torch.float32, device=device)
+        logits_TS = torch.zeros((tokens, slots), dtype=torch.float32, device=device)
+        choice = chosen.StandardTopKOutput(weights_T1, ids_T1, logits_TS)
+        output = apply(layer=experts, dispatch_output=standard.StandardDispatchOutput(x_TH, None, choice))
+        result: torch.Tensor = output.hidden_states
+        return result
+
+    return compute
