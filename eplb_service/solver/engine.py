@@ -27,25 +27,37 @@ from zlib import crc32
 import numpy as np
 import numpy.typing as npt
 
-from eplb_service.solver.candidates import as_deployed, from_scratch, par_on, without_vain_annealing
-from eplb_service.solver.layer import Answer, solve_layer
+from eplb_service.solver.candidates import (
+    FEWEST_EPISODES,
+    as_deployed,
+    from_scratch,
+    par_on,
+    peaks_on,
+    without_vain_annealing,
+)
+from eplb_service.solver.evaluation import mean_peak
+from eplb_service.solver.layer import Answer, is_sure, solve_layer
 from eplb_service.solver.model import (
     FRESH,
     KEEP,
     Bool,
     Candidate,
     Deployed,
+    Episodes,
     Float32,
     Float64,
     Int32,
     Layer,
     Recommended,
     SearchParams,
+    episodes_of,
     heat_of,
     homes,
+    with_covariance,
 )
 from eplb_service.solver.time_layer import solve_layer_for_time
 from eplb_service.solver.topology import match_ranks
+from eplb_service.solver.window import halves_of
 
 _Node = tuple[npt.NDArray[np.intp], npt.NDArray[np.intp], Deployed]
 """One node as a layer of its own: the numbers of its experts and of its ranks in the whole layer, ascending, and what
@@ -193,20 +205,20 @@ def _solve_by_node(
 ) -> Answer:
     """Decide one layer whose ``groups`` of neighbouring experts each stay on one node.
 
-    A layer whose groups are placed so already keeps them there: weights move within nodes only. Any other is placed
-    from scratch.
+    A layer whose groups are placed so already mostly keeps them there: weights move within nodes. The groups are
+    packed anew if that pays for the moves between nodes. Any other layer is placed from scratch.
     """
-    seen = Layer(heat_of(heat_NE, deployed.phy2log_RS.shape[0]), deployed)
-    now = as_deployed(seen.heat.episodes, deployed, params.tables)
+    whole = episodes_of(heat_NE, deployed.phy2log_RS.shape[0])
+    now = as_deployed(whole, deployed, params.tables)
     slot_price = params.slot_price(deployed.phy2log_RS)
     node_E = _nodes_of_groups(deployed, groups)
     if unplaced or node_E is None:
-        made = []
-        for node in _node_layers(_pack_groups(seen.heat.mean_E, deployed, groups), deployed):
-            alone = Layer(heat_of(heat_NE.take(node[0], axis=1), len(node[1])), node[2])
-            annealed = without_vain_annealing(alone.heat.episodes, alone.deployed, params)
-            made.append((node, from_scratch(alone, annealed, slot_price)))
-        return Answer(_put_together(made, seen, params), now.par, float(half_life_H[0]), FRESH)
+        return Answer(
+            _placed_by_node(whole, deployed, params, slot_price, groups),
+            now.par,
+            float(half_life_H[0]),
+            FRESH,
+        )
     nodes = _node_layers(node_E, deployed)
     # A slot costs the same, whichever node it is on.
     in_node = params._replace(move_price=params.move_price / len(nodes))
@@ -216,11 +228,63 @@ def _solve_by_node(
     ]
     price = params.slot_price(deployed.phy2log_RS, now.par)
     changed = [(node, answer) for node, answer in decided if answer.taken != KEEP]
+    seen = Layer(with_covariance(*whole), deployed)
     best, taken = _without_vain_changes(changed, seen, params, price)
     half_life = min((answer.half_life for _, answer in taken), default=float(half_life_H[0]))
+    action = max((answer.taken for _, answer in taken), default=KEEP)
     if best.par + price * best.moves >= now.par - min_gain:
-        return Answer(now, now.par, half_life, KEEP)
-    return Answer(best, now.par, half_life, max(answer.taken for _, answer in taken))
+        best, action = now, KEEP
+    limit = best.par + price * best.moves - min_gain
+    if _may_regroup(whole, deployed, params, price, min_gain, groups, node_E):
+        regrouped = _placed_by_node(whole, deployed, params, price, groups)
+        if regrouped.par + price * regrouped.moves < limit:
+            best, action = regrouped, FRESH
+    return Answer(best, now.par, half_life, action)
+
+
+def _placed_by_node(
+    heat: Episodes, deployed: Deployed, params: SearchParams, slot_price: float, groups: int
+) -> Candidate:
+    """Pack the groups onto nodes anew, and place each node from scratch."""
+    whole = Layer(with_covariance(*heat), deployed)
+    made = []
+    for node in _node_layers(_pack_groups(whole.heat.mean_E, deployed, groups), deployed):
+        expert_X, rank_Y, of_node = node
+        heat_NX = np.ascontiguousarray(heat.scaled_EN[expert_X].T, dtype=np.float64)
+        alone = Layer(heat_of(heat_NX, rank_Y.size), of_node)
+        annealed = without_vain_annealing(alone.heat.episodes, alone.deployed, params)
+        made.append((node, from_scratch(alone, annealed, slot_price)))
+    return _put_together(made, whole, params)
+
+
+def _may_regroup(
+    heat: Episodes,
+    deployed: Deployed,
+    params: SearchParams,
+    price: float,
+    min_gain: float,
+    groups: int,
+    node_E: Int32,
+) -> bool:
+    """Return True if other groups on the nodes, fitted to the older half, pay for their moves on the newer half.
+
+    Moves within nodes cannot cool a node whose groups have become hotter than the others'. ``node_E`` int32 ``[E]`` is
+    each expert's node now.
+    """
+    if heat.share_N.size < FEWEST_EPISODES:
+        return True
+    older, newer = halves_of(heat)
+    packed_E = _pack_groups(older.scaled_EN @ older.share_N, deployed, groups)
+    if np.array_equal(node_E, packed_E):
+        return False
+    found = _placed_by_node(older, deployed, params, price, groups)
+    now_N, found_N = (
+        peaks_on(one, newer.scaled_EN, deployed, params.tables)
+        for one in (as_deployed(newer, deployed, params.tables), found)
+    )
+    spent = price * found.moves
+    gain = mean_peak(now_N, newer.share_N) - mean_peak(found_N, newer.share_N)
+    return gain - spent > min_gain and is_sure(now_N - found_N, newer.share_N, spent, params.options.sureness)
 
 
 def _pack_groups(mean_E: Float32, deployed: Deployed, groups: int) -> Int32:

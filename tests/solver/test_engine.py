@@ -168,18 +168,41 @@ def test_placed_from_scratch_each_group_is_on_one_node(given_, tables: int, kind
 
 @SETTINGS
 @given(grouped(), st.sampled_from((EVEN, RULE, SOLVED)), st.sampled_from((0.0, 0.01)))
-def test_once_placed_groups_stay_on_their_nodes(given_, tables: int, price: float) -> None:
+def test_groups_stay_together_and_change_nodes_only_for_a_gain(given_, tables: int, price: float) -> None:
     deployed, groups, generator = given_
     experts = deployed.share_GE.shape[1]
     first_NE, then_NE = (heat_of_kind("skewed", 6, experts, generator) for _ in range(2))
     placed = installed(deployed, solve_grouped(deployed, first_NE, groups, unplaced=True, tables=tables))
     answer = solve_grouped(placed, then_NE, groups, tables=tables, move_price=price)
     after = installed(placed, answer)
-    assert homes_of_groups(after, groups) == homes_of_groups(placed, groups)
+    assert all(len(homes) == 1 for homes in homes_of_groups(after, groups))
+    if homes_of_groups(after, groups) != homes_of_groups(placed, groups):
+        assert answer.taken == FRESH
+        assert answer.found.par + price / placed.phy2log_RS.size * answer.found.moves < answer.par_before
     assert answer.found.par <= answer.par_before
     assert_servable(answer, placed.phy2log_RS, experts)
     if answer.taken == KEEP:
         np.testing.assert_array_equal(after.log2phy_GE, placed.log2phy_GE)
+
+
+def test_hot_groups_that_meet_on_one_node_are_separated_again() -> None:
+    node_R = np.repeat(np.arange(2, dtype=np.int32), 4)
+    popularity_2E = np.full((2, 32), 1.0)
+    # Groups of eight experts: 0 and 1 are on node 0. At first 0 and 3 are hot, later 0 and 1.
+    popularity_2E[0, :8] = popularity_2E[0, 24:] = 4.0
+    popularity_2E[1, :16] = 4.0
+    generator = np.random.default_rng(3)
+    first_NE, then_NE = (
+        generator.multinomial(50_000, row_E / row_E.sum(), size=8).astype(float) for row_E in popularity_2E
+    )
+    deployed = serving(32, node_R, 5)
+    placed = installed(deployed, solve_grouped(deployed, first_NE, 4, unplaced=True))
+    together = homes_of_groups(placed, 4)[0] == homes_of_groups(placed, 4)[1]
+    answer = solve_grouped(placed, then_NE, 4)
+    after = installed(placed, answer)
+    assert together
+    assert homes_of_groups(after, 4)[0] != homes_of_groups(after, 4)[1]
+    assert answer.found.par < 1.1 < answer.par_before
 
 
 def test_groups_that_are_apart_are_placed_from_scratch() -> None:
