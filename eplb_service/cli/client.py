@@ -23,6 +23,7 @@ _CLEAR_BY_THEMSELVES = (
     grpc.StatusCode.NOT_FOUND,
     grpc.StatusCode.FAILED_PRECONDITION,
     grpc.StatusCode.RESOURCE_EXHAUSTED,
+    grpc.StatusCode.ABORTED,
 )
 _ANSWER_SECONDS = 120.0
 """Longest wait for an answer: a decision on a large model may be computed first."""

@@ -15,7 +15,7 @@ from eplb_service.control.server.lease.leadership import LeaseError, LeaseLostEr
 from eplb_service.control.server.listening import ListenError
 from eplb_service.control.server.service import RunningService, serve_until_stopped
 from eplb_service.control.server.settings import ServiceSettings, SettingsError, load_settings
-from eplb_service.control.server.store import StoreError
+from eplb_service.control.server.store_file import StoreError
 from eplb_service.planner.settings import PlannerSettings
 from eplb_service.telemetry.logs import configure_logs
 

@@ -15,7 +15,7 @@ from unittest.mock import patch
 from eplb_service.control.core.deployment import Deployment
 from eplb_service.control.core.errors import RefusedError
 from eplb_service.control.core.plan_tracker import Outcome, PlanTracker
-from eplb_service.control.server import agents, service, store
+from eplb_service.control.server import agents, service, store, store_file
 from eplb_service.control.server.access import gate
 from eplb_service.control.server.access.quotas import Quotas
 from eplb_service.control.server.deciding import computing, decider
@@ -203,7 +203,7 @@ def simulated(scheduler: Scheduler, disk: Disk, breach: Callable[[str], None]) -
                     stack.enter_context(patch.object(module, name, other))
         secrets = SimpleNamespace(randbits=scheduler.random.getrandbits)
         stack.enter_context(patch.object(store, "secrets", secrets))
-        stack.enter_context(patch.object(store, "_connect", lambda _: disk.file))
+        stack.enter_context(patch.object(store_file, "connect", lambda _: (disk.file, "")))
         stack.enter_context(patch.object(decider, "_on_thread", computed))
         yield
         disk.file.close()

@@ -21,3 +21,7 @@ class UnknownDeploymentError(RefusedError):
 
 class ExhaustedError(RefusedError):
     """A bound of the service has been reached."""
+
+
+class NotStoredError(RefusedError):
+    """A command was carried out, but a restart of the service would forget it."""

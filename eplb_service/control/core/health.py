@@ -68,7 +68,7 @@ def problems(deployment: Deployment) -> list[str]:
     """Return what an operator should look at, one line each; empty while all is well."""
     group = deployment.group
     if group is None:
-        return ["no agent has connected since the service started"]
+        return ["no agent has connected since the service started", *deployment.service_problems]
     found = []
     if group.missing:
         found.append(

@@ -16,6 +16,7 @@ from eplb_service.control.core.errors import (
     AlreadyConnectedError,
     ConflictError,
     ExhaustedError,
+    NotStoredError,
     RefusedError,
     UnknownDeploymentError,
 )
@@ -31,6 +32,7 @@ _CODES: tuple[tuple[type[Exception], grpc.StatusCode], ...] = (
     (AlreadyConnectedError, grpc.StatusCode.ALREADY_EXISTS),
     (UnknownDeploymentError, grpc.StatusCode.NOT_FOUND),
     (ExhaustedError, grpc.StatusCode.RESOURCE_EXHAUSTED),
+    (NotStoredError, grpc.StatusCode.ABORTED),
 )
 
 

@@ -63,22 +63,27 @@ class OperatorService(operator_pb2_grpc.OperatorServiceServicer):
     async def Pause(self, request: operator_pb2.PauseRequest, _context: Any) -> operator_pb2.PauseResponse:
         """Stop planning."""
         self._plane.set_paused(self._plane.find(request.deployment), True)
+        await self._plane.store(f"planning for {request.deployment} is paused")
         return operator_pb2.PauseResponse()
 
     async def Resume(self, request: operator_pb2.ResumeRequest, _context: Any) -> operator_pb2.ResumeResponse:
         """Plan again."""
         self._plane.set_paused(self._plane.find(request.deployment), False)
+        await self._plane.store(f"planning for {request.deployment} continues")
         return operator_pb2.ResumeResponse()
 
     async def Lead(self, request: operator_pb2.LeadRequest, _context: Any) -> operator_pb2.LeadResponse:
         """Have the ranks follow this service."""
         deployment = self._plane.find(request.deployment)
         raised = self._plane.lead(deployment)
+        if raised:
+            await self._plane.store(f"the ranks of {request.deployment} follow this service")
         return operator_pb2.LeadResponse(leader_term=deployment.leader_term, raised=raised)
 
     async def Forget(self, request: operator_pb2.ForgetRequest, _context: Any) -> operator_pb2.ForgetResponse:
         """Remove a deployment that is gone."""
         self._plane.forget_departed(self._plane.find(request.deployment))
+        await self._plane.store(f"{request.deployment} is forgotten")
         return operator_pb2.ForgetResponse()
 
     async def Rebalance(
@@ -88,6 +93,8 @@ class OperatorService(operator_pb2_grpc.OperatorServiceServicer):
         outcome = await asyncio.shield(self._plane.decider.start(self._plane.find(request.deployment)))
         if outcome.result == "failed":
             raise StatusError(grpc.StatusCode.INTERNAL, outcome.message)
+        if outcome.plan_id:
+            await self._plane.store(outcome.message)
         return operator_pb2.RebalanceResponse(
             plan_id=outcome.plan_id, layers=outcome.layers, moves=outcome.moves, outcome=outcome.message
         )

@@ -13,9 +13,9 @@ import os
 import secrets
 import sqlite3
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -27,47 +27,57 @@ from eplb_service.control.core.deployment import Totals
 from eplb_service.control.core.errors import ConflictError
 from eplb_service.control.core.leader import RANDOM_BITS, term_above, term_at
 from eplb_service.control.core.plan_tracker import Outcome, PlanTracker
+from eplb_service.control.server.store_file import (
+    MEMORY,
+    StoreError,
+    close_store,
+    copy_log_into_file,
+    open_store,
+)
 from eplb_service.placement import Placement
 from eplb_service.planner.plan import Serving
+from eplb_service.wire.codec import encode
+from eplb_service.wire.fields import (
+    LAST_VERSION,
+    LONGEST_LINE,
+    MOST_EXPERTS,
+    MOST_LAYERS,
+    MOST_RANKS,
+    MOST_SLOTS,
+    check_count,
+    check_deployment,
+    printable,
+)
 from eplb_service.wire.operator import LayerVerdict, PastPlan
 
-MEMORY = ":memory:"
-"""A store that keeps nothing."""
 T = TypeVar("T")
 
 _log = structlog.get_logger(__name__)
 
 _PLANS_KEPT = 10_000
 _MOST_OWED = 4096
+_MOST_WRITES_IN_LOG = 256
+"""Writes after which the write-ahead log, then of some megabytes, is copied into the file."""
 _MOST_TABLE_BYTES = 256 << 20
 """Where tables are larger the layout is not kept, and a restarted service measures from the one that it meets."""
-_APPLICATION_ID = 0x45504C42  # "EPLB"
-_LOOKED_AT_BYTES = 1 << 16
-_SCHEMA_VERSION = 2
-_SCHEMA = """
-CREATE TABLE service (leader_term INTEGER NOT NULL);
-INSERT INTO service VALUES (0);
--- state: a StoredDeployment as JSON.
-CREATE TABLE deployments (name TEXT PRIMARY KEY, state TEXT NOT NULL);
--- layout: an npz file of the placement and, where they do not follow from it by the rule, the tables.
-CREATE TABLE first_layouts (deployment TEXT PRIMARY KEY, group_id TEXT NOT NULL, layout BLOB NOT NULL);
-CREATE TABLE plans (
-    id INTEGER PRIMARY KEY,
-    deployment TEXT NOT NULL,
-    at REAL NOT NULL,
-    leader_term INTEGER NOT NULL,
-    base_epoch INTEGER NOT NULL,
-    verdicts TEXT NOT NULL,
-    outcome TEXT,
-    reason TEXT NOT NULL DEFAULT '',
-    committed INTEGER NOT NULL DEFAULT 0
-);
-CREATE INDEX plans_of ON plans (deployment, id);
-"""
-
-
-class StoreError(Exception):
-    """A file that cannot be this service's store; the message says why and what to do."""
+_ROWS_SET_ASIDE = 1000
+_MOST_ROW_CHARACTERS = 1 << 20
+_SETTLE_SECONDS = 10.0
+"""Longest time that an operator's command waits for the disk."""
+_NOTICES_KEPT = 8
+_NOTICE_SECONDS = 86400.0
+"""Time for which operators see that something of the store was lost."""
+_BOUNDS = {
+    "digest": 1 << 64,
+    "layers": MOST_LAYERS + 1,
+    "experts": MOST_EXPERTS + 1,
+    "ranks": MOST_RANKS + 1,
+    "slots": MOST_SLOTS + 1,
+}
+"""Bounds on numbers of a stored deployment, by field; ``LAST_VERSION`` for the others."""
+_LAST_PLAN_ID = LAST_VERSION // 2
+_LAST_MOMENT = 1e11
+"""Bound on a time in seconds since 1970: the year 5138."""
 
 
 @dataclass(frozen=True)
@@ -100,10 +110,15 @@ class Store:
     """
 
     def __init__(self, path: str, above: int = 0) -> None:
-        self._path, self._db = path, _open(path)
+        self._path = path
+        self._db, lost = open_store(path)
+        self._opened_at = time.monotonic()
+        self._writes_in_log = 0
+        self._notices = lost
         self._file = self._identity()
         try:
             self.leader_term = self._begun(above)
+            self.make_durable()
         except sqlite3.Error as error:
             raise StoreError(
                 f"cannot write the store {path!r}: {error}; make room, or name another"
@@ -114,6 +129,10 @@ class Store:
 
     def _begun(self, above: int) -> int:
         """Leader term of this start, written with all that follows from it."""
+        self._check_terms()
+        impossible = "SELECT rowid, * FROM plans WHERE id NOT BETWEEN 1 AND ?"
+        for row in self._db.execute(impossible, (_LAST_PLAN_ID,)).fetchall():
+            self._set_aside("plans", row, ValueError("no plan has such a number"))
         with self._db:
             # At least the clock: ranks follow a service that has lost its store, or has another, if it started last.
             fresh = term_at(time.time(), secrets.randbits(RANDOM_BITS))
@@ -130,6 +149,27 @@ class Store:
                 with contextlib.suppress(ConflictError):
                     self.save_deployment(replace(stored, leader_term=higher_term(stored.leader_term)))
         return term
+
+    def _check_terms(self) -> None:
+        """Leave one leader term that can be one."""
+        rows = self._db.execute("SELECT rowid, leader_term FROM service").fetchall()
+        terms = [term for _, term in rows if isinstance(term, int) and 0 <= term < LAST_VERSION]
+        if len(rows) == 1 and terms:
+            return
+        for row in rows:
+            self._set_aside("service", row, ValueError("this is not one leader term"))
+        with self._db:
+            self._db.execute("INSERT INTO service (leader_term) VALUES (?)", (max(terms, default=0),))
+
+    @property
+    def notices(self) -> list[str]:
+        """Losses that operators should know of, for a day after the start."""
+        return self._notices if time.monotonic() - self._opened_at < _NOTICE_SECONDS else []
+
+    def make_durable(self) -> None:
+        """Have all that was written outlive a power cut, and a lost write-ahead log."""
+        copy_log_into_file(self._db)
+        self._writes_in_log = 0
 
     def check_file(self) -> None:
         """Raise ``StoreError`` where the open file is no longer the one at its path, or may not be written."""
@@ -149,7 +189,7 @@ class Store:
 
     def close(self) -> None:
         """Write everything into the one file."""
-        self._db.close()
+        close_store(self._db)
 
     def new_plan_id(self) -> int:
         """Return a number that no plan of this file has, and no plan of a service without one is likely to have had."""
@@ -159,13 +199,13 @@ class Store:
     def save_deployment(self, deployment: StoredDeployment) -> None:
         """Save a deployment as it is now."""
         state = json.dumps(asdict(deployment))
-        self._write(("INSERT OR REPLACE INTO deployments VALUES (?, ?)", (deployment.name, state)))
+        row = (deployment.name, state)
+        self._write(("INSERT OR REPLACE INTO deployments (name, state) VALUES (?, ?)", row))
 
     def deployments(self) -> list[StoredDeployment]:
         """Return all that were ever known, by name."""
-        rows = self._db.execute("SELECT state FROM deployments ORDER BY name").fetchall()
-        states = [json.loads(state) for (state,) in rows]
-        return [StoredDeployment(**{**state, "totals": Totals(**state["totals"])}) for state in states]
+        rows = self._db.execute("SELECT rowid, name, state FROM deployments ORDER BY name").fetchall()
+        return self._readable("deployments", rows, lambda row: _stored_deployment(*row[1:]))
 
     def forget(self, name: str) -> None:
         """Remove a deployment and all of its history."""
@@ -187,27 +227,16 @@ class Store:
         content = io.BytesIO()
         np.savez_compressed(content, **arrays)
         row = (name, group_id, content.getvalue())
-        self._write(("INSERT OR REPLACE INTO first_layouts VALUES (?, ?, ?)", row))
+        insert = "INSERT OR REPLACE INTO first_layouts (deployment, group_id, layout) VALUES (?, ?, ?)"
+        self._write((insert, row))
 
     def first_layout(self, name: str) -> tuple[str, Serving] | None:
-        """Return the last group's identity and first layout; raises ``ValueError`` where that is no layout."""
-        row = self._db.execute(
-            "SELECT group_id, layout FROM first_layouts WHERE deployment = ?", (name,)
-        ).fetchone()
-        if row is None:
-            return None
-        group_id, content = row
-        try:
-            with np.load(io.BytesIO(content), allow_pickle=False) as held:
-                placement = Placement(held["phy2log_LRS"], int(held["experts"]))
-                if "log2phy_RLE" not in held:
-                    return group_id, Serving(placement, placement.default_log2phy())
-                log2phy_RLE = held["log2phy_RLE"]
-            placement.check_log2phy(log2phy_RLE)
-        except Exception as error:
-            # Whatever numpy and its decompression make of damage.
-            raise ValueError(f"a stored layout is damaged: {error}") from error
-        return group_id, Serving(placement, log2phy_RLE)
+        """Return the last group's identity and first layout, if they are known."""
+        rows = self._db.execute(
+            "SELECT rowid, group_id, layout FROM first_layouts WHERE deployment = ?", (name,)
+        ).fetchall()
+        found = self._readable("first_layouts", rows, lambda row: (str(row[1]), _layout(row[2])))
+        return found[0] if found else None
 
     def begin_plan(self, name: str, plan: PlanTracker, leader_term: int, began: float | None = None) -> None:
         """Save a plan of this term before any rank hears of it; ``began`` in seconds since 1970, by default now."""
@@ -238,16 +267,54 @@ class Store:
             "WHERE deployment = ? ORDER BY id DESC LIMIT ?",
             (name, limit),
         )
-        return [
-            PastPlan(id_, at, outcome, reason, committed, _verdicts(verdicts), term, epoch)
-            for id_, at, outcome, reason, committed, verdicts, term, epoch in rows
-        ]
+        return self._readable("plans", rows.fetchall(), _past_plan)
+
+    def _readable(
+        self, table: str, rows: Sequence[tuple[Any, ...]], read: Callable[[tuple[Any, ...]], T]
+    ) -> list[T]:
+        """Return what ``read`` makes of the rows, each with its rowid first; set aside those of which it makes nothing.
+
+        A row may be damaged, or of a release that writes it in another way; one such row must not cost the others.
+        """
+        found = []
+        for row in rows:
+            try:
+                found.append(read(row))
+            except Exception as error:
+                # Any error that parsers and decompression raise for damage.
+                self._set_aside(table, row, error)
+        return found
+
+    def _set_aside(self, table: str, row: tuple[Any, ...], error: Exception) -> None:
+        """Move a row that cannot be read out of the way, and report it."""
+        reason = printable(str(error) or type(error).__name__)
+        key = row[0] if table == "plans" else printable(str(row[1]), 64)
+        notice = f"the row {key!r} of {table} in the store could not be read and was set aside: {reason}"
+        if notice not in self._notices:
+            self._notices = [*self._notices, notice][-_NOTICES_KEPT:]
+            _log.error("store_row_set_aside", path=self._path, table=table, row=key, reason=reason)
+        content = repr(row)[:_MOST_ROW_CHARACTERS]
+        with contextlib.suppress(sqlite3.Error):
+            self._write(
+                (
+                    "INSERT INTO set_aside (at, origin, reason, content) VALUES (?, ?, ?, ?)",
+                    (time.time(), table, reason, content),
+                ),
+                (f"DELETE FROM {table} WHERE rowid = ?", (row[0],)),  # noqa: S608 - one of our four tables
+                (
+                    "DELETE FROM set_aside WHERE rowid <= (SELECT MAX(rowid) FROM set_aside) - ?",
+                    (_ROWS_SET_ASIDE,),
+                ),
+            )
 
     def _write(self, *statements: tuple[str, tuple[Any, ...]]) -> None:
         """Carry out statements with their values in one transaction: all of them, or none."""
         with self._db:
             for statement, values in statements:
                 self._db.execute(statement, values)
+        self._writes_in_log += 1
+        if self._writes_in_log >= _MOST_WRITES_IN_LOG:
+            self.make_durable()
 
 
 def higher_term(term: int) -> int:
@@ -255,85 +322,63 @@ def higher_term(term: int) -> int:
     return term_above(term, secrets.randbits(RANDOM_BITS))
 
 
-def _verdicts(text: str) -> tuple[LayerVerdict, ...]:
-    known = {field.name for field in fields(LayerVerdict)}
-    verdicts = json.loads(text)
-    # Older releases kept more of a layer.
-    return tuple(
-        LayerVerdict(**{name: verdict[name] for name in known & verdict.keys()}) for verdict in verdicts
-    )
+def _stored_deployment(name: str, text: str) -> StoredDeployment:
+    """Return the deployment in a row; raises ``ValueError`` if it is none."""
+    state = json.loads(text)
+    if not isinstance(state, dict) or state.get("name") != name:
+        raise ValueError("the state is not one of this deployment")
+    check_deployment(name, "name")
+    totals = _known_fields(Totals, state.get("totals", {}))
+    stored = StoredDeployment(**{**_known_fields(StoredDeployment, state), "totals": Totals(**totals)})
+    return replace(stored, last_decision=printable(stored.last_decision, LONGEST_LINE))
 
 
-def _open(path: str) -> sqlite3.Connection:
-    """Open ``path``, made where there is none; raises ``StoreError`` where it is something else or cannot be used."""
-    if path != MEMORY and not Path(path).parent.is_dir():
-        raise StoreError(f"cannot make the store {path!r}: its directory does not exist")
-    database = None
-    try:
-        database = _connect(path)
-        _check_kind(database, path)
-        database.execute("PRAGMA journal_mode = WAL")
-        database.execute("PRAGMA synchronous = NORMAL")
-        with database:
-            # Fails here, where it is explained, if nothing can be written.
-            database.execute("UPDATE service SET leader_term = leader_term")
-    except (sqlite3.Error, StoreError) as error:
-        if database is not None:
-            database.close()
-        if isinstance(error, StoreError):
-            raise
-        raise StoreError(
-            f"cannot use {path!r} as the store: {error}; name a writable path that is new or was made by eplb"
-        ) from error
-    return database
+def _known_fields(kind: type[Any], values: Any) -> dict[str, Any]:
+    """Return the fields of ``kind`` among ``values``, which a newer release may have written with more of them.
 
-
-def _connect(path: str) -> sqlite3.Connection:
-    """An open database that is whole; one of ours that is damaged is set aside, and a new one begun.
-
-    The ranks hold the truth about what they serve, so that a service without its history is better than none.
+    Raises ``ValueError`` for a value of another type than the field's default, or a number out of bounds.
     """
-    database = sqlite3.connect(path, timeout=5.0, check_same_thread=False)
-    try:
-        (state,) = database.execute("PRAGMA quick_check(1)").fetchone()
-        reason = "" if state == "ok" else str(state)
-    except sqlite3.OperationalError:
-        # Locked, unreadable, or on a full disk: nothing is said of the file.
-        database.close()
-        raise
-    except sqlite3.DatabaseError as error:
-        reason = str(error)
-    if not reason:
-        return database
-    database.close()
-    with Path(path).open("rb") as file:
-        was_ours = b"CREATE TABLE deployments" in file.read(_LOOKED_AT_BYTES)
-    if not was_ours:
-        raise StoreError(f"{path!r} is no store of eplb ({reason}); name another, or move it away")
-    aside = f"{path}.damaged-{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}"
-    for suffix in ("", "-wal", "-shm"):
-        if Path(path + suffix).exists():
-            Path(path + suffix).rename(aside + suffix)
-    _log.error("store_damaged", path=path, set_aside=aside, reason=reason)
-    return sqlite3.connect(path, timeout=5.0, check_same_thread=False)
+    if not isinstance(values, dict):
+        raise ValueError(f"{kind.__name__} is not an object")
+    found = {}
+    for field in fields(kind):
+        if field.name not in values or is_dataclass(field.default):
+            continue
+        value, expected = values[field.name], str if field.default is MISSING else type(field.default)
+        if type(value) is not expected:
+            raise ValueError(f"{field.name} is a {type(value).__name__}, not a {expected.__name__}")
+        if isinstance(value, int):
+            check_count(value, field.name, _BOUNDS.get(field.name, LAST_VERSION + 1))
+        found[field.name] = value
+    return found
 
 
-def _check_kind(database: sqlite3.Connection, path: str) -> None:
-    (application,) = database.execute("PRAGMA application_id").fetchone()
-    (version,) = database.execute("PRAGMA user_version").fetchone()
-    (tables,) = database.execute("SELECT COUNT(*) FROM sqlite_master").fetchone()
-    if not tables:
-        database.executescript(
-            f"BEGIN; {_SCHEMA} PRAGMA application_id = {_APPLICATION_ID}; "
-            f"PRAGMA user_version = {_SCHEMA_VERSION}; COMMIT;"
-        )
-    elif application != _APPLICATION_ID:
-        raise StoreError(f"{path!r} is a database of something else; name another store")
-    elif version != _SCHEMA_VERSION:
-        raise StoreError(
-            f"{path!r} has schema version {version}, this release reads {_SCHEMA_VERSION}; "
-            "use the release that wrote it, or name another store"
-        )
+def _layout(content: bytes) -> Serving:
+    """Return a layout as ``save_first_layout`` has written it; raises some exception if it is none."""
+    with np.load(io.BytesIO(content), allow_pickle=False) as held:
+        placement = Placement(held["phy2log_LRS"], int(held["experts"]))
+        log2phy_RLE = held["log2phy_RLE"] if "log2phy_RLE" in held else placement.default_log2phy()
+    placement.check_log2phy(log2phy_RLE)
+    return Serving(placement, log2phy_RLE)
+
+
+def _past_plan(row: tuple[Any, ...]) -> PastPlan:
+    """Return the plan in a row; raises some exception if it is none."""
+    id_, at, outcome, reason, committed, verdicts, term, epoch = row
+    known = {field.name for field in fields(LayerVerdict)}
+    # Other releases keep more of a layer.
+    layers = tuple(
+        LayerVerdict(**{name: verdict[name] for name in known & verdict.keys()})
+        for verdict in json.loads(verdicts)
+    )
+    if not 0 <= at < _LAST_MOMENT:
+        raise ValueError(f"the plan was made at {at}, which is no time")
+    if not (isinstance(outcome, str) and isinstance(reason, str)):
+        raise ValueError("its outcome is no text")
+    plan = PastPlan(id_, at, outcome, reason, committed, layers, term, epoch)
+    # The message has a type and a range for each field.
+    encode(plan)
+    return plan
 
 
 class StoreWriter:
@@ -349,6 +394,7 @@ class StoreWriter:
         self.failing = ""
         self._on_failure = on_failure
         self._owed: list[partial[None]] = []
+        self._dropped = ""
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="eplb-store")
         self._retried: Future[None] | None = None
 
@@ -363,6 +409,26 @@ class StoreWriter:
     async def run(self, call: Callable[..., T], *arguments: Any) -> T:
         """Read or write, and wait for it."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, call, *arguments)
+
+    async def settle(self) -> str:
+        """Have everything that was posted outlive a power cut; returns why that failed, or nothing."""
+        settling = asyncio.wrap_future(self._thread.submit(self._settle))
+        try:
+            return await asyncio.wait_for(asyncio.shield(settling), _SETTLE_SECONDS)
+        except asyncio.TimeoutError:
+            return self.failing or "the disk is too slow"
+
+    def _settle(self) -> str:
+        self._carry_out()
+        dropped, self._dropped = self._dropped, ""
+        if self.failing or dropped:
+            return self.failing or dropped
+        try:
+            self.store.make_durable()
+        except sqlite3.Error as error:
+            self._on_failure()
+            return str(error)
+        return ""
 
     def retry(self) -> None:
         """Carry out what is owed, and look after the file, some time soon."""
@@ -397,8 +463,9 @@ class StoreWriter:
         except (sqlite3.OperationalError, OSError) as error:
             self._on_failure()
             raise sqlite3.OperationalError(str(error)) from error
-        except Exception:
+        except Exception as error:
             # No disk is at fault, and no repetition would help.
+            self._dropped = str(error)
             self._on_failure()
             _log.exception("store_write_dropped")
         del self._owed[0]

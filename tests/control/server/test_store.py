@@ -1,27 +1,32 @@
-"""The store holds what it was given after any end of the service; damaged files are set aside, others refused."""
+"""The store keeps what it was given after any end of the service, sets damage aside, and reports what it lost."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import shutil
 import sqlite3
 import subprocess
 import sys
+from collections.abc import Callable
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from eplb_service.control.core.deployment import Totals
+from eplb_service.control.core.health import problems
 from eplb_service.control.core.plan_tracker import Outcome, PlanTracker
 from eplb_service.control.server import store as store_module
 from eplb_service.control.server.service import running_service
-from eplb_service.control.server.store import Store, StoredDeployment, StoreError
+from eplb_service.control.server.store import Store, StoredDeployment
+from eplb_service.control.server.store_file import StoreError
 from eplb_service.planner.plan import Serving
 from eplb_service.wire.generated import operator_pb2
 from tests.control.core.story import decision_of
 from tests.control.fake_group import FakeGroup, first_placement, live_of
-from tests.control.server.test_service import settings, until
+from tests.control.server.test_service import settings, tick, until
 
 LIVE = live_of(first_placement())
 
@@ -205,7 +210,7 @@ def test_a_damaged_store_is_set_aside_and_begun_again(tmp_path: Path, damage: st
 
 
 @pytest.mark.parametrize("part", [slice(0, 100), slice(100, None), slice(0, 0)])
-def test_a_first_layout_that_is_damaged_is_said(path: str, part: slice) -> None:
+def test_a_damaged_first_layout_is_set_aside(path: str, part: slice) -> None:
     store = Store(path)
     store.save_first_layout("decode", "first", LIVE.serving)
     store.close()
@@ -213,8 +218,253 @@ def test_a_first_layout_that_is_damaged_is_said(path: str, part: slice) -> None:
         (content,) = database.execute("SELECT layout FROM first_layouts").fetchone()
         database.execute("UPDATE first_layouts SET layout = ?", (content[part],))
     database.close()
-    with pytest.raises(ValueError, match="a stored layout is damaged"):
-        Store(path).first_layout("decode")
+    store = Store(path)
+    assert store.first_layout("decode") is None
+    assert_set_aside(store, "first_layouts")
+    store.close()
+
+
+def assert_set_aside(store: Store, table: str, rows: int = 1) -> None:
+    """The rows are in a table for them, out of their own, and operators see why."""
+    kept = store._db.execute("SELECT reason, content FROM set_aside WHERE origin = ?", (table,)).fetchall()
+    assert len(kept) == len(store.notices) == rows
+    assert all(
+        f"of {table} in the store could not be read and was set aside: " in one for one in store.notices
+    )
+    assert all(reason and content.startswith("(") for reason, content in kept)
+
+
+def changed(**changes: object) -> str:
+    return json.dumps({**asdict(STORED), **changes})
+
+
+BAD_STATES: dict[str, object] = {
+    "no JSON": changed()[:-9],
+    "JSON of something else": "[1, 2]",
+    "null": "null",
+    "nested deeply": "[" * 100_000,
+    "no UTF-8": changed().encode().replace(b"kept", b"\xff\xfe").replace(b"12", b"\xff"),
+    "bytes": b"\x00\xff\x80",
+    "a number as text": changed(epoch="12"),
+    "a fraction": changed(epoch=1.5),
+    "a truth as a number": changed(paused=1),
+    "a number as a truth": changed(layers=True),
+    "a number below zero": changed(epoch=-1),
+    "a number past its bound": changed(experts=10**30),
+    "no number": changed(leader_term=float("nan")),
+    "totals of another kind": changed(totals=[3]),
+    "a total of another kind": changed(totals={"bytes_moved": "5"}),
+    "another name": changed(name="prefill"),
+}
+
+
+@pytest.mark.parametrize("state", BAD_STATES.values(), ids=BAD_STATES)
+async def test_an_unreadable_deployment_is_set_aside_and_the_others_are_kept(
+    path: str, state: object
+) -> None:
+    store = Store(path)
+    for name in ("decode", "other"):
+        store.save_deployment(replace(STORED, name=name))
+    store._db.execute("UPDATE deployments SET state = ? WHERE name = 'decode'", (state,))
+    store.close()
+    async with running_service(settings(store=path)) as running:
+        assert running.plane.remembered.keys() == {"other"}
+        assert running.plane.deployments["other"].paused
+        tick(running.plane)
+        says = "the row 'decode' of deployments in the store could not be read"
+        assert any(one.startswith(says) for one in problems(running.plane.deployments["other"]))
+        assert_set_aside(running.plane._writer.store, "deployments")
+    store = Store(path)
+    assert [one.name for one in store.deployments()] == ["other"]
+    assert store.notices == []
+    store.close()
+
+
+@pytest.mark.parametrize("name", ["../x", "", "x" * 64, "a b"])
+def test_a_deployment_whose_name_cannot_be_one_is_set_aside(path: str, name: str) -> None:
+    store = Store(path)
+    store.save_deployment(StoredDeployment(name))
+    assert store.deployments() == []
+    assert_set_aside(store, "deployments")
+    store.close()
+
+
+def test_fields_and_columns_of_a_newer_release_are_ignored(path: str) -> None:
+    store = Store(path)
+    store.save_deployment(STORED)
+    store.begin_plan("decode", PlanTracker.of(5, LIVE, decision_of(LIVE, 0)), 1)
+    newer = {**asdict(STORED), "colour": "green", "totals": {**asdict(STORED.totals), "steps_skipped": 3}}
+    store._db.execute("UPDATE deployments SET state = ?", (json.dumps(newer),))
+    verdicts = json.loads(store._db.execute("SELECT verdicts FROM plans").fetchone()[0])
+    verdicts = json.dumps([{**verdict, "why_not": "x"} for verdict in verdicts])
+    store._db.execute("UPDATE plans SET verdicts = ?", (verdicts,))
+    for table in ("service", "deployments", "first_layouts", "plans"):
+        store._db.execute(f"ALTER TABLE {table} ADD COLUMN added TEXT NOT NULL DEFAULT 'x'")
+    store._db.execute("CREATE TABLE added (id INTEGER)")
+    store.close()
+    store = Store(path)
+    assert store.deployments() == [STORED]
+    assert len(store.plans("decode")) == 1
+    store.save_deployment(replace(STORED, epoch=13))
+    store.save_first_layout("decode", "first", LIVE.serving)
+    store.begin_plan("decode", PlanTracker.of(6, LIVE, decision_of(LIVE, 0)), 1)
+    assert (store.deployments()[0].epoch, len(store.plans("decode"))) == (13, 2)
+    assert store.first_layout("decode") is not None
+    assert store.notices == []
+    store.close()
+
+
+BAD_PLANS: dict[str, tuple[str, object]] = {
+    "verdicts that are no JSON": ("verdicts", "[{"),
+    "verdicts of something else": ("verdicts", "[3]"),
+    "a verdict without its layer": ("verdicts", "[{}]"),
+    "a verdict of other types": (
+        "verdicts",
+        '[{"layer": "x", "par_seen": 1, "par_planned": 1, "noise_floor": 1, "moves": 0, "changed": 1, "reason": ""}]',
+    ),
+    "no time": ("at", "yesterday"),
+    "an endless time": ("at", float("inf")),
+    "a number as text": ("committed", "one"),
+    "a number past its bound": ("leader_term", -5),
+    "an outcome that is no text": ("outcome", b"\x00"),
+}
+
+
+@pytest.mark.parametrize(("column", "value"), BAD_PLANS.values(), ids=BAD_PLANS)
+def test_an_unreadable_plan_is_set_aside_and_the_others_are_listed(
+    path: str, column: str, value: object
+) -> None:
+    store = Store(path)
+    for plan_id in (5, 6, 7):
+        store.begin_plan("decode", PlanTracker.of(plan_id, LIVE, decision_of(LIVE, 0)), 1)
+    store._db.execute(f"UPDATE plans SET {column} = ? WHERE id = 6", (value,))
+    assert [plan.plan_id for plan in store.plans("decode")] == [7, 5]
+    assert_set_aside(store, "plans")
+    assert [plan.plan_id for plan in store.plans("decode")] == [7, 5]
+    store.close()
+
+
+@pytest.mark.parametrize("number", [-1, 0, (1 << 63) - 1])
+def test_a_plan_number_out_of_bounds_is_set_aside_and_later_plans_are_numbered(
+    path: str, number: int
+) -> None:
+    store = Store(path)
+    store.begin_plan("decode", PlanTracker.of(5, LIVE, decision_of(LIVE, 0)), 1)
+    store._db.execute("UPDATE plans SET id = ?", (number,))
+    store.close()
+    store = Store(path)
+    assert_set_aside(store, "plans")
+    assert 0 < store.new_plan_id() < 1 << 40
+    store.close()
+
+
+@pytest.mark.parametrize("terms", [[], [3, 4], ["text"], [1.5], [-1], [(1 << 63) - 1]])
+def test_leader_terms_that_cannot_be_are_set_aside(path: str, terms: list[object]) -> None:
+    Store(path).close()
+    with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as database:
+        database.execute("DELETE FROM service")
+        database.executemany("INSERT INTO service VALUES (?)", [(term,) for term in terms])
+    store = Store(path)
+    assert 0 < store.leader_term < 1 << 60
+    assert store._db.execute("SELECT leader_term FROM service").fetchall() == [(store.leader_term,)]
+    assert_set_aside(store, "service", len(terms))
+    store.close()
+
+
+def killed_with(path: str, *, order: bool = False) -> None:
+    """Kill a process that has stored twelve paused deployments, the last of them by an ``order``."""
+    script = (
+        "import os\n"
+        "from dataclasses import replace\n"
+        "from tests.control.server.test_store import STORED, Store\n"
+        f"store = Store({path!r})\n"
+        "for number in range(12): store.save_deployment(replace(STORED, name=f'deployment-{number}'))\n"
+        f"if {order}: store.make_durable()\n"
+        "os.kill(os.getpid(), 9)\n"
+    )
+    assert subprocess.run([sys.executable, "-c", script], check=False, timeout=300).returncode == -9
+
+
+def flipped(content: bytes, at: int) -> bytes:
+    return content[:at] + bytes([content[at] ^ 0x10]) + content[at + 1 :]
+
+
+LOG_DAMAGE: dict[str, Callable[[bytes], bytes | None]] = {
+    "missing": lambda log: None,
+    "empty": lambda log: b"",
+    "a flipped bit in its head": lambda log: flipped(log, 5),
+    "a flipped bit in its salt": lambda log: flipped(log, 18),
+    "a flipped bit in the first page": lambda log: flipped(log, 32 + 24 + 100),
+    "a flipped bit in the middle": lambda log: flipped(log, len(log) // 2),
+    "a flipped bit in the last page": lambda log: flipped(log, len(log) - 100),
+    "a flipped bit in a frame's salt": lambda log: flipped(log, 32 + 9),
+    "cut between two frames": lambda log: log[: 32 + (24 + 4096)],
+    "cut anywhere": lambda log: log[: len(log) // 2 + 7],
+    "noise": lambda log: bytes(range(256)) * (len(log) // 256),
+    "zeros": lambda log: bytes(len(log)),
+}
+
+
+@pytest.mark.parametrize("damage", LOG_DAMAGE.values(), ids=LOG_DAMAGE)
+@pytest.mark.parametrize("index", ["with its index", "without its index"])
+async def test_a_lost_write_ahead_log_is_reported(
+    path: str, damage: Callable[[bytes], bytes | None], index: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    killed_with(path)
+    log = Path(f"{path}-wal")
+    before = log.read_bytes()
+    content = damage(before)
+    log.unlink()
+    if content is not None:
+        log.write_bytes(content)
+    if index == "without its index":
+        Path(f"{path}-shm").unlink()
+        if content == before[: 32 + (24 + 4096)]:
+            pytest.skip("a log cut between two changes is a log")
+    async with running_service(settings(store=path)) as running, FakeGroup(running.address) as group:
+        await group.join()
+        tick(running.plane)
+        (problem, *_) = problems(running.plane.deployments["decode"])
+        assert problem.startswith("the store's write-ahead log is ")
+        assert "check which deployments are paused" in problem
+    assert "store_log_lost" in capsys.readouterr().err
+    if content:
+        (aside,) = Path(path).parent.glob("*-wal.damaged-*")
+        assert aside.read_bytes() == content
+
+
+@pytest.mark.parametrize("by", ["the next service", "another program first"])
+def test_a_log_that_is_whole_is_carried_over_without_a_report(path: str, by: str) -> None:
+    killed_with(path)
+    if by == "another program first":
+        with contextlib.closing(sqlite3.connect(path)) as database:
+            database.execute("SELECT COUNT(*) FROM plans").fetchone()
+        assert not Path(f"{path}-wal").exists()
+    store = Store(path)
+    assert (len(store.deployments()), store.notices) == (12, [])
+    store.close()
+    store = Store(path)
+    assert (len(store.deployments()), store.notices) == (12, [])
+    store.close()
+
+
+def test_an_order_outlives_a_lost_log(path: str) -> None:
+    killed_with(path, order=True)
+    Path(f"{path}-wal").unlink()
+    store = Store(path)
+    assert [one.paused for one in store.deployments()] == [True] * 12
+    assert ["write-ahead log is missing" in notice for notice in store.notices] == [True]
+    store.close()
+
+
+def test_a_log_stays_small(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_module, "_MOST_WRITES_IN_LOG", 16)
+    store = Store(path)
+    for number in range(400):
+        store.save_deployment(replace(STORED, epoch=number, last_decision="x" * 3000))
+    assert Path(f"{path}-wal").stat().st_size < 1 << 20
+    store.close()
+    assert Store(path).deployments()[0].epoch == 399
 
 
 def test_a_start_that_cannot_write_says_so(path: str) -> None:

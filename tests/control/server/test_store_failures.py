@@ -1,23 +1,29 @@
-"""A disk that takes no writes for a while costs nothing that the service knew; a lost or read-only file is reported."""
+"""A disk that takes no writes for a while costs nothing that the service knew; orders say if they are not stored."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import shutil
 import sqlite3
 import subprocess
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 
 from eplb_service.control.core.health import problems
 from eplb_service.control.core.plan_tracker import Outcome, PlanTracker
 from eplb_service.control.server import store as store_module
 from eplb_service.control.server.service import running_service
-from eplb_service.control.server.store import Store, StoredDeployment, StoreError, StoreWriter
+from eplb_service.control.server.store import Store, StoredDeployment, StoreWriter
+from eplb_service.control.server.store_file import StoreError
+from eplb_service.wire.generated import operator_pb2
 from tests.control.core.story import decision_of
 from tests.control.fake_group import FakeGroup, first_placement, live_of
 from tests.control.server.test_service import settings, until
@@ -151,7 +157,7 @@ def test_a_read_only_store_is_refused_at_start_in_one_line(
     connect = sqlite3.connect
 
     def read_only(where: str, **options: Any) -> sqlite3.Connection:
-        return connect(f"file:{where}?mode=ro", uri=True, **options)
+        return connect(f"file:{where}?mode=ro", **{**options, "uri": True})
 
     monkeypatch.setattr(sqlite3, "connect", read_only)
     with pytest.raises(StoreError) as refused:
@@ -207,3 +213,91 @@ async def test_a_full_disk_that_recovers_has_lost_nothing_of_what_happened_meanw
     (plan,) = store.plans("decode")
     assert (stored.epoch, plan.outcome) == (epoch, Outcome.DONE.value)
     store.close()
+
+
+ORDERS = {
+    "Pause": (operator_pb2.PauseRequest, "planning for decode is paused"),
+    "Resume": (operator_pb2.ResumeRequest, "planning for decode continues"),
+    "Forget": (operator_pb2.ForgetRequest, "decode is forgotten"),
+    "Lead": (operator_pb2.LeadRequest, "the ranks of decode follow this service"),
+    "Rebalance": (operator_pb2.RebalanceRequest, "plan "),
+}
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("fault", ["rejected", "read-only", "locked", "deleted"])
+async def test_an_order_that_is_not_stored_says_so(path: str, order: str, fault: str) -> None:
+    kind, done = ORDERS[order]
+    async with running_service(settings(store=path)) as service, FakeGroup(service.address) as group:
+        writer, plane = service.plane._writer, service.plane
+        await group.join(**({"highest_term": plane.leader_term + (1 << 30)} if order == "Lead" else {}))
+        deployment = plane.deployments["decode"]
+        await until(lambda: deployment.live is not None)
+        if order == "Rebalance":
+            deployment.decisions = replace(deployment.decisions, decided_at=1 << 40)
+            await group.fill_window()
+        if order == "Forget":
+            for rank in range(4):
+                plane.streams.end_all("gone")
+                deployment.leave(rank)
+        call = getattr(group.operator, order)
+        async with unwritable(writer, path, fault):
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await call(kind(deployment="decode"), timeout=60)
+        assert refused.value.code() is grpc.StatusCode.ABORTED
+        said = refused.value.details()
+        assert said.startswith(done)
+        assert ", but that is not stored, so a restart of the service forgets it: " in said
+
+
+@contextlib.asynccontextmanager
+async def unwritable(writer: StoreWriter, path: str, fault: str) -> AsyncIterator[None]:
+    """A store that cannot be written for a while."""
+    if fault == "rejected":
+        for table, what in (("deployments", "INSERT"), ("deployments", "DELETE"), ("plans", "INSERT")):
+            trigger = f"CREATE TRIGGER no_{table}_{what} BEFORE {what} ON {table} BEGIN SELECT RAISE(ABORT, 'no'); END"
+            await writer.run(writer.store._db.execute, trigger)
+        yield
+    elif fault == "read-only":
+        await writer.run(writer.store._db.execute, "PRAGMA query_only = ON")
+        yield
+        await writer.run(writer.store._db.execute, "PRAGMA query_only = OFF")
+    elif fault == "locked":
+        await writer.run(writer.store._db.execute, "PRAGMA busy_timeout = 100")
+        with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as other:
+            other.execute("BEGIN IMMEDIATE")
+            yield
+    else:
+        Path(path).rename(f"{path}.aside")
+        yield
+        Path(f"{path}.aside").rename(path)
+
+
+@pytest.mark.parametrize("order", ["Pause", "Lead"])
+async def test_an_acknowledged_order_survives_a_kill_and_a_lost_log(
+    path: str, tmp_path: Path, order: str
+) -> None:
+    copy = tmp_path / "copy.sqlite3"
+    async with running_service(settings(store=path)) as service, FakeGroup(service.address) as group:
+        await group.join(highest_term=service.plane.leader_term + (1 << 30))
+        await getattr(group.operator, order)(ORDERS[order][0](deployment="decode"), timeout=60)
+        shutil.copy(path, copy)
+        term = service.plane.deployments["decode"].leader_term
+    store = Store(str(copy))
+    (stored,) = store.deployments()
+    assert stored.paused is (order == "Pause")
+    assert stored.leader_term >= term
+    store.close()
+
+
+async def test_an_order_waits_for_a_slow_disk_only_so_long(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store_module, "_SETTLE_SECONDS", 0.1)
+    async with running_service(settings(store=path)) as service, FakeGroup(service.address) as group:
+        await group.join()
+        writing = asyncio.ensure_future(service.plane._writer.run(time.sleep, 1.0))
+        with pytest.raises(grpc.aio.AioRpcError, match="the disk is too slow"):
+            await group.operator.Pause(operator_pb2.PauseRequest(deployment="decode"), timeout=60)
+        await writing
+        await group.operator.Pause(operator_pb2.PauseRequest(deployment="decode"), timeout=60)

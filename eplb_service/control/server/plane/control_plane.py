@@ -9,7 +9,7 @@ import structlog
 
 from eplb_service import __version__
 from eplb_service.control.core.deployment import Deployment, LayerCommitted
-from eplb_service.control.core.errors import ConflictError
+from eplb_service.control.core.errors import ConflictError, NotStoredError
 from eplb_service.control.core.group import Assembled, rank_list
 from eplb_service.control.core.live_placement import LivePlacement
 from eplb_service.control.core.plan_tracker import PlanTracker
@@ -169,6 +169,18 @@ class ControlPlane:
         self.streams.end(deployment.name, "this service leads from now on; say Hello again")
         return True
 
+    async def store(self, done: str) -> None:
+        """Wait until an operator's command is on the disk; ``done`` says in a few words what it has done.
+
+        Raises ``NotStoredError`` if it is not. The command is carried out all the same: a pause may be urgent.
+        """
+        reason = await self._writer.settle()
+        if reason:
+            raise NotStoredError(
+                f"{done}, but that is not stored, so a restart of the service forgets it: {reason}. It is stored as "
+                "soon as the store can be written; repeat the command to find out"
+            )
+
     async def history(self, name: str, limit: int) -> list[PastPlan]:
         """Return the newest plans of a deployment, newest first, at most ``limit``; 0 for as many as are listed."""
         most = min(limit or _MOST_PLANS_LISTED, _MOST_PLANS_LISTED)
@@ -257,12 +269,14 @@ class ControlPlane:
             self.decider.start(deployment, prior)
 
     def _look_after_files(self, certificates: Mapping[str, Validity]) -> Set[str]:
-        """Report a store that cannot be written, and certificates that expire soon; returns the settings of those."""
+        """Report losses of the store, and certificates that expire soon; returns the settings of those certificates."""
         self._writer.retry()
         failing, now = self._writer.failing, time.time()
-        found = []
+        found = list(self._writer.store.notices)
         if failing:
-            found = [f"the store cannot be written, so that a restart forgets what happens now: {failing}"]
+            found.append(
+                f"the store cannot be written, so that a restart forgets what happens now: {failing}"
+            )
         soon = {setting: validity for setting, validity in certificates.items() if validity.expires_soon(now)}
         for setting, validity in soon.items():
             when = (

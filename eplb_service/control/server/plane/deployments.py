@@ -74,7 +74,7 @@ class KnownDeployments:
             self.remembered[stored.name] = stored
             try:
                 deployment.first_layout = await self._writer.run(store.first_layout, stored.name)
-            except (sqlite3.DatabaseError, ValueError) as error:
+            except sqlite3.DatabaseError as error:
                 _log.error("stored_layout_unreadable", deployment=stored.name, reason=str(error))
         _log.info("resumed", leader_term=store.leader_term, deployments=len(self.by_name))
 
