@@ -241,6 +241,8 @@ class Agent:
         self._guarded(self._switch.pause, reason)
         self._timer.pause()
         self._guarded(self._switch.drain, reason)
+        # The host may discard the memory that heat is counted in.
+        self._guarded(self._heat.cut, self.installed.layer_epochs)
         self._guarded(self._publish_heat)
 
     @_contained(RestoreError)

@@ -177,6 +177,33 @@ def test_balancing_goes_on_after_a_load_unless_experts_are_in_other_tensors():
     assert run_ranks(fakes.RANKS, loaded) == [[False, True]] * fakes.RANKS
 
 
+def resumed(dispatch):
+    """Tables after a sleep in which they were lost."""
+    rank = dist.get_rank()
+    runner, metadata, _, host = started(dispatch)
+    host.count_pass()
+    host.step(fakes.batch())
+    other = Placement(host.agent.installed.placement.phy2log_LRS[:, :, ::-1].copy(), fakes.EXPERTS)
+    host.agent.restore(other, "the test wants it so")
+    host.agent.resume()
+    dense = [tensor[0].clone() for tensor in metadata.tensors()]
+    host.drain("the engine releases its memory")
+    for tensor in (*metadata.tensors(), metadata.physical_to_logical_map_cpu, host._heat.passes):
+        (tensor[fakes.DENSE_LAYERS :] if tensor.dim() else tensor).fill_(3)
+    host.resume()
+    found = [consistent(runner, metadata, rank), int(host._heat.passes) == 1]
+    found.append(all(torch.equal(one[0], row) for one, row in zip(metadata.tensors(), dense, strict=True)))
+    valid = metadata.logical_to_all_physical_map_num_valid[fakes.DENSE_LAYERS :]
+    found.append(dispatch == "static" or bool((valid == host._tables._entries).all()))
+    host.agent.close()
+    return found
+
+
+@pytest.mark.parametrize("dispatch", ["dynamic", "static"])
+def test_tables_are_whole_again_after_a_sleep(dispatch):
+    assert run_ranks(fakes.RANKS, resumed, dispatch) == [[True] * 4] * fakes.RANKS
+
+
 ROWS = torch.zeros(fakes.SLOTS + 1, 4)
 
 

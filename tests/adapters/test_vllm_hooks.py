@@ -190,7 +190,7 @@ def test_vllm_s_own_rearranging_is_off_and_nobody_may_ask_for_it(state):
 
 
 CALLS = {
-    "sleep": ("drain vLLM", "drain vLLM resume"),
+    "sleep": ("keep_other_tables drain vLLM", "keep_other_tables drain vLLM go_on"),
     "wake_up": ("vLLM resume", "vLLM"),
     "reload_weights": ("restore vLLM resume", "restore vLLM resume"),
     "start_weight_update": ("restore vLLM", "restore vLLM resume"),
@@ -200,13 +200,44 @@ CALLS = {
 """Calls of vLLM's worker, and what is asked of the host around each: where it returns, and where it raises."""
 
 
+def runner_of(host):
+    """A model runner whose models are the target, of ``host``, and a draft."""
+    record = torch.zeros((), dtype=torch.bool)
+    state = SimpleNamespace(
+        eplb_agent_host=host, model_states={"draft": "its state"}, should_record_tensor=record
+    )
+    return SimpleNamespace(eplb_state=state)
+
+
+@pytest.mark.parametrize(
+    ("tags", "named", "back"),
+    [((), {}, True), (([],), {}, False), ((["kv_cache"],), {}, False), ((), {"tags": ["weights"]}, True)],
+)
+def test_tables_are_written_once_the_memory_that_they_are_in_is_back(tags, named, back, monkeypatch):
+    host = Host()
+
+    class Worker:
+        model_runner = runner_of(host)
+
+        def wake_up(self, tags=None):
+            host.asked.append(("vLLM", tags))
+
+    for name in CALLS:
+        setattr(Worker, name, getattr(Worker, name, Worker.wake_up))
+    modules(monkeypatch, **{"vllm.v1.worker.gpu_worker": {"Worker": Worker}})
+    hooks._guard_weights()
+    Worker().wake_up(*tags, **named)
+    assert ("resume" in dict.fromkeys(name for name, *_ in host.asked)) is back
+    assert bool(Worker.model_runner.eplb_state.should_record_tensor) is back
+
+
 @pytest.mark.parametrize("fails", [False, True])
 @pytest.mark.parametrize("call", CALLS)
 def test_nothing_is_under_way_while_an_engine_sleeps_or_loads_weights(call, fails, monkeypatch):
     host = Host()
 
     class Worker:
-        model_runner = SimpleNamespace(eplb_state=SimpleNamespace(eplb_agent_host=host))
+        model_runner = runner_of(host)
 
     def done(_self):
         host.asked.append(("vLLM",))

@@ -186,6 +186,73 @@ def test_tokens_gathered_from_busy_ranks_count_where_the_first_one_is_idle():
     assert run_ranks(RANKS, first_rank_is_idle) == [[5, 0], [0, 0]]
 
 
+def asleep():
+    """A rank that sleeps after a switch of one layer, while everything that its engine made while loading is lost."""
+    rank = dist.get_rank()
+    state, host = started()
+    draft = SimpleNamespace(
+        physical_to_logical_map=torch.arange(3),
+        logical_to_physical_map=torch.arange(3) + 5,
+        logical_replica_count=torch.ones(3),
+    )
+    first = state.physical_to_logical_map.clone()
+    for _ in range(3):
+        run_pass(state)
+        host.step(is_dummy=False)
+    other = host.agent.installed.placement.phy2log_LRS.copy()
+    other[0] = other[0, :, ::-1]
+    host.agent.restore(Placement(other, EXPERTS), "the test wants it so")
+    host.resume()
+    state.expert_load_pass[:, 3] = 5
+    run_pass(state)
+    host.step(is_dummy=False)
+    rings = host._heat
+    host.keep_other_tables([draft, state])
+    host.drain("the engine sleeps")
+    lost = [
+        *(state.physical_to_logical_map, state.logical_to_physical_map, state.logical_replica_count),
+        *(rings.passes, rings._begun, rings._row, *rings._rings_WLX),
+        *(layer.expert_map for layer in host._layers),
+        *(draft.physical_to_logical_map, draft.logical_to_physical_map, draft.logical_replica_count),
+        *(weight for of_layer in state.model.expert_weights for weight in of_layer),
+    ]
+    for tensor in lost:
+        tensor.fill_(77)
+    host.resume()
+    found = {
+        "passes": int(rings.passes) == 4,
+        "rings": not rings.sources_LWE.any(),
+        "draft": draft.logical_to_physical_map.tolist() == [5, 6, 7]
+        and bool(draft.logical_replica_count.all()),
+        "moved": not torch.equal(first, state.physical_to_logical_map),
+        "counts": bool((state.logical_replica_count == 1).all()),
+        "maps": all(
+            torch.equal(
+                layer.expert_map, torch.from_numpy(host.agent.installed.placement.expert_map(rank)[index])
+            )
+            for index, layer in enumerate(host._layers)
+        ),
+    }
+    host.restore()
+    for index in range(LAYERS):
+        mine = first[index, rank * SLOTS : (rank + 1) * SLOTS].float() + 100 * index
+        state.model.expert_weights[index][0].copy_(mine[:, None].repeat(1, 8))
+    host.resume()
+    found["reloaded"] = torch.equal(first, state.physical_to_logical_map) and consistent(state, rank)
+    for _ in range(300):  # the agent compares its tables with the device's now and then
+        run_pass(state)
+        host.step(is_dummy=False)
+    found["serves"] = host.agent.halted is None and host.agent.unheard is None
+    host.close()
+    return found
+
+
+def test_a_sleep_in_which_memory_is_discarded_leaves_no_table_wrong():
+    """vLLM's sleep level 2: layers that were never switched, and counters, are lost as well."""
+    for rank, facts in enumerate(run_ranks(RANKS, asleep)):
+        assert set(facts.values()) == {True}, (rank, facts)
+
+
 def kernels_change():
     state, host = started()
     host.confirm_dispatch()

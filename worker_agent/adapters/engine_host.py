@@ -76,6 +76,21 @@ class HeatRings:
         self._row = torch.zeros((), dtype=torch.int64, device=device)
         # On the host the count is known without waiting; on a device it is an operand.
         self._known, self._known_begun = host_view(self.passes), host_view(self._begun)
+        self._remembered: int | None = None
+
+    def remember(self) -> None:
+        """Keep the count of passes on the host, and wait for it: the engine may discard the device's memory next."""
+        self._remembered = int(self.passes)
+
+    def bring_back(self) -> None:
+        """Write the count that was remembered, unless passes were recorded since, and empty the rings."""
+        if self._remembered is None:
+            return
+        for counter in (self.passes, self._begun):
+            counter.fill_(self._remembered)
+        self._row.fill_(self._remembered % self._rows)
+        for ring_WLX in self._rings_WLX:
+            ring_WLX.zero_()
 
     def layer_runs(self, index: int, layers: int) -> None:
         """Count a pass in which the first and the last of ``layers`` run, however many parts each is cut into.
@@ -110,6 +125,7 @@ class HeatRings:
         choices of this rank's own tokens by logical expert, or by physical one where ``phy2log_LP``, int64 ``[L,
         R*S]``, has the logical expert of each during the pass; ``None`` where it had none or another rank counts them.
         """
+        self._remembered = None
         slots_WLS, sources_WLE = self._rings_WLX
         for ring_WLX, counts_LX, physical in (
             (slots_WLS, received_LS, None),
@@ -150,6 +166,7 @@ class EngineLayer:
         self.source_load = None if heat.sources_LWE is None else heat.sources_LWE[index]
         self.load_counter = heat.passes
         self.shares_tokens = shares_tokens
+        self.rings = heat
         self._weights = weights
 
     def expert_weights(self) -> Sequence[ExpertWeights]:
@@ -162,6 +179,7 @@ class EngineHost:
 
     _agent: Agent | None = None
     _has_switched = False
+    _layers: Sequence[EngineLayer] = ()
 
     @property
     def agent(self) -> Agent:
@@ -202,6 +220,7 @@ class EngineHost:
         for index, (layer, compute) in enumerate(zip(layers, computes, strict=False)):
             if compute is not None:
                 exchange_and_compare(layer, compute, f"MoE layer {index}")
+        self._layers = layers
         self._agent = Agent.start(layers, group, settings, token_group=token_group, on_commit=self._committed)
         placement, rank = self.agent.installed.placement, self.agent.identity.rank
         # All ranks have the same to report.
@@ -228,10 +247,34 @@ class EngineHost:
     def drain(self, reason: str) -> None:
         """Finish or abort the switch under way; a collective, called between the same two passes on every rank."""
         self.agent.drain(reason)
+        self._remember()
 
     def resume(self) -> None:
-        """Balance again, with the placement that is installed."""
+        """Balance again, with the placement that is installed, even if the engine has discarded its memory."""
+        self._bring_back()
         self.agent.resume()
+
+    def go_on(self) -> None:
+        """Balance again after a call that failed; memory is left as it is, since it may not be there."""
+        self.agent.resume()
+
+    def _remember(self) -> None:
+        """Keep on the host the state that exists on the device alone."""
+        for rings in {id(layer.rings): layer.rings for layer in self._layers}.values():
+            rings.remember()
+
+    def _bring_back(self) -> None:
+        """Write all tables and counts in place, whatever is there: engines may discard memory while they sleep."""
+        if not self._layers:
+            return
+        installed, rank = self.agent.installed, self.agent.identity.rank
+        maps_LE, tables_LEX = installed.placement.expert_map(rank), installed.log2phy_LE
+        for rings in {id(layer.rings): layer.rings for layer in self._layers}.values():
+            rings.bring_back()
+        for index, layer in enumerate(self._layers):
+            layer.expert_map.copy_(torch.from_numpy(maps_LE[index]))
+            layer.log2phy.copy_(torch.from_numpy(tables_LEX[index]).view(layer.log2phy.shape))
+            self._follow(index)
 
     def close(self) -> None:
         """End the agent; the engine serves on with what is installed."""

@@ -154,12 +154,12 @@ class SglangHost(EngineHost):
             return
         self._drained = True
         if self._stream is None:
-            self.agent.drain(reason)
+            super().drain(reason)
             return
         # A layer that is committed now must follow the last pass, and what SGLang does next must follow it.
         module = torch.get_device_module(self._runner.device)
         with module.stream(self._stream):
-            self.agent.drain(reason)
+            super().drain(reason)
         module.current_stream().wait_stream(self._stream)
 
     def resume(self) -> None:
@@ -173,7 +173,14 @@ class SglangHost(EngineHost):
             )
             return
         self._drained = False
-        self.agent.resume()
+        if self._stream is None:
+            super().resume()
+            return
+        # Tables are written after the engine's own work, and before the next pass.
+        module = torch.get_device_module(self._runner.device)
+        self._stream.wait_stream(module.current_stream())
+        with module.stream(self._stream):
+            super().resume()
 
     def _weights_are_in_place(self) -> bool:
         return {parameter.data_ptr() for parameter in self._runner.model.parameters()} >= self._addresses
@@ -285,7 +292,9 @@ class _LocationTables:
         _write(metadata.physical_to_logical_map[row], held_P)
         metadata.physical_to_logical_map_cpu[row].copy_(held_P)
         metadata.logical_to_all_physical_map_cpu[row].copy_(replicas_EP)
-        if not self._deals:
+        if self._deals:
+            metadata.logical_to_all_physical_map_num_valid[row].fill_(self._entries)
+        else:
             _write(metadata.logical_to_all_physical_map[row], replicas_EP)
             _write(metadata.logical_to_all_physical_map_num_valid[row], counts_E)
 

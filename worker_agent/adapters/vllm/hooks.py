@@ -17,10 +17,9 @@ KNOWN = read_known("worker_agent.adapters.vllm")
 
 
 _STATE, _WORKER = "vllm.distributed.eplb.eplb_state:EplbState", "vllm.v1.worker.gpu_worker:Worker"
-_RESUME, _RESTORE = methodcaller("resume"), methodcaller("restore")
+_RESUME, _RESTORE, _GO_ON = methodcaller("resume"), methodcaller("restore"), methodcaller("go_on")
 _AROUND_WEIGHTS: dict[str, dict[str, Callable[[VllmHost], None]]] = {
-    "sleep": {"before": methodcaller("drain", "the engine sleeps"), "failed": _RESUME},
-    "wake_up": {"after": _RESUME},
+    "sleep": {"before": methodcaller("drain", "the engine sleeps"), "failed": _GO_ON},
     "reload_weights": {"before": _RESTORE, "after": _RESUME, "failed": _RESUME},
     # A session of updates: it ends by its last call, or by one that fails.
     "start_weight_update": {"before": _RESTORE, "failed": _RESUME},
@@ -34,6 +33,7 @@ PATCHES: Patches = {
     f"{_STATE}.rearrange": 0,
     f"{_STATE}.start_async_loop": 0,
     f"{_WORKER}.load_model": 1,
+    f"{_WORKER}.wake_up": 1,
     **{f"{_WORKER}.{name}": 1 for name in _AROUND_WEIGHTS},
 }
 
@@ -148,6 +148,32 @@ def _guard_weights() -> None:
 
     for name, asked in _AROUND_WEIGHTS.items():
         setattr(Worker, name, _hooked(getattr(Worker, name), around(_host_of, **asked)))
+    Worker.sleep = _hooked(Worker.sleep, _keep_tables)
+    Worker.wake_up = _hooked(Worker.wake_up, _wake_up)
+
+
+def _keep_tables(sleep: Callable[..., Any], worker: Any, *arguments: Any, **named: Any) -> Any:
+    """Around ``sleep``: keep the tables of models that the agent does not balance, as a draft model's.
+
+    vLLM makes them in the memory that sleep level 2 discards, and saves buffers of modules alone.
+    """
+    host = _host_of(worker)
+    if host is not None:
+        host.keep_other_tables(list(worker.model_runner.eplb_state.model_states.values()))
+    return sleep(worker, *arguments, **named)
+
+
+def _wake_up(wake_up: Callable[..., Any], worker: Any, *arguments: Any, **named: Any) -> Any:
+    """Around ``wake_up``: write all tables again once the memory that they are in is back, and balance again."""
+    result = wake_up(worker, *arguments, **named)
+    tags = named.get("tags", arguments[0] if arguments else None)
+    host = _host_of(worker)
+    if host is not None and (tags is None or "weights" in tags):
+        record = worker.model_runner.eplb_state.should_record_tensor
+        if record is not None:
+            record.fill_(True)
+        host.resume()
+    return result
 
 
 def _hooked(call: Callable[..., Any], hook: Callable[..., Any]) -> Callable[..., Any]:

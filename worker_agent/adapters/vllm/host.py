@@ -50,6 +50,7 @@ class VllmHost(EngineHost):
         layers, experts = model_state.logical_replica_count.shape
         self._heat = HeatRings(layers, model_state.expert_load_pass.device, experts=experts)
         self._dispatch_confirmed = False
+        self._kept: list[tuple[torch.Tensor, torch.Tensor]] = []
         slots = model_state.physical_to_logical_map.shape[1] // group.world_size
         # The experts of 0.23 are the layer's own.
         experts_of_layers = [getattr(one, "routed_experts", one) for one in model_state.model.moe_layers]
@@ -133,7 +134,28 @@ class VllmHost(EngineHost):
 
     def restore(self) -> None:
         """Bring every expert to where vLLM loads it, until ``resume``; a collective like ``drain``."""
+        self._bring_back()
         self.agent.restore(self._first, "vLLM loads weights")
+        self._remember()
+
+    def keep_other_tables(self, model_states: Iterable[Any]) -> None:
+        """Keep on the host the tables of models that the agent does not balance, until they are written again."""
+        tables = [
+            getattr(state, name)
+            for state in model_states
+            if state is not self._model
+            for name in ("physical_to_logical_map", "logical_to_physical_map", "logical_replica_count")
+        ]
+        self._kept = [(table, table.cpu().clone()) for table in tables]
+
+    def _bring_back(self) -> None:
+        for table, values in self._kept:
+            table.copy_(values)
+        self._kept = []
+        model = self._model
+        # The router hashes over this many columns: there is one replica for each expert and source.
+        model.logical_replica_count.fill_(1)
+        super()._bring_back()
 
 
 def _first_placement(model_state: Any, ranks: int) -> Placement:
