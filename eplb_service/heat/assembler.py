@@ -180,14 +180,15 @@ class PendingSteps:
     The newest step decides which are kept, but no rank's claim is final: where the latest report of *every* rank is of
     steps that have left, what moved it so far ahead was wrong, and all begins again with the report at hand. Ranks
     report in order, so that steps are whole in order: what lies between two of them is lost. Of the newest whole steps
-    in a row, ``dummy_steps`` were dummies on all ranks, or ``empty_steps`` others counted no token: of ranks that see
-    the same tokens the first may count for all, so that steps in which it had none itself say nothing.
+    in a row, ``dummy_steps`` were dummies on all ranks, and ``mislabelled_steps`` of these counted tokens nevertheless.
+    In the newest ``empty_steps`` others no token was counted although there were some, or although none has ever been
+    counted. Of ranks that see the same tokens the first may count for all, so steps in which it had none prove nothing.
     """
 
     def __init__(self, shape: Shape, capacity: int) -> None:
         self._shape, self._capacity = shape, capacity
         self.completed = self.lost = 0
-        self.dummy_steps = self.empty_steps = 0
+        self.dummy_steps = self.mislabelled_steps = self.empty_steps = 0
         self._steps: dict[int, _Step] = {}
         self._left = -1
         self._last_whole: int | None = None
@@ -259,7 +260,11 @@ class PendingSteps:
         last = step.number - 1 if self._last_whole is None else self._last_whole
         self.lost += max(0, step.number - last - 1)
         self._last_whole = max(last, step.number)
-        self.dummy_steps = 0 if step.busy_R.any() else self.dummy_steps + 1
+        if step.busy_R.any():
+            self.dummy_steps = self.mislabelled_steps = 0
+            return
+        self.dummy_steps += 1
+        self.mislabelled_steps += int(any(counts.any() for counts in step.counts))
 
 
 @dataclass(frozen=True)
@@ -298,6 +303,7 @@ class HeatAssembler:
         self, shape: Shape, window_steps: int, pending_steps: int, token_groups_R: Int32 | None = None
     ) -> None:
         self.assembled = 0
+        self._has_counted = False
         self.placements = PlacementHistory(tuple({} for _ in range(shape.layers)))
         self.pending = PendingSteps(shape, pending_steps)
         self._shape = shape
@@ -413,7 +419,19 @@ class HeatAssembler:
         self._tokens_W[row] = tokens_G.sum() if (tokens_G >= 0).all() else math.nan
         self._par_WL[row] = step_par(loads_LR)
         self._epochs_WL[row] = step.epochs
-        self.pending.empty_steps += int(step.busy_R[self._counted_G].any())
-        if loads_LR.any():
-            self.pending.empty_steps = 0
+        self._note_empty(step, tokens_G, loads_LR)
         self.assembled += 1
+
+    def _note_empty(self, step: _Step, tokens_G: npt.NDArray[np.int64], loads_LR: Int32) -> None:
+        """Count a step without a counted token, unless the ranks may just have been idle.
+
+        A host that calls the agent in the same way whether it serves or not cannot label its idle steps. Once its
+        counters have counted, zeros mean that there was nothing to count, unless a rank reports tokens.
+        """
+        if loads_LR.any():
+            self.pending.empty_steps, self._has_counted = 0, True
+            return
+        busy_G = step.busy_R[self._counted_G]
+        has_tokens = bool((busy_G & (tokens_G > 0)).any())
+        may_have = bool((busy_G & (tokens_G < 0)).any()) and not self._has_counted
+        self.pending.empty_steps += int(has_tokens or may_have)

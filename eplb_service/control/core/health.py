@@ -15,7 +15,7 @@ MOST_POINTS = 512
 _SILENT_SECONDS = 30.0
 _UNDECIDED_SECONDS = 600.0
 _UNDECIDED_WINDOWS = 16
-"""Windows of steps without a decision, or of dummies alone, that are too many: far past any decision interval."""
+"""Windows of steps without a decision that are too many: far past any decision interval."""
 
 
 class BalanceSeries:
@@ -99,12 +99,12 @@ def _useless(deployment: Deployment) -> list[str]:
     if heat is not None and heat.pending.empty_steps >= limits.decision_steps:
         found.append(
             f"no rank has counted a token in the newest {heat.pending.empty_steps} steps, though they are no dummies: "
-            "the layers' counters stay zero"
+            "the layers' counters stay zero, or nothing has been served since the ranks started"
         )
-    if heat is not None and heat.pending.dummy_steps >= windows:
+    if heat is not None and heat.pending.mislabelled_steps >= limits.decision_steps:
         found.append(
-            f"the newest {heat.pending.dummy_steps} steps were dummies on all ranks: "
-            "nothing is served, or steps are mislabelled"
+            f"tokens were counted in {heat.pending.mislabelled_steps} steps that all ranks label as dummies: "
+            "decisions leave these steps out; have the host label steps with tokens prefill or decode"
         )
     if one_in > 1:
         found.append(

@@ -97,28 +97,56 @@ def story() -> Story:
     return made
 
 
-def report(story: Story, first_step: int, tokens: int, phase: StepPhase) -> None:
+def report(
+    story: Story, first_step: int, tokens: int, phase: StepPhase, *, reported: int | None = None
+) -> None:
     counts = np.full((WINDOW, LAYERS, SLOTS), tokens, dtype=np.int32)
+    own_T = None if reported is None else np.full(WINDOW, reported)
     for rank in range(RANKS):
         phases = np.full(WINDOW, phase, dtype=np.uint8)
-        story.deployment.heat_report(rank, HeatReport(first_step, (0,) * LAYERS, counts, phases))
+        report = HeatReport(first_step, (0,) * LAYERS, counts, phases, tokens_T=own_T)
+        story.deployment.heat_report(rank, report)
     story.deployment.put_together()
 
 
-@pytest.mark.parametrize(
-    ("phase", "windows", "says"),
-    [
-        (StepPhase.DECODE, 1, f"no rank has counted a token in the newest {WINDOW} steps"),
-        (StepPhase.DUMMY, 16, f"the newest {16 * WINDOW} steps were dummies on all ranks"),
-    ],
-)
-def test_steps_without_a_token(story: Story, phase: StepPhase, windows: int, says: str) -> None:
-    for number in range(windows):
-        assert problems(story.deployment) == []
-        report(story, number * WINDOW, 0, phase)
+def test_counters_that_never_count_are_a_problem_until_they_do(story: Story) -> None:
+    assert problems(story.deployment) == []
+    report(story, 0, 0, StepPhase.DECODE)
     (problem,) = problems(story.deployment)
-    assert problem.startswith(says)
-    report(story, windows * WINDOW, 1, StepPhase.DECODE)
+    assert problem.startswith(f"no rank has counted a token in the newest {WINDOW} steps")
+    report(story, WINDOW, 1, StepPhase.DECODE)
+    assert problems(story.deployment) == []
+
+
+@pytest.mark.parametrize("phase", [StepPhase.DECODE, StepPhase.DUMMY])
+def test_a_host_that_is_idle_has_no_problem(story: Story, phase: StepPhase) -> None:
+    report(story, 0, 1, StepPhase.DECODE)
+    for number in range(1, 40):
+        report(story, number * WINDOW, 0, phase)
+        assert problems(story.deployment) == []
+
+
+def test_a_host_that_has_served_nothing_yet_has_no_problem(story: Story) -> None:
+    """Data-parallel ranks make dummy passes from the start."""
+    for number in range(40):
+        report(story, number * WINDOW, 0, StepPhase.DUMMY)
+        assert problems(story.deployment) == []
+
+
+def test_zeros_beside_tokens_that_the_ranks_report_are_a_problem(story: Story) -> None:
+    report(story, 0, 1, StepPhase.DECODE)
+    report(story, WINDOW, 0, StepPhase.DECODE, reported=0)
+    assert problems(story.deployment) == []
+    report(story, 2 * WINDOW, 0, StepPhase.DECODE, reported=5)
+    (problem,) = problems(story.deployment)
+    assert problem.startswith(f"no rank has counted a token in the newest {WINDOW} steps")
+
+
+def test_tokens_in_steps_that_are_labelled_dummies_are_a_problem(story: Story) -> None:
+    report(story, 0, 3, StepPhase.DUMMY)
+    (problem,) = problems(story.deployment)
+    assert problem.startswith(f"tokens were counted in {WINDOW} steps that all ranks label as dummies")
+    report(story, WINDOW, 3, StepPhase.PREFILL)
     assert problems(story.deployment) == []
 
 
