@@ -108,7 +108,8 @@ class _Run:
             self._take_up(at)
             is_due = at == step if self._pace is None else self._pace.due
             if self._job.policy and is_due and self._coming is None:
-                made.append(self._decide(heat_TLE[max(0, at - begin - self.memory) : at - begin], at))
+                decided = self._decide(heat_TLE[max(0, at - begin - self.memory) : at - begin], at)
+                made += [] if decided is None else [decided]
                 self._take_up(at)
             until = min(end, at + _SERVED_AT_ONCE, end if self._coming is None else self._coming[0])
             served_TLE = heat_TLE[at - begin : until - begin]
@@ -135,13 +136,19 @@ class _Run:
         if self._pace is not None and self._promise is not None:
             self._pace, self._promise = self._pace.serving(self._promise), None
 
-    def _decide(self, heat_TLE: Counts, step: int) -> ReplayedDecision:
-        """Decide on the newest of the steps remembered, which end before ``step``."""
+    def _decide(self, heat_TLE: Counts, step: int) -> ReplayedDecision | None:
+        """Decide on the newest of the remembered steps, which end before ``step``.
+
+        Return ``None`` if their heat has changed too recently to decide on.
+        """
         pace = self._pace
         if pace is None:
             return self._decided(self._window(heat_TLE, len(heat_TLE), step), step, None)
         began, paid = time.process_time(), self._paid(heat_TLE, step)
         pace = pace.weighed(heat_TLE)
+        if not pace.due:
+            self._pace = pace
+            return None
         window = self._window(heat_TLE, pace.window_steps(heat_TLE), step)
         self._replaced = None
         self._courses = self._courses if pace.follows(paid) else ()

@@ -6,6 +6,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from eplb_service.planner.pace import Pace
 from eplb_service.planner.plan import Promise
@@ -125,7 +127,7 @@ def test_a_burst_begins_nothing_and_is_looked_at_again_soon(calm: Pace) -> None:
     pace = served(pace, 3, WORSE)
     still, other = heat(100), np.concatenate([heat(96), heat(4, seed=1)])
     assert pace.weighed(other) is pace
-    assert calm.weighed(other) is calm.dismissed() is calm
+    assert calm.weighed(still) is calm.dismissed() is calm
     weighed = pace.weighed(still)
     assert (weighed.alarm, weighed.changed_at, weighed.seen) == (None, 0, pace.seen)
     assert weighed.window_steps(still[:88]) == 88
@@ -163,3 +165,97 @@ def test_a_decision_looks_back_as_far_as_heat_is_the_same(calm: Pace) -> None:
     jumped = np.concatenate([heat(110), heat(50, seed=1)])
     assert pace.window_steps(jumped) <= 64
     assert pace.window_steps(still[:40]) == 40
+
+
+def schedule(par_TL: np.ndarray, batch: int, held_out: bool) -> list[tuple[int, str]]:
+    """Return the steps of all alarms and decisions, if ``batch`` steps arrive at a time and decisions cost nothing."""
+    pace = Pace(first=16, memory=512, longest=128)
+    found = []
+    for begin in range(0, len(par_TL), batch):
+        left_TL = par_TL[begin : begin + batch]
+        while len(left_TL):
+            alarm = pace.alarm
+            pace, taken = pace.after_steps(left_TL)
+            left_TL = left_TL[taken:]
+            if pace.alarm is not alarm:
+                found.append((pace.seen, f"alarm of {pace.alarm}"))
+            if pace.due:
+                found.append((pace.seen, f"decision on {pace.stretch} steps"))
+                mean = par_TL[max(0, pace.seen - 8) : pace.seen].mean()
+                promise = Promise(np.full(3, mean), np.full(3, 1e-3), np.ones(3), 8, held_out)
+                pace = pace.after_decision(changed=pace.settling, paid=None).serving(promise)
+    return found
+
+
+@given(st.integers(0, 2**32 - 1), st.lists(st.integers(1, 90), min_size=1, max_size=6), st.booleans())
+def test_alarms_and_decisions_do_not_depend_on_how_many_steps_arrive_together(
+    seed: int, lengths: list[int], held_out: bool
+) -> None:
+    generator = np.random.default_rng(seed)
+    levels = 1.1 + generator.exponential(0.3, len(lengths))
+    par_TL = np.repeat(levels, lengths)[:, None] + 0.03 * generator.normal(size=(sum(lengths), 2))
+    one_by_one = schedule(par_TL, 1, held_out)
+    assert schedule(par_TL, 16, held_out) == one_by_one
+    assert schedule(par_TL, 64, held_out) == one_by_one
+
+
+def test_a_settled_stretch_is_tested_again_from_its_seventeenth_step(calm: Pace) -> None:
+    pace, _ = calm.after_steps(steps(12, WORSE))
+    for _ in range(3):
+        pace, _ = pace.after_steps(steps(64, WORSE))
+        pace = pace.after_decision(changed=True, paid=None).serving(PROMISE)
+    assert (pace.stretch, pace.settling) == (16, True)
+    # All steps of the next interval arrive together: the test sees the second change all the same.
+    pace, taken = pace.after_steps(np.concatenate([steps(2), steps(22, WORSE)]))
+    assert pace.alarm is not None
+    assert taken <= 5
+
+
+@pytest.mark.parametrize("old_steps", [0, 1, 2, 4, 8, 14, 30])
+def test_a_change_soon_after_a_promise_that_is_not_held_out_raises_an_alarm(old_steps: int) -> None:
+    promise = Promise(np.full(3, 1.05), np.full(3, 1e-3), np.ones(3), 64, held_out=False)
+    pace = Pace(first=64, memory=512, longest=512, seen=64, due_at=1 << 40).serving(promise)
+    generator = np.random.default_rng(old_steps)
+    # Unseen steps are a little worse than those that the placement was fitted to: that alone is no change.
+    par_TL = 1.15 + 0.03 * generator.normal(size=(old_steps + 20, 2))
+    assert pace.after_steps(par_TL)[0].alarm is None
+    par_TL[old_steps:] += 0.6
+    pace, taken = pace.after_steps(par_TL)
+    assert pace.alarm is not None
+    assert old_steps < taken <= old_steps + 6
+
+
+def test_a_layer_that_gets_its_first_tokens_raises_no_alarm(calm: Pace) -> None:
+    idle = Promise(np.array([1.2, np.nan, 1.2]), np.array([1e-4, 0.0, 1e-4]), np.ones(3), 64)
+    generator = np.random.default_rng(0)
+    par_TL = np.column_stack([np.full(100, 1.2), 1.2 + 0.04 * generator.normal(size=100)])
+    pace, _ = replace(calm, due_at=1 << 40).serving(idle).after_steps(par_TL)
+    assert pace.alarm is None
+
+
+def test_a_decision_waits_until_a_possible_change_is_four_steps_old(calm: Pace) -> None:
+    pace, _ = calm.after_steps(np.concatenate([steps(23), steps(1, 1.2 + 0.05)]))
+    assert pace.alarm is None
+    assert pace.seen >= pace.due_at
+    assert not pace.due
+    # The change was a single step: the decision is due once the sum is back to normal, or the change is old enough.
+    pace, taken = pace.after_steps(steps(20))
+    assert pace.due
+    assert taken <= 3
+
+
+@pytest.mark.parametrize("age", [4, 5, 9, 16, 30, 60])
+def test_a_decision_finds_a_change_that_raised_no_alarm_and_uses_the_steps_since(age: int) -> None:
+    changed = np.concatenate([heat(100 - age), heat(age, seed=1)])
+    pace = served(Pace(first=100, memory=512, longest=512), 100)
+    weighed = pace.weighed(changed)
+    assert weighed.due
+    assert abs(weighed.window_steps(changed) - age) <= max(1, age // 8)
+    assert pace.weighed(heat(100)) is pace
+
+
+def test_workloads_that_take_turns_are_no_change_once_both_are_known() -> None:
+    first, second = heat(40), heat(40, seed=1)
+    turns = np.concatenate([first, second, first, second[:20]])
+    pace = served(Pace(first=140, memory=512, longest=512), 140)
+    assert pace.weighed(turns) is pace

@@ -1,0 +1,85 @@
+"""Every change of workload is followed, whenever it comes, and however many steps are scored at a time."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from eplb_service.heat.window import Counts, checked_heat
+from eplb_service.io.trace import ArrayTrace
+from eplb_service.planner.pace import Pace
+from eplb_service.planner.settings import PlannerSettings
+from eplb_service.replay import loop
+from eplb_service.replay.jobs import jobs_for, scene_for
+from eplb_service.replay.policy import Setup
+
+LAYERS, EXPERTS, RANKS, SLOTS, CHOICES = 3, 96, 16, 9, 8192
+FIRST = 64
+"""Steps before the first decision."""
+
+
+def workloads(*lengths: int, seed: int) -> Counts:
+    """Draw steps of one workload after the other, each with expert popularities from gamma(0.35)."""
+    generator = np.random.default_rng(seed)
+    stretches = []
+    for length in lengths:
+        popularity_LE = generator.gamma(0.35, size=(LAYERS, EXPERTS))
+        popularity_LE /= popularity_LE.sum(axis=1, keepdims=True)
+        rows = [generator.multinomial(CHOICES, popularity_E, size=length) for popularity_E in popularity_LE]
+        stretches.append(np.stack(rows, axis=1))
+    return checked_heat(np.concatenate(stretches).astype(np.int32))
+
+
+def replayed(heat_TLE: Counts, at_a_time: int = 64, first: int = FIRST) -> tuple[np.ndarray, list[int]]:
+    """Return the PAR of each step, mean over the layers, and the steps before which a decision fell."""
+    (_, job) = jobs_for(["flashlb"], [Setup(SLOTS, 512, first)], PlannerSettings(threads=1), hindsight=False)
+    decided: list[int] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "_SERVED_AT_ONCE", at_a_time)
+        way = loop._Run(job, ArrayTrace(heat_TLE), scene_for(RANKS))
+        way._pace = Pace(first, 512, 512, seen=first)
+        decide = way._decide
+
+        def counting_decide(known_TLE: Counts, step: int) -> loop.ReplayedDecision | None:
+            decided.append(step)
+            return decide(known_TLE, step)
+
+        patch.setattr(way, "_decide", counting_decide)
+        if at_a_time == 1:
+            rows = (way.serve(heat_TLE[: step + 1], 0, step) for step in range(first, len(heat_TLE)))
+        else:
+            rows = iter([way.serve(heat_TLE, 0, first)])
+        par_T = [row.par_realised for row in rows]
+    return np.array(par_T), decided
+
+
+@pytest.mark.parametrize("after", [0, 1, 2, 3, 4, 6, 8, 11, 14, 15, 16, 17, 20, 23, 24, 25, 32, 47, 64])
+def test_a_change_is_followed_within_20_steps_of_any_step_after_the_first_switch(after: int) -> None:
+    par_T, _ = replayed(workloads(FIRST + after, 60, seed=after), at_a_time=1)
+    assert (par_T[after + 20 :] < 1.3).all()
+
+
+@pytest.mark.parametrize("after", [1, 5, 9, 13, 17, 24, 40])
+def test_a_change_is_followed_within_20_steps_of_any_later_switch(after: int) -> None:
+    # The second workload begins at step 100 of those served, and its first plan serves about 4 steps later.
+    par_T, _ = replayed(workloads(FIRST + 100, 4 + after, 60, seed=after), at_a_time=1)
+    assert (par_T[104 + after + 20 :] < 1.3).all()
+
+
+@pytest.mark.parametrize("new", [1, 3, 4, 10, 30, 60])
+def test_a_first_window_of_two_workloads_is_placed_for_the_newer_one(new: int) -> None:
+    par_T, _ = replayed(workloads(FIRST - new, new + 60, seed=new), at_a_time=1)
+    assert (par_T[max(20 - new, 0) :] < 1.3).all()
+
+
+@settings(max_examples=8, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.lists(st.integers(1, 40), min_size=1, max_size=3))
+def test_decisions_fall_on_the_same_steps_however_many_are_scored_at_a_time(
+    seed: int, lengths: list[int]
+) -> None:
+    heat_TLE = workloads(FIRST, *lengths, seed=seed)
+    _, one_by_one = replayed(heat_TLE, 1)
+    assert replayed(heat_TLE, 16)[1] == one_by_one
+    assert replayed(heat_TLE, 64)[1] == one_by_one
