@@ -59,6 +59,10 @@ def _still_there(attempt: Any) -> Any:
     return kept
 
 
+def _whatever_the_votes(is_gone: Any) -> Any:
+    return lambda peers, rank: peers._links.ended(rank)
+
+
 _BY_CALLS = ("missed call", "doubled call")
 _UNHEARD = ("stop", "cut", "hang", "cut in a commit")
 _APART = ("cut", "cut in a commit", "exception")
@@ -68,6 +72,7 @@ DEFECTS: dict[str, Defect] = {
     "refused datagram taken for a dead process": Defect(
         Peers, "_ask_once", _refused, ("rejected datagrams", "rejected datagrams", "cut in a commit")
     ),
+    "vote link not asked": Defect(Peers, "_is_gone", _whatever_the_votes, ("rejected in a commit",)),
     "commits confirmed at any pass": Defect(
         Voter, "count", lambda count: lambda one, step, _: count(one, step, lambda: one.due), _BY_CALLS
     ),

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from eplb_service.wire.agent import Shape
+from tests.simulation.lines import failing_lines
 from tests.simulation.model import Misfits, Model, SimulatedLayer
 from tests.simulation.network import SimulatedGroup, SimulatedPeers
 from tests.simulation.scheduler import Process
@@ -37,6 +38,7 @@ class Engine:
         self.agents: dict[int, Agent] = {}
         self.layers: dict[int, list[SimulatedLayer]] = {}
         self.counters: dict[int, torch.Tensor] = {}
+        self.failing_installs: dict[int, int] = {}
         self.misfits = [Misfits() for _ in range(self.shapes.ranks)]
         drift, names = self.scheduler.random.uniform, [f"rank {rank}" for rank in range(self.shapes.ranks)]
         self.ranks = [Process(self.scheduler, name, drift(0.98, 1.02), self.network) for name in names]
@@ -110,9 +112,10 @@ class Engine:
         misfits = self.misfits[rank]
         calls = 1 - min(misfits.missed, 1) + min(misfits.doubled, 1)
         misfits.missed, misfits.doubled = max(0, misfits.missed - 1), max(0, misfits.doubled - 1)
+        process = self.ranks[rank]
         for _ in range(calls):
             # A host may survive an interrupt.
-            with suppress(KeyboardInterrupt):
+            with suppress(KeyboardInterrupt), failing_lines(process):
                 agent.step()
 
     def _agent(self, rank: int, group: SimulatedGroup, layers: list[SimulatedLayer]) -> Agent:
@@ -131,4 +134,8 @@ class Engine:
         )
         installed = Installed.first(rank, shapes.placement, shapes.placement.default_log2phy()[rank])
         rendezvous = Rendezvous(group, votes, lanes, identity, installed)
-        return Agent(layers, settings, rendezvous, lambda _: None, process)
+        return Agent(layers, settings, rendezvous, lambda _: self._installed(rank), process)
+
+    def _installed(self, rank: int) -> None:
+        if self.failing_installs.pop(rank, 0):
+            raise RuntimeError("simulated: the layer could not be installed")

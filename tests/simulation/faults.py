@@ -36,6 +36,7 @@ class Faults:
 
     lost_datagrams, late_datagrams = _trouble("lost"), _trouble("late")
     doubled_datagrams, rejected_datagrams = _trouble("doubled"), _trouble("rejected")
+    replayed_datagrams = _trouble("replayed")
     flipped_bits = _trouble("flipped")
     missed_call, doubled_call, counted_twice = _misfit("missed"), _misfit("doubled"), _misfit("counted")
 
@@ -69,6 +70,57 @@ class Faults:
         pair, seconds = world.random.sample(world.engine.ranks, 2), world.random.choice((0.5, 5.0))
         world.network.aimed.append(lambda: world.network.cut(pair[0].name, pair[1].name, seconds))
         return f"between {pair[0].name} and {pair[1].name} for {seconds} s"
+
+    def links_end(world: Any) -> str:
+        pair, seconds = world.random.sample(world.engine.ranks, 2), world.random.choice((0.2, 5.0, 60.0))
+        world.network.end_links(pair[0].name, pair[1].name, seconds)
+        return f"presence links between {pair[0].name} and {pair[1].name} for {seconds} s"
+
+    def rejected_in_a_commit(world: Any) -> str:
+        """A firewall rejects everything new to one rank, which is late at a commit; the votes' links go on."""
+        victim, seconds = world.random.choice(world.engine.ranks), world.random.choice((2.0, 20.0))
+        late = world.random.choice((0.4, 1.5, 3.0))
+
+        def begin() -> None:
+            for other in world.engine.ranks:
+                world.network.end_links(victim.name, other.name, seconds)
+            world.network.rejected = 1.0
+            world.later(seconds, lambda: setattr(world.network, "rejected", 0.0))
+            victim.freeze(late, "model")
+
+        world.network.aimed_at_ballots.append(begin)
+        return f"{victim.name}, {late} s late, for {seconds} s"
+
+    def cut_and_failing_install(world: Any) -> str:
+        """A cut at a commit, and on the other side an install that fails."""
+        pair, seconds = world.random.sample(world.engine.ranks, 2), world.random.choice((0.5, 5.0))
+
+        def begin() -> None:
+            world.network.cut(pair[0].name, pair[1].name, seconds)
+            world.engine.failing_installs[world.engine.ranks.index(pair[1])] = 1
+
+        world.network.aimed.append(begin)
+        return f"between {pair[0].name} and {pair[1].name} for {seconds} s, where the install fails"
+
+    def abort_and_late_end(world: Any) -> str:
+        """A plan is aborted while one rank's transfer still runs, and ends only when the next one is under way."""
+        rank, seconds = world.rank(), world.random.choice((1.0, 4.0, 8.0))
+        world.engine.ranks[rank].freeze(seconds, "eplb-transfer")
+        other = world.engine.ranks[(rank + 1) % world.shapes.ranks]
+        other.failing["eplb-transfer"] = world.random.randint(1, 6), MemoryError
+        return f"rank {rank} ends {seconds} s late, {other.name} aborts"
+
+    def exception_anywhere(world: Any) -> str:
+        """Raise between any two lines that a rank's model thread runs in its agent."""
+        rank, lines = world.rank(), world.random.randint(1, 4000)
+        world.engine.ranks[rank].failing_line = lines
+        return f"rank {rank} in {lines} lines"
+
+    def exception_in_a_commit(world: Any) -> str:
+        rank, lines = world.rank(), world.random.randint(1, 400)
+        process = world.engine.ranks[rank]
+        world.network.aimed.append(lambda: setattr(process, "failing_line", lines))
+        return f"rank {rank} in {lines} lines"
 
     def cut_off(world: Any) -> str:
         rank, seconds = world.rank(), world.random.choice((0.5, 5.0, 20.0))

@@ -5,18 +5,20 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from tests.simulation.scheduler import Event, Process, Scheduler
 from worker_agent.swap.group import AgentGroup
+from worker_agent.swap.machine import Progress
 from worker_agent.swap.peers import Peers
 from worker_agent.swap.vote_link import Kind
 
 _LATENCY = (0.0001, 0.002)
 _BYTES_PER_SECOND = 1e9
+_PROGRESS = 4
+"""Place of the slowest rank's progress in a reduced ballot, after its head."""
 
 
 class Network:
@@ -25,10 +27,13 @@ class Network:
     def __init__(self, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
         self.sockets: dict[tuple[str, int], Socket] = {}
+        self.links: dict[tuple[str, int], SimulatedLinks] = {}
+        self._links_end: dict[frozenset[str], float] = {}
         self.meshes: dict[str, Mesh] = {}
-        self.lost = self.late = self.doubled = self.rejected = self.flipped = 0.0
+        self.lost = self.late = self.doubled = self.replayed = self.rejected = self.flipped = 0.0
         self.breaches: list[str] = []
         self.aimed: deque[Callable[[], None]] = deque()
+        self.aimed_at_ballots: deque[Callable[[], None]] = deque()
         self._cut: dict[frozenset[str], float] = {}
         self._silent: dict[frozenset[str], float] = {}
         self._port = 1000
@@ -54,10 +59,28 @@ class Network:
         began = self.scheduler.now - seconds
         return any(name in pair and since <= began for pair, since in self._silent.items())
 
+    def end_links(self, one: str, other: str, seconds: float) -> None:
+        """End the presence links between two processes, and reject new ones for so long; nothing else breaks."""
+        self._links_end[frozenset((one, other))] = self.scheduler.now + seconds
+
+    def links_ended(self, one: tuple[str, int], other: tuple[str, int]) -> bool:
+        """Return whether the presence link between two addresses has ended and is not open again."""
+        pair = frozenset(self.sockets[each].process.name for each in (one, other) if each in self.sockets)
+        return self._links_end.get(pair, 0.0) > self.scheduler.now
+
+    def links_carry(self, one: tuple[str, int], other: tuple[str, int]) -> bool:
+        """Return whether a message passes between two processes now: both run, and nothing is between them."""
+        ends = [self.sockets[each].process for each in (one, other) if each in self.sockets]
+        if len(ends) < 2 or self.links_ended(one, other) or self.is_cut(*(end.name for end in ends)):
+            return False
+        return all(end.alive and end.frozen_until <= self.scheduler.now for end in ends)
+
     def heal(self) -> None:
         self._cut.clear()
+        self._links_end.clear()
         self.aimed.clear()
-        self.lost = self.late = self.doubled = self.rejected = self.flipped = 0.0
+        self.aimed_at_ballots.clear()
+        self.lost = self.late = self.doubled = self.replayed = self.rejected = self.flipped = 0.0
 
     def send(self, sender: Socket, target: tuple[str, int], data: bytes) -> None:
         scheduler, there = self.scheduler, self.sockets.get(target)
@@ -78,6 +101,9 @@ class Network:
             if self.late and draw() < self.late:
                 delay += scheduler.random.expovariate(1.0)
             scheduler.at(scheduler.now + delay, lambda: there.deliver(data, sender.address))
+        if self.replayed and draw() < self.replayed:
+            again = scheduler.now + scheduler.random.uniform(3.0, 20.0)
+            scheduler.at(again, lambda: there.deliver(data, sender.address))
 
 
 class Socket:
@@ -208,6 +234,8 @@ class Mesh:
             self.network.breaches.append(f"{self.name}: collectives of other lengths meet, the process ends")
         lowest = [min(column) for column in zip(*(values for _, values in parts.values()), strict=False)]
         scheduler = self.network.scheduler
+        if self.network.aimed_at_ballots and (lowest[0], lowest[_PROGRESS]) == (Kind.BALLOT, Progress.READY):
+            self.network.aimed_at_ballots.popleft()()
         if self.network.aimed and lowest[0] == Kind.BOUNDARY:
             # A layer is being committed: some ranks have heard so by then, and others not.
             scheduler.at(scheduler.now + self.network.latency(), self.network.aimed.popleft())
@@ -337,13 +365,48 @@ class SimulatedPeers(Peers):
     """Socket of one rank, in the simulation."""
 
     def _bind(self) -> Any:
-        network, addresses = self.runtime.network, list[tuple[str, int]]()
-        links = SimpleNamespace(
-            open=lambda rank, known, proof: addresses.extend(known),
-            ended=lambda rank: addresses[rank] not in network.sockets,
-            close=lambda: None,
-        )
-        return self.runtime.datagrams(self._family), links
+        datagrams = self.runtime.datagrams(self._family)
+        return datagrams, SimulatedLinks(self.runtime.network, datagrams.address)
+
+
+class SimulatedLinks:
+    """Presence links of one rank: they may end while both processes live, and carry messages unless they are cut."""
+
+    complaint = None
+
+    def __init__(self, network: Network, address: tuple[str, int]) -> None:
+        self._network, self._address = network, address
+        network.links[address] = self
+
+    def open(self, rank: int, addresses: Any, proof: Any, hear: Callable[[bytes], bytes | None]) -> None:
+        self._addresses, self.hear = list(addresses), hear
+
+    def missing(self) -> list[int]:
+        return []
+
+    def send(self, rank: int, message: bytes) -> None:
+        self._carry(self._addresses[rank], message, self.hear)
+
+    def ended(self, rank: int) -> bool:
+        """Return what a rank sees: an ended link that a firewall, or a process that is gone, keeps it from opening."""
+        there = self._addresses[rank]
+        return there not in self._network.sockets or self._network.links_ended(self._address, there)
+
+    def close(self) -> None:
+        self._network.links.pop(self._address, None)
+
+    def _carry(self, there: tuple[str, int], message: bytes, hear_reply: Callable[[bytes], Any]) -> None:
+        network = self._network
+
+        def arrive() -> None:
+            other = network.links.get(there)
+            if other is None or not network.links_carry(self._address, there):
+                return
+            reply = other.hear(message)
+            if reply is not None:
+                network.scheduler.at(network.scheduler.now + network.latency(), lambda: hear_reply(reply))
+
+        network.scheduler.at(network.scheduler.now + network.latency(), arrive)
 
 
 class SimulatedGroup(AgentGroup):

@@ -138,6 +138,7 @@ class Process:
         self.frozen_until = 0.0
         self.held: dict[str, float] = {}
         self.failing: dict[str, tuple[int, type[BaseException]]] = {}
+        self.failing_line = 0
         self.threads: list[Thread] = []
         self.on_end: list[Callable[[], None]] = []
         self._began = scheduler.now

@@ -45,6 +45,9 @@ def test_a_rank_whose_datagrams_are_refused_while_its_process_lives_still_binds_
     with contextlib.suppress(OSError):
         other.peers._socket.shutdown(socket.SHUT_RDWR)
     other.peers._socket.close()
+    assert other.register.may_commit(2, heard=True)
+    assert one.register.may_commit(2, heard=False), "the answer comes over the link"
+    other.peers._answer = lambda _: None
     with pytest.raises(FatalSwitchError, match=r"ranks \[1\] did not answer"):
         one.register.may_commit(3, heard=False)
     other.peers.close()

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from typing import Any
 
 import pytest
 
 from tests.swap.peered import joined
+from worker_agent.runtime import Runtime
 from worker_agent.swap import group as group_module
+from worker_agent.swap import presence
 from worker_agent.swap.commit_register import FatalSwitchError
 from worker_agent.swap.group import AgentGroup, _reachable
-from worker_agent.swap.peers import Peers
+from worker_agent.swap.peers import PeerGoneError, Peers
 
 
 def test_what_one_rank_sets_the_others_read() -> None:
@@ -102,22 +107,142 @@ def test_a_question_that_cannot_be_answered_is_reported_and_the_next_one_is() ->
     assert other.peers.complaint == "a peer's question was not answered: MemoryError: no memory to answer"
 
 
-def test_only_a_member_links_itself_and_then_nobody_can() -> None:
+def test_only_a_member_links_itself() -> None:
     one, other = (Peers("127.0.0.1") for _ in range(2))
     addresses = [one.address, other.address]
     one.open(b"secret", 0, addresses, lambda _: None)
-    with socket.create_connection(one.address, timeout=20) as forger:
+    forge(one)
+    other.open(b"secret", 1, addresses, lambda _: None)
+    assert one.unlinked() == other.unlinked() == []
+    forge(one)
+    assert one.unlinked() == [], "the forger has not taken the member's place"
+    assert not one._links.ended(1)
+    other.close()
+    wait_until(lambda: one._links.ended(1))
+
+
+def forge(victim: Peers) -> None:
+    """Call a rank as rank 1 without its secret; the call must be refused."""
+    with socket.create_connection(victim.address, timeout=20) as forger:
         forger.sendall((1).to_bytes(4, "big") + bytes(16))
         assert len(forger.recv(48, socket.MSG_WAITALL)) == 48
         forger.sendall(bytes(32))
         assert forger.recv(1) == b"", "its proof was refused"
-    other.open(b"secret", 1, addresses, lambda _: None)
-    assert one.unlinked() == other.unlinked() == []
-    with pytest.raises(ConnectionRefusedError):
-        socket.create_connection(one.address, timeout=20)
-    assert not one._links.ended(1)
-    other.close()
-    assert one._links.ended(1)
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    end = time.monotonic() + 20
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_silent_strangers_hold_up_no_member(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(presence, "_MOST_HANDSHAKES", 4)
+    one, other = (Peers("127.0.0.1") for _ in range(2))
+    addresses = [one.address, other.address]
+    one.open(b"secret", 0, addresses, lambda _: None)
+    with contextlib.ExitStack() as strangers:
+        for _ in range(40):
+            strangers.enter_context(socket.create_connection(one.address, timeout=20))
+        began = time.monotonic()
+        other.open(b"secret", 1, addresses, lambda _: None)
+        assert one.unlinked() == other.unlinked() == []
+        assert time.monotonic() - began < 4
+        assert len(one._links._handshakes) <= 5
+
+
+def end_links(*groups: AgentGroup) -> None:
+    """End the links in order, as a proxy does that finds them idle."""
+    for group in groups:
+        for link in tuple(group.peers._links._links.values()):
+            link.socket.shutdown(socket.SHUT_RDWR)
+
+
+def test_links_that_end_while_their_processes_live_are_reported_and_opened_again() -> None:
+    one, other = joined(2)
+    assert (one.peers.complaint, other.peers.complaint) == (None, None)
+    before = one.peers._links._links[1]
+    end_links(one)
+    wait_until(lambda: one.peers._links._links.get(1) not in (None, before))
+    assert one.peers.unlinked() == other.peers.unlinked() == []
+    wait_until(lambda: "the link to rank 1 has ended and was opened again" in (one.peers.complaint or ""))
+    assert "the link to rank 0 has ended" in (other.peers.complaint or "")
+
+
+def test_a_link_is_never_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(presence, "_BEAT_SECONDS", 0.05)
+    one, other = joined(2)
+    heard = []
+    receive = presence.PresenceLinks._read
+    monkeypatch.setattr(
+        presence.PresenceLinks,
+        "_read",
+        lambda links, link: (receive(links, link), heard.append(bytes(link.inbox))),
+    )
+    wait_until(lambda: heard.count(bytes(4)) >= 4)
+    assert (one.peers.complaint, other.peers.complaint) == (None, None)
+
+
+def reject_datagrams(*groups: AgentGroup) -> None:
+    """Reject them as a firewall does."""
+
+    class Rejected:
+        def __init__(self, family: int) -> None:
+            self.settimeout = lambda _: None
+
+        def __enter__(self) -> Rejected:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            return None
+
+        def connect(self, address: Any) -> None:
+            self.getpeername = lambda: address
+
+        def send(self, _: bytes) -> None:
+            raise ConnectionRefusedError("rejected")
+
+    class Firewalled(Runtime):
+        def datagrams(self, family: int) -> Any:
+            return Rejected(family)
+
+    for group in groups:
+        group.peers.runtime = Firewalled()
+
+
+def test_a_vote_is_settled_over_the_links_if_datagrams_are_lost_for_good() -> None:
+    one, other, _ = joined(3, patience=600.0)
+    reject_datagrams(one)
+    began = time.monotonic()
+    assert not one.register.may_commit(7, heard=False)
+    assert other.register.answer(7) is not None
+    one.store.set("attempt/0", "1")
+    other.store.set("attempt/1", "1")
+    assert one.peers.ask([1], b"t1", 5.0) == {1: b"+1"}
+    one.fail("no memory")
+    wait_until(lambda: other.failure == "no memory")
+    assert time.monotonic() - began < 20
+
+
+@pytest.mark.parametrize(
+    "missing", ["the rejected datagram", "the end of the link", "the end of the vote link"]
+)
+def test_a_peer_is_gone_only_if_its_datagrams_its_link_and_the_votes_have_ended(missing: str) -> None:
+    """Each of the three can happen to a peer that lives."""
+    one, other = joined(2)
+    one.peers.vote_link_ended = lambda: missing != "the end of the vote link"
+    if missing != "the rejected datagram":
+        reject_datagrams(one)
+    other.peers._answer = lambda _: None
+    if missing != "the end of the link":
+        one.peers._links.ended = lambda _: True
+    assert one.peers.ask([1], b"d3", 0.2) == {}
+    reject_datagrams(one)
+    one.peers._links.ended = lambda _: True
+    one.peers.vote_link_ended = lambda: True
+    with pytest.raises(PeerGoneError):
+        one.peers.ask([1], b"d3", 5.0)
 
 
 def test_a_store_is_bounded() -> None:

@@ -26,7 +26,9 @@ PLAN = 7
 
 
 def _schedule(vote_interval: int) -> VoteSchedule:
-    links = SimpleNamespace(group=SimpleNamespace(register=None, left=False), votes=None)
+    links = SimpleNamespace(
+        group=SimpleNamespace(register=None, left=False, peers=SimpleNamespace()), votes=None
+    )
     clock = SimpleNamespace(calls=0, now=0, reached=0, trouble=None)
     return VoteSchedule(
         cast(Any, links), AgentSettings(vote_interval=vote_interval), cast(Any, clock), cast(Any, None)
@@ -229,7 +231,8 @@ def test_votes_formed_again_go_on_from_the_highest_that_any_rank_knows() -> None
     rank, start = _formed_again(7, 9)
     assert (rank.generation, rank.lane, rank.vote, start) == (4, 6, 9, 41 + 64)
     schedule = _schedule(4)
-    schedule.voter, rank.start, rank._votes = None, start, SimpleNamespace()
+    schedule.voter, rank.start = None, start
+    rank._votes = SimpleNamespace(ended=lambda: False)
     schedule._reformation = rank
     assert schedule.formed_again(start) is rank
     assert cast(Voter, schedule.voter).number == 9

@@ -1,4 +1,7 @@
-"""Questions between the agents of one formation: datagrams keyed by a secret that only its ranks hold.
+"""Questions between the agents of one formation, keyed by a secret that only its ranks hold.
+
+They travel as datagrams. A peer that does not answer these is asked over the link to it as well: a network may carry
+the one and not the other.
 
 There is no server. Every rank keeps what it has to say and answers for itself, so what one rank needs to know hangs on
 no third one. A datagram without the right HMAC is dropped unread: who is no member can neither ask, nor answer, nor
@@ -43,7 +46,7 @@ _ASKED, _ANSWERED, _CLAIMED = b"q", b"a", b"c"
 
 
 class PeerGoneError(ConnectionError):
-    """The peer answers no more: nothing listens at its address, and its end of the link between the two is closed."""
+    """The peer's process has ended: nothing listens at its address, and its links and the votes' have ended."""
 
 
 class Peers:
@@ -51,6 +54,7 @@ class Peers:
 
     Bound to an address of the interface ``host`` when made, for datagrams and for links. Once opened, ``others`` are
     all ranks but this one, and ``hosts`` the addresses from which members of the formation have asked.
+    ``vote_link_ended`` says whether the link that the ranks last voted over has ended: without that no peer is gone.
     """
 
     rank: int
@@ -60,6 +64,9 @@ class Peers:
         self.host = host
         self.runtime = runtime
         self.hosts: set[str] = set()
+        self.vote_link_ended: Callable[[], bool] = lambda: True
+        self._mute: set[int] = set()
+        self._awaited: dict[bytes, bytes | None] = {}
         self._failed: tuple[float, str] | None = None
         self._closed = runtime.event()
         self._family = socket.getaddrinfo(host, None, type=socket.SOCK_DGRAM)[0][0]
@@ -72,9 +79,11 @@ class Peers:
 
     @property
     def complaint(self) -> str | None:
-        """Last error of the thread that answers, which goes on; ``None`` once it is a minute old."""
+        """Last error of the thread that answers, or a link that has ended; ``None`` once it is a minute old."""
         failed = self._failed
-        return None if failed is None or self.runtime.now() - failed[0] > _COMPLAINT_SECONDS else failed[1]
+        if failed is not None and self.runtime.now() - failed[0] <= _COMPLAINT_SECONDS:
+            return failed[1]
+        return self._links.complaint
 
     def open(
         self, secret: bytes, rank: int, addresses: Sequence[Address], answer: Callable[[bytes], bytes | None]
@@ -88,7 +97,7 @@ class Peers:
         self._addresses = {other: address for other, address in enumerate(addresses) if other != rank}
         self.others = frozenset(self._addresses)
         self.runtime.spawn("eplb-peers", self._serve)
-        self._links.open(rank, addresses, self.proof)
+        self._links.open(rank, addresses, self.proof, self._hear)
 
     def unlinked(self) -> list[int]:
         """Wait until the links to all peers are open, for minutes at most; return the peers that have none."""
@@ -101,8 +110,9 @@ class Peers:
         """
         waiting = set(ranks)
         answers: dict[int, bytes] = {}
+        sockets: dict[int, tuple[socket.socket, bytes]] = {}
         with contextlib.ExitStack() as open_sockets:
-            sockets = {}
+            open_sockets.callback(lambda: [self._awaited.pop(nonce, None) for _, nonce in sockets.values()])
             for rank in waiting:
                 asking = open_sockets.enter_context(self.runtime.datagrams(self._family))
                 # Connected, it takes datagrams of this peer alone, and learns where nobody listens there.
@@ -110,6 +120,7 @@ class Peers:
                 asking.settimeout(_RETRY_SECONDS)
                 # One for all attempts: an answer that takes longer than the next one is an answer.
                 sockets[rank] = asking, secrets.token_bytes(_NONCE_BYTES)
+                self._awaited[sockets[rank][1]] = None
             end = self.runtime.now() + seconds
             while waiting and (left := end - self.runtime.now()) > 0:
                 for rank in sorted(waiting):
@@ -147,18 +158,37 @@ class Peers:
         self, rank: int, asking: socket.socket, nonce: bytes, question: bytes, seconds: float
     ) -> bytes | None:
         began = self.runtime.now()
+        sealed = self._sealed(_ASKED, nonce + question)
+        if rank in self._mute:
+            self._links.send(rank, sealed)
         try:
-            asking.send(self._sealed(_ASKED, nonce + question))
+            asking.send(sealed)
             while (left := seconds - (self.runtime.now() - began)) > 0:
                 asking.settimeout(left)
                 answer = self._unsealed(_ANSWERED, asking.recv(_LARGEST))
                 if answer is not None and answer.startswith(nonce):
+                    self._mute.discard(rank)
                     return answer[_NONCE_BYTES:]
         except OSError as error:
-            if isinstance(error, ConnectionRefusedError) and self._links.ended(rank):
+            if isinstance(error, ConnectionRefusedError) and self._is_gone(rank):
                 raise PeerGoneError(f"nothing listens at {asking.getpeername()[:2]} any more") from error
             self.runtime.sleep(max(0.0, seconds - (self.runtime.now() - began)))
-        return None
+        self._mute.add(rank)
+        return self._awaited.get(nonce)
+
+    def _is_gone(self, rank: int) -> bool:
+        """Return whether a peer that rejects datagrams has ended: firewalls reject them too, and proxies end links."""
+        return self._links.ended(rank) and self.vote_link_ended()
+
+    def _hear(self, message: bytes) -> bytes | None:
+        """Take a question or an answer that has come over the link to a peer; return this rank's answer."""
+        answered = self._unsealed(_ANSWERED, message)
+        if answered is not None:
+            nonce = answered[:_NONCE_BYTES]
+            if nonce in self._awaited:
+                self._awaited[nonce] = answered[_NONCE_BYTES:]
+            return None
+        return self._answer_to(message)
 
     def _serve(self) -> None:
         while not self._closed.is_set():
@@ -175,15 +205,20 @@ class Peers:
 
     def _serve_once(self) -> None:
         datagram, sender = self._socket.recvfrom(_LARGEST)
-        asked = self._unsealed(_ASKED, datagram)
-        if asked is None or len(asked) < _NONCE_BYTES:
-            return
-        if len(self.hosts) < _MOST_HOSTS:
+        if self._unsealed(_ASKED, datagram) is not None and len(self.hosts) < _MOST_HOSTS:
             self.hosts.add(sender[0])
-        answer = self._answer(asked[_NONCE_BYTES:])
+        answer = self._answer_to(datagram)
         if answer is not None:
             with contextlib.suppress(OSError):
-                self._socket.sendto(self._sealed(_ANSWERED, asked[:_NONCE_BYTES] + answer), sender)
+                self._socket.sendto(answer, sender)
+
+    def _answer_to(self, message: bytes) -> bytes | None:
+        """Return the sealed answer to a member's question; ``None`` to anything else, and if there is none yet."""
+        asked = self._unsealed(_ASKED, message)
+        if asked is None or len(asked) < _NONCE_BYTES:
+            return None
+        answer = self._answer(asked[_NONCE_BYTES:])
+        return None if answer is None else self._sealed(_ANSWERED, asked[:_NONCE_BYTES] + answer)
 
     def _sealed(self, kind: bytes, body: bytes) -> bytes:
         return hmac.digest(self._secret, kind + body, hashlib.sha256) + body

@@ -130,6 +130,7 @@ class Reformation:
     def _attempt(self) -> VoteLink:
         self._gather()
         votes = VoteLink(self._group.process_group(f"vote/{self.attempts}"), self._runtime)
+        self._group.peers.vote_link_ended = votes.ended
         try:
             self.start = self._first_vote(votes)
         except BaseException:

@@ -300,6 +300,7 @@ class VoteSchedule:
         )
 
     def _voter(self, votes: VoteLink, number: int) -> Voter:
+        self._group.peers.vote_link_ended = votes.ended
         shared = (
             self._settings,
             self._group.register,

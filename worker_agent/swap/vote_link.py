@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import timedelta
 from functools import cache
 from typing import Any
@@ -36,6 +37,7 @@ class Kind(enum.IntEnum):
     IN_TIME = 5
     BETWEEN_PASSES = 6
     AT_REST = 7
+    PROBE = 8
 
 
 @cache
@@ -74,6 +76,24 @@ class Reduction:
             raise VoteError(f"{self._about}: the ranks are at different collectives, or at different votes")
         return reduced[_HEAD : _HEAD + self._values]
 
+    @property
+    def broken(self) -> bool:
+        """True if the link has ended, as far as this rank knows; never waits."""
+        if self._work is None:
+            return True
+        if not self._work.is_completed():
+            return False
+        try:
+            self._work.wait(timedelta(seconds=1))
+        except RuntimeError:
+            return True
+        return False
+
+    @property
+    def pending(self) -> bool:
+        """True until all ranks have come, or the link has ended."""
+        return self._work is not None and not self._work.is_completed()
+
 
 class VoteLink:
     """Gloo group of the ranks, for votes alone; ``number`` is that of the vote that a collective belongs to."""
@@ -92,6 +112,20 @@ class VoteLink:
         except RuntimeError as error:
             raise VoteError(f"{kind.name.lower()} {number} could not be sent: {error}") from error
         return self._last
+
+    def ended(self) -> bool:
+        """Return whether the link to some rank is known to have ended, or this rank has left it; never waits.
+
+        A collective that is under way shows it. If there is none, one begins that no other rank takes part in: asked
+        again, it has failed or still waits. Whoever votes on over this link afterwards learns of it as an error.
+        """
+        last = self._last
+        if self._group is None or (last is not None and last.broken):
+            return True
+        if last is None or not last.pending:
+            with suppress(VoteError):
+                self.begin(Kind.PROBE, 0, [])
+        return False
 
     def leave(self) -> None:
         """Give the link up; the other ranks learn of it at once, by its end. Returns at once as well."""

@@ -1,0 +1,47 @@
+"""Raises errors between any two lines of the agent, on the thread of a simulated model."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+from greenlet import getcurrent
+
+from tests.simulation.scheduler import Process
+
+_GUARD = "_contained.<locals>.contain.<locals>.call"
+"""Function that contains errors: nothing that Python runs could catch one in its first line."""
+
+
+@contextmanager
+def failing_lines(process: Process) -> Iterator[None]:
+    """Raise a ``MemoryError`` within, once so many lines have run as ``failing_line`` of the process says."""
+    if not process.failing_line:
+        yield
+        return
+
+    model = getcurrent()
+
+    def entered(frame: FrameType, *_: Any) -> Any:
+        if "worker_agent" not in frame.f_code.co_filename:
+            return None
+        guard = frame.f_code.co_qualname == _GUARD
+        return None if guard else line
+
+    def line(frame: FrameType, event: str, _: Any) -> Any:
+        if event == "line" and process.failing_line > 0 and getcurrent() is model:
+            process.failing_line -= 1
+            if process.failing_line == 0:
+                where = f"{frame.f_code.co_qualname}, line {frame.f_lineno}"
+                process.scheduler.note(process.name, f"MemoryError in {where}")
+                raise MemoryError("simulated")
+        return line
+
+    sys.settrace(entered)
+    try:
+        yield
+    finally:
+        sys.settrace(None)
