@@ -167,23 +167,39 @@ def test_what_would_stay_behind_when_its_expert_moves_is_refused(home, name, sha
         VllmHost(state, config(), group)
 
 
-def first_rank_is_idle():
-    """Rows of a pass in which rank 0 has no tokens, where it has counted all that were gathered, and its own alone."""
-    found = []
-    for own in ({}, {"num_unpadded_tokens_tensors": []}):
-        state = model_state(dist.get_rank(), naive=True)
-        vars(state).update(own)
-        state, host = started(state=state)
-        state.expert_load_pass[:, 3] = 5
-        run_pass(state)
-        host.step(is_dummy=dist.get_rank() == 0)
-        found.append(host._heat.sources_LWE[0, 0, 3].item())
-        host.close()
-    return found
+def router_state(real):
+    """What 0.25 and later give a router: how many of its first rows are real tokens of this rank."""
+    return SimpleNamespace(num_unpadded_tokens_tensors=[torch.tensor(real, dtype=torch.int32)])
 
 
-def test_tokens_gathered_from_busy_ranks_count_where_the_first_one_is_idle():
-    assert run_ranks(RANKS, first_rank_is_idle) == [[5, 0], [0, 0]]
+def gathered(release_counts_own, knows_router):
+    """Heat of a pass in which rank 0 is idle, as vLLM's kernel counts the rows that the naive dispatcher gathered."""
+    rank = dist.get_rank()
+    state = model_state(rank, naive=True)
+    own = torch.tensor(0 if rank == 0 else 5, dtype=torch.int32)
+    if release_counts_own:
+        state.num_unpadded_tokens_tensors = [own]
+        for one in state.model.moe_layers:
+            one.router.eplb_state = router_state(int(own)) if knows_router else None
+    state, host = started(state=state)
+    rows = 7  # of both ranks, two of which fill up the graph
+    for one in state.model.moe_layers:
+        if release_counts_own and knows_router:
+            rows = min(rows, int(one.router.eplb_state.num_unpadded_tokens_tensors[0]))
+    state.expert_load_pass[:, 3] = rows
+    run_pass(state)
+    host.step(is_dummy=rank == 0)
+    host.close()
+    return host._heat.sources_LWE[0, 0, 3].item()
+
+
+@pytest.mark.parametrize(
+    ("release_counts_own", "knows_router", "counted"),
+    [(False, False, [7, 0]), (True, True, [7, 0]), (True, False, [0, 0])],
+    ids=["0.23", "0.33", "a router without state"],
+)
+def test_tokens_gathered_from_all_ranks_count_once(release_counts_own, knows_router, counted):
+    assert run_ranks(RANKS, gathered, release_counts_own, knows_router) == counted
 
 
 def asleep():

@@ -12,7 +12,7 @@ import torch
 from eplb_service.placement import Placement
 from eplb_service.wire.heat import StepPhase
 from worker_agent.adapters.compat import UnsupportedEngineError, refuse
-from worker_agent.adapters.engine_host import EngineHost, EngineLayer, HeatRings
+from worker_agent.adapters.engine_host import EngineHost, EngineLayer, HeatRings, log
 from worker_agent.adapters.unmoved import Facts, refuse_unmoved
 from worker_agent.adapters.vllm.experts import local_experts
 from worker_agent.device import on_host
@@ -29,6 +29,10 @@ _NO_EXPERTS = frozenset(
 """What vLLM's balancer leaves behind on purpose: one value for all experts, the router's, and maps of physical ids."""
 
 
+_ALL_ROWS = 1 << 24
+"""More tokens than a pass has. Times a token's choices it still fits the 32 bits that vLLM's kernel computes in."""
+
+
 class VllmHost(EngineHost):
     """The agent of one rank and the model that it balances.
 
@@ -43,9 +47,8 @@ class VllmHost(EngineHost):
         self._rank: int = group.rank_in_group
         self._parallel, self._ranks = parallel_config, group.world_size
         self._tokens = self._token_group()
-        # What the naive dispatcher has gathered 0.23 and 0.24 count whole; later releases know each rank's own tokens.
         naive, _, _ = _dispatch_of(model_state.model.moe_layers[0])
-        self._counts_gathered = naive and not hasattr(model_state, "num_unpadded_tokens_tensors")
+        self._counts_gathered = naive and self._count_all_gathered()
         self._first = _first_placement(model_state, group.world_size)
         layers, experts = model_state.logical_replica_count.shape
         self._heat = HeatRings(layers, model_state.expert_load_pass.device, experts=experts)
@@ -76,6 +79,27 @@ class VllmHost(EngineHost):
             found = refuse_unmoved(experts, moved, slots, _NO_EXPERTS, tables=tables, roots={"layer": layer})
             facts |= {f"layer {index}: {path}": value for path, value in found.items()}
         return facts
+
+    def _count_all_gathered(self) -> bool:
+        """Have the routers count every token that the naive dispatcher has gathered; return False if they cannot.
+
+        From 0.25 on vLLM counts only as many rows as this rank has real tokens. Rank 0's come first among the gathered
+        ones, so no rank would count the others'. Now rank 0 counts all, tokens that fill up a graph included.
+        """
+        if not hasattr(self._model, "num_unpadded_tokens_tensors"):
+            return True  # 0.23 and 0.24 count all rows
+        states = [getattr(layer.router, "eplb_state", None) for layer in self._model.model.moe_layers]
+        kept = [getattr(state, "num_unpadded_tokens_tensors", None) for state in states]
+        if not all(kept):
+            log.warning(
+                "under the naive dispatcher only the tokens of rank 0 are counted, and experts are balanced for these: "
+                "choose another all2all backend"
+            )
+            return False
+        for state, tensors in zip(states, kept, strict=True):
+            assert state is not None
+            state.num_unpadded_tokens_tensors = [torch.full_like(one, _ALL_ROWS) for one in tensors or ()]
+        return True
 
     def _token_group(self) -> _TokenGroup:
         return token_group(self._model.model.moe_layers, self._parallel, self._rank, self._ranks)
