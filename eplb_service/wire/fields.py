@@ -20,7 +20,7 @@ MOST_TABLE_ENTRIES = 1 << 25
 MOST_LAYER_ENTRIES = 1 << 18
 """Bound on layers x experts and on layers x ranks, both kept for every step of a window."""
 LAST_STEP = 1 << 48
-"""Bound on step numbers and counts of steps: a thousand steps per second for 8,900 years."""
+"""Bound from which step numbers and counts of steps begin at 0 again: a thousand steps per second for 8,900 years."""
 LAST_VERSION = 1 << 62
 """Bound on epochs, plan ids and leader terms."""
 LAST_DIGEST = 1 << 63
@@ -28,7 +28,7 @@ LAST_DIGEST = 1 << 63
 MOST_BYTES = 1 << 50
 """Bound on counts of bytes: a petabyte."""
 LAST_MICROS = 1 << 48
-"""Bound on sums of microseconds: nine years."""
+"""Bound from which sums of microseconds begin at 0 again: nine years."""
 LONGEST_SECONDS = 1e7
 """Bound on durations: four months."""
 LONGEST_TEXT = 256
@@ -121,11 +121,31 @@ class _Clean:
         return printable(text)
 
 
-Step = Annotated[int, below(LAST_STEP)]
+class _Wrapping:
+    """Counters that begin at 0 again when they reach a limit.
+
+    Hosts own these counters, and overwritten memory can hold any number. A number out of bounds says that a
+    rank's heat is of no use. Ending its stream would not help, since it would come back with the same number.
+    All ranks wrap alike, so that equal numbers stay equal.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+
+    def __call__(self, value: int, _field: str, _sizes: Sizes) -> int:
+        """Return the count within its bounds."""
+        return self.sent(value)
+
+    def sent(self, value: int) -> int:
+        """Return the count as it travels."""
+        return int(value) % self._limit
+
+
+Step = Annotated[int, _Wrapping(LAST_STEP)]
 Version = Annotated[int, below(LAST_VERSION)]
 Digest = Annotated[int, below(LAST_DIGEST)]
 Bytes = Annotated[int, below(MOST_BYTES)]
-Micros = Annotated[int, below(LAST_MICROS)]
+Micros = Annotated[int, _Wrapping(LAST_MICROS)]
 Layer = Annotated[int, below(MOST_LAYERS)]
 LayerEpochs = Annotated[tuple[int, ...], each("layers", LAST_VERSION)]
 Seconds = Annotated[float, _seconds]

@@ -68,8 +68,7 @@ _BAD_COUNTS = (packed(1), packed(1, SHAPE.layers, SHAPE.slots, value=-1), tensor
 _REFUSED: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("epoch", "base_epoch", "plan_id", "leader_term", "highest_term"), past(LAST_VERSION)),
     **dict.fromkeys(("digest", "base_digest"), past(LAST_DIGEST)),
-    **dict.fromkeys(("step", "first_step", "dropped_steps", "calls"), (*past(LAST_STEP), (1 << 62) - 100)),
-    **dict.fromkeys(("call_micros", "vote_micros"), past(LAST_MICROS)),
+    **dict.fromkeys(("step", "first_step", "dropped_steps", "calls", "call_micros", "vote_micros"), ACCEPTED),
     **dict.fromkeys(("bytes_received", "staging_bytes", "ring_bytes", "bytes_per_expert"), past(MOST_BYTES)),
     **dict.fromkeys(("transfer_seconds", "commit_seconds"), (float("nan"), float("inf"), -1.0, 1e300)),
     **dict.fromkeys(("agent_version", "service_version", "node"), (_CONTROL, _LONG)),

@@ -36,7 +36,6 @@ refused(
         "counts of another shape": lambda t: refused_with(
             t, heat_report=spoilt_heat(slot_counts=pack(np.ones((8, 3, 4), np.int32)))
         ),
-        "heat at step 2^62": lambda t: refused_with(t, heat_report=spoilt_heat((1 << 62) - 100)),
         "counts below zero": lambda t: refused_with(t, heat_report=_counts(-1)),
         "counts whose sum overflows": lambda t: refused_with(t, heat_report=_counts(2**31 - 1)),
         "a node name with ESC": lambda t: t.refusal(hello_with(node="\x1b[2J")),
@@ -56,6 +55,19 @@ async def _far(target: Target) -> str:
             await group.ranks[0].say(heat_report=report)
     assert await target.code_of("ListDeployments", LIST) is Code.OK
     return "bounded: honest heat goes on"
+
+
+@attempt("steps of any number in heartbeats, heat and plan reports", "a counter that jumps shuts no rank out")
+async def _any_step(target: Target) -> str:
+    async with target.honest() as group:
+        rank = group.ranks[0]
+        for step in (1 << 48, (1 << 62) - 100, (1 << 63) + 7, (1 << 64) - 1):
+            await rank.say(
+                heartbeat=agent_pb2.Heartbeat(step=step, calls=step, epoch=LIVE.epoch, digest=LIVE.digest)
+            )
+            await rank.say(heat_report=spoilt_heat(step))
+            await rank.say(plan_status=agent_pb2.PlanStatus(plan_id=1, state=1, step=step))
+    return "bounded: taken as lower numbers, and honest heat goes on"
 
 
 @attempt("an error with ESC in a heartbeat", "an operator's terminal is given no control characters")
