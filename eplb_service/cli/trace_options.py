@@ -70,7 +70,9 @@ class ReadingOptions:
     )
     map: Path | None = option(None, "Expert in each slot [layers, slots], for tokens by slot.")
     experts: int | None = option(None, "Logical experts per layer, where the file does not name them.", min=1)
-    batch: int = option(DEFAULT_BATCH, "Requests decoded side by side, where routes become steps.", min=1)
+    batch: int | None = option(
+        None, f"Requests decoded side by side, where routes become steps; {DEFAULT_BATCH} by default.", min=1
+    )
     top_k: int | None = option(None, "Choices of a token, where routes do not say it.", min=1)
 
     def reading(self) -> ReadAs:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeAlias
@@ -72,7 +72,12 @@ def copy_trace(
             _to_store(trace, scratch / out.name, chosen, batches())
         else:
             parts = (trace.heat(first, last)[:, chosen] for first, last in batches())
-            _write_heat(scratch / out.name, parts, len(kept))
+            _write_heat(
+                scratch / out.name,
+                parts,
+                len(kept),
+                (trace.facts.layer_numbers or range(trace.layers))[chosen],
+            )
         (scratch / out.name).replace(out)
     except OSError as error:
         raise OutputError(f"{out}: cannot be written ({error.strerror})") from error
@@ -86,15 +91,21 @@ def _text(bounds: Bounds) -> str:
     return f"{bounds[0]}:{'' if bounds[1] is None else bounds[1]}"
 
 
-def _write_heat(out: Path, parts: Iterator[Counts], steps: int) -> None:
+def _write_heat(out: Path, parts: Iterator[Counts], steps: int, layer_numbers: Sequence[int]) -> None:
+    """Write heat by logical expert, so that it is read back with the layers' numbers.
+
+    An ``.npy`` has no place for these: its dense layers get rows of zeros, as engines write them.
+    """
     if out.suffix in TABLES:
-        write_table(out, parts, steps)
+        write_table(out, parts, steps, layer_numbers)
         return
     heat_TLE = np.concatenate(list(parts))
-    if out.suffix == ".npy":
-        np.save(out, heat_TLE)
-    else:
-        np.savez_compressed(out, heat=heat_TLE)
+    if out.suffix == ".npz":
+        np.savez_compressed(out, heat=heat_TLE, layer_numbers=np.array(layer_numbers))
+        return
+    by_number_TLE = np.zeros((steps, layer_numbers[-1] + 1, heat_TLE.shape[2]), dtype=heat_TLE.dtype)
+    by_number_TLE[:, list(layer_numbers)] = heat_TLE
+    np.save(out, by_number_TLE)
 
 
 def _to_store(trace: Trace, out: Path, layers: slice, batches: Iterator[tuple[int, int]]) -> None:

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
+
+import numpy as np
 
 from eplb_service.heat.window import HeatError
 from eplb_service.io import routes
 from eplb_service.io.containers import Array
-from eplb_service.io.trace import ArrayTrace, TraceFacts
+from eplb_service.io.trace import ArrayTrace, TraceFacts, numbered
 
 Meaning = Literal["heat", "slots", "routes", "weights"]
 """Tokens by logical expert, tokens by physical slot, experts of each token, or the plain sum that solvers take."""
 MEANINGS: tuple[Meaning, ...] = get_args(Meaning)
 
+LAYER_NUMBERS = "layer_numbers"
+"""Name of the model's own numbers of the layers; a file that has them states that all are MoE layers."""
 MAP_NAMES = ("physical_to_logical_map", "phy2log", "last_physical_to_logical_map")
 """Names of the expert in each slot."""
 _NAMES: dict[Meaning, tuple[str, ...]] = {
@@ -31,6 +35,20 @@ _NAMES: dict[Meaning, tuple[str, ...]] = {
     "routes": ("routes", "routed_experts", "topk_ids"),
     "weights": ("weight", "weights"),
 }
+_FLAGS = {
+    "meaning": "--as",
+    "phy2log": "--map",
+    "experts": "--experts",
+    "batch": "--batch",
+    "top_k": "--top-k",
+}
+_MEANS = ("means nothing; leave it out", "mean nothing; leave them out")
+_USED: dict[Meaning, tuple[str, ...]] = {
+    "heat": ("experts",),
+    "weights": ("experts",),
+    "slots": ("experts", "phy2log"),
+    "routes": ("experts", "batch", "top_k"),
+}
 _MOST_LAYERS = 512
 """More rows than any model has layers are not taken for layers."""
 
@@ -41,14 +59,26 @@ class ReadAs:
 
     ``meaning`` is what its array is, ``phy2log`` the expert in each slot, for tokens by slot, ``experts`` E, ``batch``
     the tokens of a step made from routes, ``top_k`` the experts that a token chooses in each layer, for routes without
-    it.
+    it. A reader refuses each fact that it does not use.
     """
 
     meaning: Meaning | None = None
     phy2log: Array | None = None
     experts: int | None = None
-    batch: int = routes.DEFAULT_BATCH
+    batch: int | None = None
     top_k: int | None = None
+
+    def refuse_unused(self, what: str, *used: str, makes: Meaning | None = "heat") -> None:
+        """Raise ``HeatError`` naming the facts that are stated and that the reader of ``what`` does not use.
+
+        ``used`` are names of fields. ``meaning`` may be stated as well if it is what the reader ``makes``.
+        """
+        known = {*used, *(["meaning"] if self.meaning == makes else [])}
+        unused = [
+            flag for name, flag in _FLAGS.items() if getattr(self, name) is not None and name not in known
+        ]
+        if unused:
+            raise HeatError(f"is {what}, for which {' and '.join(unused)} {_MEANS[len(unused) > 1]}")
 
 
 def trace_of_arrays(
@@ -62,7 +92,20 @@ def trace_of_arrays(
     no trace, or could be two things.
     """
     meaning, name = _meaning_of(arrays, read_as, file_name)
-    return _MAKERS[meaning](arrays[name], arrays, origin, read_as)
+    read_as.refuse_unused(_DESCRIBED[meaning], *_USED[meaning], makes=meaning)
+    trace = _MAKERS[meaning](arrays[name], arrays, origin, read_as)
+    stated = _first(arrays, LAYER_NUMBERS)
+    return trace if stated is None else _numbered_as_stated(trace, stated)
+
+
+def _numbered_as_stated(trace: ArrayTrace, stated: Array) -> ArrayTrace:
+    """Return the trace with the layer numbers that its file states, all of which are then MoE layers."""
+    numbers = stated.ravel().tolist() if stated.dtype.kind in "iu" else []
+    if len(numbers) != trace.layers or numbers != sorted(set(numbers)) or min(numbers, default=0) < 0:
+        raise HeatError(
+            f"has the layer numbers {stated.tolist()} for {trace.layers} layers; expected rising ones"
+        )
+    return replace(trace, facts=replace(trace.facts, layer_numbers=numbered(numbers)), states_layers=True)
 
 
 def _from_slots(array: Array, arrays: Mapping[str, Array], origin: str, read_as: ReadAs) -> ArrayTrace:
@@ -105,9 +148,24 @@ def _from_heat(array: Array, arrays: Mapping[str, Array], origin: str, read_as: 
 
 def _from_routes(array: Array, arrays: Mapping[str, Array], origin: str, read_as: ReadAs) -> ArrayTrace:
     bounds, experts = _first(arrays, "req_ptr", "request_bounds"), _experts(arrays, read_as)
-    return routes.trace_of_routes(array, bounds, experts, read_as.batch, f"{origin}, experts of each token")
+    if read_as.top_k is not None and array.ndim == 3 and array.shape[2] != read_as.top_k:
+        raise HeatError(f"has {array.shape[2]} choices of each token, not the {read_as.top_k} of --top-k")
+    origin = f"{origin}, experts of each token"
+    numbers: tuple[int, ...] = ()
+    if array.ndim == 3 and array.size and array.dtype.kind in "iu":
+        moe = routes.moe_layers(array)
+        if moe and len(moe) < array.shape[1]:
+            origin += f", {array.shape[1] - len(moe)} dense layers left out"
+            array, numbers = array[:, moe], numbered(moe)
+    return routes.trace_of_routes(array, bounds, experts, read_as.batch, origin, layer_numbers=numbers)
 
 
+_DESCRIBED: dict[Meaning, str] = {
+    "heat": "tokens by logical expert",
+    "weights": "weights",
+    "slots": "tokens by slot",
+    "routes": "experts of each token",
+}
 _MAKERS = {"heat": _from_heat, "slots": _from_slots, "routes": _from_routes, "weights": _from_weights}
 
 
@@ -159,8 +217,24 @@ def _inventory(arrays: Mapping[str, Array]) -> str:
     )
 
 
+def _looks_like_placement(array: Array) -> bool:
+    """Return whether integers name experts: with -1 for none, or with every expert in each row or layer."""
+    if array.dtype.kind == "i" and array.min() == -1:
+        return True
+    rows = array.reshape(len(array), -1)
+    if (array.ndim == 3 and len(array) > _MOST_LAYERS) or rows.shape[1] < 2 or rows.max() >= rows.shape[1]:
+        return False
+    every = np.arange(int(rows.max()) + 1)
+    return bool(all(np.array_equal(np.unique(row), every) for row in rows))
+
+
 def _of_bare(array: Array, file_name: str) -> Meaning:
     shape = list(array.shape)
+    if array.ndim in (2, 3) and array.size and array.dtype.kind in "iu" and _looks_like_placement(array):
+        raise HeatError(
+            f"holds {shape} numbers of experts, as a placement or an expert map does, not tokens: give it with "
+            "--placement, or with --map beside tokens by slot; say --as weights or --as heat if these are tokens"
+        )
     if array.ndim == 4 or any(name in file_name for name in _NAMES["slots"]):
         return "slots"
     if array.ndim == 2 and len(array) <= _MOST_LAYERS:

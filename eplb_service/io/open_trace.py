@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
+from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from eplb_service.heat.window import Counts, HeatError
 from eplb_service.io import native
@@ -22,10 +24,15 @@ from eplb_service.io.containers import (
 )
 from eplb_service.io.formats import expert_counts, routed_experts, sglang, tables
 from eplb_service.io.named_arrays import ReadAs, trace_of_arrays
-from eplb_service.io.trace import ArrayTrace, Trace
+from eplb_service.io.trace import ArrayTrace, Trace, without_dense_layers
 
 KNOWN = f"{native.SUFFIX} folder, .npz, .npy, .pt, a folder of ranks' files, .json, .jsonl, .csv or .parquet"
 """Names of all that can be opened, for messages and help."""
+
+FORMATS_GROUP = "eplb.formats"
+"""Entry points of installed packages that read further formats; each is a ``TraceReader``."""
+TraceReader: TypeAlias = Callable[[Path, ReadAs], Trace | None]
+"""Returns the trace of a file or folder, or ``None`` if it is of another format; asked before the known formats."""
 
 _RECORDS = (expert_counts.RECORDS, routed_experts.RECORDS, routed_experts.RESPONSES)
 """Forms of records: how one is recognised, and how many are read."""
@@ -51,8 +58,16 @@ def open_trace(path: Path, read_as: ReadAs | None = None) -> Trace:
     HeatError
         In one line that begins with the path: what was found, and what was expected.
     """
+    read_as = read_as or ReadAs()
     with naming(path):
-        return _open(path, read_as or ReadAs())
+        trace = _opened_by_packages(path, read_as) or _open(path, read_as)
+        if isinstance(trace, ArrayTrace):
+            trace = without_dense_layers(trace)
+        if read_as.experts not in (None, trace.experts):
+            raise HeatError(
+                f"has {trace.experts} experts, and --experts says that there are {read_as.experts}"
+            )
+        return trace
 
 
 @contextmanager
@@ -73,6 +88,39 @@ def read_heat(path: Path, read_as: ReadAs | None = None) -> Counts:
     trace = open_trace(path, read_as)
     with naming(path):
         return trace.heat(0, trace.steps)
+
+
+@cache
+def _formats_of_packages() -> tuple[tuple[str, TraceReader], ...]:
+    """Load the readers that installed packages declare; raises ``HeatError`` naming one that cannot be imported."""
+    found = []
+    for entry in sorted(metadata.entry_points(group=FORMATS_GROUP), key=lambda entry: entry.name):
+        try:
+            found.append((entry.name, entry.load()))
+        except Exception as error:
+            raise HeatError(
+                f"the trace format {entry.name} ({entry.value}) cannot be loaded: {error}"
+            ) from error
+    return tuple(found)
+
+
+def _opened_by_packages(path: Path, read_as: ReadAs) -> Trace | None:
+    """Return the trace of the first installed format that recognises the file, ``None`` if none does."""
+    path.stat()
+    for name, read in _formats_of_packages():
+        try:
+            trace = read(path, read_as)
+        except (HeatError, OSError, MemoryError):
+            raise
+        except Exception as error:
+            raise HeatError(f"the trace format {name} failed: {error!r:.200}") from error
+        if trace is not None and not isinstance(trace, Trace):
+            raise HeatError(
+                f"the trace format {name} returned a {type(trace).__name__}; expected a Trace or None"
+            )
+        if trace is not None:
+            return trace
+    return None
 
 
 def _open(path: Path, read_as: ReadAs) -> Trace:
@@ -102,6 +150,7 @@ def _open(path: Path, read_as: ReadAs) -> Trace:
 def _open_folder(folder: Path, read_as: ReadAs) -> Trace:
     """A native trace, or the files that the ranks of one run wrote."""
     if (folder / native.METADATA).exists():
+        read_as.refuse_unused("a native trace", "experts")
         return native.StoredTrace(folder)
     for is_folder, read in (expert_counts.FOLDER, routed_experts.FOLDER):
         if is_folder(folder):
@@ -155,7 +204,7 @@ def _trace_of_document(document: Any, origin: str, read_as: ReadAs, path: Path) 
     arrays = {str(name): array for name, value in document.items() if (array := as_array(value)) is not None}
     counts_TLE = arrays.get("logical_count")
     if counts_TLE is not None and counts_TLE.ndim == 3 and read_as.meaning in (None, "heat"):
-        return sglang.trace_of_ring_buffer(counts_TLE, origin)
+        return sglang.trace_of_ring_buffer(counts_TLE, origin, read_as)
     if not arrays:
         raise HeatError(f"holds no array; found {_names(document)}")
     return trace_of_arrays(arrays, origin, read_as)

@@ -17,7 +17,7 @@ def trace_of_routes(
     routes_KLC: Array,
     request_bounds: npt.ArrayLike | None,
     experts: int | None,
-    batch: int,
+    batch: int | None,
     origin: str,
     *,
     layer_numbers: tuple[int, ...] = (),
@@ -35,8 +35,8 @@ def trace_of_routes(
     experts
         E; by default by the largest that is chosen, which the trace's origin then says.
     batch
-        The requests in flight: a place gives one token a step, and takes the next request when its own is done. Steps
-        at the end in which fewer are left are dropped.
+        The requests in flight, ``DEFAULT_BATCH`` unless stated: a place gives one token a step, and takes the next
+        request when its own is done. Steps at the end in which fewer are left are dropped.
     origin, layer_numbers
         Facts of the trace.
     padded
@@ -48,6 +48,7 @@ def trace_of_routes(
         raise HeatError(
             f"routes are integers [tokens, layers, choices], got {routes_KLC.dtype} {list(routes_KLC.shape)}"
         )
+    batch = DEFAULT_BATCH if batch is None else batch
     least, most = int(routes_KLC.min()), int(routes_KLC.max())
     if experts is None:
         experts = most + 1
@@ -84,6 +85,19 @@ def _rule(batch: int, requests: int) -> str:
     if requests == 1:
         cut = f"one request: {batch} consecutive tokens per step"
     return f"routes of {cut}; the last steps, with fewer tokens, are left out"
+
+
+def moe_layers(chosen_KLC: Array) -> list[int]:
+    """Return the indices of the MoE layers of ``[tokens, L, choices]``; none if every layer looks dense.
+
+    Buffers have a row for dense layers too, which is never written, so that all its values are equal.
+    """
+    first_L = chosen_KLC[0, :, 0]
+    same_L = (chosen_KLC == first_L[None, :, None]).all(axis=(0, 2))
+    if chosen_KLC.shape[2] == 1:
+        same_L &= first_L < 0
+    moe: list[int] = np.flatnonzero(~same_L).tolist()
+    return moe
 
 
 def look_like_routes(array: Array) -> bool:

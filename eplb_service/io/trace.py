@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +17,7 @@ Int64 = npt.NDArray[np.int64]
 """An int64 array; its dimensions are in the variable's name."""
 
 _SOURCE_STEPS = 8
+_STEPS_SCANNED = 64
 PHASES = ("unknown", "prefill", "decode", "mixed")
 """Names of the phases that recorded steps have; mixed: some ranks with tokens prefilled, others decoded."""
 
@@ -120,8 +121,9 @@ class ArrayTrace(Trace):
     """A trace whose heat is one array, in memory or mapped from a file; each slice is checked when it is read.
 
     ``heat_TLE`` are tokens by logical expert, ``tokens_T`` those of each step, ``source_TRLE`` by source rank,
-    ``phase_T`` the index into ``facts.phases`` of each step; ``None`` where unknown. Raises ``HeatError`` on a wrong
-    shape or no steps.
+    ``phase_T`` the index into ``facts.phases`` of each step; ``None`` where unknown. ``states_layers`` says that the
+    file names its MoE layers, so that one without tokens is one of them. Raises ``HeatError`` on a wrong shape or no
+    steps.
     """
 
     heat_TLE: Array
@@ -129,6 +131,7 @@ class ArrayTrace(Trace):
     tokens_T: Int64 | None = None
     source_TRLE: Array | None = None
     phase_T: Array | None = None
+    states_layers: bool = False
 
     def __post_init__(self) -> None:
         # No rows are as good as all of them to refuse a shape or type by.
@@ -173,6 +176,34 @@ class ArrayTrace(Trace):
         if self.phase_T is None:
             return super().phase_numbers(first, last)
         return self.phase_T[first:last].astype(np.int64)
+
+
+def without_dense_layers(trace: ArrayTrace) -> ArrayTrace:
+    """Return the trace without layers that never get a token, unless the file states that they are MoE layers.
+
+    Every MoE layer gets every token, so that a layer without any is a dense one. The trace's origin says how many were
+    left out, and ``layer_numbers`` which remain. A trace without any tokens is returned as it is.
+    """
+    if trace.states_layers:
+        return trace
+    busy_L = np.zeros(trace.layers, dtype=np.bool_)
+    for first in range(0, trace.steps, _STEPS_SCANNED):
+        busy_L |= (trace.heat_TLE[first : first + _STEPS_SCANNED] != 0).any(axis=(0, 2))
+        if busy_L.all():
+            return trace
+    if not busy_L.any():
+        return trace
+    kept = np.flatnonzero(busy_L)
+    dense = trace.layers - kept.size
+    numbers = np.array(trace.facts.layer_numbers or range(trace.layers))[kept].tolist()
+    origin = f"{trace.facts.origin}, {dense} dense layer{'s' if dense > 1 else ''} left out"
+    source_TRLE = trace.source_TRLE
+    return replace(
+        trace,
+        heat_TLE=trace.heat_TLE[:, kept],
+        facts=replace(trace.facts, origin=origin, layer_numbers=numbered(numbers)),
+        source_TRLE=None if source_TRLE is None else source_TRLE[:, :, kept],
+    )
 
 
 def checked_slice(heat_TLE: Array, first: int) -> Counts:

@@ -127,7 +127,22 @@ def lines_over_steps(title: str, x_title: str, lines: Sequence[Line], end: int) 
 def dots_and_front(
     title: str, x_title: str, y_title: str, dots: Sequence[Dot], front: Sequence[tuple[float, float]]
 ) -> str:
-    """Draw dots, and a dotted line through those of the front; x is a part of one, shown in per cent."""
+    """Draw dots, and a dotted line through those of the front.
+
+    Parameters
+    ----------
+    title, x_title, y_title
+        Texts of the chart and its axes.
+    dots
+        Named points; ``x`` is a part of 1 and shown in per cent.
+    front
+        Points that the line joins.
+
+    Returns
+    -------
+    str
+        The SVG file.
+    """
     entries = [(dot.name, dot.look, True) for dot in dots]
     across = _padded([dot.x for dot in dots])
     drawing = _Chart(title, x_title, y_title, across, _padded([dot.y for dot in dots]), entries, _percent)

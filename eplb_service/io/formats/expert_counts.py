@@ -54,6 +54,7 @@ def _is_vllm_record(content: Mapping[str, Any]) -> bool:
 
 def _trace_of_vllm_records(records: Iterable[Record], read_as: ReadAs) -> ArrayTrace:
     """The trace in vLLM's records, a step per record with tokens; raises ``HeatError`` naming one that does not fit."""
+    read_as.refuse_unused("vLLM's expert load", "phy2log", "experts")
     meta: Mapping[str, Any] = {}
     steps: list[tuple[Array, Array]] = []
     idle = 0
@@ -103,8 +104,9 @@ def _is_tensorrt_llm_folder(folder: Path) -> bool:
     return (folder / _META_FILE).exists() and any(folder.glob("rank*.safetensors"))
 
 
-def _trace_of_tensorrt_llm_folder(folder: Path, _read_as: ReadAs) -> ArrayTrace:
+def _trace_of_tensorrt_llm_folder(folder: Path, read_as: ReadAs) -> ArrayTrace:
     """The trace in such statistics, a step per iteration; raises ``HeatError`` where a rank or layer is missing."""
+    read_as.refuse_unused("TensorRT-LLM's expert statistics", "experts")
     meta = read_json(folder / _META_FILE)
     experts, top_k = (
         isinstance(meta, dict) and meta.get(f"num_experts{part}") for part in ("", "_per_token")
@@ -134,7 +136,7 @@ def _trace_of_tensorrt_llm_folder(folder: Path, _read_as: ReadAs) -> ArrayTrace:
         top_k=top_k if isinstance(top_k, int) and top_k > 0 else 0,
         layer_numbers=numbered(layers),
     )
-    return ArrayTrace(heat_TLE, facts)
+    return ArrayTrace(heat_TLE, facts, states_layers=True)
 
 
 def _read_safetensors(file: Path) -> dict[str, Array]:

@@ -39,7 +39,7 @@ from eplb_service.io.containers import (
     whole_number,
 )
 from eplb_service.io.named_arrays import ReadAs
-from eplb_service.io.routes import trace_of_routes
+from eplb_service.io.routes import moe_layers, trace_of_routes
 from eplb_service.io.trace import ArrayTrace, TraceFacts, numbered
 
 RANK_FILE = r"router_trace_rank(?P<rank>\d+)\.jsonl"
@@ -77,6 +77,7 @@ def _trace_of_megatron_records(records: Iterable[Record], read_as: ReadAs) -> Ar
     E is the largest expert that was chosen, plus one, unless ``read_as`` says it. Raises ``HeatError`` where there is
     no whole step.
     """
+    read_as.refuse_unused("a router trace of Megatron", "experts")
     chosen: dict[tuple[int, int], list[Array]] = defaultdict(list)
     reporters: dict[int, set[tuple[int, int]]] = defaultdict(set)
     predicted = False
@@ -112,7 +113,7 @@ def _trace_of_megatron_records(records: Iterable[Record], read_as: ReadAs) -> Ar
     origin += "" if read_as.experts else f", {experts} experts by the largest that was chosen"
     tokens_T = np.array([sum(map(len, chosen[step, layers[0]])) for step in whole], dtype=np.int64)
     facts = TraceFacts(origin, top_k=parts[0].shape[1], layer_numbers=numbered(layers))
-    return ArrayTrace(heat_TLE, facts, tokens_T)
+    return ArrayTrace(heat_TLE, facts, tokens_T, states_layers=True)
 
 
 def _is_response(content: Mapping[str, Any]) -> bool:
@@ -125,6 +126,7 @@ def _trace_of_responses(records: Iterable[Record], read_as: ReadAs) -> ArrayTrac
 
     Raises ``HeatError`` naming the response that is damaged, or asking for what it leaves open.
     """
+    read_as.refuse_unused("responses with experts of each token", "experts", "batch", "top_k", makes="routes")
     requests: list[Array] = []
     prompts = "included"
     for place, content in records:
@@ -148,7 +150,9 @@ def _trace_of_responses(records: Iterable[Record], read_as: ReadAs) -> ArrayTrac
     if not sum(map(len, requests)):
         raise HeatError("holds no generated token whose experts are known: the last one of each is never fed")
     chosen_KLC = np.concatenate(requests).astype(np.int64)
-    moe = _moe_layers(chosen_KLC)
+    moe = moe_layers(chosen_KLC)
+    if not moe:
+        raise HeatError("names no experts: every layer looks like a dense one")
     _check_distinct(chosen_KLC[:, moe])
     dense = chosen_KLC.shape[1] - len(moe)
     origin = f"experts of each token in an engine's responses, prompts {prompts}"
@@ -185,7 +189,10 @@ def _chosen(value: object, place: str, tokens: int | None, top_k: int | None) ->
             value = (
                 read_npy_bytes(content) if numpy else _shaped(np.frombuffer(content, "<i4"), tokens, top_k)
             )
-    return counts_of(value, _FIELD, place, ("tokens", "layers", "choices"), least=-1, most=_MOST_EXPERTS)
+    found = counts_of(value, _FIELD, place, ("tokens", "layers", "choices"), least=-1, most=_MOST_EXPERTS)
+    if top_k is not None and found.shape[2] != top_k:
+        raise HeatError(f"{place} has {found.shape[2]} choices of each token, not the {top_k} of --top-k")
+    return found
 
 
 def _shaped(numbers: Array, tokens: int | None, top_k: int | None) -> Array:
@@ -220,18 +227,6 @@ def _count(content: Mapping[str, Any], holder: Mapping[str, Any], name: str) -> 
         if isinstance(part, Mapping) and isinstance(part.get(name), int):
             return whole_number(part, name, "the response")
     return None
-
-
-def _moe_layers(chosen_KLC: Array) -> list[int]:
-    """Layers with experts: buffers have a row for dense layers too, which is never written: one number throughout."""
-    first_L = chosen_KLC[0, :, 0]
-    same_L = (chosen_KLC == first_L[None, :, None]).all(axis=(0, 2))
-    if chosen_KLC.shape[2] == 1:
-        same_L &= first_L < 0
-    if same_L.all():
-        raise HeatError("names no experts: every layer looks like a dense one")
-    moe: list[int] = np.flatnonzero(~same_L).tolist()
-    return moe
 
 
 def _check_distinct(chosen_KLC: Array) -> None:

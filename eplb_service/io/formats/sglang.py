@@ -59,6 +59,7 @@ def trace_of_dumps(dumps: Sequence[tuple[str, Mapping[Any, Any]]], read_as: Read
     A pass that not all ranks have recorded is left out, which the trace's origin says. Raises ``HeatError`` where
     the dumps contradict each other, or are not of one run.
     """
+    read_as.refuse_unused("records of SGLang's recorder", "phy2log", "experts")
     phy2log = read_as.phy2log
     passes: defaultdict[int, _Pass] = defaultdict(_Pass)
     for name, dump in dumps:
@@ -130,13 +131,14 @@ def _counts(record: Mapping[Any, Any], place: str, phy2log: Array | None) -> Arr
     return np.stack([np.bincount(chosen[chosen >= 0], minlength=slots) for chosen in choices_LKC])
 
 
-def trace_of_ring_buffer(counts_TLE: Array, origin: str) -> ArrayTrace:
+def trace_of_ring_buffer(counts_TLE: Array, origin: str, read_as: ReadAs) -> ArrayTrace:
     """The trace in what the mode ``stat`` dumped, tokens by logical expert ``[buffer, layers, experts]``.
 
     Rows without tokens are no steps, and layers without any are dense: neither is part of the trace, whose facts name
     the layers that are. Where every row is in use the buffer has wrapped around at some row that is not recorded; the
     trace's origin says so. Raises ``HeatError`` where nothing was counted.
     """
+    read_as.refuse_unused("a dump of SGLang's recorder", "experts")
     checked = ArrayTrace(counts_TLE).heat(0, len(counts_TLE))
     full = checked.any(axis=(1, 2)).all() and len(checked) > 1
     origin += ", ring buffer full: its oldest step may be in the midst" if full else ""

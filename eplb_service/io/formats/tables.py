@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import re
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import numpy as np
 from eplb_service.heat.window import Counts, HeatError
 from eplb_service.io.containers import check_fits_memory, one_line, require
 from eplb_service.io.named_arrays import ReadAs, trace_of_arrays
-from eplb_service.io.trace import ArrayTrace, TraceFacts
+from eplb_service.io.trace import ArrayTrace, TraceFacts, numbered
 from eplb_service.placement import Float64
 
 PARQUET = ".parquet"
@@ -39,12 +39,12 @@ def read_table_trace(path: Path, read_as: ReadAs) -> ArrayTrace:
     with path.open("rb") as file:
         head = file.read(_HEADER_BYTES)
     if head.startswith(PARQUET_MAGIC):
-        return _trace_of_rows(_parquet_rows(path, packed), "parquet, one row per count", packed)
+        return _trace_of_rows(_parquet_rows(path, packed), "parquet, one row per count", packed, read_as)
     header = _csv_header(head)
     rows = _csv_rows(path, header)
     if set(COLUMNS) <= set(header):
         columns = [header.index(name) for name in COLUMNS]
-        return _trace_of_rows(rows[:, columns], "CSV, one row per count", packed)
+        return _trace_of_rows(rows[:, columns], "CSV, one row per count", packed, read_as)
     if header:
         rows = rows[:, _expert_columns(header)]
     elif rows.shape[1] == len(COLUMNS) and len(rows) > 1 and read_as.meaning is None:
@@ -151,11 +151,13 @@ def _expert_columns(header: list[str]) -> list[int]:
     return [column_of[expert] for expert in range(len(header))]
 
 
-def _trace_of_rows(rows: Float64, origin: str, packed: int) -> ArrayTrace:
+def _trace_of_rows(rows: Float64, origin: str, packed: int, read_as: ReadAs) -> ArrayTrace:
     """The trace in rows of ``COLUMNS``, ``[rows, 4]``, of a file of so many bytes.
 
+    Layers that no row names are not part of it. Experts that none names are, up to the number that ``read_as`` states.
     Raises ``HeatError`` naming the first row that is no count.
     """
+    read_as.refuse_unused("a table of counts", "experts")
     if not len(rows):
         raise HeatError("holds a header and no rows")
     bad = ~(rows[:, :3] < 2**31).all(axis=1) | (rows[:, :3] % 1 != 0).any(axis=1) | ~(rows >= 0).all(axis=1)
@@ -165,29 +167,38 @@ def _trace_of_rows(rows: Float64, origin: str, packed: int) -> ArrayTrace:
         raise HeatError(f"row {row + 1} holds {rows[row].tolist()}; expected {', '.join(COLUMNS)} from 0 on")
     step_K, layer_K, expert_K = rows[:, :3].astype(np.int64).T
     step_K -= step_K.min()
-    shape = (int(step_K.max()) + 1, int(layer_K.max()) + 1, int(expert_K.max()) + 1)
+    layers, row_K = np.unique(layer_K, return_inverse=True)
+    named = int(expert_K.max()) + 1
+    if read_as.experts is None:
+        origin += f", {named} experts by the largest that is named"
+    elif named > read_as.experts:
+        raise HeatError(f"names expert {named - 1}, and --experts says that there are {read_as.experts}")
+    shape = (int(step_K.max()) + 1, len(layers), read_as.experts or named)
     check_fits_memory(shape[0] * shape[1] * shape[2] * 8, packed)
     heat_TLE = np.zeros(shape)
-    np.add.at(heat_TLE, (step_K, layer_K, expert_K), rows[:, 3])
+    np.add.at(heat_TLE, (step_K, row_K, expert_K), rows[:, 3])
     whole = (heat_TLE == np.floor(heat_TLE)).all()
-    return ArrayTrace(heat_TLE.astype(np.int64) if whole else heat_TLE, TraceFacts(origin=origin))
+    facts = TraceFacts(origin=origin, layer_numbers=numbered(layers.tolist()))
+    return ArrayTrace(heat_TLE.astype(np.int64) if whole else heat_TLE, facts)
 
 
-def write_table(path: Path, parts: Iterable[Counts], steps: int) -> None:
+def write_table(path: Path, parts: Iterable[Counts], steps: int, layer_numbers: Sequence[int]) -> None:
     """Write heat as a table with one row per count, ``.csv`` or ``.parquet``.
 
-    ``parts`` are stretches of the trace's ``steps``, one after the other. Counts of 0 have no row, but for the first
-    and the last of the trace: by them its shape can be read back. Raises ``OSError`` where the disk refuses.
+    ``parts`` are stretches of the trace's ``steps``, one after the other, and ``layer_numbers`` the model's own numbers
+    of its layers. Counts of 0 have no row, except the first and the last of each layer: by them the shape can be read
+    back. Raises ``OSError`` where the disk refuses.
     """
+    numbers = np.asarray(layer_numbers)
     make = _ParquetWriter if path.suffix == PARQUET else _CsvWriter
     first = 0
     with make(path) as writer:
         for heat_TLE in parts:
             named_TLE = heat_TLE != 0
-            named_TLE[0, 0, 0] |= first == 0
-            named_TLE[-1, -1, -1] |= first + len(heat_TLE) == steps
-            step_K, layer_K, expert_K = np.nonzero(named_TLE)
-            writer.write([step_K + first, layer_K, expert_K, heat_TLE[named_TLE]])
+            named_TLE[0, :, 0] |= first == 0
+            named_TLE[-1, :, -1] |= first + len(heat_TLE) == steps
+            step_K, row_K, expert_K = np.nonzero(named_TLE)
+            writer.write([step_K + first, numbers[row_K], expert_K, heat_TLE[named_TLE]])
             first += len(heat_TLE)
 
 
