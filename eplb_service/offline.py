@@ -2,20 +2,33 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+from numbers import Integral
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from eplb_service.heat.window import HeatError, Window, checked_heat
-from eplb_service.placement import Float64, Int32, Placement, PlacementError, apply_layers, mean_par
+from eplb_service.heat.window import Counts, HeatError, Window, checked_heat
+from eplb_service.placement import (
+    Float64,
+    Int32,
+    Placement,
+    PlacementError,
+    apply_layers,
+    as_served,
+    check_log2phy,
+    checked_foreign,
+    mean_par,
+    repaired,
+    with_entries,
+)
 from eplb_service.planner.dealing import first_tables
 from eplb_service.planner.decide import plan, plan_afresh
 from eplb_service.planner.plan import Plan
 from eplb_service.planner.score import par_of_steps, split_steps
-from eplb_service.planner.settings import PlannerSettings
-from eplb_service.planner.topology import Topology
+from eplb_service.planner.settings import PlannerSettings, SettingsError
+from eplb_service.planner.topology import Topology, TopologyError
 from eplb_service.wire.operator import LayerVerdict
 
 
@@ -36,7 +49,7 @@ class Solution:
     hottest_before_L, hottest_after_L
         float64 ``[L]``, tokens of the hottest rank in a step, mean over the steps.
     moves_L
-        int64 ``[L]``, slots that hold another expert than before.
+        int64 ``[L]``, slots that must receive an expert that they did not hold before, empty slots included.
     verdicts
         Why each layer changed or stayed, and with a cost curve the microseconds of its slowest rank.
     ms_before, ms_after
@@ -94,16 +107,18 @@ def solve(
     ranks, slots
         R and S.
     placement
-        ``[L, R, S]``, what is deployed: layers change where that pays. Without it every layer is placed from scratch
-        and compared with the linear layout.
+        ``[L, R, S']``, what is deployed: layers change if that pays. Without it, every layer is placed from scratch and
+        compared with the linear layout. Another balancer may have made it: an expert may be twice on a rank, a slot
+        may be empty (-1), and S' may differ from ``slots``. Such layers are repaired, see ``placement.foreign``.
     log2phy
         ``[R, L, E]`` or ``[R, L, E, D]``, the deployed tables that go with ``placement``, as many entries as the host
-        can deal to; by the engines' fixed rule where not given.
+        can deal to; by default those of the engines' fixed rule.
     prior
         ``[P, L, E]``, heat that resembles this, such as prefill's before a decode instance has much of its own: what is
         deployed is taken to have been placed for it. In place of ``placement``.
     source_heat
-        ``[T, R, L, E]``, tokens by the rank that they come from; uniform where it is not given.
+        ``[T, R, L, E]``, tokens by the rank that they come from, which add up to ``heat``; by default every rank sends
+        equally many.
     policy, seed, threads, options
         See ``PlannerSettings``; ``options`` may name any of its fields. With ``cost_curve``, a ``CostCurve``, the
         slowest rank's time is lowered in place of its tokens.
@@ -120,48 +135,164 @@ def solve(
     HeatError, PlacementError, SettingsError, TopologyError
         Where an argument is wrong or contradicts another; all of them are ``ValueError``.
     """
+    counts: dict[str, Any] = {"ranks": ranks, "slots": slots}
+    for name, count in counts.items():
+        if isinstance(count, bool) or not isinstance(count, Integral) or count < 1:
+            raise PlacementError(f"{name} is {count!r}; it must be a whole number, 1 or more")
+    if topology is not None and not isinstance(topology, Topology):
+        raise TopologyError(
+            f"topology is a {type(topology).__name__}; it must be a planner.topology.Topology"
+        )
+    if unknown := sorted(set(options) - {one.name for one in fields(PlannerSettings)}):
+        known = ", ".join(one.name for one in fields(PlannerSettings))
+        raise SettingsError(f"unknown option {unknown[0]!r}; the options are {known}")
     heat_TLE = checked_heat(heat)
-    _, layers, experts = heat_TLE.shape
-    window = Window(heat_TLE, _summed_source(source_heat, ranks))
+    if not len(heat_TLE):
+        raise HeatError("heat has no steps")
     settings = PlannerSettings(policy=policy, seed=seed, threads=threads, **options)
-    topology = topology or Topology.flat(ranks)
-    deployed = Placement.linear(layers, experts, ranks, slots)
-    deployed_RLE = first_tables(deployed, settings.split, settings.deal_width)
-    if prior is not None:
-        if placement is not None:
-            raise PlacementError("a prior was given and a placement to start from; give one of them")
-        similar = _window_like(window, prior)
-        made = plan_afresh(similar, deployed, topology, settings)
-        deployed, deployed_RLE = apply_layers(deployed, deployed_RLE, made.changes())
-    elif placement is not None:
-        deployed, deployed_RLE = _deployed(deployed, placement, log2phy, settings)
-    elif log2phy is not None:
+    ranks, slots = int(ranks), int(slots)
+    window = Window(heat_TLE, _summed_source(source_heat, heat_TLE, ranks, topology))
+    return solve_window(window, slots, topology or Topology.flat(ranks), settings, placement, log2phy, prior)
+
+
+def solve_window(
+    window: Window,
+    slots: int,
+    topology: Topology,
+    settings: PlannerSettings,
+    placement: npt.ArrayLike | None = None,
+    log2phy: npt.ArrayLike | None = None,
+    prior: npt.ArrayLike | None = None,
+) -> Solution:
+    """Do what ``solve`` does, for heat and settings that are checked already; arguments as there."""
+    linear = Placement.linear(window.layers, window.experts, topology.ranks, slots)
+    linear_RLE = first_tables(linear, settings.split, settings.deal_width)
+    if placement is not None and prior is not None:
+        raise PlacementError("a prior was given and a placement to start from; give one of them")
+    if placement is not None:
+        start = _Start.of(placement, log2phy, linear, window, settings)
+        decided = plan(window, start.deployed, start.deployed_RLE, topology, settings)
+        return _solution(window, start, decided, settings, topology)
+    if log2phy is not None:
         raise PlacementError("log2phy was given without the placement that it belongs to; give both")
-    else:
-        decided = plan_afresh(window, deployed, topology, settings)
-        return _solution(window, deployed, deployed_RLE, decided, settings)
-    decided = plan(window, deployed, deployed_RLE, topology, settings)
-    return _solution(window, deployed, deployed_RLE, decided, settings)
+    if prior is None:
+        decided = plan_afresh(window, linear, topology, settings)
+        return _solution(window, _Start(linear, linear_RLE), decided, settings, topology)
+    made = plan_afresh(_window_like(window, prior), linear, topology, settings)
+    start = _Start(*apply_layers(linear, linear_RLE, made.changes()))
+    decided = plan(window, start.deployed, start.deployed_RLE, topology, settings)
+    return _solution(window, start, decided, settings, topology)
+
+
+@dataclass(frozen=True)
+class _Start:
+    """Placement and tables from which a decision starts.
+
+    Parameters
+    ----------
+    deployed, deployed_RLE
+        A placement that can be deployed, and its tables.
+    given_LRS
+        int32 ``[L, R, S']``, the placement as it was given, if that is another one.
+    served, served_RLE
+        The given placement and its tables, for computing what serves now.
+    """
+
+    deployed: Placement
+    deployed_RLE: Int32
+    given_LRS: Int32 | None = None
+    served: Placement | None = None
+    served_RLE: Int32 | None = None
+
+    @classmethod
+    def of(
+        cls,
+        placement: npt.ArrayLike,
+        log2phy: npt.ArrayLike | None,
+        linear: Placement,
+        window: Window,
+        settings: PlannerSettings,
+    ) -> _Start:
+        """Check what was given, and repair it if another balancer made it."""
+        given_LRS = checked_foreign(placement, linear.experts)
+        if given_LRS.shape[:2] != (linear.layers, linear.ranks):
+            raise PlacementError(
+                f"the placement has {given_LRS.shape[0]} layers x {given_LRS.shape[1]} ranks, expected "
+                f"{linear.layers} x {linear.ranks}"
+            )
+        deployed = repaired(given_LRS, linear.experts, linear.slots, window.heat_TLE.sum(axis=0))
+        first_RLE = first_tables(deployed, settings.split, settings.deal_width)
+        tables = None if log2phy is None else np.asarray(log2phy)
+        if tables is not None and tables.dtype.kind not in "iu":
+            raise PlacementError(f"log2phy holds integers, got {tables.dtype}")
+        if np.array_equal(given_LRS, deployed.phy2log_LRS):
+            return cls(deployed, first_RLE if tables is None else tables.astype(np.int32))
+        served = as_served(given_LRS, linear.experts)
+        if tables is None:
+            served_RLE = first_tables(served, settings.split, settings.deal_width)
+            return cls(deployed, first_RLE, given_LRS, served, served_RLE)
+        given_RLE = tables.astype(np.int32)
+        for layer, given_RS in enumerate(given_LRS):
+            check_log2phy(
+                given_RLE[:, layer], given_RS, f"log2phy of layer {layer}", deals=given_RLE.ndim == 4
+            )
+        # Tables of repaired layers may point to slots that hold another expert now.
+        if with_entries(given_RLE, 3).shape == with_entries(first_RLE, 3).shape:
+            same_L = _same_layers(given_LRS, deployed)
+            first_RLE = first_RLE.copy()
+            first_RLE[:, same_L] = given_RLE.reshape(first_RLE.shape)[:, same_L]
+        return cls(deployed, first_RLE, given_LRS, served, given_RLE)
+
+
+def _same_layers(given_LRS: Int32, deployed: Placement) -> npt.NDArray[np.bool_]:
+    """Layers that a repair left as they were, bool ``[L]``."""
+    if given_LRS.shape != deployed.phy2log_LRS.shape:
+        return np.zeros(deployed.layers, dtype=np.bool_)
+    same_L: npt.NDArray[np.bool_] = (given_LRS == deployed.phy2log_LRS).all(axis=(1, 2))
+    return same_L
 
 
 def _solution(
-    window: Window, deployed: Placement, deployed_RLE: Int32, decided: Plan, settings: PlannerSettings
+    window: Window, start: _Start, decided: Plan, settings: PlannerSettings, topology: Topology
 ) -> Solution:
-    """The plan carried out, and both placements scored on the window."""
-    after, after_RLE = apply_layers(deployed, deployed_RLE, decided.changes())
+    """Carry out the plan, and score both placements on the window."""
+    after, after_RLE = apply_layers(start.deployed, start.deployed_RLE, decided.changes())
+    served, served_RLE = start.deployed, start.deployed_RLE
+    if start.served is not None and start.served_RLE is not None:
+        served, served_RLE = start.served, start.served_RLE
     before, then = (
         split_steps(window.heat_TLE, *way, window.source_RLE, settings.split)
-        for way in ((deployed, deployed_RLE), (after, after_RLE))
+        for way in ((served, served_RLE), (after, after_RLE))
     )
+    par_L, par_after_L = par_of_steps(before), par_of_steps(then)
+    given_LRS = start.deployed.phy2log_LRS if start.given_LRS is None else start.given_LRS
+    # Slots that no longer exist receive nothing; new ones were empty.
+    held_LRS = np.full(after.phy2log_LRS.shape, -1, dtype=np.int32)
+    common = min(after.slots, given_LRS.shape[2])
+    held_LRS[:, :, :common] = given_LRS[:, :, :common]
+    moves_L = np.count_nonzero(after.phy2log_LRS != held_LRS, axis=(1, 2))
+    verdicts = list(decided.verdicts)
+    if start.given_LRS is not None:
+        for layer in np.flatnonzero(~_same_layers(given_LRS, start.deployed)).tolist():
+            was, moves = verdicts[layer], int(moves_L[layer])
+            filled = int(np.count_nonzero(start.deployed.phy2log_LRS[layer] != held_LRS[layer]))
+            verdicts[layer] = replace(
+                was,
+                par_seen=float(par_L[layer]),
+                moves=moves,
+                bytes=moves * topology.bytes_per_expert,
+                changed=True,
+                reason=f"{filled} empty or wasted slots filled; then {was.reason}",
+            )
     return Solution(
         after.phy2log_LRS.copy(),
         after_RLE,
-        par_of_steps(before),
-        par_of_steps(then),
+        par_L,
+        par_after_L,
         before.peak_TK.mean(axis=0),
         then.peak_TK.mean(axis=0),
-        np.count_nonzero(after.phy2log_LRS != deployed.phy2log_LRS, axis=(1, 2)),
-        decided.verdicts,
+        moves_L,
+        tuple(verdicts),
         decided.ms_seen,
         decided.ms_planned,
     )
@@ -178,31 +309,31 @@ def _window_like(window: Window, prior: npt.ArrayLike) -> Window:
     return Window(prior_TLE)
 
 
-def _deployed(
-    linear: Placement, placement: npt.ArrayLike, log2phy: npt.ArrayLike | None, settings: PlannerSettings
-) -> tuple[Placement, Int32]:
-    """Return the placement that serves, as it was given, if it has the ranks and slots of ``linear``."""
-    deployed = Placement(np.asarray(placement), linear.experts)
-    if (deployed.ranks, deployed.slots) != (linear.ranks, linear.slots):
-        raise PlacementError(
-            f"the placement has {deployed.ranks} ranks x {deployed.slots} slots, asked for {linear.ranks} x "
-            f"{linear.slots}"
-        )
-    if log2phy is None:
-        return deployed, first_tables(deployed, settings.split, settings.deal_width)
-    tables = np.asarray(log2phy)
-    if tables.dtype.kind not in "iu":
-        raise PlacementError(f"log2phy holds integers, got {tables.dtype}")
-    return deployed, tables.astype(np.int32)
-
-
-def _summed_source(source_heat: npt.ArrayLike | None, ranks: int) -> Float64 | None:
+def _summed_source(
+    source_heat: npt.ArrayLike | None, heat_TLE: Counts, ranks: int, topology: Topology | None
+) -> Float64 | None:
+    """Return tokens by source rank over all steps, float64 ``[R, L, E]``, if they are the tokens of the heat."""
     if source_heat is None:
         return None
     source_TRLE = np.asarray(source_heat)
-    if source_TRLE.ndim != 4 or source_TRLE.shape[1] != ranks:
+    if source_TRLE.dtype.kind not in "iuf":
+        raise HeatError(f"source heat holds numbers, got {source_TRLE.dtype}")
+    steps, layers, experts = heat_TLE.shape
+    expected = (steps, ranks, layers, experts)
+    if source_TRLE.shape != expected:
         raise HeatError(
-            f"source heat has the shape [steps, {ranks}, layers, experts], got {list(source_TRLE.shape)}"
+            f"source heat has the shape [steps, ranks, layers, experts] = {list(expected)}, got "
+            f"{list(source_TRLE.shape)}"
         )
     summed: Float64 = source_TRLE.sum(axis=0, dtype=np.float64)
+    # Ranks that share tokens each report them.
+    if topology is None or topology.token_groups()[0].size == ranks:
+        heat_LE = heat_TLE.sum(axis=0, dtype=np.float64)
+        wrong_LE = ~np.isclose(summed.sum(axis=0), heat_LE, rtol=1e-6, atol=1e-6)
+        if wrong_LE.any():
+            layer, expert = np.argwhere(wrong_LE)[0]
+            raise HeatError(
+                f"source heat adds up to {summed[:, layer, expert].sum():g} tokens of expert {expert} in layer "
+                f"{layer}, the heat to {heat_LE[layer, expert]:g}; both must count the same tokens"
+            )
     return summed

@@ -186,8 +186,7 @@ def _loop(contest: Contest, course: Course, entrant: Entrant) -> dict[str, Any] 
         else:
             par_L = realised_par(following, course.slots, tables_RLE, course.mix_RLE)
         realised.append(float(mean_par(par_L)))
-        before, after = (Placement(one.placement_LRS, experts) for one in (serving, decision))
-        moves.append(int(arrivals(before, after).sum()))
+        moves.append(int(arrivals(serving.placement_LRS, decision.placement_LRS).sum()))
         cpu.append(decision.cpu_seconds)
         wall.append(decision.wall_seconds)
         changed.append(decision.changed_layers)

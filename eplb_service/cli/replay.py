@@ -87,7 +87,7 @@ def replay(
     file = TraceFile(heat, reading.reading())
     trace = reading.open(heat)
     counts = layout.counts(trace.experts, group.ranks)
-    start_LRS = placed_at_start(placement, trace, group.ranks, counts)
+    start_LRS = placed_at_start(placement, trace, group.ranks)
     costs = cost.costs(settings, trace, group.ranks)
     scene = Scene(group.topology(trace), costs, start_LRS)
     setups = setups_of(whole_numbers("--window", window), whole_numbers("--interval", interval), counts)

@@ -23,6 +23,7 @@ from eplb_service.cli.trace_options import (
     planner_flags,
 )
 from eplb_service.cli.warmup import compile_solver
+from eplb_service.heat.window import Window
 from eplb_service.io.open_trace import naming
 from eplb_service.io.placement_file import write_placement
 from eplb_service.placement import Placement, check_shape, mean_par
@@ -65,22 +66,13 @@ def solve(
     with naming(heat):
         heat_TLE = trace.heat(0, trace.steps)
         source_RLE = trace.source(0, trace.steps) if trace.facts.ranks == group.ranks else None
-    start_LRS = placed_at_start(placement, trace, group.ranks, [slots])
+    start_LRS = placed_at_start(placement, trace, group.ranks)
     topology = group.topology(trace)
 
     def solved(by: PlannerSettings) -> Solution:
         from eplb_service import offline
 
-        source_heat = None if source_RLE is None else source_RLE[None]
-        return offline.solve(
-            heat_TLE,
-            group.ranks,
-            slots,
-            placement=start_LRS,
-            source_heat=source_heat,
-            topology=topology,
-            **vars(by),
-        )
+        return offline.solve_window(Window(heat_TLE, source_RLE), slots, topology, by, start_LRS)
 
     compile_solver()
     began = time.perf_counter()

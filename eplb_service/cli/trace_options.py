@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import typing
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -24,7 +24,7 @@ from eplb_service.cli.options import (
 from eplb_service.heat.window import HeatError
 from eplb_service.io.named_arrays import MEANINGS, ReadAs
 from eplb_service.io.open_trace import KNOWN, naming, open_trace
-from eplb_service.io.placement_file import FORMATS, SUFFIXES, placement_format, read_phy2log, read_placement
+from eplb_service.io.placement_file import FORMATS, SUFFIXES, placement_format, read_foreign, read_phy2log
 from eplb_service.io.routes import DEFAULT_BATCH
 from eplb_service.io.trace import Trace
 from eplb_service.placement import Int32, PlacementError
@@ -213,13 +213,11 @@ def planner_flags(*without: str) -> list[inspect.Parameter]:
     ]
 
 
-def placed_at_start(path: Path | None, trace: Trace, ranks: int, slots: Collection[int]) -> Int32 | None:
+def placed_at_start(path: Path | None, trace: Trace, ranks: int) -> Int32 | None:
     """The placement of --placement ``[L, R, S]``, or ``None``; raises ``UserError`` or ``PlacementError``."""
     if path is None:
         return None
-    placed_LRS = read_placement(path, trace.experts, ranks, trace.facts.layer_numbers).phy2log_LRS
-    if {placed_LRS.shape[2]} != set(slots):
-        raise UserError(f"--placement has {placed_LRS.shape[2]} slots per rank, asked for {list(slots)}")
+    placed_LRS = read_foreign(path, trace.experts, ranks, trace.facts.layer_numbers)
     if len(placed_LRS) != trace.layers:
         raise UserError(f"--placement has {len(placed_LRS)} layers, the trace {trace.layers}")
     return placed_LRS

@@ -14,7 +14,7 @@ import yaml
 from eplb_service.atomic_write import write_atomically
 from eplb_service.heat.window import HeatError
 from eplb_service.io.containers import Array, read_json, read_npy, read_npz, read_torch, records_of, refusing
-from eplb_service.placement import Int32, Placement, PlacementError
+from eplb_service.placement import Int32, Placement, PlacementError, checked_foreign
 
 Format = Literal["npz", "vllm-ascend", "sglang", "tensorrt-llm", "vllm"]
 """Whose file it is."""
@@ -53,6 +53,18 @@ def read_placement(
     PlacementError
         Naming the file, where it cannot be read or holds no placement of this shape.
     """
+    placed_LRS = read_foreign(path, experts, ranks, layer_numbers)
+    try:
+        return Placement(placed_LRS, experts)
+    except PlacementError as error:
+        raise PlacementError(f"{path}: {error}") from error
+
+
+def read_foreign(path: Path, experts: int, ranks: int, layer_numbers: Sequence[int] | None = None) -> Int32:
+    """Read a placement that another balancer may have made: experts twice on a rank, and -1 for an empty slot.
+
+    Returns int32 ``[L, R, S]``. Arguments and errors are those of ``read_placement``.
+    """
     try:
         phy2log = read_phy2log(path)
         if layer_numbers and phy2log.ndim > 1 and len(phy2log) > max(*layer_numbers, len(layer_numbers)):
@@ -61,7 +73,7 @@ def read_placement(
             phy2log = phy2log.reshape(phy2log.shape[0], ranks, -1)
         if phy2log.ndim == 3 and phy2log.shape[1] != ranks:
             raise PlacementError(f"places on {phy2log.shape[1]} ranks, expected {ranks}")
-        return Placement(phy2log, experts)
+        return checked_foreign(phy2log, experts)
     except (HeatError, PlacementError) as error:
         raise PlacementError(f"{path}: {error}") from error
 

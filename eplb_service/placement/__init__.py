@@ -1,5 +1,6 @@
 """Placement of experts in slots, its validation, and how evenly it shares the tokens; numpy alone."""
 
+from eplb_service.placement.foreign import EMPTY, as_served, checked_foreign, repaired
 from eplb_service.placement.par import Float64, mean_par, par, peak_par, step_par
 from eplb_service.placement.placement import (
     Placement,
@@ -24,6 +25,7 @@ from eplb_service.placement.tables import (
 )
 
 __all__ = [
+    "EMPTY",
     "MOST_ENTRIES",
     "Float64",
     "Int32",
@@ -31,10 +33,12 @@ __all__ = [
     "PlacementError",
     "apply_layers",
     "array_digest",
+    "as_served",
     "check_layer",
     "check_log2phy",
     "check_shape",
     "check_tables_follow",
+    "checked_foreign",
     "combine_digests",
     "dealt_to",
     "default_log2phy",
@@ -43,6 +47,7 @@ __all__ = [
     "mean_par",
     "par",
     "peak_par",
+    "repaired",
     "step_par",
     "with_entries",
     "without_single_entries",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import Field, dataclass, field, fields
-from numbers import Real
+from numbers import Integral, Real
 from typing import Any, Literal
 
 from eplb_service.cost.curve import CostCurve, CurveError, read_curve
@@ -131,6 +131,7 @@ class PlannerSettings:
             if getattr(self, name) not in choices:
                 raise SettingsError(f"{name} is {getattr(self, name)!r}; choose one of {', '.join(choices)}")
         for option in planner_options():
+            self._check_kind(option)
             value, least = getattr(self, option.name), option.metadata["least"]
             if least is None or value == (AUTO if option.name == "move_price" else None):
                 continue
@@ -153,6 +154,20 @@ class PlannerSettings:
                 "fitted_curve and split step do not go together: ranks whose tokens are even in every step do not show "
                 "what uneven ones would cost; measure a curve (eplb calibrate) and give it as cost_curve"
             )
+
+    def _check_kind(self, option: Field[Any]) -> None:
+        """Raise ``SettingsError`` if a whole number or a switch is anything else."""
+        value, kind = getattr(self, option.name), option.metadata["kind"]
+        if option.name == "cost_curve" and not isinstance(value, CostCurve | None):
+            raise SettingsError(
+                f"cost_curve is {value!r}; it must be a CostCurve, as cost.read_curve returns it"
+            )
+        if value is None or kind not in (int, bool):
+            return
+        if kind is bool and not isinstance(value, bool):
+            raise SettingsError(f"{option.name} is {value!r}; it must be True or False")
+        if kind is int and (isinstance(value, bool) or not isinstance(value, Integral)):
+            raise SettingsError(f"{option.name} is {value!r}; it must be a whole number")
 
     def is_default(self, name: str) -> bool:
         """Return whether a setting has its default value.

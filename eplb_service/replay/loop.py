@@ -18,8 +18,11 @@ from eplb_service.placement import (
     Float64,
     Placement,
     apply_layers,
+    as_served,
+    checked_foreign,
     mean_par,
     par,
+    repaired,
     step_par,
     with_entries,
 )
@@ -43,7 +46,8 @@ _SERVED_AT_ONCE = 64
 class Scene:
     """Ranks, costs and first placement, which all jobs of a replay share.
 
-    ``phy2log_LRS`` is where weights are at the start; ``None`` for experts in order on each setup's slots.
+    ``phy2log_LRS`` is where weights are at the start, which another balancer may have placed (``placement.foreign``);
+    ``None`` for experts in order on each setup's slots.
     """
 
     topology: Topology
@@ -51,10 +55,17 @@ class Scene:
     phy2log_LRS: npt.NDArray[np.int32] | None = None
 
     def placement(self, trace: Trace, slots: int) -> Placement:
-        """Placement at the start; raises ``PlacementError`` where it does not fit the trace."""
+        """Return the placement at the start, repaired; raises ``PlacementError`` if it does not fit the trace."""
         if self.phy2log_LRS is not None:
-            return Placement(self.phy2log_LRS, trace.experts)
+            return repaired(checked_foreign(self.phy2log_LRS, trace.experts), trace.experts, slots)
         return Placement.linear(trace.layers, trace.experts, self.topology.ranks, slots)
+
+    def left_alone(self, trace: Trace, slots: int) -> Placement:
+        """Return the placement at the start as it serves, unless it has another number of slots."""
+        given_LRS = self.phy2log_LRS
+        if given_LRS is None or given_LRS.shape[2] != slots:
+            return self.placement(trace, slots)
+        return as_served(given_LRS, trace.experts)
 
 
 def run(job: Job, trace: Trace, scene: Scene) -> Iterator[ReplayedDecision]:
@@ -81,12 +92,19 @@ class _Run:
 
     def __init__(self, job: Job, trace: Trace, scene: Scene) -> None:
         placement = scene.placement(trace, job.setup.slots)
+        self._held_LRS = placement.phy2log_LRS
+        if scene.phy2log_LRS is not None:
+            self._held_LRS = scene.phy2log_LRS[:, :, : job.setup.slots]
+        """int32 ``[L, R, S']``, the experts that ranks hold before the next decision."""
         self.memory = job.setup.window
         self._job, self._trace, self._costs = job, trace, scene.costs
         self._split = job.settings.split
         self._topology = replace(scene.topology, bytes_per_expert=scene.costs.bytes_per_expert)
         self._external = job.external()
         self._moving = scene.costs.moving
+        self._deployable = placement
+        if not job.policy:
+            placement = scene.left_alone(trace, job.setup.slots)
         self._serving = self._with_first_tables(placement)
         self._coming: tuple[int, Serving] | None = None
         first, longest = job.setup.first, job.setup.interval
@@ -166,7 +184,8 @@ class _Run:
         before, began = self._serving, time.perf_counter()
         changed = self._planned(window, serves) if self._external is None else self._answered(window)
         seconds = time.perf_counter() - began
-        moves_LR = arrivals(before.placement, changed.placement)
+        moves_LR = arrivals(self._held_LRS, changed.placement.phy2log_LRS)
+        self._held_LRS = changed.placement.phy2log_LRS
         differ_L = (changed.placement.phy2log_LRS != before.placement.phy2log_LRS).any(axis=(1, 2))
         differ_L |= _differ(changed.log2phy_RLE, before.log2phy_RLE)
         busiest = int(moves_LR.sum(axis=0).max())
@@ -201,7 +220,7 @@ class _Run:
         return now.changed_by(made)
 
     def _answered(self, window: Window) -> Serving:
-        """Answer of an external policy, checked."""
+        """Return the answer of an external policy, checked; slots that it wastes or leaves empty are filled."""
         assert self._external is not None
         name, deployed = self._job.policy, self._serving.placement
         try:
@@ -211,8 +230,12 @@ class _Run:
             raise ReplayError(f"policy {name} failed ({message})") from error
         phy2log, log2phy = answer if isinstance(answer, tuple) else (answer, None)
         try:
-            placement = Placement(np.asarray(phy2log).reshape(deployed.phy2log_LRS.shape), deployed.experts)
-            if log2phy is None:
+            given_LRS = checked_foreign(
+                np.asarray(phy2log).reshape(deployed.phy2log_LRS.shape), deployed.experts
+            )
+            heat_LE = window.heat_TLE.sum(axis=0)
+            placement = repaired(given_LRS, deployed.experts, deployed.slots, heat_LE)
+            if log2phy is None or not np.array_equal(given_LRS, placement.phy2log_LRS):
                 return self._with_first_tables(placement)
             log2phy_RLE = np.ascontiguousarray(log2phy, dtype=np.int32)
             placement.check_log2phy(log2phy_RLE)
@@ -274,8 +297,9 @@ class _Run:
         row = replace(row, floor_L=sampling_floor(served, self._topology.ranks))
         if not self._job.hindsight:
             return row
-        fitted = plan_afresh(window, now.placement, self._topology, self._job.settings)
-        best = Serving(*apply_layers(now.placement, now.log2phy_RLE, fitted.changes()))
+        fitted = plan_afresh(window, self._deployable, self._topology, self._job.settings)
+        first = self._with_first_tables(self._deployable)
+        best = Serving(*apply_layers(first.placement, first.log2phy_RLE, fitted.changes()))
         loads_TLR = served_loads(self._trace, window.heat_TLE, row.step, best, self._split)
         return replace(row, hindsight_L=par(loads_TLR))
 
@@ -305,10 +329,13 @@ def _row(
     )
 
 
-def arrivals(before: Placement, after: Placement) -> npt.NDArray[np.int64]:
-    """Experts that each rank must receive, int64 ``[L, R]``: those that it did not hold before."""
-    same_LRSS = after.phy2log_LRS[..., :, None] == before.phy2log_LRS[..., None, :]
-    arriving: npt.NDArray[np.int64] = (~same_LRSS.any(axis=3)).sum(axis=2)
+def arrivals(before_LRS: npt.NDArray[np.int32], after_LRS: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
+    """Return how many experts each rank must receive because it did not hold them, int64 ``[L, R]``.
+
+    Slots may be empty (-1) and hold an expert twice; the second of two equal slots needs no transfer.
+    """
+    known_LRSS = after_LRS[..., :, None] == before_LRS[..., None, :]
+    arriving: npt.NDArray[np.int64] = ((after_LRS >= 0) & ~known_LRSS.any(axis=3)).sum(axis=2)
     return arriving
 
 

@@ -53,7 +53,10 @@ def test_figures_are_of_the_windows_after_each_decision() -> None:
     assert alone["moves"] == [0, 0]
     once = np.roll(linear.phy2log_LRS, 1, axis=1)
     one, two = (Placement(np.roll(once, by, axis=1), linear.experts) for by in (0, 1))
-    assert mover["moves"] == [arrivals(linear, one).sum(), arrivals(one, two).sum()]
+    assert mover["moves"] == [
+        arrivals(linear.phy2log_LRS, one.phy2log_LRS).sum(),
+        arrivals(one.phy2log_LRS, two.phy2log_LRS).sum(),
+    ]
     assert (mover["cpu_ms_mean"], mover["solve_ms_mean"]) == (500.0, 1000.0)
     assert mover["moves_per_decision"] == mover["moves"][1]
     assert 1 < found["noise_floor"] <= alone["par_realised"]

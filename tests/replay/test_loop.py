@@ -165,7 +165,7 @@ def test_external_policies():
     turned, same, none = result.policies
     assert (
         turned.moves_per_interval
-        == arrivals(LINEAR, Placement(np.roll(LINEAR.phy2log_LRS, 1, axis=1), 16)).sum()
+        == arrivals(LINEAR.phy2log_LRS, np.roll(LINEAR.phy2log_LRS, 1, axis=1)).sum()
     )
     assert same.par_realised == none.par_realised
     assert (same.moves, same.decisions[0].layers_changed) == (0, 0)
@@ -197,8 +197,8 @@ def test_every_ablation_is_a_setting_that_differs():
 def test_moves_are_experts_that_a_rank_did_not_hold():
     before = np.array([[[0, 1], [2, 3]]])
     after = np.array([[[1, 2], [3, 0]]])
-    assert arrivals(Placement(before, 4), Placement(after, 4)).tolist() == [[1, 1]]
-    assert arrivals(Placement(before, 4), Placement(before[:, :, ::-1], 4)).tolist() == [[0, 0]]
+    assert arrivals(before, after).tolist() == [[1, 1]]
+    assert arrivals(before, before[:, :, ::-1]).tolist() == [[0, 0]]
 
 
 def test_starts_from_a_placement_that_is_given():
@@ -287,3 +287,34 @@ def test_each_step_is_read_once_from_front_to_back(policy):
     job = Job.of(policy, Setup(5, 40, 13), policy, PlannerSettings())
     assert sum(made.steps for made in run_job(job, trace, scene_for(4))) == 130 - 13
     assert trace.facts.__dict__["read"] == list(range(130))
+
+
+@pytest.mark.parametrize("slots", [4, 5, 6])
+def test_a_replay_starts_from_another_balancers_placement(slots):
+    raw_LRS = np.stack(
+        [np.array([[0, 0, 1, 2, 3], [4, 5, 6, 7, 7], [8, 9, 10, 11, -1], [12, 13, 14, 15, 0]])] * 3
+    )
+    raw_LRS = raw_LRS.astype(np.int32)
+    scene, setup = Scene(Topology.flat(4), Costs(), raw_LRS), Setup(slots, window=40, interval=30, start=40)
+    jobs = jobs_for(["none", "flashlb"], [setup], PlannerSettings())
+    result = replay(ArrayTrace(HEAT_TLE), jobs, scene)
+    none, flashlb = result.policies
+    # Even the policy that never moves must fill the empty slots and those of duplicates.
+    filled = {4: 0, 5: 3, 6: 3 + 4}[slots]
+    held = [set(row[:slots]) - {-1} for row in raw_LRS[0].tolist()]
+    placed = scene.placement(ArrayTrace(HEAT_TLE), slots).phy2log_LRS[0].tolist()
+    assert none.moves == 3 * sum(len(set(now) - was) for now, was in zip(placed, held, strict=True))
+    assert none.moves >= 3 * filled
+    assert flashlb.moves >= 3 * filled
+    if slots == 5:
+        served = scene.left_alone(ArrayTrace(HEAT_TLE), slots)
+        assert served.phy2log_LRS[:, :2].tolist() == raw_LRS[:, :2].tolist()
+
+
+def test_a_policy_may_answer_duplicates_and_empty_slots(monkeypatch):
+    def wasteful(heat_TLE, phy2log_LRS):
+        return np.array([[[0, 0, 1, 2, 3], [4, 5, 6, 7, 7], [8, 9, 10, 11, -1], [12, 13, 14, 15, 0]]] * 3)
+
+    monkeypatch.setattr("tests.replay.policies_of_others.wasteful", wasteful, raising=False)
+    [policy] = run(["tests.replay.policies_of_others:wasteful"], hindsight=False).policies
+    assert policy.decisions[0].moves > 0
