@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
@@ -118,6 +119,18 @@ class Hello:
             raise WireError(
                 f"{field}.layer_epochs: a layer changed at epoch {max(self.layer_epochs)}, past epoch {self.epoch}"
             )
+
+
+def mixed_releases(releases: Mapping[int, str]) -> str | None:
+    """Name the ranks that run each release of the agent, by rank; ``None`` if all run one."""
+    ranks = {
+        release: ", ".join(str(rank) for rank, other in sorted(releases.items()) if other == release)
+        for release in sorted(set(releases.values()))
+    }
+    if len(ranks) < 2:
+        return None
+    named = "; ".join(f"{release or 'unknown'} on ranks {which}" for release, which in ranks.items())
+    return f"the ranks run different releases of the agent ({named}); install one release on all"
 
 
 @dataclass(frozen=True)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import logging.handlers
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from eplb_service import __version__
 from tests.agent import live
 from tests.agent.live import RANKS
 from tests.ranks import run_ranks
 from worker_agent.agent import Agent
+from worker_agent.swap import rendezvous
 from worker_agent.swap.group import RendezvousError
 
 
@@ -61,6 +64,8 @@ def _fails_to_meet(what: str) -> str:
         elif what == "another expert":
             # Expert 1 is on rank 0 as well; rank 1 has loaded something else for it.
             layers[0].w2_weight[int(layers[0].expert_map[1])] *= 2
+        elif what == "another protocol":
+            rendezvous.PROTOCOL_VERSION += 1
         elif what == "none":
             layers = []
         elif what == "weights":
@@ -88,6 +93,7 @@ def _fails_to_meet(what: str) -> str:
         ("named layers in another order", "names of layers differ: rank 0 has ['mlp.0', 'mlp.1']"),
         ("layers of one memory", "rank 1: layer 0 and layer 1 share the memory of their experts"),
         ("another expert", "layer 0: ranks 0 and 1 hold different weights of expert 1"),
+        ("another protocol", "protocol version differ: rank 0 has"),
         ("none", "rank 1: there are no MoE layers to balance"),
         ("weights", "expert weights of layer 0 differ"),
         ("table", "rank 1: layer 0: log2phy of rank 1: expert 0 points to slot"),
@@ -101,3 +107,23 @@ def test_one_rank_that_does_not_fit_is_reported_to_all(what: str, said: str) -> 
     reported = run_ranks(RANKS, _fails_to_meet, what)
     assert len(set(reported)) == 1
     assert said in reported[0]
+
+
+def _meets_another_release(rank: int) -> str:
+    """Return what the engine's log says where this rank runs another release of the agent."""
+    handler = logging.handlers.BufferingHandler(1000)
+    logging.getLogger("eplb.agent").addHandler(handler)
+    if dist.get_rank() == rank:
+        rendezvous.__version__ = "99.0"
+    agent, _, _ = live.start(1)
+    agent.close()
+    return "\n".join(record.getMessage() for record in handler.buffer)
+
+
+def test_ranks_of_a_mixed_group_are_named_on_all() -> None:
+    logged = run_ranks(RANKS, _meets_another_release, 1)
+    assert len(logged) == RANKS
+    for text in logged:
+        assert "the ranks run different releases of the agent" in text
+        assert "99.0 on ranks 1" in text
+        assert f"{__version__} on ranks 0, 2" in text

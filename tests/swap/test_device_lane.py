@@ -41,6 +41,10 @@ class FakeGroup:
         return self._aborts
 
 
+_SIZE = 4
+"""Bytes of a parcel."""
+
+
 class FakeHost:
     """A meeting at which every peer is."""
 
@@ -51,6 +55,8 @@ class FakeHost:
         if self._absent:
             raise TimeoutError("nobody came")
         self._log.append(f"meet {outgoing.peer}")
+        # It sends as much as this rank has room for.
+        incoming.data[:] = _SIZE
 
     def retire(self) -> None:
         self._log.append("leave")
@@ -73,7 +79,7 @@ class FakeMark(Mark):
 
 
 def _parcel(peer: int) -> Parcel:
-    return Parcel(peer, torch.zeros(4, dtype=torch.uint8))
+    return Parcel(peer, torch.zeros(_SIZE, dtype=torch.uint8))
 
 
 def _lane(log: list[str], reached: Callable[[], bool] = lambda: True, **changes: Any) -> _DeviceLane:

@@ -16,7 +16,7 @@ from tests.ranks import run_ranks
 from tests.swap.carried import HERE, RANKS, DeviceLikeLanes, PlainLayer, order
 from worker_agent.swap import transfer
 from worker_agent.swap.group import AgentGroup
-from worker_agent.swap.lane import Lanes, choose_backend
+from worker_agent.swap.lane import Deadline, Lanes, Parcel, choose_backend
 from worker_agent.swap.transfer import ByteBudget, TransferWorker
 
 # Which library
@@ -92,3 +92,27 @@ def test_experts_arrive_whole_over_every_kind_of_lane(asked: Any, kind: str, gpu
     if torch.cuda.device_count() < gpus:
         pytest.skip(f"there are fewer than {gpus} GPUs here")
     run_ranks(RANKS, _over, choose_backend(asked, "cpu" if kind != "cuda" else kind), kind)
+
+
+def _apart() -> tuple[str, float]:
+    """Ranks 0 and 1 exchange experts of other sizes; return what each is told."""
+    group, _ = AgentGroup.join(dist.group.WORLD, "here", "127.0.0.1", None)
+    lanes = Lanes(group, "gloo", HERE, timedelta(seconds=20))
+    lanes.open_first()
+    lane, size = lanes.lane(0), 64 + 32 * group.rank
+    began, told = time.monotonic(), ""
+    try:
+        parcels = [Parcel(1 - group.rank, torch.zeros(size, dtype=torch.uint8)) for _ in range(2)]
+        lane.exchange(parcels[0], parcels[1], Deadline(20))
+    except (ValueError, RuntimeError) as error:
+        told = str(error)
+    lanes.retire()
+    return told, time.monotonic() - began
+
+
+def test_experts_of_other_sizes_are_an_error_on_both_ranks_and_end_no_process() -> None:
+    (first, _), (second, _) = run_ranks(2, _apart)
+    assert first.startswith(
+        "rank 1 sends 96 bytes, this rank expects 64: their experts differ in dtype or shape"
+    )
+    assert second.startswith("rank 0 sends 64 bytes, this rank expects 96")

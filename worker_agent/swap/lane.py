@@ -84,15 +84,14 @@ class _HostLane:
 
     def exchange(self, outgoing: Parcel | None, incoming: Parcel | None, deadline: Deadline) -> None:
         """See ``Lane``. Copies to and from a device run on the current stream, and are done when this returns."""
-        if self._group is None:
-            raise RuntimeError("this rank has retired the lane")
+        self._frame(outgoing, incoming, deadline)
         works, arriving = [], None
         if incoming is not None:
             on_host = incoming.data.device.type == "cpu"
             arriving = incoming.data if on_host else torch.empty(incoming.data.shape, dtype=torch.uint8)
-            works.append(self._group.recv([arriving], incoming.peer, 0))
+            works.append(self._open.recv([arriving], incoming.peer, 0))
         if outgoing is not None:
-            works.append(self._group.send([outgoing.data.cpu()], outgoing.peer, 0))
+            works.append(self._open.send([outgoing.data.cpu()], outgoing.peer, 0))
         for work in works:
             work.wait(timedelta(seconds=deadline.left()))
         if incoming is not None and arriving is not None and arriving is not incoming.data:
@@ -101,6 +100,33 @@ class _HostLane:
     def retire(self) -> None:
         """See ``Lane``: the links close with the group."""
         self._group = None
+
+    def _frame(self, outgoing: Parcel | None, incoming: Parcel | None, deadline: Deadline) -> None:
+        """Send the size of what leaves, and compare that of what arrives: at another, gloo would end the process."""
+        works, size = [], torch.zeros(1, dtype=torch.int64)
+        if incoming is not None:
+            works.append(self._open.recv([size], incoming.peer, 0))
+        if outgoing is not None:
+            works.append(self._open.send([torch.tensor([outgoing.data.nbytes])], outgoing.peer, 0))
+        for work in works:
+            work.wait(timedelta(seconds=deadline.left()))
+        if incoming is not None:
+            _check_size(incoming, int(size), incoming.data.nbytes)
+
+    @property
+    def _open(self) -> dist.ProcessGroup:
+        if self._group is None:
+            raise RuntimeError("this rank has retired the lane")
+        return self._group
+
+
+def _check_size(parcel: Parcel, sent: int, expected: int) -> None:
+    """Raise ``ValueError`` if a peer sends other sizes than this rank has room for."""
+    if sent != expected:
+        raise ValueError(
+            f"rank {parcel.peer} sends {sent} bytes, this rank expects {expected}: their experts differ in dtype or "
+            "shape, or the ranks run different releases of the agent"
+        )
 
 
 class _DeviceGroup(Protocol):
@@ -135,7 +161,7 @@ class _DeviceLane:
 
     def exchange(self, outgoing: Parcel | None, incoming: Parcel | None, deadline: Deadline) -> None:
         """See ``Lane``; peers must be about to do the same, or it fails at the deadline with nothing begun."""
-        self._shake_hands({parcel.peer for parcel in (outgoing, incoming) if parcel is not None}, deadline)
+        self._shake_hands(outgoing, incoming, deadline)
         leaving = outgoing and self._bounced("out", outgoing)
         arriving = incoming and self._bounced("in", incoming)
         if leaving is not None and outgoing is not None and leaving is not outgoing:
@@ -160,11 +186,14 @@ class _DeviceLane:
         elif not self._group.abort():
             _STILL_WRITTEN.append(self)
 
-    def _shake_hands(self, peers: set[int], deadline: Deadline) -> None:
-        """Announce this rank to each peer, and wait for its announcement."""
-        here, heard = torch.zeros(1, dtype=torch.uint8), torch.zeros(1, dtype=torch.uint8)
-        for peer in sorted(peers):
-            self._handshake.exchange(Parcel(peer, here), Parcel(peer, heard), deadline)
+    def _shake_hands(self, outgoing: Parcel | None, incoming: Parcel | None, deadline: Deadline) -> None:
+        """Announce to each peer what this rank sends to it, and wait for the peer's announcement."""
+        for peer in sorted({parcel.peer for parcel in (outgoing, incoming) if parcel is not None}):
+            size = outgoing.data.nbytes if outgoing is not None and outgoing.peer == peer else 0
+            heard = torch.zeros(1, dtype=torch.int64)
+            self._handshake.exchange(Parcel(peer, torch.tensor([size])), Parcel(peer, heard), deadline)
+            if incoming is not None and incoming.peer == peer:
+                _check_size(incoming, int(heard), incoming.data.nbytes)
 
     def _bounced(self, way: str, parcel: Parcel) -> Parcel:
         """Return the parcel itself, or one that begins where its storage does."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import uuid
 from collections import Counter
 from collections.abc import Sequence
@@ -14,14 +15,18 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
+from eplb_service import __version__
 from eplb_service.placement import MOST_ENTRIES, Int32, Placement, PlacementError, without_single_entries
-from eplb_service.wire.agent import Shape
+from eplb_service.wire.agent import Shape, mixed_releases
+from eplb_service.wire.codec import PROTOCOL_VERSION
 from worker_agent.live_layer import ExpertWeights, Gathering, LiveLayer, Named, RankBound
 from worker_agent.settings import AgentSettings
 from worker_agent.swap.fingerprint import differing_replicas, expert_fingerprints, shared_memory
 from worker_agent.swap.group import AgentGroup, RendezvousError, agree
 from worker_agent.swap.installed import Identity, Installed
 from worker_agent.swap.lane import Lanes, choose_backend
+
+_log = logging.getLogger("eplb.agent")
 
 
 @dataclass(frozen=True)
@@ -40,6 +45,7 @@ class _Facts:
     """Facts that one rank sends to the others; ``alike`` are by name those that all ranks must share."""
 
     nonce: str
+    release: str
     token_group: int
     slots_LS: Int32
     shape: Shape
@@ -72,6 +78,9 @@ def meet(
         host_group, settings.node, settings.data_host, own, settings.peer_timeout_seconds
     )
     facts = _checked_alike(sent)
+    mixed = mixed_releases({rank: fact.release for rank, fact in enumerate(facts)})
+    if mixed is not None:
+        _log.warning("rank %d: %s", rank, mixed)
     try:
         slots_LRS = np.stack([fact.slots_LS for fact in facts], axis=1)
         placement = Placement(slots_LRS, facts[rank].shape.experts)
@@ -134,6 +143,7 @@ def _facts(layers: Sequence[LiveLayer], settings: AgentSettings, token_group: in
     }
     return _Facts(
         nonce=uuid.uuid4().hex,
+        release=__version__,
         token_group=token_group,
         slots_LS=slots_LS,
         shape=shape,
@@ -141,6 +151,7 @@ def _facts(layers: Sequence[LiveLayer], settings: AgentSettings, token_group: in
         gathers_all=any(isinstance(layer, Gathering) and layer.gathers_all for layer in layers),
         fingerprints_LS=np.stack([expert_fingerprints(parts) for parts in weights.values()]),
         alike={
+            "protocol version": PROTOCOL_VERSION,
             **asdict(shape),
             "shares_tokens": shares_tokens,
             "names of layers": [layer.name if isinstance(layer, Named) else "" for layer in layers],
@@ -241,6 +252,6 @@ def _checked_alike(sent: Sequence[_Facts | str]) -> list[_Facts]:
             )
     for rank, fact in enumerate(facts):
         for name, here in facts[0].alike.items():
-            if here != (there := fact.alike[name]):
+            if here != (there := fact.alike.get(name, "none")):
                 raise RendezvousError(f"{name} differ: rank 0 has {here}, rank {rank} has {there}")
     return facts

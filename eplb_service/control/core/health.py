@@ -8,6 +8,7 @@ from eplb_service.control.core.deployment import Deployment
 from eplb_service.control.core.flow import LATE_SECONDS
 from eplb_service.control.core.group import rank_list
 from eplb_service.placement import Float64
+from eplb_service.wire.agent import mixed_releases
 from eplb_service.wire.operator import BalancePoint
 
 MOST_POINTS = 512
@@ -83,6 +84,9 @@ def problems(deployment: Deployment) -> list[str]:
         found.append(
             f"{rank_list(group.out_of_step)} not at epoch {group.live.epoch}, which the others serve"
         )
+    mixed = mixed_releases({member.rank: member.agent_version for member in group.connected})
+    if mixed is not None:
+        found.append(mixed)
     refused = sorted(deployment.attendance.refused.items())
     found += [f"rank {rank} was turned away: {reason}" for rank, (reason, _) in refused]
     return found + _useless(deployment) + deployment.plan_problems + list(deployment.service_problems)

@@ -150,6 +150,18 @@ def test_tokens_in_steps_that_are_labelled_dummies_are_a_problem(story: Story) -
     assert problems(story.deployment) == []
 
 
+def test_ranks_of_a_mixed_group_are_named(story: Story) -> None:
+    assert problems(story.deployment) == []
+    group = story.deployment.group
+    members = {**group.members, 1: replace(group.members[1], agent_version="0.9")}
+    story.deployment.group = replace(group, members=members)
+    (problem,) = problems(story.deployment)
+    assert problem.startswith("the ranks run different releases of the agent (")
+    assert "0.9 on ranks 1" in problem
+    story.deployment.group = replace(group, members={**members, 1: replace(members[1], connected=False)})
+    assert not any("releases" in problem for problem in problems(story.deployment))
+
+
 @pytest.mark.parametrize("reports", [0, 1], ids=["heat that never came", "heat that stopped"])
 def test_a_rank_whose_heat_is_late_is_named_with_what_it_holds_up(reports: int) -> None:
     story = Story(pending_steps=1024)
