@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from eplb_service.heat.sources import RankSums, SourceHeat, StepTimes
+from eplb_service.heat.sources import HeatPhase, RankSums, SourceHeat, StepTimes
 from eplb_service.placement import Float64, Int32, dealt_to, mean_par, step_par, with_entries
 from eplb_service.wire.agent import Shape
 from eplb_service.wire.heat import HeatReport, StepPhase
@@ -100,7 +100,8 @@ class _Step:
     """One step as far as ranks have ``seen`` it; ``spoilt`` where not all counted it alike, under one placement.
 
     ``counts`` are tokens by slot, ``[R, L, S]``, or where hosts do not count them the sums of own tokens by expert,
-    ``[L, E]``, and by the rank that they went to, ``[L, R]``. ``busy_R`` says on which ranks it was no dummy.
+    ``[L, E]``, and by the rank that they went to, ``[L, R]``. ``busy_R`` says on which ranks it was no dummy,
+    ``prefills`` if some rank prefilled.
     """
 
     def __init__(self, number: int, epochs: tuple[int, ...], shape: Shape, *, by_slot: bool) -> None:
@@ -109,6 +110,7 @@ class _Step:
         self.seen: set[int] = set()
         self.spoilt = False
         self.busy_R = np.zeros(shape.ranks, dtype=np.bool_)
+        self.prefills = False
         self.micros: list[int] = []
         self.tokens_R = np.full(shape.ranks, -1, dtype=np.int64)
         sizes: list[tuple[int, ...]] = [(shape.layers, shape.experts), (shape.layers, shape.ranks)]
@@ -120,17 +122,19 @@ class _Step:
         self,
         rank: int,
         epochs: tuple[int, ...],
-        counted: tuple[bool, int, int],
+        counted: tuple[int, int, int],
         counts_LX: npt.NDArray[np.integer[Any]],
         targets_LED: npt.NDArray[np.integer[Any]] | None,
     ) -> None:
-        """Fill in one rank's report of it: whether it was no dummy, its tokens, -1 for unknown, and microseconds.
+        """Fill in one rank's report of it: its phase there, its tokens, -1 for unknown, and microseconds.
 
         Counts under these ``epochs`` are by slot, ``[L, S]``, or own tokens by expert, ``[L, E]``, which went to the
         ranks ``targets_LED`` in turn.
         """
         self.seen.add(rank)
-        self.busy_R[rank], self.tokens_R[rank], micros = counted
+        phase, self.tokens_R[rank], micros = counted
+        self.busy_R[rank] = phase != StepPhase.DUMMY
+        self.prefills |= phase == StepPhase.PREFILL
         if micros > 0:
             self.micros.append(micros)
         # Most often it is the same tuple, and many layers need not be compared.
@@ -166,12 +170,12 @@ class _Step:
         loads_LR += sums_C.reshape(layers, ranks).astype(np.int32)
 
 
-def _counted_by_step(report: HeatReport) -> list[tuple[bool, int, int]]:
-    """By step whether a report's was no dummy, its tokens, -1 for unknown, and microseconds, 0 for unknown."""
-    busy_T = (report.phase_T != StepPhase.DUMMY).tolist()
+def _counted_by_step(report: HeatReport) -> list[tuple[int, int, int]]:
+    """Return each step's phase in a report, its tokens, -1 for unknown, and microseconds, 0 for unknown."""
+    phase_T = report.phase_T.tolist()
     tokens_T = [-1] * report.steps if report.tokens_T is None else report.tokens_T.tolist()
     micros_T = [0] * report.steps if report.micros_T is None else report.micros_T.tolist()
-    return list(zip(busy_T, tokens_T, micros_T, strict=True))
+    return list(zip(phase_T, tokens_T, micros_T, strict=True))
 
 
 class PendingSteps:
@@ -294,15 +298,25 @@ class HeatAssembler:
     ``pending_steps`` is how far the fastest rank may be ahead of the slowest; also the most steps of one report. Ranks
     with the same number in ``token_groups_R`` see the same tokens; by default each has its own.
 
+    ``phase`` chooses the steps that enter the window: ``"prefill"`` those in which some rank prefills, ``"decode"`` the
+    others, ``"all"`` both. ``passed_over`` are the newest steps in a row that were of the other phase.
+
     ``placements`` is what counts are read under, ``pending`` are the newest steps of the ranks' reports; ``assembled``
     counts the steps that ever entered the window. A step enters it only when ``put_together`` gets to that step: one
     long report can complete many steps at once.
     """
 
     def __init__(
-        self, shape: Shape, window_steps: int, pending_steps: int, token_groups_R: Int32 | None = None
+        self,
+        shape: Shape,
+        window_steps: int,
+        pending_steps: int,
+        token_groups_R: Int32 | None = None,
+        phase: HeatPhase = "all",
     ) -> None:
         self.assembled = 0
+        self.passed_over = 0
+        self._phase: HeatPhase = phase
         self._has_counted = False
         self.placements = PlacementHistory(tuple({} for _ in range(shape.layers)))
         self.pending = PendingSteps(shape, pending_steps)
@@ -345,8 +359,13 @@ class HeatAssembler:
         before, targets_LED = self.counted, None
         if report.slot_counts_TLS is None:
             targets_LED = self.placements.targets(report.layer_epochs, rank) // self._shape.slots
-        self._whole.extend(self.pending.add(rank, report, targets_LED))
-        self._sources.add(rank, report)
+        for step in self.pending.add(rank, report, targets_LED):
+            if self._phase in ("all", "prefill" if step.prefills else "decode"):
+                self._whole.append(step)
+                self.passed_over = 0
+            else:
+                self.passed_over += 1
+        self._sources.add(rank, report, self._phase)
         return StepCounts(self.pending.completed - before.received, self.pending.lost - before.lost)
 
     def put_together(self, most: int | None = None) -> None:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from eplb_service.cost.moving import served_steps
 from eplb_service.placement import Float64
-from eplb_service.wire.heat import HeatReport
+from eplb_service.wire.heat import HeatReport, StepPhase
+
+HeatPhase: TypeAlias = Literal["all", "prefill", "decode"]
+"""Steps whose heat is planned for."""
 
 RankSums: TypeAlias = tuple[npt.NDArray[np.float32], float]
 """One rank's tokens by expert, ``[L, E]``, and the steps that they count for; replaced, never written to."""
@@ -58,16 +61,25 @@ class SourceHeat:
         self._window_steps = window_steps
         self._sums_R: list[RankSums | None] = [None] * ranks
 
-    def add(self, rank: int, report: HeatReport) -> None:
-        """Add what one rank's own tokens chose, where it reports that."""
+    def add(self, rank: int, report: HeatReport, phase: HeatPhase = "all") -> None:
+        """Add what one rank's own tokens chose in its steps of ``phase``, if it reports that.
+
+        Sums of a report count only if all its steps are of that phase.
+        """
+        of_phase_T = np.ones(report.steps, dtype=np.bool_)
+        if phase != "all":
+            of_phase_T = report.phase_T == StepPhase[phase.upper()]
+        steps_added = int(of_phase_T.sum())
         added_LE: npt.NDArray[np.integer[Any]] | None = report.source_sums_LE
         if report.source_counts_TLE is not None:
-            added_LE = report.source_counts_TLE.sum(axis=0, dtype=np.int64)
-        if added_LE is not None:
+            added_LE = report.source_counts_TLE[of_phase_T].sum(axis=0, dtype=np.int64)
+        elif steps_added < report.steps:
+            return
+        if added_LE is not None and steps_added:
             sums_LE, steps = self._sums_R[rank] or (np.zeros(added_LE.shape, dtype=np.float32), 0.0)
-            kept = math.exp(-report.steps / self._window_steps)
+            kept = math.exp(-steps_added / self._window_steps)
             sums_LE = np.float32(kept) * sums_LE + added_LE.astype(np.float32)
-            self._sums_R[rank] = sums_LE, kept * steps + report.steps
+            self._sums_R[rank] = sums_LE, kept * steps + steps_added
 
     def by_rank(self) -> tuple[RankSums, ...]:
         """Sums of all ranks, in order of rank; empty where one does not report its own tokens."""

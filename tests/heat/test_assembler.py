@@ -353,3 +353,44 @@ def test_ranks_that_see_the_same_tokens_count_them_once_and_old_agents_leave_the
     assert np.isnan(heat.step_times((1,)).us_T).all(), (
         "what was served under another placement says nothing of this"
     )
+
+
+PREFILL, DECODE, DUMMY = map(int, StepPhase)
+
+
+@pytest.mark.parametrize(
+    ("phase", "entered", "own_T", "passed_over"),
+    [
+        ("all", [1, 2, 3, 4], ([1, 2, 3, 4, 0], [1, 2, 3, 4, 0]), 0),
+        ("prefill", [1, 3], ([1], [3]), 1),
+        ("decode", [2, 4], ([2, 3, 4], [1, 2]), 0),
+    ],
+)
+def test_only_steps_of_the_phase_that_is_planned_for_enter_the_window(phase, entered, own_T, passed_over):
+    """Steps 1 and 3 prefill on some rank, 2 and 4 on none, 5 is a dummy. Own tokens count by the rank's own phase."""
+    heat = HeatAssembler(Shape(RANKS, LAYERS, EXPERTS, SLOTS, 0), 8, 8, phase=phase)
+    for layer in range(LAYERS):
+        place(heat, layer, 0, PLACEMENT_LRS[layer])
+    phases_RT = [[PREFILL, DECODE, DECODE, DECODE, DUMMY], [DECODE, DECODE, PREFILL, DUMMY, DUMMY]]
+    for rank, phases in enumerate(phases_RT):
+        sent = replace(report(1, 1, 2, 3, 4, 0), phase_T=np.array(phases, dtype=np.uint8))
+        add(heat, rank, sent)
+    assert heat.timed_steps()[0].tolist() == entered
+    assert heat.counted.received == 5
+    rates_RLE = heat.remembered().arrays()[1]
+    assert rates_RLE is not None
+    np.testing.assert_allclose(rates_RLE[:, 0, 0], [np.mean(own) for own in own_T])
+    assert heat.passed_over == passed_over
+
+
+def test_sums_of_a_report_count_only_if_all_its_steps_are_of_the_phase():
+    heat = HeatAssembler(Shape(RANKS, LAYERS, EXPERTS, SLOTS, 0), 8, 8, phase="decode")
+    for layer in range(LAYERS):
+        place(heat, layer, 0, PLACEMENT_LRS[layer])
+    sums_LE = np.full((LAYERS, EXPERTS), 6, dtype=np.int32)
+    for first, phases in ((0, [DECODE, PREFILL]), (2, [DECODE, DECODE])):
+        sent = replace(report(first, 1, 2), source_counts_TLE=None, source_sums_LE=sums_LE)
+        add_all(heat, replace(sent, phase_T=np.array(phases, dtype=np.uint8)))
+    rates_RLE = heat.remembered().arrays()[1]
+    assert rates_RLE is not None
+    np.testing.assert_allclose(rates_RLE[:, 0, 0], [3, 3])

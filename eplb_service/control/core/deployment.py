@@ -393,7 +393,8 @@ class Deployment:
         shape, limits = self._here.shape, self.limits
         if self.heat is None:
             groups_R = self._here.topology.token_groups_R
-            self.heat = HeatAssembler(shape, limits.window_steps, limits.pending_steps, groups_R)
+            steps = limits.window_steps, limits.pending_steps
+            self.heat = HeatAssembler(shape, *steps, groups_R, limits.heat_phase)
             if limits.interval is not None and not limits.by_clock:
                 pace = Pace(limits.interval, limits.window_steps, limits.interval)
                 self.decisions = replace(self.decisions, pace=pace)

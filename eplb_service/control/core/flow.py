@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from eplb_service.heat.sources import HeatPhase
 from eplb_service.wire.agent import MOST_BLOCKS
 
 FEWEST_STEPS, MOST_STEPS = 16, 64
@@ -46,6 +47,8 @@ class Limits:
         Part of a core that decisions take, on average over several intervals.
     report_steps
         Steps of the ranks' reports; ``None`` where they follow the number of ranks.
+    heat_phase
+        The steps that decisions look at: all, those in which a rank prefills, or those in which none does.
     """
 
     window_steps: int
@@ -55,6 +58,7 @@ class Limits:
     by_clock: bool = False
     cpu_share: float = 1.0
     report_steps: int | None = None
+    heat_phase: HeatPhase = "all"
 
     @property
     def decision_steps(self) -> int:

@@ -110,6 +110,11 @@ def _useless(deployment: Deployment) -> list[str]:
             f"tokens were counted in {heat.pending.mislabelled_steps} steps that all ranks label as dummies: "
             "decisions leave these steps out; have the host label steps with tokens prefill or decode"
         )
+    if heat is not None and heat.passed_over >= windows:
+        found.append(
+            f"none of the newest {heat.passed_over} steps with tokens was {limits.heat_phase}, the only phase that "
+            "heat_phase lets decisions look at: serve with --heat-phase all, or have the host label its steps"
+        )
     if one_in > 1:
         found.append(
             f"the service cannot take all heat of these ranks: of every {one_in} reports they send "

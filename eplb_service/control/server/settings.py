@@ -120,6 +120,10 @@ class ServiceSettings(_PlannerFields):
     report_steps: _ReportSteps = Field(
         "auto", description="steps per report, 1 to 1024; auto: 16, and up to 64 of many ranks"
     )
+    heat_phase: Literal["all", "prefill", "decode"] = Field(
+        "all",
+        description="steps that are planned for: all, prefill (some rank prefills) or decode (none does)",
+    )
     heartbeat_seconds: float = Field(2.0, ge=0.05, le=60, description="seconds between an agent's heartbeats")
     forget_after_seconds: float = Field(
         7 * 86400.0,

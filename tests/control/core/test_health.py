@@ -142,6 +142,19 @@ def test_zeros_beside_tokens_that_the_ranks_report_are_a_problem(story: Story) -
     assert problem.startswith(f"no rank has counted a token in the newest {WINDOW} steps")
 
 
+def test_a_phase_that_no_step_has_is_a_problem() -> None:
+    story = Story()
+    story.deployment.limits = replace(story.deployment.limits, heat_phase="prefill")
+    story.joins()
+    for number in range(16):
+        assert problems(story.deployment) == []
+        report(story, number * WINDOW, 1, StepPhase.DECODE)
+    (problem,) = problems(story.deployment)
+    assert problem.startswith(f"none of the newest {16 * WINDOW} steps with tokens was prefill")
+    report(story, 16 * WINDOW, 1, StepPhase.PREFILL)
+    assert problems(story.deployment) == []
+
+
 def test_tokens_in_steps_that_are_labelled_dummies_are_a_problem(story: Story) -> None:
     report(story, 0, 3, StepPhase.DUMMY)
     (problem,) = problems(story.deployment)

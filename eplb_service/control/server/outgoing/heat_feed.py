@@ -129,7 +129,8 @@ class HeatFeed:
         by_step = deployment.name in self._watchers and _is_recordable(deployment)
         ranks = 1 if by_step or deployment.group is None else deployment.group.shape.ranks
         steps = deployment.limits.steps_per_report(ranks)
-        return Reporting(not by_step, deployment.shedding.one_in, steps)
+        summed = not by_step and deployment.limits.heat_phase == "all"
+        return Reporting(summed, deployment.shedding.one_in, steps)
 
     def wants(self, deployment: Deployment, report: HeatReport) -> bool:
         """Return whether a report is for listeners: not one that was on its way when the first began to listen."""

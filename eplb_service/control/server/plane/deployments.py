@@ -46,6 +46,7 @@ def limits_of(settings: ServiceSettings) -> Limits:
         by_clock=settings.planner().policy != "flashlb",
         cpu_share=settings.cpu_share,
         report_steps=steps,
+        heat_phase=settings.heat_phase,
     )
 
 
