@@ -41,22 +41,18 @@ class FakeGroup:
         return self._aborts
 
 
-_SIZE = 4
-"""Bytes of a parcel."""
-
-
 class FakeHost:
     """A meeting at which every peer is."""
 
     def __init__(self, log: list[str], *, absent: bool = False) -> None:
         self._log, self._absent = log, absent
+        self.sends = 0
 
     def exchange(self, outgoing: Parcel | None, incoming: Parcel | None, deadline: Deadline) -> None:
         if self._absent:
             raise TimeoutError("nobody came")
         self._log.append(f"meet {outgoing.peer}")
-        # It sends as much as this rank has room for.
-        incoming.data[:] = _SIZE
+        incoming.data[:] = self.sends
 
     def retire(self) -> None:
         self._log.append("leave")
@@ -79,14 +75,21 @@ class FakeMark(Mark):
 
 
 def _parcel(peer: int) -> Parcel:
-    return Parcel(peer, torch.zeros(_SIZE, dtype=torch.uint8))
+    return Parcel(peer, torch.zeros(4, dtype=torch.uint8))
 
 
 def _lane(log: list[str], reached: Callable[[], bool] = lambda: True, **changes: Any) -> _DeviceLane:
-    absent = changes.pop("absent", False)
-    return _DeviceLane(
-        FakeGroup(log, **changes), FakeHost(log, absent=absent), lambda: FakeMark(log, reached)
-    )
+    """Return a lane whose peers send as many bytes as this rank has room for."""
+    host = FakeHost(log, absent=changes.pop("absent", False))
+    lane = _DeviceLane(FakeGroup(log, **changes), host, lambda: FakeMark(log, reached))
+    exchange = lane.exchange
+
+    def exchange_alike(outgoing: Parcel | None, incoming: Parcel | None, deadline: Deadline) -> None:
+        host.sends = 0 if incoming is None else incoming.data.nbytes
+        exchange(outgoing, incoming, deadline)
+
+    lane.exchange = exchange_alike
+    return lane
 
 
 def test_a_device_exchange_is_done_only_when_the_device_is() -> None:
@@ -225,3 +228,13 @@ def test_weights_that_were_loaded_in_inference_mode_can_be_replaced() -> None:
     copy_into(layer, staged, [3], table, table)
     assert all(bool((weight[3] == 1).all()) for weight in layer.expert_weights())
     assert layer.log2phy.tolist() == [1, 1]
+
+
+def test_a_peer_that_sends_another_size_is_an_error_before_anything_is_on_the_device() -> None:
+    log: list[str] = []
+    host = FakeHost(log)
+    host.sends = 5
+    lane = _DeviceLane(FakeGroup(log), host, lambda: FakeMark(log, lambda: True))
+    with pytest.raises(ValueError, match="rank 1 sends 5 bytes, this rank expects 4"):
+        lane.exchange(_parcel(2), _parcel(1), Deadline(5))
+    assert log == ["meet 1"]
