@@ -96,39 +96,103 @@ class ExpertParallelMoE(EplbState, ExpertTensors):
         options: LayerOptions | None = None,
     ) -> None:
         super().__init__()
-        names = [dispatcher] if isinstance(dispatcher, str) else list(dispatcher)
-        options = LayerOptions() if options is None else options
-        options.check(names, quantization)
-        self.shape, self._options = shape, options
+        self._names = [dispatcher] if isinstance(dispatcher, str) else list(dispatcher)
+        self._quantization = quantization
+        self.shape = shape
         self._device = device = torch.device(device)
+        options = LayerOptions() if options is None else options
+        options.check(self._names, quantization)
         check_dtype(shape.layer, device.type, dtype)
-        self._dtype, operators = dtype, operators_for(device)
-        self._method = method = quant_method(shape.layer, quantization, operators, shape.activation)
+        self._dtype, self._operators = dtype, operators_for(device)
+        self._method = quant_method(shape.layer, quantization, self._operators, shape.activation)
         self._check_ids = device.type == "cpu" if check_ids is None else check_ids
         self._shared_experts = shared_experts
-        self._group = group = RankGroup.of(ep_group)
-        mc2 = group if mc2_group is None else RankGroup.of(mc2_group)
-        self.shares_tokens = self.gathers_all = any(name in SHARED_TOKEN_DISPATCHERS for name in names)
-        self.rank_bound = "moge" in names
-        place = shape.layer, shape.experts, phy2log_RS, group.rank, group.size
-        log2phy_E = checked_table(*place, log2phy_E, self.shares_tokens, dealing_width)
-        if self.rank_bound:
-            check_grouped(shape.layer, phy2log_RS)
+        self.shares_tokens = self.gathers_all = any(name in SHARED_TOKEN_DISPATCHERS for name in self._names)
+        self.rank_bound = "moge" in self._names
         if heat_rows < 1:
             raise ValueError(f"layer {shape.layer}: a heat ring has at least one row, got {heat_rows}")
-        self._track(phy2log_RS, group.rank, log2phy_E, heat_rows, device)
+        groups = RankGroup.of(ep_group), mc2_group
+        self._place(groups, phy2log_RS, experts, biases, log2phy_E, dealing_width, heat_rows, options)
+
+    def regroup(
+        self,
+        ep_group: dist.ProcessGroup | RankGroup | None,
+        phy2log_RS: Int32,
+        experts: ExpertSource | None,
+        *,
+        biases: ExpertSource | None = None,
+        log2phy_E: Int32 | None = None,
+        mc2_group: dist.ProcessGroup | RankGroup | None = None,
+        options: LayerOptions | None = None,
+    ) -> None:
+        """Serve on another group of ranks, as when a deployment grows or shrinks.
+
+        Maps, tables, heat rings, exchanges and experts are made from scratch, as a new layer's would be. Their tensors
+        have other addresses: capture graphs again, and start another agent. Its Hello opens a new group of the same
+        deployment, which the service plans for as soon as the agents of the old one have left. All ranks of the new
+        group call this between the same two steps.
+
+        Parameters
+        ----------
+        ep_group, phy2log_RS, experts, biases, log2phy_E, mc2_group
+            As for a new layer.
+        options
+            By default the layer's own. Those with groups of ranks belong to the old group.
+
+        Raises
+        ------
+        ValueError
+            As for a new layer; if options with groups of the old ranks are not replaced; or if only the layer or only
+            the new experts have biases. The layer is then as it was.
+        """
+        if options is None:
+            options = self._options
+            if options.tp_group is not None or options.dp_groups:
+                raise ValueError(
+                    f"layer {self.shape.layer}: its tp_group and dp_groups belong to the old group; give options with "
+                    "those of the new one"
+                )
+        options.check(self._names, self._quantization)
+        if experts is not None and (biases is not None) != (self._weights().w13_bias_SI is not None):
+            raise ValueError(f"layer {self.shape.layer}: give biases exactly if the layer has them")
+        width = 1 if self.log2phy.dim() == 1 else self.log2phy.shape[1]
+        groups = RankGroup.of(ep_group), mc2_group
+        rows = self.moe_load.shape[0]
+        self._place(groups, phy2log_RS, experts, biases, log2phy_E, width, rows, options)
+
+    def _place(
+        self,
+        groups: tuple[RankGroup, dist.ProcessGroup | RankGroup | None],
+        phy2log_RS: Int32,
+        experts: ExpertSource | None,
+        biases: ExpertSource | None,
+        log2phy_E: Int32 | None,
+        dealing_width: int,
+        heat_rows: int,
+        options: LayerOptions,
+    ) -> None:
+        """Make all that depends on the group and the placement; nothing is changed before all of it fits."""
+        shape, device, operators, method = self.shape, self._device, self._operators, self._method
+        group, mc2_group = groups
+        mc2 = group if mc2_group is None else RankGroup.of(mc2_group)
+        place = shape.layer, shape.experts, phy2log_RS, group.rank, group.size
+        table_E = checked_table(*place, log2phy_E, self.shares_tokens, dealing_width)
+        if self.rank_bound:
+            check_grouped(shape.layer, phy2log_RS)
         parts = group, mc2, phy2log_RS.shape[1], operators, device, options, method
-        self._paths = {name: LayerPath.of(name, shape, *parts) for name in names}
-        self._split = None
+        paths = {name: LayerPath.of(name, shape, *parts) for name in self._names}
+        split = None
         if options.split == "step":
-            StepwiseSplit.check(shape.layer, names, device.type)
-            self._split = StepwiseSplit(phy2log_RS, shape.experts, device)
+            StepwiseSplit.check(shape.layer, self._names, device.type)
+            split = StepwiseSplit(phy2log_RS, shape.experts, device)
         logical_S = phy2log_RS[group.rank].tolist()
-        weights = method.create_weights(shape, len(logical_S), dtype, device, biases is not None)
-        self._hold(shape.layer, weights)
+        weights = method.create_weights(shape, len(logical_S), self._dtype, device, biases is not None)
         if experts is not None:
             fill_weights(weights, shape, logical_S, experts, biases)
-            self.process_after_load()
+            weights = method.process_after_load(weights, self._dtype)
+        self._group, self._options, self._paths, self._split = group, options, paths, split
+        self._track(phy2log_RS, group.rank, table_E, heat_rows, device)
+        self._hold(shape.layer, weights)
 
     def process_after_load(self) -> None:
         """Bring weights that a checkpoint was loaded into to the form that is computed with.

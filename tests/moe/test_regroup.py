@@ -1,0 +1,97 @@
+"""A layer that moves to another group of ranks is what a new layer there would be."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from tests.moe.cases import Case, layer_on
+from tests.moe.simulated import Exchange, SimulatedGroup, run_simulated
+from worker_agent.moe import seeded_experts
+from worker_agent.moe.compose import LayerOptions
+from worker_agent.moe.rank_group import RankGroup
+
+CASE = Case("all2allv", experts=6, slots=4, top_k=2, tokens=(5, 0, 3), biased=True, seed=4)
+TABLES = ("expert_map", "log2phy", "moe_load", "source_load", "load_counter")
+
+
+def made(case: Case, group: RankGroup, **more: object):
+    return layer_on(case, group, biases=case.biases, log2phy_E=None, **more)
+
+
+@pytest.mark.parametrize("split", ["tables", "step"])
+@pytest.mark.parametrize("quantized", [False, True])
+@pytest.mark.parametrize(
+    ("tokens", "slots"), [((5, 2), 3), ((4, 1, 2, 3), 2)], ids=["fewer ranks", "more ranks"]
+)
+def test_a_layer_on_another_number_of_ranks_equals_a_new_one(tokens, slots, split, quantized):
+    first = replace(CASE, quantized=quantized, biased=not quantized)
+    other = replace(first, tokens=tokens, slots=slots)
+    options = LayerOptions(split=split)
+    width = 1 if split == "step" else 2
+    old, new = Exchange(first.ranks), Exchange(other.ranks)
+
+    def steps(all_ranks: RankGroup) -> None:
+        rank = all_ranks.rank
+        # A rank that joins had a layer by itself.
+        alone = replace(first, tokens=(1,), slots=first.experts)
+        before, start = (first, SimulatedGroup(old, rank)) if rank < first.ranks else (alone, RankGroup(None))
+        layer = made(before, start, dealing_width=width, options=options)
+        layer(*before.step(start.rank))
+        if rank >= other.ranks:
+            return
+        group = SimulatedGroup(new, rank, "other")
+        wanted = made(other, group, dealing_width=width, options=options)
+        experts = seeded_experts(other.shape, other.seed)
+        layer.regroup(group, other.placement(), experts, biases=other.biases)
+        assert (layer.ep_rank, layer.ep_size) == (rank, other.ranks)
+        assert list(layer.state_dict()) == list(wanted.state_dict())
+        for name in TABLES:
+            assert torch.equal(getattr(layer, name), getattr(wanted, name)), name
+        for mine, theirs in zip(layer.expert_weights(), wanted.expert_weights(), strict=True):
+            assert torch.equal(mine, theirs)
+        tokens_TH = other.step(rank)
+        out_TH, expected_TH = layer(*tokens_TH), wanted(*tokens_TH)
+        torch.testing.assert_close(out_TH, expected_TH)
+        assert int(layer.load_counter) == 1
+        assert torch.equal(layer.moe_load, wanted.moe_load)
+
+    run_simulated(max(first.ranks, other.ranks), steps)
+
+
+ALONE = replace(CASE, experts=4, tokens=(3,))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"phy2log_RS": np.zeros((2, 2), dtype=np.int32)}, "phy2log must have the shape"),
+        ({"biases": None}, "give biases exactly if the layer has them"),
+        ({"experts": seeded_experts(replace(ALONE, hidden=9).shape)}, "must have the shape"),
+        ({"options": LayerOptions(split="dice")}, "split is 'dice'"),
+    ],
+)
+def test_what_does_not_fit_leaves_the_layer_as_it_was(change, said):
+    layer = made(ALONE, RankGroup(None))
+    before, tables = layer(*ALONE.step(0)), layer.log2phy.data_ptr()
+    given = {
+        "phy2log_RS": ALONE.placement(),
+        "experts": seeded_experts(ALONE.shape, ALONE.seed),
+        "biases": ALONE.biases,
+    }
+    with pytest.raises(ValueError, match=said):
+        layer.regroup(None, **given | change)
+    assert torch.equal(layer(*ALONE.step(0)), before)
+    assert layer.log2phy.data_ptr() == tables
+
+
+def test_groups_of_the_old_ranks_are_not_taken_along():
+    layer = made(ALONE, RankGroup(None), options=LayerOptions(tp_group=RankGroup(None)))
+    given = ALONE.placement(), seeded_experts(ALONE.shape, ALONE.seed)
+    with pytest.raises(ValueError, match="layer 3: its tp_group and dp_groups belong to the old group"):
+        layer.regroup(None, *given, biases=ALONE.biases)
+    layer.regroup(None, *given, biases=ALONE.biases, options=LayerOptions())
+    torch.testing.assert_close(layer(*ALONE.step(0)), made(ALONE, RankGroup(None))(*ALONE.step(0)))
