@@ -1,0 +1,26 @@
+"""A deployment that goes on with another number of ranks is planned for again by the same service."""
+
+from __future__ import annotations
+
+import asyncio
+
+from eplb_service.control.server.service import running_service
+from tests.control.server.conftest import logs_on_stderr, warm_kernels  # noqa: F401
+from tests.control.server.test_service import settings
+from tests.e2e import regrouped_host
+from tests.ranks import run_ranks
+
+SIZES = (3, 2, 3)
+
+
+async def test_layers_are_balanced_on_fewer_and_on_more_ranks_and_answer_as_before():
+    async with running_service(settings()) as service:
+        facts = await asyncio.to_thread(run_ranks, 3, regrouped_host.serve, service.address, SIZES)
+        deployment = service.plane.deployments["regrouped"]
+        assert deployment.group.shape.ranks == SIZES[-1]
+    for rank, found in enumerate(facts):
+        assert [fact["ranks"] for fact in found] == [size for size in SIZES if rank < size]
+        for fact in found:
+            assert fact["halted"] is None
+            assert fact["switched"] >= 1
+            assert fact["worst"] < 1e-4
