@@ -234,6 +234,11 @@ class _Judge:
             optimism=answer.optimism,
         )
 
+    def raises_par(self, layer: int, planned: float) -> bool:
+        """Return True if a change lowers the PAR of episodes, but not that of their single steps."""
+        chosen = self.asked.search.warm and self.asked.settings.policy == "flashlb"
+        return chosen and planned >= float(self.par_L[layer])
+
     def pays_in_time(self, layer: int, moves: int, us: float) -> bool:
         """True where a change that was found by tokens wins enough time for itself and its moves.
 
@@ -267,6 +272,9 @@ def _judge(asked: Question, price: float, why_ungrouped: str) -> _Judge:
         bound_L = np.nan_to_num(noise_floor(loads_NLR.sum(axis=2), ranks), nan=1.0)
         if asked.episodes > 1:
             bound_L = volatility_bound(steps)
+        if asked.order is not None:
+            heat_NLE = asked.episode_heat(np.arange(window.layers)).transpose(1, 0, 2)
+            loads_NLR = split_loads(heat_NLE, *served)
     us_L = np.full(window.layers, np.nan)
     if settings.cost_curve is not None:
         us_L = mean_par(split_us(window.heat_TLE, *served, settings.cost_curve), axis=0)
@@ -305,6 +313,11 @@ def _solved(
     before_RS = asked.placement.phy2log_LRS[layer].copy()
     moves_M5 = choose_senders(before_RS, found.phy2log_RS, asked.topology.nodes_R.copy())
     verdict = judge.changed(layer, answer, len(moves_M5), planned, us)
+    if us is None and judge.raises_par(layer, planned):
+        seen = float(judge.par_L[layer])
+        return kept(
+            f"kept: the change found would raise the PAR of its steps from {seen:.3f} to {planned:.3f}"
+        )
     if us is not None and not judge.pays_in_time(layer, len(moves_M5), us):
         return kept(f"kept: too little time for {len(moves_M5)} moves would be won ({verdict.reason})")
     width = with_entries(asked.log2phy_RLE, 3).shape[3]

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from eplb_service.heat.window import HeatError, Window
+from eplb_service.heat.window import HeatError, Window, widened
 from eplb_service.placement import Float64, Int32, Placement, mean_par
 from eplb_service.planner.dealing import shares_of_entries, sources_of_tables, width_in_use
+from eplb_service.planner.episodes import similar_steps_together
 from eplb_service.planner.score import expected_hottest, numbers_of, par_of_steps, split_steps
 from eplb_service.planner.settings import EVEN, STEP, PlannerSettings
 from eplb_service.planner.topology import Topology, TopologyError
@@ -79,14 +81,25 @@ class Question:
         """Episodes that the decision looks at: at most one per step."""
         return min(self.search.episodes, self.window.steps)
 
+    @cached_property
+    def order(self) -> npt.NDArray[np.int64] | None:
+        """Order in which steps are summed into episodes, int64 ``[T]``; ``None`` for the order in which they came."""
+        if self.settings.split == STEP:
+            return None
+        return similar_steps_together(self.window.heat_TLE, self.episodes)
+
     def episode_heat(self, layer_P: npt.NDArray[np.int64]) -> Float64:
         """Heat of some layers by episode, float64 ``[P, N, E]``.
 
-        Steps are summed; a host that splits each step for itself has single ones, evenly from the first.
+        Steps are summed, similar ones together (``episodes``); a host that splits each step for itself has single ones,
+        evenly from the first.
         """
         heat_TLE, steps, episodes = self.window.heat_TLE, self.window.steps, self.episodes
         if self.settings.split != STEP:
-            return sum_episodes(heat_TLE, layer_P, episodes)
+            if self.order is None:
+                return sum_episodes(heat_TLE, layer_P, episodes)
+            ordered_TPE = widened(heat_TLE[:, layer_P][self.order])
+            return sum_episodes(ordered_TPE, np.arange(layer_P.size), episodes)
         steps_N = np.arange(episodes) * steps // episodes
         return np.ascontiguousarray(heat_TLE[steps_N][:, layer_P].transpose(1, 0, 2), dtype=np.float64)
 
