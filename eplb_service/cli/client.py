@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import socket
+import ssl
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,16 +58,68 @@ class Connection:
                 grpc.channel_ready_future(channel).result(timeout=_CONNECT_SECONDS)
                 yield OperatorCalls(channel, self.token)
             except grpc.FutureTimeoutError as error:
-                raise UserError(
-                    f"no service answers at {self.address}; start one with `eplb serve`, or name its --address, "
-                    "and its --tls-ca where it has TLS"
-                ) from error
+                raise UserError(self._why_unreached()) from error
             except grpc.RpcError as error:
                 raise UserError(_reason(error)) from error
             except WireError as error:
                 raise UserError(
                     f"the service at {self.address} answered what it cannot mean: {error}"
                 ) from error
+
+    def _why_unreached(self) -> str:
+        """Return why the service was not reached, found by one more connection."""
+        host, _, port = self.address.rpartition(":")
+        host = host.strip("[]")
+        speaks_tls = rejected = False
+        try:
+            with (
+                socket.create_connection((host, int(port)), _CONNECT_SECONDS) as link,
+                self._tls_context().wrap_socket(link, server_hostname=host) as encrypted,
+            ):
+                speaks_tls = True
+                # A service that asks for a certificate ends the connection only after the handshake.
+                rejected = True
+                rejected = not encrypted.recv(1)
+        except ssl.SSLCertVerificationError as error:
+            why = error.verify_message.rstrip(".")
+            return (
+                f"the certificate of the service at {self.address} cannot be trusted: {why}; "
+                "check --tls-ca, and that --address is a name in the certificate"
+            )
+        except ssl.SSLError as error:
+            # An alert is the peer's own complaint.
+            rejected = speaks_tls = speaks_tls or "ALERT" in (error.reason or "")
+        except ConnectionResetError:
+            pass
+        except (OSError, ValueError):
+            if not speaks_tls:
+                return f"no service answers at {self.address}; start one with `eplb serve`, or name its --address"
+        if speaks_tls and self.tls_ca is None:
+            return f"the service at {self.address} serves TLS; name its authority with --tls-ca"
+        if rejected:
+            return (
+                f"the service at {self.address} asks for a client certificate that it trusts; "
+                "name one with --tls-cert and --tls-key"
+            )
+        if self.tls_ca is not None and not speaks_tls:
+            return f"the service at {self.address} does not serve TLS; leave --tls-ca out"
+        return f"{self.address} is no eplb service, or too busy to answer; check --address"
+
+    def _tls_context(self) -> ssl.SSLContext:
+        """Return TLS as the channel uses it, or that trusts anybody if there is none; raises ``UserError``."""
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.set_alpn_protocols(["h2"])
+        try:
+            if self.tls_ca is None:
+                context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+            else:
+                context.load_verify_locations(self.tls_ca)
+            if self.tls_cert is not None and self.tls_key is not None:
+                context.load_cert_chain(self.tls_cert, self.tls_key, password="")
+        except ssl.SSLError as error:
+            files = ", ".join(str(path) for path in (self.tls_ca, self.tls_cert, self.tls_key) if path)
+            raise UserError(f"the TLS files {files} cannot be used: {error.reason or error}") from error
+        return context
 
     def _channel(self) -> grpc.Channel:
         if self.address.startswith("http") or ":" not in self.address:

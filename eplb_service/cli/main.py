@@ -19,6 +19,10 @@ from eplb_service.cli.options import HelpCommand, UserError, write_section
 # typer brings a click of its own or uses the installed one; either way its usage errors have this base.
 _UsageError = cast("type[Exception]", typer.BadParameter.__base__)
 
+# gRPC's own lines, of which every connection that speaks no TLS causes one, would fill a service's log and show beside
+# a command's error. Whoever debugs gRPC sets the variable.
+os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
+
 _USAGE_EXIT_CODE = 2
 """Exit code of everything that the user can correct: arguments, files, addresses."""
 _INTERRUPT_EXIT_CODE, _BROKEN_PIPE_EXIT_CODE = 130, 141

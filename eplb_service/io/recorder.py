@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
+from eplb_service.atomic_write import OutputError
 from eplb_service.heat.window import HeatError
 from eplb_service.io.containers import Array
 from eplb_service.io.native import TraceWriter
@@ -59,6 +62,41 @@ class _Step:
         return _PHASE_OF[StepPhase(found.pop())] if len(found) == 1 else PHASES.index("mixed")
 
 
+class _Lock:
+    """Exclusive right to write the trace at ``path``, by a lock on a file beside it; it ends with the process.
+
+    Raises ``OutputError`` if another recorder has it, or no such file can be made.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path.with_name(f".{path.name}.lock")
+        self._file: int | None = None
+        while self._file is None:
+            try:
+                file = os.open(self._path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+            except OSError as error:
+                raise OutputError(f"{self._path}: cannot be written: {error.strerror}") from error
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                os.close(file)
+                raise OutputError(
+                    f"{path}: another recording is writing to it; end that one, or choose another name"
+                ) from None
+            # The one before may have removed the file between our opening and locking it.
+            if self._path.exists() and os.path.samestat(os.fstat(file), self._path.stat()):
+                self._file = file
+            else:
+                os.close(file)
+
+    def release(self) -> None:
+        """Let others write the trace."""
+        if self._file is not None:
+            self._path.unlink(missing_ok=True)
+            os.close(self._file)
+            self._file = None
+
+
 class Recorder:
     """Writes one trace of what ranks report.
 
@@ -78,8 +116,9 @@ class Recorder:
     Tokens by source rank are recorded where all ranks report them in the first step, up to ``MOST_SOURCE_COUNTS``.
     Where ranks do not count what their slots received, that is derived from the tokens of all sources and the tables
     that those were sent by. ``lost`` counts steps that were not recorded: not reported by all ranks, or reported under
-    different placements or one that is not known. Every call raises ``OutputError`` where nothing can be written,
-    ``HeatError`` where something else is there or is to be recorded.
+    different placements or one that is not known. Every call raises ``OutputError`` where nothing can be written, or
+    another recorder writes the same trace until it is closed, ``HeatError`` where something else is there or is to be
+    recorded.
     """
 
     def __init__(
@@ -93,7 +132,12 @@ class Recorder:
     ) -> None:
         self.lost = self.steps = 0
         self._ranks, self._slots = facts.ranks, facts.slots
-        self._writer = TraceWriter(path, replace(facts, phases=PHASES), layers, experts)
+        self._lock = _Lock(path)
+        try:
+            self._writer = TraceWriter(path, replace(facts, phases=PHASES), layers, experts)
+        except BaseException:
+            self._lock.release()
+            raise
         self._few_sources = facts.ranks * layers * experts <= MOST_SOURCE_COUNTS
         self._pending_steps = pending_steps
         self._most_steps = most_steps
@@ -135,8 +179,11 @@ class Recorder:
 
     def close(self) -> None:
         """Write what waits; whatever was not reported by all ranks is lost."""
-        self._take(ended=True)
-        self._writer.flush()
+        try:
+            self._take(ended=True)
+            self._writer.flush()
+        finally:
+            self._lock.release()
 
     def _take(self, *, ended: bool = False) -> None:
         """Record pending steps in their order, up to one that can still become whole, unless the reports have ended."""

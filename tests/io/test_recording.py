@@ -1,11 +1,15 @@
 """What ranks report is recorded as they reported it, under the placements of its time, and nothing is guessed."""
 
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from eplb_service.atomic_write import OutputError
 from eplb_service.heat.window import HeatError
 from eplb_service.io import recorder as recorder_module
 from eplb_service.io.open_trace import open_trace
@@ -16,6 +20,7 @@ from eplb_service.wire.heat import HeatReport, StepPhase
 from tests.io import traces
 from tests.placement.drawn import dealt_one_by_one
 
+ROOT = Path(__file__).parents[2]
 RANKS, SLOTS, LAYERS, EXPERTS = 4, 3, 2, 8
 FACTS = TraceFacts(model="toy", ranks=RANKS, slots=SLOTS)
 LINEAR = Placement.linear(LAYERS, EXPERTS, RANKS, SLOTS)
@@ -219,3 +224,35 @@ def test_slots_that_nobody_counts_are_refused_where_tables_are_unknown():
         recorder.place(layer, 0, LINEAR.phy2log_LRS[layer], None)
     with pytest.raises(HeatError, match="rank 2 does not count tokens by slot"):
         recorder.add(2, source_report(2, 0, np.ones((4, LAYERS, EXPERTS), dtype=np.uint8)))
+
+
+def test_two_recorders_cannot_write_one_trace():
+    first = Recorder(Path("decode.zarr"), FACTS, LAYERS, EXPERTS, 64)
+    for path in ("decode.zarr", str(Path("decode.zarr").absolute())):
+        with pytest.raises(OutputError, match="another recording is writing to it; end that one"):
+            Recorder(Path(path), FACTS, LAYERS, EXPERTS, 64)
+    Recorder(Path("other.zarr"), FACTS, LAYERS, EXPERTS, 64).close()
+    first.close()
+    first.close()
+    Recorder(Path("decode.zarr"), FACTS, LAYERS, EXPERTS, 64).close()
+    assert not list(Path().glob(".*.lock"))
+
+
+def test_a_recorder_that_was_killed_leaves_the_trace_to_the_next():
+    script = (
+        "import os, tests.io.test_recording as t\n"
+        "recorder = t.Recorder(t.Path('decode.zarr'), t.FACTS, t.LAYERS, t.EXPERTS, 64)\n"
+        "os.kill(os.getpid(), 9)\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    killed = subprocess.run([sys.executable, "-c", script], check=False, timeout=300, env=environment)
+    assert killed.returncode == -9
+    Recorder(Path("decode.zarr"), FACTS, LAYERS, EXPERTS, 64).close()
+
+
+def test_a_recorder_that_cannot_begin_leaves_the_trace_unlocked():
+    Path("decode.zarr").write_text("a file, not a folder")
+    with pytest.raises((HeatError, OutputError)):
+        hear(Recorder(Path("decode.zarr"), FACTS, LAYERS, EXPERTS, 64), 0, 8)
+    Path("decode.zarr").unlink()
+    Recorder(Path("decode.zarr"), FACTS, LAYERS, EXPERTS, 64).close()

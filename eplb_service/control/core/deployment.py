@@ -231,10 +231,10 @@ class Deployment:
 
         What all serve together is taken from ``assembled`` if that is of the ranks that are here by now.
         """
-        self._replace_group(hello)
-        self._follow_plan(hello.rank, hello.version)
-        before = self.live
         try:
+            self._replace_group(hello)
+            before = self.live
+            self._follow_plan(hello.rank, hello.version)
             self.group = self._here.joined(hello, assembled)
         except RefusedError as error:
             self.attendance = self.attendance.turned_away(hello.rank, str(error))

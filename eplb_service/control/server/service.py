@@ -189,16 +189,23 @@ async def _serve_http(
     gate: Gate,
     certificates: Certificates | None,
 ) -> tuple[str, str]:
-    """Serve metrics, and the page where it shares their address, in plain text; returns their address and its URL."""
+    """Serve metrics in plain text, and the page at their address or its own; returns the address and the page's URL.
+
+    Without credentials only callers on this host get the page, unless the settings say that the network is trusted.
+    """
     operators = OperatorService(plane)
+    local_page = not (gate.credentials.are_asked_for or settings.insecure)
     shared = (operators, gate) if settings.page is None else (None, None)
-    server = HttpServer(settings.metrics, metrics, *shared)
-    address = await stack.enter_async_context(server.serving("metrics"))
-    if settings.page is None:
-        return address, f"http://{address}/"
-    server = HttpServer(settings.page, None, operators, gate, certificates)
-    page = await stack.enter_async_context(server.serving("page"))
-    return address, f"{'http' if certificates is None else 'https'}://{page}/"
+    server = HttpServer(settings.metrics, metrics, *shared, local_page=local_page)
+    address = page = await stack.enter_async_context(server.serving("metrics"))
+    if settings.page is not None:
+        server = HttpServer(settings.page, None, operators, gate, certificates, local_page=local_page)
+        page = await stack.enter_async_context(server.serving("page"))
+    if local_page and not is_loopback(page):
+        _log.warning("page_for_this_host_only", reason="no credentials are asked for", address=page)
+        page = f"127.0.0.1:{page.rpartition(':')[2]}"
+    encrypted = settings.page is not None and certificates is not None
+    return address, f"{'https' if encrypted else 'http'}://{page}/"
 
 
 async def serve_until_stopped(settings: ServiceSettings, announce: Callable[[RunningService], None]) -> None:

@@ -218,7 +218,10 @@ def _read_yaml(path: Path) -> dict[str, Any]:
         content = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
     except (OSError, UnicodeDecodeError) as error:
         raise SettingsError(f"cannot read {path}: {error}") from error
-    except yaml.YAMLError as error:
+    except RecursionError:
+        raise SettingsError(f"{path} is nested too deeply; it must hold 'key: value' lines") from None
+    except Exception as error:
+        # Values of some kinds, such as impossible dates, end in errors of any type.
         raise SettingsError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
     if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
         raise SettingsError(f"{path} must hold 'key: value' lines")

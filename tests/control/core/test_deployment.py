@@ -240,3 +240,78 @@ def test_what_a_refused_rank_proved_is_not_lost(story: Story) -> None:
     assert [type(event) for event in story.news()] == [LayerCommitted]
     assert story.deployment.connected[0].rank == 0
     assert "rank 1 was turned away" in problems(story.deployment)[1]
+
+
+@pytest.mark.parametrize("end", ["aborted", "timed out"])
+def test_a_plan_that_has_ended_still_commits_what_ranks_report_late(story: Story, end: str) -> None:
+    """A rank's last status may arrive after the others' objections, or after the service gave up."""
+    story.joins()
+    offer = story.offers(0, 1)
+    if end == "aborted":
+        for rank in range(RANKS):
+            story.says(rank, offer, ABORTED)
+    else:
+        story.works(1)
+        story.leaves(3)
+        story.waits(PLAN_TIMEOUT + 1)
+    ended = story.deployment.ended_plan
+    assert (story.deployment.plan, ended is not None) == (None, True)
+    (event,) = story.says(0, offer, COMMITTED, 0)
+    assert isinstance(event, LayerCommitted)
+    assert version(story) == offer.versions[0]
+    assert story.deployment.totals.layers_switched == 1
+    # The other ranks' reports of the same layer change nothing more.
+    assert story.says(1, offer, COMMITTED, 0) == []
+    assert ended is not None
+    assert story.deployment.ended_plan is not None
+    assert story.deployment.ended_plan.outcome is ended.outcome
+
+
+def test_an_outdated_service_plans_nothing_until_it_leads(story: Story) -> None:
+    deployment = story.deployment
+    deployment.leader_term = 5
+    for rank in range(RANKS):
+        hello = decode_hello(hello_of(story.live, rank, highest_term=7 if rank == 2 else 3))
+        deployment.hello(hello)
+    story.counts(0, 8)
+    assert deployment.outdated is not None
+    assert deployment.obstacle() == deployment.obstacle(needs_heat=False) == deployment.outdated
+    assert not deployment.is_due(8)
+    assert not deployment.may_begin
+    assert "stop this service, or have it lead: `eplb lead decode`" in problems(deployment)[0]
+    deployment.leader_term = 8
+    assert deployment.outdated is None
+    assert deployment.obstacle() is None
+    assert deployment.is_due(8)
+
+
+def test_a_second_model_under_the_same_name_is_a_problem_until_it_stops(story: Story) -> None:
+    story.joins()
+    story.waits(1)
+    assert problems(story.deployment) == []
+    for group_id in ("another", "first"):
+        with pytest.raises(RefusedError):
+            story.joins(1, group_id=group_id)
+        (problem,) = problems(story.deployment)
+        assert problem.startswith(
+            "rank 1 was turned away: rank 1 is connected already; give each agent its own rank, "
+        )
+        assert "each model instance its own deployment" in problem
+    assert version(story) == (0, story.live.digest)
+    with pytest.raises(RefusedError):
+        story.joins(0, group_id="another")
+    assert len(problems(story.deployment)) == 2
+    story.waits(1)
+    story.waits(120)
+    assert problems(story.deployment) == []
+
+
+def test_a_rank_that_was_turned_away_before_its_old_stream_had_ended_is_no_problem_once_it_is_in(
+    story: Story,
+) -> None:
+    story.joins()
+    with pytest.raises(RefusedError):
+        story.joins(1, group_id="again")
+    story.leaves()
+    story.joins(group_id="again")
+    assert problems(story.deployment) == []

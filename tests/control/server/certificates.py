@@ -26,11 +26,13 @@ class Authority:
             "req", "-x509", *NEW_KEY, "-days", "2", "-subj", subject, "-keyout", key, "-out", str(self.ca)
         )
 
-    def sign(self, name: str, *, expired: bool = False, days: int = 2) -> tuple[Path, Path]:
+    def sign(
+        self, name: str, *, expired: bool = False, days: int = 2, ip: str = "127.0.0.1"
+    ) -> tuple[Path, Path]:
         """Certificate, valid for ``days``, and key for ``name``."""
         stem = f"{name}.expired" if expired else name
         key, request, certificate = (self.folder / f"{stem}.{suffix}" for suffix in ("key", "csr", "crt"))
-        names = ("-subj", f"/CN={name}", "-addext", f"subjectAltName=DNS:{name},IP:127.0.0.1")
+        names = ("-subj", f"/CN={name}", "-addext", f"subjectAltName=DNS:{name},IP:{ip}")
         openssl("req", *NEW_KEY, *names, "-keyout", str(key), "-out", str(request))
         signer = ("-CA", str(self.ca), "-CAkey", str(self.folder / "ca.key"), "-copy_extensions", "copy")
         valid = ("-days", "-1" if expired else str(days))

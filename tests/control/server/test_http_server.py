@@ -8,6 +8,7 @@ import http.client
 import json
 import math
 import shutil
+import socket
 import ssl
 from pathlib import Path
 from typing import Any
@@ -261,3 +262,61 @@ async def test_a_scrape_shows_what_happened(service: RunningService, group: Fake
     for layer in range(LAYERS):
         assert 1.0 <= samples["eplb_par_realised", ("decode", str(layer))] < seen
     assert set(samples) >= {("eplb_par_planned", ("decode", str(layer.layer))) for layer in layers}
+
+
+def own_address() -> str:
+    """This host's address on its network; callers that use it do not come from loopback."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("198.51.100.1", 9))
+        except OSError:
+            pytest.skip("NO OTHER HOST IS PLAYED: this host has no network")
+        return str(probe.getsockname()[0])
+
+
+PAGE_PATHS = (
+    "/",
+    "/main.js",
+    "/api/v1/service",
+    "/api/v1/deployments",
+    "/api/v1/deployments/decode",
+    "/metrics/..",
+)
+
+
+@pytest.mark.parametrize("setting", ["metrics", "page"])
+async def test_without_credentials_other_hosts_get_the_metrics_alone(setting: str) -> None:
+    there = own_address()
+    async with (
+        running_service(settings(**{setting: "0.0.0.0:0"})) as service,
+        FakeGroup(service.address) as group,
+    ):
+        await group.join()
+        url = service.page_url.removeprefix("http://").rstrip("/")
+        assert url.startswith("127.0.0.1:")
+        port = url.rpartition(":")[2]
+        for path in PAGE_PATHS:
+            answer = await get(f"{there}:{port}", path, Host="localhost")
+            assert (path, answer.status) == (path, 403)
+            assert b"decode" not in answer.body
+        if setting == "metrics":
+            assert (await get(f"{there}:{port}", "/metrics")).status == 200
+        assert (await get(url, "/api/v1/deployments")).document["deployments"]
+        assert (await get(url, "/")).status == 200
+        # Another site's name that resolves to this machine.
+        assert (await get(url, "/api/v1/deployments", Host="rebound.example")).status == 403
+
+
+@pytest.mark.parametrize("trusts", ["credentials", "the network"])
+async def test_other_hosts_get_the_page_where_they_prove_who_they_are_or_the_network_is_trusted(
+    tmp_path: Path, trusts: str
+) -> None:
+    there = own_address()
+    path = tmp_path / "credentials.yaml"
+    path.write_text(CREDENTIALS)
+    trust = {"insecure": True} if trusts == "the network" else {"credentials": path}
+    async with running_service(settings(metrics="0.0.0.0:0", **trust)) as service:
+        port = service.metrics_address.rpartition(":")[2]
+        assert (await get(f"{there}:{port}", "/")).status == 200
+        answer = await get(f"{there}:{port}", "/api/v1/deployments")
+        assert answer.status == (200 if trusts == "the network" else 401)

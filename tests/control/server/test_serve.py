@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from tests.control.server.certificates import Authority
 
 ADDRESSES = ["--listen", "127.0.0.1:0", "--metrics", "127.0.0.1:0"]
 COMMAND = [sys.executable, "-m", "eplb_service.cli.main", "serve", *ADDRESSES]
@@ -49,6 +52,65 @@ def test_it_logs_where_it_listens_and_stops_on_a_signal(
     assert served.returncode == 0, errors
     assert "Traceback" not in errors
     assert '"event": "stopping"' in errors
+
+
+@pytest.mark.e2e
+def test_connections_that_speak_no_tls_leave_nothing_in_the_log(tmp_path: Path) -> None:
+    certificate, key = Authority(tmp_path / "authority").sign("localhost")
+    flags = ["--store", ":memory:", "--tls-cert", str(certificate), "--tls-key", str(key)]
+    with subprocess.Popen(
+        [*COMMAND, *flags], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        found = re.search(r"operators at 127\.0\.0\.1:(\d+)", process.stdout.readline())
+        assert found is not None
+        for _ in range(50):
+            with socket.create_connection(("127.0.0.1", int(found[1])), timeout=20) as link:
+                link.sendall(b"GET / HTTP/1.1\r\n\r\n")
+                link.recv(100)
+        process.terminate()
+        _, errors = process.communicate(timeout=300)
+    assert len(errors.splitlines()) < 10, errors
+
+
+NESTED = "[" * 100_000
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (NESTED, "is nested too deeply; it must hold a list of credentials"),
+        ("- {name: a, role: reader, deployments: ['*'], token: 2024-99-99}", "is not YAML"),
+        ("- !!timestamp nonsense", "is not YAML"),
+        ("- {name: a, ? [b] : c}", "is not YAML"),
+    ],
+    ids=["nested", "a date", "a timestamp", "a list as a key"],
+)
+def test_credentials_that_cannot_be_parsed_are_reported_in_a_line(
+    content: str, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from eplb_service.cli.main import run
+
+    (tmp_path / "credentials.yaml").write_text(content)
+    flags = ["--store", ":memory:", "--credentials", str(tmp_path / "credentials.yaml")]
+    assert run(["serve", *ADDRESSES, *flags]) == 2
+    errors = capsys.readouterr().err
+    assert "Traceback" not in errors
+    assert f"credentials.yaml {says}" in errors.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("content", "says"), [(NESTED, "is nested too deeply"), ("window_steps: 2024-99-99", "is not YAML")]
+)
+def test_settings_that_cannot_be_parsed_are_reported_in_a_line(
+    content: str, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from eplb_service.cli.main import run
+
+    (tmp_path / "eplb.yaml").write_text(content)
+    assert run(["serve", "--config", str(tmp_path / "eplb.yaml")]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert says in line
 
 
 @pytest.mark.parametrize(

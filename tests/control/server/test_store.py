@@ -8,6 +8,7 @@ import shutil
 import sqlite3
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -21,7 +22,7 @@ from eplb_service.control.core.plan_tracker import Outcome, PlanTracker
 from eplb_service.control.server import store as store_module
 from eplb_service.control.server.service import running_service
 from eplb_service.control.server.store import Store, StoredDeployment
-from eplb_service.control.server.store_file import StoreError
+from eplb_service.control.server.store_file import MEMORY, StoreError
 from eplb_service.planner.plan import Serving
 from eplb_service.wire.generated import operator_pb2
 from tests.control.core.story import decision_of
@@ -37,6 +38,14 @@ def test_plan_numbers_grow_over_starts(path: str) -> None:
     store.begin_plan("decode", PlanTracker.of(first + 10_000, LIVE, decision_of(LIVE, 0)), 1)
     store.close()
     assert Store(path).new_plan_id() == first + 10_001
+
+
+def test_plan_numbers_of_a_service_without_a_file_are_past_those_of_the_services_before_it() -> None:
+    """Agents outlive services and remember plan numbers, so those grow with the clock."""
+    before = int(time.time())
+    store = Store(MEMORY)
+    assert before < store.new_plan_id() <= int(time.time()) + 1
+    store.close()
 
 
 @pytest.mark.parametrize("entries", [0, 1, 3])

@@ -193,8 +193,11 @@ def _listed(path: Path, content: bytes) -> tuple[Credential, ...]:
     """Return the credentials in a file; raises ``SettingsError``."""
     try:
         entries = yaml.safe_load(content)
-    except (yaml.YAMLError, UnicodeDecodeError):
-        # The parser's own message would show the line, and with it a token.
+    except RecursionError:
+        raise SettingsError(f"{path} is nested too deeply; it must hold a list of credentials") from None
+    except Exception:
+        # Values of some kinds, such as impossible dates, end in errors of any type. Their messages would show the line,
+        # and with it a token.
         raise SettingsError(f"{path} is not YAML") from None
     if not isinstance(entries, list) or not entries:
         raise SettingsError(f"{path} must hold a list of credentials")

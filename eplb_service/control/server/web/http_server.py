@@ -104,7 +104,7 @@ class HttpServer:
     """``host:port`` over HTTP, encrypted with ``certificates``, if any, while its context ``serving`` lasts.
 
     It has ``metrics`` at ``/metrics``, if given, and the page with its JSON if given ``operators``, who answer,
-    and a ``gate``, which decides who may ask.
+    and a ``gate``, which decides who may ask. With ``local_page`` only callers on this host get the page and its JSON.
     """
 
     def __init__(
@@ -114,8 +114,11 @@ class HttpServer:
         operators: OperatorService | None = None,
         gate: Gate | None = None,
         certificates: Certificates | None = None,
+        *,
+        local_page: bool = False,
     ) -> None:
         self._address = address
+        self._local_page = local_page
         self._metrics = metrics
         self._operators, self._gate = operators, gate
         self._certificates = certificates
@@ -215,6 +218,8 @@ class HttpServer:
         for connection in self._open:
             connection.asked |= connection.transport is request.transport
         try:
+            if self._local_page and request.path != "/metrics":
+                _check_local(request)
             response: web.StreamResponse = await handler(request)
         except web.HTTPException as error:
             response = web.json_response({"error": error.text}, status=error.status)
@@ -239,8 +244,7 @@ class HttpServer:
     async def _show_json(self, request: web.Request) -> web.Response:
         host, token = _host_of(request), _token_of(request)
         self._check_reached_as(request.headers.get("Host", ""))
-        is_local = ipaddress.ip_address(host.partition("%")[0]).is_loopback
-        if token and self._certificates is None and not is_local:
+        if token and self._certificates is None and not _is_on_this_host(host):
             raise web.HTTPForbidden(
                 text="a token is not taken in plain text from another host: serve the page with TLS (settings page "
                 "and tls_cert), or come through a tunnel"
@@ -252,7 +256,8 @@ class HttpServer:
         """Another site's name that resolves to this machine must not make a browser read what only this machine may."""
         assert self._gate is not None
         named = host if host.rpartition("]")[2].count(":") else f"{host}:0"
-        if is_loopback(self._address) and not self._gate.credentials.are_asked_for and not is_loopback(named):
+        is_local = self._local_page or is_loopback(self._address)
+        if is_local and not self._gate.credentials.are_asked_for and not is_loopback(named):
             raise web.HTTPForbidden(text=f"this service is reached as localhost, not as {host[:64]!r}")
 
     async def _ask(self, request: web.Request, token: str, host: str) -> Any:
@@ -303,6 +308,19 @@ def _host_of(request: web.Request) -> str:
     if request.remote is None:
         raise web.HTTPBadRequest(text="the connection has ended")
     return request.remote
+
+
+def _is_on_this_host(host: str) -> bool:
+    return ipaddress.ip_address(host.partition("%")[0]).is_loopback
+
+
+def _check_local(request: web.Request) -> None:
+    """Raise ``HTTPException`` for a caller on another host."""
+    if not _is_on_this_host(_host_of(request)):
+        raise web.HTTPForbidden(
+            text="without credentials only this host gets the web page and its figures: set credentials or auth_token, "
+            "or come through a tunnel, such as ssh -L; /metrics is open"
+        )
 
 
 def _token_of(request: web.Request) -> str:
