@@ -176,8 +176,11 @@ class Outlook:
         Whether the change before it won more than its error; ``None`` where there was none, or that is not known.
     forecasts
         Of what its result wins over what served at first; without a gain where that is not known.
-    burst, cost
-        Whether the departure that asked for the decision was no change of heat, and steps that pay for its CPU.
+    burst, change_at
+        True if the alarm before the decision was no change of heat; the value of ``Pace.seen`` at a change that raised
+        no alarm, or ``None``.
+    too_recent, cost
+        True if that change was too recent to decide on; steps that pay for the decision's CPU.
     courses
         As in ``Plan``.
     """
@@ -186,6 +189,8 @@ class Outlook:
     paid: bool | None = None
     forecasts: Forecasts = NO_FORECASTS
     burst: bool = False
+    change_at: int | None = None
+    too_recent: bool = False
     cost: float = 0.0
     courses: Sequence[Recommended | None] = ()
 

@@ -163,10 +163,11 @@ class _Run:
         if pace is None:
             return self._decided(self._window(heat_TLE, len(heat_TLE), step), step, None)
         began, paid = time.process_time(), self._paid(heat_TLE, step)
-        pace = pace.weighed(heat_TLE)
-        if not pace.due:
+        alarmed, pace = pace.alarm, pace.weighed(heat_TLE)
+        if pace.too_recent:
             self._pace = pace
             return None
+        dismissed = pace.alarm is not alarmed and not pace.settling
         window = self._window(heat_TLE, pace.window_steps(heat_TLE), step)
         self._replaced = None
         self._courses = self._courses if pace.follows(paid) else ()
@@ -174,9 +175,11 @@ class _Run:
         held = self._forecast(window, heat_TLE, step, pace.serving_steps)
         decided = replace(decided, forecasts=int(held is not None), forecasts_held=int(held or False))
         spent_ms = 1e3 * (time.process_time() - began)
-        self._pace = pace.after_decision(decided.layers_changed > 0, paid).charged(
-            spent_ms / self._job.cpu_ms
-        )
+        changed = decided.layers_changed > 0
+        pace = pace.after_decision(changed, paid).charged(spent_ms / self._job.cpu_ms)
+        if not changed and self._promise is not None:
+            pace, self._promise = pace.keeping(self._promise, dismissed=dismissed), None
+        self._pace = pace
         return decided
 
     def _decided(self, window: Window, step: int, serves: float | None) -> ReplayedDecision:

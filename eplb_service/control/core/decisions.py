@@ -68,6 +68,11 @@ class Decisions:
             return True
         return self.pace.seen >= self.appraise_at
 
+    @property
+    def settling(self) -> bool:
+        """True if decisions follow each other quickly because heat has just changed."""
+        return self.pace is not None and self.pace.settling
+
     def is_due(self, assembled: int, interval: int) -> bool:
         """Return whether one is due: by what is realised or, by the clock, ``interval`` steps after the last."""
         gathered = assembled - self.decided_at
@@ -90,11 +95,16 @@ class Decisions:
         if self.pace is None:
             return replace(self, forecasts=outlook.forecasts)
         pace = self.pace.dismissed() if outlook.burst else self.pace
+        if outlook.change_at is not None:
+            pace = pace.begun_at(outlook.change_at)
+        if outlook.too_recent:
+            return replace(self, pace=pace.charged(outlook.cost))
         pace = pace.after_decision(changed=changed, paid=outlook.paid).charged(outlook.cost)
         after = replace(self, forecasts=outlook.forecasts, replaced_at=None, courses=outlook.courses)
         if changed:
             return replace(after, pace=pace, promise=outlook.promise, before=live)
-        return replace(after, pace=pace.serving(outlook.promise), promise=None, before=None)
+        pace = pace.keeping(outlook.promise, dismissed=outlook.burst)
+        return replace(after, pace=pace, promise=None, before=None)
 
     def plan_ended(self, done: bool) -> Decisions:
         """Note the outcome of the plan under way: all of its layers serve, or only some."""

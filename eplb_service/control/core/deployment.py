@@ -296,20 +296,31 @@ class Deployment:
             return StepCounts(0, 0)
         step = max(self._here.members[rank].step, report.first_step + report.steps)
         self._note(rank, step=step, dropped_steps=report.dropped_steps)
+        while self.put_together():
+            # Steps that still wait would enter the window without being tested for a change.
+            pass
         gained = self.heat.take(rank, report)
         if any(gained):
             self.totals = self.totals.plus(steps_received=gained.received, steps_lost=gained.lost)
         return gained
 
     def put_together(self, most: int | None = None) -> bool:
-        """Let at most so many whole steps enter the window, or all; returns whether more of them wait."""
+        """Let complete steps enter the window one by one; return True if more of them wait.
+
+        It stops after ``most`` steps, or once a decision is due: the decision then uses the same steps, however many
+        arrive together.
+        """
         if self.heat is None or not self.heat.waiting:
             return False
-        before = self.heat.assembled
-        self.heat.put_together(most)
-        if self.decisions.pace is not None and self.live is not None:
-            par_TL = self.heat.newest_par(before, self.live.layer_epochs)
-            self.decisions = self.decisions.after_steps(par_TL)
+        for _ in range(self.heat.waiting if most is None else most):
+            before = self.heat.assembled
+            self.heat.put_together(1)
+            if self.decisions.pace is not None and self.live is not None:
+                par_TL = self.heat.newest_par(before, self.live.layer_epochs)
+                self.decisions = self.decisions.after_steps(par_TL)
+            pace = self.decisions.pace
+            if not self.heat.waiting or (pace is not None and pace.due and self.obstacle() is None):
+                break
         return self.heat.waiting > 0
 
     # Decisions

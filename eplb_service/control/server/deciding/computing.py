@@ -25,7 +25,7 @@ from eplb_service.planner.counterfactual import counterfactual, priced
 from eplb_service.planner.decide import plan, plan_afresh
 from eplb_service.planner.forecast import Forecasts
 from eplb_service.planner.pace import Pace
-from eplb_service.planner.plan import Outlook, Plan, Serving, gain_over, promise_for
+from eplb_service.planner.plan import Outlook, Plan, Serving, gain_over, promise_for, promise_of
 from eplb_service.planner.settings import PlannerSettings
 from eplb_service.planner.topology import Topology
 from eplb_service.solver.model import SearchOptions
@@ -195,11 +195,22 @@ class DecisionInputs:
 
 
 def decide(inputs: DecisionInputs) -> tuple[Plan, Outlook, float]:
-    """Return the plan, what is to be watched of it, and the seconds that it took."""
+    """Return the plan, what is to be watched of it, and the seconds that it took.
+
+    If heat has changed too recently to decide on, the plan is empty and the outlook says so.
+    """
     started, taken = time.perf_counter(), time.process_time()
     live, settings, worth = inputs.live, inputs.settings, inputs.decisions.worth
     if settings.fitted_curve and settings.cost_curve is None:
         settings = replace(settings, cost_curve=inputs.decisions.fitted)
+    before, pace, change_at = inputs.decisions.pace, inputs.pace, None
+    if before is not None and pace is not None and pace is not before and pace.alarm is not None:
+        change_at = pace.changed_at if pace.changed_at > before.changed_at else None
+    if pace is not None and pace.too_recent and change_at is not None:
+        cost = inputs.steps_paying(time.process_time() - taken)
+        empty = promise_of(np.zeros((0, live.placement.layers)), held_out=False)
+        outlook = Outlook(empty, change_at=change_at, too_recent=True, cost=cost)
+        return Plan((), ()), outlook, time.perf_counter() - started
     window, paid = inputs.looked_at, _paid(inputs)
     follows = inputs.pace is not None and inputs.pace.follows(paid)
     made = plan(
@@ -214,9 +225,15 @@ def decide(inputs: DecisionInputs) -> tuple[Plan, Outlook, float]:
     )
     promise, expected_TL = promise_for(made)
     forecasts = _forecasts(inputs, window, expected_TL)
-    burst = inputs.pace is not inputs.decisions.pace
-    cost = inputs.steps_paying(time.process_time() - taken)
-    outlook = Outlook(promise, paid, forecasts, burst, cost, made.courses)
+    outlook = Outlook(
+        promise,
+        paid,
+        forecasts,
+        burst=pace is not before and change_at is None,
+        change_at=change_at,
+        cost=inputs.steps_paying(time.process_time() - taken),
+        courses=made.courses,
+    )
     return made, outlook, time.perf_counter() - started
 
 

@@ -178,6 +178,9 @@ class Decider:
                 solved, outlook, seconds = await self._in_time(deployment.name, decide, inputs)
             except asyncio.TimeoutError:
                 return _DecisionOutcome("failed", f"the decision was given up after {self._deadline:g} s")
+        if outlook.too_recent:
+            deployment.decided(outlook, changed=False)
+            return _DecisionOutcome("kept", "heat has just changed; the next decision uses the steps since")
         self._metrics.observe("eplb_solve_seconds", seconds, deployment.name)
         self._observer.decided(deployment.name, solved, seconds)
         if solved.price is not None:

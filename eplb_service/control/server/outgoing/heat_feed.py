@@ -29,6 +29,11 @@ MOST_WATCHERS_OF_A_HOST = 8
 MOST_WAITING_BYTES = 16 << 20
 """Heat that waits for one watcher; what comes beyond is dropped and counted."""
 
+_SHORTEST_REPORT = 4
+"""Fewest steps of a report while heat has just changed: as many as the first decision after a change uses."""
+_SHORTENED = 4
+"""Reports are at most so many times as short then: they cost the same, however few steps they hold."""
+
 
 class _Watcher:
     """Messages that one call from ``host`` has yet to receive."""
@@ -122,14 +127,17 @@ class HeatFeed:
                 watcher.end(reason)
 
     def reporting(self, deployment: Deployment) -> Reporting:
-        """Return how much heat its ranks report: sums per report, and fewer reports under load.
+        """Return how much heat its ranks report.
 
-        Own tokens are many step by step: these are asked for where somebody listens, and in short reports.
+        Own tokens are summed over a report, unless somebody listens to each step. Reports are fewer under load, and
+        short while heat has just changed, so that no decision waits for a long report to fill.
         """
         by_step = deployment.name in self._watchers and _is_recordable(deployment)
         ranks = 1 if by_step or deployment.group is None else deployment.group.shape.ranks
         steps = deployment.limits.steps_per_report(ranks)
         summed = not by_step and deployment.limits.heat_phase == "all"
+        if deployment.decisions.settling and deployment.shedding.one_in == 1:
+            steps = min(steps, max(_SHORTEST_REPORT, steps // _SHORTENED))
         return Reporting(summed, deployment.shedding.one_in, steps)
 
     def wants(self, deployment: Deployment, report: HeatReport) -> bool:

@@ -123,10 +123,13 @@ class ControlPlane:
             )
 
     def put_together(self, deployment: Deployment) -> bool:
-        """Put a few whole steps together, and decide where enough are; returns whether there are more."""
+        """Assemble a few complete steps and start the decision that is due; return True if more steps wait."""
         if deployment.heat is None or not deployment.heat.waiting:
             return False
+        settling = deployment.decisions.settling
         more = deployment.put_together(_STEPS_AT_A_TIME)
+        if deployment.decisions.settling != settling:
+            self.follow_up(deployment)
         self._decide(deployment)
         return more
 
