@@ -36,6 +36,14 @@ def test_a_refusal_names_its_reason(machine: SwitchState, plan: object, reason: 
     assert reason in said.reason
 
 
+def test_a_plan_whose_sources_were_checked_for_another_placement_is_refused() -> None:
+    """Its epoch and digest fit, yet its moves might start from slots that hold other experts by now."""
+    after, (said,) = NEW.offer(PLAN, 0, FIRST.digest + 1)
+    assert after.plan is None
+    assert said.state is PlanState.REFUSED
+    assert said.reason == "a layer was switched between this plan's check and its offer"
+
+
 @pytest.mark.parametrize(
     ("machine", "reason"),
     [

@@ -46,3 +46,19 @@ def test_a_copy_is_of_what_was_installed_when_it_was_queued(monkeypatch: pytest.
     layers[1].log2phy.copy_(torch.from_numpy(after.log2phy_LE[1]))
     mark.passed = lambda: True
     assert check.at_boundary(99, after) is None
+
+
+@pytest.mark.parametrize("table", ["expert_map", "log2phy"])
+def test_an_entry_that_a_commit_is_about_to_overwrite_is_compared_before(table: str) -> None:
+    layers, before = started(1)
+    check = TableCheck(layers)
+    getattr(layers[2], table)[4] += 1
+    check.before_commit(2, 7, before)
+    after = before.with_layer(2, PLACEMENT.phy2log_LRS[2], PLACEMENT.default_log2phy()[0, 2])
+    layers[2].expert_map.copy_(torch.from_numpy(PLACEMENT.expert_map(RANK)[2]))
+    layers[2].log2phy.copy_(torch.from_numpy(after.log2phy_LE[2]))
+    found = check.at_boundary(8, after)
+    assert found is not None
+    assert f"layer 2: {table} of expert 4 is" in found
+    assert "at step 7" in found
+    assert not any(check.at_boundary(step, after) for step in range(ROUND))

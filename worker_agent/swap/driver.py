@@ -366,6 +366,7 @@ class SwitchDriver:
         if staged is None or staged.generation != commit.generation:
             raise FatalSwitchError(f"layer {layer} was voted in, but its weights are not staged on this rank")
         self._unless_it_fails(self._before_commit, commit.before.layer_epochs)
+        self._unless_it_fails(self._tables.before_commit, layer, self._step, commit.before)
         began = self._runtime.now()
         written = install_layer(
             self._layers[layer],

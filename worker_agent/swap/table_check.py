@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -40,36 +41,43 @@ class _Copy(NamedTuple):
 
 
 class TableCheck:
-    """Compares one layer's ``expert_map`` and ``log2phy`` at a time, in turn; never waits for the device."""
+    """Compares ``expert_map`` and ``log2phy`` of one layer after another, and of each layer that a commit overwrites.
+
+    Never waits for the device: differences show at a later step boundary.
+    """
 
     def __init__(self, layers: Sequence[LiveLayer]) -> None:
         self._layers = layers
         self._boundaries = 0
-        self._copy: _Copy | None = None
+        self._copies: deque[_Copy] = deque()
 
     def at_boundary(self, step: int, installed: Installed) -> str | None:
         """Return how tables that have arrived differ, or ``None``; begin to copy others where it is time.
 
         Called between two passes, on the stream on which layers are switched: the copy is of what ``installed`` names.
         """
-        copy, self._boundaries = self._copy, self._boundaries + 1
-        if copy is not None and copy.arrived.passed():
-            self._copy = None
-            return copy.difference()
+        self._boundaries += 1
+        while self._copies and self._copies[0].arrived.passed():
+            difference = self._copies.popleft().difference()
+            if difference is not None:
+                return difference
         turn, rest = divmod(self._boundaries, _BOUNDARIES)
-        if copy is None and rest == 0:
-            index, rank = turn % len(self._layers), installed.rank
-            layer, placement = self._layers[index], installed.placement
-            named = (
-                expert_map(placement.phy2log_LRS[index, rank], placement.experts),
-                installed.log2phy_LE[index],
-            )
-            names = ("expert_map", "log2phy")
-            pairs = {
-                name: (_to_host(getattr(layer, name)), own) for name, own in zip(names, named, strict=True)
-            }
-            self._copy = _Copy(index, step, pairs, Mark(layer.log2phy.device))
+        if not self._copies and rest == 0:
+            self._begin(turn % len(self._layers), step, installed)
         return None
+
+    def before_commit(self, layer: int, step: int, installed: Installed) -> None:
+        """Begin to copy the tables of a layer that is about to be overwritten: nobody could compare them later."""
+        self._begin(layer, step, installed)
+
+    def _begin(self, index: int, step: int, installed: Installed) -> None:
+        layer, placement = self._layers[index], installed.placement
+        named = {
+            "expert_map": expert_map(placement.phy2log_LRS[index, installed.rank], placement.experts),
+            "log2phy": installed.log2phy_LE[index],
+        }
+        pairs = {name: (_to_host(getattr(layer, name)), own) for name, own in named.items()}
+        self._copies.append(_Copy(index, step, pairs, Mark(layer.log2phy.device)))
 
 
 def _to_host(table: torch.Tensor) -> torch.Tensor:

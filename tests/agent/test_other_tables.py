@@ -1,0 +1,42 @@
+"""Ranks end once a table on a device is not what its rank has installed, also if a commit has overwritten it since."""
+
+from __future__ import annotations
+
+import time
+
+from tests.agent import live
+from tests.ranks import run_ranks
+from worker_agent.swap import table_check
+from worker_agent.swap.commit_register import FatalSwitchError
+
+CHANGED_AT = 6
+
+
+def _serves_with_another_table(commits: bool) -> tuple[str, int]:
+    """Turn a table of rank 1 at one step, and let its layer be committed soon after; return what ends this rank."""
+    table_check._BOUNDARIES = 1_000_000 if commits else 2
+    agent, layers, _ = live.start(1, vote_interval=1, vote_lag=1)
+    try:
+        # Without the model's collectives: a rank that ends must not keep the others from calling.
+        for step in range(4000):
+            if step == CHANGED_AT and agent.identity.rank == 1:
+                layers[0].log2phy.copy_(layers[0].log2phy.roll(1, dims=0))
+            if step == CHANGED_AT and commits:
+                live.offer(agent, {0: live.target()})
+            layers[0].load_counter += 1
+            agent.step()
+            time.sleep(0.002)
+    except FatalSwitchError as fatal:
+        return str(fatal), agent.installed.epoch
+    return "served on", agent.installed.epoch
+
+
+def test_a_table_that_is_another_ends_all_ranks() -> None:
+    for told, _ in run_ranks(live.RANKS, _serves_with_another_table, False):
+        assert told.startswith("rank 1: layer 0: log2phy of expert")
+
+
+def test_a_table_that_a_commit_has_overwritten_ends_all_ranks() -> None:
+    for told, epoch in run_ranks(live.RANKS, _serves_with_another_table, True):
+        assert told.startswith("rank 1: layer 0: log2phy of expert")
+        assert epoch == 1
