@@ -26,6 +26,8 @@ from eplb_service.wire.generated import operator_pb2
 from eplb_service.wire.operator import as_document
 
 _FILE_HELP = f"File to write it to: {' or '.join(SUFFIXES)}."
+_IDLE_SECONDS = 30.0
+"""Age of the newest step from which on figures say how old they are."""
 _MOST_ROWS = 8
 """Layers, and ranks, that ``eplb status`` shows where it is not asked for all."""
 
@@ -236,7 +238,7 @@ def summary_table(answer: operator_pb2.GetStatusResponse) -> Table:
         "shape": shape_text(status),
         "agents": connected_text(answer.agents, status.ranks),
         "placement": f"epoch {status.epoch}, digest {status.digest:#018x}",
-        "PAR": f"{ratio_text(status.par)} over {status.window_steps} steps",
+        "PAR": par_text(status),
         "steps": f"{status.steps_received:,} received, {status.steps_lost:,} lost",
         "switched": f"{status.layers_switched:,} layers, {status.experts_moved:,} experts, "
         f"{size_text(status.bytes_moved)}",
@@ -246,9 +248,10 @@ def summary_table(answer: operator_pb2.GetStatusResponse) -> Table:
     if status.HasField("forecast"):
         rows["gain forecast"] = forecast_text(status.forecast)
     if status.HasField("worth"):
-        rows["worth"] = worth_text(status.worth)
-        rows["experts"] = experts_text(status.worth)
-        rows["price of time"] = escape(time_price_text(status))
+        rows["gain"] = gain_text(status)
+    if hottest := hottest_text(status):
+        rows["hottest"] = hottest
+    rows["redundancy"] = redundancy_text(status)
     if status.HasField("move_price"):
         rows["price of moves"] = escape(move_price_text(status.move_price))
     for name, text in rows.items():
@@ -333,27 +336,72 @@ def forecast_text(forecast: operator_pb2.Forecast) -> str:
     return f"PAR {gain} until the next decision (95 %: {low} to {high})"
 
 
-def worth_text(worth: operator_pb2.Worth) -> str:
-    """Worth of balancing in one line: the verdict, and the gain with its interval; with rich's markup."""
-    colour = {"helps": "green", "costs": "red"}.get(worth.verdict, "yellow")
-    percent = f", {digits(worth.gain_percent, 2, '+')} %" if worth.HasField("gain_percent") else ""
-    low, gain, high = (digits(ms, sign="+") for ms in (worth.gain_low_ms, worth.gain_ms, worth.gain_high_ms))
+def par_text(status: operator_pb2.DeploymentStatus) -> str:
+    """Balance of the newest steps, as served and left alone; a dash while nothing is served."""
+    if not status.par > 0:
+        return "-"
+    late = idle_text(status)
+    shown = (
+        f"{ratio_text(status.par)}{f', {late} ago' if late else ''} over the newest {status.par_steps} steps"
+    )
+    if status.HasField("worth"):
+        return f"{shown}, {ratio_text(status.worth.par_left_alone)} left alone"
+    return shown
+
+
+def idle_text(status: operator_pb2.DeploymentStatus) -> str:
+    """Time since the newest step, if that is too long ago for its figures to be of now; otherwise nothing."""
+    if not status.HasField("idle_seconds") or status.idle_seconds < _IDLE_SECONDS:
+        return ""
+    return duration_text(status.idle_seconds)
+
+
+def duration_text(seconds: float) -> str:
+    """A time in its largest unit."""
+    for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{max(0.0, seconds):.0f} s"
+
+
+def gain_text(status: operator_pb2.DeploymentStatus) -> str:
+    """Gain of balancing in one line: its share of PAR, and time if that was measured; with rich's markup."""
+    worth = status.worth
+    lower = f"PAR {digits(-worth.par_gain_percent, sign='+')} %"
+    if worth.HasField("gain_ms"):
+        colour = {"helps": "green", "costs": "red"}.get(worth.verdict, "yellow")
+        low, gain, high = (
+            digits(ms, sign="+") for ms in (worth.gain_low_ms, worth.gain_ms, worth.gain_high_ms)
+        )
+        percent, ranks = digits(worth.gain_percent, 2, "+"), digits(worth.ranks_worth, 2)
+        rate = worth.tokens_per_second_won
+        won = f", {digits(rate, sign='+')} tokens/s" if worth.HasField("tokens_per_second_won") else ""
+        return (
+            f"[{colour}]{escape(worth.verdict)}[/]: {gain} ms per step (99 %: {low} to {high}), {percent} %{won}, "
+            f"worth {ranks} of {status.ranks} ranks; {lower}; {escape(worth.reason)}"
+        )
+    line = f"{lower}; time {escape(worth.verdict)}: {escape(worth.reason)}"
+    if worth.HasField("estimate_low_ms"):
+        low, high = digits(worth.estimate_low_ms, sign="+"), digits(worth.estimate_high_ms, sign="+")
+        line += f"; estimate by the {escape(worth.price_kind)} cost of tokens: {low} to {high} ms per step"
+    return line
+
+
+def hottest_text(status: operator_pb2.DeploymentStatus) -> str:
+    """Name the most loaded rank and the layer of the highest ratio; nothing if none was measured."""
+    if not (status.HasField("hottest_rank") and status.HasField("hottest_layer")):
+        return ""
     return (
-        f"[{colour}]{escape(worth.verdict)}[/]: {gain} ms per step over {worth.steps} "
-        f"(95 %: {low} to {high}){percent}"
+        f"rank {status.hottest_rank} ({status.hottest_rank_load:.2f} x the mean), "
+        f"layer {status.hottest_layer} (PAR {status.hottest_layer_par:.2f})"
     )
 
 
-def experts_text(worth: operator_pb2.Worth) -> str:
-    """Time of the experts' slowest ranks in a step, under three placements."""
-    left, serving, best = (digits(ms, 4) for ms in (worth.left_alone_ms, worth.serving_ms, worth.best_ms))
-    return f"{left} ms left alone, {serving} as served, {best} best known"
-
-
-def time_price_text(status: operator_pb2.DeploymentStatus) -> str:
-    """Price of time: what one layer's slowest rank takes of a step, and the origin of that figure."""
-    layer_ms = status.worth.serving_ms / max(1, status.layers)
-    return f"{digits(layer_ms)} ms per layer and step, {status.worth.price_kind}"
+def redundancy_text(status: operator_pb2.DeploymentStatus) -> str:
+    """Slots beyond one per expert, and the memory that they take."""
+    held = status.redundant_bytes_per_rank
+    memory = f", {size_text(held)} per rank" if held else ""
+    return f"{status.redundant_slots} redundant slots per layer{memory}"
 
 
 def move_price_text(priced: operator_pb2.MovePrice) -> str:
@@ -368,10 +416,9 @@ def explanations(status: operator_pb2.DeploymentStatus) -> list[str]:
     lines = []
     if status.HasField("worth"):
         worth = status.worth
-        lines += [
-            f"experts: over {worth.steps} steps; best known: {worth.best}",
-            f"price of time, {worth.price_kind}: {worth.price}",
-        ]
+        lines.append(f"gain: over the newest {worth.steps} steps; {worth.reason}")
+        if worth.price:
+            lines.append(f"cost of tokens, {worth.price_kind}: {worth.price}")
     if status.HasField("move_price"):
         lines.append(f"price of moves, {status.move_price.kind}: {status.move_price.reason}")
     return lines

@@ -165,12 +165,17 @@ def figures_table(figures: Sequence[Mapping[str, Any]], title: str | None = None
             "alone": lambda one: figure(one["par_left_alone"]),
             "floor": lambda one: figure(one["floor"]),
             "regret": lambda one: figure(one["regret"]),
-            "net ms": lambda one: figure(one["saved_ms"] - one["stall_ms"], ",.3f") if timed else None,
+            "net ms": lambda one: _net_ms(one) if timed else None,
             "moves": lambda one: figure(one["moves_per_interval"], ",.1f"),
             "solve ms": lambda one: figure(one["solve_ms_mean"], ".1f"),
         },
         title=title,
     )
+
+
+def _net_ms(one: Mapping[str, Any]) -> str | None:
+    saved_ms = one["saved_ms"]
+    return None if saved_ms is None else figure(saved_ms - one["stall_ms"], ",.3f")
 
 
 TERMS = (

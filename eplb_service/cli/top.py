@@ -5,9 +5,12 @@ Everything fits the terminal that it is drawn for, whatever the deployment's siz
 
 from __future__ import annotations
 
-import math
+import os
+import select
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import TypeAlias
 
@@ -19,11 +22,15 @@ from rich.text import Text
 from eplb_service.cli.client import Connection, OperatorCalls
 from eplb_service.cli.operator import (
     connected_text,
+    duration_text,
+    gain_text,
+    hottest_text,
+    idle_text,
     move_price_text,
     ratio_text,
+    redundancy_text,
     shape_text,
     state_text,
-    worth_text,
 )
 from eplb_service.cli.options import UserError, argument, option, takes_options
 from eplb_service.cli.output import table_of
@@ -43,9 +50,9 @@ _LOW_SCREEN = 40
 """Lines of a terminal below which only what fits beside the map is shown."""
 _MOST_CHART_WIDTH = 100
 _MARGIN = 22
-_LINES_BESIDE_MAP = 20
+_LINES_BESIDE_MAP = 21
 _LINES_BESIDE_LOW_MAP = 7
-_FEWEST_MAP_ROWS = 6
+_FEWEST_MAP_ROWS = 5
 _MOST_SHOWN = 2
 """Problems, and troubled ranks, that a low screen shows; the rest are counted."""
 _LAYERS_NAMED = 5
@@ -63,25 +70,62 @@ def top(
 ) -> None:
     """Watch a running service: balance over time, ranks and layers, the last switch, agents, problems.
 
-    Leave with Ctrl-C.
+    Leave with q or Ctrl-C.
     """
     console = Console()
     if once or not console.is_terminal:
         with service.open() as call:
             console.print(render(*_look(call, deployment), console.width, None if once else console.height))
         return
-    with Live(Text("connecting", style="dim"), console=console, screen=True, auto_refresh=False) as live:
-        while True:
+    with (
+        Live(Text("connecting", style="dim"), console=console, screen=True, auto_refresh=False) as live,
+        _keys() as asked_to_leave,
+    ):
+        while not asked_to_leave(0.0):
             try:
                 with service.open() as call:
                     while True:
                         shown = render(*_look(call, deployment), console.width, console.height)
                         live.update(shown, refresh=True)
-                        time.sleep(every)
+                        if asked_to_leave(every):
+                            return
             except UserError as error:
                 # A service that restarts is what one watches for: it may be back at the next look.
                 live.update(Text(str(error), style="bold red"), refresh=True)
-                time.sleep(every)
+                if asked_to_leave(every):
+                    return
+
+
+@contextmanager
+def _keys() -> Iterator[Callable[[float], bool]]:
+    """Read single keys; the function waits so many seconds, or until q was pressed, and returns whether it was."""
+    if not sys.stdin.isatty():
+        yield _only_wait
+        return
+    import termios
+    import tty
+
+    before = termios.tcgetattr(sys.stdin)
+    tty.setcbreak(sys.stdin)
+    try:
+        yield _q_pressed
+    finally:
+        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
+
+
+def _only_wait(seconds: float) -> bool:
+    time.sleep(seconds)
+    return False
+
+
+def _q_pressed(seconds: float) -> bool:
+    until = time.monotonic() + seconds
+    while True:
+        left = max(0.0, until - time.monotonic())
+        if not select.select([sys.stdin], [], [], left)[0]:
+            return False
+        if os.read(sys.stdin.fileno(), 1) in (b"q", b"Q", b""):
+            return True
 
 
 def _look(call: OperatorCalls, name: str | None) -> tuple[_Deployments, _Status, _Balance]:
@@ -142,11 +186,23 @@ def _facts(status: operator_pb2.DeploymentStatus, most: int | None) -> list[str]
     ]
     if len(status.problems) > len(shown):
         facts.append(f"[red]and {len(status.problems) - len(shown)} more problems[/]")
+    facts.insert(1, _balance_line(status))
     if status.HasField("worth"):
-        facts.append(f"worth: {worth_text(status.worth)}")
+        facts.insert(2, f"gain: {gain_text(status)}")
     price = f"; price {escape(move_price_text(status.move_price))}" if status.HasField("move_price") else ""
-    facts.append(f"moved: {status.layers_switched:,} layers, {size_text(status.bytes_moved)}{price}")
+    moved = f"moved: {status.layers_switched:,} layers, {size_text(status.bytes_moved)}{price}"
+    facts.append(f"{moved}; {redundancy_text(status)}")
     return facts
+
+
+def _balance_line(status: operator_pb2.DeploymentStatus) -> str:
+    """Balance now and left alone, and where it is worst."""
+    late = idle_text(status)
+    shown = f"PAR [bold]{ratio_text(status.par)}[/] {f'{late} ago' if late else 'now'}"
+    if status.HasField("worth"):
+        shown += f", {ratio_text(status.worth.par_left_alone)} left alone"
+    hottest = hottest_text(status)
+    return f"{shown}; hottest {hottest}" if hottest else shown
 
 
 def _others(known: _Deployments, shown: operator_pb2.DeploymentStatus) -> list[str]:
@@ -160,20 +216,31 @@ def _others(known: _Deployments, shown: operator_pb2.DeploymentStatus) -> list[s
 
 
 def _over_time(points: Sequence[operator_pb2.BalancePoint], width: int, rows: int) -> RenderableType:
-    """Realised PAR as columns of blocks from 1 to the highest."""
+    """Realised PAR as columns of blocks from 1 to the highest, and PAR left alone as dashes above them."""
     if not points:
         return Text("nothing measured yet", style="dim")
     newest = points[-1]
     shown = points[-min(_MOST_CHART_WIDTH, max(10, width - _MARGIN)) :]
-    high = max(1.05, *(point.par for point in shown if not math.isnan(point.par)))
+    known = [value for point in shown for value in (point.par, point.par_left_alone) if value > 0]
+    high = max(1.05, *known) if known else 1.05
     lines = []
     for row in reversed(range(rows)):
-        heights = [(point.par - 1) / (high - 1) * rows - row for point in shown]
-        blocks = "".join(_BLOCKS[round(8 * min(max(height, 0.0), 1.0))] for height in heights)
-        lines.append(Text(f"{1 + (high - 1) * (row + 1) / rows:5.2f} {blocks}", style="blue"))
-    facts = {"now": newest.par, "planned": newest.par_planned, "floor": newest.noise_floor}
+        line = Text(f"{1 + (high - 1) * (row + 1) / rows:5.2f} ", style="blue")
+        for point in shown:
+            block = _BLOCKS[round(8 * min(max(0.0, (point.par - 1) / (high - 1) * rows - row), 1.0))]
+            left_alone = (point.par_left_alone - 1) / (high - 1) * rows - row
+            dashed = block == " " and 0 < left_alone <= 1
+            line.append("╌" if dashed else block, style="red" if dashed else "blue")
+        lines.append(line)
+    facts = {
+        "realised": newest.par,
+        "left alone": newest.par_left_alone,
+        "planned": newest.par_planned,
+        "floor": newest.noise_floor,
+    }
     figures = ", ".join(f"{name} {ratio_text(value)}" for name, value in facts.items())
-    return Group(*lines, Text(f"      PAR over {_duration(newest.at - shown[0].at)}: {figures}", style="dim"))
+    span = duration_text(newest.at - shown[0].at)
+    return Group(*lines, Text(f"      PAR over {span}, last: {figures}", style="dim"))
 
 
 def _map(
@@ -224,8 +291,8 @@ def _last_switch(balance: operator_pb2.GetBalanceResponse, title_alone: bool) ->
     most = sorted(changed, key=lambda verdict: verdict.par_planned - verdict.par_seen)[:_LAYERS_NAMED]
     outcome = escape(plan.outcome.replace("_", " ")) or "under way"
     title = (
-        f"plan {plan.plan_id}, {_duration(time.time() - plan.at)} ago, {outcome}: {plan.committed} of {len(changed)} "
-        f"layers, {sum(verdict.moves for verdict in changed)} moves"
+        f"plan {plan.plan_id}, {duration_text(time.time() - plan.at)} ago, {outcome}: {plan.committed} of "
+        f"{len(changed)} layers, {sum(verdict.moves for verdict in changed)} moves"
     )
     if title_alone:
         line = Text.from_markup(title, overflow="ellipsis")
@@ -251,10 +318,3 @@ def _agents(whole: operator_pb2.GetStatusResponse, most: int | None) -> Text:
     if most is not None and len(troubled) > most:
         line.append(f"\nand {len(troubled) - most} more ranks", style="red")
     return line
-
-
-def _duration(seconds: float) -> str:
-    for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.0f} {unit}"
-    return f"{max(0.0, seconds):.0f} s"

@@ -59,11 +59,34 @@ class Switch:
 
 
 @dataclass(frozen=True)
+class SwitchEffect:
+    """Change that one plan made to the steps: microseconds and tokens of the slowest ranks that a step has fewer.
+
+    ``steps`` is the number of steps compared on the side that has fewer.
+    """
+
+    us_saved: float
+    tokens_saved: float
+    steps: int
+
+
+@dataclass(frozen=True)
 class SwitchedPlan:
     """A plan's switches, from the step boundary at which ranks took it to the one after which it was done.
 
-    ``lost_share`` is the part of the time while its weights travelled that steps lost, as far as it was seen, over
-    ``lost_steps``; negative where they happened to be faster than those before and after the plan.
+    Parameters
+    ----------
+    first_step, end_step
+        Those boundaries.
+    switches
+        Of its layers.
+    lost_share, lost_steps
+        Part of the time while its weights travelled that steps lost, and the steps that this was seen over. It is
+        negative if these steps happened to be faster than those before and after the plan.
+    decided_from
+        Last step before the decision began, if that is known: computing it may slow steps on the same host.
+    effect
+        Change that it made to the steps, once enough steps are known on both sides.
     """
 
     first_step: float
@@ -71,6 +94,13 @@ class SwitchedPlan:
     switches: tuple[Switch, ...]
     lost_share: float = 0.0
     lost_steps: int = 0
+    decided_from: float | None = None
+    effect: SwitchEffect | None = None
+
+    @property
+    def asked_step(self) -> float:
+        """Step boundary at which the decision began, or at which the ranks took the plan."""
+        return self.first_step if self.decided_from is None else min(self.decided_from, self.first_step)
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from eplb_service.heat.sources import HeatPhase, RankSums, SourceHeat, StepTimes
-from eplb_service.placement import Float64, Int32, dealt_to, mean_par, step_par, with_entries
+from eplb_service.heat.sources import HeatPhase, RankSums, ServedSteps, SourceHeat, StepTimes
+from eplb_service.placement import Float64, Int32, dealt_to, step_par, with_entries
 from eplb_service.wire.agent import Shape
 from eplb_service.wire.heat import HeatReport, StepPhase
 
@@ -327,6 +327,7 @@ class HeatAssembler:
         self._heat: deque[Int32] = deque(maxlen=window_steps)
         self._loads: deque[Int32] = deque(maxlen=window_steps)
         self._steps_W, self._us_W, self._tokens_W = np.full((3, window_steps), np.nan)
+        self._choices_W, self._slowest_W = np.full((2, window_steps), np.nan)
         self._par_WL = np.full((window_steps, shape.layers), np.nan)
         self._epochs_WL = np.zeros((window_steps, shape.layers), dtype=np.int64)
         groups_R = np.arange(shape.ranks) if token_groups_R is None else token_groups_R
@@ -388,28 +389,29 @@ class HeatAssembler:
         current_T = self._current(rows, layer_epochs).all(axis=1)
         return StepTimes(np.where(current_T, self._us_W[rows], np.nan), self._tokens_W[rows])
 
-    def timed_steps(self) -> tuple[Float64, Float64]:
-        """Numbers of the window's steps in order, and the microseconds that each took, float64 ``[T]`` each.
+    def served_times(self, newest: int) -> StepTimes:
+        """Return times of the newest steps as they were served, whatever placement served them."""
+        rows = self._rows(newest)
+        return StepTimes(self._us_W[rows], self._tokens_W[rows])
 
-        Whatever served them; NaN where no rank measured it.
-        """
-        rows = self._rows()
-        return self._steps_W[rows], self._us_W[rows]
+    def served_steps(self, newest: int | None = None) -> ServedSteps:
+        """Return the window's steps, or the newest of them, as they were served, whatever placement served them."""
+        rows = self._rows(newest)
+        return ServedSteps(
+            self._steps_W[rows], self._us_W[rows], self._choices_W[rows], self._slowest_W[rows]
+        )
 
-    def load_sums(self, layer_epochs: Sequence[int], newest: int) -> tuple[int, Float64]:
-        """Tokens that each rank really received in the newest steps: how many steps, and sums, float64 ``[L, R]``.
-
-        Zero where a layer was not yet as it is now.
-        """
-        rows, sums_LR = self._rows(newest), np.zeros((self._shape.layers, self._shape.ranks))
+    def load_sums(self, newest: int) -> tuple[int, Float64]:
+        """Tokens that each rank received in the newest steps, as they were served: steps, and sums, ``[L, R]``."""
+        sums_LR = np.zeros((self._shape.layers, self._shape.ranks))
         loads = list(self._loads)[-newest:]
-        for loads_LR, current_L in zip(loads, self._current(rows, layer_epochs), strict=True):
-            sums_LR += loads_LR * current_L[:, None]
-        return len(rows), sums_LR
+        for loads_LR in loads:
+            sums_LR += loads_LR
+        return len(loads), sums_LR
 
-    def measured_par(self, layer_epochs: Sequence[int]) -> Float64:
-        """Peak-to-average ratios of the window, float64 ``[L]``, that were taken as the steps came in."""
-        return mean_par(self.newest_par(0, layer_epochs), axis=0)
+    def served_par(self, newest: int) -> Float64:
+        """Ratios of the newest steps as they were served, float64 ``[T, L]``; NaN without tokens."""
+        return self._par_WL[self._rows(newest)]
 
     def newest_par(self, since: int, layer_epochs: Sequence[int]) -> Float64:
         """Ratios of the steps that entered after the first ``since``, float64 ``[T, L]``, in the order of entering.
@@ -436,6 +438,8 @@ class HeatAssembler:
         self._steps_W[row] = step.number
         self._us_W[row] = np.median(step.micros) if step.micros else math.nan
         self._tokens_W[row] = tokens_G.sum() if (tokens_G >= 0).all() else math.nan
+        self._choices_W[row] = loads_LR.sum(dtype=np.int64)
+        self._slowest_W[row] = loads_LR.max(axis=1).sum(dtype=np.int64)
         self._par_WL[row] = step_par(loads_LR)
         self._epochs_WL[row] = step.epochs
         self._note_empty(step, tokens_G, loads_LR)

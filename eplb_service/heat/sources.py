@@ -54,6 +54,40 @@ class StepTimes:
         return StepTimes(self.us_T[first:], self.tokens_T[first:])
 
 
+@dataclass(frozen=True)
+class ServedSteps:
+    """T steps in order as they were served, float64 ``[T]`` each.
+
+    ``step_T`` are their numbers, ``us_T`` microseconds of wall time (NaN where no rank measured it), ``tokens_T`` the
+    choices of all layers, and ``slowest_T`` the tokens of each layer's most loaded rank, summed over layers.
+    """
+
+    step_T: Float64
+    us_T: Float64
+    tokens_T: Float64
+    slowest_T: Float64
+
+    @property
+    def steps(self) -> int:
+        """T."""
+        return len(self.step_T)
+
+    def followed_by(self, later: ServedSteps, most: int) -> ServedSteps:
+        """Return these and the steps of ``later`` that come after them, the newest ``most``."""
+        last = self.step_T[-1] if self.steps else -math.inf
+        new_T = later.step_T > last
+        pairs = [
+            (self.step_T, later.step_T),
+            (self.us_T, later.us_T),
+            (self.tokens_T, later.tokens_T),
+            (self.slowest_T, later.slowest_T),
+        ]
+        return ServedSteps(*(np.concatenate([old_T, late_T[new_T]])[-most:] for old_T, late_T in pairs))
+
+
+NO_STEPS = ServedSteps(*np.empty((4, 0)))
+
+
 class SourceHeat:
     """Tokens of each source rank by logical expert over about the newest ``window_steps``; older ones fade."""
 

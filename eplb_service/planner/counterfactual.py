@@ -1,4 +1,4 @@
-"""Worth of balancing: a window's steps left alone, as served, and under the best known placement, in milliseconds."""
+"""Gain of balancing: the newest steps left alone and as they were served, in balance and, if measured, in time."""
 
 from __future__ import annotations
 
@@ -10,58 +10,91 @@ import numpy.typing as npt
 
 from eplb_service.cost.curve import CostCurve
 from eplb_service.cost.fit import CurveFitError, OnlineFit, fit_online
-from eplb_service.cost.moving import MovingCosts
+from eplb_service.cost.moving import MovingCosts, SwitchEffect
 from eplb_service.figures import digits
 from eplb_service.heat.sources import StepTimes
 from eplb_service.heat.window import Window
 from eplb_service.placement import Float64, mean_par
+from eplb_service.planner.measured_gain import FEWEST_SWITCHES, MeasuredPrice, measured_price
 from eplb_service.planner.plan import Serving
-from eplb_service.planner.score import gain_of, split_shares, split_steps, split_us
+from eplb_service.planner.score import Gain, gain_of, par_by_step, split_shares, split_steps, split_us
 from eplb_service.planner.settings import STEP, PlannerSettings
-from eplb_service.wire.operator import TIME_PRICES, Worth
+from eplb_service.wire.operator import (
+    COSTS,
+    HELPS,
+    NO_GAIN,
+    NOT_MEASURABLE,
+    NOT_MEASURED,
+    TIME_PRICES,
+    Worth,
+)
 
 MEASURED, FITTED, STATED, ASSUMED = TIME_PRICES
 """Origin of a price of time. ``measured``: the curve that was given fits what it was made from; ``fitted``: to this
 deployment's own step times; ``stated``: somebody wrote the number down; ``assumed``: nobody did."""
 _MOE_SHARE = 0.5
 """Part of a step that experts are taken for where nothing better is known; what replays assume, too."""
-_BEST_KNOWN = (
-    "of each layer the fastest, on these very steps, of what serves, what was met, what was decided and what was "
-    "solved from scratch for them"
-)
-"""The placement taken for the best: a bound by hindsight, which no placement for later steps need reach."""
 _MOST_STEPS = 128
 """Steps that a curve is fitted to at most."""
+_STATED_ERROR = 0.5
+"""Part by which a number that somebody wrote down may be wrong, for the range of an estimate; chosen by hand."""
+_ROUNDING_US = 1e-6
+"""Microseconds per token below which a measured price is rounding."""
 
 
 @dataclass(frozen=True)
-class _TimePrice:
-    """Time of one layer's tokens, its origin, and the least and most that the true one may be as parts of it."""
+class TimePrice:
+    """Cost of one layer's tokens in time.
+
+    Parameters
+    ----------
+    curve, kind, reason
+        The curve, one of ``TIME_PRICES``, and its origin for people.
+    least, most
+        The least and the most that the true time may be, as parts of the curve's.
+    layer_ms
+        Time of one layer's experts as it serves, mean over the layers.
+    """
 
     curve: CostCurve
     kind: str
     reason: str
     least: float = 1.0
     most: float = 1.0
+    layer_ms: float = 0.0
 
 
-def _time_price(settings: PlannerSettings, window: Window, serving: Serving, times: StepTimes) -> _TimePrice:
-    """The curve given; else one fitted to the steps' own times, if that says anything; else time follows tokens."""
+def time_price(settings: PlannerSettings, window: Window, serving: Serving, times: StepTimes) -> TimePrice:
+    """Return the given curve; else one fitted to the steps' own times; else time that follows tokens."""
+    found = _source_of_time(settings, window, serving, times)
+    us_TL = _us_of_steps(window, serving, settings, found.curve)
+    layer_ms = float(mean_par(_ms_of_steps(us_TL))) / window.layers
+    return replace(found, layer_ms=layer_ms)
+
+
+def _source_of_time(
+    settings: PlannerSettings, window: Window, serving: Serving, times: StepTimes
+) -> TimePrice:
     if (curve := settings.cost_curve) is not None:
         kind = STATED if curve.fit is None else MEASURED
-        return _TimePrice(curve, kind, f"{curve} ({curve.source}); {curve.fit or 'no fit is known'}")
+        error = _STATED_ERROR if curve.fit is None else curve.fit.p90_error
+        reason = f"{curve} ({curve.source}); {curve.fit or 'no fit is known'}"
+        return TimePrice(curve, kind, reason, 1.0 - error, 1.0 + error)
     try:
         found = _fitted(settings, window, serving, times)
     except CurveFitError as why:
         return _linear(settings, window, serving, times, str(why))
     curve = found.curve
-    return _TimePrice(curve, FITTED, f"{curve} ({curve.source}); {curve.fit}", found.least, found.most)
+    error = 0.0 if curve.fit is None else curve.fit.p90_error
+    least = min(found.least, 1.0 - error)
+    most = max(found.most, 1.0 + error)
+    return TimePrice(curve, FITTED, f"{curve} ({curve.source}); {curve.fit}", least, most)
 
 
 def _linear(
     settings: PlannerSettings, window: Window, serving: Serving, times: StepTimes, why: str
-) -> _TimePrice:
-    """Time follows the hottest rank's tokens, so that a layer takes so long in the mean as it serves."""
+) -> TimePrice:
+    """Return a price by which time follows the hottest rank's tokens, so that a layer takes its stated time."""
     kind, layer_ms, said = STATED, settings.layer_ms, "layer_ms"
     if settings.is_default("layer_ms"):
         kind = ASSUMED
@@ -73,11 +106,13 @@ def _linear(
     ).peak_TK
     busy = peak_TL[peak_TL > 0]
     slope_us = layer_ms * 1e3 / float(busy.mean()) if busy.size else layer_ms * 1e3
-    return _TimePrice(
+    return TimePrice(
         CostCurve(0.0, 0.0, 0.0, slope_us, source=kind),
         kind,
         f"{digits(layer_ms)} ms per layer and step as it serves ({kind}: {said}), by the hottest rank's tokens; "
         f"no cost curve is given, and none is fitted to step times: {why}",
+        1.0 - _STATED_ERROR,
+        1.0 + _STATED_ERROR,
     )
 
 
@@ -103,90 +138,169 @@ def _slot_tokens(window: Window, serving: Serving, split: str, chosen_C: npt.NDA
     return tokens_CLP.reshape(len(chosen_C), layers, ranks, slots)
 
 
-def priced(moving: MovingCosts, worth: Worth | None, layers: int) -> MovingCosts:
-    """Costs of moves with the time of one of so many layers' experts as they serve, where ``worth`` knows it."""
-    if worth is None or worth.serving_ms <= 0:
+def priced(moving: MovingCosts, price: TimePrice | None) -> MovingCosts:
+    """Return costs of moves with the time of one layer's experts as they serve, if ``price`` knows it."""
+    if price is None or not price.layer_ms > 0:
         return moving
-    source = f"{worth.price_kind}, as the price of time"
-    return replace(moving, layer_ms=worth.serving_ms / layers, layer_source=source)
+    source = f"{price.kind}, as the price of time"
+    return replace(moving, layer_ms=price.layer_ms, layer_source=source)
 
 
-def counterfactual(
+@dataclass(frozen=True)
+class Served:
+    """The newest steps as the ranks served them.
+
+    Parameters
+    ----------
+    par_TL
+        float64 ``[T, L]``, ratio of each step; NaN without tokens.
+    slowest_T
+        float64 ``[T]``, tokens of each layer's most loaded rank, summed over layers.
+    times
+        Of the same steps.
+    effects
+        Changes that earlier switches made to step time.
+    """
+
+    par_TL: Float64
+    slowest_T: Float64
+    times: StepTimes
+    effects: Sequence[SwitchEffect] = ()
+
+
+def worth_of(
     window: Window,
     found: Serving,
     serving: Serving,
-    others: Sequence[Serving],
+    served: Served,
     settings: PlannerSettings,
-    times: StepTimes,
-) -> tuple[Worth, CostCurve | None] | None:
-    """Judge a window's steps under three placements: as met, as served, and the best known.
+    price: TimePrice | None = None,
+) -> Worth | None:
+    """Return the gain of balancing over a window's steps.
 
     Parameters
     ----------
     window
         The steps.
     found, serving
-        What was met when the ranks first came together, and what serves now.
-    others
-        What else is known: as decided, and as solved from scratch for this very window.
+        Layout that the ranks came with, and the one that they serve now.
+    served
+        The steps as the ranks served them.
     settings
-        How time is priced and tokens are split.
-    times
-        How long the steps took.
+        How tokens are split.
+    price
+        Cost of tokens for an estimate, if any is known.
 
     Returns
     -------
-    tuple[Worth, CostCurve | None] | None
-        Times and gain, and the curve that was fitted to the steps' own times, where it was; ``None`` where fewer than
-        two steps have tokens.
+    Worth | None
+        Time is said to be gained only if that was measured across switches. ``None`` if no step had tokens.
     """
-    price = _time_price(settings, window, serving, times)
-    ways = serving, found, *others
-    us = [
-        split_us(
-            window.heat_TLE, way.placement, way.log2phy_RLE, window.source_RLE, settings.split, price.curve
-        )
-        for way in ways
-    ]
-    left_T1, serving_T1, best_T1 = (_ms_of_steps(us_TL) for us_TL in (us[1], us[0], _fastest(us)))
-    gain = gain_of(left_T1, serving_T1)
-    if not gain.known:
+    left = split_steps(window.heat_TLE, found.placement, found.log2phy_RLE, window.source_RLE, settings.split)
+    par_left_alone = _mean_of_layers(par_by_step(left))
+    par = _mean_of_layers(served.par_TL)
+    if not (par > 0 and par_left_alone > 0):
         return None
+    times = served.times
     step_ms = None if times.mean_us is None else times.mean_us / 1e3
-    share = None if step_ms is None else gain.mean / (step_ms + gain.mean)
     known = step_ms is not None and times.tokens_per_step is not None
-    rate = times.tokens_per_step / step_ms * 1e3 if known else None  # type: ignore[operator]
-    # What is not known of the price scales both ends of the interval.
-    ends = [end * scale for end in (gain.low, gain.high) for scale in (price.least, price.most)]
     worth = Worth(
         steps=window.steps,
-        left_alone_ms=float(mean_par(left_T1)),
-        serving_ms=float(mean_par(serving_T1)),
-        best_ms=float(mean_par(best_T1)),
-        best=_BEST_KNOWN,
-        gain_ms=gain.mean,
-        gain_low_ms=min(ends),
-        gain_high_ms=max(ends),
-        price_kind=price.kind,
-        price=price.reason,
+        par_left_alone=par_left_alone,
+        par=par,
+        verdict=NOT_MEASURED,
+        reason=_not_measured(served),
+        price_kind=ASSUMED if price is None else price.kind,
+        price="" if price is None else price.reason,
+        switches=len(served.effects),
         timed_steps=int(times.served_T.sum()),
         step_ms=step_ms,
-        gain_percent=None if share is None else 100 * share,
-        tokens_per_second=rate,
-        tokens_per_second_won=None if rate is None or share is None else rate * share,
+        tokens_per_second=times.tokens_per_step / step_ms * 1e3 if known else None,  # type: ignore[operator]
     )
-    return worth, price.curve if price.kind == FITTED else None
+    per_token = measured_price(served.effects)
+    if per_token is not None and step_ms is not None:
+        tokens = gain_of(left.peak_TK.sum(axis=1)[:, None], served.slowest_T[:, None])
+        return _with_gain(worth, per_token, tokens, step_ms, found.placement.ranks)
+    if price is None or price.kind == ASSUMED or not _has_changed(found, serving):
+        return worth
+    low_ms, high_ms = _estimate(window, found, serving, settings, price)
+    return replace(worth, estimate_low_ms=low_ms, estimate_high_ms=high_ms)
 
 
-def _fastest(ways: Sequence[Float64]) -> Float64:
-    """Times of the way that is, for each layer, the fastest in the mean, the first of equals, float64 ``[T, L]``."""
-    mean_WL = np.nan_to_num([mean_par(us_TL, axis=0) for us_TL in ways], nan=np.inf)
-    best_TL: Float64 = np.take_along_axis(np.stack(ways), mean_WL.argmin(axis=0)[None, None], axis=0)[0]
-    return best_TL
+def _has_changed(found: Serving, serving: Serving) -> bool:
+    """Return whether something else serves than was found."""
+    return not (
+        np.array_equal(found.placement.phy2log_LRS, serving.placement.phy2log_LRS)
+        and np.array_equal(found.log2phy_RLE, serving.log2phy_RLE)
+    )
+
+
+def _not_measured(served: Served) -> str:
+    if served.times.mean_us is None:
+        return "the ranks report no step times"
+    return (
+        f"step times before and after {FEWEST_SWITCHES} switches are needed, {len(served.effects)} "
+        f"{'is' if len(served.effects) == 1 else 'are'} known"
+    )
+
+
+def _with_gain(worth: Worth, price: MeasuredPrice, tokens: Gain, step_ms: float, ranks: int) -> Worth:
+    """Add the time that balancing saves on these steps, at the price that switches showed."""
+    over = f"over {price.switches} switches"
+    if not tokens.known:
+        return worth
+    ends = [each * end / 1e3 for each in (price.low, price.high) for end in (tokens.low, tokens.high)]
+    low_ms, gain_ms, high_ms = min(ends), price.us_per_token * tokens.mean / 1e3, max(ends)
+    span = f"{digits(low_ms, sign='+')} to {digits(high_ms, sign='+')} ms per step"
+    shown = replace(
+        worth,
+        price_kind=MEASURED,
+        price=f"step times before and after switches, {over}, steps of about as many tokens compared",
+    )
+    if price.low <= _ROUNDING_US and price.high >= -_ROUNDING_US:
+        why = f"step time does not measurably follow balance {over} ({span}, 99 % interval)"
+        return replace(shown, verdict=NOT_MEASURABLE, reason=why)
+    if low_ms <= 0 <= high_ms:
+        return replace(shown, verdict=NO_GAIN, reason=f"what serves saves nothing on these steps ({span})")
+    share = gain_ms / (step_ms + gain_ms) if step_ms + gain_ms > 0 else 0.0
+    rate = worth.tokens_per_second
+    return replace(
+        shown,
+        verdict=HELPS if low_ms > 0 else COSTS,
+        reason=f"measured {over}",
+        gain_ms=gain_ms,
+        gain_low_ms=low_ms,
+        gain_high_ms=high_ms,
+        gain_percent=100 * share,
+        ranks_worth=ranks * share,
+        tokens_per_second_won=None if rate is None else rate * share,
+    )
+
+
+def _estimate(
+    window: Window, found: Serving, serving: Serving, settings: PlannerSettings, price: TimePrice
+) -> tuple[float, float]:
+    """Return the least and the most milliseconds per step by a price that is stated or fitted."""
+    left_T1, serving_T1 = (
+        _ms_of_steps(_us_of_steps(window, way, settings, price.curve)) for way in (found, serving)
+    )
+    gain = gain_of(left_T1, serving_T1)
+    ends = [end * scale for end in (gain.low, gain.high) for scale in (price.least, price.most)]
+    return min(ends), max(ends)
+
+
+def _mean_of_layers(par_TL: Float64) -> float:
+    """Return the mean over steps, then over layers, of those with tokens; NaN without any."""
+    return float(mean_par(mean_par(par_TL, axis=0)))
+
+
+def _us_of_steps(window: Window, way: Serving, settings: PlannerSettings, curve: CostCurve) -> Float64:
+    tables, source = way.log2phy_RLE, window.source_RLE
+    return split_us(window.heat_TLE, way.placement, tables, source, settings.split, curve)
 
 
 def _ms_of_steps(us_TL: Float64) -> Float64:
-    """All layers together, float64 ``[T, 1]``; NaN for a step without tokens."""
+    """Return all layers together, float64 ``[T, 1]``; NaN for a step without tokens."""
     busy_T = ~np.isnan(us_TL).all(axis=1)
     ms_T = np.where(busy_T, np.nan_to_num(us_TL, nan=0.0).sum(axis=1) / 1e3, np.nan)
     return ms_T[:, None]

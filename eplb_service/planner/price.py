@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -14,11 +14,14 @@ from eplb_service.cost.moving import (
     MovingCosts,
     Switch,
     SwitchedPlan,
+    SwitchEffect,
     compared,
     moving_costs,
 )
 from eplb_service.figures import digits
+from eplb_service.heat.sources import NO_STEPS, ServedSteps
 from eplb_service.placement import Float64
+from eplb_service.planner.measured_gain import effect_of
 from eplb_service.planner.settings import AUTO, STEP, PlannerSettings
 from eplb_service.wire.agent import PlanState, PlanStatus
 from eplb_service.wire.operator import MOVE_PRICES, MovePrice
@@ -45,6 +48,8 @@ _ASSUMED_SERVING_STEPS = 256
 """Steps that a change serves."""
 _PLANS_KEPT = 16
 """Newest plans that say what moves cost."""
+_STEPS_KEPT = 1024
+"""Newest steps that plans are compared by: those of a decision's window and of the one before."""
 _SLACK_SECONDS = 1.0
 """By which a rank's clock may seem to run ahead of the service's: its report and the offer travel as well."""
 _BYTES_PER_COUNT = 4
@@ -134,27 +139,34 @@ class SwitchLog:
     def __init__(self) -> None:
         self._reports: _PlanReports | None = None
         self._plans: list[SwitchedPlan] = []
+        self._steps = NO_STEPS
 
     def offered(self, plan_id: int, layers: Sequence[LayerPlan], ranks: int, now: float) -> None:
-        """A plan is on its way to the ranks, ``now`` by the clock that ``heard`` goes by."""
+        """Begin to follow a plan that is on its way to the ranks, ``now`` by the clock that ``heard`` goes by."""
         self._close()
-        self._reports = _PlanReports(plan_id, layers, ranks, now)
+        decided_from = float(self._steps.step_T[-1]) + 1 if self._steps.steps else None
+        self._reports = _PlanReports(plan_id, layers, ranks, now, decided_from)
 
     def heard(self, rank: int, status: PlanStatus, now: float) -> None:
-        """A rank has reported on a plan; only on the newest does it count."""
+        """Take a rank's report on a plan; only one on the newest plan counts."""
         if self._reports is not None:
             self._reports.heard(rank, status, now)
 
-    def looked_at(self, step_T: Float64, us_T: Float64) -> None:
-        """Steps were served, and no plan is under way.
-
-        Parameters
-        ----------
-        step_T, us_T
-            float64 ``[T]``, their numbers in order and wall time in microseconds; NaN where not known.
-        """
+    def looked_at(self, served: ServedSteps) -> None:
+        """Compare the steps before and after each plan. No plan is under way, and a decision begins."""
         self._close()
-        self._plans = [compared(plan, self._plans, step_T, us_T) for plan in self._plans]
+        self._steps = self._steps.followed_by(served, _STEPS_KEPT)
+        self._plans = [self._compared(plan) for plan in self._plans]
+
+    def _compared(self, plan: SwitchedPlan) -> SwitchedPlan:
+        plan = compared(plan, self._plans, self._steps.step_T, self._steps.us_T)
+        effect = effect_of(plan, self._plans, self._steps)
+        known = 0 if plan.effect is None else plan.effect.steps
+        return replace(plan, effect=effect) if effect is not None and effect.steps >= known else plan
+
+    def effects(self) -> list[SwitchEffect]:
+        """Return what plans changed, as far as steps with known times were served before and after them."""
+        return [plan.effect for plan in self._plans if plan.effect is not None]
 
     def costs(self) -> MovingCosts:
         """Costs of moves as far as they are known by now."""
@@ -171,8 +183,17 @@ class SwitchLog:
 class _PlanReports:
     """Reports of ranks on one plan: step and seconds of the first of each rank, by state and layer."""
 
-    def __init__(self, plan_id: int, layers: Sequence[LayerPlan], ranks: int, now: float) -> None:
-        self._plan_id, self._offered_at = plan_id, now
+    def __init__(
+        self,
+        plan_id: int,
+        layers: Sequence[LayerPlan],
+        ranks: int,
+        now: float,
+        decided_from: float | None = None,
+    ) -> None:
+        self._plan_id = plan_id
+        self._offered_at = now
+        self._decided_from = decided_from
         self._received = {plan.layer: np.bincount(plan.moves_M5[:, 2], minlength=ranks) for plan in layers}
         kinds = [(state, layer) for state in (_TRANSFERRED, _COMMITTED) for layer in self._received]
         self._rows = {kind: row for row, kind in enumerate((_ACCEPTED, *kinds))}
@@ -208,7 +229,7 @@ class _PlanReports:
             switches.append(Switch(each, _median(moved_R), _median(commit), began, staged_at))
             done_at = _median(self._step_KR[done])
             began = staged_at if math.isnan(done_at) else done_at
-        return SwitchedPlan(first, began + 1, tuple(switches))
+        return SwitchedPlan(first, began + 1, tuple(switches), decided_from=self._decided_from)
 
 
 _ACCEPTED = PlanState.ACCEPTED, -1

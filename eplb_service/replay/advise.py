@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from eplb_service.placement import Float64
 from eplb_service.planner.settings import NumberOrAuto, PlannerSettings
+from eplb_service.replay.costs import Costs
 from eplb_service.replay.jobs import jobs_for
 from eplb_service.replay.policy import Job, ReplayError, Setup
 from eplb_service.replay.result import Replay, Score
@@ -29,8 +30,8 @@ class Option:
     """One setting tried: its name, its slots per rank, schedule and price of moves, and what it realised.
 
     ``moved_per_100_steps`` is the share of all slots that receive weights; ``moe_ms`` are the slowest ranks of all
-    layers in a step, ``None`` without a cost curve; ``bytes_per_rank`` the weights of a rank's experts of all layers, 0
-    where an expert's are not known.
+    layers in a step, ``None`` without a cost curve; ``net_ms`` is ``None`` unless what experts take is stated;
+    ``bytes_per_rank`` the weights of a rank's experts of all layers, 0 where an expert's are not known.
     """
 
     label: str
@@ -38,7 +39,7 @@ class Option:
     move_price: NumberOrAuto
     par: float
     moved_per_100_steps: float
-    net_ms: float
+    net_ms: float | None
     moe_ms: float | None = None
     bytes_per_rank: int = 0
 
@@ -137,7 +138,7 @@ def advise(
     chosen = cheapest(by_redundancy, alone.par)
     replayed = next(policy for policy in third.policies if policy.label == chosen.label)
     score = third.score(replayed)
-    pays, reasons = _judged(third.costs.step_ms, alone, score, chosen)
+    pays, reasons = _judged(third.costs, alone, score, chosen)
     fewest = min(third.baselines, key=lambda baseline: baseline.setup.slots)
     return Advice(
         pays=pays,
@@ -208,7 +209,7 @@ def _options(replay: Replay, alone: Score) -> list[Option]:
                 move_price=_PRICES.get(policy.label, 0.0),
                 par=score.par,
                 moved_per_100_steps=replay.moved_per_100_steps(policy),
-                net_ms=saved_ms - score.stall_ms,
+                net_ms=None if saved_ms is None else saved_ms - score.stall_ms,
                 moe_ms=score.moe_ms,
                 bytes_per_rank=replay.layers * policy.setup.slots * replay.costs.bytes_per_expert,
             )
@@ -216,15 +217,17 @@ def _options(replay: Replay, alone: Score) -> list[Option]:
     return options
 
 
-def _judged(step_ms: float, alone: Score, score: Score, chosen: Option) -> tuple[bool, list[str]]:
+def _judged(costs: Costs, alone: Score, score: Score, chosen: Option) -> tuple[bool, list[str]]:
     """Verdict on whether what is chosen pays, by the cost curve or else by PAR and the stated times, and why."""
     pays = alone.par - score.par >= _WORTH_IT
     reasons = [
         f"PAR goes from {alone.par:.3f} to {score.par:.3f}; token sampling alone leaves about {score.floor:.3f}."
     ]
-    if alone.moe_ms is not None and chosen.moe_ms is not None:
+    step_ms = costs.step_ms
+    if alone.moe_ms is not None and chosen.moe_ms is not None and chosen.net_ms is not None:
         return chosen.net_ms > SAME_TIME * alone.moe_ms, [
-            f"The slowest ranks of all layers take {chosen.moe_ms:.3f} ms of a step, left alone {alone.moe_ms:.3f} ms; "
+            f"By the cost curve, the slowest ranks of all layers take {chosen.moe_ms:.3f} ms of a step, left alone "
+            f"{alone.moe_ms:.3f} ms; "
             f"switching costs {score.stall_ms:.3f} ms of it: {chosen.net_ms:+.3f} ms net.",
             *reasons,
         ]
@@ -239,9 +242,14 @@ def _judged(step_ms: float, alone: Score, score: Score, chosen: Option) -> tuple
             "A rank gets so few tokens per layer and step that chance makes most of the imbalance: no placement helps "
             "against it. Larger batches would."
         )
-    if step_ms and chosen.net_ms <= 0:
+    estimate = costs.estimate_text(score.par, alone.par)
+    if estimate is not None:
+        reasons.append(f"{estimate[0].upper()}{estimate[1:]}. --layer-ms or --cost-curve give a figure.")
+    elif step_ms and chosen.net_ms is not None and chosen.net_ms <= 0:
         pays = False
         reasons.append(f"Switching costs as much as balance wins: {chosen.net_ms:.3f} ms of a step, net.")
     elif step_ms:
-        reasons.append(f"That is {chosen.net_ms:.2f} ms of a step of {step_ms:g} ms, net of switching.")
+        reasons.append(
+            f"By the stated layer_ms that is {chosen.net_ms:.2f} ms of a step of {step_ms:g} ms, net of switching."
+        )
     return pays, reasons

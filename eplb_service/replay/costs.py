@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from eplb_service.cost.curve import CostCurve, plain_curve
 from eplb_service.cost.moving import MovingCosts
@@ -16,6 +16,8 @@ from eplb_service.replay.policy import ReplayError
 
 _MOE_SHARE = 0.5
 """Part of a step that experts are taken for where ``layer_ms`` is not stated, as in the service."""
+_LEAST_MOE_SHARE, _MOST_MOE_SHARE = 0.2, 0.8
+"""Range of that part for estimates; chosen by hand to hold what engines report from small decode batches to prefill."""
 _DEFAULTS = PlannerSettings()
 
 
@@ -53,9 +55,15 @@ class Costs:
         What tokens cost; ``None`` where time follows the hottest rank's tokens.
     split
         Cost of a stepwise split itself, under a curve; ``None`` where the host splits otherwise.
+    layer_assumed
+        Nobody stated ``layer_ms``: decisions go by it, but no time is reported that rests on it.
 
     Raises ``ReplayError`` on a value out of bounds.
     """
+
+    ESTIMATE_BASIS: ClassVar[str] = (
+        f"if experts take {_LEAST_MOE_SHARE:.0%} to {_MOST_MOE_SHARE:.0%} of it, before the cost of moves"
+    )
 
     step_ms: float = 0.0
     solve_ms: float = 200.0
@@ -66,6 +74,7 @@ class Costs:
     move_price: NumberOrAuto = AUTO
     curve: CostCurve | None = None
     split: SplitCost | None = None
+    layer_assumed: bool = False
 
     @classmethod
     def of(cls, settings: PlannerSettings, layers: int, **stated: Any) -> Costs:
@@ -81,6 +90,7 @@ class Costs:
             layer_ms=layer_ms,
             move_price=settings.move_price,
             curve=settings.cost_curve,
+            layer_assumed=settings.is_default("layer_ms"),
             **stated,
         )
 
@@ -128,9 +138,30 @@ class Costs:
         assert seconds is not None
         return math.ceil((self.solve_ms + experts_received * seconds * 1e3) / self.step_ms)
 
-    def saved_ms(self, layers: int, par: float, par_left_alone: float) -> float:
-        """Time of a step that a smaller ratio saves; a layer's experts take time in proportion to it."""
-        return layers * self.layer_ms * (1 - par / par_left_alone) if self.step_ms else 0.0
+    def saved_ms(self, layers: int, par: float, par_left_alone: float) -> float | None:
+        """Return the time of a step that a smaller ratio saves; ``None`` if nobody stated what experts take.
+
+        A layer's experts take time in proportion to the ratio. 0 if no step time is stated.
+        """
+        if not self.step_ms:
+            return 0.0
+        return None if self.layer_assumed else layers * self.layer_ms * (1 - par / par_left_alone)
+
+    def estimated_ms(self, par: float, par_left_alone: float) -> tuple[float, float] | None:
+        """Return the range of what a smaller ratio may save of a step, if only the step's time is stated."""
+        if not self.step_ms or not self.layer_assumed or self.curve is not None:
+            return None
+        share = 1 - par / par_left_alone
+        ends = [part * self.step_ms * share for part in (_LEAST_MOE_SHARE, _MOST_MOE_SHARE)]
+        return min(ends), max(ends)
+
+    def estimate_text(self, par: float, par_left_alone: float) -> str | None:
+        """Return that range for people, marked as an estimate."""
+        found = self.estimated_ms(par, par_left_alone)
+        if found is None:
+            return None
+        low, high = (digits(ms, 2) for ms in found)
+        return f"estimate: {low} to {high} ms of a step of {digits(self.step_ms)} ms, {self.ESTIMATE_BASIS}"
 
     def assumptions(self, given: Collection[str]) -> tuple[Assumption, ...]:
         """Numbers that results rest on; ``given`` names those that a user stated."""

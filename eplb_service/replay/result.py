@@ -173,7 +173,7 @@ class Score:
     bytes_moved
         Weights received by all ranks.
     saved_ms, stall_ms
-        Of a step: what balance saves, and what moves and switches cost.
+        Of a step: what balance saves, ``None`` if nobody stated what experts take; and what moves and switches cost.
     moe_ms, moe_ms_left_alone
         Of a step: the slowest ranks of all layers, as realised and under the starting placement; ``None`` without a
         cost curve.
@@ -185,10 +185,15 @@ class Score:
     hindsight: float | None
     regret: float | None
     bytes_moved: int
-    saved_ms: float
+    saved_ms: float | None
     stall_ms: float
     moe_ms: float | None = None
     moe_ms_left_alone: float | None = None
+
+    @property
+    def net_ms(self) -> float | None:
+        """Milliseconds of a step that balance saves, less what moves and switches cost; ``None`` if not known."""
+        return None if self.saved_ms is None else self.saved_ms - self.stall_ms
 
 
 @dataclass(frozen=True)

@@ -94,14 +94,24 @@ def _tiles(replay: Replay, score: Score, best: PolicyReplay) -> str:
     }
     if score.regret is not None:
         tiles["regret: PAR above hindsight"] = f"{score.regret:.3f}"
-    if replay.costs.step_ms:
-        net_ms = score.saved_ms - score.stall_ms
-        tiles[f"won of a step of {digits(replay.costs.step_ms)} ms, net"] = f"{digits(net_ms)} ms"
     costs, slots = replay.costs, best.setup.slots
-    layer_ms = costs.layer_ms if score.moe_ms is None else score.moe_ms / replay.layers
-    tiles["price of time: experts of one layer in a step"] = f"{digits(layer_ms)} ms"
-    switch = f"{digits(costs.stall_ms(slots, 0, 1))} ms per layer switched"
-    tiles[f"price of moves: per expert; {switch}"] = f"{digits(costs.stall_ms(slots, 1, 0))} ms"
+    share = 1 - score.par / score.par_left_alone
+    tiles["PAR lower than left alone"] = f"{share:.1%}"
+    if costs.step_ms and score.net_ms is not None:
+        tiles[f"saved of a step of {digits(costs.step_ms)} ms, net, by the stated costs"] = (
+            f"{digits(score.net_ms)} ms"
+        )
+    estimated = costs.estimated_ms(score.par, score.par_left_alone)
+    if estimated is not None:
+        low, high = (digits(ms, 2) for ms in estimated)
+        tiles[
+            f"estimate of what a step of {digits(costs.step_ms)} ms is shorter by, {costs.ESTIMATE_BASIS}"
+        ] = f"{low} to {high} ms"
+    if score.moe_ms is not None:
+        tiles["slowest ranks of all layers in a step, by the cost curve"] = f"{digits(score.moe_ms)} ms"
+    if not costs.layer_assumed:
+        switch = f"{digits(costs.stall_ms(slots, 0, 1))} ms per layer switched"
+        tiles[f"price of moves: per expert; {switch}"] = f"{digits(costs.stall_ms(slots, 1, 0))} ms"
     boxes = (f"<div><b>{value}</b>{escape(label)}</div>" for label, value in tiles.items())
     return f'<div class="tiles">{"".join(boxes)}</div>'
 
@@ -135,7 +145,7 @@ def _table(replay: Replay) -> str:
         }
         if not replay.costs.bytes_per_expert:
             del row["GB"]
-        if replay.costs.step_ms:
+        if replay.costs.step_ms and score.saved_ms is not None:
             row |= {"saved ms": digits(score.saved_ms), "stall ms": digits(score.stall_ms)}
         rows.append(row)
     head = _cells("th", map(escape, rows[0]))

@@ -14,33 +14,40 @@ from prometheus_client.exposition import choose_encoder
 
 TABLE = """
 Balance:
-  gauge eplb_par_realised{deployment,layer} Peak-to-average ratio of a layer, from loads that the ranks measured.
+  gauge eplb_par_realised{deployment,layer} Peak-to-average ratio of a layer over the newest 64 steps as they were
+    served, from loads that the ranks measured.
   gauge eplb_par_planned{deployment,layer} Peak-to-average ratio that the last plan switched in promised for a layer.
   gauge eplb_deployment_par_realised{deployment} Mean of eplb_par_realised over layers.
   gauge eplb_deployment_par_planned{deployment} Mean over layers that the last decision expects to serve from then on.
   gauge eplb_deployment_par_seen{deployment} Mean over layers that the last decision found in its window.
   gauge eplb_noise_floor{deployment,layer} Ratio that chance alone leaves a balanced layer, by the last decision.
   gauge eplb_deployment_noise_floor{deployment} Mean of eplb_noise_floor over layers.
+  gauge eplb_hottest_rank{deployment} Rank with most tokens over all layers, in the newest steps.
+  gauge eplb_hottest_layer{deployment} Layer with the highest realised ratio.
+  gauge eplb_redundant_bytes_per_rank{deployment} Weights that a rank holds in slots beyond one per expert, over
+    all layers; absent if an expert's size is not known.
   gauge eplb_rank_load{deployment,rank} Tokens of a rank over the mean rank, mean over layers, in the newest steps.
   gauge eplb_deployment_gain{deployment} Peak-to-average ratio forecast to be won over the ranks' first
     placement until the next decision.
   gauge eplb_deployment_gain_low{deployment} Low end of the 95 % interval of the gain until the next decision.
   gauge eplb_deployment_gain_high{deployment} High end of the 95 % interval of the gain until the next decision.
-What balancing is worth:
-  gauge eplb_experts_seconds{deployment,placement} Time of the slowest ranks of all layers in a step: left_alone as met
-    first, serving, best_known.
-  gauge eplb_gain_seconds{deployment} Time per step that balancing saves over the ranks' first placement, at the price
-    of eplb_time_price_info.
-  gauge eplb_gain_low_seconds{deployment} Low end of the 95 % interval of eplb_gain_seconds.
-  gauge eplb_gain_high_seconds{deployment} High end of the 95 % interval of eplb_gain_seconds.
-  gauge eplb_time_price_info{deployment,price} Constant 1; the time that tokens take is measured, fitted to step times,
-    stated or assumed.
+Gain of balancing:
+  gauge eplb_deployment_par_left_alone{deployment} Peak-to-average ratio that the newest steps would have had under the
+    layout that the ranks came with, mean over layers.
+  gauge eplb_deployment_par_gain_ratio{deployment} Part by which the ratio of these steps was lower as they were served.
+  gauge eplb_gain_verdict_info{deployment,verdict} Constant 1; helps or costs if time was measured across switches; no
+    gain, not measurable if step time does not follow balance, or not measured.
+  gauge eplb_gain_switches{deployment} Switches with measured step times before and after them.
+  gauge eplb_gain_seconds{deployment} Time per step that balancing saves, measured across switches; absent otherwise.
+  gauge eplb_gain_low_seconds{deployment} Low end of the 99 % interval of eplb_gain_seconds.
+  gauge eplb_gain_high_seconds{deployment} High end of the 99 % interval of eplb_gain_seconds.
+  gauge eplb_gain_ranks{deployment} Ranks whose work the measured gain is worth.
+  gauge eplb_gain_tokens_per_second{deployment} Tokens per second that the measured gain amounts to.
   gauge eplb_step_seconds{deployment} Wall time of a step as the ranks' hosts measured it, waits left out.
-  gauge eplb_gain_tokens_per_second{deployment} Tokens per second that the time saved amounts to.
   gauge eplb_move_price{deployment} Part of its ratio that a layer must win to have every slot moved, in the last
     decision.
   gauge eplb_move_cost_seconds{deployment} Time that steps lose for each expert that a rank receives, in the last
-    decision.
+    decision; absent if it is assumed.
   gauge eplb_move_cost_seconds_per_byte{deployment} The same for each byte of weights, where their size is known.
   gauge eplb_switch_cost_seconds{deployment} Time for which the model waits for a layer's switch, in the last decision.
   gauge eplb_move_price_info{deployment,price} Constant 1; the price of moves is measured, partly measured, stated or

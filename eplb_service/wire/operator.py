@@ -24,6 +24,15 @@ MOVE_PRICES = ("measured", "partly measured", "stated", "assumed")
 """Sources of the price of moves, best first."""
 TIME_PRICES = ("measured", "fitted", "stated", "assumed")
 """Sources of what tokens cost in time, best first."""
+VERDICTS = (HELPS, COSTS, NO_GAIN, NOT_MEASURABLE, NOT_MEASURED) = (
+    "helps",
+    "costs",
+    "no gain",
+    "not measurable",
+    "not measured",
+)
+"""Verdicts on the gain in time. The first two are measured across switches. ``not measurable``: step time does not
+follow balance as far as switches show."""
 _LEAST_SHOWN, _MOST_SHOWN = -1e9, float(1 << 36)
 """Bounds on numbers that are shown, such as milliseconds, tokens per second, or seconds since 1970."""
 
@@ -49,37 +58,58 @@ class MovePrice:
 
 @dataclass(frozen=True)
 class Worth:
-    """Worth of balancing: the slowest ranks of all layers together, milliseconds per step, mean over ``steps`` steps.
+    """Gain of balancing over the newest ``steps`` steps.
 
-    Left alone under the layout that was met first, serving as now, and best under what ``best`` names. The gain is left
-    alone less served, with its 95 % interval; ``price_kind`` one of ``TIME_PRICES``, ``price`` the same for people.
-    ``step_ms`` is the wall time of a step as served, mean of ``timed_steps``; what is ``None`` is not known.
+    Parameters
+    ----------
+    steps
+        T, the steps that all of it is of.
+    par_left_alone, par
+        Peak-to-average ratio of these steps under the layout that the ranks came with, and as they were served.
+    verdict, reason
+        One of ``VERDICTS``, and a sentence that says why.
+    price_kind, price
+        Source of the times: ``measured`` across switches; otherwise that of the estimate. The second is for people.
+    switches
+        Switches with measured step times before and after them.
+    timed_steps, step_ms
+        Steps of known wall time that are no wait for requests, and their mean.
+    gain_ms, gain_low_ms, gain_high_ms
+        Time per step that balancing saves, with its 99 % interval; ``None`` unless measured across switches.
+    gain_percent, ranks_worth
+        The measured gain as a part of a step left alone, and as a number of ranks.
+    tokens_per_second, tokens_per_second_won
+        As served, and the part of that which the measured gain is; ``None`` where not known.
+    estimate_low_ms, estimate_high_ms
+        Range of an estimate, if nothing was measured but the cost of tokens is stated or fitted.
     """
 
     MESSAGE: ClassVar[type[Any]] = operator_pb2.Worth
 
     steps: int
-    left_alone_ms: float
-    serving_ms: float
-    best_ms: float
-    best: str
-    gain_ms: float
-    gain_low_ms: float
-    gain_high_ms: float
+    par_left_alone: float
+    par: float
+    verdict: str
+    reason: str
     price_kind: str
     price: str
+    switches: int = 0
     timed_steps: int = 0
     step_ms: float | None = None
+    gain_ms: float | None = None
+    gain_low_ms: float | None = None
+    gain_high_ms: float | None = None
     gain_percent: float | None = None
+    ranks_worth: float | None = None
     tokens_per_second: float | None = None
     tokens_per_second_won: float | None = None
+    estimate_low_ms: float | None = None
+    estimate_high_ms: float | None = None
 
     @property
-    def verdict(self) -> str:
-        """``helps``, ``costs`` or ``not shown to help``: what the interval says."""
-        if self.gain_low_ms > 0:
-            return "helps"
-        return "costs" if self.gain_high_ms < 0 else "not shown to help"
+    def par_gain_percent(self) -> float:
+        """Part by which the ratio is lower than left alone, in percent."""
+        return 100.0 * (1.0 - self.par / self.par_left_alone)
 
 
 @dataclass(frozen=True)
@@ -156,7 +186,8 @@ class PastPlan:
 class BalancePoint:
     """Balance around one moment, in seconds since 1970; a ratio that is not known is NaN.
 
-    Ratios are means over the layers that had tokens: realised, as the last decision expected, and its noise floor.
+    Ratios are means over the layers that had tokens: realised, as the last decision expected, its noise floor, and the
+    same steps left alone.
     """
 
     MESSAGE: ClassVar[type[Any]] = operator_pb2.BalancePoint
@@ -166,6 +197,7 @@ class BalancePoint:
     par_planned: float
     noise_floor: float
     layers_switched: int
+    par_left_alone: float = math.nan
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,8 @@ KEYS: dict[str, dict[str, str]] = {
     },
     "replay": {
         "": "layers experts ranks first steps interrupted costs assumptions policies",
-        "costs": "step_ms solve_ms link_bandwidth bytes_per_expert commit_ms layer_ms move_price curve split",
+        "costs": "step_ms solve_ms link_bandwidth bytes_per_expert commit_ms layer_ms move_price curve split "
+        "layer_assumed",
         "costs.curve": CURVE,
         "costs.curve.fit": FIT,
         "costs.split": SPLIT,
@@ -65,11 +66,14 @@ KEYS: dict[str, dict[str, str]] = {
     "demo": {
         "": "par_static par_balanced par_noise_floor "
         "scored_from_step layers_switched experts_moved bytes_moved max_abs_output_diff float32_rounding_bound step_ms "
-        "steps ranks layers",
+        "agent_ms step_ms_mean gain_ms tokens_per_second device steps ranks layers",
         "?": "generated_bytes generated_bytes_identical",
         "step_ms": "with_agent without_agent",
         "step_ms.with_agent": "p50 p99",
         "step_ms.without_agent": "p50 p99",
+        "agent_ms": "p50 p99",
+        "step_ms_mean": "with_agent without_agent agent",
+        "tokens_per_second": "with_agent without_agent",
     },
     "placement": {"": "epoch phy2log log2phy"},
     "pause": {"": "deployment paused"},

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import io
+import os
+import termios
+
 import pytest
 
-from eplb_service.cli.top import render
+from eplb_service.cli.top import _keys, render
 from eplb_service.wire.generated import operator_pb2
 from tests.cli.arguments import drawn
 from tests.control.server.pictured import Pictured, messages
@@ -50,10 +54,12 @@ def test_a_terminal_of_24_lines_shows_all_that_matters() -> None:
     text = "\n".join(lines)
     for part in (
         "decode  9 problems  61 layers x 256 experts on 320 ranks x 1 slots",
+        "PAR 1.4",
+        "now, 1.740 left alone; hottest rank 5 (1.04 x the mean), layer",
         "problem: rank 1: its transfer failed",
         "and 7 more problems",
-        "worth: helps: +0.412 ms per step over 512 (95 %: +0.38 to +0.444)",
-        "moved: 612 layers, 178 GB; price 0.35 ms per expert, partly measured",
+        "gain: helps: +6.12 ms per step (99 %: +4.9 to +7.3)",
+        "moved: 612 layers, 178 GB; price 0.35 ms per expert, measured",
         "2 more: draft 1.070 paused, prefill 1.070 well",
         "PAR over",
         " s ago, done: 21 of 21 layers",
@@ -61,7 +67,39 @@ def test_a_terminal_of_24_lines_shows_all_that_matters() -> None:
         "more ranks",
     ):
         assert part in text
-    assert sum(line.count("■") > 20 for line in lines) >= 6
+    assert sum(line.count("■") > 20 for line in lines) >= 5
+
+
+def test_left_alone_is_a_line_of_the_chart() -> None:
+    look = messages(8, 12)
+    lines = look_at(look, 100)
+    assert any("╌╌╌" in line for line in lines)
+    assert any("left alone 1.7" in line for line in lines)
+
+
+def test_old_figures_say_how_old_they_are() -> None:
+    look = messages(8, 12)
+    look.whole.status.idle_seconds = 400
+    assert any("7 min ago" in line for line in look_at(look, 100))
+    look.whole.status.par = 0
+    look.whole.status.ClearField("worth")
+    lines = look_at(look, 100)
+    assert any(line.startswith("PAR - ") for line in lines)
+    assert not any(line.startswith("gain:") for line in lines)
+
+
+@pytest.mark.parametrize(("pressed", "leaves"), [("q", True), ("x", False)])
+def test_q_leaves(pressed: str, leaves: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, theirs = os.openpty()
+    with os.fdopen(theirs, "rb", buffering=0) as terminal:
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(terminal))
+        before = termios.tcgetattr(theirs)
+        with _keys() as asked_to_leave:
+            assert not asked_to_leave(0.0)
+            os.write(ours, pressed.encode())
+            assert asked_to_leave(0.2) is leaves
+        assert termios.tcgetattr(theirs) == before
+    os.close(ours)
 
 
 def test_nothing_yet() -> None:

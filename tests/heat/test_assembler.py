@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from eplb_service.heat.assembler import HeatAssembler, memory_bytes
 from eplb_service.heat.sources import StepTimes
 from eplb_service.heat.window import Window
-from eplb_service.placement import Placement, default_log2phy, par, with_entries
+from eplb_service.placement import Placement, default_log2phy, mean_par, par, with_entries
 from eplb_service.wire.agent import Shape
 from eplb_service.wire.heat import HeatReport, StepPhase
 
@@ -33,9 +33,9 @@ def place(heat: HeatAssembler, layer: int, epoch: int, phy2log_RS: np.ndarray) -
     heat.placements.place(layer, epoch, phy2log_RS, default_log2phy(phy2log_RS, EXPERTS))
 
 
-def loads_of(heat: HeatAssembler, layer_epochs: tuple[int, ...]) -> np.ndarray:
+def loads_of(heat: HeatAssembler) -> np.ndarray:
     """Of all steps of the window, ``[T, L, R]``: differences of the sums over ever more of the newest."""
-    sums = [heat.load_sums(layer_epochs, newest)[1] for newest in range(1, heat.steps + 1)]
+    sums = [heat.load_sums(newest)[1] for newest in range(1, heat.steps + 1)]
     return np.diff([np.zeros((LAYERS, RANKS)), *sums], axis=0)[::-1]
 
 
@@ -79,7 +79,7 @@ def test_a_step_counts_once_all_ranks_have_reported_it() -> None:
     window = window_of(heat)
     # Layer 0: expert 0 is on both ranks, 1 on rank 0, 2 on rank 1. Layer 1: 1 on both, 2 on rank 0, 0 on rank 1.
     np.testing.assert_array_equal(window.heat_TLE, [[[11, 1, 10], [10, 11, 1]], [[22, 2, 20], [20, 22, 2]]])
-    np.testing.assert_array_equal(loads_of(heat, (0, 0))[:, 0], [[2, 20], [4, 40]])
+    np.testing.assert_array_equal(loads_of(heat)[:, 0], [[2, 20], [4, 40]])
     assert heat.counted == (2, 0)
 
 
@@ -106,7 +106,7 @@ def test_steps_that_not_all_ranks_count_alike_are_lost(others: list[HeatReport],
     add_all(heat, report(4, 1))
     assert heat.counted.lost == lost
     assert heat.steps == heat.counted.received
-    numbers, _ = heat.timed_steps()
+    numbers = heat.served_steps().step_T
     assert heat.counted.received == len(set(numbers))
 
 
@@ -210,8 +210,8 @@ def test_counts_are_read_under_the_placement_that_they_were_taken_under() -> Non
         add(heat, rank, report(1, 1, epochs=(1, 0)))
     window = window_of(heat)
     np.testing.assert_array_equal(window.heat_TLE[:, 0], [[2, 1, 1], [1, 2, 1]])
-    # Loads of the step before the switch say nothing about the layer as it is now.
-    np.testing.assert_array_equal(loads_of(heat, (1, 0)).sum(axis=2), [[0, 4], [4, 4]])
+    # What was served before a switch stays what was served.
+    np.testing.assert_array_equal(loads_of(heat).sum(axis=2), [[4, 4], [4, 4]])
 
 
 def test_steps_of_dummies_alone_carry_no_heat() -> None:
@@ -264,8 +264,11 @@ def test_ratios_taken_as_steps_come_in_are_those_of_the_loads(seed: int, reports
         for rank in range(RANKS):
             counts = rng.integers(0, 4, 2).tolist()
             add(heat, rank, report(2 * number, *counts, epochs=(epoch, 0)))
-    for layer_epochs in ((epoch, 0), (0, 0)):
-        np.testing.assert_allclose(heat.measured_par(layer_epochs), par(loads_of(heat, layer_epochs)))
+    loads_TLR = loads_of(heat)
+    np.testing.assert_allclose(mean_par(heat.served_par(heat.steps), axis=0), par(loads_TLR))
+    served = heat.served_steps()
+    np.testing.assert_array_equal(served.tokens_T, loads_TLR.sum(axis=(1, 2)))
+    np.testing.assert_array_equal(served.slowest_T, loads_TLR.max(axis=2).sum(axis=1))
 
 
 def test_the_window_slides_and_what_is_remembered_does_not_change_meanwhile() -> None:
@@ -310,7 +313,7 @@ def test_what_slots_received_follows_from_sources_and_tables(seed: int, steps: i
         add(heat, rank, sources_only(0, counts_RTLE[rank]))
     heat_TLE, source_RLE = heat.remembered().arrays()
     np.testing.assert_array_equal(heat_TLE, counts_RTLE.sum(axis=0))
-    np.testing.assert_array_equal(loads_of(heat, (0, 0)), loads_TLR)
+    np.testing.assert_array_equal(loads_of(heat), loads_TLR)
     assert source_RLE is not None
 
 
@@ -321,7 +324,7 @@ def test_tokens_went_where_the_table_of_their_epoch_sent_them() -> None:
     counts_TLE = np.ones((1, LAYERS, EXPERTS), dtype=np.int32)
     add_all(heat, sources_only(0, counts_TLE, epochs=(1, 0)))
     # Rank 0 sends experts 0 and 2 away and keeps 1; rank 1 sends 0 away and keeps the others.
-    np.testing.assert_array_equal(loads_of(heat, (1, 0))[0, 0], [2, 4])
+    np.testing.assert_array_equal(loads_of(heat)[0, 0], [2, 4])
 
 
 def test_a_wait_for_requests_is_no_step() -> None:
@@ -375,7 +378,7 @@ def test_only_steps_of_the_phase_that_is_planned_for_enter_the_window(phase, ent
     for rank, phases in enumerate(phases_RT):
         sent = replace(report(1, 1, 2, 3, 4, 0), phase_T=np.array(phases, dtype=np.uint8))
         add(heat, rank, sent)
-    assert heat.timed_steps()[0].tolist() == entered
+    assert heat.served_steps().step_T.tolist() == entered
     assert heat.counted.received == 5
     rates_RLE = heat.remembered().arrays()[1]
     assert rates_RLE is not None

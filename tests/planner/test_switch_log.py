@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from eplb_service.cost.moving import NOTHING_MEASURED
+from eplb_service.heat.sources import ServedSteps
 from eplb_service.planner.plan import LayerPlan
 from eplb_service.planner.price import SwitchLog
 from eplb_service.wire.agent import PlanState, PlanStatus
@@ -59,9 +60,8 @@ class Ranks:
 
     def look(self) -> None:
         newest = sorted(self.us)[-256:]
-        self.log.looked_at(
-            np.array(newest, dtype=np.float64), np.array([self.us[step] for step in newest], dtype=np.float64)
-        )
+        us_T = np.array([self.us[step] for step in newest], dtype=np.float64)
+        self.log.looked_at(ServedSteps(np.array(newest, dtype=np.float64), us_T, *np.ones((2, us_T.size))))
 
 
 @pytest.fixture

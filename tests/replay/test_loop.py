@@ -112,13 +112,25 @@ def test_while_weights_are_under_way_no_other_decision_is_made():
     assert (decisions[1].layers_changed, decisions[1].moves) == (0, 0)
 
 
+def test_a_step_time_alone_gives_a_range_that_is_marked_as_an_estimate():
+    costs = Costs.of(PlannerSettings(), layers=3, step_ms=40)
+    result = run(["none", "flashlb"], costs=costs)
+    none, flashlb = map(result.score, result.policies)
+    assert (none.saved_ms, flashlb.saved_ms, flashlb.net_ms) == (None, None, None)
+    share = 1 - flashlb.par / none.par
+    assert costs.estimated_ms(flashlb.par, none.par) == pytest.approx((8 * share, 32 * share))
+    assert costs.estimate_text(flashlb.par, none.par).startswith("estimate: ")
+    assert Costs.of(PlannerSettings(), layers=3).estimated_ms(1.1, 1.5) is None
+
+
 def test_time_and_bytes_are_those_stated():
-    settings = PlannerSettings(link_bandwidth=1e3)
+    settings = PlannerSettings(link_bandwidth=1e3, layer_ms=20 / 3)
     costs = Costs.of(settings, layers=3, step_ms=40, bytes_per_expert=10_000_000, solve_ms=0, commit_ms=2)
     result = run(["none", "flashlb"], costs=costs, settings=settings)
     none, flashlb = map(result.score, result.policies)
     assert (none.saved_ms, none.stall_ms, none.bytes_moved) == (0, 0, 0)
     assert flashlb.saved_ms == pytest.approx(20 * (1 - flashlb.par / none.par))
+    assert costs.estimate_text(flashlb.par, none.par) is None
     moved = result.policies[1]
     assert flashlb.bytes_moved == 10_000_000 * moved.moves
     # A fifth of the 10 us that each expert travels, and 2 ms for each layer.

@@ -81,6 +81,7 @@ def run_apart(*program: str, **environment: str) -> int:
 
 _DECISION = """
 from eplb_service.solver import candidates, layer, warmup, window
+from eplb_service.planner.decide import plan
 from tests.planner.test_counterfactual import *
 warmup.warm_up(1)
 kernels = [one for room in (candidates, layer, window) for one in vars(room).values() if hasattr(one, "signatures")]

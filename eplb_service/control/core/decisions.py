@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from eplb_service.control.core.live_placement import LivePlacement
 from eplb_service.cost.curve import CostCurve
 from eplb_service.placement import Float64
+from eplb_service.planner.counterfactual import FITTED, TimePrice
 from eplb_service.planner.forecast import NO_FORECASTS, Forecasts
 from eplb_service.planner.pace import Pace
 from eplb_service.planner.plan import Outlook, Promise
@@ -35,12 +36,14 @@ class Decisions:
         ``None`` where it changed nothing, and until then.
     forecasts
         Of the gain over the first placement until the next decision.
-    worth, move_price
-        Gain of balancing on the last decision's steps, and the price of its moves; ``None`` until they are known.
+    worth
+        Gain of balancing over the newest steps; ``None`` until it is known, and while nothing is served.
+    time_price, move_price
+        Prices of tokens in time and of the last decision's moves; ``None`` until they are known.
     fitted
         The last cost curve that the group's own step times spoke for.
     appraise_at
-        Steps that ``pace`` must have seen before the gain is judged again.
+        Steps that ``pace`` must have seen before time is priced again.
     courses
         What the next decision may follow, as in ``planner.plan.Plan``.
     """
@@ -53,6 +56,7 @@ class Decisions:
     replaced_at: int | None = None
     forecasts: Forecasts = NO_FORECASTS
     worth: Worth | None = None
+    time_price: TimePrice | None = None
     fitted: CostCurve | None = None
     move_price: MovePrice | None = None
     appraise_at: float = 0.0
@@ -60,13 +64,8 @@ class Decisions:
 
     @property
     def to_appraise(self) -> bool:
-        """True where the gain of balancing is to be judged: decisions come first, and take most of the CPU.
-
-        Soon where the last one knows of none: what it judged was as it had been found.
-        """
-        if self.pace is None or self.worth is None or self.worth.gain_ms == 0:
-            return True
-        return self.pace.seen >= self.appraise_at
+        """True if time is to be priced: decisions come first, and take most of the CPU."""
+        return self.pace is None or self.time_price is None or self.pace.seen >= self.appraise_at
 
     @property
     def settling(self) -> bool:
@@ -119,13 +118,16 @@ class Decisions:
 
     def resting(self) -> Decisions:
         """Expect no heat: what comes later is not compared with what was expected before."""
-        return replace(self, pace=None, promise=None, before=None, forecasts=NO_FORECASTS, courses=())
+        return replace(
+            self, pace=None, promise=None, before=None, forecasts=NO_FORECASTS, courses=(), worth=None
+        )
 
-    def appraised(self, worth: Worth, fitted: CostCurve | None, cost: float = 0.0) -> Decisions:
-        """Note the gain of balancing on the last decision's steps; so many steps pay for the CPU of that.
+    def appraised(self, price: TimePrice, cost: float = 0.0) -> Decisions:
+        """Note the price of time; so many steps pay for the CPU of that.
 
-        A curve that they speak for is kept though the next ones say nothing: it is the device's, not the placement's.
+        A fitted curve is kept though later steps say nothing: it is the device's, not the placement's.
         """
         pace = self.pace and self.pace.charged(cost)
         after = 0.0 if pace is None else pace.seen + _BETWEEN_APPRAISALS * cost
-        return replace(self, worth=worth, fitted=fitted or self.fitted, pace=pace, appraise_at=after)
+        fitted = price.curve if price.kind == FITTED else self.fitted
+        return replace(self, time_price=price, fitted=fitted, pace=pace, appraise_at=after)

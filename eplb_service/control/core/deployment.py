@@ -336,7 +336,7 @@ class Deployment:
         self.plan_problems.clear()
         self.decisions = self.decisions.deciding(self.assembled)
         if self.heat is not None:
-            self.switch_log.looked_at(*self.heat.timed_steps())
+            self.switch_log.looked_at(self.heat.served_steps())
 
     def decided(self, outlook: Outlook, *, changed: bool) -> None:
         """Note the decision: it leaves all as it is, or a plan of it is about to be offered."""

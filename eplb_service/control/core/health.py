@@ -7,10 +7,12 @@ import numpy as np
 from eplb_service.control.core.deployment import Deployment
 from eplb_service.control.core.flow import LATE_SECONDS
 from eplb_service.control.core.group import rank_list
-from eplb_service.placement import Float64
+from eplb_service.placement import Float64, mean_par
 from eplb_service.wire.agent import mixed_releases
 from eplb_service.wire.operator import BalancePoint
 
+NEWEST_STEPS = 64
+"""Steps that figures of the present are of: the newest ones, as they were served."""
 MOST_POINTS = 512
 """Points of one deployment's balance; where there are more, neighbours become one."""
 _SILENT_SECONDS = 30.0
@@ -36,15 +38,23 @@ class BalanceSeries:
             self._interval *= 2
 
 
-def measured_par(deployment: Deployment) -> Float64:
-    """Realised peak-to-average ratio of each layer as it is now, float64 ``[L]``.
+def served_now(deployment: Deployment) -> int:
+    """Return the number of newest steps that figures of the present are of; 0 while no rank is connected."""
+    if deployment.heat is None or deployment.live is None or not deployment.connected:
+        return 0
+    return min(deployment.heat.steps, NEWEST_STEPS)
 
-    From the loads that the ranks measured, not from a prediction: per step, averaged over the steps of the window with
-    tokens; 0 where nothing was measured yet. Empty while the placement is not known.
+
+def measured_par(deployment: Deployment) -> Float64:
+    """Return the peak-to-average ratio of each layer over the newest steps, as they were served, float64 ``[L]``.
+
+    From the loads that the ranks measured, not from a prediction: per step, averaged over the steps with tokens; 0 if
+    nothing was measured yet. Empty while the placement is not known or no rank is connected.
     """
-    if deployment.heat is None or deployment.live is None:
+    steps = served_now(deployment)
+    if deployment.heat is None or deployment.live is None or not deployment.connected:
         return np.zeros(0)
-    return np.nan_to_num(deployment.heat.measured_par(deployment.live.layer_epochs), nan=0.0)
+    return np.nan_to_num(mean_par(deployment.heat.served_par(steps), axis=0), nan=0.0)
 
 
 def mean_measured_par(par_L: Float64) -> float:
@@ -56,13 +66,25 @@ def mean_measured_par(par_L: Float64) -> float:
 def rank_loads(deployment: Deployment, newest: int) -> tuple[int, Float64]:
     """Load of each rank over its layer's mean, float64 ``[L, R]``, and the newest steps, at most ``newest``, it is of.
 
-    Zero in a layer that has served no token since it is as it is now. Empty while nothing was measured.
+    As they were served; zero in a layer without tokens. Empty if nothing was measured, or no rank is connected.
     """
-    if deployment.heat is None or deployment.live is None:
+    if deployment.heat is None or not served_now(deployment):
         return 0, np.zeros((0, 0))
-    steps, loads_LR = deployment.heat.load_sums(deployment.live.layer_epochs, newest)
+    steps, loads_LR = deployment.heat.load_sums(newest)
     mean_L1 = loads_LR.mean(axis=1, keepdims=True)
     return steps, loads_LR / np.where(mean_L1 > 0, mean_L1, 1.0)
+
+
+def redundancy(deployment: Deployment) -> tuple[int, int]:
+    """Return slots of all ranks beyond one per expert, and bytes that a rank holds in them over all layers.
+
+    The second is 0 if an expert's size is not known.
+    """
+    if deployment.group is None:
+        return 0, 0
+    shape = deployment.group.shape
+    slots = shape.ranks * shape.slots - shape.experts
+    return slots, round(slots * shape.layers * shape.bytes_per_expert / shape.ranks)
 
 
 def problems(deployment: Deployment) -> list[str]:

@@ -17,25 +17,41 @@ from eplb_service.control.core.health import (
     measured_par,
     problems,
     rank_loads,
+    redundancy,
 )
 from eplb_service.placement import mean_par
 from eplb_service.planner.plan import Plan
 from eplb_service.planner.score import Gain
 from eplb_service.telemetry.metrics import Metrics, Shown
 from eplb_service.wire.agent import Heartbeat
-from eplb_service.wire.operator import BalancePoint, PastPlan
+from eplb_service.wire.operator import MOVE_PRICES, BalancePoint, MovePrice, PastPlan
 
 _LOAD_STEPS = 16
 """Newest steps of a rank's load: few, because this is done every second on the event loop."""
+MEASURED_PRICE, _, STATED_PRICE, _ = MOVE_PRICES
 
 
 @dataclass
 class _Observed:
-    """Records of one deployment: balance over time, last decision and plan, per rank the last report and heartbeat."""
+    """Records of one deployment.
+
+    Parameters
+    ----------
+    series
+        Balance over time.
+    last_decision, last_plan
+        The last decision, and the last that led to a plan.
+    assembled, stepped_at
+        Steps whose heat had arrived at the last look, and when the newest of them had; ``None`` before the first.
+    heard_R, beats_R
+        By rank, when it last reported anything, and its last heartbeat.
+    """
 
     series: BalanceSeries = field(default_factory=BalanceSeries)
     last_decision: PastPlan | None = None
     last_plan: PastPlan | None = None
+    assembled: int = 0
+    stepped_at: float | None = None
     heard_R: dict[int, float] = field(default_factory=dict)
     beats_R: dict[int, Heartbeat] = field(default_factory=dict)
 
@@ -97,14 +113,30 @@ class Observer:
             observed.last_plan = observed.last_decision
 
     def tick(self, deployment: Deployment) -> None:
-        """Record the balance as it is now, where anything is measured."""
+        """Record the balance as it is now, if steps have been served since the last look."""
         observed = self.of(deployment.name)
+        if deployment.assembled == observed.assembled:
+            return
+        observed.assembled = deployment.assembled
+        observed.stepped_at = self._clock()
         par = mean_measured_par(measured_par(deployment))
         if not par:
             return
-        planned, floor = observed.mean("par_planned"), observed.mean("noise_floor")
-        switched = deployment.totals.layers_switched
-        observed.series.add(BalancePoint(self._wall_clock(), par, planned, floor, switched))
+        worth = deployment.decisions.worth
+        point = BalancePoint(
+            self._wall_clock(),
+            par,
+            observed.mean("par_planned"),
+            observed.mean("noise_floor"),
+            deployment.totals.layers_switched,
+            math.nan if worth is None else worth.par_left_alone,
+        )
+        observed.series.add(point)
+
+    def idle_seconds(self, name: str) -> float | None:
+        """Return the time since the newest step's heat arrived; ``None`` before the first."""
+        stepped = self.of(name).stepped_at
+        return None if stepped is None else max(0.0, self._clock() - stepped)
 
     def regrouped(self, name: str) -> None:
         """Keep only the balance over time: the ranks have formed another group, perhaps of another shape."""
@@ -154,7 +186,12 @@ def _balance(deployment: Deployment) -> dict[str, Any]:
     steps, loads_LR = rank_loads(deployment, _LOAD_STEPS)
     measured_L = loads_LR.any(axis=1) if steps else np.zeros(0, dtype=bool)
     loads_R = loads_LR[measured_L].mean(axis=0) if measured_L.any() else np.zeros(0)
+    hottest = int(loads_R.argmax()) if loads_R.size else None
+    _, redundant_bytes = redundancy(deployment)
     return {
+        "eplb_redundant_bytes_per_rank": redundant_bytes or None,
+        "eplb_hottest_rank": hottest,
+        "eplb_hottest_layer": int(par_L.argmax()) if par_L.any() else None,
         "eplb_par_realised": {layer: par for layer, par in enumerate(par_L.tolist()) if par > 0},
         "eplb_par_planned": deployment.planned_par,
         "eplb_deployment_par_realised": mean_measured_par(par_L) or None,
@@ -176,19 +213,23 @@ def _last_decision(observed: _Observed, forecast: Gain | None) -> dict[str, Any]
 
 
 def _worth(deployment: Deployment) -> dict[str, Any]:
-    """Gauges of the time that balancing saves and of the price of moves, as far as they are known."""
-    worth, price, found = deployment.decisions.worth, deployment.decisions.move_price, dict[str, Any]()
+    """Return gauges of the gain of balancing and of the price of moves, as far as they are known.
+
+    Times are shown only if they were measured across switches.
+    """
+    worth = deployment.decisions.worth
+    price = shown_price(deployment.decisions.move_price)
+    found: dict[str, Any] = {}
     if worth is not None:
         found = {
-            "eplb_experts_seconds": {
-                "left_alone": worth.left_alone_ms / 1e3,
-                "serving": worth.serving_ms / 1e3,
-                "best_known": worth.best_ms / 1e3,
-            },
-            "eplb_gain_seconds": worth.gain_ms / 1e3,
-            "eplb_gain_low_seconds": worth.gain_low_ms / 1e3,
-            "eplb_gain_high_seconds": worth.gain_high_ms / 1e3,
-            "eplb_time_price_info": {worth.price_kind: 1},
+            "eplb_deployment_par_left_alone": worth.par_left_alone,
+            "eplb_deployment_par_gain_ratio": worth.par_gain_percent / 100,
+            "eplb_gain_verdict_info": {worth.verdict: 1},
+            "eplb_gain_switches": worth.switches,
+            "eplb_gain_seconds": _scaled(worth.gain_ms, 1e-3),
+            "eplb_gain_low_seconds": _scaled(worth.gain_low_ms, 1e-3),
+            "eplb_gain_high_seconds": _scaled(worth.gain_high_ms, 1e-3),
+            "eplb_gain_ranks": worth.ranks_worth,
             "eplb_step_seconds": _scaled(worth.step_ms, 1e-3),
             "eplb_gain_tokens_per_second": worth.tokens_per_second_won,
         }
@@ -201,6 +242,13 @@ def _worth(deployment: Deployment) -> dict[str, Any]:
             "eplb_switch_cost_seconds": _scaled(price.ms_per_switch, 1e-3),
         }
     return found
+
+
+def shown_price(price: MovePrice | None) -> MovePrice | None:
+    """Return the price of moves as people may see it: without times that rest on an assumption."""
+    if price is None or price.kind in (MEASURED_PRICE, STATED_PRICE):
+        return price
+    return replace(price, ms_per_move=None, ms_per_megabyte=None, ms_per_switch=None)
 
 
 def _scaled(value: float | None, scale: float) -> float | None:

@@ -11,18 +11,24 @@ import numpy as np
 
 from eplb_service.control.core.deployment import Deployment
 from eplb_service.control.core.errors import ConflictError
-from eplb_service.control.core.health import mean_measured_par, measured_par, problems, rank_loads
+from eplb_service.control.core.health import (
+    NEWEST_STEPS,
+    mean_measured_par,
+    measured_par,
+    problems,
+    rank_loads,
+    redundancy,
+    served_now,
+)
 from eplb_service.control.server.access.gate import CALLER
 from eplb_service.control.server.listening import StatusError
-from eplb_service.control.server.observer import Observer
+from eplb_service.control.server.observer import Observer, shown_price
 from eplb_service.control.server.plane.control_plane import ControlPlane
 from eplb_service.control.server.store import StoredDeployment
+from eplb_service.placement import Float64
 from eplb_service.wire.codec import encode, pack
 from eplb_service.wire.generated import operator_pb2, operator_pb2_grpc
 from eplb_service.wire.operator import PastPlan, encode_placement
-
-_LOAD_STEPS = 64
-"""Newest steps that the ranks' loads are of: what is served now, not a window ago."""
 
 
 class OperatorService(operator_pb2_grpc.OperatorServiceServicer):
@@ -113,7 +119,7 @@ class OperatorService(operator_pb2_grpc.OperatorServiceServicer):
         """Return balance over time, loads of the ranks, and the last decisions."""
         deployment = self._plane.find(request.deployment)
         observed = self._plane.observer.of(deployment.name)
-        steps, loads_LR = rank_loads(deployment, _LOAD_STEPS)
+        steps, loads_LR = rank_loads(deployment, NEWEST_STEPS)
         return operator_pb2.GetBalanceResponse(
             points=map(encode, observed.series.points),
             rank_loads=pack(np.rint(1000 * loads_LR).astype(np.int32)) if steps else None,
@@ -134,11 +140,13 @@ class OperatorService(operator_pb2_grpc.OperatorServiceServicer):
         """Return a deployment's state; what agents have not reported is as remembered."""
         deployment = self._plane.deployments[name]
         remembered = self._plane.remembered.get(name, StoredDeployment(name))
-        worth, price = deployment.decisions.worth, deployment.decisions.move_price
-        served, sized = (
-            deployment.live or remembered,
-            deployment.group.shape if deployment.group else remembered,
-        )
+        here = bool(deployment.connected)
+        worth = deployment.decisions.worth if here else None
+        price = shown_price(deployment.decisions.move_price) if here else None
+        served = deployment.live or remembered
+        sized = deployment.group.shape if deployment.group else remembered
+        par_L = measured_par(deployment)
+        redundant_slots, redundant_bytes = redundancy(deployment)
         return operator_pb2.DeploymentStatus(
             deployment=name,
             layers=sized.layers,
@@ -148,7 +156,12 @@ class OperatorService(operator_pb2_grpc.OperatorServiceServicer):
             agents_connected=len(deployment.connected),
             epoch=served.epoch,
             digest=served.digest,
-            par=mean_measured_par(measured_par(deployment)),
+            par=mean_measured_par(par_L),
+            par_steps=served_now(deployment),
+            idle_seconds=self._plane.observer.idle_seconds(name) if here else None,
+            redundant_slots=redundant_slots,
+            redundant_bytes_per_rank=redundant_bytes,
+            **_hottest(deployment, par_L),
             window_steps=deployment.heat.steps if deployment.heat else 0,
             paused=deployment.paused,
             plan_id=deployment.plan.plan_id if deployment.plan else 0,
@@ -157,9 +170,24 @@ class OperatorService(operator_pb2_grpc.OperatorServiceServicer):
             leader_term=deployment.leader_term,
             worth=encode(worth) if worth else None,
             move_price=encode(price) if price else None,
-            forecast=_forecast(deployment),
+            forecast=_forecast(deployment) if here else None,
             **asdict(deployment.totals),
         )
+
+
+def _hottest(deployment: Deployment, par_L: Float64) -> dict[str, Any]:
+    """Name the rank with most tokens over all layers, and the layer of the highest ratio, of the newest steps."""
+    found: dict[str, Any] = {}
+    if par_L.any():
+        found["hottest_layer"] = int(par_L.argmax())
+        found["hottest_layer_par"] = float(par_L.max())
+    steps, loads_LR = rank_loads(deployment, NEWEST_STEPS)
+    measured_L = loads_LR.any(axis=1) if steps else np.zeros(0, dtype=bool)
+    if measured_L.any():
+        loads_R = loads_LR[measured_L].mean(axis=0)
+        found["hottest_rank"] = int(loads_R.argmax())
+        found["hottest_rank_load"] = float(loads_R.max())
+    return found
 
 
 def _forecast(deployment: Deployment) -> operator_pb2.Forecast | None:
@@ -174,7 +202,9 @@ def _layers(deployment: Deployment) -> list[operator_pb2.LayerStatus]:
     """Return one per layer, once the placement is known."""
     if deployment.live is None:
         return []
-    par_L, planned = measured_par(deployment).tolist(), deployment.planned_par
+    here = bool(deployment.connected)
+    par_L = measured_par(deployment).tolist() if here else [0.0] * deployment.live.placement.layers
+    planned = deployment.planned_par if here else {}
     return [
         operator_pb2.LayerStatus(
             layer=layer, par=par_L[layer], planned_par=planned.get(layer, 0.0), epoch=epoch

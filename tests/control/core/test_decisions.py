@@ -7,19 +7,20 @@ from dataclasses import replace
 import numpy as np
 
 from eplb_service.control.core.decisions import Decisions
+from eplb_service.cost.curve import CostCurve
+from eplb_service.planner.counterfactual import TimePrice
 from eplb_service.planner.forecast import Forecasts
 from eplb_service.planner.pace import Pace
 from eplb_service.planner.plan import Outlook, Promise
 from eplb_service.planner.score import Gain
 from eplb_service.solver.model import Recommended
-from eplb_service.wire.operator import Worth
 from tests.control.core.story import Story
 
 OUTLOOK = Outlook(
     Promise(np.full(3, 1.2), np.full(3, 1e-4), np.ones(3), 64), courses=(Recommended(8.0, 0.1), None)
 )
 LIVE = Story().live
-WORTH = Worth(64, 2.0, 1.5, 1.2, "the best", 0.5, 0.4, 0.6, "assumed", "by tokens", 64)
+PRICE = TimePrice(CostCurve(0.0, 0.0, 0.0, 1.0), "assumed", "by tokens")
 
 
 def serving(decisions: Decisions, steps: int, ratio: float) -> Decisions:
@@ -84,11 +85,13 @@ def test_cpu_of_decisions_and_of_appraisals_puts_the_next_decision_off() -> None
     decided = decided_once().decided(replace(OUTLOOK, cost=100.0), LIVE, changed=False)
     assert decided.pace is not None
     assert decided.pace.due_at == 100
-    appraised = decided.appraised(WORTH, None, 30.5)
+    appraised = decided.appraised(PRICE, 30.5)
     assert appraised.pace is not None
     assert appraised.pace.due_at == 131
-    nothing_won = replace(appraised, worth=replace(WORTH, gain_ms=0.0))
-    assert [one.to_appraise for one in (decided, appraised, nothing_won)] == [True, False, True]
+    assert [one.to_appraise for one in (decided, appraised)] == [True, False]
+    assert appraised.fitted is None
+    fitted = decided.appraised(replace(PRICE, kind="fitted"), 30.5)
+    assert fitted.fitted is fitted.appraised(PRICE, 1.0).fitted is PRICE.curve
     assert appraised.appraise_at == decided.pace.seen + 8 * 30.5
 
 

@@ -13,11 +13,13 @@ import pytest
 
 from eplb_service.control.core.health import (
     MOST_POINTS,
+    NEWEST_STEPS,
     BalanceSeries,
     mean_measured_par,
     measured_par,
     problems,
     rank_loads,
+    served_now,
 )
 from eplb_service.heat.assembler import HeatAssembler
 from eplb_service.placement import default_log2phy
@@ -31,7 +33,9 @@ from tests.control.fake_group import LAYERS, RANKS, SLOTS
 def deployment_of(loads_TLR: np.ndarray) -> SimpleNamespace:
     """One expert and one slot per rank, so that what a slot receives is what its rank does."""
     steps, layers, ranks = loads_TLR.shape
-    heat = HeatAssembler(Shape(ranks, layers, ranks, 1, 0), window_steps=max(1, steps), pending_steps=8)
+    heat = HeatAssembler(
+        Shape(ranks, layers, ranks, 1, 0), window_steps=max(1, steps), pending_steps=max(8, steps)
+    )
     slots_R1 = np.arange(ranks, dtype=np.int32)[:, None]
     for layer in range(layers):
         heat.placements.place(layer, 0, slots_R1, default_log2phy(slots_R1, ranks))
@@ -40,7 +44,8 @@ def deployment_of(loads_TLR: np.ndarray) -> SimpleNamespace:
         counts_TLS = loads_TLR[:, :, rank : rank + 1].astype(np.int32)
         heat.take(rank, HeatReport(0, (0,) * layers, counts_TLS, phase_T))
     heat.put_together()
-    return SimpleNamespace(heat=heat, live=SimpleNamespace(layer_epochs=(0,) * layers))
+    live = SimpleNamespace(layer_epochs=(0,) * layers)
+    return SimpleNamespace(heat=heat, live=live, connected=list(range(ranks)))
 
 
 def test_ratios_are_taken_per_step_and_then_averaged() -> None:
@@ -59,8 +64,23 @@ def test_steps_and_layers_without_tokens_are_in_no_mean() -> None:
 
 def test_nothing_is_measured_before_the_first_step() -> None:
     assert measured_par(deployment_of(np.zeros((0, 2, 4)))).tolist() == [0.0, 0.0]
-    assert measured_par(SimpleNamespace(heat=None, live=None)).size == 0
+    assert measured_par(SimpleNamespace(heat=None, live=None, connected=[])).size == 0
     assert mean_measured_par(np.zeros(2)) == 0.0
+
+
+def test_nothing_is_of_now_while_no_rank_is_connected() -> None:
+    gone = deployment_of(np.ones((3, 2, 2)))
+    assert served_now(gone) == 3
+    gone.connected = []
+    assert served_now(gone) == 0
+    assert measured_par(gone).size == 0
+    assert rank_loads(gone, newest=2)[0] == 0
+
+
+def test_figures_of_the_present_are_of_the_newest_steps_as_they_were_served() -> None:
+    loads_TLR = np.tile([[30.0, 10.0]], (NEWEST_STEPS + 8, 1, 1))
+    loads_TLR[-NEWEST_STEPS // 2 :] = 20
+    assert measured_par(deployment_of(loads_TLR)).tolist() == [1.25]
 
 
 def test_loads_of_ranks_are_over_the_mean_of_their_layer_and_of_the_newest_steps() -> None:
@@ -70,7 +90,7 @@ def test_loads_of_ranks_are_over_the_mean_of_their_layer_and_of_the_newest_steps
     steps, loads_LR = rank_loads(deployment_of(loads_TLR), newest=2)
     assert steps == 2
     np.testing.assert_allclose(loads_LR, [[0.5, 1.0, 1.5, 1.0], [0, 0, 0, 0]])
-    assert rank_loads(SimpleNamespace(heat=None, live=None), newest=2)[0] == 0
+    assert rank_loads(SimpleNamespace(heat=None, live=None, connected=[]), newest=2)[0] == 0
 
 
 @pytest.mark.parametrize("seconds", [10, MOST_POINTS, 3 * MOST_POINTS, 100_000])

@@ -81,7 +81,8 @@ def messages(
     )
     state = text_format.Parse(STATUS, operator_pb2.DeploymentStatus())
     state.layers, state.ranks, state.slots, state.par = layers, ranks, slots, float(par_L.mean())
-    state.experts, state.agents_connected = max(8, ranks - ranks // 5), ranks - len(missing)
+    state.experts = ranks * slots - (ranks if slots > 1 else ranks // 5)
+    state.agents_connected = ranks - len(missing)
     state.problems.extend(problems)
     whole = operator_pb2.GetStatusResponse(status=state, agents=agents(ranks, missing))
     for layer, of_layer in enumerate(verdicts):
@@ -98,11 +99,15 @@ def messages(
 
 STATUS = """
     deployment: "decode" epoch: 612 digest: 0x1D2C window_steps: 256 steps_received: 48211 steps_lost: 12
-    layers_switched: 612 experts_moved: 4031 bytes_moved: 177533413952
+    layers_switched: 612 experts_moved: 4031 bytes_moved: 177533413952 par_steps: 64 idle_seconds: 0.4
+    redundant_slots: 64 redundant_bytes_per_rank: 2554331136 hottest_rank: 5 hottest_rank_load: 1.04
+    hottest_layer: 17 hottest_layer_par: 1.31
     forecast { gain: 0.614 gain_low: 0.527 gain_high: 0.701 }
-    worth { steps: 512 left_alone_ms: 3.115 serving_ms: 2.703 best_ms: 2.611 best: "hindsight" gain_ms: 0.412
-            gain_low_ms: 0.38 gain_high_ms: 0.444 price_kind: "fitted" price: "20 us" verdict: "helps" }
-    move_price { price: 0.126 kind: "partly measured" reason: "42.0 MiB per expert"
+    worth { steps: 64 par_left_alone: 1.74 par: 1.15 par_gain_percent: 33.9 verdict: "helps" switches: 6
+            reason: "measured over 6 switches" price_kind: "measured" price: "step times before and after switches"
+            timed_steps: 64 step_ms: 41.2 gain_ms: 6.12 gain_low_ms: 4.9 gain_high_ms: 7.3 gain_percent: 12.9
+            ranks_worth: 8.3 tokens_per_second: 24850 tokens_per_second_won: 3210 }
+    move_price { price: 0.126 kind: "measured" reason: "42.0 MiB per expert"
                  ms_per_move: 0.35 ms_per_megabyte: 0.008 ms_per_switch: 0.51 }
 """
 AGENT = """
@@ -145,10 +150,11 @@ def points(now: float, par: float, floor: float) -> list[operator_pb2.BalancePoi
     return [
         operator_pb2.BalancePoint(
             at=now - 10 * (360 - index),
-            par=par + 0.34 * (index % 60 / 60) ** 1.5 + 0.01 * math.sin(index * 1.7),
+            par=par + 0.34 * (index % 60 / 60) ** 1.5 * (index < 300) + 0.01 * math.sin(index * 1.7),
             par_planned=math.nan if index < 25 else par - 0.01 + 0.004 * (index // 60),
             noise_floor=math.nan if index < 25 else floor + 0.004 * math.sin(index // 60),
             layers_switched=40 * (index // 60),
+            par_left_alone=1.74 + 0.05 * math.sin(index / 20),
         )
         for index in range(360)
     ]

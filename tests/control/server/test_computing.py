@@ -169,10 +169,9 @@ async def test_steps_that_fit_a_curve_are_planned_for_by_it_where_that_is_asked(
             await group.serve(heat_TLE[first : first + 32])
         await until(lambda: deployment.heat is not None and deployment.heat.assembled == group.step)
         outcome = await service.plane.decider.start(deployment)
-        await until(lambda: deployment.decisions.worth is not None)
-        assert deployment.decisions.worth is not None
-        worth = deployment.decisions.worth
-        assert worth.price_kind == "fitted", worth.price
+        await until(lambda: deployment.decisions.time_price is not None)
+        assert deployment.decisions.time_price is not None
+        assert deployment.decisions.time_price.kind == "fitted", deployment.decisions.time_price.reason
         assert deployment.decisions.fitted is not None
         assert deployment.decisions.fitted.slope_us == pytest.approx(CURVE.slope_us, rel=0.2)
         if outcome.result == "plan":
@@ -213,7 +212,7 @@ async def test_decoding_begins_by_the_heat_of_prefill_and_goes_on_by_its_own() -
         assert deployment.last_decision.endswith("by the heat of prefill")
         assert not deployment.may_begin
         await decode.send_heat(skewed_heat(64, seed=1))
-        await until(lambda: deployment.decisions.worth is not None)
+        await until(lambda: deployment.decisions.time_price is not None)
         assert deployment.last_decision.startswith("every layer kept")
 
 

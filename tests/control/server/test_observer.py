@@ -21,24 +21,45 @@ def verdict(layer: int, planned: float, floor: float) -> LayerVerdict:
     return LayerVerdict(layer, 1.5, planned, floor, 1, True, "placed again")
 
 
-def deployment(par: float) -> Any:
-    heat = SimpleNamespace(measured_par=lambda epochs: np.array([par, math.nan]))
-    live = SimpleNamespace(layer_epochs=(0, 0))
-    return SimpleNamespace(name="decode", heat=heat, live=live, totals=Totals(layers_switched=4))
+def deployment(par: float, assembled: int, left_alone: float | None = None) -> Any:
+    heat = SimpleNamespace(served_par=lambda newest: np.array([[par, math.nan]]), steps=64)
+    worth = None if left_alone is None else SimpleNamespace(par_left_alone=left_alone)
+    return SimpleNamespace(
+        name="decode",
+        heat=heat,
+        live=SimpleNamespace(layer_epochs=(0, 0)),
+        connected=[0],
+        assembled=assembled,
+        decisions=SimpleNamespace(worth=worth),
+        totals=Totals(layers_switched=4),
+    )
 
 
 def test_points_take_plan_and_floor_from_the_last_decision() -> None:
     observer = Observer(wall_clock=iter([100.0, 101.0, 102.0, 103.0]).__next__, clock=lambda: 0.0)
-    observer.tick(deployment(1.4))
+    observer.tick(deployment(1.4, 16))
     layer = LayerPlan(0, np.zeros((1, 1), np.int32), np.zeros((1, 1), np.int32), np.ones((2, 5), np.int32))
     observer.decided("decode", Plan((layer,), (verdict(0, 1.2, 1.1), verdict(1, math.nan, math.nan))), 0.25)
-    observer.tick(deployment(1.3))
-    observer.tick(deployment(math.nan))
+    observer.tick(deployment(1.3, 32, left_alone=1.8))
+    observer.tick(deployment(math.nan, 48))
     first, second = observer.of("decode").series.points
     assert (first.at, first.par, first.layers_switched) == (100.0, 1.4, 4)
     assert math.isnan(first.par_planned)
     assert math.isnan(first.noise_floor)
     assert (second.par, second.par_planned, second.noise_floor) == (1.3, 1.2, 1.1)
+    assert math.isnan(first.par_left_alone)
+    assert second.par_left_alone == 1.8
+
+
+def test_nothing_is_recorded_while_no_step_is_served() -> None:
+    seconds = iter([5.0, 5.0, 20.0, 30.0])
+    observer = Observer(wall_clock=lambda: 0.0, clock=seconds.__next__)
+    assert observer.idle_seconds("decode") is None
+    observer.tick(deployment(1.4, 16))
+    assert observer.idle_seconds("decode") == 0
+    observer.tick(deployment(1.2, 16))
+    assert len(observer.of("decode").series.points) == 1
+    assert observer.idle_seconds("decode") == 15
 
 
 def test_the_last_plan_stays_when_later_decisions_keep_every_layer() -> None:

@@ -101,7 +101,7 @@ def test_a_large_deployment_is_legible(tmp_path: Path, size: str, scheme: int, g
     assert (seen["name"], seen["state"], seen["live"]) == ("decode", "1 problem", "live")
     assert missing in seen["text"]
     assert seen["ground"] == ground
-    assert len(seen["lines"]) == 3
+    assert len(seen["lines"]) == 4
     assert min(seen["lines"]) > 250
     width, height, shades = seen["map"]
     assert width > 400
@@ -114,7 +114,7 @@ def test_a_large_deployment_is_legible(tmp_path: Path, size: str, scheme: int, g
     assert re.match(
         r"rank \d+ on node-\d\d: \d\.\d\d × the mean\nlayer \d+: PAR \d\.\d{3}", seen["tips"]["loads"]
     )
-    assert re.fullmatch(r".*:\d\d\n(\d\.\d{3}  .+\n?){3}", seen["tips"]["par"])
+    assert re.fullmatch(r".*:\d\d\n(\d\.\d{3}  .+\n?){4}", seen["tips"]["par"])
     first = answers["deployments/decode/balance"]["last_plan"]["moves"][0]["moves"][0]
     assert f"e{first[4]} {first[0]}→{first[2]}" in seen["switch"]
     assert "40 layers kept" in seen["switch"]
@@ -158,12 +158,18 @@ def test_eight_deployments_of_64_ranks_and_58_layers_are_read_at_a_glance(tmp_pa
     assert len(seen["names"]) == 8
     assert min(seen["names"]) > 0
     assert "+3,750 tokens/s" in seen["tiles"]
-    assert "price of time\n0.0466 ms\nper layer and step, fitted" in seen["tiles"]
+    assert "helps\n+6.12 ms per step" in seen["tiles"]
+    assert "worth 8.3 of 64 ranks" in seen["tiles"]
+    assert "PAR left alone\n1.740" in seen["tiles"]
+    assert "hottest rank\nrank 5\n1.04 × the mean" in seen["tiles"]
+    assert "hottest layer\nlayer 17\nPAR 1.310" in seen["tiles"]
+    assert "redundancy\n2.55 GB per rank\n64 redundant slots per layer" in seen["tiles"]
+    assert "left alone 1.7" in seen["text"]
     assert "12,300 %" in seen["tiles"]
     assert not re.search(r"\de[+-]?\d", seen["text"])
     # What figures rest on is folded: a paragraph of ten lines under them is read by nobody.
-    assert "What time and prices rest on" in seen["text"]
-    assert "slowest ranks take" not in seen["text"]
+    assert "What these figures rest on" in seen["text"]
+    assert "Gain over the newest" not in seen["text"]
     assert seen["squares"] == 64
 
 
@@ -172,6 +178,43 @@ def test_a_page_without_a_token_asks_for_one_and_for_nothing_else(tmp_path: Path
     seen = visit({"service": {"token_required": True}}, tmp_path)
     assert set(seen["hidden"]) == {"empty", "deployment"}
     assert seen["live"] == ""
+
+
+@in_browser
+def test_a_gain_that_was_not_measured_shows_no_milliseconds(tmp_path: Path) -> None:
+    answers = documents(4, 2)
+    del answers["deployments"]["deployments"][1:]
+    worth = answers["deployments/decode"]["status"]["worth"]
+    for name in (
+        "gain_ms",
+        "gain_low_ms",
+        "gain_high_ms",
+        "gain_percent",
+        "ranks_worth",
+        "tokens_per_second_won",
+    ):
+        worth[name] = None
+    worth |= {
+        "verdict": "not measurable",
+        "reason": "step time does not measurably follow balance over 6 switches",
+    }
+    seen = visit(answers, tmp_path)
+    assert "gain\nPAR −33.9 %\ntime not measurable" in seen["tiles"]
+    assert "ms per step" not in seen["tiles"]
+    assert "helps" not in seen["text"]
+
+
+@in_browser
+def test_with_no_rank_connected_nothing_is_live(tmp_path: Path) -> None:
+    answers = documents(4, 2, missing=(0, 1, 2, 3))
+    del answers["deployments"]["deployments"][1:]
+    status = answers["deployments/decode"]["status"]
+    hottest = dict.fromkeys(("hottest_rank", "hottest_rank_load", "hottest_layer", "hottest_layer_par"))
+    status |= {"par": 0, "par_steps": 0, "worth": None, "forecast": None, "idle_seconds": None, **hottest}
+    seen = visit(answers, tmp_path)
+    assert seen["live"] == "no rank connected"
+    assert "PAR now\n–\nnothing is served" in seen["tiles"]
+    assert "helps" not in seen["text"]
 
 
 @in_browser
@@ -186,7 +229,7 @@ def test_a_deployment_that_has_measured_nothing(tmp_path: Path) -> None:
     seen = visit(answers, tmp_path)
     assert "PAR now\n–" in seen["tiles"]
     assert "No decision since this service started." in seen["text"]
-    assert "Nothing measured yet." in seen["text"]
+    assert "Nothing is served, or nothing was measured yet." in seen["text"]
 
 
 @in_browser

@@ -1,117 +1,258 @@
-"""What balancing is worth is judged with every decision, reported alike everywhere, and rests on what is said."""
+"""Tests of the gain of balancing on every surface: time is shown only if switches measured it."""
 
 from __future__ import annotations
 
-import itertools
+import asyncio
+import contextlib
 import json
-import threading
+import urllib.request
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 
+import numpy as np
 import pytest
+import pytest_asyncio
 
-from eplb_service.control.server.deciding import decider
-from eplb_service.control.server.deciding.computing import DecisionInputs
-from eplb_service.control.server.service import RunningService
-from eplb_service.cost.curve import CostCurve
-from eplb_service.figures import digits
-from eplb_service.planner.plan import Plan
+from eplb_service.control.core.errors import ConflictError
+from eplb_service.control.server.service import RunningService, running_service
+from eplb_service.placement import Int32, mean_par
+from eplb_service.wire.codec import unpack
 from eplb_service.wire.operator import Worth
-from tests.control.fake_group import STEP_MICROS, FakeGroup, skewed_heat
+from tests.control.fake_group import EXPERTS, LAYERS, SLOTS, STEP_MICROS, FakeGroup, heat_report, skewed_heat
+from tests.control.server.conftest import settings
 from tests.control.server.test_operate import eplb
 from tests.control.server.test_service import tick, until
 
+Times = Callable[[np.ndarray], np.ndarray]
+"""Microseconds of steps from the tokens of each layer's most loaded rank, summed over layers, ``[T]``."""
 
-def appraised(service: RunningService) -> bool:
-    return all(task.done() for task in service.plane.decider._appraising.values())
+
+class Timed(FakeGroup):
+    """Ranks whose steps take what a function of their most loaded ranks says."""
+
+    times: Times
+
+    async def serve(self, heat_TLE: Int32) -> None:
+        shape = (len(heat_TLE), LAYERS, SLOTS)
+        reports = [heat_report(self.live, rank.rank, self.step, heat_TLE) for rank in self.ranks]
+        counts = [unpack(report.slot_counts, shape, "slot_counts").sum(axis=2) for report in reports]
+        us_T = self.times(np.max(counts, axis=0).sum(axis=1))
+        for rank, report in zip(self.ranks, reports, strict=True):
+            report.step_micros[:] = us_T.astype(int).tolist()
+            await rank.say(heat_report=report)
+        self.step += len(heat_TLE)
 
 
-async def balanced(service: RunningService, group: FakeGroup) -> None:
-    """Have the ranks switch, and serve a whole window since."""
+def hot(steps: int, expert: int, seed: int) -> Int32:
+    """One other hot expert than before; every count divides by the ranks."""
+    heat_TLE = 4 * np.random.default_rng(seed).poisson(10, (steps, LAYERS, EXPERTS))
+    heat_TLE[:, :, expert] += 400
+    return heat_TLE.astype(np.int32)
+
+
+async def follow_plans(service: RunningService, group: FakeGroup) -> None:
+    """Switch what is offered, until no decision is under way."""
+    deployment = service.plane.deployments["decode"]
+    while deployment.plan is not None or not all(
+        task.done() for task in service.plane.decider._running.values()
+    ):
+        if deployment.plan is not None:
+            await group.carry_out(await group.hear_plan())
+            await until(lambda: deployment.plan is None)
+        await asyncio.sleep(0.01)
+
+
+async def switch_often(service: RunningService, group: Timed, rounds: int = 7) -> Worth:
+    """Serve heat whose hot expert changes; each round has one plan, and steps before and after it."""
+    deployment = service.plane.deployments["decode"]
+    for turn in range(rounds):
+        expert = 3 * turn % EXPERTS
+        await group.serve(hot(48, expert, seed=turn))
+        await until(lambda: deployment.assembled == group.step)
+        for _ in range(2):
+            # An alarm may have begun one already, by fewer of these steps.
+            with contextlib.suppress(ConflictError):
+                await service.plane.decider.start(deployment)
+            await follow_plans(service, group)
+        await group.serve(hot(48, expert, seed=100 + turn))
+        await until(lambda: deployment.assembled == group.step)
+    await group.serve(hot(64, 3 * (rounds - 1) % EXPERTS, seed=200))
+    await until(lambda: deployment.assembled == group.step)
+    await follow_plans(service, group)
+    assert deployment.heat is not None
+    deployment.switch_log.looked_at(deployment.heat.served_steps())
+    deployment.decisions = replace(deployment.decisions, worth=None)
+    service.plane.decider._judge_at.clear()
+
+    def judged() -> bool:
+        tick(service.plane)
+        return deployment.decisions.worth is not None
+
+    await until(judged)
+    worth = deployment.decisions.worth
+    assert worth is not None
+    return worth
+
+
+@pytest_asyncio.fixture
+async def often() -> AsyncIterator[tuple[RunningService, Timed]]:
+    chosen = settings(window_steps=128, decision_interval=1 << 20, cpu_share=1.0)
+    async with running_service(chosen) as service, Timed(service.address) as group:
+        await group.join()
+        yield service, group
+
+
+def page_documents(service: RunningService) -> str:
+    """All that the page is told about the deployment."""
+    parts = []
+    for path in ("deployments", "deployments/decode", "deployments/decode/balance"):
+        with urllib.request.urlopen(f"{service.page_url}api/v1/{path}") as answer:
+            parts.append(answer.read().decode())
+    return "\n".join(parts)
+
+
+async def all_surfaces(service: RunningService, group: FakeGroup, capsys: pytest.CaptureFixture[str]) -> str:
+    """Status in its forms, ``top``, metrics and the page's documents."""
+    for command in (("status", "decode"), ("status", "decode", "--json"), ("status", "decode", "--explain")):
+        assert await eplb(group, *command) == 0
+    assert await eplb(group, "top", "decode", "--once") == 0
+    assert await eplb(group, "deployments") == 0
+    tick(service.plane)
+    metrics = service.plane._metrics.exposition("")[1].decode()
+    series = "\n".join(line for line in metrics.splitlines() if not line.startswith("#"))
+    shown = capsys.readouterr().out
+    return "\n".join([shown, series, await asyncio.to_thread(page_documents, service)])
+
+
+@pytest.mark.parametrize("kind", ["constant", "noisy", "falling"])
+async def test_times_that_do_not_follow_balance_help_nowhere(
+    kind: str, often: tuple[RunningService, Timed], capsys: pytest.CaptureFixture[str]
+) -> None:
+    service, group = often
+    rng = np.random.default_rng(3)
+    us_by_kind: dict[str, Times] = {
+        "constant": lambda slowest_T: np.full(len(slowest_T), 20_000.0),
+        "noisy": lambda slowest_T: rng.lognormal(np.log(20_000), 0.15, len(slowest_T)),
+        "falling": lambda slowest_T: 40_000 - 25.0 * (group.step + np.arange(len(slowest_T))),
+    }
+    group.times = us_by_kind[kind]
+    worth = await switch_often(service, group)
+    assert worth.switches >= 4
+    assert worth.verdict in ("not measurable", "no gain"), worth.reason
+    shown = await all_surfaces(service, group, capsys)
+    assert "helps" not in shown
+    assert "eplb_gain_seconds{" not in shown
+    assert "eplb_gain_tokens_per_second{" not in shown
+    assert "eplb_deployment_par_left_alone{" in shown
+    status = json.loads(shown[shown.index("{") : shown.index("\n}") + 2])["status"]
+    assert status["worth"]["gain_ms"] is None
+    assert status["worth"]["ranks_worth"] is None
+
+
+async def test_times_that_follow_balance_are_a_measured_gain(
+    often: tuple[RunningService, Timed], capsys: pytest.CaptureFixture[str]
+) -> None:
+    service, group = often
+    rng = np.random.default_rng(4)
+    group.times = lambda slowest_T: 5000 + 8.0 * slowest_T * rng.lognormal(0, 0.01, len(slowest_T))
+    worth = await switch_often(service, group)
+    assert worth.verdict == "helps", worth.reason
+    assert worth.gain_ms is not None
+    assert worth.gain_low_ms is not None
+    assert worth.gain_high_ms is not None
+    assert 0 < worth.gain_low_ms < worth.gain_ms < worth.gain_high_ms
+    shown = await all_surfaces(service, group, capsys)
+    assert "helps: +" in shown
+    assert "of 4 ranks" in " ".join(shown.replace("│", " ").split())
+    assert "eplb_gain_seconds{" in shown
+
+
+async def judged(service: RunningService, group: FakeGroup) -> Worth:
+    """Have the ranks switch once, and serve on."""
     await group.send_heat(skewed_heat(32))
     await group.carry_out(await group.hear_plan())
     deployment = service.plane.deployments["decode"]
     await until(lambda: deployment.ended_plan is not None)
-    await group.send_heat(skewed_heat(32, seed=1))
-    await until(lambda: deployment.decisions.worth is not None and deployment.decisions.worth.gain_ms > 0)
+    await group.send_heat(skewed_heat(64, seed=1))
+    await until(lambda: deployment.assembled == 96)
+    service.plane.decider._judge_at.clear()
+
+    def balanced() -> bool:
+        tick(service.plane)
+        worth = deployment.decisions.worth
+        return worth is not None and worth.par < worth.par_left_alone - 0.1
+
+    await until(balanced)
+    worth = deployment.decisions.worth
+    assert worth is not None
+    return worth
 
 
-async def test_status_and_metrics_show_worth_and_what_it_rests_on_while_its_ranks_are_there(
+async def test_one_switch_is_no_measurement_and_no_milliseconds_are_shown(
     service: RunningService, group: FakeGroup, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert await eplb(group, "status", "decode", "--json") == 0
-    assert json.loads(capsys.readouterr().out)["status"]["worth"] is None
-    await balanced(service, group)
+    worth = await judged(service, group)
+    assert (worth.verdict, worth.gain_ms, worth.steps) == ("not measured", None, 32)
+    assert worth.step_ms == pytest.approx(STEP_MICROS / 1e3)
+    shown = await all_surfaces(service, group, capsys)
+    assert "helps" not in shown
+    text = " ".join(shown.replace("│", " ").split())
+    assert "ms per step" not in text
+    assert f"{worth.par_left_alone:.3f} left alone" in text
+    assert f"PAR -{worth.par_gain_percent:.3g} %" in text
+    assert "ms_per_move" not in text or '"ms_per_move": null' in text
+    assert 'eplb_gain_verdict_info{deployment="decode",verdict="not measured"} 1' in shown
+
+
+async def test_balance_now_is_what_was_served_in_the_steps_named(
+    service: RunningService, group: FakeGroup, capsys: pytest.CaptureFixture[str]
+) -> None:
+    await judged(service, group)
     assert await eplb(group, "status", "decode", "--json") == 0
     status = json.loads(capsys.readouterr().out)["status"]
-    worth, forecast = status["worth"], status["forecast"]
-    assert forecast["gain_low"] < forecast["gain"] < forecast["gain_high"]
-    assert await eplb(group, "status", "decode") == 0
-    shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
-    value = service.plane.deployments["decode"].decisions.worth
-    assert value is not None
-    assert worth["gain_ms"] == pytest.approx(value.gain_ms)
-    assert worth["price_kind"] == "assumed"
-    assert worth["best_ms"] <= worth["serving_ms"] < worth["left_alone_ms"]
-    assert worth["step_ms"] == pytest.approx(STEP_MICROS / 1e3)
-    assert worth["gain_percent"] == pytest.approx(
-        100 * worth["gain_ms"] / (worth["step_ms"] + worth["gain_ms"])
-    )
-    assert worth["tokens_per_second_won"] > 0
-    assert worth["verdict"] == "helps"
-    assert "helps: +" in shown
-    assert f"PAR {digits(forecast['gain'])} until the next decision" in shown
-    tick(service.plane)
-    reported, decode = service.plane._metrics.registry.get_sample_value, {"deployment": "decode"}
-    price = service.plane.deployments["decode"].decisions.move_price
-    assert price is not None
-    assert reported("eplb_move_price", decode) == price.price
-    assert reported("eplb_move_price_info", {**decode, "price": price.kind}) == 1
-    assert reported("eplb_deployment_gain_low", decode) == forecast["gain_low"]
-    assert reported("eplb_gain_seconds", decode) == pytest.approx(value.gain_ms / 1e3)
-    assert reported("eplb_time_price_info", {**decode, "price": "assumed"}) == 1
-    serving = {**decode, "placement": "serving"}
-    assert reported("eplb_experts_seconds", serving) == pytest.approx(value.serving_ms / 1e3)
-    assert reported("eplb_step_seconds", decode) == pytest.approx(STEP_MICROS / 1e6)
+    heat = service.plane.deployments["decode"].heat
+    assert heat is not None
+    assert status["par_steps"] == 32
+    served_L = mean_par(heat.served_par(32), axis=0)
+    assert status["par"] == pytest.approx(float(served_L.mean()))
+    assert status["worth"]["par"] == pytest.approx(status["par"])
+    assert status["hottest_layer_par"] == pytest.approx(float(served_L.max()))
+    assert status["redundant_slots"] == 4
+
+
+async def test_figures_of_ranks_that_are_gone_are_not_shown_as_current(
+    service: RunningService, group: FakeGroup, capsys: pytest.CaptureFixture[str]
+) -> None:
+    await judged(service, group)
     await group.leave()
     await until(lambda: not service.plane.deployments["decode"].connected)
-    tick(service.plane)
-    assert reported("eplb_gain_seconds", decode) is None
+    shown = await all_surfaces(service, group, capsys)
+    status = json.loads(shown[shown.index("{") : shown.index("\n}") + 2])
+    facts = status["status"]
+    assert (facts["par"], facts["par_steps"], facts["worth"], facts["forecast"]) == (0, 0, None, None)
+    assert (facts["hottest_rank"], facts["idle_seconds"], facts["move_price"]) == (None, None, None)
+    assert all(layer["par"] == layer["planned_par"] == 0 for layer in status["layers"])
+    assert "left alone" not in shown.partition("PAR over")[0]
+    assert "eplb_deployment_par" not in shown
+    assert '"rank_loads": null' in shown or '"rank_loads":null' in shown
 
 
-async def test_an_appraisal_that_fails_costs_only_itself(
+async def test_a_judgement_that_fails_costs_only_itself(
     service: RunningService, group: FakeGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(*_: object) -> None:
         raise RuntimeError("no figures today")
 
-    monkeypatch.setattr("eplb_service.control.server.deciding.decider.appraise", broken)
+    for name in ("judge", "appraise"):
+        monkeypatch.setattr(f"eplb_service.control.server.deciding.decider.{name}", broken)
     await group.send_heat(skewed_heat(32))
     await group.carry_out(await group.hear_plan())
     deployment = service.plane.deployments["decode"]
-    await until(lambda: deployment.ended_plan is not None and appraised(service))
+    await until(lambda: deployment.ended_plan is not None)
+    tick(service.plane)
+    decider = service.plane.decider
+    await until(
+        lambda: all(task.done() for task in [*decider._judging.values(), *decider._appraising.values()])
+    )
     assert deployment.decisions.worth is None
     assert deployment.last_decision.startswith("plan 1")
-
-
-async def test_what_an_older_decision_found_does_not_replace_what_a_newer_one_did(
-    service: RunningService, group: FakeGroup, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    newer_is_known, asked = threading.Event(), itertools.count()
-    finished: list[int] = []
-    appraise = decider.appraise
-
-    def oldest_last(inputs: DecisionInputs, decided: Plan) -> tuple[Worth, CostCurve | None] | None:
-        number = next(asked)
-        if number == 0:
-            assert newer_is_known.wait(60)
-        found = appraise(inputs, decided)
-        finished.append(number)
-        return found
-
-    monkeypatch.setattr(decider, "appraise", oldest_last)
-    await balanced(service, group)
-    newer_is_known.set()
-    await until(lambda: 0 in finished and appraised(service))
-    worth = service.plane.deployments["decode"].decisions.worth
-    assert finished[-1] == 0
-    assert worth is not None
-    assert worth.gain_ms > 0

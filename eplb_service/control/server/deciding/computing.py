@@ -1,4 +1,4 @@
-"""One decision as a planner's thread computes it: the heat it is made on, the plan, and what balancing is worth."""
+"""One decision as a planner's thread computes it: its heat, the plan, the price of time, and the gain so far."""
 
 from __future__ import annotations
 
@@ -14,21 +14,19 @@ import numpy as np
 from eplb_service.control.core.decisions import Decisions
 from eplb_service.control.core.deployment import Deployment
 from eplb_service.control.core.live_placement import LivePlacement
-from eplb_service.cost.curve import CostCurve
 from eplb_service.cost.moving import MovingCosts
 from eplb_service.heat.assembler import RememberedHeat
 from eplb_service.heat.sources import StepTimes
 from eplb_service.heat.window import HeatError, Window
 from eplb_service.io.open_trace import open_trace
 from eplb_service.placement import Float64
-from eplb_service.planner.counterfactual import counterfactual, priced
-from eplb_service.planner.decide import plan, plan_afresh
+from eplb_service.planner.counterfactual import Served, TimePrice, priced, time_price, worth_of
+from eplb_service.planner.decide import plan
 from eplb_service.planner.forecast import Forecasts
 from eplb_service.planner.pace import Pace
 from eplb_service.planner.plan import Outlook, Plan, Serving, gain_over, promise_for, promise_of
 from eplb_service.planner.settings import PlannerSettings
 from eplb_service.planner.topology import Topology
-from eplb_service.solver.model import SearchOptions
 from eplb_service.wire.fields import WireError, check_deployment
 from eplb_service.wire.operator import Worth
 
@@ -39,9 +37,6 @@ class PriorError(ValueError):
 
 _STEP_US = 40_000.0
 """Microseconds that a step is taken to last until the ranks have measured any."""
-
-_HINDSIGHT_MS = 500.0
-"""Milliseconds in which an appraisal begins layers to solve from scratch, worst first."""
 
 Prior: TypeAlias = tuple[RememberedHeat, str]
 """Heat that a deployment is placed for before it has any of its own, and where it comes from."""
@@ -200,7 +195,8 @@ def decide(inputs: DecisionInputs) -> tuple[Plan, Outlook, float]:
     If heat has changed too recently to decide on, the plan is empty and the outlook says so.
     """
     started, taken = time.perf_counter(), time.process_time()
-    live, settings, worth = inputs.live, inputs.settings, inputs.decisions.worth
+    live = inputs.live
+    settings = inputs.settings
     if settings.fitted_curve and settings.cost_curve is None:
         settings = replace(settings, cost_curve=inputs.decisions.fitted)
     before, pace, change_at = inputs.decisions.pace, inputs.pace, None
@@ -220,7 +216,7 @@ def decide(inputs: DecisionInputs) -> tuple[Plan, Outlook, float]:
         inputs.topology,
         settings,
         inputs.serving_steps,
-        priced(inputs.moving, worth, live.placement.layers),
+        priced(inputs.moving, inputs.decisions.time_price),
         courses=inputs.decisions.courses if follows else (),
     )
     promise, expected_TL = promise_for(made)
@@ -237,21 +233,25 @@ def decide(inputs: DecisionInputs) -> tuple[Plan, Outlook, float]:
     return made, outlook, time.perf_counter() - started
 
 
-def appraise(inputs: DecisionInputs, decided: Plan) -> tuple[Worth, CostCurve | None, float] | None:
-    """Return what balancing is worth on all steps that are remembered; ``None`` where that cannot be said.
+def appraise(inputs: DecisionInputs) -> tuple[TimePrice, float] | None:
+    """Return the price of time by all steps that are remembered, and the steps that pay for its CPU.
 
-    The last of it are the steps that pay for its CPU.
+    ``None`` if it is not known how long steps take, as for a prior.
     """
     taken = time.process_time()
-    if inputs.found is None or inputs.times is None:
+    if inputs.times is None:
         return None
-    live, quickly = inputs.live, replace(inputs.settings, budget_ms=_HINDSIGHT_MS)
-    hindsight = plan_afresh(
-        inputs.window, live.placement, inputs.topology, quickly, SearchOptions(annealing=False)
-    )
-    others = [live.serving.changed_by(one) for one in (decided, hindsight) if one.layers]
-    found = counterfactual(inputs.window, inputs.found, live.serving, others, inputs.settings, inputs.times)
-    return None if found is None else (*found, inputs.steps_paying(time.process_time() - taken))
+    found = time_price(inputs.settings, inputs.window, inputs.live.serving, inputs.times)
+    return found, inputs.steps_paying(time.process_time() - taken)
+
+
+def judge(inputs: DecisionInputs, served: Served) -> Worth | None:
+    """Return the gain of balancing over the newest steps, which ``served`` has as they were served."""
+    if inputs.found is None:
+        return None
+    window = inputs.newest(len(served.par_TL))
+    price = inputs.decisions.time_price
+    return worth_of(window, inputs.found, inputs.live.serving, served, inputs.settings, price)
 
 
 def _forecasts(inputs: DecisionInputs, window: Window, expected_TL: Float64) -> Forecasts:

@@ -17,12 +17,14 @@ import structlog
 from eplb_service.control.core.deployment import Deployment
 from eplb_service.control.core.errors import ConflictError
 from eplb_service.control.core.group import Group
+from eplb_service.control.core.health import served_now
 from eplb_service.control.core.live_placement import LivePlacement
 from eplb_service.control.core.plan_tracker import PlanTracker
-from eplb_service.control.server.deciding.computing import DecisionInputs, Prior, appraise, decide
+from eplb_service.control.server.deciding.computing import DecisionInputs, Prior, appraise, decide, judge
 from eplb_service.control.server.observer import Observer
 from eplb_service.control.server.outgoing.streams import Streams
 from eplb_service.control.server.store import StoreWriter
+from eplb_service.planner.counterfactual import Served
 from eplb_service.planner.plan import Outlook, Plan
 from eplb_service.planner.settings import PlannerSettings
 from eplb_service.planner.topology import Topology
@@ -36,6 +38,8 @@ _AT_ONCE = max(2, os.cpu_count() or 1)
 """Decisions computed at a time: a slow one never delays another deployment's, and many share the cores by turns."""
 _MOST_STUCK = 4
 """Decisions that were given up and still take a thread each; beyond, no more are made."""
+_JUDGE_REST = 20.0
+"""Times as long as it takes to judge the newest steps pass until that begins again."""
 _NICENESS = 5
 """Of threads that decide: a third of the share of an engine's, yet enough to give the interpreter's lock back soon."""
 
@@ -57,8 +61,8 @@ class _DecisionOutcome:
 class Decider:
     """Decides for all deployments, each on a thread of its own and one decision at a time.
 
-    After some decisions their steps say what balancing is worth; nobody waits for that appraisal, which ends the one
-    before.
+    After some decisions their steps are asked what tokens cost in time; nobody waits for that appraisal, which ends the
+    one before. Besides, the newest steps are judged beside the layout that the ranks came with, every second or so.
 
     Parameters
     ----------
@@ -92,6 +96,8 @@ class Decider:
         self._computing: set[Future[Any]] = set()
         self._stuck: dict[str, Future[Any]] = {}
         self._appraising: dict[str, asyncio.Task[None]] = {}
+        self._judging: dict[str, asyncio.Task[None]] = {}
+        self._judge_at: dict[str, float] = {}
 
     @property
     def computing(self) -> bool:
@@ -131,13 +137,18 @@ class Decider:
 
     def drop(self, name: str) -> None:
         """Forget a deployment: nobody waits for the decision that is being made for it."""
-        for tasks in (self._running, self._appraising):
+        self._judge_at.pop(name, None)
+        for tasks in (self._running, self._appraising, self._judging):
             if name in tasks:
                 tasks.pop(name).cancel()
 
     async def close(self) -> None:
         """Make no more decisions; one that is being computed is thrown away."""
-        tasks: list[asyncio.Task[Any]] = [*self._running.values(), *self._appraising.values()]
+        tasks: list[asyncio.Task[Any]] = [
+            *self._running.values(),
+            *self._appraising.values(),
+            *self._judging.values(),
+        ]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -192,7 +203,7 @@ class Decider:
         if deployment.decisions.to_appraise:
             if deployment.name in self._appraising:
                 self._appraising[deployment.name].cancel()
-            task = asyncio.create_task(self._appraise(deployment, group, inputs, solved))
+            task = asyncio.create_task(self._appraise(deployment, group, inputs))
             self._appraising[deployment.name] = task
         return outcome
 
@@ -229,22 +240,56 @@ class Decider:
         )
         return _DecisionOutcome("plan", message, plan.plan_id, len(solved.layers), solved.moves)
 
-    async def _appraise(
-        self, deployment: Deployment, group: Group, inputs: DecisionInputs, solved: Plan
-    ) -> None:
-        """Judge what balancing is worth, once the ranks have the plan: that is what they wait for."""
+    async def _appraise(self, deployment: Deployment, group: Group, inputs: DecisionInputs) -> None:
+        """Price time, once the ranks have the plan: that is what they wait for."""
         await self._streams.sent(deployment.name)
         async with self._turns:
             try:
-                found = await self._in_time(deployment.name, appraise, inputs, solved)
+                found = await self._in_time(deployment.name, appraise, inputs)
             except asyncio.TimeoutError:
                 return
             except Exception:
-                _log.exception("worth_unknown", deployment=deployment.name)
+                _log.exception("time_price_unknown", deployment=deployment.name)
                 return
         now = deployment.group
         if found is not None and now is not None and now.forming == group.forming:
             deployment.decisions = deployment.decisions.appraised(*found)
+
+    def judge(self, deployment: Deployment) -> None:
+        """Begin to judge the newest steps, unless that is under way or was done lately. Nobody waits for it."""
+        name = deployment.name
+        running = self._judging.get(name)
+        if running is not None and not running.done():
+            return
+        if not served_now(deployment) or time.monotonic() < self._judge_at.get(name, 0.0):
+            return
+        if self._warm.is_set() and self.may_decide(name):
+            self._judging[name] = asyncio.create_task(self._judge(deployment))
+
+    async def _judge(self, deployment: Deployment) -> None:
+        group = deployment.group
+        heat = deployment.heat
+        inputs = DecisionInputs.of(deployment, self._settings)
+        if group is None or heat is None or inputs is None or inputs.found is None:
+            return
+        newest = served_now(deployment)
+        inputs = replace(inputs, heat=replace(inputs.heat, rows=inputs.heat.rows[-newest:]))
+        effects = deployment.switch_log.effects()
+        slowest_T = heat.served_steps(newest).slowest_T
+        served = Served(heat.served_par(newest), slowest_T, heat.served_times(newest), effects)
+        began = time.monotonic()
+        try:
+            worth = await self._in_time(deployment.name, judge, inputs, served)
+        except asyncio.TimeoutError:
+            return
+        except Exception:
+            _log.exception("gain_unknown", deployment=deployment.name)
+            worth = None
+        taken = time.monotonic() - began
+        self._judge_at[deployment.name] = began + _JUDGE_REST * taken
+        now = deployment.group
+        if now is not None and now.forming == group.forming and deployment.connected:
+            deployment.decisions = replace(deployment.decisions, worth=worth)
 
 
 def _on_thread(function: Callable[..., T], *arguments: Any) -> Future[T]:

@@ -249,6 +249,7 @@ class ControlPlane:
         self.follow_up(deployment)
         self._begin(deployment)
         self._decide(deployment)
+        self.decider.judge(deployment)
         self.observer.tick(deployment)
         return gauges(deployment, self.observer)
 

@@ -2,8 +2,11 @@
 import { at, clock, count, drawn, element, ratio, rebuild, tip } from "./dom.js";
 
 const style = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
-const LINES = [["par", "par", ""], ["par_planned", "planned", "dashed"], ["noise_floor", "floor", "dotted"]];
-const NAMES = { par: "realised", par_planned: "planned", noise_floor: "noise floor" };
+const LINES = [["par", "par", ""], ["par_left_alone", "alone", ""], ["par_planned", "planned", "dashed"], ["noise_floor", "floor", "dotted"]];
+const NAMES = { par: "realised", par_left_alone: "left alone", par_planned: "planned", noise_floor: "noise floor" };
+// Seconds without a step, and times the usual distance of points, from which on a line is broken.
+const GAP_SECONDS = 10;
+const GAP_TIMES = 4;
 
 // Balance over time
 
@@ -28,7 +31,7 @@ export function drawPar({ balance }) {
   const x = (time) => frame.left + ((time - first) / (last - first || 1)) * (frame.right - frame.left);
   const y = (value) => frame.bottom - ((value - low) / (high - low)) * (frame.bottom - frame.top);
   const svg = drawn("svg", { viewBox: `0 0 ${width} ${height}`, height, role: "img",
-    "aria-label": `Peak-to-average ratio over time, now ${ratio(newest.par)}` });
+    "aria-label": `Peak-to-average ratio over time, last ${ratio(newest.par)}, left alone ${ratio(newest.par_left_alone)}` });
   for (const value of ticks) {
     svg.append(drawn("line", { class: "gridline", x1: frame.left, x2: frame.right, y1: y(value), y2: y(value) }),
       drawn("text", { x: frame.left - 8, y: y(value) + 4, "text-anchor": "end" }, String(+value.toFixed(4))));
@@ -63,8 +66,11 @@ export function drawPar({ balance }) {
 
 function path(points, field, x, y) {
   let open = false;
-  return points.map((point) => {
+  const usual = (points.at(-1).at - points[0].at) / Math.max(1, points.length - 1);
+  const gap = Math.max(GAP_SECONDS, GAP_TIMES * usual);
+  return points.map((point, index) => {
     const known = point[field] !== null;
+    if (index && point.at - points[index - 1].at > gap) open = false;
     const part = known ? `${open ? "L" : "M"}${x(point.at).toFixed(1)} ${y(point[field]).toFixed(1)}` : "";
     open = known;
     return part;
@@ -113,7 +119,7 @@ export function drawLoads({ status, layers, agents, balance }) {
   at("loads-lead").textContent = loads.length
     ? `Tokens of each rank over the mean rank of the layer, summed over the newest ${balance.load_steps} steps. On the right the PAR of each layer, ` +
       "with what was planned (orange) and the noise floor (grey); above, in how many layers a rank is the most loaded."
-    : "Nothing measured yet.";
+    : "Nothing is served, or nothing was measured yet.";
   if (!loads.length) { at("loads-legend").replaceChildren(); return; }
   const most = Math.max(1.5, Math.ceil(Math.max(...loads.map((row) => Math.max(...row))) / 250) / 4);
   const colour = colours(most);

@@ -46,8 +46,9 @@ async function update() {
     if (status) await showDeployment(status);
     answered = Date.now();
     document.body.classList.remove("stale");
-    at("live").className = "";
-    at("live").textContent = "live";
+    const served = !status || status.agents_connected > 0;
+    at("live").className = served ? "" : "lost";
+    at("live").textContent = served ? "live" : "no rank connected";
   } catch (error) {
     failed(error);
   }

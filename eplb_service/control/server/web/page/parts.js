@@ -34,40 +34,68 @@ export function showProblems(problems) {
   rebuild("problems", problems, () => problems.map((text) => element("li", {}, text)));
 }
 
+const IDLE_SECONDS = 30;
+
+// The first row says what balancing does; the second what it takes.
 export function showTiles({ status, balance }) {
-  const newest = balance.points.at(-1);
+  const rows = [firstRow(status), secondRow(status, balance)];
+  rebuild("tiles", rows, () => rows.map((tiles) => element("div", { class: "tiles" }, ...tiles.map(([name, value, words, kind]) =>
+    element("div", { class: `tile ${kind ?? ""}` }, element("span", {}, name), element("b", {}, value), element("span", {}, words))))));
+}
+
+function firstRow(status) {
+  const { worth } = status;
+  const age = status.idle_seconds ?? 0;
+  const now = age > IDLE_SECONDS ? `PAR ${ago(age)} ago` : "PAR now";
+  const served = status.par ? `newest ${count(status.par_steps)} steps, as served` : "nothing is served";
+  return [
+    [now, ratio(status.par), served],
+    ["PAR left alone", worth ? ratio(worth.par_left_alone) : "–", worth ? "the same steps, experts as they were loaded" : "not known"],
+    gainTile(status),
+    ["hottest rank", status.hottest_rank === null ? "–" : `rank ${status.hottest_rank}`,
+      status.hottest_rank === null ? "nothing is served" : `${status.hottest_rank_load.toFixed(2)} × the mean, over all layers`],
+    ["hottest layer", status.hottest_layer === null ? "–" : `layer ${status.hottest_layer}`,
+      status.hottest_layer === null ? "nothing is served" : `PAR ${ratio(status.hottest_layer_par)}`],
+  ];
+}
+
+function gainTile(status) {
+  const { worth } = status;
+  if (!worth) return ["gain", "–", "not known"];
+  const lower = `PAR ${signed(-worth.par_gain_percent)} %`;
+  if (worth.gain_ms === null) return ["gain", lower, `time ${worth.verdict}${estimateWords(worth)}`];
+  const rate = worth.tokens_per_second_won === null ? "" : `, ${signed(worth.tokens_per_second_won)} tokens/s`;
+  const words = `${lower}; ${signed(worth.gain_percent)} % of a step (99 %: ${signed(worth.gain_low_ms)} to ${signed(worth.gain_high_ms)} ms)${rate}; ` +
+    `worth ${digits(worth.ranks_worth, 2)} of ${status.ranks} ranks`;
+  return [worth.verdict, `${signed(worth.gain_ms)} ms per step`, words, worth.verdict === "helps" ? "good" : "warn"];
+}
+
+function estimateWords(worth) {
+  if (worth.estimate_low_ms === null) return "";
+  return `; estimate by the ${worth.price_kind} cost of tokens: ${signed(worth.estimate_low_ms)} to ${signed(worth.estimate_high_ms)} ms per step`;
+}
+
+function secondRow(status, balance) {
   const decision = balance.last_decision;
+  const newest = balance.points.at(-1);
   const floor = newest?.noise_floor ?? null;
-  const since = decision ? `decided ${ago(Date.now() / 1000 - decision.at)} ago` : "no decision yet";
   const avoidable = status.par && floor ? Math.max(0, status.par - floor) : null;
   const steps = status.steps_received + status.steps_lost;
   const lost = steps ? (100 * status.steps_lost) / steps : 0;
-  const { worth, forecast } = status;
   const price = status.move_price;
-  const tiles = [
-    ["PAR now", ratio(status.par), `over ${count(status.window_steps)} steps`],
-    ["planned", ratio(newest?.par_planned), since],
-    ...(forecast ? [["PAR won", ratio(forecast.gain), `until the next decision (95 %: ${ratio(forecast.gain_low)} to ${ratio(forecast.gain_high)})`]] : []),
-    ["noise floor", ratio(floor), "about what chance leaves"],
-    ["avoidable", avoidable === null ? "–" : `${(100 * avoidable).toFixed(1)} %`, "of the mean rank's load"],
-    ...(worth ? [[worth.verdict, `${signed(worth.gain_ms)} ms`, worthWords(worth)]] : []),
-    ...(worth ? [["price of time", `${digits(worth.serving_ms / Math.max(1, status.layers))} ms`, `per layer and step, ${worth.price_kind}`]] : []),
+  const held = status.redundant_bytes_per_rank;
+  return [
+    ["noise floor", ratio(floor), avoidable === null ? "about what chance leaves" : `what chance leaves; ${(100 * avoidable).toFixed(1)} % above it`],
+    ["planned", ratio(newest?.par_planned), decision ? `decided ${ago(Date.now() / 1000 - decision.at)} ago` : "no decision yet"],
+    ["redundancy", held ? `${bytes(held)} per rank` : `${count(status.redundant_slots)} slots`, `${count(status.redundant_slots)} redundant slots per layer`],
     ...(price ? [["price of moves", priceFigure(price), priceWords(price)]] : []),
-    ["switched", count(status.layers_switched), `layers, ${count(status.experts_moved)} experts, ${bytes(status.bytes_moved)}`],
+    ["switched", `${count(status.layers_switched)} layers`, `${count(status.experts_moved)} experts, ${bytes(status.bytes_moved)}`],
     ["steps", count(status.steps_received), lost ? `${digits(lost, 2)} % lost` : "none lost"],
   ];
-  rebuild("tiles", tiles, () => tiles.map(([name, value, words]) =>
-    element("div", { class: "tile" }, element("span", {}, name), element("b", {}, value), element("span", {}, words))));
 }
 
 function signed(value) {
   return `${value < 0 ? "−" : "+"}${digits(Math.abs(value))}`;
-}
-
-function worthWords(worth) {
-  const share = worth.gain_percent === null ? "" : `, ${signed(worth.gain_percent)} %`;
-  const rate = worth.tokens_per_second_won === null ? "" : `, ${signed(worth.tokens_per_second_won)} tokens/s`;
-  return `per step over ${count(worth.steps)} (95 %: ${signed(worth.gain_low_ms)} to ${signed(worth.gain_high_ms)})${share}${rate}`;
 }
 
 function priceFigure(price) {
@@ -86,12 +114,14 @@ function priceSentence(price) {
 
 // What the figures rest on: for those who open it.
 export function showWorth({ status }) {
-  const worth = status.worth;
+  const { worth, forecast } = status;
   const sentences = [];
   if (worth) {
-    sentences.push(`The experts' slowest ranks take ${digits(worth.left_alone_ms, 4)} ms of a step left alone, ${digits(worth.serving_ms, 4)} ms as served, ` +
-      `${digits(worth.best_ms, 4)} ms under the best known (${worth.best}), over ${count(worth.steps)} steps.`, `Price of time, ${worth.price_kind}: ${worth.price}.`);
+    sentences.push(`Gain over the newest ${count(worth.steps)} steps: PAR ${ratio(worth.par)} as served, ${ratio(worth.par_left_alone)} left alone. Time: ${worth.reason}.`);
+    if (worth.step_ms !== null) sentences.push(`A step takes ${digits(worth.step_ms)} ms, mean of ${count(worth.timed_steps)} steps.`);
+    if (worth.price) sentences.push(`Cost of tokens, ${worth.price_kind}: ${worth.price}.`);
   }
+  if (forecast) sentences.push(`Until the next decision, PAR is expected to stay ${ratio(forecast.gain)} below that left alone (95 %: ${ratio(forecast.gain_low)} to ${ratio(forecast.gain_high)}).`);
   if (status.move_price) sentences.push(priceSentence(status.move_price));
   at("worth").hidden = !sentences.length;
   rebuild("worth-words", sentences, () => sentences.map((words) => element("p", {}, words)));
