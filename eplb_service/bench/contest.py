@@ -1,7 +1,7 @@
 """The contest of policies: asked in turn, each in a process of its own, warmed up before anything counts.
 
-A policy that crashes or never ends costs only its own figures. _Ours and the peers run in the same kind of process, one
-thread each.
+A policy that crashes or never ends costs only its own figures. Ours and the peers run in the same kind of process, one
+thread each. Limits are of CPU time, so a busy machine excludes nobody.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from multiprocessing import TimeoutError, get_context
-from multiprocessing.pool import Pool
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,7 @@ from eplb_service.bench.decision import Decision, Policy, Scene
 from eplb_service.bench.peers import balancers
 from eplb_service.bench.peers.archives import PeerError, fetch
 from eplb_service.heat.window import Window
-from eplb_service.placement import Placement, apply_layers
+from eplb_service.placement import Placement, PlacementError, apply_layers, checked_foreign
 from eplb_service.planner.decide import plan, plan_afresh
 from eplb_service.planner.request import with_options
 from eplb_service.planner.settings import PlannerSettings
@@ -37,7 +37,7 @@ NONE = "none"
 class Contest:
     """The policies that take part: ours, and the ``peers`` whose sources are had from ``index``, which may be empty.
 
-    A decision is given up after ``limit_seconds``; ``report`` takes a line for the user.
+    A decision is given up after ``limit_seconds`` of CPU time; ``report`` takes a line for the user.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Contest:
     ) -> None:
         self._report = report
         self._limit_seconds = limit_seconds
-        self._processes: dict[str, Pool] = {}
+        self._processes: dict[str, _Process] = {}
         self.failures: list[dict[str, str]] = []
         self.peers: list[str] = [name for name in peers if self._has(name, index)]
 
@@ -73,7 +73,7 @@ class Contest:
     def restart(self, name: str) -> None:
         """Let the next decision begin in a new process."""
         if name in self._processes:
-            self._processes.pop(name).terminate()
+            self._processes.pop(name).end()
 
     def close(self) -> None:
         """End all processes."""
@@ -83,16 +83,17 @@ class Contest:
     def _ask(self, name: str, maker: Callable[[], Policy] | None, scene: Scene) -> Decision | None:
         """Have a policy decide in its process: a new one, or without a ``maker`` the one of the last call."""
         if name not in self._processes:
-            # Ctrl-C reaches all processes; the one that started this one ends it.
-            ignoring = (signal.SIGINT, signal.SIG_IGN)
-            self._processes[name] = get_context("spawn").Pool(1, signal.signal, ignoring)
-        try:
-            answer = self._processes[name].apply_async(_decide, (maker, scene)).get(self._limit_seconds)
-        except TimeoutError:
+            self._processes[name] = _Process()
+        answer = self._processes[name].ask(maker, scene, self._limit_seconds)
+        if answer is None:
+            why = self._processes[name].why_ended(self._limit_seconds)
             self.restart(name)
-            answer = f"took more than {self._limit_seconds:g} s, or its process died"
+            answer = why
         if isinstance(answer, Decision):
-            return answer
+            wrong = why_not_served(answer, scene)
+            if wrong is None:
+                return answer
+            answer = wrong
         shape = "x".join(str(size) for size in (*scene.placement_LRS.shape, scene.heat_TLE.shape[2]))
         self._fail(name, f"layers x ranks x slots x experts {shape}: {answer}")
         return None
@@ -108,6 +109,94 @@ class Contest:
     def _fail(self, name: str, why: str) -> None:
         self.failures.append({"policy": name, "why": why})
         self._report(f"{name} takes no part here: {why}")
+
+
+_WALL_PER_CPU = 20.0
+"""Wall-clock seconds per second of the CPU limit, after which a policy that waits for something is given up."""
+
+
+class _Process:
+    """A process of its own that answers one question at a time."""
+
+    def __init__(self) -> None:
+        context = get_context("spawn")
+        self._link, theirs = context.Pipe()
+        self._process = context.Process(target=_answer_questions, args=(theirs,), daemon=True)
+        self._process.start()
+        theirs.close()
+        self._ready = False
+
+    def ask(
+        self, maker: Callable[[], Policy] | None, scene: Scene, limit_seconds: float
+    ) -> Decision | str | None:
+        """Return the decision, or why there is none; ``None`` if the process ended or waits for too long."""
+        try:
+            if not self._ready:
+                # Starting takes a while on a busy machine, and is no part of the decision.
+                self._ready = self._link.recv()
+            self._link.send((maker, scene, limit_seconds))
+            if not self._link.poll(_WALL_PER_CPU * limit_seconds):
+                return None
+            answer: Decision | str = self._link.recv()
+        except (EOFError, OSError):
+            return None
+        return answer
+
+    def why_ended(self, limit_seconds: float) -> str:
+        """Say why there was no answer."""
+        self._process.join(_SECONDS_TO_END)
+        code = self._process.exitcode
+        if code is None:
+            return f"gave no answer within {_WALL_PER_CPU * limit_seconds:g} s"
+        if code == -signal.SIGPROF:
+            return f"took more than {limit_seconds:g} s of CPU time"
+        return f"its process ended with code {code}"
+
+    def end(self) -> None:
+        """End the process."""
+        self._link.close()
+        self._process.kill()
+        self._process.join()
+
+
+_SECONDS_TO_END = 1.0
+"""Seconds to wait for the exit code of a process whose link has ended."""
+
+
+def _answer_questions(link: Connection) -> None:
+    """Answer in the process of a policy until the other end is closed."""
+    # Ctrl-C reaches all processes; the one that started this one ends it.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    link.send(True)
+    while True:
+        try:
+            maker, scene, limit_seconds = link.recv()
+        except EOFError:
+            return
+        # The signal ends this process, even inside a library that never returns to Python.
+        signal.setitimer(signal.ITIMER_PROF, limit_seconds)
+        answer = _decide(maker, scene)
+        signal.setitimer(signal.ITIMER_PROF, 0.0)
+        link.send(answer)
+
+
+def why_not_served(decision: Decision, scene: Scene) -> str | None:
+    """Say why ranks could not serve a decision; ``None`` if they could. Duplicates on a rank can be served."""
+    try:
+        placed_LRS = np.asarray(decision.placement_LRS)
+    except ValueError:
+        return "answered no array"
+    if placed_LRS.shape != scene.placement_LRS.shape:
+        return f"answered the shape {list(placed_LRS.shape)}, expected {list(scene.placement_LRS.shape)}"
+    experts = scene.heat_TLE.shape[2]
+    try:
+        checked_foreign(placed_LRS, experts)
+    except PlacementError as error:
+        return f"answered no placement ({error})"
+    if (placed_LRS < 0).any():
+        return "answered no placement (it leaves slots empty)"
+    return None
 
 
 _REMEMBERED: list[Policy] = []

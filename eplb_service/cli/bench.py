@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -42,7 +42,9 @@ def bench(
     ),
     fetch: bool = option(True, "Fetch the balancers' sources where they are missing: once, about 100 MB."),
     index: str = option("https://pypi.org/simple", "Package index that they are fetched from."),
-    limit_seconds: float = option(60.0, "Give a balancer up whose decision takes longer.", min=0.1),
+    limit_seconds: float = option(
+        60.0, "Exclude a balancer whose decision takes more CPU time than this.", min=0.1
+    ),
     json: bool = JSON,
 ) -> None:
     """Compare our policies with those of vLLM, vLLM-Ascend and SGLang on your own trace.
@@ -118,17 +120,24 @@ def _print(found: Mapping[str, Any]) -> None:
         f"{found['decisions']} decisions, each on {window} steps for the next {window}"
     )
     rows = [{"label": label, **policy} for label, policy in found["policies"].items()]
+    failed = dict.fromkeys(failure["policy"] for failure in found["failures"])
+
+    def cell(name: str, places: int) -> Callable[[Mapping[str, Any]], str]:
+        return lambda row: f"{row[name]:,.{places}f}" if name in row else "failed"
+
     table = table_of(
-        sorted(rows, key=lambda row: row["par_realised"]),
+        [*sorted(rows, key=lambda row: row["par_realised"]), *({"label": name} for name in failed)],
         {
             "policy": lambda row: row["label"],
-            "PAR": lambda row: f"{row['par_realised']:.3f}",
-            "moves each": lambda row: f"{row['moves_per_decision']:,.1f}",
-            "time ms": lambda row: f"{row['solve_ms_mean']:,.1f}",
-            "CPU ms": lambda row: f"{row['cpu_ms_mean']:,.1f}",
+            "PAR": cell("par_realised", 3),
+            "moves each": cell("moves_per_decision", 1),
+            "time ms": cell("solve_ms_mean", 1),
+            "CPU ms": cell("cpu_ms_mean", 1),
         },
     )
     console.print(table, soft_wrap=False)
+    for failure in found["failures"]:
+        console.print(f"{failure['policy']} has no result: {failure['why']}")
     console.print(
         "PAR: hottest rank over mean rank in each step of the windows served; token sampling alone leaves about "
         f"{found['noise_floor']:.3f}. Times are of one decision on one thread, here."

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import os
 import sys
 import tarfile
 import threading
@@ -53,6 +54,17 @@ class Sleeps:
     def decide(self, scene: Scene) -> Decision:
         time.sleep(60)
         raise AssertionError
+
+
+class Spins:
+    def decide(self, scene: Scene) -> Decision:
+        while True:
+            pass
+
+
+class Dies:
+    def decide(self, scene: Scene) -> Decision:
+        os._exit(3)
 
 
 @pytest.fixture
@@ -150,7 +162,43 @@ def test_a_policy_that_never_answers_is_given_up(contest: Contest, scene: Scene)
     contest._ask("one", Stays, scene)
     contest._limit_seconds = 0.2
     assert contest._ask("one", Sleeps, scene) is None
-    assert "more than 0.2 s" in contest.failures[0]["why"]
+    assert contest.failures[0]["why"].endswith("gave no answer within 4 s")
+    assert contest._ask("one", Spins, scene) is None
+    assert contest.failures[1]["why"].endswith("took more than 0.2 s of CPU time")
+    contest._limit_seconds = 60.0
+    assert contest._ask("one", Dies, scene) is None
+    assert contest.failures[2]["why"].endswith("its process ended with code 3")
+    assert contest._ask("one", Stays, scene) is not None
+
+
+class Answers(Stays):
+    """Answers what it was made with."""
+
+    def __init__(self, placement_LRS: object) -> None:
+        self._placement_LRS = placement_LRS
+
+    def decide(self, scene: Scene) -> Decision:
+        return Decision(self._placement_LRS, None, None, 1, 0.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("answer", "why"),
+    [
+        ([[[0, 0, 1], [2, 3, 3]]], None),
+        ([[[0, 0, 1], [2, 2, 3], [0, 1, 2]]], "answered the shape [1, 3, 3], expected [1, 2, 3]"),
+        ([[[0, 1, 2], [0, 1, 2]]], "answered no placement (layer 0: expert 3 is in no slot)"),
+        ([[[0, 1, 2], [3, 1, 4]]], "names expert 4"),
+        ([[[0, 1, 2], [3, 1, -1]]], "leaves slots empty"),
+        ([[[0.0, 1.0, 2.0], [3.0, 1.0, 2.0]]], "holds integers"),
+    ],
+)
+def test_any_answer_is_scored_or_named(
+    contest: Contest, scene: Scene, answer: list[object], why: str | None
+) -> None:
+    decision = contest._ask("one", partial(Answers, np.array(answer)), scene)
+    assert (decision is None) == (why is not None)
+    if why is not None:
+        assert why in contest.failures[0]["why"]
 
 
 STAIR = """
