@@ -7,11 +7,14 @@ ARG PYTHON_IMAGE=python:3.12-slim
 FROM ${PYTHON_IMAGE} AS build
 WORKDIR /src
 COPY . .
-RUN pip wheel --no-cache-dir --wheel-dir /wheels '.[kubernetes]'
+RUN pip wheel --no-cache-dir --wheel-dir /wheels '.[kubernetes]' \
+    && pip wheel --no-cache-dir --no-deps --wheel-dir /agent ./packaging/eplb-agent
 
 FROM ${PYTHON_IMAGE}
 RUN --mount=type=bind,from=build,source=/wheels,target=/wheels \
     pip install --no-cache-dir --no-index --find-links /wheels 'eplb-service[kubernetes]'
+# For engines' pods, which install it in an init container.
+COPY --from=build /agent/ /usr/local/share/eplb/
 COPY deploy/healthcheck.py /usr/local/bin/eplb-healthcheck
 RUN useradd --system --uid 10001 --home-dir /var/lib/eplb --create-home eplb \
     && install --directory --owner=eplb --group=eplb /var/cache/eplb

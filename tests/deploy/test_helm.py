@@ -23,7 +23,8 @@ def rendered(values, name="eplb"):
     """Every object by kind and name."""
     with helm.Chart.load(CHART) as chart:
         files = chart.render(values=values, name=name, namespace="moe")
-    objects = [one for text in files.values() for one in yaml.safe_load_all(text) if one]
+    manifests = [text for path, text in files.items() if not path.endswith(".txt")]
+    objects = [one for text in manifests for one in yaml.safe_load_all(text) if one]
     return {(one["kind"], one["metadata"]["name"]): one for one in objects}
 
 
@@ -37,6 +38,10 @@ def as_by_kustomize(found):
             part.pop("app.kubernetes.io/instance", None)
             part.pop("checksum/config", None)
             part.pop("imagePullPolicy", None)
+            if part.get("annotations") == {
+                "checksum/config": part.get("annotations", {}).get("checksum/config")
+            }:
+                del part["annotations"]
             if part.get("image") == f"eplb-service:{chart_version()}":
                 part["image"] = "eplb-service"
             parts += part.values()
@@ -130,9 +135,91 @@ def test_another_config_makes_another_pod():
     assert len(checksums) == 2
 
 
+EVERYTHING = {
+    "replicas": 2,
+    "imagePullSecrets": [{"name": "registry"}],
+    "monitoring": {"annotations": True},
+    "serviceAccount": {"create": True, "name": "balancer", "annotations": {"a/b": "c"}},
+    "service": {"type": "LoadBalancer", "annotations": {"lb/internal": "true"}},
+    "annotations": {"owner": "moe"},
+    "podAnnotations": {"sidecar.istio.io/inject": "false"},
+    "podLabels": {"team": "moe"},
+    "podSecurityContext": {"runAsUser": 20001},
+    "securityContext": {"capabilities": {"drop": ["NET_RAW"]}},
+    "extraEnv": [{"name": "EPLB_LOG_LEVEL", "value": "debug"}],
+    "extraVolumes": [{"name": "traces", "emptyDir": {}}],
+    "extraVolumeMounts": [{"name": "traces", "mountPath": "/traces"}],
+    "nodeSelector": {"pool": "cpu"},
+    "tolerations": [{"key": "dedicated", "operator": "Exists"}],
+    "affinity": {"nodeAffinity": {}},
+    "topologySpreadConstraints": [
+        {"maxSkew": 1, "topologyKey": "zone", "whenUnsatisfiable": "ScheduleAnyway", "labelSelector": {}}
+    ],
+    "priorityClassName": "high",
+}
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_every_value_arrives_where_it_belongs(version):
+    found = rendered(EVERYTHING)
+    for one in found.values():
+        if one["kind"] not in WITHOUT_SCHEMA:
+            kubernetes_validate.validate(one, version, strict=True)
+    deployment = found["Deployment", "eplb"]
+    template = deployment["spec"]["template"]
+    pod, (container,) = template["spec"], template["spec"]["containers"]
+    assert deployment["metadata"]["annotations"] == EVERYTHING["annotations"]
+    assert EVERYTHING["podAnnotations"].items() <= template["metadata"]["annotations"].items()
+    assert EVERYTHING["podLabels"].items() <= template["metadata"]["labels"].items()
+    names = "imagePullSecrets nodeSelector tolerations affinity topologySpreadConstraints priorityClassName"
+    assert {name: pod[name] for name in names.split()} == {name: EVERYTHING[name] for name in names.split()}
+    assert (pod["securityContext"]["runAsUser"], pod["securityContext"]["runAsNonRoot"]) == (20001, True)
+    assert container["securityContext"]["capabilities"]["drop"] == ["NET_RAW"]
+    assert {"name": "EPLB_LEASE", "value": "kubernetes:eplb"} in container["env"]
+    assert EVERYTHING["extraEnv"][0] in container["env"]
+    assert EVERYTHING["extraVolumes"][0] in pod["volumes"]
+    assert EVERYTHING["extraVolumeMounts"][0] in container["volumeMounts"]
+    assert pod["serviceAccountName"] == "balancer"
+    assert found["ServiceAccount", "balancer"]["metadata"]["annotations"] == {"a/b": "c"}
+    assert found["RoleBinding", "eplb"]["subjects"] == [{"kind": "ServiceAccount", "name": "balancer"}]
+    service = found["Service", "eplb"]
+    assert (service["spec"]["type"], service["metadata"]["annotations"]) == (
+        "LoadBalancer",
+        {"lb/internal": "true"},
+    )
+
+
+def test_an_account_of_somebody_else_is_used_and_not_made():
+    found = rendered({"replicas": 2, "serviceAccount": {"create": False, "name": "theirs"}})
+    assert not [name for kind, name in found if kind == "ServiceAccount"]
+    assert found["Deployment", "eplb"]["spec"]["template"]["spec"]["serviceAccountName"] == "theirs"
+    assert found["RoleBinding", "eplb"]["subjects"][0]["name"] == "theirs"
+
+
+@pytest.mark.parametrize(("operator", "annotations"), [(False, False), (True, False), (False, True)])
+def test_every_pod_is_scraped_once_at_most(operator, annotations):
+    found = rendered({"monitoring": {"enabled": operator, "annotations": annotations}})
+    assert any(kind == "ServiceMonitor" for kind, _ in found) is operator
+    pod = found["Deployment", "eplb"]["spec"]["template"]["metadata"]
+    assert ("prometheus.io/scrape" in pod["annotations"]) is annotations
+
+
+def test_the_notes_name_the_service_of_the_release():
+    with helm.Chart.load(CHART) as chart:
+        files = chart.render(values={}, name="mine", namespace="moe")
+    (notes,) = [text for path, text in files.items() if path.endswith("NOTES.txt")]
+    assert "EPLB_AGENT_SERVICE=mine.moe:50551" in notes
+    assert "deploy/mine 9464" in notes
+    assert "Nothing scrapes its metrics" in notes
+
+
 @pytest.mark.parametrize(
     "values",
     [
+        {"monitoring": {"enabled": True, "annotations": True}},
+        {"podAnnotations": {"a": 1}},
+        {"extraEnv": {"EPLB_LOG_LEVEL": "debug"}},
+        {"service": {"type": "None"}},
         {"replicas": 0},
         {"replica": 2},
         {"secret": ""},

@@ -146,7 +146,9 @@ def test_deployments_are_consistent(deployment):
     template = deployment["spec"]["template"]
     pod = template["spec"]
     assert deployment["spec"]["selector"]["matchLabels"].items() <= template["metadata"]["labels"].items()
-    assert template["metadata"]["annotations"]["prometheus.io/port"] == str(METRICS_PORT)
+    # The monitor of ../monitoring finds the base's pods: annotations would have them scraped twice.
+    expected = None if deployment["metadata"]["name"] == "eplb" else str(METRICS_PORT)
+    assert template["metadata"].get("annotations", {}).get("prometheus.io/port") == expected
     volumes = {volume["name"] for volume in pod["volumes"]}
     for container in pod["containers"]:
         assert {mount["name"] for mount in container["volumeMounts"]} <= volumes
@@ -199,3 +201,46 @@ def test_service_and_deployment_of_the_base_meet():
     assert metrics["spec"]["selector"].items() <= template["metadata"]["labels"].items()
     offered = service["spec"]["ports"] + metrics["spec"]["ports"]
     assert {port["targetPort"]: port["port"] for port in offered} == ports
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_an_engine_on_gpus_installs_the_agent_and_reaches_the_service_of_the_base(engine):
+    path = DEPLOY / "kubernetes/examples" / f"{engine}.yaml"
+    headless, stateful = yaml.safe_load_all(path.read_text())
+    assert (headless["spec"]["clusterIP"], headless["spec"]["publishNotReadyAddresses"]) == ("None", True)
+    assert stateful["spec"]["serviceName"] == headless["metadata"]["name"]
+    template = stateful["spec"]["template"]
+    assert headless["spec"]["selector"].items() <= template["metadata"]["labels"].items()
+    pod = template["spec"]
+    wheel, agent = pod["initContainers"]
+    (model,) = pod["containers"]
+    assert agent["image"] == model["image"], "the engine's own Python installs the agent"
+    found = re.search(r"COPY --from=build /agent/ (\S+)", DOCKERFILE)
+    assert found is not None
+    assert f"{found[1]}*.whl" in wheel["command"][-1]
+    environment = {entry["name"]: entry.get("value") for entry in model["env"]}
+    ours = {
+        name.removeprefix("EPLB_AGENT_").lower() for name in environment if name.startswith("EPLB_AGENT_")
+    }
+    assert ours <= AgentSettings.model_fields.keys()
+    service = load("kubernetes/base/service.yaml")
+    assert environment["EPLB_AGENT_SERVICE"] == f"{service['metadata']['name']}:{GRPC_PORT}"
+    assert environment["EPLB_AGENT_DATA_HOST"] == f"$(POD_NAME).{headless['metadata']['name']}"
+    mounts = {mount["mountPath"]: mount["name"] for mount in model["volumeMounts"]}
+    assert mounts[environment["PYTHONPATH"].rpartition("/")[0]] == "agent"
+    assert "ln -sfn" in agent["args"][0]
+    assert environment["PYTHONPATH"] in agent["args"][0]
+    folder = environment["EPLB_AGENT_TLS_CA"].rpartition("/")[0]
+    assert mounts[folder] == "agent-secrets"
+    assert {mount["name"] for mount in model["volumeMounts"]} <= {volume["name"] for volume in pod["volumes"]}
+    (secret,) = [volume["secret"]["secretName"] for volume in pod["volumes"] if "secret" in volume]
+    text = (DEPLOY / "kubernetes/base/kustomization.yaml").read_text()
+    made = re.search(rf"create secret generic {secret} ((?:.|\n)*?)#   kubectl", text)
+    assert made is not None
+    for name in ("EPLB_AGENT_TLS_CA", "EPLB_AGENT_AUTH_TOKEN_FILE"):
+        assert f"--from-file=deploy/secrets/{environment[name].rpartition('/')[2]}" in made[1]
+    policy = load("kubernetes/base/network.yaml")
+    clients = policy["spec"]["ingress"][0]["from"][0]["podSelector"]["matchLabels"]
+    assert clients.items() <= template["metadata"]["labels"].items()
+    assert model["resources"]["limits"]["nvidia.com/gpu"] == "8"
+    assert "--enable-eplb" in model["args"][0]

@@ -2,9 +2,6 @@
 app.kubernetes.io/name: eplb-service
 app.kubernetes.io/instance: {{ .Release.Name }}
 {{- end }}
-{{- define "eplb.unprivileged" -}}
-allowPrivilegeEscalation: false
-readOnlyRootFilesystem: true
-capabilities:
-  drop: [ALL]
+{{- define "eplb.account" -}}
+{{- .Values.serviceAccount.name | default .Release.Name -}}
 {{- end }}
