@@ -17,7 +17,7 @@ from rich.table import Table
 from eplb_service.cli.client import NAME, Connection
 from eplb_service.cli.options import JSON, RESULTS, UserError, option, takes_options
 from eplb_service.cli.output import print_json, table_of
-from eplb_service.cli.trace_options import FIRST_LAYER, FORMAT, check_placement_output
+from eplb_service.cli.trace_options import DRAFT_LAYERS, FIRST_LAYER, FORMAT, check_placement_output
 from eplb_service.figures import digits, size_text
 from eplb_service.io.placement_file import SUFFIXES, write_placement
 from eplb_service.placement import Placement
@@ -84,18 +84,19 @@ def placement(
     out: Path | None = option(None, _FILE_HELP, section=RESULTS),
     format: str | None = FORMAT,
     first_layer: int | None = FIRST_LAYER,
+    draft_layers: int | None = DRAFT_LAYERS,
     json: bool = JSON,
 ) -> None:
     """Show or save the placement in force."""
-    check_placement_output(out, format, first_layer)
+    check_placement_output(out, format, first_layer, draft_layers)
     answer = _ask(service, "GetPlacement", operator_pb2.GetPlacementRequest(deployment=deployment))
     found = Placement(unpack(answer.physical_to_logical, (None, None, None), "placement"), answer.experts)
     axes = (found.ranks, found.layers, found.experts)
     entries = () if len(answer.log2phy.shape) == len(axes) else (None,)
     tables_RLE = unpack(answer.log2phy, (*axes, *entries), "log2phy")
     if out is not None:
-        numbers = range(first_layer or 0, (first_layer or 0) + found.layers)
-        write_placement(out, found, tables_RLE, format, numbers)
+        numbers = None if first_layer is None else range(first_layer, first_layer + found.layers)
+        write_placement(out, found, tables_RLE, format, numbers, draft_layers or 0)
         typer.echo(f"eplb: wrote epoch {answer.epoch} to {out}", err=json)
     if json:
         print_json({"epoch": answer.epoch, "phy2log": found.phy2log_LRS, "log2phy": tables_RLE})

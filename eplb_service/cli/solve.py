@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from eplb_service.cli.options import JSON, RESULTS, option, takes_options
 from eplb_service.cli.output import layers_table, output_console, print_json
 from eplb_service.cli.trace_options import (
+    DRAFT_LAYERS,
     FIRST_LAYER,
     FORMAT,
     HEAT,
@@ -54,11 +55,12 @@ def solve(
     ),
     format: str | None = FORMAT,
     first_layer: int | None = FIRST_LAYER,
+    draft_layers: int | None = DRAFT_LAYERS,
     json: bool = JSON,
     **planner: Any,
 ) -> None:
     """Compute a placement and its tables from recorded heat, and show what they gain."""
-    check_placement_output(out, format, first_layer)
+    check_placement_output(out, format, first_layer, draft_layers)
     settings = planner_settings(planner)
     trace = reading.open(heat)
     slots = layout.count(trace.experts, group.ranks)
@@ -82,7 +84,14 @@ def solve(
         numbers = trace.facts.layer_numbers
         if first_layer is not None:
             numbers = tuple(range(first_layer, first_layer + trace.layers))
-        write_placement(out, Placement(solution.phy2log, trace.experts), solution.log2phy, format, numbers)
+        write_placement(
+            out,
+            Placement(solution.phy2log, trace.experts),
+            solution.log2phy,
+            format,
+            numbers,
+            draft_layers or 0,
+        )
     report = _report(heat_TLE, source_RLE, settings, solution, solved, milliseconds)
     if json:
         print_json(report)

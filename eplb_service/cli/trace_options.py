@@ -50,6 +50,12 @@ FIRST_LAYER = option(
     min=0,
     section="Results",
 )
+DRAFT_LAYERS = option(
+    None,
+    "Layers of a draft (MTP) model that follow the last one; each gets a row with the experts in order.",
+    min=0,
+    section="Results",
+)
 PLACEMENT = option(
     None, "Placement at the start (.npz, .json, .yaml, .pt); by default experts in order.", section=_SLOTS
 )
@@ -223,11 +229,13 @@ def placed_at_start(path: Path | None, trace: Trace, ranks: int) -> Int32 | None
     return placed_LRS
 
 
-def check_placement_output(out: Path | None, format: str | None, first_layer: int | None) -> None:
+def check_placement_output(
+    out: Path | None, format: str | None, first_layer: int | None, draft_layers: int | None = None
+) -> None:
     """Raise ``UserError``, ``OutputError`` or ``PlacementError`` where a placement could not be written so."""
     if out is None:
-        if format is not None or first_layer is not None:
-            raise UserError("--format and --first-layer say how a file is written; give it with --out")
+        if any(stated is not None for stated in (format, first_layer, draft_layers)):
+            raise UserError("--format, --first-layer and --draft-layers say how a file is written; add --out")
         return
     check_output(out, SUFFIXES)
     placement_format(out, format)

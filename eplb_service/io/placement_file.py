@@ -6,7 +6,7 @@ import io
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 import yaml
@@ -14,6 +14,7 @@ import yaml
 from eplb_service.atomic_write import write_atomically
 from eplb_service.heat.window import HeatError
 from eplb_service.io.containers import Array, read_json, read_npy, read_npz, read_torch, records_of, refusing
+from eplb_service.io.named_arrays import LAYER_NUMBERS
 from eplb_service.placement import Int32, Placement, PlacementError, checked_foreign
 
 Format = Literal["npz", "vllm-ascend", "sglang", "tensorrt-llm", "vllm"]
@@ -24,8 +25,20 @@ _READERS = {".npz": read_npz, ".npy": read_npy, ".pt": read_torch, ".pth": read_
 _MOST_TEXT_BYTES = 256 << 20
 _VLLM_RECORD = "eplb_initial_mapping"
 """Type of the one record of vLLM's file that is a placement."""
-_NAMES = ("phy2log", "physical_to_logical_map", "placement")
+_SGLANG = "physical_to_logical_map"
+_NAMES = ("phy2log", _SGLANG, "placement")
 """Names of the expert in each slot."""
+
+
+class _Rows(NamedTuple):
+    """Expert in each slot, ``[L, R, S]`` or ``[L, P]``, and the numbers of the layers if the file has them.
+
+    ``of_model`` says that these are the model's own numbers; otherwise they count the MoE layers from 0 on.
+    """
+
+    phy2log: Array
+    numbers: Sequence[int] | None = None
+    of_model: bool = True
 
 
 def read_placement(
@@ -40,8 +53,8 @@ def read_placement(
     experts, ranks
         E and R of the deployment.
     layer_numbers
-        The model's own numbers of the MoE layers: of a file that has a row for every layer of the model, as SGLang's,
-        these are taken.
+        The model's own numbers of the MoE layers. The rows of these layers are taken, by number if the file has
+        numbers; further rows, such as a draft layer's, are left out. Without it all rows are taken.
 
     Returns
     -------
@@ -66,9 +79,7 @@ def read_foreign(path: Path, experts: int, ranks: int, layer_numbers: Sequence[i
     Returns int32 ``[L, R, S]``. Arguments and errors are those of ``read_placement``.
     """
     try:
-        phy2log = read_phy2log(path)
-        if layer_numbers and phy2log.ndim > 1 and len(phy2log) > max(*layer_numbers, len(layer_numbers)):
-            phy2log = phy2log[list(layer_numbers)]
+        phy2log = _of_layers(_read_rows(path), layer_numbers)
         if phy2log.ndim == 2 and phy2log.shape[1] % ranks == 0:
             phy2log = phy2log.reshape(phy2log.shape[0], ranks, -1)
         if phy2log.ndim == 3 and phy2log.shape[1] != ranks:
@@ -78,16 +89,56 @@ def read_foreign(path: Path, experts: int, ranks: int, layer_numbers: Sequence[i
         raise PlacementError(f"{path}: {error}") from error
 
 
+def _of_layers(rows: _Rows, layer_numbers: Sequence[int] | None) -> Array:
+    """Return the rows of these layers; raises ``PlacementError`` naming those that the file lacks."""
+    phy2log, numbers = rows.phy2log, rows.numbers
+    if phy2log.ndim < 2:
+        return phy2log
+    if numbers is None:
+        by_number = layer_numbers and len(phy2log) > max(*layer_numbers, len(layer_numbers))
+        return phy2log[list(layer_numbers)] if layer_numbers and by_number else phy2log
+    if not layer_numbers:
+        if list(numbers) != list(range(numbers[0], numbers[0] + len(numbers))):
+            raise PlacementError(
+                f"places the layers {_listed(numbers)}, and nothing says which of them the trace has: its own "
+                "layers have no numbers"
+            )
+        return phy2log
+    wanted = list(layer_numbers) if rows.of_model else list(range(len(layer_numbers)))
+    row_of = {number: row for row, number in enumerate(numbers)}
+    if missing := [number for number in wanted if number not in row_of]:
+        raise PlacementError(
+            f"places the layers {_listed(numbers)} and lacks {_listed(missing)} of the trace's {_listed(wanted)}"
+        )
+    return phy2log[[row_of[number] for number in wanted]]
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    """Return numbers as text, runs of them as first to last."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(f"{run[0]} to {run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs)
+
+
 def read_phy2log(path: Path) -> Array:
     """The expert in each slot, as the file has it; raises ``HeatError`` or ``PlacementError`` without the path."""
+    return _read_rows(path).phy2log
+
+
+def _read_rows(path: Path) -> _Rows:
+    """Read rows and their numbers; raises ``HeatError`` or ``PlacementError`` without the path."""
     try:
         if path.suffix in _READERS:
-            return _phy2log_of(_READERS[path.suffix](path))
+            return _rows_of(_READERS[path.suffix](path))
         if path.stat().st_size > _MOST_TEXT_BYTES:
             raise PlacementError("is more than 256 MiB of text; a placement is not")
         if path.suffix in (".yaml", ".yml"):
             with refusing("YAML"):
-                return _phy2log_of(yaml.safe_load(path.read_bytes()))
+                return _rows_of(yaml.safe_load(path.read_bytes()))
         if path.suffix == ".jsonl":
             records = [
                 record
@@ -96,8 +147,8 @@ def read_phy2log(path: Path) -> Array:
             ]
             if len(records) != 1:
                 raise PlacementError(f"holds {len(records)} records {_VLLM_RECORD}; expected one")
-            return _phy2log_of(records[0])
-        return _phy2log_of(read_json(path))
+            return _rows_of(records[0])
+        return _rows_of(read_json(path))
     except OSError as error:
         raise PlacementError(f"cannot be read ({error.strerror or error})") from error
 
@@ -122,6 +173,7 @@ def write_placement(
     log2phy_RLE: Int32,
     format: str | None = None,
     layer_numbers: Sequence[int] | None = None,
+    draft_layers: int = 0,
 ) -> None:
     """Write a placement: ``.npz`` (``phy2log``, ``log2phy``), or an engine's own file.
 
@@ -134,6 +186,9 @@ def write_placement(
     layer_numbers
         The model's own numbers of the placement's layers (0, 1, 2, ... where not given), which SGLang and TensorRT-LLM
         count by.
+    draft_layers
+        Layers of a draft (MTP) model that follow the last one, as TensorRT-LLM and vLLM-Ascend count them. Nothing is
+        known of their heat: each gets a row with the experts in order, and again in order in redundant slots.
 
     Raises
     ------
@@ -148,8 +203,13 @@ def write_placement(
             f"the numbers of {placement.layers} layers are {numbers}; expected rising ones from 0 on"
         )
     _, make = _FORMATS[placement_format(path, format)]
+    if draft_layers:
+        placement, log2phy_RLE = _with_draft_layers(placement, log2phy_RLE, draft_layers)
+        numbers += range(numbers[-1] + 1, numbers[-1] + 1 + draft_layers)
     document = make(placement, numbers)
     if path.suffix == ".npz":
+        if layer_numbers:
+            document[LAYER_NUMBERS] = np.array(numbers)
         buffer = io.BytesIO()
         np.savez_compressed(buffer, **document, log2phy=log2phy_RLE)
         content = buffer.getvalue()
@@ -158,6 +218,18 @@ def write_placement(
     else:
         content = (json.dumps(document) + "\n").encode()
     write_atomically(path, content)
+
+
+def _with_draft_layers(placement: Placement, log2phy_RLE: Int32, count: int) -> tuple[Placement, Int32]:
+    """Return placement and tables with rows of experts in order after the last layer."""
+    in_order_P = np.arange(placement.ranks * placement.slots, dtype=np.int32) % placement.experts
+    rows_DRS = np.tile(in_order_P.reshape(1, placement.ranks, -1), (count, 1, 1))
+    drafts = Placement(rows_DRS, placement.experts)
+    tables_RDE = drafts.default_log2phy()
+    if log2phy_RLE.ndim == 4:
+        tables_RDE = np.repeat(tables_RDE[..., None], log2phy_RLE.shape[3], axis=3)
+    whole = Placement(np.concatenate([placement.phy2log_LRS, rows_DRS]), placement.experts)
+    return whole, np.concatenate([log2phy_RLE, tables_RDE], axis=1)
 
 
 def _numpy_document(placement: Placement, _numbers: Sequence[int]) -> dict[str, Any]:
@@ -230,12 +302,12 @@ SUFFIXES = tuple(dict.fromkeys(suffix for suffix, _ in _FORMATS.values()))
 """Suffixes that can be written: numpy with tables, or an engine's own file, which has none."""
 
 
-def _phy2log_of(document: object) -> Array:
-    """Slots of any of these documents, or of DeepSeek's EPLB; ``[L, R, S]`` or, without ranks, ``[L, P]``."""
+def _rows_of(document: object) -> _Rows:
+    """Rows of any of these documents, or of DeepSeek's EPLB."""
     if isinstance(document, tuple) and document:
         document = document[0]
     if isinstance(document, np.ndarray):
-        return document
+        return _Rows(document)
     found = (
         ", ".join(map(str, list(document)[:8])) if isinstance(document, Mapping) else type(document).__name__
     )
@@ -243,26 +315,61 @@ def _phy2log_of(document: object) -> Array:
         if isinstance(document, Mapping):
             for name in _NAMES:
                 if name in document:
-                    return np.array(document[name])
+                    rows = np.array(document[name])
+                    # SGLang's own file has a row for each layer of the model, by its number.
+                    known = range(len(rows)) if isinstance(document[name], list) and name == _SGLANG else None
+                    stated = document.get(LAYER_NUMBERS, known)
+                    return _Rows(rows, None if stated is None else _checked_numbers(stated, len(rows)))
             if "layer_list" in document:
-                return np.array(
+                layers = document["layer_list"]
+                numbers = _numbers_of(layers, "layer_id")
+                rows = np.array(
                     [
                         [device["device_expert"] for device in _in_order(layer["device_list"], "device_id")]
-                        for layer in _in_order(document["layer_list"], "layer_id")
+                        for layer in _in_order(layers, "layer_id", numbers)
                     ]
                 )
+                return _Rows(rows, sorted(numbers), _are_of_model(numbers))
             if "initial_global_assignments" in document:
-                layers = document["initial_global_assignments"]
-                return np.array([layers[number] for number in sorted(layers, key=int)])
+                assigned = {
+                    int(number): row for number, row in document["initial_global_assignments"].items()
+                }
+                numbers = sorted(assigned)
+                of_model = "record_type" not in document or _are_of_model(numbers)
+                return _Rows(np.array([assigned[number] for number in numbers]), numbers, of_model)
     raise PlacementError(
         "is no placement: expected phy2log (numpy, DeepSeek), layer_list (vLLM-Ascend), physical_to_logical_map "
         f"(SGLang) or initial_global_assignments (TensorRT-LLM, vLLM); found {found or 'nothing'}"
     )
 
 
-def _in_order(entries: list[dict[str, Any]], key: str) -> list[dict[str, Any]]:
-    ordered = sorted(entries, key=lambda entry: int(entry[key]))
-    ids = [entry[key] for entry in ordered]
-    if ids != list(range(len(ids))) or not ids:
-        raise ValueError(f"its {key}s are {ids}, expected 0, 1, 2, …")
-    return ordered
+def _are_of_model(numbers: Sequence[int]) -> bool:
+    """Return whether numbers are the model's own: engines that count MoE layers begin at 0 and leave none out."""
+    return sorted(numbers) != list(range(len(numbers)))
+
+
+def _checked_numbers(stated: Any, count: int) -> list[int]:
+    numbers = [int(number) for number in stated]
+    if len(numbers) != count or numbers != sorted(set(numbers)) or (numbers and numbers[0] < 0):
+        raise ValueError(f"its {LAYER_NUMBERS} are {numbers[:8]} for {count} layers, expected rising ones")
+    return numbers
+
+
+def _numbers_of(entries: list[dict[str, Any]], key: str) -> list[int]:
+    """Return the number that each entry states, or its place if none states one, as in vLLM-Ascend's own tests."""
+    if not any(key in entry for entry in entries):
+        return list(range(len(entries)))
+    numbers = [int(entry[key]) for entry in entries]
+    if len(set(numbers)) != len(numbers) or min(numbers) < 0:
+        raise ValueError(f"its {key}s are {numbers[:8]}, expected different ones from 0 on")
+    return numbers
+
+
+def _in_order(
+    entries: list[dict[str, Any]], key: str, numbers: list[int] | None = None
+) -> list[dict[str, Any]]:
+    """Return entries by their numbers; these are 0, 1, 2, ... unless ``numbers`` are given."""
+    found = _numbers_of(entries, key) if numbers is None else numbers
+    if not entries or (numbers is None and sorted(found) != list(range(len(found)))):
+        raise ValueError(f"its {key}s are {sorted(found)[:8]}, expected 0, 1, 2, …")
+    return [entries[place] for place in np.argsort(found)]

@@ -73,3 +73,17 @@ def test_pages_are_short(folder, pages, most):
     words = {path.name: len(re.findall(r"\S*\w\S*", path.read_text())) for path in folder.glob(pages)}
     assert words
     assert {name: count for name, count in words.items() if count > most} == {}
+
+
+def test_links_to_files_work_on_a_page_that_shows_the_checkout():
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *ROOT.glob("packaging/*/README.md")]
+    links = [
+        (path.relative_to(ROOT).as_posix(), target)
+        for path in pages
+        for target in re.findall(r"\]\(([^)\s]+)\)", path.read_text())
+        if not target.startswith(("http", "#", "mailto"))
+    ]
+    assert len(links) > 80
+    assert [
+        (page, to) for page, to in links if not (ROOT / page).parent.joinpath(to.partition("#")[0]).exists()
+    ] == []

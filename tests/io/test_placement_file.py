@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import yaml
 
-from eplb_service.io.placement_file import _expert_map_document, read_placement, write_placement
+from eplb_service.io.placement_file import _expert_map_document, read_phy2log, read_placement, write_placement
 from eplb_service.placement import Placement, PlacementError
 
 PLACEMENT = Placement.linear(layers=3, experts=6, ranks=4, slots=2)
@@ -91,7 +91,8 @@ def refusal(path, experts=6, ranks=4):
         ('{"physical_to_logical_map": [["0", "1"]]}', "integers"),
         ('{"layer_list": []}', "expected 0, 1, 2"),
         ("[]", "found list"),
-        ('{"layer_list": [{"layer_id": 1, "device_list": []}]}', "its layer_ids are [1]"),
+        ('{"layer_list": [{"layer_id": 1, "device_list": []}]}', "its device_ids are []"),
+        ('{"layer_list": [{"layer_id": 1}, {"layer_id": 1}]}', "its layer_ids are [1, 1]"),
         (
             '{"layer_list": [{"layer_id": 0, "device_list": [{"device_id": 0, "device_expert": [0, 1]},'
             ' {"device_id": 1, "device_expert": [0]}]}]}',
@@ -152,3 +153,75 @@ def test_vllm_s_file_names_layers_as_text_and_has_one_placement(tmp_path):
     path.write_text(json.dumps(record) + "\n" + json.dumps(record) + "\n")
     with pytest.raises(PlacementError, match="holds 2 records eplb_initial_mapping; expected one"):
         read_placement(path, experts=6, ranks=2)
+
+
+NUMBERED = {"npz": ".npz", "sglang": ".json", "tensorrt-llm": ".yaml"}
+"""Formats that have the model's own numbers of layers, and their suffixes."""
+
+
+def different_layers(count):
+    """A placement whose layers differ, so that a shifted row shows."""
+    rows = [np.roll(np.arange(8) % 6, layer).reshape(4, 2) for layer in range(count)]
+    return Placement(np.array(rows), 6)
+
+
+@pytest.mark.parametrize("format", NUMBERED)
+@pytest.mark.parametrize(
+    ("written", "missing"),
+    [((3, 5, 61), "lacks 4"), ((0, 1, 2), "lacks 3 to 5"), ((4, 5, 6), "lacks 3"), ((3, 4, 61), "lacks 5")],
+)
+def test_layers_are_matched_by_their_numbers(tmp_path, format, written, missing):
+    path, placement = tmp_path / f"placement{NUMBERED[format]}", different_layers(3)
+    write_placement(path, placement, placement.default_log2phy(), format, written)
+    if format == "sglang" and max(written) >= 5:
+        # This format has a row for each layer of the model: for the others the experts in order.
+        read = read_placement(path, 6, 4, (3, 4, 5))
+        rows = dict(zip(written, placement.phy2log_LRS.tolist(), strict=True))
+        in_order = (np.arange(8) % 6).reshape(4, 2).tolist()
+        assert read.phy2log_LRS.tolist() == [rows.get(number, in_order) for number in (3, 4, 5)]
+        return
+    with pytest.raises(PlacementError, match=f"{missing}.* of the trace's 3 to 5"):
+        read_placement(path, 6, 4, (3, 4, 5))
+
+
+@pytest.mark.parametrize("format", ["npz", "vllm-ascend", "sglang", "tensorrt-llm", "vllm"])
+def test_a_draft_layer_has_a_row_and_shifts_no_other(tmp_path, format):
+    suffix, numbers = {"vllm-ascend": ".json", "vllm": ".jsonl"}.get(format) or NUMBERED[format], (3, 4, 6)
+    path, placement = tmp_path / f"placement{suffix}", different_layers(3)
+    write_placement(path, placement, placement.default_log2phy(), format, numbers, draft_layers=2)
+    assert np.array_equal(read_placement(path, 6, 4, numbers).phy2log_LRS, placement.phy2log_LRS)
+    rows = read_phy2log(path).reshape(-1, 8)
+    assert rows[-2:].tolist() == [(np.arange(8) % 6).tolist()] * 2
+    assert len(rows) == (9 if format == "sglang" else 5)
+    if format == "tensorrt-llm":
+        assert list(yaml.safe_load(path.read_text())["initial_global_assignments"]) == [3, 4, 6, 7, 8]
+    if format == "vllm-ascend":
+        document = json.loads(path.read_text())
+        assert document["moe_layer_count"] == len(document["layer_list"]) == 5
+    if format == "npz":
+        tables = np.load(path)["log2phy"]
+        assert tables.shape == (4, 5, 6)
+        assert (rows[np.arange(5)[:, None], tables[0]] == np.arange(6)).all()
+
+
+def test_a_map_that_lacks_a_layer_and_has_a_draft_layer_is_refused(tmp_path):
+    path, placement = tmp_path / "map.yaml", different_layers(4)
+    write_placement(path, placement, placement.default_log2phy(), layer_numbers=(3, 4, 6, 7))
+    with pytest.raises(
+        PlacementError, match="places the layers 3, 4, 6, 7 and lacks 5 of the trace's 3 to 6"
+    ):
+        read_placement(path, 6, 4, (3, 4, 5, 6))
+    with pytest.raises(PlacementError, match="places the layers 3, 4, 6, 7, and nothing says which"):
+        read_placement(path, 6, 4)
+
+
+def test_an_expert_map_without_layer_ids_is_read_in_its_order(tmp_path):
+    placement = different_layers(3)
+    document = _expert_map_document(placement, range(3))
+    for layer in document["layer_list"]:
+        del layer["layer_id"]
+        for device in layer["device_list"]:
+            del device["device_id"]
+    path = tmp_path / "map.json"
+    path.write_text(json.dumps(document))
+    assert np.array_equal(read_placement(path, 6, 4, (3, 4, 5)).phy2log_LRS, placement.phy2log_LRS)

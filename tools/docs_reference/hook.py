@@ -28,10 +28,13 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """A page of ``docs/`` as it is in the site (called by MkDocs).
+    """Return a page of ``docs/`` as it is in the site (called by MkDocs).
 
-    Links to the repository's root become links to its pages, and a line ``# docs/examples/NAME.py`` that file.
+    Pages link to files of the repository's root as GitHub resolves the links; in the site these are links to its pages.
+    A line ``# docs/examples/NAME.py`` becomes that file.
     """
     for name, path in ROOT_PAGES.items():
-        markdown = markdown.replace(f"](../{name})", f"]({path})")
+        markdown = re.sub(
+            rf"\]\((\.\./)?\.\./{re.escape(name)}(#[\w-]+)?\)", rf"](\g<1>{path}\g<2>)", markdown
+        )
     return _EXAMPLE.sub(lambda match: (ROOT / match[1]).read_text(encoding="utf-8").strip(), markdown)
