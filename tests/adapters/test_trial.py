@@ -67,7 +67,7 @@ def tried(experts):
     compute = vllm_experts.local_experts(experts, SLOTS, torch.device("cpu"))
     before = experts.w13_weight.clone()
     try:
-        exchange_and_compare(experts.live(), compute, "MoE layer 3")
+        return exchange_and_compare(experts.live(), compute, "MoE layer 3")
     finally:
         assert torch.equal(experts.w13_weight, before)
 
@@ -75,7 +75,7 @@ def tried(experts):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_experts_that_move_whole_compute_the_same_in_other_slots(dtype):
     experts = Experts(dtype)
-    tried(experts)
+    assert tried(experts) is None
     assert experts.quant_method.calls == 3
 
 
@@ -108,9 +108,8 @@ def test_a_kernel_that_is_not_deterministic_is_no_reason_to_refuse():
 
 
 @pytest.mark.parametrize("fails", [1, 3])
-def test_a_computation_that_fails_proves_nothing_and_leaves_the_weights_as_they_were(fails, caplog):
+def test_a_computation_that_fails_proves_nothing_and_leaves_the_weights_as_they_were(fails):
     experts = Experts()
-    caplog.set_level("INFO")
     works = experts.quant_method.apply
 
     def apply(*arguments, **named):
@@ -121,8 +120,7 @@ def test_a_computation_that_fails_proves_nothing_and_leaves_the_weights_as_they_
     experts.quant_method.apply = lambda layer, x, topk_weights, topk_ids: apply(
         layer, x, topk_weights, topk_ids, None, None
     )
-    tried(experts)
-    assert "could not be tried alone (RuntimeError: needs a forward context)" in caplog.text
+    assert tried(experts) == "RuntimeError: needs a forward context"
 
 
 def test_dummy_weights_that_are_not_numbers_prove_nothing():

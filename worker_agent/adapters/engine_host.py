@@ -217,9 +217,7 @@ class EngineHost:
         refuse_unlike_ranks(facts or {}, group)
         for layer in layers:
             move_and_back(layer)
-        for index, (layer, compute) in enumerate(zip(layers, computes, strict=False)):
-            if compute is not None:
-                exchange_and_compare(layer, compute, f"MoE layer {index}")
+        _try_experts(layers, computes)
         self._layers = layers
         self._agent = Agent.start(layers, group, settings, token_group=token_group, on_commit=self._committed)
         placement, rank = self.agent.installed.placement, self.agent.identity.rank
@@ -280,6 +278,19 @@ class EngineHost:
         """End the agent; the engine serves on with what is installed."""
         if self._agent is not None:
             self._agent.close()
+
+
+def _try_experts(layers: Sequence[EngineLayer], computes: Sequence[Compute | None]) -> None:
+    """Refuse layers whose experts compute something else in other slots; name in the log those that cannot be tried."""
+    untried = []
+    for index, (layer, compute) in enumerate(zip(layers, computes, strict=False)):
+        reason = "the engine has no computation that runs alone"
+        if compute is not None:
+            reason = exchange_and_compare(layer, compute, f"MoE layer {index}") or ""
+        if reason:
+            untried.append(f"layer {index}: {reason}")
+    if untried:
+        log.info("experts of %d MoE layers could not be tried alone; %s", len(untried), untried[0])
 
 
 def around(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
@@ -12,8 +11,6 @@ from worker_agent.adapters.compat import UnsupportedEngineError
 from worker_agent.device import bytes_of
 from worker_agent.live_layer import ExpertWeights, LiveLayer
 from worker_agent.swap.staging import Staging, copy_into
-
-log = logging.getLogger("eplb.agent")
 
 Compute: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 """The expert computation of one layer on local tokens: from a local slot for each token, int64 ``[T]``, to their
@@ -57,28 +54,26 @@ def move_and_back(layer: LiveLayer) -> None:
 
 
 @torch.no_grad()
-def exchange_and_compare(layer: LiveLayer, compute: Compute, name: str) -> None:
+def exchange_and_compare(layer: LiveLayer, compute: Compute, name: str) -> str | None:
     """Exchange the layer's experts between its slots, compare the outputs of the same tokens, and exchange them back.
 
-    This finds what no search can: values that a kernel keeps in memory of its own. A computation that cannot run alone
-    proves nothing and is named in the log. Raises ``UnsupportedEngineError`` if an output follows the slot instead of
-    the expert.
+    This finds what no search can: values that a kernel keeps in memory of its own. Returns why the computation cannot
+    run alone, which proves nothing, or ``None``. Raises ``UnsupportedEngineError`` if an output follows the slot
+    instead of the expert.
     """
     slots = len(layer.expert_weights()[0])
     if slots < 2:
-        return
+        return None
     slot_T = torch.arange(slots).repeat(_TOKENS_PER_SLOT)
     try:
         before_TH, again_TH = compute(slot_T).clone(), compute(slot_T).clone()
     except Exception as error:
-        log.info("%s: its experts could not be tried alone (%s: %s)", name, type(error).__name__, error)
-        return
+        return f"{type(error).__name__}: {error}"
     _exchange(layer.expert_weights(), slots)
     try:
         after_TH = compute(slots - 1 - slot_T).clone()
     except Exception as error:
-        log.info("%s: its experts could not be tried alone (%s: %s)", name, type(error).__name__, error)
-        return
+        return f"{type(error).__name__}: {error}"
     finally:
         _exchange(layer.expert_weights(), slots)
     differing_T = _differing(before_TH, again_TH, after_TH)
@@ -89,6 +84,7 @@ def exchange_and_compare(layer: LiveLayer, compute: Compute, name: str) -> None:
             "A part of them stays behind when they move",
             "Report this model and its quantisation",
         )
+    return None
 
 
 def _differing(before_TH: torch.Tensor, again_TH: torch.Tensor, after_TH: torch.Tensor) -> torch.Tensor:
