@@ -28,14 +28,15 @@ class BalanceSeries:
         self._interval = interval
         self.points: list[BalancePoint] = []
 
-    def add(self, point: BalancePoint) -> None:
-        """Add the balance as it is now, unless the last point is too recent."""
+    def add(self, point: BalancePoint) -> bool:
+        """Add the balance as it is now, unless the last point is too recent; return whether it was added."""
         if self.points and point.at - self.points[-1].at < self._interval:
-            return
+            return False
         self.points.append(point)
         if len(self.points) >= MOST_POINTS:
             self.points = self.points[1::2]
             self._interval *= 2
+        return True
 
 
 def served_now(deployment: Deployment) -> int:

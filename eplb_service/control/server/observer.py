@@ -41,8 +41,9 @@ class _Observed:
         Balance over time.
     last_decision, last_plan
         The last decision, and the last that led to a plan.
-    assembled, stepped_at
-        Steps whose heat had arrived at the last look, and when the newest of them had; ``None`` before the first.
+    assembled, charted, stepped_at
+        Steps whose heat had arrived at the last look, whether the series has them, and when the newest of them had
+        arrived; ``None`` before the first.
     heard_R, beats_R
         By rank, when it last reported anything, and its last heartbeat.
     """
@@ -51,6 +52,7 @@ class _Observed:
     last_decision: PastPlan | None = None
     last_plan: PastPlan | None = None
     assembled: int = 0
+    charted: bool = False
     stepped_at: float | None = None
     heard_R: dict[int, float] = field(default_factory=dict)
     beats_R: dict[int, Heartbeat] = field(default_factory=dict)
@@ -115,11 +117,11 @@ class Observer:
     def tick(self, deployment: Deployment) -> None:
         """Record the balance as it is now, if steps have been served since the last look."""
         observed = self.of(deployment.name)
-        if deployment.assembled == observed.assembled:
-            return
-        observed.assembled = deployment.assembled
-        observed.stepped_at = self._clock()
-        par = mean_measured_par(measured_par(deployment))
+        if deployment.assembled != observed.assembled:
+            observed.assembled = deployment.assembled
+            observed.stepped_at = self._clock()
+            observed.charted = False
+        par = 0.0 if observed.charted else mean_measured_par(measured_par(deployment))
         if not par:
             return
         worth = deployment.decisions.worth
@@ -131,7 +133,7 @@ class Observer:
             deployment.totals.layers_switched,
             math.nan if worth is None else worth.par_left_alone,
         )
-        observed.series.add(point)
+        observed.charted = observed.series.add(point)
 
     def idle_seconds(self, name: str) -> float | None:
         """Return the time since the newest step's heat arrived; ``None`` before the first."""

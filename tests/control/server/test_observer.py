@@ -58,6 +58,7 @@ def test_nothing_is_recorded_while_no_step_is_served() -> None:
     observer.tick(deployment(1.4, 16))
     assert observer.idle_seconds("decode") == 0
     observer.tick(deployment(1.2, 16))
+    assert observer.of("decode").charted
     assert len(observer.of("decode").series.points) == 1
     assert observer.idle_seconds("decode") == 15
 
