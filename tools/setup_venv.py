@@ -12,6 +12,7 @@ import platform
 import shutil
 import subprocess
 import sys
+import time
 
 ROOT = pathlib.Path(__file__).parent.parent.resolve()
 CONSTRAINTS = ROOT / "constraints-dev.txt"
@@ -22,6 +23,8 @@ CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 def main() -> None:
     """Install torch, then this repository with its extras, editable."""
     oldest = sys.argv[1:] == ["--oldest"]
+    began = time.monotonic()
+    print("setting up .venv: this takes a few minutes, mostly for downloads, and is done once", flush=True)
     pip("install", "--quiet", "--upgrade", "pip")
     if not installed("torch"):
         install_torch()
@@ -31,6 +34,12 @@ def main() -> None:
     )
     editable = f"{ROOT}[agent,{'test' if oldest else 'dev'}]"
     pip("install", "--quiet", "--constraint", str(OLDEST if oldest else CONSTRAINTS), "--editable", editable)
+    print(f".venv is set up; that took {duration(time.monotonic() - began)}", flush=True)
+
+
+def duration(seconds: float) -> str:
+    """Return a time as people say it."""
+    return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} minutes"
 
 
 def install_torch() -> None:

@@ -70,8 +70,9 @@ def demo(
     """Serve a Mixture-of-Experts model on live expert-parallel ranks while the service balances it, and prove it.
 
     The embedded model answers requests of changing domains. Every step also runs through the same model left alone:
-    the two must generate the same bytes, and their rank loads are compared step by step. Exits with 1 where outputs
-    differ or nothing was switched.
+    the two must generate the same bytes, and their rank loads are compared step by step. Ranks stand for devices whose
+    time follows a cost curve, so that a step takes as long as its hottest rank. Exits with 1 where outputs differ or
+    nothing was switched.
     """
     if importlib.util.find_spec("torch") is None:
         raise UserError(

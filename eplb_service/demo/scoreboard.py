@@ -65,9 +65,14 @@ class Scoreboard:
         return float(mean_par(par(self.loads(kind)[first:last]))) if self.steps > first else math.nan
 
     def milliseconds(self, kind: str) -> Float64:
-        """Time of each step on its slowest rank, ``[T]``."""
+        """Return each step's time on its slowest rank, ``[T]``: of a device, ``live`` or ``still``; or ``agent``."""
         slowest: Float64 = np.asarray(self.column(f"{kind}_ms"), dtype=np.float64).max(axis=0)
         return slowest
+
+    def tokens_per_second(self, ms: float, first: int = 0) -> float:
+        """Return the demo's tokens of all ranks in a second of steps that take so long, from step ``first`` on."""
+        tokens_RT = np.asarray(self.column("tokens"), dtype=np.float64)[:, first:]
+        return float(tokens_RT.sum(axis=0).mean()) / ms * 1e3 if tokens_RT.size and ms else 0.0
 
     @property
     def first_switched_step(self) -> int | None:

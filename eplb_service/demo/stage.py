@@ -17,6 +17,7 @@ import numpy as np
 
 from eplb_service.control.server.service import RunningService, running_service
 from eplb_service.control.server.settings import ServiceSettings
+from eplb_service.cost.curve import read_curve
 from eplb_service.demo.ranks import rank_reports
 from eplb_service.demo.scoreboard import Scoreboard
 from eplb_service.placement import check_shape
@@ -25,6 +26,12 @@ from eplb_service.telemetry.logs import configure_logs
 
 _REPORT_EVERY_STEPS = 4
 _EMBEDDED = Path("model", "byte-moe")
+_DEVICE = Path(__file__).with_name("h100.json")
+DEVICE_NAME = "H100"
+DEVICE_TOKENS = 128
+"""Tokens of the emulated device for each token of the demo: a few dozen would only be read, whatever their balance."""
+DEVICE_LAYERS = 58
+"""MoE layers of DeepSeek-V3, which the demo's few layers stand for."""
 
 Watch = Callable[[Scoreboard, str], None]
 """Called with the score and a line of status whenever there is news."""
@@ -178,6 +185,26 @@ def _service_thread(settings: ServiceSettings) -> Iterator[RunningService]:
         served.result()
 
 
+def device_text() -> str:
+    """Say what the ranks' step times are of, in one line."""
+    return (
+        f"emulated: each rank stands for an {DEVICE_NAME} with DeepSeek-V3's {DEVICE_LAYERS} MoE layers, each token "
+        f"for {DEVICE_TOKENS}; a step takes as long as its hottest rank by a shipped cost curve, experts alone"
+    )
+
+
+def _device() -> dict[str, float]:
+    curve = read_curve(str(_DEVICE))
+    return {
+        "floor_us": curve.floor_us,
+        "read_us": curve.read_us,
+        "launch_us": curve.launch_us,
+        "slope_us": curve.slope_us,
+        "tokens": DEVICE_TOKENS,
+        "layers": DEVICE_LAYERS,
+    }
+
+
 def _write_task(stage: Stage, orders: Mapping[str, object], service: str, scratch: Path) -> Path:
     """The ranks' orders, in a file."""
     # The ranks are another package's, which this one does not import: they meet in this file's keys.
@@ -193,6 +220,7 @@ def _write_task(stage: Stage, orders: Mapping[str, object], service: str, scratc
         "dealing_width": PlannerSettings.deal_width if stage.split == DEAL else 1,
         "seed": stage.seed,
         "report_every": _REPORT_EVERY_STEPS,
+        "device": _device(),
     }
     for name, order in orders.items():
         if isinstance(order, np.ndarray):

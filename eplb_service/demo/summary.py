@@ -8,8 +8,8 @@ import numpy as np
 from rich.table import Table
 
 from eplb_service.demo.scoreboard import Scoreboard
-from eplb_service.demo.stage import Stage
-from eplb_service.figures import size_text
+from eplb_service.demo.stage import DEVICE_TOKENS, Stage, device_text
+from eplb_service.figures import digits, size_text
 from eplb_service.placement import Float64, mean_par
 from eplb_service.planner.score import noise_floor
 
@@ -36,9 +36,11 @@ def summarise(board: Scoreboard, stage: Stage) -> dict[str, Any]:
         "max_abs_output_diff": board.worst_difference,
         "float32_rounding_bound": board.rounding_bound,
         "step_ms": {
-            "with_agent": _quantiles(board.milliseconds("live")),
-            "without_agent": _quantiles(board.milliseconds("still")),
+            "with_agent": _quantiles(board.milliseconds("live")[scored_from:]),
+            "without_agent": _quantiles(board.milliseconds("still")[scored_from:]),
         },
+        "agent_ms": _quantiles(board.milliseconds("agent")[scored_from:]),
+        **_gain(board, scored_from),
         "steps": board.steps,
         "ranks": board.ranks,
         "layers": board.layers,
@@ -47,6 +49,24 @@ def summarise(board: Scoreboard, stage: Stage) -> dict[str, Any]:
         figures["generated_bytes"] = board.total("bytes_generated")
         figures["generated_bytes_identical"] = board.total("bytes_different") == 0
     return figures
+
+
+def _gain(board: Scoreboard, first: int) -> dict[str, Any]:
+    """Return the time that balance earns in a mean step of the emulated devices, less the agent's own time."""
+    live_ms, still_ms, agent_ms = (
+        float(board.milliseconds(kind)[first:].mean()) if board.steps > first else 0.0
+        for kind in ("live", "still", "agent")
+    )
+    with_agent_ms = live_ms + agent_ms
+    return {
+        "step_ms_mean": {"with_agent": live_ms, "without_agent": still_ms, "agent": agent_ms},
+        "gain_ms": still_ms - with_agent_ms,
+        "tokens_per_second": {
+            "with_agent": DEVICE_TOKENS * board.tokens_per_second(with_agent_ms, first),
+            "without_agent": DEVICE_TOKENS * board.tokens_per_second(still_ms, first),
+        },
+        "device": device_text(),
+    }
 
 
 def complaint(board: Scoreboard, stage: Stage) -> str | None:
@@ -71,7 +91,11 @@ def table(figures: dict[str, Any]) -> Table:
     # The floor is an estimate for choices that are drawn independently; real ones may lie a little below it.
     avoidable = min(1.0, (static - balanced) / (static - floor)) if static > floor else 0.0
     noise = f"   (token noise alone: about {floor:.3f})" if floor > 1 else ""
-    times = figures["step_ms"]
+    mean = figures["step_ms_mean"]
+    rate = figures["tokens_per_second"]
+    gain_ms = figures["gain_ms"]
+    share = gain_ms / mean["without_agent"] if mean["without_agent"] else 0.0
+    faster = rate["with_agent"] / rate["without_agent"] - 1 if rate["without_agent"] else 0.0
     rows = {
         "PAR left alone": f"{static:.3f}",
         "PAR balanced": f"{balanced:.3f}{noise}",
@@ -80,8 +104,11 @@ def table(figures: dict[str, Any]) -> Table:
         "moved": f"{figures['experts_moved']} experts, {size_text(figures['bytes_moved'])}",
         "largest output difference": f"{figures['max_abs_output_diff']:.2g}"
         f"   (float32 rounding allows {figures['float32_rounding_bound']:.2g})",
-        "step ms with agent": "p50 {p50:.2f}, p99 {p99:.2f}".format(**times["with_agent"]),
-        "step ms without": "p50 {p50:.2f}, p99 {p99:.2f}".format(**times["without_agent"]),
+        "step left alone": f"{mean['without_agent']:.1f} ms   (emulated, mean)",
+        "step balanced": f"{mean['with_agent']:.1f} ms and {mean['agent']:.2f} ms of the agent's own, measured",
+        "balance earns": f"{gain_ms:+.1f} ms per step ({share:+.0%}), {faster:+.0%} tokens/s: "
+        f"{digits(rate['without_agent'])} to {digits(rate['with_agent'])}",
+        "step times are": figures["device"],
         "steps x ranks x layers": f"{figures['steps']} x {figures['ranks']} x {figures['layers']}",
     }
     if "generated_bytes" in figures:

@@ -17,6 +17,7 @@ from rich.text import Text
 
 from eplb_service.atomic_write import write_atomically
 from eplb_service.demo.scoreboard import Scoreboard
+from eplb_service.demo.stage import device_text
 from eplb_service.figures import size_text
 from eplb_service.placement import Float64, mean_par, par
 
@@ -68,7 +69,10 @@ class Screen:
         """The view as it is now: each layer's ranks, left alone and balanced, side by side."""
         if board.steps == 0:
             return Text(status, style="dim")
-        return Group(_figures_table(board, self._steps), _layers_table(board), Text(status, style="dim"))
+        device = Text(f"step times are {device_text()}", style="dim")
+        return Group(
+            _figures_table(board, self._steps), _layers_table(board), device, Text(status, style="dim")
+        )
 
 
 @contextmanager
@@ -95,6 +99,7 @@ def save_picture(path: Path, view: RenderableType, summary: RenderableType) -> N
 def _figures_table(board: Scoreboard, total_steps: int) -> Table:
     live_ms = board.milliseconds("live")[-_RECENT_STEPS:]
     still_ms = board.milliseconds("still")[-_RECENT_STEPS:]
+    agent_ms = board.milliseconds("agent")[-_RECENT_STEPS:]
     recent = max(0, board.steps - _RECENT_STEPS)
     table = Table.grid(padding=(0, 3))
     cells = {
@@ -103,7 +108,8 @@ def _figures_table(board: Scoreboard, total_steps: int) -> Table:
         "PAR balanced": f"{board.par('live', recent):.3f}",
         "layers switched": str(board.layers_switched),
         "moved": f"{board.total('experts_received')} experts, {size_text(board.total('bytes_received'))}",
-        "step ms with/without": f"{np.median(live_ms):.1f} / {np.median(still_ms):.1f}",
+        "step left alone / balanced": f"{still_ms.mean():.1f} / {live_ms.mean():.1f} ms",
+        "agent": f"{np.median(agent_ms):.2f} ms",
     }
     table.add_row(*(Text(name, style="dim") for name in cells))
     table.add_row(*(Text(value, style="bold") for value in cells.values()))

@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from eplb_service.demo.scoreboard import Scoreboard
-from eplb_service.demo.stage import Stage
+from eplb_service.demo.stage import DEVICE_TOKENS, Stage
 from eplb_service.demo.summary import complaint, summarise, table
 from eplb_service.demo.view import Screen
 
@@ -32,6 +32,8 @@ def _line(rank: int, steps: range, **changes: Any) -> dict[str, Any]:
             "source": [[10, 10]],
             "live_ms": 5.0 + rank,
             "still_ms": 9.0 + rank,
+            "agent_ms": 0.5 + rank / 10,
+            "tokens": 8,
             "epoch": int(step >= 1),
         }
         for step in steps
@@ -70,6 +72,11 @@ def test_both_pars_are_scored_over_the_steps_after_the_first_switch() -> None:
     assert figures["par_balanced"] == pytest.approx(1.0)
     assert figures["step_ms"]["with_agent"]["p50"] == pytest.approx(6.0)
     assert figures["step_ms"]["without_agent"]["p50"] == pytest.approx(10.0)
+    assert figures["agent_ms"]["p50"] == pytest.approx(0.6)
+    assert figures["gain_ms"] == pytest.approx(10.0 - 6.0 - 0.6)
+    rate = figures["tokens_per_second"]
+    assert rate["without_agent"] == pytest.approx(DEVICE_TOKENS * 16 / 0.010)
+    assert rate["with_agent"] == pytest.approx(DEVICE_TOKENS * 16 / 0.0066)
     assert (figures["experts_moved"], figures["bytes_moved"]) == (1, 100)
     assert complaint(_board(), STAGE) is None
 

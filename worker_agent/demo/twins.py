@@ -1,6 +1,8 @@
 """A demo's rank serves everything twice: on *live* layers, which an agent balances, and on *still* ones beside them.
 
-Progress goes to stdout as JSON lines, one every few steps.
+Ranks that share a few cores are no slower for being the hottest: all of their work is done by the same cores. So each
+rank stands for a device of its own, whose time follows a cost curve, and sleeps until that time has passed. Progress
+goes to stdout as JSON lines, one every few steps.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from worker_agent.agent import Agent
+from worker_agent.demo.device import Device, sleep_until, slot_tokens
 from worker_agent.moe import ExpertParallelMoE
 from worker_agent.settings import AgentSettings
 
@@ -34,7 +37,8 @@ class Task:
 
     ``rendezvous`` is the file by which the ranks' process groups find each other. The dispatcher is ``all2allv``,
     ``allgather`` or ``mc2``, of the model ``moge`` as well; ``split`` is ``tables`` or ``step``: how the balanced
-    layers split tokens over replicas. Progress lines come every ``report_every`` steps.
+    layers split tokens over replicas. Progress lines come every ``report_every`` steps. ``device`` has the fields of
+    ``Device``.
     """
 
     service: str
@@ -47,6 +51,7 @@ class Task:
     dealing_width: int
     seed: int
     report_every: int
+    device: dict[str, float]
 
 
 class Twins:
@@ -65,6 +70,7 @@ class Twins:
         self.agent = Agent.start(live, group, settings, token_group=token_group)
         self._task, self._rank = task, rank
         self._live, self._still = live, still
+        self._device = Device(**task.device)  # type: ignore[arg-type]
         self._rows: list[dict[str, object]] = []
         self._worst_difference = self._largest_output = 0.0
 
@@ -91,16 +97,21 @@ class Twins:
     ) -> tuple[_Output, _Output, dict[str, object]]:
         """Run a step of both, by turns, so that neither always finds warm caches; return outputs and times.
 
-        The agent steps after the live one, of ``tokens`` own tokens.
+        The live step takes as long as the device would, at least. The agent steps after it, of ``tokens`` own tokens.
         """
         outputs: dict[str, _Output] = {}
-        times: dict[str, object] = {}
+        times: dict[str, object] = {"tokens": tokens}
         for name in ("live", "still") if step % 2 else ("still", "live"):
             began = time.perf_counter()
             outputs[name] = live() if name == "live" else still()
+            layers = self._live if name == "live" else self._still
+            device_ms = self._device.step_ms(slot_tokens(layers))
+            times[f"{name}_ms"] = device_ms
             if name == "live":
+                sleep_until(began, device_ms)
+                agent_began = time.perf_counter()
                 self.agent.step(tokens=tokens)
-            times[f"{name}_ms"] = 1e3 * (time.perf_counter() - began)
+                times["agent_ms"] = 1e3 * (time.perf_counter() - agent_began)
         return outputs["live"], outputs["still"], times
 
     def compare(self, live: torch.Tensor, still: torch.Tensor) -> None:

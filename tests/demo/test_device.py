@@ -1,0 +1,35 @@
+"""Tests of the emulated device: its time is that of the shipped cost curve, and the rank sleeps for no longer."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from eplb_service.cost.curve import read_curve
+from eplb_service.demo.stage import _DEVICE, _device
+from worker_agent.demo.device import Device, sleep_until
+
+
+@pytest.mark.parametrize("tokens", [[0, 0, 3], [16, 5, 40], [0, 0, 0]])
+def test_a_step_takes_what_the_curve_says_of_all_layers(tokens: list[int]) -> None:
+    device = Device(**_device())
+    curve = read_curve(str(_DEVICE))
+    of_layers = [torch.tensor(tokens), torch.tensor(tokens[::-1])]
+    scaled = [device.tokens * count for count in tokens]
+    assert device.step_ms(of_layers) == pytest.approx(device.layers * float(curve.rank_us(scaled)) / 1e3)
+
+
+def test_the_hottest_rank_takes_longest() -> None:
+    device = Device(**_device())
+    assert device.step_ms([torch.tensor([40, 40])]) > 1.5 * device.step_ms([torch.tensor([20, 20])])
+
+
+def test_a_rank_sleeps_until_the_device_would_be_done_and_no_longer() -> None:
+    began = time.perf_counter()
+    sleep_until(began, 30.0)
+    assert time.perf_counter() - began >= 0.03
+    late = time.perf_counter()
+    sleep_until(began, 5.0)
+    assert time.perf_counter() - late < 0.02
