@@ -15,7 +15,7 @@ from worker_agent.live_layer import LiveLayer
 from worker_agent.runtime import REAL, Runtime
 from worker_agent.settings import AgentSettings
 from worker_agent.swap.commit_register import FatalSwitchError
-from worker_agent.swap.installed import restoring_plan
+from worker_agent.swap.installed import Installed, restoring_plan
 from worker_agent.swap.machine import (
     Commit,
     Halted,
@@ -28,6 +28,7 @@ from worker_agent.swap.machine import (
 )
 from worker_agent.swap.record import History
 from worker_agent.swap.rendezvous import Rendezvous
+from worker_agent.swap.replica_check import ReplicaCheck
 from worker_agent.swap.staging import install_layer
 from worker_agent.swap.table_check import TableCheck
 from worker_agent.swap.transfer import ByteBudget, TransferResult, TransferWorker
@@ -77,7 +78,9 @@ class SwitchDriver:
         self.budget = ByteBudget(settings.bytes_per_step, runtime)
         self.votes = VoteSchedule(rendezvous, settings, clock, history, runtime)
         self._lanes = rendezvous.lanes
-        self.transfers = TransferWorker(rendezvous.lanes, settings, self.budget, runtime)
+        self._replicas = ReplicaCheck(layers, self._served, rendezvous.group.peers, runtime)
+        rendezvous.group.checksum = self._replicas.known
+        self.transfers = TransferWorker(rendezvous.lanes, settings, self.budget, runtime, self._replicas)
         self._layers = layers
         self._tables = TableCheck(layers)
         self._runtime = runtime
@@ -96,7 +99,7 @@ class SwitchDriver:
     @property
     def complaint(self) -> str | None:
         """Last problem of a thread that went on, or ``None``."""
-        return self._group.peers.complaint
+        return self._replicas.complaint or self._group.peers.complaint
 
     # What happens at a step boundary, in order
 
@@ -179,6 +182,8 @@ class SwitchDriver:
         while self.transfers.running and self.transfers.failing is None:
             self._take_transfer()
             self._runtime.sleep(_RUN_OUT_POLL_SECONDS)
+        while self._replicas.reading:
+            self._runtime.sleep(_RUN_OUT_POLL_SECONDS)
 
     def restore(self, target: Placement, reason: str) -> None:
         """Drain, then switch every layer to ``target`` by votes of the same kind; take no plans until ``resume``.
@@ -196,7 +201,8 @@ class SwitchDriver:
         self.state = self.state.with_pause(reason)
 
     def resume(self) -> None:
-        """Take plans again."""
+        """Take plans again; weights may have changed since the drain."""
+        self._replicas.forget()
         self.budget.refill()
         self.state = self.state.resumed()
 
@@ -331,7 +337,9 @@ class SwitchDriver:
         """Replace a transfer thread that has died or hangs: what it may still do is of a lane that nobody uses."""
         failing = self.transfers.failing
         if failing is not None:
-            self.transfers = TransferWorker(self._lanes.another(), self._settings, self.budget, self._runtime)
+            self.transfers = TransferWorker(
+                self._lanes.another(), self._settings, self.budget, self._runtime, self._replicas
+            )
             self.state = self.state.with_transfer_ended(self.state.generation, failing)
             self.stumble(failing)
         elif self.state.transfer_runs and not self.transfers.running:
@@ -377,6 +385,7 @@ class SwitchDriver:
             on_commit=self._on_commit,
         )
         seconds = self._runtime.now() - began
+        self._replicas.committed(layer)
         self.transfers.check(layer, self._layers[layer], staged.sums)
         self.stats.layers_switched += 1
         self.stats.experts_received += len(staged.slots)
@@ -394,6 +403,9 @@ class SwitchDriver:
                 commit_seconds=seconds,
             )
         )
+
+    def _served(self) -> Installed | None:
+        return self.state.installed if self.state.paused is None else None
 
     def _report(self, status: PlanStatus) -> None:
         served = self.state.installed

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import queue
 import sys
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import zip_longest
 
@@ -19,7 +21,10 @@ from worker_agent.runtime import REAL, Runtime
 from worker_agent.settings import AgentSettings
 from worker_agent.swap.lane import Deadline, Lane, Lanes, Parcel
 from worker_agent.swap.machine import StartTransfer
+from worker_agent.swap.replica_check import ReplicaCheck
 from worker_agent.swap.staging import Staging
+
+_log = logging.getLogger("eplb.agent")
 
 _CHUNK_BYTES = 4 * 1024 * 1024
 """Size of the largest single message; the same on all ranks."""
@@ -95,9 +100,15 @@ class TransferWorker:
     """
 
     def __init__(
-        self, lanes: Lanes, settings: AgentSettings, budget: ByteBudget, runtime: Runtime = REAL
+        self,
+        lanes: Lanes,
+        settings: AgentSettings,
+        budget: ByteBudget,
+        runtime: Runtime = REAL,
+        replicas: ReplicaCheck | None = None,
     ) -> None:
         self._lanes = lanes
+        self._replicas = replicas
         self._runtime = runtime
         self._timeout = settings.transfer_timeout_seconds
         asked = settings.verify_transfers
@@ -162,7 +173,7 @@ class TransferWorker:
         self._thread.join(_REST_SECONDS)
 
     def _run(self) -> None:
-        while (job := self._jobs.get()) is not None:
+        while (job := self._next_job()) is not None:
             order, weights, ready = job
             if isinstance(order, StartTransfer):
                 self._results.put(self._transferred(order, weights, ready))
@@ -173,6 +184,17 @@ class TransferWorker:
                 self.damaged = f"what was installed could not be compared with what was sent: {failure}"
             self._checked += 1
         self._lanes.retire()
+
+    def _next_job(self) -> tuple[StartTransfer | _Check, Sequence[ExpertWeights], Mark] | None:
+        """Wait for something to do, and look after live experts meanwhile."""
+        while self._replicas is not None:
+            with suppress(queue.Empty):
+                return self._jobs.get(timeout=self._replicas.seconds_left())
+            try:
+                self._replicas.turn(self._stream)
+            except Exception:
+                _log.exception("rank %d: a live expert could not be compared", self._lanes.rank)
+        return self._jobs.get()
 
     def _compare(self, order: _Check, weights: Sequence[ExpertWeights], ready: Mark) -> None:
         with self._stream.current():
@@ -221,6 +243,7 @@ class TransferWorker:
             # Every rank joins the lane, also one that neither sends nor receives: its mesh is built by all.
             carrier = _Carrier(self._lanes.lane(order.lane), self._budget, deadline)
             ready.hold_current_stream()
+            self._check_sources(order)
             staged = self.staging.reserve(weights, rows)
             for outgoing, incoming, row in _parcels(order.layer.moves_M5, self._lanes.rank, weights, staged):
                 if outgoing and incoming and outgoing[0].peer == self._lanes.rank:
@@ -234,6 +257,11 @@ class TransferWorker:
         # Late is late, also where this rank had nothing to send or receive.
         deadline.left()
         return staged, sums
+
+    def _check_sources(self, order: StartTransfer) -> None:
+        for source, slot, *_ in order.layer.moves_M5.tolist():
+            if self._replicas is not None and source == self._lanes.rank:
+                self._replicas.check_source(order.layer.layer, slot)
 
 
 class _Carrier:
