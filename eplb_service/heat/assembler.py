@@ -186,13 +186,15 @@ class PendingSteps:
     report in order, so that steps are whole in order: what lies between two of them is lost. Of the newest whole steps
     in a row, ``dummy_steps`` were dummies on all ranks, and ``mislabelled_steps`` of these counted tokens nevertheless.
     In the newest ``empty_steps`` others no token was counted although there were some, or although none has ever been
-    counted. Of ranks that see the same tokens the first may count for all, so steps in which it had none prove nothing.
+    counted; the former if ``tokens_uncounted``. Of ranks that see the same tokens the first may count for all, so steps
+    in which it had none prove nothing.
     """
 
     def __init__(self, shape: Shape, capacity: int) -> None:
         self._shape, self._capacity = shape, capacity
         self.completed = self.lost = 0
         self.dummy_steps = self.mislabelled_steps = self.empty_steps = 0
+        self.tokens_uncounted = False
         self._steps: dict[int, _Step] = {}
         self._left = -1
         self._last_whole: int | None = None
@@ -452,9 +454,12 @@ class HeatAssembler:
         counters have counted, zeros mean that there was nothing to count, unless a rank reports tokens.
         """
         if loads_LR.any():
-            self.pending.empty_steps, self._has_counted = 0, True
+            self._has_counted = True
+            self.pending.empty_steps = 0
+            self.pending.tokens_uncounted = False
             return
         busy_G = step.busy_R[self._counted_G]
         has_tokens = bool((busy_G & (tokens_G > 0)).any())
         may_have = bool((busy_G & (tokens_G < 0)).any()) and not self._has_counted
+        self.pending.tokens_uncounted |= has_tokens
         self.pending.empty_steps += int(has_tokens or may_have)

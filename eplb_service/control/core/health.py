@@ -18,7 +18,9 @@ MOST_POINTS = 512
 _SILENT_SECONDS = 30.0
 _UNDECIDED_SECONDS = 600.0
 _UNDECIDED_WINDOWS = 16
-"""Windows of steps without a decision that are too many: far past any decision interval."""
+"""Windows of steps without a decision that are too many: far past any decision interval.
+
+So many windows of steps without a counted token are a problem as well, if none has ever been counted."""
 
 
 class BalanceSeries:
@@ -123,7 +125,9 @@ def _useless(deployment: Deployment) -> list[str]:
         found.append(
             "experts are bound to their ranks (grouped experts), so that no plan can be made: heat is watched alone"
         )
-    if heat is not None and heat.pending.empty_steps >= limits.decision_steps:
+    # A host that has served nothing yet looks like one whose counters stay zero.
+    many_empty = windows if heat is None or not heat.pending.tokens_uncounted else limits.decision_steps
+    if heat is not None and heat.pending.empty_steps >= many_empty:
         found.append(
             f"no rank has counted a token in the newest {heat.pending.empty_steps} steps, though they are no dummies: "
             "the layers' counters stay zero, or nothing has been served since the ranks started"
