@@ -15,7 +15,7 @@ from rich.table import Table
 
 from benchmarks.decide.alarms import measured
 from benchmarks.decide.heat import TARGETS, generated, recorded
-from benchmarks.decide.served import Row, mean_rows, own_rows, peer_rows
+from benchmarks.decide.served import Delay, Row, mean_rows, own_rows, peer_rows
 from eplb_service.bench.closed_loop import Course
 from eplb_service.bench.contest import OURS, Contest
 from eplb_service.bench.peers.archives import INDEX
@@ -54,7 +54,13 @@ def main() -> None:
         for courses in zip(*(_courses(options, seed) for seed in options.seeds), strict=True):
             rows = [
                 [
-                    *own_rows(course, settings, options.bytes_per_expert, options.cpu_ms),
+                    *own_rows(
+                        course,
+                        settings,
+                        options.bytes_per_expert,
+                        options.cpu_ms,
+                        Delay(options.delay_ms, options.step_ms),
+                    ),
                     *peer_rows(course, contest),
                 ]
                 for course in _drawn(courses)
@@ -126,6 +132,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--link-bandwidth", type=float, default=25.0, help="GB/s, which prices moves")
     add("--bytes-per-expert", type=int, default=0, help="which prices moves; 0: as assumed")
     add("--cpu-ms", type=float, default=math.inf, help="CPU of a step that ours may take, on average")
+    add("--delay-ms", type=float, default=400.0, help="until a plan's first layer serves; 0: no row for it")
+    add("--step-ms", type=float, default=50.0, help="time of a step, for --delay-ms")
     add("--peers", nargs="*", default=[FLASHLB], help="peers that take part, deciding every window")
     add("--index", default=INDEX, help="package index that peers are fetched from, once")
     add("--limit-seconds", type=float, default=60.0, help="a peer's decision that takes longer is given up")

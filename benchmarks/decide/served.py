@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -18,6 +19,18 @@ from eplb_service.replay.policy import Setup
 
 REMEMBERED = 512
 """Steps that a decision looks at, at most: the default."""
+
+
+class Delay(NamedTuple):
+    """Time from the end of a decision's window until its first layer serves, and of a step, in milliseconds."""
+
+    ms: float
+    step_ms: float
+
+    @property
+    def steps(self) -> float:
+        """Delay in steps."""
+        return self.ms / self.step_ms
 
 
 @dataclass(frozen=True)
@@ -53,16 +66,23 @@ class Row:
 
 
 def own_rows(
-    course: Course, settings: PlannerSettings, bytes_per_expert: int, cpu_ms: float
+    course: Course, settings: PlannerSettings, bytes_per_expert: int, cpu_ms: float, delay: Delay
 ) -> Iterator[Row]:
-    """A row for each policy, on one thread; its CPU is what the replay took beyond one that leaves all alone."""
+    """Yield a row for each policy, on one thread, and one for ours if its plans serve after a delay.
+
+    The CPU of a decision is what the replay took beyond one that leaves all alone.
+    """
     setup = Setup(course.slots, REMEMBERED, course.window)
     trace, idle, off_par_W, layers = ArrayTrace(course.heat_TLE), 0.0, np.zeros(0), course.heat_TLE.shape[1]
     costs = Costs.of(settings, layers, bytes_per_expert=bytes_per_expert)
-    for label, name in (("none", "none"), (OURS, "flashlb")):
+    entrants = [("none", "none", costs), (OURS, "flashlb", costs)]
+    if delay.steps:
+        late = replace(costs, step_ms=delay.step_ms, solve_ms=delay.ms)
+        entrants.append((f"{OURS}, {delay.ms:g} ms late", "flashlb", late))
+    for label, name, charged in entrants:
         jobs = [replace(job, cpu_ms=cpu_ms) for job in jobs_for([name], [setup], settings, hindsight=False)]
         began = time.process_time()
-        (policy,) = replay(trace, jobs, scene_for(course.ranks, costs)).policies
+        (policy,) = replay(trace, jobs, scene_for(course.ranks, charged)).policies
         took = time.process_time() - began
         idle = idle or took
         par_W = np.array([row.par_realised for row in policy.decisions])

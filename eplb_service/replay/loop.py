@@ -1,6 +1,7 @@
 """One policy along a trace: it decides on a window, waits for its weights, and serves the steps that follow.
 
-While weights are under way no other decision is made, as in the service.
+Layers serve one after another as their weights arrive, the one with the largest gain first. While weights are under way
+no other decision is made, unless heat changes again: the layers that do not serve yet are then dropped.
 """
 
 from __future__ import annotations
@@ -106,13 +107,17 @@ class _Run:
         if not job.policy:
             placement = scene.left_alone(trace, job.setup.slots)
         self._serving = self._with_first_tables(placement)
-        self._coming: tuple[int, Serving] | None = None
+        self._coming: list[tuple[int, Serving]] = []
+        """Steps from which on some more layers serve, and the placement then; empty if nothing is under way."""
+        self._before = self._serving
+        self._answers_alarm: tuple[int | None, int] | None = None
         first, longest = job.setup.first, job.setup.interval
         self._pace = Pace(first, self.memory, longest, seen=first) if job.on_change else None
         self._promise: Promise | None = None
         self._expected_TL: Float64 = np.zeros((0, trace.layers))
         self._found, self._forecasts = self._serving, NO_FORECASTS
         self._courses: Sequence[Recommended | None] = ()
+        self._order: Sequence[int] = ()
         self._replaced: tuple[Serving, int] | None = None
         """What served before the last decision's change, and since which step it does no more."""
 
@@ -125,19 +130,24 @@ class _Run:
         while at < end:
             self._take_up(at)
             is_due = at == step if self._pace is None else self._pace.due
-            if self._job.policy and is_due and self._coming is None:
+            if self._job.policy and is_due and (not self._coming or self._may_replace):
                 decided = self._decide(heat_TLE[max(0, at - begin - self.memory) : at - begin], at)
                 made += [] if decided is None else [decided]
                 self._take_up(at)
-            until = min(end, at + _SERVED_AT_ONCE, end if self._coming is None else self._coming[0])
+            until = min(end, at + _SERVED_AT_ONCE, self._coming[0][0] if self._coming else end)
             served_TLE = heat_TLE[at - begin : until - begin]
             loads_TLR = served_loads(self._trace, served_TLE, at, self._serving, self._split)
             taken = len(served_TLE)
             if self._pace is not None:
-                self._pace, taken = self._pace.after_steps(step_par(loads_TLR))
+                tested_TLR = loads_TLR
+                if self._coming:
+                    # A change is seen while weights are under way: what counts is the placement that they lead to.
+                    planned = self._coming[-1][1]
+                    tested_TLR = served_loads(self._trace, served_TLE, at, planned, self._split)
+                self._pace, taken = self._pace.after_steps(step_par(tested_TLR))
             loads.append(loads_TLR[:taken])
             us += self._us(served_TLE[:taken], at)
-            late += taken if self._coming is not None else 0
+            late += taken if self._coming else 0
             at += taken
         served_TLE = heat_TLE[step - begin :]
         row = replace(_row(step, made, np.concatenate(loads), us), late=late)
@@ -145,28 +155,36 @@ class _Run:
         return row if self._job.policy else self._compared(row, served_TLE)
 
     def _take_up(self, step: int) -> None:
-        """Serve by what was under way once it is there, and watch what was promised of it."""
-        if self._coming is not None:
-            if self._coming[0] > step:
-                return
-            self._replaced = self._serving, step
-            self._serving, self._coming = self._coming[1], None
-        if self._pace is not None and self._promise is not None:
-            self._pace, self._promise = self._pace.serving(self._promise), None
+        """Serve the layers whose weights are there by now."""
+        while self._coming and self._coming[0][0] <= step:
+            _, self._serving = self._coming.pop(0)
+            if not self._coming:
+                self._replaced = self._before, step
+
+    @property
+    def _may_replace(self) -> bool:
+        """True if heat may have changed since the decision whose weights are under way."""
+        if self._pace is None or self._pace.alarm is None:
+            return False
+        return self._pace.settling or self._pace.alarm is not self._answers_alarm
 
     def _decide(self, heat_TLE: Counts, step: int) -> ReplayedDecision | None:
         """Decide on the newest of the remembered steps, which end before ``step``.
 
-        Return ``None`` if their heat has changed too recently to decide on.
+        Return ``None`` if their heat has changed too recently to decide on, or has not changed while weights are under
+        way.
         """
         pace = self._pace
         if pace is None:
             return self._decided(self._window(heat_TLE, len(heat_TLE), step), step, None)
         began, paid = time.process_time(), self._paid(heat_TLE, step)
         alarmed, pace = pace.alarm, pace.weighed(heat_TLE)
-        if pace.too_recent:
-            self._pace = pace
+        is_answered = not pace.settling or pace.alarm is self._answers_alarm
+        if pace.too_recent or (self._coming and is_answered):
+            self._pace = pace.postponed() if pace.due else pace
             return None
+        self._coming.clear()
+        self._answers_alarm = pace.alarm
         dismissed = pace.alarm is not alarmed and not pace.settling
         window = self._window(heat_TLE, pace.window_steps(heat_TLE), step)
         self._replaced = None
@@ -177,8 +195,9 @@ class _Run:
         spent_ms = 1e3 * (time.process_time() - began)
         changed = decided.layers_changed > 0
         pace = pace.after_decision(changed, paid).charged(spent_ms / self._job.cpu_ms)
-        if not changed and self._promise is not None:
-            pace, self._promise = pace.keeping(self._promise, dismissed=dismissed), None
+        if self._promise is not None:
+            kept = pace.keeping(self._promise, dismissed=dismissed)
+            pace, self._promise = pace.serving(self._promise) if changed else kept, None
         self._pace = pace
         return decided
 
@@ -193,7 +212,8 @@ class _Run:
         differ_L |= _differ(changed.log2phy_RLE, before.log2phy_RLE)
         busiest = int(moves_LR.sum(axis=0).max())
         if differ_L.any():
-            self._coming = step + self._costs.delay_steps(busiest), changed
+            self._before = before
+            self._coming = self._arriving(step, changed, moves_LR, np.flatnonzero(differ_L))
         return ReplayedDecision(
             layers_changed=int(differ_L.sum()),
             layers_moved=int(moves_LR.any(axis=1).sum()),
@@ -203,6 +223,30 @@ class _Run:
             par_planned=self._seen(window, changed),
             seconds=seconds,
         )
+
+    def _arriving(
+        self, step: int, changed: Serving, moves_LR: npt.NDArray[np.int64], layers: npt.NDArray[np.int64]
+    ) -> list[tuple[int, Serving]]:
+        """Return the steps at which ``layers``, of a decision before ``step``, serve one after another.
+
+        Ours come in the order of their gain, those of external policies by their index.
+        """
+        serving = self._serving
+        if changed.log2phy_RLE.shape != serving.log2phy_RLE.shape:
+            # Tables of another width serve all layers or none.
+            return [(step + self._costs.delay_steps(int(moves_LR.sum(axis=0).max())), changed)]
+        order = [layer for layer in self._order if layer in layers] or layers.tolist()
+        received_R = np.zeros_like(moves_LR[0])
+        arriving: dict[int, Serving] = {}
+        for layer in order:
+            received_R = received_R + moves_LR[layer]
+            at = step + self._costs.delay_steps(int(received_R.max()))
+            tables_RE = changed.log2phy_RLE[:, layer]
+            one = [(layer, changed.placement.phy2log_LRS[layer], tables_RE)]
+            serving = Serving(*apply_layers(serving.placement, serving.log2phy_RLE, one))
+            arriving[at] = serving
+        arriving[max(arriving)] = changed
+        return sorted(arriving.items(), key=lambda item: item[0])
 
     def _planned(self, window: Window, serves: float | None) -> Serving:
         now, job = self._serving, self._job
@@ -220,6 +264,7 @@ class _Run:
         if self._pace is not None:
             self._courses = made.courses
             self._promise, self._expected_TL = promise_for(made)
+            self._order = [one.layer for one in made.layers]
         return now.changed_by(made)
 
     def _answered(self, window: Window) -> Serving:

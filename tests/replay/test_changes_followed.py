@@ -12,6 +12,7 @@ from eplb_service.io.trace import ArrayTrace
 from eplb_service.planner.pace import Pace
 from eplb_service.planner.settings import PlannerSettings
 from eplb_service.replay import loop
+from eplb_service.replay.costs import Costs
 from eplb_service.replay.jobs import jobs_for, scene_for
 from eplb_service.replay.policy import Setup
 
@@ -32,19 +33,23 @@ def workloads(*lengths: int, seed: int) -> Counts:
     return checked_heat(np.concatenate(stretches).astype(np.int32))
 
 
-def replayed(heat_TLE: Counts, at_a_time: int = 64, first: int = FIRST) -> tuple[np.ndarray, list[int]]:
+def replayed(
+    heat_TLE: Counts, at_a_time: int = 64, first: int = FIRST, costs: Costs | None = None
+) -> tuple[np.ndarray, list[int]]:
     """Return the PAR of each step, mean over the layers, and the steps before which a decision fell."""
     (_, job) = jobs_for(["flashlb"], [Setup(SLOTS, 512, first)], PlannerSettings(threads=1), hindsight=False)
     decided: list[int] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loop, "_SERVED_AT_ONCE", at_a_time)
-        way = loop._Run(job, ArrayTrace(heat_TLE), scene_for(RANKS))
+        way = loop._Run(job, ArrayTrace(heat_TLE), scene_for(RANKS, costs))
         way._pace = Pace(first, 512, 512, seen=first)
         decide = way._decide
 
         def counting_decide(known_TLE: Counts, step: int) -> loop.ReplayedDecision | None:
-            decided.append(step)
-            return decide(known_TLE, step)
+            row = decide(known_TLE, step)
+            if row is not None:
+                decided.append(step)
+            return row
 
         patch.setattr(way, "_decide", counting_decide)
         if at_a_time == 1:
@@ -83,3 +88,21 @@ def test_decisions_fall_on_the_same_steps_however_many_are_scored_at_a_time(
     _, one_by_one = replayed(heat_TLE, 1)
     assert replayed(heat_TLE, 16)[1] == one_by_one
     assert replayed(heat_TLE, 64)[1] == one_by_one
+
+
+@pytest.mark.parametrize("second", [2, 5, 9, 12, 16])
+def test_a_plan_under_way_is_replaced_if_heat_changes_again(second: int) -> None:
+    late = Costs(step_ms=50, solve_ms=800)
+    # Plans serve after 16 steps; the third workload begins while the one for the second is under way, or about then.
+    heat_TLE = workloads(FIRST + 60, second, 70, seed=second)
+    par_T, decided = replayed(heat_TLE, at_a_time=1, costs=late)
+    assert (par_T[60 + second + 16 + 20 :] < 1.3).all()
+    under_way = [step for step in decided if step - FIRST - 60 - second in range(4, 14)]
+    assert under_way
+
+
+def test_a_plan_under_way_is_kept_while_heat_is_what_it_was_made_for() -> None:
+    late = Costs(step_ms=50, solve_ms=800)
+    par_T, decided = replayed(workloads(FIRST + 60, 70, seed=3), at_a_time=1, costs=late)
+    assert (par_T[60 + 16 + 20 :] < 1.3).all()
+    assert sum(60 <= step - FIRST < 60 + 20 for step in decided) == 1

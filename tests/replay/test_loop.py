@@ -93,14 +93,18 @@ def test_a_decision_takes_effect_when_it_is_solved_and_its_weights_are_there():
     # 25 ms to solve and 1 ms for each expert that the busiest rank receives, in steps of 10 ms.
     assert late.late == -(-(25 + at_once.moves_busiest) // 10)
     decided = plan(Window(HEAT_TLE[:40]), LINEAR, LINEAR.default_log2phy(), Topology.flat(4), settings)
-    changed = apply_layers(LINEAR, LINEAR.default_log2phy(), decided.changes())
-    loads_NLR = np.concatenate(
-        [
-            rank_loads(HEAT_TLE[40 : 40 + late.late], LINEAR, LINEAR.default_log2phy()),
-            rank_loads(HEAT_TLE[40 + late.late : 70], *changed),
-        ]
-    )
-    assert late.par_realised_L == pytest.approx(par(loads_NLR))
+    served = LINEAR, LINEAR.default_log2phy()
+    received_R, step, loads = np.zeros(4, dtype=np.int64), 40, []
+    # Layers serve one after another, the one with the largest gain first.
+    for update in decided.layers:
+        received_R += np.bincount(update.moves_M5[:, 2], minlength=4)
+        arrives = 40 + -(-(25 + int(received_R.max())) // 10)
+        loads.append(rank_loads(HEAT_TLE[step:arrives], *served))
+        served = apply_layers(*served, [(update.layer, update.phy2log_RS, update.log2phy_RE)])
+        step = arrives
+    assert step == 40 + late.late
+    loads.append(rank_loads(HEAT_TLE[step:70], *served))
+    assert late.par_realised_L == pytest.approx(par(np.concatenate(loads)))
 
 
 def test_while_weights_are_under_way_no_other_decision_is_made():
