@@ -28,6 +28,8 @@ from eplb_service.cli.trace_options import (
     ReadingOptions,
     SlotOptions,
     basis_text,
+    check_groups,
+    check_windows,
     placed_at_start,
     planner_flags,
 )
@@ -90,7 +92,10 @@ def replay(
     start_LRS = placed_at_start(placement, trace, group.ranks)
     costs = cost.costs(settings, trace, group.ranks)
     scene = Scene(group.topology(trace), costs, start_LRS)
-    setups = setups_of(whole_numbers("--window", window), whole_numbers("--interval", interval), counts)
+    check_groups(settings, trace.experts)
+    windows, intervals = whole_numbers("--window", window), whole_numbers("--interval", interval)
+    check_windows(windows, intervals)
+    setups = setups_of(windows, intervals, counts)
     jobs = jobs_for(policies_of(policy), setups, settings, hindsight=hindsight)
     check_jobs(jobs, trace, scene)
     compile_solver()

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
+import typer
 
 from eplb_service.atomic_write import check_output
 from eplb_service.cli.options import (
@@ -65,6 +66,28 @@ RAY = option(None, "Run on the Ray cluster at this address ('local': here).", se
 _STEPS_READ = 64
 
 
+def hint(text: str) -> None:
+    """Tell the user on stderr about something that is legal and probably not meant."""
+    typer.echo(f"eplb: hint: {text}", err=True)
+
+
+def check_groups(settings: PlannerSettings, experts: int) -> None:
+    """Raise ``UserError`` if the experts do not divide into the groups that are to stay on a node."""
+    groups = settings.expert_groups
+    if groups and experts % groups:
+        raise UserError(f"--expert-groups {groups} does not divide the {experts} experts evenly")
+
+
+def check_windows(windows: Sequence[int], intervals: Sequence[int]) -> None:
+    """Give a hint if decisions leave out heat, since the window is shorter than the interval."""
+    window, interval = min(windows), max(intervals)
+    if window < interval:
+        hint(
+            f"with --window {window} and --interval {interval}, decisions use only the last {window} of every "
+            f"{interval} steps"
+        )
+
+
 @dataclass(frozen=True)
 class ReadingOptions:
     """Meaning of a file that does not state it itself."""
@@ -93,15 +116,30 @@ class ReadingOptions:
         return ReadAs(meaning, phy2log, self.experts, self.batch, self.top_k)
 
     def open(self, path: Path) -> Trace:
-        """Open a trace; raises ``HeatError``, and ``UserError`` where it has no tokens: nothing could be learned."""
+        """Open a trace, with a hint on stderr if most experts of a layer never get a token.
+
+        Raises ``HeatError``, and ``UserError`` if it has no tokens at all: nothing could be learned.
+        """
         trace = open_trace(path, self.reading())
+        busy_LE = np.zeros((trace.layers, trace.experts), dtype=np.bool_)
         with naming(path):
             for first in range(0, trace.steps, _STEPS_READ):
-                if trace.heat(first, min(trace.steps, first + _STEPS_READ)).any():
+                busy_LE |= trace.heat(first, min(trace.steps, first + _STEPS_READ)).any(axis=0)
+                if busy_LE.all():
                     return trace
-        raise UserError(
-            f"{path}: all of its {trace.steps} steps hold zero tokens; record while the model serves"
-        )
+        if not busy_LE.any():
+            raise UserError(
+                f"{path}: all of its {trace.steps} steps hold zero tokens; record while the model serves"
+            )
+        idle_L = (~busy_LE).sum(axis=1)
+        layer = int(idle_L.argmax())
+        if 2 * idle_L[layer] > trace.experts:
+            number = (trace.facts.layer_numbers or range(trace.layers))[layer]
+            hint(
+                f"in layer {number}, {idle_L[layer]} of {trace.experts} experts never get a token; check that the "
+                "recording is long enough and that these are experts, not slots"
+            )
+        return trace
 
 
 @dataclass(frozen=True)
