@@ -12,7 +12,7 @@ PARALLEL = --numprocesses $(PROCESSES) --maxprocesses 8 --dist worksteal
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: screenshots proofs properties attack help size stack dashboard notebook demo demo-vllm e2e-observability test test-slow test-oldest check lint types layers docs unit warm format proto wheels clean
+.PHONY: screenshots proofs properties attack help size stack dashboard notebook pythons demo demo-vllm e2e-observability test test-slow test-oldest check lint types layers docs unit warm format proto wheels clean
 .PHONY: test-engines known-engines explore simulate fuzz fuzz-properties mutate faults soak bench-switch bench-solver bench-decide bench-split bench-time bench-scale bench-engine
 
 help: ## show this list
@@ -89,6 +89,9 @@ proto: $(READY) ## generate the stubs again after editing proto/
 
 wheels: $(READY) ## eplb-service, and eplb-agent for inference containers, as wheels in dist/
 	@$(BIN)/pip wheel --quiet --no-deps --wheel-dir dist ./packaging/eplb-agent .
+
+pythons: $(READY) ## the wheels on every Python from 3.10 to 3.14 that is found, and each extra once (minutes)
+	@$(BIN)/python -m tools.pythons $(ARGS)
 
 clean: ## remove the virtual environment and everything that was made
 	rm -rf $(VENV) .venv-fuzz build dist packaging/*/build packaging/*/*.egg-info site *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -14,6 +14,8 @@ import pytest
 
 import eplb_service
 from eplb_service.extras import install_command
+from tools.pythons.__main__ import SERVICE_FROM, VERSIONS
+from tools.pythons.extras import EXTRAS
 
 tomllib = pytest.importorskip("tomllib", reason="part of Python from 3.11 on")
 
@@ -63,6 +65,15 @@ def test_the_service_is_installed_without_the_agent_s_own_distribution():
     assert SERVICE["entry-points"] == AGENT["entry-points"]
     build = [tomllib.loads(path.read_text())["build-system"] for path in PROJECTS]
     assert build[0] == build[1]
+
+
+def test_each_extra_is_tried_by_make_pythons():
+    assert set(EXTRAS) == SERVICE["optional-dependencies"].keys() - {"test", "docs", "dev"}
+
+
+def test_pythons_that_are_tried_are_those_declared():
+    assert AGENT["requires-python"] == f">={VERSIONS[0]}"
+    assert SERVICE["requires-python"] == ">={}.{}".format(*SERVICE_FROM)
 
 
 def test_messages_name_packages_that_an_index_has():

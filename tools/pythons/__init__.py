@@ -1,0 +1,1 @@
+"""The wheels on every Python that the packages declare and that this machine has."""

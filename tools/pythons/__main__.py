@@ -1,0 +1,191 @@
+"""Try what users install on every Python that is declared and that this machine has: ``make pythons``.
+
+On each Python: ``--help`` of every command, one solve, every message encoded and decoded, an agent that connects. Where
+eplb-service does not support a Python, eplb-agent alone is tried. Pythons that were not found are named. On the Python
+that runs this, the commands of the pages follow, in an environment installed as the pages say, and each extra.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from tools.docs_reference.command_line import commands
+from tools.pythons.documents import check_documents, copy_of_checkout, install_from
+from tools.pythons.extras import EXTRAS, check_extra
+from tools.pythons.running import FailedError, clean_environment, run, wait_for
+
+ROOT = Path(__file__).parents[2]
+VERSIONS = ("3.10", "3.11", "3.12", "3.13", "3.14")
+SERVICE_FROM = (3, 11)
+OWN = ".".join(map(str, sys.version_info[:2]))
+"""The Python that runs this; on it the pages' commands and the extras are tried as well."""
+AT_ONCE = 2
+
+
+class Environment:
+    """A virtual environment with the wheels installed."""
+
+    def __init__(self, version: str, interpreter: Path, scratch: Path, wheels: dict[str, Path]) -> None:
+        self.version = version
+        self.is_own = version == OWN
+        self.has_service = tuple(map(int, version.split("."))) >= SERVICE_FROM
+        self.folder = scratch / version
+        self._scratch = scratch
+        run([str(interpreter), "-m", "venv", str(self.folder)])
+        wheel = wheels["eplb_service" if self.has_service else "eplb_agent"]
+        install = [self.program("python"), "-m", "pip", "install", "--quiet"]
+        if self.is_own:
+            install_from(scratch / "checkout", self.folder)
+            run([*install, "hypothesis"])
+        else:
+            run([*install, str(wheel), "hypothesis"])
+
+    def program(self, name: str) -> str:
+        """Return the path of an installed command."""
+        return str(self.folder / "bin" / name)
+
+    def check(self) -> list[str]:
+        """Try everything, and return what was tried; raises ``FailedError`` naming the first that fails."""
+        tried = [
+            run([self.program("python"), str(ROOT / "tools/pythons/messages.py")], self._scratch).strip()
+        ]
+        run([self.program("eplb-agent-doctor"), "--help"])
+        helped = ["eplb-agent-doctor"]
+        if self.has_service:
+            names = [["eplb"], *(command.name.split() for command in commands())]
+            for name, *rest in names:
+                run([self.program(name), *rest, "--help"])
+            helped += [" ".join(name) for name in names]
+            run([self.program("python"), "-c", _SOLVE])
+            tried.append("a solve")
+        program = self.program("eplb") if self.has_service else str(Path(sys.executable).parent / "eplb")
+        with serving(program, self._scratch / f"service-{self.version}") as address:
+            connect = str(ROOT / "tools/pythons/connect.py")
+            run([self.program("python"), connect, address, "alone"])
+            if self.has_service:
+                listed = run([program, "deployments", "--address", address])
+                if "alone" not in listed:
+                    raise FailedError(f"eplb deployments does not list the deployment:\n{listed}")
+        return [f"{len(helped)} commands", *tried, "an agent"]
+
+
+_SOLVE = """
+import numpy as np
+from eplb_service import solve
+heat = np.random.default_rng(0).zipf(1.5, size=(32, 2, 16)).clip(max=500)
+solution = solve(heat, ranks=4, slots=5, threads=1)
+assert solution.par_after < solution.par_before, solution
+"""
+
+
+def main() -> None:
+    """Build the wheels, try each Python and each extra, and exit with 1 if any of them fails."""
+    parser = argparse.ArgumentParser(prog="python -m tools.pythons", description=__doc__)
+    parser.add_argument("--only", nargs="*", default=VERSIONS, help="Pythons to try, such as 3.10")
+    parser.add_argument("--pythons-alone", action="store_true", help="leave out the pages and the extras")
+    wanted = parser.parse_args()
+    began = time.monotonic()
+    failed = []
+    with tempfile.TemporaryDirectory(prefix="eplb-pythons-") as name:
+        scratch = Path(name)
+        wheels = built_wheels(scratch)
+        copy_messages(scratch)
+        checkout = copy_of_checkout(scratch)
+        found = {version: path for version in wanted.only if (path := interpreter_of(version)) is not None}
+        environments: dict[str, Environment] = {}
+
+        def on(version: str) -> list[str]:
+            environments[version] = Environment(version, found[version], scratch, wheels)
+            return environments[version].check()
+
+        with ThreadPoolExecutor(AT_ONCE) as pool:
+            failed += reported({version: pool.submit(on, version).result for version in found}, "Python")
+            if OWN in environments and not wanted.pythons_alone:
+                own = environments[OWN].folder
+                pages = pool.submit(check_documents, checkout, own).result
+                tries = {extra: pool.submit(check_extra, extra, own, scratch).result for extra in EXTRAS}
+                failed += reported({"pages": pages}, "commands of the") + reported(tries, "extra")
+    missing = [version for version in wanted.only if version not in found]
+    print(f"not found here: Python {', '.join(missing)}" if missing else "every Python was found")
+    print(f"{time.monotonic() - began:.0f} s")
+    if failed:
+        sys.exit(f"failed: {', '.join(failed)}")
+
+
+def reported(results: dict[str, Callable[[], list[str]]], what: str) -> list[str]:
+    """Print each result as it is there, and return the names of those that failed."""
+    failed = []
+    for name, result in results.items():
+        try:
+            print(f"ok      {what} {name}: {', '.join(result())}", flush=True)
+        except FailedError as failure:
+            print(f"FAILED  {what} {name}: {failure}", flush=True)
+            failed.append(f"{what} {name}")
+    return failed
+
+
+def built_wheels(folder: Path) -> dict[str, Path]:
+    """Build both wheels and return their paths by distribution."""
+    run(
+        [
+            *(sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(folder)),
+            *(str(ROOT / "packaging/eplb-agent"), str(ROOT)),
+        ]
+    )
+    return {path.name.partition("-")[0]: path for path in folder.glob("*.whl")}
+
+
+def copy_messages(folder: Path) -> None:
+    """Put the tests' drawn messages where the installed packages, not the checkout's, are beside them."""
+    (folder / "tests").mkdir()
+    shutil.copy(ROOT / "tests/__init__.py", folder / "tests")
+    shutil.copytree(ROOT / "tests/wire", folder / "tests/wire", ignore=shutil.ignore_patterns("__pycache__"))
+
+
+def interpreter_of(version: str) -> Path | None:
+    """Return an interpreter of a version: on the path, of pyenv, or the one that runs this."""
+    named = shutil.which(f"python{version}")
+    pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
+    candidates = [Path(sys.executable), *([Path(named)] if named else [])]
+    candidates += [folder / "bin/python" for folder in sorted(pyenv.glob(f"{version}.*"))]
+    for path in candidates:
+        question = [str(path), "-c", "import sys, venv, ensurepip; print('%d.%d' % sys.version_info[:2])"]
+        with contextlib.suppress(OSError):
+            answer = subprocess.run(question, capture_output=True, text=True, check=False)
+            if answer.stdout.strip() == version:
+                return path
+    return None
+
+
+@contextlib.contextmanager
+def serving(program: str, folder: Path) -> Iterator[str]:
+    """Run ``eplb serve`` in a folder of its own, and yield its address once it accepts connections."""
+    folder.mkdir()
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    command = [program, "serve", "--listen", address, "--insecure", "--metrics", "127.0.0.1:0"]
+    command += ["--store", str(folder / "state.sqlite3")]
+    with (folder / "log").open("w") as log:
+        process = subprocess.Popen(command, cwd=folder, stdout=log, stderr=log, env=clean_environment())
+    try:
+        wait_for(address, process, folder / "log")
+        yield address
+    finally:
+        process.kill()
+        process.wait()
+
+
+if __name__ == "__main__":
+    main()

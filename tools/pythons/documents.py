@@ -1,0 +1,130 @@
+"""Commands of README, tutorial, files.md and vllm.md, run in a bare environment that was installed as these pages say.
+
+Blocks are marked in the pages: ``sh install`` installs, ``sh`` runs where the page says, ``sh service`` starts a
+service and ``sh operator`` asks it. ``sh rank`` and ``sh wheel`` are for an engine, which has torch; tests run these.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+from tools.pythons.running import FailedError, clean_environment, run, wait_for
+
+ROOT = Path(__file__).parents[2]
+README, INDEX, TUTORIAL, FILES, VLLM = (
+    *("README.md", "docs/index.md", "docs/tutorial.md"),
+    *("docs/files.md", "docs/vllm.md"),
+)
+_SECONDS = 300.0
+BASH = "/bin/bash"
+_RECORDING = "import torch; torch.save({'logical_count': torch.randint(1, 99, (64, 4, 32))}, 'recording.pt')"
+
+
+def blocks(page: str, kind: str) -> list[str]:
+    """Return the code blocks of one kind on a page, in order."""
+    text = (ROOT / page).read_text()
+    return re.findall(rf"^```{re.escape(kind)}\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)
+
+
+def copy_of_checkout(folder: Path) -> Path:
+    """Copy the files that git knows, or does not ignore, into ``folder/checkout``."""
+    listed = run(["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"], cwd=ROOT)
+    for name in filter(None, listed.split("\0")):
+        if (ROOT / name).is_file():
+            target = folder / "checkout" / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, target)
+    return folder / "checkout"
+
+
+def install_from(checkout: Path, environment: Path) -> None:
+    """Install into a bare environment as the pages say, which all say the same."""
+    said = {page: blocks(page, "sh install") for page in (README, INDEX, VLLM)}
+    (commands,) = {tuple(found) for found in said.values()}
+    (script,) = commands
+    shell(script.replace("pip install", "pip install --quiet"), checkout, environment)
+
+
+def check_documents(checkout: Path, environment: Path) -> list[str]:
+    """Run the pages' commands; raises ``FailedError`` naming the first that fails."""
+    tutorial = blocks(TUTORIAL, "sh")
+    shell(f"eplb trace convert docs/tutorial/trace.zarr --out {checkout}/heat.npz", checkout, environment)
+    for script in blocks(README, "sh"):
+        shell(script, checkout, environment)
+    (example,) = [block for block in blocks(README, "python") if "solve(" in block]
+    (checkout / "example.py").write_text(f"import numpy\nheat = numpy.load('heat.npz')['heat']\n{example}")
+    shell("python example.py", checkout, environment)
+    shell("\n".join(tutorial), checkout, environment)
+    # The recording of another program is not part of what eplb-service installs.
+    run([sys.executable, "-c", _RECORDING], cwd=checkout)
+    for script in blocks(FILES, "sh"):
+        shell(script, checkout, environment)
+    for page in (README, VLLM):
+        check_service(page, checkout, environment)
+    count = sum(script.count("\n") for script in (*tutorial, *blocks(README, "sh"), *blocks(FILES, "sh")))
+    return [f"{count} lines of commands", "two services"]
+
+
+def check_service(page: str, checkout: Path, environment: Path) -> None:
+    """Start the service as a page says, on free ports of this host, and ask it as the page says."""
+    listen, metrics = free_port(), free_port()
+    (checkout / "state").mkdir(exist_ok=True)
+
+    def here(script: str) -> str:
+        script = script.replace("eplb.example", "localhost").replace("/var/lib/eplb", "state")
+        return script.replace(":50551", f":{listen}").replace(":9464", f":{metrics}")
+
+    (script,) = blocks(page, "sh service")
+    settings = {"EPLB_METRICS": f"127.0.0.1:{metrics}"}
+    with (checkout / "service.log").open("w") as log:
+        # The shell becomes the service, so that ending one ends the other.
+        last = here(script).rindex("eplb serve")
+        process = subprocess.Popen(
+            [BASH, "-ec", here(script)[:last] + "exec " + here(script)[last:]],
+            cwd=checkout,
+            env=shell_environment(environment) | settings,
+            stdout=log,
+            stderr=log,
+        )
+    try:
+        wait_for(f"127.0.0.1:{listen}", process, checkout / "service.log")
+        for asked in blocks(page, "sh operator"):
+            command = [BASH, "-ec", here(asked)]
+            done = subprocess.run(
+                command,
+                cwd=checkout,
+                env=shell_environment(environment),
+                capture_output=True,
+                text=True,
+                timeout=_SECONDS,
+                check=False,
+            )
+            # No rank has joined, and the service says so.
+            if "decode" not in done.stderr or "Traceback" in done.stderr:
+                raise FailedError(f"{page}: {asked} ended with {done.returncode}:\n{done.stderr}")
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+def free_port() -> int:
+    """Return a port that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def shell_environment(environment: Path) -> dict[str, str]:
+    """Return an environment whose programs are those of a virtual environment, before the system's."""
+    return clean_environment() | {"PATH": f"{environment / 'bin'}:{os.environ['PATH']}"}
+
+
+def shell(script: str, checkout: Path, environment: Path) -> None:
+    """Run lines of a page from the checkout's root; raises ``FailedError``."""
+    run([BASH, "-ec", script], cwd=checkout, environment=shell_environment(environment))

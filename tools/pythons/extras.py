@@ -1,0 +1,101 @@
+"""Each extra of eplb-service: installed alone on top of the base, and used once."""
+
+from __future__ import annotations
+
+import sysconfig
+from pathlib import Path
+
+import tomllib
+
+from tools.pythons.running import run
+
+ROOT = Path(__file__).parents[2]
+
+_HEAT = """
+import numpy as np
+np.savez("{folder}/heat.npz", heat=np.random.default_rng(0).zipf(1.5, (64, 2, 16)).clip(max=99))
+"""
+_STATISTICS = """
+import json, pathlib
+import numpy as np
+from safetensors.numpy import save_file
+folder = pathlib.Path("{folder}/statistics")
+folder.mkdir()
+(folder / "meta_info.json").write_text(json.dumps(dict(num_experts=4, num_experts_per_token=2)))
+save_file({"1_0": np.arange(4)}, folder / "rank0.safetensors")
+"""
+_LEASE = """
+import json, threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from lightkube import Client, KubeConfig
+from lightkube.config.models import Cluster
+from eplb_service.control.server.lease.kubernetes_lease import KubernetesLease
+
+class Api(BaseHTTPRequestHandler):
+    def answer(self, code, content):
+        body = json.dumps(content).encode()
+        self.send_response(code)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+    def do_GET(self):
+        self.answer(404, dict(kind="Status", code=404, reason="NotFound", message="no such lease"))
+    def do_POST(self):
+        self.answer(201, json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+    def log_message(self, *_):
+        pass
+
+server = HTTPServer(("127.0.0.1", 0), Api)
+threading.Thread(target=server.serve_forever, daemon=True).start()
+cluster = Cluster(server="http://127.0.0.1:%d" % server.server_port)
+lease = KubernetesLease(Client(config=KubeConfig.from_one(cluster=cluster, namespace="serving")), "eplb", "here", 15)
+assert lease.attempt()
+"""
+EXTRAS: dict[str, list[str]] = {
+    "tables": [
+        "eplb trace convert {folder}/heat.npz --out {folder}/heat.parquet",
+        "eplb trace info {folder}/heat.parquet",
+    ],
+    "safetensors": [_STATISTICS, "eplb trace info {folder}/statistics"],
+    "ray": [
+        "eplb sweep {folder}/heat.npz --ranks 4 --redundant 0 --window 16 --interval 16 --policy none --ray local"
+    ],
+    "kubernetes": [_LEASE],
+    "agent": ["eplb demo --ranks 2 --steps 240"],
+    "checkpoint": ["import torch, transformers, eplb_service.demo.stage"],
+    "peers": ["import torch, eplb_service.bench.peers.balancers"],
+}
+"""Commands and programs that use each extra; a test holds the list to pyproject.toml."""
+_OF_TORCH = {"agent", "checkpoint", "peers"}
+
+
+def check_extra(extra: str, base: Path, scratch: Path) -> list[str]:
+    """Install one extra beside the environment ``base``, use it, and return what was done.
+
+    The packages of ``base`` are on the new environment's path, so that only the extra's own are installed. torch is
+    taken from the environment that runs this, since an index offers gigabytes of it.
+    """
+    folder = scratch / f"extra-{extra}"
+    python = str(folder / "bin/python")
+    run([str(base / "bin/python"), "-m", "venv", str(folder)])
+    (site,) = folder.glob("lib/python*/site-packages")
+    shared = [next(base.glob("lib/python*/site-packages"))]
+    if extra in _OF_TORCH:
+        shared.append(Path(sysconfig.get_paths()["purelib"]))
+    (site / "base.pth").write_text("".join(f"{path}\n" for path in shared))
+    needs = requirements(extra)
+    run([python, "-m", "pip", "install", "--quiet", *needs])
+    run([python, "-c", _HEAT.replace("{folder}", str(folder))])
+    for use in EXTRAS[extra]:
+        text = use.replace("{folder}", str(folder))
+        name, *arguments = text.split()
+        run([python, "-m", "eplb_service.cli.main", *arguments] if name == "eplb" else [python, "-c", text])
+    return [*needs, "used"]
+
+
+def requirements(extra: str) -> list[str]:
+    """Return what an extra of pyproject.toml requires."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    found: list[str] = project["optional-dependencies"][extra]
+    return found
