@@ -31,3 +31,7 @@ def __getattr__(name: str) -> Any:
             raise
         return getattr(offline, name)
     raise AttributeError(f"module 'eplb_service' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -26,9 +26,19 @@ from eplb_service.placement import (
 from eplb_service.planner.dealing import first_tables
 from eplb_service.planner.decide import plan, plan_afresh
 from eplb_service.planner.plan import Plan
+from eplb_service.planner.policies import (
+    PolicyError,
+    PolicyFunction,
+    answer_of,
+    external_policy,
+    name_of,
+    options_of,
+)
+from eplb_service.planner.request import with_options
 from eplb_service.planner.score import par_of_steps, split_steps
 from eplb_service.planner.settings import PlannerSettings, SettingsError
 from eplb_service.planner.topology import Topology, TopologyError
+from eplb_service.solver.model import SearchOptions
 from eplb_service.wire.operator import LayerVerdict
 
 
@@ -92,7 +102,7 @@ def solve(
     log2phy: npt.ArrayLike | None = None,
     prior: npt.ArrayLike | None = None,
     source_heat: npt.ArrayLike | None = None,
-    policy: str = "flashlb",
+    policy: str | PolicyFunction = "flashlb",
     seed: int = 0,
     threads: int | None = None,
     topology: Topology | None = None,
@@ -119,7 +129,10 @@ def solve(
     source_heat
         ``[T, R, L, E]``, tokens by the rank that they come from, which add up to ``heat``; by default every rank sends
         equally many.
-    policy, seed, threads, options
+    policy
+        A built-in policy, ``module:function``, the name of an entry point of ``eplb.policies``, or a function; see
+        ``planner.policies``.
+    seed, threads, options
         See ``PlannerSettings``; ``options`` may name any of its fields. With ``cost_curve``, a ``CostCurve``, the
         slowest rank's time is lowered in place of its tokens.
     topology
@@ -132,7 +145,7 @@ def solve(
 
     Raises
     ------
-    HeatError, PlacementError, SettingsError, TopologyError
+    HeatError, PlacementError, PolicyError, SettingsError, TopologyError
         Where an argument is wrong or contradicts another; all of them are ``ValueError``.
     """
     counts: dict[str, Any] = {"ranks": ranks, "slots": slots}
@@ -149,10 +162,11 @@ def solve(
     heat_TLE = checked_heat(heat)
     if not len(heat_TLE):
         raise HeatError("heat has no steps")
-    settings = PlannerSettings(policy=policy, seed=seed, threads=threads, **options)
+    settings = PlannerSettings(seed=seed, threads=threads, **options)
     ranks, slots = int(ranks), int(slots)
     window = Window(heat_TLE, _summed_source(source_heat, heat_TLE, ranks, topology))
-    return solve_window(window, slots, topology or Topology.flat(ranks), settings, placement, log2phy, prior)
+    topology = topology or Topology.flat(ranks)
+    return solve_window(window, slots, topology, settings, placement, log2phy, prior, policy)
 
 
 def solve_window(
@@ -163,23 +177,38 @@ def solve_window(
     placement: npt.ArrayLike | None = None,
     log2phy: npt.ArrayLike | None = None,
     prior: npt.ArrayLike | None = None,
+    policy: str | PolicyFunction | None = None,
 ) -> Solution:
-    """Do what ``solve`` does, for heat and settings that are checked already; arguments as there."""
+    """Do what ``solve`` does, for heat and settings that are checked already; arguments as there.
+
+    Without ``policy``, that of the settings decides.
+    """
+    policy = settings.policy if policy is None else policy
+    function, search = external_policy(policy), SearchOptions()
+    if function is None and isinstance(policy, str):
+        settings, search = with_options(settings, options_of(policy))
     linear = Placement.linear(window.layers, window.experts, topology.ranks, slots)
     linear_RLE = first_tables(linear, settings.split, settings.deal_width)
     if placement is not None and prior is not None:
         raise PlacementError("a prior was given and a placement to start from; give one of them")
     if placement is not None:
         start = _Start.of(placement, log2phy, linear, window, settings)
-        decided = plan(window, start.deployed, start.deployed_RLE, topology, settings)
+        if function is not None:
+            return _answered(name_of(policy), function, window, start, settings, topology)
+        decided = plan(window, start.deployed, start.deployed_RLE, topology, settings, search=search)
         return _solution(window, start, decided, settings, topology)
     if log2phy is not None:
         raise PlacementError("log2phy was given without the placement that it belongs to; give both")
     if prior is None:
-        decided = plan_afresh(window, linear, topology, settings)
+        if function is not None:
+            start = _Start(linear, linear_RLE)
+            return _answered(name_of(policy), function, window, start, settings, topology)
+        decided = plan_afresh(window, linear, topology, settings, search)
         return _solution(window, _Start(linear, linear_RLE), decided, settings, topology)
-    made = plan_afresh(_window_like(window, prior), linear, topology, settings)
+    made = plan_afresh(_window_like(window, prior), linear, topology, settings, search)
     start = _Start(*apply_layers(linear, linear_RLE, made.changes()))
+    if function is not None:
+        return _answered(name_of(policy), function, window, start, settings, topology)
     decided = plan(window, start.deployed, start.deployed_RLE, topology, settings)
     return _solution(window, start, decided, settings, topology)
 
@@ -244,6 +273,45 @@ class _Start:
         return cls(deployed, first_RLE, given_LRS, served, given_RLE)
 
 
+def _answered(
+    name: str,
+    function: PolicyFunction,
+    window: Window,
+    start: _Start,
+    settings: PlannerSettings,
+    topology: Topology,
+) -> Solution:
+    """Return what an external policy answers, as a solution."""
+    placement, log2phy_RLE = answer_of(name, function, window, start.deployed)
+    if log2phy_RLE is None:
+        log2phy_RLE = first_tables(placement, settings.split, settings.deal_width)
+    # Nothing is solved: the verdicts have the figures of what serves now.
+    seen = plan(window, start.deployed, start.deployed_RLE, topology, replace(settings, policy="none"))
+    if log2phy_RLE.shape != start.deployed_RLE.shape:
+        raise PolicyError(
+            f"policy {name} answered tables of the shape {list(log2phy_RLE.shape)}, expected "
+            f"{list(start.deployed_RLE.shape)}"
+        )
+    solution = _solution(window, start, seen, settings, topology, (placement, log2phy_RLE))
+    verdicts = []
+    for layer, was in enumerate(seen.verdicts):
+        moves = int(solution.moves_L[layer])
+        verdicts.append(
+            replace(
+                was,
+                par_seen=float(solution.par_before_L[layer]),
+                par_planned=float(solution.par_after_L[layer]),
+                moves=moves,
+                bytes=moves * topology.bytes_per_expert,
+                changed=moves > 0,
+                reason=f"placed by {name}",
+                us_seen=None,
+                us_planned=None,
+            )
+        )
+    return replace(solution, verdicts=tuple(verdicts), ms_before=None, ms_after=None)
+
+
 def _same_layers(given_LRS: Int32, deployed: Placement) -> npt.NDArray[np.bool_]:
     """Layers that a repair left as they were, bool ``[L]``."""
     if given_LRS.shape != deployed.phy2log_LRS.shape:
@@ -253,10 +321,15 @@ def _same_layers(given_LRS: Int32, deployed: Placement) -> npt.NDArray[np.bool_]
 
 
 def _solution(
-    window: Window, start: _Start, decided: Plan, settings: PlannerSettings, topology: Topology
+    window: Window,
+    start: _Start,
+    decided: Plan,
+    settings: PlannerSettings,
+    topology: Topology,
+    then_serves: tuple[Placement, Int32] | None = None,
 ) -> Solution:
-    """Carry out the plan, and score both placements on the window."""
-    after, after_RLE = apply_layers(start.deployed, start.deployed_RLE, decided.changes())
+    """Carry out the plan, or serve ``then_serves``, and score the placements before and after on the window."""
+    after, after_RLE = then_serves or apply_layers(start.deployed, start.deployed_RLE, decided.changes())
     served, served_RLE = start.deployed, start.deployed_RLE
     if start.served is not None and start.served_RLE is not None:
         served, served_RLE = start.served, start.served_RLE

@@ -14,6 +14,7 @@ from eplb_service.bench.decision import Decision, Float64, Scene
 from eplb_service.bench.peers.balancers import PEERS
 from eplb_service.bench.scoring import realised_par, rule_tables, stepwise_par
 from eplb_service.placement import Placement, mean_par
+from eplb_service.planner.policies import NAMES, options_of
 from eplb_service.planner.score import sampling_floor, split_steps
 from eplb_service.planner.settings import TABLES
 from eplb_service.replay.loop import arrivals
@@ -67,11 +68,8 @@ LPLB = Entrant("LPLB (LP)", "SGLang deepseek", by_step=True)
 """LPLB places as DeepSeek's EPLB does and solves a linear program in each step, on the device; here only the program's
 optimum is known, without what solving it takes."""
 OURS_BY_STEP = Entrant("ours, by step", OURS, {"options": {"split": "step"}}, by_step=True)
-OWN = (
-    Entrant("flashlb (ours)", OURS),
-    Entrant("deepseek (ours)", OURS, {"options": {"policy": "deepseek"}}),
-)
-"""This project's policies with default settings, as ``compare`` names them."""
+OWN = ("flashlb", "deepseek")
+"""This project's policies that ``eplb bench`` compares by default."""
 
 
 def entrants(contest: Contest) -> list[Entrant]:
@@ -80,11 +78,18 @@ def entrants(contest: Contest) -> list[Entrant]:
     return [LEFT_ALONE, DEFAULT, FULL, *peers, *_by_step(contest)]
 
 
-def entrants_of(contest: Contest) -> list[Entrant]:
-    """Doing nothing, this project's policies, and the peers that take part, each named with its engine."""
+def policy_entrant(policy: str) -> Entrant:
+    """Return a built-in policy, or one of the user's own, as an entrant with default settings."""
+    if policy in NAMES:
+        return Entrant(f"{policy} (ours)", OURS, {"options": options_of(policy)})
+    return Entrant(policy, OURS, {"external": policy})
+
+
+def entrants_of(contest: Contest, policies: Sequence[str] = OWN) -> list[Entrant]:
+    """Return doing nothing, the policies, and the peers that take part, each named with its engine."""
     return [
         LEFT_ALONE,
-        *OWN,
+        *(policy_entrant(policy) for policy in policies),
         *(Entrant(_peer_label(name), name) for name in contest.peers),
         *_by_step(contest),
     ]

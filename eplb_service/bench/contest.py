@@ -23,6 +23,7 @@ from eplb_service.bench.peers.archives import PeerError, fetch
 from eplb_service.heat.window import Window
 from eplb_service.placement import Placement, PlacementError, apply_layers, checked_foreign
 from eplb_service.planner.decide import plan, plan_afresh
+from eplb_service.planner.policies import PolicyFunction, answer_of, external_policy
 from eplb_service.planner.request import with_options
 from eplb_service.planner.settings import PlannerSettings
 from eplb_service.planner.topology import Topology
@@ -221,14 +222,22 @@ def first_scene(heat_TLE: np.ndarray, ranks: int, slots: int) -> Scene:
 
 
 class _Ours:
-    """The planner; ``options`` override its defaults and one thread, ``afresh`` places every layer from scratch."""
+    """The planner; ``options`` override its defaults and one thread, ``afresh`` places every layer from scratch.
 
-    def __init__(self, *, afresh: bool = False, options: Mapping[str, Any] | None = None) -> None:
+    ``external`` names a policy of the user's own, which decides instead.
+    """
+
+    def __init__(
+        self, *, afresh: bool = False, options: Mapping[str, Any] | None = None, external: str = ""
+    ) -> None:
         self._afresh = afresh
         self._options = options or {}
+        self._external, self._function = external, external_policy(external) if external else None
 
     def decide(self, scene: Scene) -> Decision:
         """Decide on one window; checking the heat is part of what is timed."""
+        if self._function is not None:
+            return self._answered(scene, self._function)
         settings, search = with_options(PlannerSettings(threads=1), self._options)
         placement = Placement(scene.placement_LRS, scene.heat_TLE.shape[2])
         topology = Topology.flat(placement.ranks)
@@ -242,3 +251,12 @@ class _Ours:
         after, tables_RLE = apply_layers(placement, scene.tables_RLE, made.changes())
         promised_L = np.array([verdict.par_planned for verdict in made.verdicts])
         return Decision(after.phy2log_LRS, tables_RLE, promised_L, len(made.layers), cpu, wall)
+
+    def _answered(self, scene: Scene, function: PolicyFunction) -> Decision:
+        deployed = Placement(scene.placement_LRS, scene.heat_TLE.shape[2])
+        window = Window(scene.heat_TLE, scene.source_RLE)
+        cpu, wall = time.process_time(), time.perf_counter()
+        placement, tables_RLE = answer_of(self._external, function, window, deployed)
+        cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
+        changed = int((placement.phy2log_LRS != scene.placement_LRS).any(axis=(1, 2)).sum())
+        return Decision(placement.phy2log_LRS, tables_RLE, None, changed, cpu, wall)

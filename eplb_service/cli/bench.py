@@ -13,7 +13,8 @@ from rich.console import Console
 
 from eplb_service.cli.options import JSON, SEVERAL, UserError, option, takes_options
 from eplb_service.cli.output import output_console, print_json, table_of
-from eplb_service.cli.trace_options import HEAT, ReadingOptions, slots_of_redundant
+from eplb_service.cli.replay import policies_of
+from eplb_service.cli.trace_options import HEAT, ReadingOptions, one_policy, slots_of_redundant
 from eplb_service.cli.warmup import compile_solver
 from eplb_service.extras import install_command
 from eplb_service.io.open_trace import naming
@@ -35,6 +36,11 @@ def bench(
         None, "Slots per layer beyond one per expert; by default one per rank.", min=0
     ),
     window: int = option(256, "Steps that a decision sees; it serves as many that follow.", min=1),
+    policy: str = option(
+        "flashlb,deepseek",
+        "Policies to compare with the peers, with commas, as for `eplb replay`; yours are module:function.",
+        metavar=SEVERAL,
+    ),
     peers: str = option(
         "vllm,vllm-ascend,sglang",
         "Packages whose balancers take part: vllm, vllm-ascend, sglang, with commas; or none.",
@@ -54,7 +60,9 @@ def bench(
     packages, which are fetched once and need torch. Ours send tokens by their own tables, the peers by the engines'
     rule.
     """
-    names = _balancers(peers)
+    names, policies = _balancers(peers), policies_of(policy)
+    for one in policies:
+        one_policy(one)
     trace = reading.open(heat)
     with naming(heat):
         course = _course(heat, trace, ranks, redundant, window)
@@ -68,7 +76,7 @@ def bench(
     with console.status("fetching the peers, once, and comparing"):
         contest = Contest(names, index if fetch else "", limit_seconds, console.print)
         try:
-            found = compare(contest, course, entrants_of(contest))
+            found = compare(contest, course, entrants_of(contest, policies))
         finally:
             contest.close()
     if json:

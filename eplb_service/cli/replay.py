@@ -121,15 +121,18 @@ def replay(
 
 def policies_of(text: str) -> tuple[str, ...]:
     """The policies that ``--policy`` names, each once; raises ``UserError`` where there are none or an unknown one."""
-    from eplb_service.replay.policy import NAMES
+    from eplb_service.planner.policies import NAMES, registered
 
     names = tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
     if names == ("all",):
         return NAMES
-    unknown = [name for name in names if name not in NAMES and ":" not in name]
+    unknown = [name for name in names if name not in (*NAMES, *registered()) and ":" not in name]
     if unknown or not names:
         found = ", ".join(map(repr, unknown)) or "nothing"
-        raise UserError(f"--policy names {found}; choose among {', '.join(NAMES)}, or give module:function")
+        raise UserError(
+            f"--policy names {found}; choose among {', '.join((*NAMES, *registered()))}, or give "
+            "module:function"
+        )
     return names
 
 

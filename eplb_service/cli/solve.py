@@ -16,12 +16,14 @@ from eplb_service.cli.trace_options import (
     FORMAT,
     HEAT,
     PLACEMENT,
+    POLICY,
     RankOptions,
     ReadingOptions,
     SlotOptions,
     check_groups,
     check_placement_output,
     hint,
+    one_policy,
     placed_at_start,
     planner_flags,
 )
@@ -46,13 +48,14 @@ if TYPE_CHECKING:
     Solver = Callable[..., Solution]
 
 
-@takes_options(*planner_flags())
+@takes_options(*planner_flags("policy"))
 def solve(
     group: RankOptions,
     layout: SlotOptions,
     reading: ReadingOptions,
     heat: Path = HEAT,
     placement: Path | None = PLACEMENT,
+    policy: str = POLICY,
     out: Path | None = option(
         None, "File to write: .npz (with tables), .json, .yaml or .jsonl; none by default.", section=RESULTS
     ),
@@ -65,6 +68,7 @@ def solve(
     """Compute a placement and its tables from recorded heat, and show what they gain."""
     check_placement_output(out, format, first_layer, draft_layers)
     settings = planner_settings(planner)
+    one_policy(policy)
     trace = reading.open(heat)
     slots = layout.count(trace.experts, group.ranks)
     check_shape(trace.experts, group.ranks, slots)
@@ -83,7 +87,9 @@ def solve(
     def solved(by: PlannerSettings) -> Solution:
         from eplb_service import offline
 
-        return offline.solve_window(Window(heat_TLE, source_RLE), slots, topology, by, start_LRS)
+        return offline.solve_window(
+            Window(heat_TLE, source_RLE), slots, topology, by, start_LRS, policy=policy
+        )
 
     compile_solver()
     began = time.perf_counter()
@@ -101,7 +107,7 @@ def solve(
             numbers,
             draft_layers or 0,
         )
-    report = _report(heat_TLE, source_RLE, settings, solution, solved, milliseconds)
+    report = _report(policy, heat_TLE, source_RLE, settings, solution, solved, milliseconds)
     if json:
         print_json(report)
     else:
@@ -109,6 +115,7 @@ def solve(
 
 
 def _report(
+    policy: str,
     heat_TLE: Counts,
     source_RLE: Float64 | None,
     settings: PlannerSettings,
@@ -133,7 +140,7 @@ def _report(
         split = SplitCost.of(settings, ranks, experts, float(heat_TLE.sum(axis=2).mean()))
     figures = {name: value for name, value in vars(solution).items() if name not in ("phy2log", "log2phy")}
     return {
-        "policy": settings.policy,
+        "policy": policy,
         "steps": steps,
         "layers": layers,
         "experts": experts,

@@ -257,6 +257,23 @@ def planner_flags(*without: str) -> list[inspect.Parameter]:
     ]
 
 
+POLICY = option(
+    "flashlb",
+    "Policy: flashlb (this project's solver), deepseek, none, one of flashlb's ablations, module:function, or an entry "
+    "point of eplb.policies.",
+)
+
+
+def one_policy(policy: str) -> None:
+    """Raise ``UserError`` unless ``--policy`` names a policy that can be imported."""
+    from eplb_service.planner.policies import PolicyError, external_policy
+
+    try:
+        external_policy(policy)
+    except PolicyError as error:
+        raise UserError(f"--policy: {error}") from error
+
+
 def placed_at_start(path: Path | None, trace: Trace, ranks: int) -> Int32 | None:
     """The placement of --placement ``[L, R, S]``, or ``None``; raises ``UserError`` or ``PlacementError``."""
     if path is None:

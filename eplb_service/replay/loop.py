@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from eplb_service.heat.window import Counts, Window, widened
+from eplb_service.heat.window import Counts, Window
 from eplb_service.io.trace import Trace
 from eplb_service.placement import (
     Float64,
@@ -32,6 +32,7 @@ from eplb_service.planner.decide import plan, plan_afresh
 from eplb_service.planner.forecast import NO_FORECASTS
 from eplb_service.planner.pace import Pace
 from eplb_service.planner.plan import Promise, Serving, gain_over, promise_for
+from eplb_service.planner.policies import PolicyError, answer_of
 from eplb_service.planner.score import sampling_floor, split_loads, split_steps
 from eplb_service.planner.topology import Topology
 from eplb_service.replay.costs import Costs
@@ -270,26 +271,13 @@ class _Run:
     def _answered(self, window: Window) -> Serving:
         """Return the answer of an external policy, checked; slots that it wastes or leaves empty are filled."""
         assert self._external is not None
-        name, deployed = self._job.policy, self._serving.placement
         try:
-            answer = self._external(widened(window.heat_TLE).copy(), deployed.phy2log_LRS.copy())
-        except Exception as error:
-            message = f"{type(error).__name__}: {' '.join(str(error).split())}"
-            raise ReplayError(f"policy {name} failed ({message})") from error
-        phy2log, log2phy = answer if isinstance(answer, tuple) else (answer, None)
-        try:
-            given_LRS = checked_foreign(
-                np.asarray(phy2log).reshape(deployed.phy2log_LRS.shape), deployed.experts
+            placement, log2phy_RLE = answer_of(
+                self._job.policy, self._external, window, self._serving.placement
             )
-            heat_LE = window.heat_TLE.sum(axis=0)
-            placement = repaired(given_LRS, deployed.experts, deployed.slots, heat_LE)
-            if log2phy is None or not np.array_equal(given_LRS, placement.phy2log_LRS):
-                return self._with_first_tables(placement)
-            log2phy_RLE = np.ascontiguousarray(log2phy, dtype=np.int32)
-            placement.check_log2phy(log2phy_RLE)
-        except (ValueError, TypeError, OverflowError) as error:
-            raise ReplayError(f"policy {name} answered no placement ({error})") from error
-        return Serving(placement, log2phy_RLE)
+        except PolicyError as error:
+            raise ReplayError(str(error)) from error
+        return self._with_first_tables(placement) if log2phy_RLE is None else Serving(placement, log2phy_RLE)
 
     def _with_first_tables(self, placement: Placement) -> Serving:
         return Serving(placement, first_tables(placement, self._split, self._job.settings.deal_width))

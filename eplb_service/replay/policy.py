@@ -2,39 +2,15 @@
 
 from __future__ import annotations
 
-import importlib
 import math
-import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
+from eplb_service.planner.policies import ABLATIONS, NAMES, PolicyError, external_policy, options_of
 from eplb_service.planner.request import with_options
-from eplb_service.planner.settings import POLICIES, PlannerSettings
+from eplb_service.planner.settings import PlannerSettings
 from eplb_service.solver.model import SearchOptions
-
-ABLATIONS: Mapping[str, Mapping[str, Any]] = {
-    "flashlb-no-tree": {"tree_search": False},
-    "flashlb-no-annealing": {"annealing": False},
-    "flashlb-no-local": {"local_search": False},
-    "flashlb-no-table-swaps": {"table_swaps": False},
-    "flashlb-no-holdout": {"holdout": False},
-    "flashlb-no-price-ladder": {"price_ladder": False},
-    "flashlb-no-sureness": {"sureness": 0.0},
-    "flashlb-no-volatility": {"volatility": False},
-    "flashlb-no-tables": {"solve_tables": False},
-    "flashlb-one-episode": {"episodes": 1},
-    "flashlb-no-fading": {"half_lives": (math.inf,)},
-    "flashlb-no-trimmed-mean": {"trimmed_mean": False},
-    "flashlb-cold": {"warm": False},
-    "flashlb-all-layers": {"par_threshold": 1.0, "min_gain": 0.0, "max_layers": None},
-    "flashlb-free-moves": {"move_price": 0.0},
-}
-"""flashlb with one idea switched off: the ``SearchOptions`` or ``PlannerSettings`` that do it."""
-
-NAMES = (*POLICIES, *ABLATIONS)
-"""All policies that have a name; any other is ``module:function``."""
 
 
 class ReplayError(ValueError):
@@ -118,17 +94,12 @@ class Job:
     @classmethod
     def of(cls, label: str, setup: Setup, policy: str, settings: PlannerSettings) -> Job:
         """Policy called ``policy``, otherwise as ``settings`` say; raises ``ReplayError`` where there is none."""
-        if policy in POLICIES:
-            return cls(label, setup, policy, *with_options(settings, {"policy": policy}))
-        if policy in ABLATIONS:
-            return cls(
-                label, setup, policy, *with_options(settings, {"policy": "flashlb", **ABLATIONS[policy]})
-            )
-        if ":" in policy:
-            return cls(label, setup, policy, settings)
-        raise ReplayError(
-            f"unknown policy {policy!r}; choose among {', '.join(NAMES)}, or give module:function"
-        )
+        if policy in NAMES:
+            return cls(label, setup, policy, *with_options(settings, options_of(policy)))
+        job = cls(label, setup, policy, settings)
+        if ":" not in policy:
+            job.external()
+        return job
 
     @property
     def on_change(self) -> bool:
@@ -136,22 +107,8 @@ class Job:
         return self.policy == "flashlb" or self.policy in ABLATIONS
 
     def external(self) -> Callable[..., Any] | None:
-        """Function of an external policy; raises ``ReplayError`` where it cannot be imported.
-
-        ``function(heat_TLE, phy2log_LRS)`` returns ``phy2log_LRS``, or that and ``log2phy_RLE``.
-        """
-        module_name, colon, attribute = self.policy.partition(":")
-        if not colon:
-            return None
-        # An installed command does not look for modules where it is called, as python -m does.
-        if (here := str(Path.cwd())) not in sys.path:
-            sys.path.append(here)
+        """Return the function of an external policy; raises ``ReplayError`` if it cannot be imported."""
         try:
-            module = importlib.import_module(module_name)
-        except Exception as error:
-            message = f"{type(error).__name__}: {' '.join(str(error).split())}"
-            raise ReplayError(f"policy {self.policy}: cannot import {module_name!r} ({message})") from error
-        function = getattr(module, attribute, None)
-        if not callable(function):
-            raise ReplayError(f"policy {self.policy}: {module_name} has no function {attribute!r}")
-        return function  # type: ignore[no-any-return]
+            return external_policy(self.policy) if self.policy else None
+        except PolicyError as error:
+            raise ReplayError(str(error)) from error

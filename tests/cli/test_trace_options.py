@@ -16,7 +16,7 @@ from eplb_service.planner.settings import PlannerSettings, planner_options, plan
 from tests.cli.arguments import eplb
 
 NAMES = [field.name for field in fields(PlannerSettings)]
-OWN = {"replay": {"policy"}, "advise": {"policy", "move_price"}, "solve": set(), "serve": set()}
+OWN = {"replay": {"policy"}, "advise": {"policy", "move_price"}, "solve": {"policy"}, "serve": set()}
 
 
 @pytest.mark.parametrize("command", OWN)
