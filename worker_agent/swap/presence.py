@@ -45,7 +45,7 @@ _SIZE = struct.Struct("!I")
 
 
 class _Stage(enum.Enum):
-    """What a link waits for, by the bytes that it needs to go on."""
+    """Stage of a link; its value is the number of bytes that the next step needs."""
 
     CONNECTED = 0
     CALLER = _RANK_BYTES + _NONCE_BYTES
