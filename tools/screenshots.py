@@ -1,4 +1,7 @@
-"""Pictures of the docs, made again by `make screenshots`: page and report in a headless Chromium, commands as SVG."""
+"""Pictures of the docs, made again by `make screenshots`: page and report in a headless Chromium, commands as SVG.
+
+Page, ``eplb status``, ``eplb top`` and the demo's picture are of one run of ``eplb demo`` on this machine.
+"""
 
 from __future__ import annotations
 
@@ -10,18 +13,21 @@ import sys
 import tempfile
 from pathlib import Path
 
+import grpc
 from rich.console import Console, RenderableType
 from rich.text import Text
 
 from eplb_service.cli.operator import layer_table, summary_table
 from eplb_service.cli.top import render
-from tests.control.server.pictured import documents, messages, pictured
+from eplb_service.wire.generated import operator_pb2, operator_pb2_grpc
 
 ROOT = Path(__file__).parent.parent
 PICTURES = ROOT / "docs" / "pictures"
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
-SIZE = (64, 58, 9)
-"""Ranks, layers and slots of the deployment that is made up."""
+STEPS = 480
+"""Steps of the demo's run."""
+_LOOK_AT = 0.9
+"""Part of the run after which its page, status and top are pictured."""
 _TRACE = ROOT / "docs" / "tutorial" / "trace.zarr"
 _SCHEDULE = ("--ranks", "8", "--heat", str(_TRACE))
 _WEB_FONT = re.compile(r"@font-face \{.*?\}\s*", re.DOTALL)
@@ -32,12 +38,7 @@ def main() -> None:
     browser = next(filter(None, map(shutil.which, BROWSERS)), None)
     if browser is None:
         sys.exit(f"make screenshots: needs one of {', '.join(BROWSERS)}; on Debian: apt install chromium")
-    look = messages(*SIZE)
-    status = [summary_table(look.whole), layer_table(look.whole.layers, 8)]
-    _terminal("status", "eplb status decode", status)
-    _terminal("top", "eplb top decode", [render(look.known, look.whole, look.balance, 80, 24)])
-    with pictured(documents(*SIZE)) as url:
-        _photograph(browser, url, "page", "1180,1000")
+    _picture_demo(browser)
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "report.html")
         _eplb("replay", *_SCHEDULE, "--redundant", "8", "--step-ms", "30", "--report", str(report))
@@ -45,14 +46,45 @@ def main() -> None:
     _terminal("advise", "eplb advise --heat trace.zarr --ranks 8", [Text(_eplb("advise", *_SCHEDULE))])
 
 
+def _picture_demo(browser: str) -> None:
+    """Run the demo, and picture it while it serves and when it has ended."""
+    command = [sys.executable, "-m", "eplb_service.cli.main", "demo", "--steps", str(STEPS)]
+    command += ["--picture", str(PICTURES.parent / "demo.svg")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as demo:
+        shown = ""
+        pictured = False
+        for line in demo.stdout or ():
+            shown += line
+            step = re.match(r"step (\d+)/", line)
+            if step is None or pictured or int(step[1]) < _LOOK_AT * STEPS:
+                continue
+            pictured = True
+            found = re.search(r"service at (\S+), web page at (\S+?)[\s;]", shown)
+            assert found is not None
+            _picture_service(found[1])
+            _photograph(browser, found[2], "page", "1180,1240")
+    if demo.returncode != 0 or not pictured:
+        sys.exit(f"the demo failed:\n{shown}")
+
+
+def _picture_service(address: str) -> None:
+    with grpc.insecure_channel(address) as channel:
+        stub = operator_pb2_grpc.OperatorServiceStub(channel)
+        known = list(stub.ListDeployments(operator_pb2.ListDeploymentsRequest()).deployments)
+        whole = stub.GetStatus(operator_pb2.GetStatusRequest(deployment="demo"))
+        balance = stub.GetBalance(operator_pb2.GetBalanceRequest(deployment="demo"))
+    _terminal("status", "eplb status demo", [summary_table(whole), layer_table(whole.layers, 8)])
+    _terminal("top", "eplb top demo", [render(known, whole, balance, 100, 32)], width=100)
+
+
 def _eplb(*arguments: str) -> str:
     command = [sys.executable, "-m", "eplb_service.cli.main", *arguments]
     return subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT).stdout
 
 
-def _terminal(name: str, command: str, shown: list[RenderableType]) -> None:
-    """Write what a command shows on a terminal of 80 columns; the fonts that rich names would be fetched."""
-    console = Console(record=True, width=80, file=io.StringIO(), force_terminal=True, highlight=False)
+def _terminal(name: str, command: str, shown: list[RenderableType], width: int = 80) -> None:
+    """Write what a command shows on a terminal of so many columns; the fonts that rich names would be fetched."""
+    console = Console(record=True, width=width, file=io.StringIO(), force_terminal=True, highlight=False)
     console.print(*shown)
     drawn = console.export_svg(title=command, unique_id=name)
     (PICTURES / f"{name}.svg").write_text(_WEB_FONT.sub("", drawn))

@@ -163,7 +163,7 @@ def test_eight_deployments_of_64_ranks_and_58_layers_are_read_at_a_glance(tmp_pa
     assert "PAR left alone\n1.740" in seen["tiles"]
     assert "hottest rank\nrank 5\n1.04 × the mean" in seen["tiles"]
     assert "hottest layer\nlayer 17\nPAR 1.310" in seen["tiles"]
-    assert "redundancy\n2.55 GB per rank\n64 redundant slots per layer" in seen["tiles"]
+    assert "redundancy\n2.55 GB\nper rank, for 64 redundant slots per layer" in seen["tiles"]
     assert "left alone 1.7" in seen["text"]
     assert "12,300 %" in seen["tiles"]
     assert not re.search(r"\de[+-]?\d", seen["text"])

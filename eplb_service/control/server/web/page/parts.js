@@ -87,7 +87,7 @@ function secondRow(status, balance) {
   return [
     ["noise floor", ratio(floor), avoidable === null ? "about what chance leaves" : `what chance leaves; ${(100 * avoidable).toFixed(1)} % above it`],
     ["planned", ratio(newest?.par_planned), decision ? `decided ${ago(Date.now() / 1000 - decision.at)} ago` : "no decision yet"],
-    ["redundancy", held ? `${bytes(held)} per rank` : `${count(status.redundant_slots)} slots`, `${count(status.redundant_slots)} redundant slots per layer`],
+    ["redundancy", held ? bytes(held) : `${count(status.redundant_slots)} slots`, `${held ? "per rank, for " : ""}${count(status.redundant_slots)} redundant slots per layer`],
     ...(price ? [["price of moves", priceFigure(price), priceWords(price)]] : []),
     ["switched", `${count(status.layers_switched)} layers`, `${count(status.experts_moved)} experts, ${bytes(status.bytes_moved)}`],
     ["steps", count(status.steps_received), lost ? `${digits(lost, 2)} % lost` : "none lost"],
