@@ -53,11 +53,14 @@ class Solution:
     log2phy
         int32 ``[R, L, E]``, physical id that each source rank's tokens of each expert go to; ``[R, L, E, D]``, those
         that they go to in turn, where ``split`` is deal.
-    par_before_L, par_after_L
+    par_before_L
         float64 ``[L]``, peak-to-average ratio over the heat's own steps, through the tables; NaN for a layer without
         tokens.
+    par_after_L
+        float64 ``[L]``, the same, as promised for steps like these: a placement does a little worse on steps that it
+        was not fitted to. With few tokens per step this is measured on held-out steps.
     hottest_before_L, hottest_after_L
-        float64 ``[L]``, tokens of the hottest rank in a step, mean over the steps.
+        float64 ``[L]``, tokens of the hottest rank in a step, mean over the steps; as promised for ``after``.
     moves_L
         int64 ``[L]``, slots that must receive an expert that they did not hold before, empty slots included.
     verdicts
@@ -203,7 +206,7 @@ def solve_window(
         if function is not None:
             start = _Start(linear, linear_RLE)
             return _answered(name_of(policy), function, window, start, settings, topology)
-        decided = plan_afresh(window, linear, topology, settings, search)
+        decided = plan_afresh(window, linear, topology, settings, search, hold_out=True)
         return _solution(window, _Start(linear, linear_RLE), decided, settings, topology)
     made = plan_afresh(_window_like(window, prior), linear, topology, settings, search)
     start = _Start(*apply_layers(linear, linear_RLE, made.changes()))
@@ -337,7 +340,16 @@ def _solution(
         split_steps(window.heat_TLE, *way, window.source_RLE, settings.split)
         for way in ((served, served_RLE), (after, after_RLE))
     )
-    par_L, par_after_L = par_of_steps(before), par_of_steps(then)
+    par_L, par_after_L = (
+        np.array([getattr(verdict, name) for verdict in decided.verdicts])
+        for name in ("par_seen", "par_planned")
+    )
+    if start.given_LRS is not None:
+        par_L = par_of_steps(before)
+    if then_serves is not None:
+        par_after_L = par_of_steps(then)
+    # The mean load of a rank does not depend on the placement.
+    worse_L = np.nan_to_num(par_after_L / par_of_steps(then), nan=1.0)
     given_LRS = start.deployed.phy2log_LRS if start.given_LRS is None else start.given_LRS
     # Slots that no longer exist receive nothing; new ones were empty.
     held_LRS = np.full(after.phy2log_LRS.shape, -1, dtype=np.int32)
@@ -363,7 +375,7 @@ def _solution(
         par_L,
         par_after_L,
         before.peak_TK.mean(axis=0),
-        then.peak_TK.mean(axis=0),
+        then.peak_TK.mean(axis=0) * worse_L,
         moves_L,
         tuple(verdicts),
         decided.ms_seen,

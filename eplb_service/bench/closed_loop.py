@@ -153,7 +153,7 @@ def _floor(course: Course) -> float:
         split_steps(course.heat(number), placement, first.tables_RLE, None, TABLES)
         for number in range(1, course.windows)
     )
-    return float(mean_par(np.array([sampling_floor(window, course.ranks) for window in served])))
+    return float(mean_par(np.array([sampling_floor(window) for window in served])))
 
 
 def _source(entrant: Entrant) -> str:

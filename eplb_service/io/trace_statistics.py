@@ -74,7 +74,7 @@ def statistics(trace: Trace, window: int, ranks: int | None = None) -> TraceStat
         if placement is not None:
             in_order = split_steps(heat_TLE, placement, placement.default_log2phy(), None, TABLES)
             pars.append((par_of_steps(in_order), busy_L))
-            floors.append((sampling_floor(in_order, placement.ranks), busy_L))
+            floors.append((sampling_floor(in_order), busy_L))
         served_TLR = trace.served_loads(first, first + len(heat_TLE))
         if served_TLR is not None:
             served.append((par(served_TLR), busy_L))

@@ -14,7 +14,7 @@ vLLM-Ascend pull requests 3042 and 6477, *FlashLB algorithm*, https://github.com
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -34,14 +34,16 @@ from eplb_service.placement import (
     with_entries,
 )
 from eplb_service.planner.dealing import as_host_deals, first_tables, tables_of_sources
+from eplb_service.planner.holdout import SMALL_BATCH, HeldOut, Parts, held_out, paying
 from eplb_service.planner.plan import LayerPlan, Plan
 from eplb_service.planner.price import move_price
 from eplb_service.planner.request import Question, groups_on_nodes, solve_picked, time_curve
 from eplb_service.planner.score import (
+    drawn_par,
+    expected_loads,
     noise_floor,
     par_by_step,
     sampling_floor,
-    split_loads,
     split_steps,
     split_us,
     volatility_bound,
@@ -50,7 +52,7 @@ from eplb_service.planner.settings import STEP, PlannerSettings
 from eplb_service.planner.topology import Topology
 from eplb_service.solver.engine import OutOfTimeError, SolverError
 from eplb_service.solver.layer import Answer
-from eplb_service.solver.model import FRESH, KEEP, TABLES, Recommended, SearchOptions
+from eplb_service.solver.model import FRESH, KEEP, TABLES, Candidate, Recommended, SearchOptions
 from eplb_service.solver.topology import choose_senders
 from eplb_service.wire.operator import LayerVerdict
 
@@ -67,6 +69,7 @@ def plan(
     moving: MovingCosts = NOTHING_MEASURED,
     search: SearchOptions | None = None,
     courses: Sequence[Recommended | None] = (),
+    hold_out: bool = True,
 ) -> Plan:
     """Decide what to change, given the heat of a window and what serves now.
 
@@ -89,6 +92,8 @@ def plan(
         Parts of the solver's method that are left out, to measure what they are worth; by default none.
     courses
         Those of the decision before, where its plan serves and heat has not changed since.
+    hold_out
+        False to skip the hold-out of small batches (``planner.holdout``), if nobody reads the promise.
 
     Returns
     -------
@@ -112,10 +117,17 @@ def plan(
         return Plan((), kept, par_TL=judge.par_TL)
     picked = _picked(judge)
     answers = solve_picked(asked, picked, judge.floor_L, groups, price.price)
+    tried = _held_out(judge, picked, answers, groups, price.price) if hold_out else {}
+    reasons = _unpaid(judge, picked, answers, tried)
     verdicts = [judge.not_picked(layer) for layer in range(window.layers)]
     changed, par_TL = [], judge.par_TL.copy()
     follow: list[Recommended | None] = [None] * window.layers
     for layer, answer in zip(picked.tolist(), answers, strict=True):
+        if layer in reasons:
+            verdicts[layer] = judge.kept(layer, reasons[layer])
+            continue
+        if isinstance(answer, Answer) and layer in tried:
+            answer = _with_optimism(answer, tried[layer].optimism)
         verdicts[layer], change, par_TL[:, layer] = _solved(layer, answer, judge)
         if change is not None and isinstance(answer, Answer):
             changed.append(change)
@@ -130,12 +142,17 @@ def plan_afresh(
     topology: Topology,
     settings: PlannerSettings,
     search: SearchOptions | None = None,
+    hold_out: bool = False,
 ) -> Plan:
-    """Solve every layer from scratch; ``placement`` is what moves are counted against, the rest is as for ``plan``."""
+    """Solve every layer from scratch; ``placement`` is what moves are counted against, the rest is as for ``plan``.
+
+    Every layer changes, whatever that gains. With ``hold_out`` the promise allows for steps that placements were not
+    fitted to.
+    """
     settings = replace(settings, par_threshold=1.0, min_gain=0.0, move_price=0.0, max_layers=None)
     deployed_RLE = first_tables(placement, settings.split, settings.deal_width)
     search = replace(search or SearchOptions(), warm=False)
-    return plan(window, placement, deployed_RLE, topology, settings, search=search)
+    return plan(window, placement, deployed_RLE, topology, settings, search=search, hold_out=hold_out)
 
 
 def _cherry_pick(par_L: Float64, lost_L: Float64, settings: PlannerSettings) -> npt.NDArray[np.int64]:
@@ -171,6 +188,8 @@ class _Judge:
         float64 ``[L]``, ratio per episode, and what sampling and the experts' jumps leave of it.
     us_L
         float64 ``[L]``, microseconds of the slowest rank in a step; NaN without a cost curve or tokens.
+    small_L
+        bool ``[L]``, layers whose steps have so few tokens that changes are held out (``planner.holdout``).
     """
 
     asked: Question
@@ -182,6 +201,7 @@ class _Judge:
     episode_par_L: Float64
     bound_L: Float64
     us_L: Float64
+    small_L: npt.NDArray[np.bool_]
 
     def kept(self, layer: int, reason: str) -> LayerVerdict:
         par, floor, us = (float(values_L[layer]) for values_L in (self.par_L, self.floor_L, self.us_L))
@@ -206,8 +226,9 @@ class _Judge:
         self, layer: int, answer: Answer, moves: int, planned: float, us: float | None
     ) -> LayerVerdict:
         kept = self.kept(layer, "")
-        # What comes next is another draw; a placement from scratch is asked for this very heat.
-        least = min(kept.noise_floor, kept.par_seen) if self.asked.search.warm else 1.0
+        # The next window is another draw. A hold-out has allowed for that already.
+        clamped = self.asked.search.warm and not (self.small_L[layer] and answer.held is not None)
+        least = min(kept.noise_floor, kept.par_seen) if clamped else 1.0
         if answer.taken == TABLES or moves == 0:
             done = "tables retuned, no weights move"
         elif answer.taken == FRESH:
@@ -258,16 +279,21 @@ def _judge(asked: Question, price: float, why_ungrouped: str) -> _Judge:
     served = asked.placement, asked.log2phy_RLE, window.source_RLE, settings.split
     steps = split_steps(window.heat_TLE, *served, episodes=asked.episodes)
     par_TL = par_by_step(steps)
+    busy_L = np.maximum((steps.tokens_TK > 0).sum(axis=0), 1)
+    # If the host splits by step, few tokens are split to be even as many are.
+    small_L = (steps.tokens_TK.sum(axis=0) / busy_L <= SMALL_BATCH * ranks) & (settings.split != STEP)
+    if small_L.any():
+        par_TL[:, small_L] = _centred(par_TL, drawn_par(window.heat_TLE, *served))[:, small_L]
     par_L = mean_par(par_TL, axis=0)
     if settings.split == STEP:
         heat_NLE = asked.episode_heat(np.arange(window.layers)).transpose(1, 0, 2)
-        loads_NLR = split_loads(heat_NLE, *served)
+        loads_NLR = expected_loads(heat_NLE, *served)
         # Every step is balanced for itself, so neither token sampling nor experts' jumps set a floor.
         floor_L = np.where(np.isnan(par_L), np.nan, 1.0)
         bound_L = np.ones(window.layers)
     else:
         loads_NLR = steps.loads_NKR
-        floor_L = sampling_floor(steps, ranks)
+        floor_L = sampling_floor(steps)
         # For a decision a layer without tokens is balanced, since nothing can be won there.
         bound_L = np.nan_to_num(noise_floor(loads_NLR.sum(axis=2), ranks), nan=1.0)
         if asked.episodes > 1:
@@ -279,7 +305,99 @@ def _judge(asked: Question, price: float, why_ungrouped: str) -> _Judge:
     if settings.cost_curve is not None:
         us_L = mean_par(split_us(window.heat_TLE, *served, settings.cost_curve), axis=0)
     episode_par_L = np.nan_to_num(par(loads_NLR), nan=1.0)
-    return _Judge(asked, price, why_ungrouped, par_TL, par_L, floor_L, episode_par_L, bound_L, us_L)
+    return _Judge(asked, price, why_ungrouped, par_TL, par_L, floor_L, episode_par_L, bound_L, us_L, small_L)
+
+
+def _centred(par_TL: Float64, drawn_TL: Float64) -> Float64:
+    """Return one draw's ratios, which scatter as served ones do, about the means of several draws."""
+    centred_TL: Float64 = par_TL + (mean_par(drawn_TL, axis=0) - mean_par(par_TL, axis=0))
+    return centred_TL
+
+
+def _held_out(
+    judge: _Judge,
+    picked: npt.NDArray[np.int64],
+    answers: Sequence[Answer | SolverError],
+    groups: int,
+    price: float,
+) -> dict[int, HeldOut]:
+    """Judge the changes of small batches on steps that they were not fitted to, by layer.
+
+    The solver's own hold-out has fitted a counterpart already, to the older half of the episodes. Without one, the
+    layer is placed from scratch once more, for one part of the window.
+    """
+    asked = judge.asked
+    changing = {
+        layer: answer
+        for layer, answer in zip(picked.tolist(), answers, strict=True)
+        if judge.small_L[layer] and isinstance(answer, Answer) and answer.taken != KEEP
+    }
+    followed = {layer for layer in changing if asked.courses and asked.courses[layer] is not None}
+    missing = np.array(
+        [layer for layer in changing if changing[layer].held is None and layer not in followed], np.int64
+    )
+    heat_TLE, parts = asked.window.heat_TLE, Parts.of(asked.window.heat_TLE)
+    halves = Parts.halves(heat_TLE, asked.episodes)
+    tried = {
+        layer: _judged(asked, halves, layer, answer.held)
+        for layer, answer in changing.items()
+        if answer.held is not None
+    }
+    if not (missing.size and parts.fit_TLE.any() and parts.test_TLE.any()):
+        return tried
+    window = Window(parts.fit_TLE, asked.window.source_RLE)
+    refit = replace(asked, window=window, search=replace(asked.search, warm=False), courses=())
+    refitted = solve_picked(refit, missing, judge.floor_L, groups, price)
+    for layer, answer in zip(missing.tolist(), refitted, strict=True):
+        if isinstance(answer, Answer):
+            tried[layer] = _judged(asked, parts, layer, answer.found)
+    return tried
+
+
+def _judged(asked: Question, parts: Parts, layer: int, fitted: Candidate) -> HeldOut:
+    """Judge a layer's candidate that was fitted to the first part of the window."""
+    _, first_G, group_R = asked.topology.token_groups()
+    experts, source_RLE = asked.window.experts, asked.window.source_RLE
+    log2phy_RE = tables_of_sources(fitted.log2phy_GE, first_G.size)[group_R]
+    return held_out(
+        parts,
+        layer,
+        (Placement(asked.placement.phy2log_LRS[layer, None], experts), asked.log2phy_RLE[:, layer, None]),
+        (Placement(fitted.phy2log_RS[None], experts), log2phy_RE[:, None]),
+        None if source_RLE is None else source_RLE[:, layer, None],
+        asked.settings.split,
+    )
+
+
+def _unpaid(
+    judge: _Judge,
+    picked: npt.NDArray[np.int64],
+    answers: Sequence[Answer | SolverError],
+    tried: Mapping[int, HeldOut],
+) -> dict[int, str]:
+    """Return why layers are kept whose changes do not pay with whole tokens, by layer."""
+    if not judge.asked.search.warm:
+        return {}
+    placement, costs = judge.asked.placement, {}
+    for layer, answer in zip(picked.tolist(), answers, strict=True):
+        if isinstance(answer, Answer) and layer in tried:
+            price = judge.price * float(judge.par_L[layer])
+            costs[layer] = price * answer.found.moves / (placement.ranks * placement.slots)
+    pays = paying(tried, costs, judge.asked.settings.min_gain)
+    return {
+        layer: (
+            f"kept: on steps that a change was not fitted to, whole tokens gain {one.gain:.3f} ± {one.error:.3f}, and "
+            f"its moves cost {costs[layer]:.3f}"
+        )
+        for layer, one in tried.items()
+        if layer not in pays
+    }
+
+
+def _with_optimism(answer: Answer, optimism: float) -> Answer:
+    """Return the answer with the optimism of whole tokens, which a decision that follows it takes over."""
+    course = None if answer.course is None else answer.course._replace(optimism=optimism)
+    return replace(answer, optimism=optimism, course=course)
 
 
 def _solved(
@@ -307,9 +425,13 @@ def _solved(
     _, first_G, group_R = asked.topology.token_groups()
     log2phy_RE = tables_of_sources(found.log2phy_GE, first_G.size)[group_R]
     alone = _alone(asked, layer, found.phy2log_RS, log2phy_RE)
-    par_T = par_by_step(split_steps(*alone))[:, 0]
+    layer_1 = np.array([layer])
+    par_T1 = par_by_step(split_steps(*alone, layer_K=layer_1))
+    if judge.small_L[layer]:
+        par_T1 = _centred(par_T1, drawn_par(*alone, layer_1))
+    par_T = par_T1[:, 0]
     planned = float(mean_par(par_T))
-    us = None if curve is None else float(mean_par(split_us(*alone, curve)))
+    us = None if curve is None else float(mean_par(split_us(*alone, curve, layer_K=layer_1)))
     before_RS = asked.placement.phy2log_LRS[layer].copy()
     moves_M5 = choose_senders(before_RS, found.phy2log_RS, asked.topology.nodes_R.copy())
     verdict = judge.changed(layer, answer, len(moves_M5), planned, us)
@@ -327,10 +449,10 @@ def _solved(
 def _alone(
     asked: Question, layer: int, phy2log_RS: Int32, log2phy_RE: Int32
 ) -> tuple[Counts, Placement, Int32, Float64 | None, str]:
-    """One layer under another placement, as ``split_steps`` and ``split_us`` take it."""
+    """Return the arguments of ``split_steps`` and ``split_us`` for one layer under another placement."""
     window, placement = asked.window, Placement(phy2log_RS[None], asked.window.experts)
     source_R1E = None if window.source_RLE is None else window.source_RLE[:, layer, None]
-    return window.heat_TLE[:, layer, None], placement, log2phy_RE[:, None], source_R1E, asked.settings.split
+    return window.heat_TLE, placement, log2phy_RE[:, None], source_R1E, asked.settings.split
 
 
 def _gain(verdict: LayerVerdict) -> float:

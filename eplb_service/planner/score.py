@@ -1,10 +1,15 @@
-"""Loads of ranks under a placement and its tables, the noise floor beneath them, and the gain of one over another."""
+"""Loads of ranks under a placement and its tables, the noise floor beneath them, and the gain of one over another.
+
+Loads of single steps are of whole tokens (``solver.whole_tokens``), as ranks count them. Loads of episodes, which the
+search works on, are expected ones.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from statistics import NormalDist
 from typing import Any
 
@@ -16,12 +21,11 @@ from eplb_service.placement import Float64, Int32, Placement, mean_par, peak_par
 from eplb_service.planner.dealing import entry_parts
 from eplb_service.planner.settings import EVEN, STEP
 from eplb_service.solver.stepwise import loads_by_step, slots_by_step
-from eplb_service.solver.time_costs import slowest_in_steps
+from eplb_service.solver.whole_tokens import HostSplit, ServedSteps, serve_steps
 from eplb_service.solver.window import (
-    ServedWindow,
+    episode_loads,
     inflation_error,
     loads_of_ranks,
-    served_window,
     shares_of_slots,
     standard_error,
 )
@@ -32,6 +36,14 @@ _STEPS_AT_A_TIME = 32
 """Steps whose tokens are held by slot."""
 _CONFIDENCE = 0.95
 """Of the intervals that operators read."""
+_DRAWN_STEPS, _MOST_DRAWS = 1024, 8
+"""Steps that the draws of a window have together, and the most draws. The mean ratio of one token is then 1 % off."""
+_STEPS_OF_A_DRAW = 1 << 32
+"""Numbers of steps by which draws are apart."""
+_FEW_PER_RANK, _MOST_FEW = 8, 512
+"""Tokens per rank, and in all, up to which the noise floor is exact. Beyond, it is 0.3 % off at most (64 ranks)."""
+_FLOOR_ERROR = 1e-6
+"""Probability of a larger count that the exact floor leaves out."""
 _PAID_ERRORS = 1.0
 """Standard errors above zero at which a change has paid."""
 
@@ -94,18 +106,119 @@ def split_shares(
     return share_LP
 
 
-def split_loads(
-    heat_TLE: Heat, placement: Placement, log2phy_RLE: Int32, source_RLE: Float64 | None, split: str
+def expected_loads(
+    heat_NLE: Heat, placement: Placement, log2phy_RLE: Int32, source_RLE: Float64 | None, split: str
 ) -> Float64:
-    """Tokens that each rank receives, float64 ``[T, L, R]``; arguments as for ``split_shares``.
+    """Return the expected tokens of each rank, float64 ``[N, L, R]``; arguments as for ``split_shares``.
 
-    A host that splits by step has the best split of each row's tokens, whole where heat is of an integer type.
+    Use it for episodes, which hold many tokens. A host that splits by step has the best split of each row's tokens,
+    whole if heat is of an integer type.
     """
     phy2log_LRS = placement.phy2log_LRS.copy()
     if split == STEP:
-        return loads_by_step(_wide(heat_TLE), phy2log_LRS, heat_TLE.dtype.kind in "iu")
-    share_LP = split_shares(heat_TLE, placement, log2phy_RLE, source_RLE, split)
-    return loads_of_ranks(_wide(heat_TLE), phy2log_LRS, share_LP)
+        return loads_by_step(_wide(heat_NLE), phy2log_LRS, heat_NLE.dtype.kind in "iu")
+    share_LP = split_shares(heat_NLE, placement, log2phy_RLE, source_RLE, split)
+    return loads_of_ranks(_wide(heat_NLE), phy2log_LRS, share_LP)
+
+
+def split_loads(
+    heat_TLE: Heat,
+    placement: Placement,
+    log2phy_RLE: Int32,
+    source_RLE: Float64 | None,
+    split: str,
+    first_step: int = 0,
+) -> Float64:
+    """Return the whole tokens that each rank receives in each step, float64 ``[T, L, R]``.
+
+    Parameters
+    ----------
+    heat_TLE, placement, log2phy_RLE, source_RLE, split
+        As for ``split_shares``.
+    first_step
+        Number of the first step: what is drawn for a step depends on its number.
+    """
+    if split == STEP:
+        return expected_loads(heat_TLE, placement, log2phy_RLE, source_RLE, split)
+    served, _ = _served(
+        heat_TLE, placement, log2phy_RLE, source_RLE, split, None, first_step, keep_loads=True
+    )
+    return served.loads_TKR
+
+
+def _served(
+    heat_TLE: Heat,
+    placement: Placement,
+    log2phy_RLE: Int32,
+    source_RLE: Float64 | None,
+    split: str,
+    layer_K: npt.NDArray[np.int64] | None,
+    first_step: int = 0,
+    curve: CostCurve | None = None,
+    *,
+    keep_loads: bool = False,
+) -> tuple[ServedSteps, Float64]:
+    """Serve each step's whole tokens; arguments as for ``split_steps`` and ``split_us``.
+
+    Returns
+    -------
+    tuple of ServedSteps and Float64
+        The loads, and the slots' expected shares, float64 ``[K, R*S]``.
+    """
+    layer_K = np.arange(placement.layers) if layer_K is None else layer_K
+    curve_4 = np.zeros(0) if curve is None else numbers_of(curve)
+    host = _host_split(heat_TLE, placement, log2phy_RLE, source_RLE, split, layer_K)
+    phy2log_KRS = placement.phy2log_LRS.copy()
+    served = serve_steps(_wide(heat_TLE), layer_K, phy2log_KRS, host, curve_4, first_step, keep_loads)
+    return served, host.share_KP
+
+
+def _host_split(
+    heat_TLE: Heat,
+    placement: Placement,
+    log2phy_RLE: Int32,
+    source_RLE: Float64 | None,
+    split: str,
+    layer_K: npt.NDArray[np.int64],
+) -> HostSplit:
+    """Return the split as the kernel reads it; arguments as for ``_served``."""
+    layers, experts = placement.layers, placement.experts
+    deals = split != EVEN and with_entries(log2phy_RLE, 3).shape[3] > 1
+    # Dealt shares depend on how many tokens come; no others do.
+    heat_TKE = heat_TLE[:, layer_K] if deals else heat_TLE[:0, layer_K]
+    share_KP = split_shares(heat_TKE, placement, log2phy_RLE, source_RLE, split)
+    if not deals:
+        no_tables = np.zeros((layers, 0, experts, 1), dtype=np.int32)
+        return HostSplit(share_KP, no_tables, np.zeros((layers, 0, experts)), np.ones((layers, experts)))
+    source_KRE = source_shares(source_RLE, len(log2phy_RLE), layers, experts).transpose(1, 0, 2)
+    table_KRED = log2phy_RLE.transpose(1, 0, 2, 3)
+    return HostSplit(
+        share_KP,
+        np.ascontiguousarray(table_KRED, dtype=np.int32),
+        np.ascontiguousarray(source_KRE),
+        _dealt_spread(table_KRED, source_KRE, placement, share_KP),
+    )
+
+
+def _dealt_spread(table_KRED: Int32, source_KRE: Float64, placement: Placement, share_KP: Float64) -> Float64:
+    """Return the variance of many dealt tokens as a part of the multinomial variance, float64 ``[K, E]``.
+
+    A source that deals ``n`` tokens to its entries gives each slot a fixed part of them. So the number of tokens at a
+    slot varies only because the sources' numbers do.
+    """
+    width = table_KRED.shape[3]
+    # For a source, the sum over its slots of the squared part of its tokens that the slot receives.
+    alike_KRE = np.zeros(table_KRED.shape[:3])
+    for entry in range(width):
+        alike_KRE += (table_KRED == table_KRED[..., entry, None]).sum(axis=3)
+    by_source_KE = (source_KRE * alike_KRE / width**2).sum(axis=1)
+    squares_KE = np.zeros_like(by_source_KE)
+    expert_KP = placement.phy2log_LRS.reshape(placement.layers, -1)
+    for layer in range(placement.layers):
+        np.add.at(squares_KE[layer], expert_KP[layer], share_KP[layer] ** 2)
+    spread_KE = np.ones_like(by_source_KE)
+    np.divide(by_source_KE - squares_KE, 1.0 - squares_KE, out=spread_KE, where=squares_KE < 1.0 - 1e-9)
+    return np.clip(spread_KE, 0.0, 1.0)
 
 
 def split_us(
@@ -115,24 +228,34 @@ def split_us(
     source_RLE: Float64 | None,
     split: str,
     curve: CostCurve,
+    first_step: int = 0,
+    layer_K: npt.NDArray[np.int64] | None = None,
 ) -> Float64:
-    """Microseconds of each layer's slowest rank in each step under a cost curve, float64 ``[T, L]``.
+    """Return the microseconds of each layer's slowest rank in each step, float64 ``[T, L]``; NaN without tokens.
 
-    NaN where a layer has no tokens. Arguments as for ``split_shares``. What a stepwise split itself takes is left out
-    (``price.SplitCost``).
+    The time of a stepwise split itself is not included (``price.SplitCost``).
+
+    Parameters
+    ----------
+    heat_TLE, placement, log2phy_RLE, source_RLE, split, layer_K
+        As for ``split_steps``.
+    curve
+        Cost of tokens.
+    first_step
+        As for ``split_loads``.
     """
+    layer_K = np.arange(placement.layers) if layer_K is None else layer_K
     if split != STEP:
-        share_LP = split_shares(heat_TLE, placement, log2phy_RLE, source_RLE, split)
-        phy2log_LRS, curve_4 = placement.phy2log_LRS.copy(), numbers_of(curve)
-        slowest_TL = slowest_in_steps(_wide(heat_TLE), phy2log_LRS, share_LP, curve_4)
-        slowest_TL += curve.batch_us * heat_TLE.sum(axis=2)
-        return slowest_TL
-    us_TL = np.full((len(heat_TLE), placement.layers), np.nan)
-    for begin in range(0, len(heat_TLE), _STEPS_AT_A_TIME):
+        served, _ = _served(heat_TLE, placement, log2phy_RLE, source_RLE, split, layer_K, first_step, curve)
+        by_batch_TK: Float64 = curve.batch_us * served.tokens_TK
+        return served.us_TK + by_batch_TK
+    heat_TKE = heat_TLE[:, layer_K]
+    us_TK = np.full((len(heat_TKE), placement.layers), np.nan)
+    for begin in range(0, len(heat_TKE), _STEPS_AT_A_TIME):
         part = slice(begin, begin + _STEPS_AT_A_TIME)
-        tokens_TLRS = _stepwise_tokens(heat_TLE[part], placement)
-        us_TL[part] = np.where(heat_TLE[part].any(axis=2), curve.slowest_us(tokens_TLRS), np.nan)
-    return us_TL
+        tokens_TKRS = _stepwise_tokens(heat_TKE[part], placement)
+        us_TK[part] = np.where(heat_TKE[part].any(axis=2), curve.slowest_us(tokens_TKRS), np.nan)
+    return us_TK
 
 
 def _stepwise_tokens(heat_TLE: Heat, placement: Placement) -> Float64:
@@ -150,6 +273,32 @@ def numbers_of(curve: CostCurve) -> Float64:
     return np.array([curve.floor_us, curve.read_us, curve.launch_us, curve.slope_us])
 
 
+@dataclass(frozen=True)
+class ServedWindow:
+    """Summary of a window's rank loads in K layers: it has millions of them, and deciding needs these alone.
+
+    Parameters
+    ----------
+    peak_TK, tokens_TK
+        float64 ``[T, K]``, whole tokens of the rank that has most of them, and of all ranks.
+    variance_K
+        float64 ``[K]``, variance of the ranks' jumps from step to step, as in ``EpisodeLoads``; 0 if the host splits by
+        step.
+    ranks
+        R.
+    loads_NKR, rank_variance_K, expert_variance_K
+        As in ``EpisodeLoads``, expected; no rows and zeros if episodes were not asked for.
+    """
+
+    peak_TK: Float64
+    tokens_TK: Float64
+    variance_K: Float64
+    ranks: int
+    loads_NKR: Float64
+    rank_variance_K: Float64
+    expert_variance_K: Float64
+
+
 def split_steps(
     heat_TLE: Heat,
     placement: Placement,
@@ -157,30 +306,64 @@ def split_steps(
     source_RLE: Float64 | None,
     split: str,
     episodes: int = 0,
+    layer_K: npt.NDArray[np.int64] | None = None,
+    first_step: int = 0,
 ) -> ServedWindow:
-    """Summary of the loads that ``split_loads`` gives, which are not held.
+    """Summarize the loads of ``split_loads`` without holding them.
 
     A host that splits by step has no episodes: every step is balanced for itself.
 
     Parameters
     ----------
     heat_TLE, placement, log2phy_RLE, source_RLE, split
-        As for ``split_shares``.
+        As for ``split_shares``; all but the heat are of the layers asked for.
     episodes
         N, of the loads by episode.
+    layer_K
+        int64 ``[K]``, the layers of ``heat_TLE`` asked for; all by default.
+    first_step
+        As for ``split_loads``.
     """
-    if split != STEP:
-        share_LP = split_shares(heat_TLE, placement, log2phy_RLE, source_RLE, split)
-        layer_L = np.arange(placement.layers)
-        return served_window(_wide(heat_TLE), layer_L, placement.phy2log_LRS.copy(), share_LP, episodes)
-    loads_TLR = split_loads(heat_TLE, placement, log2phy_RLE, source_RLE, split)
-    none_L = np.zeros(placement.layers)
-    return ServedWindow(loads_TLR.max(axis=2), loads_TLR.sum(axis=2), none_L, loads_TLR[:0], none_L, none_L)
+    layer_K = np.arange(placement.layers) if layer_K is None else layer_K
+    none_K = np.zeros(placement.layers)
+    if split == STEP:
+        loads_TKR = expected_loads(heat_TLE[:, layer_K], placement, log2phy_RLE, source_RLE, split)
+        summary = loads_TKR.max(axis=2), loads_TKR.sum(axis=2), none_K, placement.ranks
+        return ServedWindow(*summary, loads_TKR[:0], none_K, none_K)
+    served, share_KP = _served(heat_TLE, placement, log2phy_RLE, source_RLE, split, layer_K, first_step)
+    summary = served.peak_TK, served.tokens_TK, served.variance_K, placement.ranks
+    if not episodes:
+        return ServedWindow(*summary, np.zeros((0, placement.layers, placement.ranks)), none_K, none_K)
+    phy2log_KRS = placement.phy2log_LRS.copy()
+    return ServedWindow(*summary, *episode_loads(_wide(heat_TLE), layer_K, phy2log_KRS, share_KP, episodes))
 
 
 def par_by_step(served: ServedWindow) -> Float64:
     """Peak-to-average ratio of each step, float64 ``[T, K]``; NaN without tokens."""
-    return peak_par(served.peak_TK, served.tokens_TK, served.loads_NKR.shape[2])
+    return peak_par(served.peak_TK, served.tokens_TK, served.ranks)
+
+
+def drawn_par(
+    heat_TLE: Heat,
+    placement: Placement,
+    log2phy_RLE: Int32,
+    source_RLE: Float64 | None,
+    split: str,
+    layer_K: npt.NDArray[np.int64] | None = None,
+) -> Float64:
+    """Return the peak-to-average ratio of each step, mean over several draws of its tokens, float64 ``[T, K]``.
+
+    Use it for few tokens per step, where the chance of a single draw is seen in the mean over a short window. Arguments
+    as for ``split_steps``.
+    """
+    draws = int(np.clip(-(-_DRAWN_STEPS // max(len(heat_TLE), 1)), 1, _MOST_DRAWS))
+    ways = heat_TLE, placement, log2phy_RLE, source_RLE, split
+    pars = [
+        par_by_step(split_steps(*ways, layer_K=layer_K, first_step=draw * _STEPS_OF_A_DRAW))
+        for draw in range(draws)
+    ]
+    mean_TK: Float64 = np.mean(pars, axis=0)
+    return mean_TK
 
 
 def par_of_steps(served: ServedWindow) -> Float64:
@@ -206,30 +389,85 @@ def expected_hottest(ranks: int) -> float:
 
 
 def noise_floor(tokens_NL: Heat, ranks: int) -> Float64:
-    """Expected peak-to-average ratio of perfectly balanced ranks where tokens choose independently, float64 ``[L]``.
+    """Return the expected peak-to-average ratio of perfectly balanced ranks if tokens choose independently.
 
-    A rank's tokens in a step are then nearly Poisson; the expected largest of R such counts is taken from Blom's normal
-    score with the Cornish-Fisher term for skewness. ``tokens_NL`` are those of all experts together in each step or
-    episode; the mean is over those with tokens, NaN where none has. Real routers leave a little less.
+    It is exact for few tokens, of which each rank receives whole ones. For more it takes each rank's count for Poisson,
+    and the expected largest of R such counts from Blom's normal score with the Cornish-Fisher term for skewness. Real
+    routers leave a little less.
+
+    Parameters
+    ----------
+    tokens_NL
+        ``[N, L]``, tokens of all experts together in each step or episode.
+    ranks
+        R.
+
+    Returns
+    -------
+    Float64
+        float64 ``[L]``, mean over the rows with tokens; NaN if no row has any.
     """
     score = expected_hottest(ranks)
     mean_NL = tokens_NL / ranks
     busy_NL = mean_NL > 0
     safe_NL = np.where(busy_NL, mean_NL, 1.0)
     peak_NL = 1.0 + score / np.sqrt(safe_NL) + (score**2 - 1.0) / (6.0 * safe_NL)
-    # Where there are fewer tokens than ranks one of them still takes a whole token.
+    few_F = _floor_of_few(ranks)
+    few_NL = busy_NL & (tokens_NL <= few_F.size)
+    # Fractions of a token, which only averaged heat has, lie between whole numbers of them.
+    peak_NL[few_NL] = np.interp(tokens_NL[few_NL], np.arange(1, few_F.size + 1), few_F)
     return mean_par(np.where(busy_NL, np.clip(peak_NL, 1.0, ranks), np.nan), axis=0)
 
 
-def sampling_floor(served: ServedWindow, ranks: int) -> Float64:
-    """``noise_floor`` of single steps, or less where ranks' measured jumps leave less, float64 ``[K]``.
+@cache
+def _floor_of_few(ranks: int) -> Float64:
+    """Return the expected ratio of 1, 2, 3 ... tokens that each choose one of so many ranks, float64 ``[F]``.
 
-    Real routers' choices are not independent draws. 1 where the host splits by step.
+    The largest count is at most ``m`` with the probability that R Poisson counts of at most ``m`` add up to the number
+    of tokens, divided by the probability that any do.
     """
+    few = min(_FEW_PER_RANK * ranks, _MOST_FEW)
+    count_F = np.arange(few + 1)
+    log_factorial_F = np.array([math.lgamma(count + 1) for count in count_F])
+    mean = few / ranks
+    one_F = np.exp(count_F * math.log(mean) - mean - log_factorial_F)
+    all_F = np.exp(count_F * math.log(few) - few - log_factorial_F)
+    peak_F = np.zeros(few + 1)
+    for most in count_F:
+        below_F = np.ones(1)
+        base_F = np.where(count_F <= most, one_F, 0.0)
+        # The sum of R counts, by squaring.
+        for bit in bin(ranks)[2:]:
+            below_F = np.convolve(below_F, below_F)[: few + 1]
+            if bit == "1":
+                below_F = np.convolve(below_F, base_F)[: few + 1]
+        above_F = 1.0 - np.minimum(below_F / all_F, 1.0)
+        peak_F += above_F
+        if above_F.max() < _FLOOR_ERROR:
+            break
+    found_F: Float64 = peak_F[1:] * ranks / count_F[1:]
+    found_F.setflags(write=False)
+    return found_F
+
+
+def sampling_floor(served: ServedWindow) -> Float64:
+    """Return ``noise_floor`` of single steps, less if the ranks' measured jumps are less, float64 ``[K]``.
+
+    Real routers' choices are not independent: a token never chooses an expert twice. But some rank always has a whole
+    token more than the mean, unless tokens divide evenly. 1 if the host splits by step.
+    """
+    ranks = served.ranks
+    busy_TK = served.tokens_TK > 0
+    tokens_TK = np.where(busy_TK, served.tokens_TK, 1.0)
     floor_K = noise_floor(served.tokens_TK, ranks)
-    if len(served.tokens_TK) > 1:
-        floor_K = np.minimum(floor_K, balanced_par(served.variance_K, ranks))
-    return floor_K
+    if len(tokens_TK) > 1:
+        # The ranks' parts of independent tokens have this variance in all.
+        independent_K = mean_par(np.where(busy_TK, (1.0 - 1.0 / ranks) / tokens_TK, np.nan), axis=0)
+        measured_K = np.ones_like(floor_K)
+        np.divide(served.variance_K, independent_K, out=measured_K, where=independent_K > 0)
+        floor_K = 1.0 + (floor_K - 1.0) * np.sqrt(np.minimum(measured_K, 1.0))
+    whole_TK = np.where(busy_TK, np.ceil(tokens_TK / ranks) * ranks / tokens_TK, np.nan)
+    return np.maximum(floor_K, mean_par(np.minimum(whole_TK, ranks), axis=0))
 
 
 def volatility_bound(served: ServedWindow) -> Float64:
@@ -241,7 +479,7 @@ def volatility_bound(served: ServedWindow) -> Float64:
     have tokens.
     """
     variance_L = np.minimum(served.expert_variance_K, served.rank_variance_K)
-    return balanced_par(variance_L, served.loads_NKR.shape[2])
+    return balanced_par(variance_L, served.ranks)
 
 
 def balanced_par(variance_L: Float64, ranks: int) -> Float64:

@@ -330,7 +330,7 @@ class _Run:
         """The baseline's row with the noise floor and, where asked for, the best that hindsight finds."""
         now, window = self._serving, self._window(heat_TLE, len(heat_TLE), row.step + len(heat_TLE))
         served = split_steps(heat_TLE, now.placement, now.log2phy_RLE, window.source_RLE, self._split)
-        row = replace(row, floor_L=sampling_floor(served, self._topology.ranks))
+        row = replace(row, floor_L=sampling_floor(served))
         if not self._job.hindsight:
             return row
         fitted = plan_afresh(window, self._deployable, self._topology, self._job.settings)

@@ -21,12 +21,12 @@ _STEPS_READ = 8
 
 
 def served_loads(trace: Trace, heat_TLE: Counts, first: int, serving: Serving, split: str) -> Float64:
-    """Tokens that each rank receives in the steps from ``first`` on, whose heat is ``heat_TLE``, float64 ``[t, L, R]``.
+    """Return the tokens that each rank receives in the steps from ``first`` on, float64 ``[t, L, R]``.
 
-    Where the trace has as many source ranks as the placement, each step's tokens go where the table of their own source
-    rank says, entry after entry where it deals. Otherwise nobody knows where tokens come from, and each expert's are
-    taken to come evenly from all. A host that splits as ``even`` or ``step`` asks no tables (see
-    ``PlannerSettings.split``).
+    If the trace has as many source ranks as the placement, each step's tokens go where the table of their own source
+    rank says, entry after entry if it deals. Otherwise the tokens' sources are unknown: each token's source is drawn,
+    with equal odds for all. A host that splits as ``even`` or ``step`` uses no tables (see ``PlannerSettings.split``).
+    Tokens stay whole.
 
     Parameters
     ----------
@@ -41,7 +41,7 @@ def served_loads(trace: Trace, heat_TLE: Counts, first: int, serving: Serving, s
     """
     placement, log2phy_RLE = serving.placement, serving.log2phy_RLE
     if split in (EVEN, STEP) or not _knows_sources(trace, placement.ranks):
-        return split_loads(heat_TLE, placement, log2phy_RLE, None, split)
+        return split_loads(heat_TLE, placement, log2phy_RLE, None, split, first)
     destination_RLED = with_entries(log2phy_RLE // placement.slots, 3)
     return np.concatenate(
         [
@@ -67,7 +67,7 @@ def served_us(
     """
     placement, log2phy_RLE = serving.placement, serving.log2phy_RLE
     if split in (EVEN, STEP) or not _knows_sources(trace, placement.ranks):
-        return split_us(heat_TLE, placement, log2phy_RLE, None, split, curve)
+        return split_us(heat_TLE, placement, log2phy_RLE, None, split, curve, first)
     slot_RLED = with_entries(log2phy_RLE, 3)
     parts = []
     for source_TRLE in _sources(trace, first, first + len(heat_TLE)):

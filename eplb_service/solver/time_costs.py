@@ -20,7 +20,7 @@ import numpy as np
 from eplb_service.solver.construction import descending, largest_first
 from eplb_service.solver.evaluation import TopRanks, peak_of_two_changed, top_ranks_of, update_loads
 from eplb_service.solver.jit import kernel, part
-from eplb_service.solver.model import Bool, Float32, Float64, Int32, Int64
+from eplb_service.solver.model import Bool, Float32, Float64, Int32
 from eplb_service.solver.tables import slot_shares
 
 _SHORTER = 0.95
@@ -77,33 +77,6 @@ def split_us(tokens_EN: Float32, replicas_E: Int32, curve_4: Float64) -> Float32
         for n in range(us_EN.shape[1]):
             us_EN[e, n] = count * _slot_us(tokens_EN[e, n] / count, read, launch, slope)
     return us_EN
-
-
-@kernel
-def slowest_in_steps(
-    heat_NLE: Float64 | Int64 | Int32, phy2log_LRS: Int32, share_LP: Float64, curve_4: Float64
-) -> Float64:
-    """Microseconds of each layer's slowest rank in each step, float64 ``[N, L]``; NaN where a layer has no tokens.
-
-    ``share_LP`` float64 ``[L, R*S]`` is the part of its expert's tokens that each slot receives, ``curve_4`` float64
-    ``[4]`` the floor, read and launch of a cost curve in microseconds and its slope in microseconds per token.
-    """
-    layers, ranks, slots = phy2log_LRS.shape
-    us_NL = np.full((heat_NLE.shape[0], layers), np.nan)
-    for n in range(heat_NLE.shape[0]):
-        for layer in range(layers):
-            heat_E = heat_NLE[n, layer]
-            slowest = 0.0
-            for r in range(ranks):
-                us = 0.0
-                for s in range(slots):
-                    tokens = heat_E[np.uint32(phy2log_LRS[layer, r, s])] * share_LP[layer, r * slots + s]
-                    if tokens > 0:
-                        us += max(curve_4[1], curve_4[2] + curve_4[3] * tokens)
-                slowest = max(slowest, us)
-            if slowest > 0:
-                us_NL[n, layer] = curve_4[0] + slowest
-    return us_NL
 
 
 def replica_counts_to_try(

@@ -9,11 +9,11 @@ import numpy as np
 from eplb_service.placement import Placement
 from eplb_service.solver.engine import solve_many
 from eplb_service.solver.model import DEALT, EVEN, RULE, SOLVED, STEPWISE, SearchParams
-from eplb_service.solver.time_costs import slowest_in_steps
 from eplb_service.solver.topology import choose_senders
+from eplb_service.solver.whole_tokens import HostSplit, serve_steps, thinned
 from eplb_service.solver.window import (
+    episode_loads,
     loads_of_ranks,
-    served_window,
     shares_of_groups,
     shares_of_slots,
     sum_episodes,
@@ -57,11 +57,14 @@ def warm_up(threads: int | None = None) -> None:
             if isinstance(answer, Exception):
                 raise answer
     whole_TLE = np.ones((2, 2, 6), dtype=np.int64)
+    no_tables_LRED = np.zeros((2, 0, 6, 1), dtype=np.int32)
+    split = HostSplit(np.ones((2, 8)), no_tables_LRED, np.zeros((2, 0, 6)), np.ones((2, 6)))
     for heat_TLE in (whole_TLE.astype(np.int32), whole_TLE, whole_TLE.astype(np.float64)):
         loads_of_ranks(heat_TLE, placement.phy2log_LRS.copy(), np.ones((2, 8)))
-        served_window(heat_TLE, np.arange(2), placement.phy2log_LRS.copy(), np.ones((2, 8)), 2)
+        episode_loads(heat_TLE, np.arange(2), placement.phy2log_LRS.copy(), np.ones((2, 8)), 2)
+        serve_steps(heat_TLE, np.arange(2), placement.phy2log_LRS.copy(), split, curve_4, 0, True)
+        thinned(heat_TLE, 0)
         sum_episodes(heat_TLE, np.arange(2), 2)
-        slowest_in_steps(heat_TLE, placement.phy2log_LRS.copy(), np.ones((2, 8)), curve_4)
     deployed_RS = np.array(placement.phy2log_LRS[0])
     shares_of_slots(deployed_RS, placement.default_log2phy(), 0, np.ones((4, 2, 6)), 0)
     shares_of_groups(np.ones((4, 2, 6)), 0, np.arange(4, dtype=np.int32), 4)

@@ -60,24 +60,18 @@ def loads_of_ranks(heat_NLE: Float64 | Int64 | Int32, phy2log_LRS: Int32, share_
     return loads_NLR
 
 
-class ServedWindow(NamedTuple):
-    """Summary of a window's rank loads: it has millions of them, and deciding needs these alone.
+class EpisodeLoads(NamedTuple):
+    """Expected rank loads in a window's episodes, and the variance of their jumps.
 
-    Variances are those of jumps: half the mean square of the differences between the parts of the tokens in two steps
-    or episodes in a row, which is the variance of what changes without memory; those without tokens are passed over,
-    and the variance is 0 where fewer than two have any.
+    Variances are those of jumps: half the mean square of the differences between the parts of the tokens in two
+    episodes in a row, which is the variance of what changes without memory. Episodes without tokens are skipped, and
+    the variance is 0 if fewer than two have any.
 
     References
     ----------
     J. von Neumann, *Distribution of the Ratio of the Mean Square Successive Difference to the Variance*, 1941.
     """
 
-    peak_TK: Float64
-    """float64 ``[T, K]``, tokens of the rank that has most of them."""
-    tokens_TK: Float64
-    """float64 ``[T, K]``, tokens of all ranks."""
-    variance_K: Float64
-    """float64 ``[K]``, of the ranks' jumps from step to step, summed over the ranks."""
     loads_NKR: Float64
     """float64 ``[N, K, R]``, the ranks' loads in each episode."""
     rank_variance_K: Float64
@@ -135,10 +129,10 @@ def shares_of_groups(source_RLE: Float64, layer: int, group_R: Int32, groups: in
 
 
 @kernel
-def served_window(
+def episode_loads(
     heat_TLE: Float64 | Int64 | Int32, layer_K: Int64, phy2log_KRS: Int32, share_KP: Float64, episodes: int
-) -> ServedWindow:
-    """Go through a window once.
+) -> EpisodeLoads:
+    """Sum a window's steps into episodes, and the episodes' heat into rank loads.
 
     Parameters
     ----------
@@ -149,36 +143,30 @@ def served_window(
     phy2log_KRS, share_KP
         Of these layers: int32 ``[K, R, S]`` their placements, float64 ``[K, R*S]`` as ``loads_of_ranks`` takes it.
     episodes
-        N, as for ``sum_episodes``; 0 where episodes are not asked for.
+        N, as for ``sum_episodes``; 0 if episodes are not asked for.
     """
     layers, ranks, _ = phy2log_KRS.shape
-    steps = heat_TLE.shape[0]
-    peak_TK, tokens_TK = np.empty((steps, layers)), np.empty((steps, layers))
+    steps, _, experts = heat_TLE.shape
     loads_NKR = np.zeros((episodes, layers, ranks))
-    variance_3K = np.zeros((3, layers))
-    load_R, before_R, jump_R = np.empty(ranks), np.empty(ranks), np.empty(ranks)
+    variance_2K = np.zeros((2, layers))
+    heat_E = np.empty(experts)
+    before_R, jump_R = np.empty(ranks), np.empty(ranks)
+    before_E, jump_E = np.empty(experts), np.empty(experts)
     for k in range(layers):
-        busy, n = _start_jumps(before_R, jump_R), 0
-        for t in range(steps):
-            _sum_ranks(heat_TLE[t, layer_K[k]], phy2log_KRS[k], share_KP[k], load_R)
-            peak, tokens = 0.0, 0.0
-            for r in range(ranks):
-                peak = max(peak, load_R[r])
-                tokens += load_R[r]
-            peak_TK[t, k], tokens_TK[t, k] = peak, tokens
-            busy += _add_jumps(load_R, tokens, before_R, jump_R)
-            if episodes > 0:
-                for r in range(ranks):
-                    loads_NKR[n, k, r] += load_R[r]
-                n += t + 1 == (n + 1) * steps // episodes
-        variance_3K[0, k] = jump_R.sum() / (2.0 * max(busy - 1, 1))
-        if episodes > 1:
-            busy = _start_jumps(before_R, jump_R)
-            for n in range(episodes):
-                busy += _add_jumps(loads_NKR[n, k], loads_NKR[n, k].sum(), before_R, jump_R)
-            variance_3K[1, k] = jump_R.sum() / (2.0 * max(busy - 1, 1))
-            variance_3K[2, k] = _variance_of_experts(heat_TLE, layer_K[k], phy2log_KRS[k], episodes)
-    return ServedWindow(peak_TK, tokens_TK, variance_3K[0], loads_NKR, variance_3K[1], variance_3K[2])
+        busy = _start_jumps(before_R, jump_R)
+        busy_experts = _start_jumps(before_E, jump_E)
+        for n in range(episodes):
+            for e in range(experts):
+                heat_E[e] = 0.0
+            for t in range(n * steps // episodes, (n + 1) * steps // episodes):
+                for e in range(experts):
+                    heat_E[e] += heat_TLE[t, layer_K[k], e]
+            _sum_ranks(heat_E, phy2log_KRS[k], share_KP[k], loads_NKR[n, k])
+            busy += _add_jumps(loads_NKR[n, k], loads_NKR[n, k].sum(), before_R, jump_R)
+            busy_experts += _add_jumps(heat_E, heat_E.sum(), before_E, jump_E)
+        variance_2K[0, k] = jump_R.sum() / (2.0 * max(busy - 1, 1))
+        variance_2K[1, k] = _over_replicas(jump_E, phy2log_KRS[k]) / (2.0 * max(busy_experts - 1, 1))
+    return EpisodeLoads(loads_NKR, variance_2K[0], variance_2K[1])
 
 
 @part
@@ -208,28 +196,16 @@ def _add_jumps(heat_E: Float64, tokens: float, before_E: Float64, jump_E: Float6
 
 
 @part
-def _variance_of_experts(
-    heat_TLE: Float64 | Int64 | Int32, layer: int, phy2log_RS: Int32, episodes: int
-) -> float:
-    """One layer's ``Served.expert_variance_K``."""
-    steps, _, experts = heat_TLE.shape
-    replicas_E, heat_E = np.zeros(experts), np.empty(experts)
+def _over_replicas(jump_E: Float64, phy2log_RS: Int32) -> float:
+    """Sum the experts' squared jumps, each divided by the expert's number of replicas."""
+    replicas_E = np.zeros(jump_E.shape[0])
     for r in range(phy2log_RS.shape[0]):
         for s in range(phy2log_RS.shape[1]):
             replicas_E[phy2log_RS[r, s]] += 1.0
-    before_E, jump_E = np.empty(experts), np.empty(experts)
-    busy = _start_jumps(before_E, jump_E)
-    for n in range(episodes):
-        for e in range(experts):
-            heat_E[e] = 0.0
-        for t in range(n * steps // episodes, (n + 1) * steps // episodes):
-            for e in range(experts):
-                heat_E[e] += heat_TLE[t, layer, e]
-        busy += _add_jumps(heat_E, heat_E.sum(), before_E, jump_E)
     variance = 0.0
-    for e in range(experts):
+    for e in range(jump_E.shape[0]):
         variance += jump_E[e] / replicas_E[e]
-    return variance / (2.0 * max(busy - 1, 1))
+    return variance
 
 
 _SKEWED = 0.95

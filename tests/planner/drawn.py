@@ -8,7 +8,7 @@ from eplb_service.heat.window import Window
 from eplb_service.placement import Placement
 from eplb_service.planner.decide import plan
 from eplb_service.planner.plan import Plan
-from eplb_service.planner.score import split_loads
+from eplb_service.planner.score import expected_loads, split_loads
 from eplb_service.planner.settings import PlannerSettings
 from eplb_service.planner.topology import Topology
 
@@ -32,5 +32,17 @@ def decided(heat_TLE: np.ndarray, slots: int, **settings: object) -> Plan:
 def rank_loads(
     heat_TLE: np.ndarray, placement: Placement, log2phy_RLE: np.ndarray, source_RLE: np.ndarray | None = None
 ) -> np.ndarray:
-    """Tokens that each rank receives through its tables, float64 ``[T, L, R]``."""
-    return split_loads(heat_TLE, placement, log2phy_RLE, source_RLE, "tables")
+    """Return the expected tokens of each rank through its tables, float64 ``[T, L, R]``."""
+    return expected_loads(heat_TLE, placement, log2phy_RLE, source_RLE, "tables")
+
+
+def whole_loads(
+    heat_TLE: np.ndarray,
+    placement: Placement,
+    log2phy_RLE: np.ndarray,
+    source_RLE: np.ndarray | None = None,
+    *,
+    first_step: int = 0,
+) -> np.ndarray:
+    """Return the whole tokens of each rank in each step, float64 ``[T, L, R]``."""
+    return split_loads(heat_TLE, placement, log2phy_RLE, source_RLE, "tables", first_step)

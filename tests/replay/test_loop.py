@@ -18,7 +18,7 @@ from eplb_service.replay.jobs import jobs_for, replay, scene_for
 from eplb_service.replay.loop import Scene, arrivals
 from eplb_service.replay.loop import run as run_job
 from eplb_service.replay.policy import ABLATIONS, NAMES, Job, ReplayError, Setup
-from tests.planner.drawn import rank_loads
+from tests.planner.drawn import whole_loads
 
 HEAT_TLE = checked_heat(synthetic_heat("phased", 130, layers=3, experts=16, tokens=256, top_k=2, seed=5))
 LINEAR = Placement.linear(layers=3, experts=16, ranks=4, slots=5)
@@ -33,16 +33,14 @@ def run(policies, heat_TLE=HEAT_TLE, setups=(SETUP,), costs=None, settings=None,
 def test_none_is_the_start_placement_under_the_fixed_tables():
     result = run(["none"], hindsight=False)
     [none] = result.policies
-    expected_L = par(rank_loads(HEAT_TLE[40:], LINEAR, LINEAR.default_log2phy()))
+    expected_L = par(whole_loads(HEAT_TLE[40:], LINEAR, LINEAR.default_log2phy(), first_step=40))
     assert none.par_realised_L == pytest.approx(expected_L)
     assert none.moves == 0
     score = result.score(none)
     assert score.par_left_alone == pytest.approx(score.par)
     assert (score.hindsight, score.regret) == (None, None)
     in_order = LINEAR, LINEAR.default_log2phy(), None, "tables"
-    floors_L = [
-        sampling_floor(split_steps(HEAT_TLE[at : at + 30], *in_order), 4).mean() for at in (40, 70, 100)
-    ]
+    floors_L = [sampling_floor(split_steps(HEAT_TLE[at : at + 30], *in_order)).mean() for at in (40, 70, 100)]
     assert score.floor == pytest.approx(np.mean(floors_L))
 
 
@@ -57,7 +55,8 @@ def test_each_decision_is_the_planner_on_its_window():
         assert (decision.step, decision.steps, decision.late) == (step, 30, 0)
         assert (decision.moves, decision.layers_changed) == (decided.moves, len(decided.layers))
         assert (decision.par_seen, decision.par_planned) == (decided.par_seen, decided.par_planned)
-        expected_L = par(rank_loads(HEAT_TLE[step : step + 30], placement, log2phy_RLE))
+        served_TLE = HEAT_TLE[step : step + 30]
+        expected_L = par(whole_loads(served_TLE, placement, log2phy_RLE, first_step=step))
         assert decision.par_realised_L == pytest.approx(expected_L)
 
 
@@ -68,7 +67,7 @@ def test_hindsight_is_fitted_on_what_it_serves_and_no_policy_beats_it():
         window = Window(HEAT_TLE[step : step + 30])
         fitted = plan_afresh(window, LINEAR, Topology.flat(4), PlannerSettings())
         placement, log2phy_RLE = apply_layers(LINEAR, LINEAR.default_log2phy(), fitted.changes())
-        expected_L = par(rank_loads(window.heat_TLE, placement, log2phy_RLE))
+        expected_L = par(whole_loads(window.heat_TLE, placement, log2phy_RLE, first_step=step))
         assert baseline.rows("hindsight_L")[row] == pytest.approx(expected_L)
     assert all(result.score(policy).regret >= 0 for policy in result.policies)
     assert result.score(result.policies[2]).regret < result.score(result.policies[0]).regret
@@ -99,11 +98,11 @@ def test_a_decision_takes_effect_when_it_is_solved_and_its_weights_are_there():
     for update in decided.layers:
         received_R += np.bincount(update.moves_M5[:, 2], minlength=4)
         arrives = 40 + -(-(25 + int(received_R.max())) // 10)
-        loads.append(rank_loads(HEAT_TLE[step:arrives], *served))
+        loads.append(whole_loads(HEAT_TLE[step:arrives], *served, first_step=step))
         served = apply_layers(*served, [(update.layer, update.phy2log_RS, update.log2phy_RE)])
         step = arrives
     assert step == 40 + late.late
-    loads.append(rank_loads(HEAT_TLE[step:70], *served))
+    loads.append(whole_loads(HEAT_TLE[step:70], *served, first_step=step))
     assert late.par_realised_L == pytest.approx(par(np.concatenate(loads)))
 
 
@@ -223,7 +222,7 @@ def test_starts_from_a_placement_that_is_given():
     scene = Scene(Topology.flat(4), Costs(), start.phy2log_LRS)
     [none] = replay(ArrayTrace(HEAT_TLE), jobs, scene).policies
     assert none.par_realised_L == pytest.approx(
-        par(rank_loads(HEAT_TLE[40:], start, start.default_log2phy()))
+        par(whole_loads(HEAT_TLE[40:], start, start.default_log2phy(), first_step=40))
     )
 
 

@@ -10,7 +10,7 @@ from eplb_service.io.trace_statistics import statistics
 from eplb_service.placement import Placement, par
 from eplb_service.planner.plan import Serving
 from eplb_service.planner.price import SplitCost
-from eplb_service.planner.score import split_us
+from eplb_service.planner.score import split_loads, split_us
 from eplb_service.planner.settings import PlannerSettings
 from eplb_service.replay.costs import Costs
 from eplb_service.replay.jobs import jobs_for, replay, scene_for
@@ -65,9 +65,8 @@ def test_a_host_that_spreads_tokens_itself_is_scored_without_tables(recorded):
     trace, _ = recorded
     settings = PlannerSettings(split="even")
     found = replay(trace, jobs_for(["none"], [Setup(SLOTS, 20, 20)], settings), scene_for(RANKS))
-    replicas_E = np.bincount(PLACEMENT.phy2log_LRS[0].ravel(), minlength=EXPERTS)
     heat_TLE = SOURCE_TRLE.sum(axis=1)[20:]
-    loads_TLR = (heat_TLE / replicas_E)[:, :, PLACEMENT.phy2log_LRS[0]].sum(axis=3)
+    loads_TLR = split_loads(heat_TLE, PLACEMENT, PLACEMENT.default_log2phy(), None, "even", 20)
     assert found.policies[0].par_realised_L == pytest.approx(par(loads_TLR))
     assert found.baselines[0].par_DL.mean(axis=0) == pytest.approx(par(loads_TLR))
 

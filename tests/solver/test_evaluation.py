@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eplb_service.placement import Placement, par
-from eplb_service.planner.score import split_loads
+from eplb_service.planner.score import expected_loads
 from eplb_service.solver.annealing import _par_of_changed
 from eplb_service.solver.construction import even_shares
 from eplb_service.solver.evaluation import (
@@ -22,7 +22,7 @@ from eplb_service.solver.evaluation import (
     update_loads,
 )
 from eplb_service.solver.model import _normalise
-from eplb_service.solver.window import loads_of_ranks, served_window, sum_episodes
+from eplb_service.solver.window import episode_loads, loads_of_ranks, sum_episodes
 from tests.solver.layers_of import Case, cases
 from tests.solver.placed_layer import PlacedLayer, random_placement
 from tests.solver.slow import heat
@@ -65,7 +65,7 @@ def test_ratio_is_the_mean_of_the_peaks(case: Case, seed: int) -> None:
 def test_the_objective_is_the_one_peak_to_average_ratio(case: Case, seed: int) -> None:
     layer = PlacedLayer(case, 1.0, seed)
     placement = Placement(layer.phy2log_RS[None], case.experts)
-    loads_NLR = split_loads(case.heat_NE[:, None], placement, placement.default_log2phy(), None, "even")
+    loads_NLR = expected_loads(case.heat_NE[:, None], placement, placement.default_log2phy(), None, "even")
     expected = par(loads_NLR)[0]
     weight_RS = even_shares(layer.phy2log_RS, case.experts)
     seen = _normalise(case.heat_NE, np.ones(len(case.heat_NE)), case.ranks)
@@ -98,7 +98,7 @@ def test_rank_loads_are_sums_over_slots(case: Case, seed: int, whole: bool) -> N
 
 @SETTINGS
 @given(cases(), SEEDS, st.integers(1, 20), st.booleans())
-def test_a_window_in_short_is_what_its_loads_are(case: Case, seed: int, steps: int, whole: bool) -> None:
+def test_episode_loads_are_those_of_the_summed_steps(case: Case, seed: int, steps: int, whole: bool) -> None:
     generator = np.random.default_rng(seed)
     layer_K = np.array([2, 0])
     shape = case.ranks, case.slots, case.experts
@@ -106,24 +106,17 @@ def test_a_window_in_short_is_what_its_loads_are(case: Case, seed: int, steps: i
     share_KP = generator.random((2, case.ranks * case.slots))
     heat_TLE = generator.integers(0, 100, (steps, 3, case.experts)) * generator.integers(0, 2, (steps, 3, 1))
     heat_TLE = heat_TLE.astype(np.int32) if whole else heat_TLE / 4
-    episodes = int(generator.integers(0, steps + 1))
-    found = served_window(heat_TLE, layer_K, phy2log_KRS, share_KP, episodes)
-    loads_TKR = heat.loads_of_ranks(heat_TLE[:, layer_K], phy2log_KRS, share_KP)
-    np.testing.assert_allclose(found.peak_TK, loads_TKR.max(axis=2), rtol=1e-12)
-    np.testing.assert_allclose(found.tokens_TK, loads_TKR.sum(axis=2), rtol=1e-12)
+    episodes = int(generator.integers(1, steps + 1))
+    found = episode_loads(heat_TLE, layer_K, phy2log_KRS, share_KP, episodes)
     alone_KR = np.ones((2, case.ranks), dtype=np.int32)
-    np.testing.assert_allclose(found.variance_K, heat.volatility(loads_TKR, alone_KR), rtol=1e-9, atol=1e-15)
-    assert found.loads_NKR.shape == (episodes, 2, case.ranks)
-    if episodes > 0:
-        heat_NKE = heat.sum_episodes(heat_TLE, episodes)[:, layer_K]
-        np.testing.assert_allclose(
-            found.loads_NKR, heat.loads_of_ranks(heat_NKE, phy2log_KRS, share_KP), rtol=1e-12, atol=1e-9
-        )
-        wanted_K = heat.volatility(found.loads_NKR, alone_KR)
-        np.testing.assert_allclose(found.rank_variance_K, wanted_K, rtol=1e-9, atol=1e-15)
-        replicas_KE = Placement(phy2log_KRS, case.experts).replicas()
-        wanted_K = heat.volatility(heat_NKE, replicas_KE)
-        np.testing.assert_allclose(found.expert_variance_K, wanted_K, rtol=1e-9, atol=1e-15)
+    heat_NKE = heat.sum_episodes(heat_TLE, episodes)[:, layer_K]
+    np.testing.assert_allclose(
+        found.loads_NKR, heat.loads_of_ranks(heat_NKE, phy2log_KRS, share_KP), rtol=1e-12, atol=1e-9
+    )
+    wanted_K = heat.volatility(found.loads_NKR, alone_KR)
+    np.testing.assert_allclose(found.rank_variance_K, wanted_K, rtol=1e-9, atol=1e-15)
+    wanted_K = heat.volatility(heat_NKE, Placement(phy2log_KRS, case.experts).replicas())
+    np.testing.assert_allclose(found.expert_variance_K, wanted_K, rtol=1e-9, atol=1e-15)
 
 
 class Loads:

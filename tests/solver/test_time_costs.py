@@ -18,7 +18,6 @@ from eplb_service.solver.time_costs import (
     one_replica_each,
     rank_us,
     replica_counts_to_try,
-    slowest_in_steps,
     split_us,
     with_all_slots_used,
 )
@@ -53,19 +52,6 @@ def test_the_slowest_ranks_time_is_that_of_the_plain_definition(case, curve, see
     found = mean_slowest(*steps_of(case.heat_NE), phy2log_RS, share_RS, curve)
     plain = plain_time.mean_slowest(case.heat_NE, phy2log_RS, share_RS, curve)
     assert found == pytest.approx(plain, rel=1e-4)
-
-
-@given(cases(kinds=TIMED_KINDS), CURVES)
-def test_each_step_and_layer_is_timed_by_itself(case, curve):
-    phy2log_RS = linear(case)
-    share_RS = np.full(phy2log_RS.shape, 0.5)
-    found_NL = slowest_in_steps(case.heat_NE[:, None], phy2log_RS[None], share_RS.reshape(1, -1), curve)
-    for us, tokens_E in zip(found_NL[:, 0], case.heat_NE, strict=True):
-        if tokens_E.sum() == 0:
-            assert np.isnan(us)
-        else:
-            plain = plain_time.mean_slowest(tokens_E[None], phy2log_RS, share_RS, curve)
-            assert us == pytest.approx(plain)
 
 
 @given(cases(kinds=TIMED_KINDS), CURVES, st.integers(1, 4))

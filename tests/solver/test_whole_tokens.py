@@ -1,0 +1,113 @@
+"""Steps are served in whole tokens, with the distribution of the slow twin, and reproducibly."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from eplb_service.solver.whole_tokens import HostSplit, serve_steps, thinned
+from tests.solver.slow import whole
+
+RANKS, SLOTS, EXPERTS = 4, 4, 10
+CURVE = np.array([3.0, 4.0, 1.0, 0.5])
+# Expert 0 has four replicas, experts 1 and 2 two each, and expert 3 two of which one is not used.
+EXPERT_P = np.array([0, 1, 2, 4, 0, 1, 3, 5, 0, 2, 6, 7, 0, 3, 8, 9])
+SHARE_P = np.array([0.1, 0.7, 0.5, 1, 0.2, 0.3, 1, 1, 0.3, 0.5, 1, 1, 0.4, 0, 1, 1])
+PHY2LOG = EXPERT_P.reshape(1, RANKS, SLOTS).astype(np.int32)
+
+
+def without_tables(share_P: np.ndarray = SHARE_P, spread: float = 1.0) -> HostSplit:
+    none = np.zeros((1, 0, EXPERTS, 1), dtype=np.int32)
+    return HostSplit(share_P[None], none, np.zeros((1, 0, EXPERTS)), np.full((1, EXPERTS), spread))
+
+
+def dealing() -> HostSplit:
+    """Four sources, in unequal parts, that deal to three entries each."""
+    table_RED = np.zeros((4, EXPERTS, 3), dtype=np.int32)
+    generator = np.random.default_rng(3)
+    for expert in range(EXPERTS):
+        table_RED[:, expert] = generator.choice(np.flatnonzero(expert == EXPERT_P), (4, 3))
+    source_RE = generator.dirichlet(np.ones(4), EXPERTS).T
+    return HostSplit(SHARE_P[None], table_RED[None], source_RE[None], np.ones((1, EXPERTS)))
+
+
+def served(heat_TE: np.ndarray, split: HostSplit, first_step: int = 0, curve: np.ndarray = CURVE):
+    heat_TLE = np.ascontiguousarray(heat_TE[:, None])
+    return serve_steps(heat_TLE, np.zeros(1, dtype=np.int64), PHY2LOG, split, curve, first_step, True)
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 8, 30, 200])
+@pytest.mark.parametrize("deals", [False, True])
+def test_peaks_and_loads_have_the_distribution_of_the_twin(tokens: int, deals: bool) -> None:
+    if deals and tokens > 30:
+        pytest.skip("many tokens are dealt by the normal approximation, tested below")
+    generator, steps = np.random.default_rng(tokens), 1500
+    odds_E = np.array([0.4, 0.15, 0.1, 0.05, *[0.05] * 6])
+    heat_TE = generator.multinomial(tokens, odds_E, steps)
+    split = dealing() if deals else without_tables()
+    found = served(heat_TE, split)
+    by_table = (split.table_KRED[0], split.source_KRE[0]) if deals else ()
+    slow_TP = np.array([whole.draw(heat_E, EXPERT_P, SHARE_P, generator, *by_table) for heat_E in heat_TE])
+    slow_TR = slow_TP.reshape(steps, RANKS, SLOTS).sum(axis=2)
+    assert (found.loads_TKR[:, 0] == np.round(found.loads_TKR[:, 0])).all()
+    assert (found.loads_TKR[:, 0].sum(axis=1) == tokens).all()
+    error = 4 * slow_TR.std(axis=0) / np.sqrt(steps / 2)
+    assert (np.abs(found.loads_TKR[:, 0].mean(axis=0) - slow_TR.mean(axis=0)) < error).all()
+    np.testing.assert_allclose(found.loads_TKR[:, 0].std(axis=0), slow_TR.std(axis=0), rtol=0.12)
+    assert found.peak_TK.mean() == pytest.approx(slow_TR.max(axis=1).mean(), rel=0.02)
+    slow_us = np.mean([whole.slowest_us(tokens_P, RANKS, CURVE) for tokens_P in slow_TP])
+    assert found.us_TK.mean() == pytest.approx(slow_us, rel=0.02)
+
+
+def test_peak_tokens_and_jumps_are_those_of_the_loads() -> None:
+    heat_TE = np.random.default_rng(0).poisson(3.0, (50, EXPERTS))
+    heat_TE[7] = 0
+    found = served(heat_TE, without_tables())
+    loads_TR = found.loads_TKR[:, 0]
+    np.testing.assert_array_equal(found.peak_TK[:, 0], loads_TR.max(axis=1))
+    np.testing.assert_array_equal(found.tokens_TK[:, 0], heat_TE.sum(axis=1))
+    assert np.isnan(found.us_TK[7, 0])
+    busy_TR = loads_TR[loads_TR.sum(axis=1) > 0]
+    part_TR = busy_TR / busy_TR.sum(axis=1, keepdims=True)
+    assert found.variance_K[0] == pytest.approx((np.diff(part_TR, axis=0) ** 2).mean(axis=0).sum() / 2)
+
+
+def test_a_step_is_drawn_alike_whatever_steps_are_beside_it() -> None:
+    heat_TE = np.random.default_rng(1).poisson(9.0, (40, EXPERTS)).astype(np.int32)
+    together = served(heat_TE, without_tables(), 100).loads_TKR
+    for begin, end in ((0, 1), (1, 17), (17, 40)):
+        alone = served(heat_TE[begin:end], without_tables(), 100 + begin).loads_TKR
+        np.testing.assert_array_equal(alone, together[begin:end])
+    assert not np.array_equal(served(heat_TE, without_tables(), 101).loads_TKR, together)
+    np.testing.assert_array_equal(served(heat_TE.astype(float), without_tables(), 100).loads_TKR, together)
+
+
+def test_equal_steps_are_drawn_differently() -> None:
+    heat_TE = np.tile(np.array([4, 1, 1, 0, 0, 1, 0, 0, 0, 0]), (400, 1))
+    loads_TR = served(heat_TE, without_tables()).loads_TKR[:, 0]
+    assert loads_TR[:, 0].mean() == pytest.approx(4 * 0.1 + 0.7 + 0.5, abs=0.15)
+    assert len(np.unique(loads_TR, axis=0)) > 20
+
+
+def test_fractions_of_a_token_are_split_as_expected() -> None:
+    heat_TE = np.full((5, EXPERTS), 0.5)
+    expected_R = (0.5 * SHARE_P).reshape(RANKS, SLOTS).sum(axis=1)
+    np.testing.assert_allclose(served(heat_TE, without_tables()).loads_TKR[:, 0], np.tile(expected_R, (5, 1)))
+
+
+def test_the_spread_scales_the_variance_of_many_tokens() -> None:
+    heat_TE = np.tile(np.array([4000, *[0] * 9]), (3000, 1))
+    for spread in (1.0, 0.25, 0.0):
+        load_T = served(heat_TE, without_tables(spread=spread)).loads_TKR[:, 0, 0]
+        assert load_T.mean() == pytest.approx(400, rel=0.01)
+        assert load_T.var() == pytest.approx(spread * 4000 * 0.1 * 0.9, rel=0.1, abs=0.3)
+
+
+def test_thinning_keeps_each_token_with_probability_one_half() -> None:
+    heat_TLE = np.random.default_rng(2).poisson(20.0, (200, 2, EXPERTS)).astype(np.int32)
+    kept_TLE = thinned(heat_TLE, 0)
+    assert ((kept_TLE >= 0) & (kept_TLE <= heat_TLE)).all()
+    assert kept_TLE.sum() == pytest.approx(heat_TLE.sum() / 2, rel=0.02)
+    assert np.var(kept_TLE - heat_TLE / 2) == pytest.approx(heat_TLE.mean() / 4, rel=0.1)
+    assert (thinned(heat_TLE, 0) == kept_TLE).all()
+    assert (thinned(heat_TLE, 1) != kept_TLE).any()
