@@ -15,6 +15,7 @@ from rich.table import Table
 
 from benchmarks.decide.alarms import measured
 from benchmarks.decide.heat import TARGETS, generated, recorded
+from benchmarks.decide.promises import measured as promises_measured
 from benchmarks.decide.served import Delay, Row, mean_rows, own_rows, peer_rows
 from eplb_service.bench.closed_loop import Course
 from eplb_service.bench.contest import OURS, Contest
@@ -23,6 +24,7 @@ from eplb_service.bench.peers.balancers import FLASHLB
 from eplb_service.planner.settings import PlannerSettings
 from eplb_service.solver.warmup import warm_up
 
+_PROMISES = "promises"
 _COLUMNS = (
     "heat",
     "policy",
@@ -47,6 +49,10 @@ def main() -> None:
         warm_up(threads=1)
     if not options.only:
         console.print(_alarms(options.seeds[0]))
+    if not options.only or options.only == _PROMISES:
+        console.print(_promises(options.seeds[0], options.traces))
+    if options.only == _PROMISES:
+        return
     contest = Contest(options.peers, options.index, options.limit_seconds, console.print)
     settings = PlannerSettings(threads=1, link_bandwidth=options.link_bandwidth)
     table = Table(*_COLUMNS)
@@ -107,6 +113,16 @@ def _alarms(seed: int) -> Table:
     return table
 
 
+def _promises(seed: int, traces: Path | None) -> Table:
+    """Return promises beside what whole tokens realise on the next window; the target is 3 %."""
+    table = Table("heat", "seen", "promised", "realised", "promise off", "window off", "moves per window")
+    for row in promises_measured(seed, traces):
+        off = row.promised / row.realised - 1.0
+        figures = (f"{row.seen:.3f}", f"{row.promised:.3f}", f"{row.realised:.3f}", f"{off:+.1%}")
+        table.add_row(row.name, *figures, f"{row.off:.1%}", f"{row.moves:.0f}")
+    return table
+
+
 def _add(table: Table, course: Course, rows: list[tuple[Row, float]]) -> None:
     for row, error in rows:
         table.add_row(
@@ -126,7 +142,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.decide", description=__doc__)
     add = parser.add_argument
     add("--traces", type=Path, help="folder of recorded routing, a folder for each model")
-    add("--only", default="", help="measure heat alone whose name holds this text")
+    add("--only", default="", help="measure heat alone whose name holds this text; promises: only these")
     add("--seeds", type=int, nargs="+", default=[0], help="of all heat that is drawn; means over them")
     add("--layers", type=int, default=4, help="of heat that is drawn (4)")
     add("--link-bandwidth", type=float, default=25.0, help="GB/s, which prices moves")

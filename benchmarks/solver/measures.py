@@ -232,6 +232,8 @@ MEAN = HEAT.sum() / RANKS
 BEST_EVEN, BEST_8_SOURCES = 196.67, 200.0
 """Tokens on the hottest rank: proven optimum with even shares; what tables of so many sources can reach."""
 
+_MANY = 1_000_000
+
 EVEN_SPLIT = "ours, for a host that splits evenly"
 
 
@@ -249,10 +251,12 @@ def known_example(contest: Contest) -> Iterator[dict[str, Any]]:
         if decision is None:
             continue
         tables_RLE = _tables(decision, HEAT.size)
+        # The example is about expected loads. Of so many tokens, chance moves next to none.
+        many_TLE = scene.heat_TLE.astype(np.int64) * _MANY
         yield {
             "policy": label,
-            "even": float(even_par(scene.heat_TLE, decision.placement_LRS)[0] * MEAN),
-            "sources_8": float(realised_par(scene.heat_TLE, SLOTS, tables_RLE)[0] * MEAN),
+            "even": float(even_par(many_TLE, decision.placement_LRS)[0] * MEAN),
+            "sources_8": float(realised_par(many_TLE, SLOTS, tables_RLE)[0] * MEAN),
         }
 
 

@@ -16,14 +16,36 @@ from eplb_service.solver.stepwise import loads_by_step
 
 
 def even_par(heat_TLE: npt.NDArray[np.generic], placement_LRS: Int32) -> Float64:
-    """Peak-to-average ratio per step, experts split evenly over their replicas, float64 ``[L]``."""
+    """Return the peak-to-average ratio per step if experts are split evenly over their replicas, float64 ``[L]``.
+
+    Tokens stay whole: each goes to one of the replicas, with equal odds.
+    """
     layers = []
     for layer, placed_RS in enumerate(placement_LRS):
         replicas_E = np.bincount(placed_RS.ravel(), minlength=heat_TLE.shape[2])
         part_ER = np.zeros((heat_TLE.shape[2], placed_RS.shape[0]))
         np.add.at(part_ER, (placed_RS, np.arange(placed_RS.shape[0])[:, None]), 1.0 / replicas_E[placed_RS])
-        layers.append(peak_to_average(heat_TLE[:, layer].astype(np.float64) @ part_ER))
+        layers.append(peak_to_average(whole_loads(heat_TLE[:, layer], part_ER)))
     return np.array(layers)
+
+
+def whole_loads(heat_TE: npt.NDArray[np.generic], part_ER: Float64) -> Float64:
+    """Draw the tokens of one layer that each rank receives, float64 ``[T, R]``.
+
+    ``part_ER`` float64 ``[E, R]`` is the expected part of an expert's tokens that a rank receives. The same arguments
+    give the same tokens.
+    """
+    heat_TE = heat_TE.astype(np.float64)
+    split_E = part_ER.max(axis=1) < 1.0 - 1e-9
+    loads_TR: Float64 = heat_TE[:, ~split_E] @ part_ER[~split_E]
+    if split_E.any():
+        odds_XR = part_ER[split_E] / part_ER[split_E].sum(axis=1, keepdims=True)
+        whole_TX = np.floor(heat_TE[:, split_E])
+        generator = np.random.default_rng(0)
+        loads_TR += generator.multinomial(whole_TX.astype(np.int64), odds_XR).sum(axis=1)
+        # Only averaged heat has fractions of a token.
+        loads_TR += (heat_TE[:, split_E] - whole_TX) @ odds_XR
+    return loads_TR
 
 
 def stepwise_par(heat_TLE: npt.NDArray[np.generic], placement_LRS: Int32) -> Float64:
@@ -48,7 +70,7 @@ def rule_tables(placement_LRS: Int32, experts: int) -> Int32:
 def realised_par(
     heat_TLE: npt.NDArray[np.generic], slots: int, tables_RLE: Int32, mix_RLE: Float64 | None = None
 ) -> Float64:
-    """Peak-to-average ratio per step through tables, float64 ``[L]``.
+    """Return the peak-to-average ratio per step through tables, in whole tokens, float64 ``[L]``.
 
     ``mix_RLE`` float64 ``[R, L, E]`` says how each expert's tokens split over the source ranks; evenly without it.
     """
@@ -58,7 +80,7 @@ def realised_par(
         share_RE = np.full((ranks, experts), 1.0 / ranks) if mix_RLE is None else mix_RLE[:, layer]
         part_ER = np.zeros((experts, ranks))
         np.add.at(part_ER, (np.arange(experts)[None, :], tables_RLE[:, layer] // slots), share_RE)
-        found.append(peak_to_average(heat_TLE[:, layer].astype(np.float64) @ part_ER))
+        found.append(peak_to_average(whole_loads(heat_TLE[:, layer], part_ER)))
     return np.array(found)
 
 

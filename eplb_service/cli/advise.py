@@ -1,8 +1,9 @@
-"""``eplb advise``: what to set for a deployment, and whether balancing pays there, from its recorded heat."""
+"""``eplb advise``: whether balancing pays for a deployment, and what to set, from its recorded heat."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +11,7 @@ import numpy as np
 from rich.console import Console
 
 from eplb_service.atomic_write import check_output
-from eplb_service.cli.options import JSON, SEVERAL, option, takes_options
+from eplb_service.cli.options import JSON, SEVERAL, UserError, option, takes_options
 from eplb_service.cli.output import figure, output_console, print_json, table_of, write_json
 from eplb_service.cli.replay import OUT, replay_progress
 from eplb_service.cli.trace_options import (
@@ -20,11 +21,13 @@ from eplb_service.cli.trace_options import (
     RankOptions,
     ReadingOptions,
     basis_text,
+    choices_per_step,
     planner_flags,
     slots_of_redundant,
 )
 from eplb_service.cli.warmup import compile_solver
-from eplb_service.planner.settings import planner_settings
+from eplb_service.cost.devices import GPUS, MODELS, DeviceError, ModelShape, estimated_curve, model_shape
+from eplb_service.planner.settings import PlannerSettings, planner_settings
 
 if TYPE_CHECKING:
     from eplb_service.replay.advise import Advice, Option
@@ -45,21 +48,30 @@ def advise(
     window: int | None = option(
         None, "Steps that a decision sees; 256, or a quarter of a short trace.", min=1
     ),
+    gpu: str | None = option(
+        None, f"Estimate times by the shipped cost curve of {', '.join(GPUS)}; needs --model."
+    ),
+    model: str | None = option(None, f"Shape of the experts: {', '.join(MODELS)}."),
     workers: int | None = WORKERS,
     out: Path | None = OUT,
     json: bool = JSON,
     **planner: Any,
 ) -> None:
-    """Advise how many redundant experts, which window and interval, and whether balancing pays at all."""
+    """Advise whether balancing pays, how many redundant experts it needs, and which window and interval."""
     if out is not None:
         check_output(out, (".json",))
-    settings = planner_settings(planner)
+    settings, cost, shape = _estimated(planner_settings(planner), cost, gpu, model)
     from eplb_service.replay import advise as advice
     from eplb_service.replay.jobs import TraceFile, check_jobs, replay_file
     from eplb_service.replay.loop import Scene
 
     file = TraceFile(heat, reading.reading())
     trace = reading.open(heat)
+    if shape is not None and (trace.experts, trace.layers) != (shape.experts, shape.layers):
+        Console(stderr=True, soft_wrap=True, highlight=False).print(
+            f"{heat} has {trace.layers} layers x {trace.experts} experts, but {shape.name} has {shape.layers} x "
+            f"{shape.experts}; only the size of an expert is taken from --model {model}"
+        )
     costs = cost.costs(settings, trace, group.ranks)
     scene = Scene(group.topology(trace), costs)
     width = window or max(1, min(256, trace.steps // 4))
@@ -77,7 +89,9 @@ def advise(
             raise KeyboardInterrupt
         return found
 
-    given = advice.advise(run, slots, width, trace.steps, settings)
+    choices = trace.facts.top_k or (shape.choices if shape is not None else 0)
+    tokens = choices_per_step(trace) / choices if choices else None
+    given = advice.advise(run, slots, width, trace.steps, settings, tokens)
     rests_on = cost.assumptions(settings, costs)
     document = {**vars(given), "assumptions": rests_on}
     if out is not None:
@@ -88,16 +102,60 @@ def advise(
         _print(output_console(), given, costs, rests_on)
 
 
+def _estimated(
+    settings: PlannerSettings, cost: CostOptions, gpu: str | None, model: str | None
+) -> tuple[PlannerSettings, CostOptions, ModelShape | None]:
+    """Return settings and costs with the shipped data of ``--gpu`` and ``--model``; what is stated takes precedence.
+
+    Raises ``UserError`` if they are unknown or contradict other options.
+    """
+    if gpu is not None and (model is None or settings.cost_curve is not None):
+        missing = (
+            "needs --model" if model is None else "and --cost-curve both give a cost curve; give one of them"
+        )
+        raise UserError(f"--gpu {missing}")
+    try:
+        shape = None if model is None else model_shape(model)
+        if gpu is not None and model is not None:
+            settings = replace(settings, cost_curve=estimated_curve(gpu, model))
+    except DeviceError as error:
+        raise UserError(str(error)) from error
+    if shape is not None and cost.bytes_per_expert is None:
+        cost = replace(cost, bytes_per_expert=shape.bytes_per_expert)
+    return settings, cost, shape
+
+
+def headline(given: Advice, estimated: bool) -> str:
+    """Return the answer in one sentence: whether balancing pays, what it gains and what it takes."""
+    gained = (
+        f"the experts' part of a step takes {given.share:.0%} less time, which is worth {given.ranks_worth:.1f} of "
+        f"{given.ranks} ranks"
+    )
+    if given.net_ms is not None:
+        gained += f" or {given.net_ms:.2f} ms per step"
+    if given.tokens_per_second_won is not None:
+        gained += f" or {given.tokens_per_second_won:,.0f} tokens/s"
+    if estimated:
+        gained += " (estimate)"
+    memory = "no more memory"
+    if given.redundant_bytes_per_rank:
+        memory = f"{given.redundant_bytes_per_rank / 1e9:.2f} GB more memory per rank"
+    elif given.redundant > 0 and not given.chosen.bytes_per_rank:
+        memory = f"{given.redundant} redundant experts per layer (--bytes-per-expert or --model says how much memory)"
+    if given.pays:
+        return f"Balancing pays: {gained}, for {memory}."
+    return f"Balancing does not pay here: {gained.replace('takes', 'would take', 1)}, for {memory}."
+
+
 def _print(console: Console, given: Advice, costs: Costs, rests_on: Sequence[Assumption]) -> None:
     setup = given.chosen.setup
+    estimated = costs.curve is not None and costs.curve.source.startswith("estimate")
+    console.print(headline(given, estimated), style="bold")
     if given.pays:
         console.print(
-            f"Balance, with {given.redundant} redundant experts per layer ({setup.slots} slots per rank), "
-            f"window {setup.window}, interval {setup.interval}.",
-            style="bold",
+            f"Set {given.redundant} redundant experts per layer ({setup.slots} slots per rank), window "
+            f"{setup.window}, interval {setup.interval}."
         )
-    else:
-        console.print("Balancing does not pay here.", style="bold")
     for reason in given.reasons:
         console.print(f"  {reason}")
     timed = bool(costs.step_ms) or costs.curve is not None
@@ -109,22 +167,29 @@ def _print(console: Console, given: Advice, costs: Costs, rests_on: Sequence[Ass
     }
 
     def tried(one: Option) -> str:
-        return f"window {one.setup.window}, every {one.setup.interval}"
+        mark = (
+            " (advised)" if (one.setup.window, one.setup.interval) == (setup.window, setup.interval) else ""
+        )
+        return f"window {one.setup.window}, every {one.setup.interval}{mark}"
 
     by_slots = {
         "slots per rank": lambda one: f"{one.setup.slots}{' (advised)' if one.setup == setup else ''}",
         **columns,
-        "GiB per rank": lambda one: figure(one.bytes_per_rank / 2**30, ".2f") if one.bytes_per_rank else None,
+        "GB per rank": lambda one: figure(one.bytes_per_rank / 1e9, ".2f") if one.bytes_per_rank else None,
     }
+    slots = given.by_schedule[0].setup.slots
     by_price = {"move price": lambda one: f"{one.move_price:g}", **columns}
-    for rows, headings in (
-        (given.by_redundancy, by_slots),
-        (given.by_schedule, {"schedule": tried, **columns}),
-        (given.by_moves, by_price),
+    for rows, headings, title in (
+        (given.by_redundancy, by_slots, f"window {setup.window}, interval {setup.interval}"),
+        (given.by_schedule, {"schedule": tried, **columns}, f"{slots} slots per rank"),
+        (given.by_moves, by_price, f"{slots} slots per rank, {tried(given.by_moves[0])}"),
     ):
-        console.print(table_of(rows, headings), soft_wrap=False)
+        console.print(table_of(rows, headings, title=title), soft_wrap=False)
     best = np.argsort(-given.gain_L, kind="stable")[:5]
     console.print(
-        "Layers that win most PAR: " + ", ".join(f"{layer} ({given.gain_L[layer]:+.3f})" for layer in best)
+        "Layers that gain most PAR: " + ", ".join(f"{layer} ({given.gain_L[layer]:+.3f})" for layer in best)
     )
-    console.print(basis_text(rests_on))
+    console.print(
+        "All rows score the same steps. Settings that realise what another row does are left out. "
+        f"{basis_text(rests_on)}"
+    )

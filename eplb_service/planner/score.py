@@ -216,9 +216,10 @@ def _dealt_spread(table_KRED: Int32, source_KRE: Float64, placement: Placement, 
     expert_KP = placement.phy2log_LRS.reshape(placement.layers, -1)
     for layer in range(placement.layers):
         np.add.at(squares_KE[layer], expert_KP[layer], share_KP[layer] ** 2)
-    spread_KE = np.ones_like(by_source_KE)
+    spread_KE: Float64 = np.ones_like(by_source_KE)
     np.divide(by_source_KE - squares_KE, 1.0 - squares_KE, out=spread_KE, where=squares_KE < 1.0 - 1e-9)
-    return np.clip(spread_KE, 0.0, 1.0)
+    clipped_KE: Float64 = np.clip(spread_KE, 0.0, 1.0)
+    return clipped_KE
 
 
 def split_us(

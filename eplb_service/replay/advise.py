@@ -1,24 +1,34 @@
-"""Advice from replays of several settings: what to set, what each layer wins, and whether balancing pays at all."""
+"""Advice from replays of several settings: whether balancing pays, what to set, and what each layer gains.
+
+All replays score the same steps, so that figures of one setting are equal wherever they are shown.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
-from eplb_service.placement import Float64
+import numpy as np
+
+from eplb_service.placement import Float64, mean_par
 from eplb_service.planner.settings import NumberOrAuto, PlannerSettings
 from eplb_service.replay.costs import Costs
 from eplb_service.replay.jobs import jobs_for
 from eplb_service.replay.policy import Job, ReplayError, Setup
 from eplb_service.replay.result import Replay, Score
+from eplb_service.solver.window import standard_error
 
 MOVE_PRICES = (0.0, 0.1, 0.3, 1.0, 3.0)
 """Prices of moves that the curve of balance against moves is drawn with."""
-SAME_TIME = 0.005
+SAME_TIME = 0.01
 """Part of the time by which a setting must be faster to be worth more slots or moves."""
 _PRICES = {f"price {price:g}": price for price in MOVE_PRICES}
 _SAME_PAR = 0.01
-"""Peak-to-average ratios this near are taken for equal: the cheaper setting wins."""
+"""Peak-to-average ratios that are nearer than this part of the best are taken for equal: the cheaper setting wins."""
+_SURE_ERRORS = 2.0
+"""Standard errors of the difference within which ratios are taken for equal."""
+_FEWEST_ROWS = 4
+"""Intervals below which that error is not known."""
 _WORTH_MEMORY = 0.1
 """Part of what balancing can win that a setting must win beyond another to be worth more slots (no cost curve)."""
 _WORTH_IT = 0.03
@@ -31,7 +41,8 @@ class Option:
 
     ``moved_per_100_steps`` is the share of all slots that receive weights; ``moe_ms`` are the slowest ranks of all
     layers in a step, ``None`` without a cost curve; ``net_ms`` is ``None`` unless what experts take is stated;
-    ``bytes_per_rank`` the weights of a rank's experts of all layers, 0 where an expert's are not known.
+    ``bytes_per_rank`` the weights of a rank's experts of all layers, 0 if an expert's are not known; ``par_D`` float64
+    ``[D]`` what each interval realised.
     """
 
     label: str
@@ -42,6 +53,7 @@ class Option:
     net_ms: float | None
     moe_ms: float | None = None
     bytes_per_rank: int = 0
+    par_D: Float64 = field(default_factory=lambda: np.zeros(0), repr=False, compare=False)
 
 
 @dataclass(frozen=True)
@@ -51,7 +63,17 @@ class Advice:
     Parameters
     ----------
     pays
-        Whether balancing is worth running.
+        True if balancing is worth running.
+    share
+        Part of the experts' time that it saves as advised, net of switching if times are known.
+    ranks_worth, ranks
+        As many ranks' worth of experts' time, of so many ranks.
+    redundant_bytes_per_rank
+        Memory that the advised redundancy takes on each rank; 0 if an expert's bytes are not known.
+    net_ms
+        Milliseconds of a step saved, net of switching; ``None`` if neither a cost curve nor a step's time is known.
+    tokens_per_second, tokens_per_second_won
+        Throughput left alone, and more as advised; ``None`` unless a step's time and a token's choices are known.
     reasons
         Why, for an operator to read.
     par_left_alone, par, floor
@@ -70,6 +92,13 @@ class Advice:
     """
 
     pays: bool
+    share: float
+    ranks_worth: float
+    ranks: int
+    redundant_bytes_per_rank: int
+    net_ms: float | None
+    tokens_per_second: float | None
+    tokens_per_second_won: float | None
     reasons: tuple[str, ...]
     par_left_alone: float
     par: float
@@ -89,6 +118,7 @@ def advise(
     window: int,
     steps: int,
     settings: PlannerSettings,
+    tokens_per_step: float | None = None,
 ) -> Advice:
     """Try settings in three rounds, each by what the one before found: slots, schedules and prices, slots again.
 
@@ -102,11 +132,13 @@ def advise(
         Window and interval of the first round, and steps of the trace.
     settings
         What all rounds have in common.
+    tokens_per_step
+        Tokens of the model's step; ``None`` if not known.
 
     Raises
     ------
     ReplayError
-        Where a round was stopped.
+        If a round was stopped.
     """
 
     def done(jobs: list[Job]) -> Replay:
@@ -118,10 +150,12 @@ def advise(
     def jobs_of(setups: Sequence[Setup]) -> list[Job]:
         return jobs_for(["flashlb"], setups, settings, hindsight=False)
 
-    first = done(jobs_of([Setup(count, window, window) for count in slots]))
+    fewest = Setup(min(slots), window, window)
+    start = max(setup.first for setup in (fewest, *_schedules(fewest, steps)))
+    first = done(jobs_of([Setup(count, window, window, start) for count in slots]))
     alone = _left_alone(first)
     near = cheapest(_options(first, alone), alone.par).setup
-    jobs = jobs_of(_schedules(near, steps))
+    jobs = jobs_of([replace(setup, start=start) for setup in _schedules(near, steps)])
     same = [
         job.setup for job in jobs if (job.setup.window, job.setup.interval) == (near.window, near.interval)
     ]
@@ -131,17 +165,31 @@ def advise(
     ]
     second = _options(done(jobs), alone)
     by_schedule = [option for option in second if option.label not in _PRICES]
-    calm = min(_near_best(by_schedule, _SAME_PAR), key=lambda option: option.moved_per_100_steps).setup
-    third = done(jobs_of([Setup(count, calm.window, calm.interval) for count in slots]))
+    calm = min(_near_best(by_schedule), key=lambda option: option.moved_per_100_steps).setup
+    third = first
+    if (calm.window, calm.interval) != (near.window, near.interval):
+        third = done(jobs_of([Setup(count, calm.window, calm.interval, start) for count in slots]))
     alone = _left_alone(third)
     by_redundancy = _options(third, alone)
     chosen = cheapest(by_redundancy, alone.par)
     replayed = next(policy for policy in third.policies if policy.label == chosen.label)
     score = third.score(replayed)
     pays, reasons = _judged(third.costs, alone, score, chosen)
-    fewest = min(third.baselines, key=lambda baseline: baseline.setup.slots)
+    baseline = min(third.baselines, key=lambda baseline: baseline.setup.slots)
+    share, net_ms = _saved(third, alone, score, chosen)
+    rate = None
+    if tokens_per_step is not None and third.costs.step_ms:
+        rate = 1e3 * tokens_per_step / third.costs.step_ms
+    won = None if rate is None or net_ms is None else rate * net_ms / (third.costs.step_ms - net_ms)
     return Advice(
         pays=pays,
+        share=share,
+        ranks_worth=share * third.ranks,
+        ranks=third.ranks,
+        redundant_bytes_per_rank=_redundant_bytes(third, chosen.setup.slots),
+        net_ms=net_ms,
+        tokens_per_second=rate,
+        tokens_per_second_won=won,
         reasons=tuple(reasons),
         par_left_alone=alone.par,
         par=score.par,
@@ -149,32 +197,76 @@ def advise(
         redundant=chosen.setup.slots * third.ranks - third.experts,
         chosen=replace(chosen, move_price=settings.move_price),
         by_redundancy=tuple(by_redundancy),
-        by_schedule=tuple(by_schedule),
-        by_moves=tuple(option for option in second if option.label in _PRICES),
-        gain_L=fewest.par_realised_L - replayed.par_realised_L,
+        by_schedule=_distinct(by_schedule, calm),
+        by_moves=_distinct([option for option in second if option.label in _PRICES]),
+        gain_L=baseline.par_realised_L - replayed.par_realised_L,
         moe_ms_left_alone=alone.moe_ms,
     )
 
 
+def _saved(replay: Replay, alone: Score, score: Score, chosen: Option) -> tuple[float, float | None]:
+    """Return the part of the experts' time that is saved, and the milliseconds of a step if times are known."""
+    share = 1.0 - score.par / alone.par
+    if chosen.net_ms is None:
+        return share, None
+    if alone.moe_ms is not None:
+        return chosen.net_ms / alone.moe_ms, chosen.net_ms
+    experts_ms = replay.layers * replay.costs.layer_ms
+    return (chosen.net_ms / experts_ms, chosen.net_ms) if replay.costs.step_ms else (share, None)
+
+
+def _redundant_bytes(replay: Replay, slots: int) -> int:
+    """Return the bytes on each rank beyond those of one slot per expert."""
+    least = -(-replay.experts // replay.ranks)
+    return replay.layers * (slots - least) * replay.costs.bytes_per_expert
+
+
+def _distinct(options: Sequence[Option], kept: Setup | None = None) -> tuple[Option, ...]:
+    """Leave out settings that realise what one before them does; ``kept`` stays in place of its equals."""
+
+    def figures(option: Option) -> tuple[object, ...]:
+        return round(option.par, 3), round(option.moved_per_100_steps, 3), option.moe_ms
+
+    shown: dict[tuple[object, ...], Option] = {}
+    for option in options:
+        if figures(option) not in shown or option.setup == kept:
+            shown[figures(option)] = option
+    return tuple(shown.values())
+
+
 def cheapest(options: Sequence[Option], left_alone: float = 1.0) -> Option:
-    """The fewest slots that come near the best time; near what is won by the best PAR where there is no cost curve.
+    """Return the option with the fewest slots that comes near the best time, or near the best PAR without a cost curve.
 
-    ``left_alone`` is the PAR without redundancy and balancing: more slots are memory, so they must win a part of what
-    can be won at all, and not just any hundredth.
+    ``left_alone`` is the PAR without redundancy and balancing: more slots are memory, so they must gain a part of what
+    can be gained at all, and not just any hundredth.
     """
-    won = left_alone - min(option.par for option in options)
-    near = _near_best(options, max(_SAME_PAR, _WORTH_MEMORY * won))
-    return min(near, key=lambda option: option.setup.slots)
+    gained = left_alone - min(option.par for option in options)
+    return min(_near_best(options, _WORTH_MEMORY * gained), key=lambda option: option.setup.slots)
 
 
-def _near_best(options: Sequence[Option], within: float) -> list[Option]:
-    """Options whose time, or PAR without a cost curve, is near the best."""
+def _near_best(options: Sequence[Option], within: float = 0.0) -> list[Option]:
+    """Return the options whose time, or PAR without a cost curve, is near the best.
+
+    Near is one percent, ``within`` if that is more, or what may be chance.
+    """
     times = [option.moe_ms for option in options if option.moe_ms is not None]
     if len(times) == len(options):
         limit = min(times) * (1 + SAME_TIME)
         return [option for option in options if option.moe_ms is not None and option.moe_ms <= limit]
-    best = min(option.par for option in options)
-    return [option for option in options if option.par <= best + within]
+    best = min(options, key=lambda option: option.par)
+    return [
+        option
+        for option in options
+        if option.par - best.par <= max(_SAME_PAR * best.par, within, _SURE_ERRORS * _error(option, best))
+    ]
+
+
+def _error(one: Option, other: Option) -> float:
+    """Return the standard error of the difference of two options' PARs; 0 if their intervals cannot be compared."""
+    if one.par_D.size != other.par_D.size or one.par_D.size < _FEWEST_ROWS:
+        return 0.0
+    difference_D = one.par_D - other.par_D
+    return standard_error(difference_D[~np.isnan(difference_D)])
 
 
 def _schedules(near: Setup, steps: int) -> list[Setup]:
@@ -212,6 +304,7 @@ def _options(replay: Replay, alone: Score) -> list[Option]:
                 net_ms=None if saved_ms is None else saved_ms - score.stall_ms,
                 moe_ms=score.moe_ms,
                 bytes_per_rank=replay.layers * policy.setup.slots * replay.costs.bytes_per_expert,
+                par_D=mean_par(policy.par_DL, axis=1),
             )
         )
     return options

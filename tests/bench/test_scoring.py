@@ -30,21 +30,22 @@ def slow_par(load_TR):
     return sum(ratios) / len(ratios) if ratios else np.nan
 
 
-def slow_even_par(heat_TE, placed_RS):
+def slow_even_par(heat_TE, placed_RS, generator):
     load_TR = np.zeros((heat_TE.shape[0], placed_RS.shape[0]))
     for step, heat_E in enumerate(heat_TE):
-        for rank, placed_S in enumerate(placed_RS):
-            for expert in placed_S:
-                load_TR[step, rank] += heat_E[expert] / (placed_RS == expert).sum()
+        for expert, tokens in enumerate(heat_E):
+            ranks = np.argwhere(placed_RS == expert)[:, 0]
+            for rank in generator.choice(ranks, int(tokens)):
+                load_TR[step, rank] += 1
     return slow_par(load_TR)
 
 
-def slow_realised_par(heat_TE, slots, table_RE, mix_RE):
+def slow_realised_par(heat_TE, slots, table_RE, mix_RE, generator):
     load_TR = np.zeros((heat_TE.shape[0], table_RE.shape[0]))
     for step, heat_E in enumerate(heat_TE):
-        for source, table_E in enumerate(table_RE):
-            for expert, slot in enumerate(table_E):
-                load_TR[step, slot // slots] += heat_E[expert] * mix_RE[source, expert]
+        for expert, tokens in enumerate(heat_E):
+            for source in generator.choice(len(mix_RE), int(tokens), p=mix_RE[:, expert]):
+                load_TR[step, table_RE[source, expert] // slots] += 1
     return slow_par(load_TR)
 
 
@@ -53,24 +54,25 @@ def test_ratios_are_those_of_the_slow_twins(seed: int) -> None:
     generator = np.random.default_rng(seed)
     placed_LRS = random_placement(generator, 2, 7, 4, 3)
     tables_RLE = rule_tables(placed_LRS, 7)
-    heat_TLE = generator.integers(0, 30, (5, 2, 7))
+    # Each token goes where chance has it, so the ratios are compared in the mean over many steps.
+    heat_TLE = generator.integers(0, 8, (500, 2, 7))
     heat_TLE[1] = 0
     mix_RLE = generator.random((4, 2, 7))
     mix_RLE /= mix_RLE.sum(axis=0)
-    even = [slow_even_par(heat_TLE[:, layer], placed_LRS[layer]) for layer in range(2)]
-    np.testing.assert_allclose(even_par(heat_TLE, placed_LRS), even)
+    even = [slow_even_par(heat_TLE[:, layer], placed_LRS[layer], generator) for layer in range(2)]
+    np.testing.assert_allclose(even_par(heat_TLE, placed_LRS), even, rtol=0.03)
     programs = [
         np.mean(
-            [optimum(placed_RS, heat_E) * 4 / heat_E.sum() for heat_E in heat_TLE[:, layer] if heat_E.any()]
+            [optimum(placed_RS, heat_E) * 4 / heat_E.sum() for heat_E in heat_TLE[:9, layer] if heat_E.any()]
         )
         for layer, placed_RS in enumerate(placed_LRS)
     ]
-    np.testing.assert_allclose(stepwise_par(heat_TLE, placed_LRS), programs, rtol=1e-6)
+    np.testing.assert_allclose(stepwise_par(heat_TLE[:9], placed_LRS), programs, rtol=1e-6)
     realised = [
-        slow_realised_par(heat_TLE[:, layer], 3, tables_RLE[:, layer], mix_RLE[:, layer])
+        slow_realised_par(heat_TLE[:, layer], 3, tables_RLE[:, layer], mix_RLE[:, layer], generator)
         for layer in range(2)
     ]
-    np.testing.assert_allclose(realised_par(heat_TLE, 3, tables_RLE, mix_RLE), realised)
+    np.testing.assert_allclose(realised_par(heat_TLE, 3, tables_RLE, mix_RLE), realised, rtol=0.03)
 
 
 def test_tokens_known_by_source_arrive_where_their_rank_sends_them() -> None:

@@ -18,7 +18,7 @@ FIGURES = (
     f"label policy {SETUP} par par_left_alone floor hindsight regret par_planned moves moves_per_interval "
     "bytes_moved moe_ms moe_ms_left_alone saved_ms stall_ms solve_ms_mean solve_ms_max"
 )
-ADVISED = "label setup move_price par moved_per_100_steps net_ms moe_ms bytes_per_rank"
+ADVISED = "label setup move_price par moved_per_100_steps net_ms moe_ms bytes_per_rank par_D"
 COPY = {"": "out steps layers experts"}
 ASSUMPTIONS = {"assumptions": "name value source"}
 KEYS: dict[str, dict[str, str]] = {
@@ -42,7 +42,8 @@ KEYS: dict[str, dict[str, str]] = {
     },
     "sweep": {"": "interrupted assumptions rows", "rows": f"{FIGURES} trace settings", **ASSUMPTIONS},
     "advise": {
-        "": "pays reasons par_left_alone par floor redundant moe_ms_left_alone chosen by_redundancy by_schedule "
+        "": "pays share ranks_worth ranks redundant_bytes_per_rank net_ms tokens_per_second tokens_per_second_won "
+        "reasons par_left_alone par floor redundant moe_ms_left_alone chosen by_redundancy by_schedule "
         "by_moves gain_L assumptions",
         **dict.fromkeys(("chosen", "by_redundancy", "by_schedule", "by_moves"), ADVISED),
         "chosen.setup": SETUP,

@@ -39,10 +39,53 @@ def test_with_a_cost_curve_slots_are_set_against_time_and_memory(tmp_path, trace
     arguments = ("--heat", trace, "--ranks", 4, "--cost-curve", curve, "--bytes-per-expert", 1 << 30)
     code, out, _ = eplb(capsys, "advise", *arguments)
     assert code == 0
-    for phrase in ("MoE ms", "GiB per rank", "move price", "(advised)", "This rests on:", "H200"):
+    for phrase in ("MoE ms", "GB per rank", "move price", "(advised)", "This rests on:", "H200"):
         assert phrase in out
     code, out, _ = eplb(capsys, "advise", *arguments, "--json")
     reported = held("advise", out)
     assert {"name": "commit_ms", "value": "0.5 ms and a copy", "source": "assumed"} in reported["assumptions"]
     assert reported["chosen"]["moe_ms"] < reported["moe_ms_left_alone"] * 1.001
     assert reported["by_redundancy"][0]["bytes_per_rank"] == 2 * 4 << 30
+
+
+def test_the_first_line_answers_whether_it_pays(trace, capsys):
+    arguments = ("advise", "--heat", trace, "--ranks", 4, "--redundant", "0,4")
+    code, out, _ = eplb(capsys, *arguments, "--model", "deepseek-v3", "--gpu", "h100", "--step-ms", 30)
+    assert code == 0
+    first = out.splitlines()[0]
+    for phrase in ("Balancing", "less time", "of 4 ranks", "ms per step", "tokens/s", "(estimate)"):
+        assert phrase in " ".join(out.split("Set")[0].split()), first
+    code, out, _ = eplb(capsys, *arguments)
+    assert code == 0
+    assert "(estimate)" not in out
+    assert "of 4 ranks" in out
+
+
+def test_tables_agree_with_each_other_and_no_two_rows_are_alike(trace, capsys):
+    code, out, _ = eplb(capsys, "advise", "--heat", trace, "--ranks", 4, "--redundant", "0,4", "--json")
+    assert code == 0
+    found = json.loads(out)
+    shown = {}
+    for option in (*found["by_redundancy"], *found["by_schedule"]):
+        figures = option["par"], option["moved_per_100_steps"]
+        assert shown.setdefault(str(option["setup"]), figures) == figures
+    for rows in (found["by_schedule"], found["by_moves"]):
+        figures = [(round(option["par"], 3), round(option["moved_per_100_steps"], 3)) for option in rows]
+        assert len(set(figures)) == len(figures)
+    assert len({option["setup"]["start"] for option in (*found["by_redundancy"], *found["by_schedule"])}) == 1
+    assert found["share"] == pytest.approx(1 - found["par"] / found["par_left_alone"])
+    assert found["ranks_worth"] == pytest.approx(4 * found["share"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--gpu", "h100"), "--gpu needs --model"),
+        (("--gpu", "a100", "--model", "deepseek-v3"), "--gpu 'a100' is not known; choose one of h100"),
+        (("--model", "gpt-5"), "--model 'gpt-5' is not known; choose one of"),
+    ],
+)
+def test_unknown_devices_and_models_are_refused_in_one_line(trace, capsys, arguments, message):
+    code, _, err = eplb(capsys, "advise", "--heat", trace, "--ranks", 4, *arguments)
+    assert code == 2
+    assert message in " ".join(err.split())

@@ -1,0 +1,113 @@
+"""Promises beside what whole tokens realise on the next window, from 1 to 256 tokens per step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+
+from eplb_service.bench.closed_loop import Course
+from eplb_service.bench.scoring import realised_par
+from eplb_service.heat.window import Window
+from eplb_service.placement import Int32, Placement, mean_par
+from eplb_service.planner.decide import plan, plan_afresh
+from eplb_service.planner.plan import Serving
+from eplb_service.planner.settings import PlannerSettings
+from eplb_service.planner.topology import Topology
+
+TOKENS = (1, 4, 16, 64, 256)
+BATCHES = (4, 8, 16, 64)
+_WINDOWS, _STEPS = 5, 192
+_DECODED = 128
+"""Steps of a window of recorded decoding."""
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Promises of one course, means over its windows.
+
+    Parameters
+    ----------
+    name
+        The heat, and whether each window is placed from scratch or decided on from what serves.
+    seen, promised, realised
+        PAR before, as promised, and as realised on the next window.
+    off
+        Mean distance of a window's promise from what it realised, as a part of that.
+    moves
+        Slots moved per window.
+    """
+
+    name: str
+    seen: float
+    promised: float
+    realised: float
+    off: float
+    moves: float
+
+
+def measured(seed: int, traces: Path | None) -> Iterator[Kept]:
+    """Return a row for each number of tokens, from scratch and warm."""
+    courses = [Course(f"{tokens} tokens", routed(tokens, seed), 8, 10, _STEPS) for tokens in TOKENS]
+    if traces is not None and (traces / "gpt-oss-20b" / "routes.npz").exists():
+        for batch in BATCHES:
+            heat_TLE = decoded(traces / "gpt-oss-20b", batch, _DECODED * (_WINDOWS + 1))
+            courses.append(Course(f"gpt-oss decode, batch {batch}", heat_TLE, 8, 5, _DECODED))
+    for course in courses:
+        for warm in (False, True):
+            yield _kept(course, warm)
+
+
+def _kept(course: Course, warm: bool) -> Kept:
+    """Decide on each window but the last, and score the decision on the one after it."""
+    settings, topology = PlannerSettings(threads=1), Topology.flat(course.ranks)
+    linear = Placement.linear(*course.heat_TLE.shape[1:], course.ranks, course.slots)
+    serving = first = Serving(linear, linear.default_log2phy())
+    rows = []
+    for number in range(course.windows - 1):
+        window = Window(course.heat(number))
+        if warm:
+            made = plan(window, serving.placement, serving.log2phy_RLE, topology, settings)
+            serving = serving.changed_by(made)
+        else:
+            made = plan_afresh(window, linear, topology, settings, hold_out=True)
+            serving = first.changed_by(made)
+        realised = realised_par(course.heat(number + 1), course.slots, serving.log2phy_RLE)
+        rows.append((made.par_seen, made.par_planned, float(mean_par(realised)), made.moves))
+    seen, promised, realised, moves = np.array(rows).T
+    how = "warm" if warm else "from scratch"
+    off = float(np.abs(promised / realised - 1.0).mean())
+    return Kept(f"{course.name}, {how}", seen.mean(), promised.mean(), realised.mean(), off, moves.mean())
+
+
+def routed(tokens: int, seed: int, layers: int = 4, experts: int = 64, choices: int = 4) -> Int32:
+    """Return drawn heat of a router that chooses distinct experts, popular as Zipf's law says."""
+    generator = np.random.default_rng([seed, tokens])
+    log_E = -0.8 * np.log(np.arange(1, experts + 1))
+    heat_TLE = np.zeros((_STEPS * (_WINDOWS + 1), layers, experts), dtype=np.int32)
+    for layer in range(layers):
+        of_experts = generator.permutation(log_E)
+        for heat_LE in heat_TLE:
+            score_NE = of_experts + generator.gumbel(size=(tokens, experts))
+            chosen_NK = np.argpartition(-score_NE, choices, axis=1)[:, :choices]
+            heat_LE[layer] = np.bincount(chosen_NK.ravel(), minlength=experts)
+    return heat_TLE
+
+
+def decoded(folder: Path, batch: int, steps: int, experts: int = 32) -> Int32:
+    """Decode so many recorded requests side by side, in file order; every fourth layer."""
+    with np.load(folder / "routes.npz") as arrays:
+        routes_NLK, bounds = arrays["routes"][:, ::4].astype(np.int64), arrays["req_ptr"].tolist()
+    waiting = list(pairwise(bounds))[::-1]
+    live: list[tuple[int, int]] = []
+    heat_TLE = np.zeros((steps, routes_NLK.shape[1], experts), dtype=np.int32)
+    for heat_LE in heat_TLE:
+        live = [(token + 1, end) for token, end in live if token + 1 < end]
+        while len(live) < batch and waiting:
+            live.append(waiting.pop())
+        for layer, of_layer_NK in enumerate(routes_NLK[[token for token, _ in live]].transpose(1, 0, 2)):
+            heat_LE[layer] = np.bincount(of_layer_NK.ravel(), minlength=experts)
+    return heat_TLE

@@ -1,0 +1,42 @@
+"""Shipped curves and shapes give estimates that say so, and unknown names are refused with those that are known."""
+
+from __future__ import annotations
+
+import pytest
+
+from eplb_service.cost.devices import GPUS, MODELS, DeviceError, estimated_curve, model_shape
+
+
+def test_deepseek_v3_has_the_measured_curve() -> None:
+    curve = estimated_curve("H100", "DeepSeek-V3")
+    assert (curve.floor_us, curve.read_us, curve.launch_us, curve.slope_us) == (21.1, 16.1, 10.2, 0.0584)
+    assert curve.source.startswith("estimate")
+    assert model_shape("deepseek-v3").bytes_per_expert == 3 * 7168 * 2048
+
+
+def test_other_models_are_scaled_by_bytes_and_operations() -> None:
+    measured, scaled = estimated_curve("h200", "deepseek-v3"), estimated_curve("h200", "qwen3-235b-a22b")
+    # bf16: twice the bytes for each weight, and half the rate.
+    assert scaled.read_us == pytest.approx(measured.read_us * 2 * 4096 * 1536 / (7168 * 2048))
+    assert scaled.slope_us == pytest.approx(measured.slope_us * 2 * 4096 * 1536 / (7168 * 2048))
+    assert "scaled to Qwen/Qwen3-235B-A22B" in scaled.source
+
+
+@pytest.mark.parametrize("gpu", GPUS)
+@pytest.mark.parametrize("model", MODELS)
+def test_every_pair_is_a_curve(gpu: str, model: str) -> None:
+    curve = estimated_curve(gpu, model)
+    assert 0 < curve.launch_us <= curve.read_us
+    assert curve.slope_us > 0
+
+
+@pytest.mark.parametrize(
+    ("gpu", "model", "message"),
+    [
+        ("a100", "deepseek-v3", "--gpu 'a100' is not known; choose one of h100"),
+        ("h100", "gpt-5", "--model 'gpt-5'"),
+    ],
+)
+def test_unknown_names_are_refused_with_the_known_ones(gpu: str, model: str, message: str) -> None:
+    with pytest.raises(DeviceError, match=message):
+        estimated_curve(gpu, model)
