@@ -148,7 +148,7 @@ def _print(found: Mapping[str, Any]) -> None:
         console.print(f"{failure['policy']} has no result: {failure['why']}")
     console.print(
         "PAR: hottest rank over mean rank in each step of the windows served; token sampling alone leaves about "
-        f"{found['noise_floor']:.3f}. Times are of one decision on one thread, here. Here every policy decides once per "
-        "window, and the first window after that is left out. In `eplb replay`, flashlb decides when heat changes and "
+        f"{found['noise_floor']:.3f}. Times are of one decision on one thread, here. Every policy decides once per "
+        "window here, and the first window served is left out. In `eplb replay`, flashlb decides when heat changes and "
         "every step counts, so its figures differ."
     )

@@ -117,7 +117,9 @@ def plan(
         return Plan((), kept, par_TL=judge.par_TL)
     picked = _picked(judge)
     answers = solve_picked(asked, picked, judge.floor_L, groups, price.price)
-    tried = _held_out(judge, picked, answers, groups, price.price) if hold_out else {}
+    # Under a cost curve the solver has held out times, of which ratios say little.
+    judged = hold_out and asked.search.holdout and time_curve(settings) is None
+    tried = _held_out(judge, picked, answers, groups, price.price) if judged else {}
     reasons = _unpaid(judge, picked, answers, tried)
     verdicts = [judge.not_picked(layer) for layer in range(window.layers)]
     changed, par_TL = [], judge.par_TL.copy()
@@ -300,7 +302,7 @@ def _judge(asked: Question, price: float, why_ungrouped: str) -> _Judge:
             bound_L = volatility_bound(steps)
         if asked.order is not None:
             heat_NLE = asked.episode_heat(np.arange(window.layers)).transpose(1, 0, 2)
-            loads_NLR = split_loads(heat_NLE, *served)
+            loads_NLR = expected_loads(heat_NLE, *served)
     us_L = np.full(window.layers, np.nan)
     if settings.cost_curve is not None:
         us_L = mean_par(split_us(window.heat_TLE, *served, settings.cost_curve), axis=0)
@@ -332,12 +334,14 @@ def _held_out(
         for layer, answer in zip(picked.tolist(), answers, strict=True)
         if judge.small_L[layer] and isinstance(answer, Answer) and answer.taken != KEEP
     }
+    if not changing:
+        return {}
     followed = {layer for layer in changing if asked.courses and asked.courses[layer] is not None}
     missing = np.array(
         [layer for layer in changing if changing[layer].held is None and layer not in followed], np.int64
     )
     heat_TLE, parts = asked.window.heat_TLE, Parts.of(asked.window.heat_TLE)
-    halves = Parts.halves(heat_TLE, asked.episodes)
+    halves = Parts.halves(heat_TLE if asked.order is None else heat_TLE[asked.order], asked.episodes)
     tried = {
         layer: _judged(asked, halves, layer, answer.held)
         for layer, answer in changing.items()
@@ -376,7 +380,7 @@ def _unpaid(
     tried: Mapping[int, HeldOut],
 ) -> dict[int, str]:
     """Return why layers are kept whose changes do not pay with whole tokens, by layer."""
-    if not judge.asked.search.warm:
+    if not judge.asked.search.warm or judge.asked.settings.policy != "flashlb":
         return {}
     placement, costs = judge.asked.placement, {}
     for layer, answer in zip(picked.tolist(), answers, strict=True):

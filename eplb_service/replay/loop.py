@@ -31,7 +31,7 @@ from eplb_service.planner.dealing import first_tables
 from eplb_service.planner.decide import plan, plan_afresh
 from eplb_service.planner.forecast import NO_FORECASTS
 from eplb_service.planner.pace import Pace
-from eplb_service.planner.plan import Promise, Serving, gain_over, promise_for
+from eplb_service.planner.plan import Plan, Promise, Serving, gain_over, promise_for
 from eplb_service.planner.policies import PolicyError, answer_of
 from eplb_service.planner.score import sampling_floor, split_loads, split_steps
 from eplb_service.planner.topology import Topology
@@ -205,8 +205,14 @@ class _Run:
     def _decided(self, window: Window, step: int, serves: float | None) -> ReplayedDecision:
         """A decision by the planner or an external policy; what it changes is under way."""
         before, began = self._serving, time.perf_counter()
-        changed = self._planned(window, serves) if self._external is None else self._answered(window)
-        seconds = time.perf_counter() - began
+        if self._external is None:
+            made = self._planned(window, serves)
+            seconds, changed = time.perf_counter() - began, before.changed_by(made)
+            par_seen, par_planned = made.par_seen, made.par_planned
+        else:
+            changed = self._answered(window)
+            seconds = time.perf_counter() - began
+            par_seen, par_planned = self._seen(window, before), self._seen(window, changed)
         moves_LR = arrivals(self._held_LRS, changed.placement.phy2log_LRS)
         self._held_LRS = changed.placement.phy2log_LRS
         differ_L = (changed.placement.phy2log_LRS != before.placement.phy2log_LRS).any(axis=(1, 2))
@@ -220,8 +226,8 @@ class _Run:
             layers_moved=int(moves_LR.any(axis=1).sum()),
             moves=int(moves_LR.sum()),
             moves_busiest=busiest,
-            par_seen=self._seen(window, before),
-            par_planned=self._seen(window, changed),
+            par_seen=par_seen,
+            par_planned=par_planned,
             seconds=seconds,
         )
 
@@ -249,7 +255,7 @@ class _Run:
         arriving[max(arriving)] = changed
         return sorted(arriving.items(), key=lambda item: item[0])
 
-    def _planned(self, window: Window, serves: float | None) -> Serving:
+    def _planned(self, window: Window, serves: float | None) -> Plan:
         now, job = self._serving, self._job
         made = plan(
             window,
@@ -266,7 +272,7 @@ class _Run:
             self._courses = made.courses
             self._promise, self._expected_TL = promise_for(made)
             self._order = [one.layer for one in made.layers]
-        return now.changed_by(made)
+        return made
 
     def _answered(self, window: Window) -> Serving:
         """Return the answer of an external policy, checked; slots that it wastes or leaves empty are filled."""

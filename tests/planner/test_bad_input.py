@@ -61,5 +61,7 @@ def test_heat_without_tokens_is_no_error(policy: str, split: str) -> None:
     assert np.isnan([idle.par_seen, idle.par_planned, idle.noise_floor]).all()
     assert idle.reason == "left alone: it received no tokens"
     assert found.par_planned == found.verdicts[1].par_planned
-    # One hot expert is split over all four ranks. Of 7 tokens in a step, some rank receives two at least.
-    assert 8 / 7 - 1e-5 <= found.verdicts[1].par_planned <= 4 / 7 * 3.5
+    # One hot expert is split over all four ranks. Of 7 tokens in a step, some rank receives two at least. Only a
+    # split by step may cut tokens of a float type.
+    least = 1.0 if split == "step" else 8 / 7
+    assert least - 1e-5 <= found.verdicts[1].par_planned <= 4 / 7 * 3.5

@@ -74,7 +74,8 @@ def test_fewer_tokens_cross_nodes_at_no_higher_ratio(
     np.testing.assert_array_equal(after.phy2log_LRS, same.phy2log_LRS)
     assert np.mean(near_L) < np.mean(crossed(far_RLE, TWO_NODES.nodes_R, window)) - fewer
     for one, other, part in zip(near.verdicts, far.verdicts, near_L, strict=True):
-        assert one.par_planned <= other.par_planned
+        # Other tables are other draws of whole tokens.
+        assert one.par_planned <= other.par_planned + 1e-3
         assert f"{part:.0%} of its tokens leave their node" in one.reason
 
 

@@ -111,7 +111,7 @@ def test_the_recommended_action_has_the_lowest_cost(
         cheaper, chosen = courses, slow.recommended(pars[KEEP], costs, min_gain)
     assert script.asked == cheaper
     if chosen < 0:
-        assert found == (KEEP, PRICE, 0.0)
+        assert found[:3] == (KEEP, PRICE, 0.0)
     else:
         kind, rung = courses[chosen]
         assert found[:2] == (kind, (8, 64)[rung] * PRICE if kind == LOCAL else PRICE)
@@ -128,7 +128,8 @@ def test_what_is_recommended_would_have_paid(case: Case, tables: int, seed: int,
     search = SEARCH._replace(tables=tables)
     course = _holdout(*halves, forecast, deployed, search, PRICE, min_gain)
     again = _holdout(*halves, forecast, deployed, search, PRICE, min_gain)
-    assert course == again
+    assert course[:3] == again[:3]
+    np.testing.assert_array_equal(course[3].phy2log_RS, again[3].phy2log_RS)
     if course[0] == KEEP:
         return
     # Whatever was fitted to the older half is priced on the newer one, by every episode and source.
