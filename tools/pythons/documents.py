@@ -75,6 +75,8 @@ def check_service(page: str, checkout: Path, environment: Path) -> None:
     """Start the service as a page says, on free ports of this host, and ask it as the page says."""
     listen, metrics = free_port(), free_port()
     (checkout / "state").mkdir(exist_ok=True)
+    # Each page makes its own keys.
+    shutil.rmtree(checkout / "deploy/secrets", ignore_errors=True)
 
     def here(script: str) -> str:
         script = script.replace("eplb.example", "localhost").replace("/var/lib/eplb", "state")
