@@ -1,0 +1,61 @@
+"""Record the heat of the shipped model while it decodes its prompts: ``python -m tools.record_trace FILE.npz``.
+
+The router's decisions are those of ``worker_agent/model`` (``docs/research/model.md``), which is the project's own, so
+the recording has the project's licence. The prompts change from phase to phase, and each step decodes one byte of every
+request.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from eplb_service.placement import Placement
+from worker_agent.model.checkpoint import Checkpoint
+from worker_agent.model.expert_parallel import expert_parallel
+from worker_agent.model.serving import Server, Traffic
+
+STEPS, ROWS, LENGTH, SEED = 256, 16, 64, 7
+"""Steps, requests at a time, bytes of a request with its prompt, and seed of the shipped recording."""
+
+
+def recorded(steps: int = STEPS) -> np.ndarray:
+    """Return tokens of each expert in each step, int16 ``[T, L, E]``."""
+    torch.set_num_threads(1)
+    checkpoint = Checkpoint()
+    config = checkpoint.config
+    linear = Placement.linear(config.layers, config.experts, 1, config.experts)
+    model, _ = expert_parallel(checkpoint, linear, None)
+    heat_TLE = np.zeros((steps, config.layers, config.experts), dtype=np.int16)
+    step = 0
+
+    def counting(layer: int, choose: Any) -> Any:
+        def chosen(logits_NE: torch.Tensor) -> Any:
+            weights_NK, ids_NK = choose(logits_NE)
+            counts_E = np.bincount(ids_NK.numpy().ravel(), minlength=config.experts)
+            heat_TLE[step, layer] += counts_E.astype(np.int16)
+            return weights_NK, ids_NK
+
+        return chosen
+
+    for layer, block in enumerate(model.model.layers):
+        mlp: Any = block.mlp
+        mlp.choose = counting(layer, mlp.choose)
+    server = Server(model, Traffic(steps, rank=0, seed=SEED), ROWS, LENGTH, 1.0, SEED)
+    with torch.no_grad():
+        for step in range(steps):
+            server.step()
+    return heat_TLE
+
+
+def main() -> None:
+    """Record and write the trace."""
+    np.savez_compressed(Path(sys.argv[1]), heat=recorded())
+
+
+if __name__ == "__main__":
+    main()
