@@ -56,6 +56,8 @@ from eplb_service.solver.model import FRESH, KEEP, TABLES, Candidate, Recommende
 from eplb_service.solver.topology import choose_senders
 from eplb_service.wire.operator import LayerVerdict
 
+_NOTHING_IN_WHOLE_TOKENS = "kept: with whole tokens, a change would gain nothing on steps like these"
+_ROUNDING = 1e-9
 _NOTHING_PAYS = "kept: nothing pays for its moves on steps that it was not fitted to"
 
 
@@ -130,7 +132,12 @@ def plan(
             continue
         if isinstance(answer, Answer) and layer in tried:
             answer = _with_optimism(answer, tried[layer].optimism)
-        verdicts[layer], change, par_TL[:, layer] = _solved(layer, answer, judge)
+        verdict, change, par_T = _solved(layer, answer, judge)
+        by_ratio = asked.search.warm and settings.policy == "flashlb" and settings.cost_curve is None
+        if by_ratio and change is not None and verdict.par_planned > verdict.par_seen + _ROUNDING:
+            verdicts[layer] = judge.kept(layer, _NOTHING_IN_WHOLE_TOKENS)
+            continue
+        verdicts[layer], par_TL[:, layer] = verdict, par_T
         if change is not None and isinstance(answer, Answer):
             changed.append(change)
             follow[layer] = answer.course

@@ -12,7 +12,6 @@ from unittest.mock import Mock, call
 
 import numpy as np
 import pytest
-from eplb_service.wire.generated.operator_pb2 import DeploymentStatus
 from rich.console import Console
 
 from benchmarks.vllm_serving.load import Answer, Request, drifting_requests, send, send_all
@@ -28,6 +27,7 @@ from benchmarks.vllm_serving.score import (
     ratios,
     summary,
 )
+from eplb_service.wire.generated.operator_pb2 import DeploymentStatus
 
 REQUEST = Request(3, "data", "SELECT ", 4)
 SWITCHED = {"layers_switched": 7, "experts_moved": 9, "bytes_moved": 10**6, "steps_lost": 0}

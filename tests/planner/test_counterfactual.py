@@ -182,7 +182,7 @@ def test_a_layers_time_is_its_part_of_what_serves_and_says_whose_figure_that_is(
     price = time_price(replace(SETTINGS, cost_curve=H200), WINDOW, balanced(), NOTHING)
     moving = priced(NOTHING_MEASURED, price)
     assert moving.layer_ms == pytest.approx(
-        np.sum(plain_step_us(balanced(), H200)) / STEPS / LAYERS / 1e3, rel=1e-4
+        np.sum(plain_step_us(balanced(), H200)) / STEPS / LAYERS / 1e3, rel=0.01
     )
     assert moving.layer_source == "stated, as the price of time"
     assert priced(NOTHING_MEASURED, replace(price, layer_ms=0.0)) is NOTHING_MEASURED
