@@ -103,7 +103,7 @@ async def often() -> AsyncIterator[tuple[RunningService, Timed]]:
 
 
 def page_documents(service: RunningService) -> str:
-    """All that the page is told about the deployment."""
+    """All documents about the deployment that the page reads."""
     parts = []
     for path in ("deployments", "deployments/decode", "deployments/decode/balance"):
         with urllib.request.urlopen(f"{service.page_url}api/v1/{path}") as answer:
