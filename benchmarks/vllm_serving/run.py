@@ -15,12 +15,12 @@ from typing import Any
 
 import grpc
 import numpy as np
-from eplb_service.wire.generated.operator_pb2 import DeploymentStatus
 from rich.console import Console
 from rich.progress import Progress
 
 from benchmarks.vllm_serving.load import drifting_requests, send_all
 from benchmarks.vllm_serving.score import ALONE, BALANCED, KEEPING, KINDS, NOTHING, RESTING, Round, figures
+from eplb_service.wire.generated.operator_pb2 import DeploymentStatus
 from tests.e2e.service import Service, free_address
 from tests.engines.conftest import engine_environment
 from tests.engines.openai_server import OpenAiServer
