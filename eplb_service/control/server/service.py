@@ -7,9 +7,11 @@ import contextlib
 import gc
 import os
 import signal
+import socket
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -21,7 +23,7 @@ from eplb_service import __version__
 from eplb_service.control.server.access.gate import Credentials, Gate
 from eplb_service.control.server.access.quotas import Quotas
 from eplb_service.control.server.agents import AgentService, agent_handlers
-from eplb_service.control.server.deciding.computing import PriorError
+from eplb_service.control.server.deciding.computing import PriorError, Priors
 from eplb_service.control.server.lease.leadership import (
     LEASE_SECONDS,
     Leadership,
@@ -38,9 +40,10 @@ from eplb_service.control.server.listening import (
 )
 from eplb_service.control.server.operator_api import OperatorService
 from eplb_service.control.server.plane.control_plane import ControlPlane
-from eplb_service.control.server.settings import ServiceSettings, SettingsError
+from eplb_service.control.server.settings import ServiceSettings, SettingsError, default_store
 from eplb_service.control.server.store import Store, StoreWriter
-from eplb_service.control.server.web.http_server import HttpServer
+from eplb_service.control.server.store_file import StoreError
+from eplb_service.control.server.web.http_server import HttpServer, listen_on
 from eplb_service.solver.warmup import warm_up
 from eplb_service.telemetry.logs import BoundedLog, bounding_library_logs
 from eplb_service.telemetry.metrics import Metrics
@@ -86,32 +89,43 @@ async def running_service(
     """
     async with contextlib.AsyncExitStack() as stack:
         metrics = Metrics()
-        above = 0 if leadership is None else await leadership.highest_term()
-        store = await asyncio.to_thread(Store, settings.store, above)
-        writer = StoreWriter(store, lambda: metrics.count("eplb_store_failures"))
-        stack.callback(writer.close)
-        if leadership is not None:
-            await leadership.announce(writer.store.leader_term)
+        log = BoundedLog(lambda: metrics.count("eplb_log_lines_left_out"))
+        stack.enter_context(bounding_library_logs(log))
+        # Whatever a setting may be wrong with comes first: a start that fails leaves no store behind.
         try:
-            plane = ControlPlane(settings, writer, metrics)
+            priors = Priors(settings.prior or "", settings.window_steps)
         except PriorError as error:
             raise SettingsError(f"setting prior: {error}") from error
-        stack.enter_context(bounding_library_logs(plane.log))
-        stack.push_async_callback(plane.decider.close)
-        await plane.resume()
-        probes = health.aio.HealthServicer()
         quotas = Quotas(settings.max_streams, settings.max_streams_per_peer)
         token = settings.auth_token.get_secret_value() if settings.auth_token else ""
-        gate = Gate(Credentials(token, settings.credentials), quotas, metrics, plane.log)
+        gate = Gate(Credentials(token, settings.credentials), quotas, metrics, log)
         certificates = None
         if settings.tls_cert is not None and settings.tls_key is not None:
             certificates = Certificates(settings.tls_cert, settings.tls_key, settings.tls_client_ca)
-        metrics_address, page_url = await _serve_http(stack, settings, metrics, plane, gate, certificates)
-        server, address = _grpc_server(settings, plane, probes, gate, quotas, certificates)
+        listeners = [stack.enter_context(listen_on(settings.metrics, "metrics"))]
+        if settings.page is not None:
+            listeners.append(stack.enter_context(listen_on(settings.page, "page")))
+        server, address = _bound_server(settings, gate, certificates)
+        probes = health.aio.HealthServicer()
+        await report_health(probes, health_pb2.HealthCheckResponse.NOT_SERVING)
         health_address = None
         if settings.health is not None:
             health_address = await serve_health(settings.health, probes, gate, stack)
-        await report_health(probes, health_pb2.HealthCheckResponse.NOT_SERVING)
+        above = 0 if leadership is None else await leadership.highest_term()
+        writer = StoreWriter(
+            await asyncio.to_thread(_opened_store, settings, above),
+            lambda: metrics.count("eplb_store_failures"),
+        )
+        stack.callback(writer.close)
+        if leadership is not None:
+            await leadership.announce(writer.store.leader_term)
+        plane = ControlPlane(settings, writer, metrics, log, priors)
+        stack.push_async_callback(plane.decider.close)
+        await plane.resume()
+        metrics_address, page_url = await _serve_http(
+            stack, settings, metrics, plane, gate, certificates, listeners
+        )
+        _add_services(server, plane, probes, quotas)
         await server.start()
         stack.push_async_callback(_shut_down, server, plane, probes)
         warm = asyncio.create_task(_warm_up(plane, probes))
@@ -121,15 +135,37 @@ async def running_service(
         yield RunningService(address, metrics_address, page_url, health_address, plane, warm)
 
 
-def _grpc_server(
-    settings: ServiceSettings,
-    plane: ControlPlane,
-    probes: Any,
-    gate: Gate,
-    quotas: Quotas,
-    certificates: Certificates | None,
+def _opened_store(settings: ServiceSettings, above: int) -> Store:
+    """Open the store; raises ``StoreError``."""
+    if settings.store is not None:
+        return Store(settings.store, above)
+    path = default_store()
+    if Path("eplb-state.sqlite3").exists():
+        _log.warning(
+            "store_moved", path=str(path), reason="eplb-state.sqlite3 in this folder is not used any more"
+        )
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise StoreError(
+            f"cannot make the folder of the store {str(path)!r}: {error.strerror}; name another with --store"
+        ) from error
+    return Store(str(path), above)
+
+
+def _add_services(server: grpc.aio.Server, plane: ControlPlane, probes: Any, quotas: Quotas) -> None:
+    """Add all services to a server that is not started yet."""
+    server.add_generic_rpc_handlers((agent_handlers(AgentService(plane, quotas)),))
+    operator_pb2_grpc.add_OperatorServiceServicer_to_server(OperatorService(plane), server)
+    health_pb2_grpc.add_HealthServicer_to_server(probes, server)
+    names = (AGENT_SERVICE, OPERATOR_SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
+    reflection.enable_server_reflection(names, server)
+
+
+def _bound_server(
+    settings: ServiceSettings, gate: Gate, certificates: Certificates | None
 ) -> tuple[grpc.aio.Server, str]:
-    """Return a server of all services behind ``gate``, not started yet, and its ``host:port`` with the real port."""
+    """Return a server behind ``gate`` without services, not started yet, and its ``host:port`` with the real port."""
     server = grpc.aio.server(
         interceptors=[gate],
         # Calls beyond max_streams are refused by the gate, which counts them, and a flood of them, or of connections,
@@ -157,11 +193,6 @@ def _grpc_server(
             ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
         ],
     )
-    server.add_generic_rpc_handlers((agent_handlers(AgentService(plane, quotas)),))
-    operator_pb2_grpc.add_OperatorServiceServicer_to_server(OperatorService(plane), server)
-    health_pb2_grpc.add_HealthServicer_to_server(probes, server)
-    names = (AGENT_SERVICE, OPERATOR_SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
-    reflection.enable_server_reflection(names, server)
     if settings.insecure and not is_loopback(settings.listen):
         _log.warning("serving_insecurely", address=settings.listen)
     try:
@@ -188,6 +219,7 @@ async def _serve_http(
     plane: ControlPlane,
     gate: Gate,
     certificates: Certificates | None,
+    listeners: Sequence[socket.socket],
 ) -> tuple[str, str]:
     """Serve metrics in plain text, and the page at their address or its own; returns the address and the page's URL.
 
@@ -197,10 +229,10 @@ async def _serve_http(
     local_page = not (gate.credentials.are_asked_for or settings.insecure)
     shared = (operators, gate) if settings.page is None else (None, None)
     server = HttpServer(settings.metrics, metrics, *shared, local_page=local_page)
-    address = page = await stack.enter_async_context(server.serving("metrics"))
+    address = page = await stack.enter_async_context(server.serving(listeners[0]))
     if settings.page is not None:
         server = HttpServer(settings.page, None, operators, gate, certificates, local_page=local_page)
-        page = await stack.enter_async_context(server.serving("page"))
+        page = await stack.enter_async_context(server.serving(listeners[1]))
     if local_page and not is_loopback(page):
         _log.warning("page_for_this_host_only", reason="no credentials are asked for", address=page)
         page = f"127.0.0.1:{page.rpartition(':')[2]}"
@@ -282,7 +314,8 @@ async def _wait_until_leader(settings: ServiceSettings, leadership: Leadership, 
     async with contextlib.AsyncExitStack() as stack:
         stack.enter_context(bounding_library_logs(log))
         try:
-            await stack.enter_async_context(HttpServer(settings.metrics, metrics).serving("metrics"))
+            listener = listen_on(settings.metrics, "metrics")
+            await stack.enter_async_context(HttpServer(settings.metrics, metrics).serving(listener))
             if settings.health is not None:
                 await report_health(probes, serving.NOT_SERVING)
                 gate = Gate(Credentials(), Quotas(1, 1), metrics, log)

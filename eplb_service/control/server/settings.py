@@ -93,10 +93,11 @@ class ServiceSettings(_PlannerFields):
     page: _Address | None = Field(
         None, description="host:port of the web page, with TLS where tls_cert is set"
     )
-    store: str = Field(
-        "eplb-state.sqlite3",
+    store: str | None = Field(
+        None,
         min_length=1,
-        description="SQLite file of terms, deployments and plans; or ':memory:'",
+        description="SQLite file of terms, deployments and plans, or ':memory:'; by default eplb/state.sqlite3 in "
+        "$XDG_STATE_HOME, or in ~/.local/state",
     )
     window_steps: int = Field(
         512,
@@ -188,6 +189,17 @@ class ServiceSettings(_PlannerFields):
     def planner(self) -> PlannerSettings:
         """Return the planner's own among these."""
         return planner_settings({option.name: getattr(self, option.name) for option in planner_options()})
+
+
+def default_store(environment: Mapping[str, str] = os.environ) -> Path:
+    """Return the path of the store if none is named; raises ``SettingsError`` if this user has no home."""
+    named = Path(environment.get("XDG_STATE_HOME", ""))
+    try:
+        # The specification has relative paths ignored.
+        folder = named if named.is_absolute() else Path.home() / ".local" / "state"
+    except RuntimeError as error:
+        raise SettingsError("this user has no home folder for the store; name a file with --store") from error
+    return folder / "eplb" / "state.sqlite3"
 
 
 def load_settings(

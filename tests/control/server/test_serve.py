@@ -13,7 +13,11 @@ from pathlib import Path
 
 import pytest
 
+from eplb_service.control.server.listening import ListenError
+from eplb_service.control.server.service import running_service
+from eplb_service.control.server.settings import SettingsError
 from tests.control.server.certificates import Authority
+from tests.control.server.test_service import settings
 
 ADDRESSES = ["--listen", "127.0.0.1:0", "--metrics", "127.0.0.1:0"]
 COMMAND = [sys.executable, "-m", "eplb_service.cli.main", "serve", *ADDRESSES]
@@ -165,3 +169,46 @@ def test_a_lost_lease_is_no_mistake_of_the_user_s(
     monkeypatch.setattr(serve, "serve_until_stopped", lost)
     assert run(["serve", *ADDRESSES]) == 1
     assert capsys.readouterr().err == "eplb: error: lease eplb is held by this service no longer\n"
+
+
+@pytest.mark.parametrize("state", ["named", "by default"])
+async def test_the_store_has_a_place_of_its_own_whatever_the_folder(
+    state: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, home = tmp_path / "here", tmp_path / "home"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.delenv("XDG_STATE_HOME", raising=False)
+    if state == "named":
+        monkeypatch.setenv("XDG_STATE_HOME", str(home / "state"))
+    async with running_service(settings(store=None)):
+        pass
+    folder = home / "state" if state == "named" else home / ".local" / "state"
+    assert (folder / "eplb" / "state.sqlite3").is_file()
+    assert list(here.iterdir()) == []
+
+
+FAULTY = {
+    "a port in use": lambda folder, port: {"listen": f"127.0.0.1:{port}"},
+    "a port of metrics in use": lambda folder, port: {"metrics": f"127.0.0.1:{port}"},
+    "a port of the page in use": lambda folder, port: {"page": f"127.0.0.1:{port}"},
+    "a port of health in use": lambda folder, port: {"health": f"127.0.0.1:{port}"},
+    "credentials that are missing": lambda folder, port: {"credentials": folder / "nowhere"},
+    "certificates that are missing": lambda folder, port: {"tls_cert": folder / "a", "tls_key": folder / "b"},
+    "a prior that is none": lambda folder, port: {"prior": "nonsense"},
+}
+
+
+@pytest.mark.parametrize("fault", FAULTY)
+async def test_a_start_that_fails_leaves_no_store(
+    fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        changes = FAULTY[fault](tmp_path, other.getsockname()[1])
+        for store in (None, str(tmp_path / "named.sqlite3")):
+            with pytest.raises((SettingsError, ListenError)):
+                async with running_service(settings(store=store, **changes)):
+                    pass
+    assert list(tmp_path.iterdir()) == []

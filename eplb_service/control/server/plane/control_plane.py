@@ -43,15 +43,22 @@ class ControlPlane:
     can cause; ``feed`` hands heat on; ``observer`` keeps what pictures are made of.
     """
 
-    def __init__(self, settings: ServiceSettings, writer: StoreWriter, metrics: Metrics) -> None:
+    def __init__(
+        self,
+        settings: ServiceSettings,
+        writer: StoreWriter,
+        metrics: Metrics,
+        log: BoundedLog | None = None,
+        priors: Priors | None = None,
+    ) -> None:
         self.settings = settings
         self.streams = Streams()
         self.observer = Observer()
         self.decider = Decider(
             settings.planner(), settings.solve_timeout_seconds, writer, self.streams, metrics, self.observer
         )
-        self.log = BoundedLog(lambda: metrics.count("eplb_log_lines_left_out"))
-        self._priors = Priors(settings.prior or "", settings.window_steps)
+        self.log = log or BoundedLog(lambda: metrics.count("eplb_log_lines_left_out"))
+        self._priors = priors or Priors(settings.prior or "", settings.window_steps)
         self._writer = writer
         self._metrics = metrics
         self._known = known = KnownDeployments(settings, writer, metrics)

@@ -130,19 +130,9 @@ class HttpServer:
         )
 
     @contextlib.asynccontextmanager
-    async def serving(self, flag: str) -> AsyncIterator[str]:
-        """Answer as long as the context lasts; yields ``host:port`` with the real port.
-
-        Raises ``ListenError``, which names ``--flag``, where it cannot listen.
-        """
-        host, _, port = self._address.rpartition(":")
-        try:
-            found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
-            listener = socket.create_server(found[0][4][:2], family=found[0][0], backlog=128)
-        except OSError as error:
-            reason = error.strerror or error
-            raise ListenError(f"cannot serve the {flag} on {self._address}: {reason}") from error
-        listener.setblocking(False)
+    async def serving(self, listener: socket.socket) -> AsyncIterator[str]:
+        """Answer on a socket of ``listen_on`` as long as the context lasts; yields ``host:port`` with the real port."""
+        host = self._address.rpartition(":")[0]
         await self._runner.setup()
         accepting = asyncio.create_task(self._accept(listener))
         try:
@@ -282,6 +272,19 @@ class HttpServer:
                 return {"token_required": True}
             self._gate.note_refusal(f"GET {_PREFIX}{call}", host, code_of(error), str(error))
             raise _ERRORS.get(code_of(error), web.HTTPBadRequest)(text=str(error)) from error
+
+
+def listen_on(address: str, flag: str) -> socket.socket:
+    """Listen on ``host:port``; raises ``ListenError``, which names ``--flag``, if that is not possible."""
+    host, _, port = address.rpartition(":")
+    try:
+        found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
+        listener = socket.create_server(found[0][4][:2], family=found[0][0], backlog=128)
+    except OSError as error:
+        reason = error.strerror or error
+        raise ListenError(f"cannot serve the {flag} on {address}: {reason}") from error
+    listener.setblocking(False)
+    return listener
 
 
 def _response(request: web.Request, kind: str, body: bytes) -> web.Response:
