@@ -67,7 +67,7 @@ _STEPS_READ = 64
 
 
 def hint(text: str) -> None:
-    """Tell the user on stderr about something that is legal and probably not meant."""
+    """Warn the user on stderr about something that is legal and probably not meant."""
     typer.echo(f"eplb: hint: {text}", err=True)
 
 

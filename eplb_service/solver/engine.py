@@ -206,7 +206,7 @@ def _solve_by_node(
     """Decide one layer whose ``groups`` of neighbouring experts each stay on one node.
 
     A layer whose groups are placed so already mostly keeps them there: weights move within nodes. The groups are
-    packed anew if that pays for the moves between nodes. Any other layer is placed from scratch.
+    packed again if that pays for the moves between nodes. Any other layer is placed from scratch.
     """
     whole = episodes_of(heat_NE, deployed.phy2log_RS.shape[0])
     now = as_deployed(whole, deployed, params.tables)
@@ -245,7 +245,7 @@ def _solve_by_node(
 def _placed_by_node(
     heat: Episodes, deployed: Deployed, params: SearchParams, slot_price: float, groups: int
 ) -> Candidate:
-    """Pack the groups onto nodes anew, and place each node from scratch."""
+    """Pack the groups onto nodes again, and place each node from scratch."""
     whole = Layer(with_covariance(*heat), deployed)
     made = []
     for node in _node_layers(_pack_groups(whole.heat.mean_E, deployed, groups), deployed):

@@ -222,7 +222,7 @@ def _split_experts(expert_P: Int32, experts: int) -> tuple[Int64, Int64, Int64]:
 
 @part
 def _key_of(heat_E: Float64 | Int64 | Int32, step: int) -> UInt64:
-    """Hash a layer's heat in a step. The step's number tells apart steps of equal heat."""
+    """Hash a layer's heat in a step. Its number makes steps of equal heat differ."""
     bits, weight = np.uint64(step) * np.uint64(0xD1342543DE82EF95), np.uint64(0x9E3779B97F4A7C15)
     for e in range(heat_E.shape[0]):
         bits += np.uint64(np.int64(heat_E[e])) * weight

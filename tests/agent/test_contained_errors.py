@@ -161,5 +161,5 @@ def _restored(fails: bool) -> str:
 
 def test_a_host_learns_that_its_experts_were_not_restored() -> None:
     assert run_ranks(1, _restored, False) == ["restored"]
-    (told,) = run_ranks(1, _restored, True)
-    assert told.startswith("TypeError")
+    (reported,) = run_ranks(1, _restored, True)
+    assert reported.startswith("TypeError")

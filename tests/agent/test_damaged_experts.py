@@ -27,44 +27,44 @@ def _damaged() -> dict[str, Any]:
     agent, (layer,), _ = live.start(1, vote_interval=1, vote_lag=1)
     replicas, rank = agent._switch._replicas, agent.identity.rank
     rounds = 2 * live.SLOTS
-    told = {"alike": _serve(agent, layer, lambda: replicas._turn > rounds) and agent._beat().error}
+    reported = {"alike": _serve(agent, layer, lambda: replicas._turn > rounds) and agent._beat().error}
     here_RS = agent.installed.placement.phy2log_LRS[0]
     replicated = [expert for expert in here_RS[1] if expert in here_RS[0] or expert in here_RS[2]]
     slot = list(here_RS[1]).index(replicated[0])
     if rank == 1:
         layer.expert_weights()[0][slot].view(-1)[3] += 1.0
     holds = rank == 1 or replicated[0] in here_RS[rank]
-    told["damaged"] = (
+    reported["damaged"] = (
         _serve(agent, layer, lambda: bool(agent._beat().error) or not holds) and agent._beat().error
     )
-    told["holds"] = holds
-    told["source"] = ""
+    reported["holds"] = holds
+    reported["source"] = ""
     try:
         replicas.check_source(0, slot)
     except ValueError as error:
-        told["source"] = str(error)
+        reported["source"] = str(error)
     # A host that has changed weights says so by a drain: what they are then is right.
     replicas.forget()
-    told["forgotten"] = replicas.complaint
-    told["halted"] = agent.halted
+    reported["forgotten"] = replicas.complaint
+    reported["halted"] = agent.halted
     _serve(agent, layer, lambda: False, 0.5)
     agent._switch.drain("the host changes weights")
     turns = replicas._turn
     time.sleep(0.1)
-    told["reads while drained"] = (replicas.reading, replicas._turn - turns)
+    reported["reads while drained"] = (replicas.reading, replicas._turn - turns)
     agent.close()
-    return told
+    return reported
 
 
 def test_an_expert_that_changes_while_it_is_served_is_reported_and_no_source() -> None:
     ranks = run_ranks(live.RANKS, _damaged)
-    for rank, told in enumerate(ranks):
-        assert told["alike"] == ""
-        assert told["halted"] is None
-        assert told["forgotten"] is None
-        assert told["reads while drained"] == (False, 0)
+    for rank, reported in enumerate(ranks):
+        assert reported["alike"] == ""
+        assert reported["halted"] is None
+        assert reported["forgotten"] is None
+        assert reported["reads while drained"] == (False, 0)
         if rank == 1:
-            assert "of rank 1 has changed while it was served" in told["damaged"]
-            assert told["source"] == told["damaged"]
-        elif told["holds"]:
-            assert "differs from its replica on rank" in told["damaged"]
+            assert "of rank 1 has changed while it was served" in reported["damaged"]
+            assert reported["source"] == reported["damaged"]
+        elif reported["holds"]:
+            assert "differs from its replica on rank" in reported["damaged"]

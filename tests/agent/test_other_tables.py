@@ -32,11 +32,11 @@ def _serves_with_another_table(commits: bool) -> tuple[str, int]:
 
 
 def test_a_table_that_is_another_ends_all_ranks() -> None:
-    for told, _ in run_ranks(live.RANKS, _serves_with_another_table, False):
-        assert told.startswith("rank 1: layer 0: log2phy of expert")
+    for reported, _ in run_ranks(live.RANKS, _serves_with_another_table, False):
+        assert reported.startswith("rank 1: layer 0: log2phy of expert")
 
 
 def test_a_table_that_a_commit_has_overwritten_ends_all_ranks() -> None:
-    for told, epoch in run_ranks(live.RANKS, _serves_with_another_table, True):
-        assert told.startswith("rank 1: layer 0: log2phy of expert")
+    for reported, epoch in run_ranks(live.RANKS, _serves_with_another_table, True):
+        assert reported.startswith("rank 1: layer 0: log2phy of expert")
         assert epoch == 1

@@ -15,8 +15,8 @@ from tests.ranks import run_ranks
 
 _GPU = pytest.mark.skipif(torch.cuda.device_count() == 0, reason="there is no GPU here")
 HOSTS = [
-    pytest.param("cpu", "float32", 6, 0),
-    pytest.param("cpu", "lists", 6, 4),
+    pytest.param("cpu", "float32", 8, 0),
+    pytest.param("cpu", "lists", 8, 4),
     pytest.param("cuda:0", "float32", 40, 4, marks=_GPU),
     pytest.param("cuda:0", "float8", 40, 0, marks=_GPU),
 ]

@@ -1,4 +1,4 @@
-"""Steps that differ within an episode are told apart, and no warm decision makes its own window worse."""
+"""Steps that differ within an episode are distinguished, and no warm decision makes its own window worse."""
 
 from __future__ import annotations
 

@@ -48,7 +48,8 @@ def test_solve_takes_a_function_by_any_name(policy: object) -> None:
     linear = eplb_service.Placement.linear(2, 8, 4, 3)
     np.testing.assert_array_equal(found.phy2log, np.roll(linear.phy2log_LRS, 1, axis=1))
     assert found.moves == np.count_nonzero(found.phy2log != linear.phy2log_LRS)
-    assert found.par_after == pytest.approx(found.par_before)
+    # The draws of whole tokens differ from rank to rank.
+    assert found.par_after == pytest.approx(found.par_before, rel=1e-3)
     again = solve(HEAT_TLE, 4, 3, policy=policy, placement=found.phy2log)  # type: ignore[arg-type]
     np.testing.assert_array_equal(again.phy2log, np.roll(linear.phy2log_LRS, 2, axis=1))
 

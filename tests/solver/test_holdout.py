@@ -47,7 +47,7 @@ NEWER = np.zeros((3, 2), dtype=np.float32), np.full(2, 0.5)
 
 
 class Script:
-    """Stands in for the candidates: the placement of each action, its ratio, and its moves are given."""
+    """Replaces the candidates: the placement of each action, its ratio, and its moves are given."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, pars: dict, moves: dict, least_fresh: float) -> None:
         self.pars, self.moves, self.least_fresh = pars, moves, least_fresh

@@ -95,19 +95,19 @@ def test_experts_arrive_whole_over_every_kind_of_lane(asked: Any, kind: str, gpu
 
 
 def _apart() -> tuple[str, float]:
-    """Ranks 0 and 1 exchange experts of other sizes; return what each is told."""
+    """Ranks 0 and 1 exchange experts of other sizes; return the error that each gets."""
     group, _ = AgentGroup.join(dist.group.WORLD, "here", "127.0.0.1", None)
     lanes = Lanes(group, "gloo", HERE, timedelta(seconds=20))
     lanes.open_first()
     lane, size = lanes.lane(0), 64 + 32 * group.rank
-    began, told = time.monotonic(), ""
+    began, reported = time.monotonic(), ""
     try:
         parcels = [Parcel(1 - group.rank, torch.zeros(size, dtype=torch.uint8)) for _ in range(2)]
         lane.exchange(parcels[0], parcels[1], Deadline(20))
     except (ValueError, RuntimeError) as error:
-        told = str(error)
+        reported = str(error)
     lanes.retire()
-    return told, time.monotonic() - began
+    return reported, time.monotonic() - began
 
 
 def test_experts_of_other_sizes_are_an_error_on_both_ranks_and_end_no_process() -> None:

@@ -302,7 +302,7 @@ class SwitchDriver:
                 if outcome.result is VoteResult.COMMIT:
                     self._group.installed = voter.number
             if outcome.result is VoteResult.COMMIT:
-                # Only while this rank still votes can it tell a late peer from one that is gone.
+                # Only while this rank still votes can it distinguish a late peer from one that is gone.
                 self._group.wait_for_installs(voter.number)
         finally:
             voter.leave()

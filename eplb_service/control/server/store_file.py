@@ -224,9 +224,9 @@ def _log_frames(log: bytes) -> tuple[int, int]:
 
 def _checksum(content: bytes, sums: tuple[int, int], order: str) -> tuple[int, int]:
     """Return the running checksum of a write-ahead log after ``content``."""
-    words = iter(struct.unpack(f"{order}{len(content) // 4}I", content))
+    integers_32 = iter(struct.unpack(f"{order}{len(content) // 4}I", content))
     first, second = sums
-    for even, odd in zip(words, words, strict=True):
+    for even, odd in zip(integers_32, integers_32, strict=True):
         first = (first + even + second) & 0xFFFFFFFF
         second = (second + odd + first) & 0xFFFFFFFF
     return first, second

@@ -180,7 +180,7 @@ class ControlPlane:
         return True
 
     async def store(self, done: str) -> None:
-        """Wait until an operator's command is on the disk; ``done`` says in a few words what it has done.
+        """Wait until an operator's command is on the disk; ``done`` describes briefly what it has done.
 
         Raises ``NotStoredError`` if it is not. The command is carried out all the same: a pause may be urgent.
         """
