@@ -94,10 +94,10 @@ def replay(
     scene = Scene(group.topology(trace), costs, start_LRS)
     check_groups(settings, trace.experts)
     windows, intervals = whole_numbers("--window", window), whole_numbers("--interval", interval)
-    check_windows(windows, intervals)
     setups = setups_of(windows, intervals, counts)
     jobs = jobs_for(policies_of(policy), setups, settings, hindsight=hindsight)
     check_jobs(jobs, trace, scene)
+    check_windows(windows, intervals)
     compile_solver()
     with replay_progress(jobs, trace.steps) as advance:
         result = replay_file(file, jobs, scene, workers=workers, ray=ray, on_progress=advance)

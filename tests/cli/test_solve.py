@@ -1,6 +1,7 @@
 """``eplb solve`` writes a valid placement worth what it says, and refuses bad input before it writes anything."""
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -54,9 +55,11 @@ def test_writes_a_valid_placement_that_is_worth_what_is_printed(
         placement, tables = Placement(file["phy2log"], EXPERTS), file["log2phy"]
     assert tables.shape == (RANKS, LAYERS, EXPERTS, *([] if width is None else [width]))
     placement.check_log2phy(tables)
-    realised_L = par(rank_loads(counts_TLE, placement, tables, source_RLE))
-    assert reported["par_after"] == pytest.approx(realised_L.mean())
-    assert reported["par_after_L"] == pytest.approx(realised_L.tolist())
+    # Whole tokens scatter around the expected split, so that the hottest rank has more than its expected tokens.
+    expected_L = par(rank_loads(counts_TLE, placement, tables, source_RLE))
+    assert reported["par_after"] == pytest.approx(np.mean(reported["par_after_L"]))
+    for promised, expected in zip(reported["par_after_L"], expected_L, strict=True):
+        assert 0.99 * expected <= promised <= 1.05 * expected
     assert reported["par_after"] < reported["par_before"]
     assert reported["moves"] == sum(reported["moves_L"]) > 0
     shape = [reported[name] for name in ("layers", "experts", "ranks", "slots")]
@@ -73,7 +76,7 @@ def test_what_it_gains_is_shown_with_the_file_or_that_none_is_written(tmp_path, 
     assert "PAR before" in printed
     assert printed.endswith("nothing is written without --out.\n")
     assert sorted(tmp_path.iterdir()) == before
-    message = "--format and --first-layer say how a file is written; give it with --out"
+    message = "--format, --first-layer and --draft-layers say how a file is written; add --out"
     assert message in refusal(capsys, "solve", *shape, "--format", "sglang")
     assert f"written to {out}" in solve(capsys, *shape, "--out", out)[1]
     assert read_placement(out, EXPERTS, RANKS).slots == SLOTS
@@ -85,8 +88,12 @@ def test_the_known_example_is_solved_for_tables_and_for_an_even_split(tmp_path, 
     asked = ("--heat", heat, "--ranks", 8, "--slots", 2, "--out", tmp_path / "placement.npz")
     code, printed, _ = solve(capsys, *asked)
     assert code == 0
-    assert "200.00" in printed
-    assert "(vLLM, --split even) reaches PAR 1.085, hottest rank 196.67." in printed
+    # The expected splits have 200 and 196.67 tokens on the hottest rank; whole tokens scatter around them.
+    hottest = float(re.search(r"all 1 .* (\d+\.\d+) +10\.0", printed)[1])
+    assert 200 < hottest < 225
+    even = re.search(r"\(vLLM, --split even\) reaches PAR (\S+), hottest rank (\S+)\.\n", printed)
+    assert 196.67 < float(even[2]) < 220
+    assert float(even[1]) == pytest.approx(float(even[2]) / 181.25, abs=1e-3)
     _, printed, _ = solve(capsys, *asked, "--split", "even", "--json")
     assert json.loads(printed)["par_after_split_even"] is None
 

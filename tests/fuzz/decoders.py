@@ -289,7 +289,10 @@ DECODERS: dict[str, Decoder] = {
         (ValueError,),
     ),
     "trace file": Decoder(
-        trace_files, lambda data: read_heat(_file("trace", data), ReadAs(top_k=1)), (HeatError,)
+        trace_files,
+        # Only what a client of SGLang appends needs the number of choices; other formats refuse it.
+        lambda data: read_heat(_file("trace", data), ReadAs(top_k=1 if b"meta_info" in data else None)),
+        (HeatError,),
     ),
     "native trace": Decoder(native_files, read_native, (HeatError,)),
     "placement file": Decoder(placements, read_placement_bytes, (PlacementError,)),

@@ -67,8 +67,9 @@ def test_a_filter_takes_the_hosts_it_names_and_this_one() -> None:
 
 
 def test_after_links_are_open_nobody_gets_another_and_votes_go_on() -> None:
-    before = _own_ports()
     groups = joined(3)
+    # The ports of the presence links stay open to the group's hosts.
+    before = _own_ports()
     opened = _opened(groups, "vote")
     ports = _own_ports() - before
     assert len(ports) == 3

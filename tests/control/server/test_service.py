@@ -94,8 +94,8 @@ async def test_heat_leads_to_a_plan_and_the_plan_to_an_epoch(service: RunningSer
         assert list(status.problems) == []
 
         # Loads measured after the switch are better than those that led to it.
-        await group.send_heat(skewed_heat(8, seed=1))
-        await until(lambda: deployment.totals.steps_received == 40)
+        await group.send_heat(skewed_heat(64, seed=1))
+        await until(lambda: deployment.totals.steps_received == 96)
         answer = await group.operator.GetStatus(operator_pb2.GetStatusRequest(deployment="decode"))
         assert len(answer.layers) == LAYERS
         assert 1.0 <= answer.status.par < 1.5
