@@ -127,4 +127,5 @@ def test_an_error_of_the_agent_stops_balancing_until_the_ranks_vote_again_and_ne
     facts = run_ranks(RANKS, _agent_breaks_on_one_rank, times)
     live.check_together(facts, epoch=1 if times == 1 else 0)
     assert "MemoryError: no memory to count" in facts[1]["said"]
-    assert "came to nothing" in facts[0]["said"]
+    # A rank hears of it in a vote that comes to nothing, or between two votes: both name why balancing stopped.
+    assert any(reason in facts[0]["said"] for reason in ("came to nothing", "has left the votes"))
