@@ -55,6 +55,11 @@ class SideStream:
         return context
 
 
+def device_name(device: torch.device) -> str:
+    """Return the name of a device's model, such as ``NVIDIA H100 80GB HBM3`` or ``Ascend910B3``; empty for a CPU."""
+    return "" if device.type == "cpu" else str(torch.get_device_module(device).get_device_name(device))
+
+
 def host_empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Host memory that ``device`` can copy into without holding up its stream."""
     return torch.empty(shape, dtype=dtype, pin_memory=device.type != "cpu")

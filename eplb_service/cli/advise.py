@@ -49,7 +49,7 @@ def advise(
         None, "Steps that a decision sees; 256, or a quarter of a short trace.", min=1
     ),
     gpu: str | None = option(
-        None, f"Estimate times by the shipped cost curve of {', '.join(GPUS)}; needs --model."
+        None, f"Estimate times by the shipped cost curve of a GPU or NPU: {', '.join(GPUS)}; needs --model."
     ),
     model: str | None = option(None, f"Shape of the experts: {', '.join(MODELS)}."),
     workers: int | None = WORKERS,
@@ -91,7 +91,8 @@ def advise(
 
     choices = trace.facts.top_k or (shape.choices if shape is not None else 0)
     tokens = choices_per_step(trace) / choices if choices else None
-    given = advice.advise(run, slots, width, trace.steps, settings, tokens)
+    per_expert = choices_per_step(trace) / trace.experts
+    given = advice.advise(run, slots, width, trace.steps, settings, tokens, per_expert)
     rests_on = cost.assumptions(settings, costs)
     document = {**vars(given), "assumptions": rests_on}
     if out is not None:

@@ -128,6 +128,11 @@ class CostCurve:
         """True where time follows a rank's tokens alone: to lower it is to balance tokens."""
         return self.read_us == self.launch_us == 0
 
+    @property
+    def knee_tokens(self) -> float:
+        """Tokens up to which a slot takes as long as for one, because its weights are read."""
+        return max(0.0, self.read_us - self.launch_us) / self.slope_us if self.slope_us else math.inf
+
     def slot_us(self, tokens: npt.ArrayLike) -> Float64:
         """Microseconds of slots with so many tokens, float64 of the same shape."""
         n = np.asarray(tokens, dtype=np.float64)

@@ -1,16 +1,20 @@
 """Shipped cost curves of devices and shapes of models, for estimates before anything is measured on the machine itself.
 
-The curves are fitted to measured tables of DeepSeek-V3's fp8 experts. For another model they are scaled: reading by the
-bytes of an expert, computing by its operations. Each figure made of one is an estimate, and its source says so.
+The curves of GPUs are fitted to measured tables of DeepSeek-V3's fp8 experts. Those of Ascend NPUs follow from
+published peak rates of memory and 8-bit arithmetic and from shares of them that kernels are assumed to reach. For
+another model reading is scaled by the bytes of an expert and computing by its operations. Each figure made of a curve
+is an estimate, and its source says so.
 
 References
 ----------
 aiconfigurator-core 0.12, tables of SGLang 0.5.10 (Apache-2.0), https://pypi.org/project/aiconfigurator-core/.
+Zuo et al., *Serving Large Language Models on Huawei CloudMatrix384*, https://arxiv.org/abs/2506.12708 (the 910C).
 The models' shapes are those of their ``config.json`` on https://huggingface.co.
 """
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from eplb_service.cost.curve import CostCurve
@@ -67,7 +71,26 @@ _CURVES = {
     "gb200": (20.4, 7.7, 4.5, 0.0319),
 }
 """Floor, read, launch and slope in microseconds, of DeepSeek-V3's decode kernel."""
-GPUS = tuple(_CURVES)
+_PEAKS = {"910b": (1600.0, 640.0), "910c": (1600.0, 752.0)}
+"""GB/s of memory and 8-bit TOPS that are published for one processor; a 910C package has two, each with ranks of its
+own."""
+_MEMORY_SHARE = 0.8
+_COMPUTE_SHARE = 0.6
+"""Shares of the peak rates that grouped kernels reach; assumed, as nothing measured is published."""
+_NPU_FLOOR_US = 20.0
+"""As on the GPUs; assumed."""
+GPUS = (*_CURVES, *_PEAKS)
+"""Devices with a shipped curve. NPUs are among them."""
+_NAMES = (
+    ("gb200", r"\bGB200\b"),
+    ("b200", r"\bB200\b"),
+    ("h200", r"\bH200\b"),
+    ("h100", r"\bH100\b"),
+    ("910c", r"^Ascend910_93"),
+    ("910b", r"^Ascend910B"),
+)
+"""Devices by the name that torch gives them, such as ``NVIDIA H100 80GB HBM3``, ``Ascend910B3`` and
+``Ascend910_9392``."""
 
 
 def model_shape(name: str) -> ModelShape:
@@ -80,16 +103,63 @@ def model_shape(name: str) -> ModelShape:
 def estimated_curve(gpu: str, model: str) -> CostCurve:
     """Return the estimated cost curve of a model's experts on a device; raises ``DeviceError`` on an unknown name."""
     shape = model_shape(model)
-    if gpu.lower() not in _CURVES:
+    # Weights of 16 bits are multiplied at half the rate of those of 8, and so are smaller ones in 16-bit kernels.
+    halved = 1.0 if shape.weight_bytes == 1.0 else 2.0
+    operations = halved * shape.hidden * shape.inter / (_MEASURED.hidden * _MEASURED.inter)
+    return _scaled(gpu, shape.bytes_per_expert, operations, "" if shape is _MEASURED else shape.name)
+
+
+def knee_tokens(device: str, bytes_per_expert: int) -> float | None:
+    """Return the tokens of a step up to which an expert takes as long as for one, because its weights are read.
+
+    Parameters
+    ----------
+    device
+        Name of the device as torch gives it.
+    bytes_per_expert
+        Bytes of one expert in one layer. Weights of 8 and of 16 bits have the same knee: those of 16 bits take twice
+        as long to read and twice as long to multiply.
+
+    Returns
+    -------
+    float or None
+        ``None`` if no curve is shipped for the device, or the bytes are not known.
+
+    Examples
+    --------
+    >>> round(knee_tokens("Ascend910B3", 3 * 7168 * 2048))
+    150
+    >>> knee_tokens("cpu", 1 << 20) is None
+    True
+    """
+    known = next((name for name, pattern in _NAMES if re.search(pattern, device)), None)
+    if known is None or bytes_per_expert <= 0:
+        return None
+    curve = _scaled(known, bytes_per_expert, bytes_per_expert / _MEASURED.bytes_per_expert)
+    return curve.knee_tokens
+
+
+def _scaled(gpu: str, bytes_per_expert: int, operations: float, model: str = "") -> CostCurve:
+    """Return a device's curve for experts of so many bytes and of so many times DeepSeek-V3's operations."""
+    device = gpu.lower()
+    if device in _PEAKS:
+        gigabytes, tera_operations = _PEAKS[device]
+        floor, launch = _NPU_FLOOR_US, 0.0
+        read = _MEASURED.bytes_per_expert / (gigabytes * 1e3 * _MEMORY_SHARE)
+        slope = 2 * _MEASURED.bytes_per_expert / (tera_operations * 1e6 * _COMPUTE_SHARE)
+        source = (
+            f"estimate: {device}, by {_MEMORY_SHARE:.0%} of its published memory rate and {_COMPUTE_SHARE:.0%} of its "
+            "published 8-bit rate"
+        )
+    elif device in _CURVES:
+        floor, read, launch, slope = _CURVES[device]
+        source = (
+            f"estimate: {device}, fitted to SGLang 0.5.10's DeepSeek-V3 kernel in aiconfigurator-core 0.12"
+        )
+    else:
         raise DeviceError(f"--gpu {gpu!r} is not known; choose one of {', '.join(GPUS)}")
-    floor, read, launch, slope = _CURVES[gpu.lower()]
-    source = (
-        f"estimate: {gpu.lower()}, fitted to SGLang 0.5.10's DeepSeek-V3 kernel in aiconfigurator-core 0.12"
-    )
-    if shape is not _MEASURED:
-        read *= shape.bytes_per_expert / _MEASURED.bytes_per_expert
-        # Weights of 16 bits are multiplied at half the rate of those of 8, and so are smaller ones in 16-bit kernels.
-        halved = 1.0 if shape.weight_bytes == 1.0 else 2.0
-        slope *= halved * shape.hidden * shape.inter / (_MEASURED.hidden * _MEASURED.inter)
-        source += f", scaled to {shape.name}"
+    read *= bytes_per_expert / _MEASURED.bytes_per_expert
+    slope *= operations
+    if model:
+        source += f", scaled to {model}"
     return CostCurve(floor, read, min(launch, read), slope, source=source)

@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
+from eplb_service.cost.devices import knee_tokens
 from eplb_service.cost.moving import NOTHING_MEASURED, MovingCosts
 from eplb_service.heat.window import Counts, Window
 from eplb_service.placement import (
@@ -58,6 +59,8 @@ from eplb_service.wire.operator import LayerVerdict
 
 _NOTHING_IN_WHOLE_TOKENS = "kept: with whole tokens, a change would gain nothing on steps like these"
 _ROUNDING = 1e-9
+_READING_STEPS = 0.95
+"""Part of the steps that must have few tokens for a layer to be left alone: prefills between them are short."""
 _NOTHING_PAYS = "kept: nothing pays for its moves on steps that it was not fitted to"
 
 
@@ -178,7 +181,8 @@ def _picked(judge: _Judge) -> npt.NDArray[np.int64]:
         worst_first = np.argsort(-np.nan_to_num(judge.par_L, nan=0.0), kind="stable")
         return worst_first[~np.isnan(judge.par_L[worst_first])][: settings.max_layers]
     lost_L = judge.bound_L if search.warm and search.volatility else np.ones(judge.par_L.size)
-    return _cherry_pick(judge.episode_par_L, lost_L, settings)
+    worth_it_L = np.where(judge.reading_L, 1.0, judge.episode_par_L)
+    return _cherry_pick(worth_it_L, lost_L, settings)
 
 
 @dataclass(frozen=True)
@@ -199,6 +203,8 @@ class _Judge:
         float64 ``[L]``, microseconds of the slowest rank in a step; NaN without a cost curve or tokens.
     small_L
         bool ``[L]``, layers whose steps have so few tokens that changes are held out (``planner.holdout``).
+    reading_L
+        bool ``[L]``, layers whose experts get so few tokens that a step only waits for their weights.
     """
 
     asked: Question
@@ -211,6 +217,7 @@ class _Judge:
     bound_L: Float64
     us_L: Float64
     small_L: npt.NDArray[np.bool_]
+    reading_L: npt.NDArray[np.bool_]
 
     def kept(self, layer: int, reason: str) -> LayerVerdict:
         par, floor, us = (float(values_L[layer]) for values_L in (self.par_L, self.floor_L, self.us_L))
@@ -224,6 +231,13 @@ class _Judge:
         elif seen <= settings.par_threshold:
             reason = (
                 f"left alone: {seen:.3f} in episodes is at or below the threshold {settings.par_threshold:g}"
+            )
+        elif self.reading_L[layer]:
+            topology = self.asked.topology
+            knee = knee_tokens(topology.device, topology.bytes_per_expert)
+            reason = (
+                f"left alone: no expert gets more than {knee:.0f} tokens in a step; up to so many it takes the time of "
+                f"reading its weights (estimate for {topology.device})"
             )
         elif seen - bound <= settings.min_gain:
             reason = f"left alone: {seen:.3f} in episodes is what its experts' jumps make of balanced ranks"
@@ -314,7 +328,35 @@ def _judge(asked: Question, price: float, why_ungrouped: str) -> _Judge:
     if settings.cost_curve is not None:
         us_L = mean_par(split_us(window.heat_TLE, *served, settings.cost_curve), axis=0)
     episode_par_L = np.nan_to_num(par(loads_NLR), nan=1.0)
-    return _Judge(asked, price, why_ungrouped, par_TL, par_L, floor_L, episode_par_L, bound_L, us_L, small_L)
+    return _Judge(
+        asked,
+        price,
+        why_ungrouped,
+        par_TL,
+        par_L,
+        floor_L,
+        episode_par_L,
+        bound_L,
+        us_L,
+        small_L,
+        reading_L=_reading_layers(asked),
+    )
+
+
+def _reading_layers(asked: Question) -> npt.NDArray[np.bool_]:
+    """Layers in which reading weights takes all the time by an estimate for the device, bool ``[L]``.
+
+    No expert has more tokens in a step than take as long as one, but for a few steps. None if a cost curve is known.
+    """
+    window, settings, topology = asked.window, asked.settings, asked.topology
+    knee = None
+    if settings.cost_curve is None and settings.estimate_device and asked.search.warm:
+        knee = knee_tokens(topology.device, topology.bytes_per_expert)
+    if knee is None:
+        return np.zeros(window.layers, dtype=np.bool_)
+    few_TL = window.heat_TLE.max(axis=2) <= knee
+    reading_L: npt.NDArray[np.bool_] = few_TL.mean(axis=0) >= _READING_STEPS
+    return reading_L
 
 
 def _centred(par_TL: Float64, drawn_TL: Float64) -> Float64:

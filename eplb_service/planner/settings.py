@@ -111,6 +111,12 @@ class PlannerSettings:
     fitted_curve: bool = _setting(
         False, bool, "While ranks serve, plan by a cost curve fitted to their own step times, once it fits."
     )
+    estimate_device: bool = _setting(
+        True,
+        bool,
+        "Without a cost curve, leave a layer alone while its experts get so few tokens that, by an estimate for the "
+        "ranks' device, a step only waits for their weights to be read.",
+    )
     seed: int = _setting(0, int, "Seed of the solver's random choices.", least=0)
     threads: int | None = _setting(
         None,

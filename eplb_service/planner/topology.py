@@ -27,6 +27,8 @@ class Topology:
         Weights of one expert, by which the bytes that moves send are counted.
     rank_bound
         Whether experts may not leave their ranks, as grouped experts (MoGE), of which every rank has a group.
+    device
+        Name of all ranks' device as torch gives it; empty if it is not known or differs.
 
     Raises
     ------
@@ -38,6 +40,7 @@ class Topology:
     token_groups_R: Int32
     bytes_per_expert: int = 0
     rank_bound: bool = False
+    device: str = ""
 
     def __post_init__(self) -> None:
         for name in ("nodes_R", "token_groups_R"):

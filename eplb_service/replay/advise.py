@@ -31,6 +31,8 @@ _FEWEST_ROWS = 4
 """Intervals below which that error is not known."""
 _WORTH_MEMORY = 0.1
 """Part of what balancing can win that a setting must win beyond another to be worth more slots (no cost curve)."""
+_READING_TOKENS = 128.0
+"""Mean tokens of an expert below which most devices only wait for weights: the shipped curves' knees are 100 to 150."""
 _WORTH_IT = 0.03
 """Peak-to-average ratio that balancing must win to be worth running."""
 
@@ -119,6 +121,7 @@ def advise(
     steps: int,
     settings: PlannerSettings,
     tokens_per_step: float | None = None,
+    tokens_per_expert: float | None = None,
 ) -> Advice:
     """Try settings in three rounds, each by what the one before found: slots, schedules and prices, slots again.
 
@@ -134,6 +137,9 @@ def advise(
         What all rounds have in common.
     tokens_per_step
         Tokens of the model's step; ``None`` if not known.
+    tokens_per_expert
+        Mean tokens of an expert in a step, by which advice warns that time may not follow tokens; ``None`` if not
+        known.
 
     Raises
     ------
@@ -175,6 +181,7 @@ def advise(
     replayed = next(policy for policy in third.policies if policy.label == chosen.label)
     score = third.score(replayed)
     pays, reasons = _judged(third.costs, alone, score, chosen)
+    reasons += _reading_warnings(third, tokens_per_expert)
     baseline = min(third.baselines, key=lambda baseline: baseline.setup.slots)
     share, net_ms = _saved(third, alone, score, chosen)
     rate = None
@@ -213,6 +220,32 @@ def _saved(replay: Replay, alone: Score, score: Score, chosen: Option) -> tuple[
         return chosen.net_ms / alone.moe_ms, chosen.net_ms
     experts_ms = replay.layers * replay.costs.layer_ms
     return (chosen.net_ms / experts_ms, chosen.net_ms) if replay.costs.step_ms else (share, None)
+
+
+def _reading_warnings(replay: Replay, tokens_per_expert: float | None) -> list[str]:
+    """Return what a slot costs under a cost curve, or a warning that tokens may be too few for time to follow them."""
+    curve = replay.costs.curve
+    if curve is None:
+        if tokens_per_expert is None or tokens_per_expert >= _READING_TOKENS:
+            return []
+        return [
+            f"An expert gets {tokens_per_expert:.0f} tokens in a step on average. Up to 100 or 200, a device takes as "
+            "long for them as for one, because it reads the weights, and a redundant slot adds a read. --gpu with "
+            "--model, or --cost-curve, say what balance is worth in time."
+        ]
+    if curve.linear:
+        return []
+    slot_bytes = replay.layers * replay.costs.bytes_per_expert
+    memory = f" and {slot_bytes / 1e9:.2f} GB of a rank's memory" if slot_bytes else ""
+    warning = (
+        f"Each slot takes {curve.read_us:.1f} us of reading per layer and step once it gets tokens{memory}."
+    )
+    if tokens_per_expert is not None and tokens_per_expert < curve.knee_tokens:
+        warning += (
+            f" An expert gets {tokens_per_expert:.0f} tokens in a step on average; up to {curve.knee_tokens:.0f} it "
+            "takes no longer than for one, so balancing tokens hardly shortens such steps."
+        )
+    return [warning]
 
 
 def _redundant_bytes(replay: Replay, slots: int) -> int:

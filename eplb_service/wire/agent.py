@@ -79,7 +79,7 @@ class Hello:
 
     Ranks of one ``token_group`` see the same tokens; ``group_id`` is drawn once per forming of the EP group.
     ``slots_LS`` is the logical expert in each slot, ``log2phy_LE`` its table, ``[L, E]``, or ``[L, E, D]`` where it
-    deals.
+    deals. ``device`` is the name of the rank's device as torch gives it, empty on a CPU.
     """
 
     MESSAGE: ClassVar[type[Any]] = agent_pb2.Hello
@@ -98,6 +98,7 @@ class Hello:
     log2phy_LE: Annotated[Int32, "placement.log2phy", packed("layers", "experts", "entries")]
     agent_version: fields.Name = ""
     highest_term: fields.Version = 0
+    device: fields.Name = ""
 
     @property
     def ep_size(self) -> int:

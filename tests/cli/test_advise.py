@@ -61,6 +61,17 @@ def test_the_first_line_answers_whether_it_pays(trace, capsys):
     assert "of 4 ranks" in out
 
 
+def test_it_warns_that_a_slot_adds_reads_and_memory(trace, capsys):
+    arguments = ("advise", "--heat", trace, "--ranks", 4, "--redundant", "0,4")
+    _, out, _ = eplb(capsys, *arguments)
+    assert "An expert gets 64 tokens in a step on average. Up to 100 or 200" in " ".join(out.split())
+    code, out, _ = eplb(capsys, *arguments, "--model", "deepseek-v3", "--gpu", "910b")
+    text = " ".join(out.split())
+    assert code == 0
+    assert "Each slot takes 34.4 us of reading per layer and step once it gets tokens and 0.09 GB" in text
+    assert "An expert gets 64 tokens in a step on average; up to 150 it takes no longer than for one" in text
+
+
 def test_tables_agree_with_each_other_and_no_two_rows_are_alike(trace, capsys):
     code, out, _ = eplb(capsys, "advise", "--heat", trace, "--ranks", 4, "--redundant", "0,4", "--json")
     assert code == 0

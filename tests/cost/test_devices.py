@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from eplb_service.cost.devices import GPUS, MODELS, DeviceError, estimated_curve, model_shape
+from eplb_service.cost.devices import (
+    GPUS,
+    MODELS,
+    DeviceError,
+    estimated_curve,
+    knee_tokens,
+    model_shape,
+)
 
 
 def test_deepseek_v3_has_the_measured_curve() -> None:
@@ -26,7 +33,8 @@ def test_other_models_are_scaled_by_bytes_and_operations() -> None:
 @pytest.mark.parametrize("model", MODELS)
 def test_every_pair_is_a_curve(gpu: str, model: str) -> None:
     curve = estimated_curve(gpu, model)
-    assert 0 < curve.launch_us <= curve.read_us
+    assert 0 <= curve.launch_us <= curve.read_us
+    assert curve.source.startswith("estimate")
     assert curve.slope_us > 0
 
 
@@ -40,3 +48,23 @@ def test_every_pair_is_a_curve(gpu: str, model: str) -> None:
 def test_unknown_names_are_refused_with_the_known_ones(gpu: str, model: str, message: str) -> None:
     with pytest.raises(DeviceError, match=message):
         estimated_curve(gpu, model)
+
+
+@pytest.mark.parametrize(
+    ("device", "knee"),
+    [
+        ("NVIDIA H100 80GB HBM3", 101),
+        ("NVIDIA H200", 102),
+        ("Ascend910B3", 150),
+        ("Ascend910_9392", 176),
+        ("NVIDIA A100-SXM4-80GB", None),
+        ("", None),
+    ],
+)
+def test_the_knee_follows_from_the_name_that_torch_gives(device: str, knee: int | None) -> None:
+    found = knee_tokens(device, model_shape("deepseek-v3").bytes_per_expert)
+    assert (None if found is None else round(found)) == knee
+
+
+def test_the_knee_is_unknown_where_the_size_of_an_expert_is() -> None:
+    assert knee_tokens("Ascend910B3", 0) is None

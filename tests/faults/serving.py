@@ -246,16 +246,6 @@ def _lose_votes(agent: Agent) -> None:
         agent._switch.votes.voter.leave()
 
 
-def _route_astray(agent: Agent) -> None:
-    """From here on its table of the last layer is another in each pass, which its own agent does not look at."""
-    table_E = agent._switch._layers[-1].log2phy
-
-    def turn(*_: object) -> None:
-        table_E.copy_(table_E.roll(1, dims=0))
-
-    agent._switch._tables.at_boundary = turn
-
-
 FAULTS: dict[str, Callable[[Agent], None]] = {
     "sleep": lambda _: time.sleep(2.0),
     "fail-next-transfer": live.fail_once_to_stage,
@@ -266,5 +256,4 @@ FAULTS: dict[str, Callable[[Agent], None]] = {
     "break-heat-at-a-commit": _break_heat_at_a_commit,
     "lose-votes": _lose_votes,
     "stall": _stall,
-    "route-astray": _route_astray,
 }

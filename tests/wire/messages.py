@@ -71,7 +71,7 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("step", "first_step", "dropped_steps", "calls", "call_micros", "vote_micros"), ACCEPTED),
     **dict.fromkeys(("bytes_received", "staging_bytes", "ring_bytes", "bytes_per_expert"), past(MOST_BYTES)),
     **dict.fromkeys(("transfer_seconds", "commit_seconds"), (float("nan"), float("inf"), -1.0, 1e300)),
-    **dict.fromkeys(("agent_version", "service_version", "node"), (_CONTROL, _LONG)),
+    **dict.fromkeys(("agent_version", "service_version", "node", "device"), (_CONTROL, _LONG)),
     **dict.fromkeys(("reason", "error", "rank_bound", "source_sums"), ACCEPTED),
     **dict.fromkeys(("log2phy", "physical_to_logical", "local_physical_to_logical"), _WRONG_SHAPES),
     "layer": (512, 1 << 31),
@@ -151,6 +151,7 @@ def hellos(draw: st.DrawFn) -> Hello:
         log2phy_LE=placement.default_log2phy(width)[0],
         agent_version=draw(TEXTS),
         highest_term=draw(VERSIONS),
+        device=draw(TEXTS),
     )
 
 

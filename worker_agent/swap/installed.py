@@ -99,6 +99,7 @@ class Identity:
     """Place of this rank among its EP group: agreed once, when the ranks meet, and the same for the agent's life.
 
     ``group_id`` is drawn by rank 0; ``token_groups`` has, per rank, the group of ranks that see the same tokens.
+    ``device`` is the name of this rank's device, empty on a CPU.
     """
 
     deployment: str
@@ -107,6 +108,7 @@ class Identity:
     node: str
     token_groups: tuple[int, ...]
     shape: Shape
+    device: str = ""
 
     def hello(self, installed: Installed, highest_term: int = 0) -> Hello:
         """Introduction of this rank while it serves ``installed`` and follows services of this term or higher."""
@@ -124,6 +126,7 @@ class Identity:
             log2phy_LE=installed.log2phy_LE,
             agent_version=__version__,
             highest_term=highest_term,
+            device=self.device,
         )
 
 

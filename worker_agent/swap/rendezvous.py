@@ -19,6 +19,7 @@ from eplb_service import __version__
 from eplb_service.placement import MOST_ENTRIES, Int32, Placement, PlacementError, without_single_entries
 from eplb_service.wire.agent import Shape, mixed_releases
 from eplb_service.wire.codec import PROTOCOL_VERSION
+from worker_agent.device import device_name
 from worker_agent.live_layer import ExpertWeights, Gathering, LiveLayer, Named, RankBound
 from worker_agent.settings import AgentSettings
 from worker_agent.swap.fingerprint import differing_replicas, expert_fingerprints, shared_memory
@@ -111,6 +112,7 @@ def meet(
         node=settings.node,
         token_groups=tuple(fact.token_group for fact in facts),
         shape=facts[rank].shape,
+        device=device_name(_device(layers)),
     )
     return Rendezvous(group, votes, lanes, identity, installed)
 

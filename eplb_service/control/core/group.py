@@ -46,6 +46,7 @@ class Member:
     dropped_steps: int = 0
     staging_bytes: int | None = None
     ring_bytes: int | None = None
+    device: str = ""
 
     @property
     def version(self) -> tuple[int, int]:
@@ -113,6 +114,7 @@ class Group:
             np.array([member.token_group for member in members], dtype=np.int32),
             self.shape.bytes_per_expert,
             self.shape.rank_bound,
+            members[0].device if len({member.device for member in members}) == 1 else "",
         )
 
     def yields_to(self, hello: Hello, overdue: bool = False) -> bool:
@@ -170,7 +172,7 @@ class Group:
             group = group._waiting_with(hello, assembled)
         else:
             _check_rejoining(hello, group.live)
-        said = ("rank", "node", "epoch", "digest", "token_group", "agent_version", "highest_term")
+        said = ("rank", "node", "epoch", "digest", "token_group", "agent_version", "highest_term", "device")
         step = self.members[hello.rank].step if hello.rank in self.members else 0
         member = Member(**{name: getattr(hello, name) for name in said}, step=step)
         return replace(group, members={**self.members, hello.rank: member})

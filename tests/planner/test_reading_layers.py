@@ -1,0 +1,63 @@
+"""A layer whose steps only wait for weights to be read moves nothing, by an estimate for the ranks' device."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from eplb_service.cost.curve import CostCurve
+from eplb_service.heat.synthetic import synthetic_heat
+from eplb_service.heat.window import Window
+from eplb_service.placement import Placement
+from eplb_service.planner.dealing import first_tables
+from eplb_service.planner.decide import plan
+from eplb_service.planner.plan import Plan
+from eplb_service.planner.settings import PlannerSettings
+from eplb_service.planner.topology import Topology
+
+LAYERS, EXPERTS, RANKS, SLOTS = 2, 16, 4, 5
+EXPERT_BYTES = 3 * 7168 * 2048
+
+
+def decided(tokens: int, device: str = "Ascend910B3", **settings: object) -> Plan:
+    heat_TLE = synthetic_heat("static", 128, LAYERS, EXPERTS, tokens=tokens, top_k=2, seed=1)
+    placement = Placement.linear(LAYERS, EXPERTS, RANKS, SLOTS)
+    chosen = PlannerSettings(move_price=0.0, threads=1, **settings)
+    tables_RLE = first_tables(placement, chosen.split, chosen.deal_width)
+    topology = replace(Topology.flat(RANKS), bytes_per_expert=EXPERT_BYTES, device=device)
+    return plan(Window(heat_TLE), placement, tables_RLE, topology, chosen)
+
+
+def test_below_the_knee_nothing_moves_and_the_verdict_says_why() -> None:
+    made = decided(tokens=128)
+    assert made.layers == ()
+    for verdict in made.verdicts:
+        assert "up to so many it takes the time of reading its weights" in verdict.reason
+        assert "(estimate for Ascend910B3)" in verdict.reason
+
+
+@pytest.mark.parametrize(
+    ("tokens", "device", "settings"),
+    [
+        (8192, "Ascend910B3", {}),
+        (128, "", {}),
+        (128, "Ascend910B3", {"estimate_device": False}),
+        (128, "Ascend910B3", {"cost_curve": CostCurve(0.0, 0.0, 0.0, 1.0)}),
+    ],
+    ids=["prefill", "an unknown device", "switched off", "a curve is given"],
+)
+def test_otherwise_layers_are_balanced(tokens: int, device: str, settings: dict[str, object]) -> None:
+    assert len(decided(tokens, device, **settings).layers) == LAYERS
+
+
+def test_a_long_prefill_in_every_tenth_step_counts() -> None:
+    few_TLE = synthetic_heat("static", 128, LAYERS, EXPERTS, tokens=64, top_k=2, seed=1)
+    many_TLE = synthetic_heat("static", 128, LAYERS, EXPERTS, tokens=8192, top_k=2, seed=2)
+    mixed_TLE = np.where(np.arange(128)[:, None, None] % 10 == 0, many_TLE, few_TLE)
+    placement = Placement.linear(LAYERS, EXPERTS, RANKS, SLOTS)
+    chosen = PlannerSettings(move_price=0.0, threads=1)
+    topology = replace(Topology.flat(RANKS), bytes_per_expert=EXPERT_BYTES, device="Ascend910B3")
+    made = plan(Window(mixed_TLE), placement, first_tables(placement, chosen.split, 1), topology, chosen)
+    assert not any("reading its weights" in verdict.reason for verdict in made.verdicts)
