@@ -2,7 +2,8 @@
 
 Downloads the wheel (torch_npu is never imported: it needs Ascend's libraries), reads the schemas of the operators that
 ``worker_agent.moe`` uses out of its YAML files, and runs its own shape functions on the ``meta`` device to learn what
-each operator returns for the calls of ``tests/moe/torch_npu/calls.py``. Prints what was checked.
+each operator returns for the calls of ``tests/moe/torch_npu/calls.py``. Of torch's own operators that the agent
+launches (``tests/moe/torch_npu/native.py``) it writes down those that the wheel declares. Prints what was checked.
 """
 
 from __future__ import annotations
@@ -26,8 +27,9 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from tests.moe.torch_npu.calls import OPERATORS, results  # noqa: E402
+from tests.moe.torch_npu.native import NATIVE  # noqa: E402
 
-VERSION = "2.13.0"
+VERSION = "2.14.0"
 EXTRACT = ROOT / "tests" / "moe" / "torch_npu"
 YAML_FILES = [
     f"torch_npu/csrc/aten/{name}.yaml" for name in ("npu_native_functions", "npu_native_functions_by_codegen")
@@ -50,6 +52,7 @@ def main() -> None:
         found = {
             f"{VERSION}.schemas": schema_file(schemas),
             f"{VERSION}.results.json": results_file(schemas, Path(folder) / META_FILE),
+            f"{VERSION}.native": native_file(Path(folder)),
         }
     differing = [
         name
@@ -86,6 +89,17 @@ def schema_file(schemas: dict[str, str]) -> str:
         "# of the operators that worker_agent.moe uses, word for word. Made by tools/torch_npu_contract.py --refresh.",
     ]
     return "\n".join([*header, *(schemas[name] for name in OPERATORS)]) + "\n"
+
+
+def native_file(folder: Path) -> str:
+    """Return those of torch's own operators in use that the wheel declares for NPUs, one a line."""
+    text = "\n".join((folder / name).read_text() for name in YAML_FILES)
+    declared = set(re.findall(r"^\s*-\s*(?:func:\s*)?([\w.]+)\s*(?:\(.*)?$", text, flags=re.MULTILINE))
+    header = [
+        f"# Of torch's operators in tests/moe/torch_npu/native.py, those that torch_npu {VERSION} declares for NPUs.",
+        "# Made by tools/torch_npu_contract.py --refresh.",
+    ]
+    return "\n".join([*header, *(name for name in NATIVE if name in declared)]) + "\n"
 
 
 def results_file(schemas: dict[str, str], meta: Path) -> str:

@@ -25,9 +25,9 @@ from worker_agent.moe.dispatch import DISPATCHER_NAMES, SHARED_TOKEN_DISPATCHERS
 from worker_agent.moe.operators import Operators, reference
 
 EXTRACT = Path(__file__).parent.parent / "torch_npu"
-SCHEMAS = [line for line in (EXTRACT / "2.13.0.schemas").read_text().splitlines() if not line.startswith("#")]
+SCHEMAS = [line for line in (EXTRACT / "2.14.0.schemas").read_text().splitlines() if not line.startswith("#")]
 NAMES = [schema.partition("(")[0] for schema in SCHEMAS]
-RESULTS = json.loads((EXTRACT / "2.13.0.results.json").read_text())
+RESULTS = json.loads((EXTRACT / "2.14.0.results.json").read_text())
 
 
 def grouped_matmul_of_codes(*args: Any, output_dtype: int | None = None, **kwargs: Any) -> list[torch.Tensor]:

@@ -13,6 +13,7 @@ from eplb_service.placement import Int32, Placement
 from eplb_service.wire.heat import StepPhase
 from worker_agent.adapters.compat import UnsupportedEngineError, refuse, release_of
 from worker_agent.adapters.engine_host import RING_ROWS, EngineHost, HeatRings
+from worker_agent.adapters.vllm_ascend.choices import ChoiceCounter
 from worker_agent.adapters.vllm_ascend.refusals import KNOWN, refuse_settings
 from worker_agent.adapters.vllm_ascend.weights import AscendLayer, check_same_formats, expert_weights
 from worker_agent.settings import AgentSettings
@@ -79,7 +80,7 @@ class _HostHeat:
     ) -> None:
         device, slots = layers[0].log2phy.device, int(layers[0].local_num_experts)
         self.rings = HeatRings(len(layers), device, slots=slots, experts=experts, rows=rows)
-        self.chosen_LE = torch.zeros((len(layers), experts), dtype=torch.int32, device=device)
+        self._choices = ChoiceCounter(len(layers), experts, device)
         self._by_table = {id(layer.log2phy): index for index, layer in enumerate(layers)}
         self._loads = [layer.moe_load for layer in layers]
         self._counters = [layer.load_counter for layer in layers if hasattr(layer, "load_counter")]
@@ -102,11 +103,12 @@ class _HostHeat:
             self._check_gathering()
             if not self._first_rank:
                 return
-        ids = fused_experts_input.topk_ids
-        ones = torch.ones_like(ids, dtype=torch.int32)
-        if routing.mc2_mask is not None and not gathers:
-            ones = ones * routing.mc2_mask.to(torch.int32).reshape(-1, 1)
-        self.chosen_LE[index].index_add_(0, ids.reshape(-1).long(), ones.reshape(-1))
+        self._choices.count(index, fused_experts_input.topk_ids, None if gathers else routing.mc2_mask)
+
+    @property
+    def chosen_LE(self) -> torch.Tensor:
+        """Choices of the pass by logical expert, int32 ``[L, E]``."""
+        return self._choices.chosen_LE
 
     def _check_gathering(self) -> None:
         refuse(
@@ -136,7 +138,8 @@ class _HostHeat:
 
     def clear(self) -> None:
         """Forget what the host has counted since the last pass."""
-        torch._foreach_zero_([*self._loads, *self._counters, self.chosen_LE])
+        torch._foreach_zero_([*self._loads, *self._counters])
+        self._choices.clear()
 
 
 class AscendHost(EngineHost):

@@ -1,0 +1,127 @@
+"""Choices by logical expert of all layers of a forward pass, counted with one operator per layer."""
+
+from __future__ import annotations
+
+import torch
+
+MAX_BUFFERED = 1 << 15
+"""Choices of a layer beyond which they are counted at once: such a step is long, and a buffer would take megabytes."""
+
+
+class ChoiceCounter:
+    """Counts the experts that a rank's tokens choose, in a pass that a graph may capture.
+
+    Each layer copies its choices into a row of one buffer. One operator adds up the rows of all layers once the last
+    has run, or the run of layers ends in another way. All memory is allocated once, so that a captured graph writes
+    where the agent reads.
+
+    Parameters
+    ----------
+    layers, experts
+        L and E.
+    device
+        Where the choices are.
+
+    Examples
+    --------
+    >>> counter = ChoiceCounter(layers=2, experts=4, device=torch.device("cpu"))
+    >>> counter.count(0, torch.tensor([[0, 1], [1, 2]]))
+    >>> counter.count(1, torch.tensor([[3, 3], [0, 1]]), torch.tensor([True, False]))
+    >>> counter.chosen_LE.tolist()
+    [[1, 2, 1, 0], [0, 0, 0, 2]]
+    """
+
+    def __init__(self, layers: int, experts: int, device: torch.device) -> None:
+        self._chosen_LE = torch.zeros((layers, experts), dtype=torch.int32, device=device)
+        self._ids_LC = torch.zeros((layers, 0), dtype=torch.int64, device=device)
+        self._ones_1C = torch.zeros((1, 0), dtype=torch.int32, device=device)
+        self._active_1C = torch.zeros((1, 0), dtype=torch.int32, device=device)
+        self._outgrown: list[torch.Tensor] = []
+        """Captured graphs still write to these."""
+        self._first = self._next = 0
+        """The layers whose rows wait to be added up: from the first to before the next."""
+        self._kind: tuple[object, ...] = ()
+        """Shape of their choices, and the mask of their tokens."""
+        self._weights_1C = self._ones_1C
+
+    @property
+    def chosen_LE(self) -> torch.Tensor:
+        """Choices since the last ``clear``, int32 ``[L, E]``."""
+        self._add_up()
+        return self._chosen_LE
+
+    def count(self, layer: int, ids_TK: torch.Tensor, active_T: torch.Tensor | None = None) -> None:
+        """Count the choices of one layer.
+
+        Parameters
+        ----------
+        layer
+            Its index.
+        ids_TK
+            ``[T, K]``, logical experts that each token chose.
+        active_T
+            bool ``[T]``, False for padding; ``None`` if every token counts.
+        """
+        choices = ids_TK.numel()
+        kind = (ids_TK.shape, *_same_memory(active_T))
+        waiting = self._next > self._first
+        if waiting and (layer != self._next or kind != self._kind):
+            self._add_up()
+            waiting = False
+        if choices > MAX_BUFFERED:
+            self._weigh(ids_TK, active_T)
+            ids_1C = ids_TK.reshape(1, -1).long()
+            self._chosen_LE[layer : layer + 1].scatter_add_(1, ids_1C, self._weights_1C)
+            return
+        if not waiting:
+            self._first = self._next = layer
+            self._kind = kind
+            self._weigh(ids_TK, active_T)
+        self._ids_LC[layer, :choices].copy_(ids_TK.reshape(-1))
+        self._next = layer + 1
+        if self._next == len(self._chosen_LE):
+            self._add_up()
+
+    def clear(self) -> None:
+        """Forget all choices."""
+        self._first = self._next = 0
+        self._chosen_LE.zero_()
+
+    def _weigh(self, ids_TK: torch.Tensor, active_T: torch.Tensor | None) -> None:
+        """Hold one for each choice of these tokens, or zero for padding, in memory that is large enough."""
+        choices = ids_TK.numel()
+        if self._ids_LC.shape[1] < choices <= MAX_BUFFERED:
+            self._outgrown.append(self._ids_LC)
+            columns = _rounded_up(choices)
+            rows = len(self._chosen_LE)
+            self._ids_LC = torch.zeros((rows, columns), dtype=torch.int64, device=self._ids_LC.device)
+        if self._ones_1C.shape[1] < choices:
+            self._outgrown += [self._ones_1C, self._active_1C]
+            columns = _rounded_up(choices)
+            device = self._ones_1C.device
+            self._ones_1C = torch.ones((1, columns), dtype=torch.int32, device=device)
+            self._active_1C = torch.zeros((1, columns), dtype=torch.int32, device=device)
+        if active_T is None:
+            self._weights_1C = self._ones_1C[:, :choices]
+            return
+        self._weights_1C = self._active_1C[:, :choices]
+        self._weights_1C.view(ids_TK.shape).copy_(active_T.reshape(-1, 1))
+
+    def _add_up(self) -> None:
+        """Add the rows that wait: one operator for all of them."""
+        first, rows = self._first, self._next - self._first
+        self._first = self._next
+        if rows:
+            choices = self._weights_1C.shape[1]
+            ids_LC = self._ids_LC[first : first + rows, :choices]
+            self._chosen_LE[first : first + rows].scatter_add_(1, ids_LC, self._weights_1C.expand(rows, -1))
+
+
+def _same_memory(mask_T: torch.Tensor | None) -> tuple[object, ...]:
+    """What two masks have in common if they are views of the same memory."""
+    return () if mask_T is None else (mask_T.data_ptr(), mask_T.shape, mask_T.stride())
+
+
+def _rounded_up(choices: int) -> int:
+    """Return the next power of two: memory that is outgrown step by step stays below what is in use."""
+    return 1 << (choices - 1).bit_length()
