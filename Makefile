@@ -13,7 +13,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: screenshots proofs properties attack help size stack dashboard notebook pythons demo demo-vllm e2e-observability test test-slow test-oldest check lint types layers docs unit warm format proto wheels clean
-.PHONY: test-engines known-engines explore simulate fuzz fuzz-properties mutate faults soak bench-switch bench-solver bench-decide bench-split bench-time bench-scale bench-engine
+.PHONY: test-engines known-engines explore simulate fuzz fuzz-properties mutate faults soak bench-switch bench-solver bench-decide bench-split bench-emulated bench-time bench-scale bench-engine
 
 help: ## show this list
 	@awk -F':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -145,6 +145,9 @@ bench-solver: warm ## the solver beside its peers, which are fetched once (about
 
 bench-split: warm ## tokens over replicas by table, dealt and by step, beside targets (minutes); ARGS="--routes routes.npz"
 	@$(BIN)/python -m benchmarks.split $(ARGS)
+
+bench-emulated: warm ## time per token left alone, with the engine's own EPLB and with ours, on emulated devices (12 minutes)
+	@$(BIN)/python -m benchmarks.emulated $(ARGS)
 
 bench-time: warm ## planning for time beside balancing tokens (minutes); ARGS="--routes routes.npz --table moe_perf.parquet"
 	@$(BIN)/python -m benchmarks.time $(ARGS)

@@ -1,0 +1,1 @@
+"""What balance is worth in time, on ranks that stand for devices."""
