@@ -365,7 +365,7 @@ def inflation(values_NK: Float64) -> Float64:
     lags = min(MOST_LAGS, count // 4)
     for lag in range(1, lags + 1):
         weight = 2.0 * (1.0 - lag / (lags + 1))
-        total_K += weight * (centred_NK[lag:] * centred_NK[:-lag]).sum(axis=0)
+        total_K += weight * (centred_NK[lag:] * centred_NK[: count - lag]).sum(axis=0)
     ratio_K: Float64 = np.ones_like(spread_K)
     np.divide(total_K, spread_K, out=ratio_K, where=spread_K > 0)
     return np.maximum(ratio_K, 1.0)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.agent import live
+from tests.injected import leaves_a_with
 from tests.ranks import run_ranks
 from worker_agent.agent import RestoreError
 from worker_agent.forward_clock import ForwardClock, StepTimer, Stopwatch
@@ -37,7 +38,7 @@ class FailAt:
         return self._line if "worker_agent" in frame.f_code.co_filename else None
 
     def _line(self, frame: FrameType, event: str, _: Any) -> Any:
-        if event != "line" or self.where is not None:
+        if event != "line" or self.where is not None or leaves_a_with(frame):
             return self._line
         guard = frame.f_code.co_qualname == "_contained.<locals>.contain.<locals>.call"
         # Nothing that Python runs could catch an error in the first line of the guard itself.

@@ -10,6 +10,7 @@ from typing import Any
 
 from greenlet import getcurrent
 
+from tests.injected import leaves_a_with
 from tests.simulation.scheduler import Process
 
 _GUARD = "_contained.<locals>.contain.<locals>.call"
@@ -32,7 +33,12 @@ def failing_lines(process: Process) -> Iterator[None]:
         return None if guard else line
 
     def line(frame: FrameType, event: str, _: Any) -> Any:
-        if event == "line" and process.failing_line > 0 and getcurrent() is model:
+        if (
+            event == "line"
+            and process.failing_line > 0
+            and getcurrent() is model
+            and not leaves_a_with(frame)
+        ):
             process.failing_line -= 1
             if process.failing_line == 0:
                 where = f"{frame.f_code.co_qualname}, line {frame.f_lineno}"
