@@ -96,8 +96,10 @@ class Faults:
         pair, seconds = world.random.sample(world.engine.ranks, 2), world.random.choice((0.5, 5.0))
 
         def begin() -> None:
-            world.network.cut(pair[0].name, pair[1].name, seconds)
-            world.engine.failing_installs[world.engine.ranks.index(pair[1])] = 1
+            # Until a commit comes the engine may have started again, with other processes.
+            if pair[1] in world.engine.ranks:
+                world.network.cut(pair[0].name, pair[1].name, seconds)
+                world.engine.failing_installs[world.engine.ranks.index(pair[1])] = 1
 
         world.network.aimed.append(begin)
         return f"between {pair[0].name} and {pair[1].name} for {seconds} s, where the install fails"
