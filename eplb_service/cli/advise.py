@@ -16,18 +16,22 @@ from eplb_service.cli.output import figure, output_console, print_json, table_of
 from eplb_service.cli.replay import OUT, replay_progress
 from eplb_service.cli.trace_options import (
     HEAT,
+    POLICY,
     WORKERS,
     CostOptions,
     RankOptions,
     ReadingOptions,
     basis_text,
+    check_groups,
     choices_per_step,
+    hint,
+    one_policy,
     planner_flags,
     slots_of_redundant,
 )
 from eplb_service.cli.warmup import compile_solver
 from eplb_service.cost.devices import GPUS, MODELS, DeviceError, ModelShape, estimated_curve, model_shape
-from eplb_service.planner.settings import PlannerSettings, planner_settings
+from eplb_service.planner.settings import AUTO, PlannerSettings, planner_settings
 
 if TYPE_CHECKING:
     from eplb_service.replay.advise import Advice, Option
@@ -42,6 +46,7 @@ def advise(
     cost: CostOptions,
     reading: ReadingOptions,
     heat: Path = HEAT,
+    policy: str = POLICY,
     redundant: str | None = option(
         None, "Redundant experts per layer to try, with commas; a few by default.", metavar=SEVERAL
     ),
@@ -61,6 +66,7 @@ def advise(
     if out is not None:
         check_output(out, (".json",))
     settings, cost, shape = _estimated(planner_settings(planner), cost, gpu, model)
+    one_policy(policy)
     from eplb_service.replay import advise as advice
     from eplb_service.replay.jobs import TraceFile, check_jobs, replay_file
     from eplb_service.replay.loop import Scene
@@ -75,10 +81,16 @@ def advise(
     costs = cost.costs(settings, trace, group.ranks)
     scene = Scene(group.topology(trace), costs)
     width = window or max(1, min(256, trace.steps // 4))
+    if window is not None and 3 * window >= trace.steps:
+        hint(
+            f"{trace.steps} steps are too few to compare schedules with --window {window}; the schedules compared have "
+            f"windows of at most {(trace.steps - 1) // 3} steps"
+        )
     least = -(-trace.experts // group.ranks)
     slots = [count for count in (least, least + 1, least + 2, least + 4) if count <= trace.experts]
     if redundant is not None:
         slots = slots_of_redundant(trace.experts, group.ranks, redundant)
+    check_groups(settings, trace.experts, slots, scene.topology)
 
     def run(jobs: list[Job]) -> Replay:
         check_jobs(jobs, trace, scene)
@@ -92,7 +104,7 @@ def advise(
     choices = trace.facts.top_k or (shape.choices if shape is not None else 0)
     tokens = choices_per_step(trace) / choices if choices else None
     per_expert = choices_per_step(trace) / trace.experts
-    given = advice.advise(run, slots, width, trace.steps, settings, tokens, per_expert)
+    given = advice.advise(run, slots, width, trace.steps, settings, tokens, per_expert, policy)
     rests_on = cost.assumptions(settings, costs)
     document = {**vars(given), "assumptions": rests_on}
     if out is not None:
@@ -148,6 +160,10 @@ def headline(given: Advice, estimated: bool) -> str:
     return f"Balancing does not pay here: {gained.replace('takes', 'would take', 1)}, for {memory}."
 
 
+def _priced(chosen: Option) -> str:
+    return "" if chosen.move_price == AUTO else f", move price {chosen.move_price:g}"
+
+
 def _print(console: Console, given: Advice, costs: Costs, rests_on: Sequence[Assumption]) -> None:
     setup = given.chosen.setup
     estimated = costs.curve is not None and costs.curve.source.startswith("estimate")
@@ -155,7 +171,7 @@ def _print(console: Console, given: Advice, costs: Costs, rests_on: Sequence[Ass
     if given.pays:
         console.print(
             f"Set {given.redundant} redundant experts per layer ({setup.slots} slots per rank), window "
-            f"{setup.window}, interval {setup.interval}."
+            f"{setup.window}, interval {setup.interval}{_priced(given.chosen)}."
         )
     for reason in given.reasons:
         console.print(f"  {reason}")
@@ -174,17 +190,21 @@ def _print(console: Console, given: Advice, costs: Costs, rests_on: Sequence[Ass
         return f"window {one.setup.window}, every {one.setup.interval}{mark}"
 
     by_slots = {
-        "slots per rank": lambda one: f"{one.setup.slots}{' (advised)' if one.setup == setup else ''}",
+        "slots per rank": lambda one: (
+            f"{one.setup.slots}{_priced(one)}{' (advised)' if one.setup == setup else ''}"
+        ),
         **columns,
         "GB per rank": lambda one: figure(one.bytes_per_rank / 1e9, ".2f") if one.bytes_per_rank else None,
     }
     slots = given.by_schedule[0].setup.slots
     by_price = {"move price": lambda one: f"{one.move_price:g}", **columns}
-    for rows, headings, title in (
+    tables = [
         (given.by_redundancy, by_slots, f"window {setup.window}, interval {setup.interval}"),
         (given.by_schedule, {"schedule": tried, **columns}, f"{slots} slots per rank"),
-        (given.by_moves, by_price, f"{slots} slots per rank, {tried(given.by_moves[0])}"),
-    ):
+    ]
+    if given.by_moves:
+        tables.append((given.by_moves, by_price, f"{slots} slots per rank, {tried(given.by_moves[0])}"))
+    for rows, headings, title in tables:
         console.print(table_of(rows, headings, title=title), soft_wrap=False)
     best = np.argsort(-given.gain_L, kind="stable")[:5]
     console.print(

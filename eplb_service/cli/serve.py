@@ -10,7 +10,7 @@ import structlog
 import typer
 
 from eplb_service.cli.options import UserError, option, setting_option, takes_options
-from eplb_service.cli.trace_options import PLANNER
+from eplb_service.cli.trace_options import PLANNER, unused_heat
 from eplb_service.control.server.lease.leadership import LeaseError, LeaseLostError
 from eplb_service.control.server.listening import ListenError
 from eplb_service.control.server.service import RunningService, serve_until_stopped
@@ -55,6 +55,12 @@ def serve(
     try:
         settings = load_settings(flags, config)
         configure_logs(settings.log_level)
+        if settings.window_steps < settings.decision_interval:
+            _log.warning(
+                "window_shorter_than_interval",
+                reason=unused_heat(settings.window_steps, settings.decision_interval)
+                + "; set window_steps to at least decision_interval to use all of them",
+            )
         if flags.get("auth_token") is not None:
             _log.warning(
                 "token_on_command_line",

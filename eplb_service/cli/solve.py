@@ -24,7 +24,6 @@ from eplb_service.cli.trace_options import (
     SlotOptions,
     check_groups,
     check_placement_output,
-    hint,
     one_policy,
     placed_at_start,
     planner_flags,
@@ -36,7 +35,6 @@ from eplb_service.io.placement_file import write_placement
 from eplb_service.placement import Placement, check_shape, mean_par
 from eplb_service.planner.dealing import first_tables
 from eplb_service.planner.price import SplitCost
-from eplb_service.planner.request import groups_on_nodes
 from eplb_service.planner.score import par_of_steps, split_steps
 from eplb_service.planner.settings import EVEN, STEP, TABLES, PlannerSettings, planner_settings
 
@@ -79,12 +77,7 @@ def solve(
         source_RLE = trace.source(0, trace.steps) if trace.facts.ranks == group.ranks else None
     start_LRS = placed_at_start(placement, trace, group.ranks)
     topology = group.topology(trace)
-    check_groups(settings, trace.experts)
-    _, why_ungrouped = groups_on_nodes(
-        settings, Placement.linear(1, trace.experts, group.ranks, slots), topology
-    )
-    if why_ungrouped:
-        hint(f"--expert-groups has no effect: {why_ungrouped}")
+    check_groups(settings, trace.experts, [slots], topology)
 
     def solved(by: PlannerSettings) -> Solution:
         from eplb_service import offline

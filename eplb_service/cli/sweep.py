@@ -23,6 +23,8 @@ from eplb_service.cli.trace_options import (
     ReadingOptions,
     SlotOptions,
     basis_text,
+    check_groups,
+    check_windows,
     planner_flags,
 )
 from eplb_service.cli.warmup import compile_solver
@@ -86,14 +88,18 @@ def sweep(
     policies = policies_of(policy)
     settings = [(choice, planner_settings({**planner, **choice})) for choice in grid(_choices(vary or []))]
 
+    windows = whole_numbers("--window", window)
+    intervals = whole_numbers("--interval", interval)
+
     def cells_of(path: Path) -> Iterator[SweepCell]:
         file = TraceFile(path, reading.reading())
         trace = reading.open(path)
         counts = layout.counts(trace.experts, group.ranks)
-        windows = whole_numbers("--window", window)
-        setups = setups_of(windows, whole_numbers("--interval", interval), counts)
+        setups = setups_of(windows, intervals, counts)
         # All setups score the same steps: those after the latest first decision.
         start = max(setup.first for setup in setups)
+        for chosen in {chosen.expert_groups: chosen for _, chosen in settings}.values():
+            check_groups(chosen, trace.experts, counts, group.topology(trace))
         for choice, chosen in settings:
             scene = Scene(group.topology(trace), cost.costs(chosen, trace, group.ranks))
             for setup in setups:
@@ -108,6 +114,7 @@ def sweep(
             cells += cells_of(path)
         except (UserError, ReplayError, PlacementError) as error:
             raise UserError(f"{path}: {error}") from error
+    check_windows(windows, intervals)
     compile_solver()
     rows, interrupted = _run(cells, workers, ray)
     rests_on = cost.assumptions(settings[0][1], cells[0].scene.costs)

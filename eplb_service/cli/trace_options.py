@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import typing
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar
 
@@ -25,11 +25,12 @@ from eplb_service.cli.options import (
 from eplb_service.heat.window import HeatError
 from eplb_service.io.named_arrays import MEANINGS, ReadAs
 from eplb_service.io.open_trace import KNOWN, naming, open_trace
-from eplb_service.io.placement_file import FORMATS, SUFFIXES, placement_format, read_foreign, read_phy2log
+from eplb_service.io.placement_file import FORMATS, SUFFIXES, placement_format, read_foreign, read_map
 from eplb_service.io.routes import DEFAULT_BATCH
 from eplb_service.io.trace import Trace
-from eplb_service.placement import Int32, PlacementError
+from eplb_service.placement import Int32, Placement, PlacementError
 from eplb_service.planner.price import SplitCost
+from eplb_service.planner.request import groups_on_nodes
 from eplb_service.planner.settings import PlannerSettings, planner_options
 from eplb_service.planner.topology import Topology
 from eplb_service.replay.costs import Assumption, Costs
@@ -71,21 +72,33 @@ def hint(text: str) -> None:
     typer.echo(f"eplb: hint: {text}", err=True)
 
 
-def check_groups(settings: PlannerSettings, experts: int) -> None:
-    """Raise ``UserError`` if the experts do not divide into the groups that are to stay on a node."""
+def check_groups(settings: PlannerSettings, experts: int, counts: Sequence[int], topology: Topology) -> None:
+    """Check the groups of experts that each stay on a node, with each number of slots per rank.
+
+    Gives a hint if they cannot stay together, and raises ``UserError`` if the experts do not divide into them.
+    """
     groups = settings.expert_groups
     if groups and experts % groups:
         raise UserError(f"--expert-groups {groups} does not divide the {experts} experts evenly")
+    for slots in counts:
+        linear = Placement.linear(1, experts, topology.ranks, slots)
+        _, why_ungrouped = groups_on_nodes(settings, linear, topology)
+        if why_ungrouped:
+            hint(f"--expert-groups has no effect: {why_ungrouped}")
+            return
 
 
 def check_windows(windows: Sequence[int], intervals: Sequence[int]) -> None:
-    """Give a hint if decisions leave out heat, since the window is shorter than the interval."""
-    window, interval = min(windows), max(intervals)
+    """Give a hint if decisions leave out heat because the window is shorter than the interval."""
+    window = min(windows)
+    interval = max(intervals)
     if window < interval:
-        hint(
-            f"with --window {window} and --interval {interval}, decisions use only the last {window} of every "
-            f"{interval} steps"
-        )
+        hint(f"with --window {window} and --interval {interval}, {unused_heat(window, interval)}")
+
+
+def unused_heat(window: int, interval: int) -> str:
+    """Return what a window that is shorter than the interval means."""
+    return f"decisions use only the last {window} of every {interval} steps"
 
 
 @dataclass(frozen=True)
@@ -97,7 +110,10 @@ class ReadingOptions:
     read_as: str | None = option(
         None, f"What the file's array is, where it is not named: {', '.join(MEANINGS)}.", "--as"
     )
-    map: Path | None = option(None, "Expert in each slot [layers, slots], for tokens by slot.")
+    map: Path | None = option(
+        None,
+        "Expert in each slot [layers, slots], for tokens by slot; matched by layer number if it has them.",
+    )
     experts: int | None = option(None, "Logical experts per layer, where the file does not name them.", min=1)
     batch: int | None = option(
         None, f"Requests decoded side by side, where routes become steps; {DEFAULT_BATCH} by default.", min=1
@@ -107,13 +123,13 @@ class ReadingOptions:
     def reading(self) -> ReadAs:
         """Return how a file is to be read; raises ``UserError`` on an unknown meaning, or a map that cannot be read."""
         meaning = None if self.read_as is None else one_of("--as names", self.read_as, MEANINGS)
-        phy2log = None
+        read_as = ReadAs()
         if self.map is not None:
             try:
-                phy2log = read_phy2log(self.map)
+                read_as = read_map(self.map)
             except (HeatError, PlacementError) as error:
                 raise UserError(f"{self.map}: {error}") from error
-        return ReadAs(meaning, phy2log, self.experts, self.batch, self.top_k)
+        return replace(read_as, meaning=meaning, experts=self.experts, batch=self.batch, top_k=self.top_k)
 
     def open(self, path: Path) -> Trace:
         """Open a trace, with a hint on stderr if most experts of a layer never get a token.

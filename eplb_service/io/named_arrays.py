@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
@@ -59,7 +59,9 @@ class ReadAs:
 
     ``meaning`` is what its array is, ``phy2log`` the expert in each slot, for tokens by slot, ``experts`` E, ``batch``
     the tokens of a step made from routes, ``top_k`` the experts that a token chooses in each layer, for routes without
-    it. A reader refuses each fact that it does not use.
+    it. ``map_layers`` are the numbers of the layers in ``phy2log``: the model's own, or with ``map_counts_moe`` those
+    of its MoE layers from 0 on; without numbers its rows are in the order of the heat's layers. A reader refuses each
+    fact that it does not use.
     """
 
     meaning: Meaning | None = None
@@ -67,11 +69,70 @@ class ReadAs:
     experts: int | None = None
     batch: int | None = None
     top_k: int | None = None
+    map_layers: tuple[int, ...] = ()
+    map_counts_moe: bool = False
+
+    def map_of(self, heat_TLX: Array, phy2log: Array, numbers: Sequence[int] = ()) -> Array:
+        """Return the rows of a map for the layers of heat, matched by number where both sides have numbers.
+
+        Parameters
+        ----------
+        heat_TLX
+            Tokens by slot; the second axis is the layers.
+        phy2log
+            The map: that of ``self`` if it has one, otherwise the file's own, whose rows are those of the heat.
+        numbers
+            The model's own numbers of these layers. Without them, either the heat has the same layers as the map, or a
+            row for each layer of the model.
+
+        Returns
+        -------
+        Array
+            The expert in each slot, a row per layer of the heat; any row for a layer without tokens that the map leaves
+            out.
+
+        Raises
+        ------
+        HeatError
+            If the map leaves out a layer that has tokens.
+        """
+        layers = heat_TLX.shape[1]
+        if self.phy2log is None or phy2log.ndim < 2 or not heat_TLX.size:
+            return phy2log
+        known = self.map_layers
+        if not known:
+            by_number = numbers and len(phy2log) > max(*numbers, len(numbers))
+            return phy2log[list(numbers)] if by_number else phy2log
+        numbers = () if self.map_counts_moe else numbers
+        if not numbers and len(known) == layers and known[-1] - known[0] == layers - 1:
+            return phy2log
+        wanted = numbers or range(layers)
+        row_of = {number: row for row, number in enumerate(known)}
+        busy_L = heat_TLX.swapaxes(0, 1).reshape(layers, -1).any(axis=1)
+        missing = [
+            number for number, busy in zip(wanted, busy_L, strict=True) if busy and number not in row_of
+        ]
+        if missing or not (numbers or self.map_counts_moe or known[-1] < layers):
+            whose = f"the layers {listed(numbers)}" if numbers else f"{layers} layers without numbers"
+            raise HeatError(f"has heat of {whose}, but the map is of the layers {listed(known)}")
+        return phy2log[[row_of.get(number, 0) for number in wanted]]
 
     def refuse_unused(self, what: str, *used: str, makes: Meaning | None = "heat") -> None:
-        """Raise ``HeatError`` naming the facts that are stated and that the reader of ``what`` does not use.
+        """Reject facts that the user states and a reader does not use.
 
-        ``used`` are names of fields. ``meaning`` may be stated as well if it is what the reader ``makes``.
+        Parameters
+        ----------
+        what
+            What the reader reads, for the message, such as ``a file of lines``.
+        used
+            Names of the fields that the reader uses.
+        makes
+            Meaning of the array that the reader returns; the user may state it as well.
+
+        Raises
+        ------
+        HeatError
+            Naming the options that state the unused facts.
         """
         known = {*used, *(["meaning"] if self.meaning == makes else [])}
         unused = [
@@ -100,12 +161,29 @@ def trace_of_arrays(
 
 def _numbered_as_stated(trace: ArrayTrace, stated: Array) -> ArrayTrace:
     """Return the trace with the layer numbers that its file states, all of which are then MoE layers."""
-    numbers = stated.ravel().tolist() if stated.dtype.kind in "iu" else []
-    if len(numbers) != trace.layers or numbers != sorted(set(numbers)) or min(numbers, default=0) < 0:
-        raise HeatError(
-            f"has the layer numbers {stated.tolist()} for {trace.layers} layers; expected rising ones"
-        )
+    numbers = _checked_numbers(stated, trace.layers)
     return replace(trace, facts=replace(trace.facts, layer_numbers=numbered(numbers)), states_layers=True)
+
+
+def _checked_numbers(stated: Array | None, layers: int) -> list[int]:
+    """Return the layer numbers that a file states, or none; raises ``HeatError`` unless each layer has one."""
+    if stated is None:
+        return []
+    numbers = stated.ravel().tolist() if stated.dtype.kind in "iu" else []
+    if len(numbers) != layers or numbers != sorted(set(numbers)) or min(numbers, default=0) < 0:
+        raise HeatError(f"has the layer numbers {stated.tolist()} for {layers} layers; expected rising ones")
+    return numbers
+
+
+def listed(numbers: Sequence[int]) -> str:
+    """Return numbers as text, runs of them as first to last."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(f"{run[0]} to {run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs)
 
 
 def _from_slots(array: Array, arrays: Mapping[str, Array], origin: str, read_as: ReadAs) -> ArrayTrace:
@@ -116,6 +194,9 @@ def _from_slots(array: Array, arrays: Mapping[str, Array], origin: str, read_as:
             "with --map, or say --as heat or --as weights if they are tokens by logical expert"
         )
     array = array[None] if array.ndim == 2 else array
+    if array.ndim > 1:
+        numbers = _checked_numbers(_first(arrays, LAYER_NUMBERS), array.shape[1])
+        phy2log = read_as.map_of(array, phy2log, numbers)
     ranks, slots = array.shape[2:] if array.ndim == 4 else (0, 0)
     facts = TraceFacts(origin=f"{origin}, tokens by slot", ranks=ranks, slots=slots)
     flat_TLP = array.reshape(*array.shape[:2], -1) if array.ndim == 4 and array.size else array
@@ -156,7 +237,8 @@ def _from_routes(array: Array, arrays: Mapping[str, Array], origin: str, read_as
         moe = routes.moe_layers(array)
         if moe and len(moe) < array.shape[1]:
             origin += f", {array.shape[1] - len(moe)} dense layers left out"
-            array, numbers = array[:, moe], numbered(moe)
+            array = array[:, moe]
+            numbers = numbered(moe)
     return routes.trace_of_routes(array, bounds, experts, read_as.batch, origin, layer_numbers=numbers)
 
 

@@ -14,7 +14,7 @@ import yaml
 from eplb_service.atomic_write import write_atomically
 from eplb_service.heat.window import HeatError
 from eplb_service.io.containers import Array, read_json, read_npy, read_npz, read_torch, records_of, refusing
-from eplb_service.io.named_arrays import LAYER_NUMBERS
+from eplb_service.io.named_arrays import LAYER_NUMBERS, ReadAs, listed
 from eplb_service.placement import Int32, Placement, PlacementError, checked_foreign
 
 Format = Literal["npz", "vllm-ascend", "sglang", "tensorrt-llm", "vllm"]
@@ -91,7 +91,8 @@ def read_foreign(path: Path, experts: int, ranks: int, layer_numbers: Sequence[i
 
 def _of_layers(rows: _Rows, layer_numbers: Sequence[int] | None) -> Array:
     """Return the rows of these layers; raises ``PlacementError`` naming those that the file lacks."""
-    phy2log, numbers = rows.phy2log, rows.numbers
+    phy2log = rows.phy2log
+    numbers = rows.numbers
     if phy2log.ndim < 2:
         return phy2log
     if numbers is None:
@@ -100,7 +101,7 @@ def _of_layers(rows: _Rows, layer_numbers: Sequence[int] | None) -> Array:
     if not layer_numbers:
         if list(numbers) != list(range(numbers[0], numbers[0] + len(numbers))):
             raise PlacementError(
-                f"places the layers {_listed(numbers)}, and nothing says which of them the trace has: its own "
+                f"places the layers {listed(numbers)}, and nothing says which of them the trace has: its own "
                 "layers have no numbers"
             )
         return phy2log
@@ -108,25 +109,20 @@ def _of_layers(rows: _Rows, layer_numbers: Sequence[int] | None) -> Array:
     row_of = {number: row for row, number in enumerate(numbers)}
     if missing := [number for number in wanted if number not in row_of]:
         raise PlacementError(
-            f"places the layers {_listed(numbers)} and lacks {_listed(missing)} of the trace's {_listed(wanted)}"
+            f"places the layers {listed(numbers)} and lacks {listed(missing)} of the trace's {listed(wanted)}"
         )
     return phy2log[[row_of[number] for number in wanted]]
 
 
-def _listed(numbers: Sequence[int]) -> str:
-    """Return numbers as text, runs of them as first to last."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    return ", ".join(f"{run[0]} to {run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs)
+def read_map(path: Path) -> ReadAs:
+    """Read the expert in each slot, and the numbers of its layers if the file has them, for tokens by slot.
 
-
-def read_phy2log(path: Path) -> Array:
-    """The expert in each slot, as the file has it; raises ``HeatError`` or ``PlacementError`` without the path."""
-    return _read_rows(path).phy2log
+    Raises ``HeatError`` or ``PlacementError`` without the path.
+    """
+    rows = _read_rows(path)
+    return ReadAs(
+        phy2log=rows.phy2log, map_layers=tuple(rows.numbers or ()), map_counts_moe=not rows.of_model
+    )
 
 
 def _read_rows(path: Path) -> _Rows:

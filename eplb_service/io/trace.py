@@ -68,7 +68,23 @@ class Trace(ABC):
 
     @abstractmethod
     def heat(self, first: int, last: int) -> Counts:
-        """Tokens by logical expert of the steps ``first`` to ``last`` (not included), ``[t, L, E]``, checked."""
+        """Return the heat of some steps, checked.
+
+        Parameters
+        ----------
+        first, last
+            First step, and the first step after the last.
+
+        Returns
+        -------
+        Counts
+            Tokens by logical expert, ``[t, L, E]``.
+
+        Raises
+        ------
+        HeatError
+            Naming the step that cannot be heat.
+        """
 
     def source_rows(self, first: int, last: int) -> Array | None:  # noqa: ARG002
         """Tokens by source rank, step by step, ``[t, R, L, E]``; ``None`` where not recorded."""
@@ -155,7 +171,23 @@ class ArrayTrace(Trace):
         return self.heat_TLE.shape
 
     def heat(self, first: int, last: int) -> Counts:
-        """Tokens by logical expert, ``[t, L, E]``; raises ``HeatError`` naming the step that cannot be heat."""
+        """Return the heat of some steps, checked.
+
+        Parameters
+        ----------
+        first, last
+            First step, and the first step after the last.
+
+        Returns
+        -------
+        Counts
+            Tokens by logical expert, ``[t, L, E]``.
+
+        Raises
+        ------
+        HeatError
+            Naming the step that cannot be heat.
+        """
         return checked_slice(self.heat_TLE[first:last], first)
 
     def tokens(self, first: int, last: int) -> Int64 | None:

@@ -46,10 +46,28 @@ class TraceStatistics:
 
 
 def statistics(trace: Trace, window: int, ranks: int | None = None) -> TraceStatistics:
-    """Figures of a whole trace, read a window at a time.
+    """Compute the figures of a whole trace, a window at a time.
 
-    ``ranks`` asks for the peak-to-average ratio of experts in order, with as few slots as hold them. Raises
-    ``HeatError`` where the trace is damaged, ``PlacementError`` where the experts do not fit the ranks.
+    Parameters
+    ----------
+    trace
+        Heat, and the loads that ranks received if they were recorded.
+    window
+        Steps of the windows that drift is measured between.
+    ranks
+        Ranks to place the experts on in order, with as few slots as hold them, for the peak-to-average ratio.
+
+    Returns
+    -------
+    TraceStatistics
+        ``par_L`` and ``floor_L`` are ``None`` without ``ranks``.
+
+    Raises
+    ------
+    HeatError
+        If the trace is damaged.
+    PlacementError
+        If the experts do not fit the ranks.
     """
     placement = None
     if ranks is not None:

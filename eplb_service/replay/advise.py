@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from eplb_service.placement import Float64, mean_par
-from eplb_service.planner.settings import NumberOrAuto, PlannerSettings
+from eplb_service.planner.settings import AUTO, NumberOrAuto, PlannerSettings
 from eplb_service.replay.costs import Costs
 from eplb_service.replay.jobs import jobs_for
 from eplb_service.replay.policy import Job, ReplayError, Setup
@@ -23,6 +23,8 @@ MOVE_PRICES = (0.0, 0.1, 0.3, 1.0, 3.0)
 SAME_TIME = 0.01
 """Part of the time by which a setting must be faster to be worth more slots or moves."""
 _PRICES = {f"price {price:g}": price for price in MOVE_PRICES}
+_FREE = ", free moves"
+"""End of the label of a job whose moves have no price."""
 _SAME_PAR = 0.01
 """Peak-to-average ratios that are nearer than this part of the best are taken for equal: the cheaper setting wins."""
 _SURE_ERRORS = 2.0
@@ -86,7 +88,8 @@ class Advice:
         The setting advised.
     by_redundancy, by_schedule, by_moves
         The curves: settings that differ in redundancy, under the schedule advised; in window and interval, and in the
-        price of moves, with the slots that the first round spoke for.
+        price of moves, with the slots that the first round spoke for. A function of the user's own knows no price of
+        moves: ``by_moves`` is then empty.
     gain_L
         PAR that each layer wins as advised over being left alone without redundancy, float64 ``[L]``.
     moe_ms_left_alone
@@ -122,6 +125,7 @@ def advise(
     settings: PlannerSettings,
     tokens_per_step: float | None = None,
     tokens_per_expert: float | None = None,
+    policy: str = "flashlb",
 ) -> Advice:
     """Try settings in three rounds, each by what the one before found: slots, schedules and prices, slots again.
 
@@ -140,6 +144,8 @@ def advise(
     tokens_per_expert
         Mean tokens of an expert in a step, by which advice warns that time may not follow tokens; ``None`` if not
         known.
+    policy
+        Name of the policy whose placements are advised.
 
     Raises
     ------
@@ -153,47 +159,81 @@ def advise(
             raise ReplayError("stopped before enough was known to advise anything")
         return found
 
-    def jobs_of(setups: Sequence[Setup]) -> list[Job]:
-        return jobs_for(["flashlb"], setups, settings, hindsight=False)
+    def jobs_of(setups: Sequence[Setup], price: NumberOrAuto = settings.move_price) -> list[Job]:
+        return jobs_for([policy], setups, replace(settings, move_price=price), hindsight=False)
+
+    def jobs_by_slots(schedule: Setup) -> list[Job]:
+        """Jobs for each number of slots, also with free moves if the price of moves is left to the planner."""
+        jobs = jobs_of([replace(schedule, slots=count, start=start) for count in slots])
+        if settings.move_price != AUTO or jobs[-1].external() is not None:
+            return jobs
+        free = replace(settings, move_price=0.0)
+        return jobs + [Job.of(f"{job.label}{_FREE}", job.setup, policy, free) for job in jobs if job.policy]
 
     fewest = Setup(min(slots), window, window)
     start = max(setup.first for setup in (fewest, *_schedules(fewest, steps)))
-    first = done(jobs_of([Setup(count, window, window, start) for count in slots]))
+    first = done(jobs_by_slots(fewest))
     alone = _left_alone(first)
-    near = cheapest(_options(first, alone), alone.par).setup
-    jobs = jobs_of([replace(setup, start=start) for setup in _schedules(near, steps)])
+    by_first = _without_losses(_options(first, alone, settings), first.costs)
+    found = cheapest(by_first, alone.par)
+    near = found.setup
+    jobs = jobs_of([replace(setup, start=start) for setup in _schedules(near, steps)], found.move_price)
     same = [
         job.setup for job in jobs if (job.setup.window, job.setup.interval) == (near.window, near.interval)
     ]
-    jobs += [
-        Job.of(label, (same or [jobs[0].setup])[0], "flashlb", replace(settings, move_price=price))
-        for label, price in _PRICES.items()
-    ]
-    second = _options(done(jobs), alone)
+    if jobs[-1].external() is None:
+        jobs += [
+            Job.of(label, (same or [jobs[0].setup])[0], policy, replace(settings, move_price=price))
+            for label, price in _PRICES.items()
+        ]
+    second = _options(done(jobs), alone, replace(settings, move_price=found.move_price))
     by_schedule = [option for option in second if option.label not in _PRICES]
     calm = min(_near_best(by_schedule), key=lambda option: option.moved_per_100_steps).setup
     third = first
     if (calm.window, calm.interval) != (near.window, near.interval):
-        third = done(jobs_of([Setup(count, calm.window, calm.interval, start) for count in slots]))
+        third = done(jobs_by_slots(calm))
     alone = _left_alone(third)
-    by_redundancy = _options(third, alone)
-    chosen = cheapest(by_redundancy, alone.par)
-    replayed = next(policy for policy in third.policies if policy.label == chosen.label)
-    score = third.score(replayed)
-    pays, reasons = _judged(third.costs, alone, score, chosen)
-    reasons += _reading_warnings(third, tokens_per_expert)
-    baseline = min(third.baselines, key=lambda baseline: baseline.setup.slots)
-    share, net_ms = _saved(third, alone, score, chosen)
+    tried = _without_losses(_options(third, alone, settings), third.costs)
+    chosen = cheapest(tried, alone.par)
+    if chosen.setup.slots > found.setup.slots:
+        # The calmer schedule would have to be paid for with memory.
+        third = first
+        tried = by_first
+        chosen = found
+    schedules = _distinct([option for option in second if option.label not in _PRICES], calm)
+    prices = _distinct([option for option in second if option.label in _PRICES])
+    return _advice(
+        third, chosen, _one_per_slots(tried, chosen), schedules, prices, tokens_per_step, tokens_per_expert
+    )
+
+
+def _advice(
+    replay: Replay,
+    chosen: Option,
+    by_redundancy: Sequence[Option],
+    by_schedule: tuple[Option, ...],
+    by_moves: tuple[Option, ...],
+    tokens_per_step: float | None,
+    tokens_per_expert: float | None,
+) -> Advice:
+    """Return the advice to deploy what ``chosen`` is, one of the settings of ``replay``, beside the curves."""
+    alone = _left_alone(replay)
+    replayed = next(policy for policy in replay.policies if policy.label == chosen.label)
+    score = replay.score(replayed)
+    pays, reasons = _judged(replay.costs, alone, score, chosen)
+    reasons += _reading_warnings(replay, tokens_per_expert)
+    baseline = min(replay.baselines, key=lambda baseline: baseline.setup.slots)
+    share, net_ms = _saved(replay, alone, score, chosen)
     rate = None
-    if tokens_per_step is not None and third.costs.step_ms:
-        rate = 1e3 * tokens_per_step / third.costs.step_ms
-    won = None if rate is None or net_ms is None else rate * net_ms / (third.costs.step_ms - net_ms)
+    if tokens_per_step is not None and replay.costs.step_ms:
+        rate = 1e3 * tokens_per_step / replay.costs.step_ms
+    won = None if rate is None or net_ms is None else rate * net_ms / (replay.costs.step_ms - net_ms)
     return Advice(
         pays=pays,
         share=share,
-        ranks_worth=share * third.ranks,
-        ranks=third.ranks,
-        redundant_bytes_per_rank=_redundant_bytes(third, chosen.setup.slots),
+        ranks_worth=share * replay.ranks,
+        ranks=replay.ranks,
+        redundant_bytes_per_rank=_redundant_bytes(replay, chosen.setup.slots),
         net_ms=net_ms,
         tokens_per_second=rate,
         tokens_per_second_won=won,
@@ -201,11 +241,11 @@ def advise(
         par_left_alone=alone.par,
         par=score.par,
         floor=score.floor,
-        redundant=chosen.setup.slots * third.ranks - third.experts,
-        chosen=replace(chosen, move_price=settings.move_price),
+        redundant=chosen.setup.slots * replay.ranks - replay.experts,
+        chosen=chosen,
         by_redundancy=tuple(by_redundancy),
-        by_schedule=_distinct(by_schedule, calm),
-        by_moves=_distinct([option for option in second if option.label in _PRICES]),
+        by_schedule=by_schedule,
+        by_moves=by_moves,
         gain_L=baseline.par_realised_L - replayed.par_realised_L,
         moe_ms_left_alone=alone.moe_ms,
     )
@@ -319,7 +359,26 @@ def _left_alone(replay: Replay) -> Score:
     return replay.score(fewest)
 
 
-def _options(replay: Replay, alone: Score) -> list[Option]:
+def _without_losses(options: Sequence[Option], costs: Costs) -> list[Option]:
+    """Leave out free moves that cost more time than they save, if times are known; priced moves precede free ones.
+
+    If only the price of the first moves keeps a layer as it is, free moves may gain as much as another slot per rank,
+    and they take no memory.
+    """
+    timed = costs.curve is not None or bool(costs.step_ms)
+    priced = {option.setup: option.net_ms or 0.0 for option in options if not option.label.endswith(_FREE)}
+    return [option for option in options if not timed or (option.net_ms or 0.0) >= priced[option.setup]]
+
+
+def _one_per_slots(options: Sequence[Option], chosen: Option) -> list[Option]:
+    """Return ``chosen`` and an option for each other number of slots: priced moves unless free ones gain more."""
+    by_slots: dict[int, list[Option]] = {}
+    for option in options:
+        by_slots.setdefault(option.setup.slots, []).append(option)
+    return [chosen if chosen in alike else _near_best(alike)[0] for alike in by_slots.values()]
+
+
+def _options(replay: Replay, alone: Score, settings: PlannerSettings) -> list[Option]:
     """Settings tried with what each realised, beside doing nothing without redundancy."""
     options = []
     for policy in replay.policies:
@@ -331,7 +390,7 @@ def _options(replay: Replay, alone: Score) -> list[Option]:
             Option(
                 label=policy.label,
                 setup=policy.setup,
-                move_price=_PRICES.get(policy.label, 0.0),
+                move_price=_price(policy.label, settings),
                 par=score.par,
                 moved_per_100_steps=replay.moved_per_100_steps(policy),
                 net_ms=None if saved_ms is None else saved_ms - score.stall_ms,
@@ -341,6 +400,10 @@ def _options(replay: Replay, alone: Score) -> list[Option]:
             )
         )
     return options
+
+
+def _price(label: str, settings: PlannerSettings) -> NumberOrAuto:
+    return 0.0 if label.endswith(_FREE) else _PRICES.get(label, settings.move_price)
 
 
 def _judged(costs: Costs, alone: Score, score: Score, chosen: Option) -> tuple[bool, list[str]]:

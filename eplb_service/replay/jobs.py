@@ -50,9 +50,28 @@ class TraceFile:
 def jobs_for(
     policies: Sequence[str], setups: Sequence[Setup], settings: PlannerSettings, *, hindsight: bool = True
 ) -> list[Job]:
-    """A baseline for each setup, and every policy with each; all score the same steps.
+    """Return a baseline for each setup, and every policy with each setup; all score the same steps.
 
-    Raises ``ReplayError`` on an unknown policy, or nothing to do.
+    Parameters
+    ----------
+    policies
+        Names as ``--policy`` takes them.
+    setups
+        Slots and schedules, from ``setups_of``.
+    settings
+        Planner settings of all jobs; the names of the policies take precedence over ``settings.policy``.
+    hindsight
+        True to also fit placements on the very steps that they serve.
+
+    Returns
+    -------
+    list of Job
+        Jobs for ``replay``.
+
+    Raises
+    ------
+    ReplayError
+        If a policy is unknown, or there are no policies or no setups.
     """
     if not policies or not setups:
         raise ReplayError("a replay needs at least one policy and one setup")
@@ -67,12 +86,45 @@ def jobs_for(
 
 
 def setups_of(windows: Sequence[int], intervals: Sequence[int], slots: Sequence[int]) -> list[Setup]:
-    """Every combination of windows, intervals and slots; raises ``ReplayError`` on one that cannot be."""
+    """Return every combination of windows, intervals and slots.
+
+    Parameters
+    ----------
+    windows, intervals
+        Steps that a decision looks at, and steps between decisions.
+    slots
+        Slots per rank.
+
+    Returns
+    -------
+    list of Setup
+        In the order of slots, then windows, then intervals.
+
+    Raises
+    ------
+    ReplayError
+        If a number is not positive.
+    """
     return [Setup(count, window, interval) for count in slots for window in windows for interval in intervals]
 
 
 def scene_for(ranks: int, costs: Costs | None = None, topology: Topology | None = None) -> Scene:
-    """A scene of experts in order on ``ranks`` ranks, one node unless ``topology`` says otherwise."""
+    """Return what all jobs share, starting from the experts in order.
+
+    Parameters
+    ----------
+    ranks
+        R.
+    costs
+        Costs of steps and switches; by default decisions take effect at once and no times are known.
+    topology
+        Nodes and token groups; by default one node and no shared tokens.
+
+    Returns
+    -------
+    Scene
+        For ``replay``.
+    """
     return Scene(topology or Topology.flat(ranks), costs or Costs())
 
 
@@ -87,8 +139,30 @@ def check_jobs(jobs: Sequence[Job], trace: Trace, scene: Scene) -> None:
 def replay(trace: Trace, jobs: Sequence[Job], scene: Scene, on_progress: OnProgress | None = None) -> Replay:
     """Run ``jobs`` on an open trace in this process.
 
-    A trace without sources does not know where tokens come from: an expert's tokens are then split evenly over the
-    ranks. Raises ``ReplayError`` where the trace is too short or a policy fails, and what planner and trace raise.
+    If the trace does not record source ranks, each token's source is drawn, with equal odds for all ranks.
+
+    Parameters
+    ----------
+    trace
+        Heat to decide on and to serve.
+    jobs
+        Policies and baselines, from ``jobs_for``.
+    scene
+        What all jobs share, from ``scene_for``.
+    on_progress
+        Called with a job's label and each decision that it makes.
+
+    Returns
+    -------
+    Replay
+        Each policy beside its baseline.
+
+    Raises
+    ------
+    ReplayError
+        If the trace is too short, or a policy fails.
+    HeatError, PlacementError
+        If the trace is damaged, or its experts do not fit the slots.
     """
     check_jobs(jobs, trace, scene)
     done = ((number, run(job, trace, scene)) for number, job in enumerate(jobs))

@@ -227,7 +227,18 @@ class Replay:
     interrupted: bool = False
 
     def baseline(self, setup: Setup) -> PolicyReplay:
-        """Baseline of the policies with ``setup``."""
+        """Return the starting placement's way along the trace.
+
+        Parameters
+        ----------
+        setup
+            Slots and schedule of a policy of this replay.
+
+        Returns
+        -------
+        PolicyReplay
+            Figures without balancing, for the same steps.
+        """
         return next(baseline for baseline in self.baselines if baseline.setup == setup)
 
     def hindsight_DL(self, setup: Setup) -> Float64 | None:
@@ -245,7 +256,18 @@ class Replay:
         return 100 * policy.moves / (policy.steps * slots)
 
     def score(self, policy: PolicyReplay) -> Score:
-        """One policy against its baseline."""
+        """Compare one policy with its baseline.
+
+        Parameters
+        ----------
+        policy
+            One of ``policies`` or ``baselines``.
+
+        Returns
+        -------
+        Score
+            Means over layers and steps.
+        """
         baseline, par, moe_ms = self.baseline(policy.setup), policy.par_realised, policy.moe_ms
         left_alone, left_alone_ms = baseline.par_realised, baseline.moe_ms
         floor = float(mean_par(baseline.mean_L(baseline.rows("floor_L"))))

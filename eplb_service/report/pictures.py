@@ -38,7 +38,18 @@ def write_pictures(folder: Path, replay: Replay) -> None:
 
 
 def pictures_of(replay: Replay) -> dict[str, Picture]:
-    """The charts of a replay by the names of their files."""
+    """Draw the charts of a replay.
+
+    Parameters
+    ----------
+    replay
+        With at least one policy.
+
+    Returns
+    -------
+    dict of str to Picture
+        SVG texts by file name, such as ``par.svg``; a notebook shows them as pictures.
+    """
     best = best_policy(replay)
     alone = replay.baseline(best.setup)
     # Doing nothing is drawn as what policies are measured against; alone it is all that there is to see.

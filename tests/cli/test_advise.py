@@ -79,7 +79,7 @@ def test_tables_agree_with_each_other_and_no_two_rows_are_alike(trace, capsys):
     shown = {}
     for option in (*found["by_redundancy"], *found["by_schedule"]):
         figures = option["par"], option["moved_per_100_steps"]
-        assert shown.setdefault(str(option["setup"]), figures) == figures
+        assert shown.setdefault(f"{option['setup']} {option['move_price']}", figures) == figures
     for rows in (found["by_schedule"], found["by_moves"]):
         figures = [(round(option["par"], 3), round(option["moved_per_100_steps"], 3)) for option in rows]
         assert len(set(figures)) == len(figures)

@@ -1,9 +1,14 @@
 """Settings that cannot work are refused, and those that are probably not meant get a hint on stderr."""
 
+import socket
+
+import numpy as np
 import pytest
 
 from eplb_service.cli import main, trace_options
 from eplb_service.cli.trace_options import ReadingOptions
+from eplb_service.heat.synthetic import synthetic_heat
+from tests.cli.arguments import eplb
 
 ROWS = "step,layer,expert,tokens\n"
 
@@ -40,3 +45,62 @@ def test_heat_that_no_decision_uses_is_pointed_out(capsys):
     assert capsys.readouterr().err == ""
     trace_options.check_windows([64, 512], [256])
     assert "decisions use only the last 64 of every 256 steps" in capsys.readouterr().err
+
+
+@pytest.fixture
+def wide(tmp_path):
+    """A trace of 64 steps with 8 experts, all busy."""
+    path = tmp_path / "heat.npz"
+    np.savez(path, heat=synthetic_heat("static", 64, 1, 8, tokens=256, top_k=2, seed=3))
+    return path
+
+
+COMMANDS = {
+    "solve": ("--slots", 3),
+    "replay": ("--slots", 3, "--window", 16, "--interval", 16, "--policy", "none", "--workers", 1),
+    "sweep": ("--slots", 3, "--window", 16, "--interval", 16, "--policy", "none", "--workers", 1),
+    "advise": ("--redundant", 0, "--window", 8, "--policy", "none", "--workers", 1),
+}
+
+
+def run(capsys, command, trace, *more):
+    named = (trace,) if command == "sweep" else ("--heat", trace)
+    return eplb(capsys, command, *named, "--ranks", 4, *COMMANDS[command], *more)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_groups_of_experts_are_checked_by_every_command_that_plans(command, wide, capsys):
+    code, _, err = run(capsys, command, wide, "--expert-groups", 3)
+    assert code == 2
+    assert "--expert-groups 3 does not divide the 8 experts evenly" in err
+    code, _, err = run(capsys, command, wide, "--expert-groups", 8, "--nodes", "0,0,0,1")
+    assert code == 0, err
+    assert "hint: --expert-groups has no effect: 8 experts in 8 groups do not spread evenly" in err
+    code, _, err = run(capsys, command, wide)
+    assert (code, "hint" in err) == (0, False)
+
+
+@pytest.mark.parametrize("command", ["replay", "sweep"])
+def test_a_window_shorter_than_the_interval_is_pointed_out(command, wide, capsys):
+    code, _, err = run(capsys, command, wide, "--interval", 32)
+    assert code == 0
+    assert "hint: with --window 16 and --interval 32, decisions use only the last 16 of every 32 steps" in err
+
+
+def test_a_window_too_long_to_compare_is_pointed_out(wide, capsys):
+    code, _, err = run(capsys, "advise", wide, "--window", 32)
+    assert code == 0
+    assert "hint: 64 steps are too few to compare schedules with --window 32" in err
+    assert "windows of at most 21 steps" in err
+
+
+def test_a_service_whose_window_is_shorter_than_its_interval_warns(capsys):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        code, _, err = eplb(
+            capsys,
+            *("serve", "--window-steps", 16, "--decision-interval", 32, "--store", ":memory:"),
+            *("--listen", "127.0.0.1:0", "--metrics", f"127.0.0.1:{taken.getsockname()[1]}"),
+        )
+    assert code == 2
+    assert "window_shorter_than_interval" in err
+    assert "decisions use only the last 16 of every 32 steps" in err

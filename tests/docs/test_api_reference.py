@@ -1,8 +1,9 @@
-"""Every function and method of the API reference documents its parameters, result and errors in numpydoc sections.
+"""The API reference lists all that the examples import, and documents parameters, results and errors in sections.
 
-One without parameters may describe its result in its one sentence.
+A function without parameters may describe its result in its one sentence.
 """
 
+import ast
 import importlib
 import inspect
 import re
@@ -10,13 +11,18 @@ from pathlib import Path
 
 import pytest
 
-PAGE = (Path(__file__).parents[2] / "docs/reference/api.md").read_text()
-NAMES = re.findall(r"^::: (\S+)$", PAGE, re.MULTILINE)
+import eplb_service
+
+DOCS = Path(__file__).parents[2] / "docs"
+PAGE = (DOCS / "reference/api.md").read_text()
+ENTRY = re.compile(r"^::: (\S+)$(?:\n    options:\n      members: \[(.*)\]$)?", re.MULTILINE)
+MEMBERS = {name: members.split(", ") if members else None for name, members in ENTRY.findall(PAGE)}
+NAMES = list(MEMBERS)
 
 
 def documented():
-    """Functions of the page, and the public methods of its classes that they define themselves."""
-    for name in NAMES:
+    """Functions of the page, and its classes' own methods: those that the page lists, or else all public ones."""
+    for name, members in MEMBERS.items():
         module, _, attribute = name.rpartition(".")
         thing = getattr(importlib.import_module(module), attribute)
         if not inspect.isclass(thing):
@@ -24,7 +30,8 @@ def documented():
             continue
         for method, member in vars(thing).items():
             function = inspect.unwrap(getattr(member, "__func__", member))
-            if inspect.isfunction(function) and not method.startswith("_"):
+            listed = method in members if members else not method.startswith("_")
+            if inspect.isfunction(function) and listed:
                 yield f"{name}.{method}", function
 
 
@@ -38,6 +45,34 @@ def parameters_of(function):
 
 
 FUNCTIONS = dict(documented())
+
+
+def examples():
+    """Path and source of each Python example of the docs."""
+    for path in DOCS.rglob("*.py"):
+        yield path, path.read_text()
+    for path in DOCS.rglob("*.md"):
+        for block in re.findall(r"^```python\n(.*?)^```", path.read_text(), re.DOTALL | re.MULTILINE):
+            yield path, block
+
+
+def imported(source):
+    """Names that a source imports from this project, with their modules."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        yield from (name for name in names if name.partition(".")[0] in {"eplb_service", "worker_agent"})
+
+
+def test_examples_import_only_what_is_documented():
+    public = {*NAMES, *(f"eplb_service.{name}" for name in dir(eplb_service))}
+    found = {(path.name, name) for path, source in examples() for name in imported(source)}
+    assert len(found) > 10
+    assert {(path, name) for path, name in found if name not in public} == set()
 
 
 def test_the_reference_has_what_it_should():

@@ -3,8 +3,11 @@
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from eplb_service.cli import main
+from eplb_service.heat.synthetic import synthetic_heat
 from tools.docs_reference.command_line import commands
 from tools.docs_reference.settings import settings_page
 
@@ -57,3 +60,28 @@ def test_the_first_example_balances(capsys):
     assert solution.phy2log.shape == (2, 8, 5)
     assert solution.par_after < solution.par_before
     assert "peak-to-average" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", ["solve", "advise", "replay", "sweep", "bench"])
+def test_every_command_finds_the_policy_of_an_installed_package(command, tmp_path, monkeypatch, capsys):
+    page = ROOT / "docs/reference/api.md"
+    toml, source = blocks(page, "toml")[0], blocks(page, "python")[0]
+    assert toml.startswith('[project.entry-points."eplb.policies"]\n')
+    entry = toml.splitlines()[1].replace('"', "")
+    package = tmp_path / "my_policies-0.1.dist-info"
+    package.mkdir()
+    (package / "METADATA").write_text("Metadata-Version: 2.1\nName: my-policies\nVersion: 0.1\n")
+    (package / "entry_points.txt").write_text(f"[eplb.policies]\n{entry}\n")
+    (tmp_path / "my_policies.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    heat = tmp_path / "heat.npz"
+    np.savez(heat, heat=synthetic_heat("static", 64, 2, 8, tokens=256, top_k=2, seed=3))
+    trace = [heat] if command == "sweep" else ["--heat", heat]
+    more = {
+        "solve": ["--slots", 2],
+        "advise": ["--redundant", 0, "--window", 16],
+        "bench": ["--window", 16, "--peers", "none"],
+    }.get(command, ["--window", 16, "--interval", 16, "--workers", 1])
+    arguments = [command, *trace, "--ranks", 4, "--policy", "swap-first", "--json", *more]
+    assert main.run([str(argument) for argument in arguments]) == 0, capsys.readouterr().err
+    assert "swap-first" in capsys.readouterr().out

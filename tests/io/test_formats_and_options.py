@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,9 @@ from eplb_service.io import open_trace as opening
 from eplb_service.io.copy_trace import copy_trace
 from eplb_service.io.named_arrays import ReadAs
 from eplb_service.io.open_trace import open_trace
+from eplb_service.io.placement_file import read_map, write_placement
 from eplb_service.io.trace import ArrayTrace, TraceFacts
+from eplb_service.placement import Placement
 from tests.io.traces import slots_of
 
 STEPS, EXPERTS = 6, 4
@@ -291,3 +294,48 @@ def test_a_package_that_fails_is_named(read: Any, says: str, installed: Any, tmp
     installed(Entry("bad", read))
     with pytest.raises(HeatError, match=says):
         open_trace(FORMATS["npz of heat"][0](tmp_path))
+
+
+def map_file(folder: Path, format: str, numbers: tuple[int, ...], draft_layers: int = 0) -> Path:
+    """A placement file whose rows are those of ``whole_map`` for these layers of the model."""
+    suffix = {"npz": ".npz", "sglang": ".json", "tensorrt-llm": ".yaml"}.get(format, ".json")
+    placement = Placement(whole_map()[list(numbers)].reshape(len(numbers), 3, 2), EXPERTS)
+    path = folder / f"map{suffix}"
+    write_placement(path, placement, placement.default_log2phy(), format, numbers, draft_layers)
+    return path
+
+
+SLOTS = {
+    "npz of numbered layers": npz(slot_heat=SLOTS_TLP, layer_numbers=np.array(MOE)),
+    "npz of all layers": npz(slot_heat=with_dense(SLOTS_TLP)),
+    "SGLang's records": text("a.json", {"records": SGLANG_RECORDS}),
+    "vLLM's load": text(
+        "a.jsonl", *({**record, "p2l_map": whole_map()[:, ::-1].tolist()} for record in VLLM_RECORDS)
+    ),
+}
+"""Tokens by slot that need a map, or come with a wrong one."""
+
+
+@pytest.mark.parametrize("name", SLOTS)
+@pytest.mark.parametrize("format", ["npz", "sglang", "tensorrt-llm"])
+def test_a_map_is_matched_by_layer_number(name: str, format: str, tmp_path: Path) -> None:
+    read_as = read_map(map_file(tmp_path, format, MOE, draft_layers=1))
+    trace = open_trace(SLOTS[name](tmp_path), replace(read_as, experts=EXPERTS))
+    assert trace.facts.layer_numbers == MOE
+    np.testing.assert_array_equal(trace.heat(0, trace.steps), HEAT_TLE)
+
+
+def test_a_map_that_counts_moe_layers_is_matched_in_their_order(tmp_path: Path) -> None:
+    read_as = read_map(map_file(tmp_path, "vllm-ascend", MOE, draft_layers=3))
+    trace = open_trace(SLOTS["npz of numbered layers"](tmp_path), read_as)
+    np.testing.assert_array_equal(trace.heat(0, trace.steps), HEAT_TLE)
+
+
+def test_a_map_without_a_layer_that_has_tokens_is_refused(tmp_path: Path) -> None:
+    read_as = read_map(map_file(tmp_path, "tensorrt-llm", (3, 4)))
+    for name, whose in (
+        ("npz of numbered layers", "3, 5"),
+        ("npz of all layers", "7 layers without numbers"),
+    ):
+        with pytest.raises(HeatError, match=f"has heat of .*{whose}, but the map is of the layers 3, 4"):
+            open_trace(SLOTS[name](tmp_path), read_as)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import yaml
 
-from eplb_service.io.placement_file import _expert_map_document, read_phy2log, read_placement, write_placement
+from eplb_service.io.placement_file import _expert_map_document, read_map, read_placement, write_placement
 from eplb_service.placement import Placement, PlacementError
 
 PLACEMENT = Placement.linear(layers=3, experts=6, ranks=4, slots=2)
@@ -190,7 +190,7 @@ def test_a_draft_layer_has_a_row_and_shifts_no_other(tmp_path, format):
     path, placement = tmp_path / f"placement{suffix}", different_layers(3)
     write_placement(path, placement, placement.default_log2phy(), format, numbers, draft_layers=2)
     assert np.array_equal(read_placement(path, 6, 4, numbers).phy2log_LRS, placement.phy2log_LRS)
-    rows = read_phy2log(path).reshape(-1, 8)
+    rows = read_map(path).phy2log.reshape(-1, 8)
     assert rows[-2:].tolist() == [(np.arange(8) % 6).tolist()] * 2
     assert len(rows) == (9 if format == "sglang" else 5)
     if format == "tensorrt-llm":

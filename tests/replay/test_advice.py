@@ -1,10 +1,13 @@
 """Advice follows from what was replayed: balance where it wins, and plainly not where it cannot."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from eplb_service import solve
+from eplb_service.bench.scoring import realised_par
 from eplb_service.cost.curve import CostCurve
 from eplb_service.heat.synthetic import synthetic_heat
 from eplb_service.io.trace import ArrayTrace
@@ -13,6 +16,7 @@ from eplb_service.replay.advise import Option, advise, cheapest
 from eplb_service.replay.costs import Costs
 from eplb_service.replay.jobs import replay, scene_for
 from eplb_service.replay.policy import ReplayError, Setup
+from tests.planner.test_small_batches import routed
 
 SETTINGS = PlannerSettings()
 SKEWED_TLE = synthetic_heat("static", 250, layers=2, experts=32, tokens=2048, top_k=4, seed=2)
@@ -128,3 +132,31 @@ def test_where_computing_takes_the_time_the_slots_that_are_fastest_are_advised_a
     assert given.chosen.setup.slots == 5
     assert given.pays
     assert given.chosen.moe_ms < given.moe_ms_left_alone
+
+
+DECODING = Path(__file__).parents[2] / "docs/examples/byte_moe_decoding.npz"
+NEARLY_EVEN = 0.2
+
+
+def served(heat_TLE, slots, window):
+    """PAR of whole tokens on each window, placed by the window before it; scored apart from the planner."""
+    pars = []
+    for first in range(0, len(heat_TLE) - 2 * window + 1, window):
+        seen_TLE, next_TLE = heat_TLE[first : first + window], heat_TLE[first + window : first + 2 * window]
+        pars.append(realised_par(next_TLE, slots, solve(seen_TLE, 8, slots, threads=1).log2phy).mean())
+    return np.mean(pars)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "skew"),
+    [(4, 0.8), (16, 0.8), (64, NEARLY_EVEN), (64, 0.8), (256, NEARLY_EVEN), (256, 0.8), (16, None)],
+)
+def test_no_more_slots_are_advised_than_come_near_the_best_on_following_windows(tokens, skew):
+    heat_TLE = np.load(DECODING)["heat"] if skew is None else routed(256, tokens, skew, seed=7)[:, :2]
+    slots = [4, 5, 6, 8]
+    trace = ArrayTrace(heat_TLE.astype(np.int64))
+    settings = replace(SETTINGS, threads=1)
+    given = advise(lambda jobs: replay(trace, jobs, scene_for(8)), slots, 64, trace.steps, settings)
+    par_of = {count: served(trace.heat_TLE, count, 64) for count in slots}
+    fewest = min(count for count, par in par_of.items() if par <= 1.01 * min(par_of.values()))
+    assert given.chosen.setup.slots <= fewest, par_of

@@ -67,6 +67,7 @@ def _trace_of_vllm_records(records: Iterable[Record], read_as: ReadAs) -> ArrayT
         phy2log = as_array(content.get("p2l_map")) if read_as.phy2log is None else read_as.phy2log
         if phy2log is None:
             raise HeatError(f"{place} counts tokens by slot without a p2l_map; give the experts with --map")
+        phy2log = read_as.map_of(load_LP[None], phy2log)
         if phy2log.size != load_LP.size or (steps and load_LP.shape != steps[0][0].shape):
             raise HeatError(
                 f"{place} has {list(load_LP.shape)} layers and slots, others or its map another number"

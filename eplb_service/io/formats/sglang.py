@@ -83,7 +83,8 @@ def trace_of_dumps(dumps: Sequence[tuple[str, Mapping[Any, Any]]], read_as: Read
     if phy2log is None:
         raise HeatError(f"holds tokens by slot without {_MAP}; give it with --map")
     counts_LP = [sum(one.counts.values(), start=np.zeros((), dtype=np.int64)) for one in kept]
-    heat_TLE = heat_of_slots(np.stack(counts_LP), phy2log, read_as.experts)
+    counts_TLP = np.stack(counts_LP)
+    heat_TLE = heat_of_slots(counts_TLP, read_as.map_of(counts_TLP, phy2log), read_as.experts)
     by_token = any("topk_ids_of_layer" in record for _, dump in dumps for record in dump["records"])
     origin = f"SGLang recorder, per {'token' if by_token else 'pass'}, {len(ranks)} ranks"
     if len(kept) < len(passes):
