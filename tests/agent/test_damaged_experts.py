@@ -6,9 +6,14 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+import pytest
+
+from eplb_service.placement import Placement
 from tests.agent import live
 from tests.ranks import run_ranks
 from worker_agent.swap import replica_check
+from worker_agent.swap.installed import restoring_plan
 
 
 def _serve(agent: Any, layer: Any, over: Callable[[], bool], seconds: float = 30.0) -> bool:
@@ -40,7 +45,8 @@ def _damaged() -> dict[str, Any]:
     reported["holds"] = holds
     reported["source"] = ""
     try:
-        replicas.check_source(0, slot)
+        move = [1, slot, 0, 0, replicated[0]]
+        replicas.check_sources(0, np.array([move], dtype=np.int32), 1.0)
     except ValueError as error:
         reported["source"] = str(error)
     # A host that has changed weights says so by a drain: what they are then is right.
@@ -68,3 +74,45 @@ def test_an_expert_that_changes_while_it_is_served_is_reported_and_no_source() -
             assert reported["source"] == reported["damaged"]
         elif reported["holds"]:
             assert "differs from its replica on rank" in reported["damaged"]
+
+
+def _copied_before_its_turn(damage: str) -> dict[str, Any]:
+    """An expert of rank 1 is damaged before it was ever compared, then a plan copies it."""
+    replica_check._REST_SECONDS = 1e6
+    agent, layers, _ = live.start(1, transfer_timeout_seconds=20)
+    here = agent.installed.placement
+    for seed in range(50):
+        target_RS = live.from_here(agent, seed)
+        moved = restoring_plan(agent.installed, Placement(target_RS[None], live.EXPERTS), (0, 1, 2), 1)
+        sources = [
+            (slot, expert)
+            for rank, slot, _, _, expert in moved.layers[0].moves_M5.tolist()
+            if rank == 1 and (here.phy2log_LRS[0] == expert).sum() > 1
+        ]
+        if sources:
+            break
+    slot, expert = sources[0]
+    if agent.identity.rank == 1:
+        flat = layers[0].expert_weights()[0][slot].view(-1)
+        flat[3] = {"none": flat[3], "value": flat[3] + 1.0, "sign of zero": -0.0}[damage]
+    elif damage == "sign of zero":
+        for held in np.flatnonzero(here.phy2log_LRS[0, agent.identity.rank] == expert):
+            layers[0].expert_weights()[0][held].view(-1)[3] = 0.0
+    live.offer(agent, {0: target_RS})
+    _serve(agent, layers[0], lambda: agent.stats.plans_aborted + agent.installed.epoch > 0)
+    reported = {"epoch": agent.installed.epoch, "aborted": agent.stats.plans_aborted, "expert": expert}
+    reported["complaint"] = agent._switch.complaint
+    _serve(agent, layers[0], lambda: False, 0.5)
+    agent.close()
+    return reported
+
+
+@pytest.mark.parametrize("damage", ["none", "value", "sign of zero"])
+def test_an_expert_damaged_before_its_turn_is_not_copied(damage: str) -> None:
+    ranks = run_ranks(live.RANKS, _copied_before_its_turn, damage)
+    for rank, reported in enumerate(ranks):
+        assert reported["epoch"] == (1 if damage == "none" else 0)
+        assert reported["aborted"] == (0 if damage == "none" else 1)
+        if damage != "none" and rank == 1:
+            assert f"expert {reported['expert']} in slot" in reported["complaint"]
+            assert "differs from its replica on rank" in reported["complaint"]

@@ -182,7 +182,19 @@ class SwitchDriver:
         while self.transfers.running and self.transfers.failing is None:
             self._take_transfer()
             self._runtime.sleep(_RUN_OUT_POLL_SECONDS)
+        self._wait_for_reader()
+
+    def _wait_for_reader(self) -> None:
+        """Wait until no live expert is being read; at most a transfer's deadline, since a device may hang."""
+        end = self._runtime.now() + self._settings.transfer_timeout_seconds
         while self._replicas.reading:
+            if self._runtime.now() > end:
+                _log.error(
+                    "rank %d: a live expert is still being read after %g s; the model goes on",
+                    self._identity.rank,
+                    self._settings.transfer_timeout_seconds,
+                )
+                return
             self._runtime.sleep(_RUN_OUT_POLL_SECONDS)
 
     def restore(self, target: Placement, reason: str) -> None:
@@ -199,6 +211,7 @@ class SwitchDriver:
         self._apply(self.state.offer(plan, self._step, installed.digest))
         self._vote_until_nobody_holds_a_plan()
         self.state = self.state.with_pause(reason)
+        self._wait_for_reader()
 
     def resume(self) -> None:
         """Take plans again; weights may have changed since the drain."""

@@ -39,8 +39,8 @@ class AgentGroup:
     ``failure`` is the reason for which a rank of the formation, this one or another, must not serve any more;
     ``installed`` the last vote whose layer is in place; ``formed`` the number of the attempt that formed the present
     votes; ``left`` is true once another rank makes a later attempt; ``position`` gives this rank's calls and forward
-    passes to peers that ask, and ``checksum`` that of a live expert, by layer, expert and layer epoch. ``patience`` is
-    the longest wait, in seconds, for a rank that may have committed a layer.
+    passes to peers that ask, and ``checksum`` that of a live expert, by layer and expert. ``patience`` is the longest
+    wait, in seconds, for a rank that may have committed a layer.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class AgentGroup:
         self.formed = 0
         self.left = False
         self.position: Callable[[], tuple[int, int]] = lambda: (0, 0)
-        self.checksum: Callable[[int, int, int], int | None] = lambda _layer, _expert, _epoch: None
+        self.checksum: Callable[[int, int], int | None] = lambda _layer, _expert: None
         self._patience = patience
         peers.open(secret, rank, addresses, self._answer)
 

@@ -1,8 +1,11 @@
-"""Compares live experts in turn: with what they were, and with their replicas on other ranks.
+"""Compares live experts with what they were and with their replicas on other ranks: in turn, and before a copy.
 
 A stray write into an expert makes its rank's outputs wrong, and a later switch would copy it to other ranks with a
 valid checksum. Differences are reported, and a damaged expert is not sent. They end no rank: a host may be changing
 weights.
+
+Experts are compared byte by byte, as ranks do when they meet: 0.0 and -0.0 differ. Replicas that were loaded from one
+checkpoint by the same code have equal bytes.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from contextlib import suppress
 import numpy as np
 import xxhash
 
+from eplb_service.placement import Int32
 from worker_agent.device import Mark, SideStream, bytes_of
 from worker_agent.live_layer import LiveLayer
 from worker_agent.runtime import REAL, Runtime
@@ -24,6 +28,7 @@ _REST_SECONDS = 1.0
 _REST_PER_SECOND = 100.0
 """Rest for this many times as long as reading the expert took: about a percent of one core at most."""
 _ANSWER_SECONDS = 0.2
+_ASK_AGAIN_SECONDS = 0.02
 
 
 class ReplicaCheck:
@@ -54,8 +59,9 @@ class ReplicaCheck:
         self.reading = False
         self._layers, self._installed = layers, installed
         self._peers, self._runtime = peers, runtime
+        # By layer and slot, with the expert that it is of: an expert's weights stay the same when its layer switches.
         self._sums: dict[tuple[int, int], tuple[int, int]] = {}
-        self._wrong: dict[tuple[int, int], str] = {}
+        self._wrong: dict[tuple[int, int], tuple[int, str]] = {}
         self._marks: dict[int, Mark] = {}
         self._turn = self._forgotten = 0
         self._next_at = runtime.now() + _REST_SECONDS
@@ -63,7 +69,11 @@ class ReplicaCheck:
     @property
     def complaint(self) -> str | None:
         """First expert that has changed or differs from a replica, as a sentence; ``None`` if all are alike."""
-        return next(iter(tuple(self._wrong.values())), None)
+        installed = self._installed()
+        for (layer, slot), (expert, reason) in tuple(self._wrong.items()):
+            if installed is None or _expert_in(installed, layer, slot) == expert:
+                return reason
+        return None
 
     def seconds_left(self) -> float:
         """Return the seconds until the next turn is due."""
@@ -78,20 +88,54 @@ class ReplicaCheck:
         """Note, on the model's thread, that a layer's experts have been overwritten up to this point of its stream."""
         self._marks[layer] = Mark(self._layers[layer].expert_weights()[0][0].device)
 
-    def check_source(self, layer: int, slot: int) -> None:
-        """Raise ``ValueError`` if the expert of a slot is known to be damaged: it must not be copied to other ranks."""
-        wrong = self._wrong.get((layer, slot))
-        if wrong is not None:
-            raise ValueError(wrong)
-
-    def known(self, layer: int, expert: int, epoch: int) -> int | None:
-        """Return the checksum of this rank's replica of an expert at an epoch of its layer, if it is known."""
+    def known(self, layer: int, expert: int) -> int | None:
+        """Return the checksum of this rank's replica of an expert, if it is known."""
         installed = self._installed()
         if installed is None or not 0 <= layer < installed.placement.layers:
             return None
-        slots = np.flatnonzero(installed.placement.phy2log_LRS[layer, installed.rank] == expert)
-        found = self._sums.get((layer, int(slots[0]))) if slots.size else None
-        return found[1] if found is not None and found[0] == epoch else None
+        slot = _slot_of(installed, layer, expert)
+        return None if slot is None else self._sum_of(layer, slot, expert)
+
+    def check_sources(self, layer: int, moves_M5: Int32, seconds: float) -> None:
+        """Compare the experts that a plan copies with their stored checksums, or else with one other replica each.
+
+        Called on every rank, on the transfer thread and its stream, before the layer's copies begin: the rank of the
+        other replica reads it if nothing is stored. An expert whose other replica is not known in time is copied.
+
+        Parameters
+        ----------
+        layer
+            Index of the layer, which does not switch meanwhile.
+        moves_M5
+            Its moves: source rank and slot, destination rank and slot, expert.
+        seconds
+            Longest wait for the checksums of other replicas.
+
+        Raises
+        ------
+        ValueError
+            If an expert of this rank has changed, or differs from the other replica.
+        """
+        installed = self._installed()
+        if installed is None:
+            return
+        unsure: dict[int, tuple[int, int]] = {}
+        for source, slot, expert in sorted({(move[0], move[1], move[4]) for move in moves_M5.tolist()}):
+            others = _others(installed, layer, expert, source)
+            witness = others[expert % len(others)] if others else None
+            held = _slot_of(installed, layer, expert)
+            if held is None or installed.rank not in (source, witness):
+                continue
+            stored = self._sum_of(layer, held, expert)
+            if installed.rank == source or stored is None:
+                self._store(layer, held, self._read(layer, held), installed)
+            if installed.rank == source and stored is None and witness is not None:
+                unsure[slot] = expert, witness
+        self._ask_witnesses(layer, unsure, installed, seconds)
+        for source, slot, _, _, expert in moves_M5.tolist():
+            found = self._wrong.get((layer, slot)) if source == installed.rank else None
+            if found is not None and found[0] == expert:
+                raise ValueError(found[1])
 
     def turn(self, stream: SideStream) -> None:
         """Read the next expert, compare it, and set when the one after it is due."""
@@ -109,31 +153,62 @@ class ReplicaCheck:
             self._next_at = began + took + max(_REST_SECONDS, _REST_PER_SECOND * took)
 
     def _compare(self, layer: int, slot: int, installed: Installed) -> None:
-        epoch, forgotten = installed.layer_epochs[layer], self._forgotten
+        epoch = installed.layer_epochs[layer]
+        forgotten = self._forgotten
         self.reading = True
         try:
             # Asked only now: whoever drains from here on waits until this is read.
-            value = self._read(layer, slot) if self._unchanged(layer, epoch, forgotten) else 0
+            if not self._unchanged(layer, epoch, forgotten):
+                return
+            value = self._read(layer, slot)
         finally:
             self.reading = False
+        if not self._unchanged(layer, epoch, forgotten) or not self._store(layer, slot, value, installed):
+            return
+        expert = _expert_in(installed, layer, slot)
+        others = _others(installed, layer, expert, installed.rank)
+        rank = others[self._turn % len(others)] if others else None
+        theirs = None if rank is None else self._elsewhere(layer, expert, rank)
         if not self._unchanged(layer, epoch, forgotten):
             return
-        place, expert = (layer, slot), int(installed.placement.phy2log_LRS[layer, installed.rank, slot])
-        before = self._sums.get(place)
-        where = f"layer {layer}: expert {expert} in slot {slot} of rank {installed.rank}"
-        if before is not None and before[0] == epoch and before[1] != value:
-            self._wrong[place] = (
-                f"{where} has changed while it was served; restart the engine, or drain before weights are changed"
-            )
-            return
-        self._sums[place] = epoch, value
-        theirs = self._elsewhere(layer, expert, epoch, installed)
-        if not self._unchanged(layer, epoch, forgotten):
-            return
-        if theirs is not None and theirs[1] != value:
-            self._wrong[place] = f"{where} differs from its replica on rank {theirs[0]}"
+        if theirs is not None and theirs != value:
+            self._differs(layer, slot, rank, installed)
         else:
-            self._wrong.pop(place, None)
+            self._wrong.pop((layer, slot), None)
+
+    def _store(self, layer: int, slot: int, value: int, installed: Installed) -> bool:
+        """Keep the checksum of a slot's expert; return ``False`` if it is another one than before."""
+        expert = _expert_in(installed, layer, slot)
+        stored = self._sum_of(layer, slot, expert)
+        if stored is not None and stored != value:
+            self._wrong[layer, slot] = (
+                expert,
+                f"{_place(installed, layer, slot)} has changed while it was served; restart the engine, or drain "
+                "before weights are changed",
+            )
+            return False
+        self._sums[layer, slot] = expert, value
+        return True
+
+    def _differs(self, layer: int, slot: int, rank: int | None, installed: Installed) -> None:
+        reason = f"{_place(installed, layer, slot)} differs from its replica on rank {rank}"
+        self._wrong[layer, slot] = _expert_in(installed, layer, slot), reason
+
+    def _ask_witnesses(
+        self, layer: int, unsure: dict[int, tuple[int, int]], installed: Installed, seconds: float
+    ) -> None:
+        """Compare slots of this rank, each with its expert and the rank of its other replica, until all are known."""
+        end = self._runtime.now() + seconds
+        while unsure and self._runtime.now() < end:
+            for slot, (expert, rank) in tuple(unsure.items()):
+                theirs = self._elsewhere(layer, expert, rank)
+                if theirs is None:
+                    continue
+                del unsure[slot]
+                if theirs != self._sum_of(layer, slot, expert):
+                    self._differs(layer, slot, rank, installed)
+            if unsure:
+                self._runtime.sleep(_ASK_AGAIN_SECONDS)
 
     def _read(self, layer: int, slot: int) -> int:
         mark = self._marks.get(layer)
@@ -144,21 +219,41 @@ class ReplicaCheck:
             value.update(bytes_of(weight[slot]).cpu().numpy().data)
         return int(value.intdigest() >> 1)
 
+    def _sum_of(self, layer: int, slot: int, expert: int) -> int | None:
+        """Return the stored checksum of a slot, if it is of this expert."""
+        found = self._sums.get((layer, slot))
+        return found[1] if found is not None and found[0] == expert else None
+
     def _unchanged(self, layer: int, epoch: int, forgotten: int) -> bool:
         """Return whether neither a commit nor the host can have written to the layer since."""
         now = self._installed()
         return now is not None and now.layer_epochs[layer] == epoch and self._forgotten == forgotten
 
-    def _elsewhere(self, layer: int, expert: int, epoch: int, installed: Installed) -> tuple[int, int] | None:
-        """Return another rank that holds the expert, in turn, and its checksum; ``None`` if none knows it yet."""
-        holders = np.flatnonzero((installed.placement.phy2log_LRS[layer] == expert).any(axis=1))
-        others = [rank for rank in holders.tolist() if rank != installed.rank]
-        if not others:
-            return None
-        rank = others[self._turn % len(others)]
+    def _elsewhere(self, layer: int, expert: int, rank: int) -> int | None:
+        """Return the checksum of another rank's replica, ``None`` if that rank does not know it yet."""
         with suppress(PeerGoneError):
-            question = b"c%d %d %d" % (layer, expert, epoch)
-            answer = self._peers.ask([rank], question, _ANSWER_SECONDS).get(rank, b"-")
+            answer = self._peers.ask([rank], b"c%d %d" % (layer, expert), _ANSWER_SECONDS).get(rank, b"-")
             if answer[:1] == b"+":
-                return rank, int(answer[1:])
+                return int(answer[1:])
         return None
+
+
+def _expert_in(installed: Installed, layer: int, slot: int) -> int:
+    return int(installed.placement.phy2log_LRS[layer, installed.rank, slot])
+
+
+def _slot_of(installed: Installed, layer: int, expert: int) -> int | None:
+    """Return this rank's slot of an expert, ``None`` if it has none."""
+    slots = np.flatnonzero(installed.placement.phy2log_LRS[layer, installed.rank] == expert)
+    return int(slots[0]) if slots.size else None
+
+
+def _others(installed: Installed, layer: int, expert: int, rank: int) -> list[int]:
+    """Return the ranks other than ``rank`` that hold an expert."""
+    holders = np.flatnonzero((installed.placement.phy2log_LRS[layer] == expert).any(axis=1))
+    return [holder for holder in holders.tolist() if holder != rank]
+
+
+def _place(installed: Installed, layer: int, slot: int) -> str:
+    expert = _expert_in(installed, layer, slot)
+    return f"layer {layer}: expert {expert} in slot {slot} of rank {installed.rank}"

@@ -29,6 +29,8 @@ _log = logging.getLogger("eplb.agent")
 _CHUNK_BYTES = 4 * 1024 * 1024
 """Size of the largest single message; the same on all ranks."""
 _REST_SECONDS = 1.0
+_WITNESS_SECONDS = 1.0
+"""Longest time that a transfer waits for checksums of other replicas."""
 _LATE_SECONDS = 10.0
 """A busy host wakes a thread late, which is no reason to take it for hung."""
 
@@ -243,7 +245,9 @@ class TransferWorker:
             # Every rank joins the lane, also one that neither sends nor receives: its mesh is built by all.
             carrier = _Carrier(self._lanes.lane(order.lane), self._budget, deadline)
             ready.hold_current_stream()
-            self._check_sources(order)
+            if self._replicas is not None:
+                seconds = min(_WITNESS_SECONDS, self._timeout / 4)
+                self._replicas.check_sources(order.layer.layer, order.layer.moves_M5, seconds)
             staged = self.staging.reserve(weights, rows)
             for outgoing, incoming, row in _parcels(order.layer.moves_M5, self._lanes.rank, weights, staged):
                 if outgoing and incoming and outgoing[0].peer == self._lanes.rank:
@@ -257,11 +261,6 @@ class TransferWorker:
         # Late is late, also where this rank had nothing to send or receive.
         deadline.left()
         return staged, sums
-
-    def _check_sources(self, order: StartTransfer) -> None:
-        for source, slot, *_ in order.layer.moves_M5.tolist():
-            if self._replicas is not None and source == self._lanes.rank:
-                self._replicas.check_source(order.layer.layer, slot)
 
 
 class _Carrier:
