@@ -62,10 +62,11 @@ class PlacementHistory:
     def __init__(self, by_layer: tuple[dict[int, tuple[Int32, Int32]], ...]) -> None:
         self.by_layer = by_layer
         self._latest: tuple[tuple[int, ...], _Cells] | None = None
+        self._latest_unnamed: tuple[tuple[int, ...], npt.NDArray[np.bool_]] | None = None
 
     def place(self, layer: int, epoch: int, phy2log_RS: Int32, log2phy_RE: Int32) -> None:
         """Read counts of ``layer`` at ``epoch`` by these slots and tables; replaces what was known of that epoch."""
-        self._latest = None
+        self._latest = self._latest_unnamed = None
         epochs = self.by_layer[layer]
         epochs.pop(epoch, None)
         epochs[epoch] = phy2log_RS, log2phy_RE
@@ -89,6 +90,15 @@ class PlacementHistory:
     def slots(self, layer_epochs: tuple[int, ...]) -> list[Int32]:
         """Slots of all ranks, of each layer ``[R, S]``; the epochs must be known."""
         return [epochs[epoch][0] for epochs, epoch in zip(self.by_layer, layer_epochs, strict=True)]
+
+    def unnamed(self, layer_epochs: tuple[int, ...]) -> npt.NDArray[np.bool_]:
+        """Slots that no rank's table names, ``[R, L, S]``; the epochs must be known."""
+        if self._latest_unnamed is None or self._latest_unnamed[0] != layer_epochs:
+            unnamed_LRS = np.ones([len(layer_epochs), *self.slots(layer_epochs)[0].shape], dtype=np.bool_)
+            for layer, (epochs, epoch) in enumerate(zip(self.by_layer, layer_epochs, strict=True)):
+                unnamed_LRS[layer].reshape(-1)[epochs[epoch][1].ravel()] = False
+            self._latest_unnamed = layer_epochs, np.ascontiguousarray(unnamed_LRS.swapaxes(0, 1))
+        return self._latest_unnamed[1]
 
     def targets(self, layer_epochs: tuple[int, ...], rank: int) -> Int32:
         """Physical ids that tokens of source ``rank`` go to in turn, ``[L, E, D]``; the epochs must be known."""
@@ -303,6 +313,9 @@ class HeatAssembler:
     ``phase`` chooses the steps that enter the window: ``"prefill"`` those in which some rank prefills, ``"decode"`` the
     others, ``"all"`` both. ``passed_over`` are the newest steps in a row that were of the other phase.
 
+    ``misrouted_steps`` are the steps since the last switch in which slots received tokens although no rank's table
+    names them, and ``misrouted`` is the rank, layer and slot of the latest such count.
+
     ``placements`` is what counts are read under, ``pending`` are the newest steps of the ranks' reports; ``assembled``
     counts the steps that ever entered the window. A step enters it only when ``put_together`` gets to that step: one
     long report can complete many steps at once.
@@ -318,6 +331,9 @@ class HeatAssembler:
     ) -> None:
         self.assembled = 0
         self.passed_over = 0
+        self.misrouted_steps = 0
+        self.misrouted: tuple[int, int, int] | None = None
+        self._misrouted_epochs: tuple[int, ...] = ()
         self._phase: HeatPhase = phase
         self._has_counted = False
         self.placements = PlacementHistory(tuple({} for _ in range(shape.layers)))
@@ -445,7 +461,21 @@ class HeatAssembler:
         self._par_WL[row] = step_par(loads_LR)
         self._epochs_WL[row] = step.epochs
         self._note_empty(step, tokens_G, loads_LR)
+        self._note_misrouted(step)
         self.assembled += 1
+
+    def _note_misrouted(self, step: _Step) -> None:
+        """Count a step with tokens in slots that no table names: its host does not route by the tables."""
+        if len(step.counts) == 2:
+            return
+        if step.epochs != self._misrouted_epochs:
+            self._misrouted_epochs = step.epochs
+            self.misrouted_steps = 0
+        wrong_RLS = self.placements.unnamed(step.epochs) & (step.counts[0] > 0)
+        if wrong_RLS.any():
+            rank, layer, slot = np.argwhere(wrong_RLS)[0].tolist()
+            self.misrouted = rank, layer, slot
+            self.misrouted_steps += 1
 
     def _note_empty(self, step: _Step, tokens_G: npt.NDArray[np.int64], loads_LR: Int32) -> None:
         """Count a step without a counted token, unless the ranks may just have been idle.

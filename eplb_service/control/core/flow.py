@@ -49,6 +49,8 @@ class Limits:
         Steps of the ranks' reports; ``None`` where they follow the number of ranks.
     heat_phase
         The steps that decisions look at: all, those in which a rank prefills, or those in which none does.
+    routed_by_tables
+        True if hosts send tokens to the replicas that the tables name, and do not spread them by a rule of their own.
     """
 
     window_steps: int
@@ -59,6 +61,7 @@ class Limits:
     cpu_share: float = 1.0
     report_steps: int | None = None
     heat_phase: HeatPhase = "all"
+    routed_by_tables: bool = False
 
     @property
     def decision_steps(self) -> int:

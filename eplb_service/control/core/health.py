@@ -23,6 +23,10 @@ _UNDECIDED_WINDOWS = 16
 So many windows of steps without a counted token are a problem as well, if none has ever been counted."""
 
 
+_MISROUTED_STEPS = 16
+"""Steps with tokens in slots that no table names from which on a host is taken not to read its tables."""
+
+
 class BalanceSeries:
     """Points of time, at most ``MOST_POINTS``, ``interval`` seconds apart; that doubles whenever the series is full."""
 
@@ -136,6 +140,14 @@ def _useless(deployment: Deployment) -> list[str]:
         found.append(
             f"tokens were counted in {heat.pending.mislabelled_steps} steps that all ranks label as dummies: "
             "decisions leave these steps out; have the host label steps with tokens prefill or decode"
+        )
+    if heat is not None and limits.routed_by_tables and heat.misrouted_steps >= _MISROUTED_STEPS:
+        assert heat.misrouted is not None
+        rank, layer, slot = heat.misrouted
+        found.append(
+            f"in {heat.misrouted_steps} steps since the last switch, slots that no rank's table names received tokens, "
+            f"such as slot {slot} of rank {rank} in layer {layer}: the host does not route by log2phy; check its "
+            "adapter, or set split to even if the host spreads tokens over the replicas itself"
         )
     if heat is not None and heat.passed_over >= windows:
         found.append(

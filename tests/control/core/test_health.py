@@ -27,7 +27,7 @@ from eplb_service.wire.agent import Heartbeat, Shape
 from eplb_service.wire.heat import HeatReport, StepPhase
 from eplb_service.wire.operator import BalancePoint
 from tests.control.core.story import Story
-from tests.control.fake_group import LAYERS, RANKS, SLOTS
+from tests.control.fake_group import EXPERTS, LAYERS, RANKS, SLOTS
 
 
 def deployment_of(loads_TLR: np.ndarray) -> SimpleNamespace:
@@ -249,3 +249,19 @@ def test_decisions_that_never_come(story: Story) -> None:
     story.deployment.decisions = replace(story.deployment.decisions, decided_at=1)
     assert not at(603.0, 2002)
     assert story.deployment.without_decision.seconds == 0
+
+
+@pytest.mark.parametrize("routed_by_tables", [True, False])
+def test_tokens_in_slots_that_no_table_names_are_a_problem(routed_by_tables: bool) -> None:
+    story = Story()
+    story.deployment.limits = replace(story.deployment.limits, routed_by_tables=routed_by_tables)
+    story.joins()
+    slots_RS = story.live.placement.phy2log_LRS[0]
+    tables_RE = default_log2phy(slots_RS, EXPERTS)
+    tables_RE[:] = tables_RE[0]
+    story.deployment.heat.placements.place(0, 0, slots_RS, tables_RE)
+    for number in range(3):
+        report(story, number * WINDOW, 1, StepPhase.DECODE)
+    found = problems(story.deployment)
+    assert len(found) == int(routed_by_tables)
+    assert all("received tokens" in one and "does not route by log2phy" in one for one in found)

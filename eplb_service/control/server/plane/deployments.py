@@ -17,6 +17,7 @@ from eplb_service.control.server.deciding.decider import DECISION_RESULTS
 from eplb_service.control.server.settings import ServiceSettings
 from eplb_service.control.server.store import StoredDeployment, StoreWriter
 from eplb_service.heat.assembler import memory_bytes
+from eplb_service.planner.settings import DEAL, TABLES
 from eplb_service.telemetry.metrics import Metrics
 from eplb_service.wire.agent import Hello, Shape
 from eplb_service.wire.fields import check_deployment
@@ -47,6 +48,7 @@ def limits_of(settings: ServiceSettings) -> Limits:
         cpu_share=settings.cpu_share,
         report_steps=steps,
         heat_phase=settings.heat_phase,
+        routed_by_tables=settings.planner().split in (TABLES, DEAL),
     )
 
 
