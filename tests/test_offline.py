@@ -43,7 +43,8 @@ def test_the_deployed_tables_are_what_a_decision_starts_from() -> None:
     first = solve(HEAT, ranks=4, slots=4)
     kept = solve(HEAT, 4, 4, placement=first.phy2log, log2phy=first.log2phy)
     # The promise of a first placement includes what its fit to the window overstates.
-    assert kept.par_before_L == pytest.approx(first.par_after_L, abs=5e-3)
+    optimism_L = [verdict.optimism for verdict in first.verdicts]
+    assert kept.par_before_L == pytest.approx(first.par_after_L - optimism_L)
     assert kept.moves == 0
     one_replica_each = np.broadcast_to(first.log2phy[:1], first.log2phy.shape)
     unshared = solve(HEAT, 4, 4, placement=first.phy2log, log2phy=one_replica_each, policy="none")

@@ -11,11 +11,10 @@ from eplb_service.cost.curve import write_curves
 from eplb_service.heat.synthetic import synthetic_heat
 from eplb_service.io.placement_file import read_placement
 from eplb_service.placement import par
-from eplb_service.planner.score import split_us
+from eplb_service.planner.score import split_loads, split_us
 from tests.cli.arguments import eplb, refusal
 from tests.cli.published import held
 from tests.cost.curves import H200
-from tests.planner.drawn import rank_loads
 from tests.solver.layers_of import KNOWN_EXAMPLE
 
 LAYERS, EXPERTS, RANKS, SLOTS = 3, 16, 4, 5
@@ -27,6 +26,16 @@ def trace(tmp_path):
     path = tmp_path / "trace.npz"
     np.savez(path, counts=synthetic_heat("static", 40, LAYERS, EXPERTS, tokens=256, top_k=2, seed=1))
     return path
+
+
+def drawn_par(counts_TLE, placement, tables, source_RLE, options):
+    """PAR of whole tokens through the tables, mean over 50 draws of the same steps, float64 ``[L]``."""
+    split = "deal" if "deal" in options else "tables"
+    draws = [
+        par(split_loads(counts_TLE, placement, tables, source_RLE, split, draw * len(counts_TLE)))
+        for draw in range(50)
+    ]
+    return np.mean(draws, axis=0)
 
 
 def solve(capsys, *arguments):
@@ -55,11 +64,13 @@ def test_writes_a_valid_placement_that_is_worth_what_is_printed(
         placement, tables = Placement(file["phy2log"], EXPERTS), file["log2phy"]
     assert tables.shape == (RANKS, LAYERS, EXPERTS, *([] if width is None else [width]))
     placement.check_log2phy(tables)
-    # Whole tokens scatter around the expected split, so that the hottest rank has more than its expected tokens.
-    expected_L = par(rank_loads(counts_TLE, placement, tables, source_RLE))
     assert reported["par_after"] == pytest.approx(np.mean(reported["par_after_L"]))
-    for promised, expected in zip(reported["par_after_L"], expected_L, strict=True):
-        assert 0.99 * expected <= promised <= 1.05 * expected
+    # 50 draws of the window's whole tokens leave a standard error of 0.1 %. The promise may exceed them by what the
+    # fit to the window overstates, at most 0.02 here.
+    for promised, drawn in zip(
+        reported["par_after_L"], drawn_par(counts_TLE, placement, tables, source_RLE, options), strict=True
+    ):
+        assert 0.997 * drawn <= promised <= 1.003 * drawn + 0.02
     assert reported["par_after"] < reported["par_before"]
     assert reported["moves"] == sum(reported["moves_L"]) > 0
     shape = [reported[name] for name in ("layers", "experts", "ranks", "slots")]
@@ -88,11 +99,12 @@ def test_the_known_example_is_solved_for_tables_and_for_an_even_split(tmp_path, 
     asked = ("--heat", heat, "--ranks", 8, "--slots", 2, "--out", tmp_path / "placement.npz")
     code, printed, _ = solve(capsys, *asked)
     assert code == 0
-    # The expected splits have 200 and 196.67 tokens on the hottest rank; whole tokens scatter around them.
+    # The expected splits have 200 and 196.67 tokens on the hottest rank. Whole tokens scatter around them: 400 draws
+    # have means of 213.8 and 208.1, with a standard error of 0.2 %.
     hottest = float(re.search(r"all 1 .* (\d+\.\d+) +10\.0", printed)[1])
-    assert 200 < hottest < 225
+    assert hottest == pytest.approx(213.8, rel=0.006)
     even = re.search(r"\(vLLM, --split even\) reaches PAR (\S+), hottest rank (\S+)\.\n", printed)
-    assert 196.67 < float(even[2]) < 220
+    assert float(even[2]) == pytest.approx(208.1, rel=0.006)
     assert float(even[1]) == pytest.approx(float(even[2]) / 181.25, abs=1e-3)
     _, printed, _ = solve(capsys, *asked, "--split", "even", "--json")
     assert json.loads(printed)["par_after_split_even"] is None
