@@ -166,7 +166,8 @@ def solve(
     if not len(heat_TLE):
         raise HeatError("heat has no steps")
     settings = PlannerSettings(seed=seed, threads=threads, **options)
-    ranks, slots = int(ranks), int(slots)
+    ranks = int(ranks)
+    slots = int(slots)
     window = Window(heat_TLE, _summed_source(source_heat, heat_TLE, ranks, topology))
     topology = topology or Topology.flat(ranks)
     return solve_window(window, slots, topology, settings, placement, log2phy, prior, policy)
@@ -187,7 +188,8 @@ def solve_window(
     Without ``policy``, that of the settings decides.
     """
     policy = settings.policy if policy is None else policy
-    function, search = external_policy(policy), SearchOptions()
+    function = external_policy(policy)
+    search = SearchOptions()
     if function is None and isinstance(policy, str):
         settings, search = with_options(settings, options_of(policy))
     linear = Placement.linear(window.layers, window.experts, topology.ranks, slots)
@@ -333,9 +335,11 @@ def _solution(
 ) -> Solution:
     """Carry out the plan, or serve ``then_serves``, and score the placements before and after on the window."""
     after, after_RLE = then_serves or apply_layers(start.deployed, start.deployed_RLE, decided.changes())
-    served, served_RLE = start.deployed, start.deployed_RLE
+    served = start.deployed
+    served_RLE = start.deployed_RLE
     if start.served is not None and start.served_RLE is not None:
-        served, served_RLE = start.served, start.served_RLE
+        served = start.served
+        served_RLE = start.served_RLE
     before, then = (
         split_steps(window.heat_TLE, *way, window.source_RLE, settings.split)
         for way in ((served, served_RLE), (after, after_RLE))
@@ -359,7 +363,8 @@ def _solution(
     verdicts = list(decided.verdicts)
     if start.given_LRS is not None:
         for layer in np.flatnonzero(~_same_layers(given_LRS, start.deployed)).tolist():
-            was, moves = verdicts[layer], int(moves_L[layer])
+            was = verdicts[layer]
+            moves = int(moves_L[layer])
             filled = int(np.count_nonzero(start.deployed.phy2log_LRS[layer] != held_LRS[layer]))
             verdicts[layer] = replace(
                 was,

@@ -111,7 +111,8 @@ class Connection:
         context.set_alpn_protocols(["h2"])
         try:
             if self.tls_ca is None:
-                context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+                context.check_hostname = False
+                context.verify_mode = ssl.CERT_NONE
             else:
                 context.load_verify_locations(self.tls_ca)
             if self.tls_cert is not None and self.tls_key is not None:

@@ -374,7 +374,8 @@ def gain_text(status: operator_pb2.DeploymentStatus) -> str:
         low, gain, high = (
             digits(ms, sign="+") for ms in (worth.gain_low_ms, worth.gain_ms, worth.gain_high_ms)
         )
-        percent, ranks = digits(worth.gain_percent, 2, "+"), digits(worth.ranks_worth, 2)
+        percent = digits(worth.gain_percent, 2, "+")
+        ranks = digits(worth.ranks_worth, 2)
         rate = worth.tokens_per_second_won
         won = f", {digits(rate, sign='+')} tokens/s" if worth.HasField("tokens_per_second_won") else ""
         return (
@@ -383,7 +384,8 @@ def gain_text(status: operator_pb2.DeploymentStatus) -> str:
         )
     line = f"{lower}; time {escape(worth.verdict)}: {escape(worth.reason)}"
     if worth.HasField("estimate_low_ms"):
-        low, high = digits(worth.estimate_low_ms, sign="+"), digits(worth.estimate_high_ms, sign="+")
+        low = digits(worth.estimate_low_ms, sign="+")
+        high = digits(worth.estimate_high_ms, sign="+")
         line += f"; estimate by the {escape(worth.price_kind)} cost of tokens: {low} to {high} ms per step"
     return line
 

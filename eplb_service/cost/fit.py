@@ -225,7 +225,8 @@ def nonnegative_least_squares(matrix_TF: Float64, wanted_T: Float64) -> Float64:
     products_FF = columns_TF.T @ columns_TF + _RIDGE * np.eye(length_F.size)
     wanted_F = columns_TF.T @ wanted_T
     tolerance = _ROUNDING * float(np.abs(wanted_F).max(initial=0.0))
-    found_F, free_F = np.zeros(length_F.size), np.zeros(length_F.size, dtype=bool)
+    found_F = np.zeros(length_F.size)
+    free_F = np.zeros(length_F.size, dtype=bool)
     for _ in range(3 * length_F.size):
         gradient_F = np.where(free_F, -np.inf, wanted_F - products_FF @ found_F)
         if gradient_F.max() <= tolerance:

@@ -16,7 +16,8 @@ from eplb_service.replay.policy import ReplayError
 
 _MOE_SHARE = 0.5
 """Part of a step that experts are taken for where ``layer_ms`` is not stated, as in the service."""
-_LEAST_MOE_SHARE, _MOST_MOE_SHARE = 0.2, 0.8
+_LEAST_MOE_SHARE = 0.2
+_MOST_MOE_SHARE = 0.8
 """Range of that part for estimates; chosen by hand to hold what engines report from small decode batches to prefill."""
 _DEFAULTS = PlannerSettings()
 

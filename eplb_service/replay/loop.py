@@ -179,7 +179,8 @@ class _Run:
         if pace is None:
             return self._decided(self._window(heat_TLE, len(heat_TLE), step), step, None)
         began, paid = time.process_time(), self._paid(heat_TLE, step)
-        alarmed, pace = pace.alarm, pace.weighed(heat_TLE)
+        alarmed = pace.alarm
+        pace = pace.weighed(heat_TLE)
         is_answered = not pace.settling or pace.alarm is self._answers_alarm
         if pace.too_recent or (self._coming and is_answered):
             self._pace = pace.postponed() if pace.due else pace
@@ -198,7 +199,8 @@ class _Run:
         pace = pace.after_decision(changed, paid).charged(spent_ms / self._job.cpu_ms)
         if self._promise is not None:
             kept = pace.keeping(self._promise, dismissed=dismissed)
-            pace, self._promise = pace.serving(self._promise) if changed else kept, None
+            pace = pace.serving(self._promise) if changed else kept
+            self._promise = None
         self._pace = pace
         return decided
 
@@ -207,12 +209,15 @@ class _Run:
         before, began = self._serving, time.perf_counter()
         if self._external is None:
             made = self._planned(window, serves)
-            seconds, changed = time.perf_counter() - began, before.changed_by(made)
-            par_seen, par_planned = made.par_seen, made.par_planned
+            seconds = time.perf_counter() - began
+            changed = before.changed_by(made)
+            par_seen = made.par_seen
+            par_planned = made.par_planned
         else:
             changed = self._answered(window)
             seconds = time.perf_counter() - began
-            par_seen, par_planned = self._seen(window, before), self._seen(window, changed)
+            par_seen = self._seen(window, before)
+            par_planned = self._seen(window, changed)
         moves_LR = arrivals(self._held_LRS, changed.placement.phy2log_LRS)
         self._held_LRS = changed.placement.phy2log_LRS
         differ_L = (changed.placement.phy2log_LRS != before.placement.phy2log_LRS).any(axis=(1, 2))

@@ -24,7 +24,9 @@ _CHARACTER = 7.0
 """Mean width of a character, in pixels."""
 _LEGEND_COLUMNS = 3
 _LEGEND_ROW = 20
-_AXIS, _GRID, _TEXT = "#b0aea9", "#eceae6", "#222"
+_AXIS = "#b0aea9"
+_GRID = "#eceae6"
+_TEXT = "#222"
 _MOST_TICKS = 7
 _COOL_TO_WARM = np.array(
     [
@@ -158,7 +160,10 @@ def heat_maps(title: str, x_title: str, y_title: str, maps: Mapping[str, Float64
     """Draw values around 1 side by side: cool below it, warm above, on one scale that holds them all."""
     hottest = hottest_of(maps)
     rows = next(iter(maps.values())).shape[0]
-    top, left, right, gap = 58.0, 60.0, 90.0, 24.0
+    top = 58.0
+    left = 60.0
+    right = 90.0
+    gap = 24.0
     height = min(460.0, max(120.0, 14.0 * rows))
     each = (WIDTH - left - right - gap * (len(maps) - 1)) / len(maps)
     parts = [_text(14, 22, title, size=15)]
@@ -208,7 +213,8 @@ class _Chart:
         self._title = title
         labels = {tick: f"{tick:.10g}" for tick in ticks(*up)}
         left = 24 + _CHARACTER * max(map(len, labels.values()), default=1) + (18 if y_title else 0)
-        top, bottom = 40.0, 300.0
+        top = 40.0
+        bottom = 300.0
         self.x = Scale(*across, left, WIDTH - 16)
         self.y = Scale(*up, bottom, top)
         self._parts = [_text(14, 22, title, size=15)]
@@ -252,7 +258,8 @@ class _Chart:
 
 def _padded(values: Sequence[float]) -> tuple[float, float]:
     """Return a range that holds the values with a margin."""
-    low, high = min(values, default=0.0), max(values, default=1.0)
+    low = min(values, default=0.0)
+    high = max(values, default=1.0)
     margin = 0.05 * (high - low) or 0.05 * (abs(high) or 1.0)
     return low - margin, high + margin
 

@@ -85,7 +85,8 @@ def bounding_library_logs(log: BoundedLog) -> Iterator[None]:
     Without this, asyncio writes the exception of a task that nobody awaits any more straight to stderr. Whoever
     cancels many calls could fill the disk with those tracebacks.
     """
-    loop, handler = asyncio.get_running_loop(), _LibraryLines(log)
+    loop = asyncio.get_running_loop()
+    handler = _LibraryLines(log)
     before = loop.get_exception_handler()
     loop.set_exception_handler(lambda _, context: _log_context(log, context))
     logging.getLogger().addHandler(handler)

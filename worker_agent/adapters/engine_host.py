@@ -265,8 +265,10 @@ class EngineHost:
         """Write all tables and counts in place, whatever is there: engines may discard memory while they sleep."""
         if not self._layers:
             return
-        installed, rank = self.agent.installed, self.agent.identity.rank
-        maps_LE, tables_LEX = installed.placement.expert_map(rank), installed.log2phy_LE
+        installed = self.agent.installed
+        rank = self.agent.identity.rank
+        maps_LE = installed.placement.expert_map(rank)
+        tables_LEX = installed.log2phy_LE
         for rings in {id(layer.rings): layer.rings for layer in self._layers}.values():
             rings.bring_back()
         for index, layer in enumerate(self._layers):

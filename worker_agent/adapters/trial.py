@@ -28,7 +28,8 @@ def move_and_back(layer: LiveLayer) -> None:
 
     Raises ``UnsupportedEngineError`` if a tensor is not as it was written, or if an expert has no bytes at all.
     """
-    weights, tables = layer.expert_weights(), (layer.expert_map.cpu(), layer.log2phy.cpu())
+    weights = layer.expert_weights()
+    tables = (layer.expert_map.cpu(), layer.log2phy.cpu())
     if not any(slot.numel() for weight in weights for slot in weight):
         raise UnsupportedEngineError(
             "MoE layers whose experts' tensors are empty",
@@ -66,7 +67,8 @@ def exchange_and_compare(layer: LiveLayer, compute: Compute, name: str) -> str |
         return None
     slot_T = torch.arange(slots).repeat(_TOKENS_PER_SLOT)
     try:
-        before_TH, again_TH = compute(slot_T).clone(), compute(slot_T).clone()
+        before_TH = compute(slot_T).clone()
+        again_TH = compute(slot_T).clone()
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     _exchange(layer.expert_weights(), slots)

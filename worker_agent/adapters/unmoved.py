@@ -126,7 +126,8 @@ class _Examiner:
         tables: Iterable[torch.Tensor],
     ) -> None:
         self.facts: Facts = {}
-        self._slots, self._known = slots, known
+        self._slots = slots
+        self._known = known
         self._intervals = _merged(_interval(tensor) for tensor in weights)
         self._starts = {tensor.data_ptr() for tensor in weights}
         self._tables = {_storage(tensor) for tensor in tables}
@@ -168,7 +169,8 @@ class _Examiner:
 
     def _stays(self, found: Found) -> bool:
         """Return True if a tensor has parts by expert that do not move, and are not one for all experts."""
-        tensor, name = _as_tensor(found.value), found.name
+        tensor = _as_tensor(found.value)
+        name = found.name
         if (
             tensor is None
             or not tensor.numel()

@@ -103,7 +103,8 @@ class ExpertParallelMoE(EplbState, ExpertTensors):
         options = LayerOptions() if options is None else options
         options.check(self._names, quantization)
         check_dtype(shape.layer, device.type, dtype)
-        self._dtype, self._operators = dtype, operators_for(device)
+        self._dtype = dtype
+        self._operators = operators_for(device)
         self._method = quant_method(shape.layer, quantization, self._operators, shape.activation)
         self._check_ids = device.type == "cpu" if check_ids is None else check_ids
         self._shared_experts = shared_experts
@@ -172,7 +173,10 @@ class ExpertParallelMoE(EplbState, ExpertTensors):
         options: LayerOptions,
     ) -> None:
         """Make all that depends on the group and the placement; nothing is changed before all of it fits."""
-        shape, device, operators, method = self.shape, self._device, self._operators, self._method
+        shape = self.shape
+        device = self._device
+        operators = self._operators
+        method = self._method
         group, mc2_group = groups
         mc2 = group if mc2_group is None else RankGroup.of(mc2_group)
         place = shape.layer, shape.experts, phy2log_RS, group.rank, group.size
@@ -190,7 +194,10 @@ class ExpertParallelMoE(EplbState, ExpertTensors):
         if experts is not None:
             fill_weights(weights, shape, logical_S, experts, biases)
             weights = method.process_after_load(weights, self._dtype)
-        self._group, self._options, self._paths, self._split = group, options, paths, split
+        self._group = group
+        self._options = options
+        self._paths = paths
+        self._split = split
         self._track(phy2log_RS, group.rank, table_E, heat_rows, device)
         self._hold(shape.layer, weights)
 

@@ -57,7 +57,8 @@ class SglangHost(EngineHost):
         self._addresses = {weight.data_ptr() for weight in weights}  # type: ignore[union-attr] # none is a list
         facts: Facts = {}
         computes: list[Compute | None] = [None] * len(layers)
-        slots, tables = self._tables.first.slots, metadata_tensors(metadata)
+        slots = self._tables.first.slots
+        tables = metadata_tensors(metadata)
         for name, module in model.named_modules():
             held = {one.data_ptr() for one in module.parameters(recurse=False)} & self._addresses
             if not held:

@@ -17,7 +17,9 @@ KNOWN = read_known("worker_agent.adapters.vllm")
 
 
 _STATE, _WORKER = "vllm.distributed.eplb.eplb_state:EplbState", "vllm.v1.worker.gpu_worker:Worker"
-_RESUME, _RESTORE, _GO_ON = methodcaller("resume"), methodcaller("restore"), methodcaller("go_on")
+_RESUME = methodcaller("resume")
+_RESTORE = methodcaller("restore")
+_GO_ON = methodcaller("go_on")
 _AROUND_WEIGHTS: dict[str, dict[str, Callable[[VllmHost], None]]] = {
     "sleep": {"before": methodcaller("drain", "the engine sleeps"), "failed": _GO_ON},
     "reload_weights": {"before": _RESTORE, "after": _RESUME, "failed": _RESUME},
