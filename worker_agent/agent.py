@@ -1,8 +1,8 @@
 """The agent inside an inference rank: counts heat, votes, switches layers, and stays out of the model's way.
 
 A host makes three calls: ``Agent.start`` once its MoE layers are loaded, ``step`` after every forward pass, on every
-rank, also where it had no tokens, and ``close``. Before it sleeps it calls ``drain``, before it loads other weights
-``restore``.
+rank, even if it had no tokens, and ``close``. It calls ``drain`` before it sleeps, and ``restore`` before it loads
+other weights.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _WATCH_CALLS = 16
 
 
 class RestoreError(RuntimeError):
-    """Experts could not be brought to where a host wanted them; the model may serve on with what is installed."""
+    """Experts could not be moved to the placement that a host asked for; the model may serve with the installed one."""
 
 
 _Arguments = ParamSpec("_Arguments")
@@ -140,12 +140,12 @@ class Agent:
         host_group
             A CPU-capable (gloo) process group over the EP ranks, used only here.
         settings
-            By default those of the environment.
+            By default read from the environment.
         token_group
             A number equal on all ranks that see the same tokens (all-gather dispatch); ``None`` where each has its own.
         on_commit
             Called with the index of a layer whose weights and tables have just been written, between two forward
-            passes, so that the host can refresh what it derives from them. Where it fails, so does ``step``, with
+            passes, so that the host can refresh what it derives from them. If it fails, ``step`` raises
             ``FatalSwitchError``.
 
         Returns
@@ -156,7 +156,7 @@ class Agent:
         Raises
         ------
         RendezvousError
-            On all ranks alike, where they do not fit together.
+            On all ranks, if they do not fit together.
         """
         settings = settings or AgentSettings()
         return cls(layers, settings, meet(layers, host_group, settings, token_group), on_commit)
@@ -173,12 +173,12 @@ class Agent:
 
     @property
     def halted(self) -> str | None:
-        """Reason for which this rank must not serve any more, for good, or ``None``."""
+        """Reason why this rank must never serve again, or ``None``."""
         return None if self._fatal is None else str(self._fatal)
 
     @property
     def unheard(self) -> str | None:
-        """Reason for which the ranks do not vote at present, or ``None``; they form their votes again by themselves."""
+        """Reason why the ranks do not vote at present, or ``None``; they form their votes again without help."""
         unheard = self._switch.state.unheard
         return None if unheard is None else "; ".join(filter(None, (unheard, self._switch.votes.complaint)))
 
@@ -189,30 +189,29 @@ class Agent:
 
     @_contained()
     def step(self, phase: StepPhase = StepPhase.DECODE, tokens: int | None = None) -> None:
-        """A forward pass has been queued. Called between two, on every rank, by the thread that runs the model.
+        """Note that a forward pass has been queued. The model's thread calls it between two passes, on every rank.
 
-        On a device it must be called on the stream that the passes are queued on, and reads and writes the layers on
-        that stream alone: heat is read after the pass that has counted it, a commit lies between two passes. It never
-        waits for the device but where a layer is to be committed: for the passes that are queued, since only then is
-        it known which one the commit follows. The time from one call to the next, by the host's clock, is reported as
-        the step's.
+        On a device, call it on the stream that the passes are queued on. The agent reads and writes the layers only on
+        that stream: it reads heat after the pass that counted it, and commits between two passes. It waits for the
+        device only to commit a layer, because it must know which queued pass the commit follows. The time from one call
+        to the next, by the host's clock, is reported as the step's time.
 
-        Never waits on the network but for the slowest rank's ballot, which the model's own collectives have nearly
-        always brought in. Whatever else goes wrong here stops balancing, not the model. A call that is missed, or made
-        twice, costs heat and at worst a wait, never a wrong output: layers switch by forward passes.
+        It waits on the network only for the slowest rank's ballot, which has nearly always arrived with the model's own
+        collectives. Any other failure here stops balancing, not the model. A call that is missed, or made twice, costs
+        heat and at worst a wait, never a wrong output: layers switch by forward passes.
 
         Parameters
         ----------
         phase
             Of the pass: prefill, decode or dummy.
         tokens
-            How many of its own this rank had in it, for those who record heat; ``None`` where not known.
+            This rank's own tokens in the pass, for recorded heat; ``None`` if not known.
 
         Raises
         ------
         FatalSwitchError
-            Where this rank cannot know which weights its peers route to, in this call and in every later one; it must
-            not serve another token.
+            If this rank cannot know which weights its peers route to, in this call and in every later one; it must not
+            serve another token.
         """
         if self._fatal is not None:
             raise self._fatal
@@ -230,14 +229,14 @@ class Agent:
         Parameters
         ----------
         reason
-            What the service reports as the cause of the abort.
+            Cause of the abort, which the service reports.
 
         Raises
         ------
         FatalSwitchError
             As ``step`` does.
         """
-        # The host is about to change weights: no plan may start, whatever fails below.
+        # The host is about to change weights: no plan may start, even if a later part fails.
         self._guarded(self._switch.pause, reason)
         self._timer.pause()
         self._guarded(self._switch.drain, reason)
@@ -249,8 +248,8 @@ class Agent:
     def restore(self, placement: Placement, reason: str = "the host loads weights") -> None:
         """Drain, then bring every expert to its slot of ``placement``; take no plans until ``resume``.
 
-        For hosts that load weights into a running model by a layout of their own: they restore the one that they
-        started with, load, and resume. A collective like ``drain``; takes as long as the transfers of all layers that
+        For hosts that load weights into a running model by their own layout: they restore the one that they started
+        with, load, and resume. A collective like ``drain``; takes as long as the transfers of all layers that
         have changed since.
 
         Parameters
@@ -258,13 +257,12 @@ class Agent:
         placement
             Of all ranks, usually what ``installed.placement`` was at the start.
         reason
-            What the service reports as the cause of the abort.
+            Cause of the abort, which the service reports.
 
         Raises
         ------
         RestoreError
-            On all ranks alike, where the ranks could not do it. Each layer serves what it did before, or what
-            ``placement`` names.
+            On all ranks, if they could not do it. Each layer then serves its placement of before, or ``placement``.
         FatalSwitchError
             As ``step`` does.
         """
@@ -288,14 +286,14 @@ class Agent:
 
     @_contained()
     def close(self, timeout: float = 5.0) -> None:
-        """End votes and threads; what is installed stays as it is, and the model may serve on with it.
+        """End votes and threads; the installed placement stays, and the model may serve with it.
 
-        Each rank may call it at a time of its own: the others then stop balancing.
+        Ranks may call it at different times: the others then stop balancing.
 
         Parameters
         ----------
         timeout
-            Seconds after which the stream to the service is given up.
+            Seconds to wait for the stream to the service to end.
 
         Raises
         ------
@@ -312,7 +310,7 @@ class Agent:
 
     def _boundary(self, phase: StepPhase, tokens: int | None) -> None:
         if self._unfinished:
-            self._guarded(self._switch.stumble, "an error has ended the call before")
+            self._guarded(self._switch.stumble, "an error ended the previous call")
         self._unfinished = True
         before = self._step
         self._guarded(self._count_call)
@@ -386,7 +384,7 @@ class Agent:
             self._recover(error)
 
     def _recover(self, error: BaseException) -> None:
-        """Leave the votes in order after an error of a part; raise only what the model has to know."""
+        """Leave the votes in order after an error of a part; raise only fatal errors."""
         fatal = _fatal_behind(error)
         if fatal is not None:
             self._end(fatal)

@@ -20,7 +20,7 @@ from worker_agent.device import Mark, host_empty, host_view
 from worker_agent.live_layer import LiveLayer
 
 _MOST_TOKENS = _MOST_MICROS = 1 << 32
-"""Bounds of what the message holds."""
+"""Bounds of the message's fields."""
 _DEADLINE_CALLS = 4096
 """Step boundaries without a valid count after which a problem is reported: the host no longer counts."""
 
@@ -53,7 +53,7 @@ class HeatRecorder:
     layers
         The live layers.
     segment_steps
-        Steps per segment, no more than the rings hold, where no switch cuts it short. Segments end before a step that
+        Steps per segment, at most what the rings hold; a switch cuts it short. Segments end before a step that
         it divides, so that all ranks cut theirs at the same steps.
 
     Attributes
@@ -98,7 +98,7 @@ class HeatRecorder:
 
     @property
     def complaint(self) -> str | None:
-        """Problem to report to the service where no counts come; may be read on any thread."""
+        """Problem to report to the service if no counts arrive; may be read on any thread."""
         if self._silent_calls <= _DEADLINE_CALLS:
             return None
         silent = f"no valid count of heat for {self._silent_calls} steps"
@@ -131,15 +131,15 @@ class HeatRecorder:
         layer_epochs
             Epoch of each layer that served it.
         tokens
-            This rank's own in it, where they are known.
+            This rank's own tokens in it, if they are known.
         micros
-            Its wall time; 0 where that is not known.
+            Its wall time; 0 if not known.
         base
-            What the layers' counter was before step 0, where the ranks have agreed on other numbers of steps since.
+            Value of the layers' counter before step 0, if the ranks have agreed on other step numbers since.
         """
         if self._next_step not in (None, step):
             self.cut(layer_epochs)
-            # Passes that nobody called for; a step called for again is of no pass.
+            # Passes without a call; a step that is called twice has no second pass.
             self.lost_steps += max(0, step - self._next_step)
         self._next_step = step + 1
         if base is not None:
@@ -231,7 +231,7 @@ class HeatRecorder:
 class _Rings:
     """The rings of all layers, each ``[W, width]``, read a few rows at a time.
 
-    Where an adapter keeps them in one tensor, they are read by one operation however many layers there are.
+    If an adapter keeps them in one tensor, one operation reads them for any number of layers.
     """
 
     def __init__(self, rings: list[torch.Tensor]) -> None:
@@ -239,7 +239,7 @@ class _Rings:
         self._whole_LWX = _in_one_tensor(rings)
 
     def segment(self, rows: list[int]) -> torch.Tensor:
-        """A copy of consecutive rows, ``[T, L, width]``: one or, where they wrap around the ring's end, two runs."""
+        """A copy of consecutive rows, ``[T, L, width]``: one run, or two if they wrap around the ring's end."""
         wrap = next((i for i in range(1, len(rows)) if rows[i] < rows[i - 1]), len(rows))
         counts = self.copy_of(rows[0], rows[wrap - 1] + 1)
         if wrap < len(rows):
@@ -255,7 +255,7 @@ class _Rings:
 
 
 def _in_one_tensor(rings: list[torch.Tensor]) -> torch.Tensor | None:
-    """A view ``[L, W, width]`` of what all rings are equally spaced parts of; ``None`` where they are not."""
+    """A view ``[L, W, width]`` of the one tensor with all rings at equal distances; ``None`` without one."""
     first = rings[0]
     step = rings[1].storage_offset() - first.storage_offset() if len(rings) > 1 else first.numel()
     for index, ring in enumerate(rings):
@@ -270,7 +270,7 @@ def _in_one_tensor(rings: list[torch.Tensor]) -> torch.Tensor | None:
 
 
 def _rings(rings: Iterable[torch.Tensor | None]) -> _Rings | None:
-    """Gather the rings of all layers, or ``None`` where one has none."""
+    """Gather the rings of all layers, or ``None`` if a layer has none."""
     found = list(rings)
     there = [ring for ring in found if ring is not None]
     return _Rings(there) if len(there) == len(found) else None

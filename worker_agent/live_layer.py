@@ -1,4 +1,4 @@
-"""Interface of one live MoE layer to the agent, whatever engine it belongs to."""
+"""Interface of one live MoE layer of any engine to the agent."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class LiveLayer(Protocol):
     expert_map: torch.Tensor
     """int32 ``[E]``: local slot of each expert, -1 where this rank has none.
 
-    Where the host has no such tensor, or reads its own for something that must not change, the adapter makes one for
-    the agent: it is the agent's record of what this rank serves.
+    It is the agent's record of what this rank serves. If the host has no such tensor, or uses its own for something
+    that must not change, the adapter makes one for the agent.
     """
 
     log2phy: torch.Tensor
@@ -38,25 +38,25 @@ class LiveLayer(Protocol):
     def moe_load(self) -> torch.Tensor | None:
         """int32 ``[W, S]``: tokens received by each slot; step ``n`` (counted from 0) is row ``n % W``.
 
-        ``None`` where the host does not count them: the service then derives them from the source counts and the tables
-        of all ranks.
+        ``None`` if the host does not count them: the service then derives them from the source counts and the tables of
+        all ranks.
         """
         ...
 
     @property
     def source_load(self) -> torch.Tensor | None:
-        """int32 ``[W, E]``: this rank's own tokens by logical expert, before dispatch; ``None`` where not counted.
+        """int32 ``[W, E]``: this rank's own tokens by logical expert, before dispatch; ``None`` if not counted.
 
-        A sum over all ranks counts each token once: of ranks that see the same tokens one counts them, the others have
-        rows of zeros. One of ``moe_load`` and ``source_load`` must be there, the same on all ranks.
+        A sum over all ranks counts each token once: if several ranks see the same tokens, one counts them and the
+        others have rows of zeros. One of ``moe_load`` and ``source_load`` must be there, the same on all ranks.
         """
         ...
 
     load_counter: torch.Tensor
     """int64 scalar: forward passes so far, also those without tokens; each adds one on every rank.
 
-    Moved by the model's own forward, on the device and inside what a graph captures; the last layer's numbers the
-    passes. A count of the adapter's calls is none: one that is missed leaves ranks a pass apart that agree on a number.
+    The model's own forward advances it, on the device and inside captured graphs; the last layer's counter numbers the
+    passes. Do not count the adapter's calls: after a missed call, ranks that agree on a number are a pass apart.
     """
 
     shares_tokens: bool
@@ -65,17 +65,17 @@ class LiveLayer(Protocol):
     def expert_weights(self) -> Sequence[ExpertWeights]:
         """Every weight that the expert kernels read, by kind; of each, slot ``s`` is at index ``s``, contiguous.
 
-        Those of all layers are on one device.
+        The weights of all layers are on one device.
         """
         ...
 
 
 @runtime_checkable
 class RankBound(Protocol):
-    """A live layer that knows whether its experts may leave their ranks; those of others may."""
+    """A live layer that states if its experts may leave their ranks; the experts of other layers may."""
 
     rank_bound: bool
-    """True if they may not, as grouped experts (MoGE), of which every rank has a group."""
+    """True if they may not, such as grouped experts (MoGE), with a group on every rank."""
 
 
 @runtime_checkable
@@ -95,8 +95,8 @@ class Gathering(Protocol):
 
 @runtime_checkable
 class PlacementAware(Protocol):
-    """A live layer that must know where all ranks' replicas are, and not only where its own tokens go."""
+    """A live layer that must know the replicas of all ranks, and not only the targets of its own tokens."""
 
     def install_placement(self, phy2log_RS: Int32) -> None:
-        """Take note of a placement, int32 ``[R, S]``: called as its tables are written, between the same two steps."""
+        """Note a placement, int32 ``[R, S]``: called as its tables are written, between the same two steps."""
         ...

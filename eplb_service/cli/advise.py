@@ -118,7 +118,7 @@ def advise(
 def _estimated(
     settings: PlannerSettings, cost: CostOptions, gpu: str | None, model: str | None
 ) -> tuple[PlannerSettings, CostOptions, ModelShape | None]:
-    """Return settings and costs with the shipped data of ``--gpu`` and ``--model``; what is stated takes precedence.
+    """Return settings and costs with the shipped data of ``--gpu`` and ``--model``; stated values take precedence.
 
     Raises ``UserError`` if they are unknown or contradict other options.
     """
@@ -139,7 +139,7 @@ def _estimated(
 
 
 def headline(given: Advice, estimated: bool) -> str:
-    """Return the answer in one sentence: whether balancing pays, what it gains and what it takes."""
+    """Summarize in one sentence if balancing pays, with its gain and its cost."""
     gained = (
         f"the experts' part of a step takes {given.share:.0%} less time, which is worth {given.ranks_worth:.1f} of "
         f"{given.ranks} ranks"

@@ -98,7 +98,7 @@ def top(
 
 @contextmanager
 def _keys() -> Iterator[Callable[[float], bool]]:
-    """Read single keys; the function waits so many seconds, or until q was pressed, and returns whether it was."""
+    """Read single keys; the function waits for some seconds or until q is pressed, and returns True if it was."""
     if not sys.stdin.isatty():
         yield _only_wait
         return

@@ -97,7 +97,7 @@ def check_windows(windows: Sequence[int], intervals: Sequence[int]) -> None:
 
 
 def unused_heat(window: int, interval: int) -> str:
-    """Return what a window that is shorter than the interval means."""
+    """Describe the heat that decisions use if the window is shorter than the interval."""
     return f"decisions use only the last {window} of every {interval} steps"
 
 

@@ -9,7 +9,7 @@ References
 ----------
 aiconfigurator-core 0.12, tables of SGLang 0.5.10 (Apache-2.0), https://pypi.org/project/aiconfigurator-core/.
 Zuo et al., *Serving Large Language Models on Huawei CloudMatrix384*, https://arxiv.org/abs/2506.12708 (the 910C).
-The models' shapes are those of their ``config.json`` on https://huggingface.co.
+The models' shapes come from their ``config.json`` on https://huggingface.co.
 """
 
 from __future__ import annotations

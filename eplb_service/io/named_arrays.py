@@ -80,7 +80,7 @@ class ReadAs:
         heat_TLX
             Tokens by slot; the second axis is the layers.
         phy2log
-            The map: that of ``self`` if it has one, otherwise the file's own, whose rows are those of the heat.
+            The map that the user gives, or else the file's own, which has a row per layer of the heat.
         numbers
             The model's own numbers of these layers. Without them, either the heat has the same layers as the map, or a
             row for each layer of the model.
@@ -123,7 +123,7 @@ class ReadAs:
         Parameters
         ----------
         what
-            What the reader reads, for the message, such as ``a file of lines``.
+            Kind of file, for the message, such as ``a file of lines``.
         used
             Names of the fields that the reader uses.
         makes
@@ -160,7 +160,7 @@ def trace_of_arrays(
 
 
 def _numbered_as_stated(trace: ArrayTrace, stated: Array) -> ArrayTrace:
-    """Return the trace with the layer numbers that its file states, all of which are then MoE layers."""
+    """Return the trace with the layer numbers that its file states; all of them are then MoE layers."""
     numbers = _checked_numbers(stated, trace.layers)
     return replace(trace, facts=replace(trace.facts, layer_numbers=numbered(numbers)), states_layers=True)
 

@@ -105,7 +105,7 @@ def _formats_of_packages() -> tuple[tuple[str, TraceReader], ...]:
 
 
 def _opened_by_packages(path: Path, read_as: ReadAs) -> Trace | None:
-    """Return the trace of the first installed format that recognises the file, ``None`` if none does."""
+    """Return the trace of the first installed format that recognises the file, or ``None``."""
     path.stat()
     for name, read in _formats_of_packages():
         try:

@@ -76,7 +76,7 @@ def read_placement(
 def read_foreign(path: Path, experts: int, ranks: int, layer_numbers: Sequence[int] | None = None) -> Int32:
     """Read a placement that another balancer may have made: experts twice on a rank, and -1 for an empty slot.
 
-    Returns int32 ``[L, R, S]``. Arguments and errors are those of ``read_placement``.
+    Returns int32 ``[L, R, S]``. Takes the same arguments and raises the same errors as ``read_placement``.
     """
     try:
         phy2log = _of_layers(_read_rows(path), layer_numbers)
@@ -90,7 +90,7 @@ def read_foreign(path: Path, experts: int, ranks: int, layer_numbers: Sequence[i
 
 
 def _of_layers(rows: _Rows, layer_numbers: Sequence[int] | None) -> Array:
-    """Return the rows of these layers; raises ``PlacementError`` naming those that the file lacks."""
+    """Return the rows of these layers; raises ``PlacementError`` naming the missing ones."""
     phy2log = rows.phy2log
     numbers = rows.numbers
     if phy2log.ndim < 2:

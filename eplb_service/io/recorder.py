@@ -26,19 +26,19 @@ _PHASE_OF = {StepPhase.PREFILL: PHASES.index("prefill"), StepPhase.DECODE: PHASE
 
 @dataclass
 class _Step:
-    """One step as each rank reported it; the arrays are those of the reports, not copies."""
+    """One step as each rank reported it; the arrays are the reports' own, not copies."""
 
     number: int
     reports: dict[int, HeatReport] = field(default_factory=dict)
 
     @property
     def layer_epochs(self) -> tuple[int, ...] | None:
-        """Epochs of the placements that all ranks counted under; ``None`` where they differ."""
+        """Epochs of the placements that all ranks counted under; ``None`` if they differ."""
         found = {report.layer_epochs for report in self.reports.values()}
         return found.pop() if len(found) == 1 else None
 
     def by_rank(self, name: str) -> list[Array] | None:
-        """Rows of the ranks' arrays of that name, in order of rank; ``None`` where one has none."""
+        """Rows of the ranks' arrays of that name, in order of rank; ``None`` if a rank has none."""
         reports = [self.reports[rank] for rank in sorted(self.reports)]
         if any(getattr(report, name) is None for report in reports):
             return None
@@ -46,7 +46,7 @@ class _Step:
 
     @property
     def tokens(self) -> int:
-        """Tokens of all ranks, -1 where one did not report them."""
+        """Tokens of all ranks, -1 if a rank did not report them."""
         known = self.by_rank("tokens_T")
         return -1 if known is None else int(sum(known))
 
@@ -98,7 +98,7 @@ class _Lock:
 
 
 class Recorder:
-    """Writes one trace of what ranks report.
+    """Writes the ranks' reports into one trace.
 
     Parameters
     ----------
@@ -178,7 +178,7 @@ class Recorder:
         self._take()
 
     def close(self) -> None:
-        """Write what waits; whatever was not reported by all ranks is lost."""
+        """Write the waiting steps; steps that not all ranks reported are lost."""
         try:
             self._take(ended=True)
             self._writer.flush()
@@ -195,7 +195,7 @@ class Recorder:
                 return
             self._next = number + 1
             del self._pending[number]
-            # Where a recording begins in the midst of the ranks' reports, the first of them are none of its steps.
+            # If a recording begins in the middle of the ranks' reports, it leaves out the first of them.
             self._begun |= whole
             if self.full or (whole and not step.phases):
                 continue
@@ -205,7 +205,7 @@ class Recorder:
                 self.lost += whole or (self._begun and not ended)
 
     def _write(self, step: _Step, epochs: tuple[int, ...]) -> bool:
-        """Write a step; False where it lacks what the trace has of others."""
+        """Write a step; return False if it has no field that the trace has of the others."""
         writer, sources = self._writer, step.by_rank("source_counts_TLE")
         counts_LP = self._slot_counts(step, sources, epochs)
         if not self._few_sources or (writer.steps and not writer.by_source):
@@ -220,7 +220,7 @@ class Recorder:
             phase_T=[step.phase],
             source_TRLE=None if sources is None else [sources],
         )
-        # Epochs only grow: what was sent by older tables has come.
+        # Epochs only grow: all tokens sent by older tables have arrived.
         self._tables = {key: table for key, table in self._tables.items() if key[1] >= epochs[key[0]]}
         return True
 

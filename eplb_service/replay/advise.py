@@ -1,4 +1,4 @@
-"""Advice from replays of several settings: whether balancing pays, what to set, and what each layer gains.
+"""Advice from replays of several settings: the verdict, the settings to use, and the gain of each layer.
 
 All replays score the same steps, so that figures of one setting are equal wherever they are shown.
 """
@@ -71,7 +71,7 @@ class Advice:
     share
         Part of the experts' time that it saves as advised, net of switching if times are known.
     ranks_worth, ranks
-        As many ranks' worth of experts' time, of so many ranks.
+        Number of ranks whose expert time is saved, and number of all ranks.
     redundant_bytes_per_rank
         Memory that the advised redundancy takes on each rank; 0 if an expert's bytes are not known.
     net_ms
@@ -289,13 +289,13 @@ def _reading_warnings(replay: Replay, tokens_per_expert: float | None) -> list[s
 
 
 def _redundant_bytes(replay: Replay, slots: int) -> int:
-    """Return the bytes on each rank beyond those of one slot per expert."""
+    """Return the bytes that redundant slots take on each rank."""
     least = -(-replay.experts // replay.ranks)
     return replay.layers * (slots - least) * replay.costs.bytes_per_expert
 
 
 def _distinct(options: Sequence[Option], kept: Setup | None = None) -> tuple[Option, ...]:
-    """Leave out settings that realise what one before them does; ``kept`` stays in place of its equals."""
+    """Leave out settings with the same result as an earlier one; ``kept`` replaces its equals."""
 
     def figures(option: Option) -> tuple[object, ...]:
         return round(option.par, 3), round(option.moved_per_100_steps, 3), option.moe_ms

@@ -57,7 +57,7 @@ class Costs:
     split
         Cost of a stepwise split itself, under a curve; ``None`` where the host splits otherwise.
     layer_assumed
-        Nobody stated ``layer_ms``: decisions go by it, but no time is reported that rests on it.
+        ``layer_ms`` is a default: decisions use it, but no reported time rests on it.
 
     Raises ``ReplayError`` on a value out of bounds.
     """
@@ -140,7 +140,7 @@ class Costs:
         return math.ceil((self.solve_ms + experts_received * seconds * 1e3) / self.step_ms)
 
     def saved_ms(self, layers: int, par: float, par_left_alone: float) -> float | None:
-        """Return the time of a step that a smaller ratio saves; ``None`` if nobody stated what experts take.
+        """Return the time of a step that a smaller ratio saves; ``None`` if the experts' time is not stated.
 
         A layer's experts take time in proportion to the ratio. 0 if no step time is stated.
         """
@@ -149,7 +149,7 @@ class Costs:
         return None if self.layer_assumed else layers * self.layer_ms * (1 - par / par_left_alone)
 
     def estimated_ms(self, par: float, par_left_alone: float) -> tuple[float, float] | None:
-        """Return the range of what a smaller ratio may save of a step, if only the step's time is stated."""
+        """Return the range of time per step that a smaller ratio may save, if only the step's time is stated."""
         if not self.step_ms or not self.layer_assumed or self.curve is not None:
             return None
         share = 1 - par / par_left_alone

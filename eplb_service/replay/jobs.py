@@ -109,7 +109,7 @@ def setups_of(windows: Sequence[int], intervals: Sequence[int], slots: Sequence[
 
 
 def scene_for(ranks: int, costs: Costs | None = None, topology: Topology | None = None) -> Scene:
-    """Return what all jobs share, starting from the experts in order.
+    """Return the ranks and costs that all jobs share, starting from the experts in order.
 
     Parameters
     ----------
@@ -148,7 +148,7 @@ def replay(trace: Trace, jobs: Sequence[Job], scene: Scene, on_progress: OnProgr
     jobs
         Policies and baselines, from ``jobs_for``.
     scene
-        What all jobs share, from ``scene_for``.
+        Ranks and costs, from ``scene_for``.
     on_progress
         Called with a job's label and each decision that it makes.
 

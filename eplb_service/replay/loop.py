@@ -109,7 +109,7 @@ class _Run:
             placement = scene.left_alone(trace, job.setup.slots)
         self._serving = self._with_first_tables(placement)
         self._coming: list[tuple[int, Serving]] = []
-        """Steps from which on some more layers serve, and the placement then; empty if nothing is under way."""
+        """Steps at which further layers begin to serve, with the placement then; empty if nothing is under way."""
         self._before = self._serving
         self._answers_alarm: tuple[int | None, int] | None = None
         first, longest = job.setup.first, job.setup.interval
@@ -241,7 +241,7 @@ class _Run:
     ) -> list[tuple[int, Serving]]:
         """Return the steps at which ``layers``, of a decision before ``step``, serve one after another.
 
-        Ours come in the order of their gain, those of external policies by their index.
+        Our policies order layers by gain, external ones by index.
         """
         serving = self._serving
         if changed.log2phy_RLE.shape != serving.log2phy_RLE.shape:

@@ -173,7 +173,7 @@ class Score:
     bytes_moved
         Weights received by all ranks.
     saved_ms, stall_ms
-        Of a step: what balance saves, ``None`` if nobody stated what experts take; and what moves and switches cost.
+        Time per step that balance saves, ``None`` if the experts' time is not stated; time that switching costs.
     moe_ms, moe_ms_left_alone
         Of a step: the slowest ranks of all layers, as realised and under the starting placement; ``None`` without a
         cost curve.

@@ -23,8 +23,8 @@ _STEPS_READ = 8
 def served_loads(trace: Trace, heat_TLE: Counts, first: int, serving: Serving, split: str) -> Float64:
     """Return the tokens that each rank receives in the steps from ``first`` on, float64 ``[t, L, R]``.
 
-    If the trace has as many source ranks as the placement, each step's tokens go where the table of their own source
-    rank says, entry after entry if it deals. Otherwise the tokens' sources are unknown: each token's source is drawn,
+    If the trace has as many source ranks as the placement, each token goes to the slot that its source rank's table
+    names, entry after entry if it deals. Otherwise the tokens' sources are unknown: each token's source is drawn,
     with equal odds for all. A host that splits as ``even`` or ``step`` uses no tables (see ``PlannerSettings.split``).
     Tokens stay whole.
 

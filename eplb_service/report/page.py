@@ -105,7 +105,7 @@ def _tiles(replay: Replay, score: Score, best: PolicyReplay) -> str:
     if estimated is not None:
         low, high = (digits(ms, 2) for ms in estimated)
         tiles[
-            f"estimate of what a step of {digits(costs.step_ms)} ms is shorter by, {costs.ESTIMATE_BASIS}"
+            f"estimate of the time saved in a step of {digits(costs.step_ms)} ms, {costs.ESTIMATE_BASIS}"
         ] = f"{low} to {high} ms"
     if score.moe_ms is not None:
         tiles["slowest ranks of all layers in a step, by the cost curve"] = f"{digits(score.moe_ms)} ms"

@@ -94,7 +94,7 @@ def best_policy(replay: Replay) -> PolicyReplay:
 
 
 def _looks(policies: Sequence[PolicyReplay]) -> dict[str, Look]:
-    """Look of each policy by its label, as many as there are different."""
+    """Return a distinct look for each policy, by label."""
     styles = cycle(product(zip(_DASHES, MARKERS, strict=True), _COLOURS))
     return {
         policy.label: Look(colour, dashes, marker)

@@ -129,7 +129,7 @@ def lines_over_steps(title: str, x_title: str, lines: Sequence[Line], end: int) 
 def dots_and_front(
     title: str, x_title: str, y_title: str, dots: Sequence[Dot], front: Sequence[tuple[float, float]]
 ) -> str:
-    """Draw dots, and a dotted line through those of the front.
+    """Draw dots, and a dotted line through the dots of the front.
 
     Parameters
     ----------
@@ -305,7 +305,7 @@ def _image(values: Float64, hottest: float, x: float, y: float, width: float, he
 
 
 def _colours(values: Float64, hottest: float) -> Float64:
-    """Return red, green and blue of each value, ``[rows, columns, 3]`` from 0 to 255; white where there is none."""
+    """Return red, green and blue of each value, ``[rows, columns, 3]`` from 0 to 255; white without a value."""
     known = np.isfinite(values)
     place = place_on_scale(np.where(known, values, 1.0), hottest) * (len(_COOL_TO_WARM) - 1)
     stops = np.arange(len(_COOL_TO_WARM))

@@ -34,7 +34,7 @@ Balance:
 Gain of balancing:
   gauge eplb_deployment_par_left_alone{deployment} Peak-to-average ratio that the newest steps would have had under the
     layout that the ranks came with, mean over layers.
-  gauge eplb_deployment_par_gain_ratio{deployment} Part by which the ratio of these steps was lower as they were served.
+  gauge eplb_deployment_par_gain_ratio{deployment} Part by which balancing lowered the ratio of these steps.
   gauge eplb_gain_verdict_info{deployment,verdict} Constant 1; helps or costs if time was measured across switches; no
     gain, not measurable if step time does not follow balance, or not measured.
   gauge eplb_gain_switches{deployment} Switches with measured step times before and after them.

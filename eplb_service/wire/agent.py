@@ -139,7 +139,7 @@ class Reporting:
     """Share of its heat that an agent reports. A block is as many steps as a report has, counted from step 0.
 
     With ``source_sums`` own tokens are summed over each report, where slots are counted too; of ``one_in`` blocks one
-    is reported, the same one by all ranks; ``report_steps`` is 0 for as many as the Welcome says.
+    is reported, the same one by all ranks; ``report_steps`` is 0 for the number in the Welcome.
     """
 
     MESSAGE: ClassVar[type[Any]] = agent_pb2.Reporting

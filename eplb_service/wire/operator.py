@@ -69,7 +69,7 @@ class Worth:
     verdict, reason
         One of ``VERDICTS``, and a sentence that says why.
     price_kind, price
-        Source of the times: ``measured`` across switches; otherwise that of the estimate. The second is for people.
+        Source of the times: ``measured`` across switches, or that of the estimate; ``price`` describes it for people.
     switches
         Switches with measured step times before and after them.
     timed_steps, step_ms
@@ -79,9 +79,9 @@ class Worth:
     gain_percent, ranks_worth
         The measured gain as a part of a step left alone, and as a number of ranks.
     tokens_per_second, tokens_per_second_won
-        As served, and the part of that which the measured gain is; ``None`` where not known.
+        As served, and the measured gain as a part of it; ``None`` where not known.
     estimate_low_ms, estimate_high_ms
-        Range of an estimate, if nothing was measured but the cost of tokens is stated or fitted.
+        Range of an estimate from the stated or fitted cost of tokens, if nothing was measured.
     """
 
     MESSAGE: ClassVar[type[Any]] = operator_pb2.Worth

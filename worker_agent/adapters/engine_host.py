@@ -209,7 +209,7 @@ class EngineHost:
         facts
             What ``refuse_unmoved`` found to be one value for all experts.
         computes
-            The expert computation of each layer, as far as the engine lets it run alone.
+            The expert computation of each layer, if the engine lets it run without the rest of the layer.
         """
         settings = AgentSettings()
         for complaint in misspelt(os.environ):
@@ -257,12 +257,12 @@ class EngineHost:
         self.agent.resume()
 
     def _remember(self) -> None:
-        """Keep on the host the state that exists on the device alone."""
+        """Keep on the host the state that exists only on the device."""
         for rings in {id(layer.rings): layer.rings for layer in self._layers}.values():
             rings.remember()
 
     def _bring_back(self) -> None:
-        """Write all tables and counts in place, whatever is there: engines may discard memory while they sleep."""
+        """Write all tables and counts in place: engines may discard memory while they sleep."""
         if not self._layers:
             return
         installed = self.agent.installed
@@ -283,7 +283,7 @@ class EngineHost:
 
 
 def _try_experts(layers: Sequence[EngineLayer], computes: Sequence[Compute | None]) -> None:
-    """Refuse layers whose experts compute something else in other slots; name in the log those that cannot be tried."""
+    """Refuse layers whose outputs depend on the slots of experts; log the layers that cannot be tried."""
     untried = []
     for index, (layer, compute) in enumerate(zip(layers, computes, strict=False)):
         reason = "the engine has no computation that runs alone"

@@ -14,7 +14,7 @@ from worker_agent.swap.staging import Staging, copy_into
 
 Compute: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 """The expert computation of one layer on local tokens: from a local slot for each token, int64 ``[T]``, to their
-outputs ``[T, H]``. Token ``t`` is the same in every call with as many tokens."""
+outputs ``[T, H]``. Token ``t`` is the same in every call with the same number of tokens."""
 
 _TOKENS_PER_SLOT = 2
 _SMALLEST_DIFFERENCE = {torch.float64: 1e-5, torch.float32: 1e-4}
@@ -33,7 +33,7 @@ def move_and_back(layer: LiveLayer) -> None:
     if not any(slot.numel() for weight in weights for slot in weight):
         raise UnsupportedEngineError(
             "MoE layers whose experts' tensors are empty",
-            "The kernel keeps the weights in memory of its own",
+            "The kernel keeps its own copy of the weights",
             "Choose another MoE backend",
         )
     if len(weights[0]) < 2:
@@ -49,7 +49,7 @@ def move_and_back(layer: LiveLayer) -> None:
             if not all(torch.equal(bytes_of(sent), bytes_of(there)) for sent, there in pairs):
                 raise UnsupportedEngineError(
                     f"MoE layers whose tensor {kind} of an expert is not what was written to it",
-                    "Its experts share memory, or are no tensors of their own",
+                    "Its experts share memory, or are not separate tensors",
                     "Report this model and its quantisation",
                 )
 
@@ -58,7 +58,7 @@ def move_and_back(layer: LiveLayer) -> None:
 def exchange_and_compare(layer: LiveLayer, compute: Compute, name: str) -> str | None:
     """Exchange the layer's experts between its slots, compare the outputs of the same tokens, and exchange them back.
 
-    This finds what no search can: values that a kernel keeps in memory of its own. Returns why the computation cannot
+    This finds what no search can: values that a kernel keeps in its own memory. Returns why the computation cannot
     run alone, which proves nothing, or ``None``. Raises ``UnsupportedEngineError`` if an output follows the slot
     instead of the expert.
     """

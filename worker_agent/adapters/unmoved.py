@@ -34,7 +34,7 @@ _ONE_FOR_ALL = re.compile(
     r"|gemm1_(alpha|beta|clamp_limit)|per_token_global_scale"
 )
 """Paths of values that engines keep once for each expert although they are one for all: scales of inputs, and constants
-of the activation. They may stay if they are alike."""
+of the activation. They may stay if they are equal."""
 
 _SCRATCH = re.compile(r"workspace|scratch")
 _FACTOR = re.compile(r"scale|alpha|_gs\b|gscale|zero_point")
@@ -61,7 +61,7 @@ def refuse_unmoved(
     slots
         S, the number of experts on this rank.
     known
-        Names of tensors that belong to no expert. Scales of inputs among them must be alike for all experts.
+        Names of tensors that belong to no expert. Scales of inputs among them must be equal for all experts.
     tables
         Tensors that are not the layer's, such as the routing tables that the agent itself writes.
     roots
@@ -70,7 +70,7 @@ def refuse_unmoved(
     Returns
     -------
     Facts
-        Values that are alike for all experts here. ``refuse_unlike_ranks`` compares them.
+        Values that are equal for all experts here. ``refuse_unlike_ranks`` compares them.
 
     Raises
     ------
@@ -96,7 +96,7 @@ def refuse_unmoved(
 
 
 def refuse_unlike_ranks(facts: Facts, group: dist.ProcessGroup | None) -> None:
-    """Refuse values that are alike for all experts of a rank but differ between ranks. A collective over ``group``.
+    """Refuse values that are equal for all experts of a rank but differ between ranks. A collective over ``group``.
 
     An expert that moves to another rank would be computed with that rank's value, for example a scale of inputs that
     each rank derived from its first experts. Raises ``UnsupportedEngineError`` on all ranks alike.
@@ -194,7 +194,7 @@ class _Examiner:
         return False
 
     def _is_one_for_all(self, tensor: torch.Tensor, axes: Sequence[int], path: str) -> bool:
-        """Return True if the parts are alike and meant to be: two experts may have the same scale by chance."""
+        """Return True if the parts are equal on purpose: two experts may have the same scale by chance."""
         is_meant = (
             tensor.dtype in _PLAIN_INTEGERS
             or bool(_ONE_FOR_ALL.search(path))
@@ -259,7 +259,7 @@ def _as_tensor(value: Any) -> torch.Tensor | None:
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:
-    """Return False for tensors without memory of their own: wrappers of others, or not loaded."""
+    """Return False for tensors without their own memory: wrappers of others, or not loaded."""
     if tensor.device.type == "meta" or tensor.layout != torch.strided:
         return False
     try:

@@ -1,4 +1,4 @@
-"""Heat in tables: CSV of weights, or one row per count in CSV or parquet, for which alone pyarrow is needed."""
+"""Heat in tables: CSV of weights, or one row per count in CSV or parquet. Only parquet needs pyarrow."""
 
 from __future__ import annotations
 

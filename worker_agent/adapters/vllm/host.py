@@ -69,7 +69,7 @@ class VllmHost(EngineHost):
         )
 
     def _check_experts(self, experts_of_layers: list[Any], slots: int) -> Facts:
-        """Refuse layers of which something would stay behind when an expert moves; return what is one for all."""
+        """Refuse layers with tensors that would stay behind when an expert moves; return what all experts share."""
         model = self._model
         moved = [weight for of_layer in model.model.expert_weights for weight in of_layer]
         tables = [one for one in vars(model).values() if isinstance(one, torch.Tensor)]
@@ -83,7 +83,7 @@ class VllmHost(EngineHost):
     def _count_all_gathered(self) -> bool:
         """Have the routers count every token that the naive dispatcher has gathered; return False if they cannot.
 
-        From 0.25 on vLLM counts only as many rows as this rank has real tokens. Rank 0's come first among the gathered
+        From 0.25 on vLLM counts only the rows of this rank's real tokens. Rank 0's come first among the gathered
         ones, so no rank would count the others'. Now rank 0 counts all, tokens that fill up a graph included.
         """
         if not hasattr(self._model, "num_unpadded_tokens_tensors"):
