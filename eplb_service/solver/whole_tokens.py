@@ -240,21 +240,35 @@ def _mixed(bits: int) -> UInt64:
 
 
 @part
+def _spread_rest(
+    tokens: float, slot_Y: Int64, begin: int, end: int, share_P: Float64, tokens_P: Float64
+) -> int:
+    """Begin an expert's slots with their shares of the fraction of a token; return the number of whole tokens."""
+    whole = int(tokens)
+    rest = tokens - whole
+    for j in range(begin, end):
+        tokens_P[slot_Y[j]] = rest * share_P[slot_Y[j]]
+    return whole
+
+
+@part
+def _next_draw(bits: UInt64, key: UInt64, i: int) -> tuple[UInt64, float]:
+    """Draw number ``i``, 0 to ``_UNIFORM``: return the bits that the next three draws use, and the number drawn."""
+    if i & 3 == 0:
+        bits = _mixed(key + np.uint64(i + 1) * np.uint64(0x9E3779B97F4A7C15))
+    return bits >> np.uint64(16), np.int64(bits & np.uint64(0xFFFF)) + 0.5
+
+
+@part
 def _draw_few(
     tokens: float, slot_Y: Int64, begin: int, end: int, share_P: Float64, key: UInt64, tokens_P: Float64
 ) -> None:
     """Draw each token's slot by itself, into ``tokens_P``."""
-    whole = int(tokens)
-    rest = tokens - whole
+    whole = _spread_rest(tokens, slot_Y, begin, end, share_P, tokens_P)
     last = end - 1
-    for j in range(begin, end):
-        tokens_P[slot_Y[j]] = rest * share_P[slot_Y[j]]
     bits = np.uint64(0)
     for i in range(whole):
-        if i & 3 == 0:
-            bits = _mixed(key + np.uint64(i + 1) * np.uint64(0x9E3779B97F4A7C15))
-        drawn = np.int64(bits & np.uint64(0xFFFF)) + 0.5
-        bits >>= np.uint64(16)
+        bits, drawn = _next_draw(bits, key, i)
         j = begin
         limit = share_P[slot_Y[begin]] * _UNIFORM
         while drawn > limit and j < last:
@@ -326,19 +340,14 @@ def _deal(
     tokens_P: Float64,
 ) -> None:
     """Draw each token's source by itself and have the sources deal, into ``tokens_P``; ``dealt_R`` is scratch."""
-    whole = int(tokens)
-    rest = tokens - whole
-    sources, width = dealt_R.shape[0], split.table_KRED.shape[3]
-    for j in range(begin, end):
-        tokens_P[slot_Y[j]] = rest * share_P[slot_Y[j]]
+    whole = _spread_rest(tokens, slot_Y, begin, end, share_P, tokens_P)
+    sources = dealt_R.shape[0]
+    width = split.table_KRED.shape[3]
     for r in range(sources):
         dealt_R[r] = 0
     bits = np.uint64(0)
     for i in range(whole):
-        if i & 3 == 0:
-            bits = _mixed(key + np.uint64(i + 1) * np.uint64(0x9E3779B97F4A7C15))
-        drawn = np.int64(bits & np.uint64(0xFFFF)) + 0.5
-        bits >>= np.uint64(16)
+        bits, drawn = _next_draw(bits, key, i)
         r = 0
         limit = split.source_KRE[k, 0, expert] * _UNIFORM
         while drawn > limit and r < sources - 1:
