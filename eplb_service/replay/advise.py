@@ -371,11 +371,11 @@ def _without_losses(options: Sequence[Option], costs: Costs) -> list[Option]:
 
 
 def _one_per_slots(options: Sequence[Option], chosen: Option) -> list[Option]:
-    """Return ``chosen`` and an option for each other number of slots: priced moves unless free ones gain more."""
-    by_slots: dict[int, list[Option]] = {}
+    """Return ``chosen`` and an option with priced moves for each other number of slots."""
+    by_slots: dict[int, Option] = {}
     for option in options:
-        by_slots.setdefault(option.setup.slots, []).append(option)
-    return [chosen if chosen in alike else _near_best(alike)[0] for alike in by_slots.values()]
+        by_slots.setdefault(option.setup.slots, option)
+    return [chosen if slots == chosen.setup.slots else option for slots, option in by_slots.items()]
 
 
 def _options(replay: Replay, alone: Score, settings: PlannerSettings) -> list[Option]:
