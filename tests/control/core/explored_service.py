@@ -265,11 +265,15 @@ def scenarios() -> list[Scenario]:
         ),
         Scenario("a stranger holds a seat", Faults(cuts=2, squats=2), plans=((0,),), joined=False),
         Scenario("a plan is called off", Faults(calls=1), plans=((0, 1),)),
-        Scenario("a plan is called off, and another made", Faults(calls=1), plans=((0,), (1,))),
-        Scenario("a plan is called off, and a stream ends", Faults(calls=1, cuts=1), plans=((0,),)),
-        Scenario("a plan is called off, and a status is lost", Faults(calls=1, losses=1), plans=((0,),)),
-        Scenario(
-            "a plan is called off, and the service starts again", Faults(calls=1, restarts=1), plans=((0,),)
+        *(
+            Scenario(f"a plan is called off, and {name}", faults._replace(calls=1), plans, forming=1)
+            for name, faults, plans in (
+                ("another made", Faults(), ((0,), (1,))),
+                ("a stream ends", Faults(cuts=1), ((0, 1),)),
+                ("a status is lost", Faults(losses=1), ((0, 1),)),
+                ("statuses come twice and out of order", Faults(repeats=1, swaps=1), ((0,),)),
+                ("the service starts again", Faults(restarts=1), ((0,),)),
+            )
         ),
         Scenario("the group is formed again", Faults(cuts=1, reforms=1), plans=((0,),)),
         Scenario("the group is formed again, with two plans", Faults(reforms=1)),
