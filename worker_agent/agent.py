@@ -352,10 +352,10 @@ class Agent:
     def _take_events(self) -> None:
         if self._clock.calls % _WATCH_CALLS == 0:
             self._stream.keep_alive()
-        plans = []
+        orders = []
         while not self._stream.plans.empty():
-            plans.append(self._stream.plans.get_nowait())
-        self._switch.take_events(self._step, plans)
+            orders.append(self._stream.plans.get_nowait())
+        self._switch.take_events(self._step, orders)
 
     def _beat(self) -> Heartbeat:
         installed = self.installed

@@ -78,6 +78,7 @@ class HeatRecorder:
         rings = [ring for layer in layers for ring in (layer.moe_load, layer.source_load) if ring is not None]
         self._rows = min(ring.shape[0] for ring in rings)
         self.ring_bytes = sum(ring.nbytes for ring in rings)
+        self._segment_steps = 0
         self.adopt(segment_steps)
         self._silent_calls = 0
         self._device = rings[0].device
@@ -105,8 +106,14 @@ class HeatRecorder:
         return f"{silent}: the layers count other steps than the agent sees"
 
     def adopt(self, segment_steps: int, reporting: Reporting = EVERYTHING) -> None:
-        """Report in segments of ``segment_steps``, or of as many steps as the rings hold, and what is asked for."""
-        self._segment_steps = max(1, min(segment_steps, self._rows))
+        """Report in segments of ``segment_steps``, or of as many steps as the rings hold, and what is asked for.
+
+        If the segments are shorter than before, the one under way ends with the next step.
+        """
+        adopted = max(1, min(segment_steps, self._rows))
+        # The service waits for the steps gathered so far: heat has just changed.
+        self._hurries = adopted < self._segment_steps
+        self._segment_steps = adopted
         self.reporting = reporting
 
     def wants(self, first_step: int) -> bool:
@@ -151,7 +158,9 @@ class HeatRecorder:
         if tokens is not None and 0 <= tokens < _MOST_TOKENS:
             self._tokens.append(tokens)
         self._micros.append(micros if 0 <= micros < _MOST_MICROS else 0)
-        if (step + 1) % self._segment_steps == 0 or len(self._phases) >= self._segment_steps:
+        full = (step + 1) % self._segment_steps == 0 or len(self._phases) >= self._segment_steps
+        if full or self._hurries:
+            self._hurries = False
             self.cut(layer_epochs)
 
     def cut(self, layer_epochs: tuple[int, ...]) -> None:

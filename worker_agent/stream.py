@@ -16,6 +16,7 @@ import grpc
 
 from eplb_service.wire.agent import (
     EVERYTHING,
+    CallOff,
     Heartbeat,
     PlanState,
     PlanStatus,
@@ -27,10 +28,9 @@ from eplb_service.wire.codec import decode, encode, in_parts
 from eplb_service.wire.fields import WireError
 from eplb_service.wire.generated import agent_pb2, agent_pb2_grpc
 from eplb_service.wire.heat import HeatReport
-from eplb_service.wire.plan import RankPlan
 from worker_agent.runtime import REAL, Runtime
 from worker_agent.settings import AgentSettings
-from worker_agent.swap.installed import Identity, Installed, check_plan
+from worker_agent.swap.installed import Identity, Installed, Order, check_plan
 
 _log = logging.getLogger("eplb.agent")
 
@@ -182,9 +182,7 @@ class OutageLog:
 
 
 class ServiceStream:
-    """Introduces the rank, sends what the outbox holds, and puts checked plans into ``plans``.
-
-    Beside each plan is the digest of the placement that its moves were checked against.
+    """Introduces the rank, sends what the outbox holds, and puts the service's orders into ``plans`` as they come.
 
     ``welcome`` and ``reporting`` are the last that the service has sent.
 
@@ -208,7 +206,7 @@ class ServiceStream:
         beat: Callable[[], Heartbeat],
         runtime: Runtime = REAL,
     ) -> None:
-        self.plans: queue.SimpleQueue[tuple[RankPlan, int]] = queue.SimpleQueue()
+        self.plans: queue.SimpleQueue[Order] = queue.SimpleQueue()
         self.welcome: Welcome | None = None
         self.reporting = EVERYTHING
         self.connected = False
@@ -349,16 +347,18 @@ class ServiceStream:
         elif kind == "plan":
             installed = self._installed()
             try:
-                self._keep(check_plan(response.plan, self._identity, installed), installed.digest)
+                self._keep((check_plan(response.plan, self._identity, installed), installed.digest))
             except WireError as error:
                 self._outbox.put(PlanStatus(response.plan.plan_id, PlanState.REFUSED, reason=str(error)))
+        elif kind == "call_off":
+            self._keep(decode(CallOff, response.call_off))
 
-    def _keep(self, plan: RankPlan, checked_for: int) -> None:
-        """Queue the plan for the model's next step; drop the oldest where a model at rest takes none."""
+    def _keep(self, order: Order) -> None:
+        """Queue the order for the model's next step; drop the oldest where a model at rest takes none."""
         while self.plans.qsize() >= _PLANS_KEPT:
             with contextlib.suppress(queue.Empty):
                 self.plans.get_nowait()
-        self.plans.put((plan, checked_for))
+        self.plans.put(order)
 
     def _log_lost(self, reason: str) -> None:
         if not self._closing.is_set() and self._outages.logs(self._runtime.now(), reason):

@@ -439,6 +439,11 @@ class HeatAssembler:
         rows = self._rows(self.assembled - since)
         return np.where(self._current(rows, layer_epochs), self._par_WL[rows], np.nan)
 
+    def newest_heat(self, since: int) -> Int32:
+        """Heat of the steps that entered after the first ``since``, int32 ``[T, L, E]``, in the order of entering."""
+        newest = min(self.assembled - since, self.steps)
+        return np.stack([self._heat[place] for place in range(-newest, 0)])
+
     def _rows(self, newest: int | None = None) -> _Cells:
         """Positions of the window's steps, or the newest of them, in the order of entering."""
         steps = self.steps if newest is None else min(newest, self.steps)

@@ -10,7 +10,7 @@ import numpy as np
 from eplb_service.heat.window import Window
 from eplb_service.placement import Float64, Int32, Placement, apply_layers, mean_par
 from eplb_service.planner.forecast import NO_FORECASTS, Forecasts
-from eplb_service.planner.score import Gain, gain_of, par_by_step, split_steps
+from eplb_service.planner.score import Gain, KnownSplit, gain_of, par_by_step, split_steps
 from eplb_service.solver.model import Recommended
 from eplb_service.solver.window import inflation, inflation_error
 from eplb_service.wire.operator import LayerVerdict, MovePrice
@@ -159,6 +159,10 @@ class Serving:
         served = self.placement, self.log2phy_RLE, window.source_RLE
         return par_by_step(split_steps(window.heat_TLE, *served, split))
 
+    def split_of(self, window: Window, split: str) -> KnownSplit:
+        """Return its split of the tokens of steps like a window's."""
+        return KnownSplit.of(window.heat_TLE, self.placement, self.log2phy_RLE, window.source_RLE, split)
+
     def changed_by(self, plan: Plan) -> Serving:
         """Placement and tables once all of a plan has switched."""
         return Serving(*apply_layers(self.placement, self.log2phy_RLE, plan.changes()))
@@ -183,6 +187,8 @@ class Outlook:
         True if that change was too recent to decide on; steps that pay for the decision's CPU.
     courses
         As in ``Plan``.
+    planned
+        What its result serves by; ``None`` if it changes nothing.
     """
 
     promise: Promise
@@ -193,6 +199,7 @@ class Outlook:
     too_recent: bool = False
     cost: float = 0.0
     courses: Sequence[Recommended | None] = ()
+    planned: KnownSplit | None = None
 
 
 def promise_for(plan: Plan) -> tuple[Promise, Float64]:

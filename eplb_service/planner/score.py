@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from eplb_service.cost.curve import CostCurve
-from eplb_service.placement import Float64, Int32, Placement, mean_par, peak_par, with_entries
+from eplb_service.placement import Float64, Int32, Placement, mean_par, peak_par, step_par, with_entries
 from eplb_service.planner.dealing import entry_parts
 from eplb_service.planner.settings import EVEN, STEP
 from eplb_service.solver.stepwise import loads_by_step, slots_by_step
@@ -337,6 +337,39 @@ def split_steps(
         return ServedWindow(*summary, np.zeros((0, placement.layers, placement.ranks)), none_K, none_K)
     phy2log_KRS = placement.phy2log_LRS.copy()
     return ServedWindow(*summary, *episode_loads(_wide(heat_TLE), layer_K, phy2log_KRS, share_KP, episodes))
+
+
+@dataclass(frozen=True)
+class KnownSplit:
+    """A placement and the split of tokens over it, worked out once to score steps one at a time as they come.
+
+    ``host`` is ``None`` if the host splits each step by its own counts.
+    """
+
+    placement: Placement
+    host: HostSplit | None
+
+    @classmethod
+    def of(
+        cls, heat_TLE: Heat, placement: Placement, log2phy_RLE: Int32, source_RLE: Float64 | None, split: str
+    ) -> KnownSplit:
+        """Work the split out from the heat of a window; arguments as for ``split_shares``."""
+        if split == STEP:
+            return cls(placement, None)
+        layer_K = np.arange(placement.layers)
+        return cls(placement, _host_split(heat_TLE, placement, log2phy_RLE, source_RLE, split, layer_K))
+
+    def par_of_steps(self, heat_TLE: Heat, first_step: int) -> Float64:
+        """Return the peak-to-average ratio of each step, float64 ``[T, L]``; NaN without tokens.
+
+        ``first_step`` as for ``split_loads``.
+        """
+        phy2log_LRS = self.placement.phy2log_LRS.copy()
+        if self.host is None:
+            return step_par(loads_by_step(_wide(heat_TLE), phy2log_LRS, heat_TLE.dtype.kind in "iu"))
+        layer_K = np.arange(self.placement.layers)
+        served = serve_steps(_wide(heat_TLE), layer_K, phy2log_LRS, self.host, np.zeros(0), first_step, False)
+        return peak_par(served.peak_TK, served.tokens_TK, self.placement.ranks)
 
 
 def par_by_step(served: ServedWindow) -> Float64:

@@ -179,6 +179,21 @@ class PlanState(enum.IntEnum):
     TRANSFERRED = 3
     COMMITTED = 4
     ABORTED = 5
+    CALLED_OFF = 6
+
+    @property
+    def drops_layers(self) -> bool:
+        """True if the plan has ended on the rank, and the layers that were not committed stay as they were."""
+        return self in (PlanState.REFUSED, PlanState.ABORTED, PlanState.CALLED_OFF)
+
+
+@dataclass(frozen=True)
+class CallOff:
+    """Request of the service to drop a plan: the layers that are not committed stay as they are."""
+
+    MESSAGE: ClassVar[type[Any]] = agent_pb2.CallOff
+
+    plan_id: fields.Version
 
 
 @dataclass(frozen=True)

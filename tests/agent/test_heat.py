@@ -179,6 +179,18 @@ def test_of_a_few_blocks_one_is_reported_the_same_by_all_ranks(cut_at: int | Non
     assert recorder.lost_steps == 0
 
 
+def test_a_rank_that_is_asked_for_shorter_reports_sends_what_it_has_with_the_next_step() -> None:
+    layers = [CountingLayer()]
+    recorder = HeatRecorder(layers, segment_steps=8)
+    sent = []
+    for step in range(12):
+        if step in (2, 3):
+            recorder.adopt(4)
+        _run(layers, recorder, range(step, step + 1))
+        sent += [(step, one.first_step, one.steps) for one in recorder.take()]
+    assert sent == [(2, 0, 3), (3, 3, 1), (7, 4, 4), (11, 8, 4)]
+
+
 @pytest.mark.parametrize("heard_at", [0, 3, 4, 6])
 def test_ranks_that_hear_of_longer_reports_at_different_steps_cut_alike_again(heard_at: int) -> None:
     layers = [CountingLayer()]

@@ -15,7 +15,7 @@ import grpc
 import numpy as np
 import pytest
 
-from eplb_service.wire.agent import EVERYTHING, Heartbeat, Reporting, Shape
+from eplb_service.wire.agent import EVERYTHING, CallOff, Heartbeat, Reporting, Shape
 from eplb_service.wire.codec import PROTOCOL_VERSION, encode, unpack
 from eplb_service.wire.fields import WireError
 from eplb_service.wire.generated import agent_pb2, agent_pb2_grpc
@@ -161,6 +161,14 @@ def test_a_valid_plan_arrives_and_a_malformed_one_is_refused_by_name() -> None:
         assert (status.plan_id, status.state) == (2, agent_pb2.PLAN_STATE_REFUSED)
         assert "digest" in status.reason
         assert scene.stream.plans.empty()
+
+
+def test_a_call_comes_after_the_plan_that_it_names() -> None:
+    with Scene() as scene:
+        scene.say_plan(encode(plan_of(0)))
+        scene.service.to_say.put(agent_pb2.ConnectResponse(call_off=agent_pb2.CallOff(plan_id=1)))
+        assert scene.stream.plans.get(timeout=60)[0].plan_id == 1
+        assert scene.stream.plans.get(timeout=60) == CallOff(1)
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from eplb_service.placement import default_log2phy
+from eplb_service.wire.agent import CallOff, PlanState, PlanStatus
 from tests.agent import live
 from tests.agent.live import RANKS
 from tests.faults.serving import FAULTS, tensor_addresses
@@ -66,6 +67,51 @@ def test_a_plan_switches_its_layers_on_all_ranks_at_the_same_step(dealing_width:
         assert fact["noted"] == fact["targets"]
     assert sum(fact["stats"].experts_received for fact in facts) > 0
     assert any(any(fact["changed_tables"]) for fact in facts)
+
+
+def _called_off(when: str) -> dict[str, Any]:
+    """A plan of three layers; one rank hears that it is called off, or of a plan that nobody holds."""
+    agent, layers, still = live.start(3, vote_interval=2)
+    called_at: list[int] = []
+    again: list[int] = []
+
+    def between(step: int) -> None:
+        if step == 2:
+            live.offer(agent, {layer: live.target(1 + layer) for layer in range(3)})
+        moments = {"at once": step == 2, "after a layer": agent.installed.epoch == 1, "of another": step == 2}
+        if moments[when] and not called_at:
+            called_at.append(agent.installed.epoch)
+            if agent.identity.rank == 1:
+                agent._stream.plans.put(CallOff(99 if when == "of another" else 1))
+        if called_at and step > 4 and agent._switch.state.plan is None and not again:
+            # All ranks drop the plan at one step, so that all take the next one.
+            again.append(agent.installed.epoch)
+            live.offer(agent, {2: live.from_here(agent, 7, 2)}, plan_id=2)
+        time.sleep(0.002)
+
+    epoch = {"at once": 1, "after a layer": 2, "of another": 4}[when]
+    worst = live.drive(agent, layers, still, 60, between, epoch)
+    said = [(one.plan_id, one.state) for one in live.waiting(agent) if isinstance(one, PlanStatus)]
+    return live.facts(agent, worst, said=said)
+
+
+@pytest.mark.parametrize(
+    "when", ["at once", pytest.param("after a layer", marks=pytest.mark.slow), "of another"]
+)
+def test_a_plan_that_one_rank_hears_is_called_off_ends_on_all(when: str) -> None:
+    facts = run_ranks(RANKS, _called_off, when)
+    live.check_together(facts)
+    for rank, fact in enumerate(facts):
+        first = [state for plan_id, state in fact["said"] if plan_id == 1]
+        committed = first.count(PlanState.COMMITTED)
+        assert fact["aborted"] == 0
+        if when == "of another":
+            assert committed == 3
+            assert ((99, PlanState.CALLED_OFF) in fact["said"]) == (rank == 1)
+        else:
+            assert first[-1] is PlanState.CALLED_OFF
+            assert committed in ((0, 1) if when == "at once" else (1, 2))
+            assert (2, PlanState.COMMITTED) in fact["said"]
 
 
 def _one_ranks_transfer_fails(fault: str, device: bool) -> dict[str, Any]:

@@ -160,6 +160,14 @@ class Faults:
             world.service.withheld = 0.3
         return "plans reach some ranks only"
 
+    def call_off(world: Any) -> str:
+        """Heat seems to change while a plan is under way: at once, or when all ranks are ready to commit a layer."""
+        if world.random.random() < 0.5:
+            called = world.service is not None and world.service.call_off()
+            return "at once" if called else "none, as no plan is under way"
+        world.network.aimed_at_ballots.append(lambda: world.service is None or world.service.call_off())
+        return "in the next vote that all ranks are ready for"
+
     def counted_from_zero(world: Any) -> str:
         for counter in world.engine.counters.values():
             counter.zero_()

@@ -25,6 +25,7 @@ from eplb_service.control.server.plane import control_plane, deployments
 from eplb_service.control.server.settings import ServiceSettings
 from eplb_service.telemetry import logs
 from eplb_service.telemetry.metrics import Metrics
+from eplb_service.wire.agent import CallOff
 from eplb_service.wire.fields import WireError
 from tests.simulation.scheduler import Process, Scheduler
 from tests.simulation.stream import NAME, Call
@@ -148,6 +149,15 @@ class Service(control_plane.ControlPlane):
     def serve(self, call: Call) -> None:
         self._loop.create_task(self._answer(call))
 
+    def call_off(self) -> bool:
+        """Call off the plan under way, as if heat had changed; return whether there was one."""
+        deployment = self.deployments.get(DEPLOYMENT)
+        if deployment is None or deployment.plan is None or deployment.plan.called_off:
+            return False
+        deployment.call_off("simulated", self.process.scheduler.now + _EPOCH)
+        self.streams.call_off(DEPLOYMENT, CallOff(deployment.plan.plan_id))
+        return True
+
     def withholds(self) -> bool:
         return bool(self.withheld) and self.process.scheduler.random.random() < self.withheld
 
@@ -171,7 +181,8 @@ class Service(control_plane.ControlPlane):
 
     def _plan_ended(self, deployment: Deployment, plan: PlanTracker) -> None:
         super()._plan_ended(deployment, plan)
-        self.done += plan.outcome is Outcome.DONE
+        # A plan that gives way to newer heat has balanced what it had switched by then.
+        self.done += plan.outcome is Outcome.DONE or (plan.was_called_off and plan.committed > 0)
         self.process.scheduler.note(NAME, plan.summary)
 
 

@@ -49,6 +49,7 @@ class Faults(NamedTuple):
     installs: int = 0
     refusals: int = 0
     drifts: int = 0
+    calls: int = 0
 
     def __str__(self) -> str:
         some = [f"{many} {what}" for what, many in self._asdict().items() if many]
@@ -144,6 +145,7 @@ class State:
             0 if m.plan is None else m.plan.plan_id,
             m.index,
             m.abort_wish is not None,
+            m.called_off,
             m.highest_term,
             m.transfer_runs,
             _relative(self.transfers[rank], generation, lane),

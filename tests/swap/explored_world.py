@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from eplb_service.wire.agent import PlanState, PlanStatus
 from tests.exploring import Event, happen, must
 from tests.swap.explored_state import OFFER_DEADLINE, RANKS, Running, State, Vote
-from tests.swap.promises import check_accepted, check_commit, check_start, check_state
+from tests.swap.promises import check_accepted, check_called, check_commit, check_start, check_state
 from tests.swap.tags import FIRST
 from worker_agent.swap.commit_register import Settlement, Verdict
 from worker_agent.swap.machine import (
@@ -37,6 +37,8 @@ class World(State):
                 yield ("deliver", rank, number, machine.installed.digest)
                 if plan.base_digest == machine.installed.digest != FIRST.digest:
                     yield ("deliver", rank, number, FIRST.digest)
+                if self.faults.calls and not machine.called_off:
+                    yield ("call", rank, number)
             if machine.progress == Progress.OFFERED and machine.abort_wish is None:
                 yield ("deadline", rank)
             if self.transfers[rank] is not None:
@@ -104,6 +106,14 @@ class World(State):
             check_accepted(self, rank, plan, checked_for)
             self.terms[rank] = plan.leader_term
         self.machines[rank] = accepted
+
+    def _call(self, rank: int, number: int) -> None:
+        """The service calls a plan off, and the rank hears of it, whether or not it holds that plan."""
+        self.faults = self.faults._replace(calls=self.faults.calls - 1)
+        machine, plan = self.machines[rank], self.scenario.plans[number]
+        called, actions = machine.call_off(plan.plan_id)
+        check_called(machine, called, plan)
+        self._act(rank, (called, actions))
 
     def _deadline(self, rank: int) -> None:
         self.machines[rank] = self.machines[rank].at_step(OFFER_DEADLINE + 1)
@@ -183,7 +193,7 @@ class World(State):
     def _leave_votes(self, rank: int) -> None:
         cast = self.vote.ballots[rank]
         self.lost |= {rank}
-        if cast.progress == Progress.READY and not cast.abort:
+        if cast.commits:
             self._doubts(rank)
         else:
             self._act(rank, self.machines[rank].lose_votes("votes lost"))
@@ -282,8 +292,9 @@ class World(State):
                 self._start(rank, action)
             elif isinstance(action, Commit):
                 self._commit(rank, action)
-            elif isinstance(action, PlanStatus) and action.state is PlanState.ABORTED:
-                self.staged[rank] = None
+            elif isinstance(action, PlanStatus) and action.state.drops_layers:
+                # As the driver does: an answer about another plan leaves what is staged.
+                self.staged[rank] = self.staged[rank] if self.machines[rank].plan is not None else None
             elif isinstance(action, Halted):
                 self.fatal |= {rank}
 

@@ -33,6 +33,7 @@ ALONE = (
     Faults(losses=1),
     Faults(skips=1),
     Faults(installs=1),
+    Faults(calls=2),
 )
 TOGETHER = (
     Faults(transfers=1, errors=1, losses=1),
@@ -42,6 +43,9 @@ TOGETHER = (
     Faults(transfers=1, losses=1, installs=1),
     Faults(losses=1, refusals=2),
     Faults(skips=1, drifts=2),
+    Faults(transfers=1, calls=1),
+    Faults(losses=1, calls=1),
+    Faults(skips=1, calls=1),
 )
 
 

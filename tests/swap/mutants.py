@@ -102,6 +102,7 @@ def _hasty(ballot: Ballot) -> Ballot:
 
 OFFERED, BUSY, READY = Progress.OFFERED, Progress.TRANSFERRING, Progress.READY
 NOTHING, START, COMMIT, ABORT = VoteResult.NOTHING, VoteResult.START, VoteResult.COMMIT, VoteResult.ABORT
+CALL_OFF = VoteResult.CALL_OFF
 OVERLAPS = _given("offer", lambda m, *given: (replace(m, transfer_runs=False), *given))
 ANY_END = _given("with_transfer_ended", lambda m, _, *error: (m, m.generation, *error))
 ended = SwitchState.with_transfer_ended
@@ -129,6 +130,17 @@ MUTANTS: dict[tuple[int, Faults], dict[str, Methods]] = {
         "TakesFailureForSuccess": _given("with_transfer_ended", lambda m, number, *_: (m, number)),
         "KeepsStagingAfterAborts": _actions("_drop", lambda _: ()),
         "ForgetsFailures": {"with_transfer_ended": lambda m, at, error=None: m if error else ended(m, at)},
+    },
+    (LATE, Faults(calls=1)): {
+        "CallsOffForItselfOnly": _deaf(lambda m, v: v.result is CALL_OFF and not m.called_off),
+        "CommitsWhatIsCalledOff": _meaning(
+            lambda v: COMMIT if v.result is CALL_OFF and v.slowest == READY else v.result
+        ),
+        "CallsOffAnyPlan": _given("call_off", lambda m, number: (m, m.plan.plan_id if m.plan else number)),
+        "DropsACalledPlanAtOnce": {
+            "call_off": lambda m, _: SwitchState._called_off(m) if m.plan else (m, ())
+        },
+        "KeepsACall": _state("_called_off", lambda _, new: replace(new, called_off=True)),
     },
     (LATE, Faults(transfers=1, losses=1)): {
         "GoesBackToAnOldLane": {"reformed": lambda m, *to: replace(SwitchState.reformed(m, *to), lane=m.lane)}

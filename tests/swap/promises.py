@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.exploring import must
 from tests.swap.explored_state import RANKS, Running, State
 from tests.swap.tags import TagPlan
-from worker_agent.swap.machine import Commit, Progress, StartTransfer
+from worker_agent.swap.machine import Commit, Progress, StartTransfer, SwitchState
 
 
 def check_accepted(state: State, rank: int, plan: TagPlan, checked_for: int) -> None:
@@ -16,6 +16,13 @@ def check_accepted(state: State, rank: int, plan: TagPlan, checked_for: int) -> 
     must(base == (machine.installed.epoch, machine.installed.digest), "accepted a plan for another placement")
     must(plan.leader_term >= state.terms[rank], "accepted a plan of an older term")
     must(machine.halted is None, "accepted a plan though halted")
+
+
+def check_called(before: SwitchState, after: SwitchState, plan: TagPlan) -> None:
+    """A rank has heard that the service calls a plan off."""
+    must(after.progress == before.progress, "changed its progress without a vote")
+    holds = before.plan is not None and before.plan.plan_id == plan.plan_id
+    must(after.called_off == (holds or before.called_off), "called off another plan than the service did")
 
 
 def check_start(state: State, rank: int, action: StartTransfer, started: Running) -> None:
@@ -35,8 +42,7 @@ def check_commit(state: State, rank: int, action: Commit) -> None:
     layer, staged, vote = action.layer, state.staged[rank], state.vote
     must(vote is not None, "committed without a vote")
     for ballot in vote.ballots:
-        ready = ballot is not None and ballot.progress == Progress.READY and not ballot.abort
-        must(ready, "committed though not all had voted READY")
+        must(ballot is not None and ballot.commits, "committed though not all had voted READY")
     must(staged is not None, "committed what was never staged")
     must(
         (staged.generation, staged.layer, staged.tag) == (action.generation, layer.layer, layer.phy2log_RS),
@@ -61,12 +67,13 @@ def check_state(state: State) -> None:
         )
         held = machine.plan is not None
         must(held == (machine.progress != Progress.IDLE), "its progress is that of no plan")
-        must(held or machine.abort_wish is None, "wishes to abort a plan that it no longer holds")
+        wishes = machine.abort_wish is not None or machine.called_off
+        must(held or not wishes, "wishes to abort a plan that it no longer holds")
         if machine.progress == Progress.READY:
             must(state.staged[rank] is not None, "READY with nothing staged")
         vote = state.vote
         cast = vote.ballots[rank] if vote is not None and rank in vote.pending else None
-        if cast is not None and cast.progress == Progress.READY and not cast.abort:
+        if cast is not None and cast.commits:
             plan = machine.plan
             kept = machine.progress == Progress.READY and plan is not None and plan.digest == cast.plan
             must(kept, "took back a READY before the vote was counted")

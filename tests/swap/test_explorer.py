@@ -17,6 +17,7 @@ from tests.swap.mutants import hunt
         pytest.param(Faults(losses=1), LATE, marks=pytest.mark.slow),
         pytest.param(Faults(transfers=1), LATE, marks=pytest.mark.slow),
         pytest.param(Faults(installs=1), LATE, marks=pytest.mark.slow),
+        pytest.param(Faults(calls=1), LATE, marks=pytest.mark.slow),
         pytest.param(Faults(skips=1, impatience=1), LATE, marks=pytest.mark.slow),
     ],
 )
@@ -30,5 +31,5 @@ def test_every_interleaving_keeps_every_promise(faults: Faults, start: int) -> N
 @pytest.mark.slow
 def test_every_broken_machine_is_caught() -> None:
     seen = dict(hunt())
-    assert len(seen) >= 41
+    assert len(seen) >= 46
     assert [name for name, walked in seen.items() if not walked.caught] == []

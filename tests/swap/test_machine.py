@@ -60,6 +60,70 @@ def test_a_plan_is_dropped_for_the_first_reason_that_the_rank_had(machine: Switc
     assert (said.state, said.reason) == (PlanState.ABORTED, reason)
 
 
+def outcome_of(*machines: SwitchState) -> VoteOutcome:
+    return VoteOutcome.decode(
+        [min(column) for column in zip(*(m.ballot.encode() for m in machines), strict=True)]
+    )
+
+
+TRANSFERRING, _ = HELD.decide(outcome_of(HELD))
+READY = TRANSFERRING.with_transfer_ended(1)
+
+
+@pytest.mark.parametrize("machine", [HELD, READY], ids=["offered", "ready"])
+def test_a_plan_that_is_called_off_ends_at_the_next_vote_and_keeps_its_lane(machine: SwitchState) -> None:
+    told, nothing = machine.call_off(PLAN.plan_id)
+    assert nothing == ()
+    # The other rank hears of it by the vote alone.
+    for rank in (told, machine):
+        after, (said,) = rank.decide(outcome_of(told, machine))
+        assert after == replace(NEW, highest_term=2, generation=machine.generation)
+        assert (said.plan_id, said.state, said.layer) == (1, PlanState.CALLED_OFF, 0)
+        assert said.reason == "called off by the service"
+
+
+def test_a_plan_that_some_ranks_hold_is_called_off_at_the_next_vote() -> None:
+    told, _ = HELD.call_off(PLAN.plan_id)
+    assert outcome_of(told, NEW).result is VoteResult.CALL_OFF
+
+
+def test_a_transfer_ends_before_its_plan_does() -> None:
+    told, _ = TRANSFERRING.call_off(PLAN.plan_id)
+    assert told.decide(outcome_of(told, READY)) == (told, ())
+    ready = told.with_transfer_ended(1)
+    after, (said,) = ready.decide(outcome_of(ready, READY))
+    assert (after.plan, after.lane, said.state) == (None, 0, PlanState.CALLED_OFF)
+
+
+def test_a_ready_that_was_voted_before_the_call_commits_its_layer() -> None:
+    """The plan ends with the layer after it, whose transfer all ranks have begun by then."""
+    plan = plan_from(FIRST, 1, 2, 0, 1)
+    held, _ = NEW.offer(plan, 0, FIRST.digest)
+    started, _ = held.decide(outcome_of(held))
+    ready = started.with_transfer_ended(1)
+    voted = outcome_of(ready)
+    told, _ = ready.call_off(1)
+    after, (commit, _) = told.decide(voted)
+    assert (commit.layer.layer, after.index, after.called_off) == (0, 1, True)
+    staged = after.with_transfer_ended(2)
+    ended, (said,) = staged.decide(outcome_of(staged))
+    assert (ended.installed.tags, said.layer, said.state) == ((1, 0), 1, PlanState.CALLED_OFF)
+
+
+@pytest.mark.parametrize("machine", [NEW, HELD, READY], ids=["idle", "offered", "ready"])
+def test_a_call_that_names_no_plan_of_this_rank_changes_nothing(machine: SwitchState) -> None:
+    after, (said,) = machine.call_off(99)
+    assert after == machine
+    assert (said.plan_id, said.state) == (99, PlanState.CALLED_OFF)
+
+
+def test_an_abort_outweighs_a_call() -> None:
+    failed = TRANSFERRING.with_transfer_ended(1, "link")
+    told, _ = TRANSFERRING.call_off(PLAN.plan_id)
+    after, (said,) = failed.decide(outcome_of(failed, told))
+    assert (said.state, said.reason, after.lane) == (PlanState.ABORTED, "link", 1)
+
+
 def test_ranks_that_differ_by_tables_alone_serve_different_placements() -> None:
     changed = INSTALLED.with_layer(0, LINEAR.phy2log_LRS[0], INSTALLED.log2phy_LE[0])
     assert changed.digest == INSTALLED.digest
@@ -73,6 +137,7 @@ BALLOTS = st.builds(
     installed=st.sampled_from([1, 2**62]),
     abort=st.booleans(),
     forward=st.sampled_from([0, 8, 2**62]),
+    called_off=st.booleans(),
 )
 
 
@@ -81,15 +146,16 @@ def test_an_outcome_says_what_the_ballots_said(ballots: list[Ballot]) -> None:
     outcome = VoteOutcome.decode([min(column) for column in zip(*(b.encode() for b in ballots), strict=True)])
     assert outcome.slowest == min(ballot.progress for ballot in ballots)
     assert outcome.abort == any(ballot.abort for ballot in ballots)
+    assert outcome.called_off == any(ballot.called_off for ballot in ballots)
     assert outcome.installed_agree == (len({ballot.installed for ballot in ballots}) == 1)
     assert outcome.plans <= {ballot.plan for ballot in ballots}
     assert (outcome.forward_low == outcome.forward_high) == (len({ballot.forward for ballot in ballots}) == 1)
     if outcome.result is VoteResult.COMMIT:
         assert len({ballot.forward for ballot in ballots}) == 1
         assert len({ballot.plan for ballot in ballots}) == 1
-        assert all(ballot.progress == Progress.READY and not ballot.abort for ballot in ballots)
+        assert all(ballot.commits for ballot in ballots)
 
 
 def test_a_ballot_of_the_wrong_width_is_refused() -> None:
-    with pytest.raises(ValueError, match="a ballot has 9 integers, got 2"):
+    with pytest.raises(ValueError, match="a ballot has 10 integers, got 2"):
         VoteOutcome.decode([1, 2])

@@ -8,14 +8,13 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 
 from eplb_service.placement import Placement
-from eplb_service.wire.agent import PlanState, PlanStatus
-from eplb_service.wire.plan import RankPlan
+from eplb_service.wire.agent import CallOff, PlanState, PlanStatus
 from worker_agent.forward_clock import ForwardClock
 from worker_agent.live_layer import LiveLayer
 from worker_agent.runtime import REAL, Runtime
 from worker_agent.settings import AgentSettings
 from worker_agent.swap.commit_register import FatalSwitchError
-from worker_agent.swap.installed import Installed, restoring_plan
+from worker_agent.swap.installed import Installed, Order, restoring_plan
 from worker_agent.swap.machine import (
     Commit,
     Halted,
@@ -103,8 +102,8 @@ class SwitchDriver:
 
     # What happens at a step boundary, in order
 
-    def take_events(self, step: int, plans: Sequence[tuple[RankPlan, int]]) -> None:
-        """Take plans that have arrived by step boundary ``step``, each with the placement that it was checked for."""
+    def take_events(self, step: int, orders: Sequence[Order]) -> None:
+        """Take the service's orders that have arrived by step boundary ``step``."""
         self._step = step
         if self._group.failure is not None:
             raise FatalSwitchError(self._group.failure)
@@ -113,8 +112,12 @@ class SwitchDriver:
             wrong = wrong or self._tables.at_boundary(step, self.state.installed)
         if wrong is not None:
             raise FatalSwitchError(f"rank {self._identity.rank}: {wrong}")
-        for plan, checked_for in plans:
-            self._apply(self.state.offer(plan, step, checked_for))
+        for order in orders:
+            if isinstance(order, CallOff):
+                self._apply(self.state.call_off(order.plan_id))
+            else:
+                plan, checked_for = order
+                self._apply(self.state.offer(plan, step, checked_for))
         self._take_transfer()
         self._watch_transfers()
         self.state = self.state.at_step(step)
@@ -341,9 +344,9 @@ class SwitchDriver:
                 case Halted():
                     raise FatalSwitchError(f"rank {self._identity.rank}: {action.reason}")
                 case PlanStatus():
-                    if action.state is PlanState.ABORTED:
+                    if action.state.drops_layers and self.state.plan is None:
                         self._staged = None
-                        self.stats.plans_aborted += 1
+                    self.stats.plans_aborted += action.state is PlanState.ABORTED
                     self._report(action)
 
     def _watch_transfers(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import TypeAlias
 
 import numpy as np
 
@@ -20,7 +21,7 @@ from eplb_service.placement import (
     layer_digest,
     with_entries,
 )
-from eplb_service.wire.agent import Hello, Shape
+from eplb_service.wire.agent import CallOff, Hello, Shape
 from eplb_service.wire.fields import WireError
 from eplb_service.wire.generated import agent_pb2
 from eplb_service.wire.plan import (
@@ -36,6 +37,9 @@ from eplb_service.wire.plan import (
 
 _RESTORING_PLAN_ID = 0
 """No service gives a plan this number."""
+
+Order: TypeAlias = tuple[RankPlan, int] | CallOff
+"""Order of the service: a plan, with the digest of the placement that its moves were checked for, or the end of one."""
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@
     IDLE --offer--> OFFERED --all hold it--> TRANSFERRING --all bytes here--> READY --all ready--> commit, next layer
                        |                          |                            |
                        +------ any rank votes abort, or a deadline passes -----+--> IDLE, old placement stays
+                       +------ the service has called the plan off, and no transfer runs --> IDLE
 
 Two rules keep the ranks together. A rank changes between OFFERED, TRANSFERRING and the next layer, commits or aborts
 only on the outcome of a vote, never on its own. And a wish to abort waits for the next ballot, so that a rank which
@@ -27,7 +28,7 @@ from eplb_service.wire.agent import PlanState, PlanStatus
 from eplb_service.wire.plan import RankLayer, RankPlan
 from worker_agent.swap.installed import Installed
 
-BALLOT_WIDTH = 9
+BALLOT_WIDTH = 10
 """Integers in one ballot on the wire."""
 
 
@@ -47,6 +48,7 @@ class VoteResult(enum.Enum):
     START = "start the transfer of the plan's next layer"
     COMMIT = "commit the layer"
     ABORT = "drop the plan"
+    CALL_OFF = "drop the plan, as the service asks for it"
     REALIGN = "drop the plan and vote again at a common forward pass: the ranks count different ones"
     DIVERGED = "serve no more: the ranks serve different placements"
 
@@ -56,7 +58,8 @@ class Ballot:
     """One rank's vote.
 
     ``plan`` is the digest of the plan that it holds, 0 for none; ``installed`` fingerprints what it serves; ``forward``
-    is the forward pass after which, by this rank's count, the vote was due.
+    is the forward pass after which, by this rank's count, the vote was due. ``called_off`` says that the service has
+    called off that plan.
     """
 
     progress: Progress
@@ -64,11 +67,18 @@ class Ballot:
     installed: int
     abort: bool
     forward: int = 0
+    called_off: bool = False
+
+    @property
+    def commits(self) -> bool:
+        """True if this rank is bound to commit the layer should all ranks vote the same."""
+        return self.progress == Progress.READY and not (self.abort or self.called_off)
 
     def encode(self) -> list[int]:
         """Return ``BALLOT_WIDTH`` signed 64-bit integers for a MIN all-reduce."""
         bounds = [self.progress, self.plan, self.installed, self.forward]
-        return [*(int(value) for value in bounds), *(-int(value) for value in bounds), -int(self.abort)]
+        against = [-int(self.abort), -int(self.called_off)]
+        return [*(int(value) for value in bounds), *(-int(value) for value in bounds), *against]
 
 
 @dataclass(frozen=True)
@@ -83,6 +93,7 @@ class VoteOutcome:
     forward_low: int = 0
     forward_high: int = 0
     confirmed: bool = True
+    called_off: bool = False
 
     @classmethod
     def decode(cls, reduced: Sequence[int]) -> VoteOutcome:
@@ -90,7 +101,7 @@ class VoteOutcome:
         if len(reduced) != BALLOT_WIDTH:
             raise ValueError(f"a ballot has {BALLOT_WIDTH} integers, got {len(reduced)}")
         progress, plan_low, installed_low, forward_low = reduced[:4]
-        _, plan_high, installed_high, forward_high, abort = reduced[4:]
+        _, plan_high, installed_high, forward_high, abort, called_off = reduced[4:]
         return cls(
             slowest=Progress(progress),
             plan_low=plan_low,
@@ -99,6 +110,7 @@ class VoteOutcome:
             abort=abort < 0,
             forward_low=forward_low,
             forward_high=-forward_high,
+            called_off=called_off < 0,
         )
 
     @classmethod
@@ -140,6 +152,9 @@ class VoteOutcome:
             return VoteResult.NOTHING
         if self.abort or self.plan_low not in (0, self.plan_high):
             return VoteResult.ABORT
+        if self.called_off and self.slowest != Progress.TRANSFERRING:
+            # No bytes are under way on any rank: the lane stays clean, and the next plan can begin at once.
+            return VoteResult.CALL_OFF
         if self.plan_low == 0:
             return VoteResult.NOTHING
         return {
@@ -183,7 +198,7 @@ class Halted:
 
 
 Action: TypeAlias = StartTransfer | Commit | PlanStatus | Halted
-"""Requests of the machine, carried out in order; a ``PlanStatus`` is to be reported, and ABORTED ends its staging."""
+"""Requests of the machine, carried out in order; a ``PlanStatus`` is to be reported, and staging ends with a plan."""
 
 Transition: TypeAlias = "tuple[SwitchState, tuple[Action, ...]]"
 """State after an event, and what is to be done about it, in order."""
@@ -195,8 +210,9 @@ class SwitchState:
 
     ``progress`` is how far the rank is with layer ``index`` of ``plan``, accepted at step ``offered_at``; IDLE exactly
     where there is none. A plan may stay OFFERED for ``offer_deadline_steps``: some rank may never get it. With an
-    ``abort_wish`` the next ballot votes to abort. ``generation`` numbers transfers, ``lane`` what they use; both
-    grow on all ranks alike, the latter where one was aborted. Plans of terms below ``highest_term`` are refused;
+    ``abort_wish`` the next ballot votes to abort. If the service has ``called_off`` the plan, each ballot says so, and
+    the plan ends once no rank transfers a layer. ``generation`` numbers transfers, ``lane`` what they use; both grow on
+    all ranks alike, the latter where one was aborted. Plans of terms below ``highest_term`` are refused;
     and all are while the rank is ``paused`` until it is resumed, ``unheard`` until the ranks vote again, or
     ``halted`` for good, as they have diverged.
     """
@@ -208,6 +224,7 @@ class SwitchState:
     index: int = 0
     offered_at: int = 0
     abort_wish: str | None = None
+    called_off: bool = False
     generation: int = 0
     lane: int = 0
     transfer_runs: bool = False
@@ -229,6 +246,7 @@ class SwitchState:
             plan=self.plan.digest if self.plan is not None else 0,
             installed=self.installed.version_digest,
             abort=self.abort_wish is not None,
+            called_off=self.called_off,
         )
 
     # Events that only change the state
@@ -290,6 +308,13 @@ class SwitchState:
             refused = self._wishing(f"the service has moved on to plan {plan.plan_id}")
         return refused, (PlanStatus(plan.plan_id, PlanState.REFUSED, reason=reason),)
 
+    def call_off(self, plan_id: int) -> Transition:
+        """Vote the plan down, as the service asks for it; say so at once if it is not held, or has ended."""
+        if self.plan is not None and self.plan.plan_id == plan_id:
+            return replace(self, called_off=True), ()
+        reason = "called off by the service; this rank does not hold it"
+        return self, (PlanStatus(plan_id, PlanState.CALLED_OFF, reason=reason),)
+
     def lose_votes(self, reason: str) -> Transition:
         """Drop the plan, and take no other until the ranks vote again."""
         dropped, actions = self._drop(reason)
@@ -314,6 +339,8 @@ class SwitchState:
             return self._commit()
         if result is VoteResult.ABORT:
             return self._drop(self.abort_wish or "another rank voted to abort")
+        if result is VoteResult.CALL_OFF:
+            return self._called_off()
         return self, ()
 
     # Transitions
@@ -369,5 +396,19 @@ class SwitchState:
         begun = self.progress in (Progress.TRANSFERRING, Progress.READY)
         return replace(self._idle(), lane=self.lane + begun), (aborted,)
 
+    def _called_off(self) -> Transition:
+        assert self.plan is not None
+        layer = self.plan.layers[self.index].layer
+        ended = PlanStatus(self.plan.plan_id, PlanState.CALLED_OFF, layer, "called off by the service")
+        return self._idle(), (ended,)
+
     def _idle(self) -> SwitchState:
-        return replace(self, plan=None, index=0, offered_at=0, progress=Progress.IDLE, abort_wish=None)
+        return replace(
+            self,
+            plan=None,
+            index=0,
+            offered_at=0,
+            progress=Progress.IDLE,
+            abort_wish=None,
+            called_off=False,
+        )

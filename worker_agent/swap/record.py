@@ -59,7 +59,7 @@ class History:
                 heard=heard,
                 progress=cast.progress.name,
                 plan=cast.plan,
-                abort=cast.abort,
+                abort=cast.abort or cast.called_off,
                 installed=cast.installed,
                 decision=outcome.result.name,
             )
@@ -82,7 +82,7 @@ class History:
                 )
             case Halted(reason):
                 self._write("halt", step=step, reason=reason)
-            case PlanStatus(state=PlanState.ABORTED):
+            case PlanStatus(state=PlanState.ABORTED | PlanState.CALLED_OFF):
                 facts = {"plan_id": action.plan_id, "layer": action.layer, "reason": action.reason}
                 self._write("abort", step=step, **facts)
 

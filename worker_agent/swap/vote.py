@@ -14,7 +14,7 @@ from worker_agent.forward_clock import ForwardClock
 from worker_agent.runtime import REAL, Runtime
 from worker_agent.settings import AgentSettings
 from worker_agent.swap.commit_register import CommitRegister
-from worker_agent.swap.machine import Ballot, Progress, SwitchState, VoteOutcome, VoteResult
+from worker_agent.swap.machine import Ballot, SwitchState, VoteOutcome, VoteResult
 from worker_agent.swap.record import History
 from worker_agent.swap.reformation import Reformation
 from worker_agent.swap.rendezvous import Rendezvous
@@ -73,7 +73,7 @@ class Voter:
     @property
     def may_commit(self) -> bool:
         """True if the vote under way, or last cast, can commit a layer as far as this rank knows."""
-        return self._cast is not None and self._cast.progress == Progress.READY and not self._cast.abort
+        return self._cast is not None and self._cast.commits
 
     def cast(self, ballot: Ballot) -> None:
         """Send this rank's ballot; its outcome is due a few forward passes after its own. Raises ``VoteError``."""

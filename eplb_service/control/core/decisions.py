@@ -12,6 +12,7 @@ from eplb_service.planner.counterfactual import FITTED, TimePrice
 from eplb_service.planner.forecast import NO_FORECASTS, Forecasts
 from eplb_service.planner.pace import Pace
 from eplb_service.planner.plan import Outlook, Promise
+from eplb_service.planner.score import KnownSplit
 from eplb_service.solver.model import Recommended
 from eplb_service.wire.operator import MovePrice, Worth
 
@@ -29,8 +30,10 @@ class Decisions:
         Whether a decision has been made, or none may be without heat of the group's own; steps assembled at the last.
     pace
         When the next decision is due by what is realised; ``None`` where that is by the clock, or no heat is expected.
-    promise
-        Promise of the plan under way; ``None`` where none is.
+    promise, planned
+        Promise of the plan under way, and what serves once all of it has switched; ``None`` where none is.
+    answered
+        The alarm after which the last decision was made, as in ``Pace``.
     before, replaced_at
         Placement that the last decision's plan replaces, and steps that ``pace`` had seen when all of that plan served;
         ``None`` where it changed nothing, and until then.
@@ -52,6 +55,8 @@ class Decisions:
     decided_at: int = 0
     pace: Pace | None = None
     promise: Promise | None = None
+    planned: KnownSplit | None = None
+    answered: tuple[int | None, int] | None = None
     before: LivePlacement | None = None
     replaced_at: int | None = None
     forecasts: Forecasts = NO_FORECASTS
@@ -72,6 +77,14 @@ class Decisions:
         """True if decisions follow each other quickly because heat has just changed."""
         return self.pace is not None and self.pace.settling
 
+    @property
+    def may_be_outdated(self) -> bool:
+        """True if heat may have changed since the decision whose plan is under way, and is to be looked at now."""
+        pace = self.pace
+        if pace is None or pace.alarm is None or not pace.due:
+            return False
+        return pace.settling or pace.alarm is not self.answered
+
     def is_due(self, assembled: int, interval: int) -> bool:
         """Return whether one is due: by what is realised or, by the clock, ``interval`` steps after the last."""
         gathered = assembled - self.decided_at
@@ -87,21 +100,45 @@ class Decisions:
 
     def deciding(self, assembled: int) -> Decisions:
         """Begin a decision after so many steps."""
-        return replace(self, begun=True, decided_at=assembled, pace=self.pace and self.pace.deferred())
+        pace = self.pace and self.pace.deferred()
+        return replace(
+            self, begun=True, decided_at=assembled, pace=pace, answered=None if pace is None else pace.alarm
+        )
+
+    def weighing(self) -> Decisions:
+        """Begin to look at heat beside a plan. Steps go on meanwhile."""
+        return replace(self, pace=self.pace and self.pace.postponed())
+
+    def weighed(self, outlook: Outlook) -> tuple[Decisions, bool]:
+        """Note what heat says of an alarm beside a plan; return whether the plan is outdated.
+
+        It is if heat has changed after the decision that made it. The next decision is then due as soon as it ends.
+        """
+        if self.pace is None:
+            return self, False
+        pace = _corrected(self.pace, outlook)
+        if outlook.burst or outlook.too_recent or pace.alarm is self.answered:
+            return replace(self, pace=pace), False
+        return replace(self, pace=pace.hastened()), True
 
     def decided(self, outlook: Outlook, live: LivePlacement, *, changed: bool) -> Decisions:
         """Note the decision: it keeps ``live``, or a plan that replaces it is about to be offered."""
         if self.pace is None:
             return replace(self, forecasts=outlook.forecasts)
-        pace = self.pace.dismissed() if outlook.burst else self.pace
-        if outlook.change_at is not None:
-            pace = pace.begun_at(outlook.change_at)
+        pace = _corrected(self.pace, outlook)
         if outlook.too_recent:
             return replace(self, pace=pace.charged(outlook.cost))
+        # An alarm since the decision began is one that it does not answer.
+        answered = self.answered if pace is self.pace else pace.alarm
         pace = pace.after_decision(changed=changed, paid=outlook.paid).charged(outlook.cost)
-        after = replace(self, forecasts=outlook.forecasts, replaced_at=None, courses=outlook.courses)
+        after = replace(
+            self, forecasts=outlook.forecasts, replaced_at=None, courses=outlook.courses, answered=answered
+        )
         if changed:
-            return replace(after, pace=pace, promise=outlook.promise, before=live)
+            if outlook.planned is not None:
+                # Heat is watched while the plan is under way, as the placement that it leads to would serve it.
+                pace = pace.serving(outlook.promise)
+            return replace(after, pace=pace, promise=outlook.promise, planned=outlook.planned, before=live)
         pace = pace.keeping(outlook.promise, dismissed=outlook.burst)
         return replace(after, pace=pace, promise=None, before=None)
 
@@ -110,16 +147,26 @@ class Decisions:
         if self.pace is None or self.promise is None:
             return self
         if done:
+            # Ratios are measured from here on, not predicted.
             pace = self.pace.serving(self.promise)
-            return replace(self, pace=pace, promise=None, replaced_at=self.pace.seen)
+            return replace(self, pace=pace, promise=None, planned=None, replaced_at=self.pace.seen)
         # What serves then was never decided on: nothing is expected of it before the next decision.
-        forecasts = replace(self.forecasts, gain=None)
-        return replace(self, promise=None, before=None, forecasts=forecasts, courses=())
+        pace, forecasts = replace(self.pace, expected=None), replace(self.forecasts, gain=None)
+        return replace(
+            self, pace=pace, promise=None, planned=None, before=None, forecasts=forecasts, courses=()
+        )
 
     def resting(self) -> Decisions:
         """Expect no heat: what comes later is not compared with what was expected before."""
         return replace(
-            self, pace=None, promise=None, before=None, forecasts=NO_FORECASTS, courses=(), worth=None
+            self,
+            pace=None,
+            promise=None,
+            planned=None,
+            before=None,
+            forecasts=NO_FORECASTS,
+            courses=(),
+            worth=None,
         )
 
     def appraised(self, price: TimePrice, cost: float = 0.0) -> Decisions:
@@ -131,3 +178,9 @@ class Decisions:
         after = 0.0 if pace is None else pace.seen + _BETWEEN_APPRAISALS * cost
         fitted = price.curve if price.kind == FITTED else self.fitted
         return replace(self, time_price=price, fitted=fitted, pace=pace, appraise_at=after)
+
+
+def _corrected(pace: Pace, outlook: Outlook) -> Pace:
+    """Return the pace with the alarms that heat does not bear out dismissed, and the change that raised none noted."""
+    pace = pace.dismissed() if outlook.burst else pace
+    return pace if outlook.change_at is None else pace.begun_at(outlook.change_at)

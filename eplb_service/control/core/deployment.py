@@ -17,6 +17,7 @@ from eplb_service.control.core.leader import clock_of
 from eplb_service.control.core.live_placement import LivePlacement
 from eplb_service.control.core.plan_tracker import Outcome, PlanTracker
 from eplb_service.heat.assembler import HeatAssembler, StepCounts
+from eplb_service.placement import Float64
 from eplb_service.planner.pace import Pace
 from eplb_service.planner.plan import LayerPlan, Outlook, Serving
 from eplb_service.planner.price import SwitchLog
@@ -195,7 +196,9 @@ class Deployment:
         if self.paused:
             return "planning is paused"
         if self.plan is not None:
-            return f"plan {self.plan.plan_id} is under way"
+            return (
+                f"plan {self.plan.plan_id} is {'being called off' if self.plan.called_off else 'under way'}"
+            )
         if self.outdated is not None:
             return self.outdated
         if self.group.missing:
@@ -316,14 +319,55 @@ class Deployment:
             before = self.heat.assembled
             self.heat.put_together(1)
             if self.decisions.pace is not None and self.live is not None:
-                par_TL = self.heat.newest_par(before, self.live.layer_epochs)
-                self.decisions = self.decisions.after_steps(par_TL)
+                self.decisions = self.decisions.after_steps(self._tested_par(self.heat, self.live, before))
             pace = self.decisions.pace
-            if not self.heat.waiting or (pace is not None and pace.due and self.obstacle() is None):
+            decides = pace is not None and pace.due and self.obstacle() is None
+            if not self.heat.waiting or decides or self.may_call_off:
                 break
         return self.heat.waiting > 0
 
+    def _tested_par(self, heat: HeatAssembler, live: LivePlacement, since: int) -> Float64:
+        """Return the ratios that are tested for a change of heat, of the steps after the first ``since``.
+
+        While a plan is under way they are predicted for the placement that it leads to: measured ratios also change
+        with each layer that switches.
+        """
+        planned = self.decisions.planned
+        if self.plan is None or planned is None:
+            return heat.newest_par(since, live.layer_epochs)
+        return planned.par_of_steps(heat.newest_heat(since), since)
+
     # Decisions
+
+    @property
+    def may_call_off(self) -> bool:
+        """True if heat may have changed since the plan under way was decided on, so that it is to be looked at.
+
+        Of two plans in a row one switches a layer, however often heat changes.
+        """
+        if self.plan is None or self.plan.called_off or self.paused:
+            return False
+        before = self.ended_plan
+        if before is not None and before.was_called_off and not before.committed + self.plan.committed:
+            return False
+        return self.decisions.may_be_outdated
+
+    def weighing(self) -> None:
+        """Begin to look at heat as it is now, beside the plan under way."""
+        self.decisions = self.decisions.weighing()
+
+    def weighed(self, outlook: Outlook, plan_id: int, now: float) -> bool:
+        """Note what heat says; return whether the ranks are to be told that this plan, if still under way, is off."""
+        self.decisions, outdated = self.decisions.weighed(outlook)
+        if not outdated or self.plan is None or self.plan.plan_id != plan_id or self.plan.called_off:
+            return False
+        self.call_off("heat changed while it was under way", now)
+        return True
+
+    def call_off(self, reason: str, now: float) -> None:
+        """Want no more layers of the plan under way switched; the ranks are about to be told."""
+        assert self.plan is not None
+        self.plan = self.plan.calling_off(reason, now)
 
     def beginning(self, problem: str = "") -> None:
         """Begin the first plan by a prior, or note why there is none; later ones are due all the same."""
@@ -473,7 +517,7 @@ class Deployment:
             done = self.ended_plan.outcome is Outcome.DONE
             self.decisions = self.decisions.plan_ended(done)
             self.events.append(self.ended_plan)
-            if not done:
+            if not (done or self.ended_plan.was_called_off):
                 self._note_problem(self.ended_plan.summary)
 
     def _note_problem(self, problem: str) -> None:

@@ -6,6 +6,7 @@
        |               |
        |               +--a rank aborted--------------------------------> ABORTED  (layers before it stay switched)
        +--a rank refused-----------------------------------------------> REFUSED
+       +--the service called it off, all ranks answered-----------------> CALLED_OFF  (as ABORTED)
        +--silence past the limit, while the ranks make steps------------> TIMED_OUT
 
 The ranks decide by their own vote; this only follows what became of it. A report that comes after the end still counts
@@ -35,6 +36,8 @@ class Outcome(str, enum.Enum):
     """The end of a plan."""
 
     DONE = "done"
+    CALLED_OFF = "called_off"
+    """Heat changed while it was under way; the next decision starts from the layers that had switched by then."""
     REFUSED = "refused"
     ABORTED = "aborted"
     TIMED_OUT = "timed_out"
@@ -58,8 +61,10 @@ class PlanTracker:
         Seconds, by the clock of whoever calls, at which it was offered, or a rank last reported, less idle time since.
     step, stepped_at
         Furthest step of the ranks, and when that was first seen.
+    called_off
+        Reason why the service wants no more of its layers to switch; empty while it wants all of them.
     outcome, reason, objections
-        Its end, ``None`` while it is under way, and why where it was not done; refusals and aborts by rank.
+        Its end, ``None`` while it is under way, and why where it was not done; how it ended early, by rank.
     """
 
     plan_id: int
@@ -72,6 +77,7 @@ class PlanTracker:
     step: int = 0
     stepped_at: float = 0.0
     committed: int = 0
+    called_off: str = ""
     outcome: Outcome | None = None
     reason: str = ""
     objections: Mapping[int, PlanStatus] = field(default_factory=dict)
@@ -93,6 +99,11 @@ class PlanTracker:
             for rank, switched in enumerate(self.progress)
             if switched < len(self.versions) and rank not in self.objections
         ]
+
+    @property
+    def was_called_off(self) -> bool:
+        """True if it has ended early, and nothing was wrong with it but its age."""
+        return self.outcome is Outcome.CALLED_OFF
 
     @property
     def summary(self) -> str:
@@ -123,9 +134,15 @@ class PlanTracker:
         heard = replace(self, heard_at=now)
         if status.state is PlanState.COMMITTED:
             heard = heard._with_progress(rank, self._reached_by(rank, status))
-        elif status.state in (PlanState.REFUSED, PlanState.ABORTED):
+        elif status.state is PlanState.CALLED_OFF:
+            heard = heard._called_off_by(rank, status)
+        elif status.state.drops_layers:
             heard = replace(heard, objections={**self.objections, rank: status})
         return heard._with_outcome()
+
+    def calling_off(self, reason: str, now: float) -> PlanTracker:
+        """Ask the ranks to switch no more layers; all of them answer."""
+        return replace(self, called_off=reason, heard_at=now)
 
     def after_version(self, rank: int, version: tuple[int, int]) -> PlanTracker | None:
         """Note that a rank serves ``version``, epoch and digest; ``None`` where the plan does not lead there."""
@@ -150,14 +167,24 @@ class PlanTracker:
         if self.outcome is not None or now - self.heard_at <= limit:
             return self
         silent = f"{rank_list(self.silent_ranks)} did not answer in time"
-        if self.objections:
-            refused = self._refused()
+        refused = self._refused() if self.objections else self
+        if refused.outcome not in (None, Outcome.CALLED_OFF):
             return replace(refused, reason=f"{refused.reason}; {silent}")
         return replace(self, outcome=Outcome.TIMED_OUT, reason=silent)
 
     def interrupted(self, reason: str) -> PlanTracker:
         """End for a reason outside the plan."""
         return self if self.outcome is not None else replace(self, outcome=Outcome.INTERRUPTED, reason=reason)
+
+    def _called_off_by(self, rank: int, status: PlanStatus) -> PlanTracker:
+        """Note that a rank does not hold the plan any more: it may have switched all layers, or ended it before."""
+        version = status.epoch, status.digest
+        reached = self
+        if version in self.versions:
+            reached = self._with_progress(rank, self.versions.index(version) + 1)
+        if reached.progress[rank] == len(self.versions):
+            return reached
+        return replace(reached, objections={rank: status, **self.objections})
 
     def _reached_by(self, rank: int, status: PlanStatus) -> int:
         """Layers that a rank has switched which reports that it committed one."""
@@ -187,7 +214,11 @@ class PlanTracker:
 
     def _refused(self) -> PlanTracker:
         states = {status.state for status in self.objections.values()}
-        end = PlanState.REFUSED if PlanState.REFUSED in states else PlanState.ABORTED
+        end = next(
+            state for state in (PlanState.REFUSED, PlanState.ABORTED, PlanState.CALLED_OFF) if state in states
+        )
+        if end is PlanState.CALLED_OFF and self.called_off:
+            return replace(self, outcome=Outcome.CALLED_OFF, reason=self.called_off)
         reasons: dict[str, list[int]] = {}
         for rank, status in sorted(self.objections.items()):
             if status.state is end:

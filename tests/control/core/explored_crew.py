@@ -116,6 +116,10 @@ class Rank(NamedTuple):
     held: Given | None = None
     coming: Given | None = None
     """A plan on its way here, on the present stream."""
+    call: Given | None = None
+    """The plan that the service calls off, where this is on its way here after it."""
+    stops: bool = False
+    """Whether it holds a plan that it knows to be called off."""
     statuses: tuple[Status, ...] = ()
     said: Status | None = None
     """The last status that was received, for one that comes twice."""
@@ -159,6 +163,16 @@ class Crew(NamedTuple):
             return crew.with_rank(rank, held=given, term=given.term)
         return crew.says(rank, given, PlanState.REFUSED)
 
+    def hears_call(self, rank: int) -> Crew:
+        """The service's call arrives: the rank will vote the plan down, or says that it does not hold it."""
+        one = self.ranks[rank]
+        given = one.call
+        assert given is not None
+        crew = self.with_rank(rank, call=None)
+        if one.held == given:
+            return crew.with_rank(rank, stops=True)
+        return crew.says(rank, given, PlanState.CALLED_OFF)
+
     @property
     def may_commit(self) -> bool:
         """Whether all hold one plan."""
@@ -175,15 +189,15 @@ class Crew(NamedTuple):
         for rank in range(len(self.ranks)):
             crew = crew.says(rank, given, PlanState.COMMITTED, layers[index].layer)
             if index + 1 == len(layers):
-                crew = crew.with_rank(rank, held=None)
+                crew = crew.with_rank(rank, held=None, stops=False)
         return crew
 
-    def drops(self) -> Crew:
+    def drops(self, state: int = PlanState.ABORTED) -> Crew:
         """Whatever is held is given up by all: some rank voted so, or a deadline has passed."""
         crew = self
         for rank, one in enumerate(self.ranks):
             if one.held is not None:
-                crew = crew.says(rank, one.held, PlanState.ABORTED).with_rank(rank, held=None)
+                crew = crew.says(rank, one.held, state).with_rank(rank, held=None, stops=False)
         return crew
 
     def says(self, rank: int, given: Given, state: int, layer: int = 0) -> Crew:

@@ -62,6 +62,14 @@ class TakesAnyEndForSuccess(Deployment):
         super()._close_plan()
 
 
+class EndsWithTheFirstAnswer(Deployment):
+    """One rank does not hold a plan that was called off; the others may."""
+
+    def _advance(self, before: PlanTracker, after: PlanTracker) -> None:
+        ends = after.called_off and after.objections and after.outcome is None
+        super()._advance(before, replace(after, outcome=Outcome.CALLED_OFF) if ends else after)
+
+
 class BelievesEachWordAgain(Deployment):
     def _advance(self, before: PlanTracker, after: PlanTracker) -> None:
         known = before.committed if after.committed > before.committed else 0
@@ -157,6 +165,7 @@ _TRIALS = [
         (ReadsHeatUnderTheOldLayer, Faults(), {}),
         (BelievesWhatItOffered, Faults(), {}),
         (TakesAnyEndForSuccess, Faults(), {"plans": _ONE}),
+        (EndsWithTheFirstAnswer, Faults(calls=1), {"plans": _ONE}),
         (BelievesEachWordAgain, Faults(), {}),
         (ForgetsAPlanThatHasEnded, Faults(losses=1), {"plans": _ONE}),
         (answering("NeverAsksRanksAgain", "_trust_ranks"), Faults(restarts=1), {"plans": _ONE}),

@@ -34,6 +34,11 @@ def check_done(state: State, given: Given | None) -> None:
     must(switched == len(given.layers), "took a plan for done that was not carried out")
 
 
+def check_called_off(state: State, given: Given | None) -> None:
+    """A service takes a plan for called off."""
+    must(all(one.held != given for one in state.crew.ranks), "took a plan for ended that a rank holds")
+
+
 def check_state(state: State) -> None:
     """What must hold whatever has happened."""
     for service, deployment in enumerate(state.services):

@@ -13,9 +13,9 @@ from dataclasses import replace
 
 from eplb_service.control.core.deployment import Deployment, StreamsOutdated
 from eplb_service.control.core.plan_tracker import Outcome, PlanTracker
-from eplb_service.wire.agent import Heartbeat, PlanStatus
+from eplb_service.wire.agent import Heartbeat, PlanState, PlanStatus
 from tests.control.core.explored_crew import Given, Status, live_at, offer_of
-from tests.control.core.explored_promises import check_done, check_offer, check_state
+from tests.control.core.explored_promises import check_called_off, check_done, check_offer, check_state
 from tests.control.core.explored_state import PLAN_TIMEOUT, Faults, Scenario, State
 from tests.exploring import Event, Walk, happen, must, report
 from tests.exploring import walk as walk_world
@@ -41,10 +41,14 @@ class World(State):
                 yield ("tick", service)
             elif self.plans_left and deployment.obstacle() is None:
                 yield ("offer", service)
+            if self.faults.calls and deployment.plan is not None and not deployment.plan.called_off:
+                yield ("call", service)
         if self.crew.may_commit:
             yield ("commit",)
         if any(rank.held is not None for rank in self.crew.ranks):
             yield ("drop",)
+        if any(rank.stops for rank in self.crew.ranks):
+            yield ("stop",)
 
     def after(self, event: Event) -> World:
         """The state that follows; raises ``Broken`` where a promise is."""
@@ -66,7 +70,8 @@ class World(State):
         believed = deployment.live
         return (
             all(
-                (rank.service, rank.held, rank.coming, rank.statuses) == (first.service, None, None, ())
+                (rank.service, rank.held, rank.coming, rank.call, rank.statuses)
+                == (first.service, None, None, None, ())
                 for rank in self.crew.ranks
             )
             and not self.dead_streams
@@ -79,9 +84,20 @@ class World(State):
     def needs_no_fault(self, event: Event) -> bool:
         """Whether this happens sooner or later if nothing goes wrong any more."""
         kind = event[0]
-        return kind in ("connect", "notice", "say", "beat", "tick", "wait", "deliver", "commit", "drop") or (
-            kind == "cut" and self.has_to_end(event[1])
+        certain = (
+            "connect",
+            "notice",
+            "say",
+            "beat",
+            "tick",
+            "wait",
+            "deliver",
+            "told",
+            "commit",
+            "drop",
+            "stop",
         )
+        return kind in certain or (kind == "cut" and self.has_to_end(event[1]))
 
     def _is_stuck(self, deployment: Deployment) -> bool:
         """Whether only time can help; what was asked to end, and hears it, has ended by the next second."""
@@ -96,6 +112,10 @@ class World(State):
             yield ("beat", rank)
             if one.coming is not None:
                 yield ("deliver", rank)
+                if one.call is not None:
+                    yield ("withdraw", rank)
+            elif one.call is not None:
+                yield ("told", rank)
             if one.statuses:
                 yield ("say", rank)
                 if self.faults.losses:
@@ -155,7 +175,25 @@ class World(State):
     def _deliver(self, rank: int) -> None:
         self.crew = self.crew.hears(rank)
 
+    def _withdraw(self, rank: int) -> None:
+        """The plan's copy for the rank had not gone out when the plan was called off."""
+        self.crew = self.crew.with_rank(rank, coming=None)
+
+    def _told(self, rank: int) -> None:
+        self.crew = self.crew.hears_call(rank)
+
     # Plans
+
+    def _call(self, service: int) -> None:
+        self.faults = self.faults._replace(calls=self.faults.calls - 1)
+        self.services[service].call_off("heat changed", 0.0)
+        for rank, one in enumerate(self.crew.ranks):
+            if one.service == service:
+                self.crew = self.crew.with_rank(rank, call=self.open_plans[service])
+
+    def _stop(self) -> None:
+        """The ranks vote down what is called off."""
+        self.crew = self.crew.drops(PlanState.CALLED_OFF)
 
     def _offer(self, service: int) -> None:
         deployment = self.services[service]
@@ -196,6 +234,8 @@ class World(State):
                 must(known, "a plan ended twice, or one that was never open")
                 if event.outcome is Outcome.DONE:
                     check_done(self, given)
+                elif event.outcome is Outcome.CALLED_OFF:
+                    check_called_off(self, given)
                 self.open_plans[service] = None
             elif isinstance(event, StreamsOutdated):
                 streams = (rank for rank, one in enumerate(self.crew.ranks) if one.service == service)
@@ -224,6 +264,17 @@ def scenarios() -> list[Scenario]:
             forming=1,
         ),
         Scenario("a stranger holds a seat", Faults(cuts=2, squats=2), plans=((0,),), joined=False),
+        Scenario("a plan is called off", Faults(calls=1), plans=((0, 1),)),
+        *(
+            Scenario(f"a plan is called off, and {name}", faults._replace(calls=1), plans, forming=1)
+            for name, faults, plans in (
+                ("another made", Faults(), ((0,), (1,))),
+                ("a stream ends", Faults(cuts=1), ((0, 1),)),
+                ("a status is lost", Faults(losses=1), ((0, 1),)),
+                ("statuses come twice and out of order", Faults(repeats=1, swaps=1), ((0,),)),
+                ("the service starts again", Faults(restarts=1), ((0,),)),
+            )
+        ),
         Scenario("the group is formed again", Faults(cuts=1, reforms=1), plans=((0,),)),
         Scenario("the group is formed again, with two plans", Faults(reforms=1)),
     ]

@@ -41,6 +41,8 @@ class Faults(NamedTuple):
     """All ranks die, and as many others as the next forming has come instead."""
     orders: int = 0
     """An operator has a service lead that the ranks take to be outdated."""
+    calls: int = 0
+    """A service calls off the plan under way."""
     squats: int = 0
     """A stranger says that it is rank 0 of a forming of its own, and stays for as long as it is let."""
 
@@ -159,7 +161,11 @@ class State:
         if not self._introduce(replace(hello_at(self.crew.version, rank), highest_term=known), service):
             return
         term = max(self.crew.ranks[rank].term, self.terms[service])
-        self.crew = self.crew.with_rank(rank, service=service, term=term, shown=self.crew.version, said=None)
+        plan = self.services[service].plan
+        call = self.open_plans[service] if plan is not None and plan.called_off else None
+        self.crew = self.crew.with_rank(
+            rank, service=service, term=term, shown=self.crew.version, said=None, call=call
+        )
 
     def _introduce(self, hello: Hello, service: int) -> bool:
         """Whether the service takes it in; another forming's streams end as those of this one begin."""
@@ -189,7 +195,7 @@ class State:
         self.dead_streams = frozenset(one for one in self.dead_streams if one[:2] != (service, rank))
         if rank < len(self.crew.ranks) and self.crew.ranks[rank].service == service:
             self.ending -= {rank}
-            self.crew = self.crew.with_rank(rank, service=None, coming=None, shown=None, said=None)
+            self.crew = self.crew.with_rank(rank, service=None, coming=None, call=None, shown=None, said=None)
 
     def _drop_streams(self, service: int) -> None:
         """The same, with all of them."""
@@ -241,7 +247,7 @@ class State:
         assert service is not None
         self.dead_streams |= {(service, rank, self.crew.version.forming)}
         self.ending -= {rank}
-        self.crew = self.crew.with_rank(rank, service=None, coming=None, shown=None, said=None)
+        self.crew = self.crew.with_rank(rank, service=None, coming=None, call=None, shown=None, said=None)
 
     def _notice(self, service: int, rank: int, forming: int) -> None:
         self.dead_streams -= {(service, rank, forming)}

@@ -9,13 +9,16 @@ import pytest
 
 from eplb_service.control.core.deployment import Deployment
 from eplb_service.control.core.flow import Limits
+from eplb_service.control.core.plan_tracker import PlanTracker
 from eplb_service.control.server.outgoing.heat_feed import HeatFeed
+from eplb_service.heat.window import Window
 from eplb_service.planner.plan import Outlook, Promise
-from eplb_service.wire.agent import decode_hello
+from eplb_service.wire.agent import PlanState, PlanStatus, decode_hello
 from eplb_service.wire.heat import HeatReport, StepPhase
-from tests.control.core.story import PLAN_TIMEOUT
+from tests.control.core.story import PLAN_TIMEOUT, decision_of
 from tests.control.fake_group import LAYERS, RANKS, SLOTS, first_placement, hello_of, live_of
 
+OUTLOOK = Outlook(Promise(np.zeros(0), np.zeros(0), np.zeros(0), 0))
 CHANGE = 100
 """Step from which on rank 0 receives three times as many tokens."""
 
@@ -33,9 +36,9 @@ def deployment() -> Deployment:
 
 def report(made: Deployment, first: int, steps: int) -> None:
     for rank in range(RANKS):
-        counts = np.ones((steps, LAYERS, SLOTS), dtype=np.int32)
+        counts = np.full((steps, LAYERS, SLOTS), 1000, dtype=np.int32)
         if rank == 0:
-            counts[max(CHANGE - first, 0) :] = 3
+            counts[max(CHANGE - first, 0) :] = 3000
         phases = np.full(steps, StepPhase.DECODE, dtype=np.uint8)
         made.heat_report(rank, HeatReport(first, (0,) * LAYERS, counts, phases))
 
@@ -65,6 +68,81 @@ def test_decisions_fall_on_the_same_steps_however_long_reports_are(steps: int) -
     assert found[:3] == [(16, False), (40, False), (88, False)]
     # Decisions follow when the change is 4, 8 and 16 steps old.
     assert found[3:6] == [(104, True), (108, True), (116, True)]
+
+
+def plan(made: Deployment, plan_id: int = 1) -> PlanTracker:
+    """A decision that changes two layers, on the newest steps, and its plan, under way."""
+    assert made.live is not None
+    assert made.heat is not None
+    decision = decision_of(made.live, 0, 1)
+    window = Window(made.heat.newest_heat(made.assembled - 1))
+    split = made.live.serving.changed_by(decision).split_of(window, "tables")
+    par = float(split.par_of_steps(window.heat_TLE, 0).mean())
+    promise = Promise(np.full(LAYERS + 1, par), np.full(LAYERS + 1, 1e-4), np.ones(LAYERS + 1), 16)
+    made.deciding()
+    made.decided(Outlook(promise, planned=split), changed=True)
+    made.offer(PlanTracker.of(plan_id, made.live, decision), 0.0)
+    assert made.plan is not None
+    return made.plan
+
+
+def found_outdated(made: Deployment, first: int, last: int) -> int | None:
+    """The step from which on the plan may be outdated, while the ranks report until ``last``."""
+    for step in range(first, last, 4):
+        report(made, step, 4)
+        while made.put_together(1):
+            pass
+        if made.may_call_off:
+            return made.assembled
+    return None
+
+
+def test_a_change_is_seen_while_a_plan_is_under_way() -> None:
+    made = deployment()
+    report(made, 0, 16)
+    made.put_together()
+    under_way = plan(made)
+    assert found_outdated(made, 16, 192) == CHANGE + 4
+    made.weighing()
+    assert not made.may_call_off, "heat is looked at once at a time"
+    assert made.weighed(OUTLOOK, under_way.plan_id, 0.0)
+    assert made.obstacle() == "plan 1 is being called off"
+    assert not made.may_call_off
+
+
+def test_heat_that_has_not_changed_and_a_pause_leave_a_plan_alone() -> None:
+    made = deployment()
+    report(made, 0, 16)
+    made.put_together()
+    under_way = plan(made)
+    assert found_outdated(made, 16, 192) is not None
+    made.paused = True
+    assert not made.may_call_off
+    made.paused = False
+    made.weighing()
+    assert not made.weighed(replace(OUTLOOK, burst=True), under_way.plan_id, 0.0)
+    assert made.plan is under_way
+
+
+def test_of_two_plans_one_switches_a_layer_however_often_heat_changes() -> None:
+    made = deployment()
+    report(made, 0, 16)
+    made.put_together()
+    first = plan(made)
+    assert found_outdated(made, 16, 192) == CHANGE + 4
+    made.weighing()
+    assert made.weighed(OUTLOOK, first.plan_id, 0.0)
+    for rank in range(RANKS):
+        made.plan_status(rank, PlanStatus(1, PlanState.CALLED_OFF), 0.0)
+    assert made.plan is None
+    assert made.decisions.pace is not None
+    assert made.decisions.pace.due
+    # As if heat had changed once more since the next decision.
+    second = plan(made, plan_id=2)
+    made.decisions = replace(made.decisions, pace=made.decisions.pace.hastened(), answered=None)
+    assert not made.may_call_off
+    made.plan = replace(second, committed=1)
+    assert made.may_call_off
 
 
 def test_steps_that_wait_for_the_loop_are_tested_as_well() -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
+import pytest
 
 from eplb_service.control.core.decisions import Decisions
 from eplb_service.cost.curve import CostCurve
@@ -12,9 +14,10 @@ from eplb_service.planner.counterfactual import TimePrice
 from eplb_service.planner.forecast import Forecasts
 from eplb_service.planner.pace import Pace
 from eplb_service.planner.plan import Outlook, Promise
-from eplb_service.planner.score import Gain
+from eplb_service.planner.score import Gain, KnownSplit
 from eplb_service.solver.model import Recommended
 from tests.control.core.story import Story
+from tests.control.fake_group import EXPERTS, LAYERS
 
 OUTLOOK = Outlook(
     Promise(np.full(3, 1.2), np.full(3, 1e-4), np.ones(3), 64), courses=(Recommended(8.0, 0.1), None)
@@ -58,6 +61,61 @@ def test_a_plan_is_tested_once_all_of_it_serves_and_its_gain_is_counted_from_the
     done = under_way.plan_ended(done=True)
     assert (done.before, done.replaced_at, done.promise) == (LIVE, 14, None)
     assert is_alarmed(serving(done, 4, 1.8))
+
+
+SPLIT = KnownSplit.of(np.ones((1, LAYERS, EXPERTS)), LIVE.placement, LIVE.log2phy_RLE, None, "tables")
+
+
+def test_a_plan_under_way_is_watched_by_the_placement_that_it_leads_to() -> None:
+    decided = decided_once().decided(replace(OUTLOOK, planned=SPLIT), LIVE, changed=True)
+    assert not is_alarmed(serving(decided, 6, 1.2))
+    changed = serving(decided, 8, 1.8)
+    assert is_alarmed(changed)
+    assert changed.may_be_outdated
+    assert not changed.weighing().may_be_outdated
+    # The ratios of steps served are compared with the promise from the beginning.
+    done = serving(decided, 6, 1.2).plan_ended(done=True)
+    assert done.planned is None
+    assert is_alarmed(serving(done, 4, 1.8))
+
+
+@pytest.mark.parametrize(
+    ("found", "outdated"),
+    [
+        ({}, True),
+        ({"burst": True}, False),
+        ({"change_at": 17}, True),
+        ({"change_at": 17, "too_recent": True}, False),
+    ],
+    ids=["a change", "a burst", "a later change", "a change too recent to decide on"],
+)
+def test_a_plan_is_outdated_by_a_change_after_its_decision(found: dict[str, Any], outdated: bool) -> None:
+    decided = decided_once().decided(replace(OUTLOOK, planned=SPLIT), LIVE, changed=True)
+    changed = serving(decided, 10, 1.8)
+    weighed, answer = changed.weighing().weighed(replace(OUTLOOK, **found))
+    assert answer is outdated
+    assert weighed.pace is not None
+    assert weighed.pace.due is outdated
+    ended = weighed.plan_ended(done=False)
+    assert ended.pace is not None
+    assert (ended.pace.due, ended.promise, ended.planned) == (outdated, None, None)
+
+
+def test_the_change_that_a_plan_was_made_for_does_not_outdate_it() -> None:
+    alarmed = serving(decided_once().decided(OUTLOOK, LIVE, changed=False), 6, 1.8)
+    assert is_alarmed(alarmed)
+    decided = alarmed.deciding(14).decided(replace(OUTLOOK, planned=SPLIT), LIVE, changed=True)
+    later = serving(decided, 6, 1.2)
+    assert later.may_be_outdated, "a decision is due, so that a newer change is looked for"
+    assert later.weighing().weighed(OUTLOOK)[1] is False
+
+
+def test_a_change_while_a_decision_is_made_outdates_its_plan() -> None:
+    deciding = serving(decided_once().decided(OUTLOOK, LIVE, changed=False), 24, 1.2).deciding(32)
+    decided = serving(deciding, 8, 1.8).decided(replace(OUTLOOK, planned=SPLIT), LIVE, changed=True)
+    later = serving(decided, 8, 1.8)
+    assert later.may_be_outdated
+    assert later.weighing().weighed(OUTLOOK)[1] is True
 
 
 def test_of_a_plan_that_failed_nothing_is_taken_as_promised() -> None:

@@ -14,6 +14,7 @@ from tests.control.fake_group import BYTES_PER_EXPERT, RANKS, first_placement, h
 
 ACCEPTED, COMMITTED = PlanState.ACCEPTED, PlanState.COMMITTED
 ABORTED, REFUSED = PlanState.ABORTED, PlanState.REFUSED
+CALLED_OFF = PlanState.CALLED_OFF
 
 
 @pytest.fixture
@@ -90,6 +91,10 @@ def outcome_of(story: Story) -> Outcome | None:
     return story.deployment.ended_plan.outcome
 
 
+def outcome_of_any(story: Story) -> Outcome | None:
+    return None if story.deployment.ended_plan is None else story.deployment.ended_plan.outcome
+
+
 def test_a_plan_that_all_ranks_carry_out_is_done(story: Story) -> None:
     story.joins()
     offer = story.offers(2, 0)
@@ -137,6 +142,72 @@ def test_a_plan_that_is_not_carried_out_says_why_and_keeps_the_layers_before(
     assert problems(story.deployment) == [f"plan 1 {outcome.value.replace('_', ' ')}: {why}"]
     story.deployment.deciding()
     assert problems(story.deployment) == []
+
+
+CHANGED = "heat changed while it was under way"
+
+
+def calls_off(story: Story) -> None:
+    """As an alarm does that heat bears out."""
+    story.deployment.call_off(CHANGED, story.now)
+
+
+@pytest.mark.parametrize("committed", [0, 1, 2])
+def test_a_plan_that_is_called_off_ends_once_all_ranks_have_answered(story: Story, committed: int) -> None:
+    story.joins()
+    story.counts(0, 4)
+    offer = story.offers(0, 1, 2)
+    calls_off(story)
+    assert story.deployment.obstacle() == "plan 1 is being called off"
+    # Layers that the ranks had voted in when they heard of it.
+    story.commits(offer, *range(committed))
+    for rank in range(RANKS):
+        assert outcome_of_any(story) is None
+        story.says(rank, offer, CALLED_OFF, committed, "called off by the service")
+    assert outcome_of(story) is Outcome.CALLED_OFF
+    ended = story.deployment.ended_plan
+    assert ended is not None
+    assert (ended.reason, ended.committed) == (CHANGED, committed)
+    assert version(story) == (offer.versions[committed - 1] if committed else (0, story.live.digest))
+    assert problems(story.deployment) == []
+    assert story.deployment.obstacle() is None
+
+
+def test_a_plan_is_done_where_the_call_comes_too_late(story: Story) -> None:
+    """A rank that has switched all layers answers that it does not hold the plan, with what it serves."""
+    story.joins()
+    offer = story.offers(0)
+    calls_off(story)
+    epoch, digest = offer.versions[0]
+    for rank in range(RANKS):
+        story.deployment.plan_status(rank, PlanStatus(1, CALLED_OFF, epoch=epoch, digest=digest), story.now)
+    assert outcome_of(story) is Outcome.DONE
+    assert version(story) == offer.versions[0]
+
+
+@pytest.mark.parametrize(
+    ("others", "outcome", "why"),
+    [
+        ({1: (ABORTED, "link")}, Outcome.ABORTED, "rank 1: link"),
+        ({1: (REFUSED, "stale")}, Outcome.REFUSED, "rank 1: stale"),
+        ({3: None}, Outcome.TIMED_OUT, f"rank 3 {SILENT}"),
+    ],
+)
+def test_a_plan_that_fails_while_it_is_called_off_says_so(
+    story: Story, others: dict[int, tuple[PlanState, str] | None], outcome: Outcome, why: str
+) -> None:
+    story.joins()
+    offer = story.offers(0, 1)
+    calls_off(story)
+    for rank in range(RANKS):
+        said = others.get(rank, (CALLED_OFF, "called off by the service"))
+        if said is not None:
+            story.says(rank, offer, said[0], 0, said[1])
+            # Heard a second time, it is not held.
+            story.says(rank, offer, CALLED_OFF)
+    story.works(PLAN_TIMEOUT + 1)
+    assert story.deployment.ended_plan is not None
+    assert (outcome_of(story), story.deployment.ended_plan.reason) == (outcome, why)
 
 
 def test_any_word_puts_the_deadline_off(story: Story) -> None:

@@ -16,6 +16,7 @@ SMALL = [
     Scenario(
         "the service starts again, and a stream does not end", Faults(restarts=1, deaf=1), plans=((0,),)
     ),
+    Scenario("a plan is called off", Faults(calls=1), plans=((0, 1),)),
     Scenario("the group is formed again", Faults(reforms=1), plans=((0,),)),
     Scenario("a stranger holds a seat", Faults(cuts=1, squats=1), plans=((0,),), joined=False),
 ]
@@ -31,5 +32,5 @@ def test_every_interleaving_keeps_every_promise(scenario: Scenario) -> None:
 
 def test_every_broken_service_is_caught() -> None:
     seen = dict(hunt())
-    assert len(seen) == 22
+    assert len(seen) == 23
     assert [name for name, walked in seen.items() if not walked.caught] == []

@@ -12,23 +12,29 @@ from dataclasses import replace
 from typing import Any
 
 import grpc
+import numpy as np
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from eplb_service.control.core.health import problems
+from eplb_service.control.core.plan_tracker import Outcome
 from eplb_service.control.server.deciding import decider
 from eplb_service.control.server.listening import ListenError
 from eplb_service.control.server.plane.control_plane import ControlPlane
 from eplb_service.control.server.service import RunningService, running_service
 from eplb_service.control.server.settings import ServiceSettings
+from eplb_service.placement import Int32
+from eplb_service.wire.agent import CallOff
 from eplb_service.wire.generated import agent_pb2, operator_pb2
 from tests.control.fake_group import (
     BYTES_PER_EXPERT,
     LAYERS,
     RANKS,
     FakeGroup,
+    FakeRank,
     first_placement,
+    hello_of,
     live_of,
     skewed_heat,
 )
@@ -152,6 +158,68 @@ async def test_a_refused_plan_changes_nothing_and_is_reported(
     answer = await group.operator.GetStatus(operator_pb2.GetStatusRequest(deployment="decode"))
     assert answer.status.epoch == 0
     assert list(answer.status.problems) == [f"plan {plan.plan_id} refused: ranks 0, 1, 2, 3: not now"]
+
+
+def shifted_heat(steps: int) -> Int32:
+    """Heat after a change: other experts are hot, and hotter."""
+    heat_TLE = skewed_heat(steps, seed=7)
+    return np.ascontiguousarray(heat_TLE[:, :, ::-1] * 2)
+
+
+async def answer_call(group: FakeGroup, plan_id: int) -> None:
+    """Each rank hears that the plan is off, and says so once all have."""
+    for rank in group.ranks:
+        assert (await rank.hear()).call_off.plan_id == plan_id
+    await group.say_all(plan_id, 0, agent_pb2.PLAN_STATE_CALLED_OFF, "called off by the service")
+
+
+async def test_a_change_of_heat_calls_off_a_plan_and_the_next_starts_from_what_is_installed(
+    service: RunningService, group: FakeGroup
+) -> None:
+    await group.fill_window()
+    plans = await group.hear_plan()
+    first = plans[0]
+    deployment = service.plane.deployments["decode"]
+    layer = first.layers[0]
+    tables_RE = np.stack([plan.layers[0].log2phy_E for plan in plans])
+    # The same heat as before calls nothing off, while a layer switches.
+    await group.send_heat(skewed_heat(16, seed=2))
+    group.live = group.live.with_layer(layer.layer, layer.phy2log_RS, tables_RE)
+    await group.say_all(first.plan_id, layer.layer, agent_pb2.PLAN_STATE_COMMITTED)
+    await group.send_heat(skewed_heat(8, seed=3))
+    await until(lambda: deployment.totals.steps_received == 56)
+    assert deployment.plan is not None
+    assert not deployment.plan.called_off
+    for _ in range(4):
+        await group.send_heat(shifted_heat(4))
+    await answer_call(group, first.plan_id)
+    # Checks that it starts from the layer that has switched.
+    second = (await group.hear_plan())[0]
+    assert deployment.ended_plan is not None
+    assert (deployment.ended_plan.plan_id, deployment.ended_plan.committed) == (first.plan_id, 1)
+    assert deployment.ended_plan.outcome is Outcome.CALLED_OFF
+    assert second.plan_id != first.plan_id
+    answer = await group.operator.GetHistory(operator_pb2.GetHistoryRequest(deployment="decode"))
+    assert [(plan.outcome, plan.committed) for plan in answer.plans] == [("", 0), ("called_off", 1)]
+    assert answer.plans[1].reason == "heat changed while it was under way"
+
+
+async def test_a_rank_that_comes_back_hears_that_the_plan_is_off(
+    service: RunningService, group: FakeGroup
+) -> None:
+    await group.fill_window()
+    plan = (await group.hear_plan())[0]
+    deployment = service.plane.deployments["decode"]
+    group.ranks[2].call.cancel()
+    await until(lambda: len(deployment.connected) == RANKS - 1)
+    deployment.call_off("test", time.monotonic())
+    service.plane.streams.call_off("decode", CallOff(plan.plan_id))
+    group.ranks[2] = FakeRank(group.channel, 2)
+    await group.ranks[2].greet(hello_of(group.live, 2))
+    await answer_call(group, plan.plan_id)
+    await until(lambda: deployment.ended_plan is not None)
+    assert deployment.ended_plan is not None
+    assert deployment.ended_plan.outcome is Outcome.CALLED_OFF
 
 
 async def test_a_stopping_service_ends_streams_with_a_status_to_come_back_on() -> None:

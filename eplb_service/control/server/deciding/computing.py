@@ -195,18 +195,12 @@ def decide(inputs: DecisionInputs) -> tuple[Plan, Outlook, float]:
     If heat has changed too recently to decide on, the plan is empty and the outlook says so.
     """
     started, taken = time.perf_counter(), time.process_time()
-    live = inputs.live
     settings = inputs.settings
     if settings.fitted_curve and settings.cost_curve is None:
         settings = replace(settings, cost_curve=inputs.decisions.fitted)
-    before, pace, change_at = inputs.decisions.pace, inputs.pace, None
-    if before is not None and pace is not None and pace is not before and pace.alarm is not None:
-        change_at = pace.changed_at if pace.changed_at > before.changed_at else None
-    if pace is not None and pace.too_recent and change_at is not None:
-        cost = inputs.steps_paying(time.process_time() - taken)
-        empty = promise_of(np.zeros((0, live.placement.layers)), held_out=False)
-        outlook = Outlook(empty, change_at=change_at, too_recent=True, cost=cost)
-        return Plan((), ()), outlook, time.perf_counter() - started
+    seen, live = weigh(inputs), inputs.live
+    if seen.too_recent:
+        return Plan((), ()), seen, time.perf_counter() - started
     window, paid = inputs.looked_at, _paid(inputs)
     follows = inputs.pace is not None and inputs.pace.follows(paid)
     made = plan(
@@ -225,12 +219,28 @@ def decide(inputs: DecisionInputs) -> tuple[Plan, Outlook, float]:
         promise,
         paid,
         forecasts,
-        burst=pace is not before and change_at is None,
-        change_at=change_at,
+        burst=seen.burst,
+        change_at=seen.change_at,
         cost=inputs.steps_paying(time.process_time() - taken),
         courses=made.courses,
+        planned=live.serving.changed_by(made).split_of(window, settings.split) if made.layers else None,
     )
     return made, outlook, time.perf_counter() - started
+
+
+def weigh(inputs: DecisionInputs) -> Outlook:
+    """Return what heat says of the last alarm, and of changes that raised none, without a promise."""
+    taken = time.process_time()
+    before, pace, change_at = inputs.decisions.pace, inputs.pace, None
+    if before is not None and pace is not None and pace is not before and pace.alarm is not None:
+        change_at = pace.changed_at if pace.changed_at > before.changed_at else None
+    return Outlook(
+        promise_of(np.zeros((0, inputs.live.placement.layers)), held_out=False),
+        burst=pace is not before and change_at is None,
+        change_at=change_at,
+        too_recent=pace is not None and pace.too_recent and change_at is not None,
+        cost=inputs.steps_paying(time.process_time() - taken),
+    )
 
 
 def appraise(inputs: DecisionInputs) -> tuple[TimePrice, float] | None:

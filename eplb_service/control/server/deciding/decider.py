@@ -20,7 +20,14 @@ from eplb_service.control.core.group import Group
 from eplb_service.control.core.health import served_now
 from eplb_service.control.core.live_placement import LivePlacement
 from eplb_service.control.core.plan_tracker import PlanTracker
-from eplb_service.control.server.deciding.computing import DecisionInputs, Prior, appraise, decide, judge
+from eplb_service.control.server.deciding.computing import (
+    DecisionInputs,
+    Prior,
+    appraise,
+    decide,
+    judge,
+    weigh,
+)
 from eplb_service.control.server.observer import Observer
 from eplb_service.control.server.outgoing.streams import Streams
 from eplb_service.control.server.store import StoreWriter
@@ -30,6 +37,7 @@ from eplb_service.planner.settings import PlannerSettings
 from eplb_service.planner.topology import Topology
 from eplb_service.solver.warmup import warm_up
 from eplb_service.telemetry.metrics import Metrics
+from eplb_service.wire.agent import CallOff
 from eplb_service.wire.plan import SharedPlan
 
 DECISION_RESULTS = ("plan", "kept", "dropped", "failed")
@@ -93,6 +101,7 @@ class Decider:
         self._turns = asyncio.Semaphore(_AT_ONCE)
         self._warm = asyncio.Event()
         self._running: dict[str, asyncio.Task[_DecisionOutcome]] = {}
+        self._weighing: dict[str, asyncio.Task[None]] = {}
         self._computing: set[Future[Any]] = set()
         self._stuck: dict[str, Future[Any]] = {}
         self._appraising: dict[str, asyncio.Task[None]] = {}
@@ -138,7 +147,7 @@ class Decider:
     def drop(self, name: str) -> None:
         """Forget a deployment: nobody waits for the decision that is being made for it."""
         self._judge_at.pop(name, None)
-        for tasks in (self._running, self._appraising, self._judging):
+        for tasks in (self._running, self._weighing, self._appraising, self._judging):
             if name in tasks:
                 tasks.pop(name).cancel()
 
@@ -146,6 +155,7 @@ class Decider:
         """Make no more decisions; one that is being computed is thrown away."""
         tasks: list[asyncio.Task[Any]] = [
             *self._running.values(),
+            *self._weighing.values(),
             *self._appraising.values(),
             *self._judging.values(),
         ]
@@ -231,8 +241,8 @@ class Decider:
         deployment.offer(plan, time.monotonic())
         self._observer.offered(deployment.name, plan.plan_id)
         await self._writer.write(store.begin_plan, deployment.name, plan, term, time.time())
-        if deployment.plan is None or deployment.plan.plan_id != plan.plan_id:
-            return _DecisionOutcome("dropped", "a plan was made, but the ranks changed before it was sent")
+        if deployment.plan is None or deployment.plan.plan_id != plan.plan_id or deployment.plan.called_off:
+            return _DecisionOutcome("dropped", "a plan was made, but outdated before it was sent")
         self._streams.send(deployment.name, encoded)
         message = (
             f"plan {plan.plan_id}: {len(solved.layers)} of {group.shape.layers} layers, {solved.moves} moves, "
@@ -254,6 +264,31 @@ class Decider:
         now = deployment.group
         if found is not None and now is not None and now.forming == group.forming:
             deployment.decisions = deployment.decisions.appraised(*found)
+
+    def weigh(self, deployment: Deployment) -> None:
+        """Begin to look at whether heat has changed since the plan under way was decided on; nobody waits for it.
+
+        If it has, the ranks are told to switch no more layers. The next decision is due once they have answered.
+        """
+        running = self._weighing.get(deployment.name)
+        if running is None or running.done():
+            deployment.weighing()
+            self._weighing[deployment.name] = asyncio.create_task(self._weigh(deployment))
+
+    async def _weigh(self, deployment: Deployment) -> None:
+        name, plan, inputs = deployment.name, deployment.plan, DecisionInputs.of(deployment, self._settings)
+        if plan is None or inputs is None:
+            return
+        try:
+            outlook = await self._in_time(name, weigh, inputs)
+        except asyncio.TimeoutError:
+            return
+        except Exception:
+            _log.exception("change_unknown", deployment=name)
+            return
+        if deployment.weighed(outlook, plan.plan_id, time.monotonic()):
+            self._streams.call_off(name, CallOff(plan.plan_id))
+            _log.info("plan_called_off", deployment=name, plan=plan.plan_id)
 
     def judge(self, deployment: Deployment) -> None:
         """Begin to judge the newest steps, unless that is under way or was done lately. Nobody waits for it."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import grpc
 
 from eplb_service.control.server.listening import StatusError
-from eplb_service.wire.agent import Reporting
+from eplb_service.wire.agent import CallOff, Reporting
 from eplb_service.wire.codec import encode
 from eplb_service.wire.generated import agent_pb2
 from eplb_service.wire.plan import SharedPlan
@@ -127,6 +127,14 @@ class Streams:
         sending = self._plans[deployment] = _PlanSending(plan, self._turns, len(streams))
         for rank, stream in streams:
             stream.outbox.put_nowait((sending, rank))
+
+    def call_off(self, deployment: str, call: CallOff, rank: int | None = None) -> None:
+        """Tell all ranks that are there, or one, that a plan is off; ranks that do not have it yet do not get it."""
+        self.withdraw(deployment)
+        message = agent_pb2.ConnectResponse(call_off=encode(call))
+        streams = self._streams.get(deployment, {})
+        for stream in streams.values() if rank is None else [streams[rank]]:
+            stream.outbox.put_nowait(message)
 
     async def sent(self, deployment: str) -> None:
         """Wait until all copies of the plan under way are out, or it is over."""

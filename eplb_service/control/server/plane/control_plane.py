@@ -24,7 +24,7 @@ from eplb_service.control.server.store import StoreWriter, higher_term
 from eplb_service.control.server.validity import Validity
 from eplb_service.telemetry.logs import BoundedLog
 from eplb_service.telemetry.metrics import Metrics, Shown
-from eplb_service.wire.agent import Heartbeat, Hello, PlanState, PlanStatus
+from eplb_service.wire.agent import CallOff, Heartbeat, Hello, PlanState, PlanStatus
 from eplb_service.wire.generated import agent_pb2
 from eplb_service.wire.heat import HeatReport
 from eplb_service.wire.operator import PastPlan
@@ -94,6 +94,8 @@ class ControlPlane:
             self.observer.regrouped(name)
             self.streams.replace_all(name, "another forming of the group has taken this one's place")
         self.streams.add(name, hello.rank, stream)
+        if deployment.plan is not None and deployment.plan.called_off:
+            self.streams.call_off(name, CallOff(deployment.plan.plan_id), hello.rank)
         self.observer.heard(name, hello.rank)
         if deployment.outdated is not None:
             self.log.warning("outdated", deployment=name, reason=deployment.outdated)
@@ -154,8 +156,11 @@ class ControlPlane:
             self._metrics.observe("eplb_transfer_seconds", status.transfer_seconds, deployment.name)
         elif status.state is PlanState.COMMITTED:
             self._metrics.observe("eplb_commit_seconds", status.commit_seconds, deployment.name)
+        plan = deployment.plan
         deployment.plan_status(rank, status, time.monotonic())
         self._follow(deployment)
+        if plan is not None and deployment.plan is None:
+            self._decide(deployment)
 
     # Operators
 
@@ -261,8 +266,10 @@ class ControlPlane:
         return gauges(deployment, self.observer)
 
     def _decide(self, deployment: Deployment) -> None:
-        """Make the decision that is due, if one is."""
-        if deployment.is_due(self.settings.decision_interval) and self.decider.may_decide(deployment.name):
+        """Make the decision that is due, if one is, or look at whether the plan under way is outdated."""
+        if deployment.may_call_off and self.decider.may_decide(deployment.name):
+            self.decider.weigh(deployment)
+        elif deployment.is_due(self.settings.decision_interval) and self.decider.may_decide(deployment.name):
             self.decider.start(deployment)
 
     def _begin(self, deployment: Deployment) -> None:
