@@ -75,7 +75,13 @@ class AgentSettings(BaseSettings):
     )
     transfer_timeout_seconds: float = Field(60.0, gt=0, le=3600, description="bound on one layer's transfer")
     bytes_per_step: int | None = Field(
-        None, ge=1, description="bytes that a rank may send, and receive, per step; none: no limit"
+        None, ge=1, description="bytes that a rank may send, and receive, per step; none: by link_share"
+    )
+    link_share: float = Field(
+        0.25,
+        gt=0,
+        le=1,
+        description="share of the time for which a transfer may keep a rank's link busy, without bytes_per_step",
     )
     transfer_backend: TransferBackend = Field(
         "auto",
@@ -84,8 +90,8 @@ class AgentSettings(BaseSettings):
     )
     verify_transfers: bool | None = Field(
         None,
-        description="send a checksum with each expert, and compare what was installed with it; none: where experts "
-        "pass the host (gloo)",
+        description="send a checksum with each expert, and compare what was installed with it; none: yes, until a "
+        "device has been shown to carry experts whole without",
     )
     allow_unverified_engine: bool = Field(
         False,
@@ -133,6 +139,7 @@ class AgentSettings(BaseSettings):
             "peer_timeout_seconds",
             "transfer_timeout_seconds",
             "bytes_per_step",
+            "link_share",
             "verify_transfers",
         )
         return {name: getattr(self, name) for name in names}

@@ -14,10 +14,10 @@ from worker_agent.adapters.vllm_ascend import weights
 from worker_agent.adapters.vllm_ascend.refusals import refuse_misread_lists
 from worker_agent.adapters.vllm_ascend.weights import (
     AscendLayer,
-    _npu_format,
     check_same_formats,
     expert_weights,
 )
+from worker_agent.device import format_of
 
 
 def weighted(kind, **tensors):
@@ -83,7 +83,7 @@ ND, NZ = 2, 29
 def in_formats(monkeypatch, *formats):
     """Tensors of an NPU count as in these formats, in turn."""
     asked = iter(formats)
-    monkeypatch.setattr(weights, "_npu_format", lambda _: next(asked))
+    monkeypatch.setattr(weights, "format_of", lambda _: next(asked))
 
 
 def test_all_experts_in_one_tensor_of_nz_are_refused(monkeypatch):
@@ -123,11 +123,11 @@ def test_ranks_whose_formats_differ_refuse_alike(monkeypatch, theirs, differ):
 
 
 def test_the_format_is_torch_npus_and_asked_of_tensors_of_an_npu_alone(monkeypatch):
-    assert _npu_format(torch.zeros(2)) == ND
+    assert format_of(torch.zeros(2)) == ND
     fake = types.SimpleNamespace(get_npu_format=lambda tensor: tensor.format)
     monkeypatch.setitem(sys.modules, "torch_npu", fake)
-    assert _npu_format(types.SimpleNamespace(device=torch.device("cpu"), format=NZ)) == ND
-    assert _npu_format(types.SimpleNamespace(device=types.SimpleNamespace(type="npu"), format=NZ)) == NZ
+    assert format_of(types.SimpleNamespace(device=torch.device("cpu"), format=NZ)) == ND
+    assert format_of(types.SimpleNamespace(device=types.SimpleNamespace(type="npu"), format=NZ)) == NZ
 
 
 def test_what_the_older_balancer_does_not_move_is_refused():

@@ -102,7 +102,7 @@ def _apart() -> tuple[str, float]:
     lane, size = lanes.lane(0), 64 + 32 * group.rank
     began, reported = time.monotonic(), ""
     try:
-        parcels = [Parcel(1 - group.rank, torch.zeros(size, dtype=torch.uint8)) for _ in range(2)]
+        parcels = [[Parcel(1 - group.rank, torch.zeros(size, dtype=torch.uint8))] for _ in range(2)]
         lane.exchange(parcels[0], parcels[1], Deadline(20))
     except (ValueError, RuntimeError) as error:
         reported = str(error)

@@ -99,9 +99,7 @@ def test_staging_that_a_failed_transfer_may_still_write_to_is_given_up() -> None
         raise RuntimeError("a link broke")
 
     lane = SimpleNamespace(exchange=fail)
-    lanes: Any = SimpleNamespace(
-        device=torch.device("cpu"), rank=0, through_host=True, lane=lambda _: lane, retire=lambda: None
-    )
+    lanes: Any = SimpleNamespace(device=torch.device("cpu"), rank=0, lane=lambda _: lane, retire=lambda: None)
     worker = TransferWorker(lanes, AgentSettings(), ByteBudget(None))
     worker.start(order(1, (1, 0, 0, 1, 3)), PlainLayer(0))
     while (result := worker.poll()) is None:

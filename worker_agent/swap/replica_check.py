@@ -11,11 +11,11 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 import numpy as np
-import xxhash
 
-from worker_agent.device import Mark, SideStream, bytes_of
+from worker_agent.device import Mark, SideStream
 from worker_agent.live_layer import LiveLayer
 from worker_agent.runtime import REAL, Runtime
+from worker_agent.swap.checksum import checksum
 from worker_agent.swap.installed import Installed
 from worker_agent.swap.peers import PeerGoneError, Peers
 
@@ -139,10 +139,7 @@ class ReplicaCheck:
         mark = self._marks.get(layer)
         if mark is not None:
             mark.hold_current_stream()
-        value = xxhash.xxh3_64()
-        for weight in self._layers[layer].expert_weights():
-            value.update(bytes_of(weight[slot]).cpu().numpy().data)
-        return int(value.intdigest() >> 1)
+        return checksum([weight[slot] for weight in self._layers[layer].expert_weights()])
 
     def _unchanged(self, layer: int, epoch: int, forgotten: int) -> bool:
         """Return whether neither a commit nor the host can have written to the layer since."""
