@@ -93,6 +93,10 @@ class AgentSettings(BaseSettings):
         description="send a checksum with each expert, and compare what was installed with it; none: yes, until a "
         "device has been shown to carry experts whole without",
     )
+    quantised_experts: bool = Field(
+        False,
+        description="balance quantised experts of vLLM-Ascend, in the NPU's own formats, with verify_transfers",
+    )
     allow_unverified_engine: bool = Field(
         False,
         description="serve beside an engine whose functions take the known arguments but have other bodies than the "
@@ -116,6 +120,12 @@ class AgentSettings(BaseSettings):
         security = self.security
         if self.auth_token is not None or self.auth_token_file is not None:
             security.check_token(self.service)
+        return self
+
+    @model_validator(mode="after")
+    def _verifies_quantised_experts(self) -> AgentSettings:
+        if self.quantised_experts and self.verify_transfers is False:
+            raise ValueError("quantised_experts needs verify_transfers: leave it out, or set it to true")
         return self
 
     @property

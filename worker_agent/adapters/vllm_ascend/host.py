@@ -189,12 +189,12 @@ class AscendHost(EngineHost):
         )
         self.heat.clear()
         maps_LE = torch.from_numpy(placement.expert_map(rank)).to(layers[0].log2phy.device)
-        allowed, release = AgentSettings().allow_unverified_engine, release_of(__version__, KNOWN)
+        allowed, release = AgentSettings().quantised_experts, release_of(__version__, KNOWN)
         seen = [
             AscendLayer(
                 layer.log2phy,
                 maps_LE[index],
-                expert_weights(layer, self.adaptor.quantised, release=release, allow_unverified=allowed),
+                expert_weights(layer, self.adaptor.quantised, release=release, move_quantised=allowed),
                 self.heat.rings,
                 index,
                 shares_tokens,

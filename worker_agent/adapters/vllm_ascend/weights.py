@@ -32,12 +32,12 @@ _NOT_OF_AN_EXPERT = frozenset(
 
 
 def expert_weights(
-    layer: Any, quantised: bool, *, release: str = "0.23", allow_unverified: bool = False
+    layer: Any, quantised: bool, *, release: str = "0.23", move_quantised: bool = False
 ) -> list[ExpertWeights]:
     """Return the weights that the host's kernels read, by kind; of each, local slot ``s`` is at index ``s``.
 
     ``layer`` is an ``AscendFusedMoE`` whose weights have been processed after loading; without a quantisation config of
-    the model its type does not count. ``allow_unverified`` moves quantised experts, whose tensors are in formats of the
+    the model its type does not count. ``move_quantised`` moves quantised experts, whose tensors are in formats of the
     NPU: until that has been shown on a device, only with transfers that are verified.
 
     Raises ``UnsupportedEngineError`` for a quantisation whose experts the host itself cannot move, tensors per expert
@@ -51,11 +51,11 @@ def expert_weights(
             f"vLLM-Ascend {release} moves experts of {', '.join(sorted(known))} alone",
             "Choose another quantisation",
         )
-    if kind != "NONE" and not allow_unverified:
+    if kind != "NONE" and not move_quantised:
         raise UnsupportedEngineError(
             f"experts quantised as {kind}",
             "That they arrive whole in the NPU's own formats has not been shown on a device",
-            "Try EPLB_AGENT_ALLOW_UNVERIFIED_ENGINE=1 with EPLB_AGENT_VERIFY_TRANSFERS=true, and compare outputs",
+            "Set EPLB_AGENT_QUANTISED_EXPERTS=true to move them with verified transfers, and compare outputs",
         )
     names = known[kind]
     if missing := [name for name in names if getattr(layer, name, None) is None]:
