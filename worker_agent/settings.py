@@ -83,6 +83,13 @@ class AgentSettings(BaseSettings):
         le=1,
         description="share of the time for which a transfer may keep a rank's link busy, without bytes_per_step",
     )
+    staging_mib: int = Field(
+        512,
+        ge=0,
+        le=1 << 20,
+        description="MiB of a device's memory to reserve at the start for incoming experts, no more than a layer's; a "
+        "layer that needs more takes it while it moves",
+    )
     transfer_backend: TransferBackend = Field(
         "auto",
         description="what carries experts: auto (nccl between GPUs, hccl between NPUs, else gloo), gloo (through the "

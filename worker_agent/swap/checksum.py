@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 import xxhash
@@ -31,12 +32,18 @@ def checksum(tensors: Sequence[torch.Tensor]) -> int:
 def device_sum(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return the sum of the tensors' words, weighted by their places, modulo 2**64: int64, on their device."""
     device = tensors[0].device
-    weight_N = torch.arange(1, _MAX_WORDS + 1, device=device)
-    total = torch.zeros((), dtype=torch.int64, device=device)
+    weight_N = _place_weights(device)
+    total = torch.zeros((), dtype=torch.int64).to(device)
     for tensor in tensors:
         for words in _words(bytes_of(tensor)).split(_MAX_WORDS):
             total = total * _FACTOR + (words.to(torch.int64) * weight_N[: words.numel()]).sum()
     return total
+
+
+@lru_cache(maxsize=4)
+def _place_weights(device: torch.device) -> torch.Tensor:
+    """Return the weight of each word by its place, int64 ``[N]``."""
+    return torch.arange(1, _MAX_WORDS + 1).to(device)
 
 
 def _words(data: torch.Tensor) -> torch.Tensor:

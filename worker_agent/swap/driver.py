@@ -82,6 +82,8 @@ class SwitchDriver:
         self._replicas = ReplicaCheck(layers, self._served, rendezvous.group.peers, runtime)
         rendezvous.group.checksum = self._replicas.known
         self.transfers = TransferWorker(rendezvous.lanes, settings, self.budget, runtime, self._replicas)
+        if rendezvous.lanes.device.type != "cpu":
+            self.transfers.reserve(layers[0].expert_weights(), settings.staging_mib << 20)
         self._layers = layers
         self._tables = TableCheck(layers)
         self._runtime = runtime

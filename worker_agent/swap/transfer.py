@@ -142,6 +142,20 @@ class TransferWorker:
         self._overdue_at: float | None = None
         self._thread = runtime.spawn("eplb-transfer", self._run)
 
+    def reserve(self, weights: Sequence[ExpertWeights], most_bytes: int) -> None:
+        """Take staging for a layer of these ``weights``, within ``most_bytes``, before the engine sizes its KV cache.
+
+        Raises ``RuntimeError`` if the device does not have it.
+        """
+        rows = min(len(weights[0]), most_bytes // max(1, sum(weight[0].nbytes for weight in weights)))
+        try:
+            with self._stream.current():
+                self.staging.reserve(weights, rows)
+        except Exception as error:
+            raise RuntimeError(
+                f"staging for {rows} incoming experts cannot be reserved: {error}; lower EPLB_AGENT_STAGING_MIB"
+            ) from error
+
     @property
     def failing(self) -> str | None:
         """Reason to hope for no answer to what it is to do, or ``None``: the thread is dead or late by its deadline."""
