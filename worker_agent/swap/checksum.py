@@ -10,8 +10,8 @@ import xxhash
 
 from worker_agent.device import bytes_of
 
-_MAX_WORDS = 1 << 20
-"""Words that are summed at a time: so much memory a sum takes, eight bytes each."""
+_MAX_NUMBERS = 1 << 20
+"""Numbers that are summed at a time: so much memory a sum takes, eight bytes each."""
 _FACTOR = 0x9E3779B97F4A7C15 - (1 << 64)
 """Odd, so that multiplying by it modulo 2**64 loses nothing."""
 
@@ -30,24 +30,24 @@ def checksum(tensors: Sequence[torch.Tensor]) -> int:
 
 
 def device_sum(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the sum of the tensors' words, weighted by their places, modulo 2**64: int64, on their device."""
+    """Return the sum of the tensors' numbers, weighted by their places, modulo 2**64: int64, on their device."""
     device = tensors[0].device
     weight_N = _place_weights(device)
     total = torch.zeros((), dtype=torch.int64).to(device)
     for tensor in tensors:
-        for words in _words(bytes_of(tensor)).split(_MAX_WORDS):
-            total = total * _FACTOR + (words.to(torch.int64) * weight_N[: words.numel()]).sum()
+        for numbers in _numbers(bytes_of(tensor)).split(_MAX_NUMBERS):
+            total = total * _FACTOR + (numbers.to(torch.int64) * weight_N[: numbers.numel()]).sum()
     return total
 
 
 @lru_cache(maxsize=4)
 def _place_weights(device: torch.device) -> torch.Tensor:
-    """Return the weight of each word by its place, int64 ``[N]``."""
-    return torch.arange(1, _MAX_WORDS + 1).to(device)
+    """Return the weight of each number by its place, int64 ``[N]``."""
+    return torch.arange(1, _MAX_NUMBERS + 1).to(device)
 
 
-def _words(data: torch.Tensor) -> torch.Tensor:
-    """Return the bytes as words of four if they divide evenly, whatever address they begin at."""
+def _numbers(data: torch.Tensor) -> torch.Tensor:
+    """Return the bytes as numbers of four if they divide evenly, whatever address they begin at."""
     if data.numel() % 4:
         return data
     aligned = data if data.storage_offset() % 4 == 0 else data.clone()

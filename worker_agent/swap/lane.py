@@ -68,11 +68,12 @@ class Deadline:
 class Lane(Protocol):
     """A process group that carries transfers and nothing else."""
 
-    def exchange(self, outgoing: Sequence[Parcel], incoming: Sequence[Parcel], deadline: Deadline) -> None:
+    def exchange(self, outgoing: Sequence[Parcel], incoming: Sequence[Parcel], deadline: Deadline) -> float:
         """Send the pieces of one expert to a peer while receiving another's, of other peers or the same.
 
         When it returns the bytes have left and arrived, on the device as well, in the order of the current stream.
-        Raises ``TimeoutError`` past the deadline, ``RuntimeError`` on a broken link.
+        Returns the seconds that this took once both ends were there. Raises ``TimeoutError`` past the deadline,
+        ``RuntimeError`` on a broken link.
         """
 
     def retire(self) -> None:
@@ -85,11 +86,13 @@ class _HostLane:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group: dist.ProcessGroup | None = group
 
-    def exchange(self, outgoing: Sequence[Parcel], incoming: Sequence[Parcel], deadline: Deadline) -> None:
+    def exchange(self, outgoing: Sequence[Parcel], incoming: Sequence[Parcel], deadline: Deadline) -> float:
         """See ``Lane``. Copies to and from a device run on the current stream, and are done when this returns."""
         self.meet(outgoing, incoming, deadline)
+        left = deadline.left()
         for leaving, arriving in zip_longest(outgoing, incoming):
             self._exchange_piece(leaving, arriving, deadline)
+        return left - deadline.left()
 
     def meet(self, outgoing: Sequence[Parcel], incoming: Sequence[Parcel], deadline: Deadline) -> None:
         """Announce to each peer what this rank sends to it, and compare the peer's announcement with what is expected.
@@ -178,9 +181,10 @@ class _DeviceLane:
         self._touched: list[torch.Tensor] = []
         self._bounces: dict[str, torch.Tensor] = {}
 
-    def exchange(self, outgoing: Sequence[Parcel], incoming: Sequence[Parcel], deadline: Deadline) -> None:
+    def exchange(self, outgoing: Sequence[Parcel], incoming: Sequence[Parcel], deadline: Deadline) -> float:
         """See ``Lane``; peers must be about to do the same, or it fails at the deadline with nothing begun."""
         self._handshake.meet(outgoing, incoming, deadline)
+        left = deadline.left()
         self._under_way = True
         for leaving, arriving in zip_longest(outgoing, incoming):
             self._queue(leaving, arriving)
@@ -190,6 +194,7 @@ class _DeviceLane:
             deadline.rest(_POLL_SECONDS)
         self._under_way = False
         self._touched = []
+        return left - deadline.left()
 
     def _queue(self, outgoing: Parcel | None, incoming: Parcel | None) -> None:
         """Queue the exchange of two pieces; the stream keeps the next pieces from bounces that these still use."""

@@ -272,7 +272,7 @@ class TransferWorker:
         deadline, sums = Deadline(self._timeout, self._runtime), dict[int, int]()
         with self._stream.current():
             # Every rank joins the lane, also one that neither sends nor receives: its mesh is built by all.
-            carrier = _Carrier(self._lanes.lane(order.lane), self._budget, deadline, self._runtime)
+            carrier = _Carrier(self._lanes.lane(order.lane), self._budget, deadline)
             ready.hold_current_stream()
             self._check_sources(order)
             staged = self.staging.reserve(weights, rows)
@@ -298,11 +298,10 @@ class TransferWorker:
 class _Carrier:
     """Carries experts over a lane, each a parcel per tensor, and verifies what arrived."""
 
-    def __init__(self, lane: Lane, budget: ByteBudget, deadline: Deadline, runtime: Runtime) -> None:
+    def __init__(self, lane: Lane, budget: ByteBudget, deadline: Deadline) -> None:
         self._lane = lane
         self._budget = budget
         self._deadline = deadline
-        self._runtime = runtime
 
     def carry(self, outgoing: Sequence[Parcel], incoming: Sequence[Parcel], *, verify: bool) -> int | None:
         """Send one expert while receiving another; either may be empty. Return the sender's checksum of the latter.
@@ -320,9 +319,8 @@ class _Carrier:
             # The receiver draws as well: else it would hold its device for a sender that waits for its own steps.
             if not self._budget.draw(size, self._deadline.left()):
                 raise TimeoutError("the model made no steps that the byte budget could be drawn from")
-            began = self._runtime.now()
-            self._lane.exchange(leaving, arriving, self._deadline)
-            self._budget.rest(self._runtime.now() - began, self._deadline.left() / 2)
+            taken = self._lane.exchange(leaving, arriving, self._deadline)
+            self._budget.rest(taken, self._deadline.left() / 2)
         return _compare(incoming, reported[-1]) if verify and incoming else None
 
     def _batches(
