@@ -30,9 +30,9 @@ SIZES = {
 def documented():
     """Environment and arguments of the first command of docs/vllm_ascend.md."""
     text = (ROOT / "docs/vllm_ascend.md").read_text()
-    words = shlex.split(re.search(r"EPLB_AGENT_SERVICE=(?:.|\n)*?(?=\n```)", text)[0].replace("\\\n", " "))
-    at = words.index("vllm")
-    return dict(word.split("=", 1) for word in words[:at]), words[at:]
+    parts = shlex.split(re.search(r"EPLB_AGENT_SERVICE=(?:.|\n)*?(?=\n```)", text)[0].replace("\\\n", " "))
+    at = parts.index("vllm")
+    return dict(part.split("=", 1) for part in parts[:at]), parts[at:]
 
 
 def model_of(pod):
