@@ -118,7 +118,7 @@ class ChoiceCounter:
 
 
 def _same_memory(mask_T: torch.Tensor | None) -> tuple[object, ...]:
-    """What two masks have in common if they are views of the same memory."""
+    """Return what two masks have in common if they are views of the same memory."""
     return () if mask_T is None else (mask_T.data_ptr(), mask_T.shape, mask_T.stride())
 
 
