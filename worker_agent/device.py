@@ -6,6 +6,7 @@ everything here is a no-op.
 
 from __future__ import annotations
 
+import importlib
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -75,6 +76,31 @@ def host_view(tensor: torch.Tensor) -> memoryview | None:
     return tensor.detach().reshape(-1).numpy().data if tensor.device.type == "cpu" else None
 
 
+BASE_FORMATS = frozenset({0, 1, 2, 30})
+"""NCHW, NHWC, ND and NCDHW, as torch_npu numbers them: elements lie in order, an expert is a piece of its tensor."""
+_ND = 2
+
+
+def format_of(tensor: torch.Tensor) -> int:
+    """Return the number of the format of a tensor's memory, 29 for FRACTAL_NZ; 2, ND, on other devices than NPUs."""
+    if tensor.device.type != "npu":
+        return _ND
+    return int(importlib.import_module("torch_npu").get_npu_format(tensor))
+
+
+def in_blocks(tensor: torch.Tensor) -> bool:
+    """Return True if the memory is in blocks (NZ): torch_npu sends it whole, padding included, and no part of it."""
+    return format_of(tensor) not in BASE_FORMATS
+
+
+def in_order(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor, or a copy on its device whose elements lie in order if its own memory is in blocks."""
+    if not in_blocks(tensor):
+        return tensor
+    copy: torch.Tensor = importlib.import_module("torch_npu").npu_format_cast(tensor, _ND)
+    return copy
+
+
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor's bytes as a flat uint8 view."""
-    return tensor.detach().reshape(-1).view(torch.uint8)
+    """The tensor's bytes in order, flat uint8: a view, unless its memory is in blocks."""
+    return in_order(tensor).detach().reshape(-1).view(torch.uint8)

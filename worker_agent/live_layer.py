@@ -79,6 +79,14 @@ class RankBound(Protocol):
 
 
 @runtime_checkable
+class RowDealt(Protocol):
+    """A live layer that knows how its host picks an entry of its dealing table."""
+
+    entry_by_row: bool
+    """True if by a token's row in the batch, so that all entries of an expert get the same part of its tokens."""
+
+
+@runtime_checkable
 class Named(Protocol):
     """A live layer that knows its name in the model: ranks that hand layers over in other orders are then refused."""
 

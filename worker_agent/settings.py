@@ -75,7 +75,20 @@ class AgentSettings(BaseSettings):
     )
     transfer_timeout_seconds: float = Field(60.0, gt=0, le=3600, description="bound on one layer's transfer")
     bytes_per_step: int | None = Field(
-        None, ge=1, description="bytes that a rank may send, and receive, per step; none: no limit"
+        None, ge=1, description="bytes that a rank may send, and receive, per step; none: by link_share"
+    )
+    link_share: float = Field(
+        0.25,
+        gt=0,
+        le=1,
+        description="share of the time for which a transfer may keep a rank's link busy, without bytes_per_step",
+    )
+    staging_mib: int = Field(
+        512,
+        ge=0,
+        le=1 << 20,
+        description="MiB of a device's memory to reserve at the start for incoming experts, no more than a layer's; a "
+        "layer that needs more takes it while it moves",
     )
     transfer_backend: TransferBackend = Field(
         "auto",
@@ -84,8 +97,12 @@ class AgentSettings(BaseSettings):
     )
     verify_transfers: bool | None = Field(
         None,
-        description="send a checksum with each expert, and compare what was installed with it; none: where experts "
-        "pass the host (gloo)",
+        description="send a checksum with each expert, and compare what was installed with it; none: yes, until a "
+        "device has been shown to carry experts whole without",
+    )
+    quantised_experts: bool = Field(
+        False,
+        description="balance quantised experts of vLLM-Ascend, in the NPU's own formats, with verify_transfers",
     )
     allow_unverified_engine: bool = Field(
         False,
@@ -112,6 +129,12 @@ class AgentSettings(BaseSettings):
             security.check_token(self.service)
         return self
 
+    @model_validator(mode="after")
+    def _verifies_quantised_experts(self) -> AgentSettings:
+        if self.quantised_experts and self.verify_transfers is False:
+            raise ValueError("quantised_experts needs verify_transfers: leave it out, or set it to true")
+        return self
+
     @property
     def security(self) -> Security:
         """Security of the channel to the service."""
@@ -133,6 +156,7 @@ class AgentSettings(BaseSettings):
             "peer_timeout_seconds",
             "transfer_timeout_seconds",
             "bytes_per_step",
+            "link_share",
             "verify_transfers",
         )
         return {name: getattr(self, name) for name in names}

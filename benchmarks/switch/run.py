@@ -1,7 +1,8 @@
 """What the layer switch costs the model, as ratios measured in one run: ``make bench-switch``.
 
 Two real ranks serve small layers with an agent and without, by turns. Then come the calls of a host with 58 layers, a
-commit against a plain copy of as many bytes, and a transfer against one plain send of as many over the same link.
+commit against a plain copy of as many bytes, a transfer against one plain send of as many over the same link, and the
+model's own exchanges beside transfers.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import torch.distributed as dist
 import torch.multiprocessing as processes
 
 from benchmarks.switch.host import overhead
+from benchmarks.switch.link import beside_transfers
 from benchmarks.switch.parts import commit, transfer
 from benchmarks.switch.ratios import Ratio
 from benchmarks.switch.serving import serving
@@ -70,7 +72,7 @@ def _measure(rank: int, folder: Path, options: Any) -> None:
     ratios += [beside, commit(**moved, rounds=options.rounds, device=device)]
     dist.barrier()
     transfers, megabytes = transfer(**moved, rounds=options.rounds, device=device)
-    figures |= {**more, "transfer_megabytes_per_second": megabytes}
+    figures |= {**more, "transfer_megabytes_per_second": megabytes, **beside_transfers(options.pairs)}
     if rank == 0:
         found = {"ratios": [dataclasses.asdict(one) for one in (*ratios, *transfers)], "figures": figures}
         (folder / "found.json").write_text(json.dumps(found))

@@ -119,6 +119,7 @@ class _Step:
         self.epochs = epochs
         self.seen: set[int] = set()
         self.spoilt = False
+        self._by_row = shape.entry_by_row
         self.busy_R = np.zeros(shape.ranks, dtype=np.bool_)
         self.prefills = False
         self.micros: list[int] = []
@@ -173,6 +174,9 @@ class _Step:
         heat_LE, loads_LR = self.counts
         layers, ranks = loads_LR.shape
         width = targets_LED.shape[2]
+        if self._by_row:
+            # Any entry may be the first one that a step's tokens need.
+            targets_LED = np.roll(targets_LED, self.number, axis=2)
         heat_LE += counts_LE
         cells_C = (targets_LED + ranks * np.arange(layers)[:, None, None]).ravel()
         dealt_LED = np.stack([dealt_to(counts_LE, entry, width) for entry in range(width)], axis=2)

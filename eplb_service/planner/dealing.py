@@ -6,12 +6,20 @@ an expert many tokens, entries get nearly the same; where it brings one or two, 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
 
-from eplb_service.placement import Float64, Int32, Placement, with_entries, without_single_entries
-from eplb_service.planner.settings import DEAL, PlannerSettings
+from eplb_service.placement import (
+    Float64,
+    Int32,
+    Placement,
+    default_log2phy,
+    with_entries,
+    without_single_entries,
+)
+from eplb_service.planner.settings import DEAL, EVEN, TABLES, PlannerSettings
 
 _FEWEST_TOKENS = 1e-3
 """Mean tokens of a step at which the grid of means begins."""
@@ -25,6 +33,29 @@ def width_in_use(settings: PlannerSettings, log2phy_RLE: Int32) -> int:
     if settings.split != DEAL:
         return 1
     return max(entries for entries in range(1, settings.deal_width + 1) if width % entries == 0)
+
+
+def fitted_to_host(settings: PlannerSettings, width: int, *, entry_by_row: bool) -> PlannerSettings:
+    """Return the settings for a host whose tables have ``width`` entries.
+
+    ``tables``, the default, would leave all but one replica of an expert idle there. A host that picks an entry by a
+    token's row splits tokens evenly, any other deals them. Any other split was asked for and stays.
+    """
+    if width == 1 or settings.split != TABLES:
+        return settings
+    return replace(settings, split=EVEN if entry_by_row else DEAL)
+
+
+def host_tables(log2phy_RE: Int32, phy2log_RS: Int32, width: int, split: str, first_R: Int32) -> Int32:
+    """Return a layer's tables with the ``width`` entries that the host reads, int32 ``[R, E]`` or ``[R, E, D]``.
+
+    Repeats the planned entries ``log2phy_RE``. If ``split`` is even, the entries name all replicas of the placement
+    ``phy2log_RS`` in turn;
+    ``first_R`` has the first rank of each rank's token group, whose table all ranks of that group get.
+    """
+    if split == EVEN and width > 1:
+        return default_log2phy(phy2log_RS, log2phy_RE.shape[1], width)[first_R]
+    return as_host_deals(log2phy_RE, width)
 
 
 def first_tables(placement: Placement, split: str, deal_width: int) -> Int32:

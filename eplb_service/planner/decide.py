@@ -34,7 +34,7 @@ from eplb_service.placement import (
     par,
     with_entries,
 )
-from eplb_service.planner.dealing import as_host_deals, first_tables, tables_of_sources
+from eplb_service.planner.dealing import first_tables, host_tables, tables_of_sources
 from eplb_service.planner.holdout import SMALL_BATCH, HeldOut, Parts, held_out, paying
 from eplb_service.planner.plan import LayerPlan, Plan
 from eplb_service.planner.price import move_price
@@ -496,7 +496,8 @@ def _solved(
     if us is not None and not judge.pays_in_time(layer, len(moves_M5), us):
         return kept(f"kept: too little time for {len(moves_M5)} moves would be won ({verdict.reason})")
     width = with_entries(asked.log2phy_RLE, 3).shape[3]
-    return verdict, LayerPlan(layer, found.phy2log_RS, as_host_deals(log2phy_RE, width), moves_M5), par_T
+    tables = host_tables(log2phy_RE, found.phy2log_RS, width, asked.settings.split, first_G[group_R])
+    return verdict, LayerPlan(layer, found.phy2log_RS, tables, moves_M5), par_T
 
 
 def _alone(

@@ -38,7 +38,8 @@ class Shape:
     """Sizes, and what else all ranks of a deployment share.
 
     ``width`` is D, the entries for each expert of the dealing tables that the host reads (tables of one have no axis
-    for it); ``rank_bound`` says that experts may not leave their ranks.
+    for it); ``rank_bound`` says that experts may not leave their ranks. With ``entry_by_row`` the host picks an
+    entry by a token's row in the batch, not in turn.
     """
 
     MESSAGE: ClassVar[type[Any]] = agent_pb2.ModelShape
@@ -50,6 +51,7 @@ class Shape:
     bytes_per_expert: fields.Bytes
     width: Annotated[int, "dealing_width", _at_least_one, fields.below(MOST_ENTRIES + 1, least=1)] = 1
     rank_bound: bool = False
+    entry_by_row: bool = False
 
     @property
     def sizes(self) -> dict[str, int]:

@@ -175,7 +175,7 @@ def test_vllm_s_layers_are_tried_before_the_ranks_meet(monkeypatch):
     monkeypatch.setattr("worker_agent.adapters.engine_host.refuse_unlike_ranks", lambda *_: None)
     group = SimpleNamespace(rank_in_group=0, world_size=2, cpu_group=None)
     with pytest.raises(UnsupportedEngineError, match="MoE layer 1, whose experts"):
-        vllm_fakes.VllmHost(state, vllm_fakes.config(), group)
+        vllm_fakes.VllmHost(state, vllm_fakes.config(data_parallel=2), group)
 
 
 class StandardDispatcher:

@@ -6,6 +6,7 @@ import logging
 import os
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -100,7 +101,7 @@ def switched_and_restored():
     tensors = (state.physical_to_logical_map, state.logical_to_physical_map, state.model.expert_weights[0][0])
     addresses = [tensor.data_ptr() for tensor in tensors]
     first = state.physical_to_logical_map.clone()
-    found = {"counts": state.logical_replica_count.unique().tolist(), "at first": consistent(state, rank)}
+    found = {"counts": state.logical_replica_count.tolist(), "at first": consistent(state, rank)}
     state.expert_load_pass[:, 3] = 5
     for _ in range(3):
         run_pass(state)
@@ -124,7 +125,7 @@ def switched_and_restored():
 def test_vllm_s_tables_maps_and_weights_follow_a_switch():
     for rank, facts in enumerate(run_ranks(RANKS, switched_and_restored)):
         assert facts.pop("heat") == ([5, 5, 5, 0] if rank == 0 else [0] * 4)
-        assert facts.pop("counts") == [1]
+        assert facts.pop("counts") == [[2, 2, 1, 1, 1, 1]] * LAYERS
         logged = "\n".join(facts.pop("logged"))
         assert logged.count("EPLB_AGENT_DEPLOYMNT is no setting") == 1
         attached = "balances 2 MoE layers of 6 experts over 2 ranks of 4 slots; deployment default, service 127.0.0.1"
@@ -241,7 +242,8 @@ def asleep():
         "draft": draft.logical_to_physical_map.tolist() == [5, 6, 7]
         and bool(draft.logical_replica_count.all()),
         "moved": not torch.equal(first, state.physical_to_logical_map),
-        "counts": bool((state.logical_replica_count == 1).all()),
+        "counts": [sorted(row) for row in state.logical_replica_count.tolist()]
+        == [[1, 1, 1, 1, 2, 2]] * LAYERS,
         "maps": all(
             torch.equal(
                 layer.expert_map, torch.from_numpy(host.agent.installed.placement.expert_map(rank)[index])
@@ -267,6 +269,54 @@ def test_a_sleep_in_which_memory_is_discarded_leaves_no_table_wrong():
     """vLLM's sleep level 2: layers that were never switched, and counters, are lost as well."""
     for rank, facts in enumerate(run_ranks(RANKS, asleep)):
         assert set(facts.values()) == {True}, (rank, facts)
+
+
+def spread_over_replicas():
+    """Which slots a batch of one expert each reaches under tensor parallelism, before and after a switch."""
+    state, host = started()
+    found = [reached(state)]
+    for _ in range(3):
+        run_pass(state)
+        host.step(is_dummy=False)
+    turned = np.array([[[0, 1, 2, 3], [0, 1, 4, 5]], [[5, 4, 3, 2], [5, 1, 0, 4]]], dtype=np.int32)
+    host.agent.restore(Placement(turned, EXPERTS), "the test wants it so")
+    found.append(reached(state))
+    host.close()
+    return found
+
+
+def reached(state):
+    """Tokens that each slot of each layer gets, of 120 that choose every expert in turn."""
+    rows_T1 = (torch.arange(120) // 20).unsqueeze(1)
+    return [
+        torch.bincount(one.router._apply_eplb_mapping(rows_T1).reshape(-1), minlength=8).tolist()
+        for one in state.model.moe_layers
+    ]
+
+
+def test_ranks_that_share_tokens_use_every_replica_evenly_and_alike():
+    one, other = run_ranks(RANKS, spread_over_replicas)
+    assert one == other
+    first, turned = one
+    assert first == [[10, 10, 20, 20, 20, 20, 10, 10]] * LAYERS
+    assert turned == [[10, 10, 20, 20, 10, 10, 20, 20], [10, 10, 20, 20, 10, 20, 20, 10]]
+
+
+def drawn_at_random():
+    state = model_state(dist.get_rank())
+    for one in state.model.moe_layers:
+        one.router._apply_eplb_mapping = lambda ids, tables=one.router.tables: tables[0][
+            ids.long(), (torch.rand(ids.shape) * tables[1][ids.long()]).long()
+        ]
+    try:
+        started(state=state)
+    except UnsupportedEngineError as error:
+        return str(error)
+
+
+def test_a_router_that_draws_replicas_at_random_is_refused_where_ranks_share_tokens():
+    for said in run_ranks(RANKS, drawn_at_random):
+        assert "picks different replicas for the same tokens" in said
 
 
 def kernels_change():

@@ -36,13 +36,23 @@ def hooked_router():
 
     class BaseRouter:
         def _apply_eplb_mapping(self, topk_ids):
-            return topk_ids
+            return topk_ids if isinstance(topk_ids, str) else mapped(self.tables, topk_ids)
 
     with pytest.MonkeyPatch.context() as patch:
         name = "vllm.model_executor.layers.fused_moe.router.base_router"
         put_modules(patch, {name: {"BaseRouter": BaseRouter}})
         hooks._count_passes()
     return BaseRouter
+
+
+def mapped(tables, topk_ids):
+    """Physical ids that vLLM's kernel picks: by a hash of the row, over as many columns as the replica count says."""
+    map_EX, count_E = tables
+    row_T1 = torch.arange(topk_ids.shape[0]).unsqueeze(1)
+    ids = topk_ids.long()
+    # In floats: a queued device finds shapes with zeros, by which whole numbers cannot be divided.
+    column_TK = ((row_T1 * 2654435769) & 0xFFFFFFFF).double() % count_E[ids].double()
+    return map_EX[ids, column_TK.long()]
 
 
 def model_state(rank, place=lambda tensor: tensor, naive=False):
@@ -53,11 +63,15 @@ def model_state(rank, place=lambda tensor: tensor, naive=False):
     for one in layers:
         one.router = router()
     weights = [[place(mine[:, None].repeat(1, 8) + 100 * index)] for index in range(LAYERS)]
+    map_LEX = place(torch.full((LAYERS, EXPERTS, 4), -1))
+    count_LE = place(torch.full((LAYERS, EXPERTS), 2))
+    for index, one in enumerate(layers):
+        one.router.tables = map_LEX[index], count_LE[index]
     return SimpleNamespace(
         model=SimpleNamespace(moe_layers=layers, expert_weights=weights),
         physical_to_logical_map=place(first.repeat(LAYERS, 1)),
-        logical_to_physical_map=place(torch.full((LAYERS, EXPERTS, 4), -1)),
-        logical_replica_count=place(torch.full((LAYERS, EXPERTS), 2)),
+        logical_to_physical_map=map_LEX,
+        logical_replica_count=count_LE,
         expert_load_pass=place(torch.zeros((LAYERS, RANKS * SLOTS), dtype=torch.int32)),
     )
 

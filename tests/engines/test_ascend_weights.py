@@ -14,10 +14,10 @@ from worker_agent.adapters.vllm_ascend import weights
 from worker_agent.adapters.vllm_ascend.refusals import refuse_misread_lists
 from worker_agent.adapters.vllm_ascend.weights import (
     AscendLayer,
-    _npu_format,
     check_same_formats,
     expert_weights,
 )
+from worker_agent.device import format_of
 
 
 def weighted(kind, **tensors):
@@ -48,7 +48,7 @@ def test_weights_are_what_the_kernels_of_each_quantisation_read():
         plain.w2_weight.data_ptr(),
     ]
     layer = in_lists()
-    found = expert_weights(layer, quantised=True, allow_unverified=True)
+    found = expert_weights(layer, quantised=True, move_quantised=True)
     assert all(
         kind[slot] is getattr(layer, name)[slot]
         for kind, name in zip(found, LISTS, strict=True)
@@ -69,7 +69,7 @@ def test_weights_are_what_the_kernels_of_each_quantisation_read():
 )
 def test_experts_that_would_not_move_whole_are_refused(layer, reason):
     with pytest.raises(UnsupportedEngineError, match=reason):
-        expert_weights(layer, quantised=True, allow_unverified=True)
+        expert_weights(layer, quantised=True, move_quantised=True)
 
 
 def test_quantised_experts_are_moved_only_where_that_is_asked_for():
@@ -83,7 +83,7 @@ ND, NZ = 2, 29
 def in_formats(monkeypatch, *formats):
     """Tensors of an NPU count as in these formats, in turn."""
     asked = iter(formats)
-    monkeypatch.setattr(weights, "_npu_format", lambda _: next(asked))
+    monkeypatch.setattr(weights, "format_of", lambda _: next(asked))
 
 
 def test_all_experts_in_one_tensor_of_nz_are_refused(monkeypatch):
@@ -100,10 +100,10 @@ def test_all_experts_in_one_tensor_of_nz_are_refused(monkeypatch):
 def test_experts_of_their_own_may_be_nz_if_all_of_a_kind_are(monkeypatch):
     host = in_lists()
     in_formats(monkeypatch, *[NZ] * 2 * SLOTS, *[ND] * 2 * SLOTS)
-    assert len(expert_weights(host, quantised=True, allow_unverified=True)) == 4
+    assert len(expert_weights(host, quantised=True, move_quantised=True)) == 4
     in_formats(monkeypatch, *[NZ] * SLOTS, *[NZ] * (SLOTS - 1), ND)
     with pytest.raises(UnsupportedEngineError, match=r"w2_weight_list with experts in .* formats 2 and 29"):
-        expert_weights(host, quantised=True, allow_unverified=True)
+        expert_weights(host, quantised=True, move_quantised=True)
 
 
 @pytest.mark.parametrize(("theirs", "differ"), [(ND, True), (NZ, False)])
@@ -123,24 +123,24 @@ def test_ranks_whose_formats_differ_refuse_alike(monkeypatch, theirs, differ):
 
 
 def test_the_format_is_torch_npus_and_asked_of_tensors_of_an_npu_alone(monkeypatch):
-    assert _npu_format(torch.zeros(2)) == ND
+    assert format_of(torch.zeros(2)) == ND
     fake = types.SimpleNamespace(get_npu_format=lambda tensor: tensor.format)
     monkeypatch.setitem(sys.modules, "torch_npu", fake)
-    assert _npu_format(types.SimpleNamespace(device=torch.device("cpu"), format=NZ)) == ND
-    assert _npu_format(types.SimpleNamespace(device=types.SimpleNamespace(type="npu"), format=NZ)) == NZ
+    assert format_of(types.SimpleNamespace(device=torch.device("cpu"), format=NZ)) == ND
+    assert format_of(types.SimpleNamespace(device=types.SimpleNamespace(type="npu"), format=NZ)) == NZ
 
 
 def test_what_the_older_balancer_does_not_move_is_refused():
     names = ("w13_weight", "w2_weight", "w13_weight_scale", "w2_weight_scale")
     layer = weighted("MXFP8", **{name: per_expert(1) for name in names})
-    assert len(expert_weights(layer, quantised=True, allow_unverified=True)) == len(names)
+    assert len(expert_weights(layer, quantised=True, move_quantised=True)) == len(names)
     with pytest.raises(UnsupportedEngineError, match=r"vLLM-Ascend 0\.18 moves experts of NONE, W8A8 alone"):
-        expert_weights(layer, quantised=True, release="0.18", allow_unverified=True)
+        expert_weights(layer, quantised=True, release="0.18", move_quantised=True)
 
 
 def test_tensors_that_the_host_replaces_are_noticed():
     host = in_lists()
-    found = expert_weights(host, quantised=True, allow_unverified=True)
+    found = expert_weights(host, quantised=True, move_quantised=True)
     heat = HeatRings(1, torch.device("cpu"), slots=SLOTS, experts=EXPERTS)
     layer = AscendLayer(host.log2phy, torch.zeros(EXPERTS, dtype=torch.int32), found, heat, 0, False)
     assert layer.expert_weights() is found

@@ -183,11 +183,12 @@ def _corrupt_next_transfer(agent: Agent) -> None:
         lane = open_lane(number)
         exchange = lane.exchange
 
-        def flip_once(outgoing: Parcel | None, incoming: Parcel | None, deadline: Deadline) -> None:
-            exchange(outgoing, incoming, deadline)
-            if incoming is not None:
+        def flip_once(outgoing: list[Parcel], incoming: list[Parcel], deadline: Deadline) -> float:
+            seconds = exchange(outgoing, incoming, deadline)
+            if incoming:
                 lane.exchange = exchange
-                incoming.data[0] ^= 1
+                incoming[0].data[0] ^= 1
+            return seconds
 
         lane.exchange = flip_once
         return lane

@@ -79,9 +79,7 @@ DEFECTS: dict[str, Defect] = {
     "only late ranks confirm": Defect(
         Voter, "_all_are_at", lambda at: lambda one, now: now == one.due or at(one, now), _BY_CALLS
     ),
-    "a flipped bit is not seen": Defect(
-        transfer, "_checksum", lambda _: lambda tensors: 0, ("flipped bits",)
-    ),
+    "a flipped bit is not seen": Defect(transfer, "checksum", lambda _: lambda tensors: 0, ("flipped bits",)),
     "lost votes never come back": Defect(
         VoteSchedule, "lost", lambda _: lambda one, *_: setattr(one, "voter", None), _UNHEARD, True
     ),

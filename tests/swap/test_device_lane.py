@@ -15,7 +15,7 @@ from tests.swap.carried import HERE, PlainLayer, order
 from worker_agent.device import Mark, SideStream
 from worker_agent.swap import lane as lane_module
 from worker_agent.swap import transfer
-from worker_agent.swap.lane import Deadline, Parcel, _DeviceLane
+from worker_agent.swap.lane import Deadline, Parcel, _DeviceLane, check_announced
 from worker_agent.swap.staging import copy_into
 from worker_agent.swap.transfer import ByteBudget, TransferResult, TransferWorker
 
@@ -46,13 +46,14 @@ class FakeHost:
 
     def __init__(self, log: list[str], *, absent: bool = False) -> None:
         self._log, self._absent = log, absent
-        self.sends = 0
+        self.sends: int | None = None
 
-    def exchange(self, outgoing: Parcel | None, incoming: Parcel | None, deadline: Deadline) -> None:
+    def meet(self, outgoing: list[Parcel], incoming: list[Parcel], deadline: Deadline) -> None:
         if self._absent:
             raise TimeoutError("nobody came")
-        self._log.append(f"meet {outgoing.peer}")
-        incoming.data[:] = self.sends
+        self._log += [f"meet {peer}" for peer in sorted({one.peer for one in (*outgoing, *incoming)})]
+        if self.sends is not None:
+            check_announced(incoming[0].peer, torch.tensor([self.sends, 0]), incoming)
 
     def retire(self) -> None:
         self._log.append("leave")
@@ -79,24 +80,16 @@ def _parcel(peer: int) -> Parcel:
 
 
 def _lane(log: list[str], reached: Callable[[], bool] = lambda: True, **changes: Any) -> _DeviceLane:
-    """Return a lane whose peers send as many bytes as this rank has room for."""
+    """Return a lane whose peers send what this rank has room for."""
     host = FakeHost(log, absent=changes.pop("absent", False))
-    lane = _DeviceLane(FakeGroup(log, **changes), host, lambda: FakeMark(log, reached))
-    exchange = lane.exchange
-
-    def exchange_alike(outgoing: Parcel | None, incoming: Parcel | None, deadline: Deadline) -> None:
-        host.sends = 0 if incoming is None else incoming.data.nbytes
-        exchange(outgoing, incoming, deadline)
-
-    lane.exchange = exchange_alike
-    return lane
+    return _DeviceLane(FakeGroup(log, **changes), host, lambda: FakeMark(log, reached))
 
 
 def test_a_device_exchange_is_done_only_when_the_device_is() -> None:
     log: list[str] = []
     looks = iter([False, False, True])
     lane = _lane(log, lambda: next(looks))
-    lane.exchange(_parcel(2), _parcel(1), Deadline(5))
+    lane.exchange([_parcel(2)], [_parcel(1)], Deadline(5))
     assert log == ["meet 1", "meet 2", "exchange", "mark", "passed"]
     lane.retire()
     assert log[-2:] == ["leave", "release"]
@@ -106,7 +99,7 @@ def test_nothing_is_queued_on_the_device_for_a_peer_that_does_not_come() -> None
     log: list[str] = []
     lane = _lane(log, absent=True)
     with pytest.raises(TimeoutError):
-        lane.exchange(_parcel(1), None, Deadline(5))
+        lane.exchange([_parcel(1)], [], Deadline(5))
     lane.retire()
     assert log == ["leave", "release"]
 
@@ -118,7 +111,7 @@ def test_memory_that_a_device_may_still_write_to_is_never_given_back(aborts, mon
     log: list[str] = []
     lane = _lane(log, lambda: False, aborts=aborts)
     with pytest.raises(TimeoutError, match=r"not done within 0\.3 s"):
-        lane.exchange(None, _parcel(1), Deadline(0.3))
+        lane.exchange([], [_parcel(1)], Deadline(0.3))
     lane.retire()
     assert log == ["meet 1", "exchange", "mark", "leave", "abort"]
     assert kept == ([] if aborts else [lane])
@@ -127,7 +120,7 @@ def test_memory_that_a_device_may_still_write_to_is_never_given_back(aborts, mon
 class OneLane:
     """The lanes of rank 0, all the same one."""
 
-    rank, device, through_host = 0, HERE, False
+    rank, device = 0, HERE
 
     def __init__(self, log: list[str], lane: _DeviceLane) -> None:
         self._log, self._lane = log, lane
@@ -140,6 +133,8 @@ class OneLane:
 
 
 def _worker(log: list[str], lane: _DeviceLane, **settings: Any) -> TransferWorker:
+    # Its peers send no checksums.
+    settings = {"verify_transfers": False, **settings}
     return TransferWorker(OneLane(log, lane), live.settings(**settings), ByteBudget(None))
 
 
@@ -191,10 +186,11 @@ def test_staging_is_written_only_after_what_the_model_had_queued_and_reported_on
     monkeypatch.setattr(transfer, "SideStream", LoggedStream)
     worker = _worker(log, _lane(log, lambda: arrived[0]))
     _start(worker, 1, 1, 0, 0, 2, 5)
-    while len(log) < 6:
+    expected = ["mark", "side stream", "hold", "meet 1", "exchange", "exchange", "mark"]
+    while len(log) < len(expected):
         time.sleep(0.001)
     assert worker.poll() is None
-    assert log == ["mark", "side stream", "hold", "meet 1", "exchange", "mark"]
+    assert log == expected
     arrived[0] = True
     result = _ended(worker)
     worker.close()
@@ -236,5 +232,5 @@ def test_a_peer_that_sends_another_size_is_an_error_before_anything_is_on_the_de
     host.sends = 5
     lane = _DeviceLane(FakeGroup(log), host, lambda: FakeMark(log, lambda: True))
     with pytest.raises(ValueError, match="rank 1 sends 5 bytes, this rank expects 4"):
-        lane.exchange(_parcel(2), _parcel(1), Deadline(5))
-    assert log == ["meet 1"]
+        lane.exchange([_parcel(2)], [_parcel(1)], Deadline(5))
+    assert log == ["meet 1", "meet 2"]

@@ -102,7 +102,7 @@ def _apart() -> tuple[str, float]:
     lane, size = lanes.lane(0), 64 + 32 * group.rank
     began, reported = time.monotonic(), ""
     try:
-        parcels = [Parcel(1 - group.rank, torch.zeros(size, dtype=torch.uint8)) for _ in range(2)]
+        parcels = [[Parcel(1 - group.rank, torch.zeros(size, dtype=torch.uint8))] for _ in range(2)]
         lane.exchange(parcels[0], parcels[1], Deadline(20))
     except (ValueError, RuntimeError) as error:
         reported = str(error)
@@ -116,3 +116,21 @@ def test_experts_of_other_sizes_are_an_error_on_both_ranks_and_end_no_process() 
         "rank 1 sends 96 bytes, this rank expects 64: their experts differ in dtype or shape"
     )
     assert second.startswith("rank 0 sends 64 bytes, this rank expects 96")
+
+
+def _late() -> float:
+    """Rank 1 comes half a second late; return the seconds that the exchange is said to have kept the link busy."""
+    group, _ = AgentGroup.join(dist.group.WORLD, "here", "127.0.0.1", None)
+    lanes = Lanes(group, "gloo", HERE, timedelta(seconds=20))
+    lanes.open_first()
+    parcels = [[Parcel(1 - group.rank, torch.zeros(64, dtype=torch.uint8))] for _ in range(2)]
+    time.sleep(0.5 * group.rank)
+    seconds = lanes.lane(0).exchange(*parcels, Deadline(20))
+    dist.barrier()
+    lanes.retire()
+    return seconds
+
+
+def test_a_wait_for_a_peer_does_not_count_as_time_on_the_link() -> None:
+    """Else ranks that rest in turn would each rest for the other's rest."""
+    assert max(run_ranks(2, _late)) < 0.4

@@ -14,7 +14,7 @@ from worker_agent.swap.installed import Installed
 from worker_agent.swap.table_check import TableCheck
 
 PLACEMENT, RANK = Placement.linear(3, 6, 2, 4), 1
-ROUND = 3 * table_check._BOUNDARIES + 1
+ROUND = table_check._ALL_WITHIN + 1
 
 
 def started(width: int) -> tuple[list[Any], Installed]:
@@ -34,6 +34,17 @@ def test_one_other_entry_is_found_within_a_round(table: str, layer: int, width: 
     getattr(layers[layer], table)[4] += 1
     (found,) = {check.at_boundary(step, installed) for step in range(ROUND)} - {None}
     assert f"layer {layer}: {table} of expert 4 is" in found
+
+
+def test_all_layers_of_a_large_model_are_compared_within_256_passes() -> None:
+    placement = Placement.linear(58, 6, 2, 4)
+    tables_LE, maps_LE = placement.default_log2phy(1)[RANK], placement.expert_map(RANK)
+    pairs = [map(torch.tensor, one) for one in zip(maps_LE, tables_LE, strict=True)]
+    layers = [SimpleNamespace(expert_map=map_E, log2phy=table_E) for map_E, table_E in pairs]
+    check, installed = TableCheck(layers), Installed.first(RANK, placement, tables_LE)
+    layers[0].log2phy[4] += 1  # whose turn comes last
+    found = [check.at_boundary(step, installed) for step in range(257)]
+    assert any(found)
 
 
 def test_a_copy_is_of_what_was_installed_when_it_was_queued(monkeypatch: pytest.MonkeyPatch) -> None:

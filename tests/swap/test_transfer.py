@@ -99,13 +99,41 @@ def test_staging_that_a_failed_transfer_may_still_write_to_is_given_up() -> None
         raise RuntimeError("a link broke")
 
     lane = SimpleNamespace(exchange=fail)
-    lanes: Any = SimpleNamespace(
-        device=torch.device("cpu"), rank=0, through_host=True, lane=lambda _: lane, retire=lambda: None
-    )
+    lanes: Any = SimpleNamespace(device=torch.device("cpu"), rank=0, lane=lambda _: lane, retire=lambda: None)
     worker = TransferWorker(lanes, AgentSettings(), ByteBudget(None))
     worker.start(order(1, (1, 0, 0, 1, 3)), PlainLayer(0))
     while (result := worker.poll()) is None:
         time.sleep(0.001)
     assert result.error == "transfer of layer 0 failed: a link broke"
     assert worker.staging.nbytes == 0
+    worker.close()
+
+
+def _idle_worker() -> TransferWorker:
+    lanes: Any = SimpleNamespace(device=torch.device("cpu"), rank=0, retire=lambda: None)
+    return TransferWorker(lanes, AgentSettings(), ByteBudget(None))
+
+
+def test_staging_is_reserved_within_its_bound_and_serves_the_first_layer() -> None:
+    worker = _idle_worker()
+    weights = [[torch.zeros(3, 2) for _ in range(4)], torch.zeros(4, 5)]
+    worker.reserve(weights, most_bytes=2 * 44 + 43)
+    assert worker.staging.nbytes == 2 * 44
+    held = [row.data_ptr() for row in worker.staging.reserve(weights, 2)[0]]
+    assert held == [row.data_ptr() for row in worker.staging.reserve(weights, 1)[0]] + held[1:]
+    worker.reserve(weights, most_bytes=1 << 30)
+    assert worker.staging.nbytes == 4 * 44, "a layer needs no more than its slots"
+    worker.close()
+
+
+def test_a_device_without_room_for_staging_says_so_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise MemoryError("out of memory")
+
+    worker = _idle_worker()
+    monkeypatch.setattr(worker.staging, "reserve", full)
+    with pytest.raises(
+        RuntimeError, match=r"4 incoming experts cannot be reserved: .*EPLB_AGENT_STAGING_MIB"
+    ):
+        worker.reserve([torch.zeros(4, 5)], most_bytes=1 << 20)
     worker.close()

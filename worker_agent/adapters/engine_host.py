@@ -7,9 +7,12 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
+from eplb_service.placement import Int32
 from worker_agent.adapters.trial import Compute, exchange_and_compare, move_and_back
 from worker_agent.adapters.unmoved import Facts, refuse_unlike_ranks, refuse_unmoved
 from worker_agent.agent import Agent
@@ -23,6 +26,7 @@ __all__ = [
     "EngineLayer",
     "HeatRings",
     "around",
+    "entry_periods",
     "ignored_settings",
     "log",
     "move_and_back",
@@ -144,11 +148,25 @@ class HeatRings:
                 ring_WLX.index_copy_(0, self._row.reshape(1), row_LX[None])
 
 
+def entry_periods(table_ED: Int32) -> npt.NDArray[np.int64]:
+    """Return after how many entries each expert's row of a dealing table ``[E, D]`` repeats itself, int64 ``[E]``.
+
+    A host that picks an entry by a token's row spreads tokens evenly over so many, however many more there are.
+    """
+    width = table_ED.shape[1]
+    period_E = np.full(len(table_ED), width, dtype=np.int64)
+    for period in range(width - 1, 0, -1):
+        again_E = (table_ED[:, period:] == table_ED[:, :-period]).all(axis=1)
+        period_E[again_E] = period
+    return period_E
+
+
 class EngineLayer:
     """A ``LiveLayer`` over an engine's own tensors.
 
     ``log2phy`` is the table that the engine's router reads, ``expert_map`` the agent's own: engines read theirs by
-    physical id, whose owner never changes. ``index`` is the layer's place in the rings.
+    physical id, whose owner never changes. ``index`` is the layer's place in the rings. With ``entry_by_row`` the
+    engine picks an entry of a table by a token's row in the batch.
     """
 
     def __init__(
@@ -159,6 +177,8 @@ class EngineLayer:
         heat: HeatRings,
         index: int,
         shares_tokens: bool,
+        *,
+        entry_by_row: bool = False,
     ) -> None:
         self.log2phy = log2phy
         self.expert_map = expert_map
@@ -166,6 +186,7 @@ class EngineLayer:
         self.source_load = None if heat.sources_LWE is None else heat.sources_LWE[index]
         self.load_counter = heat.passes
         self.shares_tokens = shares_tokens
+        self.entry_by_row = entry_by_row
         self.rings = heat
         self._weights = weights
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -16,27 +17,34 @@ import torch.distributed as dist
 
 from eplb_service.placement import Placement
 from worker_agent.agent import Agent
+from worker_agent.device import format_of
 from worker_agent.doctor import FAILED, OK, SKIPPED, Finding
 from worker_agent.settings import AgentSettings
 
 _SLOTS = 2
+_NZ = 29
+_BLOCK = 32
+"""Columns of int8 in a block of NZ; others would be padded."""
 _NOWHERE = "127.0.0.1:9"
 _MEET_SECONDS = 90
 
 
 class _DoctorLayer:
-    """A layer of two experts per rank whose bytes say which expert they are, in two tensors."""
+    """A layer of two experts per rank whose values say which expert they are, as engines hold quantised ones.
+
+    Lists of a tensor per expert: int8 weights, on an NPU in its block format (NZ), and their scales.
+    """
 
     moe_load = None
     shares_tokens = False
 
     def __init__(self, rank: int, ranks: int, expert_bytes: int, device: torch.device) -> None:
         self.first = Placement.linear(1, _SLOTS * ranks, ranks, _SLOTS)
-        half = max(1, expert_bytes // 2)
-        self._parts = [torch.empty((_SLOTS, half), dtype=torch.uint8, device=device) for _ in range(2)]
-        for slot, expert in enumerate(self.first.phy2log_LRS[0, rank].tolist()):
-            for kind, part in enumerate(self._parts):
-                part[slot] = _expert_bytes_of(expert, kind, half).to(device)
+        self._side = max(1, math.isqrt(expert_bytes // 3) // _BLOCK) * _BLOCK
+        experts_S = [_expert_of(expert, self._side) for expert in self.first.phy2log_LRS[0, rank].tolist()]
+        self._parts = [
+            [_as_engines_hold(tensor, device) for tensor in kind] for kind in zip(*experts_S, strict=True)
+        ]
         self.expert_map = torch.from_numpy(self.first.expert_map(rank)[0]).to(device)
         self.log2phy = torch.from_numpy(self.first.default_log2phy()[rank, 0]).to(device)
         self.source_load: torch.Tensor | None = torch.zeros(
@@ -44,23 +52,50 @@ class _DoctorLayer:
         )
         self.load_counter = torch.zeros((), dtype=torch.int64, device=device)
 
-    def expert_weights(self) -> list[torch.Tensor]:
-        """Return both tensors."""
+    def expert_weights(self) -> list[list[torch.Tensor]]:
+        """Return weights and scales."""
         return self._parts
 
+    @property
+    def formats(self) -> list[int]:
+        """Formats of the device that weights and scales are in, by torch_npu's numbers."""
+        return [format_of(part[0]) for part in self._parts]
+
     def holds(self, experts_S: list[int]) -> bool:
-        """Return whether the slots hold these experts, byte for byte."""
-        half = self._parts[0].shape[1]
+        """Return whether the slots hold these experts, value for value."""
         return all(
-            torch.equal(part[slot].cpu(), _expert_bytes_of(expert, kind, half))
+            torch.equal(part[slot].cpu(), value)
             for slot, expert in enumerate(experts_S)
-            for kind, part in enumerate(self._parts)
+            for part, value in zip(self._parts, _expert_of(expert, self._side), strict=True)
         )
 
 
-def _expert_bytes_of(expert: int, kind: int, size: int) -> torch.Tensor:
-    """Bytes of one tensor of an expert, uint8 ``[size]``."""
-    return ((torch.arange(size) * (2 * expert + kind + 1) + expert) % 251).to(torch.uint8)
+def _expert_of(expert: int, side: int) -> list[torch.Tensor]:
+    """Return an expert's weights and scales on the host: int8 ``[n, 2n]`` and ``[n, n]``, float32 and bfloat16."""
+    found = []
+    for kind, (shape, dtype) in enumerate(
+        (
+            ((side, 2 * side), torch.int8),
+            ((side, side), torch.int8),
+            ((2 * side,), torch.float32),
+            ((side,), torch.bfloat16),
+        )
+    ):
+        number = torch.arange(math.prod(shape))
+        values = (number * (2 * expert + kind + 1) + expert) % 251 - 125
+        found.append(values.to(dtype).view(shape))
+    return found
+
+
+def _as_engines_hold(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return the tensor on the device, matrices of an NPU in blocks as vLLM-Ascend casts them."""
+    there = tensor.to(device)
+    if device.type != "npu" or tensor.dim() < 2:
+        return there
+    import torch_npu
+
+    in_blocks: torch.Tensor = torch_npu.npu_format_cast(there, _NZ)
+    return in_blocks
 
 
 def _there_and_back(
@@ -75,7 +110,7 @@ def _there_and_back(
     for target, what in ((there, "experts arrive"), (layer.first, "experts come back")):
         agent.restore(target)
         if not layer.holds(target.phy2log_LRS[0, rank].tolist()):
-            yield Finding(what, FAILED, f"rank {rank}: a slot does not hold the bytes of its expert")
+            yield Finding(what, FAILED, f"rank {rank}: a slot does not hold the values of its expert")
             return
         tables_E = target.default_log2phy()[rank, 0].tolist()
         if replay is not None and (seen := replay()) != tables_E:
@@ -84,7 +119,9 @@ def _there_and_back(
             return
     seconds = time.perf_counter() - began
     megabytes = 2 * sum(weight[0].nbytes for weight in layer.expert_weights()) / 1e6
-    text = f"{megabytes:.0f} MB in {seconds:.2f} s with votes and checksums, every byte as it was"
+    text = f"{megabytes:.0f} MB in {seconds:.2f} s with votes and checksums, every value as it was"
+    if layer.log2phy.device.type == "npu":
+        text += f"; formats {layer.formats} (29 is NZ)"
     yield Finding("experts there and back", OK, text)
     graph = (SKIPPED, "this device captures none")
     if replay is not None:

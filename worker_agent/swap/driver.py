@@ -15,6 +15,7 @@ from worker_agent.runtime import REAL, Runtime
 from worker_agent.settings import AgentSettings
 from worker_agent.swap.commit_register import FatalSwitchError
 from worker_agent.swap.installed import Installed, Order, restoring_plan
+from worker_agent.swap.lane import lost_lanes
 from worker_agent.swap.machine import (
     Commit,
     Halted,
@@ -74,12 +75,14 @@ class SwitchDriver:
     ) -> None:
         self.stats = SwitchStats()
         self.state = SwitchState(rendezvous.installed, _OFFER_DEADLINE_STEPS)
-        self.budget = ByteBudget(settings.bytes_per_step, runtime)
+        self.budget = ByteBudget(settings.bytes_per_step, runtime, settings.link_share)
         self.votes = VoteSchedule(rendezvous, settings, clock, history, runtime)
         self._lanes = rendezvous.lanes
         self._replicas = ReplicaCheck(layers, self._served, rendezvous.group.peers, runtime)
         rendezvous.group.checksum = self._replicas.known
         self.transfers = TransferWorker(rendezvous.lanes, settings, self.budget, runtime, self._replicas)
+        if rendezvous.lanes.device.type != "cpu":
+            self.transfers.reserve(layers[0].expert_weights(), settings.staging_mib << 20)
         self._layers = layers
         self._tables = TableCheck(layers)
         self._runtime = runtime
@@ -98,7 +101,7 @@ class SwitchDriver:
     @property
     def complaint(self) -> str | None:
         """Last problem of a thread that went on, or ``None``."""
-        return self._replicas.complaint or self._group.peers.complaint
+        return lost_lanes() or self._replicas.complaint or self._group.peers.complaint
 
     # What happens at a step boundary, in order
 

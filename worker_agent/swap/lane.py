@@ -2,7 +2,8 @@
 
 Nothing enters a device's lane before both ends are there. What waits on a device for a peer that never comes can hardly
 be taken back: it holds part of the device, and the libraries end it by ending the process. So before every exchange
-both ends announce over the host that they take part, and a rank that has failed shows there, by its broken link.
+both ends announce over the host what they send, once for all pieces of an expert, and a rank that has failed shows
+there, by its broken link.
 """
 
 from __future__ import annotations
@@ -10,16 +11,18 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Callable, Iterator
+import zlib
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import zip_longest
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
-from worker_agent.device import Mark
+from worker_agent.device import Mark, bytes_of, format_of, in_blocks
 from worker_agent.runtime import REAL, Runtime
 from worker_agent.settings import TransferBackend
 from worker_agent.swap.group import AgentGroup
@@ -35,7 +38,7 @@ _HCCL_BUFFER_MIB = 100
 
 @dataclass(frozen=True)
 class Parcel:
-    """Live or staged memory of an expert on its way to or from ``peer``; on a lane uint8 ``[n]``."""
+    """Memory of an expert on its way to or from ``peer``; on a lane uint8 ``[n]``, or a whole tensor in blocks."""
 
     peer: int
     data: torch.Tensor
@@ -65,11 +68,12 @@ class Deadline:
 class Lane(Protocol):
     """A process group that carries transfers and nothing else."""
 
-    def exchange(self, outgoing: Parcel | None, incoming: Parcel | None, deadline: Deadline) -> None:
-        """Send one parcel while receiving another, of other peers or the same.
+    def exchange(self, outgoing: Sequence[Parcel], incoming: Sequence[Parcel], deadline: Deadline) -> float:
+        """Send the pieces of one expert to a peer while receiving another's, of other peers or the same.
 
         When it returns the bytes have left and arrived, on the device as well, in the order of the current stream.
-        Raises ``TimeoutError`` past the deadline, ``RuntimeError`` on a broken link.
+        Returns the seconds that this took once both ends were there. Raises ``TimeoutError`` past the deadline,
+        ``RuntimeError`` on a broken link.
         """
 
     def retire(self) -> None:
@@ -82,36 +86,47 @@ class _HostLane:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group: dist.ProcessGroup | None = group
 
-    def exchange(self, outgoing: Parcel | None, incoming: Parcel | None, deadline: Deadline) -> None:
+    def exchange(self, outgoing: Sequence[Parcel], incoming: Sequence[Parcel], deadline: Deadline) -> float:
         """See ``Lane``. Copies to and from a device run on the current stream, and are done when this returns."""
-        self._frame(outgoing, incoming, deadline)
-        works, arriving = [], None
-        if incoming is not None:
-            on_host = incoming.data.device.type == "cpu"
-            arriving = incoming.data if on_host else torch.empty(incoming.data.shape, dtype=torch.uint8)
-            works.append(self._open.recv([arriving], incoming.peer, 0))
-        if outgoing is not None:
-            works.append(self._open.send([outgoing.data.cpu()], outgoing.peer, 0))
+        self.meet(outgoing, incoming, deadline)
+        left = deadline.left()
+        for leaving, arriving in zip_longest(outgoing, incoming):
+            self._exchange_piece(leaving, arriving, deadline)
+        return left - deadline.left()
+
+    def meet(self, outgoing: Sequence[Parcel], incoming: Sequence[Parcel], deadline: Deadline) -> None:
+        """Announce to each peer what this rank sends to it, and compare the peer's announcement with what is expected.
+
+        At another size gloo would end the process, and a device would wait for bytes that never come.
+        """
+        works, heard = [], dict[int, torch.Tensor]()
+        sent = []  # gloo reads it until the work is done
+        for peer in sorted({parcel.peer for parcel in (*outgoing, *incoming)}):
+            heard[peer] = torch.zeros(2, dtype=torch.int64)
+            sent.append(_announcement([parcel for parcel in outgoing if parcel.peer == peer]))
+            works.append(self._open.recv([heard[peer]], peer, 0))
+            works.append(self._open.send([sent[-1]], peer, 0))
         for work in works:
             work.wait(timedelta(seconds=deadline.left()))
-        if incoming is not None and arriving is not None and arriving is not incoming.data:
-            incoming.data.copy_(arriving)
+        for peer in {parcel.peer for parcel in incoming}:
+            check_announced(peer, heard[peer], [parcel for parcel in incoming if parcel.peer == peer])
 
     def retire(self) -> None:
         """See ``Lane``: the links close with the group."""
         self._group = None
 
-    def _frame(self, outgoing: Parcel | None, incoming: Parcel | None, deadline: Deadline) -> None:
-        """Send the size of what leaves, and compare that of what arrives: at another, gloo would end the process."""
-        works, size = [], torch.zeros(1, dtype=torch.int64)
+    def _exchange_piece(self, outgoing: Parcel | None, incoming: Parcel | None, deadline: Deadline) -> None:
+        works, arriving = [], None
         if incoming is not None:
-            works.append(self._open.recv([size], incoming.peer, 0))
+            in_place = incoming.data.device.type == "cpu" and incoming.data.dtype == torch.uint8
+            arriving = incoming.data if in_place else torch.empty(incoming.data.nbytes, dtype=torch.uint8)
+            works.append(self._open.recv([arriving], incoming.peer, 0))
         if outgoing is not None:
-            works.append(self._open.send([torch.tensor([outgoing.data.nbytes])], outgoing.peer, 0))
+            works.append(self._open.send([bytes_of(outgoing.data.cpu())], outgoing.peer, 0))
         for work in works:
             work.wait(timedelta(seconds=deadline.left()))
-        if incoming is not None:
-            _check_size(incoming, int(size), incoming.data.nbytes)
+        if incoming is not None and arriving is not None and arriving is not incoming.data:
+            incoming.data.copy_(arriving.view(incoming.data.dtype).reshape(incoming.data.shape))
 
     @property
     def _open(self) -> dist.ProcessGroup:
@@ -120,11 +135,18 @@ class _HostLane:
         return self._group
 
 
-def _check_size(parcel: Parcel, sent: int, expected: int) -> None:
-    """Raise ``ValueError`` if a peer sends other sizes than this rank has room for."""
-    if sent != expected:
+def _announcement(parcels: Sequence[Parcel]) -> torch.Tensor:
+    """Return the bytes that a rank sends, and a fingerprint of the pieces that they come in, int64 ``[2]``."""
+    sizes = [parcel.data.nbytes for parcel in parcels]
+    return torch.tensor([sum(sizes), zlib.crc32(repr(sizes).encode())])
+
+
+def check_announced(peer: int, heard_2: torch.Tensor, expected: Sequence[Parcel]) -> None:
+    """Raise ``ValueError`` if a peer announces, int64 ``[2]``, other pieces than this rank has room for."""
+    own = _announcement(expected).tolist()
+    if heard_2.tolist() != own:
         raise ValueError(
-            f"rank {parcel.peer} sends {sent} bytes, this rank expects {expected}: their experts differ in dtype or "
+            f"rank {peer} sends {int(heard_2[0])} bytes, this rank expects {own[0]}: their experts differ in dtype or "
             "shape, or the ranks run different releases of the agent"
         )
 
@@ -159,24 +181,31 @@ class _DeviceLane:
         self._touched: list[torch.Tensor] = []
         self._bounces: dict[str, torch.Tensor] = {}
 
-    def exchange(self, outgoing: Parcel | None, incoming: Parcel | None, deadline: Deadline) -> None:
+    def exchange(self, outgoing: Sequence[Parcel], incoming: Sequence[Parcel], deadline: Deadline) -> float:
         """See ``Lane``; peers must be about to do the same, or it fails at the deadline with nothing begun."""
-        self._shake_hands(outgoing, incoming, deadline)
-        leaving = outgoing and self._bounced("out", outgoing)
-        arriving = incoming and self._bounced("in", incoming)
-        if leaving is not None and outgoing is not None and leaving is not outgoing:
-            leaving.data.copy_(outgoing.data)
+        self._handshake.meet(outgoing, incoming, deadline)
+        left = deadline.left()
         self._under_way = True
-        self._touched = [parcel.data for parcel in (leaving, arriving) if parcel is not None]
-        self._group.exchange(leaving, arriving)
-        if arriving is not None and incoming is not None and arriving is not incoming:
-            incoming.data.copy_(arriving.data)
+        for leaving, arriving in zip_longest(outgoing, incoming):
+            self._queue(leaving, arriving)
         done = self._mark()
         while not done.passed():
             deadline.left()
             deadline.rest(_POLL_SECONDS)
         self._under_way = False
         self._touched = []
+        return left - deadline.left()
+
+    def _queue(self, outgoing: Parcel | None, incoming: Parcel | None) -> None:
+        """Queue the exchange of two pieces; the stream keeps the next pieces from bounces that these still use."""
+        leaving = outgoing and self._bounced("out", outgoing)
+        arriving = incoming and self._bounced("in", incoming)
+        if leaving is not None and outgoing is not None and leaving is not outgoing:
+            leaving.data.copy_(outgoing.data)
+        self._touched += [parcel.data for parcel in (leaving, arriving) if parcel is not None]
+        self._group.exchange(leaving, arriving)
+        if arriving is not None and incoming is not None and arriving is not incoming:
+            incoming.data.copy_(arriving.data)
 
     def retire(self) -> None:
         """See ``Lane``. Memory that a device may still write to is kept for ever rather than given to another."""
@@ -186,19 +215,15 @@ class _DeviceLane:
         elif not self._group.abort():
             _STILL_WRITTEN.append(self)
 
-    def _shake_hands(self, outgoing: Parcel | None, incoming: Parcel | None, deadline: Deadline) -> None:
-        """Announce to each peer what this rank sends to it, and wait for the peer's announcement."""
-        for peer in sorted({parcel.peer for parcel in (outgoing, incoming) if parcel is not None}):
-            size = outgoing.data.nbytes if outgoing is not None and outgoing.peer == peer else 0
-            heard = torch.zeros(1, dtype=torch.int64)
-            self._handshake.exchange(Parcel(peer, torch.tensor([size])), Parcel(peer, heard), deadline)
-            if incoming is not None and incoming.peer == peer:
-                _check_size(incoming, int(heard), incoming.data.nbytes)
-
     def _bounced(self, way: str, parcel: Parcel) -> Parcel:
         """Return the parcel itself, or one that begins where its storage does."""
         if self._group.sends_views or parcel.data.storage_offset() == 0:
             return parcel
+        if in_blocks(parcel.data):
+            raise ValueError(
+                f"expert {parcel.expert} in the NPU's format {format_of(parcel.data)} begins in the middle of its "
+                "storage: torch_npu sends such memory whole or not at all"
+            )
         bounce, size = self._bounces.get(way), parcel.data.numel()
         if bounce is None or bounce.numel() < size:
             bounce = self._bounces[way] = torch.empty_like(parcel.data)
@@ -206,6 +231,18 @@ class _DeviceLane:
 
 
 _STILL_WRITTEN: list[_DeviceLane] = []
+MAX_LOST_LANES = 2
+"""Each holds a communicator's memory and what was staged, until the engine ends."""
+
+
+def lost_lanes() -> str | None:
+    """Return why no more lanes are opened in this process, or ``None``."""
+    if len(_STILL_WRITTEN) < MAX_LOST_LANES:
+        return None
+    return (
+        f"balancing has stopped: {len(_STILL_WRITTEN)} transfers timed out on the device, and their memory stays "
+        "taken; look for a slow or broken link between the devices, and restart the engine"
+    )
 
 
 class _NcclGroup:
@@ -329,11 +366,6 @@ class Lanes:
         self._timeout = timeout
         self._open: tuple[int, Lane] | None = None
 
-    @property
-    def through_host(self) -> bool:
-        """True where experts pass the memory and the network stack of the hosts."""
-        return self._backend == "gloo"
-
     def another(self) -> Lanes:
         """Lanes of the same ranks for another thread, in place of one that is gone."""
         return Lanes(self._group, self._backend, self.device, self._timeout)
@@ -342,6 +374,8 @@ class Lanes:
         """Return the lane of this number; raises ``RuntimeError`` where it cannot be opened."""
         if self._open is None or self._open[0] != number:
             self.retire()
+            if self._backend != "gloo" and (lost := lost_lanes()) is not None:
+                raise RuntimeError(lost)
             self._open = (number, self._opened(number))
         return self._open[1]
 

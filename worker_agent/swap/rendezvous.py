@@ -20,7 +20,7 @@ from eplb_service.placement import MOST_ENTRIES, Int32, Placement, PlacementErro
 from eplb_service.wire.agent import Shape, mixed_releases
 from eplb_service.wire.codec import PROTOCOL_VERSION
 from worker_agent.device import device_name
-from worker_agent.live_layer import ExpertWeights, Gathering, LiveLayer, Named, RankBound
+from worker_agent.live_layer import ExpertWeights, Gathering, LiveLayer, Named, RankBound, RowDealt
 from worker_agent.settings import AgentSettings
 from worker_agent.swap.fingerprint import differing_replicas, expert_fingerprints, shared_memory
 from worker_agent.swap.group import AgentGroup, RendezvousError, agree
@@ -131,6 +131,7 @@ def _facts(layers: Sequence[LiveLayer], settings: AgentSettings, token_group: in
         bytes_per_expert=sum(weight[0].nbytes for weight in layers[0].expert_weights()),
         width=_dealing_width(layers, experts),
         rank_bound=any(isinstance(layer, RankBound) and layer.rank_bound for layer in layers),
+        entry_by_row=any(isinstance(layer, RowDealt) and layer.entry_by_row for layer in layers),
     )
     weights = {f"layer {index}": layer.expert_weights() for index, layer in enumerate(layers)}
     shared = shared_memory(weights)

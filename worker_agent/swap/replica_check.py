@@ -14,12 +14,12 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 import numpy as np
-import xxhash
 
 from eplb_service.placement import Int32
-from worker_agent.device import Mark, SideStream, bytes_of
+from worker_agent.device import Mark, SideStream
 from worker_agent.live_layer import LiveLayer
 from worker_agent.runtime import REAL, Runtime
+from worker_agent.swap.checksum import checksum
 from worker_agent.swap.installed import Installed
 from worker_agent.swap.peers import PeerGoneError, Peers
 
@@ -214,10 +214,7 @@ class ReplicaCheck:
         mark = self._marks.get(layer)
         if mark is not None:
             mark.hold_current_stream()
-        value = xxhash.xxh3_64()
-        for weight in self._layers[layer].expert_weights():
-            value.update(bytes_of(weight[slot]).cpu().numpy().data)
-        return int(value.intdigest() >> 1)
+        return checksum([weight[slot] for weight in self._layers[layer].expert_weights()])
 
     def _sum_of(self, layer: int, slot: int, expert: int) -> int | None:
         """Return the stored checksum of a slot, if it is of this expert."""

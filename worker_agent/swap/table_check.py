@@ -15,8 +15,8 @@ from worker_agent.device import Mark, host_empty
 from worker_agent.live_layer import LiveLayer
 from worker_agent.swap.installed import Installed
 
-_BOUNDARIES = 128
-"""Step boundaries from one layer's comparison to the next layer's."""
+_ALL_WITHIN = 256
+"""Step boundaries in which every layer's tables are compared once, up to so many layers."""
 
 
 class _Copy(NamedTuple):
@@ -48,6 +48,7 @@ class TableCheck:
 
     def __init__(self, layers: Sequence[LiveLayer]) -> None:
         self._layers = layers
+        self._interval = max(1, _ALL_WITHIN // len(layers))
         self._boundaries = 0
         self._copies: deque[_Copy] = deque()
 
@@ -61,7 +62,7 @@ class TableCheck:
             difference = self._copies.popleft().difference()
             if difference is not None:
                 return difference
-        turn, rest = divmod(self._boundaries, _BOUNDARIES)
+        turn, rest = divmod(self._boundaries, self._interval)
         if not self._copies and rest == 0:
             self._begin(turn % len(self._layers), step, installed)
         return None

@@ -1,4 +1,4 @@
-"""Moves experts between ranks in the background, from live slots into staging: chunk by chunk, within a byte budget."""
+"""Moves experts between ranks in the background, from live slots into staging, and leaves the model its link."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ import logging
 import queue
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import zip_longest
 
 import torch
-import xxhash
 
 from eplb_service.placement import Int32
-from worker_agent.device import Mark, SideStream, bytes_of
+from worker_agent.device import Mark, SideStream, bytes_of, in_blocks
 from worker_agent.live_layer import ExpertWeights, LiveLayer
 from worker_agent.runtime import REAL, Runtime
 from worker_agent.settings import AgentSettings
+from worker_agent.swap.checksum import checksum
 from worker_agent.swap.lane import Deadline, Lane, Lanes, Parcel
 from worker_agent.swap.machine import StartTransfer
 from worker_agent.swap.replica_check import ReplicaCheck
@@ -27,7 +27,7 @@ from worker_agent.swap.staging import Staging
 _log = logging.getLogger("eplb.agent")
 
 _CHUNK_BYTES = 4 * 1024 * 1024
-"""Size of the largest single message; the same on all ranks."""
+"""Size of the largest single message, but for tensors in blocks; the same on all ranks."""
 _REST_SECONDS = 1.0
 _WITNESS_SECONDS = 1.0
 """Longest time that a transfer waits for checksums of other replicas."""
@@ -54,16 +54,20 @@ class TransferResult:
 class ByteBudget:
     """Bytes that may leave, or arrive, per step: filled at each step boundary, drawn from by the transfer thread.
 
-    ``None`` sets no limit. A chunk larger than one step's share waits for several steps.
+    ``None`` sets no limit of bytes: then transfers keep the link busy for a ``share`` of the time, as they find it. A
+    batch larger than one step's bytes waits for several steps.
     """
 
-    def __init__(self, bytes_per_step: int | None, runtime: Runtime = REAL) -> None:
+    def __init__(self, bytes_per_step: int | None, runtime: Runtime = REAL, share: float = 1.0) -> None:
         self._bytes_per_step = bytes_per_step
+        self._share = share
         self._left = 0
+        self._opened = False
         self._changed = runtime.condition()
 
     def refill(self) -> None:
         """Admit one step's bytes more. What was not used is not saved up."""
+        self._opened = False
         if self._bytes_per_step is None:
             return
         with self._changed:
@@ -74,7 +78,20 @@ class ByteBudget:
         """Admit whatever is asked for until the next ``refill``: the model makes no steps that could be slowed."""
         with self._changed:
             self._left = sys.maxsize
+            self._opened = True
             self._changed.notify()
+
+    @property
+    def batch_bytes(self) -> int:
+        """Bytes that are exchanged at once, at most."""
+        return sys.maxsize if self._bytes_per_step is None else self._bytes_per_step
+
+    def rest(self, taken: float, longest: float) -> None:
+        """Leave the link to the model after ``taken`` seconds of transfer, ``longest`` seconds at most."""
+        if self._bytes_per_step is None and self._share < 1.0:
+            seconds = min(taken * (1.0 / self._share - 1.0), longest)
+            with self._changed:
+                self._changed.wait_for(lambda: self._opened, seconds)
 
     def draw(self, size: int, timeout: float) -> bool:
         """Wait until the budget admits ``size`` bytes; ``False`` past ``timeout`` seconds."""
@@ -113,8 +130,8 @@ class TransferWorker:
         self._replicas = replicas
         self._runtime = runtime
         self._timeout = settings.transfer_timeout_seconds
-        asked = settings.verify_transfers
-        self._verify = lanes.through_host if asked is None else asked
+        # No device's library has been shown to carry every format of weights whole.
+        self._verify = settings.verify_transfers is not False
         self.damaged: str | None = None
         self._checks = self._checked = 0
         self._budget = budget
@@ -126,6 +143,20 @@ class TransferWorker:
         self._results = queue.SimpleQueue[TransferResult]()
         self._overdue_at: float | None = None
         self._thread = runtime.spawn("eplb-transfer", self._run)
+
+    def reserve(self, weights: Sequence[ExpertWeights], most_bytes: int) -> None:
+        """Take staging for a layer of these ``weights``, within ``most_bytes``, before the engine sizes its KV cache.
+
+        Raises ``RuntimeError`` if the device does not have it.
+        """
+        rows = min(len(weights[0]), most_bytes // max(1, sum(weight[0].nbytes for weight in weights)))
+        try:
+            with self._stream.current():
+                self.staging.reserve(weights, rows)
+        except Exception as error:
+            raise RuntimeError(
+                f"staging for {rows} incoming experts cannot be reserved: {error}; lower EPLB_AGENT_STAGING_MIB"
+            ) from error
 
     @property
     def failing(self) -> str | None:
@@ -202,7 +233,7 @@ class TransferWorker:
         with self._stream.current():
             ready.hold_current_stream()
             for slot, sent in order.sums.items():
-                installed = _checksum([weight[slot] for weight in weights])
+                installed = checksum([weight[slot] for weight in weights])
                 if installed != sent:
                     self.damaged = (
                         f"layer {order.layer}: slot {slot} has the checksum {installed:#x}, its expert was sent as "
@@ -255,8 +286,8 @@ class TransferWorker:
                     for source, target in zip(outgoing, incoming, strict=True):
                         target.data.copy_(source.data)
                     continue
-                carrier.carry(outgoing, incoming)
-                if self._verify and (sent := carrier.verify(outgoing, incoming)) is not None:
+                sent = carrier.carry(outgoing, incoming, verify=self._verify)
+                if sent is not None:
                     sums[row] = sent
         # Late is late, also where this rank had nothing to send or receive.
         deadline.left()
@@ -271,54 +302,71 @@ class _Carrier:
         self._budget = budget
         self._deadline = deadline
 
-    def carry(self, outgoing: Sequence[Parcel], incoming: Sequence[Parcel]) -> None:
-        """Send one expert while receiving another, tensor by tensor; either may be empty."""
-        for part_out, part_in in zip_longest(outgoing, incoming):
-            for sent, received in zip_longest(_chunks(part_out), _chunks(part_in)):
-                size = max(parcel.data.nbytes for parcel in (sent, received) if parcel is not None)
-                # The receiver draws as well: else it would hold its device for a sender that waits for its own steps.
-                if not self._budget.draw(size, self._deadline.left()):
-                    raise TimeoutError("the model made no steps that the byte budget could be drawn from")
-                self._lane.exchange(sent, received, self._deadline)
+    def carry(self, outgoing: Sequence[Parcel], incoming: Sequence[Parcel], *, verify: bool) -> int | None:
+        """Send one expert while receiving another; either may be empty. Return the sender's checksum of the latter.
 
-    def verify(self, outgoing: Sequence[Parcel], incoming: Sequence[Parcel]) -> int | None:
-        """Compare what was sent with what is staged; return the sender's checksum, where there was one.
-
-        Raises ``ValueError`` where an expert came out different.
+        Raises ``ValueError`` if an expert came out different.
         """
-        sent = [_checksum_of(outgoing)] if outgoing else []
-        computed = [_checksum_of(incoming)] if incoming else []
-        reported = [Parcel(one.peer, torch.zeros_like(one.data)) for one in computed]
-        self.carry(sent, reported)
-        for staged, received in zip(computed, reported, strict=True):
-            if int(received.data) != int(staged.data):
-                raise ValueError(
-                    f"expert {staged.expert} from rank {staged.peer} has the checksum {int(staged.data):#010x}, "
-                    f"was sent as {int(received.data):#010x}"
-                )
-            return int(received.data)
-        return None
+        sent, reported = list(outgoing), list(incoming)
+        if verify and outgoing:
+            sent.append(_checksum_of(outgoing))
+        if verify and incoming:
+            blank = torch.zeros(1, dtype=torch.int64, device=incoming[0].data.device)
+            reported.append(Parcel(incoming[0].peer, blank, incoming[0].expert))
+        for leaving, arriving in self._batches(_pieces(sent), _pieces(reported)):
+            size = max(sum(parcel.data.nbytes for parcel in parcels) for parcels in (leaving, arriving))
+            # The receiver draws as well: else it would hold its device for a sender that waits for its own steps.
+            if not self._budget.draw(size, self._deadline.left()):
+                raise TimeoutError("the model made no steps that the byte budget could be drawn from")
+            taken = self._lane.exchange(leaving, arriving, self._deadline)
+            self._budget.rest(taken, self._deadline.left() / 2)
+        return _compare(incoming, reported[-1]) if verify and incoming else None
+
+    def _batches(
+        self, leaving: Sequence[Parcel], arriving: Sequence[Parcel]
+    ) -> Iterator[tuple[list[Parcel], list[Parcel]]]:
+        """Cut both into parts within the budget, the same on both ends: experts of a layer are alike."""
+        parts: tuple[list[Parcel], list[Parcel]] = ([], [])
+        held = 0
+        for pair in zip_longest(leaving, arriving):
+            size = max(parcel.data.nbytes for parcel in pair if parcel is not None)
+            if held and held + size > self._budget.batch_bytes:
+                yield parts
+                parts, held = ([], []), 0
+            held += size
+            for part, parcel in zip(parts, pair, strict=True):
+                if parcel is not None:
+                    part.append(parcel)
+        if held:
+            yield parts
 
 
-def _chunks(parcel: Parcel | None) -> list[Parcel]:
-    if parcel is None:
-        return []
-    return [Parcel(parcel.peer, chunk) for chunk in bytes_of(parcel.data).split(_CHUNK_BYTES)]
+def _pieces(parcels: Sequence[Parcel]) -> list[Parcel]:
+    """Cut parcels into messages; memory in blocks is sent whole or not at all."""
+    found = []
+    for parcel in parcels:
+        whole = in_blocks(parcel.data)
+        parts = [parcel.data] if whole else bytes_of(parcel.data).split(_CHUNK_BYTES)
+        found += [Parcel(parcel.peer, part, parcel.expert) for part in parts]
+    return found
 
 
 def _checksum_of(parcels: Sequence[Parcel]) -> Parcel:
     """Parcel of the checksum over an expert's tensors, in their order."""
     first = parcels[0]
-    value = _checksum([parcel.data for parcel in parcels])
+    value = checksum([parcel.data for parcel in parcels])
     return Parcel(first.peer, torch.tensor([value], device=first.data.device), first.expert)
 
 
-def _checksum(tensors: Sequence[torch.Tensor]) -> int:
-    """XXH3 of the tensors' bytes, 63 bits; reads them from their device."""
-    sum_of_all = xxhash.xxh3_64()
-    for tensor in tensors:
-        sum_of_all.update(bytes_of(tensor).cpu().numpy().data)
-    return int(sum_of_all.intdigest() >> 1)
+def _compare(staged: Sequence[Parcel], reported: Parcel) -> int:
+    """Return the sender's checksum; raises ``ValueError`` if what is staged has another."""
+    sent, found = int(reported.data), checksum([parcel.data for parcel in staged])
+    if found != sent:
+        raise ValueError(
+            f"expert {reported.expert} from rank {reported.peer} has the checksum {found:#010x}, "
+            f"was sent as {sent:#010x}"
+        )
+    return sent
 
 
 def _rounds(moves_M5: Int32) -> list[list[int]]:

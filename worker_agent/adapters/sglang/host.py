@@ -13,7 +13,7 @@ import torch.distributed as dist
 from eplb_service.placement import Int32, Placement, with_entries
 from eplb_service.wire.heat import StepPhase
 from worker_agent.adapters.compat import UnsupportedEngineError
-from worker_agent.adapters.engine_host import EngineHost, EngineLayer, HeatRings, log
+from worker_agent.adapters.engine_host import EngineHost, EngineLayer, HeatRings, entry_periods, log
 from worker_agent.adapters.sglang.experts import local_experts
 from worker_agent.adapters.sglang.options import SglangOptions
 from worker_agent.adapters.trial import Compute
@@ -97,6 +97,7 @@ class SglangHost(EngineHost):
                 self._heat,
                 index,
                 shares,
+                entry_by_row=entries > 1,
             )
             for index, layer_id in enumerate(layer_ids)
         ]
@@ -136,7 +137,8 @@ class SglangHost(EngineHost):
         self.agent.step(_phase(forward_batch.forward_mode))
 
     def _follow(self, layer: int) -> None:
-        self._tables.follow(layer, self.agent.installed.placement.phy2log_LRS[layer])
+        installed = self.agent.installed
+        self._tables.follow(layer, installed.placement.phy2log_LRS[layer], installed.log2phy_LE[layer])
 
     @contextmanager
     def drained(self, reason: str) -> Iterator[None]:
@@ -263,17 +265,17 @@ class _LocationTables:
         self.first = Placement(placed_LP.reshape(len(layer_ids), -1, slots), experts)
         # On CPU the copies are the tensors themselves, which dynamic dispatch reads.
         metadata.logical_to_all_physical_map_cpu = metadata.logical_to_all_physical_map_cpu.clone()
+        tables_LE = self.first.default_log2phy(entries)[source_rank]
         for index in range(len(layer_ids)):
-            self.follow(index, self.first.phy2log_LRS[index])
+            self.follow(index, self.first.phy2log_LRS[index], tables_LE[index])
         if self._deals:
-            self._deal(self.first.default_log2phy(entries)[source_rank])
+            self._deal(tables_LE)
 
     def _deal(self, log2phy_LE: Int32) -> None:
         table_LED = torch.from_numpy(with_entries(log2phy_LE, 2).astype(np.int64))
         for index, table_ED in enumerate(table_LED):
             row = self._rows[index]
             self._metadata.logical_to_all_physical_map[row, :, : self._entries].copy_(table_ED)
-            self._metadata.logical_to_all_physical_map_num_valid[row].fill_(self._entries)
 
     def log2phy(self, index: int) -> torch.Tensor:
         """Return the table that sends this rank's tokens of a layer, ``[E]`` or ``[E, D]``, as a view."""
@@ -285,8 +287,11 @@ class _LocationTables:
             table = self._metadata.logical_to_rank_dispatch_physical_map[row]
         return table
 
-    def follow(self, index: int, phy2log_RS: Int32) -> None:
-        """Keep SGLang's view of the placement true for a layer that has just switched; its table is the agent's."""
+    def follow(self, index: int, phy2log_RS: Int32, log2phy_E: Int32) -> None:
+        """Keep SGLang's view of the placement true for a layer that has just switched; its table is the agent's.
+
+        Of a dealing table SGLang reads the entries that differ, so that they get the same part of the tokens.
+        """
         metadata, row = self._metadata, self._rows[index]
         held_P = torch.from_numpy(phy2log_RS.reshape(-1).astype(np.int64))
         replicas_EP, counts_E = _replicas(phy2log_RS, self.first.experts)
@@ -294,7 +299,8 @@ class _LocationTables:
         metadata.physical_to_logical_map_cpu[row].copy_(held_P)
         metadata.logical_to_all_physical_map_cpu[row].copy_(replicas_EP)
         if self._deals:
-            metadata.logical_to_all_physical_map_num_valid[row].fill_(self._entries)
+            valid_E = torch.from_numpy(entry_periods(with_entries(log2phy_E, 1)))
+            _write(metadata.logical_to_all_physical_map_num_valid[row], valid_E)
         else:
             _write(metadata.logical_to_all_physical_map[row], replicas_EP)
             _write(metadata.logical_to_all_physical_map_num_valid[row], counts_E)

@@ -8,11 +8,12 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
-from eplb_service.placement import Placement
+from eplb_service.placement import Int32, Placement, with_entries
 from eplb_service.wire.heat import StepPhase
 from worker_agent.adapters.compat import UnsupportedEngineError, refuse
-from worker_agent.adapters.engine_host import EngineHost, EngineLayer, HeatRings, log
+from worker_agent.adapters.engine_host import EngineHost, EngineLayer, HeatRings, entry_periods, log
 from worker_agent.adapters.unmoved import Facts, refuse_unmoved
 from worker_agent.adapters.vllm.experts import local_experts
 from worker_agent.device import on_host
@@ -29,6 +30,10 @@ _NO_EXPERTS = frozenset(
 """What vLLM's balancer leaves behind on purpose: one value for all experts, the router's, and maps of physical ids."""
 
 
+_MAX_ENTRIES = 16
+"""Of the tables of ranks that share tokens: an expert with more replicas uses so many of them."""
+_PROBED_ROWS = 64
+
 _ALL_ROWS = 1 << 24
 """More tokens than a pass has. Times a token's choices it still fits the 32 bits that vLLM's kernel computes in."""
 
@@ -36,9 +41,10 @@ _ALL_ROWS = 1 << 24
 class VllmHost(EngineHost):
     """The agent of one rank and the model that it balances.
 
-    A layer's ``log2phy`` is the first column of vLLM's ``logical_to_physical_map``: with one replica per expert in its
-    replica count, the router sends every choice there. vLLM does not count tokens per slot; the service derives them
-    from every rank's choices.
+    A layer's ``log2phy`` is a view of vLLM's ``logical_to_physical_map``. A rank with tokens of its own gets the first
+    column, with one replica per expert in vLLM's replica count: the router sends every choice there. Ranks that share
+    tokens get as many columns as an expert may have replicas, and the router picks one by a hash of the token's row,
+    the same on all of them. vLLM does not count tokens per slot; the service derives them from every rank's choices.
     Arguments are vLLM's ``EplbModelState``, its parallel configuration and its coordinator of the EP group.
     """
 
@@ -55,18 +61,20 @@ class VllmHost(EngineHost):
         self._dispatch_confirmed = False
         self._kept: list[tuple[torch.Tensor, torch.Tensor]] = []
         slots = model_state.physical_to_logical_map.shape[1] // group.world_size
+        self._entries = 1 if self._tokens.number is None else self._most_replicas()
         # The experts of 0.23 are the layer's own.
         experts_of_layers = [getattr(one, "routed_experts", one) for one in model_state.model.moe_layers]
         facts = self._check_experts(experts_of_layers, slots)
+        start_layers = self._start_tables()
+        if self._entries > 1:
+            self._check_choices(group.cpu_group)
         computes = [
             local_experts(one, slots, model_state.expert_load_pass.device) for one in experts_of_layers
         ]
         for index in {0, layers - 1}:
             router = model_state.model.moe_layers[index].router
             router.eplb_agent_layer = (self._heat, index, layers)
-        self._start(
-            self._start_tables(), group.cpu_group, self._tokens.number, facts=facts, computes=computes
-        )
+        self._start(start_layers, group.cpu_group, self._tokens.number, facts=facts, computes=computes)
 
     def _check_experts(self, experts_of_layers: list[Any], slots: int) -> Facts:
         """Refuse layers with tensors that would stay behind when an expert moves; return what all experts share."""
@@ -104,24 +112,70 @@ class VllmHost(EngineHost):
     def _token_group(self) -> _TokenGroup:
         return token_group(self._model.model.moe_layers, self._parallel, self._rank, self._ranks)
 
-    def _start_tables(self) -> list[EngineLayer]:
-        """Write one replica per expert and source into vLLM's tables, from the placement that vLLM starts with."""
+    def _most_replicas(self) -> int:
+        """Return the entries of tables with room for all replicas that an expert can have, as far as vLLM has room."""
         model = self._model
-        table_LE = torch.from_numpy(self._first.default_log2phy()[self._tokens.first].astype(np.int64))
-        model.logical_to_physical_map[:, :, 0].copy_(table_LE)
-        model.logical_replica_count.fill_(1)
+        redundant = self._first.ranks * self._first.slots - self._first.experts
+        return min(redundant + 1, _MAX_ENTRIES, int(model.logical_to_physical_map.shape[2]))
+
+    def _start_tables(self) -> list[EngineLayer]:
+        """Write the replicas of the placement that vLLM starts with into its tables, as far as tokens may go there."""
+        model, entries = self._model, self._entries
+        table_LED = with_entries(self._first.default_log2phy(entries)[self._tokens.first], 2)
+        model.logical_to_physical_map[:, :, :entries].copy_(torch.from_numpy(table_LED.astype(np.int64)))
+        self._write_counts(table_LED)
         maps_LE = torch.from_numpy(self._first.expert_map(self._rank)).to(model.expert_load_pass.device)
         return [
             EngineLayer(
-                model.logical_to_physical_map[layer, :, 0],
+                self._table(layer),
                 map_E,
                 list(model.model.expert_weights[layer]),
                 self._heat,
                 layer,
                 self._tokens.number is not None,
+                entry_by_row=entries > 1,
             )
             for layer, map_E in enumerate(maps_LE)
         ]
+
+    def _table(self, layer: int) -> torch.Tensor:
+        """Return the columns that the router reads, int64 ``[E]`` or ``[E, D]``, as a view."""
+        table_ED: torch.Tensor = self._model.logical_to_physical_map[layer, :, : self._entries]
+        return table_ED if self._entries > 1 else table_ED[:, 0]
+
+    def _write_counts(self, table_LED: Int32, layers: slice = slice(None)) -> None:
+        """Have the router hash over the entries that differ: so its replicas get the same part of the tokens."""
+        count_LE = torch.from_numpy(np.stack([entry_periods(table_ED) for table_ED in table_LED]))
+        held_LE = self._model.logical_replica_count[layers]
+        held_LE.copy_(on_host(count_LE, held_LE.device), non_blocking=True)
+
+    def _check_choices(self, group: dist.ProcessGroup) -> None:
+        """Refuse routers that pick different replicas for the same tokens on two ranks. A collective over ``group``.
+
+        Each rank routes a batch of all experts twice: a router that drew at random would differ from itself.
+        """
+        model, router = self._model, self._model.model.moe_layers[0].router
+        device, experts = model.expert_load_pass.device, self._first.experts
+        rows_TK = (torch.arange(_PROBED_ROWS)[:, None] * 7 + torch.arange(2)) % experts
+        table_ED = self._table(0).cpu()
+        places = []
+        for _ in range(2):
+            chosen_TK = router._apply_eplb_mapping(rows_TK.to(torch.int32).to(device)).cpu()
+            # Token groups have different tables: the place in its row is what they have in common.
+            places.append((table_ED[rows_TK] == chosen_TK[..., None]).int().argmax(dim=-1).tolist())
+        model.expert_load_pass.zero_()
+        everyone: list[Any] = [None] * self._ranks
+        dist.all_gather_object(everyone, places, group=group)
+        refuse(
+            [
+                (
+                    any(theirs != [everyone[0][0]] * 2 for theirs in everyone),
+                    "a router that picks different replicas for the same tokens",
+                    "Ranks that see the same tokens would compute some of them twice and others never",
+                    "Start without redundant experts",
+                )
+            ]
+        )
 
     def confirm_dispatch(self) -> None:
         """Compare how layers dispatch, now that the model has run, with how they did when the agent was started.
@@ -155,6 +209,9 @@ class VllmHost(EngineHost):
         row_P = self.agent.installed.placement.phy2log_LRS[layer].reshape(-1).astype(np.int64)
         held_P = self._model.physical_to_logical_map[layer]
         held_P.copy_(on_host(torch.from_numpy(row_P), held_P.device), non_blocking=True)
+        if self._entries > 1:
+            table_LED = with_entries(self.agent.installed.log2phy_LE[layer][None], 2)
+            self._write_counts(table_LED, slice(layer, layer + 1))
 
     def restore(self) -> None:
         """Bring every expert to where vLLM loads it, until ``resume``; a collective like ``drain``."""
@@ -176,9 +233,7 @@ class VllmHost(EngineHost):
         for table, values in self._kept:
             table.copy_(values)
         self._kept = []
-        model = self._model
-        # The router hashes over this many columns: there is one replica for each expert and source.
-        model.logical_replica_count.fill_(1)
+        self._write_counts(with_entries(self.agent.installed.log2phy_LE, 2))
         super()._bring_back()
 
 

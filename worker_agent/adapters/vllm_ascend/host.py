@@ -174,7 +174,8 @@ class AscendHost(EngineHost):
                 "Turn dynamic_eplb off",
             )
         placement, rank = _placement(layers), group.rank_in_group
-        shares_tokens = get_ascend_device_type().name in _GATHERING_DEVICES
+        redundant = _has_redundant(placement)
+        shares_tokens = may_gather(get_ascend_device_type().name, placement)
         if shares_tokens:
             table_LE = torch.from_numpy(placement.default_log2phy()[0])
             for layer, table_E in zip(layers, table_LE, strict=True):
@@ -184,16 +185,16 @@ class AscendHost(EngineHost):
             placement.experts,
             first_rank=rank == 0,
             shares_tokens=shares_tokens,
-            redundant=placement.ranks * placement.slots > placement.experts,
+            redundant=redundant,
         )
         self.heat.clear()
         maps_LE = torch.from_numpy(placement.expert_map(rank)).to(layers[0].log2phy.device)
-        allowed, release = AgentSettings().allow_unverified_engine, release_of(__version__, KNOWN)
+        allowed, release = AgentSettings().quantised_experts, release_of(__version__, KNOWN)
         seen = [
             AscendLayer(
                 layer.log2phy,
                 maps_LE[index],
-                expert_weights(layer, self.adaptor.quantised, release=release, allow_unverified=allowed),
+                expert_weights(layer, self.adaptor.quantised, release=release, move_quantised=allowed),
                 self.heat.rings,
                 index,
                 shares_tokens,
@@ -227,6 +228,18 @@ class AscendHost(EngineHost):
         """End the agent with the engine."""
         self.close()
         AscendHost.of_this_process = None
+
+
+def may_gather(device: str, placement: Placement) -> bool:
+    """Return whether a step on such a ``device`` may gather the tokens of all ranks, which then need one table.
+
+    With redundant experts the adapter refuses such steps, so every rank routes tokens of its own.
+    """
+    return device in _GATHERING_DEVICES and not _has_redundant(placement)
+
+
+def _has_redundant(placement: Placement) -> bool:
+    return placement.ranks * placement.slots > placement.experts
 
 
 def _placement(layers: list[Any]) -> Placement:

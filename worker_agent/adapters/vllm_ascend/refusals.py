@@ -21,6 +21,7 @@ def refuse_settings(eplb_config: Any) -> None:
 
     config, vllm_config = get_ascend_config(), get_current_vllm_config()
     refuse_cut_models(vllm_config)
+    refuse_gathering(vllm_config, int(eplb_config.num_redundant_experts))
     refuse(
         [
             (
@@ -64,6 +65,33 @@ def refuse_settings(eplb_config: Any) -> None:
     )
     if vllm_config.parallel_config.rank == 0:
         ignored_settings("vLLM-Ascend", eplb_config.config, eplb_config._defaults)
+
+
+def refuse_gathering(vllm_config: Any, redundant: int) -> None:
+    """Refuse redundant experts where the host's largest step would gather tokens, by the host's own choice.
+
+    Called before the model is loaded; the host would only notice in its profile run. Release 0.18 has no such choice.
+    """
+    if not redundant:
+        return
+    try:
+        from vllm_ascend.ascend_forward_context import select_moe_comm_method
+    except ImportError:
+        return
+    tokens = int(vllm_config.scheduler_config.max_num_batched_tokens)
+    chosen = select_moe_comm_method(tokens, vllm_config)
+    refuse(
+        [
+            (
+                chosen is not None and chosen.name == "ALLGATHER",
+                f"all-gather dispatch of steps of up to {tokens} tokens with {redundant} redundant experts",
+                "vLLM-Ascend looks physical ids up in a map of logical experts there",
+                "On A2 use at least 16 ranks with at most 24 experts each, set --max-num-batched-tokens to at most 512 "
+                "for each tensor-parallel rank, and enable_prefill_mc2 in --additional-config; or set "
+                "num_redundant_experts to 0",
+            )
+        ]
+    )
 
 
 def refuse_misread_lists(w1_scale: Any, w2_scale: Any, mc2: bool, kernel_for_lists: bool) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -12,6 +11,7 @@ import torch.distributed as dist
 from worker_agent.adapters.compat import UnsupportedEngineError
 from worker_agent.adapters.engine_host import EngineLayer
 from worker_agent.adapters.unmoved import refuse_unmoved
+from worker_agent.device import BASE_FORMATS, format_of
 from worker_agent.live_layer import ExpertWeights
 
 _PLAIN = ("w13_weight", "w2_weight")
@@ -20,9 +20,6 @@ _MX = ("w13_weight", "w2_weight", "w13_weight_scale", "w2_weight_scale")
 NAMES = {"NONE": _PLAIN, "W8A8": _W8A8, "MXFP4": _MX, "MXFP8": _MX}
 """By the host's quantisation type, without fused MC2: its table of expert weight names in 0.23."""
 _NAMES_018 = {"NONE": _PLAIN, "W8A8": _W8A8}
-
-_BASE_FORMATS = frozenset({0, 1, 2, 30})
-"""NCHW, NHWC, ND and NCDHW, as torch_npu numbers them: elements lie in order, an expert is a piece of its tensor."""
 
 _NOT_OF_AN_EXPERT = frozenset(
     {
@@ -35,13 +32,13 @@ _NOT_OF_AN_EXPERT = frozenset(
 
 
 def expert_weights(
-    layer: Any, quantised: bool, *, release: str = "0.23", allow_unverified: bool = False
+    layer: Any, quantised: bool, *, release: str = "0.23", move_quantised: bool = False
 ) -> list[ExpertWeights]:
     """Return the weights that the host's kernels read, by kind; of each, local slot ``s`` is at index ``s``.
 
     ``layer`` is an ``AscendFusedMoE`` whose weights have been processed after loading; without a quantisation config of
-    the model its type does not count. ``allow_unverified`` moves quantised experts, which has not been shown on a
-    device: their tensors are in formats of the NPU, and a transfer that reads one wrongly gives wrong tokens.
+    the model its type does not count. ``move_quantised`` moves quantised experts, whose tensors are in formats of the
+    NPU: until that has been shown on a device, only with transfers that are verified.
 
     Raises ``UnsupportedEngineError`` for a quantisation whose experts the host itself cannot move, tensors per expert
     that nobody would move, and tensors in formats of the NPU of which no single expert can be sent.
@@ -54,11 +51,11 @@ def expert_weights(
             f"vLLM-Ascend {release} moves experts of {', '.join(sorted(known))} alone",
             "Choose another quantisation",
         )
-    if kind != "NONE" and not allow_unverified:
+    if kind != "NONE" and not move_quantised:
         raise UnsupportedEngineError(
             f"experts quantised as {kind}",
             "That they arrive whole in the NPU's own formats has not been shown on a device",
-            "Try EPLB_AGENT_ALLOW_UNVERIFIED_ENGINE=1 with EPLB_AGENT_VERIFY_TRANSFERS=true, and compare outputs",
+            "Set EPLB_AGENT_QUANTISED_EXPERTS=true to move them with verified transfers, and compare outputs",
         )
     names = known[kind]
     if missing := [name for name in names if getattr(layer, name, None) is None]:
@@ -77,7 +74,7 @@ def expert_weights(
 
 def check_same_formats(weights: Sequence[Sequence[ExpertWeights]], group: dist.ProcessGroup | None) -> None:
     """Compare the formats of all layers' weights with other ranks', and refuse others on all alike; a collective."""
-    own = [[_comparable(_npu_format(kind[0])) for kind in of_layer] for of_layer in weights]
+    own = [[_comparable(format_of(kind[0])) for kind in of_layer] for of_layer in weights]
     everyone: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(everyone, own, group=group)
     others = [rank for rank, theirs in enumerate(everyone) if theirs != everyone[0]]
@@ -90,28 +87,21 @@ def check_same_formats(weights: Sequence[Sequence[ExpertWeights]], group: dist.P
 
 
 def _comparable(found: int) -> int:
-    return 2 if found in _BASE_FORMATS else found
-
-
-def _npu_format(tensor: torch.Tensor) -> int:
-    """Return the number of the format of a tensor's memory, 29 for FRACTAL_NZ; 2, ND, on other devices."""
-    if tensor.device.type != "npu":
-        return 2
-    return int(importlib.import_module("torch_npu").get_npu_format(tensor))
+    return 2 if found in BASE_FORMATS else found
 
 
 def _refuse_formats(name: str, weight: torch.Tensor | Iterable[torch.Tensor]) -> None:
     """Refuse tensors in blocks (NZ): torch_npu sends one whole, padding included, and no part of it."""
     if isinstance(weight, torch.Tensor):
-        found = _npu_format(weight)
-        if found not in _BASE_FORMATS:
+        found = format_of(weight)
+        if found not in BASE_FORMATS:
             raise UnsupportedEngineError(
                 f"{name} of all experts as one tensor in the NPU's format {found} (29 is NZ)",
                 "An expert of it is no piece of memory that can be sent, or written to in place",
                 "Set weight_nz_mode (VLLM_ASCEND_ENABLE_NZ) to 0 or 1",
             )
         return
-    formats = sorted({_npu_format(tensor) for tensor in weight})
+    formats = sorted({format_of(tensor) for tensor in weight})
     if len(formats) > 1:
         raise UnsupportedEngineError(
             f"{name} with experts in the NPU's formats {' and '.join(map(str, formats))} (29 is NZ)",

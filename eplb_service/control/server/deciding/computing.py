@@ -21,6 +21,7 @@ from eplb_service.heat.window import HeatError, Window
 from eplb_service.io.open_trace import open_trace
 from eplb_service.placement import Float64
 from eplb_service.planner.counterfactual import Served, TimePrice, priced, time_price, worth_of
+from eplb_service.planner.dealing import fitted_to_host
 from eplb_service.planner.decide import plan
 from eplb_service.planner.forecast import Forecasts
 from eplb_service.planner.pace import Pace
@@ -137,6 +138,7 @@ class DecisionInputs:
         if group is None or live is None or heat is None:
             return None
         moving, topology = deployment.switch_log.costs(), group.topology
+        settings = fitted_to_host(settings, group.shape.width, entry_by_row=group.shape.entry_by_row)
         if prior is not None:
             return cls(prior[0], live, None, topology, settings, Decisions(), moving)
         return cls(

@@ -1,0 +1,93 @@
+"""Effect of transfers on the model's own exchanges over the same link: time of a step at its median and its slowest."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from datetime import timedelta
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from eplb_service.wire.plan import RankLayer, sources_of
+from worker_agent.settings import AgentSettings
+from worker_agent.swap.group import AgentGroup
+from worker_agent.swap.lane import Lanes
+from worker_agent.swap.machine import StartTransfer
+from worker_agent.swap.transfer import ByteBudget, TransferWorker
+
+EXPERT_BYTES, SLOTS = 44_000_000, 4
+"""An expert of DeepSeek-V3 in W8A8, and as many of them in one layer's transfer."""
+MODEL_BYTES = 4_000_000
+"""Bytes that the model exchanges in a step, both ways."""
+SHARES = (1.0, 0.25)
+_LONGER = 4
+"""Times as many exchanges as alone: some layers must arrive meanwhile."""
+
+
+class _Layer:
+    """Slots of bytes."""
+
+    def __init__(self) -> None:
+        self._weights = [[torch.zeros(EXPERT_BYTES, dtype=torch.uint8) for _ in range(SLOTS)]]
+
+    def expert_weights(self) -> list[list[torch.Tensor]]:
+        """Return them."""
+        return self._weights
+
+
+def beside_transfers(steps: int) -> dict[str, object]:
+    """Milliseconds of the model's exchange alone, and beside transfers that never end, by their share of the link."""
+    group, _ = AgentGroup.join(dist.group.WORLD, "here", "127.0.0.1", None)
+    model = group.process_group("model", timedelta(seconds=60))
+    sent, received = (torch.zeros(MODEL_BYTES, dtype=torch.uint8) for _ in range(2))
+    peer = 1 - group.rank
+
+    def exchange() -> None:
+        works = [model.recv([received], peer, 0), model.send([sent], peer, 0)]
+        for work in works:
+            work.wait()
+
+    figures: dict[str, object] = {}
+    if group.size != 2:
+        return figures
+    layer = _Layer()
+    figures |= _figures("alone", [_timed(exchange) for _ in range(steps)])
+    moves_M5 = np.array(
+        [(rank, slot, 1 - rank, slot, slot) for rank in range(2) for slot in range(SLOTS)], np.int32
+    )
+    none_RS = np.zeros((2, SLOTS), dtype=np.int32)
+    update = RankLayer(0, none_RS, sources_of(moves_M5, 2, SLOTS), np.zeros(SLOTS, np.int32), ())
+    for number, share in enumerate(SHARES):
+        lanes = Lanes(group, "gloo", torch.device("cpu"), timedelta(seconds=60))
+        worker = TransferWorker(lanes, AgentSettings(), ByteBudget(None, share=share))
+        seconds, layers, began = [], 0, time.perf_counter()
+        worker.start(StartTransfer(update, 1, number), layer)
+        for _ in range(steps * _LONGER):
+            seconds.append(_timed(exchange))
+            if (result := worker.poll()) is not None:
+                assert result.error is None, result.error
+                layers += 1
+                worker.start(StartTransfer(update, layers + 1, number), layer)
+        named = f"share_{share:g}"
+        figures |= _figures(named, seconds)
+        took = time.perf_counter() - began
+        figures[f"link_{named}_transfer_megabytes_per_second"] = layers * SLOTS * EXPERT_BYTES / 1e6 / took
+        while worker.poll() is None:
+            time.sleep(0.001)
+        worker.close()
+        dist.barrier()
+    return figures
+
+
+def _timed(call: Callable[[], None]) -> float:
+    began = time.perf_counter()
+    call()
+    return time.perf_counter() - began
+
+
+def _figures(name: str, seconds: list[float]) -> dict[str, object]:
+    return {
+        f"link_{name}_exchange_ms_p{part}": 1e3 * float(np.percentile(seconds, part)) for part in (50, 90, 99)
+    }

@@ -1,0 +1,234 @@
+"""The table of what the agent forfeits says what the adapters refuse, row by row, and leaves out no refusal."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.adapters import test_vllm_hooks as vllm_hooks
+from tests.adapters.test_sglang_host import PLAIN
+from tests.adapters.vllm_fakes import config, layer
+from tests.engines.ascend_layers import SLOTS
+from tests.engines.test_ascend_refusals import ascend
+from tests.engines.test_ascend_weights import LISTS, SCALES, per_expert, weighted
+from worker_agent.adapters.compat import UnsupportedEngineError
+from worker_agent.adapters.vllm import hooks
+from worker_agent.adapters.vllm.host import token_group
+from worker_agent.adapters.vllm_ascend import weights
+from worker_agent.adapters.vllm_ascend.refusals import refuse_misread_lists, refuse_settings
+from worker_agent.adapters.vllm_ascend.weights import expert_weights
+
+ROOT = Path(__file__).parents[2]
+STATES = {"works", "slower", "not tried", "refused"}
+
+
+def rows() -> dict[tuple[str, str, str], str]:
+    """State of each row by engine, kind and use."""
+    found, engine = {}, ""
+    for line in (ROOT / "docs/forfeits.md").read_text().splitlines():
+        if line.startswith("## "):
+            engine = line[3:]
+        cells = [cell.strip() for cell in line.split("|")[1:-1]]
+        if len(cells) == 4 and cells[0] != "kind" and set(cells[0]) != {"-"}:
+            found[engine, cells[0], cells[1]] = cells[2]
+    return found
+
+
+ROWS = rows()
+Probe = Callable[[pytest.MonkeyPatch], Any]
+
+
+def settings(**engine: Any) -> Probe:
+    return lambda patch: refuse_settings(ascend(patch, **engine))
+
+
+def quantised(kind: str, formats: int = 2, names: tuple[str, ...] = LISTS, *, asked: bool = True) -> Probe:
+    def probe(patch: pytest.MonkeyPatch) -> None:
+        patch.setattr(weights, "format_of", lambda _: formats)
+        host = weighted(kind, **{name: [torch.zeros(2) for _ in range(SLOTS)] for name in names})
+        expert_weights(host, quantised=True, move_quantised=asked)
+
+    return probe
+
+
+def plain(formats: int) -> Probe:
+    def probe(patch: pytest.MonkeyPatch) -> None:
+        patch.setattr(weights, "format_of", lambda _: formats)
+        expert_weights(
+            weighted("NONE", w13_weight=per_expert(2, 3), w2_weight=per_expert(3, 2)), quantised=False
+        )
+
+    return probe
+
+
+def vllm(release: str = "0.32.0", second_runner: bool = False, lora: Any = None, **changes: Any) -> Probe:
+    def probe(patch: pytest.MonkeyPatch) -> None:
+        envs = SimpleNamespace(VLLM_USE_V2_MODEL_RUNNER=second_runner)
+        vllm_hooks.modules(patch, vllm={"__version__": release, "envs": envs})
+        hooks.refuse_settings(vllm_hooks.vllm_config(lora, **changes))
+
+    return probe
+
+
+def dispatching(*layers: Any, **parallel: int) -> Probe:
+    return lambda _: token_group(layers, config(**parallel), 0, 4)
+
+
+def sglang(**changes: Any) -> Probe:
+    return lambda _: replace(PLAIN, **changes).check(allow_unverified=False)
+
+
+REDUNDANT = {"num_redundant_experts": 16}
+MX = ("w13_weight", "w2_weight", "w13_weight_scale", "w2_weight_scale")
+PROBES: dict[tuple[str, str], list[Probe]] = {
+    ("vLLM-Ascend", "A2, A3 with MC2"): [
+        settings(device=device, tokens=512, eplb=REDUNDANT) for device in ("A2", "A3")
+    ],
+    ("vLLM-Ascend", "A5"): [settings(device="A5", eplb=REDUNDANT)],
+    ("vLLM-Ascend", "Atlas 300I (310P)"): [settings(device="_310P")],
+    ("vLLM-Ascend", "none, ND weights"): [plain(2)],
+    ("vLLM-Ascend", "none, `weight_nz_mode: 2`"): [plain(29)],
+    ("vLLM-Ascend", "W8A8 with `EPLB_AGENT_QUANTISED_EXPERTS=true`"): [quantised("W8A8", 29)],
+    ("vLLM-Ascend", "W8A8 without that variable"): [quantised("W8A8", asked=False)],
+    ("vLLM-Ascend", "W8A8 without the custom operators"): [
+        lambda _: refuse_misread_lists(SCALES, SCALES, mc2=True, kernel_for_lists=False),
+        lambda _: refuse_misread_lists(
+            SCALES, [one.to(torch.bfloat16) for one in SCALES], mc2=False, kernel_for_lists=False
+        ),
+    ],
+    ("vLLM-Ascend", "MXFP8, MXFP4 with that variable"): [
+        quantised("MXFP8", 2, MX),
+        quantised("MXFP4", 2, MX),
+    ],
+    ("vLLM-Ascend", "W4A8"): [quantised("W4A8")],
+    ("vLLM-Ascend", "all-gather without redundant experts"): [settings(device="A2", ranks=8)],
+    ("vLLM-Ascend", "all-gather with redundant experts"): [
+        settings(device="A2", ranks=8, eplb=REDUNDANT),
+        settings(device="A2", tokens=8192, eplb=REDUNDANT),
+    ],
+    ("vLLM-Ascend", "fused MC2 (A3's fastest W8A8 path)"): [settings(settings={"enable_fused_mc2": 1})],
+    ("vLLM-Ascend", "grouped experts (MoGE)"): [settings(device="_310P")],
+    ("vLLM-Ascend", "pipeline"): [settings(stages=2)],
+    ("vLLM-Ascend", "sleep mode"): [settings(sleeps=True)],
+    ("vLLM-Ascend", "LoRA"): [settings(lora="some")],
+    ("vLLM-Ascend", "pooling models"): [settings(runner="pooling")],
+    ("vLLM-Ascend", "`mix_placement`"): [settings(settings={"mix_placement": True})],
+    ("vLLM-Ascend", "`EXPERT_MAP_RECORD`"): [settings(variable=True)],
+    ("vLLM", "tensor parallel, data parallel, sequence parallel"): [
+        dispatching(layer()),
+        dispatching(layer(), data_parallel=4),
+        dispatching(layer(sequence_parallel=True)),
+    ],
+    ("vLLM", "the naive dispatcher"): [dispatching(layer(naive=True))],
+    ("vLLM", "kernels that route inside (monolithic)"): [dispatching(layer(monolithic=True))],
+    ("vLLM", "`--moe-backend deep_gemm_mega_moe`"): [dispatching(SimpleNamespace())],
+    ("vLLM", "layers that dispatch differently"): [dispatching(layer(), layer(naive=True))],
+    ("vLLM", "pipeline"): [vllm(pipeline_parallel_size=2)],
+    ("vLLM", "prefill context parallel"): [dispatching(layer(), prefill_context=2)],
+    ("vLLM", "elastic expert parallelism"): [vllm(enable_elastic_ep=True)],
+    ("vLLM", "the second model runner of 0.23"): [vllm("0.23.0", second_runner=True)],
+    ("vLLM", "the second model runner of 0.32"): [vllm("0.32.0", second_runner=True)],
+    ("vLLM", "LoRA"): [vllm(lora="some")],
+    ("SGLang", "no all-to-all, `dynamic`"): [sglang()],
+    ("SGLang", "DeepEP, `static`"): [sglang(all_to_all="deepep", dispatch="static", shares_tokens=False)],
+    ("SGLang", "another all-to-all backend"): [sglang(all_to_all="mooncake")],
+    ("SGLang", "`--ep-dispatch-algorithm lp`"): [sglang(dispatch="lp")],
+    ("SGLang", "pipeline"): [sglang(pipeline_parallel=2)],
+    ("SGLang", "context parallel"): [sglang(context_parallel=2)],
+    ("SGLang", "`--ep-size` unlike `--tp-size`"): [sglang(expert_parallel=4)],
+    ("SGLang", "replicas in one server (`--dp-size`)"): [sglang(replicas=2)],
+    ("SGLang", "other recorder modes"): [sglang(recorder="per_pass")],
+    ("SGLang", "LoRA, elastic experts, `--enable-pdmux`, offloading"): [
+        sglang(unsupported=((name, "why"),)) for name in ("--enable-lora", "--enable-pdmux")
+    ],
+}
+"""What the adapter of an engine is asked for a row: once for each way to use it."""
+
+OF_THE_MODEL = {
+    "recording of expert maps",  # both spellings of one
+    "all-gather dispatch with redundant experts",  # while it serves, if the choice before was another
+    "all-gather dispatch on a device that was not expected to use it",
+    "dynamic_eplb on a model without MoE layers that it balances",
+    "MoE layers whose way of dispatching changed after the model was loaded",
+    "a router that picks different replicas for the same tokens",
+    "a quantised expert whose tensors vLLM-Ascend replaces while it serves",
+    " keeps its experts in other formats of the NPU than rank 0",
+    " with experts in the NPU's formats ",
+    "MoE layers of ",
+}
+"""Refusals of what an adapter finds in a model or in ranks that do not fit together: no option decides."""
+
+
+@pytest.mark.parametrize("row", ROWS, ids=" ".join)
+def test_a_row_says_what_the_adapter_does(row: tuple[str, str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, _, use = row
+    assert ROWS[row] in STATES
+    probes = PROBES.get((engine, use), [])
+    assert probes or ROWS[row] != "refused", "nothing asks the adapter"
+    for probe in probes:
+        with monkeypatch.context() as patch:
+            if ROWS[row] == "refused":
+                with pytest.raises(UnsupportedEngineError):
+                    probe(patch)
+            else:
+                probe(patch)
+
+
+def _said(node: ast.expr) -> str:
+    """The longest constant part of a refusal's subject."""
+    parts = node.values if isinstance(node, ast.JoinedStr) else [node]
+    return max((str(part.value) for part in parts if isinstance(part, ast.Constant)), key=len, default="")
+
+
+def refusals() -> set[str]:
+    """What the adapters refuse by options: the constant parts of the messages."""
+    found = set()
+    files = (
+        "vllm/hooks.py",
+        "vllm/host.py",
+        "vllm_ascend/host.py",
+        "vllm_ascend/refusals.py",
+        "sglang/options.py",
+    )
+    for name in (*files, "vllm_ascend/weights.py"):
+        for node in ast.walk(ast.parse((ROOT / "worker_agent/adapters" / name).read_text())):
+            if not isinstance(node, ast.Call):
+                continue
+            called = getattr(node.func, "id", "")
+            if called == "UnsupportedEngineError":
+                found.add(_said(node.args[0]))
+            elif called == "refuse":
+                cases = [one for one in ast.walk(node) if isinstance(one, ast.Tuple) and len(one.elts) == 4]
+                found |= {_said(case.elts[1]) for case in cases}
+    return found - {""}
+
+
+def test_no_refusal_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    messages = []
+    for probes in PROBES.values():
+        for probe in probes:
+            with monkeypatch.context() as patch:
+                try:
+                    probe(patch)
+                except UnsupportedEngineError as error:
+                    messages.append(str(error))
+    said = "\n".join(messages)
+    assert len(refusals()) > 20
+    left_out = {
+        one
+        for one in refusals()
+        if one not in said and not re.match("|".join(map(re.escape, OF_THE_MODEL)), one)
+    }
+    assert left_out == set()
+
+
+def test_every_probe_belongs_to_a_row() -> None:
+    assert {*PROBES} <= {(engine, use) for engine, _, use in ROWS}

@@ -1,0 +1,99 @@
+"""Tensors with formats of the NPU as tags, and a process group with torch_npu's rule for sending them.
+
+``getNumelForHCCL`` (torch_npu/csrc/distributed, Ascend/pytorch): a tensor whose format is no base format must begin at
+its storage; whatever its own size is, the whole storage is sent, padding included. Any view has its storage's format.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tests.swap.carried import LateMark
+from worker_agent import device as device_module
+from worker_agent.adapters.vllm_ascend import weights as weights_module
+from worker_agent.swap import lane as lane_module
+from worker_agent.swap.lane import Lane, Lanes, Parcel, _DeviceLane, _HostLane
+
+ND, NZ = 2, 29
+_TAGS: dict[int, int] = {}
+"""Format by the address of a storage; others are ND."""
+_PADDING = 64
+
+
+def tagged(tensor: torch.Tensor, number: int = NZ) -> torch.Tensor:
+    """Return the tensor at the start of a padded storage of this format."""
+    held = torch.zeros(tensor.numel() + _PADDING, dtype=tensor.dtype)
+    # The memory of what was freed may be another's by now.
+    _TAGS[held.untyped_storage().data_ptr()] = number
+    _KEPT.append(held)
+    return held[: tensor.numel()].view(tensor.shape).copy_(tensor)
+
+
+_KEPT: list[torch.Tensor] = []
+
+
+def format_of(tensor: torch.Tensor) -> int:
+    """In place of ``torch_npu.get_npu_format``."""
+    return _TAGS.get(tensor.untyped_storage().data_ptr(), ND)
+
+
+def install() -> None:
+    """Give this process formats, and ``empty_like`` that keeps them, as torch_npu's does."""
+    for module in (device_module, lane_module, weights_module):
+        module.format_of = format_of
+    device_module.in_order = lambda tensor: tensor.clone() if device_module.in_blocks(tensor) else tensor
+    empty_like = torch.empty_like
+
+    def empty_like_in_format(tensor: torch.Tensor, **named: Any) -> torch.Tensor:
+        number = format_of(tensor)
+        empty = empty_like(tensor, **named)
+        return empty if number == ND else tagged(empty, number)
+
+    torch.empty_like = empty_like_in_format
+
+
+def sent_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the elements that torch_npu hands to HCCL for a tensor."""
+    if format_of(tensor) == ND:
+        return tensor
+    if tensor.storage_offset():
+        raise RuntimeError("For a tensor of internal format, it's storage_offset must be 0")
+    return torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage())
+
+
+class FakeHccl:
+    """HCCL's group as far as lanes use it, over gloo."""
+
+    sends_views = False
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group: dist.ProcessGroup | None = group
+
+    def exchange(self, outgoing: Parcel | None, incoming: Parcel | None) -> None:
+        works = []
+        if incoming is not None:
+            works.append(self._group.recv([sent_of(incoming.data)], incoming.peer, 0))
+        if outgoing is not None:
+            works.append(self._group.send([sent_of(outgoing.data)], outgoing.peer, 0))
+        for work in works:
+            work.wait(timedelta(seconds=60))
+
+    def release(self) -> None:
+        self._group = None
+
+    def abort(self) -> bool:
+        """HCCL cannot end what a device is at."""
+        return False
+
+
+class FakeHcclLanes(Lanes):
+    """Lanes of NPUs."""
+
+    def _opened(self, number: int) -> Lane:
+        host = _HostLane(self._group.process_group(f"rendezvous/{number}", self._timeout))
+        group = FakeHccl(self._group.process_group(f"device/{number}", self._timeout))
+        return _DeviceLane(group, host, lambda: LateMark(self.device))
