@@ -28,8 +28,10 @@ def check_output(path: Path, suffixes: tuple[str, ...]) -> None:
         raise OutputError(f"{path}: no permission to write into {folder}")
 
 
-def write_atomically(path: Path, data: bytes) -> None:
+def write_atomically(path: Path, data: bytes, *, durable: bool = True) -> None:
     """Replace ``path`` by ``data`` in one step: readers see the old file or the new one, never a part.
+
+    Unless it is ``durable``, which takes some milliseconds, a power cut may lose it.
 
     Raises
     ------
@@ -42,8 +44,9 @@ def write_atomically(path: Path, data: bytes) -> None:
     try:
         with scratch.open("xb") as file:
             file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
         if target.exists():
             shutil.copymode(target, scratch)
         scratch.replace(target)

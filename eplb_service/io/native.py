@@ -11,15 +11,12 @@
 | ``step``, ``tokens``, ``phase`` | ``[T]`` | the model's step number, its tokens (-1 unknown), index into ``phases`` |
 
 It is written while serving: the group's attributes ``steps`` and ``placements`` name the rows that count and are
-written last, so that what has been flushed survives a crash. It is read in slices. Zarr is read and written by the
-package of that name, which is imported only here; chunks are inflated in bounds, without it.
+written last, so that what has been flushed survives a crash. It is read in slices.
 """
 
 from __future__ import annotations
 
 import contextlib
-import math
-import zlib
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Set
 from dataclasses import asdict, fields
@@ -32,13 +29,13 @@ import numpy.typing as npt
 
 from eplb_service.atomic_write import OutputError
 from eplb_service.heat.window import Counts, HeatError
-from eplb_service.io.containers import Array, check_fits_memory, one_line
+from eplb_service.io.containers import Array
 from eplb_service.io.routes import heat_of_slots
 from eplb_service.io.trace import Int64, Trace, TraceFacts, checked_slice
+from eplb_service.io.zarr_column import Column, read_metadata, reading_metadata, write_metadata
 from eplb_service.placement import Float64, Int32, PlacementError, check_layer
 
 SUFFIX = ".zarr"
-METADATA = "zarr.json"
 BATCH_STEPS = 64
 """Steps that are gathered before they are written; the most that a crash loses."""
 _BATCH_BYTES = 64 << 20
@@ -61,114 +58,6 @@ _PLACEMENT_ARRAYS = ("placement_layer", "placement_epoch", "placement_phy2log")
 _BY_EXPERT = frozenset(("step", "tokens", "phase", "heat"))
 _BY_SLOT = frozenset(("step", "tokens", "phase", "slot_heat", "epoch", *_PLACEMENT_ARRAYS))
 """Arrays of a trace, of which each may have ``source_heat`` besides."""
-_CHUNK_BYTES = 4 << 20
-_MOST_CHUNK_STEPS = 256
-_MOST_METADATA_BYTES = 1 << 20
-_MOST_CHUNK_BYTES = 1 << 30
-_GZIP = 31
-"""zlib's word for a gzip header and trailer, with the checksum that shows damage."""
-_EVERY_CHUNK = {"write_empty_chunks": True}
-"""A chunk that is not there is no chunk of zeros: the trace was not copied whole."""
-
-
-@contextlib.contextmanager
-def _reading(folder: Path) -> Iterator[None]:
-    """Within it, whatever Zarr says of a folder's metadata ends in a ``HeatError`` of one line."""
-    try:
-        if (folder / METADATA).stat().st_size > _MOST_METADATA_BYTES:
-            raise HeatError(f"{folder.name}/{METADATA} is larger than any trace's")
-        yield
-    except (HeatError, MemoryError):
-        raise
-    except Exception as error:
-        raise HeatError(
-            f"{folder.name}/{METADATA} cannot be read, or is none of a trace ({one_line(error)})"
-        ) from error
-
-
-class _Column:
-    """One array of a trace; ``tail`` is the shape of one of its rows."""
-
-    def __init__(self, path: Path, array: Any) -> None:
-        self._path = path
-        self._array = array
-        self.tail: tuple[int, ...] = tuple(array.shape[1:])
-
-    @classmethod
-    def create(cls, path: Path, tail: tuple[int, ...]) -> _Column:
-        """Make an empty array."""
-        import zarr
-
-        dtype, axes = _ARRAYS[path.name]
-        steps = _CHUNK_BYTES // (np.dtype(dtype).itemsize * math.prod(tail))
-        array = zarr.create_array(
-            path,
-            shape=(0, *tail),
-            chunks=(min(max(1, steps), _MOST_CHUNK_STEPS), *tail),
-            dtype=dtype,
-            compressors=zarr.codecs.GzipCodec(level=1),
-            fill_value=0,
-            dimension_names=axes,
-            config=_EVERY_CHUNK,
-        )
-        return cls(path, array)
-
-    @classmethod
-    def open(cls, path: Path, mode: str) -> _Column:
-        """Open an array; raises ``HeatError`` where it is none of ours."""
-        import zarr
-
-        with _reading(path):
-            array = zarr.open_array(path, mode=mode, zarr_format=3, config=_EVERY_CHUNK)
-            codecs = [codec.to_dict() for codec in array.metadata.codecs]
-        dtype, axes = _ARRAYS[path.name]
-        packed = [codec["name"] for codec in codecs] == ["bytes", "gzip"] and "big" not in str(codecs[0])
-        whole = array.ndim == len(axes) and array.chunks[1:] == array.shape[1:]
-        chunk_bytes = np.dtype(dtype).itemsize * math.prod(array.chunks)
-        if not packed or not whole or array.dtype != dtype or chunk_bytes > _MOST_CHUNK_BYTES:
-            raise HeatError(
-                f"{path.name} is {array.dtype} {list(array.shape)} in chunks {list(array.chunks)} by {codecs}; "
-                f"expected {dtype} [{', '.join(axes)}] in chunks of whole rows, up to 1 GiB, by bytes (little) and gzip"
-            )
-        return cls(path, array)
-
-    @property
-    def rows(self) -> int:
-        """Rows written, those included that do not count yet."""
-        return int(self._array.shape[0])
-
-    def write(self, first: int, rows: Array) -> None:
-        """Write rows from row ``first`` on."""
-        self._array.resize((first + len(rows), *self.tail))
-        self._array[first:] = rows
-
-    def read(self, first: int, last: int) -> Array:
-        """Rows ``first`` to ``last`` (not included); raises ``HeatError`` where a chunk is missing or damaged."""
-        steps, dtype = self._array.chunks[0], self._array.dtype
-        check_fits_memory((last - first) * math.prod(self.tail) * dtype.itemsize)
-        rows = np.empty((last - first, *self.tail), dtype)
-        for begin in range(first - first % steps, last, steps):
-            low, high = max(first, begin), min(last, begin + steps)
-            rows[low - first : high - first] = self._chunk(begin // steps)[low - begin : high - begin]
-        return rows
-
-    def _chunk(self, number: int) -> Array:
-        """Rows of one chunk, unpacked no further than to the size that they have."""
-        key = self._array.metadata.encode_chunk_key((number, *[0] * len(self.tail)))
-        size = math.prod(self._array.chunks) * self._array.dtype.itemsize
-        unpacker = zlib.decompressobj(_GZIP)
-        try:
-            data = unpacker.decompress((self._path / key).read_bytes(), size + 1)
-        except (OSError, zlib.error) as error:
-            raise HeatError(
-                f"{self._path.name}/{key} is missing or damaged, or the trace was not copied whole ({error})"
-            ) from error
-        if len(data) != size or not unpacker.eof or unpacker.unused_data:
-            raise HeatError(
-                f"{self._path.name}/{key} is truncated, or of another size than the metadata says"
-            )
-        rows: Array = np.frombuffer(data, self._array.dtype).reshape(self._array.chunks)
-        return rows
 
 
 def _sizes(facts: TraceFacts, layers: int, experts: int) -> dict[str, int]:
@@ -190,13 +79,12 @@ class StoredTrace(Trace):
         Without the path, which callers put in front: where the folder holds no whole trace.
     """
 
-    def __init__(self, folder: Path, mode: str = "r") -> None:
-        import zarr
+    def __init__(self, folder: Path) -> None:
         from pydantic import TypeAdapter
 
-        with _reading(folder):
-            self.group: Any = zarr.open_group(folder, mode=mode, zarr_format=3, use_consolidated=False)
-            found = dict(self.group.attrs)
+        with reading_metadata(folder):
+            self.metadata = read_metadata(folder, "group")
+            found = dict(self.metadata["attributes"])
             if (found.get("format"), found.get("version")) != (_FORMAT, _VERSION):
                 raise HeatError(
                     f"is no {_FORMAT} of version {_VERSION}: its attributes are {str(found)[:200]}"
@@ -212,7 +100,7 @@ class StoredTrace(Trace):
                 f"holds the arrays {', '.join(sorted(names))}: was it copied whole? a trace has "
                 f"{', '.join(sorted(_BY_EXPERT))}, or {', '.join(sorted(_BY_SLOT))}"
             )
-        self.columns = {name: _Column.open(folder / name, mode) for name in names}
+        self.columns = {name: Column.open(folder / name, *_ARRAYS[name]) for name in names}
         """All arrays, by name."""
         layers = self.columns["slot_heat" if self.by_slot else "heat"].tail[0]
         self._shape = self.counts["step"], layers, experts
@@ -317,8 +205,8 @@ class TraceWriter:
         self._sizes = _sizes(facts, layers, experts)
         self._names: Set[str] = frozenset()
         self._waiting: defaultdict[str, list[Array]] = defaultdict(list)
-        self._group: Any = None
-        self._columns: dict[str, _Column] = {}
+        self._metadata: dict[str, Any] = {}
+        self._columns: dict[str, Column] = {}
         self._counts = {"step": 0, "placement": 0}
         if path.exists():
             self._go_on()
@@ -396,13 +284,14 @@ class TraceWriter:
             return
         rows = {name: np.concatenate(parts) for name, parts in self._waiting.items() if parts}
         with self._writing():
-            if self._group is None:
+            if not self._metadata:
                 self._begin(rows)
             for name, part in rows.items():
                 self._columns[name].write(self._counts[_ARRAYS[name][1][0]], part)
             self._counts["step"] += len(rows["step"])
             self._counts["placement"] = len(self.placements)
-            self._group.update_attributes({f"{axis}s": count for axis, count in self._counts.items()})
+            self._metadata["attributes"] |= {f"{axis}s": count for axis, count in self._counts.items()}
+            write_metadata(self.path, self._metadata)
         self._waiting.clear()
 
     def __enter__(self) -> TraceWriter:
@@ -421,26 +310,26 @@ class TraceWriter:
             raise OutputError(f"{self.path}: cannot be written ({error.strerror or error})") from error
 
     def _begin(self, rows: Mapping[str, Array]) -> None:
-        import zarr
-
         self.path.mkdir()
         head = {"format": _FORMAT, "version": _VERSION, "experts": self._experts}
         attributes = {**head, **asdict(self._facts), "steps": 0, "placements": 0}
-        self._group = zarr.create_group(self.path, attributes=attributes)
+        self._metadata = {"zarr_format": 3, "node_type": "group", "attributes": attributes}
+        write_metadata(self.path, self._metadata)
         self._columns = {
-            name: _Column.create(self.path / name, part.shape[1:]) for name, part in rows.items()
+            name: Column.create(self.path / name, *_ARRAYS[name], part.shape[1:])
+            for name, part in rows.items()
         }
 
     def _go_on(self) -> None:
         try:
-            stored = StoredTrace(self.path, "r+")
+            stored = StoredTrace(self.path)
         except HeatError as error:
             raise HeatError(f"{self.path}: {error}") from error
         found = _described(stored.facts, stored.layers, stored.experts)
         wanted = _described(self._facts, self._layers, self._experts)
         if found != wanted:
             raise HeatError(f"{self.path}: is a trace of {found}; to be recorded are {wanted}")
-        self._group, self._columns, self._counts = stored.group, stored.columns, stored.counts
+        self._metadata, self._columns, self._counts = stored.metadata, stored.columns, stored.counts
         self._names, self.placements = stored.columns.keys() - set(_PLACEMENT_ARRAYS), stored.placements
 
 

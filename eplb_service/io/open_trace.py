@@ -25,6 +25,7 @@ from eplb_service.io.containers import (
 from eplb_service.io.formats import expert_counts, routed_experts, sglang, tables
 from eplb_service.io.named_arrays import ReadAs, trace_of_arrays
 from eplb_service.io.trace import ArrayTrace, Trace, without_dense_layers
+from eplb_service.io.zarr_column import METADATA
 
 KNOWN = f"{native.SUFFIX} folder, .npz, .npy, .pt, a folder of ranks' files, .json, .jsonl, .csv or .parquet"
 """Names of all that can be opened, for messages and help."""
@@ -149,7 +150,7 @@ def _open(path: Path, read_as: ReadAs) -> Trace:
 
 def _open_folder(folder: Path, read_as: ReadAs) -> Trace:
     """A native trace, or the files that the ranks of one run wrote."""
-    if (folder / native.METADATA).exists():
+    if (folder / METADATA).exists():
         read_as.refuse_unused("a native trace", "experts")
         return native.StoredTrace(folder)
     for is_folder, read in (expert_counts.FOLDER, routed_experts.FOLDER):

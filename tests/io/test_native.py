@@ -2,16 +2,20 @@
 
 import gzip
 import json
+import shutil
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+import zarr
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eplb_service.atomic_write import OutputError
 from eplb_service.heat.window import HeatError
+from eplb_service.io import zarr_column
 from eplb_service.io.copy_trace import check_trace_output, copy_trace
 from eplb_service.io.native import BATCH_STEPS, TraceWriter
 from eplb_service.io.open_trace import open_trace, read_heat
@@ -117,18 +121,17 @@ def test_a_crash_loses_at_most_the_last_batch(tmp_path):
     assert np.array_equal(trace.heat(0, trace.steps), HEAT_TLE[: trace.steps])
 
 
-@pytest.mark.parametrize("nth", range(1, 9))
+@pytest.mark.parametrize("nth", range(1, 12))
 def test_a_crash_at_any_write_of_a_batch_leaves_what_was_there(tmp_path, monkeypatch, nth):
     path = record(tmp_path / "a.zarr", steps=100)
-    store = pytest.importorskip("zarr.storage").LocalStore
-    calls, write = iter(range(1, 100)), store.set
+    calls, write = iter(range(1, 100)), zarr_column.write_atomically
 
-    async def dying(*arguments):
+    def dying(*arguments, **options):
         if next(calls) == nth:
             raise OSError(5, "the power is gone")
-        await write(*arguments)
+        write(*arguments, **options)
 
-    monkeypatch.setattr(store, "set", dying)
+    monkeypatch.setattr(zarr_column, "write_atomically", dying)
     writer = TraceWriter(path, FACTS, LAYERS, EXPERTS)
     with pytest.raises(OutputError):
         writer.append(HEAT_TLE[100:170], source_TRLE=SOURCE_TRLE[100:170])
@@ -143,12 +146,38 @@ def test_a_crash_at_any_write_of_a_batch_leaves_what_was_there(tmp_path, monkeyp
 
 
 def test_any_zarr_library_reads_it(tmp_path):
-    zarr = pytest.importorskip("zarr", minversion="3.0")
     group = zarr.open_group(record(tmp_path / "a.zarr"), mode="r")
     assert group.attrs["format"] == "eplb-trace"
     assert np.array_equal(group["heat"][:], HEAT_TLE)
     assert np.array_equal(group["source_heat"][60:70], SOURCE_TRLE[60:70])
     assert group["heat"].metadata.dimension_names == ("step", "layer", "expert")
+
+
+@pytest.mark.parametrize("keys", [("default", "/"), ("default", "."), ("v2", "."), ("v2", "/")])
+def test_arrays_of_any_zarr_library_are_read_and_appended_to(keys, tmp_path):
+    path, (name, separator) = record(tmp_path / "a.zarr"), keys
+    shutil.rmtree(path / "heat")
+    array = zarr.create_array(
+        path / "heat",
+        shape=HEAT_TLE.shape,
+        chunks=(64, LAYERS, EXPERTS),
+        dtype="uint32",
+        compressors=zarr.codecs.GzipCodec(level=9),
+        chunk_key_encoding={"name": name, "separator": separator},
+        dimension_names=("step", "layer", "expert"),
+    )
+    array[:] = HEAT_TLE
+    assert np.array_equal(open_trace(path).heat(0, 200), HEAT_TLE)
+    with TraceWriter(path, FACTS, LAYERS, EXPERTS) as writer:
+        writer.append(HEAT_TLE[:70], source_TRLE=SOURCE_TRLE[:70])
+    both_TLE = np.concatenate((HEAT_TLE, HEAT_TLE[:70]))
+    assert np.array_equal(open_trace(path).heat(0, 270), both_TLE)
+    assert np.array_equal(zarr.open_group(path, mode="r")["heat"][:], both_TLE)
+
+
+def test_reading_and_writing_need_no_package_of_zarr_s(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "zarr", None)
+    assert open_trace(record(tmp_path / "a.zarr")).steps == 200
 
 
 def edited(path, change):
@@ -204,6 +233,15 @@ DAMAGE = {
         "rows [2, 9], of which 200 count; expected [2, 8]",
     ),
     "more steps than memory": (of_endless_steps, "more than this machine's memory"),
+    "chunks in another order": (of_heat(chunk_key_encoding={"name": "x"}), "arranged in another way"),
+    "a group for an array": (of_heat(node_type="group"), "not the metadata of a Zarr v3 array"),
+    "no codecs": (of_heat(codecs=None), "cannot be read"),
+    "another type": (of_heat(data_type="int64"), "expected uint32"),
+    "big numbers first": (
+        of_heat(codecs=[{"name": "bytes", "configuration": {"endian": "big"}}, {"name": "gzip"}]),
+        "by bytes (little) and gzip",
+    ),
+    "chunks of nothing": (in_chunks(0, LAYERS, EXPERTS), "positive lengths"),
     "negative steps": (of_heat(shape=[-1, LAYERS, EXPERTS]), "non-negative"),
 }
 

@@ -16,16 +16,16 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from pathlib import Path
 
-from tools.docs_reference.command_line import commands
 from tools.pythons.documents import check_documents, copy_of_checkout, install_from
 from tools.pythons.extras import EXTRAS, check_extra
-from tools.pythons.running import FailedError, clean_environment, run, wait_for
+from tools.pythons.running import FailedError, clean_environment, install, run, wait_for
 
 ROOT = Path(__file__).parents[2]
+HERE = Path(__file__).parent
 VERSIONS = ("3.10", "3.11", "3.12", "3.13", "3.14")
 SERVICE_FROM = (3, 11)
 OWN = ".".join(map(str, sys.version_info[:2]))
@@ -37,19 +37,18 @@ class Environment:
     """A virtual environment with the wheels installed."""
 
     def __init__(self, version: str, interpreter: Path, scratch: Path, wheels: dict[str, Path]) -> None:
-        self.version = version
-        self.is_own = version == OWN
         self.has_service = tuple(map(int, version.split("."))) >= SERVICE_FROM
         self.folder = scratch / version
         self._scratch = scratch
-        run([str(interpreter), "-m", "venv", str(self.folder)])
-        wheel = wheels["eplb_service" if self.has_service else "eplb_agent"]
-        install = [self.program("python"), "-m", "pip", "install", "--quiet"]
-        if self.is_own:
+        if version == OWN:
+            run([str(interpreter), "-m", "venv", str(self.folder)])
             install_from(scratch / "checkout", self.folder)
-            run([*install, "hypothesis"])
+            install(self.folder, "hypothesis")
         else:
-            run([*install, str(wheel), "hypothesis"])
+            run([str(interpreter), "-m", "venv", "--without-pip", str(self.folder)])
+            install(
+                self.folder, str(wheels["eplb_service" if self.has_service else "eplb_agent"]), "hypothesis"
+            )
 
     def program(self, name: str) -> str:
         """Return the path of an installed command."""
@@ -57,27 +56,22 @@ class Environment:
 
     def check(self) -> list[str]:
         """Try everything, and return what was tried; raises ``FailedError`` naming the first that fails."""
-        tried = [
-            run([self.program("python"), str(ROOT / "tools/pythons/messages.py")], self._scratch).strip()
-        ]
+        python = self.program("python")
+        tried = [run([python, str(HERE / "messages.py")], self._scratch).strip()]
         run([self.program("eplb-agent-doctor"), "--help"])
-        helped = ["eplb-agent-doctor"]
         if self.has_service:
-            names = [["eplb"], *(command.name.split() for command in commands())]
-            for name, *rest in names:
-                run([self.program(name), *rest, "--help"])
-            helped += [" ".join(name) for name in names]
-            run([self.program("python"), "-c", _SOLVE])
+            run([self.program("eplb"), "--help"])
+            tried.append(run([python, str(HERE / "helps.py")]).strip())
+            run([python, "-c", _SOLVE])
             tried.append("a solve")
         program = self.program("eplb") if self.has_service else str(Path(sys.executable).parent / "eplb")
-        with serving(program, self._scratch / f"service-{self.version}") as address:
-            connect = str(ROOT / "tools/pythons/connect.py")
-            run([self.program("python"), connect, address, "alone"])
+        with serving(program, self._scratch / f"service-{self.folder.name}") as address:
+            run([python, str(HERE / "connect.py"), address, "alone"])
             if self.has_service:
                 listed = run([program, "deployments", "--address", address])
                 if "alone" not in listed:
                     raise FailedError(f"eplb deployments does not list the deployment:\n{listed}")
-        return [f"{len(helped)} commands", *tried, "an agent"]
+        return [*tried, "an agent"]
 
 
 _SOLVE = """
@@ -97,7 +91,7 @@ def main() -> None:
     wanted = parser.parse_args()
     began = time.monotonic()
     failed = []
-    with tempfile.TemporaryDirectory(prefix="eplb-pythons-") as name:
+    with tempfile.TemporaryDirectory(prefix="eplb-pythons-", ignore_cleanup_errors=True) as name:
         scratch = Path(name)
         wheels = built_wheels(scratch)
         copy_messages(scratch)
@@ -110,12 +104,13 @@ def main() -> None:
             return environments[version].check()
 
         with ThreadPoolExecutor(AT_ONCE) as pool:
-            failed += reported({version: pool.submit(on, version).result for version in found}, "Python")
+            failed += reported({f"Python {version}": pool.submit(on, version) for version in found})
             if OWN in environments and not wanted.pythons_alone:
                 own = environments[OWN].folder
-                pages = pool.submit(check_documents, checkout, own).result
-                tries = {extra: pool.submit(check_extra, extra, own, scratch).result for extra in EXTRAS}
-                failed += reported({"pages": pages}, "commands of the") + reported(tries, "extra")
+                tries = {"commands of the pages": pool.submit(check_documents, checkout, own)}
+                for extra in EXTRAS:
+                    tries[f"extra {extra}"] = pool.submit(check_extra, extra, own, scratch)
+                failed += reported(tries)
     missing = [version for version in wanted.only if version not in found]
     print(f"not found here: Python {', '.join(missing)}" if missing else "every Python was found")
     print(f"{time.monotonic() - began:.0f} s")
@@ -123,15 +118,18 @@ def main() -> None:
         sys.exit(f"failed: {', '.join(failed)}")
 
 
-def reported(results: dict[str, Callable[[], list[str]]], what: str) -> list[str]:
-    """Print each result as it is there, and return the names of those that failed."""
+def reported(tries: dict[str, Future[list[str]]]) -> list[str]:
+    """Print each result once it is there, with the seconds it came after, and return the names of those that failed."""
+    began = time.monotonic()
+    names = {future: name for name, future in tries.items()}
     failed = []
-    for name, result in results.items():
+    for future in as_completed(names):
+        name, after = names[future], f"{time.monotonic() - began:.0f} s"
         try:
-            print(f"ok      {what} {name}: {', '.join(result())}", flush=True)
+            print(f"ok      {name}: {', '.join(future.result())} ({after})", flush=True)
         except FailedError as failure:
-            print(f"FAILED  {what} {name}: {failure}", flush=True)
-            failed.append(f"{what} {name}")
+            print(f"FAILED  {name}: {failure} ({after})", flush=True)
+            failed.append(name)
     return failed
 
 

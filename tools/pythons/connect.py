@@ -11,7 +11,7 @@ from worker_agent.settings import AgentSettings
 from worker_agent.stream import Outbox, ServiceStream
 from worker_agent.swap.installed import Identity, Installed
 
-PATIENCE_SECONDS = 60.0
+PATIENCE_SECONDS = 600.0
 
 
 def main() -> None:

@@ -14,14 +14,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tools.pythons.running import FailedError, clean_environment, run, wait_for
+from tools.pythons.running import SECONDS, FailedError, clean_environment, run, wait_for
 
 ROOT = Path(__file__).parents[2]
 README, INDEX, TUTORIAL, FILES, VLLM = (
     *("README.md", "docs/index.md", "docs/tutorial.md"),
     *("docs/files.md", "docs/vllm.md"),
 )
-_SECONDS = 300.0
 BASH = "/bin/bash"
 _RECORDING = "import torch; torch.save({'logical_count': torch.randint(1, 99, (64, 4, 32))}, 'recording.pt')"
 
@@ -58,8 +57,11 @@ def check_documents(checkout: Path, environment: Path) -> list[str]:
     for script in blocks(README, "sh"):
         shell(script, checkout, environment)
     (example,) = [block for block in blocks(README, "python") if "solve(" in block]
-    (checkout / "example.py").write_text(f"import numpy\nheat = numpy.load('heat.npz')['heat']\n{example}")
-    shell("python example.py", checkout, environment)
+    # Python imports from the script's folder first, where the checkout's own packages must not be.
+    (checkout / "example").mkdir()
+    example = f"import numpy\nheat = numpy.load('heat.npz')['heat']\n{example}"
+    (checkout / "example/example.py").write_text(example)
+    shell("python example/example.py", checkout, environment)
     shell("\n".join(tutorial), checkout, environment)
     # The recording of another program is not part of what eplb-service installs.
     run([sys.executable, "-c", _RECORDING], cwd=checkout)
@@ -67,6 +69,9 @@ def check_documents(checkout: Path, environment: Path) -> list[str]:
         shell(script, checkout, environment)
     for page in (README, VLLM):
         check_service(page, checkout, environment)
+    if not (checkout / "state/eplb/state.sqlite3").is_file():
+        raise FailedError(f"{VLLM}: the service has not kept its store in the user's state folder")
+    check_keys(checkout)
     count = sum(script.count("\n") for script in (*tutorial, *blocks(README, "sh"), *blocks(FILES, "sh")))
     return [f"{count} lines of commands", "two services"]
 
@@ -83,7 +88,8 @@ def check_service(page: str, checkout: Path, environment: Path) -> None:
         return script.replace(":50551", f":{listen}").replace(":9464", f":{metrics}")
 
     (script,) = blocks(page, "sh service")
-    settings = {"EPLB_METRICS": f"127.0.0.1:{metrics}"}
+    # A store that no page names is in the user's state folder.
+    settings = {"EPLB_METRICS": f"127.0.0.1:{metrics}", "XDG_STATE_HOME": str(checkout / "state")}
     with (checkout / "service.log").open("w") as log:
         # The shell becomes the service, so that ending one ends the other.
         last = here(script).rindex("eplb serve")
@@ -104,7 +110,7 @@ def check_service(page: str, checkout: Path, environment: Path) -> None:
                 env=shell_environment(environment),
                 capture_output=True,
                 text=True,
-                timeout=_SECONDS,
+                timeout=SECONDS,
                 check=False,
             )
             # No rank has joined, and the service says so.
@@ -112,7 +118,17 @@ def check_service(page: str, checkout: Path, environment: Path) -> None:
                 raise FailedError(f"{page}: {asked} ended with {done.returncode}:\n{done.stderr}")
     finally:
         process.terminate()
-        process.wait(60)
+        process.wait(SECONDS)
+
+
+def check_keys(checkout: Path) -> None:
+    """Check that git ignores the keys and tokens that the pages made; raises ``FailedError`` naming one."""
+    keys = [path for pattern in ("*.key", "*.token") for path in checkout.rglob(pattern)]
+    if not keys:
+        raise FailedError("the pages have made no keys")
+    for key in keys:
+        # git itself ends with 1, and names no file, if it does not ignore it.
+        run(["git", "check-ignore", str(key.relative_to(checkout))], cwd=ROOT)
 
 
 def free_port() -> int:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import tomllib
 
-from tools.pythons.running import run
+from tools.pythons.running import install, run
 
 ROOT = Path(__file__).parents[2]
 
@@ -28,7 +28,7 @@ _LEASE = """
 import json, threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from lightkube import Client, KubeConfig
-from lightkube.config.models import Cluster
+from lightkube.config.models import Cluster, User
 from eplb_service.control.server.lease.kubernetes_lease import KubernetesLease
 
 class Api(BaseHTTPRequestHandler):
@@ -43,13 +43,15 @@ class Api(BaseHTTPRequestHandler):
         self.answer(404, dict(kind="Status", code=404, reason="NotFound", message="no such lease"))
     def do_POST(self):
         self.answer(201, json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+    do_PUT = do_POST
     def log_message(self, *_):
         pass
 
 server = HTTPServer(("127.0.0.1", 0), Api)
 threading.Thread(target=server.serve_forever, daemon=True).start()
 cluster = Cluster(server="http://127.0.0.1:%d" % server.server_port)
-lease = KubernetesLease(Client(config=KubeConfig.from_one(cluster=cluster, namespace="serving")), "eplb", "here", 15)
+config = KubeConfig.from_one(cluster=cluster, user=User(token="token"), namespace="serving")
+lease = KubernetesLease(Client(config, trust_env=False), "eplb", "here", 15)
 assert lease.attempt()
 """
 EXTRAS: dict[str, list[str]] = {
@@ -78,14 +80,14 @@ def check_extra(extra: str, base: Path, scratch: Path) -> list[str]:
     """
     folder = scratch / f"extra-{extra}"
     python = str(folder / "bin/python")
-    run([str(base / "bin/python"), "-m", "venv", str(folder)])
+    run([str(base / "bin/python"), "-m", "venv", "--without-pip", str(folder)])
     (site,) = folder.glob("lib/python*/site-packages")
     shared = [next(base.glob("lib/python*/site-packages"))]
     if extra in _OF_TORCH:
         shared.append(Path(sysconfig.get_paths()["purelib"]))
     (site / "base.pth").write_text("".join(f"{path}\n" for path in shared))
     needs = requirements(extra)
-    run([python, "-m", "pip", "install", "--quiet", *needs])
+    install(folder, *needs)
     run([python, "-c", _HEAT.replace("{folder}", str(folder))])
     for use in EXTRAS[extra]:
         text = use.replace("{folder}", str(folder))

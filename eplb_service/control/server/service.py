@@ -43,6 +43,7 @@ from eplb_service.control.server.plane.control_plane import ControlPlane
 from eplb_service.control.server.settings import ServiceSettings, SettingsError, default_store
 from eplb_service.control.server.store import Store, StoreWriter
 from eplb_service.control.server.store_file import StoreError
+from eplb_service.control.server.store_lock import locked_store
 from eplb_service.control.server.web.http_server import HttpServer, listen_on
 from eplb_service.solver.warmup import warm_up
 from eplb_service.telemetry.logs import BoundedLog, bounding_library_logs
@@ -112,9 +113,10 @@ async def running_service(
         if settings.health is not None:
             health_address = await serve_health(settings.health, probes, gate, stack)
         above = 0 if leadership is None else await leadership.highest_term()
+        path = _store_path(settings)
+        stack.enter_context(locked_store(path, settings.lease))
         writer = StoreWriter(
-            await asyncio.to_thread(_opened_store, settings, above),
-            lambda: metrics.count("eplb_store_failures"),
+            await asyncio.to_thread(Store, path, above), lambda: metrics.count("eplb_store_failures")
         )
         stack.callback(writer.close)
         if leadership is not None:
@@ -135,10 +137,10 @@ async def running_service(
         yield RunningService(address, metrics_address, page_url, health_address, plane, warm)
 
 
-def _opened_store(settings: ServiceSettings, above: int) -> Store:
-    """Open the store; raises ``StoreError``."""
+def _store_path(settings: ServiceSettings) -> str:
+    """Return the path of the store, whose folder is created if it is the default one; raises ``StoreError``."""
     if settings.store is not None:
-        return Store(settings.store, above)
+        return settings.store
     path = default_store()
     if Path("eplb-state.sqlite3").exists():
         _log.warning(
@@ -150,7 +152,7 @@ def _opened_store(settings: ServiceSettings, above: int) -> Store:
         raise StoreError(
             f"cannot make the folder of the store {str(path)!r}: {error.strerror}; name another with --store"
         ) from error
-    return Store(str(path), above)
+    return str(path)
 
 
 def _add_services(server: grpc.aio.Server, plane: ControlPlane, probes: Any, quotas: Quotas) -> None:

@@ -16,6 +16,7 @@ import pytest
 from eplb_service.control.server.listening import ListenError
 from eplb_service.control.server.service import running_service
 from eplb_service.control.server.settings import SettingsError
+from eplb_service.control.server.store_file import StoreError
 from tests.control.server.certificates import Authority
 from tests.control.server.test_service import settings
 
@@ -212,3 +213,57 @@ async def test_a_start_that_fails_leaves_no_store(
                 async with running_service(settings(store=store, **changes)):
                     pass
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "refused"),
+    [
+        (None, None, True),
+        (None, "file:lease", True),
+        ("file:lease", None, True),
+        ("file:lease", "file:other", True),
+        ("file:lease", "file:lease", False),
+    ],
+)
+async def test_two_services_share_a_store_only_under_one_lease(
+    first: str | None, second: str | None, refused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    async with running_service(settings(store=None, lease=first)):
+        if refused:
+            with pytest.raises(StoreError, match=rf"in use by process {os.getpid()} .*--store"):
+                async with running_service(settings(store=None, lease=second)):
+                    pass
+        else:
+            # The old leader may still be closing the store when the lease is another's.
+            async with running_service(settings(store=None, lease=second)):
+                pass
+    async with running_service(settings(store=None, lease=second)):
+        pass
+
+
+async def test_a_store_is_one_store_under_all_its_names(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "store")
+    async with running_service(settings(store=str(tmp_path / "store"))):
+        with pytest.raises(StoreError, match="in use"):
+            async with running_service(settings(store=str(tmp_path / "link"))):
+                pass
+
+
+@pytest.mark.e2e
+def test_a_second_service_of_a_user_is_refused_in_a_line(
+    served: subprocess.Popen[str], tmp_path: Path
+) -> None:
+    assert served.stdout is not None
+    served.stdout.readline()
+    command = [*COMMAND, "--store", str(tmp_path / "state.sqlite3")]
+    second = subprocess.run(command, check=False, capture_output=True, text=True, timeout=300)
+    assert second.returncode == 2
+    assert f"in use by process {served.pid} " in second.stderr.splitlines()[-1]
+    served.kill()
+    served.wait()
+    # A killed service leaves no lock behind.
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as third:
+        assert third.stdout is not None
+        assert third.stdout.readline().startswith("eplb: agents and operators at")
+        third.kill()

@@ -1,0 +1,194 @@
+"""Arrays of a Zarr v3 folder that grow along their first axis, in gzip chunks of whole rows.
+
+This is the part of Zarr that a native trace needs. The ``zarr`` package reads these arrays, and may have written them.
+A chunk is never inflated beyond the size that its metadata states.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import json
+import math
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from eplb_service.atomic_write import write_atomically
+from eplb_service.heat.window import HeatError
+from eplb_service.io.containers import Array, check_fits_memory, one_line
+
+METADATA = "zarr.json"
+_CHUNK_BYTES = 4 << 20
+_MAX_CHUNK_STEPS = 256
+_MAX_METADATA_BYTES = 1 << 20
+_MAX_CHUNK_BYTES = 1 << 30
+_MAX_LENGTH = 1 << 62
+_GZIP = 31
+"""zlib's number for a gzip header and trailer, with the checksum that shows damage."""
+_GZIP_LEVEL = 1
+
+
+@contextlib.contextmanager
+def reading_metadata(folder: Path) -> Iterator[None]:
+    """Turn any error about a folder's metadata into a ``HeatError`` of one line."""
+    try:
+        yield
+    except (HeatError, MemoryError):
+        raise
+    except Exception as error:
+        raise HeatError(
+            f"{folder.name}/{METADATA} cannot be read, or is none of a trace ({one_line(error)})"
+        ) from error
+
+
+def read_metadata(folder: Path, node_type: str) -> dict[str, Any]:
+    """Return the metadata of a group or an array; raises some exception if there is none."""
+    path = folder / METADATA
+    if path.stat().st_size > _MAX_METADATA_BYTES:
+        raise HeatError(f"{folder.name}/{METADATA} is larger than any trace's")
+    document: dict[str, Any] = json.loads(path.read_bytes())
+    if (document["zarr_format"], document["node_type"]) != (3, node_type):
+        raise ValueError(f"it is not the metadata of a Zarr v3 {node_type}")
+    return document
+
+
+def write_metadata(folder: Path, document: dict[str, Any]) -> None:
+    """Replace the metadata of a folder in one step; raises ``OutputError``."""
+    write_atomically(folder / METADATA, json.dumps(document, indent=1).encode(), durable=False)
+
+
+class Column:
+    """One array, open for reading and appending; ``rows`` are those written and ``tail`` is the shape of one."""
+
+    def __init__(self, path: Path, document: dict[str, Any], dtype: str) -> None:
+        """Read the array's metadata; raises some exception if it is damaged or of another kind."""
+        self._path = path
+        self._document = document
+        self._dtype = np.dtype(dtype).newbyteorder("<")
+        shape = _lengths(document["shape"], 0)
+        self._chunks = _lengths(document["chunk_grid"]["configuration"]["chunk_shape"], 1)
+        self.rows = shape[0]
+        self.tail = shape[1:]
+        encoding = document["chunk_key_encoding"]
+        separator = encoding.get("configuration", {}).get("separator")
+        indices = ["{}", *["0"] * len(self.tail)]
+        if encoding["name"] == "default":
+            self._key = (separator or "/").join(["c", *indices])
+        else:
+            self._key = (separator or ".").join(indices)
+        grid, named = document["chunk_grid"]["name"], encoding["name"] in ("default", "v2")
+        if (
+            grid != "regular"
+            or not named
+            or separator not in (None, "/", ".")
+            or document.get("storage_transformers")
+        ):
+            raise ValueError("its chunks are arranged in another way than a trace's")
+
+    @classmethod
+    def create(cls, path: Path, dtype: str, axes: tuple[str, ...], tail: tuple[int, ...]) -> Column:
+        """Write the metadata of an empty array; raises ``OSError`` or ``OutputError``."""
+        steps = _CHUNK_BYTES // (np.dtype(dtype).itemsize * math.prod(tail))
+        chunks = [min(max(1, steps), _MAX_CHUNK_STEPS), *tail]
+        document = {
+            "zarr_format": 3,
+            "node_type": "array",
+            "shape": [0, *tail],
+            "data_type": dtype,
+            "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": chunks}},
+            "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
+            "fill_value": 0,
+            "codecs": [
+                {"name": "bytes", "configuration": {"endian": "little"}},
+                {"name": "gzip", "configuration": {"level": _GZIP_LEVEL}},
+            ],
+            "attributes": {},
+            "dimension_names": list(axes),
+        }
+        path.mkdir()
+        write_metadata(path, document)
+        return cls(path, document, dtype)
+
+    @classmethod
+    def open(cls, path: Path, dtype: str, axes: tuple[str, ...]) -> Column:
+        """Open an array; raises ``HeatError`` if it is not a trace's."""
+        with reading_metadata(path):
+            document = read_metadata(path, "array")
+            column = cls(path, document, dtype)
+            codecs = document["codecs"]
+            packed = [codec["name"] for codec in codecs] == ["bytes", "gzip"]
+            little = packed and codecs[0].get("configuration", {}).get("endian") in (None, "little")
+        whole = len(column._chunks) == len(axes) and column._chunks[1:] == column.tail
+        if (
+            not little
+            or not whole
+            or document["data_type"] != dtype
+            or column._chunk_bytes > _MAX_CHUNK_BYTES
+        ):
+            raise HeatError(
+                f"{path.name} is {document['data_type']} {document['shape']} in chunks {list(column._chunks)} by "
+                f"{one_line(Exception(codecs))}; expected {dtype} [{', '.join(axes)}] in chunks of whole rows, up to "
+                "1 GiB, by bytes (little) and gzip"
+            )
+        return column
+
+    @property
+    def _chunk_bytes(self) -> int:
+        return int(self._dtype.itemsize) * math.prod(self._chunks)
+
+    def write(self, first: int, rows: Array) -> None:
+        """Write rows from row ``first`` on, as the last ones; raises ``HeatError``, ``OSError`` or ``OutputError``."""
+        steps, last = self._chunks[0], first + len(rows)
+        for begin in range(first - first % steps, last, steps):
+            chunk = np.zeros(self._chunks, self._dtype)
+            if begin < first:
+                chunk[: first - begin] = self._chunk(begin // steps)[: first - begin]
+            low, high = max(first, begin), min(last, begin + steps)
+            chunk[low - begin : high - begin] = rows[low - first : high - first]
+            path = self._path / self._key.format(begin // steps)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(path, gzip.compress(chunk.tobytes(), _GZIP_LEVEL, mtime=0), durable=False)
+        # Readers see the rows once they are all there.
+        write_metadata(self._path, {**self._document, "shape": [last, *self.tail]})
+        self.rows = last
+
+    def read(self, first: int, last: int) -> Array:
+        """Return rows ``first`` to ``last`` (not included); raises ``HeatError`` if a chunk is missing or damaged."""
+        steps = self._chunks[0]
+        check_fits_memory((last - first) * math.prod(self.tail) * self._dtype.itemsize)
+        rows = np.empty((last - first, *self.tail), self._dtype)
+        for begin in range(first - first % steps, last, steps):
+            low, high = max(first, begin), min(last, begin + steps)
+            rows[low - first : high - first] = self._chunk(begin // steps)[low - begin : high - begin]
+        return rows
+
+    def _chunk(self, number: int) -> Array:
+        """Return the rows of one chunk."""
+        key = self._key.format(number)
+        unpacker = zlib.decompressobj(_GZIP)
+        try:
+            data = unpacker.decompress((self._path / key).read_bytes(), self._chunk_bytes + 1)
+        except (OSError, zlib.error) as error:
+            raise HeatError(
+                f"{self._path.name}/{key} is missing or damaged, or the trace was not copied whole ({error})"
+            ) from error
+        if len(data) != self._chunk_bytes or not unpacker.eof or unpacker.unused_data:
+            raise HeatError(
+                f"{self._path.name}/{key} is truncated, or of another size than the metadata says"
+            )
+        rows: Array = np.frombuffer(data, self._dtype).reshape(self._chunks)
+        return rows
+
+
+def _lengths(value: Any, least: int) -> tuple[int, ...]:
+    """Return lengths of axes; raises ``ValueError`` if they are anything else."""
+    lengths = tuple(value)
+    if not lengths or not all(type(one) is int and least <= one < _MAX_LENGTH for one in lengths):
+        raise ValueError(
+            f"{one_line(Exception(value))} are not {'non-negative' if least == 0 else 'positive'} lengths"
+        )
+    return lengths

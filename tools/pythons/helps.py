@@ -1,0 +1,27 @@
+"""Print the help of every installed command of ``eplb`` to nobody, in one process, and say how many there are."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+
+from eplb_service.cli.main import COMMANDS, load_command, run
+
+
+def main() -> None:
+    """Ask each command and subcommand for ``--help``."""
+    asked: list[list[str]] = []
+    for top in COMMANDS:
+        asked.append([top])
+        asked += [[top, child] for child in getattr(load_command(top), "commands", {})]
+    for name in asked:
+        said = io.StringIO()
+        with contextlib.redirect_stdout(said):
+            code = run([*name, "--help"])
+        if code or "--help" not in said.getvalue():
+            raise SystemExit(f"eplb {' '.join(name)} --help ended with {code}: {said.getvalue()[-500:]}")
+    print(f"help of {len(asked)} commands")
+
+
+if __name__ == "__main__":
+    main()
