@@ -23,6 +23,8 @@ from worker_agent.settings import AgentSettings
 
 _SLOTS = 2
 _NZ = 29
+_PERIOD = 251
+"""Values after which an expert's repeat; a prime, so that no row of a tensor is like the next."""
 _BLOCK = 32
 """Columns of int8 in a block of NZ; others would be padded."""
 _NOWHERE = "127.0.0.1:9"
@@ -81,9 +83,9 @@ def _expert_of(expert: int, side: int) -> list[torch.Tensor]:
             ((side,), torch.bfloat16),
         )
     ):
-        number = torch.arange(math.prod(shape))
-        values = (number * (2 * expert + kind + 1) + expert) % 251 - 125
-        found.append(values.to(dtype).view(shape))
+        size = math.prod(shape)
+        values = (torch.arange(_PERIOD) * (2 * expert + kind + 1) + expert) % _PERIOD - _PERIOD // 2
+        found.append(values.to(dtype).repeat(size // _PERIOD + 1)[:size].view(shape))
     return found
 
 
