@@ -57,8 +57,12 @@ class SideStream:
 
 
 def device_name(device: torch.device) -> str:
-    """Return the name of a device's model, such as ``NVIDIA H100 80GB HBM3`` or ``Ascend910B3``; empty for a CPU."""
-    return "" if device.type == "cpu" else str(torch.get_device_module(device).get_device_name(device))
+    """Return the name of a device's model, such as ``NVIDIA H100 80GB HBM3`` or ``Ascend910B3``.
+
+    It is empty for a CPU, and for a device whose torch module gives no names.
+    """
+    name = None if device.type == "cpu" else getattr(torch.get_device_module(device), "get_device_name", None)
+    return "" if name is None else str(name(device))
 
 
 def host_empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -17,6 +17,7 @@ from eplb_service.wire import operator as wire
 from eplb_service.wire.agent import (
     MOST_BLOCKS,
     MOST_REPORT_STEPS,
+    CallOff,
     Heartbeat,
     Hello,
     PlanState,
@@ -264,8 +265,9 @@ KINDS: dict[str, Kind] = {
             *(st.integers(0, MOST_BYTES - 1), SECONDS, SECONDS, STEPS),
         ),
         partial(decode, PlanStatus),
-        {"state": (0, 6, 99)},
+        {"state": (0, 7, 99)},
     ),
+    "call_off": Kind(agent_pb2.CallOff, st.builds(CallOff, VERSIONS), partial(decode, CallOff), {}),
     "heartbeat": Kind(
         agent_pb2.Heartbeat,
         st.builds(
