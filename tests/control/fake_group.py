@@ -99,11 +99,16 @@ class FakeRank:
                 for part in in_parts(agent_pb2.ConnectRequest(**message)):
                     await self.call.write(part)
 
-    async def hear(self) -> agent_pb2.ConnectResponse:
-        """The next message; what the service asks for is kept in ``asked`` and passed over."""
+    async def hear(self, *, calls: bool = False) -> agent_pb2.ConnectResponse:
+        """The next message; what the service asks for is kept in ``asked`` and passed over.
+
+        So are, unless ``calls`` says otherwise, calls that come too late: these ranks do at once what a plan asks.
+        """
+        passed_over = {"reporting"} if calls else {"reporting", "call_off"}
         message = await asyncio.wait_for(self.call.read(), self.patience)
-        while message != grpc.aio.EOF and message.WhichOneof("message") == "reporting":
-            self.asked.append(message.reporting)
+        while message != grpc.aio.EOF and message.WhichOneof("message") in passed_over:
+            if message.WhichOneof("message") == "reporting":
+                self.asked.append(message.reporting)
             message = await asyncio.wait_for(self.call.read(), self.patience)
         if message == grpc.aio.EOF:
             raise AssertionError(f"rank {self.rank}: {await self.call.code()}: {await self.call.details()}")

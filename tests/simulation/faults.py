@@ -162,7 +162,7 @@ class Faults:
 
     def call_off(world: Any) -> str:
         """Heat seems to change while a plan is under way: at once, or when all ranks are ready to commit a layer."""
-        if world.random.random() < 0.5:
+        if world.calls.random() < 0.5:
             called = world.service is not None and world.service.call_off()
             return "at once" if called else "none, as no plan is under way"
         world.network.aimed_at_ballots.append(lambda: world.service is None or world.service.call_off())
@@ -178,5 +178,6 @@ FAULTS: dict[str, Callable[[Any], str]] = {
     name.replace("_", " "): fault for name, fault in vars(Faults).items() if not name.startswith("_")
 }
 """Faults by name."""
+CALL_OFF = "call off"
 BEYOND = ("counted twice", "counted from zero")
 """Faults of what agents take for true, the model's own count of its passes: drawn only where they are asked for."""

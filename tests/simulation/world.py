@@ -17,7 +17,7 @@ from eplb_service.control.server.settings import ServiceSettings
 from eplb_service.control.server.store import StoreError
 from eplb_service.placement import Placement
 from tests.simulation.engine import Engine
-from tests.simulation.faults import BEYOND, FAULTS
+from tests.simulation.faults import BEYOND, CALL_OFF, FAULTS
 from tests.simulation.network import Network
 from tests.simulation.scheduler import Scheduler
 from tests.simulation.service import DEPLOYMENT, Disk, Service, simulated
@@ -94,8 +94,13 @@ class World:
         self.disk = Disk()
         self.service: Service | None = None
         self.excused = False
-        self.kinds = kinds or tuple(kind for kind in FAULTS if kind not in BEYOND)
+        self.kinds = kinds or tuple(kind for kind in FAULTS if kind not in (*BEYOND, CALL_OFF))
         self.faults = self._drawn()
+        # Drawn apart, so that a seed keeps the faults that it is known for.
+        self.calls = python_random.Random(seed)
+        if not kinds:
+            ends = [self.calls.random() for _ in range(self.calls.choice((0, 4, 8)))]
+            self.faults += [(_FAULTY_PASSES * end * self.shapes.pass_seconds, CALL_OFF) for end in ends]
 
     def run(self) -> Outcome:
         logging.disable(logging.CRITICAL)

@@ -72,25 +72,25 @@ READY = TRANSFERRING.with_transfer_ended(1)
 
 @pytest.mark.parametrize("machine", [HELD, READY], ids=["offered", "ready"])
 def test_a_plan_that_is_called_off_ends_at_the_next_vote_and_keeps_its_lane(machine: SwitchState) -> None:
-    asked, nothing = machine.call_off(PLAN.plan_id)
+    called, nothing = machine.call_off(PLAN.plan_id)
     assert nothing == ()
     # The other rank hears of it by the vote alone.
-    for rank in (asked, machine):
-        after, (said,) = rank.decide(outcome_of(asked, machine))
+    for rank in (called, machine):
+        after, (said,) = rank.decide(outcome_of(called, machine))
         assert after == replace(NEW, highest_term=2, generation=machine.generation)
         assert (said.plan_id, said.state, said.layer) == (1, PlanState.CALLED_OFF, 0)
         assert said.reason == "called off by the service"
 
 
 def test_a_plan_that_some_ranks_hold_is_called_off_at_the_next_vote() -> None:
-    asked, _ = HELD.call_off(PLAN.plan_id)
-    assert outcome_of(asked, NEW).result is VoteResult.CALL_OFF
+    called, _ = HELD.call_off(PLAN.plan_id)
+    assert outcome_of(called, NEW).result is VoteResult.CALL_OFF
 
 
 def test_a_transfer_ends_before_its_plan_does() -> None:
-    asked, _ = TRANSFERRING.call_off(PLAN.plan_id)
-    assert asked.decide(outcome_of(asked, READY)) == (asked, ())
-    ready = asked.with_transfer_ended(1)
+    called, _ = TRANSFERRING.call_off(PLAN.plan_id)
+    assert called.decide(outcome_of(called, READY)) == (called, ())
+    ready = called.with_transfer_ended(1)
     after, (said,) = ready.decide(outcome_of(ready, READY))
     assert (after.plan, after.lane, said.state) == (None, 0, PlanState.CALLED_OFF)
 
@@ -102,8 +102,8 @@ def test_a_ready_that_was_voted_before_the_call_commits_its_layer() -> None:
     started, _ = held.decide(outcome_of(held))
     ready = started.with_transfer_ended(1)
     voted = outcome_of(ready)
-    asked, _ = ready.call_off(1)
-    after, (commit, _) = asked.decide(voted)
+    called, _ = ready.call_off(1)
+    after, (commit, _) = called.decide(voted)
     assert (commit.layer.layer, after.index, after.called_off) == (0, 1, True)
     staged = after.with_transfer_ended(2)
     ended, (said,) = staged.decide(outcome_of(staged))
@@ -119,8 +119,8 @@ def test_a_call_that_names_no_plan_of_this_rank_changes_nothing(machine: SwitchS
 
 def test_an_abort_outweighs_a_call() -> None:
     failed = TRANSFERRING.with_transfer_ended(1, "link")
-    asked, _ = TRANSFERRING.call_off(PLAN.plan_id)
-    after, (said,) = failed.decide(outcome_of(failed, asked))
+    called, _ = TRANSFERRING.call_off(PLAN.plan_id)
+    after, (said,) = failed.decide(outcome_of(failed, called))
     assert (said.state, said.reason, after.lane) == (PlanState.ABORTED, "link", 1)
 
 

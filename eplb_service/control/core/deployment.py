@@ -357,7 +357,7 @@ class Deployment:
         self.decisions = self.decisions.weighing()
 
     def weighed(self, outlook: Outlook, plan_id: int, now: float) -> bool:
-        """Note what heat says; return whether this plan, if still under way, is to be called off."""
+        """Note what heat says; return whether this plan is still under way, and to be called off."""
         self.decisions, outdated = self.decisions.weighed(outlook)
         if not outdated or self.plan is None or self.plan.plan_id != plan_id or self.plan.called_off:
             return False
@@ -365,7 +365,7 @@ class Deployment:
         return True
 
     def call_off(self, reason: str, now: float) -> None:
-        """Want no more layers of the plan under way switched; the ranks are about to hear of it."""
+        """Want no more layers of the plan under way switched; the ranks are about to hear so."""
         assert self.plan is not None
         self.plan = self.plan.calling_off(reason, now)
 

@@ -92,7 +92,7 @@ class World(State):
             "tick",
             "wait",
             "deliver",
-            "called_off",
+            "hears",
             "commit",
             "drop",
             "stop",
@@ -115,7 +115,7 @@ class World(State):
                 if one.call is not None:
                     yield ("withdraw", rank)
             elif one.call is not None:
-                yield ("called_off", rank)
+                yield ("hears", rank)
             if one.statuses:
                 yield ("say", rank)
                 if self.faults.losses:
@@ -179,7 +179,7 @@ class World(State):
         """The plan's copy for the rank had not gone out when the plan was called off."""
         self.crew = self.crew.with_rank(rank, coming=None)
 
-    def _called_off(self, rank: int) -> None:
+    def _hears(self, rank: int) -> None:
         self.crew = self.crew.hears_call(rank)
 
     # Plans

@@ -169,7 +169,7 @@ def shifted_heat(steps: int) -> Int32:
 async def answer_call(group: FakeGroup, plan_id: int) -> None:
     """Each rank hears that the plan is off, and says so once all have."""
     for rank in group.ranks:
-        assert (await rank.hear()).call_off.plan_id == plan_id
+        assert (await rank.hear(calls=True)).call_off.plan_id == plan_id
     await group.say_all(plan_id, 0, agent_pb2.PLAN_STATE_CALLED_OFF, "called off by the service")
 
 

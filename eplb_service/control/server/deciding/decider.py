@@ -268,7 +268,7 @@ class Decider:
     def weigh(self, deployment: Deployment) -> None:
         """Begin to look at whether heat has changed since the plan under way was decided on; nobody waits for it.
 
-        If it has, the ranks are asked to switch no more layers. The next decision is due once they have answered.
+        If it has, the ranks hear that the plan is off. The next decision is due once they have answered.
         """
         running = self._weighing.get(deployment.name)
         if running is None or running.done():
