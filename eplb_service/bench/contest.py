@@ -194,7 +194,7 @@ class _Process:
 
 
 def _cpu_seconds(process: int | None) -> float | None:
-    """Return the CPU time of a process with all its threads; ``None`` if the system does not tell."""
+    """Return the CPU time of a process with all its threads; ``None`` if it is unknown."""
     try:
         after_name = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
     except OSError:
