@@ -76,7 +76,8 @@ def _measured(
     courses: Sequence[Course], settings: PlannerSettings, contest: Contest, options: argparse.Namespace
 ) -> list[tuple[Row, float]]:
     """Return the rows of one heat, means over its seeds: ours, then peers once per window and as often as ours."""
-    drawn, delay = _drawn(courses), Delay(options.delay_ms, options.step_ms)
+    drawn = _drawn(courses)
+    delay = Delay(options.delay_ms, options.step_ms)
     own = [
         list(own_rows(course, settings, options.bytes_per_expert, options.cpu_ms, delay)) for course in drawn
     ]

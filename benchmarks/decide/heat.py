@@ -68,10 +68,8 @@ def _drawn(kind: str, layers: int, experts: int, steps: int, seed: int) -> Int32
                     share_E[[hot, other]] = share_E[[other, hot]]
                 share_TE[step] = share_E
         else:
-            period_E, phase_E = (
-                generator.uniform(150, 1500, experts),
-                generator.uniform(0, 2 * np.pi, experts),
-            )
+            period_E = generator.uniform(150, 1500, experts)
+            phase_E = generator.uniform(0, 2 * np.pi, experts)
             angle_TE = 2 * np.pi * np.arange(steps)[:, None] / period_E + phase_E
             share_TE = np.exp(generator.gamma(2.0, 0.5, experts) * np.sin(angle_TE))
         share_TE /= share_TE.sum(axis=1, keepdims=True)

@@ -38,6 +38,7 @@ from eplb_service.planner.plan import Serving
 from eplb_service.planner.settings import PlannerSettings
 from eplb_service.planner.topology import Topology
 from eplb_service.replay.policy import ABLATIONS
+from eplb_service.solver.model import Recommended
 
 
 def cells(contest: Contest, shapes: Sequence[Shape], seeds: Sequence[int]) -> Iterator[dict[str, Any]]:
@@ -138,10 +139,13 @@ def _followed(heat_TLE: Int32, decisions: int) -> tuple[list[float], list[float]
     """Return the CPU seconds of each warm decision, and of one from scratch on the same window."""
     _, layers, experts = heat_TLE.shape
     ranks, slots = SHAPES[1][2:]
-    settings, topology = PlannerSettings(threads=1), Topology.flat(ranks)
+    settings = PlannerSettings(threads=1)
+    topology = Topology.flat(ranks)
     placement = Placement.linear(layers, experts, ranks, slots)
-    served, courses = Serving(placement, placement.default_log2phy()), ()
-    warm, afresh = [], []
+    served = Serving(placement, placement.default_log2phy())
+    courses: Sequence[Recommended | None] = ()
+    warm: list[float] = []
+    afresh: list[float] = []
     for begin in range(0, (decisions + 1) * DECIDES_EVERY, DECIDES_EVERY):
         window = Window(np.ascontiguousarray(heat_TLE[begin : begin + LOOKS_BACK]))
         began = time.process_time()
@@ -150,7 +154,8 @@ def _followed(heat_TLE: Int32, decisions: int) -> tuple[list[float], list[float]
         plan_afresh(window, served.placement, topology, settings)
         warm.append(decided - began)
         afresh.append(time.process_time() - decided)
-        served, courses = served.changed_by(made), made.courses
+        served = served.changed_by(made)
+        courses = made.courses
     return warm, afresh
 
 

@@ -167,7 +167,8 @@ class _Process:
         deadline = time.monotonic() + _WALL_PER_CPU * limit_seconds
         spent = _cpu_seconds(self._process.pid)
         while not self._link.poll(_IDLE_SECONDS):
-            before, spent = spent, _cpu_seconds(self._process.pid)
+            before = spent
+            spent = _cpu_seconds(self._process.pid)
             if spent is not None and before is not None:
                 self._is_idle = spent - before < _IDLE_PART * _IDLE_SECONDS
             if self._is_idle or time.monotonic() > deadline:

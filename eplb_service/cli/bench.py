@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from eplb_service.bench.closed_loop import Course
     from eplb_service.io.trace import Trace
 
-_WINDOW, _FEWEST_WINDOWS = 256, 4
+_WINDOW = 256
+_FEWEST_WINDOWS = 4
 _ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS")
 
 

@@ -33,8 +33,10 @@ INDEX = "https://pypi.org/simple"
 """The package index that is asked where no other is named."""
 
 
-_PAGE_SECONDS, _ARCHIVE_SECONDS = 15.0, 180.0
-"""Seconds after which an index page, or an archive of up to 100 MB, counts as unreachable."""
+_PAGE_SECONDS = 15.0
+"""Seconds after which an index page counts as unreachable."""
+_ARCHIVE_SECONDS = 180.0
+"""Seconds after which an archive, of up to 100 MB, counts as unreachable."""
 _CHUNK = 1 << 16
 
 
