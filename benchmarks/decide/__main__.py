@@ -14,9 +14,9 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.decide.alarms import measured
-from benchmarks.decide.heat import TARGETS, generated, recorded
+from benchmarks.decide.heat import TARGETS, generated, recorded, shipped, untuned
 from benchmarks.decide.promises import measured as promises_measured
-from benchmarks.decide.served import Delay, Row, mean_rows, own_rows, peer_rows
+from benchmarks.decide.served import Delay, Row, interval_of, mean_rows, own_rows, peer_rows
 from eplb_service.bench.closed_loop import Course
 from eplb_service.bench.contest import OURS, Contest
 from eplb_service.bench.peers.archives import INDEX
@@ -58,20 +58,7 @@ def main() -> None:
     table = Table(*_COLUMNS)
     try:
         for courses in zip(*(_courses(options, seed) for seed in options.seeds), strict=True):
-            rows = [
-                [
-                    *own_rows(
-                        course,
-                        settings,
-                        options.bytes_per_expert,
-                        options.cpu_ms,
-                        Delay(options.delay_ms, options.step_ms),
-                    ),
-                    *peer_rows(course, contest),
-                ]
-                for course in _drawn(courses)
-            ]
-            _add(table, courses[0], mean_rows(rows))
+            _add(table, courses[0], _measured(courses, settings, contest, options))
             console.print(f"{courses[0].name}: {time.monotonic() - began:.0f} s since the start")
     finally:
         contest.close()
@@ -85,9 +72,32 @@ def main() -> None:
     )
 
 
+def _measured(
+    courses: Sequence[Course], settings: PlannerSettings, contest: Contest, options: argparse.Namespace
+) -> list[tuple[Row, float]]:
+    """Return the rows of one heat, means over its seeds: ours, then peers once per window and as often as ours."""
+    drawn = _drawn(courses)
+    delay = Delay(options.delay_ms, options.step_ms)
+    own = [
+        list(own_rows(course, settings, options.bytes_per_expert, options.cpu_ms, delay)) for course in drawn
+    ]
+    ours = [row for rows in own for row in rows if row.policy == OURS]
+    interval = interval_of(drawn[0], ours)
+    return mean_rows(
+        [
+            [
+                *rows,
+                *peer_rows(course, contest),
+                *(peer_rows(course, contest, interval) if interval is not None else ()),
+            ]
+            for course, rows in zip(drawn, own, strict=True)
+        ]
+    )
+
+
 def _courses(options: argparse.Namespace, seed: int) -> list[Course]:
-    """What is decided on, drawn from one seed."""
-    courses = list(generated(seed, options.layers))
+    """Return the heat that is decided on, drawn from one seed."""
+    courses = [*generated(seed, options.layers), *untuned(seed, options.layers), shipped()]
     if options.traces is not None:
         courses += recorded(options.traces, seed)
     return [course for course in courses if options.only in course.name]
@@ -134,7 +144,7 @@ def _add(table: Table, course: Course, rows: list[tuple[Row, float]]) -> None:
             f"{1e3 * row.cpu_seconds:.0f}",
             f"{row.held / row.forecasts:.0%} of {row.forecasts}" if row.forecasts else "",
             f"{row.below_off} of {row.windows}" if row.decisions and row.windows else "",
-            TARGETS[course.name] if row.policy == OURS else "",
+            TARGETS.get(course.name, "") if row.policy == OURS else "",
         )
 
 
@@ -150,7 +160,12 @@ def _parser() -> argparse.ArgumentParser:
     add("--cpu-ms", type=float, default=math.inf, help="CPU of a step that ours may take, on average")
     add("--delay-ms", type=float, default=400.0, help="until a plan's first layer serves; 0: no row for it")
     add("--step-ms", type=float, default=50.0, help="time of a step, for --delay-ms")
-    add("--peers", nargs="*", default=[FLASHLB], help="peers that take part, deciding every window")
+    add(
+        "--peers",
+        nargs="*",
+        default=[FLASHLB],
+        help="peers that take part, every window and as often as ours",
+    )
     add("--index", default=INDEX, help="package index that peers are fetched from, once")
     add("--limit-seconds", type=float, default=60.0, help="a peer's decision that takes longer is given up")
     return parser

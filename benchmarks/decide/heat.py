@@ -14,7 +14,11 @@ from eplb_service.placement import Int32
 
 PHASE = 96
 """Steps of each workload in a sequence."""
-
+UNTUNED = ("turnover", "seasonal")
+"""Kinds of heat that no constant of the planner was chosen on, each with seeds of its own."""
+_UNTUNED_SEED = 1000
+SHIPPED = Path(__file__).parents[2] / "docs" / "examples" / "byte_moe_decoding.npz"
+"""Recording that every checkout has: decoding of the shipped model."""
 
 TARGETS = {
     "static": "1.102 at 0 moves",
@@ -33,6 +37,51 @@ def generated(seed: int, layers: int) -> Iterator[Course]:
     for kind in KINDS:
         heat_TLE = np.array(generate(kind, layers, 256, 128 * 12, seed))
         yield Course(kind, heat_TLE, 32, 9, 128)
+
+
+def untuned(seed: int, layers: int) -> Iterator[Course]:
+    """Yield the kinds that nothing was tuned on, of the same shape as ``generated``."""
+    for kind in UNTUNED:
+        yield Course(
+            f"{kind} (untuned)", _drawn(kind, layers, 256, 128 * 12, seed + _UNTUNED_SEED), 32, 9, 128
+        )
+
+
+def _drawn(kind: str, layers: int, experts: int, steps: int, seed: int) -> Int32:
+    """Draw heat of one of ``UNTUNED``, 4,096 tokens x 8 choices per step.
+
+    - *turnover*: popularity is gamma distributed (shape 0.5). In one step of 30, one of the 16 most popular experts
+      exchanges its popularity with a random one.
+    - *seasonal*: the log-popularity of each expert is a sine of its own phase, amplitude and period (150 to 1,500
+      steps).
+    """
+    heat_TLE = np.empty((steps, layers, experts), dtype=np.int32)
+    for layer in range(layers):
+        generator = np.random.default_rng([seed, layer, UNTUNED.index(kind)])
+        if kind == "turnover":
+            share_E = generator.gamma(0.5, size=experts) + 1e-3
+            share_TE = np.empty((steps, experts))
+            for step in range(steps):
+                if generator.random() < 1 / 30:
+                    hot = generator.choice(np.argsort(share_E)[-16:])
+                    other = generator.integers(experts)
+                    share_E[[hot, other]] = share_E[[other, hot]]
+                share_TE[step] = share_E
+        else:
+            period_E = generator.uniform(150, 1500, experts)
+            phase_E = generator.uniform(0, 2 * np.pi, experts)
+            angle_TE = 2 * np.pi * np.arange(steps)[:, None] / period_E + phase_E
+            share_TE = np.exp(generator.gamma(2.0, 0.5, experts) * np.sin(angle_TE))
+        share_TE /= share_TE.sum(axis=1, keepdims=True)
+        share_TE = np.minimum(share_TE, 1 / 8)
+        share_TE /= share_TE.sum(axis=1, keepdims=True)
+        heat_TLE[:, layer] = generator.multinomial(4096 * 8, share_TE)
+    return heat_TLE
+
+
+def shipped() -> Course:
+    """Return the recording that every checkout has."""
+    return Course("byte-moe decode (shipped)", np.load(SHIPPED)["heat"].astype(np.int32), 8, 5, 64)
 
 
 def recorded(folder: Path, seed: int) -> Iterator[Course]:

@@ -67,7 +67,7 @@ def _kept(course: Course, warm: bool) -> Kept:
     linear = Placement.linear(*course.heat_TLE.shape[1:], course.ranks, course.slots)
     serving = first = Serving(linear, linear.default_log2phy())
     rows = []
-    for number in range(course.windows - 1):
+    for number in range(course.decisions):
         window = Window(course.heat(number))
         if warm:
             made = plan(window, serving.placement, serving.log2phy_RLE, topology, settings)
@@ -75,7 +75,7 @@ def _kept(course: Course, warm: bool) -> Kept:
         else:
             made = plan_afresh(window, linear, topology, settings, hold_out=True)
             serving = first.changed_by(made)
-        realised = realised_par(course.heat(number + 1), course.slots, serving.log2phy_RLE)
+        realised = realised_par(course.served(number), course.slots, serving.log2phy_RLE)
         rows.append((made.par_seen, made.par_planned, float(mean_par(realised)), made.moves))
     seen, promised, realised, moves = np.array(rows).T
     how = "warm" if warm else "from scratch"

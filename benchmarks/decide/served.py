@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
 
-from eplb_service.bench.closed_loop import Course, Entrant, cpu_after_first, loops, realised_mean
+from eplb_service.bench.closed_loop import Course, Entrant, loops
 from eplb_service.bench.contest import OURS, Contest
 from eplb_service.io.trace import ArrayTrace
+from eplb_service.placement import mean_par
 from eplb_service.planner.settings import PlannerSettings
 from eplb_service.replay.costs import Costs
 from eplb_service.replay.jobs import jobs_for, replay, scene_for
@@ -109,11 +110,39 @@ def own_rows(
         )
 
 
-def peer_rows(course: Course, contest: Contest) -> Iterator[Row]:
-    """A row for each peer, over the windows that ours are scored on; one that fails is left out."""
-    for row in loops(contest, [course], [Entrant(name, name) for name in contest.peers]):
-        moves = row["moves"][1:]
-        yield Row(row["policy"], realised_mean(row), float(np.mean(moves)), len(moves), cpu_after_first(row))
+def peer_rows(course: Course, contest: Contest, interval: int | None = None) -> Iterator[Row]:
+    """Yield a row for each peer, over the windows that ours are scored on; one that fails is left out.
+
+    Parameters
+    ----------
+    course
+        Heat that is decided on.
+    contest
+        Peers that take part.
+    interval
+        Steps between decisions, which still see a whole window; by default as many as a window has.
+    """
+    label = "" if interval is None else ", as often as ours"
+    asked = replace(course, interval=interval)
+    per_window = course.window / (interval or course.window)
+    for row in loops(contest, [asked], [Entrant(name, name) for name in contest.peers]):
+        scored = slice(round(per_window), None)
+        moves = row["moves"][scored]
+        yield Row(
+            f"{row['policy']}{label}",
+            float(mean_par(np.array(row["realised"][scored]))),
+            float(np.mean(moves)) * per_window,
+            len(moves),
+            float(np.mean(row["cpu_seconds"][scored])),
+        )
+
+
+def interval_of(course: Course, ours: Sequence[Row]) -> int | None:
+    """Return the mean number of steps between our decisions; ``None`` if they are as rare as windows."""
+    steps = len(course.heat_TLE) - 2 * course.window
+    decisions = float(np.mean([row.decisions for row in ours]))
+    interval = round(steps / max(decisions, 1.0))
+    return interval if 0 < interval < course.window else None
 
 
 def mean_rows(rows_of_seeds: list[list[Row]]) -> list[tuple[Row, float]]:

@@ -27,6 +27,8 @@ Results = Mapping[str, Any]
 
 ROUNDING = 0.01
 _NOISE_OF_TIME = 0.05
+_MOST_OF_SCRATCH = 1.0
+"""CPU that a warm decision may take, trials of placements from scratch included, over one decision from scratch."""
 
 
 class Target(NamedTuple):
@@ -122,14 +124,16 @@ def _keeping(rows: Rows) -> Iterator[Target]:
 
 
 def _following(rows: Rows) -> Iterator[Target]:
-    over = [float(np.sum(row["warm"]) / np.sum(row["afresh"])) for row in rows]
-    milliseconds = float(np.mean([row["warm"] for row in rows])) * 1e3
-    yield Target(
-        f"CPU of a warm decision on drift over one from scratch, {rows[0]['shape']}",
-        f"1 or less, and {_NOISE_OF_TIME:g} for noise",
-        f"{np.mean(over):.2f} ({min(over):.2f} to {max(over):.2f}; {milliseconds:.0f} ms)",
-        bool(np.mean(over) <= 1 + _NOISE_OF_TIME),
-    )
+    for kind in dict.fromkeys(row["kind"] for row in rows):
+        here = [row for row in rows if row["kind"] == kind]
+        over = [float(np.sum(row["warm"]) / np.sum(row["afresh"])) for row in here]
+        milliseconds = float(np.mean([row["warm"] for row in here])) * 1e3
+        yield Target(
+            f"CPU of a warm decision on {kind} over one from scratch, {here[0]['shape']}",
+            f"{_MOST_OF_SCRATCH:g} or less, and {_NOISE_OF_TIME:g} for noise",
+            f"{np.mean(over):.2f} ({min(over):.2f} to {max(over):.2f}; {milliseconds:.0f} ms)",
+            bool(np.mean(over) <= _MOST_OF_SCRATCH + _NOISE_OF_TIME),
+        )
 
 
 def promise_error(row: Mapping[str, Any]) -> float:

@@ -38,6 +38,7 @@ from eplb_service.planner.plan import Serving
 from eplb_service.planner.settings import PlannerSettings
 from eplb_service.planner.topology import Topology
 from eplb_service.replay.policy import ABLATIONS
+from eplb_service.solver.model import Recommended
 
 
 def cells(contest: Contest, shapes: Sequence[Shape], seeds: Sequence[int]) -> Iterator[dict[str, Any]]:
@@ -112,26 +113,50 @@ LOOKS_BACK, DECIDES_EVERY = 128, 24
 """Steps that a decision of ``following`` sees, and steps between two."""
 
 
+FOLLOWED = ("drift", "bursty")
+"""Kinds of heat that ``following`` decides on: those that make the planner search."""
+
+
 def following(seeds: Sequence[int], decisions: int = 32) -> Iterator[dict[str, Any]]:
-    """A row for each seed: drift at 58x256x32x9 followed decision by decision, each beside a placement from scratch."""
-    layers, experts, ranks, slots = shape = SHAPES[1]
-    settings, topology = PlannerSettings(threads=1), Topology.flat(ranks)
-    for seed in seeds:
-        heat_TLE = generate("drift", layers, experts, LOOKS_BACK + decisions * DECIDES_EVERY, seed)
-        placement = Placement.linear(layers, experts, ranks, slots)
-        served, courses = Serving(placement, placement.default_log2phy()), ()
-        warm, afresh = [], []
-        for begin in range(0, (decisions + 1) * DECIDES_EVERY, DECIDES_EVERY):
-            window = Window(np.ascontiguousarray(heat_TLE[begin : begin + LOOKS_BACK]))
-            began = time.process_time()
-            made = plan(window, served.placement, served.log2phy_RLE, topology, settings, courses=courses)
-            decided = time.process_time()
-            plan_afresh(window, served.placement, topology, settings)
-            warm.append(decided - began)
-            afresh.append(time.process_time() - decided)
-            served, courses = served.changed_by(made), made.courses
-        # What is placed first is placed from scratch either way.
-        yield {"shape": shape_name(shape), "seed": seed, "warm": warm[1:], "afresh": afresh[1:]}
+    """Yield a row for each kind and seed: 58x256x32x9 decided on again and again, each beside a placement from scratch.
+
+    A decision is made every 24 steps. ``warm`` and ``afresh`` are CPU seconds of each decision.
+    """
+    for kind, seed in product(FOLLOWED, seeds):
+        heat_TLE = generate(kind, *SHAPES[1][:2], LOOKS_BACK + decisions * DECIDES_EVERY, seed)
+        warm, afresh = _followed(heat_TLE, decisions)
+        # The first placement is made from scratch either way.
+        yield {
+            "shape": shape_name(SHAPES[1]),
+            "kind": kind,
+            "seed": seed,
+            "warm": warm[1:],
+            "afresh": afresh[1:],
+        }
+
+
+def _followed(heat_TLE: Int32, decisions: int) -> tuple[list[float], list[float]]:
+    """Return the CPU seconds of each warm decision, and of one from scratch on the same window."""
+    _, layers, experts = heat_TLE.shape
+    ranks, slots = SHAPES[1][2:]
+    settings = PlannerSettings(threads=1)
+    topology = Topology.flat(ranks)
+    placement = Placement.linear(layers, experts, ranks, slots)
+    served = Serving(placement, placement.default_log2phy())
+    courses: Sequence[Recommended | None] = ()
+    warm: list[float] = []
+    afresh: list[float] = []
+    for begin in range(0, (decisions + 1) * DECIDES_EVERY, DECIDES_EVERY):
+        window = Window(np.ascontiguousarray(heat_TLE[begin : begin + LOOKS_BACK]))
+        began = time.process_time()
+        made = plan(window, served.placement, served.log2phy_RLE, topology, settings, courses=courses)
+        decided = time.process_time()
+        plan_afresh(window, served.placement, topology, settings)
+        warm.append(decided - began)
+        afresh.append(time.process_time() - decided)
+        served = served.changed_by(made)
+        courses = made.courses
+    return warm, afresh
 
 
 COMPARED: tuple[Shape, ...] = (SHAPES[1], SHAPES[2])

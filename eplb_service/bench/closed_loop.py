@@ -35,9 +35,22 @@ class Entrant:
 
 @dataclass(frozen=True)
 class Course:
-    """Heat ``[T, L, E]`` to serve in windows of so many steps, on so many ranks and slots.
+    """Heat to decide on and serve, on so many ranks and slots.
 
-    ``mix_RLE`` says how each expert's tokens split over the source ranks, in every window; evenly without it.
+    Parameters
+    ----------
+    name
+        Name in tables.
+    heat_TLE
+        ``[T, L, E]``, tokens of each expert in each step.
+    ranks, slots
+        R, and slots per rank.
+    window
+        Steps that a decision sees.
+    mix_RLE
+        float64 ``[R, L, E]``, each expert's split over the source ranks, in every step; even without it.
+    interval
+        Steps between decisions; by default as many as a window has.
     """
 
     name: str
@@ -46,19 +59,27 @@ class Course:
     slots: int
     window: int
     mix_RLE: Float64 | None = None
+    interval: int | None = None
 
     @property
-    def windows(self) -> int:
-        """Whole windows of it; one decision less."""
-        return int(self.heat_TLE.shape[0]) // self.window
+    def decisions(self) -> int:
+        """Decisions on it that serve a whole interval."""
+        return (len(self.heat_TLE) - self.window) // (self.interval or self.window)
 
-    def heat(self, window: int) -> np.ndarray:
-        """One window's heat."""
-        return np.ascontiguousarray(self.heat_TLE[window * self.window : (window + 1) * self.window])
+    def heat(self, decision: int) -> np.ndarray:
+        """Heat that a decision sees."""
+        begin = decision * (self.interval or self.window)
+        return np.ascontiguousarray(self.heat_TLE[begin : begin + self.window])
 
-    def sources(self, window: int) -> Float64 | None:
-        """Tokens by source rank over one window, float64 ``[R, L, E]``."""
-        return None if self.mix_RLE is None else self.mix_RLE * self.heat(window).sum(axis=0)
+    def served(self, decision: int) -> np.ndarray:
+        """Heat that a decision serves: the steps after those that it sees, until the next decision."""
+        interval = self.interval or self.window
+        begin = self.window + decision * interval
+        return np.ascontiguousarray(self.heat_TLE[begin : begin + interval])
+
+    def sources(self, decision: int) -> Float64 | None:
+        """Tokens by source rank that a decision sees, float64 ``[R, L, E]``."""
+        return None if self.mix_RLE is None else self.mix_RLE * self.heat(decision).sum(axis=0)
 
 
 FULL = Entrant("ours, full re-solve", OURS, {"afresh": True})
@@ -113,10 +134,11 @@ def compare(contest: Contest, course: Course, taking_part: Sequence[Entrant]) ->
     One that fails is left out, which ``contest`` has reported. Means are without the first window where there are
     others: all place it from scratch. Lists have an entry for each decision.
     """
-    contest.warm_up(
+    answering = contest.warm_up(
         [entrant.policy for entrant in taking_part if entrant.policy != NONE],
         first_scene(course.heat(0), course.ranks, course.slots),
     )
+    taking_part = [entrant for entrant in taking_part if entrant.policy in (NONE, *answering)]
     policies = {
         row["policy"]: {
             "source": row["source"],
@@ -138,7 +160,7 @@ def compare(contest: Contest, course: Course, taking_part: Sequence[Entrant]) ->
         "ranks": course.ranks,
         "slots": course.slots,
         "window_steps": course.window,
-        "decisions": course.windows - 1,
+        "decisions": course.decisions,
         "noise_floor": min([_floor(course), *reached]),
         "policies": policies,
         "failures": contest.failures,
@@ -150,8 +172,8 @@ def _floor(course: Course) -> float:
     first = first_scene(course.heat(0), course.ranks, course.slots)
     placement = Placement(first.placement_LRS, course.heat_TLE.shape[2])
     served = (
-        split_steps(course.heat(number), placement, first.tables_RLE, None, TABLES)
-        for number in range(1, course.windows)
+        split_steps(course.served(number), placement, first.tables_RLE, None, TABLES)
+        for number in range(course.decisions)
     )
     return float(mean_par(np.array([sampling_floor(window) for window in served])))
 
@@ -176,7 +198,7 @@ def _loop(contest: Contest, course: Course, entrant: Entrant) -> dict[str, Any] 
     """The first decision places the experts; moves are counted from the second on."""
     serving = first_scene(course.heat(0), course.ranks, course.slots)
     realised, moves, cpu, wall, changed = [], [], [], [], []
-    for number in range(course.windows - 1):
+    for number in range(course.decisions):
         scene = Scene(course.heat(number), serving.placement_LRS, serving.tables_RLE, course.sources(number))
         decision = _decide(contest, entrant, scene, first=number == 0)
         if decision is None:
@@ -185,7 +207,7 @@ def _loop(contest: Contest, course: Course, entrant: Entrant) -> dict[str, Any] 
         tables_RLE = decision.tables_RLE
         if tables_RLE is None:
             tables_RLE = rule_tables(decision.placement_LRS, experts)
-        following = course.heat(number + 1)
+        following = course.served(number)
         if entrant.by_step:
             par_L = stepwise_par(following, decision.placement_LRS)
         else:

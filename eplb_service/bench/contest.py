@@ -6,6 +6,7 @@ thread each. Limits are of CPU time, so a busy machine excludes nobody.
 
 from __future__ import annotations
 
+import os
 import signal
 import time
 import traceback
@@ -13,13 +14,14 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from eplb_service.bench.decision import Decision, Policy, Scene
 from eplb_service.bench.peers import balancers
-from eplb_service.bench.peers.archives import PeerError, fetch
+from eplb_service.bench.peers.archives import IndexUnreachableError, PeerError, fetch
 from eplb_service.heat.window import Window
 from eplb_service.placement import Placement, PlacementError, apply_layers, checked_foreign
 from eplb_service.planner.decide import plan, plan_afresh
@@ -38,7 +40,8 @@ NONE = "none"
 class Contest:
     """The policies that take part: ours, and the ``peers`` whose sources are had from ``index``, which may be empty.
 
-    A decision is given up after ``limit_seconds`` of CPU time; ``report`` takes a line for the user.
+    A decision is given up after ``limit_seconds`` of CPU time, or if its process waits for something; ``report`` takes
+    a line for the user.
     """
 
     def __init__(
@@ -47,6 +50,7 @@ class Contest:
         self._report = report
         self._limit_seconds = limit_seconds
         self._processes: dict[str, _Process] = {}
+        self._unreachable: IndexUnreachableError | None = None
         self.failures: list[dict[str, str]] = []
         self.peers: list[str] = [name for name in peers if self._has(name, index)]
 
@@ -65,11 +69,16 @@ class Contest:
             return self.decide(OURS, scene, afresh=True, options=options)
         return self.decide(name, scene)
 
-    def warm_up(self, names: Sequence[str], scene: Scene) -> None:
-        """Have all decide once, on two layers of a scene, so that nothing is compiled while it counts."""
+    def warm_up(self, names: Sequence[str], scene: Scene) -> list[str]:
+        """Have all decide once, on two layers of a scene, so that nothing is compiled while it counts.
+
+        Returns
+        -------
+        list of str
+            Those that decided.
+        """
         small = Scene(scene.heat_TLE[:, :2], scene.placement_LRS[:2], scene.tables_RLE[:, :2])
-        for name in names:
-            self.decide(name, small)
+        return [name for name in dict.fromkeys(names) if self.decide(name, small) is not None]
 
     def restart(self, name: str) -> None:
         """Let the next decision begin in a new process."""
@@ -87,9 +96,8 @@ class Contest:
             self._processes[name] = _Process()
         answer = self._processes[name].ask(maker, scene, self._limit_seconds)
         if answer is None:
-            why = self._processes[name].why_ended(self._limit_seconds)
+            answer = self._processes[name].why_ended(self._limit_seconds)
             self.restart(name)
-            answer = why
         if isinstance(answer, Decision):
             wrong = why_not_served(answer, scene)
             if wrong is None:
@@ -100,9 +108,13 @@ class Contest:
         return None
 
     def _has(self, name: str, index: str) -> bool:
+        package = balancers.PEERS[name][0]
         try:
-            fetch(balancers.PEERS[name][0], index)
+            if self._unreachable is not None and not package.root.exists():
+                raise self._unreachable
+            fetch(package, index)
         except PeerError as error:
+            self._unreachable = error if isinstance(error, IndexUnreachableError) else self._unreachable
             self._fail(name, str(error))
             return False
         return True
@@ -113,7 +125,11 @@ class Contest:
 
 
 _WALL_PER_CPU = 20.0
-"""Wall-clock seconds per second of the CPU limit, after which a policy that waits for something is given up."""
+"""Wall-clock seconds per second of the CPU limit, after which a policy is given up however busy the machine is."""
+_IDLE_SECONDS = 15.0
+"""Seconds in which a process that computes uses the processor, also on a busy machine."""
+_IDLE_PART = 0.003
+"""Part of a processor that a process uses at most while it waits for something, which may never come."""
 
 
 class _Process:
@@ -126,6 +142,7 @@ class _Process:
         self._process.start()
         theirs.close()
         self._ready = False
+        self._is_idle = False
 
     def ask(
         self, maker: Callable[[], Policy] | None, scene: Scene, limit_seconds: float
@@ -134,17 +151,34 @@ class _Process:
         try:
             if not self._ready:
                 # Starting takes a while on a busy machine, and is no part of the decision.
+                if not self._has_answer(limit_seconds):
+                    return None
                 self._ready = self._link.recv()
             self._link.send((maker, scene, limit_seconds))
-            if not self._link.poll(_WALL_PER_CPU * limit_seconds):
+            if not self._has_answer(limit_seconds):
                 return None
             answer: Decision | str = self._link.recv()
         except (EOFError, OSError):
             return None
         return answer
 
+    def _has_answer(self, limit_seconds: float) -> bool:
+        """Wait for an answer; return False if the process waits for something, or takes too long."""
+        deadline = time.monotonic() + _WALL_PER_CPU * limit_seconds
+        spent = _cpu_seconds(self._process.pid)
+        while not self._link.poll(_IDLE_SECONDS):
+            before = spent
+            spent = _cpu_seconds(self._process.pid)
+            if spent is not None and before is not None:
+                self._is_idle = spent - before < _IDLE_PART * _IDLE_SECONDS
+            if self._is_idle or time.monotonic() > deadline:
+                return False
+        return True
+
     def why_ended(self, limit_seconds: float) -> str:
         """Say why there was no answer."""
+        if self._is_idle and self._process.is_alive():
+            return f"waits for something: it has computed nothing for {_IDLE_SECONDS:g} s"
         self._process.join(_SECONDS_TO_END)
         code = self._process.exitcode
         if code is None:
@@ -158,6 +192,15 @@ class _Process:
         self._link.close()
         self._process.kill()
         self._process.join()
+
+
+def _cpu_seconds(process: int | None) -> float | None:
+    """Return the CPU time of a process with all its threads; ``None`` if it is unknown."""
+    try:
+        after_name = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return sum(map(int, after_name[11:13])) / os.sysconf("SC_CLK_TCK")
 
 
 _SECONDS_TO_END = 1.0

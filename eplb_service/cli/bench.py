@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from eplb_service.bench.closed_loop import Course
     from eplb_service.io.trace import Trace
 
+_WINDOW = 256
+_FEWEST_WINDOWS = 4
 _ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS")
 
 
@@ -35,7 +37,12 @@ def bench(
     redundant: int | None = option(
         None, "Slots per layer beyond one per expert; by default one per rank.", min=0
     ),
-    window: int = option(256, "Steps that a decision sees; it serves as many that follow.", min=1),
+    window: int | None = option(
+        None,
+        f"Steps that a decision sees; it serves as many that follow. By default {_WINDOW}, or a quarter of a short "
+        "trace.",
+        min=1,
+    ),
     policy: str = option(
         "flashlb,deepseek",
         "Policies to compare with the peers, with commas, as for `eplb replay`; yours are module:function.",
@@ -49,7 +56,7 @@ def bench(
     fetch: bool = option(True, "Fetch the balancers' sources where they are missing: once, about 100 MB."),
     index: str = option("https://pypi.org/simple", "Package index that they are fetched from."),
     limit_seconds: float = option(
-        60.0, "Exclude a balancer whose decision takes more CPU time than this.", min=0.1
+        30.0, "Exclude a balancer whose decision takes more CPU time than this.", min=0.1
     ),
     json: bool = JSON,
 ) -> None:
@@ -102,13 +109,15 @@ def _balancers(packages: str) -> list[str]:
     return [name for name, (package, _) in PEERS.items() if package.name in wanted]
 
 
-def _course(path: Path, trace: Trace, ranks: int, redundant: int | None, window: int) -> Course:
+def _course(path: Path, trace: Trace, ranks: int, redundant: int | None, window: int | None) -> Course:
     from eplb_service.bench.closed_loop import Course
 
     if redundant is None:
         redundant = -trace.experts % ranks or ranks
     [slots] = slots_of_redundant(trace.experts, ranks, str(redundant))
     check_shape(trace.experts, ranks, slots)
+    if window is None:
+        window = max(min(_WINDOW, trace.steps // _FEWEST_WINDOWS), 1)
     if trace.steps < 2 * window:
         raise UserError(
             f"{path}: {trace.steps} steps are no two windows of {window}: one to decide on, one to serve; "

@@ -136,7 +136,10 @@ def plan(
         if isinstance(answer, Answer) and layer in tried:
             answer = _with_optimism(answer, tried[layer].optimism)
         verdict, change, par_T = _solved(layer, answer, judge)
+        # A change to a large batch has gained on steps that it was not fitted to. On drift its promise may still exceed
+        # the PAR seen: keeping the layer would do worse on later steps as well.
         by_ratio = asked.search.warm and settings.policy == "flashlb" and settings.cost_curve is None
+        by_ratio &= bool(judge.small_L[layer])
         if by_ratio and change is not None and verdict.par_planned > verdict.par_seen + _ROUNDING:
             verdicts[layer] = judge.kept(layer, _NOTHING_IN_WHOLE_TOKENS)
             continue
@@ -278,10 +281,17 @@ class _Judge:
             optimism=answer.optimism,
         )
 
-    def raises_par(self, layer: int, planned: float) -> bool:
-        """Return True if a change lowers the PAR of episodes, but not that of their single steps."""
-        chosen = self.asked.search.warm and self.asked.settings.policy == "flashlb"
-        return chosen and planned >= float(self.par_L[layer])
+    def raised_par(self, layer: int, answer: Answer, par_T: Float64) -> tuple[float, float] | None:
+        """Return the PAR before and after a change that lowers the PAR of episodes, but not that of their steps.
+
+        Steps are those of the newer half of the window if the change is fitted to heat that fades: the older half is
+        not what comes next. ``None`` if the change lowers the PAR of steps, or is made whatever it gains.
+        """
+        if not (self.asked.search.warm and self.asked.settings.policy == "flashlb"):
+            return None
+        first = par_T.size // 2 if math.isfinite(answer.half_life) else 0
+        seen, planned = float(mean_par(self.par_TL[first:, layer])), float(mean_par(par_T[first:]))
+        return (seen, planned) if planned >= seen else None
 
     def pays_in_time(self, layer: int, moves: int, us: float) -> bool:
         """True where a change that was found by tokens wins enough time for itself and its moves.
@@ -488,11 +498,10 @@ def _solved(
     before_RS = asked.placement.phy2log_LRS[layer].copy()
     moves_M5 = choose_senders(before_RS, found.phy2log_RS, asked.topology.nodes_R.copy())
     verdict = judge.changed(layer, answer, len(moves_M5), planned, us)
-    if us is None and judge.raises_par(layer, planned):
-        seen = float(judge.par_L[layer])
-        return kept(
-            f"kept: the change found would raise the PAR of its steps from {seen:.3f} to {planned:.3f}"
-        )
+    raised = None if us is not None else judge.raised_par(layer, answer, par_T)
+    if raised is not None:
+        seen, after = raised
+        return kept(f"kept: the change found would raise the PAR of its steps from {seen:.3f} to {after:.3f}")
     if us is not None and not judge.pays_in_time(layer, len(moves_M5), us):
         return kept(f"kept: too little time for {len(moves_M5)} moves would be won ({verdict.reason})")
     width = with_entries(asked.log2phy_RLE, 3).shape[3]

@@ -31,14 +31,15 @@ from eplb_service.planner.dealing import first_tables
 from eplb_service.planner.decide import plan, plan_afresh
 from eplb_service.planner.forecast import NO_FORECASTS
 from eplb_service.planner.pace import Pace
-from eplb_service.planner.plan import Plan, Promise, Serving, gain_over, promise_for
+from eplb_service.planner.plan import Plan, Promise, Serving, promise_for
 from eplb_service.planner.policies import PolicyError, answer_of
-from eplb_service.planner.score import sampling_floor, split_loads, split_steps
+from eplb_service.planner.score import Gain, gain_of, sampling_floor, split_loads, split_steps
+from eplb_service.planner.settings import EVEN, STEP
 from eplb_service.planner.topology import Topology
 from eplb_service.replay.costs import Costs
 from eplb_service.replay.policy import Job, ReplayError
 from eplb_service.replay.result import ReplayedDecision
-from eplb_service.replay.served import served_loads, served_us
+from eplb_service.replay.served import knows_sources, served_loads, served_us
 from eplb_service.solver.model import Recommended
 
 _SERVED_AT_ONCE = 64
@@ -213,6 +214,13 @@ class _Run:
             changed = before.changed_by(made)
             par_seen = made.par_seen
             par_planned = made.par_planned
+            if self._has_step_sources:
+                # The planner knows the window's mean sources. Steps differ from that, and so does what they realise.
+                par_seen = _mean_of_layers(self._par_of_steps(before, window, step))
+                made = replace(made, par_TL=self._par_of_steps(changed, window, step))
+                par_planned = _mean_of_layers(promise_for(made)[1])
+            if self._pace is not None:
+                self._promise, self._expected_TL = promise_for(made)
         else:
             changed = self._answered(window)
             seconds = time.perf_counter() - began
@@ -275,7 +283,6 @@ class _Run:
         )
         if self._pace is not None:
             self._courses = made.courses
-            self._promise, self._expected_TL = promise_for(made)
             self._order = [one.layer for one in made.layers]
         return made
 
@@ -311,17 +318,34 @@ class _Run:
         if self._replaced is None:
             return None
         before, since = self._replaced
-        window = self._window(heat_TLE, min(step - since, len(heat_TLE)), step)
-        return gain_over(window, before, self._serving, self._split).paid
+        return self._gain_over(before, heat_TLE, min(step - since, len(heat_TLE)), step).paid
 
     def _forecast(self, window: Window, heat_TLE: Counts, step: int, serves: float) -> bool | None:
         """Forecast what is won until the next decision; whether the forecast before held, ``None`` without one."""
         since, came = min(self._forecasts.since(step), len(heat_TLE)), None
         if since:
-            came = gain_over(self._window(heat_TLE, since, step), self._found, self._serving, self._split)
-        left_TL = self._found.par_of_steps(window, self._split)
+            came = self._gain_over(self._found, heat_TLE, since, step)
+        left_TL = self._par_of_steps(self._found, window, step)
         self._forecasts = self._forecasts.next(left_TL, self._expected_TL, serves, step, came)
         return self._forecasts.held
+
+    @property
+    def _has_step_sources(self) -> bool:
+        """True if the tokens of each step are known by source rank, and tables say where those go."""
+        return self._split not in (EVEN, STEP) and knows_sources(self._trace, self._topology.ranks)
+
+    def _par_of_steps(self, way: Serving, window: Window, end: int) -> Float64:
+        """PAR of each step of a window that ends before step ``end``, float64 ``[T, L]``; NaN without tokens."""
+        if not self._has_step_sources:
+            return way.par_of_steps(window, self._split)
+        return step_par(served_loads(self._trace, window.heat_TLE, end - window.steps, way, self._split))
+
+    def _gain_over(self, before: Serving, heat_TLE: Counts, steps: int, end: int) -> Gain:
+        """Gain of what serves over ``before`` on the newest ``steps`` of heat that ends before step ``end``."""
+        window = self._window(heat_TLE, steps, end)
+        return gain_of(
+            self._par_of_steps(before, window, end), self._par_of_steps(self._serving, window, end)
+        )
 
     def _us(self, heat_TLE: Counts, first: int) -> list[Float64]:
         """The steps' microseconds ``[t, L]`` as the only entry; empty without a cost curve."""
@@ -349,6 +373,11 @@ class _Run:
         best = Serving(*apply_layers(first.placement, first.log2phy_RLE, fitted.changes()))
         loads_TLR = served_loads(self._trace, window.heat_TLE, row.step, best, self._split)
         return replace(row, hindsight_L=par(loads_TLR))
+
+
+def _mean_of_layers(par_TL: Float64) -> float:
+    """Return the mean over the layers of the PAR per step."""
+    return float(mean_par(mean_par(par_TL, axis=0)))
 
 
 def _row(

@@ -40,7 +40,7 @@ def served_loads(trace: Trace, heat_TLE: Counts, first: int, serving: Serving, s
         Split of tokens over replicas by the host.
     """
     placement, log2phy_RLE = serving.placement, serving.log2phy_RLE
-    if split in (EVEN, STEP) or not _knows_sources(trace, placement.ranks):
+    if split in (EVEN, STEP) or not knows_sources(trace, placement.ranks):
         return split_loads(heat_TLE, placement, log2phy_RLE, None, split, first)
     destination_RLED = with_entries(log2phy_RLE // placement.slots, 3)
     return np.concatenate(
@@ -66,7 +66,7 @@ def served_us(
         Cost of tokens.
     """
     placement, log2phy_RLE = serving.placement, serving.log2phy_RLE
-    if split in (EVEN, STEP) or not _knows_sources(trace, placement.ranks):
+    if split in (EVEN, STEP) or not knows_sources(trace, placement.ranks):
         return split_us(heat_TLE, placement, log2phy_RLE, None, split, curve, first)
     slot_RLED = with_entries(log2phy_RLE, 3)
     parts = []
@@ -85,7 +85,8 @@ def _sources(trace: Trace, first: int, end: int) -> Iterator[Array]:
         yield source_TRLE
 
 
-def _knows_sources(trace: Trace, ranks: int) -> bool:
+def knows_sources(trace: Trace, ranks: int) -> bool:
+    """Return True if the trace has the tokens of each step by source rank, for so many ranks."""
     return trace.facts.ranks == ranks and trace.source_rows(0, 1) is not None
 
 

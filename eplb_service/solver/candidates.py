@@ -85,17 +85,16 @@ def from_scratch(layer: Layer, params: SearchParams, slot_price: float) -> Candi
     return best
 
 
-def greedy(layer: Layer, params: SearchParams) -> tuple[Int32, float]:
-    """Return a greedy placement dealt to the ranks, and the load of its heaviest replica in mean rank loads.
+def greedy(layer: Layer, params: SearchParams) -> Int32:
+    """Return a greedy placement dealt to the ranks, int32 ``[R, S]``.
 
-    The placement, int32 ``[R, S]``, is where ``from_scratch`` starts in layers that are too large for the tree search.
+    It is where ``from_scratch`` starts in layers that are too large for the tree search.
     """
     heat, deployed = layer
     ranks, slots = deployed.phy2log_RS.shape
     replicas_KE, _ = tree_search(heat, ranks, slots, params.z, 0)
     placed_RS = place(replicas_KE[0], heat, ranks, slots, params.z).phy2log_RS
-    dealt_RS = match_ranks(placed_RS, deployed.phy2log_RS, heat.mean_E.size, deployed.node_R)
-    return dealt_RS, float((heat.mean_E / replicas_KE[0]).max())
+    return match_ranks(placed_RS, deployed.phy2log_RS, heat.mean_E.size, deployed.node_R)
 
 
 def _searched(replicas_E: Int32, layer: Layer, params: SearchParams) -> Int32:

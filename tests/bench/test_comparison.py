@@ -34,8 +34,9 @@ class Answers:
         moved = np.roll(scene.placement_LRS, 1, axis=1)
         return Decision(moved, None, None, len(moved), 0.25 if fresh else 0.5, 2.0 if fresh else 1.0)
 
-    def warm_up(self, names: list[str], scene: Scene) -> None:
+    def warm_up(self, names: list[str], scene: Scene) -> list[str]:
         assert "none" not in names
+        return [name for name in names if name != "broken"]
 
 
 def test_figures_are_of_the_windows_after_each_decision() -> None:
@@ -62,6 +63,14 @@ def test_figures_are_of_the_windows_after_each_decision() -> None:
     assert 1 < found["noise_floor"] <= alone["par_realised"]
     expected = [float(mean_par(stepwise_par(part, linear.phy2log_LRS))) for part in served]
     assert stepwise["par_realised_per_window"] == pytest.approx(expected)
+
+
+def test_a_policy_that_fails_the_warm_up_is_not_asked_again() -> None:
+    contest = Answers()
+    course = Course("a", HEAT_TLE, 4, 5, 20)
+    found = compare(contest, course, [LEFT_ALONE, Entrant("broken", "broken")])  # type: ignore[arg-type]
+    assert contest.asked == 0
+    assert list(found["policies"]) == ["left alone"]
 
 
 def test_layers_and_windows_without_tokens_count_for_nothing() -> None:
@@ -100,6 +109,16 @@ def test_our_own_policies_on_a_trace(trace: Path, capsys: pytest.CaptureFixture[
     assert (reported["decisions"], reported["slots"], reported["failures"]) == (2, 5, [])
     assert flashlb["source"] == "eplb-service"
     assert min(flashlb["cpu_ms_mean"], flashlb["solve_ms_mean"]) > 0
+
+
+def test_the_shipped_recording_is_compared_without_options(capsys: pytest.CaptureFixture[str]) -> None:
+    shipped = Path(__file__).parents[2] / "docs" / "examples" / "byte_moe_decoding.npz"
+    assert main.run(["bench", "--heat", str(shipped), "--ranks", "8", "--peers", "none", "--json"]) == 0
+    reported = held("bench", capsys.readouterr().out)
+    assert (reported["window_steps"], reported["decisions"], reported["failures"]) == (64, 3, [])
+    alone, flashlb, deepseek = (one["par_realised"] for one in reported["policies"].values())
+    assert reported["noise_floor"] < flashlb < alone
+    assert reported["noise_floor"] < deepseek < alone
 
 
 def test_a_peer_that_is_not_there_is_said_and_the_others_are_compared(

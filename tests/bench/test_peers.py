@@ -140,6 +140,48 @@ def test_a_version_that_the_index_lacks_is_reported(index: tuple[Path, str]) -> 
         fetch(PACKAGE, address)
 
 
+class Trickles(SimpleHTTPRequestHandler):
+    """An index that sends its page byte by byte and counts the requests."""
+
+    asked = 0
+
+    def do_GET(self) -> None:
+        type(self).asked += 1
+        self.send_response(200)
+        self.end_headers()
+        try:
+            while True:
+                self.wfile.write(b" ")
+                self.wfile.flush()
+                time.sleep(0.05)
+        except OSError:
+            return
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Tests report nothing."""
+
+
+def test_an_index_that_never_ends_its_answer_is_asked_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(archives, "SOURCES", tmp_path / "peers")
+    monkeypatch.setattr(archives, "_PAGE_SECONDS", 0.3)
+    with ThreadingHTTPServer(("127.0.0.1", 0), Trickles) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        reported: list[str] = []
+        contest = Contest(
+            list(PEERS),
+            f"http://127.0.0.1:{server.server_address[1]}",
+            60,
+            reported.append,
+        )
+        server.shutdown()
+    assert Trickles.asked == 1
+    assert contest.peers == []
+    assert [failure["policy"] for failure in contest.failures] == list(PEERS)
+    assert all("took more than 0.3 s" in failure["why"] for failure in contest.failures)
+
+
 @pytest.fixture
 def contest() -> Iterator[Contest]:
     made = Contest([], "", limit_seconds=60, report=lambda line: None)
@@ -158,17 +200,38 @@ def test_a_policy_that_fails_says_why_and_the_next_one_runs(contest: Contest, sc
     assert contest._ask("one", Stays, scene) is not None
 
 
-def test_a_policy_that_never_answers_is_given_up(contest: Contest, scene: Scene) -> None:
+def test_a_policy_that_never_answers_is_given_up(
+    contest: Contest, scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    contest._ask("one", Stays, scene)
+    with monkeypatch.context() as patched:
+        patched.setattr("eplb_service.bench.contest._IDLE_SECONDS", 1.0)
+        assert contest._ask("one", Sleeps, scene) is None
+        assert contest.failures[0]["why"].endswith("waits for something: it has computed nothing for 1 s")
     contest._ask("one", Stays, scene)
     contest._limit_seconds = 0.2
-    assert contest._ask("one", Sleeps, scene) is None
-    assert contest.failures[0]["why"].endswith("gave no answer within 4 s")
     assert contest._ask("one", Spins, scene) is None
     assert contest.failures[1]["why"].endswith("took more than 0.2 s of CPU time")
     contest._limit_seconds = 60.0
     assert contest._ask("one", Dies, scene) is None
     assert contest.failures[2]["why"].endswith("its process ended with code 3")
     assert contest._ask("one", Stays, scene) is not None
+
+
+def test_policies_that_fail_the_warm_up_are_named(contest: Contest, scene: Scene) -> None:
+    contest._processes["slow"] = contest._processes["broken"] = Fails()  # type: ignore[assignment]
+    assert contest.warm_up(["slow", "ours", "broken"], scene) == ["ours"]
+    assert [failure["policy"] for failure in contest.failures] == ["slow", "broken"]
+
+
+class Fails:
+    """Process of a policy that answers why it failed."""
+
+    def ask(self, *question: object) -> str:
+        return "no room"
+
+    def end(self) -> None:
+        """Nothing runs."""
 
 
 class Answers(Stays):

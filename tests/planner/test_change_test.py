@@ -130,3 +130,22 @@ def test_what_was_known_of_neighbouring_steps_is_kept_for_a_while() -> None:
     promise = Promise(np.full(2, 1.2), np.full(2, 0.01), np.ones(2), 4)
     pace = Pace(first=0, memory=512, longest=512, inflation_C=np.full(2, 5.0)).serving(promise)
     assert pace.inflation_C.tolist() == pace.expected.inflation_C.tolist() == [4.6, 4.6]
+
+
+def test_a_kept_placement_is_tested_with_the_scatter_of_its_window() -> None:
+    generator = np.random.default_rng(0)
+    calm_TL = 1.5 + 0.03 * generator.normal(size=(256, 2))
+    burst_TL = calm_TL.copy()
+    for first in range(20, 256, 64):
+        burst_TL[first : first + 8] += 0.3
+    learned, _ = paced(promise_of(calm_TL, held_out=True)).after_steps(calm_TL[:64])
+    assert learned.after_steps(burst_TL[:64])[0].alarm is not None
+    kept = learned.keeping(promise_of(burst_TL, held_out=True))
+    assert kept.after_steps(burst_TL[:64])[0].alarm is None
+    assert learned.expected is not None
+    assert kept.expected is not None
+    np.testing.assert_array_equal(kept.expected.mean_C, learned.expected.mean_C)
+    # A calmer window does not sharpen the test beyond what was learned.
+    again = kept.keeping(promise_of(calm_TL, held_out=True))
+    assert again.expected is not None
+    np.testing.assert_array_equal(again.expected.variance_C, kept.expected.variance_C)

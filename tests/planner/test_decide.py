@@ -9,12 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.solver.heats import generate
 from eplb_service.heat.window import HeatError, Window
 from eplb_service.placement import Placement, PlacementError, apply_layers, par
 from eplb_service.planner import request
 from eplb_service.planner.dealing import first_tables
 from eplb_service.planner.decide import _cherry_pick, plan, plan_afresh
-from eplb_service.planner.plan import Plan
+from eplb_service.planner.plan import Plan, Serving
 from eplb_service.planner.score import split_loads
 from eplb_service.planner.settings import POLICIES, SPLITS, PlannerSettings
 from eplb_service.planner.topology import Topology, TopologyError
@@ -231,3 +232,24 @@ def test_experts_that_are_bound_to_their_ranks_stay_there(
         assert [verdict.reason for verdict in made.verdicts] == ["kept: its experts are bound to their ranks"]
         assert made.moves == 0
         np.testing.assert_equal(made.par_planned, made.par_seen)
+
+
+def test_drift_is_followed_although_promises_exceed_what_is_seen() -> None:
+    look_back, interval, decisions = 128, 24, 12
+    heat_TLE = generate("drift", 2, 256, look_back + decisions * interval, seed=1)
+    placement = Placement.linear(2, 256, 32, 9)
+    serving = Serving(placement, placement.default_log2phy())
+    settings, verdicts, realised, courses = PlannerSettings(threads=1), [], [], ()
+    for begin in range(0, decisions * interval, interval):
+        window = Window(heat_TLE[begin : begin + look_back].copy())
+        deployed = serving.placement, serving.log2phy_RLE
+        made = plan(window, *deployed, Topology.flat(32), settings, float(interval), courses=courses)
+        serving, courses = serving.changed_by(made), made.courses
+        verdicts += made.verdicts if begin else ()
+        next_TLE = heat_TLE[begin + look_back : begin + look_back + interval].copy()
+        realised.append(serving.par_of_steps(Window(next_TLE), settings.split).mean())
+    changed = [verdict for verdict in verdicts if verdict.changed]
+    assert any(verdict.par_planned > verdict.par_seen for verdict in changed)
+    # Tables and placements that suit the newer steps may be worse on the older ones, which do not come again.
+    assert any("aimed at drift" in verdict.reason for verdict in changed)
+    assert np.mean(realised) < 1.26

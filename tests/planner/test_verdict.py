@@ -29,7 +29,7 @@ def judge(
     """Of one layer; ``seen`` and ``bound`` in episodes, ``par`` and a floor of 1.1 per step."""
     tables_RLE, wanted = PLACEMENT.default_log2phy(), PlannerSettings(**settings)
     asked = Question(Window(np.ones((1, 1, 4))), PLACEMENT, tables_RLE, TOPOLOGY, wanted, SearchOptions())
-    figures = (np.array([value]) for value in ([par], par, 1.1, seen, bound, us, False))
+    figures = (np.array([value]) for value in ([par], par, 1.1, seen, bound, us, False, False))
     return _Judge(asked, 0.3, "", *figures)
 
 

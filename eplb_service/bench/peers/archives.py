@@ -15,13 +15,16 @@ import re
 import shutil
 import sys
 import tarfile
+import time
 import types
 import urllib.request
 import zipfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
+from urllib.error import HTTPError, URLError
 from urllib.parse import urljoin
 
 SOURCES = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "eplb" / "peers"
@@ -30,8 +33,19 @@ INDEX = "https://pypi.org/simple"
 """The package index that is asked where no other is named."""
 
 
+_PAGE_SECONDS = 15.0
+"""Seconds after which an index page counts as unreachable."""
+_ARCHIVE_SECONDS = 180.0
+"""Seconds after which an archive, of up to 100 MB, counts as unreachable."""
+_CHUNK = 1 << 16
+
+
 class PeerError(RuntimeError):
     """A peer that cannot be had or does not answer; the message says why."""
+
+
+class IndexUnreachableError(PeerError):
+    """A package index that does not answer, or too slowly. Asking it for other packages is a waste of time."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +97,7 @@ SGLANG = Package(
 def fetch(package: Package, index: str) -> None:
     """Unpack a package's balancers unless they are there.
 
-    Raises ``PeerError`` where the index does not give them, or they are not there and ``index`` is empty.
+    Raises ``PeerError`` if the index does not give them, or if they are missing and ``index`` is empty.
     """
     if package.root.exists():
         return
@@ -99,8 +113,10 @@ def fetch(package: Package, index: str) -> None:
                 target.parent.mkdir(parents=True, exist_ok=True)
                 target.write_bytes(content)
         partial.rename(package.root)
-    except (OSError, ValueError, tarfile.TarError, zipfile.BadZipFile) as error:
-        raise PeerError(f"{package.name} {package.version} could not be fetched ({error})") from error
+    except (OSError, HTTPException, ValueError, tarfile.TarError, zipfile.BadZipFile) as error:
+        unreachable = isinstance(error, (TimeoutError, URLError)) and not isinstance(error, HTTPError)
+        kind = IndexUnreachableError if unreachable else PeerError
+        raise kind(f"{package.name} {package.version} could not be fetched ({error})") from error
 
 
 def import_from(package: Package, module: str) -> types.ModuleType:
@@ -126,23 +142,34 @@ def stand_in(name: str, contents: Mapping[str, Any]) -> None:
 def _download(package: Package, index: str) -> bytes:
     """The archive, its digest checked against the one that is known."""
     page = urljoin(index.rstrip("/") + "/", f"{package.name}/")
-    links = [html.unescape(link) for link in re.findall(r'href="([^"]+)"', _read(page, 60).decode())]
+    links = [
+        html.unescape(link) for link in re.findall(r'href="([^"]+)"', _read(page, _PAGE_SECONDS).decode())
+    ]
     link = next((link for link in links if f"/{package.archive}" in link), None)
     if link is None:
         raise ValueError(f"{page} lists no {package.archive}")
-    data = _read(urljoin(page, link), 600)
+    data = _read(urljoin(page, link), _ARCHIVE_SECONDS)
     if hashlib.sha256(data).hexdigest() != package.sha256:
         raise ValueError(f"{link} is not the archive that is known: its digest differs")
     return data
 
 
-def _read(address: str, timeout: float) -> bytes:
-    """Answer of an index; raises ``ValueError`` on an address that is not http."""
+def _read(address: str, seconds: float) -> bytes:
+    """Return the answer of an index.
+
+    Raises ``ValueError`` if the address is not http, and ``TimeoutError`` if the whole answer takes more than so many
+    seconds.
+    """
     if not address.startswith(("https://", "http://")):
         raise ValueError(f"{address} is no http address")
-    with urllib.request.urlopen(address, timeout=timeout) as answer:  # noqa: S310
-        data: bytes = answer.read()
-    return data
+    deadline = time.monotonic() + seconds
+    data = bytearray()
+    with urllib.request.urlopen(address, timeout=min(seconds, _PAGE_SECONDS)) as answer:  # noqa: S310
+        while chunk := answer.read1(_CHUNK):
+            data += chunk
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{address} took more than {seconds:g} s")
+    return bytes(data)
 
 
 def _files(data: bytes) -> Iterator[tuple[str, bytes]]:

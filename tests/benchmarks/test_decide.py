@@ -1,0 +1,59 @@
+"""The rows of ``make bench-decide``: peers asked as often as ours, and heat that nothing was tuned on."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from benchmarks.decide.heat import UNTUNED, shipped, untuned
+from benchmarks.decide.served import Row, interval_of, peer_rows
+from eplb_service.bench.closed_loop import Course
+from eplb_service.bench.decision import Decision, Scene
+
+
+class Records:
+    """A contest of one peer that keeps what it is asked."""
+
+    peers = ("peer",)
+
+    def __init__(self) -> None:
+        self.seen: list[np.ndarray] = []
+
+    def decide(self, name: str, scene: Scene, *, fresh: bool) -> Decision:
+        self.seen.append(scene.heat_TLE)
+        moved = np.roll(scene.placement_LRS, 1, axis=1)
+        return Decision(moved, None, None, 1, 0.5, 0.5)
+
+
+def test_peers_asked_as_often_see_whole_windows_and_serve_until_the_next_decision() -> None:
+    heat_TLE = np.random.default_rng(0).integers(1, 9, (24, 1, 4))
+    course = Course("drawn", heat_TLE, 2, 2, 8)
+    contest = Records()
+    (row,) = peer_rows(course, contest, 4)  # type: ignore[arg-type]
+    assert len(contest.seen) == 4
+    for number, seen_TLE in enumerate(contest.seen):
+        np.testing.assert_array_equal(seen_TLE, heat_TLE[4 * number : 4 * number + 8])
+    # The decisions of the first window served are left out, as for ours.
+    assert (row.policy, row.decisions, row.moves_per_window) == ("peer, as often as ours", 2, 2 * 4)
+    (by_window,) = peer_rows(course, contest)  # type: ignore[arg-type]
+    assert (by_window.policy, by_window.decisions, by_window.moves_per_window) == ("peer", 1, 4)
+
+
+@pytest.mark.parametrize(("decisions", "interval"), [(50, 28), (11, None), (0, None)])
+def test_the_interval_is_that_of_our_decisions(decisions: int, interval: int | None) -> None:
+    course = Course("drawn", np.ones((1664, 1, 4), dtype=np.int32), 2, 2, 128)
+    assert interval_of(course, [Row("ours", 1.0, 0.0, decisions, 0.0)]) == interval
+
+
+def test_untuned_heat_keeps_its_tokens_and_moves() -> None:
+    courses = list(untuned(0, 1))
+    assert [course.name for course in courses] == [f"{kind} (untuned)" for kind in UNTUNED]
+    for course in courses:
+        assert (course.heat_TLE.sum(axis=2) == 4096 * 8).all()
+        first_E, last_E = course.heat_TLE[:64, 0].sum(axis=0), course.heat_TLE[-64:, 0].sum(axis=0)
+        assert np.corrcoef(first_E, last_E)[0, 1] < 0.9
+
+
+def test_the_shipped_recording_is_a_row() -> None:
+    course = shipped()
+    assert (course.heat_TLE.shape, course.decisions) == ((256, 4, 32), 3)

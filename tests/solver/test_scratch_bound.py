@@ -1,0 +1,32 @@
+"""Placements from scratch are seldom searched in vain, so that decisions stay within their CPU."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import numpy as np
+import pytest
+
+from benchmarks.solver.heats import generate
+from eplb_service.heat.window import Window
+from eplb_service.placement import Placement
+from eplb_service.planner.decide import plan
+from eplb_service.planner.plan import Serving
+from eplb_service.planner.settings import PlannerSettings
+from eplb_service.planner.topology import Topology
+from eplb_service.solver import layer as layer_module
+
+
+@pytest.mark.parametrize("kind", ["drift", "bursty"])
+def test_few_layers_are_searched_from_scratch_in_vain(kind: str) -> None:
+    layers, look_back, interval, decisions = 4, 128, 24, 6
+    heat_TLE = generate(kind, layers, 256, look_back + decisions * interval, 1)
+    placement = Placement.linear(layers, 256, 32, 9)
+    serving = Serving(placement, placement.default_log2phy())
+    with mock.patch.object(layer_module, "from_scratch", wraps=layer_module.from_scratch) as searched:
+        for begin in range(0, (decisions + 1) * interval, interval):
+            window = Window(np.ascontiguousarray(heat_TLE[begin : begin + look_back]))
+            deployed = serving.placement, serving.log2phy_RLE
+            made = plan(window, *deployed, Topology.flat(32), PlannerSettings(threads=1), float(interval))
+            serving = serving.changed_by(made)
+    assert layers <= searched.call_count <= layers + layers * decisions // 10
