@@ -119,8 +119,8 @@ e2e-observability: warm ## a real Prometheus: every panel has data, every alert 
 stack: warm ## service, Prometheus and demo ranks on this machine, on fixed ports, until Ctrl-C
 	@$(BIN)/python -m tools.stack $(ARGS)
 
-screenshots: warm ## the pictures of the docs again; needs a Chromium
-	@$(BIN)/python -m tools.screenshots
+screenshots: warm ## the pictures of the docs again; needs a Chromium, ARGS=advise does not
+	@$(BIN)/python -m tools.screenshots $(ARGS)
 
 notebook: warm ## the notebook of the docs again, after editing docs/examples/decision.py
 	@$(BIN)/python -m tools.notebook

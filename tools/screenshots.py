@@ -5,6 +5,7 @@ Page, ``eplb status``, ``eplb top`` and the demo's picture are of one run of ``e
 
 from __future__ import annotations
 
+import argparse
 import io
 import re
 import shutil
@@ -34,20 +35,39 @@ _WEB_FONT = re.compile(r"@font-face \{.*?\}\s*", re.DOTALL)
 
 
 def main() -> None:
-    """Write all pictures; exits with 1 where there is no browser."""
-    browser = next(filter(None, map(shutil.which, BROWSERS)), None)
-    if browser is None:
-        sys.exit(f"make screenshots: needs one of {', '.join(BROWSERS)}; on Debian: apt install chromium")
-    _picture_demo(browser)
+    """Write the named pictures, by default all; exits with 1 if one needs a browser and there is none."""
+    parser = argparse.ArgumentParser(prog="python -m tools.screenshots", description=__doc__)
+    parser.add_argument("parts", nargs="*", help=f"of {', '.join(PARTS)}; by default all")
+    named = parser.parse_args().parts
+    if set(named) - PARTS.keys():
+        parser.error(f"there are the parts {', '.join(PARTS)}")
+    for part in named or PARTS:
+        PARTS[part]()
+
+
+def _picture_report() -> None:
+    browser = _browser()
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "report.html")
         _eplb("replay", *_SCHEDULE, "--redundant", "8", "--step-ms", "30", "--report", str(report))
         _photograph(browser, report.as_uri(), "report", "1040,860")
+
+
+def _picture_advice() -> None:
     _terminal("advise", "eplb advise --heat trace.zarr --ranks 8", [Text(_eplb("advise", *_SCHEDULE))])
 
 
-def _picture_demo(browser: str) -> None:
+def _browser() -> str:
+    """Return the path of a browser; exits with 1 if there is none."""
+    browser = next(filter(None, map(shutil.which, BROWSERS)), None)
+    if browser is None:
+        sys.exit(f"make screenshots: needs one of {', '.join(BROWSERS)}; on Debian: apt install chromium")
+    return browser
+
+
+def _picture_demo() -> None:
     """Run the demo, and picture it while it serves and when it has ended."""
+    browser = _browser()
     command = [sys.executable, "-m", "eplb_service.cli.main", "demo", "--steps", str(STEPS)]
     command += ["--picture", str(PICTURES.parent / "demo.svg")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as demo:
@@ -96,6 +116,10 @@ def _photograph(browser: str, url: str, name: str, size: str) -> None:
         command += [f"--user-data-dir={profile}", f"--window-size={size}", "--hide-scrollbars"]
         command += ["--virtual-time-budget=5000", f"--screenshot={PICTURES / name}.png", url]
         subprocess.run(command, capture_output=True, timeout=300, check=True)
+
+
+PARTS = {"demo": _picture_demo, "report": _picture_report, "advise": _picture_advice}
+"""Makers of pictures; ``advise`` needs no browser."""
 
 
 if __name__ == "__main__":

@@ -157,6 +157,9 @@ def headline(given: Advice, estimated: bool) -> str:
         memory = f"{given.redundant} redundant experts per layer (--bytes-per-expert or --model says how much memory)"
     if given.pays:
         return f"Balancing pays: {gained}, for {memory}."
+    if given.share < 0:
+        more = "" if given.net_ms is None else f", {-given.net_ms:.2f} ms per step"
+        return f"Balancing does not pay here: moving experts would take more time than it saves{more}."
     return f"Balancing does not pay here: {gained.replace('takes', 'would take', 1)}, for {memory}."
 
 

@@ -1,10 +1,12 @@
 """``eplb advise`` says what to set and what it wins, as text and as JSON, and refuses bad input in one line."""
 
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from eplb_service.cli.advise import headline
 from eplb_service.cost.curve import write_curves
 from eplb_service.heat.synthetic import synthetic_heat
 from tests.cli.arguments import eplb
@@ -49,6 +51,8 @@ def test_with_a_cost_curve_slots_are_set_against_time_and_memory(tmp_path, trace
 
 
 def test_the_first_line_answers_whether_it_pays(trace, capsys):
+    # So many that an H100 is busy with tokens, not with reading weights.
+    np.savez(trace, heat=synthetic_heat("static", 120, 2, 16, tokens=1 << 17, top_k=2, seed=1))
     arguments = ("advise", "--heat", trace, "--ranks", 4, "--redundant", "0,4")
     code, out, _ = eplb(capsys, *arguments, "--model", "deepseek-v3", "--gpu", "h100", "--step-ms", 30)
     assert code == 0
@@ -100,3 +104,20 @@ def test_unknown_devices_and_models_are_refused_in_one_line(trace, capsys, argum
     code, _, err = eplb(capsys, "advise", "--heat", trace, "--ranks", 4, *arguments)
     assert code == 2
     assert message in " ".join(err.split())
+
+
+@pytest.mark.parametrize(
+    ("net_ms", "ends"), [(None, "than it saves."), (-0.011, "than it saves, 0.01 ms per step.")]
+)
+def test_a_loss_is_not_called_a_negative_gain(net_ms, ends):
+    given = SimpleNamespace(
+        pays=False,
+        share=-0.03,
+        ranks_worth=-0.2,
+        ranks=8,
+        net_ms=net_ms,
+        tokens_per_second_won=None,
+        redundant_bytes_per_rank=0,
+        redundant=0,
+    )
+    assert headline(given, True) == f"Balancing does not pay here: moving experts would take more time {ends}"

@@ -55,7 +55,7 @@ def check_documents(checkout: Path, environment: Path) -> list[str]:
     tutorial = blocks(TUTORIAL, "sh")
     shell(f"eplb trace convert docs/tutorial/trace.zarr --out {checkout}/heat.npz", checkout, environment)
     for script in blocks(README, "sh"):
-        shell(script, checkout, environment)
+        check_excerpt(shell(script, checkout, environment))
     (example,) = [block for block in blocks(README, "python") if "solve(" in block]
     # Python imports from the script's folder first, where the checkout's own packages must not be.
     (checkout / "example").mkdir()
@@ -143,6 +143,16 @@ def shell_environment(environment: Path) -> dict[str, str]:
     return clean_environment() | {"PATH": f"{environment / 'bin'}:{os.environ['PATH']}"}
 
 
-def shell(script: str, checkout: Path, environment: Path) -> None:
-    """Run lines of a page from the checkout's root; raises ``FailedError``."""
-    run([BASH, "-ec", script], cwd=checkout, environment=shell_environment(environment))
+def check_excerpt(shown: str) -> None:
+    """Check that the README shows the lines that ``eplb advise`` prints today; raises ``FailedError``."""
+    if not shown.startswith("Balancing"):
+        return
+    (excerpt,) = [block for block in blocks(README, "") if block.startswith("Balancing")]
+    for line in excerpt.splitlines():
+        if line.removesuffix(" ...") not in shown:
+            raise FailedError(f"{README} shows the line {line!r}; eplb advise prints:\n{shown[:500]}")
+
+
+def shell(script: str, checkout: Path, environment: Path) -> str:
+    """Run lines of a page from the checkout's root, and return what they print; raises ``FailedError``."""
+    return run([BASH, "-ec", script], cwd=checkout, environment=shell_environment(environment))
