@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from worker_agent.swap.lane import Parcel, _HcclGroup, _NcclGroup
+from worker_agent.swap.lane import Parcel, _HcclGroup, _NcclGroup, hccl_expansion_mode
 
 HERE = torch.device("cpu")
 OUT, IN = Parcel(2, torch.zeros(3, dtype=torch.uint8)), Parcel(1, torch.zeros(3, dtype=torch.uint8))
@@ -96,6 +96,7 @@ def test_hccl_exchanges_in_one_batch_and_is_never_called_back(library: type[Fake
     group = _HcclGroup(dist.HashStore(), 1, 3, HERE)
     assert library.log == ["rank 1 of 3", "allreduce", "wait for allreduce", "stream done"]
     assert library.options._timeout.days > 100
+    assert library.options.hccl_config == {"hccl_buffer_size": 100, "hccl_op_expansion_mode": 1}
     library.log.clear()
     group.exchange(OUT, IN)
     group.exchange(None, IN)
@@ -104,3 +105,8 @@ def test_hccl_exchanges_in_one_batch_and_is_never_called_back(library: type[Fake
     assert not group.abort()
     group.release()
     assert library.log[-1].startswith("abort_hccl_comm")
+
+
+@pytest.mark.parametrize(("device", "mode"), [("Ascend910B3", 1), ("Ascend910_9392", 2), ("", 1)])
+def test_a_lane_leaves_the_vector_cores_to_the_model(device: str, mode: int) -> None:
+    assert hccl_expansion_mode(device) == mode

@@ -22,7 +22,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from worker_agent.device import Mark, bytes_of, format_of, in_blocks
+from worker_agent.device import Mark, bytes_of, device_name, format_of, in_blocks
 from worker_agent.runtime import REAL, Runtime
 from worker_agent.settings import TransferBackend
 from worker_agent.swap.group import AgentGroup
@@ -315,7 +315,10 @@ class _HcclGroup:
 
         options: Any = ProcessGroupHCCL.Options()
         options._timeout = _NEVER
-        options.hccl_config = {"hccl_buffer_size": _HCCL_BUFFER_MIB}
+        options.hccl_config = {
+            "hccl_buffer_size": _HCCL_BUFFER_MIB,
+            "hccl_op_expansion_mode": hccl_expansion_mode(device_name(device)),
+        }
         self._group: Any = ProcessGroupHCCL(store, rank, size, options)
         self._group.allreduce([torch.zeros(1, device=device)]).wait()
         torch.get_device_module(device).current_stream(device).synchronize()
@@ -331,6 +334,20 @@ class _HcclGroup:
     def abort(self) -> bool:
         """See ``_DeviceGroup``: HCCL cannot end what a device is at without ending all that the device is at."""
         return False
+
+
+def hccl_expansion_mode(device: str) -> int:
+    """Return where HCCL expands the operators of a lane, as torch_npu numbers it, whatever the environment says.
+
+    Vector cores (3), which ``HCCL_OP_EXPANSION_MODE=AIV`` gives to the model's groups, serve one group of a device at a
+    time. The lane leaves them to the model: its operators are expanded on the host (1), or on the 910C, which knows no
+    such mode, on the device's AI CPU (2).
+
+    References
+    ----------
+    CANN 8.5, *HCCL_OP_EXPANSION_MODE*; Ascend Extension for PyTorch 7.0, *HCCL parameters by pg_options*.
+    """
+    return 2 if device.startswith("Ascend910_93") else 1
 
 
 _LIBRARIES = {"cuda": "nccl", "npu": "hccl"}
