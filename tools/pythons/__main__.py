@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed, wait
 from pathlib import Path
 
 from tools.pythons.documents import check_documents, copy_of_checkout, install_from
@@ -90,7 +90,6 @@ def main() -> None:
     parser.add_argument("--pythons-alone", action="store_true", help="leave out the pages and the extras")
     wanted = parser.parse_args()
     began = time.monotonic()
-    failed = []
     with tempfile.TemporaryDirectory(prefix="eplb-pythons-", ignore_cleanup_errors=True) as name:
         scratch = Path(name)
         wheels = built_wheels(scratch)
@@ -103,14 +102,19 @@ def main() -> None:
             environments[version] = Environment(version, found[version], scratch, wheels)
             return environments[version].check()
 
+        # The pages take longest, and need only the environment of the Python that runs this.
+        order = sorted(found, key=lambda version: version != OWN)
         with ThreadPoolExecutor(AT_ONCE) as pool:
-            failed += reported({f"Python {version}": pool.submit(on, version) for version in found})
-            if OWN in environments and not wanted.pythons_alone:
+            tries = {f"Python {version}": pool.submit(on, version) for version in order[:AT_ONCE]}
+            wait(list(tries.values())[:1])
+            goes_on = OWN in environments and not wanted.pythons_alone
+            if goes_on:
                 own = environments[OWN].folder
-                tries = {"commands of the pages": pool.submit(check_documents, checkout, own)}
-                for extra in EXTRAS:
-                    tries[f"extra {extra}"] = pool.submit(check_extra, extra, own, scratch)
-                failed += reported(tries)
+                tries["commands of the pages"] = pool.submit(check_documents, checkout, own)
+            tries |= {f"Python {version}": pool.submit(on, version) for version in order[AT_ONCE:]}
+            if goes_on:
+                tries |= {f"extra {extra}": pool.submit(check_extra, extra, own, scratch) for extra in EXTRAS}
+            failed = reported(tries, began)
     missing = [version for version in wanted.only if version not in found]
     print(f"not found here: Python {', '.join(missing)}" if missing else "every Python was found")
     print(f"{time.monotonic() - began:.0f} s")
@@ -118,9 +122,8 @@ def main() -> None:
         sys.exit(f"failed: {', '.join(failed)}")
 
 
-def reported(tries: dict[str, Future[list[str]]]) -> list[str]:
+def reported(tries: dict[str, Future[list[str]]], began: float) -> list[str]:
     """Print each result once it is there, with the seconds it came after, and return the names of those that failed."""
-    began = time.monotonic()
     names = {future: name for name, future in tries.items()}
     failed = []
     for future in as_completed(names):

@@ -147,7 +147,9 @@ def check_excerpt(shown: str) -> None:
     """Check that the README shows the lines that ``eplb advise`` prints today; raises ``FailedError``."""
     if not shown.startswith("Balancing"):
         return
-    (excerpt,) = [block for block in blocks(README, "") if block.startswith("Balancing")]
+    (excerpt,) = re.findall(
+        r"^```\n(Balancing .*?)^```", (ROOT / README).read_text(), re.DOTALL | re.MULTILINE
+    )
     for line in excerpt.splitlines():
         if line.removesuffix(" ...") not in shown:
             raise FailedError(f"{README} shows the line {line!r}; eplb advise prints:\n{shown[:500]}")
