@@ -100,7 +100,7 @@ class Target:
             before = (await self.status(name)).steps_received
             for _ in range(4):
                 await group.send_heat(skewed_heat(8))
-            for _ in range(100):
+            for _ in range(1200):
                 if (await self.status(name)).steps_received >= before + 16:
                     return
                 await asyncio.sleep(0.05)

@@ -91,7 +91,7 @@ DEFECTS: dict[str, Defect] = {
 """Defects by name."""
 
 
-def hunt(name: str, first: int = 1, seeds: int = 30) -> Outcome | None:
+def hunt(name: str, first: int = 1, seeds: int = 90) -> Outcome | None:
     """Run seeds with a defect until one finds it; ``None`` where it got away."""
     defect = DEFECTS[name]
     broken = defect.broken(getattr(defect.holder, defect.name))

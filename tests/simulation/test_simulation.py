@@ -42,6 +42,14 @@ def test_a_defect_put_back_is_found(name: str) -> None:
 
 
 @pytest.mark.slow
+def test_attempts_that_failed_for_another_reason_do_not_put_the_first_vote_off() -> None:
+    """Six attempts fail while datagrams are rejected; the one that succeeds must not wait 4,096 passes for its vote."""
+    outcome = World(1088).run()
+    assert outcome.breaches == ()
+    assert outcome.healed_after < 200
+
+
+@pytest.mark.slow
 def test_a_pass_that_one_device_counts_twice_switches_no_layer_a_pass_apart() -> None:
     runs_of_it = [World(seed, ("counted twice",), bound=0.0).run() for seed in range(1, 41)]
     assert [outcome.breaches for outcome in runs_of_it if outcome.breaches] == []

@@ -37,6 +37,10 @@ _QUEUED, _QUIET = 1, 2
 """States of a rank between two passes: some are still to be run on its device, or none."""
 
 
+class _TooLateError(TimeoutError):
+    """The first vote was to be so soon that a rank was past it: the next attempt leaves more passes."""
+
+
 class Reformation:
     """Tries until the ranks vote again.
 
@@ -108,12 +112,13 @@ class Reformation:
                 self._votes = diverged
                 return
             except Exception as error:
+                if isinstance(error, _TooLateError):
+                    self._margin = min(4 * self._margin, _LAST_MARGIN)
                 self.complaint = f"the ranks do not vote again yet: {error}"
                 _log.warning("rank %d: the ranks do not vote again yet: %s", self._group.rank, error)
                 # The others would take this rank for there, and be gone when it comes.
                 self._group.store.set(f"attempt/{self._group.rank}", "0")
             shortest = min(2 * shortest, _LAST_BACKOFF_SECONDS)
-            self._margin = min(4 * self._margin, _LAST_MARGIN)
 
     def _rests(self, shortest: float) -> bool:
         """Wait before the next attempt, only ``shortest`` once another rank makes one; return whether to try no more.
@@ -154,7 +159,7 @@ class Reformation:
         start = self._margin + latest
         (in_time,) = self._all_min(votes, Kind.IN_TIME, [int(self._now() < start)])
         if not in_time:
-            raise TimeoutError(f"a rank was past forward pass {start} before all had heard of it")
+            raise _TooLateError(f"a rank was past forward pass {start} before all had heard of it")
         return start
 
     def _agreed(self, votes: VoteLink, latest: int) -> int:
