@@ -95,7 +95,7 @@ async def _step(group: FakeGroup, faults: Faults, layers: int) -> None:
             report = heat_report(live, rank.rank, group.step, heat_TLE)
             if not heat_TLE.any():
                 # Ranks that have counted before may be idle, unless they report tokens.
-                report.step_tokens.extend([64] * len(heat_TLE))
+                report.step_tokens[:] = [64] * len(heat_TLE)
             if faults.dummies:
                 report.step_phases = bytes([agent_pb2.STEP_PHASE_DUMMY] * len(heat_TLE))
             await rank.say(heat_report=report)
