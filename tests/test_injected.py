@@ -22,7 +22,8 @@ def _locked(lock: threading.Lock) -> int:
 def test_no_line_at_which_an_error_may_arise_leaves_a_lock_held() -> None:
     tried = 0
     for failing in range(1, 30):
-        lock, lines = threading.Lock(), 0
+        lock = threading.Lock()
+        lines = 0
 
         def line(frame: FrameType, event: str, _: Any, failing: int = failing) -> Any:
             nonlocal lines

@@ -25,8 +25,10 @@ from eplb_service.demo.scoreboard import Scoreboard
 from eplb_service.demo.stage import DEVICE_TOKENS, Stage, device_text, model_sizes, perform
 from eplb_service.demo.summary import complaint
 
-_REQUESTS, _REQUEST_BYTES = 32, 96
-_WINDOW, _INTERVAL = 64, 32
+_REQUESTS = 32
+_REQUEST_BYTES = 96
+_WINDOW = 64
+_INTERVAL = 32
 _BALANCERS = {
     "engine's own EPLB": {"policy": "deepseek", "interval": _WINDOW},
     "eplb-service": {"policy": "flashlb", "interval": _INTERVAL},

@@ -17,7 +17,8 @@ from worker_agent.swap.lane import Lanes
 from worker_agent.swap.machine import StartTransfer
 from worker_agent.swap.transfer import ByteBudget, TransferWorker
 
-EXPERT_BYTES, SLOTS = 44_000_000, 4
+EXPERT_BYTES = 44_000_000
+SLOTS = 4
 """An expert of DeepSeek-V3 in W8A8, and as many of them in one layer's transfer."""
 MODEL_BYTES = 4_000_000
 """Bytes that the model exchanges in a step, both ways."""
@@ -62,7 +63,9 @@ def beside_transfers(steps: int) -> dict[str, object]:
     for number, share in enumerate(SHARES):
         lanes = Lanes(group, "gloo", torch.device("cpu"), timedelta(seconds=60))
         worker = TransferWorker(lanes, AgentSettings(), ByteBudget(None, share=share))
-        seconds, layers, began = [], 0, time.perf_counter()
+        seconds = []
+        layers = 0
+        began = time.perf_counter()
         worker.start(StartTransfer(update, 1, number), layer)
         for _ in range(steps * _LONGER):
             seconds.append(_timed(exchange))

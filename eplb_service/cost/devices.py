@@ -144,7 +144,8 @@ def _scaled(gpu: str, bytes_per_expert: int, operations: float, model: str = "")
     device = gpu.lower()
     if device in _PEAKS:
         gigabytes, tera_operations = _PEAKS[device]
-        floor, launch = _NPU_FLOOR_US, 0.0
+        floor = _NPU_FLOOR_US
+        launch = 0.0
         read = _MEASURED.bytes_per_expert / (gigabytes * 1e3 * _MEMORY_SHARE)
         slope = 2 * _MEASURED.bytes_per_expert / (tera_operations * 1e6 * _COMPUTE_SHARE)
         source = (

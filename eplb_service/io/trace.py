@@ -171,23 +171,7 @@ class ArrayTrace(Trace):
         return self.heat_TLE.shape
 
     def heat(self, first: int, last: int) -> Counts:
-        """Return the heat of some steps, checked.
-
-        Parameters
-        ----------
-        first, last
-            First step, and the first step after the last.
-
-        Returns
-        -------
-        Counts
-            Tokens by logical expert, ``[t, L, E]``.
-
-        Raises
-        ------
-        HeatError
-            Naming the step that cannot be heat.
-        """
+        """Return the heat of some steps, as ``Trace.heat`` does."""
         return checked_slice(self.heat_TLE[first:last], first)
 
     def tokens(self, first: int, last: int) -> Int64 | None:

@@ -80,7 +80,8 @@ class Column:
             self._key = (separator or "/").join(["c", *indices])
         else:
             self._key = (separator or ".").join(indices)
-        grid, named = document["chunk_grid"]["name"], encoding["name"] in ("default", "v2")
+        grid = document["chunk_grid"]["name"]
+        named = encoding["name"] in ("default", "v2")
         if (
             grid != "regular"
             or not named
@@ -142,12 +143,14 @@ class Column:
 
     def write(self, first: int, rows: Array) -> None:
         """Write rows from row ``first`` on, as the last ones; raises ``HeatError``, ``OSError`` or ``OutputError``."""
-        steps, last = self._chunks[0], first + len(rows)
+        steps = self._chunks[0]
+        last = first + len(rows)
         for begin in range(first - first % steps, last, steps):
             chunk = np.zeros(self._chunks, self._dtype)
             if begin < first:
                 chunk[: first - begin] = self._chunk(begin // steps)[: first - begin]
-            low, high = max(first, begin), min(last, begin + steps)
+            low = max(first, begin)
+            high = min(last, begin + steps)
             chunk[low - begin : high - begin] = rows[low - first : high - first]
             path = self._path / self._key.format(begin // steps)
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -162,7 +165,8 @@ class Column:
         check_fits_memory((last - first) * math.prod(self.tail) * self._dtype.itemsize)
         rows = np.empty((last - first, *self.tail), self._dtype)
         for begin in range(first - first % steps, last, steps):
-            low, high = max(first, begin), min(last, begin + steps)
+            low = max(first, begin)
+            high = min(last, begin + steps)
             rows[low - first : high - first] = self._chunk(begin // steps)[low - begin : high - begin]
         return rows
 

@@ -290,7 +290,8 @@ class _Judge:
         if not (self.asked.search.warm and self.asked.settings.policy == "flashlb"):
             return None
         first = par_T.size // 2 if math.isfinite(answer.half_life) else 0
-        seen, planned = float(mean_par(self.par_TL[first:, layer])), float(mean_par(par_T[first:]))
+        seen = float(mean_par(self.par_TL[first:, layer]))
+        planned = float(mean_par(par_T[first:]))
         return (seen, planned) if planned >= seen else None
 
     def pays_in_time(self, layer: int, moves: int, us: float) -> bool:
@@ -358,7 +359,9 @@ def _reading_layers(asked: Question) -> npt.NDArray[np.bool_]:
 
     No expert has more tokens in a step than take as long as one, but for a few steps. None if a cost curve is known.
     """
-    window, settings, topology = asked.window, asked.settings, asked.topology
+    window = asked.window
+    settings = asked.settings
+    topology = asked.topology
     knee = None
     if settings.cost_curve is None and settings.estimate_device and asked.search.warm:
         knee = knee_tokens(topology.device, topology.bytes_per_expert)

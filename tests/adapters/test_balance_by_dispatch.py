@@ -23,7 +23,10 @@ from worker_agent.adapters.vllm.host import _MAX_ENTRIES
 from worker_agent.adapters.vllm_ascend.host import may_gather
 
 TRACE = Path(__file__).parents[2] / "docs" / "tutorial" / "trace.zarr"
-RANKS, SLOTS, WINDOW, SCORED = 8, 5, 128, 64
+RANKS = 8
+SLOTS = 5
+WINDOW = 128
+SCORED = 64
 REDUNDANT = RANKS * SLOTS - 32
 VLLM_ENTRIES = min(REDUNDANT + 1, _MAX_ENTRIES)
 
@@ -78,7 +81,8 @@ def planned(heat_TLE, placement, tables_RLE, settings, group):
 def test_the_agent_balances_at_least_as_well_as_the_engine_spreads(name):
     _, width, by_row, group = DISPATCHES[name]
     trace = open_trace(TRACE)
-    window_TLE, next_TLE = trace.heat(0, WINDOW), trace.heat(WINDOW, WINDOW + SCORED)
+    window_TLE = trace.heat(0, WINDOW)
+    next_TLE = trace.heat(WINDOW, WINDOW + SCORED)
     first = first_placement(trace.experts, trace.layers)
     group_R = np.arange(RANKS) // group * group
     start_RLE = first.default_log2phy(width)[group_R]

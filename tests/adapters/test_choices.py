@@ -12,7 +12,9 @@ from tests.moe.torch_npu.native import Launched
 from worker_agent.adapters.vllm_ascend import choices
 from worker_agent.adapters.vllm_ascend.choices import ChoiceCounter
 
-LAYERS, EXPERTS, TOP_K = 4, 6, 2
+LAYERS = 4
+EXPERTS = 6
+TOP_K = 2
 CPU = torch.device("cpu")
 
 CALLS = st.lists(
@@ -33,7 +35,8 @@ def test_counts_are_those_of_a_plain_reading(buffered: int, calls: list, seed: i
     before, choices.MAX_BUFFERED = choices.MAX_BUFFERED, buffered
     try:
         counter = ChoiceCounter(LAYERS, EXPERTS, CPU)
-        expected_LE, layer = np.zeros((LAYERS, EXPERTS), dtype=int), 0
+        expected_LE = np.zeros((LAYERS, EXPERTS), dtype=int)
+        layer = 0
         shared_T = torch.from_numpy(random.random(8) < 0.5)
         for which, tokens, masked, then in calls:
             layer = (layer + 1) % LAYERS if which == "next" else which

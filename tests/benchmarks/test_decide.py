@@ -50,7 +50,8 @@ def test_untuned_heat_keeps_its_tokens_and_moves() -> None:
     assert [course.name for course in courses] == [f"{kind} (untuned)" for kind in UNTUNED]
     for course in courses:
         assert (course.heat_TLE.sum(axis=2) == 4096 * 8).all()
-        first_E, last_E = course.heat_TLE[:64, 0].sum(axis=0), course.heat_TLE[-64:, 0].sum(axis=0)
+        first_E = course.heat_TLE[:64, 0].sum(axis=0)
+        last_E = course.heat_TLE[-64:, 0].sum(axis=0)
         assert np.corrcoef(first_E, last_E)[0, 1] < 0.9
 
 

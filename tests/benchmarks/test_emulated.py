@@ -14,7 +14,8 @@ from tests.demo.test_score import _board as scored_board
 
 def test_the_agents_time_counts_for_the_balanced_model_alone() -> None:
     board = scored_board()
-    live, still = _figures(board, "live"), _figures(board, "still")
+    live = _figures(board, "live")
+    still = _figures(board, "still")
     assert live["mean_ms"] == pytest.approx(6.0 + 0.6)
     assert live["agent_ms"] == pytest.approx(0.6)
     assert still["mean_ms"] == pytest.approx(10.0)

@@ -65,7 +65,8 @@ def test_the_first_example_balances(capsys):
 @pytest.mark.parametrize("command", ["solve", "advise", "replay", "sweep", "bench"])
 def test_every_command_finds_the_policy_of_an_installed_package(command, tmp_path, monkeypatch, capsys):
     page = ROOT / "docs/reference/api.md"
-    toml, source = blocks(page, "toml")[0], blocks(page, "python")[0]
+    toml = blocks(page, "toml")[0]
+    source = blocks(page, "python")[0]
     assert toml.startswith('[project.entry-points."eplb.policies"]\n')
     entry = toml.splitlines()[1].replace('"', "")
     package = tmp_path / "my_policies-0.1.dist-info"

@@ -32,7 +32,8 @@ STATES = {"works", "slower", "not tried", "refused"}
 
 def rows() -> dict[tuple[str, str, str], str]:
     """State of each row by engine, kind and use."""
-    found, engine = {}, ""
+    found = {}
+    engine = ""
     for line in (ROOT / "docs/forfeits.md").read_text().splitlines():
         if line.startswith("## "):
             engine = line[3:]

@@ -124,7 +124,8 @@ def test_a_crash_loses_at_most_the_last_batch(tmp_path):
 @pytest.mark.parametrize("nth", range(1, 12))
 def test_a_crash_at_any_write_of_a_batch_leaves_what_was_there(tmp_path, monkeypatch, nth):
     path = record(tmp_path / "a.zarr", steps=100)
-    calls, write = iter(range(1, 100)), zarr_column.write_atomically
+    calls = iter(range(1, 100))
+    write = zarr_column.write_atomically
 
     def dying(*arguments, **options):
         if next(calls) == nth:

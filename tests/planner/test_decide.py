@@ -235,16 +235,22 @@ def test_experts_that_are_bound_to_their_ranks_stay_there(
 
 
 def test_drift_is_followed_although_promises_exceed_what_is_seen() -> None:
-    look_back, interval, decisions = 128, 24, 12
+    look_back = 128
+    interval = 24
+    decisions = 12
     heat_TLE = generate("drift", 2, 256, look_back + decisions * interval, seed=1)
     placement = Placement.linear(2, 256, 32, 9)
     serving = Serving(placement, placement.default_log2phy())
-    settings, verdicts, realised, courses = PlannerSettings(threads=1), [], [], ()
+    settings = PlannerSettings(threads=1)
+    verdicts = []
+    realised = []
+    courses = ()
     for begin in range(0, decisions * interval, interval):
         window = Window(heat_TLE[begin : begin + look_back].copy())
         deployed = serving.placement, serving.log2phy_RLE
         made = plan(window, *deployed, Topology.flat(32), settings, float(interval), courses=courses)
-        serving, courses = serving.changed_by(made), made.courses
+        serving = serving.changed_by(made)
+        courses = made.courses
         verdicts += made.verdicts if begin else ()
         next_TLE = heat_TLE[begin + look_back : begin + look_back + interval].copy()
         realised.append(serving.par_of_steps(Window(next_TLE), settings.split).mean())

@@ -17,7 +17,10 @@ from eplb_service.planner.plan import Plan
 from eplb_service.planner.settings import PlannerSettings
 from eplb_service.planner.topology import Topology
 
-LAYERS, EXPERTS, RANKS, SLOTS = 2, 16, 4, 5
+LAYERS = 2
+EXPERTS = 16
+RANKS = 4
+SLOTS = 5
 EXPERT_BYTES = 3 * 7168 * 2048
 
 

@@ -142,7 +142,8 @@ def served(heat_TLE, slots, window):
     """PAR of whole tokens on each window, placed by the window before it; scored apart from the planner."""
     pars = []
     for first in range(0, len(heat_TLE) - 2 * window + 1, window):
-        seen_TLE, next_TLE = heat_TLE[first : first + window], heat_TLE[first + window : first + 2 * window]
+        seen_TLE = heat_TLE[first : first + window]
+        next_TLE = heat_TLE[first + window : first + 2 * window]
         pars.append(realised_par(next_TLE, slots, solve(seen_TLE, 8, slots, threads=1).log2phy).mean())
     return np.mean(pars)
 

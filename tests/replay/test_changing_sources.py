@@ -14,7 +14,10 @@ from eplb_service.replay.jobs import jobs_for, scene_for
 from eplb_service.replay.loop import run
 from eplb_service.replay.policy import Setup
 
-RANKS, LAYERS, EXPERTS, STEPS = 8, 2, 32, 320
+RANKS = 8
+LAYERS = 2
+EXPERTS = 32
+STEPS = 320
 
 
 def prompts_on_other_ranks(seed: int) -> ArrayTrace:

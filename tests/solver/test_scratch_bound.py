@@ -19,7 +19,10 @@ from eplb_service.solver import layer as layer_module
 
 @pytest.mark.parametrize("kind", ["drift", "bursty"])
 def test_few_layers_are_searched_from_scratch_in_vain(kind: str) -> None:
-    layers, look_back, interval, decisions = 4, 128, 24, 6
+    layers = 4
+    look_back = 128
+    interval = 24
+    decisions = 6
     heat_TLE = generate(kind, layers, 256, look_back + decisions * interval, 1)
     placement = Placement.linear(layers, 256, 32, 9)
     serving = Serving(placement, placement.default_log2phy())

@@ -110,7 +110,8 @@ class World(State):
     def _call(self, rank: int, number: int) -> None:
         """The service calls a plan off, and the rank hears of it, whether or not it holds that plan."""
         self.faults = self.faults._replace(calls=self.faults.calls - 1)
-        machine, plan = self.machines[rank], self.scenario.plans[number]
+        machine = self.machines[rank]
+        plan = self.scenario.plans[number]
         called, actions = machine.call_off(plan.plan_id)
         check_called(machine, called, plan)
         self._act(rank, (called, actions))

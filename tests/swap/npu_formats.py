@@ -18,7 +18,8 @@ from worker_agent.adapters.vllm_ascend import weights as weights_module
 from worker_agent.swap import lane as lane_module
 from worker_agent.swap.lane import Lane, Lanes, Parcel, _DeviceLane, _HostLane
 
-ND, NZ = 2, 29
+ND = 2
+NZ = 29
 _TAGS: dict[int, int] = {}
 """Format by the address of a storage; others are ND."""
 _PADDING = 64

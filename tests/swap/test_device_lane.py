@@ -120,7 +120,8 @@ def test_memory_that_a_device_may_still_write_to_is_never_given_back(aborts, mon
 class OneLane:
     """The lanes of rank 0, all the same one."""
 
-    rank, device = 0, HERE
+    rank = 0
+    device = HERE
 
     def __init__(self, log: list[str], lane: _DeviceLane) -> None:
         self._log, self._lane = log, lane

@@ -20,9 +20,11 @@ from worker_agent.swap.group import AgentGroup
 from worker_agent.swap.lane import MAX_LOST_LANES, Deadline, Lanes, Parcel, _DeviceLane
 from worker_agent.swap.transfer import ByteBudget, TransferWorker
 
-HIDDEN, INTERMEDIATE = 7168, 2048
+HIDDEN = 7168
+INTERMEDIATE = 2048
 """DeepSeek-V3's experts, W8A8: 44 MB each, the larger tensor of seven messages."""
-W13, W2 = (HIDDEN, 2 * INTERMEDIATE), (INTERMEDIATE, HIDDEN)
+W13 = (HIDDEN, 2 * INTERMEDIATE)
+W2 = (INTERMEDIATE, HIDDEN)
 MOVES = [(0, 0, 1, 1, 0), (1, 0, 0, 1, 1)]
 
 
@@ -51,7 +53,8 @@ def moved(backend: str) -> dict[str, Any]:
     lanes.open_first()
     layer = QuantisedLayer(group.rank)
     theirs = QuantisedLayer(1 - group.rank).expert_weights()
-    meetings, lane = [], lanes.lane(0)
+    meetings = []
+    lane = lanes.lane(0)
     host = lane._handshake if isinstance(lane, _DeviceLane) else lane
     meet = host.meet
     host.meet = lambda *arguments: (meetings.append(1), meet(*arguments))

@@ -38,10 +38,12 @@ def test_one_other_entry_is_found_within_a_round(table: str, layer: int, width: 
 
 def test_all_layers_of_a_large_model_are_compared_within_256_passes() -> None:
     placement = Placement.linear(58, 6, 2, 4)
-    tables_LE, maps_LE = placement.default_log2phy(1)[RANK], placement.expert_map(RANK)
+    tables_LE = placement.default_log2phy(1)[RANK]
+    maps_LE = placement.expert_map(RANK)
     pairs = [map(torch.tensor, one) for one in zip(maps_LE, tables_LE, strict=True)]
     layers = [SimpleNamespace(expert_map=map_E, log2phy=table_E) for map_E, table_E in pairs]
-    check, installed = TableCheck(layers), Installed.first(RANK, placement, tables_LE)
+    check = TableCheck(layers)
+    installed = Installed.first(RANK, placement, tables_LE)
     layers[0].log2phy[4] += 1  # whose turn comes last
     found = [check.at_boundary(step, installed) for step in range(257)]
     assert any(found)

@@ -127,7 +127,8 @@ def reported(tries: dict[str, Future[list[str]]], began: float) -> list[str]:
     names = {future: name for name, future in tries.items()}
     failed = []
     for future in as_completed(names):
-        name, after = names[future], f"{time.monotonic() - began:.0f} s"
+        name = names[future]
+        after = f"{time.monotonic() - began:.0f} s"
         try:
             print(f"ok      {name}: {', '.join(future.result())} ({after})", flush=True)
         except FailedError as failure:

@@ -99,7 +99,8 @@ class _HostLane:
 
         At another size gloo would end the process, and a device would wait for bytes that never come.
         """
-        works, heard = [], dict[int, torch.Tensor]()
+        works = []
+        heard = dict[int, torch.Tensor]()
         sent = []  # gloo reads it until the work is done
         for peer in sorted({parcel.peer for parcel in (*outgoing, *incoming)}):
             heard[peer] = torch.zeros(2, dtype=torch.int64)
@@ -116,7 +117,8 @@ class _HostLane:
         self._group = None
 
     def _exchange_piece(self, outgoing: Parcel | None, incoming: Parcel | None, deadline: Deadline) -> None:
-        works, arriving = [], None
+        works = []
+        arriving = None
         if incoming is not None:
             in_place = incoming.data.device.type == "cpu" and incoming.data.dtype == torch.uint8
             arriving = incoming.data if in_place else torch.empty(incoming.data.nbytes, dtype=torch.uint8)

@@ -307,7 +307,8 @@ class _Carrier:
 
         Raises ``ValueError`` if an expert came out different.
         """
-        sent, reported = list(outgoing), list(incoming)
+        sent = list(outgoing)
+        reported = list(incoming)
         if verify and outgoing:
             sent.append(_checksum_of(outgoing))
         if verify and incoming:
@@ -332,7 +333,8 @@ class _Carrier:
             size = max(parcel.data.nbytes for parcel in pair if parcel is not None)
             if held and held + size > self._budget.batch_bytes:
                 yield parts
-                parts, held = ([], []), 0
+                parts = ([], [])
+                held = 0
             held += size
             for part, parcel in zip(parts, pair, strict=True):
                 if parcel is not None:
@@ -360,7 +362,8 @@ def _checksum_of(parcels: Sequence[Parcel]) -> Parcel:
 
 def _compare(staged: Sequence[Parcel], reported: Parcel) -> int:
     """Return the sender's checksum; raises ``ValueError`` if what is staged has another."""
-    sent, found = int(reported.data), checksum([parcel.data for parcel in staged])
+    sent = int(reported.data)
+    found = checksum([parcel.data for parcel in staged])
     if found != sent:
         raise ValueError(
             f"expert {reported.expert} from rank {reported.peer} has the checksum {found:#010x}, "

@@ -151,7 +151,8 @@ class Decisions:
             pace = self.pace.serving(self.promise)
             return replace(self, pace=pace, promise=None, planned=None, replaced_at=self.pace.seen)
         # What serves then was never decided on: nothing is expected of it before the next decision.
-        pace, forecasts = replace(self.pace, expected=None), replace(self.forecasts, gain=None)
+        pace = replace(self.pace, expected=None)
+        forecasts = replace(self.forecasts, gain=None)
         return replace(
             self, pace=pace, promise=None, planned=None, before=None, forecasts=forecasts, courses=()
         )

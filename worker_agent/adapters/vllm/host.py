@@ -120,7 +120,8 @@ class VllmHost(EngineHost):
 
     def _start_tables(self) -> list[EngineLayer]:
         """Write the replicas of the placement that vLLM starts with into its tables, as far as tokens may go there."""
-        model, entries = self._model, self._entries
+        model = self._model
+        entries = self._entries
         table_LED = with_entries(self._first.default_log2phy(entries)[self._tokens.first], 2)
         model.logical_to_physical_map[:, :, :entries].copy_(torch.from_numpy(table_LED.astype(np.int64)))
         self._write_counts(table_LED)
@@ -154,8 +155,10 @@ class VllmHost(EngineHost):
 
         Each rank routes a batch of all experts twice: a router that drew at random would differ from itself.
         """
-        model, router = self._model, self._model.model.moe_layers[0].router
-        device, experts = model.expert_load_pass.device, self._first.experts
+        model = self._model
+        router = self._model.model.moe_layers[0].router
+        device = model.expert_load_pass.device
+        experts = self._first.experts
         rows_TK = (torch.arange(_PROBED_ROWS)[:, None] * 7 + torch.arange(2)) % experts
         table_ED = self._table(0).cpu()
         places = []

@@ -109,7 +109,8 @@ class ChoiceCounter:
 
     def _add_up(self) -> None:
         """Add the rows that wait: one operator for all of them."""
-        first, rows = self._first, self._next - self._first
+        first = self._first
+        rows = self._next - self._first
         self._first = self._next
         if rows:
             choices = self._weights_1C.shape[1]

@@ -189,7 +189,8 @@ class AscendHost(EngineHost):
         )
         self.heat.clear()
         maps_LE = torch.from_numpy(placement.expert_map(rank)).to(layers[0].log2phy.device)
-        allowed, release = AgentSettings().quantised_experts, release_of(__version__, KNOWN)
+        allowed = AgentSettings().quantised_experts
+        release = release_of(__version__, KNOWN)
         seen = [
             AscendLayer(
                 layer.log2phy,

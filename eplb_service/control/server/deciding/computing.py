@@ -200,7 +200,8 @@ def decide(inputs: DecisionInputs) -> tuple[Plan, Outlook, float]:
     settings = inputs.settings
     if settings.fitted_curve and settings.cost_curve is None:
         settings = replace(settings, cost_curve=inputs.decisions.fitted)
-    seen, live = weigh(inputs), inputs.live
+    seen = weigh(inputs)
+    live = inputs.live
     if seen.too_recent:
         return Plan((), ()), seen, time.perf_counter() - started
     window, paid = inputs.looked_at, _paid(inputs)
@@ -233,7 +234,9 @@ def decide(inputs: DecisionInputs) -> tuple[Plan, Outlook, float]:
 def weigh(inputs: DecisionInputs) -> Outlook:
     """Return what heat says of the last alarm, and of changes that raised none, without a promise."""
     taken = time.process_time()
-    before, pace, change_at = inputs.decisions.pace, inputs.pace, None
+    before = inputs.decisions.pace
+    pace = inputs.pace
+    change_at = None
     if before is not None and pace is not None and pace is not before and pace.alarm is not None:
         change_at = pace.changed_at if pace.changed_at > before.changed_at else None
     return Outlook(

@@ -276,7 +276,9 @@ class Decider:
             self._weighing[deployment.name] = asyncio.create_task(self._weigh(deployment))
 
     async def _weigh(self, deployment: Deployment) -> None:
-        name, plan, inputs = deployment.name, deployment.plan, DecisionInputs.of(deployment, self._settings)
+        name = deployment.name
+        plan = deployment.plan
+        inputs = DecisionInputs.of(deployment, self._settings)
         if plan is None or inputs is None:
             return
         try:
