@@ -149,9 +149,10 @@ class HeatRings:
 
 
 def entry_periods(table_ED: Int32) -> npt.NDArray[np.int64]:
-    """Return after how many entries each expert's row of a dealing table ``[E, D]`` repeats itself, int64 ``[E]``.
+    """Return the period of each expert's row in a dealing table ``[E, D]``, int64 ``[E]``.
 
-    A host that picks an entry by a token's row spreads tokens evenly over so many, however many more there are.
+    A host that picks entries by a token's row spreads tokens evenly over the entries that it reads. It must therefore
+    read exactly one period.
     """
     width = table_ED.shape[1]
     period_E = np.full(len(table_ED), width, dtype=np.int64)
@@ -165,8 +166,8 @@ class EngineLayer:
     """A ``LiveLayer`` over an engine's own tensors.
 
     ``log2phy`` is the table that the engine's router reads, ``expert_map`` the agent's own: engines read theirs by
-    physical id, whose owner never changes. ``index`` is the layer's place in the rings. With ``entry_by_row`` the
-    engine picks an entry of a table by a token's row in the batch.
+    physical id, whose owner never changes. ``index`` is the layer's place in the rings. If ``entry_by_row``
+    is True, the engine picks a table entry by the token's row in the batch.
     """
 
     def __init__(
@@ -278,12 +279,12 @@ class EngineHost:
         self.agent.resume()
 
     def _remember(self) -> None:
-        """Keep on the host the state that exists only on the device."""
+        """Copy to the host the state that exists only on the device."""
         for rings in {id(layer.rings): layer.rings for layer in self._layers}.values():
             rings.remember()
 
     def _bring_back(self) -> None:
-        """Write all tables and counts in place: engines may discard memory while they sleep."""
+        """Rewrite all tables and counts in place, because engines may discard device memory while they sleep."""
         if not self._layers:
             return
         installed = self.agent.installed
@@ -304,7 +305,7 @@ class EngineHost:
 
 
 def _try_experts(layers: Sequence[EngineLayer], computes: Sequence[Compute | None]) -> None:
-    """Refuse layers whose outputs depend on the slots of experts; log the layers that cannot be tried."""
+    """Reject layers whose outputs depend on the slots of experts, and log the layers that cannot be tested."""
     untried = []
     for index, (layer, compute) in enumerate(zip(layers, computes, strict=False)):
         reason = "the engine has no computation that runs alone"
