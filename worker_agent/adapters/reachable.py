@@ -25,7 +25,7 @@ _LEAVES = (
     *(types.ModuleType, types.CodeType, types.BuiltinFunctionType, types.GeneratorType),
     *(torch.dtype, torch.device, torch.Size, torch.Generator),
 )
-"""Values that hold no tensors, or only tensors of the whole process."""
+"""Types whose values hold no tensors, or only tensors that the whole process shares."""
 
 _LONGEST_RECORD = 4
 """Tuples up to this length are taken for records of unlike values, not for one value per expert."""
@@ -125,7 +125,7 @@ class Search:
         self._queue.append((Found(path, child, group, parent.member), depth + 1))
 
     def _enqueue_parts(self, parent: Found, value: Any, depth: int) -> None:
-        """Enqueue numbered children; if there is one per part, they are members of one group."""
+        """Enqueue numbered children. If there is one child per part, they become members of one group."""
         for pattern, children in _numbered(value).items():
             is_group = parent.group is None and self._are_parts(value, pattern, children)
             for number, (name, child) in children.items():
