@@ -16,7 +16,7 @@ def local_experts(experts: Any, slots: int, device: torch.device) -> Compute | N
     """Return the computation of ``experts``, SGLang's ``FusedMoE``, or ``None`` if it cannot run alone.
 
     It is the quantisation method's ``apply`` on the output of the standard dispatcher: tokens and the local slots
-    that they are for. Other dispatchers use their own formats of tokens.
+    that they are for. Other dispatchers pass tokens in their own formats.
     """
     apply = getattr(getattr(experts, "quant_method", None), "apply", None)
     hidden = getattr(experts, "hidden_size", None)
