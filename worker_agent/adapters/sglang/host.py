@@ -288,9 +288,9 @@ class _LocationTables:
         return table
 
     def follow(self, index: int, phy2log_RS: Int32, log2phy_E: Int32) -> None:
-        """Keep SGLang's view of the placement true for a layer that has just switched; its table is the agent's.
+        """Update SGLang's view of the placement for a layer that has just switched; the agent owns its dispatch table.
 
-        Of a dealing table SGLang reads the entries that differ, so that they get the same part of the tokens.
+        SGLang reads one period of each row of a dealing table, so that its entries get equal shares of the tokens.
         """
         metadata, row = self._metadata, self._rows[index]
         held_P = torch.from_numpy(phy2log_RS.reshape(-1).astype(np.int64))
