@@ -49,7 +49,7 @@ def move_and_back(layer: LiveLayer) -> None:
             if not all(torch.equal(bytes_of(sent), bytes_of(there)) for sent, there in pairs):
                 raise UnsupportedEngineError(
                     f"MoE layers whose tensor {kind} of an expert is not what was written to it",
-                    "Its experts share memory, or are not separate tensors",
+                    "Its experts share memory, or are not stored as separate tensors",
                     "Report this model and its quantisation",
                 )
 
@@ -58,9 +58,9 @@ def move_and_back(layer: LiveLayer) -> None:
 def exchange_and_compare(layer: LiveLayer, compute: Compute, name: str) -> str | None:
     """Exchange the layer's experts between its slots, compare the outputs of the same tokens, and exchange them back.
 
-    This finds what no search can: values that a kernel keeps in its own memory. Returns why the computation cannot
-    run alone, which proves nothing, or ``None``. Raises ``UnsupportedEngineError`` if an output follows the slot
-    instead of the expert.
+    This finds values that a kernel keeps in its own memory, which no search finds. Returns ``None``, or the reason why
+    the computation cannot run alone, in which case nothing is proved. Raises ``UnsupportedEngineError`` if an output
+    follows the slot instead of the expert.
     """
     slots = len(layer.expert_weights()[0])
     if slots < 2:
