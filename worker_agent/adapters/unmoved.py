@@ -34,7 +34,7 @@ _ONE_FOR_ALL = re.compile(
     r"|gemm1_(alpha|beta|clamp_limit)|per_token_global_scale"
 )
 """Paths of values that engines keep once for each expert although they are one for all: scales of inputs, and constants
-of the activation. They may stay if they are equal."""
+of the activation. They need not move if they are equal."""
 
 _SCRATCH = re.compile(r"workspace|scratch")
 _FACTOR = re.compile(r"scale|alpha|_gs\b|gscale|zero_point")
@@ -96,7 +96,7 @@ def refuse_unmoved(
 
 
 def refuse_unlike_ranks(facts: Facts, group: dist.ProcessGroup | None) -> None:
-    """Refuse values that are equal for all experts of a rank but differ between ranks. A collective over ``group``.
+    """Reject values that are equal for all experts of a rank but differ between ranks. A collective over ``group``.
 
     An expert that moves to another rank would be computed with that rank's value, for example a scale of inputs that
     each rank derived from its first experts. Raises ``UnsupportedEngineError`` on all ranks alike.
@@ -194,7 +194,7 @@ class _Examiner:
         return False
 
     def _is_one_for_all(self, tensor: torch.Tensor, axes: Sequence[int], path: str) -> bool:
-        """Return True if the parts are equal on purpose: two experts may have the same scale by chance."""
+        """Return True if the parts are equal by design; two experts may also have the same scale by chance."""
         is_meant = (
             tensor.dtype in _PLAIN_INTEGERS
             or bool(_ONE_FOR_ALL.search(path))
@@ -259,7 +259,7 @@ def _as_tensor(value: Any) -> torch.Tensor | None:
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:
-    """Return False for tensors without their own memory: wrappers of others, or not loaded."""
+    """Return False for tensors without their own memory: wrappers of other tensors, or tensors not yet loaded."""
     if tensor.device.type == "meta" or tensor.layout != torch.strided:
         return False
     try:
