@@ -51,7 +51,7 @@ def local_experts(experts: Any, slots: int, device: torch.device) -> Compute | N
 
 
 def _caller(apply: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a call of ``apply`` by name, with ``None`` for its other required arguments."""
+    """Return a wrapper that calls ``apply`` with named arguments and ``None`` for its other required ones."""
     parameters = inspect.signature(apply).parameters
 
     def call(**given: Any) -> Any:
@@ -67,7 +67,7 @@ def _caller(apply: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def _without_exchange(kernel: Any) -> Iterator[None]:
-    """Have ``kernel`` take its tokens as they are instead of exchanging them with other ranks."""
+    """Have ``kernel`` use its local tokens unchanged instead of exchanging tokens with other ranks."""
     exchange = getattr(kernel, "prepare_finalize", None)
     if exchange is None or type(exchange).__name__ == _LOCAL_CLASS:
         yield
