@@ -157,7 +157,7 @@ def _guard_weights() -> None:
 def _keep_tables(sleep: Callable[..., Any], worker: Any, *arguments: Any, **named: Any) -> Any:
     """Around ``sleep``: keep the tables of models that the agent does not balance, as a draft model's.
 
-    vLLM makes them in the memory that sleep level 2 discards, and saves only buffers of modules.
+    vLLM allocates them in memory that sleep level 2 discards, and saves only the buffers of modules.
     """
     host = _host_of(worker)
     if host is not None:
