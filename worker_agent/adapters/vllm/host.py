@@ -31,7 +31,7 @@ _NO_EXPERTS = frozenset(
 
 
 _MAX_ENTRIES = 16
-"""Of the tables of ranks that share tokens: an expert with more replicas uses so many of them."""
+"""Largest number of table entries per expert on ranks that share tokens. Further replicas get no tokens."""
 _PROBED_ROWS = 64
 
 _ALL_ROWS = 1 << 24
@@ -41,10 +41,12 @@ _ALL_ROWS = 1 << 24
 class VllmHost(EngineHost):
     """The agent of one rank and the model that it balances.
 
-    A layer's ``log2phy`` is a view of vLLM's ``logical_to_physical_map``. A rank with tokens of its own gets the first
-    column, with one replica per expert in vLLM's replica count: the router sends every choice there. Ranks that share
-    tokens get as many columns as an expert may have replicas, and the router picks one by a hash of the token's row,
-    the same on all of them. vLLM does not count tokens per slot; the service derives them from every rank's choices.
+    A layer's ``log2phy`` is a view of vLLM's ``logical_to_physical_map``. If each rank has its own tokens, the view is
+    the first column. vLLM's replica count is then one for every expert, so the router sends every choice there. If
+    ranks share tokens, the view has as many columns as an expert may have replicas. The router then picks a column by a
+    hash of the token's row, the same on all these ranks. vLLM does not count tokens per slot; the service derives these
+    counts from every rank's choices.
+
     Arguments are vLLM's ``EplbModelState``, its parallel configuration and its coordinator of the EP group.
     """
 
@@ -77,7 +79,7 @@ class VllmHost(EngineHost):
         self._start(start_layers, group.cpu_group, self._tokens.number, facts=facts, computes=computes)
 
     def _check_experts(self, experts_of_layers: list[Any], slots: int) -> Facts:
-        """Refuse layers with tensors that would stay behind when an expert moves; return what all experts share."""
+        """Reject layers with tensors that would stay behind when an expert moves; return values that all share."""
         model = self._model
         moved = [weight for of_layer in model.model.expert_weights for weight in of_layer]
         tables = [one for one in vars(model).values() if isinstance(one, torch.Tensor)]
@@ -91,8 +93,9 @@ class VllmHost(EngineHost):
     def _count_all_gathered(self) -> bool:
         """Have the routers count every token that the naive dispatcher has gathered; return False if they cannot.
 
-        From 0.25 on vLLM counts only the rows of this rank's real tokens. Rank 0's come first among the gathered
-        ones, so no rank would count the others'. Now rank 0 counts all, tokens that fill up a graph included.
+        Since 0.25, vLLM counts only as many rows as this rank has real tokens. Rank 0's tokens come first among the
+        gathered ones, so no rank would count those of the other ranks. This method makes rank 0 count all rows,
+        including the padding of a graph.
         """
         if not hasattr(self._model, "num_unpadded_tokens_tensors"):
             return True  # 0.23 and 0.24 count all rows
@@ -113,13 +116,13 @@ class VllmHost(EngineHost):
         return token_group(self._model.model.moe_layers, self._parallel, self._rank, self._ranks)
 
     def _most_replicas(self) -> int:
-        """Return the entries of tables with room for all replicas that an expert can have, as far as vLLM has room."""
+        """Return the table entries per expert: the most replicas that it can have, within the limits of the tables."""
         model = self._model
         redundant = self._first.ranks * self._first.slots - self._first.experts
         return min(redundant + 1, _MAX_ENTRIES, int(model.logical_to_physical_map.shape[2]))
 
     def _start_tables(self) -> list[EngineLayer]:
-        """Write the replicas of the placement that vLLM starts with into its tables, as far as tokens may go there."""
+        """Write the replicas of vLLM's first placement that may get this rank's tokens into vLLM's tables."""
         model = self._model
         entries = self._entries
         table_LED = with_entries(self._first.default_log2phy(entries)[self._tokens.first], 2)
@@ -145,15 +148,15 @@ class VllmHost(EngineHost):
         return table_ED if self._entries > 1 else table_ED[:, 0]
 
     def _write_counts(self, table_LED: Int32, layers: slice = slice(None)) -> None:
-        """Have the router hash over the entries that differ: so its replicas get the same part of the tokens."""
+        """Have the router hash over one period of each expert's row, so that entries get equal shares of the tokens."""
         count_LE = torch.from_numpy(np.stack([entry_periods(table_ED) for table_ED in table_LED]))
         held_LE = self._model.logical_replica_count[layers]
         held_LE.copy_(on_host(count_LE, held_LE.device), non_blocking=True)
 
     def _check_choices(self, group: dist.ProcessGroup) -> None:
-        """Refuse routers that pick different replicas for the same tokens on two ranks. A collective over ``group``.
+        """Reject routers that pick different replicas for the same tokens on two ranks. A collective over ``group``.
 
-        Each rank routes a batch of all experts twice: a router that drew at random would differ from itself.
+        Each rank routes the same batch, with all experts, twice. A router that picks at random gives two results.
         """
         model = self._model
         router = self._model.model.moe_layers[0].router
@@ -164,7 +167,7 @@ class VllmHost(EngineHost):
         places = []
         for _ in range(2):
             chosen_TK = router._apply_eplb_mapping(rows_TK.to(torch.int32).to(device)).cpu()
-            # Token groups have different tables: the place in its row is what they have in common.
+            # Token groups have different tables, so only positions in a row can be compared across ranks.
             places.append((table_ED[rows_TK] == chosen_TK[..., None]).int().argmax(dim=-1).tolist())
         model.expert_load_pass.zero_()
         everyone: list[Any] = [None] * self._ranks
