@@ -1,26 +1,29 @@
-"""Choices by logical expert of all layers of a forward pass, counted with one operator per layer."""
+"""Count the choices of each logical expert in all layers of a forward pass, with one operator per layer."""
 
 from __future__ import annotations
 
 import torch
 
 MAX_BUFFERED = 1 << 15
-"""Choices of a layer beyond which they are counted at once: such a step is long, and a buffer would take megabytes."""
+"""Largest number of a layer's choices to buffer.
+
+More choices are counted at once: their step is long anyway, and a buffer for them would take megabytes.
+"""
 
 
 class ChoiceCounter:
     """Counts the experts that a rank's tokens choose, in a pass that a graph may capture.
 
-    Each layer copies its choices into a row of one buffer. One operator adds up the rows of all layers once the last
-    has run, or the run of layers ends in another way. All memory is allocated once, so that a captured graph writes
-    where the agent reads.
+    Each layer copies its choices into a row of one buffer. One operator adds the rows of consecutive layers to the
+    counts, after the last layer or if the sequence breaks off. Memory is never freed, so a captured graph can always
+    write to it, and the counts never move, so the agent reads what a graph writes.
 
     Parameters
     ----------
     layers, experts
         L and E.
     device
-        Where the choices are.
+        Device that holds the choices.
 
     Examples
     --------
@@ -37,11 +40,11 @@ class ChoiceCounter:
         self._ones_1C = torch.zeros((1, 0), dtype=torch.int32, device=device)
         self._active_1C = torch.zeros((1, 0), dtype=torch.int32, device=device)
         self._outgrown: list[torch.Tensor] = []
-        """Captured graphs still write to these."""
+        """Buffers replaced by larger ones. They are kept because captured graphs still write to them."""
         self._first = self._next = 0
-        """The layers whose rows wait to be added up: from the first to before the next."""
+        """Range of the layers whose rows are buffered but not yet counted; ``_next`` is excluded."""
         self._kind: tuple[object, ...] = ()
-        """Shape of their choices, and the mask of their tokens."""
+        """Shape of the buffered choices, and identity of their token mask."""
         self._weights_1C = self._ones_1C
 
     @property
@@ -88,7 +91,7 @@ class ChoiceCounter:
         self._chosen_LE.zero_()
 
     def _weigh(self, ids_TK: torch.Tensor, active_T: torch.Tensor | None) -> None:
-        """Hold one for each choice of these tokens, or zero for padding, in memory that is large enough."""
+        """Set the weight of each choice, 1 or 0 for padding, and grow the buffers if needed."""
         choices = ids_TK.numel()
         if self._ids_LC.shape[1] < choices <= MAX_BUFFERED:
             self._outgrown.append(self._ids_LC)
@@ -108,7 +111,7 @@ class ChoiceCounter:
         self._weights_1C.view(ids_TK.shape).copy_(active_T.reshape(-1, 1))
 
     def _add_up(self) -> None:
-        """Add the rows that wait: one operator for all of them."""
+        """Add the buffered rows to the counts with one operator."""
         first = self._first
         rows = self._next - self._first
         self._first = self._next
@@ -119,10 +122,10 @@ class ChoiceCounter:
 
 
 def _same_memory(mask_T: torch.Tensor | None) -> tuple[object, ...]:
-    """Return what identifies the memory of a mask: equal for two views of the same memory."""
+    """Return a key for the memory of a mask, equal for two identical views of the same memory."""
     return () if mask_T is None else (mask_T.data_ptr(), mask_T.shape, mask_T.stride())
 
 
 def _rounded_up(choices: int) -> int:
-    """Return the next power of two: memory that is outgrown step by step stays below what is in use."""
+    """Return the next power of two, so that all outgrown buffers together are smaller than the one in use."""
     return 1 << (choices - 1).bit_length()
