@@ -107,7 +107,7 @@ class _HostHeat:
 
     @property
     def chosen_LE(self) -> torch.Tensor:
-        """Choices of the pass by logical expert, int32 ``[L, E]``."""
+        """Number of choices of each logical expert in this pass, int32 ``[L, E]``."""
         return self._choices.chosen_LE
 
     def _check_gathering(self) -> None:
@@ -232,9 +232,9 @@ class AscendHost(EngineHost):
 
 
 def may_gather(device: str, placement: Placement) -> bool:
-    """Return whether a step on such a ``device`` may gather the tokens of all ranks, which then need one table.
+    """Return True if a step on ``device`` may gather the tokens of all ranks, which then need the same table.
 
-    With redundant experts the adapter refuses such steps, so every rank routes tokens of its own.
+    The adapter rejects such steps if there are redundant experts. Every rank then routes only its own tokens.
     """
     return device in _GATHERING_DEVICES and not _has_redundant(placement)
 
