@@ -68,9 +68,10 @@ def refuse_settings(eplb_config: Any) -> None:
 
 
 def refuse_gathering(vllm_config: Any, redundant: int) -> None:
-    """Refuse redundant experts where the host's largest step would gather tokens, by the host's own choice.
+    """Reject redundant experts if the host would choose to gather tokens in its largest step.
 
-    Called before the model is loaded; the host would only notice in its profile run. Release 0.18 has no such choice.
+    The check runs before the model is loaded, because the host itself would fail only in its profile run. Release 0.18
+    has no such choice.
     """
     if not redundant:
         return
@@ -85,7 +86,7 @@ def refuse_gathering(vllm_config: Any, redundant: int) -> None:
             (
                 chosen is not None and chosen.name == "ALLGATHER",
                 f"all-gather dispatch of steps of up to {tokens} tokens with {redundant} redundant experts",
-                "vLLM-Ascend looks physical ids up in a map of logical experts there",
+                "vLLM-Ascend then looks up physical ids in a map of logical experts",
                 "On A2 use at least 16 ranks with at most 24 experts each, set --max-num-batched-tokens to at most 512 "
                 "for each tensor-parallel rank, and enable_prefill_mc2 in --additional-config; or set "
                 "num_redundant_experts to 0",
