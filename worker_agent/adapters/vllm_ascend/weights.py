@@ -37,8 +37,8 @@ def expert_weights(
     """Return the weights that the host's kernels read, by kind; of each, local slot ``s`` is at index ``s``.
 
     ``layer`` is an ``AscendFusedMoE`` whose weights have been processed after loading; without a quantisation config of
-    the model its type does not count. ``move_quantised`` moves quantised experts, whose tensors are in formats of the
-    NPU: until that has been shown on a device, only with transfers that are verified.
+    the model its type does not count. ``move_quantised`` allows quantised experts, whose tensors are in formats of
+    the NPU. Until such moves have been tested on a device, they require verified transfers.
 
     Raises ``UnsupportedEngineError`` for a quantisation whose experts the host itself cannot move, tensors per expert
     that nobody would move, and tensors in formats of the NPU of which no single expert can be sent.
