@@ -39,7 +39,7 @@ _WATCH_CALLS = 16
 
 
 class RestoreError(RuntimeError):
-    """Experts could not be moved to the placement that a host asked for; the model may serve with the installed one."""
+    """The agent could not move experts to the placement that a host requested; the installed one stays usable."""
 
 
 _Arguments = ParamSpec("_Arguments")
@@ -140,7 +140,7 @@ class Agent:
         host_group
             A CPU-capable (gloo) process group over the EP ranks, used only here.
         settings
-            By default read from the environment.
+            Settings of the agent; by default read from the environment.
         token_group
             A number equal on all ranks that see the same tokens (all-gather dispatch); ``None`` where each has its own.
         on_commit
@@ -178,7 +178,7 @@ class Agent:
 
     @property
     def unheard(self) -> str | None:
-        """Reason why the ranks do not vote at present, or ``None``; they form their votes again without help."""
+        """Reason why the ranks do not vote at present, or ``None``. They resume voting without intervention."""
         unheard = self._switch.state.unheard
         return None if unheard is None else "; ".join(filter(None, (unheard, self._switch.votes.complaint)))
 
@@ -189,29 +189,29 @@ class Agent:
 
     @_contained()
     def step(self, phase: StepPhase = StepPhase.DECODE, tokens: int | None = None) -> None:
-        """Note that a forward pass has been queued. The model's thread calls it between two passes, on every rank.
+        """Record that a forward pass has been queued. The model's thread calls it between two passes, on every rank.
 
         On a device, call it on the stream that the passes are queued on. The agent reads and writes the layers only on
         that stream: it reads heat after the pass that counted it, and commits between two passes. It waits for the
         device only to commit a layer, because it must know which queued pass the commit follows. The time from one call
         to the next, by the host's clock, is reported as the step's time.
 
-        It waits on the network only for the slowest rank's ballot, which has nearly always arrived with the model's own
-        collectives. Any other failure here stops balancing, not the model. A call that is missed, or made twice, costs
-        heat and at worst a wait, never a wrong output: layers switch by forward passes.
+        It waits on the network only for the slowest rank's ballot, which nearly always arrives before the model's own
+        collectives are done. Any other failure here stops balancing, not the model. A missed or repeated call costs
+        heat, and at worst a wait. It never causes a wrong output, because layers switch at numbered forward passes.
 
         Parameters
         ----------
         phase
             Of the pass: prefill, decode or dummy.
         tokens
-            This rank's own tokens in the pass, for recorded heat; ``None`` if not known.
+            Number of this rank's own tokens in the pass, for heat recordings; ``None`` if unknown.
 
         Raises
         ------
         FatalSwitchError
-            If this rank cannot know which weights its peers route to, in this call and in every later one; it must not
-            serve another token.
+            If this rank cannot know which weights its peers route to. It must not serve another token, and every later
+            call raises the error again.
         """
         if self._fatal is not None:
             raise self._fatal
@@ -236,7 +236,7 @@ class Agent:
         FatalSwitchError
             As ``step`` does.
         """
-        # The host is about to change weights: no plan may start, even if a later part fails.
+        # The host is about to change weights, so no plan may start even if a later call fails.
         self._guarded(self._switch.pause, reason)
         self._timer.pause()
         self._guarded(self._switch.drain, reason)
@@ -248,9 +248,9 @@ class Agent:
     def restore(self, placement: Placement, reason: str = "the host loads weights") -> None:
         """Drain, then bring every expert to its slot of ``placement``; take no plans until ``resume``.
 
-        For hosts that load weights into a running model by their own layout: they restore the one that they started
-        with, load, and resume. A collective like ``drain``; takes as long as the transfers of all layers that
-        have changed since.
+        Hosts that load weights into a running model in their own layout restore the placement that they started with,
+        load, and resume. A collective like ``drain``. It takes as long as the transfers of all layers that differ from
+        ``placement``.
 
         Parameters
         ----------
@@ -262,7 +262,8 @@ class Agent:
         Raises
         ------
         RestoreError
-            On all ranks, if they could not do it. Each layer then serves its placement of before, or ``placement``.
+            On all ranks, if a layer could not be restored. Each layer then serves either its previous placement or
+            ``placement``.
         FatalSwitchError
             As ``step`` does.
         """
@@ -286,9 +287,9 @@ class Agent:
 
     @_contained()
     def close(self, timeout: float = 5.0) -> None:
-        """End votes and threads; the installed placement stays, and the model may serve with it.
+        """Stop voting and all threads. The installed placement stays, and the model can keep serving with it.
 
-        Ranks may call it at different times: the others then stop balancing.
+        Ranks may call it at different times. After the first call the other ranks stop balancing.
 
         Parameters
         ----------
@@ -384,7 +385,7 @@ class Agent:
             self._recover(error)
 
     def _recover(self, error: BaseException) -> None:
-        """Leave the votes in order after an error of a part; raise only fatal errors."""
+        """Keep the votes consistent after a component fails; raise only fatal errors."""
         fatal = _fatal_behind(error)
         if fatal is not None:
             self._end(fatal)
