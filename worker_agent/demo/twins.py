@@ -65,7 +65,7 @@ class Twins:
         live: Sequence[ExpertParallelMoE],
         still: Sequence[ExpertParallelMoE],
     ) -> None:
-        # The ranks' devices are emulated, so no exchange of theirs needs the link that experts travel on.
+        # The ranks' devices are emulated, so the model needs no share of the link that carries experts.
         settings = AgentSettings(service=task.service, deployment=task.deployment, link_share=1.0)
         token_group = 0 if live[0].shares_tokens else None
         self.agent = Agent.start(live, group, settings, token_group=token_group)
