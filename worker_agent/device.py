@@ -59,7 +59,7 @@ class SideStream:
 def device_name(device: torch.device) -> str:
     """Return the name of a device's model, such as ``NVIDIA H100 80GB HBM3`` or ``Ascend910B3``.
 
-    It is empty for a CPU, and for a device whose torch module gives no names.
+    The name is empty for a CPU, and for a device whose torch module does not provide names.
     """
     name = None if device.type == "cpu" else getattr(torch.get_device_module(device), "get_device_name", None)
     return "" if name is None else str(name(device))
@@ -81,24 +81,24 @@ def host_view(tensor: torch.Tensor) -> memoryview | None:
 
 
 BASE_FORMATS = frozenset({0, 1, 2, 30})
-"""NCHW, NHWC, ND and NCDHW, as torch_npu numbers them: elements lie in order, an expert is a piece of its tensor."""
+"""torch_npu's numbers of NCHW, NHWC, ND and NCDHW. Elements are in order, so each expert is a slice of its tensor."""
 _ND = 2
 
 
 def format_of(tensor: torch.Tensor) -> int:
-    """Return the number of the format of a tensor's memory, 29 for FRACTAL_NZ; 2, ND, on other devices than NPUs."""
+    """Return torch_npu's number of a tensor's memory format, 29 for FRACTAL_NZ; 2 (ND) on devices other than NPUs."""
     if tensor.device.type != "npu":
         return _ND
     return int(importlib.import_module("torch_npu").get_npu_format(tensor))
 
 
 def in_blocks(tensor: torch.Tensor) -> bool:
-    """Return True if the memory is in blocks (NZ): torch_npu sends it whole, padding included, and no part of it."""
+    """Return True if the memory is in blocks (NZ). torch_npu sends such memory only whole, including padding."""
     return format_of(tensor) not in BASE_FORMATS
 
 
 def in_order(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor, or a copy on its device whose elements lie in order if its own memory is in blocks."""
+    """Return the tensor, or, if its memory is in blocks, a copy on its device with the elements in order."""
     if not in_blocks(tensor):
         return tensor
     copy: torch.Tensor = importlib.import_module("torch_npu").npu_format_cast(tensor, _ND)
@@ -106,5 +106,5 @@ def in_order(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor's bytes in order, flat uint8: a view, unless its memory is in blocks."""
+    """Return the tensor's bytes in order as flat uint8: a view, or a copy if its memory is in blocks."""
     return in_order(tensor).detach().reshape(-1).view(torch.uint8)
