@@ -24,17 +24,18 @@ from worker_agent.settings import AgentSettings
 _SLOTS = 2
 _NZ = 29
 _PERIOD = 251
-"""Values after which an expert's repeat; a prime, so that no row of a tensor is like the next."""
+"""Period of an expert's values. It is prime, so that adjacent rows of a tensor differ."""
 _BLOCK = 32
-"""Columns of int8 in a block of NZ; others would be padded."""
+"""Columns of an NZ block of int8. Matrices whose sides are not multiples of it would be padded."""
 _NOWHERE = "127.0.0.1:9"
 _MEET_SECONDS = 90
 
 
 class _DoctorLayer:
-    """A layer of two experts per rank whose values say which expert they are, as engines hold quantised ones.
+    """A layer of two experts per rank whose values identify the expert, stored like an engine's quantised experts.
 
-    Lists of a tensor per expert: int8 weights, on an NPU in its block format (NZ), and their scales.
+    Each kind of weight is a list with one tensor per expert: int8 weights, on an NPU in its block format (NZ), and
+    their scales.
     """
 
     moe_load = None
@@ -60,11 +61,11 @@ class _DoctorLayer:
 
     @property
     def formats(self) -> list[int]:
-        """Formats of the device that weights and scales are in, by torch_npu's numbers."""
+        """Device memory formats of weights and scales, as torch_npu numbers them."""
         return [format_of(part[0]) for part in self._parts]
 
     def holds(self, experts_S: list[int]) -> bool:
-        """Return whether the slots hold these experts, value for value."""
+        """Return True if the values in the slots are exactly those of these experts."""
         return all(
             torch.equal(part[slot].cpu(), value)
             for slot, expert in enumerate(experts_S)
@@ -90,7 +91,7 @@ def _expert_of(expert: int, side: int) -> list[torch.Tensor]:
 
 
 def _as_engines_hold(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return the tensor on the device, matrices of an NPU in blocks as vLLM-Ascend casts them."""
+    """Return the tensor on the device. On an NPU, cast matrices to the block format as vLLM-Ascend does."""
     there = tensor.to(device)
     if device.type != "npu" or tensor.dim() < 2:
         return there
@@ -121,7 +122,7 @@ def _there_and_back(
             return
     seconds = time.perf_counter() - began
     megabytes = 2 * sum(weight[0].nbytes for weight in layer.expert_weights()) / 1e6
-    text = f"{megabytes:.0f} MB in {seconds:.2f} s with votes and checksums, every value as it was"
+    text = f"{megabytes:.0f} MB in {seconds:.2f} s with votes and checksums, all values unchanged"
     if layer.log2phy.device.type == "npu":
         text += f"; formats {layer.formats} (29 is NZ)"
     yield Finding("experts there and back", OK, text)
