@@ -20,7 +20,7 @@ from worker_agent.device import Mark, host_empty, host_view
 from worker_agent.live_layer import LiveLayer
 
 _MOST_TOKENS = _MOST_MICROS = 1 << 32
-"""Bounds of the message's fields."""
+"""Exclusive upper bounds of the message's fields."""
 _DEADLINE_CALLS = 4096
 """Step boundaries without a valid count after which a problem is reported: the host no longer counts."""
 
@@ -53,8 +53,8 @@ class HeatRecorder:
     layers
         The live layers.
     segment_steps
-        Steps per segment, at most what the rings hold; a switch cuts it short. Segments end before a step that
-        it divides, so that all ranks cut theirs at the same steps.
+        Steps per segment, at most as many as the rings hold. A switch ends a segment early. Segments end before each
+        multiple of this number, so that all ranks end theirs at the same steps.
 
     Attributes
     ----------
@@ -106,12 +106,12 @@ class HeatRecorder:
         return f"{silent}: the layers count other steps than the agent sees"
 
     def adopt(self, segment_steps: int, reporting: Reporting = EVERYTHING) -> None:
-        """Report in segments of ``segment_steps``, or of as many steps as the rings hold, and what is asked for.
+        """Report the requested heat in segments of ``segment_steps``, or of as many steps as the rings hold.
 
-        If the segments are shorter than before, the one under way ends with the next step.
+        If the segments become shorter, the current one ends with the next step.
         """
         adopted = max(1, min(segment_steps, self._rows))
-        # The service waits for the steps gathered so far: heat has just changed.
+        # Shorter segments mean that heat has just changed, and the service waits for the steps gathered so far.
         self._hurries = adopted < self._segment_steps
         self._segment_steps = adopted
         self.reporting = reporting
@@ -138,15 +138,15 @@ class HeatRecorder:
         layer_epochs
             Epoch of each layer that served it.
         tokens
-            This rank's own tokens in it, if they are known.
+            Number of this rank's own tokens in it, if known.
         micros
-            Its wall time; 0 if not known.
+            Its wall time in microseconds; 0 if unknown.
         base
             Value of the layers' counter before step 0, if the ranks have agreed on other step numbers since.
         """
         if self._next_step not in (None, step):
             self.cut(layer_epochs)
-            # Passes without a call; a step that is called twice has no second pass.
+            # Passes without a call are lost. A repeated call belongs to no pass and loses none.
             self.lost_steps += max(0, step - self._next_step)
         self._next_step = step + 1
         if base is not None:
@@ -240,7 +240,7 @@ class HeatRecorder:
 class _Rings:
     """The rings of all layers, each ``[W, width]``, read a few rows at a time.
 
-    If an adapter keeps them in one tensor, one operation reads them for any number of layers.
+    If an adapter keeps all rings in one tensor, a single operation reads them.
     """
 
     def __init__(self, rings: list[torch.Tensor]) -> None:
@@ -248,7 +248,7 @@ class _Rings:
         self._whole_LWX = _in_one_tensor(rings)
 
     def segment(self, rows: list[int]) -> torch.Tensor:
-        """A copy of consecutive rows, ``[T, L, width]``: one run, or two if they wrap around the ring's end."""
+        """Return a copy of consecutive rows, ``[T, L, width]``, read in two parts if they wrap around."""
         wrap = next((i for i in range(1, len(rows)) if rows[i] < rows[i - 1]), len(rows))
         counts = self.copy_of(rows[0], rows[wrap - 1] + 1)
         if wrap < len(rows):
@@ -264,7 +264,7 @@ class _Rings:
 
 
 def _in_one_tensor(rings: list[torch.Tensor]) -> torch.Tensor | None:
-    """A view ``[L, W, width]`` of the one tensor with all rings at equal distances; ``None`` without one."""
+    """Return a view ``[L, W, width]`` of all rings if they are evenly spaced in one tensor, else ``None``."""
     first = rings[0]
     step = rings[1].storage_offset() - first.storage_offset() if len(rings) > 1 else first.numel()
     for index, ring in enumerate(rings):
