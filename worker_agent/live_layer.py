@@ -1,4 +1,4 @@
-"""Interface of one live MoE layer of any engine to the agent."""
+"""Interface between the agent and one live MoE layer of any engine."""
 
 from __future__ import annotations
 
@@ -48,15 +48,16 @@ class LiveLayer(Protocol):
         """int32 ``[W, E]``: this rank's own tokens by logical expert, before dispatch; ``None`` if not counted.
 
         A sum over all ranks counts each token once: if several ranks see the same tokens, one counts them and the
-        others have rows of zeros. One of ``moe_load`` and ``source_load`` must be there, the same on all ranks.
+        others have rows of zeros. Every layer needs at least one of ``moe_load`` and ``source_load``, the same on all
+        ranks.
         """
         ...
 
     load_counter: torch.Tensor
     """int64 scalar: forward passes so far, also those without tokens; each adds one on every rank.
 
-    The model's own forward advances it, on the device and inside captured graphs; the last layer's counter numbers the
-    passes. Do not count the adapter's calls: after a missed call, ranks that agree on a number are a pass apart.
+    The model's own forward advances it, on the device and inside captured graphs. The last layer's counter numbers the
+    passes. Do not count the adapter's calls: if one is missed, ranks with the same number are at different passes.
     """
 
     shares_tokens: bool
@@ -72,18 +73,18 @@ class LiveLayer(Protocol):
 
 @runtime_checkable
 class RankBound(Protocol):
-    """A live layer that states if its experts may leave their ranks; the experts of other layers may."""
+    """A live layer that states if its experts may leave their ranks. Experts of layers without this field may."""
 
     rank_bound: bool
-    """True if they may not, such as grouped experts (MoGE), with a group on every rank."""
+    """True if they may not leave, as with grouped experts (MoGE), which have one group per rank."""
 
 
 @runtime_checkable
 class RowDealt(Protocol):
-    """A live layer that knows how its host picks an entry of its dealing table."""
+    """A live layer that states how its host picks an entry of its dealing table."""
 
     entry_by_row: bool
-    """True if by a token's row in the batch, so that all entries of an expert get the same part of its tokens."""
+    """True if it picks by a token's row in the batch, so that an expert's entries get equal shares of its tokens."""
 
 
 @runtime_checkable
@@ -103,8 +104,8 @@ class Gathering(Protocol):
 
 @runtime_checkable
 class PlacementAware(Protocol):
-    """A live layer that must know the replicas of all ranks, and not only the targets of its own tokens."""
+    """A live layer that needs the placement of all ranks, and not only the targets of its own tokens."""
 
     def install_placement(self, phy2log_RS: Int32) -> None:
-        """Note a placement, int32 ``[R, S]``: called as its tables are written, between the same two steps."""
+        """Record a placement, int32 ``[R, S]``. The agent calls it between the same two steps as it writes tables."""
         ...
