@@ -75,20 +75,20 @@ class AgentSettings(BaseSettings):
     )
     transfer_timeout_seconds: float = Field(60.0, gt=0, le=3600, description="bound on one layer's transfer")
     bytes_per_step: int | None = Field(
-        None, ge=1, description="bytes that a rank may send, and receive, per step; none: by link_share"
+        None, ge=1, description="bytes that a rank may send, and receive, per step; if unset, see link_share"
     )
     link_share: float = Field(
         0.25,
         gt=0,
         le=1,
-        description="share of the time for which a transfer may keep a rank's link busy, without bytes_per_step",
+        description="largest share of the time that a transfer keeps a rank's link busy, if bytes_per_step is unset",
     )
     staging_mib: int = Field(
         512,
         ge=0,
         le=1 << 20,
-        description="MiB of a device's memory to reserve at the start for incoming experts, no more than a layer's; a "
-        "layer that needs more takes it while it moves",
+        description="MiB of device memory to reserve at start-up for incoming experts, at most one layer's; a layer "
+        "that needs more allocates it during its transfer",
     )
     transfer_backend: TransferBackend = Field(
         "auto",
@@ -97,12 +97,12 @@ class AgentSettings(BaseSettings):
     )
     verify_transfers: bool | None = Field(
         None,
-        description="send a checksum with each expert, and compare what was installed with it; none: yes, until a "
-        "device has been shown to carry experts whole without",
+        description="send a checksum with each expert, and compare the installed weights with it; on if unset, "
+        "because no device has yet been shown to transfer experts intact without it",
     )
     quantised_experts: bool = Field(
         False,
-        description="balance quantised experts of vLLM-Ascend, in the NPU's own formats, with verify_transfers",
+        description="balance vLLM-Ascend's quantised experts, which use the NPU's own formats; needs verify_transfers",
     )
     allow_unverified_engine: bool = Field(
         False,
@@ -132,7 +132,9 @@ class AgentSettings(BaseSettings):
     @model_validator(mode="after")
     def _verifies_quantised_experts(self) -> AgentSettings:
         if self.quantised_experts and self.verify_transfers is False:
-            raise ValueError("quantised_experts needs verify_transfers: leave it out, or set it to true")
+            raise ValueError(
+                "quantised_experts needs verify_transfers; leave the latter out or set it to true"
+            )
         return self
 
     @property
