@@ -182,7 +182,7 @@ class OutageLog:
 
 
 class ServiceStream:
-    """Introduces the rank, sends what the outbox holds, and puts the service's orders into ``plans`` as they come.
+    """Introduces the rank, sends what the outbox holds, and puts the service's orders into ``plans`` as they arrive.
 
     ``welcome`` and ``reporting`` are the last that the service has sent.
 
@@ -354,7 +354,7 @@ class ServiceStream:
             self._keep(decode(CallOff, response.call_off))
 
     def _keep(self, order: Order) -> None:
-        """Queue the order for the model's next step; drop the oldest where a model at rest takes none."""
+        """Queue the order for the model's next step; drop the oldest if an idle model has left the queue full."""
         while self.plans.qsize() >= _PLANS_KEPT:
             with contextlib.suppress(queue.Empty):
                 self.plans.get_nowait()
