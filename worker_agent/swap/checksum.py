@@ -1,4 +1,4 @@
-"""Checksums of experts, computed where the experts are: on the host by XXH3, on a device by its own operations."""
+"""Checksums of experts, computed on the device that holds them: with XXH3 on a CPU, else with torch operations."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ import xxhash
 from worker_agent.device import bytes_of
 
 _MAX_NUMBERS = 1 << 20
-"""Numbers that are summed at a time: so much memory a sum takes, eight bytes each."""
+"""Numbers to add in one operation. It bounds the memory of a sum, which takes eight bytes per number."""
 _FACTOR = 0x9E3779B97F4A7C15 - (1 << 64)
-"""Odd, so that multiplying by it modulo 2**64 loses nothing."""
+"""Odd, so that multiplying by it modulo 2**64 is reversible."""
 
 
 def checksum(tensors: Sequence[torch.Tensor]) -> int:
-    """Return 63 bits over the bytes of an expert's tensors, in their order; equal bytes on one kind of device agree.
+    """Return a 63-bit checksum of the bytes of an expert's tensors, in their order.
 
-    On a device only the result is copied to the host, after what the current stream holds.
+    Equal bytes have equal checksums only on the same kind of device. On a device, the checksum is computed on the
+    current stream, and only the result is copied to the host.
     """
     if tensors[0].device.type == "cpu":
         sum_of_all = xxhash.xxh3_64()
@@ -30,7 +31,7 @@ def checksum(tensors: Sequence[torch.Tensor]) -> int:
 
 
 def device_sum(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the sum of the tensors' numbers, weighted by their places, modulo 2**64: int64, on their device."""
+    """Return the sum of the tensors' numbers modulo 2**64, weighted by position, as int64 on their device."""
     device = tensors[0].device
     weight_N = _place_weights(device)
     total = torch.zeros((), dtype=torch.int64).to(device)
@@ -42,12 +43,12 @@ def device_sum(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 @lru_cache(maxsize=4)
 def _place_weights(device: torch.device) -> torch.Tensor:
-    """Return the weight of each number by its place, int64 ``[N]``."""
+    """Return the weight of each position, int64 ``[N]``."""
     return torch.arange(1, _MAX_NUMBERS + 1).to(device)
 
 
 def _numbers(data: torch.Tensor) -> torch.Tensor:
-    """Return the bytes as numbers of four if they divide evenly, whatever address they begin at."""
+    """Return the bytes as int32 if their number is a multiple of four, else unchanged; copy them if not aligned."""
     if data.numel() % 4:
         return data
     aligned = data if data.storage_offset() % 4 == 0 else data.clone()
