@@ -106,7 +106,7 @@ class SwitchDriver:
     # What happens at a step boundary, in order
 
     def take_events(self, step: int, orders: Sequence[Order]) -> None:
-        """Take the service's orders that have arrived by step boundary ``step``."""
+        """Apply the service's orders that have arrived by step boundary ``step``."""
         self._step = step
         if self._group.failure is not None:
             raise FatalSwitchError(self._group.failure)
@@ -191,12 +191,12 @@ class SwitchDriver:
         self._wait_for_reader()
 
     def _wait_for_reader(self) -> None:
-        """Wait until no live expert is being read; at most a transfer's deadline, since a device may hang."""
+        """Wait until no thread reads a live expert, at most for the transfer timeout because a device may hang."""
         end = self._runtime.now() + self._settings.transfer_timeout_seconds
         while self._replicas.reading:
             if self._runtime.now() > end:
                 _log.error(
-                    "rank %d: a live expert is still being read after %g s; the model goes on",
+                    "rank %d: the replica check is still reading a live expert after %g s; no longer waiting for it",
                     self._identity.rank,
                     self._settings.transfer_timeout_seconds,
                 )
