@@ -38,9 +38,9 @@ class AgentGroup:
 
     ``failure`` is the reason for which a rank of the formation, this one or another, must not serve any more;
     ``installed`` the last vote whose layer is in place; ``formed`` the number of the attempt that formed the present
-    votes; ``left`` is true once another rank makes a later attempt; ``position`` gives this rank's calls and forward
-    passes to peers that ask, and ``checksum`` that of a live expert, by layer and expert. ``patience`` is the longest
-    wait, in seconds, for a rank that may have committed a layer.
+    votes; ``left`` is true once another rank makes a later attempt; ``position`` returns this rank's calls and forward
+    passes for peers that ask; ``checksum`` returns the checksum of a live expert, given its layer and expert index.
+    ``patience`` is the longest wait, in seconds, for a rank that may have committed a layer.
     """
 
     def __init__(
