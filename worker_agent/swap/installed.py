@@ -39,7 +39,7 @@ _RESTORING_PLAN_ID = 0
 """No service gives a plan this number."""
 
 Order: TypeAlias = tuple[RankPlan, int] | CallOff
-"""Order of the service: a plan, with the digest of the placement that its moves were checked for, or the end of one."""
+"""Order of the service: a plan with the digest of the placement it was checked against, or a plan's cancellation."""
 
 
 @dataclass(frozen=True)
