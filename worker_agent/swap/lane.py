@@ -2,8 +2,8 @@
 
 Nothing enters a device's lane before both ends are there. What waits on a device for a peer that never comes can hardly
 be taken back: it holds part of the device, and the libraries end it by ending the process. So before every exchange
-both ends announce over the host what they send, once for all pieces of an expert, and a rank that has failed shows
-there, by its broken link.
+both ends announce over the host what they send, once for all pieces of an expert. If a rank has failed, its broken
+link is noticed there.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _HCCL_BUFFER_MIB = 100
 
 @dataclass(frozen=True)
 class Parcel:
-    """Memory of an expert on its way to or from ``peer``; on a lane uint8 ``[n]``, or a whole tensor in blocks."""
+    """Memory of an expert to send to or receive from ``peer``; on a lane uint8 ``[n]``, or a whole tensor in blocks."""
 
     peer: int
     data: torch.Tensor
@@ -69,11 +69,11 @@ class Lane(Protocol):
     """A process group that carries transfers and nothing else."""
 
     def exchange(self, outgoing: Sequence[Parcel], incoming: Sequence[Parcel], deadline: Deadline) -> float:
-        """Send the pieces of one expert to a peer while receiving another's, of other peers or the same.
+        """Send the pieces of one expert to a peer while receiving another expert from the same or another peer.
 
         When it returns the bytes have left and arrived, on the device as well, in the order of the current stream.
-        Returns the seconds that this took once both ends were there. Raises ``TimeoutError`` past the deadline,
-        ``RuntimeError`` on a broken link.
+        Returns the duration in seconds, from the moment that both ends were ready. Raises ``TimeoutError`` past the
+        deadline, ``RuntimeError`` on a broken link.
         """
 
     def retire(self) -> None:
@@ -97,11 +97,11 @@ class _HostLane:
     def meet(self, outgoing: Sequence[Parcel], incoming: Sequence[Parcel], deadline: Deadline) -> None:
         """Announce to each peer what this rank sends to it, and compare the peer's announcement with what is expected.
 
-        At another size gloo would end the process, and a device would wait for bytes that never come.
+        If the sizes differed, gloo would end the process, and a device would wait for bytes that never arrive.
         """
         works = []
         heard = dict[int, torch.Tensor]()
-        sent = []  # gloo reads it until the work is done
+        sent = []  # gloo reads these tensors until the sends complete
         for peer in sorted({parcel.peer for parcel in (*outgoing, *incoming)}):
             heard[peer] = torch.zeros(2, dtype=torch.int64)
             sent.append(_announcement([parcel for parcel in outgoing if parcel.peer == peer]))
@@ -138,13 +138,13 @@ class _HostLane:
 
 
 def _announcement(parcels: Sequence[Parcel]) -> torch.Tensor:
-    """Return the bytes that a rank sends, and a fingerprint of the pieces that they come in, int64 ``[2]``."""
+    """Return the number of bytes that a rank sends and a fingerprint of its piece sizes, int64 ``[2]``."""
     sizes = [parcel.data.nbytes for parcel in parcels]
     return torch.tensor([sum(sizes), zlib.crc32(repr(sizes).encode())])
 
 
 def check_announced(peer: int, heard_2: torch.Tensor, expected: Sequence[Parcel]) -> None:
-    """Raise ``ValueError`` if a peer announces, int64 ``[2]``, other pieces than this rank has room for."""
+    """Raise ``ValueError`` if a peer's announcement, int64 ``[2]``, does not match the pieces this rank expects."""
     own = _announcement(expected).tolist()
     if heard_2.tolist() != own:
         raise ValueError(
@@ -199,7 +199,7 @@ class _DeviceLane:
         return left - deadline.left()
 
     def _queue(self, outgoing: Parcel | None, incoming: Parcel | None) -> None:
-        """Queue the exchange of two pieces; the stream keeps the next pieces from bounces that these still use."""
+        """Queue the exchange of two pieces. Stream order keeps later pieces out of bounce buffers in use."""
         leaving = outgoing and self._bounced("out", outgoing)
         arriving = incoming and self._bounced("in", incoming)
         if leaving is not None and outgoing is not None and leaving is not outgoing:
@@ -224,7 +224,7 @@ class _DeviceLane:
         if in_blocks(parcel.data):
             raise ValueError(
                 f"expert {parcel.expert} in the NPU's format {format_of(parcel.data)} begins in the middle of its "
-                "storage: torch_npu sends such memory whole or not at all"
+                "storage; torch_npu can only send the whole storage of such a tensor"
             )
         bounce, size = self._bounces.get(way), parcel.data.numel()
         if bounce is None or bounce.numel() < size:
@@ -234,16 +234,16 @@ class _DeviceLane:
 
 _STILL_WRITTEN: list[_DeviceLane] = []
 MAX_LOST_LANES = 2
-"""Each holds a communicator's memory and what was staged, until the engine ends."""
+"""Lost lanes after which balancing stops. Each keeps its communicator and staging memory until the engine ends."""
 
 
 def lost_lanes() -> str | None:
-    """Return why no more lanes are opened in this process, or ``None``."""
+    """Return why this process opens no more lanes, or ``None`` if it still may."""
     if len(_STILL_WRITTEN) < MAX_LOST_LANES:
         return None
     return (
-        f"balancing has stopped: {len(_STILL_WRITTEN)} transfers timed out on the device, and their memory stays "
-        "taken; look for a slow or broken link between the devices, and restart the engine"
+        f"balancing has stopped: {len(_STILL_WRITTEN)} transfers timed out on the device, and their memory "
+        "cannot be freed; check the links between the devices, then restart the engine"
     )
 
 
@@ -339,11 +339,11 @@ class _HcclGroup:
 
 
 def hccl_expansion_mode(device: str) -> int:
-    """Return where HCCL expands the operators of a lane, as torch_npu numbers it, whatever the environment says.
+    """Return torch_npu's number of the place where HCCL expands a lane's operators, regardless of the environment.
 
-    Vector cores (3), which ``HCCL_OP_EXPANSION_MODE=AIV`` gives to the model's groups, serve one group of a device at a
-    time. The lane leaves them to the model: its operators are expanded on the host (1), or on the 910C, which knows no
-    such mode, on the device's AI CPU (2).
+    The vector cores (3), which ``HCCL_OP_EXPANSION_MODE=AIV`` assigns to the model's groups, serve one group per device
+    at a time, so the lane leaves them to the model. HCCL expands the lane's operators on the host (1) instead. The 910C
+    does not support that mode and expands them on the device's AI CPU (2).
 
     References
     ----------
