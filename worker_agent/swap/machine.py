@@ -5,7 +5,7 @@
     IDLE --offer--> OFFERED --all hold it--> TRANSFERRING --all bytes here--> READY --all ready--> commit, next layer
                        |                          |                            |
                        +------ any rank votes abort, or a deadline passes -----+--> IDLE, old placement stays
-                       +------ the service has called the plan off, and no transfer runs --> IDLE
+                       +------ the service has called off the plan, and no rank transfers --> IDLE
 
 Two rules keep the ranks together. A rank changes between OFFERED, TRANSFERRING and the next layer, commits or aborts
 only on the outcome of a vote, never on its own. And a wish to abort waits for the next ballot, so that a rank which
@@ -48,7 +48,7 @@ class VoteResult(enum.Enum):
     START = "start the transfer of the plan's next layer"
     COMMIT = "commit the layer"
     ABORT = "drop the plan"
-    CALL_OFF = "drop the plan, as the service asks for it"
+    CALL_OFF = "drop the plan at the service's request"
     REALIGN = "drop the plan and vote again at a common forward pass: the ranks count different ones"
     DIVERGED = "serve no more: the ranks serve different placements"
 
@@ -58,8 +58,8 @@ class Ballot:
     """One rank's vote.
 
     ``plan`` is the digest of the plan that it holds, 0 for none; ``installed`` fingerprints what it serves; ``forward``
-    is the forward pass after which, by this rank's count, the vote was due. ``called_off`` says that the service has
-    called off that plan.
+    is the forward pass after which, by this rank's count, the vote was due. ``called_off`` is True if the service
+    has called off that plan.
     """
 
     progress: Progress
@@ -71,7 +71,7 @@ class Ballot:
 
     @property
     def commits(self) -> bool:
-        """True if this rank is bound to commit the layer should all ranks vote the same."""
+        """True if this rank must commit the layer if all ranks vote the same."""
         return self.progress == Progress.READY and not (self.abort or self.called_off)
 
     def encode(self) -> list[int]:
@@ -153,7 +153,7 @@ class VoteOutcome:
         if self.abort or self.plan_low not in (0, self.plan_high):
             return VoteResult.ABORT
         if self.called_off and self.slowest != Progress.TRANSFERRING:
-            # No bytes are under way on any rank: the lane stays clean, and the next plan can begin at once.
+            # No rank has bytes in flight, so the next plan can use the same lane at once.
             return VoteResult.CALL_OFF
         if self.plan_low == 0:
             return VoteResult.NOTHING
@@ -198,7 +198,7 @@ class Halted:
 
 
 Action: TypeAlias = StartTransfer | Commit | PlanStatus | Halted
-"""Requests of the machine, carried out in order; a ``PlanStatus`` is to be reported, and staging ends with a plan."""
+"""Request of the machine. They run in order. The driver reports each ``PlanStatus``; staging ends with its plan."""
 
 Transition: TypeAlias = "tuple[SwitchState, tuple[Action, ...]]"
 """State after an event, and what is to be done about it, in order."""
@@ -211,10 +211,10 @@ class SwitchState:
     ``progress`` is how far the rank is with layer ``index`` of ``plan``, accepted at step ``offered_at``; IDLE exactly
     where there is none. A plan may stay OFFERED for ``offer_deadline_steps``: some rank may never get it. With an
     ``abort_wish`` the next ballot votes to abort. If the service has ``called_off`` the plan, each ballot says so, and
-    the plan ends once no rank transfers a layer. ``generation`` numbers transfers, ``lane`` what they use; both grow on
-    all ranks alike, the latter where one was aborted. Plans of terms below ``highest_term`` are refused;
-    and all are while the rank is ``paused`` until it is resumed, ``unheard`` until the ranks vote again, or
-    ``halted`` for good, as they have diverged.
+    the plan ends once no rank transfers a layer. ``generation`` numbers the transfers and ``lane`` the lanes that
+    they use. Both grow equally on all ranks, ``lane`` only if a transfer was aborted. The rank rejects plans of terms
+    below ``highest_term``. It rejects all plans while it is ``paused`` (until resumed), ``unheard`` (until the ranks
+    vote again) or ``halted`` (for good, because the ranks have diverged).
     """
 
     installed: Installed
@@ -309,7 +309,7 @@ class SwitchState:
         return refused, (PlanStatus(plan.plan_id, PlanState.REFUSED, reason=reason),)
 
     def call_off(self, plan_id: int) -> Transition:
-        """Vote the plan down, as the service asks for it; say so at once if it is not held, or has ended."""
+        """Vote to drop the plan at the service's request; report CALLED_OFF at once if this rank does not hold it."""
         if self.plan is not None and self.plan.plan_id == plan_id:
             return replace(self, called_off=True), ()
         reason = "called off by the service; this rank does not hold it"
