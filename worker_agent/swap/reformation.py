@@ -38,7 +38,7 @@ _QUEUED, _QUIET = 1, 2
 
 
 class _TooLateError(TimeoutError):
-    """The first vote was to be so soon that a rank was past it: the next attempt leaves more passes."""
+    """A rank had already passed the forward pass of the first vote. The next attempt schedules it later."""
 
 
 class Reformation:
