@@ -1,11 +1,11 @@
-"""Compares live experts with what they were and with their replicas on other ranks: in turn, and before a copy.
+"""Compares live experts with their stored checksums and with replicas on other ranks, in turn and before a copy.
 
 A stray write into an expert makes its rank's outputs wrong, and a later switch would copy it to other ranks with a
 valid checksum. Differences are reported, and a damaged expert is not sent. They end no rank: a host may be changing
 weights.
 
-Experts are compared byte by byte, as ranks do when they meet: 0.0 and -0.0 differ. Replicas that were loaded from one
-checkpoint by the same code have equal bytes.
+The check compares bytes, as ranks do at their rendezvous, so 0.0 and -0.0 differ. Replicas that the same code loaded
+from one checkpoint have equal bytes.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class ReplicaCheck:
         self.reading = False
         self._layers, self._installed = layers, installed
         self._peers, self._runtime = peers, runtime
-        # By layer and slot, with the expert that it is of: an expert's weights stay the same when its layer switches.
+        # (expert, checksum) by (layer, slot). A checksum survives a switch of its layer if the slot keeps its expert.
         self._sums: dict[tuple[int, int], tuple[int, int]] = {}
         self._wrong: dict[tuple[int, int], tuple[int, str]] = {}
         self._marks: dict[int, Mark] = {}
@@ -89,7 +89,7 @@ class ReplicaCheck:
         self._marks[layer] = Mark(self._layers[layer].expert_weights()[0][0].device)
 
     def known(self, layer: int, expert: int) -> int | None:
-        """Return the checksum of this rank's replica of an expert, if it is known."""
+        """Return the stored checksum of this rank's replica of an expert, or ``None``."""
         installed = self._installed()
         if installed is None or not 0 <= layer < installed.placement.layers:
             return None
@@ -97,24 +97,25 @@ class ReplicaCheck:
         return None if slot is None else self._sum_of(layer, slot, expert)
 
     def check_sources(self, layer: int, moves_M5: Int32, seconds: float) -> None:
-        """Compare the experts that a plan copies with their stored checksums, or else with one other replica each.
+        """Compare each expert that a plan copies with its stored checksum or, without one, with another replica.
 
-        Called on every rank, on the transfer thread and its stream, before the layer's copies begin: the rank of the
-        other replica reads it if nothing is stored. An expert whose other replica is not known in time is copied.
+        The transfer thread of every rank calls it, on its stream, before the layer's copies begin. The rank of the
+        other replica reads that replica if it has no stored checksum. If its checksum does not arrive in time, the
+        expert is copied without a comparison.
 
         Parameters
         ----------
         layer
-            Index of the layer, which does not switch meanwhile.
+            Index of the layer, which must not switch during the call.
         moves_M5
-            Its moves: source rank and slot, destination rank and slot, expert.
+            The layer's moves: source rank and slot, destination rank and slot, expert.
         seconds
             Longest wait for the checksums of other replicas.
 
         Raises
         ------
         ValueError
-            If an expert of this rank has changed, or differs from the other replica.
+            If an expert that this rank is to send has changed, or differs from the other replica.
         """
         installed = self._installed()
         if installed is None:
@@ -177,14 +178,14 @@ class ReplicaCheck:
             self._wrong.pop((layer, slot), None)
 
     def _store(self, layer: int, slot: int, value: int, installed: Installed) -> bool:
-        """Keep the checksum of a slot's expert; return ``False`` if it is another one than before."""
+        """Store the checksum of a slot's expert; return ``False`` if it differs from the stored one."""
         expert = _expert_in(installed, layer, slot)
         stored = self._sum_of(layer, slot, expert)
         if stored is not None and stored != value:
             self._wrong[layer, slot] = (
                 expert,
                 f"{_place(installed, layer, slot)} has changed while it was served; restart the engine, or drain "
-                "before weights are changed",
+                "before changing weights",
             )
             return False
         self._sums[layer, slot] = expert, value
@@ -197,7 +198,10 @@ class ReplicaCheck:
     def _ask_witnesses(
         self, layer: int, unsure: dict[int, tuple[int, int]], installed: Installed, seconds: float
     ) -> None:
-        """Compare slots of this rank, each with its expert and the rank of its other replica, until all are known."""
+        """Compare slots with other replicas until all have answered or ``seconds`` pass.
+
+        ``unsure`` has the expert and the rank of its other replica for each slot.
+        """
         end = self._runtime.now() + seconds
         while unsure and self._runtime.now() < end:
             for slot, (expert, rank) in tuple(unsure.items()):
@@ -217,7 +221,7 @@ class ReplicaCheck:
         return checksum([weight[slot] for weight in self._layers[layer].expert_weights()])
 
     def _sum_of(self, layer: int, slot: int, expert: int) -> int | None:
-        """Return the stored checksum of a slot, if it is of this expert."""
+        """Return the stored checksum of a slot if it belongs to this expert, else ``None``."""
         found = self._sums.get((layer, slot))
         return found[1] if found is not None and found[0] == expert else None
 
@@ -227,7 +231,7 @@ class ReplicaCheck:
         return now is not None and now.layer_epochs[layer] == epoch and self._forgotten == forgotten
 
     def _elsewhere(self, layer: int, expert: int, rank: int) -> int | None:
-        """Return the checksum of another rank's replica, ``None`` if that rank does not know it yet."""
+        """Return the checksum of another rank's replica, or ``None`` if that rank does not reply or has none yet."""
         with suppress(PeerGoneError):
             answer = self._peers.ask([rank], b"c%d %d" % (layer, expert), _ANSWER_SECONDS).get(rank, b"-")
             if answer[:1] == b"+":
@@ -240,7 +244,7 @@ def _expert_in(installed: Installed, layer: int, slot: int) -> int:
 
 
 def _slot_of(installed: Installed, layer: int, expert: int) -> int | None:
-    """Return this rank's slot of an expert, ``None`` if it has none."""
+    """Return this rank's first slot with an expert, or ``None`` if it has no replica of it."""
     slots = np.flatnonzero(installed.placement.phy2log_LRS[layer, installed.rank] == expert)
     return int(slots[0]) if slots.size else None
 
