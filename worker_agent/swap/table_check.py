@@ -16,7 +16,7 @@ from worker_agent.live_layer import LiveLayer
 from worker_agent.swap.installed import Installed
 
 _ALL_WITHIN = 256
-"""Step boundaries in which every layer's tables are compared once, up to so many layers."""
+"""Number of step boundaries within which each layer's tables are compared once, if there are no more layers."""
 
 
 class _Copy(NamedTuple):
