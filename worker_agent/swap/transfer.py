@@ -1,4 +1,4 @@
-"""Moves experts between ranks in the background, from live slots into staging, and leaves the model its link."""
+"""Moves experts between ranks in the background, from live slots into staging, with a limited share of the link."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from worker_agent.swap.staging import Staging
 _log = logging.getLogger("eplb.agent")
 
 _CHUNK_BYTES = 4 * 1024 * 1024
-"""Size of the largest single message, but for tensors in blocks; the same on all ranks."""
+"""Size of the largest message, except for tensors in blocks; the same on all ranks."""
 _REST_SECONDS = 1.0
 _WITNESS_SECONDS = 1.0
-"""Longest time that a transfer waits for checksums of other replicas."""
+"""Longest time that a transfer waits for the checksums of replicas on other ranks."""
 _LATE_SECONDS = 10.0
 """A busy host wakes a thread late, which is no reason to take it for hung."""
 
@@ -54,8 +54,9 @@ class TransferResult:
 class ByteBudget:
     """Bytes that may leave, or arrive, per step: filled at each step boundary, drawn from by the transfer thread.
 
-    ``None`` sets no limit of bytes: then transfers keep the link busy for a ``share`` of the time, as they find it. A
-    batch larger than one step's bytes waits for several steps.
+    If ``bytes_per_step`` is ``None``, bytes are not limited. Instead, transfers keep the link busy for at most a
+    ``share`` of the time, according to the duration of each exchange. A piece larger than one step's bytes waits for
+    several steps.
     """
 
     def __init__(self, bytes_per_step: int | None, runtime: Runtime = REAL, share: float = 1.0) -> None:
@@ -83,11 +84,11 @@ class ByteBudget:
 
     @property
     def batch_bytes(self) -> int:
-        """Bytes that are exchanged at once, at most."""
+        """Largest number of bytes to exchange at once."""
         return sys.maxsize if self._bytes_per_step is None else self._bytes_per_step
 
     def rest(self, taken: float, longest: float) -> None:
-        """Leave the link to the model after ``taken`` seconds of transfer, ``longest`` seconds at most."""
+        """Leave the link idle for the model after an exchange of ``taken`` seconds, for at most ``longest`` seconds."""
         if self._bytes_per_step is None and self._share < 1.0:
             seconds = min(taken * (1.0 / self._share - 1.0), longest)
             with self._changed:
@@ -130,7 +131,7 @@ class TransferWorker:
         self._replicas = replicas
         self._runtime = runtime
         self._timeout = settings.transfer_timeout_seconds
-        # No device's library has been shown to carry every format of weights whole.
+        # No device's library has been shown to transfer every weight format intact, so verify by default.
         self._verify = settings.verify_transfers is not False
         self.damaged: str | None = None
         self._checks = self._checked = 0
@@ -145,9 +146,9 @@ class TransferWorker:
         self._thread = runtime.spawn("eplb-transfer", self._run)
 
     def reserve(self, weights: Sequence[ExpertWeights], most_bytes: int) -> None:
-        """Take staging for a layer of these ``weights``, within ``most_bytes``, before the engine sizes its KV cache.
+        """Allocate staging for a layer of ``weights``, within ``most_bytes``, before the engine sizes its KV cache.
 
-        Raises ``RuntimeError`` if the device does not have it.
+        Raises ``RuntimeError`` if the device has too little memory.
         """
         rows = min(len(weights[0]), most_bytes // max(1, sum(weight[0].nbytes for weight in weights)))
         try:
@@ -303,9 +304,10 @@ class _Carrier:
         self._deadline = deadline
 
     def carry(self, outgoing: Sequence[Parcel], incoming: Sequence[Parcel], *, verify: bool) -> int | None:
-        """Send one expert while receiving another; either may be empty. Return the sender's checksum of the latter.
+        """Send one expert while receiving another; either may be empty.
 
-        Raises ``ValueError`` if an expert came out different.
+        Returns the sender's checksum of the received expert, or ``None`` without ``verify``. Raises ``ValueError`` if
+        the received expert has another checksum.
         """
         sent = list(outgoing)
         reported = list(incoming)
@@ -316,9 +318,11 @@ class _Carrier:
             reported.append(Parcel(incoming[0].peer, blank, incoming[0].expert))
         for leaving, arriving in self._batches(_pieces(sent), _pieces(reported)):
             size = max(sum(parcel.data.nbytes for parcel in parcels) for parcels in (leaving, arriving))
-            # The receiver draws as well: else it would hold its device for a sender that waits for its own steps.
+            # The receiver draws too, so that its device does not wait for a sender that waits for its own budget.
             if not self._budget.draw(size, self._deadline.left()):
-                raise TimeoutError("the model made no steps that the byte budget could be drawn from")
+                raise TimeoutError(
+                    "the transfer deadline passed before the byte budget sufficed: the model completed too few steps"
+                )
             taken = self._lane.exchange(leaving, arriving, self._deadline)
             self._budget.rest(taken, self._deadline.left() / 2)
         return _compare(incoming, reported[-1]) if verify and incoming else None
@@ -326,7 +330,7 @@ class _Carrier:
     def _batches(
         self, leaving: Sequence[Parcel], arriving: Sequence[Parcel]
     ) -> Iterator[tuple[list[Parcel], list[Parcel]]]:
-        """Cut both into parts within the budget, the same on both ends: experts of a layer are alike."""
+        """Split both into batches within the budget, alike on both ends: a layer's experts have equal sizes."""
         parts: tuple[list[Parcel], list[Parcel]] = ([], [])
         held = 0
         for pair in zip_longest(leaving, arriving):
@@ -344,7 +348,7 @@ class _Carrier:
 
 
 def _pieces(parcels: Sequence[Parcel]) -> list[Parcel]:
-    """Cut parcels into messages; memory in blocks is sent whole or not at all."""
+    """Split parcels into messages; memory in blocks can only be sent whole."""
     found = []
     for parcel in parcels:
         whole = in_blocks(parcel.data)
@@ -361,13 +365,13 @@ def _checksum_of(parcels: Sequence[Parcel]) -> Parcel:
 
 
 def _compare(staged: Sequence[Parcel], reported: Parcel) -> int:
-    """Return the sender's checksum; raises ``ValueError`` if what is staged has another."""
+    """Return the sender's checksum. Raises ``ValueError`` if the staged expert has another one."""
     sent = int(reported.data)
     found = checksum([parcel.data for parcel in staged])
     if found != sent:
         raise ValueError(
             f"expert {reported.expert} from rank {reported.peer} has the checksum {found:#010x}, "
-            f"was sent as {sent:#010x}"
+            f"but the sender computed {sent:#010x}"
         )
     return sent
 
