@@ -1,4 +1,4 @@
-"""Where a test may raise an error between two lines of a program, as a failing allocation would."""
+"""Lines at which a test may raise an error between two lines, as a failing allocation would."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from types import FrameType
 
 
 def leaves_a_with(frame: FrameType) -> bool:
-    """Return whether the line that is about to run is the end of a ``with`` block.
+    """Return True if the next line event marks the end of a ``with`` block.
 
-    Python reports the line of the ``with`` statement once more before it calls ``__exit__``. An error that a trace
-    function raises there skips ``__exit__``: a lock would stay held for ever, which no error of the program can cause.
+    Python reports the line of the ``with`` statement once more before it calls ``__exit__``. If a trace
+    function raises there, Python skips ``__exit__`` and a lock stays held. No error of the program itself can do that.
     """
     line = linecache.getline(frame.f_code.co_filename, frame.f_lineno).lstrip()
     if not line.startswith(("with ", "async with ")):

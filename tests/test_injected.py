@@ -1,4 +1,4 @@
-"""Errors are injected where a program could raise them: never where they would leave a lock held."""
+"""Tests inject errors only at lines where a program could raise them, so none leaves a lock held."""
 
 from __future__ import annotations
 
@@ -41,5 +41,5 @@ def test_no_line_at_which_an_error_may_arise_leaves_a_lock_held() -> None:
                 sys.settrace(None)
         tried += lines == failing
         assert not lock.locked()
-    # Both turns of the loop, its head three times, the first line and the last.
+    # Two loop iterations, three visits to the loop head, the first line and the last.
     assert tried == 2 * 2 + 3 + 2

@@ -1,7 +1,7 @@
-"""Balance that the agent's tables reach in each engine's dispatch, beside the engine's own spread of tokens.
+"""The agent's tables balance each engine's dispatch at least as well as the engine's own EPLB.
 
-Every dispatch has the engine's rule for picking a replica. Heat is the tutorial's trace; the service plans on its first
-steps by its default settings, fitted to the host, and both are judged on the steps after those.
+Each dispatch uses the engine's rule for picking a replica. The heat is the tutorial's trace. The service plans on its
+first steps with the default settings, fitted to the host. Both balancers are scored on the steps after those.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ REDUNDANT = RANKS * SLOTS - 32
 VLLM_ENTRIES = min(REDUNDANT + 1, _MAX_ENTRIES)
 
 ONE = ("one replica per source rank", 1, False, 1)
-"""A dispatch: its name, entries of its tables, whether a token's row picks one, and ranks that share tokens."""
+"""A dispatch: its rule, its tables' entries per expert, whether a token's row picks one, and ranks sharing tokens."""
 DISPATCHES = {
     "vLLM, tensor parallel": ("hash of the row", VLLM_ENTRIES, True, 8),
     "vLLM, naive dispatch": ("hash of the row", VLLM_ENTRIES, True, 8),
@@ -47,7 +47,7 @@ DISPATCHES = {
 
 
 def first_placement(experts, layers):
-    """Experts in turn, as vLLM begins: the first ones have two replicas."""
+    """Return vLLM's initial placement: experts in order, the first ones with two replicas."""
     return Placement(
         np.tile((np.arange(RANKS * SLOTS) % experts).reshape(1, RANKS, SLOTS), (layers, 1, 1)).astype(
             np.int32
@@ -57,7 +57,7 @@ def first_placement(experts, layers):
 
 
 def par(heat_TLE, placement, tables_RLED, group):
-    """Mean PAR of steps in which each token group routes its part, all entries that differ getting the same part."""
+    """Return the mean PAR if each token group routes an equal part, spread evenly over distinct table entries."""
     loads_TLR = np.zeros((len(heat_TLE), placement.layers, RANKS))
     firsts = range(0, RANKS, group)
     for first in firsts:
@@ -70,7 +70,7 @@ def par(heat_TLE, placement, tables_RLED, group):
 
 
 def planned(heat_TLE, placement, tables_RLE, settings, group):
-    """Placement and tables after one decision on a window."""
+    """Return the placement and tables after one decision on a window."""
     topology = Topology(np.zeros(RANKS, dtype=np.int32), (np.arange(RANKS) // group * group).astype(np.int32))
     found = plan(Window(heat_TLE), placement, tables_RLE, topology, settings)
     changed = [(one.layer, one.phy2log_RS, one.log2phy_RE) for one in found.layers]
@@ -87,7 +87,7 @@ def test_the_agent_balances_at_least_as_well_as_the_engine_spreads(name):
     group_R = np.arange(RANKS) // group * group
     start_RLE = first.default_log2phy(width)[group_R]
     settings = fitted_to_host(PlannerSettings(), width, entry_by_row=by_row)
-    # An engine's own EPLB: DeepSeek's policy, and every expert's tokens spread over all its replicas.
+    # The engine's own EPLB uses DeepSeek's policy and spreads every expert's tokens over all its replicas.
     even = first.default_log2phy(16)
     own, _ = planned(window_TLE, first, even, PlannerSettings(policy="deepseek", split="even"), 1)
     at_once = par(next_TLE, first, with_entries(start_RLE, 3), group)
@@ -95,7 +95,7 @@ def test_the_agent_balances_at_least_as_well_as_the_engine_spreads(name):
 
     ours, tables_RLE = planned(window_TLE, first, start_RLE, settings, group)
     reached = par(next_TLE, ours, with_entries(tables_RLE, 3), group)
-    # Ours moves fewer experts for the same balance.
+    # The tolerance allows for our policy, which moves fewer experts for the same balance.
     assert reached <= 1.005 * par(next_TLE, own, with_entries(own.default_log2phy(16), 3), 1)
     if group > 1:
         spread = par(next_TLE, ours, with_entries(ours.default_log2phy(16), 3), 1)

@@ -1,4 +1,4 @@
-"""Choices of a pass are counted exactly, with one operator per layer."""
+"""The counter counts a pass's expert choices exactly, with one operator per layer."""
 
 from __future__ import annotations
 

@@ -178,7 +178,7 @@ def test_balancing_goes_on_after_a_load_unless_experts_are_in_other_tensors():
 
 
 def entries_that_differ(host):
-    """Replicas of each expert in each layer's dealing table."""
+    """Return the number of distinct entries per expert in each layer's dealing table."""
     return [[len(set(row)) for row in table_ED] for table_ED in host.agent.installed.log2phy_LE.tolist()]
 
 

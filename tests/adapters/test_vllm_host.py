@@ -272,7 +272,7 @@ def test_a_sleep_in_which_memory_is_discarded_leaves_no_table_wrong():
 
 
 def spread_over_replicas():
-    """Which slots a batch of one expert each reaches under tensor parallelism, before and after a switch."""
+    """Return the tokens per slot under tensor parallelism, before and after a switch."""
     state, host = started()
     found = [reached(state)]
     for _ in range(3):
@@ -286,7 +286,7 @@ def spread_over_replicas():
 
 
 def reached(state):
-    """Tokens that each slot of each layer gets, of 120 that choose every expert in turn."""
+    """Return the tokens per slot of each layer for 120 tokens, 20 per expert."""
     rows_T1 = (torch.arange(120) // 20).unsqueeze(1)
     return [
         torch.bincount(one.router._apply_eplb_mapping(rows_T1).reshape(-1), minlength=8).tolist()

@@ -46,11 +46,11 @@ def hooked_router():
 
 
 def mapped(tables, topk_ids):
-    """Physical ids that vLLM's kernel picks: by a hash of the row, over as many columns as the replica count says."""
+    """Return the physical ids that vLLM's kernel picks: it hashes the row over the expert's replica count."""
     map_EX, count_E = tables
     row_T1 = torch.arange(topk_ids.shape[0]).unsqueeze(1)
     ids = topk_ids.long()
-    # In floats: a queued device finds shapes with zeros, by which whole numbers cannot be divided.
+    # Use floats: a queued device infers shapes with zeros, and an integer remainder by zero raises.
     column_TK = ((row_T1 * 2654435769) & 0xFFFFFFFF).double() % count_E[ids].double()
     return map_EX[ids, column_TK.long()]
 

@@ -77,7 +77,7 @@ def test_an_expert_that_changes_while_it_is_served_is_reported_and_no_source() -
 
 
 def _copied_before_its_turn(damage: str) -> dict[str, Any]:
-    """An expert of rank 1 is damaged before it was ever compared, then a plan copies it."""
+    """Damage an expert of rank 1 before its first comparison, then offer a plan that copies it."""
     replica_check._REST_SECONDS = 1e6
     agent, layers, _ = live.start(1, transfer_timeout_seconds=20)
     here = agent.installed.placement

@@ -70,7 +70,7 @@ def test_a_plan_switches_its_layers_on_all_ranks_at_the_same_step(dealing_width:
 
 
 def _called_off(when: str) -> dict[str, Any]:
-    """A plan of three layers; one rank hears that it is called off, or of a plan that nobody holds."""
+    """Offer a plan of three layers and notify one rank that this plan, or one that nobody holds, is called off."""
     agent, layers, still = live.start(3, vote_interval=2)
     called_at: list[int] = []
     again: list[int] = []
@@ -84,7 +84,7 @@ def _called_off(when: str) -> dict[str, Any]:
             if agent.identity.rank == 1:
                 agent._stream.plans.put(CallOff(99 if when == "of another" else 1))
         if called_at and step > 4 and agent._switch.state.plan is None and not again:
-            # All ranks drop the plan at one step, so that all take the next one.
+            # All ranks drop the plan at the same step, so all of them can accept the next one.
             again.append(agent.installed.epoch)
             live.offer(agent, {2: live.from_here(agent, 7, 2)}, plan_id=2)
         time.sleep(0.002)
@@ -173,5 +173,5 @@ def test_an_error_of_the_agent_stops_balancing_until_the_ranks_vote_again_and_ne
     facts = run_ranks(RANKS, _agent_breaks_on_one_rank, times)
     live.check_together(facts, epoch=1 if times == 1 else 0)
     assert "MemoryError: no memory to count" in facts[1]["said"]
-    # A rank hears of it in a vote that comes to nothing, or between two votes: both name why balancing stopped.
+    # A rank learns of it in a failed vote or between two votes. Either message says why balancing stopped.
     assert any(reason in facts[0]["said"] for reason in ("came to nothing", "has left the votes"))

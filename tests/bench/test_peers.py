@@ -225,13 +225,13 @@ def test_policies_that_fail_the_warm_up_are_named(contest: Contest, scene: Scene
 
 
 class Fails:
-    """Process of a policy that answers why it failed."""
+    """Process of a policy that answers with the reason for its failure."""
 
     def ask(self, *question: object) -> str:
         return "no room"
 
     def end(self) -> None:
-        """Nothing runs."""
+        """Do nothing, because no process runs."""
 
 
 class Answers(Stays):

@@ -1,4 +1,4 @@
-"""The benchmark in time: its table compares balancers with the model left alone, and counts the agent's own time."""
+"""The emulated benchmark compares balancers with the unbalanced model and counts the agent's own time."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ def test_with_a_cost_curve_slots_are_set_against_time_and_memory(tmp_path, trace
 
 
 def test_the_first_line_answers_whether_it_pays(trace, capsys):
-    # So many that an H100 is busy with tokens, not with reading weights.
+    # With this many tokens, an H100 spends its time computing, not reading weights.
     np.savez(trace, heat=synthetic_heat("static", 120, 2, 16, tokens=1 << 17, top_k=2, seed=1))
     arguments = ("advise", "--heat", trace, "--ranks", 4, "--redundant", "0,4")
     code, out, _ = eplb(capsys, *arguments, "--model", "deepseek-v3", "--gpu", "h100", "--step-ms", 30)

@@ -49,7 +49,7 @@ def test_heat_that_no_decision_uses_is_pointed_out(capsys):
 
 @pytest.fixture
 def wide(tmp_path):
-    """A trace of 64 steps with 8 experts, all busy."""
+    """Write a trace of 64 steps in which all 8 experts get tokens."""
     path = tmp_path / "heat.npz"
     np.savez(path, heat=synthetic_heat("static", 64, 1, 8, tokens=256, top_k=2, seed=3))
     return path

@@ -29,7 +29,7 @@ def trace(tmp_path):
 
 
 def drawn_par(counts_TLE, placement, tables, source_RLE, options):
-    """PAR of whole tokens through the tables, mean over 50 draws of the same steps, float64 ``[L]``."""
+    """Return the PAR of whole tokens routed by the tables, as a mean over 50 draws of the steps, float64 ``[L]``."""
     split = "deal" if "deal" in options else "tables"
     draws = [
         par(split_loads(counts_TLE, placement, tables, source_RLE, split, draw * len(counts_TLE)))
@@ -65,8 +65,8 @@ def test_writes_a_valid_placement_that_is_worth_what_is_printed(
     assert tables.shape == (RANKS, LAYERS, EXPERTS, *([] if width is None else [width]))
     placement.check_log2phy(tables)
     assert reported["par_after"] == pytest.approx(np.mean(reported["par_after_L"]))
-    # 50 draws of the window's whole tokens leave a standard error of 0.1 %. The promise may exceed them by what the
-    # fit to the window overstates, at most 0.02 here.
+    # The mean of 50 draws has a standard error of 0.1 %. The promise also allows for overfitting to the window, which
+    # adds at most 0.02 here.
     for promised, drawn in zip(
         reported["par_after_L"], drawn_par(counts_TLE, placement, tables, source_RLE, options), strict=True
     ):

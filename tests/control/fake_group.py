@@ -100,9 +100,9 @@ class FakeRank:
                     await self.call.write(part)
 
     async def hear(self, *, calls: bool = False) -> agent_pb2.ConnectResponse:
-        """The next message; what the service asks for is kept in ``asked`` and passed over.
+        """Return the next message, skipping reporting requests, which are kept in ``asked``.
 
-        So are, unless ``calls`` says otherwise, calls that come too late: these ranks do at once what a plan asks.
+        Unless ``calls`` is true, also skip call-offs: these ranks carry out a plan at once, so call-offs come too late.
         """
         passed_over = {"reporting"} if calls else {"reporting", "call_off"}
         message = await asyncio.wait_for(self.call.read(), self.patience)

@@ -1,4 +1,4 @@
-"""Commands of the docs and manifests for vLLM-Ascend pass the adapter's own checks, on A2 and on A3."""
+"""The vLLM-Ascend commands in the docs and manifests pass the adapter's own checks, on A2 and on A3."""
 
 import json
 import os
@@ -28,7 +28,7 @@ SIZES = {
 
 
 def documented():
-    """Environment and arguments of the first command of docs/vllm_ascend.md."""
+    """Return environment and arguments of the first command in docs/vllm_ascend.md."""
     text = (ROOT / "docs/vllm_ascend.md").read_text()
     parts = shlex.split(re.search(r"EPLB_AGENT_SERVICE=(?:.|\n)*?(?=\n```)", text)[0].replace("\\\n", " "))
     at = parts.index("vllm")
@@ -36,7 +36,7 @@ def documented():
 
 
 def model_of(pod):
-    """Environment and arguments of a pod's engine."""
+    """Return environment and arguments of a pod's engine."""
     [model] = [container for container in pod["containers"] if container["name"] == "model"]
     values = {entry["name"]: entry.get("value", "10.0.0.7") for entry in model["env"]}
     arguments = model["args"]
@@ -55,7 +55,7 @@ def two_pods():
 
 
 def checked(monkeypatch, device, environment, arguments):
-    """Run the adapter's checks of settings and weights as an engine that is started like this would."""
+    """Run the adapter's checks of settings and weights with this environment and these arguments."""
     for name in [name for name in os.environ if name.startswith("EPLB_AGENT_")]:
         monkeypatch.delenv(name)
     for name, value in environment.items():
@@ -68,7 +68,7 @@ def checked(monkeypatch, device, environment, arguments):
     assert additional["eplb_config"]["dynamic_eplb"] is True
     assert additional["eplb_config"]["num_redundant_experts"] % (tensor * data) == 0
     tokens = sizes.get("--max-num-batched-tokens", 8192)
-    # Without enable_prefill_mc2 the host's capacity is that of its graphs, 512 at most.
+    # Without enable_prefill_mc2, the host's MC2 capacity is that of its graphs: at most 512 tokens.
     capacity = tensor if additional.get("enable_prefill_mc2") else 1
     eplb = ascend(
         monkeypatch,
@@ -124,7 +124,7 @@ def test_pods_of_several_nodes_reach_each_other_and_the_service_of_the_base():
     pod = template["spec"]
     [model] = pod["containers"]
     environment = {entry["name"]: entry for entry in model["env"]}
-    # A pod's own name cannot be resolved by others.
+    # Other pods cannot resolve this pod's own name.
     assert environment["EPLB_AGENT_DATA_HOST"]["valueFrom"]["fieldRef"]["fieldPath"] == "status.podIP"
     service = load("kubernetes/base/service.yaml")
     assert environment["EPLB_AGENT_SERVICE"]["value"] == f"{service['metadata']['name']}:{GRPC_PORT}"

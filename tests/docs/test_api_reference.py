@@ -1,4 +1,4 @@
-"""The API reference lists all that the examples import, and documents parameters, results and errors in sections.
+"""The API reference lists every name that the examples import and documents it in numpydoc sections.
 
 A function without parameters may describe its result in its one sentence.
 """
@@ -21,7 +21,7 @@ NAMES = list(MEMBERS)
 
 
 def documented():
-    """Functions of the page, and its classes' own methods: those that the page lists, or else all public ones."""
+    """Yield the page's functions and its classes' own methods: the listed ones, or else all public ones."""
     for name, members in MEMBERS.items():
         module, _, attribute = name.rpartition(".")
         thing = getattr(importlib.import_module(module), attribute)
@@ -48,7 +48,7 @@ FUNCTIONS = dict(documented())
 
 
 def examples():
-    """Path and source of each Python example of the docs."""
+    """Yield path and source of each Python example in the docs."""
     for path in DOCS.rglob("*.py"):
         yield path, path.read_text()
     for path in DOCS.rglob("*.md"):
@@ -57,7 +57,7 @@ def examples():
 
 
 def imported(source):
-    """Names that a source imports from this project, with their modules."""
+    """Yield the qualified names that a source imports from this project."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]

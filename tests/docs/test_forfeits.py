@@ -1,4 +1,4 @@
-"""The table of what the agent forfeits says what the adapters refuse, row by row, and leaves out no refusal."""
+"""Every row of docs/forfeits.md agrees with the adapters, and every refusal by an option has a row."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ STATES = {"works", "slower", "not tried", "refused"}
 
 
 def rows() -> dict[tuple[str, str, str], str]:
-    """State of each row by engine, kind and use."""
+    """Return the state of each row, keyed by engine, kind and feature."""
     found = {}
     engine = ""
     for line in (ROOT / "docs/forfeits.md").read_text().splitlines():
@@ -151,11 +151,11 @@ PROBES: dict[tuple[str, str], list[Probe]] = {
         sglang(unsupported=((name, "why"),)) for name in ("--enable-lora", "--enable-pdmux")
     ],
 }
-"""What the adapter of an engine is asked for a row: once for each way to use it."""
+"""Checks of the engine's adapter for each row: one per way to use the feature."""
 
 OF_THE_MODEL = {
-    "recording of expert maps",  # both spellings of one
-    "all-gather dispatch with redundant experts",  # while it serves, if the choice before was another
+    "recording of expert maps",  # covers both spellings
+    "all-gather dispatch with redundant experts",  # raised while serving, if the earlier choice differed
     "all-gather dispatch on a device that was not expected to use it",
     "dynamic_eplb on a model without MoE layers that it balances",
     "MoE layers whose way of dispatching changed after the model was loaded",
@@ -165,7 +165,7 @@ OF_THE_MODEL = {
     " with experts in the NPU's formats ",
     "MoE layers of ",
 }
-"""Refusals of what an adapter finds in a model or in ranks that do not fit together: no option decides."""
+"""Refusals that depend on the model or on ranks that do not fit together, not on an option."""
 
 
 @pytest.mark.parametrize("row", ROWS, ids=" ".join)
@@ -184,13 +184,13 @@ def test_a_row_says_what_the_adapter_does(row: tuple[str, str, str], monkeypatch
 
 
 def _said(node: ast.expr) -> str:
-    """The longest constant part of a refusal's subject."""
+    """Return the longest constant part of a refusal's subject."""
     parts = node.values if isinstance(node, ast.JoinedStr) else [node]
     return max((str(part.value) for part in parts if isinstance(part, ast.Constant)), key=len, default="")
 
 
 def refusals() -> set[str]:
-    """What the adapters refuse by options: the constant parts of the messages."""
+    """Return the constant parts of the messages of all refusals in the adapters."""
     found = set()
     files = (
         "vllm/hooks.py",

@@ -402,7 +402,7 @@ def test_sums_of_a_report_count_only_if_all_its_steps_are_of_the_phase():
 def test_tokens_in_slots_that_no_table_names_are_counted() -> None:
     heat = assembler()
     tables_RE = default_log2phy(PLACEMENT_LRS[0], EXPERTS)
-    # All tokens of expert 0, which is in slot 0 of rank 0 and slot 1 of rank 1, go to rank 0.
+    # Expert 0 is in slot 0 of rank 0 and slot 1 of rank 1. The tables send all its tokens to rank 0.
     tables_RE[:, 0] = 0
     heat.placements.place(0, 1, PLACEMENT_LRS[0], tables_RE)
     add_all(heat, report(0, 3, 3))

@@ -297,7 +297,7 @@ def test_a_package_that_fails_is_named(read: Any, says: str, installed: Any, tmp
 
 
 def map_file(folder: Path, format: str, numbers: tuple[int, ...], draft_layers: int = 0) -> Path:
-    """A placement file whose rows are those of ``whole_map`` for these layers of the model."""
+    """Write a placement file with the rows of ``whole_map`` for these model layers."""
     suffix = {"npz": ".npz", "sglang": ".json", "tensorrt-llm": ".yaml"}.get(format, ".json")
     placement = Placement(whole_map()[list(numbers)].reshape(len(numbers), 3, 2), EXPERTS)
     path = folder / f"map{suffix}"
@@ -313,7 +313,7 @@ SLOTS = {
         "a.jsonl", *({**record, "p2l_map": whole_map()[:, ::-1].tolist()} for record in VLLM_RECORDS)
     ),
 }
-"""Tokens by slot that need a map, or come with a wrong one."""
+"""Files of tokens by slot that have no map, or a wrong one."""
 
 
 @pytest.mark.parametrize("name", SLOTS)

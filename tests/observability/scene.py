@@ -94,7 +94,7 @@ async def _step(group: FakeGroup, faults: Faults, layers: int) -> None:
                 continue
             report = heat_report(live, rank.rank, group.step, heat_TLE)
             if not heat_TLE.any():
-                # Ranks that have counted before may be idle, unless they report tokens.
+                # Report tokens. Otherwise the service takes ranks that have counted before for idle.
                 report.step_tokens[:] = [64] * len(heat_TLE)
             if faults.dummies:
                 report.step_phases = bytes([agent_pb2.STEP_PHASE_DUMMY] * len(heat_TLE))

@@ -145,7 +145,7 @@ def test_a_kept_placement_is_tested_with_the_scatter_of_its_window() -> None:
     assert learned.expected is not None
     assert kept.expected is not None
     np.testing.assert_array_equal(kept.expected.mean_C, learned.expected.mean_C)
-    # A calmer window does not sharpen the test beyond what was learned.
+    # A calmer window does not reduce the variance below the learned one.
     again = kept.keeping(promise_of(calm_TL, held_out=True))
     assert again.expected is not None
     np.testing.assert_array_equal(again.expected.variance_C, kept.expected.variance_C)

@@ -256,6 +256,6 @@ def test_drift_is_followed_although_promises_exceed_what_is_seen() -> None:
         realised.append(serving.par_of_steps(Window(next_TLE), settings.split).mean())
     changed = [verdict for verdict in verdicts if verdict.changed]
     assert any(verdict.par_planned > verdict.par_seen for verdict in changed)
-    # Tables and placements that suit the newer steps may be worse on the older ones, which do not come again.
+    # Under drift, the older steps do not recur, so changes that fit the newer steps may do worse on the older ones.
     assert any("aimed at drift" in verdict.reason for verdict in changed)
     assert np.mean(realised) < 1.26

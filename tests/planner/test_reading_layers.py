@@ -1,4 +1,4 @@
-"""A layer whose steps only wait for weights to be read moves nothing, by an estimate for the ranks' device."""
+"""The planner leaves a layer alone if, by the device's estimate, its steps only wait for weight reads."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def test_a_promise_comes_true_on_the_next_window(tokens: int, from_scratch: bool
         found = solve(heat_TLE[:192], RANKS, SLOTS, placement=placement, threads=1)
         promised.append(found.par_after)
         realised.append(np.mean(realised_par(heat_TLE[192:], SLOTS, found.log2phy)))
-    # Each mean is over 2,304 steps of a layer and has a standard error of up to 0.7 %, so their difference of 1 %.
+    # Each mean covers 2,304 layer steps with a standard error of up to 0.7 %. Their difference has one of up to 1 %.
     assert np.mean(promised) == pytest.approx(np.mean(realised), rel=0.03)
 
 

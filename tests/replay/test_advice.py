@@ -139,7 +139,7 @@ NEARLY_EVEN = 0.2
 
 
 def served(heat_TLE, slots, window):
-    """PAR of whole tokens on each window, placed by the window before it; scored apart from the planner."""
+    """Return the mean PAR of whole tokens per window, placed on the previous window and scored without the planner."""
     pars = []
     for first in range(0, len(heat_TLE) - 2 * window + 1, window):
         seen_TLE = heat_TLE[first : first + window]

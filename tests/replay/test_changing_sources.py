@@ -1,4 +1,4 @@
-"""Heat that stays the same while its source ranks change raises no alarm, and promises allow for the sources."""
+"""Constant heat from changing source ranks raises no alarm, and promises allow for the changing sources."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ STEPS = 320
 
 
 def prompts_on_other_ranks(seed: int) -> ArrayTrace:
-    """Each rank has one prompt at a time; from step to step, the same prompts are on other ranks."""
+    """Return a trace in which each rank has one prompt and the prompts change ranks in every step."""
     generator = np.random.default_rng(seed)
     shape = (LAYERS, RANKS, EXPERTS)
     popularity_LRE = np.exp(generator.normal(size=(LAYERS, 1, EXPERTS)) + 0.8 * generator.normal(size=shape))
@@ -49,7 +49,7 @@ def test_sources_that_change_raise_no_alarm_and_promises_hold() -> None:
     assert alarms
     assert not any(alarms)
     realised = float(np.mean([row.par_realised for row in rows]))
-    # Tables that suit the mean sources leave a tenth to steps whose sources differ from that.
+    # The tables fit the mean sources, so steps with other sources lose at least a tenth.
     assert realised > 1.1
     for row in rows:
         assert row.par_planned is not None

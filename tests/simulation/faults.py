@@ -96,7 +96,7 @@ class Faults:
         pair, seconds = world.random.sample(world.engine.ranks, 2), world.random.choice((0.5, 5.0))
 
         def begin() -> None:
-            # Until a commit comes the engine may have started again, with other processes.
+            # The engine may have restarted with other processes before the commit.
             if pair[1] in world.engine.ranks:
                 world.network.cut(pair[0].name, pair[1].name, seconds)
                 world.engine.failing_installs[world.engine.ranks.index(pair[1])] = 1
@@ -161,7 +161,7 @@ class Faults:
         return "plans reach some ranks only"
 
     def call_off(world: Any) -> str:
-        """Heat seems to change while a plan is under way: at once, or when all ranks are ready to commit a layer."""
+        """Call off the plan under way, at once or when all ranks are ready to commit a layer."""
         if world.calls.random() < 0.5:
             called = world.service is not None and world.service.call_off()
             return "at once" if called else "none, as no plan is under way"

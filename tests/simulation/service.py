@@ -150,7 +150,7 @@ class Service(control_plane.ControlPlane):
         self._loop.create_task(self._answer(call))
 
     def call_off(self) -> bool:
-        """Call off the plan under way, as if heat had changed; return whether there was one."""
+        """Call off the plan under way, as if heat had changed; return False if there is none."""
         deployment = self.deployments.get(DEPLOYMENT)
         if deployment is None or deployment.plan is None or deployment.plan.called_off:
             return False
@@ -181,7 +181,7 @@ class Service(control_plane.ControlPlane):
 
     def _plan_ended(self, deployment: Deployment, plan: PlanTracker) -> None:
         super()._plan_ended(deployment, plan)
-        # A plan that gives way to newer heat has balanced what it had switched by then.
+        # A called-off plan has balanced the layers that had switched by then.
         self.done += plan.outcome is Outcome.DONE or (plan.was_called_off and plan.committed > 0)
         self.process.scheduler.note(NAME, plan.summary)
 

@@ -96,7 +96,7 @@ class World:
         self.excused = False
         self.kinds = kinds or tuple(kind for kind in FAULTS if kind not in (*BEYOND, CALL_OFF))
         self.faults = self._drawn()
-        # Drawn apart, so that a seed keeps the faults that it is known for.
+        # Use a separate generator, so that existing seeds keep their other faults.
         self.calls = python_random.Random(seed)
         if not kinds:
             ends = [self.calls.random() for _ in range(self.calls.choice((0, 4, 8)))]

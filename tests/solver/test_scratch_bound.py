@@ -1,4 +1,4 @@
-"""Placements from scratch are seldom searched in vain, so that decisions stay within their CPU."""
+"""The planner seldom searches a placement from scratch in vain, so that decisions keep to their CPU budget."""
 
 from __future__ import annotations
 

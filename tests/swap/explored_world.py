@@ -108,7 +108,7 @@ class World(State):
         self.machines[rank] = accepted
 
     def _call(self, rank: int, number: int) -> None:
-        """The service calls a plan off, and the rank hears of it, whether or not it holds that plan."""
+        """Deliver a call-off to the rank, whether or not it holds that plan."""
         self.faults = self.faults._replace(calls=self.faults.calls - 1)
         machine = self.machines[rank]
         plan = self.scenario.plans[number]
@@ -294,7 +294,7 @@ class World(State):
             elif isinstance(action, Commit):
                 self._commit(rank, action)
             elif isinstance(action, PlanStatus) and action.state.drops_layers:
-                # As the driver does: an answer about another plan leaves what is staged.
+                # Like the driver, keep the staged experts if the answer is about another plan.
                 self.staged[rank] = self.staged[rank] if self.machines[rank].plan is not None else None
             elif isinstance(action, Halted):
                 self.fatal |= {rank}

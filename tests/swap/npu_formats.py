@@ -1,4 +1,4 @@
-"""Tensors with formats of the NPU as tags, and a process group with torch_npu's rule for sending them.
+"""Fakes for NPU formats: tagged tensors, and a process group that sends them by torch_npu's rule.
 
 ``getNumelForHCCL`` (torch_npu/csrc/distributed, Ascend/pytorch): a tensor whose format is no base format must begin at
 its storage; whatever its own size is, the whole storage is sent, padding included. Any view has its storage's format.
@@ -21,14 +21,14 @@ from worker_agent.swap.lane import Lane, Lanes, Parcel, _DeviceLane, _HostLane
 ND = 2
 NZ = 29
 _TAGS: dict[int, int] = {}
-"""Format by the address of a storage; others are ND."""
+"""Format by storage address. All other storages are ND."""
 _PADDING = 64
 
 
 def tagged(tensor: torch.Tensor, number: int = NZ) -> torch.Tensor:
     """Return the tensor at the start of a padded storage of this format."""
     held = torch.zeros(tensor.numel() + _PADDING, dtype=tensor.dtype)
-    # The memory of what was freed may be another's by now.
+    # The address may belong to a new storage after the old one was freed.
     _TAGS[held.untyped_storage().data_ptr()] = number
     _KEPT.append(held)
     return held[: tensor.numel()].view(tensor.shape).copy_(tensor)
@@ -38,12 +38,12 @@ _KEPT: list[torch.Tensor] = []
 
 
 def format_of(tensor: torch.Tensor) -> int:
-    """In place of ``torch_npu.get_npu_format``."""
+    """Replace ``torch_npu.get_npu_format``."""
     return _TAGS.get(tensor.untyped_storage().data_ptr(), ND)
 
 
 def install() -> None:
-    """Give this process formats, and ``empty_like`` that keeps them, as torch_npu's does."""
+    """Install formats in this process, and an ``empty_like`` that keeps them, as torch_npu's does."""
     for module in (device_module, lane_module, weights_module):
         module.format_of = format_of
     device_module.in_order = lambda tensor: tensor.clone() if device_module.in_blocks(tensor) else tensor
@@ -67,7 +67,7 @@ def sent_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class FakeHccl:
-    """HCCL's group as far as lanes use it, over gloo."""
+    """The part of an HCCL group that lanes use, over gloo."""
 
     sends_views = False
 
@@ -87,12 +87,12 @@ class FakeHccl:
         self._group = None
 
     def abort(self) -> bool:
-        """HCCL cannot end what a device is at."""
+        """Do nothing: HCCL cannot interrupt a device."""
         return False
 
 
 class FakeHcclLanes(Lanes):
-    """Lanes of NPUs."""
+    """Opens lanes for NPUs."""
 
     def _opened(self, number: int) -> Lane:
         host = _HostLane(self._group.process_group(f"rendezvous/{number}", self._timeout))

@@ -19,7 +19,7 @@ def check_accepted(state: State, rank: int, plan: TagPlan, checked_for: int) -> 
 
 
 def check_called(before: SwitchState, after: SwitchState, plan: TagPlan) -> None:
-    """A rank has heard that the service calls a plan off."""
+    """Check a rank that knows that the service has called a plan off."""
     must(after.progress == before.progress, "changed its progress without a vote")
     holds = before.plan is not None and before.plan.plan_id == plan.plan_id
     must(after.called_off == (holds or before.called_off), "called off another plan than the service did")

@@ -80,7 +80,7 @@ def _parcel(peer: int) -> Parcel:
 
 
 def _lane(log: list[str], reached: Callable[[], bool] = lambda: True, **changes: Any) -> _DeviceLane:
-    """Return a lane whose peers send what this rank has room for."""
+    """Return a lane whose peers send as many bytes as this rank expects."""
     host = FakeHost(log, absent=changes.pop("absent", False))
     return _DeviceLane(FakeGroup(log, **changes), host, lambda: FakeMark(log, reached))
 
@@ -134,7 +134,7 @@ class OneLane:
 
 
 def _worker(log: list[str], lane: _DeviceLane, **settings: Any) -> TransferWorker:
-    # Its peers send no checksums.
+    # The fake peers send no checksums.
     settings = {"verify_transfers": False, **settings}
     return TransferWorker(OneLane(log, lane), live.settings(**settings), ByteBudget(None))
 

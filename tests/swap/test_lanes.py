@@ -119,7 +119,7 @@ def test_experts_of_other_sizes_are_an_error_on_both_ranks_and_end_no_process() 
 
 
 def _late() -> float:
-    """Rank 1 comes half a second late; return the seconds that the exchange is said to have kept the link busy."""
+    """Delay rank 1 by half a second; return the seconds for which the exchange reports the link busy."""
     group, _ = AgentGroup.join(dist.group.WORLD, "here", "127.0.0.1", None)
     lanes = Lanes(group, "gloo", HERE, timedelta(seconds=20))
     lanes.open_first()
@@ -132,5 +132,5 @@ def _late() -> float:
 
 
 def test_a_wait_for_a_peer_does_not_count_as_time_on_the_link() -> None:
-    """Else ranks that rest in turn would each rest for the other's rest."""
+    """Otherwise each rank's pause would count as link time on its peer and lengthen the peer's pause."""
     assert max(run_ranks(2, _late)) < 0.4

@@ -74,7 +74,7 @@ READY = TRANSFERRING.with_transfer_ended(1)
 def test_a_plan_that_is_called_off_ends_at_the_next_vote_and_keeps_its_lane(machine: SwitchState) -> None:
     called, nothing = machine.call_off(PLAN.plan_id)
     assert nothing == ()
-    # The other rank hears of it by the vote alone.
+    # The other rank learns of it only from the vote.
     for rank in (called, machine):
         after, (said,) = rank.decide(outcome_of(called, machine))
         assert after == replace(NEW, highest_term=2, generation=machine.generation)
@@ -96,7 +96,7 @@ def test_a_transfer_ends_before_its_plan_does() -> None:
 
 
 def test_a_ready_that_was_voted_before_the_call_commits_its_layer() -> None:
-    """The plan ends with the layer after it, whose transfer all ranks have begun by then."""
+    """The plan ends with the next layer, whose transfer all ranks have started by then."""
     plan = plan_from(FIRST, 1, 2, 0, 1)
     held, _ = NEW.offer(plan, 0, FIRST.digest)
     started, _ = held.decide(outcome_of(held))

@@ -1,4 +1,4 @@
-"""Experts in the NPU's own formats arrive whole: torch_npu sends such memory as one piece, or refuses it."""
+"""Experts in the NPU's own formats arrive intact, although torch_npu sends such memory only in one piece."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from worker_agent.swap.transfer import ByteBudget, TransferWorker
 
 HIDDEN = 7168
 INTERMEDIATE = 2048
-"""DeepSeek-V3's experts, W8A8: 44 MB each, the larger tensor of seven messages."""
+"""DeepSeek-V3's W8A8 experts take 44 MB each. The larger tensor would take seven messages."""
 W13 = (HIDDEN, 2 * INTERMEDIATE)
 W2 = (INTERMEDIATE, HIDDEN)
 MOVES = [(0, 0, 1, 1, 0), (1, 0, 0, 1, 1)]
 
 
 class QuantisedLayer:
-    """Two slots of W8A8 experts as vLLM-Ascend holds them: lists of NZ tensors, and scales in order."""
+    """Two slots of W8A8 experts in vLLM-Ascend's layout: lists of NZ tensors, and ordered scales."""
 
     def __init__(self, rank: int) -> None:
         torch.manual_seed(rank)
@@ -45,7 +45,7 @@ class QuantisedLayer:
 
 
 def moved(backend: str) -> dict[str, Any]:
-    """Exchange an expert of two ranks; return how the staged one differs from its source, and meetings that it took."""
+    """Exchange an expert between two ranks; return how the copy differs from its source, and the number of meetings."""
     npu_formats.install()
     group, _ = AgentGroup.join(dist.group.WORLD, "here", "127.0.0.1", None)
     make = npu_formats.FakeHcclLanes if backend == "hccl" else Lanes
@@ -109,7 +109,7 @@ def test_a_device_s_checksum_sees_every_changed_and_every_moved_byte(size: int) 
         assert int(device_sum([changed])) != first
     if size > 1:
         assert int(device_sum([held[:-1].flip(0)])) != first
-    # A slot may begin at any byte of its tensor.
+    # A slot may start at any byte of its tensor.
     shifted = torch.cat([held[:1], held[:-1]])[1:]
     assert int(device_sum([shifted])) == first
     assert checksum([held[:-1]]) == checksum([held[:-1].clone()])

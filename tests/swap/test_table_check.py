@@ -44,7 +44,7 @@ def test_all_layers_of_a_large_model_are_compared_within_256_passes() -> None:
     layers = [SimpleNamespace(expert_map=map_E, log2phy=table_E) for map_E, table_E in pairs]
     check = TableCheck(layers)
     installed = Installed.first(RANK, placement, tables_LE)
-    layers[0].log2phy[4] += 1  # whose turn comes last
+    layers[0].log2phy[4] += 1  # the last layer to be compared
     found = [check.at_boundary(step, installed) for step in range(257)]
     assert any(found)
 

@@ -117,9 +117,9 @@ class Rank(NamedTuple):
     coming: Given | None = None
     """A plan on its way here, on the present stream."""
     call: Given | None = None
-    """The plan that the service calls off, where this is on its way here after it."""
+    """The plan named by a call-off that is on its way to this rank, behind the plan itself."""
     stops: bool = False
-    """Whether it holds a plan that it knows to be called off."""
+    """True if the rank holds a plan and knows that it is called off."""
     statuses: tuple[Status, ...] = ()
     said: Status | None = None
     """The last status that was received, for one that comes twice."""
@@ -164,7 +164,7 @@ class Crew(NamedTuple):
         return crew.says(rank, given, PlanState.REFUSED)
 
     def hears_call(self, rank: int) -> Crew:
-        """The service's call arrives: the rank will vote the plan down, or says that it does not hold it."""
+        """Deliver the call-off: the rank will vote the plan down, or report that it does not hold it."""
         one = self.ranks[rank]
         given = one.call
         assert given is not None

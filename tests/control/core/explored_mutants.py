@@ -63,7 +63,7 @@ class TakesAnyEndForSuccess(Deployment):
 
 
 class EndsWithTheFirstAnswer(Deployment):
-    """One rank does not hold a plan that was called off; the others may."""
+    """Ends a called-off plan once one rank reports that it does not hold it, although others may."""
 
     def _advance(self, before: PlanTracker, after: PlanTracker) -> None:
         ends = after.called_off and after.objections and after.outcome is None

@@ -35,7 +35,7 @@ def check_done(state: State, given: Given | None) -> None:
 
 
 def check_called_off(state: State, given: Given | None) -> None:
-    """A service takes a plan for called off."""
+    """Check that no rank holds a plan that a service records as called off."""
     must(all(one.held != given for one in state.crew.ranks), "took a plan for ended that a rank holds")
 
 

@@ -176,7 +176,7 @@ class World(State):
         self.crew = self.crew.hears(rank)
 
     def _withdraw(self, rank: int) -> None:
-        """The plan's copy for the rank had not gone out when the plan was called off."""
+        """Drop a plan that had not been sent to the rank when the service called it off."""
         self.crew = self.crew.with_rank(rank, coming=None)
 
     def _hears(self, rank: int) -> None:
@@ -192,7 +192,7 @@ class World(State):
                 self.crew = self.crew.with_rank(rank, call=self.open_plans[service])
 
     def _stop(self) -> None:
-        """The ranks vote down what is called off."""
+        """The ranks vote down the called-off plan."""
         self.crew = self.crew.drops(PlanState.CALLED_OFF)
 
     def _offer(self, service: int) -> None:

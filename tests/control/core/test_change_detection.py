@@ -71,7 +71,7 @@ def test_decisions_fall_on_the_same_steps_however_long_reports_are(steps: int) -
 
 
 def plan(made: Deployment, plan_id: int = 1) -> PlanTracker:
-    """A decision that changes two layers, on the newest steps, and its plan, under way."""
+    """Decide on the newest steps to change two layers, offer the plan and return it."""
     assert made.live is not None
     assert made.heat is not None
     decision = decision_of(made.live, 0, 1)
@@ -87,7 +87,7 @@ def plan(made: Deployment, plan_id: int = 1) -> PlanTracker:
 
 
 def found_outdated(made: Deployment, first: int, last: int) -> int | None:
-    """The step from which on the plan may be outdated, while the ranks report until ``last``."""
+    """Report steps until ``last``; return the step at which the plan may be outdated, or None."""
     for step in range(first, last, 4):
         report(made, step, 4)
         while made.put_together(1):
@@ -137,7 +137,7 @@ def test_of_two_plans_one_switches_a_layer_however_often_heat_changes() -> None:
     assert made.plan is None
     assert made.decisions.pace is not None
     assert made.decisions.pace.due
-    # As if heat had changed once more since the next decision.
+    # Pretend that heat has changed again since the second decision.
     second = plan(made, plan_id=2)
     made.decisions = replace(made.decisions, pace=made.decisions.pace.hastened(), answered=None)
     assert not made.may_call_off

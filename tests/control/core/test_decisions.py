@@ -73,7 +73,7 @@ def test_a_plan_under_way_is_watched_by_the_placement_that_it_leads_to() -> None
     assert is_alarmed(changed)
     assert changed.may_be_outdated
     assert not changed.weighing().may_be_outdated
-    # The ratios of steps served are compared with the promise from the beginning.
+    # After the plan, the test starts again and compares the ratios of served steps with the promise.
     done = serving(decided, 6, 1.2).plan_ended(done=True)
     assert done.planned is None
     assert is_alarmed(serving(done, 4, 1.8))

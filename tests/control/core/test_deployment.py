@@ -148,7 +148,7 @@ CHANGED = "heat changed while it was under way"
 
 
 def calls_off(story: Story) -> None:
-    """As an alarm does that heat bears out."""
+    """Call the plan off, as the service does after an alarm that the heat confirms."""
     story.deployment.call_off(CHANGED, story.now)
 
 
@@ -159,7 +159,7 @@ def test_a_plan_that_is_called_off_ends_once_all_ranks_have_answered(story: Stor
     offer = story.offers(0, 1, 2)
     calls_off(story)
     assert story.deployment.obstacle() == "plan 1 is being called off"
-    # Layers that the ranks had voted in when they heard of it.
+    # The ranks had already committed these layers when the call-off arrived.
     story.commits(offer, *range(committed))
     for rank in range(RANKS):
         assert outcome_of_any(story) is None
@@ -174,7 +174,7 @@ def test_a_plan_that_is_called_off_ends_once_all_ranks_have_answered(story: Stor
 
 
 def test_a_plan_is_done_where_the_call_comes_too_late(story: Story) -> None:
-    """A rank that has switched all layers answers that it does not hold the plan, with what it serves."""
+    """A rank that has switched all layers replies that it holds no plan and reports the version that it serves."""
     story.joins()
     offer = story.offers(0)
     calls_off(story)
@@ -203,7 +203,7 @@ def test_a_plan_that_fails_while_it_is_called_off_says_so(
         said = others.get(rank, (CALLED_OFF, "called off by the service"))
         if said is not None:
             story.says(rank, offer, said[0], 0, said[1])
-            # Heard a second time, it is not held.
+            # A second call-off finds that the rank no longer holds the plan.
             story.says(rank, offer, CALLED_OFF)
     story.works(PLAN_TIMEOUT + 1)
     assert story.deployment.ended_plan is not None

@@ -235,7 +235,7 @@ async def test_two_services_share_a_store_only_under_one_lease(
                 async with running_service(settings(store=None, lease=second)):
                     pass
         else:
-            # The old leader may still be closing the store when the lease is another's.
+            # The old leader may still be closing the store after it has lost the lease.
             async with running_service(settings(store=None, lease=second)):
                 pass
     async with running_service(settings(store=None, lease=second)):

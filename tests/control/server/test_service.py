@@ -161,13 +161,13 @@ async def test_a_refused_plan_changes_nothing_and_is_reported(
 
 
 def shifted_heat(steps: int) -> Int32:
-    """Heat after a change: other experts are hot, and hotter."""
+    """Return heat after a change: other experts are hot, with twice the tokens."""
     heat_TLE = skewed_heat(steps, seed=7)
     return np.ascontiguousarray(heat_TLE[:, :, ::-1] * 2)
 
 
 async def answer_call(group: FakeGroup, plan_id: int) -> None:
-    """Each rank hears that the plan is off, and says so once all have."""
+    """Read the call-off on every rank, then report the plan as called off from all ranks."""
     for rank in group.ranks:
         assert (await rank.hear(calls=True)).call_off.plan_id == plan_id
     await group.say_all(plan_id, 0, agent_pb2.PLAN_STATE_CALLED_OFF, "called off by the service")
@@ -182,7 +182,7 @@ async def test_a_change_of_heat_calls_off_a_plan_and_the_next_starts_from_what_i
     deployment = service.plane.deployments["decode"]
     layer = first.layers[0]
     tables_RE = np.stack([plan.layers[0].log2phy_E for plan in plans])
-    # The same heat as before calls nothing off, while a layer switches.
+    # Unchanged heat does not call the plan off while a layer switches.
     await group.send_heat(skewed_heat(16, seed=2))
     group.live = group.live.with_layer(layer.layer, layer.phy2log_RS, tables_RE)
     await group.say_all(first.plan_id, layer.layer, agent_pb2.PLAN_STATE_COMMITTED)
@@ -193,7 +193,7 @@ async def test_a_change_of_heat_calls_off_a_plan_and_the_next_starts_from_what_i
     for _ in range(4):
         await group.send_heat(shifted_heat(4))
     await answer_call(group, first.plan_id)
-    # Checks that it starts from the layer that has switched.
+    # ``hear_plan`` checks that the new plan starts from the layer that has switched.
     second = (await group.hear_plan())[0]
     assert deployment.ended_plan is not None
     assert (deployment.ended_plan.plan_id, deployment.ended_plan.committed) == (first.plan_id, 1)

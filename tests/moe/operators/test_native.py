@@ -1,4 +1,4 @@
-"""Counting, tables and commits launch no operator that torch_npu does not declare for its device."""
+"""Counting, tables and commits launch only operators that torch_npu declares for its device."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_every_operator_in_use_is_declared() -> None:
 
 @pytest.mark.parametrize("policy", [0, 1, 2, 3])
 def test_a_pass_is_counted_with_declared_operators(monkeypatch: pytest.MonkeyPatch, policy: int) -> None:
-    # Counters that the host cannot see, as on a device.
+    # Hide the counters from the host, as on a device.
     monkeypatch.setattr(engine_host, "host_view", lambda _: None)
     layers = [HostLayer(policy) for _ in range(3)]
     heat = _HostHeat(layers, EXPERTS, rows=4)

@@ -1,4 +1,4 @@
-"""torch's own operators that counting, tables and commits launch in every pass or at every switch on a device."""
+"""torch operators that counting, tables and commits launch on a device, in every pass or at every switch."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ NATIVE = (
     "zero_",
     "zeros",
 )
-"""Each must be one that torch_npu declares for its device; ``index_add_``, for one, is not."""
+"""torch_npu must declare each of them for its device. It does not declare ``index_add_``, for example."""
 
 
 class Launched(TorchDispatchMode):
-    """Keeps the names of the operators that run while it is active, views left out.
+    """Records the names of the operators that run while it is active, except views.
 
     Examples
     --------
