@@ -68,7 +68,7 @@ class Trace(ABC):
 
     @abstractmethod
     def heat(self, first: int, last: int) -> Counts:
-        """Return the heat of some steps, checked.
+        """Return the validated heat of some steps.
 
         Parameters
         ----------
@@ -83,7 +83,7 @@ class Trace(ABC):
         Raises
         ------
         HeatError
-            Naming the step that cannot be heat.
+            If a step is not valid heat. The message names the step.
         """
 
     def source_rows(self, first: int, last: int) -> Array | None:  # noqa: ARG002
