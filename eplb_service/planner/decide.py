@@ -239,8 +239,8 @@ class _Judge:
             topology = self.asked.topology
             knee = knee_tokens(topology.device, topology.bytes_per_expert)
             reason = (
-                f"left alone: no expert gets more than {knee:.0f} tokens in a step, and up to that many the time is "
-                f"that of reading its weights (estimate for {topology.device})"
+                f"left alone: no expert gets more than {knee:.0f} tokens in a step, and up to that many take no "
+                f"longer than reading its weights (estimate for {topology.device})"
             )
         elif seen - bound <= settings.min_gain:
             reason = f"left alone: {seen:.3f} in episodes is what its experts' jumps make of balanced ranks"
