@@ -31,7 +31,7 @@ def check_output(path: Path, suffixes: tuple[str, ...]) -> None:
 def write_atomically(path: Path, data: bytes, *, durable: bool = True) -> None:
     """Replace ``path`` by ``data`` in one step: readers see the old file or the new one, never a part.
 
-    Unless it is ``durable``, which takes some milliseconds, a power cut may lose it.
+    A durable write takes some milliseconds longer. A write that is not durable may be lost in a power cut.
 
     Raises
     ------

@@ -35,12 +35,12 @@ _WEB_FONT = re.compile(r"@font-face \{.*?\}\s*", re.DOTALL)
 
 
 def main() -> None:
-    """Write the named pictures, by default all; exits with 1 if one needs a browser and there is none."""
+    """Write the named pictures, by default all. Exit with 1 if one needs a browser and none is found."""
     parser = argparse.ArgumentParser(prog="python -m tools.screenshots", description=__doc__)
-    parser.add_argument("parts", nargs="*", help=f"of {', '.join(PARTS)}; by default all")
+    parser.add_argument("parts", nargs="*", help=f"pictures to write: {', '.join(PARTS)}; by default all")
     named = parser.parse_args().parts
     if set(named) - PARTS.keys():
-        parser.error(f"there are the parts {', '.join(PARTS)}")
+        parser.error(f"unknown picture; choose from {', '.join(PARTS)}")
     for part in named or PARTS:
         PARTS[part]()
 
@@ -58,10 +58,10 @@ def _picture_advice() -> None:
 
 
 def _browser() -> str:
-    """Return the path of a browser; exits with 1 if there is none."""
+    """Return the path of a browser. Exit with 1 if none is found."""
     browser = next(filter(None, map(shutil.which, BROWSERS)), None)
     if browser is None:
-        sys.exit(f"make screenshots: needs one of {', '.join(BROWSERS)}; on Debian: apt install chromium")
+        sys.exit(f"make screenshots: found none of {', '.join(BROWSERS)}; on Debian: apt install chromium")
     return browser
 
 
@@ -119,7 +119,7 @@ def _photograph(browser: str, url: str, name: str, size: str) -> None:
 
 
 PARTS = {"demo": _picture_demo, "report": _picture_report, "advise": _picture_advice}
-"""Makers of pictures; ``advise`` needs no browser."""
+"""Functions that write each picture. ``advise`` needs no browser."""
 
 
 if __name__ == "__main__":

@@ -2,8 +2,8 @@
 
 Downloads the wheel (torch_npu is never imported: it needs Ascend's libraries), reads the schemas of the operators that
 ``worker_agent.moe`` uses out of its YAML files, and runs its own shape functions on the ``meta`` device to learn what
-each operator returns for the calls of ``tests/moe/torch_npu/calls.py``. Of torch's own operators that the agent
-launches (``tests/moe/torch_npu/native.py``) it writes down those that the wheel declares. Prints what was checked.
+each operator returns for the calls of ``tests/moe/torch_npu/calls.py``. It also lists the torch operators that the
+agent launches (``tests/moe/torch_npu/native.py``) and the wheel declares. Prints a summary of the checks.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def schema_file(schemas: dict[str, str]) -> str:
 
 
 def native_file(folder: Path) -> str:
-    """Return those of torch's own operators in use that the wheel declares for NPUs, one a line."""
+    """Return the torch operators in use that the wheel declares for NPUs, one per line."""
     text = "\n".join((folder / name).read_text() for name in YAML_FILES)
     declared = set(re.findall(r"^\s*-\s*(?:func:\s*)?([\w.]+)\s*(?:\(.*)?$", text, flags=re.MULTILINE))
     header = [

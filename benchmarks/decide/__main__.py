@@ -75,7 +75,7 @@ def main() -> None:
 def _measured(
     courses: Sequence[Course], settings: PlannerSettings, contest: Contest, options: argparse.Namespace
 ) -> list[tuple[Row, float]]:
-    """Return the rows of one heat, means over its seeds: ours, then peers once per window and as often as ours."""
+    """Return the rows of one kind of heat, averaged over its seeds: ours, then the peers at both intervals."""
     drawn = _drawn(courses)
     delay = Delay(options.delay_ms, options.step_ms)
     own = [
@@ -96,7 +96,7 @@ def _measured(
 
 
 def _courses(options: argparse.Namespace, seed: int) -> list[Course]:
-    """Return the heat that is decided on, drawn from one seed."""
+    """Return the heat to decide on for one seed."""
     courses = [*generated(seed, options.layers), *untuned(seed, options.layers), shipped()]
     if options.traces is not None:
         courses += recorded(options.traces, seed)
@@ -164,7 +164,7 @@ def _parser() -> argparse.ArgumentParser:
         "--peers",
         nargs="*",
         default=[FLASHLB],
-        help="peers that take part, every window and as often as ours",
+        help="peers to compare, once per window and as often as ours",
     )
     add("--index", default=INDEX, help="package index that peers are fetched from, once")
     add("--limit-seconds", type=float, default=60.0, help="a peer's decision that takes longer is given up")

@@ -15,10 +15,10 @@ from eplb_service.placement import Int32
 PHASE = 96
 """Steps of each workload in a sequence."""
 UNTUNED = ("turnover", "seasonal")
-"""Kinds of heat that no constant of the planner was chosen on, each with seeds of its own."""
+"""Kinds of heat that were not used to tune any planner constant. Each kind has its own seeds."""
 _UNTUNED_SEED = 1000
 SHIPPED = Path(__file__).parents[2] / "docs" / "examples" / "byte_moe_decoding.npz"
-"""Recording that every checkout has: decoding of the shipped model."""
+"""Recording of the shipped model's decoding, part of every checkout."""
 
 TARGETS = {
     "static": "1.102 at 0 moves",
@@ -40,7 +40,7 @@ def generated(seed: int, layers: int) -> Iterator[Course]:
 
 
 def untuned(seed: int, layers: int) -> Iterator[Course]:
-    """Yield the kinds that nothing was tuned on, of the same shape as ``generated``."""
+    """Yield the kinds in ``UNTUNED``, in the same shape as ``generated``."""
     for kind in UNTUNED:
         yield Course(
             f"{kind} (untuned)", _drawn(kind, layers, 256, 128 * 12, seed + _UNTUNED_SEED), 32, 9, 128
@@ -51,9 +51,9 @@ def _drawn(kind: str, layers: int, experts: int, steps: int, seed: int) -> Int32
     """Draw heat of one of ``UNTUNED``, 4,096 tokens x 8 choices per step.
 
     - *turnover*: popularity is gamma distributed (shape 0.5). In one step of 30, one of the 16 most popular experts
-      exchanges its popularity with a random one.
-    - *seasonal*: the log-popularity of each expert is a sine of its own phase, amplitude and period (150 to 1,500
-      steps).
+      swaps its popularity with a random expert.
+    - *seasonal*: the log-popularity of each expert is a sine wave. Each expert has its own phase, amplitude and
+      period (150 to 1,500 steps).
     """
     heat_TLE = np.empty((steps, layers, experts), dtype=np.int32)
     for layer in range(layers):
@@ -80,7 +80,7 @@ def _drawn(kind: str, layers: int, experts: int, steps: int, seed: int) -> Int32
 
 
 def shipped() -> Course:
-    """Return the recording that every checkout has."""
+    """Return the heat of the shipped recording."""
     return Course("byte-moe decode (shipped)", np.load(SHIPPED)["heat"].astype(np.int32), 8, 5, 64)
 
 

@@ -111,16 +111,16 @@ def own_rows(
 
 
 def peer_rows(course: Course, contest: Contest, interval: int | None = None) -> Iterator[Row]:
-    """Yield a row for each peer, over the windows that ours are scored on; one that fails is left out.
+    """Yield one row per peer, scored on the same windows as our policies. Peers that fail are skipped.
 
     Parameters
     ----------
     course
-        Heat that is decided on.
+        Heat to decide on.
     contest
-        Peers that take part.
+        Peers to score.
     interval
-        Steps between decisions, which still see a whole window; by default as many as a window has.
+        Steps between decisions, by default the length of a window. Each decision sees a whole window.
     """
     label = "" if interval is None else ", as often as ours"
     asked = replace(course, interval=interval)
@@ -138,7 +138,7 @@ def peer_rows(course: Course, contest: Contest, interval: int | None = None) -> 
 
 
 def interval_of(course: Course, ours: Sequence[Row]) -> int | None:
-    """Return the mean number of steps between our decisions; ``None`` if they are as rare as windows."""
+    """Return the mean number of steps between our decisions, or ``None`` if it is not below the window."""
     steps = len(course.heat_TLE) - 2 * course.window
     decisions = float(np.mean([row.decisions for row in ours]))
     interval = round(steps / max(decisions, 1.0))

@@ -1,1 +1,1 @@
-"""What balance is worth in time, on ranks that stand for devices."""
+"""Benchmark of the time that balancing saves on ranks that emulate devices."""

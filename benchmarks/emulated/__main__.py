@@ -1,9 +1,9 @@
-"""Measures what balancers win in time: ``python -m benchmarks.emulated``.
+"""Measure the time that balancers save: ``python -m benchmarks.emulated``.
 
-Real ranks serve the embedded model beside a real service, with real votes and transfers. Each rank stands for a device:
-it sleeps as long as a shipped cost curve says for the tokens in its slots, so that a step takes as long as its hottest
-rank. Every step also runs through the same model left alone. Balancers are DeepSeek's EPLB, which vLLM and SGLang use,
-asked once per window as they ask it, and the service's own planner.
+Real ranks serve the embedded model with a real service, real votes and real transfers. Each rank emulates a device: it
+sleeps for the time that a shipped cost curve gives for the tokens in its slots. A step therefore takes as long as its
+hottest rank. Every step also runs through an unbalanced copy of the model. The balancers are the service's own planner
+and DeepSeek's EPLB, called once per window, as vLLM and SGLang call it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ LEFT_ALONE = "left alone"
 
 
 def main() -> int:
-    """Serve every seed once per balancer, and print the table; exits with 1 if outputs differ from those left alone."""
+    """Serve every seed once per balancer and print the table. Exit with 1 if balancing changes the outputs."""
     options = _parser().parse_args()
     console = Console(width=None if sys.stdout.isatty() else 130)
     layers, experts, _ = model_sizes()
@@ -66,7 +66,7 @@ def main() -> int:
                 problems += [] if problem is None else [f"{name}, seed {seed}: {problem}"]
             rows[LEFT_ALONE].append(_figures(board, "still"))
     console.print(table(rows))
-    console.print(f"Step times are {device_text()}. The agent's own time is measured, and included.")
+    console.print(f"Step times are {device_text()}. They include the agent's measured time.")
     for problem in problems:
         print(f"error: {problem}", file=sys.stderr)
     if options.json is not None:
@@ -78,16 +78,16 @@ def main() -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.emulated", description=__doc__)
-    parser.add_argument("--steps", type=int, default=720, help="steps of a run (about two minutes for 720)")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="seeds of the requests")
-    parser.add_argument("--ranks", type=int, default=4, help="rank processes")
+    parser.add_argument("--steps", type=int, default=720, help="steps per run (720 take about two minutes)")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="request seeds")
+    parser.add_argument("--ranks", type=int, default=4, help="number of rank processes")
     parser.add_argument("--redundant", type=int, default=8, help="redundant experts per layer")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     return parser
 
 
 def _served(stage: Stage, on_step: Callable[[], None]) -> Scoreboard:
-    """Serve one run of the embedded model, and return its score."""
+    """Serve the embedded model for one run and return its scoreboard."""
     orders = {"steps": stage.steps, "rows": _REQUESTS, "length": _REQUEST_BYTES}
     orders |= {"layers": stage.layers, "experts": stage.experts}
     seen = 0
@@ -102,7 +102,7 @@ def _served(stage: Stage, on_step: Callable[[], None]) -> Scoreboard:
 
 
 def _figures(board: Scoreboard, model: str) -> dict[str, float]:
-    """Milliseconds per token, PAR and moves of a whole run of one of the two models, from its first step."""
+    """Return one model's milliseconds per token, PAR and moves over a whole run."""
     step_ms = board.milliseconds(model)
     if model == "live":
         step_ms = step_ms + board.milliseconds("agent")
@@ -120,12 +120,12 @@ def _figures(board: Scoreboard, model: str) -> dict[str, float]:
 
 
 def table(rows: Mapping[str, Sequence[Mapping[str, float]]]) -> Table:
-    """Return the medians over the seeds, with the range of the mean time.
+    """Return a table of the medians over the seeds, with the range of the mean time.
 
     Parameters
     ----------
     rows
-        By balancer, the figures of each seed; ``LEFT_ALONE`` among them.
+        Figures of each seed, by balancer. ``LEFT_ALONE`` must be one of the keys.
     """
     shown = Table(title="Time per token", title_justify="left")
     for column in (

@@ -28,7 +28,7 @@ Results = Mapping[str, Any]
 ROUNDING = 0.01
 _NOISE_OF_TIME = 0.05
 _MOST_OF_SCRATCH = 1.0
-"""CPU that a warm decision may take, trials of placements from scratch included, over one decision from scratch."""
+"""Highest ratio of a warm decision's CPU time, including its trials from scratch, to a decision from scratch."""
 
 
 class Target(NamedTuple):

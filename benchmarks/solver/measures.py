@@ -114,18 +114,18 @@ LOOKS_BACK, DECIDES_EVERY = 128, 24
 
 
 FOLLOWED = ("drift", "bursty")
-"""Kinds of heat that ``following`` decides on: those that make the planner search."""
+"""Kinds of heat for ``following``: those that make the planner search."""
 
 
 def following(seeds: Sequence[int], decisions: int = 32) -> Iterator[dict[str, Any]]:
-    """Yield a row for each kind and seed: 58x256x32x9 decided on again and again, each beside a placement from scratch.
+    """Yield a row per kind and seed: CPU time of repeated decisions and of placements from scratch, on 58x256x32x9.
 
-    A decision is made every 24 steps. ``warm`` and ``afresh`` are CPU seconds of each decision.
+    The planner decides every 24 steps. ``warm`` and ``afresh`` are the CPU seconds of each decision.
     """
     for kind, seed in product(FOLLOWED, seeds):
         heat_TLE = generate(kind, *SHAPES[1][:2], LOOKS_BACK + decisions * DECIDES_EVERY, seed)
         warm, afresh = _followed(heat_TLE, decisions)
-        # The first placement is made from scratch either way.
+        # The first decision is from scratch in both cases, so it is no comparison.
         yield {
             "shape": shape_name(SHAPES[1]),
             "kind": kind,
@@ -136,7 +136,7 @@ def following(seeds: Sequence[int], decisions: int = 32) -> Iterator[dict[str, A
 
 
 def _followed(heat_TLE: Int32, decisions: int) -> tuple[list[float], list[float]]:
-    """Return the CPU seconds of each warm decision, and of one from scratch on the same window."""
+    """Return the CPU seconds of each warm decision and of a decision from scratch on the same window."""
     _, layers, experts = heat_TLE.shape
     ranks, slots = SHAPES[1][2:]
     settings = PlannerSettings(threads=1)

@@ -1,4 +1,4 @@
-"""Effect of transfers on the model's own exchanges over the same link: time of a step at its median and its slowest."""
+"""Effect of transfers on the model's exchanges over the same link: median and slowest step time."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from worker_agent.swap.transfer import ByteBudget, TransferWorker
 
 EXPERT_BYTES = 44_000_000
 SLOTS = 4
-"""An expert of DeepSeek-V3 in W8A8, and as many of them in one layer's transfer."""
+"""One layer's transfer: four experts of DeepSeek-V3 in W8A8 (44 MB each)."""
 MODEL_BYTES = 4_000_000
-"""Bytes that the model exchanges in a step, both ways."""
+"""Bytes that the model exchanges per step in each direction."""
 SHARES = (1.0, 0.25)
 _LONGER = 4
-"""Times as many exchanges as alone: some layers must arrive meanwhile."""
+"""Multiple of the exchanges measured alone, so that some layers arrive during the measurement."""
 
 
 class _Layer:
-    """Slots of bytes."""
+    """A layer whose experts are plain bytes."""
 
     def __init__(self) -> None:
         self._weights = [[torch.zeros(EXPERT_BYTES, dtype=torch.uint8) for _ in range(SLOTS)]]
@@ -39,7 +39,7 @@ class _Layer:
 
 
 def beside_transfers(steps: int) -> dict[str, object]:
-    """Milliseconds of the model's exchange alone, and beside transfers that never end, by their share of the link."""
+    """Time the model's exchange alone and during continuous transfers, in milliseconds per share of the link."""
     group, _ = AgentGroup.join(dist.group.WORLD, "here", "127.0.0.1", None)
     model = group.process_group("model", timedelta(seconds=60))
     sent, received = (torch.zeros(MODEL_BYTES, dtype=torch.uint8) for _ in range(2))

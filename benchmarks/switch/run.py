@@ -1,8 +1,8 @@
 """What the layer switch costs the model, as ratios measured in one run: ``make bench-switch``.
 
-Two real ranks serve small layers with an agent and without, by turns. Then come the calls of a host with 58 layers, a
-commit against a plain copy of as many bytes, a transfer against one plain send of as many over the same link, and the
-model's own exchanges beside transfers.
+Two real ranks serve small layers with an agent and without, by turns. The benchmark then measures the
+calls of a host with 58 layers, a commit against a plain copy of the same size, a transfer against a plain send of the
+same size over the same link, and the model's exchanges during transfers.
 """
 
 from __future__ import annotations

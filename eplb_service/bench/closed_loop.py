@@ -35,7 +35,7 @@ class Entrant:
 
 @dataclass(frozen=True)
 class Course:
-    """Heat to decide on and serve, on so many ranks and slots.
+    """Heat to decide on and serve, with the number of ranks and slots.
 
     Parameters
     ----------
@@ -44,13 +44,13 @@ class Course:
     heat_TLE
         ``[T, L, E]``, tokens of each expert in each step.
     ranks, slots
-        R, and slots per rank.
+        Number of ranks R, and slots per rank.
     window
         Steps that a decision sees.
     mix_RLE
-        float64 ``[R, L, E]``, each expert's split over the source ranks, in every step; even without it.
+        float64 ``[R, L, E]``, each expert's split over the source ranks in every step. ``None`` for an even split.
     interval
-        Steps between decisions; by default as many as a window has.
+        Steps between decisions, by default the length of a window.
     """
 
     name: str
@@ -63,22 +63,22 @@ class Course:
 
     @property
     def decisions(self) -> int:
-        """Decisions on it that serve a whole interval."""
+        """Number of decisions that serve a whole interval."""
         return (len(self.heat_TLE) - self.window) // (self.interval or self.window)
 
     def heat(self, decision: int) -> np.ndarray:
-        """Heat that a decision sees."""
+        """Return the heat that a decision sees."""
         begin = decision * (self.interval or self.window)
         return np.ascontiguousarray(self.heat_TLE[begin : begin + self.window])
 
     def served(self, decision: int) -> np.ndarray:
-        """Heat that a decision serves: the steps after those that it sees, until the next decision."""
+        """Return the heat that a decision serves, from the end of its window to the next decision."""
         interval = self.interval or self.window
         begin = self.window + decision * interval
         return np.ascontiguousarray(self.heat_TLE[begin : begin + interval])
 
     def sources(self, decision: int) -> Float64 | None:
-        """Tokens by source rank that a decision sees, float64 ``[R, L, E]``."""
+        """Return the tokens by source rank that a decision sees, float64 ``[R, L, E]``."""
         return None if self.mix_RLE is None else self.mix_RLE * self.heat(decision).sum(axis=0)
 
 

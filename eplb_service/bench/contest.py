@@ -38,10 +38,10 @@ NONE = "none"
 
 
 class Contest:
-    """The policies that take part: ours, and the ``peers`` whose sources are had from ``index``, which may be empty.
+    """Comparison of our policies with ``peers``, whose sources are fetched from ``index`` (may be empty).
 
-    A decision is given up after ``limit_seconds`` of CPU time, or if its process waits for something; ``report`` takes
-    a line for the user.
+    A decision times out after ``limit_seconds`` of CPU time, or if its process is blocked. ``report`` is called with
+    each line for the user.
     """
 
     def __init__(
@@ -70,12 +70,12 @@ class Contest:
         return self.decide(name, scene)
 
     def warm_up(self, names: Sequence[str], scene: Scene) -> list[str]:
-        """Have all decide once, on two layers of a scene, so that nothing is compiled while it counts.
+        """Run each policy once, on two layers of a scene, so that compilation is not measured.
 
         Returns
         -------
         list of str
-            Those that decided.
+            Policies that returned a decision.
         """
         small = Scene(scene.heat_TLE[:, :2], scene.placement_LRS[:2], scene.tables_RLE[:, :2])
         return [name for name in dict.fromkeys(names) if self.decide(name, small) is not None]
@@ -125,11 +125,11 @@ class Contest:
 
 
 _WALL_PER_CPU = 20.0
-"""Wall-clock seconds per second of the CPU limit, after which a policy is given up however busy the machine is."""
+"""Wall-clock seconds per second of the CPU limit. A policy that takes longer times out, even on a busy machine."""
 _IDLE_SECONDS = 15.0
-"""Seconds in which a process that computes uses the processor, also on a busy machine."""
+"""Seconds within which a computing process gets CPU time, even on a busy machine."""
 _IDLE_PART = 0.003
-"""Part of a processor that a process uses at most while it waits for something, which may never come."""
+"""CPU use, as a fraction of one core, at or below which a process counts as blocked."""
 
 
 class _Process:
@@ -163,7 +163,7 @@ class _Process:
         return answer
 
     def _has_answer(self, limit_seconds: float) -> bool:
-        """Wait for an answer; return False if the process waits for something, or takes too long."""
+        """Wait for an answer. Return False if the process is blocked or takes too long."""
         deadline = time.monotonic() + _WALL_PER_CPU * limit_seconds
         spent = _cpu_seconds(self._process.pid)
         while not self._link.poll(_IDLE_SECONDS):
@@ -178,7 +178,7 @@ class _Process:
     def why_ended(self, limit_seconds: float) -> str:
         """Say why there was no answer."""
         if self._is_idle and self._process.is_alive():
-            return f"waits for something: it has computed nothing for {_IDLE_SECONDS:g} s"
+            return f"is blocked: it has used almost no CPU for {_IDLE_SECONDS:g} s"
         self._process.join(_SECONDS_TO_END)
         code = self._process.exitcode
         if code is None:
@@ -195,7 +195,7 @@ class _Process:
 
 
 def _cpu_seconds(process: int | None) -> float | None:
-    """Return the CPU time of a process with all its threads; ``None`` if it is unknown."""
+    """Return the CPU time of a process and all its threads, or ``None`` if unknown."""
     try:
         after_name = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
     except OSError:

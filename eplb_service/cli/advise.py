@@ -118,9 +118,9 @@ def advise(
 def _estimated(
     settings: PlannerSettings, cost: CostOptions, gpu: str | None, model: str | None
 ) -> tuple[PlannerSettings, CostOptions, ModelShape | None]:
-    """Return settings and costs with the shipped data of ``--gpu`` and ``--model``; stated values take precedence.
+    """Complete settings and costs with the shipped data of ``--gpu`` and ``--model``. Stated values take precedence.
 
-    Raises ``UserError`` if they are unknown or contradict other options.
+    Raises ``UserError`` if the device or model is unknown or contradicts other options.
     """
     if gpu is not None and (model is None or settings.cost_curve is not None):
         missing = (
@@ -139,7 +139,7 @@ def _estimated(
 
 
 def headline(given: Advice, estimated: bool) -> str:
-    """Summarize in one sentence if balancing pays, with its gain and its cost."""
+    """Return one sentence that says if balancing pays, with its gain and its cost."""
     gained = (
         f"the experts' part of a step takes {given.share:.0%} less time, which is worth {given.ranks_worth:.1f} of "
         f"{given.ranks} ranks"

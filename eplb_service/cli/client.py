@@ -106,7 +106,7 @@ class Connection:
         return f"{self.address} is no eplb service, or too busy to answer; check --address"
 
     def _tls_context(self) -> ssl.SSLContext:
-        """Return a TLS context with the user's certificates, or one that trusts every server; raises ``UserError``."""
+        """Return a TLS context with the user's certificates, or one that trusts every server. Raises ``UserError``."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         context.set_alpn_protocols(["h2"])
         try:

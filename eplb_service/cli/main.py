@@ -19,8 +19,8 @@ from eplb_service.cli.options import HelpCommand, UserError, write_section
 # typer brings a click of its own or uses the installed one; either way its usage errors have this base.
 _UsageError = cast("type[Exception]", typer.BadParameter.__base__)
 
-# gRPC logs a line for each connection without TLS. These lines would fill a service's log and show beside a command's
-# error. To debug gRPC, set the variable.
+# gRPC logs a line for each connection without TLS. These lines would fill the service's log and clutter a command's
+# error output. Set the variable to debug gRPC.
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 
 _USAGE_EXIT_CODE = 2

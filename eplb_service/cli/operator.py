@@ -27,7 +27,7 @@ from eplb_service.wire.operator import as_document
 
 _FILE_HELP = f"File to write it to: {' or '.join(SUFFIXES)}."
 _IDLE_SECONDS = 30.0
-"""Age of the newest step from which on figures state their age."""
+"""Age of the newest step above which the output states the age of its figures."""
 _MOST_ROWS = 8
 """Layers, and ranks, that ``eplb status`` shows where it is not asked for all."""
 

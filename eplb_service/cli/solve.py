@@ -127,7 +127,7 @@ def _report(
     placed = Placement(solution.phy2log, experts)
     own_RLE = first_tables(placed, settings.split, settings.deal_width)
     fixed = split_steps(heat_TLE, placed, own_RLE, source_RLE, settings.split)
-    # Under fixed tables, the placement is worse on other steps by the same amount.
+    # The placement's optimism is assumed to be the same under fixed tables.
     optimism_L = np.array([verdict.optimism or 0.0 for verdict in solution.verdicts])
     even = by_tables = split = None
     if settings.split == TABLES:

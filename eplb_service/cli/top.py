@@ -98,7 +98,7 @@ def top(
 
 @contextmanager
 def _keys() -> Iterator[Callable[[float], bool]]:
-    """Read single keys; the function waits for some seconds or until q is pressed, and returns True if it was."""
+    """Read single keys. Yields a function that waits up to some seconds and returns True if the user pressed q."""
     if not sys.stdin.isatty():
         yield _only_wait
         return

@@ -73,9 +73,9 @@ def hint(text: str) -> None:
 
 
 def check_groups(settings: PlannerSettings, experts: int, counts: Sequence[int], topology: Topology) -> None:
-    """Check the groups of experts that each stay on a node, with each number of slots per rank.
+    """Check for each number of slots per rank if every expert group can stay on one node.
 
-    Gives a hint if they cannot stay together, and raises ``UserError`` if the experts do not divide into them.
+    Prints a hint if the groups cannot stay together. Raises ``UserError`` if they do not divide the experts evenly.
     """
     groups = settings.expert_groups
     if groups and experts % groups:
@@ -89,7 +89,7 @@ def check_groups(settings: PlannerSettings, experts: int, counts: Sequence[int],
 
 
 def check_windows(windows: Sequence[int], intervals: Sequence[int]) -> None:
-    """Give a hint if decisions leave out heat because the window is shorter than the interval."""
+    """Print a hint if the window is shorter than the interval, so that decisions miss some heat."""
     window = min(windows)
     interval = max(intervals)
     if window < interval:
@@ -97,7 +97,7 @@ def check_windows(windows: Sequence[int], intervals: Sequence[int]) -> None:
 
 
 def unused_heat(window: int, interval: int) -> str:
-    """Describe the heat that decisions use if the window is shorter than the interval."""
+    """Return a clause that says which steps decisions use if the window is shorter than the interval."""
     return f"decisions use only the last {window} of every {interval} steps"
 
 

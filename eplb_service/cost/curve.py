@@ -130,7 +130,7 @@ class CostCurve:
 
     @property
     def knee_tokens(self) -> float:
-        """Tokens up to which a slot takes as long as for one, because its weights are read."""
+        """Tokens up to which a slot takes no longer than for one token, because reading its weights dominates."""
         return max(0.0, self.read_us - self.launch_us) / self.slope_us if self.slope_us else math.inf
 
     def slot_us(self, tokens: npt.ArrayLike) -> Float64:

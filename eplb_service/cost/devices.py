@@ -1,9 +1,9 @@
 """Shipped cost curves of devices and shapes of models, for estimates before anything is measured on the machine itself.
 
 The curves of GPUs are fitted to measured tables of DeepSeek-V3's fp8 experts. Those of Ascend NPUs follow from
-published peak rates of memory and 8-bit arithmetic and from shares of them that kernels are assumed to reach. For
-another model reading is scaled by the bytes of an expert and computing by its operations. Each figure made of a curve
-is an estimate, and its source says so.
+published peak rates of memory and 8-bit arithmetic and from assumed kernel efficiencies. For another model, reading
+time is scaled by an expert's bytes and computing time by its operations. Every figure from a shipped curve is an
+estimate and is labelled as one in its source.
 
 References
 ----------
@@ -72,15 +72,15 @@ _CURVES = {
 }
 """Floor, read, launch and slope in microseconds, of DeepSeek-V3's decode kernel."""
 _PEAKS = {"910b": (1600.0, 640.0), "910c": (1600.0, 752.0)}
-"""GB/s of memory and 8-bit TOPS that are published for one processor; a 910C package has two, each with ranks of its
-own."""
+"""Published memory GB/s and 8-bit TOPS of one processor. A 910C package has two processors, each with its own
+ranks."""
 _MEMORY_SHARE = 0.8
 _COMPUTE_SHARE = 0.6
-"""Shares of the peak rates that grouped kernels reach; assumed, as nothing measured is published."""
+"""Shares of the peak rates that grouped kernels reach. Assumed, because no measurements are published."""
 _NPU_FLOOR_US = 20.0
-"""As on the GPUs; assumed."""
+"""Assumed to be the same as on the GPUs."""
 GPUS = (*_CURVES, *_PEAKS)
-"""Devices with a shipped curve. NPUs are among them."""
+"""Devices with a shipped curve, GPUs and NPUs."""
 _NAMES = (
     ("gb200", r"\bGB200\b"),
     ("b200", r"\bB200\b"),
@@ -89,7 +89,7 @@ _NAMES = (
     ("910c", r"^Ascend910_93"),
     ("910b", r"^Ascend910B"),
 )
-"""Devices by the name that torch gives them, such as ``NVIDIA H100 80GB HBM3``, ``Ascend910B3`` and
+"""Devices by their name in torch, such as ``NVIDIA H100 80GB HBM3``, ``Ascend910B3`` and
 ``Ascend910_9392``."""
 
 
@@ -103,27 +103,27 @@ def model_shape(name: str) -> ModelShape:
 def estimated_curve(gpu: str, model: str) -> CostCurve:
     """Return the estimated cost curve of a model's experts on a device; raises ``DeviceError`` on an unknown name."""
     shape = model_shape(model)
-    # Weights of 16 bits are multiplied at half the rate of those of 8, and so are smaller ones in 16-bit kernels.
+    # 16-bit kernels run at half the rate of 8-bit kernels. Weights smaller than 8 bits use 16-bit kernels as well.
     halved = 1.0 if shape.weight_bytes == 1.0 else 2.0
     operations = halved * shape.hidden * shape.inter / (_MEASURED.hidden * _MEASURED.inter)
     return _scaled(gpu, shape.bytes_per_expert, operations, "" if shape is _MEASURED else shape.name)
 
 
 def knee_tokens(device: str, bytes_per_expert: int) -> float | None:
-    """Return the tokens of a step up to which an expert takes as long as for one, because its weights are read.
+    """Return the tokens per step up to which an expert takes no longer than for one: reading weights dominates.
 
     Parameters
     ----------
     device
-        Name of the device as torch gives it.
+        Name of the device in torch.
     bytes_per_expert
-        Bytes of one expert in one layer. Weights of 8 and of 16 bits have the same knee: those of 16 bits take twice
-        as long to read and twice as long to multiply.
+        Bytes of one expert in one layer. 8-bit and 16-bit weights have the same knee, because 16-bit weights take
+        twice as long both to read and to multiply.
 
     Returns
     -------
     float or None
-        ``None`` if no curve is shipped for the device, or the bytes are not known.
+        ``None`` if no curve is shipped for the device or the bytes are unknown.
 
     Examples
     --------
@@ -140,7 +140,7 @@ def knee_tokens(device: str, bytes_per_expert: int) -> float | None:
 
 
 def _scaled(gpu: str, bytes_per_expert: int, operations: float, model: str = "") -> CostCurve:
-    """Return a device's curve for experts of so many bytes and of so many times DeepSeek-V3's operations."""
+    """Return a device's curve, scaled to an expert's bytes and to its operations relative to DeepSeek-V3's."""
     device = gpu.lower()
     if device in _PEAKS:
         gigabytes, tera_operations = _PEAKS[device]

@@ -221,7 +221,7 @@ def nonnegative_least_squares(matrix_TF: Float64, wanted_T: Float64) -> Float64:
     length_F = np.linalg.norm(matrix_TF, axis=0)
     length_F[length_F == 0] = 1.0
     columns_TF = matrix_TF / length_F
-    # Columns that are equal up to rounding would leave no unique solution.
+    # The ridge keeps the solution unique if columns are equal up to rounding.
     products_FF = columns_TF.T @ columns_TF + _RIDGE * np.eye(length_F.size)
     wanted_F = columns_TF.T @ wanted_T
     tolerance = _ROUNDING * float(np.abs(wanted_F).max(initial=0.0))
@@ -246,7 +246,7 @@ def nonnegative_least_squares(matrix_TF: Float64, wanted_T: Float64) -> Float64:
 
 
 def _free_solution(products_FF: Float64, wanted_F: Float64, free_F: npt.NDArray[np.bool_]) -> Float64:
-    """Return the least-squares coefficients ``[F]``, with 0 for the coefficients that are not free."""
+    """Return the least-squares coefficients ``[F]``; those that are not free are 0."""
     found_F = np.zeros(free_F.size)
     found_F[free_F] = np.linalg.solve(products_FF[np.ix_(free_F, free_F)], wanted_F[free_F])
     return found_F

@@ -70,7 +70,7 @@ class Scoreboard:
         return slowest
 
     def tokens_per_second(self, ms: float, first: int = 0) -> float:
-        """Return the tokens per second of all ranks of the demo, if steps take this long from step ``first`` on."""
+        """Return the throughput of all ranks from step ``first`` on, if steps take ``ms`` milliseconds."""
         tokens_RT = np.asarray(self.column("tokens"), dtype=np.float64)[:, first:]
         return float(tokens_RT.sum(axis=0).mean()) / ms * 1e3 if tokens_RT.size and ms else 0.0
 

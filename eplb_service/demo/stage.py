@@ -29,7 +29,7 @@ _EMBEDDED = Path("model", "byte-moe")
 _DEVICE = Path(__file__).with_name("h100.json")
 DEVICE_NAME = "H100"
 DEVICE_TOKENS = 128
-"""Tokens of the emulated device per token of the demo: a step of a few dozen is bound by reading weights."""
+"""Tokens of the emulated device per token of the demo. At a few dozen, reading weights would dominate."""
 DEVICE_LAYERS = 58
 """MoE layers of DeepSeek-V3, which the demo's few layers stand for."""
 
@@ -186,7 +186,7 @@ def _service_thread(settings: ServiceSettings) -> Iterator[RunningService]:
 
 
 def device_text() -> str:
-    """Describe in one line what the ranks' step times measure."""
+    """Return one line that describes the ranks' step times."""
     return (
         f"emulated: each rank stands for an {DEVICE_NAME} with DeepSeek-V3's {DEVICE_LAYERS} MoE layers, each token "
         f"for {DEVICE_TOKENS}; a step takes as long as its hottest rank by a shipped cost curve, for the experts only"

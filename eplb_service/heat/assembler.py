@@ -92,7 +92,7 @@ class PlacementHistory:
         return [epochs[epoch][0] for epochs, epoch in zip(self.by_layer, layer_epochs, strict=True)]
 
     def unnamed(self, layer_epochs: tuple[int, ...]) -> npt.NDArray[np.bool_]:
-        """Slots that no rank's table names, ``[R, L, S]``; the epochs must be known."""
+        """Mask of the slots that no rank's table names, ``[R, L, S]``. All epochs must be known."""
         if self._latest_unnamed is None or self._latest_unnamed[0] != layer_epochs:
             unnamed_LRS = np.ones([len(layer_epochs), *self.slots(layer_epochs)[0].shape], dtype=np.bool_)
             for layer, (epochs, epoch) in enumerate(zip(self.by_layer, layer_epochs, strict=True)):
@@ -175,7 +175,7 @@ class _Step:
         layers, ranks = loads_LR.shape
         width = targets_LED.shape[2]
         if self._by_row:
-            # Any entry may be the first one that a step's tokens need.
+            # The batch row picks the entry, so a step's tokens may begin at any entry.
             targets_LED = np.roll(targets_LED, self.number, axis=2)
         heat_LE += counts_LE
         cells_C = (targets_LED + ranks * np.arange(layers)[:, None, None]).ravel()
@@ -444,7 +444,7 @@ class HeatAssembler:
         return np.where(self._current(rows, layer_epochs), self._par_WL[rows], np.nan)
 
     def newest_heat(self, since: int) -> Int32:
-        """Heat of the steps that entered after the first ``since``, int32 ``[T, L, E]``, in the order of entering."""
+        """Return the heat of the steps that entered after the first ``since``, int32 ``[T, L, E]``, oldest first."""
         newest = min(self.assembled - since, self.steps)
         return np.stack([self._heat[place] for place in range(-newest, 0)])
 
@@ -474,7 +474,7 @@ class HeatAssembler:
         self.assembled += 1
 
     def _note_misrouted(self, step: _Step) -> None:
-        """Count a step with tokens in slots that no table names: its host does not route by the tables."""
+        """Count the step if slots that no table names received tokens: the host does not route by its tables."""
         if len(step.counts) == 2:
             return
         if step.epochs != self._misrouted_epochs:

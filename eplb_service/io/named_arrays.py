@@ -59,9 +59,9 @@ class ReadAs:
 
     ``meaning`` is what its array is, ``phy2log`` the expert in each slot, for tokens by slot, ``experts`` E, ``batch``
     the tokens of a step made from routes, ``top_k`` the experts that a token chooses in each layer, for routes without
-    it. ``map_layers`` are the numbers of the layers in ``phy2log``: the model's own, or with ``map_counts_moe`` those
-    of its MoE layers from 0 on; without numbers its rows are in the order of the heat's layers. A reader refuses each
-    fact that it does not use.
+    it. ``map_layers`` are the layer numbers of ``phy2log``: the model's own, or, with ``map_counts_moe``, numbers that
+    count only MoE layers from 0. Without numbers, the rows are in the order of the heat's layers. A reader rejects
+    each fact that it does not use.
     """
 
     meaning: Meaning | None = None
@@ -73,28 +73,28 @@ class ReadAs:
     map_counts_moe: bool = False
 
     def map_of(self, heat_TLX: Array, phy2log: Array, numbers: Sequence[int] = ()) -> Array:
-        """Return the rows of a map for the layers of heat, matched by number where both sides have numbers.
+        """Return the map's row for each layer of heat, matched by number if both sides have numbers.
 
         Parameters
         ----------
         heat_TLX
             Tokens by slot; the second axis is the layers.
         phy2log
-            The map that the user gives, or else the file's own, which has a row per layer of the heat.
+            The user's map, or else the file's own, which has a row per layer of the heat.
         numbers
-            The model's own numbers of these layers. Without them, either the heat has the same layers as the map, or a
-            row for each layer of the model.
+            The model's own numbers of the heat's layers. Without them, the heat must have the same layers as the
+            map, or every layer of the model.
 
         Returns
         -------
         Array
-            The expert in each slot, a row per layer of the heat; any row for a layer without tokens that the map leaves
-            out.
+            The expert in each slot, a row per layer of the heat. A layer without tokens that is missing from the map
+            gets an arbitrary row.
 
         Raises
         ------
         HeatError
-            If the map leaves out a layer that has tokens.
+            If the map lacks a layer that has tokens.
         """
         layers = heat_TLX.shape[1]
         if self.phy2log is None or phy2log.ndim < 2 or not heat_TLX.size:
@@ -118,7 +118,7 @@ class ReadAs:
         return phy2log[[row_of.get(number, 0) for number in wanted]]
 
     def refuse_unused(self, what: str, *used: str, makes: Meaning | None = "heat") -> None:
-        """Reject facts that the user states and a reader does not use.
+        """Reject facts that the user states but the reader does not use.
 
         Parameters
         ----------
@@ -132,7 +132,7 @@ class ReadAs:
         Raises
         ------
         HeatError
-            Naming the options that state the unused facts.
+            If there are unused facts. The message names their options.
         """
         known = {*used, *(["meaning"] if self.meaning == makes else [])}
         unused = [
@@ -160,23 +160,25 @@ def trace_of_arrays(
 
 
 def _numbered_as_stated(trace: ArrayTrace, stated: Array) -> ArrayTrace:
-    """Return the trace with the layer numbers that its file states; all of them are then MoE layers."""
+    """Return the trace with the layer numbers that its file states, all marked as MoE layers."""
     numbers = _checked_numbers(stated, trace.layers)
     return replace(trace, facts=replace(trace.facts, layer_numbers=numbered(numbers)), states_layers=True)
 
 
 def _checked_numbers(stated: Array | None, layers: int) -> list[int]:
-    """Return the layer numbers that a file states, or none; raises ``HeatError`` unless each layer has one."""
+    """Return the layer numbers of a file, or an empty list. Raises ``HeatError`` if they do not fit the layers."""
     if stated is None:
         return []
     numbers = stated.ravel().tolist() if stated.dtype.kind in "iu" else []
     if len(numbers) != layers or numbers != sorted(set(numbers)) or min(numbers, default=0) < 0:
-        raise HeatError(f"has the layer numbers {stated.tolist()} for {layers} layers; expected rising ones")
+        raise HeatError(
+            f"has the layer numbers {stated.tolist()} for {layers} layers; expected increasing numbers"
+        )
     return numbers
 
 
 def listed(numbers: Sequence[int]) -> str:
-    """Return numbers as text, runs of them as first to last."""
+    """Format numbers as text, with runs shortened to "first to last"."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][-1] + 1:

@@ -10,8 +10,8 @@
 | ``source_heat`` | ``[T, R, L, E]`` | tokens by source rank before dispatch; may be absent |
 | ``step``, ``tokens``, ``phase`` | ``[T]`` | the model's step number, its tokens (-1 unknown), index into ``phases`` |
 
-It is written while serving: the group's attributes ``steps`` and ``placements`` name the rows that count and are
-written last, so that what has been flushed survives a crash. It is read in slices.
+The trace is written while serving. The group's attributes ``steps`` and ``placements`` state the number of valid rows
+and are written last, so that flushed data survives a crash. Readers read it in slices.
 """
 
 from __future__ import annotations

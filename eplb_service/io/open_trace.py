@@ -106,7 +106,7 @@ def _formats_of_packages() -> tuple[tuple[str, TraceReader], ...]:
 
 
 def _opened_by_packages(path: Path, read_as: ReadAs) -> Trace | None:
-    """Return the trace of the first installed format that recognises the file, or ``None``."""
+    """Open the file with the first installed format that recognises it, or return ``None``."""
     path.stat()
     for name, read in _formats_of_packages():
         try:

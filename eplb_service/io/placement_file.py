@@ -76,7 +76,7 @@ def read_placement(
 def read_foreign(path: Path, experts: int, ranks: int, layer_numbers: Sequence[int] | None = None) -> Int32:
     """Read a placement that another balancer may have made: experts twice on a rank, and -1 for an empty slot.
 
-    Returns int32 ``[L, R, S]``. Takes the same arguments and raises the same errors as ``read_placement``.
+    Returns int32 ``[L, R, S]``. The arguments and errors are those of ``read_placement``.
     """
     try:
         phy2log = _of_layers(_read_rows(path), layer_numbers)
@@ -90,7 +90,7 @@ def read_foreign(path: Path, experts: int, ranks: int, layer_numbers: Sequence[i
 
 
 def _of_layers(rows: _Rows, layer_numbers: Sequence[int] | None) -> Array:
-    """Return the rows of these layers; raises ``PlacementError`` naming the missing ones."""
+    """Return the rows of these layers. Raises ``PlacementError``, which names the missing layers."""
     phy2log = rows.phy2log
     numbers = rows.numbers
     if phy2log.ndim < 2:
@@ -101,8 +101,8 @@ def _of_layers(rows: _Rows, layer_numbers: Sequence[int] | None) -> Array:
     if not layer_numbers:
         if list(numbers) != list(range(numbers[0], numbers[0] + len(numbers))):
             raise PlacementError(
-                f"places the layers {listed(numbers)}, and nothing says which of them the trace has: its own "
-                "layers have no numbers"
+                f"places the layers {listed(numbers)}, but it is unknown which of them the trace has: the "
+                "trace's layers have no numbers"
             )
         return phy2log
     wanted = list(layer_numbers) if rows.of_model else list(range(len(layer_numbers)))
@@ -115,9 +115,9 @@ def _of_layers(rows: _Rows, layer_numbers: Sequence[int] | None) -> Array:
 
 
 def read_map(path: Path) -> ReadAs:
-    """Read the expert in each slot, and the numbers of its layers if the file has them, for tokens by slot.
+    """Read the map for tokens by slot: the expert in each slot, and the layer numbers if the file has them.
 
-    Raises ``HeatError`` or ``PlacementError`` without the path.
+    Raises ``HeatError`` or ``PlacementError``. The message does not name the path.
     """
     rows = _read_rows(path)
     return ReadAs(

@@ -26,19 +26,19 @@ _PHASE_OF = {StepPhase.PREFILL: PHASES.index("prefill"), StepPhase.DECODE: PHASE
 
 @dataclass
 class _Step:
-    """One step as each rank reported it; the arrays are the reports' own, not copies."""
+    """One step's reports by rank. The arrays are not copied from the reports."""
 
     number: int
     reports: dict[int, HeatReport] = field(default_factory=dict)
 
     @property
     def layer_epochs(self) -> tuple[int, ...] | None:
-        """Epochs of the placements that all ranks counted under; ``None`` if they differ."""
+        """Epoch of each layer's placement during the step, or ``None`` if the ranks differ."""
         found = {report.layer_epochs for report in self.reports.values()}
         return found.pop() if len(found) == 1 else None
 
     def by_rank(self, name: str) -> list[Array] | None:
-        """Rows of the ranks' arrays of that name, in order of rank; ``None`` if a rank has none."""
+        """Return each rank's row of the named array, in rank order, or ``None`` if a rank lacks it."""
         reports = [self.reports[rank] for rank in sorted(self.reports)]
         if any(getattr(report, name) is None for report in reports):
             return None
@@ -46,7 +46,7 @@ class _Step:
 
     @property
     def tokens(self) -> int:
-        """Tokens of all ranks, -1 if a rank did not report them."""
+        """Total tokens of the ranks, or -1 if a rank did not report its tokens."""
         known = self.by_rank("tokens_T")
         return -1 if known is None else int(sum(known))
 
@@ -98,14 +98,14 @@ class _Lock:
 
 
 class Recorder:
-    """Writes the ranks' reports into one trace.
+    """Writer of the ranks' reports to one trace.
 
     Parameters
     ----------
     path
         Folder to make, or to go on with where it holds a trace of the same deployment.
     facts
-        Facts of the deployment; ``ranks`` and ``slots`` must be set. The recorder names the phases itself.
+        Facts of the deployment. ``ranks`` and ``slots`` must be set. The recorder sets the phase names.
     layers, experts
         L and E.
     pending_steps
@@ -178,7 +178,7 @@ class Recorder:
         self._take()
 
     def close(self) -> None:
-        """Write the waiting steps; steps that not all ranks reported are lost."""
+        """Write the pending steps. Steps without a report from every rank are lost."""
         try:
             self._take(ended=True)
             self._writer.flush()
@@ -195,7 +195,7 @@ class Recorder:
                 return
             self._next = number + 1
             del self._pending[number]
-            # If a recording begins in the middle of the ranks' reports, it leaves out the first of them.
+            # Incomplete steps before the first complete one are not lost: the recording began between reports.
             self._begun |= whole
             if self.full or (whole and not step.phases):
                 continue
@@ -205,7 +205,7 @@ class Recorder:
                 self.lost += whole or (self._begun and not ended)
 
     def _write(self, step: _Step, epochs: tuple[int, ...]) -> bool:
-        """Write a step; return False if it has no field that the trace has of the others."""
+        """Write a step. Return False if it lacks a field that the trace's other steps have."""
         writer, sources = self._writer, step.by_rank("source_counts_TLE")
         counts_LP = self._slot_counts(step, sources, epochs)
         if not self._few_sources or (writer.steps and not writer.by_source):
@@ -220,7 +220,7 @@ class Recorder:
             phase_T=[step.phase],
             source_TRLE=None if sources is None else [sources],
         )
-        # Epochs only grow: all tokens sent by older tables have arrived.
+        # Epochs only grow, so no later step uses the older tables.
         self._tables = {key: table for key, table in self._tables.items() if key[1] >= epochs[key[0]]}
         return True
 

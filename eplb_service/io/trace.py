@@ -68,7 +68,7 @@ class Trace(ABC):
 
     @abstractmethod
     def heat(self, first: int, last: int) -> Counts:
-        """Return the heat of some steps, checked.
+        """Return the validated heat of some steps.
 
         Parameters
         ----------
@@ -83,7 +83,7 @@ class Trace(ABC):
         Raises
         ------
         HeatError
-            Naming the step that cannot be heat.
+            If a step is not valid heat. The message names the step.
         """
 
     def source_rows(self, first: int, last: int) -> Array | None:  # noqa: ARG002
@@ -171,7 +171,23 @@ class ArrayTrace(Trace):
         return self.heat_TLE.shape
 
     def heat(self, first: int, last: int) -> Counts:
-        """Return the heat of some steps, as ``Trace.heat`` does."""
+        """Return the validated heat of some steps.
+
+        Parameters
+        ----------
+        first, last
+            First step, and the first step after the last.
+
+        Returns
+        -------
+        Counts
+            Tokens by logical expert, ``[t, L, E]``.
+
+        Raises
+        ------
+        HeatError
+            If a step is not valid heat. The message names the step.
+        """
         return checked_slice(self.heat_TLE[first:last], first)
 
     def tokens(self, first: int, last: int) -> Int64 | None:

@@ -46,16 +46,16 @@ class TraceStatistics:
 
 
 def statistics(trace: Trace, window: int, ranks: int | None = None) -> TraceStatistics:
-    """Compute the figures of a whole trace, a window at a time.
+    """Compute the statistics of a whole trace, one window at a time.
 
     Parameters
     ----------
     trace
-        Heat, and the loads that ranks received if they were recorded.
+        Heat, and the ranks' loads if they were recorded.
     window
-        Steps of the windows that drift is measured between.
+        Steps per window. Drift is measured between windows.
     ranks
-        Ranks to place the experts on in order, with as few slots as hold them, for the peak-to-average ratio.
+        Number of ranks for the peak-to-average ratio: experts are placed in order, with no spare slots.
 
     Returns
     -------

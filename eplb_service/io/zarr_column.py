@@ -1,7 +1,7 @@
 """Arrays of a Zarr v3 folder that grow along their first axis, in gzip chunks of whole rows.
 
-This is the part of Zarr that a native trace needs. The ``zarr`` package reads these arrays, and may have written them.
-A chunk is never inflated beyond the size that its metadata states.
+This module implements the part of Zarr that a native trace needs. It is compatible with the ``zarr`` package in both
+directions. It never inflates a chunk beyond the size that the metadata states.
 """
 
 from __future__ import annotations
@@ -28,44 +28,44 @@ _MAX_METADATA_BYTES = 1 << 20
 _MAX_CHUNK_BYTES = 1 << 30
 _MAX_LENGTH = 1 << 62
 _GZIP = 31
-"""zlib's number for a gzip header and trailer, with the checksum that shows damage."""
+"""zlib window size that selects the gzip format, whose checksum reveals damage."""
 _GZIP_LEVEL = 1
 
 
 @contextlib.contextmanager
 def reading_metadata(folder: Path) -> Iterator[None]:
-    """Turn any error about a folder's metadata into a ``HeatError`` of one line."""
+    """Convert any error in a folder's metadata to a one-line ``HeatError``."""
     try:
         yield
     except (HeatError, MemoryError):
         raise
     except Exception as error:
         raise HeatError(
-            f"{folder.name}/{METADATA} cannot be read, or is none of a trace ({one_line(error)})"
+            f"{folder.name}/{METADATA} cannot be read, or is not a trace's metadata ({one_line(error)})"
         ) from error
 
 
 def read_metadata(folder: Path, node_type: str) -> dict[str, Any]:
-    """Return the metadata of a group or an array; raises some exception if there is none."""
+    """Return the metadata of a group or an array. May raise any exception (see ``reading_metadata``)."""
     path = folder / METADATA
     if path.stat().st_size > _MAX_METADATA_BYTES:
-        raise HeatError(f"{folder.name}/{METADATA} is larger than any trace's")
+        raise HeatError(f"{folder.name}/{METADATA} is too large to be a trace's metadata")
     document: dict[str, Any] = json.loads(path.read_bytes())
     if (document["zarr_format"], document["node_type"]) != (3, node_type):
-        raise ValueError(f"it is not the metadata of a Zarr v3 {node_type}")
+        raise ValueError(f"this is not the metadata of a Zarr v3 {node_type}")
     return document
 
 
 def write_metadata(folder: Path, document: dict[str, Any]) -> None:
-    """Replace the metadata of a folder in one step; raises ``OutputError``."""
+    """Replace a folder's metadata atomically. Raises ``OutputError``."""
     write_atomically(folder / METADATA, json.dumps(document, indent=1).encode(), durable=False)
 
 
 class Column:
-    """One array, open for reading and appending; ``rows`` are those written and ``tail`` is the shape of one."""
+    """Array that is open for reading and appending, with ``rows`` written rows of shape ``tail``."""
 
     def __init__(self, path: Path, document: dict[str, Any], dtype: str) -> None:
-        """Read the array's metadata; raises some exception if it is damaged or of another kind."""
+        """Parse the array's metadata. May raise any exception if it is damaged or of another kind."""
         self._path = path
         self._document = document
         self._dtype = np.dtype(dtype).newbyteorder("<")
@@ -92,7 +92,7 @@ class Column:
 
     @classmethod
     def create(cls, path: Path, dtype: str, axes: tuple[str, ...], tail: tuple[int, ...]) -> Column:
-        """Write the metadata of an empty array; raises ``OSError`` or ``OutputError``."""
+        """Create an empty array. Raises ``OSError`` or ``OutputError``."""
         steps = _CHUNK_BYTES // (np.dtype(dtype).itemsize * math.prod(tail))
         chunks = [min(max(1, steps), _MAX_CHUNK_STEPS), *tail]
         document = {
@@ -116,7 +116,7 @@ class Column:
 
     @classmethod
     def open(cls, path: Path, dtype: str, axes: tuple[str, ...]) -> Column:
-        """Open an array; raises ``HeatError`` if it is not a trace's."""
+        """Open an array. Raises ``HeatError`` if it is not an array of a trace."""
         with reading_metadata(path):
             document = read_metadata(path, "array")
             column = cls(path, document, dtype)
@@ -142,7 +142,7 @@ class Column:
         return int(self._dtype.itemsize) * math.prod(self._chunks)
 
     def write(self, first: int, rows: Array) -> None:
-        """Write rows from row ``first`` on, as the last ones; raises ``HeatError``, ``OSError`` or ``OutputError``."""
+        """Write the last rows, from ``first`` on. Raises ``HeatError``, ``OSError`` or ``OutputError``."""
         steps = self._chunks[0]
         last = first + len(rows)
         for begin in range(first - first % steps, last, steps):
@@ -155,12 +155,12 @@ class Column:
             path = self._path / self._key.format(begin // steps)
             path.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(path, gzip.compress(chunk.tobytes(), _GZIP_LEVEL, mtime=0), durable=False)
-        # Readers see the rows once they are all there.
+        # The shape is written last, so that readers never see a part of the rows.
         write_metadata(self._path, {**self._document, "shape": [last, *self.tail]})
         self.rows = last
 
     def read(self, first: int, last: int) -> Array:
-        """Return rows ``first`` to ``last`` (not included); raises ``HeatError`` if a chunk is missing or damaged."""
+        """Return rows ``first`` to ``last`` (exclusive). Raises ``HeatError`` if a chunk is missing or damaged."""
         steps = self._chunks[0]
         check_fits_memory((last - first) * math.prod(self.tail) * self._dtype.itemsize)
         rows = np.empty((last - first, *self.tail), self._dtype)
@@ -178,7 +178,7 @@ class Column:
             data = unpacker.decompress((self._path / key).read_bytes(), self._chunk_bytes + 1)
         except (OSError, zlib.error) as error:
             raise HeatError(
-                f"{self._path.name}/{key} is missing or damaged, or the trace was not copied whole ({error})"
+                f"{self._path.name}/{key} is missing or damaged, or the copy of the trace is incomplete ({error})"
             ) from error
         if len(data) != self._chunk_bytes or not unpacker.eof or unpacker.unused_data:
             raise HeatError(
@@ -189,7 +189,7 @@ class Column:
 
 
 def _lengths(value: Any, least: int) -> tuple[int, ...]:
-    """Return lengths of axes; raises ``ValueError`` if they are anything else."""
+    """Return the axis lengths as a tuple. Raises ``ValueError`` if the value is not a list of lengths."""
     lengths = tuple(value)
     if not lengths or not all(type(one) is int and least <= one < _MAX_LENGTH for one in lengths):
         raise ValueError(

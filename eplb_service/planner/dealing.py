@@ -38,8 +38,8 @@ def width_in_use(settings: PlannerSettings, log2phy_RLE: Int32) -> int:
 def fitted_to_host(settings: PlannerSettings, width: int, *, entry_by_row: bool) -> PlannerSettings:
     """Return the settings for a host whose tables have ``width`` entries.
 
-    ``tables``, the default, would leave all but one replica of an expert idle there. A host that picks an entry by a
-    token's row splits tokens evenly, any other deals them. Any other split was asked for and stays.
+    The default split, ``tables``, would use only one replica of each expert on such a host. It becomes ``even`` if the
+    host picks an entry by a token's row, and ``deal`` otherwise. A split that the user chose is kept.
     """
     if width == 1 or settings.split != TABLES:
         return settings
@@ -49,9 +49,9 @@ def fitted_to_host(settings: PlannerSettings, width: int, *, entry_by_row: bool)
 def host_tables(log2phy_RE: Int32, phy2log_RS: Int32, width: int, split: str, first_R: Int32) -> Int32:
     """Return a layer's tables with the ``width`` entries that the host reads, int32 ``[R, E]`` or ``[R, E, D]``.
 
-    Repeats the planned entries ``log2phy_RE``. If ``split`` is even, the entries name all replicas of the placement
-    ``phy2log_RS`` in turn;
-    ``first_R`` has the first rank of each rank's token group, whose table all ranks of that group get.
+    Repeats the planned entries ``log2phy_RE``. If ``split`` is even, the entries cycle through all replicas of the
+    placement ``phy2log_RS``. All ranks of a token group then get the table of its first rank, which ``first_R`` holds
+    for each rank.
     """
     if split == EVEN and width > 1:
         return default_log2phy(phy2log_RS, log2phy_RE.shape[1], width)[first_R]

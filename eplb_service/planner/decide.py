@@ -60,7 +60,7 @@ from eplb_service.wire.operator import LayerVerdict
 _NOTHING_IN_WHOLE_TOKENS = "kept: with whole tokens, a change would gain nothing on steps like these"
 _ROUNDING = 1e-9
 _READING_STEPS = 0.95
-"""Part of the steps that must have few tokens for a layer to be left alone: prefills between them are short."""
+"""Fraction of steps that must have few tokens for a layer to be left alone. It tolerates short prefills in between."""
 _NOTHING_PAYS = "kept: nothing pays for its moves on steps that it was not fitted to"
 
 
@@ -136,8 +136,8 @@ def plan(
         if isinstance(answer, Answer) and layer in tried:
             answer = _with_optimism(answer, tried[layer].optimism)
         verdict, change, par_T = _solved(layer, answer, judge)
-        # A change to a large batch has gained on steps that it was not fitted to. On drift its promise may still exceed
-        # the PAR seen: keeping the layer would do worse on later steps as well.
+        # With a large batch, the change has gained on steps that it was not fitted to. On drift, its promise may still
+        # exceed the PAR seen, but keeping the layer would do worse on later steps as well.
         by_ratio = asked.search.warm and settings.policy == "flashlb" and settings.cost_curve is None
         by_ratio &= bool(judge.small_L[layer])
         if by_ratio and change is not None and verdict.par_planned > verdict.par_seen + _ROUNDING:
@@ -207,7 +207,7 @@ class _Judge:
     small_L
         bool ``[L]``, layers whose steps have so few tokens that changes are held out (``planner.holdout``).
     reading_L
-        bool ``[L]``, layers whose experts get so few tokens that a step only waits for their weights.
+        bool ``[L]``, layers whose experts get so few tokens that reading weights takes all the time.
     """
 
     asked: Question
@@ -239,8 +239,8 @@ class _Judge:
             topology = self.asked.topology
             knee = knee_tokens(topology.device, topology.bytes_per_expert)
             reason = (
-                f"left alone: no expert gets more than {knee:.0f} tokens in a step; up to so many it takes the time of "
-                f"reading its weights (estimate for {topology.device})"
+                f"left alone: no expert gets more than {knee:.0f} tokens in a step, and up to that many take no "
+                f"longer than reading its weights (estimate for {topology.device})"
             )
         elif seen - bound <= settings.min_gain:
             reason = f"left alone: {seen:.3f} in episodes is what its experts' jumps make of balanced ranks"
@@ -282,10 +282,11 @@ class _Judge:
         )
 
     def raised_par(self, layer: int, answer: Answer, par_T: Float64) -> tuple[float, float] | None:
-        """Return the PAR before and after a change that lowers the PAR of episodes, but not that of their steps.
+        """Return the mean PAR of the steps before and after a change, if the change does not lower it.
 
-        Steps are those of the newer half of the window if the change is fitted to heat that fades: the older half is
-        not what comes next. ``None`` if the change lowers the PAR of steps, or is made whatever it gains.
+        Such a change lowers only the PAR of episodes. If it is fitted to fading heat, only the newer half of the window
+        counts, because the older half does not predict later steps. ``None`` if the PAR of steps falls or is not a
+        criterion.
         """
         if not (self.asked.search.warm and self.asked.settings.policy == "flashlb"):
             return None
@@ -355,9 +356,10 @@ def _judge(asked: Question, price: float, why_ungrouped: str) -> _Judge:
 
 
 def _reading_layers(asked: Question) -> npt.NDArray[np.bool_]:
-    """Layers in which reading weights takes all the time by an estimate for the device, bool ``[L]``.
+    """Return the layers in which reading weights takes all the time, as estimated for the device, bool ``[L]``.
 
-    No expert has more tokens in a step than take as long as one, but for a few steps. None if a cost curve is known.
+    In such a layer, all experts stay below the knee of the device's curve in nearly all steps. No layer qualifies if
+    the deployment's cost curve is known.
     """
     window = asked.window
     settings = asked.settings

@@ -160,7 +160,7 @@ class Serving:
         return par_by_step(split_steps(window.heat_TLE, *served, split))
 
     def split_of(self, window: Window, split: str) -> KnownSplit:
-        """Return its split of the tokens of steps like a window's."""
+        """Return the split of tokens over the replicas, worked out from the heat of a window."""
         return KnownSplit.of(window.heat_TLE, self.placement, self.log2phy_RLE, window.source_RLE, split)
 
     def changed_by(self, plan: Plan) -> Serving:
@@ -188,7 +188,7 @@ class Outlook:
     courses
         As in ``Plan``.
     planned
-        What its result serves by; ``None`` if it changes nothing.
+        Placement and split after the decision's plan; ``None`` if it changes nothing.
     """
 
     promise: Promise

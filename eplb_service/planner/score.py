@@ -341,7 +341,7 @@ def split_steps(
 
 @dataclass(frozen=True)
 class KnownSplit:
-    """A placement and the split of tokens over it, worked out once to score steps one at a time as they come.
+    """A placement and its split of tokens, computed once to score steps as they arrive.
 
     ``host`` is ``None`` if the host splits each step by its own counts.
     """
@@ -353,7 +353,7 @@ class KnownSplit:
     def of(
         cls, heat_TLE: Heat, placement: Placement, log2phy_RLE: Int32, source_RLE: Float64 | None, split: str
     ) -> KnownSplit:
-        """Work the split out from the heat of a window; arguments as for ``split_shares``."""
+        """Compute the split from the heat of a window; arguments as for ``split_shares``."""
         if split == STEP:
             return cls(placement, None)
         layer_K = np.arange(placement.layers)
@@ -362,7 +362,7 @@ class KnownSplit:
     def par_of_steps(self, heat_TLE: Heat, first_step: int) -> Float64:
         """Return the peak-to-average ratio of each step, float64 ``[T, L]``; NaN without tokens.
 
-        ``first_step`` as for ``split_loads``.
+        ``first_step`` is that of ``split_loads``.
         """
         phy2log_LRS = self.placement.phy2log_LRS.copy()
         if self.host is None:

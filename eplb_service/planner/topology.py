@@ -28,7 +28,7 @@ class Topology:
     rank_bound
         Whether experts may not leave their ranks, as grouped experts (MoGE), of which every rank has a group.
     device
-        Name of all ranks' device as torch gives it; empty if it is not known or differs.
+        Name of the ranks' device in torch; empty if it is unknown or differs between ranks.
 
     Raises
     ------

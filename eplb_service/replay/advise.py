@@ -1,6 +1,6 @@
 """Advice from replays of several settings: the verdict, the settings to use, and the gain of each layer.
 
-All replays score the same steps, so that figures of one setting are equal wherever they are shown.
+All replays score the same steps, so the figures of a setting are the same in every table.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SAME_TIME = 0.01
 """Part of the time by which a setting must be faster to be worth more slots or moves."""
 _PRICES = {f"price {price:g}": price for price in MOVE_PRICES}
 _FREE = ", free moves"
-"""End of the label of a job whose moves have no price."""
+"""Suffix of the label of a job without a price of moves."""
 _SAME_PAR = 0.01
 """Peak-to-average ratios that are nearer than this part of the best are taken for equal: the cheaper setting wins."""
 _SURE_ERRORS = 2.0
@@ -69,31 +69,32 @@ class Advice:
     pays
         True if balancing is worth running.
     share
-        Part of the experts' time that it saves as advised, net of switching if times are known.
+        Fraction of the experts' time that the advised setting saves, net of switching if times are known.
     ranks_worth, ranks
-        Number of ranks whose expert time is saved, and number of all ranks.
+        Saved expert time as a number of ranks, and the number of all ranks.
     redundant_bytes_per_rank
-        Memory that the advised redundancy takes on each rank; 0 if an expert's bytes are not known.
+        Memory of the advised redundancy on each rank; 0 if an expert's bytes are unknown.
     net_ms
-        Milliseconds of a step saved, net of switching; ``None`` if neither a cost curve nor a step's time is known.
+        Milliseconds saved per step, net of switching; ``None`` if neither a cost curve nor the step time is known.
     tokens_per_second, tokens_per_second_won
-        Throughput left alone, and more as advised; ``None`` unless a step's time and a token's choices are known.
+        Throughput without balancing, and its increase with the advised setting; ``None`` unless the step time and
+        top-k are known.
     reasons
-        Why, for an operator to read.
+        Sentences that explain the verdict to an operator.
     par_left_alone, par, floor
-        Without redundancy and balancing; as advised; by sampling alone.
+        PAR without redundancy and balancing, PAR with the advised setting, and the sampling floor.
     redundant
-        Redundant experts per layer that are advised.
+        Advised number of redundant experts per layer.
     chosen
-        The setting advised.
+        The advised setting.
     by_redundancy, by_schedule, by_moves
-        The curves: settings that differ in redundancy, under the schedule advised; in window and interval, and in the
-        price of moves, with the slots that the first round spoke for. A function of the user's own knows no price of
-        moves: ``by_moves`` is then empty.
+        Settings of the curves. ``by_redundancy`` varies the slots under the advised schedule. ``by_schedule`` varies
+        window and interval, and ``by_moves`` the price of moves, with the slots that the first round chose.
+        ``by_moves`` is empty for a user's own policy function, which has no price of moves.
     gain_L
-        PAR that each layer wins as advised over being left alone without redundancy, float64 ``[L]``.
+        PAR gain per layer of the advised setting over no balancing and no redundancy, float64 ``[L]``.
     moe_ms_left_alone
-        The slowest ranks of all layers in a step, without redundancy and balancing; ``None`` without a cost curve.
+        Time per step of the layers' slowest ranks, without redundancy and balancing; ``None`` without a cost curve.
     """
 
     pays: bool
@@ -127,25 +128,25 @@ def advise(
     tokens_per_expert: float | None = None,
     policy: str = "flashlb",
 ) -> Advice:
-    """Try settings in three rounds, each by what the one before found: slots, schedules and prices, slots again.
+    """Try settings in three rounds: slots, then schedules and prices, then slots again with the best schedule.
 
     Parameters
     ----------
     run
-        Replays the jobs of a round.
+        Function that replays the jobs of a round.
     slots
-        Slots per rank that are tried.
+        Slots per rank to try.
     window, steps
-        Window and interval of the first round, and steps of the trace.
+        Window and interval of the first round, and the number of steps of the trace.
     settings
-        What all rounds have in common.
+        Planner settings of all rounds.
     tokens_per_step
-        Tokens of the model's step; ``None`` if not known.
+        Tokens per step of the model; ``None`` if unknown.
     tokens_per_expert
-        Mean tokens of an expert in a step, by which advice warns that time may not follow tokens; ``None`` if not
-        known.
+        Mean tokens of an expert per step, or ``None`` if unknown. If it is low, the advice warns that time may not
+        follow tokens.
     policy
-        Name of the policy whose placements are advised.
+        Name of the policy to advise on.
 
     Raises
     ------
@@ -163,7 +164,7 @@ def advise(
         return jobs_for([policy], setups, replace(settings, move_price=price), hindsight=False)
 
     def jobs_by_slots(schedule: Setup) -> list[Job]:
-        """Jobs for each number of slots, also with free moves if the price of moves is left to the planner."""
+        """Return a job per number of slots, and one with free moves if the planner sets the price of moves."""
         jobs = jobs_of([replace(schedule, slots=count, start=start) for count in slots])
         if settings.move_price != AUTO or jobs[-1].external() is not None:
             return jobs
@@ -196,7 +197,7 @@ def advise(
     tried = _without_losses(_options(third, alone, settings), third.costs)
     chosen = cheapest(tried, alone.par)
     if chosen.setup.slots > found.setup.slots:
-        # The calmer schedule would have to be paid for with memory.
+        # Keep the first round's schedule: the other one needs more slots, and so more memory.
         third = first
         tried = by_first
         chosen = found
@@ -216,7 +217,7 @@ def _advice(
     tokens_per_step: float | None,
     tokens_per_expert: float | None,
 ) -> Advice:
-    """Return the advice to deploy what ``chosen`` is, one of the settings of ``replay``, beside the curves."""
+    """Return the advice to deploy ``chosen``, a setting of ``replay``, with the curves."""
     alone = _left_alone(replay)
     replayed = next(policy for policy in replay.policies if policy.label == chosen.label)
     score = replay.score(replayed)
@@ -263,23 +264,21 @@ def _saved(replay: Replay, alone: Score, score: Score, chosen: Option) -> tuple[
 
 
 def _reading_warnings(replay: Replay, tokens_per_expert: float | None) -> list[str]:
-    """Return what a slot costs under a cost curve, or a warning that tokens may be too few for time to follow them."""
+    """Return the cost of a slot under a cost curve, or a warning that time may not follow so few tokens."""
     curve = replay.costs.curve
     if curve is None:
         if tokens_per_expert is None or tokens_per_expert >= _READING_TOKENS:
             return []
         return [
-            f"An expert gets {tokens_per_expert:.0f} tokens in a step on average. Up to 100 or 200, a device takes as "
-            "long for them as for one, because it reads the weights, and a redundant slot adds a read. --gpu with "
-            "--model, or --cost-curve, say what balance is worth in time."
+            f"An expert gets {tokens_per_expert:.0f} tokens in a step on average. Up to 100 or 200, a device takes no "
+            "longer than for one, because reading the weights dominates, and a redundant slot adds a read. Use --gpu "
+            "with --model, or --cost-curve, to estimate the time that balancing saves."
         ]
     if curve.linear:
         return []
     slot_bytes = replay.layers * replay.costs.bytes_per_expert
-    memory = f" and {slot_bytes / 1e9:.2f} GB of a rank's memory" if slot_bytes else ""
-    warning = (
-        f"Each slot takes {curve.read_us:.1f} us of reading per layer and step once it gets tokens{memory}."
-    )
+    memory = f", and {slot_bytes / 1e9:.2f} GB of a rank's memory" if slot_bytes else ""
+    warning = f"Each slot that gets tokens takes {curve.read_us:.1f} us per layer and step to read its weights{memory}."
     if tokens_per_expert is not None and tokens_per_expert < curve.knee_tokens:
         warning += (
             f" An expert gets {tokens_per_expert:.0f} tokens in a step on average; up to {curve.knee_tokens:.0f} it "
@@ -289,13 +288,13 @@ def _reading_warnings(replay: Replay, tokens_per_expert: float | None) -> list[s
 
 
 def _redundant_bytes(replay: Replay, slots: int) -> int:
-    """Return the bytes that redundant slots take on each rank."""
+    """Return the bytes of the redundant slots on each rank."""
     least = -(-replay.experts // replay.ranks)
     return replay.layers * (slots - least) * replay.costs.bytes_per_expert
 
 
 def _distinct(options: Sequence[Option], kept: Setup | None = None) -> tuple[Option, ...]:
-    """Leave out settings with the same result as an earlier one; ``kept`` replaces its equals."""
+    """Drop settings with the same result as an earlier one. ``kept`` is preferred over its equals."""
 
     def figures(option: Option) -> tuple[object, ...]:
         return round(option.par, 3), round(option.moved_per_100_steps, 3), option.moe_ms
@@ -360,10 +359,10 @@ def _left_alone(replay: Replay) -> Score:
 
 
 def _without_losses(options: Sequence[Option], costs: Costs) -> list[Option]:
-    """Leave out free moves that cost more time than they save, if times are known; priced moves precede free ones.
+    """Drop settings whose free moves cost more time than they save, if times are known. Priced moves stay first.
 
-    If only the price of the first moves keeps a layer as it is, free moves may gain as much as another slot per rank,
-    and they take no memory.
+    If the price of the first moves alone keeps a layer from changing, free moves may gain as much as another slot per
+    rank, and they take no memory.
     """
     timed = costs.curve is not None or bool(costs.step_ms)
     priced = {option.setup: option.net_ms or 0.0 for option in options if not option.label.endswith(_FREE)}
@@ -371,7 +370,7 @@ def _without_losses(options: Sequence[Option], costs: Costs) -> list[Option]:
 
 
 def _one_per_slots(options: Sequence[Option], chosen: Option) -> list[Option]:
-    """Return ``chosen`` and an option with priced moves for each other number of slots."""
+    """Return ``chosen``, and an option with priced moves for each other number of slots."""
     by_slots: dict[int, Option] = {}
     for option in options:
         by_slots.setdefault(option.setup.slots, option)

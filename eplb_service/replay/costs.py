@@ -57,7 +57,7 @@ class Costs:
     split
         Cost of a stepwise split itself, under a curve; ``None`` where the host splits otherwise.
     layer_assumed
-        ``layer_ms`` is a default: decisions use it, but no reported time rests on it.
+        True if ``layer_ms`` is a default. Decisions use it, but reported times do not.
 
     Raises ``ReplayError`` on a value out of bounds.
     """
@@ -140,7 +140,7 @@ class Costs:
         return math.ceil((self.solve_ms + experts_received * seconds * 1e3) / self.step_ms)
 
     def saved_ms(self, layers: int, par: float, par_left_alone: float) -> float | None:
-        """Return the time of a step that a smaller ratio saves; ``None`` if the experts' time is not stated.
+        """Return the time per step that a smaller ratio saves, or ``None`` if the experts' time is not stated.
 
         A layer's experts take time in proportion to the ratio. 0 if no step time is stated.
         """
@@ -149,7 +149,7 @@ class Costs:
         return None if self.layer_assumed else layers * self.layer_ms * (1 - par / par_left_alone)
 
     def estimated_ms(self, par: float, par_left_alone: float) -> tuple[float, float] | None:
-        """Return the range of time per step that a smaller ratio may save, if only the step's time is stated."""
+        """Return the range of the time per step that a smaller ratio may save, if only the step time is stated."""
         if not self.step_ms or not self.layer_assumed or self.curve is not None:
             return None
         share = 1 - par / par_left_alone

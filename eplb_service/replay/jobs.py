@@ -50,18 +50,18 @@ class TraceFile:
 def jobs_for(
     policies: Sequence[str], setups: Sequence[Setup], settings: PlannerSettings, *, hindsight: bool = True
 ) -> list[Job]:
-    """Return a baseline for each setup, and every policy with each setup; all score the same steps.
+    """Return a job for each setup's baseline and for each policy and setup. All jobs score the same steps.
 
     Parameters
     ----------
     policies
-        Names as ``--policy`` takes them.
+        Policy names, as for ``--policy``.
     setups
         Slots and schedules, from ``setups_of``.
     settings
-        Planner settings of all jobs; the names of the policies take precedence over ``settings.policy``.
+        Planner settings of all jobs. ``policies`` takes precedence over ``settings.policy``.
     hindsight
-        True to also fit placements on the very steps that they serve.
+        If True, also score placements that are fitted to the steps that they serve.
 
     Returns
     -------
@@ -91,14 +91,14 @@ def setups_of(windows: Sequence[int], intervals: Sequence[int], slots: Sequence[
     Parameters
     ----------
     windows, intervals
-        Steps that a decision looks at, and steps between decisions.
+        Steps that a decision sees, and steps between decisions.
     slots
         Slots per rank.
 
     Returns
     -------
     list of Setup
-        In the order of slots, then windows, then intervals.
+        Setups, ordered by slots, then windows, then intervals.
 
     Raises
     ------
@@ -109,16 +109,16 @@ def setups_of(windows: Sequence[int], intervals: Sequence[int], slots: Sequence[
 
 
 def scene_for(ranks: int, costs: Costs | None = None, topology: Topology | None = None) -> Scene:
-    """Return the ranks and costs that all jobs share, starting from the experts in order.
+    """Return the scene that all jobs share. Its first placement has the experts in order.
 
     Parameters
     ----------
     ranks
-        R.
+        Number of ranks R.
     costs
-        Costs of steps and switches; by default decisions take effect at once and no times are known.
+        Costs of steps and switches. By default, decisions take effect at once and no times are known.
     topology
-        Nodes and token groups; by default one node and no shared tokens.
+        Nodes and token groups. By default, one node and no shared tokens.
 
     Returns
     -------
@@ -139,7 +139,7 @@ def check_jobs(jobs: Sequence[Job], trace: Trace, scene: Scene) -> None:
 def replay(trace: Trace, jobs: Sequence[Job], scene: Scene, on_progress: OnProgress | None = None) -> Replay:
     """Run ``jobs`` on an open trace in this process.
 
-    If the trace does not record source ranks, each token's source is drawn, with equal odds for all ranks.
+    If the trace does not record source ranks, each token's source is drawn uniformly from all ranks.
 
     Parameters
     ----------
@@ -150,12 +150,12 @@ def replay(trace: Trace, jobs: Sequence[Job], scene: Scene, on_progress: OnProgr
     scene
         Ranks and costs, from ``scene_for``.
     on_progress
-        Called with a job's label and each decision that it makes.
+        Callback for each decision, with the job's label.
 
     Returns
     -------
     Replay
-        Each policy beside its baseline.
+        Results of the policies and their baselines.
 
     Raises
     ------

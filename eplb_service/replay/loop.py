@@ -110,7 +110,7 @@ class _Run:
             placement = scene.left_alone(trace, job.setup.slots)
         self._serving = self._with_first_tables(placement)
         self._coming: list[tuple[int, Serving]] = []
-        """Steps at which further layers begin to serve, with the placement then; empty if nothing is under way."""
+        """Steps at which further layers begin to serve, with the new placement; empty if no plan is under way."""
         self._before = self._serving
         self._answers_alarm: tuple[int | None, int] | None = None
         first, longest = job.setup.first, job.setup.interval
@@ -215,7 +215,7 @@ class _Run:
             par_seen = made.par_seen
             par_planned = made.par_planned
             if self._has_step_sources:
-                # The planner knows the window's mean sources. Steps differ from that, and so does what they realise.
+                # The planner knows only the window's mean sources, so its ratios differ from the steps' own.
                 par_seen = _mean_of_layers(self._par_of_steps(before, window, step))
                 made = replace(made, par_TL=self._par_of_steps(changed, window, step))
                 par_planned = _mean_of_layers(promise_for(made)[1])
@@ -247,9 +247,9 @@ class _Run:
     def _arriving(
         self, step: int, changed: Serving, moves_LR: npt.NDArray[np.int64], layers: npt.NDArray[np.int64]
     ) -> list[tuple[int, Serving]]:
-        """Return the steps at which ``layers``, of a decision before ``step``, serve one after another.
+        """Return the steps at which each of ``layers`` begins to serve, after a decision before ``step``.
 
-        Our policies order layers by gain, external ones by index.
+        Our policies switch layers in the order of gain, external ones in the order of index.
         """
         serving = self._serving
         if changed.log2phy_RLE.shape != serving.log2phy_RLE.shape:
@@ -331,17 +331,17 @@ class _Run:
 
     @property
     def _has_step_sources(self) -> bool:
-        """True if the tokens of each step are known by source rank, and tables say where those go."""
+        """True if each step's tokens are known by source rank and routed by tables."""
         return self._split not in (EVEN, STEP) and knows_sources(self._trace, self._topology.ranks)
 
     def _par_of_steps(self, way: Serving, window: Window, end: int) -> Float64:
-        """PAR of each step of a window that ends before step ``end``, float64 ``[T, L]``; NaN without tokens."""
+        """Return the PAR per step of a window that ends before ``end``, float64 ``[T, L]``; NaN without tokens."""
         if not self._has_step_sources:
             return way.par_of_steps(window, self._split)
         return step_par(served_loads(self._trace, window.heat_TLE, end - window.steps, way, self._split))
 
     def _gain_over(self, before: Serving, heat_TLE: Counts, steps: int, end: int) -> Gain:
-        """Gain of what serves over ``before`` on the newest ``steps`` of heat that ends before step ``end``."""
+        """Return the live placement's gain over ``before`` on the newest ``steps`` of heat that ends before ``end``."""
         window = self._window(heat_TLE, steps, end)
         return gain_of(
             self._par_of_steps(before, window, end), self._par_of_steps(self._serving, window, end)
@@ -376,7 +376,7 @@ class _Run:
 
 
 def _mean_of_layers(par_TL: Float64) -> float:
-    """Return the mean over the layers of the PAR per step."""
+    """Return the mean of the layers' mean PAR per step."""
     return float(mean_par(mean_par(par_TL, axis=0)))
 
 

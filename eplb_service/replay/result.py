@@ -173,7 +173,7 @@ class Score:
     bytes_moved
         Weights received by all ranks.
     saved_ms, stall_ms
-        Time per step that balance saves, ``None`` if the experts' time is not stated; time that switching costs.
+        Time per step that balancing saves (``None`` if the experts' time is not stated), and time that switching costs.
     moe_ms, moe_ms_left_alone
         Of a step: the slowest ranks of all layers, as realised and under the starting placement; ``None`` without a
         cost curve.
@@ -227,17 +227,17 @@ class Replay:
     interrupted: bool = False
 
     def baseline(self, setup: Setup) -> PolicyReplay:
-        """Return the starting placement's way along the trace.
+        """Return the results of the starting placement on the same steps.
 
         Parameters
         ----------
         setup
-            Slots and schedule of a policy of this replay.
+            Setup of one of the replay's policies.
 
         Returns
         -------
         PolicyReplay
-            Figures without balancing, for the same steps.
+            Results without balancing.
         """
         return next(baseline for baseline in self.baselines if baseline.setup == setup)
 

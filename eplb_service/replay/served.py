@@ -24,8 +24,8 @@ def served_loads(trace: Trace, heat_TLE: Counts, first: int, serving: Serving, s
     """Return the tokens that each rank receives in the steps from ``first`` on, float64 ``[t, L, R]``.
 
     If the trace has as many source ranks as the placement, each token goes to the slot that its source rank's table
-    names, entry after entry if it deals. Otherwise the tokens' sources are unknown: each token's source is drawn,
-    with equal odds for all. A host that splits as ``even`` or ``step`` uses no tables (see ``PlannerSettings.split``).
+    names. Tables that deal use their entries in turn. Otherwise, each token's source is drawn uniformly from all
+    ranks. A host that splits as ``even`` or ``step`` uses no tables (see ``PlannerSettings.split``).
     Tokens stay whole.
 
     Parameters
@@ -86,7 +86,7 @@ def _sources(trace: Trace, first: int, end: int) -> Iterator[Array]:
 
 
 def knows_sources(trace: Trace, ranks: int) -> bool:
-    """Return True if the trace has the tokens of each step by source rank, for so many ranks."""
+    """Return True if the trace has each step's tokens by source rank, for this number of ranks."""
     return trace.facts.ranks == ranks and trace.source_rows(0, 1) is not None
 
 

@@ -43,12 +43,12 @@ def pictures_of(replay: Replay) -> dict[str, Picture]:
     Parameters
     ----------
     replay
-        With at least one policy.
+        Replay with at least one policy.
 
     Returns
     -------
     dict of str to Picture
-        SVG texts by file name, such as ``par.svg``; a notebook shows them as pictures.
+        SVG texts by file name, such as ``par.svg``. A notebook displays them as pictures.
     """
     best = best_policy(replay)
     alone = replay.baseline(best.setup)

@@ -129,14 +129,14 @@ def lines_over_steps(title: str, x_title: str, lines: Sequence[Line], end: int) 
 def dots_and_front(
     title: str, x_title: str, y_title: str, dots: Sequence[Dot], front: Sequence[tuple[float, float]]
 ) -> str:
-    """Draw dots, and a dotted line through the dots of the front.
+    """Draw a scatter plot with a dotted line through the points of the front.
 
     Parameters
     ----------
     title, x_title, y_title
-        Texts of the chart and its axes.
+        Titles of the chart and its axes.
     dots
-        Named points; ``x`` is a part of 1 and shown in per cent.
+        Named points. ``x`` is a fraction and shown as a percentage.
     front
         Points that the line joins.
 
@@ -305,7 +305,7 @@ def _image(values: Float64, hottest: float, x: float, y: float, width: float, he
 
 
 def _colours(values: Float64, hottest: float) -> Float64:
-    """Return red, green and blue of each value, ``[rows, columns, 3]`` from 0 to 255; white without a value."""
+    """Return the RGB colour of each value, ``[rows, columns, 3]`` from 0 to 255. Missing values are white."""
     known = np.isfinite(values)
     place = place_on_scale(np.where(known, values, 1.0), hottest) * (len(_COOL_TO_WARM) - 1)
     stops = np.arange(len(_COOL_TO_WARM))

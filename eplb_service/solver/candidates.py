@@ -88,7 +88,7 @@ def from_scratch(layer: Layer, params: SearchParams, slot_price: float) -> Candi
 def greedy(layer: Layer, params: SearchParams) -> Int32:
     """Return a greedy placement dealt to the ranks, int32 ``[R, S]``.
 
-    It is where ``from_scratch`` starts in layers that are too large for the tree search.
+    ``from_scratch`` starts from it if a layer is too large for the tree search.
     """
     heat, deployed = layer
     ranks, slots = deployed.phy2log_RS.shape

@@ -243,7 +243,7 @@ def _mixed(bits: int) -> UInt64:
 def _spread_rest(
     tokens: float, slot_Y: Int64, begin: int, end: int, share_P: Float64, tokens_P: Float64
 ) -> int:
-    """Begin an expert's slots with their shares of the fraction of a token; return the number of whole tokens."""
+    """Split an expert's fractional token over its slots by their shares. Return the number of whole tokens."""
     whole = int(tokens)
     rest = tokens - whole
     for j in range(begin, end):
@@ -253,7 +253,7 @@ def _spread_rest(
 
 @part
 def _next_draw(bits: UInt64, key: UInt64, i: int) -> tuple[UInt64, float]:
-    """Draw number ``i``, 0 to ``_UNIFORM``: return the bits that the next three draws use, and the number drawn."""
+    """Return the remaining random bits, and draw ``i`` from 0 to ``_UNIFORM``. Four draws share 64 bits."""
     if i & 3 == 0:
         bits = _mixed(key + np.uint64(i + 1) * np.uint64(0x9E3779B97F4A7C15))
     return bits >> np.uint64(16), np.int64(bits & np.uint64(0xFFFF)) + 0.5

@@ -80,9 +80,9 @@ class BoundedLog:
 
 @contextlib.contextmanager
 def bounding_library_logs(log: BoundedLog) -> Iterator[None]:
-    """Send the reports of the event loop and of libraries to ``log``; needs a running event loop.
+    """Send the errors of the event loop and of libraries to ``log``. Needs a running event loop.
 
-    Without this, asyncio writes the exception of a task that is no longer awaited straight to stderr. Whoever
+    Otherwise, asyncio writes the exception of a task that is no longer awaited directly to stderr. A client that
     cancels many calls could fill the disk with those tracebacks.
     """
     loop = asyncio.get_running_loop()

@@ -39,7 +39,7 @@ class Shape:
 
     ``width`` is D, the entries for each expert of the dealing tables that the host reads (tables of one have no axis
     for it); ``rank_bound`` says that experts may not leave their ranks. With ``entry_by_row`` the host picks an
-    entry by a token's row in the batch, not in turn.
+    entry by the token's row in the batch, not in turn.
     """
 
     MESSAGE: ClassVar[type[Any]] = agent_pb2.ModelShape
@@ -81,7 +81,7 @@ class Hello:
 
     Ranks of one ``token_group`` see the same tokens; ``group_id`` is drawn once per forming of the EP group.
     ``slots_LS`` is the logical expert in each slot, ``log2phy_LE`` its table, ``[L, E]``, or ``[L, E, D]`` where it
-    deals. ``device`` is the name of the rank's device as torch gives it, empty on a CPU.
+    deals. ``device`` is the name of the rank's device in torch; empty on a CPU.
     """
 
     MESSAGE: ClassVar[type[Any]] = agent_pb2.Hello
@@ -185,13 +185,13 @@ class PlanState(enum.IntEnum):
 
     @property
     def drops_layers(self) -> bool:
-        """True if the plan has ended on the rank, and the layers that were not committed stay as they were."""
+        """True if the plan has ended on the rank and its uncommitted layers will not switch."""
         return self in (PlanState.REFUSED, PlanState.ABORTED, PlanState.CALLED_OFF)
 
 
 @dataclass(frozen=True)
 class CallOff:
-    """Request of the service to drop a plan: the layers that are not committed stay as they are."""
+    """Request from the service to drop a plan. Uncommitted layers keep their placement."""
 
     MESSAGE: ClassVar[type[Any]] = agent_pb2.CallOff
 

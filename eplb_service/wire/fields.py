@@ -20,7 +20,7 @@ MOST_TABLE_ENTRIES = 1 << 25
 MOST_LAYER_ENTRIES = 1 << 18
 """Bound on layers x experts and on layers x ranks, both kept for every step of a window."""
 LAST_STEP = 1 << 48
-"""Step numbers and counts of steps wrap to 0 here: after 8,900 years of a thousand steps per second."""
+"""Step numbers and step counts wrap to 0 at this limit, after 8,900 years at 1,000 steps per second."""
 LAST_VERSION = 1 << 62
 """Bound on epochs, plan ids and leader terms."""
 LAST_DIGEST = 1 << 63
@@ -28,7 +28,7 @@ LAST_DIGEST = 1 << 63
 MOST_BYTES = 1 << 50
 """Bound on counts of bytes: a petabyte."""
 LAST_MICROS = 1 << 48
-"""Sums of microseconds wrap to 0 here: after nine years."""
+"""Sums of microseconds wrap to 0 at this limit, after nine years."""
 LONGEST_SECONDS = 1e7
 """Bound on durations: four months."""
 LONGEST_TEXT = 256
@@ -124,9 +124,9 @@ class _Clean:
 class _Wrapping:
     """Counters that begin at 0 again when they reach a limit.
 
-    Hosts own these counters, and overwritten memory can hold any number. A number out of bounds says that a
-    rank's heat is of no use. Ending its stream would not help, since it would come back with the same number.
-    All ranks wrap in the same way, so equal numbers stay equal.
+    Hosts own these counters, and overwritten memory can hold any number. A number out of bounds
+    makes a rank's heat useless. Closing its stream would not help, because the rank would reconnect with the same
+    number. All ranks wrap in the same way, so equal numbers stay equal.
     """
 
     def __init__(self, limit: int) -> None:

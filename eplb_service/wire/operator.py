@@ -69,7 +69,7 @@ class Worth:
     verdict, reason
         One of ``VERDICTS``, and a sentence that says why.
     price_kind, price
-        Source of the times: ``measured`` across switches, or that of the estimate; ``price`` describes it for people.
+        Source of the times: ``measured`` across switches, or the source of an estimate. ``price`` describes it.
     switches
         Switches with measured step times before and after them.
     timed_steps, step_ms
@@ -79,9 +79,9 @@ class Worth:
     gain_percent, ranks_worth
         The measured gain as a part of a step left alone, and as a number of ranks.
     tokens_per_second, tokens_per_second_won
-        As served, and the measured gain as a part of it; ``None`` where not known.
+        Throughput as served, and the part of it due to the measured gain; ``None`` if unknown.
     estimate_low_ms, estimate_high_ms
-        Range of an estimate from the stated or fitted cost of tokens, if nothing was measured.
+        Range of the estimate from the stated or fitted cost of tokens, if the gain was not measured.
     """
 
     MESSAGE: ClassVar[type[Any]] = operator_pb2.Worth

@@ -207,7 +207,7 @@ def test_a_policy_that_never_answers_is_given_up(
     with monkeypatch.context() as patched:
         patched.setattr("eplb_service.bench.contest._IDLE_SECONDS", 1.0)
         assert contest._ask("one", Sleeps, scene) is None
-        assert contest.failures[0]["why"].endswith("waits for something: it has computed nothing for 1 s")
+        assert contest.failures[0]["why"].endswith("is blocked: it has used almost no CPU for 1 s")
     contest._ask("one", Stays, scene)
     contest._limit_seconds = 0.2
     assert contest._ask("one", Spins, scene) is None

@@ -72,7 +72,9 @@ def test_it_warns_that_a_slot_adds_reads_and_memory(trace, capsys):
     code, out, _ = eplb(capsys, *arguments, "--model", "deepseek-v3", "--gpu", "910b")
     text = " ".join(out.split())
     assert code == 0
-    assert "Each slot takes 34.4 us of reading per layer and step once it gets tokens and 0.09 GB" in text
+    assert (
+        "Each slot that gets tokens takes 34.4 us per layer and step to read its weights, and 0.09 GB" in text
+    )
     assert "An expert gets 64 tokens in a step on average; up to 150 it takes no longer than for one" in text
 
 

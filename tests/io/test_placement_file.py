@@ -211,7 +211,7 @@ def test_a_map_that_lacks_a_layer_and_has_a_draft_layer_is_refused(tmp_path):
         PlacementError, match="places the layers 3, 4, 6, 7 and lacks 5 of the trace's 3 to 6"
     ):
         read_placement(path, 6, 4, (3, 4, 5, 6))
-    with pytest.raises(PlacementError, match="places the layers 3, 4, 6, 7, and nothing says which"):
+    with pytest.raises(PlacementError, match="places the layers 3, 4, 6, 7, but it is unknown which"):
         read_placement(path, 6, 4)
 
 

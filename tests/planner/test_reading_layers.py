@@ -37,7 +37,7 @@ def test_below_the_knee_nothing_moves_and_the_verdict_says_why() -> None:
     made = decided(tokens=128)
     assert made.layers == ()
     for verdict in made.verdicts:
-        assert "up to so many it takes the time of reading its weights" in verdict.reason
+        assert "up to that many take no longer than reading its weights" in verdict.reason
         assert "(estimate for Ascend910B3)" in verdict.reason
 
 

@@ -102,7 +102,7 @@ def main() -> None:
             environments[version] = Environment(version, found[version], scratch, wheels)
             return environments[version].check()
 
-        # The pages take longest, and need only the environment of the Python that runs this.
+        # The check of the pages takes longest and needs only this Python's environment, so start it first.
         order = sorted(found, key=lambda version: version != OWN)
         with ThreadPoolExecutor(AT_ONCE) as pool:
             tries = {f"Python {version}": pool.submit(on, version) for version in order[:AT_ONCE]}
@@ -123,7 +123,7 @@ def main() -> None:
 
 
 def reported(tries: dict[str, Future[list[str]]], began: float) -> list[str]:
-    """Print each result once it is there, with the seconds it came after, and return the names of those that failed."""
+    """Print each result as it completes, with the elapsed seconds. Return the names of failed checks."""
     names = {future: name for name, future in tries.items()}
     failed = []
     for future in as_completed(names):

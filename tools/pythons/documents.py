@@ -57,7 +57,7 @@ def check_documents(checkout: Path, environment: Path) -> list[str]:
     for script in blocks(README, "sh"):
         check_excerpt(shell(script, checkout, environment))
     (example,) = [block for block in blocks(README, "python") if "solve(" in block]
-    # Python imports from the script's folder first, where the checkout's own packages must not be.
+    # Python imports from the script's folder first, so run it in a folder without the checkout's packages.
     (checkout / "example").mkdir()
     example = f"import numpy\nheat = numpy.load('heat.npz')['heat']\n{example}"
     (checkout / "example/example.py").write_text(example)
@@ -70,7 +70,7 @@ def check_documents(checkout: Path, environment: Path) -> list[str]:
     for page in (README, VLLM):
         check_service(page, checkout, environment)
     if not (checkout / "state/eplb/state.sqlite3").is_file():
-        raise FailedError(f"{VLLM}: the service has not kept its store in the user's state folder")
+        raise FailedError(f"{VLLM}: the service did not create its store in the user's state folder")
     check_keys(checkout)
     count = sum(script.count("\n") for script in (*tutorial, *blocks(README, "sh"), *blocks(FILES, "sh")))
     return [f"{count} lines of commands", "two services"]
@@ -88,7 +88,7 @@ def check_service(page: str, checkout: Path, environment: Path) -> None:
         return script.replace(":50551", f":{listen}").replace(":9464", f":{metrics}")
 
     (script,) = blocks(page, "sh service")
-    # A store that no page names is in the user's state folder.
+    # The pages do not name a store, so the service creates it in the user's state folder.
     settings = {"EPLB_METRICS": f"127.0.0.1:{metrics}", "XDG_STATE_HOME": str(checkout / "state")}
     with (checkout / "service.log").open("w") as log:
         # The shell becomes the service, so that ending one ends the other.
@@ -122,12 +122,12 @@ def check_service(page: str, checkout: Path, environment: Path) -> None:
 
 
 def check_keys(checkout: Path) -> None:
-    """Check that git ignores the keys and tokens that the pages made; raises ``FailedError`` naming one."""
+    """Check that git ignores the keys and tokens that the pages create. Raises ``FailedError`` otherwise."""
     keys = [path for pattern in ("*.key", "*.token") for path in checkout.rglob(pattern)]
     if not keys:
-        raise FailedError("the pages have made no keys")
+        raise FailedError("the pages created no keys")
     for key in keys:
-        # git itself ends with 1, and names no file, if it does not ignore it.
+        # git exits with 1, without naming the file, if it does not ignore the file. Check files one at a time.
         run(["git", "check-ignore", str(key.relative_to(checkout))], cwd=ROOT)
 
 
@@ -144,7 +144,7 @@ def shell_environment(environment: Path) -> dict[str, str]:
 
 
 def check_excerpt(shown: str) -> None:
-    """Check that the README shows the lines that ``eplb advise`` prints today; raises ``FailedError``."""
+    """Check that the README shows lines that ``eplb advise`` prints. Raises ``FailedError`` otherwise."""
     if not shown.startswith("Balancing"):
         return
     (excerpt,) = re.findall(
@@ -156,5 +156,5 @@ def check_excerpt(shown: str) -> None:
 
 
 def shell(script: str, checkout: Path, environment: Path) -> str:
-    """Run lines of a page from the checkout's root, and return what they print; raises ``FailedError``."""
+    """Run a page's script in the checkout's root and return its output. Raises ``FailedError``."""
     return run([BASH, "-ec", script], cwd=checkout, environment=shell_environment(environment))

@@ -1,4 +1,4 @@
-"""Print the help of every installed command of ``eplb`` to nobody, in one process, and say how many there are."""
+"""Check in one process that every ``eplb`` command prints its help, and print the number of commands."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from eplb_service.cli.main import COMMANDS, load_command, run
 
 
 def main() -> None:
-    """Ask each command and subcommand for ``--help``."""
+    """Run each command and subcommand with ``--help``. Exit with a message if one fails."""
     asked: list[list[str]] = []
     for top in COMMANDS:
         asked.append([top])

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 SECONDS = 1800.0
-"""Bound on a program that hangs; a busy machine is no defect."""
+"""Timeout of a program. It is generous, because a busy machine is not a failure."""
 
 
 class FailedError(Exception):
@@ -21,9 +21,9 @@ class FailedError(Exception):
 
 
 def clean_environment() -> dict[str, str]:
-    """Return the environment without what would change the packages' settings or imports.
+    """Return the environment without variables that affect the packages' settings or imports.
 
-    pip compiles no modules: Python compiles the few that are imported.
+    pip does not compile modules, because Python compiles the few that are imported.
     """
     changing = ("EPLB_", "PYTHONPATH", "PYTHONDONTWRITEBYTECODE", "VIRTUAL_ENV", "XDG_STATE_HOME")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(changing)}
@@ -31,7 +31,7 @@ def clean_environment() -> dict[str, str]:
 
 
 def install(environment: Path, *packages: str) -> None:
-    """Install packages into a virtual environment, which needs no pip of its own."""
+    """Install packages into a virtual environment. It does not need its own pip."""
     pip = [sys.executable, "-m", "pip", "--python", str(environment / "bin/python")]
     run([*pip, "install", "--quiet", *packages])
 
@@ -78,7 +78,7 @@ def run(
                 check=False,
             )
         except subprocess.TimeoutExpired as error:
-            raise FailedError(f"{' '.join(command)[:300]} has not ended within {SECONDS:g} s") from error
+            raise FailedError(f"{' '.join(command)[:300]} did not finish within {SECONDS:g} s") from error
     if done.returncode or "Traceback" in done.stderr:
         said = (done.stderr or done.stdout).strip()[-1500:]
         raise FailedError(f"{' '.join(command)[:300]} ended with {done.returncode}:\n{said}")

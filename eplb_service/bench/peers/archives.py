@@ -36,7 +36,7 @@ INDEX = "https://pypi.org/simple"
 _PAGE_SECONDS = 15.0
 """Seconds after which an index page counts as unreachable."""
 _ARCHIVE_SECONDS = 180.0
-"""Seconds after which an archive, of up to 100 MB, counts as unreachable."""
+"""Seconds after which an archive counts as unreachable. Archives have up to 100 MB."""
 _CHUNK = 1 << 16
 
 
@@ -45,7 +45,7 @@ class PeerError(RuntimeError):
 
 
 class IndexUnreachableError(PeerError):
-    """A package index that does not answer, or too slowly. Asking it for other packages is a waste of time."""
+    """The package index does not answer in time. Requests for other packages would fail too."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ SGLANG = Package(
 def fetch(package: Package, index: str) -> None:
     """Unpack a package's balancers unless they are there.
 
-    Raises ``PeerError`` if the index does not give them, or if they are missing and ``index`` is empty.
+    Raises ``PeerError`` if they cannot be fetched, or if they are missing and ``index`` is empty.
     """
     if package.root.exists():
         return
@@ -155,10 +155,9 @@ def _download(package: Package, index: str) -> bytes:
 
 
 def _read(address: str, seconds: float) -> bytes:
-    """Return the answer of an index.
+    """Download a page or archive of an index.
 
-    Raises ``ValueError`` if the address is not http, and ``TimeoutError`` if the whole answer takes more than so many
-    seconds.
+    Raises ``ValueError`` if the address is not http, and ``TimeoutError`` if the download takes more than ``seconds``.
     """
     if not address.startswith(("https://", "http://")):
         raise ValueError(f"{address} is no http address")

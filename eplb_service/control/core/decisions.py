@@ -31,9 +31,9 @@ class Decisions:
     pace
         When the next decision is due by what is realised; ``None`` where that is by the clock, or no heat is expected.
     promise, planned
-        Promise of the plan under way, and what serves once all of it has switched; ``None`` where none is.
+        Promise of the plan under way, and what serves once the whole plan has switched. ``None`` without a plan.
     answered
-        The alarm after which the last decision was made, as in ``Pace``.
+        Latest alarm, as in ``Pace``, that the last decision took into account.
     before, replaced_at
         Placement that the last decision's plan replaces, and steps that ``pace`` had seen when all of that plan served;
         ``None`` where it changed nothing, and until then.
@@ -79,7 +79,7 @@ class Decisions:
 
     @property
     def may_be_outdated(self) -> bool:
-        """True if heat may have changed since the decision whose plan is under way, and is to be looked at now."""
+        """True if an unanswered alarm suggests that the plan under way is outdated and a check is due."""
         pace = self.pace
         if pace is None or pace.alarm is None or not pace.due:
             return False
@@ -106,13 +106,13 @@ class Decisions:
         )
 
     def weighing(self) -> Decisions:
-        """Begin to look at heat beside a plan. Steps go on meanwhile."""
+        """Begin a check of the plan under way. Steps keep arriving during the check."""
         return replace(self, pace=self.pace and self.pace.postponed())
 
     def weighed(self, outlook: Outlook) -> tuple[Decisions, bool]:
-        """Note what heat says of an alarm beside a plan; return whether the plan is outdated.
+        """Record the result of the check; return True if the plan is outdated.
 
-        It is if heat has changed after the decision that made it. The next decision is then due as soon as it ends.
+        A plan is outdated if heat changed after its decision. The next decision is then due once the plan ends.
         """
         if self.pace is None:
             return self, False
@@ -128,7 +128,7 @@ class Decisions:
         pace = _corrected(self.pace, outlook)
         if outlook.too_recent:
             return replace(self, pace=pace.charged(outlook.cost))
-        # An alarm since the decision began is one that it does not answer.
+        # The decision does not answer an alarm that was raised after it began.
         answered = self.answered if pace is self.pace else pace.alarm
         pace = pace.after_decision(changed=changed, paid=outlook.paid).charged(outlook.cost)
         after = replace(
@@ -136,7 +136,7 @@ class Decisions:
         )
         if changed:
             if outlook.planned is not None:
-                # Heat is watched while the plan is under way, as the placement that it leads to would serve it.
+                # While the plan is under way, heat is tested against the placement that the plan leads to.
                 pace = pace.serving(outlook.promise)
             return replace(after, pace=pace, promise=outlook.promise, planned=outlook.planned, before=live)
         pace = pace.keeping(outlook.promise, dismissed=outlook.burst)
@@ -147,7 +147,7 @@ class Decisions:
         if self.pace is None or self.promise is None:
             return self
         if done:
-            # Ratios are measured from here on, not predicted.
+            # The whole plan serves now, so ratios are measured instead of predicted.
             pace = self.pace.serving(self.promise)
             return replace(self, pace=pace, promise=None, planned=None, replaced_at=self.pace.seen)
         # What serves then was never decided on: nothing is expected of it before the next decision.
@@ -182,6 +182,6 @@ class Decisions:
 
 
 def _corrected(pace: Pace, outlook: Outlook) -> Pace:
-    """Return the pace with the alarms that heat does not bear out dismissed, and the change that raised none noted."""
+    """Return the pace without alarms that were bursts, and with the start of a change that raised no alarm."""
     pace = pace.dismissed() if outlook.burst else pace
     return pace if outlook.change_at is None else pace.begun_at(outlook.change_at)

@@ -327,10 +327,10 @@ class Deployment:
         return self.heat.waiting > 0
 
     def _tested_par(self, heat: HeatAssembler, live: LivePlacement, since: int) -> Float64:
-        """Return the ratios that are tested for a change of heat, of the steps after the first ``since``.
+        """Return the ratios to test for a change of heat, from the steps after the first ``since``.
 
-        While a plan is under way they are predicted for the placement that it leads to: measured ratios also change
-        with each layer that switches.
+        While a plan is under way, the ratios are predicted for the placement that it leads to, because measured ratios
+        also change with each layer that switches.
         """
         planned = self.decisions.planned
         if self.plan is None or planned is None:
@@ -341,9 +341,10 @@ class Deployment:
 
     @property
     def may_call_off(self) -> bool:
-        """True if heat may have changed since the plan under way was decided on, so that it is to be looked at.
+        """True if the service should check if the plan under way is outdated.
 
-        Of two plans in a row one switches a layer, however often heat changes.
+        A plan is not called off if its predecessor was and neither has switched a layer. Otherwise no layer might ever
+        switch under heat that changes often.
         """
         if self.plan is None or self.plan.called_off or self.paused:
             return False
@@ -353,11 +354,11 @@ class Deployment:
         return self.decisions.may_be_outdated
 
     def weighing(self) -> None:
-        """Begin to look at heat as it is now, beside the plan under way."""
+        """Begin to check the plan under way against the current heat."""
         self.decisions = self.decisions.weighing()
 
     def weighed(self, outlook: Outlook, plan_id: int, now: float) -> bool:
-        """Note what heat says; return whether this plan is still under way, and to be called off."""
+        """Record the result of the check. Call the plan off and return True if it is outdated and still under way."""
         self.decisions, outdated = self.decisions.weighed(outlook)
         if not outdated or self.plan is None or self.plan.plan_id != plan_id or self.plan.called_off:
             return False
@@ -365,7 +366,7 @@ class Deployment:
         return True
 
     def call_off(self, reason: str, now: float) -> None:
-        """Want no more layers of the plan under way switched; the ranks are about to hear so."""
+        """Call the plan under way off. The caller sends the request to the ranks."""
         assert self.plan is not None
         self.plan = self.plan.calling_off(reason, now)
 

@@ -50,7 +50,7 @@ class Limits:
     heat_phase
         The steps that decisions look at: all, those in which a rank prefills, or those in which none does.
     routed_by_tables
-        True if hosts send tokens to the replicas that the tables name, and do not spread them by a rule of their own.
+        True if hosts route tokens by the tables, and not by a rule of their own.
     """
 
     window_steps: int

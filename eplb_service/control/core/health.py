@@ -24,7 +24,7 @@ So many windows of steps without a counted token are a problem as well, if none 
 
 
 _MISROUTED_STEPS = 16
-"""Steps with tokens in slots that no table names from which on a host is taken not to read its tables."""
+"""Number of misrouted steps from which on a host is assumed not to route by its tables."""
 
 
 class BalanceSeries:

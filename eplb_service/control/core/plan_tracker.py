@@ -37,7 +37,7 @@ class Outcome(str, enum.Enum):
 
     DONE = "done"
     CALLED_OFF = "called_off"
-    """Heat changed while it was under way; the next decision starts from the layers that had switched by then."""
+    """Heat changed while the plan was under way. The next decision starts from the layers switched by then."""
     REFUSED = "refused"
     ABORTED = "aborted"
     TIMED_OUT = "timed_out"
@@ -62,7 +62,7 @@ class PlanTracker:
     step, stepped_at
         Furthest step of the ranks, and when that was first seen.
     called_off
-        Reason why the service wants no more of its layers to switch; empty while it wants all of them.
+        Reason for which the service called the plan off; empty if it did not.
     outcome, reason, objections
         Its end, ``None`` while it is under way, and why where it was not done; how it ended early, by rank.
     """
@@ -102,7 +102,7 @@ class PlanTracker:
 
     @property
     def was_called_off(self) -> bool:
-        """True if it has ended early, and nothing was wrong with it but its age."""
+        """True if the plan ended early because it was outdated."""
         return self.outcome is Outcome.CALLED_OFF
 
     @property
@@ -141,7 +141,7 @@ class PlanTracker:
         return heard._with_outcome()
 
     def calling_off(self, reason: str, now: float) -> PlanTracker:
-        """Ask the ranks to switch no more layers; all of them answer."""
+        """Note that the service calls the plan off. It ends once all ranks have answered."""
         return replace(self, called_off=reason, heard_at=now)
 
     def after_version(self, rank: int, version: tuple[int, int]) -> PlanTracker | None:
@@ -177,7 +177,7 @@ class PlanTracker:
         return self if self.outcome is not None else replace(self, outcome=Outcome.INTERRUPTED, reason=reason)
 
     def _called_off_by(self, rank: int, status: PlanStatus) -> PlanTracker:
-        """Note that a rank does not hold the plan any more: it may have switched all layers, or ended it before."""
+        """Note a rank's answer to the call-off. It has either switched all layers or dropped the rest."""
         version = status.epoch, status.digest
         reached = self
         if version in self.versions:

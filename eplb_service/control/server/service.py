@@ -138,7 +138,7 @@ async def running_service(
 
 
 def _store_path(settings: ServiceSettings) -> str:
-    """Return the path of the store, whose folder is created if it is the default one; raises ``StoreError``."""
+    """Return the path of the store. Creates the folder of the default store. Raises ``StoreError``."""
     if settings.store is not None:
         return settings.store
     path = default_store()

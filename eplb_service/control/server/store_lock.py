@@ -1,4 +1,4 @@
-"""A lock beside the store's file: two services do not use one store at a time."""
+"""A lock file next to the store, so that two services do not use one store at the same time."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ _MAX_RECORD_BYTES = 1 << 12
 
 @contextlib.contextmanager
 def locked_store(path: str, lease: str | None = None) -> Iterator[None]:
-    """Keep other services from the store at ``path`` as long as the context lasts; the kernel frees a dead one's lock.
+    """Lock the store at ``path`` for the duration of the context. The kernel releases the lock if the process dies.
 
-    Services with the same ``lease`` share a store: one of them leads, and the one before may still be closing it.
-    Raises ``StoreError``, with the process that uses the store, if it is in use.
+    Services with the same ``lease`` may share a store: only the leader uses it, but its predecessor may still be
+    closing it. Raises ``StoreError`` if another service uses the store; the message names its process.
     """
     if path == MEMORY:
         yield
         return
     store = Path(path).resolve()
     if not store.parent.is_dir():
-        raise StoreError(f"cannot make the store {path!r}: its directory does not exist")
+        raise StoreError(f"cannot create the store {path!r}: its directory does not exist")
     lock = store.with_name(f"{store.name}-lock")
     try:
-        # Not the store's own file: closing it would release the locks that SQLite has on it.
+        # Lock a separate file: closing the store's own file would release the locks that SQLite holds on it.
         file = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
         raise StoreError(f"cannot lock the store {path!r}: {lock}: {error.strerror}") from error
@@ -54,13 +54,13 @@ def locked_store(path: str, lease: str | None = None) -> Iterator[None]:
 
 
 def _attempt(file: int, lock: Path, kind: int) -> bool:
-    """Return whether the lock could be acquired; raises ``StoreError`` if the file system has none."""
+    """Try to acquire the lock; return True on success. Raises ``StoreError`` if the file system has no locks."""
     try:
         fcntl.flock(file, kind | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     except OSError as error:
         raise StoreError(
-            f"cannot lock {lock}: {error.strerror}; name a store on another file system"
+            f"cannot lock {lock}: {error.strerror}; choose a store on another file system with --store"
         ) from error
     return True

@@ -1,4 +1,4 @@
-"""Heat in tables: CSV of weights, or one row per count in CSV or parquet. Only parquet needs pyarrow."""
+"""Tables of heat: CSV of weights, or CSV or parquet with one row per count. Only parquet needs pyarrow."""
 
 from __future__ import annotations
 

@@ -232,7 +232,7 @@ def decide(inputs: DecisionInputs) -> tuple[Plan, Outlook, float]:
 
 
 def weigh(inputs: DecisionInputs) -> Outlook:
-    """Return what heat says of the last alarm, and of changes that raised none, without a promise."""
+    """Check the last alarm and look for changes that raised none. The outlook has an empty promise."""
     taken = time.process_time()
     before = inputs.decisions.pace
     pace = inputs.pace

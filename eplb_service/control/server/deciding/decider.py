@@ -242,7 +242,7 @@ class Decider:
         self._observer.offered(deployment.name, plan.plan_id)
         await self._writer.write(store.begin_plan, deployment.name, plan, term, time.time())
         if deployment.plan is None or deployment.plan.plan_id != plan.plan_id or deployment.plan.called_off:
-            return _DecisionOutcome("dropped", "a plan was made, but outdated before it was sent")
+            return _DecisionOutcome("dropped", "the plan was outdated before it was sent")
         self._streams.send(deployment.name, encoded)
         message = (
             f"plan {plan.plan_id}: {len(solved.layers)} of {group.shape.layers} layers, {solved.moves} moves, "
@@ -266,9 +266,9 @@ class Decider:
             deployment.decisions = deployment.decisions.appraised(*found)
 
     def weigh(self, deployment: Deployment) -> None:
-        """Begin to look at whether heat has changed since the plan under way was decided on; nobody waits for it.
+        """Check in the background if heat has changed since the plan under way was decided on.
 
-        If it has, the ranks hear that the plan is off. The next decision is due once they have answered.
+        If so, call the plan off at all ranks. The next decision is due once they have answered.
         """
         running = self._weighing.get(deployment.name)
         if running is None or running.done():

@@ -129,7 +129,7 @@ class Streams:
             stream.outbox.put_nowait((sending, rank))
 
     def call_off(self, deployment: str, call: CallOff, rank: int | None = None) -> None:
-        """Send the call to all ranks that are there, or to one; ranks that do not have the plan yet do not get it."""
+        """Send a call-off to all connected ranks, or to one. Ranks that do not have the plan yet do not get it."""
         self.withdraw(deployment)
         message = agent_pb2.ConnectResponse(call_off=encode(call))
         streams = self._streams.get(deployment, {})

@@ -266,7 +266,7 @@ class ControlPlane:
         return gauges(deployment, self.observer)
 
     def _decide(self, deployment: Deployment) -> None:
-        """Make the decision that is due, if one is, or look at whether the plan under way is outdated."""
+        """Start a decision if one is due, or a check if the plan under way may be outdated."""
         if deployment.may_call_off and self.decider.may_decide(deployment.name):
             self.decider.weigh(deployment)
         elif deployment.is_due(self.settings.decision_interval) and self.decider.may_decide(deployment.name):
