@@ -2,6 +2,7 @@
 
 from eplb_service.placement.foreign import EMPTY, as_served, checked_foreign, repaired
 from eplb_service.placement.par import Float64, mean_par, par, peak_par, step_par
+from eplb_service.placement.parts import part_end
 from eplb_service.placement.placement import (
     Placement,
     apply_layers,
@@ -46,6 +47,7 @@ __all__ = [
     "layer_digest",
     "mean_par",
     "par",
+    "part_end",
     "peak_par",
     "repaired",
     "step_par",

@@ -1,0 +1,43 @@
+"""The parts of a plan: consecutive layers that ranks transfer together and switch by one vote."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+
+def part_end(received_LR: Sequence[npt.NDArray[np.integer]], first: int, rows: int) -> int:
+    """Return the end (exclusive) of the part that begins with layer ``first`` of a plan.
+
+    The part takes in layers while no rank receives more than ``rows`` experts in all of them together. It has at least
+    one layer, whatever that layer needs. All ranks compute the same parts, because all arguments are the same on them.
+
+    Parameters
+    ----------
+    received_LR
+        Experts that each rank receives in each layer, in the plan's order: integers ``[R]`` for each layer.
+    first
+        Index of the part's first layer in that order.
+    rows
+        Experts that the staging of a rank holds.
+
+    Examples
+    --------
+    Of three layers, the first two fit a staging of two experts; the third begins the next part:
+
+    >>> received_LR = np.array([[1, 0], [1, 1], [0, 2]])
+    >>> part_end(received_LR, 0, rows=2)
+    2
+    >>> part_end(received_LR, 2, rows=2)
+    3
+    """
+    total_R = np.array(received_LR[first], dtype=np.int64)
+    end = first + 1
+    while end < len(received_LR):
+        total_R += received_LR[end]
+        if total_R.max() > rows:
+            break
+        end += 1
+    return end
