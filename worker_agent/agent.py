@@ -203,9 +203,10 @@ class Agent:
         Parameters
         ----------
         phase
-            Of the pass: prefill, decode or dummy.
+            Of the pass: prefill, decode, mixed or dummy.
         tokens
-            Number of this rank's own tokens in the pass, for heat recordings; ``None`` if unknown.
+            Number of this rank's own tokens in the pass, without padding; ``None`` if unknown. Of ranks that share
+            tokens, the first reports them and the others report 0.
 
         Raises
         ------

@@ -145,7 +145,7 @@ class _Step:
         self.seen.add(rank)
         phase, self.tokens_R[rank], micros = counted
         self.busy_R[rank] = phase != StepPhase.DUMMY
-        self.prefills |= phase == StepPhase.PREFILL
+        self.prefills |= StepPhase(phase).prefills
         if micros > 0:
             self.micros.append(micros)
         # Most often it is the same tuple, and many layers need not be compared.

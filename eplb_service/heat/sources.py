@@ -102,7 +102,8 @@ class SourceHeat:
         """
         of_phase_T = np.ones(report.steps, dtype=np.bool_)
         if phase != "all":
-            of_phase_T = report.phase_T == StepPhase[phase.upper()]
+            phases = [one for one in StepPhase if one.prefills] if phase == "prefill" else [StepPhase.DECODE]
+            of_phase_T = np.isin(report.phase_T, phases)
         steps_added = int(of_phase_T.sum())
         added_LE: npt.NDArray[np.integer[Any]] | None = report.source_sums_LE
         if report.source_counts_TLE is not None:

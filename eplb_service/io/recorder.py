@@ -21,7 +21,10 @@ from eplb_service.wire.heat import HeatReport, StepPhase
 MOST_SOURCE_COUNTS = 1 << 21
 """Most ranks x layers x experts for which tokens by source rank are recorded: beyond, a step takes 8 MB and more."""
 
-_PHASE_OF = {StepPhase.PREFILL: PHASES.index("prefill"), StepPhase.DECODE: PHASES.index("decode")}
+_PHASE_OF = {
+    phase: PHASES.index(phase.name.lower())
+    for phase in (StepPhase.PREFILL, StepPhase.DECODE, StepPhase.MIXED)
+}
 
 
 @dataclass

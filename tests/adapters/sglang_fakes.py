@@ -106,7 +106,10 @@ class Mode:
         return self._name == "idle"
 
     def is_extend(self):
-        return self._name in {"extend", "verify"}
+        return self._name in {"extend", "verify", "mixed"}
+
+    def is_mixed(self):
+        return self._name == "mixed"
 
     def is_target_verify(self):
         return self._name == "verify"

@@ -190,6 +190,10 @@ def test_vllm_s_own_rearranging_is_off_and_nobody_may_ask_for_it(state):
 
 
 CALLS = {
+    "compile_or_warm_up_model": (
+        "set_warming_up vLLM set_warming_up",
+        "set_warming_up vLLM set_warming_up",
+    ),
     "sleep": ("keep_other_tables drain vLLM", "keep_other_tables drain vLLM go_on"),
     "wake_up": ("vLLM resume", "vLLM"),
     "reload_weights": ("restore vLLM resume", "restore vLLM resume"),
@@ -222,10 +226,10 @@ def test_tables_are_written_once_the_memory_that_they_are_in_is_back(tags, named
         def wake_up(self, tags=None):
             host.asked.append(("vLLM", tags))
 
-    for name in CALLS:
+    for name in (*CALLS, "execute_model"):
         setattr(Worker, name, getattr(Worker, name, Worker.wake_up))
     modules(monkeypatch, **{"vllm.v1.worker.gpu_worker": {"Worker": Worker}})
-    hooks._guard_weights()
+    hooks._hook_worker()
     Worker().wake_up(*tags, **named)
     assert ("resume" in dict.fromkeys(name for name, *_ in host.asked)) is back
     assert bool(Worker.model_runner.eplb_state.should_record_tensor) is back
@@ -245,10 +249,30 @@ def test_nothing_is_under_way_while_an_engine_sleeps_or_loads_weights(call, fail
             raise OSError("no room")
         return "done"
 
-    for name in CALLS:
+    for name in (*CALLS, "execute_model"):
         setattr(Worker, name, done)
     modules(monkeypatch, **{"vllm.v1.worker.gpu_worker": {"Worker": Worker}})
-    hooks._guard_weights()
+    hooks._hook_worker()
     with pytest.raises(OSError, match="no room") if fails else nullcontext():
         assert getattr(Worker(), call)() == "done"
     assert " ".join(name for name, *_ in host.asked) == CALLS[call][fails]
+
+
+def test_the_host_is_given_each_batch_before_it_runs(monkeypatch):
+    host = Host()
+
+    class Worker:
+        model_runner = runner_of(host)
+
+        def execute_model(self, scheduler_output):
+            host.asked.append(("vLLM", scheduler_output))
+            return "tokens"
+
+    for name in CALLS:
+        setattr(Worker, name, Worker.execute_model)
+    modules(monkeypatch, **{"vllm.v1.worker.gpu_worker": {"Worker": Worker}})
+    hooks._hook_worker()
+    assert Worker().execute_model(scheduler_output="schedule") == "tokens"
+    assert host.asked == [("note_batch", "schedule"), ("vLLM", "schedule")]
+    Worker.model_runner = SimpleNamespace(eplb_state=None)
+    assert Worker().execute_model("schedule") == "tokens"

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from eplb_service.placement import Placement
+from eplb_service.wire.heat import StepPhase
 from tests.adapters.vllm_fakes import (
     EXPERTS,
     LAYERS,
@@ -21,6 +22,7 @@ from tests.adapters.vllm_fakes import (
     layer,
     model_state,
     run_pass,
+    scheduled,
     started,
 )
 from tests.ranks import run_ranks
@@ -102,6 +104,9 @@ def switched_and_restored():
     addresses = [tensor.data_ptr() for tensor in tensors]
     first = state.physical_to_logical_map.clone()
     found = {"counts": state.logical_replica_count.tolist(), "at first": consistent(state, rank)}
+    reported, step = [], host.agent.step
+    host.agent.step = lambda *of_pass: (reported.append(of_pass), step(*of_pass))
+    host.note_batch(scheduled([1, 6]))
     state.expert_load_pass[:, 3] = 5
     for _ in range(3):
         run_pass(state)
@@ -110,21 +115,27 @@ def switched_and_restored():
     host.agent.restore(other, "the test wants it so")
     host.resume()
     found["switched"] = not torch.equal(first, state.physical_to_logical_map) and consistent(state, rank)
-    run_pass(state)
-    host.step(is_dummy=True)
+    for warms_up in (False, True):
+        host.set_warming_up(warms_up)
+        run_pass(state)
+        host.step(is_dummy=not warms_up)
+    found["reported"] = reported
     host.restore()
     found["restored"] = torch.equal(first, state.physical_to_logical_map) and consistent(state, rank)
     found["same tensors"] = addresses == [tensor.data_ptr() for tensor in tensors]
-    # Expert 3 was chosen five times a pass; of ranks that share their tokens the first counts them, dummies count not.
+    # Expert 3 was chosen five times a pass. Of ranks that share their tokens the first counts them. Dummies and the
+    # requests of a warm-up do not count.
     found["logged"] = records
-    found["heat"] = host._heat.sources_LWE[0, :4, 3].tolist()
+    found["heat"] = host._heat.sources_LWE[0, :5, 3].tolist()
     host.close()
     return found
 
 
 def test_vllm_s_tables_maps_and_weights_follow_a_switch():
     for rank, facts in enumerate(run_ranks(RANKS, switched_and_restored)):
-        assert facts.pop("heat") == ([5, 5, 5, 0] if rank == 0 else [0] * 4)
+        assert facts.pop("heat") == ([5, 5, 5, 0, 0] if rank == 0 else [0] * 5)
+        mixed = (StepPhase.MIXED, 7 if rank == 0 else 0)
+        assert facts.pop("reported") == [mixed] * 3 + [(StepPhase.DUMMY, 0)] * 2
         assert facts.pop("counts") == [[2, 2, 1, 1, 1, 1]] * LAYERS
         logged = "\n".join(facts.pop("logged"))
         assert logged.count("EPLB_AGENT_DEPLOYMNT is no setting") == 1

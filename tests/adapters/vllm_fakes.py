@@ -31,6 +31,16 @@ def config(data_parallel=1, prefill_context=1):
     return SimpleNamespace(data_parallel_size=data_parallel, prefill_context_parallel_size=prefill_context)
 
 
+def scheduled(counts, drafts=None):
+    """``SchedulerOutput`` of requests that compute so many tokens each."""
+    named = {str(number): count for number, count in enumerate(counts)}
+    return SimpleNamespace(
+        num_scheduled_tokens=named,
+        total_num_scheduled_tokens=sum(counts),
+        scheduled_spec_decode_tokens={str(number): [-1] * k for number, k in (drafts or {}).items()},
+    )
+
+
 def hooked_router():
     """``BaseRouter``, hooked as in an engine."""
 

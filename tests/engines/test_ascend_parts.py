@@ -5,8 +5,11 @@ import types
 import pytest
 import torch
 
+from eplb_service.wire.heat import StepPhase
 from tests.engines.ascend_layers import EXPERTS, SLOTS, HostLayer
+from worker_agent.adapters.batch import TokenShare
 from worker_agent.adapters.compat import UnsupportedEngineError
+from worker_agent.adapters.engine_host import noting_batches
 from worker_agent.adapters.vllm_ascend import hooks
 from worker_agent.adapters.vllm_ascend.host import AscendHost, LayerFinder, _HostHeat, _slots
 
@@ -110,3 +113,37 @@ def test_other_weights_are_refused_while_experts_are_balanced(monkeypatch):
         Worker().update_weights("new")
     with pytest.raises(AttributeError, match="start_weight_update"):
         hooks._refuse_other_weights(Worker, "start_weight_update")
+
+
+def test_the_host_is_given_each_batch_and_dummies_have_no_tokens():
+    class Runner:
+        def __init__(self, updator):
+            self.eplb_updator = updator
+
+        def execute_model(self, scheduler_output, intermediate_tensors=None):
+            return (
+                self.eplb_updator.forward_end() if isinstance(self.eplb_updator, AscendHost) else "left alone"
+            )
+
+        def _dummy_run(self, tokens):
+            self.eplb_updator.forward_end()
+
+    hooks._mark_dummy_runs(Runner)
+    Runner.execute_model = noting_batches(Runner.execute_model, hooks._balancer_of)
+    reported = []
+    host = AscendHost.__new__(AscendHost)
+    host.heat = _HostHeat([HostLayer(1)], EXPERTS)
+    host._share = TokenShare(1, 2, divided=True)
+    host._agent = types.SimpleNamespace(step=lambda *step: reported.append(step))
+    runner = Runner(host)
+    for counts in ({"a": 1, "b": 1}, {"a": 1, "b": 32}, {"c": 8}):
+        drafts = {"scheduled_spec_decode_tokens": {}, "total_num_scheduled_tokens": sum(counts.values())}
+        runner.execute_model(types.SimpleNamespace(num_scheduled_tokens=counts, **drafts))
+    runner._dummy_run(64)
+    assert reported == [
+        (StepPhase.DECODE, 1),
+        (StepPhase.MIXED, 16),
+        (StepPhase.PREFILL, 4),
+        (StepPhase.DUMMY, 0),
+    ]
+    assert Runner("static placement").execute_model("schedule") == "left alone"

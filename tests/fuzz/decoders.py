@@ -99,7 +99,7 @@ def outcome_of(decoder: Decoder, data: bytes) -> str:
 def heat_seeds() -> list[bytes]:
     counts = pack(np.arange(4 * LAYERS * SLOTS, dtype=np.int32).reshape(4, LAYERS, SLOTS))
     message = agent_pb2.HeatReport(
-        first_step=3, layer_epochs=[0] * LAYERS, slot_counts=counts, step_phases=b"\x01\x02\x03\x02"
+        first_step=3, layer_epochs=[0] * LAYERS, slot_counts=counts, step_phases=b"\x01\x02\x03\x04"
     )
     return [message.SerializeToString()]
 

@@ -358,7 +358,7 @@ def test_ranks_that_see_the_same_tokens_count_them_once_and_old_agents_leave_the
     )
 
 
-PREFILL, DECODE, DUMMY = map(int, StepPhase)
+PREFILL, DECODE, DUMMY, MIXED = map(int, StepPhase)
 
 
 @pytest.mark.parametrize(
@@ -370,11 +370,14 @@ PREFILL, DECODE, DUMMY = map(int, StepPhase)
     ],
 )
 def test_only_steps_of_the_phase_that_is_planned_for_enter_the_window(phase, entered, own_T, passed_over):
-    """Steps 1 and 3 prefill on some rank, 2 and 4 on none, 5 is a dummy. Own tokens count by the rank's own phase."""
+    """Steps 1 and 3 prefill on some rank, 3 in a mixed batch; 2 and 4 on none, 5 is a dummy.
+
+    Own tokens count by the rank's own phase.
+    """
     heat = HeatAssembler(Shape(RANKS, LAYERS, EXPERTS, SLOTS, 0), 8, 8, phase=phase)
     for layer in range(LAYERS):
         place(heat, layer, 0, PLACEMENT_LRS[layer])
-    phases_RT = [[PREFILL, DECODE, DECODE, DECODE, DUMMY], [DECODE, DECODE, PREFILL, DUMMY, DUMMY]]
+    phases_RT = [[PREFILL, DECODE, DECODE, DECODE, DUMMY], [DECODE, DECODE, MIXED, DUMMY, DUMMY]]
     for rank, phases in enumerate(phases_RT):
         sent = replace(report(1, 1, 2, 3, 4, 0), phase_T=np.array(phases, dtype=np.uint8))
         add(heat, rank, sent)

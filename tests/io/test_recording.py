@@ -135,10 +135,10 @@ def sources_of(rank, steps, offset=0):
 
 def test_sources_tokens_and_phases_are_recorded_as_reported(recorder):
     phases = {0: StepPhase.PREFILL, 1: StepPhase.DECODE, 2: StepPhase.DUMMY, 3: StepPhase.DUMMY}
-    for first in (0, 10, 20):
+    for first in (0, 10, 20, 30):
         for rank in range(RANKS):
             counted = report(rank, first, first + 10)
-            phase = phases[rank] if first < 20 else StepPhase.PREFILL
+            phase = (phases[rank], StepPhase.PREFILL, StepPhase.MIXED)[max(first // 10 - 1, 0)]
             sent = replace(
                 counted,
                 phase_T=np.full(10, StepPhase.DECODE if first == 0 else phase, dtype=np.uint8),
@@ -147,8 +147,8 @@ def test_sources_tokens_and_phases_are_recorded_as_reported(recorder):
             )
             recorder.add(rank, sent)
     trace = recorded(recorder)
-    names = [trace.facts.phases[number] for number in trace.phase_numbers(0, 30)]
-    assert names == ["decode"] * 10 + ["mixed"] * 10 + ["prefill"] * 10
+    names = [trace.facts.phases[number] for number in trace.phase_numbers(0, 40)]
+    assert names == ["decode"] * 10 + ["mixed"] * 10 + ["prefill"] * 10 + ["mixed"] * 10
     wanted = [np.concatenate([sources_of(rank, 10, first) for first in (0, 10, 20)]) for rank in range(RANKS)]
     assert np.array_equal(trace.source_rows(0, 30), np.stack(wanted, axis=1))
     assert trace.tokens(0, 10).tolist() == [26] * 10

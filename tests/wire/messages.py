@@ -241,7 +241,7 @@ KINDS: dict[str, Kind] = {
             "slot_counts": _BAD_COUNTS,
             "source_counts": _BAD_COUNTS,
             "source_sums": (*_BAD_COUNTS, packed(SHAPE.layers, SHAPE.experts, value=-1), packed(2, 3, 4)),
-            "step_phases": (b"", b"\x00" * 4, b"\x04", b"\x01" * (MOST_STEPS + 1)),
+            "step_phases": (b"", b"\x00" * 4, b"\x05", b"\x01" * (MOST_STEPS + 1)),
             "step_tokens": ([1] * (MOST_STEPS + 1),),
             "step_micros": ([1] * (MOST_STEPS + 1),),
         },

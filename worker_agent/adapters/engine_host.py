@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from eplb_service.placement import Int32
+from worker_agent.adapters.batch import Batch, batch_of
 from worker_agent.adapters.trial import Compute, exchange_and_compare, move_and_back
 from worker_agent.adapters.unmoved import Facts, refuse_unlike_ranks, refuse_unmoved
 from worker_agent.agent import Agent
@@ -30,6 +32,7 @@ __all__ = [
     "ignored_settings",
     "log",
     "move_and_back",
+    "noting_batches",
     "refuse_unmoved",
 ]
 
@@ -202,12 +205,17 @@ class EngineHost:
     _agent: Agent | None = None
     _has_switched = False
     _layers: Sequence[EngineLayer] = ()
+    _batch: Batch | None = None
 
     @property
     def agent(self) -> Agent:
         """This rank's agent."""
         assert self._agent is not None, "the engine has not loaded its model yet"
         return self._agent
+
+    def note_batch(self, scheduled: Any) -> None:
+        """Keep the phase and tokens of the ``SchedulerOutput`` that the engine is about to execute."""
+        self._batch = batch_of(scheduled)
 
     def _start(
         self,
@@ -343,3 +351,16 @@ def around(
         return result
 
     return hook
+
+
+def noting_batches(execute_model: Callable[..., Any], host_of: Callable[[Any], EngineHost | None]) -> Any:
+    """Wrap an engine's ``execute_model`` so that the host, if its owner has one, notes each batch before it runs."""
+
+    @wraps(execute_model)
+    def execute_noted(owner: Any, scheduler_output: Any, *arguments: Any, **named: Any) -> Any:
+        host = host_of(owner)
+        if host is not None:
+            host.note_batch(scheduler_output)
+        return execute_model(owner, scheduler_output, *arguments, **named)
+
+    return execute_noted

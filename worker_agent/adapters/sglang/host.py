@@ -216,6 +216,8 @@ def _layer_of(addresses: set[int], layers: Sequence[EngineLayer]) -> int:
 def _phase(mode: Any) -> StepPhase:
     if mode.is_idle():
         return StepPhase.DUMMY
+    if mode.is_mixed():
+        return StepPhase.MIXED
     return StepPhase.PREFILL if mode.is_extend() and not mode.is_target_verify() else StepPhase.DECODE
 
 

@@ -8,7 +8,7 @@ from operator import methodcaller
 from typing import Any
 
 from worker_agent.adapters.compat import Patches, read_known, refuse, refuse_cut_models, release_of, require
-from worker_agent.adapters.engine_host import around, ignored_settings, log
+from worker_agent.adapters.engine_host import around, ignored_settings, log, noting_batches
 from worker_agent.adapters.vllm.host import VllmHost
 from worker_agent.settings import AgentSettings
 
@@ -20,7 +20,14 @@ _STATE, _WORKER = "vllm.distributed.eplb.eplb_state:EplbState", "vllm.v1.worker.
 _RESUME = methodcaller("resume")
 _RESTORE = methodcaller("restore")
 _GO_ON = methodcaller("go_on")
-_AROUND_WEIGHTS: dict[str, dict[str, Callable[[VllmHost], None]]] = {
+_SERVE = methodcaller("set_warming_up", False)
+_AROUND: dict[str, dict[str, Callable[[VllmHost], None]]] = {
+    # The second runner warms up with made-up requests.
+    "compile_or_warm_up_model": {
+        "before": methodcaller("set_warming_up", True),
+        "after": _SERVE,
+        "failed": _SERVE,
+    },
     "sleep": {"before": methodcaller("drain", "the engine sleeps"), "failed": _GO_ON},
     "reload_weights": {"before": _RESTORE, "after": _RESUME, "failed": _RESUME},
     # A session of updates: it ends by its last call, or by one that fails.
@@ -28,15 +35,16 @@ _AROUND_WEIGHTS: dict[str, dict[str, Callable[[VllmHost], None]]] = {
     "update_weights": {"failed": _RESUME},
     "finish_weight_update": {"after": _RESUME, "failed": _RESUME},
 }
-"""What a worker's calls that change weights ask of the host: before, after, and where they fail."""
+"""Calls of the host around a worker's warm-up and its changes of weights: before, after, and if they fail."""
 PATCHES: Patches = {
     f"{_STATE}.add_model": 3,
     f"{_STATE}.step": None,
     f"{_STATE}.rearrange": 0,
     f"{_STATE}.start_async_loop": 0,
+    f"{_WORKER}.execute_model": 2,
     f"{_WORKER}.load_model": 1,
     f"{_WORKER}.wake_up": 1,
-    **{f"{_WORKER}.{name}": 1 for name in _AROUND_WEIGHTS},
+    **{f"{_WORKER}.{name}": 1 for name in _AROUND},
 }
 
 
@@ -54,7 +62,7 @@ def install() -> None:
     _replace_balancer()
     _watch_loading()
     _count_passes()
-    _guard_weights()
+    _hook_worker()
 
 
 def _count_passes() -> None:
@@ -145,11 +153,13 @@ def _watch_loading() -> None:
     Worker.load_model = load_model_watched
 
 
-def _guard_weights() -> None:
+def _hook_worker() -> None:
     from vllm.v1.worker.gpu_worker import Worker
 
-    for name, asked in _AROUND_WEIGHTS.items():
+    for name, asked in _AROUND.items():
         setattr(Worker, name, _hooked(getattr(Worker, name), around(_host_of, **asked)))
+    # Both model runners are called through the worker; dummy runs are not.
+    Worker.execute_model = noting_batches(Worker.execute_model, _host_of)
     Worker.sleep = _hooked(Worker.sleep, _keep_tables)
     Worker.wake_up = _hooked(Worker.wake_up, _wake_up)
 

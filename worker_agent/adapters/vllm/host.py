@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from eplb_service.placement import Int32, Placement, with_entries
-from eplb_service.wire.heat import StepPhase
+from worker_agent.adapters.batch import share_of_rank, step_of
 from worker_agent.adapters.compat import UnsupportedEngineError, refuse
 from worker_agent.adapters.engine_host import EngineHost, EngineLayer, HeatRings, entry_periods, log
 from worker_agent.adapters.unmoved import Facts, refuse_unmoved
@@ -57,6 +57,12 @@ class VllmHost(EngineHost):
         self._tokens = self._token_group()
         naive, _, _ = _dispatch_of(model_state.model.moe_layers[0])
         self._counts_gathered = naive and self._count_all_gathered()
+        parallel: int = parallel_config.data_parallel_size
+        self._share = None
+        if parallel == 1 or not naive:
+            shared = self._tokens.number is not None
+            self._share = share_of_rank(self._rank, self._ranks // parallel, shared)
+        self._warms_up = False
         self._first = _first_placement(model_state, group.world_size)
         layers, experts = model_state.logical_replica_count.shape
         self._heat = HeatRings(layers, model_state.expert_load_pass.device, experts=experts)
@@ -114,6 +120,10 @@ class VllmHost(EngineHost):
 
     def _token_group(self) -> _TokenGroup:
         return token_group(self._model.model.moe_layers, self._parallel, self._rank, self._ranks)
+
+    def set_warming_up(self, warms_up: bool) -> None:
+        """Treat the requests of the steps that follow as made up, or as real again."""
+        self._warms_up = warms_up
 
     def _most_replicas(self) -> int:
         """Return the table entries per expert: the most replicas that it can have, within the limits of the tables."""
@@ -207,9 +217,10 @@ class VllmHost(EngineHost):
             self._dispatch_confirmed = True
         model = self._model
         counts = self._rank == self._tokens.first and (self._counts_gathered or not is_dummy)
+        counts = counts and not self._warms_up
         chosen_LP = model.expert_load_pass if counts else None
         self._heat.record(chosen_LX=chosen_LP, phy2log_LP=model.physical_to_logical_map)
-        self.agent.step(StepPhase.DUMMY if is_dummy else StepPhase.DECODE)
+        self.agent.step(*step_of(self._batch, self._share, is_dummy=is_dummy or self._warms_up))
 
     def _follow(self, layer: int) -> None:
         row_P = self.agent.installed.placement.phy2log_LRS[layer].reshape(-1).astype(np.int64)

@@ -8,6 +8,7 @@ from types import ModuleType
 from typing import Any
 
 from worker_agent.adapters.compat import Patches, require
+from worker_agent.adapters.engine_host import noting_batches
 from worker_agent.adapters.vllm_ascend.host import AscendHost, LayerFinder, NoManager, NoProcess
 from worker_agent.adapters.vllm_ascend.refusals import KNOWN, refuse_misread_lists
 
@@ -22,6 +23,7 @@ PATCHES: Patches = {
     "vllm_ascend.eplb.core.eplb_worker:EplbProcess._launch_process": None,
     "vllm_ascend.ops.fused_moe.moe_comm_method:MoECommMethod.fused_experts": None,
     "vllm_ascend.worker.model_runner_v1:NPUModelRunner._dummy_run": 1,
+    "vllm_ascend.worker.model_runner_v1:NPUModelRunner.execute_model": 2,
     f"{_WORKER}.start_weight_update": 1,
     f"{_WORKER}.update_weights": 1,
 }
@@ -42,6 +44,7 @@ def install() -> None:
 
     _replace_balancer(runner)
     _mark_dummy_runs(runner.NPUModelRunner)
+    runner.NPUModelRunner.execute_model = noting_batches(runner.NPUModelRunner.execute_model, _balancer_of)
     _count_sources()
     # Release 0.18 has none of the two; that 0.23 has both was checked above.
     updates = [name for name in ("start_weight_update", "update_weights") if hasattr(NPUWorker, name)]
@@ -86,13 +89,18 @@ def _count_sources() -> None:
     MoECommMethod.fused_experts = fused_experts_counted
 
 
+def _balancer_of(runner: Any) -> AscendHost | None:
+    balancer = getattr(runner, "eplb_updator", None)
+    return balancer if isinstance(balancer, AscendHost) else None
+
+
 def _mark_dummy_runs(runner: Any) -> None:
     """Forward passes of dummies count as passes, not as tokens of this rank."""
     dummy_run = runner._dummy_run
 
     def dummy_run_marked(self: Any, *arguments: Any, **named: Any) -> Any:
-        balancer = getattr(self, "eplb_updator", None)
-        if not isinstance(balancer, AscendHost):
+        balancer = _balancer_of(self)
+        if balancer is None:
             return dummy_run(self, *arguments, **named)
         with balancer.dummies():
             return dummy_run(self, *arguments, **named)

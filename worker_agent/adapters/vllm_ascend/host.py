@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from eplb_service.placement import Int32, Placement
-from eplb_service.wire.heat import StepPhase
+from worker_agent.adapters.batch import TokenShare, share_of_rank, step_of
 from worker_agent.adapters.compat import UnsupportedEngineError, refuse, release_of
 from worker_agent.adapters.engine_host import RING_ROWS, EngineHost, HeatRings
 from worker_agent.adapters.vllm_ascend.choices import ChoiceCounter
@@ -152,6 +152,7 @@ class AscendHost(EngineHost):
     heat: _HostHeat | None = None
     adaptor: LayerFinder
     _in_dummy_run = False
+    _share: TokenShare | None = None
 
     def __init__(self, eplb_config: Any, loader: Any, eplb_process: Any, process: Any) -> None:  # noqa: ARG002
         refuse_settings(eplb_config)
@@ -162,7 +163,7 @@ class AscendHost(EngineHost):
 
     def warm_up_eplb(self) -> None:
         """Meet the other ranks' agents; a collective over the EP group."""
-        from vllm.distributed.parallel_state import get_ep_group
+        from vllm.distributed.parallel_state import get_dp_group, get_ep_group
         from vllm_ascend._version import __version__
         from vllm_ascend.utils import get_ascend_device_type
 
@@ -180,6 +181,9 @@ class AscendHost(EngineHost):
             table_LE = torch.from_numpy(placement.default_log2phy()[0])
             for layer, table_E in zip(layers, table_LE, strict=True):
                 layer.log2phy.copy_(table_E)
+        parallel = get_dp_group().world_size
+        if parallel == 1 or not shares_tokens:
+            self._share = share_of_rank(rank, group.world_size // parallel, shares_tokens)
         self.heat = _HostHeat(
             layers,
             placement.experts,
@@ -214,7 +218,7 @@ class AscendHost(EngineHost):
         if self.heat is None:
             return
         self.heat.record(eplb_heat_collection_status, own_tokens=not self._in_dummy_run)
-        self.agent.step(StepPhase.DUMMY if self._in_dummy_run else StepPhase.DECODE)
+        self.agent.step(*step_of(self._batch, self._share, is_dummy=self._in_dummy_run))
 
     @contextmanager
     def dummies(self) -> Iterator[None]:
