@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import ipaddress
 import socket
 from collections.abc import Iterable
 from pathlib import Path
@@ -119,6 +120,21 @@ class AgentSettings(BaseSettings):
         if service.lower().startswith(("http://", "https://")):
             raise ValueError(f"{service} is a URL: write host:port; TLS is switched on by tls_ca")
         return service
+
+    @field_validator("data_host")
+    @classmethod
+    def _is_one_host(cls, data_host: str) -> str:
+        try:
+            address = ipaddress.ip_address(data_host)
+        except ValueError:
+            address = None
+        if not data_host or (address is None and ":" in data_host):
+            raise ValueError(f"{data_host!r} is not a host: write a name or an address, without a port")
+        if address is not None and address.is_unspecified:
+            raise ValueError(
+                f"{data_host} stands for every address of this host: write the one that other ranks connect to"
+            )
+        return data_host
 
     @model_validator(mode="after")
     def _keeps_its_token(self) -> AgentSettings:

@@ -35,14 +35,16 @@ def serve(service: str, sizes: tuple[int, ...]) -> list[dict[str, object]]:
                 layers = [
                     ExpertParallelMoE(one, phy2log_RS, seeded_experts(one), ep_group=group) for one in shapes
                 ]
-            facts.append(_balanced(layers, group, service))
+            facts.append(balanced(layers, group, service))
         dist.barrier()
     return facts
 
 
-def _balanced(layers: list[ExpertParallelMoE], group: dist.ProcessGroup, service: str) -> dict[str, object]:
+def balanced(
+    layers: list[ExpertParallelMoE], group: dist.ProcessGroup, service: str, **settings: object
+) -> dict[str, object]:
     """Run steps until a layer has switched, each compared with the dense layer."""
-    agent = Agent.start(layers, group, live.settings(service=service, deployment="regrouped"))
+    agent = Agent.start(layers, group, live.settings(service=service, deployment="regrouped", **settings))
     dense = [DenseMoE(layer.shape, seeded_experts(layer.shape)) for layer in layers]
     generator = torch.Generator().manual_seed(dist.get_rank(group))
     popular_E = -0.8 * torch.arange(live.EXPERTS).float()

@@ -1,0 +1,63 @@
+"""One rank in a network namespace: ``python -m tests.e2e.network_rank RANK GROUP SERVICE DATA_HOST WRONG...``.
+
+Both ranks first try to meet with each ``WRONG`` data host of rank 1, then meet with their own, and serve until a layer
+has switched. The last line of the output is JSON: the error for each wrong host, and the facts of ``regrouped_host``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+
+from eplb_service.placement import Placement
+from tests.agent import live
+from tests.e2e import regrouped_host
+from worker_agent.agent import Agent
+from worker_agent.moe import ExpertParallelMoE, MoEShape, seeded_experts
+from worker_agent.settings import AgentSettings
+from worker_agent.swap.group import RendezvousError
+
+RANKS, SLOTS = 2, 5
+
+
+def layers_of_rank() -> list[ExpertParallelMoE]:
+    """Two layers on two ranks, with two redundant slots."""
+    shapes = [MoEShape(layer, live.EXPERTS, live.HIDDEN, live.INTERMEDIATE) for layer in range(2)]
+    phy2log_RS = Placement.linear(1, live.EXPERTS, RANKS, SLOTS).phy2log_LRS[0]
+    return [
+        ExpertParallelMoE(one, phy2log_RS, seeded_experts(one), ep_group=dist.group.WORLD) for one in shapes
+    ]
+
+
+def complaint(layers: list[ExpertParallelMoE], settings: AgentSettings) -> tuple[str, float]:
+    """Return the error with which the ranks fail to meet, and the seconds until it is raised."""
+    began = time.monotonic()
+    try:
+        Agent.start(layers, dist.group.WORLD, settings).close()
+    except RendezvousError as error:
+        return str(error), time.monotonic() - began
+    return "", time.monotonic() - began
+
+
+def main(rank: int, group: str, service: str, data_host: str, wrong: list[str]) -> None:
+    """Meet, serve and report."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"tcp://{group}", rank=rank, world_size=RANKS)
+    layers = layers_of_rank()
+    errors = {}
+    for host in wrong:
+        settings = live.settings(node=f"node-{rank}", data_host=host if rank == 1 else data_host)
+        errors[host] = complaint(layers, settings)
+    os.environ["EPLB_AGENT_DATA_HOST"] = data_host
+    facts = regrouped_host.balanced(layers, dist.group.WORLD, service, node=f"node-{rank}")
+    print(json.dumps({"errors": errors, **facts}), flush=True)
+    dist.barrier()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), *sys.argv[2:5], sys.argv[5:])
