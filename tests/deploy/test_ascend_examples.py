@@ -102,6 +102,18 @@ def test_commands_of_docs_and_manifests_are_accepted(command, device, quantised,
     assert settings.verify_transfers is not False
 
 
+def test_readme_shows_the_settings_of_the_sidecar():
+    text = (ROOT / "README.md").read_text()
+    parts = shlex.split(
+        re.search(r"```\n(export EPLB_AGENT_SERVICE=127(?:.|\n)*?)```", text)[1].replace("\\\n", " ")
+    )
+    shown = dict(part.split("=", 1) for part in parts if re.match("[A-Z_]+=", part))
+    environment, arguments = sidecar()
+    assert "DYNAMIC_EPLB" in shown
+    assert shown.items() <= environment.items()
+    assert set(arguments) - set(parts) == {"--port", "8000"}
+
+
 def test_a_quantised_model_without_its_flag_is_refused(monkeypatch):
     environment, arguments = sidecar()
     del environment["EPLB_AGENT_QUANTISED_EXPERTS"]
