@@ -12,7 +12,7 @@ PARALLEL = --numprocesses $(PROCESSES) --maxprocesses 8 --dist worksteal
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: screenshots proofs properties attack help size stack dashboard notebook pythons demo demo-vllm e2e-observability test test-slow test-oldest check lint types layers docs unit warm format proto wheels clean
+.PHONY: device-checks screenshots proofs properties attack help size stack dashboard notebook pythons demo demo-vllm e2e-observability test test-slow test-oldest check lint types layers docs unit warm format proto wheels clean
 .PHONY: test-engines known-engines explore simulate fuzz fuzz-properties mutate faults soak bench-switch bench-solver bench-decide bench-split bench-emulated bench-time bench-scale bench-engine
 
 help: ## show this list
@@ -76,6 +76,9 @@ test-oldest: ## the tests on the oldest dependencies that both packages allow, i
 
 test-engines: warm ## real vLLM and SGLang engines on CPU, balanced; engines are installed once per machine (gigabytes, minutes)
 	@$(BIN)/pytest tests/engines -m engines -rsP $(ARGS)
+
+device-checks: $(READY) ## everything that needs a GPU or NPU, as one table in at most eight minutes; exits with 2 without one
+	@$(BIN)/python -m tools.device_checks $(ARGS)
 
 known-engines: $(READY) ## the functions that adapters rely on, from each engine's source, and what changed between releases
 	@$(BIN)/python -m tools.engine_fingerprints $(ARGS)

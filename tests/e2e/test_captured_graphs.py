@@ -13,7 +13,10 @@ from tests.control.server.test_service import settings
 from tests.e2e import captured_host
 from tests.ranks import run_ranks
 
-_GPU = pytest.mark.skipif(torch.cuda.device_count() == 0, reason="there is no GPU here")
+_GPU = [
+    pytest.mark.device,
+    pytest.mark.skipif(torch.cuda.device_count() == 0, reason="there is no GPU here"),
+]
 HOSTS = [
     pytest.param("cpu", "float32", 8, 0),
     pytest.param("cpu", "lists", 8, 4),
@@ -53,6 +56,7 @@ async def test_weights_that_stay_behind_or_what_is_derived_from_them_are_seen(
     assert min(fact["worst"] for fact in facts) > 1e-2
 
 
-@_GPU
+@_GPU[0]
+@_GPU[1]
 def test_a_step_never_waits_for_the_device():
     assert run_ranks(2, captured_host.step_without_waiting, 200) == [None, None]

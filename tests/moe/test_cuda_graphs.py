@@ -20,7 +20,10 @@ from worker_agent.moe.rank_group import RankGroup
 from worker_agent.moe.stepwise import StepwiseSplit
 from worker_agent.moe.weights import ExpertWeights
 
-pytestmark = pytest.mark.skipif(torch.cuda.device_count() == 0, reason="there is no GPU here")
+pytestmark = [
+    pytest.mark.device,
+    pytest.mark.skipif(torch.cuda.device_count() == 0, reason="there is no GPU here"),
+]
 
 GPU = "cuda"
 RANKS, SLOTS, EXPERTS, TOKENS, TOP_K = 8, 5, 32, 40, 4

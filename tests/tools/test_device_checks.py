@@ -1,0 +1,85 @@
+"""The script for a machine with a device: its table, its exit codes, its bound on time, and its parts on a CPU."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+import torch
+
+from tools import device_checks
+from tools.device_checks import PASSED, Check, Outcome, checks, main, of_round_trip, report, run
+from worker_agent.doctor import FAILED, SKIPPED
+
+
+def check(name: str, code: str, seconds: float = 60) -> Check:
+    return Check(name, [sys.executable, "-c", code], seconds)
+
+
+def test_a_machine_without_a_device_exits_with_2(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch, "npu", None, raising=False)
+    assert main([]) == 2
+    assert "No GPU or NPU here" in capsys.readouterr().out
+
+
+def test_one_table_has_every_check_and_a_failure_is_the_exit_code(capsys):
+    outcomes = run(
+        [
+            check("works", "print('3 us per layer')"),
+            check("breaks", "raise SystemExit('wrong bytes')"),
+            check("finds no test", "raise SystemExit(5)"),
+            check("skips all", "print('4 skipped in 1.0s')"),
+            check("hangs", "import time; time.sleep(60)", seconds=1),
+        ],
+        seconds=60,
+    )
+    assert [one.verdict for one in outcomes] == [PASSED, FAILED, SKIPPED, SKIPPED, FAILED]
+    assert [one.text for one in outcomes[:2]] == ["3 us per layer", "wrong bytes"]
+    assert outcomes[-1].text == "not done after 1 s"
+    capsys.readouterr()
+    assert report(outcomes) == 1
+    assert len(capsys.readouterr().out.strip().splitlines()) == len(outcomes)
+    assert report([one for one in outcomes if one.verdict != FAILED]) == 0
+
+
+def test_a_check_without_time_left_fails():
+    assert run([check("late", "print('done')")], seconds=0) == [
+        Outcome("late", FAILED, pytest.approx(0, abs=1), "no time left")
+    ]
+
+
+def test_all_checks_together_are_bounded():
+    planned = checks("cpu")
+    assert {"transfers, verified", "captured graphs", "staging reserved"} <= {one.name for one in planned}
+    assert sum(one.seconds for one in planned) <= device_checks.MAX_SECONDS <= 8 * 60
+
+
+@pytest.mark.parametrize("part", device_checks.PARTS)
+def test_every_part_runs_where_the_device_is_a_cpu(part, capsys, monkeypatch):
+    monkeypatch.setattr(device_checks, "_HIDDEN", 64)
+    monkeypatch.setattr(device_checks, "_INTERMEDIATE", 64)
+    assert main(["--device", "cpu", "--part", part]) == 0
+    assert {
+        "transfers": "all values unchanged",
+        "staging": "MiB",
+        "counting": "us per layer",
+        "commit": "ms",
+    }[part] in capsys.readouterr().out
+
+
+def test_only_what_the_doctor_finds_on_the_devices_counts():
+    findings = [
+        {"name": "service", "verdict": FAILED, "text": "no service is named"},
+        {"name": "experts there and back", "verdict": "ok", "text": "133 MB"},
+    ]
+    assert of_round_trip(json.dumps(findings)) == "experts there and back: 133 MB"
+    findings[1] |= {"verdict": FAILED, "text": "bytes differ"}
+    for output, reason in (
+        (json.dumps(findings), "experts there and back: bytes differ"),
+        (json.dumps(findings[:1]), "did not try the devices"),
+        ("Traceback\nno torch", "no torch"),
+    ):
+        with pytest.raises(RuntimeError, match=reason):
+            of_round_trip(output)

@@ -1,0 +1,222 @@
+"""Every check that needs a GPU or NPU, in at most eight minutes: ``make device-checks``.
+
+Each check runs in a process of its own and may take its share of the time. The exit code is 0 if none fails, 1 if one
+fails or has no time left, and 2 if torch sees no device.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from worker_agent.doctor import FAILED, SKIPPED
+
+MAX_SECONDS = 480.0
+PASSED = "passed"
+_LAYERS, _EXPERTS, _TOKENS, _TOP_K = 58, 256, 64, 8
+_HIDDEN, _INTERMEDIATE, _MOVED = 2048, 768, 4
+_ROUNDS = 20
+_WIDTH = 120
+_ENVIRONMENT = ("versions", "engine", "service")
+_NO_TESTS = 5
+"""Exit code of pytest if no test is selected."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """A command that checks something, and the most seconds that it may take.
+
+    The last line of its output is the text for the table.
+    """
+
+    name: str
+    command: Sequence[str]
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A row of the table."""
+
+    name: str
+    verdict: str
+    seconds: float
+    text: str
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the checks, or one part in this process; return the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", choices=("cpu", "cuda", "npu"), help="by default what torch sees")
+    parser.add_argument("--part", choices=sorted(PARTS), help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    device = options.device or _device_here()
+    if device is None:
+        print("No GPU or NPU here: torch sees none, so nothing was checked.")
+        return 2
+    if options.part is not None:
+        print(PARTS[options.part][2](torch.device(device)))
+        return 0
+    return report(run(checks(device), MAX_SECONDS))
+
+
+def checks(device: str) -> list[Check]:
+    """Return all checks for a kind of device, the most important first."""
+    here = [sys.executable, "-m", "tools.device_checks", "--device", device, "--part"]
+    pytest = [sys.executable, "-m", "pytest"]
+    return [
+        *(Check(name, [*here, part], seconds) for part, (name, seconds, _) in PARTS.items()),
+        Check("captured graphs", [*pytest, "-m", "device", "tests/moe", "tests/e2e"], 200),
+        Check("lanes between devices", [*pytest, "-k", "cuda", "tests/swap/test_lanes.py"], 60),
+    ]
+
+
+def run(planned: Sequence[Check], seconds: float) -> list[Outcome]:
+    """Run the checks one after the other within ``seconds`` of wall time."""
+    end = time.monotonic() + seconds
+    outcomes = []
+    for check in planned:
+        began = time.monotonic()
+        allowed = min(check.seconds, end - began)
+        verdict, text = _ran(check, allowed) if allowed > 0 else (FAILED, "no time left")
+        outcomes.append(Outcome(check.name, verdict, time.monotonic() - began, text))
+        print(f"{check.name}: {verdict}", flush=True)
+    return outcomes
+
+
+def report(outcomes: Sequence[Outcome]) -> int:
+    """Print the table; return 1 if a check failed, else 0."""
+    print()
+    for one in outcomes:
+        print(f"{one.verdict:<8} {one.name:<32} {one.seconds:>6.1f} s  {one.text[:_WIDTH]}")
+    return int(any(one.verdict == FAILED for one in outcomes))
+
+
+def _device_here() -> str | None:
+    npu = getattr(torch, "npu", None)
+    if torch.cuda.is_available():
+        return "cuda"
+    return "npu" if npu is not None and npu.is_available() else None
+
+
+def _ran(check: Check, seconds: float) -> tuple[str, str]:
+    pipes: dict[str, int] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(check.command, **pipes, text=True, start_new_session=True) as process:
+        try:
+            output, errors = process.communicate(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            # Its ranks are processes as well, and hold the device.
+            os.killpg(process.pid, signal.SIGKILL)
+            return FAILED, f"not done after {seconds:.0f} s"
+    text = _last(output)
+    if process.returncode not in (0, _NO_TESTS):
+        print(output[-4000:], errors[-4000:], sep="\n", flush=True)
+        return FAILED, _last(errors) or text
+    nothing = process.returncode == _NO_TESTS or (" skipped" in text and " passed" not in text)
+    return SKIPPED if nothing else PASSED, text
+
+
+def _last(output: str) -> str:
+    lines = [line for line in output.splitlines() if line.strip()]
+    return lines[-1].strip() if lines else ""
+
+
+def transfers(device: torch.device) -> str:
+    """Move experts to other ranks and back with checksums, over the links between devices if there are several."""
+    count = 1 if device.type == "cpu" else int(torch.get_device_module(device).device_count())
+    command = [sys.executable, "-m", "worker_agent.doctor", "--json", "--device", device.type]
+    ranks = max(2, min(count, 8))
+    done = subprocess.run([*command, "--ranks", str(ranks)], capture_output=True, text=True, check=False)
+    return of_round_trip(done.stdout or done.stderr)
+
+
+def of_round_trip(output: str) -> str:
+    """Return what the doctor found on the devices. Findings about the environment and the service do not count.
+
+    Raises ``RuntimeError`` if the round trip did not succeed.
+    """
+    try:
+        found = [one for one in json.loads(output) if one["name"] not in _ENVIRONMENT]
+    except ValueError:
+        raise RuntimeError(_last(output)) from None
+    failed = [one for one in found if one["verdict"] == FAILED]
+    text = "; ".join(f"{one['name']}: {one['text']}" for one in failed or found)
+    if failed or not found:
+        raise RuntimeError(text or "the doctor did not try the devices")
+    return text
+
+
+def _finish(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.get_device_module(device).synchronize()
+
+
+def staging(device: torch.device) -> str:
+    """Reserve staging, and check that the transfers of smaller layers allocate nothing."""
+    from worker_agent.swap.staging import Staging
+
+    weights = [torch.zeros((16, _HIDDEN, _INTERMEDIATE), dtype=torch.int8, device=device) for _ in range(2)]
+    held = Staging()
+    reserved = [buffer.data_ptr() for buffer in held.reserve(weights, 16)]
+    before = _allocated(device)
+    for rows in (1, 7, 16):
+        if [buffer.data_ptr() for buffer in held.reserve(weights, rows)] != reserved:
+            raise RuntimeError(f"staging for {rows} experts is not in the memory that was reserved for 16")
+    if _allocated(device) != before:
+        raise RuntimeError("a transfer within the reserved staging allocates device memory")
+    return f"{held.nbytes / 2**20:.0f} MiB reserved once and used for transfers of 1 to 16 experts"
+
+
+def _allocated(device: torch.device) -> int:
+    return 0 if device.type == "cpu" else int(torch.get_device_module(device).memory_allocated())
+
+
+def counting(device: torch.device) -> str:
+    """Time the counting of choices per layer, until the device is done."""
+    from worker_agent.adapters.vllm_ascend.choices import ChoiceCounter
+
+    counter = ChoiceCounter(_LAYERS, _EXPERTS, device)
+    ids_TK = torch.randint(_EXPERTS, (_TOKENS, _TOP_K), device=device, dtype=torch.int32)
+    seconds = []
+    for _ in range(_ROUNDS):
+        counter.clear()
+        _finish(device)
+        began = time.perf_counter()
+        for layer in range(_LAYERS):
+            counter.count(layer, ids_TK)
+        _finish(device)
+        seconds.append(time.perf_counter() - began)
+    counted = int(counter.chosen_LE.sum())
+    if counted != _LAYERS * _TOKENS * _TOP_K:
+        raise RuntimeError(f"{counted} choices counted of {_LAYERS * _TOKENS * _TOP_K}")
+    return f"{sorted(seconds)[_ROUNDS // 2] / _LAYERS * 1e6:.1f} us per layer, {_LAYERS} layers of {_EXPERTS} experts"
+
+
+def commit(device: torch.device) -> str:
+    """Time the installation of experts, until the device is done, beside a plain copy of as many bytes."""
+    from benchmarks.switch.parts import commit as timed
+
+    ratio = timed(_HIDDEN, _INTERMEDIATE, _MOVED, _ROUNDS, device)
+    return f"{1e3 * ratio.one:.2f} ms with the wait for the device, {ratio.ratio:.2f} times a plain copy"
+
+
+PARTS: dict[str, tuple[str, float, Callable[[torch.device], str]]] = {
+    "transfers": ("transfers, verified", 100, transfers),
+    "staging": ("staging reserved", 40, staging),
+    "counting": ("counting operators", 40, counting),
+    "commit": ("commit of 4 experts", 40, commit),
+}
+"""Checks that this module runs itself: name in the table, most seconds, and the function that returns its text."""
+
+
+if __name__ == "__main__":
+    sys.exit(main())
