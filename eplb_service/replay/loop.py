@@ -1,7 +1,7 @@
 """One policy along a trace: it decides on a window, waits for its weights, and serves the steps that follow.
 
-Layers serve one after another as their weights arrive, the one with the largest gain first. While weights are under way
-no other decision is made, unless heat changes again: the layers that do not serve yet are then dropped.
+Layers serve part by part as their weights arrive, the ones with the largest gain first. While weights are under way no
+other decision is made, unless heat changes again: the layers that do not serve yet are then dropped.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ from eplb_service.replay.policy import Job, ReplayError
 from eplb_service.replay.result import ReplayedDecision
 from eplb_service.replay.served import knows_sources, served_loads, served_us
 from eplb_service.solver.model import Recommended
+from eplb_service.solver.topology import choose_senders
 
 _SERVED_AT_ONCE = 64
 
@@ -230,7 +231,6 @@ class _Run:
         self._held_LRS = changed.placement.phy2log_LRS
         differ_L = (changed.placement.phy2log_LRS != before.placement.phy2log_LRS).any(axis=(1, 2))
         differ_L |= _differ(changed.log2phy_RLE, before.log2phy_RLE)
-        busiest = int(moves_LR.sum(axis=0).max())
         if differ_L.any():
             self._before = before
             self._coming = self._arriving(step, changed, moves_LR, np.flatnonzero(differ_L))
@@ -238,7 +238,7 @@ class _Run:
             layers_changed=int(differ_L.sum()),
             layers_moved=int(moves_LR.any(axis=1).sum()),
             moves=int(moves_LR.sum()),
-            moves_busiest=busiest,
+            moves_busiest=int(moves_LR.sum(axis=0).max()),
             par_seen=par_seen,
             par_planned=par_planned,
             seconds=seconds,
@@ -249,23 +249,26 @@ class _Run:
     ) -> list[tuple[int, Serving]]:
         """Return the steps at which each of ``layers`` begins to serve, after a decision before ``step``.
 
-        Our policies switch layers in the order of gain, external ones in the order of index.
+        The planner's policies switch layers in the order of gain, external ones in the order of index. All switch at
+        the pace of this project's agents. A layer that stands for several of the model's layers serves from the step at
+        which the middle one of them does. The last step is that at which the plan ends.
         """
         serving = self._serving
-        if changed.log2phy_RLE.shape != serving.log2phy_RLE.shape:
-            # Tables of another width serve all layers or none.
-            return [(step + self._costs.delay_steps(int(moves_LR.sum(axis=0).max())), changed)]
         order = [layer for layer in self._order if layer in layers] or layers.tolist()
-        received_R = np.zeros_like(moves_LR[0])
+        each_L = self._costs.layers_each(len(order), len(moves_LR))
+        sent_LR = sent(serving.placement, changed.placement, self._topology.nodes_R)
+        steps_L = step + self._costs.arrival_steps(
+            _for_each(moves_LR[order], each_L), _for_each(sent_LR[order], each_L), self._job.setup.slots
+        )
         arriving: dict[int, Serving] = {}
-        for layer in order:
-            received_R = received_R + moves_LR[layer]
-            at = step + self._costs.delay_steps(int(received_R.max()))
-            tables_RE = changed.log2phy_RLE[:, layer]
-            one = [(layer, changed.placement.phy2log_LRS[layer], tables_RE)]
-            serving = Serving(*apply_layers(serving.placement, serving.log2phy_RLE, one))
-            arriving[at] = serving
-        arriving[max(arriving)] = changed
+        middle_L = np.cumsum(each_L) - (each_L + 1) // 2
+        # Tables of another width serve all layers or none.
+        if changed.log2phy_RLE.shape == serving.log2phy_RLE.shape:
+            for layer, at in zip(order, steps_L[middle_L].tolist(), strict=True):
+                one = [(layer, changed.placement.phy2log_LRS[layer], changed.log2phy_RLE[:, layer])]
+                serving = Serving(*apply_layers(serving.placement, serving.log2phy_RLE, one))
+                arriving[at] = serving
+        arriving[int(steps_L[-1])] = changed
         return sorted(arriving.items(), key=lambda item: item[0])
 
     def _planned(self, window: Window, serves: float | None) -> Plan:
@@ -283,7 +286,7 @@ class _Run:
         )
         if self._pace is not None:
             self._courses = made.courses
-            self._order = [one.layer for one in made.layers]
+        self._order = [one.layer for one in made.layers]
         return made
 
     def _answered(self, window: Window) -> Serving:
@@ -413,6 +416,22 @@ def arrivals(before_LRS: npt.NDArray[np.int32], after_LRS: npt.NDArray[np.int32]
     known_LRSS = after_LRS[..., :, None] == before_LRS[..., None, :]
     arriving: npt.NDArray[np.int64] = ((after_LRS >= 0) & ~known_LRSS.any(axis=3)).sum(axis=2)
     return arriving
+
+
+def sent(before: Placement, after: Placement, nodes_R: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
+    """Return how many experts each rank sends to ranks that do not hold them ``before``, int64 ``[L, R]``."""
+    sent_LR = np.zeros((before.layers, before.ranks), dtype=np.int64)
+    for sent_R, before_RS, after_RS in zip(sent_LR, before.phy2log_LRS, after.phy2log_LRS, strict=True):
+        moves_M5 = choose_senders(before_RS, after_RS, nodes_R)
+        travels_M = (before_RS[moves_M5[:, 2]] != moves_M5[:, 4:]).all(axis=1)
+        sent_R += np.bincount(moves_M5[travels_M, 0], minlength=before.ranks)
+    return sent_LR
+
+
+def _for_each(moved_LR: npt.NDArray[np.int64], each_L: npt.NDArray[np.int64]) -> list[npt.NDArray[np.int64]]:
+    """Return the rows of the layers that each row stands for, rotated so that their busiest ranks differ."""
+    each = zip(moved_LR, each_L, strict=True)
+    return [np.roll(moved_R, turn) for moved_R, count in each for turn in range(count)]
 
 
 def _differ(one_RLE: npt.NDArray[np.int32], other_RLE: npt.NDArray[np.int32]) -> npt.NDArray[np.bool_]:
