@@ -25,7 +25,6 @@ from eplb_service.placement import (
     par,
     repaired,
     step_par,
-    with_entries,
 )
 from eplb_service.planner.dealing import first_tables
 from eplb_service.planner.decide import plan, plan_afresh
@@ -37,11 +36,11 @@ from eplb_service.planner.score import Gain, gain_of, sampling_floor, split_load
 from eplb_service.planner.settings import EVEN, STEP
 from eplb_service.planner.topology import Topology
 from eplb_service.replay.costs import Costs
+from eplb_service.replay.moves import arrivals, for_each_layer, sent, switched, tables_differ
 from eplb_service.replay.policy import Job, ReplayError
 from eplb_service.replay.result import ReplayedDecision
 from eplb_service.replay.served import knows_sources, served_loads, served_us
 from eplb_service.solver.model import Recommended
-from eplb_service.solver.topology import choose_senders
 
 _SERVED_AT_ONCE = 64
 
@@ -98,8 +97,10 @@ class _Run:
         placement = scene.placement(trace, job.setup.slots)
         self._held_LRS = placement.phy2log_LRS
         if scene.phy2log_LRS is not None:
-            self._held_LRS = scene.phy2log_LRS[:, :, : job.setup.slots]
-        """int32 ``[L, R, S']``, the experts that ranks hold before the next decision."""
+            given_LRS = scene.phy2log_LRS[:, :, : job.setup.slots]
+            self._held_LRS = np.full_like(self._held_LRS, -1)
+            self._held_LRS[:, :, : given_LRS.shape[2]] = given_LRS
+        """int32 ``[L, R, S]``, the experts that ranks hold before the next decision; -1 for an empty slot."""
         self.memory = job.setup.window
         self._job, self._trace, self._costs = job, trace, scene.costs
         self._split = job.settings.split
@@ -160,9 +161,15 @@ class _Run:
     def _take_up(self, step: int) -> None:
         """Serve the layers whose weights are there by now."""
         while self._coming and self._coming[0][0] <= step:
+            before = self._serving
             _, self._serving = self._coming.pop(0)
+            self._hold(self._serving, switched(before, self._serving))
             if not self._coming:
                 self._replaced = self._before, step
+
+    def _hold(self, serving: Serving, layers_L: npt.NDArray[np.bool_]) -> None:
+        """Note that ranks hold what ``serving`` places in these layers, bool ``[L]``."""
+        self._held_LRS = np.where(layers_L[:, None, None], serving.placement.phy2log_LRS, self._held_LRS)
 
     @property
     def _may_replace(self) -> bool:
@@ -228,9 +235,9 @@ class _Run:
             par_seen = self._seen(window, before)
             par_planned = self._seen(window, changed)
         moves_LR = arrivals(self._held_LRS, changed.placement.phy2log_LRS)
-        self._held_LRS = changed.placement.phy2log_LRS
-        differ_L = (changed.placement.phy2log_LRS != before.placement.phy2log_LRS).any(axis=(1, 2))
-        differ_L |= _differ(changed.log2phy_RLE, before.log2phy_RLE)
+        switch_L = switched(before, changed)
+        self._hold(changed, ~switch_L)
+        differ_L = switch_L | tables_differ(changed.log2phy_RLE, before.log2phy_RLE)
         if differ_L.any():
             self._before = before
             self._coming = self._arriving(step, changed, moves_LR, np.flatnonzero(differ_L))
@@ -258,7 +265,9 @@ class _Run:
         each_L = self._costs.layers_each(len(order), len(moves_LR))
         sent_LR = sent(serving.placement, changed.placement, self._topology.nodes_R)
         steps_L = step + self._costs.arrival_steps(
-            _for_each(moves_LR[order], each_L), _for_each(sent_LR[order], each_L), self._job.setup.slots
+            for_each_layer(moves_LR[order], each_L),
+            for_each_layer(sent_LR[order], each_L),
+            self._job.setup.slots,
         )
         arriving: dict[int, Serving] = {}
         middle_L = np.cumsum(each_L) - (each_L + 1) // 2
@@ -406,38 +415,3 @@ def _row(
         loads_LR=loads_TLR.sum(axis=0),
         **{name: sum(getattr(one, name) for one in made) for name in counted},
     )
-
-
-def arrivals(before_LRS: npt.NDArray[np.int32], after_LRS: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
-    """Return how many experts each rank must receive because it did not hold them, int64 ``[L, R]``.
-
-    Slots may be empty (-1) and hold an expert twice; the second of two equal slots needs no transfer.
-    """
-    known_LRSS = after_LRS[..., :, None] == before_LRS[..., None, :]
-    arriving: npt.NDArray[np.int64] = ((after_LRS >= 0) & ~known_LRSS.any(axis=3)).sum(axis=2)
-    return arriving
-
-
-def sent(before: Placement, after: Placement, nodes_R: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
-    """Return how many experts each rank sends to ranks that do not hold them ``before``, int64 ``[L, R]``."""
-    sent_LR = np.zeros((before.layers, before.ranks), dtype=np.int64)
-    for sent_R, before_RS, after_RS in zip(sent_LR, before.phy2log_LRS, after.phy2log_LRS, strict=True):
-        moves_M5 = choose_senders(before_RS, after_RS, nodes_R)
-        travels_M = (before_RS[moves_M5[:, 2]] != moves_M5[:, 4:]).all(axis=1)
-        sent_R += np.bincount(moves_M5[travels_M, 0], minlength=before.ranks)
-    return sent_LR
-
-
-def _for_each(moved_LR: npt.NDArray[np.int64], each_L: npt.NDArray[np.int64]) -> list[npt.NDArray[np.int64]]:
-    """Return the rows of the layers that each row stands for, rotated so that their busiest ranks differ."""
-    each = zip(moved_LR, each_L, strict=True)
-    return [np.roll(moved_R, turn) for moved_R, count in each for turn in range(count)]
-
-
-def _differ(one_RLE: npt.NDArray[np.int32], other_RLE: npt.NDArray[np.int32]) -> npt.NDArray[np.bool_]:
-    """Layers whose tables differ, bool ``[L]``; an external policy may answer tables of another width."""
-    one, other = with_entries(one_RLE, 3), with_entries(other_RLE, 3)
-    if one.shape != other.shape:
-        return np.ones(one.shape[1], dtype=np.bool_)
-    differ_L: npt.NDArray[np.bool_] = (one != other).any(axis=(0, 2, 3))
-    return differ_L

@@ -17,8 +17,9 @@ from eplb_service.planner.settings import PlannerSettings
 from eplb_service.planner.topology import Topology
 from eplb_service.replay.costs import Costs
 from eplb_service.replay.jobs import jobs_for, replay, scene_for
-from eplb_service.replay.loop import Scene, arrivals
+from eplb_service.replay.loop import Scene
 from eplb_service.replay.loop import run as run_job
+from eplb_service.replay.moves import arrivals, sent
 from eplb_service.replay.policy import ABLATIONS, NAMES, Job, ReplayError, Setup
 from tests.planner.drawn import whole_loads
 
@@ -345,3 +346,11 @@ def test_a_policy_may_answer_duplicates_and_empty_slots(monkeypatch):
     monkeypatch.setattr("tests.replay.policies_of_others.wasteful", wasteful, raising=False)
     [policy] = run(["tests.replay.policies_of_others:wasteful"], hindsight=False).policies
     assert policy.decisions[0].moves > 0
+
+
+def test_an_expert_that_only_changes_its_slot_is_neither_received_nor_sent():
+    before = Placement(np.array([[[0, 1], [2, 3]]], dtype=np.int32), 4)
+    after = Placement(np.array([[[1, 2], [3, 0]]], dtype=np.int32), 4)
+    assert arrivals(before.phy2log_LRS, after.phy2log_LRS).tolist() == [[1, 1]]
+    assert sent(before, after, np.zeros(2, dtype=np.int32)).tolist() == [[1, 1]]
+    assert sent(before, before, np.zeros(2, dtype=np.int32)).tolist() == [[0, 0]]
