@@ -241,8 +241,8 @@ def _ablation(rows: Rows) -> list[Table]:
             "Ablation: one component switched off at a time",
             (*columns, *(f"{name}: ratio, slots moved" for name in traces)),
             [line(policy) for policy in dict.fromkeys(row["policy"] for row in rows)],
-            f"Plans serve at once. Means "
-            f"over the four kinds and {len({row['seed'] for row in rows} - {None})} seeds; source ranks differ "
+            "Plans serve at once. Means over the four kinds and "
+            f"{len({row['seed'] for row in rows} - {None})} seeds; source ranks differ "
             "by a log-sd of 0.3. Columns with a shape: placed from scratch for a host that splits evenly.",
         )
     ]
