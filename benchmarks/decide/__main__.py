@@ -14,9 +14,9 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.decide.alarms import measured
-from benchmarks.decide.heat import TARGETS, generated, recorded, shipped, untuned
+from benchmarks.decide.heat import PACED_TARGETS, TARGETS, generated, recorded, shipped, untuned
 from benchmarks.decide.promises import measured as promises_measured
-from benchmarks.decide.served import Delay, Row, interval_of, mean_rows, own_rows, peer_rows
+from benchmarks.decide.served import AT_ONCE, Delay, Row, interval_of, mean_rows, own_rows, peer_rows
 from eplb_service.bench.closed_loop import Course
 from eplb_service.bench.contest import OURS, Contest
 from eplb_service.bench.peers.archives import INDEX
@@ -67,6 +67,9 @@ def main() -> None:
         "below off: windows in which balance won less than moves and switches cost, beside leaving all alone (0 asked)"
     )
     console.print(
+        "at once: plans serve on the step after their window; the pace counts solving, transfers and the ranks' votes"
+    )
+    console.print(
         f"moves priced by what they cost: {options.link_bandwidth:g} GB/s, "
         f"{options.bytes_per_expert or 'assumed'} bytes per expert; took {time.monotonic() - began:.0f} s"
     )
@@ -77,18 +80,20 @@ def _measured(
 ) -> list[tuple[Row, float]]:
     """Return the rows of one kind of heat, averaged over its seeds: ours, then the peers at both intervals."""
     drawn = _drawn(courses)
-    delay = Delay(options.delay_ms, options.step_ms)
+    delay = Delay(options.step_ms, options.solve_ms, options.model_layers)
+    unscored = options.unscored
     own = [
-        list(own_rows(course, settings, options.bytes_per_expert, options.cpu_ms, delay)) for course in drawn
+        list(own_rows(course, settings, options.bytes_per_expert, options.cpu_ms, delay, unscored))
+        for course in drawn
     ]
-    ours = [row for rows in own for row in rows if row.policy == OURS]
-    interval = interval_of(drawn[0], ours)
+    ours = [row for rows in own for row in rows if row.policy == f"{OURS}, {AT_ONCE}"]
+    interval = interval_of(drawn[0], ours, unscored)
     return mean_rows(
         [
             [
                 *rows,
-                *peer_rows(course, contest),
-                *(peer_rows(course, contest, interval) if interval is not None else ()),
+                *peer_rows(course, contest, unscored=unscored),
+                *(peer_rows(course, contest, interval, unscored) if interval is not None else ()),
             ]
             for course, rows in zip(drawn, own, strict=True)
         ]
@@ -97,7 +102,11 @@ def _measured(
 
 def _courses(options: argparse.Namespace, seed: int) -> list[Course]:
     """Return the heat to decide on for one seed."""
-    courses = [*generated(seed, options.layers), *untuned(seed, options.layers), shipped()]
+    courses = [
+        *generated(seed, options.layers, options.windows),
+        *untuned(seed, options.layers, options.windows),
+        shipped(),
+    ]
     if options.traces is not None:
         courses += recorded(options.traces, seed)
     return [course for course in courses if options.only in course.name]
@@ -144,8 +153,15 @@ def _add(table: Table, course: Course, rows: list[tuple[Row, float]]) -> None:
             f"{1e3 * row.cpu_seconds:.0f}",
             f"{row.held / row.forecasts:.0%} of {row.forecasts}" if row.forecasts else "",
             f"{row.below_off} of {row.windows}" if row.decisions and row.windows else "",
-            TARGETS.get(course.name, "") if row.policy == OURS else "",
+            _target(course.name, row.policy),
         )
+
+
+def _target(heat: str, policy: str) -> str:
+    """Return the target of a row; only ours has one."""
+    if policy == f"{OURS}, {AT_ONCE}":
+        return TARGETS.get(heat, "")
+    return PACED_TARGETS.get(heat, "") if policy.startswith(f"{OURS}, ") else ""
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -158,8 +174,11 @@ def _parser() -> argparse.ArgumentParser:
     add("--link-bandwidth", type=float, default=25.0, help="GB/s, which prices moves")
     add("--bytes-per-expert", type=int, default=0, help="which prices moves; 0: as assumed")
     add("--cpu-ms", type=float, default=math.inf, help="CPU of a step that ours may take, on average")
-    add("--delay-ms", type=float, default=400.0, help="until a plan's first layer serves; 0: no row for it")
-    add("--step-ms", type=float, default=50.0, help="time of a step, for --delay-ms")
+    add("--step-ms", type=float, default=40.0, help="time of a step, at which plans serve; 0: no row for it")
+    add("--solve-ms", type=float, default=200.0, help="from the end of a window to its plan at the ranks")
+    add("--model-layers", type=int, default=58, help="MoE layers of the model, which set the pace of plans")
+    add("--windows", type=int, default=12, help="of heat that is drawn (12)")
+    add("--unscored", type=int, default=1, help="windows after the first decision that no row scores (1)")
     add(
         "--peers",
         nargs="*",

@@ -23,25 +23,32 @@ REMEMBERED = 512
 
 
 class Delay(NamedTuple):
-    """Time from the end of a decision's window until its first layer serves, and of a step, in milliseconds."""
+    """Pace at which plans serve: a step, and solving, in milliseconds, and the MoE layers of the model.
 
-    ms: float
-    step_ms: float
+    With ``step_ms`` 0, plans serve at once.
+    """
 
-    @property
-    def steps(self) -> float:
-        """Delay in steps."""
-        return self.ms / self.step_ms
+    step_ms: float = 0.0
+    solve_ms: float = 0.0
+    model_layers: int = 0
+
+    def __str__(self) -> str:
+        if not self.step_ms:
+            return "at once"
+        return f"at the pace of {self.model_layers} layers, {self.step_ms:g} ms a step"
+
+
+AT_ONCE = Delay()
 
 
 @dataclass(frozen=True)
 class Row:
-    """One policy along a course, without the first window after the first decision: there all place from scratch.
+    """One policy along a course, without the first windows after the first decision: there all place from scratch.
 
     Parameters
     ----------
     policy
-        Its name.
+        Its name and when its plans serve.
     par
         Realised peak-to-average ratio, mean over layers and steps.
     moves_per_window, decisions
@@ -67,19 +74,40 @@ class Row:
 
 
 def own_rows(
-    course: Course, settings: PlannerSettings, bytes_per_expert: int, cpu_ms: float, delay: Delay
+    course: Course,
+    settings: PlannerSettings,
+    bytes_per_expert: int,
+    cpu_ms: float,
+    delay: Delay,
+    unscored: int = 1,
 ) -> Iterator[Row]:
-    """Yield a row for each policy, on one thread, and one for ours if its plans serve after a delay.
+    """Yield a row for leaving all alone, for ours if its plans serve at once, and for ours if they serve at a pace.
 
-    The CPU of a decision is what the replay took beyond one that leaves all alone.
+    All run on one thread. The CPU of a decision is what the replay took beyond one that leaves all alone.
+
+    Parameters
+    ----------
+    course
+        Heat to decide on.
+    settings, bytes_per_expert
+        Planner settings, and the weights of an expert, which price moves.
+    cpu_ms
+        CPU of a step that decisions may take.
+    delay
+        Pace of the last row, which is left out if there is none.
+    unscored
+        Windows after the first decision that no row scores.
     """
     setup = Setup(course.slots, REMEMBERED, course.window)
-    trace, idle, off_par_W, layers = ArrayTrace(course.heat_TLE), 0.0, np.zeros(0), course.heat_TLE.shape[1]
+    trace = ArrayTrace(course.heat_TLE)
+    layers = course.heat_TLE.shape[1]
+    idle = 0.0
+    off_par_W = np.zeros(0)
     costs = Costs.of(settings, layers, bytes_per_expert=bytes_per_expert)
-    entrants = [("none", "none", costs), (OURS, "flashlb", costs)]
-    if delay.steps:
-        late = replace(costs, step_ms=delay.step_ms, solve_ms=delay.ms)
-        entrants.append((f"{OURS}, {delay.ms:g} ms late", "flashlb", late))
+    entrants = [("none", "none", costs), (f"{OURS}, {AT_ONCE}", "flashlb", costs)]
+    if delay.step_ms:
+        paced = replace(costs, **delay._asdict())
+        entrants.append((f"{OURS}, {delay}", "flashlb", paced))
     for label, name, charged in entrants:
         jobs = [replace(job, cpu_ms=cpu_ms) for job in jobs_for([name], [setup], settings, hindsight=False)]
         began = time.process_time()
@@ -94,9 +122,9 @@ def own_rows(
             / (costs.layer_ms * row.steps * layers)
             for row in policy.decisions
         ]
-        rows = policy.decisions[1:]
+        rows = policy.decisions[unscored:]
         decisions = sum(row.decisions for row in rows)
-        made = decisions + policy.decisions[0].decisions
+        made = sum(row.decisions for row in policy.decisions)
         yield Row(
             label,
             float(np.average([row.par_realised for row in rows], weights=[row.steps for row in rows])),
@@ -110,8 +138,10 @@ def own_rows(
         )
 
 
-def peer_rows(course: Course, contest: Contest, interval: int | None = None) -> Iterator[Row]:
-    """Yield one row per peer, scored on the same windows as our policies. Peers that fail are skipped.
+def peer_rows(
+    course: Course, contest: Contest, interval: int | None = None, unscored: int = 1
+) -> Iterator[Row]:
+    """Yield one row per peer, whose placements serve at once. Peers that fail are skipped.
 
     Parameters
     ----------
@@ -121,12 +151,14 @@ def peer_rows(course: Course, contest: Contest, interval: int | None = None) -> 
         Peers to score.
     interval
         Steps between decisions, by default the length of a window. Each decision sees a whole window.
+    unscored
+        Windows after the first decision that are not scored, as for our policies.
     """
-    label = "" if interval is None else ", as often as ours"
+    label = f", {AT_ONCE}" if interval is None else f", as often as ours, {AT_ONCE}"
     asked = replace(course, interval=interval)
     per_window = course.window / (interval or course.window)
     for row in loops(contest, [asked], [Entrant(name, name) for name in contest.peers]):
-        scored = slice(round(per_window), None)
+        scored = slice(round(unscored * per_window), None)
         moves = row["moves"][scored]
         yield Row(
             f"{row['policy']}{label}",
@@ -137,9 +169,9 @@ def peer_rows(course: Course, contest: Contest, interval: int | None = None) -> 
         )
 
 
-def interval_of(course: Course, ours: Sequence[Row]) -> int | None:
+def interval_of(course: Course, ours: Sequence[Row], unscored: int = 1) -> int | None:
     """Return the mean number of steps between our decisions, or ``None`` if it is not below the window."""
-    steps = len(course.heat_TLE) - 2 * course.window
+    steps = len(course.heat_TLE) - (1 + unscored) * course.window
     decisions = float(np.mean([row.decisions for row in ours]))
     interval = round(steps / max(decisions, 1.0))
     return interval if 0 < interval < course.window else None

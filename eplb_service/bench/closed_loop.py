@@ -17,7 +17,7 @@ from eplb_service.placement import Placement, mean_par
 from eplb_service.planner.policies import NAMES, options_of
 from eplb_service.planner.score import sampling_floor, split_steps
 from eplb_service.planner.settings import TABLES
-from eplb_service.replay.loop import arrivals
+from eplb_service.replay.moves import arrivals
 
 
 @dataclass(frozen=True)

@@ -233,13 +233,21 @@ class CostOptions:
     SECTION: ClassVar[str] = "Costs (stated, not measured)"
 
     step_ms: float | None = option(
-        None, "Time of a model step; by default decisions take effect at once and no times are given."
+        None, "Time of a model step; by default plans serve at once and no times are given."
     )
     bytes_per_expert: int | None = option(
         None, "Bytes of the weights of one expert in one layer; by default as recorded.", min=0
     )
     solve_ms: float | None = option(
         None, f"From the end of a window to the plan; {Costs().solve_ms:g} by default."
+    )
+    link_share: float | None = option(
+        None, f"Share of --link-bandwidth that transfers use; {Costs().link_share:g} by default."
+    )
+    model_layers: int | None = option(
+        None,
+        "MoE layers of the served model, which set the pace of plans; by default those of the trace.",
+        min=1,
     )
     commit_ms: float | None = option(
         None, "Standstill of all ranks per switched layer; 0.5 and a copy by default."

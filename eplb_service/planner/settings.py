@@ -79,7 +79,7 @@ class PlannerSettings:
     link_bandwidth: float = _setting(
         25.0,
         float,
-        "GB/s that a rank receives while it serves, for move_price auto until it is measured.",
+        "GB/s of a rank's link, before the share that transfers use, for move_price auto until it is measured.",
         least=0.0,
     )
     layer_ms: float = _setting(

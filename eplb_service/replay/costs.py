@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
 
 from eplb_service.cost.curve import CostCurve, plain_curve
 from eplb_service.cost.moving import MovingCosts
 from eplb_service.figures import digits, size_text
+from eplb_service.placement import part_end
 from eplb_service.planner.price import ASSUMED_BYTES, SplitCost, move_price
 from eplb_service.planner.settings import AUTO, NumberOrAuto, PlannerSettings
 from eplb_service.replay.policy import ReplayError
@@ -20,6 +24,16 @@ _LEAST_MOE_SHARE = 0.2
 _MOST_MOE_SHARE = 0.8
 """Range of that part for estimates; chosen by hand to hold what engines report from small decode batches to prefill."""
 _DEFAULTS = PlannerSettings()
+VOTE_INTERVAL = 4
+"""Passes from one vote of the ranks to the next while a plan is under way: the agent's default."""
+VOTE_LAG = 2
+"""Passes from a vote to its count."""
+PICK_UP_PASSES = 8 + VOTE_LAG
+"""Passes from a plan's arrival at the ranks to the start of its first transfer.
+
+Ranks without a plan vote every 16 passes, so a plan waits 0 to 15 passes for the vote that finds it on all ranks. The
+mean is taken as 8. That vote's count starts the transfer.
+"""
 
 
 @dataclass(frozen=True)
@@ -38,11 +52,16 @@ class Costs:
     Parameters
     ----------
     step_ms
-        Time of a step of the model as recorded; 0 where not stated, and then nothing is late and no time is reported.
+        Time of a step of the model as recorded; 0 if not stated. Plans then serve at once and no time is reported.
     solve_ms
         From the end of a window to the plan at the ranks.
     link_bandwidth
-        GB/s that a rank receives while it serves.
+        GB/s of a rank's link, before ``link_share``.
+    link_share
+        Share of the link's time that transfers use, as ``EPLB_AGENT_LINK_SHARE`` sets it on the ranks.
+    model_layers
+        MoE layers of the served model; 0 for those of the trace. Each layer of a shorter trace then stands for several
+        layers of a plan, which sets the pace at which plans serve. Times and bytes remain those of the trace's layers.
     bytes_per_expert
         Weights of one expert in one layer; 0 where not known, and then the planner's assumption is taken.
     commit_ms
@@ -69,6 +88,8 @@ class Costs:
     step_ms: float = 0.0
     solve_ms: float = 200.0
     link_bandwidth: float = _DEFAULTS.link_bandwidth
+    link_share: float = 0.25
+    model_layers: int = 0
     bytes_per_expert: int = 0
     commit_ms: float | None = None
     layer_ms: float = _DEFAULTS.layer_ms
@@ -79,13 +100,19 @@ class Costs:
 
     @classmethod
     def of(cls, settings: PlannerSettings, layers: int, **stated: Any) -> Costs:
-        """Costs that ``settings`` state for a model of so many layers, and those that only a replay has.
+        """Return the costs that ``settings`` state for a trace with so many layers, and those that only a replay has.
 
-        A layer's time that is not stated is its share of half the step, where that is stated.
+        A layer's time that is not stated is its share of half the step, if that is stated.
+
+        Raises ``ReplayError`` if ``model_layers`` is stated and less than ``layers``.
         """
-        layer_ms, step_ms = settings.layer_ms, stated.get("step_ms", 0.0)
+        layer_ms = settings.layer_ms
+        step_ms = stated.get("step_ms", 0.0)
+        model_layers = stated.get("model_layers", 0)
+        if 0 < model_layers < layers:
+            raise ReplayError(f"model_layers is {model_layers}; the trace alone has {layers} layers")
         if settings.is_default("layer_ms") and step_ms:
-            layer_ms = _MOE_SHARE * step_ms / layers
+            layer_ms = _MOE_SHARE * step_ms / max(model_layers, layers)
         return cls(
             link_bandwidth=settings.link_bandwidth,
             layer_ms=layer_ms,
@@ -96,13 +123,16 @@ class Costs:
         )
 
     def __post_init__(self) -> None:
-        for name in ("step_ms", "solve_ms", "link_bandwidth", "bytes_per_expert", "commit_ms", "layer_ms"):
+        numbers = ("step_ms", "solve_ms", "link_bandwidth", "link_share", "model_layers", "bytes_per_expert")
+        for name in (*numbers, "commit_ms", "layer_ms"):
             value = getattr(self, name)
             if value is not None and (not math.isfinite(value) or value < 0):
                 raise ReplayError(f"{name} is {value}; it must be a finite number, zero or more")
-        for name in ("link_bandwidth", "layer_ms"):
+        for name in ("link_bandwidth", "link_share", "layer_ms"):
             if getattr(self, name) == 0:
                 raise ReplayError(f"{name} is 0; it must be more")
+        if self.link_share > 1:
+            raise ReplayError(f"link_share is {self.link_share}; it must be at most 1")
 
     @property
     def moving(self) -> MovingCosts:
@@ -131,13 +161,69 @@ class Costs:
         assert price.ms_per_switch is not None
         return received * price.ms_per_move + layers * price.ms_per_switch
 
-    def delay_steps(self, experts_received: int) -> int:
-        """Steps from the end of a window until its decision serves; the busiest rank receives so many experts."""
-        if self.step_ms == 0:
-            return 0
-        seconds = self.moving.expert_seconds
-        assert seconds is not None
-        return math.ceil((self.solve_ms + experts_received * seconds * 1e3) / self.step_ms)
+    def arrival_steps(
+        self,
+        received_LR: Sequence[npt.NDArray[np.integer]],
+        sent_LR: Sequence[npt.NDArray[np.integer]],
+        rows: int,
+    ) -> npt.NDArray[np.int64]:
+        """Return the steps from the end of a window until each layer of its plan serves, int64 ``[L]``.
+
+        All are 0 if no step time is stated. Otherwise the plan reaches the ranks after ``solve_ms``, and waits
+        ``PICK_UP_PASSES`` for their vote. Its parts (see ``part_end``) then switch one after another. The transfer of a
+        part takes as long as the busiest rank's experts take on its share of the link, in whole steps and at least one.
+        The ranks vote on the part at the next multiple of ``VOTE_INTERVAL``, and count that vote, which switches the
+        part and starts the next one, ``VOTE_LAG`` passes later. Handshakes between ranks are left out.
+
+        Parameters
+        ----------
+        received_LR, sent_LR
+            Experts that each rank receives and sends in each layer, in the plan's order: integers ``[R]`` per layer.
+        rows
+            Experts that the staging of a rank holds: its slots per layer.
+
+        Examples
+        --------
+        Solving takes 5 steps, picking up the plan 10, and each of the two parts 4:
+
+        >>> costs = Costs(step_ms=40, solve_ms=200, bytes_per_expert=44_000_000)
+        >>> received_LR = np.array([[1, 0], [1, 1], [0, 2]])
+        >>> costs.arrival_steps(received_LR, received_LR[:, ::-1], rows=2).tolist()
+        [19, 19, 23]
+        """
+        steps_L = np.zeros(len(received_LR), dtype=np.int64)
+        if not self.step_ms:
+            return steps_L
+        expert_ms = (
+            1e3 * (self.bytes_per_expert or ASSUMED_BYTES) / (self.link_bandwidth * self.link_share * 1e9)
+        )
+        step = math.ceil(self.solve_ms / self.step_ms) + PICK_UP_PASSES
+        first = 0
+        while first < len(received_LR):
+            end = part_end(received_LR, first, rows)
+            busiest = max(np.sum(moved_LR[first:end], axis=0).max() for moved_LR in (received_LR, sent_LR))
+            transfer = max(1, math.ceil(busiest * expert_ms / self.step_ms))
+            step += VOTE_INTERVAL * math.ceil((transfer + VOTE_LAG) / VOTE_INTERVAL)
+            steps_L[first:end] = step
+            first = end
+        return steps_L
+
+    def layers_each(self, changed: int, layers: int) -> npt.NDArray[np.int64]:
+        """Return how many of the model's layers each changed layer of the trace stands for, int64 ``[changed]``.
+
+        Parameters
+        ----------
+        changed
+            Layers of the trace that a plan changes.
+        layers
+            Layers of the trace.
+
+        Examples
+        --------
+        >>> Costs(model_layers=58).layers_each(changed=3, layers=4).tolist()
+        [14, 15, 14]
+        """
+        return np.diff(np.arange(changed + 1) * max(self.model_layers, layers) // layers)
 
     def saved_ms(self, layers: int, par: float, par_left_alone: float) -> float | None:
         """Return the time per step that a smaller ratio saves, or ``None`` if the experts' time is not stated.
@@ -175,7 +261,14 @@ class Costs:
             "layer_ms": f"{digits(self.layer_ms)} ms" + (" at first" if self.curve is not None else ""),
         }
         if self.step_ms:
-            texts |= {"step_ms": f"{self.step_ms:g} ms", "solve_ms": f"{self.solve_ms:g} ms"}
+            texts |= {
+                "step_ms": f"{self.step_ms:g} ms",
+                "solve_ms": f"{self.solve_ms:g} ms",
+                "link_share": f"{self.link_share:g}",
+                "model_layers": f"{self.model_layers}" if self.model_layers else "those of the trace",
+            }
+        else:
+            texts["step_ms"] = "not given, so plans serve at once"
         sources = {"bytes_per_expert": "recorded" if self.bytes_per_expert else "assumed"}
         found += [
             Assumption(name, text, "given" if name in given else sources.get(name, "assumed"))

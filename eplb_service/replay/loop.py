@@ -1,7 +1,7 @@
 """One policy along a trace: it decides on a window, waits for its weights, and serves the steps that follow.
 
-Layers serve one after another as their weights arrive, the one with the largest gain first. While weights are under way
-no other decision is made, unless heat changes again: the layers that do not serve yet are then dropped.
+Layers serve part by part as their weights arrive, the ones with the largest gain first. While weights are under way no
+other decision is made, unless heat changes again: the layers that do not serve yet are then dropped.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from eplb_service.placement import (
     par,
     repaired,
     step_par,
-    with_entries,
 )
 from eplb_service.planner.dealing import first_tables
 from eplb_service.planner.decide import plan, plan_afresh
@@ -37,6 +36,7 @@ from eplb_service.planner.score import Gain, gain_of, sampling_floor, split_load
 from eplb_service.planner.settings import EVEN, STEP
 from eplb_service.planner.topology import Topology
 from eplb_service.replay.costs import Costs
+from eplb_service.replay.moves import arrivals, for_each_layer, sent, switched, tables_differ
 from eplb_service.replay.policy import Job, ReplayError
 from eplb_service.replay.result import ReplayedDecision
 from eplb_service.replay.served import knows_sources, served_loads, served_us
@@ -97,8 +97,10 @@ class _Run:
         placement = scene.placement(trace, job.setup.slots)
         self._held_LRS = placement.phy2log_LRS
         if scene.phy2log_LRS is not None:
-            self._held_LRS = scene.phy2log_LRS[:, :, : job.setup.slots]
-        """int32 ``[L, R, S']``, the experts that ranks hold before the next decision."""
+            given_LRS = scene.phy2log_LRS[:, :, : job.setup.slots]
+            self._held_LRS = np.full_like(self._held_LRS, -1)
+            self._held_LRS[:, :, : given_LRS.shape[2]] = given_LRS
+        """int32 ``[L, R, S]``, the experts that ranks hold before the next decision; -1 for an empty slot."""
         self.memory = job.setup.window
         self._job, self._trace, self._costs = job, trace, scene.costs
         self._split = job.settings.split
@@ -159,9 +161,15 @@ class _Run:
     def _take_up(self, step: int) -> None:
         """Serve the layers whose weights are there by now."""
         while self._coming and self._coming[0][0] <= step:
+            before = self._serving
             _, self._serving = self._coming.pop(0)
+            self._hold(self._serving, switched(before, self._serving))
             if not self._coming:
                 self._replaced = self._before, step
+
+    def _hold(self, serving: Serving, layers_L: npt.NDArray[np.bool_]) -> None:
+        """Note that ranks hold what ``serving`` places in these layers, bool ``[L]``."""
+        self._held_LRS = np.where(layers_L[:, None, None], serving.placement.phy2log_LRS, self._held_LRS)
 
     @property
     def _may_replace(self) -> bool:
@@ -227,10 +235,9 @@ class _Run:
             par_seen = self._seen(window, before)
             par_planned = self._seen(window, changed)
         moves_LR = arrivals(self._held_LRS, changed.placement.phy2log_LRS)
-        self._held_LRS = changed.placement.phy2log_LRS
-        differ_L = (changed.placement.phy2log_LRS != before.placement.phy2log_LRS).any(axis=(1, 2))
-        differ_L |= _differ(changed.log2phy_RLE, before.log2phy_RLE)
-        busiest = int(moves_LR.sum(axis=0).max())
+        switch_L = switched(before, changed)
+        self._hold(changed, ~switch_L)
+        differ_L = switch_L | tables_differ(changed.log2phy_RLE, before.log2phy_RLE)
         if differ_L.any():
             self._before = before
             self._coming = self._arriving(step, changed, moves_LR, np.flatnonzero(differ_L))
@@ -238,7 +245,7 @@ class _Run:
             layers_changed=int(differ_L.sum()),
             layers_moved=int(moves_LR.any(axis=1).sum()),
             moves=int(moves_LR.sum()),
-            moves_busiest=busiest,
+            moves_busiest=int(moves_LR.sum(axis=0).max()),
             par_seen=par_seen,
             par_planned=par_planned,
             seconds=seconds,
@@ -249,23 +256,28 @@ class _Run:
     ) -> list[tuple[int, Serving]]:
         """Return the steps at which each of ``layers`` begins to serve, after a decision before ``step``.
 
-        Our policies switch layers in the order of gain, external ones in the order of index.
+        The planner's policies switch layers in the order of gain, external ones in the order of index. All switch at
+        the pace of this project's agents. A layer that stands for several of the model's layers serves from the step at
+        which the middle one of them does. The last step is that at which the plan ends.
         """
         serving = self._serving
-        if changed.log2phy_RLE.shape != serving.log2phy_RLE.shape:
-            # Tables of another width serve all layers or none.
-            return [(step + self._costs.delay_steps(int(moves_LR.sum(axis=0).max())), changed)]
         order = [layer for layer in self._order if layer in layers] or layers.tolist()
-        received_R = np.zeros_like(moves_LR[0])
+        each_L = self._costs.layers_each(len(order), len(moves_LR))
+        sent_LR = sent(serving.placement, changed.placement, self._topology.nodes_R)
+        steps_L = step + self._costs.arrival_steps(
+            for_each_layer(moves_LR[order], each_L),
+            for_each_layer(sent_LR[order], each_L),
+            self._job.setup.slots,
+        )
         arriving: dict[int, Serving] = {}
-        for layer in order:
-            received_R = received_R + moves_LR[layer]
-            at = step + self._costs.delay_steps(int(received_R.max()))
-            tables_RE = changed.log2phy_RLE[:, layer]
-            one = [(layer, changed.placement.phy2log_LRS[layer], tables_RE)]
-            serving = Serving(*apply_layers(serving.placement, serving.log2phy_RLE, one))
-            arriving[at] = serving
-        arriving[max(arriving)] = changed
+        middle_L = np.cumsum(each_L) - (each_L + 1) // 2
+        # Tables of another width serve all layers or none.
+        if changed.log2phy_RLE.shape == serving.log2phy_RLE.shape:
+            for layer, at in zip(order, steps_L[middle_L].tolist(), strict=True):
+                one = [(layer, changed.placement.phy2log_LRS[layer], changed.log2phy_RLE[:, layer])]
+                serving = Serving(*apply_layers(serving.placement, serving.log2phy_RLE, one))
+                arriving[at] = serving
+        arriving[int(steps_L[-1])] = changed
         return sorted(arriving.items(), key=lambda item: item[0])
 
     def _planned(self, window: Window, serves: float | None) -> Plan:
@@ -283,7 +295,7 @@ class _Run:
         )
         if self._pace is not None:
             self._courses = made.courses
-            self._order = [one.layer for one in made.layers]
+        self._order = [one.layer for one in made.layers]
         return made
 
     def _answered(self, window: Window) -> Serving:
@@ -403,22 +415,3 @@ def _row(
         loads_LR=loads_TLR.sum(axis=0),
         **{name: sum(getattr(one, name) for one in made) for name in counted},
     )
-
-
-def arrivals(before_LRS: npt.NDArray[np.int32], after_LRS: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
-    """Return how many experts each rank must receive because it did not hold them, int64 ``[L, R]``.
-
-    Slots may be empty (-1) and hold an expert twice; the second of two equal slots needs no transfer.
-    """
-    known_LRSS = after_LRS[..., :, None] == before_LRS[..., None, :]
-    arriving: npt.NDArray[np.int64] = ((after_LRS >= 0) & ~known_LRSS.any(axis=3)).sum(axis=2)
-    return arriving
-
-
-def _differ(one_RLE: npt.NDArray[np.int32], other_RLE: npt.NDArray[np.int32]) -> npt.NDArray[np.bool_]:
-    """Layers whose tables differ, bool ``[L]``; an external policy may answer tables of another width."""
-    one, other = with_entries(one_RLE, 3), with_entries(other_RLE, 3)
-    if one.shape != other.shape:
-        return np.ones(one.shape[1], dtype=np.bool_)
-    differ_L: npt.NDArray[np.bool_] = (one != other).any(axis=(0, 2, 3))
-    return differ_L

@@ -16,7 +16,7 @@ from eplb_service.bench.scoring import even_par, realised_par, stepwise_par
 from eplb_service.cli import main
 from eplb_service.heat.synthetic import synthetic_heat
 from eplb_service.placement import Placement, mean_par
-from eplb_service.replay.loop import arrivals
+from eplb_service.replay.moves import arrivals
 from tests.cli.published import held
 
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 
 from benchmarks.decide.heat import UNTUNED, shipped, untuned
-from benchmarks.decide.served import Row, interval_of, peer_rows
+from benchmarks.decide.served import Delay, Row, interval_of, own_rows, peer_rows
+from benchmarks.solver.heats import generate
 from eplb_service.bench.closed_loop import Course
 from eplb_service.bench.decision import Decision, Scene
+from eplb_service.planner.settings import PlannerSettings
 
 
 class Records:
@@ -34,9 +38,9 @@ def test_peers_asked_as_often_see_whole_windows_and_serve_until_the_next_decisio
     for number, seen_TLE in enumerate(contest.seen):
         np.testing.assert_array_equal(seen_TLE, heat_TLE[4 * number : 4 * number + 8])
     # Decisions of the first served window do not count, as for our policy.
-    assert (row.policy, row.decisions, row.moves_per_window) == ("peer, as often as ours", 2, 2 * 4)
+    assert (row.policy, row.decisions, row.moves_per_window) == ("peer, as often as ours, at once", 2, 2 * 4)
     (by_window,) = peer_rows(course, contest)  # type: ignore[arg-type]
-    assert (by_window.policy, by_window.decisions, by_window.moves_per_window) == ("peer", 1, 4)
+    assert (by_window.policy, by_window.decisions, by_window.moves_per_window) == ("peer, at once", 1, 4)
 
 
 @pytest.mark.parametrize(("decisions", "interval"), [(50, 28), (11, None), (0, None)])
@@ -58,3 +62,17 @@ def test_untuned_heat_keeps_its_tokens_and_moves() -> None:
 def test_the_shipped_recording_is_a_row() -> None:
     course = shipped()
     assert (course.heat_TLE.shape, course.decisions) == ((256, 4, 32), 3)
+
+
+def test_rows_name_when_plans_serve_and_the_pace_costs_balance() -> None:
+    heat_TLE = np.array(generate("drift", 2, 32, 64 * 6, 0))
+    course = Course("drift", heat_TLE, 4, 10, 64)
+    delay = Delay(step_ms=40.0, solve_ms=200.0, model_layers=8)
+    rows = list(own_rows(course, PlannerSettings(threads=1), 1 << 20, math.inf, delay, unscored=3))
+    assert [row.policy for row in rows] == [
+        "none",
+        "ours, at once",
+        "ours, at the pace of 8 layers, 40 ms a step",
+    ]
+    none, at_once, paced = rows
+    assert at_once.par < paced.par < none.par

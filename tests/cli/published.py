@@ -30,8 +30,8 @@ KEYS: dict[str, dict[str, str]] = {
     },
     "replay": {
         "": "layers experts ranks first steps interrupted costs assumptions policies",
-        "costs": "step_ms solve_ms link_bandwidth bytes_per_expert commit_ms layer_ms move_price curve split "
-        "layer_assumed",
+        "costs": "step_ms solve_ms link_bandwidth link_share model_layers bytes_per_expert commit_ms layer_ms "
+        "move_price curve split layer_assumed",
         "costs.curve": CURVE,
         "costs.curve.fit": FIT,
         "costs.split": SPLIT,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from eplb_service.cost.curve import FitQuality
@@ -13,7 +14,7 @@ from eplb_service.planner.price import SplitCost
 from eplb_service.planner.settings import PlannerSettings
 from eplb_service.replay.costs import Costs
 from eplb_service.replay.jobs import jobs_for, replay, scene_for
-from eplb_service.replay.policy import Setup
+from eplb_service.replay.policy import ReplayError, Setup
 from tests.cost.curves import H200
 
 TRACE = ArrayTrace(synthetic_heat("drift", 160, 2, 16, tokens=512, top_k=4, seed=1))
@@ -44,8 +45,8 @@ def test_moves_follow_what_an_expert_weighs_and_what_the_link_bears() -> None:
 
 def test_a_stated_price_is_what_decisions_go_by() -> None:
     stated = PlannerSettings(move_price=0.1)
-    # Either is there within a step, so that decisions fall alike.
-    light, heavy = (moves("flashlb", stated, bytes_per_expert=size) for size in (1000, 80_000_000))
+    # A part of either plan travels within a step, so that decisions fall alike.
+    light, heavy = (moves("flashlb", stated, bytes_per_expert=size) for size in (1000, 8_000_000))
     assert light == heavy
 
 
@@ -64,9 +65,9 @@ def named(costs: Costs, given: tuple[str, ...] = ()) -> dict[str, object]:
 
 def test_all_that_decisions_use_is_listed_and_what_was_given_says_so() -> None:
     decided_by = ["cost_curve", "move_price", "link_bandwidth", "bytes_per_expert", "commit_ms", "layer_ms"]
-    assert list(named(Costs())) == decided_by
+    assert list(named(Costs())) == [*decided_by, "step_ms"]
     found = named(Costs(step_ms=30, move_price=0.1, bytes_per_expert=7), ("step_ms", "link_bandwidth"))
-    assert set(found) == {*decided_by, "step_ms", "solve_ms"}
+    assert set(found) == {*decided_by, "step_ms", "solve_ms", "link_share", "model_layers"}
     assert (found["link_bandwidth"].value, found["link_bandwidth"].source) == ("25 GB/s", "given")
     assert [found[name].source for name in ("layer_ms", "bytes_per_expert")] == ["assumed", "recorded"]
     assert "linear" in found["cost_curve"].value
@@ -80,3 +81,47 @@ def test_a_curve_and_a_stepwise_split_bring_their_source() -> None:
     costs = Costs(curve=H200, split=SplitCost.of(PlannerSettings(split="step"), 8, 64))
     assert "assumed: an exchange of counts" in named(costs)["split_overhead_us"].value
     assert "split_overhead_us" not in named(replace(costs, curve=None))
+
+
+EXPERT_MS = 44_000_000 / (25e9 * 0.25) * 1e3
+"""Time of one expert of 44 MB on a quarter of a link of 25 GB/s: 7 ms."""
+
+
+def of(experts: list[int]) -> np.ndarray:
+    """Layers of which one rank receives so many experts, and sends as many."""
+    return np.array(experts)[:, None] * np.eye(4, dtype=np.int64)[0]
+
+
+def test_a_plan_waits_for_votes_and_its_parts_take_turns() -> None:
+    costs = Costs(step_ms=40, solve_ms=200, bytes_per_expert=44_000_000)
+    one_each = of([9] * 58)
+    # 5 steps of solving, 10 until the first transfer, 4 per vote: 9 experts take 63 ms, two steps.
+    assert costs.arrival_steps(one_each, one_each, 9)[[0, -1]].tolist() == [15 + 4, 15 + 58 * 4]
+    few = of([1] * 58)
+    steps_L = costs.arrival_steps(few, few, 9)
+    assert np.unique(steps_L).tolist() == [15 + 4 * part for part in range(1, 8)]
+    assert (np.bincount(steps_L)[19::4] == [9, 9, 9, 9, 9, 9, 4]).all()
+    assert not replace(costs, step_ms=0).arrival_steps(few, few, 9).any()
+
+
+@pytest.mark.parametrize(
+    ("experts", "passes"), [(0, 4), (1, 4), (2, 4), (3, 8), (6, 8), (7, 12), (10, 12), (11, 16)]
+)
+def test_a_vote_counts_at_the_next_interval_after_the_transfer(experts: int, passes: int) -> None:
+    # The first transfer begins two passes after a vote, so a transfer of two steps is in time for the next one.
+    costs = Costs(step_ms=EXPERT_MS, solve_ms=0, bytes_per_expert=44_000_000)
+    assert costs.arrival_steps(of([experts]), of([experts]), 99).tolist() == [10 + passes]
+    assert costs.arrival_steps(of([0]), of([experts]), 99).tolist() == [10 + passes], "the sender is as busy"
+
+
+def test_layers_of_a_trace_stand_for_all_of_the_model_s() -> None:
+    assert Costs(model_layers=58).layers_each(4, 4).sum() == 58
+    assert Costs().layers_each(3, 4).tolist() == [1, 1, 1]
+    with pytest.raises(ReplayError, match="model_layers is 3; the trace alone has 4 layers"):
+        Costs.of(PlannerSettings(), 4, model_layers=3)
+    with pytest.raises(ReplayError, match="link_share is 2"):
+        Costs(link_share=2)
+
+
+def test_without_a_step_time_plans_serve_at_once_and_the_assumptions_say_so() -> None:
+    assert named(Costs())["step_ms"].value == "not given, so plans serve at once"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -15,8 +17,9 @@ from eplb_service.planner.settings import PlannerSettings
 from eplb_service.planner.topology import Topology
 from eplb_service.replay.costs import Costs
 from eplb_service.replay.jobs import jobs_for, replay, scene_for
-from eplb_service.replay.loop import Scene, arrivals
+from eplb_service.replay.loop import Scene
 from eplb_service.replay.loop import run as run_job
+from eplb_service.replay.moves import arrivals, sent
 from eplb_service.replay.policy import ABLATIONS, NAMES, Job, ReplayError, Setup
 from tests.planner.drawn import whole_loads
 
@@ -84,32 +87,42 @@ def test_no_policy_and_no_hindsight_goes_below_the_floor():
     assert max(score.floor for score in scores) < independent[0] - 0.05
 
 
-def test_a_decision_takes_effect_when_it_is_solved_and_its_weights_are_there():
-    costs = Costs(step_ms=10, solve_ms=25, bytes_per_expert=1000, link_bandwidth=1e-3, move_price=0.01)
+@pytest.mark.parametrize("each", [1, 3])
+def test_a_decision_takes_effect_part_by_part_as_its_weights_arrive(each: int) -> None:
+    costs = Costs(step_ms=10, solve_ms=5, bytes_per_expert=1000, link_bandwidth=1e-3, move_price=0.01)
+    costs = replace(costs, model_layers=3 * each)
     settings = PlannerSettings(policy="deepseek", move_price=0.01)
-    at_once = run(["deepseek"], settings=settings).policies[0].decisions[0]
     late = run(["deepseek"], costs=costs, settings=settings).policies[0].decisions[0]
-    # 25 ms to solve and 1 ms for each expert that the busiest rank receives, in steps of 10 ms.
-    assert late.late == -(-(25 + at_once.moves_busiest) // 10)
     decided = plan(Window(HEAT_TLE[:40]), LINEAR, LINEAR.default_log2phy(), Topology.flat(4), settings)
     served = LINEAR, LINEAR.default_log2phy()
-    received_R, step, loads = np.zeros(4, dtype=np.int64), 40, []
-    # Layers serve one after another, the one with the largest gain first.
-    for update in decided.layers:
-        received_R += np.bincount(update.moves_M5[:, 2], minlength=4)
-        arrives = 40 + -(-(25 + int(received_R.max())) // 10)
-        loads.append(whole_loads(HEAT_TLE[step:arrives], *served, first_step=step))
+    # Of the layers that each one stands for, the next has its ranks turned by one.
+    sent_LR, received_LR = (
+        [
+            np.roll(np.bincount(update.moves_M5[:, column], minlength=4), turn)
+            for update in decided.layers
+            for turn in range(each)
+        ]
+        for column in (0, 2)
+    )
+    arrives_L = np.minimum(40 + costs.arrival_steps(received_LR, sent_LR, rows=5), 70)
+    step = 40
+    loads = []
+    # Layers serve in parts one after another, the one with the largest gain first.
+    for update, arrives in zip(decided.layers, arrives_L[each // 2 :: each], strict=True):
+        if arrives > step:
+            loads.append(whole_loads(HEAT_TLE[step:arrives], *served, first_step=step))
         served = apply_layers(*served, [(update.layer, update.phy2log_RS, update.log2phy_RE)])
         step = arrives
-    assert step == 40 + late.late
-    loads.append(whole_loads(HEAT_TLE[step:70], *served, first_step=step))
+    assert late.late == arrives_L[-1] - 40
+    if step < 70:
+        loads.append(whole_loads(HEAT_TLE[step:70], *served, first_step=step))
+    assert len(loads) >= 2
     assert late.par_realised_L == pytest.approx(par(np.concatenate(loads)))
 
 
 def test_while_weights_are_under_way_no_other_decision_is_made():
-    decisions = (
-        run(["deepseek"], costs=Costs(step_ms=1, solve_ms=44.5, bytes_per_expert=1)).policies[0].decisions
-    )
+    costs = Costs(step_ms=1, solve_ms=22.5, bytes_per_expert=1)
+    decisions = run(["deepseek"], costs=costs).policies[0].decisions
     assert [decision.late for decision in decisions[:2]] == [30, 15]
     assert decisions[0].layers_changed > 0
     assert (decisions[1].layers_changed, decisions[1].moves) == (0, 0)
@@ -333,3 +346,11 @@ def test_a_policy_may_answer_duplicates_and_empty_slots(monkeypatch):
     monkeypatch.setattr("tests.replay.policies_of_others.wasteful", wasteful, raising=False)
     [policy] = run(["tests.replay.policies_of_others:wasteful"], hindsight=False).policies
     assert policy.decisions[0].moves > 0
+
+
+def test_an_expert_that_only_changes_its_slot_is_neither_received_nor_sent():
+    before = Placement(np.array([[[0, 1], [2, 3]]], dtype=np.int32), 4)
+    after = Placement(np.array([[[1, 2], [3, 0]]], dtype=np.int32), 4)
+    assert arrivals(before.phy2log_LRS, after.phy2log_LRS).tolist() == [[1, 1]]
+    assert sent(before, after, np.zeros(2, dtype=np.int32)).tolist() == [[1, 1]]
+    assert sent(before, before, np.zeros(2, dtype=np.int32)).tolist() == [[0, 0]]

@@ -1,0 +1,81 @@
+"""A replay's costs predict the passes at which real agents switch the layers of a plan."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from eplb_service.replay import costs
+from eplb_service.replay.costs import PICK_UP_PASSES, Costs
+from eplb_service.wire.plan import RankPlan
+from tests.simulation.world import World
+from worker_agent.history.check import read_histories
+from worker_agent.settings import AgentSettings
+from worker_agent.swap import vote
+from worker_agent.swap.machine import SwitchState
+
+RANKS, LAYERS, SLOTS = 4, 8, 3
+
+
+def test_the_votes_and_the_share_of_the_link_are_the_agent_s_defaults() -> None:
+    settings = AgentSettings(service="127.0.0.1:1")
+    assert (settings.vote_interval, vote._VOTE_LAG) == (costs.VOTE_INTERVAL, costs.VOTE_LAG)
+    idle = vote._IDLE_INTERVALS * settings.vote_interval
+    assert idle // 2 + vote._VOTE_LAG == PICK_UP_PASSES
+    assert Costs().link_share == settings.link_share
+
+
+@pytest.fixture
+def accepted(monkeypatch: pytest.MonkeyPatch) -> dict[int, tuple[RankPlan, int]]:
+    """Plans that some rank has accepted, by id, each with the latest step at which one did."""
+    found: dict[int, tuple[RankPlan, int]] = {}
+    offer = SwitchState.offer
+
+    def noting(state: SwitchState, plan: RankPlan, step: int, checked_for: int) -> Any:
+        after, actions = offer(state, plan, step, checked_for)
+        if after.plan is plan:
+            found[plan.plan_id] = plan, max(step, found.get(plan.plan_id, (plan, 0))[1])
+        return after, actions
+
+    monkeypatch.setattr(SwitchState, "offer", noting)
+    return found
+
+
+def moved(plan: RankPlan, column: int) -> list[np.ndarray]:
+    """Experts that each rank sends (column 0 of moves) or receives (2), by layer."""
+    return [np.bincount(layer.moves_M5[:, column], minlength=RANKS) for layer in plan.layers]
+
+
+def test_layers_switch_at_the_passes_that_the_costs_predict(
+    tmp_path: Path, accepted: dict[int, tuple[RankPlan, int]]
+) -> None:
+    world = World(2, ranks=RANKS, bound=0.0, many=0)
+    world.faults = []
+    world.shapes.layers = LAYERS
+    world.shapes.ahead = 1
+    # Each layer's weights travel within a pass.
+    world.shapes.pass_seconds = 1.0
+    world.settings.update(vote_interval=4, bytes_per_step=None, history=tmp_path)
+    assert world.run().breaches == ()
+    for agent in world.engine.agents.values():
+        agent._history.close(0)
+    (histories,) = read_histories(tmp_path).values()
+    commits = histories[0].of("commit")
+    stated = Costs(step_ms=1000, solve_ms=0, bytes_per_expert=16)
+    compared = 0
+    for plan, offered in accepted.values():
+        step_of = {one["layer"]: one["step"] for one in commits if one["plan_id"] == plan.plan_id}
+        if len(step_of) < len(plan.layers):
+            # The run has ended first.
+            continue
+        found_L = np.array([step_of[layer.layer] for layer in plan.layers])
+        # Agents that switch one layer per vote are at the pace of a staging without rows.
+        rows = SLOTS if len(set(found_L.tolist())) < len(found_L) else 0
+        predicted_L = offered + stated.arrival_steps(moved(plan, 2), moved(plan, 0), rows)
+        (longer_than_mean,) = set((found_L - predicted_L).tolist())
+        assert -8 <= longer_than_mean < 8
+        compared += 1
+    assert compared >= 2
