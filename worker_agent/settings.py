@@ -88,8 +88,9 @@ class AgentSettings(BaseSettings):
         512,
         ge=0,
         le=1 << 20,
-        description="MiB of device memory to reserve at start-up for incoming experts, at most one layer's; a layer "
-        "that needs more allocates it during its transfer",
+        description="MiB for incoming experts, reserved on a device at start-up, at most what four layers can need; "
+        "layers that fit together are switched by one vote, and a layer that needs more is switched alone and "
+        "allocates more during its transfer",
     )
     transfer_backend: TransferBackend = Field(
         "auto",
@@ -175,6 +176,7 @@ class AgentSettings(BaseSettings):
             "transfer_timeout_seconds",
             "bytes_per_step",
             "link_share",
+            "staging_mib",
             "verify_transfers",
         )
         return {name: getattr(self, name) for name in names}

@@ -66,13 +66,13 @@ def beside_transfers(steps: int) -> dict[str, object]:
         seconds = []
         layers = 0
         began = time.perf_counter()
-        worker.start(StartTransfer(update, 1, number), layer)
+        worker.start(StartTransfer((update,), 1, number), [layer])
         for _ in range(steps * _LONGER):
             seconds.append(_timed(exchange))
             if (result := worker.poll()) is not None:
                 assert result.error is None, result.error
                 layers += 1
-                worker.start(StartTransfer(update, layers + 1, number), layer)
+                worker.start(StartTransfer((update,), layers + 1, number), [layer])
         named = f"share_{share:g}"
         figures |= _figures(named, seconds)
         took = time.perf_counter() - began

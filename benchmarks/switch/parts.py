@@ -85,7 +85,7 @@ def transfer(
     def move(worker: TransferWorker = unverified) -> None:
         nonlocal generation
         generation += 1
-        worker.start(StartTransfer(update, generation, int(worker is verified)), layer)
+        worker.start(StartTransfer((update,), generation, int(worker is verified)), [layer])
         while (result := worker.poll()) is None:
             time.sleep(0.0005)
         assert result.error is None, result.error

@@ -119,7 +119,7 @@ def serving(hidden: int, intermediate: int, ranks: int, pairs: int) -> tuple[lis
         "vote_us_per_step_median": 1e6 * float(np.median(voting)),
         "commit_adds_ms_to_its_step_p50": 1e3 * float(np.median(server.switch_seconds)),
         "commit_adds_ms_to_its_step_p90": 1e3 * float(np.percentile(server.switch_seconds, 90)),
-        "install_ms_mean": 1e3 * stats.commit_seconds / stats.layers_switched,
+        "install_ms_mean": 1e3 * stats.install_seconds / stats.layers_switched,
         "layers_switched": stats.layers_switched,
     }
     server.agent.drain()

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import numpy.typing as npt
 
 
-def part_end(received_LR: Sequence[npt.NDArray[np.integer]], first: int, rows: int) -> int:
+def part_end(received_LR: npt.NDArray[np.integer], first: int, rows: int) -> int:
     """Return the end (exclusive) of the part that begins with layer ``first`` of a plan.
 
     The part takes in layers while no rank receives more than ``rows`` experts in all of them together. It has at least
@@ -17,7 +15,7 @@ def part_end(received_LR: Sequence[npt.NDArray[np.integer]], first: int, rows: i
     Parameters
     ----------
     received_LR
-        Experts that each rank receives in each layer, in the plan's order: integers ``[R]`` for each layer.
+        Experts that each rank receives in each layer, in the plan's order, integers ``[layers, R]``.
     first
         Index of the part's first layer in that order.
     rows

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -217,19 +218,33 @@ class _PlanReports:
         first = began = _median(self._step_KR[self._rows[_ACCEPTED]])
         if math.isnan(first):
             return None
-        switches = []
-        for layer, received_R in self._received.items():
-            staged, done = self._rows[_TRANSFERRED, layer], self._rows[_COMMITTED, layer]
-            staged_at = _median(self._step_KR[staged])
-            if math.isnan(staged_at):
+        staged_at = {
+            layer: _median(self._step_KR[self._rows[_TRANSFERRED, layer]]) for layer in self._received
+        }
+        switches: list[Switch] = []
+        # Layers that were staged at the same step travelled together.
+        for step, part in groupby(self._received, key=staged_at.__getitem__):
+            if math.isnan(step):
                 break
-            # A duration of 0 is one that was not measured.
-            moved_R = np.where(received_R > 0, _measured(self._seconds_KR[staged]), np.nan)
-            each, commit = _median(moved_R / np.maximum(received_R, 1)), _measured(self._seconds_KR[done])
-            switches.append(Switch(each, _median(moved_R), _median(commit), began, staged_at))
-            done_at = _median(self._step_KR[done])
-            began = staged_at if math.isnan(done_at) else done_at
+            layers = [self._layer_switch(layer) for layer in part]
+            travelled = float(np.nansum([layer.transfer_seconds for layer in layers]))
+            switches += [
+                replace(layer, transfer_seconds=travelled, after_step=began, by_step=step) for layer in layers
+            ]
+            done_at = layers[-1].by_step
+            began = step if math.isnan(done_at) else done_at
         return SwitchedPlan(first, began + 1, tuple(switches), decided_from=self._decided_from)
+
+    def _layer_switch(self, layer: int) -> Switch:
+        """One layer by itself; ``by_step`` is the boundary at which it was switched."""
+        received_R = self._received[layer]
+        staged = self._rows[_TRANSFERRED, layer]
+        done = self._rows[_COMMITTED, layer]
+        # A duration of 0 is one that was not measured.
+        moved_R = np.where(received_R > 0, _measured(self._seconds_KR[staged]), np.nan)
+        each = _median(moved_R / np.maximum(received_R, 1))
+        commit = _median(_measured(self._seconds_KR[done]))
+        return Switch(each, _median(moved_R), commit, math.nan, _median(self._step_KR[done]))
 
 
 _ACCEPTED = PlanState.ACCEPTED, -1

@@ -86,6 +86,13 @@ class RankPlan:
         digest = _plan_digest(plan_id, base_epoch, base_digest, layers)
         return cls(plan_id, leader_term, base_epoch, base_digest, layers, digest)
 
+    @cached_property
+    def received_LR(self) -> npt.NDArray[np.int64]:
+        """Experts that each rank receives in each of the plan's layers, in their order, int64 ``[layers, R]``."""
+        own_RS = np.arange(self.layers[0].source_RS.size).reshape(self.layers[0].source_RS.shape)
+        received = [(layer.source_RS != own_RS).sum(axis=1) for layer in self.layers]
+        return np.array(received, dtype=np.int64)
+
 
 def table_digest(log2phy_E: Int32) -> int:
     """63-bit fingerprint of one rank's table of one layer."""

@@ -46,7 +46,7 @@ def _damaged() -> dict[str, Any]:
     reported["source"] = ""
     try:
         move = [1, slot, 0, 0, replicated[0]]
-        replicas.check_sources(0, np.array([move], dtype=np.int32), 1.0)
+        replicas.check_sources({0: np.array([move], dtype=np.int32)}, 1.0)
     except ValueError as error:
         reported["source"] = str(error)
     # A host that has changed weights says so by a drain: what they are then is right.

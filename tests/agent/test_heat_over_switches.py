@@ -45,7 +45,7 @@ def test_slots_receive_by_expert_what_the_ranks_sent(width: int, summed: bool) -
             blocks[report.first_step, report.steps, report.layer_epochs].append((rank, report))
     # All ranks cut their reports at the same steps, and no report spans a switch.
     assert {len(block) for block in blocks.values()} == {RANKS}
-    assert len({epochs for _, _, epochs in blocks}) > 4
+    assert len({epochs for _, _, epochs in blocks}) > 2
     for (_, _, epochs), block in blocks.items():
         excess_LE = np.zeros((LAYERS, live.EXPERTS), dtype=np.int64)
         for rank, report in block:

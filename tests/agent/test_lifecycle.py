@@ -18,16 +18,17 @@ from tests.ranks import RankFailure, run_ranks
 
 def _drain_in_the_middle() -> dict[str, Any]:
     """A plan is being transferred, slowly, when the host wants to sleep."""
-    agent, layers, still = live.start(2, bytes_per_step=2000, transfer_timeout_seconds=10)
+    # Without room for two layers, they are switched one after the other.
+    agent, layers, still = live.start(2, bytes_per_step=2000, transfer_timeout_seconds=10, staging_mib=0)
     plan = {0: live.target(1), 1: live.target(2)}
     worst = live.drive(agent, layers, still, 12, live.offering(agent, {1: plan}))
     began = time.monotonic()
     agent.drain("the host sleeps")
     facts: dict[str, Any] = {"drained": time.monotonic() - began}
-    facts["busy"] = agent._switch.transfers.running or agent._switch.state.plan_under_way
+    facts["busy"] = agent._switch.transfers.running or agent._switch.state.plan is not None
     live.offer(agent, {0: live.from_here(agent, 3)}, plan_id=2)
     worst = max(worst, live.drive(agent, layers, still, 12))
-    facts["refused"] = agent._switch.state.plan_under_way is None
+    facts["refused"] = agent._switch.state.plan is None
     agent.resume()
     before = agent.installed.epoch
     live.offer(agent, {0: live.from_here(agent, 4)}, plan_id=3)

@@ -69,6 +69,35 @@ def test_a_plan_switches_its_layers_on_all_ranks_at_the_same_step(dealing_width:
     assert any(any(fact["changed_tables"]) for fact in facts)
 
 
+def _switch_a_deep_model(layer_count: int) -> dict[str, Any]:
+    """Exchange four experts between ranks 0 and 1 in each layer, two in each direction."""
+    agent, layers, still = live.start(layer_count)
+    target_RS = live.linear_RS(RANKS)
+    for expert, other in ((4, 5), (3, 7)):
+        target_RS[0, target_RS[0] == expert] = other
+        target_RS[1, target_RS[1] == other] = expert
+    plan = dict.fromkeys(range(layer_count), target_RS)
+    worst = live.drive(agent, layers, still, 20, live.offering(agent, {1: plan}), layer_count)
+    said = [one for one in live.waiting(agent) if isinstance(one, PlanStatus)]
+    committed = [(one.step, one.layer, one.epoch) for one in said if one.state is PlanState.COMMITTED]
+    return live.facts(agent, worst, committed=committed, seconds=agent.stats.commit_seconds)
+
+
+def test_a_plan_of_many_layers_is_switched_in_parts() -> None:
+    """Staging for four layers' slots holds ten of these layers, each of which brings two experts to a rank."""
+    layers = 24
+    facts = run_ranks(RANKS, _switch_a_deep_model, layers)
+    live.check_together(facts, epoch=layers)
+    for fact in facts:
+        assert fact["committed"] == facts[0]["committed"]
+        assert fact["seconds"] > 0
+    steps = [step for step, _, _ in facts[0]["committed"]]
+    assert [steps.count(step) for step in sorted(set(steps))] == [10, 10, 4]
+    assert [epoch for _, _, epoch in facts[0]["committed"]] == list(range(1, layers + 1))
+    passes = np.diff(sorted(set(steps)))
+    assert (passes % 4 == 0).all(), "one vote per part, four passes apart at best"
+
+
 def _called_off(when: str) -> dict[str, Any]:
     """Offer a plan of three layers and notify one rank that this plan, or one that nobody holds, is called off."""
     agent, layers, still = live.start(3, vote_interval=2)

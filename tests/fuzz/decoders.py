@@ -243,7 +243,7 @@ def histories() -> list[bytes]:
     }
     lines = [
         start,
-        {"kind": "transfer", "step": 1, "generation": 1, "lane": 0, "layer": 0},
+        {"kind": "transfer", "step": 1, "generation": 1, "lane": 0, "layers": [0]},
         {**vote, "decision": "COMMIT"},
         {"kind": "commit", "step": 3, "generation": 1, "layer": 0, **version},
         {"kind": "heat", "first_step": 3, "steps": 2, "layer_epochs": [1]},

@@ -143,6 +143,30 @@ def test_a_plan_that_was_aborted_half_way_counts_as_far_as_it_went(ranks: Ranks)
     assert (costs.expert_seconds, costs.commit_seconds) == (pytest.approx(0.05), None)
 
 
+def test_layers_that_travelled_together_slow_the_same_steps(ranks: Ranks) -> None:
+    for _ in range(4):
+        ranks.offer(layer_plan(0, 1), layer_plan(1, 2), layer_plan(2, 3))
+        ranks.steps(4)
+        ranks.say(PlanState.ACCEPTED)
+        ranks.steps(8)
+        ranks.steps(10, STEP_US / 0.8)
+        for layer in (0, 1):
+            ranks.say(PlanState.TRANSFERRED, layer, transfer_seconds=5 * STEP_US / 0.8 / 1e6)
+        ranks.steps(3)
+        for layer in (0, 1):
+            ranks.say(PlanState.COMMITTED, layer, commit_seconds=0.002)
+        ranks.steps(9)
+        ranks.say(PlanState.TRANSFERRED, 2, transfer_seconds=5 * STEP_US / 0.8 / 1e6)
+        ranks.say(PlanState.COMMITTED, 2, commit_seconds=0.002)
+        ranks.steps(100)
+        ranks.look()
+    costs = ranks.log.costs()
+    # Ten slow steps of the first two layers, and five of the third that were none.
+    assert costs.lost_share == pytest.approx(0.143, abs=0.02)
+    assert costs.expert_seconds == pytest.approx(0.0625)
+    assert costs.commit_seconds == pytest.approx(0.002)
+
+
 def test_what_is_kept_is_bounded_and_the_newest(ranks: Ranks) -> None:
     for lost in [0.4] * 8 + [0.1] * 16:
         ranks.switch([layer_plan(0, 1)], lost=lost)

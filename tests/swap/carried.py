@@ -33,7 +33,7 @@ def order(generation: int, *moves: tuple[int, ...]) -> StartTransfer:
     moves_M5 = np.array(moves, dtype=np.int32)
     none_RS = np.zeros((RANKS, SLOTS), dtype=np.int32)
     source_RS = sources_of(moves_M5, RANKS, SLOTS)
-    return StartTransfer(RankLayer(0, none_RS, source_RS, none_RS[0], ()), generation, 0)
+    return StartTransfer((RankLayer(0, none_RS, source_RS, none_RS[0], ()),), generation, 0)
 
 
 class GlooAsDevice:

@@ -19,8 +19,8 @@ class Running(NamedTuple):
 
     generation: int
     lane: int
-    layer: int
-    tag: int
+    layers: tuple[int, ...]
+    tags: tuple[int, ...]
 
 
 class Vote(NamedTuple):
@@ -58,12 +58,16 @@ class Faults(NamedTuple):
 
 @dataclass(frozen=True)
 class Scenario:
-    """Two plans, what the ranks start from, which machine they run, and what they compare before they commit."""
+    """Two plans, what the ranks start from, which machine they run, and what they compare before they commit.
+
+    Each layer brings an expert to some rank; ``rows`` of them fit its staging.
+    """
 
     name: str
     plans: tuple[TagPlan, ...]
     faults: Faults
     starts: tuple[TagInstalled, ...] = (FIRST,) * RANKS
+    rows: int = 0
     machine: type[SwitchState] = SwitchState
     settlement: type[Settlement] = Settlement
     confirms: str = "its device's count"
@@ -83,7 +87,7 @@ class State:
 
     def __init__(self, scenario: Scenario) -> None:
         self.scenario = scenario
-        self.machines = [scenario.machine(start, OFFER_DEADLINE) for start in scenario.starts]
+        self.machines = [scenario.machine(start, OFFER_DEADLINE, scenario.rows) for start in scenario.starts]
         self.transfers: list[Running | None] = [None] * RANKS
         self.staged: list[Running | None] = [None] * RANKS
         self.weights = [start.tags for start in scenario.starts]
@@ -160,5 +164,5 @@ class State:
         )
 
 
-def _relative(run: Running | None, generation: int, lane: int) -> tuple[int, ...] | None:
-    return None if run is None else (run.generation - generation, run.lane - lane, run.layer, run.tag)
+def _relative(run: Running | None, generation: int, lane: int) -> tuple[Any, ...] | None:
+    return None if run is None else (run.generation - generation, run.lane - lane, run.layers, run.tags)

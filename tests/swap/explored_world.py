@@ -300,8 +300,9 @@ class World(State):
                 self.fatal |= {rank}
 
     def _start(self, rank: int, action: StartTransfer) -> None:
-        layer = action.layer
-        started = Running(action.generation, action.lane, layer.layer, layer.phy2log_RS)
+        indices = tuple(layer.layer for layer in action.layers)
+        tags = tuple(layer.phy2log_RS for layer in action.layers)
+        started = Running(action.generation, action.lane, indices, tags)
         check_start(self, rank, action, started)
         self.transfers[rank] = started
 
@@ -310,11 +311,14 @@ class World(State):
         if rank in self.broken:
             self.fatal |= {rank}
             return
-        layer, staged, tags = action.layer.layer, self.staged[rank], self.weights[rank]
         if self.scenario.confirms_settled or rank not in self.vote.settling:
             # The ranks confirm to each other that they have installed it.
             self.collectives = _one_more(self.collectives, rank)
-        self.weights[rank] = (*tags[:layer], staged.tag, *tags[layer + 1 :])
+        staged = self.staged[rank]
+        weights = list(self.weights[rank])
+        for layer in action.layers:
+            weights[layer.layer] = staged.tags[staged.layers.index(layer.layer)]
+        self.weights[rank] = tuple(weights)
         self.staged[rank] = None
 
     def _can_complete(self, rank: int) -> bool:

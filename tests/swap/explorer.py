@@ -21,9 +21,10 @@ from tests.swap.tags import FIRST, plan_from
 _AFTER_ONE = FIRST.with_layer(0, 1, 1)
 _AFTER_BOTH = _AFTER_ONE.with_layer(1, 1, 1)
 _LONG_PLAN = plan_from(FIRST, 1, 1, 0, 1)
+_PLAN_OF_PARTS = plan_from(FIRST, 1, 1, 0, 1, 2)
 _PROCESSES = 2
 
-RIVALS, LATE, HALFWAY, AFTER, ASTRAY = range(5)
+RIVALS, LATE, HALFWAY, AFTER, ASTRAY, PARTS = range(6)
 """Places in ``scenarios``."""
 
 ALONE = (
@@ -50,7 +51,10 @@ TOGETHER = (
 
 
 def scenarios(faults: Faults) -> list[Scenario]:
-    """Two plans each: rivals of two services, one after the other, one after an abort halfway, and a rank astray."""
+    """Two plans each: rivals of two services, one after the other, one after an abort halfway, and a rank astray.
+
+    The last plan is switched in two parts, of two layers and of one.
+    """
     astray = (FIRST, FIRST.with_layer(0, 7, 7), FIRST)
     assert len(astray) == RANKS
     return [
@@ -59,6 +63,12 @@ def scenarios(faults: Faults) -> list[Scenario]:
         Scenario("a plan after an abort halfway", (_LONG_PLAN, plan_from(_AFTER_ONE, 2, 2, 0)), faults),
         Scenario("a plan after a whole plan", (_LONG_PLAN, plan_from(_AFTER_BOTH, 2, 1, 0)), faults),
         Scenario("a rank that serves another placement", (_LONG_PLAN,), faults, starts=astray),
+        Scenario(
+            "two parts, and a plan after the first",
+            (_PLAN_OF_PARTS, plan_from(_AFTER_BOTH, 2, 2, 0)),
+            faults._replace(calls=min(faults.calls, 1)),
+            rows=2,
+        ),
     ]
 
 

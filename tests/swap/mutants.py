@@ -9,7 +9,7 @@ from typing import Any
 from eplb_service.wire.agent import PlanState, PlanStatus
 from tests.exploring import Walk
 from tests.swap.explored_state import Faults, Scenario
-from tests.swap.explorer import ASTRAY, HALFWAY, LATE, RIVALS, in_parallel, scenarios, walk
+from tests.swap.explorer import ASTRAY, HALFWAY, LATE, PARTS, RIVALS, in_parallel, scenarios, walk
 from worker_agent.swap.commit_register import Settlement, Verdict
 from worker_agent.swap.machine import (
     Ballot,
@@ -161,6 +161,22 @@ MUTANTS: dict[tuple[int, Faults], dict[str, Methods]] = {
     },
     (HALFWAY, Faults()): {
         "TakesUncheckedMoves": _given("_refusal", lambda m, plan, _: (m, plan, m.installed.digest))
+    },
+    (PARTS, Faults()): {
+        "InstallsTheFirstLayerOfAPart": _actions(
+            "_commit",
+            lambda asked: [
+                replace(x, layers=x.layers[:1], installed=x.installed[:1]) if type(x) is Commit else x
+                for x in asked
+            ],
+        ),
+        "StagesTheFirstLayerOfAPart": _actions(
+            "_start", lambda asked: [replace(x, layers=x.layers[:1]) for x in asked]
+        ),
+        "GoesOnByOneLayer": _state(
+            "_commit", lambda m, new: replace(new, index=m.index + 1 if new.plan else 0)
+        ),
+        "OverfillsItsStaging": {"part": property(lambda m: m.plan.layers[m.index :])},
     },
     (ASTRAY, Faults()): {
         "IgnoresOtherPlacements": _meaning(lambda v: replace(v, installed_agree=True).result),

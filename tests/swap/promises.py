@@ -27,6 +27,8 @@ def check_called(before: SwitchState, after: SwitchState, plan: TagPlan) -> None
 
 def check_start(state: State, rank: int, action: StartTransfer, started: Running) -> None:
     """A rank begins a transfer."""
+    fits = len(started.layers) in (1, *range(1, state.scenario.rows + 1))
+    must(fits, "began a transfer that does not fit the staging")
     must(state.transfers[rank] is None, "began a transfer while another ran")
     must(state.staged[rank] is None, "staging was re-used before its commit")
     for lane, generation in state.dirty_lanes:
@@ -38,24 +40,33 @@ def check_start(state: State, rank: int, action: StartTransfer, started: Running
 
 
 def check_commit(state: State, rank: int, action: Commit) -> None:
-    """A rank installs a layer."""
-    layer, staged, vote = action.layer, state.staged[rank], state.vote
+    """A rank installs a part."""
+    indices = tuple(layer.layer for layer in action.layers)
+    tags = tuple(layer.phy2log_RS for layer in action.layers)
+    staged = state.staged[rank]
+    vote = state.vote
     must(vote is not None, "committed without a vote")
     for ballot in vote.ballots:
         must(ballot is not None and ballot.commits, "committed though not all had voted READY")
     must(staged is not None, "committed what was never staged")
     must(
-        (staged.generation, staged.layer, staged.tag) == (action.generation, layer.layer, layer.phy2log_RS),
+        (staged.generation, staged.layers, staged.tags) == (action.generation, indices, tags),
         "committed the staging of another transfer",
     )
     must(len(set(state.forwards)) == 1, "committed after another forward pass than its peers")
     must(len(set(vote.truths)) == 1, "committed beside ranks that serve another placement")
     for running in state.transfers:
-        reads = running is not None and running.layer == layer.layer
+        reads = running is not None and set(running.layers) & set(indices)
         must(not reads, "overwrote sources that a rank was still sending")
     plan = next(plan for plan in state.scenario.plans if plan.plan_id == action.plan_id)
-    index = [update.layer for update in plan.layers].index(layer.layer)
-    must(action.before.epoch == plan.base_epoch + index, "committed a layer out of turn")
+    begin = action.before.epoch - plan.base_epoch
+    part = tuple(update.layer for update in plan.layers[begin : begin + len(indices)])
+    must(part == indices, "committed a layer out of turn")
+    epochs = [installed.epoch for installed in action.installed]
+    must(
+        epochs == list(range(action.before.epoch + 1, action.before.epoch + 1 + len(indices))),
+        "lost an epoch",
+    )
 
 
 def check_state(state: State) -> None:

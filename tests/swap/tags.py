@@ -6,6 +6,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
 
 class TagLayer(NamedTuple):
     """One layer of a plan: which one, and the tag of the weights and tables that it is to hold."""
@@ -13,7 +16,6 @@ class TagLayer(NamedTuple):
     layer: int
     phy2log_RS: int
     log2phy_E: int
-    moves_M5: tuple[()] = ()
 
 
 class TagPlan(NamedTuple):
@@ -29,6 +31,11 @@ class TagPlan(NamedTuple):
     def digest(self) -> int:
         return self.plan_id
 
+    @property
+    def received_LR(self) -> npt.NDArray[np.int64]:
+        """One expert on one rank in each layer."""
+        return np.ones((len(self.layers), 1), dtype=np.int64)
+
 
 @dataclass(frozen=True)
 class TagInstalled:
@@ -39,7 +46,7 @@ class TagInstalled:
 
     @cached_property
     def digest(self) -> int:
-        return 1000 + self.tags[0] * 10 + self.tags[1]
+        return 1000 + self.tags[0] * 100 + self.tags[1] * 10 + self.tags[2]
 
     @cached_property
     def version_digest(self) -> int:
@@ -54,7 +61,7 @@ class TagInstalled:
         return TagInstalled(self.epoch + 1, tags)
 
 
-FIRST = TagInstalled(0, (0, 0))
+FIRST = TagInstalled(0, (0, 0, 0))
 
 
 def plan_from(base: TagInstalled, plan_id: int, term: int, *layers: int) -> TagPlan:

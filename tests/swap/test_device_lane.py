@@ -140,7 +140,7 @@ def _worker(log: list[str], lane: _DeviceLane, **settings: Any) -> TransferWorke
 
 
 def _start(worker: TransferWorker, generation: int, *move: int) -> None:
-    worker.start(order(generation, move), PlainLayer(0))
+    worker.start(order(generation, move), [PlainLayer(0)])
 
 
 def _ended(worker: TransferWorker) -> TransferResult:
@@ -195,15 +195,15 @@ def test_staging_is_written_only_after_what_the_model_had_queued_and_reported_on
     arrived[0] = True
     result = _ended(worker)
     worker.close()
-    assert (result.error, result.slots) == (None, [2])
-    assert all(bool((staged.view(torch.uint8) == 7).all()) for staged in result.staged)
+    assert (result.error, result.layers[0].slots) == (None, [2])
+    assert all(bool((staged.view(torch.uint8) == 7).all()) for staged in result.layers[0].staged)
     assert log[-1] == "retire"
 
 
 def test_a_transfer_that_is_late_fails_on_a_rank_that_had_nothing_to_carry_too(monkeypatch) -> None:
     log: list[str] = []
     worker = _worker(log, _lane(log), transfer_timeout_seconds=0.05)
-    monkeypatch.setattr(worker.staging, "reserve", lambda *_: time.sleep(0.1) or [])
+    monkeypatch.setattr(worker.staging, "reserve", lambda *_: time.sleep(0.1) or [[]])
     _start(worker, 1, 1, 0, 2, 2, 5)
     result = _ended(worker)
     worker.close()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.swap.explored_state import Faults
-from tests.swap.explorer import ASTRAY, HALFWAY, LATE, scenarios, walk
+from tests.swap.explorer import ASTRAY, HALFWAY, LATE, PARTS, scenarios, walk
 from tests.swap.mutants import hunt
 
 
@@ -14,6 +14,10 @@ from tests.swap.mutants import hunt
     [
         (Faults(), HALFWAY),
         (Faults(), ASTRAY),
+        (Faults(), PARTS),
+        pytest.param(Faults(transfers=1), PARTS, marks=pytest.mark.slow),
+        pytest.param(Faults(installs=1), PARTS, marks=pytest.mark.slow),
+        pytest.param(Faults(calls=1), PARTS, marks=pytest.mark.slow),
         pytest.param(Faults(losses=1), LATE, marks=pytest.mark.slow),
         pytest.param(Faults(transfers=1), LATE, marks=pytest.mark.slow),
         pytest.param(Faults(installs=1), LATE, marks=pytest.mark.slow),
@@ -31,5 +35,5 @@ def test_every_interleaving_keeps_every_promise(faults: Faults, start: int) -> N
 @pytest.mark.slow
 def test_every_broken_machine_is_caught() -> None:
     seen = dict(hunt())
-    assert len(seen) >= 46
+    assert len(seen) >= 50
     assert [name for name, walked in seen.items() if not walked.caught] == []

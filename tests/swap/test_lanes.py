@@ -61,13 +61,13 @@ def exchange_experts(make: Callable[[AgentGroup], Lanes], where: torch.device = 
     budget.refill()
     worker = TransferWorker(lanes, settings, budget)
     for generation in (1, 2):
-        worker.start(order(generation, *MOVES), layer)
+        worker.start(order(generation, *MOVES), [layer])
         while (result := worker.poll()) is None:
             time.sleep(0.001)
         assert result.error is None, result.error
         incoming = [move for move in MOVES if move[2] == group.rank]
-        assert result.slots == [slot for _, _, _, slot, _ in incoming]
-        for tensor, staged in enumerate(result.staged):
+        assert result.layers[0].slots == [slot for _, _, _, slot, _ in incoming]
+        for tensor, staged in enumerate(result.layers[0].staged):
             assert staged.device.type == where.type
             for row, (source, slot, _, _, _) in enumerate(incoming):
                 assert torch.equal(staged[row].cpu(), every[source][tensor][slot])

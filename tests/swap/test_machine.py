@@ -104,10 +104,25 @@ def test_a_ready_that_was_voted_before_the_call_commits_its_layer() -> None:
     voted = outcome_of(ready)
     called, _ = ready.call_off(1)
     after, (commit, _) = called.decide(voted)
-    assert (commit.layer.layer, after.index, after.called_off) == (0, 1, True)
+    assert ([layer.layer for layer in commit.layers], after.index, after.called_off) == ([0], 1, True)
     staged = after.with_transfer_ended(2)
     ended, (said,) = staged.decide(outcome_of(staged))
-    assert (ended.installed.tags, said.layer, said.state) == ((1, 0), 1, PlanState.CALLED_OFF)
+    assert (ended.installed.tags, said.layer, said.state) == ((1, 0, 0), 1, PlanState.CALLED_OFF)
+
+
+def test_layers_that_fit_the_staging_are_committed_by_one_vote() -> None:
+    plan = plan_from(FIRST, 1, 2, 2, 0, 1)
+    held, _ = SwitchState(FIRST, 8, staging_rows=2).offer(plan, 0, FIRST.digest)
+    started, (start,) = held.decide(outcome_of(held))
+    assert [layer.layer for layer in start.layers] == [2, 0]
+    ready = started.with_transfer_ended(start.generation)
+    after, (commit, start) = ready.decide(outcome_of(ready))
+    assert [layer.layer for layer in commit.layers] == [2, 0]
+    assert [installed.tags for installed in commit.installed] == [(0, 0, 1), (1, 0, 1)]
+    assert [layer.layer for layer in start.layers] == [1]
+    assert (after.installed.epoch, after.index) == (2, 2)
+    ended, (commit,) = after.with_transfer_ended(2).decide(outcome_of(after.with_transfer_ended(2)))
+    assert (ended.installed.tags, ended.plan, commit.before.epoch) == ((1, 1, 1), None, 2)
 
 
 @pytest.mark.parametrize("machine", [NEW, HELD, READY], ids=["idle", "offered", "ready"])

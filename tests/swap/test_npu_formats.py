@@ -59,11 +59,13 @@ def moved(backend: str) -> dict[str, Any]:
     meet = host.meet
     host.meet = lambda *arguments: (meetings.append(1), meet(*arguments))
     worker = TransferWorker(lanes, live.settings(transfer_timeout_seconds=60), ByteBudget(None))
-    worker.start(order(1, *MOVES), layer)
+    worker.start(order(1, *MOVES), [layer])
     while (result := worker.poll()) is None:
         time.sleep(0.001)
-    alike = [torch.equal(rows[0], source[0]) for rows, source in zip(result.staged, theirs, strict=True)]
-    formats = [npu_formats.format_of(rows[0]) for rows in result.staged]
+    alike = [
+        torch.equal(rows[0], source[0]) for rows, source in zip(result.layers[0].staged, theirs, strict=True)
+    ]
+    formats = [npu_formats.format_of(rows[0]) for rows in result.layers[0].staged]
     worker.close()
     dist.barrier()
     return {
@@ -71,7 +73,7 @@ def moved(backend: str) -> dict[str, Any]:
         "alike": alike,
         "formats": formats,
         "meetings": len(meetings),
-        "sums": len(result.sums),
+        "sums": len(result.layers[0].sums),
     }
 
 
@@ -126,14 +128,14 @@ def test_lanes_that_timed_out_on_a_device_are_counted_and_then_no_more_are_opene
 def test_transfers_leave_the_link_to_the_model_for_the_rest_of_the_time() -> None:
     budget = ByteBudget(None, share=0.25)
     began = time.monotonic()
-    budget.rest(0.02, longest=5.0)
+    budget.rest(0.02, 1000, longest=5.0)
     assert 0.05 < time.monotonic() - began < 1.0
     began = time.monotonic()
-    budget.rest(0.02, longest=0.001)
+    budget.rest(0.02, 1000, longest=0.001)
     budget.open()
-    budget.rest(1.0, longest=5.0)
+    budget.rest(1.0, 1000, longest=5.0)
     assert time.monotonic() - began < 0.5, "the model makes no passes that could be slowed"
     budget.refill()
-    ByteBudget(1, share=0.25).rest(1.0, longest=5.0)
+    ByteBudget(1, share=0.25).rest(1.0, 1000, longest=5.0)
     assert time.monotonic() - began < 0.5
     Deadline(1.0).left()

@@ -13,14 +13,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from eplb_service.wire.agent import Shape
 from tests.swap.carried import PlainLayer, order
 from tests.swap.placed import INSTALLED, plan_of
 from worker_agent.settings import AgentSettings
 from worker_agent.swap.commit_register import FatalSwitchError
 from worker_agent.swap.driver import SwitchDriver
 from worker_agent.swap.machine import Commit
-from worker_agent.swap.staging import Staging
-from worker_agent.swap.transfer import ByteBudget, TransferResult, TransferWorker, _rounds
+from worker_agent.swap.staging import Staging, staging_rows
+from worker_agent.swap.transfer import ByteBudget, StagedLayer, TransferResult, TransferWorker, _rounds
 
 
 def test_a_budget_admits_what_the_steps_allow() -> None:
@@ -57,39 +58,50 @@ def test_staging_is_reused_while_it_fits_and_given_up_when_dropped() -> None:
     staging = Staging()
     assert staging.nbytes == 0
     weights = [torch.zeros(4, 3, 2), torch.zeros(4, 5)]
-    first = staging.reserve(weights, 3)
-    again = staging.reserve(weights, 2)
+    (first,) = staging.reserve([weights], [3])
+    (again,) = staging.reserve([weights], [2])
     assert staging.nbytes == 3 * 4 * (6 + 5), "three experts of float32, though two are asked for now"
     assert [buffer.data_ptr() for buffer in first] == [buffer.data_ptr() for buffer in again]
     assert [tuple(buffer.shape) for buffer in again] == [(2, 3, 2), (2, 5)]
     staging.drop()
     assert staging.nbytes == 0
-    fresh = staging.reserve(weights, 2)
+    (fresh,) = staging.reserve([weights], [2])
     assert all(new.data_ptr() != old.data_ptr() for new, old in zip(fresh, first, strict=True))
 
 
 def test_a_list_of_experts_is_staged_in_tensors_of_their_own() -> None:
     staging = Staging()
     weights = [[torch.zeros(3, 2) for _ in range(4)], torch.zeros(4, 5)]
-    rows, _ = staging.reserve(weights, 2)
+    ((rows, _),) = staging.reserve([weights], [2])
     assert [tuple(row.shape) for row in rows] == [(3, 2), (3, 2)]
     assert staging.nbytes == 2 * 4 * (6 + 5)
     assert {row.storage_offset() for row in rows} == {0}
     assert len({row.untyped_storage().data_ptr() for row in rows}) == 2
     # Tensors and lists of the same experts are not each other's buffers.
-    stacked, _ = staging.reserve([torch.zeros(4, 3, 2), torch.zeros(4, 5)], 2)
+    ((stacked, _),) = staging.reserve([[torch.zeros(4, 3, 2), torch.zeros(4, 5)]], [2])
     assert isinstance(stacked, torch.Tensor)
-    assert [len(buffer) for buffer in staging.reserve(weights, 0)] == [0, 0]
+    assert [len(buffer) for buffer in staging.reserve([weights], [0])[0]] == [0, 0]
 
 
-@pytest.mark.parametrize("held", [None, TransferResult(2, [], [], 0, 0.0), TransferResult(4, [], [], 0, 0.0)])
+@pytest.mark.parametrize(
+    "held",
+    [
+        None,
+        TransferResult(2),
+        TransferResult(4),
+        TransferResult(3),
+        TransferResult(3, (StagedLayer(0, [], []),)),
+    ],
+)
 def test_a_commit_without_its_staged_weights_is_fatal(held: TransferResult | None) -> None:
     driver: Any = object.__new__(SwitchDriver)
     driver._staged = held
     update = plan_of(0, 0).layers[1]
     after = INSTALLED.with_layer(1, update.phy2log_RS, update.log2phy_E)
-    with pytest.raises(FatalSwitchError, match="layer 1 was voted in, but its weights are not staged"):
-        driver._commit(Commit(9, 3, update, INSTALLED, after))
+    with pytest.raises(
+        FatalSwitchError, match=r"layers \[1\] were voted in, but their weights are not staged"
+    ):
+        driver._commit(Commit(9, 3, (update,), INSTALLED, (after,)))
 
 
 def test_staging_that_a_failed_transfer_may_still_write_to_is_given_up() -> None:
@@ -101,7 +113,7 @@ def test_staging_that_a_failed_transfer_may_still_write_to_is_given_up() -> None
     lane = SimpleNamespace(exchange=fail)
     lanes: Any = SimpleNamespace(device=torch.device("cpu"), rank=0, lane=lambda _: lane, retire=lambda: None)
     worker = TransferWorker(lanes, AgentSettings(), ByteBudget(None))
-    worker.start(order(1, (1, 0, 0, 1, 3)), PlainLayer(0))
+    worker.start(order(1, (1, 0, 0, 1, 3)), [PlainLayer(0)])
     while (result := worker.poll()) is None:
         time.sleep(0.001)
     assert result.error == "transfer of layer 0 failed: a link broke"
@@ -117,13 +129,36 @@ def _idle_worker() -> TransferWorker:
 def test_staging_is_reserved_within_its_bound_and_serves_the_first_layer() -> None:
     worker = _idle_worker()
     weights = [[torch.zeros(3, 2) for _ in range(4)], torch.zeros(4, 5)]
-    worker.reserve(weights, most_bytes=2 * 44 + 43)
-    assert worker.staging.nbytes == 2 * 44
-    held = [row.data_ptr() for row in worker.staging.reserve(weights, 2)[0]]
-    assert held == [row.data_ptr() for row in worker.staging.reserve(weights, 1)[0]] + held[1:]
-    worker.reserve(weights, most_bytes=1 << 30)
-    assert worker.staging.nbytes == 4 * 44, "a layer needs no more than its slots"
+    worker.reserve(weights, rows=3)
+    assert worker.staging.nbytes == 3 * 44
+    ((held, _),) = worker.staging.reserve([weights], [3])
+    # Two layers of one transfer have rows of their own, in the memory that was reserved.
+    (first, _), (second, _) = worker.staging.reserve([weights, weights], [1, 2])
+    assert [row.data_ptr() for row in (*first, *second)] == [row.data_ptr() for row in held]
+    assert worker.staging.nbytes == 3 * 44
     worker.close()
+
+
+def test_layers_of_two_kinds_are_staged_beside_each_other() -> None:
+    staging = Staging()
+    wide = [torch.zeros(4, 3, 2)]
+    narrow = [torch.zeros(4, 5)]
+    buffers = staging.reserve([wide, narrow, wide], [2, 1, 1])
+    assert [tuple(buffer.shape) for (buffer,) in buffers] == [(2, 3, 2), (1, 5), (1, 3, 2)]
+    pointers = {row.data_ptr() for (buffer,) in buffers for row in buffer}
+    assert len(pointers) == 4
+    assert staging.nbytes == 4 * (3 * 6 + 5)
+    # What another kind held is given up before more is taken.
+    staging.reserve([narrow], [2])
+    assert staging.nbytes == 4 * 10
+
+
+@pytest.mark.parametrize(
+    ("mib", "expert_mib", "rows"), [(512, 44, 11), (512, 1, 36), (100, 44, 2), (0, 44, 0), (512, 0, 36)]
+)
+def test_staging_is_bounded_by_its_setting_and_by_four_layers(mib: int, expert_mib: int, rows: int) -> None:
+    shape = Shape(ranks=32, layers=58, experts=256, slots=9, bytes_per_expert=expert_mib << 20)
+    assert staging_rows(shape, mib << 20) == rows
 
 
 def test_a_device_without_room_for_staging_says_so_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,5 +170,16 @@ def test_a_device_without_room_for_staging_says_so_at_the_start(monkeypatch: pyt
     with pytest.raises(
         RuntimeError, match=r"4 incoming experts cannot be reserved: .*EPLB_AGENT_STAGING_MIB"
     ):
-        worker.reserve([torch.zeros(4, 5)], most_bytes=1 << 20)
+        worker.reserve([torch.zeros(4, 5)], rows=4)
     worker.close()
+
+
+def test_a_rest_does_not_grow_with_the_rests_of_other_ranks() -> None:
+    """In a ring of ranks, each would rest for three times as long as it had waited for the rests of others."""
+    budget = ByteBudget(None, share=0.25)
+    began = time.monotonic()
+    budget.rest(0.01, 1000, longest=30.0)
+    for _ in range(3):
+        budget.rest(30.0, 1000, longest=30.0)
+    took = time.monotonic() - began
+    assert 0.03 + 3 * 0.06 <= took < 10

@@ -38,7 +38,7 @@ def move_and_back(layer: LiveLayer) -> None:
         )
     if len(weights[0]) < 2:
         return
-    staged = Staging().reserve(weights, 2)
+    (staged,) = Staging().reserve([weights], [2])
     for buffer, weight in zip(staged, weights, strict=True):
         for slot in range(2):
             buffer[slot].copy_(weight[slot])
@@ -105,7 +105,7 @@ def _differing(before_TH: torch.Tensor, again_TH: torch.Tensor, after_TH: torch.
 @torch.inference_mode()
 def _exchange(weights: Sequence[ExpertWeights], slots: int) -> None:
     """Exchange slot ``s`` with slot ``S - 1 - s``, in place and bit by bit; done twice it is undone."""
-    staged = Staging().reserve(weights, 2)
+    (staged,) = Staging().reserve([weights], [2])
     for low in range(slots // 2):
         pair = (low, slots - 1 - low)
         for weight, buffer in zip(weights, staged, strict=True):

@@ -21,7 +21,7 @@ Line: TypeAlias = dict[str, Any]
 _FIELDS = {
     "start": ("rank", "ranks", "group", "epoch", "digest", "layer_epochs"),
     "vote": ("step", "number", "heard", "progress", "plan", "abort", "decision"),
-    "transfer": ("step", "generation", "lane", "layer"),
+    "transfer": ("step", "generation", "lane", "layers"),
     "commit": ("step", "generation", "layer", "before", "after", "layer_epochs"),
     "abort": ("step",),
     "halt": ("step",),
@@ -33,7 +33,7 @@ _TYPES: dict[str, TypeAdapter[Any]] = {
     **dict.fromkeys(("group", "progress", "decision"), TypeAdapter(StrictStr)),
     **dict.fromkeys(("heard", "abort"), TypeAdapter(StrictBool)),
     **dict.fromkeys(("before", "after"), TypeAdapter(tuple[StrictInt, StrictInt])),
-    "layer_epochs": TypeAdapter(list[StrictInt]),
+    **dict.fromkeys(("layers", "layer_epochs"), TypeAdapter(list[StrictInt])),
 }
 """Types of fields that are not whole numbers; ``before`` and ``after`` are an epoch and a digest."""
 _NUMBER = TypeAdapter(StrictInt)
@@ -129,7 +129,7 @@ def _different_records(ranks: Sequence[_RankHistory]) -> Iterator[str]:
             elif line["kind"] == "transfer":
                 name, found = (
                     f"transfer {line['generation']}",
-                    f"layer {line['layer']} in lane {line['lane']}",
+                    f"layers {line['layers']} in lane {line['lane']}",
                 )
             else:
                 continue
@@ -157,12 +157,14 @@ def _unfounded_commits(history: _RankHistory, ranks: Sequence[_RankHistory]) -> 
     start = history.lines[0]
     served = [start["epoch"], start["digest"]]
     vote: Line | None = None
-    staged: int | None = None
+    generation: int | None = None
+    staged: list[int] = []
     for line in history.lines:
         if line["kind"] == "vote":
             vote = line
         elif line["kind"] == "transfer":
-            staged = line["generation"]
+            generation = line["generation"]
+            staged = list(line["layers"])
         elif line["kind"] == "commit":
             where = f"rank {history.rank}, layer {line['layer']} at step {line['step']}"
             if line["before"] != served or line["after"][0] != served[0] + 1:
@@ -175,8 +177,12 @@ def _unfounded_commits(history: _RankHistory, ranks: Sequence[_RankHistory]) -> 
                     other = ballots.get((rank, vote["number"]), vote)
                     if (other["progress"], other["abort"], other["plan"]) != ("READY", False, vote["plan"]):
                         yield f"{where}: committed though rank {rank} had voted {other}"
-            if staged != line["generation"]:
-                yield f"{where}: committed transfer {line['generation']} after transfer {staged} had begun"
+            if generation != line["generation"]:
+                yield f"{where}: committed transfer {line['generation']} after transfer {generation} had begun"
+            elif line["layer"] not in staged:
+                yield f"{where}: committed a layer that transfer {generation} had not staged"
+            else:
+                staged.remove(line["layer"])
 
 
 def _misplaced_heat(history: _RankHistory) -> Iterator[str]:

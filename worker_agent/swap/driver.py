@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 from eplb_service.placement import Placement
 from eplb_service.wire.agent import CallOff, PlanState, PlanStatus
+from eplb_service.wire.plan import RankLayer
 from worker_agent.forward_clock import ForwardClock
 from worker_agent.live_layer import LiveLayer
 from worker_agent.runtime import REAL, Runtime
@@ -29,9 +30,9 @@ from worker_agent.swap.machine import (
 from worker_agent.swap.record import History
 from worker_agent.swap.rendezvous import Rendezvous
 from worker_agent.swap.replica_check import ReplicaCheck
-from worker_agent.swap.staging import install_layer
+from worker_agent.swap.staging import install_layer, staging_rows
 from worker_agent.swap.table_check import TableCheck
-from worker_agent.swap.transfer import ByteBudget, TransferResult, TransferWorker
+from worker_agent.swap.transfer import ByteBudget, StagedLayer, TransferResult, TransferWorker
 from worker_agent.swap.vote import Voter, VoteSchedule
 from worker_agent.swap.vote_link import VoteError
 
@@ -44,12 +45,18 @@ _OFFER_DEADLINE_STEPS = 512
 
 @dataclass
 class SwitchStats:
-    """Switches of this rank since its start."""
+    """Switches of this rank since its start.
+
+    ``install_seconds`` is the time in which it copied experts and tables into place, or queued the copies;
+    ``commit_seconds`` is the time for which the model stood still, from the outcome of a vote until all ranks had
+    installed its part.
+    """
 
     layers_switched: int = 0
     experts_received: int = 0
     bytes_received: int = 0
     plans_aborted: int = 0
+    install_seconds: float = 0.0
     commit_seconds: float = 0.0
     transfer_seconds: float = 0.0
 
@@ -74,7 +81,8 @@ class SwitchDriver:
         runtime: Runtime = REAL,
     ) -> None:
         self.stats = SwitchStats()
-        self.state = SwitchState(rendezvous.installed, _OFFER_DEADLINE_STEPS)
+        rows = staging_rows(rendezvous.identity.shape, settings.staging_mib << 20)
+        self.state = SwitchState(rendezvous.installed, _OFFER_DEADLINE_STEPS, rows)
         self.budget = ByteBudget(settings.bytes_per_step, runtime, settings.link_share)
         self.votes = VoteSchedule(rendezvous, settings, clock, history, runtime)
         self._lanes = rendezvous.lanes
@@ -82,7 +90,7 @@ class SwitchDriver:
         rendezvous.group.checksum = self._replicas.known
         self.transfers = TransferWorker(rendezvous.lanes, settings, self.budget, runtime, self._replicas)
         if rendezvous.lanes.device.type != "cpu":
-            self.transfers.reserve(layers[0].expert_weights(), settings.staging_mib << 20)
+            self.transfers.reserve(layers[0].expert_weights(), rows)
         self._layers = layers
         self._tables = TableCheck(layers)
         self._runtime = runtime
@@ -96,6 +104,8 @@ class SwitchDriver:
         self._on_commit = on_commit
         self._step = 0
         self._staged: TransferResult | None = None
+        self._committed: list[tuple[PlanStatus, Installed]] = []
+        """Statuses to report once all ranks have installed the part, each with what it led to."""
         self._trouble: str | None = None
 
     @property
@@ -235,8 +245,10 @@ class SwitchDriver:
         try:
             voter = self.votes.voter
             if voter is not None and voter.under_way:
+                began = self._runtime.now()
                 with self._fatal_where(voter.may_commit):
                     self._apply(self.state.decide(voter.settle(self._step)))
+                self._report_commits(began)
             self.state = self.state.with_pause("the agent was closed")
         finally:
             self.votes.leave()
@@ -271,14 +283,14 @@ class SwitchDriver:
             except VoteError as error:
                 return self._lose_votes(voter, str(error))
             if outcome.result is VoteResult.COMMIT:
-                self._switch_layer(voter, outcome)
+                self._switch_part(voter, outcome)
             else:
                 self._apply(self.state.decide(outcome))
         if self.votes.voter is voter and (astray := self.votes.counted(outcome)) is not None:
             self._lose_votes(voter, astray)
         return outcome
 
-    def _switch_layer(self, voter: Voter, outcome: VoteOutcome) -> None:
+    def _switch_part(self, voter: Voter, outcome: VoteOutcome) -> None:
         """Install what was voted in, and serve on only where no rank says that it could not."""
         try:
             self._apply(self.state.decide(outcome))
@@ -293,7 +305,10 @@ class SwitchDriver:
                 raise FatalSwitchError(self._group.failure or "another rank could not install a layer")
         except VoteError as error:
             self._group.wait_for_installs(voter.number)
+            self._report_commits(voter.heard_at)
             self._lose_votes(voter, str(error))
+        else:
+            self._report_commits(voter.heard_at)
 
     @contextmanager
     def _fatal_where(self, a_layer_may_commit: bool) -> Iterator[None]:
@@ -314,6 +329,7 @@ class SwitchDriver:
 
     def _lose_votes(self, voter: Voter, reason: str) -> VoteOutcome:
         """Leave the votes: settle what the last one may have decided, then form them again with the other ranks."""
+        began = self._runtime.now()
         try:
             with self._fatal_where(voter.may_commit):
                 outcome = voter.settle(self._step)
@@ -323,6 +339,7 @@ class SwitchDriver:
             if outcome.result is VoteResult.COMMIT:
                 # Only while this rank still votes can it distinguish a late peer from one that is gone.
                 self._group.wait_for_installs(voter.number)
+                self._report_commits(began)
         finally:
             voter.leave()
         if self._group.failure is not None:
@@ -341,7 +358,7 @@ class SwitchDriver:
                 self._history.action(self._step, action)
             match action:
                 case StartTransfer():
-                    self.transfers.start(action, self._layers[action.layer.layer])
+                    self.transfers.start(action, [self._layers[layer.layer] for layer in action.layers])
                 case Commit():
                     self._commit(action)
                 case Halted():
@@ -374,60 +391,76 @@ class SwitchDriver:
             _log.warning("rank %d: %s", self._identity.rank, result.error)
         elif result.generation == self.state.generation and self.state.progress == Progress.READY:
             self._staged = result
-            assert self.state.plan_under_way is not None
-            plan_id, layer = self.state.plan_under_way
-            self._report(
-                PlanStatus(
-                    plan_id,
-                    PlanState.TRANSFERRED,
-                    layer,
-                    bytes_received=result.bytes_received,
-                    transfer_seconds=result.seconds,
+            assert self.state.plan is not None
+            for layer in result.layers:
+                self._report(
+                    PlanStatus(
+                        self.state.plan.plan_id,
+                        PlanState.TRANSFERRED,
+                        layer.layer,
+                        bytes_received=layer.bytes_received,
+                        transfer_seconds=layer.seconds,
+                    )
                 )
-            )
 
     def _commit(self, commit: Commit) -> None:
-        """Switch one layer, in place, between two steps; whatever fails before it is in place is fatal."""
-        layer = commit.layer.layer
-        staged, self._staged = self._staged, None
-        if staged is None or staged.generation != commit.generation:
-            raise FatalSwitchError(f"layer {layer} was voted in, but its weights are not staged on this rank")
+        """Switch the layers of a part, in place, between two steps; what fails before all are in place is fatal."""
+        result = self._staged
+        self._staged = None
+        names = [layer.layer for layer in commit.layers]
+        staged = [] if result is None or result.generation != commit.generation else result.layers
+        if [layer.layer for layer in staged] != names:
+            raise FatalSwitchError(
+                f"layers {names} were voted in, but their weights are not staged on this rank"
+            )
         self._unless_it_fails(self._before_commit, commit.before.layer_epochs)
+        for update, rows, installed in zip(commit.layers, staged, commit.installed, strict=True):
+            self._install(commit, update, rows, installed)
+        self._history.action(self._step, commit)
+
+    def _install(self, commit: Commit, update: RankLayer, rows: StagedLayer, installed: Installed) -> None:
+        """Switch one layer of a part, which leads to ``installed``."""
+        layer = update.layer
+        live = self._layers[layer]
         self._unless_it_fails(self._tables.before_commit, layer, self._step, commit.before)
         began = self._runtime.now()
         written = install_layer(
-            self._layers[layer],
-            commit.layer,
-            self._identity.rank,
-            staged.staged,
-            staged.slots,
-            on_commit=self._on_commit,
+            live, update, self._identity.rank, rows.staged, rows.slots, on_commit=self._on_commit
         )
-        seconds = self._runtime.now() - began
+        self.stats.install_seconds += self._runtime.now() - began
         self._replicas.committed(layer)
-        self.transfers.check(layer, self._layers[layer], staged.sums)
+        self.transfers.check(layer, live, rows.sums)
         self.stats.layers_switched += 1
-        self.stats.experts_received += len(staged.slots)
+        self.stats.experts_received += len(rows.slots)
         self.stats.bytes_received += written
-        self.stats.commit_seconds += seconds
-        self.stats.transfer_seconds += staged.seconds
-        self._history.action(self._step, commit)
-        self._report(
-            PlanStatus(
-                commit.plan_id,
-                PlanState.COMMITTED,
-                layer,
-                bytes_received=written,
-                transfer_seconds=staged.seconds,
-                commit_seconds=seconds,
-            )
+        self.stats.transfer_seconds += rows.seconds
+        status = PlanStatus(
+            commit.plan_id,
+            PlanState.COMMITTED,
+            layer,
+            bytes_received=written,
+            transfer_seconds=rows.seconds,
         )
+        self._committed.append((status, installed))
+
+    def _report_commits(self, began: float) -> None:
+        """Report the layers just committed, now that all ranks serve them.
+
+        The model has stood still since ``began``. Each layer's cost is its share of that time: it includes the wait
+        for the device, the copies, and the messages by which the ranks confirm the commit.
+        """
+        committed = self._committed
+        self._committed = []
+        seconds = self._runtime.now() - began
+        for status, installed in committed:
+            self.stats.commit_seconds += seconds / len(committed)
+            self._report(replace(status, commit_seconds=seconds / len(committed)), installed)
 
     def _served(self) -> Installed | None:
         return self.state.installed if self.state.paused is None else None
 
-    def _report(self, status: PlanStatus) -> None:
-        served = self.state.installed
+    def _report(self, status: PlanStatus, served: Installed | None = None) -> None:
+        served = served or self.state.installed
         whole = replace(status, step=self._step, epoch=served.epoch, digest=served.digest)
         self._unless_it_fails(self._on_status, whole)
 

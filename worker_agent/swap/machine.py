@@ -2,12 +2,15 @@
 
 ::
 
-    IDLE --offer--> OFFERED --all hold it--> TRANSFERRING --all bytes here--> READY --all ready--> commit, next layer
+    IDLE --offer--> OFFERED --all hold it--> TRANSFERRING --all bytes here--> READY --all ready--> commit, next part
                        |                          |                            |
                        +------ any rank votes abort, or a deadline passes -----+--> IDLE, old placement stays
                        +------ the service has called off the plan, and no rank transfers --> IDLE
 
-Two rules keep the ranks together. A rank changes between OFFERED, TRANSFERRING and the next layer, commits or aborts
+A plan is switched in parts: consecutive layers that the ranks transfer together and commit by one vote, as many as fit
+their staging.
+
+Two rules keep the ranks together. A rank changes between OFFERED, TRANSFERRING and the next part, commits or aborts
 only on the outcome of a vote, never on its own. And a wish to abort waits for the next ballot, so that a rank which
 has voted READY keeps its word until it has seen what the vote decided.
 
@@ -24,6 +27,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TypeAlias
 
+from eplb_service.placement import part_end
 from eplb_service.wire.agent import PlanState, PlanStatus
 from eplb_service.wire.plan import RankLayer, RankPlan
 from worker_agent.swap.installed import Installed
@@ -33,7 +37,7 @@ BALLOT_WIDTH = 10
 
 
 class Progress(enum.IntEnum):
-    """Progress of a rank with the layer that its plan is at."""
+    """Progress of a rank with the part that its plan is at."""
 
     IDLE = 0
     OFFERED = 1
@@ -45,8 +49,8 @@ class VoteResult(enum.Enum):
     """Decision of a vote, which all ranks carry out at this step boundary."""
 
     NOTHING = "nothing"
-    START = "start the transfer of the plan's next layer"
-    COMMIT = "commit the layer"
+    START = "start the transfer of the plan's next part"
+    COMMIT = "commit the part"
     ABORT = "drop the plan"
     CALL_OFF = "drop the plan at the service's request"
     REALIGN = "drop the plan and vote again at a common forward pass: the ranks count different ones"
@@ -71,7 +75,7 @@ class Ballot:
 
     @property
     def commits(self) -> bool:
-        """True if this rank must commit the layer if all ranks vote the same."""
+        """True if this rank must commit the part if all ranks vote the same."""
         return self.progress == Progress.READY and not (self.abort or self.called_off)
 
     def encode(self) -> list[int]:
@@ -115,7 +119,7 @@ class VoteOutcome:
 
     @classmethod
     def unanimous(cls, plan: int) -> VoteOutcome:
-        """VoteOutcome of a vote in which all ranks are ready to commit a layer of this plan."""
+        """VoteOutcome of a vote in which all ranks are ready to commit a part of this plan."""
         return cls(Progress.READY, plan, plan, installed_agree=True, abort=False)
 
     @classmethod
@@ -165,13 +169,13 @@ class VoteOutcome:
 
 @dataclass(frozen=True)
 class StartTransfer:
-    """Action: stage this rank's incoming experts of ``layer``; answer with ``with_transfer_ended``.
+    """Action: stage this rank's incoming experts of all ``layers``; answer with ``with_transfer_ended``.
 
     ``lane`` grows, on all ranks at once, whenever a transfer was aborted: bytes of an abandoned transfer must never
     meet those of a later one.
     """
 
-    layer: RankLayer
+    layers: tuple[RankLayer, ...]
     generation: int
     lane: int
 
@@ -180,14 +184,15 @@ class StartTransfer:
 class Commit:
     """Action: copy what the transfer of ``generation`` has staged, and the new tables, into place, now.
 
-    ``before`` is what was served until here.
+    All ``layers`` switch between the same two forward passes. ``before`` is what was served until here. ``installed``
+    has what is installed once each layer is in place; the last is what is served from here on.
     """
 
     plan_id: int
     generation: int
-    layer: RankLayer
+    layers: tuple[RankLayer, ...]
     before: Installed
-    after: Installed
+    installed: tuple[Installed, ...]
 
 
 @dataclass(frozen=True)
@@ -208,17 +213,19 @@ Transition: TypeAlias = "tuple[SwitchState, tuple[Action, ...]]"
 class SwitchState:
     """Switch of one rank, a value: each event gives another, with what is to be done about it.
 
-    ``progress`` is how far the rank is with layer ``index`` of ``plan``, accepted at step ``offered_at``; IDLE exactly
-    where there is none. A plan may stay OFFERED for ``offer_deadline_steps``: some rank may never get it. With an
-    ``abort_wish`` the next ballot votes to abort. If the service has ``called_off`` the plan, each ballot says so, and
-    the plan ends once no rank transfers a layer. ``generation`` numbers the transfers and ``lane`` the lanes that
-    they use. Both grow equally on all ranks, ``lane`` only if a transfer was aborted. The rank rejects plans of terms
-    below ``highest_term``. It rejects all plans while it is ``paused`` (until resumed), ``unheard`` (until the ranks
-    vote again) or ``halted`` (for good, because the ranks have diverged).
+    ``progress`` is how far the rank is with the part of ``plan`` that begins at layer ``index``, accepted at step
+    ``offered_at``; IDLE exactly where there is none. No rank receives more than ``staging_rows`` experts in a part of
+    several layers; all ranks have the same number. A plan may stay OFFERED for ``offer_deadline_steps``: some rank may
+    never get it. With an ``abort_wish`` the next ballot votes to abort. If the service has ``called_off`` the plan,
+    each ballot says so, and the plan ends once no rank transfers a part. ``generation`` numbers the transfers and
+    ``lane`` the lanes that they use. Both grow equally on all ranks, ``lane`` only if a transfer was aborted. The rank
+    rejects plans of terms below ``highest_term``. It rejects all plans while it is ``paused`` (until resumed),
+    ``unheard`` (until the ranks vote again) or ``halted`` (for good, because the ranks have diverged).
     """
 
     installed: Installed
     offer_deadline_steps: int
+    staging_rows: int = 0
     progress: Progress = Progress.IDLE
     plan: RankPlan | None = None
     index: int = 0
@@ -234,9 +241,11 @@ class SwitchState:
     halted: str | None = None
 
     @property
-    def plan_under_way(self) -> tuple[int, int] | None:
-        """Plan id and the layer it is at, or ``None``."""
-        return None if self.plan is None else (self.plan.plan_id, self.plan.layers[self.index].layer)
+    def part(self) -> tuple[RankLayer, ...]:
+        """Layers of the part that the plan is at; empty without a plan."""
+        if self.plan is None:
+            return ()
+        return self.plan.layers[self.index : part_end(self.plan.received_LR, self.index, self.staging_rows)]
 
     @property
     def ballot(self) -> Ballot:
@@ -377,15 +386,21 @@ class SwitchState:
         started = replace(
             self, progress=Progress.TRANSFERRING, generation=self.generation + 1, transfer_runs=True
         )
-        return started, (StartTransfer(self.plan.layers[self.index], started.generation, self.lane),)
+        return started, (StartTransfer(self.part, started.generation, self.lane),)
 
     def _commit(self) -> Transition:
         assert self.plan is not None
-        plan, layer = self.plan, self.plan.layers[self.index]
-        after = self.installed.with_layer(layer.layer, layer.phy2log_RS, layer.log2phy_E)
-        commit = Commit(plan.plan_id, self.generation, layer, self.installed, after)
-        if self.index + 1 < len(plan.layers):
-            started, actions = replace(self, installed=after, index=self.index + 1)._start()
+        plan = self.plan
+        part = self.part
+        after = self.installed
+        installed = []
+        for layer in part:
+            after = after.with_layer(layer.layer, layer.phy2log_RS, layer.log2phy_E)
+            installed.append(after)
+        commit = Commit(plan.plan_id, self.generation, part, self.installed, tuple(installed))
+        end = self.index + len(part)
+        if end < len(plan.layers):
+            started, actions = replace(self, installed=after, index=end)._start()
             return started, (commit, *actions)
         return replace(self._idle(), installed=after), (commit,)
 

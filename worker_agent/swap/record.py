@@ -67,24 +67,32 @@ class History:
     def action(self, step: int, action: Action) -> None:
         """Record what the machine asks for: transfers, commits, dropped plans and halts."""
         match action:
-            case StartTransfer(layer, generation, lane):
-                self._write("transfer", step=step, generation=generation, lane=lane, layer=layer.layer)
-            case Commit(plan_id, generation, layer, before, after):
-                self._write(
-                    "commit",
-                    step=step,
-                    plan_id=plan_id,
-                    generation=generation,
-                    layer=layer.layer,
-                    before=[before.epoch, before.digest],
-                    after=[after.epoch, after.digest],
-                    layer_epochs=after.layer_epochs,
-                )
+            case StartTransfer(layers, generation, lane):
+                indices = [layer.layer for layer in layers]
+                self._write("transfer", step=step, generation=generation, lane=lane, layers=indices)
+            case Commit():
+                self._committed(step, action)
             case Halted(reason):
                 self._write("halt", step=step, reason=reason)
             case PlanStatus(state=PlanState.ABORTED | PlanState.CALLED_OFF):
                 facts = {"plan_id": action.plan_id, "layer": action.layer, "reason": action.reason}
                 self._write("abort", step=step, **facts)
+
+    def _committed(self, step: int, commit: Commit) -> None:
+        """Record each layer of a commit on a line of its own."""
+        before = commit.before
+        for layer, after in zip(commit.layers, commit.installed, strict=True):
+            self._write(
+                "commit",
+                step=step,
+                plan_id=commit.plan_id,
+                generation=commit.generation,
+                layer=layer.layer,
+                before=[before.epoch, before.digest],
+                after=[after.epoch, after.digest],
+                layer_epochs=after.layer_epochs,
+            )
+            before = after
 
     def heat(self, report: HeatReport) -> None:
         """Record that counts of some steps are about to be sent."""

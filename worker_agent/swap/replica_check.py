@@ -10,7 +10,7 @@ from one checkpoint have equal bytes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 
 import numpy as np
@@ -96,19 +96,18 @@ class ReplicaCheck:
         slot = _slot_of(installed, layer, expert)
         return None if slot is None else self._sum_of(layer, slot, expert)
 
-    def check_sources(self, layer: int, moves_M5: Int32, seconds: float) -> None:
-        """Compare each expert that a plan copies with its stored checksum or, without one, with another replica.
+    def check_sources(self, moves: Mapping[int, Int32], seconds: float) -> None:
+        """Compare each expert that a transfer copies with its stored checksum or, without one, with another replica.
 
-        The transfer thread of every rank calls it, on its stream, before the layer's copies begin. The rank of the
-        other replica reads that replica if it has no stored checksum. If its checksum does not arrive in time, the
-        expert is copied without a comparison.
+        The transfer thread of every rank calls it, on its stream, before the copies begin. The rank of the other
+        replica reads that replica if it has no stored checksum. If its checksum does not arrive in time, the expert is
+        copied without a comparison.
 
         Parameters
         ----------
-        layer
-            Index of the layer, which must not switch during the call.
-        moves_M5
-            The layer's moves: source rank and slot, destination rank and slot, expert.
+        moves
+            The moves of each layer, by its index: source rank and slot, destination rank and slot, expert, int32
+            ``[M, 5]``. None of these layers may switch during the call.
         seconds
             Longest wait for the checksums of other replicas.
 
@@ -120,7 +119,24 @@ class ReplicaCheck:
         installed = self._installed()
         if installed is None:
             return
-        unsure: dict[int, tuple[int, int]] = {}
+        unsure: dict[tuple[int, int], tuple[int, int]] = {}
+        for layer, moves_M5 in moves.items():
+            unsure |= self._read_sources(layer, moves_M5, installed)
+        self._ask_witnesses(unsure, installed, seconds)
+        for layer, moves_M5 in moves.items():
+            for source, slot, _, _, expert in moves_M5.tolist():
+                found = self._wrong.get((layer, slot)) if source == installed.rank else None
+                if found is not None and found[0] == expert:
+                    raise ValueError(found[1])
+
+    def _read_sources(
+        self, layer: int, moves_M5: Int32, installed: Installed
+    ) -> dict[tuple[int, int], tuple[int, int]]:
+        """Read what this rank sends of a layer, and the replicas that other ranks will ask about.
+
+        Returns the expert, and the rank of its other replica, of each layer and slot that has no stored checksum.
+        """
+        unsure = {}
         for source, slot, expert in sorted({(move[0], move[1], move[4]) for move in moves_M5.tolist()}):
             others = _others(installed, layer, expert, source)
             witness = others[expert % len(others)] if others else None
@@ -131,12 +147,8 @@ class ReplicaCheck:
             if installed.rank == source or stored is None:
                 self._store(layer, held, self._read(layer, held), installed)
             if installed.rank == source and stored is None and witness is not None:
-                unsure[slot] = expert, witness
-        self._ask_witnesses(layer, unsure, installed, seconds)
-        for source, slot, _, _, expert in moves_M5.tolist():
-            found = self._wrong.get((layer, slot)) if source == installed.rank else None
-            if found is not None and found[0] == expert:
-                raise ValueError(found[1])
+                unsure[layer, slot] = expert, witness
+        return unsure
 
     def turn(self, stream: SideStream) -> None:
         """Read the next expert, compare it, and set when the one after it is due."""
@@ -196,19 +208,19 @@ class ReplicaCheck:
         self._wrong[layer, slot] = _expert_in(installed, layer, slot), reason
 
     def _ask_witnesses(
-        self, layer: int, unsure: dict[int, tuple[int, int]], installed: Installed, seconds: float
+        self, unsure: dict[tuple[int, int], tuple[int, int]], installed: Installed, seconds: float
     ) -> None:
         """Compare slots with other replicas until all have answered or ``seconds`` pass.
 
-        ``unsure`` has the expert and the rank of its other replica for each slot.
+        ``unsure`` has the expert and the rank of its other replica for each layer and slot.
         """
         end = self._runtime.now() + seconds
         while unsure and self._runtime.now() < end:
-            for slot, (expert, rank) in tuple(unsure.items()):
+            for (layer, slot), (expert, rank) in tuple(unsure.items()):
                 theirs = self._elsewhere(layer, expert, rank)
                 if theirs is None:
                     continue
-                del unsure[slot]
+                del unsure[layer, slot]
                 if theirs != self._sum_of(layer, slot, expert):
                     self._differs(layer, slot, rank, installed)
             if unsure:

@@ -2,47 +2,90 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 import torch
 
 from eplb_service.placement import expert_map
+from eplb_service.wire.agent import Shape
 from eplb_service.wire.plan import RankLayer
 from worker_agent.device import on_host
 from worker_agent.live_layer import ExpertWeights, LiveLayer, PlacementAware
 from worker_agent.swap.commit_register import FatalSwitchError
 
+_MAX_LAYERS = 4
+"""Staging is for this many layers whose slots all receive an expert, at most."""
+
+
+def staging_rows(shape: Shape, max_bytes: int) -> int:
+    """Return the number of experts that the staging of each rank is for, within ``max_bytes``.
+
+    It depends on nothing but what all ranks have alike. A layer that needs more has a transfer of its own.
+
+    >>> staging_rows(Shape(ranks=32, layers=58, experts=256, slots=9, bytes_per_expert=44 << 20), 512 << 20)
+    11
+    """
+    return min(_MAX_LAYERS * shape.slots, max_bytes // max(1, shape.bytes_per_expert))
+
 
 class Staging:
-    """Buffers for the experts that one layer receives, kept and re-used from layer to layer."""
+    """Buffers for the experts that the layers of one transfer receive, kept and re-used by the next ones."""
 
     def __init__(self) -> None:
-        self._buffers: list[ExpertWeights] = []
+        self._buffers: dict[tuple[object, ...], list[ExpertWeights]] = {}
+        """By what the experts of a layer look like: most models have layers of one kind."""
 
     @property
     def nbytes(self) -> int:
         """Bytes that are held, whether or not a transfer uses them; may be asked for on any thread."""
+        held = [buffer for buffers in tuple(self._buffers.values()) for buffer in buffers]
         return sum(
             buffer.nbytes if isinstance(buffer, torch.Tensor) else sum(row.nbytes for row in buffer)
-            for buffer in self._buffers
+            for buffer in held
         )
 
-    def reserve(self, weights: Sequence[ExpertWeights], rows: int) -> list[ExpertWeights]:
-        """Return for each of ``weights`` a buffer of ``rows`` experts, in its form, dtype and device.
+    def reserve(
+        self, layers: Sequence[Sequence[ExpertWeights]], rows: Sequence[int]
+    ) -> list[list[ExpertWeights]]:
+        """Return buffers for ``rows[n]`` experts of ``layers[n]``: one for each of its weights, of the same kind.
 
-        Takes new memory only where a layer needs more rows, or other shapes, than the ones before.
+        Takes new memory only if the layers need more rows, or other shapes, than the ones before.
         """
-        fits = len(self._buffers) == len(weights) and all(
-            _fits(buffer, weight, rows) for buffer, weight in zip(self._buffers, weights, strict=True)
-        )
-        if not fits:
-            self._buffers = []
-            self._buffers = [_buffer_of(weight, rows) for weight in weights]
-        return [buffer[:rows] for buffer in self._buffers]
+        kinds = [_kind(weights) for weights in layers]
+        needed: Counter[tuple[object, ...]] = Counter()
+        for kind, count in zip(kinds, rows, strict=True):
+            needed[kind] += count
+        short = [kind for kind, count in needed.items() if count > self._rows(kind)]
+        if short:
+            fitting = needed.keys() - set(short)
+            self._buffers = {kind: held for kind, held in self._buffers.items() if kind in fitting}
+            for kind in short:
+                weights = layers[kinds.index(kind)]
+                self._buffers[kind] = [_buffer_of(weight, needed[kind]) for weight in weights]
+        begins: Counter[tuple[object, ...]] = Counter()
+        reserved = []
+        for kind, count, weights in zip(kinds, rows, layers, strict=True):
+            begin = begins[kind]
+            begins[kind] += count
+            buffers = self._buffers.get(kind, weights)
+            reserved.append([buffer[begin : begin + count] for buffer in buffers])
+        return reserved
 
     def drop(self) -> None:
         """Give the memory up: a transfer that failed may still write into it."""
-        self._buffers = []
+        self._buffers = {}
+
+    def _rows(self, kind: tuple[object, ...]) -> int:
+        return len(self._buffers[kind][0]) if kind in self._buffers else 0
+
+
+def _kind(weights: Sequence[ExpertWeights]) -> tuple[object, ...]:
+    """Equal for layers whose experts fit each other's buffers."""
+    return tuple(
+        (isinstance(weight, torch.Tensor), weight[0].shape, weight[0].dtype, weight[0].device)
+        for weight in weights
+    )
 
 
 def _buffer_of(weight: ExpertWeights, rows: int) -> ExpertWeights:
@@ -50,15 +93,6 @@ def _buffer_of(weight: ExpertWeights, rows: int) -> ExpertWeights:
     if isinstance(weight, torch.Tensor):
         return weight.new_empty((rows, *weight.shape[1:]))
     return [torch.empty_like(weight[0]) for _ in range(rows)]
-
-
-def _fits(buffer: ExpertWeights, weight: ExpertWeights, rows: int) -> bool:
-    if len(buffer) < rows or isinstance(buffer, torch.Tensor) is not isinstance(weight, torch.Tensor):
-        return False
-    if not len(buffer):
-        return rows == 0
-    held, wanted = buffer[0], weight[0]
-    return (held.shape, held.dtype, held.device) == (wanted.shape, wanted.dtype, wanted.device)
 
 
 def install_layer(

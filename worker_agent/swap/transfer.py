@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import queue
 import sys
 from collections import Counter
@@ -10,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import zip_longest
+from typing import TypeAlias
 
 import torch
 
@@ -28,6 +30,8 @@ _log = logging.getLogger("eplb.agent")
 
 _CHUNK_BYTES = 4 * 1024 * 1024
 """Size of the largest message, except for tensors in blocks; the same on all ranks."""
+_MAX_SLOWDOWN = 2.0
+"""Multiple of the fastest exchange's time per byte for which an exchange is taken to keep the link busy."""
 _REST_SECONDS = 1.0
 _WITNESS_SECONDS = 1.0
 """Longest time that a transfer waits for the checksums of replicas on other ranks."""
@@ -36,19 +40,28 @@ _LATE_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
-class TransferResult:
-    """Staged rows of one transfer and their slots, or the error that ended it.
+class StagedLayer:
+    """Staged rows of a layer and their slots. ``sums`` are the senders' checksums by slot, where they were sent."""
 
-    ``sums`` are the senders' checksums by slot, where they were sent.
-    """
-
-    generation: int
+    layer: int
     staged: list[ExpertWeights]
     slots: list[int]
-    bytes_received: int
-    seconds: float
-    error: str | None = None
+    seconds: float = 0.0
     sums: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def bytes_received(self) -> int:
+        """Size of all staged rows."""
+        return sum(row.nbytes for buffer in self.staged for row in buffer)
+
+
+@dataclass(frozen=True)
+class TransferResult:
+    """Layers that one transfer has staged, in the order of its request, or the error that ended it."""
+
+    generation: int
+    layers: tuple[StagedLayer, ...] = ()
+    error: str | None = None
 
 
 class ByteBudget:
@@ -62,6 +75,8 @@ class ByteBudget:
     def __init__(self, bytes_per_step: int | None, runtime: Runtime = REAL, share: float = 1.0) -> None:
         self._bytes_per_step = bytes_per_step
         self._share = share
+        self._fastest = math.inf
+        """Seconds per byte of the fastest exchange so far."""
         self._left = 0
         self._opened = False
         self._changed = runtime.condition()
@@ -87,10 +102,17 @@ class ByteBudget:
         """Largest number of bytes to exchange at once."""
         return sys.maxsize if self._bytes_per_step is None else self._bytes_per_step
 
-    def rest(self, taken: float, longest: float) -> None:
-        """Leave the link idle for the model after an exchange of ``taken`` seconds, for at most ``longest`` seconds."""
-        if self._bytes_per_step is None and self._share < 1.0:
-            seconds = min(taken * (1.0 / self._share - 1.0), longest)
+    def rest(self, taken: float, size: int, longest: float) -> None:
+        """Leave the link idle for the model after an exchange, for at most ``longest`` seconds.
+
+        The exchange of ``size`` bytes took ``taken`` seconds. For part of them it may have waited for a peer, and that
+        one for a third rank to end its rest. If that counted, each rest would prolong the next ones, so the link is
+        taken to have been busy for at most twice as long as the fastest exchange so far would have needed.
+        """
+        if self._bytes_per_step is None and self._share < 1.0 and size > 0:
+            self._fastest = min(self._fastest, taken / size)
+            busy = min(taken, _MAX_SLOWDOWN * self._fastest * size)
+            seconds = min(busy * (1.0 / self._share - 1.0), longest)
             with self._changed:
                 self._changed.wait_for(lambda: self._opened, seconds)
 
@@ -111,6 +133,10 @@ class _Check:
 
     layer: int
     sums: dict[int, int]
+
+
+_Job: TypeAlias = "tuple[StartTransfer | _Check, Sequence[Sequence[ExpertWeights]], Mark]"
+"""What the thread is to do, the weights of each layer that it concerns, and the point of the stream to wait for."""
 
 
 class TransferWorker:
@@ -138,22 +164,19 @@ class TransferWorker:
         self._budget = budget
         self._stream = SideStream(lanes.device)
         self.staging = Staging()
-        self._jobs: queue.SimpleQueue[tuple[StartTransfer | _Check, Sequence[ExpertWeights], Mark] | None] = (
-            runtime.queue()
-        )
+        self._jobs: queue.SimpleQueue[_Job | None] = runtime.queue()
         self._results = queue.SimpleQueue[TransferResult]()
         self._overdue_at: float | None = None
         self._thread = runtime.spawn("eplb-transfer", self._run)
 
-    def reserve(self, weights: Sequence[ExpertWeights], most_bytes: int) -> None:
-        """Allocate staging for a layer of ``weights``, within ``most_bytes``, before the engine sizes its KV cache.
+    def reserve(self, weights: Sequence[ExpertWeights], rows: int) -> None:
+        """Allocate staging for ``rows`` experts of a layer of ``weights``, before the engine sizes its KV cache.
 
         Raises ``RuntimeError`` if the device has too little memory.
         """
-        rows = min(len(weights[0]), most_bytes // max(1, sum(weight[0].nbytes for weight in weights)))
         try:
             with self._stream.current():
-                self.staging.reserve(weights, rows)
+                self.staging.reserve([weights], [rows])
         except Exception as error:
             raise RuntimeError(
                 f"staging for {rows} incoming experts cannot be reserved: {error}; lower EPLB_AGENT_STAGING_MIB"
@@ -176,21 +199,21 @@ class TransferWorker:
         busy = self._overdue_at is not None or self._checked < self._checks
         return busy and self._thread.is_alive()
 
-    def start(self, order: StartTransfer, layer: LiveLayer) -> None:
+    def start(self, order: StartTransfer, layers: Sequence[LiveLayer]) -> None:
         """Begin; called on the model's thread, so that what it has queued so far is waited for.
 
         That is a commit before all: what it copies out of staging is read before anything new is written there.
         """
-        weights = layer.expert_weights()
+        weights = [layer.expert_weights() for layer in layers]
         self._overdue_at = self._runtime.now() + 2 * self._timeout + _LATE_SECONDS
-        self._jobs.put((order, weights, Mark(weights[0][0].device)))
+        self._jobs.put((order, weights, Mark(weights[0][0][0].device)))
 
     def check(self, layer: int, live: LiveLayer, sums: dict[int, int]) -> None:
         """Compare, in the background, what was just installed with the senders' checksums; ``damaged`` shows it."""
         if sums:
             self._checks += 1
             weights = live.expert_weights()
-            self._jobs.put((_Check(layer, sums), weights, Mark(weights[0][0].device)))
+            self._jobs.put((_Check(layer, sums), [weights], Mark(weights[0][0].device)))
 
     def poll(self) -> TransferResult | None:
         """Return a transfer that has ended since the last call, or ``None``; never waits."""
@@ -213,13 +236,13 @@ class TransferWorker:
                 self._results.put(self._transferred(order, weights, ready))
                 continue
             try:
-                self._compare(order, weights, ready)
+                self._compare(order, weights[0], ready)
             except Exception as failure:
                 self.damaged = f"what was installed could not be compared with what was sent: {failure}"
             self._checked += 1
         self._lanes.retire()
 
-    def _next_job(self) -> tuple[StartTransfer | _Check, Sequence[ExpertWeights], Mark] | None:
+    def _next_job(self) -> _Job | None:
         """Wait for something to do, and look after live experts meanwhile."""
         while self._replicas is not None:
             with suppress(queue.Empty):
@@ -242,57 +265,72 @@ class TransferWorker:
                     )
 
     def _transferred(
-        self, order: StartTransfer, weights: Sequence[ExpertWeights], ready: Mark
+        self, order: StartTransfer, weights: Sequence[Sequence[ExpertWeights]], ready: Mark
     ) -> TransferResult:
-        began = self._runtime.now()
-        moves = order.layer.moves_M5.tolist()
-        slots = [slot for _, _, destination, slot, _ in moves if destination == self._lanes.rank]
-        # A layer may change its tables alone.
-        staged: list[ExpertWeights] = [weight[:0] for weight in weights]
-        sums: dict[int, int] = {}
-        error = None
         try:
-            if moves:
-                staged, by_row = self._move(order, weights, ready, len(slots))
-                sums = {slots[row]: value for row, value in by_row.items()}
+            if any(len(layer.moves_M5) for layer in order.layers):
+                return TransferResult(order.generation, self._move(order, weights, ready))
         except Exception as failure:
-            error = f"transfer of layer {order.layer.layer} failed: {failure}"
             # Late bytes may still be written into what was staged, and the other ranks must not wait for this one:
             # without the lane's links they know at once.
             self._lanes.retire()
             self.staging.drop()
-        received = sum(row.nbytes for buffer in staged for row in buffer) if error is None else 0
-        seconds = self._runtime.now() - began
-        return TransferResult(order.generation, staged, slots, received, seconds, error, sums)
+            names = ", ".join(str(layer.layer) for layer in order.layers)
+            some = "layer" if len(order.layers) == 1 else "layers"
+            return TransferResult(order.generation, error=f"transfer of {some} {names} failed: {failure}")
+        # The layers change their tables alone.
+        staged = [
+            StagedLayer(layer.layer, [weight[:0] for weight in layer_weights], [])
+            for layer, layer_weights in zip(order.layers, weights, strict=True)
+        ]
+        return TransferResult(order.generation, tuple(staged))
 
     def _move(
-        self, order: StartTransfer, weights: Sequence[ExpertWeights], ready: Mark, rows: int
-    ) -> tuple[list[ExpertWeights], dict[int, int]]:
-        """Send and receive this rank's part of the layer, round by round.
-
-        Returns the staged buffers, filled, and the checksums of their rows by their senders.
-        """
-        deadline, sums = Deadline(self._timeout, self._runtime), dict[int, int]()
+        self, order: StartTransfer, weights: Sequence[Sequence[ExpertWeights]], ready: Mark
+    ) -> tuple[StagedLayer, ...]:
+        """Send and receive what this rank has to of each layer, in turn."""
+        began = self._runtime.now()
+        deadline = Deadline(self._timeout, self._runtime)
+        rank = self._lanes.rank
+        slots = [layer.moves_M5[layer.moves_M5[:, 2] == rank, 3].tolist() for layer in order.layers]
+        staged = []
         with self._stream.current():
             # Every rank joins the lane, also one that neither sends nor receives: its mesh is built by all.
             carrier = _Carrier(self._lanes.lane(order.lane), self._budget, deadline)
             ready.hold_current_stream()
             if self._replicas is not None:
-                seconds = min(_WITNESS_SECONDS, self._timeout / 4)
-                self._replicas.check_sources(order.layer.layer, order.layer.moves_M5, seconds)
-            staged = self.staging.reserve(weights, rows)
-            for outgoing, incoming, row in _parcels(order.layer.moves_M5, self._lanes.rank, weights, staged):
-                if outgoing and incoming and outgoing[0].peer == self._lanes.rank:
-                    # An expert changes its slot on this rank.
-                    for source, target in zip(outgoing, incoming, strict=True):
-                        target.data.copy_(source.data)
-                    continue
-                sent = carrier.carry(outgoing, incoming, verify=self._verify)
-                if sent is not None:
-                    sums[row] = sent
+                moves = {layer.layer: layer.moves_M5 for layer in order.layers}
+                self._replicas.check_sources(moves, min(_WITNESS_SECONDS, self._timeout / 4))
+            buffers = self.staging.reserve(weights, [len(own) for own in slots])
+            for layer, own, live, incoming in zip(order.layers, slots, weights, buffers, strict=True):
+                sums = self._carry(carrier, layer.moves_M5, live, incoming)
+                by_slot = {own[row]: value for row, value in sums.items()}
+                now = self._runtime.now()
+                staged.append(StagedLayer(layer.layer, incoming, own, now - began, by_slot))
+                began = now
         # Late is late, also where this rank had nothing to send or receive.
         deadline.left()
-        return staged, sums
+        return tuple(staged)
+
+    def _carry(
+        self,
+        carrier: _Carrier,
+        moves_M5: Int32,
+        live: Sequence[ExpertWeights],
+        staged: Sequence[ExpertWeights],
+    ) -> dict[int, int]:
+        """Carry one layer's experts, round by round; return the senders' checksums by the row of ``staged``."""
+        sums: dict[int, int] = {}
+        for outgoing, incoming, row in _parcels(moves_M5, self._lanes.rank, live, staged):
+            if outgoing and incoming and outgoing[0].peer == self._lanes.rank:
+                # An expert changes its slot on this rank.
+                for source, target in zip(outgoing, incoming, strict=True):
+                    target.data.copy_(source.data)
+                continue
+            sent = carrier.carry(outgoing, incoming, verify=self._verify)
+            if sent is not None:
+                sums[row] = sent
+        return sums
 
 
 class _Carrier:
@@ -324,7 +362,7 @@ class _Carrier:
                     "the transfer deadline passed before the byte budget sufficed: the model completed too few steps"
                 )
             taken = self._lane.exchange(leaving, arriving, self._deadline)
-            self._budget.rest(taken, self._deadline.left() / 2)
+            self._budget.rest(taken, size, self._deadline.left() / 2)
         return _compare(incoming, reported[-1]) if verify and incoming else None
 
     def _batches(

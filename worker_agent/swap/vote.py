@@ -68,6 +68,8 @@ class Voter:
         self._runtime = runtime
         self._work: Reduction | None = None
         self.due = 0
+        self.heard_at = runtime.now()
+        """Time at which the ballots of the last vote counted were there, in seconds."""
         self._cast: Ballot | None = None
 
     @property
@@ -93,6 +95,7 @@ class Voter:
         ``settle``.
         """
         outcome = self._heard()
+        self.heard_at = self._runtime.now()
         if outcome.result is VoteResult.COMMIT:
             together = self._all_are_at(exact_forward())
             # Where not all came in time, or one that gave up has asked this rank before it heard, the ranks settle it.
