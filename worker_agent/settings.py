@@ -52,8 +52,8 @@ class AgentSettings(BaseSettings):
         4,
         ge=1,
         le=1024,
-        description="steps from one vote to the next while some rank holds a plan, and four times as many while "
-        "none does",
+        description="steps from one vote to the next while some rank holds a plan and for 64 steps after it, and "
+        "four times as many at other times",
     )
     vote_timeout_seconds: float = Field(
         10.0,

@@ -2,7 +2,7 @@
 
 from eplb_service.placement.foreign import EMPTY, as_served, checked_foreign, repaired
 from eplb_service.placement.par import Float64, mean_par, par, peak_par, step_par
-from eplb_service.placement.parts import part_end
+from eplb_service.placement.parts import part_end, staging_rows
 from eplb_service.placement.placement import (
     Placement,
     apply_layers,
@@ -50,6 +50,7 @@ __all__ = [
     "part_end",
     "peak_par",
     "repaired",
+    "staging_rows",
     "step_par",
     "with_entries",
     "without_single_entries",

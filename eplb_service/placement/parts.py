@@ -5,6 +5,29 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+_MAX_LAYERS = 4
+"""Staging is for this many layers whose slots all receive an expert, at most."""
+
+
+def staging_rows(slots: int, bytes_per_expert: int, max_bytes: int) -> int:
+    """Return the number of experts that the staging of a rank holds.
+
+    Parameters
+    ----------
+    slots
+        Slots of a rank in one layer.
+    bytes_per_expert
+        Size of an expert in one layer, in bytes.
+    max_bytes
+        Bound on the staging, in bytes. Whatever it is, staging is for at most four layers' slots.
+
+    Examples
+    --------
+    >>> staging_rows(slots=9, bytes_per_expert=44 << 20, max_bytes=512 << 20)
+    11
+    """
+    return min(_MAX_LAYERS * slots, max_bytes // max(1, bytes_per_expert))
+
 
 def part_end(received_LR: npt.NDArray[np.integer], first: int, rows: int) -> int:
     """Return the end (exclusive) of the part that begins with layer ``first`` of a plan.

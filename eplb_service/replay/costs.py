@@ -34,6 +34,12 @@ PICK_UP_PASSES = 8 + VOTE_LAG
 Ranks without a plan vote every 16 passes, so a plan waits 0 to 15 passes for the vote that finds it on all ranks. The
 mean is taken as 8. That vote's count starts the transfer.
 """
+PICK_UP_SOON_PASSES = 2 + VOTE_LAG
+"""The same within ``BUSY_PASSES`` of the end of a plan: the ranks still vote every 4 passes."""
+BUSY_PASSES = 64
+"""Passes after a plan in which the ranks vote as often as beside one."""
+STAGING_BYTES = 512 << 20
+"""Memory of a rank for experts that arrive: the agent's default."""
 
 
 @dataclass(frozen=True)
@@ -135,10 +141,15 @@ class Costs:
             raise ReplayError(f"link_share is {self.link_share}; it must be at most 1")
 
     @property
+    def expert_bytes(self) -> int:
+        """Bytes of an expert, recorded or assumed."""
+        return self.bytes_per_expert or ASSUMED_BYTES
+
+    @property
     def moving(self) -> MovingCosts:
         """Costs of moves as the planner takes them."""
         return MovingCosts(
-            expert_seconds=(self.bytes_per_expert or ASSUMED_BYTES) / (self.link_bandwidth * 1e9),
+            expert_seconds=self.expert_bytes / (self.link_bandwidth * 1e9),
             commit_seconds=None if self.commit_ms is None else self.commit_ms / 1e3,
             layer_ms=self.layer_ms,
             layer_source="as charged",
@@ -166,6 +177,8 @@ class Costs:
         received_LR: Sequence[npt.NDArray[np.integer]],
         sent_LR: Sequence[npt.NDArray[np.integer]],
         rows: int,
+        *,
+        soon: bool = False,
     ) -> npt.NDArray[np.int64]:
         """Return the steps from the end of a window until each layer of its plan serves, int64 ``[L]``.
 
@@ -180,7 +193,10 @@ class Costs:
         received_LR, sent_LR
             Experts that each rank receives and sends in each layer, in the plan's order: integers ``[R]`` per layer.
         rows
-            Experts that the staging of a rank holds: its slots per layer.
+            Experts that the staging of a rank holds (see ``staging_rows``).
+        soon
+            True if the plan before this one ended less than ``BUSY_PASSES`` ago: the ranks then pick it up after
+            ``PICK_UP_SOON_PASSES``.
 
         Examples
         --------
@@ -194,13 +210,12 @@ class Costs:
         steps_L = np.zeros(len(received_LR), dtype=np.int64)
         if not self.step_ms:
             return steps_L
-        expert_ms = (
-            1e3 * (self.bytes_per_expert or ASSUMED_BYTES) / (self.link_bandwidth * self.link_share * 1e9)
-        )
-        step = math.ceil(self.solve_ms / self.step_ms) + PICK_UP_PASSES
+        expert_ms = 1e3 * self.expert_bytes / (self.link_bandwidth * self.link_share * 1e9)
+        waits = PICK_UP_SOON_PASSES if soon else PICK_UP_PASSES
+        step = math.ceil(self.solve_ms / self.step_ms) + waits
         first = 0
         while first < len(received_LR):
-            end = part_end(received_LR, first, rows)
+            end = part_end(np.asarray(received_LR), first, rows)
             busiest = max(np.sum(moved_LR[first:end], axis=0).max() for moved_LR in (received_LR, sent_LR))
             transfer = max(1, math.ceil(busiest * expert_ms / self.step_ms))
             step += VOTE_INTERVAL * math.ceil((transfer + VOTE_LAG) / VOTE_INTERVAL)
@@ -256,7 +271,7 @@ class Costs:
         texts = {
             "move_price": f"{self.move_price}",
             "link_bandwidth": f"{self.link_bandwidth:g} GB/s",
-            "bytes_per_expert": size_text(self.bytes_per_expert or ASSUMED_BYTES),
+            "bytes_per_expert": size_text(self.expert_bytes),
             "commit_ms": "0.5 ms and a copy" if self.commit_ms is None else f"{self.commit_ms:g} ms",
             "layer_ms": f"{digits(self.layer_ms)} ms" + (" at first" if self.curve is not None else ""),
         }

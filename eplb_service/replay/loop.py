@@ -24,6 +24,7 @@ from eplb_service.placement import (
     mean_par,
     par,
     repaired,
+    staging_rows,
     step_par,
 )
 from eplb_service.planner.dealing import first_tables
@@ -35,7 +36,7 @@ from eplb_service.planner.policies import PolicyError, answer_of
 from eplb_service.planner.score import Gain, gain_of, sampling_floor, split_loads, split_steps
 from eplb_service.planner.settings import EVEN, STEP
 from eplb_service.planner.topology import Topology
-from eplb_service.replay.costs import Costs
+from eplb_service.replay.costs import BUSY_PASSES, STAGING_BYTES, Costs
 from eplb_service.replay.moves import arrivals, for_each_layer, sent, switched, tables_differ
 from eplb_service.replay.policy import Job, ReplayError
 from eplb_service.replay.result import ReplayedDecision
@@ -124,6 +125,8 @@ class _Run:
         self._order: Sequence[int] = ()
         self._replaced: tuple[Serving, int] | None = None
         """What served before the last decision's change, and since which step it does no more."""
+        self._ended_at: int | None = None
+        """Step at which the last plan ended."""
 
     def serve(self, heat_TLE: Counts, begin: int, step: int) -> ReplayedDecision:
         """Serve from ``step`` to the end of the heat, which starts at step ``begin``, and decide on the way."""
@@ -166,6 +169,7 @@ class _Run:
             self._hold(self._serving, switched(before, self._serving))
             if not self._coming:
                 self._replaced = self._before, step
+                self._ended_at = step
 
     def _hold(self, serving: Serving, layers_L: npt.NDArray[np.bool_]) -> None:
         """Note that ranks hold what ``serving`` places in these layers, bool ``[L]``."""
@@ -194,7 +198,9 @@ class _Run:
         if pace.too_recent or (self._coming and is_answered):
             self._pace = pace.postponed() if pace.due else pace
             return None
-        self._coming.clear()
+        if self._coming:
+            self._coming.clear()
+            self._ended_at = step
         self._answers_alarm = pace.alarm
         dismissed = pace.alarm is not alarmed and not pace.settling
         window = self._window(heat_TLE, pace.window_steps(heat_TLE), step)
@@ -267,7 +273,8 @@ class _Run:
         steps_L = step + self._costs.arrival_steps(
             for_each_layer(moves_LR[order], each_L),
             for_each_layer(sent_LR[order], each_L),
-            self._job.setup.slots,
+            staging_rows(self._job.setup.slots, self._costs.expert_bytes, STAGING_BYTES),
+            soon=self._ended_at is not None and step - self._ended_at < BUSY_PASSES,
         )
         arriving: dict[int, Serving] = {}
         middle_L = np.cumsum(each_L) - (each_L + 1) // 2

@@ -5,10 +5,11 @@ from __future__ import annotations
 import doctest
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eplb_service.placement import part_end, parts
+from eplb_service.placement import part_end, parts, staging_rows
 
 RECEIVED = st.lists(st.lists(st.integers(0, 5), min_size=3, max_size=3), min_size=1, max_size=12)
 
@@ -29,5 +30,12 @@ def test_parts_cover_the_plan_and_are_as_long_as_the_staging_admits(
         begin = end
 
 
-def test_the_example_of_its_docstring_holds() -> None:
-    assert doctest.testmod(parts) == (0, 3)
+@pytest.mark.parametrize(
+    ("mib", "expert_mib", "rows"), [(512, 44, 11), (512, 1, 36), (100, 44, 2), (0, 44, 0), (512, 0, 36)]
+)
+def test_staging_is_bounded_by_its_bytes_and_by_four_layers(mib: int, expert_mib: int, rows: int) -> None:
+    assert staging_rows(9, expert_mib << 20, mib << 20) == rows
+
+
+def test_the_examples_of_the_docstrings_hold() -> None:
+    assert doctest.testmod(parts) == (0, 4)

@@ -105,7 +105,8 @@ def test_a_plan_under_way_is_replaced_if_heat_changes_again(second: int) -> None
 
 
 def test_a_plan_under_way_is_kept_while_heat_is_what_it_was_made_for() -> None:
-    late = Costs(step_ms=50, solve_ms=0)
+    # A plan ends 16 steps after its decision, or 22 if none was under way in the 64 steps before.
+    late = Costs(step_ms=50, solve_ms=400)
     par_T, decided = replayed(workloads(FIRST + 60, 70, seed=3), at_a_time=1, costs=late)
     assert (par_T[60 + 16 + 20 :] < 1.3).all()
     assert sum(60 <= step - FIRST < 60 + 20 for step in decided) == 1

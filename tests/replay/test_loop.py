@@ -104,7 +104,7 @@ def test_a_decision_takes_effect_part_by_part_as_its_weights_arrive(each: int) -
         ]
         for column in (0, 2)
     )
-    arrives_L = np.minimum(40 + costs.arrival_steps(received_LR, sent_LR, rows=5), 70)
+    arrives_L = np.minimum(40 + costs.arrival_steps(received_LR, sent_LR, rows=20), 70)
     step = 40
     loads = []
     # Layers serve in parts one after another, the one with the largest gain first.
@@ -123,7 +123,7 @@ def test_a_decision_takes_effect_part_by_part_as_its_weights_arrive(each: int) -
 def test_while_weights_are_under_way_no_other_decision_is_made():
     costs = Costs(step_ms=1, solve_ms=22.5, bytes_per_expert=1)
     decisions = run(["deepseek"], costs=costs).policies[0].decisions
-    assert [decision.late for decision in decisions[:2]] == [30, 15]
+    assert [decision.late for decision in decisions[:2]] == [30, 7]
     assert decisions[0].layers_changed > 0
     assert (decisions[1].layers_changed, decisions[1].moves) == (0, 0)
 

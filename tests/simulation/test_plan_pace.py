@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from eplb_service.placement import staging_rows
 from eplb_service.replay import costs
 from eplb_service.replay.costs import PICK_UP_PASSES, Costs
 from eplb_service.wire.plan import RankPlan
@@ -25,6 +26,8 @@ def test_the_votes_and_the_share_of_the_link_are_the_agent_s_defaults() -> None:
     assert (settings.vote_interval, vote._VOTE_LAG) == (costs.VOTE_INTERVAL, costs.VOTE_LAG)
     idle = vote._IDLE_INTERVALS * settings.vote_interval
     assert idle // 2 + vote._VOTE_LAG == PICK_UP_PASSES
+    assert vote._BUSY_PASSES == costs.BUSY_PASSES
+    assert settings.staging_mib << 20 == costs.STAGING_BYTES
     assert Costs().link_share == settings.link_share
 
 
@@ -72,8 +75,7 @@ def test_layers_switch_at_the_passes_that_the_costs_predict(
             # The run has ended first.
             continue
         found_L = np.array([step_of[layer.layer] for layer in plan.layers])
-        # Agents that switch one layer per vote are at the pace of a staging without rows.
-        rows = SLOTS if len(set(found_L.tolist())) < len(found_L) else 0
+        rows = staging_rows(SLOTS, 16, costs.STAGING_BYTES)
         predicted_L = offered + stated.arrival_steps(moved(plan, 2), moved(plan, 0), rows)
         (longer_than_mean,) = set((found_L - predicted_L).tolist())
         assert -8 <= longer_than_mean < 8

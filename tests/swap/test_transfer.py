@@ -13,14 +13,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eplb_service.wire.agent import Shape
 from tests.swap.carried import PlainLayer, order
 from tests.swap.placed import INSTALLED, plan_of
 from worker_agent.settings import AgentSettings
 from worker_agent.swap.commit_register import FatalSwitchError
 from worker_agent.swap.driver import SwitchDriver
 from worker_agent.swap.machine import Commit
-from worker_agent.swap.staging import Staging, staging_rows
+from worker_agent.swap.staging import Staging
 from worker_agent.swap.transfer import ByteBudget, StagedLayer, TransferResult, TransferWorker, _rounds
 
 
@@ -151,14 +150,6 @@ def test_layers_of_two_kinds_are_staged_beside_each_other() -> None:
     # What another kind held is given up before more is taken.
     staging.reserve([narrow], [2])
     assert staging.nbytes == 4 * 10
-
-
-@pytest.mark.parametrize(
-    ("mib", "expert_mib", "rows"), [(512, 44, 11), (512, 1, 36), (100, 44, 2), (0, 44, 0), (512, 0, 36)]
-)
-def test_staging_is_bounded_by_its_setting_and_by_four_layers(mib: int, expert_mib: int, rows: int) -> None:
-    shape = Shape(ranks=32, layers=58, experts=256, slots=9, bytes_per_expert=expert_mib << 20)
-    assert staging_rows(shape, mib << 20) == rows
 
 
 def test_a_device_without_room_for_staging_says_so_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 
-from eplb_service.placement import Placement
+from eplb_service.placement import Placement, staging_rows
 from eplb_service.wire.agent import CallOff, PlanState, PlanStatus
 from eplb_service.wire.plan import RankLayer
 from worker_agent.forward_clock import ForwardClock
@@ -30,7 +30,7 @@ from worker_agent.swap.machine import (
 from worker_agent.swap.record import History
 from worker_agent.swap.rendezvous import Rendezvous
 from worker_agent.swap.replica_check import ReplicaCheck
-from worker_agent.swap.staging import install_layer, staging_rows
+from worker_agent.swap.staging import install_layer
 from worker_agent.swap.table_check import TableCheck
 from worker_agent.swap.transfer import ByteBudget, StagedLayer, TransferResult, TransferWorker
 from worker_agent.swap.vote import Voter, VoteSchedule
@@ -81,7 +81,8 @@ class SwitchDriver:
         runtime: Runtime = REAL,
     ) -> None:
         self.stats = SwitchStats()
-        rows = staging_rows(rendezvous.identity.shape, settings.staging_mib << 20)
+        shape = rendezvous.identity.shape
+        rows = staging_rows(shape.slots, shape.bytes_per_expert, settings.staging_mib << 20)
         self.state = SwitchState(rendezvous.installed, _OFFER_DEADLINE_STEPS, rows)
         self.budget = ByteBudget(settings.bytes_per_step, runtime, settings.link_share)
         self.votes = VoteSchedule(rendezvous, settings, clock, history, runtime)

@@ -8,25 +8,10 @@ from collections.abc import Callable, Sequence
 import torch
 
 from eplb_service.placement import expert_map
-from eplb_service.wire.agent import Shape
 from eplb_service.wire.plan import RankLayer
 from worker_agent.device import on_host
 from worker_agent.live_layer import ExpertWeights, LiveLayer, PlacementAware
 from worker_agent.swap.commit_register import FatalSwitchError
-
-_MAX_LAYERS = 4
-"""Staging is for this many layers whose slots all receive an expert, at most."""
-
-
-def staging_rows(shape: Shape, max_bytes: int) -> int:
-    """Return the number of experts that the staging of each rank is for, within ``max_bytes``.
-
-    It depends on nothing but what all ranks have alike. A layer that needs more has a transfer of its own.
-
-    >>> staging_rows(Shape(ranks=32, layers=58, experts=256, slots=9, bytes_per_expert=44 << 20), 512 << 20)
-    11
-    """
-    return min(_MAX_LAYERS * shape.slots, max_bytes // max(1, shape.bytes_per_expert))
 
 
 class Staging:

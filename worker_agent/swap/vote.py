@@ -30,6 +30,8 @@ _VOTE_LAG = 2
 """Forward passes from a vote's launch to its consumption; no more than from one vote to the next."""
 _IDLE_INTERVALS = 4
 """Vote intervals to the next vote while no rank holds a plan: a new plan waits so long at most."""
+_BUSY_PASSES = 64
+"""Forward passes after a plan in which votes stay as close as beside one: where heat drifts, the next plan is near."""
 _ASTRAY_VOTES = 3
 """Fewer votes in a row that find the ranks at different passes are no problem: a host has missed a call."""
 _PROVEN_PASSES = 256
@@ -189,6 +191,7 @@ class VoteSchedule:
         self._history = history
         self._lost: tuple[int, SwitchState] | None = None
         self._next = 1
+        self._held_at: int | None = None
         self._astray = 0
         self._formed_at = 0
         self._fruitless = 0
@@ -232,7 +235,10 @@ class VoteSchedule:
             self._fruitless = 0
         if outcome.result is VoteResult.COMMIT:
             self._astray = 0
-        if outcome.idle:
+        if outcome.plans:
+            self._held_at = outcome.forward_high
+        busy = self._held_at is not None and outcome.forward_high - self._held_at < _BUSY_PASSES
+        if outcome.idle and not busy:
             self._next = outcome.forward_high + _IDLE_INTERVALS * self._settings.vote_interval
         if outcome.result is VoteResult.REALIGN:
             # A host that has missed a call is back by then.
@@ -271,6 +277,8 @@ class VoteSchedule:
         # An error between any two of these lines must leave votes, or something that forms them again.
         self._attempts = self._group.formed = reformed.attempts
         self._next = self._formed_at = reformed.start
+        # The ranks may have counted different votes last.
+        self._held_at = None
         self._group.left = False
         self.voter = self._voter(votes, reformed.vote)
         self._reformation = None
