@@ -29,16 +29,18 @@ def staging_rows(slots: int, bytes_per_expert: int, max_bytes: int) -> int:
     return min(_MAX_LAYERS * slots, max_bytes // max(1, bytes_per_expert))
 
 
-def part_end(received_LR: npt.NDArray[np.integer], first: int, rows: int) -> int:
+def part_end(moved_LC: npt.NDArray[np.integer], first: int, rows: int) -> int:
     """Return the end (exclusive) of the part that begins with layer ``first`` of a plan.
 
-    The part takes in layers while no rank receives more than ``rows`` experts in all of them together. It has at least
-    one layer, whatever that layer needs. All ranks compute the same parts, because all arguments are the same on them.
+    The part takes in layers while no rank receives, and none sends, more than ``rows`` experts in all of them together:
+    the staging bounds what arrives, and one busy sender would keep all others waiting. A part has at least one layer,
+    whatever that layer needs. All ranks compute the same parts, because all arguments are the same on them.
 
     Parameters
     ----------
-    received_LR
-        Experts that each rank receives in each layer, in the plan's order, integers ``[layers, R]``.
+    moved_LC
+        Experts that move in each layer, in the plan's order, integers ``[layers, C]``: a column for what each rank
+        receives, and one for what each rank sends.
     first
         Index of the part's first layer in that order.
     rows
@@ -46,19 +48,19 @@ def part_end(received_LR: npt.NDArray[np.integer], first: int, rows: int) -> int
 
     Examples
     --------
-    Of three layers, the first two fit a staging of two experts; the third begins the next part:
+    Of three layers on two ranks, the first two fit a staging of two experts; the third begins the next part:
 
-    >>> received_LR = np.array([[1, 0], [1, 1], [0, 2]])
-    >>> part_end(received_LR, 0, rows=2)
+    >>> moved_LC = np.array([[1, 0, 0, 1], [1, 1, 1, 1], [0, 2, 2, 0]])
+    >>> part_end(moved_LC, 0, rows=2)
     2
-    >>> part_end(received_LR, 2, rows=2)
+    >>> part_end(moved_LC, 2, rows=2)
     3
     """
-    total_R = np.array(received_LR[first], dtype=np.int64)
+    total_C = np.array(moved_LC[first], dtype=np.int64)
     end = first + 1
-    while end < len(received_LR):
-        total_R += received_LR[end]
-        if total_R.max() > rows:
+    while end < len(moved_LC):
+        total_C += moved_LC[end]
+        if total_C.max() > rows:
             break
         end += 1
     return end

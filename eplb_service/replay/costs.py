@@ -213,10 +213,11 @@ class Costs:
         expert_ms = 1e3 * self.expert_bytes / (self.link_bandwidth * self.link_share * 1e9)
         waits = PICK_UP_SOON_PASSES if soon else PICK_UP_PASSES
         step = math.ceil(self.solve_ms / self.step_ms) + waits
+        moved_LC = np.concatenate([received_LR, sent_LR], axis=1)
         first = 0
         while first < len(received_LR):
-            end = part_end(np.asarray(received_LR), first, rows)
-            busiest = max(np.sum(moved_LR[first:end], axis=0).max() for moved_LR in (received_LR, sent_LR))
+            end = part_end(moved_LC, first, rows)
+            busiest = int(moved_LC[first:end].sum(axis=0).max())
             transfer = max(1, math.ceil(busiest * expert_ms / self.step_ms))
             step += VOTE_INTERVAL * math.ceil((transfer + VOTE_LAG) / VOTE_INTERVAL)
             steps_L[first:end] = step

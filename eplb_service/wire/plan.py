@@ -87,11 +87,14 @@ class RankPlan:
         return cls(plan_id, leader_term, base_epoch, base_digest, layers, digest)
 
     @cached_property
-    def received_LR(self) -> npt.NDArray[np.int64]:
-        """Experts that each rank receives in each of the plan's layers, in their order, int64 ``[layers, R]``."""
-        own_RS = np.arange(self.layers[0].source_RS.size).reshape(self.layers[0].source_RS.shape)
-        received = [(layer.source_RS != own_RS).sum(axis=1) for layer in self.layers]
-        return np.array(received, dtype=np.int64)
+    def moved_LC(self) -> npt.NDArray[np.int64]:
+        """Experts that each rank receives, then those that it sends, in each layer, int64 ``[layers, 2R]``."""
+        moved = []
+        for layer in self.layers:
+            ranks = len(layer.source_RS)
+            sides = [np.bincount(layer.moves_M5[:, column], minlength=ranks) for column in (2, 0)]
+            moved.append(np.concatenate(sides))
+        return np.array(moved, dtype=np.int64)
 
 
 def table_digest(log2phy_E: Int32) -> int:

@@ -32,7 +32,7 @@ class TagPlan(NamedTuple):
         return self.plan_id
 
     @property
-    def received_LR(self) -> npt.NDArray[np.int64]:
+    def moved_LC(self) -> npt.NDArray[np.int64]:
         """One expert on one rank in each layer."""
         return np.ones((len(self.layers), 1), dtype=np.int64)
 

@@ -214,10 +214,10 @@ class SwitchState:
     """Switch of one rank, a value: each event gives another, with what is to be done about it.
 
     ``progress`` is how far the rank is with the part of ``plan`` that begins at layer ``index``, accepted at step
-    ``offered_at``; IDLE exactly where there is none. No rank receives more than ``staging_rows`` experts in a part of
-    several layers; all ranks have the same number. A plan may stay OFFERED for ``offer_deadline_steps``: some rank may
-    never get it. With an ``abort_wish`` the next ballot votes to abort. If the service has ``called_off`` the plan,
-    each ballot says so, and the plan ends once no rank transfers a part. ``generation`` numbers the transfers and
+    ``offered_at``; IDLE exactly where there is none. No rank receives or sends more than ``staging_rows`` experts in a
+    part of several layers; all ranks have the same number. A plan may stay OFFERED for ``offer_deadline_steps``: some
+    rank may never get it. With an ``abort_wish`` the next ballot votes to abort. If the service has ``called_off`` the
+    plan, each ballot says so, and the plan ends once no rank transfers a part. ``generation`` numbers the transfers and
     ``lane`` the lanes that they use. Both grow equally on all ranks, ``lane`` only if a transfer was aborted. The rank
     rejects plans of terms below ``highest_term``. It rejects all plans while it is ``paused`` (until resumed),
     ``unheard`` (until the ranks vote again) or ``halted`` (for good, because the ranks have diverged).
@@ -245,7 +245,7 @@ class SwitchState:
         """Layers of the part that the plan is at; empty without a plan."""
         if self.plan is None:
             return ()
-        return self.plan.layers[self.index : part_end(self.plan.received_LR, self.index, self.staging_rows)]
+        return self.plan.layers[self.index : part_end(self.plan.moved_LC, self.index, self.staging_rows)]
 
     @property
     def ballot(self) -> Ballot:
