@@ -166,10 +166,10 @@ def staging(device: torch.device) -> str:
 
     weights = [torch.zeros((16, _HIDDEN, _INTERMEDIATE), dtype=torch.int8, device=device) for _ in range(2)]
     held = Staging()
-    reserved = [buffer.data_ptr() for buffer in held.reserve(weights, 16)]
+    reserved = [buffer.data_ptr() for buffer in held.reserve([weights], [16])[0]]
     before = _allocated(device)
     for rows in (1, 7, 16):
-        if [buffer.data_ptr() for buffer in held.reserve(weights, rows)] != reserved:
+        if [buffer.data_ptr() for buffer in held.reserve([weights], [rows])[0]] != reserved:
             raise RuntimeError(f"staging for {rows} experts is not in the memory that was reserved for 16")
     if _allocated(device) != before:
         raise RuntimeError("a transfer within the reserved staging allocates device memory")
