@@ -77,7 +77,7 @@ test-oldest: ## the tests on the oldest dependencies that both packages allow, i
 test-engines: warm ## real vLLM and SGLang engines on CPU, balanced; engines are installed once per machine (gigabytes, minutes)
 	@$(BIN)/pytest tests/engines -m engines -rsP $(ARGS)
 
-device-checks: $(READY) ## everything that needs a GPU or NPU, as one table in at most eight minutes; exits with 2 without one
+device-checks: $(READY) ## every check that needs a GPU or NPU, in at most eight minutes, as one table; exits with 2 without one
 	@$(BIN)/python -m tools.device_checks $(ARGS)
 
 known-engines: $(READY) ## the functions that adapters rely on, from each engine's source, and what changed between releases

@@ -1,7 +1,7 @@
-"""Every check that needs a GPU or NPU, in at most eight minutes: ``make device-checks``.
+"""Run every check that needs a GPU or NPU, in at most eight minutes: ``make device-checks``.
 
-Each check runs in a process of its own and may take its share of the time. The exit code is 0 if none fails, 1 if one
-fails or has no time left, and 2 if torch sees no device.
+Each check runs in its own process with its own time limit. The exit code is 0 if no check fails, 1 if one fails or no
+time is left for it, and 2 if torch finds no device.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ _NO_TESTS = 5
 
 @dataclass(frozen=True)
 class Check:
-    """A command that checks something, and the most seconds that it may take.
+    """Command of a check, and its time limit in seconds.
 
-    The last line of its output is the text for the table.
+    The last line of the command's output becomes the text in the table.
     """
 
     name: str
@@ -56,12 +56,14 @@ class Outcome:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the checks, or one part in this process; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--device", choices=("cpu", "cuda", "npu"), help="by default what torch sees")
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda", "npu"), help="by default the one that torch finds"
+    )
     parser.add_argument("--part", choices=sorted(PARTS), help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     device = options.device or _device_here()
     if device is None:
-        print("No GPU or NPU here: torch sees none, so nothing was checked.")
+        print("torch finds no GPU or NPU on this machine, so nothing was checked.")
         return 2
     if options.part is not None:
         print(PARTS[options.part][2](torch.device(device)))
@@ -114,9 +116,9 @@ def _ran(check: Check, seconds: float) -> tuple[str, str]:
         try:
             output, errors = process.communicate(timeout=seconds)
         except subprocess.TimeoutExpired:
-            # Its ranks are processes as well, and hold the device.
+            # The ranks that the check started are in its process group and would keep the device busy.
             os.killpg(process.pid, signal.SIGKILL)
-            return FAILED, f"not done after {seconds:.0f} s"
+            return FAILED, f"timed out after {seconds:.0f} s"
     text = _last(output)
     if process.returncode not in (0, _NO_TESTS):
         print(output[-4000:], errors[-4000:], sep="\n", flush=True)
@@ -140,7 +142,7 @@ def transfers(device: torch.device) -> str:
 
 
 def of_round_trip(output: str) -> str:
-    """Return what the doctor found on the devices. Findings about the environment and the service do not count.
+    """Return the doctor's findings about the devices. Those about the environment and the service do not count.
 
     Raises ``RuntimeError`` if the round trip did not succeed.
     """
@@ -151,7 +153,7 @@ def of_round_trip(output: str) -> str:
     failed = [one for one in found if one["verdict"] == FAILED]
     text = "; ".join(f"{one['name']}: {one['text']}" for one in failed or found)
     if failed or not found:
-        raise RuntimeError(text or "the doctor did not try the devices")
+        raise RuntimeError(text or "the doctor did not test the devices")
     return text
 
 
@@ -161,7 +163,7 @@ def _finish(device: torch.device) -> None:
 
 
 def staging(device: torch.device) -> str:
-    """Reserve staging, and check that the transfers of smaller layers allocate nothing."""
+    """Reserve staging, and check that transfers that fit in it allocate no memory."""
     from worker_agent.swap.staging import Staging
 
     weights = [torch.zeros((16, _HIDDEN, _INTERMEDIATE), dtype=torch.int8, device=device) for _ in range(2)]
@@ -170,7 +172,7 @@ def staging(device: torch.device) -> str:
     before = _allocated(device)
     for rows in (1, 7, 16):
         if [buffer.data_ptr() for buffer in held.reserve([weights], [rows])[0]] != reserved:
-            raise RuntimeError(f"staging for {rows} experts is not in the memory that was reserved for 16")
+            raise RuntimeError(f"staging for {rows} experts is outside the memory that was reserved for 16")
     if _allocated(device) != before:
         raise RuntimeError("a transfer within the reserved staging allocates device memory")
     return f"{held.nbytes / 2**20:.0f} MiB reserved once and used for transfers of 1 to 16 experts"
@@ -181,7 +183,7 @@ def _allocated(device: torch.device) -> int:
 
 
 def counting(device: torch.device) -> str:
-    """Time the counting of choices per layer, until the device is done."""
+    """Time the counting of choices per layer, including the wait for the device."""
     from worker_agent.adapters.vllm_ascend.choices import ChoiceCounter
 
     counter = ChoiceCounter(_LAYERS, _EXPERTS, device)
@@ -197,16 +199,16 @@ def counting(device: torch.device) -> str:
         seconds.append(time.perf_counter() - began)
     counted = int(counter.chosen_LE.sum())
     if counted != _LAYERS * _TOKENS * _TOP_K:
-        raise RuntimeError(f"{counted} choices counted of {_LAYERS * _TOKENS * _TOP_K}")
+        raise RuntimeError(f"counted {counted} choices instead of {_LAYERS * _TOKENS * _TOP_K}")
     return f"{sorted(seconds)[_ROUNDS // 2] / _LAYERS * 1e6:.1f} us per layer, {_LAYERS} layers of {_EXPERTS} experts"
 
 
 def commit(device: torch.device) -> str:
-    """Time the installation of experts, until the device is done, beside a plain copy of as many bytes."""
+    """Time the installation of experts, including the wait for the device, against a plain copy of the same size."""
     from benchmarks.switch.parts import commit as timed
 
     ratio = timed(_HIDDEN, _INTERMEDIATE, _MOVED, _ROUNDS, device)
-    return f"{1e3 * ratio.one:.2f} ms with the wait for the device, {ratio.ratio:.2f} times a plain copy"
+    return f"{1e3 * ratio.one:.2f} ms including the wait for the device, {ratio.ratio:.2f} times a plain copy"
 
 
 PARTS: dict[str, tuple[str, float, Callable[[torch.device], str]]] = {
@@ -215,7 +217,7 @@ PARTS: dict[str, tuple[str, float, Callable[[torch.device], str]]] = {
     "counting": ("counting operators", 40, counting),
     "commit": ("commit of 4 experts", 40, commit),
 }
-"""Checks that this module runs itself: name in the table, most seconds, and the function that returns its text."""
+"""Checks that this module runs itself: name in the table, time limit in seconds, and function that returns the text."""
 
 
 if __name__ == "__main__":

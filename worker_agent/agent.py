@@ -203,9 +203,9 @@ class Agent:
         Parameters
         ----------
         phase
-            Of the pass: prefill, decode, mixed or dummy.
+            Phase of the pass: prefill, decode, mixed or dummy.
         tokens
-            Number of this rank's own tokens in the pass, without padding; ``None`` if unknown. Of ranks that share
+            Number of this rank's own tokens in the pass, without padding; ``None`` if unknown. If ranks share
             tokens, the first reports them and the others report 0.
 
         Raises

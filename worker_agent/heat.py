@@ -134,7 +134,7 @@ class HeatRecorder:
         Parameters
         ----------
         step, phase
-            Its number, as ``ForwardClock`` has it, and whether it was prefill, decode, mixed or dummy.
+            Number of the step in ``ForwardClock``, and its phase: prefill, decode, mixed or dummy.
         layer_epochs
             Epoch of each layer that served it.
         tokens

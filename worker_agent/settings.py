@@ -52,8 +52,8 @@ class AgentSettings(BaseSettings):
         4,
         ge=1,
         le=1024,
-        description="steps from one vote to the next while some rank holds a plan and for 64 steps after it, and "
-        "four times as many at other times",
+        description="steps between votes while any rank holds a plan and for 64 steps after it; four times as many "
+        "at other times",
     )
     vote_timeout_seconds: float = Field(
         10.0,
@@ -88,9 +88,9 @@ class AgentSettings(BaseSettings):
         512,
         ge=0,
         le=1 << 20,
-        description="MiB for incoming experts, reserved on a device at start-up, at most what four layers can need; "
-        "layers that fit together are switched by one vote, and a layer that needs more is switched alone and "
-        "allocates more during its transfer",
+        description="MiB of staging for incoming experts, at most what four layers can need, reserved at start-up on "
+        "a GPU or NPU; layers that fit together switch with one vote, and a layer that does not fit switches alone "
+        "and allocates more memory during its transfer",
     )
     transfer_backend: TransferBackend = Field(
         "auto",
@@ -130,10 +130,10 @@ class AgentSettings(BaseSettings):
         except ValueError:
             address = None
         if not data_host or (address is None and ":" in data_host):
-            raise ValueError(f"{data_host!r} is not a host: write a name or an address, without a port")
+            raise ValueError(f"{data_host!r} is not a host; use a host name or an IP address without a port")
         if address is not None and address.is_unspecified:
             raise ValueError(
-                f"{data_host} stands for every address of this host: write the one that other ranks connect to"
+                f"{data_host} means every address of this host; use the address that other ranks connect to"
             )
         return data_host
 

@@ -67,7 +67,7 @@ def main() -> None:
         "below off: windows in which balance won less than moves and switches cost, beside leaving all alone (0 asked)"
     )
     console.print(
-        "at once: plans serve on the step after their window; the pace counts solving, transfers and the ranks' votes"
+        "at once: plans take effect on the step after their window; at the pace: after solving, transfers and votes"
     )
     console.print(
         f"moves priced by what they cost: {options.link_bandwidth:g} GB/s, "
@@ -158,7 +158,7 @@ def _add(table: Table, course: Course, rows: list[tuple[Row, float]]) -> None:
 
 
 def _target(heat: str, policy: str) -> str:
-    """Return the target of a row; only ours has one."""
+    """Return the target of a row; only rows of our policy have one."""
     if policy == f"{OURS}, {AT_ONCE}":
         return TARGETS.get(heat, "")
     return PACED_TARGETS.get(heat, "") if policy.startswith(f"{OURS}, ") else ""
@@ -174,11 +174,31 @@ def _parser() -> argparse.ArgumentParser:
     add("--link-bandwidth", type=float, default=25.0, help="GB/s, which prices moves")
     add("--bytes-per-expert", type=int, default=0, help="which prices moves; 0: as assumed")
     add("--cpu-ms", type=float, default=math.inf, help="CPU of a step that ours may take, on average")
-    add("--step-ms", type=float, default=40.0, help="time of a step, at which plans serve; 0: no row for it")
-    add("--solve-ms", type=float, default=200.0, help="from the end of a window to its plan at the ranks")
-    add("--model-layers", type=int, default=58, help="MoE layers of the model, which set the pace of plans")
-    add("--windows", type=int, default=12, help="of heat that is drawn (12)")
-    add("--unscored", type=int, default=1, help="windows after the first decision that no row scores (1)")
+    add(
+        "--step-ms",
+        type=float,
+        default=40.0,
+        help="step time for the row of plans at the model's pace; 0: no such row",
+    )
+    add(
+        "--solve-ms",
+        type=float,
+        default=200.0,
+        help="time from the end of a window until its plan reaches the ranks",
+    )
+    add(
+        "--model-layers",
+        type=int,
+        default=58,
+        help="MoE layers of the model, which determine how soon plans take effect",
+    )
+    add("--windows", type=int, default=12, help="windows of generated heat (12)")
+    add(
+        "--unscored",
+        type=int,
+        default=1,
+        help="windows after the first decision to exclude from all rows (1)",
+    )
     add(
         "--peers",
         nargs="*",

@@ -29,13 +29,13 @@ TARGETS = {
     "deepseek-v2-lite-esft workloads": "at most 1.085",
     "gpt-oss-20b workloads": "at most 1.09",
 }
-"""Of ours, by the heat's name, if plans serve at once."""
+"""Targets of our policy by the name of the heat, if plans take effect at once."""
 PACED_TARGETS = {"drift": "at most 1.30"}
-"""Of ours at the pace of a model of 58 layers."""
+"""Targets of our policy at the pace of a model of 58 layers."""
 
 
 def generated(seed: int, layers: int, windows: int = 12) -> Iterator[Course]:
-    """Yield the four kinds of generated heat, layers of 256 experts on 32 ranks x 9 slots, so many windows of each."""
+    """Yield the four kinds of generated heat, ``windows`` of each, with 256 experts on 32 ranks x 9 slots."""
     for kind in KINDS:
         heat_TLE = np.array(generate(kind, layers, 256, 128 * windows, seed))
         yield Course(kind, heat_TLE, 32, 9, 128)

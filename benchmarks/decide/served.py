@@ -23,9 +23,9 @@ REMEMBERED = 512
 
 
 class Delay(NamedTuple):
-    """Pace at which plans serve: a step, and solving, in milliseconds, and the MoE layers of the model.
+    """Pace at which plans take effect: step and solve time in milliseconds, and the MoE layers of the model.
 
-    With ``step_ms`` 0, plans serve at once.
+    If ``step_ms`` is 0, plans take effect at once.
     """
 
     step_ms: float = 0.0
@@ -43,12 +43,14 @@ AT_ONCE = Delay()
 
 @dataclass(frozen=True)
 class Row:
-    """One policy along a course, without the first windows after the first decision: there all place from scratch.
+    """Results of one policy on a course.
+
+    The first windows after the first decision are excluded, because all policies place from scratch there.
 
     Parameters
     ----------
     policy
-        Its name and when its plans serve.
+        Name of the policy, and when its plans take effect.
     par
         Realised peak-to-average ratio, mean over layers and steps.
     moves_per_window, decisions
@@ -81,22 +83,22 @@ def own_rows(
     delay: Delay,
     unscored: int = 1,
 ) -> Iterator[Row]:
-    """Yield a row for leaving all alone, for ours if its plans serve at once, and for ours if they serve at a pace.
+    """Yield a row without balancing, a row of our policy with plans that take effect at once, and one at ``delay``.
 
-    All run on one thread. The CPU of a decision is what the replay took beyond one that leaves all alone.
+    All replays run on one thread. The CPU time of decisions is that of a replay, less that of one without balancing.
 
     Parameters
     ----------
     course
         Heat to decide on.
     settings, bytes_per_expert
-        Planner settings, and the weights of an expert, which price moves.
+        Planner settings, and the size of an expert, which determine the price of moves.
     cpu_ms
-        CPU of a step that decisions may take.
+        CPU time per step that decisions may take, in milliseconds.
     delay
-        Pace of the last row, which is left out if there is none.
+        Pace of the last row, which is omitted if plans take effect at once.
     unscored
-        Windows after the first decision that no row scores.
+        Windows after the first decision to exclude from all rows.
     """
     setup = Setup(course.slots, REMEMBERED, course.window)
     trace = ArrayTrace(course.heat_TLE)
@@ -141,7 +143,7 @@ def own_rows(
 def peer_rows(
     course: Course, contest: Contest, interval: int | None = None, unscored: int = 1
 ) -> Iterator[Row]:
-    """Yield one row per peer, whose placements serve at once. Peers that fail are skipped.
+    """Yield one row per peer. Its placements take effect at once. Peers that fail are skipped.
 
     Parameters
     ----------
@@ -152,7 +154,7 @@ def peer_rows(
     interval
         Steps between decisions, by default the length of a window. Each decision sees a whole window.
     unscored
-        Windows after the first decision that are not scored, as for our policies.
+        Windows after the first decision to exclude, as for our policy.
     """
     label = f", {AT_ONCE}" if interval is None else f", as often as ours, {AT_ONCE}"
     asked = replace(course, interval=interval)

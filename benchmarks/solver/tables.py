@@ -44,9 +44,9 @@ def tables(results: Results) -> list[Table]:
         "time": _time,
         "keeping": _keeping,
         "tables": _source_tables,
-        "loop": lambda rows: _loop(rows, "Closed loop, plans serve at once"),
-        "traces": lambda rows: _loop(rows, "Recorded trace, plans serve at once"),
-        "pareto": lambda rows: _loop(rows, "Balance against moves, plans serve at once"),
+        "loop": lambda rows: _loop(rows, "Closed loop, plans take effect at once"),
+        "traces": lambda rows: _loop(rows, "Recorded trace, plans take effect at once"),
+        "pareto": lambda rows: _loop(rows, "Balance against moves, plans take effect at once"),
         "ablation": _ablation,
         "example": _example,
         "few_slots": _few_slots,
@@ -241,7 +241,7 @@ def _ablation(rows: Rows) -> list[Table]:
             "Ablation: one component switched off at a time",
             (*columns, *(f"{name}: ratio, slots moved" for name in traces)),
             [line(policy) for policy in dict.fromkeys(row["policy"] for row in rows)],
-            "Plans serve at once. Means over the four kinds and "
+            "Plans take effect at once. Means over the four kinds and "
             f"{len({row['seed'] for row in rows} - {None})} seeds; source ranks differ "
             "by a log-sd of 0.3. Columns with a shape: placed from scratch for a host that splits evenly.",
         )

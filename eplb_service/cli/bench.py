@@ -158,6 +158,6 @@ def _print(found: Mapping[str, Any]) -> None:
     console.print(
         "PAR: hottest rank over mean rank in each step of the windows served; token sampling alone leaves about "
         f"{found['noise_floor']:.3f}. Times are of one decision on one thread, here. Every policy decides once per "
-        "window here, its placement serves at once, and the first window served is left out. In `eplb replay`, flashlb "
-        "decides when heat changes and every step counts, so its figures differ."
+        "window here, its placement takes effect at once, and the first window served is excluded. In `eplb replay`, "
+        "flashlb decides when heat changes and every step counts, so its figures differ."
     )

@@ -233,7 +233,7 @@ class CostOptions:
     SECTION: ClassVar[str] = "Costs (stated, not measured)"
 
     step_ms: float | None = option(
-        None, "Time of a model step; by default plans serve at once and no times are given."
+        None, "Time of a model step; by default plans take effect at once and no times are reported."
     )
     bytes_per_expert: int | None = option(
         None, "Bytes of the weights of one expert in one layer; by default as recorded.", min=0
@@ -246,7 +246,7 @@ class CostOptions:
     )
     model_layers: int | None = option(
         None,
-        "MoE layers of the served model, which set the pace of plans; by default those of the trace.",
+        "MoE layers of the served model, which determine how soon plans take effect; by default the trace's.",
         min=1,
     )
     commit_ms: float | None = option(

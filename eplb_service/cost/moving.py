@@ -44,9 +44,9 @@ class Switch:
     expert_seconds
         Seconds for each expert that a rank received, of the ranks that received any.
     transfer_seconds
-        From the first byte to the last, of the same, for all layers that travelled together.
+        Seconds from the first byte to the last on the same ranks, for all layers that were transferred together.
     commit_seconds
-        The layer's share of the time for which the model stood still.
+        The layer's share of the time for which the commit paused the model.
     after_step, by_step
         Step boundaries between which the weights travelled.
     """

@@ -19,7 +19,7 @@ Int64 = npt.NDArray[np.int64]
 _SOURCE_STEPS = 8
 _STEPS_SCANNED = 64
 PHASES = ("unknown", "prefill", "decode", "mixed")
-"""Names of the phases that recorded steps have; mixed: some requests prefilled, others decoded."""
+"""Names of the phases that recorded steps have; in mixed steps, some requests prefilled and others decoded."""
 
 
 @dataclass(frozen=True)

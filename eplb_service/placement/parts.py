@@ -1,4 +1,4 @@
-"""The parts of a plan: consecutive layers that ranks transfer together and switch by one vote."""
+"""Parts of a plan: consecutive layers that ranks transfer together and switch with one vote."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import numpy as np
 import numpy.typing as npt
 
 _MAX_LAYERS = 4
-"""Staging is for this many layers whose slots all receive an expert, at most."""
+"""Staging holds at most the slots of this many layers."""
 
 
 def staging_rows(slots: int, bytes_per_expert: int, max_bytes: int) -> int:
-    """Return the number of experts that the staging of a rank holds.
+    """Return the number of experts that a rank's staging holds.
 
     Parameters
     ----------
@@ -19,7 +19,7 @@ def staging_rows(slots: int, bytes_per_expert: int, max_bytes: int) -> int:
     bytes_per_expert
         Size of an expert in one layer, in bytes.
     max_bytes
-        Bound on the staging, in bytes. Whatever it is, staging is for at most four layers' slots.
+        Upper bound on the staging, in bytes. Staging never holds more than four layers' slots.
 
     Examples
     --------
@@ -32,23 +32,24 @@ def staging_rows(slots: int, bytes_per_expert: int, max_bytes: int) -> int:
 def part_end(moved_LC: npt.NDArray[np.integer], first: int, rows: int) -> int:
     """Return the end (exclusive) of the part that begins with layer ``first`` of a plan.
 
-    The part takes in layers while no rank receives, and none sends, more than ``rows`` experts in all of them together:
-    the staging bounds what arrives, and one busy sender would keep all others waiting. A part has at least one layer,
-    whatever that layer needs. All ranks compute the same parts, because all arguments are the same on them.
+    The part includes layers as long as no rank receives or sends more than ``rows`` experts in total. Arrivals are
+    limited by the staging. Sends are limited because one busy sender would keep all other ranks waiting. A part has at
+    least one layer, even if that layer alone exceeds the limit. All ranks compute the same parts because the arguments
+    are the same on all of them.
 
     Parameters
     ----------
     moved_LC
-        Experts that move in each layer, in the plan's order, integers ``[layers, C]``: a column for what each rank
-        receives, and one for what each rank sends.
+        Experts that move in each layer, in the plan's order, integers ``[layers, C]``: one column for the experts that
+        each rank receives, and one for those that it sends.
     first
         Index of the part's first layer in that order.
     rows
-        Experts that the staging of a rank holds.
+        Experts that a rank's staging holds.
 
     Examples
     --------
-    Of three layers on two ranks, the first two fit a staging of two experts; the third begins the next part:
+    Of three layers on two ranks, the first two fit in staging for two experts. The third begins the next part:
 
     >>> moved_LC = np.array([[1, 0, 0, 1], [1, 1, 1, 1], [0, 2, 2, 0]])
     >>> part_end(moved_LC, 0, rows=2)

@@ -222,7 +222,7 @@ class _PlanReports:
             layer: _median(self._step_KR[self._rows[_TRANSFERRED, layer]]) for layer in self._received
         }
         switches: list[Switch] = []
-        # Layers that were staged at the same step travelled together.
+        # Layers that were staged at the same step were transferred together.
         for step, part in groupby(self._received, key=staged_at.__getitem__):
             if math.isnan(step):
                 break
@@ -236,11 +236,11 @@ class _PlanReports:
         return SwitchedPlan(first, began + 1, tuple(switches), decided_from=self._decided_from)
 
     def _layer_switch(self, layer: int) -> Switch:
-        """One layer by itself; ``by_step`` is the boundary at which it was switched."""
+        """Return the switch of one layer by itself; ``by_step`` is the boundary at which it switched."""
         received_R = self._received[layer]
         staged = self._rows[_TRANSFERRED, layer]
         done = self._rows[_COMMITTED, layer]
-        # A duration of 0 is one that was not measured.
+        # A duration of 0 means that it was not measured.
         moved_R = np.where(received_R > 0, _measured(self._seconds_KR[staged]), np.nan)
         each = _median(moved_R / np.maximum(received_R, 1))
         commit = _median(_measured(self._seconds_KR[done]))

@@ -79,7 +79,7 @@ class PlannerSettings:
     link_bandwidth: float = _setting(
         25.0,
         float,
-        "GB/s of a rank's link, before the share that transfers use, for move_price auto until it is measured.",
+        "Full bandwidth of a rank's link in GB/s, of which transfers use a share; for move_price auto until measured.",
         least=0.0,
     )
     layer_ms: float = _setting(

@@ -25,21 +25,21 @@ _MOST_MOE_SHARE = 0.8
 """Range of that part for estimates; chosen by hand to hold what engines report from small decode batches to prefill."""
 _DEFAULTS = PlannerSettings()
 VOTE_INTERVAL = 4
-"""Passes from one vote of the ranks to the next while a plan is under way: the agent's default."""
+"""Passes between votes while a plan is under way; the agent's default."""
 VOTE_LAG = 2
-"""Passes from a vote to its count."""
+"""Passes from the start of a vote until the ranks read its outcome."""
 PICK_UP_PASSES = 8 + VOTE_LAG
 """Passes from a plan's arrival at the ranks to the start of its first transfer.
 
 Ranks without a plan vote every 16 passes, so a plan waits 0 to 15 passes for the vote that finds it on all ranks. The
-mean is taken as 8. That vote's count starts the transfer.
+mean is assumed to be 8. The transfer starts when the ranks read that vote's outcome.
 """
 PICK_UP_SOON_PASSES = 2 + VOTE_LAG
-"""The same within ``BUSY_PASSES`` of the end of a plan: the ranks still vote every 4 passes."""
+"""The same within ``BUSY_PASSES`` after another plan ended, when the ranks still vote every 4 passes."""
 BUSY_PASSES = 64
-"""Passes after a plan in which the ranks vote as often as beside one."""
+"""Passes after a plan for which the ranks keep voting as often as during it."""
 STAGING_BYTES = 512 << 20
-"""Memory of a rank for experts that arrive: the agent's default."""
+"""Memory of a rank for incoming experts; the agent's default."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Costs:
     Parameters
     ----------
     step_ms
-        Time of a step of the model as recorded; 0 if not stated. Plans then serve at once and no time is reported.
+        Time of a recorded step of the model; 0 if not stated. Plans then take effect at once and no times are reported.
     solve_ms
         From the end of a window to the plan at the ranks.
     link_bandwidth
@@ -66,8 +66,9 @@ class Costs:
     link_share
         Share of the link's time that transfers use, as ``EPLB_AGENT_LINK_SHARE`` sets it on the ranks.
     model_layers
-        MoE layers of the served model; 0 for those of the trace. Each layer of a shorter trace then stands for several
-        layers of a plan, which sets the pace at which plans serve. Times and bytes remain those of the trace's layers.
+        MoE layers of the served model; 0 if the trace has them all. Otherwise each layer of the trace represents
+        several layers of a plan, so that plans take effect at the pace of the model. Times and bytes are still those
+        of the trace's layers.
     bytes_per_expert
         Weights of one expert in one layer; 0 where not known, and then the planner's assumption is taken.
     commit_ms
@@ -106,9 +107,9 @@ class Costs:
 
     @classmethod
     def of(cls, settings: PlannerSettings, layers: int, **stated: Any) -> Costs:
-        """Return the costs that ``settings`` state for a trace with so many layers, and those that only a replay has.
+        """Return the costs that ``settings`` state for a trace with ``layers`` layers, and those only a replay has.
 
-        A layer's time that is not stated is its share of half the step, if that is stated.
+        If the layer time is not stated but the step time is, each layer takes an equal share of half a step.
 
         Raises ``ReplayError`` if ``model_layers`` is stated and less than ``layers``.
         """
@@ -116,7 +117,9 @@ class Costs:
         step_ms = stated.get("step_ms", 0.0)
         model_layers = stated.get("model_layers", 0)
         if 0 < model_layers < layers:
-            raise ReplayError(f"model_layers is {model_layers}; the trace alone has {layers} layers")
+            raise ReplayError(
+                f"model_layers is {model_layers}, but the trace has {layers} layers; use {layers} or more"
+            )
         if settings.is_default("layer_ms") and step_ms:
             layer_ms = _MOE_SHARE * step_ms / max(model_layers, layers)
         return cls(
@@ -142,7 +145,7 @@ class Costs:
 
     @property
     def expert_bytes(self) -> int:
-        """Bytes of an expert, recorded or assumed."""
+        """Size of an expert in bytes, recorded or assumed."""
         return self.bytes_per_expert or ASSUMED_BYTES
 
     @property
@@ -180,22 +183,23 @@ class Costs:
         *,
         soon: bool = False,
     ) -> npt.NDArray[np.int64]:
-        """Return the steps from the end of a window until each layer of its plan serves, int64 ``[L]``.
+        """Return the steps from the end of a window until each layer of its plan takes effect, int64 ``[L]``.
 
         All are 0 if no step time is stated. Otherwise the plan reaches the ranks after ``solve_ms``, and waits
         ``PICK_UP_PASSES`` for their vote. Its parts (see ``part_end``) then switch one after another. The transfer of a
-        part takes as long as the busiest rank's experts take on its share of the link, in whole steps and at least one.
-        The ranks vote on the part at the next multiple of ``VOTE_INTERVAL``, and count that vote, which switches the
-        part and starts the next one, ``VOTE_LAG`` passes later. Handshakes between ranks are left out.
+        part takes as long as the busiest rank needs for its experts on its share of the link, rounded up to whole
+        steps, at least one. The ranks vote on the part at the next multiple of ``VOTE_INTERVAL``. ``VOTE_LAG`` passes
+        later they read the outcome, which switches the part and starts the next one. Handshakes between ranks are not
+        modelled.
 
         Parameters
         ----------
         received_LR, sent_LR
             Experts that each rank receives and sends in each layer, in the plan's order: integers ``[R]`` per layer.
         rows
-            Experts that the staging of a rank holds (see ``staging_rows``).
+            Experts that a rank's staging holds (see ``staging_rows``).
         soon
-            True if the plan before this one ended less than ``BUSY_PASSES`` ago: the ranks then pick it up after
+            True if the previous plan ended less than ``BUSY_PASSES`` ago. The ranks then pick this one up after
             ``PICK_UP_SOON_PASSES``.
 
         Examples
@@ -225,7 +229,7 @@ class Costs:
         return steps_L
 
     def layers_each(self, changed: int, layers: int) -> npt.NDArray[np.int64]:
-        """Return how many of the model's layers each changed layer of the trace stands for, int64 ``[changed]``.
+        """Return the number of model layers that each changed layer of the trace represents, int64 ``[changed]``.
 
         Parameters
         ----------
@@ -284,7 +288,7 @@ class Costs:
                 "model_layers": f"{self.model_layers}" if self.model_layers else "those of the trace",
             }
         else:
-            texts["step_ms"] = "not given, so plans serve at once"
+            texts["step_ms"] = "not given, so plans take effect at once"
         sources = {"bytes_per_expert": "recorded" if self.bytes_per_expert else "assumed"}
         found += [
             Assumption(name, text, "given" if name in given else sources.get(name, "assumed"))

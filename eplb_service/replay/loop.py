@@ -1,7 +1,7 @@
 """One policy along a trace: it decides on a window, waits for its weights, and serves the steps that follow.
 
-Layers serve part by part as their weights arrive, the ones with the largest gain first. While weights are under way no
-other decision is made, unless heat changes again: the layers that do not serve yet are then dropped.
+A plan takes effect part by part as its weights arrive, starting with the layers of the largest gain. While weights are
+in transit, no other decision is made unless heat changes again. The layers that have not switched are then dropped.
 """
 
 from __future__ import annotations
@@ -172,7 +172,7 @@ class _Run:
                 self._ended_at = step
 
     def _hold(self, serving: Serving, layers_L: npt.NDArray[np.bool_]) -> None:
-        """Note that ranks hold what ``serving`` places in these layers, bool ``[L]``."""
+        """Record that ranks hold the experts of ``serving`` in the layers of the mask ``layers_L``, bool ``[L]``."""
         self._held_LRS = np.where(layers_L[:, None, None], serving.placement.phy2log_LRS, self._held_LRS)
 
     @property
@@ -260,11 +260,11 @@ class _Run:
     def _arriving(
         self, step: int, changed: Serving, moves_LR: npt.NDArray[np.int64], layers: npt.NDArray[np.int64]
     ) -> list[tuple[int, Serving]]:
-        """Return the steps at which each of ``layers`` begins to serve, after a decision before ``step``.
+        """Return the steps at which each of ``layers`` takes effect, after a decision before ``step``.
 
         The planner's policies switch layers in the order of gain, external ones in the order of index. All switch at
-        the pace of this project's agents. A layer that stands for several of the model's layers serves from the step at
-        which the middle one of them does. The last step is that at which the plan ends.
+        the pace of this project's agents. A layer that represents several layers of the model takes effect when the
+        middle one of them does. The plan ends at the last step.
         """
         serving = self._serving
         order = [layer for layer in self._order if layer in layers] or layers.tolist()
@@ -278,7 +278,7 @@ class _Run:
         )
         arriving: dict[int, Serving] = {}
         middle_L = np.cumsum(each_L) - (each_L + 1) // 2
-        # Tables of another width serve all layers or none.
+        # Tables of another width replace those of all layers at once.
         if changed.log2phy_RLE.shape == serving.log2phy_RLE.shape:
             for layer, at in zip(order, steps_L[middle_L].tolist(), strict=True):
                 one = [(layer, changed.placement.phy2log_LRS[layer], changed.log2phy_RLE[:, layer])]

@@ -13,7 +13,7 @@ from eplb_service.solver.topology import choose_senders
 def arrivals(before_LRS: npt.NDArray[np.int32], after_LRS: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
     """Return how many experts each rank must receive because it did not hold them, int64 ``[L, R]``.
 
-    Slots may be empty (-1) and hold an expert twice; the second of two equal slots needs no transfer.
+    Slots may be empty (-1). A rank may hold an expert in two slots; the second one needs no transfer.
     """
     known_LRSS = after_LRS[..., :, None] == before_LRS[..., None, :]
     arriving: npt.NDArray[np.int64] = ((after_LRS >= 0) & ~known_LRSS.any(axis=3)).sum(axis=2)
@@ -33,13 +33,13 @@ def sent(before: Placement, after: Placement, nodes_R: npt.NDArray[np.int32]) ->
 def for_each_layer(
     moved_LR: npt.NDArray[np.int64], each_L: npt.NDArray[np.int64]
 ) -> list[npt.NDArray[np.int64]]:
-    """Return the rows of the layers that each row stands for, rotated so that their busiest ranks differ."""
+    """Repeat each row for all layers that it represents, rotated so that their busiest ranks differ."""
     each = zip(moved_LR, each_L, strict=True)
     return [np.roll(moved_R, turn) for moved_R, count in each for turn in range(count)]
 
 
 def switched(before: Serving, after: Serving) -> npt.NDArray[np.bool_]:
-    """Layers whose placements differ, bool ``[L]``."""
+    """Return a mask of the layers whose placements differ, bool ``[L]``."""
     switched_L: npt.NDArray[np.bool_] = (before.placement.phy2log_LRS != after.placement.phy2log_LRS).any(
         axis=(1, 2)
     )
@@ -47,7 +47,7 @@ def switched(before: Serving, after: Serving) -> npt.NDArray[np.bool_]:
 
 
 def tables_differ(one_RLE: npt.NDArray[np.int32], other_RLE: npt.NDArray[np.int32]) -> npt.NDArray[np.bool_]:
-    """Layers whose tables differ, bool ``[L]``; an external policy may answer tables of another width."""
+    """Return a mask of the layers whose tables differ, bool ``[L]``; an external policy may change their width."""
     one, other = with_entries(one_RLE, 3), with_entries(other_RLE, 3)
     if one.shape != other.shape:
         return np.ones(one.shape[1], dtype=np.bool_)

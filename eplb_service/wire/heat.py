@@ -27,11 +27,11 @@ class StepPhase(enum.IntEnum):
     DUMMY = 3
     """The rank had no tokens of its own."""
     MIXED = 4
-    """Some of the rank's requests prefilled, others decoded."""
+    """Some of the rank's requests prefilled and others decoded."""
 
     @property
     def prefills(self) -> bool:
-        """True if some request prefilled."""
+        """True if any request prefilled."""
         return self in (StepPhase.PREFILL, StepPhase.MIXED)
 
 
@@ -42,7 +42,7 @@ def _phases(sent: bytes, field: str, sizes: Sizes) -> npt.NDArray[np.uint8]:
     if not 1 <= len(sent) <= sizes["most_steps"]:
         raise WireError(f"{field}: {len(sent)} steps; a report has 1 to {sizes['most_steps']}")
     if not _PHASES.issuperset(sent):
-        raise WireError(f"{field}: a step is neither PREFILL, DECODE, MIXED nor DUMMY")
+        raise WireError(f"{field}: a step's phase is not PREFILL, DECODE, MIXED or DUMMY")
     return np.frombuffer(sent, dtype=np.uint8)
 
 
@@ -85,8 +85,8 @@ class HeatReport:
         The rank's own tokens by logical expert, before dispatch. Of ranks that see the same tokens one counts them, the
         others report zeros.
     tokens_T, micros_T
-        The rank's own tokens without padding, 0 on all but one of the ranks that share them, and wall time of each step
-        in microseconds, 0 where not known.
+        The rank's own tokens in each step, without padding, and the step's wall time in microseconds, 0 if unknown. If
+        ranks share tokens, all but one of them report 0 tokens.
     dropped_steps
         Steps that the rank's agent has had to drop since its Hello.
     source_sums_LE

@@ -88,7 +88,7 @@ class RankPlan:
 
     @cached_property
     def moved_LC(self) -> npt.NDArray[np.int64]:
-        """Experts that each rank receives, then those that it sends, in each layer, int64 ``[layers, 2R]``."""
+        """Number of experts that each rank receives, then that each rank sends, by layer, int64 ``[layers, 2R]``."""
         moved = []
         for layer in self.layers:
             ranks = len(layer.source_RS)

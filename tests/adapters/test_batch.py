@@ -1,4 +1,4 @@
-"""The phase and tokens of a step, as they follow from vLLM's schedule."""
+"""Tests of the phase and the number of tokens that are derived from vLLM's schedule."""
 
 import pytest
 
@@ -15,14 +15,14 @@ from worker_agent.adapters.batch import Batch, TokenShare, batch_of, share_of_ra
         ([1, 512], {}, StepPhase.MIXED),
         ([4, 1, 2], {0: 3, 2: 1}, StepPhase.DECODE),  # three drafts, none, and one
         ([4, 6], {0: 3}, StepPhase.MIXED),
-        ([1], {}, StepPhase.DECODE),  # the last token of a prompt whose cache another instance has filled
+        ([1], {}, StepPhase.DECODE),  # the last token of a prompt whose cache another instance filled
     ],
 )
-def test_a_request_prefills_if_it_computes_more_than_a_token_and_its_drafts(counts, drafts, phase):
+def test_a_request_prefills_if_it_computes_more_than_one_token_and_its_drafts(counts, drafts, phase):
     assert batch_of(scheduled(counts, drafts)) == Batch(phase, sum(counts))
 
 
-def test_a_schedule_without_tokens_is_no_step():
+def test_a_schedule_without_tokens_has_no_batch():
     assert batch_of(scheduled([])) is None
 
 
@@ -49,6 +49,6 @@ def test_a_step_is_reported_with_the_rank_s_own_tokens(batch, share, is_dummy, r
     assert step_of(batch, share, is_dummy=is_dummy) == reported
 
 
-def test_the_ranks_of_a_data_parallel_rank_are_neighbours():
+def test_the_ranks_of_a_data_parallel_rank_have_consecutive_numbers():
     assert [share_of_rank(rank, 2, shared=True).of(7) for rank in range(4)] == [7, 0, 7, 0]
     assert [share_of_rank(rank, 2, shared=False).of(7) for rank in range(4)] == [4, 3, 4, 3]

@@ -258,7 +258,7 @@ def test_nothing_is_under_way_while_an_engine_sleeps_or_loads_weights(call, fail
     assert " ".join(name for name, *_ in host.asked) == CALLS[call][fails]
 
 
-def test_the_host_is_given_each_batch_before_it_runs(monkeypatch):
+def test_the_host_notes_each_batch_before_it_runs(monkeypatch):
     host = Host()
 
     class Worker:

@@ -123,8 +123,8 @@ def switched_and_restored():
     host.restore()
     found["restored"] = torch.equal(first, state.physical_to_logical_map) and consistent(state, rank)
     found["same tensors"] = addresses == [tensor.data_ptr() for tensor in tensors]
-    # Expert 3 was chosen five times a pass. Of ranks that share their tokens the first counts them. Dummies and the
-    # requests of a warm-up do not count.
+    # Expert 3 was chosen five times a pass. If ranks share tokens, only the first counts them. Dummy steps
+    # and warm-up requests do not count.
     found["logged"] = records
     found["heat"] = host._heat.sources_LWE[0, :5, 3].tolist()
     host.close()

@@ -32,7 +32,7 @@ def config(data_parallel=1, prefill_context=1):
 
 
 def scheduled(counts, drafts=None):
-    """``SchedulerOutput`` of requests that compute so many tokens each."""
+    """Return a ``SchedulerOutput`` whose requests compute ``counts`` tokens."""
     named = {str(number): count for number, count in enumerate(counts)}
     return SimpleNamespace(
         num_scheduled_tokens=named,

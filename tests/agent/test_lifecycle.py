@@ -18,7 +18,7 @@ from tests.ranks import RankFailure, run_ranks
 
 def _drain_in_the_middle() -> dict[str, Any]:
     """A plan is being transferred, slowly, when the host wants to sleep."""
-    # Without room for two layers, they are switched one after the other.
+    # Staging holds less than two layers, so they switch one after the other.
     agent, layers, still = live.start(2, bytes_per_step=2000, transfer_timeout_seconds=10, staging_mib=0)
     plan = {0: live.target(1), 1: live.target(2)}
     worst = live.drive(agent, layers, still, 12, live.offering(agent, {1: plan}))

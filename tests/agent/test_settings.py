@@ -1,4 +1,4 @@
-"""Settings that cannot work are rejected before a rank meets the others."""
+"""Tests that settings that cannot work are rejected before a rank connects to the others."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from worker_agent.settings import AgentSettings
     ("data_host", "reason"),
     [
         ("", "'' is not a host"),
-        ("10.0.0.7:29500", "'10.0.0.7:29500' is not a host: write a name or an address, without a port"),
+        ("10.0.0.7:29500", "'10.0.0.7:29500' is not a host; use a host name or an IP address without a port"),
         ("http://worker-1", "is not a host"),
-        ("0.0.0.0", "stands for every address of this host: write the one that other ranks connect to"),
-        ("::", "stands for every address"),
+        ("0.0.0.0", "means every address of this host; use the address that other ranks connect to"),
+        ("::", "means every address"),
     ],
 )
 def test_a_data_host_that_no_rank_can_connect_to_is_rejected(
@@ -27,6 +27,8 @@ def test_a_data_host_that_no_rank_can_connect_to_is_rejected(
 
 
 @pytest.mark.parametrize("data_host", ["10.0.0.7", "fd00::7", "worker-1.workers", "localhost"])
-def test_names_and_addresses_are_data_hosts(data_host: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_host_names_and_addresses_are_accepted_as_data_hosts(
+    data_host: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("EPLB_AGENT_DATA_HOST", data_host)
     assert AgentSettings().data_host == data_host

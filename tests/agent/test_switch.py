@@ -84,7 +84,7 @@ def _switch_a_deep_model(layer_count: int) -> dict[str, Any]:
 
 
 def test_a_plan_of_many_layers_is_switched_in_parts() -> None:
-    """Staging for four layers' slots holds ten of these layers, each of which brings two experts to a rank."""
+    """Each layer brings two experts to a rank, so staging for four layers' slots holds ten layers."""
     layers = 24
     facts = run_ranks(RANKS, _switch_a_deep_model, layers)
     live.check_together(facts, epoch=layers)

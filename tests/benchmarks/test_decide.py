@@ -64,7 +64,7 @@ def test_the_shipped_recording_is_a_row() -> None:
     assert (course.heat_TLE.shape, course.decisions) == ((256, 4, 32), 3)
 
 
-def test_rows_name_when_plans_serve_and_the_pace_costs_balance() -> None:
+def test_rows_name_the_pace_of_plans_and_slower_plans_balance_worse() -> None:
     heat_TLE = np.array(generate("drift", 2, 32, 64 * 6, 0))
     course = Course("drift", heat_TLE, 4, 10, 64)
     delay = Delay(step_ms=40.0, solve_ms=200.0, model_layers=8)

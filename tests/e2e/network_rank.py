@@ -1,7 +1,8 @@
 """One rank in a network namespace: ``python -m tests.e2e.network_rank RANK GROUP SERVICE DATA_HOST WRONG...``.
 
-Both ranks first try to meet with each ``WRONG`` data host of rank 1, then meet with their own, and serve until a layer
-has switched. The last line of the output is JSON: the error for each wrong host, and the facts of ``regrouped_host``.
+Both ranks first try to connect with each ``WRONG`` data host of rank 1. They then connect with their own hosts and
+serve until a layer has switched. The last line of the output is JSON: the error for each wrong host, and the facts of
+``regrouped_host``.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ RANKS, SLOTS = 2, 5
 
 
 def layers_of_rank() -> list[ExpertParallelMoE]:
-    """Two layers on two ranks, with two redundant slots."""
+    """Return two layers on two ranks, with two redundant slots."""
     shapes = [MoEShape(layer, live.EXPERTS, live.HIDDEN, live.INTERMEDIATE) for layer in range(2)]
     phy2log_RS = Placement.linear(1, live.EXPERTS, RANKS, SLOTS).phy2log_LRS[0]
     return [
@@ -35,7 +36,7 @@ def layers_of_rank() -> list[ExpertParallelMoE]:
 
 
 def complaint(layers: list[ExpertParallelMoE], settings: AgentSettings) -> tuple[str, float]:
-    """Return the error with which the ranks fail to meet, and the seconds until it is raised."""
+    """Return the error with which the ranks fail to connect, and the seconds until it is raised."""
     began = time.monotonic()
     try:
         Agent.start(layers, dist.group.WORLD, settings).close()
@@ -45,7 +46,7 @@ def complaint(layers: list[ExpertParallelMoE], settings: AgentSettings) -> tuple
 
 
 def main(rank: int, group: str, service: str, data_host: str, wrong: list[str]) -> None:
-    """Meet, serve and report."""
+    """Connect the ranks, serve, and print the facts."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"tcp://{group}", rank=rank, world_size=RANKS)
     layers = layers_of_rank()

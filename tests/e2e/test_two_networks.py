@@ -1,4 +1,4 @@
-"""Two ranks on two networks meet at the addresses that ``EPLB_AGENT_DATA_HOST`` names, and a layer switches across."""
+"""Test that ranks on two networks connect at their ``EPLB_AGENT_DATA_HOST`` addresses and switch a layer."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ WRONG = {
     "no-such-host.invalid": "rank 1: cannot bind the agents' socket to no-such-host.invalid: .*name",
     "198.18.0.9": "rank 1: cannot bind the agents' socket to 198.18.0.9: .*Cannot assign",
 }
-"""Data hosts of rank 1 with which the ranks cannot meet, and what both of them raise."""
+"""Data hosts of rank 1 with which the ranks cannot connect, and the error that both raise."""
 _MOST_SECONDS = 400.0
 
 
 def ip(*arguments: str) -> None:
-    """Run ``ip``."""
+    """Run ``ip``; raise an error if it fails."""
     subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True)
 
 
@@ -35,7 +35,7 @@ def ip(*arguments: str) -> None:
 def namespaces() -> Iterator[list[str]]:
     """Two network namespaces, each with its loopback and one end of a link between them."""
     if shutil.which("ip") is None:
-        pytest.skip("needs ip, of the package iproute2")
+        pytest.skip("needs `ip` from the iproute2 package")
     names = [f"eplb-{os.getpid()}-{side}" for side in "ab"]
     with ExitStack() as undo:
         for name in names:

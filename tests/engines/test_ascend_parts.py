@@ -115,7 +115,7 @@ def test_other_weights_are_refused_while_experts_are_balanced(monkeypatch):
         hooks._refuse_other_weights(Worker, "start_weight_update")
 
 
-def test_the_host_is_given_each_batch_and_dummies_have_no_tokens():
+def test_the_host_notes_each_batch_and_dummy_runs_have_no_tokens():
     class Runner:
         def __init__(self, updator):
             self.eplb_updator = updator

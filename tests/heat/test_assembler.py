@@ -370,9 +370,9 @@ PREFILL, DECODE, DUMMY, MIXED = map(int, StepPhase)
     ],
 )
 def test_only_steps_of_the_phase_that_is_planned_for_enter_the_window(phase, entered, own_T, passed_over):
-    """Steps 1 and 3 prefill on some rank, 3 in a mixed batch; 2 and 4 on none, 5 is a dummy.
+    """Steps 1 and 3 prefill on one rank, step 3 in a mixed batch. Steps 2 and 4 prefill on none, and 5 is a dummy.
 
-    Own tokens count by the rank's own phase.
+    A rank's own tokens count under its own phase.
     """
     heat = HeatAssembler(Shape(RANKS, LAYERS, EXPERTS, SLOTS, 0), 8, 8, phase=phase)
     for layer in range(LAYERS):

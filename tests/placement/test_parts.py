@@ -1,4 +1,4 @@
-"""Tests of the parts that a plan is switched in."""
+"""Tests of the parts into which a plan is split."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ RECEIVED = st.lists(st.lists(st.integers(0, 5), min_size=3, max_size=3), min_siz
 
 
 @given(RECEIVED, st.integers(0, 12))
-def test_parts_cover_the_plan_and_are_as_long_as_the_staging_admits(
+def test_parts_cover_the_plan_and_are_as_long_as_the_staging_allows(
     received: list[list[int]], rows: int
 ) -> None:
     received_LR = np.array(received)
@@ -37,5 +37,5 @@ def test_staging_is_bounded_by_its_bytes_and_by_four_layers(mib: int, expert_mib
     assert staging_rows(9, expert_mib << 20, mib << 20) == rows
 
 
-def test_the_examples_of_the_docstrings_hold() -> None:
+def test_docstring_examples_pass() -> None:
     assert doctest.testmod(parts) == (0, 4)

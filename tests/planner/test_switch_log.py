@@ -143,7 +143,7 @@ def test_a_plan_that_was_aborted_half_way_counts_as_far_as_it_went(ranks: Ranks)
     assert (costs.expert_seconds, costs.commit_seconds) == (pytest.approx(0.05), None)
 
 
-def test_layers_that_travelled_together_slow_the_same_steps(ranks: Ranks) -> None:
+def test_layers_transferred_together_slow_the_same_steps(ranks: Ranks) -> None:
     for _ in range(4):
         ranks.offer(layer_plan(0, 1), layer_plan(1, 2), layer_plan(2, 3))
         ranks.steps(4)
@@ -161,7 +161,7 @@ def test_layers_that_travelled_together_slow_the_same_steps(ranks: Ranks) -> Non
         ranks.steps(100)
         ranks.look()
     costs = ranks.log.costs()
-    # Ten slow steps of the first two layers, and five of the third that were none.
+    # The first two layers slow ten steps together. The five steps of the third layer are not slow.
     assert costs.lost_share == pytest.approx(0.143, abs=0.02)
     assert costs.expert_seconds == pytest.approx(0.0625)
     assert costs.commit_seconds == pytest.approx(0.002)

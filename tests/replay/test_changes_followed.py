@@ -96,7 +96,7 @@ def test_decisions_fall_on_the_same_steps_however_many_are_scored_at_a_time(
 @pytest.mark.parametrize("second", [2, 5, 9, 12, 16])
 def test_a_plan_under_way_is_replaced_if_heat_changes_again(second: int) -> None:
     late = Costs(step_ms=50, solve_ms=0)
-    # Plans end after 14 to 22 steps. The third workload begins while the one for the second is under way.
+    # Plans end after 14 to 22 steps. The third workload begins while the plan for the second is under way.
     heat_TLE = workloads(FIRST + 60, second, 70, seed=second)
     par_T, decided = replayed(heat_TLE, at_a_time=1, costs=late)
     assert (par_T[60 + second + 16 + 20 :] < 1.3).all()
@@ -112,7 +112,7 @@ def test_a_plan_under_way_is_kept_while_heat_is_what_it_was_made_for() -> None:
     assert sum(60 <= step - FIRST < 60 + 20 for step in decided) == 1
 
 
-def test_a_plan_that_replaces_another_starts_from_what_ranks_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_that_replaces_another_starts_from_the_experts_held(monkeypatch: pytest.MonkeyPatch) -> None:
     decide = loop._Run._decided
 
     def checking(way: loop._Run, *arguments: Any) -> Any:

@@ -45,7 +45,7 @@ def test_moves_follow_what_an_expert_weighs_and_what_the_link_bears() -> None:
 
 def test_a_stated_price_is_what_decisions_go_by() -> None:
     stated = PlannerSettings(move_price=0.1)
-    # A part of either plan travels within a step, so that decisions fall alike.
+    # With either size, a part is transferred within a step, so both runs decide at the same steps.
     light, heavy = (moves("flashlb", stated, bytes_per_expert=size) for size in (1000, 8_000_000))
     assert light == heavy
 
@@ -88,11 +88,11 @@ EXPERT_MS = 44_000_000 / (25e9 * 0.25) * 1e3
 
 
 def of(experts: list[int]) -> np.ndarray:
-    """Layers of which one rank receives so many experts, and sends as many."""
+    """Return the moves of layers in which one rank receives ``experts[n]`` experts, or sends as many."""
     return np.array(experts)[:, None] * np.eye(4, dtype=np.int64)[0]
 
 
-def test_a_plan_waits_for_votes_and_its_parts_take_turns() -> None:
+def test_a_plan_waits_for_votes_and_its_parts_switch_in_turn() -> None:
     costs = Costs(step_ms=40, solve_ms=200, bytes_per_expert=44_000_000)
     one_each = of([9] * 58)
     # 5 steps of solving, 10 until the first transfer, 4 per vote: 9 experts take 63 ms, two steps.
@@ -107,21 +107,21 @@ def test_a_plan_waits_for_votes_and_its_parts_take_turns() -> None:
 @pytest.mark.parametrize(
     ("experts", "passes"), [(0, 4), (1, 4), (2, 4), (3, 8), (6, 8), (7, 12), (10, 12), (11, 16)]
 )
-def test_a_vote_counts_at_the_next_interval_after_the_transfer(experts: int, passes: int) -> None:
+def test_a_part_switches_by_the_first_vote_after_its_transfer(experts: int, passes: int) -> None:
     # The first transfer begins two passes after a vote, so a transfer of two steps is in time for the next one.
     costs = Costs(step_ms=EXPERT_MS, solve_ms=0, bytes_per_expert=44_000_000)
     assert costs.arrival_steps(of([experts]), of([experts]), 99).tolist() == [10 + passes]
     assert costs.arrival_steps(of([0]), of([experts]), 99).tolist() == [10 + passes], "the sender is as busy"
 
 
-def test_layers_of_a_trace_stand_for_all_of_the_model_s() -> None:
+def test_the_layers_of_a_trace_represent_all_layers_of_the_model() -> None:
     assert Costs(model_layers=58).layers_each(4, 4).sum() == 58
     assert Costs().layers_each(3, 4).tolist() == [1, 1, 1]
-    with pytest.raises(ReplayError, match="model_layers is 3; the trace alone has 4 layers"):
+    with pytest.raises(ReplayError, match="model_layers is 3, but the trace has 4 layers; use 4 or more"):
         Costs.of(PlannerSettings(), 4, model_layers=3)
     with pytest.raises(ReplayError, match="link_share is 2"):
         Costs(link_share=2)
 
 
-def test_without_a_step_time_plans_serve_at_once_and_the_assumptions_say_so() -> None:
-    assert named(Costs())["step_ms"].value == "not given, so plans serve at once"
+def test_without_a_step_time_the_assumptions_state_that_plans_take_effect_at_once() -> None:
+    assert named(Costs())["step_ms"].value == "not given, so plans take effect at once"

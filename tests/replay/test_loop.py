@@ -95,7 +95,7 @@ def test_a_decision_takes_effect_part_by_part_as_its_weights_arrive(each: int) -
     late = run(["deepseek"], costs=costs, settings=settings).policies[0].decisions[0]
     decided = plan(Window(HEAT_TLE[:40]), LINEAR, LINEAR.default_log2phy(), Topology.flat(4), settings)
     served = LINEAR, LINEAR.default_log2phy()
-    # Of the layers that each one stands for, the next has its ranks turned by one.
+    # Each layer represents ``each`` layers of the model, rotated by one rank more each time.
     sent_LR, received_LR = (
         [
             np.roll(np.bincount(update.moves_M5[:, column], minlength=4), turn)
@@ -107,7 +107,7 @@ def test_a_decision_takes_effect_part_by_part_as_its_weights_arrive(each: int) -
     arrives_L = np.minimum(40 + costs.arrival_steps(received_LR, sent_LR, rows=20), 70)
     step = 40
     loads = []
-    # Layers serve in parts one after another, the one with the largest gain first.
+    # Layers take effect part by part, the one with the largest gain first.
     for update, arrives in zip(decided.layers, arrives_L[each // 2 :: each], strict=True):
         if arrives > step:
             loads.append(whole_loads(HEAT_TLE[step:arrives], *served, first_step=step))

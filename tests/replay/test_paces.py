@@ -98,7 +98,7 @@ def test_what_is_late_serves_late() -> None:
     (late,) = run(["flashlb"], costs=costs)
     (prompt,) = run(["flashlb"])
     assert late.steps == prompt.steps
-    # 11 steps of solving, 10 until the ranks begin, and 4 for all three layers, which fit one staging.
+    # 11 steps of solving, 10 until the ranks begin, and 4 for all three layers, which fit in one part.
     assert late.decisions[0].late == 11 + 10 + 4
     assert late.par_realised > prompt.par_realised
 

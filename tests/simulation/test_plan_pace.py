@@ -1,4 +1,4 @@
-"""A replay's costs predict the passes at which real agents switch the layers of a plan."""
+"""Tests that a replay's costs predict the passes at which real agents switch the layers of a plan."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_the_votes_and_the_share_of_the_link_are_the_agent_s_defaults() -> None:
 
 @pytest.fixture
 def accepted(monkeypatch: pytest.MonkeyPatch) -> dict[int, tuple[RankPlan, int]]:
-    """Plans that some rank has accepted, by id, each with the latest step at which one did."""
+    """Return the accepted plans by id, each with the latest step at which a rank accepted it."""
     found: dict[int, tuple[RankPlan, int]] = {}
     offer = SwitchState.offer
 
@@ -48,7 +48,7 @@ def accepted(monkeypatch: pytest.MonkeyPatch) -> dict[int, tuple[RankPlan, int]]
 
 
 def moved(plan: RankPlan, column: int) -> list[np.ndarray]:
-    """Experts that each rank sends (column 0 of moves) or receives (2), by layer."""
+    """Return how many experts each rank sends (column 0 of moves) or receives (column 2), by layer."""
     return [np.bincount(layer.moves_M5[:, column], minlength=RANKS) for layer in plan.layers]
 
 
@@ -59,7 +59,7 @@ def test_layers_switch_at_the_passes_that_the_costs_predict(
     world.faults = []
     world.shapes.layers = LAYERS
     world.shapes.ahead = 1
-    # Each layer's weights travel within a pass.
+    # Each layer's weights arrive within a pass.
     world.shapes.pass_seconds = 1.0
     world.settings.update(vote_interval=4, bytes_per_step=None, history=tmp_path)
     assert world.run().breaches == ()
@@ -72,7 +72,7 @@ def test_layers_switch_at_the_passes_that_the_costs_predict(
     for plan, offered in accepted.values():
         step_of = {one["layer"]: one["step"] for one in commits if one["plan_id"] == plan.plan_id}
         if len(step_of) < len(plan.layers):
-            # The run has ended first.
+            # The run ended before the plan did.
             continue
         found_L = np.array([step_of[layer.layer] for layer in plan.layers])
         rows = staging_rows(SLOTS, 16, costs.STAGING_BYTES)

@@ -58,9 +58,9 @@ class Faults(NamedTuple):
 
 @dataclass(frozen=True)
 class Scenario:
-    """Two plans, what the ranks start from, which machine they run, and what they compare before they commit.
+    """Two plans, the placements that ranks start with, their state machine, and their checks before a commit.
 
-    Each layer brings an expert to some rank; ``rows`` of them fit its staging.
+    Each layer brings one expert to some rank, whose staging holds ``rows`` of them.
     """
 
     name: str

@@ -51,9 +51,9 @@ TOGETHER = (
 
 
 def scenarios(faults: Faults) -> list[Scenario]:
-    """Two plans each: rivals of two services, one after the other, one after an abort halfway, and a rank astray.
+    """Return the scenarios: two services, a late plan, a plan after another or after its abort, and a rank astray.
 
-    The last plan is switched in two parts, of two layers and of one.
+    In the last scenario, the first plan switches in two parts, of two layers and of one.
     """
     astray = (FIRST, FIRST.with_layer(0, 7, 7), FIRST)
     assert len(astray) == RANKS

@@ -33,7 +33,7 @@ class TagPlan(NamedTuple):
 
     @property
     def moved_LC(self) -> npt.NDArray[np.int64]:
-        """One expert on one rank in each layer."""
+        """Number of experts that move in each layer: one, on one rank."""
         return np.ones((len(self.layers), 1), dtype=np.int64)
 
 

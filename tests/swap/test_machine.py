@@ -110,7 +110,7 @@ def test_a_ready_that_was_voted_before_the_call_commits_its_layer() -> None:
     assert (ended.installed.tags, said.layer, said.state) == ((1, 0, 0), 1, PlanState.CALLED_OFF)
 
 
-def test_layers_that_fit_the_staging_are_committed_by_one_vote() -> None:
+def test_one_vote_commits_all_layers_that_fit_in_staging() -> None:
     plan = plan_from(FIRST, 1, 2, 2, 0, 1)
     held, _ = SwitchState(FIRST, 8, staging_rows=2).offer(plan, 0, FIRST.digest)
     started, (start,) = held.decide(outcome_of(held))

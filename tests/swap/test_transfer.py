@@ -131,14 +131,14 @@ def test_staging_is_reserved_within_its_bound_and_serves_the_first_layer() -> No
     worker.reserve(weights, rows=3)
     assert worker.staging.nbytes == 3 * 44
     ((held, _),) = worker.staging.reserve([weights], [3])
-    # Two layers of one transfer have rows of their own, in the memory that was reserved.
+    # Two layers of one transfer use separate rows of the reserved memory.
     (first, _), (second, _) = worker.staging.reserve([weights, weights], [1, 2])
     assert [row.data_ptr() for row in (*first, *second)] == [row.data_ptr() for row in held]
     assert worker.staging.nbytes == 3 * 44
     worker.close()
 
 
-def test_layers_of_two_kinds_are_staged_beside_each_other() -> None:
+def test_layers_of_two_kinds_are_staged_side_by_side() -> None:
     staging = Staging()
     wide = [torch.zeros(4, 3, 2)]
     narrow = [torch.zeros(4, 5)]
@@ -147,7 +147,7 @@ def test_layers_of_two_kinds_are_staged_beside_each_other() -> None:
     pointers = {row.data_ptr() for (buffer,) in buffers for row in buffer}
     assert len(pointers) == 4
     assert staging.nbytes == 4 * (3 * 6 + 5)
-    # What another kind held is given up before more is taken.
+    # Buffers of other kinds are freed before more memory is allocated.
     staging.reserve([narrow], [2])
     assert staging.nbytes == 4 * 10
 
@@ -166,7 +166,7 @@ def test_a_device_without_room_for_staging_says_so_at_the_start(monkeypatch: pyt
 
 
 def test_a_rest_does_not_grow_with_the_rests_of_other_ranks() -> None:
-    """In a ring of ranks, each would rest for three times as long as it had waited for the rests of others."""
+    """In a ring, each rank would otherwise rest three times as long as it had waited for the rests of others."""
     budget = ByteBudget(None, share=0.25)
     began = time.monotonic()
     budget.rest(0.01, 1000, longest=30.0)

@@ -1,4 +1,4 @@
-"""The script for a machine with a device: its table, its exit codes, its bound on time, and its parts on a CPU."""
+"""Tests of the device checks: their table, exit codes and time limits, and each part on a CPU."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def test_a_machine_without_a_device_exits_with_2(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch, "npu", None, raising=False)
     assert main([]) == 2
-    assert "No GPU or NPU here" in capsys.readouterr().out
+    assert "no GPU or NPU on this machine" in capsys.readouterr().out
 
 
-def test_one_table_has_every_check_and_a_failure_is_the_exit_code(capsys):
+def test_the_table_has_every_check_and_a_failure_sets_the_exit_code(capsys):
     outcomes = run(
         [
             check("works", "print('3 us per layer')"),
@@ -37,7 +37,7 @@ def test_one_table_has_every_check_and_a_failure_is_the_exit_code(capsys):
     )
     assert [one.verdict for one in outcomes] == [PASSED, FAILED, SKIPPED, SKIPPED, FAILED]
     assert [one.text for one in outcomes[:2]] == ["3 us per layer", "wrong bytes"]
-    assert outcomes[-1].text == "not done after 1 s"
+    assert outcomes[-1].text == "timed out after 1 s"
     capsys.readouterr()
     assert report(outcomes) == 1
     assert len(capsys.readouterr().out.strip().splitlines()) == len(outcomes)
@@ -50,14 +50,14 @@ def test_a_check_without_time_left_fails():
     ]
 
 
-def test_all_checks_together_are_bounded():
+def test_the_time_limits_of_all_checks_add_up_to_at_most_eight_minutes():
     planned = checks("cpu")
     assert {"transfers, verified", "captured graphs", "staging reserved"} <= {one.name for one in planned}
     assert sum(one.seconds for one in planned) <= device_checks.MAX_SECONDS <= 8 * 60
 
 
 @pytest.mark.parametrize("part", device_checks.PARTS)
-def test_every_part_runs_where_the_device_is_a_cpu(part, capsys, monkeypatch):
+def test_every_part_runs_on_a_cpu(part, capsys, monkeypatch):
     monkeypatch.setattr(device_checks, "_HIDDEN", 64)
     monkeypatch.setattr(device_checks, "_INTERMEDIATE", 64)
     assert main(["--device", "cpu", "--part", part]) == 0
@@ -69,7 +69,7 @@ def test_every_part_runs_where_the_device_is_a_cpu(part, capsys, monkeypatch):
     }[part] in capsys.readouterr().out
 
 
-def test_only_what_the_doctor_finds_on_the_devices_counts():
+def test_only_the_doctor_s_findings_about_devices_count():
     findings = [
         {"name": "service", "verdict": FAILED, "text": "no service is named"},
         {"name": "experts there and back", "verdict": "ok", "text": "133 MB"},
@@ -78,7 +78,7 @@ def test_only_what_the_doctor_finds_on_the_devices_counts():
     findings[1] |= {"verdict": FAILED, "text": "bytes differ"}
     for output, reason in (
         (json.dumps(findings), "experts there and back: bytes differ"),
-        (json.dumps(findings[:1]), "did not try the devices"),
+        (json.dumps(findings[:1]), "did not test the devices"),
         ("Traceback\nno torch", "no torch"),
     ):
         with pytest.raises(RuntimeError, match=reason):

@@ -1,4 +1,4 @@
-"""The phase and the tokens of a step, from the schedule that vLLM and vLLM-Ascend execute."""
+"""Phase and number of tokens of a step, derived from the schedule that vLLM or vLLM-Ascend executes."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class Batch:
 def batch_of(scheduled: Any) -> Batch | None:
     """Return the batch of a ``SchedulerOutput``, or ``None`` if it has no tokens.
 
-    A request decodes if it computes one token, and with it only the draft tokens that the step verifies. A request that
-    computes more tokens prefills, also if it was preempted.
+    A request decodes if it computes one token and the draft tokens that the step verifies. A request that computes more
+    tokens prefills, even if it does so because it was preempted.
     """
     count_of, drafts_of = scheduled.num_scheduled_tokens, scheduled.scheduled_spec_decode_tokens
     tokens = int(scheduled.total_num_scheduled_tokens)
@@ -36,9 +36,9 @@ def batch_of(scheduled: Any) -> Batch | None:
 
 @dataclass(frozen=True)
 class TokenShare:
-    """The share of one of ``parts`` ranks in the tokens of their data-parallel rank.
+    """Share of one EP rank in the tokens of its data-parallel rank, which has ``parts`` EP ranks.
 
-    If ``divided``, all have equal shares. Otherwise they have the same tokens, and the first of them reports them.
+    If ``divided``, all have equal shares. Otherwise all have the same tokens, and only the first reports them.
     """
 
     part: int
@@ -62,8 +62,8 @@ def step_of(
 ) -> tuple[StepPhase, int | None]:
     """Return the phase and the rank's own tokens for ``Agent.step``.
 
-    The tokens are ``None`` if ``share`` is: rank 0 then counts those of several data-parallel ranks. A step without a
-    known ``batch`` counts as decoding, as it does for hosts that do not label their steps.
+    The tokens are ``None`` if ``share`` is ``None``, because rank 0 then counts those of several data-parallel ranks. A
+    step without a known ``batch`` is reported as decode, as for hosts that do not label their steps.
     """
     if is_dummy:
         return StepPhase.DUMMY, None if share is None else 0

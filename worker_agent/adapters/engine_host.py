@@ -354,7 +354,7 @@ def around(
 
 
 def noting_batches(execute_model: Callable[..., Any], host_of: Callable[[Any], EngineHost | None]) -> Any:
-    """Wrap an engine's ``execute_model`` so that the host, if its owner has one, notes each batch before it runs."""
+    """Wrap an engine's ``execute_model`` so that its owner's host, if any, notes each batch before it runs."""
 
     @wraps(execute_model)
     def execute_noted(owner: Any, scheduler_output: Any, *arguments: Any, **named: Any) -> Any:

@@ -47,8 +47,8 @@ _OFFER_DEADLINE_STEPS = 512
 class SwitchStats:
     """Switches of this rank since its start.
 
-    ``install_seconds`` is the time in which it copied experts and tables into place, or queued the copies;
-    ``commit_seconds`` is the time for which the model stood still, from the outcome of a vote until all ranks had
+    ``install_seconds`` is the time that the rank spent copying experts and tables into place, or queueing the copies.
+    ``commit_seconds`` is the time for which commits paused the model, from the outcome of a vote until all ranks had
     installed its part.
     """
 
@@ -106,7 +106,7 @@ class SwitchDriver:
         self._step = 0
         self._staged: TransferResult | None = None
         self._committed: list[tuple[PlanStatus, Installed]] = []
-        """Statuses to report once all ranks have installed the part, each with what it led to."""
+        """Statuses to report once all ranks have installed the part, each with the placement that it resulted in."""
         self._trouble: str | None = None
 
     @property
@@ -292,7 +292,7 @@ class SwitchDriver:
         return outcome
 
     def _switch_part(self, voter: Voter, outcome: VoteOutcome) -> None:
-        """Install what was voted in, and serve on only where no rank says that it could not."""
+        """Install the part that was voted in; keep serving only if no rank reports that it failed to."""
         try:
             self._apply(self.state.decide(outcome))
         except BaseException as error:
@@ -405,7 +405,7 @@ class SwitchDriver:
                 )
 
     def _commit(self, commit: Commit) -> None:
-        """Switch the layers of a part, in place, between two steps; what fails before all are in place is fatal."""
+        """Switch the layers of a part, in place, between two steps; a failure before all are in place is fatal."""
         result = self._staged
         self._staged = None
         names = [layer.layer for layer in commit.layers]
@@ -420,7 +420,7 @@ class SwitchDriver:
         self._history.action(self._step, commit)
 
     def _install(self, commit: Commit, update: RankLayer, rows: StagedLayer, installed: Installed) -> None:
-        """Switch one layer of a part, which leads to ``installed``."""
+        """Switch one layer of a part; ``installed`` is the placement that results."""
         layer = update.layer
         live = self._layers[layer]
         self._unless_it_fails(self._tables.before_commit, layer, self._step, commit.before)
@@ -447,8 +447,8 @@ class SwitchDriver:
     def _report_commits(self, began: float) -> None:
         """Report the layers just committed, now that all ranks serve them.
 
-        The model has stood still since ``began``. Each layer's cost is its share of that time: it includes the wait
-        for the device, the copies, and the messages by which the ranks confirm the commit.
+        The model has been paused since ``began``. Each layer is charged an equal share of that time, which includes the
+        wait for the device, the copies, and the messages with which the ranks confirm the commit.
         """
         committed = self._committed
         self._committed = []

@@ -7,12 +7,12 @@
                        +------ any rank votes abort, or a deadline passes -----+--> IDLE, old placement stays
                        +------ the service has called off the plan, and no rank transfers --> IDLE
 
-A plan is switched in parts: consecutive layers that the ranks transfer together and commit by one vote, as many as fit
-their staging.
+Ranks switch a plan in parts: consecutive layers, as many as fit in staging, that they transfer together and commit with
+one vote.
 
-Two rules keep the ranks together. A rank changes between OFFERED, TRANSFERRING and the next part, commits or aborts
-only on the outcome of a vote, never on its own. And a wish to abort waits for the next ballot, so that a rank which
-has voted READY keeps its word until it has seen what the vote decided.
+Two rules keep the ranks together. A rank moves from OFFERED to TRANSFERRING, moves on to the next part, commits or
+aborts only on the outcome of a vote, never on its own. A wish to abort waits for the next ballot, so that a rank that
+has voted READY stays committed to it until it knows the outcome of that vote.
 
 A vote is one integer all-reduce with MIN. Every field also travels negated, so that one reduction gives minimum and
 maximum: two equal bounds mean that all ranks voted the same. The decision is a function of the outcome alone, and the
@@ -37,7 +37,7 @@ BALLOT_WIDTH = 10
 
 
 class Progress(enum.IntEnum):
-    """Progress of a rank with the part that its plan is at."""
+    """Progress of a rank with the current part of its plan."""
 
     IDLE = 0
     OFFERED = 1
@@ -119,7 +119,7 @@ class VoteOutcome:
 
     @classmethod
     def unanimous(cls, plan: int) -> VoteOutcome:
-        """VoteOutcome of a vote in which all ranks are ready to commit a part of this plan."""
+        """Return the outcome of a vote in which all ranks are ready to commit a part of this plan."""
         return cls(Progress.READY, plan, plan, installed_agree=True, abort=False)
 
     @classmethod
@@ -169,7 +169,7 @@ class VoteOutcome:
 
 @dataclass(frozen=True)
 class StartTransfer:
-    """Action: stage this rank's incoming experts of all ``layers``; answer with ``with_transfer_ended``.
+    """Action: stage this rank's incoming experts for all ``layers``; answer with ``with_transfer_ended``.
 
     ``lane`` grows, on all ranks at once, whenever a transfer was aborted: bytes of an abandoned transfer must never
     meet those of a later one.
@@ -184,8 +184,8 @@ class StartTransfer:
 class Commit:
     """Action: copy what the transfer of ``generation`` has staged, and the new tables, into place, now.
 
-    All ``layers`` switch between the same two forward passes. ``before`` is what was served until here. ``installed``
-    has what is installed once each layer is in place; the last is what is served from here on.
+    All ``layers`` switch between the same two forward passes. ``before`` is the placement served so far. ``installed``
+    has the placement that results from each layer in turn; the last one is served from now on.
     """
 
     plan_id: int
@@ -213,14 +213,15 @@ Transition: TypeAlias = "tuple[SwitchState, tuple[Action, ...]]"
 class SwitchState:
     """Switch of one rank, a value: each event gives another, with what is to be done about it.
 
-    ``progress`` is how far the rank is with the part of ``plan`` that begins at layer ``index``, accepted at step
-    ``offered_at``; IDLE exactly where there is none. No rank receives or sends more than ``staging_rows`` experts in a
-    part of several layers; all ranks have the same number. A plan may stay OFFERED for ``offer_deadline_steps``: some
-    rank may never get it. With an ``abort_wish`` the next ballot votes to abort. If the service has ``called_off`` the
-    plan, each ballot says so, and the plan ends once no rank transfers a part. ``generation`` numbers the transfers and
-    ``lane`` the lanes that they use. Both grow equally on all ranks, ``lane`` only if a transfer was aborted. The rank
-    rejects plans of terms below ``highest_term``. It rejects all plans while it is ``paused`` (until resumed),
-    ``unheard`` (until the ranks vote again) or ``halted`` (for good, because the ranks have diverged).
+    ``progress`` is the rank's progress with the part that begins at layer ``index`` of ``plan``, which it accepted at
+    step ``offered_at``. It is IDLE exactly if there is no plan. In a part of several layers, no rank receives or sends
+    more than ``staging_rows`` experts; the number is the same on all ranks. A plan may stay OFFERED for at most
+    ``offer_deadline_steps``, because some rank may never get it. With an ``abort_wish`` the next ballot votes
+    to abort. If the service has ``called_off`` the plan, each ballot says so, and the plan ends once no rank transfers
+    a part. ``generation`` numbers the transfers and ``lane`` the lanes that they use. Both grow equally on all ranks,
+    ``lane`` only if a transfer was aborted. The rank rejects plans of terms below ``highest_term``. It rejects all
+    plans while it is ``paused`` (until resumed), ``unheard`` (until the ranks vote again) or ``halted`` (for good,
+    because the ranks have diverged).
     """
 
     installed: Installed
@@ -242,7 +243,7 @@ class SwitchState:
 
     @property
     def part(self) -> tuple[RankLayer, ...]:
-        """Layers of the part that the plan is at; empty without a plan."""
+        """Layers of the plan's current part; empty without a plan."""
         if self.plan is None:
             return ()
         return self.plan.layers[self.index : part_end(self.plan.moved_LC, self.index, self.staging_rows)]

@@ -79,7 +79,7 @@ class History:
                 self._write("abort", step=step, **facts)
 
     def _committed(self, step: int, commit: Commit) -> None:
-        """Record each layer of a commit on a line of its own."""
+        """Record a commit, with one line per layer."""
         before = commit.before
         for layer, after in zip(commit.layers, commit.installed, strict=True):
             self._write(

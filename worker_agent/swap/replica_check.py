@@ -106,7 +106,7 @@ class ReplicaCheck:
         Parameters
         ----------
         moves
-            The moves of each layer, by its index: source rank and slot, destination rank and slot, expert, int32
+            Moves by layer index: source rank and slot, destination rank and slot, expert, int32
             ``[M, 5]``. None of these layers may switch during the call.
         seconds
             Longest wait for the checksums of other replicas.
@@ -132,9 +132,9 @@ class ReplicaCheck:
     def _read_sources(
         self, layer: int, moves_M5: Int32, installed: Installed
     ) -> dict[tuple[int, int], tuple[int, int]]:
-        """Read what this rank sends of a layer, and the replicas that other ranks will ask about.
+        """Read the experts of a layer that this rank sends, and the replicas that other ranks will ask about.
 
-        Returns the expert, and the rank of its other replica, of each layer and slot that has no stored checksum.
+        Returns, for each layer and slot without a stored checksum, the expert and the rank of its other replica.
         """
         unsure = {}
         for source, slot, expert in sorted({(move[0], move[1], move[4]) for move in moves_M5.tolist()}):
@@ -212,7 +212,7 @@ class ReplicaCheck:
     ) -> None:
         """Compare slots with other replicas until all have answered or ``seconds`` pass.
 
-        ``unsure`` has the expert and the rank of its other replica for each layer and slot.
+        ``unsure`` maps a layer and slot to the expert there and the rank of its other replica.
         """
         end = self._runtime.now() + seconds
         while unsure and self._runtime.now() < end:

@@ -15,11 +15,11 @@ from worker_agent.swap.commit_register import FatalSwitchError
 
 
 class Staging:
-    """Buffers for the experts that the layers of one transfer receive, kept and re-used by the next ones."""
+    """Buffers for the experts that one transfer receives, kept and reused by later transfers."""
 
     def __init__(self) -> None:
         self._buffers: dict[tuple[object, ...], list[ExpertWeights]] = {}
-        """By what the experts of a layer look like: most models have layers of one kind."""
+        """Buffers by the kind of a layer's experts; most models have layers of only one kind."""
 
     @property
     def nbytes(self) -> int:
@@ -33,9 +33,9 @@ class Staging:
     def reserve(
         self, layers: Sequence[Sequence[ExpertWeights]], rows: Sequence[int]
     ) -> list[list[ExpertWeights]]:
-        """Return buffers for ``rows[n]`` experts of ``layers[n]``: one for each of its weights, of the same kind.
+        """Return buffers for ``rows[n]`` experts of ``layers[n]``, one for each of its weights and of the same kind.
 
-        Takes new memory only if the layers need more rows, or other shapes, than the ones before.
+        Allocates memory only if the layers need more rows, or other shapes, than earlier ones.
         """
         kinds = [_kind(weights) for weights in layers]
         needed: Counter[tuple[object, ...]] = Counter()
@@ -66,7 +66,7 @@ class Staging:
 
 
 def _kind(weights: Sequence[ExpertWeights]) -> tuple[object, ...]:
-    """Equal for layers whose experts fit each other's buffers."""
+    """Return a key that is equal for layers whose experts fit each other's buffers."""
     return tuple(
         (isinstance(weight, torch.Tensor), weight[0].shape, weight[0].dtype, weight[0].device)
         for weight in weights

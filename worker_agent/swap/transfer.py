@@ -31,7 +31,7 @@ _log = logging.getLogger("eplb.agent")
 _CHUNK_BYTES = 4 * 1024 * 1024
 """Size of the largest message, except for tensors in blocks; the same on all ranks."""
 _MAX_SLOWDOWN = 2.0
-"""Multiple of the fastest exchange's time per byte for which an exchange is taken to keep the link busy."""
+"""Multiple of the fastest exchange's time per byte for which an exchange counts as using the link, at most."""
 _REST_SECONDS = 1.0
 _WITNESS_SECONDS = 1.0
 """Longest time that a transfer waits for the checksums of replicas on other ranks."""
@@ -41,7 +41,7 @@ _LATE_SECONDS = 10.0
 
 @dataclass(frozen=True)
 class StagedLayer:
-    """Staged rows of a layer and their slots. ``sums`` are the senders' checksums by slot, where they were sent."""
+    """Staged rows of a layer and their slots. ``sums`` has the senders' checksums by slot, if they were sent."""
 
     layer: int
     staged: list[ExpertWeights]
@@ -105,9 +105,9 @@ class ByteBudget:
     def rest(self, taken: float, size: int, longest: float) -> None:
         """Leave the link idle for the model after an exchange, for at most ``longest`` seconds.
 
-        The exchange of ``size`` bytes took ``taken`` seconds. For part of them it may have waited for a peer, and that
-        one for a third rank to end its rest. If that counted, each rest would prolong the next ones, so the link is
-        taken to have been busy for at most twice as long as the fastest exchange so far would have needed.
+        The exchange of ``size`` bytes took ``taken`` seconds. Part of that time may be a wait for a peer that itself
+        waits for a third rank's rest to end. If such waits counted, each rest would prolong the next ones. The link
+        therefore counts as busy for at most twice the time that the fastest exchange so far would have needed.
         """
         if self._bytes_per_step is None and self._share < 1.0 and size > 0:
             self._fastest = min(self._fastest, taken / size)
@@ -136,7 +136,7 @@ class _Check:
 
 
 _Job: TypeAlias = "tuple[StartTransfer | _Check, Sequence[Sequence[ExpertWeights]], Mark]"
-"""What the thread is to do, the weights of each layer that it concerns, and the point of the stream to wait for."""
+"""A task for the thread, the weights of each layer involved, and the point of the stream to wait for."""
 
 
 class TransferWorker:
@@ -170,7 +170,7 @@ class TransferWorker:
         self._thread = runtime.spawn("eplb-transfer", self._run)
 
     def reserve(self, weights: Sequence[ExpertWeights], rows: int) -> None:
-        """Allocate staging for ``rows`` experts of a layer of ``weights``, before the engine sizes its KV cache.
+        """Allocate staging for ``rows`` experts of a layer with these weights, before the engine sizes its KV cache.
 
         Raises ``RuntimeError`` if the device has too little memory.
         """
@@ -200,9 +200,9 @@ class TransferWorker:
         return busy and self._thread.is_alive()
 
     def start(self, order: StartTransfer, layers: Sequence[LiveLayer]) -> None:
-        """Begin; called on the model's thread, so that what it has queued so far is waited for.
+        """Begin a transfer. Call this on the model's thread: the transfer waits for the work that it has queued.
 
-        That is a commit before all: what it copies out of staging is read before anything new is written there.
+        Above all, this is the previous commit, which must have read the staging before anything new is written there.
         """
         weights = [layer.expert_weights() for layer in layers]
         self._overdue_at = self._runtime.now() + 2 * self._timeout + _LATE_SECONDS
@@ -278,7 +278,7 @@ class TransferWorker:
             names = ", ".join(str(layer.layer) for layer in order.layers)
             some = "layer" if len(order.layers) == 1 else "layers"
             return TransferResult(order.generation, error=f"transfer of {some} {names} failed: {failure}")
-        # The layers change their tables alone.
+        # These layers change only their tables.
         staged = [
             StagedLayer(layer.layer, [weight[:0] for weight in layer_weights], [])
             for layer, layer_weights in zip(order.layers, weights, strict=True)
@@ -288,7 +288,7 @@ class TransferWorker:
     def _move(
         self, order: StartTransfer, weights: Sequence[Sequence[ExpertWeights]], ready: Mark
     ) -> tuple[StagedLayer, ...]:
-        """Send and receive what this rank has to of each layer, in turn."""
+        """Send and receive this rank's experts, layer by layer."""
         began = self._runtime.now()
         deadline = Deadline(self._timeout, self._runtime)
         rank = self._lanes.rank
@@ -308,7 +308,7 @@ class TransferWorker:
                 now = self._runtime.now()
                 staged.append(StagedLayer(layer.layer, incoming, own, now - began, by_slot))
                 began = now
-        # Late is late, also where this rank had nothing to send or receive.
+        # A transfer is late even if this rank had nothing to send or receive.
         deadline.left()
         return tuple(staged)
 
@@ -319,11 +319,11 @@ class TransferWorker:
         live: Sequence[ExpertWeights],
         staged: Sequence[ExpertWeights],
     ) -> dict[int, int]:
-        """Carry one layer's experts, round by round; return the senders' checksums by the row of ``staged``."""
+        """Transfer one layer's experts, round by round; return the senders' checksums by row of ``staged``."""
         sums: dict[int, int] = {}
         for outgoing, incoming, row in _parcels(moves_M5, self._lanes.rank, live, staged):
             if outgoing and incoming and outgoing[0].peer == self._lanes.rank:
-                # An expert changes its slot on this rank.
+                # The expert only moves to another slot of this rank.
                 for source, target in zip(outgoing, incoming, strict=True):
                     target.data.copy_(source.data)
                 continue

@@ -31,7 +31,7 @@ _VOTE_LAG = 2
 _IDLE_INTERVALS = 4
 """Vote intervals to the next vote while no rank holds a plan: a new plan waits so long at most."""
 _BUSY_PASSES = 64
-"""Forward passes after a plan in which votes stay as close as beside one: where heat drifts, the next plan is near."""
+"""Forward passes after a plan for which votes stay as frequent as during it; if heat drifts, the next plan is near."""
 _ASTRAY_VOTES = 3
 """Fewer votes in a row that find the ranks at different passes are no problem: a host has missed a call."""
 _PROVEN_PASSES = 256
@@ -71,7 +71,7 @@ class Voter:
         self._work: Reduction | None = None
         self.due = 0
         self.heard_at = runtime.now()
-        """Time at which the ballots of the last vote counted were there, in seconds."""
+        """Time at which the ballots of the last counted vote had arrived, in seconds."""
         self._cast: Ballot | None = None
 
     @property
@@ -277,7 +277,7 @@ class VoteSchedule:
         # An error between any two of these lines must leave votes, or something that forms them again.
         self._attempts = self._group.formed = reformed.attempts
         self._next = self._formed_at = reformed.start
-        # The ranks may have counted different votes last.
+        # The last vote counted may differ between ranks, but their schedules must not.
         self._held_at = None
         self._group.left = False
         self.voter = self._voter(votes, reformed.vote)

@@ -97,7 +97,7 @@ async def switch_often(service: RunningService, group: Timed, rounds: int = 7) -
 
 @pytest_asyncio.fixture
 async def often(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[RunningService, Timed]]:
-    # Heat changes in each round, and a call-off may overtake the plan; these ranks would wait for it forever.
+    # Heat changes in each round, so a call-off may overtake a plan, for which these ranks would wait forever.
     monkeypatch.setattr(Deployment, "may_call_off", False)
     chosen = settings(window_steps=128, decision_interval=1 << 20, cpu_share=1.0)
     async with running_service(chosen) as service, Timed(service.address) as group:

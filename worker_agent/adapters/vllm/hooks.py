@@ -22,7 +22,7 @@ _RESTORE = methodcaller("restore")
 _GO_ON = methodcaller("go_on")
 _SERVE = methodcaller("set_warming_up", False)
 _AROUND: dict[str, dict[str, Callable[[VllmHost], None]]] = {
-    # The second runner warms up with made-up requests.
+    # vLLM's second model runner warms up with dummy requests, which must not count as heat.
     "compile_or_warm_up_model": {
         "before": methodcaller("set_warming_up", True),
         "after": _SERVE,
@@ -35,7 +35,7 @@ _AROUND: dict[str, dict[str, Callable[[VllmHost], None]]] = {
     "update_weights": {"failed": _RESUME},
     "finish_weight_update": {"after": _RESUME, "failed": _RESUME},
 }
-"""Calls of the host around a worker's warm-up and its changes of weights: before, after, and if they fail."""
+"""Host methods to call before and after a worker's warm-up and changes of weights, and if those fail."""
 PATCHES: Patches = {
     f"{_STATE}.add_model": 3,
     f"{_STATE}.step": None,
@@ -158,7 +158,7 @@ def _hook_worker() -> None:
 
     for name, asked in _AROUND.items():
         setattr(Worker, name, _hooked(getattr(Worker, name), around(_host_of, **asked)))
-    # Both model runners are called through the worker; dummy runs are not.
+    # The worker calls both model runners through this method, but not for dummy runs.
     Worker.execute_model = noting_batches(Worker.execute_model, _host_of)
     Worker.sleep = _hooked(Worker.sleep, _keep_tables)
     Worker.wake_up = _hooked(Worker.wake_up, _wake_up)

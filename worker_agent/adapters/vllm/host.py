@@ -122,7 +122,7 @@ class VllmHost(EngineHost):
         return token_group(self._model.model.moe_layers, self._parallel, self._rank, self._ranks)
 
     def set_warming_up(self, warms_up: bool) -> None:
-        """Treat the requests of the steps that follow as made up, or as real again."""
+        """Count the following steps as dummy steps while the engine warms up, or as real ones again."""
         self._warms_up = warms_up
 
     def _most_replicas(self) -> int:
