@@ -12,7 +12,7 @@ import pytest
 from eplb_service.placement import Placement
 from tests.agent import live
 from tests.ranks import run_ranks
-from worker_agent.swap import replica_check
+from worker_agent.swap import driver, replica_check
 from worker_agent.swap.installed import restoring_plan
 
 
@@ -116,3 +116,29 @@ def test_an_expert_damaged_before_its_turn_is_not_copied(damage: str) -> None:
         if damage != "none" and rank == 1:
             assert f"expert {reported['expert']} in slot" in reported["complaint"]
             assert "differs from its replica on rank" in reported["complaint"]
+
+
+def _slow_install() -> dict[str, Any]:
+    """Experts are read again and again, also while a commit takes its time to write others over them."""
+    replica_check._REST_SECONDS = replica_check._REST_PER_SECOND = 0.0
+    agent, layers, still = live.start(1)
+    install = driver.install_layer
+
+    def slowly(*arguments: Any, **options: Any) -> int:
+        time.sleep(0.3)
+        return install(*arguments, **options)
+
+    driver.install_layer = slowly
+    worst = live.drive(agent, layers, still, 40, live.offering(agent, {1: {0: live.target()}}), epoch=1)
+    replicas = agent._switch._replicas
+    turns = replicas._turn + 2 * live.SLOTS
+    deadline = time.monotonic() + 30
+    while replicas._turn < turns and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return live.facts(agent, worst, complaint=replicas.complaint, read=replicas._turn >= turns)
+
+
+def test_what_a_commit_overwrites_is_not_taken_for_its_new_experts() -> None:
+    facts = run_ranks(live.RANKS, _slow_install)
+    live.check_together(facts, epoch=1)
+    assert [(fact["read"], fact["complaint"]) for fact in facts] == [(True, None)] * live.RANKS

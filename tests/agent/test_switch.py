@@ -100,7 +100,8 @@ def test_a_plan_of_many_layers_is_switched_in_parts() -> None:
 
 def _called_off(when: str) -> dict[str, Any]:
     """Offer a plan of three layers and notify one rank that this plan, or one that nobody holds, is called off."""
-    agent, layers, still = live.start(3, vote_interval=2)
+    # Without room for two layers, they are switched one after the other.
+    agent, layers, still = live.start(3, vote_interval=2, staging_mib=0)
     called_at: list[int] = []
     again: list[int] = []
 

@@ -147,12 +147,15 @@ def _a_stranger_knocks(host: Host) -> None:
             stranger.sendto(os.urandom(32) + b"q" + bytes(16) + b"frank 0: serve no more", address)
 
 
-def _a_stranger_connects(_: Host) -> None:
-    """To every port that the process listens on: the model's take links, those of the votes and the lane do not."""
+def _a_stranger_connects(host: Host) -> None:
+    """Connect to every port that the process listens on: the model's accept links, those of votes and lane do not."""
     here = Sample.now()
     assert {address for address, _ in listening()} == {"127.0.0.1"}, "where all ranks are on one node"
+    lanes = host.agent._switch._lanes
+    before = lanes._open
     _, closed = knock()
-    assert closed >= 2
+    # Without a lane, as after a transfer that timed out on a busy machine, the votes' port is the only closed one.
+    assert closed >= (2 if before is not None and lanes._open is before else 1)
     assert Sample.now().megabytes - here.megabytes < 32
 
 

@@ -81,6 +81,7 @@ class SwitchDriver:
         runtime: Runtime = REAL,
     ) -> None:
         self.stats = SwitchStats()
+        self._committing = False
         shape = rendezvous.identity.shape
         rows = staging_rows(shape.slots, shape.bytes_per_expert, settings.staging_mib << 20)
         self.state = SwitchState(rendezvous.installed, _OFFER_DEADLINE_STEPS, rows)
@@ -353,7 +354,10 @@ class SwitchDriver:
     # What the machine asks for
 
     def _apply(self, transition: Transition) -> None:
-        self.state, actions = transition
+        after, actions = transition
+        # Until its copies are done, the slots hold other experts than the new state names.
+        self._committing = any(isinstance(action, Commit) for action in actions)
+        self.state = after
         for action in actions:
             if not isinstance(action, Commit):
                 self._history.action(self._step, action)
@@ -362,6 +366,7 @@ class SwitchDriver:
                     self.transfers.start(action, [self._layers[layer.layer] for layer in action.layers])
                 case Commit():
                     self._commit(action)
+                    self._committing = False
                 case Halted():
                     raise FatalSwitchError(f"rank {self._identity.rank}: {action.reason}")
                 case PlanStatus():
@@ -458,7 +463,7 @@ class SwitchDriver:
             self._report(replace(status, commit_seconds=seconds / len(committed)), installed)
 
     def _served(self) -> Installed | None:
-        return self.state.installed if self.state.paused is None else None
+        return self.state.installed if self.state.paused is None and not self._committing else None
 
     def _report(self, status: PlanStatus, served: Installed | None = None) -> None:
         served = served or self.state.installed
