@@ -22,8 +22,13 @@ from worker_agent.doctor import FAILED, SKIPPED
 
 MAX_SECONDS = 480.0
 PASSED = "passed"
-_LAYERS, _EXPERTS, _TOKENS, _TOP_K = 58, 256, 64, 8
-_HIDDEN, _INTERMEDIATE, _MOVED = 2048, 768, 4
+_LAYERS = 58
+_EXPERTS = 256
+_TOKENS = 64
+_TOP_K = 8
+_HIDDEN = 2048
+_INTERMEDIATE = 768
+_MOVED = 4
 _ROUNDS = 20
 _WIDTH = 120
 _ENVIRONMENT = ("versions", "engine", "service")

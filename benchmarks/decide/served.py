@@ -85,7 +85,7 @@ def own_rows(
 ) -> Iterator[Row]:
     """Yield a row without balancing, a row of our policy with plans that take effect at once, and one at ``delay``.
 
-    All replays run on one thread. The CPU time of decisions is that of a replay, less that of one without balancing.
+    All replays run on one thread. A policy's CPU time is its replay's, minus that of a replay without balancing.
 
     Parameters
     ----------

@@ -48,7 +48,8 @@ def switched(before: Serving, after: Serving) -> npt.NDArray[np.bool_]:
 
 def tables_differ(one_RLE: npt.NDArray[np.int32], other_RLE: npt.NDArray[np.int32]) -> npt.NDArray[np.bool_]:
     """Return a mask of the layers whose tables differ, bool ``[L]``; an external policy may change their width."""
-    one, other = with_entries(one_RLE, 3), with_entries(other_RLE, 3)
+    one = with_entries(one_RLE, 3)
+    other = with_entries(other_RLE, 3)
     if one.shape != other.shape:
         return np.ones(one.shape[1], dtype=np.bool_)
     differ_L: npt.NDArray[np.bool_] = (one != other).any(axis=(0, 2, 3))

@@ -57,7 +57,7 @@ Decisions and plans:
   counter eplb_plans{deployment,outcome} Plans offered, by outcome.
   histogram eplb_solve_seconds{deployment} Time that one decision took to compute.
   histogram eplb_transfer_seconds{deployment} Time in which a rank staged the experts of one layer.
-  histogram eplb_commit_seconds{deployment} Time for which a rank's step waited for one layer's commit.
+  histogram eplb_commit_seconds{deployment} A layer's share of the time for which a commit paused a rank's model.
   counter eplb_layers_switched{deployment} Layers whose switch was committed.
   counter eplb_moves{deployment} Experts moved by committed switches.
   counter eplb_moved_bytes{deployment} Weights moved by committed switches.

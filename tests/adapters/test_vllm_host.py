@@ -104,7 +104,8 @@ def switched_and_restored():
     addresses = [tensor.data_ptr() for tensor in tensors]
     first = state.physical_to_logical_map.clone()
     found = {"counts": state.logical_replica_count.tolist(), "at first": consistent(state, rank)}
-    reported, step = [], host.agent.step
+    reported = []
+    step = host.agent.step
     host.agent.step = lambda *of_pass: (reported.append(of_pass), step(*of_pass))
     host.note_batch(scheduled([1, 6]))
     state.expert_load_pass[:, 3] = 5

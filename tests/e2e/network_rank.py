@@ -23,7 +23,8 @@ from worker_agent.moe import ExpertParallelMoE, MoEShape, seeded_experts
 from worker_agent.settings import AgentSettings
 from worker_agent.swap.group import RendezvousError
 
-RANKS, SLOTS = 2, 5
+RANKS = 2
+SLOTS = 5
 
 
 def layers_of_rank() -> list[ExpertParallelMoE]:

@@ -61,7 +61,8 @@ def within(namespace: str, *arguments: str, **streams: object) -> subprocess.Pop
 
 @pytest.mark.e2e
 def test_a_layer_switches_between_two_networks(namespaces: list[str], tmp_path: Path) -> None:
-    service, group = f"{ADDRESSES[0]}:50551", f"{ADDRESSES[0]}:29500"
+    service = f"{ADDRESSES[0]}:50551"
+    group = f"{ADDRESSES[0]}:29500"
     flags = "--insecure --window-steps 32 --decision-interval 32 --report-steps 8 --threads 1 --metrics 127.0.0.1:0"
     command = ["eplb_service.cli.main", "serve", "--listen", service, *flags.split()]
     log = (tmp_path / "service.log").open("w+")

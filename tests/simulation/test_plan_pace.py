@@ -18,7 +18,9 @@ from worker_agent.settings import AgentSettings
 from worker_agent.swap import vote
 from worker_agent.swap.machine import SwitchState
 
-RANKS, LAYERS, SLOTS = 4, 8, 3
+RANKS = 4
+LAYERS = 8
+SLOTS = 3
 
 
 def test_the_votes_and_the_share_of_the_link_are_the_agent_s_defaults() -> None:

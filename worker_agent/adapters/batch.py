@@ -22,7 +22,8 @@ def batch_of(scheduled: Any) -> Batch | None:
     A request decodes if it computes one token and the draft tokens that the step verifies. A request that computes more
     tokens prefills, even if it does so because it was preempted.
     """
-    count_of, drafts_of = scheduled.num_scheduled_tokens, scheduled.scheduled_spec_decode_tokens
+    count_of = scheduled.num_scheduled_tokens
+    drafts_of = scheduled.scheduled_spec_decode_tokens
     tokens = int(scheduled.total_num_scheduled_tokens)
     if tokens == 0:
         return None
