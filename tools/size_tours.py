@@ -85,7 +85,7 @@ TOURS = (
             (f"{_SERVER}/agents.py", "_send_on"),
             (f"{_SERVER}/outgoing/streams.py", "RankStream"),
             ("eplb_service/wire/plan.py", "SharedPlan"),
-            ("worker_agent/swap/installed.py", "check_plan"),
+            ("worker_agent/swap/rank_layout.py", "check_plan"),
             ("worker_agent/stream.py", "ServiceStream"),
             ("worker_agent/agent.py", "_take_events"),
             ("worker_agent/swap/driver.py", "SwitchDriver"),

@@ -26,13 +26,13 @@ from worker_agent.settings import AgentSettings
 from worker_agent.stream import Outbox, ServiceStream
 from worker_agent.swap.commit_register import FatalSwitchError
 from worker_agent.swap.driver import SwitchDriver, SwitchStats
-from worker_agent.swap.installed import Installed
+from worker_agent.swap.rank_layout import RankLayout
 from worker_agent.swap.record import History
 from worker_agent.swap.rendezvous import Rendezvous, meet
 
 _log = logging.getLogger("eplb.agent")
 
-_FIRST_REPORT_STEPS = 16
+_INITIAL_REPORT_STEPS = 16
 """Steps per heat report until the service says otherwise."""
 _WATCH_CALLS = 16
 """Calls from one look at the control stream's thread to the next."""
@@ -96,7 +96,7 @@ class Agent:
         self._step = 0
         self._fatal: FatalSwitchError | None = None
         self._unfinished = False
-        self._heat = HeatRecorder(layers, _FIRST_REPORT_STEPS)
+        self._heat = HeatRecorder(layers, _INITIAL_REPORT_STEPS)
         self._timer, self._in_calls, self._in_votes = StepTimer(), Stopwatch(), Stopwatch()
         self._outbox = Outbox(runtime=runtime)
         self._history = History(settings.history, rendezvous.identity, rendezvous.installed)
@@ -162,7 +162,7 @@ class Agent:
         return cls(layers, settings, meet(layers, host_group, settings, token_group), on_commit)
 
     @property
-    def installed(self) -> Installed:
+    def installed(self) -> RankLayout:
         """Snapshot of what this rank serves; immutable."""
         return self._switch.state.installed
 

@@ -19,7 +19,7 @@ from eplb_service.wire.heat import HeatReport, StepPhase
 from worker_agent.device import Mark, host_empty, host_view
 from worker_agent.live_layer import LiveLayer
 
-_MOST_TOKENS = _MOST_MICROS = 1 << 32
+_MAX_TOKENS = _MAX_MICROS = 1 << 32
 """Exclusive upper bounds of the message's fields."""
 _DEADLINE_CALLS = 4096
 """Step boundaries without a valid count after which a problem is reported: the host no longer counts."""
@@ -155,9 +155,9 @@ class HeatRecorder:
             self._first_step = step
         self._note_pass(len(self._phases), -1)
         self._phases.append(phase)
-        if tokens is not None and 0 <= tokens < _MOST_TOKENS:
+        if tokens is not None and 0 <= tokens < _MAX_TOKENS:
             self._tokens.append(tokens)
-        self._micros.append(micros if 0 <= micros < _MOST_MICROS else 0)
+        self._micros.append(micros if 0 <= micros < _MAX_MICROS else 0)
         full = (step + 1) % self._segment_steps == 0 or len(self._phases) >= self._segment_steps
         if full or self._hurries:
             self._hurries = False

@@ -30,23 +30,23 @@ from eplb_service.wire.generated import agent_pb2, agent_pb2_grpc
 from eplb_service.wire.heat import HeatReport
 from worker_agent.runtime import REAL, Runtime
 from worker_agent.settings import AgentSettings
-from worker_agent.swap.installed import Identity, Installed, Order, check_plan
+from worker_agent.swap.rank_layout import Identity, Order, RankLayout, check_plan
 
 _log = logging.getLogger("eplb.agent")
 
-_FIRST_BACKOFF_SECONDS = 0.2
-_LAST_BACKOFF_SECONDS = 10.0
-_FIRST_SILENCE_SECONDS = 60.0
-_MOST_REASONS = 8
+_INITIAL_BACKOFF_SECONDS = 0.2
+_MAX_BACKOFF_SECONDS = 10.0
+_INITIAL_SILENCE_SECONDS = 60.0
+_MAX_REASONS = 8
 _WELCOME_SECONDS = 10.0
-_FIRST_BEAT_SECONDS = 1.0
+_INITIAL_BEAT_SECONDS = 1.0
 _PLANS_KEPT = 16
 _STILL_SECONDS = 60.0
 """Longer than any wait of a stream that works: for a welcome, before another attempt, for other ranks' heat."""
 
-_MOST_STATUSES = 4096
+_MAX_STATUSES = 4096
 """A group makes a handful of statuses per layer and plan; the bound only guards against a service gone for good."""
-_MOST_LEFT_OUT = 4
+_MAX_LEFT_OUT = 4
 """Of five heartbeats in a row with nothing new at least one is sent."""
 
 _Outgoing: TypeAlias = HeatReport | PlanStatus
@@ -68,7 +68,7 @@ class Outbox:
         self._dropped_steps = 0
         self._heat: deque[HeatReport] = deque()
         self._most_heat = heat_reports
-        self._statuses: deque[PlanStatus] = deque(maxlen=_MOST_STATUSES)
+        self._statuses: deque[PlanStatus] = deque(maxlen=_MAX_STATUSES)
         self._changed = runtime.condition()
 
     @property
@@ -145,7 +145,7 @@ class HeartbeatSchedule:
         heat = self._heat_since or self._heat_before
         self._heat_since, self._heat_before = False, self._heat_since
         content = (beat.epoch, beat.digest, beat.error)
-        if content == self._sent and heat and self._left_out < _MOST_LEFT_OUT:
+        if content == self._sent and heat and self._left_out < _MAX_LEFT_OUT:
             self._left_out += 1
             return False
         self._sent, self._left_out = content, 0
@@ -160,12 +160,12 @@ class OutageLog:
 
     def __init__(self) -> None:
         self._reasons = set[str]()
-        self._next_at, self._wait = float("-inf"), _FIRST_SILENCE_SECONDS
+        self._next_at, self._wait = float("-inf"), _INITIAL_SILENCE_SECONDS
         self._logged = True
 
     def logs(self, now: float, reason: str) -> bool:
         """Return whether this failure is to be logged."""
-        is_new = reason not in self._reasons and len(self._reasons) < _MOST_REASONS
+        is_new = reason not in self._reasons and len(self._reasons) < _MAX_REASONS
         if now >= self._next_at:
             self._next_at, self._wait = now + self._wait, 2 * self._wait
         elif not is_new:
@@ -176,7 +176,10 @@ class OutageLog:
 
     def logs_return(self, now: float) -> bool:
         """Return whether it is to be logged that the service is there: where a failure was, and the first time."""
-        self._next_at, self._wait = min(self._next_at, now + _FIRST_SILENCE_SECONDS), _FIRST_SILENCE_SECONDS
+        self._next_at, self._wait = (
+            min(self._next_at, now + _INITIAL_SILENCE_SECONDS),
+            _INITIAL_SILENCE_SECONDS,
+        )
         logged, self._logged = self._logged, False
         return logged
 
@@ -201,7 +204,7 @@ class ServiceStream:
         settings: AgentSettings,
         identity: Identity,
         outbox: Outbox,
-        installed: Callable[[], Installed],
+        installed: Callable[[], RankLayout],
         highest_term: Callable[[], int],
         beat: Callable[[], Heartbeat],
         runtime: Runtime = REAL,
@@ -258,7 +261,7 @@ class ServiceStream:
         return self._runtime.spawn("eplb-stream", self._run)
 
     def _run(self) -> None:
-        backoff = _FIRST_BACKOFF_SECONDS
+        backoff = _INITIAL_BACKOFF_SECONDS
         while not self._closing.is_set():
             self._receiving_since = self._runtime.now()
             try:
@@ -272,11 +275,11 @@ class ServiceStream:
                 # A defect here must not end balancing for good, nor reach the model.
                 _log.exception("rank %d: the control stream failed", self._identity.rank)
             if self.connected:
-                backoff = _FIRST_BACKOFF_SECONDS
+                backoff = _INITIAL_BACKOFF_SECONDS
             self.connected = False
             self._receiving_since = None
             self._closing.wait(backoff * random.uniform(0.5, 1.5))  # noqa: S311 - jitter, not a secret
-            backoff = min(2 * backoff, _LAST_BACKOFF_SECONDS)
+            backoff = min(2 * backoff, _MAX_BACKOFF_SECONDS)
 
     def _talk(self, stub: agent_pb2_grpc.AgentServiceStub) -> None:
         """One connection, from Hello to its end."""
@@ -316,7 +319,7 @@ class ServiceStream:
             left = heartbeats.seconds_left(self._runtime.now())
             if left <= 0:
                 welcome = self.welcome
-                interval = welcome.heartbeat_seconds if welcome else _FIRST_BEAT_SECONDS
+                interval = welcome.heartbeat_seconds if welcome else _INITIAL_BEAT_SECONDS
                 beat = self._beat()
                 if heartbeats.is_due(self._runtime.now(), beat, interval):
                     yield agent_pb2.ConnectRequest(heartbeat=encode(beat))

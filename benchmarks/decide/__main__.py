@@ -17,7 +17,7 @@ from benchmarks.decide.alarms import measured
 from benchmarks.decide.heat import PACED_TARGETS, TARGETS, generated, recorded, shipped, untuned
 from benchmarks.decide.promises import measured as promises_measured
 from benchmarks.decide.served import AT_ONCE, Delay, Row, interval_of, mean_rows, own_rows, peer_rows
-from eplb_service.bench.closed_loop import Course
+from eplb_service.bench.closed_loop import Scenario
 from eplb_service.bench.contest import OURS, Contest
 from eplb_service.bench.peers.archives import INDEX
 from eplb_service.bench.peers.balancers import FLASHLB
@@ -57,9 +57,9 @@ def main() -> None:
     settings = PlannerSettings(threads=1, link_bandwidth=options.link_bandwidth)
     table = Table(*_COLUMNS)
     try:
-        for courses in zip(*(_courses(options, seed) for seed in options.seeds), strict=True):
-            _add(table, courses[0], _measured(courses, settings, contest, options))
-            console.print(f"{courses[0].name}: {time.monotonic() - began:.0f} s since the start")
+        for scenarios in zip(*(_scenarios(options, seed) for seed in options.seeds), strict=True):
+            _add(table, scenarios[0], _measured(scenarios, settings, contest, options))
+            console.print(f"{scenarios[0].name}: {time.monotonic() - began:.0f} s since the start")
     finally:
         contest.close()
     console.print(table)
@@ -76,15 +76,15 @@ def main() -> None:
 
 
 def _measured(
-    courses: Sequence[Course], settings: PlannerSettings, contest: Contest, options: argparse.Namespace
+    scenarios: Sequence[Scenario], settings: PlannerSettings, contest: Contest, options: argparse.Namespace
 ) -> list[tuple[Row, float]]:
     """Return the rows of one kind of heat, averaged over its seeds: ours, then the peers at both intervals."""
-    drawn = _drawn(courses)
+    drawn = _drawn(scenarios)
     delay = Delay(options.step_ms, options.solve_ms, options.model_layers)
     unscored = options.unscored
     own = [
-        list(own_rows(course, settings, options.bytes_per_expert, options.cpu_ms, delay, unscored))
-        for course in drawn
+        list(own_rows(scenario, settings, options.bytes_per_expert, options.cpu_ms, delay, unscored))
+        for scenario in drawn
     ]
     ours = [row for rows in own for row in rows if row.policy == f"{OURS}, {AT_ONCE}"]
     interval = interval_of(drawn[0], ours, unscored)
@@ -92,31 +92,31 @@ def _measured(
         [
             [
                 *rows,
-                *peer_rows(course, contest, unscored=unscored),
-                *(peer_rows(course, contest, interval, unscored) if interval is not None else ()),
+                *peer_rows(scenario, contest, unscored=unscored),
+                *(peer_rows(scenario, contest, interval, unscored) if interval is not None else ()),
             ]
-            for course, rows in zip(drawn, own, strict=True)
+            for scenario, rows in zip(drawn, own, strict=True)
         ]
     )
 
 
-def _courses(options: argparse.Namespace, seed: int) -> list[Course]:
+def _scenarios(options: argparse.Namespace, seed: int) -> list[Scenario]:
     """Return the heat to decide on for one seed."""
-    courses = [
+    scenarios = [
         *generated(seed, options.layers, options.windows),
         *untuned(seed, options.layers, options.windows),
         shipped(),
     ]
     if options.traces is not None:
-        courses += recorded(options.traces, seed)
-    return [course for course in courses if options.only in course.name]
+        scenarios += recorded(options.traces, seed)
+    return [scenario for scenario in scenarios if options.only in scenario.name]
 
 
-def _drawn(courses: Sequence[Course]) -> Sequence[Course]:
+def _drawn(scenarios: Sequence[Scenario]) -> Sequence[Scenario]:
     """The same heat from all seeds; once, where nothing of it is drawn."""
-    if all(np.array_equal(course.heat_TLE, courses[0].heat_TLE) for course in courses[1:]):
-        return courses[:1]
-    return courses
+    if all(np.array_equal(scenario.heat_TLE, scenarios[0].heat_TLE) for scenario in scenarios[1:]):
+        return scenarios[:1]
+    return scenarios
 
 
 def _alarms(seed: int) -> Table:
@@ -142,10 +142,10 @@ def _promises(seed: int, traces: Path | None) -> Table:
     return table
 
 
-def _add(table: Table, course: Course, rows: list[tuple[Row, float]]) -> None:
+def _add(table: Table, scenario: Scenario, rows: list[tuple[Row, float]]) -> None:
     for row, error in rows:
         table.add_row(
-            course.name,
+            scenario.name,
             row.policy,
             f"{row.par:.4f}" + (f" ± {error:.4f}" if error else ""),
             f"{row.moves_per_window:.1f}",
@@ -153,7 +153,7 @@ def _add(table: Table, course: Course, rows: list[tuple[Row, float]]) -> None:
             f"{1e3 * row.cpu_seconds:.0f}",
             f"{row.held / row.forecasts:.0%} of {row.forecasts}" if row.forecasts else "",
             f"{row.below_off} of {row.windows}" if row.decisions and row.windows else "",
-            _target(course.name, row.policy),
+            _target(scenario.name, row.policy),
         )
 
 

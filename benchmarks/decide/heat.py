@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.solver.heats import KINDS, generate
-from eplb_service.bench.closed_loop import Course
+from eplb_service.bench.closed_loop import Scenario
 from eplb_service.placement import Int32
 
 PHASE = 96
@@ -34,17 +34,17 @@ PACED_TARGETS = {"drift": "at most 1.30"}
 """Targets of our policy at the pace of a model of 58 layers."""
 
 
-def generated(seed: int, layers: int, windows: int = 12) -> Iterator[Course]:
+def generated(seed: int, layers: int, windows: int = 12) -> Iterator[Scenario]:
     """Yield the four kinds of generated heat, ``windows`` of each, with 256 experts on 32 ranks x 9 slots."""
     for kind in KINDS:
         heat_TLE = np.array(generate(kind, layers, 256, 128 * windows, seed))
-        yield Course(kind, heat_TLE, 32, 9, 128)
+        yield Scenario(kind, heat_TLE, 32, 9, 128)
 
 
-def untuned(seed: int, layers: int, windows: int = 12) -> Iterator[Course]:
+def untuned(seed: int, layers: int, windows: int = 12) -> Iterator[Scenario]:
     """Yield the kinds in ``UNTUNED``, in the same shape as ``generated``."""
     for kind in UNTUNED:
-        yield Course(
+        yield Scenario(
             f"{kind} (untuned)", _drawn(kind, layers, 256, 128 * windows, seed + _UNTUNED_SEED), 32, 9, 128
         )
 
@@ -81,25 +81,25 @@ def _drawn(kind: str, layers: int, experts: int, steps: int, seed: int) -> Int32
     return heat_TLE
 
 
-def shipped() -> Course:
+def shipped() -> Scenario:
     """Return the heat of the shipped recording."""
-    return Course("byte-moe decode (shipped)", np.load(SHIPPED)["heat"].astype(np.int32), 8, 5, 64)
+    return Scenario("byte-moe decode (shipped)", np.load(SHIPPED)["heat"].astype(np.int32), 8, 5, 64)
 
 
-def recorded(folder: Path, seed: int) -> Iterator[Course]:
+def recorded(folder: Path, seed: int) -> Iterator[Scenario]:
     """Routing that was recorded, of whichever models the folder holds."""
     steps = folder / "gpt-oss-20b" / "decode_steps_b64.npz"
     if steps.exists():
         heat_TLE = np.load(steps)["counts"][:, ::2].astype(np.int32)
         heat_TLE = np.ascontiguousarray(heat_TLE[: len(heat_TLE) // 64 * 64])
-        yield Course("gpt-oss decode", heat_TLE, 8, 5, 64)
+        yield Scenario("gpt-oss decode", heat_TLE, 8, 5, 64)
     for model, experts, tokens, ranks, slots in (
         ("deepseek-v2-lite-esft", 64, 640, 8, 10),
         ("gpt-oss-20b", 32, 1024, 8, 5),
     ):
         if (folder / model / "routes.npz").exists():
             heat_TLE = _sequence(folder / model, experts, tokens, seed)
-            yield Course(f"{model} workloads", heat_TLE, ranks, slots, PHASE // 2)
+            yield Scenario(f"{model} workloads", heat_TLE, ranks, slots, PHASE // 2)
 
 
 def _sequence(folder: Path, experts: int, tokens: int, seed: int) -> Int32:

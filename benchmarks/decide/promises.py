@@ -9,12 +9,12 @@ from pathlib import Path
 
 import numpy as np
 
-from eplb_service.bench.closed_loop import Course
+from eplb_service.bench.closed_loop import Scenario
 from eplb_service.bench.scoring import realised_par
 from eplb_service.heat.window import Window
 from eplb_service.placement import Int32, Placement, mean_par
 from eplb_service.planner.decide import plan, plan_afresh
-from eplb_service.planner.plan import Serving
+from eplb_service.planner.plan import Layout
 from eplb_service.planner.settings import PlannerSettings
 from eplb_service.planner.topology import Topology
 
@@ -27,7 +27,7 @@ _DECODED = 128
 
 @dataclass(frozen=True)
 class Kept:
-    """Promises of one course, means over its windows.
+    """Promises of one scenario, means over its windows.
 
     Parameters
     ----------
@@ -51,36 +51,36 @@ class Kept:
 
 def measured(seed: int, traces: Path | None) -> Iterator[Kept]:
     """Return a row for each number of tokens, from scratch and warm."""
-    courses = [Course(f"{tokens} tokens", routed(tokens, seed), 8, 10, _STEPS) for tokens in TOKENS]
+    scenarios = [Scenario(f"{tokens} tokens", routed(tokens, seed), 8, 10, _STEPS) for tokens in TOKENS]
     if traces is not None and (traces / "gpt-oss-20b" / "routes.npz").exists():
         for batch in BATCHES:
             heat_TLE = decoded(traces / "gpt-oss-20b", batch, _DECODED * (_WINDOWS + 1))
-            courses.append(Course(f"gpt-oss decode, batch {batch}", heat_TLE, 8, 5, _DECODED))
-    for course in courses:
+            scenarios.append(Scenario(f"gpt-oss decode, batch {batch}", heat_TLE, 8, 5, _DECODED))
+    for scenario in scenarios:
         for warm in (False, True):
-            yield _kept(course, warm)
+            yield _kept(scenario, warm)
 
 
-def _kept(course: Course, warm: bool) -> Kept:
+def _kept(scenario: Scenario, warm: bool) -> Kept:
     """Decide on each window but the last, and score the decision on the one after it."""
-    settings, topology = PlannerSettings(threads=1), Topology.flat(course.ranks)
-    linear = Placement.linear(*course.heat_TLE.shape[1:], course.ranks, course.slots)
-    serving = first = Serving(linear, linear.default_log2phy())
+    settings, topology = PlannerSettings(threads=1), Topology.flat(scenario.ranks)
+    linear = Placement.linear(*scenario.heat_TLE.shape[1:], scenario.ranks, scenario.slots)
+    serving = first = Layout(linear, linear.default_log2phy())
     rows = []
-    for number in range(course.decisions):
-        window = Window(course.heat(number))
+    for number in range(scenario.decisions):
+        window = Window(scenario.heat(number))
         if warm:
             made = plan(window, serving.placement, serving.log2phy_RLE, topology, settings)
             serving = serving.changed_by(made)
         else:
             made = plan_afresh(window, linear, topology, settings, hold_out=True)
             serving = first.changed_by(made)
-        realised = realised_par(course.served(number), course.slots, serving.log2phy_RLE)
+        realised = realised_par(scenario.served(number), scenario.slots, serving.log2phy_RLE)
         rows.append((made.par_seen, made.par_planned, float(mean_par(realised)), made.moves))
     seen, promised, realised, moves = np.array(rows).T
     how = "warm" if warm else "from scratch"
     off = float(np.abs(promised / realised - 1.0).mean())
-    return Kept(f"{course.name}, {how}", seen.mean(), promised.mean(), realised.mean(), off, moves.mean())
+    return Kept(f"{scenario.name}, {how}", seen.mean(), promised.mean(), realised.mean(), off, moves.mean())
 
 
 def routed(tokens: int, seed: int, layers: int = 4, experts: int = 64, choices: int = 4) -> Int32:

@@ -1,4 +1,4 @@
-"""Ours along a course, and others: what each realised, moved and decided."""
+"""Ours along a scenario, and others: what each realised, moved and decided."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from eplb_service.bench.closed_loop import Course, Entrant, loops
+from eplb_service.bench.closed_loop import Entrant, Scenario, loops
 from eplb_service.bench.contest import OURS, Contest
 from eplb_service.io.trace import ArrayTrace
 from eplb_service.placement import mean_par
@@ -43,7 +43,7 @@ AT_ONCE = Delay()
 
 @dataclass(frozen=True)
 class Row:
-    """Results of one policy on a course.
+    """Results of one policy on a scenario.
 
     The first windows after the first decision are excluded, because all policies place from scratch there.
 
@@ -76,7 +76,7 @@ class Row:
 
 
 def own_rows(
-    course: Course,
+    scenario: Scenario,
     settings: PlannerSettings,
     bytes_per_expert: int,
     cpu_ms: float,
@@ -89,7 +89,7 @@ def own_rows(
 
     Parameters
     ----------
-    course
+    scenario
         Heat to decide on.
     settings, bytes_per_expert
         Planner settings, and the size of an expert, which determine the price of moves.
@@ -100,9 +100,9 @@ def own_rows(
     unscored
         Windows after the first decision to exclude from all rows.
     """
-    setup = Setup(course.slots, REMEMBERED, course.window)
-    trace = ArrayTrace(course.heat_TLE)
-    layers = course.heat_TLE.shape[1]
+    setup = Setup(scenario.slots, REMEMBERED, scenario.window)
+    trace = ArrayTrace(scenario.heat_TLE)
+    layers = scenario.heat_TLE.shape[1]
     idle = 0.0
     off_par_W = np.zeros(0)
     costs = Costs.of(settings, layers, bytes_per_expert=bytes_per_expert)
@@ -113,14 +113,14 @@ def own_rows(
     for label, name, charged in entrants:
         jobs = [replace(job, cpu_ms=cpu_ms) for job in jobs_for([name], [setup], settings, hindsight=False)]
         began = time.process_time()
-        (policy,) = replay(trace, jobs, scene_for(course.ranks, charged)).policies
+        (policy,) = replay(trace, jobs, scene_for(scenario.ranks, charged)).policies
         took = time.process_time() - began
         idle = idle or took
         par_W = np.array([row.par_realised for row in policy.decisions])
         off_par_W = par_W if name == "none" else off_par_W
         # What each window's moves and switches cost, as a part of the time of even ranks.
         cost_W = [
-            costs.stall_ms(course.slots, row.moves_busiest, row.layers_changed)
+            costs.stall_ms(scenario.slots, row.moves_busiest, row.layers_changed)
             / (costs.layer_ms * row.steps * layers)
             for row in policy.decisions
         ]
@@ -141,13 +141,13 @@ def own_rows(
 
 
 def peer_rows(
-    course: Course, contest: Contest, interval: int | None = None, unscored: int = 1
+    scenario: Scenario, contest: Contest, interval: int | None = None, unscored: int = 1
 ) -> Iterator[Row]:
     """Yield one row per peer. Its placements take effect at once. Peers that fail are skipped.
 
     Parameters
     ----------
-    course
+    scenario
         Heat to decide on.
     contest
         Peers to score.
@@ -157,8 +157,8 @@ def peer_rows(
         Windows after the first decision to exclude, as for our policy.
     """
     label = f", {AT_ONCE}" if interval is None else f", as often as ours, {AT_ONCE}"
-    asked = replace(course, interval=interval)
-    per_window = course.window / (interval or course.window)
+    asked = replace(scenario, interval=interval)
+    per_window = scenario.window / (interval or scenario.window)
     for row in loops(contest, [asked], [Entrant(name, name) for name in contest.peers]):
         scored = slice(round(unscored * per_window), None)
         moves = row["moves"][scored]
@@ -171,12 +171,12 @@ def peer_rows(
         )
 
 
-def interval_of(course: Course, ours: Sequence[Row], unscored: int = 1) -> int | None:
+def interval_of(scenario: Scenario, ours: Sequence[Row], unscored: int = 1) -> int | None:
     """Return the mean number of steps between our decisions, or ``None`` if it is not below the window."""
-    steps = len(course.heat_TLE) - (1 + unscored) * course.window
+    steps = len(scenario.heat_TLE) - (1 + unscored) * scenario.window
     decisions = float(np.mean([row.decisions for row in ours]))
     interval = round(steps / max(decisions, 1.0))
-    return interval if 0 < interval < course.window else None
+    return interval if 0 < interval < scenario.window else None
 
 
 def mean_rows(rows_of_seeds: list[list[Row]]) -> list[tuple[Row, float]]:

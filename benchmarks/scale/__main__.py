@@ -24,7 +24,7 @@ from benchmarks.scale.measured import Measured, verdicts
 from benchmarks.scale.measured_service import Holds, Reading, measured_service
 from benchmarks.scale.ranks import Load, RankProcesses, Tally, rank_processes
 from benchmarks.solver.tables import Table, target_table
-from eplb_service.control.core.flow import MOST_STEPS
+from eplb_service.control.core.flow import MAX_STEPS
 
 _SETTLE_SECONDS = 4.0
 _PLAN_SECONDS = 300.0
@@ -141,7 +141,7 @@ def _carried_out(load: Load, ranks: RankProcesses) -> None:
     """Have all ranks carry their plan out; returns once the last has switched its last layer, and reported it."""
     now = int((time.time() - ranks.start) * load.steps_per_second)
     # Reports that have begun end before it.
-    ranks.switch_from(-(-(now + 4 * MOST_STEPS) // MOST_STEPS) * MOST_STEPS)
+    ranks.switch_from(-(-(now + 4 * MAX_STEPS) // MAX_STEPS) * MAX_STEPS)
     wanted = load.scale.ranks * load.scale.layers
     until = time.time() + _PLAN_SECONDS + load.scale.layers * load.switch_steps / load.steps_per_second
     before = -1
@@ -151,7 +151,7 @@ def _carried_out(load: Load, ranks: RankProcesses) -> None:
             break
         before = switched
         time.sleep(4 * load.switch_steps / load.steps_per_second)
-    time.sleep(2 * MOST_STEPS / load.steps_per_second)
+    time.sleep(2 * MAX_STEPS / load.steps_per_second)
 
 
 def _summary(

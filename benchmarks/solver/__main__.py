@@ -18,10 +18,10 @@ from typing import Any
 from rich.console import Console
 
 from benchmarks.solver import measures
-from benchmarks.solver.heats import KINDS, SHAPES, Shape, generated_courses, recorded_course
+from benchmarks.solver.heats import KINDS, SHAPES, Shape, generated_scenarios, recorded_scenario
 from benchmarks.solver.tables import tables
 from eplb_service.atomic_write import OutputError, write_atomically
-from eplb_service.bench.closed_loop import Course, entrants, loops
+from eplb_service.bench.closed_loop import Scenario, entrants, loops
 from eplb_service.bench.contest import Contest
 from eplb_service.bench.peers.archives import INDEX
 from eplb_service.bench.peers.balancers import PEERS
@@ -62,7 +62,7 @@ QUICK = Extent(
 
 
 def measured(
-    contest: Contest, extent: Extent, traces: Sequence[Course], only: Sequence[str]
+    contest: Contest, extent: Extent, traces: Sequence[Scenario], only: Sequence[str]
 ) -> Iterator[tuple[str, Rows]]:
     """Measurements by name, in the order in which they run; ``traces`` are recorded heat to serve as well."""
     seed, served = extent.seeds[0], (extent.loop_shape, extent.loop_windows, extent.seeds[0])
@@ -74,8 +74,8 @@ def measured(
         yield "keeping", measures.keeping(contest, extent.repeats, seed)
         yield "following", measures.following(extent.seeds)
     if "loop" in only:
-        yield "loop", loops(contest, generated_courses(KINDS, *served), entrants(contest))
-        moving = generated_courses(("drift", "bursty"), *served)
+        yield "loop", loops(contest, generated_scenarios(KINDS, *served), entrants(contest))
+        moving = generated_scenarios(("drift", "bursty"), *served)
         yield "pareto", loops(contest, moving, measures.priced(contest))
         yield "traces", loops(contest, traces, entrants(contest))
     if "ablation" in only:
@@ -91,8 +91,8 @@ def main() -> int:
     options = _parser().parse_args()
     console = Console(width=None if sys.stdout.isatty() else 150)
     try:
-        courses = [
-            recorded_course(path, options.trace_ranks, options.trace_slots, options.trace_window)
+        scenarios = [
+            recorded_scenario(path, options.trace_ranks, options.trace_slots, options.trace_window)
             for path in options.trace
         ]
     except HeatError as error:
@@ -110,7 +110,7 @@ def main() -> int:
     began = time.monotonic()
     results: dict[str, Any] = {"about": _about(extent.seeds), "failures": contest.failures}
     try:
-        for name, rows in measured(contest, extent, courses, options.only):
+        for name, rows in measured(contest, extent, scenarios, options.only):
             with console.status(name):
                 found = results.setdefault(name, [])
                 for row in rows:

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from eplb_service.bench.closed_loop import Course
+from eplb_service.bench.closed_loop import Scenario
 from eplb_service.bench.contest import first_scene
 from eplb_service.bench.decision import Float64, Scene
 from eplb_service.io.named_arrays import ReadAs
@@ -137,19 +137,19 @@ def generated_scene(kind: str, shape: Shape, windows: int, seed: int) -> tuple[S
     return first_scene(heat_TLE[:WINDOW], ranks, slots), heat_TLE
 
 
-def generated_courses(
+def generated_scenarios(
     kinds: Sequence[str], shape: Shape, windows: int, seed: int, spread: float = 0.0
-) -> list[Course]:
-    """A course of each kind; ``spread`` is the log-sd of the split over source ranks."""
+) -> list[Scenario]:
+    """A scenario of each kind; ``spread`` is the log-sd of the split over source ranks."""
     layers, experts, ranks, slots = shape
     mix_RLE = source_mix(layers, experts, ranks, spread, seed) if spread else None
     return [
-        Course(kind, generate(kind, layers, experts, windows * WINDOW, seed), ranks, slots, WINDOW, mix_RLE)
+        Scenario(kind, generate(kind, layers, experts, windows * WINDOW, seed), ranks, slots, WINDOW, mix_RLE)
         for kind in kinds
     ]
 
 
-def recorded_course(path: Path, ranks: int, slots: int | None, window: int) -> Course:
+def recorded_scenario(path: Path, ranks: int, slots: int | None, window: int) -> Scenario:
     """A trace of any format that the project reads; one slot per rank beyond what the experts need, unless given.
 
     Token routes become steps of 64 requests side by side. Raises ``HeatError``, also where there are not three windows.
@@ -158,4 +158,4 @@ def recorded_course(path: Path, ranks: int, slots: int | None, window: int) -> C
     needed = -(-heat_TLE.shape[2] // ranks)
     window = min(window, heat_TLE.shape[0] // 3)
     name = f"{path.parent.name}/{path.stem}"
-    return Course(name, np.ascontiguousarray(heat_TLE), ranks, slots or needed + 1, window)
+    return Scenario(name, np.ascontiguousarray(heat_TLE), ranks, slots or needed + 1, window)

@@ -150,8 +150,8 @@ def _tables(rows: Rows) -> Iterator[Target]:
 
 
 def _loop(rows: Rows) -> Iterator[Target]:
-    for kind in dict.fromkeys(row["course"] for row in rows):
-        here = {row["policy"]: row for row in rows if row["course"] == kind}
+    for kind in dict.fromkeys(row["scenario"] for row in rows):
+        here = {row["policy"]: row for row in rows if row["scenario"] == kind}
         if DEFAULT.label not in here or FULL.label not in here:
             continue
         ours, full = here[DEFAULT.label], here[FULL.label]
@@ -165,7 +165,7 @@ def _loop(rows: Rows) -> Iterator[Target]:
 
 
 def _pareto(rows: Rows) -> Iterator[Target]:
-    here = {row["policy"]: row for row in rows if row["course"] == "drift"}
+    here = {row["policy"]: row for row in rows if row["scenario"] == "drift"}
     if PRICED in here and FULL.label in here:
         ours, full = here[PRICED], here[FULL.label]
         share = moves_after_first(ours) / max(1, moves_after_first(full))

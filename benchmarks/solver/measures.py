@@ -15,12 +15,12 @@ from benchmarks.solver.heats import (
     WINDOW,
     Shape,
     generate,
-    generated_courses,
+    generated_scenarios,
     generated_scene,
     shape_name,
     source_mix,
 )
-from eplb_service.bench.closed_loop import DEFAULT, Course, Entrant, entrants, loops
+from eplb_service.bench.closed_loop import DEFAULT, Entrant, Scenario, entrants, loops
 from eplb_service.bench.contest import OURS, OURS_EVEN, Contest, first_scene
 from eplb_service.bench.decision import Decision, Float64, Int32, Scene
 from eplb_service.bench.peers.balancers import FLASHLB
@@ -34,11 +34,11 @@ from eplb_service.bench.scoring import (
 from eplb_service.heat.window import Window
 from eplb_service.placement import Placement
 from eplb_service.planner.decide import plan, plan_afresh
-from eplb_service.planner.plan import Serving
+from eplb_service.planner.plan import Layout
 from eplb_service.planner.settings import PlannerSettings
 from eplb_service.planner.topology import Topology
 from eplb_service.replay.policy import ABLATIONS
-from eplb_service.solver.model import Recommended
+from eplb_service.solver.model import Recommendation
 
 
 def cells(contest: Contest, shapes: Sequence[Shape], seeds: Sequence[int]) -> Iterator[dict[str, Any]]:
@@ -142,20 +142,20 @@ def _followed(heat_TLE: Int32, decisions: int) -> tuple[list[float], list[float]
     settings = PlannerSettings(threads=1)
     topology = Topology.flat(ranks)
     placement = Placement.linear(layers, experts, ranks, slots)
-    served = Serving(placement, placement.default_log2phy())
-    courses: Sequence[Recommended | None] = ()
+    served = Layout(placement, placement.default_log2phy())
+    scenarios: Sequence[Recommendation | None] = ()
     warm: list[float] = []
     afresh: list[float] = []
     for begin in range(0, (decisions + 1) * DECIDES_EVERY, DECIDES_EVERY):
         window = Window(np.ascontiguousarray(heat_TLE[begin : begin + LOOKS_BACK]))
         began = time.process_time()
-        made = plan(window, served.placement, served.log2phy_RLE, topology, settings, courses=courses)
+        made = plan(window, served.placement, served.log2phy_RLE, topology, settings, scenarios=scenarios)
         decided = time.process_time()
         plan_afresh(window, served.placement, topology, settings)
         warm.append(decided - began)
         afresh.append(time.process_time() - decided)
         served = served.changed_by(made)
-        courses = made.courses
+        scenarios = made.scenarios
     return warm, afresh
 
 
@@ -326,7 +326,7 @@ SPREAD = 0.3
 
 
 def ablation(
-    contest: Contest, shape: Shape, windows: int, seeds: Sequence[int], traces: Sequence[Course]
+    contest: Contest, shape: Shape, windows: int, seeds: Sequence[int], traces: Sequence[Scenario]
 ) -> Iterator[dict[str, Any]]:
     """A row for each seed, kind or trace, and component: placed from scratch, then in the closed loop."""
     for seed in seeds:
@@ -334,18 +334,18 @@ def ablation(
             kind: {name: generated_scene(kind, shape, 1, seed)[0] for name, shape in SMALL.items()}
             for kind in KINDS
         }
-        for course in generated_courses(KINDS, shape, windows, seed, SPREAD):
-            yield from _without_each(contest, course, seed, small[course.name])
-    for course in traces:
-        yield from _without_each(contest, course, None, {})
+        for scenario in generated_scenarios(KINDS, shape, windows, seed, SPREAD):
+            yield from _without_each(contest, scenario, seed, small[scenario.name])
+    for scenario in traces:
+        yield from _without_each(contest, scenario, None, {})
 
 
 def _without_each(
-    contest: Contest, course: Course, seed: int | None, small: Mapping[str, Scene]
+    contest: Contest, scenario: Scenario, seed: int | None, small: Mapping[str, Scene]
 ) -> Iterator[dict[str, Any]]:
     taking_part = [DEFAULT, *_without_one()]
-    scene = first_scene(course.heat(0), course.ranks, course.slots)
-    rows = {row["policy"]: row for row in loops(contest, [course], taking_part)}
+    scene = first_scene(scenario.heat(0), scenario.ranks, scenario.slots)
+    rows = {row["policy"]: row for row in loops(contest, [scenario], taking_part)}
     for entrant in taking_part:
         options = dict(entrant.options.get("options", {}))
         made = contest.decide(OURS, scene, afresh=True, options=options)
@@ -354,7 +354,7 @@ def _without_each(
                 **rows[entrant.label],
                 "seed": seed,
                 "in_sample": float(even_par(scene.heat_TLE, made.placement_LRS).mean()),
-                "next_window": float(even_par(course.heat(1), made.placement_LRS).mean()),
+                "next_window": float(even_par(scenario.heat(1), made.placement_LRS).mean()),
                 "cpu_from_scratch": made.cpu_seconds,
                 **{name: _even_par_of(contest, small[name], options) for name in small},
             }

@@ -192,8 +192,8 @@ def _keeping(rows: Rows) -> list[Table]:
 
 def _loop(rows: Rows, title: str) -> list[Table]:
     found = []
-    for course in dict.fromkeys(row["course"] for row in rows):
-        here = [row for row in rows if row["course"] == course]
+    for scenario in dict.fromkeys(row["scenario"] for row in rows):
+        here = [row for row in rows if row["scenario"] == scenario]
         decisions = max(1, len(here[0]["moves"]) - 1)
         lines = [
             (
@@ -207,15 +207,15 @@ def _loop(rows: Rows, title: str) -> list[Table]:
         ]
         columns = ("policy", "realised", "slots moved", "of all slots, a decision", "CPU s a decision")
         note = f"Ratio per step on the window after each of {decisions} decisions, through each policy's own tables."
-        found.append(Table(f"{title}: {course}", columns, lines, note))
+        found.append(Table(f"{title}: {scenario}", columns, lines, note))
     return found
 
 
 def _ablation(rows: Rows) -> list[Table]:
-    traces = [name for name in dict.fromkeys(row["course"] for row in rows) if name not in KINDS]
+    traces = [name for name in dict.fromkeys(row["scenario"] for row in rows) if name not in KINDS]
 
-    def mean(policy: str, measure: Callable[[Mapping[str, Any]], float | None], *courses: str) -> float:
-        here = [row for row in rows if row["policy"] == policy and row["course"] in (courses or KINDS)]
+    def mean(policy: str, measure: Callable[[Mapping[str, Any]], float | None], *scenarios: str) -> float:
+        here = [row for row in rows if row["policy"] == policy and row["scenario"] in (scenarios or KINDS)]
         known = [value for value in map(measure, here) if value is not None]
         return float(np.mean(known)) if known else np.nan
 

@@ -32,7 +32,7 @@ from benchmarks.split.measures import (
     routed_sources,
     within_a_token,
 )
-from eplb_service.bench.closed_loop import Course
+from eplb_service.bench.closed_loop import Scenario
 from eplb_service.offline import solve
 from worker_agent.moe.stepwise import ROUNDS
 
@@ -54,10 +54,10 @@ def _recorded(options: argparse.Namespace, console: Console) -> Iterator[Target]
     for path in options.routes:
         source_TRLE = routed_sources(path, options.ranks, order_seed=options.order_seed)
         heat_TLE = source_TRLE.sum(axis=1, dtype=np.int32)
-        course = Course(path.parent.name, heat_TLE, options.ranks, options.slots, options.window)
-        rows = _quality(course, options, console)
-        ratios = _by_source(course, source_TRLE, options, console)
-        if (course.name, course.ranks, course.slots) == ("gpt-oss-20b", 8, 5):
+        scenario = Scenario(path.parent.name, heat_TLE, options.ranks, options.slots, options.window)
+        rows = _quality(scenario, options, console)
+        ratios = _by_source(scenario, source_TRLE, options, console)
+        if (scenario.name, scenario.ranks, scenario.slots) == ("gpt-oss-20b", 8, 5):
             yield from of_recorded(ratios, rows, RECORDED if options.order_seed is None else SHUFFLED)
 
 
@@ -65,30 +65,32 @@ def _drawn(options: argparse.Namespace, console: Console) -> Iterator[Target]:
     for name, jitter in (("a popularity that stays", 0.0), ("one that jumps by a tenth", JITTER)):
         tokens = _CHOICES // 8
         drawn_TLE = generate("static", options.layers, 256, 4 * options.window, tokens=tokens, jitter=jitter)
-        course = Course(f"drawn of {name}", np.ascontiguousarray(drawn_TLE), 32, 9, options.window)
-        rows = _quality(course, options, console)
-        _by_source(course, drawn_sources(course), options, console)
+        scenario = Scenario(f"drawn of {name}", np.ascontiguousarray(drawn_TLE), 32, 9, options.window)
+        rows = _quality(scenario, options, console)
+        _by_source(scenario, drawn_sources(scenario), options, console)
         yield from of_drawn(name, rows)
 
 
-def _quality(course: Course, options: argparse.Namespace, console: Console) -> list[dict[str, object]]:
-    found = list(quality(course, options.window, options.windows))
+def _quality(scenario: Scenario, options: argparse.Namespace, console: Console) -> list[dict[str, object]]:
+    found = list(quality(scenario, options.window, options.windows))
     rows = [[str(row["placement"]), *(f"{row[split]:.3f}" for split in SPLITS)] for row in found]
-    title = f"{course.name}, {course.ranks} ranks x {course.slots}: next window, {options.windows} of them"
+    title = (
+        f"{scenario.name}, {scenario.ranks} ranks x {scenario.slots}: next window, {options.windows} of them"
+    )
     console.print(Table(title, ["placement", *SPLITS], rows).drawn())
     return found
 
 
 def _by_source(
-    course: Course, source_TRLE: np.ndarray, options: argparse.Namespace, console: Console
+    scenario: Scenario, source_TRLE: np.ndarray, options: argparse.Namespace, console: Console
 ) -> dict[str, list[float]]:
     windows = min(options.table_windows, len(source_TRLE) // options.window - 1)
-    found = by_source(source_TRLE, course.slots, options.window, windows, options.deal_width)
+    found = by_source(source_TRLE, scenario.slots, options.window, windows, options.deal_width)
     rows = [
         [name, f"{np.mean(ratios):.3f}", f"{min(ratios):.3f} to {max(ratios):.3f}"]
         for name, ratios in found.items()
     ]
-    title = f"{course.name}: next window, {windows} of them; {options.deal_width} entries where tables deal"
+    title = f"{scenario.name}: next window, {windows} of them; {options.deal_width} entries where tables deal"
     console.print(Table(title, ["tables of each source rank", "mean over layers", "windows"], rows).drawn())
     return found
 

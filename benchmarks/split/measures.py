@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from benchmarks.solver.heats import generate
-from eplb_service.bench.closed_loop import Course
+from eplb_service.bench.closed_loop import Scenario
 from eplb_service.bench.scoring import peak_to_average
 from eplb_service.io.routes import DEFAULT_BATCH, steps_and_places
 from eplb_service.offline import Solution, solve
@@ -37,13 +37,13 @@ EVEN_SHARES, RANDOM, LPLB, STEPWISE, OPTIMUM = SPLITS = (
 )
 
 
-def quality(course: Course, window: int, windows: int, seed: int = 0) -> Iterator[dict[str, object]]:
+def quality(scenario: Scenario, window: int, windows: int, seed: int = 0) -> Iterator[dict[str, object]]:
     """A row for each placement: its name, and the mean ratio of the next windows under each split, over layers.
 
     Windows follow one another; a placement made on one serves the next. Peers that draw do so with ``seed``.
     """
     generator = np.random.default_rng(seed)
-    heat_TLE = course.heat_TLE.astype(np.int64)
+    heat_TLE = scenario.heat_TLE.astype(np.int64)
     for name, options in PLACEMENTS.items():
         ratios: dict[str, list[float]] = {split: [] for split in SPLITS}
         for start in starts_of(len(heat_TLE), window, windows):
@@ -51,7 +51,7 @@ def quality(course: Course, window: int, windows: int, seed: int = 0) -> Iterato
                 heat_TLE[start : start + window],
                 heat_TLE[start + window : start + 2 * window],
             )
-            placed_LRS = solve(seen_TLE, course.ranks, course.slots, **options).phy2log
+            placed_LRS = solve(seen_TLE, scenario.ranks, scenario.slots, **options).phy2log
             for layer, placed_RS in enumerate(placed_LRS):
                 for split, loads_TR in loads(placed_RS, next_TLE[:, layer], generator).items():
                     ratios[split].append(peak_to_average(loads_TR))
@@ -160,10 +160,10 @@ def tables_made(
         yield own, (solution.phy2log, with_entries(solution.log2phy, 3))
 
 
-def drawn_sources(course: Course, seed: int = 0) -> np.ndarray:
+def drawn_sources(scenario: Scenario, seed: int = 0) -> np.ndarray:
     """Each step's tokens by the rank that they come from, int64 ``[T, R, L, E]``: each token from any rank alike."""
     generator = np.random.default_rng(seed)
-    heat_TLE, ranks = course.heat_TLE.astype(np.int64), course.ranks
+    heat_TLE, ranks = scenario.heat_TLE.astype(np.int64), scenario.ranks
     mix_LER = np.full((*heat_TLE.shape[1:], ranks), 1 / ranks)
     drawn_TLER = generator.multinomial(heat_TLE, np.broadcast_to(mix_LER, (len(heat_TLE), *mix_LER.shape)))
     return np.moveaxis(drawn_TLER, -1, 1)

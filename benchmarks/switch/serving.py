@@ -13,7 +13,7 @@ from eplb_service.placement import Int32, Placement
 from worker_agent.agent import Agent
 from worker_agent.moe import ExpertParallelMoE, MoEShape, seeded_experts
 from worker_agent.settings import AgentSettings
-from worker_agent.swap.installed import restoring_plan
+from worker_agent.swap.rank_layout import restoring_plan
 
 STEP_SECONDS = 0.005
 LAYERS, EXPERTS, SLOTS, TOKENS, TOP_K = 4, 16, 10, 16, 2

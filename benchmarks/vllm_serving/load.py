@@ -14,7 +14,7 @@ _TEMPERATURE = 0.8
 _CANDIDATES = 5
 """Likeliest tokens whose log-probabilities are asked for."""
 _ANSWER_SECONDS = 120.0
-_FEWEST_TOKENS, _MORE_TOKENS, _STRIDE = 64, 80, 37
+_MIN_TOKENS, _MORE_TOKENS, _STRIDE = 64, 80, 37
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ def drifting_requests(count: int, seed: int) -> list[Request]:
         _, prompt = traffic.request(number, row=0)
         phase = traffic.phases[traffic.phase(number)]
         # Of different lengths, so that requests do not begin and end together.
-        tokens = _FEWEST_TOKENS + number * _STRIDE % _MORE_TOKENS
+        tokens = _MIN_TOKENS + number * _STRIDE % _MORE_TOKENS
         requests.append(Request(number, phase, prompt.decode(), tokens))
     return requests
 

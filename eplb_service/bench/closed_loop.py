@@ -34,7 +34,7 @@ class Entrant:
 
 
 @dataclass(frozen=True)
-class Course:
+class Scenario:
     """Heat to decide on and serve, with the number of ranks and slots.
 
     Parameters
@@ -128,15 +128,15 @@ def _peer_label(name: str) -> str:
     return f"{own} ({engine})"
 
 
-def compare(contest: Contest, course: Course, taking_part: Sequence[Entrant]) -> dict[str, Any]:
-    """Run all entrants along the course, one after another, and return the document of ``eplb bench --json``.
+def compare(contest: Contest, scenario: Scenario, taking_part: Sequence[Entrant]) -> dict[str, Any]:
+    """Run all entrants along the scenario, one after another, and return the document of ``eplb bench --json``.
 
     One that fails is left out, which ``contest`` has reported. Means are without the first window where there are
     others: all place it from scratch. Lists have an entry for each decision.
     """
     answering = contest.warm_up(
         [entrant.policy for entrant in taking_part if entrant.policy != NONE],
-        first_scene(course.heat(0), course.ranks, course.slots),
+        first_scene(scenario.heat(0), scenario.ranks, scenario.slots),
     )
     taking_part = [entrant for entrant in taking_part if entrant.policy in (NONE, *answering)]
     policies = {
@@ -150,30 +150,30 @@ def compare(contest: Contest, course: Course, taking_part: Sequence[Entrant]) ->
             "solve_ms_mean": fmean(row["wall_seconds"][1:] or row["wall_seconds"]) * 1e3,
             "cpu_ms_mean": cpu_after_first(row) * 1e3,
         }
-        for row in loops(contest, [course], taking_part)
+        for row in loops(contest, [scenario], taking_part)
     }
     by_table = [entrant.label for entrant in taking_part if not entrant.by_step]
     reached = [policy["par_realised"] for label, policy in policies.items() if label in by_table]
     return {
-        "layers": course.heat_TLE.shape[1],
-        "experts": course.heat_TLE.shape[2],
-        "ranks": course.ranks,
-        "slots": course.slots,
-        "window_steps": course.window,
-        "decisions": course.decisions,
-        "noise_floor": min([_floor(course), *reached]),
+        "layers": scenario.heat_TLE.shape[1],
+        "experts": scenario.heat_TLE.shape[2],
+        "ranks": scenario.ranks,
+        "slots": scenario.slots,
+        "window_steps": scenario.window,
+        "decisions": scenario.decisions,
+        "noise_floor": min([_floor(scenario), *reached]),
         "policies": policies,
         "failures": contest.failures,
     }
 
 
-def _floor(course: Course) -> float:
+def _floor(scenario: Scenario) -> float:
     """Ratio that sampling leaves in the windows served, as ranks' jumps from step to step show in the first layout."""
-    first = first_scene(course.heat(0), course.ranks, course.slots)
-    placement = Placement(first.placement_LRS, course.heat_TLE.shape[2])
+    first = first_scene(scenario.heat(0), scenario.ranks, scenario.slots)
+    placement = Placement(first.placement_LRS, scenario.heat_TLE.shape[2])
     served = (
-        split_steps(course.served(number), placement, first.tables_RLE, None, TABLES)
-        for number in range(course.decisions)
+        split_steps(scenario.served(number), placement, first.tables_RLE, None, TABLES)
+        for number in range(scenario.decisions)
     )
     return float(mean_par(np.array([sampling_floor(window) for window in served])))
 
@@ -184,22 +184,24 @@ def _source(entrant: Entrant) -> str:
 
 
 def loops(
-    contest: Contest, courses: Sequence[Course], taking_part: Sequence[Entrant]
+    contest: Contest, scenarios: Sequence[Scenario], taking_part: Sequence[Entrant]
 ) -> Iterator[dict[str, Any]]:
-    """A row for each course and entrant; one that fails is left out of that course."""
-    for course in courses:
+    """A row for each scenario and entrant; one that fails is left out of that scenario."""
+    for scenario in scenarios:
         for entrant in taking_part:
-            row = _loop(contest, course, entrant)
+            row = _loop(contest, scenario, entrant)
             if row is not None:
                 yield row
 
 
-def _loop(contest: Contest, course: Course, entrant: Entrant) -> dict[str, Any] | None:
+def _loop(contest: Contest, scenario: Scenario, entrant: Entrant) -> dict[str, Any] | None:
     """The first decision places the experts; moves are counted from the second on."""
-    serving = first_scene(course.heat(0), course.ranks, course.slots)
+    serving = first_scene(scenario.heat(0), scenario.ranks, scenario.slots)
     realised, moves, cpu, wall, changed = [], [], [], [], []
-    for number in range(course.decisions):
-        scene = Scene(course.heat(number), serving.placement_LRS, serving.tables_RLE, course.sources(number))
+    for number in range(scenario.decisions):
+        scene = Scene(
+            scenario.heat(number), serving.placement_LRS, serving.tables_RLE, scenario.sources(number)
+        )
         decision = _decide(contest, entrant, scene, first=number == 0)
         if decision is None:
             return None
@@ -207,11 +209,11 @@ def _loop(contest: Contest, course: Course, entrant: Entrant) -> dict[str, Any] 
         tables_RLE = decision.tables_RLE
         if tables_RLE is None:
             tables_RLE = rule_tables(decision.placement_LRS, experts)
-        following = course.served(number)
+        following = scenario.served(number)
         if entrant.by_step:
             par_L = stepwise_par(following, decision.placement_LRS)
         else:
-            par_L = realised_par(following, course.slots, tables_RLE, course.mix_RLE)
+            par_L = realised_par(following, scenario.slots, tables_RLE, scenario.mix_RLE)
         realised.append(float(mean_par(par_L)))
         moves.append(int(arrivals(serving.placement_LRS, decision.placement_LRS).sum()))
         cpu.append(decision.cpu_seconds)
@@ -219,7 +221,7 @@ def _loop(contest: Contest, course: Course, entrant: Entrant) -> dict[str, Any] 
         changed.append(decision.changed_layers)
         serving = Scene(scene.heat_TLE, decision.placement_LRS, tables_RLE)
     return {
-        "course": course.name,
+        "scenario": scenario.name,
         "policy": entrant.label,
         "source": _source(entrant),
         "realised": realised,

@@ -21,11 +21,11 @@ from eplb_service.io.open_trace import naming
 from eplb_service.placement import check_shape
 
 if TYPE_CHECKING:
-    from eplb_service.bench.closed_loop import Course
+    from eplb_service.bench.closed_loop import Scenario
     from eplb_service.io.trace import Trace
 
 _WINDOW = 256
-_FEWEST_WINDOWS = 4
+_MIN_WINDOWS = 4
 _ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS")
 
 
@@ -72,7 +72,7 @@ def bench(
         one_policy(one)
     trace = reading.open(heat)
     with naming(heat):
-        course = _course(heat, trace, ranks, redundant, window)
+        scenario = _scenario(heat, trace, ranks, redundant, window)
     for variable in _ONE_THREAD:
         os.environ[variable] = "1"
     compile_solver()
@@ -83,7 +83,7 @@ def bench(
     with console.status("fetching the peers, once, and comparing"):
         contest = Contest(names, index if fetch else "", limit_seconds, console.print)
         try:
-            found = compare(contest, course, entrants_of(contest, policies))
+            found = compare(contest, scenario, entrants_of(contest, policies))
         finally:
             contest.close()
     if json:
@@ -109,15 +109,15 @@ def _balancers(packages: str) -> list[str]:
     return [name for name, (package, _) in PEERS.items() if package.name in wanted]
 
 
-def _course(path: Path, trace: Trace, ranks: int, redundant: int | None, window: int | None) -> Course:
-    from eplb_service.bench.closed_loop import Course
+def _scenario(path: Path, trace: Trace, ranks: int, redundant: int | None, window: int | None) -> Scenario:
+    from eplb_service.bench.closed_loop import Scenario
 
     if redundant is None:
         redundant = -trace.experts % ranks or ranks
     [slots] = slots_of_redundant(trace.experts, ranks, str(redundant))
     check_shape(trace.experts, ranks, slots)
     if window is None:
-        window = max(min(_WINDOW, trace.steps // _FEWEST_WINDOWS), 1)
+        window = max(min(_WINDOW, trace.steps // _MIN_WINDOWS), 1)
     if trace.steps < 2 * window:
         raise UserError(
             f"{path}: {trace.steps} steps are no two windows of {window}: one to decide on, one to serve; "
@@ -126,7 +126,7 @@ def _course(path: Path, trace: Trace, ranks: int, redundant: int | None, window:
     heat_TLE = np.ascontiguousarray(trace.heat(0, trace.steps))
     if heat_TLE.dtype.kind == "f":
         raise UserError(f"{path}: holds fractions of tokens; the peers count whole ones")
-    return Course(path.name, heat_TLE, ranks, slots, window)
+    return Scenario(path.name, heat_TLE, ranks, slots, window)
 
 
 def _print(found: Mapping[str, Any]) -> None:

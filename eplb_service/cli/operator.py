@@ -28,7 +28,7 @@ from eplb_service.wire.operator import as_document
 _FILE_HELP = f"File to write it to: {' or '.join(SUFFIXES)}."
 _IDLE_SECONDS = 30.0
 """Age of the newest step above which the output states the age of its figures."""
-_MOST_ROWS = 8
+_MAX_ROWS = 8
 """Layers, and ranks, that ``eplb status`` shows where it is not asked for all."""
 
 
@@ -59,7 +59,7 @@ def status(
     explain: bool = option(
         False, "Also show what the times and prices rest on.", "--explain", section=RESULTS
     ),
-    all: bool = option(False, f"Show every layer and rank, not the {_MOST_ROWS} to look at first.", "--all"),
+    all: bool = option(False, f"Show every layer and rank, not the {_MAX_ROWS} to look at first.", "--all"),
     json: bool = JSON,
 ) -> None:
     """Show one deployment: balance, agents, last decision."""
@@ -73,7 +73,7 @@ def status(
         console.print(f"[red]problem:[/] {escape(problem)}", highlight=False)
     for line in explanations(answer.status) if explain else ():
         console.print(line, highlight=False, markup=False)
-    most = None if all else _MOST_ROWS
+    most = None if all else _MAX_ROWS
     console.print(layer_table(answer.layers, most), agent_table(answer.agents, most))
 
 

@@ -24,7 +24,7 @@ RESULTS = "Results"
 """Heading of the options on what is printed and written."""
 
 _METAVARS = {int: "N", float: "X", str: "TEXT", Path: "PATH", bool: None}
-_WIDEST_NAME = 22
+_MAX_NAME = 22
 """Characters of an option beside which its help begins on the same line."""
 
 
@@ -139,7 +139,7 @@ def write_section(formatter: Any, heading: str, records: list[tuple[str, str]]) 
     """Write names with their help under a heading; nothing where there are none."""
     if records:
         with formatter.section(heading):
-            formatter.write_dl(records, col_max=_WIDEST_NAME)
+            formatter.write_dl(records, col_max=_MAX_NAME)
 
 
 def whole_numbers(name: str, text: str, least: int = 1) -> list[int]:

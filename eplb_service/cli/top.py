@@ -48,12 +48,12 @@ _CHART_ROWS = 6
 _LOW_CHART_ROWS = 2
 _LOW_SCREEN = 40
 """Lines of a terminal below which only what fits beside the map is shown."""
-_MOST_CHART_WIDTH = 100
+_MAX_CHART_WIDTH = 100
 _MARGIN = 22
 _LINES_BESIDE_MAP = 21
 _LINES_BESIDE_LOW_MAP = 7
-_FEWEST_MAP_ROWS = 5
-_MOST_SHOWN = 2
+_MIN_MAP_ROWS = 5
+_MAX_SHOWN = 2
 """Problems, and troubled ranks, that a low screen shows; the rest are counted."""
 _LAYERS_NAMED = 5
 _Deployments: TypeAlias = Sequence[operator_pb2.DeploymentStatus]
@@ -152,15 +152,15 @@ def render(
     status, low = whole.status, height is not None and height < _LOW_SCREEN
     lines = [
         Text.from_markup(line, overflow="ellipsis")
-        for line in [*_facts(status, _MOST_SHOWN if low else None), *(_others(known, status) if low else ())]
+        for line in [*_facts(status, _MAX_SHOWN if low else None), *(_others(known, status) if low else ())]
     ]
     for line in lines if height is not None else ():
         line.no_wrap = True
-    agents = _agents(whole, _MOST_SHOWN if low else None)
+    agents = _agents(whole, _MAX_SHOWN if low else None)
     rows = None
     if height is not None:
         beside = _LINES_BESIDE_LOW_MAP + len(agents.plain.splitlines()) if low else _LINES_BESIDE_MAP
-        rows = max(_FEWEST_MAP_ROWS, height - beside - len(lines))
+        rows = max(_MIN_MAP_ROWS, height - beside - len(lines))
     columns = {
         "deployment": lambda one: escape(one.deployment),
         "agents": lambda one: f"{one.agents_connected}/{one.ranks}",
@@ -220,7 +220,7 @@ def _over_time(points: Sequence[operator_pb2.BalancePoint], width: int, rows: in
     if not points:
         return Text("nothing measured yet", style="dim")
     newest = points[-1]
-    shown = points[-min(_MOST_CHART_WIDTH, max(10, width - _MARGIN)) :]
+    shown = points[-min(_MAX_CHART_WIDTH, max(10, width - _MARGIN)) :]
     known = [value for point in shown for value in (point.par, point.par_left_alone) if value > 0]
     high = max(1.05, *known) if known else 1.05
     lines = []

@@ -25,9 +25,9 @@ from eplb_service.placement import Float64
 
 PHASES = ("any", "decode", "prefill")
 """Phases that a curve was measured for: kernels often differ between decode and prefill."""
-MOST_MEDIAN_ERROR = 0.10
+MAX_MEDIAN_ERROR = 0.10
 """Median error, on held-out measurements, above which a curve does not fit and is refused."""
-MOST_P90_ERROR = 0.25
+MAX_P90_ERROR = 0.25
 """The same of the 90th percentile: a curve that misses every tenth time by more has the wrong form."""
 
 
@@ -64,7 +64,7 @@ class FitQuality:
     @property
     def fits(self) -> bool:
         """Median error at most a tenth, and nine of ten at most a quarter: the curve may be used."""
-        return self.median_error <= MOST_MEDIAN_ERROR and self.p90_error <= MOST_P90_ERROR
+        return self.median_error <= MAX_MEDIAN_ERROR and self.p90_error <= MAX_P90_ERROR
 
     def __str__(self) -> str:
         return (

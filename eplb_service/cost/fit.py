@@ -17,19 +17,19 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from eplb_service.cost.curve import MOST_MEDIAN_ERROR, MOST_P90_ERROR, CostCurve, CurveError, FitQuality
+from eplb_service.cost.curve import MAX_MEDIAN_ERROR, MAX_P90_ERROR, CostCurve, CurveError, FitQuality
 from eplb_service.extras import install_command
 from eplb_service.placement import Float64
 
 _HELD_OUT_EACH = 4
 """Of so many measurements, by size or in order, one is held out."""
-_FEWEST, _FEWEST_STEPS = 8, 32
+_MIN_MEASUREMENTS, _MIN_STEPS = 8, 32
 """Measurements, and steps, below which nothing can be fitted and judged."""
 _KNEES, _KNEES_ONLINE = 64, 16
 """Places of a curve's knee that are tried, spaced geometrically; fewer online, where each decision fits one."""
 _ROUNDS = 8
 """Rounds of reweighting by least absolute error; chosen by hand."""
-_LEAST_ERROR = 0.01
+_MIN_ERROR = 0.01
 """Relative error below which a measurement weighs no more."""
 _CLEARLY_BETTER = 0.8
 """Part of the error without a term for the batch that a fit with one must stay below: where ranks' tokens and those of
@@ -78,9 +78,10 @@ def fit_curve(
         ``FitQuality.fits``.
     """
     measured_B4 = np.stack(np.broadcast_arrays(busy, tokens, us, batch), axis=1).astype(np.float64)
-    if len(measured_B4) < _FEWEST:
+    if len(measured_B4) < _MIN_MEASUREMENTS:
         raise CurveFitError(
-            f"{source}: {len(measured_B4)} measurements are too few to fit a cost curve; {_FEWEST} or more are needed"
+            f"{source}: {len(measured_B4)} measurements are too few to fit a cost curve; "
+            f"{_MIN_MEASUREMENTS} or more are needed"
         )
     if not (np.isfinite(measured_B4) & (measured_B4 > [0, 0, 0, -1])).all():
         raise CurveFitError(f"{source}: a measurement is not above 0")
@@ -99,8 +100,8 @@ def fit_curve(
     fit = FitQuality.of(us_B.size, np.abs(fitted_B / us_B - 1)[held_B])
     if not fit.fits:
         raise CurveFitError(
-            f"{source}: no cost curve fits ({fit}); at most {MOST_MEDIAN_ERROR:.0%} in the median and "
-            f"{MOST_P90_ERROR:.0%} at the 90th percentile are accepted"
+            f"{source}: no cost curve fits ({fit}); at most {MAX_MEDIAN_ERROR:.0%} in the median and "
+            f"{MAX_P90_ERROR:.0%} at the 90th percentile are accepted"
         )
     return CostCurve(floor, launch + slope * float(knee_K[best]), launch, slope, phase, source, fit, batch_us)
 
@@ -147,9 +148,9 @@ def fit_online(step_us_T: npt.ArrayLike, tokens_TLRS: npt.ArrayLike, seed: int =
     H. Künsch, *The Jackknife and the Bootstrap for General Stationary Observations*, 1989 (the block bootstrap).
     """
     us_T, tokens = np.asarray(step_us_T, dtype=np.float64), np.asarray(tokens_TLRS, dtype=np.float64)
-    if us_T.size < _FEWEST_STEPS:
+    if us_T.size < _MIN_STEPS:
         raise CurveFitError(
-            f"{us_T.size} steps are too few to fit a cost curve; {_FEWEST_STEPS} or more are needed"
+            f"{us_T.size} steps are too few to fit a cost curve; {_MIN_STEPS} or more are needed"
         )
     held_T = np.arange(us_T.size) % _HELD_OUT_EACH == _HELD_OUT_EACH // 2
     slowest_TL = tokens.sum(axis=3).argmax(axis=2)
@@ -197,7 +198,7 @@ def _fitted(features_KTF: Float64, us_T: Float64) -> tuple[float, int, Float64]:
         for _ in range(_ROUNDS):
             found_F = _least_squares(relative_TF, weight_T)
             error_T = np.abs(relative_TF @ found_F - 1.0)
-            weight_T = np.maximum(error_T, _LEAST_ERROR) ** -0.5
+            weight_T = np.maximum(error_T, _MIN_ERROR) ** -0.5
         found.append((float(error_T.mean()), found_F))
     best = int(np.argmin([error for error, _ in found]))
     return found[best][0], best, found[best][1]

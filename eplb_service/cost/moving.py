@@ -17,11 +17,11 @@ import numpy.typing as npt
 
 from eplb_service.placement import Float64
 
-FEWEST = 4
+MIN_SAMPLES = 4
 """Layers' switches, and plans, below which nothing counts as measured."""
-WIDEST = 0.1
+MAX_RELATIVE_ERROR = 0.1
 """Half of the widest 95 % interval with which the part that steps are slowed by counts as measured."""
-MOST_LOST = 0.9
+MAX_LOST = 0.9
 """Part that steps may seem to lose while weights travel; more is taken for something else."""
 _EXPERT_SECONDS = (1e-6, 60.0)
 """Bounds of what an expert may seem to take: what lies beyond is a clock's fault."""
@@ -31,7 +31,7 @@ _PAUSE = 8.0
 """Medians from which on a step's time is taken for a wait for requests."""
 _NEAR = 64
 """Steps on either side of a plan's that its own are compared with, at most."""
-_FEWEST_CALM = 8
+_MIN_CALM_STEPS = 8
 """Steps beside a plan's below which its own are compared with none."""
 
 
@@ -164,7 +164,7 @@ def compared(
     for other in plans:
         calm_T &= (step_T < other.first_step) | (step_T >= other.end_step)
     steps = int(moving_T.sum())
-    if steps < max(plan.lost_steps, 1) or calm_T.sum() < _FEWEST_CALM:
+    if steps < max(plan.lost_steps, 1) or calm_T.sum() < _MIN_CALM_STEPS:
         return plan
     return replace(
         plan, lost_share=1.0 - float(us_T[calm_T].mean() / us_T[moving_T].mean()), lost_steps=steps
@@ -193,21 +193,21 @@ def served_steps(us_T: Float64) -> npt.NDArray[np.bool_]:
 
 def _median(values: Sequence[float], bounds: tuple[float, float]) -> float | None:
     known = [value for value in values if math.isfinite(value)]
-    return float(np.clip(np.median(known), *bounds)) if len(known) >= FEWEST else None
+    return float(np.clip(np.median(known), *bounds)) if len(known) >= MIN_SAMPLES else None
 
 
 def _lost_share(plans: Sequence[SwitchedPlan]) -> float | None:
     """Mean over the plans by their steps; ``None`` where its interval by Student's t is too wide to say."""
     seen = [(plan.lost_share, plan.lost_steps) for plan in plans if plan.lost_steps]
-    if len(seen) < FEWEST:
+    if len(seen) < MIN_SAMPLES:
         return None
     share_P, steps_P = np.array(seen).T
     weight_P = steps_P / steps_P.sum()
     mean = float(weight_P @ share_P)
     error = math.sqrt(float((weight_P**2) @ (share_P - mean) ** 2) * len(seen) / (len(seen) - 1))
-    if student_t_975(len(seen) - 1) * error > WIDEST:
+    if student_t_975(len(seen) - 1) * error > MAX_RELATIVE_ERROR:
         return None
-    return min(max(mean, 0.0), MOST_LOST)
+    return min(max(mean, 0.0), MAX_LOST)
 
 
 def student_t_975(freedom: int) -> float:

@@ -11,7 +11,7 @@ import numpy.typing as npt
 Counts = npt.NDArray[np.int32] | npt.NDArray[np.int64] | npt.NDArray[np.float64]
 """Tokens, whole or fractional: int32, int64 or float64; the variable's name carries their dimensions."""
 
-_MOST_TOKENS = 2.0**53
+_MAX_TOKENS = 2.0**53
 """Sums up to here are exact in float64."""
 
 
@@ -83,8 +83,8 @@ def checked_heat(heat_TLE: npt.ArrayLike) -> Counts:
             f"heat is {heat[step, layer, expert]} at step {step}, layer {layer}, expert {expert}; "
             "it must be a finite number of tokens, zero or more"
         )
-    could_overflow = most * heat.shape[0] * heat.shape[2] > _MOST_TOKENS
-    if could_overflow and float(heat.sum(axis=(0, 2), dtype=np.float64).max()) > _MOST_TOKENS:
+    could_overflow = most * heat.shape[0] * heat.shape[2] > _MAX_TOKENS
+    if could_overflow and float(heat.sum(axis=(0, 2), dtype=np.float64).max()) > _MAX_TOKENS:
         raise HeatError("heat sums past 2**53 tokens in one layer; no real trace does")
     return _for_kernels(heat, np.int32) if heat.dtype == np.int32 else widened(heat)
 

@@ -32,15 +32,15 @@ Array = npt.NDArray[Any]
 Record: TypeAlias = tuple[str, Mapping[str, Any]]
 """One record, and where it is, for messages: ``line 3``, ``entry 2``."""
 
-_MOST_PICKLE_BYTES = 64 << 20
+_MAX_PICKLE_BYTES = 64 << 20
 _OBJECT_BYTES = 96
 """Memory of the largest object that one byte of a pickle makes."""
 _PACKED_AT_MOST = 2000
 """Bytes that one byte of a file may unpack to: deflate gives 1,032 zeros, and counts in rows are far below."""
 _UNPACKED_ANYWAY = 256 << 20
-_MOST_DIMENSIONS = 8
-_MOST_NUMBER = 1 << 62
-_MOST_COUNT = np.iinfo(np.int32).max
+_MAX_DIMENSIONS = 8
+_MAX_NUMBER = 1 << 62
+_MAX_COUNT = np.iinfo(np.int32).max
 _BFLOAT16 = np.dtype("V2")
 """Stands for bfloat16, which numpy lacks."""
 _TYPES = {
@@ -157,7 +157,7 @@ def read_torch(path: Path) -> Any:
     """
     with refusing("file of tensors"), zipfile.ZipFile(path) as archive:
         pickles = [name for name in archive.namelist() if name.endswith("/data.pkl")]
-        if len(pickles) != 1 or archive.getinfo(pickles[0]).file_size > _MOST_PICKLE_BYTES:
+        if len(pickles) != 1 or archive.getinfo(pickles[0]).file_size > _MAX_PICKLE_BYTES:
             raise HeatError("is a zip without the data.pkl of a torch file, of up to 64 MiB")
         _check_members(archive, path)
         packed = path.stat().st_size
@@ -257,7 +257,7 @@ def _view(storage: Array, offset: int, size: tuple[int, ...], stride: tuple[int,
     """The array that a tensor's offset, size and strides (in elements) cut out of its storage."""
     numbers = (offset, *size, *stride)
     # Numbers of numpy would overflow, and the bounds below with them.
-    if not all(type(number) is int and number >= 0 for number in numbers) or len(size) > _MOST_DIMENSIONS:
+    if not all(type(number) is int and number >= 0 for number in numbers) or len(size) > _MAX_DIMENSIONS:
         raise HeatError(
             f"describes a tensor by {numbers}; torch does so by an offset, sizes and strides from 0 on"
         )
@@ -340,7 +340,7 @@ def records_of(document: object) -> Iterator[Record]:
 def whole_number(content: Mapping[Any, Any], name: str, place: str) -> int:
     """A number from 0 on of a record at ``place``; raises ``HeatError`` where it is none."""
     value = content.get(name)
-    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < _MOST_NUMBER:
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < _MAX_NUMBER:
         raise HeatError(f"{place} has the {name} {value!r}; expected a number from 0 on")
     return value
 
@@ -359,7 +359,7 @@ def as_array(value: object) -> Array | None:
 
 
 def counts_of(
-    value: object, name: str, place: str, axes: tuple[str, ...], least: int = 0, most: int = _MOST_COUNT
+    value: object, name: str, place: str, axes: tuple[str, ...], least: int = 0, most: int = _MAX_COUNT
 ) -> Array:
     """Whole numbers from ``least`` to ``most``, of such ``axes``; an empty list is none of them.
 

@@ -49,7 +49,7 @@ _USED: dict[Meaning, tuple[str, ...]] = {
     "slots": ("experts", "phy2log"),
     "routes": ("experts", "batch", "top_k"),
 }
-_MOST_LAYERS = 512
+_MAX_LAYERS = 512
 """More rows than any model has layers are not taken for layers."""
 
 
@@ -306,7 +306,7 @@ def _looks_like_placement(array: Array) -> bool:
     if array.dtype.kind == "i" and array.min() == -1:
         return True
     rows = array.reshape(len(array), -1)
-    if (array.ndim == 3 and len(array) > _MOST_LAYERS) or rows.shape[1] < 2 or rows.max() >= rows.shape[1]:
+    if (array.ndim == 3 and len(array) > _MAX_LAYERS) or rows.shape[1] < 2 or rows.max() >= rows.shape[1]:
         return False
     every = np.arange(int(rows.max()) + 1)
     return bool(all(np.array_equal(np.unique(row), every) for row in rows))
@@ -321,7 +321,7 @@ def _of_bare(array: Array, file_name: str) -> Meaning:
         )
     if array.ndim == 4 or any(name in file_name for name in _NAMES["slots"]):
         return "slots"
-    if array.ndim == 2 and len(array) <= _MOST_LAYERS:
+    if array.ndim == 2 and len(array) <= _MAX_LAYERS:
         return "weights"
     if array.ndim == 3 and not routes.look_like_routes(array):
         return "heat"

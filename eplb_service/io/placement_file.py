@@ -22,7 +22,7 @@ Format = Literal["npz", "vllm-ascend", "sglang", "tensorrt-llm", "vllm"]
 FORMATS: tuple[Format, ...] = get_args(Format)
 
 _READERS = {".npz": read_npz, ".npy": read_npy, ".pt": read_torch, ".pth": read_torch}
-_MOST_TEXT_BYTES = 256 << 20
+_MAX_TEXT_BYTES = 256 << 20
 _VLLM_RECORD = "eplb_initial_mapping"
 """Type of the one record of vLLM's file that is a placement."""
 _SGLANG = "physical_to_logical_map"
@@ -130,7 +130,7 @@ def _read_rows(path: Path) -> _Rows:
     try:
         if path.suffix in _READERS:
             return _rows_of(_READERS[path.suffix](path))
-        if path.stat().st_size > _MOST_TEXT_BYTES:
+        if path.stat().st_size > _MAX_TEXT_BYTES:
             raise PlacementError("is more than 256 MiB of text; a placement is not")
         if path.suffix in (".yaml", ".yml"):
             with refusing("YAML"):

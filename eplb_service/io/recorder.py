@@ -18,7 +18,7 @@ from eplb_service.io.trace import PHASES, TraceFacts
 from eplb_service.placement import Int32, dealt_to, with_entries
 from eplb_service.wire.heat import HeatReport, StepPhase
 
-MOST_SOURCE_COUNTS = 1 << 21
+MAX_SOURCE_COUNTS = 1 << 21
 """Most ranks x layers x experts for which tokens by source rank are recorded: beyond, a step takes 8 MB and more."""
 
 _PHASE_OF = {
@@ -116,7 +116,7 @@ class Recorder:
     most_steps
         Steps to record; ``None`` for no bound.
 
-    Tokens by source rank are recorded where all ranks report them in the first step, up to ``MOST_SOURCE_COUNTS``.
+    Tokens by source rank are recorded where all ranks report them in the first step, up to ``MAX_SOURCE_COUNTS``.
     Where ranks do not count what their slots received, that is derived from the tokens of all sources and the tables
     that those were sent by. ``lost`` counts steps that were not recorded: not reported by all ranks, or reported under
     different placements or one that is not known. Every call raises ``OutputError`` where nothing can be written, or
@@ -141,7 +141,7 @@ class Recorder:
         except BaseException:
             self._lock.release()
             raise
-        self._few_sources = facts.ranks * layers * experts <= MOST_SOURCE_COUNTS
+        self._few_sources = facts.ranks * layers * experts <= MAX_SOURCE_COUNTS
         self._pending_steps = pending_steps
         self._most_steps = most_steps
         self._pending: dict[int, _Step] = {}

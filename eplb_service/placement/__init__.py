@@ -11,7 +11,7 @@ from eplb_service.placement.placement import (
     layer_digest,
 )
 from eplb_service.placement.tables import (
-    MOST_ENTRIES,
+    MAX_ENTRIES,
     Int32,
     PlacementError,
     check_layer,
@@ -27,7 +27,7 @@ from eplb_service.placement.tables import (
 
 __all__ = [
     "EMPTY",
-    "MOST_ENTRIES",
+    "MAX_ENTRIES",
     "Float64",
     "Int32",
     "Placement",

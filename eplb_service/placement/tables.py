@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 Int32 = npt.NDArray[np.int32]
 """An int32 array; the variable's name carries its dimensions."""
-MOST_ENTRIES = 64
+MAX_ENTRIES = 64
 """Entries of a dealing table for one expert at most; finer shares than a 64th are lost in the noise of any step."""
 
 

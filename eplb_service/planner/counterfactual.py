@@ -15,8 +15,8 @@ from eplb_service.figures import digits
 from eplb_service.heat.sources import StepTimes
 from eplb_service.heat.window import Window
 from eplb_service.placement import Float64, mean_par
-from eplb_service.planner.measured_gain import FEWEST_SWITCHES, MeasuredPrice, measured_price
-from eplb_service.planner.plan import Serving
+from eplb_service.planner.measured_gain import MIN_SWITCHES, MeasuredPrice, measured_price
+from eplb_service.planner.plan import Layout
 from eplb_service.planner.score import Gain, gain_of, par_by_step, split_shares, split_steps, split_us
 from eplb_service.planner.settings import STEP, PlannerSettings
 from eplb_service.wire.operator import (
@@ -34,7 +34,7 @@ MEASURED, FITTED, STATED, ASSUMED = TIME_PRICES
 deployment's own step times; ``stated``: somebody wrote the number down; ``assumed``: nobody did."""
 _MOE_SHARE = 0.5
 """Part of a step that experts are taken for where nothing better is known; what replays assume, too."""
-_MOST_STEPS = 128
+_MAX_STEPS = 128
 """Steps that a curve is fitted to at most."""
 _STATED_ERROR = 0.5
 """Part by which a number that somebody wrote down may be wrong, for the range of an estimate; chosen by hand."""
@@ -64,7 +64,7 @@ class TimePrice:
     layer_ms: float = 0.0
 
 
-def time_price(settings: PlannerSettings, window: Window, serving: Serving, times: StepTimes) -> TimePrice:
+def time_price(settings: PlannerSettings, window: Window, serving: Layout, times: StepTimes) -> TimePrice:
     """Return the given curve; else one fitted to the steps' own times; else time that follows tokens."""
     found = _source_of_time(settings, window, serving, times)
     us_TL = _us_of_steps(window, serving, settings, found.curve)
@@ -73,7 +73,7 @@ def time_price(settings: PlannerSettings, window: Window, serving: Serving, time
 
 
 def _source_of_time(
-    settings: PlannerSettings, window: Window, serving: Serving, times: StepTimes
+    settings: PlannerSettings, window: Window, serving: Layout, times: StepTimes
 ) -> TimePrice:
     if (curve := settings.cost_curve) is not None:
         kind = STATED if curve.fit is None else MEASURED
@@ -92,7 +92,7 @@ def _source_of_time(
 
 
 def _linear(
-    settings: PlannerSettings, window: Window, serving: Serving, times: StepTimes, why: str
+    settings: PlannerSettings, window: Window, serving: Layout, times: StepTimes, why: str
 ) -> TimePrice:
     """Return a price by which time follows the hottest rank's tokens, so that a layer takes its stated time."""
     kind, layer_ms, said = STATED, settings.layer_ms, "layer_ms"
@@ -116,18 +116,18 @@ def _linear(
     )
 
 
-def _fitted(settings: PlannerSettings, window: Window, serving: Serving, times: StepTimes) -> OnlineFit:
+def _fitted(settings: PlannerSettings, window: Window, serving: Layout, times: StepTimes) -> OnlineFit:
     """A curve that the steps' own times speak for; raises ``CurveFitError`` where there is none."""
     if settings.split == STEP:
         # Slots' tokens could be reckoned; but the slowest rank's are the mean rank's, and two terms are one.
         raise CurveFitError(
             "with split step ranks have even tokens in every step; eplb calibrate measures it"
         )
-    served_T = np.flatnonzero(times.served_T)[-_MOST_STEPS:]
+    served_T = np.flatnonzero(times.served_T)[-_MAX_STEPS:]
     return fit_online(times.us_T[served_T], _slot_tokens(window, serving, settings.split, served_T))
 
 
-def _slot_tokens(window: Window, serving: Serving, split: str, chosen_C: npt.NDArray[np.intp]) -> Float64:
+def _slot_tokens(window: Window, serving: Layout, split: str, chosen_C: npt.NDArray[np.intp]) -> Float64:
     """Tokens of each slot in the steps chosen, float64 ``[C, L, R, S]``."""
     placement = serving.placement
     layers, ranks, slots = placement.phy2log_LRS.shape
@@ -170,8 +170,8 @@ class Served:
 
 def worth_of(
     window: Window,
-    found: Serving,
-    serving: Serving,
+    found: Layout,
+    serving: Layout,
     served: Served,
     settings: PlannerSettings,
     price: TimePrice | None = None,
@@ -227,7 +227,7 @@ def worth_of(
     return replace(worth, estimate_low_ms=low_ms, estimate_high_ms=high_ms)
 
 
-def _has_changed(found: Serving, serving: Serving) -> bool:
+def _has_changed(found: Layout, serving: Layout) -> bool:
     """Return whether something else serves than was found."""
     return not (
         np.array_equal(found.placement.phy2log_LRS, serving.placement.phy2log_LRS)
@@ -239,7 +239,7 @@ def _not_measured(served: Served) -> str:
     if served.times.mean_us is None:
         return "the ranks report no step times"
     return (
-        f"step times before and after {FEWEST_SWITCHES} switches are needed, {len(served.effects)} "
+        f"step times before and after {MIN_SWITCHES} switches are needed, {len(served.effects)} "
         f"{'is' if len(served.effects) == 1 else 'are'} known"
     )
 
@@ -278,7 +278,7 @@ def _with_gain(worth: Worth, price: MeasuredPrice, tokens: Gain, step_ms: float,
 
 
 def _estimate(
-    window: Window, found: Serving, serving: Serving, settings: PlannerSettings, price: TimePrice
+    window: Window, found: Layout, serving: Layout, settings: PlannerSettings, price: TimePrice
 ) -> tuple[float, float]:
     """Return the least and the most milliseconds per step by a price that is stated or fitted."""
     left_T1, serving_T1 = (
@@ -294,7 +294,7 @@ def _mean_of_layers(par_TL: Float64) -> float:
     return float(mean_par(mean_par(par_TL, axis=0)))
 
 
-def _us_of_steps(window: Window, way: Serving, settings: PlannerSettings, curve: CostCurve) -> Float64:
+def _us_of_steps(window: Window, way: Layout, settings: PlannerSettings, curve: CostCurve) -> Float64:
     tables, source = way.log2phy_RLE, window.source_RLE
     return split_us(window.heat_TLE, way.placement, tables, source, settings.split, curve)
 

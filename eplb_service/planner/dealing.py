@@ -21,7 +21,7 @@ from eplb_service.placement import (
 )
 from eplb_service.planner.settings import DEAL, EVEN, TABLES, PlannerSettings
 
-_FEWEST_TOKENS = 1e-3
+_MIN_TOKENS = 1e-3
 """Mean tokens of a step at which the grid of means begins."""
 _GRID = 96
 """Means between which the parts of entries are interpolated."""
@@ -104,7 +104,7 @@ def entry_parts(tokens_X: Float64, width: int) -> Float64:
         return np.ones((*tokens_X.shape, 1))
     inverse_U, parts_UD = _parts_by_mean(width)
     # The place on the grid is found once for all entries.
-    place_X = np.interp(1.0 / np.maximum(tokens_X, _FEWEST_TOKENS), inverse_U, np.arange(len(inverse_U)))
+    place_X = np.interp(1.0 / np.maximum(tokens_X, _MIN_TOKENS), inverse_U, np.arange(len(inverse_U)))
     below_X = np.minimum(place_X.astype(np.intp), len(inverse_U) - 2)
     found_XD: Float64 = parts_UD.take(below_X, axis=0)
     found_XD += (place_X - below_X)[..., None] * np.diff(parts_UD, axis=0).take(below_X, axis=0)
@@ -131,7 +131,7 @@ def _parts_by_mean(width: int) -> tuple[Float64, Float64]:
     Entry ``k`` gets a token whenever there are more than ``k``, more than ``k + D``, and so on. Of infinitely many
     tokens all entries get the same, and towards that parts are linear in the inverse.
     """
-    mean_U = np.geomspace(width * width, _FEWEST_TOKENS, _GRID)
+    mean_U = np.geomspace(width * width, _MIN_TOKENS, _GRID)
     more_UC = poisson_above(int(mean_U[0] + 12 * width + 24), mean_U)
     parts_UD = np.stack([more_UC[:, entry::width].sum(axis=1) for entry in range(width)], axis=1)
     parts_UD = np.vstack([np.ones(width), parts_UD])

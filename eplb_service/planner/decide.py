@@ -38,7 +38,7 @@ from eplb_service.planner.dealing import first_tables, host_tables, tables_of_so
 from eplb_service.planner.holdout import SMALL_BATCH, HeldOut, Parts, held_out, paying
 from eplb_service.planner.plan import LayerPlan, Plan
 from eplb_service.planner.price import move_price
-from eplb_service.planner.request import Question, groups_on_nodes, solve_picked, time_curve
+from eplb_service.planner.request import SolveRequest, groups_on_nodes, solve_picked, time_curve
 from eplb_service.planner.score import (
     drawn_par,
     expected_loads,
@@ -52,8 +52,8 @@ from eplb_service.planner.score import (
 from eplb_service.planner.settings import STEP, PlannerSettings
 from eplb_service.planner.topology import Topology
 from eplb_service.solver.engine import OutOfTimeError, SolverError
-from eplb_service.solver.layer import Answer
-from eplb_service.solver.model import FRESH, KEEP, TABLES, Candidate, Recommended, SearchOptions
+from eplb_service.solver.layer import LayerResult
+from eplb_service.solver.model import FRESH, KEEP, TABLES, Candidate, Recommendation, SearchOptions
 from eplb_service.solver.topology import choose_senders
 from eplb_service.wire.operator import LayerVerdict
 
@@ -73,7 +73,7 @@ def plan(
     serving_steps: float | None = None,
     moving: MovingCosts = NOTHING_MEASURED,
     search: SearchOptions | None = None,
-    courses: Sequence[Recommended | None] = (),
+    recommendations: Sequence[Recommendation | None] = (),
     hold_out: bool = True,
 ) -> Plan:
     """Decide what to change, given the heat of a window and what serves now.
@@ -95,7 +95,7 @@ def plan(
         What is measured of the cost of moves, and of what they may win; the settings' numbers where it is not.
     search
         Parts of the solver's method that are left out, to measure what they are worth; by default none.
-    courses
+    recommendations
         Those of the decision before, where its plan serves and heat has not changed since.
     hold_out
         False to skip the hold-out of small batches (``planner.holdout``), if nobody reads the promise.
@@ -111,7 +111,9 @@ def plan(
     HeatError, PlacementError, TopologyError
         Where the arguments contradict each other.
     """
-    asked = Question(window, placement, log2phy_RLE, topology, settings, search or SearchOptions(), courses)
+    asked = SolveRequest(
+        window, placement, log2phy_RLE, topology, settings, search or SearchOptions(), recommendations
+    )
     steps = serving_steps or float(window.steps)
     price = move_price(settings, placement.slots, topology.bytes_per_expert, steps, moving)
     groups, why_ungrouped = groups_on_nodes(settings, placement, topology)
@@ -128,12 +130,12 @@ def plan(
     reasons = _unpaid(judge, picked, answers, tried)
     verdicts = [judge.not_picked(layer) for layer in range(window.layers)]
     changed, par_TL = [], judge.par_TL.copy()
-    follow: list[Recommended | None] = [None] * window.layers
+    follow: list[Recommendation | None] = [None] * window.layers
     for layer, answer in zip(picked.tolist(), answers, strict=True):
         if layer in reasons:
             verdicts[layer] = judge.kept(layer, reasons[layer])
             continue
-        if isinstance(answer, Answer) and layer in tried:
+        if isinstance(answer, LayerResult) and layer in tried:
             answer = _with_optimism(answer, tried[layer].optimism)
         verdict, change, par_T = _solved(layer, answer, judge)
         # With a large batch, the change has gained on steps that it was not fitted to. On drift, its promise may still
@@ -144,9 +146,9 @@ def plan(
             verdicts[layer] = judge.kept(layer, _NOTHING_IN_WHOLE_TOKENS)
             continue
         verdicts[layer], par_TL[:, layer] = verdict, par_T
-        if change is not None and isinstance(answer, Answer):
+        if change is not None and isinstance(answer, LayerResult):
             changed.append(change)
-            follow[layer] = answer.course
+            follow[layer] = answer.recommendation
     changed.sort(key=lambda layer_plan: _gain(verdicts[layer_plan.layer]), reverse=True)
     return Plan(tuple(changed), tuple(verdicts), price, par_TL, follow)
 
@@ -210,7 +212,7 @@ class _Judge:
         bool ``[L]``, layers whose experts get so few tokens that reading weights takes all the time.
     """
 
-    asked: Question
+    asked: SolveRequest
     price: float
     why_ungrouped: str
     par_TL: Float64
@@ -249,7 +251,7 @@ class _Judge:
         return self.kept(layer, reason)
 
     def changed(
-        self, layer: int, answer: Answer, moves: int, planned: float, us: float | None
+        self, layer: int, answer: LayerResult, moves: int, planned: float, us: float | None
     ) -> LayerVerdict:
         kept = self.kept(layer, "")
         # The next window is another draw. A hold-out has allowed for that already.
@@ -281,7 +283,7 @@ class _Judge:
             optimism=answer.optimism,
         )
 
-    def raised_par(self, layer: int, answer: Answer, par_T: Float64) -> tuple[float, float] | None:
+    def raised_par(self, layer: int, answer: LayerResult, par_T: Float64) -> tuple[float, float] | None:
         """Return the mean PAR of the steps before and after a change, if the change does not lower it.
 
         Such a change lowers only the PAR of episodes. If it is fitted to fading heat, only the newer half of the window
@@ -308,7 +310,7 @@ class _Judge:
         return bool(self.us_L[layer] - us > least * self.us_L[layer])
 
 
-def _judge(asked: Question, price: float, why_ungrouped: str) -> _Judge:
+def _judge(asked: SolveRequest, price: float, why_ungrouped: str) -> _Judge:
     """Ratios and times of all layers as they are served, per step for people and per episode for the decision."""
     window, ranks, settings = asked.window, asked.placement.ranks, asked.settings
     served = asked.placement, asked.log2phy_RLE, window.source_RLE, settings.split
@@ -355,7 +357,7 @@ def _judge(asked: Question, price: float, why_ungrouped: str) -> _Judge:
     )
 
 
-def _reading_layers(asked: Question) -> npt.NDArray[np.bool_]:
+def _reading_layers(asked: SolveRequest) -> npt.NDArray[np.bool_]:
     """Return the layers in which reading weights takes all the time, as estimated for the device, bool ``[L]``.
 
     In such a layer, all experts stay below the knee of the device's curve in nearly all steps. No layer qualifies if
@@ -383,7 +385,7 @@ def _centred(par_TL: Float64, drawn_TL: Float64) -> Float64:
 def _held_out(
     judge: _Judge,
     picked: npt.NDArray[np.int64],
-    answers: Sequence[Answer | SolverError],
+    answers: Sequence[LayerResult | SolverError],
     groups: int,
     price: float,
 ) -> dict[int, HeldOut]:
@@ -396,11 +398,13 @@ def _held_out(
     changing = {
         layer: answer
         for layer, answer in zip(picked.tolist(), answers, strict=True)
-        if judge.small_L[layer] and isinstance(answer, Answer) and answer.taken != KEEP
+        if judge.small_L[layer] and isinstance(answer, LayerResult) and answer.taken != KEEP
     }
     if not changing:
         return {}
-    followed = {layer for layer in changing if asked.courses and asked.courses[layer] is not None}
+    followed = {
+        layer for layer in changing if asked.recommendations and asked.recommendations[layer] is not None
+    }
     missing = np.array(
         [layer for layer in changing if changing[layer].held is None and layer not in followed], np.int64
     )
@@ -414,15 +418,15 @@ def _held_out(
     if not (missing.size and parts.fit_TLE.any() and parts.test_TLE.any()):
         return tried
     window = Window(parts.fit_TLE, asked.window.source_RLE)
-    refit = replace(asked, window=window, search=replace(asked.search, warm=False), courses=())
+    refit = replace(asked, window=window, search=replace(asked.search, warm=False), recommendations=())
     refitted = solve_picked(refit, missing, judge.floor_L, groups, price)
     for layer, answer in zip(missing.tolist(), refitted, strict=True):
-        if isinstance(answer, Answer):
+        if isinstance(answer, LayerResult):
             tried[layer] = _judged(asked, parts, layer, answer.found)
     return tried
 
 
-def _judged(asked: Question, parts: Parts, layer: int, fitted: Candidate) -> HeldOut:
+def _judged(asked: SolveRequest, parts: Parts, layer: int, fitted: Candidate) -> HeldOut:
     """Judge a layer's candidate that was fitted to the first part of the window."""
     _, first_G, group_R = asked.topology.token_groups()
     experts, source_RLE = asked.window.experts, asked.window.source_RLE
@@ -440,7 +444,7 @@ def _judged(asked: Question, parts: Parts, layer: int, fitted: Candidate) -> Hel
 def _unpaid(
     judge: _Judge,
     picked: npt.NDArray[np.int64],
-    answers: Sequence[Answer | SolverError],
+    answers: Sequence[LayerResult | SolverError],
     tried: Mapping[int, HeldOut],
 ) -> dict[int, str]:
     """Return why layers are kept whose changes do not pay with whole tokens, by layer."""
@@ -448,7 +452,7 @@ def _unpaid(
         return {}
     placement, costs = judge.asked.placement, {}
     for layer, answer in zip(picked.tolist(), answers, strict=True):
-        if isinstance(answer, Answer) and layer in tried:
+        if isinstance(answer, LayerResult) and layer in tried:
             price = judge.price * float(judge.par_L[layer])
             costs[layer] = price * answer.found.moves / (placement.ranks * placement.slots)
     pays = paying(tried, costs, judge.asked.settings.min_gain)
@@ -462,14 +466,16 @@ def _unpaid(
     }
 
 
-def _with_optimism(answer: Answer, optimism: float) -> Answer:
+def _with_optimism(answer: LayerResult, optimism: float) -> LayerResult:
     """Return the answer with the optimism of whole tokens, which a decision that follows it takes over."""
-    course = None if answer.course is None else answer.course._replace(optimism=optimism)
-    return replace(answer, optimism=optimism, course=course)
+    recommendation = (
+        None if answer.recommendation is None else answer.recommendation._replace(optimism=optimism)
+    )
+    return replace(answer, optimism=optimism, recommendation=recommendation)
 
 
 def _solved(
-    layer: int, answer: Answer | SolverError, judge: _Judge
+    layer: int, answer: LayerResult | SolverError, judge: _Judge
 ) -> tuple[LayerVerdict, LayerPlan | None, Float64]:
     """Verdict on a layer by its answer, the change, if it is one, and the ratio of each step then, float64 ``[T]``."""
 
@@ -478,7 +484,7 @@ def _solved(
 
     if isinstance(answer, OutOfTimeError):
         return kept(f"waits: {answer}")
-    if isinstance(answer, Answer) and answer.taken == KEEP:
+    if isinstance(answer, LayerResult) and answer.taken == KEEP:
         return kept(_NOTHING_PAYS)
     asked, curve = judge.asked, judge.asked.settings.cost_curve
     try:
@@ -515,7 +521,7 @@ def _solved(
 
 
 def _alone(
-    asked: Question, layer: int, phy2log_RS: Int32, log2phy_RE: Int32
+    asked: SolveRequest, layer: int, phy2log_RS: Int32, log2phy_RE: Int32
 ) -> tuple[Counts, Placement, Int32, Float64 | None, str]:
     """Return the arguments of ``split_steps`` and ``split_us`` for one layer under another placement."""
     window, placement = asked.window, Placement(phy2log_RS[None], asked.window.experts)

@@ -25,7 +25,7 @@ from eplb_service.solver.window import standard_error
 SMALL_BATCH = 512.0
 """Choices per rank and step up to which layers are held out. At 128, placements from scratch do 0.7 % worse on the next
 window than on their own; at 8 it is 3 %, and at 0.5 it is 8 % (64 experts on 8 ranks x 10 slots, 192 steps)."""
-_FEWEST_STEPS = 8
+_MIN_STEPS = 8
 """Steps with tokens below which the window is not cut in two: the tokens of each step are."""
 _OPTIMISM_LEFT = 0.5
 """Part of the optimism of a fit to half of the window that a fit to all of it has: it falls as one over the steps. On
@@ -45,7 +45,7 @@ class Parts:
     def of(cls, heat_TLE: Counts) -> Parts:
         """Cut a window: into older and newer steps, or each step's tokens if there are too few steps."""
         busy = np.flatnonzero(heat_TLE.any(axis=(1, 2)))
-        if busy.size < _FEWEST_STEPS:
+        if busy.size < _MIN_STEPS:
             fit_TLE = thinned(heat_TLE, 0)
             return cls(fit_TLE, heat_TLE - fit_TLE)
         cut = int(busy[busy.size // 2])
@@ -122,7 +122,7 @@ def held_out(
     kept_T, found_T = kept_T[busy_T], found_T[busy_T]
     gain_T = kept_T - found_T
     error = standard_error(gain_T)
-    if gain_T.size and gain_T.size < _FEWEST_STEPS:
+    if gain_T.size and gain_T.size < _MIN_STEPS:
         # So few steps do not show how much they scatter. At the least, the hottest ranks' counts are Poisson.
         tokens_T = parts.test_TLE[:, layer].sum(axis=1)[busy_T] / kept[0].ranks
         error = float(np.sqrt(((kept_T + found_T) / tokens_T).sum()) / gain_T.size)
@@ -157,7 +157,7 @@ def _error_together(found: Sequence[HeldOut]) -> float:
     """Return the standard error of the mean gain of several layers, whose steps resemble each other."""
     independent = math.sqrt(sum(one.error**2 for one in found)) / len(found)
     steps = min(one.gain_T.size for one in found)
-    if steps < _FEWEST_STEPS:
+    if steps < _MIN_STEPS:
         return independent
     mean_T: Float64 = np.mean([one.gain_T[-steps:] for one in found], axis=0)
     return max(standard_error(mean_T), independent)

@@ -13,11 +13,11 @@ from eplb_service.cost.moving import SwitchedPlan, SwitchEffect, served_steps
 from eplb_service.heat.sources import ServedSteps
 from eplb_service.placement import Float64
 
-FEWEST_SWITCHES = 4
+MIN_SWITCHES = 4
 """Switches with step times on both sides below which nothing counts as measured."""
 NEAR_STEPS = 64
 """Steps on either side of a switch that are compared, at most."""
-_FEWEST_STEPS = 8
+_MIN_STEPS = 8
 """Matched steps on either side of a switch below which it says nothing."""
 _ALIKE = math.log(1.1)
 """Steps are compared with steps of the other side that have about a tenth more or fewer tokens, at most."""
@@ -60,7 +60,7 @@ def effect_of(plan: SwitchedPlan, plans: Sequence[SwitchedPlan], served: ServedS
     after_T = usable_T & (step_T >= plan.end_step) & (step_T < end)
     before_T, after_T = _matched(served.tokens_T, before_T, after_T)
     fewest = min(int(before_T.sum()), int(after_T.sum()))
-    if fewest < _FEWEST_STEPS:
+    if fewest < _MIN_STEPS:
         return None
     compared_T = before_T | after_T
     columns = [np.ones(int(compared_T.sum())), after_T[compared_T].astype(np.float64)]
@@ -103,7 +103,7 @@ def measured_price(effects: Sequence[SwitchEffect]) -> MeasuredPrice | None:
     Returns
     -------
     MeasuredPrice | None
-        ``None`` below ``FEWEST_SWITCHES`` switches that changed balance at all.
+        ``None`` below ``MIN_SWITCHES`` switches that changed balance at all.
 
     References
     ----------
@@ -111,7 +111,7 @@ def measured_price(effects: Sequence[SwitchEffect]) -> MeasuredPrice | None:
     Sample Properties*, 1985 (HC3).
     """
     changed = [effect for effect in effects if effect.tokens_saved != 0]
-    if len(changed) < FEWEST_SWITCHES:
+    if len(changed) < MIN_SWITCHES:
         return None
     saved_E = np.array([effect.tokens_saved for effect in changed])
     us_E = np.array([effect.us_saved for effect in changed])

@@ -11,11 +11,11 @@ from eplb_service.heat.window import Window
 from eplb_service.placement import Float64, Int32, Placement, apply_layers, mean_par
 from eplb_service.planner.forecast import NO_FORECASTS, Forecasts
 from eplb_service.planner.score import Gain, KnownSplit, gain_of, par_by_step, split_steps
-from eplb_service.solver.model import Recommended
+from eplb_service.solver.model import Recommendation
 from eplb_service.solver.window import inflation, inflation_error
 from eplb_service.wire.operator import LayerVerdict, MovePrice
 
-_FEWEST_STEPS = 32
+_MIN_STEPS = 32
 """Steps below which nothing is learned of how neighbouring steps resemble each other."""
 
 
@@ -47,15 +47,15 @@ class Plan:
     """One decision: ``layers`` holds those that change, largest gain first; ``verdicts`` all, in order.
 
     ``price`` is what moves were priced at, ``None`` where nothing was solved; ``par_TL`` float64 ``[T, L]`` the ratio
-    of each step of the window under what will serve, NaN without tokens; ``courses`` what the next decision may follow
-    in each layer without a hold-out, empty for none.
+    of each step of the window under what will serve, NaN without tokens; ``recommendations`` what the next decision
+    may follow in each layer without a hold-out, empty for none.
     """
 
     layers: tuple[LayerPlan, ...]
     verdicts: tuple[LayerVerdict, ...]
     price: MovePrice | None = None
     par_TL: Float64 = field(default_factory=lambda: np.zeros((0, 0)), repr=False)
-    courses: Sequence[Recommended | None] = ()
+    recommendations: Sequence[Recommendation | None] = ()
 
     def changes(self) -> Iterator[tuple[int, Int32, Int32]]:
         """Index, placement and tables of each layer that changes, for ``apply_layers``."""
@@ -136,7 +136,7 @@ def promise_of(par_TL: Float64, *, held_out: bool) -> Promise:
     centred_TC = np.where(known_TC, par_TC - mean_C, 0.0)
     variance_C = (centred_TC**2).sum(axis=0) / np.maximum(known_TC.sum(axis=0) - 1, 1)
     inflation_C = np.ones_like(mean_C)
-    if len(par_TC) >= _FEWEST_STEPS:
+    if len(par_TC) >= _MIN_STEPS:
         # What independent steps would show by themselves is taken off, or a change would be looked for too bluntly.
         inflation_C = np.maximum(1.0, inflation(centred_TC) - inflation_error(len(par_TC)))
     return Promise(mean_C, variance_C, inflation_C, len(par_TC), held_out)
@@ -148,7 +148,7 @@ def channels_of(par_TL: Float64) -> Float64:
 
 
 @dataclass(frozen=True)
-class Serving:
+class Layout:
     """Placement that ranks serve by, and int32 ``[R, L, E]`` the table of each source rank."""
 
     placement: Placement
@@ -163,9 +163,9 @@ class Serving:
         """Return the split of tokens over the replicas, worked out from the heat of a window."""
         return KnownSplit.of(window.heat_TLE, self.placement, self.log2phy_RLE, window.source_RLE, split)
 
-    def changed_by(self, plan: Plan) -> Serving:
+    def changed_by(self, plan: Plan) -> Layout:
         """Placement and tables once all of a plan has switched."""
-        return Serving(*apply_layers(self.placement, self.log2phy_RLE, plan.changes()))
+        return Layout(*apply_layers(self.placement, self.log2phy_RLE, plan.changes()))
 
 
 @dataclass(frozen=True)
@@ -185,7 +185,7 @@ class Outlook:
         no alarm, or ``None``.
     too_recent, cost
         True if that change was too recent to decide on; steps that pay for the decision's CPU.
-    courses
+    recommendations
         As in ``Plan``.
     planned
         Placement and split after the decision's plan; ``None`` if it changes nothing.
@@ -198,7 +198,7 @@ class Outlook:
     change_at: int | None = None
     too_recent: bool = False
     cost: float = 0.0
-    courses: Sequence[Recommended | None] = ()
+    recommendations: Sequence[Recommendation | None] = ()
     planned: KnownSplit | None = None
 
 
@@ -210,6 +210,6 @@ def promise_for(plan: Plan) -> tuple[Promise, Float64]:
     return promise_of(par_TL, held_out=None not in optimism), par_TL
 
 
-def gain_over(window: Window, before: Serving, now: Serving, split: str) -> Gain:
+def gain_over(window: Window, before: Layout, now: Layout, split: str) -> Gain:
     """Gain of ``now`` over ``before`` on a window's steps; ``split`` is one of ``settings.SPLITS``."""
     return gain_of(before.par_of_steps(window, split), now.par_of_steps(window, split))

@@ -34,7 +34,7 @@ _MEASURED, _PARTLY, _STATED, _ASSUMED = MOVE_PRICES
 """Origin of a price of moves. ``measured``: transfers, slowed steps and commits are the ranks' own; ``partly
 measured``: some of them; ``stated``: somebody wrote the price, or the link's bandwidth, down; ``assumed``: nobody
 did."""
-MOST = 10.0
+MAX_PRICE = 10.0
 """A price at which nothing moves; no higher one is meant."""
 # Assumed where neither the ranks nor the settings say; the price then says so.
 ASSUMED_BYTES = 16 << 20
@@ -113,7 +113,7 @@ def move_price(
         f"{steps:,.0f} steps served"
     )
     return MovePrice(
-        min((slots * travel_ms * lost + switch_ms) / (layer_ms * steps), MOST),
+        min((slots * travel_ms * lost + switch_ms) / (layer_ms * steps), MAX_PRICE),
         kind,
         reason,
         ms_per_move=travel_ms * lost,

@@ -19,8 +19,8 @@ from eplb_service.planner.settings import EVEN, STEP, PlannerSettings
 from eplb_service.planner.topology import Topology, TopologyError
 from eplb_service.solver import model
 from eplb_service.solver.engine import SolverError, solve_many
-from eplb_service.solver.layer import Answer
-from eplb_service.solver.model import Recommended, SearchOptions, SearchParams
+from eplb_service.solver.layer import LayerResult
+from eplb_service.solver.model import Recommendation, SearchOptions, SearchParams
 from eplb_service.solver.window import shares_of_groups, sum_episodes
 
 _DEEPSEEK = SearchParams()
@@ -43,7 +43,7 @@ where ten times as many won less than half a percent on the next window."""
 
 
 @dataclass(frozen=True)
-class Question:
+class SolveRequest:
     """All that one decision is asked, as ``decide.plan`` takes it.
 
     Raises ``HeatError``, ``PlacementError`` or ``TopologyError`` where the parts contradict each other.
@@ -55,7 +55,7 @@ class Question:
     topology: Topology
     settings: PlannerSettings
     search: SearchOptions
-    courses: Sequence[Recommended | None] = ()
+    recommendations: Sequence[Recommendation | None] = ()
 
     def __post_init__(self) -> None:
         window, placement = self.window, self.placement
@@ -169,9 +169,9 @@ layouts come to 0.73 to 1.35 of their mean, and those of ``flashlb`` and ``deeps
 after they were made to 0.01 to 0.46. With 32 experts on 8 ranks x 5 slots it is 0.56 to 1.49, and 0.05 to 0.59 but on
 drift, where they come to 0.86: to place these from scratch loses nothing but moves.
 """
-_LEAST_AVOIDABLE = 0.05
+_MIN_AVOIDABLE = 0.05
 """Avoidable ratio of such layouts below which they are as good as any."""
-_FEWEST_STEPS = 16
+_MIN_STEPS = 16
 """Steps below which that is not asked: soon after a change of the workload any layout may do so badly for a while."""
 _SHUFFLES = 4
 """Layouts made for no heat that a deployment is compared with."""
@@ -181,7 +181,7 @@ _LAYERS_COMPARED = 8
 """Layers that it is compared on, at most, evenly from first to last."""
 
 
-def _blind_layers(asked: Question, floor_L: Float64) -> npt.NDArray[np.bool_]:
+def _blind_layers(asked: SolveRequest, floor_L: Float64) -> npt.NDArray[np.bool_]:
     """Layers that do just as experts in order do, or all where the deployment does hardly better; bool ``[L]``.
 
     A layout that keeps groups of experts on their nodes was made for that, at least: of such only experts in order are
@@ -219,15 +219,15 @@ def _blind_layers(asked: Question, floor_L: Float64) -> npt.NDArray[np.bool_]:
     in_order_K = np.flatnonzero(same_L & ~alike_L)
     if in_order_K.size:
         same_L[in_order_K] = np.isclose(pars(in_order_K), pars(in_order_K, names_E), rtol=1e-9, atol=0.0)
-    if asked.settings.expert_groups is None and window.steps >= _FEWEST_STEPS and not same_L.all():
+    if asked.settings.expert_groups is None and window.steps >= _MIN_STEPS and not same_L.all():
         some_K = np.unique(np.linspace(0, window.layers - 1, _LAYERS_COMPARED).astype(np.int64))
         floor = float(mean_par(floor_L[some_K]))
         avoidable_now = float(mean_par(pars(some_K))) - floor
-        if avoidable_now >= _AS_BAD * _LEAST_AVOIDABLE:
+        if avoidable_now >= _AS_BAD * _MIN_AVOIDABLE:
             shuffled = (np.random.default_rng(seed).permutation(names_E) for seed in range(_SHUFFLES))
             blind_K = np.mean([pars(some_K, names_E) for names_E in shuffled], axis=0)
             avoidable = float(mean_par(blind_K)) - floor
-            if avoidable > _LEAST_AVOIDABLE and avoidable_now >= _AS_BAD * avoidable:
+            if avoidable > _MIN_AVOIDABLE and avoidable_now >= _AS_BAD * avoidable:
                 same_L[:] = True
     return same_L
 
@@ -242,17 +242,17 @@ class _Made:
         return self.of(layer)
 
 
-_MOST_STEPS = 128
+_MAX_STEPS = 128
 """Steps of a window that time is lowered on: as many more won less than 0.2 % in the window after."""
 
 
 def solve_picked(
-    asked: Question,
+    asked: SolveRequest,
     picked: npt.NDArray[np.int64],
     floor_L: Float64,
     expert_groups: int,
     move_price: float,
-) -> list[Answer | SolverError]:
+) -> list[LayerResult | SolverError]:
     """Solve the picked layers; one source for each token group, or for each entry of its dealing tables.
 
     Parameters
@@ -287,7 +287,7 @@ def solve_picked(
     if curve is not None and settings.cost_curve is not None:
         # What the batch takes is the same under all placements, as the floor is.
         curve[0] += settings.cost_curve.batch_us * float(window.heat_TLE.sum(axis=2).mean())
-        sampled_TPE = window.heat_TLE[_sampled_steps(window.steps, _MOST_STEPS)][:, picked]
+        sampled_TPE = window.heat_TLE[_sampled_steps(window.steps, _MAX_STEPS)][:, picked]
         steps_PNE = sampled_TPE.astype(np.float64).transpose(1, 0, 2)
     # Those in a layout that was made for no heat are placed from scratch, whatever it moves.
     unplaced_L = np.ones(window.layers, dtype=np.bool_)
@@ -324,7 +324,7 @@ def solve_picked(
         expert_groups,
         curve,
         steps_PNE,
-        [asked.courses[layer] for layer in picked.tolist()] if asked.courses else (),
+        [asked.recommendations[layer] for layer in picked.tolist()] if asked.recommendations else (),
     )
 
 

@@ -36,7 +36,7 @@ _STEPS_AT_A_TIME = 32
 """Steps whose tokens are held by slot."""
 _CONFIDENCE = 0.95
 """Of the intervals that operators read."""
-_DRAWN_STEPS, _MOST_DRAWS = 1024, 8
+_DRAWN_STEPS, _MAX_DRAWS = 1024, 8
 """Steps that the draws of a window have together, and the most draws. The mean ratio of one token is then 1 % off."""
 _STEPS_OF_A_DRAW = 1 << 32
 """Numbers of steps by which draws are apart."""
@@ -390,7 +390,7 @@ def drawn_par(
     Use it for few tokens per step, where the chance of a single draw is seen in the mean over a short window. Arguments
     as for ``split_steps``.
     """
-    draws = int(np.clip(-(-_DRAWN_STEPS // max(len(heat_TLE), 1)), 1, _MOST_DRAWS))
+    draws = int(np.clip(-(-_DRAWN_STEPS // max(len(heat_TLE), 1)), 1, _MAX_DRAWS))
     ways = heat_TLE, placement, log2phy_RLE, source_RLE, split
     pars = [
         par_by_step(split_steps(*ways, layer_K=layer_K, first_step=draw * _STEPS_OF_A_DRAW))

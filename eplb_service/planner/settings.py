@@ -13,7 +13,7 @@ from numbers import Integral, Real
 from typing import Any, Literal
 
 from eplb_service.cost.curve import CostCurve, CurveError, read_curve
-from eplb_service.placement import MOST_ENTRIES
+from eplb_service.placement import MAX_ENTRIES
 
 POLICIES = ("none", "deepseek", "flashlb")
 """``none`` never moves an expert. ``deepseek`` is DeepSeek's EPLB: greedy replica counts and LPT packing on the sum of
@@ -148,9 +148,9 @@ class PlannerSettings:
         for name in ("link_bandwidth", "layer_ms", "budget_ms"):
             if getattr(self, name) == 0:
                 raise SettingsError(f"{name} is 0; it must be more")
-        if self.deal_width > MOST_ENTRIES:
+        if self.deal_width > MAX_ENTRIES:
             raise SettingsError(
-                f"deal_width is {self.deal_width}; a dealing table has at most {MOST_ENTRIES} entries"
+                f"deal_width is {self.deal_width}; a dealing table has at most {MAX_ENTRIES} entries"
             )
         for name in ("cost_curve", "fitted_curve"):
             if getattr(self, name) and self.expert_groups is not None:

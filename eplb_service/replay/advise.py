@@ -29,7 +29,7 @@ _SAME_PAR = 0.01
 """Peak-to-average ratios that are nearer than this part of the best are taken for equal: the cheaper setting wins."""
 _SURE_ERRORS = 2.0
 """Standard errors of the difference within which ratios are taken for equal."""
-_FEWEST_ROWS = 4
+_MIN_ROWS = 4
 """Intervals below which that error is not known."""
 _WORTH_MEMORY = 0.1
 """Part of what balancing can win that a setting must win beyond another to be worth more slots (no cost curve)."""
@@ -335,7 +335,7 @@ def _near_best(options: Sequence[Option], within: float = 0.0) -> list[Option]:
 
 def _error(one: Option, other: Option) -> float:
     """Return the standard error of the difference of two options' PARs; 0 if their intervals cannot be compared."""
-    if one.par_D.size != other.par_D.size or one.par_D.size < _FEWEST_ROWS:
+    if one.par_D.size != other.par_D.size or one.par_D.size < _MIN_ROWS:
         return 0.0
     difference_D = one.par_D - other.par_D
     return standard_error(difference_D[~np.isnan(difference_D)])

@@ -20,8 +20,8 @@ from eplb_service.replay.policy import ReplayError
 
 _MOE_SHARE = 0.5
 """Part of a step that experts are taken for where ``layer_ms`` is not stated, as in the service."""
-_LEAST_MOE_SHARE = 0.2
-_MOST_MOE_SHARE = 0.8
+_MIN_MOE_SHARE = 0.2
+_MAX_MOE_SHARE = 0.8
 """Range of that part for estimates; chosen by hand to hold what engines report from small decode batches to prefill."""
 _DEFAULTS = PlannerSettings()
 VOTE_INTERVAL = 4
@@ -89,7 +89,7 @@ class Costs:
     """
 
     ESTIMATE_BASIS: ClassVar[str] = (
-        f"if experts take {_LEAST_MOE_SHARE:.0%} to {_MOST_MOE_SHARE:.0%} of it, before the cost of moves"
+        f"if experts take {_MIN_MOE_SHARE:.0%} to {_MAX_MOE_SHARE:.0%} of it, before the cost of moves"
     )
 
     step_ms: float = 0.0
@@ -259,7 +259,7 @@ class Costs:
         if not self.step_ms or not self.layer_assumed or self.curve is not None:
             return None
         share = 1 - par / par_left_alone
-        ends = [part * self.step_ms * share for part in (_LEAST_MOE_SHARE, _MOST_MOE_SHARE)]
+        ends = [part * self.step_ms * share for part in (_MIN_MOE_SHARE, _MAX_MOE_SHARE)]
         return min(ends), max(ends)
 
     def estimate_text(self, par: float, par_left_alone: float) -> str | None:

@@ -31,7 +31,7 @@ from eplb_service.planner.dealing import first_tables
 from eplb_service.planner.decide import plan, plan_afresh
 from eplb_service.planner.forecast import NO_FORECASTS
 from eplb_service.planner.pace import Pace
-from eplb_service.planner.plan import Plan, Promise, Serving, promise_for
+from eplb_service.planner.plan import Layout, Plan, Promise, promise_for
 from eplb_service.planner.policies import PolicyError, answer_of
 from eplb_service.planner.score import Gain, gain_of, sampling_floor, split_loads, split_steps
 from eplb_service.planner.settings import EVEN, STEP
@@ -41,7 +41,7 @@ from eplb_service.replay.moves import arrivals, for_each_layer, sent, switched, 
 from eplb_service.replay.policy import Job, ReplayError
 from eplb_service.replay.result import ReplayedDecision
 from eplb_service.replay.served import knows_sources, served_loads, served_us
-from eplb_service.solver.model import Recommended
+from eplb_service.solver.model import Recommendation
 
 _SERVED_AT_ONCE = 64
 
@@ -112,7 +112,7 @@ class _Run:
         if not job.policy:
             placement = scene.left_alone(trace, job.setup.slots)
         self._serving = self._with_first_tables(placement)
-        self._coming: list[tuple[int, Serving]] = []
+        self._coming: list[tuple[int, Layout]] = []
         """Steps at which further layers begin to serve, with the new placement; empty if no plan is under way."""
         self._before = self._serving
         self._answers_alarm: tuple[int | None, int] | None = None
@@ -121,9 +121,9 @@ class _Run:
         self._promise: Promise | None = None
         self._expected_TL: Float64 = np.zeros((0, trace.layers))
         self._found, self._forecasts = self._serving, NO_FORECASTS
-        self._courses: Sequence[Recommended | None] = ()
+        self._recommendations: Sequence[Recommendation | None] = ()
         self._order: Sequence[int] = ()
-        self._replaced: tuple[Serving, int] | None = None
+        self._replaced: tuple[Layout, int] | None = None
         """What served before the last decision's change, and since which step it does no more."""
         self._ended_at: int | None = None
         """Step at which the last plan ended."""
@@ -171,7 +171,7 @@ class _Run:
                 self._replaced = self._before, step
                 self._ended_at = step
 
-    def _hold(self, serving: Serving, layers_L: npt.NDArray[np.bool_]) -> None:
+    def _hold(self, serving: Layout, layers_L: npt.NDArray[np.bool_]) -> None:
         """Record that ranks hold the experts of ``serving`` in the layers of the mask ``layers_L``, bool ``[L]``."""
         self._held_LRS = np.where(layers_L[:, None, None], serving.placement.phy2log_LRS, self._held_LRS)
 
@@ -205,7 +205,7 @@ class _Run:
         dismissed = pace.alarm is not alarmed and not pace.settling
         window = self._window(heat_TLE, pace.window_steps(heat_TLE), step)
         self._replaced = None
-        self._courses = self._courses if pace.follows(paid) else ()
+        self._recommendations = self._recommendations if pace.follows(paid) else ()
         decided = self._decided(window, step, pace.serving_steps)
         held = self._forecast(window, heat_TLE, step, pace.serving_steps)
         decided = replace(decided, forecasts=int(held is not None), forecasts_held=int(held or False))
@@ -258,8 +258,8 @@ class _Run:
         )
 
     def _arriving(
-        self, step: int, changed: Serving, moves_LR: npt.NDArray[np.int64], layers: npt.NDArray[np.int64]
-    ) -> list[tuple[int, Serving]]:
+        self, step: int, changed: Layout, moves_LR: npt.NDArray[np.int64], layers: npt.NDArray[np.int64]
+    ) -> list[tuple[int, Layout]]:
         """Return the steps at which each of ``layers`` takes effect, after a decision before ``step``.
 
         The planner's policies switch layers in the order of gain, external ones in the order of index. All switch at
@@ -276,13 +276,13 @@ class _Run:
             staging_rows(self._job.setup.slots, self._costs.expert_bytes, STAGING_BYTES),
             soon=self._ended_at is not None and step - self._ended_at < BUSY_PASSES,
         )
-        arriving: dict[int, Serving] = {}
+        arriving: dict[int, Layout] = {}
         middle_L = np.cumsum(each_L) - (each_L + 1) // 2
         # Tables of another width replace those of all layers at once.
         if changed.log2phy_RLE.shape == serving.log2phy_RLE.shape:
             for layer, at in zip(order, steps_L[middle_L].tolist(), strict=True):
                 one = [(layer, changed.placement.phy2log_LRS[layer], changed.log2phy_RLE[:, layer])]
-                serving = Serving(*apply_layers(serving.placement, serving.log2phy_RLE, one))
+                serving = Layout(*apply_layers(serving.placement, serving.log2phy_RLE, one))
                 arriving[at] = serving
         arriving[int(steps_L[-1])] = changed
         return sorted(arriving.items(), key=lambda item: item[0])
@@ -298,14 +298,14 @@ class _Run:
             serves,
             self._moving,
             job.search,
-            self._courses,
+            self._recommendations,
         )
         if self._pace is not None:
-            self._courses = made.courses
+            self._recommendations = made.recommendations
         self._order = [one.layer for one in made.layers]
         return made
 
-    def _answered(self, window: Window) -> Serving:
+    def _answered(self, window: Window) -> Layout:
         """Return the answer of an external policy, checked; slots that it wastes or leaves empty are filled."""
         assert self._external is not None
         try:
@@ -314,10 +314,10 @@ class _Run:
             )
         except PolicyError as error:
             raise ReplayError(str(error)) from error
-        return self._with_first_tables(placement) if log2phy_RLE is None else Serving(placement, log2phy_RLE)
+        return self._with_first_tables(placement) if log2phy_RLE is None else Layout(placement, log2phy_RLE)
 
-    def _with_first_tables(self, placement: Placement) -> Serving:
-        return Serving(placement, first_tables(placement, self._split, self._job.settings.deal_width))
+    def _with_first_tables(self, placement: Placement) -> Layout:
+        return Layout(placement, first_tables(placement, self._split, self._job.settings.deal_width))
 
     def _window(self, heat_TLE: Counts, steps: int, end: int) -> Window:
         """The newest steps of heat that ends before step ``end``, with its sources where the trace knows them."""
@@ -326,7 +326,7 @@ class _Run:
             return Window(newest_TLE)
         return Window(newest_TLE, self._trace.source(end - steps, end))
 
-    def _seen(self, window: Window, way: Serving) -> float:
+    def _seen(self, window: Window, way: Layout) -> float:
         loads_TLR = split_loads(
             window.heat_TLE, way.placement, way.log2phy_RLE, window.source_RLE, self._split
         )
@@ -353,13 +353,13 @@ class _Run:
         """True if each step's tokens are known by source rank and routed by tables."""
         return self._split not in (EVEN, STEP) and knows_sources(self._trace, self._topology.ranks)
 
-    def _par_of_steps(self, way: Serving, window: Window, end: int) -> Float64:
+    def _par_of_steps(self, way: Layout, window: Window, end: int) -> Float64:
         """Return the PAR per step of a window that ends before ``end``, float64 ``[T, L]``; NaN without tokens."""
         if not self._has_step_sources:
             return way.par_of_steps(window, self._split)
         return step_par(served_loads(self._trace, window.heat_TLE, end - window.steps, way, self._split))
 
-    def _gain_over(self, before: Serving, heat_TLE: Counts, steps: int, end: int) -> Gain:
+    def _gain_over(self, before: Layout, heat_TLE: Counts, steps: int, end: int) -> Gain:
         """Return the live placement's gain over ``before`` on the newest ``steps`` of heat that ends before ``end``."""
         window = self._window(heat_TLE, steps, end)
         return gain_of(
@@ -389,7 +389,7 @@ class _Run:
             return row
         fitted = plan_afresh(window, self._deployable, self._topology, self._job.settings)
         first = self._with_first_tables(self._deployable)
-        best = Serving(*apply_layers(first.placement, first.log2phy_RLE, fitted.changes()))
+        best = Layout(*apply_layers(first.placement, first.log2phy_RLE, fitted.changes()))
         loads_TLR = served_loads(self._trace, window.heat_TLE, row.step, best, self._split)
         return replace(row, hindsight_L=par(loads_TLR))
 

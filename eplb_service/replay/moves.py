@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from eplb_service.placement import Placement, with_entries
-from eplb_service.planner.plan import Serving
+from eplb_service.planner.plan import Layout
 from eplb_service.solver.topology import choose_senders
 
 
@@ -38,7 +38,7 @@ def for_each_layer(
     return [np.roll(moved_R, turn) for moved_R, count in each for turn in range(count)]
 
 
-def switched(before: Serving, after: Serving) -> npt.NDArray[np.bool_]:
+def switched(before: Layout, after: Layout) -> npt.NDArray[np.bool_]:
     """Return a mask of the layers whose placements differ, bool ``[L]``."""
     switched_L: npt.NDArray[np.bool_] = (before.placement.phy2log_LRS != after.placement.phy2log_LRS).any(
         axis=(1, 2)

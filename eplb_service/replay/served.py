@@ -12,7 +12,7 @@ from eplb_service.heat.window import Counts
 from eplb_service.io.containers import Array
 from eplb_service.io.trace import Trace
 from eplb_service.placement import Float64, dealt_to, with_entries
-from eplb_service.planner.plan import Serving
+from eplb_service.planner.plan import Layout
 from eplb_service.planner.score import split_loads, split_us
 from eplb_service.planner.settings import EVEN, STEP
 
@@ -20,7 +20,7 @@ _STEPS_READ = 8
 """Steps whose tokens by source rank are held at a time: a step of a large deployment has megabytes of them."""
 
 
-def served_loads(trace: Trace, heat_TLE: Counts, first: int, serving: Serving, split: str) -> Float64:
+def served_loads(trace: Trace, heat_TLE: Counts, first: int, serving: Layout, split: str) -> Float64:
     """Return the tokens that each rank receives in the steps from ``first`` on, float64 ``[t, L, R]``.
 
     If the trace has as many source ranks as the placement, each token goes to the slot that its source rank's table
@@ -52,7 +52,7 @@ def served_loads(trace: Trace, heat_TLE: Counts, first: int, serving: Serving, s
 
 
 def served_us(
-    trace: Trace, heat_TLE: Counts, first: int, serving: Serving, split: str, curve: CostCurve
+    trace: Trace, heat_TLE: Counts, first: int, serving: Layout, split: str, curve: CostCurve
 ) -> Float64:
     """Microseconds of each layer's slowest rank in the steps from ``first`` on, float64 ``[t, L]``.
 

@@ -27,7 +27,7 @@ _LEGEND_ROW = 20
 _AXIS = "#b0aea9"
 _GRID = "#eceae6"
 _TEXT = "#222"
-_MOST_TICKS = 7
+_MAX_TICKS = 7
 _COOL_TO_WARM = np.array(
     [
         *((5, 48, 97), (33, 102, 172), (67, 147, 195), (146, 197, 222), (209, 229, 240), (247, 247, 247)),
@@ -79,7 +79,7 @@ class Scale(NamedTuple):
         return self.first + (value - self.low) / span * (self.last - self.first)
 
 
-def ticks(low: float, high: float, most: int = _MOST_TICKS, whole: bool = False) -> list[float]:
+def ticks(low: float, high: float, most: int = _MAX_TICKS, whole: bool = False) -> list[float]:
     """Return round numbers from ``low`` to ``high``, at most about ``most``."""
     rough = max(high - low, 1e-9) / most
     magnitude = 10.0 ** math.floor(math.log10(rough))

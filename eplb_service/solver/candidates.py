@@ -11,7 +11,7 @@ import numpy as np
 
 from eplb_service.solver.annealing import anneal
 from eplb_service.solver.construction import assignment_of, even_shares, place, tree_search
-from eplb_service.solver.evaluation import SMALLEST_GAIN, max_rank_loads, mean_of_max, mean_peak
+from eplb_service.solver.evaluation import MIN_GAIN, max_rank_loads, mean_of_max, mean_peak
 from eplb_service.solver.local_search import local_search
 from eplb_service.solver.model import (
     CHOSEN,
@@ -19,12 +19,12 @@ from eplb_service.solver.model import (
     SOLVED,
     STEPWISE,
     Candidate,
-    Deployed,
     Episodes,
     Float32,
     Float64,
     Int32,
     Layer,
+    LayerLayout,
     SearchParams,
 )
 from eplb_service.solver.step_search import searched_for_steps
@@ -40,13 +40,13 @@ from eplb_service.solver.tables import (
 from eplb_service.solver.topology import keep_slots, match_ranks
 from eplb_service.solver.window import choose_forecast, forecast_heat, halves_of
 
-FEWEST_EPISODES = 4
+MIN_EPISODES = 4
 """Episodes below which there is no older half worth fitting."""
 _CHANGES = 16
 """Changes that such a search makes at most for the hold-out, or one for so many slots: enough to know whether and at
 which price moves pay; twice as many for the whole window. On drift (``make bench-decide``, ten seeds) that realises
 what searches without a bound do, in a sixth less CPU; with half as many for the hold-out 0.6 % more."""
-_TRIAL, _MOST_TRIAL = 8, 1 << 15
+_TRIAL, _MAX_TRIAL = 8, 1 << 15
 """Part of annealing's tries that say whether it lasts: one in so many, at most so many."""
 _WORK = 1 << 29
 """Most tries of annealing x ranks, as a try costs more where ranks are more: nothing that takes longer is annealed.
@@ -111,7 +111,7 @@ def _searched(replicas_E: Int32, layer: Layer, params: SearchParams) -> Int32:
     return placed_RS
 
 
-def without_vain_annealing(heat: Episodes, deployed: Deployed, params: SearchParams) -> SearchParams:
+def without_vain_annealing(heat: Episodes, deployed: LayerLayout, params: SearchParams) -> SearchParams:
     """Parameters without annealing unless a short one, fitted to either half of the episodes, cools the other half.
 
     It lowers the hottest rank of every episode that was seen; the more ranks and the fewer tokens, the more often which
@@ -121,7 +121,7 @@ def without_vain_annealing(heat: Episodes, deployed: Deployed, params: SearchPar
     tries = params.annealing_tries // (_LONE if slots == 1 else 1)
     tries = tries if tries * ranks <= _WORK else 0
     params = params._replace(annealing_tries=tries)
-    if not (tries and params.options.holdout and heat.share_N.size >= FEWEST_EPISODES):
+    if not (tries and params.options.holdout and heat.share_N.size >= MIN_EPISODES):
         return params
     forecast = choose_forecast(heat, np.array([np.inf]), params.options.trimmed_mean)
     older, newer = halves_of(heat)
@@ -129,36 +129,36 @@ def without_vain_annealing(heat: Episodes, deployed: Deployed, params: SearchPar
         fit = forecast_heat(seen, forecast, 1.0)
         replicas_KE, _ = tree_search(fit, ranks, slots, params.z, 0)
         placed_RS = _searched(replicas_KE[0], Layer(fit, deployed), params)
-        trial = min(tries // _TRIAL, _MOST_TRIAL)
+        trial = min(tries // _TRIAL, _MAX_TRIAL)
         found_RS = anneal(placed_RS, fit.scaled_EN, fit.share_N, trial, params.seed)
         before, after = (
             mean_of_max(*held_out, way_RS, even_shares(way_RS, fit.mean_E.size))
             for way_RS in (placed_RS, found_RS)
         )
-        if after > before - SMALLEST_GAIN:
+        if after > before - MIN_GAIN:
             return params._replace(annealing_tries=0)
     return params
 
 
-def as_deployed(heat: Episodes, deployed: Deployed, tables: int) -> Candidate:
+def as_deployed(heat: Episodes, deployed: LayerLayout, tables: int) -> Candidate:
     """Return the deployed placement and tables as a candidate."""
     now = Candidate(deployed.phy2log_RS, deployed.log2phy_GE, 0.0, 0)
     return now._replace(par=par_on(now, heat, deployed, tables))
 
 
-def par_on(candidate: Candidate, heat: Episodes, deployed: Deployed, tables: int) -> float:
+def par_on(candidate: Candidate, heat: Episodes, deployed: LayerLayout, tables: int) -> float:
     """Peak-to-average ratio of a candidate on other heat, split by step, evenly or through its tables."""
     return mean_peak(peaks_on(candidate, heat.scaled_EN, deployed, tables), heat.share_N)
 
 
-def peaks_on(candidate: Candidate, scaled_EN: Float32, deployed: Deployed, tables: int) -> Float32:
+def peaks_on(candidate: Candidate, scaled_EN: Float32, deployed: LayerLayout, tables: int) -> Float32:
     """Load of the hottest rank in each episode of other heat under a candidate, float32 ``[N]``."""
     if tables == STEPWISE:
         return levels_of_episodes(candidate.phy2log_RS, scaled_EN)
     return max_rank_loads(scaled_EN, candidate.phy2log_RS, shares_of(candidate, deployed, tables))
 
 
-def shares_of(candidate: Candidate, deployed: Deployed, tables: int) -> Float32:
+def shares_of(candidate: Candidate, deployed: LayerLayout, tables: int) -> Float32:
     """Part of its expert's tokens that each slot receives, float32 ``[R, S]``."""
     if tables == EVEN:
         return even_shares(candidate.phy2log_RS, deployed.share_GE.shape[1])

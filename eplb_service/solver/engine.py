@@ -28,7 +28,7 @@ import numpy as np
 import numpy.typing as npt
 
 from eplb_service.solver.candidates import (
-    FEWEST_EPISODES,
+    MIN_EPISODES,
     as_deployed,
     from_scratch,
     par_on,
@@ -36,19 +36,19 @@ from eplb_service.solver.candidates import (
     without_vain_annealing,
 )
 from eplb_service.solver.evaluation import mean_peak
-from eplb_service.solver.layer import Answer, is_sure, solve_layer
+from eplb_service.solver.layer import LayerResult, is_sure, solve_layer
 from eplb_service.solver.model import (
     FRESH,
     KEEP,
     Bool,
     Candidate,
-    Deployed,
     Episodes,
     Float32,
     Float64,
     Int32,
     Layer,
-    Recommended,
+    LayerLayout,
+    Recommendation,
     SearchParams,
     episodes_of,
     heat_of,
@@ -59,7 +59,7 @@ from eplb_service.solver.time_layer import solve_layer_for_time
 from eplb_service.solver.topology import match_ranks
 from eplb_service.solver.window import halves_of
 
-_Node = tuple[npt.NDArray[np.intp], npt.NDArray[np.intp], Deployed]
+_Node = tuple[npt.NDArray[np.intp], npt.NDArray[np.intp], LayerLayout]
 """One node as a layer of its own: the numbers of its experts and of its ranks in the whole layer, ascending, and what
 serves now in the node's numbers."""
 
@@ -95,8 +95,8 @@ def solve_many(
     expert_groups: int = 0,
     curve_4: Float64 | None = None,
     steps_LNE: Float64 | None = None,
-    course_L: Sequence[Recommended | None] = (),
-) -> list[Answer | SolverError]:
+    recommendation_L: Sequence[Recommendation | None] = (),
+) -> list[LayerResult | SolverError]:
     """Solve all layers; without a budget the answers do not depend on ``threads`` (``None``: one per CPU).
 
     Parameters
@@ -115,14 +115,14 @@ def solve_many(
     budget_ms
         Layers begin in the order given until it is spent.
     node_R, node_G
-        int32, as in ``model.Deployed``; one node where they are not given.
+        int32, as in ``model.LayerLayout``; one node where they are not given.
     expert_groups
         So many groups of neighbouring experts each stay on one node; 0 for none. The nodes have equally many ranks, and
         their number divides the groups, which divide the experts.
     curve_4, steps_LNE
         With both, the slowest rank's time by a cost curve (see ``time_costs``) is lowered on single steps, float64
         ``[L, N', E]``; groups are not kept together then.
-    course_L
+    recommendation_L
         What each layer is to follow, as for ``layer.solve_layer``; by default nothing.
 
     Returns
@@ -134,7 +134,7 @@ def solve_many(
     heat_LNE = np.ascontiguousarray(heat_LNE, dtype=np.float64)
     deployed = _deployed_by_layer(deployed_LRS, deployed_LGE, share_LGE, heat_LNE.shape[2], node_R, node_G)
 
-    def solve(layer: int) -> Answer | SolverError:
+    def solve(layer: int) -> LayerResult | SolverError:
         if time.monotonic() >= deadline:
             return OutOfTimeError(f"the budget of {budget_ms:g} ms was spent")
         # No two layers draw alike, and what one draws does not depend on which others are looked into.
@@ -149,7 +149,7 @@ def solve_many(
                 )
             if expert_groups:
                 return _solve_by_node(*asked, expert_groups)
-            return solve_layer(*asked, course_L[layer] if course_L else None)
+            return solve_layer(*asked, recommendation_L[layer] if recommendation_L else None)
         except Exception as error:  # one layer's failure must not spoil the others
             return SolverError(f"{type(error).__name__}: {error}")
 
@@ -165,10 +165,10 @@ def _deployed_by_layer(
     experts: int,
     node_R: Int32 | None,
     node_G: Int32 | None,
-) -> Callable[[int], Deployed]:
+) -> Callable[[int], LayerLayout]:
     """Deployed placement and tables of each layer, as kernels take them."""
 
-    def deployed(layer: int) -> Deployed:
+    def deployed(layer: int) -> LayerLayout:
         phy2log_RS, log2phy_GE = (
             np.array(of_L[layer], dtype=np.int32, order="C") for of_L in (deployed_LRS, deployed_LGE)
         )
@@ -177,7 +177,7 @@ def _deployed_by_layer(
             np.zeros(count, dtype=np.int32) if node_X is None else node_X
             for count, node_X in ((len(phy2log_RS), node_R), (len(log2phy_GE), node_G))
         )
-        return Deployed(phy2log_RS, log2phy_GE, share_GE, homes(phy2log_RS, experts), *nodes)
+        return LayerLayout(phy2log_RS, log2phy_GE, share_GE, homes(phy2log_RS, experts), *nodes)
 
     return deployed
 
@@ -196,13 +196,13 @@ def _several(threads: int | None, layers: int) -> Iterator[Callable[..., Iterabl
 
 def _solve_by_node(
     heat_NE: Float64,
-    deployed: Deployed,
+    deployed: LayerLayout,
     params: SearchParams,
     half_life_H: Float64,
     min_gain: float,
     unplaced: bool,
     groups: int,
-) -> Answer:
+) -> LayerResult:
     """Decide one layer whose ``groups`` of neighbouring experts each stay on one node.
 
     A layer whose groups are placed so already mostly keeps them there: weights move within nodes. The groups are
@@ -213,7 +213,7 @@ def _solve_by_node(
     slot_price = params.slot_price(deployed.phy2log_RS)
     node_E = _nodes_of_groups(deployed, groups)
     if unplaced or node_E is None:
-        return Answer(
+        return LayerResult(
             _placed_by_node(whole, deployed, params, slot_price, groups),
             now.par,
             float(half_life_H[0]),
@@ -239,11 +239,11 @@ def _solve_by_node(
         regrouped = _placed_by_node(whole, deployed, params, price, groups)
         if regrouped.par + price * regrouped.moves < limit:
             best, action = regrouped, FRESH
-    return Answer(best, now.par, half_life, action)
+    return LayerResult(best, now.par, half_life, action)
 
 
 def _placed_by_node(
-    heat: Episodes, deployed: Deployed, params: SearchParams, slot_price: float, groups: int
+    heat: Episodes, deployed: LayerLayout, params: SearchParams, slot_price: float, groups: int
 ) -> Candidate:
     """Pack the groups onto nodes again, and place each node from scratch."""
     whole = Layer(with_covariance(*heat), deployed)
@@ -259,7 +259,7 @@ def _placed_by_node(
 
 def _may_regroup(
     heat: Episodes,
-    deployed: Deployed,
+    deployed: LayerLayout,
     params: SearchParams,
     price: float,
     min_gain: float,
@@ -271,7 +271,7 @@ def _may_regroup(
     Moves within nodes cannot cool a node whose groups have become hotter than the others'. ``node_E`` int32 ``[E]`` is
     each expert's node now.
     """
-    if heat.share_N.size < FEWEST_EPISODES:
+    if heat.share_N.size < MIN_EPISODES:
         return True
     older, newer = halves_of(heat)
     packed_E = _pack_groups(older.scaled_EN @ older.share_N, deployed, groups)
@@ -287,7 +287,7 @@ def _may_regroup(
     return gain - spent > min_gain and is_sure(now_N - found_N, newer.share_N, spent, params.options.sureness)
 
 
-def _pack_groups(mean_E: Float32, deployed: Deployed, groups: int) -> Int32:
+def _pack_groups(mean_E: Float32, deployed: LayerLayout, groups: int) -> Int32:
     """Node of each expert, int32 ``[E]``: equally many groups on each node, each node as hot as the next.
 
     ``mean_E`` is each expert's heat. Which node gets which groups is free; those that hold most of them get them.
@@ -307,7 +307,7 @@ def _pack_groups(mean_E: Float32, deployed: Deployed, groups: int) -> Int32:
     return node_E
 
 
-def _nodes_of_groups(deployed: Deployed, groups: int) -> Int32 | None:
+def _nodes_of_groups(deployed: LayerLayout, groups: int) -> Int32 | None:
     """Node of each expert, int32 ``[E]``, where each group is on one node and each node has as many; else none."""
     experts = deployed.share_GE.shape[1]
     nodes = int(deployed.node_R.max()) + 1
@@ -320,7 +320,7 @@ def _nodes_of_groups(deployed: Deployed, groups: int) -> Int32 | None:
     return node_E if together and alike else None
 
 
-def _node_layers(node_E: Int32, deployed: Deployed) -> list[_Node]:
+def _node_layers(node_E: Int32, deployed: LayerLayout) -> list[_Node]:
     """Nodes as layers of their own, where expert ``e`` belongs to the node ``node_E[e]``.
 
     A slot that holds another node's expert now counts as holding one of its own that its rank lacks; a table entry
@@ -340,7 +340,7 @@ def _node_layers(node_E: Int32, deployed: Deployed) -> list[_Node]:
         local_R[rank_Y] = np.arange(rank_Y.size)
         slot_GX = deployed.log2phy_GE[:, expert_X]
         log2phy_GX = local_R[slot_GX // slots] * slots + slot_GX % slots
-        alone = Deployed(
+        alone = LayerLayout(
             phy2log_YS,
             np.ascontiguousarray(np.maximum(log2phy_GX, 0), dtype=np.int32),
             np.ascontiguousarray(deployed.share_GE[:, expert_X]),
@@ -353,11 +353,11 @@ def _node_layers(node_E: Int32, deployed: Deployed) -> list[_Node]:
 
 
 def _without_vain_changes(
-    changed: list[tuple[_Node, Answer]], layer: Layer, params: SearchParams, price: float
-) -> tuple[Candidate, list[tuple[_Node, Answer]]]:
+    changed: list[tuple[_Node, LayerResult]], layer: Layer, params: SearchParams, price: float
+) -> tuple[Candidate, list[tuple[_Node, LayerResult]]]:
     """Put the changed nodes together, less those that are cooled in vain because another node is the hottest."""
 
-    def together(chosen: list[tuple[_Node, Answer]]) -> Candidate:
+    def together(chosen: list[tuple[_Node, LayerResult]]) -> Candidate:
         return _put_together([(node, answer.found) for node, answer in chosen], layer, params)
 
     best = together(changed)

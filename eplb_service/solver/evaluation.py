@@ -25,12 +25,12 @@ import numpy as np
 from eplb_service.solver.jit import kernel, part
 from eplb_service.solver.model import Bool, Float32, Heat, Int32
 
-SMALLEST_GAIN = 1e-5
+MIN_GAIN = 1e-5
 """Peak-to-average ratio below which a change is rounding, not progress."""
 _BELOW_MEAN = 12.0
 """The base lies this many times as far below the mean risk as the peak lies above it. The farther, the more the ranks
 behind the hottest count, and the better what little is moved holds where heat drifts. It and the power 8 were chosen by
-hand in closed loops of 256 experts on 32 ranks x 9 slots; in those of ``local_search.SMALLEST_RELIEF`` 4 and 30 realise
+hand in closed loops of 256 experts on 32 ranks x 9 slots; in those of ``local_search.MIN_RELIEF`` 4 and 30 realise
 1.3 and 1.8 % more on drift than 12, with 1.7 and 1.5 times the moves."""
 
 

@@ -29,7 +29,7 @@ from eplb_service.solver.evaluation import (
 )
 from eplb_service.solver.jit import kernel, part
 from eplb_service.solver.model import Bool, Float32, Float64, Heat, Int32, set_placement
-from eplb_service.solver.swaps import SMALLEST_RELIEF, best_swap, lay_out, swap, swaps_of
+from eplb_service.solver.swaps import MIN_RELIEF, best_swap, lay_out, swap, swaps_of
 
 FRUITLESS = 5
 """Steps without a new cheapest placement after which a search that pays for moves ends. On drift (``make
@@ -89,11 +89,11 @@ def local_search(
         if frugal and step - last_gain > FRUITLESS:
             break
         hot = hottest_of(now)
-        slot, rank, other, won = best_swap(assignment, heat, now, hot, z, SMALLEST_RELIEF, swaps)
+        slot, rank, other, won = best_swap(assignment, heat, now, hot, z, MIN_RELIEF, swaps)
         gainer = -1
         if exchanges and (slot < 0 or (frugal and step % EXCHANGES == 0)):
             # A swap fills two slots, an exchange one.
-            enough = max(0.5 * won, SMALLEST_RELIEF)
+            enough = max(0.5 * won, MIN_RELIEF)
             gainer, loser_rank, loser_slot, _ = _best_exchange(assignment, heat, now, hot, z, enough)
         if gainer >= 0:
             expert, loser = assignment.phy2log_RS[hot, gainer], assignment.phy2log_RS[loser_rank, loser_slot]

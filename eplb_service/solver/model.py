@@ -84,10 +84,10 @@ class SearchOptions:
     """Try dearer moves than the true price on the older half, so that only lasting gains are bought."""
 
 
-class Recommended(NamedTuple):
+class Recommendation(NamedTuple):
     """A local search that was held against heat it was not fitted to, and is to be followed at the next decision.
 
-    ``price`` is what it asks for a move, as a multiple of the true one; ``optimism`` is as in ``layer.Answer``.
+    ``price`` is what it asks for a move, as a multiple of the true one; ``optimism`` is as in ``layer.LayerResult``.
     """
 
     price: float
@@ -123,7 +123,7 @@ class SearchParams(NamedTuple):
         return self.move_price / phy2log_RS.size * par
 
 
-class Deployed(NamedTuple):
+class LayerLayout(NamedTuple):
     """Placement and tables that serve now, and from where tokens come."""
 
     phy2log_RS: Int32
@@ -258,7 +258,7 @@ class Layer(NamedTuple):
     """One MoE layer to solve: its heat, and what serves it now."""
 
     heat: Heat
-    deployed: Deployed
+    deployed: LayerLayout
 
 
 class Candidate(NamedTuple):

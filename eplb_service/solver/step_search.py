@@ -267,7 +267,7 @@ def _carry_over(before: Replicas, flow_P: Float64, load_R: Float64, change: _Cha
     load_R[change.other] -= moved
 
 
-_MOST_SCENARIOS = 32
+_MAX_SCENARIOS = 32
 """Steps looked at: 64 instead won 0.3 % on the next window of 256 experts and took twice as long."""
 _STRESS = 1.5
 """What a scenario's departure from the mean is multiplied by. A placement that is perfect on the steps seen has no room
@@ -277,7 +277,7 @@ for others; with 1 the next window of recorded routing was up to 1 % worse."""
 def _scenarios_of(heat: Heat) -> tuple[Float32, Float32]:
     """At most 32 steps, evenly chosen, each farther from the mean than it was."""
     busy_N = np.flatnonzero(heat.share_N > 0)
-    count = min(len(busy_N), _MOST_SCENARIOS)
+    count = min(len(busy_N), _MAX_SCENARIOS)
     chosen_N = busy_N[np.arange(count) * len(busy_N) // max(count, 1)]
     seen_EN = heat.scaled_EN[:, chosen_N]
     mean_E1 = heat.mean_E[:, None]

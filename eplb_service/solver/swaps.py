@@ -14,7 +14,7 @@ from eplb_service.solver.evaluation import SmoothMax, smooth_term
 from eplb_service.solver.jit import kernel, part
 from eplb_service.solver.model import Bool, Float32, Heat
 
-SMALLEST_RELIEF = 1e-3
+MIN_RELIEF = 1e-3
 """Pressure below which a step is rounding, not progress; the hottest rank's is 1.
 
 In closed loops of 3 layers x 256 experts on 32 ranks x 9 slots (the four kinds of heat of ``make bench-solver``, seeds

@@ -24,7 +24,7 @@ from eplb_service.solver.construction import (
     shift_load,
 )
 from eplb_service.solver.evaluation import (
-    SMALLEST_GAIN,
+    MIN_GAIN,
     expert_heat,
     hottest_of,
     mean_of_max,
@@ -33,7 +33,7 @@ from eplb_service.solver.evaluation import (
 )
 from eplb_service.solver.jit import kernel, part
 from eplb_service.solver.model import Episodes, Float32, Heat, Int32
-from eplb_service.solver.swaps import SMALLEST_RELIEF, best_swap, swap, swaps_of
+from eplb_service.solver.swaps import MIN_RELIEF, best_swap, swap, swaps_of
 
 
 @kernel
@@ -196,7 +196,7 @@ def cool(
         for r in range(1, ranks):
             if risk_R[r] > risk_R[hot]:
                 hot = r
-        lowest = risk_R[hot] - SMALLEST_GAIN
+        lowest = risk_R[hot] - MIN_GAIN
         found_slot, found_g, found_place = -1, -1, -1
         for slot in range(slots):
             e = assignment.phy2log_RS[hot, slot]
@@ -280,7 +280,7 @@ def swap_through_tables(
     now = smooth_max_of(assignment.load_R, assignment.variance_R, z)
     for _ in range(steps):
         hot = hottest_of(now)
-        slot, rank, other, _ = best_swap(assignment, heat, now, hot, z, SMALLEST_RELIEF, swaps)
+        slot, rank, other, _ = best_swap(assignment, heat, now, hot, z, MIN_RELIEF, swaps)
         if slot < 0:
             break
         one, two = assignment.phy2log_RS[hot, slot], assignment.phy2log_RS[rank, other]

@@ -27,7 +27,7 @@ _SHORTER = 0.95
 """Part of a slot's time that it must come below for a further replica to be worth trying."""
 _STAGES = (0.0, 0.125, 0.25, 0.5, 0.75, 1.0)
 """Parts of the replicas handed out in all, after which placements are tried."""
-_SMALLEST_GAIN = 1e-4
+_MIN_GAIN = 1e-4
 """Part of the time below which a move is rounding, not progress."""
 _PATIENCE = 4
 """Slowest ranks that are looked at before tables are left as they are."""
@@ -238,7 +238,7 @@ def cool_tables(
         own, other, g, found = _best_move(
             phy2log_RS, chosen_GE, tokens_EN, weight_N, share_GE, share_P, tops, curve_4, hot, changed_RN
         )
-        if own < 0 or found >= now * (1 - _SMALLEST_GAIN):
+        if own < 0 or found >= now * (1 - _MIN_GAIN):
             stuck_R[hot] = True
             stuck += 1
             if stuck >= min(_PATIENCE, ranks):

@@ -22,13 +22,13 @@ from typing import NamedTuple
 import numpy as np
 
 from eplb_service.solver.candidates import (
-    FEWEST_EPISODES,
+    MIN_EPISODES,
     from_scratch,
     shares_of,
     without_vain_annealing,
 )
 from eplb_service.solver.construction import Assignment, assignment_of, place
-from eplb_service.solver.layer import Answer, is_sure, move_prices
+from eplb_service.solver.layer import LayerResult, is_sure, move_prices
 from eplb_service.solver.local_search import local_search
 from eplb_service.solver.model import (
     FRESH,
@@ -38,13 +38,13 @@ from eplb_service.solver.model import (
     TABLES,
     Bool,
     Candidate,
-    Deployed,
     Episodes,
     Float32,
     Float64,
     Heat,
     Int32,
     Layer,
+    LayerLayout,
     SearchParams,
     episodes_of,
     with_covariance,
@@ -89,7 +89,7 @@ class _TimedLayer(NamedTuple):
     """Microseconds of perfectly even ranks without replicas."""
 
     @property
-    def deployed(self) -> Deployed:
+    def deployed(self) -> LayerLayout:
         """Deployed placement and tables."""
         return self.layer.deployed
 
@@ -112,13 +112,13 @@ class _TimedLayer(NamedTuple):
 def solve_layer_for_time(
     episodes_NE: Float64,
     steps_NE: Float64,
-    deployed: Deployed,
+    deployed: LayerLayout,
     params: SearchParams,
     curve_4: Float64,
     min_gain: float,
     unplaced: bool,
     half_life_H: Float64 = _NO_FADING,
-) -> Answer:
+) -> LayerResult:
     """Decide one layer.
 
     Parameters
@@ -143,7 +143,7 @@ def solve_layer_for_time(
     now = seen.judged(Candidate(deployed.phy2log_RS, deployed.log2phy_GE, 0.0, 0), params.tables)
     tables = _tabled(deployed.phy2log_RS, seen, params)
     halves = []
-    if episodes_NE.shape[0] >= FEWEST_EPISODES:
+    if episodes_NE.shape[0] >= MIN_EPISODES:
         cut, step_cut = episodes_NE.shape[0] // 2, steps_NE.shape[0] // 2
         halves = [
             _timed(episodes, steps, deployed, curve_4, forecast)
@@ -156,8 +156,8 @@ def solve_layer_for_time(
     slot_price = params.slot_price(deployed.phy2log_RS)
     fresh = min((now, tables, _placed(seen, params, slot_price, for_time)), key=attrgetter("par"))
 
-    def answer(found: Candidate, taken: int) -> Answer:
-        return Answer(found, now.par, float("inf"), taken, trimmed=forecast.trimmed)
+    def answer(found: Candidate, taken: int) -> LayerResult:
+        return LayerResult(found, now.par, float("inf"), taken, trimmed=forecast.trimmed)
 
     if unplaced:
         return answer(fresh, KEEP if fresh is now else TABLES if fresh is tables else FRESH)
@@ -169,17 +169,17 @@ def solve_layer_for_time(
         older, newer = halves
         judged = [
             (newer.judged(one, params.tables), kind)
-            for one, kind in _courses(older, now, params, slot_price, FRESH, for_time)
+            for one, kind in _recommendations(older, now, params, slot_price, FRESH, for_time)
             if _surely_pays(one, now, newer, params, slot_price)
         ]
         limit = newer.judged(now, params.tables).par - min_gain
         _, most = _cheapest(judged, now, slot_price, limit)
-    courses = _courses(seen, now, params, slot_price, most, for_time)
-    return answer(*_cheapest(courses, now, slot_price, now.par - min_gain))
+    recommendations = _recommendations(seen, now, params, slot_price, most, for_time)
+    return answer(*_cheapest(recommendations, now, slot_price, now.par - min_gain))
 
 
 def _timed(
-    episodes_NE: Float64, steps_NE: Float64, deployed: Deployed, curve_4: Float64, forecast: Forecast
+    episodes_NE: Float64, steps_NE: Float64, deployed: LayerLayout, curve_4: Float64, forecast: Forecast
 ) -> _TimedLayer:
     ranks = deployed.phy2log_RS.shape[0]
     layer = Layer(forecast_heat(episodes_of(episodes_NE, ranks), forecast, 0.0), deployed)
@@ -193,7 +193,7 @@ def _timed(
 
 def _between_bursts(heat: Episodes, params: SearchParams, half_life_H: Float64) -> Forecast:
     """Forecast for which tokens are balanced: all heat that is known, but for bursts."""
-    if heat.share_N.size >= FEWEST_EPISODES:
+    if heat.share_N.size >= MIN_EPISODES:
         chosen = choose_forecast(heat, half_life_H, params.options.trimmed_mean)
         if chosen.trimmed:
             return chosen
@@ -226,10 +226,10 @@ def _placed(seen: _TimedLayer, params: SearchParams, slot_price: float, for_time
     return min(balanced, _placed_for_time(seen, params), key=attrgetter("par"))
 
 
-def _courses(
+def _recommendations(
     seen: _TimedLayer, now: Candidate, params: SearchParams, slot_price: float, most: int, for_time: bool
 ) -> list[tuple[Candidate, int]]:
-    """Candidates, each with its course, of ``TABLES``, ``LOCAL`` and ``FRESH`` up to ``most``."""
+    """Candidates, each with its recommendation, of ``TABLES``, ``LOCAL`` and ``FRESH`` up to ``most``."""
     if most == KEEP:
         return []
     tables = _tabled(now.phy2log_RS, seen, params)
@@ -256,7 +256,7 @@ def _surely_pays(
 def _cheapest(
     found: Sequence[tuple[Candidate, int]], now: Candidate, slot_price: float, limit: float
 ) -> tuple[Candidate, int]:
-    """Choose the lowest ratio and price of moves below ``limit``, cheaper courses first; otherwise ``now``."""
+    """Choose the lowest ratio and price of moves below ``limit``, cheaper recommendations first; otherwise ``now``."""
     best, taken = now, KEEP
     for one, kind in found:
         cost = one.par + slot_price * one.moves

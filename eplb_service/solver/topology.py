@@ -10,7 +10,7 @@ import numpy as np
 
 from eplb_service.solver.construction import descending
 from eplb_service.solver.evaluation import (
-    SMALLEST_GAIN,
+    MIN_GAIN,
     TopRanks,
     loads_in_episodes,
     mean_peak,
@@ -24,10 +24,10 @@ from eplb_service.solver.model import (
     EVEN,
     STEPWISE,
     Candidate,
-    Deployed,
     Episodes,
     Float32,
     Int32,
+    LayerLayout,
     SearchParams,
     set_row,
 )
@@ -169,7 +169,7 @@ def _localise_tables(
     share_EG: Float32,
     top: TopRanks,
     heat: Episodes,
-    deployed: Deployed,
+    deployed: LayerLayout,
     part_X2: Int32,
     limit: float,
 ) -> None:
@@ -243,7 +243,7 @@ def _relist(first_P: Int32, next_G: Int32, source: int, own: int, to: int) -> No
         next_G[before] = source
 
 
-def _parts_with_homes(phy2log_RS: Int32, heat: Episodes, deployed: Deployed) -> Int32:
+def _parts_with_homes(phy2log_RS: Int32, heat: Episodes, deployed: LayerLayout) -> Int32:
     """Parts with tokens whose source's node holds the expert: expert and source, int32 ``[X, 2]``.
 
     Hottest expert first, of each the largest part first. Of many nodes each holds few experts.
@@ -253,7 +253,7 @@ def _parts_with_homes(phy2log_RS: Int32, heat: Episodes, deployed: Deployed) -> 
     holds_KE = np.zeros((deployed.node_R.max() + 2, share_GE.shape[1]), dtype=np.bool_)
     holds_KE[deployed.node_R[:, None], phy2log_RS] = True
     order_E, home_GE = descending(mean_E), holds_KE[deployed.node_G]
-    home_GE &= share_GE * mean_E > SMALLEST_GAIN
+    home_GE &= share_GE * mean_E > MIN_GAIN
     place_X, source_X = home_GE.T[order_E].nonzero()
     expert_X = order_E[place_X]
     first_X = np.lexsort((-share_GE[source_X, expert_X], place_X))
@@ -265,7 +265,7 @@ def _best_way_home(
     near_G: Int32,
     share_G: Float32,
     heat: Episodes,
-    deployed: Deployed,
+    deployed: LayerLayout,
     replica_K: Int32,
     top: TopRanks,
     changed_RN: Float32,
@@ -324,7 +324,7 @@ def _shift(top: TopRanks, heat_N: Float32, more: float, here: int, there: int, c
         changed_RN[there, n] = top.load_RN[there, n] + more * heat_N[n]
 
 
-def localised(candidate: Candidate, heat: Episodes, deployed: Deployed, params: SearchParams) -> Candidate:
+def localised(candidate: Candidate, heat: Episodes, deployed: LayerLayout, params: SearchParams) -> Candidate:
     """The candidate with tables that keep more tokens on their nodes, no hotter on this heat.
 
     As it is where there is one node, or where tables are not the solver's to choose.
@@ -343,7 +343,7 @@ def localised(candidate: Candidate, heat: Episodes, deployed: Deployed, params: 
     return candidate._replace(log2phy_GE=near_GE, par=after)
 
 
-def crossing_share(candidate: Candidate, heat: Episodes, deployed: Deployed, tables: int) -> float:
+def crossing_share(candidate: Candidate, heat: Episodes, deployed: LayerLayout, tables: int) -> float:
     """Part of the tokens that leave their source's node; 0 on one node, or where the host asks no table.
 
     Sources whose ranks are on several nodes count as at home everywhere: each of their nodes has the tokens.
@@ -355,7 +355,7 @@ def crossing_share(candidate: Candidate, heat: Episodes, deployed: Deployed, tab
 
 
 @kernel
-def _leaving_share(log2phy_GE: Int32, node_P: Int32, mean_E: Float32, deployed: Deployed) -> float:
+def _leaving_share(log2phy_GE: Int32, node_P: Int32, mean_E: Float32, deployed: LayerLayout) -> float:
     """Part of the tokens that leave their source's node; ``node_P`` int32 ``[R*S]``, node of each slot."""
     leaving = total = 0.0
     for g in range(log2phy_GE.shape[0]):

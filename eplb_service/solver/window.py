@@ -214,7 +214,7 @@ bursts of ``make bench-decide``, at most 0.62 on its other heat, but for recorde
 CLEARLY_BETTER = 0.9
 """Part of the squared error without fading that another forecast must stay below to be chosen; chosen by hand so that
 static and alternating heat fades in no layer of 256 experts."""
-FEWEST_TO_TRIM = 16
+MIN_STEPS_TO_TRIM = 16
 """Episodes of a half below which no mean is trimmed: so few may all lie within one burst."""
 
 
@@ -308,7 +308,7 @@ def choose_forecast(heat: Episodes, half_life_H: Float64, trim: bool = True) -> 
     error_H = ((older_EN @ weight_NH - newer_E[:, None]) ** 2).sum(axis=0)
     best = int(error_H.argmin())
     bound = CLEARLY_BETTER * error_H[0]
-    if trim and half >= FEWEST_TO_TRIM and _skewness(heat.scaled_EN, heat.share_N) >= _SKEWED:
+    if trim and half >= MIN_STEPS_TO_TRIM and _skewness(heat.scaled_EN, heat.share_N) >= _SKEWED:
         error = ((_trimmed_mean(older_EN, older_N) - newer_E) ** 2).sum()
         if error < min(bound, error_H[best]):
             return Forecast(float("inf"), 0.0, trimmed=True)
@@ -343,14 +343,14 @@ def _trimmed(seen: Episodes) -> Episodes:
     return episodes_of(np.ascontiguousarray(scaled_NE, dtype=np.float64), round(float(mean_E.sum())))
 
 
-MOST_LAGS = 16
+MAX_LAGS = 16
 """Steps or episodes over which neighbours are taken to resemble each other at most."""
 
 
 def inflation(values_NK: Float64) -> Float64:
     """Variance of a mean over that of the mean of independent values with the same spread, float64 ``[K]``.
 
-    The lag window is Bartlett's, over a quarter of the values and at most ``MOST_LAGS`` of them. Never below 1: what
+    The lag window is Bartlett's, over a quarter of the values and at most ``MAX_LAGS`` of them. Never below 1: what
     seems to alternate is not trusted. 1 where fewer than two values are given or all are alike.
 
     References
@@ -362,7 +362,7 @@ def inflation(values_NK: Float64) -> Float64:
     centred_NK = values_NK - values_NK.mean(axis=0) if count else values_NK
     spread_K = (centred_NK**2).sum(axis=0)
     total_K = spread_K.copy()
-    lags = min(MOST_LAGS, count // 4)
+    lags = min(MAX_LAGS, count // 4)
     for lag in range(1, lags + 1):
         weight = 2.0 * (1.0 - lag / (lags + 1))
         total_K += weight * (centred_NK[lag:] * centred_NK[: count - lag]).sum(axis=0)
@@ -378,7 +378,7 @@ def inflation_error(count: int) -> float:
     ----------
     T. Anderson, *The Statistical Analysis of Time Series*, 1971, section 9.4.
     """
-    lags = min(MOST_LAGS, count // 4)
+    lags = min(MAX_LAGS, count // 4)
     return float(np.sqrt(4.0 * lags / (3.0 * count))) if count else 0.0
 
 

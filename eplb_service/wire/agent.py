@@ -8,16 +8,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
-from eplb_service.placement import MOST_ENTRIES, Int32, PlacementError, check_shape
+from eplb_service.placement import MAX_ENTRIES, Int32, PlacementError, check_shape
 from eplb_service.wire import fields
 from eplb_service.wire.codec import PROTOCOL_VERSION, decode, packed
 from eplb_service.wire.fields import ProtocolVersionError, WireError, check_count
 from eplb_service.wire.generated import agent_pb2
 
-FEWEST_HEARTBEAT_SECONDS, MOST_HEARTBEAT_SECONDS = 0.05, 60.0
-MOST_BLOCKS = 8
+MIN_HEARTBEAT_SECONDS, MAX_HEARTBEAT_SECONDS = 0.05, 60.0
+MAX_BLOCKS = 8
 """Bound on ``one_in``: blocks further apart would hardly be of one window."""
-MOST_REPORT_STEPS = 1 << 16
+MAX_REPORT_STEPS = 1 << 16
 """Steps that a service may ask for in one report."""
 
 
@@ -30,7 +30,7 @@ def _interval(seconds: float, field: str, _sizes: fields.Sizes) -> float:
     """Bring an interval within bounds in which an agent neither spins nor falls silent."""
     if math.isnan(seconds):
         raise WireError(f"{field} is not a number")
-    return min(max(seconds, FEWEST_HEARTBEAT_SECONDS), MOST_HEARTBEAT_SECONDS)
+    return min(max(seconds, MIN_HEARTBEAT_SECONDS), MAX_HEARTBEAT_SECONDS)
 
 
 @dataclass(frozen=True)
@@ -44,12 +44,12 @@ class Shape:
 
     MESSAGE: ClassVar[type[Any]] = agent_pb2.ModelShape
 
-    ranks: Annotated[int, fields.below(fields.MOST_RANKS + 1, least=1)]
-    layers: Annotated[int, fields.below(fields.MOST_LAYERS + 1, least=1)]
-    experts: Annotated[int, fields.below(fields.MOST_EXPERTS + 1, least=1)]
-    slots: Annotated[int, fields.below(fields.MOST_SLOTS + 1, least=1)]
+    ranks: Annotated[int, fields.below(fields.MAX_RANKS + 1, least=1)]
+    layers: Annotated[int, fields.below(fields.MAX_LAYERS + 1, least=1)]
+    experts: Annotated[int, fields.below(fields.MAX_EXPERTS + 1, least=1)]
+    slots: Annotated[int, fields.below(fields.MAX_SLOTS + 1, least=1)]
     bytes_per_expert: fields.Bytes
-    width: Annotated[int, "dealing_width", _at_least_one, fields.below(MOST_ENTRIES + 1, least=1)] = 1
+    width: Annotated[int, "dealing_width", _at_least_one, fields.below(MAX_ENTRIES + 1, least=1)] = 1
     rank_bound: bool = False
     entry_by_row: bool = False
 
@@ -63,11 +63,11 @@ class Shape:
         """Raise ``WireError`` where no placement of these sizes can exist, or tables would be too large."""
         layers, experts, ranks = self.layers, self.experts, self.ranks
         entries = ranks * layers * experts * self.width
-        if entries > fields.MOST_TABLE_ENTRIES or layers * max(experts, ranks) > fields.MOST_LAYER_ENTRIES:
+        if entries > fields.MAX_TABLE_ENTRIES or layers * max(experts, ranks) > fields.MAX_LAYER_ENTRIES:
             raise WireError(
                 f"{field}: {layers} layers x {experts} experts on {ranks} ranks, tables of {self.width}, are past what "
-                f"is taken: {fields.MOST_TABLE_ENTRIES} for ranks x layers x experts x entries, "
-                f"{fields.MOST_LAYER_ENTRIES} for layers x experts and layers x ranks"
+                f"is taken: {fields.MAX_TABLE_ENTRIES} for ranks x layers x experts x entries, "
+                f"{fields.MAX_LAYER_ENTRIES} for layers x experts and layers x ranks"
             )
         try:
             check_shape(experts, ranks, self.slots)
@@ -88,9 +88,9 @@ class Hello:
     protocol_version: ClassVar[int] = PROTOCOL_VERSION
 
     deployment: fields.Deployment
-    rank: Annotated[int, fields.below(fields.MOST_RANKS)]
+    rank: Annotated[int, fields.below(fields.MAX_RANKS)]
     node: fields.Name
-    token_group: Annotated[int, fields.below(fields.MOST_RANKS)]
+    token_group: Annotated[int, fields.below(fields.MAX_RANKS)]
     group_id: fields.Name
     shape: Shape
     epoch: Annotated[fields.Version, "placement.epoch"]
@@ -147,8 +147,8 @@ class Reporting:
     MESSAGE: ClassVar[type[Any]] = agent_pb2.Reporting
 
     source_sums: bool = False
-    one_in: Annotated[int, _at_least_one, fields.below(MOST_BLOCKS + 1, least=1)] = 1
-    report_steps: Annotated[int, fields.below(MOST_REPORT_STEPS + 1)] = 0
+    one_in: Annotated[int, _at_least_one, fields.below(MAX_BLOCKS + 1, least=1)] = 1
+    report_steps: Annotated[int, fields.below(MAX_REPORT_STEPS + 1)] = 0
 
     def wants(self, block: int) -> bool:
         """Return whether the block of this number is reported."""
@@ -168,7 +168,7 @@ class Welcome:
 
     service_version: fields.Name
     leader_term: fields.Version
-    report_steps: Annotated[int, fields.below(MOST_REPORT_STEPS + 1, least=1)]
+    report_steps: Annotated[int, fields.below(MAX_REPORT_STEPS + 1, least=1)]
     heartbeat_seconds: Annotated[float, _interval]
     reporting: Reporting = EVERYTHING
 
@@ -243,7 +243,7 @@ class Heartbeat:
 def decode_hello(message: agent_pb2.Hello) -> Hello:
     """Return the Hello; raises ``ProtocolVersionError`` where the agent speaks another version, or ``WireError``."""
     _check_protocol(message.protocol_version, "the agent")
-    ranks = check_count(message.ep_size, "hello.ep_size", fields.MOST_RANKS + 1, least=1)
+    ranks = check_count(message.ep_size, "hello.ep_size", fields.MAX_RANKS + 1, least=1)
     return decode(Hello, message, {"ranks": ranks})
 
 

@@ -20,7 +20,7 @@ import numpy.typing as npt
 from google.protobuf.message import DecodeError, Message
 
 from eplb_service.placement import Int32, Placement, PlacementError
-from eplb_service.wire.fields import MOST_BYTES, Check, Sizes, WireError, check_count
+from eplb_service.wire.fields import MAX_BYTES, Check, Sizes, WireError, check_count
 from eplb_service.wire.generated import agent_pb2, tensor_pb2
 
 PROTOCOL_VERSION = 4
@@ -31,7 +31,7 @@ MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 
 PART_BYTES = 128 << 10
 """Data of one part of a request, at most."""
-LARGEST_PART = PART_BYTES + 64
+MAX_PART = PART_BYTES + 64
 """Bytes of a request that carries one part."""
 
 Integers: TypeAlias = npt.NDArray[np.integer[Any]]
@@ -312,7 +312,7 @@ class Parts:
 
     def __init__(self, first: agent_pb2.Part) -> None:
         self._data = bytearray()
-        self.size = len(first.data) + check_count(first.bytes_left, "part.bytes_left", MOST_BYTES)
+        self.size = len(first.data) + check_count(first.bytes_left, "part.bytes_left", MAX_BYTES)
         self.add(first)
 
     @property

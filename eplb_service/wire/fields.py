@@ -11,29 +11,29 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, TypeAlias
 
-MOST_LAYERS = 512
-MOST_EXPERTS = 4096
-MOST_RANKS = 4096
-MOST_SLOTS = 512
-MOST_TABLE_ENTRIES = 1 << 25
+MAX_LAYERS = 512
+MAX_EXPERTS = 4096
+MAX_RANKS = 4096
+MAX_SLOTS = 512
+MAX_TABLE_ENTRIES = 1 << 25
 """Bound on ranks x layers x experts x table entries: 320 ranks of DeepSeek-V3 have 4.8 million for one entry."""
-MOST_LAYER_ENTRIES = 1 << 18
+MAX_LAYER_ENTRIES = 1 << 18
 """Bound on layers x experts and on layers x ranks, both kept for every step of a window."""
-LAST_STEP = 1 << 48
+MAX_STEP = 1 << 48
 """Step numbers and step counts wrap to 0 at this limit, after 8,900 years at 1,000 steps per second."""
-LAST_VERSION = 1 << 62
+MAX_VERSION = 1 << 62
 """Bound on epochs, plan ids and leader terms."""
-LAST_DIGEST = 1 << 63
+MAX_DIGEST = 1 << 63
 """Bound on digests: ranks compare them as signed 64-bit integers."""
-MOST_BYTES = 1 << 50
+MAX_BYTES = 1 << 50
 """Bound on counts of bytes: a petabyte."""
-LAST_MICROS = 1 << 48
+MAX_MICROS = 1 << 48
 """Sums of microseconds wrap to 0 at this limit, after nine years."""
-LONGEST_SECONDS = 1e7
+MAX_SECONDS = 1e7
 """Bound on durations: four months."""
-LONGEST_TEXT = 256
+MAX_TEXT = 256
 """Characters in one text."""
-LONGEST_LINE = 4096
+MAX_LINE = 4096
 """Characters in one line that a service writes for operators."""
 
 Sizes: TypeAlias = Mapping[str, int]
@@ -63,7 +63,7 @@ def check_deployment(name: str, field: str, _sizes: Sizes | None = None) -> str:
     """Return ``name`` if a deployment can be called so."""
     if not _DEPLOYMENT.fullmatch(name):
         raise WireError(
-            f"{field} is {name[:LONGEST_TEXT]!r}; a name has 1 to 63 letters, digits, '.', '_' or '-' and starts with "
+            f"{field} is {name[:MAX_TEXT]!r}; a name has 1 to 63 letters, digits, '.', '_' or '-' and starts with "
             "a letter or digit"
         )
     return name
@@ -71,14 +71,14 @@ def check_deployment(name: str, field: str, _sizes: Sizes | None = None) -> str:
 
 def check_name(name: str, field: str, _sizes: Sizes | None = None) -> str:
     """Return ``name`` if it is printable and not too long; may be empty."""
-    if len(name) > LONGEST_TEXT:
-        raise WireError(f"{field} has {len(name)} characters; at most {LONGEST_TEXT} are taken")
+    if len(name) > MAX_TEXT:
+        raise WireError(f"{field} has {len(name)} characters; at most {MAX_TEXT} are taken")
     if not name.isprintable():
         raise WireError(f"{field} is {name!r}; control characters are not taken")
     return name
 
 
-def printable(text: str, longest: int = LONGEST_TEXT) -> str:
+def printable(text: str, longest: int = MAX_TEXT) -> str:
     """Cut free text to ``longest`` characters, with a space for whatever a terminal could act on."""
     return "".join(character if character.isprintable() else " " for character in text[:longest])
 
@@ -91,8 +91,8 @@ def below(limit: int | str, least: int = 0) -> Check:
 
 
 def _seconds(value: float, field: str, _sizes: Sizes) -> float:
-    if not 0 <= value <= LONGEST_SECONDS:
-        raise WireError(f"{field} is {value}; it must be a finite number, 0 to {LONGEST_SECONDS:g}")
+    if not 0 <= value <= MAX_SECONDS:
+        raise WireError(f"{field} is {value}; it must be a finite number, 0 to {MAX_SECONDS:g}")
     return value
 
 
@@ -141,13 +141,13 @@ class _Wrapping:
         return int(value) % self._limit
 
 
-Step = Annotated[int, _Wrapping(LAST_STEP)]
-Version = Annotated[int, below(LAST_VERSION)]
-Digest = Annotated[int, below(LAST_DIGEST)]
-Bytes = Annotated[int, below(MOST_BYTES)]
-Micros = Annotated[int, _Wrapping(LAST_MICROS)]
-Layer = Annotated[int, below(MOST_LAYERS)]
-LayerEpochs = Annotated[tuple[int, ...], each("layers", LAST_VERSION)]
+Step = Annotated[int, _Wrapping(MAX_STEP)]
+Version = Annotated[int, below(MAX_VERSION)]
+Digest = Annotated[int, below(MAX_DIGEST)]
+Bytes = Annotated[int, below(MAX_BYTES)]
+Micros = Annotated[int, _Wrapping(MAX_MICROS)]
+Layer = Annotated[int, below(MAX_LAYERS)]
+LayerEpochs = Annotated[tuple[int, ...], each("layers", MAX_VERSION)]
 Seconds = Annotated[float, _seconds]
 Deployment = Annotated[str, check_deployment]
 Name = Annotated[str, check_name]

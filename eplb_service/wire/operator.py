@@ -16,9 +16,9 @@ from eplb_service.wire.codec import decode, encode, pack, packed, placed, repeat
 from eplb_service.wire.fields import WireError, check_count
 from eplb_service.wire.generated import operator_pb2, tensor_pb2
 
-MOST_PENDING_STEPS = 1 << 20
+MAX_PENDING_STEPS = 1 << 20
 """Steps that one rank may be ahead of another."""
-MOST_WATCHED_ENTRIES = 1 << 23
+MAX_WATCHED_ENTRIES = 1 << 23
 """Entries of all ranks' tables that watchers are sent; beyond, a message would be too large."""
 MOVE_PRICES = ("measured", "partly measured", "stated", "assumed")
 """Sources of the price of moves, best first."""
@@ -33,7 +33,7 @@ VERDICTS = (HELPS, COSTS, NO_GAIN, NOT_MEASURABLE, NOT_MEASURED) = (
 )
 """Verdicts on the gain in time. The first two are measured across switches. ``not measurable``: step time does not
 follow balance as far as switches show."""
-_LEAST_SHOWN, _MOST_SHOWN = -1e9, float(1 << 36)
+_MIN_SHOWN, _MAX_SHOWN = -1e9, float(1 << 36)
 """Bounds on numbers that are shown, such as milliseconds, tokens per second, or seconds since 1970."""
 
 
@@ -206,16 +206,16 @@ class ServedModel:
 
     ``nodes_R`` is the node of each rank; ``pending_steps`` bounds how far the fastest rank may be ahead, and the steps
     of one report. ``log2phy_RLE`` are the tables of all source ranks, ``[R, L, E]`` or ``[R, L, E, D]``; ``None`` where
-    they are too large (``MOST_WATCHED_ENTRIES``), or not sent.
+    they are too large (``MAX_WATCHED_ENTRIES``), or not sent.
     """
 
     MESSAGE: ClassVar[type[Any]] = operator_pb2.ServedModel
 
     shape: Shape
-    nodes_R: Annotated[tuple[int, ...], fields.each("ranks", fields.MOST_RANKS)]
+    nodes_R: Annotated[tuple[int, ...], fields.each("ranks", fields.MAX_RANKS)]
     placement: Annotated[Placement, "physical_to_logical", placed]
     layer_epochs: fields.LayerEpochs
-    pending_steps: Annotated[int, fields.below(MOST_PENDING_STEPS + 1, least=1)]
+    pending_steps: Annotated[int, fields.below(MAX_PENDING_STEPS + 1, least=1)]
     log2phy_RLE: Annotated[Int32 | None, packed("ranks", "layers", "experts", "entries")] = None
 
     @property
@@ -247,7 +247,7 @@ class SwitchedLayer:
 def encode_served(served: ServedModel) -> operator_pb2.ServedModel:
     """Return the message, without tables that are too large for it."""
     tables_RLE = served.log2phy_RLE
-    is_large = tables_RLE is not None and tables_RLE.size > MOST_WATCHED_ENTRIES
+    is_large = tables_RLE is not None and tables_RLE.size > MAX_WATCHED_ENTRIES
     message: operator_pb2.ServedModel = encode(replace(served, log2phy_RLE=None) if is_large else served)
     return message
 
@@ -284,9 +284,9 @@ def encode_placement(
 
 def decode_placement(message: operator_pb2.GetPlacementResponse) -> tuple[Placement, Int32]:
     """Return placement and tables; raises as ``decode_served`` does."""
-    experts = check_count(message.experts, "placement.experts", fields.MOST_EXPERTS + 1, least=1)
-    check_count(message.epoch, "placement.epoch", fields.LAST_VERSION)
-    check_count(message.digest, "placement.digest", fields.LAST_DIGEST)
+    experts = check_count(message.experts, "placement.experts", fields.MAX_EXPERTS + 1, least=1)
+    check_count(message.epoch, "placement.epoch", fields.MAX_VERSION)
+    check_count(message.digest, "placement.digest", fields.MAX_DIGEST)
     placement = placed(message.physical_to_logical, "placement.physical_to_logical", {"experts": experts})
     size = (placement.ranks, placement.layers, experts)
     entries = () if len(message.log2phy.shape) == len(size) else (None,)
@@ -317,7 +317,7 @@ def checked_answer(message: Any) -> Any:
         if name == "deployment":
             fields.check_deployment(value, name)
         if descriptor.type == descriptor.TYPE_STRING:
-            cleaned = [fields.printable(text, fields.LONGEST_LINE) for text in parts]
+            cleaned = [fields.printable(text, fields.MAX_LINE) for text in parts]
             if repeats(descriptor):
                 value[:] = cleaned
             else:
@@ -325,8 +325,8 @@ def checked_answer(message: Any) -> Any:
         for part in parts:
             if isinstance(part, Message):
                 checked_answer(part)
-            elif isinstance(part, float) and not (math.isnan(part) or _LEAST_SHOWN <= part <= _MOST_SHOWN):
-                raise WireError(f"{name} is {part}; it must be {_LEAST_SHOWN:g} to {_MOST_SHOWN:g}")
+            elif isinstance(part, float) and not (math.isnan(part) or _MIN_SHOWN <= part <= _MAX_SHOWN):
+                raise WireError(f"{name} is {part}; it must be {_MIN_SHOWN:g} to {_MAX_SHOWN:g}")
     return message
 
 

@@ -21,7 +21,7 @@ from eplb_service.placement import (
 )
 from eplb_service.wire.agent import Shape
 from eplb_service.wire.codec import decode, encode, narrowed, packed
-from eplb_service.wire.fields import LAST_DIGEST, Digest, Version, WireError, below, each
+from eplb_service.wire.fields import MAX_DIGEST, Digest, Version, WireError, below, each
 from eplb_service.wire.generated import agent_pb2, tensor_pb2
 
 
@@ -40,7 +40,7 @@ class RankLayer:
     phy2log_RS: Annotated[Int32, "physical_to_logical", packed("ranks", "slots")]
     source_RS: Annotated[Int32, "sources", packed("ranks", "slots")]
     log2phy_E: Annotated[Int32, packed("experts", "entries")]
-    log2phy_digests: Annotated[tuple[int, ...], each(None, LAST_DIGEST)]
+    log2phy_digests: Annotated[tuple[int, ...], each(None, MAX_DIGEST)]
 
     @cached_property
     def moves_M5(self) -> Int32:

@@ -259,7 +259,7 @@ def test_the_router_s_tables_are_the_agent_s_own():
 
 
 def test_a_search_that_takes_too_long_is_reported(monkeypatch, caplog):
-    monkeypatch.setattr(reachable, "MOST_OBJECTS", 40)
+    monkeypatch.setattr(reachable, "MAX_OBJECTS", 40)
     layer = module()
     layer.kept = [[number] for number in range(100)]
     check(layer)

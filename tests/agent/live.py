@@ -21,7 +21,7 @@ from worker_agent.moe import ExpertParallelMoE, MoEShape, seeded_experts
 from worker_agent.settings import AgentSettings
 from worker_agent.swap import driver as driver_module
 from worker_agent.swap import vote as vote_module
-from worker_agent.swap.installed import restoring_plan
+from worker_agent.swap.rank_layout import restoring_plan
 
 EXPERTS, SLOTS, HIDDEN, INTERMEDIATE, TOP_K = 8, 5, 16, 8, 2
 RANKS = 3
@@ -31,7 +31,7 @@ _MOST_STEPS_MORE = 10_000
 _CONSTANTS = {
     "heat_deadline_calls": (heat_module, "_DEADLINE_CALLS"),
     "offer_deadline_steps": (driver_module, "_OFFER_DEADLINE_STEPS"),
-    "report_steps": (agent_module, "_FIRST_REPORT_STEPS"),
+    "report_steps": (agent_module, "_INITIAL_REPORT_STEPS"),
     "vote_lag": (vote_module, "_VOTE_LAG"),
 }
 """What no host sets, but a test's rank does, in its own process."""

@@ -53,8 +53,8 @@ class FailAt:
 
 def _quick_votes() -> None:
     """Lost votes come back within a few calls, however often they were lost."""
-    reformation._FIRST_BACKOFF_SECONDS = reformation._LONGEST_DELAY_SECONDS = 0.001
-    reformation._FIRST_MARGIN = 2
+    reformation._INITIAL_BACKOFF_SECONDS = reformation._MAX_DELAY_SECONDS = 0.001
+    reformation._INITIAL_MARGIN = 2
 
 
 def _failing_steps(steps: int, stride: int) -> dict[str, Any]:

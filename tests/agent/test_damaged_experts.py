@@ -13,7 +13,7 @@ from eplb_service.placement import Placement
 from tests.agent import live
 from tests.ranks import run_ranks
 from worker_agent.swap import driver, replica_check
-from worker_agent.swap.installed import restoring_plan
+from worker_agent.swap.rank_layout import restoring_plan
 
 
 def _serve(agent: Any, layer: Any, over: Callable[[], bool], seconds: float = 30.0) -> bool:

@@ -22,7 +22,7 @@ from eplb_service.wire.generated import agent_pb2, agent_pb2_grpc
 from tests.agent import live
 from tests.swap.placed import EXPERTS, INSTALLED, LAYERS, LINEAR, RANKS, SLOTS, plan_of
 from worker_agent.stream import HeartbeatSchedule, OutageLog, Outbox, ServiceStream
-from worker_agent.swap.installed import Identity, check_plan
+from worker_agent.swap.rank_layout import Identity, check_plan
 
 SHAPE = Shape(RANKS, LAYERS, EXPERTS, SLOTS, 64)
 IDENTITY = Identity("default", "group", 1, "here", (0, 1, 2), SHAPE)
@@ -204,8 +204,8 @@ class Refusing(FakeService):
 
 
 def test_the_reason_of_a_refusal_is_reported_however_it_crosses_the_hello(monkeypatch) -> None:
-    monkeypatch.setattr("worker_agent.stream._FIRST_BACKOFF_SECONDS", 0.001)
-    monkeypatch.setattr("worker_agent.stream._LAST_BACKOFF_SECONDS", 0.001)
+    monkeypatch.setattr("worker_agent.stream._INITIAL_BACKOFF_SECONDS", 0.001)
+    monkeypatch.setattr("worker_agent.stream._MAX_BACKOFF_SECONDS", 0.001)
     # A large one is on its way for longer.
     large = replace(IDENTITY, group_id="x" * 200_000)
     said = list[str]()
@@ -228,7 +228,7 @@ def test_an_outage_is_logged_ever_less_often_and_its_end_once(monkeypatch, caplo
     assert [outages.logs_return(now) for now in (700, 700)] == [True, False]
     # A service that comes and goes is no new outage each time.
     assert [now for now in range(701, 1000) if outages.logs(now, "refused")] == [760, 820, 940]
-    monkeypatch.setattr("worker_agent.stream._FIRST_BACKOFF_SECONDS", 0.001)
+    monkeypatch.setattr("worker_agent.stream._INITIAL_BACKOFF_SECONDS", 0.001)
     with caplog.at_level("INFO", logger="eplb.agent"), Scene(Refusing()) as scene:
         while scene.service.calls < 3:
             time.sleep(0.01)

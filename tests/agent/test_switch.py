@@ -174,7 +174,7 @@ def test_a_failed_transfer_aborts_on_all_ranks_and_a_later_plan_uses_a_fresh_lan
 
 def _agent_breaks_on_one_rank(times: int) -> dict[str, Any]:
     """Rank 1 cannot count heat at so many steps, while the plan is under way."""
-    reformation._FIRST_BACKOFF_SECONDS = 0.05
+    reformation._INITIAL_BACKOFF_SECONDS = 0.05
     agent, layers, still = live.start(1)
     record, failures, said = agent._heat.step_done, 0, set()
 

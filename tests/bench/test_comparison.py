@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from eplb_service.bench import closed_loop
-from eplb_service.bench.closed_loop import LEFT_ALONE, Course, Entrant, compare
+from eplb_service.bench.closed_loop import LEFT_ALONE, Entrant, Scenario, compare
 from eplb_service.bench.decision import Decision, Scene
 from eplb_service.bench.peers import archives
 from eplb_service.bench.scoring import even_par, realised_par, stepwise_par
@@ -41,10 +41,10 @@ class Answers:
 
 def test_figures_are_of_the_windows_after_each_decision() -> None:
     heat_TLE = synthetic_heat("drift", 50, 2, 8, tokens=64, top_k=2, seed=3)
-    course = Course("a", heat_TLE, ranks=4, slots=3, window=16)
+    scenario = Scenario("a", heat_TLE, ranks=4, slots=3, window=16)
     by_step = Entrant("by step", "none", by_step=True)
     taking_part = [LEFT_ALONE, Entrant("mover", "mover"), Entrant("lazy", "lazy"), by_step]
-    found = compare(Answers(), course, taking_part)  # type: ignore[arg-type]
+    found = compare(Answers(), scenario, taking_part)  # type: ignore[arg-type]
     alone, mover, stepwise = found["policies"].values()
     linear = Placement.linear(2, 8, 4, 3)
     served = [heat_TLE[16:32], heat_TLE[32:48]]
@@ -67,8 +67,8 @@ def test_figures_are_of_the_windows_after_each_decision() -> None:
 
 def test_a_policy_that_fails_the_warm_up_is_not_asked_again() -> None:
     contest = Answers()
-    course = Course("a", HEAT_TLE, 4, 5, 20)
-    found = compare(contest, course, [LEFT_ALONE, Entrant("broken", "broken")])  # type: ignore[arg-type]
+    scenario = Scenario("a", HEAT_TLE, 4, 5, 20)
+    found = compare(contest, scenario, [LEFT_ALONE, Entrant("broken", "broken")])  # type: ignore[arg-type]
     assert contest.asked == 0
     assert list(found["policies"]) == ["left alone"]
 
@@ -79,7 +79,7 @@ def test_layers_and_windows_without_tokens_count_for_nothing() -> None:
     assert np.isnan(even_par(heat_TLE, Placement.linear(2, 4, 2, 2).phy2log_LRS)[0])
     heat_TLE[2:4, 1, 0] = 4
     heat_TLE[6:] = 0
-    found = compare(Answers(), Course("a", heat_TLE, 2, 2, 2), [LEFT_ALONE])  # type: ignore[arg-type]
+    found = compare(Answers(), Scenario("a", heat_TLE, 2, 2, 2), [LEFT_ALONE])  # type: ignore[arg-type]
     alone = found["policies"]["left alone"]
     first, second, idle = alone["par_realised_per_window"]
     assert (first, second) == pytest.approx((10 / 7, 1.0))

@@ -10,7 +10,7 @@ import pytest
 from benchmarks.decide.heat import UNTUNED, shipped, untuned
 from benchmarks.decide.served import Delay, Row, interval_of, own_rows, peer_rows
 from benchmarks.solver.heats import generate
-from eplb_service.bench.closed_loop import Course
+from eplb_service.bench.closed_loop import Scenario
 from eplb_service.bench.decision import Decision, Scene
 from eplb_service.planner.settings import PlannerSettings
 
@@ -31,44 +31,44 @@ class Records:
 
 def test_peers_asked_as_often_see_whole_windows_and_serve_until_the_next_decision() -> None:
     heat_TLE = np.random.default_rng(0).integers(1, 9, (24, 1, 4))
-    course = Course("drawn", heat_TLE, 2, 2, 8)
+    scenario = Scenario("drawn", heat_TLE, 2, 2, 8)
     contest = Records()
-    (row,) = peer_rows(course, contest, 4)  # type: ignore[arg-type]
+    (row,) = peer_rows(scenario, contest, 4)  # type: ignore[arg-type]
     assert len(contest.seen) == 4
     for number, seen_TLE in enumerate(contest.seen):
         np.testing.assert_array_equal(seen_TLE, heat_TLE[4 * number : 4 * number + 8])
     # Decisions of the first served window do not count, as for our policy.
     assert (row.policy, row.decisions, row.moves_per_window) == ("peer, as often as ours, at once", 2, 2 * 4)
-    (by_window,) = peer_rows(course, contest)  # type: ignore[arg-type]
+    (by_window,) = peer_rows(scenario, contest)  # type: ignore[arg-type]
     assert (by_window.policy, by_window.decisions, by_window.moves_per_window) == ("peer, at once", 1, 4)
 
 
 @pytest.mark.parametrize(("decisions", "interval"), [(50, 28), (11, None), (0, None)])
 def test_the_interval_is_that_of_our_decisions(decisions: int, interval: int | None) -> None:
-    course = Course("drawn", np.ones((1664, 1, 4), dtype=np.int32), 2, 2, 128)
-    assert interval_of(course, [Row("ours", 1.0, 0.0, decisions, 0.0)]) == interval
+    scenario = Scenario("drawn", np.ones((1664, 1, 4), dtype=np.int32), 2, 2, 128)
+    assert interval_of(scenario, [Row("ours", 1.0, 0.0, decisions, 0.0)]) == interval
 
 
 def test_untuned_heat_keeps_its_tokens_and_moves() -> None:
-    courses = list(untuned(0, 1))
-    assert [course.name for course in courses] == [f"{kind} (untuned)" for kind in UNTUNED]
-    for course in courses:
-        assert (course.heat_TLE.sum(axis=2) == 4096 * 8).all()
-        first_E = course.heat_TLE[:64, 0].sum(axis=0)
-        last_E = course.heat_TLE[-64:, 0].sum(axis=0)
+    scenarios = list(untuned(0, 1))
+    assert [scenario.name for scenario in scenarios] == [f"{kind} (untuned)" for kind in UNTUNED]
+    for scenario in scenarios:
+        assert (scenario.heat_TLE.sum(axis=2) == 4096 * 8).all()
+        first_E = scenario.heat_TLE[:64, 0].sum(axis=0)
+        last_E = scenario.heat_TLE[-64:, 0].sum(axis=0)
         assert np.corrcoef(first_E, last_E)[0, 1] < 0.9
 
 
 def test_the_shipped_recording_is_a_row() -> None:
-    course = shipped()
-    assert (course.heat_TLE.shape, course.decisions) == ((256, 4, 32), 3)
+    scenario = shipped()
+    assert (scenario.heat_TLE.shape, scenario.decisions) == ((256, 4, 32), 3)
 
 
 def test_rows_name_the_pace_of_plans_and_slower_plans_balance_worse() -> None:
     heat_TLE = np.array(generate("drift", 2, 32, 64 * 6, 0))
-    course = Course("drift", heat_TLE, 4, 10, 64)
+    scenario = Scenario("drift", heat_TLE, 4, 10, 64)
     delay = Delay(step_ms=40.0, solve_ms=200.0, model_layers=8)
-    rows = list(own_rows(course, PlannerSettings(threads=1), 1 << 20, math.inf, delay, unscored=3))
+    rows = list(own_rows(scenario, PlannerSettings(threads=1), 1 << 20, math.inf, delay, unscored=3))
     assert [row.policy for row in rows] == [
         "none",
         "ours, at once",

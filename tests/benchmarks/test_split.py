@@ -20,7 +20,7 @@ from benchmarks.split.measures import (
     loads_by_table,
     routed_sources,
 )
-from eplb_service.bench.closed_loop import Course
+from eplb_service.bench.closed_loop import Scenario
 from eplb_service.placement import Placement, with_entries
 from tests.placement.drawn import dealt_one_by_one
 
@@ -39,8 +39,8 @@ def test_loads_are_those_of_dealing_token_by_token(width: int) -> None:
 def test_every_table_is_scored_on_the_windows_that_follow() -> None:
     generator = np.random.default_rng(0)
     heat_TLE = generator.multinomial(64, generator.dirichlet(np.full(6, 0.5)), (12, 1))
-    course = Course("small", heat_TLE, 4, 2, 4)
-    sources_TRLE = drawn_sources(course)
+    scenario = Scenario("small", heat_TLE, 4, 2, 4)
+    sources_TRLE = drawn_sources(scenario)
     np.testing.assert_array_equal(sources_TRLE.sum(axis=1), heat_TLE)
     found = by_source(sources_TRLE, slots=2, window=4, windows=2, width=2)
     assert list(found) == list(TABLES)

@@ -26,7 +26,7 @@ def loop(label: str, realised: float, moves: int) -> list[dict[str, Any]]:
     found = []
     for policy, par, moved in ((label, realised, moves), (FULL.label, 1.5, 1000)):
         row = {
-            "course": "drift",
+            "scenario": "drift",
             "policy": policy,
             "realised": [9.0, par, par],
             "moves": [1000, moved, moved],

@@ -9,7 +9,7 @@ from typing import Any
 import grpc
 import numpy as np
 
-from eplb_service.control.core.live_placement import LivePlacement
+from eplb_service.control.core.deployed_layout import DeployedLayout
 from eplb_service.placement import Int32, Placement
 from eplb_service.wire.agent import Shape
 from eplb_service.wire.codec import PROTOCOL_VERSION, in_parts, pack
@@ -26,11 +26,11 @@ def first_placement() -> Placement:
     return Placement.linear(LAYERS, EXPERTS, RANKS, SLOTS)
 
 
-def live_of(placement: Placement, epoch: int = 0) -> LivePlacement:
-    return LivePlacement.of(placement, placement.default_log2phy(), epoch, (epoch,) * placement.layers)
+def live_of(placement: Placement, epoch: int = 0) -> DeployedLayout:
+    return DeployedLayout.of(placement, placement.default_log2phy(), epoch, (epoch,) * placement.layers)
 
 
-def hello_of(live: LivePlacement, rank: int, **changes: Any) -> agent_pb2.Hello:
+def hello_of(live: DeployedLayout, rank: int, **changes: Any) -> agent_pb2.Hello:
     placement = live.placement
     hello = agent_pb2.Hello(
         protocol_version=PROTOCOL_VERSION,
@@ -60,7 +60,7 @@ def hello_of(live: LivePlacement, rank: int, **changes: Any) -> agent_pb2.Hello:
     return hello
 
 
-def heat_report(live: LivePlacement, rank: int, first_step: int, heat_TLE: Int32) -> agent_pb2.HeatReport:
+def heat_report(live: DeployedLayout, rank: int, first_step: int, heat_TLE: Int32) -> agent_pb2.HeatReport:
     """What ``rank`` counts where each expert's tokens come evenly from all ranks and go where the tables say."""
     _, ranks, slots = live.placement.phy2log_LRS.shape
     steps, layers, _ = heat_TLE.shape
@@ -151,7 +151,7 @@ async def refusal_of(
 class FakeGroup:
     """All ranks of a group, in step with each other."""
 
-    def __init__(self, address: str, live: LivePlacement | None = None, *, by_slot: bool = True) -> None:
+    def __init__(self, address: str, live: DeployedLayout | None = None, *, by_slot: bool = True) -> None:
         self.live = live or live_of(first_placement())
         self.by_slot = by_slot
         self.step = 0

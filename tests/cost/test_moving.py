@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from scipy.special import stdtrit
 
 from eplb_service.cost.moving import (
-    MOST_LOST,
+    MAX_LOST,
     NOTHING_MEASURED,
     Switch,
     SwitchedPlan,
@@ -118,7 +118,7 @@ def test_whatever_is_reported_costs_are_bounded(
     costs = moving_costs([SwitchedPlan(0, 1, tuple(switches)), *plans])
     assert costs.expert_seconds is None or 1e-6 <= costs.expert_seconds <= 60
     assert costs.commit_seconds is None or 0 <= costs.commit_seconds <= 10
-    assert costs.lost_share is None or 0 <= costs.lost_share <= MOST_LOST
+    assert costs.lost_share is None or 0 <= costs.lost_share <= MAX_LOST
 
 
 @given(st.floats(1e-3, 1.0), st.floats(0, 1e7), st.integers(4, 12))

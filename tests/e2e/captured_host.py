@@ -23,7 +23,7 @@ from worker_agent.settings import AgentSettings
 LAYERS, EXPERTS, SLOTS, HIDDEN, INTERMEDIATE, TOP_K, TOKENS = 4, 16, 10, 32, 48, 2, 64
 HEAT_ROWS, STEPS_PER_WORKLOAD = 64, 192
 FLOAT8 = torch.float8_e4m3fn
-_MOST_STEPS, _PASS_CYCLES, _MISSED_EVERY = 6000, 4_000_000, 97
+_MAX_STEPS, _PASS_CYCLES, _MISSED_EVERY = 6000, 4_000_000, 97
 
 
 def in_float8(weight_EXY: torch.Tensor) -> list[torch.Tensor]:
@@ -254,7 +254,7 @@ def serve(
     )
     draws, worst = torch.Generator().manual_seed(7), 0.0
     queued: deque[tuple[Callable[[], torch.Tensor], torch.Tensor, torch.Tensor]] = deque()
-    for step in range(_MOST_STEPS):
+    for step in range(_MAX_STEPS):
         popularity_LE = _popularity(step // STEPS_PER_WORKLOAD)
         hidden_LTH = torch.randn(LAYERS, TOKENS, HIDDEN, generator=draws)
         chosen_LTK = torch.stack(
@@ -272,7 +272,7 @@ def serve(
         # All ranks leave at the same pass.
         switched = torch.tensor([agent.stats.layers_switched])
         dist.all_reduce(switched, dist.ReduceOp.MIN)
-        over = int(switched) >= switches or step == _MOST_STEPS - 1 or (leaves_weights and worst > 1e-2)
+        over = int(switched) >= switches or step == _MAX_STEPS - 1 or (leaves_weights and worst > 1e-2)
         while len(queued) > ahead * (not over):
             output, hidden_LTH, chosen_LTK = queued.popleft()
             worst = max(worst, float((output() - host.expected(hidden_LTH, chosen_LTK)).abs().max()))

@@ -42,7 +42,7 @@ RECORDED_STEPS = {8: 64, 1: 480}
 """By requests at a time: of one at a time three, as either data rank may have any of them."""
 LOAD = {"requests": 8, "max_tokens": 160, "rounds": 4}
 TRACE = "served.zarr"
-MOST_LOST = 0.5
+MAX_LOST = 0.5
 """Steps of heat, of those that arrived: the service shares two cores with the engine's processes."""
 TIES_OF_023 = 1e-3
 """Tokens, of all, that may be further apart where 0.23 runs its torch kernel: one was seen in 15,360, by 0.004, whose
@@ -78,7 +78,7 @@ def heat_arrived(status, service):
     """Beside much other work a few steps may be lost, which is counted; hardly any are."""
     print(f"{status.steps_received} steps arrived whole, {status.steps_lost} did not")
     why = [line for line in service.log.read_text().splitlines() if "heat_lost" in line or "agent_" in line]
-    assert status.steps_lost <= MOST_LOST * status.steps_received, "\n".join(why)
+    assert status.steps_lost <= MAX_LOST * status.steps_received, "\n".join(why)
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 import numpy as np
 
-from eplb_service.control.core.live_placement import LivePlacement
+from eplb_service.control.core.deployed_layout import DeployedLayout
 from eplb_service.control.core.plan_tracker import PlanTracker
 from eplb_service.placement import default_log2phy
 from eplb_service.planner.plan import LayerPlan, Plan
@@ -19,7 +19,7 @@ from eplb_service.wire.agent import Hello, decode_hello
 from eplb_service.wire.codec import MAX_MESSAGE_BYTES, PROTOCOL_VERSION, encode
 from eplb_service.wire.generated import agent_pb2, agent_pb2_grpc
 from tests.agent.live import keep_staying_slots
-from worker_agent.swap.installed import _restoring_moves
+from worker_agent.swap.rank_layout import _restoring_moves
 
 _PATIENCE = 180.0
 
@@ -67,15 +67,15 @@ class RogueService(agent_pb2_grpc.AgentServiceServicer):
         for said in self._say.values():
             said.put(None)
 
-    def wait_for_hellos(self) -> LivePlacement:
+    def wait_for_hellos(self) -> DeployedLayout:
         """What the ranks serve, once all have come."""
         deadline = time.monotonic() + _PATIENCE
         while len(self._hellos) < self.ranks:
             assert time.monotonic() < deadline, f"only ranks {sorted(self._hellos)} came"
             time.sleep(0.02)
-        return LivePlacement.assembled(dict(self._hellos))
+        return DeployedLayout.assembled(dict(self._hellos))
 
-    def plans(self, base: LivePlacement, *layers: int, seed: int = 0) -> list[agent_pb2.Plan]:
+    def plans(self, base: DeployedLayout, *layers: int, seed: int = 0) -> list[agent_pb2.Plan]:
         """For each rank a plan that shuffles ``layers``, as a true service would make it."""
         self._plan_id += 1
         updates = tuple(_shuffled(base, layer, seed + layer) for layer in layers)
@@ -107,7 +107,7 @@ class RogueService(agent_pb2_grpc.AgentServiceServicer):
         said.put(None)
 
 
-def _shuffled(base: LivePlacement, layer: int, seed: int) -> LayerPlan:
+def _shuffled(base: DeployedLayout, layer: int, seed: int) -> LayerPlan:
     """Experts dealt again; those that stay on a rank keep their slot there."""
     old_RS = base.placement.phy2log_LRS[layer]
     order = np.random.default_rng(seed).permutation(base.placement.experts)

@@ -26,7 +26,7 @@ MISCOUNTS = {
 def _serve(fault: str, epoch: int) -> dict[str, Any]:
     """Rank 1 miscounts; every rank is offered one plan after another."""
     vote_module._SUSPICION_SECONDS = 0.5
-    reformation._FIRST_BACKOFF_SECONDS = 0.05
+    reformation._INITIAL_BACKOFF_SECONDS = 0.05
     agent, layers, still = live.start(1, commit_timeout_seconds=0.5)
     rank, call, passed = agent.identity.rank, agent.step, 0
     faulty_at, *faulty = MISCOUNTS.get(fault, (0, 0, 0))

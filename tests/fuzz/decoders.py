@@ -33,8 +33,8 @@ from eplb_service.wire.heat import decode_heat_report
 from tests.control.core.story import Story
 from tests.swap.placed import EXPERTS, INSTALLED, LAYERS, LINEAR, RANKS, SLOTS, plan_of
 from worker_agent.history.check import HistoryError, read_histories, violations
-from worker_agent.swap.installed import Identity, check_plan
 from worker_agent.swap.machine import BALLOT_WIDTH, Ballot, Progress, VoteOutcome
+from worker_agent.swap.rank_layout import Identity, check_plan
 
 SHAPE = Shape(RANKS, LAYERS, EXPERTS, SLOTS, 64)
 IDENTITY = Identity("default", "group", 1, "here", (0, 1, 2), SHAPE)

@@ -13,7 +13,7 @@ from eplb_service.io.containers import read_torch
 from eplb_service.io.open_trace import read_heat
 from tests.io.traces import refusal
 
-MOST_BYTES = 300 << 20
+MAX_BYTES = 300 << 20
 """Memory that a refusal may have taken meanwhile."""
 
 
@@ -90,7 +90,7 @@ def test_a_pickle(tmp_path, program, how, says):
     tracemalloc.start()
     try:
         assert says in refusal(path)
-        assert tracemalloc.get_traced_memory()[1] < MOST_BYTES
+        assert tracemalloc.get_traced_memory()[1] < MAX_BYTES
     finally:
         tracemalloc.stop()
 

@@ -167,7 +167,7 @@ def test_steps_without_sources_are_left_out_of_a_trace_that_has_them(recorder):
 
 
 def test_sources_of_very_large_deployments_are_not_recorded(monkeypatch):
-    monkeypatch.setattr(recorder_module, "MOST_SOURCE_COUNTS", RANKS * LAYERS * EXPERTS - 1)
+    monkeypatch.setattr(recorder_module, "MAX_SOURCE_COUNTS", RANKS * LAYERS * EXPERTS - 1)
     recorder = Recorder(Path("decode.zarr"), FACTS, LAYERS, EXPERTS, pending_steps=32)
     placed(recorder)
     for rank in range(RANKS):

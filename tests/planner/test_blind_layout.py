@@ -8,7 +8,7 @@ import pytest
 from eplb_service.heat.window import Window
 from eplb_service.placement import Placement, apply_layers
 from eplb_service.planner.decide import plan, plan_afresh
-from eplb_service.planner.request import Question, _blind_layers
+from eplb_service.planner.request import SolveRequest, _blind_layers
 from eplb_service.planner.score import noise_floor
 from eplb_service.planner.settings import PlannerSettings
 from eplb_service.planner.topology import Topology
@@ -36,7 +36,7 @@ def blind(placement: Placement, log2phy_RLE: np.ndarray | None = None, window: W
     """Layers taken for a layout made for no heat, bool ``[L]``."""
     tables_RLE = placement.default_log2phy() if log2phy_RLE is None else log2phy_RLE
     floor_L = noise_floor(window.heat_TLE.sum(axis=2), RANKS)
-    asked = Question(window, placement, tables_RLE, FLAT, PlannerSettings(), SearchOptions())
+    asked = SolveRequest(window, placement, tables_RLE, FLAT, PlannerSettings(), SearchOptions())
     return _blind_layers(asked, floor_L)
 
 

@@ -16,7 +16,7 @@ from eplb_service.heat.window import Window
 from eplb_service.placement import Placement
 from eplb_service.planner.counterfactual import Served, TimePrice, priced, time_price, worth_of
 from eplb_service.planner.decide import plan_afresh
-from eplb_service.planner.plan import Serving
+from eplb_service.planner.plan import Layout
 from eplb_service.planner.score import par_by_step, split_steps, split_us
 from eplb_service.planner.settings import PlannerSettings
 from eplb_service.planner.topology import Topology
@@ -28,12 +28,12 @@ SETTINGS = PlannerSettings(threads=1)
 HEAT = synthetic_heat("static", STEPS, LAYERS, EXPERTS, tokens=512, top_k=4, seed=3)
 WINDOW = Window(HEAT)
 FIRST = Placement.linear(LAYERS, EXPERTS, RANKS, SLOTS)
-FOUND = Serving(FIRST, FIRST.default_log2phy())
+FOUND = Layout(FIRST, FIRST.default_log2phy())
 TOPOLOGY = Topology.flat(RANKS)
 NOTHING = StepTimes(np.full(STEPS, np.nan), np.full(STEPS, np.nan))
 
 
-def balanced(settings: PlannerSettings = SETTINGS) -> Serving:
+def balanced(settings: PlannerSettings = SETTINGS) -> Layout:
     return FOUND.changed_by(plan_afresh(WINDOW, FIRST, TOPOLOGY, settings))
 
 
@@ -44,14 +44,14 @@ MEASURED_EFFECTS = [
 NO_EFFECTS = [SwitchEffect(us, tokens, 64) for us, tokens in ((400, 90), (-300, 50), (-250, 70), (200, 120))]
 
 
-def served_by(way: Serving, times: StepTimes = NOTHING, effects: Sequence[SwitchEffect] = ()) -> Served:
+def served_by(way: Layout, times: StepTimes = NOTHING, effects: Sequence[SwitchEffect] = ()) -> Served:
     """The window's steps as this way serves them, in the shares that it expects."""
     steps = split_steps(HEAT, way.placement, way.log2phy_RLE, None, "tables")
     return Served(par_by_step(steps), steps.peak_TK.sum(axis=1), times, effects)
 
 
 def judged(
-    serving: Serving,
+    serving: Layout,
     settings: PlannerSettings = SETTINGS,
     times: StepTimes = NOTHING,
     effects: Sequence[SwitchEffect] = (),
@@ -62,7 +62,7 @@ def judged(
     return found
 
 
-def plain_step_us(way: Serving, curve: CostCurve) -> list[list[float]]:
+def plain_step_us(way: Layout, curve: CostCurve) -> list[list[float]]:
     """Slot by slot, source by source, as the definition reads."""
     phy2log_LRS = way.placement.phy2log_LRS
     found = []
@@ -81,7 +81,7 @@ def plain_step_us(way: Serving, curve: CostCurve) -> list[list[float]]:
     return found
 
 
-def us_of_steps(window: Window, way: Serving, curve: CostCurve) -> np.ndarray:
+def us_of_steps(window: Window, way: Layout, curve: CostCurve) -> np.ndarray:
     return split_us(window.heat_TLE, way.placement, way.log2phy_RLE, None, "tables", curve)
 
 

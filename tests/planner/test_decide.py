@@ -15,12 +15,12 @@ from eplb_service.placement import Placement, PlacementError, apply_layers, par
 from eplb_service.planner import request
 from eplb_service.planner.dealing import first_tables
 from eplb_service.planner.decide import _cherry_pick, plan, plan_afresh
-from eplb_service.planner.plan import Plan, Serving
+from eplb_service.planner.plan import Layout, Plan
 from eplb_service.planner.score import split_loads
 from eplb_service.planner.settings import POLICIES, SPLITS, PlannerSettings
 from eplb_service.planner.topology import Topology, TopologyError
 from eplb_service.solver.engine import SolverError
-from eplb_service.solver.model import Recommended, SearchOptions
+from eplb_service.solver.model import Recommendation, SearchOptions
 from tests.solver.layers_of import Case, cases
 
 PARS = st.lists(st.tuples(st.integers(100, 130), st.integers(100, 130)), max_size=10)
@@ -69,11 +69,11 @@ def drawn_window() -> Window:
 WINDOW = drawn_window()
 
 
-def decided(window=WINDOW, placement=PLACEMENT, courses=(), **options):
+def decided(window=WINDOW, placement=PLACEMENT, recommendations=(), **options):
     settings, search = request.with_options(PlannerSettings(), options)
     tables_RLE = placement.default_log2phy()
     flat = Topology.flat(RANKS)
-    return plan(window, placement, tables_RLE, flat, settings, search=search, courses=courses)
+    return plan(window, placement, tables_RLE, flat, settings, search=search, recommendations=recommendations)
 
 
 def test_moves_name_senders_that_hold_the_expert() -> None:
@@ -144,18 +144,20 @@ def test_a_layer_is_decided_as_if_it_were_alone(layer: int) -> None:
         np.testing.assert_array_equal(mine.log2phy_RE, theirs.log2phy_RE)
 
 
-def test_each_layer_follows_its_own_course(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked, courses = [], [Recommended(8.0, 0.1 * layer) for layer in range(LAYERS)]
+def test_each_layer_follows_its_own_recommendation(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, recommendations = [], [Recommendation(8.0, 0.1 * layer) for layer in range(LAYERS)]
 
     def noting(heat_PNE, *arguments):
         asked.extend(zip(heat_PNE.sum(axis=1), arguments[-1], strict=True))
         return [SolverError("not solved")] * len(heat_PNE)
 
     monkeypatch.setattr(request, "solve_many", noting)
-    decided(courses=courses)
+    decided(recommendations=recommendations)
     assert len(asked) > 1
-    for heat_E, course in asked:
-        np.testing.assert_array_equal(heat_E, WINDOW.heat_TLE[:, courses.index(course)].sum(axis=0))
+    for heat_E, recommendation in asked:
+        np.testing.assert_array_equal(
+            heat_E, WINDOW.heat_TLE[:, recommendations.index(recommendation)].sum(axis=0)
+        )
 
 
 def test_deciding_again_changes_nothing() -> None:
@@ -240,17 +242,19 @@ def test_drift_is_followed_although_promises_exceed_what_is_seen() -> None:
     decisions = 12
     heat_TLE = generate("drift", 2, 256, look_back + decisions * interval, seed=1)
     placement = Placement.linear(2, 256, 32, 9)
-    serving = Serving(placement, placement.default_log2phy())
+    serving = Layout(placement, placement.default_log2phy())
     settings = PlannerSettings(threads=1)
     verdicts = []
     realised = []
-    courses = ()
+    recommendations = ()
     for begin in range(0, decisions * interval, interval):
         window = Window(heat_TLE[begin : begin + look_back].copy())
         deployed = serving.placement, serving.log2phy_RLE
-        made = plan(window, *deployed, Topology.flat(32), settings, float(interval), courses=courses)
+        made = plan(
+            window, *deployed, Topology.flat(32), settings, float(interval), recommendations=recommendations
+        )
         serving = serving.changed_by(made)
-        courses = made.courses
+        recommendations = made.recommendations
         verdicts += made.verdicts if begin else ()
         next_TLE = heat_TLE[begin + look_back : begin + look_back + interval].copy()
         realised.append(serving.par_of_steps(Window(next_TLE), settings.split).mean())

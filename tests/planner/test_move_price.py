@@ -11,7 +11,7 @@ from eplb_service.cost.moving import MovingCosts
 from eplb_service.heat.window import Window
 from eplb_service.placement import Placement
 from eplb_service.planner.decide import plan
-from eplb_service.planner.price import MOST, move_price
+from eplb_service.planner.price import MAX_PRICE, move_price
 from eplb_service.planner.settings import PlannerSettings
 from eplb_service.planner.topology import Topology
 
@@ -77,4 +77,4 @@ def test_a_layers_measured_time_takes_the_place_of_the_setting() -> None:
 
 
 def test_absurd_costs_are_bounded() -> None:
-    assert move_price(MODEL, 512, 0, 1, MovingCosts(60.0, 0.9, 10.0)).price == MOST
+    assert move_price(MODEL, 512, 0, 1, MovingCosts(60.0, 0.9, 10.0)).price == MAX_PRICE

@@ -9,7 +9,7 @@ import pytest
 
 import eplb_service
 from eplb_service import solve
-from eplb_service.bench.closed_loop import Course, compare, entrants_of
+from eplb_service.bench.closed_loop import Scenario, compare, entrants_of
 from eplb_service.bench.contest import Contest
 from eplb_service.heat.synthetic import synthetic_heat
 from eplb_service.planner import policies
@@ -89,8 +89,8 @@ def test_a_policy_that_cannot_decide_is_named(policy: object, message: str) -> N
 def test_bench_runs_a_policy_of_the_users_own() -> None:
     contest = Contest([], "", 60.0, lambda line: None)
     try:
-        course = Course("drawn", HEAT_TLE, ranks=4, slots=3, window=16)
-        found = compare(contest, course, entrants_of(contest, ["deepseek", SWAPPED]))
+        scenario = Scenario("drawn", HEAT_TLE, ranks=4, slots=3, window=16)
+        found = compare(contest, scenario, entrants_of(contest, ["deepseek", SWAPPED]))
     finally:
         contest.close()
     assert found["failures"] == []

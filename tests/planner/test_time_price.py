@@ -13,7 +13,7 @@ from eplb_service.heat.sources import StepTimes
 from eplb_service.heat.window import Window
 from eplb_service.placement import Placement
 from eplb_service.planner.counterfactual import ASSUMED, FITTED, MEASURED, STATED, TimePrice, time_price
-from eplb_service.planner.plan import Serving
+from eplb_service.planner.plan import Layout
 from eplb_service.planner.settings import PlannerSettings
 
 SETTINGS = PlannerSettings()
@@ -31,7 +31,7 @@ def window() -> Window:
 
 WINDOW = window()
 PLACEMENT = Placement.linear(2, EXPERTS, RANKS, SLOTS)
-SERVING = Serving(PLACEMENT, PLACEMENT.default_log2phy())
+SERVING = Layout(PLACEMENT, PLACEMENT.default_log2phy())
 
 
 def times(noise: float, curve: CostCurve = CURVE) -> StepTimes:

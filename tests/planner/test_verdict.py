@@ -12,10 +12,10 @@ import pytest
 from eplb_service.heat.window import Window
 from eplb_service.placement import Placement
 from eplb_service.planner.decide import _Judge, _solved
-from eplb_service.planner.request import Question
+from eplb_service.planner.request import SolveRequest
 from eplb_service.planner.settings import PlannerSettings
 from eplb_service.planner.topology import Topology
-from eplb_service.solver.layer import Answer
+from eplb_service.solver.layer import LayerResult
 from eplb_service.solver.model import FRESH, KEEP, LOCAL, TABLES, Candidate, SearchOptions
 from eplb_service.wire.operator import LayerVerdict
 
@@ -28,15 +28,15 @@ def judge(
 ) -> _Judge:
     """Of one layer; ``seen`` and ``bound`` in episodes, ``par`` and a floor of 1.1 per step."""
     tables_RLE, wanted = PLACEMENT.default_log2phy(), PlannerSettings(**settings)
-    asked = Question(Window(np.ones((1, 1, 4))), PLACEMENT, tables_RLE, TOPOLOGY, wanted, SearchOptions())
+    asked = SolveRequest(Window(np.ones((1, 1, 4))), PLACEMENT, tables_RLE, TOPOLOGY, wanted, SearchOptions())
     figures = (np.array([value]) for value in ([par], par, 1.1, seen, bound, us, False, False))
     return _Judge(asked, 0.3, "", *figures)
 
 
-def answer(taken: int, **facts: object) -> Answer:
+def answer(taken: int, **facts: object) -> LayerResult:
     found = Candidate(np.zeros((2, 2), np.int32), np.zeros((2, 4), np.int32), 1.2, 3)
     half_life = facts.pop("half_life", math.inf)
-    return Answer(found, 1.4, half_life, taken, **facts)
+    return LayerResult(found, 1.4, half_life, taken, **facts)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from eplb_service.io.open_trace import open_trace
 from eplb_service.io.trace import TraceFacts
 from eplb_service.io.trace_statistics import statistics
 from eplb_service.placement import Placement, par
-from eplb_service.planner.plan import Serving
+from eplb_service.planner.plan import Layout
 from eplb_service.planner.price import SplitCost
 from eplb_service.planner.score import split_loads, split_us
 from eplb_service.planner.settings import PlannerSettings
@@ -75,7 +75,7 @@ def test_slowest_ranks_are_timed_by_what_their_slots_really_received(recorded):
     trace, _ = recorded
     tables_RLE = PLACEMENT.default_log2phy()
     slots_TLP = dealt_one_by_one(SOURCE_TRLE, tables_RLE, RANKS * SLOTS)
-    found_TL = served_us(trace, trace.heat(0, STEPS), 0, Serving(PLACEMENT, tables_RLE), "tables", FUSED)
+    found_TL = served_us(trace, trace.heat(0, STEPS), 0, Layout(PLACEMENT, tables_RLE), "tables", FUSED)
     for step, layer in ((0, 0), (17, 1), (59, 0)):
         of_ranks = slots_TLP[step, layer].reshape(RANKS, SLOTS).tolist()
         batch = slots_TLP[step, layer].sum()
@@ -89,7 +89,7 @@ def test_a_replay_with_a_curve_realises_milliseconds(recorded):
     jobs = jobs_for(["none", "flashlb"], [Setup(SLOTS, 20, 20)], settings, hindsight=False)
     found = replay(trace, jobs, scene_for(RANKS, Costs(curve=H200)))
     left_alone = served_us(
-        trace, trace.heat(20, STEPS), 20, Serving(PLACEMENT, PLACEMENT.default_log2phy()), "tables", H200
+        trace, trace.heat(20, STEPS), 20, Layout(PLACEMENT, PLACEMENT.default_log2phy()), "tables", H200
     )
     none, flashlb = (found.score(policy) for policy in found.policies)
     assert none.moe_ms == pytest.approx(left_alone.mean(axis=0).sum() / 1e3)

@@ -19,8 +19,8 @@ from tests.simulation.stream import Call, SimulatedSettings
 from worker_agent.agent import Agent
 from worker_agent.forward_clock import StepTimer
 from worker_agent.swap.commit_register import FatalSwitchError
-from worker_agent.swap.installed import Identity, Installed
 from worker_agent.swap.lane import Lanes
+from worker_agent.swap.rank_layout import Identity, RankLayout
 from worker_agent.swap.rendezvous import Rendezvous
 
 _WARM_PASSES = 5000
@@ -132,7 +132,7 @@ class Engine:
         identity = Identity(
             DEPLOYMENT, f"engine {self.number}", rank, f"node {rank}", tuple(range(shapes.ranks)), shape
         )
-        installed = Installed.first(rank, shapes.placement, shapes.placement.default_log2phy()[rank])
+        installed = RankLayout.first(rank, shapes.placement, shapes.placement.default_log2phy()[rank])
         rendezvous = Rendezvous(group, votes, lanes, identity, installed)
         return Agent(layers, settings, rendezvous, lambda _: self._installed(rank), process)
 

@@ -6,7 +6,7 @@ import numpy as np
 
 from eplb_service.placement import Placement, check_layer, check_log2phy
 from eplb_service.solver.engine import SolverError, solve_many
-from eplb_service.solver.layer import Answer
+from eplb_service.solver.layer import LayerResult
 from eplb_service.solver.model import KEEP, SOLVED, SearchOptions, SearchParams
 from tests.solver.layers_of import Case
 
@@ -23,7 +23,7 @@ def solve(
     unplaced: bool = True,
     share_GE: np.ndarray | None = None,
     min_gain: float = 0.0,
-) -> tuple[Placement, list[Answer]]:
+) -> tuple[Placement, list[LayerResult]]:
     """Answers for ``layers`` layers alike, deployed in the engines' first layout."""
     deployed = Placement.linear(layers, case.experts, case.ranks, case.slots)
     if share_GE is None:
@@ -44,7 +44,7 @@ def solve(
     return deployed, answers
 
 
-def assert_servable(answer: Answer, deployed_RS: np.ndarray, experts: int) -> None:
+def assert_servable(answer: LayerResult, deployed_RS: np.ndarray, experts: int) -> None:
     """Every expert placed, none twice on a rank, stays in place, moves counted, tables that point to holders."""
     placed_RS = answer.found.phy2log_RS
     check_layer(placed_RS, experts)

@@ -6,7 +6,7 @@ import numpy as np
 
 from eplb_service.placement import check_layer
 from eplb_service.solver.construction import Assignment, assignment_of
-from eplb_service.solver.model import Deployed, _normalise, homes, with_covariance
+from eplb_service.solver.model import LayerLayout, _normalise, homes, with_covariance
 from eplb_service.solver.tables import fixed_rule, slots_by_expert
 from tests.solver.layers_of import Case
 from tests.solver.slow import heat
@@ -59,7 +59,7 @@ def deployed_on(
     log2phy_GE: np.ndarray | None = None,
     node_R: np.ndarray | None = None,
     node_G: np.ndarray | None = None,
-) -> Deployed:
+) -> LayerLayout:
     """What serves: on one node and through the engines' tables where nothing else is given."""
     sources, experts = share_GE.shape
     if log2phy_GE is None:
@@ -68,4 +68,4 @@ def deployed_on(
         np.zeros(size, dtype=np.int32) if node is None else node
         for node, size in ((node_R, len(phy2log_RS)), (node_G, sources))
     )
-    return Deployed(phy2log_RS, log2phy_GE, share_GE, homes(phy2log_RS, experts), node_R, node_G)
+    return LayerLayout(phy2log_RS, log2phy_GE, share_GE, homes(phy2log_RS, experts), node_R, node_G)

@@ -20,8 +20,8 @@ from eplb_service.solver.engine import (
     _solve_by_node,
     solve_many,
 )
-from eplb_service.solver.layer import Answer
-from eplb_service.solver.model import EVEN, FRESH, KEEP, RULE, SOLVED, Deployed, homes
+from eplb_service.solver.layer import LayerResult
+from eplb_service.solver.model import EVEN, FRESH, KEEP, RULE, SOLVED, LayerLayout, homes
 from eplb_service.solver.tables import fixed_rule, slots_by_expert
 from tests.solver.asked import SEARCH, assert_servable
 from tests.solver.layers_of import heat_of_kind, shares_of_sources
@@ -33,7 +33,7 @@ HEAT_LNE = np.random.default_rng(3).gamma(0.6, 100, (LAYERS, 6, EXPERTS))
 
 def solved(
     heat_LNE: np.ndarray, threads: int | None = 1, budget_ms: float | None = None
-) -> list[Answer | SolverError]:
+) -> list[LayerResult | SolverError]:
     layers = len(heat_LNE)
     deployed = Placement.linear(layers, EXPERTS, RANKS, SLOTS)
     return solve_many(
@@ -50,7 +50,7 @@ def solved(
     )
 
 
-def assert_same(one: Answer, other: Answer) -> None:
+def assert_same(one: LayerResult, other: LayerResult) -> None:
     for name in ("taken", "half_life", "par_before"):
         assert getattr(one, name) == getattr(other, name)
     for mine, theirs in zip(one.found, other.found, strict=True):
@@ -74,7 +74,7 @@ def test_no_more_threads_start_than_the_machine_has(monkeypatch: pytest.MonkeyPa
 def test_one_failing_layer_spoils_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     honest = engine.solve_layer
 
-    def failing(heat_NE: np.ndarray, *arguments: object) -> Answer:
+    def failing(heat_NE: np.ndarray, *arguments: object) -> LayerResult:
         if np.array_equal(heat_NE, HEAT_LNE[1]):
             raise ZeroDivisionError("no ranks")
         return honest(heat_NE, *arguments)
@@ -102,7 +102,7 @@ SEEDS = st.integers(0, 2**32 - 1)
 
 
 @st.composite
-def grouped(draw: st.DrawFn) -> tuple[Deployed, int, np.random.Generator]:
+def grouped(draw: st.DrawFn) -> tuple[LayerLayout, int, np.random.Generator]:
     """The linear layout on nodes that may interleave, a number of groups that fits, and a generator."""
     generator = np.random.default_rng(draw(SEEDS))
     nodes, ranks_each = draw(st.integers(1, 3)), draw(st.integers(1, 3))
@@ -116,7 +116,7 @@ def grouped(draw: st.DrawFn) -> tuple[Deployed, int, np.random.Generator]:
     return serving(experts, node_R, slots), groups, generator
 
 
-def serving(experts: int, node_R: np.ndarray, slots: int) -> Deployed:
+def serving(experts: int, node_R: np.ndarray, slots: int) -> LayerLayout:
     ranks = node_R.size
     phy2log_RS = Placement.linear(1, experts, ranks, slots).phy2log_LRS[0].copy()
     share_GE = shares_of_sources(ranks, experts, "uneven", 3)
@@ -128,13 +128,13 @@ def solve_grouped(deployed, heat_NE, groups, *, unplaced=False, tables=SOLVED, m
     return _solve_by_node(heat_NE, deployed, search, np.array([np.inf, 1.0]), 0.0, unplaced, groups)
 
 
-def installed(deployed: Deployed, answer) -> Deployed:
+def installed(deployed: LayerLayout, answer) -> LayerLayout:
     found = answer.found
     home_ER = homes(found.phy2log_RS, deployed.share_GE.shape[1])
     return deployed._replace(phy2log_RS=found.phy2log_RS, log2phy_GE=found.log2phy_GE, home_ER=home_ER)
 
 
-def homes_of_groups(deployed: Deployed, groups: int) -> list[set[int]]:
+def homes_of_groups(deployed: LayerLayout, groups: int) -> list[set[int]]:
     """Nodes on which each group has experts."""
     experts = deployed.share_GE.shape[1]
     found: list[set[int]] = [set() for _ in range(groups)]

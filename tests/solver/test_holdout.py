@@ -1,4 +1,4 @@
-"""The cheapest course on the newer half is recommended, and only what surely pays."""
+"""The cheapest recommendation on the newer half is recommended, and only what surely pays."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from eplb_service.solver.model import (
     SOLVED,
     TABLES,
     Candidate,
-    Deployed,
     Layer,
+    LayerLayout,
     SearchOptions,
     episodes_of,
     with_covariance,
@@ -38,7 +38,7 @@ PRICE = 0.004
 SPLITS = st.sampled_from((EVEN, RULE, SOLVED))
 
 
-def deployment(case: Case, sources: int, seed: int) -> Deployed:
+def deployment(case: Case, sources: int, seed: int) -> LayerLayout:
     phy2log_RS = random_placement(case.ranks, case.slots, case.experts, np.random.default_rng(seed))
     return deployed_on(phy2log_RS, shares_of_sources(sources, case.experts, "uneven", seed))
 
@@ -89,10 +89,10 @@ def test_the_recommended_action_has_the_lowest_cost(
     data: st.DataObject, tables: int, steps: int, least: int, min_gain: float
 ) -> None:
     cheaper = [(TABLES, 0), *([(LOCAL, 0), (LOCAL, 1)] if steps else [])]
-    courses = [*cheaper, (FRESH, 0)]
+    recommendations = [*cheaper, (FRESH, 0)]
     par = st.integers(100, 140).map(lambda hundredths: hundredths / 100)
-    pars = {course: data.draw(par) for course in [KEEP, *courses]}
-    moves = {rung: 0 if rung == (TABLES, 0) else data.draw(st.integers(0, 9)) for rung in courses}
+    pars = {recommendation: data.draw(par) for recommendation in [KEEP, *recommendations]}
+    moves = {rung: 0 if rung == (TABLES, 0) else data.draw(st.integers(0, 9)) for rung in recommendations}
     search = SEARCH._replace(tables=tables, local_search_steps=steps)
     deployed = deployment(Case(2, 2, np.ones((4, 3))), 2, 0)
     with pytest.MonkeyPatch.context() as patch:
@@ -105,15 +105,15 @@ def test_the_recommended_action_has_the_lowest_cost(
         )
         halves = "older", NEWER
         found = _holdout(*halves, Forecast(4.0, 0.1), deployed, search, PRICE, min_gain)
-    costs = [pars[course] + PRICE * moves[course] for course in courses]
+    costs = [pars[recommendation] + PRICE * moves[recommendation] for recommendation in recommendations]
     chosen = slow.recommended(pars[KEEP], costs[:-1], min_gain)
     if least / 100 + 0.001 < (pars[KEEP] if chosen < 0 else costs[chosen]) - min_gain:
-        cheaper, chosen = courses, slow.recommended(pars[KEEP], costs, min_gain)
+        cheaper, chosen = recommendations, slow.recommended(pars[KEEP], costs, min_gain)
     assert script.asked == cheaper
     if chosen < 0:
         assert found[:3] == (KEEP, PRICE, 0.0)
     else:
-        kind, rung = courses[chosen]
+        kind, rung = recommendations[chosen]
         assert found[:2] == (kind, (8, 64)[rung] * PRICE if kind == LOCAL else PRICE)
 
 
@@ -126,18 +126,18 @@ def test_what_is_recommended_would_have_paid(case: Case, tables: int, seed: int,
     halves = halves_of(seen)
     forecast = choose_forecast(seen, np.array([np.inf, 1.0]))
     search = SEARCH._replace(tables=tables)
-    course = _holdout(*halves, forecast, deployed, search, PRICE, min_gain)
+    recommendation = _holdout(*halves, forecast, deployed, search, PRICE, min_gain)
     again = _holdout(*halves, forecast, deployed, search, PRICE, min_gain)
-    assert course[:3] == again[:3]
-    np.testing.assert_array_equal(course[3].phy2log_RS, again[3].phy2log_RS)
-    if course[0] == KEEP:
+    assert recommendation[:3] == again[:3]
+    np.testing.assert_array_equal(recommendation[3].phy2log_RS, again[3].phy2log_RS)
+    if recommendation[0] == KEEP:
         return
     # Whatever was fitted to the older half is priced on the newer one, by every episode and source.
     older = Layer(module.forecast_heat(halves[0], forecast, 1.0), deployed)
-    if course[0] == TABLES:
+    if recommendation[0] == TABLES:
         found_RS = deployed.phy2log_RS
-    elif course[0] == LOCAL:
-        found_RS = module.improved(older, search, np.array([course[1]]), 1)[0]
+    elif recommendation[0] == LOCAL:
+        found_RS = module.improved(older, search, np.array([recommendation[1]]), 1)[0]
     else:
         found_RS = None
         found = module.from_scratch(older, search, PRICE)
@@ -151,7 +151,7 @@ def test_what_is_recommended_would_have_paid(case: Case, tables: int, seed: int,
         return slow_tables.tables_par(phy2log_RS, table_GE, *newer, deployed.share_GE.astype(float))
 
     cost = par(found.phy2log_RS, found.log2phy_GE) + PRICE * found.moves
-    if course[0] != LOCAL:
+    if recommendation[0] != LOCAL:
         # A walk for one price may part from a walk for all three.
         assert cost < par(deployed.phy2log_RS, deployed.log2phy_GE) - min_gain + 1e-5
     assert found.moves == np.count_nonzero(found.phy2log_RS != deployed.phy2log_RS)
@@ -218,13 +218,13 @@ def test_annealing_is_left_out_where_either_half_does_not_keep_what_the_other_ga
     assert sum(kept[::2]) <= 2
 
 
-def test_a_course_is_followed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_recommendation_is_followed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     heat_NE = np.random.default_rng(4).gamma(0.3, 100, 9) * np.ones((8, 1))
     seen = heat_NE, deployment(Case(4, 3, heat_NE), 4, 3), SEARCH._replace(move_price=0.01)
     first = module.solve_layer(*seen, np.array([np.inf]), 0.0, False)
     monkeypatch.setattr(module, "_holdout", None)
-    second = module.solve_layer(*seen, np.array([np.inf]), 0.0, False, first.course)
-    assert (first.taken, second.taken, second.course) == (LOCAL, LOCAL, None)
+    second = module.solve_layer(*seen, np.array([np.inf]), 0.0, False, first.recommendation)
+    assert (first.taken, second.taken, second.recommendation) == (LOCAL, LOCAL, None)
     np.testing.assert_array_equal(first.found.phy2log_RS, second.found.phy2log_RS)
     assert first.optimism == second.optimism
 

@@ -12,7 +12,7 @@ from eplb_service.solver.construction import hottest_rank
 from eplb_service.solver.evaluation import smooth_max_of, smooth_peak, smooth_term
 from eplb_service.solver.local_search import _slots_away, local_search
 from eplb_service.solver.model import homes
-from eplb_service.solver.swaps import SMALLEST_RELIEF
+from eplb_service.solver.swaps import MIN_RELIEF
 from tests.solver.layers_of import Case, cases
 from tests.solver.placed_layer import PlacedLayer, random_placement
 from tests.solver.slow import heat
@@ -84,7 +84,7 @@ def test_a_search_ends_where_no_step_cools_the_hottest_rank(case: Case, z: float
     _, span = slow.scale_of(heat.rank_risks(end_RS, share_RS, *layer.heat, z))
     if layer.rounding / span > 1e-2:
         return
-    most = SMALLEST_RELIEF + 1e-3 + 16 * layer.rounding / span
+    most = MIN_RELIEF + 1e-3 + 16 * layer.rounding / span
     hot, _ = hottest_rank(assignment, z)
     gains = slow.swap_gains(end_RS, share_RS, hot, *layer.heat, z)
     assert max(gains.values(), default=0.0) <= most

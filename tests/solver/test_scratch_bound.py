@@ -11,7 +11,7 @@ from benchmarks.solver.heats import generate
 from eplb_service.heat.window import Window
 from eplb_service.placement import Placement
 from eplb_service.planner.decide import plan
-from eplb_service.planner.plan import Serving
+from eplb_service.planner.plan import Layout
 from eplb_service.planner.settings import PlannerSettings
 from eplb_service.planner.topology import Topology
 from eplb_service.solver import layer as layer_module
@@ -25,7 +25,7 @@ def test_few_layers_are_searched_from_scratch_in_vain(kind: str) -> None:
     decisions = 6
     heat_TLE = generate(kind, layers, 256, look_back + decisions * interval, 1)
     placement = Placement.linear(layers, 256, 32, 9)
-    serving = Serving(placement, placement.default_log2phy())
+    serving = Layout(placement, placement.default_log2phy())
     with mock.patch.object(layer_module, "from_scratch", wraps=layer_module.from_scratch) as searched:
         for begin in range(0, (decisions + 1) * interval, interval):
             window = Window(np.ascontiguousarray(heat_TLE[begin : begin + look_back]))

@@ -14,7 +14,7 @@ from eplb_service.solver.candidates import _touched_up, par_on
 from eplb_service.solver.construction import assignment_of, descending, hottest_rank, largest_first
 from eplb_service.solver.evaluation import expert_heat
 from eplb_service.solver.model import SOLVED, Candidate, Layer, SearchParams
-from eplb_service.solver.swaps import SMALLEST_RELIEF
+from eplb_service.solver.swaps import MIN_RELIEF
 from eplb_service.solver.tables import (
     fixed_rule,
     rehoused,
@@ -160,7 +160,7 @@ def test_swaps_through_tables_end_where_none_cools_the_hottest_rank(given_: Sour
     if blurred < 1e-2:
         hot = hottest_rank(assignment_of(found_RS, share_RS.astype(np.float32), layer.heat32), z)[0]
         gains = slow_search.swap_gains(found_RS, share_RS, hot, *layer.heat, z)
-        assert max(gains.values(), default=0.0) <= SMALLEST_RELIEF + 1e-3 + 32 * blurred
+        assert max(gains.values(), default=0.0) <= MIN_RELIEF + 1e-3 + 32 * blurred
 
 
 @SETTINGS

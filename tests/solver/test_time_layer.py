@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 from eplb_service.heat.synthetic import synthetic_heat
 from eplb_service.placement import Placement
 from eplb_service.solver.candidates import from_scratch
-from eplb_service.solver.layer import Answer, solve_layer
+from eplb_service.solver.layer import LayerResult, solve_layer
 from eplb_service.solver.model import (
     EVEN,
     KEEP,
     RULE,
     SOLVED,
-    Deployed,
     Layer,
+    LayerLayout,
     SearchOptions,
     SearchParams,
     heat_of,
@@ -37,7 +37,7 @@ PARAMS = SearchParams(z=1.4, local_search_steps=500, tables=SOLVED, options=Sear
 STAYS = Forecast(np.inf, 0.0)
 
 
-def deployed_of(experts: int, ranks: int, slots: int) -> Deployed:
+def deployed_of(experts: int, ranks: int, slots: int) -> LayerLayout:
     phy2log_RS = Placement.linear(1, experts, ranks, slots).phy2log_LRS[0].copy()
     return deployed_on(phy2log_RS, np.full((ranks, experts), 1 / ranks, dtype=np.float32))
 
@@ -86,7 +86,7 @@ def test_where_experts_have_bursts_tokens_are_balanced_as_without_a_curve(seed):
 
 def answered(
     tokens: int, slots: int, kind: str = "static", tables: int = SOLVED
-) -> tuple[np.ndarray, Deployed, Answer]:
+) -> tuple[np.ndarray, LayerLayout, LayerResult]:
     heat_NE = synthetic_heat(kind, 64, 1, 64, tokens=tokens, top_k=4)[:, 0].astype(np.float64)
     deployed = deployed_of(64, 8, slots)
     params = PARAMS._replace(tables=tables)

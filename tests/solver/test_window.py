@@ -13,8 +13,8 @@ from eplb_service.planner.score import source_shares
 from eplb_service.solver.model import episodes_of, with_covariance
 from eplb_service.solver.window import (
     CLEARLY_BETTER,
-    FEWEST_TO_TRIM,
-    MOST_LAGS,
+    MAX_LAGS,
+    MIN_STEPS_TO_TRIM,
     Forecast,
     _skewness,
     _trimmed_mean,
@@ -169,7 +169,7 @@ def test_where_two_kinds_of_heat_take_turns_no_mean_is_trimmed() -> None:
 
 def test_means_are_not_trimmed_of_few_episodes_or_where_that_is_switched_off() -> None:
     half_life_H = np.array([math.inf])
-    heat_NE = with_bursts_of(2 * FEWEST_TO_TRIM, 64, 5)
+    heat_NE = with_bursts_of(2 * MIN_STEPS_TO_TRIM, 64, 5)
     assert choose_forecast(episodes_of(heat_NE, RANKS), half_life_H).trimmed
     assert not choose_forecast(episodes_of(heat_NE, RANKS), half_life_H, trim=False).trimmed
     assert not choose_forecast(episodes_of(heat_NE[2:], RANKS), half_life_H).trimmed
@@ -186,7 +186,7 @@ def plain_inflation(values: list[float]) -> float:
     spread = sum(value * value for value in centred)
     if spread == 0:
         return 1.0
-    lags, total = min(MOST_LAGS, len(values) // 4), spread
+    lags, total = min(MAX_LAGS, len(values) // 4), spread
     for lag in range(1, lags + 1):
         products = [centred[n] * centred[n - lag] for n in range(lag, len(values))]
         total += 2.0 * (1.0 - lag / (lags + 1)) * sum(products)

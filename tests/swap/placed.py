@@ -6,11 +6,11 @@ import numpy as np
 
 from eplb_service.placement import Placement, default_log2phy
 from eplb_service.wire.plan import RankLayer, RankPlan, shared_digests
-from worker_agent.swap.installed import Installed
+from worker_agent.swap.rank_layout import RankLayout
 
 RANKS, LAYERS, EXPERTS, SLOTS = 3, 2, 4, 2
 LINEAR = Placement.linear(LAYERS, EXPERTS, RANKS, SLOTS)
-INSTALLED = Installed.first(1, LINEAR, LINEAR.default_log2phy()[1])
+INSTALLED = RankLayout.first(1, LINEAR, LINEAR.default_log2phy()[1])
 """Of rank 1."""
 
 

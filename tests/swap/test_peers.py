@@ -138,7 +138,7 @@ def wait_until(holds: Callable[[], bool]) -> None:
 
 
 def test_silent_strangers_hold_up_no_member(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(presence, "_MOST_HANDSHAKES", 4)
+    monkeypatch.setattr(presence, "_MAX_HANDSHAKES", 4)
     one, other = (Peers("127.0.0.1") for _ in range(2))
     addresses = [one.address, other.address]
     one.open(b"secret", 0, addresses, lambda _: None)

@@ -10,18 +10,18 @@ import torch
 
 from eplb_service.placement import Placement
 from worker_agent.swap import table_check
-from worker_agent.swap.installed import Installed
+from worker_agent.swap.rank_layout import RankLayout
 from worker_agent.swap.table_check import TableCheck
 
 PLACEMENT, RANK = Placement.linear(3, 6, 2, 4), 1
 ROUND = table_check._ALL_WITHIN + 1
 
 
-def started(width: int) -> tuple[list[Any], Installed]:
+def started(width: int) -> tuple[list[Any], RankLayout]:
     tables_LE, maps_LE = PLACEMENT.default_log2phy(width)[RANK], PLACEMENT.expert_map(RANK)
     pairs = [map(torch.tensor, one) for one in zip(maps_LE, tables_LE, strict=True)]
     layers = [SimpleNamespace(expert_map=map_E, log2phy=table_E) for map_E, table_E in pairs]
-    return layers, Installed.first(RANK, PLACEMENT, tables_LE)
+    return layers, RankLayout.first(RANK, PLACEMENT, tables_LE)
 
 
 @pytest.mark.parametrize("table", ["expert_map", "log2phy"])
@@ -43,7 +43,7 @@ def test_all_layers_of_a_large_model_are_compared_within_256_passes() -> None:
     pairs = [map(torch.tensor, one) for one in zip(maps_LE, tables_LE, strict=True)]
     layers = [SimpleNamespace(expert_map=map_E, log2phy=table_E) for map_E, table_E in pairs]
     check = TableCheck(layers)
-    installed = Installed.first(RANK, placement, tables_LE)
+    installed = RankLayout.first(RANK, placement, tables_LE)
     layers[0].log2phy[4] += 1  # the last layer to be compared
     found = [check.at_boundary(step, installed) for step in range(257)]
     assert any(found)

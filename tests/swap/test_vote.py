@@ -130,7 +130,7 @@ def test_what_was_not_heard_is_what_the_ranks_settle_on(progress, abort, committ
 
 
 def test_a_rank_that_is_behind_takes_the_number_of_the_one_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_FIRST_BACKOFF_SECONDS", 0.0)
+    monkeypatch.setattr(module, "_INITIAL_BACKOFF_SECONDS", 0.0)
     store: dict[str, str] = {}
     ahead = {1: b"+5", 2: b"+9"}
 

@@ -15,8 +15,8 @@ from hypothesis.extra import numpy as hnp
 from eplb_service.placement import Placement, default_log2phy
 from eplb_service.wire import operator as wire
 from eplb_service.wire.agent import (
-    MOST_BLOCKS,
-    MOST_REPORT_STEPS,
+    MAX_BLOCKS,
+    MAX_REPORT_STEPS,
     CallOff,
     Heartbeat,
     Hello,
@@ -30,25 +30,25 @@ from eplb_service.wire.agent import (
 )
 from eplb_service.wire.codec import decode, encode, pack
 from eplb_service.wire.fields import (
-    LAST_DIGEST,
-    LAST_MICROS,
-    LAST_STEP,
-    LAST_VERSION,
-    LONGEST_TEXT,
-    MOST_BYTES,
+    MAX_BYTES,
+    MAX_DIGEST,
+    MAX_MICROS,
+    MAX_STEP,
+    MAX_TEXT,
+    MAX_VERSION,
 )
 from eplb_service.wire.generated import agent_pb2, operator_pb2, tensor_pb2
 from eplb_service.wire.heat import HeatReport, StepPhase, decode_heat_report
 from eplb_service.wire.plan import RankLayer, RankPlan, decode_plan, sources_of
 
 SHAPE = Shape(ranks=2, layers=3, experts=4, slots=3, bytes_per_expert=64)
-RANK, MOST_STEPS = 1, 8
+RANK, MAX_STEPS = 1, 8
 ACCEPTED: tuple[Any, ...] = ()
 """Marks a field that takes whatever its type can hold."""
 
-VERSIONS, DIGESTS = st.integers(0, LAST_VERSION - 1), st.integers(0, LAST_DIGEST - 1)
-STEPS, MICROS = st.integers(0, LAST_STEP - 1), st.integers(0, LAST_MICROS - 1)
-STATED_BYTES = st.none() | st.integers(0, MOST_BYTES - 1)
+VERSIONS, DIGESTS = st.integers(0, MAX_VERSION - 1), st.integers(0, MAX_DIGEST - 1)
+STEPS, MICROS = st.integers(0, MAX_STEP - 1), st.integers(0, MAX_MICROS - 1)
+STATED_BYTES = st.none() | st.integers(0, MAX_BYTES - 1)
 SECONDS = st.floats(0, 1e6)
 TEXTS = st.text(st.characters(codec="utf-8", categories=["L", "N", "P", "S"]), max_size=40)
 NAMES = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}", fullmatch=True)
@@ -63,23 +63,23 @@ def past(limit: int) -> tuple[int, int]:
     return limit, (1 << 64) - 1
 
 
-_CONTROL, _LONG = "rank\x1b[2J", "x" * (LONGEST_TEXT + 1)
+_CONTROL, _LONG = "rank\x1b[2J", "x" * (MAX_TEXT + 1)
 _WRONG_SHAPES = (packed(1), packed(2, 2), tensor_pb2.PackedArray(), tensor_pb2.PackedArray(dtype=99))
 _BAD_COUNTS = (packed(1), packed(1, SHAPE.layers, SHAPE.slots, value=-1), tensor_pb2.PackedArray())
 _REFUSED: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("epoch", "base_epoch", "plan_id", "leader_term", "highest_term"), past(LAST_VERSION)),
-    **dict.fromkeys(("digest", "base_digest"), past(LAST_DIGEST)),
+    **dict.fromkeys(("epoch", "base_epoch", "plan_id", "leader_term", "highest_term"), past(MAX_VERSION)),
+    **dict.fromkeys(("digest", "base_digest"), past(MAX_DIGEST)),
     **dict.fromkeys(("step", "first_step", "dropped_steps", "calls", "call_micros", "vote_micros"), ACCEPTED),
-    **dict.fromkeys(("bytes_received", "staging_bytes", "ring_bytes", "bytes_per_expert"), past(MOST_BYTES)),
+    **dict.fromkeys(("bytes_received", "staging_bytes", "ring_bytes", "bytes_per_expert"), past(MAX_BYTES)),
     **dict.fromkeys(("transfer_seconds", "commit_seconds"), (float("nan"), float("inf"), -1.0, 1e300)),
     **dict.fromkeys(("agent_version", "service_version", "node", "device"), (_CONTROL, _LONG)),
     **dict.fromkeys(("reason", "error", "rank_bound", "entry_by_row", "source_sums"), ACCEPTED),
     **dict.fromkeys(("log2phy", "physical_to_logical", "local_physical_to_logical"), _WRONG_SHAPES),
     "layer": (512, 1 << 31),
     "deployment": ("", "-x", "a b", "a\x1b", "x" * 64),
-    "layer_epochs": ([], [0] * 4, [LAST_VERSION] * 3, [(1 << 64) - 1] * 3),
-    "one_in": (MOST_BLOCKS + 1, (1 << 32) - 1),
-    "report_steps": (MOST_REPORT_STEPS + 1,),
+    "layer_epochs": ([], [0] * 4, [MAX_VERSION] * 3, [(1 << 64) - 1] * 3),
+    "one_in": (MAX_BLOCKS + 1, (1 << 32) - 1),
+    "report_steps": (MAX_REPORT_STEPS + 1,),
     "dealing_width": (65, 1 << 20),
     "protocol_version": (0, 1, 1 << 31),
 }
@@ -131,7 +131,7 @@ def placements() -> st.SearchStrategy[Placement]:
     )
 
 
-def layer_epochs(most: int = LAST_VERSION - 1) -> st.SearchStrategy[tuple[int, ...]]:
+def layer_epochs(most: int = MAX_VERSION - 1) -> st.SearchStrategy[tuple[int, ...]]:
     return st.tuples(*[st.integers(0, most)] * SHAPE.layers)
 
 
@@ -158,7 +158,7 @@ def hellos(draw: st.DrawFn) -> Hello:
 
 @st.composite
 def heat_reports(draw: st.DrawFn) -> HeatReport:
-    steps = draw(st.integers(1, MOST_STEPS))
+    steps = draw(st.integers(1, MAX_STEPS))
 
     def counts(*shape: int) -> st.SearchStrategy[np.ndarray]:
         return hnp.arrays(np.int32, shape, elements=st.integers(0, 1 << 20))
@@ -210,9 +210,7 @@ def switched_layers(draw: st.DrawFn) -> wire.SwitchedLayer:
     return wire.SwitchedLayer(draw(st.integers(0, SHAPE.layers - 1)), draw(VERSIONS), phy2log_RS, table_RE)
 
 
-REPORTINGS = st.builds(
-    Reporting, st.booleans(), st.integers(1, MOST_BLOCKS), st.integers(0, MOST_REPORT_STEPS)
-)
+REPORTINGS = st.builds(Reporting, st.booleans(), st.integers(1, MAX_BLOCKS), st.integers(0, MAX_REPORT_STEPS))
 KINDS: dict[str, Kind] = {
     "hello": Kind(
         agent_pb2.Hello,
@@ -236,14 +234,14 @@ KINDS: dict[str, Kind] = {
     "heat_report": Kind(
         agent_pb2.HeatReport,
         heat_reports(),
-        lambda message: decode_heat_report(message, SHAPE, MOST_STEPS),
+        lambda message: decode_heat_report(message, SHAPE, MAX_STEPS),
         {
             "slot_counts": _BAD_COUNTS,
             "source_counts": _BAD_COUNTS,
             "source_sums": (*_BAD_COUNTS, packed(SHAPE.layers, SHAPE.experts, value=-1), packed(2, 3, 4)),
-            "step_phases": (b"", b"\x00" * 4, b"\x05", b"\x01" * (MOST_STEPS + 1)),
-            "step_tokens": ([1] * (MOST_STEPS + 1),),
-            "step_micros": ([1] * (MOST_STEPS + 1),),
+            "step_phases": (b"", b"\x00" * 4, b"\x05", b"\x01" * (MAX_STEPS + 1)),
+            "step_tokens": ([1] * (MAX_STEPS + 1),),
+            "step_micros": ([1] * (MAX_STEPS + 1),),
         },
     ),
     "plan": Kind(
@@ -252,9 +250,9 @@ KINDS: dict[str, Kind] = {
         lambda message: decode_plan(message, SHAPE),
         {
             "layers.layer": (3, 1 << 31),
-            "layers.log2phy_digests": ([LAST_DIGEST],),
+            "layers.log2phy_digests": ([MAX_DIGEST],),
             "layers.sources": (*_WRONG_SHAPES, packed(SHAPE.ranks, SHAPE.slots, value=-1)),
-            "digest": (*past(LAST_DIGEST), 0),
+            "digest": (*past(MAX_DIGEST), 0),
         },
     ),
     "plan_status": Kind(
@@ -262,7 +260,7 @@ KINDS: dict[str, Kind] = {
         st.builds(
             PlanStatus,
             *(VERSIONS, st.sampled_from(PlanState), SMALL, TEXTS, VERSIONS, DIGESTS),
-            *(st.integers(0, MOST_BYTES - 1), SECONDS, SECONDS, STEPS),
+            *(st.integers(0, MAX_BYTES - 1), SECONDS, SECONDS, STEPS),
         ),
         partial(decode, PlanStatus),
         {"state": (0, 7, 99)},

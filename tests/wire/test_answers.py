@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from eplb_service.wire.codec import pack
-from eplb_service.wire.fields import LONGEST_LINE, WireError
+from eplb_service.wire.fields import MAX_LINE, WireError
 from eplb_service.wire.generated import operator_pb2 as pb
 from eplb_service.wire.operator import as_document, checked_answer
 
-HOSTILE = "\x1b[2J" + "x" * LONGEST_LINE
-CLEAN = (" [2J" + "x" * LONGEST_LINE)[:LONGEST_LINE]
+HOSTILE = "\x1b[2J" + "x" * MAX_LINE
+CLEAN = (" [2J" + "x" * MAX_LINE)[:MAX_LINE]
 
 
 def test_texts_are_cleaned_and_cut_wherever_they_are() -> None:

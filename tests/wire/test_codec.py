@@ -8,7 +8,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from eplb_service.wire.codec import LARGEST_PART, MAX_MESSAGE_BYTES, PART_BYTES, Parts, in_parts, pack, unpack
+from eplb_service.wire.codec import MAX_MESSAGE_BYTES, MAX_PART, PART_BYTES, Parts, in_parts, pack, unpack
 from eplb_service.wire.fields import WireError
 from eplb_service.wire.generated import agent_pb2, tensor_pb2
 
@@ -73,7 +73,7 @@ def _part(data: bytes, left: int) -> agent_pb2.Part:
 def test_parts_make_the_request_that_they_were_taken_from(size: int) -> None:
     request = _request(size)
     sent = list(in_parts(request))
-    assert all(message.ByteSize() <= LARGEST_PART for message in sent)
+    assert all(message.ByteSize() <= MAX_PART for message in sent)
     if request.ByteSize() <= PART_BYTES:
         assert sent == [request]
         return

@@ -7,7 +7,7 @@ import pytest
 
 from eplb_service.wire.agent import Shape
 from eplb_service.wire.codec import encode, pack
-from eplb_service.wire.fields import LAST_STEP, WireError
+from eplb_service.wire.fields import MAX_STEP, WireError
 from eplb_service.wire.generated import agent_pb2
 from eplb_service.wire.heat import HeatReport, StepPhase, decode_heat_report, is_quick_to_decode
 
@@ -34,9 +34,9 @@ def test_a_counter_that_jumps_is_wrapped_alike_on_both_sides(step: int) -> None:
         step, (0,) * SHAPE.layers, np.ones((4, SHAPE.layers, SHAPE.slots), np.int32), np.ones(4, np.uint8)
     )
     sent = encode(report)
-    assert sent.first_step == step % LAST_STEP
+    assert sent.first_step == step % MAX_STEP
     sent.first_step = step % (1 << 64)
-    assert decode_heat_report(sent, SHAPE, most_steps=8).first_step == step % LAST_STEP
+    assert decode_heat_report(sent, SHAPE, most_steps=8).first_step == step % MAX_STEP
 
 
 def test_sums_go_with_counts_by_slot_and_in_place_of_those_by_step() -> None:

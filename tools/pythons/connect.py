@@ -9,7 +9,7 @@ from eplb_service.placement import Placement
 from eplb_service.wire.agent import Heartbeat, Shape
 from worker_agent.settings import AgentSettings
 from worker_agent.stream import Outbox, ServiceStream
-from worker_agent.swap.installed import Identity, Installed
+from worker_agent.swap.rank_layout import Identity, RankLayout
 
 PATIENCE_SECONDS = 600.0
 
@@ -18,7 +18,7 @@ def main() -> None:
     """Say Hello as the only rank of a deployment, and wait for the Welcome."""
     service, deployment = sys.argv[1:]
     placement = Placement.linear(2, 4, 1, 4)
-    installed = Installed.first(0, placement, placement.default_log2phy()[0])
+    installed = RankLayout.first(0, placement, placement.default_log2phy()[0])
     identity = Identity(deployment, "group", 0, "here", (0,), Shape(1, 2, 4, 4, 64))
     settings = AgentSettings(service=service, deployment=deployment)
     stream = ServiceStream(

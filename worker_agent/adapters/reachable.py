@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 import torch
 
-MOST_OBJECTS = 50_000
-MOST_SECONDS = 10.0
+MAX_OBJECTS = 50_000
+MAX_SECONDS = 10.0
 DEEPEST = 16
 
 _LEAVES = (
@@ -27,7 +27,7 @@ _LEAVES = (
 )
 """Types whose values hold no tensors, or only tensors that the whole process shares."""
 
-_LONGEST_RECORD = 4
+_MAX_RECORD = 4
 """Tuples up to this length are taken for records of unlike values, not for one value per expert."""
 
 _FOREIGN = (
@@ -80,7 +80,7 @@ class Search:
 
     A list, a mapping or attributes that number ``parts`` like parts are a group, so that a tensor per expert is known
     as one of several. The search does not enter the rest of the model: objects that contain a root. It ends after
-    ``MOST_OBJECTS`` objects or ``MOST_SECONDS``. ``cut`` is then the path that it had reached.
+    ``MAX_OBJECTS`` objects or ``MAX_SECONDS``. ``cut`` is then the path that it had reached.
     """
 
     def __init__(self, roots: Mapping[str, Any], parts: int) -> None:
@@ -92,7 +92,7 @@ class Search:
 
     def __iter__(self) -> Iterator[Found]:
         """Yield each tensor, array and number once, the nearest first."""
-        deadline = time.monotonic() + MOST_SECONDS
+        deadline = time.monotonic() + MAX_SECONDS
         while self._queue:
             found, depth = self._queue.popleft()
             value = found.value
@@ -109,7 +109,7 @@ class Search:
             self._seen[id(value)] = value
             if holds_numbers:
                 yield found
-            if depth >= DEEPEST or len(self._seen) > MOST_OBJECTS or time.monotonic() > deadline:
+            if depth >= DEEPEST or len(self._seen) > MAX_OBJECTS or time.monotonic() > deadline:
                 self.cut = found.path
                 if depth >= DEEPEST:
                     continue
@@ -142,7 +142,7 @@ class Search:
         if len(children) != self._parts or self._parts < 2 or "*" not in pattern:
             return False
         if isinstance(value, tuple):
-            return self._parts > _LONGEST_RECORD
+            return self._parts > _MAX_RECORD
         if isinstance(value, (list, deque)):
             return True
         first = min(children)

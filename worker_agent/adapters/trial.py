@@ -17,7 +17,7 @@ Compute: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 outputs ``[T, H]``. Token ``t`` is the same in every call with the same number of tokens."""
 
 _TOKENS_PER_SLOT = 2
-_SMALLEST_DIFFERENCE = {torch.float64: 1e-5, torch.float32: 1e-4}
+_MIN_DIFFERENCE = {torch.float64: 1e-5, torch.float32: 1e-4}
 """By type of the outputs, as a share of the largest one; of shorter types ``_OF_SHORT_TYPES``."""
 _OF_SHORT_TYPES = 2e-2
 
@@ -91,7 +91,7 @@ def exchange_and_compare(layer: LiveLayer, compute: Compute, name: str) -> str |
 
 def _differing(before_TH: torch.Tensor, again_TH: torch.Tensor, after_TH: torch.Tensor) -> torch.Tensor:
     """Return the tokens whose output changed by more than a repetition and rounding explain, bool ``[T]``."""
-    share = _SMALLEST_DIFFERENCE.get(before_TH.dtype, _OF_SHORT_TYPES)
+    share = _MIN_DIFFERENCE.get(before_TH.dtype, _OF_SHORT_TYPES)
     tokens = len(before_TH)
     first_TX, second_TX, moved_TX = (
         one.reshape(tokens, -1).to(torch.float32) for one in (before_TH, again_TH, after_TH)

@@ -25,7 +25,7 @@ from worker_agent.adapters.compat import UnsupportedEngineError
 from worker_agent.doctor import FAILED, OK, SKIPPED, WARNING, Finding
 from worker_agent.settings import AgentSettings, misspelt
 
-_LONGEST_SECONDS = 180.0
+_MAX_SECONDS = 180.0
 """Most time for all ranks together, for starting, their group and the round trip."""
 _FAILED_SECONDS = 10.0
 """Time for the others to end once one has failed: they may have the reason."""
@@ -128,7 +128,7 @@ def _round_trip(ranks: int, device: str, devices: int, expert_bytes: int) -> Ite
         found = [_of_rank(rank, *(path.read_text(errors="replace") for path in said[rank])) for rank in ended]
     failed = [one for findings in found for one in findings if one.verdict == FAILED]
     if late and not failed:
-        failed = [Finding("ranks", FAILED, f"ranks {late} not done within {_LONGEST_SECONDS:g} s")]
+        failed = [Finding("ranks", FAILED, f"ranks {late} not done within {_MAX_SECONDS:g} s")]
     yield from failed or found[0]
 
 
@@ -142,7 +142,7 @@ def _started(
 def _wait(processes: list[subprocess.Popen[bytes]]) -> list[int]:
     """Ranks that have not ended in time, of which there is less once one has failed; progress goes to stderr."""
     began = shown = time.monotonic()
-    until = began + _LONGEST_SECONDS
+    until = began + _MAX_SECONDS
     while late := [rank for rank, process in enumerate(processes) if process.poll() is None]:
         now = time.monotonic()
         if any(process.returncode for process in processes):
@@ -151,7 +151,7 @@ def _wait(processes: list[subprocess.Popen[bytes]]) -> list[int]:
             break
         if now > shown + _PROGRESS_SECONDS:
             shown = now
-            waited = f"{now - began:.0f} s of at most {_LONGEST_SECONDS:g}"
+            waited = f"{now - began:.0f} s of at most {_MAX_SECONDS:g}"
             print(f"waiting for ranks {late}: {waited}", file=sys.stderr, flush=True)
         time.sleep(_POLL_SECONDS)
     return late

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from eplb_service.placement import (
-    MOST_ENTRIES,
+    MAX_ENTRIES,
     Int32,
     PlacementError,
     check_layer,
@@ -46,9 +46,9 @@ def checked_table(
         raise PlacementError(f"{where}: {problem}") from problem
     check_layer(phy2log_RS, experts, where)
     if log2phy_E is None:
-        if not 1 <= dealing_width <= MOST_ENTRIES:
+        if not 1 <= dealing_width <= MAX_ENTRIES:
             raise PlacementError(
-                f"{where}: a dealing table has 1 to {MOST_ENTRIES} entries, got {dealing_width}"
+                f"{where}: a dealing table has 1 to {MAX_ENTRIES} entries, got {dealing_width}"
             )
         tables_RE = default_log2phy(phy2log_RS, experts, dealing_width)
         log2phy_E = tables_RE[0 if shared_tokens else rank]

@@ -15,7 +15,6 @@ from worker_agent.live_layer import LiveLayer
 from worker_agent.runtime import REAL, Runtime
 from worker_agent.settings import AgentSettings
 from worker_agent.swap.commit_register import FatalSwitchError
-from worker_agent.swap.installed import Installed, Order, restoring_plan
 from worker_agent.swap.lane import lost_lanes
 from worker_agent.swap.machine import (
     Commit,
@@ -27,6 +26,7 @@ from worker_agent.swap.machine import (
     VoteOutcome,
     VoteResult,
 )
+from worker_agent.swap.rank_layout import Order, RankLayout, restoring_plan
 from worker_agent.swap.record import History
 from worker_agent.swap.rendezvous import Rendezvous
 from worker_agent.swap.replica_check import ReplicaCheck
@@ -106,7 +106,7 @@ class SwitchDriver:
         self._on_commit = on_commit
         self._step = 0
         self._staged: TransferResult | None = None
-        self._committed: list[tuple[PlanStatus, Installed]] = []
+        self._committed: list[tuple[PlanStatus, RankLayout]] = []
         """Statuses to report once all ranks have installed the part, each with the placement that it resulted in."""
         self._trouble: str | None = None
 
@@ -424,7 +424,7 @@ class SwitchDriver:
             self._install(commit, update, rows, installed)
         self._history.action(self._step, commit)
 
-    def _install(self, commit: Commit, update: RankLayer, rows: StagedLayer, installed: Installed) -> None:
+    def _install(self, commit: Commit, update: RankLayer, rows: StagedLayer, installed: RankLayout) -> None:
         """Switch one layer of a part; ``installed`` is the placement that results."""
         layer = update.layer
         live = self._layers[layer]
@@ -462,10 +462,10 @@ class SwitchDriver:
             self.stats.commit_seconds += seconds / len(committed)
             self._report(replace(status, commit_seconds=seconds / len(committed)), installed)
 
-    def _served(self) -> Installed | None:
+    def _served(self) -> RankLayout | None:
         return self.state.installed if self.state.paused is None and not self._committing else None
 
-    def _report(self, status: PlanStatus, served: Installed | None = None) -> None:
+    def _report(self, status: PlanStatus, served: RankLayout | None = None) -> None:
         served = served or self.state.installed
         whole = replace(status, step=self._step, epoch=served.epoch, digest=served.digest)
         self._unless_it_fails(self._on_status, whole)

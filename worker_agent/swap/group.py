@@ -26,7 +26,7 @@ _SECRET_BYTES = 32
 _ANNOUNCE_SECONDS = 1.0
 _POSITION_SECONDS = 0.5
 _INSTALL_POLL_SECONDS = 0.005
-_LONGEST_REASON = 500
+_MAX_REASON = 500
 
 
 class RendezvousError(RuntimeError):
@@ -128,7 +128,7 @@ class AgentGroup:
     def fail(self, reason: str) -> None:
         """Serve no more: the others hear of it and end as well, unless it was they who reported it."""
         if self.failure is None:
-            self.failure = reason[:_LONGEST_REASON]
+            self.failure = reason[:_MAX_REASON]
             self.peers.announce(b"f" + self.failure.encode(), _ANNOUNCE_SECONDS)
 
     def wait_for_installs(self, vote: int) -> None:

@@ -30,7 +30,7 @@ from worker_agent.swap.group import AgentGroup
 _POLL_SECONDS = 0.0001
 _NEVER = timedelta(days=365)
 """Deadlines are the transfer's own: the libraries' watchdogs end the process where one passes."""
-_MOST_NCCL_BLOCKS = 4
+_MAX_NCCL_BLOCKS = 4
 """Thread blocks that a transfer may hold: it runs beside the model's kernels, some of which need all of the rest."""
 _HCCL_BUFFER_MIB = 100
 """HCCL takes twice this of device memory for a communicator; its default of 200 is meant for the model's own."""
@@ -263,7 +263,7 @@ class _NcclGroup:
         library: Any = dist.ProcessGroupNCCL
         options = library.Options()
         options._timeout = _NEVER
-        options.config.max_ctas = _MOST_NCCL_BLOCKS
+        options.config.max_ctas = _MAX_NCCL_BLOCKS
         with _errors_left_to_us():
             self._group: Any = library(store, rank, size, options)
         self._group.allreduce([torch.zeros(1, device=device)]).wait()

@@ -27,7 +27,7 @@ _IP_HEADER = 0x100000000 - 0x100000
 """Offset at which a filter finds the IP header."""
 _SOURCE_ADDRESS = {socket.AF_INET: 12, socket.AF_INET6: 8}
 """Offset of the sender's address in it."""
-_MOST_HOSTS = 400
+_MAX_HOSTS = 400
 
 _Instruction = tuple[int, int, int, int]
 _TAKE: _Instruction = (_RETURN, 0, 0, 0xFFFFFFFF)
@@ -77,7 +77,7 @@ def _taking(family: int, hosts: Iterable[str]) -> list[_Instruction]:
     ours = sorted(
         address.packed for address in addresses if (address.version == 4) == (family == socket.AF_INET)
     )
-    if len(ours) > _MOST_HOSTS:
+    if len(ours) > _MAX_HOSTS:
         return [_TAKE]
     program = []
     if family == socket.AF_INET:

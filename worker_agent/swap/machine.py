@@ -30,7 +30,7 @@ from typing import TypeAlias
 from eplb_service.placement import part_end
 from eplb_service.wire.agent import PlanState, PlanStatus
 from eplb_service.wire.plan import RankLayer, RankPlan
-from worker_agent.swap.installed import Installed
+from worker_agent.swap.rank_layout import RankLayout
 
 BALLOT_WIDTH = 10
 """Integers in one ballot on the wire."""
@@ -191,8 +191,8 @@ class Commit:
     plan_id: int
     generation: int
     layers: tuple[RankLayer, ...]
-    before: Installed
-    installed: tuple[Installed, ...]
+    before: RankLayout
+    installed: tuple[RankLayout, ...]
 
 
 @dataclass(frozen=True)
@@ -224,7 +224,7 @@ class SwitchState:
     because the ranks have diverged).
     """
 
-    installed: Installed
+    installed: RankLayout
     offer_deadline_steps: int
     staging_rows: int = 0
     progress: Progress = Progress.IDLE

@@ -33,12 +33,12 @@ Address: TypeAlias = tuple[str, int]
 
 _MAC_BYTES = 32
 _NONCE_BYTES = 16
-_LARGEST = 60_000
+_MAX_DATAGRAM = 60_000
 """Bytes of a datagram; what libraries exchange to open their links is a few hundred."""
-_MOST_VALUES = 4096
+_MAX_VALUES = 4096
 """Values kept in a store; a lane needs one or two per pair of ranks."""
-_MOST_HOSTS = 4096
-_MOST_PORTS = 64
+_MAX_HOSTS = 4096
+_MAX_PORTS = 64
 """Ports tried for one that is free for datagrams and for links."""
 _RETRY_SECONDS = 0.05
 _COMPLAINT_SECONDS = 60.0
@@ -165,7 +165,7 @@ class Peers:
             asking.send(sealed)
             while (left := seconds - (self.runtime.now() - began)) > 0:
                 asking.settimeout(left)
-                answer = self._unsealed(_ANSWERED, asking.recv(_LARGEST))
+                answer = self._unsealed(_ANSWERED, asking.recv(_MAX_DATAGRAM))
                 if answer is not None and answer.startswith(nonce):
                     self._mute.discard(rank)
                     return answer[_NONCE_BYTES:]
@@ -204,8 +204,8 @@ class Peers:
                 self._closed.wait(_RETRY_SECONDS)
 
     def _serve_once(self) -> None:
-        datagram, sender = self._socket.recvfrom(_LARGEST)
-        if self._unsealed(_ASKED, datagram) is not None and len(self.hosts) < _MOST_HOSTS:
+        datagram, sender = self._socket.recvfrom(_MAX_DATAGRAM)
+        if self._unsealed(_ASKED, datagram) is not None and len(self.hosts) < _MAX_HOSTS:
             self.hosts.add(sender[0])
         answer = self._answer_to(datagram)
         if answer is not None:
@@ -230,8 +230,8 @@ class Peers:
 
 def _bound(family: socket.AddressFamily, host: str) -> tuple[socket.socket, socket.socket]:
     """A socket for datagrams and a listening one for links, at one port of the interface."""
-    for attempt in range(_MOST_PORTS):
-        listening = socket.create_server((host, 0), family=family, backlog=_MOST_HOSTS)
+    for attempt in range(_MAX_PORTS):
+        listening = socket.create_server((host, 0), family=family, backlog=_MAX_HOSTS)
         datagrams = socket.socket(family, socket.SOCK_DGRAM)
         try:
             datagrams.bind((host, listening.getsockname()[1]))
@@ -239,7 +239,7 @@ def _bound(family: socket.AddressFamily, host: str) -> tuple[socket.socket, sock
         except OSError as error:
             datagrams.close()
             listening.close()
-            if error.errno != errno.EADDRINUSE or attempt == _MOST_PORTS - 1:
+            if error.errno != errno.EADDRINUSE or attempt == _MAX_PORTS - 1:
                 raise
     raise AssertionError("unreachable")
 
@@ -276,7 +276,7 @@ class PeerStore(dist.Store):
             if key.startswith(prefix):
                 watch(data)
         with self._lock:
-            while len(self._values) >= _MOST_VALUES:
+            while len(self._values) >= _MAX_VALUES:
                 self._values.pop(next(iter(self._values)))
             self._values[key] = data
 

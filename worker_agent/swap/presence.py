@@ -29,17 +29,17 @@ _RANK_BYTES = 4
 _WELCOME = b"+"
 _HANDSHAKE_SECONDS = 5.0
 _OPEN_SECONDS = 60.0
-_FIRST_RETRY_SECONDS, _LAST_RETRY_SECONDS = 0.05, 5.0
+_INITIAL_RETRY_SECONDS, _MAX_RETRY_SECONDS = 0.05, 5.0
 _BEAT_SECONDS = 10.0
 """Well below the idle time-outs of common proxies, which begin at 50 s."""
 _LOST_MILLISECONDS = 60_000
 """Time after which the kernel gives up a link whose heartbeats are not acknowledged."""
 _PROBE_SECONDS = 0.2
 _COMPLAINT_SECONDS = 60.0
-_MOST_HANDSHAKES = 64
+_MAX_HANDSHAKES = 64
 """Callers that have not proven yet who they are; beyond these the oldest is dropped."""
-_MOST_WAITING_BYTES = 256 * 1024
-_LARGEST_FRAME = 64 * 1024
+_MAX_WAITING_BYTES = 256 * 1024
+_MAX_FRAME = 64 * 1024
 _READ_BYTES = 64 * 1024
 _SIZE = struct.Struct("!I")
 
@@ -109,7 +109,7 @@ class PresenceLinks:
             own.setblocking(False)
         self._selector.register(self._listening, selectors.EVENT_READ)
         self._selector.register(self._woken, selectors.EVENT_READ)
-        self._next_call = dict.fromkeys(range(rank), (0.0, _FIRST_RETRY_SECONDS))
+        self._next_call = dict.fromkeys(range(rank), (0.0, _INITIAL_RETRY_SECONDS))
         threading.Thread(target=self._run, name="eplb-presence", daemon=True).start()
 
     @property
@@ -147,7 +147,7 @@ class PresenceLinks:
         """Send a message to a peer, if there is a link to it; never waits."""
         with self._lock:
             link = self._links.get(rank)
-            if link is None or len(link.outbox) > _MOST_WAITING_BYTES:
+            if link is None or len(link.outbox) > _MAX_WAITING_BYTES:
                 return
             link.outbox += _SIZE.pack(len(message)) + message
         self._wake()
@@ -170,7 +170,7 @@ class PresenceLinks:
             except Exception:
                 if not self._closing:
                     _log.exception("rank %d: the links to the other ranks", self._rank)
-                    time.sleep(_LAST_RETRY_SECONDS)
+                    time.sleep(_MAX_RETRY_SECONDS)
         with self._lock:
             waker, self._waker = self._waker, None
             for own in (waker, self._woken, self._selector):
@@ -186,7 +186,7 @@ class PresenceLinks:
             self._call_missing(now)
             self._beat(now)
             self._watch_outboxes()
-        for key, events in self._selector.select(_FIRST_RETRY_SECONDS if self._unlinked() else 1.0):
+        for key, events in self._selector.select(_INITIAL_RETRY_SECONDS if self._unlinked() else 1.0):
             if key.fileobj is self._woken:
                 with contextlib.suppress(BlockingIOError):
                     self._woken.recv(_READ_BYTES)
@@ -197,7 +197,7 @@ class PresenceLinks:
 
     def _drop_late_handshakes(self, now: float) -> None:
         for number, link in enumerate(self._handshakes[::-1]):
-            if now - link.began > _HANDSHAKE_SECONDS or number >= _MOST_HANDSHAKES:
+            if now - link.began > _HANDSHAKE_SECONDS or number >= _MAX_HANDSHAKES:
                 self._end(link)
 
     def _call_missing(self, now: float) -> None:
@@ -205,7 +205,7 @@ class PresenceLinks:
         for peer, (due, wait) in self._next_call.items():
             if peer in self._links or peer in under_way or now < due:
                 continue
-            self._next_call[peer] = now + wait, min(2 * wait, _LAST_RETRY_SECONDS)
+            self._next_call[peer] = now + wait, min(2 * wait, _MAX_RETRY_SECONDS)
             family = self._listening.family
             link = _Link(socket.socket(family, socket.SOCK_STREAM), _Stage.CONNECTED, peer, now)
             self._handshakes.append(link)
@@ -270,7 +270,7 @@ class PresenceLinks:
         replies = []
         while len(link.inbox) >= _SIZE.size:
             (size,) = _SIZE.unpack_from(link.inbox)
-            if size > _LARGEST_FRAME:
+            if size > _MAX_FRAME:
                 raise ConnectionError(f"a message of {size} bytes")
             if len(link.inbox) < _SIZE.size + size:
                 break
@@ -321,7 +321,7 @@ class PresenceLinks:
                 self._close(before)
             self._ended.discard(link.peer)
             if link.peer in self._next_call:
-                self._next_call[link.peer] = 0.0, _FIRST_RETRY_SECONDS
+                self._next_call[link.peer] = 0.0, _INITIAL_RETRY_SECONDS
             self._opened.notify_all()
 
     def _end(self, link: _Link, *, by_peer: bool = False) -> None:

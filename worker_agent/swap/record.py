@@ -12,8 +12,8 @@ from typing import Any, TextIO
 
 from eplb_service.wire.agent import PlanState, PlanStatus
 from eplb_service.wire.heat import HeatReport
-from worker_agent.swap.installed import Identity, Installed
 from worker_agent.swap.machine import Action, Ballot, Commit, Halted, StartTransfer, VoteOutcome
+from worker_agent.swap.rank_layout import Identity, RankLayout
 
 _log = logging.getLogger("eplb.agent")
 
@@ -24,7 +24,7 @@ class History:
     A disk that fails ends the recording with a warning, never anything else.
     """
 
-    def __init__(self, folder: Path | None, identity: Identity, installed: Installed) -> None:
+    def __init__(self, folder: Path | None, identity: Identity, installed: RankLayout) -> None:
         self._file: TextIO | None = None
         if folder is None:
             return

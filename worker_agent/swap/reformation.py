@@ -21,15 +21,15 @@ from worker_agent.swap.vote_link import Kind, VoteError, VoteLink
 
 _log = logging.getLogger("eplb.agent")
 
-_FIRST_BACKOFF_SECONDS = 0.5
-_LAST_BACKOFF_SECONDS = 60.0
-_LONGEST_DELAY_SECONDS = 3600.0
+_INITIAL_BACKOFF_SECONDS = 0.5
+_MAX_BACKOFF_SECONDS = 60.0
+_MAX_DELAY_SECONDS = 3600.0
 _GATHER_SECONDS = 60.0
 _OPEN_SECONDS = 60.0
 _POLL_SECONDS = 0.05
-_FIRST_MARGIN = 32
+_INITIAL_MARGIN = 32
 """Forward passes until the first vote: all ranks must have heard of it before they get there."""
-_LAST_MARGIN = 4096
+_MAX_MARGIN = 4096
 _AHEAD = 256
 """Forward passes by which the number that the ranks agree on is ahead of any that one of them has reached."""
 _REST_SECONDS = 60.0
@@ -74,8 +74,8 @@ class Reformation:
         self._version_digest = state.installed.version_digest
         self._now = now
         self._runtime = runtime
-        self._backoff = min(_FIRST_BACKOFF_SECONDS * 4**fruitless, _LONGEST_DELAY_SECONDS)
-        self._margin = _FIRST_MARGIN
+        self._backoff = min(_INITIAL_BACKOFF_SECONDS * 4**fruitless, _MAX_DELAY_SECONDS)
+        self._margin = _INITIAL_MARGIN
         self._astray = astray
         self._resting: tuple[VoteLink, int] | None = None
         self._verdicts: queue.SimpleQueue[bool] = runtime.queue()
@@ -103,7 +103,7 @@ class Reformation:
         self._closing.set()
 
     def _run(self) -> None:
-        shortest = _FIRST_BACKOFF_SECONDS
+        shortest = _INITIAL_BACKOFF_SECONDS
         while not self._rests(shortest):
             try:
                 self._votes = self._attempt()
@@ -113,12 +113,12 @@ class Reformation:
                 return
             except Exception as error:
                 if isinstance(error, _TooLateError):
-                    self._margin = min(4 * self._margin, _LAST_MARGIN)
+                    self._margin = min(4 * self._margin, _MAX_MARGIN)
                 self.complaint = f"the ranks do not vote again yet: {error}"
                 _log.warning("rank %d: the ranks do not vote again yet: %s", self._group.rank, error)
                 # The others would take this rank for there, and be gone when it comes.
                 self._group.store.set(f"attempt/{self._group.rank}", "0")
-            shortest = min(2 * shortest, _LAST_BACKOFF_SECONDS)
+            shortest = min(2 * shortest, _MAX_BACKOFF_SECONDS)
 
     def _rests(self, shortest: float) -> bool:
         """Wait before the next attempt, only ``shortest`` once another rank makes one; return whether to try no more.
@@ -128,7 +128,7 @@ class Reformation:
         began, longest = self._runtime.now(), max(self._backoff, shortest)
         self._group.left = False
         while self._runtime.now() - began < (shortest if self._group.left else longest):
-            if self._closing.wait(_FIRST_BACKOFF_SECONDS):
+            if self._closing.wait(_INITIAL_BACKOFF_SECONDS):
                 break
         return self._closing.is_set()
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from eplb_service import __version__
-from eplb_service.placement import MOST_ENTRIES, Int32, Placement, PlacementError, without_single_entries
+from eplb_service.placement import MAX_ENTRIES, Int32, Placement, PlacementError, without_single_entries
 from eplb_service.wire.agent import Shape, mixed_releases
 from eplb_service.wire.codec import PROTOCOL_VERSION
 from worker_agent.device import device_name
@@ -24,8 +24,8 @@ from worker_agent.live_layer import ExpertWeights, Gathering, LiveLayer, Named, 
 from worker_agent.settings import AgentSettings
 from worker_agent.swap.fingerprint import differing_replicas, expert_fingerprints, shared_memory
 from worker_agent.swap.group import AgentGroup, RendezvousError, agree
-from worker_agent.swap.installed import Identity, Installed
 from worker_agent.swap.lane import Lanes, choose_backend
+from worker_agent.swap.rank_layout import Identity, RankLayout
 
 _log = logging.getLogger("eplb.agent")
 
@@ -38,7 +38,7 @@ class Rendezvous:
     votes: dist.ProcessGroup
     lanes: Lanes
     identity: Identity
-    installed: Installed
+    installed: RankLayout
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ def meet(
     complaint = None
     try:
         tables_LE = np.stack([_table(layer) for layer in layers])
-        installed = Installed.first(rank, placement, tables_LE)
+        installed = RankLayout.first(rank, placement, tables_LE)
     except PlacementError as error:
         complaint = str(error)
     agree(host_group, complaint)
@@ -200,9 +200,9 @@ def _dealing_width(layers: Sequence[LiveLayer], experts: int) -> int:
         raise ValueError(f"all layers deal alike, got log2phy of the shapes {sorted(shapes)}")
     shape = shapes.pop()
     width = int(shape[1]) if len(shape) == 2 else 1
-    if shape[:1] != (experts,) or len(shape) > 2 or not 1 <= width <= MOST_ENTRIES:
+    if shape[:1] != (experts,) or len(shape) > 2 or not 1 <= width <= MAX_ENTRIES:
         raise ValueError(
-            f"log2phy has the shape [{experts}], or [{experts}, entries] with at most {MOST_ENTRIES}; "
+            f"log2phy has the shape [{experts}], or [{experts}, entries] with at most {MAX_ENTRIES}; "
             f"got {list(shape)}"
         )
     return width

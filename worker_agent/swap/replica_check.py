@@ -20,8 +20,8 @@ from worker_agent.device import Mark, SideStream
 from worker_agent.live_layer import LiveLayer
 from worker_agent.runtime import REAL, Runtime
 from worker_agent.swap.checksum import checksum
-from worker_agent.swap.installed import Installed
 from worker_agent.swap.peers import PeerGoneError, Peers
+from worker_agent.swap.rank_layout import RankLayout
 
 _REST_SECONDS = 1.0
 """Shortest time from one expert to the next."""
@@ -52,7 +52,7 @@ class ReplicaCheck:
     def __init__(
         self,
         layers: Sequence[LiveLayer],
-        installed: Callable[[], Installed | None],
+        installed: Callable[[], RankLayout | None],
         peers: Peers,
         runtime: Runtime = REAL,
     ) -> None:
@@ -130,7 +130,7 @@ class ReplicaCheck:
                     raise ValueError(found[1])
 
     def _read_sources(
-        self, layer: int, moves_M5: Int32, installed: Installed
+        self, layer: int, moves_M5: Int32, installed: RankLayout
     ) -> dict[tuple[int, int], tuple[int, int]]:
         """Read the experts of a layer that this rank sends, and the replicas that other ranks will ask about.
 
@@ -165,7 +165,7 @@ class ReplicaCheck:
             took = self._runtime.now() - began
             self._next_at = began + took + max(_REST_SECONDS, _REST_PER_SECOND * took)
 
-    def _compare(self, layer: int, slot: int, installed: Installed) -> None:
+    def _compare(self, layer: int, slot: int, installed: RankLayout) -> None:
         epoch = installed.layer_epochs[layer]
         forgotten = self._forgotten
         self.reading = True
@@ -189,7 +189,7 @@ class ReplicaCheck:
         else:
             self._wrong.pop((layer, slot), None)
 
-    def _store(self, layer: int, slot: int, value: int, installed: Installed) -> bool:
+    def _store(self, layer: int, slot: int, value: int, installed: RankLayout) -> bool:
         """Store the checksum of a slot's expert; return ``False`` if it differs from the stored one."""
         expert = _expert_in(installed, layer, slot)
         stored = self._sum_of(layer, slot, expert)
@@ -203,12 +203,12 @@ class ReplicaCheck:
         self._sums[layer, slot] = expert, value
         return True
 
-    def _differs(self, layer: int, slot: int, rank: int | None, installed: Installed) -> None:
+    def _differs(self, layer: int, slot: int, rank: int | None, installed: RankLayout) -> None:
         reason = f"{_place(installed, layer, slot)} differs from its replica on rank {rank}"
         self._wrong[layer, slot] = _expert_in(installed, layer, slot), reason
 
     def _ask_witnesses(
-        self, unsure: dict[tuple[int, int], tuple[int, int]], installed: Installed, seconds: float
+        self, unsure: dict[tuple[int, int], tuple[int, int]], installed: RankLayout, seconds: float
     ) -> None:
         """Compare slots with other replicas until all have answered or ``seconds`` pass.
 
@@ -251,22 +251,22 @@ class ReplicaCheck:
         return None
 
 
-def _expert_in(installed: Installed, layer: int, slot: int) -> int:
+def _expert_in(installed: RankLayout, layer: int, slot: int) -> int:
     return int(installed.placement.phy2log_LRS[layer, installed.rank, slot])
 
 
-def _slot_of(installed: Installed, layer: int, expert: int) -> int | None:
+def _slot_of(installed: RankLayout, layer: int, expert: int) -> int | None:
     """Return this rank's first slot with an expert, or ``None`` if it has no replica of it."""
     slots = np.flatnonzero(installed.placement.phy2log_LRS[layer, installed.rank] == expert)
     return int(slots[0]) if slots.size else None
 
 
-def _others(installed: Installed, layer: int, expert: int, rank: int) -> list[int]:
+def _others(installed: RankLayout, layer: int, expert: int, rank: int) -> list[int]:
     """Return the ranks other than ``rank`` that hold an expert."""
     holders = np.flatnonzero((installed.placement.phy2log_LRS[layer] == expert).any(axis=1))
     return [holder for holder in holders.tolist() if holder != rank]
 
 
-def _place(installed: Installed, layer: int, slot: int) -> str:
+def _place(installed: RankLayout, layer: int, slot: int) -> str:
     expert = _expert_in(installed, layer, slot)
     return f"layer {layer}: expert {expert} in slot {slot} of rank {installed.rank}"

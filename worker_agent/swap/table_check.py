@@ -13,7 +13,7 @@ import torch
 from eplb_service.placement import expert_map
 from worker_agent.device import Mark, host_empty
 from worker_agent.live_layer import LiveLayer
-from worker_agent.swap.installed import Installed
+from worker_agent.swap.rank_layout import RankLayout
 
 _ALL_WITHIN = 256
 """Number of step boundaries within which each layer's tables are compared once, if there are no more layers."""
@@ -52,7 +52,7 @@ class TableCheck:
         self._boundaries = 0
         self._copies: deque[_Copy] = deque()
 
-    def at_boundary(self, step: int, installed: Installed) -> str | None:
+    def at_boundary(self, step: int, installed: RankLayout) -> str | None:
         """Return how tables that have arrived differ, or ``None``; begin to copy others where it is time.
 
         Called between two passes, on the stream on which layers are switched: the copy is of what ``installed`` names.
@@ -67,11 +67,11 @@ class TableCheck:
             self._begin(turn % len(self._layers), step, installed)
         return None
 
-    def before_commit(self, layer: int, step: int, installed: Installed) -> None:
+    def before_commit(self, layer: int, step: int, installed: RankLayout) -> None:
         """Begin to copy the tables of a layer that is about to be overwritten: nobody could compare them later."""
         self._begin(layer, step, installed)
 
-    def _begin(self, index: int, step: int, installed: Installed) -> None:
+    def _begin(self, index: int, step: int, installed: RankLayout) -> None:
         layer, placement = self._layers[index], installed.placement
         named = {
             "expert_map": expert_map(placement.phy2log_LRS[index, installed.rank], placement.experts),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from eplb_service.control.core.live_placement import LivePlacement
+from eplb_service.control.core.deployed_layout import DeployedLayout
 from eplb_service.cost.curve import CostCurve
 from eplb_service.placement import Float64
 from eplb_service.planner.counterfactual import FITTED, TimePrice
@@ -13,7 +13,7 @@ from eplb_service.planner.forecast import NO_FORECASTS, Forecasts
 from eplb_service.planner.pace import Pace
 from eplb_service.planner.plan import Outlook, Promise
 from eplb_service.planner.score import KnownSplit
-from eplb_service.solver.model import Recommended
+from eplb_service.solver.model import Recommendation
 from eplb_service.wire.operator import MovePrice, Worth
 
 _BETWEEN_APPRAISALS = 8.0
@@ -47,7 +47,7 @@ class Decisions:
         The last cost curve that the group's own step times spoke for.
     appraise_at
         Steps that ``pace`` must have seen before time is priced again.
-    courses
+    recommendations
         What the next decision may follow, as in ``planner.plan.Plan``.
     """
 
@@ -57,7 +57,7 @@ class Decisions:
     promise: Promise | None = None
     planned: KnownSplit | None = None
     answered: tuple[int | None, int] | None = None
-    before: LivePlacement | None = None
+    before: DeployedLayout | None = None
     replaced_at: int | None = None
     forecasts: Forecasts = NO_FORECASTS
     worth: Worth | None = None
@@ -65,7 +65,7 @@ class Decisions:
     fitted: CostCurve | None = None
     move_price: MovePrice | None = None
     appraise_at: float = 0.0
-    courses: Sequence[Recommended | None] = ()
+    recommendations: Sequence[Recommendation | None] = ()
 
     @property
     def to_appraise(self) -> bool:
@@ -121,7 +121,7 @@ class Decisions:
             return replace(self, pace=pace), False
         return replace(self, pace=pace.hastened()), True
 
-    def decided(self, outlook: Outlook, live: LivePlacement, *, changed: bool) -> Decisions:
+    def decided(self, outlook: Outlook, live: DeployedLayout, *, changed: bool) -> Decisions:
         """Note the decision: it keeps ``live``, or a plan that replaces it is about to be offered."""
         if self.pace is None:
             return replace(self, forecasts=outlook.forecasts)
@@ -132,7 +132,11 @@ class Decisions:
         answered = self.answered if pace is self.pace else pace.alarm
         pace = pace.after_decision(changed=changed, paid=outlook.paid).charged(outlook.cost)
         after = replace(
-            self, forecasts=outlook.forecasts, replaced_at=None, courses=outlook.courses, answered=answered
+            self,
+            forecasts=outlook.forecasts,
+            replaced_at=None,
+            recommendations=outlook.recommendations,
+            answered=answered,
         )
         if changed:
             if outlook.planned is not None:
@@ -154,7 +158,7 @@ class Decisions:
         pace = replace(self.pace, expected=None)
         forecasts = replace(self.forecasts, gain=None)
         return replace(
-            self, pace=pace, promise=None, planned=None, before=None, forecasts=forecasts, courses=()
+            self, pace=pace, promise=None, planned=None, before=None, forecasts=forecasts, recommendations=()
         )
 
     def resting(self) -> Decisions:
@@ -166,7 +170,7 @@ class Decisions:
             planned=None,
             before=None,
             forecasts=NO_FORECASTS,
-            courses=(),
+            recommendations=(),
             worth=None,
         )
 

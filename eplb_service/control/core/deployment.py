@@ -10,16 +10,16 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 from eplb_service.control.core.decisions import Decisions
+from eplb_service.control.core.deployed_layout import DeployedLayout
 from eplb_service.control.core.errors import ConflictError, RefusedError
 from eplb_service.control.core.flow import LATE_SECONDS, Late, Limits, Shedding, Stall
 from eplb_service.control.core.group import Assembled, Attendance, Group, Member, rank_list
 from eplb_service.control.core.leader import clock_of
-from eplb_service.control.core.live_placement import LivePlacement
 from eplb_service.control.core.plan_tracker import Outcome, PlanTracker
 from eplb_service.heat.assembler import HeatAssembler, StepCounts
 from eplb_service.placement import Float64
 from eplb_service.planner.pace import Pace
-from eplb_service.planner.plan import LayerPlan, Outlook, Serving
+from eplb_service.planner.plan import LayerPlan, Layout, Outlook
 from eplb_service.planner.price import SwitchLog
 from eplb_service.wire.agent import Heartbeat, Hello, PlanStatus
 from eplb_service.wire.heat import HeatReport
@@ -27,13 +27,13 @@ from eplb_service.wire.heat import HeatReport
 _PROBLEMS_KEPT = 8
 _PART_WHOLE = 8
 """One of so many steps since the last decision must be whole at least where a rank's heat is late."""
-_MOST_TOTAL = 1 << 62
+_MAX_TOTAL = 1 << 62
 """Bound on a total: what is stored and sent stays within 64 bits, whatever the ranks report."""
 
 
 @dataclass(frozen=True)
 class Totals:
-    """Totals over all groups of a deployment; no sum grows past ``_MOST_TOTAL``."""
+    """Totals over all groups of a deployment; no sum grows past ``_MAX_TOTAL``."""
 
     layers_switched: int = 0
     experts_moved: int = 0
@@ -44,7 +44,7 @@ class Totals:
     def plus(self, **gains: int) -> Totals:
         """Return these and ``gains``, by field."""
         return replace(
-            self, **{name: min(getattr(self, name) + gain, _MOST_TOTAL) for name, gain in gains.items()}
+            self, **{name: min(getattr(self, name) + gain, _MAX_TOTAL) for name, gain in gains.items()}
         )
 
 
@@ -53,7 +53,7 @@ class LayerCommitted:
     """One layer of a plan has switched; ``live`` is what is served since."""
 
     update: LayerPlan
-    live: LivePlacement
+    live: DeployedLayout
     bytes_moved: int
 
 
@@ -64,7 +64,7 @@ class StreamsOutdated:
     reason: str
 
 
-Event: TypeAlias = LivePlacement | LayerCommitted | PlanTracker | StreamsOutdated
+Event: TypeAlias = DeployedLayout | LayerCommitted | PlanTracker | StreamsOutdated
 """A change that others must hear of; a placement on which all ranks agree now, and a plan that has ended, as such."""
 
 
@@ -123,7 +123,7 @@ class Deployment:
     late: Late = field(default_factory=Late)
     service_problems: tuple[str, ...] = ()
     decisions: Decisions = field(default_factory=Decisions)
-    first_layout: tuple[str, Serving] | None = None
+    first_layout: tuple[str, Layout] | None = None
     switch_log: SwitchLog = field(default_factory=SwitchLog)
     events: list[Event] = field(default_factory=list)
 
@@ -140,12 +140,12 @@ class Deployment:
         return self.group
 
     @property
-    def live(self) -> LivePlacement | None:
+    def live(self) -> DeployedLayout | None:
         """Placement that is served, once all ranks have reported it."""
         return self.group.live if self.group else None
 
     @property
-    def found(self) -> Serving | None:
+    def found(self) -> Layout | None:
         """The layout that the ranks of this group first came together with: the baseline 'left alone'."""
         if self.group is None or self.first_layout is None:
             return None
@@ -326,7 +326,7 @@ class Deployment:
                 break
         return self.heat.waiting > 0
 
-    def _tested_par(self, heat: HeatAssembler, live: LivePlacement, since: int) -> Float64:
+    def _tested_par(self, heat: HeatAssembler, live: DeployedLayout, since: int) -> Float64:
         """Return the ratios to test for a change of heat, from the steps after the first ``since``.
 
         While a plan is under way, the ratios are predicted for the placement that it leads to, because measured ratios
@@ -445,7 +445,7 @@ class Deployment:
         here = {member.rank for member in self.connected}
         self.late = self.late.after(now, step, [rank for rank in late if rank in here], steps)
 
-    def _expect_heat_of(self, live: LivePlacement) -> None:
+    def _expect_heat_of(self, live: DeployedLayout) -> None:
         shape, limits = self._here.shape, self.limits
         if self.heat is None:
             groups_R = self._here.topology.token_groups_R
@@ -495,7 +495,7 @@ class Deployment:
                 self._commit(self.group, self.live, after, after.decision.layers[index])
         self._close_plan()
 
-    def _commit(self, group: Group, before: LivePlacement, plan: PlanTracker, update: LayerPlan) -> None:
+    def _commit(self, group: Group, before: DeployedLayout, plan: PlanTracker, update: LayerPlan) -> None:
         live = before.with_layer(update.layer, update.phy2log_RS, update.log2phy_RE)
         moves = len(update.moves_M5)
         bytes_moved = moves * group.shape.bytes_per_expert

@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from eplb_service.heat.sources import HeatPhase
-from eplb_service.wire.agent import MOST_BLOCKS
+from eplb_service.wire.agent import MAX_BLOCKS
 
-FEWEST_STEPS, MOST_STEPS = 16, 64
+MIN_STEPS, MAX_STEPS = 16, 64
 """Steps of one report; the heat rings of layers hold no more."""
 _PART_OF_WINDOW = 4
 """A report is no longer than a fourth of the steps that decisions look at, or that are between them."""
@@ -76,7 +76,7 @@ class Limits:
         """
         if self.report_steps is not None:
             return self.report_steps
-        steps, most = FEWEST_STEPS, min(self.decision_steps // _PART_OF_WINDOW, MOST_STEPS)
+        steps, most = MIN_STEPS, min(self.decision_steps // _PART_OF_WINDOW, MAX_STEPS)
         while ranks > _RANKS_PER_STEP * steps and 2 * steps <= most:
             steps *= 2
         return steps
@@ -112,7 +112,7 @@ class Shedding:
         dropping = sum(steps > self.dropped.get(rank, steps) for rank, steps in dropped.items())
         one_in, calm_since = self.one_in, now if dropping else self.calm_since
         if 2 * dropping > len(dropped):
-            one_in = min(2 * one_in, MOST_BLOCKS)
+            one_in = min(2 * one_in, MAX_BLOCKS)
         elif now - calm_since >= _CALM_SECONDS:
             one_in, calm_since = max(1, one_in // 2), now
         return Shedding(one_in, dict(dropped), now, calm_since)

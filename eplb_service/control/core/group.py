@@ -8,8 +8,8 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from eplb_service.control.core.deployed_layout import DeployedLayout
 from eplb_service.control.core.errors import AlreadyConnectedError, ConflictError
-from eplb_service.control.core.live_placement import LivePlacement
 from eplb_service.planner.topology import Topology
 from eplb_service.wire.agent import Hello, Shape
 
@@ -20,7 +20,7 @@ _REFUSAL_SECONDS = 60.0
 _FORMING_SECONDS = 60.0
 """Time that ranks may wait for the others of their forming before another may take their place."""
 
-Assembled: TypeAlias = tuple[Mapping[int, Hello], LivePlacement | ConflictError]
+Assembled: TypeAlias = tuple[Mapping[int, Hello], DeployedLayout | ConflictError]
 """Hellos that waited for the last one, and what all ranks serve together or why that is not one placement."""
 
 
@@ -66,7 +66,7 @@ class Group:
     shape: Shape
     members: Mapping[int, Member] = field(default_factory=dict)
     waiting: Mapping[int, Hello] = field(default_factory=dict)
-    live: LivePlacement | None = None
+    live: DeployedLayout | None = None
 
     @property
     def forming(self) -> tuple[str, Shape]:
@@ -151,7 +151,7 @@ class Group:
     def assembled(self, hello: Hello) -> Assembled:
         """Put together what all ranks serve, ``hello`` being the last; with many ranks beside the event loop."""
         try:
-            return self.waiting, LivePlacement.assembled({**self.waiting, hello.rank: hello})
+            return self.waiting, DeployedLayout.assembled({**self.waiting, hello.rank: hello})
         except ConflictError as error:
             return self.waiting, error
 
@@ -256,7 +256,7 @@ def rank_list(ranks: Sequence[int]) -> str:
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {named}{more}"
 
 
-def _check_rejoining(hello: Hello, live: LivePlacement) -> None:
+def _check_rejoining(hello: Hello, live: DeployedLayout) -> None:
     for layer, (slots_S, table_E) in enumerate(zip(hello.slots_LS, hello.log2phy_LE, strict=True)):
         if not np.array_equal(live.placement.phy2log_LRS[layer, hello.rank], slots_S):
             raise ConflictError(

@@ -11,9 +11,9 @@ from eplb_service.placement import Float64, mean_par
 from eplb_service.wire.agent import mixed_releases
 from eplb_service.wire.operator import BalancePoint
 
-NEWEST_STEPS = 64
+RECENT_STEPS = 64
 """Steps that figures of the present are of: the newest ones, as they were served."""
-MOST_POINTS = 512
+MAX_POINTS = 512
 """Points of one deployment's balance; where there are more, neighbours become one."""
 _SILENT_SECONDS = 30.0
 _UNDECIDED_SECONDS = 600.0
@@ -28,7 +28,7 @@ _MISROUTED_STEPS = 16
 
 
 class BalanceSeries:
-    """Points of time, at most ``MOST_POINTS``, ``interval`` seconds apart; that doubles whenever the series is full."""
+    """Points of time, at most ``MAX_POINTS``, ``interval`` seconds apart; that doubles whenever the series is full."""
 
     def __init__(self, interval: float = 1.0) -> None:
         self._interval = interval
@@ -39,7 +39,7 @@ class BalanceSeries:
         if self.points and point.at - self.points[-1].at < self._interval:
             return False
         self.points.append(point)
-        if len(self.points) >= MOST_POINTS:
+        if len(self.points) >= MAX_POINTS:
             self.points = self.points[1::2]
             self._interval *= 2
         return True
@@ -49,7 +49,7 @@ def served_now(deployment: Deployment) -> int:
     """Return the number of newest steps that figures of the present are of; 0 while no rank is connected."""
     if deployment.heat is None or deployment.live is None or not deployment.connected:
         return 0
-    return min(deployment.heat.steps, NEWEST_STEPS)
+    return min(deployment.heat.steps, RECENT_STEPS)
 
 
 def measured_par(deployment: Deployment) -> Float64:

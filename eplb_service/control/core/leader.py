@@ -11,23 +11,23 @@ import datetime
 from dataclasses import dataclass, field, replace
 
 from eplb_service.control.core.errors import ConflictError
-from eplb_service.wire.fields import LAST_VERSION
+from eplb_service.wire.fields import MAX_VERSION
 
 RANDOM_BITS = 20
 """Low bits of a term that are drawn at random."""
-_LAST_CLOCK = 1 << 36
+_MAX_CLOCK = 1 << 36
 """Bound on what a clock is taken to say, in seconds: the year 4147."""
 
 
 def term_at(seconds: float, random_bits: int) -> int:
     """Return the term of a service that starts at ``seconds`` since 1970; ``random_bits`` are its low bits."""
-    return min(max(int(seconds), 0), _LAST_CLOCK) << RANDOM_BITS | random_bits
+    return min(max(int(seconds), 0), _MAX_CLOCK) << RANDOM_BITS | random_bits
 
 
 def term_above(term: int, random_bits: int) -> int:
     """Return a term above ``term``, which ranks follow; raises ``ConflictError`` where there is none."""
     above = ((term >> RANDOM_BITS) + 1) << RANDOM_BITS | random_bits
-    if above >= LAST_VERSION:
+    if above >= MAX_VERSION:
         raise ConflictError(
             f"there is no leader term above {term}: a service has claimed the last one; start the engines again, "
             "with which their agents forget it"
@@ -38,7 +38,7 @@ def term_above(term: int, random_bits: int) -> int:
 def clock_of(term: int) -> str:
     """Return when the service of a term started, by its own clock."""
     seconds = term >> RANDOM_BITS
-    if seconds > _LAST_CLOCK:
+    if seconds > _MAX_CLOCK:
         return "past the year 4147"
     return f"{datetime.datetime.fromtimestamp(seconds, tz=datetime.timezone.utc):%Y-%m-%d %H:%M:%S} UTC"
 

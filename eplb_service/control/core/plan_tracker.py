@@ -19,9 +19,9 @@ import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from eplb_service.control.core.deployed_layout import DeployedLayout
 from eplb_service.control.core.errors import ConflictError
 from eplb_service.control.core.group import rank_list
-from eplb_service.control.core.live_placement import LivePlacement
 from eplb_service.placement import combine_digests, layer_digest
 from eplb_service.planner.plan import Plan
 from eplb_service.wire.agent import PlanState, PlanStatus
@@ -83,7 +83,7 @@ class PlanTracker:
     objections: Mapping[int, PlanStatus] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, plan_id: int, base: LivePlacement, decision: Plan) -> PlanTracker:
+    def of(cls, plan_id: int, base: DeployedLayout, decision: Plan) -> PlanTracker:
         """Follow the decision's layers from ``base``."""
         digests, versions = list(base.layer_digests), []
         for epoch, update in enumerate(decision.layers, start=base.epoch + 1):

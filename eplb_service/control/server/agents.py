@@ -33,7 +33,7 @@ _SILENCE_SECONDS = 5.0
 _WHOLE_SECONDS = 10.0
 """Longest that all parts of a request may take: room is kept for them."""
 _INSIST_SECONDS = 0.1
-_FIRST_PAUSE_SECONDS, _LAST_PAUSE_SECONDS = 0.002, 0.128
+_INITIAL_PAUSE_SECONDS, _MAX_PAUSE_SECONDS = 0.002, 0.128
 """Between two looks at whether slower ranks have caught up: many ranks may wait at once."""
 _SELDOM_SECONDS = 1.0
 """A rank whose report comes so long after its last one loses nothing by waiting for other ranks' reports."""
@@ -199,7 +199,7 @@ async def _let_others_catch_up(
     deployment: Deployment, rank: int, stream: RankStream, report: HeatReport
 ) -> None:
     """Hold back a report that is ahead of other ranks', up to ``HELD_SECONDS``."""
-    pause = _FIRST_PAUSE_SECONDS
+    pause = _INITIAL_PAUSE_SECONDS
     while not stream.over:
         now = time.monotonic()
         if not deployment.is_ahead(rank, report):
@@ -211,7 +211,7 @@ async def _let_others_catch_up(
         # Unread input counts as activity.
         stream.heard_at = now
         await asyncio.sleep(pause)
-        pause = min(2 * pause, _LAST_PAUSE_SECONDS)
+        pause = min(2 * pause, _MAX_PAUSE_SECONDS)
 
 
 async def _send_on(stream: RankStream, context: Any) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 from eplb_service.control.core.deployment import Deployment
 from eplb_service.control.core.errors import ConflictError
 from eplb_service.control.core.health import (
-    NEWEST_STEPS,
+    RECENT_STEPS,
     mean_measured_par,
     measured_par,
     problems,
@@ -119,7 +119,7 @@ class OperatorService(operator_pb2_grpc.OperatorServiceServicer):
         """Return balance over time, loads of the ranks, and the last decisions."""
         deployment = self._plane.find(request.deployment)
         observed = self._plane.observer.of(deployment.name)
-        steps, loads_LR = rank_loads(deployment, NEWEST_STEPS)
+        steps, loads_LR = rank_loads(deployment, RECENT_STEPS)
         return operator_pb2.GetBalanceResponse(
             points=map(encode, observed.series.points),
             rank_loads=pack(np.rint(1000 * loads_LR).astype(np.int32)) if steps else None,
@@ -181,7 +181,7 @@ def _hottest(deployment: Deployment, par_L: Float64) -> dict[str, Any]:
     if par_L.any():
         found["hottest_layer"] = int(par_L.argmax())
         found["hottest_layer_par"] = float(par_L.max())
-    steps, loads_LR = rank_loads(deployment, NEWEST_STEPS)
+    steps, loads_LR = rank_loads(deployment, RECENT_STEPS)
     measured_L = loads_LR.any(axis=1) if steps else np.zeros(0, dtype=bool)
     if measured_L.any():
         loads_R = loads_LR[measured_L].mean(axis=0)

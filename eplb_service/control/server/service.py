@@ -49,7 +49,7 @@ from eplb_service.solver.warmup import warm_up
 from eplb_service.telemetry.logs import BoundedLog, bounding_library_logs
 from eplb_service.telemetry.metrics import Metrics
 from eplb_service.wire.channel import is_loopback
-from eplb_service.wire.codec import LARGEST_PART, MAX_MESSAGE_BYTES
+from eplb_service.wire.codec import MAX_MESSAGE_BYTES, MAX_PART
 from eplb_service.wire.generated import operator_pb2_grpc
 
 _log = structlog.get_logger(__name__)
@@ -174,7 +174,7 @@ def _bound_server(
         # by the library.
         maximum_concurrent_rpcs=settings.max_streams + _REFUSED_AT_A_TIME,
         options=[
-            ("grpc.max_receive_message_length", LARGEST_PART),
+            ("grpc.max_receive_message_length", MAX_PART),
             ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
             ("grpc.max_allowed_incoming_connections", settings.max_streams + _REFUSED_AT_A_TIME),
             ("grpc.max_concurrent_streams", settings.max_streams_per_peer),

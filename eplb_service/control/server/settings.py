@@ -38,7 +38,7 @@ ENVIRONMENT_PREFIX = "EPLB_"
 _OTHERS = re.compile("EPLB_(AGENT_.*|ADDRESS|CONFIG|TLS_CA|TLS_CLIENT_CERT|TLS_CLIENT_KEY)")
 """Variables of agents and of commands that ask a service."""
 _ADDRESS = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+):(\d{1,5})")
-_MOST_REPORT_STEPS = 1024
+_MAX_REPORT_STEPS = 1024
 
 
 class SettingsError(ValueError):
@@ -53,9 +53,9 @@ def _checked_address(address: str) -> str:
 
 
 def _checked_report_steps(value: Any) -> Any:
-    if value == "auto" or (str(value).isdecimal() and 1 <= int(value) <= _MOST_REPORT_STEPS):
+    if value == "auto" or (str(value).isdecimal() and 1 <= int(value) <= _MAX_REPORT_STEPS):
         return value
-    raise ValueError(f"a report has 1 to {_MOST_REPORT_STEPS} steps, or auto")
+    raise ValueError(f"a report has 1 to {_MAX_REPORT_STEPS} steps, or auto")
 
 
 _Address = Annotated[str, AfterValidator(_checked_address)]

@@ -35,15 +35,15 @@ from eplb_service.control.server.store_file import (
     open_store,
 )
 from eplb_service.placement import Placement
-from eplb_service.planner.plan import Serving
+from eplb_service.planner.plan import Layout
 from eplb_service.wire.codec import encode
 from eplb_service.wire.fields import (
-    LAST_VERSION,
-    LONGEST_LINE,
-    MOST_EXPERTS,
-    MOST_LAYERS,
-    MOST_RANKS,
-    MOST_SLOTS,
+    MAX_EXPERTS,
+    MAX_LAYERS,
+    MAX_LINE,
+    MAX_RANKS,
+    MAX_SLOTS,
+    MAX_VERSION,
     check_count,
     check_deployment,
     printable,
@@ -55,13 +55,13 @@ T = TypeVar("T")
 _log = structlog.get_logger(__name__)
 
 _PLANS_KEPT = 10_000
-_MOST_OWED = 4096
-_MOST_WRITES_IN_LOG = 256
+_MAX_OWED = 4096
+_MAX_WRITES_IN_LOG = 256
 """Writes after which the write-ahead log, then of some megabytes, is copied into the file."""
-_MOST_TABLE_BYTES = 256 << 20
+_MAX_TABLE_BYTES = 256 << 20
 """Where tables are larger the layout is not kept, and a restarted service measures from the one that it meets."""
 _ROWS_SET_ASIDE = 1000
-_MOST_ROW_CHARACTERS = 1 << 20
+_MAX_ROW_CHARACTERS = 1 << 20
 _SETTLE_SECONDS = 10.0
 """Longest time that an operator's command waits for the disk."""
 _NOTICES_KEPT = 8
@@ -69,14 +69,14 @@ _NOTICE_SECONDS = 86400.0
 """Time for which operators see that something of the store was lost."""
 _BOUNDS = {
     "digest": 1 << 64,
-    "layers": MOST_LAYERS + 1,
-    "experts": MOST_EXPERTS + 1,
-    "ranks": MOST_RANKS + 1,
-    "slots": MOST_SLOTS + 1,
+    "layers": MAX_LAYERS + 1,
+    "experts": MAX_EXPERTS + 1,
+    "ranks": MAX_RANKS + 1,
+    "slots": MAX_SLOTS + 1,
 }
-"""Bounds on numbers of a stored deployment, by field; ``LAST_VERSION`` for the others."""
-_LAST_PLAN_ID = LAST_VERSION // 2
-_LAST_MOMENT = 1e11
+"""Bounds on numbers of a stored deployment, by field; ``MAX_VERSION`` for the others."""
+_MAX_PLAN_ID = MAX_VERSION // 2
+_MAX_TIMESTAMP = 1e11
 """Bound on a time in seconds since 1970: the year 5138."""
 
 
@@ -131,7 +131,7 @@ class Store:
         """Leader term of this start, written with all that follows from it."""
         self._check_terms()
         impossible = "SELECT rowid, * FROM plans WHERE id NOT BETWEEN 1 AND ?"
-        for row in self._db.execute(impossible, (_LAST_PLAN_ID,)).fetchall():
+        for row in self._db.execute(impossible, (_MAX_PLAN_ID,)).fetchall():
             self._set_aside("plans", row, ValueError("no plan has such a number"))
         with self._db:
             # At least the clock: ranks follow a service that has lost its store, or has another, if it started last.
@@ -153,7 +153,7 @@ class Store:
     def _check_terms(self) -> None:
         """Leave one leader term that can be one."""
         rows = self._db.execute("SELECT rowid, leader_term FROM service").fetchall()
-        terms = [term for _, term in rows if isinstance(term, int) and 0 <= term < LAST_VERSION]
+        terms = [term for _, term in rows if isinstance(term, int) and 0 <= term < MAX_VERSION]
         if len(rows) == 1 and terms:
             return
         for row in rows:
@@ -215,13 +215,13 @@ class Store:
             ("DELETE FROM plans WHERE deployment = ?", (name,)),
         )
 
-    def save_first_layout(self, name: str, group_id: str, layout: Serving) -> None:
+    def save_first_layout(self, name: str, group_id: str, layout: Layout) -> None:
         """Save the layout that a group of ranks came with, in place of an earlier group's."""
         placement, log2phy_RLE = layout.placement, layout.log2phy_RLE
         arrays: dict[str, Any] = {"phy2log_LRS": placement.phy2log_LRS, "experts": placement.experts}
         if not np.array_equal(log2phy_RLE, placement.default_log2phy()):
             arrays["log2phy_RLE"] = log2phy_RLE
-        if log2phy_RLE.nbytes > _MOST_TABLE_BYTES:
+        if log2phy_RLE.nbytes > _MAX_TABLE_BYTES:
             self._write(("DELETE FROM first_layouts WHERE deployment = ?", (name,)))
             return
         content = io.BytesIO()
@@ -230,7 +230,7 @@ class Store:
         insert = "INSERT OR REPLACE INTO first_layouts (deployment, group_id, layout) VALUES (?, ?, ?)"
         self._write((insert, row))
 
-    def first_layout(self, name: str) -> tuple[str, Serving] | None:
+    def first_layout(self, name: str) -> tuple[str, Layout] | None:
         """Return the last group's identity and first layout, if they are known."""
         rows = self._db.execute(
             "SELECT rowid, group_id, layout FROM first_layouts WHERE deployment = ?", (name,)
@@ -293,7 +293,7 @@ class Store:
         if notice not in self._notices:
             self._notices = [*self._notices, notice][-_NOTICES_KEPT:]
             _log.error("store_row_set_aside", path=self._path, table=table, row=key, reason=reason)
-        content = repr(row)[:_MOST_ROW_CHARACTERS]
+        content = repr(row)[:_MAX_ROW_CHARACTERS]
         with contextlib.suppress(sqlite3.Error):
             self._write(
                 (
@@ -313,7 +313,7 @@ class Store:
             for statement, values in statements:
                 self._db.execute(statement, values)
         self._writes_in_log += 1
-        if self._writes_in_log >= _MOST_WRITES_IN_LOG:
+        if self._writes_in_log >= _MAX_WRITES_IN_LOG:
             self.make_durable()
 
 
@@ -330,7 +330,7 @@ def _stored_deployment(name: str, text: str) -> StoredDeployment:
     check_deployment(name, "name")
     totals = _known_fields(Totals, state.get("totals", {}))
     stored = StoredDeployment(**{**_known_fields(StoredDeployment, state), "totals": Totals(**totals)})
-    return replace(stored, last_decision=printable(stored.last_decision, LONGEST_LINE))
+    return replace(stored, last_decision=printable(stored.last_decision, MAX_LINE))
 
 
 def _known_fields(kind: type[Any], values: Any) -> dict[str, Any]:
@@ -348,18 +348,18 @@ def _known_fields(kind: type[Any], values: Any) -> dict[str, Any]:
         if type(value) is not expected:
             raise ValueError(f"{field.name} is a {type(value).__name__}, not a {expected.__name__}")
         if isinstance(value, int):
-            check_count(value, field.name, _BOUNDS.get(field.name, LAST_VERSION + 1))
+            check_count(value, field.name, _BOUNDS.get(field.name, MAX_VERSION + 1))
         found[field.name] = value
     return found
 
 
-def _layout(content: bytes) -> Serving:
+def _layout(content: bytes) -> Layout:
     """Return a layout as ``save_first_layout`` has written it; raises some exception if it is none."""
     with np.load(io.BytesIO(content), allow_pickle=False) as held:
         placement = Placement(held["phy2log_LRS"], int(held["experts"]))
         log2phy_RLE = held["log2phy_RLE"] if "log2phy_RLE" in held else placement.default_log2phy()
     placement.check_log2phy(log2phy_RLE)
-    return Serving(placement, log2phy_RLE)
+    return Layout(placement, log2phy_RLE)
 
 
 def _past_plan(row: tuple[Any, ...]) -> PastPlan:
@@ -371,7 +371,7 @@ def _past_plan(row: tuple[Any, ...]) -> PastPlan:
         LayerVerdict(**{name: verdict[name] for name in known & verdict.keys()})
         for verdict in json.loads(verdicts)
     )
-    if not 0 <= at < _LAST_MOMENT:
+    if not 0 <= at < _MAX_TIMESTAMP:
         raise ValueError(f"the plan was made at {at}, which is no time")
     if not (isinstance(outcome, str) and isinstance(reason, str)):
         raise ValueError("its outcome is no text")
@@ -476,7 +476,7 @@ class StoreWriter:
         if isinstance(newest, StoredDeployment):
             self._owed = [one for one in self._owed if getattr(one.args[0], "name", None) != newest.name]
         self._owed.append(write)
-        if len(self._owed) > _MOST_OWED:
+        if len(self._owed) > _MAX_OWED:
             oldest = next(one for one in self._owed if not isinstance(one.args[0], StoredDeployment))
             self._owed.remove(oldest)
-            _log.error("store_write_dropped", error=f"more than {_MOST_OWED} writes are owed")
+            _log.error("store_write_dropped", error=f"more than {_MAX_OWED} writes are owed")

@@ -45,7 +45,7 @@ from eplb_service.io.trace import ArrayTrace, TraceFacts, numbered
 RANK_FILE = r"router_trace_rank(?P<rank>\d+)\.jsonl"
 """Name of a file that holds the share of one of Megatron's ranks."""
 _RANK_FILE = "router_trace_rank%d.jsonl"
-_MOST_EXPERTS = 1 << 20
+_MAX_EXPERTS = 1 << 20
 _FIELD = "routed_experts"
 _EXTENSIONS = ("meta_info", "sglext")
 
@@ -87,7 +87,7 @@ def _trace_of_megatron_records(records: Iterable[Record], read_as: ReadAs) -> Ar
             continue
         step, layer, rank = (whole_number(content, name, place) for name in ("step", "layer", "rank"))
         chosen_KC = counts_of(
-            content.get("top_indices"), "top_indices", place, ("tokens", "choices"), most=_MOST_EXPERTS
+            content.get("top_indices"), "top_indices", place, ("tokens", "choices"), most=_MAX_EXPERTS
         )
         chosen[step, layer].append(chosen_KC.astype(np.int64))
         reporters[step].add((rank, layer))
@@ -189,7 +189,7 @@ def _chosen(value: object, place: str, tokens: int | None, top_k: int | None) ->
             value = (
                 read_npy_bytes(content) if numpy else _shaped(np.frombuffer(content, "<i4"), tokens, top_k)
             )
-    found = counts_of(value, _FIELD, place, ("tokens", "layers", "choices"), least=-1, most=_MOST_EXPERTS)
+    found = counts_of(value, _FIELD, place, ("tokens", "layers", "choices"), least=-1, most=_MAX_EXPERTS)
     if top_k is not None and found.shape[2] != top_k:
         raise HeatError(f"{place} has {found.shape[2]} choices of each token, not the {top_k} of --top-k")
     return found

@@ -6,7 +6,7 @@ import contextlib
 
 import grpc
 
-from eplb_service.control.server.plane.deployments import MOST_DEPLOYMENTS
+from eplb_service.control.server.plane.deployments import MAX_DEPLOYMENTS
 from eplb_service.placement import Placement
 from eplb_service.wire.generated import operator_pb2
 from tests.attacks.attempts.registry import attempt, refused
@@ -33,7 +33,7 @@ refused(
 
 @attempt("names of one rank that come and leave, more than there is room for", "no name keeps a new one out")
 async def _came_and_left(target: Target) -> str:
-    for number in range(MOST_DEPLOYMENTS + 20):
+    for number in range(MAX_DEPLOYMENTS + 20):
         rank = target.rank()
         await rank.greet(hello_of(_ALONE, 0, deployment=f"came-{number}"))
         rank.call.cancel()
@@ -54,7 +54,7 @@ async def _taken_seat(target: Target) -> str:
 async def _push_out(target: Target) -> str:
     async with target.honest(deployment="kept"):
         await target.stub.Pause(operator_pb2.PauseRequest(deployment="kept"))
-    for number in range(2 * MOST_DEPLOYMENTS):
+    for number in range(2 * MAX_DEPLOYMENTS):
         rank = target.rank()
         await rank.say(hello=hello_with(deployment=f"junk-{number}"))
         with contextlib.suppress(AssertionError, grpc.aio.AioRpcError):

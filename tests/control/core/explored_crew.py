@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from eplb_service.control.core.live_placement import LivePlacement
+from eplb_service.control.core.deployed_layout import DeployedLayout
 from eplb_service.control.core.plan_tracker import PlanTracker
 from eplb_service.placement import Placement, default_log2phy
 from eplb_service.planner.plan import LayerPlan, Plan
@@ -44,11 +44,11 @@ class Version(NamedTuple):
 
 
 @cache
-def live_at(version: Version) -> LivePlacement:
+def live_at(version: Version) -> DeployedLayout:
     """What is served at a version."""
     if not version.path:
         placement = Placement.linear(LAYERS, EXPERTS, RANKS_BY_FORMING[version.forming], SLOTS)
-        return LivePlacement.of(placement, placement.default_log2phy(), 0, (0,) * LAYERS)
+        return DeployedLayout.of(placement, placement.default_log2phy(), 0, (0,) * LAYERS)
     given = version.path[-1]
     before = live_at(Version(version.forming, version.path[:-1]))
     update = offer_of(given).decision.layers[len(version.path) - 1 - len(given.path)]
@@ -67,7 +67,7 @@ def offer_of(given: Given) -> PlanTracker:
     return PlanTracker.of(1 + given.plan + 10 * given.term, base, Plan(updates, verdicts))
 
 
-def _update(base: LivePlacement, layer: int, turn: int) -> LayerPlan:
+def _update(base: DeployedLayout, layer: int, turn: int) -> LayerPlan:
     new_RS = np.ascontiguousarray((base.placement.phy2log_LRS[layer] + turn) % EXPERTS, dtype=np.int32)
     return LayerPlan(layer, new_RS, default_log2phy(new_RS, EXPERTS), np.zeros((0, 5), dtype=np.int32))
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from eplb_service.control.core.deployed_layout import DeployedLayout
 from eplb_service.control.core.deployment import Deployment, Event
 from eplb_service.control.core.flow import Limits
-from eplb_service.control.core.live_placement import LivePlacement
 from eplb_service.control.core.plan_tracker import PlanTracker
 from eplb_service.placement import default_log2phy
 from eplb_service.planner.plan import LayerPlan, Plan
@@ -18,7 +18,7 @@ from tests.control.fake_group import EXPERTS, LAYERS, RANKS, SLOTS, first_placem
 PLAN_TIMEOUT = 10.0
 
 
-def swap_of(live: LivePlacement, layer: int) -> LayerPlan:
+def swap_of(live: DeployedLayout, layer: int) -> LayerPlan:
     """Two experts of ranks 0 and 1 change places."""
     new_RS = live.placement.phy2log_LRS[layer].copy()
     new_RS[0, 0], new_RS[1, 0] = new_RS[1, 0], new_RS[0, 0]
@@ -26,7 +26,7 @@ def swap_of(live: LivePlacement, layer: int) -> LayerPlan:
     return LayerPlan(layer, new_RS, default_log2phy(new_RS, EXPERTS), moves_M5)
 
 
-def decision_of(live: LivePlacement, *layers: int) -> Plan:
+def decision_of(live: DeployedLayout, *layers: int) -> Plan:
     verdicts = tuple(
         LayerVerdict(layer, 1.5, 1.1, 1.01, 2, layer in layers, "test") for layer in range(LAYERS)
     )
@@ -41,7 +41,7 @@ class Story:
         self.live = live_of(first_placement())
         self.now = 0.0
 
-    def joins(self, *ranks: int, live: LivePlacement | None = None, group_id: str = "first") -> list[Event]:
+    def joins(self, *ranks: int, live: DeployedLayout | None = None, group_id: str = "first") -> list[Event]:
         """Ranks (all of them where none is named) say Hello, serving ``live``."""
         for rank in ranks or range(RANKS):
             self.deployment.hello(decode_hello(hello_of(live or self.live, rank, group_id=group_id)))

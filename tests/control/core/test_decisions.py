@@ -15,12 +15,13 @@ from eplb_service.planner.forecast import Forecasts
 from eplb_service.planner.pace import Pace
 from eplb_service.planner.plan import Outlook, Promise
 from eplb_service.planner.score import Gain, KnownSplit
-from eplb_service.solver.model import Recommended
+from eplb_service.solver.model import Recommendation
 from tests.control.core.story import Story
 from tests.control.fake_group import EXPERTS, LAYERS
 
 OUTLOOK = Outlook(
-    Promise(np.full(3, 1.2), np.full(3, 1e-4), np.ones(3), 64), courses=(Recommended(8.0, 0.1), None)
+    Promise(np.full(3, 1.2), np.full(3, 1e-4), np.ones(3), 64),
+    recommendations=(Recommendation(8.0, 0.1), None),
 )
 LIVE = Story().live
 PRICE = TimePrice(CostCurve(0.0, 0.0, 0.0, 1.0), "assumed", "by tokens")
@@ -125,7 +126,11 @@ def test_of_a_plan_that_failed_nothing_is_taken_as_promised() -> None:
     decisions = promised.plan_ended(done=False)
     assert (promised.forecasts.since(10), decisions.forecasts.since(10)) == (2, 0)
     assert (decisions.before, decisions.replaced_at) == (None, None)
-    assert (promised.courses, promised.resting().courses, decisions.courses) == (outlook.courses, (), ())
+    assert (promised.recommendations, promised.resting().recommendations, decisions.recommendations) == (
+        outlook.recommendations,
+        (),
+        (),
+    )
     assert (decisions.forecasts.misses, decisions.resting().forecasts.misses) == ((0.1,), ())
     assert not is_alarmed(serving(decisions, 10, 1.8))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from eplb_service.control.core.flow import Limits, Shedding, Stall
-from eplb_service.wire.agent import MOST_BLOCKS
+from eplb_service.wire.agent import MAX_BLOCKS
 
 
 @pytest.mark.parametrize(
@@ -49,10 +49,10 @@ class Scene:
 
 def test_what_most_ranks_drop_is_no_more_asked_for_until_it_has_long_been_calm() -> None:
     scene = Scene()
-    assert [scene.look(*range(RANKS)) for _ in range(5)] == [2, 4, 8, MOST_BLOCKS, MOST_BLOCKS]
-    assert scene.look(times=14) == MOST_BLOCKS
-    assert scene.look(0, times=20) == MOST_BLOCKS, "a few ranks still drop heat"
-    assert scene.look(times=15) == MOST_BLOCKS // 2
+    assert [scene.look(*range(RANKS)) for _ in range(5)] == [2, 4, 8, MAX_BLOCKS, MAX_BLOCKS]
+    assert scene.look(times=14) == MAX_BLOCKS
+    assert scene.look(0, times=20) == MAX_BLOCKS, "a few ranks still drop heat"
+    assert scene.look(times=15) == MAX_BLOCKS // 2
     assert scene.look(times=45) == 1
 
 

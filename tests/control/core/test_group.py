@@ -7,9 +7,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from eplb_service.control.core.deployed_layout import DeployedLayout
 from eplb_service.control.core.errors import ConflictError
 from eplb_service.control.core.group import Assembled
-from eplb_service.control.core.live_placement import LivePlacement
 from eplb_service.wire.agent import Hello, decode_hello
 from tests.control.core.story import Story, swap_of
 from tests.control.fake_group import RANKS, first_placement, hello_of, live_of
@@ -50,7 +50,7 @@ def test_it_is_of_the_ranks_that_wait_and_the_one_that_comes(story: Story) -> No
 
 def test_what_was_put_together_is_what_serves(story: Story, monkeypatch: pytest.MonkeyPatch) -> None:
     found = assembled(story, LAST)
-    monkeypatch.setattr(LivePlacement, "assembled", lambda _: pytest.fail("put together once more"))
+    monkeypatch.setattr(DeployedLayout, "assembled", lambda _: pytest.fail("put together once more"))
     story.deployment.hello(LAST, found)
     assert story.deployment.live is found[1]
 

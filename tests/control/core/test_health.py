@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from eplb_service.control.core.health import (
-    MOST_POINTS,
-    NEWEST_STEPS,
+    MAX_POINTS,
+    RECENT_STEPS,
     BalanceSeries,
     mean_measured_par,
     measured_par,
@@ -78,8 +78,8 @@ def test_nothing_is_of_now_while_no_rank_is_connected() -> None:
 
 
 def test_figures_of_the_present_are_of_the_newest_steps_as_they_were_served() -> None:
-    loads_TLR = np.tile([[30.0, 10.0]], (NEWEST_STEPS + 8, 1, 1))
-    loads_TLR[-NEWEST_STEPS // 2 :] = 20
+    loads_TLR = np.tile([[30.0, 10.0]], (RECENT_STEPS + 8, 1, 1))
+    loads_TLR[-RECENT_STEPS // 2 :] = 20
     assert measured_par(deployment_of(loads_TLR)).tolist() == [1.25]
 
 
@@ -93,13 +93,13 @@ def test_loads_of_ranks_are_over_the_mean_of_their_layer_and_of_the_newest_steps
     assert rank_loads(SimpleNamespace(heat=None, live=None, connected=[]), newest=2)[0] == 0
 
 
-@pytest.mark.parametrize("seconds", [10, MOST_POINTS, 3 * MOST_POINTS, 100_000])
+@pytest.mark.parametrize("seconds", [10, MAX_POINTS, 3 * MAX_POINTS, 100_000])
 def test_points_are_few_evenly_spaced_and_reach_from_the_start_to_now(seconds: int) -> None:
     series = BalanceSeries(interval=1.0)
     for second in range(seconds):
         series.add(BalancePoint(1000.0 + second, 1.0, 1.05, math.nan, second))
     points = series.points
-    assert min(seconds, MOST_POINTS / 2 - 1) <= len(points) <= MOST_POINTS
+    assert min(seconds, MAX_POINTS / 2 - 1) <= len(points) <= MAX_POINTS
     gap = points[-1].at - points[-2].at
     assert {round(b.at - a.at) for a, b in pairwise(points)} == {gap}
     assert points[0].at <= 1000 + gap

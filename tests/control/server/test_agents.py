@@ -213,7 +213,7 @@ async def test_a_plan_that_is_over_goes_to_nobody_else() -> None:
 async def test_a_rank_that_does_not_read_keeps_its_turn_for_a_while_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(outgoing_streams, "_LONGEST_TURN_SECONDS", 0.01)
+    monkeypatch.setattr(outgoing_streams, "_MAX_TURN_SECONDS", 0.01)
     scene = Scene(1)
     begun = await scene.soon()
     assert begun == list(range(len(begun)))

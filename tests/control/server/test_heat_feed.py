@@ -13,10 +13,10 @@ import pytest
 from eplb_service.cli import trace_record
 from eplb_service.cli.main import run
 from eplb_service.control.core import flow
+from eplb_service.control.core.deployed_layout import DeployedLayout
 from eplb_service.control.core.deployment import Deployment
 from eplb_service.control.core.flow import Shedding
 from eplb_service.control.core.health import problems
-from eplb_service.control.core.live_placement import LivePlacement
 from eplb_service.control.server.listening import StatusError
 from eplb_service.control.server.outgoing import heat_feed
 from eplb_service.control.server.outgoing.heat_feed import _Watcher
@@ -161,7 +161,7 @@ async def test_a_recording_holds_what_the_ranks_counted_across_a_switch(
     assert (facts.nodes_R, facts.bytes_per_expert) == ((0, 0, 1, 1), BYTES_PER_EXPERT)
 
 
-def loads_sent(live: LivePlacement, heat_TLE: Int32) -> Int32:
+def loads_sent(live: DeployedLayout, heat_TLE: Int32) -> Int32:
     """Tokens that each rank receives where every rank has those of ``heat_TLE``, int32 ``[T, L, R]``."""
     loads_TLR = np.zeros((len(heat_TLE), LAYERS, RANKS), dtype=np.int32)
     slots = live.placement.slots
@@ -264,7 +264,7 @@ async def test_ctrl_c_ends_with_a_whole_trace(
 
 async def test_a_slow_watcher_loses_reports_and_is_notified(monkeypatch: pytest.MonkeyPatch) -> None:
     report = heat_report(live_of(first_placement()), 0, 0, skewed_heat(8))
-    monkeypatch.setattr(heat_feed, "MOST_WAITING_BYTES", 2 * report.ByteSize())
+    monkeypatch.setattr(heat_feed, "MAX_WAITING_BYTES", 2 * report.ByteSize())
     watcher = _Watcher("here")
     for _ in range(5):
         watcher.put_heat(0, report)
@@ -289,9 +289,9 @@ async def test_only_so_many_watch_and_only_with_the_token() -> None:
         assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
         service.plane._known.add("decode")
         metadata = (("authorization", "Bearer secret"),)
-        calls = [stub.WatchHeat(request, metadata=metadata) for _ in range(heat_feed.MOST_WATCHERS_OF_A_HOST)]
+        calls = [stub.WatchHeat(request, metadata=metadata) for _ in range(heat_feed.MAX_WATCHERS_PER_HOST)]
         feed = service.plane.feed
-        await until(lambda: sum(map(len, feed._watchers.values())) == heat_feed.MOST_WATCHERS_OF_A_HOST)
+        await until(lambda: sum(map(len, feed._watchers.values())) == heat_feed.MAX_WATCHERS_PER_HOST)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await stub.WatchHeat(request, metadata=metadata).read()
         assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED

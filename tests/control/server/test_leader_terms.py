@@ -9,7 +9,7 @@ import pytest
 from eplb_service.control.core.errors import ConflictError
 from eplb_service.control.core.leader import Claim, clock_of, term_above, term_at
 from eplb_service.control.server.store import MEMORY, Store, StoredDeployment, higher_term
-from eplb_service.wire.fields import LAST_VERSION
+from eplb_service.wire.fields import MAX_VERSION
 
 _IN_2106 = 1 << 32
 """What a clock may say that was never set, in seconds."""
@@ -27,13 +27,13 @@ def test_the_term_grows_with_every_start(path: str) -> None:
 def test_a_term_that_was_raised_for_a_deployment_is_kept_and_grows_with_every_start(path: str) -> None:
     store = Store(path)
     raised = higher_term(term_at(_IN_2106, 0))
-    for name, term in (("decode", raised), ("last", LAST_VERSION - 1), ("prefill", store.leader_term)):
+    for name, term in (("decode", raised), ("last", MAX_VERSION - 1), ("prefill", store.leader_term)):
         store.save_deployment(StoredDeployment(name, leader_term=term))
     store.close()
     store = Store(path)
     decode, last, prefill = store.deployments()
     assert decode.leader_term > raised > store.leader_term
-    assert last.leader_term == LAST_VERSION - 1, "there is no higher one: the service starts all the same"
+    assert last.leader_term == MAX_VERSION - 1, "there is no higher one: the service starts all the same"
     assert prefill.leader_term < store.leader_term, "a wrong clock is no other deployment's"
     store.close()
 
@@ -43,10 +43,10 @@ def test_terms_are_the_clock_and_chance_and_have_an_end() -> None:
     assert clock_of(term) == "2106-02-07 06:28:16 UTC"
     above = [term_above(term, chance) for chance in (0, 7, (1 << 20) - 1)]
     assert min(above) > term | ((1 << 20) - 1)
-    assert term_at(1e300, 0) == term_at(1 << 36, 0) < LAST_VERSION
-    assert "4147" in clock_of(LAST_VERSION - 1)
+    assert term_at(1e300, 0) == term_at(1 << 36, 0) < MAX_VERSION
+    assert "4147" in clock_of(MAX_VERSION - 1)
     with pytest.raises(ConflictError, match="start the engines again"):
-        term_above(LAST_VERSION - 1, 0)
+        term_above(MAX_VERSION - 1, 0)
 
 
 def test_two_services_never_have_the_same_term(monkeypatch: pytest.MonkeyPatch) -> None:

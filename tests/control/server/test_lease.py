@@ -27,7 +27,7 @@ from eplb_service.control.server.lease.leadership import (
     checked_lease,
     named_lease,
 )
-from eplb_service.wire.fields import LAST_VERSION
+from eplb_service.wire.fields import MAX_VERSION
 from tests.control.server.certificates import Authority
 
 NAMESPACE, URL = "serving", "http://kubernetes.example"
@@ -201,7 +201,7 @@ def test_the_record_is_what_kubernetes_keeps(
     record = api.leases[PATH]
     record["metadata"]["annotations"][TERM_ANNOTATION] = str(1 << 80)
     assert lease.attempt()
-    assert lease.highest_term() == LAST_VERSION - 1
+    assert lease.highest_term() == MAX_VERSION - 1
 
 
 def test_the_pod_that_leads_is_labelled_and_no_other(

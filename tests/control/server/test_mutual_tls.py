@@ -22,7 +22,7 @@ from tests.control.server.certificates import Authority
 from tests.control.server.test_http_server import get
 from tests.control.server.test_service import settings, until
 from worker_agent.stream import Outbox, ServiceStream
-from worker_agent.swap.installed import Identity, Installed
+from worker_agent.swap.rank_layout import Identity, RankLayout
 
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="makes certificates with openssl")
 
@@ -53,7 +53,7 @@ def flags(folder: Path, authority: Authority) -> dict[str, Any]:
 def agent(service: RunningService, ca: Path, proof: tuple[Path, Path]) -> ServiceStream:
     """The stream of a real agent."""
     placement = first_placement()
-    installed = Installed.first(0, placement, placement.default_log2phy()[0])
+    installed = RankLayout.first(0, placement, placement.default_log2phy()[0])
     shape = Shape(RANKS, LAYERS, EXPERTS, SLOTS, BYTES_PER_EXPERT)
     identity = Identity("decode", "group", 0, "here", tuple(range(RANKS)), shape)
     made = agents.settings(service=service.address, tls_ca=ca, tls_cert=proof[0], tls_key=proof[1])

@@ -15,7 +15,7 @@ import pytest_asyncio
 from eplb_service.cli.main import run
 from eplb_service.control.core.leader import term_at
 from eplb_service.control.server.service import RunningService, running_service
-from eplb_service.wire.fields import LAST_VERSION
+from eplb_service.wire.fields import MAX_VERSION
 from eplb_service.wire.generated import agent_pb2
 from tests.cli.published import held
 from tests.control.fake_group import (
@@ -274,7 +274,7 @@ async def test_past_the_last_term_an_order_says_what_is_left_to_do(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     async with running_service(settings()) as service, FakeGroup(service.address) as group:
-        await group.join(highest_term=LAST_VERSION - 1)
+        await group.join(highest_term=MAX_VERSION - 1)
         assert await eplb(group, "lead", "decode") == 2
         assert "start the engines again" in capsys.readouterr().err
         assert await eplb(group, "lead", "nope") == 2

@@ -102,7 +102,7 @@ async def test_slots_that_do_not_make_the_digest_they_say(channel: grpc.aio.Chan
 async def test_more_deployments_than_allowed(
     channel: grpc.aio.Channel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(deployments, "MOST_DEPLOYMENTS", 2)
+    monkeypatch.setattr(deployments, "MAX_DEPLOYMENTS", 2)
     # All are kept: a stream that nobody holds any more is cancelled.
     one, two, three = (FakeRank(channel, 0) for _ in range(3))
     await one.greet(hello_of(LIVE, 0, deployment="one"))
@@ -115,7 +115,7 @@ async def test_more_deployments_than_allowed(
 async def test_names_that_came_and_left_make_room_unless_they_had_a_plan_or_are_paused(
     service: RunningService, channel: grpc.aio.Channel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(deployments, "MOST_DEPLOYMENTS", 4)
+    monkeypatch.setattr(deployments, "MAX_DEPLOYMENTS", 4)
     known, alone = service.plane.deployments, live_of(Placement.linear(LAYERS, SLOTS, 1, SLOTS))
 
     async def comes_and_leaves(name: str) -> None:

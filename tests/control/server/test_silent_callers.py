@@ -75,7 +75,7 @@ def path(tmp_path: Path) -> Path:
 async def test_silent_checks_do_not_shut_the_health_port(method: str) -> None:
     async with running_service(settings(health="127.0.0.1:0")) as service:
         assert service.health_address is not None
-        async with silent(service.health_address, method, 2 * quotas.MOST_PROBES):
+        async with silent(service.health_address, method, 2 * quotas.MAX_PROBES):
             for _ in range(3):
                 assert await healthy(service.health_address)
 
@@ -86,7 +86,7 @@ async def test_watchers_of_health_make_room_for_those_who_ask() -> None:
         async with grpc.aio.insecure_channel(service.health_address) as channel:
             request = health_pb2.HealthCheckRequest(service="liveness")
             watches = [
-                health_pb2_grpc.HealthStub(channel).Watch(request) for _ in range(quotas.MOST_PROBES + 8)
+                health_pb2_grpc.HealthStub(channel).Watch(request) for _ in range(quotas.MAX_PROBES + 8)
             ]
             reading = [asyncio.ensure_future(watch.read()) for watch in watches]
             await asyncio.sleep(0.3)

@@ -23,7 +23,7 @@ from eplb_service.control.server import store as store_module
 from eplb_service.control.server.service import running_service
 from eplb_service.control.server.store import Store, StoredDeployment
 from eplb_service.control.server.store_file import MEMORY, StoreError
-from eplb_service.planner.plan import Serving
+from eplb_service.planner.plan import Layout
 from eplb_service.wire.generated import operator_pb2
 from tests.control.core.story import decision_of
 from tests.control.fake_group import FakeGroup, first_placement, live_of
@@ -59,8 +59,8 @@ def test_what_ranks_came_with_is_found_again_with_its_tables(path: str, entries:
                 log2phy_RLE[:, layer, expert] = slot
         log2phy_RLE = np.repeat(log2phy_RLE[..., None], entries, axis=3)
     store = Store(path)
-    store.save_first_layout("decode", "before", Serving(placement, placement.default_log2phy()))
-    store.save_first_layout("decode", "first", Serving(placement, log2phy_RLE))
+    store.save_first_layout("decode", "before", Layout(placement, placement.default_log2phy()))
+    store.save_first_layout("decode", "first", Layout(placement, log2phy_RLE))
     store.close()
     store = Store(path)
     found = store.first_layout("decode")
@@ -467,7 +467,7 @@ def test_an_order_outlives_a_lost_log(path: str) -> None:
 
 
 def test_a_log_stays_small(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store_module, "_MOST_WRITES_IN_LOG", 16)
+    monkeypatch.setattr(store_module, "_MAX_WRITES_IN_LOG", 16)
     store = Store(path)
     for number in range(400):
         store.save_deployment(replace(STORED, epoch=number, last_decision="x" * 3000))

@@ -116,7 +116,7 @@ def test_a_write_that_no_disk_is_to_blame_for_holds_up_no_other(failures: Failur
 def test_what_is_owed_is_bounded_and_no_deployment_is_given_up(
     failures: Failures, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(store_module, "_MOST_OWED", 3)
+    monkeypatch.setattr(store_module, "_MAX_OWED", 3)
     failures.pragma("query_only = ON")
     failures.write("save_deployment", StoredDeployment("decode", paused=True))
     for number in range(5):

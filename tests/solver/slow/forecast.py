@@ -51,12 +51,12 @@ def squared_errors(older, newer, half_lives):
 
 
 def recommended(now, costs, min_gain):
-    """The first of the cheapest courses, each of which must win ``min_gain`` over the best before it; -1 for none.
+    """The first of the cheapest actions, each of which must win ``min_gain`` over the best before it; -1 for none.
 
-    ``costs`` are in the order in which courses are tried.
+    ``costs`` are in the order in which actions are tried.
     """
     best, chosen = now, -1
-    for course, cost in enumerate(costs):
+    for recommendation, cost in enumerate(costs):
         if cost < best - min_gain:
-            best, chosen = cost, course
+            best, chosen = cost, recommendation
     return chosen

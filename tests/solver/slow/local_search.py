@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from eplb_service.solver.local_search import EXCHANGES, FRUITLESS
-from eplb_service.solver.swaps import SMALLEST_RELIEF
+from eplb_service.solver.swaps import MIN_RELIEF
 from tests.solver.slow.heat import even_shares, rank_risks
 
 
@@ -132,10 +132,10 @@ def search(phy2log_RS, scaled_EN, share_N, home_ER, z, price_K, most_steps):
         risk_R = rank_risks(phy2log_RS, share_RS, scaled_EN, share_N, z)
         hot = close.best(dict(enumerate(risk_R)), -1.0)
         swaps = swap_gains(phy2log_RS, share_RS, hot, scaled_EN, share_N, z)
-        swap = close.best(swaps, SMALLEST_RELIEF)
+        swap = close.best(swaps, MIN_RELIEF)
         exchange = None
         if (frugal and step % EXCHANGES == 0) or swap is None:
-            enough = max(SMALLEST_RELIEF, 0.0 if swap is None else swaps[swap] / 2)
+            enough = max(MIN_RELIEF, 0.0 if swap is None else swaps[swap] / 2)
             exchange = close.best(exchange_gains(phy2log_RS, hot, scaled_EN, share_N, z), enough)
         if exchange is not None:
             phy2log_RS, share_RS = exchanged(phy2log_RS, hot, exchange)
@@ -159,7 +159,7 @@ def swapped_through_tables(phy2log_RS, share_RS, scaled_EN, share_N, z, most_ste
         placed = expert_P[slot_RS], share_P[slot_RS]
         risk_R = rank_risks(*placed, scaled_EN, share_N, z)
         hot = close.best(dict(enumerate(risk_R)), -1.0)
-        swap = close.best(swap_gains(*placed, hot, scaled_EN, share_N, z), SMALLEST_RELIEF)
+        swap = close.best(swap_gains(*placed, hot, scaled_EN, share_N, z), MIN_RELIEF)
         if swap is None:
             break
         slot_RS, _ = swapped(slot_RS, slot_RS, hot, swap)

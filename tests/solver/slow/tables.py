@@ -6,7 +6,7 @@ import numpy as np
 
 from tests.solver.slow.heat import mean_of_max, rank_risks, rank_series, risk_of
 
-SMALLEST_GAIN = 1e-5
+MIN_GAIN = 1e-5
 
 
 def holders_of(phy2log_RS, expert):
@@ -77,7 +77,7 @@ def cool(phy2log_RS, table_GE, scaled_EN, share_N, share_GE, z):
     for _ in range(4 * phy2log_RS.size):
         risk_R = rank_risks(phy2log_RS, slot_shares(phy2log_RS, table_GE, share_GE), scaled_EN, share_N, z)
         hot = int(risk_R.argmax())
-        bound = risk_R[hot] - SMALLEST_GAIN
+        bound = risk_R[hot] - MIN_GAIN
         after = {}
         for (g, e), slot in np.ndenumerate(table_GE):
             if slot // slots != hot or share_GE[g, e] <= 0:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from worker_agent.adapters.compat import refuse
 
 _KNOWN_BACKENDS = ("none", "deepep")
-_MOST_ENTRIES = 16
+_MAX_ENTRIES = 16
 """Of a dealing table under dynamic dispatch; what the service deals by default."""
 
 OF_ITS_MANAGER = {
@@ -101,7 +101,7 @@ class SglangOptions:
         """D of the tables, given the number of physical experts, which is as many as SGLang has room for."""
         if self.dispatch == "static":
             return 1
-        most = min(slots_of_all, _MOST_ENTRIES)
+        most = min(slots_of_all, _MAX_ENTRIES)
         return 1 << (most.bit_length() - 1)
 
     def check(self, *, allow_unverified: bool) -> None:

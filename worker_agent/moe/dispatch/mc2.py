@@ -23,7 +23,7 @@ _DEFAULT_BUFFER = 200
 """MB of HCCL's buffers where HCCL_BUFFSIZE is not set."""
 
 _MEGABYTE = 2**20
-_MOST_CHOICES, _MOST_EXPERTS, _MOST_A2_SLOTS = 16, 1024, 24
+_MAX_CHOICES, _MAX_EXPERTS, _MAX_A2_SLOTS = 16, 1024, 24
 
 
 @dataclass(frozen=True)
@@ -82,18 +82,18 @@ class MC2Limits:
         experts, variant = self.ranks * self.slots, self.variant
         powers, widest = ((16, 32, 64), 10240) if variant.hierarchical else ((16, 32, 64, 128, 256), 7168)
         if variant.a3:
-            machine, slots = "A3", _MOST_EXPERTS
+            machine, slots = "A3", _MAX_EXPERTS
             fits = 2 <= self.ranks <= 768, 1024 <= self.hidden <= 8192
             wanted = "2 to 768 ranks", "a hidden size of 1024 to 8192"
         else:
-            machine, slots = "A2", _MOST_A2_SLOTS
+            machine, slots = "A2", _MAX_A2_SLOTS
             fits = self.ranks in powers, self.hidden <= widest
             wanted = f"{', '.join(map(str, powers))} ranks", f"a hidden size of 1 to {widest}"
         needs = {
             f"{wanted[0]} on {machine}, got {self.ranks}": fits[0],
             f"{wanted[1]} on {machine}, got {self.hidden}": fits[1],
             f"at most {slots} experts per rank on {machine}, got {self.slots}": self.slots <= slots,
-            f"at most {_MOST_EXPERTS} physical experts, got {experts}": experts <= _MOST_EXPERTS,
+            f"at most {_MAX_EXPERTS} physical experts, got {experts}": experts <= _MAX_EXPERTS,
         }
         for need, met in needs.items():
             if not met:
@@ -115,8 +115,8 @@ class MC2Limits:
         most = 512 if self.variant.a3 else 256
         if tokens > most:
             self._refuse(f"takes at most {most} tokens of a rank, padding among them, got {tokens}")
-        if choices > _MOST_CHOICES:
-            self._refuse(f"takes at most {_MOST_CHOICES} choices per token, got {choices}")
+        if choices > _MAX_CHOICES:
+            self._refuse(f"takes at most {_MAX_CHOICES} choices per token, got {choices}")
         needed, there = -(-self.buffer(tokens, choices) // _MEGABYTE), self.variant.buffer_megabytes or 0
         if needed > there:
             self._refuse(

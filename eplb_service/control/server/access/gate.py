@@ -43,10 +43,10 @@ from eplb_service.control.server.listening import StatusError, code_of
 from eplb_service.control.server.settings import SettingsError
 from eplb_service.telemetry.logs import BoundedLog
 from eplb_service.telemetry.metrics import Metrics
-from eplb_service.wire.fields import MOST_RANKS, WireError, check_deployment, check_name, printable
+from eplb_service.wire.fields import MAX_RANKS, WireError, check_deployment, check_name, printable
 
 _ALL = "*"
-_SHORTEST_TOKEN = 16
+_MIN_TOKEN = 16
 _MESSAGE_SECONDS = 10.0
 _OPERATOR = "/eplb.v1.OperatorService/"
 _READ = frozenset({"ListDeployments", "GetStatus", "GetPlacement", "GetHistory", "GetBalance", "WatchHeat"})
@@ -69,8 +69,8 @@ def _ranks(text: Any) -> frozenset[int]:
         if not (first.isdecimal() and (last or first).isdecimal()):
             raise ValueError(f"ranks are such as 0-15 or 0,3, not {text!r}")
         low, high = int(first), int(last or first)
-        if not low <= high < MOST_RANKS:
-            raise ValueError(f"ranks are 0 to {MOST_RANKS - 1}, in ascending order, not {part.strip()!r}")
+        if not low <= high < MAX_RANKS:
+            raise ValueError(f"ranks are 0 to {MAX_RANKS - 1}, in ascending order, not {part.strip()!r}")
         found.update(range(low, high + 1))
     return frozenset(found)
 
@@ -92,7 +92,7 @@ class Credential(BaseModel):
     ] = Field(alias="role", min_length=1)
     deployments: Annotated[frozenset[str], AfterValidator(_checked_deployments)] = Field(min_length=1)
     ranks: Annotated[frozenset[int], BeforeValidator(_ranks)] | None = None
-    token: str | None = Field(None, min_length=_SHORTEST_TOKEN, repr=False)
+    token: str | None = Field(None, min_length=_MIN_TOKEN, repr=False)
     token_sha256: str | None = Field(None, pattern="^[0-9a-f]{64}$", repr=False)
     certificate: str | None = Field(None, min_length=1)
 

@@ -14,7 +14,7 @@ from eplb_service.control.core.errors import ExhaustedError
 
 _OF_A_HOST = 4
 _TURN_SECONDS = 30.0
-MOST_PROBES = 64
+MAX_PROBES = 64
 """Health checks at a time, which anybody may ask for: beyond them the oldest make room."""
 _PROBE_SECONDS = 60.0
 _T = TypeVar("_T")
@@ -82,7 +82,7 @@ class Quotas:
 
         Callers that say nothing keep nobody out: the newest call is always answered.
         """
-        if len(self._probes) >= MOST_PROBES:
+        if len(self._probes) >= MAX_PROBES:
             oldest = list(self._probes)[makes_room(list(self._probes.values()))]
             del self._probes[oldest]
             oldest.cancel()
@@ -100,7 +100,7 @@ class Quotas:
             if task in self._probes:
                 raise
             raise ExhaustedError(
-                f"{MOST_PROBES} health checks are open: the oldest made room for another"
+                f"{MAX_PROBES} health checks are open: the oldest made room for another"
             ) from None
         finally:
             self._probes.pop(task, None)

@@ -12,8 +12,8 @@ from typing import TypeAlias
 import numpy as np
 
 from eplb_service.control.core.decisions import Decisions
+from eplb_service.control.core.deployed_layout import DeployedLayout
 from eplb_service.control.core.deployment import Deployment
-from eplb_service.control.core.live_placement import LivePlacement
 from eplb_service.cost.moving import MovingCosts
 from eplb_service.heat.assembler import RememberedHeat
 from eplb_service.heat.sources import StepTimes
@@ -25,7 +25,7 @@ from eplb_service.planner.dealing import fitted_to_host
 from eplb_service.planner.decide import plan
 from eplb_service.planner.forecast import Forecasts
 from eplb_service.planner.pace import Pace
-from eplb_service.planner.plan import Outlook, Plan, Serving, gain_over, promise_for, promise_of
+from eplb_service.planner.plan import Layout, Outlook, Plan, gain_over, promise_for, promise_of
 from eplb_service.planner.settings import PlannerSettings
 from eplb_service.planner.topology import Topology
 from eplb_service.wire.fields import WireError, check_deployment
@@ -117,8 +117,8 @@ class DecisionInputs:
     """
 
     heat: RememberedHeat
-    live: LivePlacement
-    found: Serving | None
+    live: DeployedLayout
+    found: Layout | None
     topology: Topology
     settings: PlannerSettings
     decisions: Decisions
@@ -214,7 +214,7 @@ def decide(inputs: DecisionInputs) -> tuple[Plan, Outlook, float]:
         settings,
         inputs.serving_steps,
         priced(inputs.moving, inputs.decisions.time_price),
-        courses=inputs.decisions.courses if follows else (),
+        recommendations=inputs.decisions.recommendations if follows else (),
     )
     promise, expected_TL = promise_for(made)
     forecasts = _forecasts(inputs, window, expected_TL)
@@ -225,7 +225,7 @@ def decide(inputs: DecisionInputs) -> tuple[Plan, Outlook, float]:
         burst=seen.burst,
         change_at=seen.change_at,
         cost=inputs.steps_paying(time.process_time() - taken),
-        courses=made.courses,
+        recommendations=made.recommendations,
         planned=live.serving.changed_by(made).split_of(window, settings.split) if made.layers else None,
     )
     return made, outlook, time.perf_counter() - started

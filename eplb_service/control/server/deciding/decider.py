@@ -14,11 +14,11 @@ from typing import Any, TypeVar
 
 import structlog
 
+from eplb_service.control.core.deployed_layout import DeployedLayout
 from eplb_service.control.core.deployment import Deployment
 from eplb_service.control.core.errors import ConflictError
 from eplb_service.control.core.group import Group
 from eplb_service.control.core.health import served_now
-from eplb_service.control.core.live_placement import LivePlacement
 from eplb_service.control.core.plan_tracker import PlanTracker
 from eplb_service.control.server.deciding.computing import (
     DecisionInputs,
@@ -44,7 +44,7 @@ DECISION_RESULTS = ("plan", "kept", "dropped", "failed")
 """A plan was offered, every layer was kept, a plan was dropped before it was offered, or the decision failed."""
 _AT_ONCE = max(2, os.cpu_count() or 1)
 """Decisions computed at a time: a slow one never delays another deployment's, and many share the cores by turns."""
-_MOST_STUCK = 4
+_MAX_STUCK = 4
 """Decisions that were given up and still take a thread each; beyond, no more are made."""
 _JUDGE_REST = 20.0
 """Times as long as it takes to judge the newest steps pass until that begins again."""
@@ -121,7 +121,7 @@ class Decider:
     def may_decide(self, name: str) -> bool:
         """Return whether no thread is taken by given-up decisions for this deployment, or too many others."""
         self._stuck = {stuck: computing for stuck, computing in self._stuck.items() if not computing.done()}
-        return name not in self._stuck and len(self._stuck) < _MOST_STUCK
+        return name not in self._stuck and len(self._stuck) < _MAX_STUCK
 
     def start(self, deployment: Deployment, prior: Prior | None = None) -> asyncio.Task[_DecisionOutcome]:
         """Decide now, on the ranks' own heat or on a prior's, or join the decision that is being made.
@@ -349,7 +349,7 @@ async def _result_of(computing: Future[T]) -> T:
 
 
 def _encoded(
-    plan_id: int, topology: Topology, live: LivePlacement, solved: Plan, leader_term: int
+    plan_id: int, topology: Topology, live: DeployedLayout, solved: Plan, leader_term: int
 ) -> tuple[PlanTracker, SharedPlan]:
     plan = PlanTracker.of(plan_id, live, solved)
     tables = [update.log2phy_RE for update in solved.layers]

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from eplb_service.control.core.leader import Claim
 from eplb_service.control.server.lease.leadership import LeaseError
 from eplb_service.extras import install_command
-from eplb_service.wire.fields import LAST_VERSION
+from eplb_service.wire.fields import MAX_VERSION
 
 try:
     from lightkube import ApiError, Client, KubeConfig
@@ -172,5 +172,5 @@ def _claim(record: Record) -> Claim:
         holder=spec.holderIdentity or "",
         renewed=str(spec.renewTime or ""),
         seconds=float(spec.leaseDurationSeconds or 0),
-        term=min(int(term), LAST_VERSION - 1) if term.isdecimal() else 0,
+        term=min(int(term), MAX_VERSION - 1) if term.isdecimal() else 0,
     )

@@ -15,7 +15,7 @@ from typing import Protocol
 
 import structlog
 
-from eplb_service.wire.fields import LAST_VERSION
+from eplb_service.wire.fields import MAX_VERSION
 
 LEASE_SECONDS = 15.0
 """Time for which a lease is held without being renewed, as other Kubernetes controllers have it."""
@@ -25,7 +25,7 @@ _WITHIN = 2 / 3
 """Share of that time after which a lease that could not be renewed counts as lost: before anybody else may take it."""
 _OFTEN_SECONDS = 1.0
 """Longest between two attempts to take one that may become free at any moment."""
-_LONGEST_RECORD = 64
+_MAX_RECORD = 64
 _LABEL = r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?"
 _KUBERNETES = re.compile(rf"({_LABEL}/)?{_LABEL}")
 
@@ -117,8 +117,8 @@ class _FileLease:
     def highest_term(self) -> int:
         """As ``Lease.highest_term``; raises ``LeaseError`` where the file is something else."""
         assert self._file is not None
-        record = os.pread(self._file, _LONGEST_RECORD, 0).strip()
-        if record and (not record.isdigit() or int(record) >= LAST_VERSION):
+        record = os.pread(self._file, _MAX_RECORD, 0).strip()
+        if record and (not record.isdigit() or int(record) >= MAX_VERSION):
             raise LeaseError(f"{self._path} is no lease: it holds no leader term; name another file")
         return int(record or 0)
 
@@ -126,7 +126,7 @@ class _FileLease:
         """As ``Lease.announce``."""
         assert self._file is not None
         try:
-            os.pwrite(self._file, f"{term:<{_LONGEST_RECORD - 1}}\n".encode(), 0)
+            os.pwrite(self._file, f"{term:<{_MAX_RECORD - 1}}\n".encode(), 0)
             os.fsync(self._file)
         except OSError as error:
             raise LeaseError(f"cannot write {self._path}: {error.strerror}") from error

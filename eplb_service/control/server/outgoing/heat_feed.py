@@ -11,25 +11,25 @@ from collections.abc import Iterator
 
 import grpc
 
+from eplb_service.control.core.deployed_layout import DeployedLayout
 from eplb_service.control.core.deployment import Deployment, LayerCommitted
 from eplb_service.control.core.errors import ExhaustedError
-from eplb_service.control.core.live_placement import LivePlacement
 from eplb_service.control.server.listening import StatusError
-from eplb_service.io.recorder import MOST_SOURCE_COUNTS
+from eplb_service.io.recorder import MAX_SOURCE_COUNTS
 from eplb_service.wire.agent import Reporting
 from eplb_service.wire.codec import encode
 from eplb_service.wire.generated import agent_pb2, operator_pb2
 from eplb_service.wire.heat import HeatReport
 from eplb_service.wire.operator import ServedModel, SwitchedLayer, encode_served
 
-MOST_WATCHERS = 32
+MAX_WATCHERS = 32
 """Calls that may watch a service's heat at a time."""
-MOST_WATCHERS_OF_A_HOST = 8
+MAX_WATCHERS_PER_HOST = 8
 """Calls from one host that may: who reads too much keeps nobody else from reading."""
-MOST_WAITING_BYTES = 16 << 20
+MAX_WAITING_BYTES = 16 << 20
 """Heat that waits for one watcher; what comes beyond is dropped and counted."""
 
-_SHORTEST_REPORT = 4
+_MIN_REPORT = 4
 """Fewest steps of a report while heat has just changed: as many as the first decision after a change uses."""
 _SHORTENED = 4
 """Reports are at most so many times as short then: they cost the same, however few steps they hold."""
@@ -52,7 +52,7 @@ class _Watcher:
     def put_heat(self, rank: int, report: agent_pb2.HeatReport) -> None:
         """Queue one rank's report, unless too much waits already."""
         size = report.ByteSize()
-        if self._bytes + size > MOST_WAITING_BYTES:
+        if self._bytes + size > MAX_WAITING_BYTES:
             self.dropped_reports += 1
             return
         heat = operator_pb2.RankHeat(rank=rank, report=report)
@@ -86,9 +86,9 @@ class HeatFeed:
     def watch(self, deployment: Deployment, host: str) -> Iterator[_Watcher]:
         """Hand ``deployment``'s heat to a watcher within it; raises ``ExhaustedError`` where too many watch already."""
         hosts = [watcher.host for watchers in self._watchers.values() for watcher in watchers]
-        if len(hosts) >= MOST_WATCHERS or hosts.count(host) >= MOST_WATCHERS_OF_A_HOST:
+        if len(hosts) >= MAX_WATCHERS or hosts.count(host) >= MAX_WATCHERS_PER_HOST:
             raise ExhaustedError(
-                f"at most {MOST_WATCHERS} calls may watch this service's heat, {MOST_WATCHERS_OF_A_HOST} from one host"
+                f"at most {MAX_WATCHERS} calls may watch this service's heat, {MAX_WATCHERS_PER_HOST} from one host"
             )
         watcher = _Watcher(host)
         if deployment.live is not None:
@@ -102,7 +102,7 @@ class HeatFeed:
             if not same:
                 self._watchers.pop(deployment.name, None)
 
-    def placed(self, deployment: Deployment, live: LivePlacement) -> None:
+    def placed(self, deployment: Deployment, live: DeployedLayout) -> None:
         """Hand on the placement on which all ranks agree."""
         for watcher in self._watchers.get(deployment.name, ()):
             watcher.put(self._served(deployment, live))
@@ -137,14 +137,14 @@ class HeatFeed:
         steps = deployment.limits.steps_per_report(ranks)
         summed = not by_step and deployment.limits.heat_phase == "all"
         if deployment.decisions.settling and deployment.shedding.one_in == 1:
-            steps = min(steps, max(_SHORTEST_REPORT, steps // _SHORTENED))
+            steps = min(steps, max(_MIN_REPORT, steps // _SHORTENED))
         return Reporting(summed, deployment.shedding.one_in, steps)
 
     def wants(self, deployment: Deployment, report: HeatReport) -> bool:
         """Return whether a report is for listeners: not one that was on its way when the first began to listen."""
         return report.source_sums_LE is None or self.reporting(deployment).source_sums
 
-    def _served(self, deployment: Deployment, live: LivePlacement) -> operator_pb2.WatchHeatResponse:
+    def _served(self, deployment: Deployment, live: DeployedLayout) -> operator_pb2.WatchHeatResponse:
         assert deployment.group is not None
         group = deployment.group
         served = ServedModel(
@@ -163,4 +163,4 @@ def _is_recordable(deployment: Deployment) -> bool:
     if deployment.group is None:
         return True
     shape = deployment.group.shape
-    return shape.ranks * shape.layers * shape.experts <= MOST_SOURCE_COUNTS
+    return shape.ranks * shape.layers * shape.experts <= MAX_SOURCE_COUNTS

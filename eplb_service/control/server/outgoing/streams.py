@@ -21,7 +21,7 @@ from eplb_service.wire.plan import SharedPlan
 
 _AT_A_TIME = 2
 """Copies of plans that may be on their way."""
-_LONGEST_TURN_SECONDS = 1.0
+_MAX_TURN_SECONDS = 1.0
 """Who takes longer goes on beside those whose turn comes next: one frozen rank must not keep a plan from the others."""
 
 
@@ -45,7 +45,7 @@ class _PlanSending:
                 return
             writing = asyncio.ensure_future(write(self._plan.response(rank)))
             try:
-                await asyncio.wait([writing], timeout=_LONGEST_TURN_SECONDS)
+                await asyncio.wait([writing], timeout=_MAX_TURN_SECONDS)
             except asyncio.CancelledError:
                 writing.cancel()
                 raise

@@ -8,10 +8,10 @@ from collections.abc import Iterator, Mapping, Set
 import structlog
 
 from eplb_service import __version__
+from eplb_service.control.core.deployed_layout import DeployedLayout
 from eplb_service.control.core.deployment import Deployment, LayerCommitted
 from eplb_service.control.core.errors import ConflictError, NotStoredError
 from eplb_service.control.core.group import Assembled, rank_list
-from eplb_service.control.core.live_placement import LivePlacement
 from eplb_service.control.core.plan_tracker import PlanTracker
 from eplb_service.control.server.deciding.computing import PriorError, Priors
 from eplb_service.control.server.deciding.decider import Decider
@@ -33,7 +33,7 @@ _log = structlog.get_logger(__name__)
 
 _STEPS_AT_A_TIME = 4
 """Whole steps put together before the event loop comes to something else: one of 1,024 ranks takes a millisecond."""
-_MOST_PLANS_LISTED = 100
+_MAX_PLANS_LISTED = 100
 
 
 class ControlPlane:
@@ -198,7 +198,7 @@ class ControlPlane:
 
     async def history(self, name: str, limit: int) -> list[PastPlan]:
         """Return the newest plans of a deployment, newest first, at most ``limit``; 0 for as many as are listed."""
-        most = min(limit or _MOST_PLANS_LISTED, _MOST_PLANS_LISTED)
+        most = min(limit or _MAX_PLANS_LISTED, _MAX_PLANS_LISTED)
         return await self._writer.run(self._writer.store.plans, name, most)
 
     def forget_departed(self, deployment: Deployment) -> None:
@@ -318,7 +318,7 @@ class ControlPlane:
     def _follow(self, deployment: Deployment) -> None:
         """Carry out what follows from a deployment's events."""
         for event in deployment.take_events():
-            if isinstance(event, LivePlacement):
+            if isinstance(event, DeployedLayout):
                 self._placement_known(deployment, event)
             elif isinstance(event, LayerCommitted):
                 self._layer_committed(deployment, event)
@@ -328,7 +328,7 @@ class ControlPlane:
                 _log.warning("streams_outdated", deployment=deployment.name, reason=event.reason)
                 self.streams.end(deployment.name, event.reason)
 
-    def _placement_known(self, deployment: Deployment, live: LivePlacement) -> None:
+    def _placement_known(self, deployment: Deployment, live: DeployedLayout) -> None:
         store, name = self._writer.store, deployment.name
         self._known.remember(deployment)
         if deployment.first_layout is not None:

@@ -11,7 +11,7 @@ import structlog
 
 from eplb_service.control.core.deployment import Deployment
 from eplb_service.control.core.errors import ExhaustedError, UnknownDeploymentError
-from eplb_service.control.core.flow import FEWEST_STEPS, MOST_STEPS, Limits
+from eplb_service.control.core.flow import MAX_STEPS, MIN_STEPS, Limits
 from eplb_service.control.core.plan_tracker import Outcome
 from eplb_service.control.server.deciding.decider import DECISION_RESULTS
 from eplb_service.control.server.settings import ServiceSettings
@@ -22,10 +22,10 @@ from eplb_service.telemetry.metrics import Metrics
 from eplb_service.wire.agent import Hello, Shape
 from eplb_service.wire.fields import check_deployment
 
-_FEWEST_PENDING_STEPS = 64
+_MIN_PENDING_STEPS = 64
 _REPORTS_PENDING = 8
 _LONG_REPORTS_PENDING = 4
-MOST_DEPLOYMENTS = 256
+MAX_DEPLOYMENTS = 256
 """Deployments known at a time."""
 _PLAN_SECONDS = 60.0
 """Seconds without a word from any rank after which a plan is given up."""
@@ -36,9 +36,9 @@ _log = structlog.get_logger(__name__)
 def limits_of(settings: ServiceSettings) -> Limits:
     """Return the bounds of every deployment."""
     steps = None if settings.report_steps == "auto" else settings.report_steps
-    pending = max(_REPORTS_PENDING * FEWEST_STEPS, _LONG_REPORTS_PENDING * MOST_STEPS)
+    pending = max(_REPORTS_PENDING * MIN_STEPS, _LONG_REPORTS_PENDING * MAX_STEPS)
     if steps is not None:
-        pending = max(_FEWEST_PENDING_STEPS, _REPORTS_PENDING * steps)
+        pending = max(_MIN_PENDING_STEPS, _REPORTS_PENDING * steps)
     return Limits(
         window_steps=settings.window_steps,
         pending_steps=pending,
@@ -102,7 +102,7 @@ class KnownDeployments:
         Names behind which no whole group has ever been make room, and then those whose ranks are gone and never had a
         plan, the longest gone first; raises ``ExhaustedError`` where none may.
         """
-        if len(self.by_name) < MOST_DEPLOYMENTS:
+        if len(self.by_name) < MAX_DEPLOYMENTS:
             return None
         unknown = [one for one in self.by_name.values() if not (one.known or one.paused)]
         idle = [one for one in unknown if not one.connected or one.attendance.forming_overdue]

@@ -32,7 +32,7 @@ from eplb_service.wire.operator import as_document
 _SILENT = logging.Logger("eplb-http", logging.CRITICAL)
 """aiohttp's own log lines: callers without credentials could cause as many as they like."""
 
-MOST_CONNECTIONS = 64
+MAX_CONNECTIONS = 64
 """Connections at a time; for each further one the oldest of the host that has the most ends."""
 _REQUEST_SECONDS = 10.0
 """Time within which the whole head of a request has come."""
@@ -165,7 +165,7 @@ class HttpServer:
     def _make_room(self) -> None:
         """End a connection where there are too many: slow ones must not keep out those that ask."""
         self._open = [one for one in self._open if not one.over]
-        if len(self._open) < MOST_CONNECTIONS:
+        if len(self._open) < MAX_CONNECTIONS:
             return
         oldest = self._open.pop(makes_room([one.host for one in self._open]))
         oldest.end()

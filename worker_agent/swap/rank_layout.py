@@ -43,7 +43,7 @@ Order: TypeAlias = tuple[RankPlan, int] | CallOff
 
 
 @dataclass(frozen=True)
-class Installed:
+class RankLayout:
     """Placement that this rank serves, a snapshot: each committed layer makes a new one, so any thread may read it.
 
     ``log2phy_LE`` are this rank's tables, int32 ``[L, E]``, or ``[L, E, D]`` where it deals; ``layer_epochs`` the
@@ -58,7 +58,7 @@ class Installed:
     layer_digests: tuple[int, ...]
 
     @classmethod
-    def first(cls, rank: int, placement: Placement, log2phy_LE: Int32) -> Installed:
+    def first(cls, rank: int, placement: Placement, log2phy_LE: Int32) -> RankLayout:
         """Snapshot that a rank starts with, epoch 0.
 
         Raises ``PlacementError`` where a table points to a slot that does not hold its expert.
@@ -80,7 +80,7 @@ class Installed:
         version = np.array([self.digest, self.epoch, *self.layer_epochs], dtype="<i8")
         return array_digest(version, salt="version")
 
-    def with_layer(self, layer: int, phy2log_RS: Int32, log2phy_E: Int32) -> Installed:
+    def with_layer(self, layer: int, phy2log_RS: Int32, log2phy_E: Int32) -> RankLayout:
         """Snapshot after one more committed layer."""
         changed = [(layer, phy2log_RS, log2phy_E[None])]
         placement, log2phy_1LE = apply_layers(self.placement, self.log2phy_LE[None], changed)
@@ -114,7 +114,7 @@ class Identity:
     shape: Shape
     device: str = ""
 
-    def hello(self, installed: Installed, highest_term: int = 0) -> Hello:
+    def hello(self, installed: RankLayout, highest_term: int = 0) -> Hello:
         """Introduction of this rank while it serves ``installed`` and follows services of this term or higher."""
         return Hello(
             deployment=self.deployment,
@@ -134,7 +134,7 @@ class Identity:
         )
 
 
-def check_plan(message: agent_pb2.Plan, identity: Identity, installed: Installed) -> RankPlan:
+def check_plan(message: agent_pb2.Plan, identity: Identity, installed: RankLayout) -> RankPlan:
     """Decode a plan that this rank could carry out; one for another epoch passes: the machine refuses it.
 
     Raises ``WireError`` where a layer is no valid placement, its weights would come from slots that do not hold them,
@@ -174,7 +174,7 @@ def _check_shared_table(layer: RankLayer, identity: Identity) -> None:
 
 
 def restoring_plan(
-    installed: Installed, target: Placement, token_groups: Sequence[int], leader_term: int
+    installed: RankLayout, target: Placement, token_groups: Sequence[int], leader_term: int
 ) -> RankPlan | None:
     """Plan that leads from ``installed`` to ``target``; ``None`` where nothing has to move.
 

@@ -18,12 +18,12 @@ from eplb_service.placement import (
     layer_digest,
     with_entries,
 )
-from eplb_service.planner.plan import Serving
+from eplb_service.planner.plan import Layout
 from eplb_service.wire.agent import Hello
 
 
 @dataclass(frozen=True)
-class LivePlacement:
+class DeployedLayout:
     """Placement, tables and versions of all layers at one epoch.
 
     Parameters
@@ -46,7 +46,7 @@ class LivePlacement:
     @classmethod
     def of(
         cls, placement: Placement, log2phy_RLE: Int32, epoch: int, layer_epochs: tuple[int, ...]
-    ) -> LivePlacement:
+    ) -> DeployedLayout:
         """Compute fingerprints; raises ``PlacementError`` where a table names a slot that lacks the expert."""
         placement.check_log2phy(log2phy_RLE)
         digests = tuple(layer_digest(layer, row) for layer, row in enumerate(placement.phy2log_LRS))
@@ -56,7 +56,7 @@ class LivePlacement:
         return live
 
     @classmethod
-    def assembled(cls, hellos: Mapping[int, Hello]) -> LivePlacement:
+    def assembled(cls, hellos: Mapping[int, Hello]) -> DeployedLayout:
         """Put together what all ranks serve, of their Hellos by rank.
 
         With many ranks that takes long: beside the event loop. Raises ``ConflictError`` where it is not one placement.
@@ -84,9 +84,9 @@ class LivePlacement:
         return self.epoch, self.digest
 
     @property
-    def serving(self) -> Serving:
+    def serving(self) -> Layout:
         """Placement and tables, without versions."""
-        return Serving(self.placement, self.log2phy_RLE)
+        return Layout(self.placement, self.log2phy_RLE)
 
     @cached_property
     def log2phy_RLE(self) -> Int32:
@@ -101,7 +101,7 @@ class LivePlacement:
         """The placement's fingerprint, as the ranks compute it."""
         return combine_digests(self.placement.experts, self.layer_digests)
 
-    def with_layer(self, layer: int, phy2log_RS: Int32, log2phy_RE: Int32) -> LivePlacement:
+    def with_layer(self, layer: int, phy2log_RS: Int32, log2phy_RE: Int32) -> DeployedLayout:
         """Return the placement one epoch later, with one layer switched."""
         placement = self.placement.with_layers([(layer, phy2log_RS)])
         tables, epochs, digests = list(self.tables_L), list(self.layer_epochs), list(self.layer_digests)
@@ -109,7 +109,7 @@ class LivePlacement:
         tables[layer] = log2phy_RE
         epochs[layer] = self.epoch + 1
         digests[layer] = layer_digest(layer, phy2log_RS)
-        return LivePlacement(placement, tuple(tables), self.epoch + 1, tuple(epochs), tuple(digests))
+        return DeployedLayout(placement, tuple(tables), self.epoch + 1, tuple(epochs), tuple(digests))
 
 
 def _check_token_groups(hellos: Sequence[Hello]) -> None:
