@@ -7,8 +7,8 @@ ARG PYTHON_IMAGE=python:3.12-slim
 FROM ${PYTHON_IMAGE} AS build
 WORKDIR /src
 COPY . .
-RUN pip wheel --no-cache-dir --wheel-dir /wheels '.[kubernetes]' \
-    && pip wheel --no-cache-dir --no-deps --wheel-dir /agent ./packaging/eplb-agent
+RUN pip wheel --no-cache-dir --wheel-dir /wheels './packaging/eplb-core[planner,wire]' '.[kubernetes]' \
+    && pip wheel --no-cache-dir --no-deps --wheel-dir /agent ./packaging/eplb-core ./packaging/eplb-agent
 
 FROM ${PYTHON_IMAGE}
 RUN --mount=type=bind,from=build,source=/wheels,target=/wheels \

@@ -18,7 +18,7 @@ unexport PYTHONDONTWRITEBYTECODE
 help: ## show this list
 	@awk -F':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-$(READY): pyproject.toml setup.py $(wildcard packaging/eplb-agent/*.*) constraints-dev.txt $(wildcard proto/eplb/v1/*.proto) tools/setup_venv.py tools/generate_stubs.py
+$(READY): pyproject.toml setup.py $(wildcard packaging/*/pyproject.toml) packaging/building.py constraints-dev.txt $(wildcard proto/eplb/v1/*.proto) tools/setup_venv.py tools/generate_stubs.py
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(BIN)/python tools/setup_venv.py
 	@touch $@
@@ -88,10 +88,10 @@ format: $(READY) ## format the code and mend what ruff can
 	@$(BIN)/ruff format .
 
 proto: $(READY) ## generate the stubs again after editing proto/
-	@$(BIN)/pip install --quiet --no-deps --editable .
+	@$(BIN)/pip install --quiet --no-deps --editable ./packaging/eplb-core
 
-wheels: $(READY) ## eplb-service, and eplb-agent for inference containers, as wheels in dist/
-	@$(BIN)/pip wheel --quiet --no-deps --wheel-dir dist ./packaging/eplb-agent .
+wheels: $(READY) ## eplb-core, eplb-agent, eplb-service and eplb-lab as wheels in dist/
+	@$(BIN)/pip wheel --quiet --no-deps --wheel-dir dist ./packaging/eplb-core ./packaging/eplb-agent ./packaging/eplb-lab .
 
 pythons: $(READY) ## the wheels on every Python from 3.10 to 3.14 that is found, and each extra once (minutes)
 	@$(BIN)/python -m tools.pythons $(ARGS)

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from eplb_service.heat.window import Counts, HeatError, Window, checked_heat
-from eplb_service.placement import (
+from eplb_core.heat.window import Counts, HeatError, Window, checked_heat
+from eplb_core.placement import (
     Float64,
     Int32,
     Placement,
@@ -23,10 +23,10 @@ from eplb_service.placement import (
     repaired,
     with_entries,
 )
-from eplb_service.planner.dealing import first_tables
-from eplb_service.planner.decide import plan, plan_afresh
-from eplb_service.planner.plan import Plan
-from eplb_service.planner.policies import (
+from eplb_core.planner.dealing import first_tables
+from eplb_core.planner.decide import plan, plan_afresh
+from eplb_core.planner.plan import Plan
+from eplb_core.planner.policies import (
     PolicyError,
     PolicyFunction,
     answer_of,
@@ -34,12 +34,12 @@ from eplb_service.planner.policies import (
     name_of,
     options_of,
 )
-from eplb_service.planner.request import with_options
-from eplb_service.planner.score import par_of_steps, split_steps
-from eplb_service.planner.settings import PlannerSettings, SettingsError
-from eplb_service.planner.topology import Topology, TopologyError
-from eplb_service.solver.model import SearchOptions
-from eplb_service.wire.operator import LayerVerdict
+from eplb_core.planner.request import with_options
+from eplb_core.planner.score import par_of_steps, split_steps
+from eplb_core.planner.settings import PlannerSettings, SettingsError
+from eplb_core.planner.topology import Topology, TopologyError
+from eplb_core.solver.model import SearchOptions
+from eplb_core.wire.operator import LayerVerdict
 
 
 @dataclass(frozen=True)

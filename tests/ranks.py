@@ -24,7 +24,7 @@ _GRACE_SECONDS = 1.0
 
 
 # Imported once, before ranks are forked: half a second of each rank otherwise.
-_PRELOADED = ["torch", "torch.distributed", "worker_agent.agent", "worker_agent.moe"]
+_PRELOADED = ["torch", "torch.distributed", "worker_agent.agent", "eplb_lab.layer"]
 
 
 class RankFailure(AssertionError):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from eplb_service.atomic_write import OutputError, check_output, write_atomically
+from eplb_core.atomic_write import OutputError, check_output, write_atomically
 
 
 def test_writes_new_and_replaces_old(tmp_path):

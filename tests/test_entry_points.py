@@ -11,13 +11,13 @@ from eplb_service.cli.main import COMMANDS
 tomllib = pytest.importorskip("tomllib", reason="part of Python from 3.11 on")
 
 ROOT = Path(__file__).parents[1]
-PROJECTS = ("pyproject.toml", "packaging/eplb-agent/pyproject.toml")
+PROJECTS = ("pyproject.toml", "packaging/eplb-agent/pyproject.toml", "packaging/eplb-lab/pyproject.toml")
 
 
 def modules() -> dict[str, ast.Module]:
     """The packages' modules that have code, by name."""
     found = {}
-    for package in ("eplb_service", "worker_agent"):
+    for package in ("eplb_core", "eplb_lab", "eplb_service", "worker_agent"):
         for path in (ROOT / package).rglob("*.py"):
             tree = ast.parse(path.read_text())
             if "generated" not in path.parts and len(tree.body) > 1:

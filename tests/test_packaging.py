@@ -13,16 +13,29 @@ from pathlib import Path
 import pytest
 
 import eplb_service
-from eplb_service.extras import install_command
+from eplb_core.extras import install_command
 from tools.pythons.__main__ import SERVICE_FROM, VERSIONS
 from tools.pythons.extras import EXTRAS
 
 tomllib = pytest.importorskip("tomllib", reason="part of Python from 3.11 on")
 
 ROOT = Path(__file__).parents[1]
-PROJECTS = ROOT / "pyproject.toml", ROOT / "packaging/eplb-agent/pyproject.toml"
-SERVICE, AGENT = (tomllib.loads(path.read_text())["project"] for path in PROJECTS)
-AGENTS_PART = ("worker_agent", "eplb_service/__init__.py", "eplb_service/placement", "eplb_service/wire")
+PACKAGES = {
+    "eplb_core": "packaging/eplb-core",
+    "eplb_lab": "packaging/eplb-lab",
+    "eplb_service": "",
+    "worker_agent": "packaging/eplb-agent",
+}
+PROJECTS = {
+    package: tomllib.loads((ROOT / folder / "pyproject.toml").read_text())["project"]
+    for package, folder in PACKAGES.items()
+}
+CORE = PROJECTS["eplb_core"]
+LAB = PROJECTS["eplb_lab"]
+SERVICE = PROJECTS["eplb_service"]
+AGENT = PROJECTS["worker_agent"]
+FOUND_IN_PLACE = {"torch", "torch_npu", "vllm", "vllm_ascend", "sglang"}
+"""Packages that an inference engine brings; they are never requirements."""
 IMPORT_NAMES = {
     "grpcio": "grpc",
     "grpcio-health-checking": "grpc_health",
@@ -50,25 +63,27 @@ def imported(*places):
                     found |= {alias.name.partition(".")[0] for alias in node.names}
                 elif isinstance(node, ast.ImportFrom) and node.module:
                     found.add(node.module.partition(".")[0])
-    return found - set(sys.stdlib_module_names) - {"eplb_service", "worker_agent"}
+    return found - set(sys.stdlib_module_names) - PACKAGES.keys()
 
 
 def test_version_is_one():
-    assert SERVICE["version"] == AGENT["version"] == eplb_service.__version__
+    assert {project["version"] for project in PROJECTS.values()} == {eplb_service.__version__}
 
 
-def test_the_service_is_installed_without_the_agent_s_own_distribution():
-    assert not [line for line in SERVICE["dependencies"] if line.startswith("eplb-")]
-    assert set(AGENT["dependencies"]) <= set(SERVICE["dependencies"])
-    assert SERVICE["optional-dependencies"]["agent"] == AGENT["optional-dependencies"]["model"]
-    assert SERVICE["scripts"].items() >= AGENT["scripts"].items()
-    assert SERVICE["entry-points"] == AGENT["entry-points"]
-    build = [tomllib.loads(path.read_text())["build-system"] for path in PROJECTS]
-    assert build[0] == build[1]
+def test_distributions_require_each_other_in_the_same_version():
+    requirements = [
+        line
+        for project in PROJECTS.values()
+        for line in [*project["dependencies"], *sum(project.get("optional-dependencies", {}).values(), [])]
+        if line.startswith("eplb-") and "==" in line
+    ]
+    assert len(requirements) >= 4
+    assert {line.partition("==")[2] for line in requirements} == {eplb_service.__version__}
 
 
 def test_each_extra_is_tried_by_make_pythons():
-    assert set(EXTRAS) == SERVICE["optional-dependencies"].keys() - {"test", "docs", "dev"}
+    extras = set(SERVICE["optional-dependencies"]) - {"test", "docs", "dev"}
+    assert set(EXTRAS) == extras | set(LAB["optional-dependencies"])
 
 
 def test_pythons_that_are_tried_are_those_declared():
@@ -77,16 +92,18 @@ def test_pythons_that_are_tried_are_those_declared():
 
 
 def test_messages_name_packages_that_an_index_has():
-    asked = set()
-    for path in (ROOT / "eplb_service").rglob("*.py"):
+    named = set()
+    for path in [path for package in PACKAGES for path in (ROOT / package).rglob("*.py")]:
         text = path.read_text()
         assert "eplb-service[" not in text, path
-        asked |= set(re.findall(r"install_command\(['\"](\w+)['\"]\)", text))
-        asked |= set(re.findall(r'require\(.*"(\w+)"\)', text))
-    assert asked >= {"agent", "checkpoint", "kubernetes", "peers", "ray", "safetensors", "tables"}
-    for extra in asked:
-        names = re.findall(r"[\w.-]+", " ".join(SERVICE["optional-dependencies"][extra]))
-        assert not [name for name in names if name.startswith("eplb")], extra
+        calls = re.findall(r"install_command\(['\"](\w+)['\"](?:, ['\"]([\w-]+)['\"])?\)", text)
+        named |= {(extra, distribution or "eplb-service") for extra, distribution in calls}
+        named |= {(extra, "eplb-service") for extra in re.findall(r'require\(.*"(\w+)"\)', text)}
+    assert {extra for extra, _ in named} >= {"checkpoint", "kubernetes", "model", "peers", "ray", "tables"}
+    projects = {project["name"]: project for project in PROJECTS.values()}
+    for extra, distribution in named:
+        requirements = projects[distribution]["optional-dependencies"][extra]
+        assert not [line for line in requirements if line.startswith("eplb")], extra
 
 
 def test_the_command_that_installs_an_extra_names_its_packages(monkeypatch):
@@ -100,24 +117,33 @@ def test_the_command_that_installs_an_extra_names_its_packages(monkeypatch):
 def test_the_command_exists_and_packages_are_typed():
     module, _, function = SERVICE["scripts"]["eplb"].partition(":")
     assert callable(getattr(importlib.import_module(module), function))
-    assert all((ROOT / package / "py.typed").is_file() for package in ("eplb_service", "worker_agent"))
+    assert all((ROOT / package / "py.typed").is_file() for package in PACKAGES)
 
 
 def test_the_service_declares_what_it_imports_and_no_more():
     extras = SERVICE["optional-dependencies"]
-    declares = declared(SERVICE["dependencies"])
-    for name in ("kubernetes", "ray", "safetensors", "tables", "peers"):
+    declares = declared(SERVICE["dependencies"]) - {"eplb-core"}
+    for name in ("kubernetes", "ray", "safetensors", "tables"):
         declares |= declared(extras[name])
-    of_the_agent_alone = declared(AGENT["dependencies"]) - imported("eplb_service")
-    assert imported("eplb_service") == declares - of_the_agent_alone
+    assert imported("eplb_service") == declares
+
+
+def test_the_core_declares_what_it_imports_and_no_more():
+    extras = [declared(extra) for extra in CORE["optional-dependencies"].values()]
+    # pyarrow reads measured tables; the extra of eplb-service names it.
+    assert imported("eplb_core") - {"pyarrow"} == declared(CORE["dependencies"]).union(*extras)
 
 
 def test_the_agent_declares_what_it_imports_and_no_more():
-    declares = declared(AGENT["dependencies"]) | {
-        name for extra in AGENT["optional-dependencies"].values() for name in declared(extra)
-    }
-    # Never requirements: what an agent finds where it is installed, a device's library and an engine.
-    assert imported(*AGENTS_PART) - {"torch_npu", "vllm", "vllm_ascend", "sglang"} == declares
+    declares = declared(AGENT["dependencies"]) - {"eplb-core"}
+    assert imported("worker_agent") - FOUND_IN_PLACE == declares
+
+
+def test_the_lab_declares_what_it_imports():
+    extras = [declared(extra) for extra in LAB["optional-dependencies"].values()]
+    services = declared(SERVICE["dependencies"])
+    declares = declared(LAB["dependencies"]).union(*extras) | services | {"pydantic", "google", "grpc"}
+    assert imported("eplb_lab") - {"torch_npu"} <= declares
 
 
 def test_the_tests_import_what_they_declare():
@@ -132,7 +158,7 @@ def test_no_class_variable_lacks_its_type():
     """Python 3.10 cannot resolve the hints of a class that has a plain ``ClassVar``."""
     plain = [
         f"{path.relative_to(ROOT)}:{node.lineno}"
-        for package in ("eplb_service", "worker_agent")
+        for package in PACKAGES
         for path in (ROOT / package).rglob("*.py")
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.AnnAssign) and ast.unparse(node.annotation).endswith("ClassVar")

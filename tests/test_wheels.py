@@ -1,4 +1,4 @@
-"""Two wheels: eplb-service is complete; eplb-agent is its part for inference containers, without the solver."""
+"""Four wheels, each with one package: no overlap, and only the requirements that each user needs."""
 
 from __future__ import annotations
 
@@ -14,27 +14,31 @@ import pytest
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 ROOT = Path(__file__).parents[1]
-# All that an image's build sees is enough to build both.
+# An image's build sees these files only, and they suffice to build all wheels.
 SOURCES = [line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")]
 NOT_SOURCES = shutil.ignore_patterns("build", "__pycache__", "*.egg-info", "*_pb2*")
-# Everything that a rank runs; the demo's model needs safetensors besides (eplb-agent[model]).
-IMPORT_ALL = """
+PACKAGES = {
+    "eplb_agent": "worker_agent",
+    "eplb_core": "eplb_core",
+    "eplb_lab": "eplb_lab",
+    "eplb_service": "eplb_service",
+}
+"""Package of each wheel."""
+IMPORT_AGENT = """
 import importlib, pkgutil, sys, worker_agent
-for found in pkgutil.walk_packages(worker_agent.__path__, "worker_agent."):
-    if not found.name.startswith(("worker_agent.model", "worker_agent.demo")):
-        importlib.import_module(found.name)
-import worker_agent.agent
+for module in pkgutil.walk_packages(worker_agent.__path__, "worker_agent."):
+    importlib.import_module(module.name)
 print(len(sys.modules))
 """
-
-
-FORBIDDEN = ("llvmlite", "numba", "prometheus_client", "rich", "structlog", "typer", "zarr")
+NOT_IN_AN_ENGINE = ("llvmlite", "numba", "prometheus_client", "rich", "structlog", "typer", "zarr")
 """Packages that no inference container needs."""
+NOT_IN_THE_BASE = (*NOT_IN_AN_ENGINE, "google", "grpc", "pydantic", "torch", "xxhash")
+"""Packages that the core does not need without extras."""
 
 
 @pytest.fixture(scope="module")
 def wheels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Both wheels by the name of their distribution; that of the service is built from its own sdist."""
+    """Build all wheels, that of the service from its own source archive."""
     folder = tmp_path_factory.mktemp("wheels")
     sources = folder / "sources"
     for name in SOURCES:
@@ -47,7 +51,8 @@ def wheels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     subprocess.run(sdist, check=True, stdout=subprocess.DEVNULL)
     (archive,) = folder.glob("*.tar.gz")
     command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(folder)]
-    subprocess.run([*command, str(sources / "packaging" / "eplb-agent"), str(archive)], check=True)
+    projects = [str(sources / "packaging" / name) for name in ("eplb-core", "eplb-agent", "eplb-lab")]
+    subprocess.run([*command, *projects, str(archive)], check=True)
     return {path.name.partition("-")[0]: path for path in folder.glob("*.whl")}
 
 
@@ -55,45 +60,44 @@ def files(wheel: Path) -> set[str]:
     return {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
 
 
-def content(wheel: Path, name: str) -> bytes:
-    return zipfile.ZipFile(wheel).read(name)
-
-
-def test_the_service_is_complete_and_the_agent_is_a_part_of_it(wheels: dict[str, Path]) -> None:
-    agent, service = files(wheels["eplb_agent"]), files(wheels["eplb_service"])
-    assert agent < service
-    for name in agent:
-        assert content(wheels["eplb_agent"], name) == content(wheels["eplb_service"], name), name
-    packages = ("eplb_service", "worker_agent")
-    sources = {path.relative_to(ROOT).as_posix() for name in packages for path in (ROOT / name).rglob("*.py")}
-    assert sources <= service
-    assert {"eplb_service/__init__.py", "eplb_service/py.typed", "worker_agent/py.typed"} <= agent
-    assert "eplb_service/wire/generated/agent_pb2.pyi" in agent
-    model = {
-        f"worker_agent/model/byte-moe/{path.name}"
-        for path in (ROOT / "worker_agent/model/byte-moe").iterdir()
-    }
-    assert model <= service - agent
-    assert wheels["eplb_agent"].stat().st_size < 1_000_000, "what inference containers fetch"
-
-
-def test_the_agent_alone_imports_beside_torch(wheels: dict[str, Path], tmp_path: Path) -> None:
-    zipfile.ZipFile(wheels["eplb_agent"]).extractall(tmp_path)
+def python(program: str, folder: Path, absent: tuple[str, ...]) -> subprocess.CompletedProcess[str]:
+    """Run a program with the unpacked wheels of ``folder`` and this environment's packages except ``absent``."""
     torch = find_spec("torch")
     assert torch is not None
     site = str(Path(str(torch.origin)).parents[1])
+    # Without ``site`` no editable install is on the path.
+    start = f"import sys; sys.path[:0] = [{str(folder)!r}]; sys.path.append({site!r})\n"
+    start += f"sys.modules.update(dict.fromkeys({absent}))\n"
+    command = [sys.executable, "-I", "-S", "-c", start + program]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
 
-    def python(program: str) -> subprocess.CompletedProcess[str]:
-        # Without ``site`` no editable install is on the path.
-        start = f"import sys; sys.path[:0] = [{str(tmp_path)!r}]; sys.path.append({site!r})\n"
-        start += f"sys.modules.update(dict.fromkeys({FORBIDDEN}))\n"
-        command = [sys.executable, "-I", "-S", "-c", start + program]
-        return subprocess.run(command, capture_output=True, text=True, check=False)
 
-    imported = python(IMPORT_ALL)
+def test_each_wheel_contains_exactly_one_package(wheels: dict[str, Path]) -> None:
+    assert wheels.keys() == PACKAGES.keys()
+    for wheel, package in PACKAGES.items():
+        names = files(wheels[wheel])
+        sources = {path.relative_to(ROOT).as_posix() for path in (ROOT / package).rglob("*.py")}
+        assert sources <= names
+        assert f"{package}/py.typed" in names
+        assert {name.partition("/")[0] for name in names} == {package}
+    assert "eplb_core/wire/generated/agent_pb2.pyi" in files(wheels["eplb_core"])
+    model = {f"eplb_lab/model/byte-moe/{path.name}" for path in (ROOT / "eplb_lab/model/byte-moe").iterdir()}
+    assert model <= files(wheels["eplb_lab"])
+
+
+def test_an_inference_container_fetches_less_than_a_megabyte(wheels: dict[str, Path]) -> None:
+    assert wheels["eplb_agent"].stat().st_size + wheels["eplb_core"].stat().st_size < 1_000_000
+
+
+def test_the_agent_runs_with_the_core_and_an_engine_s_torch(wheels: dict[str, Path], tmp_path: Path) -> None:
+    for name in ("eplb_agent", "eplb_core"):
+        zipfile.ZipFile(wheels[name]).extractall(tmp_path)
+    imported = python(IMPORT_AGENT, tmp_path, NOT_IN_AN_ENGINE)
     assert imported.returncode == 0, imported.stderr
     assert int(imported.stdout) > 100
-    assert (
-        "only eplb-agent is installed here; install the wheel of eplb-service instead"
-        in python("from eplb_service import solve").stderr
-    )
+
+
+def test_the_base_of_the_core_needs_numpy_only(wheels: dict[str, Path], tmp_path: Path) -> None:
+    zipfile.ZipFile(wheels["eplb_core"]).extractall(tmp_path)
+    imported = python("import eplb_core.placement, eplb_core.heat.window", tmp_path, NOT_IN_THE_BASE)
+    assert imported.returncode == 0, imported.stderr

@@ -10,7 +10,7 @@ import pathlib
 import re
 import tempfile
 
-TARGET = pathlib.Path("eplb_service/wire/generated")
+TARGET = pathlib.Path("eplb_core/wire/generated")
 # protoc writes absolute imports of its own package tree; ours live under TARGET.
 _IMPORT = re.compile(r"^from eplb\.v1 import ", flags=re.MULTILINE)
 
@@ -34,7 +34,7 @@ def generate(root: pathlib.Path) -> list[pathlib.Path]:
         if protoc.main([*arguments, *map(str, sources)]) != 0:
             raise RuntimeError("protoc rejected the wire contract; its message is above")
         for made in sorted(pathlib.Path(scratch).rglob("*.py*")):
-            text = _IMPORT.sub("from eplb_service.wire.generated import ", made.read_text())
+            text = _IMPORT.sub("from eplb_core.wire.generated import ", made.read_text())
             path = root / TARGET / made.name
             if not path.exists() or path.read_text() != text:
                 path.write_text(text)

@@ -19,10 +19,10 @@ from cosmic_ray.work_item import WorkerOutcome, WorkResult
 ROOT = Path(__file__).parent.parent
 ROOMS = {
     "control": ("eplb_service/control", "tests/control"),
-    "planner": ("eplb_service/planner", "tests/planner"),
-    "solver": ("eplb_service/solver", "tests/solver"),
+    "planner": ("eplb_core/planner", "tests/planner"),
+    "solver": ("eplb_core/solver", "tests/solver"),
     "swap": ("worker_agent/swap", "tests/swap"),
-    "wire": ("eplb_service/wire", "tests/wire"),
+    "wire": ("eplb_core/wire", "tests/wire"),
 }
 """Source and tests of each room."""
 REPORT = "from cosmic_ray.tools.report import report; report()"

@@ -1,6 +1,6 @@
 """Record the heat of the shipped model while it decodes its prompts: ``python -m tools.record_trace FILE.npz``.
 
-The router's decisions are those of ``worker_agent/model`` (``docs/research/model.md``), which is the project's own, so
+The router's decisions are those of ``eplb_lab/model`` (``docs/research/model.md``), which is the project's own, so
 the recording has the project's licence. The prompts change from phase to phase, and each step decodes one byte of every
 request.
 """
@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from eplb_service.placement import Placement
-from worker_agent.model.checkpoint import Checkpoint
-from worker_agent.model.expert_parallel import expert_parallel
-from worker_agent.model.serving import Server, Traffic
+from eplb_core.placement import Placement
+from eplb_lab.model.checkpoint import Checkpoint
+from eplb_lab.model.expert_parallel import expert_parallel
+from eplb_lab.model.serving import Server, Traffic
 
 STEPS, ROWS, LENGTH, SEED = 256, 16, 64, 7
 """Steps, requests at a time, bytes of a request with its prompt, and seed of the shipped recording."""

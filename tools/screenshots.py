@@ -18,9 +18,9 @@ import grpc
 from rich.console import Console, RenderableType
 from rich.text import Text
 
+from eplb_core.wire.generated import operator_pb2, operator_pb2_grpc
 from eplb_service.cli.operator import layer_table, summary_table
 from eplb_service.cli.top import render
-from eplb_service.wire.generated import operator_pb2, operator_pb2_grpc
 
 ROOT = Path(__file__).parent.parent
 PICTURES = ROOT / "docs" / "pictures"

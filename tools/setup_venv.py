@@ -32,8 +32,14 @@ def main() -> None:
         f"installing eplb-service and its {'tests, on the oldest' if oldest else 'development'} dependencies",
         flush=True,
     )
-    editable = f"{ROOT}[agent,{'test' if oldest else 'dev'}]"
-    pip("install", "--quiet", "--constraint", str(OLDEST if oldest else CONSTRAINTS), "--editable", editable)
+    projects = (
+        f"{ROOT}/packaging/eplb-core[planner,wire]",
+        f"{ROOT}/packaging/eplb-agent",
+        f"{ROOT}/packaging/eplb-lab[model]",
+        f"{ROOT}[{'test' if oldest else 'dev'}]",
+    )
+    editable = [argument for project in projects for argument in ("--editable", project)]
+    pip("install", "--quiet", "--constraint", str(OLDEST if oldest else CONSTRAINTS), *editable)
     print(f".venv is set up; that took {duration(time.monotonic() - began)}", flush=True)
 
 

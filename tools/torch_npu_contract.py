@@ -1,7 +1,7 @@
 """Holds the tests' extract of torch_npu against the real wheel, or makes it again: ``--refresh``.
 
 Downloads the wheel (torch_npu is never imported: it needs Ascend's libraries), reads the schemas of the operators that
-``worker_agent.moe`` uses out of its YAML files, and runs its own shape functions on the ``meta`` device to learn what
+``eplb_lab.layer`` uses out of its YAML files, and runs its own shape functions on the ``meta`` device to learn what
 each operator returns for the calls of ``tests/moe/torch_npu/calls.py``. It also lists the torch operators that the
 agent launches (``tests/moe/torch_npu/native.py``) and the wheel declares. Prints a summary of the checks.
 """
@@ -86,7 +86,7 @@ def schema_file(schemas: dict[str, str]) -> str:
     """The schemas of our operators, one a line."""
     header = [
         f"# Operator schemas as the wheel of torch_npu {VERSION} declares them in npu_native_functions*.yaml:",
-        "# of the operators that worker_agent.moe uses, word for word. Made by tools/torch_npu_contract.py --refresh.",
+        "# of the operators that eplb_lab.layer uses, word for word. Made by tools/torch_npu_contract.py --refresh.",
     ]
     return "\n".join([*header, *(schemas[name] for name in OPERATORS)]) + "\n"
 

@@ -19,9 +19,9 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.nn import functional
 
-from worker_agent.model.checkpoint import CONFIG, EMBEDDED, WEIGHTS, expert_tensor_name
-from worker_agent.model.transformer import ByteTransformer, ModelConfig, attend_to_the_past
-from worker_agent.moe import MoEShape
+from eplb_lab.layer import MoEShape
+from eplb_lab.model.checkpoint import CONFIG, EMBEDDED, WEIGHTS, expert_tensor_name
+from eplb_lab.model.transformer import ByteTransformer, ModelConfig, attend_to_the_past
 
 _STORED = torch.bfloat16
 _PEAK_RATE, _LAST_RATE = 3e-3, 1e-4

@@ -7,7 +7,7 @@ from typing import Protocol, TypeAlias, runtime_checkable
 
 import torch
 
-from eplb_service.placement import Int32
+from eplb_core.placement import Int32
 
 ExpertWeights: TypeAlias = torch.Tensor | Sequence[torch.Tensor]
 """One kind of weight of all local slots: a tensor ``[S, ...]``, or S tensors of one shape and type."""

@@ -12,7 +12,7 @@ from typing import Literal, TypeAlias
 from pydantic import Field, SecretStr, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from eplb_service.wire.channel import Security
+from eplb_core.wire.channel import Security
 
 TransferBackend: TypeAlias = Literal["auto", "gloo", "nccl", "hccl"]
 """Library to carry experts with; ``auto`` for that of their device."""

@@ -14,7 +14,7 @@ from typing import TypeAlias
 
 import grpc
 
-from eplb_service.wire.agent import (
+from eplb_core.wire.agent import (
     EVERYTHING,
     CallOff,
     Heartbeat,
@@ -24,10 +24,10 @@ from eplb_service.wire.agent import (
     Welcome,
     decode_welcome,
 )
-from eplb_service.wire.codec import decode, encode, in_parts
-from eplb_service.wire.fields import WireError
-from eplb_service.wire.generated import agent_pb2, agent_pb2_grpc
-from eplb_service.wire.heat import HeatReport
+from eplb_core.wire.codec import decode, encode, in_parts
+from eplb_core.wire.fields import WireError
+from eplb_core.wire.generated import agent_pb2, agent_pb2_grpc
+from eplb_core.wire.heat import HeatReport
 from worker_agent.runtime import REAL, Runtime
 from worker_agent.settings import AgentSettings
 from worker_agent.swap.rank_layout import Identity, Order, RankLayout, check_plan

@@ -17,12 +17,12 @@ from benchmarks.decide.alarms import measured
 from benchmarks.decide.heat import PACED_TARGETS, TARGETS, generated, recorded, shipped, untuned
 from benchmarks.decide.promises import measured as promises_measured
 from benchmarks.decide.served import AT_ONCE, Delay, Row, interval_of, mean_rows, own_rows, peer_rows
-from eplb_service.bench.closed_loop import Scenario
-from eplb_service.bench.contest import OURS, Contest
-from eplb_service.bench.peers.archives import INDEX
-from eplb_service.bench.peers.balancers import FLASHLB
-from eplb_service.planner.settings import PlannerSettings
-from eplb_service.solver.warmup import warm_up
+from eplb_core.planner.settings import PlannerSettings
+from eplb_core.solver.warmup import warm_up
+from eplb_lab.bench.closed_loop import Scenario
+from eplb_lab.bench.contest import OURS, Contest
+from eplb_lab.bench.peers.archives import INDEX
+from eplb_lab.bench.peers.balancers import FLASHLB
 
 _PROMISES = "promises"
 _COLUMNS = (

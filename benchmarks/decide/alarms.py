@@ -6,9 +6,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from eplb_service.placement import Float64
-from eplb_service.planner.pace import Pace
-from eplb_service.planner.plan import promise_of
+from eplb_core.placement import Float64
+from eplb_core.planner.pace import Pace
+from eplb_core.planner.plan import promise_of
 
 _SEEN = 64
 _STRETCH = 1000

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.solver.heats import KINDS, generate
-from eplb_service.bench.closed_loop import Scenario
-from eplb_service.placement import Int32
+from eplb_core.placement import Int32
+from eplb_lab.bench.closed_loop import Scenario
 
 PHASE = 96
 """Steps of each workload in a sequence."""

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import numpy as np
 
-from eplb_service.bench.closed_loop import Scenario
-from eplb_service.bench.scoring import realised_par
-from eplb_service.heat.window import Window
-from eplb_service.placement import Int32, Placement, mean_par
-from eplb_service.planner.decide import plan, plan_afresh
-from eplb_service.planner.plan import Layout
-from eplb_service.planner.settings import PlannerSettings
-from eplb_service.planner.topology import Topology
+from eplb_core.heat.window import Window
+from eplb_core.placement import Int32, Placement, mean_par
+from eplb_core.planner.decide import plan, plan_afresh
+from eplb_core.planner.plan import Layout
+from eplb_core.planner.settings import PlannerSettings
+from eplb_core.planner.topology import Topology
+from eplb_lab.bench.closed_loop import Scenario
+from eplb_lab.bench.scoring import realised_par
 
 TOKENS = (1, 4, 16, 64, 256)
 BATCHES = (4, 8, 16, 64)

@@ -9,11 +9,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from eplb_service.bench.closed_loop import Entrant, Scenario, loops
-from eplb_service.bench.contest import OURS, Contest
+from eplb_core.placement import mean_par
+from eplb_core.planner.settings import PlannerSettings
+from eplb_lab.bench.closed_loop import Entrant, Scenario, loops
+from eplb_lab.bench.contest import OURS, Contest
 from eplb_service.io.trace import ArrayTrace
-from eplb_service.placement import mean_par
-from eplb_service.planner.settings import PlannerSettings
 from eplb_service.replay.costs import Costs
 from eplb_service.replay.jobs import jobs_for, replay, scene_for
 from eplb_service.replay.policy import Setup

@@ -21,9 +21,9 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from eplb_service.demo.scoreboard import Scoreboard
-from eplb_service.demo.stage import DEVICE_TOKENS, Stage, device_text, model_sizes, perform
-from eplb_service.demo.summary import complaint
+from eplb_lab.demo.scoreboard import Scoreboard
+from eplb_lab.demo.stage import DEVICE_TOKENS, Stage, device_text, model_sizes, perform
+from eplb_lab.demo.summary import complaint
 
 _REQUESTS = 32
 _REQUEST_BYTES = 96
@@ -98,7 +98,7 @@ def _served(stage: Stage, on_step: Callable[[], None]) -> Scoreboard:
             seen += 1
             on_step()
 
-    return perform(stage, "worker_agent.demo.model_rank", orders, watch)
+    return perform(stage, "eplb_lab.ranks.model_rank", orders, watch)
 
 
 def _figures(board: Scoreboard, model: str) -> dict[str, float]:

@@ -8,12 +8,12 @@ from functools import cache
 
 import numpy as np
 
-from eplb_service.placement import Float64, Int32, Placement
-from eplb_service.wire.agent import Shape
-from eplb_service.wire.codec import encode, pack
-from eplb_service.wire.generated import agent_pb2
-from eplb_service.wire.heat import HeatReport, StepPhase
-from eplb_service.wire.plan import RankLayer
+from eplb_core.placement import Float64, Int32, Placement
+from eplb_core.wire.agent import Shape
+from eplb_core.wire.codec import encode, pack
+from eplb_core.wire.generated import agent_pb2
+from eplb_core.wire.heat import HeatReport, StepPhase
+from eplb_core.wire.plan import RankLayer
 
 _VARIANTS = 4
 _TOKENS, _TOP_K = 64, 8

@@ -21,11 +21,11 @@ import grpc
 
 from benchmarks.scale.heat import Reports, Scale, expected_tokens
 from benchmarks.scale.measured_service import asked_by
-from eplb_service.placement import Float64, combine_digests, layer_digest
-from eplb_service.wire.agent import Heartbeat, Hello, PlanState, PlanStatus, Shape
-from eplb_service.wire.codec import MAX_MESSAGE_BYTES, encode, in_parts
-from eplb_service.wire.generated import agent_pb2
-from eplb_service.wire.plan import RankLayer, RankPlan, decode_plan
+from eplb_core.placement import Float64, combine_digests, layer_digest
+from eplb_core.wire.agent import Heartbeat, Hello, PlanState, PlanStatus, Shape
+from eplb_core.wire.codec import MAX_MESSAGE_BYTES, encode, in_parts
+from eplb_core.wire.generated import agent_pb2
+from eplb_core.wire.plan import RankLayer, RankPlan, decode_plan
 from worker_agent.stream import HeartbeatSchedule
 
 DEPLOYMENT = "scale"

@@ -20,13 +20,13 @@ from rich.console import Console
 from benchmarks.solver import measures
 from benchmarks.solver.heats import KINDS, SHAPES, Shape, generated_scenarios, recorded_scenario
 from benchmarks.solver.tables import tables
-from eplb_service.atomic_write import OutputError, write_atomically
-from eplb_service.bench.closed_loop import Scenario, entrants, loops
-from eplb_service.bench.contest import Contest
-from eplb_service.bench.peers.archives import INDEX
-from eplb_service.bench.peers.balancers import PEERS
-from eplb_service.heat.window import HeatError
-from eplb_service.solver.warmup import warm_up
+from eplb_core.atomic_write import OutputError, write_atomically
+from eplb_core.heat.window import HeatError
+from eplb_core.solver.warmup import warm_up
+from eplb_lab.bench.closed_loop import Scenario, entrants, loops
+from eplb_lab.bench.contest import Contest
+from eplb_lab.bench.peers.archives import INDEX
+from eplb_lab.bench.peers.balancers import PEERS
 
 GROUPS = ("cells", "time", "loop", "ablation", "example")
 """Choices of ``--only``."""

@@ -13,9 +13,9 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from eplb_service.bench.closed_loop import Scenario
-from eplb_service.bench.contest import first_scene
-from eplb_service.bench.decision import Float64, Scene
+from eplb_lab.bench.closed_loop import Scenario
+from eplb_lab.bench.contest import first_scene
+from eplb_lab.bench.decision import Float64, Scene
 from eplb_service.io.named_arrays import ReadAs
 from eplb_service.io.open_trace import read_heat
 

@@ -19,9 +19,9 @@ from benchmarks.solver.measures import (
     PRICED,
     UNANNEALED,
 )
-from eplb_service.bench.closed_loop import DEFAULT, FULL, moves_after_first, realised_mean
-from eplb_service.bench.contest import OURS, OURS_EVEN
-from eplb_service.bench.peers.balancers import FLASHLB
+from eplb_lab.bench.closed_loop import DEFAULT, FULL, moves_after_first, realised_mean
+from eplb_lab.bench.contest import OURS, OURS_EVEN
+from eplb_lab.bench.peers.balancers import FLASHLB
 
 Results = Mapping[str, Any]
 

@@ -20,25 +20,25 @@ from benchmarks.solver.heats import (
     shape_name,
     source_mix,
 )
-from eplb_service.bench.closed_loop import DEFAULT, Entrant, Scenario, entrants, loops
-from eplb_service.bench.contest import OURS, OURS_EVEN, Contest, first_scene
-from eplb_service.bench.decision import Decision, Float64, Int32, Scene
-from eplb_service.bench.peers.balancers import FLASHLB
-from eplb_service.bench.scoring import (
+from eplb_core.heat.window import Window
+from eplb_core.placement import Placement
+from eplb_core.planner.decide import plan, plan_afresh
+from eplb_core.planner.plan import Layout
+from eplb_core.planner.settings import PlannerSettings
+from eplb_core.planner.topology import Topology
+from eplb_core.solver.model import Recommendation
+from eplb_lab.bench.closed_loop import DEFAULT, Entrant, Scenario, entrants, loops
+from eplb_lab.bench.contest import OURS, OURS_EVEN, Contest, first_scene
+from eplb_lab.bench.decision import Decision, Float64, Int32, Scene
+from eplb_lab.bench.peers.balancers import FLASHLB
+from eplb_lab.bench.scoring import (
     even_par,
     peak_to_average,
     realised_par,
     rule_tables,
     sampled_loads,
 )
-from eplb_service.heat.window import Window
-from eplb_service.placement import Placement
-from eplb_service.planner.decide import plan, plan_afresh
-from eplb_service.planner.plan import Layout
-from eplb_service.planner.settings import PlannerSettings
-from eplb_service.planner.topology import Topology
 from eplb_service.replay.policy import ABLATIONS
-from eplb_service.solver.model import Recommendation
 
 
 def cells(contest: Contest, shapes: Sequence[Shape], seeds: Sequence[int]) -> Iterator[dict[str, Any]]:

@@ -12,8 +12,8 @@ import rich.table
 from benchmarks.solver.heats import KINDS, shape_name
 from benchmarks.solver.judged import Results, Rows, Target, compared_cells, promise_error, targets
 from benchmarks.solver.measures import SMALL
-from eplb_service.bench.closed_loop import cpu_after_first, moves_after_first, realised_mean
-from eplb_service.bench.contest import OURS, OURS_EVEN
+from eplb_lab.bench.closed_loop import cpu_after_first, moves_after_first, realised_mean
+from eplb_lab.bench.contest import OURS, OURS_EVEN
 
 
 class Table(NamedTuple):

@@ -32,9 +32,9 @@ from benchmarks.split.measures import (
     routed_sources,
     within_a_token,
 )
-from eplb_service.bench.closed_loop import Scenario
+from eplb_lab.bench.closed_loop import Scenario
 from eplb_service.offline import solve
-from worker_agent.moe.stepwise import ROUNDS
+from worker_agent.stepwise import ROUNDS
 
 _CHOICES = 8 * 1024
 

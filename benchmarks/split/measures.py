@@ -13,14 +13,14 @@ import numpy as np
 import torch
 
 from benchmarks.solver.heats import generate
-from eplb_service.bench.closed_loop import Scenario
-from eplb_service.bench.scoring import peak_to_average
+from eplb_core.placement import Placement, with_entries
+from eplb_core.solver.model import Int64
+from eplb_core.solver.stepwise import level, loads_by_step, replicas_in, split_evenly
+from eplb_lab.bench.closed_loop import Scenario
+from eplb_lab.bench.scoring import peak_to_average
 from eplb_service.io.routes import DEFAULT_BATCH, steps_and_places
 from eplb_service.offline import Solution, solve
-from eplb_service.placement import Placement, with_entries
-from eplb_service.solver.model import Int64
-from eplb_service.solver.stepwise import level, loads_by_step, replicas_in, split_evenly
-from worker_agent.moe.stepwise import StepwiseSplit
+from worker_agent.stepwise import StepwiseSplit
 
 FOR_EVEN, FOR_STEPS = "made for even shares", "made for the stepwise split"
 PLACEMENTS = {

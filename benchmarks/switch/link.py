@@ -10,7 +10,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from eplb_service.wire.plan import RankLayer, sources_of
+from eplb_core.wire.plan import RankLayer, sources_of
 from worker_agent.settings import AgentSettings
 from worker_agent.swap.group import AgentGroup
 from worker_agent.swap.lane import Lanes

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.switch.ratios import Ratio, by_turns
-from eplb_service.wire.plan import RankLayer, sources_of
-from worker_agent.moe import ExpertParallelMoE, MoEShape, seeded_experts
+from eplb_core.wire.plan import RankLayer, sources_of
+from eplb_lab.layer import ExpertParallelMoE, MoEShape, seeded_experts
 from worker_agent.settings import AgentSettings
 from worker_agent.swap.group import AgentGroup
 from worker_agent.swap.lane import Lanes

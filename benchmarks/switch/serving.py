@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.switch.ratios import Ratio, by_turns, means_of
-from eplb_service.placement import Int32, Placement
+from eplb_core.placement import Int32, Placement
+from eplb_lab.layer import ExpertParallelMoE, MoEShape, seeded_experts
 from worker_agent.agent import Agent
-from worker_agent.moe import ExpertParallelMoE, MoEShape, seeded_experts
 from worker_agent.settings import AgentSettings
 from worker_agent.swap.rank_layout import restoring_plan
 

@@ -20,8 +20,8 @@ from benchmarks.time.cells import CONFIDENCE, Cell, cells, compared
 from benchmarks.time.heats import heats
 from benchmarks.time.slot_counts import NEAR, Named, named
 from benchmarks.time.slot_counts import STEPS as LOOP_STEPS
-from eplb_service.cost.curve import CostCurve, CurveError, read_curve
-from eplb_service.solver.warmup import warm_up
+from eplb_core.cost.curve import CostCurve, CurveError, read_curve
+from eplb_core.solver.warmup import warm_up
 
 H200 = CostCurve(20.0, 11.6, 5.0, 0.0615, "decode", "fit to DeepSeek-V3's experts on H200, uniform rows")
 TOKENS = (64, 256, 1024, 4096, 16384)

@@ -10,10 +10,10 @@ import numpy.typing as npt
 from scipy import stats
 
 from benchmarks.time.heats import CellHeat
-from eplb_service.cost.curve import CostCurve
+from eplb_core.cost.curve import CostCurve
+from eplb_core.placement import Placement
+from eplb_core.solver.window import standard_error
 from eplb_service.offline import solve
-from eplb_service.placement import Placement
-from eplb_service.solver.window import standard_error
 
 MORE_SLOTS = (0, 1, 2)
 """Slots per rank beyond the fewest that hold all experts."""

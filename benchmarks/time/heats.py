@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from eplb_service.heat.synthetic import KINDS, synthetic_heat
+from eplb_service.io.synthetic import KINDS, synthetic_heat
 
 Int32 = npt.NDArray[np.int32]
 

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from benchmarks.time.cells import MORE_SLOTS, errors_allowed, slowest_us
 from benchmarks.time.heats import CellHeat
-from eplb_service.cost.curve import CostCurve
+from eplb_core.cost.curve import CostCurve
 from eplb_service.offline import Solution, solve
 from eplb_service.replay.advise import SAME_TIME, Option, cheapest
 from eplb_service.replay.policy import Setup

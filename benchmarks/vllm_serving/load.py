@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
+from eplb_lab.model.serving import Traffic
 from tests.engines.openai_server import ServerError, streamed_choices
-from worker_agent.model.serving import Traffic
 
 _TEMPERATURE = 0.8
 """The likeliest byte alone soon loops; with a seed per request, draws are the same on every server."""

@@ -20,11 +20,11 @@ from rich.progress import Progress
 
 from benchmarks.vllm_serving.load import drifting_requests, send_all
 from benchmarks.vllm_serving.score import ALONE, BALANCED, KEEPING, KINDS, NOTHING, RESTING, Round, figures
-from eplb_service.wire.generated.operator_pb2 import DeploymentStatus
+from eplb_core.wire.generated.operator_pb2 import DeploymentStatus
+from eplb_lab.model.checkpoint import EMBEDDED
 from tests.e2e.service import Service, free_address
 from tests.engines.conftest import engine_environment
 from tests.engines.openai_server import OpenAiServer
-from worker_agent.model.checkpoint import EMBEDDED
 
 DEPLOYMENT = "byte-moe"
 _SERVICE_FLAGS = [

@@ -33,7 +33,7 @@ print(f"drift {found.drift_L.mean():.2f}, of which sampling {found.drift_noise_L
 # with no redundant expert, and with one more slot on each of the 8 ranks.
 
 # %%
-from eplb_service.planner.settings import PlannerSettings
+from eplb_core.planner.settings import PlannerSettings
 from eplb_service.replay.jobs import jobs_for, replay, scene_for, setups_of
 
 setups = setups_of(windows=[128], intervals=[128], slots=[4, 5])
@@ -72,9 +72,9 @@ pictures["ranks.svg"]
 # %%
 from tempfile import mkdtemp
 
+from eplb_core.placement import Placement
 from eplb_service import solve
 from eplb_service.io.placement_file import write_placement
-from eplb_service.placement import Placement
 
 solution = solve(trace.heat(trace.steps - 128, trace.steps), ranks=8, slots=chosen.setup.slots)
 placement = Placement(solution.phy2log, trace.experts)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from eplb_service.placement import Placement
+from eplb_core.placement import Placement
 from worker_agent.agent import Agent
 from worker_agent.settings import AgentSettings
 

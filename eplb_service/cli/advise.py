@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from rich.console import Console
 
-from eplb_service.atomic_write import check_output
+from eplb_core.atomic_write import check_output
+from eplb_core.cost.devices import GPUS, MODELS, DeviceError, ModelShape, estimated_curve, model_shape
+from eplb_core.planner.settings import AUTO, PlannerSettings, planner_settings
 from eplb_service.cli.options import JSON, SEVERAL, UserError, option, takes_options
 from eplb_service.cli.output import figure, output_console, print_json, table_of, write_json
 from eplb_service.cli.replay import OUT, replay_progress
@@ -30,8 +32,6 @@ from eplb_service.cli.trace_options import (
     slots_of_redundant,
 )
 from eplb_service.cli.warmup import compile_solver
-from eplb_service.cost.devices import GPUS, MODELS, DeviceError, ModelShape, estimated_curve, model_shape
-from eplb_service.planner.settings import AUTO, PlannerSettings, planner_settings
 
 if TYPE_CHECKING:
     from eplb_service.replay.advise import Advice, Option

@@ -11,7 +11,10 @@ from typing import Any
 
 from rich.console import Console
 
-from eplb_service.atomic_write import check_output
+from eplb_core.atomic_write import check_output
+from eplb_core.cost.curve import PHASES, CostCurve, plain_curve, write_curves
+from eplb_core.cost.fit import CurveFitError, curve_from_table, fit_curve
+from eplb_core.extras import install_command
 from eplb_service.cli.options import (
     JSON,
     RESULTS,
@@ -23,11 +26,8 @@ from eplb_service.cli.options import (
     whole_numbers,
 )
 from eplb_service.cli.output import output_console, print_json, table_of
-from eplb_service.cost.curve import PHASES, CostCurve, plain_curve, write_curves
-from eplb_service.cost.fit import CurveFitError, curve_from_table, fit_curve
-from eplb_service.extras import install_command
 
-_PROGRAM = "worker_agent.calibrate"
+_PROGRAM = "eplb_lab.calibrate"
 _SHOWN_TOKENS = (1, 16, 64, 256, 1024)
 _TIMING = "Timing this machine's kernel"
 _TABLE = "From a measured table"
@@ -119,7 +119,7 @@ def _measured(task: dict[str, Any]) -> Iterator[dict[str, float]]:
     if done.returncode:
         lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
         if "No module named 'torch'" in lines[-1]:
-            raise UserError(f"timing experts needs torch: {install_command('agent')}")
+            raise UserError(f"timing experts needs torch: {install_command('model', 'eplb-lab')}")
         raise UserError(f"the experts could not be timed: {lines[-1]}")
     for line in done.stdout.splitlines():
         yield json_module.loads(line)

@@ -12,11 +12,11 @@ from typing import Any, ClassVar
 
 import grpc
 
+from eplb_core.wire.channel import Security
+from eplb_core.wire.fields import WireError
+from eplb_core.wire.generated import operator_pb2_grpc
+from eplb_core.wire.operator import checked_answer
 from eplb_service.cli.options import UserError, argument, option
-from eplb_service.wire.channel import Security
-from eplb_service.wire.fields import WireError
-from eplb_service.wire.generated import operator_pb2_grpc
-from eplb_service.wire.operator import checked_answer
 
 NAME = argument(help="Name of the deployment, as `eplb deployments` lists it.")
 

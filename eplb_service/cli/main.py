@@ -8,6 +8,7 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
+from importlib import metadata
 from typing import Annotated, Any, cast
 
 import typer
@@ -28,15 +29,18 @@ _USAGE_EXIT_CODE = 2
 _INTERRUPT_EXIT_CODE, _BROKEN_PIPE_EXIT_CODE = 130, 141
 """Exit codes after Ctrl-C, and where the reader of the output has left, as shells have them."""
 
+_LAB = "eplb-lab"
+"""Distribution of the commands that are found through entry points."""
+_ENTRY_POINTS = "eplb.commands"
 _OFFLINE, _SERVICE, _OPERATE = "On recorded heat", "The service", "Ask a running service"
 COMMANDS = {
-    "demo": ("demo", _SERVICE, "Run service and live ranks here and watch them balance."),
+    "demo": (_LAB, _SERVICE, "Run service and live ranks here and watch them balance."),
     "serve": ("serve", _SERVICE, "Run the control plane that agents connect to."),
     "solve": ("solve", _OFFLINE, "Compute a placement from recorded heat."),
     "replay": ("replay", _OFFLINE, "Run the planner along a trace and score each policy."),
     "sweep": ("sweep", _OFFLINE, "Replay many traces under many settings, in one table."),
     "advise": ("advise", _OFFLINE, "Advise what to set, and whether balancing pays."),
-    "bench": ("bench", _OFFLINE, "Compare with vLLM's, vLLM-Ascend's and SGLang's balancers."),
+    "bench": (_LAB, _OFFLINE, "Compare with vLLM's, vLLM-Ascend's and SGLang's balancers."),
     "calibrate": ("calibrate", _OFFLINE, "Fit how long a rank's experts take for their tokens."),
     "trace": ("trace", _OFFLINE, "Look at heat traces, record, convert, or cut them."),
     "warmup": ("warmup", _OFFLINE, "Compile the solver once, so that later starts need not."),
@@ -51,9 +55,10 @@ COMMANDS = {
     "lead": ("operator", _OPERATE, "Have a deployment's ranks follow this service again."),
     "forget": ("operator", _OPERATE, "Remove a deployment whose ranks are gone."),
 }
-"""Module in ``eplb_service.cli``, heading and sentence of each command; none is imported for their list.
+"""Module in ``eplb_service.cli``, heading and summary of each command. Listing the commands imports no module.
 
-The function, or the group of commands, has the command's name.
+The function, or the group of commands, has the command's name. Instead of a module, ``_LAB`` marks a command that
+eplb-lab provides.
 """
 EXAMPLES = """\
 eplb demo
@@ -116,8 +121,11 @@ class _LazyGroup(TyperGroup):
 
 def load_command(name: str) -> Any:
     """Import the command's module and build its parser."""
-    module = importlib.import_module(f"eplb_service.cli.{COMMANDS[name][0]}")
-    command = getattr(module, name)
+    module = COMMANDS[name][0]
+    if module == _LAB:
+        command = _load_lab_command(name)
+    else:
+        command = getattr(importlib.import_module(f"eplb_service.cli.{module}"), name)
     if not isinstance(command, typer.Typer):
         single = typer.Typer(add_completion=False, rich_markup_mode=None)
         single.command(name, cls=HelpCommand)(command)
@@ -127,6 +135,13 @@ def load_command(name: str) -> Any:
     for child in getattr(parser, "commands", {}).values():
         child.epilog = _examples(f"{name} {child.name}")
     return parser
+
+
+def _load_lab_command(name: str) -> Any:
+    """Load a command of eplb-lab through its entry point. Raises ``UserError`` if eplb-lab is not installed."""
+    for entry_point in metadata.entry_points(group=_ENTRY_POINTS, name=name):
+        return entry_point.load()
+    raise UserError(f"eplb {name} is part of {_LAB}, which is not installed; run: pip install '{_LAB}[demo]'")
 
 
 def _examples(name: str) -> str:
@@ -206,7 +221,7 @@ def _is_users_mistake(error: Exception) -> bool:
     """
     if isinstance(error, OSError):
         return error.filename is not None
-    is_ours = type(error).__module__.startswith(("eplb_service.", "worker_agent."))
+    is_ours = type(error).__module__.startswith(("eplb_core.", "eplb_lab.", "eplb_service."))
     return isinstance(error, UserError) or (is_ours and isinstance(error, ValueError))
 
 

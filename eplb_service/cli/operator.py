@@ -14,16 +14,16 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from eplb_core.figures import digits, size_text
+from eplb_core.placement import Placement
+from eplb_core.wire.codec import unpack
+from eplb_core.wire.generated import operator_pb2
+from eplb_core.wire.operator import as_document
 from eplb_service.cli.client import NAME, Connection
 from eplb_service.cli.options import JSON, RESULTS, UserError, option, takes_options
 from eplb_service.cli.output import print_json, table_of
 from eplb_service.cli.trace_options import DRAFT_LAYERS, FIRST_LAYER, FORMAT, check_placement_output
-from eplb_service.figures import digits, size_text
 from eplb_service.io.placement_file import SUFFIXES, write_placement
-from eplb_service.placement import Placement
-from eplb_service.wire.codec import unpack
-from eplb_service.wire.generated import operator_pb2
-from eplb_service.wire.operator import as_document
 
 _FILE_HELP = f"File to write it to: {' or '.join(SUFFIXES)}."
 _IDLE_SECONDS = 30.0

@@ -18,8 +18,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn
 from rich.table import Table
 
-from eplb_service.atomic_write import write_atomically
-from eplb_service.placement import Float64, mean_par
+from eplb_core.atomic_write import write_atomically
+from eplb_core.placement import Float64, mean_par
 
 Row = TypeVar("Row")
 

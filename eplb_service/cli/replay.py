@@ -15,7 +15,8 @@ from rich.progress import MofNCompleteColumn, TimeRemainingColumn
 from rich.table import Table
 
 import eplb_service
-from eplb_service.atomic_write import check_output, write_atomically
+from eplb_core.atomic_write import check_output, write_atomically
+from eplb_core.planner.settings import POLICIES, PlannerSettings, planner_settings
 from eplb_service.cli.options import JSON, RESULTS, SEVERAL, UserError, option, takes_options, whole_numbers
 from eplb_service.cli.output import figure, output_console, print_json, progress_bar, table_of, write_json
 from eplb_service.cli.trace_options import (
@@ -34,7 +35,6 @@ from eplb_service.cli.trace_options import (
     planner_flags,
 )
 from eplb_service.cli.warmup import compile_solver
-from eplb_service.planner.settings import POLICIES, PlannerSettings, planner_settings
 
 if TYPE_CHECKING:
     from eplb_service.io.trace import Trace
@@ -122,7 +122,7 @@ def replay(
 
 def policies_of(text: str) -> tuple[str, ...]:
     """The policies that ``--policy`` names, each once; raises ``UserError`` where there are none or an unknown one."""
-    from eplb_service.planner.policies import NAMES, registered
+    from eplb_core.planner.policies import NAMES, registered
 
     names = tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
     if names == ("all",):

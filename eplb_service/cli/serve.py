@@ -9,6 +9,7 @@ from typing import Any
 import structlog
 import typer
 
+from eplb_core.planner.settings import PlannerSettings
 from eplb_service.cli.options import UserError, option, setting_option, takes_options
 from eplb_service.cli.trace_options import PLANNER, unused_heat
 from eplb_service.control.server.lease.leadership import LeaseError, LeaseLostError
@@ -16,7 +17,6 @@ from eplb_service.control.server.listening import ListenError
 from eplb_service.control.server.service import RunningService, serve_until_stopped
 from eplb_service.control.server.settings import ServiceSettings, SettingsError, load_settings
 from eplb_service.control.server.store_file import StoreError
-from eplb_service.planner.settings import PlannerSettings
 from eplb_service.telemetry.logs import configure_logs
 
 _log = structlog.get_logger(__name__)

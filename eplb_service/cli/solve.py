@@ -10,6 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from eplb_core.heat.window import Window
+from eplb_core.placement import Placement, check_shape, mean_par
+from eplb_core.planner.dealing import first_tables
+from eplb_core.planner.price import SplitCost
+from eplb_core.planner.score import par_of_steps, split_steps
+from eplb_core.planner.settings import EVEN, STEP, TABLES, PlannerSettings, planner_settings
 from eplb_service.cli.options import JSON, RESULTS, option, takes_options
 from eplb_service.cli.output import layers_table, output_console, print_json
 from eplb_service.cli.trace_options import (
@@ -29,21 +35,15 @@ from eplb_service.cli.trace_options import (
     planner_flags,
 )
 from eplb_service.cli.warmup import compile_solver
-from eplb_service.heat.window import Window
 from eplb_service.io.open_trace import naming
 from eplb_service.io.placement_file import write_placement
-from eplb_service.placement import Placement, check_shape, mean_par
-from eplb_service.planner.dealing import first_tables
-from eplb_service.planner.price import SplitCost
-from eplb_service.planner.score import par_of_steps, split_steps
-from eplb_service.planner.settings import EVEN, STEP, TABLES, PlannerSettings, planner_settings
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from eplb_service.heat.window import Counts
+    from eplb_core.heat.window import Counts
+    from eplb_core.placement import Float64
     from eplb_service.offline import Solution
-    from eplb_service.placement import Float64
 
     Solver = Callable[..., Solution]
 

@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any
 import typer
 from rich.console import Console
 
-from eplb_service.atomic_write import check_output
+from eplb_core.atomic_write import check_output
+from eplb_core.placement import PlacementError
+from eplb_core.planner.settings import NumberOrAuto, number_or_auto, planner_options, planner_settings
 from eplb_service.cli.options import JSON, SEVERAL, UserError, argument, option, takes_options, whole_numbers
 from eplb_service.cli.output import figure, output_console, print_json, table_of, write_json
 from eplb_service.cli.replay import INTERVAL, OUT, TERMS, WINDOW, figures_table, policies_of, policy_figures
@@ -29,8 +31,6 @@ from eplb_service.cli.trace_options import (
 )
 from eplb_service.cli.warmup import compile_solver
 from eplb_service.io.open_trace import KNOWN
-from eplb_service.placement import PlacementError
-from eplb_service.planner.settings import NumberOrAuto, number_or_auto, planner_options, planner_settings
 from eplb_service.replay.policy import ReplayError
 
 if TYPE_CHECKING:

@@ -19,6 +19,10 @@ from rich.live import Live
 from rich.markup import escape
 from rich.text import Text
 
+from eplb_core.figures import size_text
+from eplb_core.placement import Float64
+from eplb_core.wire.codec import unpack
+from eplb_core.wire.generated import operator_pb2
 from eplb_service.cli.client import Connection, OperatorCalls
 from eplb_service.cli.operator import (
     connected_text,
@@ -34,10 +38,6 @@ from eplb_service.cli.operator import (
 )
 from eplb_service.cli.options import UserError, argument, option, takes_options
 from eplb_service.cli.output import table_of
-from eplb_service.figures import size_text
-from eplb_service.placement import Float64
-from eplb_service.wire.codec import unpack
-from eplb_service.wire.generated import operator_pb2
 
 _BLOCKS = " ▁▂▃▄▅▆▇█"
 _HOT = 1.25

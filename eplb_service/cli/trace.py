@@ -14,10 +14,10 @@ from eplb_service.cli.options import JSON, HelpCommand, UserError, one_of, optio
 from eplb_service.cli.output import layers_table, output_console, print_json, progress_bar
 from eplb_service.cli.trace_options import TRACE, ReadingOptions
 from eplb_service.cli.trace_record import record
-from eplb_service.heat.synthetic import KINDS, synthetic_heat
 from eplb_service.io.containers import check_fits_memory
 from eplb_service.io.copy_trace import ALL, Bounds, check_trace_output, copy_trace
 from eplb_service.io.open_trace import naming, open_trace
+from eplb_service.io.synthetic import KINDS, synthetic_heat
 from eplb_service.io.trace import ArrayTrace, Trace, TraceFacts
 from eplb_service.io.trace_statistics import TraceStatistics, statistics
 

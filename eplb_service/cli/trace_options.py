@@ -12,7 +12,13 @@ from typing import ClassVar
 import numpy as np
 import typer
 
-from eplb_service.atomic_write import check_output
+from eplb_core.atomic_write import check_output
+from eplb_core.heat.window import HeatError
+from eplb_core.placement import Int32, Placement, PlacementError
+from eplb_core.planner.price import SplitCost
+from eplb_core.planner.request import groups_on_nodes
+from eplb_core.planner.settings import PlannerSettings, planner_options
+from eplb_core.planner.topology import Topology
 from eplb_service.cli.options import (
     SEVERAL,
     UserError,
@@ -22,17 +28,11 @@ from eplb_service.cli.options import (
     setting_option,
     whole_numbers,
 )
-from eplb_service.heat.window import HeatError
 from eplb_service.io.named_arrays import MEANINGS, ReadAs
 from eplb_service.io.open_trace import KNOWN, naming, open_trace
 from eplb_service.io.placement_file import FORMATS, SUFFIXES, placement_format, read_foreign, read_map
 from eplb_service.io.routes import DEFAULT_BATCH
 from eplb_service.io.trace import Trace
-from eplb_service.placement import Int32, Placement, PlacementError
-from eplb_service.planner.price import SplitCost
-from eplb_service.planner.request import groups_on_nodes
-from eplb_service.planner.settings import PlannerSettings, planner_options
-from eplb_service.planner.topology import Topology
 from eplb_service.replay.costs import Assumption, Costs
 
 PLANNER = "How decisions are made"
@@ -290,7 +290,7 @@ POLICY = option(
 
 def one_policy(policy: str) -> None:
     """Raise ``UserError`` unless ``--policy`` names a policy that can be imported."""
-    from eplb_service.planner.policies import PolicyError, external_policy
+    from eplb_core.planner.policies import PolicyError, external_policy
 
     try:
         external_policy(policy)

@@ -9,7 +9,11 @@ import grpc
 import typer
 from rich.progress import TimeElapsedColumn
 
-from eplb_service.atomic_write import OutputError
+from eplb_core.atomic_write import OutputError
+from eplb_core.wire.fields import WireError
+from eplb_core.wire.generated import operator_pb2
+from eplb_core.wire.heat import decode_heat_report
+from eplb_core.wire.operator import ServedModel, decode_served, decode_switched
 from eplb_service.cli.client import NAME, Connection, OperatorCalls
 from eplb_service.cli.options import JSON, UserError, option, takes_options
 from eplb_service.cli.output import print_json, progress_bar
@@ -17,10 +21,6 @@ from eplb_service.io.copy_trace import check_trace_output
 from eplb_service.io.native import SUFFIX as TRACE_SUFFIX
 from eplb_service.io.recorder import Recorder
 from eplb_service.io.trace import TraceFacts
-from eplb_service.wire.fields import WireError
-from eplb_service.wire.generated import operator_pb2
-from eplb_service.wire.heat import decode_heat_report
-from eplb_service.wire.operator import ServedModel, decode_served, decode_switched
 
 
 @takes_options()

@@ -20,8 +20,8 @@ def warmup() -> None:
 
 def compile_solver() -> None:
     """Compile the whole solver where it is not yet cached; a terminal shows on stderr which kernel it is at."""
-    from eplb_service.solver.jit import compilations
-    from eplb_service.solver.warmup import warm_up
+    from eplb_core.solver.jit import compilations
+    from eplb_core.solver.warmup import warm_up
 
     status = Console(stderr=True, highlight=False).status("loading the solver")
     with (

@@ -24,8 +24,8 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from eplb_service.extras import install_command
-from eplb_service.heat.window import HeatError
+from eplb_core.extras import install_command
+from eplb_core.heat.window import HeatError
 
 Array = npt.NDArray[Any]
 """An array of any type, as a file holds it."""

@@ -11,8 +11,8 @@ from typing import TypeAlias
 
 import numpy as np
 
-from eplb_service.atomic_write import OutputError, check_output
-from eplb_service.heat.window import Counts, HeatError
+from eplb_core.atomic_write import OutputError, check_output
+from eplb_core.heat.window import Counts, HeatError
 from eplb_service.io.formats.tables import PARQUET, require_parquet, write_table
 from eplb_service.io.formats.tables import SUFFIXES as TABLES
 from eplb_service.io.native import BATCH_STEPS, SUFFIX, StoredTrace, TraceWriter

@@ -8,7 +8,7 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from eplb_service.heat.window import HeatError
+from eplb_core.heat.window import HeatError
 from eplb_service.io import routes
 from eplb_service.io.containers import Array
 from eplb_service.io.trace import ArrayTrace, TraceFacts, numbered

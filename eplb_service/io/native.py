@@ -27,13 +27,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from eplb_service.atomic_write import OutputError
-from eplb_service.heat.window import Counts, HeatError
+from eplb_core.atomic_write import OutputError
+from eplb_core.heat.window import Counts, HeatError
+from eplb_core.placement import Float64, Int32, PlacementError, check_layer
 from eplb_service.io.containers import Array
 from eplb_service.io.routes import heat_of_slots
 from eplb_service.io.trace import Int64, Trace, TraceFacts, checked_slice
 from eplb_service.io.zarr_column import Column, read_metadata, reading_metadata, write_metadata
-from eplb_service.placement import Float64, Int32, PlacementError, check_layer
 
 SUFFIX = ".zarr"
 BATCH_STEPS = 64

@@ -10,7 +10,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from eplb_service.heat.window import Counts, HeatError
+from eplb_core.heat.window import Counts, HeatError
 from eplb_service.io import native
 from eplb_service.io.containers import (
     Record,

@@ -11,11 +11,11 @@ from typing import Any, Literal, NamedTuple, get_args
 import numpy as np
 import yaml
 
-from eplb_service.atomic_write import write_atomically
-from eplb_service.heat.window import HeatError
+from eplb_core.atomic_write import write_atomically
+from eplb_core.heat.window import HeatError
+from eplb_core.placement import Int32, Placement, PlacementError, checked_foreign
 from eplb_service.io.containers import Array, read_json, read_npy, read_npz, read_torch, records_of, refusing
 from eplb_service.io.named_arrays import LAYER_NUMBERS, ReadAs, listed
-from eplb_service.placement import Int32, Placement, PlacementError, checked_foreign
 
 Format = Literal["npz", "vllm-ascend", "sglang", "tensorrt-llm", "vllm"]
 """Whose file it is."""

@@ -10,13 +10,13 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from eplb_service.atomic_write import OutputError
-from eplb_service.heat.window import HeatError
+from eplb_core.atomic_write import OutputError
+from eplb_core.heat.window import HeatError
+from eplb_core.placement import Int32, dealt_to, with_entries
+from eplb_core.wire.heat import HeatReport, StepPhase
 from eplb_service.io.containers import Array
 from eplb_service.io.native import TraceWriter
 from eplb_service.io.trace import PHASES, TraceFacts
-from eplb_service.placement import Int32, dealt_to, with_entries
-from eplb_service.wire.heat import HeatReport, StepPhase
 
 MAX_SOURCE_COUNTS = 1 << 21
 """Most ranks x layers x experts for which tokens by source rank are recorded: beyond, a step takes 8 MB and more."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from eplb_service.heat.window import HeatError
+from eplb_core.heat.window import HeatError
 from eplb_service.io.containers import Array, check_fits_memory
 from eplb_service.io.trace import ArrayTrace, Int64, TraceFacts
 

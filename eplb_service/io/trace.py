@@ -9,9 +9,9 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import numpy.typing as npt
 
-from eplb_service.heat.window import Counts, HeatError, checked_heat
+from eplb_core.heat.window import Counts, HeatError, checked_heat
+from eplb_core.placement import Float64
 from eplb_service.io.containers import Array
-from eplb_service.placement import Float64
 
 Int64 = npt.NDArray[np.int64]
 """An int64 array; its dimensions are in the variable's name."""

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from eplb_core.placement import Float64, Placement, par
+from eplb_core.planner.score import par_of_steps, sampling_floor, split_steps
+from eplb_core.planner.settings import TABLES
 from eplb_service.io.trace import Trace
-from eplb_service.placement import Float64, Placement, par
-from eplb_service.planner.score import par_of_steps, sampling_floor, split_steps
-from eplb_service.planner.settings import TABLES
 
 
 @dataclass(frozen=True)

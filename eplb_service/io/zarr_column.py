@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from eplb_service.atomic_write import write_atomically
-from eplb_service.heat.window import HeatError
+from eplb_core.atomic_write import write_atomically
+from eplb_core.heat.window import HeatError
 from eplb_service.io.containers import Array, check_fits_memory, one_line
 
 METADATA = "zarr.json"

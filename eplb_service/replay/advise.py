@@ -10,13 +10,13 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from eplb_service.placement import Float64, mean_par
-from eplb_service.planner.settings import AUTO, NumberOrAuto, PlannerSettings
+from eplb_core.placement import Float64, mean_par
+from eplb_core.planner.settings import AUTO, NumberOrAuto, PlannerSettings
+from eplb_core.solver.window import standard_error
 from eplb_service.replay.costs import Costs
 from eplb_service.replay.jobs import jobs_for
 from eplb_service.replay.policy import Job, ReplayError, Setup
 from eplb_service.replay.result import Replay, Score
-from eplb_service.solver.window import standard_error
 
 MOVE_PRICES = (0.0, 0.1, 0.3, 1.0, 3.0)
 """Prices of moves that the curve of balance against moves is drawn with."""

@@ -10,12 +10,12 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from eplb_service.cost.curve import CostCurve, plain_curve
-from eplb_service.cost.moving import MovingCosts
-from eplb_service.figures import digits, size_text
-from eplb_service.placement import part_end
-from eplb_service.planner.price import ASSUMED_BYTES, SplitCost, move_price
-from eplb_service.planner.settings import AUTO, NumberOrAuto, PlannerSettings
+from eplb_core.cost.curve import CostCurve, plain_curve
+from eplb_core.cost.moving import MovingCosts
+from eplb_core.figures import digits, size_text
+from eplb_core.placement import part_end
+from eplb_core.planner.price import ASSUMED_BYTES, SplitCost, move_price
+from eplb_core.planner.settings import AUTO, NumberOrAuto, PlannerSettings
 from eplb_service.replay.policy import ReplayError
 
 _MOE_SHARE = 0.5

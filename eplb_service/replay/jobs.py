@@ -14,12 +14,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from eplb_service.extras import install_command
+from eplb_core.extras import install_command
+from eplb_core.planner.settings import PlannerSettings
+from eplb_core.planner.topology import Topology
 from eplb_service.io.named_arrays import ReadAs
 from eplb_service.io.open_trace import naming, open_trace
 from eplb_service.io.trace import Trace
-from eplb_service.planner.settings import PlannerSettings
-from eplb_service.planner.topology import Topology
 from eplb_service.replay.costs import Costs
 from eplb_service.replay.loop import Scene, run
 from eplb_service.replay.policy import Job, ReplayError, Setup

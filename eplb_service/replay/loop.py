@@ -13,9 +13,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from eplb_service.heat.window import Counts, Window
-from eplb_service.io.trace import Trace
-from eplb_service.placement import (
+from eplb_core.heat.window import Counts, Window
+from eplb_core.placement import (
     Float64,
     Placement,
     apply_layers,
@@ -27,21 +26,22 @@ from eplb_service.placement import (
     staging_rows,
     step_par,
 )
-from eplb_service.planner.dealing import first_tables
-from eplb_service.planner.decide import plan, plan_afresh
-from eplb_service.planner.forecast import NO_FORECASTS
-from eplb_service.planner.pace import Pace
-from eplb_service.planner.plan import Layout, Plan, Promise, promise_for
-from eplb_service.planner.policies import PolicyError, answer_of
-from eplb_service.planner.score import Gain, gain_of, sampling_floor, split_loads, split_steps
-from eplb_service.planner.settings import EVEN, STEP
-from eplb_service.planner.topology import Topology
+from eplb_core.planner.dealing import first_tables
+from eplb_core.planner.decide import plan, plan_afresh
+from eplb_core.planner.forecast import NO_FORECASTS
+from eplb_core.planner.pace import Pace
+from eplb_core.planner.plan import Layout, Plan, Promise, promise_for
+from eplb_core.planner.policies import PolicyError, answer_of
+from eplb_core.planner.score import Gain, gain_of, sampling_floor, split_loads, split_steps
+from eplb_core.planner.settings import EVEN, STEP
+from eplb_core.planner.topology import Topology
+from eplb_core.solver.model import Recommendation
+from eplb_service.io.trace import Trace
 from eplb_service.replay.costs import BUSY_PASSES, STAGING_BYTES, Costs
 from eplb_service.replay.moves import arrivals, for_each_layer, sent, switched, tables_differ
 from eplb_service.replay.policy import Job, ReplayError
 from eplb_service.replay.result import ReplayedDecision
 from eplb_service.replay.served import knows_sources, served_loads, served_us
-from eplb_service.solver.model import Recommendation
 
 _SERVED_AT_ONCE = 64
 

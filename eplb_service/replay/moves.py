@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from eplb_service.placement import Placement, with_entries
-from eplb_service.planner.plan import Layout
-from eplb_service.solver.topology import choose_senders
+from eplb_core.placement import Placement, with_entries
+from eplb_core.planner.plan import Layout
+from eplb_core.solver.topology import choose_senders
 
 
 def arrivals(before_LRS: npt.NDArray[np.int32], after_LRS: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from eplb_service.planner.policies import ABLATIONS, NAMES, PolicyError, external_policy, options_of
-from eplb_service.planner.request import with_options
-from eplb_service.planner.settings import PlannerSettings
-from eplb_service.solver.model import SearchOptions
+from eplb_core.planner.policies import ABLATIONS, NAMES, PolicyError, external_policy, options_of
+from eplb_core.planner.request import with_options
+from eplb_core.planner.settings import PlannerSettings
+from eplb_core.solver.model import SearchOptions
 
 
 class ReplayError(ValueError):

@@ -7,7 +7,7 @@ from statistics import fmean
 
 import numpy as np
 
-from eplb_service.placement import Float64, mean_par
+from eplb_core.placement import Float64, mean_par
 from eplb_service.replay.costs import Costs
 from eplb_service.replay.policy import Setup
 

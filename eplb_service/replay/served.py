@@ -7,14 +7,14 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
-from eplb_service.cost.curve import CostCurve
-from eplb_service.heat.window import Counts
+from eplb_core.cost.curve import CostCurve
+from eplb_core.heat.window import Counts
+from eplb_core.placement import Float64, dealt_to, with_entries
+from eplb_core.planner.plan import Layout
+from eplb_core.planner.score import split_loads, split_us
+from eplb_core.planner.settings import EVEN, STEP
 from eplb_service.io.containers import Array
 from eplb_service.io.trace import Trace
-from eplb_service.placement import Float64, dealt_to, with_entries
-from eplb_service.planner.plan import Layout
-from eplb_service.planner.score import split_loads, split_us
-from eplb_service.planner.settings import EVEN, STEP
 
 _STEPS_READ = 8
 """Steps whose tokens by source rank are held at a time: a step of a large deployment has megabytes of them."""

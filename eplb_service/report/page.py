@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from importlib.resources import files
 
-from eplb_service.figures import digits
+from eplb_core.figures import digits
 from eplb_service.replay.costs import Assumption
 from eplb_service.replay.result import PolicyReplay, Replay, Score
 from eplb_service.report.pictures import best_policy, pictures_of

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
-from eplb_service.atomic_write import OutputError, write_atomically
-from eplb_service.placement import Float64, mean_par
+from eplb_core.atomic_write import OutputError, write_atomically
+from eplb_core.placement import Float64, mean_par
 from eplb_service.replay.result import PolicyReplay, Replay
 from eplb_service.report.svg import MARKERS, Dot, Line, Look, dots_and_front, heat_maps, lines_over_steps
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from eplb_service.placement import Float64
+from eplb_core.placement import Float64
 
 WIDTH = 920
 _FONT = 13

@@ -11,13 +11,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from eplb_service.heat.window import Window
+from eplb_core.heat.window import Window
+from eplb_core.placement import Placement, apply_layers, with_entries
+from eplb_core.planner.dealing import fitted_to_host
+from eplb_core.planner.decide import plan
+from eplb_core.planner.settings import PlannerSettings
+from eplb_core.planner.topology import Topology
 from eplb_service.io.open_trace import open_trace
-from eplb_service.placement import Placement, apply_layers, with_entries
-from eplb_service.planner.dealing import fitted_to_host
-from eplb_service.planner.decide import plan
-from eplb_service.planner.settings import PlannerSettings
-from eplb_service.planner.topology import Topology
 from worker_agent.adapters.engine_host import entry_periods
 from worker_agent.adapters.vllm.host import _MAX_ENTRIES
 from worker_agent.adapters.vllm_ascend.host import may_gather

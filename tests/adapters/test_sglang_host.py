@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from eplb_service.placement import Placement
+from eplb_core.placement import Placement
 from tests.adapters import sglang_fakes as fakes
 from tests.agent import live
 from tests.ranks import run_ranks

@@ -10,14 +10,14 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from eplb_service.placement import Int32, Placement
-from eplb_service.wire.agent import PlanStatus
-from eplb_service.wire.heat import HeatReport, StepPhase
-from eplb_service.wire.plan import RankPlan
+from eplb_core.placement import Int32, Placement
+from eplb_core.wire.agent import PlanStatus
+from eplb_core.wire.heat import HeatReport, StepPhase
+from eplb_core.wire.plan import RankPlan
+from eplb_lab.layer import ExpertParallelMoE, MoEShape, seeded_experts
 from worker_agent import agent as agent_module
 from worker_agent import heat as heat_module
 from worker_agent.agent import Agent
-from worker_agent.moe import ExpertParallelMoE, MoEShape, seeded_experts
 from worker_agent.settings import AgentSettings
 from worker_agent.swap import driver as driver_module
 from worker_agent.swap import vote as vote_module

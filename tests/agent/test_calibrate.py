@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from worker_agent import calibrate
-from worker_agent.calibrate import _busy_slots, _measure, _Task
+from eplb_lab import calibrate
+from eplb_lab.calibrate import _busy_slots, _measure, _Task
 
 
 def test_every_cell_of_the_grid_is_timed():

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from eplb_service.placement import Placement
+from eplb_core.placement import Placement
 from tests.agent import live
 from tests.ranks import run_ranks
 from worker_agent.swap import driver, replica_check

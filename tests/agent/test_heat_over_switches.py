@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from eplb_service.wire.agent import Reporting
-from eplb_service.wire.heat import HeatReport
+from eplb_core.wire.agent import Reporting
+from eplb_core.wire.heat import HeatReport
 from tests.agent import live
 from tests.ranks import run_ranks
 

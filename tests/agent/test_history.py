@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from eplb_lab.history.check import HistoryError, read_histories, violations
 from tests.agent import live
 from tests.ranks import run_ranks
-from worker_agent.history.check import HistoryError, read_histories, violations
 
 RANKS = 3
 
@@ -56,7 +56,7 @@ def test_a_true_history_breaks_nothing(recorded: Path) -> None:
     assert _check(recorded) == []
     (ranks,) = read_histories(recorded).values()
     assert [len(history.of("commit")) for history in ranks] == [4] * RANKS
-    command = [sys.executable, "-m", "worker_agent.history.check", str(recorded)]
+    command = [sys.executable, "-m", "eplb_lab.history.check", str(recorded)]
     shown = subprocess.run(command, capture_output=True, text=True, check=False)
     assert shown.returncode == 0
     assert "every promise was kept" in shown.stdout

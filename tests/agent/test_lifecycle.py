@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from eplb_service.wire.heat import HeatReport
+from eplb_core.wire.heat import HeatReport
 from tests.agent import live
 from tests.agent.live import RANKS
 from tests.faults.serving import FAULTS

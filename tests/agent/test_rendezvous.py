@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from eplb_service import __version__
+from eplb_core import __version__
 from tests.agent import live
 from tests.agent.live import RANKS
 from tests.ranks import run_ranks

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from eplb_service.placement import Placement
+from eplb_core.placement import Placement
 from tests.agent import live
 from tests.ranks import run_ranks
 from worker_agent.agent import Agent, RestoreError

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from worker_agent.demo.rank import choices_per_token, deal, own_part
+from eplb_lab.ranks.rank import choices_per_token, deal, own_part
 
 
 @given(

@@ -15,10 +15,10 @@ import grpc
 import numpy as np
 import pytest
 
-from eplb_service.wire.agent import EVERYTHING, CallOff, Heartbeat, Reporting, Shape
-from eplb_service.wire.codec import PROTOCOL_VERSION, encode, unpack
-from eplb_service.wire.fields import WireError
-from eplb_service.wire.generated import agent_pb2, agent_pb2_grpc
+from eplb_core.wire.agent import EVERYTHING, CallOff, Heartbeat, Reporting, Shape
+from eplb_core.wire.codec import PROTOCOL_VERSION, encode, unpack
+from eplb_core.wire.fields import WireError
+from eplb_core.wire.generated import agent_pb2, agent_pb2_grpc
 from tests.agent import live
 from tests.swap.placed import EXPERTS, INSTALLED, LAYERS, LINEAR, RANKS, SLOTS, plan_of
 from worker_agent.stream import HeartbeatSchedule, OutageLog, Outbox, ServiceStream

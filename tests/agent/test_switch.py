@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from eplb_service.placement import default_log2phy
-from eplb_service.wire.agent import CallOff, PlanState, PlanStatus
+from eplb_core.placement import default_log2phy
+from eplb_core.wire.agent import CallOff, PlanState, PlanStatus
 from tests.agent import live
 from tests.agent.live import RANKS
 from tests.faults.serving import FAULTS, tensor_addresses

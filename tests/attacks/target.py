@@ -13,7 +13,7 @@ from typing import Any
 
 import grpc
 
-from eplb_service.wire.generated import operator_pb2, operator_pb2_grpc
+from eplb_core.wire.generated import operator_pb2, operator_pb2_grpc
 from tests.control.fake_group import FakeGroup, FakeRank, first_placement, live_of, skewed_heat
 from tests.control.server.test_credentials import bearer
 from tests.e2e.service import Service

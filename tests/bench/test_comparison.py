@@ -8,14 +8,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from eplb_service.bench import closed_loop
-from eplb_service.bench.closed_loop import LEFT_ALONE, Entrant, Scenario, compare
-from eplb_service.bench.decision import Decision, Scene
-from eplb_service.bench.peers import archives
-from eplb_service.bench.scoring import even_par, realised_par, stepwise_par
+from eplb_core.placement import Placement, mean_par
+from eplb_lab.bench import closed_loop
+from eplb_lab.bench.closed_loop import LEFT_ALONE, Entrant, Scenario, compare
+from eplb_lab.bench.decision import Decision, Scene
+from eplb_lab.bench.peers import archives
+from eplb_lab.bench.scoring import even_par, realised_par, stepwise_par
 from eplb_service.cli import main
-from eplb_service.heat.synthetic import synthetic_heat
-from eplb_service.placement import Placement, mean_par
+from eplb_service.io.synthetic import synthetic_heat
 from eplb_service.replay.moves import arrivals
 from tests.cli.published import held
 

@@ -19,11 +19,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from eplb_service.bench.contest import Contest, first_scene
-from eplb_service.bench.decision import Decision, Scene
-from eplb_service.bench.peers import archives
-from eplb_service.bench.peers.archives import VLLM_ASCEND_NEXT, Package, PeerError, fetch
-from eplb_service.bench.peers.balancers import PEERS
+from eplb_lab.bench.contest import Contest, first_scene
+from eplb_lab.bench.decision import Decision, Scene
+from eplb_lab.bench.peers import archives
+from eplb_lab.bench.peers.archives import VLLM_ASCEND_NEXT, Package, PeerError, fetch
+from eplb_lab.bench.peers.balancers import PEERS
 
 PACKAGE = Package("maker", "1.0", "maker-1.0", "maker/policy/", "0" * 64)
 FILES = {"maker/policy/greedy.py": b"answer = 42\n", "maker/engine.py": b"import heavy\n"}
@@ -205,7 +205,7 @@ def test_a_policy_that_never_answers_is_given_up(
 ) -> None:
     contest._ask("one", Stays, scene)
     with monkeypatch.context() as patched:
-        patched.setattr("eplb_service.bench.contest._IDLE_SECONDS", 1.0)
+        patched.setattr("eplb_lab.bench.contest._IDLE_SECONDS", 1.0)
         assert contest._ask("one", Sleeps, scene) is None
         assert contest.failures[0]["why"].endswith("is blocked: it has used almost no CPU for 1 s")
     contest._ask("one", Stays, scene)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from eplb_service.bench.scoring import (
+from eplb_lab.bench.scoring import (
     even_par,
     realised_par,
     rule_tables,

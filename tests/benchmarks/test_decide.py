@@ -10,9 +10,9 @@ import pytest
 from benchmarks.decide.heat import UNTUNED, shipped, untuned
 from benchmarks.decide.served import Delay, Row, interval_of, own_rows, peer_rows
 from benchmarks.solver.heats import generate
-from eplb_service.bench.closed_loop import Scenario
-from eplb_service.bench.decision import Decision, Scene
-from eplb_service.planner.settings import PlannerSettings
+from eplb_core.planner.settings import PlannerSettings
+from eplb_lab.bench.closed_loop import Scenario
+from eplb_lab.bench.decision import Decision, Scene
 
 
 class Records:

@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from benchmarks.emulated.__main__ import _BALANCERS, LEFT_ALONE, _figures, table
-from eplb_service.planner.settings import POLICIES
+from eplb_core.planner.settings import POLICIES
 from tests.demo.test_score import _board as scored_board
 
 

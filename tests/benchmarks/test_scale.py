@@ -20,8 +20,8 @@ from benchmarks.scale.heat import Scale, drawn_report, expected_tokens
 from benchmarks.scale.measured import Measured, verdicts
 from benchmarks.scale.measured_service import LONG_SECONDS, Holds, asked_by, watched
 from benchmarks.scale.ranks import Load
-from eplb_service.wire.codec import encode
-from eplb_service.wire.heat import decode_heat_report
+from eplb_core.wire.codec import encode
+from eplb_core.wire.heat import decode_heat_report
 
 SMALL = ["--pairs", "32", "--rounds", "2", "--hidden", "64", "--intermediate", "32"]
 

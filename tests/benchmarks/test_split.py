@@ -20,8 +20,8 @@ from benchmarks.split.measures import (
     loads_by_table,
     routed_sources,
 )
-from eplb_service.bench.closed_loop import Scenario
-from eplb_service.placement import Placement, with_entries
+from eplb_core.placement import Placement, with_entries
+from eplb_lab.bench.closed_loop import Scenario
 from tests.placement.drawn import dealt_one_by_one
 
 

@@ -10,8 +10,8 @@ import pytest
 from benchmarks.solver.heats import KINDS, generate
 from benchmarks.solver.judged import compared_cells, targets, time_ratio
 from benchmarks.solver.measures import PRICED, UNANNEALED
-from eplb_service.bench.closed_loop import DEFAULT, FULL
-from eplb_service.bench.contest import OURS_EVEN
+from eplb_lab.bench.closed_loop import DEFAULT, FULL
+from eplb_lab.bench.contest import OURS_EVEN
 
 SHAPE = "58x256x32x9"
 

@@ -8,8 +8,8 @@ import pytest
 from benchmarks.time.cells import Cell, cells, compared, slowest_us
 from benchmarks.time.heats import CellHeat, recorded
 from benchmarks.time.slot_counts import WINDOW, judged, named
-from eplb_service.heat.synthetic import synthetic_heat
-from eplb_service.placement import Placement
+from eplb_core.placement import Placement
+from eplb_service.io.synthetic import synthetic_heat
 from tests.cost.curves import FUSED, H200, plain_rank_us
 
 

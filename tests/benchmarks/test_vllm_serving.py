@@ -27,7 +27,7 @@ from benchmarks.vllm_serving.score import (
     ratios,
     summary,
 )
-from eplb_service.wire.generated.operator_pb2 import DeploymentStatus
+from eplb_core.wire.generated.operator_pb2 import DeploymentStatus
 
 REQUEST = Request(3, "data", "SELECT ", 4)
 SWITCHED = {"layers_switched": 7, "experts_moved": 9, "bytes_moved": 10**6, "steps_lost": 0}

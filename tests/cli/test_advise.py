@@ -6,9 +6,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from eplb_core.cost.curve import write_curves
 from eplb_service.cli.advise import headline
-from eplb_service.cost.curve import write_curves
-from eplb_service.heat.synthetic import synthetic_heat
+from eplb_service.io.synthetic import synthetic_heat
 from tests.cli.arguments import eplb
 from tests.cli.published import held
 from tests.cost.curves import H200

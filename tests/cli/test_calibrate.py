@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 
+from eplb_core.cost.curve import read_curve
 from eplb_service.cli import calibrate
 from eplb_service.cli.main import run
-from eplb_service.cost.curve import read_curve
 from tests.cli.published import held
 from tests.cost.curves import H200, plain_rank_us
 from tests.cost.test_measured_table import rows, table

@@ -7,7 +7,7 @@ import pytest
 
 from eplb_service.cli import main, trace_options
 from eplb_service.cli.trace_options import ReadingOptions
-from eplb_service.heat.synthetic import synthetic_heat
+from eplb_service.io.synthetic import synthetic_heat
 from tests.cli.arguments import eplb
 
 ROWS = "step,layer,expert,tokens\n"

@@ -7,10 +7,10 @@ import numba
 import numpy as np
 import pytest
 
+from eplb_core.solver import jit
 from eplb_service import PlacementError, __version__
 from eplb_service.cli import main
 from eplb_service.cli.options import UserError
-from eplb_service.solver import jit
 from tests.cli.arguments import eplb, refusal
 
 
@@ -86,7 +86,7 @@ def test_each_kernel_of_the_solver_is_reported_once_as_it_is_compiled():
     def doubled(x):
         return 2 * x
 
-    doubled.__module__ = "eplb_service.solver.made_up"
+    doubled.__module__ = "eplb_core.solver.made_up"
     compiled = numba.njit(doubled)
     reported = []
     with jit.compilations(reported.append):

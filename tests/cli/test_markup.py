@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from google.protobuf.message import Message
 
+from eplb_core.wire.generated import operator_pb2
 from eplb_service.cli import operator
 from eplb_service.cli.main import run
 from eplb_service.cli.top import render
-from eplb_service.wire.generated import operator_pb2
 from tests.cli.arguments import drawn
 from tests.control.server.pictured import messages
 

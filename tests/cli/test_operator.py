@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from eplb_core.placement import Placement
 from eplb_service.cli import operator
 from eplb_service.cli.operator import placement_table
-from eplb_service.placement import Placement
 from tests.cli.arguments import drawn, eplb
 from tests.control.server.pictured import messages
 

@@ -5,8 +5,8 @@ import json
 import numpy as np
 import pytest
 
+from eplb_core.figures import digits, size_text
 from eplb_service.cli.output import print_json, to_json, write_json
-from eplb_service.figures import digits, size_text
 
 DOCUMENT = {"par": np.float64(1.5), "moves": np.int32(3), "par_L": np.array([1.0, 2.0]), "name": "x"}
 PLAIN = {"par": 1.5, "moves": 3, "par_L": [1.0, 2.0], "name": "x"}

@@ -7,9 +7,10 @@ import shlex
 import numpy as np
 import pytest
 
-from eplb_service.cli import advise, bench, replay, solve, sweep
-from eplb_service.heat.synthetic import synthetic_heat
-from eplb_service.placement import Placement
+from eplb_core.placement import Placement
+from eplb_lab.commands import bench
+from eplb_service.cli import advise, replay, solve, sweep
+from eplb_service.io.synthetic import synthetic_heat
 from tests.cli.arguments import refusal
 
 GOOD = {

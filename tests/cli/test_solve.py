@@ -6,12 +6,12 @@ import re
 import numpy as np
 import pytest
 
+from eplb_core.cost.curve import write_curves
+from eplb_core.placement import par
+from eplb_core.planner.score import split_loads, split_us
 from eplb_service import Placement
-from eplb_service.cost.curve import write_curves
-from eplb_service.heat.synthetic import synthetic_heat
 from eplb_service.io.placement_file import read_placement
-from eplb_service.placement import par
-from eplb_service.planner.score import split_loads, split_us
+from eplb_service.io.synthetic import synthetic_heat
 from tests.cli.arguments import eplb, refusal
 from tests.cli.published import held
 from tests.cost.curves import H200

@@ -8,8 +8,8 @@ import termios
 
 import pytest
 
+from eplb_core.wire.generated import operator_pb2
 from eplb_service.cli.top import _keys, render
-from eplb_service.wire.generated import operator_pb2
 from tests.cli.arguments import drawn
 from tests.control.server.pictured import Pictured, messages
 

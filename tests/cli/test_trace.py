@@ -5,9 +5,9 @@ import json
 import numpy as np
 import pytest
 
-from eplb_service.heat.synthetic import synthetic_heat
+from eplb_core.placement import Placement, par
 from eplb_service.io.open_trace import open_trace, read_heat
-from eplb_service.placement import Placement, par
+from eplb_service.io.synthetic import synthetic_heat
 from tests.cli.arguments import eplb
 from tests.cli.published import held
 from tests.planner.drawn import rank_loads

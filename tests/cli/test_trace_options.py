@@ -9,10 +9,10 @@ from dataclasses import fields
 import numpy as np
 import pytest
 
+from eplb_core.planner.settings import PlannerSettings, planner_options, planner_settings
 from eplb_service.cli.main import load_command
 from eplb_service.control.server.settings import load_settings
-from eplb_service.heat.synthetic import synthetic_heat
-from eplb_service.planner.settings import PlannerSettings, planner_options, planner_settings
+from eplb_service.io.synthetic import synthetic_heat
 from tests.cli.arguments import eplb
 
 NAMES = [field.name for field in fields(PlannerSettings)]

@@ -9,12 +9,12 @@ from typing import Any
 import grpc
 import numpy as np
 
+from eplb_core.placement import Int32, Placement
+from eplb_core.wire.agent import Shape
+from eplb_core.wire.codec import PROTOCOL_VERSION, in_parts, pack
+from eplb_core.wire.generated import agent_pb2, agent_pb2_grpc, operator_pb2_grpc
+from eplb_core.wire.plan import RankPlan, check_sources, decode_plan
 from eplb_service.control.core.deployed_layout import DeployedLayout
-from eplb_service.placement import Int32, Placement
-from eplb_service.wire.agent import Shape
-from eplb_service.wire.codec import PROTOCOL_VERSION, in_parts, pack
-from eplb_service.wire.generated import agent_pb2, agent_pb2_grpc, operator_pb2_grpc
-from eplb_service.wire.plan import RankPlan, check_sources, decode_plan
 
 LAYERS, EXPERTS, RANKS, SLOTS = 3, 8, 4, 3
 BYTES_PER_EXPERT = 1000

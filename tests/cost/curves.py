@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from eplb_service.cost.curve import CostCurve
+from eplb_core.cost.curve import CostCurve
 
 H200 = CostCurve(20.0, 11.6, 5.0, 0.0615, "decode", "H200, 7168 x 2048, fp8")
 

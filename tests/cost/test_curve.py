@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eplb_service.cost.curve import CostCurve, CurveError
+from eplb_core.cost.curve import CostCurve, CurveError
 from tests.cost.curves import H200, plain_rank_us
 
 _us = st.floats(0, 1e3)

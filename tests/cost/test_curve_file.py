@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from eplb_service.cost.curve import CurveError, FitQuality, plain_curve, read_curve, write_curves
+from eplb_core.cost.curve import CurveError, FitQuality, plain_curve, read_curve, write_curves
 from tests.cost.curves import FUSED, H200
 
 FIT = FitQuality(28, 7, 0.02, 0.05, 0.09)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from eplb_service.cost.devices import (
+from eplb_core.cost.devices import (
     GPUS,
     MODELS,
     DeviceError,

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from scipy.optimize import nnls
 
-from eplb_service.cost.curve import CostCurve
-from eplb_service.cost.fit import CurveFitError, fit_curve, nonnegative_least_squares
+from eplb_core.cost.curve import CostCurve
+from eplb_core.cost.fit import CurveFitError, fit_curve, nonnegative_least_squares
 from tests.cost.curves import H200, plain_rank_us
 
 CELLS = [(busy, tokens) for busy in (1, 2, 4, 8) for tokens in (1, 8, 32, 64, 128, 256, 1024)]

@@ -7,8 +7,8 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from eplb_service.cost.curve import CostCurve, CurveError
-from eplb_service.cost.fit import curve_from_table
+from eplb_core.cost.curve import CostCurve, CurveError
+from eplb_core.cost.fit import curve_from_table
 from tests.cost.curves import FUSED, H200, plain_rank_us
 
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.special import stdtrit
 
-from eplb_service.cost.moving import (
+from eplb_core.cost.moving import (
     MAX_LOST,
     NOTHING_MEASURED,
     Switch,
@@ -19,7 +19,7 @@ from eplb_service.cost.moving import (
     moving_costs,
     student_t_975,
 )
-from eplb_service.placement import Float64
+from eplb_core.placement import Float64
 
 # Two layers; each's weights travel in all steps between its boundaries.
 PLAN = SwitchedPlan(100, 121, (Switch(0.05, 0.06, 0.001, 100, 106), Switch(0.05, 0.06, 0.001, 110, 116)))

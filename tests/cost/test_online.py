@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from eplb_service.cost.curve import CostCurve
-from eplb_service.cost.fit import CurveFitError, fit_online
+from eplb_core.cost.curve import CostCurve
+from eplb_core.cost.fit import CurveFitError, fit_online
 from tests.cost.curves import H200
 
 

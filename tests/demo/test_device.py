@@ -7,9 +7,9 @@ import time
 import pytest
 import torch
 
-from eplb_service.cost.curve import read_curve
-from eplb_service.demo.stage import _DEVICE, _device
-from worker_agent.demo.device import Device, sleep_until
+from eplb_core.cost.curve import read_curve
+from eplb_lab.demo.stage import _DEVICE, _device
+from eplb_lab.ranks.device import Device, sleep_until
 
 
 @pytest.mark.parametrize("tokens", [[0, 0, 3], [16, 5, 40], [0, 0, 0]])

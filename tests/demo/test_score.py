@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from eplb_service.demo.scoreboard import Scoreboard
-from eplb_service.demo.stage import DEVICE_TOKENS, Stage
-from eplb_service.demo.summary import complaint, summarise, table
-from eplb_service.demo.view import Screen
+from eplb_lab.demo.scoreboard import Scoreboard
+from eplb_lab.demo.stage import DEVICE_TOKENS, Stage
+from eplb_lab.demo.summary import complaint, summarise, table
+from eplb_lab.demo.view import Screen
 
 RANKS, LAYERS, STEPS = 2, 1, 4
 # Rank 0 alone gets all tokens until the layer switches after step 1; then both get half, at twice the pace.

@@ -10,9 +10,9 @@ import grpc
 import pytest
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
+from eplb_core.wire.generated import operator_pb2, operator_pb2_grpc
 from eplb_service.control.server.service import running_service
 from eplb_service.control.server.settings import SettingsError, load_settings
-from eplb_service.wire.generated import operator_pb2, operator_pb2_grpc
 from tests.control.server.test_credentials import bearer, code_of
 from tests.deploy.files import DEPLOY, DOCKERFILE, GRPC_PORT, METRICS_PORT, ROOT, load, settings_from
 
@@ -59,7 +59,15 @@ def test_the_image_listens_where_it_says(monkeypatch):
 def test_everything_the_image_copies_is_sent_to_the_builder():
     sent = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
     assert "deploy/healthcheck.py" in sent
-    assert {"eplb_service", "worker_agent", "proto", "pyproject.toml", "setup.py"} <= sent
+    assert {
+        "eplb_core",
+        "eplb_lab",
+        "eplb_service",
+        "worker_agent",
+        "proto",
+        "pyproject.toml",
+        "setup.py",
+    } <= sent
     assert [name for name in sent if not (ROOT / name).exists()] == []
 
 

@@ -65,7 +65,11 @@ def imported(source):
             names = [f"{node.module}.{alias.name}" for alias in node.names]
         else:
             continue
-        yield from (name for name in names if name.partition(".")[0] in {"eplb_service", "worker_agent"})
+        yield from (
+            name
+            for name in names
+            if name.partition(".")[0] in {"eplb_core", "eplb_lab", "eplb_service", "worker_agent"}
+        )
 
 
 def test_examples_import_only_what_is_documented():

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from eplb_service.cli import main
-from eplb_service.heat.synthetic import synthetic_heat
+from eplb_service.io.synthetic import synthetic_heat
 from tools.docs_reference.command_line import commands
 from tools.docs_reference.settings import settings_page
 

@@ -37,7 +37,7 @@ def test_the_architecture_lists_every_package():
     paths = set(listed_paths())
     packages = {
         f"{path.parent.relative_to(ROOT)}/"
-        for top in ("eplb_service", "worker_agent")
+        for top in ("eplb_core", "eplb_lab", "eplb_service", "worker_agent")
         for path in (ROOT / top).glob("*/__init__.py")
     }
     assert {package for package in packages if not any(path.startswith(package) for path in paths)} == set()
@@ -50,7 +50,7 @@ def test_contributing_has_every_make_target():
 
 
 def test_the_files_that_pages_name_exist():
-    folders = ("", "eplb_service", "worker_agent", "worker_agent/moe", "tests")
+    folders = ("", "eplb_core", "eplb_lab", "eplb_lab/layer", "eplb_service", "worker_agent", "tests")
     named = {
         (path.name, name)
         for path in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]

@@ -40,7 +40,7 @@ def test_every_setting_and_every_variable_that_the_code_names_is_there():
             assert f"| `{name}` | `{prefix}{name.upper()}` |" in SETTINGS
     named = {
         variable
-        for package in ("eplb_service", "worker_agent", "deploy")
+        for package in ("eplb_core", "eplb_lab", "eplb_service", "worker_agent", "deploy")
         for path in (ROOT / package).rglob("*")
         if path.suffix in {".py", ".yaml", ".yml"}
         for variable in re.findall(r"\bEPLB_[A-Z][A-Z_]*[A-Z]\b", path.read_text())

@@ -54,7 +54,7 @@ def found(text):
 
 def wrong_lines():
     """Place and finding of each line of the sources, their names taken apart, that is wrong."""
-    for folder in ("eplb_service", "worker_agent", "tests", "benchmarks"):
+    for folder in ("eplb_core", "eplb_lab", "eplb_service", "worker_agent", "tests", "benchmarks"):
         for path in (ROOT / folder).rglob("*.py"):
             place = path.relative_to(ROOT)
             about_texts = place.parts[:2] in (("tests", "docs"), ("tests", "tools"))

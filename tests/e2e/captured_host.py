@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from eplb_service.placement import Placement
+from eplb_core.placement import Placement
 from worker_agent.agent import Agent
 from worker_agent.live_layer import ExpertWeights
 from worker_agent.settings import AgentSettings

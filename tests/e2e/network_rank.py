@@ -15,11 +15,11 @@ import time
 import torch
 import torch.distributed as dist
 
-from eplb_service.placement import Placement
+from eplb_core.placement import Placement
+from eplb_lab.layer import ExpertParallelMoE, MoEShape, seeded_experts
 from tests.agent import live
 from tests.e2e import regrouped_host
 from worker_agent.agent import Agent
-from worker_agent.moe import ExpertParallelMoE, MoEShape, seeded_experts
 from worker_agent.settings import AgentSettings
 from worker_agent.swap.group import RendezvousError
 

@@ -7,10 +7,10 @@ import time
 import torch
 import torch.distributed as dist
 
-from eplb_service.placement import Placement
+from eplb_core.placement import Placement
+from eplb_lab.layer import DenseMoE, ExpertParallelMoE, MoEShape, seeded_experts
 from tests.agent import live
 from worker_agent.agent import Agent
-from worker_agent.moe import DenseMoE, ExpertParallelMoE, MoEShape, seeded_experts
 
 LAYERS, TOKENS = 2, 24
 _MOST_SECONDS = 120.0

@@ -16,7 +16,7 @@ from pathlib import Path
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from eplb_service.wire.generated import operator_pb2, operator_pb2_grpc
+from eplb_core.wire.generated import operator_pb2, operator_pb2_grpc
 
 _START_SECONDS = 300.0
 

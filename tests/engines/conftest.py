@@ -32,13 +32,13 @@ DECIDE_OFTEN = f"--window-steps 32 --decision-interval 32 --report-steps 8 {WHEN
 
 
 def make_agent_site(folder):
-    """A folder for ``PYTHONPATH`` with eplb-agent as its wheel installs it, and the shim that vLLM needs on CPU."""
+    """Build a folder for ``PYTHONPATH``: the wheels of core, agent and lab, and the shim that vLLM needs on CPU."""
     site, wheels = folder / "site", folder / "wheels"
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
-    agent = str(ROOT / "packaging" / "eplb-agent")
-    subprocess.run([*pip, "wheel", "--quiet", "--no-deps", "--wheel-dir", str(wheels), agent], check=True)
-    (wheel,) = wheels.glob("eplb_agent-*.whl")
-    subprocess.run([*pip, "install", "--quiet", "--no-deps", "--target", str(site), str(wheel)], check=True)
+    sources = [str(ROOT / "packaging" / name) for name in ("eplb-core", "eplb-agent", "eplb-lab")]
+    subprocess.run([*pip, "wheel", "--quiet", "--no-deps", "--wheel-dir", str(wheels), *sources], check=True)
+    built = list(map(str, wheels.glob("*.whl")))
+    subprocess.run([*pip, "install", "--quiet", "--no-deps", "--target", str(site), *built], check=True)
     for module in ("vllm_on_cpu.py", "commit_without_weights.py"):
         shutil.copy(HERE / module, site)
     shutil.copy(HERE / "interpreted_triton.py", site / "sitecustomize.py")

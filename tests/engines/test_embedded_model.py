@@ -10,12 +10,12 @@ import sys
 import pytest
 import torch
 
-from eplb_service.placement import Placement
+from eplb_core.placement import Placement
+from eplb_lab.model.checkpoint import EMBEDDED, Checkpoint
+from eplb_lab.model.expert_parallel import expert_parallel
+from eplb_lab.model.serving import Decoder
 from tests.engines.environments import ROOT, VLLM_032, python_of
 from tests.engines.test_vllm import MAX_LOST
-from worker_agent.model.checkpoint import EMBEDDED, Checkpoint
-from worker_agent.model.expert_parallel import expert_parallel
-from worker_agent.model.serving import Decoder
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(1800)]
 

@@ -136,7 +136,7 @@ def make_model(rank, quant_config):
     from vllm_ascend.ops.fused_moe import token_dispatcher
     from vllm_ascend.ops.fused_moe.fused_moe import AscendFusedMoE
 
-    from worker_agent.moe.operators import reference
+    from eplb_lab.layer.operators import reference
 
     token_dispatcher.torch = torch_npu.TorchOfTokenDispatcher()
     selector.check_npu_moe_gating_top_k = lambda **_: False

@@ -11,13 +11,13 @@ from typing import Any
 import grpc
 import numpy as np
 
+from eplb_core.placement import default_log2phy
+from eplb_core.planner.plan import LayerPlan, Plan
+from eplb_core.wire.agent import Hello, decode_hello
+from eplb_core.wire.codec import MAX_MESSAGE_BYTES, PROTOCOL_VERSION, encode
+from eplb_core.wire.generated import agent_pb2, agent_pb2_grpc
 from eplb_service.control.core.deployed_layout import DeployedLayout
 from eplb_service.control.core.plan_tracker import PlanTracker
-from eplb_service.placement import default_log2phy
-from eplb_service.planner.plan import LayerPlan, Plan
-from eplb_service.wire.agent import Hello, decode_hello
-from eplb_service.wire.codec import MAX_MESSAGE_BYTES, PROTOCOL_VERSION, encode
-from eplb_service.wire.generated import agent_pb2, agent_pb2_grpc
 from tests.agent.live import keep_staying_slots
 from worker_agent.swap.rank_layout import _restoring_moves
 

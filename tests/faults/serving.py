@@ -19,10 +19,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from eplb_lab.history.check import read_histories, violations
 from tests.agent import live
 from tests.agent.queued_device import Passes
 from worker_agent.agent import Agent
-from worker_agent.history.check import read_histories, violations
 from worker_agent.swap.lane import Deadline, Lane, Parcel
 
 LAYERS = 2

@@ -23,9 +23,9 @@ from pathlib import Path
 
 import grpc
 
+from eplb_lab.history.check import read_histories
 from tests.faults.scene import PATIENCE, RANKS, Scene
 from tests.faults.serving import AHEAD, Facts, Manners, check_served
-from worker_agent.history.check import read_histories
 
 LONGEST_STEP = 60.0
 """Seconds: a rank that sleeps or is frozen holds the others' votes up as it holds up the model; nothing more does."""

@@ -10,8 +10,8 @@ from pathlib import Path
 import grpc
 import pytest
 
+from eplb_core.wire.generated import agent_pb2, operator_pb2, operator_pb2_grpc
 from eplb_service.control.core.leader import term_at
-from eplb_service.wire.generated import agent_pb2, operator_pb2, operator_pb2_grpc
 from tests.control.fake_group import FakeGroup, skewed_heat
 from tests.e2e.service import Service, free_address
 

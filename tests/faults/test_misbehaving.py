@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
+from eplb_lab.history.check import read_histories, violations
 from tests.agent import live
 from tests.faults.misbehaving import EXPERIMENTS, live_through_all
 from tests.faults.serving import AHEAD
 from tests.ranks import run_ranks
-from worker_agent.history.check import read_histories, violations
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(1500)]
 

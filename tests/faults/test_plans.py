@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from eplb_service.wire.codec import MAX_MESSAGE_BYTES
-from eplb_service.wire.generated import agent_pb2
+from eplb_core.wire.codec import MAX_MESSAGE_BYTES
+from eplb_core.wire.generated import agent_pb2
 from tests.faults.rogue import RogueService
 from tests.faults.scene import RANKS, RankCrew
 from tests.faults.serving import check_served

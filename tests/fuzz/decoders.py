@@ -17,22 +17,22 @@ import numpy as np
 from google.protobuf.message import DecodeError
 from hypothesis import strategies as st
 
+from eplb_core.heat.window import HeatError
+from eplb_core.placement import PlacementError
+from eplb_core.wire.agent import Heartbeat, PlanStatus, Shape, decode_hello
+from eplb_core.wire.codec import decode, encode, pack, unpack
+from eplb_core.wire.fields import WireError
+from eplb_core.wire.generated import agent_pb2, tensor_pb2
+from eplb_core.wire.heat import decode_heat_report
+from eplb_lab.history.check import HistoryError, read_histories, violations
 from eplb_service.control.core.errors import RefusedError
-from eplb_service.heat.window import HeatError
 from eplb_service.io.named_arrays import ReadAs
 from eplb_service.io.native import TraceWriter
 from eplb_service.io.open_trace import open_trace, read_heat
 from eplb_service.io.placement_file import read_placement, write_placement
 from eplb_service.io.trace import TraceFacts
-from eplb_service.placement import PlacementError
-from eplb_service.wire.agent import Heartbeat, PlanStatus, Shape, decode_hello
-from eplb_service.wire.codec import decode, encode, pack, unpack
-from eplb_service.wire.fields import WireError
-from eplb_service.wire.generated import agent_pb2, tensor_pb2
-from eplb_service.wire.heat import decode_heat_report
 from tests.control.core.story import Story
 from tests.swap.placed import EXPERTS, INSTALLED, LAYERS, LINEAR, RANKS, SLOTS, plan_of
-from worker_agent.history.check import HistoryError, read_histories, violations
 from worker_agent.swap.machine import BALLOT_WIDTH, Ballot, Progress, VoteOutcome
 from worker_agent.swap.rank_layout import Identity, check_plan
 

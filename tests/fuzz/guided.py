@@ -10,7 +10,7 @@ import warnings
 
 import atheris
 
-with atheris.instrument_imports(include=["eplb_service", "worker_agent"]):
+with atheris.instrument_imports(include=["eplb_core", "eplb_lab", "eplb_service", "worker_agent"]):
     from tests.fuzz.decoders import DECODERS, outcome_of
 
 

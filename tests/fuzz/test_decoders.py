@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eplb_service.wire.codec import MAX_MESSAGE_BYTES, unpack
-from eplb_service.wire.fields import WireError
-from eplb_service.wire.generated import tensor_pb2
+from eplb_core.wire.codec import MAX_MESSAGE_BYTES, unpack
+from eplb_core.wire.fields import WireError
+from eplb_core.wire.generated import tensor_pb2
 from tests.fuzz.decoders import DECODERS, EDITS, edited, outcome_of
 
 

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eplb_service.heat.assembler import HeatAssembler, memory_bytes
-from eplb_service.heat.sources import StepTimes
-from eplb_service.heat.window import Window
-from eplb_service.placement import Placement, default_log2phy, mean_par, par, with_entries
-from eplb_service.wire.agent import Shape
-from eplb_service.wire.heat import HeatReport, StepPhase
+from eplb_core.heat.assembler import HeatAssembler, memory_bytes
+from eplb_core.heat.sources import StepTimes
+from eplb_core.heat.window import Window
+from eplb_core.placement import Placement, default_log2phy, mean_par, par, with_entries
+from eplb_core.wire.agent import Shape
+from eplb_core.wire.heat import HeatReport, StepPhase
 
 RANKS, LAYERS, EXPERTS, SLOTS = 2, 2, 3, 2
 PLACEMENT_LRS = np.array([[[0, 1], [2, 0]], [[2, 1], [0, 1]]], dtype=np.int32)

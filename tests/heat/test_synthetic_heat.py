@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eplb_service.heat.synthetic import KINDS, synthetic_heat
-from eplb_service.heat.window import HeatError
+from eplb_core.heat.window import HeatError
+from eplb_service.io.synthetic import KINDS, synthetic_heat
 
 
 @settings(max_examples=60, deadline=None)

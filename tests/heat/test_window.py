@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from eplb_service.heat.window import Window, checked_heat, widened
-from eplb_service.solver.window import sum_episodes
+from eplb_core.heat.window import Window, checked_heat, widened
+from eplb_core.solver.window import sum_episodes
 
 COUNTS_TLE = np.arange(24).reshape(4, 2, 3)
 

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from eplb_service.heat.window import HeatError
+from eplb_core.heat.window import HeatError
+from eplb_core.placement import Placement
 from eplb_service.io.named_arrays import ReadAs
 from eplb_service.io.open_trace import open_trace
-from eplb_service.placement import Placement
 
 PLACED_LRS = Placement.linear(4, 32, 8, 5).phy2log_LRS
 PLACED_LP = PLACED_LRS.reshape(4, 40)

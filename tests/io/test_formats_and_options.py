@@ -12,14 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from eplb_service.heat.window import HeatError
+from eplb_core.heat.window import HeatError
+from eplb_core.placement import Placement
 from eplb_service.io import open_trace as opening
 from eplb_service.io.copy_trace import copy_trace
 from eplb_service.io.named_arrays import ReadAs
 from eplb_service.io.open_trace import open_trace
 from eplb_service.io.placement_file import read_map, write_placement
 from eplb_service.io.trace import ArrayTrace, TraceFacts
-from eplb_service.placement import Placement
 from tests.io.traces import slots_of
 
 STEPS, EXPERTS = 6, 4

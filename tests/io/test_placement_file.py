@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import yaml
 
+from eplb_core.placement import Placement, PlacementError
 from eplb_service.io.placement_file import _expert_map_document, read_map, read_placement, write_placement
-from eplb_service.placement import Placement, PlacementError
 
 PLACEMENT = Placement.linear(layers=3, experts=6, ranks=4, slots=2)
 

@@ -9,14 +9,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from eplb_service.atomic_write import OutputError
-from eplb_service.heat.window import HeatError
+from eplb_core.atomic_write import OutputError
+from eplb_core.heat.window import HeatError
+from eplb_core.placement import Placement
+from eplb_core.wire.heat import HeatReport, StepPhase
 from eplb_service.io import recorder as recorder_module
 from eplb_service.io.open_trace import open_trace
 from eplb_service.io.recorder import Recorder
 from eplb_service.io.trace import PHASES, TraceFacts
-from eplb_service.placement import Placement
-from eplb_service.wire.heat import HeatReport, StepPhase
 from tests.io import traces
 from tests.placement.drawn import dealt_one_by_one
 

@@ -11,14 +11,14 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from eplb_service.heat.window import HeatError
+from eplb_core.heat.window import HeatError
+from eplb_core.placement import Placement
 from eplb_service.io.copy_trace import SUFFIXES as TRACE_SUFFIXES
 from eplb_service.io.copy_trace import copy_trace
 from eplb_service.io.named_arrays import ReadAs
 from eplb_service.io.open_trace import open_trace
 from eplb_service.io.placement_file import _FORMATS, FORMATS, read_placement, write_placement
 from eplb_service.io.trace import ArrayTrace, TraceFacts
-from eplb_service.placement import Placement
 from tests.placement.drawn import placements
 
 SHAPES = st.tuples(st.integers(1, 9), st.integers(1, 4), st.integers(1, 9))

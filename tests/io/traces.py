@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from eplb_service.heat.window import HeatError
+from eplb_core.heat.window import HeatError
 from eplb_service.io.open_trace import read_heat
 
 HEAT_TLE = np.arange(24, dtype=np.uint16).reshape(2, 3, 4)

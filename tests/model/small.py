@@ -6,8 +6,8 @@ from pathlib import Path
 
 import torch
 
+from eplb_lab.model.transformer import ByteTransformer, ModelConfig
 from tools.train_model import TrainableMoE, build, save
-from worker_agent.model.transformer import ByteTransformer, ModelConfig
 
 CONFIG = ModelConfig(layers=2, hidden=16, heads=4, kv_heads=2, experts=8, top_k=2, intermediate=6, context=24)
 

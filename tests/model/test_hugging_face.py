@@ -12,12 +12,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from eplb_service.placement import Placement
+from eplb_core.placement import Placement
+from eplb_lab.layer.rank_group import RankGroup
+from eplb_lab.model.expert_parallel import SERVING_DTYPE
+from eplb_lab.model.hugging_face import serve_checkpoint
 from tests.model.transformers_models import MODELS, write_checkpoint
 from tests.moe.simulated import run_simulated
-from worker_agent.model.expert_parallel import SERVING_DTYPE
-from worker_agent.model.hugging_face import serve_checkpoint
-from worker_agent.moe.rank_group import RankGroup
 
 transformers = pytest.importorskip("transformers")
 

@@ -11,16 +11,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eplb_service.placement import Placement
+from eplb_core.placement import Placement
+from eplb_lab.layer import DenseMoE, MoEShape
+from eplb_lab.layer.rank_group import RankGroup
+from eplb_lab.model.checkpoint import EMBEDDED, Checkpoint
+from eplb_lab.model.expert_parallel import expert_parallel
+from eplb_lab.model.serving import PHASES, Decoder, Server, Traffic, _draw, prompts_by_domain
+from eplb_lab.model.transformer import ByteTransformer, ModelConfig, attend_to_the_past
 from tests.model.small import CONFIG, small_model, write_small_model
 from tests.moe.simulated import SimulatedGroup, run_simulated
 from tools.train_model import TrainableMoE
-from worker_agent.model.checkpoint import EMBEDDED, Checkpoint
-from worker_agent.model.expert_parallel import expert_parallel
-from worker_agent.model.serving import PHASES, Decoder, Server, Traffic, _draw, prompts_by_domain
-from worker_agent.model.transformer import ByteTransformer, ModelConfig, attend_to_the_past
-from worker_agent.moe import DenseMoE, MoEShape, stepwise
-from worker_agent.moe.rank_group import RankGroup
+from worker_agent import stepwise
 
 ROWS = 4
 

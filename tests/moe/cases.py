@@ -10,8 +10,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from eplb_service.placement import Int32, Placement, with_entries, without_single_entries
-from worker_agent.moe import (
+from eplb_core.placement import Int32, Placement, with_entries, without_single_entries
+from eplb_lab.layer import (
     Activation,
     DenseMoE,
     ExpertParallelMoE,
@@ -20,13 +20,13 @@ from worker_agent.moe import (
     SharedExperts,
     seeded_experts,
 )
-from worker_agent.moe.compose import LayerOptions
-from worker_agent.moe.dispatch import SHARED_TOKEN_DISPATCHERS, MC2Variant
-from worker_agent.moe.operators import Operators, reference
-from worker_agent.moe.rank_group import RankGroup
-from worker_agent.moe.router import grouped_routing
-from worker_agent.moe.shared_experts import SharedModule
-from worker_agent.moe.weights import ExpertWeights
+from eplb_lab.layer.compose import LayerOptions
+from eplb_lab.layer.dispatch import SHARED_TOKEN_DISPATCHERS, MC2Variant
+from eplb_lab.layer.operators import Operators, reference
+from eplb_lab.layer.rank_group import RankGroup
+from eplb_lab.layer.router import grouped_routing
+from eplb_lab.layer.shared_experts import SharedModule
+from eplb_lab.layer.weights import ExpertWeights
 
 _groups: dict[int, dist.ProcessGroup | None] = {}
 

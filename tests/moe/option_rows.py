@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 
-from eplb_service.wire.heat import StepPhase
+from eplb_core.wire.heat import StepPhase
+from eplb_lab.layer import Activation, DenseMoE, ExpertParallelMoE, LayerOptions, MicroBatch, seeded_experts
+from eplb_lab.layer.dispatch import DISPATCHER_NAMES, SHARED_TOKEN_DISPATCHERS
+from eplb_lab.layer.operators import reference
+from eplb_lab.layer.weights import ExpertWeights
 from tests.moe.cases import MC2_VARIANTS, Case, layer_on, shared_of, whole_of
 from tests.moe.pairwise import Row, pairwise
 from tests.moe.simulated import SimulatedGroup
-from worker_agent.moe import Activation, DenseMoE, ExpertParallelMoE, LayerOptions, MicroBatch, seeded_experts
-from worker_agent.moe.dispatch import DISPATCHER_NAMES, SHARED_TOKEN_DISPATCHERS
-from worker_agent.moe.operators import reference
-from worker_agent.moe.weights import ExpertWeights
 
 OPTIONS: dict[str, list[Any]] = {
     "dispatcher": list(DISPATCHER_NAMES),

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from worker_agent.moe.rank_group import RankGroup
+from eplb_lab.layer.rank_group import RankGroup
 
 _here = threading.local()
 

@@ -8,8 +8,8 @@ from math import floor
 
 import torch
 
-from worker_agent.moe.stepwise import StepwiseSplit
-from worker_agent.moe.stepwise_tables import PENALTIES, ways_to_round
+from worker_agent.stepwise import StepwiseSplit
+from worker_agent.stepwise_tables import PENALTIES, ways_to_round
 
 
 def product(matrix: torch.Tensor, vector: list[Fraction]) -> list[Fraction]:

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 import torch
 
-from eplb_service.wire.heat import StepPhase
+from eplb_core.wire.heat import StepPhase
+from eplb_lab.layer import MoEBlock, Router
+from eplb_lab.layer.block import FreeExpert
+from eplb_lab.layer.rank_group import RankGroup
+from eplb_lab.layer.router import balanced_choices, grouped_routing
 from tests.moe.cases import Case, alone, layer_on, shared_of
 from tests.moe.simulated import run_simulated
-from worker_agent.moe import MoEBlock, Router
-from worker_agent.moe.block import FreeExpert
-from worker_agent.moe.rank_group import RankGroup
-from worker_agent.moe.router import balanced_choices, grouped_routing
 
 CASE = Case("all2allv", experts=6, slots=6, top_k=3, tokens=(12,))
 

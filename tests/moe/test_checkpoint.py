@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 
+from eplb_lab.layer import DenseMoE, seeded_experts
+from eplb_lab.layer.checkpoint import PROJECTIONS, ExpertLoader
+from eplb_lab.layer.operators import reference
+from eplb_lab.layer.quantization import W8A8
+from eplb_lab.layer.weights import ExpertTensors, ExpertWeights
 from tests.moe.cases import Case, alone, shared_of
-from worker_agent.moe import DenseMoE, seeded_experts
-from worker_agent.moe.checkpoint import PROJECTIONS, ExpertLoader
-from worker_agent.moe.operators import reference
-from worker_agent.moe.quantization import W8A8
-from worker_agent.moe.weights import ExpertTensors, ExpertWeights
 
 PREFIX = "model.layers.3.mlp.experts"
 E, H, I = 4, 6, 8  # noqa: E741

@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 import torch
 
+from eplb_lab.layer import LayerOptions
+from eplb_lab.layer.compose import LayerPath
+from eplb_lab.layer.dispatch import MC2Limits, MC2Variant
+from eplb_lab.layer.operators import reference
+from eplb_lab.layer.quantization import Unquantized
+from eplb_lab.layer.rank_group import RankGroup
 from tests.moe.cases import Case, alone, layer_on
 from tests.moe.simulated import Exchange, SimulatedGroup, run_simulated
-from worker_agent.moe import LayerOptions
-from worker_agent.moe.compose import LayerPath
-from worker_agent.moe.dispatch import MC2Limits, MC2Variant
-from worker_agent.moe.operators import reference
-from worker_agent.moe.quantization import Unquantized
-from worker_agent.moe.rank_group import RankGroup
 
 TWICE = {"dp_groups": [RankGroup(None), SimulatedGroup(Exchange(2), 0)], "tp_group": RankGroup(None)}
 EARLY = {"quantize_before_gather": True}

@@ -12,13 +12,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from eplb_lab.layer import ExpertParallelMoE, LayerOptions, MoEShape, SharedExperts, seeded_experts
+from eplb_lab.layer.operators import reference
+from eplb_lab.layer.rank_group import RankGroup
+from eplb_lab.layer.weights import ExpertWeights
 from tests.ranks import run_ranks
 from tests.solver.placed_layer import random_placement
-from worker_agent.moe import ExpertParallelMoE, LayerOptions, MoEShape, SharedExperts, seeded_experts
-from worker_agent.moe.operators import reference
-from worker_agent.moe.rank_group import RankGroup
-from worker_agent.moe.stepwise import StepwiseSplit
-from worker_agent.moe.weights import ExpertWeights
+from worker_agent.stepwise import StepwiseSplit
 
 pytestmark = [
     pytest.mark.device,

@@ -12,13 +12,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from eplb_lab.layer import LayerOptions, MicroBatch
+from eplb_lab.layer.dispatch import DISPATCHER_NAMES, MC2Variant
+from eplb_lab.layer.dispatch.interface import DispatchRequest, WeightAndReduce
+from eplb_lab.layer.operators import reference
+from eplb_lab.layer.rank_group import RankGroup
 from tests.moe.cases import MC2_VARIANTS, Case, alone, layer_on
 from tests.moe.simulated import run_simulated
-from worker_agent.moe import LayerOptions, MicroBatch
-from worker_agent.moe.dispatch import DISPATCHER_NAMES, MC2Variant
-from worker_agent.moe.dispatch.interface import DispatchRequest, WeightAndReduce
-from worker_agent.moe.operators import reference
-from worker_agent.moe.rank_group import RankGroup
 
 ROWS_NH = torch.tensor([[1.0, 2.0], [10.0, 20.0], [100.0, 200.0]])
 ROW_OF_CHOICE = torch.tensor([2, 0, 1, -1], dtype=torch.int32)

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch.nn.functional import silu
 
+from eplb_lab.layer import Activation, DenseMoE, MoEShape, Router, SharedExperts, seeded_experts
+from eplb_lab.layer.operators import reference
+from eplb_lab.layer.rank_group import RankGroup
+from eplb_lab.layer.weights import ExpertWeights
 from tests.moe.cases import Case, alone, shared_of, shared_weights, whole_of
 from tests.moe.simulated import run_simulated
-from worker_agent.moe import Activation, DenseMoE, MoEShape, Router, SharedExperts, seeded_experts
-from worker_agent.moe.operators import reference
-from worker_agent.moe.rank_group import RankGroup
-from worker_agent.moe.weights import ExpertWeights
 
 
 def sigmoid(x: float) -> float:

@@ -12,12 +12,12 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from eplb_lab.layer import layer as layer_module
+from eplb_lab.layer.operators import reference
 from tests.moe.operators.constraints import CHECKS
 from tests.moe.option_rows import ROWS, call, case_of, expected, layer_of, step_of
 from tests.moe.pairwise import Row
 from tests.moe.simulated import SimulatedGroup, run_simulated
-from worker_agent.moe import layer as layer_module
-from worker_agent.moe.operators import reference
 
 aten = torch.ops.aten
 READING = {

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import torch
 
+from eplb_lab.layer.compose import ModularKernel
+from eplb_lab.layer.dispatch import DISPATCHERS, BatchedDispatcher, DispatchRequest
+from eplb_lab.layer.experts import BatchedExperts, ExpertBatch
+from eplb_lab.layer.operators import reference
+from eplb_lab.layer.quantization import Unquantized
+from eplb_lab.layer.rank_group import RankGroup
 from tests.moe.cases import Case, alone
-from worker_agent.moe.compose import ModularKernel
-from worker_agent.moe.dispatch import DISPATCHERS, BatchedDispatcher, DispatchRequest
-from worker_agent.moe.experts import BatchedExperts, ExpertBatch
-from worker_agent.moe.operators import reference
-from worker_agent.moe.quantization import Unquantized
-from worker_agent.moe.rank_group import RankGroup
 
 CASE = Case("all2allv", experts=6, slots=6, top_k=3, tokens=(7,))
 SENDER = DISPATCHERS["all2allv"](RankGroup(None), 6, reference)

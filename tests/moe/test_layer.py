@@ -9,11 +9,11 @@ import torch.distributed as dist
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from eplb_lab.layer.dispatch import DISPATCHER_NAMES
+from eplb_lab.layer.rank_group import RankGroup
 from tests.moe.cases import Case, alone, build_on, ep_group, hand_counts, layer_on
 from tests.moe.simulated import run_simulated
 from tests.ranks import Ranks
-from worker_agent.moe.dispatch import DISPATCHER_NAMES
-from worker_agent.moe.rank_group import RankGroup
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 5e-2}
 

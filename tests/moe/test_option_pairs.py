@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from eplb_lab.layer.dispatch import SHARED_TOKEN_DISPATCHERS
 from tests.moe.cases import MC2_VARIANTS, Case, dealt_by_hand
 from tests.moe.option_rows import (
     OPTIONS,
@@ -25,7 +26,6 @@ from tests.moe.option_rows import (
 from tests.moe.pairwise import Row
 from tests.moe.simulated import SimulatedGroup, run_simulated
 from tests.solver.slow.stepwise import optimum
-from worker_agent.moe.dispatch import SHARED_TOKEN_DISPATCHERS
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 """Of the norm of a step's outputs; quantized ones are held to ``QUANTIZED`` besides."""

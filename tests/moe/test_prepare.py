@@ -9,9 +9,9 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from eplb_lab.layer.prepare import AllGatherPreparation
+from eplb_lab.layer.rank_group import RankGroup
 from tests.moe.simulated import SimulatedGroup, run_simulated
-from worker_agent.moe.prepare import AllGatherPreparation
-from worker_agent.moe.rank_group import RankGroup
 
 H, E = 6, 4
 ALONE = RankGroup(None)

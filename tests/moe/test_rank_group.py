@@ -6,10 +6,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from eplb_lab.layer.rank_group import RankGroup
 from tests.moe.cases import ep_group
 from tests.moe.simulated import run_simulated
 from tests.ranks import Ranks
-from worker_agent.moe.rank_group import RankGroup
 
 DTYPES = [torch.float32, torch.bfloat16, torch.uint8, torch.bool]
 

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 
+from eplb_lab.layer import seeded_experts
+from eplb_lab.layer.compose import LayerOptions
+from eplb_lab.layer.rank_group import RankGroup
 from tests.moe.cases import Case, layer_on
 from tests.moe.simulated import Exchange, SimulatedGroup, run_simulated
-from worker_agent.moe import seeded_experts
-from worker_agent.moe.compose import LayerOptions
-from worker_agent.moe.rank_group import RankGroup
 
 CASE = Case("all2allv", experts=6, slots=4, top_k=2, tokens=(5, 0, 3), biased=True, seed=4)
 TABLES = ("expert_map", "log2phy", "moe_load", "source_load", "load_counter")

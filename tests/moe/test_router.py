@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from worker_agent.moe import Router, Scoring
-from worker_agent.moe.router import grouped_routing
+from eplb_lab.layer import Router, Scoring
+from eplb_lab.layer.router import grouped_routing
 
 
 @st.composite

@@ -9,15 +9,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from eplb_service.placement import PlacementError
+from eplb_core.placement import PlacementError
+from eplb_lab.layer import ExpertParallelMoE, MoEShape, seeded_experts
+from eplb_lab.layer.dispatch import DISPATCHER_NAMES
+from eplb_lab.layer.rank_group import RankGroup
+from eplb_lab.layer.state import check_grouped
 from tests.moe.cases import Case, build_on, in_order, layer_on
 from tests.moe.simulated import run_simulated
 from tests.ranks import Ranks
 from worker_agent.live_layer import LiveLayer
-from worker_agent.moe import ExpertParallelMoE, MoEShape, seeded_experts
-from worker_agent.moe.dispatch import DISPATCHER_NAMES
-from worker_agent.moe.rank_group import RankGroup
-from worker_agent.moe.state import check_grouped
 
 SHAPE = MoEShape(layer=5, experts=4, hidden=8, intermediate=6)
 ALONE_RS = in_order(4)

@@ -8,13 +8,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from eplb_lab.layer import ExpertParallelMoE, LayerOptions, MoEShape, seeded_experts
 from tests.moe import slow_stepwise as slow
 from tests.moe.simulated import SimulatedGroup, run_simulated
 from tests.solver.placed_layer import random_placement
 from tests.solver.slow.stepwise import optimum
+from worker_agent import stepwise
 from worker_agent.live_layer import PlacementAware
-from worker_agent.moe import ExpertParallelMoE, LayerOptions, MoEShape, seeded_experts, stepwise
-from worker_agent.moe.stepwise import ROUNDS, UNKNOWN_CHOICES, StepwiseSplit, rounds_for
+from worker_agent.stepwise import ROUNDS, UNKNOWN_CHOICES, StepwiseSplit, rounds_for
 
 SEEDS = st.integers(0, 2**32 - 1)
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 import grpc
 import numpy as np
 
-from eplb_service.placement import Int32, Placement
-from eplb_service.wire.generated import agent_pb2
+from eplb_core.placement import Int32, Placement
+from eplb_core.wire.generated import agent_pb2
 from tests.control.fake_group import (
     BYTES_PER_EXPERT,
     EXPERTS,

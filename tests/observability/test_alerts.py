@@ -15,13 +15,13 @@ import grpc
 import pytest
 import yaml
 
+from eplb_core.wire.generated import operator_pb2, operator_pb2_grpc
 from eplb_service.control.server.deciding import decider
 from eplb_service.control.server.deciding.computing import DecisionInputs
 from eplb_service.control.server.plane import deployments
 from eplb_service.control.server.service import RunningService, running_service
 from eplb_service.control.server.store import Store
 from eplb_service.control.server.validity import Validity
-from eplb_service.wire.generated import operator_pb2, operator_pb2_grpc
 from tests.control.server.test_service import settings
 from tests.observability.prometheus import RATE_SECONDS, RULES, Alert, Prometheus, prometheus
 from tests.observability.scene import TOKEN, Faults, no_heat, other_heat, rejoin, serving

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import strategies as st
 
-from eplb_service.placement import Placement
+from eplb_core.placement import Placement
 
 
 @st.composite

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from eplb_service.placement import Placement, PlacementError, apply_layers, default_log2phy
+from eplb_core.placement import Placement, PlacementError, apply_layers, default_log2phy
 
 PLACEMENT = Placement.linear(layers=3, experts=6, ranks=4, slots=2)
 TABLES_RLE = PLACEMENT.default_log2phy()

@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eplb_service import solve
-from eplb_service.placement import (
+from eplb_core.placement import (
     Placement,
     PlacementError,
     as_served,
@@ -16,6 +15,7 @@ from eplb_service.placement import (
     checked_foreign,
     repaired,
 )
+from eplb_service import solve
 
 EXPERTS, RANKS, SLOTS = 12, 4, 4
 

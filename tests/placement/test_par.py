@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from eplb_service.placement import mean_par, par, step_par
+from eplb_core.placement import mean_par, par, step_par
 
 
 def slow_par(loads_NR: list[list[float]]) -> float | None:

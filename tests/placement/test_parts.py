@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eplb_service.placement import part_end, parts, staging_rows
+from eplb_core.placement import part_end, parts, staging_rows
 
 RECEIVED = st.lists(st.lists(st.integers(0, 5), min_size=3, max_size=3), min_size=1, max_size=12)
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eplb_service.placement import Int32, Placement, PlacementError, layer_digest
+from eplb_core.placement import Int32, Placement, PlacementError, layer_digest
 from tests.placement.drawn import placements
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from eplb_service.heat.window import Window
-from eplb_service.placement import Placement
-from eplb_service.planner.decide import plan
-from eplb_service.planner.plan import Plan
-from eplb_service.planner.score import expected_loads, split_loads
-from eplb_service.planner.settings import PlannerSettings
-from eplb_service.planner.topology import Topology
+from eplb_core.heat.window import Window
+from eplb_core.placement import Placement
+from eplb_core.planner.decide import plan
+from eplb_core.planner.plan import Plan
+from eplb_core.planner.score import expected_loads, split_loads
+from eplb_core.planner.settings import PlannerSettings
+from eplb_core.planner.topology import Topology
 
 
 def still_heat(

@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from eplb_service.heat.window import HeatError, Window
-from eplb_service.placement import Placement
-from eplb_service.planner.decide import plan_afresh
-from eplb_service.planner.settings import PlannerSettings
-from eplb_service.planner.topology import Topology, TopologyError
+from eplb_core.heat.window import HeatError, Window
+from eplb_core.placement import Placement
+from eplb_core.planner.decide import plan_afresh
+from eplb_core.planner.settings import PlannerSettings
+from eplb_core.planner.topology import Topology, TopologyError
 from tests.planner.drawn import decided
 
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from eplb_service.heat.window import Window
-from eplb_service.placement import Placement, apply_layers
-from eplb_service.planner.decide import plan, plan_afresh
-from eplb_service.planner.request import SolveRequest, _blind_layers
-from eplb_service.planner.score import noise_floor
-from eplb_service.planner.settings import PlannerSettings
-from eplb_service.planner.topology import Topology
-from eplb_service.solver.model import SearchOptions
+from eplb_core.heat.window import Window
+from eplb_core.placement import Placement, apply_layers
+from eplb_core.planner.decide import plan, plan_afresh
+from eplb_core.planner.request import SolveRequest, _blind_layers
+from eplb_core.planner.score import noise_floor
+from eplb_core.planner.settings import PlannerSettings
+from eplb_core.planner.topology import Topology
+from eplb_core.solver.model import SearchOptions
 from tests.planner.drawn import still_heat
 
 LAYERS, EXPERTS, RANKS, SLOTS = 6, 32, 8, 5

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.decide.alarms import served
-from eplb_service.planner.pace import Pace
-from eplb_service.planner.plan import Promise, channels_of, promise_of
+from eplb_core.planner.pace import Pace
+from eplb_core.planner.plan import Promise, channels_of, promise_of
 
 
 def test_the_last_channel_is_the_mean_of_the_layers_that_had_tokens() -> None:

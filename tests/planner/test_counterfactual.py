@@ -8,19 +8,19 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from eplb_service.cost.curve import CostCurve
-from eplb_service.cost.moving import NOTHING_MEASURED, SwitchEffect
-from eplb_service.heat.sources import StepTimes
-from eplb_service.heat.synthetic import synthetic_heat
-from eplb_service.heat.window import Window
-from eplb_service.placement import Placement
-from eplb_service.planner.counterfactual import Served, TimePrice, priced, time_price, worth_of
-from eplb_service.planner.decide import plan_afresh
-from eplb_service.planner.plan import Layout
-from eplb_service.planner.score import par_by_step, split_steps, split_us
-from eplb_service.planner.settings import PlannerSettings
-from eplb_service.planner.topology import Topology
-from eplb_service.wire.operator import HELPS, NO_GAIN, NOT_MEASURABLE, NOT_MEASURED, Worth
+from eplb_core.cost.curve import CostCurve
+from eplb_core.cost.moving import NOTHING_MEASURED, SwitchEffect
+from eplb_core.heat.sources import StepTimes
+from eplb_core.heat.window import Window
+from eplb_core.placement import Placement
+from eplb_core.planner.counterfactual import Served, TimePrice, priced, time_price, worth_of
+from eplb_core.planner.decide import plan_afresh
+from eplb_core.planner.plan import Layout
+from eplb_core.planner.score import par_by_step, split_steps, split_us
+from eplb_core.planner.settings import PlannerSettings
+from eplb_core.planner.topology import Topology
+from eplb_core.wire.operator import HELPS, NO_GAIN, NOT_MEASURABLE, NOT_MEASURED, Worth
+from eplb_service.io.synthetic import synthetic_heat
 from tests.cost.curves import H200, plain_rank_us
 
 RANKS, SLOTS, EXPERTS, LAYERS, STEPS = 4, 5, 16, 2, 48

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from scipy.special import pdtrc
 
-from eplb_service.heat.window import Window
-from eplb_service.placement import Placement, apply_layers, par
-from eplb_service.planner.dealing import (
+from eplb_core.heat.window import Window
+from eplb_core.placement import Placement, apply_layers, par
+from eplb_core.planner.dealing import (
     as_host_deals,
     entry_parts,
     poisson_above,
@@ -19,9 +19,9 @@ from eplb_service.planner.dealing import (
     tables_of_sources,
     width_in_use,
 )
-from eplb_service.planner.decide import plan, plan_afresh
-from eplb_service.planner.settings import PlannerSettings
-from eplb_service.planner.topology import Topology
+from eplb_core.planner.decide import plan, plan_afresh
+from eplb_core.planner.settings import PlannerSettings
+from eplb_core.planner.topology import Topology
 from tests.placement.drawn import dealt_one_by_one
 from tests.planner.drawn import rank_loads
 

@@ -10,17 +10,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.solver.heats import generate
-from eplb_service.heat.window import HeatError, Window
-from eplb_service.placement import Placement, PlacementError, apply_layers, par
-from eplb_service.planner import request
-from eplb_service.planner.dealing import first_tables
-from eplb_service.planner.decide import _cherry_pick, plan, plan_afresh
-from eplb_service.planner.plan import Layout, Plan
-from eplb_service.planner.score import split_loads
-from eplb_service.planner.settings import POLICIES, SPLITS, PlannerSettings
-from eplb_service.planner.topology import Topology, TopologyError
-from eplb_service.solver.engine import SolverError
-from eplb_service.solver.model import Recommendation, SearchOptions
+from eplb_core.heat.window import HeatError, Window
+from eplb_core.placement import Placement, PlacementError, apply_layers, par
+from eplb_core.planner import request
+from eplb_core.planner.dealing import first_tables
+from eplb_core.planner.decide import _cherry_pick, plan, plan_afresh
+from eplb_core.planner.plan import Layout, Plan
+from eplb_core.planner.score import split_loads
+from eplb_core.planner.settings import POLICIES, SPLITS, PlannerSettings
+from eplb_core.planner.topology import Topology, TopologyError
+from eplb_core.solver.engine import SolverError
+from eplb_core.solver.model import Recommendation, SearchOptions
 from tests.solver.layers_of import Case, cases
 
 PARS = st.lists(st.tuples(st.integers(100, 130), st.integers(100, 130)), max_size=10)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from eplb_core.planner.episodes import similar_steps_together
 from eplb_service import solve
-from eplb_service.planner.episodes import similar_steps_together
 
 EXPERTS, RANKS, SLOTS = 64, 8, 10
 

@@ -7,9 +7,9 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from eplb_service.cost.moving import SwitchedPlan, SwitchEffect
-from eplb_service.heat.sources import ServedSteps
-from eplb_service.planner.measured_gain import MeasuredPrice, effect_of, measured_price
+from eplb_core.cost.moving import SwitchedPlan, SwitchEffect
+from eplb_core.heat.sources import ServedSteps
+from eplb_core.planner.measured_gain import MeasuredPrice, effect_of, measured_price
 
 EACH = 96
 """Steps from one plan to the next, of which the last ten are a switch under way."""

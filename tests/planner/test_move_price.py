@@ -7,13 +7,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from eplb_service.cost.moving import MovingCosts
-from eplb_service.heat.window import Window
-from eplb_service.placement import Placement
-from eplb_service.planner.decide import plan
-from eplb_service.planner.price import MAX_PRICE, move_price
-from eplb_service.planner.settings import PlannerSettings
-from eplb_service.planner.topology import Topology
+from eplb_core.cost.moving import MovingCosts
+from eplb_core.heat.window import Window
+from eplb_core.placement import Placement
+from eplb_core.planner.decide import plan
+from eplb_core.planner.price import MAX_PRICE, move_price
+from eplb_core.planner.settings import PlannerSettings
+from eplb_core.planner.topology import Topology
 
 MODEL = PlannerSettings(link_bandwidth=25.0, layer_ms=0.4)
 SIZE = 42 << 20

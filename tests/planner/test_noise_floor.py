@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eplb_service.heat.window import Window
-from eplb_service.placement import Placement, par
-from eplb_service.planner.decide import plan, plan_afresh
-from eplb_service.planner.plan import Plan
-from eplb_service.planner.score import split_steps, volatility_bound
-from eplb_service.planner.settings import PlannerSettings
-from eplb_service.planner.topology import Topology
+from eplb_core.heat.window import Window
+from eplb_core.placement import Placement, par
+from eplb_core.planner.decide import plan, plan_afresh
+from eplb_core.planner.plan import Plan
+from eplb_core.planner.score import split_steps, volatility_bound
+from eplb_core.planner.settings import PlannerSettings
+from eplb_core.planner.topology import Topology
 from tests.planner.drawn import rank_loads
 from tests.solver.layers_of import heat_of_kind
 from tests.solver.placed_layer import random_placement

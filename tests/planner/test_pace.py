@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eplb_service.planner.pace import Pace
-from eplb_service.planner.plan import Promise
+from eplb_core.planner.pace import Pace
+from eplb_core.planner.plan import Promise
 from tests.planner.drawn import still_heat
 
 PROMISE = Promise(np.full(3, 1.2), np.full(3, 1e-4), np.ones(3), 64)

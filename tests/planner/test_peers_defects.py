@@ -5,14 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from eplb_service.heat.window import Window
-from eplb_service.placement import Placement, check_layer
-from eplb_service.planner.decide import plan_afresh
-from eplb_service.planner.plan import Plan
-from eplb_service.planner.request import with_options
-from eplb_service.planner.score import expected_loads
-from eplb_service.planner.settings import PlannerSettings
-from eplb_service.planner.topology import Topology
+from eplb_core.heat.window import Window
+from eplb_core.placement import Placement, check_layer
+from eplb_core.planner.decide import plan_afresh
+from eplb_core.planner.plan import Plan
+from eplb_core.planner.request import with_options
+from eplb_core.planner.score import expected_loads
+from eplb_core.planner.settings import PlannerSettings
+from eplb_core.planner.topology import Topology
 from tests.planner.drawn import decided, still_heat
 from tests.solver.layers_of import KNOWN_EXAMPLE
 

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 import eplb_service
+from eplb_core.planner import policies
+from eplb_core.planner.policies import NAMES, PolicyError, external_policy
+from eplb_core.planner.settings import PlannerSettings
+from eplb_lab.bench.closed_loop import Scenario, compare, entrants_of
+from eplb_lab.bench.contest import Contest
 from eplb_service import solve
-from eplb_service.bench.closed_loop import Scenario, compare, entrants_of
-from eplb_service.bench.contest import Contest
-from eplb_service.heat.synthetic import synthetic_heat
-from eplb_service.planner import policies
-from eplb_service.planner.policies import NAMES, PolicyError, external_policy
-from eplb_service.planner.settings import PlannerSettings
+from eplb_service.io.synthetic import synthetic_heat
 from eplb_service.replay.policy import Job, ReplayError, Setup
 
 HEAT_TLE = synthetic_heat("static", 48, 2, 8, tokens=256, top_k=2, seed=3)

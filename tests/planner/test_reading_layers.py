@@ -7,15 +7,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from eplb_service.cost.curve import CostCurve
-from eplb_service.heat.synthetic import synthetic_heat
-from eplb_service.heat.window import Window
-from eplb_service.placement import Placement
-from eplb_service.planner.dealing import first_tables
-from eplb_service.planner.decide import plan
-from eplb_service.planner.plan import Plan
-from eplb_service.planner.settings import PlannerSettings
-from eplb_service.planner.topology import Topology
+from eplb_core.cost.curve import CostCurve
+from eplb_core.heat.window import Window
+from eplb_core.placement import Placement
+from eplb_core.planner.dealing import first_tables
+from eplb_core.planner.decide import plan
+from eplb_core.planner.plan import Plan
+from eplb_core.planner.settings import PlannerSettings
+from eplb_core.planner.topology import Topology
+from eplb_service.io.synthetic import synthetic_heat
 
 LAYERS = 2
 EXPERTS = 16

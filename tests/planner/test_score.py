@@ -7,9 +7,9 @@ import math
 import numpy as np
 import pytest
 
-from eplb_service.placement import Placement
-from eplb_service.planner.forecast import NO_FORECASTS
-from eplb_service.planner.score import gain_of, noise_floor
+from eplb_core.placement import Placement
+from eplb_core.planner.forecast import NO_FORECASTS
+from eplb_core.planner.score import gain_of, noise_floor
 from tests.planner.drawn import rank_loads
 
 

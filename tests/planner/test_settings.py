@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from eplb_service.planner.settings import PlannerSettings, SettingsError
+from eplb_core.planner.settings import PlannerSettings, SettingsError
 
 
 @pytest.mark.parametrize(

@@ -5,15 +5,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from eplb_core.heat.window import Window
+from eplb_core.placement import Placement
+from eplb_core.planner.decide import plan
+from eplb_core.planner.holdout import HeldOut, Parts, paying
+from eplb_core.planner.score import noise_floor, sampling_floor, split_steps
+from eplb_core.planner.settings import PlannerSettings
+from eplb_core.planner.topology import Topology
+from eplb_lab.bench.scoring import realised_par
 from eplb_service import solve
-from eplb_service.bench.scoring import realised_par
-from eplb_service.heat.window import Window
-from eplb_service.placement import Placement
-from eplb_service.planner.decide import plan
-from eplb_service.planner.holdout import HeldOut, Parts, paying
-from eplb_service.planner.score import noise_floor, sampling_floor, split_steps
-from eplb_service.planner.settings import PlannerSettings
-from eplb_service.planner.topology import Topology
 
 EXPERTS, RANKS, SLOTS, LAYERS, CHOICES = 32, 8, 5, 4, 4
 LINEAR = Placement.linear(LAYERS, EXPERTS, RANKS, SLOTS)

@@ -7,22 +7,22 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from eplb_service.cost.curve import CostCurve
-from eplb_service.heat.synthetic import synthetic_heat
-from eplb_service.heat.window import Window
+from eplb_core.cost.curve import CostCurve
+from eplb_core.heat.window import Window
+from eplb_core.placement import Placement
+from eplb_core.planner.decide import plan
+from eplb_core.planner.plan import Plan
+from eplb_core.planner.price import SplitCost
+from eplb_core.planner.request import time_curve
+from eplb_core.planner.score import _stepwise_tokens, split_us
+from eplb_core.planner.settings import PlannerSettings, SettingsError
+from eplb_core.planner.topology import Topology
+from eplb_core.solver.model import SearchOptions
+from eplb_service.io.synthetic import synthetic_heat
 from eplb_service.offline import solve
-from eplb_service.placement import Placement
-from eplb_service.planner.decide import plan
-from eplb_service.planner.plan import Plan
-from eplb_service.planner.price import SplitCost
-from eplb_service.planner.request import time_curve
-from eplb_service.planner.score import _stepwise_tokens, split_us
-from eplb_service.planner.settings import PlannerSettings, SettingsError
-from eplb_service.planner.topology import Topology
-from eplb_service.solver.model import SearchOptions
 from tests.cost.curves import H200, plain_rank_us
 from tests.solver.slow import stepwise as slow
-from worker_agent.moe.stepwise import rounds_for
+from worker_agent.stepwise import rounds_for
 
 RANKS, SLOTS, EXPERTS, LAYERS, STEPS = 4, 5, 16, 2, 40
 HEAT = synthetic_heat("static", STEPS, LAYERS, EXPERTS, tokens=2048, top_k=4, seed=5)

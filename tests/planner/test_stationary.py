@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from benchmarks.solver.heats import generate
-from eplb_service.planner.pace import _has_changed, _stationary_steps
+from eplb_core.planner.pace import _has_changed, _stationary_steps
 from tests.planner.drawn import still_heat
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from eplb_service.cost.moving import NOTHING_MEASURED
-from eplb_service.heat.sources import ServedSteps
-from eplb_service.planner.plan import LayerPlan
-from eplb_service.planner.price import SwitchLog
-from eplb_service.wire.agent import PlanState, PlanStatus
+from eplb_core.cost.moving import NOTHING_MEASURED
+from eplb_core.heat.sources import ServedSteps
+from eplb_core.planner.plan import LayerPlan
+from eplb_core.planner.price import SwitchLog
+from eplb_core.wire.agent import PlanState, PlanStatus
 
 RANKS = 4
 STEP_US = 10_000.0

@@ -8,13 +8,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from eplb_service.cost.curve import CostCurve, FitQuality
-from eplb_service.heat.sources import StepTimes
-from eplb_service.heat.window import Window
-from eplb_service.placement import Placement
-from eplb_service.planner.counterfactual import ASSUMED, FITTED, MEASURED, STATED, TimePrice, time_price
-from eplb_service.planner.plan import Layout
-from eplb_service.planner.settings import PlannerSettings
+from eplb_core.cost.curve import CostCurve, FitQuality
+from eplb_core.heat.sources import StepTimes
+from eplb_core.heat.window import Window
+from eplb_core.placement import Placement
+from eplb_core.planner.counterfactual import ASSUMED, FITTED, MEASURED, STATED, TimePrice, time_price
+from eplb_core.planner.plan import Layout
+from eplb_core.planner.settings import PlannerSettings
 
 SETTINGS = PlannerSettings()
 CURVE = CostCurve(5.0, 12.0, 4.0, 0.06)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from eplb_service.cost.curve import CostCurve, write_curves
-from eplb_service.heat.synthetic import synthetic_heat
+from eplb_core.cost.curve import CostCurve, write_curves
+from eplb_core.planner.request import _sampled_steps, time_curve
+from eplb_core.planner.settings import PlannerSettings, SettingsError, planner_settings
+from eplb_service.io.synthetic import synthetic_heat
 from eplb_service.offline import solve
-from eplb_service.planner.request import _sampled_steps, time_curve
-from eplb_service.planner.settings import PlannerSettings, SettingsError, planner_settings
 from tests.cost.curves import H200
 
 SMALL = synthetic_heat("static", 64, 2, 64, tokens=64, top_k=4, seed=1)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from eplb_service.heat.window import Window
-from eplb_service.placement import Placement, apply_layers, par
-from eplb_service.planner.decide import plan
-from eplb_service.planner.plan import Plan
-from eplb_service.planner.request import with_options
-from eplb_service.planner.settings import PlannerSettings
-from eplb_service.planner.topology import Topology
-from eplb_service.solver import layer as decision_module
+from eplb_core.heat.window import Window
+from eplb_core.placement import Placement, apply_layers, par
+from eplb_core.planner.decide import plan
+from eplb_core.planner.plan import Plan
+from eplb_core.planner.request import with_options
+from eplb_core.planner.settings import PlannerSettings
+from eplb_core.planner.topology import Topology
+from eplb_core.solver import layer as decision_module
 from tests.planner.drawn import still_heat, whole_loads
 from tests.solver.slow.topology import crossing
 

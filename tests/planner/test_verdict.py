@@ -9,15 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from eplb_service.heat.window import Window
-from eplb_service.placement import Placement
-from eplb_service.planner.decide import _Judge, _solved
-from eplb_service.planner.request import SolveRequest
-from eplb_service.planner.settings import PlannerSettings
-from eplb_service.planner.topology import Topology
-from eplb_service.solver.layer import LayerResult
-from eplb_service.solver.model import FRESH, KEEP, LOCAL, TABLES, Candidate, SearchOptions
-from eplb_service.wire.operator import LayerVerdict
+from eplb_core.heat.window import Window
+from eplb_core.placement import Placement
+from eplb_core.planner.decide import _Judge, _solved
+from eplb_core.planner.request import SolveRequest
+from eplb_core.planner.settings import PlannerSettings
+from eplb_core.planner.topology import Topology
+from eplb_core.solver.layer import LayerResult
+from eplb_core.solver.model import FRESH, KEEP, LOCAL, TABLES, Candidate, SearchOptions
+from eplb_core.wire.operator import LayerVerdict
 
 PLACEMENT = Placement.linear(1, 4, 2, 2)
 TOPOLOGY = replace(Topology.flat(2), bytes_per_expert=1000)

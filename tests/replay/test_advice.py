@@ -6,12 +6,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from eplb_core.cost.curve import CostCurve
+from eplb_core.planner.settings import PlannerSettings
+from eplb_lab.bench.scoring import realised_par
 from eplb_service import solve
-from eplb_service.bench.scoring import realised_par
-from eplb_service.cost.curve import CostCurve
-from eplb_service.heat.synthetic import synthetic_heat
+from eplb_service.io.synthetic import synthetic_heat
 from eplb_service.io.trace import ArrayTrace
-from eplb_service.planner.settings import PlannerSettings
 from eplb_service.replay.advise import Option, advise, cheapest
 from eplb_service.replay.costs import Costs
 from eplb_service.replay.jobs import replay, scene_for

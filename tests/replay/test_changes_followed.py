@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eplb_service.heat.window import Counts, checked_heat
+from eplb_core.heat.window import Counts, checked_heat
+from eplb_core.planner.pace import Pace
+from eplb_core.planner.settings import PlannerSettings
 from eplb_service.io.trace import ArrayTrace
-from eplb_service.planner.pace import Pace
-from eplb_service.planner.settings import PlannerSettings
 from eplb_service.replay import loop
 from eplb_service.replay.costs import Costs
 from eplb_service.replay.jobs import jobs_for, scene_for

@@ -6,9 +6,9 @@ from unittest import mock
 
 import numpy as np
 
+from eplb_core.planner.pace import Pace
+from eplb_core.planner.settings import PlannerSettings
 from eplb_service.io.trace import ArrayTrace, TraceFacts
-from eplb_service.planner.pace import Pace
-from eplb_service.planner.settings import PlannerSettings
 from eplb_service.replay.costs import Costs
 from eplb_service.replay.jobs import jobs_for, scene_for
 from eplb_service.replay.loop import run

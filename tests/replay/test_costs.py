@@ -7,11 +7,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from eplb_service.cost.curve import FitQuality
-from eplb_service.heat.synthetic import synthetic_heat
+from eplb_core.cost.curve import FitQuality
+from eplb_core.planner.price import SplitCost
+from eplb_core.planner.settings import PlannerSettings
+from eplb_service.io.synthetic import synthetic_heat
 from eplb_service.io.trace import ArrayTrace
-from eplb_service.planner.price import SplitCost
-from eplb_service.planner.settings import PlannerSettings
 from eplb_service.replay.costs import Costs
 from eplb_service.replay.jobs import jobs_for, replay, scene_for
 from eplb_service.replay.policy import ReplayError, Setup

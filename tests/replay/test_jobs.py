@@ -14,12 +14,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from eplb_service.heat.synthetic import synthetic_heat
-from eplb_service.heat.window import HeatError
+from eplb_core.heat.window import HeatError
+from eplb_core.planner.settings import PlannerSettings
 from eplb_service.io.named_arrays import ReadAs
 from eplb_service.io.native import TraceWriter
+from eplb_service.io.synthetic import synthetic_heat
 from eplb_service.io.trace import TraceFacts
-from eplb_service.planner.settings import PlannerSettings
 from eplb_service.replay.jobs import TraceFile, completed, jobs_for, replay_file, scene_for
 from eplb_service.replay.policy import ReplayError, Setup
 from eplb_service.replay.result import Replay

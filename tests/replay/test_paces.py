@@ -5,14 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from eplb_service.cost.curve import CostCurve
-from eplb_service.heat.synthetic import synthetic_heat
-from eplb_service.heat.window import Window, checked_heat
+from eplb_core.cost.curve import CostCurve
+from eplb_core.heat.window import Window, checked_heat
+from eplb_core.placement import Placement, apply_layers, par
+from eplb_core.planner.decide import plan_afresh
+from eplb_core.planner.settings import PlannerSettings
+from eplb_core.planner.topology import Topology
+from eplb_service.io.synthetic import synthetic_heat
 from eplb_service.io.trace import ArrayTrace
-from eplb_service.placement import Placement, apply_layers, par
-from eplb_service.planner.decide import plan_afresh
-from eplb_service.planner.settings import PlannerSettings
-from eplb_service.planner.topology import Topology
 from eplb_service.replay.costs import Costs
 from eplb_service.replay.jobs import jobs_for, replay, scene_for
 from eplb_service.replay.policy import Setup

@@ -3,15 +3,15 @@
 import numpy as np
 import pytest
 
+from eplb_core.placement import Placement, par
+from eplb_core.planner.plan import Layout
+from eplb_core.planner.price import SplitCost
+from eplb_core.planner.score import split_loads, split_us
+from eplb_core.planner.settings import PlannerSettings
 from eplb_service.io.native import TraceWriter
 from eplb_service.io.open_trace import open_trace
 from eplb_service.io.trace import TraceFacts
 from eplb_service.io.trace_statistics import statistics
-from eplb_service.placement import Placement, par
-from eplb_service.planner.plan import Layout
-from eplb_service.planner.price import SplitCost
-from eplb_service.planner.score import split_loads, split_us
-from eplb_service.planner.settings import PlannerSettings
 from eplb_service.replay.costs import Costs
 from eplb_service.replay.jobs import jobs_for, replay, scene_for
 from eplb_service.replay.policy import Setup

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from eplb_service.heat.synthetic import synthetic_heat
+from eplb_core.planner.settings import PlannerSettings
+from eplb_service.io.synthetic import synthetic_heat
 from eplb_service.io.trace import ArrayTrace
-from eplb_service.planner.settings import PlannerSettings
 from eplb_service.replay.costs import Costs
 from eplb_service.replay.jobs import jobs_for, replay, scene_for
 from eplb_service.replay.policy import Setup

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from eplb_service.atomic_write import OutputError
+from eplb_core.atomic_write import OutputError
 from eplb_service.replay.policy import NAMES
 from eplb_service.report import pictures, svg
 from tests.report.reports import small_replay

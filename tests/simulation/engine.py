@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from eplb_service.wire.agent import Shape
+from eplb_core.wire.agent import Shape
 from tests.simulation.lines import failing_lines
 from tests.simulation.model import Misfits, Model, SimulatedLayer
 from tests.simulation.network import SimulatedGroup, SimulatedPeers

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from eplb_service.placement import Placement, expert_map
+from eplb_core.placement import Placement, expert_map
 from tests.simulation.scheduler import Process
 
 ROWS = 64

@@ -12,6 +12,8 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
+from eplb_core.wire.agent import CallOff
+from eplb_core.wire.fields import WireError
 from eplb_service.control.core.deployment import Deployment
 from eplb_service.control.core.errors import RefusedError
 from eplb_service.control.core.plan_tracker import Outcome, PlanTracker
@@ -25,8 +27,6 @@ from eplb_service.control.server.plane import control_plane, deployments
 from eplb_service.control.server.settings import ServiceSettings
 from eplb_service.telemetry import logs
 from eplb_service.telemetry.metrics import Metrics
-from eplb_service.wire.agent import CallOff
-from eplb_service.wire.fields import WireError
 from tests.simulation.scheduler import Process, Scheduler
 from tests.simulation.stream import NAME, Call
 

@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 from pydantic import PrivateAttr
 
-from eplb_service.wire.generated import agent_pb2
+from eplb_core.wire.generated import agent_pb2
 from tests.simulation.network import Network
 from tests.simulation.scheduler import Process
 from worker_agent.settings import AgentSettings

@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from eplb_service.placement import staging_rows
+from eplb_core.placement import staging_rows
+from eplb_core.wire.plan import RankPlan
+from eplb_lab.history.check import read_histories
 from eplb_service.replay import costs
 from eplb_service.replay.costs import PICK_UP_PASSES, Costs
-from eplb_service.wire.plan import RankPlan
 from tests.simulation.world import World
-from worker_agent.history.check import read_histories
 from worker_agent.settings import AgentSettings
 from worker_agent.swap import vote
 from worker_agent.swap.machine import SwitchState

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from eplb_core.placement import Placement
 from eplb_service.control.server.settings import ServiceSettings
 from eplb_service.control.server.store import StoreError
-from eplb_service.placement import Placement
 from tests.simulation.engine import Engine
 from tests.simulation.faults import BEYOND, CALL_OFF, FAULTS
 from tests.simulation.network import Network

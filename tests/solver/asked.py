@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from eplb_service.placement import Placement, check_layer, check_log2phy
-from eplb_service.solver.engine import SolverError, solve_many
-from eplb_service.solver.layer import LayerResult
-from eplb_service.solver.model import KEEP, SOLVED, SearchOptions, SearchParams
+from eplb_core.placement import Placement, check_layer, check_log2phy
+from eplb_core.solver.engine import SolverError, solve_many
+from eplb_core.solver.layer import LayerResult
+from eplb_core.solver.model import KEEP, SOLVED, SearchOptions, SearchParams
 from tests.solver.layers_of import Case
 
 SEARCH = SearchParams(

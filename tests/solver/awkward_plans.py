@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from eplb_service.heat.window import Window
-from eplb_service.placement import Placement, check_layer, check_log2phy
-from eplb_service.planner.decide import plan
-from eplb_service.planner.plan import Plan
-from eplb_service.planner.settings import PlannerSettings
-from eplb_service.planner.topology import Topology
-from eplb_service.solver.model import SearchOptions
+from eplb_core.heat.window import Window
+from eplb_core.placement import Placement, check_layer, check_log2phy
+from eplb_core.planner.decide import plan
+from eplb_core.planner.plan import Plan
+from eplb_core.planner.settings import PlannerSettings
+from eplb_core.planner.topology import Topology
+from eplb_core.solver.model import SearchOptions
 from tests.solver.layers_of import KINDS, heat_of_kind
 from tests.solver.placed_layer import random_placement
 
@@ -85,7 +85,7 @@ def assert_served(found: Plan, experts: int) -> None:
 
 
 if __name__ == "__main__":
-    from eplb_service.solver.warmup import warm_up
+    from eplb_core.solver.warmup import warm_up
 
     warm_up(threads=1)
     print(run())

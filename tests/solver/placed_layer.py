@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from eplb_service.placement import check_layer
-from eplb_service.solver.construction import Assignment, assignment_of
-from eplb_service.solver.model import LayerLayout, _normalise, homes, with_covariance
-from eplb_service.solver.tables import fixed_rule, slots_by_expert
+from eplb_core.placement import check_layer
+from eplb_core.solver.construction import Assignment, assignment_of
+from eplb_core.solver.model import LayerLayout, _normalise, homes, with_covariance
+from eplb_core.solver.tables import fixed_rule, slots_by_expert
 from tests.solver.layers_of import Case
 from tests.solver.slow import heat
 

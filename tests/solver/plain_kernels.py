@@ -24,9 +24,9 @@ _POISON = -(10**9)
 
 def install() -> None:
     """Rewrite every solver module that is imported from now on; none may have been imported yet."""
-    assert not any(name.startswith("eplb_service.solver.") for name in sys.modules)
+    assert not any(name.startswith("eplb_core.solver.") for name in sys.modules)
     sys.meta_path.insert(0, _Rewriter())
-    from eplb_service.solver import jit
+    from eplb_core.solver import jit
 
     jit.kernel = jit.part = lambda function: function
     # Compiled arithmetic overflows and divides by zero without a word.
@@ -40,7 +40,7 @@ class _Rewriter(importlib.abc.MetaPathFinder):
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if not name.startswith("eplb_service.solver."):
+        if not name.startswith("eplb_core.solver."):
             return None
         spec = importlib.machinery.PathFinder.find_spec(name, path)
         assert spec is not None

@@ -8,9 +8,9 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eplb_service.placement import check_layer
-from eplb_service.solver.annealing import anneal, draw
-from eplb_service.solver.local_search import local_search
+from eplb_core.placement import check_layer
+from eplb_core.solver.annealing import anneal, draw
+from eplb_core.solver.local_search import local_search
 from tests.solver.layers_of import Case, cases, heat_of_kind
 from tests.solver.placed_layer import PlacedLayer
 from tests.solver.slow import annealing as slow

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eplb_service.placement import check_layer
-from eplb_service.solver.construction import (
+from eplb_core.placement import check_layer
+from eplb_core.solver.construction import (
     Assignment,
     _greedy_replicas,
     _hand_out,
@@ -21,7 +21,7 @@ from eplb_service.solver.construction import (
     shift_load,
     tree_search,
 )
-from eplb_service.solver.evaluation import expert_heat
+from eplb_core.solver.evaluation import expert_heat
 from tests.solver.layers_of import PLAIN, Case, cases
 from tests.solver.placed_layer import PlacedLayer
 from tests.solver.slow import construction as slow

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eplb_service.solver.model import EVEN, FRESH, KEEP, RULE, SOLVED
+from eplb_core.solver.model import EVEN, FRESH, KEEP, RULE, SOLVED
 from tests.solver.asked import SEARCH, assert_servable, solve
 from tests.solver.layers_of import Case, cases, shares_of_sources
 from tests.solver.slow import heat

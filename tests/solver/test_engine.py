@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eplb_service.placement import Placement
-from eplb_service.solver import engine
-from eplb_service.solver.engine import (
+from eplb_core.placement import Placement
+from eplb_core.solver import engine
+from eplb_core.solver.engine import (
     OutOfTimeError,
     SolverError,
     _nodes_of_groups,
@@ -20,9 +20,9 @@ from eplb_service.solver.engine import (
     _solve_by_node,
     solve_many,
 )
-from eplb_service.solver.layer import LayerResult
-from eplb_service.solver.model import EVEN, FRESH, KEEP, RULE, SOLVED, LayerLayout, homes
-from eplb_service.solver.tables import fixed_rule, slots_by_expert
+from eplb_core.solver.layer import LayerResult
+from eplb_core.solver.model import EVEN, FRESH, KEEP, RULE, SOLVED, LayerLayout, homes
+from eplb_core.solver.tables import fixed_rule, slots_by_expert
 from tests.solver.asked import SEARCH, assert_servable
 from tests.solver.layers_of import heat_of_kind, shares_of_sources
 from tests.solver.placed_layer import deployed_on

@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eplb_service.placement import Placement, par
-from eplb_service.planner.score import expected_loads
-from eplb_service.solver.annealing import _par_of_changed
-from eplb_service.solver.construction import even_shares
-from eplb_service.solver.evaluation import (
+from eplb_core.placement import Placement, par
+from eplb_core.planner.score import expected_loads
+from eplb_core.solver.annealing import _par_of_changed
+from eplb_core.solver.construction import even_shares
+from eplb_core.solver.evaluation import (
     TopRanks,
     expert_heat,
     mean_of_max,
@@ -21,8 +21,8 @@ from eplb_service.solver.evaluation import (
     top_ranks_of,
     update_loads,
 )
-from eplb_service.solver.model import _normalise
-from eplb_service.solver.window import episode_loads, loads_of_ranks, sum_episodes
+from eplb_core.solver.model import _normalise
+from eplb_core.solver.window import episode_loads, loads_of_ranks, sum_episodes
 from tests.solver.layers_of import Case, cases
 from tests.solver.placed_layer import PlacedLayer, random_placement
 from tests.solver.slow import heat

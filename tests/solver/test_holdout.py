@@ -7,9 +7,9 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from eplb_service.solver import layer as module
-from eplb_service.solver.layer import _PRICE_LADDER, _holdout, is_sure
-from eplb_service.solver.model import (
+from eplb_core.solver import layer as module
+from eplb_core.solver.layer import _PRICE_LADDER, _holdout, is_sure
+from eplb_core.solver.model import (
     EVEN,
     FRESH,
     KEEP,
@@ -24,7 +24,7 @@ from eplb_service.solver.model import (
     episodes_of,
     with_covariance,
 )
-from eplb_service.solver.window import Forecast, choose_forecast, halves_of
+from eplb_core.solver.window import Forecast, choose_forecast, halves_of
 from tests.solver import asked
 from tests.solver.layers_of import Case, cases, shares_of_sources
 from tests.solver.placed_layer import deployed_on, random_placement

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from numba.core.caching import IndexDataCacheFile
 
-from eplb_service.solver import jit
-from eplb_service.solver.construction import _greedy_replicas
+from eplb_core.solver import jit
+from eplb_core.solver.construction import _greedy_replicas
 from tests.solver.plain_kernels import from_zero_on, guarded
 
 
@@ -46,11 +46,11 @@ def test_a_cache_of_another_version_is_taken_for_an_empty_one(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def of_another_version(_file: object) -> object:
-        raise AttributeError("Can't get attribute 'Demand' on module 'eplb_service.solver.model'")
+        raise AttributeError("Can't get attribute 'Demand' on module 'eplb_core.solver.model'")
 
     monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(IndexDataCacheFile, "_load_index", of_another_version)
-    monkeypatch.setattr(add, "__module__", "eplb_service.solver.model")
+    monkeypatch.setattr(add, "__module__", "eplb_core.solver.model")
     kernel = jit.kernel(add)
     assert kernel(2, 3) == 5
 
@@ -80,8 +80,8 @@ def run_apart(*program: str, **environment: str) -> int:
 
 
 _DECISION = """
-from eplb_service.solver import candidates, layer, warmup, window
-from eplb_service.planner.decide import plan
+from eplb_core.solver import candidates, layer, warmup, window
+from eplb_core.planner.decide import plan
 from tests.planner.test_counterfactual import *
 warmup.warm_up(1)
 kernels = [one for room in (candidates, layer, window) for one in vars(room).values() if hasattr(one, "signatures")]

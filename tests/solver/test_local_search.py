@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eplb_service.placement import check_layer
-from eplb_service.solver.construction import hottest_rank
-from eplb_service.solver.evaluation import smooth_max_of, smooth_peak, smooth_term
-from eplb_service.solver.local_search import _slots_away, local_search
-from eplb_service.solver.model import homes
-from eplb_service.solver.swaps import MIN_RELIEF
+from eplb_core.placement import check_layer
+from eplb_core.solver.construction import hottest_rank
+from eplb_core.solver.evaluation import smooth_max_of, smooth_peak, smooth_term
+from eplb_core.solver.local_search import _slots_away, local_search
+from eplb_core.solver.model import homes
+from eplb_core.solver.swaps import MIN_RELIEF
 from tests.solver.layers_of import Case, cases
 from tests.solver.placed_layer import PlacedLayer, random_placement
 from tests.solver.slow import heat

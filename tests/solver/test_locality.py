@@ -9,11 +9,11 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from eplb_service.placement import check_log2phy
-from eplb_service.solver.evaluation import loads_in_episodes, top_ranks_of
-from eplb_service.solver.model import EVEN, RULE, SOLVED, Candidate, Layer, SearchParams, episodes_of
-from eplb_service.solver.tables import slot_shares, slots_by_expert
-from eplb_service.solver.topology import _best_way_home, _list_sources, crossing_share, localised
+from eplb_core.placement import check_log2phy
+from eplb_core.solver.evaluation import loads_in_episodes, top_ranks_of
+from eplb_core.solver.model import EVEN, RULE, SOLVED, Candidate, Layer, SearchParams, episodes_of
+from eplb_core.solver.tables import slot_shares, slots_by_expert
+from eplb_core.solver.topology import _best_way_home, _list_sources, crossing_share, localised
 from tests.solver.layers_of import Case, cases, shares_of_sources
 from tests.solver.placed_layer import PlacedLayer, deployed_on
 from tests.solver.slow import topology as slow

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 from benchmarks.solver.heats import generate
-from eplb_service.heat.window import Window
-from eplb_service.placement import Placement
-from eplb_service.planner.decide import plan
-from eplb_service.planner.plan import Layout
-from eplb_service.planner.settings import PlannerSettings
-from eplb_service.planner.topology import Topology
-from eplb_service.solver import layer as layer_module
+from eplb_core.heat.window import Window
+from eplb_core.placement import Placement
+from eplb_core.planner.decide import plan
+from eplb_core.planner.plan import Layout
+from eplb_core.planner.settings import PlannerSettings
+from eplb_core.planner.topology import Topology
+from eplb_core.solver import layer as layer_module
 
 
 @pytest.mark.parametrize("kind", ["drift", "bursty"])

@@ -7,11 +7,11 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from eplb_core.placement import Placement, check_layer, par
+from eplb_core.planner.score import split_loads
+from eplb_core.solver.model import heat_of, homes
+from eplb_core.solver.step_search import _scenarios_of, _step_search
 from eplb_service.offline import solve
-from eplb_service.placement import Placement, check_layer, par
-from eplb_service.planner.score import split_loads
-from eplb_service.solver.model import heat_of, homes
-from eplb_service.solver.step_search import _scenarios_of, _step_search
 from tests.solver.layers_of import Case, cases
 from tests.solver.placed_layer import random_placement
 from tests.solver.slow import stepwise as slow

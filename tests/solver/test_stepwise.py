@@ -7,9 +7,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from eplb_service.offline import solve
-from eplb_service.solver.model import heat_of
-from eplb_service.solver.stepwise import (
+from eplb_core.solver.model import heat_of
+from eplb_core.solver.stepwise import (
     level,
     levels_of_episodes,
     loads_by_step,
@@ -17,6 +16,7 @@ from eplb_service.solver.stepwise import (
     slots_by_step,
     split_evenly,
 )
+from eplb_service.offline import solve
 from tests.solver.layers_of import KNOWN_EXAMPLE, Case, cases
 from tests.solver.placed_layer import random_placement
 from tests.solver.slow import stepwise as slow

@@ -7,15 +7,15 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from eplb_service.placement import check_layer, check_log2phy, default_log2phy
-from eplb_service.planner.dealing import tables_of_sources
-from eplb_service.solver import tables
-from eplb_service.solver.candidates import _touched_up, par_on
-from eplb_service.solver.construction import assignment_of, descending, hottest_rank, largest_first
-from eplb_service.solver.evaluation import expert_heat
-from eplb_service.solver.model import SOLVED, Candidate, Layer, SearchParams
-from eplb_service.solver.swaps import MIN_RELIEF
-from eplb_service.solver.tables import (
+from eplb_core.placement import check_layer, check_log2phy, default_log2phy
+from eplb_core.planner.dealing import tables_of_sources
+from eplb_core.solver import tables
+from eplb_core.solver.candidates import _touched_up, par_on
+from eplb_core.solver.construction import assignment_of, descending, hottest_rank, largest_first
+from eplb_core.solver.evaluation import expert_heat
+from eplb_core.solver.model import SOLVED, Candidate, Layer, SearchParams
+from eplb_core.solver.swaps import MIN_RELIEF
+from eplb_core.solver.tables import (
     fixed_rule,
     rehoused,
     slot_shares,
@@ -24,7 +24,7 @@ from eplb_service.solver.tables import (
     swap_through_tables,
     tables_par,
 )
-from eplb_service.solver.topology import keep_slots
+from eplb_core.solver.topology import keep_slots
 from tests.solver.layers_of import Case, cases, shares_of_sources
 from tests.solver.placed_layer import PlacedLayer, deployed_on, random_placement
 from tests.solver.slow import heat

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eplb_service.placement import Placement, check_log2phy
-from eplb_service.solver.evaluation import peak_of_two_changed, top_ranks_of
-from eplb_service.solver.tables import slots_by_expert
-from eplb_service.solver.time_costs import (
+from eplb_core.placement import Placement, check_log2phy
+from eplb_core.solver.evaluation import peak_of_two_changed, top_ranks_of
+from eplb_core.solver.tables import slots_by_expert
+from eplb_core.solver.time_costs import (
     _note_move,
     cool_tables,
     even_tables,

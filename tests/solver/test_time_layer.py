@@ -7,11 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eplb_service.heat.synthetic import synthetic_heat
-from eplb_service.placement import Placement
-from eplb_service.solver.candidates import from_scratch
-from eplb_service.solver.layer import LayerResult, solve_layer
-from eplb_service.solver.model import (
+from eplb_core.placement import Placement
+from eplb_core.solver.candidates import from_scratch
+from eplb_core.solver.layer import LayerResult, solve_layer
+from eplb_core.solver.model import (
     EVEN,
     KEEP,
     RULE,
@@ -23,10 +22,11 @@ from eplb_service.solver.model import (
     heat_of,
     homes,
 )
-from eplb_service.solver.tables import slots_by_expert
-from eplb_service.solver.time_costs import split_us
-from eplb_service.solver.time_layer import _heat_in_time, _lasts, _slots_in_use, _timed, solve_layer_for_time
-from eplb_service.solver.window import Forecast
+from eplb_core.solver.tables import slots_by_expert
+from eplb_core.solver.time_costs import split_us
+from eplb_core.solver.time_layer import _heat_in_time, _lasts, _slots_in_use, _timed, solve_layer_for_time
+from eplb_core.solver.window import Forecast
+from eplb_service.io.synthetic import synthetic_heat
 from tests.solver.asked import SEARCH, assert_servable
 from tests.solver.layers_of import cases, with_bursts_of
 from tests.solver.placed_layer import deployed_on, random_placement

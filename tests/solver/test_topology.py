@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import linear_sum_assignment
 
-from eplb_service.solver.topology import choose_senders, keep_slots, match_ranks
+from eplb_core.solver.topology import choose_senders, keep_slots, match_ranks
 from tests.solver.layers_of import shapes
 from tests.solver.placed_layer import random_placement
 from tests.solver.slow import topology as slow

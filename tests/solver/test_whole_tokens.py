@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from eplb_service.solver.whole_tokens import HostSplit, serve_steps, thinned
+from eplb_core.solver.whole_tokens import HostSplit, serve_steps, thinned
 from tests.solver.slow import whole
 
 RANKS, SLOTS, EXPERTS = 4, 4, 10

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from eplb_service.planner.score import source_shares
-from eplb_service.solver.model import episodes_of, with_covariance
-from eplb_service.solver.window import (
+from eplb_core.planner.score import source_shares
+from eplb_core.solver.model import episodes_of, with_covariance
+from eplb_core.solver.window import (
     CLEARLY_BETTER,
     MAX_LAGS,
     MIN_STEPS_TO_TRIM,

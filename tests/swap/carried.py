@@ -6,7 +6,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from eplb_service.wire.plan import RankLayer, sources_of
+from eplb_core.wire.plan import RankLayer, sources_of
 from worker_agent.device import Mark
 from worker_agent.swap.lane import Lane, Lanes, Parcel, _DeviceLane, _HostLane
 from worker_agent.swap.machine import StartTransfer

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from eplb_service.wire.agent import PlanState, PlanStatus
+from eplb_core.wire.agent import PlanState, PlanStatus
 from tests.exploring import Event, happen, must
 from tests.swap.explored_state import OFFER_DEADLINE, RANKS, Running, State, Vote
 from tests.swap.promises import check_accepted, check_called, check_commit, check_start, check_state

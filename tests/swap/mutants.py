@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from eplb_service.wire.agent import PlanState, PlanStatus
+from eplb_core.wire.agent import PlanState, PlanStatus
 from tests.exploring import Walk
 from tests.swap.explored_state import Faults, Scenario
 from tests.swap.explorer import ASTRAY, HALFWAY, LATE, PARTS, RIVALS, in_parallel, scenarios, walk

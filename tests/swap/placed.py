@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from eplb_service.placement import Placement, default_log2phy
-from eplb_service.wire.plan import RankLayer, RankPlan, shared_digests
+from eplb_core.placement import Placement, default_log2phy
+from eplb_core.wire.plan import RankLayer, RankPlan, shared_digests
 from worker_agent.swap.rank_layout import RankLayout
 
 RANKS, LAYERS, EXPERTS, SLOTS = 3, 2, 4, 2

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eplb_service.wire.agent import PlanState
+from eplb_core.wire.agent import PlanState
 from tests.swap.placed import INSTALLED, LINEAR
 from tests.swap.tags import FIRST, plan_from
 from worker_agent.swap.machine import Ballot, Progress, SwitchState, VoteOutcome, VoteResult

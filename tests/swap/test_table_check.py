@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from eplb_service.placement import Placement
+from eplb_core.placement import Placement
 from worker_agent.swap import table_check
 from worker_agent.swap.rank_layout import RankLayout
 from worker_agent.swap.table_check import TableCheck

@@ -14,7 +14,7 @@ def source(path: str, text: str) -> size.Source:
 
 
 VALUE = source(
-    "eplb_service/wire/plan.py",
+    "eplb_core/wire/plan.py",
     '''"""What a plan is."""
 from typing import NamedTuple
 
@@ -31,13 +31,13 @@ def _private() -> None:
 )
 USER = source(
     "eplb_service/control/core/group.py",
-    "from eplb_service.wire.plan import Plan\n\n\ndef offer(plan: Plan) -> None: ...\n\n\n",
+    "from eplb_core.wire.plan import Plan\n\n\ndef offer(plan: Plan) -> None: ...\n\n\n",
 )
 
 
 def test_rooms_are_counted() -> None:
     rooms = size.room_figures([VALUE, USER])
-    assert rooms["eplb_service/wire"] == {
+    assert rooms["eplb_core/wire"] == {
         "lines": 12,
         "modules": 1,
         "small modules": 1,

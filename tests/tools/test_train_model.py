@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from eplb_lab.model.checkpoint import Checkpoint
 from tests.model.small import CONFIG, small_model
 from tools.train_model import Texts, losses, train
-from worker_agent.model.checkpoint import Checkpoint
 
 
 @pytest.mark.slow

@@ -12,9 +12,9 @@ from google.protobuf.message import Message
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from eplb_service.placement import Placement, default_log2phy
-from eplb_service.wire import operator as wire
-from eplb_service.wire.agent import (
+from eplb_core.placement import Placement, default_log2phy
+from eplb_core.wire import operator as wire
+from eplb_core.wire.agent import (
     MAX_BLOCKS,
     MAX_REPORT_STEPS,
     CallOff,
@@ -28,8 +28,8 @@ from eplb_service.wire.agent import (
     decode_hello,
     decode_welcome,
 )
-from eplb_service.wire.codec import decode, encode, pack
-from eplb_service.wire.fields import (
+from eplb_core.wire.codec import decode, encode, pack
+from eplb_core.wire.fields import (
     MAX_BYTES,
     MAX_DIGEST,
     MAX_MICROS,
@@ -37,9 +37,9 @@ from eplb_service.wire.fields import (
     MAX_TEXT,
     MAX_VERSION,
 )
-from eplb_service.wire.generated import agent_pb2, operator_pb2, tensor_pb2
-from eplb_service.wire.heat import HeatReport, StepPhase, decode_heat_report
-from eplb_service.wire.plan import RankLayer, RankPlan, decode_plan, sources_of
+from eplb_core.wire.generated import agent_pb2, operator_pb2, tensor_pb2
+from eplb_core.wire.heat import HeatReport, StepPhase, decode_heat_report
+from eplb_core.wire.plan import RankLayer, RankPlan, decode_plan, sources_of
 
 SHAPE = Shape(ranks=2, layers=3, experts=4, slots=3, bytes_per_expert=64)
 RANK, MAX_STEPS = 1, 8

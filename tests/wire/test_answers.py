@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from eplb_service.wire.codec import pack
-from eplb_service.wire.fields import MAX_LINE, WireError
-from eplb_service.wire.generated import operator_pb2 as pb
-from eplb_service.wire.operator import as_document, checked_answer
+from eplb_core.wire.codec import pack
+from eplb_core.wire.fields import MAX_LINE, WireError
+from eplb_core.wire.generated import operator_pb2 as pb
+from eplb_core.wire.operator import as_document, checked_answer
 
 HOSTILE = "\x1b[2J" + "x" * MAX_LINE
 CLEAN = (" [2J" + "x" * MAX_LINE)[:MAX_LINE]

@@ -8,9 +8,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from eplb_service.wire.codec import MAX_MESSAGE_BYTES, MAX_PART, PART_BYTES, Parts, in_parts, pack, unpack
-from eplb_service.wire.fields import WireError
-from eplb_service.wire.generated import agent_pb2, tensor_pb2
+from eplb_core.wire.codec import MAX_MESSAGE_BYTES, MAX_PART, PART_BYTES, Parts, in_parts, pack, unpack
+from eplb_core.wire.fields import WireError
+from eplb_core.wire.generated import agent_pb2, tensor_pb2
 
 SHAPES = hnp.array_shapes(min_dims=0, max_dims=4, min_side=0, max_side=40)
 

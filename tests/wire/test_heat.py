@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from eplb_service.wire.agent import Shape
-from eplb_service.wire.codec import encode, pack
-from eplb_service.wire.fields import MAX_STEP, WireError
-from eplb_service.wire.generated import agent_pb2
-from eplb_service.wire.heat import HeatReport, StepPhase, decode_heat_report, is_quick_to_decode
+from eplb_core.wire.agent import Shape
+from eplb_core.wire.codec import encode, pack
+from eplb_core.wire.fields import MAX_STEP, WireError
+from eplb_core.wire.generated import agent_pb2
+from eplb_core.wire.heat import HeatReport, StepPhase, decode_heat_report, is_quick_to_decode
 
 SHAPE = Shape(ranks=4, layers=3, experts=8, slots=3, bytes_per_expert=0)
 

@@ -10,10 +10,10 @@ from google.protobuf.message import DecodeError, Message
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eplb_service.wire.agent import MAX_HEARTBEAT_SECONDS, Heartbeat, Welcome, decode_welcome
-from eplb_service.wire.codec import decode, encode
-from eplb_service.wire.fields import ProtocolVersionError, WireError, printable
-from eplb_service.wire.generated import agent_pb2, operator_pb2, tensor_pb2
+from eplb_core.wire.agent import MAX_HEARTBEAT_SECONDS, Heartbeat, Welcome, decode_welcome
+from eplb_core.wire.codec import decode, encode
+from eplb_core.wire.fields import ProtocolVersionError, WireError, printable
+from eplb_core.wire.generated import agent_pb2, operator_pb2, tensor_pb2
 from tests.fuzz.decoders import EDITS, edited
 from tests.wire.messages import ACCEPTED, KINDS, equal
 

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eplb_service.placement import Placement, default_log2phy
-from eplb_service.wire.agent import Shape
-from eplb_service.wire.codec import encode, pack
-from eplb_service.wire.fields import WireError
-from eplb_service.wire.generated import agent_pb2
-from eplb_service.wire.plan import (
+from eplb_core.placement import Placement, default_log2phy
+from eplb_core.wire.agent import Shape
+from eplb_core.wire.codec import encode, pack
+from eplb_core.wire.fields import WireError
+from eplb_core.wire.generated import agent_pb2
+from eplb_core.wire.plan import (
     RankLayer,
     RankPlan,
     SharedPlan,

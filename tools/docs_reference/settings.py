@@ -80,7 +80,7 @@ def _kind(annotation: Any) -> str:
 
 def settings_page() -> str:
     """``reference/settings.md``."""
-    from eplb_service.planner.settings import PlannerSettings
+    from eplb_core.planner.settings import PlannerSettings
 
     planner = set(PlannerSettings.__dataclass_fields__)
     service = service_settings()

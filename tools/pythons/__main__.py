@@ -43,11 +43,15 @@ class Environment:
         if version == OWN:
             run([str(interpreter), "-m", "venv", str(self.folder)])
             install_from(scratch / "checkout", self.folder)
-            install(self.folder, "hypothesis")
+            install(self.folder, str(wheels["eplb_agent"]), "hypothesis")
         else:
             run([str(interpreter), "-m", "venv", "--without-pip", str(self.folder)])
             install(
-                self.folder, str(wheels["eplb_service" if self.has_service else "eplb_agent"]), "hypothesis"
+                self.folder,
+                f"{wheels['eplb_core']}[{'planner,wire' if self.has_service else 'wire'}]",
+                str(wheels["eplb_agent"]),
+                *([str(wheels["eplb_service"])] if self.has_service else []),
+                "hypothesis",
             )
 
     def program(self, name: str) -> str:
@@ -113,7 +117,10 @@ def main() -> None:
                 tries["commands of the pages"] = pool.submit(check_documents, checkout, own)
             tries |= {f"Python {version}": pool.submit(on, version) for version in order[AT_ONCE:]}
             if goes_on:
-                tries |= {f"extra {extra}": pool.submit(check_extra, extra, own, scratch) for extra in EXTRAS}
+                tries |= {
+                    f"extra {extra}": pool.submit(check_extra, extra, own, scratch, wheels)
+                    for extra in EXTRAS
+                }
             failed = reported(tries, began)
     missing = [version for version in wanted.only if version not in found]
     print(f"not found here: Python {', '.join(missing)}" if missing else "every Python was found")
@@ -138,11 +145,12 @@ def reported(tries: dict[str, Future[list[str]]], began: float) -> list[str]:
 
 
 def built_wheels(folder: Path) -> dict[str, Path]:
-    """Build both wheels and return their paths by distribution."""
+    """Build the wheels and return their paths by distribution."""
     run(
         [
             *(sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(folder)),
-            *(str(ROOT / "packaging/eplb-agent"), str(ROOT)),
+            *(str(ROOT / "packaging" / name) for name in ("eplb-core", "eplb-agent", "eplb-lab")),
+            str(ROOT),
         ]
     )
     return {path.name.partition("-")[0]: path for path in folder.glob("*.whl")}

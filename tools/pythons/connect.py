@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 import time
 
-from eplb_service.placement import Placement
-from eplb_service.wire.agent import Heartbeat, Shape
+from eplb_core.placement import Placement
+from eplb_core.wire.agent import Heartbeat, Shape
 from worker_agent.settings import AgentSettings
 from worker_agent.stream import Outbox, ServiceStream
 from worker_agent.swap.rank_layout import Identity, RankLayout

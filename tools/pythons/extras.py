@@ -54,6 +54,7 @@ config = KubeConfig.from_one(cluster=cluster, user=User(token="token"), namespac
 lease = KubernetesLease(Client(config, trust_env=False), "eplb", "here", 15)
 assert lease.attempt()
 """
+_AGENT_NEEDS = ["pydantic-settings", "xxhash"]
 EXTRAS: dict[str, list[str]] = {
     "tables": [
         "eplb trace convert {folder}/heat.npz --out {folder}/heat.parquet",
@@ -64,15 +65,17 @@ EXTRAS: dict[str, list[str]] = {
         "eplb sweep {folder}/heat.npz --ranks 4 --redundant 0 --window 16 --interval 16 --policy none --ray local"
     ],
     "kubernetes": [_LEASE],
-    "agent": ["eplb demo --ranks 2 --steps 240"],
-    "checkpoint": ["import torch, transformers, eplb_service.demo.stage"],
-    "peers": ["import torch, eplb_service.bench.peers.balancers"],
+    "demo": ["eplb demo --ranks 2 --steps 240"],
+    "model": ["import torch, eplb_lab.model.checkpoint"],
+    "checkpoint": ["import torch, transformers, eplb_lab.demo.stage"],
+    "peers": ["import torch, eplb_lab.bench.peers.balancers"],
 }
 """Commands and programs that use each extra; a test holds the list to pyproject.toml."""
-_OF_TORCH = {"agent", "checkpoint", "peers"}
+_LAB = {"checkpoint", "demo", "model", "peers"}
+"""Extras of eplb-lab. They need torch and the wheels of eplb-lab and eplb-agent; all others are extras of eplb-service."""
 
 
-def check_extra(extra: str, base: Path, scratch: Path) -> list[str]:
+def check_extra(extra: str, base: Path, scratch: Path, wheels: dict[str, Path]) -> list[str]:
     """Install one extra beside the environment ``base``, use it, and return what was done.
 
     The packages of ``base`` are on the new environment's path, so that only the extra's own are installed. torch is
@@ -83,10 +86,13 @@ def check_extra(extra: str, base: Path, scratch: Path) -> list[str]:
     run([str(base / "bin/python"), "-m", "venv", "--without-pip", str(folder)])
     (site,) = folder.glob("lib/python*/site-packages")
     shared = [next(base.glob("lib/python*/site-packages"))]
-    if extra in _OF_TORCH:
+    if extra in _LAB:
         shared.append(Path(sysconfig.get_paths()["purelib"]))
     (site / "base.pth").write_text("".join(f"{path}\n" for path in shared))
     needs = requirements(extra)
+    if extra in _LAB:
+        install(folder, "--no-deps", str(wheels["eplb_agent"]), str(wheels["eplb_lab"]))
+        needs = [name for name in needs if not name.startswith("eplb-")] + _AGENT_NEEDS
     install(folder, *needs)
     run([python, "-c", _HEAT.replace("{folder}", str(folder))])
     for use in EXTRAS[extra]:
@@ -97,7 +103,8 @@ def check_extra(extra: str, base: Path, scratch: Path) -> list[str]:
 
 
 def requirements(extra: str) -> list[str]:
-    """Return what an extra of pyproject.toml requires."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    """Return the requirements of an extra."""
+    folder = ROOT / "packaging/eplb-lab" if extra in _LAB else ROOT
+    project = tomllib.loads((folder / "pyproject.toml").read_text())["project"]
     found: list[str] = project["optional-dependencies"][extra]
     return found

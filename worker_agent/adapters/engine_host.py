@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
-from eplb_service.placement import Int32
+from eplb_core.placement import Int32
 from worker_agent.adapters.batch import Batch, batch_of
 from worker_agent.adapters.trial import Compute, exchange_and_compare, move_and_back
 from worker_agent.adapters.unmoved import Facts, refuse_unlike_ranks, refuse_unmoved

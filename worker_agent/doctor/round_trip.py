@@ -15,7 +15,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from eplb_service.placement import Placement
+from eplb_core.placement import Placement
 from worker_agent.agent import Agent
 from worker_agent.device import format_of
 from worker_agent.doctor import FAILED, OK, SKIPPED, Finding

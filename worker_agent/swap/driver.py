@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 
-from eplb_service.placement import Placement, staging_rows
-from eplb_service.wire.agent import CallOff, PlanState, PlanStatus
-from eplb_service.wire.plan import RankLayer
+from eplb_core.placement import Placement, staging_rows
+from eplb_core.wire.agent import CallOff, PlanState, PlanStatus
+from eplb_core.wire.plan import RankLayer
 from worker_agent.forward_clock import ForwardClock
 from worker_agent.live_layer import LiveLayer
 from worker_agent.runtime import REAL, Runtime

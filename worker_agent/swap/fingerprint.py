@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from eplb_service.placement import Int32
+from eplb_core.placement import Int32
 from worker_agent.device import bytes_of
 from worker_agent.live_layer import ExpertWeights
 

@@ -27,9 +27,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TypeAlias
 
-from eplb_service.placement import part_end
-from eplb_service.wire.agent import PlanState, PlanStatus
-from eplb_service.wire.plan import RankLayer, RankPlan
+from eplb_core.placement import part_end
+from eplb_core.wire.agent import PlanState, PlanStatus
+from eplb_core.wire.plan import RankLayer, RankPlan
 from worker_agent.swap.rank_layout import RankLayout
 
 BALLOT_WIDTH = 10

@@ -9,8 +9,8 @@ from typing import TypeAlias
 
 import numpy as np
 
-from eplb_service import __version__
-from eplb_service.placement import (
+from eplb_core import __version__
+from eplb_core.placement import (
     Int32,
     Placement,
     apply_layers,
@@ -21,10 +21,10 @@ from eplb_service.placement import (
     layer_digest,
     with_entries,
 )
-from eplb_service.wire.agent import CallOff, Hello, Shape
-from eplb_service.wire.fields import WireError
-from eplb_service.wire.generated import agent_pb2
-from eplb_service.wire.plan import (
+from eplb_core.wire.agent import CallOff, Hello, Shape
+from eplb_core.wire.fields import WireError
+from eplb_core.wire.generated import agent_pb2
+from eplb_core.wire.plan import (
     RankLayer,
     RankPlan,
     check_sources,

@@ -10,8 +10,8 @@ import logging
 from pathlib import Path
 from typing import Any, TextIO
 
-from eplb_service.wire.agent import PlanState, PlanStatus
-from eplb_service.wire.heat import HeatReport
+from eplb_core.wire.agent import PlanState, PlanStatus
+from eplb_core.wire.heat import HeatReport
 from worker_agent.swap.machine import Action, Ballot, Commit, Halted, StartTransfer, VoteOutcome
 from worker_agent.swap.rank_layout import Identity, RankLayout
 

@@ -15,10 +15,10 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
-from eplb_service import __version__
-from eplb_service.placement import MAX_ENTRIES, Int32, Placement, PlacementError, without_single_entries
-from eplb_service.wire.agent import Shape, mixed_releases
-from eplb_service.wire.codec import PROTOCOL_VERSION
+from eplb_core import __version__
+from eplb_core.placement import MAX_ENTRIES, Int32, Placement, PlacementError, without_single_entries
+from eplb_core.wire.agent import Shape, mixed_releases
+from eplb_core.wire.codec import PROTOCOL_VERSION
 from worker_agent.device import device_name
 from worker_agent.live_layer import ExpertWeights, Gathering, LiveLayer, Named, RankBound, RowDealt
 from worker_agent.settings import AgentSettings

@@ -15,7 +15,7 @@ from contextlib import suppress
 
 import numpy as np
 
-from eplb_service.placement import Int32
+from eplb_core.placement import Int32
 from worker_agent.device import Mark, SideStream
 from worker_agent.live_layer import LiveLayer
 from worker_agent.runtime import REAL, Runtime

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from eplb_service.placement import expert_map
-from eplb_service.wire.plan import RankLayer
+from eplb_core.placement import expert_map
+from eplb_core.wire.plan import RankLayer
 from worker_agent.device import on_host
 from worker_agent.live_layer import ExpertWeights, LiveLayer, PlacementAware
 from worker_agent.swap.commit_register import FatalSwitchError

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from eplb_service.placement import expert_map
+from eplb_core.placement import expert_map
 from worker_agent.device import Mark, host_empty
 from worker_agent.live_layer import LiveLayer
 from worker_agent.swap.rank_layout import RankLayout

@@ -15,7 +15,7 @@ from typing import TypeAlias
 
 import torch
 
-from eplb_service.placement import Int32
+from eplb_core.placement import Int32
 from worker_agent.device import Mark, SideStream, bytes_of, in_blocks
 from worker_agent.live_layer import ExpertWeights, LiveLayer
 from worker_agent.runtime import REAL, Runtime

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from eplb_core.cost.curve import CostCurve
+from eplb_core.placement import Float64
+from eplb_core.planner.counterfactual import FITTED, TimePrice
+from eplb_core.planner.forecast import NO_FORECASTS, Forecasts
+from eplb_core.planner.pace import Pace
+from eplb_core.planner.plan import Outlook, Promise
+from eplb_core.planner.score import KnownSplit
+from eplb_core.solver.model import Recommendation
+from eplb_core.wire.operator import MovePrice, Worth
 from eplb_service.control.core.deployed_layout import DeployedLayout
-from eplb_service.cost.curve import CostCurve
-from eplb_service.placement import Float64
-from eplb_service.planner.counterfactual import FITTED, TimePrice
-from eplb_service.planner.forecast import NO_FORECASTS, Forecasts
-from eplb_service.planner.pace import Pace
-from eplb_service.planner.plan import Outlook, Promise
-from eplb_service.planner.score import KnownSplit
-from eplb_service.solver.model import Recommendation
-from eplb_service.wire.operator import MovePrice, Worth
 
 _BETWEEN_APPRAISALS = 8.0
 """Times as many steps as pay for an appraisal pass before the next."""

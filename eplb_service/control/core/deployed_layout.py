@@ -8,8 +8,7 @@ from functools import cached_property
 
 import numpy as np
 
-from eplb_service.control.core.errors import ConflictError
-from eplb_service.placement import (
+from eplb_core.placement import (
     Int32,
     Placement,
     PlacementError,
@@ -18,8 +17,9 @@ from eplb_service.placement import (
     layer_digest,
     with_entries,
 )
-from eplb_service.planner.plan import Layout
-from eplb_service.wire.agent import Hello
+from eplb_core.planner.plan import Layout
+from eplb_core.wire.agent import Hello
+from eplb_service.control.core.errors import ConflictError
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
+from eplb_core.heat.assembler import HeatAssembler, StepCounts
+from eplb_core.placement import Float64
+from eplb_core.planner.pace import Pace
+from eplb_core.planner.plan import LayerPlan, Layout, Outlook
+from eplb_core.planner.price import SwitchLog
+from eplb_core.wire.agent import Heartbeat, Hello, PlanStatus
+from eplb_core.wire.heat import HeatReport
 from eplb_service.control.core.decisions import Decisions
 from eplb_service.control.core.deployed_layout import DeployedLayout
 from eplb_service.control.core.errors import ConflictError, RefusedError
@@ -16,13 +23,6 @@ from eplb_service.control.core.flow import LATE_SECONDS, Late, Limits, Shedding,
 from eplb_service.control.core.group import Assembled, Attendance, Group, Member, rank_list
 from eplb_service.control.core.leader import clock_of
 from eplb_service.control.core.plan_tracker import Outcome, PlanTracker
-from eplb_service.heat.assembler import HeatAssembler, StepCounts
-from eplb_service.placement import Float64
-from eplb_service.planner.pace import Pace
-from eplb_service.planner.plan import LayerPlan, Layout, Outlook
-from eplb_service.planner.price import SwitchLog
-from eplb_service.wire.agent import Heartbeat, Hello, PlanStatus
-from eplb_service.wire.heat import HeatReport
 
 _PROBLEMS_KEPT = 8
 _PART_WHOLE = 8

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from eplb_service.heat.sources import HeatPhase
-from eplb_service.wire.agent import MAX_BLOCKS
+from eplb_core.heat.sources import HeatPhase
+from eplb_core.wire.agent import MAX_BLOCKS
 
 MIN_STEPS, MAX_STEPS = 16, 64
 """Steps of one report; the heat rings of layers hold no more."""

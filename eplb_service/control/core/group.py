@@ -8,10 +8,10 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from eplb_core.planner.topology import Topology
+from eplb_core.wire.agent import Hello, Shape
 from eplb_service.control.core.deployed_layout import DeployedLayout
 from eplb_service.control.core.errors import AlreadyConnectedError, ConflictError
-from eplb_service.planner.topology import Topology
-from eplb_service.wire.agent import Hello, Shape
 
 _RANKS_NAMED = 8
 _REFUSALS_KEPT = 16

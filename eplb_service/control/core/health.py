@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
+from eplb_core.placement import Float64, mean_par
+from eplb_core.wire.agent import mixed_releases
+from eplb_core.wire.operator import BalancePoint
 from eplb_service.control.core.deployment import Deployment
 from eplb_service.control.core.flow import LATE_SECONDS
 from eplb_service.control.core.group import rank_list
-from eplb_service.placement import Float64, mean_par
-from eplb_service.wire.agent import mixed_releases
-from eplb_service.wire.operator import BalancePoint
 
 RECENT_STEPS = 64
 """Steps that figures of the present are of: the newest ones, as they were served."""

@@ -10,8 +10,8 @@ from __future__ import annotations
 import datetime
 from dataclasses import dataclass, field, replace
 
+from eplb_core.wire.fields import MAX_VERSION
 from eplb_service.control.core.errors import ConflictError
-from eplb_service.wire.fields import MAX_VERSION
 
 RANDOM_BITS = 20
 """Low bits of a term that are drawn at random."""

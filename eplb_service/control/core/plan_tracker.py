@@ -19,13 +19,13 @@ import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from eplb_core.placement import combine_digests, layer_digest
+from eplb_core.planner.plan import Plan
+from eplb_core.wire.agent import PlanState, PlanStatus
+from eplb_core.wire.plan import RankLayer, RankPlan, shared_digests, sources_of
 from eplb_service.control.core.deployed_layout import DeployedLayout
 from eplb_service.control.core.errors import ConflictError
 from eplb_service.control.core.group import rank_list
-from eplb_service.placement import combine_digests, layer_digest
-from eplb_service.planner.plan import Plan
-from eplb_service.wire.agent import PlanState, PlanStatus
-from eplb_service.wire.plan import RankLayer, RankPlan, shared_digests, sources_of
 
 _REASONS_NAMED = 3
 _IDLE_SHARE = 0.25

@@ -11,6 +11,11 @@ from typing import Any
 
 import grpc
 
+from eplb_core.wire.agent import Heartbeat, Hello, PlanStatus, Welcome, decode_hello
+from eplb_core.wire.codec import Parts, decode, encode
+from eplb_core.wire.fields import WireError
+from eplb_core.wire.generated import agent_pb2, agent_pb2_grpc
+from eplb_core.wire.heat import HeatReport, decode_heat_report, is_quick_to_decode
 from eplb_service import __version__
 from eplb_service.control.core.deployment import Deployment
 from eplb_service.control.core.errors import ExhaustedError
@@ -21,11 +26,6 @@ from eplb_service.control.server.access.quotas import Quotas
 from eplb_service.control.server.listening import AGENT_SERVICE, StatusError
 from eplb_service.control.server.outgoing.streams import RankStream
 from eplb_service.control.server.plane.control_plane import ControlPlane
-from eplb_service.wire.agent import Heartbeat, Hello, PlanStatus, Welcome, decode_hello
-from eplb_service.wire.codec import Parts, decode, encode
-from eplb_service.wire.fields import WireError
-from eplb_service.wire.generated import agent_pb2, agent_pb2_grpc
-from eplb_service.wire.heat import HeatReport, decode_heat_report, is_quick_to_decode
 
 _HELLO_SECONDS = 10.0
 _HEARTBEATS_MISSED = 5

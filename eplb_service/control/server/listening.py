@@ -12,6 +12,8 @@ import grpc
 import structlog
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from eplb_core.wire.fields import ProtocolVersionError, WireError
+from eplb_core.wire.generated import agent_pb2, operator_pb2
 from eplb_service.control.core.errors import (
     AlreadyConnectedError,
     ConflictError,
@@ -22,8 +24,6 @@ from eplb_service.control.core.errors import (
 )
 from eplb_service.control.server.settings import SettingsError
 from eplb_service.control.server.validity import Validity, first_to_expire
-from eplb_service.wire.fields import ProtocolVersionError, WireError
-from eplb_service.wire.generated import agent_pb2, operator_pb2
 
 _CODES: tuple[tuple[type[Exception], grpc.StatusCode], ...] = (
     (ProtocolVersionError, grpc.StatusCode.FAILED_PRECONDITION),

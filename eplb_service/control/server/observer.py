@@ -10,6 +10,11 @@ from typing import Any
 
 import numpy as np
 
+from eplb_core.placement import mean_par
+from eplb_core.planner.plan import Plan
+from eplb_core.planner.score import Gain
+from eplb_core.wire.agent import Heartbeat
+from eplb_core.wire.operator import MOVE_PRICES, BalancePoint, MovePrice, PastPlan
 from eplb_service.control.core.deployment import Deployment
 from eplb_service.control.core.health import (
     BalanceSeries,
@@ -19,12 +24,7 @@ from eplb_service.control.core.health import (
     rank_loads,
     redundancy,
 )
-from eplb_service.placement import mean_par
-from eplb_service.planner.plan import Plan
-from eplb_service.planner.score import Gain
 from eplb_service.telemetry.metrics import Metrics, Shown
-from eplb_service.wire.agent import Heartbeat
-from eplb_service.wire.operator import MOVE_PRICES, BalancePoint, MovePrice, PastPlan
 
 _LOAD_STEPS = 16
 """Newest steps of a rank's load: few, because this is done every second on the event loop."""

@@ -9,6 +9,10 @@ from typing import Any
 import grpc
 import numpy as np
 
+from eplb_core.placement import Float64
+from eplb_core.wire.codec import encode, pack
+from eplb_core.wire.generated import operator_pb2, operator_pb2_grpc
+from eplb_core.wire.operator import PastPlan, encode_placement
 from eplb_service.control.core.deployment import Deployment
 from eplb_service.control.core.errors import ConflictError
 from eplb_service.control.core.health import (
@@ -25,10 +29,6 @@ from eplb_service.control.server.listening import StatusError
 from eplb_service.control.server.observer import Observer, shown_price
 from eplb_service.control.server.plane.control_plane import ControlPlane
 from eplb_service.control.server.store import StoredDeployment
-from eplb_service.placement import Float64
-from eplb_service.wire.codec import encode, pack
-from eplb_service.wire.generated import operator_pb2, operator_pb2_grpc
-from eplb_service.wire.operator import PastPlan, encode_placement
 
 
 class OperatorService(operator_pb2_grpc.OperatorServiceServicer):

@@ -19,6 +19,10 @@ import structlog
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from eplb_core.solver.warmup import warm_up
+from eplb_core.wire.channel import is_loopback
+from eplb_core.wire.codec import MAX_MESSAGE_BYTES, MAX_PART
+from eplb_core.wire.generated import operator_pb2_grpc
 from eplb_service import __version__
 from eplb_service.control.server.access.gate import Credentials, Gate
 from eplb_service.control.server.access.quotas import Quotas
@@ -45,12 +49,8 @@ from eplb_service.control.server.store import Store, StoreWriter
 from eplb_service.control.server.store_file import StoreError
 from eplb_service.control.server.store_lock import locked_store
 from eplb_service.control.server.web.http_server import HttpServer, listen_on
-from eplb_service.solver.warmup import warm_up
 from eplb_service.telemetry.logs import BoundedLog, bounding_library_logs
 from eplb_service.telemetry.metrics import Metrics
-from eplb_service.wire.channel import is_loopback
-from eplb_service.wire.codec import MAX_MESSAGE_BYTES, MAX_PART
-from eplb_service.wire.generated import operator_pb2_grpc
 
 _log = structlog.get_logger(__name__)
 

@@ -22,17 +22,17 @@ from pydantic import (
     model_validator,
 )
 
-from eplb_service.control.server.lease.leadership import checked_lease
-from eplb_service.planner.settings import (
+from eplb_core.planner.settings import (
     NumberOrAuto,
     PlannerSettings,
     number_or_auto,
     planner_options,
     planner_settings,
 )
-from eplb_service.planner.settings import SettingsError as PlannerSettingsError
-from eplb_service.wire.channel import is_loopback
-from eplb_service.wire.codec import MAX_MESSAGE_BYTES
+from eplb_core.planner.settings import SettingsError as PlannerSettingsError
+from eplb_core.wire.channel import is_loopback
+from eplb_core.wire.codec import MAX_MESSAGE_BYTES
+from eplb_service.control.server.lease.leadership import checked_lease
 
 ENVIRONMENT_PREFIX = "EPLB_"
 _OTHERS = re.compile("EPLB_(AGENT_.*|ADDRESS|CONFIG|TLS_CA|TLS_CLIENT_CERT|TLS_CLIENT_KEY)")

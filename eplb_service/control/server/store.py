@@ -23,6 +23,21 @@ from typing import Any, TypeVar
 import numpy as np
 import structlog
 
+from eplb_core.placement import Placement
+from eplb_core.planner.plan import Layout
+from eplb_core.wire.codec import encode
+from eplb_core.wire.fields import (
+    MAX_EXPERTS,
+    MAX_LAYERS,
+    MAX_LINE,
+    MAX_RANKS,
+    MAX_SLOTS,
+    MAX_VERSION,
+    check_count,
+    check_deployment,
+    printable,
+)
+from eplb_core.wire.operator import LayerVerdict, PastPlan
 from eplb_service.control.core.deployment import Totals
 from eplb_service.control.core.errors import ConflictError
 from eplb_service.control.core.leader import RANDOM_BITS, term_above, term_at
@@ -34,21 +49,6 @@ from eplb_service.control.server.store_file import (
     copy_log_into_file,
     open_store,
 )
-from eplb_service.placement import Placement
-from eplb_service.planner.plan import Layout
-from eplb_service.wire.codec import encode
-from eplb_service.wire.fields import (
-    MAX_EXPERTS,
-    MAX_LAYERS,
-    MAX_LINE,
-    MAX_RANKS,
-    MAX_SLOTS,
-    MAX_VERSION,
-    check_count,
-    check_deployment,
-    printable,
-)
-from eplb_service.wire.operator import LayerVerdict, PastPlan
 
 T = TypeVar("T")
 

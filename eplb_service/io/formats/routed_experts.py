@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from eplb_service.heat.window import HeatError
+from eplb_core.heat.window import HeatError
 from eplb_service.io.containers import (
     Array,
     Record,

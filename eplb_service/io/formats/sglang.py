@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from eplb_service.heat.window import HeatError
+from eplb_core.heat.window import HeatError
 from eplb_service.io.containers import Array, as_array, counts_of, whole_number
 from eplb_service.io.named_arrays import ReadAs
 from eplb_service.io.routes import heat_of_slots

@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from eplb_service.heat.window import Counts, HeatError
+from eplb_core.heat.window import Counts, HeatError
+from eplb_core.placement import Float64
 from eplb_service.io.containers import check_fits_memory, one_line, require
 from eplb_service.io.named_arrays import ReadAs, trace_of_arrays
 from eplb_service.io.trace import ArrayTrace, TraceFacts, numbered
-from eplb_service.placement import Float64
 
 PARQUET = ".parquet"
 SUFFIXES = (".csv", PARQUET)

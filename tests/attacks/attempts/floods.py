@@ -11,8 +11,8 @@ from collections.abc import Awaitable, Callable
 import grpc
 import numpy as np
 
-from eplb_service.wire.codec import in_parts
-from eplb_service.wire.generated import agent_pb2, operator_pb2
+from eplb_core.wire.codec import in_parts
+from eplb_core.wire.generated import agent_pb2, operator_pb2
 from tests.attacks import target as to
 from tests.attacks.attempts.registry import attempt, refused
 from tests.attacks.attempts.requests import MIB, TOO_LARGE, Code, hello_with, refused_after_hello

@@ -7,8 +7,8 @@ from typing import Any
 import grpc
 import numpy as np
 
-from eplb_service.wire.codec import pack
-from eplb_service.wire.generated import agent_pb2, operator_pb2
+from eplb_core.wire.codec import pack
+from eplb_core.wire.generated import agent_pb2, operator_pb2
 from tests.attacks import target as to
 from tests.attacks.target import LIVE, Target
 from tests.control.fake_group import FakeGroup, heat_report, hello_of, refusal_of, skewed_heat

@@ -6,9 +6,9 @@ import contextlib
 
 import grpc
 
+from eplb_core.placement import Placement
+from eplb_core.wire.generated import operator_pb2
 from eplb_service.control.server.plane.deployments import MAX_DEPLOYMENTS
-from eplb_service.placement import Placement
-from eplb_service.wire.generated import operator_pb2
 from tests.attacks.attempts.registry import attempt, refused
 from tests.attacks.attempts.requests import Code, hello_with, shaped_hello
 from tests.attacks.target import Target

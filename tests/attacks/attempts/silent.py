@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 
 import grpc
 
-from eplb_service.wire.generated import operator_pb2
+from eplb_core.wire.generated import operator_pb2
 from tests.attacks import target as to
 from tests.attacks.attempts.registry import attempt
 from tests.attacks.target import Target

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from eplb_service.wire.codec import pack
-from eplb_service.wire.generated import agent_pb2, operator_pb2
+from eplb_core.wire.codec import pack
+from eplb_core.wire.generated import agent_pb2, operator_pb2
 from tests.attacks.attempts.registry import attempt, refused
 from tests.attacks.attempts.requests import LIST, Code, hello_with, refused_with, spoilt_heat
 from tests.attacks.target import LIVE, Target

@@ -7,7 +7,7 @@ import asyncio
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2_grpc
 
-from eplb_service.wire.generated import operator_pb2
+from eplb_core.wire.generated import operator_pb2
 from tests.attacks import target as to
 from tests.attacks.attempts.registry import attempt, refused
 from tests.attacks.attempts.requests import LIST, MIB, PAUSE, Code, hello_with, raw_call

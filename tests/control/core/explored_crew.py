@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from eplb_core.placement import Placement, default_log2phy
+from eplb_core.planner.plan import LayerPlan, Plan
+from eplb_core.wire.agent import Hello, PlanState, Shape
+from eplb_core.wire.operator import LayerVerdict
 from eplb_service.control.core.deployed_layout import DeployedLayout
 from eplb_service.control.core.plan_tracker import PlanTracker
-from eplb_service.placement import Placement, default_log2phy
-from eplb_service.planner.plan import LayerPlan, Plan
-from eplb_service.wire.agent import Hello, PlanState, Shape
-from eplb_service.wire.operator import LayerVerdict
 
 LAYERS, EXPERTS, SLOTS = 2, 4, 2
 RANKS_BY_FORMING = (3, 2)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from eplb_core.planner.plan import LayerPlan
+from eplb_core.wire.agent import Hello
 from eplb_service.control.core.deployment import Deployment, StreamsOutdated
 from eplb_service.control.core.group import Group
 from eplb_service.control.core.plan_tracker import Outcome, PlanTracker
-from eplb_service.planner.plan import LayerPlan
-from eplb_service.wire.agent import Hello
 from tests.control.core.explored_service import walk
 from tests.control.core.explored_state import Faults, Scenario
 from tests.exploring import Walk

@@ -11,9 +11,9 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 
+from eplb_core.wire.agent import Heartbeat, PlanState, PlanStatus
 from eplb_service.control.core.deployment import Deployment, StreamsOutdated
 from eplb_service.control.core.plan_tracker import Outcome, PlanTracker
-from eplb_service.wire.agent import Heartbeat, PlanState, PlanStatus
 from tests.control.core.explored_crew import Given, Status, live_at, offer_of
 from tests.control.core.explored_promises import check_called_off, check_done, check_offer, check_state
 from tests.control.core.explored_state import PLAN_TIMEOUT, Faults, Scenario, State

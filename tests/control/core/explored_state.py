@@ -7,13 +7,13 @@ from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+from eplb_core.heat.assembler import PlacementHistory
+from eplb_core.placement import layer_digest
+from eplb_core.wire.agent import Hello
 from eplb_service.control.core.deployment import Deployment
 from eplb_service.control.core.errors import RefusedError
 from eplb_service.control.core.flow import Limits
 from eplb_service.control.core.group import Group
-from eplb_service.heat.assembler import PlacementHistory
-from eplb_service.placement import layer_digest
-from eplb_service.wire.agent import Hello
 from tests.control.core.explored_crew import RANKS_BY_FORMING, Crew, Given, Version, hello_at, stranger_at
 from tests.exploring import Event, must
 

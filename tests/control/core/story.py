@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import numpy as np
 
+from eplb_core.placement import default_log2phy
+from eplb_core.planner.plan import LayerPlan, Plan
+from eplb_core.wire.agent import Heartbeat, PlanState, PlanStatus, decode_hello
+from eplb_core.wire.heat import HeatReport, StepPhase
+from eplb_core.wire.operator import LayerVerdict
 from eplb_service.control.core.deployed_layout import DeployedLayout
 from eplb_service.control.core.deployment import Deployment, Event
 from eplb_service.control.core.flow import Limits
 from eplb_service.control.core.plan_tracker import PlanTracker
-from eplb_service.placement import default_log2phy
-from eplb_service.planner.plan import LayerPlan, Plan
-from eplb_service.wire.agent import Heartbeat, PlanState, PlanStatus, decode_hello
-from eplb_service.wire.heat import HeatReport, StepPhase
-from eplb_service.wire.operator import LayerVerdict
 from tests.control.fake_group import EXPERTS, LAYERS, RANKS, SLOTS, first_placement, hello_of, live_of
 
 PLAN_TIMEOUT = 10.0

@@ -7,14 +7,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from eplb_core.heat.window import Window
+from eplb_core.planner.plan import Outlook, Promise
+from eplb_core.wire.agent import PlanState, PlanStatus, decode_hello
+from eplb_core.wire.heat import HeatReport, StepPhase
 from eplb_service.control.core.deployment import Deployment
 from eplb_service.control.core.flow import Limits
 from eplb_service.control.core.plan_tracker import PlanTracker
 from eplb_service.control.server.outgoing.heat_feed import HeatFeed
-from eplb_service.heat.window import Window
-from eplb_service.planner.plan import Outlook, Promise
-from eplb_service.wire.agent import PlanState, PlanStatus, decode_hello
-from eplb_service.wire.heat import HeatReport, StepPhase
 from tests.control.core.story import PLAN_TIMEOUT, decision_of
 from tests.control.fake_group import LAYERS, RANKS, SLOTS, first_placement, hello_of, live_of
 

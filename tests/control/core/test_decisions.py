@@ -8,14 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from eplb_core.cost.curve import CostCurve
+from eplb_core.planner.counterfactual import TimePrice
+from eplb_core.planner.forecast import Forecasts
+from eplb_core.planner.pace import Pace
+from eplb_core.planner.plan import Outlook, Promise
+from eplb_core.planner.score import Gain, KnownSplit
+from eplb_core.solver.model import Recommendation
 from eplb_service.control.core.decisions import Decisions
-from eplb_service.cost.curve import CostCurve
-from eplb_service.planner.counterfactual import TimePrice
-from eplb_service.planner.forecast import Forecasts
-from eplb_service.planner.pace import Pace
-from eplb_service.planner.plan import Outlook, Promise
-from eplb_service.planner.score import Gain, KnownSplit
-from eplb_service.solver.model import Recommendation
 from tests.control.core.story import Story
 from tests.control.fake_group import EXPERTS, LAYERS
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from eplb_core.wire.agent import PlanState, PlanStatus, decode_hello
 from eplb_service.control.core.deployment import LayerCommitted, StreamsOutdated
 from eplb_service.control.core.errors import RefusedError
 from eplb_service.control.core.health import problems
 from eplb_service.control.core.plan_tracker import Outcome, PlanTracker
-from eplb_service.wire.agent import PlanState, PlanStatus, decode_hello
 from tests.control.core.story import PLAN_TIMEOUT, Story
 from tests.control.fake_group import BYTES_PER_EXPERT, RANKS, first_placement, hello_of, live_of
 

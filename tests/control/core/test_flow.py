@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from eplb_core.wire.agent import MAX_BLOCKS
 from eplb_service.control.core.flow import Limits, Shedding, Stall
-from eplb_service.wire.agent import MAX_BLOCKS
 
 
 @pytest.mark.parametrize(

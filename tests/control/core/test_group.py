@@ -7,10 +7,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from eplb_core.wire.agent import Hello, decode_hello
 from eplb_service.control.core.deployed_layout import DeployedLayout
 from eplb_service.control.core.errors import ConflictError
 from eplb_service.control.core.group import Assembled
-from eplb_service.wire.agent import Hello, decode_hello
 from tests.control.core.story import Story, swap_of
 from tests.control.fake_group import RANKS, first_placement, hello_of, live_of
 

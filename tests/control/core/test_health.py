@@ -11,6 +11,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from eplb_core.heat.assembler import HeatAssembler
+from eplb_core.placement import default_log2phy
+from eplb_core.wire.agent import Heartbeat, Shape
+from eplb_core.wire.heat import HeatReport, StepPhase
+from eplb_core.wire.operator import BalancePoint
 from eplb_service.control.core.health import (
     MAX_POINTS,
     RECENT_STEPS,
@@ -21,11 +26,6 @@ from eplb_service.control.core.health import (
     rank_loads,
     served_now,
 )
-from eplb_service.heat.assembler import HeatAssembler
-from eplb_service.placement import default_log2phy
-from eplb_service.wire.agent import Heartbeat, Shape
-from eplb_service.wire.heat import HeatReport, StepPhase
-from eplb_service.wire.operator import BalancePoint
 from tests.control.core.story import Story
 from tests.control.fake_group import EXPERTS, LAYERS, RANKS, SLOTS
 

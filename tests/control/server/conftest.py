@@ -9,8 +9,8 @@ import pytest
 import pytest_asyncio
 import structlog
 
+from eplb_core.solver.warmup import warm_up
 from eplb_service.control.server.service import RunningService, running_service
-from eplb_service.solver.warmup import warm_up
 from eplb_service.telemetry.logs import configure_logs
 from tests.control.fake_group import FakeGroup
 from tests.control.server.test_service import settings

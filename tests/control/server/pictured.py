@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 from google.protobuf import text_format
 
+from eplb_core.wire.codec import pack
+from eplb_core.wire.generated import operator_pb2
+from eplb_core.wire.operator import as_document
 from eplb_service.control.server.web.http_server import _HEADERS, PAGE, _finite
-from eplb_service.wire.codec import pack
-from eplb_service.wire.generated import operator_pb2
-from eplb_service.wire.operator import as_document
 
 PAGE_FILES = {
     f"/{file.name}": (mimetypes.guess_type(file.name)[0] or "", file.read_bytes()) for file in PAGE.iterdir()

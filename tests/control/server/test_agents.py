@@ -12,6 +12,8 @@ import grpc
 import pytest
 import pytest_asyncio
 
+from eplb_core.wire.agent import decode_hello
+from eplb_core.wire.plan import SharedPlan
 from eplb_service.control.core.deployment import Deployment
 from eplb_service.control.core.flow import HELD_SECONDS
 from eplb_service.control.server.access.quotas import Quotas
@@ -21,8 +23,6 @@ from eplb_service.control.server.outgoing import streams as outgoing_streams
 from eplb_service.control.server.outgoing.streams import RankStream, Streams, _PlanSending
 from eplb_service.control.server.plane.control_plane import ControlPlane
 from eplb_service.control.server.service import RunningService, running_service
-from eplb_service.wire.agent import decode_hello
-from eplb_service.wire.plan import SharedPlan
 from tests.control.fake_group import (
     RANKS,
     FakeGroup,

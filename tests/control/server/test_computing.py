@@ -10,21 +10,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from eplb_core.cost.curve import CostCurve
+from eplb_core.cost.moving import NOTHING_MEASURED
+from eplb_core.heat.assembler import RememberedHeat
+from eplb_core.heat.sources import StepTimes
+from eplb_core.placement import Int32, mean_par, par
+from eplb_core.planner.pace import Pace
+from eplb_core.planner.plan import Outlook, Promise
+from eplb_core.planner.settings import PlannerSettings
+from eplb_core.planner.topology import Topology
+from eplb_core.wire.codec import unpack
 from eplb_service.control.core.decisions import Decisions
 from eplb_service.control.server.deciding.computing import DecisionInputs, PriorError, Priors, decide
 from eplb_service.control.server.deciding.decider import _on_thread
 from eplb_service.control.server.service import running_service
 from eplb_service.control.server.settings import SettingsError
-from eplb_service.cost.curve import CostCurve
-from eplb_service.cost.moving import NOTHING_MEASURED
-from eplb_service.heat.assembler import RememberedHeat
-from eplb_service.heat.sources import StepTimes
-from eplb_service.placement import Int32, mean_par, par
-from eplb_service.planner.pace import Pace
-from eplb_service.planner.plan import Outlook, Promise
-from eplb_service.planner.settings import PlannerSettings
-from eplb_service.planner.topology import Topology
-from eplb_service.wire.codec import unpack
 from tests.control.fake_group import (
     EXPERTS,
     LAYERS,

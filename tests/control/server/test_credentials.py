@@ -16,10 +16,10 @@ import pytest
 import yaml
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from eplb_core.wire.generated import operator_pb2, operator_pb2_grpc
 from eplb_service.control.server.access.gate import Credentials
 from eplb_service.control.server.service import RunningService, running_service
 from eplb_service.control.server.settings import SettingsError, load_settings
-from eplb_service.wire.generated import operator_pb2, operator_pb2_grpc
 from tests.control.fake_group import FakeRank, first_placement, hello_of, live_of
 from tests.control.server.test_service import settings, until
 

@@ -10,6 +10,9 @@ import grpc
 import numpy as np
 import pytest
 
+from eplb_core.placement import Int32
+from eplb_core.wire.codec import pack
+from eplb_core.wire.generated import operator_pb2, operator_pb2_grpc
 from eplb_service.cli import trace_record
 from eplb_service.cli.main import run
 from eplb_service.control.core import flow
@@ -23,9 +26,6 @@ from eplb_service.control.server.outgoing.heat_feed import _Watcher
 from eplb_service.control.server.service import RunningService, running_service
 from eplb_service.io.open_trace import open_trace
 from eplb_service.io.trace import PHASES
-from eplb_service.placement import Int32
-from eplb_service.wire.codec import pack
-from eplb_service.wire.generated import operator_pb2, operator_pb2_grpc
 from tests.cli.published import held
 from tests.control.fake_group import (
     BYTES_PER_EXPERT,

@@ -17,11 +17,11 @@ import grpc
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from eplb_core.wire.generated import agent_pb2, operator_pb2, operator_pb2_grpc
+from eplb_core.wire.plan import RankPlan
 from eplb_service.control.core.health import mean_measured_par, measured_par
 from eplb_service.control.server.service import RunningService, running_service
 from eplb_service.control.server.web import http_server
-from eplb_service.wire.generated import agent_pb2, operator_pb2, operator_pb2_grpc
-from eplb_service.wire.plan import RankPlan
 from tests.control.fake_group import BYTES_PER_EXPERT, LAYERS, RANKS, FakeGroup, skewed_heat
 from tests.control.server.certificates import Authority
 from tests.control.server.test_service import settings, tick, until

@@ -8,13 +8,13 @@ from collections.abc import AsyncIterator
 import grpc
 import pytest
 
+from eplb_core.wire.codec import PART_BYTES, in_parts
+from eplb_core.wire.generated import agent_pb2
 from eplb_service.control.core.errors import ExhaustedError
 from eplb_service.control.core.health import problems
 from eplb_service.control.server.access.quotas import Turns
 from eplb_service.control.server.service import RunningService, running_service
 from eplb_service.telemetry.logs import BoundedLog
-from eplb_service.wire.codec import PART_BYTES, in_parts
-from eplb_service.wire.generated import agent_pb2
 from tests.control.fake_group import FakeGroup, FakeRank, first_placement, hello_of, live_of, refusal_of
 from tests.control.server.test_http_server import scrape
 from tests.control.server.test_service import settings, until

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
+from eplb_core.wire.fields import MAX_VERSION
 from eplb_service.control.core.errors import ConflictError
 from eplb_service.control.core.leader import Claim, clock_of, term_above, term_at
 from eplb_service.control.server.store import MEMORY, Store, StoredDeployment, higher_term
-from eplb_service.wire.fields import MAX_VERSION
 
 _IN_2106 = 1 << 32
 """What a clock may say that was never set, in seconds."""

@@ -14,6 +14,7 @@ import pytest
 from lightkube import Client, KubeConfig
 from lightkube.config.models import Cluster, User
 
+from eplb_core.wire.fields import MAX_VERSION
 from eplb_service.control.server.lease.kubernetes_lease import (
     LEADS_LABEL,
     TERM_ANNOTATION,
@@ -27,7 +28,6 @@ from eplb_service.control.server.lease.leadership import (
     checked_lease,
     named_lease,
 )
-from eplb_service.wire.fields import MAX_VERSION
 from tests.control.server.certificates import Authority
 
 NAMESPACE, URL = "serving", "http://kubernetes.example"

@@ -12,10 +12,10 @@ from typing import Any
 import grpc
 import pytest
 
+from eplb_core.wire.agent import Heartbeat, Shape
+from eplb_core.wire.generated import operator_pb2, operator_pb2_grpc
 from eplb_service.control.server.service import RunningService, running_service
 from eplb_service.control.server.settings import SettingsError
-from eplb_service.wire.agent import Heartbeat, Shape
-from eplb_service.wire.generated import operator_pb2, operator_pb2_grpc
 from tests.agent import live as agents
 from tests.control.fake_group import BYTES_PER_EXPERT, EXPERTS, LAYERS, RANKS, SLOTS, first_placement
 from tests.control.server.certificates import Authority

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from eplb_core.planner.plan import LayerPlan, Plan
+from eplb_core.wire.agent import Heartbeat
+from eplb_core.wire.operator import LayerVerdict
 from eplb_service.control.core.deployment import Totals
 from eplb_service.control.server.observer import Observer
-from eplb_service.planner.plan import LayerPlan, Plan
 from eplb_service.telemetry.metrics import Metrics
-from eplb_service.wire.agent import Heartbeat
-from eplb_service.wire.operator import LayerVerdict
 
 
 def verdict(layer: int, planned: float, floor: float) -> LayerVerdict:

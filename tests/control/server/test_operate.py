@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 import pytest_asyncio
 
+from eplb_core.wire.fields import MAX_VERSION
+from eplb_core.wire.generated import agent_pb2
 from eplb_service.cli.main import run
 from eplb_service.control.core.leader import term_at
 from eplb_service.control.server.service import RunningService, running_service
-from eplb_service.wire.fields import MAX_VERSION
-from eplb_service.wire.generated import agent_pb2
 from tests.cli.published import held
 from tests.control.fake_group import (
     EXPERTS,

@@ -9,10 +9,10 @@ import grpc
 import pytest
 from google.protobuf.message import Message
 
+from eplb_core.wire.agent import EVERYTHING, decode_welcome
+from eplb_core.wire.codec import PROTOCOL_VERSION
+from eplb_core.wire.generated import agent_pb2, operator_pb2, operator_pb2_grpc
 from eplb_service.control.server.service import running_service
-from eplb_service.wire.agent import EVERYTHING, decode_welcome
-from eplb_service.wire.codec import PROTOCOL_VERSION
-from eplb_service.wire.generated import agent_pb2, operator_pb2, operator_pb2_grpc
 from tests.control.fake_group import FakeGroup, FakeRank, skewed_heat
 from tests.control.server.conftest import logs_on_stderr, warm_kernels  # noqa: F401
 from tests.control.server.test_service import settings

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 import pytest_asyncio
 
+from eplb_core.placement import Placement
+from eplb_core.wire.codec import pack
+from eplb_core.wire.generated import agent_pb2, operator_pb2, operator_pb2_grpc
 from eplb_service.control.core.health import problems
 from eplb_service.control.server.plane import deployments
 from eplb_service.control.server.service import RunningService, running_service
-from eplb_service.placement import Placement
-from eplb_service.wire.codec import pack
-from eplb_service.wire.generated import agent_pb2, operator_pb2, operator_pb2_grpc
 from tests.control.fake_group import (
     LAYERS,
     RANKS,

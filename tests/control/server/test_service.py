@@ -17,6 +17,9 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
+from eplb_core.placement import Int32
+from eplb_core.wire.agent import CallOff
+from eplb_core.wire.generated import agent_pb2, operator_pb2
 from eplb_service.control.core.health import problems
 from eplb_service.control.core.plan_tracker import Outcome
 from eplb_service.control.server.deciding import decider
@@ -24,9 +27,6 @@ from eplb_service.control.server.listening import ListenError
 from eplb_service.control.server.plane.control_plane import ControlPlane
 from eplb_service.control.server.service import RunningService, running_service
 from eplb_service.control.server.settings import ServiceSettings
-from eplb_service.placement import Int32
-from eplb_service.wire.agent import CallOff
-from eplb_service.wire.generated import agent_pb2, operator_pb2
 from tests.control.fake_group import (
     BYTES_PER_EXPERT,
     LAYERS,

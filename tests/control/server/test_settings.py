@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from eplb_core.cost.curve import write_curves
 from eplb_service.control.server.settings import ServiceSettings, SettingsError, load_settings
-from eplb_service.cost.curve import write_curves
 from tests.cost.curves import H200
 
 

@@ -13,10 +13,10 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from eplb_core.wire.generated import operator_pb2, operator_pb2_grpc
 from eplb_service.control.server.access import quotas
 from eplb_service.control.server.service import running_service
 from eplb_service.control.server.web import http_server
-from eplb_service.wire.generated import operator_pb2, operator_pb2_grpc
 from tests.control.fake_group import FakeRank, first_placement, hello_of, live_of
 from tests.control.server.test_credentials import bearer
 from tests.control.server.test_http_server import get

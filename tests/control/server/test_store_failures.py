@@ -17,13 +17,13 @@ from typing import Any
 import grpc
 import pytest
 
+from eplb_core.wire.generated import operator_pb2
 from eplb_service.control.core.health import problems
 from eplb_service.control.core.plan_tracker import Outcome, PlanTracker
 from eplb_service.control.server import store as store_module
 from eplb_service.control.server.service import running_service
 from eplb_service.control.server.store import Store, StoredDeployment, StoreWriter
 from eplb_service.control.server.store_file import StoreError
-from eplb_service.wire.generated import operator_pb2
 from tests.control.core.story import decision_of
 from tests.control.fake_group import FakeGroup, first_placement, live_of
 from tests.control.server.test_service import settings, until

@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 import pytest_asyncio
 
+from eplb_core.placement import Int32, mean_par
+from eplb_core.wire.codec import unpack
+from eplb_core.wire.operator import Worth
 from eplb_service.control.core.deployment import Deployment
 from eplb_service.control.core.errors import ConflictError
 from eplb_service.control.server.service import RunningService, running_service
-from eplb_service.placement import Int32, mean_par
-from eplb_service.wire.codec import unpack
-from eplb_service.wire.operator import Worth
 from tests.control.fake_group import EXPERTS, LAYERS, SLOTS, STEP_MICROS, FakeGroup, heat_report, skewed_heat
 from tests.control.server.conftest import settings
 from tests.control.server.test_operate import eplb

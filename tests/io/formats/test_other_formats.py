@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eplb_service.atomic_write import OutputError
-from eplb_service.heat.window import HeatError
+from eplb_core.atomic_write import OutputError
+from eplb_core.heat.window import HeatError
 from eplb_service.io.copy_trace import check_trace_output, copy_trace
 from eplb_service.io.open_trace import open_trace, read_heat
 from eplb_service.io.trace import ArrayTrace

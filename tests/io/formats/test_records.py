@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eplb_service.heat.window import HeatError
+from eplb_core.heat.window import HeatError
 from eplb_service.io.named_arrays import ReadAs
 from eplb_service.io.open_trace import open_trace, read_heat
 from tests.io import traces

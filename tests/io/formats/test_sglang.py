@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from eplb_service.heat.window import HeatError
+from eplb_core.heat.window import HeatError
 from eplb_service.io.named_arrays import ReadAs
 from eplb_service.io.open_trace import open_trace
 from tests.io import traces

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from eplb_core.placement import Placement
 from eplb_service.io.named_arrays import ReadAs
 from eplb_service.io.open_trace import open_trace
 from eplb_service.io.placement_file import read_placement
-from eplb_service.placement import Placement
 from tests.io.traces import by_expert
 
 SEEDS = st.integers(0, 2**32 - 1)

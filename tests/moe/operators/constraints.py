@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
+from eplb_lab.layer.operators import GroupListType, QuantMode, reference
 from tests.moe.torch_npu.calls import form_of
-from worker_agent.moe.operators import GroupListType, QuantMode, reference
 
 BF16, FP16 = torch.bfloat16, torch.float16
 SCALES = {BF16: BF16, FP16: torch.float32}

@@ -11,17 +11,17 @@ from typing import Any
 import pytest
 import torch
 
+from eplb_lab.layer import LayerOptions
+from eplb_lab.layer import layer as layer_module
+from eplb_lab.layer.dispatch import MC2Variant
+from eplb_lab.layer.operators import check_dtype, reference
+from eplb_lab.layer.rank_group import RankGroup
 from tests.moe.cases import MC2_VARIANTS, Case, layer_on
 from tests.moe.operators.constraints import CHECKS, checked
 from tests.moe.option_rows import ROWS, call, case_of, layer_of, length_of, step_of
 from tests.moe.pairwise import Row
 from tests.moe.simulated import SimulatedGroup, run_simulated
 from tests.moe.torch_npu.calls import calls, form_of
-from worker_agent.moe import LayerOptions
-from worker_agent.moe import layer as layer_module
-from worker_agent.moe.dispatch import MC2Variant
-from worker_agent.moe.operators import check_dtype, reference
-from worker_agent.moe.rank_group import RankGroup
 
 BF16_ROWS, FP16_ROWS = (
     [

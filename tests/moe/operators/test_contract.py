@@ -16,13 +16,13 @@ from typing import Any
 import pytest
 import torch
 
+from eplb_lab.layer import layer as layer_module
+from eplb_lab.layer.compose import LayerOptions
+from eplb_lab.layer.dispatch import DISPATCHER_NAMES, SHARED_TOKEN_DISPATCHERS, MC2Variant
+from eplb_lab.layer.operators import Operators, reference
 from tests.moe.cases import MC2_VARIANTS, Case, alone
 from tests.moe.operators.constraints import CHECKS
 from tests.moe.torch_npu.calls import OPERATORS, calls, results
-from worker_agent.moe import layer as layer_module
-from worker_agent.moe.compose import LayerOptions
-from worker_agent.moe.dispatch import DISPATCHER_NAMES, SHARED_TOKEN_DISPATCHERS, MC2Variant
-from worker_agent.moe.operators import Operators, reference
 
 EXTRACT = Path(__file__).parent.parent / "torch_npu"
 SCHEMAS = [line for line in (EXTRACT / "2.14.0.schemas").read_text().splitlines() if not line.startswith("#")]

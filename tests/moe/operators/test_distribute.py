@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from eplb_lab.layer.operators import reference
+from eplb_lab.layer.rank_group import RankGroup
 from tests.ranks import Ranks
-from worker_agent.moe.operators import reference
-from worker_agent.moe.rank_group import RankGroup
 
 ALONE = ("", 1, 0)
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from worker_agent.moe.operators import GroupListType, QuantMode, local, operators_for, reference
+from eplb_lab.layer.operators import GroupListType, QuantMode, local, operators_for, reference
 
 ROUTING = {
     "active_num": 10,

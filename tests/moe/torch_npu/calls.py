@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from worker_agent.moe.operators import DispatchQuantMode, GroupListType, Operators, QuantMode, reference
+from eplb_lab.layer.operators import DispatchQuantMode, GroupListType, Operators, QuantMode, reference
 
 T, K, E, H, INNER = 5, 2, 4, 16, 12
 ALONE = ("", 1, 0, E)

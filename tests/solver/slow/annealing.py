@@ -6,8 +6,8 @@ import math
 
 import numpy as np
 
-from eplb_service.solver import annealing as module
-from eplb_service.solver.annealing import _Move
+from eplb_core.solver import annealing as module
+from eplb_core.solver.annealing import _Move
 from tests.solver.slow.heat import even_shares, mean_of_max, rank_series
 from tests.solver.slow.local_search import Closest
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from eplb_service.solver.local_search import EXCHANGES, FRUITLESS
-from eplb_service.solver.swaps import MIN_RELIEF
+from eplb_core.solver.local_search import EXCHANGES, FRUITLESS
+from eplb_core.solver.swaps import MIN_RELIEF
 from tests.solver.slow.heat import even_shares, rank_risks
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from eplb_service.placement import Int32, Placement, with_entries
+from eplb_core.placement import Int32, Placement, with_entries
 from worker_agent.adapters.batch import share_of_rank, step_of
 from worker_agent.adapters.compat import UnsupportedEngineError, refuse
 from worker_agent.adapters.engine_host import EngineHost, EngineLayer, HeatRings, entry_periods, log

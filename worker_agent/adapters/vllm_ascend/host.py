@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from eplb_service.placement import Int32, Placement
+from eplb_core.placement import Int32, Placement
 from worker_agent.adapters.batch import TokenShare, share_of_rank, step_of
 from worker_agent.adapters.compat import UnsupportedEngineError, refuse, release_of
 from worker_agent.adapters.engine_host import RING_ROWS, EngineHost, HeatRings

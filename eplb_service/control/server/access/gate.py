@@ -37,13 +37,13 @@ from pydantic import (
     model_validator,
 )
 
+from eplb_core.wire.fields import MAX_RANKS, WireError, check_deployment, check_name, printable
 from eplb_service.control.core.errors import ExhaustedError, RefusedError
 from eplb_service.control.server.access.quotas import Quotas, host_of
 from eplb_service.control.server.listening import StatusError, code_of
 from eplb_service.control.server.settings import SettingsError
 from eplb_service.telemetry.logs import BoundedLog
 from eplb_service.telemetry.metrics import Metrics
-from eplb_service.wire.fields import MAX_RANKS, WireError, check_deployment, check_name, printable
 
 _ALL = "*"
 _MIN_TOKEN = 16

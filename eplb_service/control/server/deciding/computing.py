@@ -11,25 +11,25 @@ from typing import TypeAlias
 
 import numpy as np
 
+from eplb_core.cost.moving import MovingCosts
+from eplb_core.heat.assembler import RememberedHeat
+from eplb_core.heat.sources import StepTimes
+from eplb_core.heat.window import HeatError, Window
+from eplb_core.placement import Float64
+from eplb_core.planner.counterfactual import Served, TimePrice, priced, time_price, worth_of
+from eplb_core.planner.dealing import fitted_to_host
+from eplb_core.planner.decide import plan
+from eplb_core.planner.forecast import Forecasts
+from eplb_core.planner.pace import Pace
+from eplb_core.planner.plan import Layout, Outlook, Plan, gain_over, promise_for, promise_of
+from eplb_core.planner.settings import PlannerSettings
+from eplb_core.planner.topology import Topology
+from eplb_core.wire.fields import WireError, check_deployment
+from eplb_core.wire.operator import Worth
 from eplb_service.control.core.decisions import Decisions
 from eplb_service.control.core.deployed_layout import DeployedLayout
 from eplb_service.control.core.deployment import Deployment
-from eplb_service.cost.moving import MovingCosts
-from eplb_service.heat.assembler import RememberedHeat
-from eplb_service.heat.sources import StepTimes
-from eplb_service.heat.window import HeatError, Window
 from eplb_service.io.open_trace import open_trace
-from eplb_service.placement import Float64
-from eplb_service.planner.counterfactual import Served, TimePrice, priced, time_price, worth_of
-from eplb_service.planner.dealing import fitted_to_host
-from eplb_service.planner.decide import plan
-from eplb_service.planner.forecast import Forecasts
-from eplb_service.planner.pace import Pace
-from eplb_service.planner.plan import Layout, Outlook, Plan, gain_over, promise_for, promise_of
-from eplb_service.planner.settings import PlannerSettings
-from eplb_service.planner.topology import Topology
-from eplb_service.wire.fields import WireError, check_deployment
-from eplb_service.wire.operator import Worth
 
 
 class PriorError(ValueError):

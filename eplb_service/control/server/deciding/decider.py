@@ -14,6 +14,13 @@ from typing import Any, TypeVar
 
 import structlog
 
+from eplb_core.planner.counterfactual import Served
+from eplb_core.planner.plan import Outlook, Plan
+from eplb_core.planner.settings import PlannerSettings
+from eplb_core.planner.topology import Topology
+from eplb_core.solver.warmup import warm_up
+from eplb_core.wire.agent import CallOff
+from eplb_core.wire.plan import SharedPlan
 from eplb_service.control.core.deployed_layout import DeployedLayout
 from eplb_service.control.core.deployment import Deployment
 from eplb_service.control.core.errors import ConflictError
@@ -31,14 +38,7 @@ from eplb_service.control.server.deciding.computing import (
 from eplb_service.control.server.observer import Observer
 from eplb_service.control.server.outgoing.streams import Streams
 from eplb_service.control.server.store import StoreWriter
-from eplb_service.planner.counterfactual import Served
-from eplb_service.planner.plan import Outlook, Plan
-from eplb_service.planner.settings import PlannerSettings
-from eplb_service.planner.topology import Topology
-from eplb_service.solver.warmup import warm_up
 from eplb_service.telemetry.metrics import Metrics
-from eplb_service.wire.agent import CallOff
-from eplb_service.wire.plan import SharedPlan
 
 DECISION_RESULTS = ("plan", "kept", "dropped", "failed")
 """A plan was offered, every layer was kept, a plan was dropped before it was offered, or the decision failed."""

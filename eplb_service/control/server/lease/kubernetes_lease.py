@@ -14,10 +14,10 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, TypeVar
 
+from eplb_core.extras import install_command
+from eplb_core.wire.fields import MAX_VERSION
 from eplb_service.control.core.leader import Claim
 from eplb_service.control.server.lease.leadership import LeaseError
-from eplb_service.extras import install_command
-from eplb_service.wire.fields import MAX_VERSION
 
 try:
     from lightkube import ApiError, Client, KubeConfig

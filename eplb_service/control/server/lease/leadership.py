@@ -15,7 +15,7 @@ from typing import Protocol
 
 import structlog
 
-from eplb_service.wire.fields import MAX_VERSION
+from eplb_core.wire.fields import MAX_VERSION
 
 LEASE_SECONDS = 15.0
 """Time for which a lease is held without being renewed, as other Kubernetes controllers have it."""

@@ -11,16 +11,16 @@ from collections.abc import Iterator
 
 import grpc
 
+from eplb_core.wire.agent import Reporting
+from eplb_core.wire.codec import encode
+from eplb_core.wire.generated import agent_pb2, operator_pb2
+from eplb_core.wire.heat import HeatReport
+from eplb_core.wire.operator import ServedModel, SwitchedLayer, encode_served
 from eplb_service.control.core.deployed_layout import DeployedLayout
 from eplb_service.control.core.deployment import Deployment, LayerCommitted
 from eplb_service.control.core.errors import ExhaustedError
 from eplb_service.control.server.listening import StatusError
 from eplb_service.io.recorder import MAX_SOURCE_COUNTS
-from eplb_service.wire.agent import Reporting
-from eplb_service.wire.codec import encode
-from eplb_service.wire.generated import agent_pb2, operator_pb2
-from eplb_service.wire.heat import HeatReport
-from eplb_service.wire.operator import ServedModel, SwitchedLayer, encode_served
 
 MAX_WATCHERS = 32
 """Calls that may watch a service's heat at a time."""

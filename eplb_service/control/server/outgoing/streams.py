@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 
 import grpc
 
+from eplb_core.wire.agent import CallOff, Reporting
+from eplb_core.wire.codec import encode
+from eplb_core.wire.generated import agent_pb2
+from eplb_core.wire.plan import SharedPlan
 from eplb_service.control.server.listening import StatusError
-from eplb_service.wire.agent import CallOff, Reporting
-from eplb_service.wire.codec import encode
-from eplb_service.wire.generated import agent_pb2
-from eplb_service.wire.plan import SharedPlan
 
 _AT_A_TIME = 2
 """Copies of plans that may be on their way."""

@@ -7,6 +7,10 @@ from collections.abc import Iterator, Mapping, Set
 
 import structlog
 
+from eplb_core.wire.agent import CallOff, Heartbeat, Hello, PlanState, PlanStatus
+from eplb_core.wire.generated import agent_pb2
+from eplb_core.wire.heat import HeatReport
+from eplb_core.wire.operator import PastPlan
 from eplb_service import __version__
 from eplb_service.control.core.deployed_layout import DeployedLayout
 from eplb_service.control.core.deployment import Deployment, LayerCommitted
@@ -24,10 +28,6 @@ from eplb_service.control.server.store import StoreWriter, higher_term
 from eplb_service.control.server.validity import Validity
 from eplb_service.telemetry.logs import BoundedLog
 from eplb_service.telemetry.metrics import Metrics, Shown
-from eplb_service.wire.agent import CallOff, Heartbeat, Hello, PlanState, PlanStatus
-from eplb_service.wire.generated import agent_pb2
-from eplb_service.wire.heat import HeatReport
-from eplb_service.wire.operator import PastPlan
 
 _log = structlog.get_logger(__name__)
 

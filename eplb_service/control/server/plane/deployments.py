@@ -9,6 +9,10 @@ from dataclasses import replace
 
 import structlog
 
+from eplb_core.heat.assembler import memory_bytes
+from eplb_core.planner.settings import DEAL, TABLES
+from eplb_core.wire.agent import Hello, Shape
+from eplb_core.wire.fields import check_deployment
 from eplb_service.control.core.deployment import Deployment
 from eplb_service.control.core.errors import ExhaustedError, UnknownDeploymentError
 from eplb_service.control.core.flow import MAX_STEPS, MIN_STEPS, Limits
@@ -16,11 +20,7 @@ from eplb_service.control.core.plan_tracker import Outcome
 from eplb_service.control.server.deciding.decider import DECISION_RESULTS
 from eplb_service.control.server.settings import ServiceSettings
 from eplb_service.control.server.store import StoredDeployment, StoreWriter
-from eplb_service.heat.assembler import memory_bytes
-from eplb_service.planner.settings import DEAL, TABLES
 from eplb_service.telemetry.metrics import Metrics
-from eplb_service.wire.agent import Hello, Shape
-from eplb_service.wire.fields import check_deployment
 
 _MIN_PENDING_STEPS = 64
 _REPORTS_PENDING = 8

@@ -16,6 +16,10 @@ from typing import Any
 import grpc
 from aiohttp import web
 
+from eplb_core.wire.channel import is_loopback
+from eplb_core.wire.fields import WireError
+from eplb_core.wire.generated import operator_pb2
+from eplb_core.wire.operator import as_document
 from eplb_service import __version__
 from eplb_service.control.core.errors import RefusedError
 from eplb_service.control.server.access.gate import CALLER, Caller, Gate
@@ -24,10 +28,6 @@ from eplb_service.control.server.listening import Certificates, ListenError, Sta
 from eplb_service.control.server.operator_api import OperatorService
 from eplb_service.telemetry.logs import BoundedLog
 from eplb_service.telemetry.metrics import Metrics
-from eplb_service.wire.channel import is_loopback
-from eplb_service.wire.fields import WireError
-from eplb_service.wire.generated import operator_pb2
-from eplb_service.wire.operator import as_document
 
 _SILENT = logging.Logger("eplb-http", logging.CRITICAL)
 """aiohttp's own log lines: callers without credentials could cause as many as they like."""

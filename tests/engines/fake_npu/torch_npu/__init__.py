@@ -13,8 +13,8 @@ import types
 import torch
 import torch.distributed as dist
 
+from eplb_lab.layer.operators import reference
 from tests.engines.stand_ins import Finder, StandIn
-from worker_agent.moe.operators import reference
 
 __version__ = "2.11.0"
 

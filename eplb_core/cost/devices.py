@@ -1,0 +1,166 @@
+"""Shipped cost curves of devices and shapes of models, for estimates before anything is measured on the machine itself.
+
+The curves of GPUs are fitted to measured tables of DeepSeek-V3's fp8 experts. Those of Ascend NPUs follow from
+published peak rates of memory and 8-bit arithmetic and from assumed kernel efficiencies. For another model, reading
+time is scaled by an expert's bytes and computing time by its operations. Every figure from a shipped curve is an
+estimate and is labelled as one in its source.
+
+References
+----------
+aiconfigurator-core 0.12, tables of SGLang 0.5.10 (Apache-2.0), https://pypi.org/project/aiconfigurator-core/.
+Zuo et al., *Serving Large Language Models on Huawei CloudMatrix384*, https://arxiv.org/abs/2506.12708 (the 910C).
+The models' shapes come from their ``config.json`` on https://huggingface.co.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from eplb_core.cost.curve import CostCurve
+
+
+class DeviceError(ValueError):
+    """An unknown device or model; the message lists those that are known."""
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """The experts of a model.
+
+    Parameters
+    ----------
+    name
+        Its repository on huggingface.co.
+    layers, experts, choices
+        MoE layers, routed experts of a layer, and choices of a token.
+    hidden, inter
+        Sizes of an expert's matrices: three of ``hidden x inter``.
+    weight_bytes
+        Bytes of a weight as served.
+    """
+
+    name: str
+    layers: int
+    experts: int
+    choices: int
+    hidden: int
+    inter: int
+    weight_bytes: float
+
+    @property
+    def bytes_per_expert(self) -> int:
+        """Bytes of one expert in one layer."""
+        return round(3 * self.hidden * self.inter * self.weight_bytes)
+
+
+MODELS = {
+    "deepseek-v2-lite": ModelShape("deepseek-ai/DeepSeek-V2-Lite", 26, 64, 6, 2048, 1408, 2.0),
+    "deepseek-v3": ModelShape("deepseek-ai/DeepSeek-V3", 58, 256, 8, 7168, 2048, 1.0),
+    "gpt-oss-20b": ModelShape("openai/gpt-oss-20b", 24, 32, 4, 2880, 2880, 0.53125),
+    "gpt-oss-120b": ModelShape("openai/gpt-oss-120b", 36, 128, 4, 2880, 2880, 0.53125),
+    "kimi-k2": ModelShape("moonshotai/Kimi-K2-Instruct", 60, 384, 8, 7168, 2048, 1.0),
+    "qwen3-30b-a3b": ModelShape("Qwen/Qwen3-30B-A3B", 48, 128, 8, 2048, 768, 2.0),
+    "qwen3-235b-a22b": ModelShape("Qwen/Qwen3-235B-A22B", 94, 128, 8, 4096, 1536, 2.0),
+}
+_MEASURED = MODELS["deepseek-v3"]
+_CURVES = {
+    "h100": (21.1, 16.1, 10.2, 0.0584),
+    "h200": (19.9, 11.6, 5.4, 0.0610),
+    "b200": (19.4, 8.2, 4.1, 0.0360),
+    "gb200": (20.4, 7.7, 4.5, 0.0319),
+}
+"""Floor, read, launch and slope in microseconds, of DeepSeek-V3's decode kernel."""
+_PEAKS = {"910b": (1600.0, 640.0), "910c": (1600.0, 752.0)}
+"""Published memory GB/s and 8-bit TOPS of one processor. A 910C package has two processors, each with its own
+ranks."""
+_MEMORY_SHARE = 0.8
+_COMPUTE_SHARE = 0.6
+"""Shares of the peak rates that grouped kernels reach. Assumed, because no measurements are published."""
+_NPU_FLOOR_US = 20.0
+"""Assumed to be the same as on the GPUs."""
+GPUS = (*_CURVES, *_PEAKS)
+"""Devices with a shipped curve, GPUs and NPUs."""
+_NAMES = (
+    ("gb200", r"\bGB200\b"),
+    ("b200", r"\bB200\b"),
+    ("h200", r"\bH200\b"),
+    ("h100", r"\bH100\b"),
+    ("910c", r"^Ascend910_93"),
+    ("910b", r"^Ascend910B"),
+)
+"""Devices by their name in torch, such as ``NVIDIA H100 80GB HBM3``, ``Ascend910B3`` and
+``Ascend910_9392``."""
+
+
+def model_shape(name: str) -> ModelShape:
+    """Return a model's shape; raises ``DeviceError`` on an unknown name."""
+    if name.lower() not in MODELS:
+        raise DeviceError(f"--model {name!r} is not known; choose one of {', '.join(MODELS)}")
+    return MODELS[name.lower()]
+
+
+def estimated_curve(gpu: str, model: str) -> CostCurve:
+    """Return the estimated cost curve of a model's experts on a device; raises ``DeviceError`` on an unknown name."""
+    shape = model_shape(model)
+    # 16-bit kernels run at half the rate of 8-bit kernels. Weights smaller than 8 bits use 16-bit kernels as well.
+    halved = 1.0 if shape.weight_bytes == 1.0 else 2.0
+    operations = halved * shape.hidden * shape.inter / (_MEASURED.hidden * _MEASURED.inter)
+    return _scaled(gpu, shape.bytes_per_expert, operations, "" if shape is _MEASURED else shape.name)
+
+
+def knee_tokens(device: str, bytes_per_expert: int) -> float | None:
+    """Return the tokens per step up to which an expert takes no longer than for one: reading weights dominates.
+
+    Parameters
+    ----------
+    device
+        Name of the device in torch.
+    bytes_per_expert
+        Bytes of one expert in one layer. 8-bit and 16-bit weights have the same knee, because 16-bit weights take
+        twice as long both to read and to multiply.
+
+    Returns
+    -------
+    float or None
+        ``None`` if no curve is shipped for the device or the bytes are unknown.
+
+    Examples
+    --------
+    >>> round(knee_tokens("Ascend910B3", 3 * 7168 * 2048))
+    150
+    >>> knee_tokens("cpu", 1 << 20) is None
+    True
+    """
+    known = next((name for name, pattern in _NAMES if re.search(pattern, device)), None)
+    if known is None or bytes_per_expert <= 0:
+        return None
+    curve = _scaled(known, bytes_per_expert, bytes_per_expert / _MEASURED.bytes_per_expert)
+    return curve.knee_tokens
+
+
+def _scaled(gpu: str, bytes_per_expert: int, operations: float, model: str = "") -> CostCurve:
+    """Return a device's curve, scaled to an expert's bytes and to its operations relative to DeepSeek-V3's."""
+    device = gpu.lower()
+    if device in _PEAKS:
+        gigabytes, tera_operations = _PEAKS[device]
+        floor = _NPU_FLOOR_US
+        launch = 0.0
+        read = _MEASURED.bytes_per_expert / (gigabytes * 1e3 * _MEMORY_SHARE)
+        slope = 2 * _MEASURED.bytes_per_expert / (tera_operations * 1e6 * _COMPUTE_SHARE)
+        source = (
+            f"estimate: {device}, by {_MEMORY_SHARE:.0%} of its published memory rate and {_COMPUTE_SHARE:.0%} of its "
+            "published 8-bit rate"
+        )
+    elif device in _CURVES:
+        floor, read, launch, slope = _CURVES[device]
+        source = (
+            f"estimate: {device}, fitted to SGLang 0.5.10's DeepSeek-V3 kernel in aiconfigurator-core 0.12"
+        )
+    else:
+        raise DeviceError(f"--gpu {gpu!r} is not known; choose one of {', '.join(GPUS)}")
+    read *= bytes_per_expert / _MEASURED.bytes_per_expert
+    slope *= operations
+    if model:
+        source += f", scaled to {model}"
+    return CostCurve(floor, read, min(launch, read), slope, source=source)

@@ -1,0 +1,158 @@
+"""Placements that another balancer made, taken as a starting point.
+
+Engines' own balancers may place an expert twice on one rank, mark a slot as empty with -1, or use another number of
+slots per rank. Such a placement can serve, but this project does not deploy it. It is repaired instead:
+
+- An expert's second slot on the same rank gains nothing, so the slot is refilled.
+- An empty slot is filled. Whatever fills it must be sent, so it counts as a move.
+- If the number of slots changes, slot ``s`` of a rank stays slot ``s``. New slots are empty, and the slots beyond the
+  new number are lost with what they held.
+
+References
+----------
+DeepSeek EPLB, https://github.com/deepseek-ai/EPLB, whose packing may place two replicas of an expert on one rank.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from eplb_core.placement.placement import Placement
+from eplb_core.placement.tables import Int32, PlacementError, check_shape
+
+EMPTY = -1
+"""Marks a slot without an expert."""
+
+
+def checked_foreign(phy2log: npt.ArrayLike, experts: int) -> Int32:
+    """Check the form of a placement that another balancer made.
+
+    Parameters
+    ----------
+    phy2log
+        Integers ``[L, R, S]``: the expert in each slot, or -1.
+    experts
+        E, logical experts per layer.
+
+    Returns
+    -------
+    Int32
+        The same as int32, in an array of its own.
+
+    Raises
+    ------
+    PlacementError
+        If it is no array of integers of this form, names an expert that does not exist, or lacks one.
+    """
+    raw = np.asarray(phy2log)
+    if raw.ndim != 3 or 0 in raw.shape:
+        raise PlacementError(f"a placement has the shape [layers, ranks, slots], got {list(raw.shape)}")
+    if raw.dtype.kind not in "iu":
+        raise PlacementError(f"a placement holds integers, got {raw.dtype}")
+    wrong = np.argwhere((raw.astype(np.int64) < EMPTY) | (raw.astype(np.int64) >= experts))
+    if wrong.size:
+        layer, rank, slot = wrong[0]
+        raise PlacementError(
+            f"layer {layer}: rank {rank} slot {slot} names expert {raw[layer, rank, slot]}, not one of "
+            f"0..{experts - 1}, or -1 for an empty slot"
+        )
+    for layer, raw_RS in enumerate(raw):
+        count_E = np.bincount(raw_RS[raw_RS >= 0].astype(np.int64), minlength=experts)
+        if (count_E == 0).any():
+            raise PlacementError(f"layer {layer}: expert {count_E.argmin()} is in no slot")
+    checked_LRS: Int32 = np.array(raw, dtype=np.int32, order="C")
+    return checked_LRS
+
+
+def without_duplicates(phy2log_LRS: Int32) -> Int32:
+    """Mark every slot as empty whose expert has an earlier slot on the same rank; int32 ``[L, R, S]``."""
+    first_LRS: Int32 = phy2log_LRS.copy()
+    for slot in range(1, phy2log_LRS.shape[2]):
+        again_LR = (phy2log_LRS[:, :, :slot] == phy2log_LRS[:, :, slot : slot + 1]).any(axis=2)
+        first_LRS[:, :, slot][again_LR] = EMPTY
+    return first_LRS
+
+
+def repaired(
+    phy2log_LRS: Int32, experts: int, slots: int, heat_LE: npt.NDArray[np.floating] | None = None
+) -> Placement:
+    """Turn a placement of another balancer into one that can be deployed, and keep every expert that can stay.
+
+    Parameters
+    ----------
+    phy2log_LRS
+        int32 ``[L, R, S']`` as ``checked_foreign`` returns it.
+    experts, slots
+        E, and the slots per rank of the result.
+    heat_LE
+        ``[L, E]``, tokens of each expert; by default all have equally many. Slots to fill get the experts whose
+        replicas are hottest.
+
+    Returns
+    -------
+    Placement
+        The same placement if nothing is wrong with it.
+    """
+    layers, ranks, deployed_slots = phy2log_LRS.shape
+    check_shape(experts, ranks, slots)
+    resized_LRS = np.full((layers, ranks, slots), EMPTY, dtype=np.int32)
+    common = min(slots, deployed_slots)
+    resized_LRS[:, :, :common] = phy2log_LRS[:, :, :common]
+    resized_LRS = without_duplicates(resized_LRS)
+    for layer, layer_RS in enumerate(resized_LRS):
+        heat_E = np.ones(experts) if heat_LE is None else np.asarray(heat_LE[layer], dtype=np.float64)
+        _complete(layer_RS, heat_E)
+    return Placement(resized_LRS, experts)
+
+
+def _complete(phy2log_RS: Int32, heat_E: npt.NDArray[np.float64]) -> None:
+    """Fill all empty slots of a layer in place: first with experts that are in no slot, hottest first."""
+    replicas_E = np.bincount(phy2log_RS[phy2log_RS >= 0], minlength=heat_E.size)
+    # Without tokens, experts with fewer replicas count as hotter.
+    weight_E = heat_E + 1e-9 * max(float(heat_E.sum()), 1.0)
+    for expert in sorted(np.flatnonzero(replicas_E == 0), key=lambda e: (-weight_E[e], e)):
+        rank, slot = _slot_for(phy2log_RS, replicas_E, weight_E)
+        if phy2log_RS[rank, slot] >= 0:
+            replicas_E[phy2log_RS[rank, slot]] -= 1
+        phy2log_RS[rank, slot] = expert
+        replicas_E[expert] += 1
+    for rank, slot in np.argwhere(phy2log_RS == EMPTY):
+        cooling_E = weight_E / replicas_E
+        cooling_E[phy2log_RS[rank][phy2log_RS[rank] >= 0]] = -1.0
+        hottest = cooling_E.argmax()
+        phy2log_RS[rank, slot] = hottest
+        replicas_E[hottest] += 1
+
+
+def _slot_for(
+    phy2log_RS: Int32, replicas_E: npt.NDArray[np.int64], weight_E: npt.NDArray[np.float64]
+) -> tuple[int, int]:
+    """Choose the slot of an expert that has none: an empty slot of the coolest rank, else the least useful replica."""
+    per_replica_E = weight_E / np.maximum(replicas_E, 1)
+    load_RS = np.where(phy2log_RS >= 0, per_replica_E[phy2log_RS], 0.0)
+    empty_RS = phy2log_RS == EMPTY
+    if empty_RS.any():
+        rank = int(np.where(empty_RS.any(axis=1), load_RS.sum(axis=1), np.inf).argmin())
+        return rank, int(empty_RS[rank].argmax())
+    spare_RS = np.where(replicas_E[phy2log_RS] > 1, load_RS, np.inf)
+    spare_rank, spare_slot = divmod(int(spare_RS.argmin()), spare_RS.shape[1])
+    return spare_rank, spare_slot
+
+
+def as_served(phy2log_LRS: Int32, experts: int) -> Placement:
+    """Return a placement of another balancer as it serves, duplicates included, to compute rank loads by.
+
+    An empty slot counts as one more slot of an expert of its rank. The result is not checked: it must not be deployed.
+    """
+    served_LRS = phy2log_LRS.copy()
+    for served_RS in served_LRS:
+        count_E = np.bincount(served_RS[served_RS >= 0], minlength=experts)
+        for row_S in served_RS:
+            held = row_S[row_S >= 0]
+            row_S[row_S < 0] = held[count_E[held].argmax()] if held.size else count_E.argmax()
+    served_LRS.setflags(write=False)
+    placement = object.__new__(Placement)
+    object.__setattr__(placement, "phy2log_LRS", served_LRS)
+    object.__setattr__(placement, "experts", experts)
+    return placement

@@ -1,0 +1,117 @@
+"""Order in which a window's steps are summed into episodes.
+
+Workloads may take turns every step or two: prefill chunks and decoding, or micro-batches. An episode of consecutive
+steps then averages them, and a placement that is even for the average can be far from even in every step. If steps
+differ within episodes by far more than sampling explains, similar steps are summed instead. They are sorted by their
+first principal component within blocks of a few episodes, so that older steps stay before newer ones.
+
+Numbers of tokens that differ from step to step do not matter: steps are compared by their Pearson residuals, which
+scatter equally in small and in large batches.
+
+References
+----------
+V. Marchenko, L. Pastur, *Distribution of Eigenvalues for Some Sets of Random Matrices*, 1967.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from eplb_core.heat.window import Counts
+from eplb_core.placement import Float64
+
+_BLOCK = 4
+"""Episodes whose steps are sorted together."""
+_LAYERS = 2
+"""Layers that steps are compared by, evenly from first to last."""
+_ROUNDS = 8
+"""Rounds of the power iteration; one direction that separates the workloads is enough, it need not be exact."""
+_FAR_ABOVE = 3.0
+"""How far the variance within episodes must exceed the largest that sampling explains."""
+_WITHIN = 0.4
+"""Least part of the variance that lies within episodes. Workloads that stay for longer fill episodes of their own."""
+_SEPARATE = 0.75
+"""Least part of the variance that two clusters of steps explain: 0.64 of a normal distribution, 0.75 of an even one."""
+
+
+def similar_steps_together(heat_TLE: Counts, episodes: int) -> npt.NDArray[np.int64] | None:
+    """Return an order of the steps in which each episode sums similar ones, int64 ``[T]``.
+
+    Parameters
+    ----------
+    heat_TLE
+        ``[T, L, E]``, tokens of each expert in each step.
+    episodes
+        N, the episodes that the steps are summed into.
+
+    Returns
+    -------
+    npt.NDArray[np.int64] or None
+        ``None`` if consecutive steps are as similar as sampling allows, or each episode has one step.
+    """
+    steps = len(heat_TLE)
+    if steps <= episodes or episodes < 2 * _BLOCK:
+        return None
+    residual_TX = _residuals(heat_TLE)
+    episode_T = np.arange(steps) * episodes // steps
+    within_TX = residual_TX - _means(residual_TX, episode_T)[episode_T]
+    direction_X, variance = _first_component(within_TX)
+    # The largest eigenvalue of independent residuals of variance 1.
+    edge = (1.0 + np.sqrt(residual_TX.shape[1] / steps)) ** 2
+    if variance <= _FAR_ABOVE * edge:
+        return None
+    score_T = residual_TX @ direction_X
+    if variance < _WITHIN * score_T.var() or _explained_by_two(score_T) < _SEPARATE:
+        return None
+    return np.lexsort((score_T, episode_T // _BLOCK))
+
+
+def _residuals(heat_TLE: Counts) -> Float64:
+    """Return the Pearson residuals of some layers, float64 ``[T, X]``; 0 for steps and experts without tokens."""
+    layers = heat_TLE.shape[1]
+    some_K = np.unique(np.linspace(0, layers - 1, min(_LAYERS, layers)).astype(np.int64))
+    heat_TKE = heat_TLE[:, some_K].astype(np.float64)
+    tokens_TK1 = heat_TKE.sum(axis=2, keepdims=True)
+    share_KE = heat_TKE.sum(axis=0)
+    share_KE /= np.maximum(share_KE.sum(axis=1, keepdims=True), 1.0)
+    expected_TKE = tokens_TK1 * share_KE
+    residual_TKE = (heat_TKE - expected_TKE) / np.sqrt(np.maximum(expected_TKE, 1e-9))
+    residual_TKE[expected_TKE <= 0] = 0.0
+    residual_TX: Float64 = residual_TKE.reshape(len(heat_TLE), -1)
+    return residual_TX
+
+
+def _means(values_TX: Float64, group_T: npt.NDArray[np.int64]) -> Float64:
+    """Return the mean of each group of consecutive rows, float64 ``[N, X]``."""
+    first_N = np.flatnonzero(np.diff(group_T, prepend=-1))
+    count_N = np.diff(first_N, append=group_T.size)
+    means_NX: Float64 = np.add.reduceat(values_TX, first_N, axis=0) / count_N[:, None]
+    return means_NX
+
+
+def _explained_by_two(score_T: Float64) -> float:
+    """Return the part of the variance that the best cut into a lower and an upper cluster explains.
+
+    References
+    ----------
+    N. Otsu, *A Threshold Selection Method from Gray-Level Histograms*, 1979.
+    """
+    centred_T = np.sort(score_T) - score_T.mean()
+    below_T = np.arange(1, score_T.size) / score_T.size
+    lower_T = centred_T.cumsum()[:-1] / score_T.size
+    between_T = lower_T**2 / (below_T * (1.0 - below_T))
+    return float(between_T.max() / max(float(score_T.var()), 1e-300))
+
+
+def _first_component(values_TX: Float64) -> tuple[Float64, float]:
+    """Return the direction of the largest variance, float64 ``[X]``, and that variance."""
+    # The row that departs most is not orthogonal to it.
+    direction_X = values_TX[(values_TX**2).sum(axis=1).argmax()].copy()
+    for _ in range(_ROUNDS):
+        length = float(np.linalg.norm(direction_X))
+        if length == 0:
+            return direction_X, 0.0
+        direction_X = values_TX.T @ (values_TX @ (direction_X / length))
+    direction_X /= max(float(np.linalg.norm(direction_X)), 1e-300)
+    return direction_X, float(((values_TX @ direction_X) ** 2).mean())

@@ -1,0 +1,416 @@
+"""One layer's decision where a cost curve is given: lower the slowest rank's time, where that is worth its moves.
+
+Every candidate is judged by its time: what serves now, the same with other tables, swaps from there, placements from
+scratch for time and for balanced tokens. A placement from scratch never takes longer, on the window, than what
+serves or than balanced tokens; and it departs from balanced tokens only if, fitted to either half of the window, that
+was faster on the other half. Tokens are balanced as without a curve: for what experts have between bursts, where that
+forecasts better (``window``). From a placement that was made for heat, a change must pay on the newer half as well,
+as in ``layer``.
+
+The search is that of tokens, on other numbers: given how many replicas each expert uses, what it adds to a rank is
+its slot's time in each step, and that is laid out and swapped like heat (``construction``, ``local_search``). A slot
+without tokens is an expert that adds nothing. Each result is judged exactly (``time_costs``), through its tables.
+``Candidate.par`` here is the slowest rank's mean time over that of perfectly even ranks without replicas.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from operator import attrgetter
+from typing import NamedTuple
+
+import numpy as np
+
+from eplb_core.solver.candidates import (
+    MIN_EPISODES,
+    from_scratch,
+    shares_of,
+    without_vain_annealing,
+)
+from eplb_core.solver.construction import Assignment, assignment_of, place
+from eplb_core.solver.layer import LayerResult, is_sure, move_prices
+from eplb_core.solver.local_search import local_search
+from eplb_core.solver.model import (
+    FRESH,
+    KEEP,
+    LOCAL,
+    SOLVED,
+    TABLES,
+    Bool,
+    Candidate,
+    Episodes,
+    Float32,
+    Float64,
+    Heat,
+    Int32,
+    Layer,
+    LayerLayout,
+    SearchParams,
+    episodes_of,
+    with_covariance,
+)
+from eplb_core.solver.tables import fixed_rule, slot_shares, slots_by_expert, solve_tables
+from eplb_core.solver.time_costs import (
+    cool_tables,
+    even_tables,
+    mean_slowest,
+    one_replica_each,
+    rank_us,
+    replica_counts_to_try,
+    split_us,
+    with_all_slots_used,
+)
+from eplb_core.solver.topology import keep_slots, match_ranks
+from eplb_core.solver.window import Forecast, choose_forecast, forecast_heat, standard_error
+
+_NO_FADING = np.array([np.inf])
+_HARDLY = 0.001
+"""Part of the time by which another way must be faster than balanced tokens on heat that neither was fitted to."""
+_SURE = 2.0
+"""Standard errors of the difference, step by step, that it must be faster by."""
+_SEARCHED = 3
+"""Replica counts whose greedy placement is searched further."""
+_TABLE_MOVES = 256
+"""Moves of sources after which tables are left as they are."""
+
+
+class _TimedLayer(NamedTuple):
+    """One MoE layer whose time is to be lowered."""
+
+    layer: Layer
+    """The same for the balance of tokens."""
+    tokens_EN: Float32
+    """float32 ``[E, N]``, tokens of each expert in each step."""
+    weight_N: Float32
+    """float32 ``[N]``, summing to 1 where any step has tokens; 0 for steps without any."""
+    curve_4: Float64
+    """float64 ``[4]``, a cost curve as ``time_costs`` takes it."""
+    even_us: float
+    """Microseconds of perfectly even ranks without replicas."""
+
+    @property
+    def deployed(self) -> LayerLayout:
+        """Deployed placement and tables."""
+        return self.layer.deployed
+
+    def judged(self, one: Candidate, tables: int) -> Candidate:
+        """Return the candidate with the slowest rank's mean time over ``even_us`` as its ratio; 1.0 without tokens."""
+        if not self.weight_N.any():
+            return one._replace(par=1.0)
+        share_RS = shares_of(one, self.deployed, tables)
+        us = mean_slowest(self.tokens_EN, self.weight_N, one.phy2log_RS, share_RS, self.curve_4)
+        return one._replace(par=us / self.even_us)
+
+    def slowest_N(self, one: Candidate, tables: int) -> Float32:
+        """Microseconds of the slowest rank in each step that has tokens, the floor left out."""
+        share_RS = shares_of(one, self.deployed, tables)
+        us_RN = rank_us(self.tokens_EN, one.phy2log_RS, share_RS, self.curve_4)
+        slowest_N: Float32 = us_RN.max(axis=0)[self.weight_N > 0]
+        return slowest_N
+
+
+def solve_layer_for_time(
+    episodes_NE: Float64,
+    steps_NE: Float64,
+    deployed: LayerLayout,
+    params: SearchParams,
+    curve_4: Float64,
+    min_gain: float,
+    unplaced: bool,
+    half_life_H: Float64 = _NO_FADING,
+) -> LayerResult:
+    """Decide one layer.
+
+    Parameters
+    ----------
+    episodes_NE, steps_NE
+        float64 ``[N, E]`` steps summed, oldest first, on which tokens are balanced, and ``[N', E]`` single steps, on
+        which time is lowered.
+    deployed, params, min_gain, unplaced, half_life_H
+        As for ``layer.solve_layer``; ``move_price`` and ``min_gain`` are parts of the time of even ranks.
+    curve_4
+        float64 ``[4]``, a cost curve as ``time_costs`` takes it.
+
+    Returns
+    -------
+    Answer
+        Its ratios are of times: the slowest rank's over that of perfectly even ranks without replicas.
+    """
+    balanced = episodes_of(episodes_NE, deployed.phy2log_RS.shape[0])
+    params = without_vain_annealing(balanced, deployed, params)
+    forecast = _between_bursts(balanced, params, half_life_H)
+    seen = _timed(episodes_NE, steps_NE, deployed, curve_4, forecast)
+    now = seen.judged(Candidate(deployed.phy2log_RS, deployed.log2phy_GE, 0.0, 0), params.tables)
+    tables = _tabled(deployed.phy2log_RS, seen, params)
+    halves = []
+    if episodes_NE.shape[0] >= MIN_EPISODES:
+        cut, step_cut = episodes_NE.shape[0] // 2, steps_NE.shape[0] // 2
+        halves = [
+            _timed(episodes, steps, deployed, curve_4, forecast)
+            for episodes, steps in (
+                (episodes_NE[:cut], steps_NE[:step_cut]),
+                (episodes_NE[cut:], steps_NE[step_cut:]),
+            )
+        ]
+    for_time = _lasts(halves[0], halves[1], params) if halves else True
+    slot_price = params.slot_price(deployed.phy2log_RS)
+    fresh = min((now, tables, _placed(seen, params, slot_price, for_time)), key=attrgetter("par"))
+
+    def answer(found: Candidate, taken: int) -> LayerResult:
+        return LayerResult(found, now.par, float("inf"), taken, trimmed=forecast.trimmed)
+
+    if unplaced:
+        return answer(fresh, KEEP if fresh is now else TABLES if fresh is tables else FRESH)
+    if now.par - fresh.par <= min_gain:
+        return answer(now, KEEP)
+    slot_price = params.slot_price(deployed.phy2log_RS, now.par)
+    most = FRESH
+    if params.options.holdout and halves:
+        older, newer = halves
+        judged = [
+            (newer.judged(one, params.tables), kind)
+            for one, kind in _recommendations(older, now, params, slot_price, FRESH, for_time)
+            if _surely_pays(one, now, newer, params, slot_price)
+        ]
+        limit = newer.judged(now, params.tables).par - min_gain
+        _, most = _cheapest(judged, now, slot_price, limit)
+    recommendations = _recommendations(seen, now, params, slot_price, most, for_time)
+    return answer(*_cheapest(recommendations, now, slot_price, now.par - min_gain))
+
+
+def _timed(
+    episodes_NE: Float64, steps_NE: Float64, deployed: LayerLayout, curve_4: Float64, forecast: Forecast
+) -> _TimedLayer:
+    ranks = deployed.phy2log_RS.shape[0]
+    layer = Layer(forecast_heat(episodes_of(episodes_NE, ranks), forecast, 0.0), deployed)
+    busy_N = steps_NE.sum(axis=1) > 0
+    weight_N = (busy_N / max(1, np.count_nonzero(busy_N))).astype(np.float32)
+    tokens_EN = np.ascontiguousarray(steps_NE.T, dtype=np.float32)
+    us_EN = split_us(tokens_EN, np.ones(tokens_EN.shape[0], dtype=np.int32), curve_4)
+    even_us = float(curve_4[0]) + float((us_EN.sum(axis=0) * weight_N).sum()) / ranks
+    return _TimedLayer(layer, tokens_EN, weight_N, curve_4, even_us)
+
+
+def _between_bursts(heat: Episodes, params: SearchParams, half_life_H: Float64) -> Forecast:
+    """Forecast for which tokens are balanced: all heat that is known, but for bursts."""
+    if heat.share_N.size >= MIN_EPISODES:
+        chosen = choose_forecast(heat, half_life_H, params.options.trimmed_mean)
+        if chosen.trimmed:
+            return chosen
+    return Forecast(float("inf"), 0.0)
+
+
+def _lasts(older: _TimedLayer, newer: _TimedLayer, params: SearchParams) -> bool:
+    """Return whether placements for time, fitted to either half, are clearly faster than balanced tokens on the other.
+
+    Not to the older one alone: where heat moves, placements that are alike on one stretch of steps differ on another
+    by more than those steps scatter.
+    """
+    if not (older.weight_N.any() and newer.weight_N.any()):
+        return True
+    for fit, held_out in ((older, newer), (newer, older)):
+        balanced = from_scratch(fit.layer, params, params.slot_price(fit.deployed.phy2log_RS))
+        found = _placed_for_time(fit, params)
+        saved_N = held_out.slowest_N(balanced, params.tables) - held_out.slowest_N(found, params.tables)
+        error = standard_error(saved_N.astype(np.float64))
+        if saved_N.mean() <= max(_HARDLY * held_out.even_us, _SURE * error):
+            return False
+    return True
+
+
+def _placed(seen: _TimedLayer, params: SearchParams, slot_price: float, for_time: bool) -> Candidate:
+    """Place from scratch, for time where that lasts, unless balanced tokens are faster on this very heat."""
+    balanced = seen.judged(from_scratch(seen.layer, params, slot_price), params.tables)
+    if not for_time:
+        return balanced
+    return min(balanced, _placed_for_time(seen, params), key=attrgetter("par"))
+
+
+def _recommendations(
+    seen: _TimedLayer, now: Candidate, params: SearchParams, slot_price: float, most: int, for_time: bool
+) -> list[tuple[Candidate, int]]:
+    """Candidates, each with its recommendation, of ``TABLES``, ``LOCAL`` and ``FRESH`` up to ``most``."""
+    if most == KEEP:
+        return []
+    tables = _tabled(now.phy2log_RS, seen, params)
+    found = [(tables, TABLES)]
+    if most >= LOCAL and params.local_search_steps > 0:
+        # The search does not see the floor.
+        scale = seen.even_us / max(seen.even_us - seen.curve_4[0], 1e-30)
+        price_K = move_prices(slot_price * scale, params)
+        found += [(one, LOCAL) for one in _improved_for_time(tables, seen, params, price_K)]
+    if most == FRESH:
+        found.append((_placed(seen, params, slot_price, for_time), FRESH))
+    return found
+
+
+def _surely_pays(
+    one: Candidate, now: Candidate, newer: _TimedLayer, params: SearchParams, slot_price: float
+) -> bool:
+    """Return whether what it wins on the newer steps is above its moves' price by the standard errors asked for."""
+    weight_N = newer.weight_N[newer.weight_N > 0]
+    saved_N = newer.slowest_N(now, params.tables) - newer.slowest_N(one, params.tables)
+    return is_sure(saved_N / newer.even_us, weight_N, slot_price * one.moves, params.options.sureness)
+
+
+def _cheapest(
+    found: Sequence[tuple[Candidate, int]], now: Candidate, slot_price: float, limit: float
+) -> tuple[Candidate, int]:
+    """Choose the lowest ratio and price of moves below ``limit``, cheaper recommendations first; otherwise ``now``."""
+    best, taken = now, KEEP
+    for one, kind in found:
+        cost = one.par + slot_price * one.moves
+        if cost < limit:
+            best, taken, limit = one, kind, cost
+    return best, taken
+
+
+def _tabled(
+    phy2log_RS: Int32, seen: _TimedLayer, params: SearchParams, used_RE: Bool | None = None
+) -> Candidate:
+    """Give a placement, its experts in their deployed slots, the tables that take least time.
+
+    From the replicas ``used_RE`` (bool ``[R, E]``); where not given, from two beginnings: one replica of each expert in
+    use, and all of them as the balance of tokens has them.
+    """
+    share_GE = seen.deployed.share_GE
+    sources, experts = share_GE.shape
+    kept_RS, moves = keep_slots(phy2log_RS, seen.deployed.phy2log_RS)
+    if params.tables != SOLVED:
+        rule_GE = fixed_rule(*slots_by_expert(kept_RS, experts), sources, params.width)
+        return seen.judged(Candidate(kept_RS, rule_GE, 0.0, moves), params.tables)
+    beginnings = []
+    if used_RE is None:
+        beginnings.append(solve_tables(kept_RS, seen.layer.heat, share_GE, params.z)[0])
+        us_E = split_us(seen.tokens_EN, np.ones(experts, dtype=np.int32), seen.curve_4) @ seen.weight_N
+        used_RE = one_replica_each(kept_RS, experts, us_E.astype(np.float32))
+    # The first of equals is the one with fewest replicas in use.
+    beginnings.insert(0, even_tables(*_slots_in_use(kept_RS, used_RE), share_GE))
+    found = []
+    for table_GE in beginnings:
+        cool_tables(kept_RS, table_GE, seen.tokens_EN, seen.weight_N, share_GE, seen.curve_4, _TABLE_MOVES)
+        found.append(seen.judged(Candidate(kept_RS, table_GE, 0.0, moves), SOLVED))
+    return min(found, key=attrgetter("par"))
+
+
+def _placed_for_time(seen: _TimedLayer, params: SearchParams) -> Candidate:
+    """Place from scratch for a few replica counts, dealt to the ranks so that much stays.
+
+    All counts are placed greedily; the most promising ones are searched further.
+    """
+    (ranks, slots), steps = seen.deployed.phy2log_RS.shape, params.local_search_steps
+    timing = seen.tokens_EN, seen.weight_N, seen.curve_4
+    begun: list[tuple[float, Assignment, Heat, Int32]] = []
+    for replicas_E in replica_counts_to_try(*timing, ranks, slots, params.z):
+        if params.tables != SOLVED:
+            replicas_E = with_all_slots_used(*timing, replicas_E, ranks, slots)
+        heat, unused = _heat_in_time(seen, replicas_E)
+        padded_E = np.concatenate([replicas_E, np.ones(unused, dtype=np.int32)])
+        assignment = place(padded_E, heat, ranks, slots, params.z)
+        begun.append((_greedy_us(assignment, replicas_E, seen), assignment, heat, replicas_E))
+    begun.sort(key=lambda one: one[0])
+    found = []
+    for _, assignment, heat, replicas_E in begun[:_SEARCHED]:
+        nowhere_ER = np.zeros_like(assignment.holds_ER)
+        found_KRS = local_search(assignment, heat, nowhere_ER, np.zeros(1), params.z, steps, False)
+        used_RE = _used(found_KRS[0], replicas_E.size)
+        found.append(_served(_dealt(used_RE, seen), seen, params))
+    return min(found, key=attrgetter("par"))
+
+
+def _improved_for_time(
+    now: Candidate, seen: _TimedLayer, params: SearchParams, price_K: Float64
+) -> list[Candidate]:
+    """Swap from the deployed placement, one candidate for each price of a move; ``now`` is it with its best tables."""
+    deployed = seen.deployed
+    ranks = now.phy2log_RS.shape[0]
+    experts = deployed.share_GE.shape[1]
+    in_use_RS = slot_shares(now.phy2log_RS, now.log2phy_GE, deployed.share_GE) > 0
+    if params.tables != SOLVED:
+        in_use_RS[:] = True
+    replicas_E = np.bincount(now.phy2log_RS[in_use_RS], minlength=experts).astype(np.int32)
+    # An expert without tokens is used by nobody, but must be somewhere.
+    silent_E = replicas_E == 0
+    for expert in np.flatnonzero(silent_E):
+        in_use_RS[tuple(np.argwhere(now.phy2log_RS == expert)[0])] = True
+    replicas_E[silent_E] = 1
+    heat, unused = _heat_in_time(seen, replicas_E)
+    begin_RS = now.phy2log_RS.copy()
+    begin_RS[~in_use_RS] = experts + np.arange(unused)
+    padded_E = np.concatenate([replicas_E, np.ones(unused, dtype=np.int32)])
+    share_RS = (1.0 / padded_E[begin_RS]).astype(np.float32)
+    home_ER = np.concatenate([deployed.home_ER, np.ones((unused, ranks), dtype=np.bool_)])
+    assignment = assignment_of(begin_RS, share_RS, heat)
+    steps = params.local_search_steps
+    found_KRS = local_search(assignment, heat, home_ER, price_K, params.z, steps, False)
+    distinct = {
+        found_RS.tobytes(): found_RS for found_RS in found_KRS if not np.array_equal(found_RS, begin_RS)
+    }
+    return [_served(_used(found_RS, experts), seen, params) for found_RS in distinct.values()]
+
+
+def _greedy_us(assignment: Assignment, replicas_E: Int32, seen: _TimedLayer) -> float:
+    """Microseconds of the slowest rank where every replica in use gets an even share."""
+    share_E = np.zeros(assignment.replicas_E.size, dtype=np.float32)
+    share_E[: replicas_E.size] = 1.0 / replicas_E
+    used_RS = np.minimum(assignment.phy2log_RS, np.int32(replicas_E.size - 1))
+    share_RS = share_E[assignment.phy2log_RS]
+    return mean_slowest(seen.tokens_EN, seen.weight_N, used_RS, share_RS, seen.curve_4)
+
+
+def _heat_in_time(seen: _TimedLayer, replicas_E: Int32) -> tuple[Heat, int]:
+    """Heat that the experts, split evenly over so many replicas, are in time, mean rank 1; and slots unused.
+
+    Each unused slot counts as one more expert, which adds nothing.
+    """
+    ranks, slots = seen.deployed.phy2log_RS.shape
+    us_EN = split_us(seen.tokens_EN, replicas_E, seen.curve_4)
+    unused = ranks * slots - int(replicas_E.sum())
+    scale = ranks / max(float((us_EN.sum(axis=0) * seen.weight_N).sum()), 1e-30)
+    padded_EN = np.zeros((us_EN.shape[0] + unused, us_EN.shape[1]), dtype=np.float32)
+    padded_EN[: us_EN.shape[0]] = us_EN * np.float32(scale)
+    return with_covariance(padded_EN, seen.weight_N), unused
+
+
+def _used(found_RS: Int32, experts: int) -> Bool:
+    """Experts that each rank uses, bool ``[R, E]``; numbers past the experts are unused slots."""
+    used_RE = np.zeros((found_RS.shape[0], experts), dtype=np.bool_)
+    rank_U, slot_U = np.nonzero(found_RS < experts)
+    used_RE[rank_U, found_RS[rank_U, slot_U]] = True
+    return used_RE
+
+
+def _slots_in_use(phy2log_RS: Int32, used_RE: Bool) -> tuple[Int32, Int32]:
+    """Physical ids of the replicas in use, laid out as by ``tables.slots_by_expert``."""
+    expert_P = phy2log_RS.ravel()
+    slot_U = np.flatnonzero(used_RE[np.arange(len(phy2log_RS))[:, None], phy2log_RS])
+    used_E = np.bincount(expert_P[slot_U], minlength=used_RE.shape[1])
+    first_E1 = np.concatenate(([0], used_E.cumsum())).astype(np.int32)
+    return first_E1, slot_U[np.argsort(expert_P[slot_U], kind="stable")].astype(np.int32)
+
+
+def _dealt(used_RE: Bool, seen: _TimedLayer) -> Bool:
+    """Deal the rows to the ranks that hold most of them now."""
+    deployed = seen.deployed
+    full_RS = _completed(used_RE, np.zeros_like(used_RE), seen)
+    dealt_RS = match_ranks(full_RS, deployed.phy2log_RS, used_RE.shape[1], deployed.node_R)
+    rows: dict[bytes, list[int]] = {}
+    for rank, row_S in enumerate(full_RS):
+        rows.setdefault(row_S.tobytes(), []).append(rank)
+    return used_RE[[rows[row_S.tobytes()].pop() for row_S in dealt_RS]]
+
+
+def _served(used_RE: Bool, seen: _TimedLayer, params: SearchParams) -> Candidate:
+    """Fill unused slots with what is there already, and make tables."""
+    return _tabled(_completed(used_RE, seen.deployed.home_ER.T, seen), seen, params, used_RE)
+
+
+def _completed(used_RE: Bool, there_RE: Bool, seen: _TimedLayer) -> Int32:
+    """Fill every slot, int32 ``[R, S]``: experts in use first, then what is there, then the hottest experts."""
+    slots = seen.deployed.phy2log_RS.shape[1]
+    heat_E = seen.tokens_EN @ seen.weight_N
+    rank_of_E = np.empty(heat_E.size)
+    rank_of_E[np.argsort(-heat_E, kind="stable")] = np.arange(heat_E.size)
+    order_RE = np.where(used_RE, -2 * heat_E.size, np.where(there_RE, -heat_E.size, 0)) + rank_of_E
+    full_RS: Int32 = np.argsort(order_RE, axis=1, kind="stable")[:, :slots].astype(np.int32)
+    return full_RS

@@ -1,0 +1,1 @@
+"""Commands that ``eplb`` finds through entry points: ``eplb demo`` and ``eplb bench``."""

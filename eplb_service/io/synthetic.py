@@ -1,0 +1,135 @@
+"""Made-up heat of four kinds, for demos, tests and benchmarks where no recording is at hand.
+
+Each step draws ``tokens * top_k`` expert choices from a popularity vector that moves as its kind says. No
+expert is more popular than ``1 / top_k`` or chosen twice by a token, so that every step could be real.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+import numpy as np
+
+from eplb_core.heat.window import HeatError
+from eplb_core.placement import Float64, Int32
+
+Kind = Literal["static", "drift", "phased", "bursty"]
+"""Movements of popularity: it jitters, walks, alternates between two domains, or jumps in groups of experts."""
+KINDS: tuple[Kind, ...] = get_args(Kind)
+
+# Made up, not fitted to any router: each kind is to be hard in its own way.
+_JITTER_LOG_SD = 0.1
+"""Jitter of a log-popularity from step to step where it does not move."""
+_DRIFT_LOG_SD = 0.04
+"""Jumps of a log-popularity that walks."""
+_DRIFT_PULL = 0.999
+"""Part of where it is that stays from step to step: it wanders by less than one, however long the trace."""
+_PHASE_STEPS = 50
+"""Mean length of a phase; phases are up to a fifth longer or shorter."""
+_PHASE_SHARE = 0.9
+"""Part of a phase's tokens that are of its own domain."""
+_BURST_GROUP = 8
+"""Experts that are hot together."""
+_BURST_LOG_GAIN = 1.3
+"""Log-popularity that a burst adds: 3.7 times the tokens."""
+_BURST_STEPS_ON, _BURST_STEPS_OFF = 10, 50
+"""Mean steps of a burst, and between two of a group."""
+
+
+def synthetic_heat(
+    kind: Kind, steps: int, layers: int, experts: int, tokens: int = 4096, top_k: int = 8, seed: int = 0
+) -> Int32:
+    """Heat of a made-up workload, int32 ``[T, L, E]``; the same arguments give the same heat.
+
+    Popularity moves as ``kind`` says, over ``steps``, ``layers`` and ``experts``. In each step ``tokens`` choose
+    ``top_k`` distinct experts each: every step and layer sums to ``tokens * top_k``, and no count is past ``tokens``.
+    All is drawn from ``seed``. Raises ``HeatError`` on an unknown kind, or sizes that no router could have.
+    """
+    if kind not in KINDS:
+        raise HeatError(f"unknown kind of heat {kind!r}; choose one of {', '.join(KINDS)}")
+    if min(steps, layers, tokens, top_k) < 1 or top_k > experts:
+        raise HeatError(
+            f"heat needs at least one step, layer and token, and 1..{experts} choices per token; "
+            f"got {steps} steps, {layers} layers, {tokens} tokens and {top_k} choices"
+        )
+    rng = np.random.default_rng(seed)
+    log_LE = np.log([_base_popularity(layer, experts, rng) for layer in range(layers)])
+    log_TLE = _MOVEMENTS[kind](log_LE, steps, rng)
+    popularity_TLE = np.exp(log_TLE - log_TLE.max(axis=-1, keepdims=True))
+    capped_NE = _cap_shares(popularity_TLE.reshape(-1, experts), 1 / top_k)
+    return _draw_choices(capped_NE, tokens, top_k, rng).reshape(steps, layers, experts)
+
+
+def _base_popularity(layer: int, experts: int, rng: np.random.Generator) -> Float64:
+    """Zipf in odd layers, lognormal in even ones, float64 ``[E]``."""
+    if layer % 2:
+        return rng.permutation(np.arange(1, experts + 1) ** -rng.uniform(0.5, 0.9))
+    return np.exp(rng.uniform(0.6, 1.2) * rng.standard_normal(experts))
+
+
+def _static(log_LE: Float64, steps: int, rng: np.random.Generator) -> Float64:
+    return log_LE + _JITTER_LOG_SD * rng.standard_normal((steps, *log_LE.shape))
+
+
+def _drift(log_LE: Float64, steps: int, rng: np.random.Generator) -> Float64:
+    """Each expert's log-popularity walks, pulled back to where it began."""
+    walk_TLE = _DRIFT_LOG_SD * rng.standard_normal((steps, *log_LE.shape))
+    for step in range(1, steps):
+        walk_TLE[step] += _DRIFT_PULL * walk_TLE[step - 1]
+    return log_LE + walk_TLE
+
+
+def _phased(log_LE: Float64, steps: int, rng: np.random.Generator) -> Float64:
+    """Two domains, what is hot in one cold in the other, mixed 9:1 and 1:9 by turns of about 50 steps."""
+    coldness_LE = np.argsort(np.argsort(-log_LE, axis=1), axis=1)
+    other_LE = np.take_along_axis(np.sort(log_LE, axis=1), coldness_LE, axis=1)
+    shortest, longest = _PHASE_STEPS * 4 // 5, _PHASE_STEPS * 6 // 5
+    lengths = rng.integers(shortest, longest + 1, size=steps // shortest + 1)
+    phase_T = np.repeat(np.arange(lengths.size), lengths)[:steps] % 2
+    share_T11 = np.where(phase_T == 0, _PHASE_SHARE, 1 - _PHASE_SHARE)[:, None, None]
+    return np.asarray(np.log(share_T11 * np.exp(log_LE) + (1 - share_T11) * np.exp(other_LE)))
+
+
+def _bursty(log_LE: Float64, steps: int, rng: np.random.Generator) -> Float64:
+    """Groups of 8 experts, drawn per layer, switch on together for about 10 steps and off for about 50."""
+    layers, experts = log_LE.shape
+    group_LE = np.stack([rng.permutation(experts) // _BURST_GROUP for _ in range(layers)])
+    groups = -(-experts // _BURST_GROUP)
+    on_TLG = np.empty((steps, layers, groups), dtype=bool)
+    on_LG = rng.random((layers, groups)) < _BURST_STEPS_ON / (_BURST_STEPS_ON + _BURST_STEPS_OFF)
+    for step in range(steps):
+        on_TLG[step] = on_LG
+        switch_LG = np.where(on_LG, 1 / _BURST_STEPS_ON, 1 / _BURST_STEPS_OFF)
+        on_LG = on_LG ^ (rng.random((layers, groups)) < switch_LG)
+    on_TLE = np.take_along_axis(on_TLG, np.broadcast_to(group_LE, (steps, layers, experts)), axis=2)
+    return np.asarray(log_LE + _BURST_LOG_GAIN * on_TLE)
+
+
+_MOVEMENTS = {"static": _static, "drift": _drift, "phased": _phased, "bursty": _bursty}
+
+
+def _cap_shares(weights_NE: Float64, cap: float) -> Float64:
+    """Shares ``[N, E]`` in proportion to the weights, but none past ``cap``: the others take the surplus."""
+    experts = weights_NE.shape[1]
+    if cap * experts <= 1:
+        return np.full_like(weights_NE, 1 / experts)
+    capped_NE = np.zeros(weights_NE.shape, dtype=bool)
+    while True:
+        free_N1 = 1 - cap * capped_NE.sum(axis=1, keepdims=True)
+        open_NE = np.where(capped_NE, 0.0, weights_NE)
+        shares_NE = np.where(capped_NE, cap, open_NE * free_N1 / open_NE.sum(axis=1, keepdims=True))
+        past_NE = ~capped_NE & (shares_NE > cap)
+        if not past_NE.any():
+            return np.asarray(shares_NE / shares_NE.sum(axis=1, keepdims=True))
+        capped_NE |= past_NE
+
+
+def _draw_choices(shares_NE: Float64, tokens: int, top_k: int, rng: np.random.Generator) -> Int32:
+    """Multinomial counts that no expert gets more of than there are tokens, int32 ``[N, E]``."""
+    counts_NE = rng.multinomial(tokens * top_k, shares_NE)
+    for counts_E, shares_E in zip(counts_NE, shares_NE, strict=True):
+        while (surplus := int(np.maximum(counts_E - tokens, 0).sum())) > 0:
+            np.minimum(counts_E, tokens, out=counts_E)
+            open_E = np.where(counts_E < tokens, shares_E, 0.0)
+            counts_E += rng.multinomial(surplus, open_E / open_E.sum())
+    return counts_NE.astype(np.int32)
