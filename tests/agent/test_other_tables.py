@@ -14,7 +14,7 @@ CHANGED_AT = 6
 
 def _serves_with_another_table(commits: bool) -> tuple[str, int]:
     """Turn a table of rank 1 at one step, and let its layer be committed soon after; return what ends this rank."""
-    table_check._ALL_WITHIN = 1_000_000 if commits else 2
+    table_check._ROUND_BOUNDARIES = 1_000_000 if commits else 2
     agent, layers, _ = live.start(1, vote_interval=1, vote_lag=1)
     try:
         # Without the model's collectives: a rank that ends must not keep the others from calling.

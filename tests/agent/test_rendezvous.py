@@ -98,7 +98,10 @@ def _fails_to_meet(what: str) -> str:
         ("weights", "expert weights of layer 0 differ"),
         ("table", "rank 1: layer 0: log2phy of rank 1: expert 0 points to slot"),
         ("dealing", "width differ: rank 0 has 1, rank 1 has 4"),
-        ("entries", "rank 1: log2phy has the shape [8], or [8, entries] with at most 64; got [8, 65]"),
+        (
+            "entries",
+            "rank 1: log2phy must have the shape [8], or [8, entries] with at most 64 entries; got [8, 65]",
+        ),
         ("host", "rank 1: 'NoneType' object is not callable"),
         ("backend", "rank 0: transfer_backend nccl moves experts between cuda devices"),
     ],

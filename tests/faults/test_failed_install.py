@@ -81,6 +81,6 @@ def _installs_a_damaged_expert() -> None:
 def test_an_expert_that_is_damaged_in_its_install_is_fatal() -> None:
     """The others are in a pass with it by then: the model's own collectives end with its process."""
     with pytest.raises(
-        RankFailure, match=r"FatalSwitchError: rank 1: layer 0: slot \d .* its expert was sent as"
+        RankFailure, match=r"FatalSwitchError: rank 1: layer 0: the expert in slot \d .* its sender computed"
     ):
         run_ranks(RANKS, _installs_a_damaged_expert)

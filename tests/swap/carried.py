@@ -79,7 +79,7 @@ class LateMark(Mark):
 class DeviceLikeLanes(Lanes):
     """Lanes as a device would have them."""
 
-    def _opened(self, number: int) -> Lane:
+    def _open_lane(self, number: int) -> Lane:
         host = _HostLane(self._group.process_group(f"rendezvous/{number}", self._timeout))
         group = GlooAsDevice(self._group.process_group(f"device/{number}", self._timeout))
         return _DeviceLane(group, host, lambda: LateMark(self.device))

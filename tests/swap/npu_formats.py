@@ -94,7 +94,7 @@ class FakeHccl:
 class FakeHcclLanes(Lanes):
     """Opens lanes for NPUs."""
 
-    def _opened(self, number: int) -> Lane:
+    def _open_lane(self, number: int) -> Lane:
         host = _HostLane(self._group.process_group(f"rendezvous/{number}", self._timeout))
         group = FakeHccl(self._group.process_group(f"device/{number}", self._timeout))
         return _DeviceLane(group, host, lambda: LateMark(self.device))

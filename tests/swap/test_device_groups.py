@@ -77,7 +77,7 @@ def test_nccl_leaves_errors_and_deadlines_to_the_agent(library, monkeypatch) -> 
 
 def test_a_torch_without_nccl_gets_a_message_with_the_setting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "is_nccl_available", lambda: False)
-    with pytest.raises(RuntimeError, match="built without NCCL; ask for the transfer backend gloo"):
+    with pytest.raises(RuntimeError, match="built without NCCL; set EPLB_AGENT_TRANSFER_BACKEND=gloo"):
         _NcclGroup(dist.HashStore(), 1, 3, HERE)
 
 

@@ -107,7 +107,7 @@ def test_nothing_is_queued_on_the_device_for_a_peer_that_does_not_come() -> None
 @pytest.mark.parametrize("aborts", [True, False])
 def test_memory_that_a_device_may_still_write_to_is_never_given_back(aborts, monkeypatch) -> None:
     kept: list[_DeviceLane] = []
-    monkeypatch.setattr(lane_module, "_STILL_WRITTEN", kept)
+    monkeypatch.setattr(lane_module, "_LOST_LANES", kept)
     log: list[str] = []
     lane = _lane(log, lambda: False, aborts=aborts)
     with pytest.raises(TimeoutError, match=r"not done within 0\.3 s"):

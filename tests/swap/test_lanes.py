@@ -35,7 +35,7 @@ def test_the_device_chooses_the_library(device_type: str) -> None:
 )
 def test_a_library_that_cannot_reach_the_experts_is_refused(asked, device_type, reached) -> None:
     with pytest.raises(
-        ValueError, match=f"between {reached} devices, these are on {device_type}; ask for auto"
+        ValueError, match=f"between {reached} devices, but they are on {device_type} here; set it to auto"
     ):
         choose_backend(asked, device_type)
 

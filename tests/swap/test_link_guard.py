@@ -17,7 +17,7 @@ import torch.distributed as dist
 from tests.faults.listening import listening
 from tests.swap.peered import joined
 from worker_agent.swap.group import AgentGroup
-from worker_agent.swap.link_guard import _DROP, LinkGuard, _attach, _taking
+from worker_agent.swap.link_guard import _DROP, LinkGuard, _attach, _filter_program
 
 TIMEOUT = timedelta(seconds=20)
 
@@ -48,17 +48,17 @@ def test_a_filter_takes_the_hosts_it_names_and_this_one() -> None:
     with socket.create_server(("127.0.0.1", 0)) as opened:
         _attach(opened, [_DROP])
         assert not _takes(opened, "127.0.0.1")
-        _attach(opened, _taking(socket.AF_INET, ["10.0.0.7", "fe80::7%eth0", "10.0.0.8"]))
+        _attach(opened, _filter_program(socket.AF_INET, ["10.0.0.7", "fe80::7%eth0", "10.0.0.8"]))
         assert _takes(opened, "127.0.0.1")
         assert _takes(opened, "127.8.9.10")
         # Without the clause for this host, hosts are taken by their whole address.
         for taken in ("127.0.0.2", "127.0.0.3"):
-            program = _taking(socket.AF_INET, ["10.0.0.7", "127.0.0.2", "127.0.0.3"])[4:]
+            program = _filter_program(socket.AF_INET, ["10.0.0.7", "127.0.0.2", "127.0.0.3"])[4:]
             _attach(opened, program)
             assert _takes(opened, taken)
         assert not _takes(opened, "127.0.0.4")
     with socket.create_server(("::1", 0), family=socket.AF_INET6) as opened:
-        program = _taking(socket.AF_INET6, ["10.0.0.7", "fe80::7%eth0"])
+        program = _filter_program(socket.AF_INET6, ["10.0.0.7", "fe80::7%eth0"])
         _attach(opened, program)
         assert _takes(opened, "::1")
         # Of its two hosts ::1 is the first.
@@ -144,4 +144,7 @@ def test_what_speaks_without_the_secret_is_none_of_the_peers(monkeypatch: pytest
 def test_where_the_kernel_takes_no_filter_links_open_all_the_same(monkeypatch, caplog) -> None:
     monkeypatch.setattr("worker_agent.swap.link_guard._SO_ATTACH_FILTER", 9999)
     assert len(_opened(joined(2), "vote")) == 2
-    assert "gloo's links are open to whoever reaches their ports: the kernel takes no filter" in caplog.text
+    assert (
+        "gloo accepts connections from any host that reaches its ports: the kernel rejects the filter"
+        in caplog.text
+    )

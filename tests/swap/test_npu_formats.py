@@ -89,7 +89,7 @@ def _in_the_middle() -> str:
     lane: Any = object.__new__(_DeviceLane)
     lane._group = npu_formats.FakeHccl
     try:
-        lane._bounced("out", Parcel(1, npu_formats.tagged(torch.zeros(4, 4))[1:], 7))
+        lane._at_storage_start("out", Parcel(1, npu_formats.tagged(torch.zeros(4, 4))[1:], 7))
     except ValueError as error:
         return str(error)
     return ""
@@ -118,7 +118,7 @@ def test_a_device_s_checksum_sees_every_changed_and_every_moved_byte(size: int) 
 
 
 def test_lanes_that_timed_out_on_a_device_are_counted_and_then_no_more_are_opened(monkeypatch) -> None:
-    monkeypatch.setattr(lane_module, "_STILL_WRITTEN", [None] * MAX_LOST_LANES)
+    monkeypatch.setattr(lane_module, "_LOST_LANES", [None] * MAX_LOST_LANES)
     lanes: Any = object.__new__(Lanes)
     lanes._open, lanes._backend = None, "hccl"
     with pytest.raises(RuntimeError, match="balancing has stopped: 2 transfers timed out on the device"):
@@ -138,4 +138,4 @@ def test_transfers_leave_the_link_to_the_model_for_the_rest_of_the_time() -> Non
     budget.refill()
     ByteBudget(1, share=0.25).rest(1.0, 1000, longest=5.0)
     assert time.monotonic() - began < 0.5
-    Deadline(1.0).left()
+    Deadline(1.0).remaining()

@@ -79,11 +79,11 @@ def test_what_one_rank_announces_reaches_those_that_live(monkeypatch: pytest.Mon
 def test_an_answer_to_an_earlier_question_is_no_answer() -> None:
     """A rank that asks again must not take what its peer said before, late or replayed, for the answer."""
     one, other = joined(2)
-    sealed = other.peers._sealed
+    seal = other.peers._seal
     stale = bytes(16) + b"c"
-    other.peers._sealed = lambda kind, body: sealed(kind, stale if kind == b"a" else body)
+    other.peers._seal = lambda kind, body: seal(kind, stale if kind == b"a" else body)
     assert one.peers.ask([1], b"d3", 0.3) == {}
-    other.peers._sealed = sealed
+    other.peers._seal = seal
     assert one.peers.ask([1], b"d3", 20.0) == {1: b"d"}
 
 
@@ -171,7 +171,7 @@ def test_links_that_end_while_their_processes_live_are_reported_and_opened_again
 
 
 def test_a_link_is_never_idle(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(presence, "_BEAT_SECONDS", 0.05)
+    monkeypatch.setattr(presence, "_HEARTBEAT_SECONDS", 0.05)
     one, other = joined(2)
     heard = []
     receive = presence.PresenceLinks._read

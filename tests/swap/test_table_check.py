@@ -14,7 +14,7 @@ from worker_agent.swap.rank_layout import RankLayout
 from worker_agent.swap.table_check import TableCheck
 
 PLACEMENT, RANK = Placement.linear(3, 6, 2, 4), 1
-ROUND = table_check._ALL_WITHIN + 1
+ROUND = table_check._ROUND_BOUNDARIES + 1
 
 
 def started(width: int) -> tuple[list[Any], RankLayout]:

@@ -1,4 +1,4 @@
-"""Fingerprints of live experts, by which ranks find before they serve that they did not load the same weights."""
+"""Fingerprints of live experts. Ranks compare them before they serve, to detect that they loaded different weights."""
 
 from __future__ import annotations
 
@@ -14,41 +14,78 @@ from worker_agent.device import bytes_of
 from worker_agent.live_layer import ExpertWeights
 
 _SAMPLE_BYTES = 16_384
-"""Bytes that are read of each tensor, evenly spread: other weights differ in them, and few seconds are spent."""
+"""Bytes to read from each tensor, evenly spaced. Different weights differ in the sample, and it takes few seconds."""
 
 
 def expert_fingerprints(weights: Sequence[ExpertWeights]) -> npt.NDArray[np.uint32]:
-    """CRC-32 of a sample of each local slot's tensors, uint32 ``[S]``; read from their device."""
+    """Return the fingerprint of each local slot of a layer: the CRC-32 of a sample of its tensors.
+
+    Parameters
+    ----------
+    weights
+        The layer's weights by kind; each is read on its device.
+
+    Returns
+    -------
+    numpy.ndarray
+        uint32 ``[S]``.
+    """
     sums_S = [0] * len(weights[0])
     for weight in weights:
         stride = max(1, bytes_of(weight[0]).numel() // _SAMPLE_BYTES)
-        # An even stride would read the same byte of every number.
+        # An even stride would always read the same byte of a number, so make it odd.
         samples = torch.stack([bytes_of(expert)[:: stride | 1] for expert in weight]).cpu().numpy()
         sums_S = [zlib.crc32(sample.tobytes(), value) for sample, value in zip(samples, sums_S, strict=True)]
     return np.array(sums_S, dtype=np.uint32)
 
 
 def differing_replicas(slots_LRS: Int32, sums_RLS: Sequence[npt.NDArray[np.uint32]]) -> str | None:
-    """First expert of which two slots hold other weights, as a sentence; ``None`` where all replicas are alike."""
+    """Return a message about the first expert whose replicas differ, or ``None`` if all replicas are equal.
+
+    Parameters
+    ----------
+    slots_LRS
+        Logical expert of each slot, int32 ``[L, R, S]``.
+    sums_RLS
+        Fingerprints of all slots, uint32 ``[L, S]`` per rank.
+
+    Examples
+    --------
+    Ranks 0 and 1 each hold a replica of expert 1, with different fingerprints.
+
+    >>> slots_LRS = np.array([[[0, 1], [1, 2]]], dtype=np.int32)
+    >>> sums_RLS = [np.array([[70, 80]], dtype=np.uint32), np.array([[81, 90]], dtype=np.uint32)]
+    >>> differing_replicas(slots_LRS, sums_RLS).partition(";")[0]
+    'layer 0: ranks 0 and 1 hold different weights of expert 1'
+    """
     for layer, slots_RS in enumerate(slots_LRS):
-        first_of: dict[int, tuple[int, int]] = {}
+        first_replicas: dict[int, tuple[int, int]] = {}
         for (rank, slot), expert in np.ndenumerate(slots_RS):
-            found = int(sums_RLS[rank][layer, slot])
-            first, there = first_of.setdefault(int(expert), (rank, found))
-            if found != there:
+            value = int(sums_RLS[rank][layer, slot])
+            first_rank, first_value = first_replicas.setdefault(int(expert), (rank, value))
+            if value != first_value:
                 return (
-                    f"layer {layer}: ranks {first} and {rank} hold different weights of expert {expert}; one has "
-                    "loaded other weights (dummy ones differ by slot), or hands its layers over in another order"
+                    f"layer {layer}: ranks {first_rank} and {rank} hold different weights of expert {expert}; check "
+                    "that all ranks load the same checkpoint (dummy weights differ between slots) and pass their "
+                    "layers in the same order"
                 )
     return None
 
 
 def shared_memory(layers: Mapping[str, Sequence[ExpertWeights]]) -> str | None:
-    """First two layers, by name, whose experts share memory, as a sentence; ``None`` where each has its own."""
-    owner: dict[int, str] = {}
+    """Return a message about the first two layers whose experts share memory, or ``None`` if no layers do.
+
+    Parameters
+    ----------
+    layers
+        Weights of each layer by kind, keyed by the layer's name.
+    """
+    owners: dict[int, str] = {}
     for name, weights in layers.items():
         for address in {expert.data_ptr() for weight in weights for expert in weight if expert.numel()}:
-            other = owner.setdefault(address, name)
-            if other != name:
-                return f"{other} and {name} share the memory of their experts: they cannot be placed apart"
+            owner = owners.setdefault(address, name)
+            if owner != name:
+                return (
+                    f"{owner} and {name} share the memory of their experts, so their placements cannot differ"
+                )
     return None

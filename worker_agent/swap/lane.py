@@ -1,9 +1,9 @@
-"""Lanes that experts travel over: host to host by gloo, device to device by NCCL or HCCL.
+"""Lanes for transfers of experts: from host to host over gloo, or from device to device over NCCL or HCCL.
 
-Nothing enters a device's lane before both ends are there. What waits on a device for a peer that never comes can hardly
-be taken back: it holds part of the device, and the libraries end it by ending the process. So before every exchange
-both ends announce over the host what they send, once for all pieces of an expert. If a rank has failed, its broken
-link is noticed there.
+Before each exchange, both ends announce over the host which bytes they will send, once for all pieces of an expert.
+Nothing is queued on a device until the announcements have arrived, so a failed rank shows as a broken link on the host.
+An operation that is already queued on a device and waits for a missing peer is hard to cancel. It occupies part of the
+device, and the libraries cancel it by ending the process.
 """
 
 from __future__ import annotations
@@ -29,16 +29,29 @@ from worker_agent.swap.group import AgentGroup
 
 _POLL_SECONDS = 0.0001
 _NEVER = timedelta(days=365)
-"""Deadlines are the transfer's own: the libraries' watchdogs end the process where one passes."""
+"""Timeout passed to the device libraries. Transfers enforce their own deadlines, because a library's watchdog ends the
+process when a timeout expires."""
 _MAX_NCCL_BLOCKS = 4
-"""Thread blocks that a transfer may hold: it runs beside the model's kernels, some of which need all of the rest."""
+"""Maximum number of thread blocks of a transfer. The model's kernels run at the same time, and some of them need all
+other blocks."""
 _HCCL_BUFFER_MIB = 100
-"""HCCL takes twice this of device memory for a communicator; its default of 200 is meant for the model's own."""
+"""HCCL's buffer size. Each communicator takes twice this much device memory. The default of 200 is meant for the
+model's communicators."""
 
 
 @dataclass(frozen=True)
 class Parcel:
-    """Memory of an expert to send to or receive from ``peer``; on a lane uint8 ``[n]``, or a whole tensor in blocks."""
+    """A piece of an expert's memory to send to a peer, or to receive from it.
+
+    Parameters
+    ----------
+    peer
+        Rank at the other end.
+    data
+        The memory. On a lane, uint8 ``[n]``, or a whole tensor if its memory is in blocks.
+    expert
+        Logical expert, for error messages; -1 if it does not matter.
+    """
 
     peer: int
     data: torch.Tensor
@@ -46,74 +59,97 @@ class Parcel:
 
 
 class Deadline:
-    """Moment by which something must be done, ``seconds`` from now."""
+    """Time limit of a transfer, ``seconds`` from now."""
 
     def __init__(self, seconds: float, runtime: Runtime = REAL) -> None:
         self._seconds = seconds
         self._runtime = runtime
         self._end = runtime.now() + seconds
 
-    def left(self) -> float:
-        """Return the seconds that are left; raises ``TimeoutError`` where none are."""
-        left = self._end - self._runtime.now()
-        if left <= 0:
+    def remaining(self) -> float:
+        """Return the seconds until the deadline. Raises ``TimeoutError`` if it has passed."""
+        seconds = self._end - self._runtime.now()
+        if seconds <= 0:
             raise TimeoutError(f"not done within {self._seconds:g} s")
-        return left
+        return seconds
 
-    def rest(self, seconds: float) -> None:
-        """Wait for so long."""
+    def sleep(self, seconds: float) -> None:
+        """Wait for ``seconds``, even if the deadline passes meanwhile."""
         self._runtime.sleep(seconds)
 
 
 class Lane(Protocol):
-    """A process group that carries transfers and nothing else."""
+    """A process group used only for transfers."""
 
     def exchange(self, outgoing: Sequence[Parcel], incoming: Sequence[Parcel], deadline: Deadline) -> float:
-        """Send the pieces of one expert to a peer while receiving another expert from the same or another peer.
+        """Send one expert to a peer while receiving another expert from the same or another peer.
 
-        When it returns the bytes have left and arrived, on the device as well, in the order of the current stream.
-        Returns the duration in seconds, from the moment that both ends were ready. Raises ``TimeoutError`` past the
-        deadline, ``RuntimeError`` on a broken link.
+        On return, all bytes have been sent and received, also on a device. Later work on the current stream sees the
+        received bytes.
+
+        Parameters
+        ----------
+        outgoing
+            Pieces of the expert to send; may be empty.
+        incoming
+            Memory for the pieces to receive; may be empty.
+        deadline
+            Time limit of the transfer.
+
+        Returns
+        -------
+        float
+            Duration in seconds, from the moment that both ends were ready.
+
+        Raises
+        ------
+        TimeoutError
+            If the deadline passes.
+        RuntimeError
+            If a link is broken.
+        ValueError
+            If a peer announces other pieces than ``incoming``.
         """
 
     def retire(self) -> None:
-        """Carry nothing more. The other ranks' exchanges with this one fail as soon as they see it."""
+        """Close the lane for good. A peer's exchange with this rank fails as soon as the peer notices."""
 
 
 class _HostLane:
-    """Lane over a gloo group of its own, from host memory to host memory; what is on a device is copied through it."""
+    """Lane over a dedicated gloo group, from host memory to host memory. Device memory is copied through the host."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group: dist.ProcessGroup | None = group
 
     def exchange(self, outgoing: Sequence[Parcel], incoming: Sequence[Parcel], deadline: Deadline) -> float:
-        """See ``Lane``. Copies to and from a device run on the current stream, and are done when this returns."""
+        """See ``Lane``. Copies to and from a device run on the current stream, and have finished on return."""
         self.meet(outgoing, incoming, deadline)
-        left = deadline.left()
+        seconds_at_start = deadline.remaining()
         for leaving, arriving in zip_longest(outgoing, incoming):
             self._exchange_piece(leaving, arriving, deadline)
-        return left - deadline.left()
+        return seconds_at_start - deadline.remaining()
 
     def meet(self, outgoing: Sequence[Parcel], incoming: Sequence[Parcel], deadline: Deadline) -> None:
-        """Announce to each peer what this rank sends to it, and compare the peer's announcement with what is expected.
+        """Exchange announcements with all peers of an exchange, and check the announcements of the sending peers.
 
-        If the sizes differed, gloo would end the process, and a device would wait for bytes that never arrive.
+        Without this check, gloo would end the process if sizes differed, and a device would wait forever for bytes that
+        its peer does not send. Raises ``ValueError`` if a peer announces other pieces than ``incoming``.
         """
         works = []
-        heard = dict[int, torch.Tensor]()
-        sent = []  # gloo reads these tensors until the sends complete
+        received = dict[int, torch.Tensor]()
+        sent = []  # Keeps the tensors alive: gloo reads them until the sends complete.
         for peer in sorted({parcel.peer for parcel in (*outgoing, *incoming)}):
-            heard[peer] = torch.zeros(2, dtype=torch.int64)
+            received[peer] = torch.zeros(2, dtype=torch.int64)
             sent.append(_announcement([parcel for parcel in outgoing if parcel.peer == peer]))
-            works.append(self._open.recv([heard[peer]], peer, 0))
-            works.append(self._open.send([sent[-1]], peer, 0))
+            works.append(self._open_group.recv([received[peer]], peer, 0))
+            works.append(self._open_group.send([sent[-1]], peer, 0))
         for work in works:
-            work.wait(timedelta(seconds=deadline.left()))
+            work.wait(timedelta(seconds=deadline.remaining()))
         for peer in {parcel.peer for parcel in incoming}:
-            check_announced(peer, heard[peer], [parcel for parcel in incoming if parcel.peer == peer])
+            check_announced(peer, received[peer], [parcel for parcel in incoming if parcel.peer == peer])
 
     def retire(self) -> None:
-        """See ``Lane``: the links close with the group."""
+        """See ``Lane``. The links close with the last reference to the group."""
         self._group = None
 
     def _exchange_piece(self, outgoing: Parcel | None, incoming: Parcel | None, deadline: Deadline) -> None:
@@ -122,103 +158,127 @@ class _HostLane:
         if incoming is not None:
             in_place = incoming.data.device.type == "cpu" and incoming.data.dtype == torch.uint8
             arriving = incoming.data if in_place else torch.empty(incoming.data.nbytes, dtype=torch.uint8)
-            works.append(self._open.recv([arriving], incoming.peer, 0))
+            works.append(self._open_group.recv([arriving], incoming.peer, 0))
         if outgoing is not None:
-            works.append(self._open.send([bytes_of(outgoing.data.cpu())], outgoing.peer, 0))
+            works.append(self._open_group.send([bytes_of(outgoing.data.cpu())], outgoing.peer, 0))
         for work in works:
-            work.wait(timedelta(seconds=deadline.left()))
+            work.wait(timedelta(seconds=deadline.remaining()))
         if incoming is not None and arriving is not None and arriving is not incoming.data:
             incoming.data.copy_(arriving.view(incoming.data.dtype).reshape(incoming.data.shape))
 
     @property
-    def _open(self) -> dist.ProcessGroup:
+    def _open_group(self) -> dist.ProcessGroup:
         if self._group is None:
             raise RuntimeError("this rank has retired the lane")
         return self._group
 
 
 def _announcement(parcels: Sequence[Parcel]) -> torch.Tensor:
-    """Return the number of bytes that a rank sends and a fingerprint of its piece sizes, int64 ``[2]``."""
+    """Return an announcement of pieces, int64 ``[2]``: their total size in bytes and a CRC-32 of the piece sizes."""
     sizes = [parcel.data.nbytes for parcel in parcels]
     return torch.tensor([sum(sizes), zlib.crc32(repr(sizes).encode())])
 
 
-def check_announced(peer: int, heard_2: torch.Tensor, expected: Sequence[Parcel]) -> None:
-    """Raise ``ValueError`` if a peer's announcement, int64 ``[2]``, does not match the pieces this rank expects."""
-    own = _announcement(expected).tolist()
-    if heard_2.tolist() != own:
+def check_announced(peer: int, announcement_2: torch.Tensor, expected: Sequence[Parcel]) -> None:
+    """Check a peer's announcement. Raises ``ValueError`` if it does not match the pieces that this rank expects.
+
+    Parameters
+    ----------
+    peer
+        Rank that sent the announcement.
+    announcement_2
+        Its announcement, int64 ``[2]``.
+    expected
+        Pieces that this rank expects from the peer.
+    """
+    expected_2 = _announcement(expected).tolist()
+    if announcement_2.tolist() != expected_2:
         raise ValueError(
-            f"rank {peer} sends {int(heard_2[0])} bytes, this rank expects {own[0]}: their experts differ in dtype or "
-            "shape, or the ranks run different releases of the agent"
+            f"rank {peer} sends {int(announcement_2[0])} bytes, this rank expects {expected_2[0]}: their experts "
+            "differ in dtype or shape, or the ranks run different releases of the agent"
         )
 
 
 class _DeviceGroup(Protocol):
-    """Communicator of one device's library."""
+    """Communicator of a device library, NCCL or HCCL."""
 
     sends_views: bool
-    """True if a tensor may begin in the middle of its storage."""
+    """True if the library can send and receive a tensor that begins in the middle of its storage."""
 
     def exchange(self, outgoing: Parcel | None, incoming: Parcel | None) -> None:
-        """Queue both, after what the current stream holds and before what comes on it; never waits."""
+        """Queue a send and a receive on the current stream, and return without waiting for them."""
 
     def release(self) -> None:
-        """Give the links up; nothing is under way on them."""
+        """Close the links. No operation may be in progress on them."""
 
     def abort(self) -> bool:
-        """End what is under way; return whether no memory is read or written by it any more."""
+        """Cancel the operations in progress. Return True if they access no memory any more."""
 
 
 class _DeviceLane:
-    """Lane over a device group, and a host lane of the same ranks to meet on.
+    """Lane over a device group.
 
-    ``mark`` marks a point in the current stream of the device.
+    Parameters
+    ----------
+    group
+        Communicator that transfers the bytes.
+    handshake
+        Host lane of the same ranks, for the announcements.
+    mark
+        Returns a mark of the current point of the device's current stream.
     """
 
     def __init__(self, group: _DeviceGroup, handshake: _HostLane, mark: Callable[[], Mark]) -> None:
         self._group = group
         self._handshake = handshake
         self._mark = mark
-        self._under_way = False
-        self._touched: list[torch.Tensor] = []
-        self._bounces: dict[str, torch.Tensor] = {}
+        self._in_progress = False
+        self._accessed: list[torch.Tensor] = []
+        """Memory that the operations in progress read or write."""
+        self._bounce_buffers: dict[str, torch.Tensor] = {}
 
     def exchange(self, outgoing: Sequence[Parcel], incoming: Sequence[Parcel], deadline: Deadline) -> float:
-        """See ``Lane``; peers must be about to do the same, or it fails at the deadline with nothing begun."""
+        """See ``Lane``. If a peer does not begin the same exchange in time, fail before anything is queued."""
         self._handshake.meet(outgoing, incoming, deadline)
-        left = deadline.left()
-        self._under_way = True
+        seconds_at_start = deadline.remaining()
+        self._in_progress = True
         for leaving, arriving in zip_longest(outgoing, incoming):
             self._queue(leaving, arriving)
         done = self._mark()
         while not done.passed():
-            deadline.left()
-            deadline.rest(_POLL_SECONDS)
-        self._under_way = False
-        self._touched = []
-        return left - deadline.left()
+            deadline.remaining()
+            deadline.sleep(_POLL_SECONDS)
+        self._in_progress = False
+        self._accessed = []
+        return seconds_at_start - deadline.remaining()
 
     def _queue(self, outgoing: Parcel | None, incoming: Parcel | None) -> None:
-        """Queue the exchange of two pieces. Stream order keeps later pieces out of bounce buffers in use."""
-        leaving = outgoing and self._bounced("out", outgoing)
-        arriving = incoming and self._bounced("in", incoming)
+        """Queue the exchange of two pieces.
+
+        Pieces may share a bounce buffer, because the stream runs their copies and transfers in order.
+        """
+        leaving = None if outgoing is None else self._at_storage_start("out", outgoing)
+        arriving = None if incoming is None else self._at_storage_start("in", incoming)
         if leaving is not None and outgoing is not None and leaving is not outgoing:
             leaving.data.copy_(outgoing.data)
-        self._touched += [parcel.data for parcel in (leaving, arriving) if parcel is not None]
+        self._accessed += [parcel.data for parcel in (leaving, arriving) if parcel is not None]
         self._group.exchange(leaving, arriving)
         if arriving is not None and incoming is not None and arriving is not incoming:
             incoming.data.copy_(arriving.data)
 
     def retire(self) -> None:
-        """See ``Lane``. Memory that a device may still write to is kept for ever rather than given to another."""
+        """See ``Lane``. Memory that the device may still access is kept until the process ends, never reused."""
         self._handshake.retire()
-        if not self._under_way:
+        if not self._in_progress:
             self._group.release()
         elif not self._group.abort():
-            _STILL_WRITTEN.append(self)
+            _LOST_LANES.append(self)
 
-    def _bounced(self, way: str, parcel: Parcel) -> Parcel:
-        """Return the parcel itself, or one that begins where its storage does."""
+    def _at_storage_start(self, direction: str, parcel: Parcel) -> Parcel:
+        """Return a parcel that the library can transfer: ``parcel`` itself, or a bounce buffer of its size.
+
+        Raises ``ValueError`` if the memory is in blocks and begins in the middle of its storage.
+        """
         if self._group.sends_views or parcel.data.storage_offset() == 0:
             return parcel
         if in_blocks(parcel.data):
@@ -226,45 +286,52 @@ class _DeviceLane:
                 f"expert {parcel.expert} in the NPU's format {format_of(parcel.data)} begins in the middle of its "
                 "storage; torch_npu can only send the whole storage of such a tensor"
             )
-        bounce, size = self._bounces.get(way), parcel.data.numel()
-        if bounce is None or bounce.numel() < size:
-            bounce = self._bounces[way] = torch.empty_like(parcel.data)
-        return Parcel(parcel.peer, bounce[:size])
+        size = parcel.data.numel()
+        buffer = self._bounce_buffers.get(direction)
+        if buffer is None or buffer.numel() < size:
+            buffer = torch.empty_like(parcel.data)
+            self._bounce_buffers[direction] = buffer
+        return Parcel(parcel.peer, buffer[:size])
 
 
-_STILL_WRITTEN: list[_DeviceLane] = []
+_LOST_LANES: list[_DeviceLane] = []
+"""Retired lanes whose operations could not be cancelled. They are kept because the device may still access their
+memory."""
 MAX_LOST_LANES = 2
-"""Lost lanes after which balancing stops. Each keeps its communicator and staging memory until the engine ends."""
+"""Number of lost lanes at which balancing stops. Each one keeps its communicator and staging memory until the engine
+ends."""
 
 
 def lost_lanes() -> str | None:
-    """Return why this process opens no more lanes, or ``None`` if it still may."""
-    if len(_STILL_WRITTEN) < MAX_LOST_LANES:
+    """Return the reason why this process opens no more lanes, or ``None`` if it may still open some."""
+    if len(_LOST_LANES) < MAX_LOST_LANES:
         return None
     return (
-        f"balancing has stopped: {len(_STILL_WRITTEN)} transfers timed out on the device, and their memory "
+        f"balancing has stopped: {len(_LOST_LANES)} transfers timed out on the device, and their memory "
         "cannot be freed; check the links between the devices, then restart the engine"
     )
 
 
 class _NcclGroup:
-    """NCCL communicator of the ranks of ``store``; making it is a collective, takes long, and uses the current stream.
+    """NCCL communicator of the ranks that share ``store``.
 
-    Single sends would make a communicator for every pair of ranks; grouped ones use the group's, which exists once all
-    ranks have gone through a first collective.
+    The constructor is a collective. It takes long and uses the current stream.
+
+    NCCL would create a separate communicator for each pair of ranks that exchanges ungrouped messages. Grouped messages
+    use the group's communicator, which exists once all ranks have completed a first collective.
     """
 
     sends_views = True
 
     def __init__(self, store: dist.Store, rank: int, size: int, device: torch.device) -> None:
         if not dist.is_nccl_available():
-            raise RuntimeError("this torch was built without NCCL; ask for the transfer backend gloo")
-        # torch's stubs know these classes only where torch was built with NCCL.
+            raise RuntimeError("this torch was built without NCCL; set EPLB_AGENT_TRANSFER_BACKEND=gloo")
+        # torch's stubs know these classes only if torch was built with NCCL.
         library: Any = dist.ProcessGroupNCCL
         options = library.Options()
         options._timeout = _NEVER
         options.config.max_ctas = _MAX_NCCL_BLOCKS
-        with _errors_left_to_us():
+        with _nccl_errors_do_not_end_the_process():
             self._group: Any = library(store, rank, size, options)
         self._group.allreduce([torch.zeros(1, device=device)]).wait()
         torch.cuda.current_stream(device).synchronize()
@@ -275,25 +342,28 @@ class _NcclGroup:
             self._group.send([outgoing.data], outgoing.peer, 0)
         if incoming is not None:
             self._group.recv([incoming.data], incoming.peer, 0)
-        # Makes the current stream wait, not this thread.
+        # This makes the current stream wait, not this thread.
         self._group._end_coalescing().wait()
 
     def release(self) -> None:
         self.abort()
 
     def abort(self) -> bool:
-        """See ``_DeviceGroup``: NCCL's kernels look whether they were aborted."""
-        end = getattr(self._group, "abort", None) or self._group._shutdown  # the latter before torch 2.6
-        end()
+        """See ``_DeviceGroup``. NCCL's kernels poll an abort flag, so they stop."""
+        abort = getattr(self._group, "abort", None) or self._group._shutdown  # The latter before torch 2.6.
+        abort()
         return True
 
 
 @contextlib.contextmanager
-def _errors_left_to_us() -> Iterator[None]:
-    """While a group is made: it reads here whether an error of a peer ends the process, as is the default."""
-    ours = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_BLOCKING_WAIT": "0"}
-    before = {name: os.environ.get(name) for name in ours}
-    os.environ.update(ours)
+def _nccl_errors_do_not_end_the_process() -> Iterator[None]:
+    """Context for the construction of an NCCL group that reports a peer's errors. By default they end the process.
+
+    torch reads these environment variables only during the construction. They are restored on exit.
+    """
+    settings = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_BLOCKING_WAIT": "0"}
+    before = {name: os.environ.get(name) for name in settings}
+    os.environ.update(settings)
     try:
         yield
     finally:
@@ -305,9 +375,12 @@ def _errors_left_to_us() -> Iterator[None]:
 
 
 class _HcclGroup:
-    """HCCL communicator of the ranks of ``store``; making it is a collective, takes long, and uses the current stream.
+    """HCCL communicator of the ranks that share ``store``.
 
-    HCCL reads a tensor that begins in the middle of its storage wrongly in some formats, so it is given none.
+    The constructor is a collective. It takes long and uses the current stream.
+
+    In some memory formats, HCCL misreads a tensor that begins in the middle of its storage. Lanes therefore pass it
+    none.
     """
 
     sends_views = False
@@ -326,24 +399,30 @@ class _HcclGroup:
         torch.get_device_module(device).current_stream(device).synchronize()
 
     def exchange(self, outgoing: Parcel | None, incoming: Parcel | None) -> None:
-        asked = [("isend", outgoing), ("irecv", incoming)]
-        parts = [(way, parcel.data, parcel.peer) for way, parcel in asked if parcel is not None]
-        self._group.batch_isend_irecv(*map(list, zip(*parts, strict=True))).wait()
+        operations = [("isend", outgoing), ("irecv", incoming)]
+        batch = [(name, parcel.data, parcel.peer) for name, parcel in operations if parcel is not None]
+        self._group.batch_isend_irecv(*map(list, zip(*batch, strict=True))).wait()
 
     def release(self) -> None:
         self._group.abort_hccl_comm("the lane is retired")
 
     def abort(self) -> bool:
-        """See ``_DeviceGroup``: HCCL cannot end what a device is at without ending all that the device is at."""
+        """Return False: HCCL cannot cancel one operation without cancelling everything else on the device."""
         return False
 
 
 def hccl_expansion_mode(device: str) -> int:
-    """Return torch_npu's number of the place where HCCL expands a lane's operators, regardless of the environment.
+    """Return the ``hccl_op_expansion_mode`` of a lane's communicator, which overrides the environment.
 
-    The vector cores (3), which ``HCCL_OP_EXPANSION_MODE=AIV`` assigns to the model's groups, serve one group per device
-    at a time, so the lane leaves them to the model. HCCL expands the lane's operators on the host (1) instead. The 910C
-    does not support that mode and expands them on the device's AI CPU (2).
+    The mode selects where HCCL expands the lane's operators. The vector cores (3), which
+    ``HCCL_OP_EXPANSION_MODE=AIV`` assigns to the model's groups, serve only one group per device at a time, so the lane
+    leaves them to the model. Operators are expanded on the host (1) instead, or on the device's AI CPU (2) on a 910C,
+    which does not support expansion on the host.
+
+    Parameters
+    ----------
+    device
+        Name of the device's model, such as ``Ascend910B3``.
 
     References
     ----------
@@ -353,28 +432,58 @@ def hccl_expansion_mode(device: str) -> int:
 
 
 _LIBRARIES = {"cuda": "nccl", "npu": "hccl"}
-"""Library of collectives from device to device, by the kind of device."""
+"""Library that transfers from device to device, by device type."""
 
 
-def choose_backend(asked: TransferBackend, device_type: str) -> str:
-    """Library that carries experts on such a device; raises ``ValueError`` where the one asked for cannot reach it."""
+def choose_backend(requested: TransferBackend, device_type: str) -> str:
+    """Return the library that transfers experts between devices of a type.
+
+    Raises ``ValueError`` if the requested library does not support these devices.
+
+    Parameters
+    ----------
+    requested
+        The setting ``transfer_backend``.
+    device_type
+        Type of the device that holds the experts, such as ``cuda``.
+
+    Examples
+    --------
+    >>> choose_backend("auto", "npu")
+    'hccl'
+    >>> choose_backend("auto", "cpu")
+    'gloo'
+    >>> choose_backend("gloo", "cuda")
+    'gloo'
+    """
     library = _LIBRARIES.get(device_type, "gloo")
-    if asked == "auto":
+    if requested == "auto":
         return library
-    if asked not in ("gloo", library):
-        reached = next(device for device, own in _LIBRARIES.items() if own == asked)
+    if requested not in ("gloo", library):
+        supported = next(device for device, backend in _LIBRARIES.items() if backend == requested)
         raise ValueError(
-            f"transfer_backend {asked} moves experts between {reached} devices, these are on {device_type}; "
-            "ask for auto, or for gloo, which goes through the host"
+            f"transfer_backend {requested} moves experts between {supported} devices, but they are on {device_type} "
+            "here; set it to auto, or to gloo, which transfers through the host"
         )
-    return asked
+    return requested
 
 
 class Lanes:
-    """Opens lanes by number; every rank asks for the same numbers, each in its own time.
+    """Lanes of one rank, opened by number. Every rank opens the same numbers, but not at the same time.
 
-    Opening one waits for all ranks, on a device for seconds, and so does the current stream: never done on the model's
-    thread, nor on its stream, while it serves.
+    Opening a lane waits for all ranks. On a device, it takes seconds and blocks the current stream. Never open a lane
+    on the model's thread or the model's stream while the model serves.
+
+    Parameters
+    ----------
+    group
+        The agents' group.
+    backend
+        Library that transfers the experts, from ``choose_backend``.
+    device
+        Device that holds the experts.
+    timeout
+        Time limit for opening a lane over the host.
     """
 
     def __init__(self, group: AgentGroup, backend: str, device: torch.device, timeout: timedelta) -> None:
@@ -386,47 +495,52 @@ class Lanes:
         self._open: tuple[int, Lane] | None = None
 
     def another(self) -> Lanes:
-        """Lanes of the same ranks for another thread, in place of one that is gone."""
+        """Return lanes of the same ranks for a new transfer thread, which replaces one that has failed."""
         return Lanes(self._group, self._backend, self.device, self._timeout)
 
     def lane(self, number: int) -> Lane:
-        """Return the lane of this number; raises ``RuntimeError`` where it cannot be opened."""
+        """Return a lane, after retiring the open one if its number differs.
+
+        Raises ``RuntimeError`` if the lane cannot be opened.
+        """
         if self._open is None or self._open[0] != number:
             self.retire()
-            if self._backend != "gloo" and (lost := lost_lanes()) is not None:
-                raise RuntimeError(lost)
-            self._open = (number, self._opened(number))
+            if self._backend != "gloo" and (reason := lost_lanes()) is not None:
+                raise RuntimeError(reason)
+            self._open = (number, self._open_lane(number))
         return self._open[1]
 
     def open_first(self) -> None:
-        """Open lane 0 before anything is served: memory or links that are lacking show here, not at the first plan.
+        """Open lane 0 before the model serves, so that missing memory or links show now and not at the first plan.
 
-        Raises ``RuntimeError`` where it cannot be opened, also where that takes longer than the timeout.
+        Raises ``RuntimeError`` if the lane cannot be opened within the timeout.
         """
         opened: Future[Lane] = Future()
 
-        def open_it() -> None:
+        def open_lane() -> None:
             try:
                 opened.set_result(self.lane(0))
             except Exception as error:
                 opened.set_exception(error)
 
-        # The libraries wait for a missing rank without end, no pool of threads may wait for them as well.
-        threading.Thread(target=open_it, name="eplb-first-lane", daemon=True).start()
+        # The libraries wait for a missing rank without limit. Use a daemon thread, because Python waits for the
+        # threads of a pool when it exits.
+        threading.Thread(target=open_lane, name="eplb-first-lane", daemon=True).start()
         seconds = self._timeout.total_seconds()
         try:
             opened.result(seconds)
         except Exception as error:
-            said = f": {error}" if opened.done() else f" within {seconds:g} s"
-            raise RuntimeError(f"no {self._backend} lane could be opened{said}") from error
+            detail = f": {error}" if opened.done() else f" within {seconds:g} s"
+            raise RuntimeError(f"no {self._backend} lane could be opened{detail}") from error
 
     def retire(self) -> None:
-        """Give up the lane that is open, if one is: it is never used again."""
-        present, self._open = self._open, None
-        if present is not None:
-            present[1].retire()
+        """Retire the open lane, if there is one. It is never used again."""
+        previous = self._open
+        self._open = None
+        if previous is not None:
+            previous[1].retire()
 
-    def _opened(self, number: int) -> Lane:
+    def _open_lane(self, number: int) -> Lane:
         host = _HostLane(self._group.process_group(f"lane/{number}", self._timeout))
         if self._backend == "gloo":
             return host

@@ -1,9 +1,8 @@
-"""Guards the agents' links: only hosts of the formation may open them, and nobody once they are open.
+"""Guard of the agents' listening sockets: only hosts of the formation may connect, and none once the links are open.
 
-gloo listens for as long as a group lives, takes every connection, and holds it: strangers could use up the process's
-file descriptors, at which gloo ends the process. Its socket cannot be closed from outside without its event loop
-running hot, so a filter on the socket names to the kernel whose connections may reach it. Links that are open already
-go on.
+gloo listens for as long as a group exists, and accepts and holds every connection. A stranger could therefore exhaust
+the process's file descriptors, and gloo then ends the process. Closing gloo's socket from outside would make its event
+loop spin. Instead, a filter on the socket makes the kernel drop packets from other hosts. Open links are not affected.
 """
 
 from __future__ import annotations
@@ -21,23 +20,31 @@ from pathlib import Path
 _log = logging.getLogger("eplb.agent")
 
 _SO_ATTACH_FILTER = 26
-"""Linux's; Python's socket module does not name it."""
+"""Linux's socket option. Python's ``socket`` module has no name for it."""
 _LOAD, _AND, _JUMP_IF_EQUAL, _RETURN = 0x20, 0x54, 0x15, 0x06
+"""Operation codes of classic BPF."""
 _IP_HEADER = 0x100000000 - 0x100000
-"""Offset at which a filter finds the IP header."""
+"""Offset at which a filter reads the IP header."""
 _SOURCE_ADDRESS = {socket.AF_INET: 12, socket.AF_INET6: 8}
-"""Offset of the sender's address in it."""
+"""Offset of the source address in the IP header."""
 _MAX_HOSTS = 400
+"""Maximum number of hosts in a filter. A group with more hosts admits every host."""
 
 _Instruction = tuple[int, int, int, int]
-_TAKE: _Instruction = (_RETURN, 0, 0, 0xFFFFFFFF)
+"""Operation code, jump offset if true, jump offset if false, operand."""
+_ACCEPT: _Instruction = (_RETURN, 0, 0, 0xFFFFFFFF)
 _DROP: _Instruction = (_RETURN, 0, 0, 0)
 
 
 class LinkGuard:
-    """Guards the listening socket of one group that is being opened; on leaving its context nobody gets in any more.
+    """Context that guards the listening socket of one gloo group while the group opens its links.
 
-    ``hosts`` gives the addresses from which members of the formation have been heard.
+    On exit, the socket accepts no further connections.
+
+    Parameters
+    ----------
+    hosts
+        Returns the addresses from which members of the formation have sent messages.
     """
 
     def __init__(self, hosts: Callable[[], Iterable[str]]) -> None:
@@ -48,17 +55,18 @@ class LinkGuard:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        found, self._listening = self._listening, []
-        for listening in found:
+        guarded = self._listening
+        self._listening = []
+        for listening in guarded:
             with listening:
                 _attach(listening, [_DROP])
-        if not found and kind is None:
-            _warn_once("the socket was not found")
+        if not guarded and kind is None:
+            _warn_once("gloo's listening socket was not found")
 
     def published(self, value: bytes) -> None:
-        """Let in the formation's hosts, and no others, where this process listens at an address in ``value``.
+        """Restrict the socket that listens at an address in ``value`` to the formation's hosts.
 
-        Called before any other rank can read the value.
+        Call this before any other rank can read ``value``.
         """
         for listening in _listening_at_addresses_in(value):
             self._listening.append(listening)
@@ -66,63 +74,65 @@ class LinkGuard:
 
 
 def admit_only(listening: socket.socket, hosts: Iterable[str]) -> None:
-    """Have the kernel drop what does not come from ``hosts``, or from this one."""
-    _attach(listening, _taking(listening.family, hosts))
+    """Have the kernel drop all packets to a socket except from ``hosts`` and from this host."""
+    _attach(listening, _filter_program(listening.family, hosts))
 
 
-def _taking(family: int, hosts: Iterable[str]) -> list[_Instruction]:
-    """A filter that takes packets of these hosts, and of this one, and drops all others."""
+def _filter_program(family: int, hosts: Iterable[str]) -> list[_Instruction]:
+    """Return a filter that accepts packets from ``hosts`` and from this host, and drops all others."""
     start = _IP_HEADER + _SOURCE_ADDRESS[socket.AddressFamily(family)]
     addresses = {ipaddress.ip_address(host.partition("%")[0]) for host in (*hosts, "::1")}
-    ours = sorted(
+    admitted = sorted(
         address.packed for address in addresses if (address.version == 4) == (family == socket.AF_INET)
     )
-    if len(ours) > _MAX_HOSTS:
-        return [_TAKE]
+    if len(admitted) > _MAX_HOSTS:
+        return [_ACCEPT]
     program = []
     if family == socket.AF_INET:
-        # What comes through a proxy on this host has its address from all of 127/8.
-        program = [(_LOAD, 0, 0, start), (_AND, 0, 0, 0xFF000000), (_JUMP_IF_EQUAL, 0, 1, 127 << 24), _TAKE]
-    for packed in ours:
-        words = struct.unpack(f"!{len(packed) // 4}I", packed)
-        for number, word in enumerate(words):
-            to_next_host = 2 * (len(words) - 1 - number) + 1
-            program += [(_LOAD, 0, 0, start + 4 * number), (_JUMP_IF_EQUAL, 0, to_next_host, word)]
-        program.append(_TAKE)
+        # A proxy on this host may connect from any address in 127/8.
+        program = [(_LOAD, 0, 0, start), (_AND, 0, 0, 0xFF000000), (_JUMP_IF_EQUAL, 0, 1, 127 << 24), _ACCEPT]
+    for packed in admitted:
+        operands = struct.unpack(f"!{len(packed) // 4}I", packed)
+        for number, operand in enumerate(operands):
+            to_next_host = 2 * (len(operands) - 1 - number) + 1
+            program += [(_LOAD, 0, 0, start + 4 * number), (_JUMP_IF_EQUAL, 0, to_next_host, operand)]
+        program.append(_ACCEPT)
     return [*program, _DROP]
 
 
 def _attach(listening: socket.socket, program: list[_Instruction]) -> None:
-    """Have the kernel filter what reaches a socket; where it cannot, that is logged, and everything reaches it."""
+    """Attach a filter to a socket. If the kernel rejects it, log a warning and leave the socket open to every host."""
     code = b"".join(struct.pack("=HBBI", *instruction) for instruction in program)
-    held = ctypes.create_string_buffer(code, len(code))
-    described = struct.pack("HL", len(program), ctypes.addressof(held))
+    buffer = ctypes.create_string_buffer(code, len(code))
+    sock_fprog = struct.pack("HL", len(program), ctypes.addressof(buffer))
     try:
-        listening.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, described)
+        listening.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, sock_fprog)
     except OSError as error:
-        _warn_once(f"the kernel takes no filter: {error}")
+        _warn_once(f"the kernel rejects the filter: {error}")
 
 
 def _listening_at_addresses_in(value: bytes) -> Iterator[socket.socket]:
-    """Duplicate this process's listening socket whose address, as the system writes it, is in ``value``."""
+    """Yield a duplicate of this process's listening socket whose ``sockaddr`` is in ``value``."""
     for entry in Path("/proc/self/fd").iterdir():
         try:
             if not str(entry.readlink()).startswith("socket:"):
                 continue
-            found = socket.socket(fileno=os.dup(int(entry.name)))
+            duplicate = socket.socket(fileno=os.dup(int(entry.name)))
         except OSError:
             continue
-        if found.family in _SOURCE_ADDRESS and found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-            host, port = found.getsockname()[:2]
+        if duplicate.family in _SOURCE_ADDRESS and duplicate.getsockopt(
+            socket.SOL_SOCKET, socket.SO_ACCEPTCONN
+        ):
+            host, port = duplicate.getsockname()[:2]
             packed = ipaddress.ip_address(host.partition("%")[0]).packed
-            flow = b"" if found.family == socket.AF_INET else bytes(4)
+            flow = b"" if duplicate.family == socket.AF_INET else bytes(4)
             # The beginning of a ``sockaddr_in`` or ``sockaddr_in6``.
-            if struct.pack("=H", found.family) + struct.pack("!H", port) + flow + packed in value:
-                yield found
+            if struct.pack("=H", duplicate.family) + struct.pack("!H", port) + flow + packed in value:
+                yield duplicate
                 return
-        found.close()
+        duplicate.close()
 
 
 @functools.cache
 def _warn_once(reason: str) -> None:
-    _log.warning("gloo's links are open to whoever reaches their ports: %s", reason)
+    _log.warning("gloo accepts connections from any host that reaches its ports: %s", reason)

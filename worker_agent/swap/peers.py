@@ -1,11 +1,10 @@
-"""Questions between the agents of one formation, keyed by a secret that only its ranks hold.
+"""Questions and answers between the agents of one formation, authenticated with a secret that only its ranks know.
 
-They travel as datagrams. A peer that does not answer these is asked over the link to it as well: a network may carry
-the one and not the other.
+There is no server. Every rank keeps its own values and answers for itself, so two ranks never depend on a third one.
 
-There is no server. Every rank keeps what it has to say and answers for itself, so what one rank needs to know hangs on
-no third one. A datagram without the right HMAC is dropped unread: who is no member can neither ask, nor answer, nor
-fill memory.
+Questions travel as datagrams. If a peer does not answer, the question is also sent over the presence link to it: a
+network may drop one kind of traffic and carry the other. A datagram without a valid HMAC is dropped unread, so a
+stranger can neither ask, nor answer, nor fill memory.
 """
 
 from __future__ import annotations
@@ -30,31 +29,49 @@ from worker_agent.swap.presence import PresenceLinks
 _log = logging.getLogger("eplb.agent")
 
 Address: TypeAlias = tuple[str, int]
+"""Host and port."""
 
 _MAC_BYTES = 32
 _NONCE_BYTES = 16
 _MAX_DATAGRAM = 60_000
-"""Bytes of a datagram; what libraries exchange to open their links is a few hundred."""
+"""Maximum size of a datagram in bytes. Libraries exchange a few hundred to open their links."""
 _MAX_VALUES = 4096
-"""Values kept in a store; a lane needs one or two per pair of ranks."""
+"""Maximum number of values in a store. A lane needs one or two per pair of ranks."""
 _MAX_HOSTS = 4096
 _MAX_PORTS = 64
-"""Ports tried for one that is free for datagrams and for links."""
+"""Number of attempts to find a port that is free for both datagrams and links."""
 _RETRY_SECONDS = 0.05
 _COMPLAINT_SECONDS = 60.0
-_ASKED, _ANSWERED, _CLAIMED = b"q", b"a", b"c"
+_QUESTION, _ANSWER, _CLAIM = b"q", b"a", b"c"
+"""Kinds of message, part of the authenticated bytes."""
 
 
 class PeerGoneError(ConnectionError):
-    """The peer's process has ended: nothing listens at its address, and its links and the votes' have ended."""
+    """The peer's process has ended: its port is closed, and both its presence link and the vote link have ended."""
 
 
 class Peers:
-    """Socket of one rank: answers what the others ask, on a thread of its own, and asks them.
+    """Datagram socket and presence links of one rank. It asks the peers, and answers them on a separate thread.
 
-    Bound to an address of the interface ``host`` when made, for datagrams and for links. Once opened, ``others`` are
-    all ranks but this one, and ``hosts`` the addresses from which members of the formation have asked.
-    ``vote_link_ended`` says whether the link that the ranks last voted over has ended: without that no peer is gone.
+    Parameters
+    ----------
+    host
+        Address of the interface to bind to.
+    runtime
+        Clock, threads and sockets.
+
+    Attributes
+    ----------
+    address : tuple of str and int
+        Host and port of this rank, for datagrams and for links.
+    rank : int
+        This rank; set by ``open``.
+    others : frozenset of int
+        All other ranks; set by ``open``.
+    hosts : set of str
+        Addresses from which members of the formation have sent questions.
+    vote_link_ended : callable
+        Returns True if the link of the ranks' last vote has ended. Until then, no peer counts as gone.
     """
 
     rank: int
@@ -65,73 +82,113 @@ class Peers:
         self.runtime = runtime
         self.hosts: set[str] = set()
         self.vote_link_ended: Callable[[], bool] = lambda: True
-        self._mute: set[int] = set()
-        self._awaited: dict[bytes, bytes | None] = {}
-        self._failed: tuple[float, str] | None = None
+        self._silent: set[int] = set()
+        """Peers that did not answer the last datagram, so the next question also goes over their link."""
+        self._link_answers: dict[bytes, bytes | None] = {}
+        """Answers received over links, by the question's nonce; ``None`` while there is none."""
+        self._last_error: tuple[float, str] | None = None
         self._closed = runtime.event()
         self._family = socket.getaddrinfo(host, None, type=socket.SOCK_DGRAM)[0][0]
         self._socket, self._links = self._bind()
         self.address: Address = self._socket.getsockname()[:2]
 
     def _bind(self) -> tuple[socket.socket, PresenceLinks]:
-        datagrams, listening = _bound(self._family, self.host)
+        datagrams, listening = _bind_sockets(self._family, self.host)
         return datagrams, PresenceLinks(listening)
 
     @property
     def complaint(self) -> str | None:
-        """Last error of the thread that answers, or a link that has ended; ``None`` once it is a minute old."""
-        failed = self._failed
-        if failed is not None and self.runtime.now() - failed[0] <= _COMPLAINT_SECONDS:
-            return failed[1]
+        """Last error of the answering thread, or else a problem with the links; ``None`` once it is a minute old."""
+        error = self._last_error
+        if error is not None and self.runtime.now() - error[0] <= _COMPLAINT_SECONDS:
+            return error[1]
         return self._links.complaint
 
     def open(
         self, secret: bytes, rank: int, addresses: Sequence[Address], answer: Callable[[bytes], bytes | None]
     ) -> None:
-        """Begin to answer the members of a formation, whose addresses are in order of rank.
+        """Start to answer the formation's members, and to open links to them.
 
-        ``answer`` gives the answer to a question, or ``None`` for none yet; it is called on this object's thread.
+        Parameters
+        ----------
+        secret
+            Secret of the formation.
+        rank
+            This rank.
+        addresses
+            Addresses of all members, in order of rank.
+        answer
+            Returns the answer to a question, or ``None`` if there is none yet. It runs on this object's thread.
         """
         self.rank = rank
-        self._secret, self._answer = secret, answer
-        self._addresses = {other: address for other, address in enumerate(addresses) if other != rank}
+        self._secret = secret
+        self._answer = answer
+        self._addresses = {peer: address for peer, address in enumerate(addresses) if peer != rank}
         self.others = frozenset(self._addresses)
         self.runtime.spawn("eplb-peers", self._serve)
-        self._links.open(rank, addresses, self.proof, self._hear)
+        self._links.open(rank, addresses, self.proof, self._on_link_message)
 
     def unlinked(self) -> list[int]:
-        """Wait until the links to all peers are open, for minutes at most; return the peers that have none."""
+        """Wait until the links to all peers are open, at most a minute. Return the peers without a link."""
         return self._links.missing()
 
     def ask(self, ranks: Iterable[int], question: bytes, seconds: float) -> dict[int, bytes]:
-        """Ask each of ``ranks`` until it has answered, or for so long; return the answers there are.
+        """Ask peers a question, with retries, until all have answered or ``seconds`` have passed.
 
-        Raises ``PeerGoneError`` where a rank has not answered and its process is known to have ended, or it has left.
+        Parameters
+        ----------
+        ranks
+            Peers to ask.
+        question
+            The question.
+        seconds
+            Time limit.
+
+        Returns
+        -------
+        dict of int to bytes
+            Answers by rank; peers that have not answered are missing.
+
+        Raises
+        ------
+        PeerGoneError
+            If a peer has not answered and its process has ended or closed its agent.
         """
         waiting = set(ranks)
         answers: dict[int, bytes] = {}
         sockets: dict[int, tuple[socket.socket, bytes]] = {}
         with contextlib.ExitStack() as open_sockets:
-            open_sockets.callback(lambda: [self._awaited.pop(nonce, None) for _, nonce in sockets.values()])
+            open_sockets.callback(
+                lambda: [self._link_answers.pop(nonce, None) for _, nonce in sockets.values()]
+            )
             for rank in waiting:
-                asking = open_sockets.enter_context(self.runtime.datagrams(self._family))
-                # Connected, it takes datagrams of this peer alone, and learns where nobody listens there.
-                asking.connect(self._addresses[rank])
-                asking.settimeout(_RETRY_SECONDS)
-                # One for all attempts: an answer that takes longer than the next one is an answer.
-                sockets[rank] = asking, secrets.token_bytes(_NONCE_BYTES)
-                self._awaited[sockets[rank][1]] = None
+                client = open_sockets.enter_context(self.runtime.datagrams(self._family))
+                # A connected socket receives only this peer's datagrams, and reports an error if its port is closed.
+                client.connect(self._addresses[rank])
+                client.settimeout(_RETRY_SECONDS)
+                # All attempts share one nonce, so an answer that arrives after a retry still counts.
+                sockets[rank] = client, secrets.token_bytes(_NONCE_BYTES)
+                self._link_answers[sockets[rank][1]] = None
             end = self.runtime.now() + seconds
-            while waiting and (left := end - self.runtime.now()) > 0:
+            while waiting and (remaining := end - self.runtime.now()) > 0:
                 for rank in sorted(waiting):
-                    answer = self._ask_once(rank, *sockets[rank], question, min(left, _RETRY_SECONDS))
+                    attempt_seconds = min(remaining, _RETRY_SECONDS)
+                    answer = self._ask_once(rank, *sockets[rank], question, attempt_seconds)
                     if answer is not None:
                         answers[rank] = answer
                         waiting.discard(rank)
         return answers
 
     def announce(self, statement: bytes, seconds: float) -> None:
-        """Send to every rank that can hear it within so many seconds; those whose process has ended are left out."""
+        """Repeat a statement to every peer until the peer acknowledges it, its process ends, or the time is over.
+
+        Parameters
+        ----------
+        statement
+            Question whose answer is only an acknowledgement.
+        seconds
+            Time limit.
+        """
         waiting = set(self.others)
         end = self.runtime.now() + seconds
         while waiting and self.runtime.now() < end:
@@ -142,51 +199,61 @@ class Peers:
                     waiting.discard(rank)
 
     def proof(self, claim: bytes) -> bytes:
-        """Return what only a member of the formation can send along with a claim."""
-        return self._sealed(_CLAIMED, claim)[:_MAC_BYTES]
+        """Return the HMAC of a claim, which only members of the formation can compute."""
+        return self._seal(_CLAIM, claim)[:_MAC_BYTES]
 
     def close(self) -> None:
-        """Answer no more."""
+        """Stop answering, and close the socket and all links."""
         self._closed.set()
-        # Wakes the thread that waits here; that the socket is not connected is no news.
+        # This wakes the thread that waits on the socket. It raises because the socket is not connected.
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
         self._links.close()
 
     def _ask_once(
-        self, rank: int, asking: socket.socket, nonce: bytes, question: bytes, seconds: float
+        self, rank: int, client: socket.socket, nonce: bytes, question: bytes, seconds: float
     ) -> bytes | None:
+        """Send a question once, also over the link if the peer was silent. Wait for the answer.
+
+        Return ``None`` if there is no answer within ``seconds``.
+        """
         began = self.runtime.now()
-        sealed = self._sealed(_ASKED, nonce + question)
-        if rank in self._mute:
-            self._links.send(rank, sealed)
+        message = self._seal(_QUESTION, nonce + question)
+        if rank in self._silent:
+            self._links.send(rank, message)
         try:
-            asking.send(sealed)
-            while (left := seconds - (self.runtime.now() - began)) > 0:
-                asking.settimeout(left)
-                answer = self._unsealed(_ANSWERED, asking.recv(_MAX_DATAGRAM))
+            client.send(message)
+            while (remaining := seconds - (self.runtime.now() - began)) > 0:
+                client.settimeout(remaining)
+                answer = self._unseal(_ANSWER, client.recv(_MAX_DATAGRAM))
                 if answer is not None and answer.startswith(nonce):
-                    self._mute.discard(rank)
+                    self._silent.discard(rank)
                     return answer[_NONCE_BYTES:]
         except OSError as error:
             if isinstance(error, ConnectionRefusedError) and self._is_gone(rank):
-                raise PeerGoneError(f"nothing listens at {asking.getpeername()[:2]} any more") from error
+                raise PeerGoneError(
+                    f"rank {rank} has ended: nothing listens at {client.getpeername()[:2]} any more"
+                ) from error
             self.runtime.sleep(max(0.0, seconds - (self.runtime.now() - began)))
-        self._mute.add(rank)
-        return self._awaited.get(nonce)
+        self._silent.add(rank)
+        return self._link_answers.get(nonce)
 
     def _is_gone(self, rank: int) -> bool:
-        """Return whether a peer that rejects datagrams has ended: firewalls reject them too, and proxies end links."""
+        """Return True if a peer that rejects datagrams has ended.
+
+        The rejection does not prove it, because firewalls also reject datagrams. Neither does the end of the presence
+        link, because proxies also end links.
+        """
         return self._links.ended(rank) and self.vote_link_ended()
 
-    def _hear(self, message: bytes) -> bytes | None:
-        """Take a question or an answer that has come over the link to a peer; return this rank's answer."""
-        answered = self._unsealed(_ANSWERED, message)
-        if answered is not None:
-            nonce = answered[:_NONCE_BYTES]
-            if nonce in self._awaited:
-                self._awaited[nonce] = answered[_NONCE_BYTES:]
+    def _on_link_message(self, message: bytes) -> bytes | None:
+        """Record an answer that arrived over a link, or return the answer to a question."""
+        body = self._unseal(_ANSWER, message)
+        if body is not None:
+            nonce = body[:_NONCE_BYTES]
+            if nonce in self._link_answers:
+                self._link_answers[nonce] = body[_NONCE_BYTES:]
             return None
         return self._answer_to(message)
 
@@ -195,17 +262,17 @@ class Peers:
             try:
                 self._serve_once()
             except Exception as error:
-                # Who asks may have to know whether this rank has committed: it must go on answering.
+                # Keep answering: a peer may need to know whether this rank has committed.
                 complaint = f"a peer's question was not answered: {type(error).__name__}: {error}"
                 if not self._closed.is_set():
                     if complaint != self.complaint:
                         _log.exception("rank %d: a peer's question was not answered", self.rank)
-                    self._failed = self.runtime.now(), complaint
+                    self._last_error = self.runtime.now(), complaint
                 self._closed.wait(_RETRY_SECONDS)
 
     def _serve_once(self) -> None:
         datagram, sender = self._socket.recvfrom(_MAX_DATAGRAM)
-        if self._unsealed(_ASKED, datagram) is not None and len(self.hosts) < _MAX_HOSTS:
+        if self._unseal(_QUESTION, datagram) is not None and len(self.hosts) < _MAX_HOSTS:
             self.hosts.add(sender[0])
         answer = self._answer_to(datagram)
         if answer is not None:
@@ -213,23 +280,25 @@ class Peers:
                 self._socket.sendto(answer, sender)
 
     def _answer_to(self, message: bytes) -> bytes | None:
-        """Return the sealed answer to a member's question; ``None`` to anything else, and if there is none yet."""
-        asked = self._unsealed(_ASKED, message)
-        if asked is None or len(asked) < _NONCE_BYTES:
+        """Return the sealed answer to a member's question; ``None`` for any other message, or without an answer yet."""
+        body = self._unseal(_QUESTION, message)
+        if body is None or len(body) < _NONCE_BYTES:
             return None
-        answer = self._answer(asked[_NONCE_BYTES:])
-        return None if answer is None else self._sealed(_ANSWERED, asked[:_NONCE_BYTES] + answer)
+        answer = self._answer(body[_NONCE_BYTES:])
+        return None if answer is None else self._seal(_ANSWER, body[:_NONCE_BYTES] + answer)
 
-    def _sealed(self, kind: bytes, body: bytes) -> bytes:
+    def _seal(self, kind: bytes, body: bytes) -> bytes:
+        """Return a body with its HMAC in front."""
         return hmac.digest(self._secret, kind + body, hashlib.sha256) + body
 
-    def _unsealed(self, kind: bytes, datagram: bytes) -> bytes | None:
-        body = datagram[_MAC_BYTES:]
-        return body if hmac.compare_digest(datagram, self._sealed(kind, body)) else None
+    def _unseal(self, kind: bytes, message: bytes) -> bytes | None:
+        """Return the body of a sealed message, or ``None`` if its HMAC is invalid or its kind differs."""
+        body = message[_MAC_BYTES:]
+        return body if hmac.compare_digest(message, self._seal(kind, body)) else None
 
 
-def _bound(family: socket.AddressFamily, host: str) -> tuple[socket.socket, socket.socket]:
-    """A socket for datagrams and a listening one for links, at one port of the interface."""
+def _bind_sockets(family: socket.AddressFamily, host: str) -> tuple[socket.socket, socket.socket]:
+    """Return a datagram socket and a listening socket, both bound to the same free port of an interface."""
     for attempt in range(_MAX_PORTS):
         listening = socket.create_server((host, 0), family=family, backlog=_MAX_HOSTS)
         datagrams = socket.socket(family, socket.SOCK_DGRAM)
@@ -245,19 +314,37 @@ def _bound(family: socket.AddressFamily, host: str) -> tuple[socket.socket, sock
 
 
 class PeerStore(dist.Store):
-    """Store that process groups open their links over: a rank keeps what it sets, and asks the others for the rest."""
+    """Store that process groups use to open their links.
+
+    Each rank keeps the values that it sets, and asks its peers for all other values.
+
+    Parameters
+    ----------
+    peers
+        The peers to ask.
+    timeout
+        Default time limit of ``get`` and ``wait``.
+    """
 
     def __init__(self, peers: Peers, timeout: timedelta) -> None:
         super().__init__()
         self._peers = peers
-        self._patience = timeout
+        self._timeout = timeout
         self._values: dict[str, bytes] = {}
         self._watches: dict[str, Callable[[bytes], None]] = {}
         self._lock = threading.Lock()
 
     @contextlib.contextmanager
     def watched(self, prefix: str, watch: Callable[[bytes], None]) -> Iterator[None]:
-        """Within it, ``watch`` sees each value that this rank sets under ``prefix``, before any other rank can."""
+        """Context that reports the values that this rank sets for keys with a prefix.
+
+        Parameters
+        ----------
+        prefix
+            Beginning of the keys to watch.
+        watch
+            Called with each value that this rank sets for such a key, before any other rank can read it.
+        """
         self._watches[prefix] = watch
         try:
             yield
@@ -265,12 +352,12 @@ class PeerStore(dist.Store):
             del self._watches[prefix]
 
     def held(self, key: str) -> bytes | None:
-        """Return the value that this rank has set."""
+        """Return the value that this rank keeps for a key, or ``None``."""
         with self._lock:
             return self._values.get(key)
 
     def set(self, key: str, value: str | bytes | Sequence[int]) -> None:
-        """Keep a value for whoever asks; the oldest goes where there are too many."""
+        """Keep a value for all ranks to read. Evict the oldest values if there are too many."""
         data = value.encode() if isinstance(value, str) else bytes(value)
         for prefix, watch in tuple(self._watches.items()):
             if key.startswith(prefix):
@@ -281,34 +368,35 @@ class PeerStore(dist.Store):
             self._values[key] = data
 
     def get(self, key: str) -> bytes:
-        """Wait for a value that some rank has set. Raises ``TimeoutError``."""
-        return self._found(key, self._patience)
+        """Wait until some rank has set a key, and return its value. Raises ``TimeoutError`` after the time limit."""
+        return self._wait_for(key, self._timeout)
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Wait until every key has been set. Raises ``TimeoutError``."""
+        """Wait until all keys have been set, and keep their values. Raises ``TimeoutError`` after the time limit."""
         for key in keys:
-            self.set(key, self._found(key, timeout or self._patience))
+            self.set(key, self._wait_for(key, timeout or self._timeout))
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Return whether every key has been set."""
-        return all(self._asked_once(key) is not None for key in keys)
+        """Return True if all keys have been set."""
+        return all(self._look_up(key) is not None for key in keys)
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Wait no longer than this for a value."""
-        self._patience = timeout
+        """Set the default time limit of ``get`` and ``wait``."""
+        self._timeout = timeout
 
-    def _found(self, key: str, timeout: timedelta) -> bytes:
+    def _wait_for(self, key: str, timeout: timedelta) -> bytes:
         end = self._peers.runtime.now() + timeout.total_seconds()
-        while (value := self._asked_once(key)) is None:
+        while (value := self._look_up(key)) is None:
             if self._peers.runtime.now() > end:
                 raise TimeoutError(f"no rank has set {key} within {timeout.total_seconds():g} s")
         return value
 
-    def _asked_once(self, key: str) -> bytes | None:
-        held = self.held(key)
-        if held is not None:
-            return held
-        # The libraries name a value after the rank that sets it: it is asked first.
+    def _look_up(self, key: str) -> bytes | None:
+        """Return the value of a key, after asking each peer once if this rank does not keep it."""
+        value = self.held(key)
+        if value is not None:
+            return value
+        # The libraries end a key with the number of the rank that sets it, so ask that rank first.
         owner = key.rpartition("/")[2]
         for rank in sorted(self._peers.others, key=lambda rank: (str(rank) != owner, rank)):
             answer = self._peers.ask([rank], b"v" + key.encode(), _RETRY_SECONDS).get(rank, b"")

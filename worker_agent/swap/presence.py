@@ -1,8 +1,15 @@
-"""TCP links between the agents of one formation: they show that peers live, and carry questions if datagrams get lost.
+"""TCP links between the agents of one formation. They show which peers live, and replace datagrams that get lost.
 
-The end of a link proves little by itself, because proxies and service meshes end idle links while both processes live.
-So each end sends a heartbeat, and a link that has ended is reported and opened again. ``Peers`` decides when a peer is
-gone, from this and from the votes' own link.
+The end of a link does not prove that a peer has ended, because proxies and service meshes close idle links between
+living processes. Both ends therefore send heartbeats, and a link that has ended is reported and opened again. ``Peers``
+combines the state of this link and of the vote link to decide that a peer is gone.
+
+To open a link, the higher of two ranks calls the lower one. Both prove that they know the formation's secret:
+
+1. the caller sends its rank and a nonce;
+2. the lower rank sends a nonce, and its proof for the caller's nonce;
+3. the caller sends its proof for that nonce;
+4. the lower rank sends a welcome.
 """
 
 from __future__ import annotations
@@ -29,65 +36,96 @@ _RANK_BYTES = 4
 _WELCOME = b"+"
 _HANDSHAKE_SECONDS = 5.0
 _OPEN_SECONDS = 60.0
-_INITIAL_RETRY_SECONDS, _MAX_RETRY_SECONDS = 0.05, 5.0
-_BEAT_SECONDS = 10.0
-"""Well below the idle time-outs of common proxies, which begin at 50 s."""
+_INITIAL_RETRY_SECONDS = 0.05
+_MAX_RETRY_SECONDS = 5.0
+_HEARTBEAT_SECONDS = 10.0
+"""Well below the idle timeouts of common proxies, which start at 50 s."""
 _LOST_MILLISECONDS = 60_000
-"""Time after which the kernel gives up a link whose heartbeats are not acknowledged."""
+"""Time after which the kernel drops a link whose heartbeats are not acknowledged."""
 _PROBE_SECONDS = 0.2
 _COMPLAINT_SECONDS = 60.0
 _MAX_HANDSHAKES = 64
-"""Callers that have not proven yet who they are; beyond these the oldest is dropped."""
-_MAX_WAITING_BYTES = 256 * 1024
+"""Maximum number of unfinished handshakes. The oldest ones beyond it are dropped."""
+_MAX_OUTBOX_BYTES = 256 * 1024
 _MAX_FRAME = 64 * 1024
 _READ_BYTES = 64 * 1024
 _SIZE = struct.Struct("!I")
+"""Header of a message. A message of size 0 is a heartbeat."""
 
 
 class _Stage(enum.Enum):
-    """Stage of a link; its value is the number of bytes that the next step needs."""
+    """Stage of a link. The value is the number of bytes that complete it."""
 
-    CONNECTED = 0
-    CALLER = _RANK_BYTES + _NONCE_BYTES
-    CALLED = _NONCE_BYTES + _PROOF_BYTES
+    CONNECTING = 0
+    """The call has not been accepted yet."""
+    CALL = _RANK_BYTES + _NONCE_BYTES
+    """The lower rank waits for the caller's rank and nonce."""
+    REPLY = _NONCE_BYTES + _PROOF_BYTES
+    """The caller waits for the lower rank's nonce and proof."""
     PROOF = _PROOF_BYTES
+    """The lower rank waits for the caller's proof."""
     WELCOME = len(_WELCOME)
+    """The caller waits for the welcome."""
     OPEN = -1
+    """The handshake is complete."""
 
 
 class _Link:
-    """One TCP link, or the beginning of one; ``peer`` is proven once its stage is OPEN."""
+    """One TCP link, open or in its handshake.
+
+    Parameters
+    ----------
+    link
+        The socket.
+    stage
+        Initial stage.
+    peer
+        Rank at the other end; -1 if unknown. It is proven once the stage is ``OPEN``.
+    now
+        Current time, to limit the handshake.
+    """
 
     def __init__(self, link: socket.socket, stage: _Stage, peer: int, now: float) -> None:
         link.setblocking(False)
-        self.socket, self.stage, self.peer = link, stage, peer
+        self.socket = link
+        self.stage = stage
+        self.peer = peer
         self.began = now
         self.nonce = secrets.token_bytes(_NONCE_BYTES)
-        self.inbox, self.outbox = bytearray(), bytearray()
+        self.inbox = bytearray()
+        self.outbox = bytearray()
 
-    def taken(self, size: int) -> bytes:
-        """Remove so many bytes from the inbox."""
-        taken = bytes(self.inbox[:size])
+    def pop(self, size: int) -> bytes:
+        """Remove the first ``size`` bytes from the inbox and return them."""
+        data = bytes(self.inbox[:size])
         del self.inbox[:size]
-        return taken
+        return data
 
 
 class PresenceLinks:
-    """One link to each peer, on a thread of its own; the higher rank of two calls the lower, as often as needed.
+    """One link to each peer, run by a separate thread.
 
-    The kernel admits only the formation's hosts to ``listening``, and both ends prove with ``proof`` that they belong
-    to the formation. ``hear`` takes each message of a peer, and returns what to send back, if anything.
+    The higher of two ranks calls the lower one, again whenever their link has ended. The kernel admits only hosts of
+    the formation to the listening socket.
+
+    Parameters
+    ----------
+    listening
+        Listening socket for the calls of higher ranks.
     """
 
     def __init__(self, listening: socket.socket) -> None:
         self._listening = listening
         self._links: dict[int, _Link] = {}
         self._handshakes: list[_Link] = []
-        self._ended: set[int] = set()
+        self._closed_by_peer: set[int] = set()
         self._next_call: dict[int, tuple[float, float]] = {}
-        self._beat_at = 0.0
-        self._ends = 0
-        self._last_end: tuple[float, int] | None = None
+        """Time of the next call to each lower rank, and the delay before the one after it."""
+        self._heartbeat_at = 0.0
+        self._losses = 0
+        """Number of open links that have ended since the start."""
+        self._last_loss: tuple[float, int] | None = None
+        """Time of the last loss, and the peer."""
         self._lock = threading.RLock()
         self._opened = threading.Condition(self._lock)
         self._closing = False
@@ -98,15 +136,30 @@ class PresenceLinks:
         rank: int,
         addresses: Sequence[tuple[str, int]],
         proof: Callable[[bytes], bytes],
-        hear: Callable[[bytes], bytes | None] = lambda _: None,
+        on_message: Callable[[bytes], bytes | None] = lambda _: None,
     ) -> None:
-        """Begin to open the links of ``rank``; the ``addresses`` are in order of rank."""
-        self._rank, self._addresses, self._proof, self._hear = rank, addresses, proof, hear
+        """Start to open the links.
+
+        Parameters
+        ----------
+        rank
+            This rank.
+        addresses
+            Addresses of all ranks, in order of rank.
+        proof
+            Returns the proof of a claim. Only members of the formation can compute it.
+        on_message
+            Called with each message of a peer; returns the reply, or ``None``.
+        """
+        self._rank = rank
+        self._addresses = addresses
+        self._proof = proof
+        self._on_message = on_message
         admit_only(self._listening, {host for host, _ in addresses})
         self._selector = selectors.DefaultSelector()
         self._waker, self._woken = socket.socketpair()
-        for own in (self._listening, self._waker, self._woken):
-            own.setblocking(False)
+        for endpoint in (self._listening, self._waker, self._woken):
+            endpoint.setblocking(False)
         self._selector.register(self._listening, selectors.EVENT_READ)
         self._selector.register(self._woken, selectors.EVENT_READ)
         self._next_call = dict.fromkeys(range(rank), (0.0, _INITIAL_RETRY_SECONDS))
@@ -114,46 +167,46 @@ class PresenceLinks:
 
     @property
     def complaint(self) -> str | None:
-        """Links that have ended, or ``None``; kept for a minute after they were opened again."""
-        last = self._last_end
+        """Message about links that have ended, or ``None``. It remains for a minute after they were opened again."""
+        last = self._last_loss
         missing = self._unlinked()
         if last is None:
             return None
         if missing:
-            return f"the links to ranks {missing} have ended; they are opened again"
+            return f"the links to ranks {missing} have ended and are being opened again"
         if time.monotonic() - last[0] > _COMPLAINT_SECONDS:
             return None
-        return f"the link to rank {last[1]} has ended and was opened again ({self._ends} since the start)"
+        return f"the link to rank {last[1]} has ended and was opened again ({self._losses} since the start)"
 
     def missing(self) -> list[int]:
-        """Wait until the links are open, for a minute at most; return the peers without one."""
+        """Wait until all links are open, at most a minute. Return the peers without a link."""
         with self._opened:
             self._opened.wait_for(lambda: not self._unlinked(), _OPEN_SECONDS)
             return self._unlinked()
 
     def ended(self, rank: int) -> bool:
-        """Return whether the peer has ended its link, and nobody listens at its port."""
-        if rank not in self._ended:
+        """Return True if a peer has closed its link and its port rejects connections."""
+        if rank not in self._closed_by_peer:
             return False
         try:
             socket.create_connection(self._addresses[rank], timeout=_PROBE_SECONDS).close()
         except ConnectionRefusedError:
-            return rank in self._ended
+            return rank in self._closed_by_peer
         except OSError:
             return False
         return False
 
     def send(self, rank: int, message: bytes) -> None:
-        """Send a message to a peer, if there is a link to it; never waits."""
+        """Enqueue a message to a peer. Drop it if there is no link or too many bytes are waiting."""
         with self._lock:
             link = self._links.get(rank)
-            if link is None or len(link.outbox) > _MAX_WAITING_BYTES:
+            if link is None or len(link.outbox) > _MAX_OUTBOX_BYTES:
                 return
             link.outbox += _SIZE.pack(len(message)) + message
         self._wake()
 
     def close(self) -> None:
-        """End the links, and accept no others."""
+        """Close all links and the listening socket."""
         with self._lock:
             self._closing = True
             for link in (*self._links.values(), *self._handshakes):
@@ -166,25 +219,26 @@ class PresenceLinks:
     def _run(self) -> None:
         while not self._closing:
             try:
-                self._turn()
+                self._run_once()
             except Exception:
                 if not self._closing:
-                    _log.exception("rank %d: the links to the other ranks", self._rank)
+                    _log.exception("rank %d: error on the links to the peers", self._rank)
                     time.sleep(_MAX_RETRY_SECONDS)
         with self._lock:
-            waker, self._waker = self._waker, None
-            for own in (waker, self._woken, self._selector):
-                if own is not None:
-                    own.close()
+            waker = self._waker
+            self._waker = None
+            for resource in (waker, self._woken, self._selector):
+                if resource is not None:
+                    resource.close()
 
-    def _turn(self) -> None:
+    def _run_once(self) -> None:
         now = time.monotonic()
         with self._lock:
             if self._closing:
                 return
             self._drop_late_handshakes(now)
             self._call_missing(now)
-            self._beat(now)
+            self._send_heartbeats(now)
             self._watch_outboxes()
         for key, events in self._selector.select(_INITIAL_RETRY_SECONDS if self._unlinked() else 1.0):
             if key.fileobj is self._woken:
@@ -201,30 +255,32 @@ class PresenceLinks:
                 self._end(link)
 
     def _call_missing(self, now: float) -> None:
-        under_way = {link.peer for link in self._handshakes}
-        for peer, (due, wait) in self._next_call.items():
-            if peer in self._links or peer in under_way or now < due:
+        """Call each lower rank that has no link and whose next call is due."""
+        in_handshake = {link.peer for link in self._handshakes}
+        for peer, (due, delay) in self._next_call.items():
+            if peer in self._links or peer in in_handshake or now < due:
                 continue
-            self._next_call[peer] = now + wait, min(2 * wait, _MAX_RETRY_SECONDS)
+            self._next_call[peer] = now + delay, min(2 * delay, _MAX_RETRY_SECONDS)
             family = self._listening.family
-            link = _Link(socket.socket(family, socket.SOCK_STREAM), _Stage.CONNECTED, peer, now)
+            link = _Link(socket.socket(family, socket.SOCK_STREAM), _Stage.CONNECTING, peer, now)
             self._handshakes.append(link)
             self._selector.register(link.socket, selectors.EVENT_WRITE, link)
             link.socket.connect_ex(self._addresses[peer])
 
-    def _beat(self, now: float) -> None:
-        if now >= self._beat_at:
-            self._beat_at = now + _BEAT_SECONDS
+    def _send_heartbeats(self, now: float) -> None:
+        if now >= self._heartbeat_at:
+            self._heartbeat_at = now + _HEARTBEAT_SECONDS
             for link in self._links.values():
                 if not link.outbox:
                     link.outbox += _SIZE.pack(0)
 
     def _watch_outboxes(self) -> None:
+        """Have the selector report a socket as writable only while there is something to send or to connect."""
         for link in (*self._links.values(), *self._handshakes):
-            writes = bool(link.outbox) or link.stage is _Stage.CONNECTED
-            events = selectors.EVENT_READ | (selectors.EVENT_WRITE if writes else 0)
-            if link.stage is _Stage.CONNECTED:
+            if link.stage is _Stage.CONNECTING:
                 events = selectors.EVENT_WRITE
+            else:
+                events = selectors.EVENT_READ | (selectors.EVENT_WRITE if link.outbox else 0)
             if self._selector.get_key(link.socket).events != events:
                 self._selector.modify(link.socket, events, link)
 
@@ -234,21 +290,22 @@ class PresenceLinks:
         except OSError:
             return
         with self._lock:
-            link = _Link(accepted, _Stage.CALLER, -1, time.monotonic())
+            link = _Link(accepted, _Stage.CALL, -1, time.monotonic())
             self._handshakes.append(link)
             self._selector.register(accepted, selectors.EVENT_READ, link)
 
     def _serve(self, link: _Link, events: int) -> None:
+        """Receive from and send to one link, and end it on an error."""
         replies: list[bytes] = []
         try:
-            if link.stage is _Stage.CONNECTED:
-                self._connected(link)
+            if link.stage is _Stage.CONNECTING:
+                self._begin_handshake(link)
             if events & selectors.EVENT_READ:
                 self._read(link)
             while link.stage is not _Stage.OPEN and len(link.inbox) >= link.stage.value:
-                self._shake(link)
+                self._advance_handshake(link)
             if link.stage is _Stage.OPEN:
-                replies = self._messages(link)
+                replies = self._process_messages(link)
             with self._lock:
                 link.outbox += b"".join(_SIZE.pack(len(reply)) + reply for reply in replies)
                 if link.outbox:
@@ -257,85 +314,89 @@ class PresenceLinks:
             return
         except OSError as error:
             with self._lock:
-                self._end(link, by_peer=isinstance(error, (ConnectionResetError, _EndError)))
+                self._end(link, by_peer=isinstance(error, (ConnectionResetError, _ClosedByPeerError)))
 
     def _read(self, link: _Link) -> None:
         received = link.socket.recv(_READ_BYTES)
         if not received:
-            raise _EndError("the peer has ended the link")
+            raise _ClosedByPeerError("the peer has closed the link")
         link.inbox += received
 
-    def _messages(self, link: _Link) -> list[bytes]:
-        """Take the whole messages in the inbox; return what is to be sent back."""
+    def _process_messages(self, link: _Link) -> list[bytes]:
+        """Remove all complete messages from the inbox and return the replies to them."""
         replies = []
         while len(link.inbox) >= _SIZE.size:
             (size,) = _SIZE.unpack_from(link.inbox)
             if size > _MAX_FRAME:
-                raise ConnectionError(f"a message of {size} bytes")
+                raise ConnectionError(f"a message of {size} bytes exceeds the maximum of {_MAX_FRAME}")
             if len(link.inbox) < _SIZE.size + size:
                 break
-            message = link.taken(_SIZE.size + size)[_SIZE.size :]
-            reply = self._hear(message) if message else None
+            message = link.pop(_SIZE.size + size)[_SIZE.size :]
+            reply = self._on_message(message) if message else None
             if reply is not None:
                 replies.append(reply)
         return replies
 
     # Handshakes
 
-    def _connected(self, link: _Link) -> None:
-        refused = link.socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-        if refused:
-            raise OSError(refused, "the peer cannot be called")
-        link.stage = _Stage.CALLED
+    def _begin_handshake(self, link: _Link) -> None:
+        error_number = link.socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        if error_number:
+            raise OSError(error_number, "cannot connect to the peer")
+        link.stage = _Stage.REPLY
         link.outbox += struct.pack("!I", self._rank) + link.nonce
 
-    def _shake(self, link: _Link) -> None:
-        part = link.taken(link.stage.value)
-        if link.stage is _Stage.CALLER:
-            (link.peer,) = struct.unpack("!I", part[:_RANK_BYTES])
+    def _advance_handshake(self, link: _Link) -> None:
+        """Process the bytes that complete the current stage; see the module's description of the handshake."""
+        message = link.pop(link.stage.value)
+        if link.stage is _Stage.CALL:
+            (link.peer,) = struct.unpack("!I", message[:_RANK_BYTES])
             if not self._rank < link.peer < len(self._addresses):
-                raise ConnectionError(f"rank {link.peer} is not awaited")
-            link.outbox += link.nonce + self._proven(self._rank, link.peer, part[_RANK_BYTES:])
+                raise ConnectionError(
+                    f"unexpected call from rank {link.peer}: only higher ranks of the group call"
+                )
+            link.outbox += link.nonce + self._proof_for(self._rank, link.peer, message[_RANK_BYTES:])
             link.stage = _Stage.PROOF
-        elif link.stage is _Stage.CALLED:
-            self._check(link, part[_NONCE_BYTES:])
-            link.outbox += self._proven(self._rank, link.peer, part[:_NONCE_BYTES])
-            # Without it the two might differ on whether they are linked.
+        elif link.stage is _Stage.REPLY:
+            self._check_proof(link, message[_NONCE_BYTES:])
+            link.outbox += self._proof_for(self._rank, link.peer, message[:_NONCE_BYTES])
+            # Without a welcome, the two ends could disagree on whether the link is open.
             link.stage = _Stage.WELCOME
         elif link.stage is _Stage.PROOF:
-            self._check(link, part)
+            self._check_proof(link, message)
             link.outbox += _WELCOME
-            self._keep(link)
+            self._complete_handshake(link)
         else:
-            self._keep(link)
+            self._complete_handshake(link)
 
-    def _keep(self, link: _Link) -> None:
+    def _complete_handshake(self, link: _Link) -> None:
         link.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if hasattr(socket, "TCP_USER_TIMEOUT"):
             link.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _LOST_MILLISECONDS)
         with self._opened:
             link.stage = _Stage.OPEN
             self._handshakes.remove(link)
-            before, self._links[link.peer] = self._links.get(link.peer), link
-            if before is not None:
-                self._close(before)
-            self._ended.discard(link.peer)
+            previous = self._links.get(link.peer)
+            self._links[link.peer] = link
+            if previous is not None:
+                self._close(previous)
+            self._closed_by_peer.discard(link.peer)
             if link.peer in self._next_call:
                 self._next_call[link.peer] = 0.0, _INITIAL_RETRY_SECONDS
             self._opened.notify_all()
 
     def _end(self, link: _Link, *, by_peer: bool = False) -> None:
-        """Close a link; one that was open is opened again by the higher rank of the two."""
+        """Close a link. If it was open, count and report the loss; the higher rank opens it again."""
         if link in self._handshakes:
             self._handshakes.remove(link)
         elif self._links.get(link.peer) is link:
             del self._links[link.peer]
-            self._ends += 1
-            self._last_end = time.monotonic(), link.peer
+            self._losses += 1
+            self._last_loss = time.monotonic(), link.peer
             if by_peer:
-                self._ended.add(link.peer)
-            # Links that keep ending must not fill the log of the engine.
-            if self._ends & (self._ends - 1) == 0 and not self._closing:
+                self._closed_by_peer.add(link.peer)
+            # Log only losses 1, 2, 4, 8, ..., so that links that keep ending do not fill the engine's log.
+            if self._losses & (self._losses - 1) == 0 and not self._closing:
                 _log.warning("rank %d: the link to rank %d has ended", self._rank, link.peer)
         self._close(link)
 
@@ -344,24 +405,29 @@ class PresenceLinks:
             self._selector.unregister(link.socket)
         link.socket.close()
 
-    def _check(self, link: _Link, proof: bytes) -> None:
-        if not hmac.compare_digest(proof, self._proven(link.peer, self._rank, link.nonce)):
-            _log.warning("rank %d: what links itself as rank %d is none of its peers", self._rank, link.peer)
-            raise ConnectionError("the link is none of the formation's")
+    def _check_proof(self, link: _Link, proof: bytes) -> None:
+        if not hmac.compare_digest(proof, self._proof_for(link.peer, self._rank, link.nonce)):
+            _log.warning(
+                "rank %d: rejected a link, because its other end claims to be rank %d without knowing the secret",
+                self._rank,
+                link.peer,
+            )
+            raise ConnectionError(f"the other end claims to be rank {link.peer} without knowing the secret")
 
-    def _proven(self, sender: int, receiver: int, nonce: bytes) -> bytes:
+    def _proof_for(self, sender: int, receiver: int, nonce: bytes) -> bytes:
         return self._proof(b"presence of %d to %d " % (sender, receiver) + nonce)
 
     def _unlinked(self) -> list[int]:
         return [
-            other for other in range(len(self._addresses)) if other != self._rank and other not in self._links
+            peer for peer in range(len(self._addresses)) if peer != self._rank and peer not in self._links
         ]
 
     def _wake(self) -> None:
+        """Wake the thread, which waits for the selector."""
         with self._lock, contextlib.suppress(OSError):
             if self._waker is not None:
                 self._waker.send(b"!")
 
 
-class _EndError(ConnectionError):
-    """The peer has ended a link in order."""
+class _ClosedByPeerError(ConnectionError):
+    """The peer has closed a link in an orderly way."""

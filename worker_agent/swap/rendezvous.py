@@ -1,4 +1,7 @@
-"""Rendezvous of the agents of an EP group: each sends all that it holds, and all alike refuse what does not fit."""
+"""Rendezvous of the agents of an EP group.
+
+Each rank sends its facts to all others. If they do not fit together, every rank raises the same error.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,21 @@ _log = logging.getLogger("eplb.agent")
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """Result of a meeting: the agents' group, its votes and lanes, who this rank is, and what is installed."""
+    """Result of a rendezvous.
+
+    Parameters
+    ----------
+    group
+        The agents' group.
+    votes
+        Process group for votes.
+    lanes
+        Lanes for transfers; lane 0 is open.
+    identity
+        This rank's identity within the deployment.
+    installed
+        This rank's initial layout.
+    """
 
     group: AgentGroup
     votes: dist.ProcessGroup
@@ -43,7 +60,31 @@ class Rendezvous:
 
 @dataclass(frozen=True)
 class _Facts:
-    """Facts that one rank sends to the others; ``alike`` are by name those that all ranks must share."""
+    """Facts that one rank sends to all others.
+
+    They are pickled, and a rank may run another release of the agent, so keep the names of the fields.
+
+    Parameters
+    ----------
+    nonce
+        Random id. Rank 0's nonce becomes the group's id.
+    release
+        The agent's version.
+    token_group
+        Token group of the rank.
+    slots_LS
+        Logical expert of each local slot, int32 ``[L, S]``.
+    shape
+        Shape of the deployment, as this rank sees it.
+    shares_tokens
+        True if a layer's dispatch lets several ranks see the same tokens.
+    gathers_all
+        True if a layer's dispatch gathers the tokens of all ranks.
+    fingerprints_LS
+        Fingerprints of the local experts, uint32 ``[L, S]``.
+    alike
+        Facts that must be equal on all ranks, by name.
+    """
 
     nonce: str
     release: str
@@ -62,49 +103,43 @@ def meet(
     settings: AgentSettings,
     token_group: int | None,
 ) -> Rendezvous:
-    """Join the ranks of ``host_group`` and agree on who is who and what is installed. A collective.
+    """Form a group of the ranks of ``host_group``, and agree on their initial layout. A collective.
 
-    ``host_group`` is CPU-capable; the live ``layers`` are the same ones in the same order on every rank; a
-    ``token_group`` is equal on all ranks that see the same tokens, ``None`` where this rank's are its own. Raises
-    ``RendezvousError`` on every rank, where shapes, settings or placements do not fit or a rank is out of reach.
+    Parameters
+    ----------
+    layers
+        The live layers, in the same order on every rank.
+    host_group
+        CPU-capable process group of the engine.
+    settings
+        The agent's settings.
+    token_group
+        Number that is equal on all ranks that see the same tokens; ``None`` if no other rank sees this rank's tokens.
+
+    Raises
+    ------
+    RendezvousError
+        On every rank, if shapes, settings or placements do not fit together or a rank cannot be reached.
     """
-    rank, ranks = dist.get_rank(host_group), dist.get_world_size(host_group)
-    own: _Facts | str
+    rank = dist.get_rank(host_group)
+    ranks = dist.get_world_size(host_group)
+    facts_or_error: _Facts | str
     try:
-        own = _facts(layers, settings, rank if token_group is None else token_group, ranks)
+        facts_or_error = _gather_facts(layers, settings, rank if token_group is None else token_group, ranks)
     except Exception as error:
-        # Whatever is wrong with this rank's layers, the others must hear of it rather than wait.
-        own = str(error)
-    group, sent = AgentGroup.join(
-        host_group, settings.node, settings.data_host, own, settings.peer_timeout_seconds
+        # Send any error to the other ranks. Otherwise they would wait for this rank's facts.
+        facts_or_error = str(error)
+    group, received = AgentGroup.join(
+        host_group, settings.node, settings.data_host, facts_or_error, settings.peer_timeout_seconds
     )
-    facts = _checked_alike(sent)
+    facts = _check_facts(received)
     mixed = mixed_releases({rank: fact.release for rank, fact in enumerate(facts)})
     if mixed is not None:
         _log.warning("rank %d: %s", rank, mixed)
-    try:
-        slots_LRS = np.stack([fact.slots_LS for fact in facts], axis=1)
-        placement = Placement(slots_LRS, facts[rank].shape.experts)
-    except PlacementError as error:
-        raise RendezvousError(f"the ranks do not hold a placement: {error}") from error
-    differing = differing_replicas(slots_LRS, [fact.fingerprints_LS for fact in facts])
-    if differing is not None:
-        raise RendezvousError(differing)
-    complaint = None
-    try:
-        tables_LE = np.stack([_table(layer) for layer in layers])
-        installed = RankLayout.first(rank, placement, tables_LE)
-    except PlacementError as error:
-        complaint = str(error)
-    agree(host_group, complaint)
+    layout = _agree_on_layout(host_group, rank, _placement_of(facts), layers)
     timeout = timedelta(seconds=settings.transfer_timeout_seconds)
     lanes = Lanes(group, facts[rank].alike["transfer_backend"], _device(layers), timeout)
-    try:
-        votes = group.process_group("vote")
-        lanes.open_first()
-    except RuntimeError as error:
-        complaint = f"cannot reach the other ranks: {error}"
-    agree(host_group, complaint)
+    votes = _open_links(host_group, group, lanes)
     identity = Identity(
         deployment=settings.deployment,
         group_id=facts[0].nonce,
@@ -114,11 +149,77 @@ def meet(
         shape=facts[rank].shape,
         device=device_name(_device(layers)),
     )
-    return Rendezvous(group, votes, lanes, identity, installed)
+    return Rendezvous(group, votes, lanes, identity, layout)
 
 
-def _facts(layers: Sequence[LiveLayer], settings: AgentSettings, token_group: int, ranks: int) -> _Facts:
-    """Gather this rank's facts; raises where its layers cannot be balanced."""
+def _placement_of(facts: Sequence[_Facts]) -> Placement:
+    """Return the placement formed by the slots of all ranks.
+
+    Raises ``RendezvousError`` if it is invalid, or if replicas of an expert differ.
+    """
+    try:
+        slots_LRS = np.stack([fact.slots_LS for fact in facts], axis=1)
+        placement = Placement(slots_LRS, facts[0].shape.experts)
+    except PlacementError as error:
+        raise RendezvousError(f"the experts of all ranks form no valid placement: {error}") from error
+    difference = differing_replicas(slots_LRS, [fact.fingerprints_LS for fact in facts])
+    if difference is not None:
+        raise RendezvousError(difference)
+    return placement
+
+
+def _agree_on_layout(
+    host_group: dist.ProcessGroup, rank: int, placement: Placement, layers: Sequence[LiveLayer]
+) -> RankLayout:
+    """Return this rank's initial layout. A collective.
+
+    Raises ``RendezvousError`` on every rank if the tables of any rank do not fit the placement.
+    """
+    layout = None
+    complaint = None
+    try:
+        tables_LE = np.stack([_table(layer) for layer in layers])
+        layout = RankLayout.first(rank, placement, tables_LE)
+    except PlacementError as error:
+        complaint = str(error)
+    agree(host_group, complaint)
+    assert layout is not None
+    return layout
+
+
+def _open_links(host_group: dist.ProcessGroup, group: AgentGroup, lanes: Lanes) -> dist.ProcessGroup:
+    """Open the process group for votes and lane 0, and return the former. A collective.
+
+    Raises ``RendezvousError`` on every rank if they cannot be opened on any rank.
+    """
+    votes = None
+    complaint = None
+    try:
+        votes = group.process_group("vote")
+        lanes.open_first()
+    except RuntimeError as error:
+        complaint = f"cannot reach the other ranks: {error}"
+    agree(host_group, complaint)
+    assert votes is not None
+    return votes
+
+
+def _gather_facts(
+    layers: Sequence[LiveLayer], settings: AgentSettings, token_group: int, ranks: int
+) -> _Facts:
+    """Return this rank's facts. Raises ``ValueError`` if its layers cannot be balanced.
+
+    Parameters
+    ----------
+    layers
+        The live layers.
+    settings
+        The agent's settings.
+    token_group
+        Token group of this rank.
+    ranks
+        Number of ranks.
+    """
     if not layers:
         raise ValueError("there are no MoE layers to balance")
     slots_LS = np.stack([_local_slots(index, layer) for index, layer in enumerate(layers)])
@@ -152,7 +253,7 @@ def _facts(layers: Sequence[LiveLayer], settings: AgentSettings, token_group: in
         shape=shape,
         shares_tokens=shares_tokens,
         gathers_all=any(isinstance(layer, Gathering) and layer.gathers_all for layer in layers),
-        fingerprints_LS=np.stack([expert_fingerprints(parts) for parts in weights.values()]),
+        fingerprints_LS=np.stack([expert_fingerprints(layer_weights) for layer_weights in weights.values()]),
         alike={
             "protocol version": PROTOCOL_VERSION,
             **asdict(shape),
@@ -167,86 +268,124 @@ def _facts(layers: Sequence[LiveLayer], settings: AgentSettings, token_group: in
 
 
 def _device(layers: Sequence[LiveLayer]) -> torch.device:
-    """Device of the experts; all of a rank's are on one."""
+    """Return the device of this rank's experts, which is the same for all layers."""
     return layers[0].expert_weights()[0][0].device
 
 
 def _local_slots(index: int, layer: LiveLayer) -> Int32:
-    """Logical expert of each local slot, int32 ``[S]``, from the layer's own ``expert_map``."""
+    """Return the logical expert of each local slot, int32 ``[S]``, from the layer's ``expert_map``.
+
+    Raises ``ValueError`` if the layer's tensors do not match its number of slots.
+
+    Parameters
+    ----------
+    index
+        Index of the layer, for error messages.
+    layer
+        The layer.
+    """
     local_E = layer.expert_map.cpu().numpy()
     slots = len(layer.expert_weights()[0])
-    here = np.flatnonzero(local_E >= 0)
-    if sorted(local_E[here].tolist()) != list(range(slots)):
-        raise ValueError(f"layer {index}: expert_map names {here.size} experts for {slots} slots")
+    experts = np.flatnonzero(local_E >= 0)
+    if sorted(local_E[experts].tolist()) != list(range(slots)):
+        raise ValueError(
+            f"layer {index}: expert_map must assign one expert to each of the {slots} slots, but it assigns "
+            f"{experts.size} experts to the slots {sorted(set(local_E[experts].tolist()))}"
+        )
     if layer.moe_load is not None and layer.moe_load.shape[1] != slots:
-        raise ValueError(f"layer {index}: moe_load counts {layer.moe_load.shape[1]} slots, there are {slots}")
+        raise ValueError(
+            f"layer {index}: moe_load counts {layer.moe_load.shape[1]} slots, but the layer has {slots}"
+        )
     for weight in layer.expert_weights():
         _check_weight(index, weight, slots)
     slots_S = np.zeros(slots, dtype=np.int32)
-    slots_S[local_E[here]] = here
+    slots_S[local_E[experts]] = experts
     return slots_S
 
 
 def _table(layer: LiveLayer) -> Int32:
-    """Table of a layer on the host, int32 ``[E]``, or ``[E, D]`` of more than one entry."""
+    """Return the ``log2phy`` of a layer on the host: int32 ``[E, D]`` for a dealing table, else ``[E]``."""
     table = layer.log2phy.cpu().numpy().astype(np.int32)
     return without_single_entries(table) if table.ndim == 2 else table
 
 
 def _dealing_width(layers: Sequence[LiveLayer], experts: int) -> int:
-    """Number of entries of the dealing tables, which all layers have alike."""
+    """Return the number of entries per expert in ``log2phy``, 1 unless it is a dealing table.
+
+    Raises ``ValueError`` if layers differ, or if their tables do not fit the number of experts.
+    """
     shapes = {_table(layer).shape for layer in layers}
     if len(shapes) != 1:
-        raise ValueError(f"all layers deal alike, got log2phy of the shapes {sorted(shapes)}")
+        raise ValueError(f"log2phy must have the same shape in all layers, got {sorted(shapes)}")
     shape = shapes.pop()
     width = int(shape[1]) if len(shape) == 2 else 1
     if shape[:1] != (experts,) or len(shape) > 2 or not 1 <= width <= MAX_ENTRIES:
         raise ValueError(
-            f"log2phy has the shape [{experts}], or [{experts}, entries] with at most {MAX_ENTRIES}; "
+            f"log2phy must have the shape [{experts}], or [{experts}, entries] with at most {MAX_ENTRIES} entries; "
             f"got {list(shape)}"
         )
     return width
 
 
 def _check_weight(index: int, weight: ExpertWeights, slots: int) -> None:
+    """Raise ``ValueError`` unless a weight has one contiguous tensor per slot.
+
+    Parameters
+    ----------
+    index
+        Index of the layer, for error messages.
+    weight
+        One kind of weight of all local slots.
+    slots
+        Number of local slots.
+    """
     if isinstance(weight, torch.Tensor):
         if weight.shape[0] != slots or not weight.is_contiguous():
             raise ValueError(
-                f"layer {index}: expert weights must be contiguous with {slots} slots in front, "
+                f"layer {index}: expert weights must be contiguous, with the {slots} slots as first dimension; "
                 f"got the shape {list(weight.shape)}, strides {list(weight.stride())}"
             )
         return
-    kinds = {(part.dtype, tuple(part.shape), part.is_contiguous()) for part in weight}
+    kinds = {(expert.dtype, tuple(expert.shape), expert.is_contiguous()) for expert in weight}
     if len(weight) != slots or len(kinds) != 1 or not weight[0].is_contiguous():
         raise ValueError(
-            f"layer {index}: a list of expert weights must have {slots} contiguous tensors of one shape and type, "
+            f"layer {index}: a list of expert weights must have {slots} contiguous tensors of one shape and dtype, "
             f"got {len(weight)} of {sorted(map(str, kinds))}"
         )
 
 
 def _counts(layers: Sequence[LiveLayer]) -> tuple[str, ...]:
-    """Names of what all of a rank's layers count: the service reads slot counts, or derives them."""
+    """Return the names of the token counts that all layers provide.
+
+    Either is enough, because the service can derive a slot's count from the source heat. Raises ``ValueError`` if there
+    are none.
+    """
     names = ("moe_load", "source_load")
-    counted = tuple(name for name in names if all(getattr(layer, name) is not None for layer in layers))
-    if not counted:
-        raise ValueError("no heat is counted: all layers need moe_load, or all of them source_load")
-    return counted
+    available = tuple(name for name in names if all(getattr(layer, name) is not None for layer in layers))
+    if not available:
+        raise ValueError(
+            "the layers count no heat: provide moe_load in all layers, or source_load in all layers"
+        )
+    return available
 
 
-def _checked_alike(sent: Sequence[_Facts | str]) -> list[_Facts]:
-    """Raise ``RendezvousError`` where a rank complains, or differs from rank 0."""
+def _check_facts(received: Sequence[_Facts | str]) -> list[_Facts]:
+    """Return the facts of all ranks, in order of rank.
+
+    Raises ``RendezvousError`` if a rank sent an error, or facts that do not fit the other ranks.
+    """
     facts = []
-    for rank, theirs in enumerate(sent):
-        if isinstance(theirs, str):
-            raise RendezvousError(f"rank {rank}: {theirs}")
-        facts.append(theirs)
+    for rank, fact_or_error in enumerate(received):
+        if isinstance(fact_or_error, str):
+            raise RendezvousError(f"rank {rank}: {fact_or_error}")
+        facts.append(fact_or_error)
     members = Counter(fact.token_group for fact in facts)
     for rank, fact in enumerate(facts):
-        # Ranks that share tokens must say with whom, or the service would give them different tables.
+        # Without a token group, the service would give ranks that see the same tokens different tables.
         if fact.shares_tokens and len(facts) > 1 and members[fact.token_group] == 1:
             raise RendezvousError(
-                f"rank {rank}: its layers share tokens between ranks (all-gather dispatch), but it is alone in its "
-                "token group; start the agent with token_group, a number equal on all ranks that see the same tokens"
+                f"rank {rank}: its layers share tokens between ranks (all-gather dispatch), but its token group has no "
+                "other rank; start the agent with token_group, a number equal on all ranks that see the same tokens"
             )
         if fact.gathers_all and len(members) > 1:
             raise RendezvousError(
@@ -254,7 +393,8 @@ def _checked_alike(sent: Sequence[_Facts | str]) -> list[_Facts]:
                 f"{sorted(members)}; start all agents with the same token_group"
             )
     for rank, fact in enumerate(facts):
-        for name, here in facts[0].alike.items():
-            if here != (there := fact.alike.get(name, "none")):
-                raise RendezvousError(f"{name} differ: rank 0 has {here}, rank {rank} has {there}")
+        for name, expected in facts[0].alike.items():
+            actual = fact.alike.get(name, "none")
+            if actual != expected:
+                raise RendezvousError(f"{name} differ: rank 0 has {expected}, rank {rank} has {actual}")
     return facts

@@ -1,4 +1,4 @@
-"""Memory in which incoming experts wait for their commit, and the commit itself, between two forward passes."""
+"""Staging memory, which holds received experts until their commit, and the commit between two forward passes."""
 
 from __future__ import annotations
 
@@ -15,27 +15,53 @@ from worker_agent.swap.commit_register import FatalSwitchError
 
 
 class Staging:
-    """Buffers for the experts that one transfer receives, kept and reused by later transfers."""
+    """Buffers for the experts that one transfer receives. Later transfers reuse them.
+
+    Examples
+    --------
+    A later transfer that needs no more rows allocates nothing.
+
+    >>> staging = Staging()
+    >>> weights = [torch.zeros(4, 3, 2), torch.zeros(4, 5)]
+    >>> (buffers,) = staging.reserve([weights], [3])
+    >>> [tuple(buffer.shape) for buffer in buffers]
+    [(3, 3, 2), (3, 5)]
+    >>> (smaller,) = staging.reserve([weights], [2])
+    >>> smaller[0].data_ptr() == buffers[0].data_ptr()
+    True
+    """
 
     def __init__(self) -> None:
         self._buffers: dict[tuple[object, ...], list[ExpertWeights]] = {}
-        """Buffers by the kind of a layer's experts; most models have layers of only one kind."""
+        """Buffers by kind of expert; see ``_kind``. Most models have experts of only one kind."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are held, whether or not a transfer uses them; may be asked for on any thread."""
-        held = [buffer for buffers in tuple(self._buffers.values()) for buffer in buffers]
+        """Allocated bytes, including buffers that no transfer uses. Any thread may read it."""
+        allocated = [buffer for buffers in tuple(self._buffers.values()) for buffer in buffers]
         return sum(
             buffer.nbytes if isinstance(buffer, torch.Tensor) else sum(row.nbytes for row in buffer)
-            for buffer in held
+            for buffer in allocated
         )
 
     def reserve(
         self, layers: Sequence[Sequence[ExpertWeights]], rows: Sequence[int]
     ) -> list[list[ExpertWeights]]:
-        """Return buffers for ``rows[n]`` experts of ``layers[n]``, one for each of its weights and of the same kind.
+        """Return buffers for the experts that one transfer receives.
 
-        Allocates memory only if the layers need more rows, or other shapes, than earlier ones.
+        Memory is allocated only if the layers need more rows or other shapes than before.
+
+        Parameters
+        ----------
+        layers
+            The live weights of each layer, by kind of weight.
+        rows
+            Number of experts to receive in each layer.
+
+        Returns
+        -------
+        list of list of ExpertWeights
+            Per layer, one buffer for each kind of weight. Its shape, dtype and device match the weight's.
         """
         kinds = [_kind(weights) for weights in layers]
         needed: Counter[tuple[object, ...]] = Counter()
@@ -44,10 +70,10 @@ class Staging:
         short = [kind for kind, count in needed.items() if count > self._rows(kind)]
         if short:
             fitting = needed.keys() - set(short)
-            self._buffers = {kind: held for kind, held in self._buffers.items() if kind in fitting}
+            self._buffers = {kind: buffers for kind, buffers in self._buffers.items() if kind in fitting}
             for kind in short:
                 weights = layers[kinds.index(kind)]
-                self._buffers[kind] = [_buffer_of(weight, needed[kind]) for weight in weights]
+                self._buffers[kind] = [_allocate(weight, needed[kind]) for weight in weights]
         begins: Counter[tuple[object, ...]] = Counter()
         reserved = []
         for kind, count, weights in zip(kinds, rows, layers, strict=True):
@@ -58,7 +84,7 @@ class Staging:
         return reserved
 
     def drop(self) -> None:
-        """Give the memory up: a transfer that failed may still write into it."""
+        """Discard all buffers, because a failed transfer may still write into them."""
         self._buffers = {}
 
     def _rows(self, kind: tuple[object, ...]) -> int:
@@ -66,15 +92,19 @@ class Staging:
 
 
 def _kind(weights: Sequence[ExpertWeights]) -> tuple[object, ...]:
-    """Return a key that is equal for layers whose experts fit each other's buffers."""
+    """Return a key that is equal for layers whose experts fit into the same buffers."""
     return tuple(
         (isinstance(weight, torch.Tensor), weight[0].shape, weight[0].dtype, weight[0].device)
         for weight in weights
     )
 
 
-def _buffer_of(weight: ExpertWeights, rows: int) -> ExpertWeights:
-    """Tensors of their own for a list: a device may not send or receive what begins inside another's storage."""
+def _allocate(weight: ExpertWeights, rows: int) -> ExpertWeights:
+    """Return a buffer of ``rows`` experts for one kind of weight.
+
+    If the weight is a list, each row gets separate storage: a device may be unable to send or receive a tensor that
+    begins in the middle of a storage.
+    """
     if isinstance(weight, torch.Tensor):
         return weight.new_empty((rows, *weight.shape[1:]))
     return [torch.empty_like(weight[0]) for _ in range(rows)]
@@ -89,10 +119,32 @@ def install_layer(
     *,
     on_commit: Callable[[int], None] | None = None,
 ) -> int:
-    """Switch the layer ``live`` of ``rank`` to ``update``, in place; return the bytes of weights written.
+    """Commit one layer in place: copy its staged experts into their slots, then switch its tables.
 
-    ``staged[i][n]`` goes to slot ``slots[n]`` of the layer's weight ``i``. Then ``on_commit`` is called with the index
-    of the layer. Whatever fails is a ``FatalSwitchError``.
+    Parameters
+    ----------
+    live
+        The layer to change.
+    update
+        Its new placement and tables.
+    rank
+        This rank.
+    staged
+        Received experts, one buffer for each kind of weight.
+    slots
+        Target slot of each row of ``staged``.
+    on_commit
+        Called with the layer's index once the layer has been changed.
+
+    Returns
+    -------
+    int
+        Bytes of weights written.
+
+    Raises
+    ------
+    FatalSwitchError
+        If anything fails. The layer may then be half written.
     """
     try:
         local_E = expert_map(update.phy2log_RS[rank], live.expert_map.shape[0])
@@ -116,10 +168,27 @@ def copy_into(
     expert_map_E: torch.Tensor,
     log2phy_E: torch.Tensor,
 ) -> int:
-    """Copy experts (``staged``, ``slots`` as for ``install_layer``), then the tables that route to them, to ``layer``.
+    """Copy experts to a layer, then the tables that route to them.
 
-    ``expert_map_E`` and ``log2phy_E`` are int32 ``[E]``, the latter ``[E, D]`` where the rank deals. All is on the
-    caller's stream: on a device this only queues the copies.
+    Everything is queued on the caller's stream. On a device, the call returns before the copies have run.
+
+    Parameters
+    ----------
+    layer
+        The layer to change.
+    staged
+        Received experts, one buffer for each kind of weight.
+    slots
+        Target slot of each row of ``staged``.
+    expert_map_E
+        int32 ``[E]`` on the host, local slot of each expert.
+    log2phy_E
+        int32 ``[E]`` on the host, or ``[E, D]`` for a dealing table.
+
+    Returns
+    -------
+    int
+        Bytes of weights written.
     """
     written = 0
     for weight, buffer in zip(layer.expert_weights(), staged, strict=True):

@@ -1,4 +1,7 @@
-"""Compares tables on the device with the record of what is installed; ballots compare the ranks' records alone."""
+"""Check that the tables on the device match the layout that this rank has committed.
+
+Ballots compare only the ranks' records of their layouts, not the tables on their devices.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +18,12 @@ from worker_agent.device import Mark, host_empty
 from worker_agent.live_layer import LiveLayer
 from worker_agent.swap.rank_layout import RankLayout
 
-_ALL_WITHIN = 256
-"""Number of step boundaries within which each layer's tables are compared once, if there are no more layers."""
+_ROUND_BOUNDARIES = 256
+"""Step boundaries within which the tables of every layer are compared once. A model with more layers takes longer."""
 
 
-class _Copy(NamedTuple):
-    """Tables of a layer on their way from the device, each beside what was installed as the copy was queued."""
+class _Snapshot(NamedTuple):
+    """A layer's tables in transit from the device, each with the table that was committed when the copy was queued."""
 
     layer: int
     step: int
@@ -28,59 +31,75 @@ class _Copy(NamedTuple):
     arrived: Mark
 
     def difference(self) -> str | None:
-        """First entry that is not what is installed, as a sentence; ``None`` where all are."""
-        for name, (copied, installed) in self.pairs.items():
-            there = copied.numpy().reshape(installed.shape)
-            if not np.array_equal(there, installed):
-                at, width = int((there != installed).argmax()), installed[0].size
+        """Return a message about the first entry that differs, or ``None`` if all tables match."""
+        for name, (copied, expected) in self.pairs.items():
+            actual = copied.numpy().reshape(expected.shape)
+            if not np.array_equal(actual, expected):
+                index = int((actual != expected).argmax())
+                expert = index // expected[0].size
                 return (
-                    f"layer {self.layer}: {name} of expert {at // width} is {there.flat[at]} on the device at step "
-                    f"{self.step}, but {installed.flat[at]} is installed"
+                    f"layer {self.layer}: {name} of expert {expert} is {actual.flat[index]} on the device at step "
+                    f"{self.step}, but the committed value is {expected.flat[index]}"
                 )
         return None
 
 
 class TableCheck:
-    """Compares ``expert_map`` and ``log2phy`` of one layer after another, and of each layer that a commit overwrites.
+    """Check of ``expert_map`` and ``log2phy`` on the device, one layer after another.
 
-    Never waits for the device: differences show at a later step boundary.
+    It also checks every layer just before a commit overwrites it. The check never waits for the device, so a difference
+    shows at a later step boundary.
     """
 
     def __init__(self, layers: Sequence[LiveLayer]) -> None:
         self._layers = layers
-        self._interval = max(1, _ALL_WITHIN // len(layers))
+        self._interval = max(1, _ROUND_BOUNDARIES // len(layers))
         self._boundaries = 0
-        self._copies: deque[_Copy] = deque()
+        self._snapshots: deque[_Snapshot] = deque()
 
-    def at_boundary(self, step: int, installed: RankLayout) -> str | None:
-        """Return how tables that have arrived differ, or ``None``; begin to copy others where it is time.
+    def at_boundary(self, step: int, layout: RankLayout) -> str | None:
+        """Compare the tables that have arrived, and queue the next layer's copy if it is due.
 
-        Called between two passes, on the stream on which layers are switched: the copy is of what ``installed`` names.
+        Call this between two forward passes, on the stream that switches layers. At that point the device holds the
+        tables of ``layout``.
+
+        Parameters
+        ----------
+        step
+            Number of the current step, for the message.
+        layout
+            This rank's current layout.
+
+        Returns
+        -------
+        str or None
+            A message about the first difference; ``None`` if there is none so far.
         """
         self._boundaries += 1
-        while self._copies and self._copies[0].arrived.passed():
-            difference = self._copies.popleft().difference()
+        while self._snapshots and self._snapshots[0].arrived.passed():
+            difference = self._snapshots.popleft().difference()
             if difference is not None:
                 return difference
-        turn, rest = divmod(self._boundaries, self._interval)
-        if not self._copies and rest == 0:
-            self._begin(turn % len(self._layers), step, installed)
+        turn, remainder = divmod(self._boundaries, self._interval)
+        if not self._snapshots and remainder == 0:
+            self._queue_copy(turn % len(self._layers), step, layout)
         return None
 
-    def before_commit(self, layer: int, step: int, installed: RankLayout) -> None:
-        """Begin to copy the tables of a layer that is about to be overwritten: nobody could compare them later."""
-        self._begin(layer, step, installed)
+    def before_commit(self, layer: int, step: int, layout: RankLayout) -> None:
+        """Queue a copy of the tables of a layer that is about to be overwritten, the last chance to compare them."""
+        self._queue_copy(layer, step, layout)
 
-    def _begin(self, index: int, step: int, installed: RankLayout) -> None:
-        layer, placement = self._layers[index], installed.placement
-        named = {
-            "expert_map": expert_map(placement.phy2log_LRS[index, installed.rank], placement.experts),
-            "log2phy": installed.log2phy_LE[index],
+    def _queue_copy(self, index: int, step: int, layout: RankLayout) -> None:
+        layer = self._layers[index]
+        placement = layout.placement
+        expected = {
+            "expert_map": expert_map(placement.phy2log_LRS[index, layout.rank], placement.experts),
+            "log2phy": layout.log2phy_LE[index],
         }
-        pairs = {name: (_to_host(getattr(layer, name)), own) for name, own in named.items()}
-        self._copies.append(_Copy(index, step, pairs, Mark(layer.log2phy.device)))
+        pairs = {name: (_to_host(getattr(layer, name)), table) for name, table in expected.items()}
+        self._snapshots.append(_Snapshot(index, step, pairs, Mark(layer.log2phy.device)))
 
 
 def _to_host(table: torch.Tensor) -> torch.Tensor:
-    """Copy to the host; the copy may still be under way."""
+    """Queue a copy of a table to the host, and return its target."""
     return host_empty(tuple(table.shape), table.dtype, table.device).copy_(table, non_blocking=True)

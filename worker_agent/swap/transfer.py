@@ -1,4 +1,4 @@
-"""Moves experts between ranks in the background, from live slots into staging, with a limited share of the link."""
+"""Background transfer of experts between ranks, from live slots into staging, with a limited share of the link."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import zip_longest
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 
@@ -29,19 +29,33 @@ from worker_agent.swap.staging import Staging
 _log = logging.getLogger("eplb.agent")
 
 _CHUNK_BYTES = 4 * 1024 * 1024
-"""Size of the largest message, except for tensors in blocks; the same on all ranks."""
+"""Maximum size of a message, except for a tensor in blocks. It must be the same on all ranks."""
 _MAX_SLOWDOWN = 2.0
-"""Multiple of the fastest exchange's time per byte for which an exchange counts as using the link, at most."""
-_REST_SECONDS = 1.0
+"""Multiple of the fastest exchange's time per byte. An exchange counts as using the link for no longer than that."""
+_JOIN_SECONDS = 1.0
 _WITNESS_SECONDS = 1.0
 """Longest time that a transfer waits for the checksums of replicas on other ranks."""
 _LATE_SECONDS = 10.0
-"""A busy host wakes a thread late, which is no reason to take it for hung."""
+"""Grace period of the thread's own deadline. A busy host may wake a thread late; it is not hung then."""
 
 
 @dataclass(frozen=True)
 class StagedLayer:
-    """Staged rows of a layer and their slots. ``sums`` has the senders' checksums by slot, if they were sent."""
+    """A layer's experts that a transfer has staged.
+
+    Parameters
+    ----------
+    layer
+        Index of the layer.
+    staged
+        Received experts, one buffer for each kind of weight.
+    slots
+        Target slot of each row of ``staged``.
+    seconds
+        Duration of the layer's transfer.
+    sums
+        The senders' checksums by slot; empty if they sent none.
+    """
 
     layer: int
     staged: list[ExpertWeights]
@@ -51,13 +65,23 @@ class StagedLayer:
 
     @property
     def bytes_received(self) -> int:
-        """Size of all staged rows."""
+        """Size of all staged rows in bytes."""
         return sum(row.nbytes for buffer in self.staged for row in buffer)
 
 
 @dataclass(frozen=True)
 class TransferResult:
-    """Layers that one transfer has staged, in the order of its request, or the error that ended it."""
+    """Result of one transfer.
+
+    Parameters
+    ----------
+    generation
+        Number of the transfer, from its ``StartTransfer``.
+    layers
+        The staged layers, in the order of the ``StartTransfer``; empty after an error.
+    error
+        The error that ended the transfer, or ``None``.
+    """
 
     generation: int
     layers: tuple[StagedLayer, ...] = ()
@@ -65,11 +89,32 @@ class TransferResult:
 
 
 class ByteBudget:
-    """Bytes that may leave, or arrive, per step: filled at each step boundary, drawn from by the transfer thread.
+    """Bytes that a rank may send, and receive, per step. The model's thread refills it and the transfer thread draws.
 
-    If ``bytes_per_step`` is ``None``, bytes are not limited. Instead, transfers keep the link busy for at most a
-    ``share`` of the time, according to the duration of each exchange. A piece larger than one step's bytes waits for
-    several steps.
+    A piece that is larger than one step's bytes overdraws the budget, so the next piece waits for several steps.
+
+    Parameters
+    ----------
+    bytes_per_step
+        Budget of one step. If ``None``, ``share`` limits transfers instead.
+    runtime
+        Clock and locks.
+    share
+        Maximum fraction of the time for which transfers may keep the link busy, if ``bytes_per_step`` is ``None``.
+
+    Examples
+    --------
+    The second piece waits until the steps have paid for the first.
+
+    >>> budget = ByteBudget(100)
+    >>> budget.refill()
+    >>> budget.draw(150, timeout=0.0)
+    True
+    >>> budget.draw(10, timeout=0.0)
+    False
+    >>> budget.refill()
+    >>> budget.draw(10, timeout=0.0)
+    True
     """
 
     def __init__(self, bytes_per_step: int | None, runtime: Runtime = REAL, share: float = 1.0) -> None:
@@ -77,72 +122,104 @@ class ByteBudget:
         self._share = share
         self._fastest = math.inf
         """Seconds per byte of the fastest exchange so far."""
-        self._left = 0
-        self._opened = False
+        self._available = 0
+        self._unlimited = False
         self._changed = runtime.condition()
 
     def refill(self) -> None:
-        """Admit one step's bytes more. What was not used is not saved up."""
-        self._opened = False
+        """Add the budget of one step. Unused budget does not carry over, but an overdraft does."""
+        self._unlimited = False
         if self._bytes_per_step is None:
             return
         with self._changed:
-            self._left = min(self._left, 0) + self._bytes_per_step
+            self._available = min(self._available, 0) + self._bytes_per_step
             self._changed.notify()
 
     def open(self) -> None:
-        """Admit whatever is asked for until the next ``refill``: the model makes no steps that could be slowed."""
+        """Lift all limits until the next ``refill``, because the model runs no steps that a transfer could slow."""
         with self._changed:
-            self._left = sys.maxsize
-            self._opened = True
+            self._available = sys.maxsize
+            self._unlimited = True
             self._changed.notify()
 
     @property
     def batch_bytes(self) -> int:
-        """Largest number of bytes to exchange at once."""
+        """Maximum number of bytes to exchange at once."""
         return sys.maxsize if self._bytes_per_step is None else self._bytes_per_step
 
-    def rest(self, taken: float, size: int, longest: float) -> None:
-        """Leave the link idle for the model after an exchange, for at most ``longest`` seconds.
+    def rest(self, duration: float, size: int, longest: float) -> None:
+        """Leave the link to the model after an exchange, as long as ``share`` requires.
 
-        The exchange of ``size`` bytes took ``taken`` seconds. Part of that time may be a wait for a peer that itself
-        waits for a third rank's rest to end. If such waits counted, each rest would prolong the next ones. The link
-        therefore counts as busy for at most twice the time that the fastest exchange so far would have needed.
+        The exchange may include a wait for a peer, which in turn waits for a third rank's rest to end. If such waits
+        counted, each rest would prolong the next ones. The link therefore counts as busy for at most twice the time
+        that the fastest exchange so far would have needed.
+
+        Parameters
+        ----------
+        duration
+            Duration of the exchange in seconds.
+        size
+            Bytes that were exchanged.
+        longest
+            Maximum rest in seconds.
         """
         if self._bytes_per_step is None and self._share < 1.0 and size > 0:
-            self._fastest = min(self._fastest, taken / size)
-            busy = min(taken, _MAX_SLOWDOWN * self._fastest * size)
+            self._fastest = min(self._fastest, duration / size)
+            busy = min(duration, _MAX_SLOWDOWN * self._fastest * size)
             seconds = min(busy * (1.0 / self._share - 1.0), longest)
             with self._changed:
-                self._changed.wait_for(lambda: self._opened, seconds)
+                self._changed.wait_for(lambda: self._unlimited, seconds)
 
     def draw(self, size: int, timeout: float) -> bool:
-        """Wait until the budget admits ``size`` bytes; ``False`` past ``timeout`` seconds."""
+        """Wait until some budget is available, then draw ``size`` bytes from it.
+
+        Return False if there is still no budget after ``timeout`` seconds.
+        """
         if self._bytes_per_step is None:
             return True
         with self._changed:
-            if not self._changed.wait_for(lambda: self._left > 0, timeout):
+            if not self._changed.wait_for(lambda: self._available > 0, timeout):
                 return False
-            self._left -= size
+            self._available -= size
             return True
 
 
 @dataclass(frozen=True)
-class _Check:
-    """Order to compare what was installed with the senders' checksums, by slot."""
+class _InstallCheck:
+    """Order to compare installed experts with the senders' checksums, which are keyed by slot."""
 
     layer: int
     sums: dict[int, int]
 
 
-_Job: TypeAlias = "tuple[StartTransfer | _Check, Sequence[Sequence[ExpertWeights]], Mark]"
-"""A task for the thread, the weights of each layer involved, and the point of the stream to wait for."""
+_Job: TypeAlias = "tuple[StartTransfer | _InstallCheck, Sequence[Sequence[ExpertWeights]], Mark]"
+"""Order for the thread, the weights of each layer involved, and the point of the model's stream to wait for."""
 
 
 class TransferWorker:
-    """One thread that carries out a transfer at a time; results are read with ``poll``. It alone uses the lanes.
+    """Thread that runs one transfer at a time. No other thread uses its lanes.
 
-    ``damaged`` is set where an installed expert is not what was sent.
+    Read the results with ``poll``.
+
+    Parameters
+    ----------
+    lanes
+        Lanes to the peers.
+    settings
+        The agent's settings.
+    budget
+        Limit of the bytes per step.
+    runtime
+        Clock, threads and queues.
+    replicas
+        Check of live experts, to run between transfers and before experts are sent; ``None`` to run none.
+
+    Attributes
+    ----------
+    damaged : str or None
+        Message about an installed expert that differs from the sent one, or ``None``.
+    staging : Staging
+        Buffers of received experts.
     """
 
     def __init__(
@@ -157,10 +234,11 @@ class TransferWorker:
         self._replicas = replicas
         self._runtime = runtime
         self._timeout = settings.transfer_timeout_seconds
-        # No device's library has been shown to transfer every weight format intact, so verify by default.
+        # No device library has been shown to transfer every weight format intact, so verify by default.
         self._verify = settings.verify_transfers is not False
         self.damaged: str | None = None
-        self._checks = self._checked = 0
+        self._queued_checks = 0
+        self._finished_checks = 0
         self._budget = budget
         self._stream = SideStream(lanes.device)
         self.staging = Staging()
@@ -170,9 +248,16 @@ class TransferWorker:
         self._thread = runtime.spawn("eplb-transfer", self._run)
 
     def reserve(self, weights: Sequence[ExpertWeights], rows: int) -> None:
-        """Allocate staging for ``rows`` experts of a layer with these weights, before the engine sizes its KV cache.
+        """Allocate staging before the engine sizes its KV cache.
 
         Raises ``RuntimeError`` if the device has too little memory.
+
+        Parameters
+        ----------
+        weights
+            Weights of one layer, by kind.
+        rows
+            Number of experts to reserve memory for.
         """
         try:
             with self._stream.current():
@@ -184,8 +269,8 @@ class TransferWorker:
 
     @property
     def failing(self) -> str | None:
-        """Reason to hope for no answer to what it is to do, or ``None``: the thread is dead or late by its deadline."""
-        if self._overdue_at is None and self._checked == self._checks:
+        """Reason why the thread will not finish its queued work, or ``None`` if it still can or has none."""
+        if self._overdue_at is None and self._finished_checks == self._queued_checks:
             return None
         if not self._thread.is_alive():
             return "the transfer thread has died"
@@ -195,55 +280,70 @@ class TransferWorker:
 
     @property
     def running(self) -> bool:
-        """True while a transfer, or a check, still reads live slots or writes into staging."""
-        busy = self._overdue_at is not None or self._checked < self._checks
+        """True while a transfer or a check may still read live slots or write into staging."""
+        busy = self._overdue_at is not None or self._finished_checks < self._queued_checks
         return busy and self._thread.is_alive()
 
     def start(self, order: StartTransfer, layers: Sequence[LiveLayer]) -> None:
-        """Begin a transfer. Call this on the model's thread: the transfer waits for the work that it has queued.
+        """Start a transfer. Call this on the model's thread.
 
-        Above all, this is the previous commit, which must have read the staging before anything new is written there.
+        The transfer waits for the work that is already queued on the current stream. That includes the previous commit,
+        which must have read staging before a transfer overwrites it.
         """
         weights = [layer.expert_weights() for layer in layers]
         self._overdue_at = self._runtime.now() + 2 * self._timeout + _LATE_SECONDS
         self._jobs.put((order, weights, Mark(weights[0][0][0].device)))
 
     def check(self, layer: int, live: LiveLayer, sums: dict[int, int]) -> None:
-        """Compare, in the background, what was just installed with the senders' checksums; ``damaged`` shows it."""
+        """Compare a layer's newly installed experts with the senders' checksums, on the transfer thread.
+
+        A difference is reported in ``damaged``.
+
+        Parameters
+        ----------
+        layer
+            Index of the layer.
+        live
+            The layer.
+        sums
+            Checksums by slot; if empty, nothing is compared.
+        """
         if sums:
-            self._checks += 1
+            self._queued_checks += 1
             weights = live.expert_weights()
-            self._jobs.put((_Check(layer, sums), [weights], Mark(weights[0][0].device)))
+            self._jobs.put((_InstallCheck(layer, sums), [weights], Mark(weights[0][0].device)))
 
     def poll(self) -> TransferResult | None:
-        """Return a transfer that has ended since the last call, or ``None``; never waits."""
-        # Asked at every step: an exception costs more than the question.
+        """Return the result of a transfer that has ended since the last call, or ``None``. Never wait."""
+        # This runs at every step, and an exception costs more than this test.
         if self._results.empty():
             return None
         self._overdue_at = None
         return self._results.get_nowait()
 
     def close(self) -> None:
-        """Let the thread end after its present job, and its lane with it."""
+        """Have the thread finish its current job, retire its lane and end."""
         self._jobs.put(None)
-        # One that is at rest ends at once: a lane must not be taken down while Python itself is.
-        self._thread.join(_REST_SECONDS)
+        # An idle thread ends at once. Wait for it, because a lane must not be closed while Python itself shuts down.
+        self._thread.join(_JOIN_SECONDS)
 
     def _run(self) -> None:
         while (job := self._next_job()) is not None:
             order, weights, ready = job
             if isinstance(order, StartTransfer):
-                self._results.put(self._transferred(order, weights, ready))
+                self._results.put(self._transfer(order, weights, ready))
                 continue
             try:
-                self._compare(order, weights[0], ready)
+                self._compare_installed(order, weights[0], ready)
             except Exception as failure:
-                self.damaged = f"what was installed could not be compared with what was sent: {failure}"
-            self._checked += 1
+                self.damaged = (
+                    f"the installed experts could not be compared with the senders' checksums: {failure}"
+                )
+            self._finished_checks += 1
         self._lanes.retire()
 
     def _next_job(self) -> _Job | None:
-        """Wait for something to do, and look after live experts meanwhile."""
+        """Wait for the next job, and check live experts meanwhile."""
         while self._replicas is not None:
             with suppress(queue.Empty):
                 return self._jobs.get(timeout=self._replicas.seconds_left())
@@ -253,39 +353,39 @@ class TransferWorker:
                 _log.exception("rank %d: a live expert could not be compared", self._lanes.rank)
         return self._jobs.get()
 
-    def _compare(self, order: _Check, weights: Sequence[ExpertWeights], ready: Mark) -> None:
+    def _compare_installed(self, order: _InstallCheck, weights: Sequence[ExpertWeights], ready: Mark) -> None:
         with self._stream.current():
             ready.hold_current_stream()
             for slot, sent in order.sums.items():
                 installed = checksum([weight[slot] for weight in weights])
                 if installed != sent:
                     self.damaged = (
-                        f"layer {order.layer}: slot {slot} has the checksum {installed:#x}, its expert was sent as "
-                        f"{sent:#x}"
+                        f"layer {order.layer}: the expert in slot {slot} has the checksum {installed:#x}, but its "
+                        f"sender computed {sent:#x}"
                     )
 
-    def _transferred(
+    def _transfer(
         self, order: StartTransfer, weights: Sequence[Sequence[ExpertWeights]], ready: Mark
     ) -> TransferResult:
         try:
             if any(len(layer.moves_M5) for layer in order.layers):
-                return TransferResult(order.generation, self._move(order, weights, ready))
+                return TransferResult(order.generation, self._transfer_layers(order, weights, ready))
         except Exception as failure:
-            # Late bytes may still be written into what was staged, and the other ranks must not wait for this one:
-            # without the lane's links they know at once.
+            # Discard staging, because late bytes may still be written into it. Retire the lane, so that peers get an
+            # error at once instead of waiting for this rank.
             self._lanes.retire()
             self.staging.drop()
-            names = ", ".join(str(layer.layer) for layer in order.layers)
-            some = "layer" if len(order.layers) == 1 else "layers"
-            return TransferResult(order.generation, error=f"transfer of {some} {names} failed: {failure}")
-        # These layers change only their tables.
+            numbers = ", ".join(str(layer.layer) for layer in order.layers)
+            noun = "layer" if len(order.layers) == 1 else "layers"
+            return TransferResult(order.generation, error=f"transfer of {noun} {numbers} failed: {failure}")
+        # Only the tables of these layers change.
         staged = [
             StagedLayer(layer.layer, [weight[:0] for weight in layer_weights], [])
             for layer, layer_weights in zip(order.layers, weights, strict=True)
         ]
         return TransferResult(order.generation, tuple(staged))
 
-    def _move(
+    def _transfer_layers(
         self, order: StartTransfer, weights: Sequence[Sequence[ExpertWeights]], ready: Mark
     ) -> tuple[StagedLayer, ...]:
         """Send and receive this rank's experts, layer by layer."""
@@ -295,170 +395,244 @@ class TransferWorker:
         slots = [layer.moves_M5[layer.moves_M5[:, 2] == rank, 3].tolist() for layer in order.layers]
         staged = []
         with self._stream.current():
-            # Every rank joins the lane, also one that neither sends nor receives: its mesh is built by all.
-            carrier = _Carrier(self._lanes.lane(order.lane), self._budget, deadline)
+            # Opening a lane needs all ranks, so a rank that neither sends nor receives opens it too.
+            exchanger = _ExpertExchanger(self._lanes.lane(order.lane), self._budget, deadline)
             ready.hold_current_stream()
             if self._replicas is not None:
                 moves = {layer.layer: layer.moves_M5 for layer in order.layers}
                 self._replicas.check_sources(moves, min(_WITNESS_SECONDS, self._timeout / 4))
-            buffers = self.staging.reserve(weights, [len(own) for own in slots])
-            for layer, own, live, incoming in zip(order.layers, slots, weights, buffers, strict=True):
-                sums = self._carry(carrier, layer.moves_M5, live, incoming)
-                by_slot = {own[row]: value for row, value in sums.items()}
+            buffers = self.staging.reserve(weights, [len(targets) for targets in slots])
+            for layer, targets, live, incoming in zip(order.layers, slots, weights, buffers, strict=True):
+                sums = self._transfer_layer(exchanger, layer.moves_M5, live, incoming)
+                by_slot = {targets[row]: value for row, value in sums.items()}
                 now = self._runtime.now()
-                staged.append(StagedLayer(layer.layer, incoming, own, now - began, by_slot))
+                staged.append(StagedLayer(layer.layer, incoming, targets, now - began, by_slot))
                 began = now
-        # A transfer is late even if this rank had nothing to send or receive.
-        deadline.left()
+        # A late transfer also fails on a rank that had nothing to send or receive.
+        deadline.remaining()
         return tuple(staged)
 
-    def _carry(
+    def _transfer_layer(
         self,
-        carrier: _Carrier,
+        exchanger: _ExpertExchanger,
         moves_M5: Int32,
         live: Sequence[ExpertWeights],
         staged: Sequence[ExpertWeights],
     ) -> dict[int, int]:
-        """Transfer one layer's experts, round by round; return the senders' checksums by row of ``staged``."""
+        """Transfer one layer's experts, round by round. Return the senders' checksums by row of ``staged``."""
         sums: dict[int, int] = {}
-        for outgoing, incoming, row in _parcels(moves_M5, self._lanes.rank, live, staged):
+        for outgoing, incoming, row in _parcels_by_round(moves_M5, self._lanes.rank, live, staged):
             if outgoing and incoming and outgoing[0].peer == self._lanes.rank:
                 # The expert only moves to another slot of this rank.
                 for source, target in zip(outgoing, incoming, strict=True):
                     target.data.copy_(source.data)
                 continue
-            sent = carrier.carry(outgoing, incoming, verify=self._verify)
+            sent = exchanger.exchange(outgoing, incoming, verify=self._verify)
             if sent is not None:
                 sums[row] = sent
         return sums
 
 
-class _Carrier:
-    """Carries experts over a lane, each a parcel per tensor, and verifies what arrived."""
+class _ExpertExchanger:
+    """Exchange of whole experts over a lane, within the byte budget. It verifies the received experts."""
 
     def __init__(self, lane: Lane, budget: ByteBudget, deadline: Deadline) -> None:
         self._lane = lane
         self._budget = budget
         self._deadline = deadline
 
-    def carry(self, outgoing: Sequence[Parcel], incoming: Sequence[Parcel], *, verify: bool) -> int | None:
-        """Send one expert while receiving another; either may be empty.
+    def exchange(self, outgoing: Sequence[Parcel], incoming: Sequence[Parcel], *, verify: bool) -> int | None:
+        """Send one expert while receiving another.
 
-        Returns the sender's checksum of the received expert, or ``None`` without ``verify``. Raises ``ValueError`` if
-        the received expert has another checksum.
+        Parameters
+        ----------
+        outgoing
+            The expert to send, one parcel per tensor; may be empty.
+        incoming
+            Memory of the expert to receive, one parcel per tensor; may be empty.
+        verify
+            True to send a checksum with each expert and compare it on arrival; must be the same on all ranks.
+
+        Returns
+        -------
+        int or None
+            The sender's checksum of the received expert; ``None`` without ``verify`` or ``incoming``.
+
+        Raises
+        ------
+        TimeoutError
+            If the deadline passes.
+        ValueError
+            If the received expert has another checksum than the sender's.
         """
         sent = list(outgoing)
-        reported = list(incoming)
+        received = list(incoming)
         if verify and outgoing:
-            sent.append(_checksum_of(outgoing))
+            sent.append(_checksum_parcel(outgoing))
         if verify and incoming:
             blank = torch.zeros(1, dtype=torch.int64, device=incoming[0].data.device)
-            reported.append(Parcel(incoming[0].peer, blank, incoming[0].expert))
-        for leaving, arriving in self._batches(_pieces(sent), _pieces(reported)):
+            received.append(Parcel(incoming[0].peer, blank, incoming[0].expert))
+        for leaving, arriving in self._batches(_pieces(sent), _pieces(received)):
             size = max(sum(parcel.data.nbytes for parcel in parcels) for parcels in (leaving, arriving))
             # The receiver draws too, so that its device does not wait for a sender that waits for its own budget.
-            if not self._budget.draw(size, self._deadline.left()):
+            if not self._budget.draw(size, self._deadline.remaining()):
                 raise TimeoutError(
                     "the transfer deadline passed before the byte budget sufficed: the model completed too few steps"
                 )
-            taken = self._lane.exchange(leaving, arriving, self._deadline)
-            self._budget.rest(taken, size, self._deadline.left() / 2)
-        return _compare(incoming, reported[-1]) if verify and incoming else None
+            duration = self._lane.exchange(leaving, arriving, self._deadline)
+            self._budget.rest(duration, size, self._deadline.remaining() / 2)
+        return _verify(incoming, received[-1]) if verify and incoming else None
 
     def _batches(
         self, leaving: Sequence[Parcel], arriving: Sequence[Parcel]
     ) -> Iterator[tuple[list[Parcel], list[Parcel]]]:
-        """Split both into batches within the budget, alike on both ends: a layer's experts have equal sizes."""
-        parts: tuple[list[Parcel], list[Parcel]] = ([], [])
-        held = 0
+        """Split pieces into batches within the budget. Both ends split equally, as a layer's experts have one size."""
+        batch: tuple[list[Parcel], list[Parcel]] = ([], [])
+        batch_size = 0
         for pair in zip_longest(leaving, arriving):
             size = max(parcel.data.nbytes for parcel in pair if parcel is not None)
-            if held and held + size > self._budget.batch_bytes:
-                yield parts
-                parts = ([], [])
-                held = 0
-            held += size
-            for part, parcel in zip(parts, pair, strict=True):
+            if batch_size and batch_size + size > self._budget.batch_bytes:
+                yield batch
+                batch = ([], [])
+                batch_size = 0
+            batch_size += size
+            for parcels, parcel in zip(batch, pair, strict=True):
                 if parcel is not None:
-                    part.append(parcel)
-        if held:
-            yield parts
+                    parcels.append(parcel)
+        if batch_size:
+            yield batch
 
 
 def _pieces(parcels: Sequence[Parcel]) -> list[Parcel]:
-    """Split parcels into messages; memory in blocks can only be sent whole."""
-    found = []
+    """Split parcels into messages. A tensor in blocks can only be sent whole."""
+    pieces = []
     for parcel in parcels:
         whole = in_blocks(parcel.data)
-        parts = [parcel.data] if whole else bytes_of(parcel.data).split(_CHUNK_BYTES)
-        found += [Parcel(parcel.peer, part, parcel.expert) for part in parts]
-    return found
+        chunks = [parcel.data] if whole else bytes_of(parcel.data).split(_CHUNK_BYTES)
+        pieces += [Parcel(parcel.peer, chunk, parcel.expert) for chunk in chunks]
+    return pieces
 
 
-def _checksum_of(parcels: Sequence[Parcel]) -> Parcel:
-    """Parcel of the checksum over an expert's tensors, in their order."""
+def _checksum_parcel(parcels: Sequence[Parcel]) -> Parcel:
+    """Return a parcel that holds the checksum of an expert's tensors."""
     first = parcels[0]
     value = checksum([parcel.data for parcel in parcels])
     return Parcel(first.peer, torch.tensor([value], device=first.data.device), first.expert)
 
 
-def _compare(staged: Sequence[Parcel], reported: Parcel) -> int:
-    """Return the sender's checksum. Raises ``ValueError`` if the staged expert has another one."""
-    sent = int(reported.data)
-    found = checksum([parcel.data for parcel in staged])
-    if found != sent:
+def _verify(staged: Sequence[Parcel], report: Parcel) -> int:
+    """Return the sender's checksum. Raises ``ValueError`` if the staged expert has a different one.
+
+    Parameters
+    ----------
+    staged
+        Tensors of the received expert.
+    report
+        The sender's checksum, as received.
+    """
+    sent = int(report.data)
+    received = checksum([parcel.data for parcel in staged])
+    if received != sent:
         raise ValueError(
-            f"expert {reported.expert} from rank {reported.peer} has the checksum {found:#010x}, "
+            f"expert {report.expert} from rank {report.peer} has the checksum {received:#010x}, "
             f"but the sender computed {sent:#010x}"
         )
     return sent
 
 
 def _rounds(moves_M5: Int32) -> list[list[int]]:
-    """Conflict-free rounds of indices into the moves: in each, a rank sends and receives at most one expert.
+    """Split moves into rounds. In one round, a rank sends at most one expert and receives at most one.
 
-    An edge colouring of the bipartite graph of senders and receivers, greedy on the busiest ranks first, so the number
-    of rounds is at most one short of twice the best. Deterministic: all ranks find the same rounds.
+    This is an edge colouring of the bipartite graph of senders and receivers, greedy with the busiest ranks first. The
+    number of rounds is below twice the minimum. The result is deterministic, so all ranks compute the same rounds.
+
+    Parameters
+    ----------
+    moves_M5
+        Source rank and slot, destination rank and slot, expert: int32 ``[M, 5]``.
+
+    Returns
+    -------
+    list of list of int
+        Indices into the moves, per round.
+
+    Examples
+    --------
+    Rank 0 sends two experts and rank 2 receives two, so two rounds are needed.
+
+    >>> import numpy as np
+    >>> _rounds(np.array([[0, 0, 1, 0, 5], [1, 0, 2, 0, 6], [2, 0, 0, 0, 7], [0, 1, 2, 1, 8]], dtype=np.int32))
+    [[3, 2], [0, 1]]
     """
     pairs = [(source, destination) for source, _, destination, _, _ in moves_M5.tolist()]
-    sends, receives = Counter(source for source, _ in pairs), Counter(destination for _, destination in pairs)
-    waiting = sorted(range(len(pairs)), key=lambda move: -(sends[pairs[move][0]] + receives[pairs[move][1]]))
-    ordered = []
-    while waiting:
-        senders, receivers, chosen = set[int](), set[int](), list[int]()
-        for move in waiting:
+    sends = Counter(source for source, _ in pairs)
+    receives = Counter(destination for _, destination in pairs)
+    pending = sorted(range(len(pairs)), key=lambda move: -(sends[pairs[move][0]] + receives[pairs[move][1]]))
+    rounds = []
+    while pending:
+        senders = set[int]()
+        receivers = set[int]()
+        chosen = list[int]()
+        for move in pending:
             source, destination = pairs[move]
             if source not in senders and destination not in receivers:
                 senders.add(source)
                 receivers.add(destination)
                 chosen.append(move)
-        ordered.append(chosen)
-        carried = set(chosen)
-        waiting = [move for move in waiting if move not in carried]
-    return ordered
+        rounds.append(chosen)
+        done = set(chosen)
+        pending = [move for move in pending if move not in done]
+    return rounds
 
 
-def _parcels(
+class _Round(NamedTuple):
+    """One round of a layer's transfer on one rank.
+
+    Parameters
+    ----------
+    outgoing
+        The expert to send, one parcel per tensor; empty if there is none.
+    incoming
+        Memory of the expert to receive, one parcel per tensor; empty if there is none.
+    row
+        Staging row of the expert to receive; -1 if there is none.
+    """
+
+    outgoing: list[Parcel]
+    incoming: list[Parcel]
+    row: int
+
+
+def _parcels_by_round(
     moves_M5: Int32, rank: int, weights: Sequence[ExpertWeights], staged: Sequence[ExpertWeights]
-) -> list[tuple[list[Parcel], list[Parcel], int]]:
-    """Parcels that ``rank`` sends and receives in each round, one per tensor, and the staged row of the latter.
+) -> list[_Round]:
+    """Return the parcels that a rank sends and receives in each round.
 
-    Staged rows are in order of the moves; -1 where none is received.
+    Parameters
+    ----------
+    moves_M5
+        The layer's moves on all ranks, int32 ``[M, 5]``; see ``_rounds``.
+    rank
+        The rank.
+    weights
+        Its live weights of the layer, by kind.
+    staged
+        Its staging buffers, by kind of weight. Rows are in the order of the moves to this rank.
     """
     moves = moves_M5.tolist()
-    incoming = [move for move, (_, _, destination, _, _) in enumerate(moves) if destination == rank]
-    row_of = {move: row for row, move in enumerate(incoming)}
-    found = []
+    moves_to_rank = [move for move, (_, _, destination, _, _) in enumerate(moves) if destination == rank]
+    rows = {move: row for row, move in enumerate(moves_to_rank)}
+    rounds = []
     for batch in _rounds(moves_M5):
-        sent: list[Parcel] = []
-        received: list[Parcel] = []
+        outgoing: list[Parcel] = []
+        incoming: list[Parcel] = []
         row = -1
         for move in batch:
             source, source_slot, destination, _, expert = moves[move]
             if source == rank:
-                sent = [Parcel(destination, weight[source_slot], expert) for weight in weights]
+                outgoing = [Parcel(destination, weight[source_slot], expert) for weight in weights]
             if destination == rank:
-                row = row_of[move]
-                received = [Parcel(source, buffer[row], expert) for buffer in staged]
-        found.append((sent, received, row))
-    return found
+                row = rows[move]
+                incoming = [Parcel(source, buffer[row], expert) for buffer in staged]
+        rounds.append(_Round(outgoing, incoming, row))
+    return rounds
