@@ -53,10 +53,10 @@ def test_the_known_function_passes_whatever_its_comments(engine):
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        (BODY.replace("def step", "def advance"), "is not there"),
+        (BODY.replace("def step", "def advance"), "is missing"),
         (BODY.replace("is_dummy=False", "is_dummy=False, log=None"), "takes (self, is_dummy, log)"),
-        (BODY.replace("return is_dummy", "return not is_dummy"), "has another body"),
-        ("", "is not there"),
+        (BODY.replace("return is_dummy", "return not is_dummy"), "has a different body"),
+        ("", "is missing"),
     ],
 )
 def test_a_function_that_moved_is_named(engine, changed, said):
@@ -100,14 +100,14 @@ def test_only_what_no_longer_fits_a_patch_cannot_be_allowed(engine, changed, pat
 
 
 def test_an_unknown_release_is_refused_with_those_that_are_known():
-    with pytest.raises(UnsupportedEngineError, match=r"Toy 2\.0\.1.*never tried.*Install Toy 1\.4, 1\.12"):
+    with pytest.raises(UnsupportedEngineError, match=r"Toy 2\.0\.1.*never tested.*Install Toy 1\.4, 1\.12"):
         compat.require("Toy", "2.0.1", {"1.12": {}, "1.4": {}}, {})
 
 
 def test_an_engine_may_be_known_by_its_patch_releases_alone(engine):
     known = known_as(engine, "0.5.23")
     compat.require("Toy", "0.5.23+cu13", known, {})
-    with pytest.raises(UnsupportedEngineError, match=r"Toy 0\.5\.24.*never tried.*Install Toy 0\.5\.23"):
+    with pytest.raises(UnsupportedEngineError, match=r"Toy 0\.5\.24.*never tested.*Install Toy 0\.5\.23"):
         compat.require("Toy", "0.5.24", known, {})
 
 
@@ -132,9 +132,9 @@ def test_an_unknown_release_is_compared_with_the_nearest(version, release):
 
 def test_an_unknown_release_can_be_tried_where_patches_still_fit(engine):
     known = {"1.9": {}} | known_as(engine, "1.12")
-    with pytest.raises(UnsupportedEngineError, match=r"changed since 1\.12: nothing.*ALLOW_UNVERIFIED"):
+    with pytest.raises(UnsupportedEngineError, match=r"not changed since 1\.12\..*ALLOW_UNVERIFIED"):
         compat.require("Toy", "1.11", known, EXACT)
-    assert "never tried" in compat.require("Toy", "1.11", known, EXACT, allow_unverified=True)
+    assert "never tested" in compat.require("Toy", "1.11", known, EXACT, allow_unverified=True)
     engine(BODY.replace("def step", "def advance"))
     with pytest.raises(UnsupportedEngineError, match=r"changed since 1\.12: toy_engine:State") as refusal:
         compat.require("Toy", "1.11", known, EXACT, allow_unverified=True)
@@ -176,7 +176,7 @@ def test_without_a_service_no_plugin_touches_anything(package, service, monkeypa
     if service is not None:
         monkeypatch.setenv("EPLB_AGENT_SERVICE", service)
     touched = []
-    monkeypatch.setattr(plugins, "_put_into_vllm", lambda *engine: touched.append(engine))
+    monkeypatch.setattr(plugins, "_install_into_vllm", lambda *engine: touched.append(engine))
     monkeypatch.setattr(sglang_hooks, "install", lambda: touched.append("sglang"))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: package == "vllm_ascend" or None)
     getattr(plugins, f"register_{package}")()
@@ -209,8 +209,8 @@ def test_the_agent_s_records_come_by_the_engine_s_own_handlers(own_log):
     handler.emit = records.append
     engine.addHandler(handler)
     engine.setLevel(logging.INFO)
-    plugins._log_as("toy_engine")
-    plugins._log_as("toy_engine")
+    plugins._log_to("toy_engine")
+    plugins._log_to("toy_engine")
     log = logging.getLogger("eplb.agent")
     log.info("attached")
     log.debug("details")

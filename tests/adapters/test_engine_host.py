@@ -25,7 +25,7 @@ ANYWHERE = pytest.mark.parametrize("known", [True, False], ids=["on the host", "
 
 def rings_of(layers, known, **sizes):
     rings = HeatRings(layers, torch.device("cpu"), experts=3, **sizes)
-    rings._known = rings._known if known else None
+    rings._host_passes = rings._host_passes if known else None
     return rings
 
 
@@ -89,6 +89,6 @@ def test_a_refusal_to_restore_ends_in_balancing_as_before():
     host = SimpleNamespace(restore=refuses, resume=lambda: asked.append("resume"))
     calls = {"before": methodcaller("restore"), "failed": methodcaller("resume")}
     with pytest.raises(RestoreError):
-        engine_host.around(lambda _: host, **calls)(lambda _: pytest.fail("it loads"), "worker")
+        engine_host.make_hook(lambda _: host, **calls)(lambda _: pytest.fail("it loads"), "worker")
     assert asked == ["resume"]
-    assert engine_host.around(lambda _: None, **calls)(lambda _: "loaded", "worker") == "loaded"
+    assert engine_host.make_hook(lambda _: None, **calls)(lambda _: "loaded", "worker") == "loaded"

@@ -221,7 +221,7 @@ class RoutesInside(torch.nn.Module):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda model, _: delattr(model, "routed_experts_weights_of_layer"), "places and weights"),
+        (lambda model, _: delattr(model, "routed_experts_weights_of_layer"), "locations and weights"),
         (lambda model, _: model.register_buffer("w13_lora_b", ROWS[:-1]), "w13_lora_b per expert"),
         (lambda model, _: setattr(model, "topk", RoutesInside()), "topk leaves routing to a kernel"),
         (lambda _, recorder: delattr(recorder._single_pass_gatherers["primary"], "_data"), "heat counted by"),

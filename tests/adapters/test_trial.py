@@ -84,7 +84,7 @@ def test_a_factor_that_no_search_finds_is_seen_in_the_outputs(factors):
     experts = Experts()
     OUT_OF_SIGHT[id(experts.quant_method)] = torch.tensor(factors)[:, None]
     with pytest.raises(
-        UnsupportedEngineError, match=r"MoE layer 3, whose experts in slots .*1.* other outputs"
+        UnsupportedEngineError, match=r"MoE layer 3, whose experts in slots .*1.* different outputs"
     ):
         tried(experts)
 
@@ -97,7 +97,7 @@ def test_a_copy_of_the_weights_elsewhere_is_seen_in_the_outputs():
         return torch.einsum("th,thj->tj", x, copied[layer._expert_map[topk_ids[:, 0].long()].long()])
 
     experts.quant_method.apply = apply
-    with pytest.raises(UnsupportedEngineError, match="other outputs"):
+    with pytest.raises(UnsupportedEngineError, match="different outputs"):
         tried(experts)
 
 
@@ -205,7 +205,7 @@ def test_sglang_s_layers_are_tried(keeps, monkeypatch):
     experts.quant_method.apply = apply
     compute = sglang_experts.local_experts(experts, SLOTS, torch.device("cpu"))
     if keeps:
-        with pytest.raises(UnsupportedEngineError, match="other outputs"):
+        with pytest.raises(UnsupportedEngineError, match="different outputs"):
             exchange_and_compare(experts.live(), compute, "MoE layer 0")
     else:
         exchange_and_compare(experts.live(), compute, "MoE layer 0")

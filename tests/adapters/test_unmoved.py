@@ -268,7 +268,7 @@ def test_a_search_that_takes_too_long_is_reported(monkeypatch, caplog):
 
 def test_a_search_that_is_deep_goes_on_beside_it(monkeypatch):
     layer, inner = module(), [per_expert()]
-    for _ in range(reachable.DEEPEST + 1):
+    for _ in range(reachable.MAX_DEPTH + 1):
         inner = [inner]
     layer.deep, layer.later = inner, {"a": {"b": {"scales": per_expert()}}}
     with pytest.raises(UnsupportedEngineError, match=r"'b'.*'scales'"):

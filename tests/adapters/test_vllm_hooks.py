@@ -108,7 +108,7 @@ def test_an_unknown_release_is_refused_and_left_as_it_is(monkeypatch):
     found = state_class()
     step = found.step
     monkeypatch.setenv("EPLB_AGENT_SERVICE", "eplb:50551")
-    monkeypatch.setattr(plugins, "_log_as", lambda _: None)
+    monkeypatch.setattr(plugins, "_log_to", lambda _: None)
     eplb = {"EplbState": found}
     modules(monkeypatch, vllm={"__version__": "9.9.0"}, **{"vllm.distributed.eplb.eplb_state": eplb})
     with pytest.raises(UnsupportedEngineError, match=r"vLLM 9\.9\.0.*0\.32"):
@@ -194,7 +194,7 @@ CALLS = {
         "set_warming_up vLLM set_warming_up",
         "set_warming_up vLLM set_warming_up",
     ),
-    "sleep": ("keep_other_tables drain vLLM", "keep_other_tables drain vLLM go_on"),
+    "sleep": ("keep_other_tables drain vLLM", "keep_other_tables drain vLLM resume_after_failure"),
     "wake_up": ("vLLM resume", "vLLM"),
     "reload_weights": ("restore vLLM resume", "restore vLLM resume"),
     "start_weight_update": ("restore vLLM", "restore vLLM resume"),

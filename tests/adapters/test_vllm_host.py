@@ -240,7 +240,7 @@ def asleep():
     host.drain("the engine sleeps")
     lost = [
         *(state.physical_to_logical_map, state.logical_to_physical_map, state.logical_replica_count),
-        *(rings.passes, rings._begun, rings._row, *rings._rings_WLX),
+        *(rings.passes, rings._pass_number, rings._row, *rings._rings_WLX),
         *(layer.expert_map for layer in host._layers),
         *(draft.physical_to_logical_map, draft.logical_to_physical_map, draft.logical_replica_count),
         *(weight for of_layer in state.model.expert_weights for weight in of_layer),

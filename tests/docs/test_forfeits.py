@@ -158,11 +158,11 @@ OF_THE_MODEL = {
     "all-gather dispatch with redundant experts",  # raised while serving, if the earlier choice differed
     "all-gather dispatch on a device that was not expected to use it",
     "dynamic_eplb on a model without MoE layers that it balances",
-    "MoE layers whose way of dispatching changed after the model was loaded",
+    "MoE layers whose dispatch changed after the model was loaded",
     "a router that picks different replicas for the same tokens",
-    "a quantised expert whose tensors vLLM-Ascend replaces while it serves",
-    " keeps its experts in other formats of the NPU than rank 0",
-    " with experts in the NPU's formats ",
+    "a quantised expert whose tensors vLLM-Ascend replaces during serving",
+    " keeps its experts in other NPU formats than rank 0",
+    " with experts in NPU formats ",
     "MoE layers of ",
 }
 """Refusals that depend on the model or on ranks that do not fit together, not on an option."""

@@ -140,7 +140,7 @@ REAL_FUTURE = doctor.grpc.channel_ready_future
         (variables(EPLB_AGENT_TLS_CA="/no/ca.pem"), "service", "credentials cannot be read"),
         (variables(EPLB_AGENT_AUTH_TOKEN_FILE="/no/token"), "service", "credentials cannot be read"),
         (service_is_down, "service", "127.0.0.1:9 does not answer within 0.2 s (in plain text"),
-        (another_release, "functions of Toy", "Toy 2.0. This release was never tried"),
+        (another_release, "functions of Toy", "Toy 2.0. The agent was never tested with this release"),
         (another_release_allowed, "functions of Toy", "Toy 2.0 is served unverified"),
         (engine_breaks, "functions of Toy", "cannot be imported here: ImportError: libcudart.so.13"),
     ],
@@ -234,7 +234,7 @@ class FakeProcess:
 def test_ranks_are_waited_for_with_progress_and_not_for_long_once_one_has_failed(
     codes, longest, monkeypatch, capsys
 ):
-    for name, seconds in (("LONGEST", longest), ("FAILED", 0.1), ("PROGRESS", 0), ("POLL", 0.01)):
+    for name, seconds in (("MAX", longest), ("FAILED", 0.1), ("PROGRESS", 0), ("POLL", 0.01)):
         monkeypatch.setattr(doctor, f"_{name}_SECONDS", seconds)
     assert doctor._wait([FakeProcess(returncode=code) for code in codes]) == [1]
     assert f"waiting for ranks [1]: 0 s of at most {longest:g}\n" in capsys.readouterr().err

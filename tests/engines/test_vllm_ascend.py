@@ -137,7 +137,7 @@ def test_tables_that_change_without_weights_are_seen(release, comm, quant, tmp_p
     ("options", "reason"),
     [
         ({"comm": "ALLGATHER"}, "all-gather dispatch with redundant experts"),
-        ({"comm": "MC2", "quant": "W8A8"}, "the first expert's scales for all"),
+        ({"comm": "MC2", "quant": "W8A8"}, "the first expert's scales to all"),
     ],
     ids=["all-gather-replicas", "mc2-w8a8-without-its-kernel"],
 )

@@ -1,1 +1,1 @@
-"""Adapters: engines' live MoE layers as the agent takes them, and the hooks that make its steps."""
+"""Adapters: present each engine's MoE layers to the agent, and hook the agent into the engine."""

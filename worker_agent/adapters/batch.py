@@ -16,15 +16,15 @@ class Batch:
     tokens: int
 
 
-def batch_of(scheduled: Any) -> Batch | None:
+def batch_of(schedule: Any) -> Batch | None:
     """Return the batch of a ``SchedulerOutput``, or ``None`` if it has no tokens.
 
     A request decodes if it computes one token and the draft tokens that the step verifies. A request that computes more
     tokens prefills, even if it does so because it was preempted.
     """
-    count_of = scheduled.num_scheduled_tokens
-    drafts_of = scheduled.scheduled_spec_decode_tokens
-    tokens = int(scheduled.total_num_scheduled_tokens)
+    count_of = schedule.num_scheduled_tokens
+    drafts_of = schedule.scheduled_spec_decode_tokens
+    tokens = int(schedule.total_num_scheduled_tokens)
     if tokens == 0:
         return None
     prefilling = 0
@@ -37,34 +37,67 @@ def batch_of(scheduled: Any) -> Batch | None:
 
 @dataclass(frozen=True)
 class TokenShare:
-    """Share of one EP rank in the tokens of its data-parallel rank, which has ``parts`` EP ranks.
+    """Share of one EP rank in the tokens of its data-parallel rank.
 
-    If ``divided``, all have equal shares. Otherwise all have the same tokens, and only the first reports them.
+    Parameters
+    ----------
+    index
+        Number of the EP rank within its data-parallel rank, from 0.
+    ranks
+        Number of EP ranks in the data-parallel rank.
+    divided
+        True if the ranks divide the tokens equally. If False, every rank has all tokens and only the first one reports
+        them.
+
+    Examples
+    --------
+    >>> [TokenShare(index, ranks=4, divided=True).of(10) for index in range(4)]
+    [3, 3, 2, 2]
+    >>> [TokenShare(index, ranks=4, divided=False).of(10) for index in range(4)]
+    [10, 0, 0, 0]
     """
 
-    part: int
-    parts: int
+    index: int
+    ranks: int
     divided: bool
 
     def of(self, tokens: int) -> int:
-        """Return the rank's own tokens out of ``tokens``. The shares of all parts sum to ``tokens``."""
+        """Return the number of ``tokens`` that the rank reports. The reports of all ranks sum to ``tokens``."""
         if not self.divided:
-            return tokens if self.part == 0 else 0
-        return tokens // self.parts + (self.part < tokens % self.parts)
+            return tokens if self.index == 0 else 0
+        return tokens // self.ranks + (self.index < tokens % self.ranks)
 
 
-def share_of_rank(rank: int, parts: int, shared: bool) -> TokenShare:
-    """Return the share of an EP rank whose data-parallel rank has ``parts`` ranks."""
-    return TokenShare(rank % parts, parts, divided=not shared)
+def share_of_rank(rank: int, ranks: int, shared: bool) -> TokenShare:
+    """Return the token share of an EP rank.
+
+    Parameters
+    ----------
+    rank
+        Number of the EP rank in its group. The EP ranks of one data-parallel rank have consecutive numbers.
+    ranks
+        Number of EP ranks in each data-parallel rank.
+    shared
+        True if these ranks all have the same tokens.
+    """
+    return TokenShare(rank % ranks, ranks, divided=not shared)
 
 
 def step_of(
     batch: Batch | None, share: TokenShare | None, *, is_dummy: bool = False
 ) -> tuple[StepPhase, int | None]:
-    """Return the phase and the rank's own tokens for ``Agent.step``.
+    """Return the phase and the rank's number of tokens for ``Agent.step``.
 
-    The tokens are ``None`` if ``share`` is ``None``, because rank 0 then counts those of several data-parallel ranks. A
-    step without a known ``batch`` is reported as decode, as for hosts that do not label their steps.
+    Parameters
+    ----------
+    batch
+        Batch of the data-parallel rank. If it is ``None``, the step is reported as a decode step, as for hosts that do
+        not label their steps.
+    share
+        Share of this rank. ``None`` if rank 0 counts the tokens of several data-parallel ranks; the number of tokens is
+        then ``None`` too.
+    is_dummy
+        True if the step has no real tokens of this rank.
     """
     if is_dummy:
         return StepPhase.DUMMY, None if share is None else 0

@@ -1,8 +1,8 @@
-"""Engines that can be balanced: as far as an adapter knows their functions, and their options allow it.
+"""Check that the agent can balance an engine's release with its options.
 
-An adapter replaces or relies on private functions of its engine. Of each it is known, by release, where it is, what
-arguments it takes and what its body was when the adapter was tested. A release that moves one is refused with that
-function's name, instead of being patched half.
+An adapter replaces private functions of its engine, and relies on others. For each tested release, ``known.json``
+records where these functions are, their parameters and a fingerprint of their bodies. If a release has changed one of
+them, the adapter refuses it and names the function. It checks all functions before it patches any of them.
 """
 
 from __future__ import annotations
@@ -21,41 +21,63 @@ from typing import Any, TypeAlias, cast
 
 
 class UnsupportedEngineError(RuntimeError):
-    """An engine, version or combination of options that the agent cannot balance; says what, why and what to do.
+    """An engine, release, model or combination of options that the agent cannot balance.
 
-    Raised while the engine starts, before anything of it is patched.
+    Releases are checked before the engine is patched, and options before or while it loads its model. Only faults that
+    the first forward passes reveal are raised later.
+
+    Parameters
+    ----------
+    subject
+        The release, option or tensor at fault; the beginning of a sentence.
+    reason
+        Reason why it cannot be balanced; a sentence without its full stop.
+    remedy
+        Way to start the engine with the agent; the beginning of a sentence.
     """
 
-    def __init__(self, what: str, why: str, remedy: str) -> None:
+    def __init__(self, subject: str, reason: str, remedy: str) -> None:
         super().__init__(
-            f"eplb-agent cannot balance this engine: {what}. {why}. {remedy}, "
-            "or unset EPLB_AGENT_SERVICE to serve without it."
+            f"eplb-agent cannot balance this engine: {subject}. {reason}. {remedy}, "
+            "or unset EPLB_AGENT_SERVICE to serve without the agent."
         )
 
 
 def refuse(cases: Iterable[tuple[bool, str, str, str]]) -> None:
-    """Raise ``UnsupportedEngineError`` for the first case that applies: condition, what, why and remedy of each."""
-    for applies, what, why, remedy in cases:
+    """Raise ``UnsupportedEngineError`` for the first case that applies.
+
+    Parameters
+    ----------
+    cases
+        Tuples of a condition, which is True if the case applies, and the arguments of the error.
+    """
+    for applies, subject, reason, remedy in cases:
         if applies:
-            raise UnsupportedEngineError(what, why, remedy)
+            raise UnsupportedEngineError(subject, reason, remedy)
 
 
 def refuse_cut_models(vllm_config: Any) -> None:
-    """Refuse what cuts a model in ways that experts cannot be moved under; ``vllm_config`` is a ``VllmConfig``."""
+    """Refuse options that split a model so that its experts cannot be moved.
+
+    Parameters
+    ----------
+    vllm_config
+        vLLM's ``VllmConfig``.
+    """
     stages = vllm_config.parallel_config.pipeline_parallel_size
     refuse(
         [
             (
                 vllm_config.lora_config is not None,
                 "LoRA (--enable-lora)",
-                "Adapters of experts are cut by rank and slot, and stay behind when their expert moves",
-                "Start without it",
+                "LoRA weights are split by rank and slot, so they would stay behind when their expert moves",
+                "Start without --enable-lora",
             ),
             (
                 stages > 1,
                 f"pipeline parallelism (--pipeline-parallel-size {stages})",
-                "Each stage would be a deployment of its own, but they would have one name",
-                "Start with --pipeline-parallel-size 1, and more tensor or data parallel ranks",
+                "Each stage would need its own deployment, but all stages have the same deployment name",
+                "Start with --pipeline-parallel-size 1 and more tensor-parallel or data-parallel ranks",
             ),
         ]
     )
@@ -63,23 +85,43 @@ def refuse_cut_models(vllm_config: Any) -> None:
 
 @dataclass(frozen=True)
 class Function:
-    """A function as one release has it: its parameters' names in order, and the fingerprint of its body."""
+    """A function of one engine release.
+
+    Parameters
+    ----------
+    parameters
+        Names of its parameters, in order.
+    source
+        Fingerprint of its body.
+    """
 
     parameters: tuple[str, ...]
     source: str
 
 
 KnownReleases: TypeAlias = Mapping[str, Mapping[str, Function]]
-"""By release, by target (``module:qualified.name``): the functions that an adapter patches or relies on."""
+"""Functions that an adapter patches or relies on, by release and then by target (``module:qualified.name``)."""
 
 Patches: TypeAlias = Mapping[str, int | None]
-"""By target of a function that an adapter patches: how many leading parameters its patch names, which hands all others
-on; ``None`` where it takes exactly the known ones."""
+"""Number of leading parameters that each patch of an adapter names, by the target that it replaces.
+
+The patch passes all further arguments on unchanged. ``None`` if the patch takes exactly the known parameters.
+"""
 
 
 @dataclass(frozen=True)
 class _Mismatch:
-    """A function that is not as an adapter knows it; ``fatal`` where a patch of it would no longer fit."""
+    """A function of the installed engine that differs from the known one.
+
+    Parameters
+    ----------
+    target
+        The function's target.
+    reason
+        Predicate for a message, such as "is missing".
+    fatal
+        True if the adapter's patch of the function would no longer fit.
+    """
 
     target: str
     reason: str
@@ -87,7 +129,7 @@ class _Mismatch:
 
 
 def read_known(package: str) -> KnownReleases:
-    """Return the releases that ``known.json`` of an adapter's package lists."""
+    """Return the releases that the ``known.json`` of an adapter's package lists."""
     releases = json.loads((resources.files(package) / "known.json").read_text())
     return {
         release: {
@@ -99,21 +141,22 @@ def read_known(package: str) -> KnownReleases:
 
 
 def _resolve(target: str) -> Callable[..., Any]:
-    module, _, name = target.partition(":")
-    found: Any = importlib.import_module(module)
-    for part in name.split("."):
-        found = inspect.getattr_static(found, part)
-    if isinstance(found, (classmethod, staticmethod)):
-        found = found.__func__
-    elif isinstance(found, property):
-        found = found.fget
-    return cast(Callable[..., Any], found)
+    """Import the function at a target, without the wrapper of a class method, static method or property."""
+    module, _, qualified_name = target.partition(":")
+    value: Any = importlib.import_module(module)
+    for name in qualified_name.split("."):
+        value = inspect.getattr_static(value, name)
+    if isinstance(value, (classmethod, staticmethod)):
+        value = value.__func__
+    elif isinstance(value, property):
+        value = value.fget
+    return cast(Callable[..., Any], value)
 
 
 def fingerprint_of_tree(tree: ast.Module) -> str:
-    """Return 16 hexadecimal digits of the function that a module holds alone; its docstrings are removed in place.
+    """Return a fingerprint of the single function in a module: 16 hexadecimal digits.
 
-    Comments, layout and docstrings do not count.
+    Comments, layout and docstrings do not affect it. Docstrings are removed from ``tree`` in place.
     """
     for node in ast.walk(tree):
         if (
@@ -125,9 +168,9 @@ def fingerprint_of_tree(tree: ast.Module) -> str:
 
 
 def fingerprint(target: str) -> Function:
-    """Return the function at ``target`` as the engine that is installed here has it.
+    """Return the function at ``target`` in the installed engine.
 
-    Raises ``ImportError`` or ``AttributeError`` where it is not there.
+    Raises ``ImportError`` or ``AttributeError`` if the engine has no such function.
     """
     function = _resolve(target)
     source = fingerprint_of_tree(ast.parse(textwrap.dedent(inspect.getsource(function))))
@@ -135,24 +178,26 @@ def fingerprint(target: str) -> Function:
 
 
 def mismatches(functions: Mapping[str, Function], patches: Patches) -> list[_Mismatch]:
-    """Return those of ``functions`` that the engine installed here does not have as they are known."""
-    found = (_mismatch(target, expected, patches) for target, expected in functions.items())
-    return [mismatch for mismatch in found if mismatch is not None]
+    """Return the ``functions`` that differ in the installed engine."""
+    results = (_mismatch(target, expected, patches) for target, expected in functions.items())
+    return [mismatch for mismatch in results if mismatch is not None]
 
 
 def _mismatch(target: str, expected: Function, patches: Patches) -> _Mismatch | None:
     try:
-        found = fingerprint(target)
+        actual = fingerprint(target)
     except (ImportError, AttributeError) as error:
-        return _Mismatch(target, f"is not there ({error})", fatal=target in patches)
-    if found.parameters != expected.parameters:
-        took, takes = ", ".join(expected.parameters), ", ".join(found.parameters)
-        named = slice(patches.get(target, 0))
-        fatal = found.parameters[named] != expected.parameters[named]
-        return _Mismatch(target, f"takes ({takes}), known is ({took})", fatal)
-    if found.source != expected.source:
+        return _Mismatch(target, f"is missing ({error})", fatal=target in patches)
+    if actual.parameters != expected.parameters:
+        actual_list = ", ".join(actual.parameters)
+        expected_list = ", ".join(expected.parameters)
+        # For a function without a patch, the slice is empty, so its parameters are never fatal.
+        leading = slice(patches.get(target, 0))
+        fatal = actual.parameters[leading] != expected.parameters[leading]
+        return _Mismatch(target, f"takes ({actual_list}) instead of ({expected_list})", fatal)
+    if actual.source != expected.source:
         return _Mismatch(
-            target, f"has another body ({found.source}, known is {expected.source})", fatal=False
+            target, f"has a different body ({actual.source} instead of {expected.source})", fatal=False
         )
     return None
 
@@ -160,53 +205,91 @@ def _mismatch(target: str, expected: Function, patches: Patches) -> _Mismatch | 
 def require(
     engine: str, version: str, known: KnownReleases, patches: Patches, *, allow_unverified: bool = False
 ) -> str | None:
-    """Check ``engine`` of ``version`` against its ``known`` release, an unknown one against the nearest.
+    """Check that the functions of an installed engine are those that the adapter was tested with.
 
-    With ``allow_unverified`` all is let through that the adapter's ``patches`` still fit, an unknown release included.
+    Parameters
+    ----------
+    engine
+        Name of the engine, for messages.
+    version
+        Its installed version. If its release is unknown, its functions are compared with the nearest known release.
+    known
+        Functions of all known releases.
+    patches
+        Patches of the adapter.
+    allow_unverified
+        True to accept every difference, and an unknown release, as long as all patches still fit.
 
-    Returns what differs and was let through, ``None`` where all is as known.
+    Returns
+    -------
+    str or None
+        Warning that names the accepted differences; ``None`` if the release is known and no function differs.
 
-    Raises ``UnsupportedEngineError`` where the release is unknown or a function is another one.
+    Raises
+    ------
+    UnsupportedEngineError
+        If a difference or an unknown release is not accepted.
     """
-    release, compared = release_of(version, known), nearest(version, known)
-    found = mismatches(known[compared], patches)
-    if release == compared and not found:
+    release = release_of(version, known)
+    compared = nearest(version, known)
+    differences = mismatches(known[compared], patches)
+    if release == compared and not differences:
         return None
-    changed = f"changed since {compared}: {_listed(found)}" if found else f"changed since {compared}: nothing"
-    if release == compared:
-        why = f"Functions that the agent relies on {changed}"
-    else:
-        why = f"This release was never tried; of the functions that the agent relies on {changed}"
-    fatal = [mismatch for mismatch in found if mismatch.fatal]
+    reason = f"The functions that the agent relies on have not changed since {compared}"
+    if differences:
+        reason = f"Functions that the agent relies on have changed since {compared}: {_describe(differences)}"
+    if release != compared:
+        reason = f"The agent was never tested with this release. {reason}"
+    fatal = [mismatch for mismatch in differences if mismatch.fatal]
     if allow_unverified and not fatal:
-        return f"{engine} {version} is served unverified: {why[0].lower()}{why[1:]}"
+        return f"{engine} {version} is served unverified: {reason[0].lower()}{reason[1:]}"
     remedy = f"Install {engine} {', '.join(sorted(known, key=_order))} or a newer agent"
     if fatal:
-        why += f". The agent's own patches no longer fit {', '.join(one.target for one in fatal)}"
+        reason += f". The agent's patches no longer fit {', '.join(mismatch.target for mismatch in fatal)}"
     else:
-        remedy += ", set EPLB_AGENT_ALLOW_UNVERIFIED_ENGINE=1 to take the risk"
-    raise UnsupportedEngineError(f"{engine} {version}", why, remedy)
+        remedy += ", set EPLB_AGENT_ALLOW_UNVERIFIED_ENGINE=1 to accept the risk"
+    raise UnsupportedEngineError(f"{engine} {version}", reason, remedy)
 
 
 def release_of(version: str, known: KnownReleases) -> str:
-    """Return the name under which a version is known: its own, or else its first two numbers."""
+    """Return the release of a version: the version itself if it is known, else its first two numbers.
+
+    Examples
+    --------
+    >>> known = {"0.5.23": {}, "0.32": {}}
+    >>> release_of("0.5.23+cu13", known)
+    '0.5.23'
+    >>> release_of("0.32.1", known)
+    '0.32'
+    """
     public = version.split("+", maxsplit=1)[0]
     return public if public in known else ".".join(public.split(".")[:2])
 
 
 def nearest(version: str, known: KnownReleases) -> str:
-    """Return the known release that a version is of, or else is nearest to; the newer one of two as near."""
+    """Return the known release of a version, or the nearest one if its release is unknown.
+
+    If two known releases are equally near, the newer one is returned.
+
+    Examples
+    --------
+    >>> known = {"0.23": {}, "0.33": {}}
+    >>> nearest("0.27.3", known)
+    '0.23'
+    >>> nearest("0.28.0", known)
+    '0.33'
+    """
     release = release_of(version, known)
     if release in known:
         return release
-    return min(known, key=lambda one: (abs(_order(one) - _order(version)), -_order(one)))
+    return min(known, key=lambda candidate: (abs(_order(candidate) - _order(version)), -_order(candidate)))
 
 
 def _order(release: str) -> int:
-    """Rank releases and versions by their first three numbers."""
+    """Return a sort key for releases and versions: their first three numbers, as one integer."""
     major, minor, patch = ([*map(int, re.findall(r"\d+", release)), 0, 0, 0])[:3]
     return (major * 1000 + minor) * 1000 + patch
 
 
-def _listed(found: Sequence[_Mismatch]) -> str:
-    return "; ".join(f"{mismatch.target} {mismatch.reason}" for mismatch in found)
+def _describe(differences: Sequence[_Mismatch]) -> str:
+    return "; ".join(f"{mismatch.target} {mismatch.reason}" for mismatch in differences)

@@ -1,4 +1,4 @@
-"""The agent of one rank inside an engine: its layers, their heat, and the calls that an engine's hooks make."""
+"""Base class of the engines' hosts: it runs the agent of one rank on the engine's layers and heat counts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from eplb_core.placement import Int32
 from worker_agent.adapters.batch import Batch, batch_of
 from worker_agent.adapters.trial import Compute, exchange_and_compare, move_and_back
-from worker_agent.adapters.unmoved import Facts, refuse_unlike_ranks, refuse_unmoved
+from worker_agent.adapters.unmoved import SharedValues, refuse_unlike_ranks, refuse_unmoved
 from worker_agent.agent import Agent
 from worker_agent.device import host_view
 from worker_agent.live_layer import ExpertWeights
@@ -27,50 +27,84 @@ __all__ = [
     "EngineHost",
     "EngineLayer",
     "HeatRings",
-    "around",
     "entry_periods",
-    "ignored_settings",
     "log",
+    "make_hook",
     "move_and_back",
     "noting_batches",
     "refuse_unmoved",
+    "warn_of_ignored_settings",
 ]
 
 log = logging.getLogger("eplb.agent")
 
 RING_ROWS = 64
-"""Steps of heat kept on the device; reports are cut long before."""
+"""Number of steps whose heat is kept on the device. Agents send a report long before a ring is full."""
 
 
-_OF_THE_HOST = frozenset(
+_HOST_SETTINGS = frozenset(
     {"num_redundant_experts", "dynamic_eplb", "expert_map_path", "eplb_heat_collection_stage"}
 )
-"""Settings of engines' balancers that hold beside the agent as well: they decide which slots and counts there are."""
+"""Settings of the engines' balancers that still apply with the agent: they determine the slots and the counts."""
 
 
-def ignored_settings(engine: str, given: Mapping[str, object], defaults: Mapping[str, object]) -> None:
-    """Name in the log what was set of the ``engine``'s own balancer and is not read any more."""
-    ignored = [f"{name}={given[name]}" for name in defaults if given[name] != defaults[name]]
-    ignored = [setting for setting in ignored if setting.partition("=")[0] not in _OF_THE_HOST]
+def warn_of_ignored_settings(
+    engine: str, settings: Mapping[str, object], defaults: Mapping[str, object]
+) -> None:
+    """Log the settings of the engine's own balancer that the user has changed and that no longer have an effect.
+
+    Parameters
+    ----------
+    engine
+        Name of the engine.
+    settings
+        Current values by name.
+    defaults
+        Default values of all settings to check, by name.
+    """
+    ignored = [f"{name}={settings[name]}" for name in defaults if settings[name] != defaults[name]]
+    ignored = [setting for setting in ignored if setting.partition("=")[0] not in _HOST_SETTINGS]
     if ignored:
         log.warning(
-            "settings of %s's own balancer are ignored, as the service decides instead (eplb serve --help): %s",
+            "settings of %s's own balancer are ignored because the service decides instead (see eplb serve --help): %s",
             engine,
             ", ".join(ignored),
         )
 
 
 class HeatRings:
-    """Per-step counts of all layers on the device, and the forward passes that the model itself counts there.
+    """Ring buffers on the device with the token counts of the last passes, one row per forward pass.
 
-    ``passes`` is an int64 scalar. ``slots`` and ``experts`` are S and E; zero for a ring that the engine's counts
-    cannot fill.
+    The model counts its forward passes on the device, possibly inside a captured graph. A pass therefore has the same
+    row on every rank, even if the host makes no call for some of them.
+
+    Parameters
+    ----------
+    layers
+        Number of layers.
+    device
+        Device of the model.
+    slots
+        S, the width of the ring of received tokens. 0 if the engine does not count tokens per slot.
+    experts
+        E, the width of the ring of chosen experts. 0 if the engine does not count choices per expert.
+    rows
+        Number of rows of each ring.
+
+    Attributes
+    ----------
+    slots_LWS
+        int32 ``[L, W, S]``, tokens that each local slot received; ``None`` without such a ring.
+    sources_LWE
+        int32 ``[L, W, E]``, this rank's choices by logical expert; ``None`` without such a ring.
+    passes
+        int64 scalar on the device, number of completed forward passes.
     """
 
     def __init__(
         self, layers: int, device: torch.device, *, slots: int = 0, experts: int = 0, rows: int = RING_ROWS
     ) -> None:
-        # Step by step in memory: a pass writes one piece, and a report copies one.
+        # The row is the outermost axis in memory, so that a pass writes, and a report copies, contiguous memory.
         self._rings_WLX = [
             torch.zeros((rows, layers, width), dtype=torch.int32, device=device) for width in (slots, experts)
         ]
@@ -79,44 +113,55 @@ class HeatRings:
         self.slots_LWS = slots_WLS.transpose(0, 1) if slots else None
         self.sources_LWE = sources_WLE.transpose(0, 1) if experts else None
         self.passes = torch.zeros((), dtype=torch.int64, device=device)
-        self._begun = torch.zeros((), dtype=torch.int64, device=device)
+        # Number and row of the pass that is running.
+        self._pass_number = torch.zeros((), dtype=torch.int64, device=device)
         self._row = torch.zeros((), dtype=torch.int64, device=device)
-        # On the host the count is known without waiting; on a device it is an operand.
-        self._known, self._known_begun = host_view(self.passes), host_view(self._begun)
-        self._remembered: int | None = None
+        # On a CPU, the host reads and writes the counters directly. On a device, they are operands of operators.
+        self._host_passes = host_view(self.passes)
+        self._host_pass_number = host_view(self._pass_number)
+        self._saved_passes: int | None = None
 
-    def remember(self) -> None:
-        """Keep the count of passes on the host, and wait for it: the engine may discard the device's memory next."""
-        self._remembered = int(self.passes)
+    def save(self) -> None:
+        """Copy the pass count to the host and wait for it, because the engine may then discard the device's memory."""
+        self._saved_passes = int(self.passes)
 
-    def bring_back(self) -> None:
-        """Write the count that was remembered, unless passes were recorded since, and empty the rings."""
-        if self._remembered is None:
+    def restore(self) -> None:
+        """Write the saved pass count back and empty the rings, unless a pass has been recorded since ``save``."""
+        if self._saved_passes is None:
             return
-        for counter in (self.passes, self._begun):
-            counter.fill_(self._remembered)
-        self._row.fill_(self._remembered % self._rows)
+        for counter in (self.passes, self._pass_number):
+            counter.fill_(self._saved_passes)
+        self._row.fill_(self._saved_passes % self._rows)
         for ring_WLX in self._rings_WLX:
             ring_WLX.zero_()
 
     def layer_runs(self, index: int, layers: int) -> None:
-        """Count a pass in which the first and the last of ``layers`` run, however many parts each is cut into.
+        """Count a forward pass when its first and its last layer run.
 
-        Called where the model runs that layer and nowhere else, on its stream and inside what a graph captures: a pass
-        is counted when the device gets there. One that fails half-way is not.
+        Call it at the place where the model runs the layer, on the model's stream. A captured graph must contain the
+        call, so that a pass is counted when the device executes it. A layer may run in several pieces. A pass that
+        fails between its first and its last layer is not counted.
+
+        Parameters
+        ----------
+        index
+            Number of the layer that runs, from 0.
+        layers
+            Number of layers of the model.
         """
-        known, begun = self._known, self._known_begun
-        if known is None or begun is None or torch.compiler.is_dynamo_compiling():
+        host_passes = self._host_passes
+        host_pass_number = self._host_pass_number
+        if host_passes is None or host_pass_number is None or torch.compiler.is_dynamo_compiling():
             if index == 0:
-                torch.add(self.passes, 1, out=self._begun)
+                torch.add(self.passes, 1, out=self._pass_number)
                 torch.remainder(self.passes, self._rows, out=self._row)
             if index == layers - 1:
-                self.passes.copy_(self._begun)
+                self.passes.copy_(self._pass_number)
             return
         if index == 0:
-            begun[0] = known[0] + 1
+            host_pass_number[0] = host_passes[0] + 1
         if index == layers - 1:
-            known[0] = begun[0]
+            host_passes[0] = host_pass_number[0]
 
     def record(
         self,
@@ -124,15 +169,21 @@ class HeatRings:
         chosen_LX: torch.Tensor | None = None,
         phy2log_LP: torch.Tensor | None = None,
     ) -> None:
-        """Write the row of the pass that is over: a few operations for all layers, on the current stream.
+        """Write the row of the last pass, with a few operators for all layers, on the current stream.
 
-        The row is that of the pass, as the device counts them: one that no call is made for keeps what it was.
+        The device's pass count selects the row. If no call is made for a pass, its row keeps the old counts.
 
-        ``received_LS`` are tokens that each local slot received, ``None`` where none are to be counted; ``chosen_LX``
-        choices of this rank's own tokens by logical expert, or by physical one where ``phy2log_LP``, int64 ``[L,
-        R*S]``, has the logical expert of each during the pass; ``None`` where it had none or another rank counts them.
+        Parameters
+        ----------
+        received_LS
+            Tokens that each local slot received; ``None`` to write zeros.
+        chosen_LX
+            Choices of this rank's own tokens, by logical expert, or by physical one if ``phy2log_LP`` is given.
+            ``None`` to write zeros, because this rank had no tokens or another rank counts them.
+        phy2log_LP
+            int64 ``[L, R*S]``, logical expert of each physical expert during the pass.
         """
-        self._remembered = None
+        self._saved_passes = None
         slots_WLS, sources_WLE = self._rings_WLX
         for ring_WLX, counts_LX, physical in (
             (slots_WLS, received_LS, None),
@@ -140,37 +191,67 @@ class HeatRings:
         ):
             if not ring_WLX.shape[2]:
                 continue
-            at = None if self._known is None else (self._known[0] - 1) % self._rows
-            row_LX = torch.empty_like(ring_WLX[0]) if at is None else ring_WLX[at]
+            row = None if self._host_passes is None else (self._host_passes[0] - 1) % self._rows
+            row_LX = torch.empty_like(ring_WLX[0]) if row is None else ring_WLX[row]
             row_LX.zero_()
             if counts_LX is not None and physical is not None:
                 row_LX.scatter_add_(1, physical, counts_LX)
             elif counts_LX is not None:
                 row_LX.copy_(counts_LX)
-            if at is None:
+            if row is None:
                 ring_WLX.index_copy_(0, self._row.reshape(1), row_LX[None])
 
 
 def entry_periods(table_ED: Int32) -> npt.NDArray[np.int64]:
-    """Return the period of each expert's row in a dealing table ``[E, D]``, int64 ``[E]``.
+    """Return the period of each expert's row in a dealing table.
 
-    A host that picks entries by a token's row spreads tokens evenly over the entries that it reads. It must therefore
-    read exactly one period.
+    A host that picks entries by a token's row in the batch spreads tokens evenly over the entries that it reads. It
+    must therefore read exactly one period.
+
+    Parameters
+    ----------
+    table_ED
+        int32 ``[E, D]``, physical expert of each table entry.
+
+    Returns
+    -------
+    numpy.ndarray
+        int64 ``[E]``, D if the row does not repeat.
+
+    Examples
+    --------
+    >>> table_ED = np.array([[3, 7, 3, 7], [5, 5, 5, 5], [1, 2, 4, 6]], dtype=np.int32)
+    >>> entry_periods(table_ED).tolist()
+    [2, 1, 4]
     """
     width = table_ED.shape[1]
     period_E = np.full(len(table_ED), width, dtype=np.int64)
     for period in range(width - 1, 0, -1):
-        again_E = (table_ED[:, period:] == table_ED[:, :-period]).all(axis=1)
-        period_E[again_E] = period
+        repeats_E = (table_ED[:, period:] == table_ED[:, :-period]).all(axis=1)
+        period_E[repeats_E] = period
     return period_E
 
 
 class EngineLayer:
-    """A ``LiveLayer`` over an engine's own tensors.
+    """A ``LiveLayer`` on an engine's own tensors.
 
-    ``log2phy`` is the table that the engine's router reads, ``expert_map`` the agent's own: engines read theirs by
-    physical id, whose owner never changes. ``index`` is the layer's place in the rings. If ``entry_by_row``
-    is True, the engine picks a table entry by the token's row in the batch.
+    Parameters
+    ----------
+    log2phy
+        Table that the engine's router reads.
+    expert_map
+        Map from logical expert to local slot. It belongs to the agent: the engine's own map is by physical expert,
+        whose slot never changes.
+    weights
+        Tensors that the engine's own balancer would move.
+    heat
+        Rings with the heat of all layers.
+    index
+        Number of the layer in the rings.
+    shares_tokens
+        True if several ranks route the same tokens.
+    entry_by_row
+        True if the engine picks a table entry by the token's row in the batch.
     """
 
     def __init__(
@@ -200,7 +281,7 @@ class EngineLayer:
 
 
 class EngineHost:
-    """The agent of one rank inside its engine; engines' hosts add what they read and write."""
+    """Runs the agent of one rank inside its engine. Each engine's subclass reads its heat and writes its tables."""
 
     _agent: Agent | None = None
     _has_switched = False
@@ -213,9 +294,9 @@ class EngineHost:
         assert self._agent is not None, "the engine has not loaded its model yet"
         return self._agent
 
-    def note_batch(self, scheduled: Any) -> None:
-        """Keep the phase and tokens of the ``SchedulerOutput`` that the engine is about to execute."""
-        self._batch = batch_of(scheduled)
+    def note_batch(self, schedule: Any) -> None:
+        """Store the phase and tokens of the ``SchedulerOutput`` that the engine is about to execute."""
+        self._batch = batch_of(schedule)
 
     def _start(
         self,
@@ -223,35 +304,36 @@ class EngineHost:
         group: dist.ProcessGroup,
         token_group: int | None,
         *,
-        facts: Facts | None = None,
+        shared_values: SharedValues | None = None,
         computes: Sequence[Compute | None] = (),
     ) -> None:
-        """Try how experts move, then meet the other ranks' agents. A collective over ``group``.
+        """Test that experts can move, then start the agent together with the other ranks. A collective over ``group``.
 
         Parameters
         ----------
         layers
             This rank's layers.
         group
-            A process group that takes tensors of the CPU.
+            Process group that communicates CPU tensors.
         token_group
-            The ranks that share this rank's tokens, or ``None``.
-        facts
-            What ``refuse_unmoved`` found to be one value for all experts.
+            Number of the group of ranks that share this rank's tokens; ``None`` if the tokens are not shared.
+        shared_values
+            Values that this rank has once for all experts, from ``refuse_unmoved``.
         computes
-            The expert computation of each layer, if the engine lets it run without the rest of the layer.
+            Expert computation of each layer; ``None`` for a layer whose experts cannot run without the rest of it.
         """
         settings = AgentSettings()
         for complaint in misspelt(os.environ):
             log.warning("%s", complaint)
-        refuse_unlike_ranks(facts or {}, group)
+        refuse_unlike_ranks(shared_values or {}, group)
         for layer in layers:
             move_and_back(layer)
-        _try_experts(layers, computes)
+        _test_experts(layers, computes)
         self._layers = layers
         self._agent = Agent.start(layers, group, settings, token_group=token_group, on_commit=self._committed)
-        placement, rank = self.agent.installed.placement, self.agent.identity.rank
-        # All ranks have the same to report.
+        placement = self.agent.installed.placement
+        rank = self.agent.identity.rank
+        # The line is the same on all ranks, so only rank 0 logs it at INFO.
         log.log(
             logging.DEBUG if rank else logging.INFO,
             "eplb-agent balances %d MoE layers of %d experts over %d ranks of %d slots; deployment %s, service %s",
@@ -264,84 +346,105 @@ class EngineHost:
         )
 
     def _committed(self, layer: int) -> None:
+        """Update the engine after a commit, and log the first one."""
         self._follow(layer)
         if not self._has_switched and self.agent.identity.rank == 0:
-            log.info("first switch: layer %d serves a placement of the service's from now on", layer)
+            log.info("first switch: layer %d now serves a placement from the service", layer)
         self._has_switched = True
 
     def _follow(self, layer: int) -> None:
-        """Keep the engine's own view of the placement true for a layer that has just switched."""
+        """Update the engine's own view of the placement after a layer has switched."""
 
     def drain(self, reason: str) -> None:
-        """Finish or abort the switch under way; a collective, called between the same two passes on every rank."""
+        """Finish or abort the current switch. A collective that all ranks call between the same two passes."""
         self.agent.drain(reason)
-        self._remember()
+        self._save()
 
     def resume(self) -> None:
-        """Balance again, with the placement that is installed, even if the engine has discarded its memory."""
-        self._bring_back()
+        """Resume balancing from the current placement, even if the engine has discarded its device memory."""
+        self._write_back()
         self.agent.resume()
 
-    def go_on(self) -> None:
-        """Balance again after a call that failed; memory is left as it is, since it may not be there."""
+    def resume_after_failure(self) -> None:
+        """Resume balancing after a failed call. The memory is not written, because it may be unmapped."""
         self.agent.resume()
 
-    def _remember(self) -> None:
+    def _rings(self) -> list[HeatRings]:
+        """Return the distinct rings of all layers."""
+        return list({id(layer.rings): layer.rings for layer in self._layers}.values())
+
+    def _save(self) -> None:
         """Copy to the host the state that exists only on the device."""
-        for rings in {id(layer.rings): layer.rings for layer in self._layers}.values():
-            rings.remember()
+        for rings in self._rings():
+            rings.save()
 
-    def _bring_back(self) -> None:
-        """Rewrite all tables and counts in place, because engines may discard device memory while they sleep."""
+    def _write_back(self) -> None:
+        """Write all tables and counts again, in place, because a sleeping engine may have discarded device memory."""
         if not self._layers:
             return
         installed = self.agent.installed
         rank = self.agent.identity.rank
         maps_LE = installed.placement.expert_map(rank)
         tables_LEX = installed.log2phy_LE
-        for rings in {id(layer.rings): layer.rings for layer in self._layers}.values():
-            rings.bring_back()
+        for rings in self._rings():
+            rings.restore()
         for index, layer in enumerate(self._layers):
             layer.expert_map.copy_(torch.from_numpy(maps_LE[index]))
             layer.log2phy.copy_(torch.from_numpy(tables_LEX[index]).view(layer.log2phy.shape))
             self._follow(index)
 
     def close(self) -> None:
-        """End the agent; the engine serves on with what is installed."""
+        """Stop the agent. The engine keeps serving the current layout."""
         if self._agent is not None:
             self._agent.close()
 
 
-def _try_experts(layers: Sequence[EngineLayer], computes: Sequence[Compute | None]) -> None:
+def _test_experts(layers: Sequence[EngineLayer], computes: Sequence[Compute | None]) -> None:
     """Reject layers whose outputs depend on the slots of experts, and log the layers that cannot be tested."""
-    untried = []
+    untested = []
     for index, (layer, compute) in enumerate(zip(layers, computes, strict=False)):
-        reason = "the engine has no computation that runs alone"
+        reason = "the engine cannot compute its experts without the rest of the layer"
         if compute is not None:
             reason = exchange_and_compare(layer, compute, f"MoE layer {index}") or ""
         if reason:
-            untried.append(f"layer {index}: {reason}")
-    if untried:
-        log.info("experts of %d MoE layers could not be tried alone; %s", len(untried), untried[0])
+            untested.append(f"layer {index}: {reason}")
+    if untested:
+        log.info(
+            "the experts of %d MoE layers could not be tested in other slots; %s", len(untested), untested[0]
+        )
 
 
-def around(
+def make_hook(
     host_of: Callable[[Any], EngineHost | None],
     before: Callable[[Any], None] | None = None,
     after: Callable[[Any], None] | None = None,
     failed: Callable[[Any], None] | None = None,
 ) -> Callable[..., Any]:
-    """Make a hook around an engine's call: what its host does before it, after it, and where one of these two raises.
+    """Make a hook that calls methods of the host around a method of the engine.
 
-    A hook is given the call, its owner, in which ``host_of`` finds the host if there is one, and the other arguments.
+    Parameters
+    ----------
+    host_of
+        Function that returns the host of the method's owner, or ``None`` if it has no host.
+    before
+        Called with the host before the method.
+    after
+        Called with the host after the method.
+    failed
+        Called with the host if ``before`` or the method raises.
+
+    Returns
+    -------
+    Callable
+        Hook that takes the original method, its owner and the method's arguments.
     """
 
-    def hook(call: Callable[..., Any], owner: Any, *arguments: Any, **named: Any) -> Any:
+    def hook(call: Callable[..., Any], owner: Any, *arguments: Any, **keywords: Any) -> Any:
         host = host_of(owner)
         try:
             if host is not None and before is not None:
                 before(host)
-            result = call(owner, *arguments, **named)
+            result = call(owner, *arguments, **keywords)
         except BaseException:
             if host is not None and failed is not None:
                 failed(host)
@@ -354,13 +457,13 @@ def around(
 
 
 def noting_batches(execute_model: Callable[..., Any], host_of: Callable[[Any], EngineHost | None]) -> Any:
-    """Wrap an engine's ``execute_model`` so that its owner's host, if any, notes each batch before it runs."""
+    """Wrap an engine's ``execute_model`` so that the host of its owner, if it has one, stores each batch first."""
 
     @wraps(execute_model)
-    def execute_noted(owner: Any, scheduler_output: Any, *arguments: Any, **named: Any) -> Any:
+    def execute_noted(owner: Any, scheduler_output: Any, *arguments: Any, **keywords: Any) -> Any:
         host = host_of(owner)
         if host is not None:
             host.note_batch(scheduler_output)
-        return execute_model(owner, scheduler_output, *arguments, **named)
+        return execute_model(owner, scheduler_output, *arguments, **keywords)
 
     return execute_noted

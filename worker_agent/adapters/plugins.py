@@ -1,7 +1,7 @@
-"""Entry points of engines' plugins: an engine calls them in every process, perhaps more than once.
+"""Plugin entry points: each engine calls its own in every process, possibly more than once.
 
-Each does nothing unless ``EPLB_AGENT_SERVICE`` names a service, and imports nothing of an engine before. An engine
-release that its adapter does not know raises ``UnsupportedEngineError``; nothing of the engine is patched then.
+Without ``EPLB_AGENT_SERVICE``, they do nothing and import nothing from the engine. If the adapter does not know the
+engine's release, they raise ``UnsupportedEngineError`` before patching the engine.
 """
 
 from __future__ import annotations
@@ -18,55 +18,56 @@ _log = logging.getLogger("eplb.agent")
 _installed: set[str] = set()
 
 
-class _EnginesLog(logging.Handler):
-    """Hands records to an engine's own handlers: the engine configures its own loggers alone, not those of plugins."""
+class _EngineLogHandler(logging.Handler):
+    """Passes records to the engine's logger, because engines configure only their own loggers, not those of plugins."""
 
     def __init__(self, engine: str) -> None:
         super().__init__()
         self._engine = logging.getLogger(engine)
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Log the record as one of the engine's."""
+        """Log the record with the engine's logger."""
         if self._engine.isEnabledFor(record.levelno):
             self._engine.handle(record)
 
 
-def _log_as(engine: str) -> None:
-    own = logging.getLogger("eplb")
-    if not own.handlers:
-        own.addHandler(_EnginesLog(engine))
-        own.setLevel(logging.DEBUG)  # the engine's own level decides
-        own.propagate = False
+def _log_to(engine: str) -> None:
+    """Log the agent's records with the engine's logger, unless the application has configured the agent's logger."""
+    agent_log = logging.getLogger("eplb")
+    if not agent_log.handlers:
+        agent_log.addHandler(_EngineLogHandler(engine))
+        agent_log.setLevel(logging.DEBUG)  # the level of the engine's logger applies
+        agent_log.propagate = False
 
 
 def register_vllm() -> None:
-    """Hand vLLM's EPLB over to the agent, but in vLLM-Ascend, which has an adapter of its own."""
+    """Replace vLLM's balancer with the agent. vLLM-Ascend is left to ``register_vllm_ascend``."""
     if _is_requested() and importlib.util.find_spec("vllm_ascend") is None:
-        _put_into_vllm("worker_agent.adapters.vllm.hooks", "vLLM where --enable-eplb is given")
+        _install_into_vllm("worker_agent.adapters.vllm.hooks", "vLLM with --enable-eplb")
 
 
 def register_vllm_ascend() -> None:
-    """Put the agent in place of vLLM-Ascend's balancer."""
+    """Replace vLLM-Ascend's balancer with the agent."""
     if _is_requested() and importlib.util.find_spec("vllm_ascend") is not None:
-        _put_into_vllm("worker_agent.adapters.vllm_ascend.hooks", "vLLM-Ascend where dynamic_eplb is on")
+        _install_into_vllm("worker_agent.adapters.vllm_ascend.hooks", "vLLM-Ascend with dynamic_eplb")
 
 
-def _put_into_vllm(hooks: str, where: str) -> None:
+def _install_into_vllm(hooks: str, engine: str) -> None:
     if hooks not in _installed:
-        _log_as("vllm")
+        _log_to("vllm")
         importlib.import_module(hooks).install()
         _installed.add(hooks)
-        _report(where)
+        _log_installation(engine)
 
 
 def register_sglang() -> None:
-    """Put the agent in place of SGLang's EPLB manager; SGLang calls this once per process.
+    """Replace SGLang's EPLB manager with the agent. SGLang calls this once per process.
 
     Raises
     ------
     SystemExit
-        Where this SGLang is none that the adapter knows, or settings do not fit. SGLang logs whatever else a plugin
-        raises and serves on, with its own balancer where the user had asked for this one.
+        If the adapter does not know this SGLang, or settings of the agent are invalid. SGLang would only log any other
+        exception, and then serve with its own balancer although the user asked for the agent.
     """
     if not _is_requested():
         return
@@ -76,11 +77,11 @@ def register_sglang() -> None:
         hooks.install()
     except (UnsupportedEngineError, ValueError) as error:
         raise SystemExit(str(error)) from error
-    _report("SGLang where --enable-eplb is given")
+    _log_installation("SGLang with --enable-eplb")
 
 
-def _report(where: str) -> None:
-    _log.info("eplb-agent balances expert-parallel layers of this %s", where)
+def _log_installation(engine: str) -> None:
+    _log.info("eplb-agent balances the expert-parallel layers of %s", engine)
 
 
 def _is_requested() -> bool:
@@ -92,9 +93,9 @@ def _is_requested() -> bool:
 
 @cache
 def _warn_of_misspelt_names() -> None:
-    """Name settings that were meant for the agent, where none starts that would."""
+    """Log misspelt agent settings, since no agent starts that would report them."""
     if any(name.upper().startswith("EPLB_AGENT") for name in os.environ):
         from worker_agent.settings import misspelt
 
         for complaint in misspelt(os.environ):
-            _log.warning("eplb-agent does nothing, as EPLB_AGENT_SERVICE names no service: %s", complaint)
+            _log.warning("eplb-agent does nothing because EPLB_AGENT_SERVICE names no service: %s", complaint)

@@ -1,4 +1,4 @@
-"""Search everything that an object reaches: attributes, containers, closures, wrappers, submodules."""
+"""Search all values that an object reaches: attributes, containers, closures, wrappers and submodules."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import torch
 
 MAX_OBJECTS = 50_000
 MAX_SECONDS = 10.0
-DEEPEST = 16
+MAX_DEPTH = 16
 
 _LEAVES = (
     *(type(None), str, bytes, bytearray, bool, complex, type, enum.Enum, re.Pattern),
@@ -28,7 +28,7 @@ _LEAVES = (
 """Types whose values hold no tensors, or only tensors that the whole process shares."""
 
 _MAX_RECORD = 4
-"""Tuples up to this length are taken for records of unlike values, not for one value per expert."""
+"""Length up to which a tuple is taken for a record of unrelated values, not for one value per expert."""
 
 _FOREIGN = (
     *(
@@ -45,17 +45,26 @@ _FOREIGN = (
     *("torch", "triton", "numba", "transformers", "vllm.config", "vllm.distributed"),
     *("sglang.srt.configs", "sglang.srt.distributed", "sglang.srt.server_args"),
 )
-"""Modules whose objects belong to the process, to its groups or to its configuration, not to a layer."""
+"""Modules whose objects belong to the process, its groups or its configuration, not to a layer."""
 
-_OTHER_PARTS = re.compile(r"^_?(gate|router|topk)$|shared_expert|_hooks(_|$)|weight_loader$|^__")
-"""Names of attributes that lead to other parts of the model, or back to the loader."""
+_SKIPPED_NAMES = re.compile(r"^_?(gate|router|topk)$|shared_expert|_hooks(_|$)|weight_loader$|^__")
+"""Attributes that lead to the router, to shared experts, or back to the weight loader."""
 
 
 @dataclass(frozen=True)
-class Found:
-    """A value, how it is reached, and its place if it is one of several like parts.
+class ReachableValue:
+    """A value, and the path from a root to it.
 
-    ``group`` is the path with the part's number left out, ``member`` that number; ``None`` without one.
+    Parameters
+    ----------
+    path
+        Expression of attributes and indices, such as ``kernel.scales[3]``.
+    value
+        The value.
+    group
+        Path without the member's number, such as ``kernel.scales[*]``, if the path leads through a group.
+    member
+        Number of that member in its group.
     """
 
     path: str
@@ -65,117 +74,136 @@ class Found:
 
     @property
     def name(self) -> str:
-        """The last name in the path; the number of an element is none."""
+        """Last identifier in the path. An index does not count."""
         return last_name(self.path)
 
 
 def last_name(path: str) -> str:
-    """Return the last identifier in ``path``, or an empty text."""
+    """Return the last identifier in ``path``, or an empty string.
+
+    Examples
+    --------
+    >>> last_name("kernel.scales[3]")
+    'scales'
+    """
     names = re.findall(r"[A-Za-z_]\w*", path)
     return names[-1] if names else ""
 
 
 class Search:
-    """A breadth-first search from ``roots`` for tensors, arrays and numbers.
+    """Breadth-first search for tensors, arrays and numbers.
 
-    A list, a mapping or attributes that number ``parts`` like parts are a group, so that a tensor per expert is known
-    as one of several. The search does not enter the rest of the model: objects that contain a root. It ends after
-    ``MAX_OBJECTS`` objects or ``MAX_SECONDS``. ``cut`` is then the path that it had reached.
+    Values that an engine keeps once per expert form a group: a list, a mapping or numbered attributes with as many
+    members as there are experts. The search does not enter the rest of the model, that is, objects that contain a root.
+    It ends after ``MAX_OBJECTS`` objects or ``MAX_SECONDS``.
+
+    Parameters
+    ----------
+    roots
+        Objects to start from, by name.
+    experts
+        Number of experts on this rank, and therefore of members of a group.
+
+    Attributes
+    ----------
+    cut
+        Path at which the search ended early or did not go deeper; ``None`` if it was complete.
     """
 
-    def __init__(self, roots: Mapping[str, Any], parts: int) -> None:
+    def __init__(self, roots: Mapping[str, Any], experts: int) -> None:
         self.cut: str | None = None
-        self._parts = parts
+        self._experts = experts
         self._roots = {id(root) for root in roots.values()}
         self._seen: dict[int, Any] = {}
-        self._queue: deque[tuple[Found, int]] = deque((Found(name, root), 0) for name, root in roots.items())
+        self._queue: deque[tuple[ReachableValue, int]] = deque(
+            (ReachableValue(name, root), 0) for name, root in roots.items()
+        )
 
-    def __iter__(self) -> Iterator[Found]:
-        """Yield each tensor, array and number once, the nearest first."""
+    def __iter__(self) -> Iterator[ReachableValue]:
+        """Yield tensors, arrays and numbers, nearest first. A tensor or array is yielded again in each group."""
         deadline = time.monotonic() + MAX_SECONDS
         while self._queue:
-            found, depth = self._queue.popleft()
-            value = found.value
+            item, depth = self._queue.popleft()
+            value = item.value
             if isinstance(value, (int, float)) and not isinstance(value, (bool, enum.Enum)):
-                yield found
+                yield item
                 continue
             holds_numbers = isinstance(value, (torch.Tensor, np.ndarray))
             if id(value) in self._seen:
-                if holds_numbers and found.group is not None:
-                    yield found
+                if holds_numbers and item.group is not None:
+                    yield item
                 continue
-            if isinstance(value, _LEAVES) or self._is_elsewhere(value):
+            if isinstance(value, _LEAVES) or self._is_outside(value):
                 continue
             self._seen[id(value)] = value
             if holds_numbers:
-                yield found
-            if depth >= DEEPEST or len(self._seen) > MAX_OBJECTS or time.monotonic() > deadline:
-                self.cut = found.path
-                if depth >= DEEPEST:
+                yield item
+            if depth >= MAX_DEPTH or len(self._seen) > MAX_OBJECTS or time.monotonic() > deadline:
+                self.cut = item.path
+                if depth >= MAX_DEPTH:
                     continue
                 return
-            for name, child in _children(value):
-                if not _OTHER_PARTS.search(name.lstrip(".")):
-                    self._enqueue(found, name, child, depth)
-            self._enqueue_parts(found, value, depth)
+            for name, child in _unnumbered_children(value):
+                if not _SKIPPED_NAMES.search(name.lstrip(".")):
+                    self._enqueue(item, name, child, depth)
+            self._enqueue_numbered(item, value, depth)
 
-    def _enqueue(self, parent: Found, name: str, child: Any, depth: int) -> None:
+    def _enqueue(self, parent: ReachableValue, name: str, child: Any, depth: int) -> None:
         path = f"{parent.path}{name}".lstrip(".")
         group = None if parent.group is None else f"{parent.group}{name}"
-        self._queue.append((Found(path, child, group, parent.member), depth + 1))
+        self._queue.append((ReachableValue(path, child, group, parent.member), depth + 1))
 
-    def _enqueue_parts(self, parent: Found, value: Any, depth: int) -> None:
-        """Enqueue numbered children. If there is one child per part, they become members of one group."""
-        for pattern, children in _numbered(value).items():
-            is_group = parent.group is None and self._are_parts(value, pattern, children)
+    def _enqueue_numbered(self, parent: ReachableValue, value: Any, depth: int) -> None:
+        """Enqueue numbered children. If there is one child per expert, they become members of one group."""
+        for pattern, children in _numbered_children(value).items():
+            is_group = parent.group is None and self._is_group(value, pattern, children)
             for number, (name, child) in children.items():
-                path = f"{parent.path}{name}".lstrip(".")
                 if is_group:
-                    found = Found(path, child, f"{parent.path}{pattern}".lstrip("."), number)
+                    path = f"{parent.path}{name}".lstrip(".")
+                    group = f"{parent.path}{pattern}".lstrip(".")
+                    self._queue.append((ReachableValue(path, child, group, number), depth + 1))
                 else:
-                    group = None if parent.group is None else f"{parent.group}{name}"
-                    found = Found(path, child, group, parent.member)
-                self._queue.append((found, depth + 1))
+                    self._enqueue(parent, name, child, depth)
 
-    def _are_parts(self, value: Any, pattern: str, children: Mapping[int, Any]) -> bool:
-        """Return True if there is one child for each part, and only numbers distinguish them."""
-        if len(children) != self._parts or self._parts < 2 or "*" not in pattern:
+    def _is_group(self, value: Any, pattern: str, children: Mapping[int, Any]) -> bool:
+        """Return True if there is one child per expert, and only numbers distinguish their names."""
+        if len(children) != self._experts or self._experts < 2 or "*" not in pattern:
             return False
         if isinstance(value, tuple):
-            return self._parts > _MAX_RECORD
+            return self._experts > _MAX_RECORD
         if isinstance(value, (list, deque)):
             return True
         first = min(children)
         is_mapping = isinstance(value, Mapping) and pattern == "[*]"
-        return max(children) == first + self._parts - 1 and (first == 0 or is_mapping)
+        return max(children) == first + self._experts - 1 and (first == 0 or is_mapping)
 
-    def _is_elsewhere(self, value: Any) -> bool:
-        """Return True for objects of the process, for what contains a root, and for registries of layers."""
+    def _is_outside(self, value: Any) -> bool:
+        """Return True for objects of the process, objects that contain a root, and registries of layers."""
         if id(value) in self._roots:
             return False
         if isinstance(value, torch.nn.Module):
             return any(id(module) in self._roots for module in value.modules())
         if isinstance(value, (Mapping, list, tuple)):
             return self._is_registry(value)
-        known = (set, frozenset, types.FunctionType, types.MethodType, deque, functools.partial, weakref.ref)
-        if isinstance(value, (*known, np.ndarray, torch.Tensor)):
+        inside = (set, frozenset, types.FunctionType, types.MethodType, deque, functools.partial, weakref.ref)
+        if isinstance(value, (*inside, np.ndarray, torch.Tensor)):
             return False
         module = type(value).__module__ or ""
         return any(module == name or module.startswith(f"{name}.") for name in _FOREIGN)
 
     def _is_registry(self, value: Any) -> bool:
-        """Return True for a container that holds a root beside other modules."""
+        """Return True for a container that holds a root and other modules."""
         try:
             children = list(value.values() if isinstance(value, Mapping) else value)
-        except Exception:  # a mapping that is made on demand
+        except Exception:  # a mapping that computes its values on demand
             return True
         modules = [child for child in children if isinstance(child, torch.nn.Module)]
         roots = [child for child in children if id(child) in self._roots]
         return bool(roots) and any(id(module) not in self._roots for module in modules)
 
 
-def _children(value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the named parts of an object."""
+def _unnumbered_children(value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the values that a callable, a weak reference or a set holds, each with its path from there."""
     if isinstance(value, functools.partial):
         yield ".func", value.func
         yield ".args", value.args
@@ -200,11 +228,18 @@ def _children(value: Any) -> Iterator[tuple[str, Any]]:
             yield f"{{{index}}}", child
 
 
-def _numbered(value: Any) -> dict[str, dict[int, tuple[str, Any]]]:
-    """Return an object's other parts by their name without its number; each with its name and value, by number."""
+def _numbered_children(value: Any) -> dict[str, dict[int, tuple[str, Any]]]:
+    """Return an object's elements and attributes, grouped by their path without its number.
+
+    Returns
+    -------
+    dict
+        For each such path a dictionary from the number, 0 if there is none, to the full path and the value. A path
+        with several numbers is not shortened.
+    """
     groups: dict[str, dict[int, tuple[str, Any]]] = {}
-    for name, key, child in _named(value):
-        if _OTHER_PARTS.search(str(key)):
+    for name, key, child in _elements_and_attributes(value):
+        if _SKIPPED_NAMES.search(str(key)):
             continue
         text = str(key)
         numbers = re.findall(r"\d+", text)
@@ -212,18 +247,18 @@ def _numbered(value: Any) -> dict[str, dict[int, tuple[str, Any]]]:
         pattern = name.replace(text, pattern)
         number = int(numbers[-1]) if len(numbers) == 1 else 0
         members = groups.setdefault(pattern, {})
-        if number in members:  # several parts have the same number
+        if number in members:  # for example x1 and x01
             members = groups.setdefault(name, {})
         members[number] = (name, child)
     return groups
 
 
-def _named(value: Any) -> Iterator[tuple[str, Any, Any]]:
-    """Yield path, key and value of the elements and attributes of an object."""
+def _elements_and_attributes(value: Any) -> Iterator[tuple[str, Any, Any]]:
+    """Yield path, key and value of each element and attribute of an object."""
     if isinstance(value, Mapping):
         try:
             items = list(value.items())
-        except Exception:  # a mapping that is made on demand
+        except Exception:  # a mapping that computes its values on demand
             return
         for key, child in items:
             yield f"[{key!r}]", key, child
@@ -244,9 +279,13 @@ def _named(value: Any) -> Iterator[tuple[str, Any, Any]]:
 
 
 def _attributes(value: Any) -> Iterator[tuple[str, Any, Any]]:
-    own = getattr(value, "__dict__", None)
-    if isinstance(own, dict):
-        for name, child in list(own.items()):
+    """Yield path, name and value of an object's attributes.
+
+    These are instance attributes, slots, and tensors and containers that its classes hold.
+    """
+    attributes = getattr(value, "__dict__", None)
+    if isinstance(attributes, dict):
+        for name, child in list(attributes.items()):
             if isinstance(value, torch.nn.Module) and name in ("_parameters", "_buffers", "_modules"):
                 for inner, tensor in list(child.items()):
                     yield f".{inner}", inner, tensor
@@ -265,6 +304,7 @@ def _attributes(value: Any) -> Iterator[tuple[str, Any, Any]]:
 
 
 def _slots_of(kind: type) -> Sequence[str]:
+    """Return the names in a class's ``__slots__``, private ones as Python mangles them."""
     slots = vars(kind).get("__slots__", ())
     names = (slots,) if isinstance(slots, str) else tuple(slots)
     private = kind.__name__.lstrip("_")

@@ -1,4 +1,4 @@
-"""Try at the start whether an engine's experts compute the same after they have changed slots."""
+"""Test, while the engine starts, that experts compute the same outputs after they have changed slots."""
 
 from __future__ import annotations
 
@@ -13,26 +13,31 @@ from worker_agent.live_layer import ExpertWeights, LiveLayer
 from worker_agent.swap.staging import Staging, copy_into
 
 Compute: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
-"""The expert computation of one layer on local tokens: from a local slot for each token, int64 ``[T]``, to their
-outputs ``[T, H]``. Token ``t`` is the same in every call with the same number of tokens."""
+"""The expert computation of one layer on local tokens.
+
+It takes the local slot of each token, int64 ``[T]``, and returns the tokens' outputs, ``[T, H]``. Token ``t`` has the
+same input in every call with the same number of tokens.
+"""
 
 _TOKENS_PER_SLOT = 2
-_MIN_DIFFERENCE = {torch.float64: 1e-5, torch.float32: 1e-4}
-"""By type of the outputs, as a share of the largest one; of shorter types ``_OF_SHORT_TYPES``."""
-_OF_SHORT_TYPES = 2e-2
+_TOLERANCES = {torch.float64: 1e-5, torch.float32: 1e-4}
+"""Allowed difference of an output, by its type, as a fraction of its largest absolute value."""
+_SHORT_TYPE_TOLERANCE = 2e-2
+"""The same for shorter types, such as bfloat16."""
 
 
 @torch.no_grad()
 def move_and_back(layer: LiveLayer) -> None:
-    """Exchange the experts of two slots as a switch installs them, and back, and compare all bytes.
+    """Exchange the experts of two slots as a commit would, exchange them back, and compare all bytes.
 
-    Raises ``UnsupportedEngineError`` if a tensor is not as it was written, or if an expert has no bytes at all.
+    Raises ``UnsupportedEngineError`` if a tensor does not keep the bytes written to it, or if the expert tensors are
+    empty.
     """
     weights = layer.expert_weights()
     tables = (layer.expert_map.cpu(), layer.log2phy.cpu())
     if not any(slot.numel() for weight in weights for slot in weight):
         raise UnsupportedEngineError(
-            "MoE layers whose experts' tensors are empty",
+            "MoE layers whose expert tensors are empty",
             "The kernel keeps its own copy of the weights",
             "Choose another MoE backend",
         )
@@ -46,9 +51,9 @@ def move_and_back(layer: LiveLayer) -> None:
         copy_into(layer, staged, slots, *tables)
         for kind, (buffer, weight) in enumerate(zip(staged, layer.expert_weights(), strict=True)):
             pairs = [(buffer[row], weight[slot]) for row, slot in enumerate(slots)]
-            if not all(torch.equal(bytes_of(sent), bytes_of(there)) for sent, there in pairs):
+            if not all(torch.equal(bytes_of(expected), bytes_of(actual)) for expected, actual in pairs):
                 raise UnsupportedEngineError(
-                    f"MoE layers whose tensor {kind} of an expert is not what was written to it",
+                    f"MoE layers in which tensor {kind} of an expert does not keep the bytes written to it",
                     "Its experts share memory, or are not stored as separate tensors",
                     "Report this model and its quantisation",
                 )
@@ -58,9 +63,27 @@ def move_and_back(layer: LiveLayer) -> None:
 def exchange_and_compare(layer: LiveLayer, compute: Compute, name: str) -> str | None:
     """Exchange the layer's experts between its slots, compare the outputs of the same tokens, and exchange them back.
 
-    This finds values that a kernel keeps in its own memory, which no search finds. Returns ``None``, or the reason why
-    the computation cannot run alone, in which case nothing is proved. Raises ``UnsupportedEngineError`` if an output
-    follows the slot instead of the expert.
+    The test reveals values that a kernel keeps in its own memory, which ``refuse_unmoved`` cannot find.
+
+    Parameters
+    ----------
+    layer
+        Layer to test.
+    compute
+        Its expert computation.
+    name
+        Name of the layer, for messages.
+
+    Returns
+    -------
+    str or None
+        ``None`` if the layer passed, or has a single slot. Otherwise the exception of ``compute``; the layer is then
+        untested.
+
+    Raises
+    ------
+    UnsupportedEngineError
+        If an output depends on the expert's slot.
     """
     slots = len(layer.expert_weights()[0])
     if slots < 2:
@@ -78,40 +101,44 @@ def exchange_and_compare(layer: LiveLayer, compute: Compute, name: str) -> str |
         return f"{type(error).__name__}: {error}"
     finally:
         _exchange(layer.expert_weights(), slots)
-    differing_T = _differing(before_TH, again_TH, after_TH)
-    if differing_T.any():
-        experts = sorted(set(slot_T[differing_T.cpu()].tolist()))
+    differs_T = _differs(before_TH, again_TH, after_TH)
+    if differs_T.any():
+        experts = sorted(set(slot_T[differs_T.cpu()].tolist()))
+        slot_list = ", ".join(map(str, experts[:8]))
         raise UnsupportedEngineError(
-            f"{name}, whose experts in slots {', '.join(map(str, experts[:8]))} give other outputs from other slots",
-            "A part of them stays behind when they move",
+            f"{name}, whose experts in slots {slot_list} compute different outputs in other slots",
+            "Some of their values stay behind when they move",
             "Report this model and its quantisation",
         )
     return None
 
 
-def _differing(before_TH: torch.Tensor, again_TH: torch.Tensor, after_TH: torch.Tensor) -> torch.Tensor:
-    """Return the tokens whose output changed by more than a repetition and rounding explain, bool ``[T]``."""
-    share = _MIN_DIFFERENCE.get(before_TH.dtype, _OF_SHORT_TYPES)
+def _differs(before_TH: torch.Tensor, again_TH: torch.Tensor, after_TH: torch.Tensor) -> torch.Tensor:
+    """Return the tokens whose outputs differ after the exchange, bool ``[T]``.
+
+    A difference counts if it exceeds rounding and four times the difference between two runs before the exchange.
+    """
+    tolerance = _TOLERANCES.get(before_TH.dtype, _SHORT_TYPE_TOLERANCE)
     tokens = len(before_TH)
     first_TX, second_TX, moved_TX = (
-        one.reshape(tokens, -1).to(torch.float32) for one in (before_TH, again_TH, after_TH)
+        output.reshape(tokens, -1).to(torch.float32) for output in (before_TH, again_TH, after_TH)
     )
-    allowed_T = 4 * (second_TX - first_TX).abs().amax(dim=1) + share * first_TX.abs().amax(dim=1)
-    apart_T = (moved_TX - first_TX).abs().amax(dim=1)
-    # Weights that are not numbers, as dummy weights may be, prove nothing.
-    return (apart_T > allowed_T) & first_TX.isfinite().all(dim=1)
+    allowed_T = 4 * (second_TX - first_TX).abs().amax(dim=1) + tolerance * first_TX.abs().amax(dim=1)
+    difference_T = (moved_TX - first_TX).abs().amax(dim=1)
+    # Dummy weights may give outputs that are not finite, and these prove nothing.
+    return (difference_T > allowed_T) & first_TX.isfinite().all(dim=1)
 
 
 @torch.inference_mode()
 def _exchange(weights: Sequence[ExpertWeights], slots: int) -> None:
-    """Exchange slot ``s`` with slot ``S - 1 - s``, in place and bit by bit; done twice it is undone."""
+    """Exchange slot ``s`` with slot ``S - 1 - s``, in place and bit by bit. A second call undoes the first."""
     (staged,) = Staging().reserve([weights], [2])
     for low in range(slots // 2):
         pair = (low, slots - 1 - low)
         for weight, buffer in zip(weights, staged, strict=True):
             for row, slot in enumerate(pair):
                 buffer[row].copy_(weight[slot])
-        # Some tensors may be two views of the same memory: all are read before one is written.
+        # Two tensors may be views of the same memory, so all are read before any is written.
         for weight, buffer in zip(weights, staged, strict=True):
             for row, slot in enumerate(reversed(pair)):
                 weight[slot].copy_(buffer[row])

@@ -1,16 +1,28 @@
-"""Checks an engine's environment before it serves with the agent: ``eplb-agent-doctor``; this part needs no torch."""
+"""``eplb-agent-doctor``: check an engine's environment before it serves with the agent. This module needs no torch."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-OK, WARNING, FAILED, SKIPPED = "ok", "warning", "FAILED", "skipped"
-"""Verdicts of findings."""
+OK = "ok"
+WARNING = "warning"
+FAILED = "FAILED"
+SKIPPED = "skipped"
 
 
 @dataclass(frozen=True)
 class Finding:
-    """Result of one check: its name, a verdict, and figures or what is wrong and what to do."""
+    """Result of one check.
+
+    Parameters
+    ----------
+    name
+        Name of the check.
+    verdict
+        ``OK``, ``WARNING``, ``FAILED`` or ``SKIPPED``.
+    text
+        Measured figures, or the problem and its remedy.
+    """
 
     name: str
     verdict: str

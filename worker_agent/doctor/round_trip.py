@@ -1,4 +1,4 @@
-"""One rank of the doctor's own: experts change ranks and come back as they do under a live model, without a service."""
+"""One rank of the doctor: move experts to other ranks and back, as under a live model but without a service."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ _PERIOD = 251
 """Period of an expert's values. It is prime, so that adjacent rows of a tensor differ."""
 _BLOCK = 32
 """Columns of an NZ block of int8. Matrices whose sides are not multiples of it would be padded."""
-_NOWHERE = "127.0.0.1:9"
+_NO_SERVICE = "127.0.0.1:9"
+"""An address without a service."""
 _MEET_SECONDS = 90
 
 
@@ -42,14 +43,14 @@ class _DoctorLayer:
     shares_tokens = False
 
     def __init__(self, rank: int, ranks: int, expert_bytes: int, device: torch.device) -> None:
-        self.first = Placement.linear(1, _SLOTS * ranks, ranks, _SLOTS)
+        self.initial = Placement.linear(1, _SLOTS * ranks, ranks, _SLOTS)
         self._side = max(1, math.isqrt(expert_bytes // 3) // _BLOCK) * _BLOCK
-        experts_S = [_expert_of(expert, self._side) for expert in self.first.phy2log_LRS[0, rank].tolist()]
-        self._parts = [
-            [_as_engines_hold(tensor, device) for tensor in kind] for kind in zip(*experts_S, strict=True)
+        experts_S = [_expert_of(expert, self._side) for expert in self.initial.phy2log_LRS[0, rank].tolist()]
+        self._weights = [
+            [_as_engines_store(tensor, device) for tensor in kind] for kind in zip(*experts_S, strict=True)
         ]
-        self.expert_map = torch.from_numpy(self.first.expert_map(rank)[0]).to(device)
-        self.log2phy = torch.from_numpy(self.first.default_log2phy()[rank, 0]).to(device)
+        self.expert_map = torch.from_numpy(self.initial.expert_map(rank)[0]).to(device)
+        self.log2phy = torch.from_numpy(self.initial.default_log2phy()[rank, 0]).to(device)
         self.source_load: torch.Tensor | None = torch.zeros(
             (16, _SLOTS * ranks), dtype=torch.int32, device=device
         )
@@ -57,25 +58,25 @@ class _DoctorLayer:
 
     def expert_weights(self) -> list[list[torch.Tensor]]:
         """Return weights and scales."""
-        return self._parts
+        return self._weights
 
     @property
     def formats(self) -> list[int]:
         """Device memory formats of weights and scales, as torch_npu numbers them."""
-        return [format_of(part[0]) for part in self._parts]
+        return [format_of(kind[0]) for kind in self._weights]
 
     def holds(self, experts_S: list[int]) -> bool:
         """Return True if the values in the slots are exactly those of these experts."""
         return all(
-            torch.equal(part[slot].cpu(), value)
+            torch.equal(kind[slot].cpu(), value)
             for slot, expert in enumerate(experts_S)
-            for part, value in zip(self._parts, _expert_of(expert, self._side), strict=True)
+            for kind, value in zip(self._weights, _expert_of(expert, self._side), strict=True)
         )
 
 
 def _expert_of(expert: int, side: int) -> list[torch.Tensor]:
     """Return an expert's weights and scales on the host: int8 ``[n, 2n]`` and ``[n, n]``, float32 and bfloat16."""
-    found = []
+    tensors = []
     for kind, (shape, dtype) in enumerate(
         (
             ((side, 2 * side), torch.int8),
@@ -86,38 +87,48 @@ def _expert_of(expert: int, side: int) -> list[torch.Tensor]:
     ):
         size = math.prod(shape)
         values = (torch.arange(_PERIOD) * (2 * expert + kind + 1) + expert) % _PERIOD - _PERIOD // 2
-        found.append(values.to(dtype).repeat(size // _PERIOD + 1)[:size].view(shape))
-    return found
+        tensors.append(values.to(dtype).repeat(size // _PERIOD + 1)[:size].view(shape))
+    return tensors
 
 
-def _as_engines_hold(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+def _as_engines_store(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Return the tensor on the device. On an NPU, cast matrices to the block format as vLLM-Ascend does."""
-    there = tensor.to(device)
+    on_device = tensor.to(device)
     if device.type != "npu" or tensor.dim() < 2:
-        return there
+        return on_device
     import torch_npu
 
-    in_blocks: torch.Tensor = torch_npu.npu_format_cast(there, _NZ)
+    in_blocks: torch.Tensor = torch_npu.npu_format_cast(on_device, _NZ)
     return in_blocks
 
 
 def _there_and_back(
     layer: _DoctorLayer, agent: Agent, replay: Callable[[], list[int]] | None
 ) -> Iterator[Finding]:
-    """Experts change ranks, the first of each to the one before, are compared, and come back."""
+    """Move the expert in each rank's first slot to the previous rank and back, and compare all values after each move.
+
+    Parameters
+    ----------
+    layer
+        Layer whose experts move.
+    agent
+        Agent of this rank.
+    replay
+        Function that replays a captured graph and returns the table that it reads; ``None`` without a graph.
+    """
     rank = agent.identity.rank
-    turned_LRS = layer.first.phy2log_LRS.copy()
-    turned_LRS[0, :, 0] = np.roll(turned_LRS[0, :, 0], -1)
-    there = Placement(turned_LRS, layer.first.experts)
+    rotated_LRS = layer.initial.phy2log_LRS.copy()
+    rotated_LRS[0, :, 0] = np.roll(rotated_LRS[0, :, 0], -1)
+    rotated = Placement(rotated_LRS, layer.initial.experts)
     began = time.perf_counter()
-    for target, what in ((there, "experts arrive"), (layer.first, "experts come back")):
+    for target, name in ((rotated, "experts arrive"), (layer.initial, "experts come back")):
         agent.restore(target)
         if not layer.holds(target.phy2log_LRS[0, rank].tolist()):
-            yield Finding(what, FAILED, f"rank {rank}: a slot does not hold the values of its expert")
+            yield Finding(name, FAILED, f"rank {rank}: a slot does not hold the values of its expert")
             return
         tables_E = target.default_log2phy()[rank, 0].tolist()
-        if replay is not None and (seen := replay()) != tables_E:
-            text = f"rank {rank}: a replay reads {seen} after the table became {tables_E}"
+        if replay is not None and (replayed := replay()) != tables_E:
+            text = f"rank {rank}: a replay reads {replayed} although the table is now {tables_E}"
             yield Finding("captured graph", FAILED, text)
             return
     seconds = time.perf_counter() - began
@@ -126,14 +137,17 @@ def _there_and_back(
     if layer.log2phy.device.type == "npu":
         text += f"; formats {layer.formats} (29 is NZ)"
     yield Finding("experts there and back", OK, text)
-    graph = (SKIPPED, "this device captures none")
-    if replay is not None:
-        graph = (OK, "replays read the table that was written in place")
-    yield Finding("captured graph", *graph)
+    if replay is None:
+        yield Finding("captured graph", SKIPPED, "this device cannot capture graphs")
+    else:
+        yield Finding("captured graph", OK, "replays read the table that was written in place")
 
 
 def _captured_table(layer: _DoctorLayer) -> Callable[[], list[int]] | None:
-    """Replays a graph that reads the layer's table; ``None`` where the device captures none."""
+    """Capture a graph that reads the layer's table, and return a function that replays it.
+
+    Return ``None`` on a CPU, which has no graphs.
+    """
     device = layer.log2phy.device
     if device.type == "cpu":
         return None
@@ -141,27 +155,37 @@ def _captured_table(layer: _DoctorLayer) -> Callable[[], list[int]] | None:
     graph = module.CUDAGraph() if device.type == "cuda" else module.NPUGraph()
     module.synchronize()
     with module.graph(graph):
-        read_E = layer.log2phy + 0
+        table_E = layer.log2phy + 0
 
     def replay() -> list[int]:
         graph.replay()
         module.synchronize()
-        return [int(value) for value in read_E.cpu()]
+        return [int(value) for value in table_E.cpu()]
 
     return replay
 
 
 def examine(group: dist.ProcessGroup | None, device: torch.device, expert_bytes: int) -> list[Finding]:
-    """Meet the other ranks of ``group`` and make the round trip; a collective."""
+    """Start an agent together with the other ranks of ``group`` and make the round trip. A collective.
+
+    Parameters
+    ----------
+    group
+        Process group that communicates CPU tensors.
+    device
+        Device of this rank.
+    expert_bytes
+        Approximate size of each expert.
+    """
     assert group is not None
     ranks = dist.get_world_size(group)
     layer = _DoctorLayer(dist.get_rank(group), ranks, expert_bytes, device)
-    settings = AgentSettings(service=_NOWHERE, deployment="doctor", verify_transfers=True)
+    settings = AgentSettings(service=_NO_SERVICE, deployment="doctor", verify_transfers=True)
     agent = Agent.start([layer], group, settings)
     try:
-        met = f"{ranks} ranks, their votes, and links between {device.type}s"
+        text = f"{ranks} ranks can vote, and connect their {device.type} devices"
         return [
-            Finding("ranks meet", OK, met),
+            Finding("ranks meet", OK, text),
             *_there_and_back(layer, agent, _captured_table(layer)),
         ]
     finally:
@@ -169,17 +193,21 @@ def examine(group: dist.ProcessGroup | None, device: torch.device, expert_bytes:
         agent.close()
 
 
-def _prepared(device_name: str) -> torch.device:
-    if device_name.startswith("npu"):
+def _select_device(name: str) -> torch.device:
+    """Make a device the current one of this process."""
+    if name.startswith("npu"):
         import torch_npu  # noqa: F401  (registers the device)
-    device = torch.device(device_name)
+    device = torch.device(name)
     if device.type != "cpu":
         torch.get_device_module(device).set_device(device)
     return device
 
 
 def main() -> None:
-    """``python -m worker_agent.doctor.round_trip ADDRESS RANK RANKS DEVICE BYTES``: findings as JSON."""
+    """Run one rank and print its findings as JSON.
+
+    Usage: ``python -m worker_agent.doctor.round_trip ADDRESS RANK RANKS DEVICE BYTES``.
+    """
     address, rank, ranks, device, expert_bytes = sys.argv[1:]
     try:
         timeout = timedelta(seconds=_MEET_SECONDS)
@@ -187,7 +215,7 @@ def main() -> None:
             "gloo", init_method=address, rank=int(rank), world_size=int(ranks), timeout=timeout
         )
         try:
-            findings = examine(dist.group.WORLD, _prepared(device), int(expert_bytes))
+            findings = examine(dist.group.WORLD, _select_device(device), int(expert_bytes))
         finally:
             dist.destroy_process_group()
     except Exception as error:

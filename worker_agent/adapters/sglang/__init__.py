@@ -1,5 +1,6 @@
-"""Balances SGLang's expert-parallel layers: the agent takes the place of its ``EPLBManager``.
+"""Adapter for SGLang: the agent replaces SGLang's ``EPLBManager``.
 
-SGLang routes by ``ExpertLocationMetadata``: tables in, counts of chosen experts out of its distribution recorder, one
-call after every forward pass. ``hooks`` registers the hooks, ``host`` runs in a rank, ``known`` refuses options.
+SGLang routes with the tables of its ``ExpertLocationMetadata``. Its distribution recorder counts the chosen experts,
+and SGLang calls the manager after every forward pass. The module ``hooks`` hooks the agent into SGLang, ``host`` runs
+the agent in a rank, and ``options`` refuses options that do not work with it.
 """

@@ -1,4 +1,4 @@
-"""The expert computation of one MoE layer of SGLang, run alone: without router, collectives or other ranks' tokens."""
+"""Expert computation of one MoE layer of SGLang, without router, collectives or other ranks' tokens."""
 
 from __future__ import annotations
 
@@ -13,10 +13,24 @@ _SEED = 20_240
 
 
 def local_experts(experts: Any, slots: int, device: torch.device) -> Compute | None:
-    """Return the computation of ``experts``, SGLang's ``FusedMoE``, or ``None`` if it cannot run alone.
+    """Return the expert computation of a layer.
 
-    It is the quantisation method's ``apply`` on the output of the standard dispatcher: tokens and the local slots
-    that they are for. Other dispatchers pass tokens in their own formats.
+    It calls the ``apply`` method of the quantisation method on the output of the standard dispatcher: tokens and their
+    local slots. Other dispatchers pass tokens in formats that differ from it.
+
+    Parameters
+    ----------
+    experts
+        SGLang's ``FusedMoE``.
+    slots
+        S, the number of local slots.
+    device
+        Device of the weights.
+
+    Returns
+    -------
+    Compute or None
+        ``None`` if the experts cannot run without the rest of the layer.
     """
     apply = getattr(getattr(experts, "quant_method", None), "apply", None)
     hidden = getattr(experts, "hidden_size", None)
@@ -24,20 +38,20 @@ def local_experts(experts: Any, slots: int, device: torch.device) -> Compute | N
         return None
     if type(getattr(experts, "dispatcher", None)).__name__ != "StandardDispatcher":
         return None
-    type_of_inputs = getattr(experts, "params_dtype", None)
-    if not isinstance(type_of_inputs, torch.dtype) or not type_of_inputs.is_floating_point:
-        type_of_inputs = torch.bfloat16
+    input_type = getattr(experts, "params_dtype", None)
+    if not isinstance(input_type, torch.dtype) or not input_type.is_floating_point:
+        input_type = torch.bfloat16
 
     def compute(slot_T: torch.Tensor) -> torch.Tensor:
         standard = importlib.import_module("sglang.srt.layers.moe.token_dispatcher.standard")
-        chosen = importlib.import_module("sglang.srt.layers.moe.topk")
+        topk = importlib.import_module("sglang.srt.layers.moe.topk")
         tokens = len(slot_T)
         random = torch.Generator().manual_seed(_SEED)
-        x_TH = torch.randn(tokens, hidden, generator=random).to(device, type_of_inputs)
+        x_TH = torch.randn(tokens, hidden, generator=random).to(device, input_type)
         ids_T1 = slot_T.to(device, torch.int32).reshape(tokens, 1)
         weights_T1 = torch.ones((tokens, 1), dtype=torch.float32, device=device)
         logits_TS = torch.zeros((tokens, slots), dtype=torch.float32, device=device)
-        choice = chosen.StandardTopKOutput(weights_T1, ids_T1, logits_TS)
+        choice = topk.StandardTopKOutput(weights_T1, ids_T1, logits_TS)
         output = apply(layer=experts, dispatch_output=standard.StandardDispatchOutput(x_TH, None, choice))
         result: torch.Tensor = output.hidden_states
         return result

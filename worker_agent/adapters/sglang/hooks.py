@@ -1,4 +1,4 @@
-"""Hooks on SGLang, through its own registry of hooks."""
+"""Hooks on SGLang, registered with its own hook registry."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from operator import methodcaller
 from typing import Any, TypeAlias
 
 from worker_agent.adapters.compat import Patches, UnsupportedEngineError, read_known, require
-from worker_agent.adapters.engine_host import around, ignored_settings, log
+from worker_agent.adapters.engine_host import log, make_hook, warn_of_ignored_settings
 from worker_agent.adapters.sglang.host import SglangHost
-from worker_agent.adapters.sglang.options import OF_ITS_MANAGER, SglangOptions
+from worker_agent.adapters.sglang.options import MANAGER_DEFAULTS, SglangOptions
 from worker_agent.settings import AgentSettings
 
 KNOWN = read_known("worker_agent.adapters.sglang")
-"""Functions that are hooked here or relied on, by release."""
+"""Functions that the adapter hooks or relies on, by release."""
 
 _RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
 _UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
@@ -23,18 +23,21 @@ _Call: TypeAlias = Callable[..., Any]
 
 
 def check_release(allow_unverified: bool) -> str | None:
-    """Check the SGLang that is installed here as ``require`` does."""
+    """Check the installed SGLang as ``compat.require`` does."""
     from sglang.version import __version__
 
     return require("SGLang", __version__, KNOWN, PATCHES, allow_unverified=allow_unverified)
 
 
 def install() -> None:
-    """Register the hooks, which SGLang applies when all plugins have been called; raises as ``check_release`` does."""
+    """Register the hooks. SGLang applies them after it has called all plugins.
+
+    Raises ``UnsupportedEngineError`` as ``check_release`` does.
+    """
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    if differs := check_release(AgentSettings().allow_unverified_engine):
-        log.warning("%s", differs)
+    if differences := check_release(AgentSettings().allow_unverified_engine):
+        log.warning("%s", differences)
     for target, hook in AROUND.items():
         HookRegistry.register(target, hook, HookType.AROUND)
     for target, hook in AFTER.items():
@@ -42,25 +45,25 @@ def install() -> None:
 
 
 def _host_of(runner: Any) -> SglangHost | None:
-    """Return the host of this runner's model; ``None`` with EPLB off, and for draft models."""
+    """Return the host of a runner's model; ``None`` for draft models, and if EPLB is off."""
     manager = getattr(runner, "eplb_manager", None)
     return manager if isinstance(manager, SglangHost) else None
 
 
 def _make_host(original: _Call, runner: Any) -> None:
-    """Around ``maybe_init_eplb_manager``: with EPLB on, ours instead of SGLang's."""
+    """Replace ``maybe_init_eplb_manager``: if EPLB is on, create a host instead of SGLang's manager."""
     from sglang.srt.plugins.hook_registry import HookRegistry
     from sglang.srt.runtime_context import get_exec
 
     if not get_exec().moe.enable_eplb or runner.is_draft_worker:
         original(runner)
         return
-    # SGLang logs a hook that it cannot apply, and goes on without it.
+    # SGLang only logs a hook that it cannot apply.
     if missing := {*AROUND, *AFTER} - HookRegistry._patched:
         raise UnsupportedEngineError(
             f"SGLang did not apply the hooks on {', '.join(sorted(missing))}",
-            "A model would be balanced by half",
-            "See its log for 'Failed to apply hooks'",
+            "With only some of the hooks, the agent could not keep up with SGLang's changes",
+            "See SGLang's log for 'Failed to apply hooks'",
         )
     options = SglangOptions.of_this_process()
     options.check(allow_unverified=AgentSettings().allow_unverified_engine)
@@ -68,7 +71,7 @@ def _make_host(original: _Call, runner: Any) -> None:
 
 
 def _start_host(_: Any, runner: Any) -> None:
-    """After ``initialize``: the model is loaded, memory for its KV cache not yet taken."""
+    """Start the host after ``initialize``, when the model is loaded and the KV cache is not allocated yet."""
     host = _host_of(runner)
     if host is None:
         return
@@ -78,7 +81,8 @@ def _start_host(_: Any, runner: Any) -> None:
 
     if get_parallel().moe_ep_rank == 0:
         moe = get_exec().moe
-        ignored_settings("SGLang", {name: getattr(moe, name) for name in OF_ITS_MANAGER}, OF_ITS_MANAGER)
+        settings = {name: getattr(moe, name) for name in MANAGER_DEFAULTS}
+        warn_of_ignored_settings("SGLang", settings, MANAGER_DEFAULTS)
     host.start(
         get_global_expert_location_metadata(),
         get_global_expert_distribution_recorder(),
@@ -88,55 +92,57 @@ def _start_host(_: Any, runner: Any) -> None:
 
 
 def _count_pass(_: Any, runner: Any, *__: Any, **___: Any) -> None:
-    """After ``_forward_raw``, within ``forward``, on its stream: the model has been queued."""
+    """Count the pass after ``_forward_raw``, which has queued the model on the stream of ``forward``."""
     host = _host_of(runner)
     if host is not None:
         host.count_pass()
 
 
 def _step_host(_: Any, runner: Any, forward_batch: Any, *__: Any, **___: Any) -> None:
-    """After ``forward``, on its stream."""
+    """Record the step after ``forward``, on its stream."""
     host = _host_of(runner)
     if host is not None:
         host.step(forward_batch)
 
 
-def _load_weights(original: _Call, updater: Any, *arguments: Any, **named: Any) -> Any:
-    """Around every call that loads weights: nothing is under way meanwhile."""
+def _load_weights(original: _Call, updater: Any, *arguments: Any, **keywords: Any) -> Any:
+    """Drain the agent around a call that loads weights."""
     host = _host_loading(updater)
     if host is None:
-        return original(updater, *arguments, **named)
+        return original(updater, *arguments, **keywords)
     with host.drained("SGLang loads weights"):
-        return original(updater, *arguments, **named)
+        return original(updater, *arguments, **keywords)
 
 
 def _host_loading(updater: Any) -> SglangHost | None:
+    """Return the host whose weights an updater loads."""
     return _host_of(updater.get_model_runner())
 
 
-_DRAIN, _RESUME = methodcaller("drain", "SGLang loads weights"), methodcaller("resume")
-_begin_weight_update = around(_host_loading, before=_DRAIN, failed=_RESUME)
-"""Around the first call of a session of updates."""
-_end_weight_update = around(_host_loading, after=_RESUME, failed=_RESUME)
-"""Around its last call."""
+_DRAIN = methodcaller("drain", "SGLang loads weights")
+_RESUME = methodcaller("resume")
+_begin_weight_update = make_hook(_host_loading, before=_DRAIN, failed=_RESUME)
+"""Hook on the call that starts a session of weight updates."""
+_end_weight_update = make_hook(_host_loading, after=_RESUME, failed=_RESUME)
+"""Hook on the call that ends the session."""
 
 
-def _release_memory(original: _Call, manager: Any, *arguments: Any, **named: Any) -> Any:
-    """Around ``release_memory_occupation``: the engine sleeps."""
+def _release_memory(original: _Call, manager: Any, *arguments: Any, **keywords: Any) -> Any:
+    """Drain the agent before ``release_memory_occupation``; resume if it fails without releasing any memory."""
     host = _host_of(manager.tp_worker.model_runner)
     if host is not None:
         host.drain("the engine releases its memory")
     try:
-        return original(manager, *arguments, **named)
+        return original(manager, *arguments, **keywords)
     except BaseException:
         if host is not None and not manager.offload_tags:
             host.resume()
         raise
 
 
-def _resume_memory(original: _Call, manager: Any, *arguments: Any, **named: Any) -> Any:
-    """Around ``resume_memory_occupation``: balanced again once all that it released is back."""
-    result = original(manager, *arguments, **named)
+def _resume_memory(original: _Call, manager: Any, *arguments: Any, **keywords: Any) -> Any:
+    """Resume balancing after ``resume_memory_occupation`` has restored all of the memory."""
+    result = original(manager, *arguments, **keywords)
     host = _host_of(manager.tp_worker.model_runner)
     if host is not None and not manager.offload_tags:
         host.resume()
@@ -154,22 +160,30 @@ AROUND = {
     f"{_OCCUPATION}.release_memory_occupation": _release_memory,
     f"{_OCCUPATION}.resume_memory_occupation": _resume_memory,
 }
+"""Hooks that run instead of a function and call the original, by target."""
 AFTER = {
     f"{_RUNNER}.initialize": _start_host,
     f"{_RUNNER}._forward_raw": _count_pass,
     f"{_RUNNER}.forward": _step_host,
 }
+"""Hooks that run after a function, by target."""
 
 
-def _patched(target: str) -> str:
-    """Return the name of a hook's target in ``known.json``."""
+def _known_target(target: str) -> str:
+    """Return a hook's target in the notation of ``known.json``.
+
+    Examples
+    --------
+    >>> _known_target("sglang.runner.ModelRunner.forward")
+    'sglang.runner:ModelRunner.forward'
+    """
     path, _, function = target.rpartition(".")
     module, _, owner = path.rpartition(".")
     return f"{module}:{owner}.{function}"
 
 
 PATCHES: Patches = {
-    **{_patched(target): 1 for target in (*AROUND, *AFTER)},
-    _patched(f"{_RUNNER}.maybe_init_eplb_manager"): None,
-    _patched(f"{_RUNNER}.forward"): 2,
+    **{_known_target(target): 1 for target in (*AROUND, *AFTER)},
+    _known_target(f"{_RUNNER}.maybe_init_eplb_manager"): None,
+    _known_target(f"{_RUNNER}.forward"): 2,
 }

@@ -1,4 +1,4 @@
-"""The options of SGLang that decide how a model can be balanced, and the refusal of those that it cannot be with."""
+"""SGLang's options that affect balancing, and the refusal of values that do not work with the agent."""
 
 from __future__ import annotations
 
@@ -6,84 +6,65 @@ from dataclasses import dataclass
 
 from worker_agent.adapters.compat import refuse
 
-_KNOWN_BACKENDS = ("none", "deepep")
+_TESTED_BACKENDS = ("none", "deepep")
 _MAX_ENTRIES = 16
-"""Of a dealing table under dynamic dispatch; what the service deals by default."""
+"""Largest number of table entries per expert under dynamic dispatch, which is the service's default."""
 
-OF_ITS_MANAGER = {
+MANAGER_DEFAULTS = {
     "eplb_algorithm": "auto",
     "eplb_rebalance_num_iterations": 1000,
     "eplb_rebalance_layers_per_chunk": None,
     "eplb_min_rebalancing_utilization_threshold": 1.0,
 }
-"""Options of SGLang's own EPLB manager, whose place the agent takes, with their defaults."""
+"""Options of the EPLB manager that the agent replaces, with their defaults."""
 
 
 @dataclass(frozen=True)
 class SglangOptions:
-    """Options as SGLang resolved them from its command line, by their names."""
+    """SGLang's options, as resolved from its command line and environment."""
 
     dispatch: str
-    """``ep_dispatch_algorithm``: static reads one replica per expert and source rank, dynamic goes round several."""
+    """``ep_dispatch_algorithm``: ``static`` uses one replica per expert and source rank, ``dynamic`` uses several in
+    turn."""
 
     all_to_all: str
     """``moe_a2a_backend``."""
 
     shares_tokens: bool
-    """All ranks route the same tokens, and so need one table: as a rule those without an all-to-all, unless
-    each routes its own before they are gathered."""
+    """True if all ranks route the same tokens and therefore need the same table.
+
+    This is usual without an all-to-all, unless each rank routes its own tokens before they are gathered.
+    """
 
     recorder: str | None
     """``expert_distribution_recorder_mode``."""
 
     tensor_parallel: int
+    """``tp_size``."""
+
     expert_parallel: int
+    """``moe_ep_size``."""
+
     pipeline_parallel: int
+    """``pp_size``."""
+
     context_parallel: int
-    """Prefill's and decode's multiplied."""
+    """Product of the context-parallel sizes of prefill and decode."""
 
     replicas: int = 1
-    """``dp_size``: models beside each other, each with experts of its own. Attention data parallelism is none."""
+    """``dp_size``: models in one server, each with its own experts. Attention data parallelism does not count."""
 
     unsupported: tuple[tuple[str, str], ...] = ()
-    """Options that are switched on and cannot be, as the user writes them, with the reason."""
+    """Active options that the agent does not support, as the user writes them, each with the reason."""
 
     @classmethod
     def of_this_process(cls) -> SglangOptions:
-        """Read them from SGLang's published configuration."""
-        from sglang.srt.eplb.expert_distribution import megamoe_prefill_only_recorder_enabled
+        """Read the options from SGLang's published configuration."""
         from sglang.srt.layers.moe.utils import is_moe_input_scattered_across_dp_ranks
-        from sglang.srt.runtime_context import get_disagg, get_exec, get_lora, get_model, get_parallel
+        from sglang.srt.runtime_context import get_exec, get_parallel
 
-        moe, offload, parallel = get_exec().moe, get_exec().offload, get_parallel()
-        elsewhere = "Experts are then not where they were when the agent met the other ranks"
-        switched_on = {
-            "--elastic-ep-backend": (
-                moe.elastic_ep_backend is not None,
-                "Ranks come and go under the agents' votes",
-            ),
-            "--enable-lora": (
-                bool(get_lora().enable_lora),
-                "Adapters of experts are cut by rank and slot, and stay behind when their expert moves",
-            ),
-            "--enable-pdmux": (
-                get_disagg().enable_pdmux,
-                "Two passes run at once, and a layer can only be switched between passes",
-            ),
-            "--enable-paged-experts": (moe.enable_paged_experts, elsewhere),
-            "--kt-weight-path": (moe.kt_weight_path is not None, elsewhere),
-            "--cpu-offload-gb": (offload.cpu_offload_gb > 0, elsewhere),
-            "--offload-group-size": (offload.offload_group_size > 0, elsewhere),
-            "--startup-weight-load-mode overlap": (get_model().is_startup_weight_load_overlap, elsewhere),
-            "--weight-cache-mode": (
-                get_model().weight_cache_mode != "off",
-                "Other engines share these experts' memory, and would read moved ones",
-            ),
-            "SGLANG_AITER_MEGA_EPLB_PREFILL_ONLY": (
-                megamoe_prefill_only_recorder_enabled(),
-                "SGLang then counts no decode passes",
-            ),
-        }
+        moe = get_exec().moe
+        parallel = get_parallel()
         return cls(
             dispatch=moe.ep_dispatch_algorithm,
             all_to_all=moe.moe_a2a_backend,
@@ -94,67 +75,122 @@ class SglangOptions:
             pipeline_parallel=parallel.pp_size,
             context_parallel=parallel.attn_cp_size * parallel.dcp_size,
             replicas=parallel.dp_size,
-            unsupported=tuple((name, why) for name, (is_on, why) in switched_on.items() if is_on),
+            unsupported=_active_unsupported(),
         )
 
-    def entries(self, slots_of_all: int) -> int:
-        """D of the tables, given the number of physical experts, which is as many as SGLang has room for."""
+    def entries(self, physical_experts: int) -> int:
+        """Return D, the number of table entries per expert.
+
+        Parameters
+        ----------
+        physical_experts
+            Number of slots on all ranks. SGLang's tables have no room for more entries.
+        """
         if self.dispatch == "static":
             return 1
-        most = min(slots_of_all, _MAX_ENTRIES)
-        return 1 << (most.bit_length() - 1)
+        limit = min(physical_experts, _MAX_ENTRIES)
+        return 1 << (limit.bit_length() - 1)
 
     def check(self, *, allow_unverified: bool) -> None:
-        """Refuse what cannot be balanced.
+        """Refuse options that do not work with the agent.
+
+        Parameters
+        ----------
+        allow_unverified
+            True to accept all-to-all backends that were never tested.
 
         Raises
         ------
         UnsupportedEngineError
-            With the option, the reason and a remedy.
+            If an option is refused. The message names the option, the reason and a remedy.
         """
-        cases = [(True, name, why, "Start without it") for name, why in self.unsupported]
+        cases = [(True, name, reason, f"Start without {name}") for name, reason in self.unsupported]
         cases += [
             (
                 self.dispatch not in ("static", "dynamic"),
                 f"--ep-dispatch-algorithm {self.dispatch}",
-                "It does not send tokens by the tables that the agent writes",
+                "It does not dispatch tokens with the tables that the agent writes",
                 "Choose static or dynamic",
             ),
             (
                 self.pipeline_parallel > 1,
                 f"pipeline parallelism (--pp-size {self.pipeline_parallel})",
-                "Each stage would be a deployment of its own, and its passes are not numbered alike",
+                "Each stage would need its own deployment, and stages number their passes differently",
                 "Start with --pp-size 1",
             ),
             (
                 self.replicas > 1,
-                f"data parallel replicas in one server (--dp-size {self.replicas})",
-                "Each has experts of its own and is a deployment of its own, but they would have one name",
-                "Start a server for each, with an EPLB_AGENT_DEPLOYMENT of its own",
+                f"data-parallel replicas in one server (--dp-size {self.replicas})",
+                "Each has its own experts and needs its own deployment, but all have the same deployment name",
+                "Start one server for each, with a different EPLB_AGENT_DEPLOYMENT",
             ),
             (
                 self.expert_parallel != self.tensor_parallel,
                 f"--ep-size {self.expert_parallel} with --tp-size {self.tensor_parallel}",
-                "Experts are then cut into parts, or there are several groups of experts",
+                "Experts are then split, or there are several groups of experts",
                 f"Start with --ep-size {self.tensor_parallel}",
             ),
             (
                 self.context_parallel > 1,
                 "context parallelism",
-                "Which ranks share tokens has not been read there",
+                "The agent does not know which ranks then share tokens",
                 "Start with --attn-cp-size 1 and --dcp-size 1",
             ),
             (
                 self.recorder != "stat",
                 f"--expert-distribution-recorder-mode {self.recorder}",
-                "Heat is read from the counts of mode stat, which stay on the device",
-                "Leave it out: with EPLB on, SGLang chooses stat",
+                "The agent reads heat from the counts of mode stat, which stay on the device",
+                "Omit the option, so that SGLang chooses stat for EPLB",
             ),
             (
-                self.all_to_all not in _KNOWN_BACKENDS and not allow_unverified,
+                self.all_to_all not in _TESTED_BACKENDS and not allow_unverified,
                 f"--moe-a2a-backend {self.all_to_all}",
-                "Whether it reads experts and tables where the agent writes them has not been seen",
-                f"Choose {' or '.join(_KNOWN_BACKENDS)}, set EPLB_AGENT_ALLOW_UNVERIFIED_ENGINE=1 to take the risk",
+                "It has not been verified that it reads the experts and tables that the agent writes",
+                f"Choose {' or '.join(_TESTED_BACKENDS)}, "
+                "set EPLB_AGENT_ALLOW_UNVERIFIED_ENGINE=1 to accept the risk",
             ),
         ]
         refuse(cases)
+
+
+def _active_unsupported() -> tuple[tuple[str, str], ...]:
+    """Return each active option that the agent does not support, and the reason."""
+    from sglang.srt.eplb.expert_distribution import megamoe_prefill_only_recorder_enabled
+    from sglang.srt.runtime_context import get_disagg, get_exec, get_lora, get_model
+
+    moe = get_exec().moe
+    offload = get_exec().offload
+    offload_reason = "Experts then do not stay in the memory that the agent writes to"
+    options = (
+        (
+            moe.elastic_ep_backend is not None,
+            "--elastic-ep-backend",
+            "Ranks join and leave, but the agents' votes need a fixed group",
+        ),
+        (
+            bool(get_lora().enable_lora),
+            "--enable-lora",
+            "LoRA weights are split by rank and slot, so they would stay behind when their expert moves",
+        ),
+        (
+            get_disagg().enable_pdmux,
+            "--enable-pdmux",
+            "Two passes run at once, and a layer can only be switched between passes",
+        ),
+        (moe.enable_paged_experts, "--enable-paged-experts", offload_reason),
+        (moe.kt_weight_path is not None, "--kt-weight-path", offload_reason),
+        (offload.cpu_offload_gb > 0, "--cpu-offload-gb", offload_reason),
+        (offload.offload_group_size > 0, "--offload-group-size", offload_reason),
+        (get_model().is_startup_weight_load_overlap, "--startup-weight-load-mode overlap", offload_reason),
+        (
+            get_model().weight_cache_mode != "off",
+            "--weight-cache-mode",
+            "Other engines share the memory of these experts, and would read experts that have moved",
+        ),
+        (
+            megamoe_prefill_only_recorder_enabled(),
+            "SGLANG_AITER_MEGA_EPLB_PREFILL_ONLY",
+            "SGLang then does not count decode passes",
+        ),
+    )
+    return tuple((name, reason) for is_active, name, reason in options if is_active)

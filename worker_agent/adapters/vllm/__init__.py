@@ -1,5 +1,6 @@
-"""Balances vLLM's own expert-parallel layers: its EPLB state is served by the agent instead of its own balancer.
+"""Adapter for vLLM: the agent replaces the balancer behind vLLM's ``EplbState``.
 
-vLLM routes through ``EplbState``: tables in, counts of chosen experts out, one call of ``step`` after every forward
-pass. The adapter keeps all that and replaces what ``step`` does: ``hooks`` patches vLLM, ``host`` runs in a rank.
+vLLM routes with the tables of ``EplbState``, stores the counts of chosen experts in it, and calls its ``step`` after
+every forward pass. The adapter keeps the state and replaces ``step``. The module ``hooks`` patches vLLM, and ``host``
+runs the agent in a rank.
 """

@@ -1,4 +1,4 @@
-"""The expert computation of one MoE layer of vLLM, run alone: without router, collectives or other ranks' tokens."""
+"""Expert computation of one MoE layer of vLLM, without router, collectives or other ranks' tokens."""
 
 from __future__ import annotations
 
@@ -18,10 +18,25 @@ _SEED = 20_240
 
 
 def local_experts(experts: Any, slots: int, device: torch.device) -> Compute | None:
-    """Return the computation of ``experts``, the owner of a layer's weights, or ``None`` if it cannot run alone.
+    """Return the expert computation of a layer.
 
-    It is the quantisation method's ``apply``. A kernel that exchanges tokens gets another first and last part, which
-    vLLM has for a single rank; kernels for batched tokens have none.
+    It calls the ``apply`` method of the quantisation method. If the kernel exchanges tokens between ranks, its exchange
+    is replaced during the call by the one that vLLM uses on a single rank. Kernels for batched tokens have no such
+    replacement.
+
+    Parameters
+    ----------
+    experts
+        Owner of the layer's weights.
+    slots
+        S, the number of local slots.
+    device
+        Device of the weights.
+
+    Returns
+    -------
+    Compute or None
+        ``None`` if the experts cannot run without the rest of the layer.
     """
     method = getattr(experts, "quant_method", None)
     apply = getattr(method, "apply", None)
@@ -35,12 +50,12 @@ def local_experts(experts: Any, slots: int, device: torch.device) -> Compute | N
         return None
     call = _caller(apply)
     physical_S = _physical_ids(experts, slots, device)
-    type_of_inputs = _type_of_inputs(experts)
+    input_type = _input_type(experts)
 
     def compute(slot_T: torch.Tensor) -> torch.Tensor:
         tokens = len(slot_T)
         random = torch.Generator().manual_seed(_SEED)
-        x_TH = torch.randn(tokens, hidden, generator=random).to(device, type_of_inputs)
+        x_TH = torch.randn(tokens, hidden, generator=random).to(device, input_type)
         ids_T1 = physical_S[slot_T.to(device)].reshape(tokens, 1)
         weights_T1 = torch.ones((tokens, 1), dtype=torch.float32, device=device)
         with _without_exchange(kernel):
@@ -51,23 +66,23 @@ def local_experts(experts: Any, slots: int, device: torch.device) -> Compute | N
 
 
 def _caller(apply: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a wrapper that calls ``apply`` with named arguments and ``None`` for its other required ones."""
+    """Return a wrapper that calls ``apply`` with keyword arguments, and with ``None`` for missing required ones."""
     parameters = inspect.signature(apply).parameters
 
-    def call(**given: Any) -> Any:
+    def call(**arguments: Any) -> Any:
         required = {
             name: None
             for name, parameter in parameters.items()
             if parameter.default is parameter.empty and parameter.kind is parameter.POSITIONAL_OR_KEYWORD
         }
-        return apply(**{**required, **given})
+        return apply(**{**required, **arguments})
 
     return call
 
 
 @contextmanager
 def _without_exchange(kernel: Any) -> Iterator[None]:
-    """Have ``kernel`` use its local tokens unchanged instead of exchanging tokens with other ranks."""
+    """Make ``kernel`` compute its local tokens instead of exchanging tokens with other ranks."""
     exchange = getattr(kernel, "prepare_finalize", None)
     if exchange is None or type(exchange).__name__ == _LOCAL_CLASS:
         yield
@@ -87,16 +102,16 @@ def _hidden_size(experts: Any) -> int | None:
     return None
 
 
-def _type_of_inputs(experts: Any) -> torch.dtype:
+def _input_type(experts: Any) -> torch.dtype:
     for owner, name in ((getattr(experts, "moe_config", None), "in_dtype"), (experts, "params_dtype")):
-        found = getattr(owner, name, None)
-        if isinstance(found, torch.dtype):
-            return found
+        dtype = getattr(owner, name, None)
+        if isinstance(dtype, torch.dtype):
+            return dtype
     return torch.float32
 
 
 def _physical_ids(experts: Any, slots: int, device: torch.device) -> torch.Tensor:
-    """Return the physical id of each local slot, as the layer maps them; int32 ``[S]``."""
+    """Return the physical expert of each local slot according to the layer's map, int32 ``[S]``."""
     expert_map = getattr(experts, "_expert_map", None)
     if expert_map is None:
         expert_map = getattr(experts, "expert_map", None)

@@ -1,4 +1,4 @@
-"""Patches of vLLM: the agent in place of its balancer, and around calls that change weights."""
+"""Patches of vLLM: they replace its balancer with the agent, and wrap calls that change weights."""
 
 from __future__ import annotations
 
@@ -8,34 +8,38 @@ from operator import methodcaller
 from typing import Any
 
 from worker_agent.adapters.compat import Patches, read_known, refuse, refuse_cut_models, release_of, require
-from worker_agent.adapters.engine_host import around, ignored_settings, log, noting_batches
+from worker_agent.adapters.engine_host import log, make_hook, noting_batches, warn_of_ignored_settings
 from worker_agent.adapters.vllm.host import VllmHost
 from worker_agent.settings import AgentSettings
 
 KNOWN = read_known("worker_agent.adapters.vllm")
-"""Functions that are patched here or relied on, by release; of 0.33, which has no build for CPUs, as read."""
+"""Functions that the adapter patches or relies on, by release.
+
+Release 0.33 has no build for CPUs, so its functions were only read, not run.
+"""
 
 
-_STATE, _WORKER = "vllm.distributed.eplb.eplb_state:EplbState", "vllm.v1.worker.gpu_worker:Worker"
+_STATE = "vllm.distributed.eplb.eplb_state:EplbState"
+_WORKER = "vllm.v1.worker.gpu_worker:Worker"
 _RESUME = methodcaller("resume")
 _RESTORE = methodcaller("restore")
-_GO_ON = methodcaller("go_on")
-_SERVE = methodcaller("set_warming_up", False)
+_RESUME_AFTER_FAILURE = methodcaller("resume_after_failure")
+_COUNT_STEPS = methodcaller("set_warming_up", False)
 _AROUND: dict[str, dict[str, Callable[[VllmHost], None]]] = {
     # vLLM's second model runner warms up with dummy requests, which must not count as heat.
     "compile_or_warm_up_model": {
         "before": methodcaller("set_warming_up", True),
-        "after": _SERVE,
-        "failed": _SERVE,
+        "after": _COUNT_STEPS,
+        "failed": _COUNT_STEPS,
     },
-    "sleep": {"before": methodcaller("drain", "the engine sleeps"), "failed": _GO_ON},
+    "sleep": {"before": methodcaller("drain", "the engine sleeps"), "failed": _RESUME_AFTER_FAILURE},
     "reload_weights": {"before": _RESTORE, "after": _RESUME, "failed": _RESUME},
-    # A session of updates: it ends by its last call, or by one that fails.
+    # These three calls form a session of updates. It ends with the last call, or with any call that fails.
     "start_weight_update": {"before": _RESTORE, "failed": _RESUME},
     "update_weights": {"failed": _RESUME},
     "finish_weight_update": {"after": _RESUME, "failed": _RESUME},
 }
-"""Host methods to call before and after a worker's warm-up and changes of weights, and if those fail."""
+"""Host methods to call around the worker's methods that warm up the model or change its weights."""
 PATCHES: Patches = {
     f"{_STATE}.add_model": 3,
     f"{_STATE}.step": None,
@@ -49,16 +53,19 @@ PATCHES: Patches = {
 
 
 def check_release(allow_unverified: bool) -> str | None:
-    """Check the vLLM that is installed here as ``require`` does."""
+    """Check the installed vLLM as ``compat.require`` does."""
     import vllm
 
     return require("vLLM", vllm.__version__, KNOWN, PATCHES, allow_unverified=allow_unverified)
 
 
 def install() -> None:
-    """Put the agent in place of vLLM's balancer, all of it or nothing; raises as ``check_release`` does."""
-    if differs := check_release(AgentSettings().allow_unverified_engine):
-        log.warning("%s", differs)
+    """Replace vLLM's balancer with the agent.
+
+    Raises ``UnsupportedEngineError`` as ``check_release`` does, before anything is patched.
+    """
+    if differences := check_release(AgentSettings().allow_unverified_engine):
+        log.warning("%s", differences)
     _replace_balancer()
     _watch_loading()
     _count_passes()
@@ -66,7 +73,10 @@ def install() -> None:
 
 
 def _count_passes() -> None:
-    """Count passes where routers map choices: in every layer, inside vLLM's opaque operator, captured with it."""
+    """Count passes where routers map choices to physical experts.
+
+    Every layer does this inside vLLM's opaque operator, so that graphs capture the counting.
+    """
     from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
 
     map_choices = BaseRouter._apply_eplb_mapping
@@ -82,13 +92,14 @@ def _count_passes() -> None:
 
 
 def _replace_balancer() -> None:
+    """Patch ``EplbState`` so that it creates a host for the target model and calls it after every pass."""
     from vllm.distributed.eplb.eplb_state import EplbState
     from vllm.distributed.parallel_state import get_ep_group
 
     add_model = EplbState.add_model
 
-    def add_model_and_agent(self: Any, model: Any, model_config: Any, *rest: Any, **named: Any) -> None:
-        add_model(self, model, model_config, *rest, **named)
+    def add_model_and_agent(self: Any, model: Any, model_config: Any, *rest: Any, **keywords: Any) -> None:
+        add_model(self, model, model_config, *rest, **keywords)
         self.is_async = False
         if getattr(model_config, "runner_type", None) == "draft":
             log.info("the draft model keeps the placement that vLLM gave it")
@@ -109,7 +120,7 @@ def _replace_balancer() -> None:
 
     def rearrange(*_: Any, **__: Any) -> None:
         raise RuntimeError(
-            "vLLM asked its own balancer to rearrange experts while eplb-agent balances them; elastic expert "
+            "vLLM called its own balancer to rearrange experts while eplb-agent balances them; elastic expert "
             "parallelism is not supported: unset EPLB_AGENT_SERVICE to use it"
         )
 
@@ -123,62 +134,63 @@ def _replace_balancer() -> None:
 
 
 def _watch_loading() -> None:
-    """Refuse settings before a model is loaded, and report afterwards where nothing of it is balanced."""
+    """Patch ``load_model``: refuse settings before it, and log afterwards if the model is not balanced."""
     from vllm.v1.worker.gpu_worker import Worker
 
     load_model = Worker.load_model
 
     @wraps(load_model)
-    def load_model_watched(self: Any, *arguments: Any, **named: Any) -> Any:
+    def load_model_watched(self: Any, *arguments: Any, **keywords: Any) -> Any:
         parallel_config = self.vllm_config.parallel_config
         if not parallel_config.enable_eplb:
-            return load_model(self, *arguments, **named)
+            return load_model(self, *arguments, **keywords)
         refuse_settings(self.vllm_config)
-        loaded = load_model(self, *arguments, **named)
+        result = load_model(self, *arguments, **keywords)
         if self.rank != 0:
-            return loaded
+            return result
         if _host_of(self) is None:
             log.warning(
                 "%s is NOT balanced: this vLLM has no EPLB for its class. Serve it without --enable-eplb and without "
-                "EPLB_AGENT_SERVICE, or another model; the docs list those that can be balanced (models.md)",
+                "EPLB_AGENT_SERVICE, or serve another model; docs/research/models.md lists those that can be balanced",
                 type(self.model_runner.get_model()).__name__,
             )
         else:
-            given = parallel_config.eplb_config
-            defaults = vars(type(given)())
-            defaults.pop("communicator", None)  # vLLM itself sets it
-            ignored_settings("vLLM", vars(given), defaults)
-        return loaded
+            eplb_config = parallel_config.eplb_config
+            defaults = vars(type(eplb_config)())
+            defaults.pop("communicator", None)  # vLLM sets this one itself
+            warn_of_ignored_settings("vLLM", vars(eplb_config), defaults)
+        return result
 
     Worker.load_model = load_model_watched
 
 
 def _hook_worker() -> None:
+    """Patch the worker's methods that run steps, change weights, sleep or wake up."""
     from vllm.v1.worker.gpu_worker import Worker
 
-    for name, asked in _AROUND.items():
-        setattr(Worker, name, _hooked(getattr(Worker, name), around(_host_of, **asked)))
+    for name, calls in _AROUND.items():
+        setattr(Worker, name, _hooked(getattr(Worker, name), make_hook(_host_of, **calls)))
     # The worker calls both model runners through this method, but not for dummy runs.
     Worker.execute_model = noting_batches(Worker.execute_model, _host_of)
     Worker.sleep = _hooked(Worker.sleep, _keep_tables)
     Worker.wake_up = _hooked(Worker.wake_up, _wake_up)
 
 
-def _keep_tables(sleep: Callable[..., Any], worker: Any, *arguments: Any, **named: Any) -> Any:
-    """Around ``sleep``: keep the tables of models that the agent does not balance, as a draft model's.
+def _keep_tables(sleep: Callable[..., Any], worker: Any, *arguments: Any, **keywords: Any) -> Any:
+    """Save the tables of models that the agent does not balance, such as a draft model, before ``sleep``.
 
-    vLLM allocates them in memory that sleep level 2 discards, and saves only the buffers of modules.
+    vLLM allocates these tables in memory that sleep level 2 discards, and saves only the buffers of modules.
     """
     host = _host_of(worker)
     if host is not None:
         host.keep_other_tables(list(worker.model_runner.eplb_state.model_states.values()))
-    return sleep(worker, *arguments, **named)
+    return sleep(worker, *arguments, **keywords)
 
 
-def _wake_up(wake_up: Callable[..., Any], worker: Any, *arguments: Any, **named: Any) -> Any:
-    """Around ``wake_up``: write all tables again once the memory that they are in is back, and balance again."""
-    result = wake_up(worker, *arguments, **named)
-    tags = named.get("tags", arguments[0] if arguments else None)
+def _wake_up(wake_up: Callable[..., Any], worker: Any, *arguments: Any, **keywords: Any) -> Any:
+    """Write all tables again and resume balancing after a ``wake_up`` that restores their memory."""
+    result = wake_up(worker, *arguments, **keywords)
+    tags = keywords.get("tags", arguments[0] if arguments else None)
     host = _host_of(worker)
     if host is not None and (tags is None or "weights" in tags):
         record = worker.model_runner.eplb_state.should_record_tensor
@@ -189,11 +201,13 @@ def _wake_up(wake_up: Callable[..., Any], worker: Any, *arguments: Any, **named:
 
 
 def _hooked(call: Callable[..., Any], hook: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(call)
-    def calling(self: Any, *arguments: Any, **named: Any) -> Any:
-        return hook(call, self, *arguments, **named)
+    """Return a method that runs ``hook`` with the original method as first argument."""
 
-    return calling
+    @wraps(call)
+    def hooked_call(self: Any, *arguments: Any, **keywords: Any) -> Any:
+        return hook(call, self, *arguments, **keywords)
+
+    return hooked_call
 
 
 def _host_of(worker: Any) -> VllmHost | None:
@@ -201,7 +215,7 @@ def _host_of(worker: Any) -> VllmHost | None:
 
 
 def refuse_settings(vllm_config: Any) -> None:
-    """Raise ``UnsupportedEngineError`` where a setting does not go with the agent."""
+    """Raise ``UnsupportedEngineError`` if a setting of vLLM does not work with the agent."""
     import vllm
     from vllm import envs
 
@@ -212,13 +226,13 @@ def refuse_settings(vllm_config: Any) -> None:
             (
                 bool(getattr(parallel_config, "enable_elastic_ep", False)),
                 "elastic expert parallelism (--enable-elastic-ep)",
-                "Ranks come and go under the agents' votes",
-                "Start without it",
+                "Ranks join and leave, but the agents' votes need a fixed group",
+                "Start without --enable-elastic-ep",
             ),
             (
                 release_of(vllm.__version__, KNOWN) == "0.23" and bool(envs.VLLM_USE_V2_MODEL_RUNNER),
                 "the second model runner of vLLM 0.23 (VLLM_USE_V2_MODEL_RUNNER)",
-                "It has not been run with the agent, and is not what this release chooses for MoE models",
+                "It was never tested with the agent, and this release does not choose it for MoE models",
                 "Unset VLLM_USE_V2_MODEL_RUNNER or use a later vLLM",
             ),
         ]

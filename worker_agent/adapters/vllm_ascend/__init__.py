@@ -1,5 +1,6 @@
-"""Balances vLLM-Ascend's MoE layers: the agent takes the place of its ``EplbUpdator`` and of the processes behind it.
+"""Adapter for vLLM-Ascend: the agent replaces its ``EplbUpdator`` and the processes behind it.
 
-The host keeps its own switches (``dynamic_eplb``), layers, maps and counters. ``hooks`` patches it, its model runner
-calls ``host`` in a rank, and ``weights`` has the tensors that an expert is made of.
+vLLM-Ascend keeps its own setting (``dynamic_eplb``), layers, maps and counters. The module ``hooks`` patches it. Its
+model runner calls ``host`` in each rank. The module ``weights`` selects the tensors of an expert, and ``refusals``
+refuses settings that do not work with the agent.
 """

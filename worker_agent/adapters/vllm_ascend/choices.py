@@ -7,7 +7,7 @@ import torch
 MAX_BUFFERED = 1 << 15
 """Largest number of a layer's choices to buffer.
 
-More choices are counted at once: their step is long anyway, and a buffer for them would take megabytes.
+Larger steps are counted without buffering: they take long anyway, and their buffer would need megabytes.
 """
 
 
@@ -20,8 +20,10 @@ class ChoiceCounter:
 
     Parameters
     ----------
-    layers, experts
-        L and E.
+    layers
+        L, the number of layers.
+    experts
+        E, the number of logical experts.
     device
         Device that holds the choices.
 
@@ -42,7 +44,7 @@ class ChoiceCounter:
         self._outgrown: list[torch.Tensor] = []
         """Buffers replaced by larger ones. They are kept because captured graphs still write to them."""
         self._first = self._next = 0
-        """Range of the layers whose rows are buffered but not yet counted; ``_next`` is excluded."""
+        """First buffered layer that is not counted yet, and the layer after the last such one."""
         self._kind: tuple[object, ...] = ()
         """Shape of the buffered choices, and identity of their token mask."""
         self._weights_1C = self._ones_1C
@@ -59,7 +61,7 @@ class ChoiceCounter:
         Parameters
         ----------
         layer
-            Its index.
+            Number of the layer, from 0.
         ids_TK
             ``[T, K]``, logical experts that each token chose.
         active_T
@@ -86,12 +88,12 @@ class ChoiceCounter:
             self._add_up()
 
     def clear(self) -> None:
-        """Forget all choices."""
+        """Discard all choices."""
         self._first = self._next = 0
         self._chosen_LE.zero_()
 
     def _weigh(self, ids_TK: torch.Tensor, active_T: torch.Tensor | None) -> None:
-        """Set the weight of each choice, 1 or 0 for padding, and grow the buffers if needed."""
+        """Set the weight of each choice, 1, or 0 for padding, and enlarge the buffers if they are too small."""
         choices = ids_TK.numel()
         if self._ids_LC.shape[1] < choices <= MAX_BUFFERED:
             self._outgrown.append(self._ids_LC)

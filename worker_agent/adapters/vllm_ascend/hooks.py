@@ -1,4 +1,4 @@
-"""Patches of vLLM-Ascend: the agent in place of its balancer, and around dispatch, dummy runs and loading."""
+"""Patches of vLLM-Ascend: they replace its balancer with the agent, and wrap dispatch, dummy runs and loading."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from worker_agent.adapters.engine_host import noting_batches
 from worker_agent.adapters.vllm_ascend.host import AscendHost, LayerFinder, NoManager, NoProcess
 from worker_agent.adapters.vllm_ascend.refusals import KNOWN, refuse_misread_lists
 
-_UPDATOR, _WORKER = "vllm_ascend.eplb.eplb_updator:EplbUpdator", "vllm_ascend.worker.worker:NPUWorker"
+_UPDATOR = "vllm_ascend.eplb.eplb_updator:EplbUpdator"
+_WORKER = "vllm_ascend.worker.worker:NPUWorker"
 PATCHES: Patches = {
     **dict.fromkeys(
         f"{_UPDATOR}.{name}"
@@ -30,14 +31,17 @@ PATCHES: Patches = {
 
 
 def check_release(allow_unverified: bool) -> str | None:  # noqa: ARG001
-    """Check the vLLM-Ascend that is installed here as ``require`` does; nothing unverified is let through."""
+    """Check the installed vLLM-Ascend as ``compat.require`` does, but never accept an unverified one."""
     from vllm_ascend._version import __version__
 
     return require("vLLM-Ascend", __version__, KNOWN, PATCHES)
 
 
 def install() -> None:
-    """Put the agent in place of vLLM-Ascend's balancer, all of it or nothing; raises as ``check_release`` does."""
+    """Replace vLLM-Ascend's balancer with the agent.
+
+    Raises ``UnsupportedEngineError`` as ``check_release`` does, before anything is patched.
+    """
     check_release(allow_unverified=False)
     import vllm_ascend.worker.model_runner_v1 as runner
     from vllm_ascend.worker.worker import NPUWorker
@@ -46,14 +50,18 @@ def install() -> None:
     _mark_dummy_runs(runner.NPUModelRunner)
     runner.NPUModelRunner.execute_model = noting_batches(runner.NPUModelRunner.execute_model, _balancer_of)
     _count_sources()
-    # Release 0.18 has none of the two; that 0.23 has both was checked above.
+    # Release 0.18 has neither method. ``check_release`` has verified that 0.23 has both.
     updates = [name for name in ("start_weight_update", "update_weights") if hasattr(NPUWorker, name)]
     _refuse_other_weights(NPUWorker, *updates)
     _refuse_other_weights(runner.NPUModelRunner, "reload_weights")
 
 
 def _replace_balancer(runner: ModuleType) -> None:
-    """Replace the balancer's parts that the runner makes: no subprocess, no staging, the agent for the updator."""
+    """Replace the classes from which the model runner builds its balancer.
+
+    The agent replaces the updater, and the subprocess and its shared memory are no longer created. Raises
+    ``AttributeError`` before any replacement if a class is missing.
+    """
     replacements: dict[str, Any] = {
         "Manager": NoManager,
         "EplbProcess": NoProcess,
@@ -67,7 +75,7 @@ def _replace_balancer(runner: ModuleType) -> None:
 
 
 def _count_sources() -> None:
-    """Count choices before dispatch, in every communication method but the fused one, which is refused."""
+    """Count choices before dispatch, in every communication method except the fused one, which is refused."""
     from vllm_ascend.ops.fused_moe import moe_mlp
     from vllm_ascend.ops.fused_moe.moe_comm_method import AllGatherCommImpl, MC2CommImpl, MoECommMethod
 
@@ -95,32 +103,40 @@ def _balancer_of(runner: Any) -> AscendHost | None:
 
 
 def _mark_dummy_runs(runner: Any) -> None:
-    """Forward passes of dummies count as passes, not as tokens of this rank."""
+    """Patch ``_dummy_run`` so that its passes are recorded without tokens of this rank."""
     dummy_run = runner._dummy_run
 
-    def dummy_run_marked(self: Any, *arguments: Any, **named: Any) -> Any:
+    def dummy_run_marked(self: Any, *arguments: Any, **keywords: Any) -> Any:
         balancer = _balancer_of(self)
         if balancer is None:
-            return dummy_run(self, *arguments, **named)
+            return dummy_run(self, *arguments, **keywords)
         with balancer.dummies():
-            return dummy_run(self, *arguments, **named)
+            return dummy_run(self, *arguments, **keywords)
 
     runner._dummy_run = dummy_run_marked
 
 
 def _refuse_other_weights(owner: Any, *names: str) -> None:
-    """Calls that load weights raise while experts are balanced: the host puts them into new tensors."""
+    """Make methods that load weights raise while experts are balanced, because they replace the weight tensors.
+
+    Parameters
+    ----------
+    owner
+        Class to patch.
+    *names
+        Names of its methods.
+    """
 
     def refusing(change: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(change)
-        def refuse(self: Any, *arguments: Any, **named: Any) -> Any:
+        def refuse(self: Any, *arguments: Any, **keywords: Any) -> Any:
             if AscendHost.of_this_process is not None:
                 raise RuntimeError(
                     f"{change.__name__}: vLLM-Ascend loads weights into new tensors, while eplb-agent moves experts "
-                    "between the ones that it started with; start the engine again, or unset EPLB_AGENT_SERVICE to "
-                    "load while serving"
+                    "between the original ones; restart the engine, or unset EPLB_AGENT_SERVICE to load weights while "
+                    "serving"
                 )
-            return change(self, *arguments, **named)
+            return change(self, *arguments, **keywords)
 
         return refuse
 

@@ -1,4 +1,4 @@
-"""The agent of one rank in place of vLLM-Ascend's ``EplbUpdator``, called by its model runner."""
+"""Host of vLLM-Ascend: runs the agent of one rank instead of ``EplbUpdator``; the model runner calls it."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from eplb_core.placement import Int32, Placement
 from worker_agent.adapters.batch import TokenShare, share_of_rank, step_of
@@ -19,20 +20,20 @@ from worker_agent.adapters.vllm_ascend.weights import AscendLayer, check_same_fo
 from worker_agent.settings import AgentSettings
 
 _GATHERING_DEVICES = frozenset({"A2", "A5"})
-"""Devices on which some steps may dispatch by all-gather: the host chooses by device, ranks and tokens of the step."""
+"""Devices on which vLLM-Ascend may dispatch by all-gather, depending on the number of ranks and the step's tokens."""
 
 
 class NoManager:
-    """For ``multiprocessing.Manager``: nobody shares the dictionary that it makes."""
+    """Replacement for ``multiprocessing.Manager``: its dictionary needs no sharing, since no subprocess runs."""
 
     @staticmethod
     def dict(initial: dict[str, Any]) -> dict[str, Any]:
-        """Return the dictionary itself."""
+        """Return ``initial`` itself."""
         return initial
 
 
 class NoProcess:
-    """For ``EplbProcess``: no solver runs beside a rank, the service decides."""
+    """Replacement for ``EplbProcess``: the service decides, so no solver process runs beside a rank."""
 
     def __init__(self, shared_dict: dict[str, Any], **_: Any) -> None:
         self.shared_dict = shared_dict
@@ -42,7 +43,10 @@ class NoProcess:
 
 
 class LayerFinder:
-    """For ``VllmEplbAdaptor``: the MoE layers of a loaded model that the host balances; a draft model has none."""
+    """Replacement for ``VllmEplbAdaptor``: the MoE layers of a loaded model that vLLM-Ascend would balance.
+
+    A draft model has no such layers.
+    """
 
     def __init__(self, model: Any) -> None:
         self.quantised = getattr(model, "quant_config", None) is not None
@@ -53,19 +57,35 @@ class LayerFinder:
         ]
 
     def clear_all_moe_loads(self) -> None:
-        """Forget what profile runs have counted."""
+        """Discard the counts of profile runs."""
         for layer in self.layers:
             layer.clear_moe_load()
 
 
 class _HostHeat:
-    """Heat as the host counts it, per pass.
+    """Heat of each forward pass, from vLLM-Ascend's own counters and from the choices before dispatch.
 
-    The host adds to running totals (heat policies 0 to 2) or to rows by its own count of passes (policy 3), which are
-    set to zero here after every pass. Choices are counted before dispatch, where the host maps them to physical ids,
-    and captured with the host's own operations in an ACL graph.
-    Under all-gather dispatch every rank sees all tokens, and the ``first_rank`` counts; it needs one table of all ranks
-    (``shares_tokens``) and no ``redundant`` experts.
+    vLLM-Ascend adds received tokens to running totals (heat policies 0 to 2), or to rows selected by its own pass count
+    (policy 3). Both are set to zero here after every pass. Choices are counted before dispatch, where vLLM-Ascend maps
+    them to physical experts. An ACL graph captures this counting with vLLM-Ascend's own operators.
+
+    With all-gather dispatch, every rank sees all tokens. All ranks then need the same table, redundant experts are
+    refused, and only the first rank counts.
+
+    Parameters
+    ----------
+    layers
+        vLLM-Ascend's MoE layers.
+    experts
+        E, the number of logical experts.
+    first_rank
+        True on EP rank 0.
+    shares_tokens
+        True if a step may dispatch by all-gather, so that all ranks have the same table.
+    redundant
+        True if some experts have several replicas.
+    rows
+        Number of rows of the rings.
     """
 
     def __init__(
@@ -78,27 +98,37 @@ class _HostHeat:
         redundant: bool = False,
         rows: int = RING_ROWS,
     ) -> None:
-        device, slots = layers[0].log2phy.device, int(layers[0].local_num_experts)
+        device = layers[0].log2phy.device
+        slots = int(layers[0].local_num_experts)
         self.rings = HeatRings(len(layers), device, slots=slots, experts=experts, rows=rows)
         self._choices = ChoiceCounter(len(layers), experts, device)
-        self._by_table = {id(layer.log2phy): index for index, layer in enumerate(layers)}
+        self._index_by_table = {id(layer.log2phy): index for index, layer in enumerate(layers)}
         self._loads = [layer.moe_load for layer in layers]
         self._counters = [layer.load_counter for layer in layers if hasattr(layer, "load_counter")]
-        self._first_rank, self._shares_tokens, self._redundant = first_rank, shares_tokens, redundant
+        self._first_rank = first_rank
+        self._shares_tokens = shares_tokens
+        self._redundant = redundant
 
     def count_choices(self, fused_experts_input: Any, gathers: bool) -> None:
-        """Count the choices that a layer is about to dispatch, and the pass; ``gathers`` where by all-gather.
+        """Count the pass, and the choices that a layer is about to dispatch.
+
+        Parameters
+        ----------
+        fused_experts_input
+            Input of vLLM-Ascend's communication method.
+        gathers
+            True if the layer dispatches by all-gather.
 
         Raises
         ------
         UnsupportedEngineError
-            Where all-gather dispatch meets replicas or tables per rank.
+            If it dispatches by all-gather although there are redundant experts or the ranks have different tables.
         """
         routing = fused_experts_input.routing
-        index = self._by_table.get(id(routing.log2phy))
+        index = self._index_by_table.get(id(routing.log2phy))
         if index is None:
             return
-        self.rings.layer_runs(index, len(self._by_table))
+        self.rings.layer_runs(index, len(self._index_by_table))
         if gathers:
             self._check_gathering()
             if not self._first_rank:
@@ -116,20 +146,28 @@ class _HostHeat:
                 (
                     self._redundant,
                     "all-gather dispatch with redundant experts",
-                    "vLLM-Ascend looks physical ids up in a map of logical experts there",
+                    "vLLM-Ascend then looks up physical experts in a map of logical experts",
                     "Set num_redundant_experts to 0, or keep batches within the capacity of MC2",
                 ),
                 (
                     not self._shares_tokens,
                     "all-gather dispatch on a device that was not expected to use it",
-                    "Ranks that see the same tokens need one table",
+                    "Ranks with the same tokens need the same table",
                     "Report this device",
                 ),
             ]
         )
 
     def record(self, counts: bool, own_tokens: bool) -> None:
-        """Write the rows of a forward pass; the host ``counts`` it or not, ``own_tokens`` are no dummies."""
+        """Write the rows of a forward pass.
+
+        Parameters
+        ----------
+        counts
+            True if vLLM-Ascend collects the heat of the pass.
+        own_tokens
+            True if the pass has real tokens of this rank, False for a dummy run.
+        """
         received = torch.stack(self._loads) if counts else None
         if received is not None and received.dim() == 3:
             received = received.sum(dim=1)
@@ -137,15 +175,15 @@ class _HostHeat:
         self.clear()
 
     def clear(self) -> None:
-        """Forget what the host has counted since the last pass."""
+        """Discard the counts since the last pass."""
         torch._foreach_zero_([*self._loads, *self._counters])
         self._choices.clear()
 
 
 class AscendHost(EngineHost):
-    """The agent of one rank, with the methods of ``EplbUpdator`` that the model runner calls, and its arguments.
+    """The agent of one rank, with the parameters and methods of ``EplbUpdator`` that the model runner uses.
 
-    Raises ``UnsupportedEngineError`` where a setting does not go with the agent.
+    Raises ``UnsupportedEngineError`` if a setting does not work with the agent.
     """
 
     of_this_process: ClassVar[AscendHost | None] = None
@@ -158,63 +196,73 @@ class AscendHost(EngineHost):
         refuse_settings(eplb_config)
 
     def set_adaptor(self, adaptor: LayerFinder) -> None:
-        """Take the layers of a model that is loaded."""
+        """Store the layers of the loaded model."""
         self.adaptor = adaptor
 
     def warm_up_eplb(self) -> None:
-        """Meet the other ranks' agents; a collective over the EP group."""
+        """Start the agent together with the other ranks. A collective over the EP group."""
         from vllm.distributed.parallel_state import get_dp_group, get_ep_group
-        from vllm_ascend._version import __version__
         from vllm_ascend.utils import get_ascend_device_type
 
-        layers, group = self.adaptor.layers, get_ep_group()
+        layers = self.adaptor.layers
+        group = get_ep_group()
         if not layers:
             raise UnsupportedEngineError(
                 "dynamic_eplb on a model without MoE layers that it balances",
                 "There is nothing to balance",
                 "Turn dynamic_eplb off",
             )
-        placement, rank = _placement(layers), group.rank_in_group
-        redundant = _has_redundant(placement)
+        placement = _placement(layers)
+        rank = group.rank_in_group
         shares_tokens = may_gather(get_ascend_device_type().name, placement)
         if shares_tokens:
             table_LE = torch.from_numpy(placement.default_log2phy()[0])
             for layer, table_E in zip(layers, table_LE, strict=True):
                 layer.log2phy.copy_(table_E)
-        parallel = get_dp_group().world_size
-        if parallel == 1 or not shares_tokens:
-            self._share = share_of_rank(rank, group.world_size // parallel, shares_tokens)
+        data_parallel = get_dp_group().world_size
+        if data_parallel == 1 or not shares_tokens:
+            self._share = share_of_rank(rank, group.world_size // data_parallel, shares_tokens)
         self.heat = _HostHeat(
             layers,
             placement.experts,
             first_rank=rank == 0,
             shares_tokens=shares_tokens,
-            redundant=redundant,
+            redundant=_has_redundant(placement),
         )
         self.heat.clear()
+        agent_layers = self._agent_layers(self.heat, placement, rank, shares_tokens, group.cpu_group)
+        self._start(agent_layers, group.cpu_group, 0 if shares_tokens else None)
+        AscendHost.of_this_process = self
+
+    def _agent_layers(
+        self, heat: _HostHeat, placement: Placement, rank: int, shares_tokens: bool, group: dist.ProcessGroup
+    ) -> list[AscendLayer]:
+        """Return the agent's view of the layers, whose formats must be the same on all ranks. A collective."""
+        from vllm_ascend._version import __version__
+
+        layers = self.adaptor.layers
         maps_LE = torch.from_numpy(placement.expert_map(rank)).to(layers[0].log2phy.device)
-        allowed = AgentSettings().quantised_experts
+        move_quantised = AgentSettings().quantised_experts
         release = release_of(__version__, KNOWN)
-        seen = [
+        agent_layers = [
             AscendLayer(
                 layer.log2phy,
                 maps_LE[index],
-                expert_weights(layer, self.adaptor.quantised, release=release, move_quantised=allowed),
-                self.heat.rings,
+                expert_weights(layer, self.adaptor.quantised, release=release, move_quantised=move_quantised),
+                heat.rings,
                 index,
                 shares_tokens,
             )
             for index, layer in enumerate(layers)
         ]
-        check_same_formats([layer.expert_weights() for layer in seen], group.cpu_group)
-        self._start(seen, group.cpu_group, 0 if shares_tokens else None)
-        AscendHost.of_this_process = self
+        check_same_formats([layer.expert_weights() for layer in agent_layers], group)
+        return agent_layers
 
     def forward_before(self) -> None:
-        """Do nothing: experts move beside a forward pass."""
+        """Do nothing: transfers run concurrently with forward passes."""
 
     def forward_end(self, eplb_heat_collection_status: bool = True) -> None:
-        """Record a forward pass on every rank, also one of dummies, of which the host may collect no heat."""
+        """Record a forward pass. Every rank calls it, also after dummy runs and passes without heat collection."""
         if self.heat is None:
             return
         self.heat.record(eplb_heat_collection_status, own_tokens=not self._in_dummy_run)
@@ -222,15 +270,16 @@ class AscendHost(EngineHost):
 
     @contextmanager
     def dummies(self) -> Iterator[None]:
-        """Mark forward passes as without tokens of this rank."""
-        before, self._in_dummy_run = self._in_dummy_run, True
+        """Mark the forward passes in the body as passes without tokens of this rank."""
+        before = self._in_dummy_run
+        self._in_dummy_run = True
         try:
             yield
         finally:
             self._in_dummy_run = before
 
     def shutdown(self) -> None:
-        """End the agent with the engine."""
+        """Stop the agent, because the engine stops."""
         self.close()
         AscendHost.of_this_process = None
 
@@ -248,15 +297,31 @@ def _has_redundant(placement: Placement) -> bool:
 
 
 def _placement(layers: list[Any]) -> Placement:
-    """Return the first placement of the host's ranks, from its layers' maps."""
+    """Return the initial placement of all ranks, from the maps of vLLM-Ascend's layers."""
     rows = [_slots(layer.global_expert_map.cpu().numpy()) for layer in layers]
     return Placement(np.stack(rows), int(layers[0].log2phy.shape[0]))
 
 
 def _slots(expert_map_RE: Int32) -> Int32:
-    """Return the expert in each slot, int32 ``[R, S]``, from the slot of each expert, -1 where a rank has none."""
+    """Convert the map of one layer from slots by expert to experts by slot.
+
+    Parameters
+    ----------
+    expert_map_RE
+        int32 ``[R, E]``, slot of each expert on each rank, -1 if the rank does not hold it.
+
+    Returns
+    -------
+    numpy.ndarray
+        int32 ``[R, S]``, expert in each slot.
+
+    Examples
+    --------
+    >>> _slots(np.array([[0, 1, -1, 2], [2, -1, 0, 1]], dtype=np.int32)).tolist()
+    [[0, 1, 3], [2, 3, 0]]
+    """
     slots_RS = np.zeros((len(expert_map_RE), int(expert_map_RE.max()) + 1), dtype=np.int32)
     for rank, row_E in enumerate(expert_map_RE):
-        here = np.flatnonzero(row_E >= 0)
-        slots_RS[rank, row_E[here]] = here
+        experts = np.flatnonzero(row_E >= 0)
+        slots_RS[rank, row_E[experts]] = experts
     return slots_RS

@@ -1,4 +1,4 @@
-"""The tensors that make up an expert of vLLM-Ascend, and the refusal of those of which none can be sent."""
+"""Tensors that make up an expert of vLLM-Ascend, and the refusal of tensors whose experts cannot be sent."""
 
 from __future__ import annotations
 
@@ -14,117 +14,147 @@ from worker_agent.adapters.unmoved import refuse_unmoved
 from worker_agent.device import BASE_FORMATS, format_of
 from worker_agent.live_layer import ExpertWeights
 
-_PLAIN = ("w13_weight", "w2_weight")
+_FLOAT = ("w13_weight", "w2_weight")
 _W8A8 = ("w13_weight_list", "w2_weight_list", "w13_weight_scale_fp32_list", "w2_weight_scale_list")
 _MX = ("w13_weight", "w2_weight", "w13_weight_scale", "w2_weight_scale")
-NAMES = {"NONE": _PLAIN, "W8A8": _W8A8, "MXFP4": _MX, "MXFP8": _MX}
-"""By the host's quantisation type, without fused MC2: its table of expert weight names in 0.23."""
-_NAMES_018 = {"NONE": _PLAIN, "W8A8": _W8A8}
+NAMES = {"NONE": _FLOAT, "W8A8": _W8A8, "MXFP4": _MX, "MXFP8": _MX}
+"""Names of an expert's weights in 0.23 without fused MC2, by vLLM-Ascend's quantisation type; from its own table."""
+_NAMES_018 = {"NONE": _FLOAT, "W8A8": _W8A8}
 
-_NOT_OF_AN_EXPERT = frozenset(
+_NO_EXPERTS = frozenset(
     {
         *("e_score_correction_bias", "tid2eid", "moe_load", "load_counter"),
         *("log2phy", "_expert_map", "expert_map", "global_expert_map", "expert_mask"),
         *("w13_weight_offset", "w2_weight_offset"),
     }
 )
-"""The router's, heat, tables, and offsets of symmetric quantisation, which are zeros."""
+"""Tensors of the router, heat, tables, and the offsets of symmetric quantisation, which are zeros."""
 
 
 def expert_weights(
     layer: Any, quantised: bool, *, release: str = "0.23", move_quantised: bool = False
 ) -> list[ExpertWeights]:
-    """Return the weights that the host's kernels read, by kind; of each, local slot ``s`` is at index ``s``.
+    """Return the weights that vLLM-Ascend's kernels read, by kind. Index ``s`` of each kind is local slot ``s``.
 
-    ``layer`` is an ``AscendFusedMoE`` whose weights have been processed after loading; without a quantisation config of
-    the model its type does not count. ``move_quantised`` allows quantised experts, whose tensors are in formats of
-    the NPU. Until such moves have been tested on a device, they require verified transfers.
+    Parameters
+    ----------
+    layer
+        ``AscendFusedMoE`` whose weights were loaded and processed.
+    quantised
+        True if the model has a quantisation config. If it has none, the layer's quantisation type does not count.
+    release
+        Release of vLLM-Ascend.
+    move_quantised
+        True to accept quantised experts, whose tensors are in formats of the NPU. Moving them was never tested on a
+        device, so they require verified transfers.
 
-    Raises ``UnsupportedEngineError`` for a quantisation whose experts the host itself cannot move, tensors per expert
-    that nobody would move, and tensors in formats of the NPU of which no single expert can be sent.
+    Raises
+    ------
+    UnsupportedEngineError
+        If vLLM-Ascend itself cannot move experts of this quantisation, or a tensor of an expert would stay behind. Also
+        if a tensor's NPU format does not allow its experts to be sent one by one.
     """
     kind = layer.quant_type.name if quantised else "NONE"
-    known = _NAMES_018 if release == "0.18" else NAMES
-    if kind not in known:
+    names_by_kind = _NAMES_018 if release == "0.18" else NAMES
+    if kind not in names_by_kind:
         raise UnsupportedEngineError(
             f"quantisation {kind} of MoE layers",
-            f"vLLM-Ascend {release} moves experts of {', '.join(sorted(known))} alone",
+            f"vLLM-Ascend {release} moves only experts of {', '.join(sorted(names_by_kind))}",
             "Choose another quantisation",
         )
     if kind != "NONE" and not move_quantised:
         raise UnsupportedEngineError(
             f"experts quantised as {kind}",
-            "That they arrive whole in the NPU's own formats has not been shown on a device",
+            "It was never tested on a device that they arrive intact in the NPU's own formats",
             "Set EPLB_AGENT_QUANTISED_EXPERTS=true to move them with verified transfers, and compare outputs",
         )
-    names = known[kind]
+    names = names_by_kind[kind]
     if missing := [name for name in names if getattr(layer, name, None) is None]:
         raise UnsupportedEngineError(
             f"MoE layers of {kind} without {', '.join(missing)}",
             "The weights of an expert would not be complete",
             "Report this model",
         )
-    found = [getattr(layer, name) for name in names]
-    refuse_unmoved(layer, found, int(layer.local_num_experts), _NOT_OF_AN_EXPERT)
-    for name, weight in zip(names, found, strict=True):
+    weights = [getattr(layer, name) for name in names]
+    refuse_unmoved(layer, weights, int(layer.local_num_experts), _NO_EXPERTS)
+    for name, weight in zip(names, weights, strict=True):
         _refuse_formats(name, weight)
-    # The host's own lists, not copies: it puts other tensors into them where it converts scales.
-    return [weight.data if isinstance(weight, torch.Tensor) else weight for weight in found]
+    # These are vLLM-Ascend's own lists, so that ``AscendLayer`` notices if it replaces a tensor in them.
+    return [weight.data if isinstance(weight, torch.Tensor) else weight for weight in weights]
 
 
 def check_same_formats(weights: Sequence[Sequence[ExpertWeights]], group: dist.ProcessGroup | None) -> None:
-    """Compare the formats of all layers' weights with other ranks', and refuse others on all alike; a collective."""
-    own = [[_comparable(format_of(kind[0])) for kind in of_layer] for of_layer in weights]
-    everyone: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, own, group=group)
-    others = [rank for rank, theirs in enumerate(everyone) if theirs != everyone[0]]
-    if others:
+    """Refuse, on all ranks, weights whose NPU formats differ between ranks. A collective over ``group``.
+
+    Parameters
+    ----------
+    weights
+        Weights of each layer, by kind.
+    group
+        Process group of the ranks.
+    """
+    local = [[_comparable(format_of(kind[0])) for kind in layer_weights] for layer_weights in weights]
+    gathered: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(gathered, local, group=group)
+    differing = [rank for rank, remote in enumerate(gathered) if remote != gathered[0]]
+    if differing:
         raise UnsupportedEngineError(
-            f"rank {others[0]} keeps its experts in other formats of the NPU than rank 0",
-            "The bytes of one would be read as if they were in the other's",
+            f"rank {differing[0]} keeps its experts in other NPU formats than rank 0",
+            "A rank would read the bytes of another rank's expert in the wrong format",
             "Start all ranks with the same weight_nz_mode",
         )
 
 
-def _comparable(found: int) -> int:
-    return 2 if found in BASE_FORMATS else found
+def _comparable(npu_format: int) -> int:
+    """Return the same number for all formats whose elements are in order."""
+    return 2 if npu_format in BASE_FORMATS else npu_format
 
 
 def _refuse_formats(name: str, weight: torch.Tensor | Iterable[torch.Tensor]) -> None:
-    """Refuse tensors in blocks (NZ): torch_npu sends one whole, padding included, and no part of it."""
+    """Refuse a tensor of all experts in blocks (NZ), and lists with several formats.
+
+    torch_npu can send a tensor in blocks only as a whole, including its padding.
+    """
     if isinstance(weight, torch.Tensor):
-        found = format_of(weight)
-        if found not in BASE_FORMATS:
+        npu_format = format_of(weight)
+        if npu_format not in BASE_FORMATS:
             raise UnsupportedEngineError(
-                f"{name} of all experts as one tensor in the NPU's format {found} (29 is NZ)",
-                "An expert of it is no piece of memory that can be sent, or written to in place",
+                f"{name} of all experts as one tensor in NPU format {npu_format} (29 is NZ)",
+                "Its experts are not separate pieces of memory that can be sent and written",
                 "Set weight_nz_mode (VLLM_ASCEND_ENABLE_NZ) to 0 or 1",
             )
         return
     formats = sorted({format_of(tensor) for tensor in weight})
     if len(formats) > 1:
         raise UnsupportedEngineError(
-            f"{name} with experts in the NPU's formats {' and '.join(map(str, formats))} (29 is NZ)",
-            "The bytes of one would be read as if they were in the other's",
+            f"{name} with experts in NPU formats {' and '.join(map(str, formats))} (29 is NZ)",
+            "An expert that moves to another slot would be read in the wrong format",
             "Report this model",
         )
 
 
 class AscendLayer(EngineLayer):
-    """A layer whose host may replace tensors in its lists while it serves; arguments are ``EngineLayer``'s."""
+    """A layer of vLLM-Ascend, which may replace tensors in its lists during serving.
+
+    It has the parameters of ``EngineLayer``.
+    """
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self._first = [list(kind) for kind in self._weights if isinstance(kind, list)]
+        self._initial_lists = [list(kind) for kind in self._weights if isinstance(kind, list)]
 
     def expert_weights(self) -> Sequence[ExpertWeights]:
-        """Return the tensors, and refuse lists into which the host has put others: its kernels read those."""
+        """Return the weights.
+
+        Raises ``UnsupportedEngineError`` if vLLM-Ascend has replaced tensors in its lists, because its kernels read the
+        replacements.
+        """
         lists = [kind for kind in self._weights if isinstance(kind, list)]
-        for held, first in zip(lists, self._first, strict=True):
-            if [id(tensor) for tensor in held] != [id(tensor) for tensor in first]:
+        for tensors, initial in zip(lists, self._initial_lists, strict=True):
+            if [id(tensor) for tensor in tensors] != [id(tensor) for tensor in initial]:
                 raise UnsupportedEngineError(
-                    "a quantised expert whose tensors vLLM-Ascend replaces while it serves",
-                    "Without its custom operators it converts scales on first use, in place of the ones that it loaded",
+                    "a quantised expert whose tensors vLLM-Ascend replaces during serving",
+                    "Without its custom operators, it replaces the loaded scales on first use with converted ones",
                     "Install vLLM-Ascend with its custom operators, or serve without dynamic_eplb",
                 )
         return self._weights
