@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from eplb_service.planner.score import source_shares
+from eplb_service.planner.token_split import source_shares
 from eplb_service.solver.model import episodes_of, with_covariance
 from eplb_service.solver.window import (
     CLEARLY_BETTER,
