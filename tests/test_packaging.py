@@ -74,7 +74,8 @@ def test_distributions_require_each_other_in_the_same_version():
     requirements = [
         line
         for project in PROJECTS.values()
-        for line in [*project["dependencies"], *sum(project.get("optional-dependencies", {}).values(), [])]
+        for lines in [project["dependencies"], *project.get("optional-dependencies", {}).values()]
+        for line in lines
         if line.startswith("eplb-") and "==" in line
     ]
     assert len(requirements) >= 4

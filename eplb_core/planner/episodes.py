@@ -1,12 +1,12 @@
 """Order in which a window's steps are summed into episodes.
 
-Workloads may take turns every step or two: prefill chunks and decoding, or micro-batches. An episode of consecutive
-steps then averages them, and a placement that is even for the average can be far from even in every step. If steps
-differ within episodes by far more than sampling explains, similar steps are summed instead. They are sorted by their
-first principal component within blocks of a few episodes, so that older steps stay before newer ones.
+Workloads may alternate every step or two: prefill chunks and decoding, or micro-batches. An episode of consecutive
+steps then averages them, and a placement that is balanced for the average may be unbalanced in every step. If the steps
+within episodes differ by far more than token sampling explains, similar steps are summed instead. Steps are sorted by
+their first principal component, within blocks of a few episodes, so that older steps stay before newer ones.
 
-Numbers of tokens that differ from step to step do not matter: steps are compared by their Pearson residuals, which
-scatter equally in small and in large batches.
+The number of tokens in a step does not matter. Steps are compared by their Pearson residuals, which have the same
+variance in small and large batches.
 
 References
 ----------
@@ -21,18 +21,20 @@ import numpy.typing as npt
 from eplb_core.heat.window import Counts
 from eplb_core.placement import Float64
 
-_BLOCK = 4
+_BLOCK_EPISODES = 4
 """Episodes whose steps are sorted together."""
-_LAYERS = 2
-"""Layers that steps are compared by, evenly from first to last."""
-_ROUNDS = 8
-"""Rounds of the power iteration; one direction that separates the workloads is enough, it need not be exact."""
-_FAR_ABOVE = 3.0
-"""How far the variance within episodes must exceed the largest that sampling explains."""
-_WITHIN = 0.4
-"""Least part of the variance that lies within episodes. Workloads that stay for longer fill episodes of their own."""
-_SEPARATE = 0.75
-"""Least part of the variance that two clusters of steps explain: 0.64 of a normal distribution, 0.75 of an even one."""
+_MAX_LAYERS = 2
+"""Limit on the layers, evenly spaced, that steps are compared by."""
+_POWER_ROUNDS = 8
+"""Rounds of the power iteration. A direction that separates the workloads is enough; it need not be exact."""
+_MIN_EDGE_RATIO = 3.0
+"""Variance within episodes that shows alternating workloads, as a multiple of the largest that sampling explains."""
+_MIN_WITHIN = 0.4
+"""Smallest fraction of the variance that must lie within episodes. Workloads that alternate more slowly fill separate
+episodes anyway."""
+_MIN_BETWEEN_CLUSTERS = 0.75
+"""Smallest fraction of the variance that two clusters of steps must explain. They explain 0.64 of a normal
+distribution and 0.75 of a uniform one."""
 
 
 def similar_steps_together(heat_TLE: Counts, episodes: int) -> npt.NDArray[np.int64] | None:
@@ -49,29 +51,40 @@ def similar_steps_together(heat_TLE: Counts, episodes: int) -> npt.NDArray[np.in
     -------
     npt.NDArray[np.int64] or None
         ``None`` if consecutive steps are as similar as sampling allows, or each episode has one step.
+
+    Examples
+    --------
+    Two workloads alternate, so each episode of two consecutive steps would average them. Instead, each block of four
+    episodes first sums the decode steps and then the prefill steps:
+
+    >>> prefill_LE = [[900, 100]]
+    >>> decode_LE = [[100, 900]]
+    >>> heat_TLE = np.array([prefill_LE, decode_LE] * 8)
+    >>> similar_steps_together(heat_TLE, episodes=8)
+    array([ 1,  3,  5,  7,  0,  2,  4,  6,  9, 11, 13, 15,  8, 10, 12, 14])
     """
     steps = len(heat_TLE)
-    if steps <= episodes or episodes < 2 * _BLOCK:
+    if steps <= episodes or episodes < 2 * _BLOCK_EPISODES:
         return None
     residual_TX = _residuals(heat_TLE)
     episode_T = np.arange(steps) * episodes // steps
     within_TX = residual_TX - _means(residual_TX, episode_T)[episode_T]
     direction_X, variance = _first_component(within_TX)
-    # The largest eigenvalue of independent residuals of variance 1.
+    # Largest eigenvalue of independent residuals with variance 1 (Marchenko and Pastur).
     edge = (1.0 + np.sqrt(residual_TX.shape[1] / steps)) ** 2
-    if variance <= _FAR_ABOVE * edge:
+    if variance <= _MIN_EDGE_RATIO * edge:
         return None
     score_T = residual_TX @ direction_X
-    if variance < _WITHIN * score_T.var() or _explained_by_two(score_T) < _SEPARATE:
+    if variance < _MIN_WITHIN * score_T.var() or _explained_by_two(score_T) < _MIN_BETWEEN_CLUSTERS:
         return None
-    return np.lexsort((score_T, episode_T // _BLOCK))
+    return np.lexsort((score_T, episode_T // _BLOCK_EPISODES))
 
 
 def _residuals(heat_TLE: Counts) -> Float64:
-    """Return the Pearson residuals of some layers, float64 ``[T, X]``; 0 for steps and experts without tokens."""
+    """Return the Pearson residuals of a few layers, float64 ``[T, X]``; 0 for steps and experts without tokens."""
     layers = heat_TLE.shape[1]
-    some_K = np.unique(np.linspace(0, layers - 1, min(_LAYERS, layers)).astype(np.int64))
-    heat_TKE = heat_TLE[:, some_K].astype(np.float64)
+    layer_K = np.unique(np.linspace(0, layers - 1, min(_MAX_LAYERS, layers)).astype(np.int64))
+    heat_TKE = heat_TLE[:, layer_K].astype(np.float64)
     tokens_TK1 = heat_TKE.sum(axis=2, keepdims=True)
     share_KE = heat_TKE.sum(axis=0)
     share_KE /= np.maximum(share_KE.sum(axis=1, keepdims=True), 1.0)
@@ -91,7 +104,7 @@ def _means(values_TX: Float64, group_T: npt.NDArray[np.int64]) -> Float64:
 
 
 def _explained_by_two(score_T: Float64) -> float:
-    """Return the part of the variance that the best cut into a lower and an upper cluster explains.
+    """Return the fraction of the variance that the best division into a lower and an upper cluster explains.
 
     References
     ----------
@@ -106,9 +119,9 @@ def _explained_by_two(score_T: Float64) -> float:
 
 def _first_component(values_TX: Float64) -> tuple[Float64, float]:
     """Return the direction of the largest variance, float64 ``[X]``, and that variance."""
-    # The row that departs most is not orthogonal to it.
+    # Start from the largest row, which is not orthogonal to that direction.
     direction_X = values_TX[(values_TX**2).sum(axis=1).argmax()].copy()
-    for _ in range(_ROUNDS):
+    for _ in range(_POWER_ROUNDS):
         length = float(np.linalg.norm(direction_X))
         if length == 0:
             return direction_X, 0.0

@@ -1,4 +1,4 @@
-"""Forecasts of what a placement wins until the next decision, and how far the last ones were from what came."""
+"""Forecasts of the current layout's gain until the next decision, and the errors of earlier forecasts."""
 
 from __future__ import annotations
 
@@ -7,26 +7,27 @@ from dataclasses import dataclass
 from eplb_core.placement import Float64
 from eplb_core.planner.score import Gain, gain_of
 
-_MISSES_KEPT = 20
-"""Newest forecasts whose errors say how far what comes may be from the next."""
+_MAX_MISSES = 20
+"""Number of recent forecasts whose errors bound the next interval."""
 
 
 @dataclass(frozen=True)
 class Forecasts:
-    """The newest forecast of a gain, and the errors of those before (immutable).
+    """The newest forecast of a gain, and the errors of the ones before (immutable).
 
-    An interval that follows from the steps of a window knows nothing of changes that are not in it. It therefore
-    reaches at least as far as the newest forecasts missed what came, as adaptive conformal inference does.
+    An interval computed from a window cannot allow for changes that come after the window. It therefore extends at
+    least as far as the largest recent error, as in adaptive conformal inference.
 
     Parameters
     ----------
-    gain, seen
-        The newest forecast, ``None`` where there is none or its window said nothing, and the steps that had been seen
-        by then.
+    gain
+        The newest forecast; ``None`` if there is none, or if its window had too few steps.
+    seen
+        Steps served before the newest forecast was made.
     misses
-        Distances of what came from the means of the newest forecasts, in the unit of the gain.
+        Distances between recent forecasts and the gains observed later, in the unit of the gain.
     held
-        Whether what came lay in the interval of the forecast before; ``None`` where that is not known.
+        True if the gain observed after the previous forecast was in its interval; ``None`` if that is unknown.
 
     References
     ----------
@@ -39,30 +40,31 @@ class Forecasts:
     held: bool | None = None
 
     def since(self, seen: int) -> int:
-        """Steps since the newest forecast that can be held against it."""
+        """Return the number of steps since the newest forecast; 0 if there is no forecast to compare them with."""
         return 0 if self.gain is None else max(seen - self.seen, 0)
 
     def next(
-        self, before_TL: Float64, after_TL: Float64, ahead: float | None, seen: int, came: Gain | None
+        self, before_TL: Float64, after_TL: Float64, horizon: float | None, seen: int, actual: Gain | None
     ) -> Forecasts:
-        """Make the next forecast, given what came of the newest.
+        """Compare the newest forecast with the observed gain, and make the next one.
 
         Parameters
         ----------
-        before_TL, after_TL, ahead
+        before_TL, after_TL, horizon
             As for ``gain_of``.
         seen
-            Steps seen by now.
-        came
-            Gain in the steps ``since`` the newest forecast; ``None`` where there are none.
+            Steps served so far.
+        actual
+            Gain observed in the steps since the newest forecast; ``None`` if there are no such steps.
         """
-        misses, held, last = self.misses, None, self.gain
-        if came is not None and came.known and last is not None:
-            held = last.low <= came.mean <= last.high
-            misses = (*misses, abs(came.mean - last.mean))[-_MISSES_KEPT:]
-        gain = gain_of(before_TL, after_TL, ahead, misses)
+        misses = self.misses
+        held = None
+        if actual is not None and actual.known and self.gain is not None:
+            held = self.gain.low <= actual.mean <= self.gain.high
+            misses = (*misses, abs(actual.mean - self.gain.mean))[-_MAX_MISSES:]
+        gain = gain_of(before_TL, after_TL, horizon, misses)
         return Forecasts(gain if gain.known else None, seen, misses, held)
 
 
 NO_FORECASTS = Forecasts()
-"""None was made yet."""
+"""State before the first forecast."""

@@ -1,11 +1,11 @@
-"""Hold-out of small batches: candidates are judged with whole tokens, on steps that they were not fitted to.
+"""Hold-out for small batches: candidates are judged with whole tokens, on steps that they were not fitted to.
 
-The search balances expected loads in episodes of several steps. If a step has few tokens, that is not what its ranks
-receive. A placement then looks better on its own window than it is, because it is fitted to which experts happened to
-meet in one step. It may even gain nothing. So each candidate for such a layer has a counterpart that was fitted to one
-part of the window and is scored step by step on the other part.
+The search balances expected loads in episodes of several steps. If a step has few tokens, the ranks' actual loads
+differ from the expected ones. A placement then scores better on its own window than on later steps, because it is
+fitted to experts that happened to be chosen in the same step. It may even gain nothing. Each candidate for such a layer
+therefore has a counterpart that is fitted to one half of the window and scored step by step on the other half.
 
-Large batches need none of this: there, both effects are below one percent.
+Large batches do not need this hold-out: with them, both effects are below one percent.
 """
 
 from __future__ import annotations
@@ -24,26 +24,37 @@ from eplb_core.solver.window import standard_error
 
 SMALL_BATCH = 512.0
 """Choices per rank and step up to which layers are held out. At 128, placements from scratch do 0.7 % worse on the next
-window than on their own; at 8 it is 3 %, and at 0.5 it is 8 % (64 experts on 8 ranks x 10 slots, 192 steps)."""
+window than on the one they were fitted to; at 8 it is 3 %, and at 0.5 it is 8 % (64 experts on 8 ranks x 10 slots, 192
+steps)."""
 _MIN_STEPS = 8
-"""Steps with tokens below which the window is not cut in two: the tokens of each step are."""
+"""Fewest steps with tokens for which the window is divided by time. With fewer, the tokens of each step are divided."""
 _OPTIMISM_LEFT = 0.5
-"""Part of the optimism of a fit to half of the window that a fit to all of it has: it falls as one over the steps. On
-drawn and recorded steps of 1 to 256 tokens, promises made with 0.5 are 2 % off at most, with 1.0 up to 9 %."""
+"""Optimism of a fit to the whole window, as a fraction of that of a fit to half of it. Optimism falls as one over the
+number of steps. On drawn and recorded steps of 1 to 256 tokens, promises made with 0.5 are off by at most 2 %, with 1.0
+by up to 9 %."""
 _SURE_ERRORS = 3.0
-"""Standard errors by which a gain must exceed its cost. There are many layers, and none should move by chance."""
+"""Standard errors by which a gain must exceed its cost. It is strict because each of many layers could move by
+chance."""
 
 
 @dataclass(frozen=True)
 class Parts:
-    """The two parts of a window, ``[T, L, E]``: what placements are fitted to, and what they are judged on."""
+    """The two halves of a window.
+
+    Parameters
+    ----------
+    fit_TLE
+        ``[T, L, E]``, training half: heat that placements are fitted to.
+    test_TLE
+        ``[T, L, E]``, held-out half: heat that they are judged on.
+    """
 
     fit_TLE: Counts
     test_TLE: Counts
 
     @classmethod
     def of(cls, heat_TLE: Counts) -> Parts:
-        """Cut a window: into older and newer steps, or each step's tokens if there are too few steps."""
+        """Divide a window into older and newer steps, or divide each step's tokens if there are too few steps."""
         busy = np.flatnonzero(heat_TLE.any(axis=(1, 2)))
         if busy.size < _MIN_STEPS:
             fit_TLE = thinned(heat_TLE, 0)
@@ -53,23 +64,23 @@ class Parts:
 
     @classmethod
     def halves(cls, heat_TLE: Counts, episodes: int) -> Parts:
-        """Cut a window where the solver cuts its episodes in half."""
+        """Divide a window at the step at which the solver divides its episodes in halves."""
         cut = (episodes // 2) * len(heat_TLE) // episodes
         return cls(heat_TLE[:cut], heat_TLE[cut:])
 
 
 @dataclass(frozen=True)
 class HeldOut:
-    """A candidate on steps that it was not fitted to, beside keeping the layer.
+    """Result of a candidate on the held-out half, compared with keeping the layer.
 
     Parameters
     ----------
     gain_T
-        float64 ``[t]``, gain of each step with tokens that is judged on, in PAR.
+        float64 ``[T]``, gain in PAR of each held-out step with tokens.
     error
         Standard error of the mean gain.
     gap
-        PAR by which the candidate does worse there than on the steps that it was fitted to.
+        Increase of the candidate's PAR from the training half to the held-out half.
     """
 
     gain_T: Float64
@@ -83,7 +94,7 @@ class HeldOut:
 
     @property
     def optimism(self) -> float:
-        """PAR by which a candidate that is fitted to the whole window does worse on the next one."""
+        """Expected increase of PAR from a whole window to the next, for a candidate fitted to that window."""
         return _OPTIMISM_LEFT * max(self.gap, 0.0)
 
     def is_sure(self, cost: float) -> bool:
@@ -94,70 +105,91 @@ class HeldOut:
 def held_out(
     parts: Parts,
     layer: int,
-    kept: tuple[Placement, Int32],
-    fitted: tuple[Placement, Int32],
+    current: tuple[Placement, Int32],
+    candidate: tuple[Placement, Int32],
     source_R1E: Float64 | None,
     split: str,
 ) -> HeldOut:
-    """Judge one layer's candidate.
+    """Judge one layer's candidate on the held-out half of a window.
 
     Parameters
     ----------
     parts
-        The window, cut in two.
+        The two halves of the window.
     layer
-        Its index.
-    kept, fitted
-        Placement of the layer alone, and its tables int32 ``[R, 1, E]``: as deployed, and as fitted to the first part.
-    source_R1E, split
-        As for ``score.split_shares``.
+        Index of the layer.
+    current
+        Deployed placement of this layer, and its tables int32 ``[R, 1, E]``.
+    candidate
+        Placement and tables of this layer, fitted to the training half.
+    source_R1E
+        Tokens by source rank in this layer, as for ``token_split.split_shares``.
+    split
+        One of ``settings.SPLITS``.
     """
 
-    def par_T(heat_TLE: Counts, way: tuple[Placement, Int32]) -> Float64:
-        return drawn_par(heat_TLE, *way, source_R1E, split, np.array([layer]))[:, 0]
+    def par_T(heat_TLE: Counts, layout: tuple[Placement, Int32]) -> Float64:
+        return drawn_par(heat_TLE, *layout, source_R1E, split, np.array([layer]))[:, 0]
 
-    kept_T, found_T = par_T(parts.test_TLE, kept), par_T(parts.test_TLE, fitted)
-    gap = float(mean_par(found_T) - mean_par(par_T(parts.fit_TLE, fitted)))
-    busy_T = ~np.isnan(kept_T)
-    kept_T, found_T = kept_T[busy_T], found_T[busy_T]
-    gain_T = kept_T - found_T
+    current_T = par_T(parts.test_TLE, current)
+    candidate_T = par_T(parts.test_TLE, candidate)
+    gap = float(mean_par(candidate_T) - mean_par(par_T(parts.fit_TLE, candidate)))
+    busy_T = ~np.isnan(current_T)
+    current_T = current_T[busy_T]
+    candidate_T = candidate_T[busy_T]
+    gain_T = current_T - candidate_T
     error = standard_error(gain_T)
     if gain_T.size and gain_T.size < _MIN_STEPS:
-        # So few steps do not show how much they scatter. At the least, the hottest ranks' counts are Poisson.
-        tokens_T = parts.test_TLE[:, layer].sum(axis=1)[busy_T] / kept[0].ranks
-        error = float(np.sqrt(((kept_T + found_T) / tokens_T).sum()) / gain_T.size)
+        # With so few steps the measured error is unreliable. Assume that the hottest rank's tokens are Poisson.
+        tokens_T = parts.test_TLE[:, layer].sum(axis=1)[busy_T] / current[0].ranks
+        error = float(np.sqrt(((current_T + candidate_T) / tokens_T).sum()) / gain_T.size)
     return HeldOut(gain_T, error, 0.0 if math.isnan(gap) else gap)
 
 
-def paying(found: Mapping[int, HeldOut], costs: Mapping[int, float], min_gain: float) -> set[int]:
-    """Return the layers whose gain pays.
+def paying(results: Mapping[int, HeldOut], costs: Mapping[int, float], min_gain: float) -> set[int]:
+    """Return the layers whose change pays off.
 
-    A layer pays by itself if its own gain is sure. If the gain of all candidates together is sure, each pays whose mean
-    gain exceeds its cost.
+    A change pays off if its gain exceeds its cost by three standard errors. If the mean gain of all candidates does,
+    every change pays off whose mean gain exceeds its cost.
 
     Parameters
     ----------
-    found, costs
-        By layer: the candidate on the steps held out, and the PAR that its moves must gain.
+    results
+        Result of the candidate on the held-out half, by layer.
+    costs
+        PAR that the layer's moves must gain, by layer.
     min_gain
         PAR that any change must gain.
+
+    Examples
+    --------
+    One layer with a gain of 0.05 and a standard error of 0.02 is uncertain. Ten such layers together are not:
+
+    >>> result = HeldOut(gain_T=np.full(64, 0.05), error=0.02, gap=0.0)
+    >>> costs = {layer: 0.01 for layer in range(10)}
+    >>> paying({0: result}, costs, min_gain=0.01)
+    set()
+    >>> len(paying({layer: result for layer in range(10)}, costs, min_gain=0.01))
+    10
     """
-    own = [found[layer].gain - costs[layer] for layer in found]
-    together = (
-        bool(own) and float(np.mean(own)) - _SURE_ERRORS * _error_together(list(found.values())) > min_gain
-    )
+    net_gains = [result.gain - costs[layer] for layer, result in results.items()]
+    sure_together = False
+    if net_gains:
+        error = _error_of_mean(list(results.values()))
+        sure_together = float(np.mean(net_gains)) - _SURE_ERRORS * error > min_gain
     return {
         layer
-        for layer, one in found.items()
-        if one.is_sure(costs[layer] + min_gain) or (together and one.gain > costs[layer] + min_gain)
+        for layer, result in results.items()
+        if result.is_sure(costs[layer] + min_gain)
+        or (sure_together and result.gain > costs[layer] + min_gain)
     }
 
 
-def _error_together(found: Sequence[HeldOut]) -> float:
-    """Return the standard error of the mean gain of several layers, whose steps resemble each other."""
-    independent = math.sqrt(sum(one.error**2 for one in found)) / len(found)
-    steps = min(one.gain_T.size for one in found)
+def _error_of_mean(results: Sequence[HeldOut]) -> float:
+    """Return the standard error of the mean gain over several layers, whose gains are correlated in each step."""
+    independent = math.sqrt(sum(result.error**2 for result in results)) / len(results)
+    steps = min(result.gain_T.size for result in results)
     if steps < _MIN_STEPS:
         return independent
-    mean_T: Float64 = np.mean([one.gain_T[-steps:] for one in found], axis=0)
+    mean_T: Float64 = np.mean([result.gain_T[-steps:] for result in results], axis=0)
     return max(standard_error(mean_T), independent)

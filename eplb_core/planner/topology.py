@@ -1,4 +1,4 @@
-"""Where the ranks are: nodes, which ranks see the same tokens, and whether experts may leave them."""
+"""Topology of the ranks: their nodes, the ranks that see the same tokens, and limits on moving experts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from eplb_core.placement import Int32
 
 
 class TopologyError(ValueError):
-    """A topology that describes no set of ranks; the message says what was found."""
+    """Invalid topology; the message names the field and its value."""
 
 
 @dataclass(frozen=True)
@@ -20,20 +20,21 @@ class Topology:
     Parameters
     ----------
     nodes_R
-        int32 ``[R]``, node of each rank; transfers within a node are cheaper.
+        int32 ``[R]``, node of each rank. Transfers within a node are cheaper.
     token_groups_R
-        int32 ``[R]``; ranks with the same number see the same tokens (all-gather dispatch) and must get one log2phy.
+        int32 ``[R]``, token group of each rank. Ranks of one group see the same tokens (all-gather dispatch) and must
+        have the same log2phy.
     bytes_per_expert
-        Weights of one expert, by which the bytes that moves send are counted.
+        Size of one expert's weights, used to count the bytes that moves send.
     rank_bound
-        Whether experts may not leave their ranks, as grouped experts (MoGE), of which every rank has a group.
+        True if experts cannot leave their ranks, as with grouped experts (MoGE), where every rank has one group.
     device
         Name of the ranks' device in torch; empty if it is unknown or differs between ranks.
 
     Raises
     ------
     TopologyError
-        On a wrong shape or a negative number.
+        If an array has the wrong shape or a number is negative.
     """
 
     nodes_R: Int32
@@ -46,14 +47,15 @@ class Topology:
         for name in ("nodes_R", "token_groups_R"):
             array = np.ascontiguousarray(getattr(self, name), dtype=np.int32)
             if array.ndim != 1 or array.size == 0:
-                raise TopologyError(f"{name} has the shape [ranks], got {list(array.shape)}")
+                raise TopologyError(f"{name} must have the shape [ranks], got {list(array.shape)}")
             if array.min() < 0:
-                raise TopologyError(f"{name} numbers from 0, got {array.min()}")
+                raise TopologyError(f"{name} must not be negative, got {array.min()}")
             array.setflags(write=False)
             object.__setattr__(self, name, array)
         if self.nodes_R.shape != self.token_groups_R.shape:
             raise TopologyError(
-                f"nodes of {self.nodes_R.size} ranks but token groups of {self.token_groups_R.size}; each rank has both"
+                f"nodes of {self.nodes_R.size} ranks but token groups of {self.token_groups_R.size}; "
+                "give each rank one of each"
             )
         if self.bytes_per_expert < 0:
             raise TopologyError(f"bytes_per_expert is {self.bytes_per_expert}; it cannot be negative")
@@ -64,14 +66,41 @@ class Topology:
         return int(self.nodes_R.size)
 
     def token_groups(self) -> tuple[Int32, Int32, Int32]:
-        """Numbers ``[G]`` of the token groups, the first rank ``[G]`` of each, and each rank's group ``[R]``."""
-        numbers_G, first_G, place_R = np.unique(self.token_groups_R, return_index=True, return_inverse=True)
-        return numbers_G, first_G.astype(np.int32), place_R.astype(np.int32)
+        """Return the token groups in ascending order of their numbers.
+
+        Returns
+        -------
+        number_G : Int32
+            int32 ``[G]``, number of each group, as in ``token_groups_R``.
+        first_G : Int32
+            int32 ``[G]``, first rank of each group.
+        group_R : Int32
+            int32 ``[R]``, index of each rank's group.
+        """
+        number_G, first_G, group_R = np.unique(self.token_groups_R, return_index=True, return_inverse=True)
+        return number_G, first_G.astype(np.int32), group_R.astype(np.int32)
 
     def nodes(self) -> tuple[Int32, Int32]:
-        """Each rank's node ``[R]``, numbered from 0 without gaps, and each token group's ``[G]``, in their order.
+        """Return the node of each rank and of each token group, with nodes numbered from 0 without gaps.
 
-        A group whose ranks are on several nodes has -1: its tokens are on all of them.
+        Returns
+        -------
+        node_R : Int32
+            int32 ``[R]``, node of each rank.
+        node_G : Int32
+            int32 ``[G]``, node of each token group; -1 if its ranks are on several nodes, because its tokens are then
+            on all of them.
+
+        Examples
+        --------
+        Four ranks on two nodes. Ranks 1 and 2 see the same tokens but are on different nodes:
+
+        >>> topology = Topology(nodes_R=np.array([5, 5, 7, 7]), token_groups_R=np.array([0, 1, 1, 2]))
+        >>> node_R, node_G = topology.nodes()
+        >>> node_R.tolist()
+        [0, 0, 1, 1]
+        >>> node_G.tolist()
+        [0, -1, 1]
         """
         _, first_G, group_R = self.token_groups()
         node_R = np.unique(self.nodes_R, return_inverse=True)[1].astype(np.int32)
@@ -81,16 +110,11 @@ class Topology:
 
     @classmethod
     def flat(cls, ranks: int) -> Topology:
-        """One node, every rank with tokens of its own.
+        """Return the topology of a deployment on one host: one node, and different tokens on every rank.
 
         Parameters
         ----------
         ranks
             R.
-
-        Returns
-        -------
-        Topology
-            What deployments on one host have.
         """
         return cls(np.zeros(ranks, dtype=np.int32), np.arange(ranks, dtype=np.int32))

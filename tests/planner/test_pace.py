@@ -106,15 +106,15 @@ def test_after_a_departure_decisions_fall_at_4_8_and_16_steps_of_it(calm: Pace) 
     calm, _ = calm.after_steps(steps(20))
     pace, taken = calm.after_steps(steps(12, WORSE))
     assert pace.alarm is not None
-    assert pace.stretch == taken == 1
+    assert pace.segment_age == taken == 1
     assert not pace.due
     found = []
     for _ in range(3):
         pace, _ = pace.after_steps(steps(20, WORSE))
         assert pace.due
-        found.append((pace.stretch, pace.window_steps(heat(512)), pace.serving_steps))
+        found.append((pace.segment_age, pace.window_steps(heat(512)), pace.serving_steps))
         pace = pace.after_decision(changed=True, paid=None).serving(PROMISE)
-    # The stretch before lasted 84 steps, and so this one is expected to.
+    # The previous segment lasted 84 steps, so this one is expected to last as long.
     assert found == [(4, 4, 84.0), (8, 8, 84.0), (16, 16, 84.0)]
     assert pace.due_at == pace.seen + 24
 
@@ -180,7 +180,7 @@ def schedule(par_TL: np.ndarray, batch: int, held_out: bool) -> list[tuple[int, 
             if pace.alarm is not alarm:
                 found.append((pace.seen, f"alarm of {pace.alarm}"))
             if pace.due:
-                found.append((pace.seen, f"decision on {pace.stretch} steps"))
+                found.append((pace.seen, f"decision on {pace.segment_age} steps"))
                 mean = par_TL[max(0, pace.seen - 8) : pace.seen].mean()
                 promise = Promise(np.full(3, mean), np.full(3, 1e-3), np.ones(3), 8, held_out)
                 pace = pace.after_decision(changed=pace.settling, paid=None).serving(promise)
@@ -199,12 +199,12 @@ def test_alarms_and_decisions_do_not_depend_on_how_many_steps_arrive_together(
     assert schedule(par_TL, 64, held_out) == one_by_one
 
 
-def test_a_settled_stretch_is_tested_again_from_its_seventeenth_step(calm: Pace) -> None:
+def test_a_settled_segment_is_tested_again_from_its_seventeenth_step(calm: Pace) -> None:
     pace, _ = calm.after_steps(steps(12, WORSE))
     for _ in range(3):
         pace, _ = pace.after_steps(steps(64, WORSE))
         pace = pace.after_decision(changed=True, paid=None).serving(PROMISE)
-    assert (pace.stretch, pace.settling) == (16, True)
+    assert (pace.segment_age, pace.settling) == (16, True)
     # All steps of the next interval arrive together: the test sees the second change all the same.
     pace, taken = pace.after_steps(np.concatenate([steps(2), steps(22, WORSE)]))
     assert pace.alarm is not None

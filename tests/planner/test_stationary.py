@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from benchmarks.solver.heats import generate
-from eplb_core.planner.pace import _has_changed, _stationary_steps
+from eplb_core.planner.heat_changes import has_changed, stationary_steps
 from tests.planner.drawn import still_heat
 
 
@@ -17,7 +17,7 @@ def drawn(steps: int, seed: int, tokens: int = 8192) -> np.ndarray:
 @pytest.mark.parametrize("since", [40, 60, 100])
 def test_heat_from_before_a_jump_is_not_used(since: int) -> None:
     heat_TLE = np.concatenate([drawn(300, 0), drawn(since, 1)])
-    assert since / 3 <= _stationary_steps(heat_TLE, 16) <= since
+    assert since / 3 <= stationary_steps(heat_TLE, 16) <= since
 
 
 def plain_stationary_steps(heat_TLE: np.ndarray, ahead: int) -> int:
@@ -40,33 +40,33 @@ def test_the_stretch_is_the_one_that_each_stretch_by_itself_would_name(seed: int
     generator = np.random.default_rng(seed)
     heat_TLE = np.concatenate([drawn(int(steps), seed + 10) for steps in generator.integers(20, 200, 3)])
     ahead = int(generator.integers(4, 40))
-    assert _stationary_steps(heat_TLE, ahead) == plain_stationary_steps(heat_TLE, ahead)
+    assert stationary_steps(heat_TLE, ahead) == plain_stationary_steps(heat_TLE, ahead)
 
 
 @pytest.mark.parametrize(("since", "tokens"), [(4, 8192), (9, 8192), (16, 8192), (16, 64)])
 def test_heat_that_jumped_has_changed_and_still_heat_has_not(since: int, tokens: int) -> None:
-    assert _has_changed(np.concatenate([drawn(100, 0, tokens), drawn(since, 1, tokens)]), since)
-    assert not _has_changed(drawn(100 + since, 0, tokens), since)
+    assert has_changed(np.concatenate([drawn(100, 0, tokens), drawn(since, 1, tokens)]), since)
+    assert not has_changed(drawn(100 + since, 0, tokens), since)
 
 
 @pytest.mark.parametrize(("kind", "since"), [("bursty", 10), ("bursty", 16), ("drift", 10)])
 def test_bursts_and_drift_are_seldom_a_change(kind: str, since: int) -> None:
     heat_TLE = generate(kind, 4, 256, 1024, 0)
     ends = range(256, 1024, 16)
-    assert sum(_has_changed(heat_TLE[:end], since) for end in ends) <= len(ends) // 10
+    assert sum(has_changed(heat_TLE[:end], since) for end in ends) <= len(ends) // 10
 
 
 def test_where_there_is_nothing_to_compare_heat_counts_as_changed() -> None:
-    assert _has_changed(drawn(8, 0), 8)
-    assert _has_changed(drawn(8, 0), 1)
+    assert has_changed(drawn(8, 0), 8)
+    assert has_changed(drawn(8, 0), 1)
 
 
 @pytest.mark.parametrize(("steps", "ahead"), [(20, 0), (20, 8), (300, 16)])
 def test_few_steps_and_all_of_still_heat_are_used(steps: int, ahead: int) -> None:
-    assert _stationary_steps(drawn(steps, 0), ahead) == steps
+    assert stationary_steps(drawn(steps, 0), ahead) == steps
 
 
 def test_layers_without_tokens_do_not_matter() -> None:
     heat_TLE = np.concatenate([drawn(100, 0), drawn(40, 1)])
     heat_TLE[:, 1] = 0
-    assert _stationary_steps(heat_TLE, 16) <= 40
+    assert stationary_steps(heat_TLE, 16) <= 40

@@ -100,4 +100,7 @@ def test_half_of_a_step_is_assumed_to_be_experts_where_steps_are_timed_and_nothi
 def test_with_split_step_nothing_is_fitted() -> None:
     found = priced(replace(SETTINGS, split="step"), times(0.0))
     assert found.kind == ASSUMED
-    assert "with split step ranks have even tokens in every step; eplb calibrate measures it" in found.reason
+    assert (
+        "with split step ranks have even tokens in every step; measure a curve with eplb calibrate"
+        in found.reason
+    )

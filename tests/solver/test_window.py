@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from eplb_core.planner.score import source_shares
+from eplb_core.planner.token_split import source_shares
 from eplb_core.solver.model import episodes_of, with_covariance
 from eplb_core.solver.window import (
     CLEARLY_BETTER,

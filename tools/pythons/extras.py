@@ -72,7 +72,7 @@ EXTRAS: dict[str, list[str]] = {
 }
 """Commands and programs that use each extra; a test holds the list to pyproject.toml."""
 _LAB = {"checkpoint", "demo", "model", "peers"}
-"""Extras of eplb-lab. They need torch and the wheels of eplb-lab and eplb-agent; all others are extras of eplb-service."""
+"""Extras of eplb-lab, which need torch and the wheels of eplb-lab and eplb-agent."""
 
 
 def check_extra(extra: str, base: Path, scratch: Path, wheels: dict[str, Path]) -> list[str]:
