@@ -204,4 +204,4 @@ def test_an_error_of_the_agent_stops_balancing_until_the_ranks_vote_again_and_ne
     live.check_together(facts, epoch=1 if times == 1 else 0)
     assert "MemoryError: no memory to count" in facts[1]["said"]
     # A rank learns of it in a failed vote or between two votes. Either message says why balancing stopped.
-    assert any(reason in facts[0]["said"] for reason in ("came to nothing", "has left the votes"))
+    assert any(reason in facts[0]["said"] for reason in ("has no outcome", "has left the vote link"))

@@ -58,7 +58,10 @@ def test_a_count_that_hangs_costs_seconds_and_no_output() -> None:
     facts = run_ranks(RANKS, _serve, "a counter that never moves", 0)
     live.check_together(facts, epoch=0)
     assert max(fact["longest"] for fact in facts) < 30
-    assert "rank 1 has made 6 calls but counts 0 forward passes, this rank 6" in facts[0]["complaints"]
+    assert (
+        "rank 1 has made 6 calls but counts 0 forward passes; the vote is due after pass 6"
+        in facts[0]["complaints"]
+    )
     assert "the layers' load_counter has not grown in" in facts[1]["complaints"]
 
 

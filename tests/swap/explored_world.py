@@ -156,7 +156,7 @@ class World(State):
     def _heard(self, rank: int) -> None:
         vote, outcome = self.vote, self._outcome()
         if outcome.result is VoteResult.COMMIT and self._all_confirm():
-            if self._settlement(rank, vote.settlements[rank].heard()) is Verdict.IN_DOUBT:
+            if self._settlement(rank, vote.settlements[rank].with_commit()) is Verdict.IN_DOUBT:
                 self._settles(rank)
                 return
         elif outcome.result is VoteResult.COMMIT:
@@ -178,7 +178,7 @@ class World(State):
 
     def _outcome(self) -> VoteOutcome:
         if None in self.vote.ballots:
-            return VoteOutcome.nobody()
+            return VoteOutcome.without_plans()
         reduced = [min(column) for column in zip(*(b.encode() for b in self.vote.ballots), strict=True)]
         return VoteOutcome.decode(reduced)
 
@@ -201,7 +201,7 @@ class World(State):
             self._counted(rank)
 
     def _doubts(self, rank: int) -> None:
-        verdict = self._settlement(rank, self.vote.settlements[rank].doubted())
+        verdict = self._settlement(rank, self.vote.settlements[rank].with_doubt())
         if verdict is Verdict.IN_DOUBT:
             self._settles(rank)
         else:
@@ -209,8 +209,8 @@ class World(State):
 
     def _ask(self, rank: int, peer: int) -> None:
         """A rank in doubt has the answer of a peer, given the moment before."""
-        verdict = self._settlement(peer, self.vote.settlements[peer].doubted())
-        settled = self._settlement(rank, self.vote.settlements[rank].answered(peer, verdict))
+        verdict = self._settlement(peer, self.vote.settlements[peer].with_doubt())
+        settled = self._settlement(rank, self.vote.settlements[rank].with_answer(peer, verdict))
         if settled is not Verdict.IN_DOUBT:
             self._settled(rank, settled)
 
@@ -218,7 +218,7 @@ class World(State):
         """The network refuses a question to a peer that lives: nothing follows, as their link is open."""
         self.faults = self.faults._replace(refusals=self.faults.refusals - 1)
         if self.scenario.refusal_is_death:
-            settled = self._settlement(rank, self.vote.settlements[rank].answered(peer, Verdict.IN_DOUBT))
+            settled = self._settlement(rank, self.vote.settlements[rank].with_answer(peer, Verdict.IN_DOUBT))
             if settled is not Verdict.IN_DOUBT:
                 self._settled(rank, settled)
 

@@ -187,18 +187,18 @@ MUTANTS: dict[tuple[int, Faults], dict[str, Methods]] = {
 
 
 class AbortsUnasked(Settlement):
-    def doubted(self) -> Settlement:
+    def with_doubt(self) -> Settlement:
         return self if self.verdict is not None else replace(self, verdict=Verdict.ABORTED)
 
 
 class AbortsAfterOneAnswer(Settlement):
-    def answered(self, peer: int, verdict: Verdict) -> Settlement:
-        settled = super().answered(peer, verdict)
+    def with_answer(self, peer: int, verdict: Verdict) -> Settlement:
+        settled = super().with_answer(peer, verdict)
         return replace(settled, verdict=Verdict.ABORTED) if verdict is Verdict.IN_DOUBT else settled
 
 
 class AnswersAndCommitsAllTheSame(Settlement):
-    def heard(self) -> Settlement:
+    def with_commit(self) -> Settlement:
         return replace(self, verdict=Verdict.COMMITTED)
 
 

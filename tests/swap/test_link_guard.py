@@ -130,14 +130,14 @@ def test_what_speaks_without_the_secret_is_none_of_the_peers(monkeypatch: pytest
     monkeypatch.setattr(other.peers, "proof", lambda claim: proof(claim + b"?"))
 
     def attempt(group: AgentGroup) -> Any:
-        with pytest.raises(RuntimeError, match="is none of its peers") as refused:
+        with pytest.raises(RuntimeError, match="is not a member") as refused:
             group.process_group("vote", TIMEOUT)
         return str(refused.value)
 
     with ThreadPoolExecutor(2) as pool:
         assert list(pool.map(attempt, [one, other])) == [
-            "what has linked itself to rank 0 as rank 1 is none of its peers",
-            "what has linked itself to rank 1 as rank 0 is none of its peers",
+            "a process that is not a member connected to rank 0 as rank 1",
+            "a process that is not a member connected to rank 1 as rank 0",
         ]
 
 

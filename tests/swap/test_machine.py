@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import doctest
 from dataclasses import replace
+from types import ModuleType
 
 import pytest
 from hypothesis import given
@@ -11,6 +13,7 @@ from hypothesis import strategies as st
 from eplb_core.wire.agent import PlanState
 from tests.swap.placed import INSTALLED, LINEAR
 from tests.swap.tags import FIRST, plan_from
+from worker_agent.swap import commit_register, machine, rank_layout
 from worker_agent.swap.machine import Ballot, Progress, SwitchState, VoteOutcome, VoteResult
 
 PLAN = plan_from(FIRST, 1, 2, 0)
@@ -23,11 +26,12 @@ HELD, _ = NEW.offer(PLAN, 0, FIRST.digest)
     [
         (NEW.with_term(7), PLAN, "leader term 2 is older than 7"),
         (NEW.with_pause("the host sleeps"), PLAN, "paused on this rank: the host sleeps"),
-        (replace(NEW, halted="no memory"), PLAN, "this rank serves no more: no memory"),
-        (NEW.lose_votes("a link broke")[0], PLAN, "do not vote at present: a link broke"),
+        (replace(NEW, halted="no memory"), PLAN, "this rank has halted: no memory"),
+        (NEW.lose_votes("a link broke")[0], PLAN, "the ranks are not voting: a link broke"),
         (HELD, plan_from(FIRST, 2, 2, 1), "plan 1 is still under way"),
-        (replace(NEW, transfer_runs=True), PLAN, "still running out"),
-        (NEW, plan_from(FIRST.with_layer(0, 1, 1), 2, 2, 0), "from epoch 1, this rank serves epoch 0"),
+        (replace(NEW, transfer_runs=True), PLAN, "still running"),
+        (NEW, plan_from(FIRST.with_layer(0, 1, 1), 2, 2, 0), "from epoch 1, but this rank serves epoch 0"),
+        (NEW, PLAN._replace(base_digest=5), "from another placement of epoch 0 than this rank serves"),
     ],
 )
 def test_a_refusal_names_its_reason(machine: SwitchState, plan: object, reason: str) -> None:
@@ -174,3 +178,12 @@ def test_an_outcome_says_what_the_ballots_said(ballots: list[Ballot]) -> None:
 def test_a_ballot_of_the_wrong_width_is_refused() -> None:
     with pytest.raises(ValueError, match="a ballot has 10 integers, got 2"):
         VoteOutcome.decode([1, 2])
+
+
+@pytest.mark.parametrize(
+    "module", [machine, commit_register, rank_layout], ids=lambda module: module.__name__
+)
+def test_examples_in_docstrings_are_true(module: ModuleType) -> None:
+    result = doctest.testmod(module)
+    assert result.attempted > 0
+    assert result.failed == 0

@@ -48,8 +48,8 @@ def test_a_stranger_gets_no_answer_and_changes_nothing() -> None:
     forger = AgentGroup(Peers("127.0.0.1"), b"a guess", 1, [one.peers.address, other.peers.address], 1.0)
     assert forger.peers.ask([0], b"d7", 0.3) == {}
     # The guess has put nobody in doubt.
-    assert one.register.may_commit(7, heard=True)
-    assert other.register.may_commit(7, heard=True)
+    assert one.register.may_commit(7, has_outcome=True)
+    assert other.register.may_commit(7, has_outcome=True)
 
 
 def test_opening_links_asks_each_peer_a_few_times(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,7 +215,7 @@ def test_a_vote_is_settled_over_the_links_if_datagrams_are_lost_for_good() -> No
     one, other, _ = joined(3, patience=600.0)
     reject_datagrams(one)
     began = time.monotonic()
-    assert not one.register.may_commit(7, heard=False)
+    assert not one.register.may_commit(7, has_outcome=False)
     assert other.register.answer(7) is not None
     one.store.set("attempt/0", "1")
     other.store.set("attempt/1", "1")
@@ -261,17 +261,17 @@ def test_an_address_that_no_other_host_reaches_is_refused() -> None:
 
 def test_an_install_that_takes_others_a_while_is_waited_for() -> None:
     one, two, three = joined(3, patience=60.0)
-    two.installed = 4
-    late = threading.Timer(0.3, setattr, (three, "installed", 4))
+    two.installed_vote = 4
+    late = threading.Timer(0.3, setattr, (three, "installed_vote", 4))
     late.start()
     one.wait_for_installs(4)
-    assert three.installed == 4
+    assert three.installed_vote == 4
     late.join()
 
 
 def test_an_install_that_never_comes_is_fatal_and_names_the_rank() -> None:
     one, two, _ = joined(3, patience=0.2)
-    two.installed = 4
+    two.installed_vote = 4
     with pytest.raises(FatalSwitchError, match=r"ranks \[2\] have not installed within 0.2 s"):
         one.wait_for_installs(4)
 
@@ -279,10 +279,10 @@ def test_an_install_that_never_comes_is_fatal_and_names_the_rank() -> None:
 def test_an_attempt_that_came_before_the_present_votes_makes_nobody_leave_them() -> None:
     """A datagram may be delivered again seconds later; whoever has captured one must not stop balancing with it."""
     one, other = joined(2)
-    other.formed = 3
+    other.formed_attempt = 3
     for stale in (b"t0", b"t2", b"t3"):
         assert one.peers.ask([1], stale, 20.0) == {1: b"-"}
-    assert not other.left
+    assert not other.peer_left
     other.store.set("attempt/1", "5")
     assert one.peers.ask([1], b"t4", 20.0) == {1: b"+5"}
-    assert other.left
+    assert other.peer_left

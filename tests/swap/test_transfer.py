@@ -98,7 +98,7 @@ def test_a_commit_without_its_staged_weights_is_fatal(held: TransferResult | Non
     update = plan_of(0, 0).layers[1]
     after = INSTALLED.with_layer(1, update.phy2log_RS, update.log2phy_E)
     with pytest.raises(
-        FatalSwitchError, match=r"layers \[1\] were voted in, but their weights are not staged"
+        FatalSwitchError, match=r"a vote committed layers \[1\], but their weights are not staged"
     ):
         driver._commit(Commit(9, 3, (update,), INSTALLED, (after,)))
 

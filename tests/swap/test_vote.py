@@ -27,7 +27,7 @@ PLAN = 7
 
 def _schedule(vote_interval: int) -> VoteSchedule:
     links = SimpleNamespace(
-        group=SimpleNamespace(register=None, left=False, peers=SimpleNamespace()), votes=None
+        group=SimpleNamespace(register=None, peer_left=False, peers=SimpleNamespace()), votes=None
     )
     clock = SimpleNamespace(calls=0, now=0, reached=0, trouble=None)
     return VoteSchedule(
@@ -89,10 +89,10 @@ def test_a_vote_at_different_passes_is_followed_by_one_soon(forwards: list[int])
 
 def test_votes_that_have_lasted_are_formed_again_at_once_when_they_are_lost() -> None:
     schedule = _schedule(4)
-    schedule._fruitless = 3
-    for passes, fruitless in ((255, 3), (256, 0)):
+    schedule._early_losses = 3
+    for passes, losses in ((255, 3), (256, 0)):
         schedule.counted(_outcome([passes] * 3, 0))
-        assert schedule._fruitless == fruitless
+        assert schedule._early_losses == losses
 
 
 VOTE = 3
@@ -102,8 +102,8 @@ def voter(*, committed: bool) -> tuple[Voter, list[tuple[int, bool]]]:
     """A voter whose ranks settle on this verdict, and what it asks them: vote, and whether it has heard it."""
     asked: list[tuple[int, bool]] = []
 
-    def may_commit(vote: int, *, heard: bool) -> bool:
-        asked.append((vote, heard))
+    def may_commit(vote: int, *, has_outcome: bool) -> bool:
+        asked.append((vote, has_outcome))
         return committed
 
     link: Any = SimpleNamespace(begin=lambda *_: None)
@@ -152,7 +152,9 @@ def test_a_rank_that_is_behind_takes_the_number_of_the_one_ahead(monkeypatch: py
         process_group=refuse,
     )
     state = SimpleNamespace(generation=0, lane=0, installed=SimpleNamespace(version_digest=0))
-    tried = Reformation(cast(Any, group), cast(Any, state), 0, attempts=0, fruitless=0, now=lambda: 0)
+    tried = Reformation(
+        cast(Any, group), cast(Any, state), 0, attempts=0, early_losses=0, current_pass=lambda: 0
+    )
     end = time.monotonic() + 60
     while not named and time.monotonic() < end:
         time.sleep(0.005)
@@ -171,7 +173,7 @@ def test_ranks_at_different_collectives_learn_of_it_and_live() -> None:
         sent += [one.begin(Kind.BALLOT, 5, range(9)), other.begin(Kind.BALLOT, 6, range(9))]
         for reduction in sent:
             with pytest.raises(
-                VoteError, match="the ranks are at different collectives, or at different votes"
+                VoteError, match="the ranks are at different collectives or at different votes"
             ):
                 reduction.wait(20)
         assert [one.begin(Kind.BOUNDARY, 7, [3, -3]), other.begin(Kind.BOUNDARY, 7, [2, -2])][0].wait(20) == [
@@ -208,7 +210,7 @@ def test_a_commit_counts_only_where_all_confirm_the_same_pass(there: int) -> Non
     ballot = Ballot(Progress.READY, PLAN, 1, False, 18)
     answers = {Kind.BALLOT: ballot.encode(), Kind.BOUNDARY: [20, -there]}
     link: Any = SimpleNamespace(begin=lambda kind, *_: SimpleNamespace(wait=lambda _: answers[kind]))
-    register: Any = SimpleNamespace(may_commit=lambda _, *, heard: heard)
+    register: Any = SimpleNamespace(may_commit=lambda _, *, has_outcome: has_outcome)
     history: Any = SimpleNamespace(vote=lambda *_, **__: None)
     rank = Voter(link, AgentSettings(), register, history)
     rank.cast(ballot)
@@ -220,7 +222,7 @@ def _formed_again(low: int, vote: int) -> tuple[Reformation, int]:
     """A rank that hears of these: the lower bound of all fingerprints, and the last vote that any rank knows."""
     rank: Any = object.__new__(Reformation)
     rank.attempts, rank.generation, rank.lane, rank.vote = 1, 3, 2, 5
-    rank._version_digest, rank._astray, rank._margin, rank._now = 7, False, 32, lambda: 40
+    rank._version_digest, rank._astray, rank._margin, rank._current_pass = 7, False, 32, lambda: 40
     answers = {Kind.SERVED: [low, -7, -4, -6, -vote, 39, -41, 0, -64], Kind.IN_TIME: [1]}
     link: Any = SimpleNamespace(begin=lambda kind, *_: SimpleNamespace(wait=lambda _: answers[kind]))
     return rank, rank._first_vote(link)
@@ -232,7 +234,7 @@ def test_votes_formed_again_go_on_from_the_highest_that_any_rank_knows() -> None
     assert (rank.generation, rank.lane, rank.vote, start) == (4, 6, 9, 41 + 64)
     schedule = _schedule(4)
     schedule.voter, rank.start = None, start
-    rank._votes = SimpleNamespace(ended=lambda: False)
+    rank._result = SimpleNamespace(ended=lambda: False)
     schedule._reformation = rank
     assert schedule.formed_again(start) is rank
     assert cast(Voter, schedule.voter).number == 9

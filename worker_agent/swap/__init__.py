@@ -1,5 +1,5 @@
-"""The layer switch: vote, transfer, staging, commit.
+"""The layer switch: voting, transfers, staging and commits.
 
-Read ``machine`` first: it is the whole protocol, without clock, sockets, threads or tensors. The other modules carry
-out what it asks for.
+Start with ``machine``. It holds the whole protocol as a pure state machine, without clock, sockets, threads or tensors.
+The other modules carry out its actions.
 """

@@ -1,11 +1,11 @@
-"""Decides a vote that some ranks heard and others did not: cooperative termination of a two-phase commit.
+"""Settles a vote whose outcome only some ranks received: cooperative termination of a two-phase commit.
 
-Where a link fails in the middle of the vote that would commit a layer, one rank may hold the outcome and another only
-an error. Going on would route tokens to the wrong weights. So a rank that has not heard asks the others (Bernstein,
-Hadzilacos and Goodman, "Concurrency Control and Recovery in Database Systems", 1987, section 7.4): one that has
-heard answers with what it did, and one that has not is in doubt from the moment it is asked, whatever it hears later.
-If all are in doubt, nobody has committed and nobody will. Only a rank that does not answer at all leaves the others
-waiting, and the model's next collective would wait for that one as well.
+If a link fails during the vote that would commit a layer, one rank may have the outcome and another only an error. If
+both kept serving, tokens could be routed to the wrong weights. A rank without the outcome therefore asks the others
+(Bernstein, Hadzilacos and Goodman, "Concurrency Control and Recovery in Database Systems", 1987, section 7.4). A rank
+with the outcome answers with its action. A rank without it is in doubt from the moment it is asked, even if the outcome
+arrives later. If all ranks are in doubt, none has committed and none will. Only a rank that does not answer at all
+makes the others wait, and the model's next collective would wait for that rank as well.
 """
 
 from __future__ import annotations
@@ -19,19 +19,20 @@ from worker_agent.runtime import REAL, Runtime
 from worker_agent.swap.peers import PeerGoneError, Peers
 
 _VOTES_KEPT = 16
-"""No rank can be more than one vote behind another: the next one needs all ballots."""
+"""Number of votes remembered. A rank is at most one vote behind another, because each vote needs all ballots."""
 _ROUND_SECONDS = 1.0
+"""Time to ask all remaining peers once."""
 
 
 class FatalSwitchError(RuntimeError):
-    """This rank cannot know that its weights are those its peers route to; it must not serve another token.
+    """This rank cannot know whether its weights match its peers' tables. It must not serve another token.
 
-    The one error that an agent lets through to the model: a wrong token is worse than none.
+    It is the only error that an agent passes on to the model: a wrong token is worse than none.
     """
 
 
 class Verdict(enum.Enum):
-    """State of a vote that was to commit a layer, on one rank; ABORTED only follows IN_DOUBT."""
+    """Result on one rank of a vote that was to commit a layer. ABORTED only follows IN_DOUBT."""
 
     COMMITTED = b"c"
     ABORTED = b"a"
@@ -40,25 +41,43 @@ class Verdict(enum.Enum):
 
 @dataclass(frozen=True)
 class Settlement:
-    """Knowledge of one rank about one vote, a value; each event gives another.
+    """One rank's knowledge about one vote (immutable). Each event returns a new value.
 
-    ``verdict`` is ``None`` before the rank has heard or was asked; ``in_doubt`` are the peers that have answered so.
+    Parameters
+    ----------
+    peers
+        All other ranks of the group.
+    verdict
+        Result of the vote on this rank; ``None`` until it has the outcome or is asked for it.
+    in_doubt
+        Peers that have answered that they are in doubt.
+
+    Examples
+    --------
+    A rank without the outcome asks both of its peers. The first is in doubt as well, so the second decides:
+
+    >>> settlement = Settlement(peers=frozenset({1, 2})).with_doubt()
+    >>> settlement = settlement.with_answer(1, Verdict.IN_DOUBT)
+    >>> settlement.with_answer(2, Verdict.COMMITTED).verdict.name
+    'COMMITTED'
+    >>> settlement.with_answer(2, Verdict.IN_DOUBT).verdict.name
+    'ABORTED'
     """
 
     peers: frozenset[int]
     verdict: Verdict | None = None
     in_doubt: frozenset[int] = frozenset()
 
-    def heard(self) -> Settlement:
-        """Note that this rank has heard that the vote commits; that comes too late where it is in doubt already."""
+    def with_commit(self) -> Settlement:
+        """Record the outcome that the vote commits. It comes too late if this rank is already in doubt."""
         return self if self.verdict is not None else replace(self, verdict=Verdict.COMMITTED)
 
-    def doubted(self) -> Settlement:
-        """Note that this rank has not heard, or that a peer has asked before it did."""
+    def with_doubt(self) -> Settlement:
+        """Record that this rank has no outcome, or that a peer has asked for it first."""
         return self if self.verdict is not None else replace(self, verdict=Verdict.IN_DOUBT)
 
-    def answered(self, peer: int, verdict: Verdict) -> Settlement:
-        """Note the answer of a peer to this rank, which is in doubt."""
+    def with_answer(self, peer: int, verdict: Verdict) -> Settlement:
+        """Record a peer's answer. It has no effect unless this rank is in doubt."""
         if self.verdict is not Verdict.IN_DOUBT:
             return self
         if verdict is not Verdict.IN_DOUBT:
@@ -70,10 +89,16 @@ class Settlement:
 
 
 class CommitRegister:
-    """Knowledge of the last votes; answers for it, and settles with the peers what this rank has not heard.
+    """Results of the last votes on this rank. Answers peers that ask for them and settles votes without an outcome.
 
-    ``patience`` is the longest wait, in seconds, for a peer that does not answer: as long as the model would wait for
-    it.
+    Parameters
+    ----------
+    peers
+        Connection to the other ranks.
+    patience
+        Longest wait for a peer that does not answer, in seconds: as long as the model would wait for it.
+    runtime
+        Clock to use.
     """
 
     def __init__(self, peers: Peers, patience: float, runtime: Runtime = REAL) -> None:
@@ -84,31 +109,46 @@ class CommitRegister:
         self._lock = threading.Lock()
 
     def answer(self, vote: int) -> Verdict | None:
-        """Return what this rank holds of a vote, in doubt from here on if not heard; ``None`` where forgotten."""
+        """Return this rank's verdict for a peer, or ``None`` if the vote is forgotten.
+
+        A vote without an outcome is in doubt from now on.
+        """
         with self._lock:
             if self._votes and vote <= max(self._votes) - _VOTES_KEPT:
                 return None
-            return self._put(vote, self._vote(vote).doubted())
+            return self._store(vote, self._settlement(vote).with_doubt())
 
-    def may_commit(self, vote: int, *, heard: bool) -> bool:
-        """Return whether the layer is committed, given whether this rank ``heard`` the vote decide so.
+    def may_commit(self, vote: int, *, has_outcome: bool) -> bool:
+        """Return True if the vote commits its layer on all ranks.
 
-        Never waits where it has heard, but for a peer that was quicker to ask. Raises ``FatalSwitchError`` where a peer
-        that may have committed does not answer.
+        A rank with the outcome does not wait, unless a peer has asked for it first.
+
+        Parameters
+        ----------
+        vote
+            Number of the vote.
+        has_outcome
+            True if this rank has received the outcome that the vote commits.
+
+        Raises
+        ------
+        FatalSwitchError
+            If a peer that may have committed does not answer.
         """
         with self._lock:
-            settlement = self._vote(vote)
-            verdict = self._put(vote, settlement.heard() if heard else settlement.doubted())
+            settlement = self._settlement(vote)
+            verdict = self._store(vote, settlement.with_commit() if has_outcome else settlement.with_doubt())
         return (self._settle(vote) if verdict is Verdict.IN_DOUBT else verdict) is Verdict.COMMITTED
 
     def _settle(self, vote: int) -> Verdict:
+        """Ask peers until one knows the result or all are in doubt."""
         end = self._runtime.now() + self._patience
         waiting = self._peers.others
         while waiting:
-            for peer, verdict in self._asked(vote, waiting):
+            for peer, answer in self._ask_once(vote, waiting):
                 waiting -= {peer}
                 with self._lock:
-                    verdict = self._put(vote, self._vote(vote).answered(peer, verdict))
+                    verdict = self._store(vote, self._settlement(vote).with_answer(peer, answer))
                 if verdict is not Verdict.IN_DOUBT:
                     return verdict
             if self._runtime.now() > end:
@@ -118,21 +158,22 @@ class CommitRegister:
                 )
         return Verdict.ABORTED
 
-    def _asked(self, vote: int, waiting: frozenset[int]) -> Iterable[tuple[int, Verdict]]:
+    def _ask_once(self, vote: int, waiting: frozenset[int]) -> Iterable[tuple[int, Verdict]]:
+        """Ask each peer once and yield the answers."""
         for peer in sorted(waiting):
             try:
                 answers = self._peers.ask([peer], b"d%d" % vote, _ROUND_SECONDS / len(waiting))
             except PeerGoneError:
-                # Without that rank the model cannot serve another token: what it did binds nobody any more.
+                # The model cannot serve another token without that rank, so its result no longer binds the others.
                 yield peer, Verdict.IN_DOUBT
                 continue
             if peer in answers:
                 yield peer, Verdict(answers[peer])
 
-    def _vote(self, vote: int) -> Settlement:
+    def _settlement(self, vote: int) -> Settlement:
         return self._votes.get(vote, Settlement(self._peers.others))
 
-    def _put(self, vote: int, settlement: Settlement) -> Verdict:
+    def _store(self, vote: int, settlement: Settlement) -> Verdict:
         self._votes[vote] = settlement
         while len(self._votes) > _VOTES_KEPT:
             del self._votes[min(self._votes)]

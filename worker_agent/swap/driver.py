@@ -1,4 +1,7 @@
-"""Carries out what the switch machine asks for: votes, transfers, commits, on the model's thread and beside it."""
+"""Drives the switch state machine: feeds it events and carries out its actions.
+
+Votes and commits run on the model's thread, transfers on a thread of their own.
+"""
 
 from __future__ import annotations
 
@@ -38,18 +41,32 @@ from worker_agent.swap.vote_link import VoteError
 
 _log = logging.getLogger("eplb.agent")
 
-_RUN_OUT_POLL_SECONDS = 0.005
+_POLL_SECONDS = 0.005
+"""Interval for polling other threads while the model is paused."""
 _OFFER_DEADLINE_STEPS = 512
-"""Steps after which a plan that not all ranks hold is dropped."""
+"""Steps after which a plan that some rank does not hold is dropped."""
 
 
 @dataclass
 class SwitchStats:
-    """Switches of this rank since its start.
+    """Totals of this rank's switches since its start.
 
-    ``install_seconds`` is the time that the rank spent copying experts and tables into place, or queueing the copies.
-    ``commit_seconds`` is the time for which commits paused the model, from the outcome of a vote until all ranks had
-    installed its part.
+    Parameters
+    ----------
+    layers_switched
+        Layers committed.
+    experts_received
+        Experts received and installed.
+    bytes_received
+        Size of these experts.
+    plans_aborted
+        Plans that ended with an abort.
+    install_seconds
+        Time that this rank spent copying experts and tables into the live layers, or queueing the copies.
+    commit_seconds
+        Time that commits paused the model: from a vote's outcome until all ranks had installed the part.
+    transfer_seconds
+        Duration of all transfers that were committed.
     """
 
     layers_switched: int = 0
@@ -62,10 +79,41 @@ class SwitchStats:
 
 
 class SwitchDriver:
-    """Switch of one rank, with its threads and links.
+    """The switch of one rank, with its threads and links.
 
-    ``on_status`` takes what became of plans, for the service; ``before_commit`` is called with the epochs of all layers
-    just before one of them switches, ``on_commit`` with the index of one that has just been installed.
+    Parameters
+    ----------
+    layers
+        This rank's live layers.
+    settings
+        Settings of the agent.
+    rendezvous
+        The group, its links and the initial layout.
+    clock
+        Counter of forward passes.
+    history
+        Record of this rank's votes and actions.
+    on_status
+        Called with each plan status for the service.
+    before_commit
+        Called with the epochs of all layers just before any of them is switched.
+    on_commit
+        Called with the index of each layer that has just been installed.
+    runtime
+        Clock and threads to use.
+
+    Attributes
+    ----------
+    state
+        Current state of the state machine.
+    stats
+        Totals since the start.
+    budget
+        Byte budget of the transfers.
+    votes
+        Schedule of the votes.
+    transfers
+        Thread that carries out transfers.
     """
 
     def __init__(
@@ -88,7 +136,7 @@ class SwitchDriver:
         self.budget = ByteBudget(settings.bytes_per_step, runtime, settings.link_share)
         self.votes = VoteSchedule(rendezvous, settings, clock, history, runtime)
         self._lanes = rendezvous.lanes
-        self._replicas = ReplicaCheck(layers, self._served, rendezvous.group.peers, runtime)
+        self._replicas = ReplicaCheck(layers, self._stable_layout, rendezvous.group.peers, runtime)
         rendezvous.group.checksum = self._replicas.known
         self.transfers = TransferWorker(rendezvous.lanes, settings, self.budget, runtime, self._replicas)
         if rendezvous.lanes.device.type != "cpu":
@@ -106,54 +154,69 @@ class SwitchDriver:
         self._on_commit = on_commit
         self._step = 0
         self._staged: TransferResult | None = None
-        self._committed: list[tuple[PlanStatus, RankLayout]] = []
-        """Statuses to report once all ranks have installed the part, each with the placement that it resulted in."""
+        self._unreported_commits: list[tuple[PlanStatus, RankLayout]] = []
+        """Statuses to report once all ranks have installed the part, each with the layout after its layer."""
         self._trouble: str | None = None
+        """Reason to open a new vote link at the next step boundary, or ``None``."""
 
     @property
     def complaint(self) -> str | None:
-        """Last problem of a thread that went on, or ``None``."""
+        """Last problem of a background thread that is still running, or ``None``."""
         return lost_lanes() or self._replicas.complaint or self._group.peers.complaint
 
-    # What happens at a step boundary, in order
+    # Called at each step boundary, in this order
 
     def take_events(self, step: int, orders: Sequence[Order]) -> None:
-        """Apply the service's orders that have arrived by step boundary ``step``."""
+        """Process all events since the last step boundary, except for votes.
+
+        Parameters
+        ----------
+        step
+            Current step.
+        orders
+            Orders that have arrived from the service.
+
+        Raises
+        ------
+        FatalSwitchError
+            If a rank has failed, or this rank's weights or tables are damaged.
+        """
         self._step = step
         if self._group.failure is not None:
             raise FatalSwitchError(self._group.failure)
-        wrong = self.transfers.damaged
+        damage = self.transfers.damaged
         if self.state.paused is None:
-            wrong = wrong or self._tables.at_boundary(step, self.state.installed)
-        if wrong is not None:
-            raise FatalSwitchError(f"rank {self._identity.rank}: {wrong}")
+            damage = damage or self._tables.at_boundary(step, self.state.installed)
+        if damage is not None:
+            raise FatalSwitchError(f"rank {self._identity.rank}: {damage}")
         for order in orders:
             if isinstance(order, CallOff):
                 self._apply(self.state.call_off(order.plan_id))
             else:
                 plan, checked_for = order
                 self._apply(self.state.offer(plan, step, checked_for))
-        self._take_transfer()
+        self._poll_transfer()
         self._watch_transfers()
         self.state = self.state.at_step(step)
         if self.votes.rest():
-            # Passes have other numbers from here on.
-            self._unless_it_fails(self._before_commit, self.state.installed.layer_epochs)
-        trouble, self._trouble = self._trouble or self.votes.trouble, None
+            # Heat counted so far must be reported under the old pass numbers.
+            self._call_guarded(self._before_commit, self.state.installed.layer_epochs)
+        trouble = self._trouble or self.votes.trouble
+        self._trouble = None
         if trouble is not None:
             self.stumble(trouble)
 
     def vote(self, step: int) -> None:
-        """Count the vote that is due at this boundary, and launch the one that begins here or has begun at one missed.
+        """Count the vote that is due at this boundary, and cast a ballot if one is due here or was missed.
 
-        Raises ``FatalSwitchError`` where the ranks may no longer serve one placement.
+        Raises ``FatalSwitchError`` if the ranks may no longer have the same layout.
         """
         self._step = step
-        reformed = self.votes.formed_again(step)
-        if reformed is not None:
-            self.state = self.state.reformed(reformed.generation, reformed.lane)
+        reformation = self.votes.formed_again(step)
+        if reformation is not None:
+            self.state = self.state.reformed(reformation.generation, reformation.lane)
             _log.info(
-                "rank %d: the ranks vote again from forward pass %d", self._identity.rank, reformed.start
+                "rank %d: the ranks vote again from forward pass %d", self._identity.rank, reformation.start
             )
         voter = self.votes.to_count(step)
         if voter is not None:
@@ -163,43 +226,42 @@ class SwitchDriver:
             self._cast_vote(*ballot_due)
 
     def see_term(self, term: int) -> None:
-        """Note that a service of this leader term is connected."""
+        """Record the leader term of a connected service."""
         self.state = self.state.with_term(term)
 
     def stumble(self, reason: str) -> None:
-        """Something has failed on this rank, away from a commit: all ranks form the votes again, later each time.
+        """Leave the vote link after a failure outside a commit. All ranks then open a new one, later each time.
 
-        What the vote under way may commit is settled first. Raises ``FatalSwitchError`` where that cannot be.
+        If the vote under way may commit a layer, it is settled first. Raises ``FatalSwitchError`` if that fails.
         """
         if self.votes.voter is not None:
             self._lose_votes(self.votes.voter, reason)
 
     def fail(self, reason: str) -> None:
-        """This rank serves no more: the others hear of it, and end as well."""
-        rank = f"rank {self._identity.rank}: "
-        self._group.fail(rank + reason.removeprefix(rank))
+        """Stop serving on this rank, and make all peers stop as well."""
+        prefix = f"rank {self._identity.rank}: "
+        self._group.fail(prefix + reason.removeprefix(prefix))
         self.votes.leave()
 
-    # The end
+    # Pausing and closing
 
     def pause(self, reason: str) -> None:
-        """Vote the plan under way down, and take no other until ``resume``."""
+        """Vote to abort the plan under way, and reject plans until ``resume``."""
         self.state = self.state.with_pause(reason)
 
     def drain(self, reason: str) -> None:
-        """Finish or abort what is under way on all ranks, and take no plans until ``resume``; a collective.
+        """Finish or abort the plan under way on all ranks, and reject plans until ``resume``. A collective.
 
-        Waits for a transfer that runs out, at most until its deadline. Where the votes break, all that is under way is
-        dropped.
+        Waits for a running transfer to end, at most until its deadline. If the vote link breaks, the plan is dropped.
         """
         self.state = self.state.with_pause(reason)
         self.budget.open()
         if self.votes.voter is not None and self.votes.voter.under_way:
             self._count_votes(self.votes.voter)
-        self._vote_until_nobody_holds_a_plan()
+        self._vote_until_idle()
         while self.transfers.running and self.transfers.failing is None:
-            self._take_transfer()
-            self._runtime.sleep(_RUN_OUT_POLL_SECONDS)
+            self._poll_transfer()
+            self._runtime.sleep(_POLL_SECONDS)
         self._wait_for_reader()
 
     def _wait_for_reader(self) -> None:
@@ -213,44 +275,44 @@ class SwitchDriver:
                     self._settings.transfer_timeout_seconds,
                 )
                 return
-            self._runtime.sleep(_RUN_OUT_POLL_SECONDS)
+            self._runtime.sleep(_POLL_SECONDS)
 
     def restore(self, target: Placement, reason: str) -> None:
-        """Drain, then switch every layer to ``target`` by votes of the same kind; take no plans until ``resume``.
+        """Drain, then switch every layer to ``target`` with the usual votes, and reject plans until ``resume``.
 
-        Where it fails, the layers that were not switched serve what they did: the same ones on all ranks.
+        If it fails, the remaining layers keep their placement. They are the same layers on all ranks.
         """
         self.drain(reason)
-        installed, groups = self.state.installed, self._identity.token_groups
-        plan = restoring_plan(installed, target, groups, self.state.highest_term)
+        installed = self.state.installed
+        plan = restoring_plan(installed, target, self._identity.token_groups, self.state.highest_term)
         if plan is None:
             return
         self.state = self.state.resumed()
         self._apply(self.state.offer(plan, self._step, installed.digest))
-        self._vote_until_nobody_holds_a_plan()
+        self._vote_until_idle()
         self.state = self.state.with_pause(reason)
         self._wait_for_reader()
 
     def resume(self) -> None:
-        """Take plans again; weights may have changed since the drain."""
+        """Accept plans again. The host may have changed weights since the drain."""
         self._replicas.forget()
         self.budget.refill()
         self.state = self.state.resumed()
 
     def close(self) -> None:
-        """End votes and threads, without waiting for other ranks to do so.
+        """Stop voting and all threads, without waiting for the other ranks to do the same.
 
-        Where a vote that could commit a layer is under way, the ranks settle it: nobody commits, unless one has done so
-        at this very boundary; then this one does as well. Raises ``FatalSwitchError`` where a rank that may have
+        If a vote that could commit a layer is under way, the ranks settle it. None commits, unless one has already
+        committed at this very boundary; then this rank commits too. Raises ``FatalSwitchError`` if a rank that may have
         committed does not answer.
         """
         try:
             voter = self.votes.voter
             if voter is not None and voter.under_way:
-                began = self._runtime.now()
-                with self._fatal_where(voter.may_commit):
+                paused_at = self._runtime.now()
+                with self._fatal_if(voter.may_commit):
                     self._apply(self.state.decide(voter.settle(self._step)))
-                self._report_commits(began)
+                self._report_commits(paused_at)
             self.state = self.state.with_pause("the agent was closed")
         finally:
             self.votes.leave()
@@ -259,17 +321,17 @@ class SwitchDriver:
 
     # Votes
 
-    def _vote_until_nobody_holds_a_plan(self) -> None:
-        """Vote without forward passes in between, until no rank holds a plan or the votes are lost."""
+    def _vote_until_idle(self) -> None:
+        """Vote without forward passes in between, until no rank holds a plan or the vote link is lost."""
         while (voter := self.votes.voter) is not None:
-            self._take_transfer()
+            self._poll_transfer()
             self._watch_transfers()
             if self.votes.voter is voter:
                 self._cast_vote(voter, self._step)
             if self.votes.voter is not None and not self._count_votes(voter).plans:
                 return
             if self.transfers.running:
-                self._runtime.sleep(_RUN_OUT_POLL_SECONDS)
+                self._runtime.sleep(_POLL_SECONDS)
 
     def _cast_vote(self, voter: Voter, forward: int) -> None:
         try:
@@ -278,8 +340,8 @@ class SwitchDriver:
             self._lose_votes(voter, str(error))
 
     def _count_votes(self, voter: Voter) -> VoteOutcome:
-        """Count the vote under way and do what follows from it; return the outcome that counted."""
-        with self._fatal_where(voter.may_commit):
+        """Count the vote under way, carry out its outcome, and return the outcome."""
+        with self._fatal_if(voter.may_commit):
             try:
                 outcome = voter.count(self._step, self._clock.exact)
             except VoteError as error:
@@ -288,12 +350,12 @@ class SwitchDriver:
                 self._switch_part(voter, outcome)
             else:
                 self._apply(self.state.decide(outcome))
-        if self.votes.voter is voter and (astray := self.votes.counted(outcome)) is not None:
-            self._lose_votes(voter, astray)
+        if self.votes.voter is voter and (reason := self.votes.counted(outcome)) is not None:
+            self._lose_votes(voter, reason)
         return outcome
 
     def _switch_part(self, voter: Voter, outcome: VoteOutcome) -> None:
-        """Install the part that was voted in; keep serving only if no rank reports that it failed to."""
+        """Install the part that the vote committed. Keep serving only if no rank reports that it failed to."""
         try:
             self._apply(self.state.decide(outcome))
         except BaseException as error:
@@ -301,61 +363,65 @@ class SwitchDriver:
             with suppress(VoteError):
                 voter.all_have_installed(False)
             raise
-        self._group.installed = voter.number
+        self._group.installed_vote = voter.number
         try:
             if not voter.all_have_installed(True):
                 raise FatalSwitchError(self._group.failure or "another rank could not install a layer")
         except VoteError as error:
             self._group.wait_for_installs(voter.number)
-            self._report_commits(voter.heard_at)
+            self._report_commits(voter.ballots_at)
             self._lose_votes(voter, str(error))
         else:
-            self._report_commits(voter.heard_at)
+            self._report_commits(voter.ballots_at)
 
     @contextmanager
-    def _fatal_where(self, a_layer_may_commit: bool) -> Iterator[None]:
-        """Between the outcome of such a vote and installed tensors no error may leave this rank serving."""
+    def _fatal_if(self, may_commit: bool) -> Iterator[None]:
+        """Turn any error into a ``FatalSwitchError`` if the vote may commit a layer.
+
+        This rank must not serve after an error between the vote's outcome and the install.
+        """
         try:
             yield
         except FatalSwitchError:
             raise
         except BaseException as error:
-            if not a_layer_may_commit:
+            if not may_commit:
                 raise
-            reason = f"a vote that may have committed a layer could not be followed: {error!r}"
+            reason = f"this rank could not follow a vote that may have committed a layer: {error!r}"
             if not isinstance(error, Exception):
-                # An interrupt goes its way; a host that survives it must not serve on, nor must its peers.
+                # Pass an interrupt on unchanged. If the host survives it, neither it nor its peers may keep serving.
                 self._group.fail(f"rank {self._identity.rank}: {reason}")
                 raise
             raise FatalSwitchError(reason) from error
 
     def _lose_votes(self, voter: Voter, reason: str) -> VoteOutcome:
-        """Leave the votes: settle what the last one may have decided, then form them again with the other ranks."""
-        began = self._runtime.now()
+        """Settle the last vote, leave its link, and begin to open a new one. Return the outcome of the vote."""
+        paused_at = self._runtime.now()
         try:
-            with self._fatal_where(voter.may_commit):
+            with self._fatal_if(voter.may_commit):
                 outcome = voter.settle(self._step)
                 self._apply(self.state.decide(outcome))
                 if outcome.result is VoteResult.COMMIT:
-                    self._group.installed = voter.number
+                    self._group.installed_vote = voter.number
             if outcome.result is VoteResult.COMMIT:
-                # Only while this rank still votes can it distinguish a late peer from one that is gone.
+                # This rank can distinguish a late peer from one that is gone only until it leaves the vote link.
                 self._group.wait_for_installs(voter.number)
-                self._report_commits(began)
+                self._report_commits(paused_at)
         finally:
             voter.leave()
         if self._group.failure is not None:
             raise FatalSwitchError(self._group.failure)
-        _log.warning("rank %d: the votes are lost: %s", self._identity.rank, reason)
+        _log.warning("rank %d: lost the vote link: %s", self._identity.rank, reason)
         self._apply(self.state.lose_votes(reason))
         self.votes.lost(voter, self.state)
         return outcome
 
-    # What the machine asks for
+    # Actions of the state machine
 
     def _apply(self, transition: Transition) -> None:
+        """Adopt the new state and carry out its actions."""
         after, actions = transition
-        # Until its copies are done, the slots hold other experts than the new state names.
+        # Until the copies of a commit are done, the slots do not match the new state.
         self._committing = any(isinstance(action, Commit) for action in actions)
         self.state = after
         for action in actions:
@@ -376,19 +442,20 @@ class SwitchDriver:
                     self._report(action)
 
     def _watch_transfers(self) -> None:
-        """Replace a transfer thread that has died or hangs: what it may still do is of a lane that nobody uses."""
-        failing = self.transfers.failing
-        if failing is not None:
+        """Replace a transfer thread that has died or hangs. Its lane is abandoned, so it can no longer do harm."""
+        failure = self.transfers.failing
+        if failure is not None:
             self.transfers = TransferWorker(
                 self._lanes.another(), self._settings, self.budget, self._runtime, self._replicas
             )
-            self.state = self.state.with_transfer_ended(self.state.generation, failing)
-            self.stumble(failing)
+            self.state = self.state.with_transfer_ended(self.state.generation, failure)
+            self.stumble(failure)
         elif self.state.transfer_runs and not self.transfers.running:
-            # An error on this thread, between the two, has kept it from being started or its end from being noted.
-            self.state = self.state.with_transfer_ended(self.state.generation, "the transfer came to nothing")
+            # An error on the model's thread prevented the transfer from starting, or its result from being recorded.
+            self.state = self.state.with_transfer_ended(self.state.generation, "the transfer has no result")
 
-    def _take_transfer(self) -> None:
+    def _poll_transfer(self) -> None:
+        """Record the result of a transfer that has ended, and report its layers."""
         result = self.transfers.poll()
         if result is None:
             return
@@ -410,30 +477,42 @@ class SwitchDriver:
                 )
 
     def _commit(self, commit: Commit) -> None:
-        """Switch the layers of a part, in place, between two steps; a failure before all are in place is fatal."""
+        """Install all layers of a part in place, between two steps. A failure before the last one is done is fatal."""
         result = self._staged
         self._staged = None
-        names = [layer.layer for layer in commit.layers]
+        indices = [layer.layer for layer in commit.layers]
         staged = [] if result is None or result.generation != commit.generation else result.layers
-        if [layer.layer for layer in staged] != names:
+        if [layer.layer for layer in staged] != indices:
             raise FatalSwitchError(
-                f"layers {names} were voted in, but their weights are not staged on this rank"
+                f"a vote committed layers {indices}, but their weights are not staged on this rank"
             )
-        self._unless_it_fails(self._before_commit, commit.before.layer_epochs)
+        self._call_guarded(self._before_commit, commit.before.layer_epochs)
         for update, rows, installed in zip(commit.layers, staged, commit.installed, strict=True):
             self._install(commit, update, rows, installed)
         self._history.action(self._step, commit)
 
     def _install(self, commit: Commit, update: RankLayer, rows: StagedLayer, installed: RankLayout) -> None:
-        """Switch one layer of a part; ``installed`` is the placement that results."""
+        """Install one layer of a part.
+
+        Parameters
+        ----------
+        commit
+            The commit of the part.
+        update
+            New placement and table of the layer.
+        rows
+            Staged experts of the layer.
+        installed
+            Layout after the layer.
+        """
         layer = update.layer
         live = self._layers[layer]
-        self._unless_it_fails(self._tables.before_commit, layer, self._step, commit.before)
-        began = self._runtime.now()
+        self._call_guarded(self._tables.before_commit, layer, self._step, commit.before)
+        start = self._runtime.now()
         written = install_layer(
             live, update, self._identity.rank, rows.staged, rows.slots, on_commit=self._on_commit
         )
-        self.stats.install_seconds += self._runtime.now() - began
+        self.stats.install_seconds += self._runtime.now() - start
         self._replicas.committed(layer)
         self.transfers.check(layer, live, rows.sums)
         self.stats.layers_switched += 1
@@ -447,33 +526,35 @@ class SwitchDriver:
             bytes_received=written,
             transfer_seconds=rows.seconds,
         )
-        self._committed.append((status, installed))
+        self._unreported_commits.append((status, installed))
 
-    def _report_commits(self, began: float) -> None:
+    def _report_commits(self, paused_at: float) -> None:
         """Report the layers just committed, now that all ranks serve them.
 
-        The model has been paused since ``began``. Each layer is charged an equal share of that time, which includes the
-        wait for the device, the copies, and the messages with which the ranks confirm the commit.
+        The model has been paused since ``paused_at``. Each layer is charged an equal share of that time, which includes
+        the wait for the device, the copies, and the messages with which the ranks confirm the commit.
         """
-        committed = self._committed
-        self._committed = []
-        seconds = self._runtime.now() - began
-        for status, installed in committed:
-            self.stats.commit_seconds += seconds / len(committed)
-            self._report(replace(status, commit_seconds=seconds / len(committed)), installed)
+        commits = self._unreported_commits
+        self._unreported_commits = []
+        seconds = self._runtime.now() - paused_at
+        for status, installed in commits:
+            self.stats.commit_seconds += seconds / len(commits)
+            self._report(replace(status, commit_seconds=seconds / len(commits)), installed)
 
-    def _served(self) -> RankLayout | None:
+    def _stable_layout(self) -> RankLayout | None:
+        """Return the current layout, or ``None`` while the host or a commit may be writing to the weights."""
         return self.state.installed if self.state.paused is None and not self._committing else None
 
-    def _report(self, status: PlanStatus, served: RankLayout | None = None) -> None:
-        served = served or self.state.installed
-        whole = replace(status, step=self._step, epoch=served.epoch, digest=served.digest)
-        self._unless_it_fails(self._on_status, whole)
+    def _report(self, status: PlanStatus, installed: RankLayout | None = None) -> None:
+        """Send a status with the step and a layout's version, by default the current layout's."""
+        layout = installed or self.state.installed
+        versioned = replace(status, step=self._step, epoch=layout.epoch, digest=layout.digest)
+        self._call_guarded(self._on_status, versioned)
 
-    def _unless_it_fails(self, call: Callable[..., None], *facts: object) -> None:
-        """Call someone outside the switch: where that fails the votes are formed again, after what is under way."""
+    def _call_guarded(self, call: Callable[..., None], *arguments: object) -> None:
+        """Call code outside the switch. If it fails, finish the current action, then open a new vote link."""
         try:
-            call(*facts)
+            call(*arguments)
         except Exception as error:
-            _log.exception("rank %d: the agent failed; the model goes on", self._identity.rank)
+            _log.exception("rank %d: the agent failed; the model keeps serving", self._identity.rank)
             self._trouble = f"{type(error).__name__}: {error}"

@@ -1,7 +1,7 @@
-"""The agents' own formation: its members, their secret, and process groups for votes and transfers.
+"""The agents' own group: its members, their shared secret, and its process groups for votes and transfers.
 
-Nothing of the host engine's groups is used after the agents have met, so the agents can neither reorder nor delay the
-model's collectives.
+Once the agents have met, they use none of the host engine's process groups. They can therefore neither reorder nor
+delay the model's collectives.
 """
 
 from __future__ import annotations
@@ -27,33 +27,67 @@ _ANNOUNCE_SECONDS = 1.0
 _POSITION_SECONDS = 0.5
 _INSTALL_POLL_SECONDS = 0.005
 _MAX_REASON = 500
+"""Longest failure reason that is sent to the peers, in characters."""
 
 
 class RendezvousError(RuntimeError):
-    """The ranks do not fit together or cannot reach each other; raised on all, before any serves a token."""
+    """The ranks do not fit together or cannot reach each other. All ranks raise it before any serves a token."""
 
 
 class AgentGroup:
-    """R agents of one EP group, joined without a server.
+    """Group of the agents of all R ranks, formed without a server.
 
-    ``failure`` is the reason for which a rank of the formation, this one or another, must not serve any more;
-    ``installed`` the last vote whose layer is in place; ``formed`` the number of the attempt that formed the present
-    votes; ``left`` is true once another rank makes a later attempt; ``position`` returns this rank's calls and forward
-    passes for peers that ask; ``checksum`` returns the checksum of a live expert, given its layer and expert index.
-    ``patience`` is the longest wait, in seconds, for a rank that may have committed a layer.
+    Parameters
+    ----------
+    peers
+        This rank's socket.
+    secret
+        Secret that all members share.
+    rank
+        Number of this rank.
+    addresses
+        Address of each rank, in order.
+    patience
+        Longest wait for a rank that may have committed a layer, in seconds.
+
+    Attributes
+    ----------
+    rank
+        Number of this rank.
+    size
+        Number of ranks.
+    peers
+        Questions and answers between the ranks.
+    store
+        Values that ranks exchange to open process groups.
+    register
+        Results of the last votes on this rank.
+    failure
+        Reason why some rank of the group, this one or a peer, must not serve any more; ``None`` if all may serve.
+    installed_vote
+        Number of the last vote whose layers this rank has installed.
+    formed_attempt
+        Number of the attempt that opened the current vote link.
+    peer_left
+        True once a peer makes a later attempt to open a vote link.
+    position
+        Returns this rank's number of calls and of forward passes.
+    checksum
+        Returns the checksum of a live expert, given its layer and expert index; ``None`` if it is unknown.
     """
 
     def __init__(
         self, peers: Peers, secret: bytes, rank: int, addresses: Sequence[Address], patience: float
     ) -> None:
-        self.rank, self.size = rank, len(addresses)
+        self.rank = rank
+        self.size = len(addresses)
         self.peers = peers
         self.store = PeerStore(peers, _OPEN_TIMEOUT)
         self.register = CommitRegister(peers, patience, peers.runtime)
         self.failure: str | None = None
-        self.installed = 0
-        self.formed = 0
-        self.left = False
+        self.installed_vote = 0
+        self.formed_attempt = 0
+        self.peer_left = False
         self.position: Callable[[], tuple[int, int]] = lambda: (0, 0)
         self.checksum: Callable[[int, int], int | None] = lambda _layer, _expert: None
         self._patience = patience
@@ -63,37 +97,65 @@ class AgentGroup:
     def join(
         cls, host_group: dist.ProcessGroup, node: str, address: str, facts: Any, patience: float = 60.0
     ) -> tuple[AgentGroup, list[Any]]:
-        """Join the ranks of ``host_group``; return the group and all ranks' ``facts``. A collective.
+        """Form the group from the ranks of the host's group. A collective.
 
-        The host's group (gloo) is used only here. What it carries is trusted: the formation's secret is agreed over it.
-        The other ranks reach this one at ``address``; where all are on one ``node`` they meet on the loopback address.
-        Raises ``RendezvousError`` on all ranks alike, where one cannot bind to its address or reach another rank.
-        ``patience`` is that of the group.
+        Parameters
+        ----------
+        host_group
+            The host's gloo group, used only here. It is trusted, because the ranks agree on their secret over it.
+        node
+            Host of this rank. If all ranks are on one node, they use the loopback address.
+        address
+            Address at which the other ranks reach this one.
+        facts
+            Value to send to all ranks.
+        patience
+            Longest wait for a rank that may have committed a layer, in seconds.
+
+        Returns
+        -------
+        tuple of AgentGroup and list
+            The group, and the ``facts`` of all ranks in order.
+
+        Raises
+        ------
+        RendezvousError
+            On all ranks, if any rank cannot bind to its address or cannot reach another rank.
         """
-        gathered = _gathered(host_group, (node, secrets.token_bytes(_SECRET_BYTES), facts))
-        one_node = len({there for there, _, _ in gathered}) == 1
-        complaint, peers = None, None
+        gathered = _all_gather(host_group, (node, secrets.token_bytes(_SECRET_BYTES), facts))
+        one_node = len({rank_node for rank_node, _, _ in gathered}) == 1
+        complaint: str | None = None
+        peers: Peers | None = None
         try:
             peers = Peers("127.0.0.1" if one_node else _reachable(address))
         except OSError as error:
             complaint = f"cannot bind the agents' socket to {address}: {error}"
-        addresses = _gathered(host_group, peers and peers.address)
+        addresses = _all_gather(host_group, peers and peers.address)
         agree(host_group, complaint)
         assert peers is not None
-        secret = hashlib.sha256(b"".join(part for _, part, _ in gathered)).digest()
+        secret = hashlib.sha256(b"".join(share for _, share, _ in gathered)).digest()
         group = cls(peers, secret, dist.get_rank(host_group), addresses, patience)
-        reached = peers.ask(peers.others, b"v", _OPEN_TIMEOUT.total_seconds())
-        unreached = [addresses[other] for other in sorted(peers.others - reached.keys())]
-        agree(host_group, f"cannot reach {unreached} (UDP)" if unreached else None)
-        unlinked = [addresses[other] for other in peers.unlinked()]
-        agree(host_group, f"cannot reach {unlinked} (TCP)" if unlinked else None)
-        return group, [theirs for _, _, theirs in gathered]
+        answers = peers.ask(peers.others, b"v", _OPEN_TIMEOUT.total_seconds())
+        unreached = [addresses[peer] for peer in sorted(peers.others - answers.keys())]
+        agree(host_group, f"cannot reach {unreached} over UDP" if unreached else None)
+        unlinked = [addresses[peer] for peer in peers.unlinked()]
+        agree(host_group, f"cannot reach {unlinked} over TCP" if unlinked else None)
+        return group, [rank_facts for _, _, rank_facts in gathered]
 
     def process_group(self, name: str, timeout: timedelta = _OPEN_TIMEOUT) -> dist.ProcessGroup:
-        """Open a new gloo group of these ranks; every rank asks for it by the same name, in its own time.
+        """Open a new gloo group of all ranks. Every rank calls this with the same name, in its own time.
 
-        ``timeout`` bounds its opening, and what is under way in it where nobody waits for it with another bound. Raises
-        ``RuntimeError`` where not all ranks come, or what has linked itself to this rank is none.
+        Parameters
+        ----------
+        name
+            Name of the group.
+        timeout
+            Bound on opening the group, and on each operation that is not waited for with its own timeout.
+
+        Raises
+        ------
+        RuntimeError
+            If not all ranks join, or a process that is not a member has connected to this rank.
         """
         # torch's stubs do not list the options.
         library: Any = dist.ProcessGroupGloo
@@ -108,34 +170,38 @@ class AgentGroup:
         return cast("dist.ProcessGroup", backend)
 
     def _prove_links(self, backend: Any, name: str, timeout: timedelta) -> None:
-        """Raise ``RuntimeError`` where at the other end of a link is not the rank that it is for."""
+        """Raise ``RuntimeError`` if a link does not lead to the rank that it belongs to."""
 
         def proofs(claim: Callable[[int], str]) -> torch.Tensor:
-            proven = (self.peers.proof(claim(other).encode()) for other in range(self.size))
-            return torch.frombuffer(bytearray(b"".join(proven)), dtype=torch.uint8)
+            proof_of_rank = (self.peers.proof(claim(rank).encode()) for rank in range(self.size))
+            return torch.frombuffer(bytearray(b"".join(proof_of_rank)), dtype=torch.uint8)
 
-        sent = proofs(lambda other: f"{name}: from {self.rank} to {other}")
-        expected = proofs(lambda other: f"{name}: from {other} to {self.rank}")
-        heard = torch.zeros_like(sent)
-        # Each rank's part comes over the link to it, and over no other.
-        backend.alltoall_base(heard, sent, [], []).wait(timeout)
-        wrong = (heard != expected).view(self.size, -1).any(dim=1).nonzero().flatten().tolist()
+        sent = proofs(lambda rank: f"{name}: from {self.rank} to {rank}")
+        expected = proofs(lambda rank: f"{name}: from {rank} to {self.rank}")
+        received = torch.zeros_like(sent)
+        # Each rank's proof arrives over the link to that rank and over no other.
+        backend.alltoall_base(received, sent, [], []).wait(timeout)
+        wrong = (received != expected).view(self.size, -1).any(dim=1).nonzero().flatten().tolist()
         if wrong:
             raise RuntimeError(
-                f"what has linked itself to rank {self.rank} as rank {wrong[0]} is none of its peers"
+                f"a process that is not a member connected to rank {self.rank} as rank {wrong[0]}"
             )
 
     def fail(self, reason: str) -> None:
-        """Serve no more: the others hear of it and end as well, unless it was they who reported it."""
+        """Record that this rank must not serve any more, and notify the peers unless a failure is already known."""
         if self.failure is None:
             self.failure = reason[:_MAX_REASON]
             self.peers.announce(b"f" + self.failure.encode(), _ANNOUNCE_SECONDS)
 
     def wait_for_installs(self, vote: int) -> None:
-        """Wait until every rank has in place what a vote committed, where links broke before all had confirmed it.
+        """Wait until every rank has installed the part that a vote committed, after links broke before all confirmed.
 
-        A rank whose process has ended is not waited for: without it the model serves no other token. Raises
-        ``FatalSwitchError`` where one has failed, or is silent for as long as the model would wait for it.
+        A rank whose process has ended counts as done, because the model cannot serve another token without it.
+
+        Raises
+        ------
+        FatalSwitchError
+            If any rank has failed, or is silent for as long as the model would wait for it.
         """
         end = self.peers.runtime.now() + self._patience
         waiting = set(self.peers.others)
@@ -151,7 +217,7 @@ class AgentGroup:
                     waiting.discard(peer)
             if waiting and self.peers.runtime.now() > end:
                 raise FatalSwitchError(
-                    f"vote {vote} committed a layer that ranks {sorted(waiting)} have not installed within "
+                    f"vote {vote} committed layers that ranks {sorted(waiting)} have not installed within "
                     f"{self._patience:g} s"
                 )
             if waiting and self.failure is None:
@@ -160,26 +226,39 @@ class AgentGroup:
             raise FatalSwitchError(self.failure)
 
     def positions(self) -> dict[int, tuple[int, int]]:
-        """Ask the others for their calls and forward passes; return those of the ones that answer."""
+        """Ask the peers for their positions, and return the calls and forward passes of each rank that answers."""
         try:
             answers = self.peers.ask(self.peers.others, b"p", _POSITION_SECONDS)
         except PeerGoneError:
             return {}
-        split = {rank: answer.split() for rank, answer in answers.items()}
-        return {rank: (int(calls), int(forward)) for rank, (calls, forward) in split.items()}
+        numbers = {rank: answer.split() for rank, answer in answers.items()}
+        return {rank: (int(calls), int(forward)) for rank, (calls, forward) in numbers.items()}
 
     def close(self) -> None:
-        """Answer the others for as long as they may ask what this rank has committed, then no more."""
+        """Close the socket after ``patience`` seconds. Until then peers may still ask about this rank's commits."""
         self.peers.runtime.later(self._patience, self.peers.close)
 
     def _answer(self, question: bytes) -> bytes | None:
-        kind, subject = question[:1], question[1:].decode()
+        """Answer a peer's question, or return ``None`` if there is no answer. The first byte is the kind of question.
+
+        - ``d``: this rank's verdict on a vote
+        - ``t``: this rank's attempt to open a vote link, given the peer's attempt
+        - ``f``: a failure to record
+        - ``c``: checksum of a live expert
+        - ``p``: this rank's position
+        - ``i``: ``+`` if this rank has installed the part of a vote
+        - ``v``: a value in this rank's store
+
+        A rank that knows of a failure answers ``t``, ``i`` and ``v`` with ``!`` and the reason.
+        """
+        kind = question[:1]
+        subject = question[1:].decode()
         if kind == b"d":
             verdict = self.register.answer(int(subject))
             return None if verdict is None else verdict.value
         if kind == b"t":
-            # A datagram may arrive late, or twice: an attempt that has formed the votes, or came before, is no news.
-            self.left |= int(subject) > self.formed
+            # A datagram may arrive late or twice, so ignore the attempt behind the current link and earlier ones.
+            self.peer_left |= int(subject) > self.formed_attempt
             subject = f"attempt/{self.rank}"
         if kind == b"f":
             self.failure = self.failure or subject
@@ -192,30 +271,30 @@ class AgentGroup:
         if self.failure is not None:
             return b"!" + self.failure.encode()
         if kind == b"i":
-            return b"+" if self.installed >= int(subject) else b"-"
+            return b"+" if self.installed_vote >= int(subject) else b"-"
         value = self.store.held(subject)
         return b"-" if value is None else b"+" + value
 
 
 def _reachable(address: str) -> str:
-    """Resolve a name to an interface's address; raises ``OSError`` where no other host could reach it."""
-    found = str(socket.getaddrinfo(address, None, type=socket.SOCK_DGRAM)[0][4][0])
-    if ipaddress.ip_address(found).is_loopback:
+    """Resolve a name to an IP address. Raises ``OSError`` if other hosts cannot reach that address."""
+    resolved = str(socket.getaddrinfo(address, None, type=socket.SOCK_DGRAM)[0][4][0])
+    if ipaddress.ip_address(resolved).is_loopback:
         raise OSError(
-            f"it resolves to {found}; set data_host to an address at which other hosts reach this one"
+            f"it resolves to the loopback address {resolved}; set data_host to an address that other hosts can reach"
         )
-    return found
+    return resolved
 
 
 def agree(host_group: dist.ProcessGroup, complaint: str | None) -> None:
-    """Raise ``RendezvousError`` on all ranks where any has a complaint. A collective."""
-    for rank, theirs in enumerate(_gathered(host_group, complaint)):
-        if theirs is not None:
-            raise RendezvousError(f"rank {rank}: {theirs}")
+    """Raise ``RendezvousError`` on all ranks if any of them has a complaint. A collective."""
+    for rank, rank_complaint in enumerate(_all_gather(host_group, complaint)):
+        if rank_complaint is not None:
+            raise RendezvousError(f"rank {rank}: {rank_complaint}")
 
 
-def _gathered(host_group: dist.ProcessGroup, own: Any) -> list[Any]:
-    """Objects of all ranks, in order."""
-    every: list[Any] = [None] * dist.get_world_size(host_group)
-    dist.all_gather_object(every, own, group=host_group)
-    return every
+def _all_gather(host_group: dist.ProcessGroup, value: Any) -> list[Any]:
+    """Return the values of all ranks, in order. A collective."""
+    gathered: list[Any] = [None] * dist.get_world_size(host_group)
+    dist.all_gather_object(gathered, value, group=host_group)
+    return gathered

@@ -1,22 +1,27 @@
-"""The layer switch as a pure state machine: state and event in, state and actions out; no clock, sockets or tensors.
+"""State machine of the layer switch: maps a state and an event to a new state and actions.
+
+It is pure: it uses no clock, sockets, threads or tensors.
 
 ::
 
-    IDLE --offer--> OFFERED --all hold it--> TRANSFERRING --all bytes here--> READY --all ready--> commit, next part
-                       |                          |                            |
-                       +------ any rank votes abort, or a deadline passes -----+--> IDLE, old placement stays
-                       +------ the service has called off the plan, and no rank transfers --> IDLE
+    IDLE --offer--> OFFERED --all hold the plan--> TRANSFERRING --staged--> READY --all ready--> commit, next part
+                       |                                |                     |
+                       +--- any rank votes to abort, or a deadline passes ----+--> IDLE, current layout stays
+                       +------ called off, and no rank is transferring -------+--> IDLE, current layout stays
 
-Ranks switch a plan in parts: consecutive layers, as many as fit in staging, that they transfer together and commit with
-one vote.
+Ranks switch a plan in parts. A part is a run of consecutive layers that fit in staging together; ranks transfer them
+together and commit them with one vote.
 
-Two rules keep the ranks together. A rank moves from OFFERED to TRANSFERRING, moves on to the next part, commits or
-aborts only on the outcome of a vote, never on its own. A wish to abort waits for the next ballot, so that a rank that
-has voted READY stays committed to it until it knows the outcome of that vote.
+Two rules keep the ranks consistent:
 
-A vote is one integer all-reduce with MIN. Every field also travels negated, so that one reduction gives minimum and
-maximum: two equal bounds mean that all ranks voted the same. The decision is a function of the outcome alone, and the
-outcome is the same on all ranks; that is what makes ranks act together.
+- A rank leaves OFFERED for TRANSFERRING, begins the next part, commits or aborts only on the outcome of a vote, never
+  on its own.
+- A wish to abort waits for the next ballot. A rank that has voted READY is bound by that vote until it knows the
+  outcome.
+
+A vote is one integer all-reduce with MIN. Each field is also sent negated, so one reduction gives its minimum and its
+maximum; if the two are equal, all ranks voted the same. All ranks receive the same outcome, and their decision is a
+function of the outcome only, so they act together.
 """
 
 from __future__ import annotations
@@ -33,7 +38,7 @@ from eplb_core.wire.plan import RankLayer, RankPlan
 from worker_agent.swap.rank_layout import RankLayout
 
 BALLOT_WIDTH = 10
-"""Integers in one ballot on the wire."""
+"""Number of integers in an encoded ballot."""
 
 
 class Progress(enum.IntEnum):
@@ -46,24 +51,35 @@ class Progress(enum.IntEnum):
 
 
 class VoteResult(enum.Enum):
-    """Decision of a vote, which all ranks carry out at this step boundary."""
+    """Decision of a vote. All ranks carry it out at the same step boundary."""
 
-    NOTHING = "nothing"
+    NOTHING = "change nothing"
     START = "start the transfer of the plan's next part"
     COMMIT = "commit the part"
     ABORT = "drop the plan"
-    CALL_OFF = "drop the plan at the service's request"
-    REALIGN = "drop the plan and vote again at a common forward pass: the ranks count different ones"
-    DIVERGED = "serve no more: the ranks serve different placements"
+    CALL_OFF = "drop the plan because the service called it off"
+    REALIGN = "drop the plan and vote again at a common forward pass, because the ranks are at different ones"
+    DIVERGED = "stop serving, because the ranks serve different placements"
 
 
 @dataclass(frozen=True)
 class Ballot:
     """One rank's vote.
 
-    ``plan`` is the digest of the plan that it holds, 0 for none; ``installed`` fingerprints what it serves; ``forward``
-    is the forward pass after which, by this rank's count, the vote was due. ``called_off`` is True if the service
-    has called off that plan.
+    Parameters
+    ----------
+    progress
+        The rank's progress with the current part of its plan.
+    plan
+        Digest of the plan that the rank holds; 0 without a plan.
+    installed
+        ``version_digest`` of the rank's current layout.
+    abort
+        True if the rank wants to drop the plan.
+    forward
+        Number of the last forward pass before the vote, as counted by this rank.
+    called_off
+        True if the service has called off the plan.
     """
 
     progress: Progress
@@ -75,19 +91,57 @@ class Ballot:
 
     @property
     def commits(self) -> bool:
-        """True if this rank must commit the part if all ranks vote the same."""
+        """True if this rank votes to commit its part."""
         return self.progress == Progress.READY and not (self.abort or self.called_off)
 
     def encode(self) -> list[int]:
         """Return ``BALLOT_WIDTH`` signed 64-bit integers for a MIN all-reduce."""
         bounds = [self.progress, self.plan, self.installed, self.forward]
-        against = [-int(self.abort), -int(self.called_off)]
-        return [*(int(value) for value in bounds), *(-int(value) for value in bounds), *against]
+        flags = [-int(self.abort), -int(self.called_off)]
+        return [*(int(value) for value in bounds), *(-int(value) for value in bounds), *flags]
 
 
 @dataclass(frozen=True)
 class VoteOutcome:
-    """The ballots of all ranks, reduced."""
+    """Result of reducing the ballots of all ranks.
+
+    Parameters
+    ----------
+    slowest
+        Progress of the slowest rank.
+    plan_low
+        Lowest plan digest on any ballot; 0 if a rank holds no plan.
+    plan_high
+        Highest plan digest on any ballot; 0 if no rank holds a plan.
+    installed_agree
+        True if all ranks have the same layout and epochs.
+    abort
+        True if any rank votes to abort.
+    forward_low
+        Lowest forward pass on any ballot.
+    forward_high
+        Highest forward pass on any ballot.
+    confirmed
+        False if the ranks did not confirm that all of them are at the same step boundary.
+    called_off
+        True if any rank knows that the service has called off its plan.
+
+    Examples
+    --------
+    One rank is still transferring, so nothing happens yet:
+
+    >>> ready = Ballot(Progress.READY, plan=7, installed=3, abort=False)
+    >>> late = Ballot(Progress.TRANSFERRING, plan=7, installed=3, abort=False)
+    >>> def reduced(*ballots):
+    ...     return [min(column) for column in zip(*(ballot.encode() for ballot in ballots))]
+    >>> VoteOutcome.decode(reduced(ready, late)).result.name
+    'NOTHING'
+
+    The part is committed once all ranks are ready:
+
+    >>> VoteOutcome.decode(reduced(ready, ready)).result.name
+    'COMMIT'
+    """
 
     slowest: Progress
     plan_low: int
@@ -101,7 +155,7 @@ class VoteOutcome:
 
     @classmethod
     def decode(cls, reduced: Sequence[int]) -> VoteOutcome:
-        """Decode the reduced integers; raises ``ValueError`` where they are not a ballot's."""
+        """Decode the reduced integers. Raises ``ValueError`` if they do not encode a reduced ballot."""
         if len(reduced) != BALLOT_WIDTH:
             raise ValueError(f"a ballot has {BALLOT_WIDTH} integers, got {len(reduced)}")
         progress, plan_low, installed_low, forward_low = reduced[:4]
@@ -119,30 +173,30 @@ class VoteOutcome:
 
     @classmethod
     def unanimous(cls, plan: int) -> VoteOutcome:
-        """Return the outcome of a vote in which all ranks are ready to commit a part of this plan."""
+        """Return the outcome of a vote in favour of committing a part of the plan with digest ``plan``."""
         return cls(Progress.READY, plan, plan, installed_agree=True, abort=False)
 
     @classmethod
-    def nobody(cls) -> VoteOutcome:
-        """VoteOutcome as if no rank had held a plan: nothing follows from it."""
+    def without_plans(cls) -> VoteOutcome:
+        """Return the outcome of a vote in which no rank holds a plan, so that nothing changes."""
         return cls(Progress.IDLE, 0, 0, installed_agree=True, abort=False)
 
     def with_abort(self) -> VoteOutcome:
-        """VoteOutcome had one rank more voted to abort."""
+        """Return this outcome with one more vote to abort."""
         return replace(self, abort=True)
 
     def unconfirmed(self) -> VoteOutcome:
-        """VoteOutcome where not all ranks are at the boundary at which it is counted."""
+        """Return this outcome for ranks that are not all at the same step boundary."""
         return replace(self, confirmed=False)
 
     @property
     def plans(self) -> frozenset[int]:
-        """Digests of plans known to be held by some rank."""
+        """Digests of plans on the ballots: the lowest and the highest, without 0."""
         return frozenset({self.plan_low, self.plan_high} - {0})
 
     @property
     def idle(self) -> bool:
-        """True if all ranks, at one forward pass, hold no plan."""
+        """True if all ranks are at the same forward pass and hold no plan."""
         return self.result is VoteResult.NOTHING and not self.plans
 
     @cached_property
@@ -169,10 +223,17 @@ class VoteOutcome:
 
 @dataclass(frozen=True)
 class StartTransfer:
-    """Action: stage this rank's incoming experts for all ``layers``; answer with ``with_transfer_ended``.
+    """Action: stage the experts that this rank receives, then report back with ``with_transfer_ended``.
 
-    ``lane`` grows, on all ranks at once, whenever a transfer was aborted: bytes of an abandoned transfer must never
-    meet those of a later one.
+    Parameters
+    ----------
+    layers
+        Layers of the part.
+    generation
+        Number of the transfer.
+    lane
+        Number of the lane to use. All ranks increase it together after an aborted transfer, so that late bytes of the
+        aborted transfer never mix with those of a newer one.
     """
 
     layers: tuple[RankLayer, ...]
@@ -182,10 +243,20 @@ class StartTransfer:
 
 @dataclass(frozen=True)
 class Commit:
-    """Action: copy what the transfer of ``generation`` has staged, and the new tables, into place, now.
+    """Action: install a staged part now, all its layers between the same two forward passes.
 
-    All ``layers`` switch between the same two forward passes. ``before`` is the placement served so far. ``installed``
-    has the placement that results from each layer in turn; the last one is served from now on.
+    Parameters
+    ----------
+    plan_id
+        Number of the plan.
+    generation
+        Number of the transfer that staged the part.
+    layers
+        Layers to install, in order.
+    before
+        Layout before the commit.
+    installed
+        Layout after each layer in turn. The last one is served from now on.
     """
 
     plan_id: int
@@ -197,31 +268,57 @@ class Commit:
 
 @dataclass(frozen=True)
 class Halted:
-    """Action: serve no further token, as the ranks have diverged."""
+    """Action: serve no further token, because the ranks have diverged."""
 
     reason: str
 
 
 Action: TypeAlias = StartTransfer | Commit | PlanStatus | Halted
-"""Request of the machine. They run in order. The driver reports each ``PlanStatus``; staging ends with its plan."""
+"""Action requested by the machine. The driver reports each ``PlanStatus``, and discards staging with its plan."""
 
 Transition: TypeAlias = "tuple[SwitchState, tuple[Action, ...]]"
-"""State after an event, and what is to be done about it, in order."""
+"""State after an event, and the actions to carry out, in order."""
 
 
 @dataclass(frozen=True)
 class SwitchState:
-    """Switch of one rank, a value: each event gives another, with what is to be done about it.
+    """State of the switch on one rank (immutable). Each event returns a new state.
 
-    ``progress`` is the rank's progress with the part that begins at layer ``index`` of ``plan``, which it accepted at
-    step ``offered_at``. It is IDLE exactly if there is no plan. In a part of several layers, no rank receives or sends
-    more than ``staging_rows`` experts; the number is the same on all ranks. A plan may stay OFFERED for at most
-    ``offer_deadline_steps``, because some rank may never get it. With an ``abort_wish`` the next ballot votes
-    to abort. If the service has ``called_off`` the plan, each ballot says so, and the plan ends once no rank transfers
-    a part. ``generation`` numbers the transfers and ``lane`` the lanes that they use. Both grow equally on all ranks,
-    ``lane`` only if a transfer was aborted. The rank rejects plans of terms below ``highest_term``. It rejects all
-    plans while it is ``paused`` (until resumed), ``unheard`` (until the ranks vote again) or ``halted`` (for good,
-    because the ranks have diverged).
+    Parameters
+    ----------
+    installed
+        Current layout of this rank.
+    offer_deadline_steps
+        Largest number of steps that a plan may stay OFFERED. Some rank may never receive it.
+    staging_rows
+        Experts that staging holds, the same on all ranks. In a part of several layers, no rank receives or sends more.
+    progress
+        Progress with the current part; IDLE if and only if there is no plan.
+    plan
+        Plan that this rank has accepted, or ``None``.
+    index
+        Position of the current part's first layer in the plan.
+    offered_at
+        Step at which this rank accepted the plan.
+    abort_wish
+        Reason to vote for an abort with the next ballot, or ``None``.
+    called_off
+        True if the service has called off the plan. Each ballot reports it, and the plan ends once no rank is
+        transferring.
+    generation
+        Number of the last transfer. All ranks increase it together.
+    lane
+        Number of the lane for transfers. All ranks increase it together, after an abort or when voting resumes.
+    transfer_runs
+        True until the last transfer has ended, even if its plan has been dropped.
+    highest_term
+        Highest leader term of any service so far. Plans of lower terms are rejected.
+    paused
+        Reason to reject all plans until ``resumed``, or ``None``.
+    unheard
+        Reason why the ranks are not voting, or ``None``. All plans are rejected until voting resumes.
+    halted
+        Reason to reject all plans for good, or ``None``: the ranks have diverged.
     """
 
     installed: RankLayout
@@ -250,7 +347,7 @@ class SwitchState:
 
     @property
     def ballot(self) -> Ballot:
-        """This rank's vote."""
+        """This rank's vote, without its forward pass."""
         return Ballot(
             progress=self.progress,
             plan=self.plan.digest if self.plan is not None else 0,
@@ -259,45 +356,71 @@ class SwitchState:
             called_off=self.called_off,
         )
 
-    # Events that only change the state
+    # Events without actions
 
     def with_term(self, term: int) -> SwitchState:
-        """Note that a service of this leader term is there: plans of older ones are refused from here on."""
+        """Record the leader term of a connected service. Plans of lower terms are rejected from now on."""
         return self if term <= self.highest_term else replace(self, highest_term=term)
 
     def with_transfer_ended(self, generation: int, error: str | None = None) -> SwitchState:
-        """Note that the transfer of ``generation`` has staged everything, or failed with ``error``."""
+        """Record the end of a transfer.
+
+        Parameters
+        ----------
+        generation
+            Number of the transfer.
+        error
+            Reason for its failure; ``None`` if all experts are staged.
+        """
         ended = replace(self, transfer_runs=False)
         if self.progress != Progress.TRANSFERRING:
-            # Numbers may have gone on meanwhile, where the ranks have formed the votes again: one runs at a time.
+            # The generation may have changed when voting resumed. Only one transfer runs at a time, so none is left.
             return ended
         if generation != self.generation:
             return self
         return replace(ended, progress=Progress.READY) if error is None else replace(ended, abort_wish=error)
 
     def at_step(self, step: int) -> SwitchState:
-        """Turn a deadline passed at this step boundary into a wish to abort."""
+        """Wish to abort the plan if its offer deadline has passed at this step boundary."""
         overdue = self.progress == Progress.OFFERED and step - self.offered_at > self.offer_deadline_steps
         if not overdue:
             return self
-        return self._wishing(f"not all ranks held the plan within {self.offer_deadline_steps} steps")
+        return self._with_abort_wish(f"not all ranks held the plan within {self.offer_deadline_steps} steps")
 
     def with_pause(self, reason: str) -> SwitchState:
-        """Take no plans until ``resumed``, and vote down the one under way."""
-        return replace(self._wishing(reason), paused=reason)
+        """Reject plans until ``resumed``, and wish to abort the current one."""
+        return replace(self._with_abort_wish(reason), paused=reason)
 
     def resumed(self) -> SwitchState:
-        """Take plans again."""
+        """Accept plans again after a pause."""
         return replace(self, paused=None)
 
     def reformed(self, generation: int, lane: int) -> SwitchState:
-        """Vote again; ``generation`` and ``lane`` are the highest that any rank knew."""
+        """Resume voting.
+
+        Parameters
+        ----------
+        generation
+            Highest transfer number of any rank.
+        lane
+            Highest lane number of any rank.
+        """
         return replace(self, unheard=None, generation=generation, lane=lane + 1)
 
-    # Events that ask for something
+    # Events with actions
 
     def offer(self, plan: RankPlan, step: int, checked_for: int) -> Transition:
-        """Take a plan whose moves were checked to start from the placement with the digest ``checked_for``."""
+        """Accept or reject a plan.
+
+        Parameters
+        ----------
+        plan
+            Plan from the service.
+        step
+            Current step.
+        checked_for
+            Digest of the placement against which the sources of the plan's moves were checked.
+        """
         if self.plan is not None and plan.digest == self.plan.digest:
             return self, ()
         reason = self._refusal(plan, checked_for)
@@ -312,26 +435,26 @@ class SwitchState:
                 abort_wish=None,
             )
             return accepted, (PlanStatus(plan.plan_id, PlanState.ACCEPTED, plan.layers[0].layer),)
-        refused = self
+        after = self
         if (self.halted is self.paused is self.unheard is None) and plan.leader_term >= self.highest_term:
-            # The service is the one to decide, also that its earlier plan is worth nothing any more.
-            refused = self._wishing(f"the service has moved on to plan {plan.plan_id}")
-        return refused, (PlanStatus(plan.plan_id, PlanState.REFUSED, reason=reason),)
+            # By sending a new plan, the service gives up the earlier one.
+            after = self._with_abort_wish(f"the service has replaced it by plan {plan.plan_id}")
+        return after, (PlanStatus(plan.plan_id, PlanState.REFUSED, reason=reason),)
 
     def call_off(self, plan_id: int) -> Transition:
-        """Vote to drop the plan at the service's request; report CALLED_OFF at once if this rank does not hold it."""
+        """Vote to drop a plan at the service's request. If this rank does not hold it, report CALLED_OFF at once."""
         if self.plan is not None and self.plan.plan_id == plan_id:
             return replace(self, called_off=True), ()
         reason = "called off by the service; this rank does not hold it"
         return self, (PlanStatus(plan_id, PlanState.CALLED_OFF, reason=reason),)
 
     def lose_votes(self, reason: str) -> Transition:
-        """Drop the plan, and take no other until the ranks vote again."""
+        """Drop the plan, and reject all plans until voting resumes."""
         dropped, actions = self._drop(reason)
         return replace(dropped, unheard=reason), actions
 
     def decide(self, outcome: VoteOutcome) -> Transition:
-        """Act on the outcome of a vote, as every other rank does at this same step."""
+        """Carry out the outcome of a vote, as every other rank does at this step."""
         result = outcome.result
         if result is VoteResult.DIVERGED:
             reason = "the ranks serve different placements"
@@ -339,7 +462,7 @@ class SwitchState:
             return replace(dropped, halted=self.halted or reason), (Halted(reason),)
         if result is VoteResult.REALIGN:
             return self._drop(
-                "the ranks are not at one forward pass: one has missed a step, made one twice, or is seconds late"
+                "the ranks are at different forward passes: a rank missed a step, ran one twice, or is seconds late"
             )
         if self.plan is None or self.plan.digest not in outcome.plans:
             return self, ()
@@ -355,34 +478,39 @@ class SwitchState:
 
     # Transitions
 
-    def _wishing(self, reason: str) -> SwitchState:
-        """Wish to abort the plan, if there is one; the first reason is kept."""
+    def _with_abort_wish(self, reason: str) -> SwitchState:
+        """Wish to abort the plan, unless there is no plan. The first reason is kept."""
         return self if self.plan is None or self.abort_wish is not None else replace(self, abort_wish=reason)
 
     def _refusal(self, plan: RankPlan, checked_for: int) -> str | None:
+        """Return the reason to reject a plan, or ``None`` to accept it."""
         if self.halted is not None:
-            return f"this rank serves no more: {self.halted}"
+            return f"this rank has halted: {self.halted}"
         if self.paused is not None:
             return f"balancing is paused on this rank: {self.paused}"
         if self.unheard is not None:
-            return f"the ranks do not vote at present: {self.unheard}"
+            return f"the ranks are not voting: {self.unheard}"
         if plan.leader_term < self.highest_term:
             return (
-                f"leader term {plan.leader_term} is older than {self.highest_term}, which this rank has seen"
+                f"leader term {plan.leader_term} is older than {self.highest_term}, the newest on this rank"
             )
         if self.plan is not None:
-            return f"plan {self.plan.plan_id} is still under way; it is being given up"
+            return f"plan {self.plan.plan_id} is still under way; this rank now votes to abort it"
         if self.transfer_runs:
-            return "the transfer of an aborted plan is still running out"
-        if (plan.base_epoch, plan.base_digest) != (self.installed.epoch, self.installed.digest):
+            return "the transfer of an aborted plan is still running"
+        if plan.base_epoch != self.installed.epoch:
+            return f"the plan starts from epoch {plan.base_epoch}, but this rank serves epoch {self.installed.epoch}"
+        if plan.base_digest != self.installed.digest:
             return (
-                f"the plan starts from epoch {plan.base_epoch}, this rank serves epoch {self.installed.epoch}"
+                f"the plan starts from another placement of epoch {plan.base_epoch} than this rank serves "
+                f"(digest {plan.base_digest:#x}, not {self.installed.digest:#x})"
             )
         if checked_for != self.installed.digest:
             return "a layer was switched between this plan's check and its offer"
         return None
 
     def _start(self) -> Transition:
+        """Start the transfer of the current part."""
         assert self.plan is not None
         started = replace(
             self, progress=Progress.TRANSFERRING, generation=self.generation + 1, transfer_runs=True
@@ -390,6 +518,7 @@ class SwitchState:
         return started, (StartTransfer(self.part, started.generation, self.lane),)
 
     def _commit(self) -> Transition:
+        """Commit the current part, and start the next one or end the plan."""
         assert self.plan is not None
         plan = self.plan
         part = self.part
@@ -406,13 +535,15 @@ class SwitchState:
         return replace(self._idle(), installed=after), (commit,)
 
     def _drop(self, reason: str) -> Transition:
+        """Drop the plan and report it as aborted. Leave the lane if a transfer has used it."""
         if self.plan is None:
             return self, ()
         aborted = PlanStatus(self.plan.plan_id, PlanState.ABORTED, self.plan.layers[self.index].layer, reason)
-        begun = self.progress in (Progress.TRANSFERRING, Progress.READY)
-        return replace(self._idle(), lane=self.lane + begun), (aborted,)
+        uses_lane = self.progress in (Progress.TRANSFERRING, Progress.READY)
+        return replace(self._idle(), lane=self.lane + uses_lane), (aborted,)
 
     def _called_off(self) -> Transition:
+        """Drop the plan and report it as called off. The lane stays, because no rank has bytes in flight."""
         assert self.plan is not None
         layer = self.plan.layers[self.index].layer
         ended = PlanStatus(self.plan.plan_id, PlanState.CALLED_OFF, layer, "called off by the service")

@@ -1,4 +1,4 @@
-"""Placement that a rank serves, and plans that lead on from it: the service's, checked, and one that leads back."""
+"""One rank's layout and identity, and its plans: checked ones from the service, and one that restores a placement."""
 
 from __future__ import annotations
 
@@ -36,18 +36,42 @@ from eplb_core.wire.plan import (
 )
 
 _RESTORING_PLAN_ID = 0
-"""No service gives a plan this number."""
+"""Number of restoring plans; no service uses it."""
 
 Order: TypeAlias = tuple[RankPlan, int] | CallOff
-"""Order of the service: a plan with the digest of the placement it was checked against, or a plan's cancellation."""
+"""Order from the service: a plan with the digest of the placement it was checked against, or a call-off."""
 
 
 @dataclass(frozen=True)
 class RankLayout:
-    """Placement that this rank serves, a snapshot: each committed layer makes a new one, so any thread may read it.
+    """Layout that one rank serves. It is an immutable snapshot, replaced at each commit, so any thread may read it.
 
-    ``log2phy_LE`` are this rank's tables, int32 ``[L, E]``, or ``[L, E, D]`` where it deals; ``layer_epochs`` the
-    epochs at which each layer last changed.
+    Parameters
+    ----------
+    rank
+        The rank.
+    placement
+        Placement of all ranks.
+    log2phy_LE
+        This rank's tables, int32 ``[L, E]``, or ``[L, E, D]`` for dealing tables.
+    epoch
+        Version of the layout.
+    layer_epochs
+        Epoch at which each layer last changed.
+    layer_digests
+        Digest of each layer's placement.
+
+    Examples
+    --------
+    Two ranks have two slots each, for three experts. The second slot of rank 1 changes from expert 0 to expert 1, and
+    rank 0 keeps its table:
+
+    >>> before = Placement(np.array([[[0, 1], [2, 0]]], dtype=np.int32), experts=3)
+    >>> layout = RankLayout.first(0, before, np.array([[0, 1, 2]], dtype=np.int32))
+    >>> after_RS = np.array([[0, 1], [2, 1]], dtype=np.int32)
+    >>> after = layout.with_layer(0, after_RS, np.array([0, 1, 2], dtype=np.int32))
+    >>> after.epoch, after.layer_epochs, after.digest == layout.digest
+    (1, (1,), False)
     """
 
     rank: int
@@ -59,13 +83,13 @@ class RankLayout:
 
     @classmethod
     def first(cls, rank: int, placement: Placement, log2phy_LE: Int32) -> RankLayout:
-        """Snapshot that a rank starts with, epoch 0.
+        """Return the layout that a rank starts with, at epoch 0.
 
-        Raises ``PlacementError`` where a table points to a slot that does not hold its expert.
+        Raises ``PlacementError`` if a table refers to a slot that does not hold its expert.
         """
         for layer, phy2log_RS in enumerate(placement.phy2log_LRS):
-            where = f"layer {layer}: log2phy of rank {rank}"
-            check_log2phy(log2phy_LE[layer], phy2log_RS, where, deals=log2phy_LE.ndim == 3)
+            label = f"layer {layer}: log2phy of rank {rank}"
+            check_log2phy(log2phy_LE[layer], phy2log_RS, label, deals=log2phy_LE.ndim == 3)
         digests = tuple(layer_digest(layer, row) for layer, row in enumerate(placement.phy2log_LRS))
         return cls(rank, placement, log2phy_LE, 0, (0,) * placement.layers, digests)
 
@@ -76,12 +100,22 @@ class RankLayout:
 
     @cached_property
     def version_digest(self) -> int:
-        """Fingerprint of placement and epochs: differs too where two ranks differ by a switch of tables alone."""
+        """Fingerprint of placement and epochs. Unlike ``digest``, it also changes if a switch changes only tables."""
         version = np.array([self.digest, self.epoch, *self.layer_epochs], dtype="<i8")
         return array_digest(version, salt="version")
 
     def with_layer(self, layer: int, phy2log_RS: Int32, log2phy_E: Int32) -> RankLayout:
-        """Snapshot after one more committed layer."""
+        """Return the layout after one more committed layer.
+
+        Parameters
+        ----------
+        layer
+            Index of the layer.
+        phy2log_RS
+            Its new placement, int32 ``[R, S]``.
+        log2phy_E
+            This rank's new table, int32 ``[E]``, or ``[E, D]`` for a dealing table.
+        """
         changed = [(layer, phy2log_RS, log2phy_E[None])]
         placement, log2phy_1LE = apply_layers(self.placement, self.log2phy_LE[None], changed)
         return replace(
@@ -89,21 +123,35 @@ class RankLayout:
             placement=placement,
             log2phy_LE=log2phy_1LE[0],
             epoch=self.epoch + 1,
-            layer_epochs=_replaced(self.layer_epochs, layer, self.epoch + 1),
-            layer_digests=_replaced(self.layer_digests, layer, layer_digest(layer, phy2log_RS)),
+            layer_epochs=_with_item(self.layer_epochs, layer, self.epoch + 1),
+            layer_digests=_with_item(self.layer_digests, layer, layer_digest(layer, phy2log_RS)),
         )
 
 
-def _replaced(values: tuple[int, ...], index: int, value: int) -> tuple[int, ...]:
+def _with_item(values: tuple[int, ...], index: int, value: int) -> tuple[int, ...]:
     return (*values[:index], value, *values[index + 1 :])
 
 
 @dataclass(frozen=True)
 class Identity:
-    """Place of this rank among its EP group: agreed once, when the ranks meet, and the same for the agent's life.
+    """Identity of this rank in its EP group. The ranks agree on it when they meet; it never changes afterwards.
 
-    ``group_id`` is drawn by rank 0; ``token_groups`` has, per rank, the group of ranks that see the same tokens.
-    ``device`` is the name of this rank's device, empty on a CPU.
+    Parameters
+    ----------
+    deployment
+        Name of the deployment.
+    group_id
+        Random identifier of the group, chosen by rank 0.
+    rank
+        Number of this rank.
+    node
+        Host of this rank.
+    token_groups
+        Token group of each rank. Ranks of one group see the same tokens.
+    shape
+        Sizes of the model and the group.
+    device
+        Name of this rank's device; empty on a CPU.
     """
 
     deployment: str
@@ -115,7 +163,15 @@ class Identity:
     device: str = ""
 
     def hello(self, installed: RankLayout, highest_term: int = 0) -> Hello:
-        """Introduction of this rank while it serves ``installed`` and follows services of this term or higher."""
+        """Return the message that introduces this rank to a service.
+
+        Parameters
+        ----------
+        installed
+            Current layout.
+        highest_term
+            Highest leader term of any service so far. The rank rejects plans of lower terms.
+        """
         return Hello(
             deployment=self.deployment,
             rank=self.rank,
@@ -135,51 +191,80 @@ class Identity:
 
 
 def check_plan(message: agent_pb2.Plan, identity: Identity, installed: RankLayout) -> RankPlan:
-    """Decode a plan that this rank could carry out; one for another epoch passes: the machine refuses it.
+    """Decode a plan and check that this rank could carry it out.
 
-    Raises ``WireError`` where a layer is no valid placement, its weights would come from slots that do not hold them,
-    ranks that share tokens would get different tables, or an expert would leave a rank that it is bound to.
+    A plan for another epoch passes, because the state machine rejects it and reports the reason.
+
+    Parameters
+    ----------
+    message
+        Plan as received.
+    identity
+        Identity of this rank.
+    installed
+        Current layout.
+
+    Raises
+    ------
+    WireError
+        If a layer is not a valid placement, the source slots do not hold the experts, ranks that share tokens would get
+        different tables, or a rank-bound expert would leave its rank.
     """
     plan = decode_plan(message, identity.shape)
     for layer in plan.layers:
         installed_RS = installed.placement.phy2log_LRS[layer.layer]
         if identity.shape.rank_bound:
-            _check_bound(layer.layer, layer.phy2log_RS, installed_RS)
+            _check_rank_bound(layer.layer, layer.phy2log_RS, installed_RS)
         if plan.base_digest == installed.digest:
             check_sources(layer, installed_RS)
         _check_shared_table(layer, identity)
     return plan
 
 
-def _check_bound(layer: int, phy2log_RS: Int32, installed_RS: Int32) -> None:
+def _check_rank_bound(layer: int, phy2log_RS: Int32, installed_RS: Int32) -> None:
+    """Raise ``WireError`` if any rank would receive an expert that it does not hold."""
     for rank, (slots_S, installed_S) in enumerate(zip(phy2log_RS, installed_RS, strict=True)):
-        others = np.setdiff1d(slots_S, installed_S)
-        if others.size:
+        received = np.setdiff1d(slots_S, installed_S)
+        if received.size:
             raise WireError(
-                f"layer {layer} phy2log: rank {rank} would get expert {others[0]}, but grouped experts stay on "
+                f"layer {layer} phy2log: rank {rank} would get expert {received[0]}, but grouped experts stay on "
                 "their ranks"
             )
 
 
 def _check_shared_table(layer: RankLayer, identity: Identity) -> None:
-    """Raise ``WireError`` where ranks that see the same tokens would get different tables."""
-    groups, own = sharing(identity.token_groups), identity.token_groups[identity.rank]
-    where = f"layer {layer.layer} log2phy"
+    """Raise ``WireError`` if ranks that see the same tokens would get different tables."""
+    groups = sharing(identity.token_groups)
+    group = identity.token_groups[identity.rank]
+    label = f"layer {layer.layer} log2phy"
     if len(layer.log2phy_digests) != len(groups):
         raise WireError(
-            f"{where}: {len(layer.log2phy_digests)} digests for {len(groups)} token groups of several ranks"
+            f"{label}: got {len(layer.log2phy_digests)} digests for {len(groups)} token groups of several ranks"
         )
-    if own in groups and table_digest(layer.log2phy_E) != layer.log2phy_digests[groups.index(own)]:
-        raise WireError(f"{where}: is not the table that log2phy_digests lists for token group {own}")
+    if group in groups and table_digest(layer.log2phy_E) != layer.log2phy_digests[groups.index(group)]:
+        raise WireError(
+            f"{label}: the table does not match the digest of token group {group} in log2phy_digests"
+        )
 
 
 def restoring_plan(
     installed: RankLayout, target: Placement, token_groups: Sequence[int], leader_term: int
 ) -> RankPlan | None:
-    """Plan that leads from ``installed`` to ``target``; ``None`` where nothing has to move.
+    """Return a plan from the current layout to a placement, or ``None`` if no slot changes.
 
-    Every rank makes it for itself, the same but for the rank's own tables; ranks of one token group get one table.
-    Unlike in a service's plan an expert may change its slot within a rank.
+    Each rank computes it independently. The plans are equal except for the rank's own tables, and ranks of one token
+    group get the same tables. Unlike in a plan from the service, an expert may change its slot within a rank.
+
+    Parameters
+    ----------
+    installed
+        Current layout.
+    target
+        Placement to restore.
+    token_groups
+        Token group of each rank.
+    leader_term
+        Leader term of the plan.
     """
     width = with_entries(installed.log2phy_LE, 2).shape[-1]
     first_of_group = [token_groups.index(group) for group in token_groups]
@@ -198,13 +283,30 @@ def restoring_plan(
 
 
 def _restoring_moves(old_RS: Int32, new_RS: Int32) -> Int32:
-    """Moves for each slot that changes, from the same rank where it has the expert; int32 ``[M, 5]``."""
+    """Return a move for each slot that changes, from the same rank if it holds the expert.
+
+    Returns
+    -------
+    Int32
+        int32 ``[M, 5]``: source rank and slot, destination rank and slot, and the expert.
+
+    Examples
+    --------
+    Rank 0 exchanges its two experts, and rank 1 replaces expert 3 by expert 0:
+
+    >>> old_RS = np.array([[0, 1], [2, 3]], dtype=np.int32)
+    >>> new_RS = np.array([[1, 0], [2, 0]], dtype=np.int32)
+    >>> _restoring_moves(old_RS, new_RS)
+    array([[0, 1, 0, 0, 1],
+           [0, 0, 0, 1, 0],
+           [0, 0, 1, 1, 0]], dtype=int32)
+    """
     moves = []
     for rank, slot in np.argwhere(old_RS != new_RS).tolist():
         expert = int(new_RS[rank, slot])
         holders = np.argwhere(old_RS == expert).tolist()
-        near = [holder for holder in holders if holder[0] == rank]
-        # Ranks that want the same expert ask different holders.
-        source = near[0] if near else holders[rank % len(holders)]
+        local = [holder for holder in holders if holder[0] == rank]
+        # Spread the ranks that need the same expert over its holders.
+        source = local[0] if local else holders[rank % len(holders)]
         moves.append((*source, rank, slot, expert))
     return np.array(moves, dtype=np.int32)

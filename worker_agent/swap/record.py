@@ -1,6 +1,6 @@
-"""Records what one rank does as JSON lines: votes, transfers, commits, aborts, heat.
+"""Records one rank's votes, transfers, commits, aborts and heat as JSON lines.
 
-Written by the model's thread and flushed as it goes, so that a rank that is killed leaves all but its last moments.
+The model's thread writes each line and flushes it, so a rank that is killed loses only its last moments.
 """
 
 from __future__ import annotations
@@ -19,9 +19,16 @@ _log = logging.getLogger("eplb.agent")
 
 
 class History:
-    """File of one rank, ``rank-N-GROUP.jsonl`` in ``folder``; records nothing where that is ``None``.
+    """History file of one rank. A disk failure stops the recording with a warning and has no other effect.
 
-    A disk that fails ends the recording with a warning, never anything else.
+    Parameters
+    ----------
+    folder
+        Folder for the file ``rank-N-GROUP.jsonl``; ``None`` to record nothing.
+    identity
+        Identity of this rank.
+    installed
+        Layout at the start.
     """
 
     def __init__(self, folder: Path | None, identity: Identity, installed: RankLayout) -> None:
@@ -33,7 +40,7 @@ class History:
             path = folder / f"rank-{identity.rank}-{identity.group_id}.jsonl"
             self._file = path.open("w", encoding="utf-8", buffering=1)
         except OSError as error:
-            _log.warning("rank %d: no history is recorded: %s", identity.rank, error)
+            _log.warning("rank %d: cannot record its history: %s", identity.rank, error)
         self._write(
             "start",
             rank=identity.rank,
@@ -45,40 +52,51 @@ class History:
         )
 
     def vote(
-        self, step: int, number: int, cast: Ballot | None, outcome: VoteOutcome, *, heard: bool = True
+        self, step: int, number: int, ballot: Ballot | None, outcome: VoteOutcome, *, has_outcome: bool = True
     ) -> None:
-        """Record this rank's ballot ``cast``, and the ``outcome`` that vote ``number`` had for all ranks at ``step``.
+        """Record a vote.
 
-        ``heard`` is false where the register said what became of it.
+        Parameters
+        ----------
+        step
+            Step at which it was counted or settled.
+        number
+            Number of the vote.
+        ballot
+            This rank's ballot. Without one nothing is recorded.
+        outcome
+            Outcome for all ranks.
+        has_outcome
+            True if this rank received the outcome, False if it settled the vote with its peers.
         """
-        if cast is not None:
+        if ballot is not None:
             self._write(
                 "vote",
                 step=step,
                 number=number,
-                heard=heard,
-                progress=cast.progress.name,
-                plan=cast.plan,
-                abort=cast.abort or cast.called_off,
-                installed=cast.installed,
+                heard=has_outcome,
+                progress=ballot.progress.name,
+                plan=ballot.plan,
+                abort=ballot.abort or ballot.called_off,
+                installed=ballot.installed,
                 decision=outcome.result.name,
             )
 
     def action(self, step: int, action: Action) -> None:
-        """Record what the machine asks for: transfers, commits, dropped plans and halts."""
+        """Record an action of the state machine: a transfer, commit, dropped plan or halt."""
         match action:
             case StartTransfer(layers, generation, lane):
                 indices = [layer.layer for layer in layers]
                 self._write("transfer", step=step, generation=generation, lane=lane, layers=indices)
             case Commit():
-                self._committed(step, action)
+                self._write_commit(step, action)
             case Halted(reason):
                 self._write("halt", step=step, reason=reason)
             case PlanStatus(state=PlanState.ABORTED | PlanState.CALLED_OFF):
                 facts = {"plan_id": action.plan_id, "layer": action.layer, "reason": action.reason}
                 self._write("abort", step=step, **facts)
 
-    def _committed(self, step: int, commit: Commit) -> None:
+    def _write_commit(self, step: int, commit: Commit) -> None:
         """Record a commit, with one line per layer."""
         before = commit.before
         for layer, after in zip(commit.layers, commit.installed, strict=True):
@@ -95,13 +113,13 @@ class History:
             before = after
 
     def heat(self, report: HeatReport) -> None:
-        """Record that counts of some steps are about to be sent."""
+        """Record a heat report that is about to be sent."""
         self._write(
             "heat", first_step=report.first_step, steps=report.steps, layer_epochs=report.layer_epochs
         )
 
     def close(self, step: int) -> None:
-        """Record that the agent ends after ``step`` steps, and close the file."""
+        """Record the end of the agent after ``step`` steps, and close the file."""
         self._write("end", step=step)
         if self._file is not None:
             self._file.close()
@@ -114,4 +132,4 @@ class History:
             self._file.write(json.dumps({"kind": kind, **facts}) + "\n")
         except OSError as error:
             self._file = None
-            _log.warning("the recording of history has ended: %s", error)
+            _log.warning("stopped recording the history: %s", error)

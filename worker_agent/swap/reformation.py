@@ -1,7 +1,7 @@
-"""Brings the votes of a formation back after they were lost, on a thread of its own, while the model serves on.
+"""Opens a new vote link after the last one was lost, on a thread of its own, while the model keeps serving.
 
-A stall, a broken link or a late first step ends the votes, not the balancing: all ranks open new links, compare what
-they serve, and agree on a forward pass from which they vote again. Where they do not all come, they try again later.
+A stall, a broken link or a late first step stops voting only for a while. All ranks open a new link, compare their
+layouts, and agree on the forward pass from which they vote again. If a rank is missing, they try again later.
 """
 
 from __future__ import annotations
@@ -23,18 +23,25 @@ _log = logging.getLogger("eplb.agent")
 
 _INITIAL_BACKOFF_SECONDS = 0.5
 _MAX_BACKOFF_SECONDS = 60.0
+"""Longest wait between two attempts after a failed one."""
 _MAX_DELAY_SECONDS = 3600.0
+"""Longest wait before an attempt if vote links are lost early again and again."""
 _GATHER_SECONDS = 60.0
 _OPEN_SECONDS = 60.0
 _POLL_SECONDS = 0.05
 _INITIAL_MARGIN = 32
-"""Forward passes until the first vote: all ranks must have heard of it before they get there."""
+"""Forward passes until the first vote. No rank may get there before it knows of the vote."""
 _MAX_MARGIN = 4096
-_AHEAD = 256
-"""Forward passes by which the number that the ranks agree on is ahead of any that one of them has reached."""
+_RENUMBERING_MARGIN = 256
+"""Distance of the agreed pass number from the highest number that any rank has reached."""
 _REST_SECONDS = 60.0
-_QUEUED, _QUIET = 1, 2
-"""States of a rank between two passes: some are still to be run on its device, or none."""
+"""Longest wait for the model's thread to come to rest between two passes and agree with the other ranks."""
+_GAVE_UP = 0
+"""State of a rank that no longer tries to come to rest."""
+_QUEUED = 1
+"""State of a rank whose device still has queued work."""
+_QUIET = 2
+"""State of a rank whose device has no queued work."""
 
 
 class _TooLateError(TimeoutError):
@@ -42,16 +49,46 @@ class _TooLateError(TimeoutError):
 
 
 class Reformation:
-    """Tries until the ranks vote again.
+    """Tries to open a new vote link until all ranks have joined.
 
-    ``state`` and ``vote`` are this rank's when it lost the votes, ``attempts`` counts those of the formation's life,
-    and ``fruitless`` how often in a row votes were lost soon after they had been formed: each time they come later.
-    ``complaint`` is the last attempt's error. Once ``poll`` gives the votes, ``start`` is the forward pass of the
-    first; ``generation``, ``lane`` and ``vote`` are the last that any rank knew of.
+    If a rank is astray, or the ranks' pass counts are far apart, the ranks first agree on a new number for one forward
+    pass. Each rank then comes to rest between two passes on its model's thread (``rest``), with no queued work on its
+    device. Every pass contains collectives of all ranks, so if all are at rest at the same time, they have run the same
+    passes.
 
-    Where a rank is ``astray``, or the ranks count passes that are far apart, they first agree on the number of one. For
-    that each comes to rest between two passes on its model's thread (``rest``), with nothing left to do on its device:
-    every pass holds collectives of all ranks, so when all are at rest at one time they have made the same passes.
+    Parameters
+    ----------
+    group
+        The group of ranks.
+    state
+        This rank's state when voting stopped.
+    vote
+        Number of this rank's last vote.
+    attempts
+        Number of attempts so far in the group's life.
+    early_losses
+        How many times in a row a vote link was lost soon after it was opened. Each time the next attempt waits longer.
+    current_pass
+        Returns the highest forward pass that this rank has reached.
+    runtime
+        Clock and threads to use.
+    astray
+        True if the ranks must agree on a new pass number.
+
+    Attributes
+    ----------
+    attempts
+        Number of the current attempt.
+    complaint
+        Error of the last attempt, or ``None``.
+    start
+        Forward pass of the first vote, once ``poll`` returns the link.
+    generation
+        Highest transfer number of any rank, once ``poll`` returns the link.
+    lane
+        Highest lane number of any rank, once ``poll`` returns the link.
+    vote
+        Highest vote number of any rank, once ``poll`` returns the link.
     """
 
     def __init__(
@@ -60,8 +97,8 @@ class Reformation:
         state: SwitchState,
         vote: int,
         attempts: int,
-        fruitless: int,
-        now: Callable[[], int],
+        early_losses: int,
+        current_pass: Callable[[], int],
         runtime: Runtime = REAL,
         *,
         astray: bool = False,
@@ -69,180 +106,210 @@ class Reformation:
         self.attempts = attempts
         self.complaint: str | None = None
         self.start = 0
-        self.generation, self.lane, self.vote = state.generation, state.lane, vote
+        self.generation = state.generation
+        self.lane = state.lane
+        self.vote = vote
         self._group = group
         self._version_digest = state.installed.version_digest
-        self._now = now
+        self._current_pass = current_pass
         self._runtime = runtime
-        self._backoff = min(_INITIAL_BACKOFF_SECONDS * 4**fruitless, _MAX_DELAY_SECONDS)
+        self._backoff = min(_INITIAL_BACKOFF_SECONDS * 4**early_losses, _MAX_DELAY_SECONDS)
         self._margin = _INITIAL_MARGIN
         self._astray = astray
-        self._resting: tuple[VoteLink, int] | None = None
+        self._rest_request: tuple[VoteLink, int] | None = None
+        """Link and new pass number for the model's thread, which takes the request in ``rest``."""
         self._verdicts: queue.SimpleQueue[bool] = runtime.queue()
         self._lock = threading.Lock()
         self._closing = runtime.event()
-        self._votes: VoteLink | FatalSwitchError | None = None
+        self._result: VoteLink | FatalSwitchError | None = None
         self._thread = runtime.spawn("eplb-reformation", self._run)
 
     @property
     def alive(self) -> bool:
-        """True while it tries, or once it has come to an end."""
-        return self._thread.is_alive() or self._votes is not None
+        """True while it is trying, and after it has ended with a result."""
+        return self._thread.is_alive() or self._result is not None
 
     def poll(self) -> VoteLink | None:
-        """Return the new votes' link, or ``None`` as long as there is none; never waits.
+        """Return the new vote link, or ``None`` if there is none yet. Never waits.
 
-        Raises ``FatalSwitchError`` where the ranks have found that they serve different placements.
+        Raises ``FatalSwitchError`` if the ranks serve different placements.
         """
-        if isinstance(self._votes, FatalSwitchError):
-            raise self._votes
-        return self._votes
+        if isinstance(self._result, FatalSwitchError):
+            raise self._result
+        return self._result
 
     def close(self) -> None:
-        """Try no more."""
+        """Stop trying."""
         self._closing.set()
 
     def _run(self) -> None:
         shortest = _INITIAL_BACKOFF_SECONDS
-        while not self._rests(shortest):
+        while not self._wait_for_attempt(shortest):
             try:
-                self._votes = self._attempt()
+                self._result = self._attempt()
                 return
-            except FatalSwitchError as diverged:
-                self._votes = diverged
+            except FatalSwitchError as fatal:
+                self._result = fatal
                 return
             except Exception as error:
                 if isinstance(error, _TooLateError):
                     self._margin = min(4 * self._margin, _MAX_MARGIN)
-                self.complaint = f"the ranks do not vote again yet: {error}"
-                _log.warning("rank %d: the ranks do not vote again yet: %s", self._group.rank, error)
-                # The others would take this rank for there, and be gone when it comes.
+                self.complaint = f"the ranks cannot vote again yet: {error}"
+                _log.warning("rank %d: the ranks cannot vote again yet: %s", self._group.rank, error)
+                # Otherwise the other ranks would count this one as present while it waits for its next attempt.
                 self._group.store.set(f"attempt/{self._group.rank}", "0")
             shortest = min(2 * shortest, _MAX_BACKOFF_SECONDS)
 
-    def _rests(self, shortest: float) -> bool:
-        """Wait before the next attempt, only ``shortest`` once another rank makes one; return whether to try no more.
+    def _wait_for_attempt(self, shortest: float) -> bool:
+        """Wait before the next attempt, and return True if this rank is closing.
 
-        Ranks that rest by turns, for longer than they wait for each other, would never meet.
+        Once another rank makes an attempt, the wait is only ``shortest`` seconds. Otherwise ranks with long waits might
+        never meet: each would give up its attempt before the next one begins.
         """
-        began, longest = self._runtime.now(), max(self._backoff, shortest)
-        self._group.left = False
-        while self._runtime.now() - began < (shortest if self._group.left else longest):
+        start = self._runtime.now()
+        longest = max(self._backoff, shortest)
+        self._group.peer_left = False
+        while self._runtime.now() - start < (shortest if self._group.peer_left else longest):
             if self._closing.wait(_INITIAL_BACKOFF_SECONDS):
                 break
         return self._closing.is_set()
 
     def _attempt(self) -> VoteLink:
+        """Meet the other ranks, open a link, and agree on the first vote."""
         self._gather()
-        votes = VoteLink(self._group.process_group(f"vote/{self.attempts}"), self._runtime)
-        self._group.peers.vote_link_ended = votes.ended
+        link = VoteLink(self._group.process_group(f"vote/{self.attempts}"), self._runtime)
+        self._group.peers.vote_link_ended = link.ended
         try:
-            self.start = self._first_vote(votes)
+            self.start = self._first_vote(link)
         except BaseException:
-            votes.leave()
+            link.leave()
             raise
-        return votes
+        return link
 
-    def _first_vote(self, votes: VoteLink) -> int:
-        """Forward pass of the first vote, by what all ranks serve and count."""
-        digest, now = self._version_digest, self._now()
-        mine = [digest, -digest, -self.generation, -self.lane, -self.vote, now, -now, -int(self._astray)]
-        # Ranks may have failed unequally often.
-        mine.append(-self._margin)
-        low, high, generation, lane, vote, *passes, astray, margin = self._all_min(votes, Kind.SERVED, mine)
+    def _first_vote(self, link: VoteLink) -> int:
+        """Compare all ranks' layouts and pass counts, and return the forward pass of the first vote."""
+        digest = self._version_digest
+        forward = self._current_pass()
+        values = [
+            digest,
+            -digest,
+            -self.generation,
+            -self.lane,
+            -self.vote,
+            forward,
+            -forward,
+            -int(self._astray),
+        ]
+        # The margins differ if some ranks have failed more often than others.
+        values.append(-self._margin)
+        low, high, generation, lane, vote, earliest, latest, astray, margin = self._all_min(
+            link, Kind.SERVED, values
+        )
         if low != -high:
             raise FatalSwitchError("the ranks serve different placements")
-        earliest, latest, self._margin = passes[0], -passes[1], -margin
-        self.generation, self.lane, self.vote = -generation, -lane, -vote
+        latest = -latest
+        self._margin = -margin
+        self.generation = -generation
+        self.lane = -lane
+        self.vote = -vote
         if astray or latest - earliest > self._margin:
-            latest = self._agreed(votes, latest)
+            latest = self._agree_on_number(link, latest)
         start = self._margin + latest
-        (in_time,) = self._all_min(votes, Kind.IN_TIME, [int(self._now() < start)])
+        (in_time,) = self._all_min(link, Kind.IN_TIME, [int(self._current_pass() < start)])
         if not in_time:
-            raise _TooLateError(f"a rank was past forward pass {start} before all had heard of it")
+            raise _TooLateError(
+                f"a rank had passed forward pass {start} before all ranks knew of the first vote"
+            )
         return start
 
-    def _agreed(self, votes: VoteLink, latest: int) -> int:
-        """Number of a forward pass that all ranks have agreed on; raises ``TimeoutError`` where they have not."""
+    def _agree_on_number(self, link: VoteLink, latest: int) -> int:
+        """Have the model's thread agree on a new pass number, and return it. Raises ``TimeoutError`` if it fails."""
         self.vote += 1
-        number = latest + _AHEAD
+        number = latest + _RENUMBERING_MARGIN
         with self._lock:
-            self._resting = votes, number
+            self._rest_request = link, number
         try:
             agreed = self._verdicts.get(timeout=_REST_SECONDS)
         except queue.Empty:
             with self._lock:
-                withdrawn, self._resting = self._resting is not None, None
-            # A rank that has begun to rest is waited for: it may have agreed.
+                withdrawn = self._rest_request is not None
+                self._rest_request = None
+            # If the model's thread has already taken the request, wait for its verdict: it may have agreed.
             agreed = not withdrawn and self._verdicts.get()
         if not agreed:
             raise TimeoutError(
-                "the ranks count different forward passes, and were not at rest between two at one time"
+                "the ranks count different forward passes, and were not at rest between two passes at the same time"
             )
         self._astray = False
         return number
 
     def rest(self, clock: ForwardClock, seconds: float) -> bool:
-        """Agree on a pass, where the ranks are to do so; called between two passes on the model's thread.
+        """Agree with the other ranks on a new number for this pass, if requested, and return True on success.
 
-        Waits twice ``seconds`` for the others, and as long again for each pass that they have still to queue; what they
-        have then agreed on the register says.
+        The model's thread calls this between two passes. It waits up to twice ``seconds`` for the other ranks, and as
+        long again for each pass that they have yet to queue. The commit register then settles if they have agreed.
         """
         with self._lock:
-            resting, self._resting = self._resting, None
-        if resting is None:
+            request = self._rest_request
+            self._rest_request = None
+        if request is None:
             return False
         agreed = again = False
         try:
-            mine, least = self._at_rest(*resting, clock, seconds)
-            again = (mine, least) == (_QUIET, _QUEUED)
+            state, lowest = self._compare_queues(*request, clock, seconds)
+            again = (state, lowest) == (_QUIET, _QUEUED)
             if again:
-                # This rank's next pass is one that others have queued.
+                # Another rank has queued a further pass, so this rank must run it too and try again after it.
                 with self._lock:
-                    self._resting = resting
+                    self._rest_request = request
             else:
-                agreed = self._group.register.may_commit(self.vote, heard=least == _QUIET)
+                agreed = self._group.register.may_commit(self.vote, has_outcome=lowest == _QUIET)
             if agreed:
-                clock.agree(resting[1])
+                clock.agree(request[1])
         finally:
             if not again:
                 self._verdicts.put(agreed)
         return agreed
 
-    def _at_rest(self, votes: VoteLink, number: int, clock: ForwardClock, seconds: float) -> tuple[int, int]:
-        """Return this rank's state and the least of all, once this one's device has no pass left or all give up."""
-        mine = least = _QUEUED
+    def _compare_queues(
+        self, link: VoteLink, number: int, clock: ForwardClock, seconds: float
+    ) -> tuple[int, int]:
+        """Wait until this rank's device is quiet or a rank gives up; return this rank's state and the lowest of all."""
+        state = _QUEUED
+        lowest = _QUEUED
         with suppress(VoteError):
-            while mine == least == _QUEUED:
-                came = votes.begin(Kind.BETWEEN_PASSES, self.attempts, []).wait(seconds) is not None
-                mine = _QUIET if came and clock.at_rest(seconds) else _QUEUED
-                state = mine if came and clock.reached < number else 0
-                (least,) = votes.begin(Kind.AT_REST, self.attempts, [state]).wait(seconds) or [0]
-            return mine, least
-        return 0, 0
+            while state == lowest == _QUEUED:
+                complete = link.begin(Kind.BETWEEN_PASSES, self.attempts, []).wait(seconds) is not None
+                state = _QUIET if complete and clock.at_rest(seconds) else _QUEUED
+                reported = state if complete and clock.reached < number else _GAVE_UP
+                (lowest,) = link.begin(Kind.AT_REST, self.attempts, [reported]).wait(seconds) or [_GAVE_UP]
+            return state, lowest
+        return _GAVE_UP, _GAVE_UP
 
-    def _all_min(self, votes: VoteLink, kind: Kind, values: list[int]) -> list[int]:
-        least = votes.begin(kind, self.attempts, values).wait(_OPEN_SECONDS)
-        if least is None:
-            raise TimeoutError("not all ranks have come")
-        return least
+    def _all_min(self, link: VoteLink, kind: Kind, values: list[int]) -> list[int]:
+        """Return the minimum of each value over all ranks. Raises ``TimeoutError`` if not all ranks join."""
+        lowest = link.begin(kind, self.attempts, values).wait(_OPEN_SECONDS)
+        if lowest is None:
+            raise TimeoutError(f"not all ranks joined the new vote link within {_OPEN_SECONDS:g} s")
+        return lowest
 
     def _gather(self) -> None:
-        """Agree on the number of the attempt, the highest that any rank is at, once all ranks have lost the votes."""
+        """Wait until all ranks have lost the old link, and agree on the highest attempt number of any rank."""
         self.attempts += 1
         end = self._runtime.now() + _GATHER_SECONDS
         waiting = sorted(self._group.peers.others)
-        # One rank is waited for at a time: many that wait must not flood the one that is late.
+        # Ask only one rank at a time, so that many waiting ranks do not flood a late one.
         while waiting:
             self._group.store.set(f"attempt/{self._group.rank}", str(self.attempts))
             question = b"t%d" % self.attempts
             answer = self._group.peers.ask(waiting[-1:], question, _POLL_SECONDS).get(waiting[-1], b"-")
             if answer[:1] == b"!":
                 raise FatalSwitchError(answer[1:].decode())
-            theirs = int(answer[1:]) if answer[:1] == b"+" else 0
-            if theirs == self.attempts:
+            attempt = int(answer[1:]) if answer[:1] == b"+" else 0
+            if attempt == self.attempts:
                 waiting.pop()
-            elif theirs > self.attempts:
-                self.attempts, waiting = theirs, sorted(self._group.peers.others)
+            elif attempt > self.attempts:
+                self.attempts = attempt
+                waiting = sorted(self._group.peers.others)
             elif self._runtime.now() > end or self._closing.wait(_POLL_SECONDS):
-                raise TimeoutError(f"rank {waiting[-1]} has not come")
+                raise TimeoutError(f"rank {waiting[-1]} has not joined attempt {self.attempts}")

@@ -1,9 +1,9 @@
-"""Votes of the ranks, over the life of their formation: cast and counted at common forward passes, and formed again.
+"""Casts and counts this rank's votes, schedules them, and resumes voting after the vote link was lost.
 
-A vote is launched at one step boundary and counted at a later one that is fixed beforehand, the same on every rank,
-waiting there if it must. Completion is never polled: two ranks would see the outcome at different steps. Every interval
-follows from the outcome of the vote before, which is the same on all ranks; so are therefore the passes at which they
-vote next.
+A ballot is cast at one step boundary and counted at a later one. Both are fixed in advance and are the same on every
+rank, and a rank that gets there early waits. Ranks never poll for completion, because two ranks would then see an
+outcome at different steps. The interval until the next vote follows from the previous outcome. Since that is the same
+on all ranks, they also vote next at the same forward pass.
 """
 
 from __future__ import annotations
@@ -21,30 +21,58 @@ from worker_agent.swap.rendezvous import Rendezvous
 from worker_agent.swap.vote_link import Kind, Reduction, VoteError, VoteLink
 
 _INSTALL_SECONDS = 30.0
-"""A rank that is not heard by then either installs the layer or serves no more: the model's next collective waits."""
+"""Longest wait for the other ranks to confirm an install. Until a late rank has either installed the part or halted,
+the model's next collective waits for it."""
 _FAILURE_SECONDS = 0.5
-"""A failure of another rank may be heard of before its link is known to have ended."""
+"""Interval for checking if a peer has reported a failure, which can arrive before its link is known to have ended."""
 _SUSPICION_SECONDS = 5.0
-"""After so long a rank asks where the others are: one whose count of passes hangs never comes."""
+"""Wait for ballots after which a rank asks its peers for their positions. A rank whose pass count hangs never votes."""
 _VOTE_LAG = 2
-"""Forward passes from a vote's launch to its consumption; no more than from one vote to the next."""
+"""Forward passes from casting a ballot to counting it; at most the vote interval."""
 _IDLE_INTERVALS = 4
-"""Vote intervals to the next vote while no rank holds a plan: a new plan waits so long at most."""
+"""Vote intervals between votes while no rank holds a plan. A new plan waits at most this long."""
 _BUSY_PASSES = 64
-"""Forward passes after a plan for which votes stay as frequent as during it; if heat drifts, the next plan is near."""
-_ASTRAY_VOTES = 3
-"""Fewer votes in a row that find the ranks at different passes are no problem: a host has missed a call."""
+"""Forward passes for which votes stay frequent after a plan. On drifting heat, the next plan follows soon."""
+_MAX_ASTRAY_VOTES = 3
+"""Consecutive votes at different forward passes after which the ranks open a new vote link. Fewer are harmless, for
+example after a missed call."""
 _PROVEN_PASSES = 256
-"""Forward passes over which a formation votes before its links are taken to be sound."""
+"""Forward passes of voting after which the vote link counts as reliable."""
 
 
 class Voter:
-    """Casts this rank's ballots over a link of their own and counts them, one vote at a time.
+    """Casts this rank's ballots over one vote link and counts them, one vote at a time.
 
-    ``number`` counts the votes, from that of the last one before; ``under_way`` is true while one has been cast and not
-    been counted, which is to be done from forward pass ``due`` on. The register decides a vote that may commit a layer.
-    ``never_coming``, given that pass, names a rank that will not come to it; a rank that has waited for long asks it.
-    ``has_failed`` says whether a rank has reported that it must not serve any more.
+    Parameters
+    ----------
+    link
+        Link to vote over.
+    settings
+        Settings of the agent.
+    register
+        Settles a vote that may commit a layer, if some ranks do not have its outcome.
+    history
+        Record of this rank's votes.
+    number
+        Number of the last vote so far.
+    find_absent
+        Given the forward pass at which a vote is due, names a rank that will never get there, or returns ``None``. Used
+        after a long wait.
+    runtime
+        Clock to use.
+    has_failed
+        Returns True if any rank has reported that it must not serve any more.
+
+    Attributes
+    ----------
+    number
+        Number of the last vote.
+    under_way
+        True while a ballot is cast and not yet counted.
+    due
+        Forward pass after which the vote is counted.
+    ballots_at
+        Time at which the ballots of the last counted vote had arrived, in seconds.
     """
 
     def __init__(
@@ -54,115 +82,140 @@ class Voter:
         register: CommitRegister,
         history: History,
         number: int = 0,
-        never_coming: Callable[[int], str | None] = lambda _: None,
+        find_absent: Callable[[int], str | None] = lambda _: None,
         runtime: Runtime = REAL,
         has_failed: Callable[[], bool] = lambda: False,
     ) -> None:
         self.number = number
         self.under_way = False
+        self.due = 0
+        self.ballots_at = runtime.now()
         self._link = link
         self._lag = min(_VOTE_LAG, settings.vote_interval)
         self._timeout = settings.vote_timeout_seconds
         self._commit_timeout = min(settings.commit_timeout_seconds, self._timeout)
         self._register = register
         self._history = history
-        self._never_coming, self._has_failed = never_coming, has_failed
+        self._find_absent = find_absent
+        self._has_failed = has_failed
         self._runtime = runtime
         self._work: Reduction | None = None
-        self.due = 0
-        self.heard_at = runtime.now()
-        """Time at which the ballots of the last counted vote had arrived, in seconds."""
-        self._cast: Ballot | None = None
+        self._ballot: Ballot | None = None
 
     @property
     def may_commit(self) -> bool:
-        """True if the vote under way, or last cast, can commit a layer as far as this rank knows."""
-        return self._cast is not None and self._cast.commits
+        """True if, as far as this rank knows, its last ballot can commit a layer."""
+        return self._ballot is not None and self._ballot.commits
 
     def cast(self, ballot: Ballot) -> None:
-        """Send this rank's ballot; its outcome is due a few forward passes after its own. Raises ``VoteError``."""
+        """Send this rank's ballot, to be counted a few forward passes later. Raises ``VoteError`` on a broken link."""
         assert not self.under_way, "a vote is already under way"
-        self._cast = ballot
+        self._ballot = ballot
         self.number += 1
         self.due = ballot.forward + self._lag
         self._work = self._link.begin(Kind.BALLOT, self.number, ballot.encode())
         self.under_way = True
 
     def count(self, step: int, exact_forward: Callable[[], int]) -> VoteOutcome:
-        """Wait for the slowest rank; return the outcome that counts.
+        """Wait for the slowest rank and return the outcome to act on.
 
-        A layer is committed only where every rank is at this very boundary, which all confirm to each other here:
-        one that missed a call has already begun another forward pass. Only for that the pass is asked of
-        ``exact_forward``. Raises ``VoteError`` past the timeout, on a broken link, or where a rank will not come: then
-        ``settle``.
+        A commit requires that every rank is at this step boundary, and the ranks confirm that to each other here. A
+        rank that has missed a call has already begun another forward pass.
+
+        Parameters
+        ----------
+        step
+            Current step.
+        exact_forward
+            Returns the last forward pass, waiting for the device; called only before a commit.
+
+        Raises
+        ------
+        VoteError
+            If the link is broken, ballots are missing after the timeout, or a rank will never vote. Then call
+            ``settle``.
         """
-        outcome = self._heard()
-        self.heard_at = self._runtime.now()
+        outcome = self._wait_for_ballots()
+        self.ballots_at = self._runtime.now()
         if outcome.result is VoteResult.COMMIT:
-            together = self._all_are_at(exact_forward())
-            # Where not all came in time, or one that gave up has asked this rank before it heard, the ranks settle it.
-            if together is False or not self._register.may_commit(self.number, heard=together is True):
+            same_pass = self._all_are_at(exact_forward())
+            # The register settles the vote if not all ranks confirmed in time, or if a rank that gave up has already
+            # asked this one for the outcome.
+            if same_pass is False or not self._register.may_commit(
+                self.number, has_outcome=same_pass is True
+            ):
                 outcome = outcome.unconfirmed()
-        self._history.vote(step, self.number, self._cast, outcome)
-        self._cast = None
+        self._history.vote(step, self.number, self._ballot, outcome)
+        self._ballot = None
         return outcome
 
     def settle(self, step: int) -> VoteOutcome:
-        """Ask the others what counts of a vote that this rank has not heard, where it may have committed a layer.
+        """Settle the last vote with the other ranks if it may have committed a layer and this rank has no outcome.
 
-        Raises ``FatalSwitchError`` where one that may have committed does not answer.
+        Raises ``FatalSwitchError`` if a rank that may have committed does not answer.
         """
-        cast = self._cast
-        if cast is None or not self.may_commit:
-            return VoteOutcome.nobody()
-        outcome = VoteOutcome.unanimous(cast.plan)
-        if not self._register.may_commit(self.number, heard=False):
+        ballot = self._ballot
+        if ballot is None or not self.may_commit:
+            return VoteOutcome.without_plans()
+        outcome = VoteOutcome.unanimous(ballot.plan)
+        if not self._register.may_commit(self.number, has_outcome=False):
             outcome = outcome.with_abort()
-        self._history.vote(step, self.number, cast, outcome, heard=False)
-        # Asked again, it must not commit a second time.
-        self._cast = None
+        self._history.vote(step, self.number, ballot, outcome, has_outcome=False)
+        # A second call must not commit the layer again.
+        self._ballot = None
         return outcome
 
     def all_have_installed(self, done: bool) -> bool:
-        """Return whether no rank reports that it failed to install the layer. Raises ``VoteError`` on a broken link."""
+        """Exchange install results with all ranks, and return False if any rank failed to install the part.
+
+        A rank that has not answered after the timeout does not count as failed. Raises ``VoteError`` on a broken link.
+
+        Parameters
+        ----------
+        done
+            True if this rank has installed the part.
+        """
         installed = self._link.begin(Kind.INSTALLED, self.number, [int(done)])
-        end, answers = self._runtime.now() + min(_INSTALL_SECONDS, self._timeout), None
-        while answers is None and not self._has_failed() and (left := end - self._runtime.now()) > 0:
-            answers = installed.wait(min(_FAILURE_SECONDS, left))
+        end = self._runtime.now() + min(_INSTALL_SECONDS, self._timeout)
+        answers = None
+        while answers is None and not self._has_failed() and (remaining := end - self._runtime.now()) > 0:
+            answers = installed.wait(min(_FAILURE_SECONDS, remaining))
         return answers != [0] and not self._has_failed()
 
     def leave(self) -> None:
-        """Vote no more. The other ranks learn of it at once, by their broken links; returns at once as well.
+        """Stop voting, without waiting. The other ranks notice at once that the link has ended.
 
-        A vote under way is lost, not forgotten: the others may have heard its verdict, which is still to be found out.
+        A vote under way may still have to be settled, because the other ranks may have its outcome.
         """
         self._work = None
         self._link.leave()
 
-    def _heard(self) -> VoteOutcome:
-        """VoteOutcome of the ballots, waiting for the slowest rank."""
+    def _wait_for_ballots(self) -> VoteOutcome:
+        """Wait for the slowest rank's ballot and return the outcome."""
         assert self.under_way
-        work, self._work, self.under_way = self._work, None, False
+        work = self._work
+        self._work = None
+        self.under_way = False
         if work is None:
-            raise VoteError(f"vote {self.number}: this rank has left the votes")
+            raise VoteError(f"vote {self.number}: this rank has left the vote link")
         end = self._runtime.now() + self._timeout
         wait = min(_SUSPICION_SECONDS, self._timeout)
         try:
             while (reduced := work.wait(wait)) is None:
-                absent = self._never_coming(self.due)
-                if absent is None and self._runtime.now() > end:
-                    absent = f"not all ranks came within {self._timeout:g} s"
-                if absent is not None:
-                    raise VoteError(absent)
+                reason = self._find_absent(self.due)
+                if reason is None and self._runtime.now() > end:
+                    reason = f"not all ranks voted within {self._timeout:g} s"
+                if reason is not None:
+                    raise VoteError(reason)
                 wait = min(_SUSPICION_SECONDS, max(0.001, end - self._runtime.now()))
             return VoteOutcome.decode(reduced)
         except (VoteError, ValueError) as error:
-            raise VoteError(f"vote {self.number} came to nothing: {error}") from error
+            raise VoteError(f"vote {self.number} has no outcome: {error}") from error
 
     def _all_are_at(self, forward: int) -> bool | None:
-        """Return whether every rank is at this boundary, after pass ``forward``; ``None`` if not all came in time.
+        """Return True if every rank is at the boundary after pass ``forward``, ``None`` if not all answered in time.
 
-        Those that come later find the others' answers, so the next vote is none the worse.
+        A late rank still finds the other ranks' answers, so the next vote is not affected.
         """
         boundary = self._link.begin(Kind.BOUNDARY, self.number, [forward, -forward])
         bounds = boundary.wait(self._commit_timeout)
@@ -170,9 +223,25 @@ class Voter:
 
 
 class VoteSchedule:
-    """Decides when to cast and when to count, delays votes that lead nowhere, and forms lost ones again.
+    """Decides when to cast and count ballots, and resumes voting after the vote link was lost.
 
-    ``voter`` is ``None`` while the ranks do not vote.
+    Parameters
+    ----------
+    rendezvous
+        The group and its first vote link.
+    settings
+        Settings of the agent.
+    clock
+        Counter of forward passes.
+    history
+        Record of this rank's votes.
+    runtime
+        Clock and threads to use.
+
+    Attributes
+    ----------
+    voter
+        Voter on the current link; ``None`` while the ranks are not voting.
     """
 
     def __init__(
@@ -189,15 +258,18 @@ class VoteSchedule:
         self._clock = clock
         self._runtime = runtime
         self._history = history
-        self._lost: tuple[int, SwitchState] | None = None
+        self._at_loss: tuple[int, SwitchState] | None = None
+        """Number of the last vote, and the state, at the moment when voting stopped."""
         self._next = 1
-        self._held_at: int | None = None
-        self._astray = 0
-        self._formed_at = 0
-        self._fruitless = 0
+        """Forward pass of the next vote."""
+        self._last_plan_pass: int | None = None
+        """Forward pass of the last vote in which a rank held a plan."""
+        self._astray_votes = 0
+        self._voting_since = 0
+        self._early_losses = 0
         self._attempts = 0
         self._reformation: Reformation | None = None
-        self.voter: Voter | None = self._voter(VoteLink(rendezvous.votes, runtime), 0)
+        self.voter: Voter | None = self._make_voter(VoteLink(rendezvous.votes, runtime), 0)
         self._group.position = lambda: (clock.calls, clock.now)
 
     @property
@@ -207,19 +279,19 @@ class VoteSchedule:
 
     @property
     def trouble(self) -> str | None:
-        """Reason to form the votes again, other than their own outcome, or ``None``."""
-        if self._group.left and self.voter is not None:
-            # Its links broke, but this rank may not vote for long.
-            return "another rank has left the votes"
+        """Reason, other than the outcome of a vote, to open a new vote link; or ``None``."""
+        if self._group.peer_left and self.voter is not None:
+            # The link is broken, but this rank would notice only at its next vote, which may be far away.
+            return "another rank has left the vote link"
         return self._clock.trouble
 
     def to_count(self, step: int) -> Voter | None:
-        """Return the voter, where a vote must be counted at this boundary."""
+        """Return the voter if a vote is due to be counted at this boundary."""
         voter = self.voter
         return voter if voter is not None and voter.under_way and step >= voter.due else None
 
     def to_cast(self, step: int) -> tuple[Voter, int] | None:
-        """Return the voter and the forward pass of its ballot, where one begins here or has at a boundary missed."""
+        """Return the voter and the ballot's forward pass if a ballot is due here, or was due at a missed boundary."""
         forward = step - step % self._settings.vote_interval
         if self.voter is None or forward < self._next:
             return None
@@ -227,110 +299,124 @@ class VoteSchedule:
         return self.voter, forward
 
     def counted(self, outcome: VoteOutcome) -> str | None:
-        """Set the next vote by the outcome of one that was counted.
+        """Schedule the next vote according to an outcome.
 
-        Returns the reason to form the votes again, on all ranks alike, where they have lost each other's passes.
+        Returns
+        -------
+        str or None
+            Reason to open a new vote link, the same on all ranks, if their forward passes have diverged.
         """
-        if outcome.forward_low - self._formed_at >= _PROVEN_PASSES:
-            self._fruitless = 0
+        if outcome.forward_low - self._voting_since >= _PROVEN_PASSES:
+            self._early_losses = 0
         if outcome.result is VoteResult.COMMIT:
-            self._astray = 0
+            self._astray_votes = 0
         if outcome.plans:
-            self._held_at = outcome.forward_high
-        busy = self._held_at is not None and outcome.forward_high - self._held_at < _BUSY_PASSES
+            self._last_plan_pass = outcome.forward_high
+        busy = self._last_plan_pass is not None and outcome.forward_high - self._last_plan_pass < _BUSY_PASSES
         if outcome.idle and not busy:
             self._next = outcome.forward_high + _IDLE_INTERVALS * self._settings.vote_interval
         if outcome.result is VoteResult.REALIGN:
-            # A host that has missed a call is back by then.
-            delay = self._settings.vote_interval * (2**self._astray - 1)
-            self._astray += 1
+            # A host that has missed a call has caught up by then.
+            delay = self._settings.vote_interval * (2**self._astray_votes - 1)
+            self._astray_votes += 1
             self._next = outcome.forward_high + self._lag + 1 + delay
-        if self._astray < _ASTRAY_VOTES:
+        if self._astray_votes < _MAX_ASTRAY_VOTES:
             return None
-        return f"{self._astray} votes in a row found the ranks at different forward passes"
+        return f"{self._astray_votes} votes in a row found the ranks at different forward passes"
 
     def lost(self, voter: Voter, state: SwitchState) -> None:
-        """Form the votes again, as the ranks can no longer be heard; the later the less the last ones came to."""
-        self._lost = voter.number, state
+        """Begin to open a new vote link. The delay grows each time that a link is lost early."""
+        self._at_loss = voter.number, state
         self.voter = None
-        self._form_again()
-        self._fruitless += 1
-        self._astray = 0
+        self._reform()
+        self._early_losses += 1
+        self._astray_votes = 0
 
     def rest(self) -> bool:
-        """Take part where the ranks are to agree on the number of this pass; return whether they have."""
-        reformed = self._reformation
-        return reformed is not None and reformed.rest(self._clock, self._settings.commit_timeout_seconds)
+        """Renumber this forward pass together with the other ranks if requested. Return True if its number is new."""
+        reformation = self._reformation
+        return reformation is not None and reformation.rest(
+            self._clock, self._settings.commit_timeout_seconds
+        )
 
     def formed_again(self, step: int) -> Reformation | None:
-        """Return what the ranks have agreed on, once the forward pass is here from which they vote again.
+        """Resume voting once the first forward pass of a new vote link is reached.
 
-        Raises ``FatalSwitchError`` where they have found that they may no longer serve together.
+        Returns the reformation that opened the link, or ``None`` if voting does not resume at this boundary.
+
+        Raises ``FatalSwitchError`` if the ranks have found that they must not serve together.
         """
-        reformed = self._reformation
-        if self.voter is None and self._lost is not None and (reformed is None or not reformed.alive):
-            # Its thread has died, or could not be started.
-            self._form_again()
+        reformation = self._reformation
+        if (
+            self.voter is None
+            and self._at_loss is not None
+            and (reformation is None or not reformation.alive)
+        ):
+            # Its thread has died or could not be started.
+            self._reform()
             return None
-        if reformed is None or (votes := reformed.poll()) is None or step < reformed.start:
+        if reformation is None or (link := reformation.poll()) is None or step < reformation.start:
             return None
-        # An error between any two of these lines must leave votes, or something that forms them again.
-        self._attempts = self._group.formed = reformed.attempts
-        self._next = self._formed_at = reformed.start
-        # The last vote counted may differ between ranks, but their schedules must not.
-        self._held_at = None
-        self._group.left = False
-        self.voter = self._voter(votes, reformed.vote)
+        # After an error between any two of these lines, there must be a voter or a reformation.
+        self._attempts = self._group.formed_attempt = reformation.attempts
+        self._next = self._voting_since = reformation.start
+        # The last counted vote can differ between ranks, but their schedules must not.
+        self._last_plan_pass = None
+        self._group.peer_left = False
+        self.voter = self._make_voter(link, reformation.vote)
         self._reformation = None
-        self._lost = None
-        return reformed
+        self._at_loss = None
+        return reformation
 
     def leave(self) -> None:
-        """Vote no more."""
+        """Stop voting for good."""
         if self.voter is not None:
             self.voter.leave()
             self.voter = None
         if self._reformation is not None:
             self._reformation.close()
-        self._lost = None
+        self._at_loss = None
 
-    def _form_again(self) -> None:
-        assert self._lost is not None
-        number, state = self._lost
+    def _reform(self) -> None:
+        """Start a thread that opens a new vote link."""
+        assert self._at_loss is not None
+        number, state = self._at_loss
         attempts = self._attempts if self._reformation is None else self._reformation.attempts
-        astray = self._astray >= _ASTRAY_VOTES or self._clock.trouble is not None
+        astray = self._astray_votes >= _MAX_ASTRAY_VOTES or self._clock.trouble is not None
         self._reformation = Reformation(
             self._group,
             state,
             number,
             attempts,
-            self._fruitless,
+            self._early_losses,
             lambda: self._clock.reached,
             self._runtime,
             astray=astray,
         )
 
-    def _voter(self, votes: VoteLink, number: int) -> Voter:
-        self._group.peers.vote_link_ended = votes.ended
-        shared = (
+    def _make_voter(self, link: VoteLink, number: int) -> Voter:
+        self._group.peers.vote_link_ended = link.ended
+        return Voter(
+            link,
             self._settings,
             self._group.register,
             self._history,
             number,
-            self._never_coming,
+            self._find_absent,
             self._runtime,
+            lambda: self._group.failure is not None,
         )
-        return Voter(votes, *shared, lambda: self._group.failure is not None)
 
-    def _never_coming(self, due: int) -> str | None:
-        """Name the rank that will not come to count the vote that is due after pass ``due``, or ``None``.
+    def _find_absent(self, due: int) -> str | None:
+        """Name a rank that will never count the vote due after pass ``due``, or return ``None``.
 
-        It was called no less often than this one, yet counts fewer passes: its count hangs, or runs apart.
+        Such a rank was called at least as often as this one but counts fewer passes: its count hangs or runs apart.
         """
         for rank, (calls, forward) in sorted(self._group.positions().items()):
             if calls >= self._clock.calls and forward < due:
-                self._astray = _ASTRAY_VOTES
+                self._astray_votes = _MAX_ASTRAY_VOTES
                 return (
-                    f"rank {rank} has made {calls} calls but counts {forward} forward passes, this rank {due}"
+                    f"rank {rank} has made {calls} calls but counts {forward} forward passes; "
+                    f"the vote is due after pass {due}"
                 )
         return None

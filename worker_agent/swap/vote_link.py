@@ -1,7 +1,7 @@
-"""The link that ranks vote over: every collective on it has one width and carries its kind and number.
+"""The link that ranks vote over. Its collectives all have the same width and carry their kind and number.
 
-Ranks that are at different collectives, as after an interrupt that only one host has survived, would otherwise reduce
-buffers of different sizes, at which gloo ends the process. So they learn of it, all at once, as an error.
+Ranks can get out of step, for example after an interrupt that only one host has survived. Their collectives would then
+differ in buffer size, and gloo would end the process. With equal widths, every rank gets an error instead.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ import torch.distributed as dist
 from worker_agent.runtime import REAL, Runtime
 from worker_agent.swap.machine import BALLOT_WIDTH
 
-_HEAD = 4
-"""Kind and number, and both negated: one MIN gives the lowest and the highest of all ranks."""
+_HEADER = 4
+"""Length of the header: kind and number, and both negated, so that one MIN shows if all ranks agree on them."""
 
 
 class VoteError(RuntimeError):
-    """The ranks could not be heard; what the others saw is not known here."""
+    """The collective failed on this rank. Other ranks may have its result."""
 
 
 class Kind(enum.IntEnum):
-    """Subject of a collective on the votes' link."""
+    """Purpose of a collective on the vote link."""
 
     BALLOT = 1
     BOUNDARY = 2
@@ -41,44 +41,56 @@ class Kind(enum.IntEnum):
 
 
 @cache
-def _least() -> Any:
+def _min_options() -> Any:
     options = dist.AllreduceOptions()
     options.reduceOp = dist.ReduceOp(dist.ReduceOp.MIN)
     return options
 
 
 class Reduction:
-    """MIN all-reduce of integers that is under way."""
+    """Pending MIN all-reduce of integers.
+
+    Parameters
+    ----------
+    group
+        Gloo group of the ranks.
+    kind
+        Purpose of the collective.
+    number
+        Number of the vote that it belongs to.
+    values
+        This rank's integers, at most ``BALLOT_WIDTH``.
+    """
 
     def __init__(self, group: dist.ProcessGroup, kind: Kind, number: int, values: Sequence[int]) -> None:
-        self._about = f"{kind.name.lower()} {number}"
-        self._head = [int(kind), number, -int(kind), -number]
-        self._values = len(values)
+        self._label = f"{kind.name.lower()} {number}"
+        self._header = [int(kind), number, -int(kind), -number]
+        self._size = len(values)
         padding = [0] * (BALLOT_WIDTH - len(values))
-        self._tensor = torch.tensor([*self._head, *values, *padding], dtype=torch.int64)
-        self._work: Any = group.allreduce([self._tensor], _least())
+        self._tensor = torch.tensor([*self._header, *values, *padding], dtype=torch.int64)
+        self._work: Any = group.allreduce([self._tensor], _min_options())
 
     def wait(self, seconds: float) -> list[int] | None:
-        """Return the least of all ranks' values, ``None`` where not all ranks have come within so many seconds.
+        """Return the minimum of all ranks' values, or ``None`` if not all ranks have joined after ``seconds``.
 
-        Raises ``VoteError`` on a broken link, or where the ranks are at different collectives.
+        Raises ``VoteError`` if the link is broken or the ranks are at different collectives.
         """
         try:
             self._work.wait(timedelta(seconds=seconds))
         except RuntimeError as error:
             if not self._work.is_completed():
                 return None
-            # Whoever keeps the error must not keep the link open: the others learn by its end.
+            # A caller may keep the error, and so this frame. Drop the work, so that the link closes and peers notice.
             self._work = None
-            raise VoteError(f"{self._about}: {error}") from error
+            raise VoteError(f"{self._label}: {error}") from error
         reduced: list[int] = self._tensor.tolist()
-        if reduced[:_HEAD] != self._head:
-            raise VoteError(f"{self._about}: the ranks are at different collectives, or at different votes")
-        return reduced[_HEAD : _HEAD + self._values]
+        if reduced[:_HEADER] != self._header:
+            raise VoteError(f"{self._label}: the ranks are at different collectives or at different votes")
+        return reduced[_HEADER : _HEADER + self._size]
 
     @property
     def broken(self) -> bool:
-        """True if the link has ended, as far as this rank knows; never waits."""
+        """True if this rank knows that the link has ended. Never waits."""
         if self._work is None:
             return True
         if not self._work.is_completed():
@@ -91,12 +103,20 @@ class Reduction:
 
     @property
     def pending(self) -> bool:
-        """True until all ranks have come, or the link has ended."""
+        """True until all ranks have joined or the link has ended."""
         return self._work is not None and not self._work.is_completed()
 
 
 class VoteLink:
-    """Gloo group of the ranks, for votes alone; ``number`` is that of the vote that a collective belongs to."""
+    """Gloo group that ranks use only for voting.
+
+    Parameters
+    ----------
+    group
+        The gloo group.
+    runtime
+        Threads to use.
+    """
 
     def __init__(self, group: dist.ProcessGroup, runtime: Runtime = REAL) -> None:
         self._group: dist.ProcessGroup | None = group
@@ -104,9 +124,19 @@ class VoteLink:
         self._runtime = runtime
 
     def begin(self, kind: Kind, number: int, values: Sequence[int]) -> Reduction:
-        """Send this rank's values, ``BALLOT_WIDTH`` at most. Raises ``VoteError`` where the link is broken."""
+        """Start a collective. Raises ``VoteError`` if the link is broken.
+
+        Parameters
+        ----------
+        kind
+            Purpose of the collective.
+        number
+            Number of the vote that it belongs to.
+        values
+            This rank's integers, at most ``BALLOT_WIDTH``.
+        """
         if self._group is None:
-            raise VoteError("this rank has left the votes")
+            raise VoteError("this rank has left the vote link")
         try:
             self._last = Reduction(self._group, kind, number, values)
         except RuntimeError as error:
@@ -114,10 +144,10 @@ class VoteLink:
         return self._last
 
     def ended(self) -> bool:
-        """Return whether the link to some rank is known to have ended, or this rank has left it; never waits.
+        """Return True if this rank has left the link, or knows that it has ended. Never waits.
 
-        A collective that is under way shows it. If there is none, one begins that no other rank takes part in: asked
-        again, it has failed or still waits. Whoever votes on over this link afterwards learns of it as an error.
+        A pending collective shows it. If there is none, this call starts a probe that no other rank joins. A later call
+        finds the probe failed or still pending. A vote over this link after a probe ends with an error.
         """
         last = self._last
         if self._group is None or (last is not None and last.broken):
@@ -128,9 +158,9 @@ class VoteLink:
         return False
 
     def leave(self) -> None:
-        """Give the link up; the other ranks learn of it at once, by its end. Returns at once as well."""
-        # A group that still has a collective under way ends with it, which may take until its timeout.
-        # No daemon: a group that is destroyed while Python itself ends would abort the process.
-        held: list[Any] = [self._last, self._group]
+        """Close the link without waiting. The other ranks notice at once that it has ended."""
+        # Destroying a group waits for its pending collective, up to the timeout, so another thread does it. That thread
+        # is no daemon, because destroying a group while the interpreter shuts down would abort the process.
+        references: list[Any] = [self._last, self._group]
         self._last = self._group = None
-        self._runtime.spawn("eplb-votes-end", held.clear, daemon=False)
+        self._runtime.spawn("eplb-votes-end", references.clear, daemon=False)
