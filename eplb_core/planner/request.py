@@ -18,7 +18,15 @@ from eplb_core.planner.score import expected_hottest, numbers_of, par_of_steps, 
 from eplb_core.planner.settings import EVEN, STEP, PlannerSettings
 from eplb_core.planner.topology import Topology, TopologyError
 from eplb_core.solver import model
-from eplb_core.solver.engine import SolverError, solve_many
+from eplb_core.solver.engine import (
+    LayerBatch,
+    Limits,
+    Nodes,
+    SearchRules,
+    SolverError,
+    TimeObjective,
+    solve_many,
+)
 from eplb_core.solver.layer import LayerResult
 from eplb_core.solver.model import Recommendation, SearchOptions, SearchParams
 from eplb_core.solver.window import shares_of_groups, sum_episodes
@@ -283,12 +291,12 @@ def solve_picked(
     if curve is not None and params.tables == model.DEALT:
         # Time is lowered source by source, and each entry of a dealing table is one.
         params = params._replace(tables=model.SOLVED)
-    steps_PNE = None
+    timing = None
     if curve is not None and settings.cost_curve is not None:
         # What the batch takes is the same under all placements, as the floor is.
         curve[0] += settings.cost_curve.batch_us * float(window.heat_TLE.sum(axis=2).mean())
         sampled_TPE = window.heat_TLE[_sampled_steps(window.steps, _MAX_STEPS)][:, picked]
-        steps_PNE = sampled_TPE.astype(np.float64).transpose(1, 0, 2)
+        timing = TimeObjective(curve, sampled_TPE.astype(np.float64).transpose(1, 0, 2))
     # Those in a layout that was made for no heat are placed from scratch, whatever it moves.
     unplaced_L = np.ones(window.layers, dtype=np.bool_)
     if settings.policy != "deepseek" and search.warm:
@@ -308,24 +316,17 @@ def solve_picked(
             share_GE = shares_of_groups(window.source_RLE, picked[place], group_R, first_G.size)
         return shares_of_entries(share_GE[:, None], tokens_PE[place, None], width)[0]
 
-    return solve_many(
+    batch = LayerBatch(
         heat_PNE,
         placement.phy2log_LRS[picked],
         _Made(tables_of),
         _Made(shares_of),
-        params,
-        np.array(search.half_lives) * heat_PNE.shape[1],
-        settings.min_gain,
         unplaced_L[picked],
-        settings.threads,
-        settings.budget_ms,
-        node_R,
-        np.repeat(node_G, width),
-        expert_groups,
-        curve,
-        steps_PNE,
         [asked.recommendations[layer] for layer in picked.tolist()] if asked.recommendations else (),
     )
+    rules = SearchRules(params, np.array(search.half_lives) * heat_PNE.shape[1], settings.min_gain)
+    nodes = Nodes(node_R, np.repeat(node_G, width), expert_groups)
+    return solve_many(batch, rules, nodes, timing, Limits(settings.threads, settings.budget_ms))
 
 
 def time_curve(settings: PlannerSettings) -> Float64 | None:

@@ -1,8 +1,8 @@
-"""Simulated annealing of a placement on the realised ratio: how replicas and ranks are found where slots are few.
+"""Simulated annealing of a placement, for ranks with few slots. It lowers the realised peak-to-average ratio (PAR).
 
-With two or three slots per rank everything hangs on how many replicas each expert has and on who is paired with whom;
-swaps and exchanges that each must win soon find no way on. Annealing takes many cheap random steps instead, at first
-also some that lose a little. A budget buys more of them.
+With two or three slots per rank, the PAR is determined by the replica counts and by the pairing of experts on ranks. A
+search by swaps and exchanges that must each bring a gain soon gets stuck there. Annealing makes many cheap
+random changes instead. In the beginning, it also accepts changes that increase the PAR a little.
 """
 
 from __future__ import annotations
@@ -24,28 +24,37 @@ from eplb_core.solver.jit import kernel, part
 from eplb_core.solver.model import Bool, Float32, Int32, UInt64, homes, set_placement
 
 _HOTTEST, _COLDEST = 1e-3, 1e-5
-"""Temperatures at the first and the last try, in peak-to-average ratio.
+"""Temperatures at the first and the last try, in PAR.
 
-Placed from scratch, 2 layers x 256 experts on 256 ranks x 2 slots (the four kinds of heat of ``make bench-solver``,
-seeds 1 to 3, mean ratio on the window) come out 1.1 % worse with a first one of 3e-3 and 0.2 % with 3e-4; a last one of
-1e-4 or 1e-6 is within 0.2 %.
+They were compared on placements from scratch of 2 layers x 256 experts on 256 ranks x 2 slots (the four kinds of heat
+of ``make bench-solver``, seeds 1 to 3, mean PAR on the window). A first temperature of 3e-3 is 1.1 % worse, and 3e-4 is
+0.2 % worse. A last temperature of 1e-4 or 1e-6 is within 0.2 %.
 """
 _LOOK = 8
-"""Tries at the same episode's hottest rank, one after the other; 1, 4 and 16 are within 0.2 % on that heat."""
+"""Number of consecutive tries at the hottest rank of the same episode. On the heat of ``_HOTTEST``, 1, 4 and 16 are
+within 0.2 %."""
 _GUIDED = 95
-"""Of 100 tries those that must relieve that rank; the others may be anything. With 0 that heat is 1.6 % worse,
-with 80 and 99 within 0.1 %."""
+"""Percentage of the tries that must relieve the hottest rank of the episode; the others may change any rank. On the
+heat of ``_HOTTEST``, 0 is 1.6 % worse, and 80 and 99 are within 0.1 %."""
 _SWAPS = 68
-"""Of 100 tries those that swap; the others pass a replica on; 50 and 85 are within 0.2 %."""
+"""Percentage of the tries that swap two experts; the others pass on a replica. On the heat of ``_HOTTEST``, 50 and 85
+are within 0.2 %."""
 _HOPELESS = 12
-"""Temperatures of loss that are never taken."""
+"""Largest increase of the PAR that may be accepted, as a multiple of the temperature."""
 _FINE = 1 << 24
-"""Steps into which a random fraction is cut."""
+"""Number of distinct values of a random fraction."""
 
 
 @kernel
 def draw(state_1: UInt64, below: int) -> int:
-    """The next number from 0 to ``below - 1``, at most 2**32 - 1; ``state_1`` (uint64 ``[1]``) moves on.
+    """Draw a random integer from 0 to ``below - 1``.
+
+    Parameters
+    ----------
+    state_1
+        uint64 ``[1]``, state of the generator, advanced in place.
+    below
+        Upper bound, exclusive; at most 2**32 - 1.
 
     References
     ----------
@@ -56,28 +65,33 @@ def draw(state_1: UInt64, below: int) -> int:
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     mixed ^= mixed >> np.uint64(31)
-    # The upper half, as a fraction of ``below``: no division. Signed, or numba would go on counting in floats.
+    # Scale the upper half by ``below``, which avoids a division. The result is signed, because numba would promote
+    # further arithmetic on unsigned and signed integers to floats.
     drawn: int = np.int64(((mixed >> np.uint64(32)) * np.uint64(below)) >> np.uint64(32))
     return drawn
 
 
 @kernel
 def anneal(phy2log_RS: Int32, scaled_EN: Float32, share_N: Float32, tries: int, seed: int) -> Int32:
-    """Improve a placement by so many tries: swaps of two experts, and replicas that pass from one expert to another.
+    """Improve a placement by random changes: swaps of two experts, and replicas passed from one expert to another.
 
     Parameters
     ----------
     phy2log_RS
-        int32 ``[R, S]``, a complete placement.
-    scaled_EN, share_N
-        Normalised heat and the episodes' weights.
-    tries, seed
-        How long, and of which random numbers.
+        int32 ``[R, S]``, a complete placement. It is not changed.
+    scaled_EN
+        float32 ``[E, N]``, normalised heat.
+    share_N
+        float32 ``[N]``, weights of the episodes.
+    tries
+        Number of changes to try.
+    seed
+        Seed of the random numbers.
 
     Returns
     -------
     Int32
-        int32 ``[R, S]``; its peak-to-average ratio under even shares is no higher, but for rounding.
+        int32 ``[R, S]``. Under an even split, its PAR does not exceed the PAR of ``phy2log_RS``, except by rounding.
 
     References
     ----------
@@ -85,113 +99,132 @@ def anneal(phy2log_RS: Int32, scaled_EN: Float32, share_N: Float32, tries: int, 
     """
     ranks = phy2log_RS.shape[0]
     state = _state_at(phy2log_RS, scaled_EN)
-    here_RS, replicas_E, holds_ER, holder_EK, top, rank_K, changed_R1, changed_RN = state
+    current_RS, replicas_E, holds_ER, holder_EK, top, rank_K, changed_R1, changed_RN = state
     load_RN, load_NR, rank_KN, peak_KN = top
-    now = _par_of_changed(load_NR, rank_KN, peak_KN, share_N, rank_K, 0, changed_R1, changed_RN)
+    current = _par_of_changed(load_NR, rank_KN, peak_KN, share_N, rank_K, 0, changed_R1, changed_RN)
     best_RS: Int32 = phy2log_RS.copy()
-    best = now
+    best = current
     state_1 = np.full(1, np.uint64(seed), dtype=np.uint64)
-    episode, temperature = 0, _HOTTEST
-    for k in range(tries if ranks > 1 and now > 0 else 0):
+    episode = 0
+    temperature = _HOTTEST
+    for k in range(tries if ranks > 1 and current > 0 else 0):
         if k % _LOOK == 0:
             episode = draw(state_1, share_N.shape[0])
             temperature = _HOTTEST * (_COLDEST / _HOTTEST) ** (k / tries)
-        attempt = _drawn(here_RS, load_NR, rank_KN, episode, state_1)
-        if attempt.swaps:
-            if not _may_swap(load_NR, scaled_EN, replicas_E, holds_ER, attempt):
+        change = _draw_change(current_RS, load_NR, rank_KN, episode, state_1)
+        if change.swaps:
+            if not _may_swap(load_NR, scaled_EN, replicas_E, holds_ER, change):
                 continue
-            count = _swapped_loads(load_RN, scaled_EN, replicas_E, attempt, rank_K, changed_R1, changed_RN)
-            rank, other = attempt.rank, attempt.other
-            found = peak_of_two_changed(top, share_N, rank, other, changed_RN[rank], changed_RN[other])
+            count = _note_swap(load_RN, scaled_EN, replicas_E, change, rank_K, changed_R1, changed_RN)
+            rank = change.rank
+            target = change.target
+            par = peak_of_two_changed(top, share_N, rank, target, changed_RN[rank], changed_RN[target])
         else:
-            if not _may_pass(load_NR, scaled_EN, replicas_E, holds_ER, holder_EK, attempt):
+            if not _may_pass(load_NR, scaled_EN, replicas_E, holds_ER, holder_EK, change):
                 continue
-            count = _passed_loads(
-                load_RN, scaled_EN, replicas_E, holds_ER, holder_EK, attempt, rank_K, changed_R1, changed_RN
+            count = _note_pass(
+                load_RN, scaled_EN, replicas_E, holds_ER, holder_EK, change, rank_K, changed_R1, changed_RN
             )
-            found = _par_of_changed(load_NR, rank_KN, peak_KN, share_N, rank_K, count, changed_R1, changed_RN)
-        if found <= now or found <= now + bearable(temperature, state_1):
-            _apply_move(state, attempt, count)
-            now = found
+            par = _par_of_changed(load_NR, rank_KN, peak_KN, share_N, rank_K, count, changed_R1, changed_RN)
+        if par <= current or par <= current + bearable(temperature, state_1):
+            _apply_change(state, change, count)
+            current = par
         for j in range(count):
             changed_R1[rank_K[j]] = False
-        if now < best:
-            best = now
-            set_placement(best_RS, here_RS)
+        if current < best:
+            best = current
+            set_placement(best_RS, current_RS)
     return best_RS
 
 
 @part
-def _drawn(here_RS: Int32, load_NR: Float32, rank_KN: Int32, episode: int, state_1: UInt64) -> _Move:
-    """A random change, most often one of the hottest rank of an episode and of the cooler of two others."""
-    ranks, slots = here_RS.shape
-    guided, swaps = draw(state_1, 100) < _GUIDED, draw(state_1, 100) < _SWAPS
+def _draw_change(
+    current_RS: Int32, load_NR: Float32, rank_KN: Int32, episode: int, state_1: UInt64
+) -> _Change:
+    """Draw a random change.
+
+    Most changes are guided: their first rank is the hottest one of the episode. The second rank is the cooler of two
+    random ranks.
+    """
+    ranks, slots = current_RS.shape
+    guided = draw(state_1, 100) < _GUIDED
+    swaps = draw(state_1, 100) < _SWAPS
     rank = np.int64(rank_KN[0, episode]) if guided else draw(state_1, ranks)
-    other, another = draw(state_1, ranks), draw(state_1, ranks)
-    other = another if load_NR[episode, another] < load_NR[episode, other] else other
-    slot, place = draw(state_1, slots), draw(state_1, slots)
-    mine, theirs = here_RS[rank, slot], here_RS[other, place]
-    return _Move(rank, slot, other, place, mine, theirs, swaps, episode if guided else -1)
+    target = draw(state_1, ranks)
+    alternative = draw(state_1, ranks)
+    target = alternative if load_NR[episode, alternative] < load_NR[episode, target] else target
+    slot = draw(state_1, slots)
+    target_slot = draw(state_1, slots)
+    expert = current_RS[rank, slot]
+    target_expert = current_RS[target, target_slot]
+    return _Change(rank, slot, target, target_slot, expert, target_expert, swaps, episode if guided else -1)
 
 
 @part
 def bearable(temperature: float, state_1: UInt64) -> float:
-    """A loss that is taken at this temperature, drawn as Metropolis did."""
+    """Draw the largest increase of the PAR to accept at this temperature, according to Metropolis."""
     return min(-math.log((1 + draw(state_1, _FINE)) / _FINE), float(_HOPELESS)) * temperature
 
 
 class _State(NamedTuple):
-    """A placement being annealed; all arrays change in place."""
+    """A placement being annealed. All arrays change in place."""
 
     phy2log_RS: Int32
-    """int32 ``[R, S]``."""
+    """int32 ``[R, S]``, current placement."""
     replicas_E: Int32
-    """int32 ``[E]``."""
+    """int32 ``[E]``, replica count of each expert."""
     holds_ER: Bool
-    """bool ``[E, R]``, whether a rank holds an expert."""
+    """bool ``[E, R]``, True if the rank holds the expert."""
     holder_EK: Int32
-    """int32 ``[E, K]``, the ranks that hold each expert, ``replicas_E`` of them, in no order."""
+    """int32 ``[E, K]``, the ranks that hold each expert, unordered. The first ``replicas_E`` entries of a row are
+    valid."""
     top_ranks: TopRanks
-    """Rank loads under even shares."""
+    """Rank loads under an even split."""
     rank_K: Int32
-    """int32 ``[R]``, ranks that a change being judged would touch."""
+    """int32 ``[R]``, ranks whose loads the change under consideration would alter."""
     changed_R1: Bool
-    """bool ``[R + 1]``, the same as marks; all false between two changes, and the last always."""
+    """bool ``[R + 1]``, True for these ranks; all False between two changes. The last entry is always False."""
     changed_RN: Float32
-    """float32 ``[R, N]``, their loads after it."""
+    """float32 ``[R, N]``, loads of these ranks after the change."""
 
 
-class _Move(NamedTuple):
-    """A change: ``other`` comes to hold the expert ``mine`` of ``rank``."""
+class _Change(NamedTuple):
+    """A random change of the placement: the rank ``target`` receives an expert of the rank ``rank``."""
 
     rank: int
+    """Rank that holds ``expert``."""
     slot: int
-    other: int
-    place: int
-    """The slot of ``other``."""
-    mine: int
-    theirs: int
-    """The expert in that slot."""
+    """Slot of ``expert`` on ``rank``."""
+    target: int
+    """Rank that receives ``expert``."""
+    target_slot: int
+    """Slot of ``target`` that receives ``expert``."""
+    expert: int
+    """Expert that ``target`` receives."""
+    target_expert: int
+    """Expert that ``target_slot`` holds before the change."""
     swaps: bool
-    """Whether ``rank`` gets ``theirs`` for it; else that replica is given up, and ``mine`` gets one replica more."""
+    """True if ``rank`` receives ``target_expert`` in exchange. If False, ``rank`` keeps ``expert``, which gets one more
+    replica, and ``target_expert`` gives up one."""
     episode: int
-    """Where every rank that gets hotter must stay below what ``rank`` has now; -1 for in none."""
+    """Episode in which ``rank`` is the hottest rank, or -1 for an unguided change. In this episode, all ranks that get
+    hotter must stay below the current load of ``rank``."""
 
 
 @kernel
 def _state_at(phy2log_RS: Int32, scaled_EN: Float32) -> _State:
-    """The state at a complete placement, which is copied; ``scaled_EN`` is normalised heat float32 ``[E, N]``."""
+    """Return the state at a complete placement, which is copied, for normalised heat float32 ``[E, N]``."""
     ranks, slots = phy2log_RS.shape
     experts = scaled_EN.shape[0]
-    # No expert can come to have more replicas than this.
-    most = min(ranks, ranks * slots - experts + 1)
-    holder_EK = np.zeros((experts, most), dtype=np.int32)
-    held_E = np.zeros(experts, dtype=np.int32)
+    # No expert can get more replicas than this.
+    max_replicas = min(ranks, ranks * slots - experts + 1)
+    holder_EK = np.zeros((experts, max_replicas), dtype=np.int32)
+    count_E = np.zeros(experts, dtype=np.int32)
     for r in range(ranks):
         for s in range(slots):
             expert = phy2log_RS[r, s]
-            holder_EK[expert, held_E[expert]] = r
-            held_E[expert] += 1
+            holder_EK[expert, count_E[expert]] = r
+            count_E[expert] += 1
     load_RN = loads_in_episodes(phy2log_RS, even_shares(phy2log_RS, experts), scaled_EN)
     return _State(
         phy2log_RS.copy(),
@@ -207,94 +240,115 @@ def _state_at(phy2log_RS: Int32, scaled_EN: Float32) -> _State:
 
 @part
 def _may_swap(
-    load_NR: Float32, scaled_EN: Float32, replicas_E: Int32, holds_ER: Bool, attempt: _Move
+    load_NR: Float32, scaled_EN: Float32, replicas_E: Int32, holds_ER: Bool, change: _Change
 ) -> bool:
-    """Return whether a swap is legal, and cools ``rank`` in its episode without making ``other`` as hot."""
-    rank, other, mine, theirs, n = attempt.rank, attempt.other, attempt.mine, attempt.theirs, attempt.episode
-    # All is looked at: a branch that the processor guesses wrong takes longer.
-    legal = (rank != other) & ~holds_ER[mine, other] & ~holds_ER[theirs, rank]
+    """Return True if a swap is legal and either unguided or a relief.
+
+    A guided swap must cool ``rank`` in its episode and leave ``target`` below the current load of ``rank``.
+    """
+    rank = change.rank
+    target = change.target
+    expert = change.expert
+    target_expert = change.target_expert
+    n = change.episode
+    # Evaluate all conditions without branches, because a mispredicted branch takes longer.
+    legal = (rank != target) & ~holds_ER[expert, target] & ~holds_ER[target_expert, rank]
     at = max(n, 0)
-    more = scaled_EN[theirs, at] * share_of(replicas_E[theirs])
-    more -= scaled_EN[mine, at] * share_of(replicas_E[mine])
-    relieves = (more < 0) & (load_NR[at, other] - more < load_NR[at, rank])
-    found: bool = legal & (relieves | (n < 0))
-    return found
+    added = scaled_EN[target_expert, at] * share_of(replicas_E[target_expert])
+    added -= scaled_EN[expert, at] * share_of(replicas_E[expert])
+    relieves = (added < 0) & (load_NR[at, target] - added < load_NR[at, rank])
+    allowed: bool = legal & (relieves | (n < 0))
+    return allowed
 
 
 @part
 def _may_pass(
-    load_NR: Float32, scaled_EN: Float32, replicas_E: Int32, holds_ER: Bool, holder_EK: Int32, attempt: _Move
+    load_NR: Float32, scaled_EN: Float32, replicas_E: Int32, holds_ER: Bool, holder_EK: Int32, change: _Change
 ) -> bool:
-    """Return whether a replica may be passed on, and leaves those that pay for it below ``rank`` in its episode.
+    """Return True if a replica may be passed on, and either the change is unguided or it heats up no rank too much.
 
-    These are ``other`` and all that hold ``theirs``; a thinner share of ``mine`` is not set against what they get.
+    The ranks that a guided change heats up must stay below the current load of ``rank`` in its episode. These are
+    ``target`` and all ranks that hold ``target_expert``. Their relief from the thinner shares of ``expert`` is ignored.
     """
-    rank, other, mine, theirs, n = attempt.rank, attempt.other, attempt.mine, attempt.theirs, attempt.episode
-    legal: bool = (rank != other) & ~holds_ER[mine, other] & (replicas_E[theirs] > 1)
+    rank = change.rank
+    target = change.target
+    expert = change.expert
+    target_expert = change.target_expert
+    n = change.episode
+    legal: bool = (rank != target) & ~holds_ER[expert, target] & (replicas_E[target_expert] > 1)
     if legal and n >= 0:
         limit = load_NR[n, rank]
-        lost = scaled_EN[theirs, n] * share_of(replicas_E[theirs])
-        more = scaled_EN[theirs, n] * share_of(replicas_E[theirs] - 1) - lost
-        legal = load_NR[n, other] + scaled_EN[mine, n] * share_of(replicas_E[mine] + 1) - lost < limit
-        for k in range(replicas_E[theirs]):
-            holder = holder_EK[theirs, k]
-            legal = legal and (holder == other or load_NR[n, holder] + more < limit)
+        lost = scaled_EN[target_expert, n] * share_of(replicas_E[target_expert])
+        added = scaled_EN[target_expert, n] * share_of(replicas_E[target_expert] - 1) - lost
+        legal = load_NR[n, target] + scaled_EN[expert, n] * share_of(replicas_E[expert] + 1) - lost < limit
+        for k in range(replicas_E[target_expert]):
+            holder = holder_EK[target_expert, k]
+            legal = legal and (holder == target or load_NR[n, holder] + added < limit)
     return legal
 
 
 @part
-def _swapped_loads(
+def _note_swap(
     load_RN: Float32,
     scaled_EN: Float32,
     replicas_E: Int32,
-    attempt: _Move,
+    change: _Change,
     rank_K: Int32,
     changed_R1: Bool,
     changed_RN: Float32,
 ) -> int:
-    """Note both ranks' loads after a swap; returns 2."""
-    rank, other, mine, theirs = attempt.rank, attempt.other, attempt.mine, attempt.theirs
-    mine_share, their_share = share_of(replicas_E[mine]), share_of(replicas_E[theirs])
+    """Note the loads of both ranks after a swap, and return their number, 2."""
+    rank = change.rank
+    target = change.target
+    expert = change.expert
+    target_expert = change.target_expert
+    expert_share = share_of(replicas_E[expert])
+    target_share = share_of(replicas_E[target_expert])
     for n in range(scaled_EN.shape[1]):
-        more = their_share * scaled_EN[theirs, n] - mine_share * scaled_EN[mine, n]
-        changed_RN[rank, n] = load_RN[rank, n] + more
-        changed_RN[other, n] = load_RN[other, n] - more
-    rank_K[0], rank_K[1] = rank, other
-    changed_R1[rank] = changed_R1[other] = True
+        added = target_share * scaled_EN[target_expert, n] - expert_share * scaled_EN[expert, n]
+        changed_RN[rank, n] = load_RN[rank, n] + added
+        changed_RN[target, n] = load_RN[target, n] - added
+    rank_K[0] = rank
+    rank_K[1] = target
+    changed_R1[rank] = True
+    changed_R1[target] = True
     return 2
 
 
 @part
-def _passed_loads(
+def _note_pass(
     load_RN: Float32,
     scaled_EN: Float32,
     replicas_E: Int32,
     holds_ER: Bool,
     holder_EK: Int32,
-    attempt: _Move,
+    change: _Change,
     rank_K: Int32,
     changed_R1: Bool,
     changed_RN: Float32,
 ) -> int:
-    """Note the loads of all ranks that hold either expert once the replica has passed; returns how many these are."""
-    gainer, loser = attempt.mine, attempt.theirs
+    """Note the loads, after a replica is passed on, of all ranks that hold either expert; return their number."""
+    gainer = change.expert
+    loser = change.target_expert
     gained = share_of(replicas_E[gainer] + 1)
-    less = gained - share_of(replicas_E[gainer])
+    thinner = gained - share_of(replicas_E[gainer])
     lost = share_of(replicas_E[loser])
-    more = share_of(replicas_E[loser] - 1) - lost
+    thicker = share_of(replicas_E[loser] - 1) - lost
     zero = np.float32(0.0)
     count = 0
     for k in range(replicas_E[gainer] + replicas_E[loser]):
         if k < replicas_E[gainer]:
             rank = holder_EK[gainer, k]
-            of_gainer, of_loser = less, more if holds_ER[loser, rank] else zero
+            gainer_change = thinner
+            loser_change = thicker if holds_ER[loser, rank] else zero
         else:
             rank = holder_EK[loser, k - replicas_E[gainer]]
-            of_gainer, of_loser = (gained, -lost) if rank == attempt.other else (zero, more)
+            gainer_change = gained if rank == change.target else zero
+            loser_change = -lost if rank == change.target else thicker
         if not changed_R1[rank]:
             for n in range(scaled_EN.shape[1]):
-                changed = load_RN[rank, n] + of_gainer * scaled_EN[gainer, n]
-                changed_RN[rank, n] = changed + of_loser * scaled_EN[loser, n]
+                changed = load_RN[rank, n] + gainer_change * scaled_EN[gainer, n]
+                changed_RN[rank, n] = changed + loser_change * scaled_EN[loser, n]
             rank_K[count] = rank
             changed_R1[rank] = True
             count += 1
@@ -312,7 +366,7 @@ def _par_of_changed(
     changed_R1: Bool,
     changed_RN: Float32,
 ) -> float:
-    """The ratio once the first ``count`` ranks of ``rank_K`` have their rows of ``changed_RN`` as loads."""
+    """Return the PAR after the first ``count`` ranks of ``rank_K`` get the loads in ``changed_RN``."""
     peak_N = np.empty(share_N.shape[0], dtype=np.float32)
     for n in range(peak_N.shape[0]):
         if not changed_R1[rank_KN[0, n]]:
@@ -338,37 +392,40 @@ def _par_of_changed(
 
 
 @kernel
-def _apply_move(state: _State, attempt: _Move, count: int) -> None:
-    """Make a change whose loads have been noted, of ``count`` ranks."""
-    rank, other, mine, theirs = attempt.rank, attempt.other, attempt.mine, attempt.theirs
-    state.phy2log_RS[other, attempt.place] = mine
-    if attempt.swaps:
-        state.phy2log_RS[rank, attempt.slot] = theirs
-        _rehouse(state, mine, rank, other)
-        _rehouse(state, theirs, other, rank)
+def _apply_change(state: _State, change: _Change, count: int) -> None:
+    """Apply a change that alters the loads of ``count`` ranks, which must have been noted."""
+    rank = change.rank
+    target = change.target
+    expert = change.expert
+    target_expert = change.target_expert
+    state.phy2log_RS[target, change.target_slot] = expert
+    if change.swaps:
+        state.phy2log_RS[rank, change.slot] = target_expert
+        _rehouse(state, expert, rank, target)
+        _rehouse(state, target_expert, target, rank)
     else:
-        state.holder_EK[mine, state.replicas_E[mine]] = other
-        state.holds_ER[mine, other] = True
-        state.replicas_E[mine] += 1
-        state.replicas_E[theirs] -= 1
-        # The last of the holders takes the place of the one that is no more.
-        last = state.holder_EK[theirs, state.replicas_E[theirs]]
-        state.holder_EK[theirs, _at(state.holder_EK, theirs, other)] = last
-        state.holds_ER[theirs, other] = False
+        state.holder_EK[expert, state.replicas_E[expert]] = target
+        state.holds_ER[expert, target] = True
+        state.replicas_E[expert] += 1
+        state.replicas_E[target_expert] -= 1
+        # The last holder replaces the removed one.
+        last = state.holder_EK[target_expert, state.replicas_E[target_expert]]
+        state.holder_EK[target_expert, _index_of(state.holder_EK, target_expert, target)] = last
+        state.holds_ER[target_expert, target] = False
     update_loads(state.top_ranks, state.rank_K, count, state.changed_R1, state.changed_RN)
 
 
 @kernel
-def _rehouse(state: _State, expert: int, rank: int, other: int) -> None:
-    """Let ``other`` hold an expert in place of ``rank``."""
-    state.holder_EK[expert, _at(state.holder_EK, expert, rank)] = other
-    state.holds_ER[expert, rank] = False
-    state.holds_ER[expert, other] = True
+def _rehouse(state: _State, expert: int, source: int, target: int) -> None:
+    """Record that the rank ``target`` holds an expert instead of the rank ``source``."""
+    state.holder_EK[expert, _index_of(state.holder_EK, expert, source)] = target
+    state.holds_ER[expert, source] = False
+    state.holds_ER[expert, target] = True
 
 
 @kernel
-def _at(holder_EK: Int32, expert: int, rank: int) -> int:
-    """Where a rank is among an expert's holders."""
+def _index_of(holder_EK: Int32, expert: int, rank: int) -> int:
+    """Return the index of a rank among an expert's holders."""
     k = 0
     while holder_EK[expert, k] != rank:
         k += 1

@@ -1,19 +1,20 @@
-"""Builds a placement from scratch: replica counts greedily or by a tree, then the hottest replica to the coolest rank.
+"""Construction of a placement from scratch: choose replica counts, then place the hottest replicas first.
 
-Replicas are handed out one by one to the expert whose replicas are hottest, as DeepSeek's EPLB does. Placing them is
-Graham's longest-processing-time rule, on the risk of a rank with full covariance in place of its load: experts that are
-hot together are kept apart. Where every rank with room holds the expert already, room is made on another. An
-``Assignment`` keeps the running sums that make a change cheap to judge.
+Replica counts are chosen greedily: each spare replica goes to the expert whose replicas are hottest, as in DeepSeek's
+EPLB. Each replica is then placed on the coolest rank, hottest replica first (Graham's longest-processing-time rule).
+Ranks are compared by their risk with full covariance instead of their load, so experts that are hot at the same time
+end up on different ranks. If all ranks with a free slot already hold the expert, a replica of another expert makes room
+on a full rank. An ``Assignment`` keeps running sums, so that judging a change is cheap.
 
-The tree searches replica counts and placement jointly over groups of experts: the first of FlashLB's three ideas.
-Experts are sorted by heat and cut into groups. A node of the tree has fixed the replicas of the experts of the first
-groups. Its children give the next group a little more or less of what is left than a greedy allotment would.
-Look-ahead judges a child by completing and placing it greedily. A beam of the most promising nodes goes on to the next
-group.
+In small layers, a tree search chooses replica counts and placement jointly. This is the first of FlashLB's three ideas.
+Experts are sorted by heat and cut into groups. A node of the tree fixes the replica counts of the experts of the first
+groups. Its children give the next group a few replicas more or fewer than the greedy choice. A child is judged by
+look-ahead: its remaining replicas are assigned and placed greedily. A beam of the most promising nodes continues to the
+next group.
 
-Ours departs from FlashLB in two ways. A leaf is judged by the risk of its hottest rank with full covariance, the same
-figure that the local search goes on from; and several leaves are searched further, not the best one alone. The other
-two ideas are the multi-episode objective (``evaluation``) and layer-wise cherry-picking (``planner.decide``).
+There are two differences from FlashLB. A leaf is judged by the risk of its hottest rank with full covariance, as in the
+local search that follows. And several leaves are searched further, not just the best one. FlashLB's other two ideas are
+the objective over several episodes (``evaluation``) and layer-wise cherry-picking (``planner.decide``).
 
 References
 ----------
@@ -36,75 +37,101 @@ from eplb_core.solver.model import Bool, Float32, Float64, Heat, Int32
 
 
 def descending(values: Float32) -> Int32:
-    """Indices of ``values`` from largest to smallest, equal ones in order; int32."""
+    """Return the indices that sort ``values`` from largest to smallest, int32. Equal values keep their order."""
     return np.argsort(-values, kind="stable").astype(np.int32)
 
 
 def largest_first(share_EG: Float32) -> Int32:
-    """Sources of each expert from its largest part to its smallest, equal ones in order, int32 ``[E, G]``.
+    """Return the sources of each expert, largest share first, int32 ``[E, G]``.
 
-    No part is negative.
+    Sources with equal shares keep their order.
+
+    Parameters
+    ----------
+    share_EG
+        float32 ``[E, G]``, fraction of each expert's tokens that comes from each source; not negative.
+
+    Examples
+    --------
+    >>> largest_first(np.array([[0.2, 0.5, 0.3], [0.4, 0.2, 0.4]], dtype=np.float32)).tolist()
+    [[1, 2, 0], [0, 2, 1]]
     """
-    # Bits of such floats are in their order; with the source in the same integer they sort in a quarter of the time.
+    # The bit patterns of non-negative floats sort like the floats. With the source in the same integer, sorting takes a
+    # quarter of the time of a stable argsort.
     key_EG = (~share_EG.view(np.int32)).astype(np.int64) << 32 | np.arange(share_EG.shape[1])
     key_EG.sort(axis=1)
     return key_EG.astype(np.int32)
 
 
 @kernel
-def _hand_out(replicas_E: Int32, heat_E: Float32, budget: int, ranks: int) -> int:
-    """Give ``budget`` more replicas, each to the expert with the hottest replicas; none gets more than ``ranks``.
+def _allot_replicas(replicas_E: Int32, heat_E: Float32, budget: int, ranks: int) -> int:
+    """Add replicas one by one, each to the expert whose replicas are hottest.
 
-    ``replicas_E`` (int32) is changed in place. Experts with zero heat are served last. Returns the replicas that found
-    no taker.
+    Experts without heat get replicas last.
+
+    Parameters
+    ----------
+    replicas_E
+        int32 ``[E]``, replica counts, changed in place. No count exceeds ``ranks``.
+    heat_E
+        float32 ``[E]``, heat of each expert.
+    budget
+        Number of replicas to add.
+    ranks
+        Number of ranks.
+
+    Returns
+    -------
+    int
+        Number of replicas that could not be added, because every expert has a replica on each rank.
     """
     experts = replicas_E.shape[0]
-    for left in range(budget, 0, -1):
-        taker = -1
+    for remaining in range(budget, 0, -1):
+        gainer = -1
         for e in range(experts):
             if replicas_E[e] < ranks and (
-                taker < 0 or heat_E[e] * replicas_E[taker] > heat_E[taker] * replicas_E[e]
+                gainer < 0 or heat_E[e] * replicas_E[gainer] > heat_E[gainer] * replicas_E[e]
             ):
-                taker = e
-        if taker < 0:
-            return left
-        replicas_E[taker] += 1
+                gainer = e
+        if gainer < 0:
+            return remaining
+        replicas_E[gainer] += 1
     return 0
 
 
 @kernel
 def _greedy_replicas(heat_E: Float32, ranks: int, slots: int) -> Int32:
-    """Replicas of each expert, int32 ``[E]``, summing to ``ranks*slots``: one each, then to the hottest."""
+    """Return greedy replica counts, int32 ``[E]``, with a sum of ``ranks*slots`` and at least one per expert."""
     experts = heat_E.shape[0]
     replicas_E = np.ones(experts, dtype=np.int32)
-    _hand_out(replicas_E, heat_E, ranks * slots - experts, ranks)
+    _allot_replicas(replicas_E, heat_E, ranks * slots - experts, ranks)
     return replicas_E
 
 
 class Assignment(NamedTuple):
-    """One layer's slots with everything that makes a change cheap to judge; all arrays change in place."""
+    """Placement of one layer with running sums that make it cheap to judge a change. All arrays change in place."""
 
     phy2log_RS: Int32
-    """int32 ``[R, S]``, expert in each slot, -1 where empty."""
+    """int32 ``[R, S]``, expert in each slot; -1 if the slot is empty."""
     replicas_E: Int32
-    """int32 ``[E]``, slots that hold, or will hold, the expert."""
+    """int32 ``[E]``, target replica count of each expert."""
     share_ER: Float32
-    """float32 ``[E, R]``, part of the expert's tokens that the rank's replica receives; 0 where it holds none."""
+    """float32 ``[E, R]``, fraction of the expert's tokens that the rank's replica receives; 0 without a replica."""
     holds_ER: Bool
-    """bool ``[E, R]``, whether the rank holds the expert."""
+    """bool ``[E, R]``, True if the rank holds the expert."""
     filled_R: Int32
-    """int32 ``[R]``, slots in use; they come first."""
+    """int32 ``[R]``, number of filled slots, which precede the empty ones."""
     load_R: Float32
     """float32 ``[R]``, mean load."""
     variance_R: Float32
-    """float32 ``[R]``, variance of the load over episodes."""
+    """float32 ``[R]``, variance of the load over the episodes."""
     cross_RE: Float32
     """float32 ``[R, E]``, covariance of the rank's load with each expert's heat."""
 
 
 @kernel
 def _empty_assignment(replicas_E: Int32, ranks: int, slots: int) -> Assignment:
-    """No slot filled; ``replicas_E`` is what each expert will have."""
+    """Return an assignment without filled slots; ``replicas_E`` holds the target replica counts."""
     experts = replicas_E.shape[0]
     return Assignment(
         np.full((ranks, slots), -1, dtype=np.int32),
@@ -120,7 +147,17 @@ def _empty_assignment(replicas_E: Int32, ranks: int, slots: int) -> Assignment:
 
 @kernel
 def assignment_of(phy2log_RS: Int32, share_RS: Float32, heat: Heat) -> Assignment:
-    """The ``Assignment`` of a complete placement whose slots receive ``share_RS`` of their experts' tokens."""
+    """Return the assignment of a complete placement.
+
+    Parameters
+    ----------
+    phy2log_RS
+        int32 ``[R, S]``, the placement.
+    share_RS
+        float32 ``[R, S]``, fraction of its expert's tokens that each slot receives.
+    heat
+        Normalised heat of the layer.
+    """
     ranks, slots = phy2log_RS.shape
     assignment = _empty_assignment(replicas_of(phy2log_RS, heat.mean_E.shape[0]), ranks, slots)
     for r in range(ranks):
@@ -131,7 +168,7 @@ def assignment_of(phy2log_RS: Int32, share_RS: Float32, heat: Heat) -> Assignmen
 
 @kernel
 def replicas_of(phy2log_RS: Int32, experts: int) -> Int32:
-    """Replicas of each expert, int32 ``[E]``."""
+    """Return the replica count of each expert, int32 ``[E]``."""
     replicas_E = np.zeros(experts, dtype=np.int32)
     for r in range(phy2log_RS.shape[0]):
         for s in range(phy2log_RS.shape[1]):
@@ -141,7 +178,7 @@ def replicas_of(phy2log_RS: Int32, experts: int) -> Int32:
 
 @kernel
 def even_shares(phy2log_RS: Int32, experts: int) -> Float32:
-    """Each expert's tokens split evenly over its replicas, float32 ``[R, S]``."""
+    """Return each slot's fraction of its expert's tokens under an even split, float32 ``[R, S]``."""
     replicas_E = replicas_of(phy2log_RS, experts)
     share_RS = np.empty(phy2log_RS.shape, dtype=np.float32)
     for r in range(phy2log_RS.shape[0]):
@@ -152,16 +189,27 @@ def even_shares(phy2log_RS: Int32, experts: int) -> Float32:
 
 @part
 def share_of(replicas: int) -> float:
-    """The part of an expert's tokens that one of so many replicas gets, float32."""
+    """Return each replica's fraction of an expert's tokens under an even split, float32."""
     share: float = np.float32(1.0) / np.float32(replicas)
     return share
 
 
 @kernel
 def shift_load(assignment: Assignment, heat: Heat, expert: int, rank: int, share: float) -> None:
-    """Add to what a rank's replica receives, its slots untouched.
+    """Change the fraction of an expert's tokens that a rank receives, without changing its slots.
 
-    For the arguments see ``model``.
+    Parameters
+    ----------
+    assignment
+        The placement, changed in place.
+    heat
+        Normalised heat of the layer.
+    expert
+        The expert.
+    rank
+        The rank.
+    share
+        Amount added to the fraction; may be negative.
     """
     cross_E = assignment.cross_RE[rank]
     gram_E = heat.gram_EE[expert]
@@ -174,7 +222,7 @@ def shift_load(assignment: Assignment, heat: Heat, expert: int, rank: int, share
 
 @kernel
 def _put(assignment: Assignment, heat: Heat, expert: int, rank: int, share: float) -> None:
-    """Fill the next free slot of a rank with a replica."""
+    """Fill the next empty slot of a rank with a replica that receives ``share`` of its expert's tokens."""
     assignment.phy2log_RS[rank, assignment.filled_R[rank]] = expert
     assignment.filled_R[rank] += 1
     assignment.holds_ER[expert, rank] = True
@@ -183,7 +231,10 @@ def _put(assignment: Assignment, heat: Heat, expert: int, rank: int, share: floa
 
 @kernel
 def _clear(assignment: Assignment, heat: Heat, rank: int, slot: int) -> None:
-    """Take the expert of one slot off its rank; the slot itself must be filled or given up next."""
+    """Remove a slot's expert from the rank's sums.
+
+    ``phy2log_RS`` still names the expert: the caller must fill or drop the slot next.
+    """
     expert = assignment.phy2log_RS[rank, slot]
     shift_load(assignment, heat, expert, rank, -assignment.share_ER[expert, rank])
     assignment.share_ER[expert, rank] = 0
@@ -192,9 +243,22 @@ def _clear(assignment: Assignment, heat: Heat, rank: int, slot: int) -> None:
 
 @kernel
 def replace(assignment: Assignment, heat: Heat, rank: int, slot: int, expert: int, share: float) -> None:
-    """Let ``slot`` hold ``expert`` instead, at ``share`` of its tokens.
+    """Replace the expert of a slot.
 
-    For the arguments see ``model``.
+    Parameters
+    ----------
+    assignment
+        The placement, changed in place.
+    heat
+        Normalised heat of the layer.
+    rank
+        The rank.
+    slot
+        Slot of ``rank``.
+    expert
+        New expert, which the rank does not hold yet.
+    share
+        Fraction of the new expert's tokens that the slot receives.
     """
     _clear(assignment, heat, rank, slot)
     assignment.phy2log_RS[rank, slot] = expert
@@ -204,20 +268,44 @@ def replace(assignment: Assignment, heat: Heat, rank: int, slot: int, expert: in
 
 @kernel
 def hottest_rank(assignment: Assignment, z: float) -> tuple[int, float]:
-    """Rank with the highest risk, and that risk."""
-    worst = 0
-    worst_risk = np.float32(-1.0)
+    """Return the rank with the highest risk, and this risk."""
+    hot = 0
+    hot_risk = np.float32(-1.0)
     for r in range(assignment.load_R.shape[0]):
-        found = risk(assignment.load_R[r], assignment.variance_R[r], z)
-        if found > worst_risk:
-            worst, worst_risk = r, found
-    return worst, worst_risk
+        rank_risk = risk(assignment.load_R[r], assignment.variance_R[r], z)
+        if rank_risk > hot_risk:
+            hot = r
+            hot_risk = rank_risk
+    return hot, hot_risk
 
 
 def place(replicas_E: Int32, heat: Heat, ranks: int, slots: int, z: float) -> Assignment:
-    """Place these replicas greedily, hottest first.
+    """Place the replicas of all experts greedily, hottest first.
 
-    For the arguments see ``model``.
+    Parameters
+    ----------
+    replicas_E
+        int32 ``[E]``, replica counts, with a sum of ``ranks*slots``.
+    heat
+        Normalised heat of the layer.
+    ranks
+        Number of ranks.
+    slots
+        Slots per rank.
+    z
+        Weight of the standard deviation in a rank's risk.
+
+    Examples
+    --------
+    Experts 0 and 1 have two replicas each. Both ranks get half of each, and one of the two cooler experts:
+
+    >>> from eplb_core.solver.model import heat_of
+    >>> heat = heat_of(np.array([[6.0, 4.0, 3.0, 3.0]]), ranks=2)
+    >>> assignment = place(np.array([2, 2, 1, 1], dtype=np.int32), heat, ranks=2, slots=3, z=0.0)
+    >>> assignment.phy2log_RS.tolist()
+    [[0, 2, 1], [0, 3, 1]]
+    >>> assignment.load_R.tolist()
+    [1.0, 1.0]
     """
     order_E = descending(np.divide(expert_heat(heat, z), replicas_E, dtype=np.float32))
     return _place_in_order(replicas_E, heat, ranks, slots, order_E, z)
@@ -227,7 +315,7 @@ def place(replicas_E: Int32, heat: Heat, ranks: int, slots: int, z: float) -> As
 def _place_in_order(
     replicas_E: Int32, heat: Heat, ranks: int, slots: int, order_E: Int32, z: float
 ) -> Assignment:
-    """Place all replicas of the experts of ``order_E``, each on the rank that stays coolest with it."""
+    """Place all replicas of the experts in ``order_E``, each on the rank that stays coolest with it."""
     assignment = _empty_assignment(replicas_E, ranks, slots)
     for expert in order_E:
         for _ in range(replicas_E[expert]):
@@ -240,32 +328,41 @@ def _place_in_order(
 
 @part
 def _coolest_rank(assignment: Assignment, heat: Heat, expert: int, z: float) -> int:
-    """Rank with a free slot, without the expert, and with the lowest risk once it holds it; -1 where none is."""
+    """Return the rank that would have the lowest risk with a replica of ``expert``.
+
+    Only ranks with an empty slot that do not hold the expert are considered; -1 if there are no such ranks.
+    """
     slots = assignment.phy2log_RS.shape[1]
     share = share_of(assignment.replicas_E[expert])
     mean = share * heat.mean_E[expert]
-    own = share * share * heat.gram_EE[expert, expert]
-    chosen, lowest = -1, np.float32(np.inf)
+    replica_variance = share * share * heat.gram_EE[expert, expert]
+    coolest = -1
+    lowest = np.float32(np.inf)
     for r in range(assignment.load_R.shape[0]):
-        # No risk is below the mean load.
+        # A rank's risk is at least its mean load.
         if assignment.load_R[r] + mean >= lowest:
             continue
         if assignment.filled_R[r] == slots or assignment.holds_ER[expert, r]:
             continue
-        variance = assignment.variance_R[r] + np.float32(2.0) * share * assignment.cross_RE[r, expert] + own
-        found = risk(assignment.load_R[r] + mean, variance, z)
-        if found < lowest:
-            chosen, lowest = r, found
-    return chosen
+        variance = (
+            assignment.variance_R[r]
+            + np.float32(2.0) * share * assignment.cross_RE[r, expert]
+            + replica_variance
+        )
+        rank_risk = risk(assignment.load_R[r] + mean, variance, z)
+        if rank_risk < lowest:
+            coolest = r
+            lowest = rank_risk
+    return coolest
 
 
 @part
 def _make_room(assignment: Assignment, heat: Heat, expert: int) -> int:
-    """Free a slot for ``expert`` where every rank with room holds it already; returns the rank.
+    """Free a slot for ``expert`` if all ranks with an empty slot hold it already, and return the slot's rank.
 
-    A full rank without the expert passes one of its own to a rank with room that lacks it. Such a pair exists while
-    the expert has fewer replicas placed than there are ranks: the full rank has more other experts than the one with
-    room.
+    A full rank without the expert moves one of its replicas to a rank with an empty slot. Such a replica exists while
+    the expert has fewer replicas than there are ranks: the full rank has more experts besides this one than the rank
+    with the empty slot has, so at least one of them is missing on that rank.
     """
     ranks, slots = assignment.phy2log_RS.shape
     roomy = 0
@@ -275,13 +372,13 @@ def _make_room(assignment: Assignment, heat: Heat, expert: int) -> int:
         if assignment.holds_ER[expert, giver]:
             continue
         for slot in range(slots):
-            passed = assignment.phy2log_RS[giver, slot]
-            if not assignment.holds_ER[passed, roomy]:
+            evicted = assignment.phy2log_RS[giver, slot]
+            if not assignment.holds_ER[evicted, roomy]:
                 _clear(assignment, heat, giver, slot)
                 assignment.filled_R[giver] -= 1
                 assignment.phy2log_RS[giver, slot] = assignment.phy2log_RS[giver, slots - 1]
                 assignment.phy2log_RS[giver, slots - 1] = -1
-                _put(assignment, heat, passed, roomy, share_of(assignment.replicas_E[passed]))
+                _put(assignment, heat, evicted, roomy, share_of(assignment.replicas_E[evicted]))
                 return giver
     return -1
 
@@ -296,22 +393,45 @@ def tree_search(
     spread: int = 2,
     beam: int = 4,
 ) -> tuple[Int32, Float64]:
-    """Search replica counts; returns those of the best leaves, int32 ``[K, E]``, and their risks, coolest first.
+    """Search replica counts by placing candidates greedily, and return the best ones.
 
     Parameters
     ----------
-    heat, ranks, slots
-        The layer's heat, and the shape.
+    heat
+        Normalised heat of the layer.
+    ranks
+        Number of ranks.
+    slots
+        Slots per rank.
     z
-        Weight of the standard deviation.
+        Weight of the standard deviation in a rank's risk.
     leaves
-        Best leaves that are returned, at most; with 0 the greedy counts as they are, unjudged (risk infinite).
+        Maximum number of results. With 0, the greedy counts are returned without a search.
     groups
-        Expert groups of the tree.
+        Number of expert groups, which is the depth of the tree.
     spread
-        Replicas that a group may get beside its greedy number.
+        Maximum difference between a group's number of replicas and its greedy number.
     beam
-        Nodes that go on from each level.
+        Number of nodes that continue from each level.
+
+    Returns
+    -------
+    replicas_KE : Int32
+        int32 ``[K, E]``, replica counts, lowest risk first.
+    risk_K : Float64
+        float64 ``[K]``, risk of the hottest rank after greedy placement; infinite if there was no search.
+
+    Examples
+    --------
+    Six slots hold four experts. The two spare replicas go to the hottest experts:
+
+    >>> from eplb_core.solver.model import heat_of
+    >>> heat = heat_of(np.array([[6.0, 4.0, 3.0, 3.0]]), ranks=2)
+    >>> replicas_KE, risk_K = tree_search(heat, ranks=2, slots=3, z=0.0, leaves=2)
+    >>> replicas_KE.tolist()
+    [[2, 2, 1, 1], [2, 1, 2, 1]]
+    >>> risk_K.round(4).tolist()
+    [1.0, 1.0625]
     """
     heat_E = expert_heat(heat, z)
     greedy_E = _greedy_replicas(heat_E, ranks, slots)
@@ -320,57 +440,66 @@ def tree_search(
         return greedy_E[None, :], np.array([np.inf])
     risk_of: dict[bytes, float] = {}
 
-    def judged(leaf_E: Int32) -> float:
+    def judge(leaf_E: Int32) -> float:
         key = leaf_E.tobytes()
         if key not in risk_of:
             order_E = descending(np.divide(heat_E, leaf_E, dtype=np.float32))
             risk_of[key] = _risk_once_placed(leaf_E, heat, ranks, slots, order_E, z)
         return risk_of[key]
 
-    judged(greedy_E)
+    judge(greedy_E)
     by_heat_E = descending(heat_E)
     frontier = [np.ones_like(greedy_E)]
     for group_M, rest_M in _cut_into_groups(greedy_E, by_heat_E, groups):
         children: dict[bytes, tuple[float, Int32]] = {}
         for node_E in frontier:
-            left = ranks * slots - int(node_E.sum())
-            greedily_E, _ = _with_more(node_E, heat_E, np.concatenate([group_M, rest_M]), left, ranks)
-            usual = int((greedily_E - node_E)[group_M].sum())
-            for given in range(max(0, usual - spread), min(left, usual + spread) + 1):
-                child_E, unplaced = _with_more(node_E, heat_E, group_M, given, ranks)
-                leaf_E, left_over = _with_more(child_E, heat_E, rest_M, left - given, ranks)
-                if unplaced == 0 == left_over:
-                    children[child_E.tobytes()] = judged(leaf_E), child_E
+            budget = ranks * slots - int(node_E.sum())
+            greedy_child_E, _ = _allot_among(node_E, heat_E, np.concatenate([group_M, rest_M]), budget, ranks)
+            greedy_budget = int((greedy_child_E - node_E)[group_M].sum())
+            for group_budget in range(
+                max(0, greedy_budget - spread), min(budget, greedy_budget + spread) + 1
+            ):
+                child_E, group_surplus = _allot_among(node_E, heat_E, group_M, group_budget, ranks)
+                leaf_E, rest_surplus = _allot_among(child_E, heat_E, rest_M, budget - group_budget, ranks)
+                if group_surplus == 0 and rest_surplus == 0:
+                    children[child_E.tobytes()] = judge(leaf_E), child_E
         coolest = sorted(children.values(), key=lambda child: child[0])[:beam]
         frontier = [child_E for _, child_E in coolest]
     best = sorted(risk_of.items(), key=lambda leaf: leaf[1])[:leaves]
     best_KE = np.array([np.frombuffer(key, dtype=np.int32) for key, _ in best])
-    return best_KE, np.array([found for _, found in best])
+    return best_KE, np.array([leaf_risk for _, leaf_risk in best])
 
 
 @kernel
 def _risk_once_placed(
     replicas_E: Int32, heat: Heat, ranks: int, slots: int, order_E: Int32, z: float
 ) -> float:
-    """Risk of the hottest rank where these replicas are placed in this order."""
-    found: float = hottest_rank(_place_in_order(replicas_E, heat, ranks, slots, order_E, z), z)[1]
-    return found
+    """Return the risk of the hottest rank after placing all replicas in the order of ``order_E``."""
+    hot_risk: float = hottest_rank(_place_in_order(replicas_E, heat, ranks, slots, order_E, z), z)[1]
+    return hot_risk
 
 
 def _cut_into_groups(replicas_E: Int32, by_heat_E: Int32, groups: int) -> Iterator[tuple[Int32, Int32]]:
-    """Groups of experts with about equal numbers of replicas, hottest first, each with all experts after it."""
-    seen_E = replicas_E[by_heat_E].cumsum()
-    groups = min(groups, seen_E.size)
-    bounds = [0, *(np.searchsorted(seen_E * groups, seen_E[-1] * np.arange(1, groups)) + 1), seen_E.size]
+    """Cut the experts into groups with about equal numbers of replicas, hottest first.
+
+    Yields the experts of each group, and all experts of the groups after it.
+    """
+    total_E = replicas_E[by_heat_E].cumsum()
+    groups = min(groups, total_E.size)
+    bounds = [0, *(np.searchsorted(total_E * groups, total_E[-1] * np.arange(1, groups)) + 1), total_E.size]
     for low, high in pairwise(bounds):
         yield by_heat_E[low:high], by_heat_E[high:]
 
 
-def _with_more(
+def _allot_among(
     replicas_E: Int32, heat_E: Float32, member_M: Int32, budget: int, ranks: int
 ) -> tuple[Int32, int]:
-    """Hand ``budget`` replicas greedily to some experts; and how many found no taker."""
-    done_E, done_M = replicas_E.copy(), replicas_E[member_M]
-    unplaced = _hand_out(done_M, heat_E[member_M], budget, ranks)
-    done_E[member_M] = done_M
-    return done_E, unplaced
+    """Add ``budget`` replicas greedily to the experts in ``member_M``.
+
+    Returns the new counts, int32 ``[E]``, and the number of replicas that could not be added.
+    """
+    allotted_E = replicas_E.copy()
+    allotted_M = replicas_E[member_M]
+    surplus = _allot_replicas(allotted_M, heat_E[member_M], budget, ranks)
+    allotted_E[member_M] = allotted_M
+    return allotted_E, surplus

@@ -1,17 +1,17 @@
-"""Runs the layer solver over many layers, several at a time, and where experts come in groups node by node.
+"""Solver for many layers: several at a time and, if experts are routed in groups, node by node.
 
-Layers are handed to threads, not to a parallel loop inside a kernel: kernels hold no lock, a layer that fails
-spoils no other, the clock can be read between layers, and a process may fork or plan for several deployments at
-once without harm.
+Layers run on threads instead of in a parallel loop inside a kernel. Kernels then need no locks, a failure affects only
+one layer, and the time budget is checked between layers. A process may also fork or plan for several deployments at the
+same time.
 
-With groups, placement is hierarchical: groups of experts stay together on a node, and each node is then a layer of
-its own. Tokens that a router sends to few groups then cross to few nodes. Groups are packed onto nodes in equal
-numbers, hottest first, each onto the coolest node with room; replicas are handed out, placed and improved within the
-node.
+With expert groups, placement is hierarchical: each group stays on one node, and each node is solved as a layer. If a
+router sends each token to few groups, its tokens then reach few nodes. Groups are packed hottest first, each onto the
+coolest node that has room, with the same number of groups on every node. Replica counts and placement are then chosen
+within each node.
 
 References
 ----------
-The hierarchical policy of DeepSeek's EPLB, as its README describes it, https://github.com/deepseek-ai/EPLB.
+DeepSeek EPLB, hierarchical policy, as described in its README, https://github.com/deepseek-ai/EPLB.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
 from zlib import crc32
 
 import numpy as np
@@ -59,138 +60,230 @@ from eplb_core.solver.time_layer import solve_layer_for_time
 from eplb_core.solver.topology import match_ranks
 from eplb_core.solver.window import halves_of
 
-_Node = tuple[npt.NDArray[np.intp], npt.NDArray[np.intp], LayerLayout]
-"""One node as a layer of its own: the numbers of its experts and of its ranks in the whole layer, ascending, and what
-serves now in the node's numbers."""
-
 
 class ByLayer(Protocol):
-    """Arrays by layer: one array of all, or made when they are asked for, since those of many ranks are large."""
+    """Arrays by layer: one array for all layers, or arrays made on request, which saves memory with many ranks."""
 
     def __getitem__(self, layer: int, /) -> Any:
-        """Return the layer's; it may be asked for on any thread."""
+        """Return the array of one layer. Any thread may call this."""
 
 
-class SolverError(RuntimeError):
-    """Failure of one layer; the message is what the solver reported."""
-
-
-class OutOfTimeError(SolverError):
-    """A layer whose turn had not come when the budget was spent."""
-
-
-def solve_many(
-    heat_LNE: Float64,
-    deployed_LRS: Int32,
-    deployed_LGE: ByLayer,
-    share_LGE: ByLayer,
-    params: SearchParams,
-    half_life_H: Float64,
-    min_gain: float,
-    unplaced_L: Bool,
-    threads: int | None = None,
-    budget_ms: float | None = None,
-    node_R: Int32 | None = None,
-    node_G: Int32 | None = None,
-    expert_groups: int = 0,
-    curve_4: Float64 | None = None,
-    steps_LNE: Float64 | None = None,
-    recommendation_L: Sequence[Recommendation | None] = (),
-) -> list[LayerResult | SolverError]:
-    """Solve all layers; without a budget the answers do not depend on ``threads`` (``None``: one per CPU).
+@dataclass(frozen=True)
+class LayerBatch:
+    """Layers to solve, with their heat and current layouts.
 
     Parameters
     ----------
     heat_LNE
-        float64 ``[L, N, E]``, tokens of each expert by episode.
-    deployed_LRS, deployed_LGE, share_LGE
-        Deployed int32 ``[L, R, S]`` placements, int32 ``[L, G, E]`` tables and float ``[L, G, E]`` the part of
-        each expert's tokens that each source group has.
-    params, half_life_H, min_gain
-        As for ``layer.solve_layer``, with one seed for all layers.
+        float64 ``[L, N, E]``, tokens of each expert by episode, oldest episode first.
+    phy2log_LRS
+        int32 ``[L, R, S]``, deployed placements.
+    log2phy_LGE
+        int32 ``[L, G, E]``, deployed tables.
+    share_LGE
+        float ``[L, G, E]``, fraction of each expert's tokens that comes from each source.
     unplaced_L
-        bool ``[L]``, which layers are placed from scratch whatever it moves.
-    threads
-        Layers solved at a time.
-    budget_ms
-        Layers begin in the order given until it is spent.
-    node_R, node_G
-        int32, as in ``model.LayerLayout``; one node where they are not given.
-    expert_groups
-        So many groups of neighbouring experts each stay on one node; 0 for none. The nodes have equally many ranks, and
-        their number divides the groups, which divide the experts.
-    curve_4, steps_LNE
-        With both, the slowest rank's time by a cost curve (see ``time_costs``) is lowered on single steps, float64
-        ``[L, N', E]``; groups are not kept together then.
+        bool ``[L]``, True for layers whose placement was not made for any heat. They are placed from scratch at any
+        price.
     recommendation_L
-        What each layer is to follow, as for ``layer.solve_layer``; by default nothing.
+        Recommendation of each layer, to be followed without a hold-out; empty to run hold-outs.
+    """
+
+    heat_LNE: Float64
+    phy2log_LRS: Int32
+    log2phy_LGE: ByLayer
+    share_LGE: ByLayer
+    unplaced_L: Bool
+    recommendation_L: Sequence[Recommendation | None] = ()
+
+
+@dataclass(frozen=True)
+class SearchRules:
+    """How to search all layers, and which changes to accept.
+
+    Parameters
+    ----------
+    params
+        Search parameters. Their seed is combined with the heat of each layer.
+    half_life_H
+        float64 ``[H]``, candidate half-lives of the forecast, as for ``layer.solve_layer``.
+    min_gain
+        PAR that a change must gain on the window after paying for its moves.
+    """
+
+    params: SearchParams
+    half_life_H: Float64
+    min_gain: float
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """Nodes of the ranks and sources.
+
+    Parameters
+    ----------
+    node_R
+        int32 ``[R]``, node of each rank, numbered from 0; ``None`` if there is one node.
+    node_G
+        int32 ``[G]``, node of each source, -1 if its ranks are on several nodes; ``None`` if there is one node.
+    expert_groups
+        Number of groups of consecutive experts that each stay on one node; 0 for no groups. All nodes must have the
+        same number of ranks. The number of nodes must divide the number of groups, which must divide the number of
+        experts.
+    """
+
+    node_R: Int32 | None = None
+    node_G: Int32 | None = None
+    expert_groups: int = 0
+
+
+@dataclass(frozen=True)
+class TimeObjective:
+    """Cost curve and steps for lowering the time of the slowest rank instead of the PAR.
+
+    Parameters
+    ----------
+    curve_4
+        float64 ``[4]``, a cost curve; see ``time_costs``.
+    steps_LNE
+        float64 ``[L, N', E]``, tokens of each expert in single steps.
+    """
+
+    curve_4: Float64
+    steps_LNE: Float64
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Limits on the computing resources of one call.
+
+    Parameters
+    ----------
+    threads
+        Number of layers to solve at a time; ``None`` for one per CPU, which is also the maximum.
+    budget_ms
+        Time budget in milliseconds. No further layer is started once it is spent. ``None`` for no limit.
+    """
+
+    threads: int | None = None
+    budget_ms: float | None = None
+
+
+ONE_NODE = Nodes()
+"""All ranks on one node, without expert groups."""
+NO_LIMITS = Limits()
+"""One thread per CPU and no time budget."""
+
+
+class SolverError(RuntimeError):
+    """Failure to solve one layer."""
+
+
+class OutOfTimeError(SolverError):
+    """The time budget ran out before the layer was started."""
+
+
+class _NodeLayer(NamedTuple):
+    """One node as a layer with its own numbering of experts and ranks."""
+
+    expert_X: npt.NDArray[np.intp]
+    """Experts of the node in the numbering of the whole layer, ascending."""
+    rank_Y: npt.NDArray[np.intp]
+    """Ranks of the node in the numbering of the whole layer, ascending."""
+    layout: LayerLayout
+    """Current layout in the node's numbering."""
+
+
+def solve_many(
+    batch: LayerBatch,
+    rules: SearchRules,
+    nodes: Nodes = ONE_NODE,
+    timing: TimeObjective | None = None,
+    limits: Limits = NO_LIMITS,
+) -> list[LayerResult | SolverError]:
+    """Solve all layers of a batch, in order.
+
+    Without a time budget, the results do not depend on the number of threads.
+
+    Parameters
+    ----------
+    batch
+        Layers to solve.
+    rules
+        Search parameters and the gain required of a change.
+    nodes
+        Nodes of the ranks and sources, and the expert groups.
+    timing
+        Cost curve and single steps, to lower the time of the slowest rank; ``None`` to lower the PAR. Expert groups are
+        ignored if it is given.
+    limits
+        Number of threads and time budget.
 
     Returns
     -------
-    list of Answer or SolverError
-        One for each layer: ``OutOfTimeError`` where the budget was spent, another ``SolverError`` where it failed.
+    list of LayerResult or SolverError
+        One entry per layer: its result, an ``OutOfTimeError`` if the budget ran out before it was started, or another
+        ``SolverError`` if it failed.
     """
+    budget_ms = limits.budget_ms
     deadline = np.inf if budget_ms is None else time.monotonic() + budget_ms / 1e3
-    heat_LNE = np.ascontiguousarray(heat_LNE, dtype=np.float64)
-    deployed = _deployed_by_layer(deployed_LRS, deployed_LGE, share_LGE, heat_LNE.shape[2], node_R, node_G)
+    heat_LNE = np.ascontiguousarray(batch.heat_LNE, dtype=np.float64)
 
     def solve(layer: int) -> LayerResult | SolverError:
         if time.monotonic() >= deadline:
-            return OutOfTimeError(f"the budget of {budget_ms:g} ms was spent")
-        # No two layers draw alike, and what one draws does not depend on which others are looked into.
-        mine = params._replace(seed=params.seed + crc32(heat_LNE[layer].sum(axis=0)))
-        place, unplaced = deployed(layer), bool(unplaced_L[layer])
-        asked = heat_LNE[layer], place, mine, half_life_H, min_gain, unplaced
+            return OutOfTimeError(
+                f"the time budget (budget_ms) of {budget_ms:g} ms ran out before this layer"
+            )
+        heat_NE = heat_LNE[layer]
+        # Each layer draws its own random numbers, which do not depend on the other layers of the batch.
+        params = rules.params._replace(seed=rules.params.seed + crc32(heat_NE.sum(axis=0)))
+        layout = _layout_of(batch, layer, nodes)
+        unplaced = bool(batch.unplaced_L[layer])
         try:
-            if curve_4 is not None and steps_LNE is not None:
-                steps_NE = np.ascontiguousarray(steps_LNE[layer], dtype=np.float64)
+            if timing is not None:
+                steps_NE = np.ascontiguousarray(timing.steps_LNE[layer], dtype=np.float64)
                 return solve_layer_for_time(
-                    heat_LNE[layer], steps_NE, place, mine, curve_4, min_gain, unplaced, half_life_H
+                    heat_NE,
+                    steps_NE,
+                    layout,
+                    params,
+                    timing.curve_4,
+                    rules.min_gain,
+                    unplaced,
+                    rules.half_life_H,
                 )
-            if expert_groups:
-                return _solve_by_node(*asked, expert_groups)
-            return solve_layer(*asked, recommendation_L[layer] if recommendation_L else None)
-        except Exception as error:  # one layer's failure must not spoil the others
+            arguments = heat_NE, layout, params, rules.half_life_H, rules.min_gain, unplaced
+            if nodes.expert_groups:
+                return _solve_by_node(*arguments, nodes.expert_groups)
+            return solve_layer(*arguments, batch.recommendation_L[layer] if batch.recommendation_L else None)
+        except Exception as error:  # a failure in one layer must not affect the other layers
             return SolverError(f"{type(error).__name__}: {error}")
 
     layers = range(heat_LNE.shape[0])
-    with _several(threads, len(layers)) as run:
+    with _layer_map(limits.threads, len(layers)) as run:
         return list(run(solve, layers))
 
 
-def _deployed_by_layer(
-    deployed_LRS: Int32,
-    deployed_LGE: ByLayer,
-    share_LGE: ByLayer,
-    experts: int,
-    node_R: Int32 | None,
-    node_G: Int32 | None,
-) -> Callable[[int], LayerLayout]:
-    """Deployed placement and tables of each layer, as kernels take them."""
-
-    def deployed(layer: int) -> LayerLayout:
-        phy2log_RS, log2phy_GE = (
-            np.array(of_L[layer], dtype=np.int32, order="C") for of_L in (deployed_LRS, deployed_LGE)
-        )
-        share_GE = np.array(share_LGE[layer], dtype=np.float32, order="C")
-        nodes = (
-            np.zeros(count, dtype=np.int32) if node_X is None else node_X
-            for count, node_X in ((len(phy2log_RS), node_R), (len(log2phy_GE), node_G))
-        )
-        return LayerLayout(phy2log_RS, log2phy_GE, share_GE, homes(phy2log_RS, experts), *nodes)
-
-    return deployed
+def _layout_of(batch: LayerBatch, layer: int, nodes: Nodes) -> LayerLayout:
+    """Return the current layout of one layer, in contiguous arrays of the types that kernels expect."""
+    phy2log_RS = np.array(batch.phy2log_LRS[layer], dtype=np.int32, order="C")
+    log2phy_GE = np.array(batch.log2phy_LGE[layer], dtype=np.int32, order="C")
+    share_GE = np.array(batch.share_LGE[layer], dtype=np.float32, order="C")
+    node_R = np.zeros(len(phy2log_RS), dtype=np.int32) if nodes.node_R is None else nodes.node_R
+    node_G = np.zeros(len(log2phy_GE), dtype=np.int32) if nodes.node_G is None else nodes.node_G
+    home_ER = homes(phy2log_RS, batch.heat_LNE.shape[2])
+    return LayerLayout(phy2log_RS, log2phy_GE, share_GE, home_ER, node_R, node_G)
 
 
 @contextmanager
-def _several(threads: int | None, layers: int) -> Iterator[Callable[..., Iterable[Any]]]:
-    """A ``map`` that does as many layers at a time as wanted, at most one per CPU."""
+def _layer_map(threads: int | None, layers: int) -> Iterator[Callable[..., Iterable[Any]]]:
+    """Provide a ``map`` over layers that uses up to ``threads`` threads, at most one per CPU or layer."""
     cpus = os.cpu_count() or 1
-    wanted = min(threads or cpus, cpus, layers)
-    if wanted <= 1:
+    workers = min(threads or cpus, cpus, layers)
+    if workers <= 1:
         yield map
         return
-    with ThreadPoolExecutor(wanted, thread_name_prefix="eplb-solver") as pool:
+    with ThreadPoolExecutor(workers, thread_name_prefix="eplb-solver") as pool:
         yield pool.map
 
 
@@ -203,58 +296,58 @@ def _solve_by_node(
     unplaced: bool,
     groups: int,
 ) -> LayerResult:
-    """Decide one layer whose ``groups`` of neighbouring experts each stay on one node.
+    """Decide what to do with one layer whose ``groups`` of consecutive experts each stay on one node.
 
-    A layer whose groups are placed so already mostly keeps them there: weights move within nodes. The groups are
-    packed again if that pays for the moves between nodes. Any other layer is placed from scratch.
+    If each group is on one node already, the groups usually stay on their nodes, and experts move only within nodes.
+    The groups are packed again if the gain exceeds the price of the moves between nodes. Any other layer is placed from
+    scratch. For the parameters see ``layer.solve_layer``.
     """
-    whole = episodes_of(heat_NE, deployed.phy2log_RS.shape[0])
-    now = as_deployed(whole, deployed, params.tables)
+    window = episodes_of(heat_NE, deployed.phy2log_RS.shape[0])
+    current = as_deployed(window, deployed, params.tables)
     slot_price = params.slot_price(deployed.phy2log_RS)
     node_E = _nodes_of_groups(deployed, groups)
+    default_half_life = float(half_life_H[0])
     if unplaced or node_E is None:
-        return LayerResult(
-            _placed_by_node(whole, deployed, params, slot_price, groups),
-            now.par,
-            float(half_life_H[0]),
-            FRESH,
-        )
+        fresh = _place_by_node(window, deployed, params, slot_price, groups)
+        return LayerResult(fresh, current.par, default_half_life, FRESH)
     nodes = _node_layers(node_E, deployed)
-    # A slot costs the same, whichever node it is on.
-    in_node = params._replace(move_price=params.move_price / len(nodes))
-    decided = [
-        (node, solve_layer(heat_NE.take(node[0], axis=1), node[2], in_node, half_life_H, min_gain, False))
-        for node in nodes
-    ]
-    price = params.slot_price(deployed.phy2log_RS, now.par)
-    changed = [(node, answer) for node, answer in decided if answer.taken != KEEP]
-    seen = Layer(with_covariance(*whole), deployed)
-    best, taken = _without_vain_changes(changed, seen, params, price)
-    half_life = min((answer.half_life for _, answer in taken), default=float(half_life_H[0]))
-    action = max((answer.taken for _, answer in taken), default=KEEP)
-    if best.par + price * best.moves >= now.par - min_gain:
-        best, action = now, KEEP
+    # A slot has the same price in a node as in the whole layer.
+    node_params = params._replace(move_price=params.move_price / len(nodes))
+    changes = []
+    for node in nodes:
+        heat_NX = heat_NE.take(node.expert_X, axis=1)
+        result = solve_layer(heat_NX, node.layout, node_params, half_life_H, min_gain, False)
+        if result.taken != KEEP:
+            changes.append((node, result))
+    price = params.slot_price(deployed.phy2log_RS, current.par)
+    layer = Layer(with_covariance(*window), deployed)
+    best, changes = _without_vain_changes(changes, layer, params, price)
+    half_life = min((result.half_life for _, result in changes), default=default_half_life)
+    action = max((result.taken for _, result in changes), default=KEEP)
+    if best.par + price * best.moves >= current.par - min_gain:
+        best = current
+        action = KEEP
     limit = best.par + price * best.moves - min_gain
-    if _may_regroup(whole, deployed, params, price, min_gain, groups, node_E):
-        regrouped = _placed_by_node(whole, deployed, params, price, groups)
+    if _may_regroup(window, deployed, params, price, min_gain, groups, node_E):
+        regrouped = _place_by_node(window, deployed, params, price, groups)
         if regrouped.par + price * regrouped.moves < limit:
-            best, action = regrouped, FRESH
-    return LayerResult(best, now.par, half_life, action)
+            best = regrouped
+            action = FRESH
+    return LayerResult(best, current.par, half_life, action)
 
 
-def _placed_by_node(
+def _place_by_node(
     heat: Episodes, deployed: LayerLayout, params: SearchParams, slot_price: float, groups: int
 ) -> Candidate:
-    """Pack the groups onto nodes again, and place each node from scratch."""
-    whole = Layer(with_covariance(*heat), deployed)
-    made = []
-    for node in _node_layers(_pack_groups(whole.heat.mean_E, deployed, groups), deployed):
-        expert_X, rank_Y, of_node = node
-        heat_NX = np.ascontiguousarray(heat.scaled_EN[expert_X].T, dtype=np.float64)
-        alone = Layer(heat_of(heat_NX, rank_Y.size), of_node)
-        annealed = without_vain_annealing(alone.heat.episodes, alone.deployed, params)
-        made.append((node, from_scratch(alone, annealed, slot_price)))
-    return _put_together(made, whole, params)
+    """Pack the groups onto nodes again and place each node from scratch."""
+    layer = Layer(with_covariance(*heat), deployed)
+    placed = []
+    for node in _node_layers(_pack_groups(layer.heat.mean_E, deployed, groups), deployed):
+        heat_NX = np.ascontiguousarray(heat.scaled_EN[node.expert_X].T, dtype=np.float64)
+        node_layer = Layer(heat_of(heat_NX, node.rank_Y.size), node.layout)
+        node_params = without_vain_annealing(node_layer.heat.episodes, node.layout, params)
+        placed.append((node, from_scratch(node_layer, node_params, slot_price)))
+    return _combine_nodes(placed, layer, params)
 
 
 def _may_regroup(
@@ -266,10 +359,27 @@ def _may_regroup(
     groups: int,
     node_E: Int32,
 ) -> bool:
-    """Return True if other groups on the nodes, fitted to the older half, pay for their moves on the newer half.
+    """Return True if packing the groups again, fitted to the older half, pays for its moves on the newer half.
 
-    Moves within nodes cannot cool a node whose groups have become hotter than the others'. ``node_E`` int32 ``[E]`` is
-    each expert's node now.
+    Moves within nodes cannot help a node whose groups have become hotter than the groups of other nodes. With too few
+    episodes for a hold-out, the result is True.
+
+    Parameters
+    ----------
+    heat
+        Heat of the layer by episode.
+    deployed
+        Current layout.
+    params
+        Search parameters.
+    price
+        PAR that one moved slot must gain.
+    min_gain
+        PAR that the change must gain after paying for its moves.
+    groups
+        Number of expert groups.
+    node_E
+        int32 ``[E]``, current node of each expert.
     """
     if heat.share_N.size < MIN_EPISODES:
         return True
@@ -277,70 +387,90 @@ def _may_regroup(
     packed_E = _pack_groups(older.scaled_EN @ older.share_N, deployed, groups)
     if np.array_equal(node_E, packed_E):
         return False
-    found = _placed_by_node(older, deployed, params, price, groups)
-    now_N, found_N = (
-        peaks_on(one, newer.scaled_EN, deployed, params.tables)
-        for one in (as_deployed(newer, deployed, params.tables), found)
-    )
-    spent = price * found.moves
-    gain = mean_peak(now_N, newer.share_N) - mean_peak(found_N, newer.share_N)
-    return gain - spent > min_gain and is_sure(now_N - found_N, newer.share_N, spent, params.options.sureness)
+    regrouped = _place_by_node(older, deployed, params, price, groups)
+    current = as_deployed(newer, deployed, params.tables)
+    current_N = peaks_on(current, newer.scaled_EN, deployed, params.tables)
+    regrouped_N = peaks_on(regrouped, newer.scaled_EN, deployed, params.tables)
+    spent = price * regrouped.moves
+    gain = mean_peak(current_N, newer.share_N) - mean_peak(regrouped_N, newer.share_N)
+    sure = is_sure(current_N - regrouped_N, newer.share_N, spent, params.options.sureness)
+    return gain - spent > min_gain and sure
 
 
 def _pack_groups(mean_E: Float32, deployed: LayerLayout, groups: int) -> Int32:
-    """Node of each expert, int32 ``[E]``: equally many groups on each node, each node as hot as the next.
+    """Assign the expert groups to nodes so that all nodes are about equally hot and have the same number of groups.
 
-    ``mean_E`` is each expert's heat. Which node gets which groups is free; those that hold most of them get them.
+    Nodes are interchangeable in this packing. Each bundle of groups goes to the node that holds most of its experts.
+
+    Parameters
+    ----------
+    mean_E
+        float32 ``[E]``, mean heat of each expert.
+    deployed
+        Current layout.
+    groups
+        Number of expert groups.
+
+    Returns
+    -------
+    Int32
+        int32 ``[E]``, node of each expert.
     """
     nodes = int(deployed.node_R.max()) + 1
     heat_Q = mean_E.reshape(groups, -1).sum(axis=1)
-    held: list[list[int]] = [[] for _ in range(nodes)]
+    bundles: list[list[int]] = [[] for _ in range(nodes)]
     for group in np.argsort(-heat_Q, kind="stable").tolist():
-        roomy = [node for node in held if len(node) < groups // nodes]
-        min(roomy, key=lambda node: heat_Q[node].sum()).append(group)
+        roomy = [bundle for bundle in bundles if len(bundle) < groups // nodes]
+        min(roomy, key=lambda bundle: heat_Q[bundle].sum()).append(group)
     expert_QX = np.arange(mean_E.size, dtype=np.int32).reshape(groups, -1)
-    packed_KX = np.stack([expert_QX[sorted(node)].ravel() for node in held])
-    there_KP = np.stack([deployed.phy2log_RS[deployed.node_R == node].ravel() for node in range(nodes)])
-    dealt_KX = match_ranks(packed_KX, there_KP, mean_E.size, np.zeros(nodes, dtype=np.int32))
+    packed_KX = np.stack([expert_QX[sorted(bundle)].ravel() for bundle in bundles])
+    deployed_KP = np.stack([deployed.phy2log_RS[deployed.node_R == node].ravel() for node in range(nodes)])
+    matched_KX = match_ranks(packed_KX, deployed_KP, mean_E.size, np.zeros(nodes, dtype=np.int32))
     node_E = np.empty(mean_E.size, dtype=np.int32)
-    node_E[dealt_KX] = np.arange(nodes, dtype=np.int32)[:, None]
+    node_E[matched_KX] = np.arange(nodes, dtype=np.int32)[:, None]
     return node_E
 
 
 def _nodes_of_groups(deployed: LayerLayout, groups: int) -> Int32 | None:
-    """Node of each expert, int32 ``[E]``, where each group is on one node and each node has as many; else none."""
+    """Return the node of each expert, int32 ``[E]``, or ``None`` if the layout is not grouped.
+
+    A layout is grouped if each expert group is on one node and all nodes have the same number of groups.
+    """
     experts = deployed.share_GE.shape[1]
     nodes = int(deployed.node_R.max()) + 1
     on_KE = np.zeros((nodes, experts), dtype=np.bool_)
     on_KE[deployed.node_R[:, None], deployed.phy2log_RS] = True
     node_E = on_KE.argmax(axis=0).astype(np.int32)
     node_QX = node_E.reshape(groups, -1)
-    together = (on_KE.sum(axis=0) == 1).all() and (node_QX == node_QX[:, :1]).all()
-    alike = (np.bincount(node_QX[:, 0], minlength=nodes) == groups // nodes).all()
-    return node_E if together and alike else None
+    on_one_node = (on_KE.sum(axis=0) == 1).all() and (node_QX == node_QX[:, :1]).all()
+    even = (np.bincount(node_QX[:, 0], minlength=nodes) == groups // nodes).all()
+    return node_E if on_one_node and even else None
 
 
-def _node_layers(node_E: Int32, deployed: LayerLayout) -> list[_Node]:
-    """Nodes as layers of their own, where expert ``e`` belongs to the node ``node_E[e]``.
+def _node_layers(node_E: Int32, deployed: LayerLayout) -> list[_NodeLayer]:
+    """Split a layer into one layer per node; ``node_E``, int32 ``[E]``, is the node of each expert.
 
-    A slot that holds another node's expert now counts as holding one of its own that its rank lacks; a table entry
-    that leads to another node leads to slot 0. Neither matters to a placement from scratch, all that can be asked then.
+    If an expert is assigned to another node than the current one, the node layouts differ from the deployed one. A slot
+    with an expert of another node is then shown with an expert that is not on its rank, and a table entry that leads to
+    another node is shown as leading to slot 0. Such nodes are only placed from scratch, which these values do not
+    affect.
     """
     slots = deployed.phy2log_RS.shape[1]
     layers = []
     for node in range(int(node_E.max()) + 1):
-        expert_X, rank_Y = np.flatnonzero(node_E == node), np.flatnonzero(deployed.node_R == node)
+        expert_X = np.flatnonzero(node_E == node)
+        rank_Y = np.flatnonzero(deployed.node_R == node)
         local_E = np.full(node_E.size, -1, dtype=np.int32)
         local_E[expert_X] = np.arange(expert_X.size)
         phy2log_YS = local_E[deployed.phy2log_RS[rank_Y]]
         for row_S in phy2log_YS:
-            lacking = np.setdiff1d(np.arange(expert_X.size), row_S)
-            row_S[row_S < 0] = lacking[: (row_S < 0).sum()]
+            missing = np.setdiff1d(np.arange(expert_X.size), row_S)
+            row_S[row_S < 0] = missing[: (row_S < 0).sum()]
         local_R = np.full(deployed.node_R.size, -1, dtype=np.int32)
         local_R[rank_Y] = np.arange(rank_Y.size)
         slot_GX = deployed.log2phy_GE[:, expert_X]
         log2phy_GX = local_R[slot_GX // slots] * slots + slot_GX % slots
-        alone = LayerLayout(
+        layout = LayerLayout(
             phy2log_YS,
             np.ascontiguousarray(np.maximum(log2phy_GX, 0), dtype=np.int32),
             np.ascontiguousarray(deployed.share_GE[:, expert_X]),
@@ -348,36 +478,43 @@ def _node_layers(node_E: Int32, deployed: LayerLayout) -> list[_Node]:
             np.zeros(rank_Y.size, dtype=np.int32),
             np.zeros_like(deployed.node_G),
         )
-        layers.append((expert_X, rank_Y, alone))
+        layers.append(_NodeLayer(expert_X, rank_Y, layout))
     return layers
 
 
 def _without_vain_changes(
-    changed: list[tuple[_Node, LayerResult]], layer: Layer, params: SearchParams, price: float
-) -> tuple[Candidate, list[tuple[_Node, LayerResult]]]:
-    """Put the changed nodes together, less those that are cooled in vain because another node is the hottest."""
+    changes: list[tuple[_NodeLayer, LayerResult]], layer: Layer, params: SearchParams, price: float
+) -> tuple[Candidate, list[tuple[_NodeLayer, LayerResult]]]:
+    """Combine the changes of the nodes, except changes that gain nothing because another node is hotter.
 
-    def together(chosen: list[tuple[_Node, LayerResult]]) -> Candidate:
-        return _put_together([(node, answer.found) for node, answer in chosen], layer, params)
+    Returns the combined candidate and the remaining changes.
+    """
 
-    best = together(changed)
-    for one in list(changed):
-        others = [other for other in changed if other is not one]
-        without = together(others)
-        if without.par + price * without.moves <= best.par + price * best.moves:
-            best, changed = without, others
-    return best, changed
+    def combine(remaining: list[tuple[_NodeLayer, LayerResult]]) -> Candidate:
+        return _combine_nodes([(node, result.found) for node, result in remaining], layer, params)
+
+    best = combine(changes)
+    for change in list(changes):
+        remaining = [entry for entry in changes if entry is not change]
+        candidate = combine(remaining)
+        if candidate.par + price * candidate.moves <= best.par + price * best.moves:
+            best = candidate
+            changes = remaining
+    return best, changes
 
 
-def _put_together(nodes: Sequence[tuple[_Node, Candidate]], layer: Layer, params: SearchParams) -> Candidate:
-    """Return what is deployed with some nodes' placement and tables in place of their own."""
+def _combine_nodes(
+    candidates: Sequence[tuple[_NodeLayer, Candidate]], layer: Layer, params: SearchParams
+) -> Candidate:
+    """Return the deployed layout with the candidates' placement and tables on their nodes."""
     deployed = layer.deployed
     slots = deployed.phy2log_RS.shape[1]
-    phy2log_RS, log2phy_GE = deployed.phy2log_RS.copy(), deployed.log2phy_GE.copy()
-    for (expert_X, rank_Y, _), found in nodes:
-        phy2log_RS[rank_Y] = expert_X[found.phy2log_RS]
-        rank_GX = rank_Y[found.log2phy_GE // slots]
-        log2phy_GE[:, expert_X] = rank_GX * slots + found.log2phy_GE % slots
+    phy2log_RS = deployed.phy2log_RS.copy()
+    log2phy_GE = deployed.log2phy_GE.copy()
+    for node, candidate in candidates:
+        phy2log_RS[node.rank_Y] = node.expert_X[candidate.phy2log_RS]
+        rank_GX = node.rank_Y[candidate.log2phy_GE // slots]
+        log2phy_GE[:, node.expert_X] = rank_GX * slots + candidate.log2phy_GE % slots
     moves = int(np.count_nonzero(phy2log_RS != deployed.phy2log_RS))
-    whole = Candidate(phy2log_RS, log2phy_GE, 0.0, moves)
-    return whole._replace(par=par_on(whole, layer.heat.episodes, deployed, params.tables))
+    combined = Candidate(phy2log_RS, log2phy_GE, 0.0, moves)
+    return combined._replace(par=par_on(combined, layer.heat.episodes, deployed, params.tables))

@@ -1,14 +1,19 @@
-"""Objective of the search: the hottest rank's mean + z*std over the episodes, the second of FlashLB's three ideas.
+"""Objective of the search: the risk of the hottest rank, which is its load's mean + z*std over the episodes.
 
-An episode's heat is scaled so that the mean rank load is 1; a layer's risk then reads as a peak-to-average ratio. All
-that is needed of the episodes is each expert's mean and the experts' covariance, so the cost of a candidate does not
-grow with their number. A search on the maximum alone leaves many ranks just below it, and the next window pushes one of
-them over: so the local search lowers a smooth maximum, in which a rank's risk x counts ((x - base) / (peak - base))**8
-where it lies above the base (its *smooth term*).
+This is the second of FlashLB's three ideas. The heat of an episode is scaled to a mean rank load of 1, so a layer's
+risk reads as a peak-to-average ratio (PAR). The objective needs only the mean heat of each expert and the covariance of
+the experts, so judging a candidate costs the same for any number of episodes.
 
-Ours departs from FlashLB in that z is no fixed number but where the hottest of so many ranks is expected (Blom's
-formula, ``planner``), and in that the mean may lean to the newest episodes, or leave bursts out (``forecast``). What is
-reported is the realised ratio, the mean over the episodes of the hottest rank's load, not the objective.
+A search that lowers only the maximum leaves many ranks just below it, and in the next window one of them exceeds it.
+The local search therefore lowers a smooth maximum. In it, a rank of risk x has a *pressure* of
+((x - base) / (peak - base))**8 if x is above the base, and of 0 otherwise.
+
+There are two differences from FlashLB. Here, z is not a constant: the planner computes it from the number of ranks, as
+the expected maximum of that many standard normal values (Blom's formula). And the mean may give more weight to recent
+episodes or exclude bursts (``window.Forecast``).
+
+The solver does not report the objective. It reports the realised PAR, which is the hottest rank's load averaged over
+the episodes.
 
 References
 ----------
@@ -26,24 +31,30 @@ from eplb_core.solver.jit import kernel, part
 from eplb_core.solver.model import Bool, Float32, Heat, Int32
 
 MIN_GAIN = 1e-5
-"""Peak-to-average ratio below which a change is rounding, not progress."""
+"""Smallest change of the PAR that counts as progress; smaller changes are rounding errors."""
 _BELOW_MEAN = 12.0
-"""The base lies this many times as far below the mean risk as the peak lies above it. The farther, the more the ranks
-behind the hottest count, and the better what little is moved holds where heat drifts. It and the power 8 were chosen by
-hand in closed loops of 256 experts on 32 ranks x 9 slots; in those of ``local_search.MIN_RELIEF`` 4 and 30 realise
-1.3 and 1.8 % more on drift than 12, with 1.7 and 1.5 times the moves."""
+"""Distance of the base below the mean risk, as a multiple of the peak's distance above it.
+
+With a larger distance, the ranks behind the hottest one count more, and the gain of a few moves lasts longer on drift.
+The value and the power 8 were chosen by hand in closed loops of 256 experts on 32 ranks x 9 slots. In the loops
+described at ``swaps.MIN_RELIEF``, distances of 4 and 30 realise a PAR that is 1.3 and 1.8 % higher on drift, with 1.7
+and 1.5 times the moves.
+"""
+_TOP = 3
+"""Number of hottest ranks stored per episode. A swap changes the loads of two ranks, so one of the three is always the
+hottest of the unchanged ranks."""
 
 
 @kernel
 def risk(load: float, variance: float, z: float) -> float:
-    """Mean + z*std of one load; rounding may have left the variance a hair below zero."""
-    found: float = load + z * np.sqrt(max(variance, np.float32(0.0)))
-    return found
+    """Return mean + z*std of a load. A variance that rounding made negative counts as zero."""
+    value: float = load + z * np.sqrt(max(variance, np.float32(0.0)))
+    return value
 
 
 @kernel
 def expert_heat(heat: Heat, z: float) -> Float32:
-    """Mean + z*std of each expert, float32 ``[E]``."""
+    """Return mean + z*std of each expert's heat, float32 ``[E]``."""
     heat_E = np.empty_like(heat.mean_E)
     for e in range(heat_E.shape[0]):
         heat_E[e] = risk(heat.mean_E[e], heat.gram_EE[e, e], z)
@@ -52,9 +63,16 @@ def expert_heat(heat: Heat, z: float) -> Float32:
 
 @kernel
 def max_rank_loads(scaled_EN: Float32, phy2log_RS: Int32, weight_RS: Float32) -> Float32:
-    """Load of the hottest rank in each episode, float32 ``[N]``.
+    """Return the load of the hottest rank in each episode, float32 ``[N]``.
 
-    ``weight_RS`` is the part of its expert's tokens that each slot receives.
+    Parameters
+    ----------
+    scaled_EN
+        float32 ``[E, N]``, normalised heat.
+    phy2log_RS
+        int32 ``[R, S]``, a complete placement.
+    weight_RS
+        float32 ``[R, S]``, fraction of its expert's tokens that each slot receives.
     """
     load_RN = loads_in_episodes(phy2log_RS, weight_RS, scaled_EN)
     peak_N = np.zeros(load_RN.shape[1], dtype=np.float32)
@@ -66,25 +84,58 @@ def max_rank_loads(scaled_EN: Float32, phy2log_RS: Int32, weight_RS: Float32) ->
 
 @kernel
 def mean_peak(peak_N: Float32, share_N: Float32) -> float:
-    """Peak-to-average ratio of episodes whose hottest ranks have so much, by the episodes' weights; 1.0 without any."""
-    found, weight = 0.0, 0.0
+    """Return the PAR: the weighted mean of the episodes' peak loads, or 1.0 if all weights are zero."""
+    total = 0.0
+    weight = 0.0
     for n in range(share_N.shape[0]):
-        found += np.float64(peak_N[n] * share_N[n])
+        total += np.float64(peak_N[n] * share_N[n])
         weight += share_N[n]
-    return found if weight > 0 else 1.0
+    return total if weight > 0 else 1.0
 
 
 def mean_of_max(scaled_EN: Float32, share_N: Float32, phy2log_RS: Int32, weight_RS: Float32) -> float:
-    """Peak-to-average ratio: the hottest rank of each episode, averaged with the episodes' weights.
+    """Return the PAR of a placement: the weighted mean of the hottest rank's load, or 1.0 without tokens.
 
-    ``weight_RS`` as for ``max_rank_loads``. 1.0 where there are no tokens.
+    Parameters
+    ----------
+    scaled_EN
+        float32 ``[E, N]``, normalised heat.
+    share_N
+        float32 ``[N]``, weights of the episodes.
+    phy2log_RS
+        int32 ``[R, S]``, a complete placement.
+    weight_RS
+        float32 ``[R, S]``, fraction of its expert's tokens that each slot receives.
+
+    Examples
+    --------
+    Expert 0 has a replica on both ranks. Over the two episodes together, both ranks receive the same load. In each
+    single episode, however, one of them receives 25 % more than the mean:
+
+    >>> scaled_EN = np.array([[1.5, 0.5], [0.5, 0.5], [0.0, 1.0]], dtype=np.float32)
+    >>> phy2log_RS = np.array([[0, 1], [0, 2]], dtype=np.int32)
+    >>> weight_RS = np.array([[0.5, 1.0], [0.5, 1.0]], dtype=np.float32)
+    >>> loads_in_episodes(phy2log_RS, weight_RS, scaled_EN).tolist()
+    [[1.25, 0.75], [0.75, 1.25]]
+    >>> mean_of_max(scaled_EN, np.full(2, 0.5, dtype=np.float32), phy2log_RS, weight_RS)
+    1.25
     """
     return mean_peak(max_rank_loads(scaled_EN, phy2log_RS, weight_RS), share_N)
 
 
 @kernel
 def loads_in_episodes(phy2log_RS: Int32, share_RS: Float32, scaled_EN: Float32) -> Float32:
-    """Load of each rank in each episode, float32 ``[R, N]``, where slots get ``share_RS`` of their experts' tokens."""
+    """Return the load of each rank in each episode, float32 ``[R, N]``.
+
+    Parameters
+    ----------
+    phy2log_RS
+        int32 ``[R, S]``, a complete placement.
+    share_RS
+        float32 ``[R, S]``, fraction of its expert's tokens that each slot receives.
+    scaled_EN
+        float32 ``[E, N]``, normalised heat.
+    """
     ranks, slots = phy2log_RS.shape
     load_RN = np.zeros((ranks, scaled_EN.shape[1]), dtype=np.float32)
     for r in range(ranks):
@@ -97,87 +148,96 @@ def loads_in_episodes(phy2log_RS: Int32, share_RS: Float32, scaled_EN: Float32) 
 
 
 class SmoothMax(NamedTuple):
-    """Pressures of all ranks, and the scale that they are taken on."""
+    """Pressures of all ranks, with their base and scale."""
 
     base: float
+    """Risk at which the pressure is 0."""
     scale: float
     """1 / (peak - base)."""
     peak: float
-    """The highest risk."""
-    of_R: Float32
-    """float32 ``[R]``; 1 for the hottest rank, 0 at the base."""
+    """Highest risk of any rank."""
+    pressure_R: Float32
+    """float32 ``[R]``, pressure of each rank: 1 for the hottest rank, 0 at or below the base."""
 
 
 @kernel
 def smooth_term(x: float, base: float, scale: float) -> float:
-    """Pressure of one rank at risk ``x``."""
+    """Return the pressure of a rank of risk ``x`` on the scale of a ``SmoothMax``."""
     relative = max((x - base) * scale, np.float32(0.0))
     squared = relative * relative
     fourth = squared * squared
-    found: float = fourth * fourth
-    return found
+    pressure: float = fourth * fourth
+    return pressure
 
 
 @kernel
 def smooth_max_of(load_R: Float32, variance_R: Float32, z: float) -> SmoothMax:
-    """Pressures on the scale of the ranks' risks now."""
+    """Return the ranks' pressures, on the scale that their current risks define.
+
+    Parameters
+    ----------
+    load_R
+        float32 ``[R]``, mean load of each rank.
+    variance_R
+        float32 ``[R]``, variance of each rank's load.
+    z
+        Weight of the standard deviation.
+    """
     ranks = load_R.shape[0]
     risk_R = np.empty(ranks, dtype=np.float32)
     for r in range(ranks):
         risk_R[r] = risk(load_R[r], variance_R[r], z)
-    peak, total = risk_R[0], np.float32(0.0)
+    peak = risk_R[0]
+    total = np.float32(0.0)
     for r in range(ranks):
         peak = max(peak, risk_R[r])
         total += risk_R[r]
     mean = total / np.float32(ranks)
     base = np.float32(mean - np.float32(_BELOW_MEAN) * (peak - mean))
     scale = np.float32(1.0) / max(peak - base, np.float32(1e-6))
-    of_R = np.empty(ranks, dtype=np.float32)
+    pressure_R = np.empty(ranks, dtype=np.float32)
     for r in range(ranks):
-        of_R[r] = smooth_term(risk_R[r], base, scale)
-    return SmoothMax(base, scale, peak, of_R)
+        pressure_R[r] = smooth_term(risk_R[r], base, scale)
+    return SmoothMax(base, scale, peak, pressure_R)
 
 
 @kernel
-def hottest_of(now: SmoothMax) -> int:
+def hottest_of(smooth_max: SmoothMax) -> int:
     """Return the rank with the highest risk."""
     hot = 0
-    for r in range(now.of_R.shape[0]):
-        if now.of_R[r] > now.of_R[hot]:
+    for r in range(smooth_max.pressure_R.shape[0]):
+        if smooth_max.pressure_R[r] > smooth_max.pressure_R[hot]:
             hot = r
     return hot
 
 
 @part
-def smooth_peak(now: SmoothMax) -> float:
-    """The smooth maximum, on the scale of risks: base + 8-norm of what lies above it."""
+def smooth_peak(smooth_max: SmoothMax) -> float:
+    """Return the smooth maximum of the risks: base + 8-norm of the risks' excess over the base."""
     total = np.float32(0.0)
-    for r in range(now.of_R.shape[0]):
-        total += now.of_R[r]
-    found: float = now.base + total**0.125 / now.scale
-    return found
-
-
-_TOP = 3
-"""Ranks kept of each episode: a move changes two, so that the third is the hottest of all others."""
+    for r in range(smooth_max.pressure_R.shape[0]):
+        total += smooth_max.pressure_R[r]
+    peak: float = smooth_max.base + total**0.125 / smooth_max.scale
+    return peak
 
 
 class TopRanks(NamedTuple):
-    """Rank loads per episode with their three largest; all arrays change in place."""
+    """Rank loads per episode, with the three hottest ranks of each episode. All arrays change in place."""
 
     load_RN: Float32
-    """float32 ``[R, N]``."""
+    """float32 ``[R, N]``, load of each rank in each episode."""
     load_NR: Float32
-    """float32 ``[N, R]``, the same with a whole episode in a row."""
+    """float32 ``[N, R]``, the transpose of ``load_RN``, in which each episode is contiguous."""
     rank_KN: Int32
-    """int32 ``[3, N]``, the hottest ranks of each episode, hottest first; ``R`` where there are fewer ranks."""
+    """int32 ``[3, N]``, the hottest ranks of each episode, hottest first. Unused entries are ``R`` if the layer has
+    fewer than three ranks."""
     peak_KN: Float32
-    """float32 ``[3, N]``, their loads; 0 where there are fewer ranks."""
+    """float32 ``[3, N]``, the loads of these ranks. Unused entries are 0."""
 
 
 @kernel
 def top_ranks_of(load_RN: Float32) -> TopRanks:
-    """``TopRanks`` of rank loads float32 ``[R, N]``, which become part of it."""
+    """Return the ``TopRanks`` of the rank loads, float32 ``[R, N]``. The result shares the array."""
     ranks, episodes = load_RN.shape
     load_NR = np.empty((episodes, ranks), dtype=np.float32)
     for r in range(ranks):
@@ -186,34 +246,65 @@ def top_ranks_of(load_RN: Float32) -> TopRanks:
     rank_KN = np.empty((_TOP, episodes), dtype=np.int32)
     peak_KN = np.empty((_TOP, episodes), dtype=np.float32)
     for n in range(episodes):
-        _look(load_NR, rank_KN, peak_KN, n)
+        _find_top_ranks(load_NR, rank_KN, peak_KN, n)
     return TopRanks(load_RN, load_NR, rank_KN, peak_KN)
 
 
 @kernel
-def _look(load_NR: Float32, rank_KN: Int32, peak_KN: Float32, n: int) -> None:
-    """Find the three hottest ranks of one episode; of equally hot ones the first come first."""
+def _find_top_ranks(load_NR: Float32, rank_KN: Int32, peak_KN: Float32, n: int) -> None:
+    """Find the three hottest ranks of episode ``n``. Of equally hot ranks, the lower number comes first."""
     ranks = load_NR.shape[1]
-    first = second = third = ranks
-    most = more = much = np.float32(-1.0)
+    first = ranks
+    second = ranks
+    third = ranks
+    first_load = np.float32(-1.0)
+    second_load = np.float32(-1.0)
+    third_load = np.float32(-1.0)
     for r in range(ranks):
         load = load_NR[n, r]
-        if load <= much:
+        if load <= third_load:
             continue
-        if load <= more:
-            third, much = r, load
-        elif load <= most:
-            second, third, more, much = r, second, load, more
+        if load <= second_load:
+            third = r
+            third_load = load
+        elif load <= first_load:
+            third = second
+            third_load = second_load
+            second = r
+            second_load = load
         else:
-            first, second, third, most, more, much = r, first, second, load, most, more
+            third = second
+            third_load = second_load
+            second = first
+            second_load = first_load
+            first = r
+            first_load = load
     zero = np.float32(0.0)
-    rank_KN[0, n], rank_KN[1, n], rank_KN[2, n] = first, second, third
-    peak_KN[0, n], peak_KN[1, n], peak_KN[2, n] = max(most, zero), max(more, zero), max(much, zero)
+    rank_KN[0, n] = first
+    rank_KN[1, n] = second
+    rank_KN[2, n] = third
+    peak_KN[0, n] = max(first_load, zero)
+    peak_KN[1, n] = max(second_load, zero)
+    peak_KN[2, n] = max(third_load, zero)
 
 
 @kernel
 def update_loads(top: TopRanks, rank_K: Int32, count: int, changed_R1: Bool, changed_RN: Float32) -> None:
-    """Make the changed loads, given as for ``peak_of_changed``, those that count."""
+    """Replace the loads of some ranks and update the hottest ranks of each episode.
+
+    Parameters
+    ----------
+    top
+        Loads to update in place.
+    rank_K
+        int32 ``[R]``, the changed ranks, in its first ``count`` entries.
+    count
+        Number of changed ranks.
+    changed_R1
+        bool ``[R + 1]``, True for the changed ranks. The last entry is False.
+    changed_RN
+        float32 ``[R, N]``, new loads of the changed ranks. The other rows are ignored.
+    """
     load_RN, load_NR, rank_KN, peak_KN = top
     for n in range(peak_KN.shape[1]):
         stale = changed_R1[rank_KN[0, n]] or changed_R1[rank_KN[1, n]] or changed_R1[rank_KN[2, n]]
@@ -224,25 +315,39 @@ def update_loads(top: TopRanks, rank_K: Int32, count: int, changed_R1: Bool, cha
             load_NR[n, rank] = load
             stale = stale or load > peak_KN[2, n]
         if stale:
-            _look(load_NR, rank_KN, peak_KN, n)
+            _find_top_ranks(load_NR, rank_KN, peak_KN, n)
 
 
 @kernel
 def peak_of_two_changed(
-    top: TopRanks, share_N: Float32, one: int, other: int, one_N: Float32, other_N: Float32
+    top: TopRanks, share_N: Float32, rank_a: int, rank_b: int, load_a_N: Float32, load_b_N: Float32
 ) -> float:
-    """Mean of the peaks of ``top``, by the weights ``share_N``, once two ranks have other loads.
+    """Return the PAR after a change of two ranks' loads: the weighted mean of the episodes' peak loads.
 
-    Rank ``one`` has ``one_N`` and rank ``other`` ``other_N``, float32 ``[N]`` both.
+    Parameters
+    ----------
+    top
+        Loads before the change.
+    share_N
+        float32 ``[N]``, weights of the episodes.
+    rank_a
+        First changed rank.
+    rank_b
+        Second changed rank.
+    load_a_N
+        float32 ``[N]``, new loads of ``rank_a``.
+    load_b_N
+        float32 ``[N]``, new loads of ``rank_b``.
     """
-    rank_KN, peak_KN = top.rank_KN, top.peak_KN
+    rank_KN = top.rank_KN
+    peak_KN = top.peak_KN
     total = np.float32(0.0)
     for n in range(share_N.shape[0]):
-        rest = peak_KN[2, n]
-        if rank_KN[1, n] != one and rank_KN[1, n] != other:
-            rest = peak_KN[1, n]
-        if rank_KN[0, n] != one and rank_KN[0, n] != other:
-            rest = peak_KN[0, n]
-        total += share_N[n] * max(rest, one_N[n], other_N[n])
+        unchanged_peak = peak_KN[2, n]
+        if rank_KN[1, n] != rank_a and rank_KN[1, n] != rank_b:
+            unchanged_peak = peak_KN[1, n]
+        if rank_KN[0, n] != rank_a and rank_KN[0, n] != rank_b:
+            unchanged_peak = peak_KN[0, n]
+        total += share_N[n] * max(unchanged_peak, load_a_N[n], load_b_N[n])
     mean: float = total
     return mean

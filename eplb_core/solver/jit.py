@@ -1,13 +1,19 @@
-"""The one place that decides how kernels are compiled.
+"""Numba settings for all kernels of the solver, and their on-disk cache.
 
-Sums may be reassociated and fused (they become SIMD), but infinities and NaN keep their meaning. Nothing in a
-kernel depends on how many threads run, so one seed gives one answer. Kernels release the GIL and are cached on
-disk: beside the sources, or where these cannot be written to in numba's folder of the user's cache directory
-(``$XDG_CACHE_HOME``); ``NUMBA_CACHE_DIR`` names another. Only where none can be written does each process compile.
+Floating-point sums may be reassociated and fused, so that they compile to SIMD code, but infinities and NaN keep their
+meaning. Results do not depend on the number of threads, so the same seed always gives the same result.
 
-A kernel's code is compiled again into each kernel that calls it, so what runs only a few times per layer is plain
-Python that calls kernels. Kernels loop rather than have numpy assign, sum or compare whole arrays, of which each takes
-up to two seconds to compile; and they give what they call one type for each argument.
+Kernels release the GIL and are cached on disk, next to the sources if that folder is writable and otherwise in numba's
+folder in the user's cache directory (``$XDG_CACHE_HOME``). Set ``NUMBA_CACHE_DIR`` to use another folder. If no folder
+is writable, every process compiles the kernels again.
+
+Three rules keep compile times low:
+
+- Code that runs only a few times per layer is plain Python that calls kernels. Numba would compile a kernel again into
+  each kernel that calls it.
+- Kernels use loops instead of whole-array assignments, sums and comparisons, which take numba up to two seconds each to
+  compile.
+- Callers always pass the same type for an argument of a kernel, because numba compiles a version for each type.
 """
 
 from __future__ import annotations
@@ -28,20 +34,24 @@ _FASTMATH = {"reassoc", "contract", "arcp", "nsz"}
 
 
 def kernel(function: Function) -> Function:
-    """Compile ``function`` on first use; it runs on one thread and lets others run Python meanwhile."""
-    return _compiled(function, {})
+    """Compile ``function`` on its first call. It runs on one thread, without the GIL."""
+    return _compile(function, {})
 
 
 def part(function: Function) -> Function:
-    """A kernel that becomes part of those that call it: what takes 50 ns must not spend 50 more on being called.
+    """Compile ``function`` as a kernel that numba inlines into the kernels that call it.
 
-    Its statements are put into theirs before they are compiled; it is compiled by itself only where Python calls it.
+    Use it for functions that run for about 50 ns, because a call takes another 50 ns. Numba inlines the statements
+    before it compiles the caller. The function gets its own compiled version only if Python calls it directly.
     """
-    return _compiled(function, {"inline": "always"})
+    return _compile(function, {"inline": "always"})
 
 
 class _Listener(event.Listener):
-    """Passes on each kernel of this package whose compilation begins; numba compiles parts of its own besides."""
+    """Listener that reports each kernel of this package when its compilation starts.
+
+    Functions outside this package, which numba compiles as well, are not reported.
+    """
 
     def __init__(self, report: Callable[[str], None]) -> None:
         self._report = report
@@ -57,50 +67,57 @@ class _Listener(event.Listener):
 
 @contextmanager
 def compilations(report: Callable[[str], None]) -> Iterator[None]:
-    """Within it, ``report`` is called with the name of each kernel that begins to be compiled, one at a time.
+    """Report the kernels that are compiled inside the ``with`` block.
 
-    A kernel that is loaded from its cache is not compiled.
+    Kernels that are loaded from the cache are not reported.
+
+    Parameters
+    ----------
+    report
+        Function called when the compilation of a kernel starts, with the kernel's name, such as ``swaps.best_swap``.
+        Numba compiles one kernel at a time.
     """
     with event.install_listener("numba:compile", _Listener(report)):
         yield
 
 
-def _compiled(function: Function, more: dict[str, Any]) -> Function:
+def _compile(function: Function, extra_options: dict[str, Any]) -> Function:
     if getattr(numba.config, "DISABLE_JIT", False):
         return function
     options: dict[str, Any] = {
         "nogil": True,
         "fastmath": _FASTMATH,
         "error_model": "numpy",
-        # Wrappers for callers in C, which there are none of, take time to compile.
+        # A wrapper for C callers takes time to compile, and no C code calls these kernels.
         "no_cfunc_wrapper": True,
-        **more,
+        **extra_options,
     }
     try:
         dispatcher: Any = numba.njit(cache=True, **options)(function)
     except RuntimeError:
-        # numba found no directory for its cache; see NUMBA_CACHE_DIR.
+        # Numba has no writable folder for its cache; see NUMBA_CACHE_DIR.
         return cast(Function, numba.njit(**options)(function))
     cache_file: Any = dispatcher._cache._cache_file
-    # A cached kernel holds the code of those that it calls, but numba stamps it with its own file alone.
+    # A cached kernel contains the code of the kernels that it calls, but numba's stamp covers only the kernel's own
+    # file.
     cache_file._source_stamp = _stamp()
     load_index = cache_file._load_index
 
-    def load_index_of_today() -> dict[Any, str]:
+    def load_readable_index() -> dict[Any, str]:
         try:
-            found: dict[Any, str] = load_index()
+            index: dict[Any, str] = load_index()
         except (AttributeError, ImportError):
-            # Written by another version, whose types are no more.
+            # Another version of this package wrote the index, with types that no longer exist.
             return {}
-        return found
+        return index
 
-    cache_file._load_index = load_index_of_today
+    cache_file._load_index = load_readable_index
     return cast(Function, dispatcher)
 
 
 @cache
 def _stamp() -> str:
-    """Fingerprint of this package's sources: an edit of any of them recompiles all kernels."""
+    """Return a hash of this package's source files. Editing any of them recompiles all kernels."""
     digest = hashlib.blake2b(digest_size=16)
     for path in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(path.read_bytes())

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -59,15 +60,18 @@ chosen: with a ladder down to the true price, only one of 56 changes on drift us
 ladder see ``docs/research/solver.md``.
 """
 
-_SEARCH_MAY_GAIN = 0.15
-"""Fraction of a greedy placement's avoidable imbalance (its PAR - 1 on the newer half) that the full search from
-scratch is expected to remove at most. The search rarely removes more, except above ``_MUCH_IS_HEAVY``."""
-_HEAVY = 3.0
+_MAX_SEARCH_GAIN = 0.15
+"""Largest fraction of a greedy placement's avoidable imbalance (its PAR - 1 on the newer half) that the full search
+from scratch is expected to remove. It rarely removes more, except above ``_MAX_HEAVY_SHARE``."""
+_HEAVY_LOAD = 3.0
 """Load, in units of the mean slot load, above which a replica is heavy."""
-_MUCH_IS_HEAVY = 0.25
-"""Fraction of all tokens on heavy replicas above which a greedy placement is a poor estimate. It assumes even shares of
-such experts, while tables and swaps find better placements. On drift and bursts (256 experts, 32 ranks x 9 slots) the
-fraction is at most 0.18 in nine of ten layers, so that few layers are searched in vain."""
+_MAX_HEAVY_SHARE = 0.25
+"""Fraction of all tokens on heavy replicas above which a greedy placement is a poor estimate.
+
+The estimate assumes an even split of such experts, but tables and swaps find better placements. On drift and bursts
+(256 experts, 32 ranks x 9 slots) the fraction is at most 0.18 in nine of ten layers, so few layers are searched in
+vain.
+"""
 
 
 @dataclass(frozen=True)
@@ -84,9 +88,10 @@ class LayerResult:
         Half-life of the heat forecast, in episodes; infinite if all episodes count equally.
     taken
         Action chosen: ``model.KEEP``, ``TABLES``, ``LOCAL`` or ``FRESH``.
-    crossed, crosses
-        Fraction of the tokens that leave their source's node before and after the change; see
-        ``topology.crossing_share``.
+    crossed
+        Fraction of the tokens that leave their source's node before the change; see ``topology.crossing_share``.
+    crosses
+        Fraction of the tokens that leave their source's node after the change.
     optimism
         Increase of the candidate's PAR from the older half, to which it was fitted, to the newer half; at least 0.
         ``None`` without a hold-out.
@@ -108,6 +113,19 @@ class LayerResult:
     trimmed: bool = False
     recommendation: Recommendation | None = None
     held: Candidate | None = None
+
+
+class _HoldoutResult(NamedTuple):
+    """The action to repeat on the whole window, with the figures of the hold-out."""
+
+    action: int
+    """``KEEP``, ``TABLES``, ``LOCAL`` or ``FRESH``."""
+    price: float
+    """Price per move for the local search."""
+    optimism: float | None = None
+    """As in ``LayerResult``."""
+    candidate: Candidate | None = None
+    """The candidate that was fitted to the older half; ``None`` without a hold-out."""
 
 
 def solve_layer(
@@ -140,70 +158,74 @@ def solve_layer(
         Recommendation of the previous decision, to be followed without a hold-out; ``None`` to run one.
     """
     window = episodes_of(heat_NE, deployed.phy2log_RS.shape[0])
-    can_hold_out = heat_NE.shape[0] >= MIN_EPISODES
     current = as_deployed(window, deployed, params.tables)
-    forecast = Forecast(float(half_life_H[0]), 0.0)
-    optimism: float | None = None
-    held: Candidate | None = None
-
-    def make_answer(found: Candidate, action: int) -> LayerResult:
-        crossed = crossing_share(current, window, deployed, params.tables)
-        crosses = crossed
-        if action != KEEP:
-            found = found._replace(par=par_on(found, window, deployed, params.tables))
-            found = localised(found, window, deployed, params)
-            crosses = crossing_share(found, window, deployed, params.tables)
-        return LayerResult(
-            found,
-            current.par,
-            forecast.half_life,
-            action,
-            crossed,
-            crosses,
-            optimism,
-            forecast.trimmed,
-            held=held,
-        )
-
-    if can_hold_out:
-        chosen = choose_forecast(window, half_life_H, params.options.trimmed_mean)
-        # A first placement uses the whole window, except on bursty heat.
-        if chosen.trimmed or not unplaced:
-            forecast = chosen
-
-    def forecast_layer() -> Layer:
-        return Layer(forecast_heat(window, forecast, 2.0), deployed)
-
+    forecast = _forecast_for(window, half_life_H, params, unplaced)
     if unplaced:
         params = without_vain_annealing(window, deployed, params)
-        found = from_scratch(forecast_layer(), params, params.slot_price(deployed.phy2log_RS))
-        return make_answer(found, FRESH)
+        layer = Layer(forecast_heat(window, forecast, 2.0), deployed)
+        fresh = from_scratch(layer, params, params.slot_price(deployed.phy2log_RS))
+        return _result(fresh, FRESH, current, window, deployed, params, forecast)
 
     # Step time follows the hottest rank, so the price of a move scales with the current PAR.
     slot_price = params.slot_price(deployed.phy2log_RS, current.par)
-    recommended = FRESH
-    price = slot_price
+    choice = _HoldoutResult(FRESH, slot_price)
     if recommendation is not None:
-        recommended = LOCAL
-        price = recommendation.price * slot_price
-        optimism = recommendation.optimism
-    elif params.options.holdout and can_hold_out:
+        choice = _HoldoutResult(LOCAL, recommendation.price * slot_price, recommendation.optimism)
+    elif params.options.holdout and heat_NE.shape[0] >= MIN_EPISODES:
         older, newer = halves_of(window)
-        recommended, price, optimism, held = _holdout(
-            older, newer, forecast, deployed, params, slot_price, min_gain
-        )
-    if recommended == KEEP:
-        return make_answer(current, KEEP)
-
-    found, action = _apply(recommended, price, forecast_layer(), current, params, slot_price, min_gain)
-    answer = make_answer(found, action)
+        choice = _holdout(older, newer, forecast, deployed, params, slot_price, min_gain)
+    candidate = current
+    action = KEEP
+    if choice.action != KEEP:
+        layer = Layer(forecast_heat(window, forecast, 2.0), deployed)
+        candidate, action = _apply(choice.action, choice.price, layer, current, params, slot_price, min_gain)
+    result = _result(candidate, action, current, window, deployed, params, forecast)
+    result = replace(result, optimism=choice.optimism, held=choice.candidate)
     # A recommendation is followed once, and the decision after that runs its own hold-out. On drift (``make
     # bench-decide``), this moves 382 slots per window at a PAR of 1.194 (20 seeds). Never following one moves about 331
     # at 1.204, and following it three times moves 410 at 1.185 (10 seeds each).
     may_follow = recommendation is None and action == LOCAL and not forecast.trimmed and slot_price != 0
-    if may_follow and optimism is not None:
-        answer = replace(answer, recommendation=Recommendation(price / slot_price, optimism))
-    return answer
+    if may_follow and choice.optimism is not None:
+        next_recommendation = Recommendation(choice.price / slot_price, choice.optimism)
+        result = replace(result, recommendation=next_recommendation)
+    return result
+
+
+def _forecast_for(window: Episodes, half_life_H: Float64, params: SearchParams, unplaced: bool) -> Forecast:
+    """Choose the forecast of the heat; the first half-life is the default if the window is too short to choose."""
+    if window.share_N.shape[0] >= MIN_EPISODES:
+        forecast = choose_forecast(window, half_life_H, params.options.trimmed_mean)
+        # A first placement uses the whole window, except on bursty heat.
+        if forecast.trimmed or not unplaced:
+            return forecast
+    return Forecast(float(half_life_H[0]), 0.0)
+
+
+def _result(
+    candidate: Candidate,
+    action: int,
+    current: Candidate,
+    window: Episodes,
+    deployed: LayerLayout,
+    params: SearchParams,
+    forecast: Forecast,
+) -> LayerResult:
+    """Return the result for a candidate: judge it on the window and keep its tokens on their nodes if possible."""
+    crossing_before = crossing_share(current, window, deployed, params.tables)
+    crossing_after = crossing_before
+    if action != KEEP:
+        candidate = candidate._replace(par=par_on(candidate, window, deployed, params.tables))
+        candidate = localised(candidate, window, deployed, params)
+        crossing_after = crossing_share(candidate, window, deployed, params.tables)
+    return LayerResult(
+        candidate,
+        current.par,
+        forecast.half_life,
+        action,
+        crossing_before,
+        crossing_after,
+        trimmed=forecast.trimmed,
+    )
 
 
 def _apply(
@@ -228,16 +250,16 @@ def _apply(
     for action in dict.fromkeys((recommended, TABLES)):
         if action == FRESH:
             annealing_checked = without_vain_annealing(layer.heat.episodes, layer.deployed, params)
-            found = from_scratch(layer, annealing_checked, slot_price)
+            candidate = from_scratch(layer, annealing_checked, slot_price)
         else:
             phy2log_RS = layer.deployed.phy2log_RS
             if action == LOCAL:
                 price_K = move_prices(slot_price, params)
                 # The tolerance is for rounding: ``price`` may have been stored as a multiple of the slot price.
                 phy2log_RS = _first_change(layer, params, price_K[price_K <= price * (1 + 1e-9)])
-            found = with_tables(phy2log_RS, layer, params)
-        if found.par + slot_price * found.moves < limit:
-            return found, action
+            candidate = with_tables(phy2log_RS, layer, params)
+        if candidate.par + slot_price * candidate.moves < limit:
+            return candidate, action
     return current, KEEP
 
 
@@ -248,8 +270,8 @@ def _first_change(layer: Layer, params: SearchParams, price_K: Float64) -> Int32
     a change, the deployed placement is returned.
     """
     deployed_RS = layer.deployed.phy2log_RS
-    found_KRS = improved(layer, params, price_K, 2)
-    changed = (phy2log_RS for phy2log_RS in found_KRS if not np.array_equal(phy2log_RS, deployed_RS))
+    improved_KRS = improved(layer, params, price_K, 2)
+    changed = (phy2log_RS for phy2log_RS in improved_KRS if not np.array_equal(phy2log_RS, deployed_RS))
     return next(changed, deployed_RS)
 
 
@@ -261,7 +283,7 @@ def _holdout(
     params: SearchParams,
     slot_price: float,
     min_gain: float,
-) -> tuple[int, float, float, Candidate]:
+) -> _HoldoutResult:
     """Recommend the action that, fitted to the older half of the window, does best on the newer half.
 
     Actions are tried from the cheapest to the most expensive: new tables, local search, placement from scratch. The
@@ -273,20 +295,9 @@ def _holdout(
 
     If gains do not last, a local search that charges more than the true price stops at the moves whose gains do.
     Several prices are therefore searched, and ``_shortlist_prices`` leaves at most two to be judged here. A placement
-    from scratch takes the most CPU. It is left out only if ``_least_fresh_cost`` shows that it cannot replace the best
-    action. Whether a cheaper action was accepted does not matter: on a plateau, where no single move helps, only a
-    placement from scratch finds a way on.
-
-    Returns
-    -------
-    action : int
-        ``KEEP``, ``TABLES``, ``LOCAL`` or ``FRESH``.
-    price : float
-        Price per move for the local search.
-    optimism : float
-        As in ``LayerResult``.
-    held : Candidate
-        As in ``LayerResult``.
+    from scratch takes the most CPU. It is skipped only if ``_least_fresh_cost`` shows that it cannot replace the best
+    action. It is tried even if no cheaper action was accepted: on a plateau, where no single move helps, only a
+    placement from scratch can bring a gain.
 
     Examples
     --------
@@ -300,9 +311,8 @@ def _holdout(
     newer_EN, share_N = newer
     current = Candidate(deployed.phy2log_RS, deployed.log2phy_GE, 0.0, 0)
     current_N = peaks_on(current, newer_EN, deployed, params.tables)
-    keep_cost = mean_peak(current_N, share_N)
-    best_cost = keep_cost
-    recommendation = KEEP, slot_price, 0.0, current
+    best_cost = mean_peak(current_N, share_N)
+    best = _HoldoutResult(KEEP, slot_price, 0.0, current)
 
     # A generator, because the results so far determine whether a placement from scratch is made at all.
     def candidates() -> Iterator[tuple[int, float, Candidate]]:
@@ -314,15 +324,15 @@ def _holdout(
             fresh = from_scratch(fit, without_vain_annealing(older, deployed, params), slot_price)
             yield FRESH, slot_price, fresh
 
-    for action, price, found in candidates():
-        found_N = peaks_on(found, newer_EN, deployed, params.tables)
-        par = mean_peak(found_N, share_N)
-        spent = slot_price * found.moves
+    for action, price, candidate in candidates():
+        candidate_N = peaks_on(candidate, newer_EN, deployed, params.tables)
+        par = mean_peak(candidate_N, share_N)
+        spent = slot_price * candidate.moves
         improves = par + spent < best_cost - min_gain
-        if improves and is_sure(current_N - found_N, share_N, spent, params.options.sureness):
+        if improves and is_sure(current_N - candidate_N, share_N, spent, params.options.sureness):
             best_cost = par + spent
-            recommendation = action, price, max(0.0, par - found.par), found
-    return recommendation
+            best = _HoldoutResult(action, price, max(0.0, par - candidate.par), candidate)
+    return best
 
 
 def _shortlist_prices(
@@ -348,9 +358,9 @@ def _shortlist_prices(
     price_K = move_prices(slot_price, params)
     sufficient: list[tuple[float, float, Int32]] = []
     for price, phy2log_RS in zip(price_K.tolist(), improved(fit, params, price_K, 1), strict=True):
-        found_cost = cost(phy2log_RS)
-        if found_cost < limit:
-            sufficient.append((found_cost, price, phy2log_RS))
+        candidate_cost = cost(phy2log_RS)
+        if candidate_cost < limit:
+            sufficient.append((candidate_cost, price, phy2log_RS))
     if not sufficient:
         return []
     _, best_price, best_RS = min(sufficient, key=lambda entry: entry[0])
@@ -364,16 +374,17 @@ def _shortlist_prices(
 def _least_fresh_cost(fit: Layer, newer: Episodes, params: SearchParams, slot_price: float) -> float:
     """Return the lowest cost on the newer half that a placement from scratch is expected to reach.
 
-    The estimate uses a greedy placement, which takes a tenth of the search's CPU time. On
-    drift and bursts (256 experts, 32 ranks x 9 slots), 2 % of the layers are then searched from scratch.
+    The estimate uses a greedy placement, which takes a tenth of the search's CPU time. If too many tokens are on heavy
+    replicas, a perfect balance is assumed instead. On drift and bursts (256 experts, 32 ranks x 9 slots), 2 % of the
+    layers are then searched from scratch.
     """
     placed_RS = greedy(fit, params)
     par, moves = _without_tables(placed_RS, newer, fit.deployed, params)
     mean_E = fit.heat.mean_E
     slot_load_E = mean_E * placed_RS.shape[1] / np.bincount(placed_RS.ravel(), minlength=mean_E.size)
-    if mean_E[slot_load_E > _HEAVY].sum() > _MUCH_IS_HEAVY * mean_E.sum():
+    if mean_E[slot_load_E > _HEAVY_LOAD].sum() > _MAX_HEAVY_SHARE * mean_E.sum():
         par = 1.0
-    return par - _SEARCH_MAY_GAIN * (par - 1.0) + slot_price * moves
+    return par - _MAX_SEARCH_GAIN * (par - 1.0) + slot_price * moves
 
 
 def _without_tables(
@@ -391,18 +402,32 @@ def move_prices(slot_price: float, params: SearchParams) -> Float64:
 
 
 def is_sure(gain_N: Float32, share_N: Float32, spent: float, sureness: float) -> bool:
-    """Return True if the mean gain exceeds ``spent`` by ``sureness`` standard errors.
+    """Return True if the mean gain exceeds the cost of the moves by the required number of standard errors.
 
     Parameters
     ----------
-    gain_N, share_N
-        float32 ``[N]``, gain of each episode, and its weight. Episodes with zero weight are ignored.
+    gain_N
+        float32 ``[N]``, gain in each episode.
+    share_N
+        float32 ``[N]``, weight of each episode. Episodes with zero weight are ignored.
     spent
-        Price of the moves.
+        Cost of the moves.
     sureness
-        Number of standard errors; with 0 the answer is always True.
+        Required number of standard errors; with 0 the result is always True.
+
+    Examples
+    --------
+    The mean gain is 0.2 with a standard error of about 0.058. It exceeds a cost of 0.05 by two standard errors, but not
+    a cost of 0.1:
+
+    >>> gain_N = np.array([0.3, 0.1, 0.3, 0.1], dtype=np.float32)
+    >>> share_N = np.full(4, 0.25, dtype=np.float32)
+    >>> is_sure(gain_N, share_N, spent=0.05, sureness=2.0)
+    True
+    >>> is_sure(gain_N, share_N, spent=0.1, sureness=2.0)
+    False
     """
     if sureness == 0:
         return True
     weighted_N = gain_N[share_N > 0].astype(np.float64)
-    return bool(weighted_N.size) and weighted_N.mean() - sureness * standard_error(weighted_N) > spent
+    return bool(weighted_N.size and weighted_N.mean() - sureness * standard_error(weighted_N) > spent)

@@ -1,13 +1,14 @@
-"""Local search: swap two experts, or turn a spare replica of one expert into one of another, to cool the hottest rank.
+"""Local search that cools the hottest rank by swapping two experts or by exchanging a spare replica.
 
-The objective is the smooth peak of ``evaluation``, a function of the ranks' risks alone, plus the price of the slots
-that differ from the deployed placement. Each step takes the hottest rank and the change that takes most pressure away
-on the scale of the risks as they are. That scale follows the risks, so a single step may lift the smooth peak, and
-going on from there pays: with such steps undone, placements of 256 experts on 32 ranks x 9 slots were up to 1.1 %
-hotter (phased and bursty heat, seeds 1 and 2). What is returned is the lowest point of the whole search, so it is never
-above the start.
+An exchange turns a replica of one expert into a replica of another. The objective is the smooth peak of ``evaluation``,
+which depends only on the ranks' risks, plus a price for every slot that differs from the deployed placement.
 
-The search is this project's own, of a well-known kind.
+Each step finds the hottest rank and applies the change that reduces the pressure most, on the scale that the current
+risks define. Because this scale follows the risks, a single step may raise the smooth peak. It pays to continue from
+there: if such steps are undone, placements of 256 experts on 32 ranks x 9 slots get up to 1.1 % hotter (phased and
+bursty heat, seeds 1 and 2). The search returns the best placement it visited, which is never worse than the start.
+
+The method is a standard one; the implementation is this project's own.
 
 References
 ----------
@@ -32,11 +33,16 @@ from eplb_core.solver.model import Bool, Float32, Float64, Heat, Int32, set_plac
 from eplb_core.solver.swaps import MIN_RELIEF, best_swap, lay_out, swap, swaps_of
 
 FRUITLESS = 5
-"""Steps without a new cheapest placement after which a search that pays for moves ends. On drift (``make
-bench-decide``, ten seeds) 3, 5 and 8 realise the same; with 12 the search takes 1.7 times as long."""
+"""Number of steps without a new cheapest placement after which a search with a price on moves ends.
+
+On drift (``make bench-decide``, ten seeds), 3, 5 and 8 steps realise the same PAR. With 12 steps the search takes 1.7
+times as long.
+"""
 EXCHANGES = 4
-"""Steps of such a search of which one looks for an exchange first: to look for one takes 2.5 times as long as for a
-swap on 32 ranks x 9 slots, and 6 times on 1,024 x 2."""
+"""Interval, in steps, at which a search with a price on moves looks for an exchange before a swap.
+
+Finding an exchange takes 2.5 times as long as finding a swap on 32 ranks x 9 slots, and 6 times as long on 1,024 x 2.
+"""
 
 
 @kernel
@@ -49,28 +55,32 @@ def local_search(
     steps: int,
     exchanges: bool = True,
 ) -> Int32:
-    """Go downhill; returns, for each price, the placement with the lowest smooth peak + price * slots away.
+    """Search downhill and return, for each price, the placement with the lowest smooth peak + price * moved slots.
+
+    A swap fills two slots and an exchange one. If moves have a price, the search looks for an exchange first in one of
+    ``EXCHANGES`` steps. It prefers the exchange if that gains more per slot than the best swap.
 
     Parameters
     ----------
-    assignment, heat
-        A complete placement (left where the search ends) and its heat.
+    assignment
+        A complete placement. The search changes it in place and leaves it at the last placement that it visited.
+    heat
+        Normalised heat of the layer.
     home_ER
-        bool ``[E, R]``, ranks that hold each expert in the deployed placement; moving there is free.
+        bool ``[E, R]``, True if the rank holds the expert in the deployed placement. Moves to such a rank are free.
     price_K
-        float64 ``[K]``, peak-to-average ratio per slot away from home; one search serves them all.
+        float64 ``[K]``, prices in PAR per slot whose expert is not at home. One search serves all prices.
     z
-        Weight of the standard deviation.
+        Weight of the standard deviation in a rank's risk.
     steps
-        Most changes that are made.
+        Maximum number of changes.
     exchanges
-        Whether replicas may be exchanged besides; not where their counts are settled.
+        False to allow only swaps, because the replica counts are fixed.
 
     Returns
     -------
     Int32
-        int32 ``[K, R, S]``. Where moves have a price, in one of ``EXCHANGES`` steps an exchange (one slot) is taken
-        before a swap (two) if it wins more for each slot.
+        int32 ``[K, R, S]``, a placement for each price.
     """
     ranks, slots = assignment.phy2log_RS.shape
     swaps = swaps_of(assignment, heat)
@@ -78,47 +88,80 @@ def local_search(
     for price in price_K:
         frugal = frugal or price > 0
     away = _slots_away(assignment.phy2log_RS, home_ER)
-    now = smooth_max_of(assignment.load_R, assignment.variance_R, z)
+    smooth_max = smooth_max_of(assignment.load_R, assignment.variance_R, z)
     best_KRS = np.empty((price_K.shape[0], ranks, slots), dtype=np.int32)
-    cost_K = np.empty(price_K.shape[0], dtype=np.float64)
-    for k in range(price_K.shape[0]):
-        set_placement(best_KRS[k], assignment.phy2log_RS)
-        cost_K[k] = smooth_peak(now) + price_K[k] * away
+    cost_K = np.full(price_K.shape[0], np.inf)
+    _record_cheapest(assignment.phy2log_RS, smooth_peak(smooth_max), away, price_K, cost_K, best_KRS)
     last_gain = 0
     for step in range(steps):
         if frugal and step - last_gain > FRUITLESS:
             break
-        hot = hottest_of(now)
-        slot, rank, other, won = best_swap(assignment, heat, now, hot, z, MIN_RELIEF, swaps)
-        gainer = -1
-        if exchanges and (slot < 0 or (frugal and step % EXCHANGES == 0)):
-            # A swap fills two slots, an exchange one.
-            enough = max(0.5 * won, MIN_RELIEF)
-            gainer, loser_rank, loser_slot, _ = _best_exchange(assignment, heat, now, hot, z, enough)
-        if gainer >= 0:
-            expert, loser = assignment.phy2log_RS[hot, gainer], assignment.phy2log_RS[loser_rank, loser_slot]
-            away += _exchange(assignment, heat, home_ER, expert, loser_rank, loser_slot)
+        hot = hottest_of(smooth_max)
+        hot_slot, rank, slot, swap_relief = best_swap(assignment, heat, smooth_max, hot, z, MIN_RELIEF, swaps)
+        gainer_slot = -1
+        if exchanges and (hot_slot < 0 or (frugal and step % EXCHANGES == 0)):
+            # A swap fills two slots and an exchange one, so half the relief is enough.
+            bound = max(0.5 * swap_relief, MIN_RELIEF)
+            gainer_slot, loser_rank, loser_slot, _ = _best_exchange(
+                assignment, heat, smooth_max, hot, z, bound
+            )
+        if gainer_slot >= 0:
+            gainer = assignment.phy2log_RS[hot, gainer_slot]
+            loser = assignment.phy2log_RS[loser_rank, loser_slot]
+            away += _exchange(assignment, heat, home_ER, gainer, loser_rank, loser_slot)
             for r in range(ranks):
-                if assignment.holds_ER[expert, r] or assignment.holds_ER[loser, r]:
+                if assignment.holds_ER[gainer, r] or assignment.holds_ER[loser, r]:
                     lay_out(assignment, heat, swaps, r)
-        elif slot >= 0:
-            away += swap(assignment, heat, home_ER, swaps, hot, slot, rank, other)
+        elif hot_slot >= 0:
+            away += swap(assignment, heat, home_ER, swaps, hot, hot_slot, rank, slot)
         else:
             break
-        now = smooth_max_of(assignment.load_R, assignment.variance_R, z)
-        peak = smooth_peak(now)
-        for k in range(price_K.shape[0]):
-            cost = peak + price_K[k] * away
-            if cost < cost_K[k]:
-                cost_K[k] = cost
-                set_placement(best_KRS[k], assignment.phy2log_RS)
-                last_gain = step
+        smooth_max = smooth_max_of(assignment.load_R, assignment.variance_R, z)
+        peak = smooth_peak(smooth_max)
+        if _record_cheapest(assignment.phy2log_RS, peak, away, price_K, cost_K, best_KRS):
+            last_gain = step
     return best_KRS
+
+
+@kernel
+def _record_cheapest(
+    phy2log_RS: Int32, peak: float, away: int, price_K: Float64, cost_K: Float64, best_KRS: Int32
+) -> bool:
+    """Record the placement for each price at which it is the cheapest so far.
+
+    Parameters
+    ----------
+    phy2log_RS
+        int32 ``[R, S]``, the placement.
+    peak
+        Smooth peak of the placement.
+    away
+        Number of slots whose expert is not at home.
+    price_K
+        float64 ``[K]``, prices in PAR per such slot.
+    cost_K
+        float64 ``[K]``, lowest cost so far at each price; updated in place.
+    best_KRS
+        int32 ``[K, R, S]``, placements with these costs; updated in place.
+
+    Returns
+    -------
+    bool
+        True if the placement was recorded for any price.
+    """
+    improves = False
+    for k in range(price_K.shape[0]):
+        cost = peak + price_K[k] * away
+        if cost < cost_K[k]:
+            cost_K[k] = cost
+            set_placement(best_KRS[k], phy2log_RS)
+            improves = True
+    return improves
 
 
 @part
 def _slots_away(phy2log_RS: Int32, home_ER: Bool) -> int:
-    """Slots whose expert is not at home on their rank."""
+    """Return the number of slots whose expert is not at home on their rank."""
     ranks, slots = phy2log_RS.shape
     away = 0
     for r in range(ranks):
@@ -130,47 +173,84 @@ def _slots_away(phy2log_RS: Int32, home_ER: Bool) -> int:
 
 @part
 def risk_of_both(
-    assignment: Assignment, heat: Heat, rank: int, a: int, u: float, b: int, v: float, z: float
+    assignment: Assignment,
+    heat: Heat,
+    rank: int,
+    expert_a: int,
+    share_a: float,
+    expert_b: int,
+    share_b: float,
+    z: float,
 ) -> float:
-    """Risk of a rank once it receives ``u`` more of expert ``a``'s tokens and ``v`` more of ``b``'s.
+    """Return the risk of a rank after the token shares of two of its experts change.
 
-    For the arguments see ``model``.
+    Parameters
+    ----------
+    assignment
+        The placement before the change.
+    heat
+        Normalised heat of the layer.
+    rank
+        The rank.
+    expert_a
+        First expert.
+    share_a
+        Change in the fraction of ``expert_a``'s tokens that the rank receives.
+    expert_b
+        Second expert.
+    share_b
+        Change in the fraction of ``expert_b``'s tokens that the rank receives.
+    z
+        Weight of the standard deviation.
     """
     two = np.float32(2.0)
-    load = assignment.load_R[rank] + u * heat.mean_E[a] + v * heat.mean_E[b]
-    variance = assignment.variance_R[rank] + u * u * heat.gram_EE[a, a] + v * v * heat.gram_EE[b, b]
+    load = assignment.load_R[rank] + share_a * heat.mean_E[expert_a] + share_b * heat.mean_E[expert_b]
+    variance = (
+        assignment.variance_R[rank]
+        + share_a * share_a * heat.gram_EE[expert_a, expert_a]
+        + share_b * share_b * heat.gram_EE[expert_b, expert_b]
+    )
     variance += two * (
-        u * v * heat.gram_EE[a, b] + u * assignment.cross_RE[rank, a] + v * assignment.cross_RE[rank, b]
+        share_a * share_b * heat.gram_EE[expert_a, expert_b]
+        + share_a * assignment.cross_RE[rank, expert_a]
+        + share_b * assignment.cross_RE[rank, expert_b]
     )
     return risk(load, variance, z)
 
 
 @kernel
 def _best_exchange(
-    assignment: Assignment, heat: Heat, now: SmoothMax, hot: int, z: float, bound: float
+    assignment: Assignment, heat: Heat, smooth_max: SmoothMax, hot: int, z: float, bound: float
 ) -> tuple[int, int, int, float]:
-    """The spare replica that, as one of an expert of ``hot``, takes most pressure away, more than ``bound``.
+    """Find the exchange that gives an expert of ``hot`` one more replica and reduces the pressure most.
 
-    An expert is looked at only where sharing it out further takes more than ``bound`` by itself; that the rank which
-    gives up its replica gets cooler as well comes on top.
+    The expert that gains the replica is the *gainer*, and the expert that gives up a spare one is the *loser*. A gainer
+    is considered only if its thinner shares reduce the pressure of its current ranks by more than ``bound``. This test
+    ignores that the loser's rank may get cooler as well.
+
+    Returns
+    -------
+    tuple of int, int, int and float
+        Slot of the gainer on ``hot``, rank and slot of the loser, and the reduction of the pressure. The first three
+        are -1 if no exchange exceeds ``bound``.
     """
     ranks, slots = assignment.phy2log_RS.shape
     burden_P = np.empty(ranks * slots, dtype=np.float32)
     burden_E = np.empty(assignment.replicas_E.shape[0], dtype=np.float32)
-    found = (-1, -1, -1)
-    most = bound
+    best = (-1, -1, -1)
+    best_relief = bound
     for s in range(slots):
         gainer = assignment.phy2log_RS[hot, s]
         if assignment.replicas_E[gainer] == ranks:
             continue
         share = share_of(assignment.replicas_E[gainer] + 1)
-        relief = np.float32(0.0)
+        gainer_relief = np.float32(0.0)
         for r in range(ranks):
             if assignment.holds_ER[gainer, r]:
-                relief += now.of_R[r] - _pressure_with(
+                gainer_relief += smooth_max.pressure_R[r] - _pressure_with(
                     assignment,
                     heat,
-                    now,
+                    smooth_max,
                     r,
                     z,
                     gainer,
@@ -178,58 +258,82 @@ def _best_exchange(
                     gainer,
                     np.float32(0.0),
                 )
-        if relief <= bound:
+        if gainer_relief <= bound:
             continue
-        _lay_out_burdens(assignment, heat, now, z, gainer, share, burden_P, burden_E)
-        gained = share * heat.mean_E[gainer]
+        _lay_out_burdens(assignment, heat, smooth_max, z, gainer, share, burden_P, burden_E)
+        gained_load = share * heat.mean_E[gainer]
         for r in range(ranks):
             if assignment.holds_ER[gainer, r]:
                 continue
-            # No rank's risk is below its mean load, so a load past this one alone presses too hard.
-            limit = now.base + max(now.of_R[r] + relief - most, 0.0) ** 0.125 / now.scale
+            # A rank's risk is at least its mean load, so a load above this limit already causes too much pressure.
+            limit = (
+                smooth_max.base
+                + max(smooth_max.pressure_R[r] + gainer_relief - best_relief, 0.0) ** 0.125 / smooth_max.scale
+            )
             for t in range(slots):
                 loser = assignment.phy2log_RS[r, t]
-                lost = assignment.share_ER[loser, r]
+                lost_share = assignment.share_ER[loser, r]
                 if (
                     assignment.replicas_E[loser] == 1
-                    or assignment.load_R[r] + gained - lost * heat.mean_E[loser] > limit
+                    or assignment.load_R[r] + gained_load - lost_share * heat.mean_E[loser] > limit
                 ):
                     continue
-                own = _pressure_with(assignment, heat, now, r, z, gainer, share, loser, -lost) - now.of_R[r]
-                taken = relief - own - (burden_E[loser] - burden_P[r * slots + t])
-                if taken > most:
-                    most = taken
-                    found = (s, r, t)
-    return found[0], found[1], found[2], most
+                rank_burden = (
+                    _pressure_with(assignment, heat, smooth_max, r, z, gainer, share, loser, -lost_share)
+                    - smooth_max.pressure_R[r]
+                )
+                relief = gainer_relief - rank_burden - (burden_E[loser] - burden_P[r * slots + t])
+                if relief > best_relief:
+                    best_relief = relief
+                    best = (s, r, t)
+    return best[0], best[1], best[2], best_relief
 
 
 @kernel
 def _lay_out_burdens(
     assignment: Assignment,
     heat: Heat,
-    now: SmoothMax,
+    smooth_max: SmoothMax,
     z: float,
     gainer: int,
-    gained: float,
+    gainer_share: float,
     burden_P: Float32,
     burden_E: Float32,
 ) -> None:
-    """Lay out the pressure added to each slot's rank where its expert has a replica less elsewhere, and their sums.
+    """Compute by how much the pressure of each slot's rank rises if the slot's expert loses a replica elsewhere.
 
-    Ranks that hold ``gainer`` have ``gained`` of it by then.
+    Parameters
+    ----------
+    assignment
+        The placement before the exchange.
+    heat
+        Normalised heat of the layer.
+    smooth_max
+        Current pressures.
+    z
+        Weight of the standard deviation.
+    gainer
+        Expert that gains a replica.
+    gainer_share
+        Fraction of the gainer's tokens that each of its replicas receives after the exchange.
+    burden_P
+        float32 ``[P]``, receives the increase for each slot.
+    burden_E
+        float32 ``[E]``, receives the sum over the slots of each expert.
     """
     zero = np.float32(0.0)
     ranks, slots = assignment.phy2log_RS.shape
     for e in range(burden_E.shape[0]):
         burden_E[e] = zero
     for r in range(ranks):
-        less = gained - assignment.share_ER[gainer, r] if assignment.holds_ER[gainer, r] else zero
+        thinner = gainer_share - assignment.share_ER[gainer, r] if assignment.holds_ER[gainer, r] else zero
         for t in range(slots):
-            loser, burden = assignment.phy2log_RS[r, t], zero
+            loser = assignment.phy2log_RS[r, t]
+            burden = zero
             if assignment.replicas_E[loser] > 1 and loser != gainer:
-                more = share_of(assignment.replicas_E[loser] - 1) - assignment.share_ER[loser, r]
-                burden += _pressure_with(assignment, heat, now, r, z, gainer, less, loser, more)
-                burden -= _pressure_with(assignment, heat, now, r, z, gainer, less, loser, zero)
+                thicker = share_of(assignment.replicas_E[loser] - 1) - assignment.share_ER[loser, r]
+                burden += _pressure_with(assignment, heat, smooth_max, r, z, gainer, thinner, loser, thicker)
+                burden -= _pressure_with(assignment, heat, smooth_max, r, z, gainer, thinner, loser, zero)
             burden_P[r * slots + t] = burden
             burden_E[loser] += burden
 
@@ -238,29 +342,33 @@ def _lay_out_burdens(
 def _pressure_with(
     assignment: Assignment,
     heat: Heat,
-    now: SmoothMax,
+    smooth_max: SmoothMax,
     rank: int,
     z: float,
-    a: int,
-    u: float,
-    b: int,
-    v: float,
+    expert_a: int,
+    share_a: float,
+    expert_b: int,
+    share_b: float,
 ) -> float:
-    """Pressure of a rank once it receives ``u`` more of expert ``a``'s tokens and ``v`` more of ``b``'s."""
-    return smooth_term(risk_of_both(assignment, heat, rank, a, u, b, v, z), now.base, now.scale)
+    """Return the pressure of a rank after the token shares of two of its experts change; see ``risk_of_both``."""
+    changed_risk = risk_of_both(assignment, heat, rank, expert_a, share_a, expert_b, share_b, z)
+    return smooth_term(changed_risk, smooth_max.base, smooth_max.scale)
 
 
 @kernel
 def _exchange(assignment: Assignment, heat: Heat, home_ER: Bool, gainer: int, rank: int, slot: int) -> int:
-    """Turn the replica in one slot into one of ``gainer``; returns by how many more slots it differs from home."""
+    """Replace the replica in a slot by one of ``gainer`` and split the tokens of both experts evenly.
+
+    Returns the change in the number of slots whose expert is not at home.
+    """
     loser = assignment.phy2log_RS[rank, slot]
     assignment.replicas_E[gainer] += 1
     assignment.replicas_E[loser] -= 1
     replace(assignment, heat, rank, slot, gainer, np.float32(0.0))
     _share_evenly(assignment, heat, gainer)
     _share_evenly(assignment, heat, loser)
-    more: int = np.int64(home_ER[loser, rank]) - np.int64(home_ER[gainer, rank])
-    return more
+    change: int = np.int64(home_ER[loser, rank]) - np.int64(home_ER[gainer, rank])
+    return change
 
 
 @part

@@ -1,19 +1,29 @@
-"""Array types, search parameters, one layer and a candidate for it: the solver's input and output.
+"""Array types, search parameters and the solver's inputs and outputs for one layer.
 
-Dimensions are part of the variables' names: L layers, N episodes, E experts, R ranks, S slots per rank, P physical
-slots, G sources (token groups), V sources of which each is an entry of a dealing table.
+The capital letters at the end of a variable name are its dimensions: L layers, N episodes, E experts, R ranks, S slots
+per rank, P physical slots of all ranks, G sources (token groups), V sources that are each one entry of a dealing table.
+A digit is a fixed length.
 
-Arguments that many functions share:
+Many kernels share these parameters:
 
-- ``phy2log_RS``, a complete placement; ``assignment``, one with running sums, changed in place where something moves;
-- ``heat``, the layer's; ``z``, the weight of the standard deviation in a rank's risk;
-- ``share_GE``, each source's part of each expert's tokens; ``chosen_GE``, the physical id that it sends them to; both
-  are ``_EG`` for kernels that go through the sources of one expert at a time, which lie side by side then;
-- ``first_E1``, ``slot_P``, where each expert's replicas are (``tables.slots_by_expert``);
-- ``home_ER``, ranks that hold each expert in the deployed placement; ``price_K``, ratio per slot away from home;
-- ``expert``, ``rank``, ``slot``, ``share``: whose replica, where, and with which part of the expert's tokens; ``hot``,
-  the rank that is to be cooled; ``bound``, what a change must win at least;
-- ``tokens_EN``, ``weight_N``, tokens of each expert in single steps and the steps' weights; ``curve_4``, a cost curve.
+- ``phy2log_RS``: int32 ``[R, S]``, a complete placement, which is the expert in each slot.
+- ``assignment``: a placement with running sums (``construction.Assignment``). Kernels change it in place.
+- ``heat``: normalised heat of the layer.
+- ``z``: weight of the standard deviation in a rank's risk.
+- ``share_GE``: float32 ``[G, E]``, fraction of each expert's tokens that comes from each source.
+- ``chosen_GE``: int32 ``[G, E]``, physical id to which each source sends its tokens of each expert. Kernels that
+  process the sources of one expert at a time use the transposed arrays ``share_EG`` and ``chosen_EG``, because an
+  expert's sources are contiguous there.
+- ``first_E1``, ``slot_P``: slots of each expert's replicas, as returned by ``tables.slots_by_expert``.
+- ``home_ER``: bool ``[E, R]``, True if the rank holds the expert in the deployed placement. Such a rank is a *home* of
+  the expert.
+- ``price_K``: float64 ``[K]``, prices in peak-to-average ratio (PAR) per slot whose expert is not at home.
+- ``expert``, ``rank``, ``slot``: an expert, and the rank and slot of its replica.
+- ``share``: fraction of the expert's tokens that the replica receives.
+- ``hot``: the hottest rank, whose risk the search lowers.
+- ``bound``: gain that a change must exceed.
+- ``tokens_EN``, ``weight_N``: tokens of each expert in single steps, and the weights of the steps.
+- ``curve_4``: a cost curve; see ``time_costs``.
 """
 
 from __future__ import annotations
@@ -34,145 +44,170 @@ Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
 UInt64 = npt.NDArray[np.uint64]
 EVEN, RULE, SOLVED, DEALT = 0, 1, 2, 3
-"""How an expert's tokens reach its replicas: evenly, because the host spreads them itself; or through each source's
-table, made by the engines' fixed rule, or the split that cools the hottest rank: a replica for each source; or several
-that it deals its tokens to in turn."""
+"""How an expert's tokens are split over its replicas (``SearchParams.tables``).
+
+- ``EVEN``: the host splits them evenly, without tables.
+- ``RULE``: each source has a table made by the engines' fixed rule.
+- ``SOLVED``: each source has a table that names one replica per expert, chosen to cool the hottest rank.
+- ``DEALT``: each source has a dealing table, which names several replicas per expert that its tokens use in turn.
+"""
 STEPWISE = 4
-"""Or split in each step, as well as its own tokens can be split over the replicas (``stepwise``)."""
+"""The host splits the tokens of every step so that the hottest rank is as cool as possible in that step; see
+``stepwise``. A further value of ``SearchParams.tables``."""
 CHOSEN = (SOLVED, DEALT)
-"""Where the solver chooses the tables."""
+"""Splits whose tables the solver chooses."""
 KEEP, TABLES, LOCAL, FRESH = 0, 1, 2, 3
-"""Leave the layer as it is, give it new tables, improve its placement, or place it from scratch."""
+"""Actions for a layer: keep it, change its tables, improve its placement by local search, or place it from scratch."""
 _BLOCK = 16
-"""Experts of a block of the covariances."""
+"""Experts per block in the computation of the covariance."""
 
 
 @dataclass(frozen=True)
 class SearchOptions:
-    """Parts of the method, each of which can be left out or set by itself to measure what it is worth.
+    """Switches and constants of the method, used to measure the effect of each component.
 
-    Planning uses the defaults; users have no settings for them.
+    Planning uses the defaults. Users cannot set them.
     """
 
     episodes: int = 64
-    """Most episodes that a window's steps are summed into; 1 plans on the sum of the window."""
+    """Maximum number of episodes in a window; with 1, the solver plans on the sum of the window."""
     z: float | None = None
-    """Standard deviations above the mean at which a rank's load is taken; ``None``: where the hottest is expected."""
+    """Weight of the standard deviation in a rank's risk; ``None`` to derive it from the number of ranks."""
     half_lives: tuple[float, ...] = (math.inf, 0.5, 0.25, 0.1, 0.05, 0.025)
-    """Half-lives of heat to choose from, as fractions of the window; the first where the window is too short."""
+    """Candidate half-lives of the heat forecast, as fractions of the window. The first one is used if the window is too
+    short to choose."""
     warm: bool = True
-    """Start from the deployed placement and weigh every change against it; else place picked layers from scratch."""
+    """Start from the deployed placement and charge for moves; if False, place all selected layers from scratch."""
     volatility: bool = True
-    """Leave a layer alone whose ratio is no more than the jumps of its experts' heat make of balanced ranks."""
+    """Keep a layer if its PAR can be explained by the volatility of its experts' heat on balanced ranks."""
     tree_search: bool = True
-    """Search replica counts together with the placement in small layers; else replica counts are greedy."""
+    """Search replica counts and placement jointly in small layers; if False, choose replica counts greedily."""
     annealing: bool = True
-    """Anneal placements made from scratch where ranks have few slots."""
+    """Anneal placements from scratch if ranks have few slots."""
     local_search: bool = True
     """Improve placements by swapping experts and exchanging replicas."""
     solve_tables: bool = True
-    """Choose dealing tables from the measured source heat; else by the engines' fixed rule."""
+    """Choose tables from the measured source heat; if False, use the engines' fixed rule."""
     table_swaps: bool = True
-    """Swap experts once more at the shares of tokens that solved tables really give."""
+    """Swap experts once more, at the token shares that result from the solved tables."""
     trimmed_mean: bool = True
-    """Place for what experts have between bursts, where that forecasts better (``forecast``)."""
+    """Use each expert's trimmed mean, which is its heat between bursts, if that gives a better forecast; see
+    ``window.Forecast``."""
     holdout: bool = True
-    """Make only changes that, fitted to the older half of the window, pay for themselves on the newer half."""
+    """Make only changes that were fitted to the older half of the window and pay off on the newer half."""
     sureness: float = 1.96
-    """Standard errors by which a change must have won on the newer half; 0 takes the mean as it is."""
+    """Number of standard errors by which the gain on the newer half must exceed the cost of the moves. With 0 the mean
+    gain decides."""
     price_ladder: bool = True
-    """Try dearer moves than the true price on the older half, so that only lasting gains are bought."""
+    """Try prices per move above the true price on the older half, so that only lasting gains are bought."""
 
 
 class Recommendation(NamedTuple):
-    """A local search that was held against heat it was not fitted to, and is to be followed at the next decision.
-
-    ``price`` is what it asks for a move, as a multiple of the true one; ``optimism`` is as in ``layer.LayerResult``.
-    """
+    """A local search that passed a hold-out, to be repeated at the next decision."""
 
     price: float
+    """Price per move of the search, as a multiple of the true price."""
     optimism: float
+    """Optimism measured by the hold-out; see ``layer.LayerResult``."""
 
 
 class SearchParams(NamedTuple):
-    """Effort and weights for one layer's search; by default greedy counts and greedy placement alone."""
+    """Effort and weights of one layer's search. By default replica counts and placement are greedy only."""
 
     z: float = 0.0
     """Weight of the standard deviation in a rank's risk."""
     move_price: float = 0.0
-    """Fraction of its peak-to-average ratio that the layer must win to have every slot moved."""
+    """Gain required to move every slot of the layer, as a fraction of the layer's PAR."""
     tree_leaves: int = 0
-    """Leaves of the tree search that are searched further; 0 for greedy replica counts."""
+    """Number of leaves of the tree search that are searched further; 0 for greedy replica counts."""
     local_search_steps: int = 0
-    """Bound on a local search; 0 for none."""
+    """Maximum number of steps of a local search; 0 for no local search."""
     annealing_tries: int = 0
-    """Tries of annealing a placement made from scratch; 0 for none."""
+    """Number of annealing tries for a placement from scratch; 0 for no annealing."""
     tables: int = RULE
-    """``EVEN``, ``RULE``, ``SOLVED``, ``DEALT`` or ``STEPWISE``."""
+    """Split of the tokens: ``EVEN``, ``RULE``, ``SOLVED``, ``DEALT`` or ``STEPWISE``."""
     width: int = 1
-    """D, entries of a dealing table: each is a source of its own, and entry ``k`` of source ``g`` is ``g*D + k``."""
+    """Entries of a dealing table per expert, D. Each entry is a source: entry ``k`` of source ``g`` is number
+    ``g*D + k``."""
     step_tries: int = 0
-    """Tries of searching a placement for stepwise splits; 0 for none."""
+    """Number of tries of the placement search for stepwise splits; 0 for no such search."""
     seed: int = 0
     """Seed of all random choices."""
     options: SearchOptions = SearchOptions()
-    """Parts of the method that are left out."""
+    """Switches and constants of the method."""
 
     def slot_price(self, phy2log_RS: Int32, par: float = 1.0) -> float:
-        """Peak-to-average ratio that one moved slot must win in a layer of this shape whose ratio now is ``par``."""
+        """Return the gain, in PAR, that one moved slot must bring.
+
+        Parameters
+        ----------
+        phy2log_RS
+            int32 ``[R, S]``, a placement of the layer. Only its size matters.
+        par
+            Current PAR of the layer.
+
+        Examples
+        --------
+        If moving all 8 slots must reduce the PAR by 4 %, and the PAR is 1.5 now, a single move must reduce it by
+        0.04 / 8 * 1.5:
+
+        >>> placement = np.array([[0, 1], [2, 3], [4, 5], [0, 3]], dtype=np.int32)
+        >>> round(SearchParams(move_price=0.04).slot_price(placement, 1.5), 6)
+        0.0075
+        """
         return self.move_price / phy2log_RS.size * par
 
 
 class LayerLayout(NamedTuple):
-    """Placement and tables that serve now, and from where tokens come."""
+    """Placement and tables of one layer, with the origin of its tokens."""
 
     phy2log_RS: Int32
-    """int32 ``[R, S]``."""
+    """int32 ``[R, S]``, placement."""
     log2phy_GE: Int32
     """int32 ``[G, E]``, each source's table."""
     share_GE: Float32
-    """float32 ``[G, E]``, each source's part of each expert's tokens."""
+    """float32 ``[G, E]``, fraction of each expert's tokens that comes from each source."""
     home_ER: Bool
-    """bool ``[E, R]``, ranks that hold each expert."""
+    """bool ``[E, R]``, True if the rank holds the expert."""
     node_R: Int32
     """int32 ``[R]``, node of each rank, numbered from 0."""
     node_G: Int32
-    """int32 ``[G]``, node of each source, -1 where its ranks are on several."""
+    """int32 ``[G]``, node of each source; -1 if its ranks are on several nodes."""
 
 
 class Episodes(NamedTuple):
-    """A stretch of one layer's heat, normalised to a mean rank load of 1 in each episode: all that judging needs."""
+    """Heat of one layer by episode, normalised to a mean rank load of 1 in each episode: enough to judge placements."""
 
     scaled_EN: Float32
-    """float32 ``[E, N]``."""
+    """float32 ``[E, N]``, normalised heat."""
     share_N: Float32
-    """float32 ``[N]``, the episodes' weights, summing to 1."""
+    """float32 ``[N]``, weights of the episodes, which sum to 1."""
 
 
 class Heat(NamedTuple):
-    """The same with what searching needs besides."""
+    """Normalised heat of one layer with its mean and covariance, which searching needs in addition."""
 
     scaled_EN: Float32
-    """float32 ``[E, N]``."""
+    """float32 ``[E, N]``, normalised heat."""
     share_N: Float32
-    """float32 ``[N]``, the episodes' weights, summing to 1."""
+    """float32 ``[N]``, weights of the episodes, which sum to 1."""
     mean_E: Float32
-    """float32 ``[E]``, weighted mean over episodes."""
+    """float32 ``[E]``, weighted mean over the episodes."""
     gram_EE: Float32
-    """float32 ``[E, E]``, weighted covariance over episodes."""
+    """float32 ``[E, E]``, weighted covariance over the episodes."""
 
     @property
     def episodes(self) -> Episodes:
-        """The episodes alone."""
+        """The heat by episode, without mean and covariance."""
         return Episodes(self.scaled_EN, self.share_N)
 
 
 @kernel
 def _normalise(heat_NE: Float64, weight_N: Float64, ranks: int) -> tuple[Float32, Float32]:
-    """Scale each episode to a mean rank load of 1 and the weights to a sum of 1.
+    """Scale each episode to a mean rank load of 1, and the weights to a sum of 1.
 
-    Returns float32 ``[E, N]`` and float32 ``[N]``; episodes without tokens get no weight. All zero where there are
-    no tokens at all.
+    Returns float32 ``[E, N]`` and float32 ``[N]``. Episodes without tokens get weight 0. If the layer has no tokens at
+    all, both arrays are zero.
     """
     episodes, experts = heat_NE.shape
     scaled_EN = np.zeros((experts, episodes), dtype=np.float32)
@@ -193,7 +228,7 @@ def _normalise(heat_NE: Float64, weight_N: Float64, ranks: int) -> tuple[Float32
 
 @kernel
 def with_covariance(scaled_EN: Float32, share_N: Float32) -> Heat:
-    """Normalised heat with its mean and covariance."""
+    """Return the normalised heat with its mean and covariance."""
     experts, episodes = scaled_EN.shape
     mean_E = np.zeros(experts, dtype=np.float32)
     centred_EN = np.empty((experts, episodes), dtype=np.float32)
@@ -206,7 +241,7 @@ def with_covariance(scaled_EN: Float32, share_N: Float32) -> Heat:
         for n in range(episodes):
             centred_EN[e, n] = root_N[n] * (scaled_EN[e, n] - mean)
     gram_EE = np.empty((experts, experts), dtype=np.float32)
-    # By blocks, whose mirrored halves stay in the nearest cache.
+    # Work in blocks, so that a block and its mirror image stay in the L1 cache.
     for begin_a in range(0, experts, _BLOCK):
         for begin_b in range(0, begin_a + 1, _BLOCK):
             for a in range(begin_a, min(begin_a + _BLOCK, experts)):
@@ -220,32 +255,46 @@ def with_covariance(scaled_EN: Float32, share_N: Float32) -> Heat:
 
 
 def episodes_of(heat_NE: Float64, ranks: int) -> Episodes:
-    """Normalise episodes ``[N, E]``, all of the same weight."""
+    """Normalise the tokens by episode, float64 ``[N, E]``, with equal weights.
+
+    Examples
+    --------
+    Three experts on two ranks. Each episode has a mean rank load of 1, so its experts sum to 2:
+
+    >>> heat = episodes_of(np.array([[30.0, 10.0, 0.0], [5.0, 5.0, 10.0]]), ranks=2)
+    >>> heat.scaled_EN.T.tolist()
+    [[1.5, 0.5, 0.0], [0.5, 0.5, 1.0]]
+    >>> heat.share_N.tolist()
+    [0.5, 0.5]
+    """
     return Episodes(*_normalise(heat_NE, np.ones(heat_NE.shape[0]), ranks))
 
 
 def heat_of(heat_NE: Float64, ranks: int) -> Heat:
-    """Normalise episodes ``[N, E]``, all of the same weight, with their covariance."""
+    """Normalise the tokens by episode, float64 ``[N, E]``, with equal weights, and compute mean and covariance."""
     return with_covariance(*episodes_of(heat_NE, ranks))
 
 
 @part
 def set_row(row: Int32 | Float32, values: Int32 | Float32) -> None:
-    """``row[:] = values``, which numba takes a second to compile for the text of an error that cannot be."""
-    for at in range(row.shape[0]):
-        row[at] = values[at]
+    """Copy ``values`` into ``row``.
+
+    Numba would compile ``row[:] = values`` together with an error message that can never occur, which takes a second.
+    """
+    for i in range(row.shape[0]):
+        row[i] = values[i]
 
 
 @part
-def set_placement(kept_RS: Int32, phy2log_RS: Int32) -> None:
-    """Copy a placement into another."""
-    for r in range(kept_RS.shape[0]):
-        set_row(kept_RS[r], phy2log_RS[r])
+def set_placement(target_RS: Int32, phy2log_RS: Int32) -> None:
+    """Copy a placement into ``target_RS``."""
+    for r in range(target_RS.shape[0]):
+        set_row(target_RS[r], phy2log_RS[r])
 
 
 @kernel
 def homes(phy2log_RS: Int32, experts: int) -> Bool:
-    """Ranks that hold each expert, bool ``[E, R]``."""
+    """Return the ranks that hold each expert, bool ``[E, R]``."""
     ranks, slots = phy2log_RS.shape
     home_ER = np.zeros((experts, ranks), dtype=np.bool_)
     for r in range(ranks):
@@ -255,20 +304,20 @@ def homes(phy2log_RS: Int32, experts: int) -> Bool:
 
 
 class Layer(NamedTuple):
-    """One MoE layer to solve: its heat, and what serves it now."""
+    """One MoE layer to solve: its heat and its current layout."""
 
     heat: Heat
     deployed: LayerLayout
 
 
 class Candidate(NamedTuple):
-    """A placement with its tables."""
+    """A placement considered for a layer, with its tables."""
 
     phy2log_RS: Int32
-    """int32 ``[R, S]``."""
+    """int32 ``[R, S]``, placement."""
     log2phy_GE: Int32
-    """int32 ``[G, E]``."""
+    """int32 ``[G, E]``, each source's table."""
     par: float
-    """Peak-to-average ratio on the heat that it was made for."""
+    """PAR on the heat for which the candidate was made."""
     moves: int
-    """Slots that must receive weights."""
+    """Number of slots that must receive an expert's weights."""

@@ -1,6 +1,7 @@
-"""Swaps of two experts between the hottest rank and another: laid out slot by slot, judged all at once, carried out.
+"""Swaps of two experts between the hottest rank and another rank: precompute, judge and apply.
 
-What a search looks at again and again is kept between its steps, for thousands of slots side by side.
+The search judges all possible swaps at every step. The values that these judgements share are therefore kept between
+steps, one array entry per slot, so that the loops over thousands of slots compile to SIMD code.
 """
 
 from __future__ import annotations
@@ -15,44 +16,54 @@ from eplb_core.solver.jit import kernel, part
 from eplb_core.solver.model import Bool, Float32, Heat
 
 MIN_RELIEF = 1e-3
-"""Pressure below which a step is rounding, not progress; the hottest rank's is 1.
+"""Smallest reduction of the pressure that counts as progress; smaller ones are rounding errors. The hottest rank's
+pressure is 1.
 
-In closed loops of 3 layers x 256 experts on 32 ranks x 9 slots (the four kinds of heat of ``make bench-solver``, seeds
-1 and 2, two decisions after the first placement) 1e-4 and 1e-2 decide alike; 0.1 realises up to 0.8 % more.
+It was compared in closed loops of 3 layers x 256 experts on 32 ranks x 9 slots (the four kinds of heat of ``make
+bench-solver``, seeds 1 and 2, two decisions after the first placement). Values of 1e-4 and 1e-2 give the same results,
+and 0.1 realises a PAR up to 0.8 % higher.
 """
 
 
 class Swaps(NamedTuple):
-    """Every slot as one that the hottest rank may swap with; each array is float32 ``[R*S]`` but the last.
+    """Precomputed values of every slot that may swap with a slot of the hottest rank.
 
-    The first five say what leaves with the slot's expert, and what its rank is then; they change with a rank's slots
-    and loads alone, so that of thousands of ranks a search lays out again the two that it has changed.
+    All arrays except the last are float32 ``[R*S]``. The first five describe a slot's replica, and its rank without the
+    replica. They depend only on the rank's slots and loads. After a change of two ranks, only the entries of these two
+    are computed again, even if there are thousands of ranks.
     """
 
     share_P: Float32
+    """Fraction of its expert's tokens that the replica receives."""
     mean_P: Float32
-    """Mean load that its part of the expert's tokens is."""
-    own_P: Float32
-    """Variance of that load by itself."""
-    left_load_P: Float32
-    """The rank's mean load without it."""
-    left_variance_P: Float32
-    """The variance of that."""
-    here_load_P: Float32
-    here_variance_P: Float32
+    """Mean load of the replica."""
+    variance_P: Float32
+    """Variance of the replica's load."""
+    remaining_load_P: Float32
+    """Mean load of the slot's rank without the replica."""
+    remaining_variance_P: Float32
+    """Variance of the load of the slot's rank without the replica."""
+    hot_load_P: Float32
+    """Mean load of the hottest rank with the replica added; infinite if the rank holds the expert already."""
+    hot_variance_P: Float32
+    """Variance of the load of the hottest rank with the replica added."""
     pressure_P: Float32
-    out_P: Float32
-    found_P: Float32
+    """Current pressure of the slot's rank."""
+    arrival_P: Float32
+    """Variance that a given replica of the hottest rank would add to the slot's rank as it is now; infinite if the rank
+    holds the expert already."""
+    scratch_P: Float32
+    """Working space of ``best_swap``."""
     held_E: Bool
-    """bool ``[E]``; false between two searches."""
+    """bool ``[E]``, True if the hottest rank holds the expert; all False between two calls of ``best_swap``."""
 
 
 @kernel
 def swaps_of(assignment: Assignment, heat: Heat) -> Swaps:
-    """Lay out all slots."""
+    """Allocate the arrays and compute the values of all slots."""
     ranks, slots = assignment.phy2log_RS.shape
     rows = np.empty((10, ranks * slots), dtype=np.float32)
-    # Taken one by one, rows are known to be contiguous; unpacked, they are not.
+    # Index the rows one by one: numba then knows that they are contiguous, which it does not if they are unpacked.
     swaps = Swaps(
         rows[0],
         rows[1],
@@ -73,96 +84,154 @@ def swaps_of(assignment: Assignment, heat: Heat) -> Swaps:
 
 @kernel
 def lay_out(assignment: Assignment, heat: Heat, swaps: Swaps, rank: int) -> None:
-    """Lay out a rank's slots as they are now."""
-    slots, two = assignment.phy2log_RS.shape[1], np.float32(2.0)
-    load, variance = assignment.load_R[rank], assignment.variance_R[rank]
+    """Compute the first five arrays of ``swaps`` for the slots of one rank."""
+    slots = assignment.phy2log_RS.shape[1]
+    two = np.float32(2.0)
+    load = assignment.load_R[rank]
+    variance = assignment.variance_R[rank]
     cross_E = assignment.cross_RE[rank]
     for s in range(slots):
-        p, come = rank * slots + s, assignment.phy2log_RS[rank, s]
-        share = assignment.share_ER[come, rank]
-        mean = share * heat.mean_E[come]
-        own = share * share * heat.gram_EE[come, come]
-        swaps.share_P[p], swaps.mean_P[p], swaps.own_P[p] = share, mean, own
-        swaps.left_load_P[p] = load - mean
-        swaps.left_variance_P[p] = variance + own - two * share * cross_E[come]
+        p = rank * slots + s
+        expert = assignment.phy2log_RS[rank, s]
+        share = assignment.share_ER[expert, rank]
+        mean = share * heat.mean_E[expert]
+        replica_variance = share * share * heat.gram_EE[expert, expert]
+        swaps.share_P[p] = share
+        swaps.mean_P[p] = mean
+        swaps.variance_P[p] = replica_variance
+        swaps.remaining_load_P[p] = load - mean
+        swaps.remaining_variance_P[p] = variance + replica_variance - two * share * cross_E[expert]
 
 
 @kernel
 def best_swap(
-    assignment: Assignment, heat: Heat, now: SmoothMax, hot: int, z: float, bound: float, swaps: Swaps
+    assignment: Assignment, heat: Heat, smooth_max: SmoothMax, hot: int, z: float, bound: float, swaps: Swaps
 ) -> tuple[int, int, int, float]:
-    """The swap between ``hot`` and another rank that takes most pressure away, more than ``bound``.
+    """Find the swap between ``hot`` and another rank that reduces the pressure most.
 
-    For the arguments see ``model``.
+    Parameters
+    ----------
+    assignment
+        The placement.
+    heat
+        Normalised heat of the layer.
+    smooth_max
+        Current pressures.
+    hot
+        The hottest rank.
+    z
+        Weight of the standard deviation.
+    bound
+        Reduction of the pressure that the swap must exceed.
+    swaps
+        Precomputed values of the placement.
+
+    Returns
+    -------
+    tuple of int, int, int and float
+        Slot of ``hot``, the other rank, the slot of that rank, and the reduction of the pressure. The first three are
+        -1 if no swap exceeds ``bound``.
     """
     ranks, slots = assignment.phy2log_RS.shape
     size = ranks * slots
-    zero, two, infinite = np.float32(0.0), np.float32(2.0), np.float32(np.inf)
-    z32, base, scale = np.float32(z), np.float32(now.base), np.float32(now.scale)
-    here_load_P, here_variance_P = swaps.here_load_P, swaps.here_variance_P
-    left_load_P, left_variance_P = swaps.left_load_P, swaps.left_variance_P
-    share_P, pressure_P, out_P, found_P = swaps.share_P, swaps.pressure_P, swaps.out_P, swaps.found_P
-    expert_P, cross_E = assignment.phy2log_RS.ravel(), assignment.cross_RE[hot]
-    _lay_out_arriving(assignment, now, hot, swaps)
-    lowest = np.float32(now.of_R[hot] - bound)
-    found_slot, found = -1, -1
+    zero = np.float32(0.0)
+    two = np.float32(2.0)
+    infinite = np.float32(np.inf)
+    z32 = np.float32(z)
+    base = np.float32(smooth_max.base)
+    scale = np.float32(smooth_max.scale)
+    hot_load_P = swaps.hot_load_P
+    hot_variance_P = swaps.hot_variance_P
+    remaining_load_P = swaps.remaining_load_P
+    remaining_variance_P = swaps.remaining_variance_P
+    share_P = swaps.share_P
+    pressure_P = swaps.pressure_P
+    arrival_P = swaps.arrival_P
+    scratch_P = swaps.scratch_P
+    expert_P = assignment.phy2log_RS.ravel()
+    cross_E = assignment.cross_RE[hot]
+    _lay_out_hot_rank(assignment, smooth_max, hot, swaps)
+    lowest = np.float32(smooth_max.pressure_R[hot] - bound)
+    best_slot = -1
+    best_p = -1
     for slot in range(slots):
-        out = assignment.phy2log_RS[hot, slot]
-        share = assignment.share_ER[out, hot]
-        mean = share * heat.mean_E[out]
-        own = share * share * heat.gram_EE[out, out]
-        leaving = own - two * share * cross_E[out]
-        gram_E = heat.gram_EE[out]
+        expert = assignment.phy2log_RS[hot, slot]
+        share = assignment.share_ER[expert, hot]
+        mean = share * heat.mean_E[expert]
+        variance = share * share * heat.gram_EE[expert, expert]
+        departure = variance - two * share * cross_E[expert]
+        gram_E = heat.gram_EE[expert]
         p = 0
         for r in range(ranks):
-            arriving = (
-                infinite if assignment.holds_ER[out, r] else own + two * share * assignment.cross_RE[r, out]
+            arrival = (
+                infinite
+                if assignment.holds_ER[expert, r]
+                else variance + two * share * assignment.cross_RE[r, expert]
             )
             for _ in range(slots):
-                out_P[p] = arriving
+                arrival_P[p] = arrival
                 p += 1
         for p in range(size):
-            found_P[p] = share_P[p] * gram_E[np.uint32(expert_P[p])]
+            scratch_P[p] = share_P[p] * gram_E[np.uint32(expert_P[p])]
         for p in range(size):
-            both = two * share * found_P[p]
-            here = here_load_P[p] - mean + z32 * np.sqrt(max(here_variance_P[p] + leaving - both, zero))
-            there = left_load_P[p] + mean + z32 * np.sqrt(max(left_variance_P[p] + out_P[p] - both, zero))
-            found_P[p] = smooth_term(here, base, scale) + smooth_term(there, base, scale) - pressure_P[p]
+            # Both ranks lose twice the covariance of the two replicas.
+            both = two * share * scratch_P[p]
+            hot_risk = hot_load_P[p] - mean + z32 * np.sqrt(max(hot_variance_P[p] + departure - both, zero))
+            peer_risk = (
+                remaining_load_P[p]
+                + mean
+                + z32 * np.sqrt(max(remaining_variance_P[p] + arrival_P[p] - both, zero))
+            )
+            scratch_P[p] = (
+                smooth_term(hot_risk, base, scale) + smooth_term(peer_risk, base, scale) - pressure_P[p]
+            )
         least = infinite
         for p in range(size):
-            least = min(least, found_P[p])
+            least = min(least, scratch_P[p])
         if least < lowest:
-            lowest, found_slot = least, slot
+            lowest = least
+            best_slot = slot
             for p in range(size):
-                if found_P[p] == least:
-                    found = p
+                if scratch_P[p] == least:
+                    best_p = p
                     break
-    if found < 0:
+    if best_p < 0:
         return -1, -1, -1, 0.0
-    return found_slot, found // slots, found % slots, now.of_R[hot] - lowest
+    return best_slot, best_p // slots, best_p % slots, smooth_max.pressure_R[hot] - lowest
 
 
 @part
-def _lay_out_arriving(assignment: Assignment, now: SmoothMax, hot: int, swaps: Swaps) -> None:
-    """Lay out what ``hot`` is with each slot's expert, whatever goes out; infinite where it has that already."""
+def _lay_out_hot_rank(assignment: Assignment, smooth_max: SmoothMax, hot: int, swaps: Swaps) -> None:
+    """Compute ``hot_load_P``, ``hot_variance_P`` and ``pressure_P`` of all slots.
+
+    They are the same for all replicas that may leave the hottest rank.
+    """
     ranks, slots = assignment.phy2log_RS.shape
-    two, infinite = np.float32(2.0), np.float32(np.inf)
-    here_load_P, here_variance_P, pressure_P = swaps.here_load_P, swaps.here_variance_P, swaps.pressure_P
-    share_P, mean_P, own_P, held_E = swaps.share_P, swaps.mean_P, swaps.own_P, swaps.held_E
-    expert_P, cross_E = assignment.phy2log_RS.ravel(), assignment.cross_RE[hot]
-    load, variance = assignment.load_R[hot], assignment.variance_R[hot]
+    two = np.float32(2.0)
+    infinite = np.float32(np.inf)
+    hot_load_P = swaps.hot_load_P
+    hot_variance_P = swaps.hot_variance_P
+    pressure_P = swaps.pressure_P
+    share_P = swaps.share_P
+    mean_P = swaps.mean_P
+    variance_P = swaps.variance_P
+    held_E = swaps.held_E
+    expert_P = assignment.phy2log_RS.ravel()
+    cross_E = assignment.cross_RE[hot]
+    load = assignment.load_R[hot]
+    variance = assignment.variance_R[hot]
     for s in range(slots):
         held_E[assignment.phy2log_RS[hot, s]] = True
     for p in range(ranks * slots):
-        come = np.uint32(expert_P[p])
-        here_load_P[p] = infinite if held_E[come] else load + mean_P[p]
-        here_variance_P[p] = variance + own_P[p] + two * share_P[p] * cross_E[come]
+        expert = np.uint32(expert_P[p])
+        hot_load_P[p] = infinite if held_E[expert] else load + mean_P[p]
+        hot_variance_P[p] = variance + variance_P[p] + two * share_P[p] * cross_E[expert]
     for s in range(slots):
         held_E[assignment.phy2log_RS[hot, s]] = False
     p = 0
     for r in range(ranks):
         for _ in range(slots):
-            pressure_P[p] = now.of_R[r]
+            pressure_P[p] = smooth_max.pressure_R[r]
             p += 1
 
 
@@ -173,21 +242,44 @@ def swap(
     home_ER: Bool,
     swaps: Swaps,
     hot: int,
-    slot: int,
+    hot_slot: int,
     rank: int,
-    other: int,
+    slot: int,
 ) -> int:
-    """Swap the experts of two slots, shares and all; returns by how many more slots they are away from home.
+    """Swap the experts of two slots, each with its token share.
 
-    For the arguments see ``model``.
+    Parameters
+    ----------
+    assignment
+        The placement, changed in place.
+    heat
+        Normalised heat of the layer.
+    home_ER
+        bool ``[E, R]``, True if the rank holds the expert in the deployed placement.
+    swaps
+        Precomputed values, updated in place.
+    hot
+        The hottest rank.
+    hot_slot
+        Slot of ``hot``.
+    rank
+        The other rank.
+    slot
+        Slot of ``rank``.
+
+    Returns
+    -------
+    int
+        Change in the number of slots whose expert is not at home.
     """
-    out = assignment.phy2log_RS[hot, slot]
-    come = assignment.phy2log_RS[rank, other]
-    out_share, come_share = assignment.share_ER[out, hot], assignment.share_ER[come, rank]
-    replace(assignment, heat, hot, slot, come, come_share)
-    replace(assignment, heat, rank, other, out, out_share)
+    hot_expert = assignment.phy2log_RS[hot, hot_slot]
+    expert = assignment.phy2log_RS[rank, slot]
+    hot_share = assignment.share_ER[hot_expert, hot]
+    share = assignment.share_ER[expert, rank]
+    replace(assignment, heat, hot, hot_slot, expert, share)
+    replace(assignment, heat, rank, slot, hot_expert, hot_share)
     lay_out(assignment, heat, swaps, hot)
     lay_out(assignment, heat, swaps, rank)
-    more: int = np.int64(home_ER[out, hot]) + np.int64(home_ER[come, rank])
-    more -= np.int64(home_ER[out, rank]) + np.int64(home_ER[come, hot])
-    return more
+    change: int = np.int64(home_ER[hot_expert, hot]) + np.int64(home_ER[expert, rank])
+    change -= np.int64(home_ER[hot_expert, rank]) + np.int64(home_ER[expert, hot])
+    return change

@@ -7,7 +7,7 @@ from functools import cache
 import numpy as np
 
 from eplb_core.placement import Placement
-from eplb_core.solver.engine import solve_many
+from eplb_core.solver.engine import LayerBatch, Limits, Nodes, SearchRules, TimeObjective, solve_many
 from eplb_core.solver.model import DEALT, EVEN, RULE, SOLVED, STEPWISE, SearchParams
 from eplb_core.solver.topology import choose_senders
 from eplb_core.solver.whole_tokens import HostSplit, serve_steps, thinned
@@ -37,22 +37,18 @@ def warm_up(threads: int | None = None) -> None:
     two_nodes = np.array([0, 0, 1, 1], dtype=np.int32)
     curve_4 = np.array([1.0, 2.0, 1.0, 0.1])
     ways = [(tables, 1, None) for tables in (EVEN, RULE, SOLVED, STEPWISE)]
-    for tables, width, time in (*ways, (DEALT, 2, None), (EVEN, 1, curve_4), (SOLVED, 1, curve_4)):
-        answers = solve_many(
+    timing = TimeObjective(curve_4, heat_LNE)
+    for tables, width, objective in (*ways, (DEALT, 2, None), (EVEN, 1, timing), (SOLVED, 1, timing)):
+        batch = LayerBatch(
             heat_LNE,
             placement.phy2log_LRS,
             np.repeat(tables_LGE, width, axis=1),
             np.full((2, 4 * width, 6), 0.25 / width),
-            params._replace(tables=tables, width=width),
-            np.array([np.inf, 2.0]),
-            0.0,
             np.array([False, True]),
-            threads,
-            node_R=two_nodes,
-            node_G=np.repeat(two_nodes, width),
-            curve_4=time,
-            steps_LNE=heat_LNE,
         )
+        rules = SearchRules(params._replace(tables=tables, width=width), np.array([np.inf, 2.0]), 0.0)
+        nodes = Nodes(two_nodes, np.repeat(two_nodes, width))
+        answers = solve_many(batch, rules, nodes, objective, Limits(threads))
         for answer in answers:
             if isinstance(answer, Exception):
                 raise answer

@@ -147,9 +147,9 @@ def test_a_layer_is_decided_as_if_it_were_alone(layer: int) -> None:
 def test_each_layer_follows_its_own_recommendation(monkeypatch: pytest.MonkeyPatch) -> None:
     asked, recommendations = [], [Recommendation(8.0, 0.1 * layer) for layer in range(LAYERS)]
 
-    def noting(heat_PNE, *arguments):
-        asked.extend(zip(heat_PNE.sum(axis=1), arguments[-1], strict=True))
-        return [SolverError("not solved")] * len(heat_PNE)
+    def noting(batch, *arguments):
+        asked.extend(zip(batch.heat_LNE.sum(axis=1), batch.recommendation_L, strict=True))
+        return [SolverError("not solved")] * len(batch.heat_LNE)
 
     monkeypatch.setattr(request, "solve_many", noting)
     decided(recommendations=recommendations)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from eplb_core.placement import Placement, check_layer, check_log2phy
-from eplb_core.solver.engine import SolverError, solve_many
+from eplb_core.solver.engine import LayerBatch, Limits, SearchRules, SolverError, solve_many
 from eplb_core.solver.layer import LayerResult
 from eplb_core.solver.model import KEEP, SOLVED, SearchOptions, SearchParams
 from tests.solver.layers_of import Case
@@ -29,17 +29,15 @@ def solve(
     if share_GE is None:
         share_GE = np.full((case.ranks, case.experts), 1 / case.ranks)
     tables_LGE = deployed.default_log2phy().transpose(1, 0, 2)[:, np.arange(len(share_GE)) % case.ranks]
-    answers = solve_many(
+    batch = LayerBatch(
         np.broadcast_to(case.heat_NE, (layers, *case.heat_NE.shape)),
         deployed.phy2log_LRS,
         tables_LGE,
         np.broadcast_to(share_GE, (layers, *share_GE.shape)),
-        search,
-        np.array([np.inf, 1.0]),
-        min_gain,
         np.full(layers, unplaced),
-        threads,
     )
+    rules = SearchRules(search, np.array([np.inf, 1.0]), min_gain)
+    answers = solve_many(batch, rules, limits=Limits(threads))
     assert not any(isinstance(answer, SolverError) for answer in answers), answers
     return deployed, answers
 

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from eplb_core.placement import check_layer
 from eplb_core.solver.construction import (
     Assignment,
+    _allot_replicas,
     _greedy_replicas,
-    _hand_out,
     descending,
     even_shares,
     hottest_rank,
@@ -131,7 +131,7 @@ def test_replicas_are_handed_to_the_hottest(
     heat_E = np.array(heat, dtype=np.float32)
     start = data.draw(st.lists(st.integers(1, ranks), min_size=len(heat), max_size=len(heat)))
     replicas_E = np.array(start, dtype=np.int32)
-    left = _hand_out(replicas_E, heat_E, budget, ranks)
+    left = _allot_replicas(replicas_E, heat_E, budget, ranks)
     assert (replicas_E.tolist(), left) == slow.hand_out(start, heat_E, budget, ranks)
 
 

@@ -13,7 +13,10 @@ from hypothesis import strategies as st
 from eplb_core.placement import Placement
 from eplb_core.solver import engine
 from eplb_core.solver.engine import (
+    LayerBatch,
+    Limits,
     OutOfTimeError,
+    SearchRules,
     SolverError,
     _nodes_of_groups,
     _pack_groups,
@@ -36,18 +39,15 @@ def solved(
 ) -> list[LayerResult | SolverError]:
     layers = len(heat_LNE)
     deployed = Placement.linear(layers, EXPERTS, RANKS, SLOTS)
-    return solve_many(
+    batch = LayerBatch(
         heat_LNE,
         deployed.phy2log_LRS,
         deployed.default_log2phy().transpose(1, 0, 2),
         np.full((layers, RANKS, EXPERTS), 1 / RANKS),
-        SEARCH._replace(annealing_tries=100),
-        np.array([np.inf, 1.0]),
-        0.0,
         np.arange(layers) % 2 == 0,
-        threads,
-        budget_ms,
     )
+    rules = SearchRules(SEARCH._replace(annealing_tries=100), np.array([np.inf, 1.0]), 0.0)
+    return solve_many(batch, rules, limits=Limits(threads, budget_ms))
 
 
 def assert_same(one: LayerResult, other: LayerResult) -> None:
@@ -94,7 +94,7 @@ def test_layers_past_the_budget_have_it_as_reason(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(engine.time, "monotonic", lambda: next(now))
     answers = solved(HEAT_LNE, budget_ms=2.5)
     assert [isinstance(answer, OutOfTimeError) for answer in answers] == [False, False, True, True, True]
-    assert str(answers[2]) == "the budget of 2.5 ms was spent"
+    assert str(answers[2]) == "the time budget (budget_ms) of 2.5 ms ran out before this layer"
 
 
 SETTINGS = settings(max_examples=60)

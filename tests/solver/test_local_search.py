@@ -108,6 +108,6 @@ def test_pressures_follow_the_risks(ranks: list[tuple[float, float]], z: float) 
     if span > 1e-2:
         assert (now.base, 1 / now.scale) == pytest.approx((base, span), rel=1e-3, abs=1e-4)
         wanted_R = [slow.pressure_of(np.array([risk]), base, span) for risk in risk_R]
-        np.testing.assert_allclose(now.of_R, wanted_R, atol=4e-3)
+        np.testing.assert_allclose(now.pressure_R, wanted_R, atol=4e-3)
         found = smooth_term(np.float32(risk_R[0] + 1), now.base, now.scale)
         assert found == pytest.approx(slow.pressure_of(risk_R[:1] + 1, base, span), rel=4e-3, abs=4e-3)

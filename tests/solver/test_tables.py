@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from eplb_core.placement import check_layer, check_log2phy, default_log2phy
 from eplb_core.planner.dealing import tables_of_sources
 from eplb_core.solver import tables
-from eplb_core.solver.candidates import _touched_up, par_on
+from eplb_core.solver.candidates import _refine_through_tables, par_on
 from eplb_core.solver.construction import assignment_of, descending, hottest_rank, largest_first
 from eplb_core.solver.evaluation import expert_heat
 from eplb_core.solver.model import SOLVED, Candidate, Layer, SearchParams
@@ -166,12 +166,14 @@ def test_swaps_through_tables_end_where_none_cools_the_hottest_rank(given_: Sour
 @SETTINGS
 @example(Sources(RELIEVED_BUT_HIGHER, 1.0, 1, "uniform", 0))
 @given(given_sources(cases(most_ranks=5, most_slots=3), 5))
-def test_a_candidate_touched_up_through_its_tables_is_never_hotter(given_: Sources) -> None:
+def test_a_candidate_refined_through_its_tables_is_never_hotter(given_: Sources) -> None:
     layer, table_GE = given_.layer, given_.rule_GE
     seen = Layer(layer.heat32, deployed_on(given_.phy2log_RS, given_.share_GE, table_GE))
     candidate = Candidate(given_.phy2log_RS, table_GE, 0.0, 0)
     candidate = candidate._replace(par=par_on(candidate, seen.heat.episodes, seen.deployed, SOLVED))
-    found = _touched_up(candidate, seen, SearchParams(z=layer.z, local_search_steps=5_000, tables=SOLVED))
+    found = _refine_through_tables(
+        candidate, seen, SearchParams(z=layer.z, local_search_steps=5_000, tables=SOLVED)
+    )
     check_layer(found.phy2log_RS, layer.case.experts)
     for table_E in found.log2phy_GE:
         check_log2phy(table_E, found.phy2log_RS)

@@ -7,7 +7,7 @@ import math
 import numpy as np
 
 from eplb_core.solver import annealing as module
-from eplb_core.solver.annealing import _Move
+from eplb_core.solver.annealing import _Change
 from tests.solver.slow.heat import even_shares, mean_of_max, rank_series
 from tests.solver.slow.local_search import Closest
 
@@ -52,22 +52,22 @@ def _drawn(phy2log_RS, scaled_EN, episode, draws, close):
         other = another
     slot, place = draws.draw(slots), draws.draw(slots)
     mine, theirs = int(phy2log_RS[rank, slot]), int(phy2log_RS[other, place])
-    return _Move(rank, slot, other, place, mine, theirs, swaps, episode if guided else -1)
+    return _Change(rank, slot, other, place, mine, theirs, swaps, episode if guided else -1)
 
 
 def after(phy2log_RS, attempt):
     """The placement once a change is made."""
     phy2log_RS = phy2log_RS.copy()
-    phy2log_RS[attempt.other, attempt.place] = attempt.mine
+    phy2log_RS[attempt.target, attempt.target_slot] = attempt.expert
     if attempt.swaps:
-        phy2log_RS[attempt.rank, attempt.slot] = attempt.theirs
+        phy2log_RS[attempt.rank, attempt.slot] = attempt.target_expert
     return phy2log_RS
 
 
 def is_legal(phy2log_RS, attempt):
     """Two ranks and two experts, of which none ends up twice on a rank, and none nowhere."""
     after_RS = after(phy2log_RS, attempt)
-    apart = attempt.rank != attempt.other and attempt.mine != attempt.theirs
+    apart = attempt.rank != attempt.target and attempt.expert != attempt.target_expert
     whole = set(after_RS.flat) == set(phy2log_RS.flat)
     return apart and whole and all(len(set(row)) == len(row) for row in after_RS.tolist())
 
@@ -82,11 +82,11 @@ def room(phy2log_RS, attempt, scaled_EN):
     share_RS, heat_E = even_shares(phy2log_RS), scaled_EN[:, attempt.episode]
     limit = (share_RS * heat_E[phy2log_RS])[attempt.rank].sum()
     if attempt.swaps:
-        burdened = [attempt.rank, attempt.other]
+        burdened = [attempt.rank, attempt.target]
         after_share_RS = even_shares(after_RS)
     else:
-        burdened = (phy2log_RS == attempt.theirs).any(axis=1)
-        after_share_RS = np.where(phy2log_RS == attempt.mine, share_RS, even_shares(after_RS))
+        burdened = (phy2log_RS == attempt.target_expert).any(axis=1)
+        after_share_RS = np.where(phy2log_RS == attempt.expert, share_RS, even_shares(after_RS))
     load_R = (after_share_RS * heat_E[after_RS]).sum(axis=1)
     return (limit - load_R[burdened]).min()
 
