@@ -36,7 +36,7 @@ ROUNDINGS = 16
 
 
 def max_replica_slots(experts: int, ranks: int, slots: int) -> int:
-    """Return the largest number of replica slots that a placement can have: two for each spare slot, but at most all slots.
+    """Return the largest number of replica slots of any placement: two for each spare slot, at most all slots.
 
     Examples
     --------
