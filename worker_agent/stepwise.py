@@ -1,19 +1,23 @@
-"""The split of one step's tokens over the replicas of their experts that leaves the hottest rank as cool as can be.
+"""Split of a step's tokens over the replicas of their experts that minimises the load of the hottest rank.
 
-All ranks compute the same split from the same counts, by tensor operators alone: shapes depend on the placement's shape
-only, nothing is read on the host, and a graph can capture it. The split with the least squared rank loads has the least
-peak too. It is found by the alternating direction method of multipliers: a product with a matrix that the placement
-determines, and a projection, in turn. Departing from the projection costs little at first, so that all ranks are evened
-out, and much in the end, so that slots that get no tokens are found. The split is then rounded along a spanning forest
-of the ranks that share experts, where whole tokens cost no rank more than part of one. Replicas beside the forest close
-cycles; which way to round those nobody knows before, so several ways are tried at once, and the one with the coolest
-hottest rank is taken.
+All ranks compute the same split from the same counts. They use only tensor operators, whose shapes depend only on the
+shape of the placement. The host reads no result, so a graph can capture the computation.
 
-How far from the best a split may end is a part of a rank's tokens that shrinks with every round, and a larger step has
-more tokens: so it takes more rounds. Their number must be the same on all ranks, and known on the host.
+The split with the least squared rank loads also has the lowest peak. It is computed with the alternating direction
+method of multipliers (ADMM): each round multiplies by a matrix that depends on the placement, and then projects the
+result. The penalty for the distance from the projection is small in the first rounds, which evens out the ranks. It is
+large in the last rounds, which finds the slots that get no tokens.
 
-All ranks must get the same bits, whatever their processors and in whatever order these sum: splits are computed in
-64ths of a token and matrices in 2**-20, so that every sum is exact in float64 (up to 2**22 choices in a step).
+The split is then rounded to whole tokens along a spanning forest of ranks and replicated experts. Inside the forest,
+rounding costs no rank a whole token. Replicas outside the forest close cycles, and the best rounding of those is not
+known in advance. Several roundings are therefore computed at once, and the one with the coolest hottest rank is used.
+
+The distance from the optimum is a fraction of a rank's tokens that shrinks with every round, so larger steps need more
+rounds. Their number must be the same on all ranks, and the host must know it.
+
+The ranks must get the same bits on different processors and with any order of summation. Splits are therefore computed
+in 64ths of a token and matrices in multiples of 2**-20, so that every sum is exact in float64 (up to 2**22 choices in a
+step).
 
 References
 ----------
@@ -33,28 +37,38 @@ import torch
 
 from eplb_core.placement import Int32
 from worker_agent.counting import count_ids, sorted_positions
-from worker_agent.stepwise_tables import PENALTIES, most_shared, split_tables, ways_to_round
+from worker_agent.stepwise_tables import PENALTIES, max_replica_slots, rounding_dithers, split_tables
 
 ROUNDS = 22
-"""Rounds of product and projection, in steps of up to ``_FEW_CHOICES``; ``docs/research/stepwise.md`` has how far from
-the optimum fewer and more end."""
-_MORE_ROUNDS = 20
-"""For a step of four times as many choices."""
-_FEW_CHOICES = 8192
-UNKNOWN_CHOICES = 4 * _FEW_CHOICES
-"""The size of steps of which the ranks do not know how many choices they have."""
+"""Number of rounds in steps of up to ``_BASE_CHOICES`` choices.
+
+For the distance from the optimum with other numbers of rounds see ``docs/research/stepwise.md``.
+"""
+_EXTRA_ROUNDS = 20
+"""Number of additional rounds in a step of four times ``_BASE_CHOICES`` choices."""
+_BASE_CHOICES = 8192
+UNKNOWN_CHOICES = 4 * _BASE_CHOICES
+"""Number of choices that is assumed if the ranks do not know the size of a step."""
 
 
 def rounds_for(choices: int) -> int:
-    """Return the rounds that a step takes with so many choices of all ranks; they grow with the square root."""
-    return ROUNDS + ceil(_MORE_ROUNDS * (sqrt(max(choices / _FEW_CHOICES, 1.0)) - 1.0))
+    """Return the number of rounds for a step with ``choices`` choices on all ranks together.
+
+    It grows with the square root of the choices.
+
+    Examples
+    --------
+    >>> [rounds_for(choices) for choices in (1024, 8192, 4 * 8192, 16 * 8192)]
+    [22, 22, 42, 82]
+    """
+    return ROUNDS + ceil(_EXTRA_ROUNDS * (sqrt(max(choices / _BASE_CHOICES, 1.0)) - 1.0))
 
 
 @lru_cache(maxsize=64)
 def _schedule(rounds: int) -> tuple[tuple[int, int], ...]:
-    """Return for each round its number in ``PENALTIES`` and in ``StepwiseSplit.rounds_CM2``."""
+    """Return the index in ``PENALTIES`` and in ``StepwiseSplit.rounds_CM2`` for each round."""
     levels = [number * len(PENALTIES) // (rounds + 1) for number in range(rounds + 1)]
-    # A level's first round has the matrix before its others'.
+    # The matrix for the first round of a penalty precedes the matrix for its other rounds.
     return tuple((level, 2 * level - (level > before)) for before, level in pairwise(levels))
 
 
@@ -70,88 +84,147 @@ class Gatherer(Protocol):
 
 
 class StepwiseSplit:
-    """Splits a step's tokens by their counts, under the placement that was installed last.
+    """Split of each step's tokens under the placement that was installed last.
 
-    No ``torch.nn.Module``: a model that is cast to another dtype must not take these tensors along.
+    It is not a ``torch.nn.Module``, because casting a model to another dtype must not cast these tensors. For the
+    dimensions in names see ``stepwise_tables``.
 
-    ``phy2log_RS`` is the first placement, int32 ``[R, S]``: every expert placed, none twice on a rank. Product and
-    projection take turns ``rounds`` times, by default as often as a step of its size needs.
+    Parameters
+    ----------
+    phy2log_RS
+        First placement, int32 ``[R, S]``. Every expert must be placed, at most once per rank.
+    experts
+        E, the number of logical experts.
+    device
+        Device of the tensors.
+    rounds
+        Number of rounds, by default ``rounds_for`` the size of the step.
     """
 
     physical_P1: torch.Tensor
-    """int32: the slots' physical ids by expert; 0 after them, for choices that are not real."""
+    """int32: physical id of each slot, then 0 for choices that are not real."""
 
     expert_P: torch.Tensor
-    expert_M: torch.Tensor
-    place_M: torch.Tensor
-    """The number of each shared slot among the P."""
+    """int64: expert of each slot."""
 
-    parts_YE: torch.Tensor
-    from_parts: torch.Tensor
+    expert_M: torch.Tensor
+    """int64: expert of each replica slot."""
+
+    position_M: torch.Tensor
+    """int64: index of each replica slot among the P slots."""
+
+    totals_YE: torch.Tensor
+    """Sums counts to totals: tokens of each rank's unreplicated experts, then of each replicated expert."""
+
+    from_totals: torch.Tensor
+    """Computes all numbers that depend only on the totals: starts of the rounds, and inputs of the rounding."""
+
     rounds_CM2: torch.Tensor
-    """C kinds of rounds: ``_schedule`` has their order."""
+    """Matrix of each kind of round; ``_schedule`` returns their order."""
 
     exact_X2: torch.Tensor
+    """Computes running sums of rank loads, and tokens of replica slots, from the end of the rounds."""
+
     by_sum_XM: torch.Tensor
+    """Computes whole tokens of replica slots from rounded sums and slots."""
+
     bound_MR: torch.Tensor
+    """Computes an upper bound of the rank loads from the tokens of replica slots."""
+
     later_MM: torch.Tensor
+    """Sums the tokens in later slots of the same expert."""
 
     def __init__(
         self, phy2log_RS: Int32, experts: int, device: torch.device | str = "cpu", rounds: int | None = None
     ) -> None:
         ranks, slots = phy2log_RS.shape
-        self._experts, self._ranks, self._rounds = experts, ranks, rounds
-        self._shared = max(most_shared(experts, ranks, slots), 1)
-        for name, table in split_tables(phy2log_RS, experts, self._shared).items():
+        self._experts = experts
+        self._ranks = ranks
+        self._rounds = rounds
+        self._replica_slots = max(max_replica_slots(experts, ranks, slots), 1)
+        for name, table in split_tables(phy2log_RS, experts, self._replica_slots).items():
             setattr(self, name, torch.from_numpy(table).to(device))
         self._matrices = self.rounds_CM2.unbind()
-        self._dither_WX = torch.from_numpy(ways_to_round(ranks, self._shared)).to(device)
+        self._dither_WX = torch.from_numpy(rounding_dithers(ranks, self._replica_slots)).to(device)
 
     @staticmethod
     def check(layer: int, dispatchers: Sequence[str], device_type: str) -> None:
-        """Raise ``ValueError`` naming the layer where tokens cannot be split by step."""
+        """Raise ``ValueError`` if the layer cannot split tokens by step."""
         if "moge" in dispatchers:
             raise ValueError(
-                f"layer {layer}: grouped experts have no replicas to split tokens over; split by tables"
+                f"layer {layer}: grouped experts have no replicas to split tokens over; use split='tables'"
             )
         if device_type == "npu":
             raise ValueError(
-                f"layer {layer}: splitting by step needs float64 products, which an NPU does not have; split by tables"
+                f"layer {layer}: splitting by step needs float64 products, which an NPU does not have; "
+                "use split='tables'"
             )
 
     def install(self, phy2log_RS: Int32) -> None:
-        """Compute what another placement of the same shape determines, and write it in place, between two steps."""
-        tables = split_tables(phy2log_RS, self._experts, self._shared)
+        """Switch to another placement of the same shape, in place; call it between two steps."""
+        tables = split_tables(phy2log_RS, self._experts, self._replica_slots)
         for name, table in tables.items():
             getattr(self, name).copy_(torch.from_numpy(table))
 
     def ends(self, counts_E: torch.Tensor, choices: int = UNKNOWN_CHOICES) -> torch.Tensor:
-        """Return where the tokens of each slot end, int64 ``[P]``, never below the slot before.
+        """Compute the split of one step.
 
-        Slots are by expert and physical id, and so are tokens counted, those of all ranks together: the ``n``-th is for
-        the first slot whose end is above ``n``. ``counts_E`` are the experts' tokens of all ranks, integers that add up
-        to ``choices`` at most, as every rank's host knows.
+        The tokens of all ranks are numbered in order of expert, and slots are in order of expert and physical id. Token
+        ``n`` belongs to the first slot whose end is greater than ``n``.
+
+        Parameters
+        ----------
+        counts_E
+            Tokens of each expert on all ranks together, integers.
+        choices
+            Upper bound of their sum, which the host of every rank knows.
+
+        Returns
+        -------
+        torch.Tensor
+            End of each slot's tokens, int64 ``[P]``, in ascending order.
+
+        Examples
+        --------
+        Expert 0 has slots on both ranks. Rank 0 also holds expert 1, and rank 1 holds expert 2. With 5, 4 and 1 tokens,
+        expert 0 sends one token to rank 0 and four to rank 1, so that both ranks compute five tokens:
+
+        >>> import numpy as np
+        >>> split = StepwiseSplit(np.array([[0, 1], [0, 2]], dtype=np.int32), experts=3)
+        >>> split.ends(torch.tensor([5, 4, 1]))
+        tensor([ 1,  5,  9, 10])
         """
-        known = torch.mv(self.from_parts, torch.mv(self.parts_YE, counts_E.to(torch.float64)))
-        shared = self._shared
-        kept = [self._ranks + shared, shared, self._ranks]
-        *starts, known_X, uncut_M, first_R = known.split([shared] * len(PENALTIES) + kept)
+        linear = torch.mv(self.from_totals, torch.mv(self.totals_YE, counts_E.to(torch.float64)))
+        replica_slots = self._replica_slots
+        sizes = [replica_slots] * len(PENALTIES) + [self._ranks + replica_slots, replica_slots, self._ranks]
+        *starts, constant_X, base_M, first_R = linear.split(sizes)
         rounds = rounds_for(choices) if self._rounds is None else self._rounds
-        exact_X = torch.addmv(known_X, self.exact_X2, self._state(starts, rounds))
-        later_M = torch.mv(self.later_MM, self._rounded(exact_X, uncut_M, first_R)).to(torch.int64)
-        # Rounded splits need not add up where slots are on a cycle: an expert's first slot has the rest.
+        exact_X = torch.addmv(constant_X, self.exact_X2, self._state(starts, rounds))
+        later_M = torch.mv(self.later_MM, self._rounded(exact_X, base_M, first_R)).to(torch.int64)
+        # On a cycle, the rounded slots of an expert need not add up. Its first slot gets the difference.
         later_M = torch.minimum(later_M, counts_E.index_select(0, self.expert_M))
         ends_P = counts_E.cumsum(0).index_select(0, self.expert_P)
-        return ends_P.index_add_(0, self.place_M, later_M, alpha=-1)
+        return ends_P.index_add_(0, self.position_M, later_M, alpha=-1)
 
     def split(
         self, ids_TK: torch.Tensor, group: Gatherer | None, common_tokens: int | None = None
     ) -> torch.Tensor:
-        """Return the physical expert of each of this rank's choices, int32 ``[T, K]``; anything where one is -1.
+        """Assign each of this rank's choices to a physical expert.
 
-        ``ids_TK`` are logical experts, -1 for a choice that is not real. Each rank of ``group`` has tokens of its own
-        and sends its counts to every other, E int32 numbers; without it all ranks see the same tokens, and nobody need
-        ask. ``common_tokens`` are the most of any of these ranks, where every one of them knows it.
+        Parameters
+        ----------
+        ids_TK
+            Logical experts, -1 for choices that are not real.
+        group
+            Ranks that have different tokens. Each sends its E counts to all others, as int32. ``None`` if all ranks see
+            the same tokens, so that no exchange is needed.
+        common_tokens
+            Largest number of tokens on any rank of the group, if all ranks know it.
+
+        Returns
+        -------
+        torch.Tensor
+            Physical experts, int32 ``[T, K]``; arbitrary for choices that are not real.
         """
         if group is None:
             choices = ids_TK.numel()
@@ -160,54 +233,77 @@ class StepwiseSplit:
         else:
             choices = common_tokens * group.size * ids_TK.shape[1]
         ids_N = ids_TK.reshape(-1)
-        # Choices that are not real are counted as an expert behind the others.
+        # Count choices that are not real, -1, as one more expert.
         bucket_N = ids_N.long() % (self._experts + 1)
         counts_E = count_ids(bucket_N, self._experts + 1)[:-1]
-        place_N = sorted_positions(bucket_N)
+        position_N = sorted_positions(bucket_N)
         if group is not None:
-            own_E = counts_E
-            counts_RE = group.all_gather(own_E.to(torch.int32).unsqueeze(0)).long()
-            counts_E, before_E = counts_RE.sum(dim=0), counts_RE[: group.rank].sum(dim=0)
-            others_E = (counts_E - own_E).cumsum(0) - (counts_E - own_E) + before_E
-            place_N = place_N + others_E.index_select(0, ids_N.clamp(min=0))
-        return self.physical(place_N, counts_E, choices).view_as(ids_TK)
+            local_E = counts_E
+            counts_RE = group.all_gather(local_E.to(torch.int32).unsqueeze(0)).long()
+            counts_E = counts_RE.sum(dim=0)
+            earlier_E = counts_RE[: group.rank].sum(dim=0)
+            # Shift by the other ranks' choices of lower experts, and by earlier ranks' choices of the same expert.
+            shift_E = (counts_E - local_E).cumsum(0) - (counts_E - local_E) + earlier_E
+            position_N = position_N + shift_E.index_select(0, ids_N.clamp(min=0))
+        return self.physical(position_N, counts_E, choices).view_as(ids_TK)
 
     def physical(
-        self, place_N: torch.Tensor, counts_E: torch.Tensor, choices: int = UNKNOWN_CHOICES
+        self, position_N: torch.Tensor, counts_E: torch.Tensor, choices: int = UNKNOWN_CHOICES
     ) -> torch.Tensor:
-        """Return the physical expert of each choice, int32 ``[N]``; other arguments as for ``ends``.
+        """Return the physical expert of each choice, int32 ``[N]``.
 
-        ``place_N``, int64 ``[N]``, is which of all ranks' choices each is, counted expert by expert.
+        Parameters
+        ----------
+        position_N
+            Number of each choice among all ranks' choices in order of expert, int64.
+        counts_E
+            As for ``ends``.
+        choices
+            As for ``ends``.
         """
-        slot_N = torch.searchsorted(self.ends(counts_E, choices), place_N, right=True)
+        slot_N = torch.searchsorted(self.ends(counts_E, choices), position_N, right=True)
         return self.physical_P1.index_select(0, slot_N)
 
     def _state(self, starts: Sequence[torch.Tensor], rounds: int) -> torch.Tensor:
-        """Return the end of the rounds, float64 ``[2 * M]`` in 64ths: sizes, and the states that they are of.
+        """Return the state after all rounds, preceded by its absolute values, float64 ``[2 * M]`` in 64ths of a token.
 
-        Where these are positive, they are tokens of shared slots, close to the best; an expert's need not quite add up.
+        Positive entries are the tokens of replica slots, close to the optimum. The slots of an expert may not add up to
+        its tokens exactly.
         """
-        state_M2 = starts[0].new_empty(2 * self._shared)
-        size_M, here_M = state_M2.split(self._shared)
-        torch.round(starts[0], out=here_M)
-        torch.abs(here_M, out=size_M)
-        next_M = torch.empty_like(here_M)
+        state_M2 = starts[0].new_empty(2 * self._replica_slots)
+        absolute_M, state_M = state_M2.split(self._replica_slots)
+        torch.round(starts[0], out=state_M)
+        torch.abs(state_M, out=absolute_M)
+        next_M = torch.empty_like(state_M)
         for level, kind in _schedule(rounds):
             torch.addmv(starts[level], self._matrices[kind], state_M2, out=next_M)
-            torch.round(next_M, out=here_M)
-            torch.abs(here_M, out=size_M)
+            torch.round(next_M, out=state_M)
+            torch.abs(state_M, out=absolute_M)
         return state_M2
 
-    def _rounded(self, exact_X: torch.Tensor, uncut_M: torch.Tensor, first_R: torch.Tensor) -> torch.Tensor:
-        """A split of 64ths in whole tokens, float64 ``[M]``, which may miss an expert's by a few.
+    def _rounded(self, exact_X: torch.Tensor, base_M: torch.Tensor, first_R: torch.Tensor) -> torch.Tensor:
+        """Round a split to whole tokens.
 
-        The ranks' running sums along the forest are rounded, and what each of its slots must carry follows; slots
-        beside the forest are rounded by themselves. Each way does so by other dithers, and that wins whose hottest rank
-        is the coolest, by a bound that counts what slots have too much as well. ``uncut_M`` is what slots would carry
-        were all of ``exact_X`` zero, ``first_R`` the ranks' loads where experts' first slots have all of their tokens.
+        Each rounding adds different dithers. It rounds the running sums of the rank loads along the forest, which
+        determine the slots of the forest, and it rounds the slots outside the forest separately. The rounding with the
+        coolest hottest rank is returned, according to a bound that also adds the excess tokens of slots.
+
+        Parameters
+        ----------
+        exact_X
+            Running sums of the rank loads and tokens of the slots, in tokens.
+        base_M
+            Tokens of the slots if ``exact_X`` were zero.
+        first_R
+            Rank loads if the first slot of each expert had all of the expert's tokens.
+
+        Returns
+        -------
+        torch.Tensor
+            Whole tokens of the replica slots, float64 ``[M]``. The slots of an expert may miss its tokens by a few.
         """
         whole_WX = torch.add(self._dither_WX, exact_X).floor_()
-        way_WM = torch.addmm(uncut_M, whole_WX, self.by_sum_XM).relu_()
-        bound_WR = torch.addmm(first_R, way_WM, self.bound_MR)
+        slots_WM = torch.addmm(base_M, whole_WX, self.by_sum_XM).relu_()
+        bound_WR = torch.addmm(first_R, slots_WM, self.bound_MR)
         best_1 = bound_WR.amax(dim=1).argmin(dim=0, keepdim=True)
-        return way_WM.index_select(0, best_1).view(-1)
+        return slots_WM.index_select(0, best_1).view(-1)

@@ -1,9 +1,9 @@
-"""Tables of the stepwise split under a placement: matrices of its rounds, and the forest it is rounded along.
+"""Matrices of the stepwise split for one placement: for its rounds, and for rounding along a spanning forest.
 
-Dimensions in names: M slots of experts that have several replicas (*shared* slots), padded to a number that only the
-placement's shape determines; P all slots, by expert and physical id; R ranks, E logical experts, H those with
-several replicas; X ranks and shared slots; Y ranks and experts with several replicas, padded too; W ways to round; C
-kinds of rounds.
+Dimensions in names: M replica slots (the slots of replicated experts), padded to a number that depends only on the
+placement's shape; P all slots, in order of expert and physical id; R ranks; E logical experts; H replicated experts,
+which have several replicas; X ranks followed by replica slots; Y ranks followed by replicated experts, padded as well;
+W roundings; C kinds of rounds.
 """
 
 from __future__ import annotations
@@ -19,139 +19,192 @@ from eplb_core.placement import Int32, check_layer
 Float64: TypeAlias = npt.NDArray[np.float64]
 
 UNITS = 64.0
-"""Of a token: the steps that splits are computed in before they are rounded."""
+"""Units per token. Splits are computed in 64ths of a token before they are rounded."""
 _FINE = 2.0**20
-"""Entries of matrices are multiples of one over this."""
+"""All matrix entries are multiples of one over this number."""
 PENALTIES = (0.2, 0.8)
-"""Of departing from the projection, beside squared loads: of the first half of the rounds, and of the second. A small
-one evens out ranks that are loosely connected; a large one finds out which slots get no tokens, and many get none where
-popularity is skewed. One for all rounds missed more skewed steps, three that grow further more drawn ones."""
+"""Weights of the distance from the projection, relative to the squared loads, in each half of the rounds.
+
+A small penalty evens out ranks that share few experts. A large one finds the slots that get no tokens, which are many
+if popularity is skewed. In comparison, a constant penalty missed the optimum in more of the skewed steps, and three
+increasing penalties missed it in more of the steps drawn at random.
+"""
 _RELAXATION = 1.6
-WAYS = 16
-"""In which a split is rounded, at once."""
+"""Over-relaxation factor of a round."""
+ROUNDINGS = 16
+"""W, the number of roundings of a split that are computed at once."""
 
 
-def most_shared(experts: int, ranks: int, slots: int) -> int:
-    """Return the most shared slots that a placement can have: two for each spare slot, or all."""
+def max_replica_slots(experts: int, ranks: int, slots: int) -> int:
+    """Return the largest number of replica slots of any placement: two for each spare slot, at most all slots.
+
+    Examples
+    --------
+    >>> max_replica_slots(experts=6, ranks=2, slots=4), max_replica_slots(experts=3, ranks=2, slots=3)
+    (4, 6)
+    """
     return min(ranks * slots, 2 * (ranks * slots - experts))
 
 
-def split_tables(phy2log_RS: Int32, experts: int, shared: int) -> dict[str, npt.NDArray[np.generic]]:
-    """Compute every buffer of ``StepwiseSplit`` by name, for a placement int32 ``[R, S]``; ``shared`` is M.
+def split_tables(phy2log_RS: Int32, experts: int, replica_slots: int) -> dict[str, npt.NDArray[np.generic]]:
+    """Compute every tensor of ``StepwiseSplit`` for a placement.
 
-    Raises ``PlacementError`` where the placement is not valid.
+    Parameters
+    ----------
+    phy2log_RS
+        Placement, int32 ``[R, S]``.
+    experts
+        E, the number of logical experts.
+    replica_slots
+        M, the padded number of replica slots.
+
+    Returns
+    -------
+    dict of str to array
+        Tensors by name.
+
+    Raises
+    ------
+    PlacementError
+        If the placement is invalid.
     """
     check_layer(phy2log_RS, experts)
-    slots, ranks = _SharedSlots.of(phy2log_RS), phy2log_RS.shape[0]
-    used = len(slots.rank_M)
+    slots = _ReplicaSlots.of(phy2log_RS)
+    ranks = phy2log_RS.shape[0]
+    padding = replica_slots - len(slots.rank_M)
     order_R, by_rank_MR, by_slot_MM = _forest(slots, ranks)
     on_rank_RM = np.equal.outer(np.arange(ranks), slots.rank_M).astype(np.float64)
-    starts, round_CM2 = _rounds(slots, on_rank_RM, shared)
-    known_XY, exact_XM = _exact(slots, on_rank_RM, order_R)
+    starts, round_CM2 = _rounds(slots, on_rank_RM, replica_slots)
+    constant_XY, exact_XM = _exact(slots, on_rank_RM, order_R)
     first_RY, bound_MR = _bound(slots, on_rank_RM)
     by_sum_MX = np.hstack([by_rank_MR, by_slot_MM])
-    # The forest's slots carry what sums say, so that what is left depends on counts alone, in whole tokens.
-    uncut_MY = known_XY[ranks:] - by_sum_MX @ known_XY
-    parts, rows = ranks + shared // 2, (*[shared] * len(PENALTIES), ranks + shared, shared, ranks)
-    from_counts = (*starts, known_XY, uncut_MY, first_RY)
+    # The tokens of a slot are a sum of rounded numbers, plus a base that depends only on the counts. So the base is a
+    # whole number as well.
+    base_MY = constant_XY[ranks:] - by_sum_MX @ constant_XY
+    totals = ranks + replica_slots // 2
+    from_totals = [
+        *(_padded(start_MY, replica_slots, totals) for start_MY in starts),
+        _padded(constant_XY, ranks + replica_slots, totals),
+        _padded(base_MY, replica_slots, totals),
+        _padded(first_RY, ranks, totals),
+    ]
     physical_P = np.argsort(phy2log_RS, axis=None, kind="stable")
-    place_M = np.argsort(physical_P)[slots.physical_M]
+    position_M = np.argsort(physical_P)[slots.physical_M]
     return {
         "physical_P1": np.append(physical_P, 0).astype(np.int32),
         "expert_P": phy2log_RS.ravel()[physical_P].astype(np.int64),
-        "expert_M": np.pad(np.array(slots.expert_M, dtype=np.int64), (0, shared - used)),
-        "place_M": np.pad(place_M, (0, shared - used)),
-        "parts_YE": _padded(_parts(slots, phy2log_RS, experts), parts, experts),
-        "from_parts": np.vstack([_padded(of_Y, n, parts) for of_Y, n in zip(from_counts, rows, strict=True)]),
+        "expert_M": np.pad(np.array(slots.expert_M, dtype=np.int64), (0, padding)),
+        "position_M": np.pad(position_M, (0, padding)),
+        "totals_YE": _padded(_totals(slots, phy2log_RS, experts), totals, experts),
+        "from_totals": np.vstack(from_totals),
         "rounds_CM2": round_CM2,
-        # Half of a state and its size together is its positive part.
-        "exact_X2": np.tile(_padded(exact_XM / (2 * UNITS), ranks + shared, shared), 2),
-        "by_sum_XM": _padded(by_sum_MX.T, ranks + shared, shared),
-        "bound_MR": _padded(bound_MR, shared, ranks),
-        "later_MM": _padded(slots.same_MM * np.less.outer(slots.column_M, slots.column_M), shared, shared),
+        # Half the sum of a state and its absolute value is its positive part.
+        "exact_X2": np.tile(_padded(exact_XM / (2 * UNITS), ranks + replica_slots, replica_slots), 2),
+        "by_sum_XM": _padded(by_sum_MX.T, ranks + replica_slots, replica_slots),
+        "bound_MR": _padded(bound_MR, replica_slots, ranks),
+        "later_MM": _padded(
+            slots.same_MM * np.less.outer(slots.column_M, slots.column_M), replica_slots, replica_slots
+        ),
     }
 
 
-def ways_to_round(ranks: int, shared: int) -> Float64:
-    """Return the dithers added before rounding down, in tokens, ``[W, X]``.
+def rounding_dithers(ranks: int, replica_slots: int) -> Float64:
+    """Return the dithers that each rounding adds before it rounds down, in tokens, ``[W, X]``.
 
-    The first way rounds to the nearest. In the others all running sums have one dither, and each slot one of its own:
-    in whole numbers of ``UNITS``, so that they are the same everywhere.
+    The first rounding is to the nearest token. Each of the others has one dither for all running sums, and a different
+    one for each slot. All are multiples of 1 / ``UNITS``, so that they are the same on every machine.
     """
-    way_W1, slot_M = np.arange(WAYS)[:, None], np.arange(shared)
+    rounding_W1 = np.arange(ROUNDINGS)[:, None]
+    slot_M = np.arange(replica_slots)
     units = int(UNITS)
-    by_sum_W1 = (units // 2 + way_W1 * 3 * units // 8) % units
-    # Fibonacci hashing: far from any pattern of ways or slots.
-    by_slot_WM = (way_W1 * (2 * slot_M + 1) * 40503 + 32768) % 65536 * units // 65536
+    by_sum_W1 = (units // 2 + rounding_W1 * 3 * units // 8) % units
+    # Fibonacci hashing avoids patterns across roundings and slots.
+    by_slot_WM = (rounding_W1 * (2 * slot_M + 1) * 40503 + 32768) % 65536 * units // 65536
     return np.hstack([np.repeat(by_sum_W1, ranks, axis=1), by_slot_WM]) / UNITS
 
 
-def _parts(slots: _SharedSlots, phy2log_RS: Int32, experts: int) -> Float64:
-    """Return the parts of the counts, ``[Y, E]``: each rank's of experts that it holds alone, then shared experts'."""
-    ranks, held = phy2log_RS.shape[0], len(slots.held_H)
-    parts_YE = np.zeros((ranks + held, experts))
-    parts_YE[np.arange(ranks)[:, None], phy2log_RS] = 1.0
-    parts_YE[:, slots.held_H] = 0.0
-    parts_YE[ranks + np.arange(held), slots.held_H] = 1.0
-    return parts_YE
+def _totals(slots: _ReplicaSlots, phy2log_RS: Int32, experts: int) -> Float64:
+    """Return the matrix ``[Y, E]`` that sums counts to totals.
 
-
-def _rounds(slots: _SharedSlots, on_rank_RM: Float64, shared: int) -> tuple[list[Float64], Float64]:
-    """Return the starts of rounds, ``[M, Y]`` for each penalty, and the matrices ``[C, M, 2 * M]`` of all kinds.
-
-    A kind for the first penalty; for each of the others one for its first round, to which prices come in units of the
-    penalty before, and one for the rest.
+    The totals are the tokens of each rank's unreplicated experts, followed by the tokens of each replicated expert.
     """
-    starts, kinds = [], []
+    ranks = phy2log_RS.shape[0]
+    replicated_experts = len(slots.expert_H)
+    totals_YE = np.zeros((ranks + replicated_experts, experts))
+    totals_YE[np.arange(ranks)[:, None], phy2log_RS] = 1.0
+    totals_YE[:, slots.expert_H] = 0.0
+    totals_YE[ranks + np.arange(replicated_experts), slots.expert_H] = 1.0
+    return totals_YE
+
+
+def _rounds(slots: _ReplicaSlots, on_rank_RM: Float64, replica_slots: int) -> tuple[list[Float64], Float64]:
+    """Return the starts of the rounds, ``[M, Y]`` for each penalty, and the matrices of all kinds, ``[C, M, 2 * M]``.
+
+    The first penalty has one kind. Each further penalty has two: one for its first round, whose prices are still in
+    units of the previous penalty, and one for its other rounds.
+    """
+    starts = []
+    kinds = []
     for number, penalty in enumerate(PENALTIES):
         start_MY, split_MM = _without_bounds(slots, on_rank_RM, penalty)
         starts.append(_fine(_RELAXATION * UNITS * start_MY))
         if number:
-            kinds.append(_relaxed(split_MM, shared, PENALTIES[number - 1] / penalty))
-        kinds.append(_relaxed(split_MM, shared, 1.0))
+            kinds.append(_relaxed(split_MM, replica_slots, PENALTIES[number - 1] / penalty))
+        kinds.append(_relaxed(split_MM, replica_slots, 1.0))
     return starts, np.stack(kinds)
 
 
-def _without_bounds(slots: _SharedSlots, on_rank_RM: Float64, penalty: float) -> tuple[Float64, Float64]:
-    """The split without bounds: of the counts' parts, ``[M, Y]``, plus of what the projection asks for, ``[M, M]``.
+def _without_bounds(slots: _ReplicaSlots, on_rank_RM: Float64, penalty: float) -> tuple[Float64, Float64]:
+    """Return the split without lower bounds, as linear functions of the totals, ``[M, Y]``, and a target, ``[M, M]``.
 
-    Least squared rank loads and ``penalty`` times the squared distance from the projection, where each expert's slots
-    add up to its tokens: linear equations (Karush, Kuhn, Tucker) with one matrix for all counts.
+    Slots may get negative tokens. The target is the point that the projection proposes. The split minimises the squared
+    rank loads plus ``penalty`` times the squared distance from the target, and the slots of each expert add up to its
+    tokens. These are linear equations (Karush, Kuhn, Tucker) with the same matrix for all counts.
     """
     of_expert_MH = slots.of_expert_MH
-    used, held = of_expert_MH.shape
-    system = np.zeros((used + held, used + held))
-    system[:used, :used] = on_rank_RM.T @ on_rank_RM + penalty * np.eye(used)
-    system[:used, used:] = of_expert_MH
-    system[used:, :used] = of_expert_MH.T
-    solved = np.linalg.inv(system).astype(np.float64)
-    start_MY: Float64 = np.hstack([-solved[:used, :used] @ on_rank_RM.T, solved[:used, used:]])
-    return start_MY, penalty * solved[:used, :used]
+    slot_count, expert_count = of_expert_MH.shape
+    system = np.zeros((slot_count + expert_count, slot_count + expert_count))
+    system[:slot_count, :slot_count] = on_rank_RM.T @ on_rank_RM + penalty * np.eye(slot_count)
+    system[:slot_count, slot_count:] = of_expert_MH
+    system[slot_count:, :slot_count] = of_expert_MH.T
+    inverse = np.linalg.inv(system).astype(np.float64)
+    start_MY: Float64 = np.hstack(
+        [-inverse[:slot_count, :slot_count] @ on_rank_RM.T, inverse[:slot_count, slot_count:]]
+    )
+    return start_MY, penalty * inverse[:slot_count, :slot_count]
 
 
-def _exact(slots: _SharedSlots, on_rank_RM: Float64, order_R: list[int]) -> tuple[Float64, Float64]:
-    """Return matrices ``[X, Y]``, ``[X, M]`` that make counts' parts, and a split that need not add up, one that does.
+def _exact(slots: _ReplicaSlots, on_rank_RM: Float64, order_R: list[int]) -> tuple[Float64, Float64]:
+    """Return matrices that correct a split so that each expert's slots add up to its tokens.
 
-    Ranks, in the forest's order, have the running sums of their loads; slots their tokens. What an expert's slots lack
-    the first one is given.
+    The first slot of an expert gets the difference. The result is the sum of the first matrix times the totals and the
+    second matrix times the split. It consists of the running sums of the rank loads, in the order of the forest,
+    followed by the tokens of the slots.
+
+    Returns
+    -------
+    tuple of array
+        Matrices ``[X, Y]`` of the totals and ``[X, M]`` of the split.
     """
-    used, ranks = len(slots.rank_M), len(order_R)
+    slot_count = len(slots.rank_M)
+    ranks = len(order_R)
     first_M1 = slots.first_M[:, None]
-    tokens_MY = np.hstack([np.zeros((used, ranks)), first_M1 * slots.of_expert_MH])
-    adds_up_MM = np.eye(used) - first_M1 * slots.same_MM
+    tokens_MY = np.hstack([np.zeros((slot_count, ranks)), first_M1 * slots.of_expert_MH])
+    adds_up_MM = np.eye(slot_count) - first_M1 * slots.same_MM
     sums_RM = on_rank_RM[order_R].cumsum(axis=0)
-    alone_RY = _padded(np.eye(ranks)[order_R].cumsum(axis=0), ranks, tokens_MY.shape[1])
-    known_XY: Float64 = np.vstack([alone_RY + sums_RM @ tokens_MY, tokens_MY])
+    unreplicated_RY = _padded(np.eye(ranks)[order_R].cumsum(axis=0), ranks, tokens_MY.shape[1])
+    constant_XY: Float64 = np.vstack([unreplicated_RY + sums_RM @ tokens_MY, tokens_MY])
     exact_XM: Float64 = np.vstack([sums_RM @ adds_up_MM, adds_up_MM])
-    return known_XY, exact_XM
+    return constant_XY, exact_XM
 
 
-def _bound(slots: _SharedSlots, on_rank_RM: Float64) -> tuple[Float64, Float64]:
-    """Return the bound of loads once slots add up: matrices of the counts' parts, ``[R, Y]``, and slots', ``[M, R]``.
+def _bound(slots: _ReplicaSlots, on_rank_RM: Float64) -> tuple[Float64, Float64]:
+    """Return matrices for an upper bound of the rank loads: ``[R, Y]`` of the totals and ``[M, R]`` of the slots.
 
-    An expert's first slot has what the others leave. Where these have too much it would be below zero: that is taken
-    from one of them, and makes no rank hotter than by all that slots have too much. The bound leaves out what is the
-    same for all splits of the same counts, the sum of the shared experts' tokens.
+    An expert's first slot gets the tokens that its other slots leave. If they have more tokens than the expert, the
+    excess is removed from one of them. No rank then exceeds the bound, which adds the excess of all experts to every
+    rank. The bound omits a term that is the same for all splits of the same counts: the sum of the tokens of all
+    replicated experts.
     """
     first_RM = on_rank_RM * slots.first_M
     first_RY: Float64 = np.hstack([np.eye(len(on_rank_RM)), first_RM @ slots.of_expert_MH])
@@ -159,21 +212,26 @@ def _bound(slots: _SharedSlots, on_rank_RM: Float64) -> tuple[Float64, Float64]:
     return first_RY, moved_MR + 1.0
 
 
-def _relaxed(split_MM: Float64, shared: int, rescaled: float) -> Float64:
-    """One over-relaxed round but for the start: the next state of [sizes, state] stacked, float64 ``[M, 2 * M]``.
+def _relaxed(split_MM: Float64, replica_slots: int, price_scale: float) -> Float64:
+    """Return the matrix of one over-relaxed round, ``[M, 2 * M]``, without the constant start.
 
-    The state is the split less its price: where it is positive it is a split, where it is negative a price. So the
-    projection is the positive part, and what the product is taken of, split and price together, is the size. Prices
-    are in units of the penalty: where that is another one than before, they are ``rescaled``.
+    It multiplies the absolute values of a state, followed by the state itself, and yields the next state. A state is a
+    split minus its prices: a positive entry is the tokens of a slot, and a negative entry is a negated price. The
+    projection of a state is therefore its positive part, and its absolute value is the sum of split and prices.
+
+    Prices are in units of the penalty. ``price_scale`` converts them after a change of the penalty.
     """
-    used = split_MM.shape[0]
-    asked_MM, eye_MM = _RELAXATION * split_MM, np.eye(used)
-    relaxed = np.zeros((shared, 2 * shared))
-    relaxed[:used, :used] = _fine(0.5 * ((1 + rescaled) * asked_MM + (1 - _RELAXATION - rescaled) * eye_MM))
-    relaxed[:used, shared : shared + used] = _fine(
-        0.5 * ((1 - rescaled) * asked_MM + (1 - _RELAXATION + rescaled) * eye_MM)
+    slot_count = split_MM.shape[0]
+    step_MM = _RELAXATION * split_MM
+    eye_MM = np.eye(slot_count)
+    matrix = np.zeros((replica_slots, 2 * replica_slots))
+    matrix[:slot_count, :slot_count] = _fine(
+        0.5 * ((1 + price_scale) * step_MM + (1 - _RELAXATION - price_scale) * eye_MM)
     )
-    return relaxed
+    matrix[:slot_count, replica_slots : replica_slots + slot_count] = _fine(
+        0.5 * ((1 - price_scale) * step_MM + (1 - _RELAXATION + price_scale) * eye_MM)
+    )
+    return matrix
 
 
 def _fine(matrix: Float64) -> Float64:
@@ -188,91 +246,99 @@ def _padded(matrix: Float64, rows: int, columns: int) -> Float64:
 
 
 @dataclass(frozen=True)
-class _SharedSlots:
-    """The shared slots of a placement, experts in order, replicas by physical id."""
+class _ReplicaSlots:
+    """The replica slots of a placement, in order of expert and physical id."""
 
     expert_M: list[int]
     rank_M: list[int]
     column_M: list[int]
-    """Number among its expert's replicas."""
+    """Number of the slot among the replicas of its expert."""
     physical_M: list[int]
 
     @property
     def same_MM(self) -> Float64:
-        """1 where two are of one expert."""
+        """1 for two slots of the same expert, otherwise 0."""
         return np.equal.outer(self.expert_M, self.expert_M).astype(np.float64)
 
     @property
     def first_M(self) -> Float64:
-        """1 where a slot is its expert's first."""
+        """1 for the first slot of an expert, otherwise 0."""
         return np.equal(self.column_M, 0).astype(np.float64)
 
     @property
-    def held_H(self) -> list[int]:
-        """The experts, in order."""
+    def expert_H(self) -> list[int]:
+        """Replicated experts, in ascending order."""
         return sorted(set(self.expert_M))
 
     @property
     def of_expert_MH(self) -> Float64:
-        """1 where a slot is of an expert."""
-        return np.equal.outer(self.expert_M, self.held_H).astype(np.float64)
+        """1 for a slot and its expert, otherwise 0."""
+        return np.equal.outer(self.expert_M, self.expert_H).astype(np.float64)
 
     @classmethod
-    def of(cls, phy2log_RS: Int32) -> _SharedSlots:
-        """Find the shared slots of a placement ``[R, S]``."""
+    def of(cls, phy2log_RS: Int32) -> _ReplicaSlots:
+        """Return the replica slots of a placement ``[R, S]``."""
         slots = phy2log_RS.shape[1]
         replicas_of: dict[int, list[int]] = {}
         for physical, expert in enumerate(phy2log_RS.ravel().tolist()):
             replicas_of.setdefault(expert, []).append(physical)
-        found = [
+        rows = [
             (expert, physical // slots, column, physical)
             for expert, replicas in sorted(replicas_of.items())
             if len(replicas) > 1
             for column, physical in enumerate(replicas)
         ]
-        return cls(*([row[field] for row in found] for field in range(4)))
+        return cls(*([row[field] for row in rows] for field in range(4)))
 
 
-def _forest(slots: _SharedSlots, ranks: int) -> tuple[list[int], Float64, Float64]:
-    """Walk a depth-first spanning forest of ranks and shared experts, whose edges are slots.
+def _forest(slots: _ReplicaSlots, ranks: int) -> tuple[list[int], Float64, Float64]:
+    """Walk a depth-first spanning forest whose nodes are ranks and replicated experts, and whose edges are slots.
 
-    Returns the ranks in the order that the walk meets them: below every edge they are consecutive. And how changes run
-    along the forest: what is taken from each slot where so much is cut from the ranks' running sums, ``[M, R]``, and
-    where so much is cut from slots beside the forest, ``[M, M]``.
+    Returns
+    -------
+    order_R : list of int
+        Ranks in the order in which the walk visits them. The ranks below an edge are consecutive.
+    by_rank_MR : array
+        Tokens of each slot in the forest, as a linear combination of the running sums of the rank loads.
+    by_slot_MM : array
+        Contribution of the slots outside the forest to the tokens of each slot, also linear.
     """
-    used = len(slots.rank_M)
-    expert_M = [ranks + expert for expert in slots.expert_M]
-    edges: dict[int, list[tuple[int, int]]] = {node: [] for node in (*range(ranks), *expert_M)}
-    for slot, (rank, expert) in enumerate(zip(slots.rank_M, expert_M, strict=True)):
-        edges[rank].append((slot, expert))
-        edges[expert].append((slot, rank))
-    met: dict[int, None] = {}
-    below_of: dict[int, list[int]] = {}
-    by_rank_MR, by_slot_MM = np.zeros((used, ranks)), np.zeros((used, used))
+    slot_count = len(slots.rank_M)
+    expert_node_M = [ranks + expert for expert in slots.expert_M]
+    edges: dict[int, list[tuple[int, int]]] = {node: [] for node in (*range(ranks), *expert_node_M)}
+    for slot, (rank, expert_node) in enumerate(zip(slots.rank_M, expert_node_M, strict=True)):
+        edges[rank].append((slot, expert_node))
+        edges[expert_node].append((slot, rank))
+    # A dict serves as an ordered set of the visited nodes.
+    visits: dict[int, None] = {}
+    subtree_of: dict[int, list[int]] = {}
 
     def walk(node: int) -> None:
-        met[node] = None
-        for slot, other in edges[node]:
-            if other not in met:
-                first = len(met)
-                walk(other)
-                below_of[slot] = list(met)[first:]
+        visits[node] = None
+        for slot, neighbour in edges[node]:
+            if neighbour not in visits:
+                first = len(visits)
+                walk(neighbour)
+                subtree_of[slot] = list(visits)[first:]
 
     for rank in range(ranks):
-        if rank not in met:
+        if rank not in visits:
             walk(rank)
-    order_R = [node for node in met if node < ranks]
-    beside = sorted(set(range(used)) - set(below_of))
-    by_slot_MM[beside, beside] = 1.0
-    for slot, below in below_of.items():
-        # Of an expert below, what its ranks take more leaves less for the rank above.
-        sign = -1.0 if below[0] >= ranks else 1.0
-        places = [order_R.index(node) for node in below if node < ranks]
-        if places:
-            by_rank_MR[slot, places[-1]] += sign
-            if places[0] > 0:
-                by_rank_MR[slot, places[0] - 1] -= sign
-        for other in beside:
-            rank_below, expert_below = slots.rank_M[other] in below, expert_M[other] in below
-            by_slot_MM[slot, other] -= sign * (float(rank_below) - float(expert_below))
+    order_R = [node for node in visits if node < ranks]
+    outside = sorted(set(range(slot_count)) - set(subtree_of))
+    by_rank_MR = np.zeros((slot_count, ranks))
+    by_slot_MM = np.zeros((slot_count, slot_count))
+    by_slot_MM[outside, outside] = 1.0
+    for slot, subtree in subtree_of.items():
+        # If the node below the edge is an expert, the rank above gets fewer tokens of it when the ranks below get more.
+        sign = -1.0 if subtree[0] >= ranks else 1.0
+        positions = [order_R.index(node) for node in subtree if node < ranks]
+        if positions:
+            by_rank_MR[slot, positions[-1]] += sign
+            if positions[0] > 0:
+                by_rank_MR[slot, positions[0] - 1] -= sign
+        for outside_slot in outside:
+            rank_below = slots.rank_M[outside_slot] in subtree
+            expert_below = expert_node_M[outside_slot] in subtree
+            by_slot_MM[slot, outside_slot] -= sign * (float(rank_below) - float(expert_below))
     return order_R, by_rank_MR, by_slot_MM

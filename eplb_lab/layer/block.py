@@ -1,4 +1,4 @@
-"""A whole MoE block: router, experts without weights, expert-parallel layer."""
+"""MoE block of a model: router, expert-parallel layer, and experts without weights."""
 
 from __future__ import annotations
 
@@ -13,18 +13,29 @@ from eplb_lab.layer.shape import masked_outputs
 
 
 class FreeExpert(str, Enum):
-    """The output of an expert without weights."""
+    """Output of an expert without weights."""
 
     ZERO = "zero"
     IDENTITY = "identity"
 
 
 class MoEBlock(torch.nn.Module):
-    """Hidden states and router logits in, the block's output out: what a model calls.
+    """Module that a model calls with hidden states and router logits.
 
-    The ``router`` chooses among the layer's E experts, and free ones behind them where ``free_experts`` says what those
-    do. Raises ``ValueError`` where the router knows more experts than the layer and this is not said, or the other way
-    round.
+    Parameters
+    ----------
+    router
+        Router over the layer's E experts, followed by the free experts, if there are any.
+    layer
+        The expert-parallel layer.
+    free_experts
+        Kind of the free experts, which have no weights.
+
+    Raises
+    ------
+    ValueError
+        If the router has fewer experts than the layer, or if it has more without ``free_experts``, or if
+        ``free_experts`` is given although both have the same number.
     """
 
     def __init__(
@@ -34,8 +45,8 @@ class MoEBlock(torch.nn.Module):
         shape = layer.shape
         if (router.experts > shape.experts) != (free_experts is not None) or router.experts < shape.experts:
             raise ValueError(
-                f"layer {shape.layer}: the router chooses among {router.experts} experts, the layer has "
-                f"{shape.experts}; only free experts, whose kind is given, can make up the difference"
+                f"layer {shape.layer}: the router chooses among {router.experts} experts, but the layer has "
+                f"{shape.experts}; pass free_experts if, and only if, the router has additional experts without weights"
             )
         self.router = router
         self.layer = layer
@@ -53,25 +64,41 @@ class MoEBlock(torch.nn.Module):
         length: int | None = None,
         profile: bool = False,
     ) -> torch.Tensor:
-        """Return outputs in the shape of ``hidden``; raises ``ValueError`` as router and layer do.
+        """Return the block's outputs in the shape of ``hidden``.
 
-        ``hidden`` and ``logits`` are ``[T, H]`` or ``[batch, T, H]``, and ``[..., E]`` with the free experts behind the
-        others; ``active_T``, bool over all tokens, marks the real ones. In a ``profile`` run choices are balanced
-        instead of the router's, and are no heat. Arguments as for ``ExpertParallelMoE.forward`` otherwise.
+        Raises ``ValueError`` if the input does not fit the router or the layer.
+
+        Parameters
+        ----------
+        hidden
+            ``[T, H]`` or ``[batch, T, H]``.
+        logits
+            Router logits ``[..., E]``, with those for the free experts at the end.
+        active_T
+            Mask of the real tokens, bool.
+        phase
+            Kind of the step.
+        dispatcher
+            Dispatcher for this step, by default the layer's first.
+        length
+            Common length that the ranks pad their tokens to; see ``ExpertParallelMoE.forward``.
+        profile
+            Use balanced choices instead of the router's, and record no heat.
         """
-        hidden_TH, layer = hidden.flatten(0, -2), self.layer
+        layer = self.layer
+        hidden_TH = hidden.flatten(0, -2)
         weights_TK, ids_TK = self.router(logits.flatten(0, -2))
         experts = layer.shape.experts
         if profile:
-            # Of each rank's group alike where experts are grouped.
+            # Grouped experts require the same number of choices for each rank's group.
             groups = layer.ep_size if layer.rank_bound else 1
             size = ids_TK.shape[0], experts, ids_TK.shape[1]
             ids_TK = balanced_choices(*size, ids_TK.device, rank=layer.ep_rank, groups=groups)
-        own_TK = ids_TK < experts
-        active_TK = own_TK if active_T is None else own_TK & active_T.unsqueeze(1)
+        has_weights_TK = ids_TK < experts
+        active_TK = has_weights_TK if active_T is None else has_weights_TK & active_T.unsqueeze(1)
         out_TH: torch.Tensor = layer(
             hidden_TH,
-            ids_TK.masked_fill(~own_TK, 0),
+            ids_TK.masked_fill(~has_weights_TK, 0),
             weights_TK,
             active=active_T if self._free_experts is None else active_TK,
             phase=phase,
@@ -80,6 +107,6 @@ class MoEBlock(torch.nn.Module):
             profile=profile,
         )
         if self._free_experts is FreeExpert.IDENTITY:
-            weight_T1 = weights_TK.float().masked_fill(own_TK, 0.0).sum(dim=1, keepdim=True)
+            weight_T1 = weights_TK.float().masked_fill(has_weights_TK, 0.0).sum(dim=1, keepdim=True)
             out_TH = out_TH + (hidden_TH * weight_T1).to(hidden_TH.dtype)
         return masked_outputs(out_TH, active_T, phase).view(hidden.shape)

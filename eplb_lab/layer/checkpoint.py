@@ -1,4 +1,4 @@
-"""Loads a checkpoint's expert tensors, named by logical expert, into every local slot that holds the expert."""
+"""Loader of a checkpoint's expert tensors into the local slots."""
 
 from __future__ import annotations
 
@@ -14,15 +14,35 @@ PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
 
 class ExpertLoader:
-    """Fills one layer's ``tensors`` from a checkpoint's, in whatever order they come.
+    """Loads the experts of one layer from a checkpoint's tensors, in any order.
 
-    These are named ``<prefix>.<expert>.<projection>.<suffix>``; the suffix is ``weight`` or ``bias``, and in W8A8
-    ``weight_scale``, one for each output row (``[N]`` or ``[N, 1]``), and ``weight_offset``, which must be zeros. Other
-    scales, by group or block of a row, are refused: nothing here computes with them.
+    Tensors are named ``<prefix>.<expert>.<projection>.<suffix>``. The suffix is ``weight`` or ``bias``; in W8A8 also
+    ``weight_scale``, with one scale per output row (``[N]`` or ``[N, 1]``), and ``weight_offset``, which must be zero.
+    Scales per group or block of a row are rejected, because no layer computes with them.
 
-    The checkpoint has all ``experts``, of which this rank takes those in its slots, ``logical_S``, and of each the part
-    of ``tp_rank`` where experts are split further: rows of w1 and w3, columns of w2. Raises ``ValueError`` where there
-    is no such rank.
+    The checkpoint contains all experts. The loader copies an expert into every local slot that holds it.
+
+    Parameters
+    ----------
+    tensors
+        The layer's tensors.
+    experts
+        E, the number of logical experts.
+    logical_S
+        Logical expert of each local slot.
+    prefix
+        Prefix of the layer's tensor names.
+    projections
+        Names of the gate, up and down projection.
+    tp_rank
+        Number of the tensor-parallel rank. It loads its share of the rows of w1 and w3, and of the columns of w2.
+    tp_size
+        Number of tensor-parallel ranks that share an expert.
+
+    Raises
+    ------
+    ValueError
+        If ``tp_rank`` is not within ``0..tp_size-1``.
     """
 
     def __init__(
@@ -36,11 +56,14 @@ class ExpertLoader:
         tp_rank: int = 0,
         tp_size: int = 1,
     ) -> None:
-        self._where = f"layer {tensors.layer_index}"
+        self._label = f"layer {tensors.layer_index}"
         if not 0 <= tp_rank < tp_size:
-            raise ValueError(f"{self._where}: there is no tensor-parallel rank {tp_rank} among {tp_size}")
-        self._experts, self._prefix, self._projections = experts, prefix, projections
-        self._tp_rank, self._tp_size = tp_rank, tp_size
+            raise ValueError(f"{self._label}: tp_rank must be 0..{tp_size - 1}, got {tp_rank}")
+        self._experts = experts
+        self._prefix = prefix
+        self._projections = projections
+        self._tp_rank = tp_rank
+        self._tp_size = tp_size
         self._tensors: dict[str, tuple[torch.Tensor, torch.Tensor]] = {
             suffix: (getattr(tensors, f"w13_{suffix}"), getattr(tensors, f"w2_{suffix}"))
             for suffix in ("weight", "weight_scale", "bias")
@@ -57,70 +80,80 @@ class ExpertLoader:
         }
 
     def load(self, name: str, tensor: torch.Tensor) -> int:
-        """Copy one checkpoint tensor to where it belongs; return how many slots took it (0: not held here).
+        """Copy one checkpoint tensor into the slots of its expert, and return the number of these slots.
 
-        Raises ``ValueError`` naming layer, tensor and what was expected where the name is no expert tensor of
-        this layer, or the tensor does not fit.
+        Raises ``ValueError`` if ``name`` is not an expert tensor of this layer, or if the tensor does not fit.
         """
         try:
             return self._load(name, tensor)
         except ValueError as problem:
-            raise ValueError(f"{self._where}: checkpoint tensor {name} {problem}") from None
+            raise ValueError(f"{self._label}: checkpoint tensor {name} {problem}") from None
 
     def finish(self) -> None:
-        """Raise ``ValueError`` naming the first missing tensor, unless all that this rank needs came."""
+        """Raise ``ValueError`` if a tensor that this rank needs has not been loaded."""
         if self._missing:
             name = ".".join(map(str, (self._prefix, *min(self._missing))))
             raise ValueError(
-                f"{self._where}: checkpoint tensor {name} is missing ({len(self._missing)} tensors are)"
+                f"{self._label}: checkpoint tensor {name} is missing ({len(self._missing)} in total)"
             )
 
     def _load(self, name: str, tensor: torch.Tensor) -> int:
         match = re.fullmatch(rf"{re.escape(self._prefix)}\.(\d+)\.([^.]+)\.([^.]+)", name)
         if match is None:
-            raise ValueError(f"is no expert tensor: expected {self._prefix}.<expert>.<projection>.<suffix>")
-        expert, projection, suffix = int(match[1]), match[2], match[3]
+            raise ValueError(
+                f"is not an expert tensor; the name must be {self._prefix}.<expert>.<projection>.<suffix>"
+            )
+        expert = int(match[1])
+        projection = match[2]
+        suffix = match[3]
         if expert >= self._experts:
-            raise ValueError(f"is of expert {expert}; the layer has experts 0..{self._experts - 1}")
+            raise ValueError(f"belongs to expert {expert}, but the layer has experts 0..{self._experts - 1}")
         if projection not in self._projections:
-            known = ", ".join(self._projections)
-            raise ValueError(f"has the unknown projection {projection!r}; expected one of {known}")
+            names = ", ".join(self._projections)
+            raise ValueError(f"has the unknown projection {projection!r}; it must be one of {names}")
         slots = self._slots_of.get(expert, [])
         if suffix == "weight_offset" and "weight_scale" in self._tensors:
-            # ModelSlim's checkpoints have offsets, all zero where tokens are quantized one by one.
+            # Checkpoints of ModelSlim have offsets, which are zero if tokens are quantized one by one.
             if tensor.any():
-                raise ValueError("must be zeros: the layer's quantization is symmetric")
+                raise ValueError("must be zeros, because the layer's quantization is symmetric")
             return len(slots)
         if suffix not in self._tensors:
-            raise ValueError(f"has no parameter to go to: {suffix!r} is none of {', '.join(self._tensors)}")
-        for slot in slots:
-            destination = self._destination(slot, projection, suffix)
-            destination.copy_(
-                self._fitted(tensor, destination, split=int(projection == self._projections[2]))
+            raise ValueError(
+                f"has the unknown suffix {suffix!r}; it must be one of {', '.join(self._tensors)}"
             )
+        for slot in slots:
+            target = self._target(slot, projection, suffix)
+            target.copy_(self._fitted(tensor, target, split=int(projection == self._projections[2])))
         self._missing.discard((expert, projection, suffix))
         return len(slots)
 
-    def _destination(self, slot: int, projection: str, suffix: str) -> torch.Tensor:
+    def _target(self, slot: int, projection: str, suffix: str) -> torch.Tensor:
         w13_S, w2_S = self._tensors[suffix]
         if projection == self._projections[2]:
             return w2_S[slot]
         return w13_S[slot].chunk(2)[self._projections.index(projection)]
 
-    def _fitted(self, loaded: torch.Tensor, own: torch.Tensor, split: int) -> torch.Tensor:
-        """Return this rank's part of one expert's tensor, split along that dimension if ``own`` has it."""
-        # In 8 bits or fewer a number is nothing without its scale.
-        plain = loaded.is_floating_point() and loaded.itemsize > 1
-        if not (plain if own.is_floating_point() else loaded.dtype == own.dtype):
-            wanted = "a floating-point dtype of 16 bits or more" if own.is_floating_point() else own.dtype
-            raise ValueError(f"must have {wanted}, got {loaded.dtype}")
-        expected = [size * self._tp_size if at == split else size for at, size in enumerate(own.shape)]
-        shape = list(loaded.shape)
+    def _fitted(self, tensor: torch.Tensor, target: torch.Tensor, split: int) -> torch.Tensor:
+        """Return this rank's share of an expert's tensor, in the shape of ``target``.
+
+        ``split`` is the dimension that tensor-parallel ranks share. A target with fewer dimensions is not split.
+        """
+        # Numbers of 8 bits or fewer are meaningless without their scales.
+        is_wide = tensor.is_floating_point() and tensor.itemsize > 1
+        if not (is_wide if target.is_floating_point() else tensor.dtype == target.dtype):
+            requirement = (
+                "a floating-point dtype of 16 bits or more" if target.is_floating_point() else target.dtype
+            )
+            raise ValueError(f"must have {requirement}, got {tensor.dtype}")
+        expected = list(target.shape)
+        if split < target.ndim:
+            expected[split] *= self._tp_size
+        shape = list(tensor.shape)
         if shape == [*expected, 1]:
-            loaded = loaded.squeeze(-1)
+            tensor = tensor.squeeze(-1)
         elif shape != expected:
-            rows = ", one scale for each output row" if own.ndim == 1 else ""
+            rows = ", one scale for each output row" if target.ndim == 1 else ""
             raise ValueError(f"must have the shape {expected}{rows}, got {shape}")
-        if split >= own.ndim:
-            return loaded
-        return loaded.narrow(split, self._tp_rank * own.shape[split], own.shape[split])
+        if split >= target.ndim:
+            return tensor
+        return tensor.narrow(split, self._tp_rank * target.shape[split], target.shape[split])

@@ -1,4 +1,4 @@
-"""The modular kernel of dispatcher and experts, and the parts of a layer put together: one path per dispatcher."""
+"""Assembly of a layer from its parts: kernel of dispatcher and experts, layer options, and one path per dispatcher."""
 
 from __future__ import annotations
 
@@ -34,13 +34,16 @@ from eplb_lab.layer.weights import ExpertWeights
 
 
 class ModularKernel:
-    """Dispatch -> experts -> combine; ``ValueError`` where the activation formats of the two parts differ."""
+    """Runs dispatch, experts and combine.
+
+    Raises ``ValueError`` if the dispatcher and the experts use different activation formats.
+    """
 
     def __init__(self, dispatcher: TokenDispatcher, experts: Experts) -> None:
         if dispatcher.format is not experts.format:
             raise ValueError(
-                f"{type(dispatcher).__name__} gives the {dispatcher.format.value} activation format, "
-                f"{type(experts).__name__} takes the {experts.format.value} one"
+                f"{type(dispatcher).__name__} returns rows in the {dispatcher.format.value} activation format, but "
+                f"{type(experts).__name__} requires the {experts.format.value} format"
             )
         self._dispatcher = dispatcher
         self._experts = experts
@@ -50,104 +53,126 @@ class ModularKernel:
         requests: Sequence[DispatchRequest],
         weights: ExpertWeights,
         dtype: torch.dtype,
-        beside: Sequence[Callable[[], Callable[[], torch.Tensor]]] = (),
+        shared: Sequence[Callable[[], Callable[[], torch.Tensor]]] = (),
     ) -> tuple[list[torch.Tensor], torch.Tensor, list[torch.Tensor]]:
-        """Put this rank's tokens through all ranks' experts; every rank calls it at every step, tokens or not.
+        """Compute this rank's tokens with the experts of all ranks.
 
-        Of two ``requests`` the tokens of one travel while the experts work on the other's. The order of exchanges is
-        the same on all ranks: every dispatch, then every combine. Outputs are of ``dtype``, ``weights`` those of the
-        local experts, and each of ``beside`` starts shared experts while tokens travel and returns what finishes them
-        while outputs return.
+        Every rank calls this at every step, even without tokens. With two requests, the tokens of one travel while the
+        experts compute the other. All ranks make their exchanges in the same order: every dispatch, then every combine.
 
-        Returns each request's outputs; the real token choices that each local slot worked on, int64 ``[S]``; and the
-        outputs of the shared experts, not yet added.
+        Parameters
+        ----------
+        requests
+            One or two requests.
+        weights
+            Weights of the local experts.
+        dtype
+            Data type of the outputs.
+        shared
+            Functions that start shared experts, called while tokens travel. Each returns a function that finishes
+            them, which is called while outputs return.
+
+        Returns
+        -------
+        outputs : list of torch.Tensor
+            Outputs of each request.
+        heat_S : torch.Tensor
+            Number of real token choices that each local slot computed, int64.
+        shared_outputs : list of torch.Tensor
+            Outputs of the shared experts, which are not included in ``outputs``.
         """
-        travelling = deque(self._dispatcher.dispatch(request) for request in requests)
-        begun = [start() for start in beside]
-        returning: list[Callable[[], torch.Tensor]] = []
+        dispatches = deque(self._dispatcher.dispatch(request) for request in requests)
+        shared_finishes = [start() for start in shared]
+        combines: list[Callable[[], torch.Tensor]] = []
         heat: list[torch.Tensor] = []
-        while travelling:
-            # What was sent, and the form in which it came, is not needed while the experts run.
-            here = travelling.popleft()()
-            heat.append(here.batch.heat_S)
-            rows, combine = self._experts.apply(here.batch, weights, dtype), here.combine
-            # What has been worked on is not needed while outputs return, nor are they once they are on their way.
-            del here
-            returning.append(combine(rows))
+        while dispatches:
+            # Taking the dispatch off the queue releases its send and receive buffers before the experts run.
+            arrival = dispatches.popleft()()
+            heat.append(arrival.batch.heat_S)
+            rows = self._experts.apply(arrival.batch, weights, dtype)
+            combine = arrival.combine
+            # Release the batch before its outputs are sent, and the outputs as soon as they have been sent.
+            del arrival
+            combines.append(combine(rows))
             del rows
-        beside_TH = [finish() for finish in begun]
-        return [receive() for receive in returning], torch.stack(heat).sum(dim=0), beside_TH
+        shared_outputs = [finish() for finish in shared_finishes]
+        return [receive() for receive in combines], torch.stack(heat).sum(dim=0), shared_outputs
 
 
 @dataclass(frozen=True)
 class LayerOptions:
-    """The parts of a layer, where they are not to be the default."""
+    """Options that change the parts of a layer."""
 
     tp_group: RankGroup | None = None
-    """Tensor-parallel ranks: they pass the same tokens, of which each dispatches a part."""
+    """Tensor-parallel ranks. They pass the same tokens, and each dispatches a share of them."""
 
     dp_groups: Sequence[RankGroup] = ()
-    """Over which all-gather and MoGE gather, one after the other: data-parallel ranks, then those of prefill context
-    parallelism. By default all ranks."""
+    """Groups over which all-gather and MoGE gather tokens, in this order; by default one group of all ranks.
+
+    Data-parallel ranks come first, then the ranks of prefill context parallelism.
+    """
 
     max_rank_tokens: int | None = None
-    """The batched format, with room for so many dispatched tokens of each rank; floating-point weights only."""
+    """Limit of the tokens that a rank dispatches. If set, experts use the batched format, without quantization."""
 
     weigh_on_input: bool = False
-    """Tokens are multiplied by their weight before the experts instead of after; only for K = 1."""
+    """Multiply the experts' inputs by the weights instead of their outputs; only for K = 1."""
 
     quantize_before_gather: bool = False
-    """W8A8 layers quantize tokens before their dispatcher gathers them, so that less travels."""
+    """Quantize tokens before they are gathered, so that fewer bytes are sent; only for W8A8 layers."""
 
     mc2: MC2Variant | None = None
-    """By default what the machine offers."""
+    """Variant of MC2's operators; by default the variant for the machine."""
 
     split: str = "tables"
-    """The split of an expert's tokens over its replicas: ``"tables"``, by ``log2phy``, or ``"step"``, in each step so
-    that the hottest rank is as cool as can be (``stepwise``)."""
+    """Split of an expert's tokens over its replicas.
+
+    ``"tables"`` uses ``log2phy``. ``"step"`` computes a split in each step that minimises the load of the hottest rank
+    (see ``stepwise``).
+    """
 
     def check(self, dispatchers: Sequence[str], quantization: str) -> None:
-        """Raise ``ValueError`` where the options do not fit a layer of these ``dispatchers`` and ``quantization``."""
+        """Raise ``ValueError`` if the options do not fit the layer's ``dispatchers`` and ``quantization``."""
         quantized = quantization != "none"
-        given = " and ".join(dispatchers)
+        names = " and ".join(dispatchers)
         gathers = any(name in SHARED_TOKEN_DISPATCHERS for name in dispatchers)
         batched = self.max_rank_tokens is not None
         problems = {
             "a layer needs at least one dispatcher": not dispatchers,
-            f"split is {self.split!r}; use one of tables, step": self.split not in ("tables", "step"),
-            "quantize_before_gather is for W8A8 layers; this one's weights are floating-point": (
+            f"split must be 'tables' or 'step', got {self.split!r}": self.split not in ("tables", "step"),
+            "quantize_before_gather requires a W8A8 layer, but this layer's weights are floating-point": (
                 self.quantize_before_gather and not quantized
             ),
-            f"quantize_before_gather needs a dispatcher that gathers, got {given}": (
+            f"quantize_before_gather requires a dispatcher that gathers, got {names}": (
                 self.quantize_before_gather and not gathers
             ),
-            "the batched format (max_rank_tokens) takes floating-point weights alone": batched and quantized,
-            f"the batched format needs room for one token per rank, got {self.max_rank_tokens}": (
+            "the batched format (max_rank_tokens) requires floating-point weights": batched and quantized,
+            f"max_rank_tokens must be at least 1, got {self.max_rank_tokens}": (
                 batched and not self.max_rank_tokens
             ),
         }
-        for problem, found in problems.items():
-            if found:
+        for problem, exists in problems.items():
+            if exists:
                 raise ValueError(problem)
 
 
 @dataclass(frozen=True)
 class LayerPath:
-    """The parts that a step's tokens go through: one path for each dispatcher of a layer."""
+    """Parts that process a step's tokens; a layer has one path per dispatcher."""
 
     preparation: Preparation
     kernel: ModularKernel
     shares_tokens: bool
-    """All ranks dispatch the same tokens."""
+    """True if all ranks dispatch the same tokens."""
 
     room: int | None = None
-    """The most tokens of one batched dispatch, padding among them, if there is a bound."""
+    """Limit of the tokens of one batched dispatch, including padding; ``None`` without a limit."""
 
     distinct_for: str | None = None
-    """The part that needs the real choices of a token to be distinct experts, and has the bound, if any does."""
+    """Name of the part that requires the real choices of a token to be distinct experts; ``None`` without one."""
 
     limits: MC2Limits | None = None
-    """Of MC2's operators, where they are a machine's."""
+    """Limits of MC2's operators; ``None`` if they are not enforced."""
 
     @classmethod
     def of(
@@ -162,11 +187,33 @@ class LayerPath:
         options: LayerOptions,
         experts: Experts,
     ) -> LayerPath:
-        """Make the path of the dispatcher ``name``; ``ValueError`` where there is none, or its limits are passed.
+        """Build the path of one dispatcher.
 
-        Each rank of ``group`` has as many local experts of the layer of this ``shape`` as ``slots``; MC2 talks in
-        ``mc2_group``. ``operators`` compute on ``device``, and ``experts`` in the standard format. ``options`` are the
-        layer's, checked.
+        Parameters
+        ----------
+        name
+            Name of the dispatcher.
+        shape
+            Dimensions of the layer.
+        group
+            Ranks of the layer.
+        mc2_group
+            Group of the same ranks that MC2 communicates in.
+        slots
+            Number of slots per rank.
+        operators
+            Operators for ``device``.
+        device
+            Device of the layer.
+        options
+            Options of the layer, already validated.
+        experts
+            Experts for the standard format.
+
+        Raises
+        ------
+        ValueError
+            If there is no such dispatcher, if groups do not fit, or if the layer exceeds MC2's limits.
         """
         variant = (MC2Variant.of(device) if options.mc2 is None else options.mc2).on(device)
         sender: TokenDispatcher
@@ -176,41 +223,45 @@ class LayerPath:
             sender = DISPATCHERS[name](group, slots, operators)
         else:
             raise ValueError(f"unknown dispatcher {name!r}; use one of {', '.join(DISPATCHER_NAMES)}")
-        gathers, room, limits, distinct_for = name in SHARED_TOKEN_DISPATCHERS, None, None, None
+        gathers = name in SHARED_TOKEN_DISPATCHERS
+        room = None
+        limits = None
+        distinct_for = None
         if name == "mc2":
-            limits, distinct_for = _mc2_limits(shape, group, mc2_group, slots, variant), "MC2"
+            limits = _mc2_limits(shape, group, mc2_group, slots, variant)
+            distinct_for = "MC2"
         if options.max_rank_tokens is not None:
             sender = BatchedDispatcher(sender, group.size, slots, options.max_rank_tokens)
             experts = BatchedExperts(shape.activation)
-            # A gathered dispatch has the tokens of all ranks.
+            # After a gather, a dispatch contains the tokens of all ranks.
             room = options.max_rank_tokens * (group.size if gathers else 1)
             distinct_for = "the batched format"
         preparation = _preparation(name, shape.layer, group, operators, options)
         return cls(preparation, ModularKernel(sender, experts), gathers, room, distinct_for, limits)
 
     def check_room(self, layer: int, tokens: int, choices: int) -> None:
-        """Raise ``ValueError`` naming the layer where a rank dispatches more ``tokens``, padding among them.
-
-        Or more ``choices`` per token.
-        """
+        """Raise ``ValueError`` if a rank dispatches too many tokens, including padding, or choices per token."""
         if self.limits is not None:
             self.limits.check_step(tokens, choices)
         if self.room is not None and tokens > self.room:
             raise ValueError(
-                f"layer {layer}: {tokens} tokens, padding among them, are more than the {self.room} of a rank's "
-                f"dispatch that {self.distinct_for} has room for"
+                f"layer {layer}: a rank dispatches {tokens} tokens, including padding, but {self.distinct_for} "
+                f"has room for {self.room}; increase max_rank_tokens"
             )
 
     def check_distinct(self, layer: int, topk_ids_TK: torch.Tensor) -> None:
-        """Raise ``ValueError`` naming the layer where a token has an expert twice and must not; -1 is none."""
+        """Raise ``ValueError`` if a token chooses an expert twice and the path does not allow that.
+
+        Choices of -1 are not real and may repeat.
+        """
         if self.distinct_for is None:
             return
         sorted_TK = topk_ids_TK.sort(dim=1).values
-        twice_T = ((sorted_TK.diff(dim=1) == 0) & (sorted_TK[:, 1:] >= 0)).any(dim=1)
-        if twice_T.any():
-            token = int(twice_T.nonzero()[0])
+        repeats_T = ((sorted_TK.diff(dim=1) == 0) & (sorted_TK[:, 1:] >= 0)).any(dim=1)
+        if repeats_T.any():
+            token = int(repeats_T.nonzero()[0])
             raise ValueError(
-                f"layer {layer}: topk_ids must have distinct experts for each token for {self.distinct_for}, "
+                f"layer {layer}: {self.distinct_for} requires distinct experts for each token in topk_ids, "
                 f"got {topk_ids_TK[token].tolist()} at token {token}"
             )
 
@@ -218,18 +269,21 @@ class LayerPath:
 def _preparation(
     name: str, layer: int, group: RankGroup, operators: Operators, options: LayerOptions
 ) -> Preparation:
-    """Return what gives the dispatcher ``name`` its tokens; ``ValueError`` where groups leave out some ranks."""
+    """Return the preparation for the dispatcher ``name``.
+
+    Raises ``ValueError`` if the groups that it gathers over do not cover every rank exactly once.
+    """
     tp = RankGroup(None) if options.tp_group is None else options.tp_group
     if name == "mc2":
         return MC2Preparation(group, tp)
     if name not in SHARED_TOKEN_DISPATCHERS:
         return All2AllPreparation(tp)
     groups = options.dp_groups or [group]
-    sizes = [each.size for each in (*groups, tp)]
+    sizes = [member.size for member in (*groups, tp)]
     if prod(sizes) != group.size:
         raise ValueError(
-            f"layer {layer}: {name} gathers the tokens of {group.size} ranks; groups of {' x '.join(map(str, sizes))} "
-            "(dp_groups, then tp_group) leave some out, or have some twice"
+            f"layer {layer}: {name} gathers the tokens of {group.size} ranks, but the groups have "
+            f"{' x '.join(map(str, sizes))} ranks (dp_groups, then tp_group); they must cover every rank once"
         )
     return AllGatherPreparation(groups, tp, operators if options.quantize_before_gather else None)
 
@@ -237,17 +291,20 @@ def _preparation(
 def _mc2_limits(
     shape: MoEShape, group: RankGroup, mc2_group: RankGroup, slots: int, variant: MC2Variant
 ) -> MC2Limits | None:
-    """Return the limits of MC2's operators, if the machine has any; ``ValueError`` where its group does not fit."""
+    """Return the limits of MC2's operators, or ``None`` if they are not enforced.
+
+    Raises ``ValueError`` if ``mc2_group`` has other ranks than ``group``, or if it must be a separate group but is not.
+    """
     if (mc2_group.rank, mc2_group.size) != (group.rank, group.size):
         raise ValueError(
-            f"layer {shape.layer}: mc2_group must have the ranks of ep_group, where this one is {group.rank} of "
-            f"{group.size}, got {mc2_group.rank} of {mc2_group.size}"
+            f"layer {shape.layer}: mc2_group must have the ranks of ep_group, in which this is rank {group.rank} of "
+            f"{group.size}; in mc2_group it is rank {mc2_group.rank} of {mc2_group.size}"
         )
     if variant.buffer_megabytes is None:
         return None
     if mc2_group.name == group.name:
         raise ValueError(
-            f"layer {shape.layer}: MC2 needs a process group that nothing else uses; give the layers one of the same "
+            f"layer {shape.layer}: MC2 needs a process group that nothing else uses; pass a separate group of the same "
             "ranks as mc2_group"
         )
     return MC2Limits(shape.layer, variant.width(shape.hidden), group.size, slots, variant)

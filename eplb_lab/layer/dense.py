@@ -1,4 +1,4 @@
-"""The MoE layer without any parallelism: the twin that the expert-parallel one is held against."""
+"""MoE layer without any parallelism, the reference that tests compare the expert-parallel layer with."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from eplb_lab.layer.weights import ExpertSource, ExpertTensors, fill_weights
 
 
 class DenseMoE(ExpertTensors):
-    """All E experts in one place, run one after the other in plain torch."""
+    """MoE layer that computes all E experts on one rank, one after the other, in plain torch."""
 
     def __init__(
         self,
@@ -25,22 +25,25 @@ class DenseMoE(ExpertTensors):
     ) -> None:
         super().__init__()
         self.shape = shape
-        every = list(range(shape.experts))
+        all_experts = list(range(shape.experts))
         method = Unquantized(operators_for(torch.device(device)))
-        weights = method.create_weights(shape, len(every), dtype, torch.device(device), biases is not None)
-        self._hold(shape.layer, fill_weights(weights, shape, every, experts, biases))
+        weights = method.create_weights(shape, shape.experts, dtype, torch.device(device), biases is not None)
+        self._hold(shape.layer, fill_weights(weights, shape, all_experts, experts, biases))
 
     def forward(
         self, hidden_TH: torch.Tensor, topk_ids_TK: torch.Tensor, topk_weights_TK: torch.Tensor
     ) -> torch.Tensor:
-        """Put tokens through their experts, ``[T, H]``; takes and refuses what ``ExpertParallelMoE`` does."""
+        """Return the weighted sum of each token's experts, ``[T, H]``.
+
+        The input is validated as in ``ExpertParallelMoE``.
+        """
         w13 = self.w13_weight
         tokens = hidden_TH, topk_ids_TK, topk_weights_TK
         self.shape.check_tokens(*tokens, None, w13.dtype, w13.device, check_ids=True)
         out_TH = torch.zeros_like(hidden_TH, dtype=torch.float32)
-        none = [None] * self.shape.experts
-        w13_bias = none if self.w13_bias is None else self.w13_bias
-        w2_bias = none if self.w2_bias is None else self.w2_bias
+        no_biases = [None] * self.shape.experts
+        w13_bias = no_biases if self.w13_bias is None else self.w13_bias
+        w2_bias = no_biases if self.w2_bias is None else self.w2_bias
         for expert in range(self.shape.experts):
             token, choice = (topk_ids_TK == expert).nonzero(as_tuple=True)
             first = linear(hidden_TH[token], w13[expert], w13_bias[expert])

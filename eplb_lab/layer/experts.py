@@ -1,4 +1,7 @@
-"""The interface of experts, rows in, their outputs in the same places out; and those of the batched format."""
+"""Interface of the experts, and an implementation for the batched format.
+
+Experts receive rows grouped by local slot and return each row's output at the same position.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +17,13 @@ from eplb_lab.layer.weights import ExpertWeights
 
 
 class ActivationFormat(str, Enum):
-    """The layout of the rows of local slots in one tensor."""
+    """Layout of the rows of all local slots in one tensor."""
 
     STANDARD = "standard"
-    """``[N, H]``: rows sorted by slot. As small as can be, but its size depends on the routing."""
+    """``[N, H]``: rows sorted by slot. The tensor is as small as possible, but its size depends on the routing."""
 
     BATCHED = "batched"
-    """``[S, M, H]``: M rows for each slot, the real ones first. Its size is the same at every step."""
+    """``[S, M, H]``: M rows per slot, real rows first. The tensor has the same size at every step."""
 
 
 @dataclass(frozen=True)
@@ -28,44 +31,47 @@ class ExpertBatch:
     """Rows for the experts of S local slots."""
 
     rows: torch.Tensor
-    """``[N, H]`` or ``[S, M, H]``; rows that belong to no slot are to be ignored."""
+    """``[N, H]`` or ``[S, M, H]``. Experts ignore the rows that belong to no slot."""
 
     group_list_S: torch.Tensor
-    """int64: the rows of each local slot."""
+    """int64: number of rows of each local slot, encoded as ``group_list_type``."""
 
     group_list_type: GroupListType
     scale_N: torch.Tensor | None = None
-    """float32: the scale of each row, where rows are int8."""
+    """float32: scale of each row, if rows are int8."""
 
-    idle_S: torch.Tensor | None = None
-    """int64: rows of each slot that are padding, where an exchange has to carry padding along."""
+    padding_S: torch.Tensor | None = None
+    """int64: number of padding rows of each slot, if the exchange transfers padding."""
 
     @property
     def counts_S(self) -> torch.Tensor:
-        """The rows of each local slot, padding among them, int64."""
+        """Number of rows of each local slot, including padding, int64."""
         return self.group_list_type.counts(self.group_list_S)
 
     @property
     def heat_S(self) -> torch.Tensor:
-        """The real token choices of each local slot, int64."""
-        return self.counts_S if self.idle_S is None else self.counts_S - self.idle_S
+        """Number of token choices of each local slot, without padding, int64."""
+        return self.counts_S if self.padding_S is None else self.counts_S - self.padding_S
 
 
 class Experts(Protocol):
     """Feed-forward experts, one per local slot."""
 
     format: ActivationFormat
-    """Of the rows that it takes, and gives back."""
+    """Format of the rows that ``apply`` receives and returns."""
 
     def apply(self, batch: ExpertBatch, weights: ExpertWeights, dtype: torch.dtype, /) -> torch.Tensor:
-        """Put each row through the expert of its slot: shaped as the batch, of ``dtype``, in memory of its own."""
+        """Return the output of each row's expert, of ``dtype`` and in the batch's shape.
+
+        The result shares no memory with the batch.
+        """
         ...
 
 
 class BatchedExperts:
-    """All M rows of all slots, real or not, without a look at the counts: a graph can capture it.
+    """Floating-point experts that compute all M rows of every slot, including padding.
 
-    In floating point alone.
+    They never read the row counts, so a CUDA graph can capture them.
     """
 
     format = ActivationFormat.BATCHED
@@ -74,7 +80,10 @@ class BatchedExperts:
         self._activation = activation
 
     def apply(self, batch: ExpertBatch, weights: ExpertWeights, _dtype: torch.dtype) -> torch.Tensor:
-        """Multiply, activate and multiply all slots at once; rows are of the outputs' dtype already."""
+        """Compute all slots at once, with one batched product per projection.
+
+        The rows already have the data type of the outputs.
+        """
         first_SMI = torch.bmm(batch.rows, weights.w13_SIH.transpose(1, 2))
         if weights.w13_bias_SI is not None:
             first_SMI += weights.w13_bias_SI.unsqueeze(1)

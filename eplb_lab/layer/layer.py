@@ -1,4 +1,4 @@
-"""The expert-parallel MoE layer: this rank's experts under a placement, and the forward pass of all ranks."""
+"""Expert-parallel MoE layer: the experts of one rank under a placement, and their forward pass."""
 
 from __future__ import annotations
 
@@ -24,55 +24,73 @@ from worker_agent.stepwise import StepwiseSplit
 
 
 class ExpertParallelMoE(EplbState, ExpertTensors):
-    """One MoE layer on one of R ranks, in the shape that inference engines give it; a ``LiveLayer``.
+    """One MoE layer on one of R ranks, a ``LiveLayer`` with an interface like those of inference engines.
 
-    The placement lives in the tensors ``w13_weight``, ``w2_weight``, ``log2phy`` and ``expert_map`` alone, which are
-    read at each call: whoever writes another placement into them in place, on all ranks between the same two steps,
-    changes no output. Where tokens are split by step, ``install_placement`` must follow. (Dispatch goes by physical id;
-    ``expert_map`` is kept for kernels that want it.)
+    The layer reads its layout at each call from the tensors ``w13_weight``, ``w2_weight``, ``log2phy`` and
+    ``expert_map``. Code may write a new layout into them in place, on all ranks between the same two steps; outputs
+    stay the same. If tokens are split by step, it must call ``install_placement`` as well. Dispatch uses physical ids;
+    ``expert_map`` exists for kernels that need it.
 
     Parameters
     ----------
     shape
         Layer index, E, H, I and activation.
     phy2log_RS
-        int32 ``[R, S]``: the logical expert in each slot of each rank. R is the size of ``ep_group``.
+        Placement, int32 ``[R, S]``: logical expert in each slot of each rank. R is the size of ``ep_group``.
     experts
-        Builds any logical expert's weights; asked for this rank's experts only. ``None`` leaves them to be loaded, by
-        an ``ExpertLoader``; then ``process_after_load`` follows.
+        Source of the experts' weights, called only for this rank's experts. With ``None``, load the weights with an
+        ``ExpertLoader`` and call ``process_after_load``.
     biases
-        The same of the experts' biases, where they have any.
+        Source of the experts' biases, if they have any.
     log2phy_E
-        int32 ``[E]``: this rank's table, or ``[E, D]`` a dealing table: its tokens of an expert go to the entries in
-        turn, from the first one on in each step. By default source rank ``r`` begins at replica ``r % k``, or all ranks
-        at the first where a dispatcher lets all ranks see the same tokens.
+        This rank's table, int32 ``[E]``, or a dealing table ``[E, D]``. The rank's tokens of an expert go to the
+        entries of a dealing table in turn, starting at the first entry in each step. In the default table, source rank
+        ``r`` starts at replica ``r % k`` of k, or at the first replica if a dispatcher gives all ranks the same tokens.
     dealing_width
-        D of the default table. Every table that is written later has as many entries.
+        D of the default table. All tables that are written later have the same number of entries.
     dispatcher
-        ``"all2allv"``, ``"allgather"``, ``"mc2"`` or ``"moge"``, or several of them, of which each step chooses
-        one and the first is the default. MoGE is for grouped experts: each token chooses K/R experts on each rank.
-        Where all-gather or MoGE is among them, the log2phy tables of all ranks must be the same.
+        ``"all2allv"``, ``"allgather"``, ``"mc2"`` or ``"moge"``, or a sequence of them. Each step selects one of the
+        sequence; the first is the default. MoGE is for grouped experts: each token chooses K/R experts on each rank.
+        With all-gather or MoGE, the tables of all ranks must be the same.
     ep_group
-        The ranks; ``None`` is a rank alone.
+        Ranks of the layer; ``None`` for a single rank.
     mc2_group
-        A process group of the same ranks that MC2's operators have to themselves, as CANN demands; layers may share
-        it. By default ``ep_group``, which an NPU refuses.
+        Process group of the same ranks that only MC2's operators use, as CANN requires. Layers may share it. The
+        default is ``ep_group``, which MC2 rejects on an NPU.
     heat_rows
-        W, the steps that the heat rings hold.
+        W, the number of steps that the heat rings hold.
     quantization
-        ``"none"``, or ``"w8a8"``: int8 weights with a scale per output row, made of floating-point ones; tokens are
-        quantized at each call, with a scale each. ``"w8a8_dynamic"`` is the same of weights that are loaded in int8.
+        ``"none"``, ``"w8a8"`` or ``"w8a8_dynamic"``. W8A8 has int8 weights with one scale per output row, and quantizes
+        tokens at each call with one scale each. ``"w8a8"`` quantizes floating-point weights after they are loaded;
+        ``"w8a8_dynamic"`` loads weights that are int8 already.
     dtype
-        The tokens' type, and the weights' unless quantized.
+        Data type of the tokens, and of the weights unless they are quantized.
+    device
+        Device of the layer's tensors.
     check_ids
-        Whether top-k ids are checked against E at each call. By default only on a CPU: elsewhere the check
-        would wait for the device.
+        Check top-k ids against E at each call. By default only a CPU does, because the check waits for a device.
     shared_experts
-        Run beside dispatch and combine, and added to the outputs.
+        Shared experts, which run while tokens travel. Their outputs are added.
     options
-        What the layer is made of, where it is not to be the default.
+        Options that change the parts of the layer.
 
-    Raises ``ValueError`` where placement, table, group and shapes do not fit together.
+    Raises
+    ------
+    ValueError
+        If placement, table, group and shapes do not fit together.
+
+    Examples
+    --------
+    A single rank holds expert 1 in slot 0 and expert 0 in slot 1. Two of three tokens choose expert 0:
+
+    >>> import numpy as np
+    >>> from eplb_lab.layer import MoEShape, seeded_experts
+    >>> shape = MoEShape(layer=0, experts=2, hidden=4, intermediate=6)
+    >>> layer = ExpertParallelMoE(shape, np.array([[1, 0]], dtype=np.int32), seeded_experts(shape))
+    >>> layer(torch.randn(3, 4), torch.tensor([[0], [1], [0]]), torch.ones(3, 1)).shape
+    torch.Size([3, 4])
+    >>> layer.moe_load[0].tolist(), layer.source_load[0].tolist()  # by slot, by expert
+    ([1, 2], [2, 1])
     """
 
     def __init__(
@@ -96,24 +114,26 @@ class ExpertParallelMoE(EplbState, ExpertTensors):
         options: LayerOptions | None = None,
     ) -> None:
         super().__init__()
-        self._names = [dispatcher] if isinstance(dispatcher, str) else list(dispatcher)
+        self._dispatchers = [dispatcher] if isinstance(dispatcher, str) else list(dispatcher)
         self._quantization = quantization
         self.shape = shape
         self._device = device = torch.device(device)
         options = LayerOptions() if options is None else options
-        options.check(self._names, quantization)
+        options.check(self._dispatchers, quantization)
         check_dtype(shape.layer, device.type, dtype)
         self._dtype = dtype
         self._operators = operators_for(device)
         self._method = quant_method(shape.layer, quantization, self._operators, shape.activation)
         self._check_ids = device.type == "cpu" if check_ids is None else check_ids
         self._shared_experts = shared_experts
-        self.shares_tokens = self.gathers_all = any(name in SHARED_TOKEN_DISPATCHERS for name in self._names)
-        self.rank_bound = "moge" in self._names
+        self.shares_tokens = self.gathers_all = any(
+            name in SHARED_TOKEN_DISPATCHERS for name in self._dispatchers
+        )
+        self.rank_bound = "moge" in self._dispatchers
         if heat_rows < 1:
-            raise ValueError(f"layer {shape.layer}: a heat ring has at least one row, got {heat_rows}")
+            raise ValueError(f"layer {shape.layer}: heat_rows must be at least 1, got {heat_rows}")
         groups = RankGroup.of(ep_group), mc2_group
-        self._place(groups, phy2log_RS, experts, biases, log2phy_E, dealing_width, heat_rows, options)
+        self._build(groups, phy2log_RS, experts, biases, log2phy_E, dealing_width, heat_rows, options)
 
     def regroup(
         self,
@@ -126,42 +146,53 @@ class ExpertParallelMoE(EplbState, ExpertTensors):
         mc2_group: dist.ProcessGroup | RankGroup | None = None,
         options: LayerOptions | None = None,
     ) -> None:
-        """Serve on another group of ranks, as when a deployment grows or shrinks.
+        """Rebuild the layer for another group of ranks, for example if a deployment grows or shrinks.
 
-        Maps, tables, heat rings, exchanges and experts are made from scratch, as a new layer's would be. Their tensors
-        have other addresses: capture graphs again, and start another agent. Its Hello opens a new group of the same
-        deployment, which the service plans for as soon as the agents of the old one have left. All ranks of the new
-        group call this between the same two steps.
+        All ranks of the new group call this between the same two steps. The expert map, tables, heat rings, exchanges
+        and experts are created from scratch, as for a new layer. Their tensors have new addresses, so capture graphs
+        again and start a new agent. Its Hello opens a new group of the same deployment, and the service plans for that
+        group as soon as the agents of the old one have left.
 
         Parameters
         ----------
-        ep_group, phy2log_RS, experts, biases, log2phy_E, mc2_group
-            As for a new layer.
+        ep_group
+            New group of ranks; ``None`` for a single rank.
+        phy2log_RS
+            Placement of the new group, int32 ``[R, S]``.
+        experts
+            Source of the experts' weights; ``None`` if they are loaded later.
+        biases
+            Source of the experts' biases.
+        log2phy_E
+            This rank's table, by default as for a new layer.
+        mc2_group
+            Process group for MC2, by default ``ep_group``.
         options
-            By default the layer's own. Those with groups of ranks belong to the old group.
+            New options, by default those of the layer. Options that contain groups must be replaced.
 
         Raises
         ------
         ValueError
-            As for a new layer; if options with groups of the old ranks are not replaced; or if only the layer or only
-            the new experts have biases. The layer is then as it was.
+            If the arguments do not fit together, as for a new layer. Also if the layer's options contain groups of the
+            old ranks and are not replaced, or if only one of the layer and the new experts has biases. The layer is
+            unchanged in all cases.
         """
         if options is None:
             options = self._options
             if options.tp_group is not None or options.dp_groups:
                 raise ValueError(
-                    f"layer {self.shape.layer}: its tp_group and dp_groups belong to the old group; give options with "
-                    "those of the new one"
+                    f"layer {self.shape.layer}: its tp_group and dp_groups belong to the old group; pass options with "
+                    "groups of the new one"
                 )
-        options.check(self._names, self._quantization)
+        options.check(self._dispatchers, self._quantization)
         if experts is not None and (biases is not None) != (self._weights().w13_bias_SI is not None):
-            raise ValueError(f"layer {self.shape.layer}: give biases exactly if the layer has them")
+            raise ValueError(f"layer {self.shape.layer}: pass biases if, and only if, the layer has biases")
         width = 1 if self.log2phy.dim() == 1 else self.log2phy.shape[1]
         groups = RankGroup.of(ep_group), mc2_group
         rows = self.moe_load.shape[0]
-        self._place(groups, phy2log_RS, experts, biases, log2phy_E, width, rows, options)
+        self._build(groups, phy2log_RS, experts, biases, log2phy_E, width, rows, options)
 
-    def _place(
+    def _build(
         self,
         groups: tuple[RankGroup, dist.ProcessGroup | RankGroup | None],
         phy2log_RS: Int32,
@@ -172,22 +203,36 @@ class ExpertParallelMoE(EplbState, ExpertTensors):
         heat_rows: int,
         options: LayerOptions,
     ) -> None:
-        """Make all that depends on the group and the placement; nothing is changed before all of it fits."""
+        """Build everything that depends on the group and the placement.
+
+        The layer is changed only after all arguments have been validated.
+        """
         shape = self.shape
         device = self._device
         operators = self._operators
         method = self._method
         group, mc2_group = groups
         mc2 = group if mc2_group is None else RankGroup.of(mc2_group)
-        place = shape.layer, shape.experts, phy2log_RS, group.rank, group.size
-        table_E = checked_table(*place, log2phy_E, self.shares_tokens, dealing_width)
+        table_E = checked_table(
+            shape.layer,
+            shape.experts,
+            phy2log_RS,
+            group.rank,
+            group.size,
+            log2phy_E,
+            self.shares_tokens,
+            dealing_width,
+        )
         if self.rank_bound:
             check_grouped(shape.layer, phy2log_RS)
-        parts = group, mc2, phy2log_RS.shape[1], operators, device, options, method
-        paths = {name: LayerPath.of(name, shape, *parts) for name in self._names}
+        slots = phy2log_RS.shape[1]
+        paths = {
+            name: LayerPath.of(name, shape, group, mc2, slots, operators, device, options, method)
+            for name in self._dispatchers
+        }
         split = None
         if options.split == "step":
-            StepwiseSplit.check(shape.layer, self._names, device.type)
+            StepwiseSplit.check(shape.layer, self._dispatchers, device.type)
             split = StepwiseSplit(phy2log_RS, shape.experts, device)
         logical_S = phy2log_RS[group.rank].tolist()
         weights = method.create_weights(shape, len(logical_S), self._dtype, device, biases is not None)
@@ -202,33 +247,34 @@ class ExpertParallelMoE(EplbState, ExpertTensors):
         self._hold(shape.layer, weights)
 
     def process_after_load(self) -> None:
-        """Bring weights that a checkpoint was loaded into to the form that is computed with.
+        """Convert the weights to the format that the layer computes with, after a checkpoint was loaded.
 
-        To be called before an agent starts: tensors may be others afterwards, once and for all.
+        Call this before an agent starts, because it may replace tensors. Their addresses are final afterwards.
         """
         self._hold(self.shape.layer, self._method.process_after_load(self._weights(), self._dtype))
 
     def extra_repr(self) -> str:
-        """Return this rank's place, and the experts of its slots as they are now."""
-        held = {int(slot): expert for expert, slot in enumerate(self.expert_map.tolist()) if slot >= 0}
-        slots = ", ".join(f"{slot}->{held[slot]}" for slot in sorted(held))
+        """Return the layer, the rank, and the current expert of each slot."""
+        expert_of = {int(slot): expert for expert, slot in enumerate(self.expert_map.tolist()) if slot >= 0}
+        slots = ", ".join(f"{slot}->{expert_of[slot]}" for slot in sorted(expert_of))
         rank = f"layer {self.shape.layer}, rank {self.ep_rank} of {self.ep_size}"
-        return f"{rank}, {len(held)} of {self.shape.experts} experts by slot: {slots}"
+        return f"{rank}, {len(expert_of)} of {self.shape.experts} experts by slot: {slots}"
 
     @property
     def ep_rank(self) -> int:
-        """This rank's number among those of its group."""
+        """Number of this rank in its group."""
         return self._group.rank
 
     @property
     def ep_size(self) -> int:
-        """The number of ranks of its group."""
+        """Number of ranks in the group."""
         return self._group.size
 
     def install_placement(self, phy2log_RS: Int32) -> None:
-        """Have splits by step go by another placement of all ranks, int32 ``[R, S]``, in place.
+        """Switch the split by step to another placement of all ranks, int32 ``[R, S]``.
 
-        Whoever writes another placement into the layer calls this on all ranks, between the same two steps.
+        Call this on all ranks between the same two steps, when another placement is written into the layer. It only
+        writes into existing tensors.
         """
         if self._split is not None:
             self._split.install(phy2log_RS)
@@ -246,41 +292,44 @@ class ExpertParallelMoE(EplbState, ExpertTensors):
         length: int | None = None,
         profile: bool = False,
     ) -> torch.Tensor:
-        """Put this rank's tokens through their experts on all ranks; each rank has its own T >= 0.
+        """Compute this rank's tokens with their experts on all ranks.
 
-        All ranks of the group call this at every step, with the same ``dispatcher``, ``length`` and kind of phase.
+        All ranks of the group call this at every step, with the same ``dispatcher``, ``length`` and ``phase``. The
+        number of tokens T may differ between ranks and may be 0.
 
         Parameters
         ----------
         hidden_TH
-            ``[T, H]`` of the layer's dtype.
-        topk_ids_TK, topk_weights_TK
-            ``[T, K]``, int32 or int64 by logical expert, and any float dtype.
+            Tokens ``[T, H]`` in the layer's dtype.
+        topk_ids_TK
+            Logical experts ``[T, K]``, int32 or int64.
+        topk_weights_TK
+            Weights ``[T, K]`` in any floating-point dtype.
         active
-            bool ``[T]`` or ``[T, K]``: the real tokens or choices. Others are padding, whatever they hold: routed
-            nowhere and counted nowhere. A padding token's output is zeros; one whose choices alone are masked keeps its
-            shared experts.
+            Mask of the real tokens, bool ``[T]``, or of the real choices, ``[T, K]``. The rest is padding with
+            arbitrary values, neither routed nor counted. The output of a padding token is zero. A token with masked
+            choices still gets the output of the shared experts.
         phase
-            What kind of step it is; in a dummy one nothing is real.
+            Kind of the step. In a dummy step, no token is real.
         dispatcher
-            One of the layer's, for this step; by default its first.
+            Dispatcher for this step, by default the layer's first.
         length
-            The tokens that MC2, all-gather and MoGE pad every rank's to, where the host knows it; otherwise the ranks
-            exchange their numbers and wait for them. With it nothing of a step is read on the host (all-to-all
-            always waits for its counts). All-to-all pads nothing; a split by step goes by it there, too.
+            Common number of tokens that MC2, all-gather and MoGE pad every rank to. Without it, the ranks exchange
+            their numbers of tokens and wait for them. With it, the host reads no device values. All-to-all pads
+            nothing and always waits for its counts, but with a split by step it uses ``length`` as well.
         profile
-            Whether the step measures the machine and serves nobody: its heat is a row of zeros.
+            True if the step only measures the machine. Its heat is then recorded as zeros.
 
         Returns
         -------
         torch.Tensor
-            ``[T, H]``: the weighted sum of each token's experts, and its shared experts' output.
+            Weighted sum of each token's experts, plus its shared experts' output, ``[T, H]``.
 
         Raises
         ------
         ValueError
-            Names layer and tensor where they do not fit, before any collective is entered; ``eplb_lab.layer.shape``
-            says how that ends on the other ranks.
+            If the input does not fit. Shapes, dtypes, devices and ids are checked before any collective, limits of a
+            dispatcher only after the preparation. See ``eplb_lab.layer.shape`` for the consequences on other ranks.
         """
         batch = MicroBatch(hidden_TH, topk_ids_TK, topk_weights_TK, active)
         (out_TH,) = self._step((batch,), phase, dispatcher, length, profile)
@@ -297,13 +346,13 @@ class ExpertParallelMoE(EplbState, ExpertTensors):
         length: int | None = None,
         profile: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run two micro-batches as one step: the tokens of one travel while the experts work on the other's.
+        """Compute two micro-batches as one step: tokens of one travel while the experts compute the other.
 
-        Their heat is one row of the rings. Outputs and errors are ``forward``'s, of each micro-batch: ``first`` and
-        ``second``. Arguments as for ``forward``.
+        The heat of both is recorded in one row of the rings. Returns the outputs of ``first`` and of ``second``. Other
+        arguments and errors are as for ``forward``.
         """
-        one, two = self._step((first, second), phase, dispatcher, length, profile)
-        return one, two
+        first_TH, second_TH = self._step((first, second), phase, dispatcher, length, profile)
+        return first_TH, second_TH
 
     def _step(
         self,
@@ -313,26 +362,30 @@ class ExpertParallelMoE(EplbState, ExpertTensors):
         length: int | None,
         profile: bool,
     ) -> list[torch.Tensor]:
-        """Run one or two micro-batches as a step; each one's own outputs, with those of its shared experts."""
+        """Compute one or two micro-batches as a step, and return each one's outputs including shared experts."""
         path = self._path(dispatcher)
-        own = [self._checked(path, batch, phase) for batch in batches]
+        batch_ids = [self._checked_ids(path, batch, phase) for batch in batches]
         shared = self._shared_experts
-        beside = [] if shared is None else [partial(shared.start, batch.hidden_TH) for batch in batches]
-        prepared, requests = [], list[DispatchRequest]()
-        for batch, own_TK in zip(batches, own, strict=True):
-            ready, request = self._prepare(path, batch, own_TK, length)
-            prepared.append(ready)
+        starts = [] if shared is None else [partial(shared.start, batch.hidden_TH) for batch in batches]
+        preparations: list[Prepared] = []
+        requests: list[DispatchRequest] = []
+        for batch, ids_TK in zip(batches, batch_ids, strict=True):
+            prepared, request = self._prepare(path, batch, ids_TK, length)
+            preparations.append(prepared)
             requests.append(request.after(requests[-1]) if requests else request)
-        results, received_S, beside_TH = path.kernel.run(requests, self._weights(), self._dtype, beside)
-        sources = [own_TK[ready.source].reshape(-1) for own_TK, ready in zip(own, prepared, strict=True)]
-        self._record(received_S, torch.cat(sources), counts=not profile)
-        outputs = [ready.finalize(out_TH) for ready, out_TH in zip(prepared, results, strict=True)]
-        if not beside_TH:
+        results, received_S, shared_outputs = path.kernel.run(requests, self._weights(), self._dtype, starts)
+        source_ids = [
+            ids_TK[prepared.source].reshape(-1)
+            for ids_TK, prepared in zip(batch_ids, preparations, strict=True)
+        ]
+        self._record(received_S, torch.cat(source_ids), counts=not profile)
+        outputs = [prepared.finalize(out_TH) for prepared, out_TH in zip(preparations, results, strict=True)]
+        if not shared_outputs:
             return outputs
-        # Zeros for padding, which shared experts have outputs of.
+        # Shared experts compute padding tokens as well, so mask the outputs.
         return [
-            masked_outputs(out_TH + extra_TH, batch.active, phase)
-            for batch, out_TH, extra_TH in zip(batches, outputs, beside_TH, strict=True)
+            masked_outputs(out_TH + shared_TH, batch.active, phase)
+            for batch, out_TH, shared_TH in zip(batches, outputs, shared_outputs, strict=True)
         ]
 
     def _path(self, dispatcher: str | None) -> LayerPath:
@@ -340,31 +393,30 @@ class ExpertParallelMoE(EplbState, ExpertTensors):
             return next(iter(self._paths.values()))
         if dispatcher not in self._paths:
             raise ValueError(
-                f"layer {self.shape.layer}: dispatcher must be one that the layer was built with, "
-                f"{' or '.join(self._paths)}; got {dispatcher!r}"
+                f"layer {self.shape.layer}: dispatcher must be one of the layer's ({', '.join(self._paths)}), "
+                f"got {dispatcher!r}"
             )
         return self._paths[dispatcher]
 
-    def _checked(self, path: LayerPath, batch: MicroBatch, phase: StepPhase | None) -> torch.Tensor:
-        """Return a batch's ids, int32 ``[T, K]``, -1 where a choice is not real; raises as ``forward`` does."""
+    def _checked_ids(self, path: LayerPath, batch: MicroBatch, phase: StepPhase | None) -> torch.Tensor:
+        """Validate a micro-batch and return its ids, int32 ``[T, K]``, with -1 for choices that are not real."""
         shape = self.shape
         tokens = batch.hidden_TH, batch.topk_ids_TK, batch.topk_weights_TK, batch.active
-        checks = self._check_ids and phase is not StepPhase.DUMMY
-        shape.check_tokens(*tokens, self._dtype, self.w13_weight.device, checks)
+        check_ids = self._check_ids and phase is not StepPhase.DUMMY
+        shape.check_tokens(*tokens, self._dtype, self.w13_weight.device, check_ids)
         ids_TK = real_ids(batch.topk_ids_TK, batch.active, phase)
         if self._options.weigh_on_input and ids_TK.shape[1] != 1:
             raise ValueError(
-                f"layer {shape.layer}: weights can be applied to the input of one choice per token alone, "
-                f"got {ids_TK.shape[1]}"
+                f"layer {shape.layer}: weigh_on_input requires one choice per token, got {ids_TK.shape[1]}"
             )
         if self._check_ids:
             path.check_distinct(shape.layer, ids_TK)
         return ids_TK
 
     def _prepare(
-        self, path: LayerPath, batch: MicroBatch, own_TK: torch.Tensor, length: int | None
+        self, path: LayerPath, batch: MicroBatch, ids_TK: torch.Tensor, length: int | None
     ) -> tuple[Prepared, DispatchRequest]:
-        routing = own_TK, batch.topk_weights_TK.float()
+        routing = ids_TK, batch.topk_weights_TK.float()
         prepared = path.preparation.prepare(batch.hidden_TH, routing, length)
         path.check_room(self.shape.layer, prepared.hidden_TH.shape[0], batch.topk_ids_TK.shape[1])
         ids_TK, weights_TK = prepared.routing

@@ -1,4 +1,4 @@
-"""Padding, slicing and gathering of a rank's tokens before dispatch, undone on their outputs after combine."""
+"""Preparation of a rank's tokens before dispatch (padding, slicing, gathering), and its reversal for their outputs."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from eplb_lab.layer.rank_group import RankGroup, pack_rows, unpack_rows
 
 @dataclass(frozen=True)
 class Prepared:
-    """The tokens that this rank is to dispatch; padding is zeros throughout."""
+    """Tokens for this rank to dispatch; all padding is zeros."""
 
     hidden_TH: torch.Tensor
-    """Of the tokens' dtype, or int8 where ``scale_T`` is set."""
+    """Tokens in the layer's dtype, or int8 if ``scale_T`` is set."""
 
     routing: tuple[torch.Tensor, ...]
-    """``[T, ...]`` each: router logits, or the choices already made (top-k ids, weights, and what is real)."""
+    """Routing of the tokens, ``[T, ...]`` each: router logits, or choices that were made before (ids and weights)."""
 
     finalize: Callable[[torch.Tensor], torch.Tensor]
-    """Brings outputs in the order of the prepared tokens back to this rank's own, whatever the dispatch between."""
+    """Converts outputs, in the order of the prepared tokens, to the outputs of the rank's own tokens."""
 
     source: slice
-    """The part of its own tokens that this rank is the source of: where ranks share tokens, each has one source."""
+    """Slice of the rank's own tokens that it is the source of. If ranks share tokens, each token has one source."""
 
     active_T: torch.Tensor | None = None
-    """bool: the real tokens; ``None`` where all are."""
+    """bool: mask of the real tokens; ``None`` if all are real."""
 
     scale_T: torch.Tensor | None = None
-    """float32: the scale of each int8 token."""
+    """float32: scale of each int8 token."""
 
     common_tokens: int | None = None
-    """The most tokens that any rank dispatches, where all ranks know the same number without asking."""
+    """Largest number of tokens that a rank dispatches, if all ranks know it without an exchange."""
 
 
 def _padded(rows_TX: torch.Tensor, length: int) -> torch.Tensor:
@@ -44,14 +44,20 @@ def _padded(rows_TX: torch.Tensor, length: int) -> torch.Tensor:
     return pad(rows_TX, (0, 0) * (rows_TX.ndim - 1) + (0, missing)) if missing else rows_TX
 
 
-def _own_part(tp: RankGroup, tokens: int) -> slice:
-    """Return this rank's consecutive part of so many tokens, the last parts shorter where they do not divide."""
-    part = -(-tokens // tp.size)
-    return slice(tp.rank * part, (tp.rank + 1) * part)
+def _rank_slice(tp: RankGroup, tokens: int) -> slice:
+    """Return this rank's slice of ``tokens`` consecutive tokens.
+
+    If the ranks do not divide the tokens evenly, the last slices are shorter or empty.
+    """
+    size = -(-tokens // tp.size)
+    return slice(tp.rank * size, (tp.rank + 1) * size)
 
 
 class All2AllPreparation:
-    """Pads the tokens to a multiple of the tensor-parallel size; the way back gathers the slices."""
+    """Preparation that slices the tokens over tensor-parallel ranks, and gathers their outputs.
+
+    Tokens are padded to a multiple of the number of ranks.
+    """
 
     def __init__(self, tp: RankGroup) -> None:
         self._tp = tp
@@ -59,10 +65,15 @@ class All2AllPreparation:
     def prepare(
         self, hidden_TH: torch.Tensor, routing: tuple[torch.Tensor, ...], length: int | None = None
     ) -> Prepared:
-        """Take this rank's slice; ``length``, the most tokens of any rank, is passed on and not padded to."""
-        own = hidden_TH.shape[0]
+        """Return this rank's slice.
+
+        ``length``, the largest number of tokens of any rank, is only used for ``Prepared.common_tokens``. Nothing is
+        padded to it.
+        """
+        tokens = hidden_TH.shape[0]
         common = None if length is None else -(-length // self._tp.size)
-        return self._sliced(hidden_TH, routing, own + -own % self._tp.size, _own_part(self._tp, own), common)
+        padded_length = tokens + -tokens % self._tp.size
+        return self._sliced(hidden_TH, routing, padded_length, _rank_slice(self._tp, tokens), common)
 
     def _sliced(
         self,
@@ -72,27 +83,29 @@ class All2AllPreparation:
         source: slice,
         common_tokens: int | None,
     ) -> Prepared:
-        """Pad to ``length`` and take a part; back, gather all ranks' parts into a new tensor, without the padding.
+        """Pad the tokens to ``length`` and return the slice ``source`` of them.
 
-        New, because the tensor that was sliced may be shared with the shared experts.
+        ``finalize`` gathers the slices of all ranks and drops the padding. It returns a new tensor, because the input
+        tensor may be shared with the shared experts.
         """
-        own, tp = hidden_TH.shape[0], self._tp
-        part_TH, *parts = (_padded(rows_TX, length)[source] for rows_TX in (hidden_TH, *routing))
-        active_T = source.start + torch.arange(part_TH.shape[0], device=part_TH.device) < own
+        tokens = hidden_TH.shape[0]
+        tp = self._tp
+        slice_TH, *routing_slices = (_padded(rows_TX, length)[source] for rows_TX in (hidden_TH, *routing))
+        active_T = source.start + torch.arange(slice_TH.shape[0], device=slice_TH.device) < tokens
         return Prepared(
-            part_TH,
-            tuple(parts),
-            lambda out_TH: tp.all_gather(out_TH)[:own],
+            slice_TH,
+            tuple(routing_slices),
+            lambda out_TH: tp.all_gather(out_TH)[:tokens],
             source,
-            active_T if length != own else None,
+            active_T if length != tokens else None,
             common_tokens=common_tokens,
         )
 
 
 class MC2Preparation(All2AllPreparation):
-    """Pads to the length common to the step, then slices over tensor-parallel ranks.
+    """Preparation that pads the tokens to the step's common length before it slices them.
 
-    The ranks of ``ep`` agree about the length: the largest number of tokens of any, at least one.
+    The common length is the largest number of tokens of any rank of ``ep``, at least one.
     """
 
     def __init__(self, ep: RankGroup, tp: RankGroup) -> None:
@@ -102,53 +115,69 @@ class MC2Preparation(All2AllPreparation):
     def prepare(
         self, hidden_TH: torch.Tensor, routing: tuple[torch.Tensor, ...], length: int | None = None
     ) -> Prepared:
-        """Take this rank's padded slice, with its mask; without ``length`` the ranks exchange theirs, and wait."""
-        own, tp = hidden_TH.shape[0], self._tp.size
+        """Return this rank's padded slice and its mask.
+
+        Without ``length`` the ranks exchange their numbers of tokens and wait for them. Raises ``ValueError`` if this
+        rank has more tokens than ``length``.
+        """
+        tokens = hidden_TH.shape[0]
+        tp_size = self._tp.size
         if length is None:
-            length = max(tokens for (tokens,) in self._ep.gather_numbers(own, device=hidden_TH.device))
-        elif own > length:
-            raise ValueError(f"MC2: {own} tokens are more than the step's common length of {length}")
-        # A multiple of the tensor-parallel size, at least one each: the operators take no empty batch.
-        length = max(length + -length % tp, tp)
-        return self._sliced(hidden_TH, routing, length, _own_part(self._tp, length), length // tp)
+            length = max(count for (count,) in self._ep.gather_numbers(tokens, device=hidden_TH.device))
+        elif tokens > length:
+            raise ValueError(f"MC2: {tokens} tokens are more than the step's common length of {length}")
+        # Each rank needs at least one token, because the operators do not support an empty batch.
+        length = max(length + -length % tp_size, tp_size)
+        return self._sliced(hidden_TH, routing, length, _rank_slice(self._tp, length), length // tp_size)
 
 
 def _gather(
     group: RankGroup, hidden_TH: torch.Tensor, routing: Sequence[torch.Tensor], length: int | None = None
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Gather the tokens of all ranks in order of rank, each rank's padded to ``length``, with their routing.
+    """Gather the tokens of all ranks and their routing, in order of rank.
 
-    Without ``length`` the ranks first exchange their numbers of tokens, and wait for them. Raises ``ValueError`` where
-    there are more tokens than that, and without it on all ranks alike where they disagree about the bytes of a token.
+    Each rank's tokens are padded to ``length``. Without it, the ranks first exchange their numbers of tokens and wait
+    for them.
+
+    Raises ``ValueError`` if this rank has more tokens than ``length``. If the ranks' tokens differ in their number of
+    bytes, all ranks raise ``ValueError``, but this is only detected without ``length``.
     """
     columns = [hidden_TH, *routing]
-    flat = [part.unsqueeze(1) if part.ndim == 1 else part.flatten(1) for part in columns]
-    packed_TB = pack_rows(flat)
-    own = packed_TB.shape[0]
+    flat_columns = [column.unsqueeze(1) if column.ndim == 1 else column.flatten(1) for column in columns]
+    packed_TB = pack_rows(flat_columns)
+    tokens = packed_TB.shape[0]
     if length is None:
-        everyone = group.gather_numbers(*packed_TB.shape, device=packed_TB.device)
-        sizes, widths = zip(*everyone, strict=True)
+        shapes = group.gather_numbers(*packed_TB.shape, device=packed_TB.device)
+        counts, widths = zip(*shapes, strict=True)
         if len(set(widths)) > 1:
             raise ValueError(
                 f"gathering tokens: ranks disagree about bytes per token {list(widths)}; "
                 "hidden and routing must have the same width and dtype on all ranks"
             )
-        length = int(max(sizes))
-    elif own > length:
-        raise ValueError(f"gathering: {own} tokens are more than the step's common length of {length}")
-    parts = unpack_rows(group.all_gather(_padded(packed_TB, length)), flat)
+        length = int(max(counts))
+    elif tokens > length:
+        raise ValueError(f"gathering: {tokens} tokens are more than the step's common length of {length}")
+    gathered_columns = unpack_rows(group.all_gather(_padded(packed_TB, length)), flat_columns)
     hidden_NH, *gathered = (
-        part.view(part.shape[0], *like.shape[1:]) for part, like in zip(parts, columns, strict=True)
+        rows.view(rows.shape[0], *column.shape[1:])
+        for rows, column in zip(gathered_columns, columns, strict=True)
     )
     return hidden_NH, gathered
 
 
 class AllGatherPreparation:
-    """Pads to the step's length and gathers; the way back reduce-scatters partial sums and cuts off the padding.
+    """Preparation that pads the tokens to a common length and gathers them from all ranks.
 
-    Gathers over one of the ``groups`` after the other: data-parallel ranks, then those of prefill context parallelism.
-    Ranks of ``tp`` have the same tokens and other experts: their partial sums are added up last. With ``quantize_with``
-    tokens are quantized to int8 before the gather, so that less travels (W8A8).
+    ``finalize`` reduce-scatters the partial sums of the outputs and drops the padding.
+
+    Parameters
+    ----------
+    groups
+        Groups to gather over, one after the other: data-parallel ranks, then the ranks of prefill context parallelism.
+    tp
+        Ranks that have the same tokens but other experts. Their partial sums are added last.
+    quantize_with
+        Operators that quantize tokens to int8 before the gather, so that fewer bytes are sent (W8A8).
     """
 
     def __init__(
@@ -164,8 +193,9 @@ class AllGatherPreparation:
     def prepare(
         self, hidden_TH: torch.Tensor, routing: tuple[torch.Tensor, ...], length: int | None = None
     ) -> Prepared:
-        """Gather the tokens of all ranks, in int8 with their scales where they are quantized."""
-        dtype, gathered = hidden_TH.dtype, [*routing]
+        """Gather the tokens of all ranks, as int8 with their scales if they are quantized."""
+        dtype = hidden_TH.dtype
+        gathered = [*routing]
         gathered.append(torch.ones(hidden_TH.shape[0], dtype=torch.bool, device=hidden_TH.device))
         if self._operators is not None and hidden_TH.shape[0]:
             hidden_TH, scale_T = self._operators.npu_dynamic_quant(hidden_TH)
@@ -173,17 +203,17 @@ class AllGatherPreparation:
         elif self._operators is not None:
             gathered.append(hidden_TH.new_empty(0, dtype=torch.float32))
             hidden_TH = hidden_TH.to(torch.int8)
-        source = _own_part(self._tp, hidden_TH.shape[0])
-        owns: list[int] = []
+        source = _rank_slice(self._tp, hidden_TH.shape[0])
+        token_counts: list[int] = []
         for group in self._groups:
-            owns.append(hidden_TH.shape[0])
+            token_counts.append(hidden_TH.shape[0])
             hidden_TH, gathered = _gather(group, hidden_TH, gathered, length)
             length = None if length is None else length * group.size
 
         def finalize(out_TH: torch.Tensor) -> torch.Tensor:
-            """Sum over all ranks and cut to this rank's own."""
-            for group, own in zip(reversed(self._groups), reversed(owns), strict=True):
-                out_TH = group.reduce_scatter(out_TH)[:own]
+            """Sum the outputs over all ranks and return the outputs of this rank's tokens."""
+            for group, tokens in zip(reversed(self._groups), reversed(token_counts), strict=True):
+                out_TH = group.reduce_scatter(out_TH)[:tokens]
             return self._tp.all_reduce(out_TH).to(dtype)
 
         scale_N = None if self._operators is None else gathered.pop()
@@ -192,4 +222,4 @@ class AllGatherPreparation:
 
 
 Preparation = All2AllPreparation | AllGatherPreparation
-"""Gives a dispatcher the tokens that it needs; nothing of a call stays on the object."""
+"""Provides a dispatcher's tokens. A preparation keeps no state of a call."""

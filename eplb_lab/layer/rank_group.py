@@ -1,4 +1,4 @@
-"""The ranks of one group, be it expert-, data- or tensor-parallel, and the few exchanges that a layer needs."""
+"""Group of expert-, data- or tensor-parallel ranks, with the exchanges that a layer needs."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from torch.nn.functional import pad
 
 
 class RankGroup:
-    """R ranks as one of them sees them.
+    """One rank's view of a group of R ranks.
 
-    ``group=None`` is a rank alone: every exchange is then the identity, and ``torch.distributed`` is not
-    needed. On a CPU all exchanges are all-to-alls, whose cost on gloo does not grow with the ring as that of its
-    all-gather does; on a device gathers are the backend's own, which sends one copy of the rows and not R.
+    With ``group=None`` the rank is the only one: exchanges return their input, and ``torch.distributed`` is not used.
+
+    On a CPU all exchanges are all-to-alls, because the cost of gloo's all-gather grows with the length of its ring.
+    Other devices use the backend's all-gather, which sends the rows once instead of R times.
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
@@ -25,20 +26,20 @@ class RankGroup:
 
     @classmethod
     def of(cls, group: dist.ProcessGroup | RankGroup | None) -> RankGroup:
-        """Return the ranks of a process group, or the same where ``group`` has them already."""
+        """Wrap a process group; a ``RankGroup`` is returned as it is."""
         return group if isinstance(group, RankGroup) else cls(group)
 
     @classmethod
     def named(cls, name: str) -> RankGroup:
-        """Return the group that has this ``name`` in this process."""
+        """Return the group with this name in this process; an empty name means a single rank."""
         return cls(_resolve_process_group(name) if name else None)  # type: ignore[arg-type] # newer torch: GroupName
 
     @property
     def name(self) -> str:
-        """The group's name for fused operators: HCCL's name of its communicator, elsewhere torch's of the group."""
+        """Name of the group for fused operators: HCCL's communicator name, or torch's group name without HCCL."""
         if self._group is None:
             return ""
-        # A group of several backends is called "cpu:gloo,npu:hccl".
+        # The name may list several backends, for example "cpu:gloo,npu:hccl".
         if "hccl" in dist.get_backend(self._group):
             backend = self._group._get_backend(torch.device("npu"))
             name: str = backend.get_hccl_comm_name(self.rank)  # type: ignore[attr-defined]
@@ -46,63 +47,81 @@ class RankGroup:
         return self._group.group_name
 
     def grid(self, tp: int) -> tuple[RankGroup, RankGroup]:
-        """Return this rank's data-parallel and tensor-parallel group; ``tp`` ranks after one another share tokens.
+        """Divide the ranks into tensor-parallel groups of ``tp`` consecutive ranks, which share tokens.
 
-        All ranks that there are call it together. Raises ``ValueError`` where the ranks do not divide into such groups.
+        Returns this rank's data-parallel group and its tensor-parallel group. All ranks of the process must call this
+        together. Raises ``ValueError`` if ``tp`` does not divide the number of ranks.
+
+        Examples
+        --------
+        Of 8 ranks with ``tp=4``, rank 5 is in the data-parallel group (1, 5) and in the tensor-parallel group
+        (4, 5, 6, 7).
         """
         if tp < 1 or self.size % tp:
-            raise ValueError(f"{self.size} ranks do not divide into tensor-parallel groups of {tp}")
+            raise ValueError(f"{self.size} ranks do not divide into tensor-parallel groups of {tp} ranks")
         if self._group is None or tp == 1:
             return self, RankGroup(None)
         ranks = dist.get_process_group_ranks(self._group)
         data = [ranks[first::tp] for first in range(tp)]
         tensor = [ranks[first : first + tp] for first in range(0, self.size, tp)]
-        dp_group, tp_group = (dist.new_subgroups_by_enumeration(parts)[0] for parts in (data, tensor))
+        dp_group, tp_group = (dist.new_subgroups_by_enumeration(groups)[0] for groups in (data, tensor))
         return RankGroup(dp_group), RankGroup(tp_group)
 
     def start_all_to_all(
         self, rows_NX: torch.Tensor, sent: list[int], received: list[int]
     ) -> Callable[[], torch.Tensor]:
-        """Send ``sent[r]`` consecutive rows to each rank ``r``; all ranks' rows will arrive, in order of rank.
+        """Start to exchange rows with all ranks, which must start their exchanges in the same order.
 
-        ``received[r]`` is how many rows rank ``r`` sends here. All ranks start their exchanges in one order. Returns
-        what waits for the rows, on an accelerator until its stream may use them, and keeps alive what is being sent
-        until then. To be called once.
+        Parameters
+        ----------
+        rows_NX
+            Rows to send, in order of the receiving rank.
+        sent
+            Number of rows to send to each rank.
+        received
+            Number of rows to receive from each rank.
+
+        Returns
+        -------
+        Callable
+            Function that waits for the received rows and returns them in order of rank; call it once. On an
+            accelerator it only waits until the stream may use the rows. It keeps the sent rows alive until then.
         """
         if self._group is None:
             return lambda: rows_NX
-        arrived_MX = rows_NX.new_empty((sum(received), *rows_NX.shape[1:]))
-        sending = [rows_NX.contiguous()]
+        received_MX = rows_NX.new_empty((sum(received), *rows_NX.shape[1:]))
+        # A list, so that ``wait`` can drop the reference.
+        send_buffer = [rows_NX.contiguous()]
         work = dist.all_to_all_single(
-            arrived_MX, sending[0], received, sent, group=self._group, async_op=True
+            received_MX, send_buffer[0], received, sent, group=self._group, async_op=True
         )
 
         def wait() -> torch.Tensor:
             if work is not None:
                 work.wait()
-            sending.clear()
-            return arrived_MX
+            send_buffer.clear()
+            return received_MX
 
         return wait
 
     def all_to_all(self, rows_NX: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
-        """``start_all_to_all``, and wait for it."""
+        """Exchange rows with all ranks and wait for them; see ``start_all_to_all``."""
         return self.start_all_to_all(rows_NX, sent, received)()
 
     def exchange(self, rows_RX: torch.Tensor) -> torch.Tensor:
-        """Send row ``r`` to rank ``r``; row ``r`` of the result is what rank ``r`` sent here."""
+        """Send row ``r`` to each rank ``r``, and return the rows received, in order of rank."""
         ones = [1] * self.size
         return self.all_to_all(rows_RX, ones, ones)
 
     def gather_numbers(self, *numbers: int, device: torch.device) -> list[list[int]]:
-        """Exchange each rank's ``numbers``, in order of rank."""
-        # Filled in on the device: a copy from the host would wait for it once more.
-        own = torch.stack([torch.full((), number, dtype=torch.int64, device=device) for number in numbers])
-        numbers_R: list[list[int]] = self.exchange(own.repeat(self.size, 1)).tolist()
+        """Return the ``numbers`` of each rank, in order of rank."""
+        # Fill the tensor on the device, because a copy from the host would wait for the device once more.
+        row = torch.stack([torch.full((), number, dtype=torch.int64, device=device) for number in numbers])
+        numbers_R: list[list[int]] = self.exchange(row.repeat(self.size, 1)).tolist()
         return numbers_R
 
     def all_gather(self, rows_TX: torch.Tensor) -> torch.Tensor:
-        """Gather the rows of all ranks, in order of rank; every rank gives equally many."""
+        """Gather the rows of all ranks, in order of rank; every rank must pass the same number."""
         if self._group is None and self.size == 1:
             return rows_TX
         if self._gathers(rows_TX.device):
@@ -114,13 +133,16 @@ class RankGroup:
         return self.all_to_all(rows_TX.repeat(repeats), sizes, sizes)
 
     def reduce_scatter(self, rows_NX: torch.Tensor) -> torch.Tensor:
-        """Sum all ranks' ``[N, ...]`` and return this rank's N/R rows of it."""
-        own = rows_NX.shape[0] // self.size
-        parts_NX = self.all_to_all(rows_NX, [own] * self.size, [own] * self.size)
-        return parts_NX.view(self.size, own, *rows_NX.shape[1:]).sum(dim=0)
+        """Sum the rows ``[N, ...]`` of all ranks, and return this rank's share of N/R rows."""
+        share = rows_NX.shape[0] // self.size
+        addends_NX = self.all_to_all(rows_NX, [share] * self.size, [share] * self.size)
+        return addends_NX.view(self.size, share, *rows_NX.shape[1:]).sum(dim=0)
 
     def all_reduce(self, rows_NX: torch.Tensor) -> torch.Tensor:
-        """Sum all ranks' ``[N, ...]``, the same bits on all ranks: each row is summed on one of them."""
+        """Sum the rows ``[N, ...]`` of all ranks.
+
+        The result has the same bits on all ranks, because each row is summed on one rank only.
+        """
         if self.size == 1:
             return rows_NX
         rows = rows_NX.shape[0]
@@ -128,13 +150,13 @@ class RankGroup:
         return self.all_gather(self.reduce_scatter(pad(rows_NX, padding)))[:rows]
 
     def _gathers(self, device: torch.device) -> bool:
-        """Return whether the backend's own gather is used for rows of a device."""
+        """Return True if rows on the device are gathered with the backend's all-gather."""
         return self._group is not None and device.type != "cpu"
 
 
 def pack_rows(columns: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Pack tensors ``[T, width]`` into one uint8 ``[T, B]``."""
-    # ``contiguous`` keeps the strides of rows without a choice of them: of none, or of one value each.
+    """Pack tensors ``[T, width]`` into one uint8 tensor ``[T, B]``."""
+    # ``contiguous()`` may keep an odd last stride if a tensor has no rows or one column, which ``view`` rejects.
     dense = [
         column if column.stride(-1) == 1 else column.clone(memory_format=torch.contiguous_format)
         for column in columns
@@ -143,9 +165,28 @@ def pack_rows(columns: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def unpack_rows(packed_TB: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the tensors that ``pack_rows`` packed, with the dtypes and widths of ``like``."""
+    """Undo ``pack_rows``.
+
+    Parameters
+    ----------
+    packed_TB
+        Packed rows.
+    like
+        Tensors with the dtypes and widths of the result.
+
+    Examples
+    --------
+    >>> columns = [torch.tensor([[1, 2], [3, 4]], dtype=torch.int8), torch.tensor([[0.5], [1.5]])]
+    >>> packed = pack_rows(columns)
+    >>> packed.shape
+    torch.Size([2, 6])
+    >>> unpack_rows(packed, columns)
+    [tensor([[1, 2],
+            [3, 4]], dtype=torch.int8), tensor([[0.5000],
+            [1.5000]])]
+    """
     widths = [column.shape[1] * column.element_size() for column in like]
-    parts = torch.split(packed_TB, widths, dim=1)
-    # Always copied: even a lone row, which is contiguous, may begin where no value of its dtype can.
-    copies = [part.clone(memory_format=torch.contiguous_format) for part in parts]
-    return [part.view(column.dtype) for part, column in zip(copies, like, strict=True)]
+    slices = torch.split(packed_TB, widths, dim=1)
+    # Always copy: even a single row, which is contiguous, may start at an address that its dtype does not allow.
+    copies = [piece.clone(memory_format=torch.contiguous_format) for piece in slices]
+    return [piece.view(column.dtype) for piece, column in zip(copies, like, strict=True)]

@@ -1,4 +1,4 @@
-"""Routers: the choice of each token's experts from its logits."""
+"""Routers, which choose the experts of each token from its logits."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from enum import Enum
 import torch
 
 RoutingFunction = Callable[[torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]]
-"""Logits ``[T, E]`` and K -> weights and ids, both ``[T, K]``."""
+"""Function of logits ``[T, E]`` and K that returns weights and ids, both ``[T, K]``."""
 
 
 class Scoring(str, Enum):
-    """The function from logits to scores."""
+    """Function that turns logits into scores."""
 
     SOFTMAX = "softmax"
     SIGMOID = "sigmoid"
@@ -21,13 +21,43 @@ class Scoring(str, Enum):
 
 @dataclass(frozen=True)
 class Router:
-    """Top-k routing as models define it; ``ValueError`` where the settings do not fit together.
+    """Top-k routing with the variants that models use.
 
-    ``experts`` are E, zero and identity experts among them. Only experts of each token's ``top_groups`` best groups of
-    consecutive ones can be chosen; a group is as good as its best expert, or with a correction bias, which is added to
-    the scores for the choice alone, as its two best together. The chosen weights are scaled to sum to one where
-    ``renormalise`` says so, and multiplied by ``scaling_factor`` in the end. A ``custom`` function of a model replaces
-    all but that.
+    Raises ``ValueError`` if the settings do not fit together.
+
+    Parameters
+    ----------
+    experts
+        E, the number of experts, including zero and identity experts.
+    top_k
+        K, the number of choices per token.
+    scoring
+        Function that turns logits into scores.
+    renormalise
+        Scale the weights of each token to a sum of one.
+    groups
+        Number of groups of consecutive experts.
+    top_groups
+        Number of groups that a token can choose from. A group ranks by its highest score, or by the sum of its two
+        highest if there is a correction bias.
+    correction_bias_E
+        Bias that is added to the scores for the choice, but not for the weights.
+    scaling_factor
+        Factor of all weights, applied last.
+    custom
+        Routing function of a model. It replaces everything except ``scaling_factor``.
+
+    Examples
+    --------
+    >>> weights, ids = Router(experts=4, top_k=2)(torch.tensor([[0.0, 2.0, 1.0, -1.0]]))
+    >>> ids, weights
+    (tensor([[1, 2]], dtype=torch.int32), tensor([[0.7311, 0.2689]]))
+
+    With two groups of which one is chosen, both experts come from the same group:
+
+    >>> weights, ids = Router(experts=4, top_k=2, groups=2, top_groups=1)(torch.tensor([[0.0, 2.0, 1.0, -1.0]]))
+    >>> ids
+    tensor([[1, 0]], dtype=torch.int32)
     """
 
     experts: int
@@ -52,7 +82,7 @@ class Router:
         eligible = self.experts // self.groups * self.top_groups
         if self.top_k > eligible:
             raise ValueError(
-                f"top_k must be 1..{eligible}, the experts of {self.top_groups} groups, got {self.top_k}"
+                f"top_k must be 1..{eligible}, the number of experts in {self.top_groups} groups, got {self.top_k}"
             )
         bias = self.correction_bias_E
         if bias is not None and bias.shape != (self.experts,):
@@ -61,7 +91,10 @@ class Router:
             )
 
     def __call__(self, logits_TE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """float32 weights and int32 ids, both ``[T, K]``, best first; ``ValueError`` where the logits do not fit."""
+        """Return float32 weights and int32 ids, both ``[T, K]``, best choice first.
+
+        Raises ``ValueError`` if the logits have another shape than ``[T, E]``.
+        """
         if logits_TE.ndim != 2 or logits_TE.shape[1] != self.experts:
             raise ValueError(
                 f"router logits must have the shape [T, {self.experts}], got {list(logits_TE.shape)}"
@@ -75,45 +108,52 @@ class Router:
     def _choose(self, logits_TE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         softmax = self.scoring is Scoring.SOFTMAX
         scores_TE = logits_TE.softmax(-1) if softmax else logits_TE.sigmoid()
-        wanted_TE = scores_TE if self.correction_bias_E is None else scores_TE + self.correction_bias_E
+        biased_TE = scores_TE if self.correction_bias_E is None else scores_TE + self.correction_bias_E
         if self.top_groups < self.groups:
-            wanted_TE = wanted_TE.masked_fill(~self._eligible(wanted_TE), float("-inf"))
+            biased_TE = biased_TE.masked_fill(~self._eligible(biased_TE), float("-inf"))
         elif softmax and self.correction_bias_E is None:
-            # The same order, without the ties that small probabilities round to.
-            wanted_TE = logits_TE
-        ids_TK = wanted_TE.topk(self.top_k, dim=-1).indices
+            # Logits have the same order as the scores, but small probabilities may round to ties.
+            biased_TE = logits_TE
+        ids_TK = biased_TE.topk(self.top_k, dim=-1).indices
         if softmax and self.renormalise:
-            # Softmax over the chosen logits alone is softmax over all of them, renormalised.
+            # The softmax over the chosen logits equals the renormalised softmax over all logits.
             return logits_TE.gather(1, ids_TK).softmax(dim=-1), ids_TK
         weights_TK = scores_TE.gather(1, ids_TK)
         if self.renormalise:
             weights_TK = weights_TK / weights_TK.sum(dim=-1, keepdim=True).clamp(min=1e-20)
         return weights_TK, ids_TK
 
-    def _eligible(self, wanted_TE: torch.Tensor) -> torch.Tensor:
-        """bool ``[T, E]``: the experts of each token's best groups."""
-        in_groups_TGS = wanted_TE.unflatten(1, (self.groups, -1))
-        judged = 1 if self.correction_bias_E is None else min(2, in_groups_TGS.shape[2])
-        merit_TG = in_groups_TGS.topk(judged, dim=2).values.sum(dim=2)
+    def _eligible(self, biased_TE: torch.Tensor) -> torch.Tensor:
+        """Return a mask of the experts in each token's best groups, bool ``[T, E]``."""
+        grouped_TGS = biased_TE.unflatten(1, (self.groups, -1))
+        best_scores = 1 if self.correction_bias_E is None else min(2, grouped_TGS.shape[2])
+        merit_TG = grouped_TGS.topk(best_scores, dim=2).values.sum(dim=2)
         best_TG = merit_TG.topk(self.top_groups, dim=1).indices
         eligible_TG = torch.zeros_like(merit_TG, dtype=torch.bool).scatter_(1, best_TG, True)
-        return eligible_TG.repeat_interleave(in_groups_TGS.shape[2], dim=1)
+        return eligible_TG.repeat_interleave(grouped_TGS.shape[2], dim=1)
 
 
 def grouped_routing(groups: int) -> RoutingFunction:
-    """Make a routing to equally many experts of each of so many groups of consecutive ones (Pangu's MoGE).
+    """Return a routing function that chooses K/G experts from each of G groups of consecutive experts.
 
-    Weights are the softmax over a token's choices, which are sorted by logit. Raises ``ValueError`` where experts or
-    choices do not divide into groups.
+    This is the routing of Pangu's mixture of grouped experts (MoGE). The weights are the softmax over a token's
+    choices, which are sorted by logit. The function raises ``ValueError`` if the experts or the choices do not divide
+    into ``groups``.
+
+    Examples
+    --------
+    >>> weights, ids = grouped_routing(2)(torch.tensor([[0.0, 2.0, 1.0, -1.0]]), 2)
+    >>> ids
+    tensor([[1, 2]])
     """
 
     def choose(logits_TE: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
         experts = logits_TE.shape[1]
         _check_groups(experts, top_k, groups)
-        chosen_TGC, place_TGC = logits_TE.unflatten(1, (groups, -1)).topk(top_k // groups, dim=2)
+        chosen_TGC, index_TGC = logits_TE.unflatten(1, (groups, -1)).topk(top_k // groups, dim=2)
         first_G1 = torch.arange(0, experts, experts // groups, device=logits_TE.device).unsqueeze(1)
         chosen_TK, order_TK = chosen_TGC.flatten(1).sort(dim=1, descending=True)
-        return chosen_TK.softmax(dim=-1), (place_TGC + first_G1).flatten(1).gather(1, order_TK)
+        return chosen_TK.softmax(dim=-1), (index_TGC + first_G1).flatten(1).gather(1, order_TK)
 
     return choose
 
@@ -132,22 +172,53 @@ def balanced_choices(
     rank: int = 0,
     groups: int = 1,
 ) -> torch.Tensor:
-    """Draw choices as even as can be, int32 ``[T, K]``, for runs that measure memory and not a model.
+    """Return choices that load the experts as evenly as possible, for runs that measure memory use.
 
-    No token chooses an expert twice, and any two experts are chosen equally often, give or take one: on each rank, and
-    over ranks with equally many tokens, each ``rank`` of which begins where the one before it ends. ``tokens``,
-    ``experts`` and ``top_k`` are T, E and K; ``device`` gets the choices. Of several ``groups`` of consecutive experts
-    each token chooses equally many of every one, as MoGE wants of the ranks' groups; ``ValueError`` where they do not
-    divide into so many.
+    No token chooses an expert twice. On each rank, the numbers of times that two experts are chosen differ by at most
+    one. The same holds for the sum over ranks that have the same number of tokens, because each rank continues the
+    sequence of the rank before it.
+
+    Parameters
+    ----------
+    tokens
+        T, the number of tokens of this rank.
+    experts
+        E, the number of experts.
+    top_k
+        K, the number of choices per token.
+    device
+        Device of the result.
+    rank
+        Number of this rank.
+    groups
+        Number of groups of consecutive experts. Each token chooses K / ``groups`` experts of every group, as MoGE
+        requires.
+
+    Returns
+    -------
+    torch.Tensor
+        Chosen experts, int32 ``[T, K]``.
+
+    Raises
+    ------
+    ValueError
+        If K is not within 1..E, or if E or K does not divide into the groups.
+
+    Examples
+    --------
+    >>> choices = balanced_choices(tokens=3, experts=4, top_k=2, device=torch.device("cpu"))
+    >>> sorted(choices.flatten().bincount().tolist())
+    [1, 1, 2, 2]
     """
     if not 1 <= top_k <= experts:
         raise ValueError(f"top_k must be 1..{experts}, the number of experts, got {top_k}")
     _check_groups(experts, top_k, groups)
-    size, share = experts // groups, top_k // groups
+    size = experts // groups
+    share = top_k // groups
     generator = torch.Generator().manual_seed(0)
     orders = [torch.randperm(size, generator=generator, dtype=torch.int32) for _ in range(groups)]
     order_GS = torch.stack(orders).to(device)
     order_GS += torch.arange(0, experts, size, dtype=torch.int32, device=device).unsqueeze(1)
     first = rank * tokens * share
-    place_TC = torch.arange(first, first + tokens * share, device=device).view(tokens, share) % size
-    return order_GS[:, place_TC].transpose(0, 1).flatten(1)
+    index_TC = torch.arange(first, first + tokens * share, device=device).view(tokens, share) % size
+    return order_GS[:, index_TC].transpose(0, 1).flatten(1)

@@ -1,17 +1,19 @@
-"""Dimensions and activation of one MoE layer, a step's tokens, and the check that they fit.
+"""Dimensions and activation of an MoE layer, the tokens of a step, and the validation of both.
 
-How bad input ends
-    What one rank can see for itself (a shape, a dtype, a device, an id out of range) it refuses with ``ValueError``
-    before it enters a collective. Ranks whose input was good are then alone in that step's first exchange: they
-    fail with torch's own error as soon as the refusing process ends its group, or else when the group's timeout runs
-    out. A host that catches the error must end the step on all ranks.
+How invalid input is handled
+    A rank validates everything that it can check locally (shapes, dtypes, devices, expert ids) and raises
+    ``ValueError`` before it enters a collective. The other ranks, whose input was valid, then wait in the first
+    exchange of that step. They fail with an error from torch when the failed process ends its group, or when the
+    group's timeout expires. A host that catches the ``ValueError`` must therefore end the step on all ranks.
 
-    What can be seen only by comparing ranks is found where ranks exchange sizes anyway: tokens of different
-    widths (another K) are refused by all ranks of a gathering preparation alike, and so are grouped experts that are
-    not chosen equally. All2AllV lets each rank have its own K; MC2's operators want one K on all
-    ranks and cannot check it. Layers must be built alike on all ranks: experts, hidden size, dtype, dispatcher, parts.
-    log2phy tables that do not fit the placement are refused when a layer is built; who writes others into them later
-    must do so on all ranks between the same two steps, as agents do by their votes, or tokens are lost.
+    Differences between ranks are detected only if the ranks exchange sizes anyway. A preparation that gathers tokens
+    raises on every rank if the ranks' tokens have different widths (for example another K). Grouped experts that are
+    not chosen equally often also raise on every rank. With all-to-all, each rank may have its own K. The operators of
+    MC2 require the same K on all ranks but cannot check it.
+
+    Layers must be built with the same experts, hidden size, dtype, dispatcher and options on all ranks. Building a
+    layer fails if its ``log2phy`` table does not fit the placement. Code that writes another table later must do so on
+    all ranks between the same two steps, as agents do after a vote. Otherwise tokens are lost.
 """
 
 from __future__ import annotations
@@ -29,17 +31,26 @@ _SWIGLUOAI_LIMIT = 7.0
 
 
 class Activation(str, Enum):
-    """The function of an expert's first product, by the names that engines give it: of its gate, times its up part."""
+    """Activation between an expert's two products: a function of the gate, times the up projection.
+
+    The values are the names that engines use.
+    """
 
     SILU = "silu"
     GELU = "gelu"
-    """Exact, by the error function."""
+    """Exact GELU, based on the error function."""
 
     SWIGLUOAI = "swigluoai"
     """gpt-oss: both halves are clamped, the gate's sigmoid is steeper, and one is added to the up projection."""
 
     def __call__(self, first: torch.Tensor) -> torch.Tensor:
-        """Return the activation ``[..., I]`` of a first product ``[..., 2*I]``, gate first."""
+        """Return the activation ``[..., I]`` of a first product ``[..., 2*I]``, whose gate half comes first.
+
+        Examples
+        --------
+        >>> Activation.SILU(torch.tensor([[0.0, 2.0, 5.0, 10.0]]))  # gate [0, 2], up projection [5, 10]
+        tensor([[ 0.0000, 17.6159]])
+        """
         gate, up = first.chunk(2, dim=-1)
         if self is Activation.SILU:
             return silu(gate) * up
@@ -52,7 +63,7 @@ class Activation(str, Enum):
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """One rank's tokens of a step, or of one of a step's two parts; ``ExpertParallelMoE.forward`` describes them."""
+    """One rank's tokens of a step or of half a step; for the fields see ``ExpertParallelMoE.forward``."""
 
     hidden_TH: torch.Tensor
     topk_ids_TK: torch.Tensor
@@ -62,14 +73,17 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class MoEShape:
-    """Layer index, dimensions and activation of one MoE layer; ``ValueError`` where a dimension is not positive."""
+    """Layer index, dimensions and activation of one MoE layer.
+
+    Raises ``ValueError`` if a dimension is not positive.
+    """
 
     layer: int
     experts: int
-    """E, logical experts."""
+    """E, the number of logical experts."""
 
     hidden: int
-    """H."""
+    """H, the width of a token."""
 
     intermediate: int
     """I, the width inside an expert."""
@@ -92,49 +106,71 @@ class MoEShape:
         device: torch.device,
         check_ids: bool,
     ) -> None:
-        """Raise ``ValueError`` naming layer, tensor and what was expected, unless a call's tensors fit.
+        """Validate the tensors of one call.
 
-        These are ``hidden_TH``, ``topk_ids_TK`` and ``topk_weights_TK``, and ``active``, the real tokens ``[T]`` or
-        choices ``[T, K]``; the layer's tokens are of ``dtype``, on ``device``. With ``check_ids`` the values of real
-        choices are looked at too, which on an accelerator waits for the device.
+        Parameters
+        ----------
+        hidden_TH
+            Tokens ``[T, H]``.
+        topk_ids_TK
+            Logical experts ``[T, K]``.
+        topk_weights_TK
+            Weights ``[T, K]``.
+        active
+            Mask of the real tokens ``[T]`` or choices ``[T, K]``.
+        dtype
+            Data type of the layer's tokens.
+        device
+            Device of the layer.
+        check_ids
+            If true, also check the ids of the real choices. On an accelerator this waits for the device.
+
+        Raises
+        ------
+        ValueError
+            If a tensor does not fit. The message names the layer, the tensor and the requirement.
         """
         ids_shape = list(topk_ids_TK.shape)
         if hidden_TH.ndim != 2 or hidden_TH.shape[1] != self.hidden:
-            self._refuse("hidden", f"the shape [T, {self.hidden}]", list(hidden_TH.shape))
+            self._reject("hidden", f"the shape [T, {self.hidden}]", list(hidden_TH.shape))
         tokens = hidden_TH.shape[0]
         if len(ids_shape) != 2 or ids_shape[0] != tokens or ids_shape[1] < 1:
-            self._refuse("topk_ids", f"the shape [{tokens}, K] with K >= 1", ids_shape)
+            self._reject("topk_ids", f"the shape [{tokens}, K] with K >= 1", ids_shape)
         if list(topk_weights_TK.shape) != ids_shape:
-            self._refuse("topk_weights", f"the shape {ids_shape}", list(topk_weights_TK.shape))
+            self._reject("topk_weights", f"the shape {ids_shape}", list(topk_weights_TK.shape))
         if active is not None and list(active.shape) not in (ids_shape[:1], ids_shape):
-            self._refuse("active", f"the shape {ids_shape[:1]} or {ids_shape}", list(active.shape))
-        floating, integers = topk_weights_TK.is_floating_point(), (torch.int32, torch.int64)
-        for name, tensor, expected, fits in (
+            self._reject("active", f"the shape {ids_shape[:1]} or {ids_shape}", list(active.shape))
+        is_floating = topk_weights_TK.is_floating_point()
+        is_integer = topk_ids_TK.dtype in (torch.int32, torch.int64)
+        is_mask = active is None or active.dtype == torch.bool
+        for name, tensor, requirement, fits in (
             ("hidden", hidden_TH, f"the layer's dtype {dtype}", hidden_TH.dtype == dtype),
-            ("topk_ids", topk_ids_TK, "int32 or int64", topk_ids_TK.dtype in integers),
-            ("topk_weights", topk_weights_TK, "a floating-point dtype", floating),
-            ("active", active, "the dtype torch.bool", active is None or active.dtype == torch.bool),
+            ("topk_ids", topk_ids_TK, "dtype int32 or int64", is_integer),
+            ("topk_weights", topk_weights_TK, "a floating-point dtype", is_floating),
+            ("active", active, "the dtype torch.bool", is_mask),
         ):
             if tensor is not None and not fits:
-                self._refuse(name, expected, tensor.dtype)
+                self._reject(name, requirement, tensor.dtype)
             if tensor is not None and tensor.device != device:
-                self._refuse(name, f"the layer's device {device}", tensor.device)
-        if not check_ids:
-            return
-        outside_TK = (topk_ids_TK < 0) | (topk_ids_TK >= self.experts)
-        if active is not None:
-            outside_TK &= active if active.ndim == 2 else active.unsqueeze(1)
-        if outside_TK.any():
-            token, choice = outside_TK.nonzero()[0].tolist()
-            found = f"{int(topk_ids_TK[token, choice])} at token {token}, choice {choice}"
-            self._refuse("topk_ids", f"expert ids 0..{self.experts - 1}", found)
+                self._reject(name, f"the layer's device {device}", tensor.device)
+        if check_ids:
+            self._check_ids(topk_ids_TK, active)
 
-    def _refuse(self, tensor: str, expected: str, found: object) -> None:
-        raise ValueError(f"layer {self.layer}: {tensor} must have {expected}, got {found}")
+    def _check_ids(self, topk_ids_TK: torch.Tensor, active: torch.Tensor | None) -> None:
+        invalid_TK = (topk_ids_TK < 0) | (topk_ids_TK >= self.experts)
+        if active is not None:
+            invalid_TK &= active if active.ndim == 2 else active.unsqueeze(1)
+        if invalid_TK.any():
+            token, choice = invalid_TK.nonzero()[0].tolist()
+            value = f"{int(topk_ids_TK[token, choice])} at token {token}, choice {choice}"
+            self._reject("topk_ids", f"expert ids 0..{self.experts - 1}", value)
+
+    def _reject(self, tensor: str, requirement: str, value: object) -> None:
+        raise ValueError(f"layer {self.layer}: {tensor} must have {requirement}, got {value}")
 
 
 def real_ids(topk_ids_TK: torch.Tensor, active: torch.Tensor | None, phase: StepPhase | None) -> torch.Tensor:
-    """Return the ids, int32, -1 for choices that are not ``active``, as none is in a dummy phase."""
+    """Return the ids as int32, with -1 for choices that are not ``active`` and for all choices of a dummy step."""
     topk_ids_TK = topk_ids_TK.to(torch.int32)
     if phase is StepPhase.DUMMY:
         return torch.full_like(topk_ids_TK, -1)
@@ -147,7 +183,10 @@ def real_ids(topk_ids_TK: torch.Tensor, active: torch.Tensor | None, phase: Step
 def masked_outputs(
     out_TH: torch.Tensor, active: torch.Tensor | None, phase: StepPhase | None
 ) -> torch.Tensor:
-    """Outputs with zeros for padding tokens, and for all of a dummy phase; a mask by choice leaves all tokens."""
+    """Return the outputs with zeros for padding tokens and for all tokens of a dummy step.
+
+    A mask per choice (``[T, K]``) marks no token as padding, so it leaves the outputs unchanged.
+    """
     if phase is StepPhase.DUMMY:
         return torch.zeros_like(out_TH)
     if active is None or active.ndim == 2:

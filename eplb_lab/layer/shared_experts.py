@@ -1,4 +1,4 @@
-"""Experts that every token goes to, split in two parts so that they run while tokens travel."""
+"""Shared experts, which compute every token, in two parts that run while tokens travel."""
 
 from __future__ import annotations
 
@@ -13,22 +13,40 @@ from eplb_lab.layer.shape import Activation
 from eplb_lab.layer.weights import ExpertTensors, ExpertWeights
 
 SharedModule = Callable[[torch.Tensor], torch.Tensor]
-"""Shared experts as a whole: ``[T, H]`` -> ``[T, H]``."""
+"""Shared experts in one piece: a function from ``[T, H]`` to ``[T, H]``."""
 
 
 class SharedExperts(ExpertTensors):
-    """A feed-forward network over all tokens, by the same ``quantization`` methods as a layer's experts.
+    """Feed-forward network over all tokens.
 
-    ``weights`` are one slot as it was loaded: w13 ``[1, 2*I, H]`` and w2 ``[1, H, I]``, I that of all shared experts
-    together; with biases or without. Tokens are of ``dtype``. With ``gate_H`` outputs are multiplied by the sigmoid of
-    its product with each token.
+    Parameters
+    ----------
+    layer
+        Layer index, for error messages.
+    weights
+        Weights as loaded, in one slot: w13 ``[1, 2*I, H]`` and w2 ``[1, H, I]``, with or without biases. I is the
+        width of all shared experts together. With tensor parallelism, each rank passes its share of I.
+    operators
+        Operators that compute on the weights' device.
+    dtype
+        Data type of the tokens.
+    gate_H
+        Optional gate: outputs are multiplied by the sigmoid of its product with the token.
+    activation
+        Activation between the two products.
+    tp
+        Tensor-parallel ranks. They have the same tokens, and the second part ends with an all-reduce over them. Only
+        the first rank applies the bias of w2, so every rank may pass it.
+    whole
+        The host's own module, which the two parts replace. If given, ``verify`` runs before the parts are used, on all
+        tensor-parallel ranks together.
+    quantization
+        Quantization method, as for a layer's experts.
 
-    Ranks of ``tp`` have the same tokens, and each a part of I: ``weights`` are this rank's, and the second part ends
-    with an all-reduce. w2's bias counts on the first of them alone, so that all may hold it. ``whole`` is a host's own
-    module, whose place the two parts take: ``verify`` holds them against it before they are used, on all these ranks
-    together.
-
-    Raises ``ValueError`` naming the ``layer`` where shapes do not fit, or the two parts are not the whole.
+    Raises
+    ------
+    ValueError
+        If shapes do not fit, or if the two parts do not compute the same as ``whole``.
     """
 
     gate_H: torch.Tensor | None
@@ -65,11 +83,11 @@ class SharedExperts(ExpertTensors):
             self.verify(whole)
 
     def part1(self, hidden_TH: torch.Tensor) -> torch.Tensor:
-        """Compute the first product: gate and up projection, ``[T, 2*I]``."""
+        """Compute the gate and up projection, ``[T, 2*I]``."""
         return self._method.linear(hidden_TH, self._weights().first)
 
     def part2(self, hidden_TH: torch.Tensor, gate_up_TI: torch.Tensor) -> torch.Tensor:
-        """Compute activation, down projection and gate, ``[T, H]``; summed over tensor-parallel ranks."""
+        """Compute activation, down projection and gate, ``[T, H]``, summed over the tensor-parallel ranks."""
         weight_1HI, scale_1H, bias_1H = self._weights().second
         second = weight_1HI, scale_1H, bias_1H if self._tp.rank == 0 else None
         out_TH = self._tp.all_reduce(self._method.linear(self._method.activated(gate_up_TI), second))
@@ -78,31 +96,36 @@ class SharedExperts(ExpertTensors):
         return out_TH * torch.sigmoid(hidden_TH @ self.gate_H).unsqueeze(1)
 
     def start(self, hidden_TH: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """Compute the first part; return what computes the second, for the kernel to run while tokens travel."""
+        """Compute the first part and return a function that computes the second.
+
+        The kernel calls the function while outputs travel.
+        """
         gate_up_TI = self.part1(hidden_TH)
         return lambda: self.part2(hidden_TH, gate_up_TI)
 
     @torch.no_grad()
     def verify(self, whole: SharedModule) -> None:
-        """Hold the two parts against a host's own module on random tokens; again where other weights were loaded.
+        """Compare the two parts with the host's own module on random tokens.
 
-        Tensor-parallel ranks call it together, each with the same module. Raises ``ValueError`` naming the layer where
-        their relative difference is past 1 %, and 5 % in W8A8: a module that does more than these two parts must not be
-        split.
+        Call it again after loading other weights. Tensor-parallel ranks call it together, each with the same module.
+        Raises ``ValueError`` if the relative difference exceeds 1 %, or 5 % in W8A8: a module that computes more than
+        the two parts must not be split.
         """
-        w2_1HI, tolerance = self.w2_weight, 5e-2 if self._method.quantizes_tokens else 1e-2
+        w2_1HI = self.w2_weight
+        tolerance = 5e-2 if self._method.quantizes_tokens else 1e-2
         generator = torch.Generator().manual_seed(self.layer_index)
         hidden_TH = torch.randn(8, w2_1HI.shape[1], generator=generator).to(w2_1HI.device, self._dtype)
         expected_TH = whole(hidden_TH).float()
-        found_TH = self.part2(hidden_TH, self.part1(hidden_TH)).float()
-        if found_TH.shape != expected_TH.shape:
+        out_TH = self.part2(hidden_TH, self.part1(hidden_TH)).float()
+        if out_TH.shape != expected_TH.shape:
             raise ValueError(
-                f"layer {self.layer_index}: shared experts give the shape {list(expected_TH.shape)} as a whole and "
-                f"{list(found_TH.shape)} in two parts"
+                f"layer {self.layer_index}: shared experts return the shape {list(expected_TH.shape)} in one piece, "
+                f"but {list(out_TH.shape)} in two parts; do not split them"
             )
-        difference = float((found_TH - expected_TH).norm() / expected_TH.norm().clamp(min=1e-20))
+        difference = float((out_TH - expected_TH).norm() / expected_TH.norm().clamp(min=1e-20))
+        # A difference of NaN must fail as well.
         if not difference <= tolerance:
             raise ValueError(
                 f"layer {self.layer_index}: shared experts in two parts differ from the whole by {difference:.3g} "
-                f"of its norm, past {tolerance:g}; run them unsplit, or mend the weights"
+                f"of its norm (at most {tolerance:g} allowed); do not split them, or correct their weights"
             )

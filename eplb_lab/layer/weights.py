@@ -1,4 +1,4 @@
-"""The tensors of a rank's experts, in floating point or W8A8: their sources, and a layer's own."""
+"""Expert tensors of a layer, in floating point or W8A8, and the sources of their values."""
 
 from __future__ import annotations
 
@@ -13,14 +13,17 @@ WEIGHT_NAMES = ("w13_weight", "w2_weight", "w13_weight_scale", "w2_weight_scale"
 """Names of a layer's expert tensors, in the order of ``ExpertWeights``."""
 
 ExpertSource = Callable[[int], tuple[torch.Tensor, torch.Tensor]]
-"""Logical expert id -> (``w13 [2*I, H]``, ``w2 [H, I]``), the same on whichever rank it is called.
+"""Function that returns a logical expert's weights, ``w13 [2*I, H]`` and ``w2 [H, I]``, the same on every rank.
 
-Of biases it is (``[2*I]``, ``[H]``).
+A source of biases returns ``[2*I]`` and ``[H]``.
 """
 
 
 def seeded_experts(shape: MoEShape, seed: int = 0) -> ExpertSource:
-    """Return random float32 experts that keep the scale of their input, drawn from seed, layer and expert id."""
+    """Return a source of random float32 experts, which roughly preserve the scale of their input.
+
+    The weights depend only on the seed, the layer and the expert.
+    """
 
     def draw(expert: int) -> tuple[torch.Tensor, torch.Tensor]:
         generator = torch.Generator().manual_seed((seed * 1_000_003 + shape.layer) * 1_000_003 + expert)
@@ -32,15 +35,15 @@ def seeded_experts(shape: MoEShape, seed: int = 0) -> ExpertSource:
 
 
 Matrices = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
-"""``[S, M, K]``, of int8 matrices scales ``[S, M]``, and biases ``[S, M]`` if there are any."""
+"""Matrices ``[S, M, K]`` of one projection, their scales ``[S, M]`` if they are int8, and biases ``[S, M]`` if any."""
 
 
 @dataclass(frozen=True)
 class ExpertWeights:
-    """Every tensor that S experts read. With scales, weights are int8 and tokens are quantized as well."""
+    """All tensors of S experts. If there are scales, weights are int8 and tokens are quantized as well."""
 
     w13_SIH: torch.Tensor
-    """``[S, 2*I, H]``, the gate's rows before the up projection's."""
+    """``[S, 2*I, H]``: rows of the gate, then rows of the up projection."""
 
     w2_SHI: torch.Tensor
     w13_scale_SI: torch.Tensor | None = None
@@ -50,10 +53,10 @@ class ExpertWeights:
     """float32 or bfloat16 ``[S, H]``."""
 
     w13_bias_SI: torch.Tensor | None = None
-    """``[S, 2*I]`` of ``bias_dtype``; either both products have biases or neither."""
+    """``[S, 2*I]`` of ``bias_dtype``. Either both products have biases or neither has."""
 
     w2_bias_SH: torch.Tensor | None = None
-    """``[S, H]``."""
+    """``[S, H]`` of ``bias_dtype``."""
 
     @property
     def first(self) -> Matrices:
@@ -66,13 +69,13 @@ class ExpertWeights:
         return self.w2_SHI, self.w2_scale_SH, self.w2_bias_SH
 
     def named(self) -> dict[str, torch.Tensor]:
-        """Return the tensors, each ``[S, ...]``, by the names that layers give them."""
-        every = zip(WEIGHT_NAMES, vars(self).values(), strict=True)
-        return {name: tensor for name, tensor in every if tensor is not None}
+        """Return the existing tensors, each ``[S, ...]``, by their names in a layer."""
+        pairs = zip(WEIGHT_NAMES, vars(self).values(), strict=True)
+        return {name: tensor for name, tensor in pairs if tensor is not None}
 
     @staticmethod
     def bias_dtype(dtype: torch.dtype) -> torch.dtype:
-        """Return the type of biases for tokens of ``dtype``: as the grouped product of torch_npu wants them."""
+        """Return the data type of biases that torch_npu's grouped product requires for tokens of ``dtype``."""
         return torch.float32 if dtype == torch.bfloat16 else dtype
 
 
@@ -83,38 +86,53 @@ def fill_weights(
     experts: ExpertSource,
     biases: ExpertSource | None = None,
 ) -> ExpertWeights:
-    """Copy the expert of each slot into floating-point ``weights``; ``ValueError`` where a source gives another shape.
+    """Copy the expert of each slot into ``weights``, and return them.
 
-    Weights come from ``experts``, and biases, if there are any, from ``biases``; ``logical_S`` has the expert in each
-    slot of this rank, in the ``shape`` of the layer.
+    Parameters
+    ----------
+    weights
+        Floating-point tensors to fill.
+    shape
+        Dimensions of the layer.
+    logical_S
+        Logical expert of each slot of this rank.
+    experts
+        Source of the weights.
+    biases
+        Source of the biases, if the experts have any.
+
+    Raises
+    ------
+    ValueError
+        If a source returns tensors of another shape, or if ``weights`` are int8.
     """
     _fill(shape.layer, logical_S, experts, {"w13": weights.w13_SIH, "w2": weights.w2_SHI})
     if biases is not None and weights.w13_bias_SI is not None and weights.w2_bias_SH is not None:
-        both = {"w13 bias": weights.w13_bias_SI, "w2 bias": weights.w2_bias_SH}
-        _fill(shape.layer, logical_S, biases, both)
+        bias_tensors = {"w13 bias": weights.w13_bias_SI, "w2 bias": weights.w2_bias_SH}
+        _fill(shape.layer, logical_S, biases, bias_tensors)
     return weights
 
 
 def _fill(layer: int, logical_S: list[int], source: ExpertSource, tensors: dict[str, torch.Tensor]) -> None:
-    """Copy what a source gives for each slot's expert, which must have the shape of its place."""
+    """Copy the expert of each slot from its source into ``tensors``."""
     for slot, expert in enumerate(logical_S):
-        for (name, tensor_S), given in zip(tensors.items(), source(expert), strict=True):
-            if given.shape != tensor_S.shape[1:]:
+        for (name, tensor_S), value in zip(tensors.items(), source(expert), strict=True):
+            if value.shape != tensor_S.shape[1:]:
                 raise ValueError(
                     f"layer {layer}: {name} of expert {expert} must have the shape "
-                    f"{list(tensor_S.shape[1:])}, got {list(given.shape)}"
+                    f"{list(tensor_S.shape[1:])}, got {list(value.shape)}"
                 )
             if not tensor_S.is_floating_point():
                 raise ValueError(
-                    f"layer {layer}: int8 weights come from a checkpoint alone; use quantization w8a8"
+                    f"layer {layer}: int8 weights can only be loaded from a checkpoint; use quantization w8a8"
                 )
-            tensor_S[slot].copy_(given)
+            tensor_S[slot].copy_(value)
 
 
 class ExpertTensors(torch.nn.Module):
-    """A layer's tensors of its S local slots, as ``ExpertWeights`` has them.
+    """Module with the tensors of S local slots, in the layout of ``ExpertWeights``.
 
-    They keep their addresses: experts move by writing into them.
+    The tensors keep their addresses: experts are moved by writing into them.
     """
 
     w13_weight: torch.Tensor
@@ -133,7 +151,7 @@ class ExpertTensors(torch.nn.Module):
             self.register_buffer(name, named.get(name))
 
     def expert_weights(self) -> list[torch.Tensor]:
-        """Return every tensor that the expert kernels read, with the local slot as first dimension."""
+        """Return all tensors that the expert kernels read; their first dimension is the local slot."""
         return list(self._weights().named().values())
 
     def _weights(self) -> ExpertWeights:

@@ -9,7 +9,7 @@ from math import floor
 import torch
 
 from worker_agent.stepwise import StepwiseSplit
-from worker_agent.stepwise_tables import PENALTIES, ways_to_round
+from worker_agent.stepwise_tables import PENALTIES, rounding_dithers
 
 
 def product(matrix: torch.Tensor, vector: list[Fraction]) -> list[Fraction]:
@@ -23,7 +23,7 @@ def product(matrix: torch.Tensor, vector: list[Fraction]) -> list[Fraction]:
 def ends(split: StepwiseSplit, counts: list[int], rounds: int) -> list[int]:
     """Where the tokens of each slot end."""
     shared, ranks = split.bound_MR.shape
-    known = product(split.from_parts, product(split.parts_YE, [Fraction(count) for count in counts]))
+    known = product(split.from_totals, product(split.totals_YE, [Fraction(count) for count in counts]))
     *starts, known, uncut, first = _cut(known, [shared] * len(PENALTIES) + [ranks + shared, shared, ranks])
     state = [Fraction(round(x)) for x in starts[0]]
     before = 0
@@ -37,12 +37,12 @@ def ends(split: StepwiseSplit, counts: list[int], rounds: int) -> list[int]:
     # The positive part of a state is half of it and its size.
     slots = product(split.exact_X2[:, :shared], [2 * max(x, Fraction(0)) for x in state])
     exact = [x + y for x, y in zip(known, slots, strict=True)]
-    ways = [_rounded(split, exact, uncut, dithers) for dithers in ways_to_round(ranks, shared).tolist()]
+    ways = [_rounded(split, exact, uncut, dithers) for dithers in rounding_dithers(ranks, shared).tolist()]
     # The first of those whose hottest rank is the coolest.
     later = product(split.later_MM, min(ways, key=lambda way: _hottest(split, way, first)))
     totals = list(accumulate(counts))
     found = [totals[expert] for expert in split.expert_P.tolist()]
-    for place, expert, tokens in zip(split.place_M.tolist(), split.expert_M.tolist(), later, strict=True):
+    for place, expert, tokens in zip(split.position_M.tolist(), split.expert_M.tolist(), later, strict=True):
         found[place] -= min(int(tokens), counts[expert])
     return found
 

@@ -27,13 +27,13 @@ EARLY = {"quantize_before_gather": True}
 @pytest.mark.parametrize(
     ("dispatcher", "quantized", "options", "message"),
     [
-        ("all2allv", True, {"max_rank_tokens": 3}, "takes floating-point weights alone"),
-        ("all2allv", False, {"max_rank_tokens": 0}, "room for one token per rank, got 0"),
-        ("allgather", False, EARLY, "this one's weights are floating-point"),
-        ("mc2", True, EARLY, "needs a dispatcher that gathers, got mc2$"),
-        ("moge", False, TWICE, r"layer 3: moge gathers the tokens of 1 ranks; groups of 1 x 2 x 1 \("),
+        ("all2allv", True, {"max_rank_tokens": 3}, "requires floating-point weights"),
+        ("all2allv", False, {"max_rank_tokens": 0}, "max_rank_tokens must be at least 1, got 0"),
+        ("allgather", False, EARLY, "this layer's weights are floating-point"),
+        ("mc2", True, EARLY, "requires a dispatcher that gathers, got mc2$"),
+        ("moge", False, TWICE, r"layer 3: moge gathers the tokens of 1 ranks, but .* 1 x 2 x 1 ranks \("),
         ([], False, {}, "a layer needs at least one dispatcher"),
-        ("all2allv", False, {"split": "steps"}, "split is 'steps'; use one of tables, step"),
+        ("all2allv", False, {"split": "steps"}, "split must be 'tables' or 'step', got 'steps'"),
     ],
 )
 def test_parts_that_do_not_fit_together(
@@ -46,7 +46,7 @@ def test_parts_that_do_not_fit_together(
 
 def test_one_choice_alone_is_weighed_on_the_input():
     case = Case("all2allv", experts=4, slots=4, top_k=2, tokens=(3,))
-    with pytest.raises(ValueError, match=r"layer 3: weights can be applied .* one choice .*got 2"):
+    with pytest.raises(ValueError, match=r"layer 3: weigh_on_input requires one choice per token, got 2"):
         alone(case, LayerOptions(weigh_on_input=True))(*case.step(0))
 
 
@@ -54,7 +54,7 @@ def test_mc2_takes_no_expert_twice():
     case = Case("mc2", experts=4, slots=4, top_k=3, tokens=(3,))
     layer, (hidden_TH, ids_TK, weights_TK) = alone(case, dispatcher=("mc2", "all2allv")), case.step(0)
     ids_TK[1] = torch.tensor([3, 0, 3])
-    with pytest.raises(ValueError, match=r"layer 3: topk_ids .*distinct.* got \[3, 0, 3\] at token 1"):
+    with pytest.raises(ValueError, match=r"layer 3: MC2 requires distinct.* got \[3, 0, 3\] at token 1"):
         layer(hidden_TH, ids_TK, weights_TK)
     expected_TH = case.dense()(hidden_TH, ids_TK, weights_TK)
     torch.testing.assert_close(layer(hidden_TH, ids_TK, weights_TK, dispatcher="all2allv"), expected_TH)
@@ -94,10 +94,15 @@ def test_ranks_and_experts_that_mc2_is_not_documented_for_are_refused(
 @pytest.mark.parametrize(
     ("variant", "tokens", "choices", "message"),
     [
-        (A3, 513, 8, "takes at most 512 tokens of a rank, padding among them, got 513"),
-        (A2, 257, 8, "takes at most 256 tokens of a rank, padding among them, got 257"),
+        (A3, 513, 8, "takes at most 512 tokens per rank, including padding, got 513"),
+        (A2, 257, 8, "takes at most 256 tokens per rank, including padding, got 257"),
         (A3, 1, 17, "takes at most 16 choices per token, got 17"),
-        (A3, 32, 8, "needs buffers of 269 MB for 32 tokens of each of 32 ranks, and has 200; set HCCL_BUFFS"),
+        (
+            A3,
+            32,
+            8,
+            "needs buffers of 269 MB for 32 tokens on each of 32 ranks, but has 200 MB; set HCCL_BUFFS",
+        ),
         (A3, 512, 8, "needs buffers of 4302 MB"),
         # By hand: 2 * (32 * 32 * 8 * 14336 bytes + 2 MB), and 288 * 32 * (14336 + 16 * 8) bytes + 104 MB.
         (A2, 32, 8, "needs buffers of 228 MB"),
@@ -119,7 +124,9 @@ def test_a_layer_holds_mc2_to_its_limits_and_to_a_group_of_its_own():
     def one_step(group: SimulatedGroup) -> None:
         with pytest.raises(ValueError, match="layer 3: MC2 needs a process group that nothing else uses"):
             layer_on(case, group, options=options)
-        with pytest.raises(ValueError, match=r"layer 3: mc2_group must have the ranks.*, got 0 of 1"):
+        with pytest.raises(
+            ValueError, match=r"layer 3: mc2_group must have the ranks.*in mc2_group it is rank 0 of 1"
+        ):
             layer_on(case, group, options=options, mc2_group=RankGroup(None))
         layer = layer_on(case, group, options=options, mc2_group=group.twin("mc2"))
         torch.testing.assert_close(layer(*case.step(group.rank)), case.dense()(*case.step(group.rank)))

@@ -132,7 +132,7 @@ def test_each_choice_is_the_next_of_its_expert(
     turn: Counter[int] = Counter()
     for request, ids in ((one, first), (two.after(one), second)):
         wanted = [-7 if slot is None else slot for slot in by_hand(table_ED.tolist(), ids, turn)]
-        physical_TK = request.physical(nowhere=-7)
+        physical_TK = request.physical(padding_id=-7)
         assert physical_TK.dtype == torch.int32
         assert physical_TK.flatten().tolist() == wanted
 
@@ -145,7 +145,9 @@ def test_masked_choices_alone_may_repeat_an_expert_in_the_batched_format():
     layer = alone(case, LayerOptions(max_rank_tokens=2))
     found_TH = layer(hidden_TH, ids_TK, weights_TK, active=active_TK)
     torch.testing.assert_close(found_TH, case.dense()(hidden_TH, ids_TK, weights_TK * active_TK))
-    with pytest.raises(ValueError, match=r"layer 3: topk_ids must have distinct.*got \[0, 0, 3\] at token 0"):
+    with pytest.raises(
+        ValueError, match=r"layer 3: the batched format requires distinct.*got \[0, 0, 3\] at token 0"
+    ):
         layer(hidden_TH, ids_TK, weights_TK)
 
 
@@ -154,7 +156,7 @@ def test_padding_that_a_batch_has_no_room_for_is_refused(variant: MC2Variant):
     case = Case("mc2", experts=4, slots=4, top_k=2, tokens=(3,))
     layer = alone(case, LayerOptions(max_rank_tokens=4, mc2=variant))
     torch.testing.assert_close(layer(*case.step(0), length=4), case.dense()(*case.step(0)))
-    with pytest.raises(ValueError, match=r"layer 3: 5 tokens, padding among them, are more than the 4"):
+    with pytest.raises(ValueError, match=r"layer 3: .* 5 tokens, including padding, .*has room for 4"):
         layer(*case.step(0), length=5)
 
 

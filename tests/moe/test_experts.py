@@ -117,7 +117,7 @@ def test_a_whole_that_does_more_than_the_parts_is_refused_where_the_parts_are_ma
     for other, message in (
         (lambda hidden_TH: 2 * whole(hidden_TH), r"in two parts differ from the whole by 0\.5"),
         (lambda hidden_TH: whole(hidden_TH) * torch.nan, "differ from the whole by nan"),
-        (lambda hidden_TH: whole(hidden_TH)[:, :4], r"give the shape \[8, 4\] as a whole"),
+        (lambda hidden_TH: whole(hidden_TH)[:, :4], r"return the shape \[8, 4\] in one piece"),
     ):
         with pytest.raises(ValueError, match=f"layer 3: shared experts .*{message}"):
             shared.verify(other)

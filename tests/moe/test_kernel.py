@@ -31,10 +31,12 @@ def request_of(step: int = 0) -> DispatchRequest:
 
 def test_formats_must_agree():
     with pytest.raises(
-        ValueError, match="gives the standard activation format, BatchedExperts takes the bat"
+        ValueError, match="the standard activation format, but BatchedExperts requires the bat"
     ):
         ModularKernel(SENDER, BatchedExperts())
-    with pytest.raises(ValueError, match="BatchedDispatcher gives the batched activation format, Unquant"):
+    with pytest.raises(
+        ValueError, match="BatchedDispatcher returns rows in the batched activation format, but Unq"
+    ):
         ModularKernel(BatchedDispatcher(SENDER, 1, 6, 8), Unquantized(reference))
 
 

@@ -69,9 +69,9 @@ ALONE = replace(CASE, experts=4, tokens=(3,))
     ("change", "said"),
     [
         ({"phy2log_RS": np.zeros((2, 2), dtype=np.int32)}, "phy2log must have the shape"),
-        ({"biases": None}, "give biases exactly if the layer has them"),
+        ({"biases": None}, "pass biases if, and only if, the layer has biases"),
         ({"experts": seeded_experts(replace(ALONE, hidden=9).shape)}, "must have the shape"),
-        ({"options": LayerOptions(split="dice")}, "split is 'dice'"),
+        ({"options": LayerOptions(split="dice")}, "got 'dice'"),
     ],
 )
 def test_what_does_not_fit_leaves_the_layer_as_it_was(change, said):

@@ -77,7 +77,7 @@ def test_every_setting_equals_the_twin(router: Router, seed: int, tokens: int):
         ({"top_k": 3, "custom": grouped_routing(2)}, "6 experts and 3 choices do not divide into 2"),
         ({"groups": 4}, "6 experts do not divide into 4 groups"),
         ({"groups": 3, "top_groups": 4}, r"top_groups must be 1\.\.3, the number of groups, got 4"),
-        ({"groups": 3, "top_k": 3}, r"top_k must be 1\.\.2, the experts of 1 groups, got 3"),
+        ({"groups": 3, "top_k": 3}, r"top_k must be 1\.\.2, the number of experts in 1 groups, got 3"),
         ({"correction_bias_E": torch.zeros(5)}, r"the correction bias must have the shape \[6\], got \[5\]"),
     ],
 )

@@ -45,7 +45,7 @@ def good_input() -> dict[str, torch.Tensor]:
         ("hidden", torch.empty(3, 8, device="meta"), "hidden must have the layer's device cpu, got meta"),
         ("topk_ids", torch.zeros(2, 2).long(), r"topk_ids must have the shape \[3, K\] with K >= 1"),
         ("topk_ids", torch.zeros(3, 0).long(), r"the shape \[3, K\] with K >= 1"),
-        ("topk_ids", torch.zeros(3, 2), "topk_ids must have int32 or int64, got torch.float32"),
+        ("topk_ids", torch.zeros(3, 2), "topk_ids must have dtype int32 or int64, got torch.float32"),
         ("topk_ids", torch.tensor([[0, 1], [2, 4], [0, 1]]), r"ids 0\.\.3, got 4 at token 1, choice 1"),
         ("topk_ids", torch.tensor([[0, 1], [2, 3], [-1, 1]]), r"ids 0\.\.3, got -1 at token 2, choice 0"),
         ("topk_weights", torch.ones(3, 1), r"topk_weights must have the shape \[3, 2\], got \[3, 1\]"),
@@ -79,7 +79,7 @@ def test_ids_are_not_read_when_they_need_not_be():
         ({"log2phy_E": np.zeros(4, dtype=np.int32)}, "layer 5: log2phy: expert 1 points to slot 0"),
         ({"dispatcher": "pigeon"}, "unknown dispatcher 'pigeon'; use one of all2allv, allgather, mc2, moge"),
         ({"phy2log_RS": ALONE_RS[:, :3]}, "1 ranks x 3 slots = 3 slots cannot hold 4 experts"),
-        ({"heat_rows": 0}, "a heat ring has at least one row"),
+        ({"heat_rows": 0}, "heat_rows must be at least 1, got 0"),
         ({"experts": lambda _: (torch.zeros(12, 8), torch.zeros(6, 8))}, "w2 of expert 0 must have the sh"),
     ],
 )

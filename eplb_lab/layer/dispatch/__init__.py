@@ -1,4 +1,4 @@
-"""Token dispatchers: tokens to the ranks of their experts, and the outputs back."""
+"""Token dispatchers, which send tokens to the ranks of their experts and return the outputs."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ DISPATCHERS: dict[str, type[All2AllVDispatcher | AllGatherDispatcher | MoGEDispa
     "allgather": AllGatherDispatcher,
     "moge": MoGEDispatcher,
 }
-"""Dispatchers by name, but for MC2, which is made with a variant and a group of its own."""
+"""Dispatchers by name, except MC2, whose constructor also needs a variant and a separate group."""
 
 DISPATCHER_NAMES = tuple(sorted([*DISPATCHERS, "mc2"]))
 
 SHARED_TOKEN_DISPATCHERS = ("allgather", "moge")
-"""Dispatchers under which all ranks see the same tokens and must use one log2phy."""
+"""Dispatchers with which all ranks see the same tokens and must use the same ``log2phy`` table."""

@@ -1,4 +1,7 @@
-"""The interface of token dispatchers: choices in, rows for local experts out, and a way back for their outputs."""
+"""Interface of the token dispatchers, and helpers that they share.
+
+A dispatcher sends token choices to the ranks of their physical experts, and later returns the experts' outputs.
+"""
 
 from __future__ import annotations
 
@@ -16,69 +19,81 @@ from worker_agent.counting import count_ids, sorted_positions
 
 @dataclass(frozen=True)
 class DispatchRequest:
-    """This rank's tokens and their choices. T may be 0."""
+    """This rank's tokens and their choices; T may be 0."""
 
     hidden_TH: torch.Tensor
     topk_ids_TK: torch.Tensor
-    """Logical experts, int32 or int64; -1 for a choice that is not real: it is routed nowhere and counts nowhere."""
+    """Logical experts, int32 or int64; -1 for a choice that is not real, which is neither routed nor counted."""
 
     topk_weights_TK: torch.Tensor
     log2phy_E: torch.Tensor
-    """int32: the physical expert that serves each logical one, for the tokens that this rank sends; ``[E, D]`` where it
-    deals them over several."""
+    """int32: this rank's table, the physical expert of each logical one; ``[E, D]`` for a dealing table."""
 
     scale_T: torch.Tensor | None = None
-    """float32: the scale of each token, where ``hidden`` is int8 already."""
+    """float32: scale of each token, if ``hidden_TH`` is int8."""
 
     quantized: bool = False
-    """Experts want int8 rows with one scale each; dispatchers quantize before sending where they can."""
+    """True if the experts need int8 rows with one scale each. Dispatchers quantize before they send, if possible."""
 
-    begun_E: torch.Tensor | None = None
-    """int64: choices of each expert that this rank has dealt before in this step; ``None`` for none."""
+    dealt_counts_E: torch.Tensor | None = None
+    """int64: choices of each expert that this rank has already dealt in this step; ``None`` for none."""
 
     physical_TK: torch.Tensor | None = None
-    """int32: the physical expert of each choice, where this step's tokens were split already; anything for a choice
-    that is not real. ``None`` where ``log2phy_E`` says it."""
+    """int32: physical expert of each choice, if the tokens were split by step; otherwise ``log2phy_E`` is used.
+
+    The value is arbitrary for a choice that is not real.
+    """
 
     check_values: bool = False
-    """A dispatcher with demands on the ids themselves checks them; on an accelerator that waits for it."""
+    """True if a dispatcher with further requirements on the ids checks them; an accelerator waits for that."""
 
     @property
     def active_TK(self) -> torch.Tensor:
-        """bool: the choices that are real."""
+        """Mask of the real choices, bool."""
         return self.topk_ids_TK >= 0
 
     @property
     def real_weights_TK(self) -> torch.Tensor:
-        """float32: the weights, zero for choices that are not real."""
+        """Weights of the choices, float32; zero for choices that are not real."""
         return self.topk_weights_TK.float().masked_fill(~self.active_TK, 0.0)
 
     @property
     def quantizes(self) -> bool:
-        """True where the dispatcher has to quantize rows, which are not int8 yet."""
+        """True if the dispatcher must quantize the rows, because the experts need int8 and the tokens are not."""
         return self.quantized and self.scale_T is None
 
-    def physical(self, nowhere: int) -> torch.Tensor:
-        """Return the physical expert of each choice, ``[T, K]``; ``nowhere`` for choices that are not real."""
+    def physical(self, padding_id: int) -> torch.Tensor:
+        """Return the physical expert of each choice, ``[T, K]``; ``padding_id`` for choices that are not real.
+
+        Examples
+        --------
+        Expert 1 has replicas 4 and 9, and its tokens are dealt to them in turn:
+
+        >>> ids_TK = torch.tensor([[1], [0], [1], [-1], [1]])
+        >>> table_ED = torch.tensor([[2, 2], [4, 9]])
+        >>> request = DispatchRequest(torch.zeros(5, 8), ids_TK, torch.ones(5, 1), table_ED)
+        >>> request.physical(padding_id=-7).flatten().tolist()
+        [4, 2, 9, -7, 4]
+        """
         physical_TK = self.physical_TK
         if physical_TK is None:
             table_ED = self.log2phy_E.reshape(self.log2phy_E.shape[0], -1)
-            physical_TK = _dealt(table_ED, self.topk_ids_TK.reshape(-1), self.begun_E).view_as(
+            physical_TK = _dealt(table_ED, self.topk_ids_TK.reshape(-1), self.dealt_counts_E).view_as(
                 self.topk_ids_TK
             )
-        return physical_TK.masked_fill(~self.active_TK, nowhere)
+        return physical_TK.masked_fill(~self.active_TK, padding_id)
 
     def after(self, before: DispatchRequest) -> DispatchRequest:
-        """Return the same as a part of the step that ``before`` began: tokens are dealt on from where that ended."""
+        """Return this request as the second of a step, which continues the dealing of the request ``before``."""
         experts = self.log2phy_E.shape[0]
-        # What is not real, -1, counts behind the experts.
+        # Count choices that are not real, -1, as one more expert.
         ids_N = before.topk_ids_TK.reshape(-1).long() % (experts + 1)
-        return replace(self, begun_E=count_ids(ids_N, experts + 1)[:-1])
+        return replace(self, dealt_counts_E=count_ids(ids_N, experts + 1)[:-1])
 
     def weighed_on_input(self) -> DispatchRequest:
-        """Return the same with each token multiplied by its weight, instead of its output: K is 1.
+        """Return the request with weights applied to the tokens instead of the outputs; K must be 1.
 
-        Of tokens that are int8 already it is the scale that is multiplied.
+        If tokens are already int8, the weights are applied to their scales.
         """
         ones_TK = torch.ones_like(self.topk_weights_TK)
         if self.scale_T is not None:
@@ -90,26 +105,33 @@ class DispatchRequest:
 
 @dataclass(frozen=True)
 class Dispatched:
-    """The rows that have arrived for this rank's experts, and the way back."""
+    """Rows received for this rank's experts, and the function that returns their outputs."""
 
     batch: ExpertBatch
     combine: Callable[[torch.Tensor], Callable[[], torch.Tensor]]
-    """Sends the experts' outputs, in the order of the batch's rows, back, to be called once; returns what waits for
-    those that come here, weighs and sums them: ``[T, H]``. It keeps nothing of the batch."""
+    """Starts to return the experts' outputs, which are in the order of the batch's rows; call it once.
+
+    The result is a function that waits for the outputs of this rank's own tokens and returns their weighted sums,
+    ``[T, H]``. It keeps no reference to the batch.
+    """
 
 
 class TokenDispatcher(Protocol):
-    """Dispatch and combine are collective: every rank of the group calls them at every step, with or without tokens.
+    """Dispatcher of token choices.
 
-    Each returns once its tokens are on their way, where they can travel while the caller does other work. Nothing of a
-    call stays on the dispatcher.
+    Dispatch and combine are collective: every rank of the group calls them at every step, even without tokens. Both
+    return as soon as the tokens are on their way, so that the caller can do other work meanwhile. A dispatcher keeps
+    no state of a call.
     """
 
     format: ActivationFormat
-    """Of the rows that it gives."""
+    """Format of the rows that the dispatcher returns."""
 
     def dispatch(self, request: DispatchRequest) -> Callable[[], Dispatched]:
-        """Send token choices to the ranks of their physical experts; return what waits for those that come here."""
+        """Start to send the choices to the ranks of their physical experts.
+
+        Return a function that waits for the rows of this rank's experts and returns them.
+        """
         ...
 
 
@@ -122,20 +144,42 @@ def sorted_rows(
     scale_T: torch.Tensor | None = None,
     quantize: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-    """Repeat tokens once per choice, stably sorted by ``order_TK``: int ``0..groups-1``, the group of each choice.
+    """Repeat each token once per choice, and sort the rows by the group of the choice.
 
-    Returns the rows; their scales, float32 ``[N]``, where they are int8; and the row of each choice, int32 ``[T*K]``.
-    ``operators`` sort floating-point ``hidden_TH`` by permuting, and quantize it after that where ``quantize`` says so.
-    The permutation takes no int8: tokens that have scales ``scale_T`` already are sorted by the routing
-    operator. Operators are not called for no rows at all.
+    Floating-point tokens are sorted by the permutation operator, which does not support int8. Tokens that are already
+    int8 are sorted by the routing operator. Without choices, no operator is called.
+
+    Parameters
+    ----------
+    operators
+        Operators for the device.
+    hidden_TH
+        Tokens, in floating point or int8.
+    order_TK
+        Group of each choice, ``0..groups-1``. The sort is stable.
+    groups
+        Number of groups.
+    scale_T
+        Scales of int8 tokens.
+    quantize
+        Quantize the rows after the sort.
+
+    Returns
+    -------
+    rows_NH : torch.Tensor
+        Sorted rows.
+    scale_N : torch.Tensor, optional
+        float32 scales of the rows, if they are int8.
+    row_of_choice : torch.Tensor
+        Row of each choice, int32 ``[T*K]``.
     """
     if not order_TK.numel():
         quantized = quantize or scale_T is not None
         rows_NH = hidden_TH.new_empty(
             0, hidden_TH.shape[1], dtype=torch.int8 if quantized else hidden_TH.dtype
         )
-        none_N = hidden_TH.new_empty(0, dtype=torch.float32) if quantized else None
-        return rows_NH, none_N, order_TK.new_empty(0, dtype=torch.int32)
+        empty_N = hidden_TH.new_empty(0, dtype=torch.float32) if quantized else None
+        return rows_NH, empty_N, order_TK.new_empty(0, dtype=torch.int32)
     if scale_T is not None:
         rows_NH, row_of_choice, _, scale_N = operators.npu_moe_init_routing_v2(
             hidden_TH,
@@ -157,51 +201,67 @@ def sorted_rows(
 
 @dataclass(frozen=True)
 class WeightAndReduce:
-    """The last part of combine: weighs the row of each choice and sums them by token."""
+    """Last step of combine: it multiplies each choice's row by its weight and sums the rows by token."""
 
     row_of_choice: torch.Tensor
-    """int32 ``[T*K]``; any number for a choice that has none."""
+    """int32 ``[T*K]``: row of each choice, arbitrary for a choice without a row."""
 
     weights_TK: torch.Tensor
     absent_TK: torch.Tensor | None = None
-    """bool: the choices that have no row. ``None`` where ``row_of_choice`` is a permutation of all choices, behind
-    whose last row those without one come: their rows are zeros."""
+    """bool: choices without a row.
+
+    ``None`` if ``row_of_choice`` is a permutation of all choices. Choices without a row then come last, and rows of
+    zeros are appended for them.
+    """
 
     def __call__(self, operators: Operators, rows_NH: torch.Tensor) -> torch.Tensor:
-        """Return the tokens' outputs ``[T, H]``, of the rows' dtype; the rows are used up."""
+        """Return the tokens' outputs ``[T, H]``, in the data type of the rows. Do not use ``rows_NH`` afterwards."""
         if not rows_NH.shape[0]:
             return rows_NH.new_zeros(self.weights_TK.shape[0], rows_NH.shape[1])
         if self.absent_TK is None:
-            # The operator wants a row for each choice.
+            # The operator requires a row for each choice.
             rows_NH = pad(rows_NH, (0, 0, 0, self.weights_TK.numel() - rows_NH.shape[0]))
             weights_TK = self.weights_TK.to(rows_NH.dtype)
             return operators.npu_moe_token_unpermute(rows_NH, self.row_of_choice, weights_TK)
-        # Another row of the same token replaces a missing one and weighs nothing, so that what another request's
-        # row holds, be it NaN, stays there.
+        # Replace an absent row by another row of the same token, with weight zero. A row of another token might hold
+        # NaN, which would spread to this token even with weight zero.
         row_TK = self.row_of_choice.view_as(self.weights_TK)
-        own_T1 = row_TK.gather(1, (~self.absent_TK).int().argmax(dim=1, keepdim=True))
-        nothing_T1 = self.absent_TK.all(dim=1, keepdim=True)
-        row_TK = torch.where(self.absent_TK, own_T1.masked_fill(nothing_T1, 0), row_TK)
+        present_T1 = row_TK.gather(1, (~self.absent_TK).int().argmax(dim=1, keepdim=True))
+        no_rows_T1 = self.absent_TK.all(dim=1, keepdim=True)
+        row_TK = torch.where(self.absent_TK, present_T1.masked_fill(no_rows_T1, 0), row_TK)
         weights_TK = self.weights_TK.masked_fill(self.absent_TK, 0.0).to(rows_NH.dtype)
         out_TH = operators.npu_moe_token_unpermute(rows_NH, row_TK.reshape(-1), weights_TK)
-        return out_TH.masked_fill_(nothing_T1, 0.0)
+        return out_TH.masked_fill_(no_rows_T1, 0.0)
 
 
-def _dealt(table_ED: torch.Tensor, ids_N: torch.Tensor, begun_E: torch.Tensor | None) -> torch.Tensor:
-    """Return the entry of each choice, of the table's dtype ``[N]``; anything for choices that are not real.
+def _dealt(table_ED: torch.Tensor, ids_N: torch.Tensor, dealt_counts_E: torch.Tensor | None) -> torch.Tensor:
+    """Return the table entry of each choice: the ``i``-th choice of an expert uses entry ``i % D``.
 
-    By tensor operators alone, so that graphs may capture it: the ``i``-th real choice of an expert goes to entry
-    ``i % D`` of the table, integers ``[E, D]``. ``ids_N`` has the expert of each choice in order, -1 for one that is
-    not real, and ``begun_E`` counts those that were dealt before.
+    Only tensor operators are used, so that a graph can capture the function.
+
+    Parameters
+    ----------
+    table_ED
+        Dealing table of integers.
+    ids_N
+        Expert of each choice, or -1 for a choice that is not real.
+    dealt_counts_E
+        Choices of each expert that were dealt earlier in the step.
+
+    Returns
+    -------
+    torch.Tensor
+        Entries ``[N]`` in the table's data type; arbitrary for choices that are not real.
     """
     experts, width = table_ED.shape
-    known_N = ids_N.long().clamp(min=0)
+    expert_N = ids_N.long().clamp(min=0)
     if width == 1:
-        return table_ED.view(-1).index_select(0, known_N)
-    counted_N = ids_N.long() % (experts + 1)
-    counts_E = count_ids(counted_N, experts + 1)
-    # How many of the choices before it are of the same expert.
-    turn_N = sorted_positions(counted_N) - (counts_E.cumsum(0) - counts_E).index_select(0, counted_N)
-    if begun_E is not None:
-        turn_N = turn_N + begun_E.index_select(0, known_N)
-    return table_ED.reshape(-1).index_select(0, known_N * width + turn_N % width)
+        return table_ED.view(-1).index_select(0, expert_N)
+    # Count choices that are not real, -1, as one more expert.
+    bucket_N = ids_N.long() % (experts + 1)
+    counts_E = count_ids(bucket_N, experts + 1)
+    # Number of earlier choices of the same expert.
+    turn_N = sorted_positions(bucket_N) - (counts_E.cumsum(0) - counts_E).index_select(0, bucket_N)
+    if dealt_counts_E is not None:
+        turn_N = turn_N + dealt_counts_E.index_select(0, expert_N)
+    return table_ED.reshape(-1).index_select(0, expert_N * width + turn_N % width)

@@ -1,4 +1,4 @@
-"""The operators that MoE layers are made of, under torch_npu's own names and arguments."""
+"""Operators of the MoE layers, with the names and parameters of torch_npu."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ __all__ = [
 
 
 class Operators:
-    """The operators that layers call, with the part of torch_npu's arguments that they use; here in plain torch."""
+    """The operators that layers call, implemented in plain torch.
+
+    They have only those parameters of their torch_npu twins that the layers use.
+    """
 
     npu_moe_token_permute = staticmethod(local.npu_moe_token_permute)
     npu_moe_token_unpermute = staticmethod(local.npu_moe_token_unpermute)
@@ -35,16 +38,16 @@ class Operators:
 
 
 reference = Operators()
-"""For CPU and CUDA."""
+"""Operators for CPU and CUDA tensors."""
 
 
 def operators_for(device: torch.device) -> Operators:
-    """The operators for tensors of ``device``; torch_npu is imported only where the device is an NPU."""
+    """Return the operators for tensors on ``device``; torch_npu is imported only for an NPU."""
     return cast(Operators, importlib.import_module("torch_npu")) if device.type == "npu" else reference
 
 
 def check_dtype(layer: int, device_type: str, dtype: torch.dtype) -> None:
-    """Raise ``ValueError`` naming the layer where the operators of a device take no tokens of ``dtype``."""
+    """Raise ``ValueError`` if the operators of the device do not support tokens of ``dtype``."""
     if device_type == "npu" and dtype not in (torch.float16, torch.bfloat16):
         raise ValueError(
             f"layer {layer}: on an NPU the tokens' dtype must be bfloat16 or float16, got {dtype}"

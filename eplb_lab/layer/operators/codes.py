@@ -1,4 +1,4 @@
-"""Codes that torch_npu's operators take."""
+"""Integer codes of torch_npu's operators, and a counter of ids."""
 
 from __future__ import annotations
 
@@ -8,13 +8,19 @@ import torch
 
 
 class GroupListType(IntEnum):
-    """The code of a group list ``[groups]`` for the rows of each group."""
+    """Encoding of a group list ``[groups]``, which holds the number of rows of each group."""
 
     CUMULATIVE = 0
     COUNTS = 1
 
     def counts(self, group_list: torch.Tensor) -> torch.Tensor:
-        """Return the rows of each group."""
+        """Return the number of rows of each group.
+
+        Examples
+        --------
+        >>> GroupListType.CUMULATIVE.counts(torch.tensor([3, 3, 7]))
+        tensor([3, 0, 4])
+        """
         if self is GroupListType.COUNTS:
             return group_list
         return torch.diff(group_list, prepend=group_list.new_zeros(1))

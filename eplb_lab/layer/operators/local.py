@@ -1,4 +1,7 @@
-"""The operators of one rank in plain torch: N rows, H their width, G groups, T tokens, K choices per token."""
+"""Operators of one rank, in plain torch.
+
+Dimensions: N rows, H their width, G groups, T tokens, K choices per token.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from torch.nn import functional
 from eplb_lab.layer.operators.codes import GroupListType, QuantMode
 
 _EXACT_COLUMNS = 2**24 // 128**2
-"""Columns of int8 values whose products sum up to no more than float32 counts."""
+"""Number of int8 products whose sum float32 represents exactly."""
 
 
 def require(condition: bool, message: str) -> None:
@@ -30,35 +33,62 @@ def npu_grouped_matmul(
     group_list_type: int = 0,
     output_dtype: torch.dtype | None = None,
 ) -> list[torch.Tensor]:
-    """Multiply each group of rows of ``x[0] [N, K]`` with its matrix of ``weight[0] [G, K, M]``.
+    """Multiply each group of rows by its group's matrix.
 
-    ``group_list`` int64 ``[G]`` is read as ``group_list_type`` says; ``group_type`` 0 groups rows and
-    ``split_item`` 2 returns one tensor ``[N, M]``. Rows past the last group are undefined.
+    Parameters
+    ----------
+    x
+        One tensor, ``[N, K]``.
+    weight
+        One tensor, ``[G, K, M]``.
+    bias
+        One tensor, ``[G, M]``, added to the products. int8 products have no bias.
+    scale
+        One tensor, ``[G, M]``: scales of an int8 product's columns.
+    per_token_scale
+        One tensor, ``[N]``: scales of an int8 product's rows.
+    group_list
+        int64 ``[G]``, rows of each group.
+    split_item
+        2 or 3: return one tensor.
+    group_type
+        0: rows are grouped.
+    group_list_type
+        ``GroupListType`` of ``group_list``.
+    output_dtype
+        Data type of an int8 product.
 
-    Where both are int8, the product of a group is scaled by ``scale[0] [G, M]`` by column and by
-    ``per_token_scale[0] [N]`` by row, and returned as ``output_dtype``. To other products ``bias[0] [G, M]`` is
-    added.
+    Returns
+    -------
+    list of torch.Tensor
+        One tensor, ``[N, M]``. Rows after the last group are undefined.
     """
-    require(split_item in (2, 3) and group_type == 0, "only rows in groups, in one tensor, are supported")
-    (rows_NK,), (weight_GKM,) = x, weight
+    require(
+        split_item in (2, 3) and group_type == 0,
+        f"split_item must be 2 or 3 and group_type 0, got {split_item} and {group_type}",
+    )
+    (rows_NK,) = x
+    (weight_GKM,) = weight
     quantized = rows_NK.dtype == torch.int8
     require(
         quantized == (scale is not None and per_token_scale is not None),
-        "int8 rows, and only they, need scales",
+        f"scale and per_token_scale are required for int8 rows and only for them, got {rows_NK.dtype} rows",
     )
-    require(not quantized or bias is None, "biases of int8 rows are not supported")
+    require(not quantized or bias is None, "int8 rows do not support a bias")
     counts_G = GroupListType(group_list_type).counts(group_list)
-    if rows_NK.is_cuda and _fused_product_takes(rows_NK, weight_GKM):
+    if rows_NK.is_cuda and _fused_product_supports(rows_NK, weight_GKM):
         return [_fused_product(rows_NK, weight_GKM, counts_G, None if bias is None else bias[0])]
     out_NM = torch.zeros(
         (rows_NK.shape[0], weight_GKM.shape[2]), dtype=output_dtype or rows_NK.dtype, device=rows_NK.device
     )
     end = 0
     for group, count in enumerate(counts_G.tolist()):
-        start, end = end, end + count
+        start = end
+        end += count
         if not count:
             continue
-        rows, matrix = rows_NK[start:end], weight_GKM[group]
+        rows = rows_NK[start:end]
+        matrix = weight_GKM[group]
         if scale is not None and per_token_scale is not None:
             product = _exact_product(rows, matrix)
             out_NM[start:end] = product * scale[0][group] * per_token_scale[0][start:end, None]
@@ -70,17 +100,21 @@ def npu_grouped_matmul(
 
 
 def _exact_product(rows_NK: torch.Tensor, matrix_KM: torch.Tensor) -> torch.Tensor:
-    """Product of int8 matrices in float64, exact as on hardware that sums in int32.
+    """Return the exact product of int8 matrices as float64, like hardware that accumulates in int32.
 
-    Sums over so many columns are exact in float32, which is the cheaper one to convert a matrix to.
+    Blocks of ``_EXACT_COLUMNS`` columns are multiplied in float32, which is exact for that size and cheaper to convert
+    to than float64.
     """
-    parts = zip(rows_NK.split(_EXACT_COLUMNS, 1), matrix_KM.split(_EXACT_COLUMNS), strict=True)
-    products = [(rows.float() @ matrix.float()).double() for rows, matrix in parts]
+    blocks = zip(rows_NK.split(_EXACT_COLUMNS, 1), matrix_KM.split(_EXACT_COLUMNS), strict=True)
+    products = [(rows.float() @ matrix.float()).double() for rows, matrix in blocks]
     return torch.stack(products).sum(dim=0) if len(products) > 1 else products[0]
 
 
-def _fused_product_takes(rows_NK: torch.Tensor, weight_GKM: torch.Tensor) -> bool:
-    """Return whether torch has one kernel for all groups: of bfloat16 matrices with rows of multiples of 16 bytes."""
+def _fused_product_supports(rows_NK: torch.Tensor, weight_GKM: torch.Tensor) -> bool:
+    """Return True if torch has one kernel for all groups.
+
+    The kernel multiplies bfloat16 matrices whose rows are multiples of 16 bytes.
+    """
     aligned = all(size * rows_NK.element_size() % 16 == 0 for size in weight_GKM.shape[1:])
     return hasattr(functional, "grouped_mm") and rows_NK.dtype == torch.bfloat16 and aligned
 
@@ -88,7 +122,10 @@ def _fused_product_takes(rows_NK: torch.Tensor, weight_GKM: torch.Tensor) -> boo
 def _fused_product(
     rows_NK: torch.Tensor, weight_GKM: torch.Tensor, counts_G: torch.Tensor, bias_GM: torch.Tensor | None
 ) -> torch.Tensor:
-    """The same without reading the counts on the host; rows behind the groups may become anything."""
+    """Return the grouped product without reading the counts on the host.
+
+    Rows after the last group are undefined.
+    """
     ends_G = counts_G.cumsum(0).to(torch.int32)
     out_NM: torch.Tensor = functional.grouped_mm(rows_NK, weight_GKM, offs=ends_G)
     if bias_GM is not None:
@@ -99,7 +136,24 @@ def _fused_product(
 
 
 def npu_dynamic_quant(input: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantize each row of ``[N, H]`` symmetrically: int8 ``[N, H]``, and float32 ``[N]`` to scale it back by."""
+    """Quantize each row symmetrically to int8.
+
+    Parameters
+    ----------
+    input
+        Rows ``[N, H]`` in floating point.
+
+    Returns
+    -------
+    tuple of torch.Tensor
+        int8 rows ``[N, H]``, and their float32 scales ``[N]``.
+
+    Examples
+    --------
+    >>> npu_dynamic_quant(torch.tensor([[0.5, -1.0], [254.0, 20.0]]))
+    (tensor([[  64, -127],
+            [ 127,   10]], dtype=torch.int8), tensor([0.0079, 2.0000]))
+    """
     wide_NH = input.float()
     scale_N = wide_NH.abs().amax(dim=-1) / 127
     steps_NH = wide_NH / scale_N.clamp(min=torch.finfo(torch.float32).tiny).unsqueeze(-1)
@@ -107,7 +161,7 @@ def npu_dynamic_quant(input: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def npu_swiglu(input: torch.Tensor, dim: int = -1) -> torch.Tensor:
-    """SiLU of the first half of ``dim`` times the second half."""
+    """Return the SiLU of the first half of dimension ``dim``, times the second half."""
     gate, up = input.chunk(2, dim=dim)
     return functional.silu(gate) * up
 
@@ -115,30 +169,63 @@ def npu_swiglu(input: torch.Tensor, dim: int = -1) -> torch.Tensor:
 def npu_moe_token_permute(
     tokens: torch.Tensor, indices: torch.Tensor, num_out_tokens: int | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Repeat tokens ``[T, H]`` once per choice, stably sorted by ``indices`` (``[T, K]`` or ``[T]``).
+    """Repeat each token once per choice, and sort the rows by the choices' ids.
 
-    Returns the rows ``[T*K, H]`` and int32 ``[T*K]``: the row of each choice among them. With a
-    positive ``num_out_tokens`` only that many first rows are returned.
+    Parameters
+    ----------
+    tokens
+        ``[T, H]``.
+    indices
+        Ids to sort by, ``[T, K]`` or ``[T]``. The sort is stable.
+    num_out_tokens
+        Maximum number of rows to return. By default, and with 0, all rows are returned.
+
+    Returns
+    -------
+    tuple of torch.Tensor
+        Rows ``[T*K, H]``, and the row of each choice, int32 ``[T*K]``.
+
+    Examples
+    --------
+    >>> tokens = torch.tensor([[1.0], [2.0]])
+    >>> rows, row_of_choice = npu_moe_token_permute(tokens, torch.tensor([[3, 0], [0, 1]]))
+    >>> rows.flatten().tolist(), row_of_choice.tolist()
+    ([1.0, 2.0, 2.0, 1.0], [3, 0, 1, 2])
+    >>> npu_moe_token_unpermute(rows, row_of_choice, torch.tensor([[0.5, 0.5], [0.9, 0.1]]))
+    tensor([[1.],
+            [2.]])
     """
     choices = indices.shape[1] if indices.ndim == 2 else 1
     choice_of_row = torch.argsort(indices.reshape(-1), stable=True)
-    kept = choice_of_row[:num_out_tokens] if num_out_tokens else choice_of_row
-    return tokens.index_select(0, kept // choices), _inverse(choice_of_row)
+    row_choices = choice_of_row[:num_out_tokens] if num_out_tokens else choice_of_row
+    return tokens.index_select(0, row_choices // choices), _inverse(choice_of_row)
 
 
 def npu_moe_token_unpermute(
     permuted_tokens: torch.Tensor, sorted_indices: torch.Tensor, probs: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Undo a permutation: ``[T, H]``, each token the sum of its choices' rows times ``probs [T, K]``.
+    """Undo ``npu_moe_token_permute`` and sum the rows of each token's choices, weighted.
 
-    Without ``probs`` each row is a token of its own.
+    Parameters
+    ----------
+    permuted_tokens
+        Sorted rows ``[T*K, H]``.
+    sorted_indices
+        Row of each choice, ``[T*K]``.
+    probs
+        Weights ``[T, K]``. Without them, rows are not summed.
+
+    Returns
+    -------
+    torch.Tensor
+        ``[T, H]``, or ``[T*K, H]`` without ``probs``.
     """
     rows_NH = permuted_tokens.index_select(0, sorted_indices)
     if probs is None:
         return rows_NH
-    wide = torch.promote_types(permuted_tokens.dtype, torch.float32)
-    rows_TKH = rows_NH.view(*probs.shape, rows_NH.shape[-1]).to(wide)
-    return (rows_TKH * probs.to(wide).unsqueeze(-1)).sum(dim=1).to(permuted_tokens.dtype)
+    wide_dtype = torch.promote_types(permuted_tokens.dtype, torch.float32)
+    rows_TKH = rows_NH.view(*probs.shape, rows_NH.shape[-1]).to(wide_dtype)
+    return (rows_TKH * probs.to(wide_dtype).unsqueeze(-1)).sum(dim=1).to(permuted_tokens.dtype)
 
 
 def npu_moe_init_routing_v2(
@@ -154,12 +241,30 @@ def npu_moe_init_routing_v2(
     quant_mode: int = -1,
     row_idx_type: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Sort the choices ``expert_idx [T, K]`` within ``active_expert_range`` (half open) by expert.
+    """Repeat each token once per choice, and sort the rows by expert, active experts first.
 
-    Returns the rows ``[T*K, H]``, those of active choices first and the rest undefined; int32 ``[T*K]``,
-    the row of each choice, or -1 where it is not active; the tokens of each active expert, int64,
-    counts where ``expert_tokens_num_type`` is 1 and cumulative where it is 0; and float32 ``[T*K]``, the
-    rows' scales where they are quantized: here, or before, when ``scale [T]`` holds the tokens' own.
+    Parameters
+    ----------
+    x
+        Tokens ``[T, H]``.
+    expert_idx
+        Chosen experts ``[T, K]``.
+    scale
+        Scales ``[T]`` of tokens that are already quantized.
+    expert_tokens_num_type
+        ``GroupListType`` of the token counts that are returned.
+    active_expert_range
+        First active expert, and the end of the range (exclusive).
+    quant_mode
+        ``QuantMode`` of the rows that are returned.
+
+    Returns
+    -------
+    tuple of torch.Tensor
+        1. Rows ``[T*K, H]``. Rows after those of the active choices are undefined.
+        2. Row of each choice, int32 ``[T*K]``, or -1 if its expert is not active.
+        3. Tokens of each active expert, int64.
+        4. Scales of the rows, float32 ``[T*K]``, if they are quantized.
     """
     choices = expert_idx.shape[1]
     require(active_num == expert_idx.numel(), f"active_num must be {expert_idx.numel()}, got {active_num}")
@@ -167,8 +272,11 @@ def npu_moe_init_routing_v2(
     require(quant_mode in list(QuantMode), f"quant_mode must be -1 (none) or 1 (dynamic), got {quant_mode}")
     require(row_idx_type == 0, f"row_idx_type must be 0 (row of each choice), got {row_idx_type}")
     first, end = active_expert_range
-    require(scale is None or quant_mode == QuantMode.NONE, "rows that have scales are quantized already")
-    require(0 <= first < end <= expert_num, f"no expert range within 0..{expert_num}: {active_expert_range}")
+    require(scale is None or quant_mode == QuantMode.NONE, "scale is for rows that are quantized already")
+    require(
+        0 <= first < end <= expert_num,
+        f"active_expert_range must be within 0..{expert_num}, got {active_expert_range}",
+    )
     expert_N = expert_idx.reshape(-1)
     inactive_N = (expert_N < first) | (expert_N >= end)
     group_N = expert_N.masked_fill(inactive_N, end) - first
@@ -189,6 +297,6 @@ def npu_moe_init_routing_v2(
 
 
 def _inverse(order_N: torch.Tensor) -> torch.Tensor:
-    """The place of each index in a permutation, int32."""
-    places_N = torch.arange(order_N.shape[0], dtype=torch.int32, device=order_N.device)
-    return torch.empty_like(places_N).scatter_(0, order_N, places_N)
+    """Return the position of each index in a permutation, int32."""
+    position_N = torch.arange(order_N.shape[0], dtype=torch.int32, device=order_N.device)
+    return torch.empty_like(position_N).scatter_(0, order_N, position_N)

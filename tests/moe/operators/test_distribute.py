@@ -76,7 +76,9 @@ SPLIT_FURTHER = {"tp_world_size": 2}, {"tp_world_size": 1, "group_tp": "other"},
 )
 def test_what_the_reference_cannot_do_is_refused(ranks: int, more: dict[str, object]):
     hidden_TH, ids_TK = tokens_and_ids()
-    with pytest.raises(ValueError, match=r"reference operator: |6 rows arrive, past global_bs's bound of 4"):
+    with pytest.raises(
+        ValueError, match=r"reference operator: |received 6 rows, but global_bs allows only 4"
+    ):
         DISPATCH(hidden_TH, ids_TK, "", ranks, 0, 4, **more)
 
 
@@ -84,7 +86,7 @@ def test_what_the_reference_cannot_do_is_refused(ranks: int, more: dict[str, obj
 def test_combine_wants_what_dispatch_gave(more: dict[str, object]):
     hidden_TH, ids_TK = tokens_and_ids()
     rows_AH, _, assist_info, _, counts, _, _ = DISPATCH(hidden_TH, ids_TK, *ALONE, 4)
-    with pytest.raises(ValueError, match=r"reference operator: |must be the dispatch's sixth result"):
+    with pytest.raises(ValueError, match=r"reference operator: |must be the sixth result of dispatch"):
         COMBINE(rows_AH, ids_TK, assist_info, counts, torch.ones(3, 2), *ALONE, 4, **more)
 
 

@@ -147,7 +147,7 @@ def test_grouped_matmul_of_int8_is_exact_and_scaled_by_row_and_column():
     for row, group in enumerate([0, 0, 1, 1, 1]):
         product_M = rows_NK[row].long() @ weight_GKM[group].long()
         torch.testing.assert_close(out_NM[row], product_M * scale_GM[group] * scale_N[row])
-    with pytest.raises(ValueError, match="int8 rows, and only they, need scales"):
+    with pytest.raises(ValueError, match=r"required for int8 rows and only for them, got torch\.int8"):
         product(*given)
 
 
@@ -186,7 +186,7 @@ def test_the_kernel_for_all_groups_equals_the_products_group_by_group(counts: li
     rows_NK = torch.randn(9, 16, generator=generator).bfloat16()
     weight_GKM = torch.randn(4, 24, 16, generator=generator).bfloat16().transpose(1, 2)
     bias_GM = torch.randn(4, 24, generator=generator) if biased else None
-    assert local._fused_product_takes(rows_NK, weight_GKM)
+    assert local._fused_product_supports(rows_NK, weight_GKM)
     counts_G = torch.tensor(counts)
     fused_NM = local._fused_product(rows_NK, weight_GKM, counts_G, bias_GM)
     found_NM = product(rows_NK, weight_GKM, counts_G, **({"bias": bias_GM} if biased else {}))
@@ -197,6 +197,6 @@ def test_the_kernel_for_all_groups_equals_the_products_group_by_group(counts: li
 
 def test_other_matrices_are_multiplied_group_by_group():
     weight_GKM = torch.zeros(4, 16, 24, dtype=torch.bfloat16)
-    assert not local._fused_product_takes(torch.zeros(9, 16), weight_GKM)
-    assert not local._fused_product_takes(torch.zeros(9, 12).bfloat16(), weight_GKM[:, :12])
-    assert not local._fused_product_takes(torch.zeros(9, 16).bfloat16(), weight_GKM[:, :, :20])
+    assert not local._fused_product_supports(torch.zeros(9, 16), weight_GKM)
+    assert not local._fused_product_supports(torch.zeros(9, 12).bfloat16(), weight_GKM[:, :12])
+    assert not local._fused_product_supports(torch.zeros(9, 16).bfloat16(), weight_GKM[:, :, :20])
