@@ -94,7 +94,7 @@ def test_source_heat_shapes_the_tables() -> None:
             "log2phy holds integers",
         ),
         ({"source_heat": HEAT}, "source heat has the shape"),
-        ({"heat": -HEAT}, "zero or more"),
+        ({"heat": -HEAT}, "at least 0"),
         ({"heat": HEAT[0]}, r"\[steps, layers, experts\]"),
         ({"heat": HEAT[:0]}, "no steps"),
     ],

@@ -1,1 +1,1 @@
-"""Cost of a rank's tokens in microseconds, and of moves: fitted, measured, and read from files."""
+"""Cost of a rank's tokens in microseconds, and cost of moving experts: fits, measurements and curve files."""

@@ -1,10 +1,13 @@
-"""Time that one rank's experts of one layer take by the tokens in each of its slots, and JSON files of such curves.
+"""Cost curves: time that a rank takes for its experts of one layer, as a function of the tokens in each slot.
 
-``t = floor + batch * tokens of all ranks + sum over slots with n > 0 tokens of max(read, launch + slope * n)``: a slot
-that gets any token reads its expert's weights, which takes ``read`` however few tokens there are; from a knee on,
-computing takes longer than reading. A slot without tokens costs nothing. Fused kernels also sort the tokens of the
-whole batch, on every rank and wherever these are computed. Where read and launch are 0 time follows the tokens: the
-curve is linear.
+``t = floor + batch * tokens of all ranks + sum over slots with n > 0 tokens of max(read, launch + slope * n)``
+
+A slot with at least one token must read its expert's weights, which takes ``read`` even for a single token. Above the
+*knee*, computing takes longer than reading. A slot without tokens costs nothing. ``batch`` accounts for fused kernels:
+every rank sorts the tokens of the whole batch, including tokens that other ranks process. If ``read`` and ``launch``
+are 0, time is proportional to tokens and the curve is *linear*.
+
+Curves are stored in JSON files, one curve per phase.
 """
 
 from __future__ import annotations
@@ -24,27 +27,35 @@ from eplb_core.figures import digits
 from eplb_core.placement import Float64
 
 PHASES = ("any", "decode", "prefill")
-"""Phases that a curve was measured for: kernels often differ between decode and prefill."""
+"""Phases that a curve can be measured for, because decode and prefill often use different kernels."""
 MAX_MEDIAN_ERROR = 0.10
-"""Median error, on held-out measurements, above which a curve does not fit and is refused."""
+"""Largest accepted median error on held-out measurements."""
 MAX_P90_ERROR = 0.25
-"""The same of the 90th percentile: a curve that misses every tenth time by more has the wrong form."""
+"""Largest accepted 90th percentile of the error. If a tenth of the errors is larger, the curve has the wrong shape."""
 
 
 class CurveError(ValueError):
-    """A cost curve that cannot be used; the message says which, why and what to do."""
+    """A cost curve that cannot be used. The message names the curve, the problem and the remedy."""
 
 
 @dataclass(frozen=True)
 class FitQuality:
-    """Quality of a curve's fit to what was measured; errors are parts of the measured time.
+    """Accuracy of a curve on held-out measurements.
+
+    Errors are relative: ``abs(fitted / measured - 1)``.
 
     Parameters
     ----------
-    samples, held_out
-        Measurements in all, and those of them that the fit did not see and the errors are of.
-    median_error, p90_error, worst_error
-        Of ``abs(fitted / measured - 1)``.
+    samples
+        Number of measurements.
+    held_out
+        Number of measurements that were held out of the fit and used for the errors.
+    median_error
+        Median of the errors.
+    p90_error
+        90th percentile of the errors.
+    worst_error
+        Largest error.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid")
@@ -57,47 +68,61 @@ class FitQuality:
 
     @classmethod
     def of(cls, samples: int, error_B: Float64) -> FitQuality:
-        """Quality by the errors of the measurements held out, float64 ``[B]``."""
+        """Summarise the errors of the held-out measurements, float64 ``[B]``."""
         median, p90, worst = np.quantile(error_B, [0.5, 0.9, 1.0]).tolist()
         return cls(samples, error_B.size, median, p90, worst)
 
     @property
     def fits(self) -> bool:
-        """Median error at most a tenth, and nine of ten at most a quarter: the curve may be used."""
+        """True if the curve is accurate enough to use: median error at most 10 %, 90th percentile at most 25 %."""
         return self.median_error <= MAX_MEDIAN_ERROR and self.p90_error <= MAX_P90_ERROR
 
     def __str__(self) -> str:
         return (
             f"median error {self.median_error:.1%}, 90th percentile {self.p90_error:.1%}, worst {self.worst_error:.1%} "
-            f"of {self.held_out} held-out measurements of {self.samples}"
+            f"on {self.held_out} held-out measurements of {self.samples}"
         )
 
 
 @dataclass(frozen=True)
 class CostCurve:
-    """Time of one rank's experts of one layer.
+    """Time that a rank takes for its experts of one layer.
 
     Parameters
     ----------
     floor_us
-        Microseconds of a layer whatever its tokens.
+        Fixed time of a layer, in microseconds.
     read_us
-        Microseconds of a slot with few tokens, in which its weights are read.
-    launch_us, slope_us
-        Microseconds of a slot's computing: of any number of tokens, and more for each token.
+        Time to read a slot's weights, in microseconds.
+    launch_us
+        Fixed part of a slot's compute time, in microseconds.
+    slope_us
+        Compute time per token of a slot, in microseconds.
     phase
         One of ``PHASES``.
     source
-        Origin of the numbers, for people.
+        Origin of the numbers, as text for operators.
     fit
-        Quality of the fit; ``None`` where that is not known.
+        Accuracy of the fit; ``None`` if unknown.
     batch_us
-        Microseconds more for each token that any rank receives in the layer's step.
+        Time per token of the whole batch, in microseconds.
 
     Raises
     ------
     CurveError
-        On a number that is no time, or numbers by which tokens cost nothing.
+        If a number is not a finite time of at least 0, if tokens would cost nothing, or if the phase is unknown.
+
+    Examples
+    --------
+    A slot with one token costs as much as a slot with 100 tokens, because reading the weights takes 10 us:
+
+    >>> curve = CostCurve(floor_us=20, read_us=10, launch_us=5, slope_us=0.05)
+    >>> curve.knee_tokens
+    100.0
+    >>> curve.slot_us([0, 1, 100, 300])
+    array([ 0., 10., 10., 20.])
+    >>> curve.rank_us([0, 1, 100, 300]).item()
+    60.0
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid")
@@ -115,36 +140,38 @@ class CostCurve:
         for name in ("floor_us", "read_us", "launch_us", "slope_us", "batch_us"):
             value = getattr(self, name)
             if not math.isfinite(value) or value < 0:
-                raise CurveError(f"{name} of a cost curve is {value}; it must be a finite time, zero or more")
+                raise CurveError(f"{name} of a cost curve is {value}; it must be a finite time of 0 or more")
         if self.read_us == self.launch_us == self.slope_us == 0:
             raise CurveError(
-                "a cost curve whose read, launch and slope are all 0 says that tokens cost nothing"
+                "read, launch and slope of a cost curve are all 0, so tokens cost nothing; set at least one of them"
             )
         if self.phase not in PHASES:
-            raise CurveError(f"phase of a cost curve is {self.phase!r}; choose one of {', '.join(PHASES)}")
+            raise CurveError(
+                f"phase {self.phase!r} of a cost curve is unknown; choose one of {', '.join(PHASES)}"
+            )
 
     @property
     def linear(self) -> bool:
-        """True where time follows a rank's tokens alone: to lower it is to balance tokens."""
+        """True if time depends only on a rank's token count, so that balanced tokens give the shortest time."""
         return self.read_us == self.launch_us == 0
 
     @property
     def knee_tokens(self) -> float:
-        """Tokens up to which a slot takes no longer than for one token, because reading its weights dominates."""
+        """Largest number of tokens that take a slot no longer than one token, because reading the weights dominates."""
         return max(0.0, self.read_us - self.launch_us) / self.slope_us if self.slope_us else math.inf
 
     def slot_us(self, tokens: npt.ArrayLike) -> Float64:
-        """Microseconds of slots with so many tokens, float64 of the same shape."""
+        """Return the microseconds of each slot for its number of tokens, float64 of the same shape."""
         n = np.asarray(tokens, dtype=np.float64)
         return np.where(n > 0, np.maximum(self.read_us, self.launch_us + self.slope_us * n), 0.0)
 
     def rank_us(self, tokens_S: npt.ArrayLike) -> Float64:
-        """Microseconds of ranks whose slots, along the last axis, have so many tokens; without those of the batch."""
+        """Return the microseconds of each rank, without the batch term; the last axis of ``tokens_S`` is slots."""
         us: Float64 = self.floor_us + self.slot_us(tokens_S).sum(axis=-1)
         return us
 
     def slowest_us(self, tokens_RS: Float64) -> Float64:
-        """Microseconds of the slowest rank of all those along the last axis but one, those of the batch included."""
+        """Return the microseconds of the slowest rank, including the batch term, for tokens ``[..., R, S]``."""
         us: Float64 = self.rank_us(tokens_RS).max(axis=-1) + self.batch_us * tokens_RS.sum(axis=(-2, -1))
         return us
 
@@ -158,7 +185,7 @@ class CostCurve:
 
 @dataclass(frozen=True)
 class _CurveFile:
-    """Content of a file: curves of different phases."""
+    """Content of a curve file: one curve per phase."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")
 
@@ -166,50 +193,67 @@ class _CurveFile:
     curves: Annotated[tuple[CostCurve, ...], Field(min_length=1, max_length=3)]
 
 
-_CURVE, _FILE = TypeAdapter(CostCurve), TypeAdapter(_CurveFile)
+_CURVE_ADAPTER = TypeAdapter(CostCurve)
+_FILE_ADAPTER = TypeAdapter(_CurveFile)
 
 
 def read_curve(reference: str) -> CostCurve:
-    """The curve that ``FILE`` or ``FILE:PHASE`` names.
+    """Read a curve from a file.
 
-    A file with several curves needs the phase; a curve for any phase serves each.
+    Parameters
+    ----------
+    reference
+        ``FILE`` or ``FILE:PHASE``. The phase is required if the file has several curves. A curve for any phase matches
+        every phase.
 
     Raises
     ------
     CurveError
-        Where the file cannot be read, holds no curves, none or several for the phase, or one that does not fit.
+        If the file cannot be read, is not a curve file, does not have exactly one curve for the phase, or if that
+        curve's fit is not accurate enough.
     """
-    name, _, phase = reference.rpartition(":")
-    path, phase = (Path(name), phase) if name and phase in PHASES else (Path(reference), "")
+    name, _, suffix = reference.rpartition(":")
+    path = Path(reference)
+    phase = ""
+    if name and suffix in PHASES:
+        path = Path(name)
+        phase = suffix
+    curves = _read_file(path)
+    matches = [curve for curve in curves if curve.phase == phase or not phase]
+    matches = matches or [curve for curve in curves if curve.phase == "any"]
+    phases = ", ".join(curve.phase for curve in curves)
+    if not matches:
+        raise CurveError(f"{path} has no curve for {phase}; it has {phases}")
+    curve = matches[0]
+    if len(matches) > 1:
+        raise CurveError(f"{path} has curves for {phases}; name one of them, as in {path}:{curve.phase}")
+    if curve.fit is not None and not curve.fit.fits:
+        raise CurveError(
+            f"{path}: the {curve.phase} curve does not fit its measurements ({curve.fit}); measure it again"
+        )
+    return curve
+
+
+def _read_file(path: Path) -> tuple[CostCurve, ...]:
+    """Read all curves of a file."""
     try:
-        curves = _FILE.validate_json(path.read_bytes()).curves
+        return _FILE_ADAPTER.validate_json(path.read_bytes()).curves
     except OSError as error:
         raise CurveError(f"{path}: the cost curve cannot be read ({error.strerror or error})") from error
     except ValidationError as error:
         problem = error.errors()[0]
-        where = ".".join(map(str, problem["loc"]))
-        raise CurveError(f"{path}: no cost curves: {where}: {problem['msg']}") from error
-    found = [curve for curve in curves if curve.phase == phase or not phase]
-    found = found or [curve for curve in curves if curve.phase == "any"]
-    phases = ", ".join(curve.phase for curve in curves)
-    if not found:
-        raise CurveError(f"{path} has no curve for {phase}; it has {phases}")
-    curve = found[0]
-    if len(found) > 1:
-        raise CurveError(f"{path} has curves for {phases}; name one of them, as in {path}:{curve.phase}")
-    if curve.fit is not None and not curve.fit.fits:
-        raise CurveError(f"{path}: the {curve.phase} curve does not fit what was measured ({curve.fit})")
-    return curve
+        location = ".".join(map(str, problem["loc"]))
+        raise CurveError(f"{path} is not a file of cost curves: {location}: {problem['msg']}") from error
 
 
 def write_curves(path: Path, curves: Sequence[CostCurve]) -> None:
-    """Write curves of different phases; raises ``OutputError``."""
+    """Write curves of different phases to a file. Raises ``OutputError`` if ``path`` cannot be written."""
     check_output(path, (".json",))
     content = _CurveFile("eplb-cost-curves/1", tuple(curves))
-    write_atomically(path, _FILE.dump_json(content, by_alias=True, indent=2) + b"\n")
+    write_atomically(path, _FILE_ADAPTER.dump_json(content, by_alias=True, indent=2) + b"\n")
 
 
 def plain_curve(curve: CostCurve) -> dict[str, Any]:
-    """A curve as files and JSON have it."""
-    plain: dict[str, Any] = _CURVE.dump_python(curve, by_alias=True)
-    return plain
+    """Return a curve as a dictionary with the keys of the file format."""
+    document: dict[str, Any] = _CURVE_ADAPTER.dump_python(curve, by_alias=True)
+    return document

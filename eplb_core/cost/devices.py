@@ -1,4 +1,4 @@
-"""Shipped cost curves of devices and shapes of models, for estimates before anything is measured on the machine itself.
+"""Shipped cost curves of devices and shapes of models, for estimates without measurements on the target machine.
 
 The curves of GPUs are fitted to measured tables of DeepSeek-V3's fp8 experts. Those of Ascend NPUs follow from
 published peak rates of memory and 8-bit arithmetic and from assumed kernel efficiencies. For another model, reading
@@ -21,23 +21,29 @@ from eplb_core.cost.curve import CostCurve
 
 
 class DeviceError(ValueError):
-    """An unknown device or model; the message lists those that are known."""
+    """An unknown device or model. The message lists the supported names."""
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """The experts of a model.
+    """Shape of a model's experts.
 
     Parameters
     ----------
     name
-        Its repository on huggingface.co.
-    layers, experts, choices
-        MoE layers, routed experts of a layer, and choices of a token.
-    hidden, inter
-        Sizes of an expert's matrices: three of ``hidden x inter``.
+        Repository on huggingface.co.
+    layers
+        Number of MoE layers.
+    experts
+        Routed experts per layer.
+    choices
+        Experts per token (top-k).
+    hidden
+        Hidden size. An expert has three matrices of ``hidden x inter``.
+    inter
+        Intermediate size of an expert.
     weight_bytes
-        Bytes of a weight as served.
+        Bytes per weight as served.
     """
 
     name: str
@@ -70,17 +76,18 @@ _CURVES = {
     "b200": (19.4, 8.2, 4.1, 0.0360),
     "gb200": (20.4, 7.7, 4.5, 0.0319),
 }
-"""Floor, read, launch and slope in microseconds, of DeepSeek-V3's decode kernel."""
+"""Floor, read, launch and slope of DeepSeek-V3's decode kernel, in microseconds."""
 _PEAKS = {"910b": (1600.0, 640.0), "910c": (1600.0, 752.0)}
 """Published memory GB/s and 8-bit TOPS of one processor. A 910C package has two processors, each with its own
 ranks."""
 _MEMORY_SHARE = 0.8
+"""Fraction of the peak memory rate that grouped kernels reach. Assumed, because no measurements are published."""
 _COMPUTE_SHARE = 0.6
-"""Shares of the peak rates that grouped kernels reach. Assumed, because no measurements are published."""
+"""Fraction of the peak compute rate that grouped kernels reach; also assumed."""
 _NPU_FLOOR_US = 20.0
-"""Assumed to be the same as on the GPUs."""
+"""Floor of the NPUs' curves, assumed to be about the same as on the GPUs."""
 GPUS = (*_CURVES, *_PEAKS)
-"""Devices with a shipped curve, GPUs and NPUs."""
+"""GPUs and NPUs with a shipped curve."""
 _NAMES = (
     ("gb200", r"\bGB200\b"),
     ("b200", r"\bB200\b"),
@@ -89,19 +96,30 @@ _NAMES = (
     ("910c", r"^Ascend910_93"),
     ("910b", r"^Ascend910B"),
 )
-"""Devices by their name in torch, such as ``NVIDIA H100 80GB HBM3``, ``Ascend910B3`` and
-``Ascend910_9392``."""
+"""Devices, with patterns of their names in torch, such as ``NVIDIA H100 80GB HBM3``, ``Ascend910B3`` and
+``Ascend910_9392``. The first match counts."""
 
 
 def model_shape(name: str) -> ModelShape:
-    """Return a model's shape; raises ``DeviceError`` on an unknown name."""
+    """Return the shape of the model ``name``, in any case. Raises ``DeviceError`` if it is unknown."""
     if name.lower() not in MODELS:
-        raise DeviceError(f"--model {name!r} is not known; choose one of {', '.join(MODELS)}")
+        raise DeviceError(f"--model {name!r} is unknown; choose one of {', '.join(MODELS)}")
     return MODELS[name.lower()]
 
 
 def estimated_curve(gpu: str, model: str) -> CostCurve:
-    """Return the estimated cost curve of a model's experts on a device; raises ``DeviceError`` on an unknown name."""
+    """Return the estimated cost curve of a model's experts on a device.
+
+    Raises ``DeviceError`` if the device or the model is unknown.
+
+    Examples
+    --------
+    >>> curve = estimated_curve("h200", "qwen3-235b-a22b")
+    >>> round(curve.read_us, 1)
+    9.9
+    >>> curve.source.partition(":")[0]
+    'estimate'
+    """
     shape = model_shape(model)
     # 16-bit kernels run at half the rate of 8-bit kernels. Weights smaller than 8 bits use 16-bit kernels as well.
     halved = 1.0 if shape.weight_bytes == 1.0 else 2.0
@@ -110,7 +128,9 @@ def estimated_curve(gpu: str, model: str) -> CostCurve:
 
 
 def knee_tokens(device: str, bytes_per_expert: int) -> float | None:
-    """Return the tokens per step up to which an expert takes no longer than for one: reading weights dominates.
+    """Return the number of tokens per step up to which an expert takes no longer than for one token.
+
+    Up to this number, reading the weights dominates.
 
     Parameters
     ----------
@@ -132,10 +152,10 @@ def knee_tokens(device: str, bytes_per_expert: int) -> float | None:
     >>> knee_tokens("cpu", 1 << 20) is None
     True
     """
-    known = next((name for name, pattern in _NAMES if re.search(pattern, device)), None)
-    if known is None or bytes_per_expert <= 0:
+    name = next((name for name, pattern in _NAMES if re.search(pattern, device)), None)
+    if name is None or bytes_per_expert <= 0:
         return None
-    curve = _scaled(known, bytes_per_expert, bytes_per_expert / _MEASURED.bytes_per_expert)
+    curve = _scaled(name, bytes_per_expert, bytes_per_expert / _MEASURED.bytes_per_expert)
     return curve.knee_tokens
 
 
@@ -149,8 +169,8 @@ def _scaled(gpu: str, bytes_per_expert: int, operations: float, model: str = "")
         read = _MEASURED.bytes_per_expert / (gigabytes * 1e3 * _MEMORY_SHARE)
         slope = 2 * _MEASURED.bytes_per_expert / (tera_operations * 1e6 * _COMPUTE_SHARE)
         source = (
-            f"estimate: {device}, by {_MEMORY_SHARE:.0%} of its published memory rate and {_COMPUTE_SHARE:.0%} of its "
-            "published 8-bit rate"
+            f"estimate: {device}, from {_MEMORY_SHARE:.0%} of its published memory rate and "
+            f"{_COMPUTE_SHARE:.0%} of its published 8-bit rate"
         )
     elif device in _CURVES:
         floor, read, launch, slope = _CURVES[device]
@@ -158,7 +178,7 @@ def _scaled(gpu: str, bytes_per_expert: int, operations: float, model: str = "")
             f"estimate: {device}, fitted to SGLang 0.5.10's DeepSeek-V3 kernel in aiconfigurator-core 0.12"
         )
     else:
-        raise DeviceError(f"--gpu {gpu!r} is not known; choose one of {', '.join(GPUS)}")
+        raise DeviceError(f"--gpu {gpu!r} is unknown; choose one of {', '.join(GPUS)}")
     read *= bytes_per_expert / _MEASURED.bytes_per_expert
     slope *= operations
     if model:

@@ -1,9 +1,9 @@
-"""Cost of moving weights while a model serves, estimated from what its ranks measured of their switches.
+"""Cost of moving experts while a model serves, estimated from the ranks' measurements of past switches.
 
-While a layer's weights travel, steps take longer, and its commit stops the model for a moment. So a switch loses the
-time of the transfer, times the part of it by which steps were slowed, and the time of the commit. Each of the three is
-taken from measurements as soon as there are enough, each by itself. Of ranks and switches medians count, which no
-single report moves, and every estimate is bounded.
+Steps take longer while the weights of a layer are transferred, and its commit pauses the model briefly. A switch
+therefore costs the transfer time, multiplied by the fraction of it that steps lose, plus the commit time. Each of these
+three values is measured independently of the others as soon as there are enough samples. Estimates use medians over
+ranks and switches, so that a single report cannot change them much, and every estimate is bounded.
 """
 
 from __future__ import annotations
@@ -18,37 +18,39 @@ import numpy.typing as npt
 from eplb_core.placement import Float64
 
 MIN_SAMPLES = 4
-"""Layers' switches, and plans, below which nothing counts as measured."""
+"""Number of switches of a layer, or of plans, required for an estimate."""
 MAX_RELATIVE_ERROR = 0.1
-"""Half of the widest 95 % interval with which the part that steps are slowed by counts as measured."""
+"""Largest accepted half-width of the 95 % confidence interval of the lost fraction of a transfer."""
 MAX_LOST = 0.9
-"""Part that steps may seem to lose while weights travel; more is taken for something else."""
+"""Upper bound of the lost fraction of a transfer. A larger loss must have another cause."""
 _EXPERT_SECONDS = (1e-6, 60.0)
-"""Bounds of what an expert may seem to take: what lies beyond is a clock's fault."""
+"""Bounds of the transfer time of an expert. Values outside come from a faulty clock."""
 _COMMIT_SECONDS = (0.0, 10.0)
-"""Bounds of what a commit may seem to take."""
+"""Bounds of a commit's time."""
 _PAUSE = 8.0
-"""Medians from which on a step's time is taken for a wait for requests."""
+"""Multiple of the median above which a step's time counts as a wait for requests."""
 _NEAR = 64
-"""Steps on either side of a plan's that its own are compared with, at most."""
+"""Maximum number of steps before and after a plan that its steps are compared with."""
 _MIN_CALM_STEPS = 8
-"""Steps beside a plan's below which its own are compared with none."""
+"""Minimum number of such steps; with fewer, no comparison is made."""
 
 
 @dataclass(frozen=True)
 class Switch:
-    """One layer's switch, medians over its ranks; NaN where none reported it.
+    """Measurements of one layer's switch: medians over its ranks; NaN if no rank reported a value.
 
     Parameters
     ----------
     expert_seconds
-        Seconds for each expert that a rank received, of the ranks that received any.
+        Seconds per received expert, on the ranks that received at least one.
     transfer_seconds
-        Seconds from the first byte to the last on the same ranks, for all layers that were transferred together.
+        Seconds from the first to the last byte on these ranks, for all layers that were transferred together.
     commit_seconds
         The layer's share of the time for which the commit paused the model.
-    after_step, by_step
-        Step boundaries between which the weights travelled.
+    after_step
+        Step boundary after which the transfer began.
+    by_step
+        First step boundary after the end of the transfer.
     """
 
     expert_seconds: float
@@ -60,9 +62,16 @@ class Switch:
 
 @dataclass(frozen=True)
 class SwitchEffect:
-    """Change that one plan made to the steps: microseconds and tokens of the slowest ranks that a step has fewer.
+    """Measured effect of one plan: mean differences per step between before and after.
 
-    ``steps`` is the number of steps compared on the side that has fewer.
+    Parameters
+    ----------
+    us_saved
+        Reduction of the step time, in microseconds.
+    tokens_saved
+        Reduction of the tokens of each layer's most loaded rank, summed over layers.
+    steps
+        Number of compared steps: the smaller of the numbers before and after the plan.
     """
 
     us_saved: float
@@ -72,21 +81,25 @@ class SwitchEffect:
 
 @dataclass(frozen=True)
 class SwitchedPlan:
-    """A plan's switches, from the step boundary at which ranks took it to the one after which it was done.
+    """A plan and its switches.
 
     Parameters
     ----------
-    first_step, end_step
-        Those boundaries.
+    first_step
+        Step boundary at which the ranks received the plan.
+    end_step
+        Step boundary after the last switch.
     switches
-        Of its layers.
-    lost_share, lost_steps
-        Part of the time while its weights travelled that steps lost, and the steps that this was seen over. It is
-        negative if these steps happened to be faster than those before and after the plan.
+        Switches of the plan's layers.
+    lost_share
+        Fraction of the transfer time that steps lost. It is negative if these steps happened to be faster than the
+        steps before and after the plan.
+    lost_steps
+        Number of steps during the transfers that ``lost_share`` was measured on.
     decided_from
-        Last step before the decision began, if that is known: computing it may slow steps on the same host.
+        Last step before the decision began; ``None`` if unknown. Computing a decision may slow steps on the same host.
     effect
-        Change that it made to the steps, once enough steps are known on both sides.
+        Effect of the plan; ``None`` until enough steps before and after it are known.
     """
 
     first_step: float
@@ -99,24 +112,26 @@ class SwitchedPlan:
 
     @property
     def asked_step(self) -> float:
-        """Step boundary at which the decision began, or at which the ranks took the plan."""
+        """Step boundary at which the decision began or, if unknown, at which the ranks received the plan."""
         return self.first_step if self.decided_from is None else min(self.decided_from, self.first_step)
 
 
 @dataclass(frozen=True)
 class MovingCosts:
-    """Measured costs of moves; ``None`` for what has not been measured often enough.
+    """Measured costs of moves; ``None`` for each value with too few samples.
 
     Parameters
     ----------
     expert_seconds
-        For each expert that a rank receives.
+        Transfer time of one expert to a rank.
     lost_share
-        Part of that time that steps lose.
+        Fraction of the transfer time that steps lose.
     commit_seconds
-        Of a layer's switch.
-    layer_ms, layer_source
-        Milliseconds that one layer's experts take in a step, which is what moves may win a part of, and its origin.
+        Commit time of one layer.
+    layer_ms
+        Milliseconds that one layer's experts take per step. Moves can only save a fraction of it.
+    layer_source
+        Origin of ``layer_ms``, as text for operators.
     """
 
     expert_seconds: float | None = None
@@ -130,7 +145,7 @@ NOTHING_MEASURED = MovingCosts()
 
 
 def moving_costs(plans: Sequence[SwitchedPlan]) -> MovingCosts:
-    """Costs that the switches of these plans, and the steps beside them, speak for."""
+    """Estimate the costs of moves from past plans."""
     switches = [switch for plan in plans for switch in plan.switches]
     return MovingCosts(
         _median([switch.expert_seconds for switch in switches], _EXPERT_SECONDS),
@@ -142,27 +157,32 @@ def moving_costs(plans: Sequence[SwitchedPlan]) -> MovingCosts:
 def compared(
     plan: SwitchedPlan, plans: Sequence[SwitchedPlan], step_T: Float64, us_T: Float64
 ) -> SwitchedPlan:
-    """The plan with the part that its steps lost, beside just before and just after it, as far as that is seen.
+    """Measure the time that a plan's transfers cost, relative to the steps just before and after the plan.
 
     Parameters
     ----------
-    plan, plans
-        The plan, and all whose steps are no measure of anything, itself included.
-    step_T, us_T
-        float64 ``[T]``, numbers of steps in order, and their wall time in microseconds; NaN where not known.
+    plan
+        Plan to measure.
+    plans
+        All plans, including ``plan``; none of their steps are used as a reference.
+    step_T
+        float64 ``[T]``, step numbers in ascending order.
+    us_T
+        float64 ``[T]``, time of each step in microseconds; NaN if unknown.
 
     Returns
     -------
     SwitchedPlan
-        As it was where no more of its steps are seen than were before, or too few beside them.
+        The plan with a new ``lost_share``. It is unchanged if fewer of its steps are available than for the previous
+        measurement, or if there are too few reference steps.
     """
     served_T = served_steps(us_T)
     moving_T = np.zeros(len(step_T), dtype=bool)
     for switch in plan.switches:
-        moving_T |= served_T & _travelled(switch, step_T, us_T)
+        moving_T |= served_T & _in_transfer(switch, step_T, us_T)
     calm_T = served_T & (step_T >= plan.first_step - _NEAR) & (step_T < plan.end_step + _NEAR)
-    for other in plans:
-        calm_T &= (step_T < other.first_step) | (step_T >= other.end_step)
+    for switched in plans:
+        calm_T &= (step_T < switched.first_step) | (step_T >= switched.end_step)
     steps = int(moving_T.sum())
     if steps < max(plan.lost_steps, 1) or calm_T.sum() < _MIN_CALM_STEPS:
         return plan
@@ -171,47 +191,59 @@ def compared(
     )
 
 
-def _travelled(switch: Switch, step_T: Float64, us_T: Float64) -> npt.NDArray[np.bool_]:
-    """Steps in which a layer's weights travelled, bool ``[T]``: the last ones that take as long as the transfer did."""
+def _in_transfer(switch: Switch, step_T: Float64, us_T: Float64) -> npt.NDArray[np.bool_]:
+    """Return the mask of the steps during a layer's transfer, bool ``[T]``.
+
+    These are the last steps before ``by_step`` that together take as long as the transfer.
+    """
     between_T = (step_T > switch.after_step) & (step_T < switch.by_step)
     us_between_T = np.where(between_T, np.nan_to_num(us_T), 0.0)
     later_T = us_between_T[::-1].cumsum()[::-1] - us_between_T
-    travelled_T: npt.NDArray[np.bool_] = between_T & (later_T < switch.transfer_seconds * 1e6)
-    return travelled_T
+    transfer_T: npt.NDArray[np.bool_] = between_T & (later_T < switch.transfer_seconds * 1e6)
+    return transfer_T
 
 
 def served_steps(us_T: Float64) -> npt.NDArray[np.bool_]:
-    """Steps whose time is known and no wait for requests, bool ``[T]``: at most eight times the median."""
-    known_T = np.isfinite(us_T)
-    if not known_T.any():
-        return known_T
-    served_T: npt.NDArray[np.bool_] = known_T & (
-        np.nan_to_num(us_T, nan=np.inf) <= _PAUSE * np.median(us_T[known_T])
+    """Return the mask of the steps with a known time that did not wait for requests, bool ``[T]``.
+
+    A step counts as waiting if it takes more than eight times the median.
+
+    Examples
+    --------
+    >>> served_steps(np.array([1000.0, np.nan, 1100, 90_000]))
+    array([ True, False,  True, False])
+    """
+    measured_T = np.isfinite(us_T)
+    if not measured_T.any():
+        return measured_T
+    served_T: npt.NDArray[np.bool_] = measured_T & (
+        np.nan_to_num(us_T, nan=np.inf) <= _PAUSE * np.median(us_T[measured_T])
     )
     return served_T
 
 
 def _median(values: Sequence[float], bounds: tuple[float, float]) -> float | None:
-    known = [value for value in values if math.isfinite(value)]
-    return float(np.clip(np.median(known), *bounds)) if len(known) >= MIN_SAMPLES else None
+    """Return the median of the finite values, clipped to ``bounds``; ``None`` if there are too few."""
+    finite = [value for value in values if math.isfinite(value)]
+    return float(np.clip(np.median(finite), *bounds)) if len(finite) >= MIN_SAMPLES else None
 
 
 def _lost_share(plans: Sequence[SwitchedPlan]) -> float | None:
-    """Mean over the plans by their steps; ``None`` where its interval by Student's t is too wide to say."""
-    seen = [(plan.lost_share, plan.lost_steps) for plan in plans if plan.lost_steps]
-    if len(seen) < MIN_SAMPLES:
+    """Return the mean lost fraction over plans, weighted by steps; ``None`` if its confidence interval is too wide."""
+    measured = [(plan.lost_share, plan.lost_steps) for plan in plans if plan.lost_steps]
+    if len(measured) < MIN_SAMPLES:
         return None
-    share_P, steps_P = np.array(seen).T
+    share_P, steps_P = np.array(measured).T
     weight_P = steps_P / steps_P.sum()
     mean = float(weight_P @ share_P)
-    error = math.sqrt(float((weight_P**2) @ (share_P - mean) ** 2) * len(seen) / (len(seen) - 1))
-    if student_t_975(len(seen) - 1) * error > MAX_RELATIVE_ERROR:
+    error = math.sqrt(float((weight_P**2) @ (share_P - mean) ** 2) * len(measured) / (len(measured) - 1))
+    if student_t_975(len(measured) - 1) * error > MAX_RELATIVE_ERROR:
         return None
     return min(max(mean, 0.0), MAX_LOST)
 
 
 def student_t_975(freedom: int) -> float:
-    """Return the 97.5 % quantile of Student's t, within 0.2 % from 3 degrees of freedom on.
+    """Return the 97.5 % quantile of Student's t distribution, accurate to 0.2 % from 3 degrees of freedom.
 
     References
     ----------

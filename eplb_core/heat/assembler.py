@@ -1,8 +1,8 @@
-"""Puts the ranks' heat reports together, step by step, into the window that decisions look at.
+"""Assembly of the ranks' heat reports, step by step, into the window that decisions use.
 
-Only a step that every rank has reported, all under the same placement, counts; anything else is lost and counted as
-lost, never guessed. Where hosts do not count what slots receive, that follows from what every rank's own tokens chose
-and the table that they were routed by. Memory is bounded by the shape, whatever the ranks send.
+A step counts only if every rank has reported it under the same placement. All other steps count as lost; their heat is
+never estimated. If hosts do not count the tokens that slots receive, these follow from every rank's source heat and its
+tables. The memory bound depends only on the shape, not on the reports.
 """
 
 from __future__ import annotations
@@ -22,41 +22,61 @@ from eplb_core.wire.agent import Shape
 from eplb_core.wire.heat import HeatReport, StepPhase
 
 _EPOCHS_KEPT = 4
+"""Number of recent epochs per layer whose placement and tables are kept."""
 _CELLS_HELD = 2
-"""Indices of all slots, 8 bytes each: those of the newest step, and those that are being made."""
+"""Arrays of slot indices in memory, 8 bytes per slot: one in use and one under construction."""
 _TABLES_HELD = 3
-"""log2phy of all ranks: in the Hellos that wait, in what is served, and of its layers that have switched."""
+"""Tables of all ranks in memory: of waiting Hellos, of the current layout, and of its switched layers."""
 _SOURCES_HELD = 2
-"""Own tokens of all ranks: as they are, and as a decision remembers them."""
+"""Arrays of source heat in memory: the live one and a decision's snapshot."""
 
 _Cells: TypeAlias = npt.NDArray[np.intp]
+"""Indices into a flattened array."""
+_StepValues: TypeAlias = tuple[int, int, int]
+"""A rank's phase in a step, its tokens (-1 if unknown) and its microseconds (0 if unknown)."""
 
 
 class StepCounts(NamedTuple):
-    """Steps that all ranks have reported, and steps that are lost: since the start, or by one report."""
+    """Numbers of completed and of lost steps, in total or because of one report."""
 
     received: int
     lost: int
 
 
 def memory_bytes(shape: Shape, window_steps: int, pending_steps: int) -> int:
-    """Bound on a deployment's memory: its assembler, and the tables of what it serves."""
-    ranks, layers, slots = shape.ranks, shape.layers, shape.slots
+    """Return an upper bound of a deployment's memory for its assembler and its tables, in bytes.
+
+    Parameters
+    ----------
+    shape
+        Shape of the deployment.
+    window_steps
+        Steps in the window.
+    pending_steps
+        Steps that can be pending.
+    """
+    ranks = shape.ranks
+    layers = shape.layers
+    slots = shape.slots
     heat = window_steps * (layers * (4 * shape.experts + 4 * ranks + 16) + 256)
-    # Counts by slot, or by expert and by rank; its epochs; and of each rank whether it has reported, tokens and time.
+    # Counts by slot, or by expert and by rank. The rest is the epochs and, for each rank, its report flag, tokens and
+    # time.
     counts = 4 * layers * max(ranks * slots, shape.experts + ranks)
     pending = pending_steps * (counts + 40 * layers + 128 * ranks)
     placements = (4 * _EPOCHS_KEPT + 8 * _CELLS_HELD) * ranks * layers * slots
     tables = 4 * (_TABLES_HELD + _EPOCHS_KEPT) * ranks * layers * shape.experts * shape.width
-    # The comparison of what was sent with what was received is a sum of 8 bytes each.
+    # One more array of 8-byte sums is used to compare sent and received tokens.
     sources = (4 * _SOURCES_HELD * ranks + 8) * layers * shape.experts
     return heat + pending + placements + tables + sources
 
 
 class PlacementHistory:
-    """The newest epochs of every layer, bounded: what counts are read under.
+    """Recent placements and tables of every layer by epoch, used to interpret counts.
 
-    ``by_layer`` has for each layer its slots ``[R, S]`` and tables ``[R, E]`` or ``[R, E, D]`` by epoch, oldest first.
+    Parameters
+    ----------
+    by_layer
+        For each layer, the placement ``[R, S]`` and tables ``[R, E]`` or ``[R, E, D]`` of each epoch, oldest first.
     """
 
     def __init__(self, by_layer: tuple[dict[int, tuple[Int32, Int32]], ...]) -> None:
@@ -65,8 +85,9 @@ class PlacementHistory:
         self._latest_unnamed: tuple[tuple[int, ...], npt.NDArray[np.bool_]] | None = None
 
     def place(self, layer: int, epoch: int, phy2log_RS: Int32, log2phy_RE: Int32) -> None:
-        """Read counts of ``layer`` at ``epoch`` by these slots and tables; replaces what was known of that epoch."""
-        self._latest = self._latest_unnamed = None
+        """Record the placement and tables of a layer at an epoch, and drop the layer's oldest epoch if necessary."""
+        self._latest = None
+        self._latest_unnamed = None
         epochs = self.by_layer[layer]
         epochs.pop(epoch, None)
         epochs[epoch] = phy2log_RS, log2phy_RE
@@ -74,11 +95,11 @@ class PlacementHistory:
             epochs.pop(next(iter(epochs)))
 
     def knows(self, layer_epochs: tuple[int, ...]) -> bool:
-        """Return whether counts at these epochs can be read."""
+        """Return True if the placements of all these epochs, one per layer, are recorded."""
         return all(epoch in epochs for epochs, epoch in zip(self.by_layer, layer_epochs, strict=True))
 
     def cells(self, layer_epochs: tuple[int, ...], experts: int) -> _Cells | None:
-        """Index into heat ``[L, E]``, flattened, of each slot, ``[L, R, S]``; ``None`` where an epoch is not known."""
+        """Return each slot's index into flattened heat, ``[L, R, S]``; ``None`` if an epoch is unknown."""
         if not self.knows(layer_epochs):
             return None
         if self._latest is None or self._latest[0] != layer_epochs:
@@ -88,11 +109,11 @@ class PlacementHistory:
         return self._latest[1]
 
     def slots(self, layer_epochs: tuple[int, ...]) -> list[Int32]:
-        """Slots of all ranks, of each layer ``[R, S]``; the epochs must be known."""
+        """Return the placement of each layer, ``[R, S]``. All epochs must be known."""
         return [epochs[epoch][0] for epochs, epoch in zip(self.by_layer, layer_epochs, strict=True)]
 
     def unnamed(self, layer_epochs: tuple[int, ...]) -> npt.NDArray[np.bool_]:
-        """Mask of the slots that no rank's table names, ``[R, L, S]``. All epochs must be known."""
+        """Return the mask of the slots that no rank's table contains, ``[R, L, S]``. All epochs must be known."""
         if self._latest_unnamed is None or self._latest_unnamed[0] != layer_epochs:
             unnamed_LRS = np.ones([len(layer_epochs), *self.slots(layer_epochs)[0].shape], dtype=np.bool_)
             for layer, (epochs, epoch) in enumerate(zip(self.by_layer, layer_epochs, strict=True)):
@@ -101,17 +122,41 @@ class PlacementHistory:
         return self._latest_unnamed[1]
 
     def targets(self, layer_epochs: tuple[int, ...], rank: int) -> Int32:
-        """Physical ids that tokens of source ``rank`` go to in turn, ``[L, E, D]``; the epochs must be known."""
+        """Return the slots that receive a rank's tokens in turn, ``[L, E, D]``. All epochs must be known."""
         layers = zip(self.by_layer, layer_epochs, strict=True)
         return with_entries(np.stack([epochs[epoch][1][rank] for epochs, epoch in layers]), 2)
 
 
 class _Step:
-    """One step as far as ranks have ``seen`` it; ``spoilt`` where not all counted it alike, under one placement.
+    """Reports of one step so far.
 
-    ``counts`` are tokens by slot, ``[R, L, S]``, or where hosts do not count them the sums of own tokens by expert,
-    ``[L, E]``, and by the rank that they went to, ``[L, R]``. ``busy_R`` says on which ranks it was no dummy,
-    ``prefills`` if some rank prefilled.
+    Parameters
+    ----------
+    number
+        Step number.
+    epochs
+        Epoch of each layer, from the first report.
+    shape
+        Shape of the deployment.
+    by_slot
+        True if the ranks count the tokens of their slots; False if they report source heat only.
+
+    Attributes
+    ----------
+    seen
+        Ranks that have reported the step.
+    spoilt
+        True if the reports differ in their epochs or in how they count.
+    busy_R
+        bool ``[R]``, ranks for which the step was not a dummy.
+    prefills
+        True if a rank prefilled.
+    micros
+        Microseconds of the ranks that measured the step.
+    tokens_R
+        int64 ``[R]``, tokens of each rank; -1 if unknown.
+    counts
+        Tokens by slot ``[R, L, S]``; without slot counts, tokens by expert ``[L, E]`` and by receiving rank ``[L, R]``.
     """
 
     def __init__(self, number: int, epochs: tuple[int, ...], shape: Shape, *, by_slot: bool) -> None:
@@ -133,24 +178,34 @@ class _Step:
         self,
         rank: int,
         epochs: tuple[int, ...],
-        counted: tuple[int, int, int],
+        values: _StepValues,
         counts_LX: npt.NDArray[np.integer[Any]],
         targets_LED: npt.NDArray[np.integer[Any]] | None,
     ) -> None:
-        """Fill in one rank's report of it: its phase there, its tokens, -1 for unknown, and microseconds.
+        """Add one rank's report of the step.
 
-        Counts under these ``epochs`` are by slot, ``[L, S]``, or own tokens by expert, ``[L, E]``, which went to the
-        ranks ``targets_LED`` in turn.
+        Parameters
+        ----------
+        rank
+            Rank that sent the report.
+        epochs
+            Epoch of each layer in the report.
+        values
+            Phase, tokens and microseconds.
+        counts_LX
+            Tokens by slot ``[L, S]`` or, without slot counts, the rank's own tokens by expert ``[L, E]``.
+        targets_LED
+            Ranks that received the rank's own tokens in turn; ``None`` for slot counts.
         """
         self.seen.add(rank)
-        phase, self.tokens_R[rank], micros = counted
+        phase, self.tokens_R[rank], micros = values
         self.busy_R[rank] = phase != StepPhase.DUMMY
         self.prefills |= StepPhase(phase).prefills
         if micros > 0:
             self.micros.append(micros)
-        # Most often it is the same tuple, and many layers need not be compared.
-        other = epochs is not self.epochs and epochs != self.epochs
-        if other or len(self.counts) != (1 if targets_LED is None else 2):
+        # The tuple is usually the same object, which saves comparing many layers.
+        differs = epochs is not self.epochs and epochs != self.epochs
+        if differs or len(self.counts) != (1 if targets_LED is None else 2):
             self.spoilt = True
         elif targets_LED is None:
             self.counts[0][rank] = counts_LX
@@ -158,12 +213,20 @@ class _Step:
             self._add_sources(counts_LX, targets_LED)
 
     def heat_and_loads(self, cells_LRS: _Cells, experts: int) -> tuple[Int32, Int32]:
-        """Tokens by expert, int32 ``[L, E]``, and by rank, int32 ``[L, R]``; ``cells_LRS`` as in ``cells``."""
+        """Return the tokens by expert, int32 ``[L, E]``, and by rank, int32 ``[L, R]``.
+
+        Parameters
+        ----------
+        cells_LRS
+            Index of each slot, from ``PlacementHistory.cells``.
+        experts
+            Number of logical experts.
+        """
         if len(self.counts) == 2:
             return self.counts[0], self.counts[1]
         counts_LRS = np.ascontiguousarray(self.counts[0].transpose(1, 0, 2))
         layers = len(counts_LRS)
-        # Sums of whole numbers, exact in float64.
+        # bincount sums in float64, which is exact for these whole numbers.
         sums_C = np.bincount(cells_LRS.ravel(), counts_LRS.ravel(), minlength=layers * experts)
         loads_LR: Int32 = np.einsum("lrs->lr", counts_LRS)
         return sums_C.astype(np.int32).reshape(layers, experts), loads_LR
@@ -171,11 +234,12 @@ class _Step:
     def _add_sources(
         self, counts_LE: npt.NDArray[np.integer[Any]], targets_LED: npt.NDArray[np.integer[Any]]
     ) -> None:
+        """Add a rank's own tokens to the heat and to the loads of the ranks that received them."""
         heat_LE, loads_LR = self.counts
         layers, ranks = loads_LR.shape
         width = targets_LED.shape[2]
         if self._by_row:
-            # The batch row picks the entry, so a step's tokens may begin at any entry.
+            # The entry depends on the batch row, so a step's tokens may begin at any entry.
             targets_LED = np.roll(targets_LED, self.number, axis=2)
         heat_LE += counts_LE
         cells_C = (targets_LED + ranks * np.arange(layers)[:, None, None]).ravel()
@@ -184,8 +248,8 @@ class _Step:
         loads_LR += sums_C.reshape(layers, ranks).astype(np.int32)
 
 
-def _counted_by_step(report: HeatReport) -> list[tuple[int, int, int]]:
-    """Return each step's phase in a report, its tokens, -1 for unknown, and microseconds, 0 for unknown."""
+def _values_by_step(report: HeatReport) -> list[_StepValues]:
+    """Return the values of each step of a report."""
     phase_T = report.phase_T.tolist()
     tokens_T = [-1] * report.steps if report.tokens_T is None else report.tokens_T.tolist()
     micros_T = [0] * report.steps if report.micros_T is None else report.micros_T.tolist()
@@ -193,74 +257,116 @@ def _counted_by_step(report: HeatReport) -> list[tuple[int, int, int]]:
 
 
 class PendingSteps:
-    """The newest ``capacity`` steps that ranks have reported; one that leaves before all have is lost.
+    """Steps that some ranks have reported and others have not: the newest ``capacity`` steps.
 
-    The newest step decides which are kept, but no rank's claim is final: where the latest report of *every* rank is of
-    steps that have left, what moved it so far ahead was wrong, and all begins again with the report at hand. Ranks
-    report in order, so that steps are whole in order: what lies between two of them is lost. Of the newest whole steps
-    in a row, ``dummy_steps`` were dummies on all ranks, and ``mislabelled_steps`` of these counted tokens nevertheless.
-    In the newest ``empty_steps`` others no token was counted although there were some, or although none has ever been
-    counted; the former if ``tokens_uncounted``. Of ranks that see the same tokens the first may count for all, so steps
-    in which it had none prove nothing.
+    A report of a newer step drops the oldest ones, which count as lost if they are incomplete. A single rank with a
+    wrong step number cannot disable the assembly. If the latest report of *every* rank covers only dropped steps, a
+    wrong number must have moved the range too far ahead. All pending steps are then discarded, and assembly starts
+    again with the current report.
+
+    Ranks report in order, so steps are completed in order, and the steps skipped between two completed ones are lost.
+
+    Parameters
+    ----------
+    shape
+        Shape of the deployment.
+    capacity
+        Maximum number of pending steps, and of steps per report.
+
+    Attributes
+    ----------
+    completed
+        Number of steps that all ranks have reported.
+    lost
+        Number of lost steps.
+    dummy_steps
+        Number of the newest consecutive completed steps that were dummies on all ranks.
+    mislabelled_steps
+        Number of these dummy steps that had counted tokens nevertheless.
+    empty_steps
+        Number of steps since the last counted token that should have had counts. Either ranks reported tokens, or busy
+        ranks did not report theirs and no token has ever been counted. Of ranks that see the same tokens, only the
+        first may count them, so a step is not empty if the first rank was idle.
+    tokens_uncounted
+        True if ranks reported tokens in one of these steps.
     """
 
     def __init__(self, shape: Shape, capacity: int) -> None:
-        self._shape, self._capacity = shape, capacity
-        self.completed = self.lost = 0
-        self.dummy_steps = self.mislabelled_steps = self.empty_steps = 0
+        self._shape = shape
+        self._capacity = capacity
+        self.completed = 0
+        self.lost = 0
+        self.dummy_steps = 0
+        self.mislabelled_steps = 0
+        self.empty_steps = 0
         self.tokens_uncounted = False
         self._steps: dict[int, _Step] = {}
-        self._left = -1
-        self._last_whole: int | None = None
+        self._last_dropped = -1
+        self._last_completed: int | None = None
         self._epochs: tuple[int, ...] = ()
         self._end_R = np.full(shape.ranks, -1, dtype=np.int64)
 
     def add(
         self, rank: int, report: HeatReport, targets_LED: npt.NDArray[np.integer[Any]] | None
     ) -> list[_Step]:
-        """Take what a rank's slots received, or its own tokens chose, which went to the ranks ``targets_LED`` in turn.
+        """Add one rank's report. Steps that the rank has reported before and dropped steps are ignored.
 
-        Returns the steps that are whole now and no dummies. A step that this rank has reported before, or that has
-        left, is passed over. At most ``capacity`` steps at a time.
+        Parameters
+        ----------
+        rank
+            Rank that sent the report.
+        report
+            Heat report of at most ``capacity`` steps.
+        targets_LED
+            Ranks that received the rank's own tokens in turn; ``None`` if the report counts tokens by slot.
+
+        Returns
+        -------
+        list of _Step
+            Steps that this report completed, without dummies.
         """
         self._end_R[rank] = report.first_step + report.steps
-        if self._end_R.max() <= self._left + 1:
+        if self._end_R.max() <= self._last_dropped + 1:
             self._steps.clear()
-            self._left, self._last_whole = -1, None
-        whole = []
+            self._last_dropped = -1
+            self._last_completed = None
+        completed = []
+        # Keep one tuple for equal epochs, so that ``_Step.add`` can compare identities.
         if self._epochs != report.layer_epochs:
             self._epochs = report.layer_epochs
         counts_TLX = report.source_counts_TLE if report.slot_counts_TLS is None else report.slot_counts_TLS
         assert counts_TLX is not None
-        counted_T = _counted_by_step(report)
-        for number in range(max(report.first_step, self._left + 1), report.first_step + report.steps):
+        values_T = _values_by_step(report)
+        end_step = report.first_step + report.steps
+        for number in range(max(report.first_step, self._last_dropped + 1), end_step):
             step = self._steps.get(number) or self._begin(number, by_slot=targets_LED is None)
             if rank not in step.seen:
                 at = number - report.first_step
-                step.add(rank, self._epochs, counted_T[at], counts_TLX[at], targets_LED)
+                step.add(rank, self._epochs, values_T[at], counts_TLX[at], targets_LED)
                 if len(step.seen) == self._shape.ranks and not step.spoilt:
                     self._complete(step)
-                    whole += [step] if step.busy_R.any() else []
-        return whole
+                    completed += [step] if step.busy_R.any() else []
+        return completed
 
     @property
     def slowest(self) -> tuple[int, int]:
-        """The rank that has reported least far, and the step that its latest report ended before; -1 for none yet."""
+        """Slowest rank, and the end (exclusive) of its latest report; -1 if it has not reported yet."""
         rank = int(self._end_R.argmin())
         return rank, int(self._end_R[rank])
 
     def behind(self, steps: int) -> tuple[list[int], int]:
-        """Return the ranks whose heat is more than ``steps`` behind the furthest rank's, and how far at most."""
+        """Return the ranks that are more than ``steps`` steps behind the fastest rank, and the largest delay."""
         late_R = int(self._end_R.max()) - self._end_R
         return np.flatnonzero(late_R > steps).tolist(), int(late_R.max())
 
     def is_ahead(self, rank: int, report: HeatReport) -> bool:
-        """Return whether ``report`` would push out steps that a slower rank may still report.
+        """Return True if a report would push out steps that a slower rank may still report.
 
-        Only where it goes on where the rank's last one ended, as a backlog does: nobody catches up with a leap, and who
-        lies about its steps is not to hold up what it reports next.
+        This applies only if the report continues the rank's previous one, as in a backlog. The slower ranks cannot
+        catch up with a jump ahead, and a rank with a wrong step number must not block its own later reports.
         """
-        before, end = int(self._end_R[rank]), report.first_step + report.steps
+        before = int(self._end_R[rank])
+        end = report.first_step + report.steps
         if before < 0 or not self._steps or report.first_step - before > self._capacity:
             return False
         slowest = int(self._end_R.min())
@@ -269,19 +375,23 @@ class PendingSteps:
         return end - self._capacity > max(slowest, min(self._steps))
 
     def _begin(self, number: int, *, by_slot: bool) -> _Step:
-        step = self._steps[number] = _Step(number, self._epochs, self._shape, by_slot=by_slot)
-        self._left = max(self._left, number - self._capacity)
-        for old in [old for old in self._steps if old <= self._left]:
-            del self._steps[old]
+        """Start a pending step and drop the steps that exceed the capacity."""
+        step = _Step(number, self._epochs, self._shape, by_slot=by_slot)
+        self._steps[number] = step
+        self._last_dropped = max(self._last_dropped, number - self._capacity)
+        for dropped in [dropped for dropped in self._steps if dropped <= self._last_dropped]:
+            del self._steps[dropped]
         return step
 
     def _complete(self, step: _Step) -> None:
+        """Count a step that all ranks have reported, and the lost steps before it."""
         self.completed += 1
-        last = step.number - 1 if self._last_whole is None else self._last_whole
+        last = step.number - 1 if self._last_completed is None else self._last_completed
         self.lost += max(0, step.number - last - 1)
-        self._last_whole = max(last, step.number)
+        self._last_completed = max(last, step.number)
         if step.busy_R.any():
-            self.dummy_steps = self.mislabelled_steps = 0
+            self.dummy_steps = 0
+            self.mislabelled_steps = 0
             return
         self.dummy_steps += 1
         self.mislabelled_steps += int(any(counts.any() for counts in step.counts))
@@ -289,10 +399,16 @@ class PendingSteps:
 
 @dataclass(frozen=True)
 class RememberedHeat:
-    """Heat of the window as it was at one moment: cheap to take, and put together by whoever has the time.
+    """Snapshot of the window's heat. It is cheap to create; ``arrays`` does the work and can run in another thread.
 
-    ``rows`` are the counts of each step, in order, int32 ``[L, E]`` (``shape``); ``sources`` are sums by source rank,
-    empty where not all ranks report them. Nothing writes to either.
+    Parameters
+    ----------
+    rows
+        Heat of each step in order, int32 ``[L, E]``; never modified.
+    shape
+        L and E.
+    sources
+        Source heat of each rank; empty if not all ranks report it. Never modified.
     """
 
     rows: tuple[Int32, ...]
@@ -300,7 +416,10 @@ class RememberedHeat:
     sources: tuple[RankSums, ...] = ()
 
     def arrays(self) -> tuple[Int32, Float64 | None]:
-        """Return heat by step, int32 ``[T, L, E]``, and per step by source rank, float64 ``[R, L, E]`` or ``None``."""
+        """Return the heat, int32 ``[T, L, E]``, and the source heat per step, float64 ``[R, L, E]``.
+
+        The source heat is ``None`` if not all ranks report it.
+        """
         heat_TLE = np.stack(self.rows) if self.rows else np.zeros((0, *self.shape), dtype=np.int32)
         rates_RLE = np.empty((len(self.sources), *self.shape))
         for rate_LE, (sums_LE, steps) in zip(rates_RLE, self.sources, strict=True):
@@ -309,20 +428,40 @@ class RememberedHeat:
 
 
 class HeatAssembler:
-    """The sliding window of one deployment, of ``window_steps``.
+    """Sliding window of one deployment's heat.
 
-    ``pending_steps`` is how far the fastest rank may be ahead of the slowest; also the most steps of one report. Ranks
-    with the same number in ``token_groups_R`` see the same tokens; by default each has its own.
+    A step enters the window when ``put_together`` processes it. A long report can complete many steps at once, so this
+    can be done in portions.
 
-    ``phase`` chooses the steps that enter the window: ``"prefill"`` those in which some rank prefills, ``"decode"`` the
-    others, ``"all"`` both. ``passed_over`` are the newest steps in a row that were of the other phase.
+    Parameters
+    ----------
+    shape
+        Shape of the deployment.
+    window_steps
+        Number of steps in the window.
+    pending_steps
+        Maximum number of steps that the fastest rank may be ahead of the slowest, and of steps per report.
+    token_groups_R
+        int32 ``[R]``, token group of each rank. Ranks of a group see the same tokens. By default, each rank is its own
+        group.
+    phase
+        Steps that enter the window: ``"prefill"`` if at least one rank prefills, ``"decode"`` if no rank does, or
+        ``"all"``.
 
-    ``misrouted_steps`` are the steps since the last switch in which slots received tokens although no rank's table
-    names them, and ``misrouted`` is the rank, layer and slot of the latest such count.
-
-    ``placements`` is what counts are read under, ``pending`` are the newest steps of the ranks' reports; ``assembled``
-    counts the steps that ever entered the window. A step enters it only when ``put_together`` gets to that step: one
-    long report can complete many steps at once.
+    Attributes
+    ----------
+    assembled
+        Number of steps that have ever entered the window.
+    passed_over
+        Number of the newest consecutive steps that were of the other phase.
+    misrouted_steps
+        Number of steps since the last switch with tokens in slots that no rank's table contains.
+    misrouted
+        Rank, layer and slot of the latest such count; ``None`` if there was no such count.
+    placements
+        Placements and tables by epoch.
+    pending
+        Steps that not all ranks have reported.
     """
 
     def __init__(
@@ -343,9 +482,9 @@ class HeatAssembler:
         self.placements = PlacementHistory(tuple({} for _ in range(shape.layers)))
         self.pending = PendingSteps(shape, pending_steps)
         self._shape = shape
-        self._whole: deque[_Step] = deque()
+        self._completed: deque[_Step] = deque()
         self._sources = SourceHeat(shape.ranks, window_steps)
-        # Counts are replaced, never written to: they can be read while steps come in.
+        # The arrays in these queues are replaced and never modified, so snapshots may share them.
         self._heat: deque[Int32] = deque(maxlen=window_steps)
         self._loads: deque[Int32] = deque(maxlen=window_steps)
         self._steps_W, self._us_W, self._tokens_W = np.full((3, window_steps), np.nan)
@@ -353,38 +492,39 @@ class HeatAssembler:
         self._par_WL = np.full((window_steps, shape.layers), np.nan)
         self._epochs_WL = np.zeros((window_steps, shape.layers), dtype=np.int64)
         groups_R = np.arange(shape.ranks) if token_groups_R is None else token_groups_R
-        self._counted_G = np.unique(groups_R, return_index=True)[1]
+        self._first_of_group_G = np.unique(groups_R, return_index=True)[1]
 
     @property
     def counted(self) -> StepCounts:
-        """Steps so far; lost are those that some rank never reported in time, or under another placement."""
+        """Completed and lost steps so far. A lost step was reported too late or under different placements."""
         return StepCounts(self.pending.completed, self.pending.lost)
 
     @property
     def steps(self) -> int:
-        """Steps in the window."""
+        """Number of steps in the window."""
         return min(self.assembled, len(self._steps_W))
 
     @property
     def waiting(self) -> int:
-        """Steps that all ranks have reported and that are not in the window yet."""
-        return len(self._whole)
+        """Number of completed steps that have not entered the window yet."""
+        return len(self._completed)
 
     def take(self, rank: int, report: HeatReport) -> StepCounts:
-        """Take one rank's report; returns how many steps it completed, and how many were found lost by that.
+        """Add one rank's report and return the number of steps that it completed and of steps lost before them.
 
-        A report under an epoch that is not known is left out, so that its steps will count as lost. What still waits
-        enters the window first, so that memory stays bounded.
+        A report with an unknown epoch is ignored, so its steps will count as lost. Completed steps enter the window
+        first, so that memory is bounded.
         """
         self.put_together()
         if not self.placements.knows(report.layer_epochs):
             return StepCounts(0, 0)
-        before, targets_LED = self.counted, None
+        before = self.counted
+        targets_LED = None
         if report.slot_counts_TLS is None:
             targets_LED = self.placements.targets(report.layer_epochs, rank) // self._shape.slots
         for step in self.pending.add(rank, report, targets_LED):
             if self._phase in ("all", "prefill" if step.prefills else "decode"):
-                self._whole.append(step)
+                self._completed.append(step)
                 self.passed_over = 0
             else:
                 self.passed_over += 1
@@ -392,39 +532,42 @@ class HeatAssembler:
         return StepCounts(self.pending.completed - before.received, self.pending.lost - before.lost)
 
     def put_together(self, most: int | None = None) -> None:
-        """Let steps that all ranks have reported enter the window: all, or at most so many, the first ones first."""
-        for _ in range(len(self._whole) if most is None else min(most, len(self._whole))):
-            step = self._whole.popleft()
+        """Move completed steps into the window, oldest first; at most ``most`` steps if it is given."""
+        for _ in range(len(self._completed) if most is None else min(most, len(self._completed))):
+            step = self._completed.popleft()
             cells_LRS = self.placements.cells(step.epochs, self._shape.experts)
-            # Unknown by now only where every layer switched again and again meanwhile.
+            # The epochs are unknown only if a layer has switched several times since the step was reported.
             if cells_LRS is not None:
                 self._append(step, *step.heat_and_loads(cells_LRS, self._shape.experts))
 
     def remembered(self) -> RememberedHeat:
-        """Heat of the window by now."""
+        """Return a snapshot of the window's heat."""
         shape = self._shape.layers, self._shape.experts
         return RememberedHeat(tuple(self._heat), shape, self._sources.by_rank())
 
     def step_times(self, layer_epochs: Sequence[int]) -> StepTimes:
-        """Times of the steps of ``remembered``, in its order; unknown where a layer was not yet as it is now."""
+        """Return the times of the window's steps; NaN for steps before the latest switch.
+
+        ``layer_epochs`` are the current epochs.
+        """
         rows = self._rows()
         current_T = self._current(rows, layer_epochs).all(axis=1)
         return StepTimes(np.where(current_T, self._us_W[rows], np.nan), self._tokens_W[rows])
 
     def served_times(self, newest: int) -> StepTimes:
-        """Return times of the newest steps as they were served, whatever placement served them."""
+        """Return the times of the ``newest`` steps, under any placement."""
         rows = self._rows(newest)
         return StepTimes(self._us_W[rows], self._tokens_W[rows])
 
     def served_steps(self, newest: int | None = None) -> ServedSteps:
-        """Return the window's steps, or the newest of them, as they were served, whatever placement served them."""
+        """Return the measurements of the window's steps, or of the ``newest`` steps, under any placement."""
         rows = self._rows(newest)
         return ServedSteps(
             self._steps_W[rows], self._us_W[rows], self._choices_W[rows], self._slowest_W[rows]
         )
 
     def load_sums(self, newest: int) -> tuple[int, Float64]:
-        """Tokens that each rank received in the newest steps, as they were served: steps, and sums, ``[L, R]``."""
+        """Return the number of steps and each rank's tokens in the ``newest`` steps, summed, float64 ``[L, R]``."""
         sums_LR = np.zeros((self._shape.layers, self._shape.ranks))
         loads = list(self._loads)[-newest:]
         for loads_LR in loads:
@@ -432,34 +575,37 @@ class HeatAssembler:
         return len(loads), sums_LR
 
     def served_par(self, newest: int) -> Float64:
-        """Ratios of the newest steps as they were served, float64 ``[T, L]``; NaN without tokens."""
+        """Return the PAR of the ``newest`` steps under any placement, float64 ``[T, L]``; NaN without tokens."""
         return self._par_WL[self._rows(newest)]
 
     def newest_par(self, since: int, layer_epochs: Sequence[int]) -> Float64:
-        """Ratios of the steps that entered after the first ``since``, float64 ``[T, L]``, in the order of entering.
+        """Return the PAR of the steps after the first ``since`` assembled ones, float64 ``[T, L]``, oldest first.
 
-        NaN where a layer was not yet as it is now, or had no tokens; steps that have left the window since are missing.
+        It is NaN for layers without tokens and for epochs other than the current ``layer_epochs``. Steps that have
+        already left the window are missing.
         """
         rows = self._rows(self.assembled - since)
         return np.where(self._current(rows, layer_epochs), self._par_WL[rows], np.nan)
 
     def newest_heat(self, since: int) -> Int32:
-        """Return the heat of the steps that entered after the first ``since``, int32 ``[T, L, E]``, oldest first."""
+        """Return the heat of the steps after the first ``since`` assembled ones, int32 ``[T, L, E]``, oldest first."""
         newest = min(self.assembled - since, self.steps)
-        return np.stack([self._heat[place] for place in range(-newest, 0)])
+        return np.stack([self._heat[index] for index in range(-newest, 0)])
 
     def _rows(self, newest: int | None = None) -> _Cells:
-        """Positions of the window's steps, or the newest of them, in the order of entering."""
+        """Return the ring buffer positions of the window's steps, or of the ``newest`` steps, oldest first."""
         steps = self.steps if newest is None else min(newest, self.steps)
         return np.arange(self.assembled - steps, self.assembled) % len(self._steps_W)
 
     def _current(self, rows: _Cells, layer_epochs: Sequence[int]) -> npt.NDArray[np.bool_]:
-        """Rows of layers that were as they are now, bool ``[T, L]``."""
+        """Return the mask of steps and layers with the given epochs, bool ``[T, L]``."""
         current_TL: npt.NDArray[np.bool_] = self._epochs_WL[rows] == np.asarray(layer_epochs, dtype=np.int64)
         return current_TL
 
     def _append(self, step: _Step, heat_LE: Int32, loads_LR: Int32) -> None:
-        row, tokens_G = self.assembled % len(self._steps_W), step.tokens_R[self._counted_G]
+        """Append a step to the window."""
+        row = self.assembled % len(self._steps_W)
+        tokens_G = step.tokens_R[self._first_of_group_G]
         self._heat.append(heat_LE)
         self._loads.append(loads_LR)
         self._steps_W[row] = step.number
@@ -474,31 +620,31 @@ class HeatAssembler:
         self.assembled += 1
 
     def _note_misrouted(self, step: _Step) -> None:
-        """Count the step if slots that no table names received tokens: the host does not route by its tables."""
+        """Count the step if slots outside of all tables received tokens: the host ignores its tables."""
         if len(step.counts) == 2:
             return
         if step.epochs != self._misrouted_epochs:
             self._misrouted_epochs = step.epochs
             self.misrouted_steps = 0
-        wrong_RLS = self.placements.unnamed(step.epochs) & (step.counts[0] > 0)
-        if wrong_RLS.any():
-            rank, layer, slot = np.argwhere(wrong_RLS)[0].tolist()
+        misrouted_RLS = self.placements.unnamed(step.epochs) & (step.counts[0] > 0)
+        if misrouted_RLS.any():
+            rank, layer, slot = np.argwhere(misrouted_RLS)[0].tolist()
             self.misrouted = rank, layer, slot
             self.misrouted_steps += 1
 
     def _note_empty(self, step: _Step, tokens_G: npt.NDArray[np.int64], loads_LR: Int32) -> None:
-        """Count a step without a counted token, unless the ranks may just have been idle.
+        """Count the step as empty if it has no counted token and the ranks were not simply idle.
 
-        A host that calls the agent in the same way whether it serves or not cannot label its idle steps. Once its
-        counters have counted, zeros mean that there was nothing to count, unless a rank reports tokens.
+        Some hosts call the agent in the same way when they are idle, so idle steps carry no label. Once the counters
+        have counted a token, zeros mean that there were no tokens, unless a rank reports some.
         """
         if loads_LR.any():
             self._has_counted = True
             self.pending.empty_steps = 0
             self.pending.tokens_uncounted = False
             return
-        busy_G = step.busy_R[self._counted_G]
+        busy_G = step.busy_R[self._first_of_group_G]
         has_tokens = bool((busy_G & (tokens_G > 0)).any())
-        may_have = bool((busy_G & (tokens_G < 0)).any()) and not self._has_counted
+        may_have_tokens = bool((busy_G & (tokens_G < 0)).any()) and not self._has_counted
         self.pending.tokens_uncounted |= has_tokens
-        self.pending.empty_steps += int(has_tokens or may_have)
+        self.pending.empty_steps += int(has_tokens or may_have_tokens)

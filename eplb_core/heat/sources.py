@@ -1,4 +1,4 @@
-"""Times and sources of a window's steps: wall time and tokens by step, tokens by source rank."""
+"""Step times and source heat of a window: wall time and tokens by step, and tokens by source rank."""
 
 from __future__ import annotations
 
@@ -14,18 +14,22 @@ from eplb_core.placement import Float64
 from eplb_core.wire.heat import HeatReport, StepPhase
 
 HeatPhase: TypeAlias = Literal["all", "prefill", "decode"]
-"""Steps whose heat is planned for."""
+"""Phase of the steps whose heat is planned for."""
 
 RankSums: TypeAlias = tuple[npt.NDArray[np.float32], float]
-"""One rank's tokens by expert, ``[L, E]``, and the steps that they count for; replaced, never written to."""
+"""One rank's tokens by expert, ``[L, E]``, and the number of steps that they represent. Replaced, never modified."""
 
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Times and tokens of T steps in order, float64 ``[T]``.
+    """Times and tokens of T consecutive steps.
 
-    ``us_T`` are microseconds of wall time, the median over the ranks that measured it, NaN where none did; ``tokens_T``
-    tokens of all ranks, each counted once, NaN where a rank did not report its own.
+    Parameters
+    ----------
+    us_T
+        float64 ``[T]``, wall time in microseconds: the median over the ranks that measured it; NaN if no rank did.
+    tokens_T
+        float64 ``[T]``, tokens of all ranks, each counted once; NaN if a rank did not report its tokens.
     """
 
     us_T: Float64
@@ -33,33 +37,41 @@ class StepTimes:
 
     @property
     def served_T(self) -> npt.NDArray[np.bool_]:
-        """Steps whose time is known and no wait for requests, bool ``[T]``: at most eight times the median."""
+        """Mask of the steps with a known time that did not wait for requests, bool ``[T]``; see ``served_steps``."""
         return served_steps(self.us_T)
 
     @property
     def mean_us(self) -> float | None:
-        """Mean over those steps, in microseconds; ``None`` where there is none."""
+        """Mean time of these steps in microseconds; ``None`` if there are no such steps."""
         served_T = self.served_T
         return float(self.us_T[served_T].mean()) if served_T.any() else None
 
     @property
     def tokens_per_step(self) -> float | None:
-        """Mean tokens of those steps; ``None`` where not all are known."""
+        """Mean tokens of these steps; ``None`` if some are unknown."""
         tokens = self.tokens_T[self.served_T]
         return float(tokens.mean()) if tokens.size and np.isfinite(tokens).all() else None
 
     def newest(self, steps: int) -> StepTimes:
-        """Return the newest steps' own."""
+        """Return the times of the newest ``steps`` steps."""
         first = len(self.us_T) - steps
         return StepTimes(self.us_T[first:], self.tokens_T[first:])
 
 
 @dataclass(frozen=True)
 class ServedSteps:
-    """T steps in order as they were served, float64 ``[T]`` each.
+    """Measurements of T steps in order, under any placement.
 
-    ``step_T`` are their numbers, ``us_T`` microseconds of wall time (NaN where no rank measured it), ``tokens_T`` the
-    choices of all layers, and ``slowest_T`` the tokens of each layer's most loaded rank, summed over layers.
+    Parameters
+    ----------
+    step_T
+        float64 ``[T]``, step numbers.
+    us_T
+        float64 ``[T]``, wall time in microseconds; NaN if no rank measured it.
+    tokens_T
+        float64 ``[T]``, expert choices (tokens times top-k) summed over layers.
+    slowest_T
+        float64 ``[T]``, tokens of each layer's most loaded rank, summed over layers.
     """
 
     step_T: Float64
@@ -69,11 +81,11 @@ class ServedSteps:
 
     @property
     def steps(self) -> int:
-        """T."""
+        """Number of steps, T."""
         return len(self.step_T)
 
     def followed_by(self, later: ServedSteps, most: int) -> ServedSteps:
-        """Return these and the steps of ``later`` that come after them, the newest ``most``."""
+        """Append the steps of ``later`` that are newer than these, and keep the newest ``most`` steps."""
         last = self.step_T[-1] if self.steps else -math.inf
         new_T = later.step_T > last
         pairs = [
@@ -89,34 +101,51 @@ NO_STEPS = ServedSteps(*np.empty((4, 0)))
 
 
 class SourceHeat:
-    """Tokens of each source rank by logical expert over about the newest ``window_steps``; older ones fade."""
+    """Exponentially weighted source heat of all ranks.
+
+    Parameters
+    ----------
+    ranks
+        Number of ranks.
+    window_steps
+        Time constant: steps after which a step's weight has fallen to 1/e.
+    """
 
     def __init__(self, ranks: int, window_steps: int) -> None:
         self._window_steps = window_steps
         self._sums_R: list[RankSums | None] = [None] * ranks
 
     def add(self, rank: int, report: HeatReport, phase: HeatPhase = "all") -> None:
-        """Add what one rank's own tokens chose in its steps of ``phase``, if it reports that.
+        """Add the source heat of a rank's report, if it has any.
 
-        Sums of a report count only if all its steps are of that phase.
+        Parameters
+        ----------
+        rank
+            Rank that sent the report.
+        report
+            Heat report. Sums over several steps are used only if all the steps are of ``phase``.
+        phase
+            Phase of the steps to add.
         """
         of_phase_T = np.ones(report.steps, dtype=np.bool_)
         if phase != "all":
-            phases = [one for one in StepPhase if one.prefills] if phase == "prefill" else [StepPhase.DECODE]
+            phases = [member for member in StepPhase if member.prefills]
+            if phase == "decode":
+                phases = [StepPhase.DECODE]
             of_phase_T = np.isin(report.phase_T, phases)
-        steps_added = int(of_phase_T.sum())
-        added_LE: npt.NDArray[np.integer[Any]] | None = report.source_sums_LE
+        new_steps = int(of_phase_T.sum())
+        new_LE: npt.NDArray[np.integer[Any]] | None = report.source_sums_LE
         if report.source_counts_TLE is not None:
-            added_LE = report.source_counts_TLE[of_phase_T].sum(axis=0, dtype=np.int64)
-        elif steps_added < report.steps:
+            new_LE = report.source_counts_TLE[of_phase_T].sum(axis=0, dtype=np.int64)
+        elif new_steps < report.steps:
             return
-        if added_LE is not None and steps_added:
-            sums_LE, steps = self._sums_R[rank] or (np.zeros(added_LE.shape, dtype=np.float32), 0.0)
-            kept = math.exp(-steps_added / self._window_steps)
-            sums_LE = np.float32(kept) * sums_LE + added_LE.astype(np.float32)
-            self._sums_R[rank] = sums_LE, kept * steps + steps_added
+        if new_LE is not None and new_steps:
+            sums_LE, steps = self._sums_R[rank] or (np.zeros(new_LE.shape, dtype=np.float32), 0.0)
+            decay = math.exp(-new_steps / self._window_steps)
+            sums_LE = np.float32(decay) * sums_LE + new_LE.astype(np.float32)
+            self._sums_R[rank] = sums_LE, decay * steps + new_steps
 
     def by_rank(self) -> tuple[RankSums, ...]:
-        """Sums of all ranks, in order of rank; empty where one does not report its own tokens."""
-        known = tuple(sums for sums in self._sums_R if sums is not None)
-        return known if len(known) == len(self._sums_R) else ()
+        """Return the sums of all ranks, in order of rank; empty if a rank has not reported source heat."""
+        reported = tuple(sums for sums in self._sums_R if sums is not None)
+        return reported if len(reported) == len(self._sums_R) else ()

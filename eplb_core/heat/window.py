@@ -1,4 +1,4 @@
-"""The stretch of heat that one decision looks at."""
+"""Window of heat for one decision, and the validation of heat."""
 
 from __future__ import annotations
 
@@ -9,24 +9,43 @@ import numpy as np
 import numpy.typing as npt
 
 Counts = npt.NDArray[np.int32] | npt.NDArray[np.int64] | npt.NDArray[np.float64]
-"""Tokens, whole or fractional: int32, int64 or float64; the variable's name carries their dimensions."""
+"""Whole or fractional tokens: int32, int64 or float64. The suffix of a variable's name gives the dimensions."""
 
 _MAX_TOKENS = 2.0**53
-"""Sums up to here are exact in float64."""
+"""Largest sum of tokens that float64 represents exactly."""
 
 
 class HeatError(ValueError):
-    """Heat that cannot be used; the message says what was found, where, and what was expected."""
+    """Heat that cannot be used. The message gives the value, its position and the requirement."""
 
 
 @dataclass(frozen=True)
 class Window:
-    """Heat of consecutive steps, ready to be planned on.
+    """Heat of consecutive steps, validated for planning.
 
-    ``heat_TLE`` is of any integer or float type; kept as it is where it is int32, int64 or float64, so it must not
-    change while the window is in use. ``source_RLE`` are tokens by source rank, before dispatch, summed over the
-    window, or ``None``; only each expert's split over the ranks is used. Raises ``HeatError`` on a wrong shape, on
-    negative or non-finite values, and on sums past 2**53.
+    Parameters
+    ----------
+    heat_TLE
+        ``[T, L, E]``, tokens per step, layer and expert, of any integer or float type. An array of int32, int64 or
+        float64 is not copied, so it must not change while the window is in use.
+    source_RLE
+        float64 ``[R, L, E]``, source heat summed over the window; ``None`` if unknown. For each expert, only the
+        ratios between the ranks matter.
+
+    Raises
+    ------
+    HeatError
+        If a shape is wrong, if a value is negative or not finite, or if a layer has more than 2**53 tokens.
+
+    Examples
+    --------
+    >>> window = Window(np.array([[[3, 1]], [[0, 4]]], dtype=np.int32))
+    >>> (window.steps, window.layers, window.experts)
+    (2, 1, 2)
+    >>> Window(np.array([[[3.0, -1.0]]]))
+    Traceback (most recent call last):
+    ...
+    eplb_core.heat.window.HeatError: heat is -1.0 at step 0, layer 0, expert 1; it must be finite and at least 0
     """
 
     heat_TLE: Counts
@@ -40,63 +59,73 @@ class Window:
         source_RLE = np.ascontiguousarray(self.source_RLE, dtype=np.float64)
         if source_RLE.ndim != 3 or source_RLE.shape[1:] != heat_TLE.shape[1:]:
             raise HeatError(
-                f"source heat has the shape [ranks, {heat_TLE.shape[1]}, {heat_TLE.shape[2]}], "
+                f"source heat must have the shape [ranks, {heat_TLE.shape[1]}, {heat_TLE.shape[2]}], "
                 f"got {list(source_RLE.shape)}"
             )
-        least, most = (source_RLE.min(), source_RLE.max()) if source_RLE.size else (0.0, 0.0)
-        # Comparisons with NaN are false; to mark each of so many values would take as much memory again.
-        if not (least >= 0 and most < np.inf):
-            raise HeatError("source heat holds negative or non-finite values")
+        if not _is_valid(source_RLE):
+            raise HeatError(
+                "source heat has negative or non-finite values; each must be finite and at least 0"
+            )
         object.__setattr__(self, "source_RLE", source_RLE)
 
     @property
     def steps(self) -> int:
-        """T."""
+        """Number of steps, T."""
         return int(self.heat_TLE.shape[0])
 
     @property
     def layers(self) -> int:
-        """L."""
+        """Number of layers, L."""
         return int(self.heat_TLE.shape[1])
 
     @property
     def experts(self) -> int:
-        """E."""
+        """Number of logical experts, E."""
         return int(self.heat_TLE.shape[2])
 
 
 def checked_heat(heat_TLE: npt.ArrayLike) -> Counts:
-    """Heat ``[T, L, E]`` as kernels read it: int32, int64 or float64, copied only where they could not read it so.
+    """Validate heat, ``[T, L, E]``, and return it in a type and layout that kernels can read.
 
-    Raises ``HeatError`` naming the first value that cannot be heat.
+    The array is copied only if its type or layout requires it. Raises ``HeatError``, with the first invalid value, if
+    this is not heat.
     """
     heat = np.asarray(heat_TLE)
     if heat.ndim != 3 or 0 in heat.shape[1:]:
-        raise HeatError(f"heat has the shape [steps, layers, experts], got {list(heat.shape)}")
+        raise HeatError(f"heat must have the shape [steps, layers, experts], got {list(heat.shape)}")
     if heat.dtype.kind not in "iuf":
-        raise HeatError(f"heat holds numbers, got {heat.dtype}")
-    least, most = (float(heat.min()), float(heat.max())) if heat.size else (0.0, 0.0)
-    # Comparisons with NaN are false, so a NaN anywhere fails too.
-    if not (least >= 0 and most < np.inf):
+        raise HeatError(f"heat must be numbers, got {heat.dtype}")
+    if not _is_valid(heat):
         step, layer, expert = np.argwhere(~np.isfinite(heat) | (heat < 0))[0]
         raise HeatError(
             f"heat is {heat[step, layer, expert]} at step {step}, layer {layer}, expert {expert}; "
-            "it must be a finite number of tokens, zero or more"
+            "it must be finite and at least 0"
         )
-    could_overflow = most * heat.shape[0] * heat.shape[2] > _MAX_TOKENS
+    # An exact sum is needed only if the largest value, times the number of values, exceeds the limit.
+    largest = float(heat.max()) if heat.size else 0.0
+    could_overflow = largest * heat.shape[0] * heat.shape[2] > _MAX_TOKENS
     if could_overflow and float(heat.sum(axis=(0, 2), dtype=np.float64).max()) > _MAX_TOKENS:
-        raise HeatError("heat sums past 2**53 tokens in one layer; no real trace does")
+        raise HeatError("heat sums to more than 2**53 tokens in one layer; check the unit of the counts")
     return _for_kernels(heat, np.int32) if heat.dtype == np.int32 else widened(heat)
 
 
 def widened(heat: npt.NDArray[Any]) -> npt.NDArray[np.int64] | npt.NDArray[np.float64]:
-    """Heat as float64 when it is of a float type and int64 otherwise."""
+    """Return heat of a float type as float64 and heat of an integer type as int64."""
     return _for_kernels(heat, np.float64 if heat.dtype.kind == "f" else np.int64)
 
 
-def _for_kernels(heat: npt.NDArray[Any], kind: type[np.generic]) -> npt.NDArray[Any]:
-    """The array itself where it is of this type, in one piece, aligned and writable, else a copy that is.
+def _is_valid(heat: npt.NDArray[Any]) -> bool:
+    """Return True if all values are finite and at least 0."""
+    if not heat.size:
+        return True
+    # Minimum and maximum need no memory, unlike a mask of all values. Both are NaN if any value is NaN, and comparisons
+    # with NaN are False.
+    return bool(heat.min() >= 0 and heat.max() < np.inf)
 
-    For one that is only readable, a mapped file say, each kernel would be compiled once more.
+
+def _for_kernels(heat: npt.NDArray[Any], kind: type[np.generic]) -> npt.NDArray[Any]:
+    """Return the array itself if it has this type and is contiguous, aligned and writable, else such a copy.
+
+    Kernels would be compiled once more for arrays that are read-only, such as a memory-mapped file.
     """
     return np.require(heat, dtype=kind, requirements=["C", "A", "W"])

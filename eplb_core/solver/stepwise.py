@@ -1,10 +1,11 @@
-"""The best split of one step's tokens over the replicas of their experts: a small max-flow problem, solved exactly.
+"""Optimal split of one step's tokens over the replicas of their experts: a small max-flow problem, solved exactly.
 
-Ranks are pushed down to a common level along chains of replicas: a rank above the level hands tokens of an expert to
-another rank that holds it, which may hand on tokens of another expert. Where no rank above the level can reach one
-below it any more, the ranks that were reached (the *tight set*) hold nothing that could be served elsewhere: their mean
-is a lower bound, and the level is raised to it. The level that is left is the optimum of the linear program
-``min max_r load_r`` over all splits, and the last tight set proves it.
+All ranks are brought down to a common level. A rank above the level passes tokens of an expert to another rank that
+holds the expert. That rank may in turn pass on tokens of another expert, so tokens move along chains of replicas.
+
+Sometimes no rank above the level can reach a rank below it. The ranks reached so far, the *tight set*, then hold no
+tokens that a rank outside the set could process. Their mean load is a lower bound, and the level is raised to it. The
+final level is the optimum of the linear program ``min max_r load_r`` over all splits, and the last tight set proves it.
 
 References
 ----------
@@ -22,39 +23,42 @@ from eplb_core.solver.jit import kernel, part
 from eplb_core.solver.model import Bool, Float32, Float64, Int32, Int64
 from eplb_core.solver.tables import slots_by_expert
 
-_FINE = 1e-7
-"""Part of a mean rank load below which an excess is rounding."""
+_TOLERANCE = 1e-7
+"""Excess over the level that counts as rounding, as a fraction of the mean rank load."""
 _ROUNDING = 1e-6
-"""Part of a mean rank load that a slot must have of cut tokens to have any: less is rounding."""
-_NONE_HOT, _NONE_COOL = -2, -1
+"""Flow of a slot that counts as zero, as a fraction of the mean rank load. Applies to fractional tokens."""
+_NO_HOT_RANK = -2
+"""Result of ``_reach`` if no rank is above the level."""
+_NO_COOL_RANK = -1
+"""Result of ``_reach`` if no rank below the level can be reached."""
 
 
 class Replicas(NamedTuple):
-    """Replicas of a placement, with working memory for the searches among them."""
+    """Replicas of a placement, with scratch memory for the searches among them."""
 
     rank_P: Int32
     """int32 ``[P]``, rank of each physical slot."""
     expert_P: Int32
     """int32 ``[P]``, logical expert of each physical slot."""
     first_E1: Int32
-    """int32 ``[E + 1]``, where each expert's slots begin in ``slot_P``."""
+    """int32 ``[E + 1]``, start of each expert's slots in ``slot_P``."""
     slot_P: Int32
-    """int32 ``[P]``, physical slots by expert."""
+    """int32 ``[P]``, physical slots ordered by expert."""
     from_slot_R: Int32
-    """int32 ``[R]``, the slot by which tokens come to each rank that was reached."""
+    """int32 ``[R]``, slot through which each reached rank receives tokens."""
     giver_E: Int32
-    """int32 ``[E]``, the slot that hands on each expert that was reached, -1 for none."""
+    """int32 ``[E]``, slot that passes on tokens of each reached expert; -1 if the expert was not reached."""
     reached_R: Bool
-    """bool ``[R]``, ranks that a search has reached."""
+    """bool ``[R]``, ranks that the search has reached."""
     queue_R: Int32
-    """int32 ``[R]``, ranks in the order in which they were reached."""
+    """int32 ``[R]``, ranks in the order in which the search reached them."""
     tight_R: Bool
-    """bool ``[R]``, the tight set that proves a level."""
+    """bool ``[R]``, tight set that proves the level."""
 
 
 @kernel
 def replicas_in(phy2log_RS: Int32, experts: int) -> Replicas:
-    """Replicas of a complete placement, and room for searches among them."""
+    """Return the replicas of a complete placement, with scratch memory for searches."""
     ranks, slots = phy2log_RS.shape
     first_E1, slot_P = slots_by_expert(phy2log_RS, experts)
     rank_P = np.empty(ranks * slots, dtype=np.int32)
@@ -75,63 +79,90 @@ def replicas_in(phy2log_RS: Int32, experts: int) -> Replicas:
 
 @kernel
 def split_evenly(replicas: Replicas, heat_E: Float64, flow_P: Float64, load_R: Float64, whole: bool) -> None:
-    """Spread each expert's tokens evenly over its replicas.
+    """Split each expert's tokens evenly over its replicas.
 
-    For the arguments see ``model``.
+    Parameters
+    ----------
+    replicas
+        Replicas of the placement.
+    heat_E
+        float64 ``[E]``, tokens of each expert.
+    flow_P
+        float64 ``[P]``, output: tokens of each slot.
+    load_R
+        float64 ``[R]``, output: tokens of each rank.
+    whole
+        True to keep tokens whole. An expert's slots then differ by at most one token.
     """
     for r in range(load_R.shape[0]):
         load_R[r] = 0.0
     for e in range(heat_E.shape[0]):
-        first, end = replicas.first_E1[e], replicas.first_E1[e + 1]
-        left = heat_E[e]
+        first = replicas.first_E1[e]
+        end = replicas.first_E1[e + 1]
+        remaining = heat_E[e]
         for k in range(first, end):
-            mine = left / (end - k)
+            tokens = remaining / (end - k)
             if whole:
-                mine = np.floor(mine)
-            left -= mine
+                tokens = np.floor(tokens)
+            remaining -= tokens
             slot = replicas.slot_P[k]
-            flow_P[slot] = mine
-            load_R[replicas.rank_P[slot]] += mine
+            flow_P[slot] = tokens
+            load_R[replicas.rank_P[slot]] += tokens
 
 
 @kernel
 def level(replicas: Replicas, flow_P: Float64, load_R: Float64, whole: bool) -> float:
-    """Shift tokens between replicas, in place, until the hottest rank is as cool as any split can make it."""
+    """Make a split optimal, in place, and return the load of its hottest rank.
+
+    Parameters
+    ----------
+    replicas
+        Replicas of the placement. ``tight_R`` is set to the tight set that proves the result.
+    flow_P
+        float64 ``[P]``, tokens of each slot: any valid split, changed in place.
+    load_R
+        float64 ``[R]``, tokens of each rank, changed in place.
+    whole
+        True if tokens are whole numbers and must remain so.
+    """
     ranks = load_R.shape[0]
     slots = flow_P.shape[0] // ranks
     total = 0.0
     for r in range(ranks):
         total += load_R[r]
     target: float = np.ceil(total / ranks) if whole else total / ranks
-    fine: float = 0.5 if whole else _FINE * total / ranks
-    reached_R, tight_R = replicas.reached_R, replicas.tight_R
+    tolerance: float = 0.5 if whole else _TOLERANCE * total / ranks
+    reached_R = replicas.reached_R
+    tight_R = replicas.tight_R
     for r in range(ranks):
         tight_R[r] = False
     while True:
-        cool = _reach(replicas, flow_P, load_R, target, fine, slots)
-        if cool >= 0:
-            _push(replicas, flow_P, load_R, cool, target)
-        elif cool == _NONE_HOT:
+        cool_rank = _reach(replicas, flow_P, load_R, target, tolerance, slots)
+        if cool_rank >= 0:
+            _push(replicas, flow_P, load_R, cool_rank, target)
+        elif cool_rank == _NO_HOT_RANK:
             return target
         else:
-            held, count = 0.0, 0
+            held = 0.0
+            count = 0
             for r in range(ranks):
                 if reached_R[r]:
                     held += load_R[r]
                     count += 1
             raised = np.ceil(held / count - 1e-9) if whole else held / count
-            # What was reached is at the target but for rounding.
+            # If the mean does not exceed the target, the reached ranks are above it only because of rounding.
             if raised <= target:
                 return target
             target = raised
             for r in range(ranks):
                 tight_R[r] = reached_R[r]
-            if not _any_above(load_R, target + fine):
+            if not _any_above(load_R, target + tolerance):
                 return target
 
 
 @part
 def _any_above(load_R: Float64, bound: float) -> bool:
+    """Return True if a rank's load exceeds ``bound``."""
     for r in range(load_R.shape[0]):  # noqa: SIM110 # numba compiles a loop, not any()
         if load_R[r] > bound:
             return True
@@ -144,18 +175,24 @@ def _reach(
     flow_P: Float64,
     load_R: Float64,
     target: float,
-    fine: float,
+    tolerance: float,
     slots: int,
 ) -> int:
-    """The nearest rank below the target that tokens of the hottest ones can reach; ``_NONE_HOT`` or ``_NONE_COOL``."""
+    """Search breadth-first from all ranks above the target for a rank below it.
+
+    Returns
+    -------
+    int
+        The rank; ``_NO_HOT_RANK`` or ``_NO_COOL_RANK`` if there is no such chain.
+    """
     ranks = load_R.shape[0]
-    if not _any_above(load_R, target + fine):
-        return _NONE_HOT
+    if not _any_above(load_R, target + tolerance):
+        return _NO_HOT_RANK
     tail = 0
     for e in range(replicas.giver_E.shape[0]):
         replicas.giver_E[e] = -1
     for r in range(ranks):
-        replicas.reached_R[r] = load_R[r] > target + fine
+        replicas.reached_R[r] = load_R[r] > target + tolerance
         if replicas.reached_R[r]:
             replicas.from_slot_R[r] = -1
             replicas.queue_R[tail] = r
@@ -166,47 +203,59 @@ def _reach(
         head += 1
         for slot in range(rank * slots, (rank + 1) * slots):
             e = replicas.expert_P[slot]
-            first, end = replicas.first_E1[e], replicas.first_E1[e + 1]
-            if end - first < 2 or flow_P[slot] <= fine or replicas.giver_E[e] >= 0:
+            first = replicas.first_E1[e]
+            end = replicas.first_E1[e + 1]
+            if end - first < 2 or flow_P[slot] <= tolerance or replicas.giver_E[e] >= 0:
                 continue
             replicas.giver_E[e] = slot
             for k in range(first, end):
-                other = replicas.slot_P[k]
-                to: int = replicas.rank_P[other]
-                if replicas.reached_R[to]:
+                next_slot = replicas.slot_P[k]
+                next_rank: int = replicas.rank_P[next_slot]
+                if replicas.reached_R[next_rank]:
                     continue
-                replicas.reached_R[to] = True
-                replicas.from_slot_R[to] = other
-                if load_R[to] < target - fine:
-                    return to
-                replicas.queue_R[tail] = to
+                replicas.reached_R[next_rank] = True
+                replicas.from_slot_R[next_rank] = next_slot
+                if load_R[next_rank] < target - tolerance:
+                    return next_rank
+                replicas.queue_R[tail] = next_rank
                 tail += 1
-    return _NONE_COOL
+    return _NO_COOL_RANK
 
 
 @part
-def _push(replicas: Replicas, flow_P: Float64, load_R: Float64, cool: int, target: float) -> None:
-    """Hand tokens on along the chain that ends at ``cool``, as many as every link bears."""
-    amount = target - load_R[cool]
-    rank = cool
+def _push(replicas: Replicas, flow_P: Float64, load_R: Float64, cool_rank: int, target: float) -> None:
+    """Move tokens along the chain that ends at ``cool_rank``, up to the capacity of the chain's weakest link."""
+    amount = target - load_R[cool_rank]
+    rank = cool_rank
     while replicas.from_slot_R[rank] >= 0:
         giver = replicas.giver_E[replicas.expert_P[replicas.from_slot_R[rank]]]
         amount = min(amount, flow_P[giver])
         rank = replicas.rank_P[giver]
     amount = min(amount, load_R[rank] - target)
     load_R[rank] -= amount
-    load_R[cool] += amount
-    rank = cool
+    load_R[cool_rank] += amount
+    rank = cool_rank
     while replicas.from_slot_R[rank] >= 0:
-        taker = replicas.from_slot_R[rank]
-        giver = replicas.giver_E[replicas.expert_P[taker]]
-        flow_P[taker] += amount
+        receiver = replicas.from_slot_R[rank]
+        giver = replicas.giver_E[replicas.expert_P[receiver]]
+        flow_P[receiver] += amount
         flow_P[giver] -= amount
         rank = replicas.rank_P[giver]
 
 
 def levels_of_episodes(phy2log_RS: Int32, scaled_EN: Float32) -> Float32:
-    """Load of the hottest rank under the best split of each episode, float32 ``[N]``; 0 without tokens."""
+    """Return the load of the hottest rank under each episode's optimal split, float32 ``[N]``.
+
+    An episode without tokens has a load of 0.
+
+    Examples
+    --------
+    Expert 0 has a replica on each rank. All its 4 tokens go to rank 1, so that both ranks process 6:
+
+    >>> phy2log_RS = np.array([[0, 1], [0, 2]], dtype=np.int32)
+    >>> levels_of_episodes(phy2log_RS, np.array([[4], [6], [2]], dtype=np.float32))
+    array([6.], dtype=float32)
+    """
     heat_NLE = np.ascontiguousarray(scaled_EN.T[:, None], dtype=np.float64)
     loads_N1R = loads_by_step(heat_NLE, phy2log_RS[None], False)
     level_N: Float32 = loads_N1R.max(axis=(1, 2)).astype(np.float32)
@@ -215,14 +264,22 @@ def levels_of_episodes(phy2log_RS: Int32, scaled_EN: Float32) -> Float32:
 
 @kernel
 def loads_by_step(heat_NLE: Float64 | Int64 | Int32, phy2log_LRS: Int32, whole: bool) -> Float64:
-    """Tokens that each rank receives where each row's are split as well as can be, float64 ``[N, L, R]``.
+    """Return each rank's tokens under the optimal split of each step, float64 ``[N, L, R]``.
 
-    ``whole`` says whether tokens are not to be cut; heat is then whole numbers.
+    Parameters
+    ----------
+    heat_NLE
+        ``[N, L, E]``, tokens of each expert in each step.
+    phy2log_LRS
+        int32 ``[L, R, S]``, placement.
+    whole
+        True to keep tokens whole; ``heat_NLE`` must then hold whole numbers.
     """
     layers, ranks, slots = phy2log_LRS.shape
     rows, _, experts = heat_NLE.shape
     loads_NLR = np.empty((rows, layers, ranks))
-    flow_P, heat_E = np.empty(ranks * slots), np.empty(experts)
+    flow_P = np.empty(ranks * slots)
+    heat_E = np.empty(experts)
     for layer in range(layers):
         replicas = replicas_in(phy2log_LRS[layer], experts)
         for n in range(rows):
@@ -235,15 +292,25 @@ def loads_by_step(heat_NLE: Float64 | Int64 | Int32, phy2log_LRS: Int32, whole: 
 
 @kernel
 def slots_by_step(heat_NLE: Float64 | Int64 | Int32, phy2log_LRS: Int32, whole: bool) -> Float64:
-    """Tokens that each slot receives where each row's are split as well as can be, float64 ``[N, L, R*S]``.
+    """Return each slot's tokens under the optimal split of each step, float64 ``[N, L, R*S]``.
 
-    Of all splits that are as good it is one that begins with even shares and takes of the hottest ranks what they must
-    hand on; ``loads_by_step`` has the sums of its ranks. ``whole`` as for that.
+    Several splits can be optimal. This one starts from even splits and moves only the tokens that the hottest ranks
+    must pass on. Its sums per rank are those that ``loads_by_step`` returns.
+
+    Parameters
+    ----------
+    heat_NLE
+        ``[N, L, E]``, tokens of each expert in each step.
+    phy2log_LRS
+        int32 ``[L, R, S]``, placement.
+    whole
+        True to keep tokens whole; ``heat_NLE`` must then hold whole numbers.
     """
     layers, ranks, slots = phy2log_LRS.shape
     rows, _, experts = heat_NLE.shape
     tokens_NLP = np.empty((rows, layers, ranks * slots))
-    load_R, heat_E = np.empty(ranks), np.empty(experts)
+    load_R = np.empty(ranks)
+    heat_E = np.empty(experts)
     for layer in range(layers):
         replicas = replicas_in(phy2log_LRS[layer], experts)
         for n in range(rows):

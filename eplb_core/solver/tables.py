@@ -1,11 +1,15 @@
-"""Tables (log2phy): the replica that each source's tokens of each expert go to, solved with the placement.
+"""Tables (``log2phy``): the replica that each source uses for each expert.
 
-Engines let source ``g`` use replica ``g % replicas``. An expert's tokens arrive unevenly from the source ranks, so this
-fixed rule splits them unevenly. Here each part (one source, one expert) goes to the replica whose rank stays coolest,
-largest parts first (Graham's LPT again), and is moved on while that cools the hottest rank. Last, experts are swapped
-between ranks, each with its sources (``table_swaps``): 32 sources cannot split an expert evenly over ten replicas, and
-the placement's last touch is at the shares that the tables really give. G sources: ranks that see the same tokens are
-one, and share one table.
+Engines use a fixed rule: source ``g`` sends to replica ``g % replicas``. An expert's tokens come unevenly from the
+sources, so the fixed rule splits them unevenly. This module solves the tables together with the placement:
+
+1. Each source's share of each expert is assigned to the replica whose rank stays coolest, largest shares first
+   (Graham's LPT).
+2. Single shares are moved off the hottest rank while that cools it (``cool``).
+3. Experts are swapped between ranks together with their sources (``swap_through_tables``). For example, 32 sources
+   cannot split an expert evenly over ten replicas, so the placement is adjusted to the split that the tables achieve.
+
+The G sources are groups of ranks: ranks that see the same tokens form one source and use one table.
 
 References
 ----------
@@ -38,7 +42,22 @@ from eplb_core.solver.swaps import MIN_RELIEF, best_swap, swap, swaps_of
 
 @kernel
 def slots_by_expert(phy2log_RS: Int32, experts: int) -> tuple[Int32, Int32]:
-    """Physical ids in order of expert: those of expert ``e`` are ``slot_P[first_E1[e]:first_E1[e + 1]]``."""
+    """Group the physical slots by expert.
+
+    Returns
+    -------
+    first_E1 : Int32
+        ``[E + 1]``, start of each expert's slots in ``slot_P``.
+    slot_P : Int32
+        ``[P]``, physical ids. The slots of expert ``e`` are ``slot_P[first_E1[e]:first_E1[e + 1]]``.
+
+    Examples
+    --------
+    Expert 0 is in the slots 0 and 2:
+
+    >>> slots_by_expert(np.array([[0, 1], [0, 2]], dtype=np.int32), 3)
+    (array([0, 2, 3, 4], dtype=int32), array([0, 2, 1, 3], dtype=int32))
+    """
     expert_P = phy2log_RS.ravel()
     first_E1 = np.zeros(experts + 1, dtype=np.int32)
     for expert in expert_P:
@@ -54,22 +73,49 @@ def slots_by_expert(phy2log_RS: Int32, experts: int) -> tuple[Int32, Int32]:
 
 
 def fixed_rule(first_E1: Int32, slot_P: Int32, sources: int, width: int = 1) -> Int32:
-    """Source ``g`` uses replica ``g % k`` of an expert with ``k`` replicas, int32 ``[G, E]``.
+    """Return the tables of the engines' fixed rule.
 
-    Where each ``width`` sources are the entries of one dealing table, entry ``i`` of table ``g`` is replica
-    ``(g + i) % k``.
+    Parameters
+    ----------
+    first_E1
+        int32 ``[E + 1]``, as returned by ``slots_by_expert``.
+    slot_P
+        int32 ``[P]``, as returned by ``slots_by_expert``.
+    sources
+        Number of sources, G.
+    width
+        Entries of a dealing table. Each group of ``width`` sources then represents the entries of one table.
+
+    Returns
+    -------
+    Int32
+        int32 ``[G, E]``. Source ``g`` uses replica ``g % k`` of an expert with ``k`` replicas. Of dealing tables, entry
+        ``i`` of table ``g`` is replica ``(g + i) % k``.
+
+    Examples
+    --------
+    Four sources alternate between the two replicas of expert 0:
+
+    >>> first_E1, slot_P = slots_by_expert(np.array([[0, 1], [0, 2]], dtype=np.int32), 3)
+    >>> fixed_rule(first_E1, slot_P, sources=4)
+    array([[0, 1, 3],
+           [2, 1, 3],
+           [0, 1, 3],
+           [2, 1, 3]], dtype=int32)
     """
     return np.ascontiguousarray(_rule_by_expert(first_E1, slot_P, sources, width).T)
 
 
 @kernel
 def _rule_by_expert(first_E1: Int32, slot_P: Int32, sources: int, width: int) -> Int32:
-    """``fixed_rule`` with an expert's sources in a row, int32 ``[E, G]``: rows are written in one go."""
+    """Return ``fixed_rule`` transposed, int32 ``[E, G]``, so that each row is written contiguously."""
     experts = first_E1.shape[0] - 1
     chosen_EG = np.empty((experts, sources), dtype=np.int32)
     for e in range(experts):
         chosen_G = chosen_EG[e]
-        first, replicas = first_E1[e], first_E1[e + 1] - first_E1[e]
+        first = first_E1[e]
+        replicas = first_E1[e + 1] - first_E1[e]
+        # Counters that wrap around are cheaper than a division per entry.
         begin = 0
         for g in range(0, sources, width):
             at = begin
@@ -82,7 +128,19 @@ def _rule_by_expert(first_E1: Int32, slot_P: Int32, sources: int, width: int) ->
 
 @kernel
 def slot_shares(phy2log_RS: Int32, chosen_GE: Int32, share_GE: Float32) -> Float32:
-    """Part of its expert's tokens that each slot receives through tables, float32 ``[R, S]``."""
+    """Return the fraction of its expert's tokens that each slot receives through the tables, float32 ``[R, S]``.
+
+    Examples
+    --------
+    Source 0 sends its three quarters of expert 0 to slot 0, and source 1 sends the rest to slot 2:
+
+    >>> phy2log_RS = np.array([[0, 1], [0, 2]], dtype=np.int32)
+    >>> chosen_GE = np.array([[0, 1, 3], [2, 1, 3]], dtype=np.int32)
+    >>> share_GE = np.array([[0.75, 0.5, 0.5], [0.25, 0.5, 0.5]], dtype=np.float32)
+    >>> slot_shares(phy2log_RS, chosen_GE, share_GE)
+    array([[0.75, 1.  ],
+           [0.25, 1.  ]], dtype=float32)
+    """
     share_RS = np.zeros(phy2log_RS.shape, dtype=np.float32)
     share_P = share_RS.ravel()
     for g in range(chosen_GE.shape[0]):
@@ -92,22 +150,42 @@ def slot_shares(phy2log_RS: Int32, chosen_GE: Int32, share_GE: Float32) -> Float
 
 
 def tables_par(phy2log_RS: Int32, chosen_GE: Int32, heat: Episodes, share_GE: Float32) -> float:
-    """Peak-to-average ratio that tables int32 ``[G, E]`` realise; ``share_GE`` as for ``slot_shares``."""
+    """Return the peak-to-average ratio (PAR) that the tables ``chosen_GE``, int32 ``[G, E]``, achieve."""
     return mean_of_max(heat.scaled_EN, heat.share_N, phy2log_RS, slot_shares(phy2log_RS, chosen_GE, share_GE))
 
 
 def solve_tables(phy2log_RS: Int32, heat: Heat, share_GE: Float32, z: float) -> tuple[Int32, float]:
-    """Choose each source's replicas; never worse on these episodes than the engines' rule ``source % replicas``."""
+    """Choose a replica for each source and expert.
+
+    Falls back to the fixed rule if its PAR on these episodes is at least as good.
+
+    Parameters
+    ----------
+    phy2log_RS
+        int32 ``[R, S]``, placement.
+    heat
+        Heat of the layer.
+    share_GE
+        float32 ``[G, E]``, each source's share of the expert's tokens.
+    z
+        Weight of the standard deviation in a rank's risk.
+
+    Returns
+    -------
+    tuple of Int32 and float
+        Tables ``[G, E]``, and their PAR.
+    """
     sources, experts = share_GE.shape
     first_E1, slot_P = slots_by_expert(phy2log_RS, experts)
     chosen_EG = _rule_by_expert(first_E1, slot_P, sources, 1)
     rule_GE = np.ascontiguousarray(chosen_EG.T)
     rule_par = tables_par(phy2log_RS, rule_GE, heat.episodes, share_GE)
     share_EG = np.ascontiguousarray(share_GE.T)
-    order_E, order_EG = descending(expert_heat(heat, z)), np.zeros_like(chosen_EG)
-    shared_X = np.flatnonzero(np.diff(first_E1) > 1)
-    order_EG[shared_X] = largest_first(share_EG[shared_X])
-    assignment = _spread_parts(phy2log_RS, chosen_EG, first_E1, slot_P, heat, share_EG, order_E, order_EG, z)
+    order_E = descending(expert_heat(heat, z))
+    order_EG = np.zeros_like(chosen_EG)
+    replicated_X = np.flatnonzero(np.diff(first_E1) > 1)
+    order_EG[replicated_X] = largest_first(share_EG[replicated_X])
+    assignment = _assign_shares(phy2log_RS, chosen_EG, first_E1, slot_P, heat, share_EG, order_E, order_EG, z)
     cool(assignment, chosen_EG, first_E1, slot_P, heat, share_EG, z)
     chosen_GE = np.ascontiguousarray(chosen_EG.T)
     chosen_par = tables_par(phy2log_RS, chosen_GE, heat.episodes, share_GE)
@@ -117,7 +195,7 @@ def solve_tables(phy2log_RS: Int32, heat: Heat, share_GE: Float32, z: float) -> 
 
 
 @kernel
-def _spread_parts(
+def _assign_shares(
     phy2log_RS: Int32,
     chosen_EG: Int32,
     first_E1: Int32,
@@ -128,22 +206,50 @@ def _spread_parts(
     order_EG: Int32,
     z: float,
 ) -> Assignment:
-    """Hottest expert first, its largest part first, each to the replica whose rank stays coolest.
+    """Assign each source's share of an expert to the replica whose rank stays coolest, hottest experts first.
 
-    These orders are ``order_E`` int32 ``[E]`` and, of experts with several replicas, ``order_EG`` int32 ``[E, G]``.
-    Parts without tokens stay where they are. One expert at a time: its parts change the loads of the few ranks that
-    hold it only in one direction, so a part costs a few operations whatever the number of experts.
+    Only the few ranks that hold the current expert change, and their loads only grow. The cost of a
+    share therefore does not depend on the number of experts.
+
+    Parameters
+    ----------
+    phy2log_RS
+        int32 ``[R, S]``, placement.
+    chosen_EG
+        int32 ``[E, G]``, tables, changed in place. Shares without tokens keep their entry.
+    first_E1
+        int32 ``[E + 1]``, as returned by ``slots_by_expert``.
+    slot_P
+        int32 ``[P]``, as returned by ``slots_by_expert``.
+    heat
+        Heat of the layer.
+    share_EG
+        float32 ``[E, G]``, each source's share of the expert's tokens.
+    order_E
+        int32 ``[E]``, experts, hottest first.
+    order_EG
+        int32 ``[E, G]``, sources of each expert, largest share first. Only rows of replicated experts are read.
+    z
+        Weight of the standard deviation in a rank's risk.
+
+    Returns
+    -------
+    Assignment
+        The placement with its loads under the tables.
     """
     slots = phy2log_RS.shape[1]
     experts = share_EG.shape[0]
     share_RS = np.zeros(phy2log_RS.shape, dtype=np.float32)
     for e in range(experts):
         if first_E1[e] + 1 == first_E1[e + 1]:
-            only = slot_P[first_E1[e]]
-            share_RS[only // slots, only % slots] = 1.0
+            only_slot = slot_P[first_E1[e]]
+            share_RS[only_slot // slots, only_slot % slots] = 1.0
     assignment = assignment_of(phy2log_RS, share_RS, heat)
-    load_K, variance_K, cross_K = _room(first_E1), _room(first_E1), _room(first_E1)
-    added_K, found_K = _room(first_E1), _room(first_E1)
+    load_K = _replica_scratch(first_E1)
+    variance_K = _replica_scratch(first_E1)
+    cross_K = _replica_scratch(first_E1)
+    added_K = _replica_scratch(first_E1)
+    risk_K = _replica_scratch(first_E1)
     for e in order_E:
         slot_K = slot_P[first_E1[e] : first_E1[e + 1]]
         if slot_K.shape[0] == 1:
@@ -151,18 +257,19 @@ def _spread_parts(
         _look_up(assignment, e, slot_K, load_K, variance_K, cross_K)
         for k in range(slot_K.shape[0]):
             added_K[k] = 0
-        mean, own = heat.mean_E[e], heat.gram_EE[e, e]
+        mean = heat.mean_E[e]
+        expert_variance = heat.gram_EE[e, e]
         for g in order_EG[e]:
             share = share_EG[e, g]
             if share <= 0:
                 break
             for k in range(slot_K.shape[0]):
-                more = added_K[k] + share
-                variance = variance_K[k] + more * (np.float32(2.0) * cross_K[k] + more * own)
-                found_K[k] = risk(load_K[k] + more * mean, variance, z)
+                added = added_K[k] + share
+                variance = variance_K[k] + added * (np.float32(2.0) * cross_K[k] + added * expert_variance)
+                risk_K[k] = risk(load_K[k] + added * mean, variance, z)
             coolest = 0
             for k in range(1, slot_K.shape[0]):
-                if found_K[k] < found_K[coolest]:
+                if risk_K[k] < risk_K[coolest]:
                     coolest = k
             chosen_EG[e, g] = slot_K[coolest]
             added_K[coolest] += share
@@ -181,81 +288,116 @@ def cool(
     share_EG: Float32,
     z: float,
 ) -> None:
-    """Move parts off the hottest rank while that leaves both ranks touched cooler than it was.
+    """Move shares off the hottest rank while both ranks involved end up cooler than the hottest rank was.
 
-    For the arguments see ``model``.
+    Each step makes the move that leaves the hotter of the two ranks coolest.
+
+    Parameters
+    ----------
+    assignment
+        Placement with its loads, changed in place.
+    chosen_EG
+        int32 ``[E, G]``, tables, changed in place.
+    first_E1
+        int32 ``[E + 1]``, as returned by ``slots_by_expert``.
+    slot_P
+        int32 ``[P]``, as returned by ``slots_by_expert``.
+    heat
+        Heat of the layer.
+    share_EG
+        float32 ``[E, G]``, each source's share of the expert's tokens.
+    z
+        Weight of the standard deviation in a rank's risk.
     """
     ranks, slots = assignment.phy2log_RS.shape
     risk_R = np.empty(ranks, dtype=np.float32)
     for r in range(ranks):
         risk_R[r] = risk(assignment.load_R[r], assignment.variance_R[r], z)
-    load_K, variance_K, cross_K = _room(first_E1), _room(first_E1), _room(first_E1)
-    here_G, infinite, z32 = np.empty(share_EG.shape[1], dtype=np.float32), np.float32(np.inf), np.float32(z)
+    load_K = _replica_scratch(first_E1)
+    variance_K = _replica_scratch(first_E1)
+    cross_K = _replica_scratch(first_E1)
+    hot_risk_G = np.empty(share_EG.shape[1], dtype=np.float32)
+    infinite = np.float32(np.inf)
+    z32 = np.float32(z)
     for _ in range(4 * ranks * slots):
         hot = 0
         for r in range(1, ranks):
             if risk_R[r] > risk_R[hot]:
                 hot = r
         lowest = risk_R[hot] - MIN_GAIN
-        found_slot, found_g, found_place = -1, -1, -1
+        best_slot = -1
+        best_source = -1
+        best_target = -1
         for slot in range(slots):
             e = assignment.phy2log_RS[hot, slot]
             if assignment.replicas_E[e] == 1:
                 continue
-            own, first, replicas = hot * slots + slot, first_E1[e], first_E1[e + 1] - first_E1[e]
-            mean, alone = heat.mean_E[e], heat.gram_EE[e, e]
-            load, variance, cross = (
-                assignment.load_R[hot],
-                assignment.variance_R[hot],
-                assignment.cross_RE[hot, e],
-            )
+            hot_slot = hot * slots + slot
+            first = first_E1[e]
+            replicas = first_E1[e + 1] - first_E1[e]
+            mean = heat.mean_E[e]
+            expert_variance = heat.gram_EE[e, e]
+            load = assignment.load_R[hot]
+            variance = assignment.variance_R[hot]
+            cross = assignment.cross_RE[hot, e]
             _look_up(assignment, e, slot_P[first : first + replicas], load_K, variance_K, cross_K)
-            share_G, chosen_G = share_EG[e], chosen_EG[e]
+            share_G = share_EG[e]
+            chosen_G = chosen_EG[e]
             for g in range(share_G.shape[0]):
                 share = share_G[g]
-                left = variance - share * (np.float32(2.0) * cross - share * alone)
-                here_G[g] = risk(load - share * mean, left, z32)
-                # It has to be another's, or no tokens.
-                if chosen_G[g] != own or share <= 0:
-                    here_G[g] = infinite
+                hot_variance = variance - share * (np.float32(2.0) * cross - share * expert_variance)
+                hot_risk_G[g] = risk(load - share * mean, hot_variance, z32)
+                # Skip sources that do not use this slot or have no tokens.
+                if chosen_G[g] != hot_slot or share <= 0:
+                    hot_risk_G[g] = infinite
             for g in range(share_G.shape[0]):
-                here, share = here_G[g], share_G[g]
-                if here >= lowest:
+                hot_risk = hot_risk_G[g]
+                share = share_G[g]
+                if hot_risk >= lowest:
                     continue
                 for k in range(replicas):
-                    more = variance_K[k] + share * (np.float32(2.0) * cross_K[k] + share * alone)
-                    after = max(here, risk(load_K[k] + share * mean, more, z))
-                    if after < lowest and slot_P[first + k] != own:
+                    target_variance = variance_K[k] + share * (
+                        np.float32(2.0) * cross_K[k] + share * expert_variance
+                    )
+                    after = max(hot_risk, risk(load_K[k] + share * mean, target_variance, z))
+                    if after < lowest and slot_P[first + k] != hot_slot:
                         lowest = after
-                        found_slot, found_g, found_place = slot, g, first + k
-        if found_slot < 0:
+                        best_slot = slot
+                        best_source = g
+                        best_target = first + k
+        if best_slot < 0:
             return
-        e = assignment.phy2log_RS[hot, found_slot]
-        share, to = share_EG[e, found_g], slot_P[found_place] // slots
+        e = assignment.phy2log_RS[hot, best_slot]
+        share = share_EG[e, best_source]
+        target_rank = slot_P[best_target] // slots
         shift_load(assignment, heat, e, hot, -share)
-        chosen_EG[e, found_g] = slot_P[found_place]
-        shift_load(assignment, heat, e, to, share)
+        chosen_EG[e, best_source] = slot_P[best_target]
+        shift_load(assignment, heat, e, target_rank, share)
         risk_R[hot] = risk(assignment.load_R[hot], assignment.variance_R[hot], z)
-        risk_R[to] = risk(assignment.load_R[to], assignment.variance_R[to], z)
+        risk_R[target_rank] = risk(assignment.load_R[target_rank], assignment.variance_R[target_rank], z)
 
 
 @kernel
-def _room(first_E1: Int32) -> Float32:
-    """Room for a number for each replica of any expert."""
-    most = np.int64(0)
+def _replica_scratch(first_E1: Int32) -> Float32:
+    """Return an uninitialised array with one element per replica of the expert that has the most replicas."""
+    max_replicas = np.int64(0)
     for e in range(first_E1.shape[0] - 1):
-        most = max(most, first_E1[e + 1] - first_E1[e])
-    return np.empty(most, dtype=np.float32)
+        max_replicas = max(max_replicas, first_E1[e + 1] - first_E1[e])
+    return np.empty(max_replicas, dtype=np.float32)
 
 
 @part
 def _look_up(
     assignment: Assignment, expert: int, slot_K: Int32, load_K: Float32, variance_K: Float32, cross_K: Float32
 ) -> None:
-    """Note loads, variances and covariances of the ranks of an expert's replicas: read once for all its parts."""
+    """Copy the load, variance and covariance of the rank of each of an expert's replicas into ``load_K`` etc.
+
+    They are copied once per expert and then used for all its sources.
+    """
     for k in range(slot_K.shape[0]):
         rank = slot_K[k] // assignment.phy2log_RS.shape[1]
-        load_K[k], variance_K[k] = assignment.load_R[rank], assignment.variance_R[rank]
+        load_K[k] = assignment.load_R[rank]
+        variance_K[k] = assignment.variance_R[rank]
         cross_K[k] = assignment.cross_RE[rank, expert]
 
 
@@ -268,49 +410,89 @@ def swap_through_tables(
     z: float,
     steps: int,
 ) -> Int32:
-    """Swap the experts of the hottest rank while that takes pressure away; returns the placement, int32 ``[R, S]``.
+    """Swap experts off the hottest rank, together with their sources, while that relieves the hottest rank.
 
-    Each swap takes pressure away on the scale of the risks before it, so a single one may lift the smooth peak: whoever
-    calls judges where it ends by the realised ratio. For the arguments see ``model``.
+    Relief is measured on the scale of the risks before the swap, so a single swap can raise the smooth maximum. The
+    caller must compare the PAR before and after.
+
+    Parameters
+    ----------
+    phy2log_RS
+        int32 ``[R, S]``, placement to start from.
+    log2phy_GE
+        int32 ``[G, E]``, tables, changed in place so that sources follow the swapped experts.
+    heat
+        Heat of the layer.
+    share_GE
+        float32 ``[G, E]``, each source's share of the expert's tokens.
+    z
+        Weight of the standard deviation in a rank's risk.
+    steps
+        Maximum number of swaps.
+
+    Returns
+    -------
+    Int32
+        int32 ``[R, S]``, the new placement.
     """
     slots = phy2log_RS.shape[1]
     assignment = assignment_of(phy2log_RS, slot_shares(phy2log_RS, log2phy_GE, share_GE), heat)
     swaps = swaps_of(assignment, heat)
-    nowhere_ER = np.zeros_like(assignment.holds_ER)
-    now = smooth_max_of(assignment.load_R, assignment.variance_R, z)
+    no_homes_ER = np.zeros_like(assignment.holds_ER)
+    smooth_max = smooth_max_of(assignment.load_R, assignment.variance_R, z)
     for _ in range(steps):
-        hot = hottest_of(now)
-        slot, rank, other, _ = best_swap(assignment, heat, now, hot, z, MIN_RELIEF, swaps)
+        hot = hottest_of(smooth_max)
+        slot, rank, rank_slot, _ = best_swap(assignment, heat, smooth_max, hot, z, MIN_RELIEF, swaps)
         if slot < 0:
             break
-        one, two = assignment.phy2log_RS[hot, slot], assignment.phy2log_RS[rank, other]
-        _readdress(log2phy_GE, one, hot * slots + slot, rank * slots + other)
-        _readdress(log2phy_GE, two, rank * slots + other, hot * slots + slot)
-        swap(assignment, heat, nowhere_ER, swaps, hot, slot, rank, other)
-        now = smooth_max_of(assignment.load_R, assignment.variance_R, z)
+        hot_expert = assignment.phy2log_RS[hot, slot]
+        cool_expert = assignment.phy2log_RS[rank, rank_slot]
+        _readdress(log2phy_GE, hot_expert, hot * slots + slot, rank * slots + rank_slot)
+        _readdress(log2phy_GE, cool_expert, rank * slots + rank_slot, hot * slots + slot)
+        swap(assignment, heat, no_homes_ER, swaps, hot, slot, rank, rank_slot)
+        smooth_max = smooth_max_of(assignment.load_R, assignment.variance_R, z)
     return assignment.phy2log_RS
 
 
 @kernel
 def rehoused(log2phy_GE: Int32, phy2log_RS: Int32) -> Int32:
-    """Tables whose replicas stayed on their ranks, but not in their slots; int32 ``[G, E]``."""
+    """Update tables after replicas have changed slots within their ranks, as in ``topology.keep_slots``.
+
+    Every source keeps the rank of its replica.
+
+    Parameters
+    ----------
+    log2phy_GE
+        int32 ``[G, E]``, tables before the slots changed.
+    phy2log_RS
+        int32 ``[R, S]``, placement after they changed.
+
+    Examples
+    --------
+    Rank 0 now holds its experts 0 and 1 in the opposite order:
+
+    >>> log2phy_GE = np.array([[0, 1, 3], [2, 1, 3]], dtype=np.int32)
+    >>> rehoused(log2phy_GE, np.array([[1, 0], [0, 2]], dtype=np.int32))
+    array([[1, 0, 3],
+           [2, 0, 3]], dtype=int32)
+    """
     ranks, slots = phy2log_RS.shape
     sources, experts = log2phy_GE.shape
     slot_RE = np.full((ranks, experts), -1, dtype=np.int32)
     for r in range(ranks):
         for s in range(slots):
             slot_RE[r, phy2log_RS[r, s]] = s
-    found_GE = np.empty_like(log2phy_GE)
+    rehoused_GE = np.empty_like(log2phy_GE)
     for g in range(sources):
         for e in range(experts):
             rank = log2phy_GE[g, e] // slots
-            found_GE[g, e] = rank * slots + slot_RE[rank, e]
-    return found_GE
+            rehoused_GE[g, e] = rank * slots + slot_RE[rank, e]
+    return rehoused_GE
 
 
 @part
-def _readdress(log2phy_GE: Int32, expert: int, was: int, becomes: int) -> None:
-    """Send an expert's tokens that went to one physical slot to another."""
+def _readdress(log2phy_GE: Int32, expert: int, old_slot: int, new_slot: int) -> None:
+    """Redirect an expert's tokens from one physical slot to another in all tables."""
     for g in range(log2phy_GE.shape[0]):
-        if log2phy_GE[g, expert] == was:
-            log2phy_GE[g, expert] = becomes
+        if log2phy_GE[g, expert] == old_slot:
+            log2phy_GE[g, expert] = new_slot

@@ -1,7 +1,10 @@
-"""Puts a new placement onto the deployed one so that as little as possible moves, and says who sends what moves.
+"""Fit of a new placement to the current layout and to the nodes, so that few replicas and few tokens cross nodes.
 
-Ranks are alike to the balance, so a placement solved from scratch may be dealt to them in any order; an expert that
-stays on a rank keeps its slot; and of the ranks that hold an expert a near one with little to send sends it.
+- ``match_ranks``: load balance does not depend on which rank holds which set of experts, so a placement solved from
+  scratch may assign its sets to the ranks in the order that moves the fewest experts.
+- ``keep_slots``: an expert that stays on a rank keeps its slot.
+- ``choose_senders``: each move gets a sender that is near the receiver and has little else to send.
+- ``localised``: tables prefer replicas on the source's node if that does not raise the peak load.
 """
 
 from __future__ import annotations
@@ -33,16 +36,45 @@ from eplb_core.solver.model import (
 )
 from eplb_core.solver.tables import slot_shares, slots_by_expert, tables_par
 
+_ROUNDING = 1e-6
+"""Increase of the mean peak that counts as rounding. Exchanging two equal shares changes no load."""
+_SWEEPS = 2
+"""Passes over all experts. A share that reaches its home node makes room for others; a third pass gains almost
+nothing."""
+
 
 @kernel
 def choose_senders(deployed_RS: Int32, phy2log_RS: Int32, node_R: Int32) -> Int32:
-    """One row per slot that changes: source rank, source slot, destination rank, destination slot, expert.
+    """Choose a sender for each move.
 
-    Any rank that holds the expert now may send it; one on the receiver's node comes first, then the one that sends
-    least so far, then the lowest. Returns int32 ``[M, 5]`` in order of destination.
+    Every rank that holds the expert can send it. Ranks on the receiver's node are preferred, then ranks with the fewest
+    sends so far, then the lowest rank.
+
+    Parameters
+    ----------
+    deployed_RS
+        int32 ``[R, S]``, current placement.
+    phy2log_RS
+        int32 ``[R, S]``, new placement.
+    node_R
+        int32 ``[R]``, node of each rank.
+
+    Returns
+    -------
+    Int32
+        int32 ``[M, 5]``, one row per move, ordered by destination: source rank, source slot, destination rank,
+        destination slot, expert.
+
+    Examples
+    --------
+    Slot 1 of rank 0 receives expert 2, which only rank 1 holds, in slot 0:
+
+    >>> current_RS = np.array([[0, 1], [2, 1]], dtype=np.int32)
+    >>> choose_senders(current_RS, np.array([[0, 2], [2, 1]], dtype=np.int32), np.zeros(2, dtype=np.int32))
+    array([[1, 0, 0, 1, 2]], dtype=int32)
     """
     ranks, slots = deployed_RS.shape
-    # There are no more experts than slots.
+    # There are at most as many experts as slots.
     first_E1, slot_P = slots_by_expert(deployed_RS, ranks * slots)
     sent_R = np.zeros(ranks, dtype=np.int32)
     move_M5 = np.empty((ranks * slots, 5), dtype=np.int32)
@@ -53,18 +85,16 @@ def choose_senders(deployed_RS: Int32, phy2log_RS: Int32, node_R: Int32) -> Int3
             if expert == deployed_RS[r, s]:
                 continue
             holder_K = slot_P[first_E1[expert] : first_E1[expert + 1]]
-            sent_from = holder_K[0]
+            sender = holder_K[0]
             for holder in holder_K[1:]:
-                near, best_near = (
-                    node_R[holder // slots] == node_R[r],
-                    node_R[sent_from // slots] == node_R[r],
-                )
-                less = sent_R[holder // slots] < sent_R[sent_from // slots]
-                if (near and not best_near) or (near == best_near and less):
-                    sent_from = holder
-            sent_R[sent_from // slots] += 1
-            move_M5[moves, 0] = sent_from // slots
-            move_M5[moves, 1] = sent_from % slots
+                is_near = node_R[holder // slots] == node_R[r]
+                sender_is_near = node_R[sender // slots] == node_R[r]
+                sends_less = sent_R[holder // slots] < sent_R[sender // slots]
+                if (is_near and not sender_is_near) or (is_near == sender_is_near and sends_less):
+                    sender = holder
+            sent_R[sender // slots] += 1
+            move_M5[moves, 0] = sender // slots
+            move_M5[moves, 1] = sender % slots
             move_M5[moves, 2] = r
             move_M5[moves, 3] = s
             move_M5[moves, 4] = expert
@@ -75,12 +105,38 @@ def choose_senders(deployed_RS: Int32, phy2log_RS: Int32, node_R: Int32) -> Int3
 
 @kernel
 def match_ranks(phy2log_RS: Int32, deployed_RS: Int32, experts: int, node_R: Int32) -> Int32:
-    """Deal the rows of ``phy2log_RS`` to the ranks that share most experts with them, largest overlap first.
+    """Assign the rows of a placement to ranks greedily, pairs with the largest overlap of experts first.
 
-    At equal overlap a rank comes first whose node holds more of the row: what moves then comes from nearby.
-    ``node_R`` int32 ``[R]``, numbered from 0. ``deployed_RS`` may have another number of columns.
+    Among pairs with equal overlap, the one whose node holds most of the row's experts comes first, so that moves stay
+    within a node.
+
+    Parameters
+    ----------
+    phy2log_RS
+        int32 ``[R, S]``, placement whose rows are to be assigned.
+    deployed_RS
+        int32 ``[R, S']``, current placement; it may have another number of slots per rank.
+    experts
+        Number of logical experts.
+    node_R
+        int32 ``[R]``, node of each rank, numbered from 0.
+
+    Returns
+    -------
+    Int32
+        int32 ``[R, S]``, the same rows in the order of the ranks.
+
+    Examples
+    --------
+    The row with experts 2 and 3 goes to rank 0, which already holds them:
+
+    >>> current_RS = np.array([[2, 3], [0, 1]], dtype=np.int32)
+    >>> match_ranks(np.array([[0, 4], [3, 2]], dtype=np.int32), current_RS, 5, np.zeros(2, dtype=np.int32))
+    array([[3, 2],
+           [0, 4]], dtype=int32)
     """
     ranks, slots = phy2log_RS.shape
+    # A row has at most ``slots`` experts that are only on the rank's node, so one expert on the rank outweighs them.
     worth_ER = np.zeros((experts, ranks), dtype=np.int32)
     nodes = 0
     for node in node_R:
@@ -94,45 +150,60 @@ def match_ranks(phy2log_RS: Int32, deployed_RS: Int32, experts: int, node_R: Int
         for r in range(ranks):
             worth_ER[e, r] += node_holds_KE[node_R[r], e]
     score_RR = np.zeros((ranks, ranks), dtype=np.int32)
-    given_C = np.zeros((slots + 1) ** 2, dtype=np.bool_)
-    # Rows that are not dealt yet, and ranks that have none, as many, both in order.
-    row_U, rank_U = np.empty(ranks, dtype=np.int32), np.empty(ranks, dtype=np.int32)
+    occurs_C = np.zeros((slots + 1) ** 2, dtype=np.bool_)
+    # The rows and the ranks that are still unassigned, both in ascending order.
+    row_U = np.empty(ranks, dtype=np.int32)
+    rank_U = np.empty(ranks, dtype=np.int32)
     for row in range(ranks):
-        row_U[row] = rank_U[row] = row
+        row_U[row] = row
+        rank_U[row] = row
         for expert in phy2log_RS[row]:
             for r in range(ranks):
                 score_RR[row, r] += worth_ER[expert, r]
         for r in range(ranks):
-            given_C[score_RR[row, r]] = True
-    dealt_RS = np.empty_like(phy2log_RS)
-    taken_R = np.zeros(ranks, dtype=np.bool_)
-    for score in range(given_C.shape[0] - 1, -1, -1):
-        if not given_C[score]:
+            occurs_C[score_RR[row, r]] = True
+    matched_RS = np.empty_like(phy2log_RS)
+    assigned_R = np.zeros(ranks, dtype=np.bool_)
+    for score in range(occurs_C.shape[0] - 1, -1, -1):
+        if not occurs_C[score]:
             continue
-        left = free = 0
-        for waiting in row_U:
-            dealt = False
+        remaining_rows = 0
+        remaining_ranks = 0
+        for pending_row in row_U:
+            is_assigned = False
             for rank in rank_U:
-                if score_RR[waiting, rank] == score and not taken_R[rank]:
-                    set_row(dealt_RS[rank], phy2log_RS[waiting])
-                    dealt = taken_R[rank] = True
+                if score_RR[pending_row, rank] == score and not assigned_R[rank]:
+                    set_row(matched_RS[rank], phy2log_RS[pending_row])
+                    assigned_R[rank] = True
+                    is_assigned = True
                     break
-            if not dealt:
-                row_U[left] = waiting
-                left += 1
+            if not is_assigned:
+                row_U[remaining_rows] = pending_row
+                remaining_rows += 1
         for rank in rank_U:
-            if not taken_R[rank]:
-                rank_U[free] = rank
-                free += 1
-        row_U, rank_U = row_U[:left], rank_U[:left]
-    return dealt_RS
+            if not assigned_R[rank]:
+                rank_U[remaining_ranks] = rank
+                remaining_ranks += 1
+        row_U = row_U[:remaining_rows]
+        rank_U = rank_U[:remaining_ranks]
+    return matched_RS
 
 
 @kernel
 def keep_slots(phy2log_RS: Int32, deployed_RS: Int32) -> tuple[Int32, int]:
-    """The same experts on each rank, those that were there already in their deployed slots.
+    """Reorder each rank's slots so that experts that stay on the rank keep their current slots.
 
-    Returns int32 ``[R, S]`` and the number of slots that hold another expert than before.
+    Returns
+    -------
+    tuple of Int32 and int
+        The placement ``[R, S]``, and the number of moves: slots that hold another expert than before.
+
+    Examples
+    --------
+    Expert 1 stays in slot 1, and expert 2 takes the slot that expert 0 leaves:
+
+    >>> keep_slots(np.array([[1, 2]], dtype=np.int32), np.array([[0, 1]], dtype=np.int32))
+    (array([[2, 1]], dtype=int32), 1)
     """
     ranks, slots = phy2log_RS.shape
     kept_RS = np.full((ranks, slots), -1, dtype=np.int32)
@@ -144,22 +215,16 @@ def keep_slots(phy2log_RS: Int32, deployed_RS: Int32) -> tuple[Int32, int]:
                     kept_RS[r, s] = deployed_RS[r, s]
         free = 0
         for t in range(slots):
-            came = True
+            is_new = True
             for s in range(slots):
                 if kept_RS[r, s] == phy2log_RS[r, t] and deployed_RS[r, s] == phy2log_RS[r, t]:
-                    came = False
-            if came:
+                    is_new = False
+            if is_new:
                 while kept_RS[r, free] >= 0:
                     free += 1
                 kept_RS[r, free] = phy2log_RS[r, t]
                 moves += 1
     return kept_RS, moves
-
-
-_ROUNDING = 1e-6
-"""Mean peak that is rounding: two equal parts that change places change no load."""
-_SWEEPS = 2
-"""Passes over all experts: what one brings home leaves room for others; a third pass finds next to nothing."""
 
 
 @kernel
@@ -170,51 +235,87 @@ def _localise_tables(
     top: TopRanks,
     heat: Episodes,
     deployed: LayerLayout,
-    part_X2: Int32,
+    pair_X2: Int32,
     limit: float,
 ) -> None:
-    """Bring parts home in the tables ``near_EG``, int32 ``[E, G]``, each in the way that leaves the ranks coolest.
+    """Redirect sources to replicas on their own nodes, one at a time, as ``_best_home_slot`` chooses.
 
-    ``part_X2`` is as ``_parts_with_homes`` gives it. No part comes home if that takes the mean peak above ``limit``,
-    what it is with the tables given; ``top`` has the loads, and goes along.
+    Parameters
+    ----------
+    phy2log_RS
+        int32 ``[R, S]``, placement.
+    near_EG
+        int32 ``[E, G]``, tables, changed in place.
+    share_EG
+        float32 ``[E, G]``, each source's share of the expert's tokens.
+    top
+        Rank loads under the tables, changed in place.
+    heat
+        Heat of the layer.
+    deployed
+        Current layout, for the nodes of ranks and sources.
+    pair_X2
+        int32 ``[X, 2]``, pairs of expert and source to redirect, in the order of ``_pairs_with_home``.
+    limit
+        Upper bound of the mean peak: the mean peak before the first change.
     """
     ranks, slots = phy2log_RS.shape
     first_E1, slot_P = slots_by_expert(phy2log_RS, share_EG.shape[0])
-    # The last row stays 0.
+    # The last row remains zero.
     changed_RN = np.zeros((ranks + 1, top.load_RN.shape[1]), dtype=np.float32)
-    changed_R1, rank_K = np.zeros(ranks + 1, dtype=np.bool_), np.zeros(2, dtype=np.int32)
-    first_P, next_G = np.full(slot_P.shape[0], -1, dtype=np.int32), np.empty(near_EG.shape[1], dtype=np.int32)
+    changed_R1 = np.zeros(ranks + 1, dtype=np.bool_)
+    rank_K = np.zeros(2, dtype=np.int32)
+    first_P = np.full(slot_P.shape[0], -1, dtype=np.int32)
+    next_G = np.empty(near_EG.shape[1], dtype=np.int32)
     for _ in range(_SWEEPS):
-        listed = -1
-        for e, g in part_X2:
-            own = near_EG[e, g]
-            if deployed.node_R[own // slots] == deployed.node_G[g]:
+        listed_expert = -1
+        for e, g in pair_X2:
+            old_slot = near_EG[e, g]
+            if deployed.node_R[old_slot // slots] == deployed.node_G[g]:
                 continue
             replica_K = slot_P[first_E1[e] : first_E1[e + 1]]
-            if e != listed:
-                listed = e
+            if e != listed_expert:
+                listed_expert = e
                 _list_sources(near_EG[e], first_P, next_G)
-            served = first_P, next_G
-            to, back = _best_way_home(
-                near_EG[e], share_EG[e], heat, deployed, replica_K, top, changed_RN, served, g, e, limit
+            sources_by_slot = first_P, next_G
+            new_slot, partner = _best_home_slot(
+                near_EG[e],
+                share_EG[e],
+                heat,
+                deployed,
+                replica_K,
+                top,
+                changed_RN,
+                sources_by_slot,
+                g,
+                e,
+                limit,
             )
-            if to < 0:
+            if new_slot < 0:
                 continue
-            more, near_EG[e, g] = share_EG[e, g], to
-            _relist(first_P, next_G, g, own, to)
-            if back >= 0:
-                more, near_EG[e, back] = more - share_EG[e, back], own
-                _relist(first_P, next_G, back, to, own)
-            rank_K[0], rank_K[1] = own // slots, to // slots
-            changed_R1[rank_K[0]] = changed_R1[rank_K[1]] = True
-            _shift(top, heat.scaled_EN[e], more, rank_K[0], rank_K[1], changed_RN)
+            shifted = share_EG[e, g]
+            near_EG[e, g] = new_slot
+            _relist(first_P, next_G, g, old_slot, new_slot)
+            if partner >= 0:
+                shifted = shifted - share_EG[e, partner]
+                near_EG[e, partner] = old_slot
+                _relist(first_P, next_G, partner, new_slot, old_slot)
+            rank_K[0] = old_slot // slots
+            rank_K[1] = new_slot // slots
+            changed_R1[rank_K[0]] = True
+            changed_R1[rank_K[1]] = True
+            _shift(top, heat.scaled_EN[e], shifted, rank_K[0], rank_K[1], changed_RN)
             update_loads(top, rank_K, 2, changed_R1, changed_RN)
-            changed_R1[rank_K[0]] = changed_R1[rank_K[1]] = False
+            changed_R1[rank_K[0]] = False
+            changed_R1[rank_K[1]] = False
 
 
 @part
 def _list_sources(near_G: Int32, first_P: Int32, next_G: Int32) -> None:
-    """List each slot's sources, ascending: its first in ``first_P``, after each the next in ``next_G``, -1 for none."""
+    """Build a linked list of each slot's sources, in ascending order.
+
+    ``first_P`` is the first source of each slot and ``next_G`` the source after each source; -1 ends a list.
+    """
     for g in range(near_G.shape[0]):
         first_P[near_G[g]] = -1
     for g in range(near_G.shape[0] - 1, -1, -1):
@@ -223,45 +324,54 @@ def _list_sources(near_G: Int32, first_P: Int32, next_G: Int32) -> None:
 
 
 @part
-def _relist(first_P: Int32, next_G: Int32, source: int, own: int, to: int) -> None:
-    """Take a source out of its ``own`` slot's list and put it into that of the slot ``to``, ascending."""
+def _relist(first_P: Int32, next_G: Int32, source: int, old_slot: int, new_slot: int) -> None:
+    """Move a source from one slot's list to another's, keeping both in ascending order."""
     before = -1
-    at = first_P[own]
+    at = first_P[old_slot]
     while at != source:
-        before, at = at, next_G[at]
+        before = at
+        at = next_G[at]
     if before < 0:
-        first_P[own] = next_G[source]
+        first_P[old_slot] = next_G[source]
     else:
         next_G[before] = next_G[source]
-    before, at = -1, first_P[to]
+    before = -1
+    at = first_P[new_slot]
     while 0 <= at < source:
-        before, at = at, next_G[at]
+        before = at
+        at = next_G[at]
     next_G[source] = at
     if before < 0:
-        first_P[to] = source
+        first_P[new_slot] = source
     else:
         next_G[before] = source
 
 
-def _parts_with_homes(phy2log_RS: Int32, heat: Episodes, deployed: LayerLayout) -> Int32:
-    """Parts with tokens whose source's node holds the expert: expert and source, int32 ``[X, 2]``.
+def _pairs_with_home(phy2log_RS: Int32, heat: Episodes, deployed: LayerLayout) -> Int32:
+    """Return the pairs of expert and source that have tokens and a replica on the source's node.
 
-    Hottest expert first, of each the largest part first. Of many nodes each holds few experts.
+    Returns
+    -------
+    Int32
+        int32 ``[X, 2]``, expert and source, hottest expert first and its largest share first.
     """
-    share_GE, mean_E = deployed.share_GE, heat.scaled_EN @ heat.share_N
-    # The last row is of sources on several nodes, which are -1.
+    share_GE = deployed.share_GE
+    mean_E = heat.scaled_EN @ heat.share_N
+    # A source on several nodes has node -1 and so reads the last row, which is empty.
     holds_KE = np.zeros((deployed.node_R.max() + 2, share_GE.shape[1]), dtype=np.bool_)
     holds_KE[deployed.node_R[:, None], phy2log_RS] = True
-    order_E, home_GE = descending(mean_E), holds_KE[deployed.node_G]
+    order_E = descending(mean_E)
+    home_GE = holds_KE[deployed.node_G]
     home_GE &= share_GE * mean_E > MIN_GAIN
-    place_X, source_X = home_GE.T[order_E].nonzero()
-    expert_X = order_E[place_X]
-    first_X = np.lexsort((-share_GE[source_X, expert_X], place_X))
-    return np.stack([expert_X, source_X], axis=1)[first_X].astype(np.int32)
+    # Indexing only the pairs with a home pays off because, with many nodes, each node holds few experts.
+    position_X, source_X = home_GE.T[order_E].nonzero()
+    expert_X = order_E[position_X]
+    order_X = np.lexsort((-share_GE[source_X, expert_X], position_X))
+    return np.stack([expert_X, source_X], axis=1)[order_X].astype(np.int32)
 
 
 @kernel
-def _best_way_home(
+def _best_home_slot(
     near_G: Int32,
     share_G: Float32,
     heat: Episodes,
@@ -269,84 +379,156 @@ def _best_way_home(
     replica_K: Int32,
     top: TopRanks,
     changed_RN: Float32,
-    served: tuple[Int32, Int32],
+    sources_by_slot: tuple[Int32, Int32],
     source: int,
     expert: int,
     limit: float,
 ) -> tuple[int, int]:
-    """Find the slot that brings a part home at the lowest mean peak, and whose part comes back for it, -1 for none.
+    """Find the replica on a source's node that leads to the lowest mean peak.
 
-    Only a part that is not at home there comes back. -1 twice where every way lifts the mean peak above ``limit``.
-    ``served`` are the lists of ``_list_sources``.
+    The source's share either moves there by itself or is exchanged for the share of another source, the partner, that
+    uses the replica now. A partner must be on another node than the replica.
+
+    Parameters
+    ----------
+    near_G
+        int32 ``[G]``, the expert's slot for each source.
+    share_G
+        float32 ``[G]``, each source's share of the expert's tokens.
+    heat
+        Heat of the layer.
+    deployed
+        Current layout, for the nodes of ranks and sources.
+    replica_K
+        int32 ``[K]``, the expert's slots.
+    top
+        Rank loads under the tables.
+    changed_RN
+        float32 ``[R + 1, N]``, scratch memory; the last row must be zero.
+    sources_by_slot
+        ``first_P`` and ``next_G`` of ``_list_sources``.
+    source
+        Source to redirect.
+    expert
+        Expert whose tokens are redirected.
+    limit
+        Upper bound of the mean peak.
+
+    Returns
+    -------
+    new_slot : int
+        The replica's slot; -1 if every choice lifts the mean peak above ``limit``.
+    partner : int
+        The source that gets the old slot in exchange; -1 for none.
     """
-    first_P, next_G = served
+    first_P, next_G = sources_by_slot
     ranks, slots = deployed.phy2log_RS.shape
-    own, home, none_N = near_G[source], deployed.node_G[source], changed_RN[ranks]
-    to, back, lowest = -1, -1, np.float32(limit)
+    old_slot = near_G[source]
+    home = deployed.node_G[source]
+    empty_N = changed_RN[ranks]
+    new_slot = -1
+    partner = -1
+    lowest = np.float32(limit)
     for replica in replica_K:
         if deployed.node_R[replica // slots] != home:
             continue
-        # The mean peak is convex in what changes ranks: beyond a way that is no better than another none is.
-        low, high = np.float32(-np.inf), np.float32(np.inf)
-        best, least = low, high
-        here, there = own // slots, replica // slots
-        # What the other ranks leave: below that no way leads.
-        floor = peak_of_two_changed(top, heat.share_N, here, there, none_N, none_N)
-        # Its part alone, then in exchange for each of those that the replica serves.
-        g, coming = -1, first_P[replica]
+        # The mean peak is convex in the share that changes ranks. Shares outside of ``low`` to ``high`` cannot be
+        # better than the best share so far.
+        low = np.float32(-np.inf)
+        high = np.float32(np.inf)
+        best_shift = low
+        best_peak = high
+        old_rank = old_slot // slots
+        new_rank = replica // slots
+        # The mean peak of the remaining ranks is a lower bound for every choice.
+        floor = peak_of_two_changed(top, heat.share_N, old_rank, new_rank, empty_N, empty_N)
+        # First try the share by itself, then in exchange for each source of the replica.
+        g = -1
+        next_source = first_P[replica]
         while True:
-            more = share_G[source] - (share_G[g] if g >= 0 else np.float32(0.0))
-            if low < more < high and (g < 0 or deployed.node_G[g] != home):
-                _shift(top, heat.scaled_EN[expert], more, here, there, changed_RN)
-                found = peak_of_two_changed(
-                    top, heat.share_N, here, there, changed_RN[here], changed_RN[there]
+            shifted = share_G[source] - (share_G[g] if g >= 0 else np.float32(0.0))
+            if low < shifted < high and (g < 0 or deployed.node_G[g] != home):
+                _shift(top, heat.scaled_EN[expert], shifted, old_rank, new_rank, changed_RN)
+                peak = peak_of_two_changed(
+                    top, heat.share_N, old_rank, new_rank, changed_RN[old_rank], changed_RN[new_rank]
                 )
-                worse = best if found < least else more
-                if found < least:
-                    best, least = more, found
-                if worse < best:
-                    low = worse
+                worse_shift = best_shift if peak < best_peak else shifted
+                if peak < best_peak:
+                    best_shift = shifted
+                    best_peak = peak
+                if worse_shift < best_shift:
+                    low = worse_shift
                 else:
-                    high = worse
-                if found < lowest:
-                    to, back, lowest = np.int64(replica), g, found
-            if coming < 0 or least <= floor:
+                    high = worse_shift
+                if peak < lowest:
+                    new_slot = np.int64(replica)
+                    partner = g
+                    lowest = peak
+            if next_source < 0 or best_peak <= floor:
                 break
-            g, coming = coming, next_G[coming]
-    return to, back
+            g = next_source
+            next_source = next_G[next_source]
+    return new_slot, partner
 
 
 @part
-def _shift(top: TopRanks, heat_N: Float32, more: float, here: int, there: int, changed_RN: Float32) -> None:
-    """Note both ranks' loads once ``more`` of an expert's tokens go ``there`` instead of ``here``."""
+def _shift(
+    top: TopRanks, heat_N: Float32, share: float, old_rank: int, new_rank: int, changed_RN: Float32
+) -> None:
+    """Write both ranks' loads into ``changed_RN`` as if ``share`` of an expert's tokens changed ranks."""
     for n in range(heat_N.shape[0]):
-        changed_RN[here, n] = top.load_RN[here, n] - more * heat_N[n]
-        changed_RN[there, n] = top.load_RN[there, n] + more * heat_N[n]
+        changed_RN[old_rank, n] = top.load_RN[old_rank, n] - share * heat_N[n]
+        changed_RN[new_rank, n] = top.load_RN[new_rank, n] + share * heat_N[n]
 
 
 def localised(candidate: Candidate, heat: Episodes, deployed: LayerLayout, params: SearchParams) -> Candidate:
-    """The candidate with tables that keep more tokens on their nodes, no hotter on this heat.
+    """Return the candidate with tables that keep more tokens on their source's node, at no higher PAR.
 
-    As it is where there is one node, or where tables are not the solver's to choose.
+    With a single node, or if the solver does not choose the tables, the candidate is returned unchanged.
+
+    Parameters
+    ----------
+    candidate
+        Placement with its tables.
+    heat
+        Heat on which the PAR must not rise.
+    deployed
+        Current layout, with the nodes of ranks and sources.
+    params
+        Search parameters; ``tables`` is used.
     """
     if params.tables not in CHOSEN or not deployed.node_R.any():
         return candidate
-    placed_RS, log2phy_GE = candidate.phy2log_RS, candidate.log2phy_GE
+    placed_RS = candidate.phy2log_RS
+    log2phy_GE = candidate.log2phy_GE
     share_RS = slot_shares(placed_RS, log2phy_GE, deployed.share_GE)
     top = top_ranks_of(loads_in_episodes(placed_RS, share_RS, heat.scaled_EN))
     limit = mean_peak(top.peak_KN[0], heat.share_N) + _ROUNDING
-    near_EG, share_EG = np.array(log2phy_GE.T, order="C"), np.ascontiguousarray(deployed.share_GE.T)
-    part_X2 = _parts_with_homes(placed_RS, heat, deployed)
-    _localise_tables(placed_RS, near_EG, share_EG, top, heat, deployed, part_X2, limit)
+    near_EG = np.array(log2phy_GE.T, order="C")
+    share_EG = np.ascontiguousarray(deployed.share_GE.T)
+    pair_X2 = _pairs_with_home(placed_RS, heat, deployed)
+    _localise_tables(placed_RS, near_EG, share_EG, top, heat, deployed, pair_X2, limit)
     near_GE = np.ascontiguousarray(near_EG.T)
     after = tables_par(placed_RS, near_GE, heat, deployed.share_GE)
     return candidate._replace(log2phy_GE=near_GE, par=after)
 
 
 def crossing_share(candidate: Candidate, heat: Episodes, deployed: LayerLayout, tables: int) -> float:
-    """Part of the tokens that leave their source's node; 0 on one node, or where the host asks no table.
+    """Return the fraction of the tokens that leave their source's node.
 
-    Sources whose ranks are on several nodes count as at home everywhere: each of their nodes has the tokens.
+    It is 0 on a single node and for splits without tables. A source that spans several nodes never counts as leaving,
+    because each of its nodes has the tokens.
+
+    Parameters
+    ----------
+    candidate
+        Placement with its tables.
+    heat
+        Heat of the layer.
+    deployed
+        Current layout, with the nodes of ranks and sources.
+    tables
+        Split of the tokens: ``EVEN``, ``RULE``, ``SOLVED``, ``DEALT`` or ``STEPWISE``.
     """
     if tables in (EVEN, STEPWISE) or not deployed.node_R.any():
         return 0.0
@@ -356,7 +538,7 @@ def crossing_share(candidate: Candidate, heat: Episodes, deployed: LayerLayout, 
 
 @kernel
 def _leaving_share(log2phy_GE: Int32, node_P: Int32, mean_E: Float32, deployed: LayerLayout) -> float:
-    """Part of the tokens that leave their source's node; ``node_P`` int32 ``[R*S]``, node of each slot."""
+    """Return the fraction of the tokens that leave their source's node; ``node_P``, ``[P]``, is each slot's node."""
     leaving = total = 0.0
     for g in range(log2phy_GE.shape[0]):
         home = deployed.node_G[g]

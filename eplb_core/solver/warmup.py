@@ -1,4 +1,7 @@
-"""Runs every kernel once (compiled, or loaded from numba's cache), so that no decision waits for a compiler."""
+"""Warm-up of the solver: run every kernel once, so that no decision waits for the compiler.
+
+Kernels are loaded from numba's cache or, if they are not cached, compiled.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from functools import cache
 import numpy as np
 
 from eplb_core.placement import Placement
-from eplb_core.solver.engine import LayerBatch, Limits, Nodes, SearchRules, TimeObjective, solve_many
+from eplb_core.solver.engine import solve_many
 from eplb_core.solver.model import DEALT, EVEN, RULE, SOLVED, STEPWISE, SearchParams
 from eplb_core.solver.topology import choose_senders
 from eplb_core.solver.whole_tokens import HostSplit, serve_steps, thinned
@@ -19,11 +22,25 @@ from eplb_core.solver.window import (
     sum_episodes,
 )
 
+_CURVE_4 = np.array([1.0, 2.0, 1.0, 0.1])
+
 
 @cache
 def warm_up(threads: int | None = None) -> None:
-    """Solve a tiny problem by every path that the planner takes, once in a process; ``threads`` as for a decision."""
+    """Solve a tiny problem on every code path that the planner uses, at most once per process.
+
+    Parameters
+    ----------
+    threads
+        Number of threads, as for ``solve_many``.
+    """
     placement = Placement.linear(layers=2, experts=6, ranks=4, slots=2)
+    _warm_search(placement, threads)
+    _warm_scoring(placement)
+
+
+def _warm_search(placement: Placement, threads: int | None) -> None:
+    """Run the solver with each kind of tables, with and without a cost curve."""
     tables_LGE = np.ascontiguousarray(placement.default_log2phy().transpose(1, 0, 2))
     heat_LNE = np.arange(2 * 32 * 6, dtype=np.float64).reshape(2, 32, 6)
     params = SearchParams(
@@ -35,30 +52,39 @@ def warm_up(threads: int | None = None) -> None:
         step_tries=10,
     )
     two_nodes = np.array([0, 0, 1, 1], dtype=np.int32)
-    curve_4 = np.array([1.0, 2.0, 1.0, 0.1])
-    ways = [(tables, 1, None) for tables in (EVEN, RULE, SOLVED, STEPWISE)]
-    timing = TimeObjective(curve_4, heat_LNE)
-    for tables, width, objective in (*ways, (DEALT, 2, None), (EVEN, 1, timing), (SOLVED, 1, timing)):
-        batch = LayerBatch(
+    without_curve = [(tables, 1, None) for tables in (EVEN, RULE, SOLVED, STEPWISE)]
+    for tables, width, curve_4 in (
+        *without_curve,
+        (DEALT, 2, None),
+        (EVEN, 1, _CURVE_4),
+        (SOLVED, 1, _CURVE_4),
+    ):
+        results = solve_many(
             heat_LNE,
             placement.phy2log_LRS,
             np.repeat(tables_LGE, width, axis=1),
             np.full((2, 4 * width, 6), 0.25 / width),
             np.array([False, True]),
+            threads,
+            node_R=two_nodes,
+            node_G=np.repeat(two_nodes, width),
+            curve_4=curve_4,
+            steps_LNE=heat_LNE,
         )
-        rules = SearchRules(params._replace(tables=tables, width=width), np.array([np.inf, 2.0]), 0.0)
-        nodes = Nodes(two_nodes, np.repeat(two_nodes, width))
-        answers = solve_many(batch, rules, nodes, objective, Limits(threads))
-        for answer in answers:
-            if isinstance(answer, Exception):
-                raise answer
-    whole_TLE = np.ones((2, 2, 6), dtype=np.int64)
+        for result in results:
+            if isinstance(result, Exception):
+                raise result
+
+
+def _warm_scoring(placement: Placement) -> None:
+    """Run the kernels that score a placement, for each type of heat."""
+    ones_TLE = np.ones((2, 2, 6), dtype=np.int64)
     no_tables_LRED = np.zeros((2, 0, 6, 1), dtype=np.int32)
     split = HostSplit(np.ones((2, 8)), no_tables_LRED, np.zeros((2, 0, 6)), np.ones((2, 6)))
-    for heat_TLE in (whole_TLE.astype(np.int32), whole_TLE, whole_TLE.astype(np.float64)):
+    for heat_TLE in (ones_TLE.astype(np.int32), ones_TLE, ones_TLE.astype(np.float64)):
         loads_of_ranks(heat_TLE, placement.phy2log_LRS.copy(), np.ones((2, 8)))
         episode_loads(heat_TLE, np.arange(2), placement.phy2log_LRS.copy(), np.ones((2, 8)), 2)
-        serve_steps(heat_TLE, np.arange(2), placement.phy2log_LRS.copy(), split, curve_4, 0, True)
+        serve_steps(heat_TLE, np.arange(2), placement.phy2log_LRS.copy(), split, _CURVE_4, 0, True)
         thinned(heat_TLE, 0)
         sum_episodes(heat_TLE, np.arange(2), 2)
     deployed_RS = np.array(placement.phy2log_LRS[0])

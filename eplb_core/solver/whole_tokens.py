@@ -1,13 +1,14 @@
-"""Rank loads in single steps, with whole tokens: a step cannot send half a token to each of two replicas.
+"""Rank loads of single steps in whole tokens: a step cannot send half a token to each of two replicas.
 
-A host splits an expert's tokens over its replicas in known shares. In one step with ``n`` tokens, a replica with the
-share ``p`` receives a binomial number of them with the mean ``n * p``. With few tokens per step this spread decides how
-loaded the hottest rank is. For example, one token for an expert with two replicas loads one rank with 1, never two
-ranks with 0.5.
+A host splits an expert's tokens over its replicas in known shares. If a step has ``n`` tokens for an expert, a replica
+with the share ``p`` receives a binomial number of them, with the mean ``n * p``. If a step has few tokens, the variance
+of these numbers determines the load of the hottest rank. For example, one token for an expert with two replicas gives
+one rank a load of 1; it never gives two ranks a load of 0.5.
 
-The number is drawn from a hash of the step, the layer's heat in it, expert and token. So the same arguments give the
-same loads, two placements are compared on the same draws, and a layer alone is scored as among others. Few tokens are
-drawn one by one. Many are drawn from the normal approximation of the binomial distribution and rounded.
+Draws depend only on a hash of the step number, the layer's heat in that step, the expert and the token. The same
+arguments therefore give the same loads, two placements are compared on the same draws, and a layer's loads do not
+depend on the other layers of the call. Few tokens are drawn one by one. Many tokens are drawn from the normal
+approximation of the binomial distribution and rounded.
 
 References
 ----------
@@ -24,44 +25,51 @@ from eplb_core.solver.jit import kernel, part
 from eplb_core.solver.model import Float64, Int32, Int64, UInt64
 
 _FEW_PER_REPLICA = 16
-"""Tokens per replica up to which each is drawn by itself. Beyond that the normal approximation is close."""
+"""Tokens per replica up to which tokens are drawn one by one. Above it, the normal approximation is close."""
 _UNIFORM = 65_536.0
-"""A uniform number is 16 bits of a hash, so one hash gives four of them."""
-_SUM_OF_FOUR = 131_070.0
-_SPREAD_OF_FOUR = 37_837.227
-"""Mean and standard deviation of the sum of four such numbers, which is nearly normal."""
+"""Range of a uniform number: 16 bits of a hash. One hash gives four such numbers."""
+_MEAN_OF_SUM = 131_070.0
+"""Mean of the sum of four uniform numbers, which is approximately normal."""
+_DEVIATION_OF_SUM = 37_837.227
+"""Standard deviation of the sum of four uniform numbers."""
 
 
 class HostSplit(NamedTuple):
     """Split of the experts' tokens over their slots, for K layers.
 
-    A host that deals also needs its tables, the sources' shares and the spread; otherwise ``table_KRED`` has no
-    sources.
+    ``table_KRED``, ``source_KRE`` and ``spread_KE`` describe a host with dealing tables. For other hosts, the first two
+    have no sources (R is 0) and the spread is 1.
     """
 
     share_KP: Float64
-    """float64 ``[K, R*S]``, expected part of its expert's tokens that each slot receives."""
+    """float64 ``[K, R*S]``, expected fraction of its expert's tokens that each slot receives."""
     table_KRED: Int32
-    """int32 ``[K, R, E, D]``, slots that a source deals its tokens of an expert to, in turn."""
+    """int32 ``[K, R, E, D]``, slots that receive a source's tokens of an expert in turn."""
     source_KRE: Float64
-    """float64 ``[K, R, E]``, each source's part of an expert's tokens."""
+    """float64 ``[K, R, E]``, each source's share of an expert's tokens."""
     spread_KE: Float64
-    """float64 ``[K, E]``, variance of many dealt tokens as a part of the multinomial variance."""
+    """float64 ``[K, E]``, variance of many dealt tokens, as a fraction of the multinomial variance."""
 
 
 class ServedSteps(NamedTuple):
     """Loads of T steps in K layers."""
 
     peak_TK: Float64
-    """float64 ``[T, K]``, tokens of the rank that has most of them."""
+    """float64 ``[T, K]``, tokens of the most loaded rank."""
     tokens_TK: Float64
     """float64 ``[T, K]``, tokens of all ranks."""
     us_TK: Float64
-    """float64 ``[T, K]``, microseconds of the slowest rank; NaN without tokens. No rows without a cost curve."""
+    """float64 ``[T, K]``, microseconds of the slowest rank; NaN for a step without tokens.
+
+    It has no rows if there is no cost curve.
+    """
     loads_TKR: Float64
-    """float64 ``[T, K, R]``, tokens of each rank. No rows unless asked for."""
+    """float64 ``[T, K, R]``, tokens of each rank. It has no rows unless ``keep_loads`` is True."""
     variance_K: Float64
-    """float64 ``[K]``, variance of the ranks' jumps from step to step, summed over the ranks; see ``ServedWindow``."""
+    """float64 ``[K]``, variance of the ranks' jumps from step to step, summed over the ranks.
+
+    ``window.EpisodeLoads`` defines jumps.
+    """
 
 
 @kernel
@@ -74,31 +82,36 @@ def serve_steps(
     first_step: int,
     keep_loads: bool,
 ) -> ServedSteps:
-    """Serve whole tokens, step by step.
+    """Return the loads of each step in whole tokens.
 
     Parameters
     ----------
     heat_TLE
-        ``[T, L, E]``, tokens of each expert. Fractions of a token, which only floats have, are split as expected.
+        ``[T, L, E]``, tokens of each expert. A fractional token (float heat only) is split by the expected shares.
     layer_K
-        int64 ``[K]``, the layers asked for.
-    phy2log_KRS, split
-        Of these layers: int32 ``[K, R, S]`` their placements, and the split of the tokens.
+        int64 ``[K]``, layers to serve.
+    phy2log_KRS
+        int32 ``[K, R, S]``, placement of these layers.
+    split
+        Split of the tokens of these layers.
     curve_4
-        float64 ``[4]``, as in ``time_costs``; ``[0]`` for no times.
+        float64 ``[4]``, cost curve as in ``time_costs``; an empty array to return no times.
     first_step
-        Number of the first step. The draws of a step depend on its number, not on the steps beside it.
+        Number of the first step. A step's draws depend on its number and not on the steps around it.
     keep_loads
         True to return all rank loads.
     """
     layers, ranks, slots = phy2log_KRS.shape
     steps, _, experts = heat_TLE.shape
-    peak_TK, tokens_TK = np.empty((steps, layers)), np.empty((steps, layers))
+    peak_TK = np.empty((steps, layers))
+    tokens_TK = np.empty((steps, layers))
     us_TK = np.full((steps if curve_4.shape[0] else 0, layers), np.nan)
     loads_TKR = np.empty((steps if keep_loads else 0, layers, ranks))
     variance_K = np.zeros(layers)
-    tokens_P, load_R = np.empty(ranks * slots), np.empty(ranks)
-    before_R, jump_R = np.zeros(ranks), np.zeros(ranks)
+    tokens_P = np.empty(ranks * slots)
+    load_R = np.empty(ranks)
+    before_R = np.zeros(ranks)
+    jump_R = np.zeros(ranks)
     dealt_R = np.zeros(split.table_KRED.shape[1], dtype=np.int64)
     for k in range(layers):
         layer = layer_K[k]
@@ -116,9 +129,10 @@ def serve_steps(
             key = _key_of(heat_E, first_step + t)
             for x in range(split_X.shape[0]):
                 e = split_X[x]
-                begin, end = first_X[x], first_X[x + 1]
+                begin = first_X[x]
+                end = first_X[x + 1]
                 tokens = float(heat_E[e])
-                # Without tokens the slots have none already.
+                # An expert without tokens needs no draw: its slots already have none.
                 if tokens > 0:
                     key_of_expert = key + np.uint64(e) * np.uint64(0xBF58476D1CE4E5B9)
                     if tokens > _FEW_PER_REPLICA * (end - begin):
@@ -129,7 +143,9 @@ def serve_steps(
                         )
                     else:
                         _draw_few(tokens, slot_Y, begin, end, share_P, key_of_expert, tokens_P)
-            peak, total, slowest = 0.0, 0.0, 0.0
+            peak = 0.0
+            total = 0.0
+            slowest = 0.0
             for r in range(ranks):
                 load = 0.0
                 for p in range(r * slots, (r + 1) * slots):
@@ -137,16 +153,17 @@ def serve_steps(
                 load_R[r] = load
                 peak = max(peak, load)
                 total += load
-            peak_TK[t, k], tokens_TK[t, k] = peak, total
+            peak_TK[t, k] = peak
+            tokens_TK[t, k] = total
             if keep_loads:
                 for r in range(ranks):
                     loads_TKR[t, k, r] = load_R[r]
             if total > 0:
                 for r in range(ranks):
-                    part_of_all = load_R[r] / total
-                    jump = part_of_all - before_R[r] if busy else 0.0
+                    rank_share = load_R[r] / total
+                    jump = rank_share - before_R[r] if busy else 0.0
                     jump_R[r] += jump * jump
-                    before_R[r] = part_of_all
+                    before_R[r] = rank_share
                 busy += 1
                 if curve_4.shape[0]:
                     for r in range(ranks):
@@ -162,13 +179,24 @@ def serve_steps(
 
 @kernel
 def thinned(heat_TLE: Float64 | Int64 | Int32, seed: int) -> Float64:
-    """Draw half of the tokens: each stays with probability 1/2, float64 ``[T, L, E]``.
+    """Keep each token with probability 1/2 and return the kept tokens, float64 ``[T, L, E]``.
 
-    Tokens kept and tokens dropped are two samples of the same heat, independent for Poisson heat.
+    Kept and dropped tokens are two samples of the same heat. They are independent if the heat is Poisson distributed.
+
+    Parameters
+    ----------
+    heat_TLE
+        ``[T, L, E]``, tokens of each expert.
+    seed
+        Seed of the draws.
     """
     kept_TLE = np.zeros(heat_TLE.shape)
-    half_P, slot_Y, kept_P = np.full(2, 0.5), np.arange(2), np.empty(2)
-    odds_Y, deviation_Y = np.array([0.5, 1.0]), np.array([0.5, 0.0])
+    # The token draws of ``serve_steps``, over two slots: one for kept tokens and one for dropped tokens.
+    half_P = np.full(2, 0.5)
+    slot_Y = np.arange(2)
+    kept_P = np.empty(2)
+    odds_Y = np.array([0.5, 1.0])
+    deviation_Y = np.array([0.5, 0.0])
     for t in range(heat_TLE.shape[0]):
         for layer in range(heat_TLE.shape[1]):
             for e in range(heat_TLE.shape[2]):
@@ -186,34 +214,38 @@ def thinned(heat_TLE: Float64 | Int64 | Int32, seed: int) -> Float64:
 
 @kernel
 def _split_experts(expert_P: Int32, experts: int) -> tuple[Int64, Int64, Int64]:
-    """Find the experts with several slots, and their slots.
+    """List the experts with several slots, and their slots.
 
     Returns
     -------
-    tuple of Int64, Int64 and Int64
-        ``[X]`` experts; ``[X + 1]`` where the slots of each begin; ``[Y]`` slots, expert after expert.
+    split_X : Int64
+        ``[X]``, experts with several slots.
+    first_X : Int64
+        ``[X + 1]``, start of each of these experts' slots in ``slot_Y``.
+    slot_Y : Int64
+        ``[Y]``, slots ordered by expert.
     """
     count_E = np.zeros(experts, dtype=np.int64)
     for p in range(expert_P.shape[0]):
         count_E[expert_P[p]] += 1
     several = 0
-    place_E = np.full(experts, -1)
+    index_E = np.full(experts, -1)
     for e in range(experts):
         if count_E[e] > 1:
-            place_E[e] = several
+            index_E[e] = several
             several += 1
     split_X = np.empty(several, dtype=np.int64)
     first_X = np.zeros(several + 1, dtype=np.int64)
     for e in range(experts):
-        if place_E[e] >= 0:
-            split_X[place_E[e]] = e
-            first_X[place_E[e] + 1] = count_E[e]
+        if index_E[e] >= 0:
+            split_X[index_E[e]] = e
+            first_X[index_E[e] + 1] = count_E[e]
     for x in range(several):
         first_X[x + 1] += first_X[x]
     next_X = first_X.copy()
     slot_Y = np.empty(first_X[several], dtype=np.int64)
     for p in range(expert_P.shape[0]):
-        x = place_E[expert_P[p]]
+        x = index_E[expert_P[p]]
         if x >= 0:
             slot_Y[next_X[x]] = p
             next_X[x] += 1
@@ -222,8 +254,9 @@ def _split_experts(expert_P: Int32, experts: int) -> tuple[Int64, Int64, Int64]:
 
 @part
 def _key_of(heat_E: Float64 | Int64 | Int32, step: int) -> UInt64:
-    """Hash a layer's heat in a step. Its number makes steps of equal heat differ."""
-    bits, weight = np.uint64(step) * np.uint64(0xD1342543DE82EF95), np.uint64(0x9E3779B97F4A7C15)
+    """Hash a layer's heat in a step. The step number makes steps with equal heat differ."""
+    bits = np.uint64(step) * np.uint64(0xD1342543DE82EF95)
+    weight = np.uint64(0x9E3779B97F4A7C15)
     for e in range(heat_E.shape[0]):
         bits += np.uint64(np.int64(heat_E[e])) * weight
         weight += np.uint64(0x3C6EF372FE94F82A)
@@ -232,7 +265,7 @@ def _key_of(heat_E: Float64 | Int64 | Int32, step: int) -> UInt64:
 
 @part
 def _mixed(bits: int) -> UInt64:
-    """The finalizer of SplitMix64: every bit of the result depends on every bit of the argument."""
+    """Apply the finalizer of SplitMix64: every bit of the result depends on every bit of the argument."""
     bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     mixed: UInt64 = bits ^ (bits >> np.uint64(31))
@@ -243,7 +276,7 @@ def _mixed(bits: int) -> UInt64:
 def _spread_rest(
     tokens: float, slot_Y: Int64, begin: int, end: int, share_P: Float64, tokens_P: Float64
 ) -> int:
-    """Split an expert's fractional token over its slots by their shares. Return the number of whole tokens."""
+    """Split an expert's fractional token over its slots by their shares and return the number of whole tokens."""
     whole = int(tokens)
     rest = tokens - whole
     for j in range(begin, end):
@@ -253,7 +286,7 @@ def _spread_rest(
 
 @part
 def _next_draw(bits: UInt64, key: UInt64, i: int) -> tuple[UInt64, float]:
-    """Return the remaining random bits, and draw ``i`` from 0 to ``_UNIFORM``. Four draws share 64 bits."""
+    """Draw number ``i`` between 0 and ``_UNIFORM`` and return the remaining bits first. Four draws share 64 bits."""
     if i & 3 == 0:
         bits = _mixed(key + np.uint64(i + 1) * np.uint64(0x9E3779B97F4A7C15))
     return bits >> np.uint64(16), np.int64(bits & np.uint64(0xFFFF)) + 0.5
@@ -263,7 +296,7 @@ def _next_draw(bits: UInt64, key: UInt64, i: int) -> tuple[UInt64, float]:
 def _draw_few(
     tokens: float, slot_Y: Int64, begin: int, end: int, share_P: Float64, key: UInt64, tokens_P: Float64
 ) -> None:
-    """Draw each token's slot by itself, into ``tokens_P``."""
+    """Draw the slot of every token and count the tokens in ``tokens_P``."""
     whole = _spread_rest(tokens, slot_Y, begin, end, share_P, tokens_P)
     last = end - 1
     bits = np.uint64(0)
@@ -288,40 +321,42 @@ def _draw_many(
     key: UInt64,
     tokens_P: Float64,
 ) -> None:
-    """Draw the slots' numbers of tokens one after the other, into ``tokens_P``.
+    """Draw each slot's number of tokens, slot after slot, and write it into ``tokens_P``.
 
-    Given the slots before it, a slot's number is binomial among the tokens that are left. It is drawn from the normal
-    approximation and rounded; the last slot receives what is left.
+    Given the earlier slots, a slot's number is binomial in the remaining tokens. It is drawn from the normal
+    approximation and rounded. The last slot receives the remaining tokens.
     """
-    left = tokens
+    remaining = tokens
     for j in range(begin, end - 1):
         bits = _mixed(key + np.uint64(j - begin + 1) * np.uint64(0x9E3779B97F4A7C15))
-        four = np.int64(
+        sum_of_four = np.int64(
             (bits & np.uint64(0xFFFF))
             + ((bits >> np.uint64(16)) & np.uint64(0xFFFF))
             + ((bits >> np.uint64(32)) & np.uint64(0xFFFF))
             + (bits >> np.uint64(48))
         )
-        normal = (four - _SUM_OF_FOUR) * (1.0 / _SPREAD_OF_FOUR)
-        drawn = np.floor(left * odds_Y[j] + normal * deviation_Y[j] * np.sqrt(left) + 0.5)
-        drawn = min(max(drawn, 0.0), left)
+        normal = (sum_of_four - _MEAN_OF_SUM) * (1.0 / _DEVIATION_OF_SUM)
+        drawn = np.floor(remaining * odds_Y[j] + normal * deviation_Y[j] * np.sqrt(remaining) + 0.5)
+        drawn = min(max(drawn, 0.0), remaining)
         tokens_P[slot_Y[j]] = drawn
-        left -= drawn
-    tokens_P[slot_Y[end - 1]] = left
+        remaining -= drawn
+    tokens_P[slot_Y[end - 1]] = remaining
 
 
 @kernel
 def _odds(slot_Y: Int64, first_X: Int64, share_P: Float64, spread_X: Float64) -> tuple[Float64, Float64]:
-    """Each slot's part of the tokens that the slots before it leave, and its standard deviation for one token."""
-    odds_Y, deviation_Y = np.ones(slot_Y.shape[0]), np.zeros(slot_Y.shape[0])
+    """Return each slot's share of the tokens that the earlier slots leave, and the standard deviation per token."""
+    odds_Y = np.ones(slot_Y.shape[0])
+    deviation_Y = np.zeros(slot_Y.shape[0])
     for x in range(first_X.shape[0] - 1):
-        left = 1.0
+        remaining = 1.0
         for j in range(first_X[x], first_X[x + 1]):
             share = share_P[slot_Y[j]]
-            # Rounding may have left a share just above what is left of all.
-            odds = min(share / left, 1.0) if left > 0 else 0.0
-            odds_Y[j], deviation_Y[j] = odds, np.sqrt(odds * (1.0 - odds) * spread_X[x])
-            left -= share
+            # Because of rounding, the last share can slightly exceed the remaining sum.
+            odds = min(share / remaining, 1.0) if remaining > 0 else 0.0
+            odds_Y[j] = odds
+            deviation_Y[j] = np.sqrt(odds * (1.0 - odds) * spread_X[x])
+            remaining -= share
     return odds_Y, deviation_Y
 
 
@@ -339,7 +374,10 @@ def _deal(
     dealt_R: Int64,
     tokens_P: Float64,
 ) -> None:
-    """Draw each token's source by itself and have the sources deal, into ``tokens_P``; ``dealt_R`` is scratch."""
+    """Draw the source of every token, deal the token by the source's table and count it in ``tokens_P``.
+
+    ``dealt_R``, int64 ``[R]``, is scratch memory.
+    """
     whole = _spread_rest(tokens, slot_Y, begin, end, share_P, tokens_P)
     sources = dealt_R.shape[0]
     width = split.table_KRED.shape[3]

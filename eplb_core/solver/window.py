@@ -1,4 +1,4 @@
-"""Kernels over all layers of a window: steps summed into episodes, rank loads, and how much heat jumps."""
+"""Statistics of a window's heat: episodes, rank loads, variability, forecasts and standard errors."""
 
 from __future__ import annotations
 
@@ -18,12 +18,49 @@ from eplb_core.solver.model import (
     with_covariance,
 )
 
+_MIN_BURST_SKEWNESS = 0.95
+"""Mean skewness of the experts' episodes from which heat counts as bursty.
+
+On ``make bench-decide``, bursts have a skewness of 1.5 to 2.5, and the other made-up heat has at most 0.62. Recorded
+decoding has up to 1.7.
+"""
+CLEARLY_BETTER = 0.9
+"""A forecast replaces the default only if its squared error is below this fraction of the default's.
+
+Chosen by hand so that static and alternating heat keeps the default in every layer of 256 experts.
+"""
+MIN_STEPS_TO_TRIM = 16
+"""Episodes per half below which means are not trimmed, because so few episodes may all lie within one burst."""
+MAX_LAGS = 16
+"""Largest distance, in steps or episodes, at which values are assumed to be correlated."""
+
 
 @kernel
 def sum_episodes(heat_TLE: Float64 | Int64 | Int32, layer_K: Int64, episodes: int) -> Float64:
-    """Sum consecutive steps into ``episodes`` (at most one each step) of nearly equal length.
+    """Sum consecutive steps into episodes of nearly equal length.
 
-    ``layer_K`` int64 ``[K]`` are the layers asked for; float64 ``[K, N, E]``.
+    Parameters
+    ----------
+    heat_TLE
+        ``[T, L, E]``, tokens of each expert.
+    layer_K
+        int64 ``[K]``, layers to sum.
+    episodes
+        Number of episodes, N; at most one per step.
+
+    Returns
+    -------
+    Float64
+        float64 ``[K, N, E]``.
+
+    Examples
+    --------
+    Four steps of one layer with two experts become two episodes:
+
+    >>> heat_TLE = np.array([[[1, 2]], [[3, 4]], [[5, 6]], [[7, 8]]], dtype=np.int64)
+    >>> sum_episodes(heat_TLE, np.array([0]), 2)
+    array([[[ 4.,  6.],
+            [12., 14.]]])
     """
     steps, _, experts = heat_TLE.shape
     heat_KNE = np.zeros((layer_K.shape[0], episodes, experts))
@@ -37,7 +74,7 @@ def sum_episodes(heat_TLE: Float64 | Int64 | Int32, layer_K: Int64, episodes: in
 
 @part
 def _sum_ranks(heat_E: Float64 | Int64 | Int32, phy2log_RS: Int32, share_P: Float64, load_R: Float64) -> None:
-    """Fill in the ranks' loads in one step."""
+    """Compute the ranks' loads of one step into ``load_R``."""
     ranks, slots = phy2log_RS.shape
     for r in range(ranks):
         load = 0.0
@@ -48,9 +85,24 @@ def _sum_ranks(heat_E: Float64 | Int64 | Int32, phy2log_RS: Int32, share_P: Floa
 
 @kernel
 def loads_of_ranks(heat_NLE: Float64 | Int64 | Int32, phy2log_LRS: Int32, share_LP: Float64) -> Float64:
-    """Tokens that each rank receives, float64 ``[N, L, R]``.
+    """Return the expected tokens of each rank, float64 ``[N, L, R]``.
 
-    ``share_LP`` float64 ``[L, R*S]`` is the part of its expert's tokens that each slot receives.
+    Parameters
+    ----------
+    heat_NLE
+        ``[N, L, E]``, tokens of each expert.
+    phy2log_LRS
+        int32 ``[L, R, S]``, placement.
+    share_LP
+        float64 ``[L, R*S]``, fraction of its expert's tokens that each slot receives.
+
+    Examples
+    --------
+    Two ranks split the 10 tokens of expert 0 evenly:
+
+    >>> phy2log_LRS = np.array([[[0, 1], [0, 2]]], dtype=np.int32)
+    >>> loads_of_ranks(np.array([[[10.0, 1, 2]]]), phy2log_LRS, np.array([[0.5, 1, 0.5, 1]]))
+    array([[[6., 7.]]])
     """
     layers, ranks, _ = phy2log_LRS.shape
     loads_NLR = np.empty((heat_NLE.shape[0], layers, ranks))
@@ -61,11 +113,11 @@ def loads_of_ranks(heat_NLE: Float64 | Int64 | Int32, phy2log_LRS: Int32, share_
 
 
 class EpisodeLoads(NamedTuple):
-    """Expected rank loads in a window's episodes, and the variance of their jumps.
+    """Expected rank loads of a window's episodes, and the variance of their jumps.
 
-    Variances are those of jumps: half the mean square of the differences between the parts of the tokens in two
-    episodes in a row, which is the variance of what changes without memory. Episodes without tokens are skipped, and
-    the variance is 0 if fewer than two have any.
+    A jump is the difference between the fractions of all tokens that a rank (or expert) has in two consecutive
+    episodes. The variance is half of the mean squared jump. It measures fluctuations from episode to episode and
+    ignores slow trends. Episodes without tokens are skipped. The variance is 0 if fewer than two episodes have tokens.
 
     References
     ----------
@@ -73,35 +125,47 @@ class EpisodeLoads(NamedTuple):
     """
 
     loads_NKR: Float64
-    """float64 ``[N, K, R]``, the ranks' loads in each episode."""
+    """float64 ``[N, K, R]``, load of each rank in each episode."""
     rank_variance_K: Float64
-    """float64 ``[K]``, of the ranks' jumps from episode to episode, summed over the ranks."""
+    """float64 ``[K]``, variance of the ranks' jumps, summed over the ranks."""
     expert_variance_K: Float64
-    """float64 ``[K]``, of the experts' jumps from episode to episode, each split over its replicas, and summed."""
+    """float64 ``[K]``, variance of the experts' jumps, each divided by the expert's replicas, summed over experts."""
 
 
 @kernel
 def shares_of_slots(
-    phy2log_RS: Int32, log2phy_RLE: Int32, layer: int, tokens_RLE: Float64, of_layer: int
+    phy2log_RS: Int32, log2phy_RLE: Int32, layer: int, tokens_RLE: Float64, tokens_layer: int
 ) -> Float64:
-    """Part of its expert's tokens that each slot of a layer receives, float64 ``[R*S]``.
+    """Return the fraction of its expert's tokens that each slot of a layer receives through tables.
 
     Parameters
     ----------
-    phy2log_RS, log2phy_RLE, layer
-        int32 ``[R, S]`` its placement, int32 ``[R, L, E]`` the tables of all layers, and which of them it is.
-    tokens_RLE, of_layer
-        float64 ``[R, L, E]``, tokens by source, and which row is the layer's; alike of all where an expert has none.
+    phy2log_RS
+        int32 ``[R, S]``, placement of the layer.
+    log2phy_RLE
+        int32 ``[R, L, E]``, tables of all layers.
+    layer
+        Index of the layer in ``log2phy_RLE``.
+    tokens_RLE
+        float64 ``[R, L', E]``, source heat. If an expert has none, all sources count equally.
+    tokens_layer
+        Index of the layer in ``tokens_RLE``.
+
+    Returns
+    -------
+    Float64
+        float64 ``[R*S]``.
     """
     sources, _, experts = log2phy_RLE.shape
-    total_E, expert_P = np.zeros(experts), phy2log_RS.ravel()
+    total_E = np.zeros(experts)
+    expert_P = phy2log_RS.ravel()
     for r in range(sources):
         for e in range(experts):
-            total_E[e] += tokens_RLE[r, of_layer, e]
+            total_E[e] += tokens_RLE[r, tokens_layer, e]
     share_P = np.zeros(expert_P.shape[0])
     for r in range(sources):
         for e in range(experts):
-            tokens = tokens_RLE[r, of_layer, e] if total_E[e] > 0 else 1.0
+            tokens = tokens_RLE[r, tokens_layer, e] if total_E[e] > 0 else 1.0
             share_P[log2phy_RLE[r, layer, e]] += tokens
     for p in range(expert_P.shape[0]):
         total = total_E[expert_P[p]]
@@ -111,13 +175,22 @@ def shares_of_slots(
 
 @kernel
 def shares_of_groups(source_RLE: Float64, layer: int, group_R: Int32, groups: int) -> Float64:
-    """Part of each expert's tokens in a layer that each group of source ranks has, float64 ``[G, E]``.
+    """Return each group's share of each expert's tokens in one layer, float64 ``[G, E]``.
 
-    ``source_RLE`` float64 ``[R, L, E]`` are tokens by source; ranks share an expert evenly that has none. ``group_R``
-    int32 ``[R]``, which of so many groups each rank is in.
+    Parameters
+    ----------
+    source_RLE
+        float64 ``[R, L, E]``, source heat. If an expert has none, all ranks count equally.
+    layer
+        Index of the layer.
+    group_R
+        int32 ``[R]``, group of each source rank.
+    groups
+        Number of groups, G.
     """
     ranks, _, experts = source_RLE.shape
-    total_E, share_GE = np.zeros(experts), np.zeros((groups, experts))
+    total_E = np.zeros(experts)
+    share_GE = np.zeros((groups, experts))
     for r in range(ranks):
         for e in range(experts):
             total_E[e] += source_RLE[r, layer, e]
@@ -132,26 +205,30 @@ def shares_of_groups(source_RLE: Float64, layer: int, group_R: Int32, groups: in
 def episode_loads(
     heat_TLE: Float64 | Int64 | Int32, layer_K: Int64, phy2log_KRS: Int32, share_KP: Float64, episodes: int
 ) -> EpisodeLoads:
-    """Sum a window's steps into episodes, and the episodes' heat into rank loads.
+    """Sum a window's steps into episodes, and the heat of each episode into rank loads.
 
     Parameters
     ----------
     heat_TLE
         ``[T, L, E]``, tokens of each expert.
     layer_K
-        int64 ``[K]``, the layers asked for.
-    phy2log_KRS, share_KP
-        Of these layers: int32 ``[K, R, S]`` their placements, float64 ``[K, R*S]`` as ``loads_of_ranks`` takes it.
+        int64 ``[K]``, layers to sum.
+    phy2log_KRS
+        int32 ``[K, R, S]``, placement of these layers.
+    share_KP
+        float64 ``[K, R*S]``, fraction of its expert's tokens that each slot receives.
     episodes
-        N, as for ``sum_episodes``; 0 if episodes are not asked for.
+        Number of episodes, N, as for ``sum_episodes``; 0 for a result without episodes.
     """
     layers, ranks, _ = phy2log_KRS.shape
     steps, _, experts = heat_TLE.shape
     loads_NKR = np.zeros((episodes, layers, ranks))
     variance_2K = np.zeros((2, layers))
     heat_E = np.empty(experts)
-    before_R, jump_R = np.empty(ranks), np.empty(ranks)
-    before_E, jump_E = np.empty(experts), np.empty(experts)
+    before_R = np.empty(ranks)
+    jump_R = np.empty(ranks)
+    before_E = np.empty(experts)
+    jump_E = np.empty(experts)
     for k in range(layers):
         busy = _start_jumps(before_R, jump_R)
         busy_experts = _start_jumps(before_E, jump_E)
@@ -171,7 +248,7 @@ def episode_loads(
 
 @part
 def _start_jumps(before_E: Float64, jump_E: Float64) -> int:
-    """Make ready for ``_add_jumps``; 0, the times so far that there were tokens."""
+    """Reset the arrays of ``_add_jumps`` and return 0, the number of busy episodes so far."""
     before_E[0] = -1.0
     for e in range(jump_E.shape[0]):
         jump_E[e] = 0.0
@@ -180,13 +257,29 @@ def _start_jumps(before_E: Float64, jump_E: Float64) -> int:
 
 @part
 def _add_jumps(heat_E: Float64, tokens: float, before_E: Float64, jump_E: Float64) -> int:
-    """Add to ``jump_E`` the squared jumps since ``before_E``, parts of the tokens which become those of ``heat_E``.
+    """Add the squared jumps since the previous busy episode.
 
-    ``tokens`` is the sum of ``heat_E``. Returns how many times it was that there were tokens: 1, or 0.
+    Parameters
+    ----------
+    heat_E
+        float64 ``[E]``, tokens in this episode, by expert or rank.
+    tokens
+        Sum of ``heat_E``.
+    before_E
+        float64 ``[E]``, fractions of the previous episode's tokens, replaced by this episode's. The first element is
+        negative before the first episode.
+    jump_E
+        float64 ``[E]``, sums of the squared jumps, changed in place.
+
+    Returns
+    -------
+    int
+        1 if the episode has tokens, else 0.
     """
     if tokens <= 0:
         return 0
-    scale, first = 1.0 / tokens, before_E[0] < 0
+    scale = 1.0 / tokens
+    first = before_E[0] < 0
     for e in range(heat_E.shape[0]):
         share = heat_E[e] * scale
         jump = 0.0 if first else share - before_E[e]
@@ -208,98 +301,105 @@ def _over_replicas(jump_E: Float64, phy2log_RS: Int32) -> float:
     return variance
 
 
-_SKEWED = 0.95
-"""Skewness of an expert's episodes, in the mean over the experts, from which on they have bursts: 1.5 to 2.5 on the
-bursts of ``make bench-decide``, at most 0.62 on its other heat, but for recorded decoding (up to 1.7)."""
-CLEARLY_BETTER = 0.9
-"""Part of the squared error without fading that another forecast must stay below to be chosen; chosen by hand so that
-static and alternating heat fades in no layer of 256 experts."""
-MIN_STEPS_TO_TRIM = 16
-"""Episodes of a half below which no mean is trimmed: so few may all lie within one burst."""
-
-
 class Forecast(NamedTuple):
-    """Continuation of a window."""
+    """Method to predict the next window's heat from a window."""
 
     half_life: float
-    """Episodes after which heat counts half; infinite for no fading."""
+    """Age, in episodes, at which an episode's weight is halved; infinite for equal weights."""
     wander: float
-    """Squared error of the forecast half a window ahead, as a part of the squared heat; 0 without fading."""
+    """Squared error of the forecast half a window ahead, relative to the squared heat; 0 with equal weights."""
     trimmed: bool = False
-    """Experts count as their trimmed means say; then nothing fades."""
+    """True to use each expert's trimmed mean. All episodes then have equal weights."""
 
 
 def halves_of(heat: Episodes) -> tuple[Episodes, Episodes]:
-    """Cut episodes, oldest first, into an older and a newer half."""
+    """Split episodes, oldest first, into an older and a newer half."""
     half = heat.share_N.shape[0] // 2
 
-    def part(of_N: slice) -> Episodes:
-        share_N = heat.share_N[of_N]
+    def cut(selected: slice) -> Episodes:
+        share_N = heat.share_N[selected]
         share_N = share_N / max(share_N.sum(), np.float32(1e-30))
-        return Episodes(np.ascontiguousarray(heat.scaled_EN[:, of_N]), share_N)
+        return Episodes(np.ascontiguousarray(heat.scaled_EN[:, selected]), share_N)
 
-    return part(slice(half)), part(slice(half, None))
+    return cut(slice(half)), cut(slice(half, None))
 
 
 def _fading(episodes: int, half_life_H: Float64) -> Float64:
-    """Weights that halve every so many episodes back from the newest, float64 ``[N, H]``."""
+    """Return exponential weights, float64 ``[N, H]``: 1 for the newest episode, halved for every half-life of age."""
     weight_NH: Float64 = 0.5 ** (np.arange(episodes - 1, -1, -1)[:, None] / half_life_H)
     return weight_NH
 
 
 def _trimmed_mean(scaled_EN: Float32, share_N: Float32) -> Float32:
-    """Each expert's mean over the half of the episodes in which it has least, float32 ``[E]``.
+    """Return each expert's mean over the half of the episodes in which it has the fewest tokens, float32 ``[E]``.
 
-    They are scaled to add up to what the plain means do. Episodes without weight are left out. The plain mean where
-    every expert is silent in half of the others.
+    The means are scaled to the same sum as the untrimmed means. Episodes without weight are ignored. If every expert is
+    silent in half of the episodes, the untrimmed means are returned.
     """
-    seen_EN = scaled_EN[:, share_N > 0]
-    least = (seen_EN.shape[1] + 1) // 2
-    if not least:
+    busy_EN = scaled_EN[:, share_N > 0]
+    kept = (busy_EN.shape[1] + 1) // 2
+    if not kept:
         return np.zeros(len(scaled_EN), dtype=np.float32)
-    mean_E: Float32 = np.partition(seen_EN, least - 1, axis=1)[:, :least].mean(axis=1)
-    plain_E: Float32 = seen_EN.mean(axis=1)
-    total = mean_E.sum()
-    return mean_E * (plain_E.sum() / total) if total > 0 else plain_E
+    trimmed_E: Float32 = np.partition(busy_EN, kept - 1, axis=1)[:, :kept].mean(axis=1)
+    mean_E: Float32 = busy_EN.mean(axis=1)
+    total = trimmed_E.sum()
+    return trimmed_E * (mean_E.sum() / total) if total > 0 else mean_E
 
 
 @kernel
 def _skewness(scaled_EN: Float32, share_N: Float32) -> float:
-    """Skewness of an expert's episodes with tokens, the mean over the experts that vary; 0 where none does."""
+    """Return the mean skewness over the experts that vary; 0 if no expert varies.
+
+    Episodes without weight are ignored.
+    """
     experts, episodes = scaled_EN.shape
-    seen = 0
+    busy = 0
     for n in range(episodes):
-        seen += share_N[n] > 0
-    total, varying = 0.0, 0
+        busy += share_N[n] > 0
+    total = 0.0
+    varying = 0
     for e in range(experts):
         mean = 0.0
         for n in range(episodes):
             if share_N[n] > 0:
                 mean += scaled_EN[e, n]
-        mean /= max(seen, 1)
-        squares, cubes = 0.0, 0.0
+        mean /= max(busy, 1)
+        squares = 0.0
+        cubes = 0.0
         for n in range(episodes):
             if share_N[n] > 0:
-                off = scaled_EN[e, n] - mean
-                squares += off * off
-                cubes += off * off * off
-        spread = np.sqrt(squares / max(seen, 1))
-        # Beyond what rounding makes of experts that do not vary.
+                deviation = scaled_EN[e, n] - mean
+                squares += deviation * deviation
+                cubes += deviation * deviation * deviation
+        spread = np.sqrt(squares / max(busy, 1))
+        # The spread of an expert that does not vary is below this limit: it comes from rounding.
         if spread > 1e-4 * mean:
-            total += cubes / max(seen, 1) / spread**3
+            total += cubes / max(busy, 1) / spread**3
             varying += 1
     return total / max(varying, 1)
 
 
 def choose_forecast(heat: Episodes, half_life_H: Float64, trim: bool = True) -> Forecast:
-    """Choose the forecast made of the older half of the episodes that is closest to the newer half's mean.
+    """Choose the forecast that, made from the older half of the episodes, is closest to the newer half's mean.
 
-    The first half-life listed stays unless another's squared error, or that of the trimmed mean, is clearly below its
-    own; the trimmed mean is for skewed episodes, those of bursts, alone: where two kinds of heat take turns it would
-    forecast only one of them. A newer half without tokens says nothing, so the first stays then, too.
+    The first half-life is the default. Another half-life, or the trimmed mean, replaces it if its squared error is
+    clearly smaller (``CLEARLY_BETTER``). The trimmed mean is considered only for bursty heat, which is skewed. If two
+    kinds of heat alternate, it would predict only one of them. The default is also used if the newer half has no
+    tokens.
+
+    Parameters
+    ----------
+    heat
+        Episodes, oldest first.
+    half_life_H
+        float64 ``[H]``, candidate half-lives in episodes.
+    trim
+        False to exclude the trimmed mean.
     """
     half = heat.share_N.shape[0] // 2
-    older_EN, older_N, newer_N = heat.scaled_EN[:, :half], heat.share_N[:half], heat.share_N[half:]
+    older_EN = heat.scaled_EN[:, :half]
+    older_N = heat.share_N[:half]
+    newer_N = heat.share_N[half:]
     newer_E = heat.scaled_EN[:, half:] @ newer_N / max(newer_N.sum(), np.float32(1e-30))
     if not newer_E.any():
         return Forecast(float(half_life_H[0]), 0.0)
@@ -308,7 +408,7 @@ def choose_forecast(heat: Episodes, half_life_H: Float64, trim: bool = True) -> 
     error_H = ((older_EN @ weight_NH - newer_E[:, None]) ** 2).sum(axis=0)
     best = int(error_H.argmin())
     bound = CLEARLY_BETTER * error_H[0]
-    if trim and half >= MIN_STEPS_TO_TRIM and _skewness(heat.scaled_EN, heat.share_N) >= _SKEWED:
+    if trim and half >= MIN_STEPS_TO_TRIM and _skewness(heat.scaled_EN, heat.share_N) >= _MIN_BURST_SKEWNESS:
         error = ((_trimmed_mean(older_EN, older_N) - newer_E) ** 2).sum()
         if error < min(bound, error_H[best]):
             return Forecast(float("inf"), 0.0, trimmed=True)
@@ -318,11 +418,22 @@ def choose_forecast(heat: Episodes, half_life_H: Float64, trim: bool = True) -> 
 
 
 def forecast_heat(seen: Episodes, forecast: Forecast, ahead: float) -> Heat:
-    """Heat as a forecast says, trimmed or leaning to its newest episodes, for ``ahead`` halves of a window later."""
+    """Apply a forecast to a window: weight recent episodes more, or trim the means.
+
+    Parameters
+    ----------
+    seen
+        Episodes of the window, oldest first.
+    forecast
+        Method, as returned by ``choose_forecast``.
+    ahead
+        Distance to the forecast time, in half windows. The forecast's squared error grows in proportion to it and is
+        added to the variances.
+    """
     heat = with_covariance(*(_trimmed(seen) if forecast.trimmed else seen))
     if forecast.trimmed or not np.isfinite(forecast.half_life):
         return heat
-    # The covariance stays that of all episodes: a few newest ones say where the heat is, but not how it moves.
+    # The covariance uses all episodes with equal weights: a few recent ones determine a mean, but not a covariance.
     weight_N = heat.share_N * _fading(heat.share_N.shape[0], np.array([forecast.half_life]))[:, 0]
     total = weight_N.sum()
     if total == 0:
@@ -335,7 +446,7 @@ def forecast_heat(seen: Episodes, forecast: Forecast, ahead: float) -> Heat:
 
 
 def _trimmed(seen: Episodes) -> Episodes:
-    """The same heat with each expert's episodes scaled so that its mean is its trimmed mean, and normalised again."""
+    """Scale each expert's episodes so that its mean becomes its trimmed mean, and normalise the episodes again."""
     mean_E = seen.scaled_EN @ seen.share_N
     trimmed_E = _trimmed_mean(*seen)
     factor_E = np.divide(trimmed_E, mean_E, out=np.zeros_like(mean_E), where=mean_E > 0)
@@ -343,20 +454,28 @@ def _trimmed(seen: Episodes) -> Episodes:
     return episodes_of(np.ascontiguousarray(scaled_NE, dtype=np.float64), round(float(mean_E.sum())))
 
 
-MAX_LAGS = 16
-"""Steps or episodes over which neighbours are taken to resemble each other at most."""
-
-
 def inflation(values_NK: Float64) -> Float64:
-    """Variance of a mean over that of the mean of independent values with the same spread, float64 ``[K]``.
+    """Return the factor by which autocorrelation inflates the variance of a mean, float64 ``[K]``.
 
-    The lag window is Bartlett's, over a quarter of the values and at most ``MAX_LAGS`` of them. Never below 1: what
-    seems to alternate is not trusted. 1 where fewer than two values are given or all are alike.
+    Uses Bartlett's lag window over a quarter of the values, at most ``MAX_LAGS``. The factor is at least 1, because
+    apparent negative correlation is not trusted. It is 1 for fewer than two values or for constant values.
+
+    Parameters
+    ----------
+    values_NK
+        float64 ``[N, K]``, K series of values in order of time.
 
     References
     ----------
     W. Newey, K. West, *A Simple, Positive Semi-Definite, Heteroskedasticity and Autocorrelation Consistent Covariance
     Matrix*, 1987.
+
+    Examples
+    --------
+    A series that changes its value only once has a far more uncertain mean than a series that alternates:
+
+    >>> inflation(np.array([[0.0, 0], [0, 1], [0, 0], [0, 1], [1, 0], [1, 1], [1, 0], [1, 1]]))
+    array([2., 1.])
     """
     count = values_NK.shape[0]
     centred_NK = values_NK - values_NK.mean(axis=0) if count else values_NK
@@ -372,7 +491,9 @@ def inflation(values_NK: Float64) -> Float64:
 
 
 def inflation_error(count: int) -> float:
-    """Standard deviation of ``inflation`` of so many independent values: that of Bartlett's window, 4/3 of lags/values.
+    """Return the standard deviation of ``inflation`` for ``count`` independent values.
+
+    The variance of an estimate with Bartlett's window is 4/3 of the ratio of lags to values.
 
     References
     ----------
@@ -383,7 +504,10 @@ def inflation_error(count: int) -> float:
 
 
 def standard_error(values_N: Float64) -> float:
-    """Standard error of the mean of values in order, float64 ``[N]``; infinite for fewer than two."""
+    """Return the standard error of the mean of a time series, float64 ``[N]``; infinite for fewer than two values.
+
+    Autocorrelation is taken into account (``inflation``).
+    """
     if values_N.size < 2:
         return np.inf
     return float(np.sqrt(values_N.var(ddof=1) * inflation(values_N[:, None])[0] / values_N.size))

@@ -1,7 +1,8 @@
-"""Made-up heat of four kinds, for demos, tests and benchmarks where no recording is at hand.
+"""Synthetic heat of four kinds, for demos, tests and benchmarks without a recorded trace.
 
-Each step draws ``tokens * top_k`` expert choices from a popularity vector that moves as its kind says. No
-expert is more popular than ``1 / top_k`` or chosen twice by a token, so that every step could be real.
+Each step draws ``tokens * top_k`` expert choices from a popularity vector whose movement depends on the kind. Every
+step is one that a router could produce: no expert's popularity exceeds ``1 / top_k``, and a token never chooses the
+same expert twice.
 """
 
 from __future__ import annotations
@@ -14,36 +15,69 @@ from eplb_core.heat.window import HeatError
 from eplb_core.placement import Float64, Int32
 
 Kind = Literal["static", "drift", "phased", "bursty"]
-"""Movements of popularity: it jitters, walks, alternates between two domains, or jumps in groups of experts."""
+"""Movement of popularity: jitter, a random walk, alternation between two domains, or bursts of groups of experts."""
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
-# Made up, not fitted to any router: each kind is to be hard in its own way.
+# These values are not fitted to any router. Each kind is meant to be difficult in a different way.
 _JITTER_LOG_SD = 0.1
-"""Jitter of a log-popularity from step to step where it does not move."""
+"""Standard deviation of a log-popularity between steps, for static heat."""
 _DRIFT_LOG_SD = 0.04
-"""Jumps of a log-popularity that walks."""
+"""Standard deviation of a random walk's step."""
 _DRIFT_PULL = 0.999
-"""Part of where it is that stays from step to step: it wanders by less than one, however long the trace."""
+"""Fraction of a random walk's deviation that remains after a step.
+
+It keeps the standard deviation of the walk below 1, however long the trace is.
+"""
 _PHASE_STEPS = 50
-"""Mean length of a phase; phases are up to a fifth longer or shorter."""
+"""Mean length of a phase. Phases are up to a fifth longer or shorter."""
 _PHASE_SHARE = 0.9
-"""Part of a phase's tokens that are of its own domain."""
+"""Fraction of a phase's tokens that belong to its own domain."""
 _BURST_GROUP = 8
-"""Experts that are hot together."""
+"""Number of experts that burst together."""
 _BURST_LOG_GAIN = 1.3
-"""Log-popularity that a burst adds: 3.7 times the tokens."""
-_BURST_STEPS_ON, _BURST_STEPS_OFF = 10, 50
-"""Mean steps of a burst, and between two of a group."""
+"""Log-popularity that a burst adds: a factor of 3.7 in tokens."""
+_BURST_STEPS_ON = 10
+"""Mean length of a burst, in steps."""
+_BURST_STEPS_OFF = 50
+"""Mean distance between two bursts of a group, in steps."""
 
 
 def synthetic_heat(
     kind: Kind, steps: int, layers: int, experts: int, tokens: int = 4096, top_k: int = 8, seed: int = 0
 ) -> Int32:
-    """Heat of a made-up workload, int32 ``[T, L, E]``; the same arguments give the same heat.
+    """Generate heat, int32 ``[T, L, E]``; the same arguments give the same heat.
 
-    Popularity moves as ``kind`` says, over ``steps``, ``layers`` and ``experts``. In each step ``tokens`` choose
-    ``top_k`` distinct experts each: every step and layer sums to ``tokens * top_k``, and no count is past ``tokens``.
-    All is drawn from ``seed``. Raises ``HeatError`` on an unknown kind, or sizes that no router could have.
+    Parameters
+    ----------
+    kind
+        Movement of popularity.
+    steps
+        Number of steps, T.
+    layers
+        Number of layers, L.
+    experts
+        Number of experts, E.
+    tokens
+        Tokens per step. Every step and layer sums to ``tokens * top_k``, and no expert has more than ``tokens``.
+    top_k
+        Distinct experts that each token chooses.
+    seed
+        Seed of the generator.
+
+    Raises
+    ------
+    HeatError
+        If the kind is unknown or no router could have these sizes.
+
+    Examples
+    --------
+    >>> heat_TLE = synthetic_heat("drift", steps=3, layers=2, experts=16, tokens=64, top_k=4)
+    >>> heat_TLE.shape
+    (3, 2, 16)
+    >>> heat_TLE.sum(axis=2)
+    array([[256, 256],
+           [256, 256],
+           [256, 256]])
     """
     if kind not in KINDS:
         raise HeatError(f"unknown kind of heat {kind!r}; choose one of {', '.join(KINDS)}")
@@ -61,18 +95,19 @@ def synthetic_heat(
 
 
 def _base_popularity(layer: int, experts: int, rng: np.random.Generator) -> Float64:
-    """Zipf in odd layers, lognormal in even ones, float64 ``[E]``."""
+    """Draw a Zipf distribution for odd layers and a lognormal one for even layers, float64 ``[E]``."""
     if layer % 2:
         return rng.permutation(np.arange(1, experts + 1) ** -rng.uniform(0.5, 0.9))
     return np.exp(rng.uniform(0.6, 1.2) * rng.standard_normal(experts))
 
 
 def _static(log_LE: Float64, steps: int, rng: np.random.Generator) -> Float64:
+    """Add independent jitter to every step."""
     return log_LE + _JITTER_LOG_SD * rng.standard_normal((steps, *log_LE.shape))
 
 
 def _drift(log_LE: Float64, steps: int, rng: np.random.Generator) -> Float64:
-    """Each expert's log-popularity walks, pulled back to where it began."""
+    """Let each expert's log-popularity follow a random walk that is pulled back to its start."""
     walk_TLE = _DRIFT_LOG_SD * rng.standard_normal((steps, *log_LE.shape))
     for step in range(1, steps):
         walk_TLE[step] += _DRIFT_PULL * walk_TLE[step - 1]
@@ -80,18 +115,22 @@ def _drift(log_LE: Float64, steps: int, rng: np.random.Generator) -> Float64:
 
 
 def _phased(log_LE: Float64, steps: int, rng: np.random.Generator) -> Float64:
-    """Two domains, what is hot in one cold in the other, mixed 9:1 and 1:9 by turns of about 50 steps."""
+    """Alternate between two domains, mixed 9:1 and 1:9, in phases of about 50 steps.
+
+    The hot experts of one domain are the cold experts of the other.
+    """
     coldness_LE = np.argsort(np.argsort(-log_LE, axis=1), axis=1)
-    other_LE = np.take_along_axis(np.sort(log_LE, axis=1), coldness_LE, axis=1)
-    shortest, longest = _PHASE_STEPS * 4 // 5, _PHASE_STEPS * 6 // 5
+    reversed_LE = np.take_along_axis(np.sort(log_LE, axis=1), coldness_LE, axis=1)
+    shortest = _PHASE_STEPS * 4 // 5
+    longest = _PHASE_STEPS * 6 // 5
     lengths = rng.integers(shortest, longest + 1, size=steps // shortest + 1)
     phase_T = np.repeat(np.arange(lengths.size), lengths)[:steps] % 2
     share_T11 = np.where(phase_T == 0, _PHASE_SHARE, 1 - _PHASE_SHARE)[:, None, None]
-    return np.asarray(np.log(share_T11 * np.exp(log_LE) + (1 - share_T11) * np.exp(other_LE)))
+    return np.asarray(np.log(share_T11 * np.exp(log_LE) + (1 - share_T11) * np.exp(reversed_LE)))
 
 
 def _bursty(log_LE: Float64, steps: int, rng: np.random.Generator) -> Float64:
-    """Groups of 8 experts, drawn per layer, switch on together for about 10 steps and off for about 50."""
+    """Switch random groups of 8 experts on for about 10 steps and off for about 50, separately in each layer."""
     layers, experts = log_LE.shape
     group_LE = np.stack([rng.permutation(experts) // _BURST_GROUP for _ in range(layers)])
     groups = -(-experts // _BURST_GROUP)
@@ -109,7 +148,7 @@ _MOVEMENTS = {"static": _static, "drift": _drift, "phased": _phased, "bursty": _
 
 
 def _cap_shares(weights_NE: Float64, cap: float) -> Float64:
-    """Shares ``[N, E]`` in proportion to the weights, but none past ``cap``: the others take the surplus."""
+    """Normalise weights to shares, ``[N, E]``, of at most ``cap``; the remaining experts share the excess."""
     experts = weights_NE.shape[1]
     if cap * experts <= 1:
         return np.full_like(weights_NE, 1 / experts)
@@ -118,14 +157,14 @@ def _cap_shares(weights_NE: Float64, cap: float) -> Float64:
         free_N1 = 1 - cap * capped_NE.sum(axis=1, keepdims=True)
         open_NE = np.where(capped_NE, 0.0, weights_NE)
         shares_NE = np.where(capped_NE, cap, open_NE * free_N1 / open_NE.sum(axis=1, keepdims=True))
-        past_NE = ~capped_NE & (shares_NE > cap)
-        if not past_NE.any():
+        exceeding_NE = ~capped_NE & (shares_NE > cap)
+        if not exceeding_NE.any():
             return np.asarray(shares_NE / shares_NE.sum(axis=1, keepdims=True))
-        capped_NE |= past_NE
+        capped_NE |= exceeding_NE
 
 
 def _draw_choices(shares_NE: Float64, tokens: int, top_k: int, rng: np.random.Generator) -> Int32:
-    """Multinomial counts that no expert gets more of than there are tokens, int32 ``[N, E]``."""
+    """Draw multinomial counts of at most ``tokens`` per expert, int32 ``[N, E]``; excess is drawn again."""
     counts_NE = rng.multinomial(tokens * top_k, shares_NE)
     for counts_E, shares_E in zip(counts_NE, shares_NE, strict=True):
         while (surplus := int(np.maximum(counts_E - tokens, 0).sum())) > 0:

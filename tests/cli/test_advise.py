@@ -98,8 +98,8 @@ def test_tables_agree_with_each_other_and_no_two_rows_are_alike(trace, capsys):
     ("arguments", "message"),
     [
         (("--gpu", "h100"), "--gpu needs --model"),
-        (("--gpu", "a100", "--model", "deepseek-v3"), "--gpu 'a100' is not known; choose one of h100"),
-        (("--model", "gpt-5"), "--model 'gpt-5' is not known; choose one of"),
+        (("--gpu", "a100", "--model", "deepseek-v3"), "--gpu 'a100' is unknown; choose one of h100"),
+        (("--model", "gpt-5"), "--model 'gpt-5' is unknown; choose one of"),
     ],
 )
 def test_unknown_devices_and_models_are_refused_in_one_line(trace, capsys, arguments, message):

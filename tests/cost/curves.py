@@ -1,4 +1,4 @@
-"""Curves that tests share."""
+"""Cost curves shared by tests, and a slow twin."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ H200 = CostCurve(20.0, 11.6, 5.0, 0.0615, "decode", "H200, 7168 x 2048, fp8")
 
 
 FUSED = replace(H200, batch_us=0.004)
-"""The same of a kernel that sorts the whole batch on every rank."""
+"""The same curve for a kernel that sorts the whole batch on every rank."""
 
 
 def plain_rank_us(curve: CostCurve, tokens: list[float], batch: float = 0.0) -> float:
-    """The definition, slot by slot, where all ranks together have ``batch`` tokens."""
+    """Return the time of a rank by the definition, slot by slot, with ``batch`` tokens on all ranks."""
     total = curve.floor_us + curve.batch_us * batch
     for n in tokens:
         if n > 0:

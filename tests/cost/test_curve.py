@@ -1,4 +1,4 @@
-"""A cost curve gives the time of a rank, and refuses numbers that are no times."""
+"""A cost curve gives the time of a rank and rejects invalid numbers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _us = st.floats(0, 1e3)
 
 
 @given(_us, _us, _us, st.floats(1e-3, 10), st.lists(st.floats(0, 1e5), min_size=1, max_size=9))
-def test_times_are_those_of_the_plain_definition(floor, read, launch, slope, tokens):
+def test_times_follow_the_definition(floor, read, launch, slope, tokens):
     curve = CostCurve(floor, read, launch, slope, batch_us=slope / 8)
     assert float(curve.rank_us(tokens)) == pytest.approx(plain_rank_us(curve, tokens))
     ranks = [tokens, tokens[::-1], [n / 2 for n in tokens]]
@@ -40,12 +40,12 @@ def test_a_curve_without_read_and_launch_is_linear():
         (0, 1, 1, -0.1),
     ],
 )
-def test_what_is_no_time_is_refused(values):
+def test_invalid_times_are_rejected(values):
     with pytest.raises(CurveError, match="must be a finite time"):
         CostCurve(*values)
 
 
-def test_free_tokens_and_unknown_phases_are_refused():
+def test_free_tokens_and_unknown_phases_are_rejected():
     with pytest.raises(CurveError, match="tokens cost nothing"):
         CostCurve(20, 0, 0, 0)
     with pytest.raises(CurveError, match="choose one of any, decode, prefill"):

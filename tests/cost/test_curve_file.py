@@ -1,4 +1,4 @@
-"""Curves survive their file, and a file that holds none is refused in one line that says why."""
+"""Curves survive a round trip through a file, and unusable files are rejected with the reason."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.cost.curves import FUSED, H200
 FIT = FitQuality(28, 7, 0.02, 0.05, 0.09)
 
 
-def test_curves_survive_their_file(tmp_path):
+def test_curves_survive_a_round_trip(tmp_path):
     path = tmp_path / "curve.json"
     curves = (replace(H200, fit=FIT), replace(FUSED, phase="prefill", slope_us=0.1))
     write_curves(path, curves)
@@ -21,13 +21,13 @@ def test_curves_survive_their_file(tmp_path):
     assert json.loads(path.read_bytes())["curves"] == [plain_curve(curve) for curve in curves]
 
 
-def test_a_curve_for_any_phase_serves_each(tmp_path):
+def test_a_curve_for_any_phase_matches_every_phase(tmp_path):
     path = tmp_path / "curve.json"
     write_curves(path, [replace(H200, phase="any")])
     assert read_curve(str(path)) == read_curve(f"{path}:decode")
 
 
-def test_of_several_phases_one_must_be_named(tmp_path):
+def test_the_phase_is_required_if_a_file_has_several(tmp_path):
     path = tmp_path / "curve.json"
     write_curves(path, [H200, replace(H200, phase="prefill")])
     with pytest.raises(CurveError, match=r"name one of them, as in .*curve.json:decode"):
@@ -43,10 +43,10 @@ def _document(**changes):
 
 
 @pytest.mark.parametrize(
-    ("document", "why"),
+    ("document", "reason"),
     [
-        (b"\xff", "no cost curves"),
-        ([], "no cost curves"),
+        (b"\xff", "is not a file of cost curves"),
+        ([], "is not a file of cost curves"),
         ({**_document(), "more": 1}, "more: Unexpected"),
         ({"format": "other", "curves": []}, "format"),
         (_document(read_us=-1), "read_us"),
@@ -61,8 +61,8 @@ def _document(**changes):
         ({**_document(), "curves": _document()["curves"] * 2}, "has curves for any, any"),
     ],
 )
-def test_a_file_without_usable_curves_is_refused(tmp_path, document, why):
+def test_a_file_without_usable_curves_is_rejected(tmp_path, document, reason):
     path = tmp_path / "curve.json"
     path.write_bytes(document if isinstance(document, bytes) else json.dumps(document).encode())
-    with pytest.raises(CurveError, match=why):
+    with pytest.raises(CurveError, match=reason):
         read_curve(str(path))

@@ -1,4 +1,4 @@
-"""Shipped curves and shapes give estimates that say so, and unknown names are refused with those that are known."""
+"""Shipped curves are labelled as estimates, and unknown names are rejected with a list of the supported ones."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ def test_deepseek_v3_has_the_measured_curve() -> None:
 
 
 def test_other_models_are_scaled_by_bytes_and_operations() -> None:
-    measured, scaled = estimated_curve("h200", "deepseek-v3"), estimated_curve("h200", "qwen3-235b-a22b")
-    # bf16: twice the bytes for each weight, and half the rate.
+    measured = estimated_curve("h200", "deepseek-v3")
+    scaled = estimated_curve("h200", "qwen3-235b-a22b")
+    # bf16 weights have twice the bytes and are multiplied at half the rate.
     assert scaled.read_us == pytest.approx(measured.read_us * 2 * 4096 * 1536 / (7168 * 2048))
     assert scaled.slope_us == pytest.approx(measured.slope_us * 2 * 4096 * 1536 / (7168 * 2048))
     assert "scaled to Qwen/Qwen3-235B-A22B" in scaled.source
@@ -31,7 +32,7 @@ def test_other_models_are_scaled_by_bytes_and_operations() -> None:
 
 @pytest.mark.parametrize("gpu", GPUS)
 @pytest.mark.parametrize("model", MODELS)
-def test_every_pair_is_a_curve(gpu: str, model: str) -> None:
+def test_every_device_has_a_curve_for_every_model(gpu: str, model: str) -> None:
     curve = estimated_curve(gpu, model)
     assert 0 <= curve.launch_us <= curve.read_us
     assert curve.source.startswith("estimate")
@@ -41,11 +42,11 @@ def test_every_pair_is_a_curve(gpu: str, model: str) -> None:
 @pytest.mark.parametrize(
     ("gpu", "model", "message"),
     [
-        ("a100", "deepseek-v3", "--gpu 'a100' is not known; choose one of h100"),
+        ("a100", "deepseek-v3", "--gpu 'a100' is unknown; choose one of h100"),
         ("h100", "gpt-5", "--model 'gpt-5'"),
     ],
 )
-def test_unknown_names_are_refused_with_the_known_ones(gpu: str, model: str, message: str) -> None:
+def test_unknown_names_are_rejected_with_the_supported_ones(gpu: str, model: str, message: str) -> None:
     with pytest.raises(DeviceError, match=message):
         estimated_curve(gpu, model)
 
@@ -61,10 +62,10 @@ def test_unknown_names_are_refused_with_the_known_ones(gpu: str, model: str, mes
         ("", None),
     ],
 )
-def test_the_knee_follows_from_the_name_that_torch_gives(device: str, knee: int | None) -> None:
-    found = knee_tokens(device, model_shape("deepseek-v3").bytes_per_expert)
-    assert (None if found is None else round(found)) == knee
+def test_the_knee_follows_from_the_device_s_name_in_torch(device: str, knee: int | None) -> None:
+    tokens = knee_tokens(device, model_shape("deepseek-v3").bytes_per_expert)
+    assert (None if tokens is None else round(tokens)) == knee
 
 
-def test_the_knee_is_unknown_where_the_size_of_an_expert_is() -> None:
+def test_the_knee_is_unknown_if_the_size_of_an_expert_is_unknown() -> None:
     assert knee_tokens("Ascend910B3", 0) is None

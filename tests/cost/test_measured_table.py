@@ -1,4 +1,4 @@
-"""A measured table gives the curve of the kernel that is named, and refuses what is no such table."""
+"""A measured table yields the curve of the selected kernel, and files that are no such table are rejected."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ def rows(
     dtype: str = "fp8_block",
     distribution: str = "uniform",
     scale: float = 1.0,
-    more: int = 0,
+    extra_slots: int = 0,
 ):
     for ranks in (8, 16, 32, 64):
         for tokens in (4, 32, 256, 2048, 16384, 65536):
-            slots, choices = 256 // ranks + more, tokens * 8 / ranks
+            slots = 256 // ranks + extra_slots
+            choices = tokens * 8 / ranks
             busy = max(1, min(slots, int(choices)))
             us = plain_rank_us(curve, [max(1, choices / busy)] * busy, tokens * 8)
             yield {
@@ -41,12 +42,12 @@ def rows(
             }
 
 
-def table(path, *parts):
-    parquet.write_table(pyarrow.Table.from_pylist([row for part in parts for row in part]), path)
+def table(path, *groups):
+    parquet.write_table(pyarrow.Table.from_pylist([row for group in groups for row in group]), path)
     return path
 
 
-def test_rows_of_even_tokens_give_the_kernels_curve(tmp_path):
+def test_rows_with_evenly_spread_tokens_give_the_kernel_s_curve(tmp_path):
     skewed = rows(H200, distribution="power_law_1.2", scale=9)
     curve = curve_from_table(table(tmp_path / "moe.parquet", rows(H200), skewed), "decode")
     assert curve.rank_us([1] * 8) == pytest.approx(H200.rank_us([1] * 8), rel=0.02)
@@ -58,35 +59,35 @@ def test_rows_of_even_tokens_give_the_kernels_curve(tmp_path):
 
 
 @pytest.mark.parametrize("distribution", ["uniform", "power_law_1.2_eplb"])
-def test_what_each_token_of_the_batch_takes_is_said_from_a_slots_own(tmp_path, distribution):
-    # Balanced ranks serve where no row is even; a redundant slot on each shares their tokens.
-    parts = [rows(FUSED, distribution=distribution, more=more) for more in (0, 1)]
+def test_the_batch_term_is_distinguished_from_the_slope(tmp_path, distribution):
+    # Rows with balanced ranks are used if there are no even rows. Redundant slots reduce the tokens per slot.
+    groups = [rows(FUSED, distribution=distribution, extra_slots=extra) for extra in (0, 1)]
     skewed = rows(H200, distribution="power_law_1.2", scale=9)
-    curve = curve_from_table(table(tmp_path / "moe.parquet", *parts, skewed))
+    curve = curve_from_table(table(tmp_path / "moe.parquet", *groups, skewed))
     assert curve.batch_us == pytest.approx(FUSED.batch_us, rel=0.05)
     assert curve.slope_us == pytest.approx(FUSED.slope_us, rel=0.05)
 
 
-def test_of_several_kernels_one_must_be_named(tmp_path):
+def test_one_of_several_kernels_must_be_selected(tmp_path):
     slower = CostCurve(40, 30, 12, 0.2)
     path = table(tmp_path / "moe.parquet", rows(H200), rows(slower, "bfloat16"))
-    with pytest.raises(CurveError, match=r"of 2 such kernels, name one: .*bfloat16.*; .*fp8_block"):
+    with pytest.raises(CurveError, match=r"has 2 matching kernels .*: .*bfloat16.*; .*fp8_block"):
         curve_from_table(path)
     curve = curve_from_table(path, moe_dtype="bfloat16")
     assert curve.read_us == pytest.approx(30, rel=0.1)
-    with pytest.raises(CurveError, match="of 0 such kernels, name one: there is none"):
+    with pytest.raises(CurveError, match=r"has no kernel .* that matches {'hidden_size': 4096}"):
         curve_from_table(path, hidden_size=4096)
 
 
-def test_what_is_no_such_table_is_refused(tmp_path):
+def test_files_that_are_no_such_table_are_rejected(tmp_path):
     path = tmp_path / "other.parquet"
     parquet.write_table(pyarrow.table({"latency": np.ones(3)}), path)
     with pytest.raises(
-        CurveError, match=r"no table of MoE kernels in parquet \(KeyError\('distribution'\)\)"
+        CurveError, match=r"is not a parquet table of MoE kernels \(KeyError\('distribution'\)\)"
     ):
         curve_from_table(path)
     path.write_bytes(b"PAR1")
-    with pytest.raises(CurveError, match="no table of MoE kernels in parquet"):
+    with pytest.raises(CurveError, match="is not a parquet table of MoE kernels"):
         curve_from_table(path)
     broken = [row | {"latency": None} for row in rows(H200)]
     with pytest.raises(CurveError, match="TypeError"):

@@ -1,4 +1,4 @@
-"""Only steps that every rank reported under one placement may enter the window, read under that placement."""
+"""Only steps that every rank reported under the same placement enter the window, interpreted by that placement."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ PLACEMENT_LRS = np.array([[[0, 1], [2, 0]], [[2, 1], [0, 1]]], dtype=np.int32)
 
 def assembler(window_steps: int = 8, pending_steps: int = 4, *groups: int) -> HeatAssembler:
     groups_R = np.array(groups or range(RANKS), dtype=np.int32)
-    made = HeatAssembler(Shape(RANKS, LAYERS, EXPERTS, SLOTS, 0), window_steps, pending_steps, groups_R)
+    heat = HeatAssembler(Shape(RANKS, LAYERS, EXPERTS, SLOTS, 0), window_steps, pending_steps, groups_R)
     for layer in range(LAYERS):
-        place(made, layer, 0, PLACEMENT_LRS[layer])
-    return made
+        place(heat, layer, 0, PLACEMENT_LRS[layer])
+    return heat
 
 
 def place(heat: HeatAssembler, layer: int, epoch: int, phy2log_RS: np.ndarray) -> None:
@@ -34,7 +34,7 @@ def place(heat: HeatAssembler, layer: int, epoch: int, phy2log_RS: np.ndarray) -
 
 
 def loads_of(heat: HeatAssembler) -> np.ndarray:
-    """Of all steps of the window, ``[T, L, R]``: differences of the sums over ever more of the newest."""
+    """Return the rank loads of the window's steps, ``[T, L, R]``, as differences of sums over the newest steps."""
     sums = [heat.load_sums(newest)[1] for newest in range(1, heat.steps + 1)]
     return np.diff([np.zeros((LAYERS, RANKS)), *sums], axis=0)[::-1]
 
@@ -44,14 +44,14 @@ def window_of(heat: HeatAssembler) -> Window:
 
 
 def add(heat: HeatAssembler, rank: int, sent: HeatReport) -> int:
-    """One rank's report, and what is whole by it; returns how many steps are."""
+    """Add one rank's report, assemble the steps that it completes, and return their number."""
     received = heat.take(rank, sent).received
     heat.put_together()
     return received
 
 
 def add_all(heat: HeatAssembler, sent: HeatReport) -> None:
-    """All ranks send the same report."""
+    """Add the same report for every rank."""
     for rank in range(RANKS):
         add(heat, rank, sent)
 
@@ -59,7 +59,7 @@ def add_all(heat: HeatAssembler, sent: HeatReport) -> None:
 def report(
     first_step: int, *counts: int, epochs: tuple[int, ...] = (0, 0), dummy: bool = False
 ) -> HeatReport:
-    """``counts[t]`` tokens in each slot of each layer in step ``t``."""
+    """Return a report of ``counts[t]`` tokens in each slot of each layer in step ``t``."""
     counts_T11 = np.array(counts, dtype=np.int32)[:, None, None]
     slots, sources = (np.tile(counts_T11, (1, LAYERS, cells)) for cells in (SLOTS, EXPERTS))
     phase_T = np.full(len(counts), StepPhase.DUMMY if dummy else StepPhase.DECODE, dtype=np.uint8)
@@ -77,14 +77,14 @@ def test_a_step_counts_once_all_ranks_have_reported_it() -> None:
     assert window_of(heat).steps == 0
     assert add(heat, 1, report(10, 10, 20)) == 2
     window = window_of(heat)
-    # Layer 0: expert 0 is on both ranks, 1 on rank 0, 2 on rank 1. Layer 1: 1 on both, 2 on rank 0, 0 on rank 1.
+    # Layer 0: expert 0 is on both ranks, 1 on rank 0, 2 on rank 1. Layer 1: 1 on both ranks, 2 on rank 0, 0 on rank 1.
     np.testing.assert_array_equal(window.heat_TLE, [[[11, 1, 10], [10, 11, 1]], [[22, 2, 20], [20, 22, 2]]])
     np.testing.assert_array_equal(loads_of(heat)[:, 0], [[2, 20], [4, 40]])
     assert heat.counted == (2, 0)
 
 
 @pytest.mark.parametrize(
-    ("others", "lost"),
+    ("reports", "lost"),
     [
         ([report(0, 1), report(2, 1, 1)], 1),
         ([report(0, 1), report(2, 1, 1, epochs=(1, 0))], 3),
@@ -95,14 +95,23 @@ def test_a_step_counts_once_all_ranks_have_reported_it() -> None:
         ([report(0, 1, 1, 1, 1)], 0),
         ([report(0, 1, 1, 1, 1), report(500, 1)], 0),
     ],
-    ids=["skipped", "never", "another placement", "an unknown one", "not by slot", "late", "all", "a leap"],
+    ids=[
+        "skipped",
+        "never",
+        "another placement",
+        "unknown epoch",
+        "not by slot",
+        "late",
+        "all",
+        "jump ahead",
+    ],
 )
-def test_steps_that_not_all_ranks_count_alike_are_lost(others: list[HeatReport], lost: int) -> None:
+def test_steps_that_not_all_ranks_report_alike_are_lost(reports: list[HeatReport], lost: int) -> None:
     heat = assembler(pending_steps=4)
     place(heat, 0, 1, PLACEMENT_LRS[0])
     add(heat, 0, report(0, 1, 1, 1, 1))
-    for other in others:
-        add(heat, 1, other)
+    for sent in reports:
+        add(heat, 1, sent)
     add_all(heat, report(4, 1))
     assert heat.counted.lost == lost
     assert heat.steps == heat.counted.received
@@ -110,8 +119,8 @@ def test_steps_that_not_all_ranks_count_alike_are_lost(others: list[HeatReport],
     assert heat.counted.received == len(set(numbers))
 
 
-def test_a_step_is_empty_where_no_rank_has_counted_and_those_that_count_had_tokens() -> None:
-    # The first rank counts what both see, and may be idle itself.
+def test_a_step_is_empty_if_the_counting_ranks_were_busy_but_counted_nothing() -> None:
+    # Both ranks see the same tokens. The first rank counts them for both and may be idle.
     heat = assembler(8, 4, 0, 0)
     for step, (idle, tokens, empty) in enumerate([(False, 0, 1), (True, 0, 1), (False, 0, 2), (True, 1, 0)]):
         add(heat, 0, report(step, tokens, dummy=idle))
@@ -119,27 +128,27 @@ def test_a_step_is_empty_where_no_rank_has_counted_and_those_that_count_had_toke
         assert (heat.pending.empty_steps, heat.steps) == (empty, step + 1)
 
 
-def test_a_report_is_ahead_of_ranks_that_it_would_leave_behind() -> None:
+def test_a_report_is_ahead_if_it_would_push_out_steps_of_slower_ranks() -> None:
     heat = assembler(pending_steps=4)
     pending = heat.pending
     assert not pending.is_ahead(0, report(100, 1))
     add(heat, 0, report(100, 1, 1))
     assert not pending.is_ahead(0, report(102, 1, 1))
-    # Rank 1 has not reported step 100, which a fifth step would push out.
+    # A fifth pending step would push out step 100, which rank 1 has not reported.
     assert pending.is_ahead(0, report(104, 1))
     add(heat, 1, report(100, 1))
     assert not pending.is_ahead(0, report(104, 1))
     assert pending.is_ahead(0, report(104, 1, 1))
-    # Nobody catches up with a leap.
+    # After a jump ahead, the slower rank could not catch up anyway.
     assert not pending.is_ahead(0, report(107, 1))
-    # A rank whose own steps were dropped on the way waits for nobody.
+    # A rank that lost some of its own steps does not wait for the slower ranks.
     assert not pending.is_ahead(1, report(105, 1))
     assert pending.slowest == (1, 101)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("far", [20, 1000, (1 << 48) - 4])
-def test_a_report_at_a_step_that_nobody_is_at_ends_nothing(ranks: int, far: int) -> None:
+def test_reports_with_wrong_step_numbers_do_not_stop_the_assembly(ranks: int, far: int) -> None:
     heat = HeatAssembler(Shape(ranks, LAYERS, EXPERTS, SLOTS, 0), 8, 4)
     for layer in range(LAYERS):
         slots_RS = PLACEMENT_LRS[layer, :ranks].copy()
@@ -152,7 +161,9 @@ def test_a_report_at_a_step_that_nobody_is_at_ends_nothing(ranks: int, far: int)
         add(heat, 0, report(far, 1, 1))
     if ranks > 1:
         assert heat.counted.received == received
-        assert heat.counted.lost <= 6 * 4, "what one rank leaps over is lost only if the others follow"
+        assert heat.counted.lost <= 6 * 4, (
+            "steps that one rank jumps over are lost only if the other ranks follow"
+        )
     before = heat.counted.received
     for step in range(2, 18, 2):
         for rank in range(ranks):
@@ -164,12 +175,12 @@ def test_a_report_at_a_step_that_nobody_is_at_ends_nothing(ranks: int, far: int)
     assert lost < (1 << 50)
     for rank in range(ranks):
         add(heat, rank, report(30, 3))
-    assert heat.counted.lost == lost + 12, "what is lost is counted again from where the ranks are"
+    assert heat.counted.lost == lost + 12, "lost steps are counted from the ranks' current step again"
 
 
-def test_memory_is_priced_before_it_is_taken() -> None:
+def test_memory_stays_within_its_bound() -> None:
     shape = Shape(64, 16, 256, 5, 1)
-    priced = memory_bytes(shape, window_steps=32, pending_steps=16)
+    bound = memory_bytes(shape, window_steps=32, pending_steps=16)
     placement = Placement.linear(shape.layers, shape.experts, shape.ranks, shape.slots)
     tables_RLE = placement.default_log2phy()
     tracemalloc.start()
@@ -183,10 +194,10 @@ def test_memory_is_priced_before_it_is_taken() -> None:
         for rank in range(shape.ranks):
             phases = np.full(4, StepPhase.DECODE, dtype=np.uint8)
             add(heat, rank, HeatReport(4 * epoch, (epoch,) * shape.layers, slots, phases, sources))
-    taken, _ = tracemalloc.get_traced_memory()
+    used, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert heat.steps == 32
-    assert 0.3 * priced < taken < priced
+    assert 0.3 * bound < used < bound
 
 
 def test_a_late_or_repeated_report_changes_nothing() -> None:
@@ -201,7 +212,7 @@ def test_a_late_or_repeated_report_changes_nothing() -> None:
     assert heat.counted.lost == 0
 
 
-def test_counts_are_read_under_the_placement_that_they_were_taken_under() -> None:
+def test_counts_are_interpreted_by_the_placement_of_their_epoch() -> None:
     heat = assembler()
     switched_RS = np.array([[2, 1], [0, 1]], dtype=np.int32)
     place(heat, 0, 1, switched_RS)
@@ -210,11 +221,11 @@ def test_counts_are_read_under_the_placement_that_they_were_taken_under() -> Non
         add(heat, rank, report(1, 1, epochs=(1, 0)))
     window = window_of(heat)
     np.testing.assert_array_equal(window.heat_TLE[:, 0], [[2, 1, 1], [1, 2, 1]])
-    # What was served before a switch stays what was served.
+    # A switch does not change the loads of earlier steps.
     np.testing.assert_array_equal(loads_of(heat).sum(axis=2), [[4, 4], [4, 4]])
 
 
-def test_steps_of_dummies_alone_carry_no_heat() -> None:
+def test_steps_that_are_dummies_on_all_ranks_have_no_heat() -> None:
     heat = assembler()
     add_all(heat, report(0, 0, dummy=True))
     assert window_of(heat).steps == 0
@@ -225,8 +236,8 @@ def test_steps_of_dummies_alone_carry_no_heat() -> None:
 
 @settings(max_examples=50, deadline=None)
 @given(st.data())
-def test_whatever_order_reports_come_in_no_step_is_read_twice_or_made_up(data: st.DataObject) -> None:
-    """Every rank reports step ``t`` with ``t + 1`` tokens per slot, in batches cut, lost and delayed at random."""
+def test_no_step_is_counted_twice_or_invented_in_any_order_of_reports(data: st.DataObject) -> None:
+    """Each rank reports ``t + 1`` tokens per slot in step ``t``, in batches split, lost and delayed at random."""
     heat = assembler(window_steps=64, pending_steps=6)
     at = [0] * RANKS
     for _ in range(data.draw(st.integers(1, 40))):
@@ -242,7 +253,7 @@ def test_whatever_order_reports_come_in_no_step_is_read_twice_or_made_up(data: s
     np.testing.assert_array_equal(window.heat_TLE[:, 0, 0], 2 * (steps + 1))
 
 
-def test_steps_enter_the_window_little_by_little_and_all_before_the_next_report() -> None:
+def test_steps_enter_the_window_in_portions_and_all_before_the_next_report() -> None:
     heat = assembler(pending_steps=4)
     for rank in range(RANKS):
         heat.take(rank, report(0, 1, 2, 3))
@@ -254,7 +265,7 @@ def test_steps_enter_the_window_little_by_little_and_all_before_the_next_report(
 
 
 @given(seed=st.integers(0, 2**32 - 1), reports=st.integers(0, 12))
-def test_ratios_taken_as_steps_come_in_are_those_of_the_loads(seed: int, reports: int) -> None:
+def test_the_stored_par_follows_from_the_loads(seed: int, reports: int) -> None:
     rng = np.random.default_rng(seed)
     heat, epoch = assembler(), 0
     for number in range(reports):
@@ -271,7 +282,7 @@ def test_ratios_taken_as_steps_come_in_are_those_of_the_loads(seed: int, reports
     np.testing.assert_array_equal(served.slowest_T, loads_TLR.max(axis=2).sum(axis=1))
 
 
-def test_the_window_slides_and_what_is_remembered_does_not_change_meanwhile() -> None:
+def test_the_window_slides_and_snapshots_do_not_change() -> None:
     heat = assembler(window_steps=2, pending_steps=4)
     add_all(heat, report(0, 1, 2))
     remembered = heat.remembered()
@@ -283,7 +294,7 @@ def test_the_window_slides_and_what_is_remembered_does_not_change_meanwhile() ->
     np.testing.assert_array_equal(window_of(heat).heat_TLE[:, 0, 1], [18, 19])
 
 
-def test_sources_are_tokens_per_step_once_all_ranks_report_them_by_step_or_as_sums() -> None:
+def test_source_heat_is_available_once_all_ranks_report_it_by_step_or_as_sums() -> None:
     heat = assembler(window_steps=8)
     add(heat, 0, report(0, 1, 1))
     assert window_of(heat).source_RLE is None
@@ -297,7 +308,7 @@ def test_sources_are_tokens_per_step_once_all_ranks_report_them_by_step_or_as_su
 
 
 @given(seed=st.integers(0, 2**32 - 1), steps=st.integers(1, 4), width=st.sampled_from((1, 3)))
-def test_what_slots_received_follows_from_sources_and_tables(seed: int, steps: int, width: int) -> None:
+def test_loads_follow_from_source_heat_and_tables(seed: int, steps: int, width: int) -> None:
     rng = np.random.default_rng(seed)
     heat = assembler()
     counts_RTLE = rng.integers(0, 50, (RANKS, steps, LAYERS, EXPERTS)).astype(np.uint8)
@@ -317,17 +328,17 @@ def test_what_slots_received_follows_from_sources_and_tables(seed: int, steps: i
     assert source_RLE is not None
 
 
-def test_tokens_went_where_the_table_of_their_epoch_sent_them() -> None:
+def test_tokens_are_attributed_by_the_tables_of_their_epoch() -> None:
     heat = assembler()
-    elsewhere_RE = np.array([[2, 1, 3], [0, 3, 2]], dtype=np.int32)
-    heat.placements.place(0, 1, np.array([[0, 1], [2, 1]], dtype=np.int32), elsewhere_RE)
+    table_RE = np.array([[2, 1, 3], [0, 3, 2]], dtype=np.int32)
+    heat.placements.place(0, 1, np.array([[0, 1], [2, 1]], dtype=np.int32), table_RE)
     counts_TLE = np.ones((1, LAYERS, EXPERTS), dtype=np.int32)
     add_all(heat, sources_only(0, counts_TLE, epochs=(1, 0)))
-    # Rank 0 sends experts 0 and 2 away and keeps 1; rank 1 sends 0 away and keeps the others.
+    # Rank 0 sends the tokens of experts 0 and 2 to rank 1. Rank 1 sends the tokens of expert 0 to rank 0.
     np.testing.assert_array_equal(loads_of(heat)[0, 0], [2, 4])
 
 
-def test_a_wait_for_requests_is_no_step() -> None:
+def test_a_wait_for_requests_does_not_count_as_a_step() -> None:
     times = StepTimes(np.array([1000.0, np.nan, 1100.0, 900_000.0, 1200.0]), np.array([8.0, 8, 10, 2, 12]))
     assert times.served_T.tolist() == [True, False, True, False, True]
     assert times.mean_us == pytest.approx(1100)
@@ -337,7 +348,7 @@ def test_a_wait_for_requests_is_no_step() -> None:
     assert (unknown.mean_us, unknown.tokens_per_step) == (None, None)
 
 
-def test_ranks_that_see_the_same_tokens_count_them_once_and_old_agents_leave_them_unknown() -> None:
+def test_shared_tokens_count_once_and_are_unknown_for_old_agents() -> None:
     ranks, layers, experts, slots = 4, 1, 8, 2
     placement = Placement.linear(layers, experts, ranks, slots)
     groups_R = np.array([0, 0, 1, 1], dtype=np.int32)
@@ -354,7 +365,7 @@ def test_ranks_that_see_the_same_tokens_count_them_once_and_old_agents_leave_the
     np.testing.assert_array_equal(times.us_T, [np.nan, 1001.5, np.nan, np.nan])
     np.testing.assert_array_equal(times.tokens_T, [11, 11, np.nan, np.nan])
     assert np.isnan(heat.step_times((1,)).us_T).all(), (
-        "what was served under another placement says nothing of this"
+        "steps under another placement say nothing about the current one"
     )
 
 
@@ -362,17 +373,17 @@ PREFILL, DECODE, DUMMY, MIXED = map(int, StepPhase)
 
 
 @pytest.mark.parametrize(
-    ("phase", "entered", "own_T", "passed_over"),
+    ("phase", "entered", "own_RT", "passed_over"),
     [
         ("all", [1, 2, 3, 4], ([1, 2, 3, 4, 0], [1, 2, 3, 4, 0]), 0),
         ("prefill", [1, 3], ([1], [3]), 1),
         ("decode", [2, 4], ([2, 3, 4], [1, 2]), 0),
     ],
 )
-def test_only_steps_of_the_phase_that_is_planned_for_enter_the_window(phase, entered, own_T, passed_over):
-    """Steps 1 and 3 prefill on one rank, step 3 in a mixed batch. Steps 2 and 4 prefill on none, and 5 is a dummy.
+def test_only_steps_of_the_planned_phase_enter_the_window(phase, entered, own_RT, passed_over):
+    """Steps 1 and 3 prefill on one rank, step 3 in a mixed batch. Steps 2 and 4 do not prefill, and step 5 is a dummy.
 
-    A rank's own tokens count under its own phase.
+    A rank's own tokens count for the rank's own phase.
     """
     heat = HeatAssembler(Shape(RANKS, LAYERS, EXPERTS, SLOTS, 0), 8, 8, phase=phase)
     for layer in range(LAYERS):
@@ -385,7 +396,7 @@ def test_only_steps_of_the_phase_that_is_planned_for_enter_the_window(phase, ent
     assert heat.counted.received == 5
     rates_RLE = heat.remembered().arrays()[1]
     assert rates_RLE is not None
-    np.testing.assert_allclose(rates_RLE[:, 0, 0], [np.mean(own) for own in own_T])
+    np.testing.assert_allclose(rates_RLE[:, 0, 0], [np.mean(own_T) for own_T in own_RT])
     assert heat.passed_over == passed_over
 
 
@@ -402,7 +413,7 @@ def test_sums_of_a_report_count_only_if_all_its_steps_are_of_the_phase():
     np.testing.assert_allclose(rates_RLE[:, 0, 0], [3, 3])
 
 
-def test_tokens_in_slots_that_no_table_names_are_counted() -> None:
+def test_tokens_in_slots_outside_of_all_tables_are_reported() -> None:
     heat = assembler()
     tables_RE = default_log2phy(PLACEMENT_LRS[0], EXPERTS)
     # Expert 0 is in slot 0 of rank 0 and slot 1 of rank 1. The tables send all its tokens to rank 0.

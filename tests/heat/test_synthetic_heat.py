@@ -1,4 +1,4 @@
-"""Made-up heat could be real (distinct experts per token), follows its seed, and moves as its kind says."""
+"""Synthetic heat has distinct experts per token, is reproducible, and moves according to its kind."""
 
 import numpy as np
 import pytest
@@ -19,7 +19,7 @@ from eplb_service.io.synthetic import KINDS, synthetic_heat
     seed=st.integers(0, 10),
     data=st.data(),
 )
-def test_every_step_could_be_real(kind, steps, layers, experts, tokens, seed, data):
+def test_a_router_could_produce_every_step(kind, steps, layers, experts, tokens, seed, data):
     top_k = data.draw(st.integers(1, experts))
     heat_TLE = synthetic_heat(kind, steps, layers, experts, tokens, top_k, seed)
     assert heat_TLE.shape == (steps, layers, experts)
@@ -30,20 +30,20 @@ def test_every_step_could_be_real(kind, steps, layers, experts, tokens, seed, da
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_seed_decides(kind):
-    first, same, other = (synthetic_heat(kind, 20, 2, 32, seed=seed) for seed in (1, 1, 2))
+def test_the_seed_determines_the_heat(kind):
+    first, same, different = (synthetic_heat(kind, 20, 2, 32, seed=seed) for seed in (1, 1, 2))
     assert np.array_equal(first, same)
-    assert not np.array_equal(first, other)
+    assert not np.array_equal(first, different)
 
 
 def share_change(heat_TLE):
-    """How far the expert shares of the two halves of the heat lie apart, mean over layers, 0 to 1."""
+    """Return the distance between the expert shares of the heat's two halves, mean over layers, 0 to 1."""
     totals = [half.sum(axis=0) for half in np.array_split(heat_TLE, 2)]
     halves = np.stack([total / total.sum(axis=1, keepdims=True) for total in totals])
     return float(np.abs(halves[0] - halves[1]).sum(axis=1).mean() / 2)
 
 
-def test_kinds_move_as_they_say():
+def test_each_kind_moves_according_to_its_name():
     static = synthetic_heat("static", 400, 4, 64, seed=3)
     drift = synthetic_heat("drift", 400, 4, 64, seed=3)
     assert share_change(static) < 0.02
@@ -67,6 +67,6 @@ def test_kinds_move_as_they_say():
         ({"tokens": 0}, "0 tokens"),
     ],
 )
-def test_refuses_what_no_router_could_do(changed, message):
+def test_impossible_sizes_and_unknown_kinds_are_rejected(changed, message):
     with pytest.raises(HeatError, match=message):
         synthetic_heat(**{"kind": "static", "steps": 4, "layers": 2, "experts": 32, **changed})

@@ -1,4 +1,4 @@
-"""Tokens stay on their node where that costs no balance: no ratio rises, and each step is the best of all."""
+"""Tables keep tokens on their node without raising the PAR, and every redirection is the best possible one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from eplb_core.placement import check_log2phy
 from eplb_core.solver.evaluation import loads_in_episodes, top_ranks_of
 from eplb_core.solver.model import EVEN, RULE, SOLVED, Candidate, Layer, SearchParams, episodes_of
 from eplb_core.solver.tables import slot_shares, slots_by_expert
-from eplb_core.solver.topology import _best_way_home, _list_sources, crossing_share, localised
+from eplb_core.solver.topology import _best_home_slot, _list_sources, crossing_share, localised
 from tests.solver.layers_of import Case, cases, shares_of_sources
 from tests.solver.placed_layer import PlacedLayer, deployed_on
 from tests.solver.slow import topology as slow
@@ -24,7 +24,7 @@ KINDS = st.sampled_from(("uniform", "uneven", "silent"))
 
 
 class OnNodes:
-    """A placed layer whose ranks and sources are on nodes, some sources on several; the engines' tables."""
+    """A placed layer with the engines' tables, ranks and sources on nodes, and some sources on several nodes."""
 
     def __init__(self, case: Case, sources: int, nodes: int, kind: str, seed: int) -> None:
         self.placed = PlacedLayer(case, 1.0, seed)
@@ -39,12 +39,12 @@ class OnNodes:
 
     def crossing(self, candidate: Candidate) -> float:
         heat, deployed = self.layer
-        found = crossing_share(candidate, heat.episodes, deployed, SOLVED)
+        crossing = crossing_share(candidate, heat.episodes, deployed, SOLVED)
         if deployed.node_R.any():
             arrays = deployed.share_GE, heat.mean_E, deployed.node_G, deployed.node_R
-            wanted = slow.crossing(candidate.log2phy_GE, *arrays, self.phy2log_RS.shape[1])
-            assert found == pytest.approx(wanted, abs=1e-5)
-        return found
+            expected = slow.crossing(candidate.log2phy_GE, *arrays, self.phy2log_RS.shape[1])
+            assert crossing == pytest.approx(expected, abs=1e-5)
+        return crossing
 
     def peak(self, table_GE: np.ndarray) -> float:
         share_GE = self.layer.deployed.share_GE.astype(float)
@@ -53,71 +53,82 @@ class OnNodes:
 
 @SETTINGS
 @given(cases(), st.integers(1, 9), st.integers(1, 3), KINDS, SEEDS)
-def test_tokens_come_home_and_no_peak_rises(
+def test_fewer_tokens_cross_nodes_and_the_peak_does_not_rise(
     case: Case, sources: int, nodes: int, kind: str, seed: int
 ) -> None:
-    given_ = OnNodes(case, sources, nodes, kind, seed)
-    found = localised(
-        given_.rule, given_.layer.heat.episodes, given_.layer.deployed, SearchParams(tables=SOLVED)
+    scene = OnNodes(case, sources, nodes, kind, seed)
+    result = localised(
+        scene.rule, scene.layer.heat.episodes, scene.layer.deployed, SearchParams(tables=SOLVED)
     )
-    for table_E in found.log2phy_GE:
-        check_log2phy(table_E, given_.phy2log_RS)
+    for table_E in result.log2phy_GE:
+        check_log2phy(table_E, scene.phy2log_RS)
     rounding = 1e-5 * case.ranks
-    assert given_.peak(found.log2phy_GE) <= given_.peak(given_.rule.log2phy_GE) + rounding
-    assert given_.crossing(found) <= given_.crossing(given_.rule) + 1e-6
-    if not given_.layer.deployed.node_R.any():
-        assert found is given_.rule
+    assert scene.peak(result.log2phy_GE) <= scene.peak(scene.rule.log2phy_GE) + rounding
+    assert scene.crossing(result) <= scene.crossing(scene.rule) + 1e-6
+    if not scene.layer.deployed.node_R.any():
+        assert result is scene.rule
     elif case.heat_NE.any():
-        assert found.par == pytest.approx(given_.peak(found.log2phy_GE), abs=rounding)
+        assert result.par == pytest.approx(scene.peak(result.log2phy_GE), abs=rounding)
 
 
 @SETTINGS
 @given(cases(most_ranks=6, most_slots=4), st.integers(1, 6), KINDS, st.sampled_from((0.0, 0.05)), SEEDS)
 @example(Case(3, 1, np.array([[85.0]])), 3, "uniform", 0.0, 155)
-def test_a_part_gets_home_the_best_of_all_ways(
+def test_a_share_reaches_its_home_node_by_the_best_redirection(
     case: Case, sources: int, kind: str, room: float, seed: int
 ) -> None:
-    given_ = OnNodes(case, sources, 2, kind, seed)
-    (heat, deployed), table_GE = given_.layer, given_.rule.log2phy_GE
-    limit, rounding = given_.peak(table_GE) + room, 1e-5 * case.ranks
-    share_RS = slot_shares(given_.phy2log_RS, table_GE, deployed.share_GE)
-    top = top_ranks_of(loads_in_episodes(given_.phy2log_RS, share_RS, heat.scaled_EN))
-    first_E1, slot_P = slots_by_expert(given_.phy2log_RS, case.experts)
+    scene = OnNodes(case, sources, 2, kind, seed)
+    heat, deployed = scene.layer
+    table_GE = scene.rule.log2phy_GE
+    limit = scene.peak(table_GE) + room
+    rounding = 1e-5 * case.ranks
+    share_RS = slot_shares(scene.phy2log_RS, table_GE, deployed.share_GE)
+    top = top_ranks_of(loads_in_episodes(scene.phy2log_RS, share_RS, heat.scaled_EN))
+    first_E1, slot_P = slots_by_expert(scene.phy2log_RS, case.experts)
     for expert, source in itertools.product(range(case.experts), range(sources)):
         home = deployed.node_G[source]
         if home < 0 or deployed.node_R[table_GE[source, expert] // case.slots] == home:
             continue
         replica_K = slot_P[first_E1[expert] : first_E1[expert + 1]]
-        part = table_GE[:, expert].copy(), deployed.share_GE[:, expert].copy()
+        tables = table_GE[:, expert].copy(), deployed.share_GE[:, expert].copy()
         lists = np.full(slot_P.size, -1, np.int32), np.zeros(sources, np.int32)
-        _list_sources(part[0], *lists)
-        where = heat, deployed, replica_K, top, np.empty_like(top.load_RN), lists
-        to, back = _best_way_home(*part, *where, source, expert, limit)
-        ways = slow.ways_home(given_.phy2log_RS, table_GE, source, expert, deployed.node_G, deployed.node_R)
-        peaks = {way: given_.peak(tried_GE) for way, tried_GE in ways}
+        _list_sources(tables[0], *lists)
+        state = (
+            heat,
+            deployed,
+            replica_K,
+            top,
+            np.zeros((case.ranks + 1, heat.share_N.size), np.float32),
+            lists,
+        )
+        new_slot, partner = _best_home_slot(*tables, *state, source, expert, limit)
+        redirections = slow.redirections(
+            scene.phy2log_RS, table_GE, source, expert, deployed.node_G, deployed.node_R
+        )
+        peaks = {choice: scene.peak(trial_GE) for choice, trial_GE in redirections}
         lowest = min(peaks.values(), default=np.inf)
-        if to < 0:
+        if new_slot < 0:
             assert lowest > limit - rounding
         else:
-            assert peaks[to, back] == pytest.approx(lowest, abs=rounding)
-            assert peaks[to, back] <= limit + rounding
+            assert peaks[new_slot, partner] == pytest.approx(lowest, abs=rounding)
+            assert peaks[new_slot, partner] <= limit + rounding
 
 
-def test_equal_sources_trade_replicas_so_that_both_are_at_home() -> None:
+def test_equal_sources_exchange_replicas_so_that_both_are_at_home() -> None:
     phy2log_RS = np.array([[0, 1], [2, 3], [0, 4], [5, 6]], dtype=np.int32)
     heat = episodes_of(np.ones((2, 7)), 4)
     log2phy_GE = np.array([[4, 1, 2, 3, 5, 6, 7], [0, 1, 2, 3, 5, 6, 7]], dtype=np.int32)
     share_GE = np.full((2, 7), 0.5, dtype=np.float32)
     node_R = np.array([0, 0, 1, 1], dtype=np.int32)
-    serving = deployed_on(phy2log_RS, share_GE, log2phy_GE, node_R, np.array([0, 1], dtype=np.int32))
+    current = deployed_on(phy2log_RS, share_GE, log2phy_GE, node_R, np.array([0, 1], dtype=np.int32))
     candidate = Candidate(phy2log_RS, log2phy_GE, 1.5, 0)
-    near = localised(candidate, heat, serving, SearchParams(tables=SOLVED))
+    near = localised(candidate, heat, current, SearchParams(tables=SOLVED))
     assert near.log2phy_GE[:, 0].tolist() == [0, 4]
-    assert crossing_share(candidate, heat, serving, SOLVED) == pytest.approx(4 / 7)
-    assert crossing_share(near, heat, serving, SOLVED) == pytest.approx(3 / 7)
-    assert crossing_share(candidate, heat, serving, EVEN) == 0.0
+    assert crossing_share(candidate, heat, current, SOLVED) == pytest.approx(4 / 7)
+    assert crossing_share(near, heat, current, SOLVED) == pytest.approx(3 / 7)
+    assert crossing_share(candidate, heat, current, EVEN) == 0.0
     for tables in (EVEN, RULE):
-        assert localised(candidate, heat, serving, SearchParams(tables=tables)) is candidate
-    flat = serving._replace(node_R=np.zeros(4, dtype=np.int32), node_G=np.zeros(2, dtype=np.int32))
+        assert localised(candidate, heat, current, SearchParams(tables=tables)) is candidate
+    flat = current._replace(node_R=np.zeros(4, dtype=np.int32), node_G=np.zeros(2, dtype=np.int32))
     assert localised(candidate, heat, flat, SearchParams(tables=SOLVED)) is candidate
     assert crossing_share(candidate, heat, flat, SOLVED) == 0.0

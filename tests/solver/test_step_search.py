@@ -1,4 +1,4 @@
-"""A search for stepwise splits never ends worse than it began, pays for every slot, and beats even balance."""
+"""The search for stepwise splits never raises the cost, pays for its moves, and beats placements for even splits."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ def mean_optimum(phy2log_RS, scaled_EN, share_N):
 @example(Case(1, 1, np.zeros((1, 1))), 0, 0.0)
 @settings(max_examples=40)
 @given(cases(most_ranks=6, most_slots=4), SEEDS, st.sampled_from((0.0, 0.002, 0.05)))
-def test_a_search_ends_no_worse(case: Case, seed: int, price: float) -> None:
+def test_a_search_never_raises_the_cost(case: Case, seed: int, price: float) -> None:
     start_RS = random_placement(case.ranks, case.slots, case.experts, np.random.default_rng(seed))
     home_ER = homes(start_RS, case.experts)
     heat = heat_of(case.heat_NE, case.ranks)
     price_K = np.array([4 * price, price])
-    found_KRS = _step_search(start_RS, heat.scaled_EN, heat.share_N, home_ER, price_K, 300, seed)
+    result_KRS = _step_search(start_RS, heat.scaled_EN, heat.share_N, home_ER, price_K, 300, seed)
     before = mean_optimum(start_RS, heat.scaled_EN, heat.share_N)
-    for found_RS, asked in zip(found_KRS, price_K, strict=True):
-        check_layer(found_RS, case.experts)
-        away = sum(not home_ER[e, r] for r, row in enumerate(found_RS) for e in row)
+    for result_RS, slot_price in zip(result_KRS, price_K, strict=True):
+        check_layer(result_RS, case.experts)
+        moves = sum(not home_ER[e, r] for r, row in enumerate(result_RS) for e in row)
         if before is not None:
-            assert mean_optimum(found_RS, heat.scaled_EN, heat.share_N) + asked * away <= before + 2e-5
+            assert mean_optimum(result_RS, heat.scaled_EN, heat.share_N) + slot_price * moves <= before + 2e-5
 
 
-def test_one_seed_gives_one_placement() -> None:
+def test_the_same_seed_gives_the_same_placement() -> None:
     generator = np.random.default_rng(3)
     start_RS = random_placement(8, 4, 24, generator)
     heat = heat_of(generator.integers(0, 60, (6, 24)).astype(float), 8)
@@ -54,7 +54,7 @@ def test_one_seed_gives_one_placement() -> None:
     assert (searches[0] != searches[2]).any()
 
 
-def test_scenarios_keep_each_steps_tokens_and_lie_farther_from_the_mean() -> None:
+def test_scenarios_keep_each_step_s_total_and_move_away_from_the_mean() -> None:
     generator = np.random.default_rng(5)
     heat = heat_of(generator.integers(1, 60, (100, 12)).astype(float), 4)
     scaled_EN, share_N = _scenarios_of(heat)
@@ -62,37 +62,38 @@ def test_scenarios_keep_each_steps_tokens_and_lie_farther_from_the_mean() -> Non
     assert share_N.sum() == pytest.approx(1.0)
     np.testing.assert_allclose(scaled_EN.sum(axis=0), 4.0, rtol=1e-5)
     assert scaled_EN.std(axis=1).mean() > 1.2 * heat.scaled_EN.std(axis=1).mean()
-    nothing = heat_of(np.zeros((3, 12)), 4)
-    scaled_EN, share_N = _scenarios_of(nothing)
+    no_heat = heat_of(np.zeros((3, 12)), 4)
+    scaled_EN, share_N = _scenarios_of(no_heat)
     assert not scaled_EN.any()
     assert not share_N.any()
 
 
-def test_the_next_window_is_better_split_than_under_a_placement_balanced_evenly() -> None:
+def test_the_next_window_splits_better_than_under_a_placement_for_even_splits() -> None:
     generator = np.random.default_rng(7)
     share_LE = np.exp(generator.normal(0, 0.8, (3, 32)))
     share_LE /= share_LE.sum(axis=1, keepdims=True)
     heat_TLE = np.stack([generator.multinomial(1024, share_LE[layer], 48) for layer in range(3)], axis=1)
-    seen_TLE, next_TLE = heat_TLE[:24], heat_TLE[24:]
+    window_TLE = heat_TLE[:24]
+    next_TLE = heat_TLE[24:]
 
     def realised(**options):
-        solution = solve(seen_TLE, 8, 5, **options)
+        solution = solve(window_TLE, 8, 5, **options)
         placement = Placement(solution.phy2log, 32)
         return par(split_loads(next_TLE, placement, solution.log2phy, None, "step")).mean()
 
-    made_for_it = realised(split="step")
-    assert made_for_it < 1.02
-    assert made_for_it - 1 < 0.5 * (realised(split="even") - 1)
-    assert made_for_it - 1 < 0.5 * (realised(split="step", policy="deepseek") - 1)
+    par_for_steps = realised(split="step")
+    assert par_for_steps < 1.02
+    assert par_for_steps - 1 < 0.5 * (realised(split="even") - 1)
+    assert par_for_steps - 1 < 0.5 * (realised(split="step", policy="deepseek") - 1)
 
 
-def test_moves_are_paid_for() -> None:
+def test_moves_must_pay_for_themselves() -> None:
     generator = np.random.default_rng(11)
     heat_TLE = generator.poisson(np.exp(generator.normal(3, 0.9, 32)), (32, 1, 32))
     first = solve(heat_TLE[:16], 8, 5, split="step")
-    asked = {"placement": first.phy2log, "split": "step"}
-    assert solve(heat_TLE[16:], 8, 5, **asked, move_price=10.0).moves == 0
-    other_TLE = np.ascontiguousarray(heat_TLE[:, :, ::-1])
-    changed = solve(other_TLE, 8, 5, **asked)
+    options = {"placement": first.phy2log, "split": "step"}
+    assert solve(heat_TLE[16:], 8, 5, **options, move_price=10.0).moves == 0
+    reversed_TLE = np.ascontiguousarray(heat_TLE[:, :, ::-1])
+    changed = solve(reversed_TLE, 8, 5, **options)
     assert 0 < changed.moves < 40
     assert changed.par_after < changed.par_before - 0.05

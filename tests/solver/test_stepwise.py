@@ -1,4 +1,4 @@
-"""A step's split is the optimum of the linear program, whole where tokens are; its tight set proves it."""
+"""The split of a step is the optimum of the linear program, for whole and fractional tokens, and has a proof."""
 
 from __future__ import annotations
 
@@ -25,52 +25,53 @@ SEEDS = st.integers(0, 2**32 - 1)
 
 
 def levelled(phy2log_RS, heat_E, whole):
-    """The optimum found, tokens by slot and by rank, and the tight set."""
+    """Return the optimum, the tokens by slot and by rank, and the tight set."""
     ranks, slots = phy2log_RS.shape
     replicas = replicas_in(phy2log_RS, len(heat_E))
-    flow_P, load_R = np.zeros(ranks * slots), np.zeros(ranks)
+    flow_P = np.zeros(ranks * slots)
+    load_R = np.zeros(ranks)
     split_evenly(replicas, heat_E, flow_P, load_R, whole)
     return level(replicas, flow_P, load_R, whole), flow_P, load_R, replicas.tight_R
 
 
-# Searches go on after the set that raised the level, and do not end at a tight one.
+# In this case, the search must continue after a tight set has raised the level.
 @example(Case(3, 3, np.array([[66.0, 22.0, 21.0, 16.0, 94.0]])), 3)
 @settings(max_examples=80)
 @given(cases(most_ranks=7), SEEDS)
 def test_the_level_is_the_optimum_of_the_linear_program(case: Case, seed: int) -> None:
     phy2log_RS = random_placement(case.ranks, case.slots, case.experts, np.random.default_rng(seed))
     heat_E = case.heat_NE[0]
-    found, flow_P, load_R, tight_R = levelled(phy2log_RS, heat_E, whole=False)
+    best_level, flow_P, load_R, tight_R = levelled(phy2log_RS, heat_E, whole=False)
     scale = max(heat_E.sum(), 1.0)
     heat_E = heat_E / scale
-    assert found / scale == pytest.approx(slow.optimum(phy2log_RS, heat_E), abs=1e-6)
-    assert found / scale == pytest.approx(slow.by_sets(phy2log_RS, heat_E), abs=1e-6)
-    assert load_R.max() / scale == pytest.approx(found / scale, abs=1e-6)
+    assert best_level / scale == pytest.approx(slow.optimum(phy2log_RS, heat_E), abs=1e-6)
+    assert best_level / scale == pytest.approx(slow.by_sets(phy2log_RS, heat_E), abs=1e-6)
+    assert load_R.max() / scale == pytest.approx(best_level / scale, abs=1e-6)
     if tight_R.any():
-        assert slow.bound_of(phy2log_RS, heat_E, tight_R) == pytest.approx(found / scale, abs=1e-6)
+        assert slow.bound_of(phy2log_RS, heat_E, tight_R) == pytest.approx(best_level / scale, abs=1e-6)
     assert flow_P.min() >= -1e-9 * scale
     split_E = np.bincount(phy2log_RS.ravel(), flow_P, minlength=case.experts)
     np.testing.assert_allclose(split_E / scale, heat_E, atol=1e-9)
     np.testing.assert_allclose(flow_P.reshape(phy2log_RS.shape).sum(axis=1), load_R, atol=1e-6 * scale)
 
 
-def test_each_episode_has_a_level_of_its_own() -> None:
+def test_levels_are_solved_for_each_episode() -> None:
     generator = np.random.default_rng(0)
     phy2log_RS = random_placement(5, 3, 9, generator)
     heat = heat_of(np.vstack([generator.integers(1, 90, (3, 9)), np.zeros((1, 9))]), 5)
-    wanted = [slow.optimum(phy2log_RS, heat.scaled_EN[:, n].astype(float)) for n in range(4)]
-    np.testing.assert_allclose(levels_of_episodes(phy2log_RS, heat.scaled_EN), wanted, atol=1e-5)
+    expected = [slow.optimum(phy2log_RS, heat.scaled_EN[:, n].astype(float)) for n in range(4)]
+    np.testing.assert_allclose(levels_of_episodes(phy2log_RS, heat.scaled_EN), expected, atol=1e-5)
 
 
-def test_the_known_example_reaches_its_mean() -> None:
+def test_the_known_example_reaches_the_mean_load() -> None:
     solution = solve(KNOWN_EXAMPLE.astype(np.int64)[None, None], 8, 2, split="step")
-    # 1450 tokens on 8 ranks, none of them cut: equal shares reach 196.67 at best.
+    # The mean of 1450 whole tokens on 8 ranks, rounded up. The best even split has 196.67.
     assert solution.hottest_after_L[0] == 182
 
 
 @settings(max_examples=40)
 @given(cases(most_ranks=6, kinds=("even", "skewed", "zero", "sparse")), SEEDS)
-def test_whole_tokens_go_to_their_experts_slots_as_well_as_can_be(case: Case, seed: int) -> None:
+def test_whole_tokens_are_split_optimally(case: Case, seed: int) -> None:
     phy2log_RS = random_placement(case.ranks, case.slots, case.experts, np.random.default_rng(seed))
     heat_NE = np.floor(case.heat_NE).astype(np.int64)
     tokens_NP = slots_by_step(heat_NE[:, None], phy2log_RS[None], True)[:, 0]
@@ -86,7 +87,7 @@ def test_whole_tokens_go_to_their_experts_slots_as_well_as_can_be(case: Case, se
 
 @settings(max_examples=30)
 @given(cases(most_ranks=6), SEEDS)
-def test_cut_tokens_are_the_optimum_and_slots_without_any_have_none(case: Case, seed: int) -> None:
+def test_fractional_tokens_are_split_optimally_and_rounding_leaves_no_traces(case: Case, seed: int) -> None:
     phy2log_RS = random_placement(case.ranks, case.slots, case.experts, np.random.default_rng(seed))
     for heat_E, tokens_P in zip(
         case.heat_NE, slots_by_step(case.heat_NE[:, None], phy2log_RS[None], False)[:, 0], strict=True
@@ -96,5 +97,5 @@ def test_cut_tokens_are_the_optimum_and_slots_without_any_have_none(case: Case, 
         np.testing.assert_allclose(split_E / scale, heat_E / scale, atol=1e-5)
         hottest = tokens_P.reshape(phy2log_RS.shape).sum(axis=1).max()
         assert hottest / scale == pytest.approx(slow.optimum(phy2log_RS, heat_E / scale), abs=1e-5)
-        # Nothing in between: what is left of a slot by rounding would wake it.
+        # A rounding residue would make an idle slot look busy.
         assert not ((tokens_P > 0) & (tokens_P <= 1e-7 * scale / case.ranks)).any()

@@ -1,4 +1,4 @@
-"""Steps are served in whole tokens, with the distribution of the slow twin, and reproducibly."""
+"""Loads in whole tokens have the distribution of the slow twin and are reproducible."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from tests.solver.slow import whole
 
 RANKS, SLOTS, EXPERTS = 4, 4, 10
 CURVE = np.array([3.0, 4.0, 1.0, 0.5])
-# Expert 0 has four replicas, experts 1 and 2 two each, and expert 3 two of which one is not used.
+# Expert 0 has four replicas. Experts 1, 2 and 3 have two each, and one replica of expert 3 is unused.
 EXPERT_P = np.array([0, 1, 2, 4, 0, 1, 3, 5, 0, 2, 6, 7, 0, 3, 8, 9])
 SHARE_P = np.array([0.1, 0.7, 0.5, 1, 0.2, 0.3, 1, 1, 0.3, 0.5, 1, 1, 0.4, 0, 1, 1])
 PHY2LOG = EXPERT_P.reshape(1, RANKS, SLOTS).astype(np.int32)
 
 
 def without_tables(share_P: np.ndarray = SHARE_P, spread: float = 1.0) -> HostSplit:
-    none = np.zeros((1, 0, EXPERTS, 1), dtype=np.int32)
-    return HostSplit(share_P[None], none, np.zeros((1, 0, EXPERTS)), np.full((1, EXPERTS), spread))
+    no_tables = np.zeros((1, 0, EXPERTS, 1), dtype=np.int32)
+    return HostSplit(share_P[None], no_tables, np.zeros((1, 0, EXPERTS)), np.full((1, EXPERTS), spread))
 
 
 def dealing() -> HostSplit:
-    """Four sources, in unequal parts, that deal to three entries each."""
+    """Return the split of four sources with unequal shares and dealing tables of three entries."""
     table_RED = np.zeros((4, EXPERTS, 3), dtype=np.int32)
     generator = np.random.default_rng(3)
     for expert in range(EXPERTS):
@@ -41,43 +41,44 @@ def served(heat_TE: np.ndarray, split: HostSplit, first_step: int = 0, curve: np
 def test_peaks_and_loads_have_the_distribution_of_the_twin(tokens: int, deals: bool) -> None:
     if deals and tokens > 30:
         pytest.skip("many tokens are dealt by the normal approximation, tested below")
-    generator, steps = np.random.default_rng(tokens), 1500
+    steps = 1500
+    generator = np.random.default_rng(tokens)
     odds_E = np.array([0.4, 0.15, 0.1, 0.05, *[0.05] * 6])
     heat_TE = generator.multinomial(tokens, odds_E, steps)
     split = dealing() if deals else without_tables()
-    found = served(heat_TE, split)
-    by_table = (split.table_KRED[0], split.source_KRE[0]) if deals else ()
-    slow_TP = np.array([whole.draw(heat_E, EXPERT_P, SHARE_P, generator, *by_table) for heat_E in heat_TE])
+    result = served(heat_TE, split)
+    tables = (split.table_KRED[0], split.source_KRE[0]) if deals else ()
+    slow_TP = np.array([whole.draw(heat_E, EXPERT_P, SHARE_P, generator, *tables) for heat_E in heat_TE])
     slow_TR = slow_TP.reshape(steps, RANKS, SLOTS).sum(axis=2)
-    assert (found.loads_TKR[:, 0] == np.round(found.loads_TKR[:, 0])).all()
-    assert (found.loads_TKR[:, 0].sum(axis=1) == tokens).all()
+    assert (result.loads_TKR[:, 0] == np.round(result.loads_TKR[:, 0])).all()
+    assert (result.loads_TKR[:, 0].sum(axis=1) == tokens).all()
     error = 4 * slow_TR.std(axis=0) / np.sqrt(steps / 2)
-    assert (np.abs(found.loads_TKR[:, 0].mean(axis=0) - slow_TR.mean(axis=0)) < error).all()
-    np.testing.assert_allclose(found.loads_TKR[:, 0].std(axis=0), slow_TR.std(axis=0), rtol=0.12)
-    assert found.peak_TK.mean() == pytest.approx(slow_TR.max(axis=1).mean(), rel=0.02)
+    assert (np.abs(result.loads_TKR[:, 0].mean(axis=0) - slow_TR.mean(axis=0)) < error).all()
+    np.testing.assert_allclose(result.loads_TKR[:, 0].std(axis=0), slow_TR.std(axis=0), rtol=0.12)
+    assert result.peak_TK.mean() == pytest.approx(slow_TR.max(axis=1).mean(), rel=0.02)
     slow_us = np.mean([whole.slowest_us(tokens_P, RANKS, CURVE) for tokens_P in slow_TP])
-    assert found.us_TK.mean() == pytest.approx(slow_us, rel=0.02)
+    assert result.us_TK.mean() == pytest.approx(slow_us, rel=0.02)
 
 
-def test_peak_tokens_and_jumps_are_those_of_the_loads() -> None:
+def test_peaks_tokens_and_jumps_follow_from_the_loads() -> None:
     heat_TE = np.random.default_rng(0).poisson(3.0, (50, EXPERTS))
     heat_TE[7] = 0
-    found = served(heat_TE, without_tables())
-    loads_TR = found.loads_TKR[:, 0]
-    np.testing.assert_array_equal(found.peak_TK[:, 0], loads_TR.max(axis=1))
-    np.testing.assert_array_equal(found.tokens_TK[:, 0], heat_TE.sum(axis=1))
-    assert np.isnan(found.us_TK[7, 0])
+    result = served(heat_TE, without_tables())
+    loads_TR = result.loads_TKR[:, 0]
+    np.testing.assert_array_equal(result.peak_TK[:, 0], loads_TR.max(axis=1))
+    np.testing.assert_array_equal(result.tokens_TK[:, 0], heat_TE.sum(axis=1))
+    assert np.isnan(result.us_TK[7, 0])
     busy_TR = loads_TR[loads_TR.sum(axis=1) > 0]
-    part_TR = busy_TR / busy_TR.sum(axis=1, keepdims=True)
-    assert found.variance_K[0] == pytest.approx((np.diff(part_TR, axis=0) ** 2).mean(axis=0).sum() / 2)
+    fraction_TR = busy_TR / busy_TR.sum(axis=1, keepdims=True)
+    assert result.variance_K[0] == pytest.approx((np.diff(fraction_TR, axis=0) ** 2).mean(axis=0).sum() / 2)
 
 
-def test_a_step_is_drawn_alike_whatever_steps_are_beside_it() -> None:
+def test_draws_of_a_step_do_not_depend_on_the_steps_around_it() -> None:
     heat_TE = np.random.default_rng(1).poisson(9.0, (40, EXPERTS)).astype(np.int32)
     together = served(heat_TE, without_tables(), 100).loads_TKR
     for begin, end in ((0, 1), (1, 17), (17, 40)):
-        alone = served(heat_TE[begin:end], without_tables(), 100 + begin).loads_TKR
-        np.testing.assert_array_equal(alone, together[begin:end])
+        separate = served(heat_TE[begin:end], without_tables(), 100 + begin).loads_TKR
+        np.testing.assert_array_equal(separate, together[begin:end])
     assert not np.array_equal(served(heat_TE, without_tables(), 101).loads_TKR, together)
     np.testing.assert_array_equal(served(heat_TE.astype(float), without_tables(), 100).loads_TKR, together)
 

@@ -1,4 +1,4 @@
-"""A window is continued by what forecast its newer half best; errors of means allow for neighbours that are alike."""
+"""The forecast is the one that predicts the newer half best, and standard errors account for autocorrelation."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ RANKS = 4
 
 
 def drifting(episodes: int, experts: int, seed: int) -> np.ndarray:
-    """Heat that walks, jumps or stays, with some episodes empty."""
+    """Return heat that drifts, jumps or is stationary, with some empty episodes."""
     generator = np.random.default_rng(seed)
     heat_NE = heat_of_kind("skewed", episodes, experts, generator)
     if seed % 3 == 0:
@@ -55,30 +55,30 @@ def as_floats(of_heat) -> tuple[np.ndarray, np.ndarray]:
 @SETTINGS
 @example(4, 4, 5804429, [1.0, math.inf])
 @given(st.integers(4, 12), st.integers(1, 6), SEEDS, HALF_LIVES)
-def test_the_half_life_is_the_one_that_forecast_best(
+def test_the_half_life_with_the_smallest_error_is_chosen(
     episodes: int, experts: int, seed: int, half_lives: list[float]
 ) -> None:
     heat_NE = drifting(episodes, experts, seed)
-    seen = episodes_of(heat_NE, RANKS)
-    older, newer = (with_covariance(*half) for half in halves_of(seen))
-    for half, part_NE in zip(
+    past = episodes_of(heat_NE, RANKS)
+    older, newer = (with_covariance(*half) for half in halves_of(past))
+    for half, half_NE in zip(
         (older, newer), (heat_NE[: episodes // 2], heat_NE[episodes // 2 :]), strict=True
     ):
-        wanted = heat.normalise(part_NE, np.ones(len(part_NE)), RANKS)
-        for one, other in zip(as_floats(half), wanted, strict=True):
-            np.testing.assert_allclose(one, other, rtol=1e-6)
-    found = choose_forecast(seen, np.array(half_lives))
+        expected = heat.normalise(half_NE, np.ones(len(half_NE)), RANKS)
+        for actual, desired in zip(as_floats(half), expected, strict=True):
+            np.testing.assert_allclose(actual, desired, rtol=1e-6)
+    result = choose_forecast(past, np.array(half_lives))
     errors = slow.squared_errors(*map(as_floats, (older, newer)), half_lives)
-    if found.half_life == half_lives[0]:
-        assert found.wander == 0
+    if result.half_life == half_lives[0]:
+        assert result.wander == 0
         silent = not newer.mean_E.any()
         assert silent or min(errors) >= 0.999 * CLEARLY_BETTER * errors[0] - 1e-9
         return
-    chosen = half_lives.index(found.half_life)
+    chosen = half_lives.index(result.half_life)
     assert errors[chosen] <= 1.001 * min(errors) + 1e-9
     assert errors[chosen] <= 1.001 * CLEARLY_BETTER * errors[0] + 1e-9
     newer_E = newer.scaled_EN @ newer.share_N
-    assert found.wander * (newer_E**2).sum() == pytest.approx(errors[chosen], rel=1e-3, abs=1e-6)
+    assert result.wander * (newer_E**2).sum() == pytest.approx(errors[chosen], rel=1e-3, abs=1e-6)
 
 
 @SETTINGS
@@ -89,24 +89,24 @@ def test_the_half_life_is_the_one_that_forecast_best(
     st.sampled_from((math.inf, 4.0, 0.5)),
     st.sampled_from((0.5, 2.0)),
 )
-def test_leaning_heat_follows_its_newest_episodes(
+def test_weighted_heat_follows_its_newest_episodes(
     episodes: int, experts: int, seed: int, half_life: float, ahead: float
 ) -> None:
-    seen = episodes_of(drifting(episodes, experts, seed), RANKS)
-    found = forecast_heat(seen, Forecast(half_life, 0.3), ahead)
-    scaled_EN, share_N = as_floats(seen)
-    np.testing.assert_array_equal(found.scaled_EN, seen.scaled_EN)
+    past = episodes_of(drifting(episodes, experts, seed), RANKS)
+    result = forecast_heat(past, Forecast(half_life, 0.3), ahead)
+    scaled_EN, share_N = as_floats(past)
+    np.testing.assert_array_equal(result.scaled_EN, past.scaled_EN)
     if math.isinf(half_life) or share_N.sum() == 0:
-        np.testing.assert_array_equal(found.share_N, share_N)
+        np.testing.assert_array_equal(result.share_N, share_N)
         return
     mean_E = slow.faded_mean(scaled_EN, share_N, half_life)
-    np.testing.assert_allclose(found.mean_E, mean_E, rtol=1e-5, atol=1e-6)
-    assert found.share_N.sum() == pytest.approx(1.0, rel=1e-5)
-    wanted_EE = with_covariance(*seen).gram_EE + np.diag(ahead * 0.3 * mean_E**2)
-    np.testing.assert_allclose(found.gram_EE, wanted_EE, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(result.mean_E, mean_E, rtol=1e-5, atol=1e-6)
+    assert result.share_N.sum() == pytest.approx(1.0, rel=1e-5)
+    covariance_EE = with_covariance(*past).gram_EE + np.diag(ahead * 0.3 * mean_E**2)
+    np.testing.assert_allclose(result.gram_EE, covariance_EE, rtol=1e-4, atol=1e-5)
 
 
-def test_stationary_heat_does_not_fade_and_a_jump_does() -> None:
+def test_stationary_heat_has_equal_weights_and_a_jump_does_not() -> None:
     generator = np.random.default_rng(0)
     steady_NE = generator.multinomial(4000, generator.dirichlet(np.ones(12)), 16).astype(float)
     half_life_H = np.array([math.inf, 4.0, 1.0])
@@ -118,56 +118,55 @@ def test_stationary_heat_does_not_fade_and_a_jump_does() -> None:
 
 @SETTINGS
 @given(st.integers(1, 40), st.integers(1, 6), SEEDS, st.booleans())
-def test_the_trimmed_mean_is_of_the_half_with_least(
+def test_the_trimmed_mean_uses_the_half_with_the_fewest_tokens(
     episodes: int, experts: int, seed: int, with_bursts: bool
 ) -> None:
-    seen = episodes_of((with_bursts_of if with_bursts else drifting)(episodes, experts, seed), RANKS)
-    scaled_EN, share_N = as_floats(seen)
-    wanted_E = slow.trimmed_mean(scaled_EN, share_N)
-    np.testing.assert_allclose(_trimmed_mean(seen.scaled_EN, seen.share_N), wanted_E, rtol=1e-4, atol=1e-6)
-    found = forecast_heat(seen, Forecast(math.inf, 0.0, trimmed=True), 2.0)
-    wanted_EN = slow.trimmed_heat(scaled_EN, share_N, RANKS)
-    np.testing.assert_allclose(found.scaled_EN, wanted_EN, rtol=1e-3, atol=1e-5)
-    left_N = share_N * wanted_EN.any(axis=0)
-    np.testing.assert_allclose(found.share_N, left_N / max(left_N.sum(), 1e-30), rtol=1e-5)
+    past = episodes_of((with_bursts_of if with_bursts else drifting)(episodes, experts, seed), RANKS)
+    scaled_EN, share_N = as_floats(past)
+    trimmed_E = slow.trimmed_mean(scaled_EN, share_N)
+    np.testing.assert_allclose(_trimmed_mean(past.scaled_EN, past.share_N), trimmed_E, rtol=1e-4, atol=1e-6)
+    result = forecast_heat(past, Forecast(math.inf, 0.0, trimmed=True), 2.0)
+    trimmed_EN = slow.trimmed_heat(scaled_EN, share_N, RANKS)
+    np.testing.assert_allclose(result.scaled_EN, trimmed_EN, rtol=1e-3, atol=1e-5)
+    kept_N = share_N * trimmed_EN.any(axis=0)
+    np.testing.assert_allclose(result.share_N, kept_N / max(kept_N.sum(), 1e-30), rtol=1e-5)
 
 
-def test_bursts_are_left_out_of_what_is_expected_and_drift_is_not() -> None:
+def test_bursts_are_trimmed_and_drift_is_not() -> None:
     half_life_H = np.array([math.inf, 16.0, 4.0])
     chosen = [
         choose_forecast(episodes_of(with_bursts_of(64, 64, seed), RANKS), half_life_H) for seed in range(8)
     ]
     assert sum(forecast.trimmed for forecast in chosen) >= 7
-    base_NE, walking_NE = np.full((64, 64), 5.0), drifting(64, 64, 1)
-    for heat_NE in (base_NE, walking_NE):
+    for heat_NE in (np.full((64, 64), 5.0), drifting(64, 64, 1)):
         assert not choose_forecast(episodes_of(heat_NE, RANKS), half_life_H).trimmed
 
 
 @settings(max_examples=30)
 @given(st.integers(1, 40), st.integers(1, 6), SEEDS, st.booleans())
 def test_skewness_is_the_mean_of_the_experts(episodes: int, experts: int, seed: int, bursts: bool) -> None:
-    seen = episodes_of((with_bursts_of if bursts else drifting)(episodes, experts, seed), RANKS)
-    scaled_EN, share_N = as_floats(seen)
-    wanted = []
+    past = episodes_of((with_bursts_of if bursts else drifting)(episodes, experts, seed), RANKS)
+    scaled_EN, share_N = as_floats(past)
+    skewness = []
     for row_N in scaled_EN[:, share_N > 0]:
         moments = [((row_N - row_N.mean()) ** power).mean() if row_N.size else 0.0 for power in (2, 3)]
         if moments[0] ** 0.5 > 1e-4 * (row_N.mean() if row_N.size else 0.0):
-            wanted.append(moments[1] / moments[0] ** 1.5)
-    assert _skewness(seen.scaled_EN, seen.share_N) == pytest.approx(
-        np.mean(wanted) if wanted else 0.0, rel=1e-2, abs=1e-2
+            skewness.append(moments[1] / moments[0] ** 1.5)
+    assert _skewness(past.scaled_EN, past.share_N) == pytest.approx(
+        np.mean(skewness) if skewness else 0.0, rel=1e-2, abs=1e-2
     )
 
 
-def test_where_two_kinds_of_heat_take_turns_no_mean_is_trimmed() -> None:
+def test_alternating_heat_is_not_trimmed() -> None:
     generator = np.random.default_rng(0)
-    one_E, other_E = generator.dirichlet(np.ones(64), 2)
-    # The half with least is the kind that was there longer, and the newer half happens to be of it.
-    kinds_NE = np.array([one_E] * 24 + [other_E] * 8 + [one_E] * 32)
+    first_E, second_E = generator.dirichlet(np.ones(64), 2)
+    # Trimming would keep only the first kind of heat, and the newer half happens to be of this kind.
+    kinds_NE = np.array([first_E] * 24 + [second_E] * 8 + [first_E] * 32)
     heat_NE = np.stack([generator.multinomial(20_000, row_E) for row_E in kinds_NE]).astype(float)
     assert not choose_forecast(episodes_of(heat_NE, RANKS), np.array([math.inf])).trimmed
 
 
-def test_means_are_not_trimmed_of_few_episodes_or_where_that_is_switched_off() -> None:
+def test_means_are_not_trimmed_for_few_episodes_or_if_disabled() -> None:
     half_life_H = np.array([math.inf])
     heat_NE = with_bursts_of(2 * MIN_STEPS_TO_TRIM, 64, 5)
     assert choose_forecast(episodes_of(heat_NE, RANKS), half_life_H).trimmed
@@ -175,18 +174,19 @@ def test_means_are_not_trimmed_of_few_episodes_or_where_that_is_switched_off() -
     assert not choose_forecast(episodes_of(heat_NE[2:], RANKS), half_life_H).trimmed
 
 
-def test_experts_that_are_mostly_silent_keep_their_mean() -> None:
-    seen = episodes_of(np.eye(6)[:, :4] * 12, RANKS)
-    np.testing.assert_allclose(_trimmed_mean(*seen), seen.scaled_EN @ seen.share_N, rtol=1e-6)
+def test_experts_that_are_mostly_silent_keep_their_untrimmed_mean() -> None:
+    past = episodes_of(np.eye(6)[:, :4] * 12, RANKS)
+    np.testing.assert_allclose(_trimmed_mean(*past), past.scaled_EN @ past.share_N, rtol=1e-6)
 
 
-def plain_inflation(values: list[float]) -> float:
+def slow_inflation(values: list[float]) -> float:
     mean = sum(values) / len(values)
     centred = [value - mean for value in values]
     spread = sum(value * value for value in centred)
     if spread == 0:
         return 1.0
-    lags, total = min(MAX_LAGS, len(values) // 4), spread
+    lags = min(MAX_LAGS, len(values) // 4)
+    total = spread
     for lag in range(1, lags + 1):
         products = [centred[n] * centred[n - lag] for n in range(lag, len(values))]
         total += 2.0 * (1.0 - lag / (lags + 1)) * sum(products)
@@ -198,22 +198,23 @@ def test_inflation_is_bartletts_sum_over_lags(count: int, seed: int) -> None:
     generator = np.random.default_rng(seed)
     values_NK = np.cumsum(generator.normal(size=(count, 3)), axis=0)
     values_NK[:, 2] = 1.5
-    expected = [plain_inflation(values_NK[:, k].tolist()) for k in range(3)]
+    expected = [slow_inflation(values_NK[:, k].tolist()) for k in range(3)]
     np.testing.assert_allclose(inflation(values_NK), expected, rtol=1e-9)
 
 
-def test_error_is_the_textbooks_and_wider_where_values_last() -> None:
+def test_standard_error_is_the_textbook_s_and_grows_with_autocorrelation() -> None:
     generator = np.random.default_rng(0)
     assert standard_error(generator.normal(size=4000)) == pytest.approx(1 / np.sqrt(4000), rel=0.15)
-    lasting_N = np.repeat(generator.normal(size=500), 8)
-    # 500 independent values, whatever the number of their repetitions; the lag window sees most of it.
-    assert standard_error(lasting_N) == pytest.approx(1 / np.sqrt(500), rel=0.25)
-    assert standard_error(lasting_N[:0]) == standard_error(lasting_N[:1]) == np.inf
+    repeated_N = np.repeat(generator.normal(size=500), 8)
+    # There are only 500 independent values. The lag window covers most of the correlation.
+    assert standard_error(repeated_N) == pytest.approx(1 / np.sqrt(500), rel=0.25)
+    assert standard_error(repeated_N[:0]) == standard_error(repeated_N[:1]) == np.inf
 
 
-def test_shares_of_groups_are_those_of_their_ranks_together() -> None:
+def test_a_group_s_share_is_the_sum_over_its_ranks() -> None:
     generator = np.random.default_rng(0)
-    source_RLE, group_R = generator.poisson(0.7, (6, 2, 9)).astype(float), generator.integers(0, 3, 6)
+    source_RLE = generator.poisson(0.7, (6, 2, 9)).astype(float)
+    group_R = generator.integers(0, 3, 6)
     expected_GE = np.zeros((3, 9))
     np.add.at(expected_GE, group_R, source_shares(source_RLE, 6, 2, 9)[:, 1])
     np.testing.assert_allclose(shares_of_groups(source_RLE, 1, group_R, 3), expected_GE)

@@ -1,4 +1,4 @@
-"""The best split of a step as a linear program, and as the worst of all sets of ranks."""
+"""The optimal split of a step: as a linear program, and as the maximum over all sets of ranks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from scipy.optimize import linprog
 
 
 def optimum(phy2log_RS: np.ndarray, heat_E: np.ndarray) -> float:
-    """The lowest load of the hottest rank over all splits, by HiGHS."""
+    """Return the lowest possible load of the hottest rank, solved by HiGHS."""
     ranks, slots = phy2log_RS.shape
     expert_P = phy2log_RS.ravel()
     of_expert_EP = (expert_P[None] == np.arange(len(heat_E))[:, None]).astype(float)
@@ -27,14 +27,14 @@ def optimum(phy2log_RS: np.ndarray, heat_E: np.ndarray) -> float:
 
 
 def bound_of(phy2log_RS: np.ndarray, heat_E: np.ndarray, inside_R: np.ndarray) -> float:
-    """Mean load of a set of ranks by the experts that have no replica outside it: no split is cooler."""
+    """Return a lower bound for every split: a set's mean load from experts without a replica outside the set."""
     outside = set(phy2log_RS[~inside_R].ravel().tolist())
     held = [heat_E[e] for e in range(len(heat_E)) if e not in outside]
     return float(sum(held)) / int(inside_R.sum())
 
 
 def by_sets(phy2log_RS: np.ndarray, heat_E: np.ndarray) -> float:
-    """The same optimum as the worst of all sets of ranks."""
+    """Return the same optimum as the maximum of ``bound_of`` over all sets of ranks."""
     ranks = len(phy2log_RS)
     masks = []
     for size in range(1, ranks + 1):

@@ -1,4 +1,4 @@
-"""Tables: the engines' rule, and parts sent to where it stays coolest."""
+"""Slow twins of tables: the fixed rule, and shares assigned to the coolest ranks."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ MIN_GAIN = 1e-5
 
 
 def holders_of(phy2log_RS, expert):
-    """Physical ids of an expert's replicas."""
+    """Return the physical ids of an expert's replicas."""
     return np.flatnonzero(phy2log_RS.ravel() == expert)
 
 
 def fixed_rule(phy2log_RS, sources, experts, width=1):
-    """Each ``width`` sources are one table's entries."""
+    """Return the tables of the fixed rule; each group of ``width`` sources is one dealing table."""
     table_GE = np.zeros((sources, experts), dtype=int)
     for e in range(experts):
         holders = holders_of(phy2log_RS, e)
@@ -40,10 +40,11 @@ def largest_first(share_G):
 
 
 def spread(phy2log_RS, order_E, scaled_EN, share_N, share_GE, z):
-    """Hottest expert first, its largest part first, each to the rank that stays coolest; silent parts by the rule."""
+    """Assign the shares of each expert, largest first, to the coolest rank; silent shares follow the fixed rule."""
     sources, experts = share_GE.shape
     slots = phy2log_RS.shape[1]
-    table_GE, margin = fixed_rule(phy2log_RS, sources, experts), np.inf
+    table_GE = fixed_rule(phy2log_RS, sources, experts)
+    margin = np.inf
     share_P = np.zeros(phy2log_RS.size)
     for e in range(experts):
         holders = holders_of(phy2log_RS, e)
@@ -71,9 +72,10 @@ def spread(phy2log_RS, order_E, scaled_EN, share_N, share_GE, z):
 
 
 def cool(phy2log_RS, table_GE, scaled_EN, share_N, share_GE, z):
-    """Move one part off the hottest rank, the one that leaves both ranks coolest, while they end up cooler."""
+    """Move the share off the hottest rank that leaves both ranks coolest, while both end up cooler than it was."""
     slots = phy2log_RS.shape[1]
-    table_GE, margin = table_GE.copy(), np.inf
+    table_GE = table_GE.copy()
+    margin = np.inf
     for _ in range(4 * phy2log_RS.size):
         risk_R = rank_risks(phy2log_RS, slot_shares(phy2log_RS, table_GE, share_GE), scaled_EN, share_N, z)
         hot = int(risk_R.argmax())
@@ -84,10 +86,10 @@ def cool(phy2log_RS, table_GE, scaled_EN, share_N, share_GE, z):
                 continue
             for target in holders_of(phy2log_RS, e):
                 if target != slot:
-                    tried_GE = table_GE.copy()
-                    tried_GE[g, e] = target
+                    trial_GE = table_GE.copy()
+                    trial_GE[g, e] = target
                     risks = rank_risks(
-                        phy2log_RS, slot_shares(phy2log_RS, tried_GE, share_GE), scaled_EN, share_N, z
+                        phy2log_RS, slot_shares(phy2log_RS, trial_GE, share_GE), scaled_EN, share_N, z
                     )
                     after[g, e, target] = max(risks[hot], risks[target // slots])
         margin = min(margin, _gap(-risk_R), _gap([*after.values(), bound]))
@@ -99,6 +101,6 @@ def cool(phy2log_RS, table_GE, scaled_EN, share_N, share_GE, z):
 
 
 def _gap(values):
-    """Smallest value to the next."""
+    """Return the difference between the two smallest values."""
     first, *rest = sorted(values)
     return rest[0] - first if rest else np.inf

@@ -1,4 +1,4 @@
-"""A new placement dealt to the ranks, who sends what moves, and tables whose tokens stay near home."""
+"""Slow twins of topology: matching of ranks, choice of senders, and redirections to the home node."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from tests.solver.slow.tables import holders_of, tables_par
 
 
 def overlaps(phy2log_RS, deployed_RS):
-    """Experts that each new row shares with each deployed rank."""
+    """Return the number of experts that each new row shares with each current rank."""
     return np.array(
         [[len(set(row) & set(rank)) for rank in deployed_RS.tolist()] for row in phy2log_RS.tolist()]
     )
 
 
 def match_ranks(phy2log_RS, deployed_RS, nodes_R):
-    """Largest overlap first, then with what the rank's whole node holds, then the first row, then the first rank."""
+    """Match by largest overlap with the rank, then with its node, then by lowest row, then by lowest rank."""
     shared_RR = overlaps(phy2log_RS, deployed_RS)
     ranks = range(len(phy2log_RS))
     nodes_RX = [np.unique(deployed_RS[nodes_R == nodes_R[rank]]) for rank in ranks]
@@ -29,17 +29,18 @@ def match_ranks(phy2log_RS, deployed_RS, nodes_R):
 
 
 def keep_slots(phy2log_RS, deployed_RS):
-    """Those that stay keep their slots; the others fill the free ones in order."""
-    kept, moves = [], 0
+    """Keep the slots of experts that stay and fill the free slots with new experts in order."""
+    kept = []
+    moves = 0
     for row, was in zip(phy2log_RS.tolist(), deployed_RS.tolist(), strict=True):
-        come = [expert for expert in row if expert not in was]
-        moves += len(come)
-        kept.append([expert if expert in row else come.pop(0) for expert in was])
+        arriving = [expert for expert in row if expert not in was]
+        moves += len(arriving)
+        kept.append([expert if expert in row else arriving.pop(0) for expert in was])
     return np.array(kept), moves
 
 
 def choose_senders(deployed_RS, phy2log_RS, nodes_R):
-    """Nearest, then least busy, then lowest holder of each expert that a slot must receive."""
+    """Choose the holder that is nearest, then least busy, then lowest, for each move."""
     sent = [0] * len(deployed_RS)
     moves = []
     for (r, s), expert in np.ndenumerate(phy2log_RS):
@@ -53,7 +54,7 @@ def choose_senders(deployed_RS, phy2log_RS, nodes_R):
 
 
 def crossing(log2phy_GE, share_GE, mean_E, node_G, node_R, slots):
-    """Part of the tokens whose rank is on another node than their source; a source on several is at home on all."""
+    """Return the fraction of tokens that leave their source's node; a source on several nodes never counts."""
     leaving = total = 0.0
     for (g, e), slot in np.ndenumerate(log2phy_GE):
         tokens = float(share_GE[g, e]) * float(mean_E[e])
@@ -63,21 +64,24 @@ def crossing(log2phy_GE, share_GE, mean_E, node_G, node_R, slots):
     return leaving / total if total else 0.0
 
 
-def ways_home(phy2log_RS, log2phy_GE, source, expert, node_G, node_R):
-    """Every way of a part to its node, alone or for one that is not at home there: ``(slot, other)`` and tables."""
+def redirections(phy2log_RS, log2phy_GE, source, expert, node_G, node_R):
+    """Yield ``(slot, partner)`` and the tables of every redirection of a share to its home node.
+
+    The share moves by itself (partner -1) or is exchanged for the share of a source that is not at home there.
+    """
     slots = phy2log_RS.shape[1]
     for target in holders_of(phy2log_RS, expert):
         if node_R[target // slots] != node_G[source]:
             continue
-        there = [int(g) for g in np.flatnonzero(log2phy_GE[:, expert] == target)]
-        for other in (-1, *(g for g in there if node_G[g] != node_G[source])):
-            tried_GE = log2phy_GE.copy()
-            tried_GE[source, expert] = target
-            if other >= 0:
-                tried_GE[other, expert] = log2phy_GE[source, expert]
-            yield (int(target), other), tried_GE
+        users = [int(g) for g in np.flatnonzero(log2phy_GE[:, expert] == target)]
+        for partner in (-1, *(g for g in users if node_G[g] != node_G[source])):
+            trial_GE = log2phy_GE.copy()
+            trial_GE[source, expert] = target
+            if partner >= 0:
+                trial_GE[partner, expert] = log2phy_GE[source, expert]
+            yield (int(target), partner), trial_GE
 
 
 def peak_of(phy2log_RS, log2phy_GE, scaled_EN, share_N, share_GE):
-    """Mean over the episodes of the hottest rank's load; 0 where there are no tokens."""
+    """Return the hottest rank's load, averaged over the episodes; 0 without tokens."""
     return tables_par(phy2log_RS, log2phy_GE, scaled_EN, share_N, share_GE) if share_N.sum() else 0.0

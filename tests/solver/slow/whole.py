@@ -1,4 +1,4 @@
-"""Slow, plain twin of the whole tokens of a step."""
+"""Slow twin of a step in whole tokens."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import numpy as np
 
 
 def draw(heat_E, expert_P, share_P, generator, table_RED=None, source_RE=None):
-    """Draw each token's slot by itself, int64 ``[P]``; a host that deals draws the token's source and then deals."""
+    """Draw the slot of each token and return the counts, int64 ``[P]``; with dealing tables, draw its source first."""
     tokens_P = np.zeros(len(expert_P), dtype=np.int64)
     for expert, tokens in enumerate(heat_E):
         if table_RED is None:
@@ -26,7 +26,8 @@ def draw(heat_E, expert_P, share_P, generator, table_RED=None, source_RE=None):
 
 def slowest_us(tokens_P, ranks, curve_4):
     floor, read, launch, slope = curve_4
-    of_ranks = tokens_P.reshape(ranks, -1)
+    """Return the microseconds of the slowest rank."""
+    tokens_RS = tokens_P.reshape(ranks, -1)
     return floor + max(
-        sum(max(read, launch + slope * tokens) for tokens in row if tokens > 0) for row in of_ranks
+        sum(max(read, launch + slope * tokens) for tokens in row if tokens > 0) for row in tokens_RS
     )
