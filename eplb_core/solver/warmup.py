@@ -52,26 +52,24 @@ def _warm_search(placement: Placement, threads: int | None) -> None:
         step_tries=10,
     )
     two_nodes = np.array([0, 0, 1, 1], dtype=np.int32)
+    timing = TimeObjective(_CURVE_4, heat_LNE)
     without_curve = [(tables, 1, None) for tables in (EVEN, RULE, SOLVED, STEPWISE)]
-    for tables, width, curve_4 in (
+    for tables, width, objective in (
         *without_curve,
         (DEALT, 2, None),
-        (EVEN, 1, _CURVE_4),
-        (SOLVED, 1, _CURVE_4),
+        (EVEN, 1, timing),
+        (SOLVED, 1, timing),
     ):
-        results = solve_many(
+        batch = LayerBatch(
             heat_LNE,
             placement.phy2log_LRS,
             np.repeat(tables_LGE, width, axis=1),
             np.full((2, 4 * width, 6), 0.25 / width),
             np.array([False, True]),
-            threads,
-            node_R=two_nodes,
-            node_G=np.repeat(two_nodes, width),
-            curve_4=curve_4,
-            steps_LNE=heat_LNE,
         )
-        for result in results:
+        rules = SearchRules(params._replace(tables=tables, width=width), np.array([np.inf, 2.0]), 0.0)
+        nodes = Nodes(two_nodes, np.repeat(two_nodes, width))
+        for result in solve_many(batch, rules, nodes, objective, Limits(threads)):
             if isinstance(result, Exception):
                 raise result
 

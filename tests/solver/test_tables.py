@@ -180,7 +180,9 @@ def test_swaps_through_tables_never_raise_the_par_of_a_candidate(scene: Sources)
     current = Layer(layer.heat32, deployed_on(scene.phy2log_RS, scene.share_GE, table_GE))
     candidate = Candidate(scene.phy2log_RS, table_GE, 0.0, 0)
     candidate = candidate._replace(par=par_on(candidate, current.heat.episodes, current.deployed, SOLVED))
-    result = _touched_up(candidate, current, SearchParams(z=layer.z, local_search_steps=5_000, tables=SOLVED))
+    result = _refine_through_tables(
+        candidate, current, SearchParams(z=layer.z, local_search_steps=5_000, tables=SOLVED)
+    )
     check_layer(result.phy2log_RS, layer.case.experts)
     for table_E in result.log2phy_GE:
         check_log2phy(table_E, result.phy2log_RS)
