@@ -10,7 +10,7 @@ from functools import cache
 import numpy as np
 
 from eplb_core.placement import Placement
-from eplb_core.solver.engine import solve_many
+from eplb_core.solver.engine import LayerBatch, Limits, Nodes, SearchRules, TimeObjective, solve_many
 from eplb_core.solver.model import DEALT, EVEN, RULE, SOLVED, STEPWISE, SearchParams
 from eplb_core.solver.topology import choose_senders
 from eplb_core.solver.whole_tokens import HostSplit, serve_steps, thinned

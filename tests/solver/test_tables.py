@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from eplb_core.placement import check_layer, check_log2phy, default_log2phy
 from eplb_core.planner.dealing import tables_of_sources
 from eplb_core.solver import tables
-from eplb_core.solver.candidates import par_on
+from eplb_core.solver.candidates import _refine_through_tables, par_on
 from eplb_core.solver.construction import assignment_of, descending, hottest_rank, largest_first
 from eplb_core.solver.evaluation import expert_heat
 from eplb_core.solver.model import SOLVED, Candidate, Layer, SearchParams
