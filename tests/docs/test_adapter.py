@@ -9,7 +9,7 @@ from tests.control.server.conftest import logs_on_stderr, warm_kernels  # noqa: 
 from tests.control.server.test_service import settings
 from tests.ranks import run_ranks
 
-EXAMPLE = Path(__file__).parents[2] / "docs" / "examples" / "toy_host.py"
+EXAMPLE = Path(__file__).parents[2] / "examples" / "toy_host.py"
 
 
 def serve(address, steps, after_switch):

@@ -91,4 +91,4 @@ def test_links_of_root_pages_are_those_of_the_site():
 
 def test_the_adapter_page_shows_the_example_that_is_tested():
     page = on_page_markdown((ROOT / "docs/adapter.md").read_text())
-    assert (ROOT / "docs/examples/toy_host.py").read_text() in page
+    assert (ROOT / "examples/toy_host.py").read_text() in page

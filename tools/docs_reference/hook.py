@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from tools.docs_reference.site_pages import ROOT, ROOT_PAGES, generated_pages
 
-_EXAMPLE = re.compile(r"^# (docs/examples/\w+\.py)$", re.MULTILINE)
+_EXAMPLE = re.compile(r"^# (examples/\w+\.py)$", re.MULTILINE)
 
 
 def on_files(files: Any, config: Any) -> Any:
@@ -31,7 +31,7 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
     """Return a page of ``docs/`` as it is in the site (called by MkDocs).
 
     Pages link to files of the repository's root as GitHub resolves the links; in the site these are links to its pages.
-    A line ``# docs/examples/NAME.py`` becomes that file.
+    A line ``# examples/NAME.py`` becomes that file.
     """
     for name, path in ROOT_PAGES.items():
         markdown = re.sub(
