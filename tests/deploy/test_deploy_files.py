@@ -44,7 +44,7 @@ def test_grafana_has_no_password_that_everybody_knows():
 
 def test_the_image_listens_where_it_says(monkeypatch):
     environment = dict(re.findall(r"^\s*(?:ENV )?(EPLB_\w+)=(\S+)", DOCKERFILE, flags=re.MULTILINE))
-    with pytest.raises(SettingsError, match="is reached from other hosts"):
+    with pytest.raises(SettingsError, match="is reachable from other hosts"):
         settings_from(environment, monkeypatch)
     environment |= load("compose.yaml")["services"]["eplb"]["environment"]
     settings = settings_from(environment, monkeypatch)

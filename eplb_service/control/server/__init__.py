@@ -1,1 +1,1 @@
-"""The running service around the core: gRPC, credentials, streams, the store, settings, the planning thread."""
+"""The running service around the core: gRPC, credentials, streams, the store, settings and planner threads."""

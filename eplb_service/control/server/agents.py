@@ -1,4 +1,4 @@
-"""The agents' streams: one call per rank, from its Hello to the end of its connection."""
+"""Streams of agents: one gRPC call per rank, from its Hello until it disconnects."""
 
 from __future__ import annotations
 
@@ -28,29 +28,31 @@ from eplb_service.control.server.outgoing.streams import RankStream
 from eplb_service.control.server.plane.control_plane import ControlPlane
 
 _HELLO_SECONDS = 10.0
-_HEARTBEATS_MISSED = 5
+_MISSED_HEARTBEATS = 5
 _SILENCE_SECONDS = 5.0
+"""Time, in addition to five heartbeats, after which a silent stream times out."""
 _WHOLE_SECONDS = 10.0
-"""Longest that all parts of a request may take: room is kept for them."""
-_INSIST_SECONDS = 0.1
-_INITIAL_PAUSE_SECONDS, _MAX_PAUSE_SECONDS = 0.002, 0.128
-"""Between two looks at whether slower ranks have caught up: many ranks may wait at once."""
-_SELDOM_SECONDS = 1.0
-"""A rank whose report comes so long after its last one loses nothing by waiting for other ranks' reports."""
+"""Longest time in which all parts of a request must arrive, because memory is reserved for them meanwhile."""
+_RETRY_CANCEL_SECONDS = 0.1
+_MIN_PAUSE_SECONDS = 0.002
+_MAX_PAUSE_SECONDS = 0.128
+"""Longest pause between two checks if slower ranks have caught up. Many ranks may wait at the same time."""
+_RARE_REPORT_SECONDS = 1.0
+"""Interval between a rank's reports above which a report can wait for other ranks' reports without any harm."""
 _BATCH_SECONDS = 0.2
-"""Such reports are let in together so often: in a row they cost less CPU than one at a time between other work."""
+"""Interval at which such reports are processed together. This costs less CPU than processing them among other work."""
 
 
 class AgentService(agent_pb2_grpc.AgentServiceServicer):
-    """Serves ``Connect``."""
+    """Implementation of ``AgentService``, whose only call is ``Connect``."""
 
     def __init__(self, plane: ControlPlane, quotas: Quotas) -> None:
         self._plane = plane
         self._quotas = quotas
-        self._silence = _HEARTBEATS_MISSED * plane.settings.heartbeat_seconds + _SILENCE_SECONDS
+        self._silence = _MISSED_HEARTBEATS * plane.settings.heartbeat_seconds + _SILENCE_SECONDS
 
     async def Connect(self, request_iterator: AsyncIterator[agent_pb2.ConnectRequest], context: Any) -> None:  # noqa: ARG002
-        """Serve one rank; every way in which its conversation can go wrong has a status that agents understand."""
+        """Serve one rank until its stream ends. Each kind of failure has a status that agents handle."""
         caller = CALLER.get()
         inbox = _Inbox(context, caller.host, self._quotas, self._plane.settings.max_message_bytes)
         hello = await self._read_hello(inbox, caller.host)
@@ -61,8 +63,8 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
             await context.write(agent_pb2.ConnectResponse(welcome=self._welcome(deployment)))
             await _first_of(
                 self._listen(deployment, hello, stream, inbox),
-                _send_on(stream, context),
-                _silent(stream, self._silence),
+                _send_outbox(stream, context),
+                _time_out(stream, self._silence),
                 stream.ended(),
             )
         finally:
@@ -72,7 +74,7 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
         async with inbox.next(_HELLO_SECONDS) as first:
             if first is None or first.WhichOneof("message") != "hello":
                 raise WireError("the first message of a stream must be a Hello")
-            # Not before it is here: whoever says nothing must not hold a turn.
+            # Wait for a turn only after the Hello has arrived, so that a silent caller does not occupy one.
             async with self._quotas.hellos.turn(host):
                 return await asyncio.to_thread(decode_hello, first.hello)
 
@@ -84,50 +86,51 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
                 stream.heard_at = time.monotonic()
                 kind = message.WhichOneof("message")
                 if kind == "heat_report":
-                    await self._take_heat(deployment, hello, stream, message.heat_report)
+                    await self._receive_heat(deployment, hello, stream, message.heat_report)
                 elif kind == "heartbeat":
                     self._plane.heartbeat(deployment, hello.rank, decode(Heartbeat, message.heartbeat))
                 elif kind == "plan_status":
                     self._plane.plan_status(deployment, hello.rank, decode(PlanStatus, message.plan_status))
+                elif kind is None:
+                    raise WireError("the message is empty")
                 else:
-                    raise WireError(
-                        "a stream has one Hello, its first message" if kind else "a message says nothing"
-                    )
+                    raise WireError("a Hello must be the first message of a stream, and the only one")
 
-    async def _take_heat(
+    async def _receive_heat(
         self, deployment: Deployment, hello: Hello, stream: RankStream, report: agent_pb2.HeatReport
     ) -> None:
-        most_steps = deployment.limits.pending_steps
-        before, stream.heat_at = stream.heat_at, stream.heard_at
-        if stream.heat_at - before > _SELDOM_SECONDS:
+        max_steps = deployment.limits.pending_steps
+        interval = stream.heard_at - stream.heat_at
+        stream.heat_at = stream.heard_at
+        if interval > _RARE_REPORT_SECONDS:
             await asyncio.sleep(_BATCH_SECONDS - stream.heard_at % _BATCH_SECONDS)
         if is_quick_to_decode(report):
-            counts = decode_heat_report(report, hello.shape, most_steps)
+            counts = decode_heat_report(report, hello.shape, max_steps)
         else:
-            counts = await asyncio.to_thread(decode_heat_report, report, hello.shape, most_steps)
-        await _let_others_catch_up(deployment, hello.rank, stream, counts)
-        # Whole steps that the report would push out would all have to be put together at once.
-        await self._put_together(deployment)
+            counts = await asyncio.to_thread(decode_heat_report, report, hello.shape, max_steps)
+        await _let_slower_ranks_catch_up(deployment, hello.rank, stream, counts)
+        # Assemble waiting steps first. A report that overflows the buffer would otherwise assemble all of them at once.
+        await self._assemble_steps(deployment)
         if not stream.over:
             self._plane.heat_report(deployment, hello.rank, counts, report)
-        await self._put_together(deployment)
+        await self._assemble_steps(deployment)
 
-    async def _put_together(self, deployment: Deployment) -> None:
-        """One report may make many steps whole; what else the loop has to do comes between them."""
+    async def _assemble_steps(self, deployment: Deployment) -> None:
+        """Assemble all complete steps, yielding to the event loop between batches of steps."""
         while self._plane.put_together(deployment):
             await asyncio.sleep(0)
 
     def _welcome(self, deployment: Deployment) -> agent_pb2.Welcome:
         heartbeat_seconds = self._plane.settings.heartbeat_seconds
-        asked = self._plane.streams.asked(deployment.name, self._plane.feed.reporting(deployment))
+        reporting = self._plane.streams.asked(deployment.name, self._plane.feed.reporting(deployment))
         welcome: agent_pb2.Welcome = encode(
-            Welcome(__version__, deployment.leader_term, asked.report_steps, heartbeat_seconds, asked)
+            Welcome(__version__, deployment.leader_term, reporting.report_steps, heartbeat_seconds, reporting)
         )
         return welcome
 
 
 def agent_handlers(service: AgentService) -> grpc.GenericRpcHandler:
-    """Return what a gRPC server needs to serve it; answers that are bytes already go as they are."""
+    """Return the gRPC handlers of ``service``. Responses that are already encoded are sent unchanged."""
     connect = grpc.stream_stream_rpc_method_handler(
         service.Connect, agent_pb2.ConnectRequest.FromString, _as_bytes
     )
@@ -136,24 +139,32 @@ def agent_handlers(service: AgentService) -> grpc.GenericRpcHandler:
 
 @dataclass(frozen=True)
 class _Inbox:
-    """Requests of one stream; large ones come in parts, which are read by turns."""
+    """Requests of one stream. Large requests arrive in parts, and a quota limits how many are read at a time."""
 
     _context: Any
     _host: str
     _quotas: Quotas
-    _most_bytes: int
+    _max_bytes: int
 
     @contextlib.asynccontextmanager
     async def next(self, seconds: float | None = None) -> AsyncIterator[agent_pb2.ConnectRequest | None]:
-        """Yield the next request, or ``None`` at the end of the stream; its memory is accounted for meanwhile."""
+        """Yield the next request, or ``None`` at the end of the stream.
+
+        While the context lasts, a large request occupies one of the quota's turns.
+
+        Parameters
+        ----------
+        seconds
+            Time in which the request must begin to arrive; unlimited by default.
+        """
         message = await self._read(seconds)
         if message is None or message.WhichOneof("message") != "part":
             yield message
             return
         parts = Parts(message.part)
-        if parts.size > self._most_bytes:
+        if parts.size > self._max_bytes:
             raise ExhaustedError(
-                f"a request of {parts.size} bytes is past the {self._most_bytes} that max_message_bytes allows"
+                f"a request of {parts.size} bytes exceeds the {self._max_bytes} bytes that max_message_bytes allows"
             )
         async with self._quotas.large_requests.turn(self._host):
             try:
@@ -161,7 +172,7 @@ class _Inbox:
             except asyncio.TimeoutError:
                 raise StatusError(
                     grpc.StatusCode.DEADLINE_EXCEEDED,
-                    f"the parts of a request did not all arrive within {_WHOLE_SECONDS:g} seconds; connect again",
+                    f"the parts of a request did not all arrive within {_WHOLE_SECONDS:g} seconds; reconnect",
                 ) from None
             request = parts.request()
             del parts, message
@@ -171,7 +182,7 @@ class _Inbox:
         while not parts.complete:
             message: agent_pb2.ConnectRequest = await self._context.read()
             if message == grpc.aio.EOF or message.WhichOneof("message") != "part":
-                raise WireError("a request in parts was broken off")
+                raise WireError("a request in parts ended before its last part")
             parts.add(message.part)
 
     async def _read(self, seconds: float | None) -> agent_pb2.ConnectRequest | None:
@@ -182,12 +193,12 @@ class _Inbox:
         return None if message == grpc.aio.EOF else message
 
 
-def _as_bytes(answer: agent_pb2.ConnectResponse | bytes) -> bytes:
-    return answer if isinstance(answer, bytes) else answer.SerializeToString()
+def _as_bytes(response: agent_pb2.ConnectResponse | bytes) -> bytes:
+    return response if isinstance(response, bytes) else response.SerializeToString()
 
 
 async def _assembled(plane: ControlPlane, hello: Hello) -> Assembled | None:
-    """Put together what all ranks serve, off the event loop, where this rank is the last."""
+    """Assemble the group's layout off the event loop if this Hello completes the group."""
     deployment = plane.deployments.get(hello.deployment)
     group = None if deployment is None else deployment.group
     if group is None or not group.is_completed_by(hello):
@@ -195,11 +206,11 @@ async def _assembled(plane: ControlPlane, hello: Hello) -> Assembled | None:
     return await asyncio.to_thread(group.assembled, hello)
 
 
-async def _let_others_catch_up(
+async def _let_slower_ranks_catch_up(
     deployment: Deployment, rank: int, stream: RankStream, report: HeatReport
 ) -> None:
-    """Hold back a report that is ahead of other ranks', up to ``HELD_SECONDS``."""
-    pause = _INITIAL_PAUSE_SECONDS
+    """Delay a report that is ahead of slower ranks' reports, by at most ``HELD_SECONDS``."""
+    pause = _MIN_PAUSE_SECONDS
     while not stream.over:
         now = time.monotonic()
         if not deployment.is_ahead(rank, report):
@@ -208,14 +219,14 @@ async def _let_others_catch_up(
         stream.ahead_since = now if stream.ahead_since is None else stream.ahead_since
         if now - stream.ahead_since >= HELD_SECONDS:
             return
-        # Unread input counts as activity.
+        # The rank may have sent messages that nothing reads during the delay, so the stream must not time out.
         stream.heard_at = now
         await asyncio.sleep(pause)
         pause = min(2 * pause, _MAX_PAUSE_SECONDS)
 
 
-async def _send_on(stream: RankStream, context: Any) -> None:
-    """Send the rank what waits in the stream's outbox, for as long as the stream lasts."""
+async def _send_outbox(stream: RankStream, context: Any) -> None:
+    """Send the messages in the stream's outbox until the task is cancelled."""
     while True:
         message = await stream.outbox.get()
         if isinstance(message, tuple):
@@ -225,21 +236,24 @@ async def _send_on(stream: RankStream, context: Any) -> None:
             await context.write(message)
 
 
-async def _silent(stream: RankStream, seconds: float) -> None:
-    """Wait until nothing was heard for so long; a clock for each message would cost more than reading it."""
-    while (left := stream.heard_at + seconds - time.monotonic()) > 0:
-        await asyncio.sleep(left)
+async def _time_out(stream: RankStream, seconds: float) -> None:
+    """Wait until the stream has been silent for ``seconds``, then raise ``StatusError``.
+
+    A timer for each message would cost more than reading the message.
+    """
+    while (remaining := stream.heard_at + seconds - time.monotonic()) > 0:
+        await asyncio.sleep(remaining)
     raise _silence_error(seconds)
 
 
 def _silence_error(seconds: float) -> StatusError:
     return StatusError(
-        grpc.StatusCode.DEADLINE_EXCEEDED, f"nothing was heard for {seconds:g} seconds; connect again"
+        grpc.StatusCode.DEADLINE_EXCEEDED, f"no message arrived for {seconds:g} seconds; reconnect"
     )
 
 
 async def _first_of(*coroutines: Coroutine[Any, Any, None]) -> None:
-    """Run all until one ends; its error is raised, the others are cancelled and waited for."""
+    """Run all coroutines until one ends. Cancel the others, wait for them, and raise the first one's error."""
     tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -250,14 +264,14 @@ async def _first_of(*coroutines: Coroutine[Any, Any, None]) -> None:
 
 
 async def _end(tasks: Sequence[asyncio.Future[None]]) -> None:
-    """Cancel tasks until they have ended.
+    """Cancel tasks repeatedly until they have ended.
 
-    Before Python 3.12 ``wait_for`` drops a cancellation that comes together with its result: a stream that was asked to
-    end while a message came in would go on for ever.
+    Before Python 3.12, ``wait_for`` drops a cancellation that arrives together with its result. A stream that is
+    cancelled just as a message arrives would then never end.
     """
     pending = set(tasks)
     while pending:
         for task in pending:
             task.cancel()
-        _, pending = await asyncio.wait(pending, timeout=_INSIST_SECONDS)
+        _, pending = await asyncio.wait(pending, timeout=_RETRY_CANCEL_SECONDS)
     await asyncio.gather(*tasks, return_exceptions=True)

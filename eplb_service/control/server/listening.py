@@ -1,4 +1,4 @@
-"""Errors as gRPC statuses, certificates that are renewed while serving, and health checks."""
+"""gRPC statuses of errors, TLS certificates that are renewed while serving, and health checks."""
 
 from __future__ import annotations
 
@@ -34,10 +34,11 @@ _CODES: tuple[tuple[type[Exception], grpc.StatusCode], ...] = (
     (ExhaustedError, grpc.StatusCode.RESOURCE_EXHAUSTED),
     (NotStoredError, grpc.StatusCode.ABORTED),
 )
+"""Status of each kind of error. Subclasses precede their base classes."""
 
 
 class StatusError(Exception):
-    """A call ends with a status for a reason of the server's own."""
+    """An error that the server itself raises to end a call with the gRPC status ``code``."""
 
     def __init__(self, code: grpc.StatusCode, message: str) -> None:
         super().__init__(message)
@@ -45,7 +46,7 @@ class StatusError(Exception):
 
 
 def code_of(error: StatusError | RefusedError | WireError) -> grpc.StatusCode:
-    """Return the status that the caller gets."""
+    """Return the gRPC status with which ``error`` ends a call."""
     if isinstance(error, StatusError):
         return error.code
     return next(code for kind, code in _CODES if isinstance(error, kind))
@@ -53,20 +54,44 @@ def code_of(error: StatusError | RefusedError | WireError) -> grpc.StatusCode:
 
 AGENT_SERVICE: str = agent_pb2.DESCRIPTOR.services_by_name["AgentService"].full_name
 OPERATOR_SERVICE: str = operator_pb2.DESCRIPTOR.services_by_name["OperatorService"].full_name
-LIVENESS, READY = "liveness", "ready"
-"""Names under which a health check asks whether the process is alive, and able to lead, be it standing by or not."""
+LIVENESS = "liveness"
+"""Health check that succeeds while the process is alive."""
+READY = "ready"
+"""Health check that succeeds if the service leads, or is standing by with compiled kernels."""
 
-_HEALTH_CALLS, _HEALTH_CONNECTIONS = 256, 512
+_HEALTH_CALLS = 256
+_HEALTH_CONNECTIONS = 512
 _HEALTH_BYTES = 1 << 10
-_HEALTH_SETTLED_MS, _HEALTH_IDLE_MS, _HEALTH_AGE_MS = 5_000, 10_000, 60_000
+_HEALTH_HANDSHAKE_MS = 5_000
+_HEALTH_IDLE_MS = 10_000
+_HEALTH_AGE_MS = 60_000
 
 
 class ListenError(Exception):
-    """An address that cannot be listened on; the message says which, why and what to do."""
+    """An address that the service cannot listen on. The message names it, the reason and the remedy."""
 
 
 async def serve_health(address: str, probes: Any, gate: Any, stack: contextlib.AsyncExitStack) -> str:
-    """Answer health checks that ``gate`` lets in, and nothing else, until the stack unwinds; the real address."""
+    """Serve health checks, and no other calls, until ``stack`` unwinds.
+
+    Raises ``ListenError`` if the address cannot be used.
+
+    Parameters
+    ----------
+    address
+        ``host:port`` to listen on.
+    probes
+        Health servicer of ``grpc_health``.
+    gate
+        The gate that each call passes.
+    stack
+        Exit stack that stops the server.
+
+    Returns
+    -------
+    str
+        ``host:port`` with the real port.
+    """
     server = grpc.aio.server(
         interceptors=[gate],
         maximum_concurrent_rpcs=_HEALTH_CALLS,
@@ -74,9 +99,9 @@ async def serve_health(address: str, probes: Any, gate: Any, stack: contextlib.A
             ("grpc.so_reuseport", 0),
             ("grpc.max_receive_message_length", _HEALTH_BYTES),
             ("grpc.max_allowed_incoming_connections", _HEALTH_CONNECTIONS),
-            # Whoever asks for nothing leaves the place to others.
-            ("grpc.server_handshake_timeout_ms", _HEALTH_SETTLED_MS),
-            ("grpc.http2.settings_timeout", _HEALTH_SETTLED_MS),
+            # Close idle and old connections, so that they do not use up the limit above.
+            ("grpc.server_handshake_timeout_ms", _HEALTH_HANDSHAKE_MS),
+            ("grpc.http2.settings_timeout", _HEALTH_HANDSHAKE_MS),
             ("grpc.max_connection_idle_ms", _HEALTH_IDLE_MS),
             ("grpc.max_connection_age_ms", _HEALTH_AGE_MS),
             ("grpc.max_connection_age_grace_ms", _HEALTH_IDLE_MS),
@@ -84,16 +109,28 @@ async def serve_health(address: str, probes: Any, gate: Any, stack: contextlib.A
     )
     health_pb2_grpc.add_HealthServicer_to_server(probes, server)
     try:
-        bound = server.add_insecure_port(address)
+        port = server.add_insecure_port(address)
     except RuntimeError as error:
-        raise ListenError(f"cannot listen on {address}: {error}; choose another with --health") from error
+        raise ListenError(
+            f"cannot listen on {address}: {error}; choose another address with --health"
+        ) from error
     await server.start()
     stack.push_async_callback(server.stop, None)
-    return f"{address.rpartition(':')[0]}:{bound}"
+    return f"{address.rpartition(':')[0]}:{port}"
 
 
 async def report_health(probes: Any, status: int, ready: int | None = None) -> None:
-    """Answer ``status`` from now on, and ``ready``, where it differs, to those who ask whether it could lead."""
+    """Set the results of the health checks. ``liveness`` always succeeds.
+
+    Parameters
+    ----------
+    probes
+        Health servicer of ``grpc_health``.
+    status
+        Status of the agent and operator services, and of the server as a whole.
+    ready
+        Status of the check ``ready``; by default the same as ``status``.
+    """
     for name in ("", AGENT_SERVICE, OPERATOR_SERVICE):
         await probes.set(name, status)
     await probes.set(READY, status if ready is None else ready)
@@ -104,71 +141,86 @@ _log = structlog.get_logger(__name__)
 
 
 class Certificates:
-    """PEM files of the service's own certificate and key, and of the authority of client certificates, if asked for.
+    """The service's TLS certificate, read again for each connection; safe to use from any thread.
 
-    Used from any thread. They are read again for each connection. A renewal replaces certificate and key one after the
-    other: until both belong together again, the pair before is shown. Raises ``SettingsError`` where a file cannot be
-    read or used, or the key is another certificate's.
+    A renewal replaces the certificate and the key one after the other. Until they match again, connections use the
+    previous pair. Raises ``SettingsError`` if a file cannot be read or used, or if the key does not match.
+
+    Parameters
+    ----------
+    certificate
+        PEM file of the service's certificate chain.
+    key
+        PEM file of its private key.
+    client_authority
+        PEM file of the authority of client certificates; ``None`` without mutual TLS.
     """
 
     def __init__(self, certificate: Path, key: Path, client_authority: Path | None) -> None:
-        self._certificate, self._key, self._client_authority = certificate, key, client_authority
+        self._certificate = certificate
+        self._key = key
+        self._client_authority = client_authority
         self._paths = tuple(filter(None, (key, certificate, client_authority)))
         self._contents = self._shown = self._read()
-        self._context = self._usable(self._contents)
-        self._complaint = ""
+        self._context = self._load(self._contents)
+        self._last_error = ""
         self._refreshing = threading.Lock()
 
     @property
     def context(self) -> ssl.SSLContext:
-        """TLS of a new connection over HTTP."""
+        """TLS context of a new HTTPS connection."""
         self._refresh()
         return self._context
 
     def current(self) -> grpc.ServerCertificateConfiguration:
-        """Return the certificate of new connections over gRPC."""
+        """Return the certificate of new gRPC connections."""
         key, certificate, *authority = self._shown = self._contents
         return grpc.ssl_server_certificate_configuration([(key, certificate)], *authority)
 
     def changed(self) -> grpc.ServerCertificateConfiguration | None:
-        """Return ``current()`` where it is another than the last one; asked by gRPC at each handshake."""
+        """Return ``current()`` if the certificate has changed, else ``None``. gRPC calls this at each handshake."""
         self._refresh()
         return None if self._shown == self._contents else self.current()
 
     def validity(self) -> dict[str, Validity]:
-        """Return, by setting, when the certificates in use are valid; of several in a file, the first to expire."""
+        """Return the validity of the certificates in use, by setting.
+
+        If a file contains several certificates, it is the validity of the first one to expire.
+        """
         self._refresh()
         _, certificate, *authority = self._contents
         files = zip(("tls_cert", "tls_client_ca"), (certificate, *authority), strict=False)
-        found = {setting: first_to_expire(content) for setting, content in files}
-        return {setting: validity for setting, validity in found.items() if validity is not None}
+        validities = {setting: first_to_expire(content) for setting, content in files}
+        return {setting: validity for setting, validity in validities.items() if validity is not None}
 
     def _refresh(self) -> None:
-        """Take over the files as they are now, where they can be used; else say so once, and keep those before."""
+        """Load the files if they have changed. If they cannot be used, log this once and keep the previous ones."""
         with self._refreshing:
             try:
                 contents = self._read()
                 if contents != self._contents:
-                    self._context = self._usable(contents)
+                    self._context = self._load(contents)
                     self._contents = contents
-                self._complaint = ""
+                self._last_error = ""
             except SettingsError as error:
-                if str(error) != self._complaint:
-                    self._complaint = str(error)
-                    _log.error("certificate_not_renewed", reason=self._complaint, shown="the one before")
+                if str(error) != self._last_error:
+                    self._last_error = str(error)
+                    _log.error("certificate_not_renewed", reason=self._last_error, shown="the previous one")
 
-    def _usable(self, contents: tuple[bytes, ...]) -> ssl.SSLContext:
+    def _load(self, contents: tuple[bytes, ...]) -> ssl.SSLContext:
+        """Load a TLS context; raises ``SettingsError`` if the files are invalid or differ from ``contents``."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         try:
-            # No password: a key that needs one is refused, not asked for on a terminal.
+            # With an empty password, an encrypted key is rejected. Without one, OpenSSL would prompt on the terminal.
             context.load_cert_chain(self._certificate, self._key, password="")
             if self._client_authority is not None:
                 context.load_verify_locations(self._client_authority)
                 context.verify_mode = ssl.CERT_REQUIRED
         except OSError as error:
-            reason, paths = getattr(error, "reason", None) or error, ", ".join(map(str, self._paths))
-            raise SettingsError(f"the TLS files {paths} cannot be used: {reason}") from error
+            reason = getattr(error, "reason", None) or error
+            paths = ", ".join(map(str, self._paths))
+            raise SettingsError(f"cannot use the TLS files {paths}: {reason}") from error
         if self._read() != contents:
             raise SettingsError("the TLS files are being replaced")
         return context

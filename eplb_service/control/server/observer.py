@@ -1,4 +1,4 @@
-"""Recent balance, decisions and heartbeats per deployment, for pictures and metrics; nothing depends on it."""
+"""Recent balance, decisions and heartbeats of each deployment, for figures and metrics."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from eplb_service.control.core.health import (
 from eplb_service.telemetry.metrics import Metrics, Shown
 
 _LOAD_STEPS = 16
-"""Newest steps of a rank's load: few, because this is done every second on the event loop."""
+"""Newest steps that the rank loads are computed from. Few, because this runs every second on the event loop."""
 MEASURED_PRICE, _, STATED_PRICE, _ = MOVE_PRICES
 
 
@@ -39,13 +39,20 @@ class _Observed:
     ----------
     series
         Balance over time.
-    last_decision, last_plan
-        The last decision, and the last that led to a plan.
-    assembled, charted, stepped_at
-        Steps whose heat had arrived at the last look, whether the series has them, and when the newest of them had
-        arrived; ``None`` before the first.
-    heard_R, beats_R
-        By rank, when it last reported anything, and its last heartbeat.
+    last_decision
+        The last decision; ``None`` before the first.
+    last_plan
+        The last decision that led to a plan; ``None`` before the first.
+    assembled
+        Number of steps with complete heat at the last tick.
+    charted
+        True if ``series`` already covers these steps.
+    stepped_at
+        Time at which the newest of these steps was first seen, in seconds; ``None`` before the first step.
+    reported_at_R
+        Time of each rank's last report, in seconds.
+    beats_R
+        Last heartbeat of each rank.
     """
 
     series: BalanceSeries = field(default_factory=BalanceSeries)
@@ -54,18 +61,26 @@ class _Observed:
     assembled: int = 0
     charted: bool = False
     stepped_at: float | None = None
-    heard_R: dict[int, float] = field(default_factory=dict)
+    reported_at_R: dict[int, float] = field(default_factory=dict)
     beats_R: dict[int, Heartbeat] = field(default_factory=dict)
 
     def mean(self, ratio: str) -> float:
-        """Mean over layers of a ratio of the last decision's verdicts; NaN where there is none."""
+        """Return the mean over layers of a ratio of the last decision's verdicts; NaN if no verdict has one."""
         verdicts = self.last_decision.verdicts if self.last_decision else ()
         values = [getattr(verdict, ratio) for verdict in verdicts]
         return float(mean_par(np.array(values))) if values else math.nan
 
 
 class Observer:
-    """Records of all deployments, by ``wall_clock`` (seconds since 1970) and a ``clock`` that never jumps."""
+    """Records of all deployments.
+
+    Parameters
+    ----------
+    wall_clock
+        Clock in seconds since 1970.
+    clock
+        Monotonic clock in seconds.
+    """
 
     def __init__(
         self, wall_clock: Callable[[], float] = time.time, clock: Callable[[], float] = time.monotonic
@@ -79,43 +94,46 @@ class Observer:
         return self._observed.setdefault(name, _Observed())
 
     def heard(self, name: str, rank: int) -> None:
-        """Note that a rank has reported something."""
-        self.of(name).heard_R[rank] = self._clock()
+        """Record that a rank has just sent a message."""
+        self.of(name).reported_at_R[rank] = self._clock()
 
     def count_calls(self, name: str, rank: int, beat: Heartbeat, metrics: Metrics) -> None:
-        """Count the agent's calls since the heartbeat before, unless that was another start's."""
+        """Count the agent's calls since its previous heartbeat, unless the agent has restarted since."""
         beats_R = self.of(name).beats_R
-        before, beats_R[rank] = beats_R.get(rank), beat
-        if before is None:
+        previous = beats_R.get(rank)
+        beats_R[rank] = beat
+        if previous is None:
             return
-        calls, micros = beat.calls - before.calls, beat.call_micros - before.call_micros
-        votes = beat.vote_micros - before.vote_micros
-        if min(calls, micros, votes) >= 0:
+        calls = beat.calls - previous.calls
+        call_micros = beat.call_micros - previous.call_micros
+        vote_micros = beat.vote_micros - previous.vote_micros
+        # If the agent has restarted, its counts have started from zero again.
+        if min(calls, call_micros, vote_micros) >= 0:
             metrics.count("eplb_agent_calls", name, by=calls)
-            metrics.count("eplb_agent_call_seconds", name, by=micros / 1e6)
-            metrics.count("eplb_agent_vote_seconds", name, by=votes / 1e6)
+            metrics.count("eplb_agent_call_seconds", name, by=call_micros / 1e6)
+            metrics.count("eplb_agent_vote_seconds", name, by=vote_micros / 1e6)
 
     def silent_seconds(self, name: str, rank: int) -> float | None:
-        """Return the time since the last report of a rank; ``None`` where there was none."""
-        heard = self.of(name).heard_R.get(rank)
-        return None if heard is None else max(0.0, self._clock() - heard)
+        """Return the seconds since a rank's last message; ``None`` before the first one."""
+        reported_at = self.of(name).reported_at_R.get(rank)
+        return None if reported_at is None else max(0.0, self._clock() - reported_at)
 
     def decided(self, name: str, plan: Plan, seconds: float) -> None:
-        """Record a decision that took ``seconds``."""
+        """Record a decision, and the ``seconds`` that it took."""
         moves = {layer.layer: layer.moves_M5 for layer in plan.layers}
         self.of(name).last_decision = PastPlan(
             0, self._wall_clock(), "", "", 0, plan.verdicts, solve_seconds=seconds, moves=moves
         )
 
     def offered(self, name: str, plan_id: int) -> None:
-        """Record that the last decision is offered as a plan."""
+        """Record that the last decision was offered to the ranks as plan ``plan_id``."""
         observed = self.of(name)
         if observed.last_decision is not None:
             observed.last_decision = replace(observed.last_decision, plan_id=plan_id)
             observed.last_plan = observed.last_decision
 
     def tick(self, deployment: Deployment) -> None:
-        """Record the balance as it is now, if steps have been served since the last look."""
+        """Record the current balance if heat of new steps has arrived since the last point."""
         observed = self.of(deployment.name)
         if deployment.assembled != observed.assembled:
             observed.assembled = deployment.assembled
@@ -136,23 +154,25 @@ class Observer:
         observed.charted = observed.series.add(point)
 
     def idle_seconds(self, name: str) -> float | None:
-        """Return the time since the newest step's heat arrived; ``None`` before the first."""
-        stepped = self.of(name).stepped_at
-        return None if stepped is None else max(0.0, self._clock() - stepped)
+        """Return the seconds since the heat of a new step arrived; ``None`` before the first step."""
+        stepped_at = self.of(name).stepped_at
+        return None if stepped_at is None else max(0.0, self._clock() - stepped_at)
 
     def regrouped(self, name: str) -> None:
-        """Keep only the balance over time: the ranks have formed another group, perhaps of another shape."""
+        """Drop all records except the balance over time, because the ranks have formed a new group."""
         self._observed[name] = _Observed(self.of(name).series)
 
     def forget(self, name: str) -> None:
-        """Drop the records of a deployment that is known no more."""
+        """Drop all records of a deployment."""
         self._observed.pop(name, None)
 
 
 def gauges(deployment: Deployment, observer: Observer) -> list[Shown]:
-    """Gauges of ``deployment``; those of its ranks and their balance while any is connected."""
-    ranks, heat, live = deployment.connected, deployment.heat, deployment.live
-    found: dict[str, Any] = {
+    """Return the gauges of a deployment. Gauges of ranks and balance are omitted while no rank is connected."""
+    ranks = deployment.connected
+    heat = deployment.heat
+    live = deployment.live
+    values: dict[str, Any] = {
         "eplb_agents_connected": len(ranks),
         "eplb_agents_expected": deployment.group.shape.ranks if deployment.group else 0,
         "eplb_paused": deployment.paused,
@@ -167,14 +187,14 @@ def gauges(deployment: Deployment, observer: Observer) -> list[Shown]:
     }
     if ranks:
         silent = [observer.silent_seconds(deployment.name, member.rank) or 0.0 for member in ranks]
-        found["eplb_agent_silent_seconds"] = max(silent)
-        found["eplb_agent_staging_bytes"] = max(member.staging_bytes or 0 for member in ranks) or None
-        found["eplb_agent_heat_ring_bytes"] = max(member.ring_bytes or 0 for member in ranks) or None
-        found |= _balance(deployment) | _worth(deployment)
-        found |= _last_decision(observer.of(deployment.name), deployment.decisions.forecasts.gain)
+        values["eplb_agent_silent_seconds"] = max(silent)
+        values["eplb_agent_staging_bytes"] = max(member.staging_bytes or 0 for member in ranks) or None
+        values["eplb_agent_heat_ring_bytes"] = max(member.ring_bytes or 0 for member in ranks) or None
+        values |= _balance(deployment) | _worth(deployment)
+        values |= _last_decision(observer.of(deployment.name), deployment.decisions.forecasts.gain)
     shown = []
-    for name, value in found.items():
-        # Some have a second label, and a value for each of it.
+    for name, value in values.items():
+        # Gauges with a second label have one value for each of its values.
         labelled = value if isinstance(value, dict) else {(): value}
         for label, number in labelled.items():
             if number is not None and not math.isnan(number):
@@ -215,15 +235,15 @@ def _last_decision(observed: _Observed, forecast: Gain | None) -> dict[str, Any]
 
 
 def _worth(deployment: Deployment) -> dict[str, Any]:
-    """Return gauges of the gain of balancing and of the price of moves, as far as they are known.
+    """Return the gauges of the gain from balancing and of the move price, if they are available.
 
-    Times are shown only if they were measured across switches.
+    Times are included only if they were measured across switches.
     """
     worth = deployment.decisions.worth
     price = shown_price(deployment.decisions.move_price)
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     if worth is not None:
-        found = {
+        values = {
             "eplb_deployment_par_left_alone": worth.par_left_alone,
             "eplb_deployment_par_gain_ratio": worth.par_gain_percent / 100,
             "eplb_gain_verdict_info": {worth.verdict: 1},
@@ -236,18 +256,18 @@ def _worth(deployment: Deployment) -> dict[str, Any]:
             "eplb_gain_tokens_per_second": worth.tokens_per_second_won,
         }
     if price is not None:
-        found |= {
+        values |= {
             "eplb_move_price": price.price,
             "eplb_move_price_info": {price.kind: 1},
             "eplb_move_cost_seconds": _scaled(price.ms_per_move, 1e-3),
             "eplb_move_cost_seconds_per_byte": _scaled(price.ms_per_megabyte, 1e-9),
             "eplb_switch_cost_seconds": _scaled(price.ms_per_switch, 1e-3),
         }
-    return found
+    return values
 
 
 def shown_price(price: MovePrice | None) -> MovePrice | None:
-    """Return the price of moves as people may see it: without times that rest on an assumption."""
+    """Return the move price for display, without times that are only assumed."""
     if price is None or price.kind in (MEASURED_PRICE, STATED_PRICE):
         return price
     return replace(price, ms_per_move=None, ms_per_megabyte=None, ms_per_switch=None)

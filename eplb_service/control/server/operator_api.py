@@ -1,4 +1,4 @@
-"""Serves ``operator.proto``: what operators and their tools may ask of a running service."""
+"""Implementation of ``operator.proto``, the interface for operators and their tools."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from eplb_service.control.server.store import StoredDeployment
 
 
 class OperatorService(operator_pb2_grpc.OperatorServiceServicer):
-    """Serves ``operator.proto`` from the control plane."""
+    """The gRPC service of ``operator.proto``, backed by the control plane."""
 
     def __init__(self, plane: ControlPlane) -> None:
         self._plane = plane
@@ -40,14 +40,14 @@ class OperatorService(operator_pb2_grpc.OperatorServiceServicer):
     async def ListDeployments(
         self, _request: operator_pb2.ListDeploymentsRequest, _context: Any
     ) -> operator_pb2.ListDeploymentsResponse:
-        """List all that the caller may name."""
+        """List all deployments that the caller may access."""
         names = filter(CALLER.get().credential.reaches, sorted(self._plane.deployments))
         return operator_pb2.ListDeploymentsResponse(deployments=map(self._status, names))
 
     async def GetStatus(
         self, request: operator_pb2.GetStatusRequest, _context: Any
     ) -> operator_pb2.GetStatusResponse:
-        """Describe one deployment with its layers and agents."""
+        """Return the status of one deployment, its layers and its agents."""
         deployment = self._plane.find(request.deployment)
         return operator_pb2.GetStatusResponse(
             status=self._status(request.deployment),
@@ -58,28 +58,29 @@ class OperatorService(operator_pb2_grpc.OperatorServiceServicer):
     async def GetPlacement(
         self, request: operator_pb2.GetPlacementRequest, _context: Any
     ) -> operator_pb2.GetPlacementResponse:
-        """Return the placement and tables that are served now."""
+        """Return the current placement and tables; raises ``ConflictError`` until all ranks have reported theirs."""
         live = self._plane.find(request.deployment).live
         if live is None:
             raise ConflictError(
-                f"the placement of {request.deployment!r} is not known: not all ranks have reported theirs"
+                f"the placement of {request.deployment!r} is unknown, because not all ranks have reported theirs; "
+                "retry once all ranks are connected"
             )
         return encode_placement(live.epoch, live.digest, live.placement, live.log2phy_RLE)
 
     async def Pause(self, request: operator_pb2.PauseRequest, _context: Any) -> operator_pb2.PauseResponse:
-        """Stop planning."""
+        """Pause planning for a deployment."""
         self._plane.set_paused(self._plane.find(request.deployment), True)
         await self._plane.store(f"planning for {request.deployment} is paused")
         return operator_pb2.PauseResponse()
 
     async def Resume(self, request: operator_pb2.ResumeRequest, _context: Any) -> operator_pb2.ResumeResponse:
-        """Plan again."""
+        """Resume planning for a deployment."""
         self._plane.set_paused(self._plane.find(request.deployment), False)
-        await self._plane.store(f"planning for {request.deployment} continues")
+        await self._plane.store(f"planning for {request.deployment} is resumed")
         return operator_pb2.ResumeResponse()
 
     async def Lead(self, request: operator_pb2.LeadRequest, _context: Any) -> operator_pb2.LeadResponse:
-        """Have the ranks follow this service."""
+        """Raise the leader term above all terms that the ranks have followed, so that they follow this service."""
         deployment = self._plane.find(request.deployment)
         raised = self._plane.lead(deployment)
         if raised:
@@ -87,7 +88,7 @@ class OperatorService(operator_pb2_grpc.OperatorServiceServicer):
         return operator_pb2.LeadResponse(leader_term=deployment.leader_term, raised=raised)
 
     async def Forget(self, request: operator_pb2.ForgetRequest, _context: Any) -> operator_pb2.ForgetResponse:
-        """Remove a deployment that is gone."""
+        """Remove a deployment whose ranks are gone."""
         self._plane.forget_departed(self._plane.find(request.deployment))
         await self._plane.store(f"{request.deployment} is forgotten")
         return operator_pb2.ForgetResponse()
@@ -95,7 +96,7 @@ class OperatorService(operator_pb2_grpc.OperatorServiceServicer):
     async def Rebalance(
         self, request: operator_pb2.RebalanceRequest, _context: Any
     ) -> operator_pb2.RebalanceResponse:
-        """Decide now; answers once the decision is made and, where there is a plan, offered."""
+        """Make a decision now. The call returns once the decision is made and its plan, if any, is offered."""
         outcome = await asyncio.shield(self._plane.decider.start(self._plane.find(request.deployment)))
         if outcome.result == "failed":
             raise StatusError(grpc.StatusCode.INTERNAL, outcome.message)
@@ -108,7 +109,7 @@ class OperatorService(operator_pb2_grpc.OperatorServiceServicer):
     async def GetHistory(
         self, request: operator_pb2.GetHistoryRequest, _context: Any
     ) -> operator_pb2.GetHistoryResponse:
-        """List plans of the past, newest first."""
+        """List past plans, newest first."""
         self._plane.find(request.deployment)
         plans = await self._plane.history(request.deployment, request.limit)
         return operator_pb2.GetHistoryResponse(plans=map(encode, plans))
@@ -116,7 +117,7 @@ class OperatorService(operator_pb2_grpc.OperatorServiceServicer):
     async def GetBalance(
         self, request: operator_pb2.GetBalanceRequest, _context: Any
     ) -> operator_pb2.GetBalanceResponse:
-        """Return balance over time, loads of the ranks, and the last decisions."""
+        """Return the balance over time, the rank loads and the last decisions."""
         deployment = self._plane.find(request.deployment)
         observed = self._plane.observer.of(deployment.name)
         steps, loads_LR = rank_loads(deployment, RECENT_STEPS)
@@ -129,36 +130,37 @@ class OperatorService(operator_pb2_grpc.OperatorServiceServicer):
         )
 
     async def WatchHeat(self, request: operator_pb2.WatchHeatRequest, context: Any) -> None:
-        """Send heat as it is counted, until the caller ends the call."""
-        host, deployment = CALLER.get().host, self._plane.find(request.deployment)
+        """Stream heat reports as they arrive, until the caller cancels the call."""
+        host = CALLER.get().host
+        deployment = self._plane.find(request.deployment)
         with self._plane.feed.watch(deployment, host) as watcher:
             self._plane.follow_up(deployment)
             while True:
                 await context.write(await watcher.next())
 
     def _status(self, name: str) -> operator_pb2.DeploymentStatus:
-        """Return a deployment's state; what agents have not reported is as remembered."""
+        """Return the status of a deployment. Values that the agents have not reported yet come from the store."""
         deployment = self._plane.deployments[name]
         remembered = self._plane.remembered.get(name, StoredDeployment(name))
-        here = bool(deployment.connected)
-        worth = deployment.decisions.worth if here else None
-        price = shown_price(deployment.decisions.move_price) if here else None
-        served = deployment.live or remembered
-        sized = deployment.group.shape if deployment.group else remembered
+        is_connected = bool(deployment.connected)
+        worth = deployment.decisions.worth if is_connected else None
+        price = shown_price(deployment.decisions.move_price) if is_connected else None
+        layout = deployment.live or remembered
+        shape = deployment.group.shape if deployment.group else remembered
         par_L = measured_par(deployment)
         redundant_slots, redundant_bytes = redundancy(deployment)
         return operator_pb2.DeploymentStatus(
             deployment=name,
-            layers=sized.layers,
-            experts=sized.experts,
-            ranks=sized.ranks,
-            slots=sized.slots,
+            layers=shape.layers,
+            experts=shape.experts,
+            ranks=shape.ranks,
+            slots=shape.slots,
             agents_connected=len(deployment.connected),
-            epoch=served.epoch,
-            digest=served.digest,
+            epoch=layout.epoch,
+            digest=layout.digest,
             par=mean_measured_par(par_L),
             par_steps=served_now(deployment),
-            idle_seconds=self._plane.observer.idle_seconds(name) if here else None,
+            idle_seconds=self._plane.observer.idle_seconds(name) if is_connected else None,
             redundant_slots=redundant_slots,
             redundant_bytes_per_rank=redundant_bytes,
             **_hottest(deployment, par_L),
@@ -170,28 +172,31 @@ class OperatorService(operator_pb2_grpc.OperatorServiceServicer):
             leader_term=deployment.leader_term,
             worth=encode(worth) if worth else None,
             move_price=encode(price) if price else None,
-            forecast=_forecast(deployment) if here else None,
+            forecast=_forecast(deployment) if is_connected else None,
             **asdict(deployment.totals),
         )
 
 
 def _hottest(deployment: Deployment, par_L: Float64) -> dict[str, Any]:
-    """Name the rank with most tokens over all layers, and the layer of the highest ratio, of the newest steps."""
-    found: dict[str, Any] = {}
+    """Return the status fields of the rank with the highest mean load and of the layer with the highest PAR.
+
+    Both are measured over the newest steps and omitted if nothing was measured.
+    """
+    fields: dict[str, Any] = {}
     if par_L.any():
-        found["hottest_layer"] = int(par_L.argmax())
-        found["hottest_layer_par"] = float(par_L.max())
+        fields["hottest_layer"] = int(par_L.argmax())
+        fields["hottest_layer_par"] = float(par_L.max())
     steps, loads_LR = rank_loads(deployment, RECENT_STEPS)
     measured_L = loads_LR.any(axis=1) if steps else np.zeros(0, dtype=bool)
     if measured_L.any():
         loads_R = loads_LR[measured_L].mean(axis=0)
-        found["hottest_rank"] = int(loads_R.argmax())
-        found["hottest_rank_load"] = float(loads_R.max())
-    return found
+        fields["hottest_rank"] = int(loads_R.argmax())
+        fields["hottest_rank_load"] = float(loads_R.max())
+    return fields
 
 
 def _forecast(deployment: Deployment) -> operator_pb2.Forecast | None:
-    """Return the gain until the next decision, where the last one has said any."""
+    """Return the gain that the last decision forecasts until the next one; ``None`` without a forecast."""
     gain = deployment.decisions.forecasts.gain
     if gain is None:
         return None
@@ -199,12 +204,12 @@ def _forecast(deployment: Deployment) -> operator_pb2.Forecast | None:
 
 
 def _layers(deployment: Deployment) -> list[operator_pb2.LayerStatus]:
-    """Return one per layer, once the placement is known."""
+    """Return the status of each layer; empty until the placement is known."""
     if deployment.live is None:
         return []
-    here = bool(deployment.connected)
-    par_L = measured_par(deployment).tolist() if here else [0.0] * deployment.live.placement.layers
-    planned = deployment.planned_par if here else {}
+    is_connected = bool(deployment.connected)
+    par_L = measured_par(deployment).tolist() if is_connected else [0.0] * deployment.live.placement.layers
+    planned = deployment.planned_par if is_connected else {}
     return [
         operator_pb2.LayerStatus(
             layer=layer, par=par_L[layer], planned_par=planned.get(layer, 0.0), epoch=epoch
@@ -214,12 +219,12 @@ def _layers(deployment: Deployment) -> list[operator_pb2.LayerStatus]:
 
 
 def _agents(deployment: Deployment, observer: Observer) -> list[operator_pb2.AgentStatus]:
-    """Return one per rank that has ever come, by rank."""
+    """Return the status of each rank of the group that has ever connected, in the order of ranks."""
     members = deployment.group.members if deployment.group else {}
-    shown = set(operator_pb2.AgentStatus.DESCRIPTOR.fields_by_name) - {"silent_seconds"}
+    fields = set(operator_pb2.AgentStatus.DESCRIPTOR.fields_by_name) - {"silent_seconds"}
     return [
         operator_pb2.AgentStatus(
-            **{name: getattr(member, name) for name in shown},
+            **{name: getattr(member, name) for name in fields},
             silent_seconds=observer.silent_seconds(deployment.name, rank),
         )
         for rank, member in sorted(members.items())
@@ -227,7 +232,7 @@ def _agents(deployment: Deployment, observer: Observer) -> list[operator_pb2.Age
 
 
 def _with_outcome(decision: PastPlan | None, deployment: Deployment) -> operator_pb2.MadeDecision | None:
-    """Return the decision with the outcome of its plan, where that was one of the last two."""
+    """Return the decision, with the outcome of its plan if that is the current plan or the previous one."""
     if decision is None:
         return None
     for plan in (deployment.plan, deployment.ended_plan):

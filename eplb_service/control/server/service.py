@@ -1,4 +1,4 @@
-"""Starts and stops the whole service: store, metrics, gRPC server, planner."""
+"""Start and stop of the whole service: store, metrics, gRPC server and planner."""
 
 from __future__ import annotations
 
@@ -28,12 +28,8 @@ from eplb_service.control.server.access.gate import Credentials, Gate
 from eplb_service.control.server.access.quotas import Quotas
 from eplb_service.control.server.agents import AgentService, agent_handlers
 from eplb_service.control.server.deciding.computing import PriorError, Priors
-from eplb_service.control.server.lease.leadership import (
-    LEASE_SECONDS,
-    Leadership,
-    LeaseLostError,
-    named_lease,
-)
+from eplb_service.control.server.lease.errors import LeaseLostError
+from eplb_service.control.server.lease.leadership import LEASE_SECONDS, Leadership, named_lease
 from eplb_service.control.server.listening import (
     AGENT_SERVICE,
     OPERATOR_SERVICE,
@@ -55,20 +51,37 @@ from eplb_service.telemetry.metrics import Metrics
 _log = structlog.get_logger(__name__)
 
 _MANY_RANKS = 64
-"""Ranks more whose streams are left out of garbage collections: those of a thousand are 150,000 objects, which one that
-goes through them takes 0.1 s for."""
+"""Number of additional ranks after which all existing objects are exempted from garbage collection. The streams of
+1,000 ranks are 150,000 objects, and one collection that visits them takes 0.1 s."""
 _TICK_SECONDS = 1.0
 _GRACE_SECONDS = 2.0
 _HANDSHAKE_SECONDS = 10.0
 _IDLE_SECONDS = 10.0
 _WINDOW_BYTES = 64 << 10
 _METADATA_BYTES = 8 << 10
-_REFUSED_AT_A_TIME = 256
+_MAX_REJECTIONS = 256
+"""Calls beyond ``max_streams`` that reach the gate at a time, to be rejected and counted there."""
 
 
 @dataclass(frozen=True)
 class RunningService:
-    """A service that answers, with the real ports of its addresses; ``warm`` is done when decisions can be made."""
+    """A service that accepts calls.
+
+    Parameters
+    ----------
+    address
+        ``host:port`` for agents and operators, with the real port.
+    metrics_address
+        ``host:port`` of ``/metrics``, with the real port.
+    page_url
+        URL of the web page.
+    health_address
+        ``host:port`` of the health checks, with the real port; ``None`` if the setting ``health`` is not set.
+    plane
+        The control plane.
+    warm
+        Task that ends when the kernels are compiled and decisions can be made.
+    """
 
     address: str
     metrics_address: str
@@ -82,21 +95,24 @@ class RunningService:
 async def running_service(
     settings: ServiceSettings, leadership: Leadership | None = None
 ) -> AsyncIterator[RunningService]:
-    """A service in this process and event loop, as long as the context lasts.
+    """Run a service in this process and event loop until the context exits.
 
-    With a ``leadership``, which must be won, it has a higher leader term than those that led before it, and leaves its
-    own to those after it. Raises ``ListenError``, ``StoreError``, ``SettingsError`` or ``LeaseError`` where it cannot
-    start.
+    Raises ``ListenError``, ``StoreError``, ``SettingsError`` or ``LeaseError`` if it cannot start.
+
+    Parameters
+    ----------
+    settings
+        Settings of the service.
+    leadership
+        Leadership that has been won. The service then uses a higher leader term than all previous leaders and records
+        it for its successors. ``None`` without a lease.
     """
     async with contextlib.AsyncExitStack() as stack:
         metrics = Metrics()
         log = BoundedLog(lambda: metrics.count("eplb_log_lines_left_out"))
         stack.enter_context(bounding_library_logs(log))
-        # Whatever a setting may be wrong with comes first: a start that fails leaves no store behind.
-        try:
-            priors = Priors(settings.prior or "", settings.window_steps)
-        except PriorError as error:
-            raise SettingsError(f"setting prior: {error}") from error
+        # Settings are checked and ports bound before the store is opened, so that a failed start creates no store.
+        priors = _load_priors(settings)
         quotas = Quotas(settings.max_streams, settings.max_streams_per_peer)
         token = settings.auth_token.get_secret_value() if settings.auth_token else ""
         gate = Gate(Credentials(token, settings.credentials), quotas, metrics, log)
@@ -112,15 +128,7 @@ async def running_service(
         health_address = None
         if settings.health is not None:
             health_address = await serve_health(settings.health, probes, gate, stack)
-        above = 0 if leadership is None else await leadership.highest_term()
-        path = _store_path(settings)
-        stack.enter_context(locked_store(path, settings.lease))
-        writer = StoreWriter(
-            await asyncio.to_thread(Store, path, above), lambda: metrics.count("eplb_store_failures")
-        )
-        stack.callback(writer.close)
-        if leadership is not None:
-            await leadership.announce(writer.store.leader_term)
+        writer = await _open_store(stack, settings, metrics, leadership)
         plane = ControlPlane(settings, writer, metrics, log, priors)
         stack.push_async_callback(plane.decider.close)
         await plane.resume()
@@ -137,26 +145,51 @@ async def running_service(
         yield RunningService(address, metrics_address, page_url, health_address, plane, warm)
 
 
+def _load_priors(settings: ServiceSettings) -> Priors:
+    try:
+        return Priors(settings.prior or "", settings.window_steps)
+    except PriorError as error:
+        raise SettingsError(f"setting prior: {error}") from error
+
+
+async def _open_store(
+    stack: contextlib.AsyncExitStack,
+    settings: ServiceSettings,
+    metrics: Metrics,
+    leadership: Leadership | None,
+) -> StoreWriter:
+    """Open the store, to be closed by ``stack``, and announce its leader term to later leaders."""
+    highest_term = 0 if leadership is None else await leadership.highest_term()
+    path = _store_path(settings)
+    stack.enter_context(locked_store(path, settings.lease))
+    store = await asyncio.to_thread(Store, path, highest_term)
+    writer = StoreWriter(store, lambda: metrics.count("eplb_store_failures"))
+    stack.callback(writer.close)
+    if leadership is not None:
+        await leadership.announce(store.leader_term)
+    return writer
+
+
 def _store_path(settings: ServiceSettings) -> str:
-    """Return the path of the store. Creates the folder of the default store. Raises ``StoreError``."""
+    """Return the path of the store, creating the folder of the default store; raises ``StoreError`` if that fails."""
     if settings.store is not None:
         return settings.store
     path = default_store()
     if Path("eplb-state.sqlite3").exists():
         _log.warning(
-            "store_moved", path=str(path), reason="eplb-state.sqlite3 in this folder is not used any more"
+            "store_moved", path=str(path), reason="eplb-state.sqlite3 in the current folder is no longer used"
         )
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
         raise StoreError(
-            f"cannot make the folder of the store {str(path)!r}: {error.strerror}; name another with --store"
+            f"cannot create the folder of the store {str(path)!r}: {error.strerror}; name another store with --store"
         ) from error
     return str(path)
 
 
 def _add_services(server: grpc.aio.Server, plane: ControlPlane, probes: Any, quotas: Quotas) -> None:
-    """Add all services to a server that is not started yet."""
+    """Add all gRPC services to a server that has not started yet."""
     server.add_generic_rpc_handlers((agent_handlers(AgentService(plane, quotas)),))
     operator_pb2_grpc.add_OperatorServiceServicer_to_server(OperatorService(plane), server)
     health_pb2_grpc.add_HealthServicer_to_server(probes, server)
@@ -167,27 +200,32 @@ def _add_services(server: grpc.aio.Server, plane: ControlPlane, probes: Any, quo
 def _bound_server(
     settings: ServiceSettings, gate: Gate, certificates: Certificates | None
 ) -> tuple[grpc.aio.Server, str]:
-    """Return a server behind ``gate`` without services, not started yet, and its ``host:port`` with the real port."""
+    """Create a gRPC server behind ``gate`` and bind its port, without adding services or starting it.
+
+    Returns
+    -------
+    tuple of grpc.aio.Server and str
+        The server, and its ``host:port`` with the real port.
+    """
     server = grpc.aio.server(
         interceptors=[gate],
-        # Calls beyond max_streams are refused by the gate, which counts them, and a flood of them, or of connections,
-        # by the library.
-        maximum_concurrent_rpcs=settings.max_streams + _REFUSED_AT_A_TIME,
+        # The gate rejects and counts calls beyond max_streams. gRPC itself rejects floods of calls or connections.
+        maximum_concurrent_rpcs=settings.max_streams + _MAX_REJECTIONS,
         options=[
             ("grpc.max_receive_message_length", MAX_PART),
             ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-            ("grpc.max_allowed_incoming_connections", settings.max_streams + _REFUSED_AT_A_TIME),
+            ("grpc.max_allowed_incoming_connections", settings.max_streams + _MAX_REJECTIONS),
             ("grpc.max_concurrent_streams", settings.max_streams_per_peer),
             ("grpc.max_metadata_size", _METADATA_BYTES),
             ("grpc.absolute_max_metadata_size", 2 * _METADATA_BYTES),
-            # A connection that says or asks nothing ends; one that is served is kept up by its streams.
+            # Close connections that send nothing or open no call. Open streams keep a connection alive.
             ("grpc.server_handshake_timeout_ms", int(1000 * _HANDSHAKE_SECONDS)),
             ("grpc.http2.settings_timeout", int(1000 * _HANDSHAKE_SECONDS)),
             ("grpc.max_connection_idle_ms", int(1000 * _IDLE_SECONDS)),
-            # What a call sends before anybody reads it stays this small: windows do not grow by themselves.
+            # Fixed flow-control windows limit how much a call can send before anything reads it.
             ("grpc.http2.bdp_probe", 0),
             ("grpc.http2.lookahead_bytes", _WINDOW_BYTES),
-            # Two services on one port would share its connections unseen.
+            # Without this, a second service could bind the same port and silently share the connections.
             ("grpc.so_reuseport", 0),
             ("grpc.keepalive_time_ms", 20_000),
             ("grpc.keepalive_timeout_ms", 10_000),
@@ -203,13 +241,13 @@ def _bound_server(
         else:
             credentials = grpc.dynamic_ssl_server_credentials(
                 certificates.current(),
-                certificates.changed,  # type: ignore[arg-type, unused-ignore]  # None means: the same as before
+                certificates.changed,  # type: ignore[arg-type, unused-ignore]  # None means unchanged
                 settings.tls_client_ca is not None,
             )
             port = server.add_secure_port(settings.listen, credentials)
     except RuntimeError as error:
         raise ListenError(
-            f"cannot listen on {settings.listen}: {error}; choose another with --listen"
+            f"cannot listen on {settings.listen}: {error}; choose another address with --listen"
         ) from error
     return server, f"{settings.listen.rpartition(':')[0]}:{port}"
 
@@ -223,9 +261,15 @@ async def _serve_http(
     certificates: Certificates | None,
     listeners: Sequence[socket.socket],
 ) -> tuple[str, str]:
-    """Serve metrics in plain text, and the page at their address or its own; returns the address and the page's URL.
+    """Serve metrics in plain text, and the web page at the same address or at its own.
 
-    Without credentials only callers on this host get the page, unless the settings say that the network is trusted.
+    Without credentials, only callers on this host get the page, unless the setting ``insecure`` marks the network as
+    trusted.
+
+    Returns
+    -------
+    tuple of str and str
+        ``host:port`` of the metrics, and the URL of the page.
     """
     operators = OperatorService(plane)
     local_page = not (gate.credentials.are_asked_for or settings.insecure)
@@ -236,17 +280,24 @@ async def _serve_http(
         server = HttpServer(settings.page, None, operators, gate, certificates, local_page=local_page)
         page = await stack.enter_async_context(server.serving(listeners[1]))
     if local_page and not is_loopback(page):
-        _log.warning("page_for_this_host_only", reason="no credentials are asked for", address=page)
+        _log.warning("page_for_this_host_only", reason="no credentials are configured", address=page)
         page = f"127.0.0.1:{page.rpartition(':')[2]}"
     encrypted = settings.page is not None and certificates is not None
     return address, f"{'https' if encrypted else 'http'}://{page}/"
 
 
 async def serve_until_stopped(settings: ServiceSettings, announce: Callable[[RunningService], None]) -> None:
-    """Run until SIGTERM or SIGINT; ``announce`` is called with the ``RunningService`` once it listens.
+    """Run a service until SIGTERM or SIGINT.
 
-    Where a lease is named, wait until it is held; raises ``LeaseError`` where it can be no lease, and
-    ``LeaseLostError`` where it is lost.
+    With a lease, first wait until this service holds it. Raises ``LeaseError`` if the lease cannot be used, and
+    ``LeaseLostError`` if it is lost.
+
+    Parameters
+    ----------
+    settings
+        Settings of the service.
+    announce
+        Function called once the service accepts calls.
     """
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -263,8 +314,7 @@ async def serve_until_stopped(settings: ServiceSettings, announce: Callable[[Run
         await leadership.close()
     if leadership.lost.is_set():
         raise LeaseLostError(
-            f"{leadership.described} is held by this service no longer; another one leads. "
-            "Start it again to wait for the lease"
+            f"this service has lost {leadership.described}, and another one leads; restart it to wait for the lease"
         )
 
 
@@ -274,23 +324,23 @@ async def _lead(
     stop: asyncio.Event,
     leadership: Leadership | None,
 ) -> None:
-    """Serve until asked to stop, or until the lease is lost."""
+    """Serve until ``stop`` is set or the lease is lost."""
     async with running_service(settings, leadership) as service:
         announce(service)
-        over = [asyncio.create_task(stop.wait())]
+        endings = [asyncio.create_task(stop.wait())]
         if leadership is not None:
-            over.append(asyncio.create_task(leadership.lost.wait()))
-        await asyncio.wait([*over, service.warm], return_when=asyncio.FIRST_COMPLETED)
+            endings.append(asyncio.create_task(leadership.lost.wait()))
+        await asyncio.wait([*endings, service.warm], return_when=asyncio.FIRST_COMPLETED)
         if service.warm.done():
             service.warm.result()
-            # The compiler left some 100,000 objects, which no later collection needs to go through.
+            # The compiler leaves about 100,000 objects. Freeze them, so that no later collection visits them.
             gc.collect()
             gc.freeze()
-            await asyncio.wait(over, return_when=asyncio.FIRST_COMPLETED)
-        await _cancel(*over)
+            await asyncio.wait(endings, return_when=asyncio.FIRST_COMPLETED)
+        await _cancel(*endings)
         _log.info("stopping")
     if service.plane.decider.computing:
-        # All is closed, but the interpreter would wait for the kernels that are still being compiled or run.
+        # Everything is closed, but a regular exit would wait for planner threads that cannot be interrupted.
         if leadership is not None:
             await leadership.close()
         sys.stdout.flush()
@@ -299,11 +349,12 @@ async def _lead(
 
 
 async def _wait_until_leader(settings: ServiceSettings, leadership: Leadership, stop: asyncio.Event) -> bool:
-    """Wait until the lease is held, or ``stop`` is set; returns whether it is held.
+    """Wait until this service holds the lease or ``stop`` is set; return True if it holds the lease.
 
-    A waiting service answers probes and scrapes, compiles its kernels, and is not reached by ranks.
+    A waiting service answers health checks and scrapes and compiles its kernels. Ranks cannot connect to it.
     """
-    probes, serving = health.aio.HealthServicer(), health_pb2.HealthCheckResponse
+    serving = health_pb2.HealthCheckResponse
+    probes = health.aio.HealthServicer()
     metrics = Metrics()
     metrics.show([("eplb_build_info", 1, __version__), ("eplb_leads", 0)])
 
@@ -323,14 +374,15 @@ async def _wait_until_leader(settings: ServiceSettings, leadership: Leadership, 
                 gate = Gate(Credentials(), Quotas(1, 1), metrics, log)
                 await serve_health(settings.health, probes, gate, stack)
         except ListenError as error:
-            # On one host the ports may be the leader's.
+            # If both services run on one host, the leader may already use these ports.
             _log.warning("standing_by_unseen", reason=str(error))
-        won, stopped = asyncio.create_task(win()), asyncio.create_task(stop.wait())
-        done, _ = await asyncio.wait([won, stopped], return_when=asyncio.FIRST_COMPLETED)
-        await _cancel(won, stopped)
-    if won in done:
-        won.result()
-    return won in done and not stop.is_set()
+        winning = asyncio.create_task(win())
+        stopping = asyncio.create_task(stop.wait())
+        done, _ = await asyncio.wait([winning, stopping], return_when=asyncio.FIRST_COMPLETED)
+        await _cancel(winning, stopping)
+    if winning in done:
+        winning.result()
+    return winning in done and not stop.is_set()
 
 
 async def _warm_up(plane: ControlPlane, probes: Any) -> None:
@@ -340,18 +392,20 @@ async def _warm_up(plane: ControlPlane, probes: Any) -> None:
 
 
 async def _tick(plane: ControlPlane, gate: Gate, metrics: Metrics, certificates: Certificates | None) -> None:
-    loop, ranks = asyncio.get_running_loop(), 0
+    """Check credentials, deadlines and metrics every second, and keep new ranks' objects out of garbage collection."""
+    loop = asyncio.get_running_loop()
+    frozen_ranks = 0
     while True:
         try:
             gate.refresh()
             for _ in plane.ticking(certificates.validity() if certificates else {}):
                 await asyncio.sleep(0)
-            here = sum(len(one.connected) for one in plane.deployments.values())
-            ranks = min(ranks, here)
-            if here >= ranks + _MANY_RANKS:
+            ranks = sum(len(deployment.connected) for deployment in plane.deployments.values())
+            frozen_ranks = min(frozen_ranks, ranks)
+            if ranks >= frozen_ranks + _MANY_RANKS:
                 gc.collect(1)
                 gc.freeze()
-                ranks = here
+                frozen_ranks = ranks
         except Exception:
             _log.exception("tick_failed")
         due = loop.time() + _TICK_SECONDS
@@ -361,7 +415,7 @@ async def _tick(plane: ControlPlane, gate: Gate, metrics: Metrics, certificates:
 
 async def _shut_down(server: grpc.aio.Server, plane: ControlPlane, probes: Any) -> None:
     await probes.enter_graceful_shutdown()
-    plane.streams.end_all("the service is stopping; connect again until it is back")
+    plane.streams.end_all("the service is stopping; reconnect once it is back")
     plane.feed.close("the service is stopping")
     await server.stop(_GRACE_SECONDS)
     plane.remember_all()

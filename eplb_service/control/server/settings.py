@@ -1,4 +1,4 @@
-"""Settings of the service, each declared once: its bounds, and the text of its flag, variable and YAML key."""
+"""Settings of the service. Each field declares one flag, one environment variable and one YAML key."""
 
 from __future__ import annotations
 
@@ -35,20 +35,20 @@ from eplb_core.wire.codec import MAX_MESSAGE_BYTES
 from eplb_service.control.server.lease.leadership import checked_lease
 
 ENVIRONMENT_PREFIX = "EPLB_"
-_OTHERS = re.compile("EPLB_(AGENT_.*|ADDRESS|CONFIG|TLS_CA|TLS_CLIENT_CERT|TLS_CLIENT_KEY)")
-"""Variables of agents and of commands that ask a service."""
+_CLIENT_VARIABLES = re.compile("EPLB_(AGENT_.*|ADDRESS|CONFIG|TLS_CA|TLS_CLIENT_CERT|TLS_CLIENT_KEY)")
+"""Variables of agents and of client commands, which are not settings of the service."""
 _ADDRESS = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+):(\d{1,5})")
 _MAX_REPORT_STEPS = 1024
 
 
 class SettingsError(ValueError):
-    """Settings that no service could run with; the message names the key, its source and what to do."""
+    """Invalid settings. The message names the key, its source and the remedy."""
 
 
 def _checked_address(address: str) -> str:
     match = _ADDRESS.fullmatch(address)
     if match is None or int(match[2]) > 65535:
-        raise ValueError("an address is host:port, such as 127.0.0.1:50551 or [::1]:0")
+        raise ValueError("an address is host:port, for example 127.0.0.1:50551 or [::1]:0")
     return address
 
 
@@ -80,90 +80,92 @@ _PlannerFields: type[BaseModel] = create_model("_PlannerFields", **_PLANNER_FIEL
 
 
 class ServiceSettings(_PlannerFields):
-    """Settings of a running service: flags of ``eplb serve``, variables ``EPLB_*`` and YAML keys alike."""
+    """Settings of a running service. Each is a flag of ``eplb serve``, a variable ``EPLB_...`` and a YAML key."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     listen: _Address = Field(
-        "127.0.0.1:50551", description="host:port for agents and operators; port 0 takes a free one"
+        "127.0.0.1:50551", description="host:port for agents and operators; port 0 selects a free port"
     )
     metrics: _Address = Field(
         "127.0.0.1:9464", description="host:port of /metrics, and of the web page unless page is set"
     )
-    page: _Address | None = Field(
-        None, description="host:port of the web page, with TLS where tls_cert is set"
-    )
+    page: _Address | None = Field(None, description="host:port of the web page, with TLS if tls_cert is set")
     store: str | None = Field(
         None,
         min_length=1,
-        description="SQLite file of terms, deployments and plans, or ':memory:'; by default eplb/state.sqlite3 in "
-        "$XDG_STATE_HOME, or in ~/.local/state",
+        description="SQLite file for leader terms, deployments and plans, or ':memory:'; by default eplb/state.sqlite3 "
+        "in $XDG_STATE_HOME or ~/.local/state",
     )
     window_steps: int = Field(
         512,
         ge=1,
         le=65536,
-        description="most steps that a decision looks at; old ones only while heat is distributed as now",
+        description="maximum number of steps that a decision uses; older steps are used only if their heat is similar",
     )
     decision_interval: int = Field(
         256,
         ge=1,
-        description="steps before the first decision and, at most, between decisions; fewer where heat changes",
+        description="steps before the first decision, and the most between decisions; fewer when heat changes",
     )
     cpu_share: float = Field(
         0.1,
         gt=0,
-        description="part of a core that a deployment's decisions take in the long run; later ones wait for it",
+        description="CPU cores that a deployment's decisions may use on average; decisions are delayed if necessary",
     )
     prior: str | None = Field(
-        None, description="heat for first plans, as DEPLOYMENT=SOURCE,...: another deployment, or a trace"
+        None,
+        description="heat for first plans, as DEPLOYMENT=SOURCE,...; a source is another deployment or a trace",
     )
     report_steps: _ReportSteps = Field(
-        "auto", description="steps per report, 1 to 1024; auto: 16, and up to 64 of many ranks"
+        "auto", description="steps per heat report, 1 to 1024; auto: 16, and up to 64 with many ranks"
     )
     heat_phase: Literal["all", "prefill", "decode"] = Field(
         "all",
-        description="steps that are planned for: all, prefill (some rank prefills) or decode (none does)",
+        description="steps to plan for: all, prefill (at least one rank prefills) or decode (no rank prefills)",
     )
-    heartbeat_seconds: float = Field(2.0, ge=0.05, le=60, description="seconds between an agent's heartbeats")
+    heartbeat_seconds: float = Field(
+        2.0, ge=0.05, le=60, description="seconds between the heartbeats of an agent"
+    )
     forget_after_seconds: float = Field(
         7 * 86400.0,
         ge=0,
-        description="seconds without any rank after which a deployment is forgotten, unless paused; 0: never",
+        description="seconds without any rank after which a deployment is forgotten, unless it is paused; 0: never",
     )
     max_message_bytes: int = Field(
-        16 << 20, ge=1 << 16, le=MAX_MESSAGE_BYTES, description="largest request of an agent"
+        16 << 20, ge=1 << 16, le=MAX_MESSAGE_BYTES, description="maximum size of an agent's request"
     )
-    max_streams: int = Field(8192, ge=1, description="most calls, streams and connections open at a time")
+    max_streams: int = Field(8192, ge=1, description="maximum number of open calls, streams and connections")
     max_streams_per_peer: int = Field(
-        1024, ge=1, description="most calls and streams of one host that brings no credentials"
+        1024, ge=1, description="maximum number of open calls and streams per host without credentials"
     )
     max_heat_bytes: int = Field(
-        2 << 30, ge=1 << 20, description="most memory that the heat of all deployments may take"
+        2 << 30, ge=1 << 20, description="memory limit for the heat of all deployments"
     )
-    solve_timeout_seconds: float = Field(
-        120.0, gt=0, description="seconds after which a decision is given up"
-    )
+    solve_timeout_seconds: float = Field(120.0, gt=0, description="seconds after which a decision times out")
     auth_token: SecretStr | None = Field(
-        None, description="shared token that every call must bring as 'authorization: Bearer TOKEN'"
+        None, description="shared token that every call must send as 'authorization: Bearer TOKEN'"
     )
     tls_cert: Path | None = Field(None, description="PEM certificate chain; set with tls_key to serve TLS")
     tls_key: Path | None = Field(None, description="PEM private key of tls_cert")
     tls_client_ca: Path | None = Field(
-        None, description="PEM file of the authority of client certificates, which are asked for (mutual TLS)"
+        None,
+        description="PEM file of the authority of client certificates, which are then required (mutual TLS)",
     )
     credentials: Path | None = Field(
-        None, description="YAML file of credentials by role, deployment and rank; read again when it changes"
+        None, description="YAML file of credentials by role, deployment and rank; reloaded when it changes"
     )
-    insecure: bool = Field(False, description="listen beyond loopback without TLS or credentials")
+    insecure: bool = Field(
+        False, description="allow addresses other than loopback without TLS or credentials"
+    )
     lease: _LeaseName | None = Field(
-        None, description="lead only while this lease is held: file:PATH or kubernetes:NAME"
+        None, description="lead only while holding this lease: file:PATH or kubernetes:NAME"
     )
     health: _Address | None = Field(
-        None, description="host:port of gRPC health checks alone, without TLS or credentials"
+        None, description="host:port that serves only gRPC health checks, without TLS or credentials"
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
-        "info", description="least level that is logged"
+        "info", description="minimum level of log lines"
     )
 
     @model_validator(mode="after")
@@ -172,14 +174,14 @@ class ServiceSettings(_PlannerFields):
             raise ValueError("tls_cert and tls_key must be set together")
         if self.tls_client_ca is not None and self.tls_cert is None:
             raise ValueError("tls_client_ca needs tls_cert and tls_key")
-        asks_who_calls = self.auth_token is not None or self.credentials is not None
-        if not (self.insecure or is_loopback(self.listen) or (self.tls_cert is not None and asks_who_calls)):
+        authenticates = self.auth_token is not None or self.credentials is not None
+        if not (self.insecure or is_loopback(self.listen) or (self.tls_cert is not None and authenticates)):
             raise ValueError(
-                f"listen {self.listen} is reached from other hosts: set tls_cert and tls_key, and credentials or "
-                "auth_token; or set insecure for a network in which everybody may do everything"
+                f"listen {self.listen} is reachable from other hosts: set tls_cert and tls_key, and credentials or "
+                "auth_token; or set insecure if every host of the network may call the service"
             )
         if self.auth_token is not None and not self.auth_token.get_secret_value():
-            raise ValueError("auth_token is empty; leave it unset to ask for none")
+            raise ValueError("auth_token is empty; leave it unset to require no token")
         try:
             self.planner()
         except PlannerSettingsError as error:
@@ -187,32 +189,50 @@ class ServiceSettings(_PlannerFields):
         return self
 
     def planner(self) -> PlannerSettings:
-        """Return the planner's own among these."""
+        """Return the settings of the planner."""
         return planner_settings({option.name: getattr(self, option.name) for option in planner_options()})
 
 
 def default_store(environment: Mapping[str, str] = os.environ) -> Path:
-    """Return the path of the store if none is named; raises ``SettingsError`` if this user has no home."""
-    named = Path(environment.get("XDG_STATE_HOME", ""))
+    """Return the default path of the store; raises ``SettingsError`` if this user has no home folder."""
+    state_home = Path(environment.get("XDG_STATE_HOME", ""))
     try:
-        # The specification has relative paths ignored.
-        folder = named if named.is_absolute() else Path.home() / ".local" / "state"
+        # The XDG specification requires relative paths to be ignored.
+        folder = state_home if state_home.is_absolute() else Path.home() / ".local" / "state"
     except RuntimeError as error:
-        raise SettingsError("this user has no home folder for the store; name a file with --store") from error
+        raise SettingsError(
+            "this user has no home folder for the store; name another file with --store"
+        ) from error
     return folder / "eplb" / "state.sqlite3"
 
 
 def load_settings(
     flags: Mapping[str, Any], config: Path | None = None, environment: Mapping[str, str] = os.environ
 ) -> ServiceSettings:
-    """Return the settings: ``flags`` that are not ``None``, else environment ``EPLB_*``, YAML file, defaults.
+    """Merge and validate the settings.
 
-    Raises ``SettingsError`` with one line that names the key where one is unknown or its value will not do.
+    A flag takes precedence over a variable ``EPLB_...``, and both over the YAML file. Raises ``SettingsError`` with one
+    line that names the key if a key is unknown or a value is invalid.
+
+    Parameters
+    ----------
+    flags
+        Values of command-line flags by setting; ``None`` if a flag is absent.
+    config
+        YAML file of settings, if any.
+    environment
+        Environment variables.
+
+    Examples
+    --------
+    >>> settings = load_settings({"window_steps": 64}, environment={"EPLB_WINDOW_STEPS": "32", "EPLB_SEED": "7"})
+    >>> settings.window_steps, settings.seed
+    (64, 7)
     """
     variables = {ENVIRONMENT_PREFIX + name.upper(): name for name in ServiceSettings.model_fields}
     for variable in environment:
-        ours = variable.startswith(ENVIRONMENT_PREFIX) and not _OTHERS.fullmatch(variable)
-        if ours and variable not in variables:
+        is_setting = variable.startswith(ENVIRONMENT_PREFIX) and not _CLIENT_VARIABLES.fullmatch(variable)
+        if is_setting and variable not in variables:
             raise SettingsError(f"unknown environment variable {variable}{_nearest(variable, variables)}")
     values = {
         **(_read_yaml(config) if config is not None else {}),
@@ -231,28 +251,29 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError) as error:
         raise SettingsError(f"cannot read {path}: {error}") from error
     except RecursionError:
-        raise SettingsError(f"{path} is nested too deeply; it must hold 'key: value' lines") from None
+        raise SettingsError(f"{path} is nested too deeply; it must consist of 'key: value' lines") from None
     except Exception as error:
-        # Values of some kinds, such as impossible dates, end in errors of any type.
+        # Some values, such as impossible dates, raise other errors than YAMLError.
         raise SettingsError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
     if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
-        raise SettingsError(f"{path} must hold 'key: value' lines")
-    known = ServiceSettings.model_fields
+        raise SettingsError(f"{path} must consist of 'key: value' lines")
+    names = ServiceSettings.model_fields
     for key in content:
-        if key not in known:
-            raise SettingsError(f"{path}: unknown setting {key!r}{_nearest(key, known)}")
+        if key not in names:
+            raise SettingsError(f"{path}: unknown setting {key!r}{_nearest(key, names)}")
     return content
 
 
-def _nearest(key: str, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(key, list(known), n=1, cutoff=0.5)
-    return f"; did you mean {close[0]!r}?" if close else "; `eplb serve --help` lists those that are known"
+def _nearest(key: str, names: Iterable[str]) -> str:
+    """Return a hint at the most similar name, to be appended to an error message."""
+    close = difflib.get_close_matches(key, list(names), n=1, cutoff=0.5)
+    return f"; did you mean {close[0]!r}?" if close else "; `eplb serve --help` lists all settings"
 
 
 def _problem_line(problem: Any) -> str:
     message = problem["msg"].removeprefix("Value error, ")
     if not problem["loc"]:
         return str(message)
-    key = ".".join(str(part) for part in problem["loc"])
+    key = ".".join(map(str, problem["loc"]))
     shown = "" if key == "auth_token" else f" (got {problem['input']!r})"
     return f"setting {key}: {message[0].lower()}{message[1:]}{shown}"

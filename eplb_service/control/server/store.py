@@ -1,6 +1,6 @@
-"""Facts that outlive a service: its term, every deployment as it was left, and every plan with its outcome.
+"""State that outlives a service: its leader term, all deployments, and all plans with their outcomes.
 
-One SQLite file, written in transactions with a write-ahead log, so that a kill at any moment leaves it whole.
+The store is one SQLite file. Transactions and a write-ahead log keep it consistent even if the process is killed.
 """
 
 from __future__ import annotations
@@ -55,18 +55,21 @@ T = TypeVar("T")
 _log = structlog.get_logger(__name__)
 
 _PLANS_KEPT = 10_000
+"""Plans kept per deployment."""
 _MAX_OWED = 4096
+"""Limit on the writes that wait for a failing disk."""
 _MAX_WRITES_IN_LOG = 256
-"""Writes after which the write-ahead log, then of some megabytes, is copied into the file."""
+"""Writes after which the write-ahead log, a few megabytes by then, is copied into the file."""
 _MAX_TABLE_BYTES = 256 << 20
-"""Where tables are larger the layout is not kept, and a restarted service measures from the one that it meets."""
-_ROWS_SET_ASIDE = 1000
+"""Limit on the tables of a stored layout. An initial layout with larger tables is not stored, so a restarted service
+uses the current layout as the initial one."""
+_MAX_ROWS_SET_ASIDE = 1000
 _MAX_ROW_CHARACTERS = 1 << 20
 _SETTLE_SECONDS = 10.0
-"""Longest time that an operator's command waits for the disk."""
+"""Longest time for which an operator's command waits for the disk."""
 _NOTICES_KEPT = 8
 _NOTICE_SECONDS = 86400.0
-"""Time for which operators see that something of the store was lost."""
+"""Time for which operators see a notice about lost data."""
 _BOUNDS = {
     "digest": 1 << 64,
     "layers": MAX_LAYERS + 1,
@@ -74,17 +77,40 @@ _BOUNDS = {
     "ranks": MAX_RANKS + 1,
     "slots": MAX_SLOTS + 1,
 }
-"""Bounds on numbers of a stored deployment, by field; ``MAX_VERSION`` for the others."""
+"""Exclusive upper bounds of a stored deployment's integers, by field. The default is ``MAX_VERSION + 1``."""
 _MAX_PLAN_ID = MAX_VERSION // 2
 _MAX_TIMESTAMP = 1e11
-"""Bound on a time in seconds since 1970: the year 5138."""
+"""Upper bound of a time, in seconds since 1970 (the year 5138)."""
 
 
 @dataclass(frozen=True)
 class StoredDeployment:
-    """A deployment as it was left: what is shown of it until its ranks return, and its leader term.
+    """The last known state of a deployment, shown to operators until its ranks reconnect.
 
-    Version and sizes of what it serves are 0 while they are not known.
+    Parameters
+    ----------
+    name
+        Name of the deployment.
+    paused
+        True if an operator has paused planning.
+    leader_term
+        Leader term of the service that last led the deployment.
+    totals
+        Totals over all groups of the deployment.
+    last_decision
+        Message of the last decision, for operators.
+    epoch
+        Epoch of the last layout; 0 if it is unknown.
+    digest
+        Digest of the last layout; 0 if it is unknown.
+    layers
+        Number of layers; 0 if it is unknown.
+    experts
+        Logical experts per layer; 0 if the number is unknown.
+    ranks
+        Number of ranks; 0 if it is unknown.
+    slots
+        Slots per rank; 0 if the number is unknown.
     """
 
     name: str
@@ -101,44 +127,52 @@ class StoredDeployment:
 
 
 class Store:
-    """Leader term, deployments and plans in an open file; not for use by two threads at a time.
+    """Leader term, deployments and plans in an open SQLite file. Only one thread may use it at a time.
 
-    ``path`` is made where there is none; ``above`` is a leader term that this start's must be past. Raises
-    ``StoreError`` where the file is something else, or cannot be written. ``leader_term`` is this start's: past that of
-    the last start on the same file, and the clock, and never equal to another service's; so is the one of each
-    deployment that has a higher one. Plans that were under way are marked interrupted.
+    Opening the store begins a new leader term, ``leader_term``. The term is at least the current clock, exceeds that of
+    the previous start on the same file, and is never equal to another service's. A deployment whose own term is not
+    below it gets a new term that is higher still. Plans that were under way are marked as interrupted.
+
+    Raises ``StoreError`` if the file is not a store or cannot be written.
+
+    Parameters
+    ----------
+    path
+        File of the store, which is created if necessary, or ``MEMORY``.
+    above
+        Leader term that the new one must exceed.
     """
 
     def __init__(self, path: str, above: int = 0) -> None:
         self._path = path
-        self._db, lost = open_store(path)
+        self._db, losses = open_store(path)
         self._opened_at = time.monotonic()
         self._writes_in_log = 0
-        self._notices = lost
+        self._notices = losses
         self._file = self._identity()
         try:
-            self.leader_term = self._begun(above)
+            self.leader_term = self._begin_term(above)
             self.make_durable()
         except sqlite3.Error as error:
             raise StoreError(
-                f"cannot write the store {path!r}: {error}; make room, or name another"
+                f"cannot write the store {path!r}: {error}; make room, or name another file with --store"
             ) from error
         (last,) = self._db.execute("SELECT COALESCE(MAX(id), 0) FROM plans").fetchone()
-        # Agents outlive services: where no file remembers the last number, the clock is past it.
+        # Agents remember plan ids longer than a lost store does, so ids start above the clock.
         self._last_plan_id: int = max(last, int(time.time()))
 
-    def _begun(self, above: int) -> int:
-        """Leader term of this start, written with all that follows from it."""
+    def _begin_term(self, above: int) -> int:
+        """Begin a new leader term and return it. Also interrupt open plans, and raise higher terms of deployments."""
         self._check_terms()
         impossible = "SELECT rowid, * FROM plans WHERE id NOT BETWEEN 1 AND ?"
         for row in self._db.execute(impossible, (_MAX_PLAN_ID,)).fetchall():
-            self._set_aside("plans", row, ValueError("no plan has such a number"))
+            self._set_aside("plans", row, ValueError("the plan id is out of range"))
         with self._db:
-            # At least the clock: ranks follow a service that has lost its store, or has another, if it started last.
-            fresh = term_at(time.time(), secrets.randbits(RANDOM_BITS))
-            if above >= fresh:
-                fresh = higher_term(above)
-            self._db.execute("UPDATE service SET leader_term = MAX(leader_term + 1, ?)", (fresh,))
+            # With a term from the clock, ranks follow the service that started last even if it uses another store.
+            clock_term = term_at(time.time(), secrets.randbits(RANDOM_BITS))
+            if above >= clock_term:
+                clock_term = higher_term(above)
+            self._db.execute("UPDATE service SET leader_term = MAX(leader_term + 1, ?)", (clock_term,))
             self._db.execute(
                 "UPDATE plans SET outcome = ?, reason = 'the service stopped' WHERE outcome IS NULL",
                 (Outcome.INTERRUPTED.value,),
@@ -151,64 +185,66 @@ class Store:
         return term
 
     def _check_terms(self) -> None:
-        """Leave one leader term that can be one."""
+        """Ensure that the file contains exactly one valid leader term. Otherwise keep the highest valid one, or 0."""
         rows = self._db.execute("SELECT rowid, leader_term FROM service").fetchall()
         terms = [term for _, term in rows if isinstance(term, int) and 0 <= term < MAX_VERSION]
         if len(rows) == 1 and terms:
             return
         for row in rows:
-            self._set_aside("service", row, ValueError("this is not one leader term"))
+            self._set_aside(
+                "service", row, ValueError("the table must contain exactly one valid leader term")
+            )
         with self._db:
             self._db.execute("INSERT INTO service (leader_term) VALUES (?)", (max(terms, default=0),))
 
     @property
     def notices(self) -> list[str]:
-        """Losses that operators should know of, for a day after the start."""
+        """Notices about lost data, shown to operators for a day after the start."""
         return self._notices if time.monotonic() - self._opened_at < _NOTICE_SECONDS else []
 
     def make_durable(self) -> None:
-        """Have all that was written outlive a power cut, and a lost write-ahead log."""
+        """Make all writes survive a power failure or the loss of the write-ahead log."""
         copy_log_into_file(self._db)
         self._writes_in_log = 0
 
     def check_file(self) -> None:
-        """Raise ``StoreError`` where the open file is no longer the one at its path, or may not be written."""
+        """Raise ``StoreError`` if the file at the path was replaced or is read-only."""
         if self._identity() != self._file:
             raise StoreError(
-                f"{self._path!r} was deleted or replaced while in use; restart the service to begin a new one there"
+                f"{self._path!r} was deleted or replaced while in use; restart the service to create a new store there"
             )
         if self._path != MEMORY and not os.access(self._path, os.W_OK):
             raise StoreError(f"{self._path!r} is read-only; make it writable")
 
     def _identity(self) -> tuple[int, int] | None:
-        """Device and inode of the file, which change where it is replaced; ``None`` where there is none."""
+        """Return the device and inode of the file at the path; ``None`` if there is no file."""
         with contextlib.suppress(OSError):
-            found = Path(self._path).stat()
-            return found.st_dev, found.st_ino
+            status = Path(self._path).stat()
+            return status.st_dev, status.st_ino
         return None
 
     def close(self) -> None:
-        """Write everything into the one file."""
+        """Close the store, leaving all changes in the file and no write-ahead log."""
         close_store(self._db)
 
     def new_plan_id(self) -> int:
-        """Return a number that no plan of this file has, and no plan of a service without one is likely to have had."""
+        """Return a new plan id. Ids start above the clock, so that a new store hardly reuses ids of a lost one."""
         self._last_plan_id += 1
         return self._last_plan_id
 
     def save_deployment(self, deployment: StoredDeployment) -> None:
-        """Save a deployment as it is now."""
+        """Save the state of a deployment, replacing the previous one."""
         state = json.dumps(asdict(deployment))
         row = (deployment.name, state)
         self._write(("INSERT OR REPLACE INTO deployments (name, state) VALUES (?, ?)", row))
 
     def deployments(self) -> list[StoredDeployment]:
-        """Return all that were ever known, by name."""
+        """Return all stored deployments in the order of their names."""
         rows = self._db.execute("SELECT rowid, name, state FROM deployments ORDER BY name").fetchall()
         return self._readable("deployments", rows, lambda row: _stored_deployment(*row[1:]))
 
     def forget(self, name: str) -> None:
-        """Remove a deployment and all of its history."""
+        """Delete a deployment and its history."""
         self._write(
             ("DELETE FROM deployments WHERE name = ?", (name,)),
             ("DELETE FROM first_layouts WHERE deployment = ?", (name,)),
@@ -216,8 +252,9 @@ class Store:
         )
 
     def save_first_layout(self, name: str, group_id: str, layout: Layout) -> None:
-        """Save the layout that a group of ranks came with, in place of an earlier group's."""
-        placement, log2phy_RLE = layout.placement, layout.log2phy_RLE
+        """Save a group's initial layout, replacing that of an earlier group of the deployment."""
+        placement = layout.placement
+        log2phy_RLE = layout.log2phy_RLE
         arrays: dict[str, Any] = {"phy2log_LRS": placement.phy2log_LRS, "experts": placement.experts}
         if not np.array_equal(log2phy_RLE, placement.default_log2phy()):
             arrays["log2phy_RLE"] = log2phy_RLE
@@ -231,15 +268,27 @@ class Store:
         self._write((insert, row))
 
     def first_layout(self, name: str) -> tuple[str, Layout] | None:
-        """Return the last group's identity and first layout, if they are known."""
+        """Return the id and the initial layout of the deployment's last group; ``None`` if they are not stored."""
         rows = self._db.execute(
             "SELECT rowid, group_id, layout FROM first_layouts WHERE deployment = ?", (name,)
         ).fetchall()
-        found = self._readable("first_layouts", rows, lambda row: (str(row[1]), _layout(row[2])))
-        return found[0] if found else None
+        layouts = self._readable("first_layouts", rows, lambda row: (str(row[1]), _layout(row[2])))
+        return layouts[0] if layouts else None
 
     def begin_plan(self, name: str, plan: PlanTracker, leader_term: int, began: float | None = None) -> None:
-        """Save a plan of this term before any rank hears of it; ``began`` in seconds since 1970, by default now."""
+        """Save a new plan, before it is sent to any rank.
+
+        Parameters
+        ----------
+        name
+            Name of the deployment.
+        plan
+            The plan.
+        leader_term
+            Leader term under which it is offered.
+        began
+            Time of the offer in seconds since 1970; now by default.
+        """
         verdicts = json.dumps([asdict(verdict) for verdict in plan.decision.verdicts])
         row = (plan.plan_id, name, began or time.time(), leader_term, plan.base_epoch, verdicts)
         self._write(
@@ -261,7 +310,7 @@ class Store:
         self._write(("UPDATE plans SET outcome = ?, reason = ?, committed = ? WHERE id = ?", values))
 
     def plans(self, name: str, limit: int = 100) -> list[PastPlan]:
-        """Return the newest plans of a deployment, newest first; one under way has no outcome."""
+        """Return the newest plans of a deployment, newest first. The outcome of a plan under way is empty."""
         rows = self._db.execute(
             "SELECT id, at, COALESCE(outcome, ''), reason, committed, verdicts, leader_term, base_epoch FROM plans "
             "WHERE deployment = ? ORDER BY id DESC LIMIT ?",
@@ -272,21 +321,30 @@ class Store:
     def _readable(
         self, table: str, rows: Sequence[tuple[Any, ...]], read: Callable[[tuple[Any, ...]], T]
     ) -> list[T]:
-        """Return what ``read`` makes of the rows, each with its rowid first; set aside those of which it makes nothing.
+        """Return the parsed rows and set unreadable rows aside, so that one bad row does not hide the others.
 
-        A row may be damaged, or of a release that writes it in another way; one such row must not cost the others.
+        A row is unreadable if it is damaged or if another release wrote it in a different format.
+
+        Parameters
+        ----------
+        table
+            Table of the rows.
+        rows
+            Rows, each starting with its rowid.
+        read
+            Parser of a row. Any exception marks the row as unreadable.
         """
-        found = []
+        records = []
         for row in rows:
             try:
-                found.append(read(row))
+                records.append(read(row))
             except Exception as error:
-                # Any error that parsers and decompression raise for damage.
+                # Damaged content can make parsers and decompression raise any exception.
                 self._set_aside(table, row, error)
-        return found
+        return records
 
     def _set_aside(self, table: str, row: tuple[Any, ...], error: Exception) -> None:
-        """Move a row that cannot be read out of the way, and report it."""
+        """Move an unreadable row to the table ``set_aside`` and add a notice for operators."""
         reason = printable(str(error) or type(error).__name__)
         key = row[0] if table == "plans" else printable(str(row[1]), 64)
         notice = f"the row {key!r} of {table} in the store could not be read and was set aside: {reason}"
@@ -300,15 +358,15 @@ class Store:
                     "INSERT INTO set_aside (at, origin, reason, content) VALUES (?, ?, ?, ?)",
                     (time.time(), table, reason, content),
                 ),
-                (f"DELETE FROM {table} WHERE rowid = ?", (row[0],)),  # noqa: S608 - one of our four tables
+                (f"DELETE FROM {table} WHERE rowid = ?", (row[0],)),  # noqa: S608 - the table is one of four constants
                 (
                     "DELETE FROM set_aside WHERE rowid <= (SELECT MAX(rowid) FROM set_aside) - ?",
-                    (_ROWS_SET_ASIDE,),
+                    (_MAX_ROWS_SET_ASIDE,),
                 ),
             )
 
     def _write(self, *statements: tuple[str, tuple[Any, ...]]) -> None:
-        """Carry out statements with their values in one transaction: all of them, or none."""
+        """Execute SQL statements, each with its values, in one transaction."""
         with self._db:
             for statement, values in statements:
                 self._db.execute(statement, values)
@@ -318,15 +376,15 @@ class Store:
 
 
 def higher_term(term: int) -> int:
-    """Return a term above ``term`` that no other service has; raises ``ConflictError`` where there is none."""
+    """Return a unique leader term above ``term``; raises ``ConflictError`` if ``term`` is the highest possible one."""
     return term_above(term, secrets.randbits(RANDOM_BITS))
 
 
 def _stored_deployment(name: str, text: str) -> StoredDeployment:
-    """Return the deployment in a row; raises ``ValueError`` if it is none."""
+    """Parse a deployment; raises ``ValueError`` if ``text`` is not a state of this deployment."""
     state = json.loads(text)
     if not isinstance(state, dict) or state.get("name") != name:
-        raise ValueError("the state is not one of this deployment")
+        raise ValueError("the state belongs to another deployment")
     check_deployment(name, "name")
     totals = _known_fields(Totals, state.get("totals", {}))
     stored = StoredDeployment(**{**_known_fields(StoredDeployment, state), "totals": Totals(**totals)})
@@ -334,59 +392,66 @@ def _stored_deployment(name: str, text: str) -> StoredDeployment:
 
 
 def _known_fields(kind: type[Any], values: Any) -> dict[str, Any]:
-    """Return the fields of ``kind`` among ``values``, which a newer release may have written with more of them.
+    """Return the values of the fields of dataclass ``kind``, ignoring fields that only newer releases have.
 
-    Raises ``ValueError`` for a value of another type than the field's default, or a number out of bounds.
+    Raises ``ValueError`` if a value has a different type than the field's default, or if a number is out of bounds.
     """
     if not isinstance(values, dict):
-        raise ValueError(f"{kind.__name__} is not an object")
-    found = {}
+        raise ValueError(f"{kind.__name__} is not a JSON object")
+    checked = {}
     for field in fields(kind):
         if field.name not in values or is_dataclass(field.default):
             continue
-        value, expected = values[field.name], str if field.default is MISSING else type(field.default)
+        value = values[field.name]
+        expected = str if field.default is MISSING else type(field.default)
         if type(value) is not expected:
             raise ValueError(f"{field.name} is a {type(value).__name__}, not a {expected.__name__}")
         if isinstance(value, int):
             check_count(value, field.name, _BOUNDS.get(field.name, MAX_VERSION + 1))
-        found[field.name] = value
-    return found
+        checked[field.name] = value
+    return checked
 
 
 def _layout(content: bytes) -> Layout:
-    """Return a layout as ``save_first_layout`` has written it; raises some exception if it is none."""
-    with np.load(io.BytesIO(content), allow_pickle=False) as held:
-        placement = Placement(held["phy2log_LRS"], int(held["experts"]))
-        log2phy_RLE = held["log2phy_RLE"] if "log2phy_RLE" in held else placement.default_log2phy()
+    """Parse a layout written by ``save_first_layout``; raises an exception of any type if that fails."""
+    with np.load(io.BytesIO(content), allow_pickle=False) as arrays:
+        placement = Placement(arrays["phy2log_LRS"], int(arrays["experts"]))
+        log2phy_RLE = arrays["log2phy_RLE"] if "log2phy_RLE" in arrays else placement.default_log2phy()
     placement.check_log2phy(log2phy_RLE)
     return Layout(placement, log2phy_RLE)
 
 
 def _past_plan(row: tuple[Any, ...]) -> PastPlan:
-    """Return the plan in a row; raises some exception if it is none."""
+    """Parse a plan; raises an exception of any type if that fails."""
     id_, at, outcome, reason, committed, verdicts, term, epoch = row
-    known = {field.name for field in fields(LayerVerdict)}
-    # Other releases keep more of a layer.
+    names = {field.name for field in fields(LayerVerdict)}
+    # Verdicts of newer releases may have more fields.
     layers = tuple(
-        LayerVerdict(**{name: verdict[name] for name in known & verdict.keys()})
+        LayerVerdict(**{name: verdict[name] for name in names & verdict.keys()})
         for verdict in json.loads(verdicts)
     )
     if not 0 <= at < _MAX_TIMESTAMP:
-        raise ValueError(f"the plan was made at {at}, which is no time")
+        raise ValueError(f"the time of the plan is {at}, which is out of range")
     if not (isinstance(outcome, str) and isinstance(reason, str)):
-        raise ValueError("its outcome is no text")
+        raise ValueError("the outcome or its reason is not text")
     plan = PastPlan(id_, at, outcome, reason, committed, layers, term, epoch)
-    # The message has a type and a range for each field.
+    # Encoding checks the type and range of each field.
     encode(plan)
     return plan
 
 
 class StoreWriter:
-    """Runs a store's methods on a thread of its own. Balancing goes on where the disk does not.
+    """Calls a store's methods on a thread of its own, so that balancing continues if the disk fails.
 
-    Writes that failed are owed: they are carried out in order before any later one, so that the file has all once the
-    disk takes writes again. ``on_failure`` is called for each attempt that failed; ``failing`` is the reason why the
-    store cannot be written now, empty where it can.
+    Failed writes are retried in their original order, before any later write. The file is therefore complete as soon as
+    the disk works again. ``failing`` is the reason why the store cannot be written; empty if it can.
+
+    Parameters
+    ----------
+    store
+        The store.
+    on_failure
+        Function called after each failed attempt to write.
     """
 
     def __init__(self, store: Store, on_failure: Callable[[], object]) -> None:
@@ -399,19 +464,19 @@ class StoreWriter:
         self._retried: Future[None] | None = None
 
     def post(self, write: Callable[..., None], *arguments: Any) -> Future[None]:
-        """Write some time soon; a failure is logged, and the write owed."""
-        return self._thread.submit(self._carry_out, partial(write, *arguments))
+        """Enqueue a write. If it fails, the failure is logged and the write retried later."""
+        return self._thread.submit(self._write_owed, partial(write, *arguments))
 
     async def write(self, write: Callable[..., None], *arguments: Any) -> None:
-        """Write, and wait until it is done or owed."""
+        """Enqueue a write, and wait for its first attempt."""
         await asyncio.wrap_future(self.post(write, *arguments))
 
     async def run(self, call: Callable[..., T], *arguments: Any) -> T:
-        """Read or write, and wait for it."""
+        """Call a method of the store on its thread and return the result."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, call, *arguments)
 
     async def settle(self) -> str:
-        """Have everything that was posted outlive a power cut; returns why that failed, or nothing."""
+        """Flush all enqueued writes to the disk; return the reason if that fails, otherwise an empty text."""
         settling = asyncio.wrap_future(self._thread.submit(self._settle))
         try:
             return await asyncio.wait_for(asyncio.shield(settling), _SETTLE_SECONDS)
@@ -419,8 +484,9 @@ class StoreWriter:
             return self.failing or "the disk is too slow"
 
     def _settle(self) -> str:
-        self._carry_out()
-        dropped, self._dropped = self._dropped, ""
+        self._write_owed()
+        dropped = self._dropped
+        self._dropped = ""
         if self.failing or dropped:
             return self.failing or dropped
         try:
@@ -431,22 +497,23 @@ class StoreWriter:
         return ""
 
     def retry(self) -> None:
-        """Carry out what is owed, and look after the file, some time soon."""
+        """Enqueue a retry of the failed writes and a check of the file."""
         if self._retried is None or self._retried.done():
-            self._retried = self._thread.submit(self._carry_out)
+            self._retried = self._thread.submit(self._write_owed)
 
     def close(self) -> None:
-        """Finish what was asked for, then close the store."""
+        """Finish all enqueued calls, then close the store."""
         self._thread.shutdown(wait=True)
         self.store.close()
 
-    def _carry_out(self, write: partial[None] | None = None) -> None:
+    def _write_owed(self, write: partial[None] | None = None) -> None:
+        """Attempt all pending writes in order, after adding ``write`` to them, and update ``failing``."""
         if write is not None:
             self._owe(write)
         failing = ""
         try:
             while self._owed:
-                self._carry_out_oldest()
+                self._write_oldest()
             self.store.check_file()
         except (sqlite3.Error, StoreError) as error:
             failing = str(error)
@@ -456,27 +523,32 @@ class StoreWriter:
             _log.info("store_written_again")
         self.failing = failing
 
-    def _carry_out_oldest(self) -> None:
-        """Carry out the oldest write that is owed; raises ``sqlite3.Error`` where the disk is to blame."""
+    def _write_oldest(self) -> None:
+        """Attempt the oldest pending write; raises ``sqlite3.OperationalError`` if the disk fails.
+
+        A write that fails for any other reason is dropped, because a retry could not succeed.
+        """
         try:
             self._owed[0]()
         except (sqlite3.OperationalError, OSError) as error:
             self._on_failure()
             raise sqlite3.OperationalError(str(error)) from error
         except Exception as error:
-            # No disk is at fault, and no repetition would help.
             self._dropped = str(error)
             self._on_failure()
             _log.exception("store_write_dropped")
         del self._owed[0]
 
     def _owe(self, write: partial[None]) -> None:
-        """Put a write after those that are owed; a deployment's newest state takes the place of the one before."""
-        newest = write.args[0]
-        if isinstance(newest, StoredDeployment):
-            self._owed = [one for one in self._owed if getattr(one.args[0], "name", None) != newest.name]
+        """Append a pending write. A deployment's new state replaces a pending older one.
+
+        If too many writes are pending, drop the oldest that is not the state of a deployment.
+        """
+        saved = write.args[0]
+        if isinstance(saved, StoredDeployment):
+            self._owed = [owed for owed in self._owed if getattr(owed.args[0], "name", None) != saved.name]
         self._owed.append(write)
         if len(self._owed) > _MAX_OWED:
-            oldest = next(one for one in self._owed if not isinstance(one.args[0], StoredDeployment))
+            oldest = next(owed for owed in self._owed if not isinstance(owed.args[0], StoredDeployment))
             self._owed.remove(oldest)
-            _log.error("store_write_dropped", error=f"more than {_MAX_OWED} writes are owed")
+            _log.error("store_write_dropped", error=f"more than {_MAX_OWED} writes are pending")

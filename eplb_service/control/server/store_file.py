@@ -1,4 +1,4 @@
-"""Opens the SQLite file of a store, sets a damaged one aside, and says what was lost with a damaged write-ahead log."""
+"""SQLite file of the store: opening it, moving a damaged one aside, and detecting a lost write-ahead log."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from pathlib import Path
 import structlog
 
 MEMORY = ":memory:"
-"""A store that keeps nothing."""
+"""Path of a store that is kept in memory and lost with the process."""
 
 _log = structlog.get_logger(__name__)
 
 _APPLICATION_ID = 0x45504C42  # "EPLB"
-_LOOKED_AT_BYTES = 1 << 16
+_INSPECTED_BYTES = 1 << 16
 _SCHEMA_VERSION = 2
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS service (leader_term INTEGER NOT NULL);
 -- state: a StoredDeployment as JSON.
 CREATE TABLE IF NOT EXISTS deployments (name TEXT PRIMARY KEY, state TEXT NOT NULL);
--- layout: an npz file of the placement and, where they do not follow from it by the rule, the tables.
+-- layout: an npz file of the placement and, if they are not the default tables, the tables.
 CREATE TABLE IF NOT EXISTS first_layouts (deployment TEXT PRIMARY KEY, group_id TEXT NOT NULL, layout BLOB NOT NULL);
 CREATE TABLE IF NOT EXISTS plans (
     id INTEGER PRIMARY KEY,
@@ -37,39 +37,46 @@ CREATE TABLE IF NOT EXISTS plans (
     committed INTEGER NOT NULL DEFAULT 0
 );
 CREATE INDEX IF NOT EXISTS plans_of ON plans (deployment, id);
--- Rows of other tables that could not be read.
+-- Unreadable rows of the other tables.
 CREATE TABLE IF NOT EXISTS set_aside (
     at REAL NOT NULL, origin TEXT NOT NULL, reason TEXT NOT NULL, content TEXT NOT NULL
 );
--- A row while a service runs; log_needed is 1 in the file itself and 0 in the newest change of the write-ahead log.
+-- Has a row while a service runs. log_needed is 1 in the file itself and 0 in the write-ahead log.
 CREATE TABLE IF NOT EXISTS running (log_needed INTEGER NOT NULL);
 """
 
 
 class StoreError(Exception):
-    """A file that cannot be this service's store; the message says why and what to do."""
+    """A file that this service cannot use as its store. The message names the reason and the remedy."""
 
 
 def open_store(path: str) -> tuple[sqlite3.Connection, list[str]]:
-    """Open the store at ``path``, created if there is none, and say what was lost of it since it was last open.
+    """Open the store at ``path``, creating it if necessary.
 
-    Raises ``StoreError`` if the file is something else or cannot be used.
+    Raises ``StoreError`` if the file is not a store or cannot be used.
+
+    Returns
+    -------
+    database : sqlite3.Connection
+        The open store.
+    losses : list of str
+        Descriptions of the data that was lost since the store was last open, for operators.
     """
     if path != MEMORY and not Path(path).parent.is_dir():
-        raise StoreError(f"cannot make the store {path!r}: its directory does not exist")
+        raise StoreError(f"cannot create the store {path!r}: its directory does not exist")
     database = None
     try:
-        lost = _lost_changes(path)
+        log_loss = _describe_log_loss(path)
         database, damage = connect(path)
         _check_kind(database, path)
-        # Text that is not UTF-8 spoils its row, not the whole query.
+        # Text that is not valid UTF-8 must spoil only its row, not the whole query.
         database.text_factory = lambda text: text.decode("utf-8", "replace")
         database.execute("PRAGMA journal_mode = WAL")
         database.execute("PRAGMA synchronous = NORMAL")
-        # Left to `copy_log_into_file`, which keeps account of it.
+        # Only ``copy_log_into_file`` may checkpoint, because it keeps ``log_needed`` correct.
         database.execute("PRAGMA wal_autocheckpoint = 0")
         with database:
-            # Fails here, where it is explained, if nothing can be written.
+            # If the file is read-only, fail now with an explanation, not at the first real write.
             database.execute("UPDATE service SET leader_term = leader_term")
     except (sqlite3.Error, StoreError) as error:
         if database is not None:
@@ -77,16 +84,18 @@ def open_store(path: str) -> tuple[sqlite3.Connection, list[str]]:
         if isinstance(error, StoreError):
             raise
         raise StoreError(
-            f"cannot use {path!r} as the store: {error}; name a writable path that is new or was made by eplb"
+            f"cannot use {path!r} as the store: {error}; name a writable path, new or of an existing store"
         ) from error
-    return database, [reason for reason in (damage or lost,) if reason]
+    loss = damage or log_loss
+    return database, [loss] if loss else []
 
 
 def copy_log_into_file(database: sqlite3.Connection) -> None:
-    """Write everything to the disk, and copy the changes in the write-ahead log into the file.
+    """Flush all changes to the disk and copy them from the write-ahead log into the file.
 
-    A lost log then costs only later changes. That it is lost shows in ``log_needed``: the file says 1, and only the log
-    says 0. Whoever copies the log into the file once more, such as a backup tool after a crash, takes the 0 with it.
+    If the log is lost later, only the changes after this call are lost. The column ``log_needed`` reveals such a loss.
+    It is 1 in the file, and only the log sets it to 0. If another program, such as a backup tool, copies the log into
+    the file after a crash, the 0 is copied as well, which is right because nothing is lost then.
     """
     database.execute("PRAGMA synchronous = FULL")
     try:
@@ -101,23 +110,31 @@ def copy_log_into_file(database: sqlite3.Connection) -> None:
 
 
 def close_store(database: sqlite3.Connection) -> None:
-    """Write everything into the one file."""
+    """Close the store, leaving all changes in the file and no write-ahead log."""
     with contextlib.suppress(sqlite3.Error), database:
         database.execute("DELETE FROM running")
     database.close()
 
 
 def connect(path: str) -> tuple[sqlite3.Connection, str]:
-    """Return an open database that is whole, and why the one before it was set aside, if it was.
+    """Open the database, replacing it by a new one if it is damaged.
 
-    The ranks hold the truth about what they serve, so a service without its history is better than none.
+    A service without its history is better than no service, because the ranks themselves hold their current layout.
+    Raises ``StoreError`` if the file is not a store of eplb.
+
+    Returns
+    -------
+    database : sqlite3.Connection
+        An undamaged database.
+    notice : str
+        Why the previous file was set aside, for operators; empty if it is in use.
     """
     database = sqlite3.connect(path, timeout=5.0, check_same_thread=False)
     try:
         (state,) = database.execute("PRAGMA quick_check(1)").fetchone()
         reason = "" if state == "ok" else str(state)
     except sqlite3.OperationalError:
-        # Locked, unreadable, or on a full disk: this says nothing about the file.
+        # The file is locked, unreadable, or on a full disk, but not necessarily damaged.
         database.close()
         raise
     except sqlite3.DatabaseError as error:
@@ -126,9 +143,11 @@ def connect(path: str) -> tuple[sqlite3.Connection, str]:
         return database, ""
     database.close()
     with Path(path).open("rb") as file:
-        was_ours = b"TABLE deployments" in file.read(_LOOKED_AT_BYTES)
-    if not was_ours:
-        raise StoreError(f"{path!r} is no store of eplb ({reason}); name another, or move it away")
+        is_store = b"TABLE deployments" in file.read(_INSPECTED_BYTES)
+    if not is_store:
+        raise StoreError(
+            f"{path!r} is not a store of eplb ({reason}); move it away, or name another file with --store"
+        )
     aside = f"{path}.damaged-{_now()}"
     for suffix in ("", "-wal", "-shm"):
         if Path(path + suffix).exists():
@@ -139,16 +158,16 @@ def connect(path: str) -> tuple[sqlite3.Connection, str]:
 
 
 def _check_kind(database: sqlite3.Connection, path: str) -> None:
-    """Create the tables that are missing; raises ``StoreError`` if the database is not a store of this schema."""
+    """Create missing tables; raises ``StoreError`` if the database is not a store or has another schema version."""
     (application,) = database.execute("PRAGMA application_id").fetchone()
     (version,) = database.execute("PRAGMA user_version").fetchone()
     (tables,) = database.execute("SELECT COUNT(*) FROM sqlite_master").fetchone()
     if tables and application != _APPLICATION_ID:
-        raise StoreError(f"{path!r} is a database of something else; name another store")
+        raise StoreError(f"{path!r} is a database of another application; name another file with --store")
     if tables and version != _SCHEMA_VERSION:
         raise StoreError(
-            f"{path!r} has schema version {version}, this release reads {_SCHEMA_VERSION}; "
-            "use the release that wrote it, or name another store"
+            f"{path!r} has schema version {version}, but this release reads version {_SCHEMA_VERSION}; "
+            "use the release that wrote it, or name another file with --store"
         )
     database.executescript(
         f"BEGIN; {_SCHEMA} PRAGMA application_id = {_APPLICATION_ID}; "
@@ -156,21 +175,26 @@ def _check_kind(database: sqlite3.Connection, path: str) -> None:
     )
 
 
-def _lost_changes(path: str) -> str:
-    """Return why the newest changes of a store that was not closed are lost with its write-ahead log, or nothing.
+def _describe_log_loss(path: str) -> str:
+    """Describe the loss of the newest changes if the write-ahead log is missing or damaged; empty if nothing is lost.
 
-    SQLite itself ignores a log that is missing, and the rest of one from the first damaged page on.
+    The log contains these changes if the store was not closed. SQLite itself silently ignores a missing log, and the
+    rest of a log from the first damaged page on.
     """
-    log, index = Path(f"{path}-wal"), Path(f"{path}-shm")
+    log = Path(f"{path}-wal")
+    index = Path(f"{path}-shm")
     if path == MEMORY or not Path(path).is_file():
         return ""
     content = log.read_bytes() if log.is_file() else b""
+    reason = ""
     if not content:
-        reason = "is missing" if _log_is_needed(path, has_index=index.exists()) else ""
+        if _is_log_needed(path, has_index=index.exists()):
+            reason = "is missing"
     else:
-        valid, written = _log_frames(content)
-        committed = _committed_frames(index.read_bytes() if index.is_file() else b"", content)
-        reason = "is damaged" if valid < (written if committed is None else committed) else ""
+        valid_frames, written_frames = _count_frames(content)
+        committed_frames = _committed_frames(index.read_bytes() if index.is_file() else b"", content)
+        if valid_frames < (written_frames if committed_frames is None else committed_frames):
+            reason = "is damaged"
     if not reason:
         return ""
     aside = f"{log}.damaged-{_now()}"
@@ -180,27 +204,37 @@ def _lost_changes(path: str) -> str:
         "store_log_lost", path=path, reason=f"its write-ahead log {reason}", set_aside=content and aside
     )
     return (
-        f"the store's write-ahead log {reason}, and the newest changes with it: "
+        f"the store's write-ahead log {reason}, so the newest changes are lost: "
         "check which deployments are paused" + (f"; the log was kept as {aside}" if content else "")
     )
 
 
-def _log_is_needed(path: str, *, has_index: bool) -> bool:
-    """Return whether the file says that a service was stopped before it had written everything into the file."""
+def _is_log_needed(path: str, *, has_index: bool) -> bool:
+    """Return True if the file shows that its service stopped before it had copied all changes into the file."""
     try:
         with contextlib.closing(
             sqlite3.connect(f"{Path(path).absolute().as_uri()}?mode=ro&immutable=1", uri=True)
         ) as file:
             return bool(file.execute("SELECT MAX(log_needed) FROM running").fetchone()[0])
     except sqlite3.Error:
-        # Stores of older releases do not say; the log's index is deleted together with it.
+        # Stores of older releases do not have this table. SQLite deletes the log and its index together, so an index
+        # without a log means that the log was lost.
         return has_index
 
 
-def _log_frames(log: bytes) -> tuple[int, int]:
-    """Return how many frames of a write-ahead log SQLite will read, and how many belong to it by their salts.
+def _count_frames(log: bytes) -> tuple[int, int]:
+    """Count the frames of a write-ahead log in SQLite's format.
 
-    The format is that of https://www.sqlite.org/fileformat2.html#walformat.
+    Returns
+    -------
+    valid : int
+        Number of frames that SQLite will read, up to the first damaged one.
+    written : int
+        Number of frames that were written since the log was last reset, as shown by their salts.
+
+    References
+    ----------
+    https://www.sqlite.org/fileformat2.html#walformat
     """
     if len(log) < 32:
         return 0, 1
@@ -209,21 +243,39 @@ def _log_frames(log: bytes) -> tuple[int, int]:
     sums = _checksum(log[:24], (0, 0), order)
     if magic & ~1 != 0x377F0682 or list(sums) != checksum:
         return 0, 1
-    valid, written, frame_bytes = 0, 0, 24 + page_bytes
+    valid = 0
+    written = 0
+    frame_bytes = 24 + page_bytes
     for number, start in enumerate(range(32, len(log) - frame_bytes + 1, frame_bytes)):
-        head, page = log[start : start + 24], log[start + 24 : start + frame_bytes]
+        head = log[start : start + 24]
+        page = log[start + 24 : start + frame_bytes]
         if head[8:16] != log[16:24]:
             continue
         written = number + 1
         if valid == number:
             sums = _checksum(head[:8] + page, sums, order)
             valid += sums == struct.unpack(">2I", head[16:])
-    # SQLite writes whole frames: a part of one is all that is left of it, and of those after it.
+    # SQLite writes entire frames, so an incomplete one at the end is the remainder of a truncated log.
     return valid, written + ((len(log) - 32) % frame_bytes > 0)
 
 
 def _checksum(content: bytes, sums: tuple[int, int], order: str) -> tuple[int, int]:
-    """Return the running checksum of a write-ahead log after ``content``."""
+    """Return the running checksum of a write-ahead log after ``content``.
+
+    Parameters
+    ----------
+    content
+        Bytes to add, a multiple of eight.
+    sums
+        Checksum of the bytes before.
+    order
+        Byte order of the 32-bit integers, as in ``struct``.
+
+    Examples
+    --------
+    >>> _checksum((1).to_bytes(4, "big") + (2).to_bytes(4, "big"), (0, 0), ">")
+    (1, 3)
+    """
     integers_32 = iter(struct.unpack(f"{order}{len(content) // 4}I", content))
     first, second = sums
     for even, odd in zip(integers_32, integers_32, strict=True):
@@ -233,7 +285,10 @@ def _checksum(content: bytes, sums: tuple[int, int], order: str) -> tuple[int, i
 
 
 def _committed_frames(index: bytes, log: bytes) -> int | None:
-    """Return how many frames were committed by the log's index, which outlives a killed process; ``None``: unknown."""
+    """Return the number of committed frames according to the log's index; ``None`` if the index does not match the log.
+
+    The index outlives a killed process.
+    """
     head = index[:48]
     if len(index) < 96 or head != index[48:96] or head[32:40] != log[16:24]:
         return None

@@ -1,4 +1,4 @@
-"""A lock file next to the store, so that two services do not use one store at the same time."""
+"""Lock file next to the store, so that two services do not use one store at the same time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MAX_RECORD_BYTES = 1 << 12
 
 @contextlib.contextmanager
 def locked_store(path: str, lease: str | None = None) -> Iterator[None]:
-    """Lock the store at ``path`` for the duration of the context. The kernel releases the lock if the process dies.
+    """Lock the store at ``path`` until the context exits. The kernel releases the lock if the process dies.
 
     Services with the same ``lease`` may share a store: only the leader uses it, but its predecessor may still be
     closing it. Raises ``StoreError`` if another service uses the store; the message names its process.
@@ -40,13 +40,12 @@ def locked_store(path: str, lease: str | None = None) -> Iterator[None]:
             if lease is not None:
                 _attempt(file, lock, fcntl.LOCK_SH)
         else:
-            user, _, its_lease = (
-                os.pread(file, _MAX_RECORD_BYTES, 0).decode("utf-8", "replace").partition("\n")
-            )
-            if lease is None or its_lease.strip() != lease or not _attempt(file, lock, fcntl.LOCK_SH):
+            record = os.pread(file, _MAX_RECORD_BYTES, 0).decode("utf-8", "replace")
+            user, _, user_lease = record.partition("\n")
+            if lease is None or user_lease.strip() != lease or not _attempt(file, lock, fcntl.LOCK_SH):
                 raise StoreError(
                     f"the store {path!r} is in use by process {user}; stop that service, name another file with "
-                    "--store, or let both wait for the same --lease"
+                    "--store, or give both services the same --lease"
                 )
         yield
     finally:

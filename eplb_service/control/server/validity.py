@@ -1,4 +1,4 @@
-"""Validity of X.509 certificates, read from PEM files: the standard library offers no reader of its own."""
+"""Validity of X.509 certificates in PEM files, since the standard library cannot read it."""
 
 from __future__ import annotations
 
@@ -12,33 +12,53 @@ _VERSION = 0xA0
 _TIMES = {0x17: "%y%m%d%H%M%SZ", 0x18: "%Y%m%d%H%M%SZ"}
 _SOON_SECONDS = 14 * 86400.0
 _SOON_SHARE = 0.25
-"""Of its whole validity: one that is renewed daily is not about to expire when it is new."""
+"""Fraction of a certificate's lifetime, so that one that is renewed daily does not count as expiring when it is new."""
 
 
 class Validity(NamedTuple):
-    """Seconds since 1970 from which, and until which, a certificate is valid."""
+    """Period in which a certificate is valid.
+
+    Parameters
+    ----------
+    begins
+        First moment, in seconds since 1970.
+    ends
+        Last moment, in seconds since 1970.
+    """
 
     begins: float
     ends: float
 
     def expires_soon(self, now: float) -> bool:
-        """Return whether it should have been renewed by now."""
+        """Return True within 14 days of the end, or in the last quarter of a lifetime below 56 days.
+
+        Examples
+        --------
+        >>> day = 86400.0
+        >>> Validity(0.0, 365 * day).expires_soon(350 * day)
+        False
+        >>> Validity(0.0, 365 * day).expires_soon(352 * day)
+        True
+        >>> Validity(0.0, 1 * day).expires_soon(0.5 * day)
+        False
+        """
         return self.ends - now < min(_SOON_SECONDS, _SOON_SHARE * (self.ends - self.begins))
 
 
 def first_to_expire(pem: bytes) -> Validity | None:
-    """Return the validity of the certificate in a PEM file that expires first; ``None`` where none can be read."""
+    """Return the validity of the certificate in a PEM file that expires first; ``None`` if none can be read."""
     try:
-        found = [
-            _validity(ssl.PEM_cert_to_DER_cert(one.decode("ascii"))) for one in _CERTIFICATE.findall(pem)
+        validities = [
+            _validity(ssl.PEM_cert_to_DER_cert(certificate.decode("ascii")))
+            for certificate in _CERTIFICATE.findall(pem)
         ]
     except (ValueError, LookupError):
         return None
-    return min(found, key=lambda one: one.ends, default=None)
+    return min(validities, key=lambda validity: validity.ends, default=None)
 
 
 def _validity(der: bytes) -> Validity:
-    """Validity in a DER certificate: the fourth of the signed fields, of which the first, the version, is optional."""
+    """Return the validity in a DER certificate: the fourth signed field, not counting the optional version."""
     (_, certificate), *_ = _elements(der)
     (_, signed), *_ = _elements(certificate)
     fields = [content for tag, content in _elements(signed)[:5] if tag != _VERSION]
@@ -50,13 +70,25 @@ def _validity(der: bytes) -> Validity:
 
 
 def _elements(der: bytes) -> list[tuple[int, bytes]]:
-    """Tag and content of each element of a DER sequence."""
-    found, at = [], 0
-    while at < len(der):
-        tag, size, at = der[at], der[at + 1], at + 2
+    """Return the tag and content of each element of a DER sequence.
+
+    Examples
+    --------
+    An integer (tag 2) of one byte, and a text (tag 12) of two bytes:
+
+    >>> _elements(bytes([2, 1, 65, 12, 2, 111, 107]))
+    [(2, b'A'), (12, b'ok')]
+    """
+    elements = []
+    offset = 0
+    while offset < len(der):
+        tag = der[offset]
+        size = der[offset + 1]
+        offset += 2
         if size & 0x80:
             octets = size & 0x7F
-            size, at = int.from_bytes(der[at : at + octets], "big"), at + octets
-        found.append((tag, der[at : at + size]))
-        at += size
-    return found
+            size = int.from_bytes(der[offset : offset + octets], "big")
+            offset += octets
+        elements.append((tag, der[offset : offset + size]))
+        offset += size
+    return elements

@@ -94,7 +94,9 @@ async def test_steps_that_wait_are_put_together_by_parts_before_the_next_report_
     message = heat_report(live, 0, 0, skewed_heat(2))
     stream = RankStream()
     stream.heard_at = time.monotonic()
-    await service._take_heat(cast("Deployment", deployment), decode_hello(hello_of(live, 0)), stream, message)
+    await service._receive_heat(
+        cast("Deployment", deployment), decode_hello(hello_of(live, 0)), stream, message
+    )
     assert plane.asked == ["put together"] * 4 + ["report", "put together"]
 
 

@@ -244,7 +244,7 @@ async def test_heat_of_another_model_is_a_problem_and_no_plan(tmp_path: Path) ->
         deployment = service.plane.deployments["decode"]
         await until(lambda: deployment.decisions.begun)
         (problem,) = deployment.plan_problems
-        assert "heat of another model" in problem
+        assert "choose a source with the same model" in problem
         assert deployment.plan is None
 
 
@@ -253,8 +253,8 @@ async def test_heat_of_another_model_is_a_problem_and_no_plan(tmp_path: Path) ->
     [
         ("prefill", "write DEPLOYMENT=SOURCE"),
         ("decode=", "write DEPLOYMENT=SOURCE"),
-        ("decode=decode", "not itself"),
-        ("decode=a,decode=b", "one for each"),
+        ("decode=decode", "other than itself"),
+        ("decode=a,decode=b", "one per deployment"),
         ("de code=a", "the deployment is"),
     ],
 )

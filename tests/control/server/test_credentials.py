@@ -162,7 +162,7 @@ def entry(changes: str) -> str:
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        ("{}", "must hold a list"),
+        ("{}", "must be a list"),
         ("- 7", "credential 1"),
         (entry("role: king"), "credential 1: role"),
         (entry("deployments: []"), "credential 1: deployments"),
@@ -174,7 +174,7 @@ def entry(changes: str) -> str:
         (entry("ranks: 3-0"), "ranks"),
         (entry("ranks: 0-99999999"), "ranks"),
         (entry("more: 1"), "more"),
-        (entry("") * 2, "two credentials are called 'a'"),
+        (entry("") * 2, "two credentials have the name 'a'"),
         ("- {name: a, token: 0123456789abcdef", "is not YAML"),
     ],
 )
@@ -237,7 +237,7 @@ async def test_calls_without_the_shared_token_are_turned_away_but_for_health(
 def test_beyond_loopback_a_service_requires_credentials_and_tls_unless_set_otherwise(
     flags: dict[str, Any],
 ) -> None:
-    with pytest.raises(SettingsError, match="is reached from other hosts"):
+    with pytest.raises(SettingsError, match="is reachable from other hosts"):
         load_settings(flags)
     load_settings({**flags, "insecure": True})
     load_settings({**flags, "tls_cert": "c", "tls_key": "k", "auth_token": "x"})

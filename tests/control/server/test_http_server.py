@@ -191,7 +191,7 @@ async def test_the_page_has_an_address_of_its_own_with_tls(tmp_path: Path) -> No
         assert (await get(page, path, token="right", context=trusting)).document == {"deployments": []}
         assert (await get(page, "/metrics", context=trusting)).status == 404
         assert (await get(service.metrics_address, "/metrics")).status == 200
-        assert "address of its own" in (await get(service.metrics_address, "/")).document["error"]
+        assert "another address" in (await get(service.metrics_address, "/")).document["error"]
         with pytest.raises((OSError, http.client.HTTPException)):
             await get(page, path)
         credentials = grpc.ssl_channel_credentials(authority.ca.read_bytes())

@@ -57,7 +57,7 @@ async def test_whoever_waits_too_long_is_refused(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("eplb_service.control.server.access.quotas._TURN_SECONDS", 0.01)
     turns = Turns(1)
     async with turns.turn("a"):
-        with pytest.raises(ExhaustedError, match="too much is being read already"):
+        with pytest.raises(ExhaustedError, match="too many large requests are being read already"):
             async with turns.turn("b"):
                 raise AssertionError
     async with turns.turn("c"):
@@ -88,8 +88,8 @@ async def test_requests_that_are_no_requests(
     for said, expected, reason in (
         (_large(MIB), exhausted, "that max_message_bytes allows"),
         ([agent_pb2.ConnectRequest(heartbeat=agent_pb2.Heartbeat(error="x" * 2 * MIB))], exhausted, ""),
-        (whole[:1], invalid, "was broken off"),
-        ([whole[0], _hello()], invalid, "was broken off"),
+        (whole[:1], invalid, "ended before its last part"),
+        ([whole[0], _hello()], invalid, "ended before its last part"),
         ([whole[0], whole[0]], invalid, "part.bytes_left is"),
         (whole[1:], invalid, ""),
     ):
@@ -127,8 +127,8 @@ async def test_a_host_that_breaks_off_as_many_requests_as_it_may_have_gives_its_
 
 async def test_streams_of_all_hosts_and_of_one_are_bounded_and_refusals_counted() -> None:
     for bounds, name in (
-        ({"max_streams": 2}, "max_streams allows"),
-        ({"max_streams_per_peer": 2}, "max_streams_per_peer allows"),
+        ({"max_streams": 2}, "limit set by max_streams;"),
+        ({"max_streams_per_peer": 2}, "limit set by max_streams_per_peer;"),
     ):
         async with running_service(settings(**bounds)) as service:
             options = [("grpc.use_local_subchannel_pool", 1)]

@@ -14,7 +14,7 @@ import pytest
 from lightkube import Client, KubeConfig
 from lightkube.config.models import Cluster, User
 
-from eplb_core.wire.fields import MAX_VERSION
+from eplb_service.control.server.lease.errors import LeaseError
 from eplb_service.control.server.lease.kubernetes_lease import (
     LEADS_LABEL,
     TERM_ANNOTATION,
@@ -24,7 +24,6 @@ from eplb_service.control.server.lease.kubernetes_lease import (
 from eplb_service.control.server.lease.leadership import (
     Leadership,
     Lease,
-    LeaseError,
     checked_lease,
     named_lease,
 )
@@ -144,7 +143,7 @@ def test_a_file_that_is_replaced_is_lost_and_one_that_is_no_lease_refused(tmp_pa
     lease.give_back()
     other = file_lease(path)
     assert other.attempt()
-    with pytest.raises(LeaseError, match="is no lease"):
+    with pytest.raises(LeaseError, match="is not a lease file"):
         other.highest_term()
     other.give_back()
     with pytest.raises(LeaseError, match="cannot open"):
@@ -164,7 +163,7 @@ def test_what_a_holder_does_not_renew_expires(candidate: Callable[..., Kubernete
     assert second.attempt()
     assert second.highest_term() == 7
     assert not first.attempt(), "it has been taken meanwhile"
-    with pytest.raises(LeaseError, match="taken by another"):
+    with pytest.raises(LeaseError, match="acquired by another"):
         first.announce(8)
     first.give_back()
     assert second.attempt(), "who holds it no longer cannot give it back"

@@ -187,7 +187,10 @@ async def test_a_service_does_not_start_with_another_certificates_key(
             pass
     no_key = tmp_path / "no key"
     no_key.write_text("no key")
-    for key, says in ((no_key, "cannot be used: "), (tmp_path / "nowhere", "cannot read the TLS files")):
+    for key, says in (
+        (no_key, "cannot use the TLS files"),
+        (tmp_path / "nowhere", "cannot read the TLS files"),
+    ):
         with pytest.raises(SettingsError, match=says):
             async with running_service(settings(**{**given, "tls_key": key})):
                 pass

@@ -160,15 +160,15 @@ def test_eight_deployments_of_64_ranks_and_58_layers_are_read_at_a_glance(tmp_pa
     assert "+3,750 tokens/s" in seen["tiles"]
     assert "helps\n+6.12 ms per step" in seen["tiles"]
     assert "worth 8.3 of 64 ranks" in seen["tiles"]
-    assert "PAR left alone\n1.740" in seen["tiles"]
+    assert "PAR, initial layout\n1.740" in seen["tiles"]
     assert "hottest rank\nrank 5\n1.04 × the mean" in seen["tiles"]
     assert "hottest layer\nlayer 17\nPAR 1.310" in seen["tiles"]
     assert "redundancy\n2.55 GB\nper rank, for 64 redundant slots per layer" in seen["tiles"]
-    assert "left alone 1.7" in seen["text"]
+    assert "initial layout 1.7" in seen["text"]
     assert "12,300 %" in seen["tiles"]
     assert not re.search(r"\de[+-]?\d", seen["text"])
     # What figures rest on is folded: a paragraph of ten lines under them is read by nobody.
-    assert "What these figures rest on" in seen["text"]
+    assert "About these figures" in seen["text"]
     assert "Gain over the newest" not in seen["text"]
     assert seen["squares"] == 64
 
@@ -213,7 +213,7 @@ def test_with_no_rank_connected_nothing_is_live(tmp_path: Path) -> None:
     status |= {"par": 0, "par_steps": 0, "worth": None, "forecast": None, "idle_seconds": None, **hottest}
     seen = visit(answers, tmp_path)
     assert seen["live"] == "no rank connected"
-    assert "PAR now\n–\nnothing is served" in seen["tiles"]
+    assert "PAR now\n–\nno measurements" in seen["tiles"]
     assert "helps" not in seen["text"]
 
 
@@ -229,7 +229,7 @@ def test_a_deployment_that_has_measured_nothing(tmp_path: Path) -> None:
     seen = visit(answers, tmp_path)
     assert "PAR now\n–" in seen["tiles"]
     assert "No decision since this service started." in seen["text"]
-    assert "Nothing is served, or nothing was measured yet." in seen["text"]
+    assert "No measurements of the load yet." in seen["text"]
 
 
 @in_browser

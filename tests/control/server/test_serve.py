@@ -84,7 +84,7 @@ NESTED = "[" * 100_000
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        (NESTED, "is nested too deeply; it must hold a list of credentials"),
+        (NESTED, "is nested too deeply; it must be a list of credentials"),
         ("- {name: a, role: reader, deployments: ['*'], token: 2024-99-99}", "is not YAML"),
         ("- !!timestamp nonsense", "is not YAML"),
         ("- {name: a, ? [b] : c}", "is not YAML"),
@@ -162,14 +162,14 @@ def test_a_lost_lease_is_no_mistake_of_the_user_s(
 ) -> None:
     from eplb_service.cli import serve
     from eplb_service.cli.main import run
-    from eplb_service.control.server.lease.leadership import LeaseLostError
+    from eplb_service.control.server.lease.errors import LeaseLostError
 
     async def lost(*_: object) -> None:
-        raise LeaseLostError("lease eplb is held by this service no longer")
+        raise LeaseLostError("this service has lost lease eplb")
 
     monkeypatch.setattr(serve, "serve_until_stopped", lost)
     assert run(["serve", *ADDRESSES]) == 1
-    assert capsys.readouterr().err == "eplb: error: lease eplb is held by this service no longer\n"
+    assert capsys.readouterr().err == "eplb: error: this service has lost lease eplb\n"
 
 
 @pytest.mark.parametrize("state", ["named", "by default"])

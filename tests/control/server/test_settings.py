@@ -37,7 +37,7 @@ def test_every_setting_says_what_it_is() -> None:
     [
         ("windowsteps: 3", "unknown setting 'windowsteps'; did you mean 'window_steps'?"),
         ("qqq: 3", "unknown setting 'qqq'; `eplb serve --help` lists"),
-        ("- 3", "must hold 'key: value' lines"),
+        ("- 3", "must consist of 'key: value' lines"),
         ("a: [", "is not YAML"),
         ("window_steps: many", r"setting window_steps: .* \(got 'many'\)"),
     ],

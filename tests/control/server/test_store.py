@@ -180,7 +180,7 @@ def test_files_of_something_else_are_refused(tmp_path: Path) -> None:
     other = tmp_path / "other"
     with contextlib.closing(sqlite3.connect(other)) as database:
         database.execute("CREATE TABLE things (id)")
-    with pytest.raises(StoreError, match="database of something else"):
+    with pytest.raises(StoreError, match="database of another application"):
         Store(str(other))
     with pytest.raises(StoreError, match="directory does not exist"):
         Store(str(tmp_path / "nowhere" / "file"))

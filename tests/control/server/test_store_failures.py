@@ -217,7 +217,7 @@ async def test_a_full_disk_that_recovers_has_lost_nothing_of_what_happened_meanw
 
 ORDERS = {
     "Pause": (operator_pb2.PauseRequest, "planning for decode is paused"),
-    "Resume": (operator_pb2.ResumeRequest, "planning for decode continues"),
+    "Resume": (operator_pb2.ResumeRequest, "planning for decode is resumed"),
     "Forget": (operator_pb2.ForgetRequest, "decode is forgotten"),
     "Lead": (operator_pb2.LeadRequest, "the ranks of decode follow this service"),
     "Rebalance": (operator_pb2.RebalanceRequest, "plan "),
@@ -247,7 +247,7 @@ async def test_an_order_that_is_not_stored_says_so(path: str, order: str, fault:
         assert refused.value.code() is grpc.StatusCode.ABORTED
         said = refused.value.details()
         assert said.startswith(done)
-        assert ", but that is not stored, so a restart of the service forgets it: " in said
+        assert ", but this is not stored, so a restart of the service loses it: " in said
 
 
 @contextlib.asynccontextmanager

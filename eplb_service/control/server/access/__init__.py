@@ -1,1 +1,1 @@
-"""Credentials of callers, and limits on what they may take."""
+"""Credentials of callers, and quotas on the resources that callers use."""

@@ -1,15 +1,16 @@
-"""Credentials and the gate of every call: who calls, whether that caller may, and whether there is room.
+"""Authentication, authorisation and quotas of every call.
 
-Credentials are in a YAML file, a list that is read again whenever it changes, so that they rotate without a restart::
+Credentials come from a YAML file. The service reloads the file whenever it changes, so credentials can be rotated
+without a restart::
 
-    - name: decode-agents          # as audit lines name the caller
+    - name: decode-agents          # name of the caller in audit log lines
       role: agent                  # agent, operator or reader
       deployments: [decode]        # or ['*']
-      ranks: 0-15                  # agents only; absent: all
+      ranks: 0-15                  # agents only; all ranks if absent
       token_sha256: 9f86d0...      # or `token:` itself, or `certificate:` and a client certificate's name
 
-Nothing of a call's body is read until the gate is passed. gRPC reads the one message of a unary call before it runs the
-handler, so unary calls are served as streams here: a refusal costs no more than the call's headers.
+The gate checks a call before it reads any of its body. For a unary call, gRPC would read the message before it calls
+the handler. Unary calls are therefore registered as streams, so that rejecting a call costs only its headers.
 """
 
 from __future__ import annotations
@@ -51,28 +52,35 @@ _MESSAGE_SECONDS = 10.0
 _OPERATOR = "/eplb.v1.OperatorService/"
 _READ = frozenset({"ListDeployments", "GetStatus", "GetPlacement", "GetHistory", "GetBalance", "WatchHeat"})
 _OPEN = "/grpc.health.v1.Health/"
-"""Probes of orchestrators bring no credentials, and health gives nothing away."""
+"""Prefix of calls without authentication: orchestrators probe without credentials, and health is not confidential."""
 
 _log = structlog.get_logger(__name__)
 
 
 _Role: TypeAlias = Literal["agent", "operator", "reader"]
-"""Part that a caller plays: speaks for ranks, reads and gives orders, or only reads."""
+"""Role of a caller. An agent represents ranks, an operator reads and sends commands, and a reader only reads."""
 _EVERY_ROLE: frozenset[_Role] = frozenset(("agent", "operator", "reader"))
 
 
 def _ranks(text: Any) -> frozenset[int]:
-    """Return ``0-15,32`` as numbers."""
-    found: set[int] = set()
-    for part in str(text).split(","):
-        first, _, last = part.strip().partition("-")
+    """Parse a list of ranks.
+
+    Examples
+    --------
+    >>> sorted(_ranks("0-3,8"))
+    [0, 1, 2, 3, 8]
+    """
+    ranks: set[int] = set()
+    for interval in str(text).split(","):
+        first, _, last = interval.strip().partition("-")
         if not (first.isdecimal() and (last or first).isdecimal()):
-            raise ValueError(f"ranks are such as 0-15 or 0,3, not {text!r}")
-        low, high = int(first), int(last or first)
+            raise ValueError(f"ranks are written like 0-15 or 0,3, not {text!r}")
+        low = int(first)
+        high = int(last or first)
         if not low <= high < MAX_RANKS:
-            raise ValueError(f"ranks are 0 to {MAX_RANKS - 1}, in ascending order, not {part.strip()!r}")
-        found.update(range(low, high + 1))
-    return frozenset(found)
+            raise ValueError(f"ranks are 0 to {MAX_RANKS - 1}, in ascending order, not {interval.strip()!r}")
+        ranks.update(range(low, high + 1))
+    return frozenset(ranks)
 
 
 def _checked_deployments(names: frozenset[str]) -> frozenset[str]:
@@ -82,7 +90,25 @@ def _checked_deployments(names: frozenset[str]) -> frozenset[str]:
 
 
 class Credential(BaseModel):
-    """One way to prove who calls, as the file has it; ``roles`` are all where one token serves every purpose."""
+    """One entry of the credentials file: a proof of identity, and the caller's rights.
+
+    Parameters
+    ----------
+    name
+        Name of the caller in log lines.
+    roles
+        Role of the caller; the shared ``auth_token`` has all roles.
+    deployments
+        Names of the deployments that the caller may access; ``*`` stands for all.
+    ranks
+        Ranks that an agent may represent; ``None`` for all.
+    token
+        Token that proves the identity.
+    token_sha256
+        SHA-256 digest of such a token, in hexadecimal.
+    certificate
+        Name in a verified client certificate that proves the identity.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -97,29 +123,30 @@ class Credential(BaseModel):
     certificate: str | None = Field(None, min_length=1)
 
     @model_validator(mode="after")
-    def _proves_itself_once(self) -> Credential:
+    def _check_proof(self) -> Credential:
         if sum(proof is not None for proof in (self.token, self.token_sha256, self.certificate)) != 1:
-            raise ValueError("name exactly one of token, token_sha256 and certificate")
+            raise ValueError("set exactly one of token, token_sha256 and certificate")
         if self.ranks is not None and "agent" not in self.roles:
-            raise ValueError("only agents have ranks")
+            raise ValueError("only agents have ranks; remove ranks, or use the role agent")
         return self
 
     @cached_property
     def digest(self) -> bytes:
-        """SHA-256 of its token; no token has that of a credential without one."""
+        """SHA-256 digest of the token; without a token, a value that no token has."""
         return _digest(self.token) if self.token else bytes.fromhex(self.token_sha256 or "00" * 32)
 
     def reaches(self, deployment: str) -> bool:
-        """Return whether it may name ``deployment``."""
+        """Return True if the caller may access ``deployment``."""
         return _ALL in self.deployments or deployment in self.deployments
 
     def check_reach(self, request: Any, rank: int | None = None) -> None:
-        """Raise ``StatusError`` where ``request`` is of a deployment, or ``rank``, that it may not name."""
-        name, reason = getattr(request, "deployment", None), ""
+        """Raise ``StatusError`` if the caller may not access the request's deployment or may not represent ``rank``."""
+        name = getattr(request, "deployment", None)
+        reason = ""
         if isinstance(name, str) and not self.reaches(name):
-            reason = f"{self.name!r} has no say in deployment {printable(name)!r}"
+            reason = f"{self.name!r} may not access deployment {printable(name)!r}"
         elif rank is not None and self.ranks is not None and rank not in self.ranks:
-            reason = f"{self.name!r} may not be rank {rank}"
+            reason = f"{self.name!r} may not represent rank {rank}"
         if reason:
             raise StatusError(grpc.StatusCode.PERMISSION_DENIED, reason)
 
@@ -130,90 +157,112 @@ _ANYONE = Credential.model_construct(
 
 
 class Credentials:
-    """All credentials of a service: ``token``, for every role, as long as it runs, and those of a file.
+    """All credentials of a service: a shared token and the entries of a file.
 
-    Raises ``SettingsError`` where the file cannot be read; the message names the entry and what is wrong with it.
+    Raises ``SettingsError`` if the file is invalid. The message names the entry and the reason.
+
+    Parameters
+    ----------
+    token
+        Shared token with all roles; empty for none. Unlike the file, it cannot change while the service runs.
+    path
+        Credentials file, if any.
     """
 
     def __init__(self, token: str = "", path: Path | None = None) -> None:
-        roles, digest = _EVERY_ROLE, _digest(token).hex()
-        shared = Credential(name="auth_token", role=roles, deployments=frozenset({_ALL}), token_sha256=digest)
+        shared = Credential(
+            name="auth_token",
+            role=_EVERY_ROLE,
+            deployments=frozenset({_ALL}),
+            token_sha256=_digest(token).hex(),
+        )
         self._shared = (shared,) if token else ()
         self._path = path
-        self._content = b"" if path is None else _content(path)
-        self._all = self._shared if path is None else (*self._shared, *_listed(path, self._content))
+        self._content = b"" if path is None else _read_file(path)
+        self._all = (
+            self._shared if path is None else (*self._shared, *_parse_credentials(path, self._content))
+        )
         self.are_asked_for = bool(self._all)
 
     def refresh(self) -> bool:
-        """Read the file again if it has changed; returns whether other credentials hold now.
+        """Reload the file if it has changed; return True if that changes the credentials.
 
-        A file that cannot be read changes nothing: those that were valid remain so, and an error is logged.
+        If the file is invalid, an error is logged and the previous credentials remain valid.
         """
         if self._path is None:
             return False
-        before = self._all
+        previous = self._all
         try:
-            content = _content(self._path)
+            content = _read_file(self._path)
             if content == self._content:
                 return False
             self._content = content
-            self._all = (*self._shared, *_listed(self._path, content))
+            self._all = (*self._shared, *_parse_credentials(self._path, content))
         except SettingsError as error:
             _log.error("credentials_unreadable", reason=str(error))
             return False
         _log.info("credentials_read", credentials=len(self._all))
-        return self._all != before
+        return self._all != previous
 
     def hold(self, credential: Credential) -> bool:
-        """Return whether ``credential`` is one of these still."""
+        """Return True if ``credential`` is still valid."""
         return credential in self._all or not self.are_asked_for
 
     def proven_by(self, token: str, certificate_names: Iterable[str]) -> Credential | None:
-        """Return the credential that a token or the names in a certificate prove; ``None`` for none."""
+        """Return the credential of a caller; ``None`` if the caller proves none.
+
+        Parameters
+        ----------
+        token
+            Token of the call; empty for none.
+        certificate_names
+            Names in the caller's verified client certificate.
+        """
         if not self.are_asked_for:
             return _ANYONE
-        digest, names = _digest(token), set(certificate_names)
-        found = None
+        digest = _digest(token)
+        names = set(certificate_names)
+        proven = None
         for credential in self._all:
-            # All are compared, so that the time taken does not say which came close.
+            # Compare with every credential, so that the duration does not reveal which one matches.
             matches = bool(token) and hmac.compare_digest(digest, credential.digest)
             if matches or (credential.certificate and credential.certificate in names):
-                found = found or credential
-        return found
+                proven = proven or credential
+        return proven
 
 
-def _content(path: Path) -> bytes:
+def _read_file(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
         raise SettingsError(f"cannot read the credentials: {error}") from error
 
 
-def _listed(path: Path, content: bytes) -> tuple[Credential, ...]:
-    """Return the credentials in a file; raises ``SettingsError``."""
+def _parse_credentials(path: Path, content: bytes) -> tuple[Credential, ...]:
+    """Parse the content of a credentials file; raises ``SettingsError`` if it is invalid."""
     try:
         entries = yaml.safe_load(content)
     except RecursionError:
-        raise SettingsError(f"{path} is nested too deeply; it must hold a list of credentials") from None
+        raise SettingsError(f"{path} is nested too deeply; it must be a list of credentials") from None
     except Exception:
-        # Values of some kinds, such as impossible dates, end in errors of any type. Their messages would show the line,
-        # and with it a token.
+        # Some values, such as impossible dates, raise other errors than YAMLError. The messages of such errors contain
+        # the line, and with it perhaps a token, so they are dropped.
         raise SettingsError(f"{path} is not YAML") from None
     if not isinstance(entries, list) or not entries:
-        raise SettingsError(f"{path} must hold a list of credentials")
-    found: dict[str, Credential] = {}
+        raise SettingsError(f"{path} must be a list of at least one credential")
+    credentials: dict[str, Credential] = {}
     for number, entry in enumerate(entries, start=1):
         try:
             credential = Credential.model_validate(entry)
         except ValidationError as error:
             problem = error.errors(include_input=False)[0]
-            where = "".join(f"{part}: " for part in problem["loc"][:1])
+            field = "".join(f"{name}: " for name in problem["loc"][:1])
             message = problem["msg"].removeprefix("Value error, ")
-            raise SettingsError(f"{path}: credential {number}: {where}{message}") from None
-        if credential.name in found:
-            raise SettingsError(f"{path}: two credentials are called {credential.name!r}")
-        found[credential.name] = credential
-    return tuple(found.values())
+            raise SettingsError(f"{path}: credential {number}: {field}{message}") from None
+        if credential.name in credentials:
+            raise SettingsError(f"{path}: two credentials have the name {credential.name!r}; rename one")
+        credentials[credential.name] = credential
+    return tuple(credentials.values())
 
 
 def _digest(token: str) -> bytes:
@@ -221,18 +270,30 @@ def _digest(token: str) -> bytes:
 
 
 class Caller(NamedTuple):
-    """Credential and host of the caller of the call that is being answered."""
+    """Credential and host of a call's caller."""
 
     credential: Credential
     host: str
 
 
 CALLER: ContextVar[Caller] = ContextVar("caller")
-"""Caller of the call that is being answered; each is answered in a task, and so in a context, of its own."""
+"""Caller of the current call. Each call runs in a separate task and therefore in a separate context."""
 
 
 class Gate(grpc.aio.ServerInterceptor):  # type: ignore[misc, unused-ignore]
-    """Turns calls away, or hands them on; refusals and orders are counted by ``metrics`` and written to ``log``."""
+    """gRPC interceptor that authorises each call.
+
+    Parameters
+    ----------
+    credentials
+        Credentials of all callers.
+    quotas
+        Quotas of hosts and of all callers together.
+    metrics
+        Counters of rejected calls and of operator commands.
+    log
+        Rate-limited log of rejected calls.
+    """
 
     def __init__(self, credentials: Credentials, quotas: Quotas, metrics: Metrics, log: BoundedLog) -> None:
         self.credentials = credentials
@@ -242,7 +303,7 @@ class Gate(grpc.aio.ServerInterceptor):  # type: ignore[misc, unused-ignore]
         self._open: dict[asyncio.Task[Any], Credential] = {}
 
     def refresh(self) -> None:
-        """Read the credentials again if they have changed; calls under one that no longer holds end."""
+        """Reload the credentials if they have changed, and end the open calls of withdrawn ones."""
         if not self.credentials.refresh():
             return
         for task, credential in list(self._open.items()):
@@ -255,7 +316,7 @@ class Gate(grpc.aio.ServerInterceptor):  # type: ignore[misc, unused-ignore]
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler[Any, Any] | None:
-        """Return the handler behind the gate."""
+        """Return a handler that authorises the call before it runs the original handler."""
         handler = await continuation(handler_call_details)
         if handler is None:
             return None
@@ -263,7 +324,8 @@ class Gate(grpc.aio.ServerInterceptor):  # type: ignore[misc, unused-ignore]
         token = _token(dict(handler_call_details.invocation_metadata or ()))
 
         async def guarded(requests: Any, context: Any) -> Any:
-            host, task = host_of(context.peer()), asyncio.current_task()
+            host = host_of(context.peer())
+            task = asyncio.current_task()
             assert task is not None
             try:
                 caller = Caller(self.admitted(method, token, _certificate_names(context)), host)
@@ -271,72 +333,74 @@ class Gate(grpc.aio.ServerInterceptor):  # type: ignore[misc, unused-ignore]
                 self._open[task] = caller.credential
                 if method.startswith(_OPEN):
                     return await self._quotas.probe(
-                        host, self._served(handler, method, caller, requests, context)
+                        host, self._serve(handler, method, caller, requests, context)
                     )
                 with self._quotas.call(host, proven=caller.credential is not _ANYONE):
-                    return await self._served(handler, method, caller, requests, context)
+                    return await self._serve(handler, method, caller, requests, context)
             except (StatusError, RefusedError, WireError) as error:
-                code, reason = code_of(error), str(error)
+                code = code_of(error)
+                reason = str(error)
             finally:
                 self._open.pop(task, None)
-            # Outside the handler: the error's traceback holds the message that was refused, and is let go of first.
+            # Outside the ``except`` block, because the error's traceback would keep the rejected message in memory.
             self.note_refusal(method, host, code, reason)
             await context.abort(code, reason)
             return None
 
-        make: Any = (
+        make_handler: Any = (
             grpc.stream_stream_rpc_method_handler
             if handler.response_streaming
             else grpc.stream_unary_rpc_method_handler
         )
-        made: grpc.RpcMethodHandler[Any, Any] = make(
+        guarded_handler: grpc.RpcMethodHandler[Any, Any] = make_handler(
             guarded, handler.request_deserializer, handler.response_serializer
         )
-        return made
+        return guarded_handler
 
     def admitted(self, method: str, token: str, certificate_names: Iterable[str]) -> Credential:
-        """Return the caller's credential; raises ``StatusError`` where there is none, or it has not the role."""
+        """Return the caller's credential; raises ``StatusError`` if it is missing or does not permit the call."""
         if method.startswith(_OPEN):
             return _ANYONE
         credential = self.credentials.proven_by(token, certificate_names)
         if credential is None:
             raise StatusError(
                 grpc.StatusCode.UNAUTHENTICATED,
-                "this service asks for 'authorization: Bearer TOKEN' or a client certificate; "
-                f"{'the token is wrong' if token else 'there was none'}",
+                "this service requires 'authorization: Bearer TOKEN' or a client certificate, but "
+                f"{'the token is wrong' if token else 'the call has neither'}",
             )
         roles = _roles_for(method)
         if not roles & credential.roles:
-            asked = " or ".join(sorted(roles))
+            required = " or ".join(sorted(roles))
             raise StatusError(
                 grpc.StatusCode.PERMISSION_DENIED,
-                f"{credential.name!r} may not call {method.rpartition('/')[2]}, which is for {asked}",
+                f"{credential.name!r} may not call {method.rpartition('/')[2]}, which requires the role {required}",
             )
         return credential
 
     def note_refusal(self, method: str, host: str, code: grpc.StatusCode, reason: str) -> None:
-        """Count a call that was turned away, and log it at a bounded rate."""
+        """Count a rejected call, and log it at a limited rate."""
         self._metrics.count("eplb_refusals", code.name.lower())
         self._log.warning("call_refused", method=method, peer=host, code=code.name, reason=reason)
 
-    async def _served(self, handler: Any, method: str, caller: Caller, requests: Any, context: Any) -> Any:
+    async def _serve(self, handler: Any, method: str, caller: Caller, requests: Any, context: Any) -> Any:
         if handler.request_streaming:
             serve = handler.stream_stream or handler.stream_unary
-            return await _answered(serve(requests, context), context)
+            return await _send_responses(serve(requests, context), context)
         request = await _only_message(context)
         caller.credential.check_reach(request)
         serve = handler.unary_stream or handler.unary_unary
         if method.startswith(_OPERATOR) and method.rpartition("/")[2] not in _READ:
-            return await self._audited(serve(request, context), method, caller, request)
-        return await _answered(serve(request, context), context)
+            return await self._audit(serve(request, context), method, caller, request)
+        return await _send_responses(serve(request, context), context)
 
-    async def _audited(self, answer: Awaitable[Any], method: str, caller: Caller, request: Any) -> Any:
-        """Log an operator's order with its caller, whether or not it is carried out."""
-        name, result = method.rpartition("/")[2], "failed"
+    async def _audit(self, serving: Awaitable[Any], method: str, caller: Caller, request: Any) -> Any:
+        """Await an operator's command, and log it with its caller and its result."""
+        name = method.rpartition("/")[2]
+        result = "failed"
         try:
-            answered = await answer
+            response = await serving
             result = "done"
-            return answered
+            return response
         finally:
             self._metrics.count("eplb_operator_calls", name, result)
             _log.info(
@@ -352,35 +416,37 @@ class Gate(grpc.aio.ServerInterceptor):  # type: ignore[misc, unused-ignore]
 def _roles_for(method: str) -> set[_Role]:
     if method.startswith("/eplb.v1.AgentService/"):
         return {"agent"}
-    orders = method.startswith(_OPERATOR) and method.rpartition("/")[2] not in _READ
-    return {"operator"} if orders else {"reader", "operator"}
+    is_command = method.startswith(_OPERATOR) and method.rpartition("/")[2] not in _READ
+    return {"operator"} if is_command else {"reader", "operator"}
 
 
 def _token(metadata: Mapping[str, str | bytes]) -> str:
-    given = metadata.get("authorization", "")
-    text = given.decode("latin-1") if isinstance(given, bytes) else given
+    header = metadata.get("authorization", "")
+    text = header.decode("latin-1") if isinstance(header, bytes) else header
     kind, _, token = text.partition(" ")
     return token if kind == "Bearer" else ""
 
 
 def _certificate_names(context: Any) -> Iterable[str]:
-    """Return the names in a client certificate that the listener has verified; none without mutual TLS."""
-    found: Mapping[str, Iterable[bytes]] = context.auth_context() or {}
+    """Yield the names in the client certificate that the listener has verified; nothing without mutual TLS."""
+    properties: Mapping[str, Iterable[bytes]] = context.auth_context() or {}
     for key in ("x509_common_name", "x509_subject_alternative_name"):
-        yield from (value.decode("utf-8", "replace") for value in found.get(key, ()))
+        yield from (value.decode("utf-8", "replace") for value in properties.get(key, ()))
 
 
 async def _only_message(context: Any) -> Any:
     try:
         request = await asyncio.wait_for(context.read(), _MESSAGE_SECONDS)
     except asyncio.TimeoutError:
-        raise ExhaustedError(f"the request did not arrive within {_MESSAGE_SECONDS:g} seconds") from None
+        raise ExhaustedError(
+            f"the request did not arrive within {_MESSAGE_SECONDS:g} seconds; retry"
+        ) from None
     if request == grpc.aio.EOF:
         raise WireError("the call has no request")
     return request
 
 
-async def _answered(serving: Any, context: Any) -> Any:
+async def _send_responses(serving: Any, context: Any) -> Any:
     if not inspect.isasyncgen(serving):
         return await serving
     async for response in serving:

@@ -1,4 +1,4 @@
-"""Limits on what one host, and all together, may take: calls, and turns at what takes memory."""
+"""Quotas of each host and of all hosts together: open calls, and turns for work that needs much memory."""
 
 from __future__ import annotations
 
@@ -12,26 +12,49 @@ from weakref import WeakValueDictionary
 
 from eplb_service.control.core.errors import ExhaustedError
 
-_OF_A_HOST = 4
+_MAX_TURNS_PER_HOST = 4
 _TURN_SECONDS = 30.0
 MAX_PROBES = 64
-"""Health checks at a time, which anybody may ask for: beyond them the oldest make room."""
+"""Limit on open health checks, which need no credentials. A further one evicts an old one."""
 _PROBE_SECONDS = 60.0
 _T = TypeVar("_T")
 
 
 def host_of(peer: str) -> str:
-    """Return the host of a gRPC peer, such as ``ipv4:10.0.0.7:41234``: a host has many ports, but one quota."""
+    """Return the host of a gRPC peer. All ports of a host share one quota.
+
+    Examples
+    --------
+    >>> host_of("ipv4:10.0.0.7:41234")
+    'ipv4:10.0.0.7'
+    """
     return urllib.parse.unquote(peer).rpartition(":")[0] or peer
 
 
 def makes_room(hosts: Sequence[str]) -> int:
-    """Return the index of the one that makes room: of hosts in order of age, the oldest of the host with the most."""
+    """Return the index of the entry to evict: the oldest entry of the host that has the most.
+
+    Parameters
+    ----------
+    hosts
+        Host of each entry, oldest first.
+
+    Examples
+    --------
+    >>> makes_room(["a", "b", "b", "c"])
+    1
+    """
     return hosts.index(Counter(hosts).most_common(1)[0][0])
 
 
 class Turns:
-    """At most ``most`` at a time may do what takes memory, four of them from one host; others wait."""
+    """Turns for work that needs much memory, at most four of them per host. Further callers wait.
+
+    Parameters
+    ----------
+    most
+        Number of turns that all hosts share.
+    """
 
     def __init__(self, most: int) -> None:
         self._all = asyncio.Semaphore(most)
@@ -39,37 +62,55 @@ class Turns:
 
     @contextlib.asynccontextmanager
     async def turn(self, host: str) -> AsyncIterator[None]:
-        """Wait for a turn; raises ``ExhaustedError`` where it does not come within 30 seconds."""
-        own = self._of_host.setdefault(host, asyncio.Semaphore(_OF_A_HOST))
-        async with _held(own), _held(self._all):
+        """Wait for a turn, and hold it until the context exits; raises ``ExhaustedError`` after 30 seconds."""
+        turns_of_host = self._of_host.setdefault(host, asyncio.Semaphore(_MAX_TURNS_PER_HOST))
+        async with _held(turns_of_host), _held(self._all):
             yield
 
 
 class Quotas:
-    """Counts what every host takes.
+    """Quotas of open calls and streams, and turns for work that needs much memory.
 
-    ``calls`` are the most calls and streams that all may have open, ``calls_per_host`` those of one host that prove no
-    credential. There are turns to decode ``hellos``, which are here, and to read ``large_requests``, in parts.
+    ``hellos`` are the turns to decode a Hello, ``large_requests`` those to read a request that comes in parts.
+
+    Parameters
+    ----------
+    calls
+        Limit on the open calls and streams of all hosts together.
+    calls_per_host
+        Limit on the open calls and streams of one host without credentials.
     """
 
     def __init__(self, calls: int, calls_per_host: int) -> None:
-        self._most_calls, self._most_calls_of_host = calls, calls_per_host
+        self._max_calls = calls
+        self._max_calls_per_host = calls_per_host
         self._calls: Counter[str] = Counter()
         self._probes: dict[asyncio.Future[Any], str] = {}
-        self.hellos, self.large_requests = Turns(8), Turns(16)
+        self.hellos = Turns(8)
+        self.large_requests = Turns(16)
 
     @contextlib.contextmanager
     def call(self, host: str, *, proven: bool) -> Iterator[None]:
-        """Count an open call; raises ``ExhaustedError`` where there are too many, or the host has without a credential.
+        """Count a call while the context lasts; raises ``ExhaustedError`` if too many calls are open.
 
-        Many ranks may be behind one address: what bounds those that are ``proven`` is the number of all.
+        The quota per host does not apply to callers with credentials, because many ranks may share one address.
+
+        Parameters
+        ----------
+        host
+            Host of the caller.
+        proven
+            True if the caller has proven a credential.
         """
         host = "" if proven else host
-        if self._calls.total() >= self._most_calls:
-            raise ExhaustedError(f"{self._most_calls} calls are open, the most that max_streams allows")
-        if host and self._calls[host] >= self._most_calls_of_host:
+        if self._calls.total() >= self._max_calls:
             raise ExhaustedError(
-                f"{self._most_calls_of_host} calls are open from this host, the most that max_streams_per_peer allows"
+                f"{self._max_calls} calls are open, the limit set by max_streams; retry later"
+            )
+        if host and self._calls[host] >= self._max_calls_per_host:
+            raise ExhaustedError(
+                f"{self._max_calls_per_host} calls are open from this host, the limit set by max_streams_per_peer; "
+                "close some of them"
             )
         self._calls[host] += 1
         try:
@@ -78,36 +119,36 @@ class Quotas:
             self._calls -= Counter([host])
 
     async def probe(self, host: str, answering: Awaitable[_T]) -> _T:
-        """Answer a call that anybody may make; raises ``ExhaustedError`` where it lasts long, or made room for another.
+        """Serve a health check; raises ``ExhaustedError`` if it lasts too long or is evicted by a newer one.
 
-        Callers that say nothing keep nobody out: the newest call is always answered.
+        The newest check is always served, so silent callers cannot keep others out.
         """
         if len(self._probes) >= MAX_PROBES:
             oldest = list(self._probes)[makes_room(list(self._probes.values()))]
             del self._probes[oldest]
             oldest.cancel()
         task = asyncio.ensure_future(answering)
-        # A cancelled call leaves its task with an error that nobody awaits.
-        task.add_done_callback(_take_error)
+        # If this call is cancelled, nothing awaits the task's error.
+        task.add_done_callback(_mark_error_retrieved)
         self._probes[task] = host
         try:
             return await asyncio.wait_for(task, _PROBE_SECONDS)
         except asyncio.TimeoutError:
             raise ExhaustedError(
-                f"a health check lasts {_PROBE_SECONDS:g} seconds at most; call again"
+                f"a health check may last at most {_PROBE_SECONDS:g} seconds; call again"
             ) from None
         except asyncio.CancelledError:
             if task in self._probes:
                 raise
             raise ExhaustedError(
-                f"{MAX_PROBES} health checks are open: the oldest made room for another"
+                f"{MAX_PROBES} health checks are open, and a newer one evicted this one; call again"
             ) from None
         finally:
             self._probes.pop(task, None)
 
 
-def _take_error(task: asyncio.Future[Any]) -> None:
-    """Mark the task's error as seen, so that asyncio does not log it."""
+def _mark_error_retrieved(task: asyncio.Future[Any]) -> None:
+    """Mark the task's error as retrieved, so that asyncio does not log it."""
     if not task.cancelled():
         task.exception()
 
@@ -117,7 +158,7 @@ async def _held(turns: asyncio.Semaphore) -> AsyncIterator[None]:
     try:
         await asyncio.wait_for(turns.acquire(), _TURN_SECONDS)
     except asyncio.TimeoutError:
-        raise ExhaustedError("too much is being read already; try again") from None
+        raise ExhaustedError("too many large requests are being read already; retry") from None
     try:
         yield
     finally:

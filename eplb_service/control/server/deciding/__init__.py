@@ -1,1 +1,1 @@
-"""Decisions: what they are made on, the threads that make them, and the offer of what was decided."""
+"""Decisions: their inputs, the threads that compute them, and the offer of the resulting plans."""

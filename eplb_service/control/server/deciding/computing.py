@@ -1,4 +1,4 @@
-"""One decision as a planner's thread computes it: its heat, the plan, the price of time, and the gain so far."""
+"""Computations of one decision on a planner thread: the plan, its forecast, the time price, and the gain so far."""
 
 from __future__ import annotations
 
@@ -33,67 +33,94 @@ from eplb_service.io.open_trace import open_trace
 
 
 class PriorError(ValueError):
-    """A prior that is of no use; the message says which and why."""
+    """An unusable prior. The message names the prior and the reason."""
 
 
-_STEP_US = 40_000.0
-"""Microseconds that a step is taken to last until the ranks have measured any."""
+_DEFAULT_STEP_US = 40_000.0
+"""Assumed duration of a step, in microseconds, until the ranks have measured one."""
 
 Prior: TypeAlias = tuple[RememberedHeat, str]
-"""Heat that a deployment is placed for before it has any of its own, and where it comes from."""
+"""Heat for a deployment's first plan, before it has heat of its own, and the name of the heat's source."""
 
 
 class Priors:
-    """The priors of a service, such as prefill's heat for decoding: ``DEPLOYMENT=SOURCE,...``.
+    """The priors of a service, for example the heat of a prefill deployment for a decode deployment.
 
-    A source is a trace where there is such a file, of which the newest ``most_steps`` are kept; otherwise a deployment.
-    Raises ``PriorError`` on text that names none, or a trace that cannot be read.
+    Raises ``PriorError`` if the text is malformed or if a trace cannot be read.
+
+    Parameters
+    ----------
+    text
+        ``DEPLOYMENT=SOURCE,...``. A source is a trace if a file of that name exists, and otherwise a deployment.
+    most_steps
+        Maximum number of steps to keep of a trace; the newest are kept.
     """
 
     def __init__(self, text: str, most_steps: int) -> None:
-        self._sources = _sources(text)
+        self._sources = _parse_sources(text)
         paths = {source: Path(source) for source in self._sources.values()}
         self._traces = {
             source: _newest_heat(path, most_steps) for source, path in paths.items() if path.exists()
         }
 
     def of(self, deployment: Deployment, deployments: Mapping[str, Deployment]) -> Prior | None:
-        """Return the heat to place a deployment for now; ``None`` where it has no prior, or that has no heat yet.
+        """Return the prior of a deployment; ``None`` if it has no prior or the prior's source has no heat yet.
 
-        Raises ``PriorError`` where the prior is heat of another model.
+        Raises ``PriorError`` if the heat belongs to another model.
+
+        Parameters
+        ----------
+        deployment
+            The deployment to place.
+        deployments
+            All deployments of the service, by name.
         """
         source = self._sources.get(deployment.name)
         if source is None or deployment.group is None:
             return None
         heat = self._traces.get(source)
         if heat is None:
-            other = deployments.get(source)
-            if other is None or other.heat is None or not other.heat.steps:
+            source_deployment = deployments.get(source)
+            if (
+                source_deployment is None
+                or source_deployment.heat is None
+                or not source_deployment.heat.steps
+            ):
                 return None
-            # Nothing is known of the ranks that it comes from.
-            heat = replace(other.heat.remembered(), sources=())
-        shape, (layers, experts) = deployment.group.shape, heat.shape
+            # Source heat refers to the ranks of the other deployment, so it is of no use here.
+            heat = replace(source_deployment.heat.remembered(), sources=())
+        shape = deployment.group.shape
+        layers, experts = heat.shape
         if heat.shape != (shape.layers, shape.experts):
             raise PriorError(
-                f"its prior {source!r} has {layers} layers x {experts} experts, it has "
-                f"{shape.layers} x {shape.experts}: heat of another model"
+                f"the prior {source!r} has {layers} layers x {experts} experts, but the deployment has "
+                f"{shape.layers} x {shape.experts}; choose a source with the same model"
             )
         return heat, source
 
 
-def _sources(text: str) -> dict[str, str]:
-    """Source of each deployment's prior."""
-    found: dict[str, str] = {}
-    for part in filter(None, (part.strip() for part in text.split(","))):
-        name, _, source = part.partition("=")
+def _parse_sources(text: str) -> dict[str, str]:
+    """Return the source of each deployment's prior; raises ``PriorError`` if the text is malformed.
+
+    Examples
+    --------
+    >>> _parse_sources("decode=prefill, chat=chat.zarr")
+    {'decode': 'prefill', 'chat': 'chat.zarr'}
+    """
+    sources: dict[str, str] = {}
+    for entry in filter(None, (entry.strip() for entry in text.split(","))):
+        name, _, source = entry.partition("=")
         try:
             check_deployment(name, "the deployment")
         except WireError as error:
-            raise PriorError(f"{part!r} is no prior: {error}") from error
-        if not source or name in found or source == name:
-            raise PriorError(f"{part!r} is no prior; write DEPLOYMENT=SOURCE, one for each, and not itself")
-        found[name] = source
-    return found
+            raise PriorError(f"{entry!r} is not a prior: {error}") from error
+        if not source or name in sources or source == name:
+            raise PriorError(
+                f"{entry!r} is not a prior; write DEPLOYMENT=SOURCE, one per deployment, with a source other "
+                "than itself"
+            )
+        sources[name] = source
+    return sources
 
 
 def _newest_heat(path: Path, most_steps: int) -> RememberedHeat:
@@ -103,17 +130,36 @@ def _newest_heat(path: Path, most_steps: int) -> RememberedHeat:
     except HeatError as error:
         raise PriorError(str(error)) from error
     if not np.any(heat_TLE):
-        raise PriorError(f"{path}: none of its newest {len(heat_TLE)} steps has a token")
+        raise PriorError(
+            f"{path}: none of the newest {len(heat_TLE)} steps has a token; choose another trace"
+        )
     return RememberedHeat(tuple(heat_TLE), heat_TLE.shape[1:])
 
 
 @dataclass(frozen=True)
 class DecisionInputs:
-    """All that a decision is made on: heat that the deployment remembers, or a prior, what serves, and what is known.
+    """Inputs of a decision.
 
-    ``found`` is the layout that served when the ranks first came together, ``None`` where unknown; ``decisions`` are
-    those before, and when they are due. Costs of ``moving`` and ``times`` of the remembered steps are what the ranks
-    have measured; the latter are ``None`` for a prior. ``cpu_share`` is the part of a core that decisions take.
+    Parameters
+    ----------
+    heat
+        Heat of the deployment's recent steps, or of a prior.
+    live
+        Current layout.
+    found
+        Initial layout; ``None`` if it is unknown.
+    topology
+        Nodes and token groups of the ranks.
+    settings
+        Settings of the planner.
+    decisions
+        Earlier decisions, and the schedule of the next one.
+    moving
+        Costs of moves, as measured by the ranks.
+    times
+        Measured durations of the steps of ``heat``; ``None`` for a prior.
+    cpu_share
+        Number of CPU cores that decisions may use on average.
     """
 
     heat: RememberedHeat
@@ -130,14 +176,24 @@ class DecisionInputs:
     def of(
         cls, deployment: Deployment, settings: PlannerSettings, prior: Prior | None = None
     ) -> DecisionInputs | None:
-        """Gather them; ``None`` where the ranks went away.
+        """Collect the inputs of a decision; ``None`` if the ranks have disconnected.
 
-        A ``prior`` stands for the ranks' own heat: nothing is known of step times or of when to decide next.
+        Parameters
+        ----------
+        deployment
+            The deployment.
+        settings
+            Settings of the planner.
+        prior
+            Prior to use in place of the deployment's heat, without step times and without a schedule.
         """
-        group, live, heat = deployment.group, deployment.live, deployment.heat
+        group = deployment.group
+        live = deployment.live
+        heat = deployment.heat
         if group is None or live is None or heat is None:
             return None
-        moving, topology = deployment.switch_log.costs(), group.topology
+        moving = deployment.switch_log.costs()
+        topology = group.topology
         settings = fitted_to_host(settings, group.shape.width, entry_by_row=group.shape.entry_by_row)
         if prior is not None:
             return cls(prior[0], live, None, topology, settings, Decisions(), moving)
@@ -155,58 +211,67 @@ class DecisionInputs:
 
     @cached_property
     def pace(self) -> Pace | None:
-        """When to decide, once heat has said whether it changed; ``None`` where decisions go by the clock."""
+        """Schedule of decisions, updated with changes of heat; ``None`` if decisions are made at fixed intervals."""
         pace = self.decisions.pace
         return None if pace is None else pace.weighed(self.window.heat_TLE)
 
     @cached_property
     def window(self) -> Window:
-        """All steps that are remembered."""
+        """All steps of ``heat``."""
         return Window(*self.heat.arrays())
 
     def newest(self, steps: int) -> Window:
-        """Return the newest steps that are remembered."""
-        whole = self.window
-        return Window(whole.heat_TLE[whole.steps - steps :], whole.source_RLE)
+        """Return a window of the newest ``steps`` steps."""
+        window = self.window
+        return Window(window.heat_TLE[window.steps - steps :], window.source_RLE)
 
     @property
     def looked_at(self) -> Window:
-        """The steps to decide on."""
+        """Window that the decision uses: all steps, or those that the schedule selects."""
         heat_TLE = self.window.heat_TLE
         return self.newest(len(heat_TLE) if self.pace is None else self.pace.window_steps(heat_TLE))
 
     @property
     def serving_steps(self) -> float | None:
-        """Steps that the result is expected to serve; ``None`` where that is as many as are looked at."""
+        """Number of steps that the result is expected to serve; ``None`` for the length of the window."""
         return None if self.pace is None else self.pace.serving_steps
 
     @property
     def seen(self) -> int:
-        """Steps so far; 0 where decisions go by the clock."""
+        """Number of steps served so far; 0 if decisions are made at fixed intervals."""
         return 0 if self.pace is None else self.pace.seen
 
     def steps_paying(self, cpu_seconds: float) -> float:
-        """Steps in which decisions may take so much CPU."""
+        """Return the number of steps over which the CPU budget allows ``cpu_seconds`` of decisions."""
         step_us = None if self.times is None else self.times.mean_us
-        return cpu_seconds / (self.cpu_share * (step_us or _STEP_US) / 1e6)
+        return cpu_seconds / (self.cpu_share * (step_us or _DEFAULT_STEP_US) / 1e6)
 
 
 def decide(inputs: DecisionInputs) -> tuple[Plan, Outlook, float]:
-    """Return the plan, what is to be watched of it, and the seconds that it took.
+    """Make a decision. If heat has changed too recently, the plan is empty and the outlook's ``too_recent`` is True.
 
-    If heat has changed too recently to decide on, the plan is empty and the outlook says so.
+    Returns
+    -------
+    plan : Plan
+        Layers to change, and a verdict on each layer.
+    outlook : Outlook
+        Promise, forecasts and other results for the schedule of later decisions.
+    seconds : float
+        Duration of the decision.
     """
-    started, taken = time.perf_counter(), time.process_time()
+    started = time.perf_counter()
+    cpu_started = time.process_time()
     settings = inputs.settings
     if settings.fitted_curve and settings.cost_curve is None:
         settings = replace(settings, cost_curve=inputs.decisions.fitted)
-    seen = weigh(inputs)
+    checked = weigh(inputs)
     live = inputs.live
-    if seen.too_recent:
-        return Plan((), ()), seen, time.perf_counter() - started
-    window, paid = inputs.looked_at, _paid(inputs)
+    if checked.too_recent:
+        return Plan((), ()), checked, time.perf_counter() - started
+    window = inputs.looked_at
+    paid = _paid(inputs)
     follows = inputs.pace is not None and inputs.pace.follows(paid)
-    made = plan(
+    new_plan = plan(
         window,
         live.placement,
         live.log2phy_RLE,
@@ -216,52 +281,65 @@ def decide(inputs: DecisionInputs) -> tuple[Plan, Outlook, float]:
         priced(inputs.moving, inputs.decisions.time_price),
         recommendations=inputs.decisions.recommendations if follows else (),
     )
-    promise, expected_TL = promise_for(made)
+    promise, expected_TL = promise_for(new_plan)
     forecasts = _forecasts(inputs, window, expected_TL)
     outlook = Outlook(
         promise,
         paid,
         forecasts,
-        burst=seen.burst,
-        change_at=seen.change_at,
-        cost=inputs.steps_paying(time.process_time() - taken),
-        recommendations=made.recommendations,
-        planned=live.serving.changed_by(made).split_of(window, settings.split) if made.layers else None,
+        burst=checked.burst,
+        change_at=checked.change_at,
+        cost=inputs.steps_paying(time.process_time() - cpu_started),
+        recommendations=new_plan.recommendations,
+        planned=live.serving.changed_by(new_plan).split_of(window, settings.split)
+        if new_plan.layers
+        else None,
     )
-    return made, outlook, time.perf_counter() - started
+    return new_plan, outlook, time.perf_counter() - started
 
 
 def weigh(inputs: DecisionInputs) -> Outlook:
-    """Check the last alarm and look for changes that raised none. The outlook has an empty promise."""
-    taken = time.process_time()
-    before = inputs.decisions.pace
+    """Check the last alarm and search for a change of heat that raised no alarm. The outlook's promise is empty."""
+    cpu_started = time.process_time()
+    scheduled = inputs.decisions.pace
     pace = inputs.pace
     change_at = None
-    if before is not None and pace is not None and pace is not before and pace.alarm is not None:
-        change_at = pace.changed_at if pace.changed_at > before.changed_at else None
+    if scheduled is not None and pace is not None and pace is not scheduled and pace.alarm is not None:
+        change_at = pace.changed_at if pace.changed_at > scheduled.changed_at else None
     return Outlook(
         promise_of(np.zeros((0, inputs.live.placement.layers)), held_out=False),
-        burst=pace is not before and change_at is None,
+        burst=pace is not scheduled and change_at is None,
         change_at=change_at,
         too_recent=pace is not None and pace.too_recent and change_at is not None,
-        cost=inputs.steps_paying(time.process_time() - taken),
+        cost=inputs.steps_paying(time.process_time() - cpu_started),
     )
 
 
 def appraise(inputs: DecisionInputs) -> tuple[TimePrice, float] | None:
-    """Return the price of time by all steps that are remembered, and the steps that pay for its CPU.
+    """Estimate the time price from all steps; ``None`` if their durations are unknown, as for a prior.
 
-    ``None`` if it is not known how long steps take, as for a prior.
+    Returns
+    -------
+    tuple of TimePrice and float
+        The price, and the number of steps over which the CPU budget pays for the estimate.
     """
-    taken = time.process_time()
+    cpu_started = time.process_time()
     if inputs.times is None:
         return None
-    found = time_price(inputs.settings, inputs.window, inputs.live.serving, inputs.times)
-    return found, inputs.steps_paying(time.process_time() - taken)
+    price = time_price(inputs.settings, inputs.window, inputs.live.serving, inputs.times)
+    return price, inputs.steps_paying(time.process_time() - cpu_started)
 
 
 def judge(inputs: DecisionInputs, served: Served) -> Worth | None:
-    """Return the gain of balancing over the newest steps, which ``served`` has as they were served."""
+    """Return the gain from balancing over the newest steps; ``None`` if the initial layout is unknown.
+
+    Parameters
+    ----------
+    inputs
+        Inputs whose heat includes these steps.
+    served
+        PAR and durations of these steps, as measured.
+    """
     if inputs.found is None:
         return None
     window = inputs.newest(len(served.par_TL))
@@ -270,21 +348,35 @@ def judge(inputs: DecisionInputs, served: Served) -> Worth | None:
 
 
 def _forecasts(inputs: DecisionInputs, window: Window, expected_TL: Float64) -> Forecasts:
-    """Forecast the gain over what served at first, given the ratios expected of the window's steps."""
-    found, split, before = inputs.found, inputs.settings.split, inputs.decisions.forecasts
-    if found is None:
-        return before
-    came, since = None, min(before.since(inputs.seen), inputs.window.steps)
-    if since:
-        came = gain_over(inputs.newest(since), found, inputs.live.serving, split)
-    left_TL = found.par_of_steps(window, split)
-    return before.next(left_TL, expected_TL, inputs.serving_steps, inputs.seen, came)
+    """Forecast the gain over the initial layout until the next decision.
+
+    Parameters
+    ----------
+    inputs
+        Inputs of the decision.
+    window
+        Window of the decision.
+    expected_TL
+        float64 ``[T, L]``, PAR that the decision expects for each step of the window.
+    """
+    initial = inputs.found
+    split = inputs.settings.split
+    previous = inputs.decisions.forecasts
+    if initial is None:
+        return previous
+    realised = None
+    steps = min(previous.since(inputs.seen), inputs.window.steps)
+    if steps:
+        realised = gain_over(inputs.newest(steps), initial, inputs.live.serving, split)
+    initial_TL = initial.par_of_steps(window, split)
+    return previous.next(initial_TL, expected_TL, inputs.serving_steps, inputs.seen, realised)
 
 
 def _paid(inputs: DecisionInputs) -> bool | None:
-    """Return whether the last decision's change has won anything on the steps since that are remembered."""
+    """Return True if the last change has gained more than its error since then; ``None`` if that is unknown."""
     last = inputs.decisions
     if last.pace is None or last.before is None or last.replaced_at is None:
         return None
-    since = inputs.newest(min(last.pace.seen - last.replaced_at, inputs.window.steps))
-    return gain_over(since, last.before.serving, inputs.live.serving, inputs.settings.split).paid
+    steps = min(last.pace.seen - last.replaced_at, inputs.window.steps)
+    window = inputs.newest(steps)
+    return gain_over(window, last.before.serving, inputs.live.serving, inputs.settings.split).paid

@@ -1,4 +1,4 @@
-"""Decisions: made by the pure planner on threads of its own, then offered to the ranks and appraised."""
+"""Runs decisions on planner threads and offers the resulting plans to the ranks."""
 
 from __future__ import annotations
 
@@ -41,15 +41,20 @@ from eplb_service.control.server.store import StoreWriter
 from eplb_service.telemetry.metrics import Metrics
 
 DECISION_RESULTS = ("plan", "kept", "dropped", "failed")
-"""A plan was offered, every layer was kept, a plan was dropped before it was offered, or the decision failed."""
-_AT_ONCE = max(2, os.cpu_count() or 1)
-"""Decisions computed at a time: a slow one never delays another deployment's, and many share the cores by turns."""
+"""Results of a decision.
+
+``plan``: a plan was offered. ``kept``: no layer changes. ``dropped``: no plan was offered, because the ranks changed.
+``failed``: the decision raised an error or timed out.
+"""
+_MAX_CONCURRENT = max(2, os.cpu_count() or 1)
+"""Limit on concurrent decisions. At least two, so that a slow decision does not delay another deployment's."""
 _MAX_STUCK = 4
-"""Decisions that were given up and still take a thread each; beyond, no more are made."""
+"""Limit on timed-out decisions that still occupy a thread. At the limit, no further decisions are made."""
 _JUDGE_REST = 20.0
-"""Times as long as it takes to judge the newest steps pass until that begins again."""
+"""Interval between two evaluations of the gain, as a multiple of the time that one takes."""
 _NICENESS = 5
-"""Of threads that decide: a third of the share of an engine's, yet enough to give the interpreter's lock back soon."""
+"""Niceness of planner threads. They get a third of an engine thread's CPU share, which is enough to release Python's
+global lock soon."""
 
 T = TypeVar("T")
 _log = structlog.get_logger(__name__)
@@ -57,7 +62,21 @@ _log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True)
 class _DecisionOutcome:
-    """Outcome of one decision: one of ``DECISION_RESULTS``, the same for operators, and the plan that was offered."""
+    """Outcome of one decision.
+
+    Parameters
+    ----------
+    result
+        One of ``DECISION_RESULTS``.
+    message
+        Description for operators.
+    plan_id
+        Id of the offered plan; 0 without a plan.
+    layers
+        Number of layers that the plan changes.
+    moves
+        Number of moves of the plan.
+    """
 
     result: str
     message: str
@@ -67,20 +86,30 @@ class _DecisionOutcome:
 
 
 class Decider:
-    """Decides for all deployments, each on a thread of its own and one decision at a time.
+    """Makes the decisions of all deployments, on one thread per decision, with one decision per deployment at a time.
 
-    After some decisions their steps are asked what tokens cost in time; nobody waits for that appraisal, which ends the
-    one before. Besides, the newest steps are judged beside the layout that the ranks came with, every second or so.
+    Besides decisions, it runs two kinds of background work:
+
+    - An *appraisal* estimates the time price of tokens from the steps of a decision, after its plan has been sent. A
+      new appraisal of a deployment cancels the previous one.
+    - An *evaluation* compares the newest steps with the initial layout, to show the gain from balancing. It is repeated
+      every second, or less often if it is slow.
 
     Parameters
     ----------
     settings
-        Of the planner.
+        Settings of the planner.
     deadline
-        Seconds after which a decision is given up. Its thread cannot be stopped: the deployment waits until it has
-        ended, while others are decided for on a new one.
-    writer, streams, metrics, observer
-        Where plans are remembered, sent, counted and kept to be looked at.
+        Seconds after which a decision times out. Its thread cannot be stopped, so the deployment gets no other decision
+        until the thread has ended.
+    writer
+        Writer of the store, for new plans.
+    streams
+        Streams to the ranks, to send plans.
+    metrics
+        Counters of decisions.
+    observer
+        Record of decisions, for figures.
     """
 
     def __init__(
@@ -98,7 +127,7 @@ class Decider:
         self._streams = streams
         self._metrics = metrics
         self._observer = observer
-        self._turns = asyncio.Semaphore(_AT_ONCE)
+        self._turns = asyncio.Semaphore(_MAX_CONCURRENT)
         self._warm = asyncio.Event()
         self._running: dict[str, asyncio.Task[_DecisionOutcome]] = {}
         self._weighing: dict[str, asyncio.Task[None]] = {}
@@ -110,23 +139,30 @@ class Decider:
 
     @property
     def computing(self) -> bool:
-        """True while a thread is at work; kernels cannot be interrupted."""
-        return any(not one.done() for one in self._computing)
+        """True while any planner thread is running. Its kernels cannot be interrupted."""
+        return any(not computing.done() for computing in self._computing)
 
     async def warm_up(self) -> None:
-        """Compile the kernels; decisions asked for before wait for it."""
+        """Compile the kernels. Decisions that are started earlier wait for this."""
         await _result_of(self._compute(warm_up, self._settings.threads))
         self._warm.set()
 
     def may_decide(self, name: str) -> bool:
-        """Return whether no thread is taken by given-up decisions for this deployment, or too many others."""
+        """Return True unless a timed-out decision of this deployment, or too many of others, still occupy threads."""
         self._stuck = {stuck: computing for stuck, computing in self._stuck.items() if not computing.done()}
         return name not in self._stuck and len(self._stuck) < _MAX_STUCK
 
     def start(self, deployment: Deployment, prior: Prior | None = None) -> asyncio.Task[_DecisionOutcome]:
-        """Decide now, on the ranks' own heat or on a prior's, or join the decision that is being made.
+        """Start a decision, or return the task of the one under way.
 
-        Raises ``ConflictError`` where the deployment is in no state for one.
+        Raises ``ConflictError`` if the deployment's state allows no decision.
+
+        Parameters
+        ----------
+        deployment
+            The deployment.
+        prior
+            Prior to decide on; by default, the decision uses the deployment's own heat.
         """
         name = deployment.name
         running = self._running.get(name)
@@ -134,7 +170,7 @@ class Decider:
             return running
         obstacle = deployment.obstacle(needs_heat=prior is None)
         if obstacle is None and not self.may_decide(name):
-            obstacle = "one that was given up is still being computed"
+            obstacle = "a decision that timed out is still being computed"
         if obstacle is not None:
             raise ConflictError(f"no decision can be made for {name!r}: {obstacle}")
         if prior is None:
@@ -145,14 +181,14 @@ class Decider:
         return self._running[name]
 
     def drop(self, name: str) -> None:
-        """Forget a deployment: nobody waits for the decision that is being made for it."""
+        """Cancel all work for a deployment."""
         self._judge_at.pop(name, None)
         for tasks in (self._running, self._weighing, self._appraising, self._judging):
             if name in tasks:
                 tasks.pop(name).cancel()
 
     async def close(self) -> None:
-        """Make no more decisions; one that is being computed is thrown away."""
+        """Cancel all work. The results of running threads are discarded."""
         tasks: list[asyncio.Task[Any]] = [
             *self._running.values(),
             *self._weighing.values(),
@@ -165,11 +201,11 @@ class Decider:
 
     def _compute(self, function: Callable[..., T], *arguments: Any) -> Future[T]:
         computing = _on_thread(function, *arguments)
-        self._computing = {one for one in self._computing if not one.done()} | {computing}
+        self._computing = {running for running in self._computing if not running.done()} | {computing}
         return computing
 
-    async def _in_time(self, name: str, function: Callable[..., T], *arguments: Any) -> T:
-        """Compute for a deployment; raises ``TimeoutError`` past the deadline, when its thread goes on by itself."""
+    async def _compute_in_time(self, name: str, function: Callable[..., T], *arguments: Any) -> T:
+        """Call a function on a planner thread; raises ``TimeoutError`` after the deadline. The thread runs on."""
         computing = self._compute(function, *arguments)
         try:
             return await asyncio.wait_for(_result_of(computing), self._deadline)
@@ -190,26 +226,34 @@ class Decider:
         return outcome
 
     async def _decide_and_offer(self, deployment: Deployment, prior: Prior | None) -> _DecisionOutcome:
-        asked_for = deployment.group
+        initial_group = deployment.group
         async with self._turns:
-            group, inputs = deployment.group, DecisionInputs.of(deployment, self._settings, prior)
-            if inputs is None or group is None or asked_for is None or group.forming != asked_for.forming:
-                return _DecisionOutcome("dropped", "no decision was made: the ranks went away")
+            group = deployment.group
+            inputs = DecisionInputs.of(deployment, self._settings, prior)
+            if (
+                inputs is None
+                or group is None
+                or initial_group is None
+                or group.forming != initial_group.forming
+            ):
+                return _DecisionOutcome("dropped", "no decision was made: the ranks have disconnected")
             try:
-                solved, outlook, seconds = await self._in_time(deployment.name, decide, inputs)
+                solved, outlook, seconds = await self._compute_in_time(deployment.name, decide, inputs)
             except asyncio.TimeoutError:
-                return _DecisionOutcome("failed", f"the decision was given up after {self._deadline:g} s")
+                return _DecisionOutcome("failed", f"the decision timed out after {self._deadline:g} s")
         if outlook.too_recent:
             deployment.decided(outlook, changed=False)
-            return _DecisionOutcome("kept", "heat has just changed; the next decision uses the steps since")
+            return _DecisionOutcome(
+                "kept", "heat has just changed; the next decision uses the steps since then"
+            )
         self._metrics.observe("eplb_solve_seconds", seconds, deployment.name)
         self._observer.decided(deployment.name, solved, seconds)
         if solved.price is not None:
             deployment.decisions = replace(deployment.decisions, move_price=solved.price)
         if prior is not None:
-            outcome = await self._offered(deployment, group, solved, None)
+            outcome = await self._offer(deployment, group, solved, None)
             return replace(outcome, message=f"{outcome.message}, by the heat of {prior[1]}")
-        outcome = await self._offered(deployment, group, solved, outlook)
+        outcome = await self._offer(deployment, group, solved, outlook)
         if deployment.decisions.to_appraise:
             if deployment.name in self._appraising:
                 self._appraising[deployment.name].cancel()
@@ -217,23 +261,37 @@ class Decider:
             self._appraising[deployment.name] = task
         return outcome
 
-    async def _offered(
+    async def _offer(
         self, deployment: Deployment, group: Group, solved: Plan, outlook: Outlook | None
     ) -> _DecisionOutcome:
-        """Offer what was decided for ``group`` as it was; ``outlook`` is ``None`` for what a prior says."""
+        """Offer a decision to the ranks, unless they have changed since.
+
+        Parameters
+        ----------
+        deployment
+            The deployment.
+        group
+            Group for which the decision was made.
+        solved
+            The plan.
+        outlook
+            Outlook of the decision; ``None`` if it was made on a prior.
+        """
         if not solved.layers:
             if outlook is not None:
                 deployment.decided(outlook, changed=False)
-            seen = "no tokens" if math.isnan(solved.par_seen) else f"PAR {solved.par_seen:.3f}"
-            why = ": experts are bound to their ranks" if group.shape.rank_bound else ""
-            return _DecisionOutcome("kept", f"every layer kept ({seen}){why}")
-        store, term, live = self._writer.store, deployment.leader_term, group.live
-        computing = self._compute(_encoded, store.new_plan_id(), group.topology, live, solved, term)
+            par = "no tokens" if math.isnan(solved.par_seen) else f"PAR {solved.par_seen:.3f}"
+            reason = ": experts are bound to their ranks" if group.shape.rank_bound else ""
+            return _DecisionOutcome("kept", f"every layer kept ({par}){reason}")
+        store = self._writer.store
+        term = deployment.leader_term
+        live = group.live
+        computing = self._compute(_encode_plan, store.new_plan_id(), group.topology, live, solved, term)
         plan, encoded = await _result_of(computing)
-        now = deployment.group
-        changed = now is None or now.forming != group.forming or now.live is not live
+        current = deployment.group
         obstacle = deployment.obstacle(needs_heat=outlook is not None)
-        obstacle = "the ranks changed meanwhile" if changed else obstacle
+        if current is None or current.forming != group.forming or current.live is not live:
+            obstacle = "the ranks changed in the meantime"
         if obstacle is not None:
             return _DecisionOutcome("dropped", f"a plan was made but not offered: {obstacle}")
         if outlook is not None:
@@ -251,24 +309,24 @@ class Decider:
         return _DecisionOutcome("plan", message, plan.plan_id, len(solved.layers), solved.moves)
 
     async def _appraise(self, deployment: Deployment, group: Group, inputs: DecisionInputs) -> None:
-        """Price time, once the ranks have the plan: that is what they wait for."""
+        """Estimate the time price. Sending the plan comes first, because the ranks wait for it."""
         await self._streams.sent(deployment.name)
         async with self._turns:
             try:
-                found = await self._in_time(deployment.name, appraise, inputs)
+                appraisal = await self._compute_in_time(deployment.name, appraise, inputs)
             except asyncio.TimeoutError:
                 return
             except Exception:
                 _log.exception("time_price_unknown", deployment=deployment.name)
                 return
-        now = deployment.group
-        if found is not None and now is not None and now.forming == group.forming:
-            deployment.decisions = deployment.decisions.appraised(*found)
+        current = deployment.group
+        if appraisal is not None and current is not None and current.forming == group.forming:
+            deployment.decisions = deployment.decisions.appraised(*appraisal)
 
     def weigh(self, deployment: Deployment) -> None:
-        """Check in the background if heat has changed since the plan under way was decided on.
+        """Start to check if heat has changed since the decision on the plan under way.
 
-        If so, call the plan off at all ranks. The next decision is due once they have answered.
+        If it has, the plan is called off at all ranks. The next decision is due once they have answered.
         """
         running = self._weighing.get(deployment.name)
         if running is None or running.done():
@@ -282,7 +340,7 @@ class Decider:
         if plan is None or inputs is None:
             return
         try:
-            outlook = await self._in_time(name, weigh, inputs)
+            outlook = await self._compute_in_time(name, weigh, inputs)
         except asyncio.TimeoutError:
             return
         except Exception:
@@ -293,7 +351,7 @@ class Decider:
             _log.info("plan_called_off", deployment=name, plan=plan.plan_id)
 
     def judge(self, deployment: Deployment) -> None:
-        """Begin to judge the newest steps, unless that is under way or was done lately. Nobody waits for it."""
+        """Start to evaluate the gain over the newest steps, unless an evaluation is under way or very recent."""
         name = deployment.name
         running = self._judging.get(name)
         if running is not None and not running.done():
@@ -316,39 +374,39 @@ class Decider:
         served = Served(heat.served_par(newest), slowest_T, heat.served_times(newest), effects)
         began = time.monotonic()
         try:
-            worth = await self._in_time(deployment.name, judge, inputs, served)
+            worth = await self._compute_in_time(deployment.name, judge, inputs, served)
         except asyncio.TimeoutError:
             return
         except Exception:
             _log.exception("gain_unknown", deployment=deployment.name)
             worth = None
-        taken = time.monotonic() - began
-        self._judge_at[deployment.name] = began + _JUDGE_REST * taken
-        now = deployment.group
-        if now is not None and now.forming == group.forming and deployment.connected:
+        duration = time.monotonic() - began
+        self._judge_at[deployment.name] = began + _JUDGE_REST * duration
+        current = deployment.group
+        if current is not None and current.forming == group.forming and deployment.connected:
             deployment.decisions = replace(deployment.decisions, worth=worth)
 
 
 def _on_thread(function: Callable[..., T], *arguments: Any) -> Future[T]:
-    """Compute on a thread of its own, which ends with it."""
-    thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="eplb-planner", initializer=_give_way)
+    """Call a function on a new thread, which ends when the function returns."""
+    thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="eplb-planner", initializer=_lower_priority)
     computing = thread.submit(function, *arguments)
     thread.shutdown(wait=False)
     return computing
 
 
-def _give_way() -> None:
-    """Let an engine on the same cores go first; the solver's threads inherit what this one has."""
+def _lower_priority() -> None:
+    """Lower this thread's priority in favour of an engine on the same cores. The solver's threads inherit it."""
     if sys.platform == "linux":
         os.setpriority(os.PRIO_PROCESS, 0, max(os.getpriority(os.PRIO_PROCESS, 0), _NICENESS))
 
 
 async def _result_of(computing: Future[T]) -> T:
-    """Wait for it; who stops waiting does not stop it."""
+    """Return the result. If the caller is cancelled, the computation continues."""
     return await asyncio.shield(asyncio.wrap_future(computing))
 
 
-def _encoded(
+def _encode_plan(
     plan_id: int, topology: Topology, live: DeployedLayout, solved: Plan, leader_term: int
 ) -> tuple[PlanTracker, SharedPlan]:
     plan = PlanTracker.of(plan_id, live, solved)

@@ -1,1 +1,1 @@
-"""One of several services leads: the one that holds a lease."""
+"""Leadership among several services: the service that holds the lease leads."""

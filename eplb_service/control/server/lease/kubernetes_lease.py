@@ -1,7 +1,7 @@
-"""A lease that is a ``coordination.k8s.io/v1`` Lease, by lightkube (the extra ``kubernetes``).
+"""A lease stored as a ``coordination.k8s.io/v1`` Lease object, accessed with lightkube (extra ``kubernetes``).
 
-The protocol is that of client-go's leader election: a candidate takes or renews the lease by replacing the record that
-it read, and the API server refuses to replace one that has changed since.
+The protocol is the one of client-go's leader election. A candidate acquires or renews the lease by replacing the record
+that it has read. The API server rejects the replacement if the record has changed since.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from eplb_core.extras import install_command
 from eplb_core.wire.fields import MAX_VERSION
 from eplb_service.control.core.leader import Claim
-from eplb_service.control.server.lease.leadership import LeaseError
+from eplb_service.control.server.lease.errors import LeaseError
 
 try:
     from lightkube import ApiError, Client, KubeConfig
@@ -33,22 +33,24 @@ except ImportError as error:
 
 _ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 TERM_ANNOTATION = "eplb-service/leader-term"
+"""Annotation of the Lease object that records the highest leader term."""
 LEADS_LABEL = "eplb-service/leads"
-"""Of the pod that holds the lease, ``true``; a Service selects by it."""
+"""Label of a pod: ``true`` if the pod holds the lease. A Kubernetes Service selects the leading pod by it."""
 _CALL_SECONDS = 5.0
-_ABSENT, _CONFLICT = 404, 409
+_ABSENT = 404
+_CONFLICT = 409
 
 T = TypeVar("T")
 
 
 def client_of_pod(account: Path = _ACCOUNT) -> Client:
-    """Return a client with the account of the pod that this process runs in; raises ``LeaseError`` outside of pods.
+    """Return a client with the service account of this process's pod; raises ``LeaseError`` outside of a pod.
 
-    Its token is read again when the API server refuses it: it is replaced while the pod runs.
+    Kubernetes replaces the account's token while the pod runs. The client reads it again if the API server rejects it.
     """
     if not os.environ.get("KUBERNETES_SERVICE_HOST"):
         raise LeaseError(
-            "a Kubernetes lease needs a pod: KUBERNETES_SERVICE_HOST is not set; elsewhere use file:PATH"
+            "a Kubernetes lease needs a pod, but KUBERNETES_SERVICE_HOST is not set; use --lease file:PATH"
         )
     timeout: Any = _CALL_SECONDS
     try:
@@ -60,10 +62,22 @@ def client_of_pod(account: Path = _ACCOUNT) -> Client:
 
 
 class KubernetesLease:
-    """As ``Lease``: ``NAME``, in the client's namespace, or ``NAMESPACE/NAME``, renewed within ``seconds``.
+    """A ``Lease`` in a Kubernetes API server.
 
-    ``holder`` is this service, unlike every other. ``pod`` is labelled by whether it leads; ``None`` where nothing
-    selects by that. ``clock`` never jumps.
+    Parameters
+    ----------
+    client
+        Client of the API server.
+    name
+        ``NAME``, in the client's namespace, or ``NAMESPACE/NAME``.
+    holder
+        Identity of this service, different from that of every other service.
+    seconds
+        Time for which the lease stays valid without renewal.
+    pod
+        Name of this service's pod, which is labelled with ``LEADS_LABEL``; ``None`` if no Service selects by the label.
+    clock
+        Monotonic clock, in seconds.
     """
 
     def __init__(
@@ -78,46 +92,52 @@ class KubernetesLease:
         namespace, _, self._name = name.rpartition("/")
         self._namespace = namespace or client.namespace
         self.described = f"lease {self._namespace}/{self._name}"
-        self._client, self._holder, self._seconds, self._clock = client, holder, seconds, clock
+        self._client = client
+        self._holder = holder
+        self._seconds = seconds
+        self._clock = clock
         self._claim = Claim()
         self._record = Record()
         self._pod = pod
         self._labelled: bool | None = None
 
     def attempt(self) -> bool:
-        """As ``Lease.attempt``; a pod that cannot be labelled does not hold it, for no rank would find it."""
-        found = self._call(lambda: self._client.get(Record, self._name, namespace=self._namespace))
-        if found is None:
+        """See ``Lease.attempt``. It also fails if the pod cannot be labelled, because no rank would reach it then."""
+        record = self._call(lambda: self._client.get(Record, self._name, namespace=self._namespace))
+        if record is None:
             new = Record(metadata=ObjectMeta(name=self._name, namespace=self._namespace), spec=LeaseSpec())
-            found = self._call(lambda: self._client.create(new))
-        if found is None:
-            raise LeaseError(f"{self.described} can be neither read nor made: its namespace does not exist")
-        self._record = found
-        self._claim = self._claim.followed_by(self._clock(), _claim(found))
+            record = self._call(lambda: self._client.create(new))
+        if record is None:
+            raise LeaseError(
+                f"cannot create {self.described}: its namespace does not exist; "
+                "create it, or name another one with --lease"
+            )
+        self._record = record
+        self._claim = self._claim.followed_by(self._clock(), _claim(record))
         held = self._claim.may_be_taken(self._clock(), self._holder)
         held = held and self._write(self._holder, self._seconds, self.highest_term())
         self._label(held)
         return held
 
     def highest_term(self) -> int:
-        """As ``Lease.highest_term``."""
+        """See ``Lease.highest_term``."""
         return _claim(self._record).term
 
     def announce(self, term: int) -> None:
-        """As ``Lease.announce``."""
+        """See ``Lease.announce``."""
         held = _claim(self._record).holder == self._holder
         if not (held and self._write(self._holder, self._seconds, term)):
-            raise LeaseError(f"{self.described} was taken by another service")
+            raise LeaseError(f"{self.described} was acquired by another service")
 
     def give_back(self) -> None:
-        """As ``Lease.give_back``."""
+        """See ``Lease.give_back``."""
         try:
             self._label(False)
             if _claim(self._record).holder == self._holder:
-                # The server takes no lease of less than a second.
+                # The API server rejects durations below one second.
                 self._write("", 1.0, self.highest_term())
         except LeaseError:
-            # It expires by itself.
+            # Without a release, the lease expires after its duration.
             return
 
     def _label(self, leads: bool) -> None:
@@ -125,21 +145,24 @@ class KubernetesLease:
         if pod is None or leads == self._labelled:
             return
         labels = {"metadata": {"labels": {LEADS_LABEL: str(leads).lower()}}}
-        namespace, kind = self._client.namespace, PatchType.MERGE
-        if (
-            self._call(lambda: self._client.patch(Pod, pod, labels, namespace=namespace, patch_type=kind))
-            is None
-        ):
-            raise LeaseError(f"{self.described}: there is no pod {pod!r} to label; POD_NAME is wrong")
+        namespace = self._client.namespace
+        patched = self._call(
+            lambda: self._client.patch(Pod, pod, labels, namespace=namespace, patch_type=PatchType.MERGE)
+        )
+        if patched is None:
+            raise LeaseError(f"{self.described}: there is no pod {pod!r} to label; correct POD_NAME")
         self._labelled = leads
 
     def _write(self, holder: str, seconds: float, term: int) -> bool:
-        """Replace the record that was read last; returns whether it had not changed meanwhile."""
+        """Replace the record that was read last; return False if it has changed since then."""
         record = copy.deepcopy(self._record)
-        spec, now = record.spec or LeaseSpec(), datetime.now(timezone.utc)
+        spec = record.spec or LeaseSpec()
+        now = datetime.now(timezone.utc)
         if holder and spec.holderIdentity != holder:
-            spec.acquireTime, spec.leaseTransitions = now, (spec.leaseTransitions or 0) + 1
-        spec.holderIdentity, spec.renewTime = holder, now
+            spec.acquireTime = now
+            spec.leaseTransitions = (spec.leaseTransitions or 0) + 1
+        spec.holderIdentity = holder
+        spec.renewTime = now
         spec.leaseDurationSeconds = max(1, round(seconds))
         record.spec = spec
         assert record.metadata is not None
@@ -152,7 +175,7 @@ class KubernetesLease:
         return True
 
     def _call(self, call: Callable[[], T]) -> T | None:
-        """Return the API server's answer; ``None`` where there is no such object, or it has changed."""
+        """Return the API server's response; ``None`` if the object does not exist or has changed."""
         try:
             return call()
         except ApiError as error:
@@ -161,12 +184,13 @@ class KubernetesLease:
                 return None
             raise LeaseError(f"{self.described}: the API server answers {code} {error}") from error
         except Exception as error:
-            raise LeaseError(f"{self.described}: no answer of the API server: {error}") from error
+            raise LeaseError(f"{self.described}: the API server does not answer: {error}") from error
 
 
 def _claim(record: Record) -> Claim:
-    """Return what the record claims; a term of another form counts as none."""
-    spec, metadata = record.spec or LeaseSpec(), record.metadata or ObjectMeta()
+    """Return the claim that a record makes. A malformed leader term counts as 0."""
+    spec = record.spec or LeaseSpec()
+    metadata = record.metadata or ObjectMeta()
     term = str((metadata.annotations or {}).get(TERM_ANNOTATION, "0"))
     return Claim(
         holder=spec.holderIdentity or "",

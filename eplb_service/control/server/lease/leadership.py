@@ -1,4 +1,4 @@
-"""One of several services leads: the one that holds a lease."""
+"""Leadership among several services: the service that holds the lease leads."""
 
 from __future__ import annotations
 
@@ -16,15 +16,17 @@ from typing import Protocol
 import structlog
 
 from eplb_core.wire.fields import MAX_VERSION
+from eplb_service.control.server.lease.errors import LeaseError
 
 LEASE_SECONDS = 15.0
-"""Time for which a lease is held without being renewed, as other Kubernetes controllers have it."""
+"""Time for which a lease stays valid without renewal. Other Kubernetes controllers use the same value."""
 _RENEWALS = 6
-"""Attempts within the time for which a lease is held: some may fail."""
-_WITHIN = 2 / 3
-"""Share of that time after which a lease that could not be renewed counts as lost: before anybody else may take it."""
-_OFTEN_SECONDS = 1.0
-"""Longest between two attempts to take one that may become free at any moment."""
+"""Renewal attempts per lease duration, so that a few may fail."""
+_LOSS_FRACTION = 2 / 3
+"""Fraction of the lease duration after which a lease counts as lost if it could not be renewed. The holder thus stops
+before another service can acquire the lease."""
+_MAX_RETRY_SECONDS = 1.0
+"""Longest interval between two attempts to acquire a lease, since it may become free at any moment."""
 _MAX_RECORD = 64
 _LABEL = r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?"
 _KUBERNETES = re.compile(rf"({_LABEL}/)?{_LABEL}")
@@ -32,47 +34,65 @@ _KUBERNETES = re.compile(rf"({_LABEL}/)?{_LABEL}")
 _log = structlog.get_logger(__name__)
 
 
-class LeaseError(Exception):
-    """A lease that can be neither taken nor renewed at present; the message says which and why."""
-
-
-class LeaseLostError(LeaseError):
-    """The lease was held, and is another's to take now: a service that led must end."""
-
-
 class Lease(Protocol):
-    """Held by one service at a time. Calls may wait for disks or networks, and are made one at a time.
+    """A lease, held by one service at a time.
 
-    ``described`` names it for operators.
+    Calls may wait for a disk or the network. The caller makes one call at a time.
+
+    Parameters
+    ----------
+    described
+        Name of the lease, for operators.
     """
 
     described: str
 
     def attempt(self) -> bool:
-        """Take it, or renew it; returns whether it is held now. Raises ``LeaseError`` where that cannot be said."""
+        """Acquire or renew the lease and return True if this service now holds it.
+
+        Raises ``LeaseError`` if the state of the lease cannot be determined.
+        """
 
     def highest_term(self) -> int:
-        """Return the highest leader term of any holder so far, as it was when this one took it."""
+        """Return the highest leader term of all holders, as recorded when this service acquired the lease."""
 
     def announce(self, term: int) -> None:
-        """Leave this holder's leader term for those after it, before any rank hears of it; raises ``LeaseError``."""
+        """Record this holder's leader term for its successors; raises ``LeaseError`` if that fails.
+
+        The caller announces the term before it sends it to any rank.
+        """
 
     def give_back(self) -> None:
-        """Let the next one have it at once; never raises."""
+        """Release the lease, so that another service can acquire it at once; never raises."""
 
 
 def checked_lease(text: str) -> str:
-    """Return ``text``, if it names a lease; raises ``ValueError``."""
+    """Return ``text`` if it names a lease; raises ``ValueError`` otherwise.
+
+    Examples
+    --------
+    >>> checked_lease("kubernetes:serving/eplb")
+    'kubernetes:serving/eplb'
+    """
     kind, _, name = text.partition(":")
     if (kind == "file" and name) or (kind == "kubernetes" and _KUBERNETES.fullmatch(name)):
         return text
     raise ValueError(
-        "a lease is file:PATH, or kubernetes:NAME or kubernetes:NAMESPACE/NAME, named by small letters, digits and '-'"
+        "a lease is file:PATH, kubernetes:NAME or kubernetes:NAMESPACE/NAME; "
+        "names consist of lowercase letters, digits and '-'"
     )
 
 
 def named_lease(text: str, seconds: float) -> Lease:
-    """Return the lease of that name, held for ``seconds`` at a time; raises ``LeaseError`` where there can be none."""
+    """Return the lease that ``text`` names; raises ``LeaseError`` if it cannot be used here.
+
+    Parameters
+    ----------
+    text
+        Name of the lease, as accepted by ``checked_lease``.
+    seconds
+        Time for which a Kubernetes lease stays valid without renewal.
+    """
     kind, _, name = text.partition(":")
     if kind == "file":
         return _FileLease(Path(name))
@@ -83,9 +103,9 @@ def named_lease(text: str, seconds: float) -> Lease:
 
 
 class _FileLease:
-    """A locked file, for services of one host or of hosts that share a file system with locks.
+    """A locked file, for services on one host or on hosts that share a file system with locks.
 
-    The kernel lets go of a dead holder's lock at once. The file holds the highest leader term so far, in decimal.
+    The kernel releases the lock as soon as its holder dies. The file contains the highest leader term, in decimal.
     """
 
     def __init__(self, path: Path) -> None:
@@ -94,7 +114,7 @@ class _FileLease:
         self._file: int | None = None
 
     def attempt(self) -> bool:
-        """As ``Lease.attempt``; what is held needs no renewal, unless somebody has replaced the file."""
+        """See ``Lease.attempt``. A lock needs no renewal, but it is lost if the file is replaced."""
         if self._file is not None:
             try:
                 return os.path.samestat(self._path.stat(), os.fstat(self._file))
@@ -115,15 +135,17 @@ class _FileLease:
         return True
 
     def highest_term(self) -> int:
-        """As ``Lease.highest_term``; raises ``LeaseError`` where the file is something else."""
+        """See ``Lease.highest_term``; raises ``LeaseError`` if the file is not a lease."""
         assert self._file is not None
         record = os.pread(self._file, _MAX_RECORD, 0).strip()
         if record and (not record.isdigit() or int(record) >= MAX_VERSION):
-            raise LeaseError(f"{self._path} is no lease: it holds no leader term; name another file")
+            raise LeaseError(
+                f"{self._path} is not a lease file (it contains no leader term); choose another path for --lease"
+            )
         return int(record or 0)
 
     def announce(self, term: int) -> None:
-        """As ``Lease.announce``."""
+        """See ``Lease.announce``."""
         assert self._file is not None
         try:
             os.pwrite(self._file, f"{term:<{_MAX_RECORD - 1}}\n".encode(), 0)
@@ -132,7 +154,7 @@ class _FileLease:
             raise LeaseError(f"cannot write {self._path}: {error.strerror}") from error
 
     def give_back(self) -> None:
-        """As ``Lease.give_back``."""
+        """See ``Lease.give_back``."""
         if self._file is not None:
             with contextlib.suppress(OSError):
                 os.close(self._file)
@@ -140,9 +162,16 @@ class _FileLease:
 
 
 class Leadership:
-    """Waits until this process leads by ``lease``, held ``seconds`` without renewal, and notices when it does not.
+    """Acquires a lease, renews it, and detects its loss.
 
-    ``lost`` is set once it no longer leads; it never does again.
+    The event ``lost`` is set once this process has lost the lease; it never leads again.
+
+    Parameters
+    ----------
+    lease
+        The lease whose holder leads.
+    seconds
+        Time for which the lease stays valid without renewal.
     """
 
     def __init__(self, lease: Lease, seconds: float) -> None:
@@ -155,28 +184,32 @@ class Leadership:
         self._renewing: asyncio.Task[None] | None = None
 
     async def won(self) -> None:
-        """Wait until the lease is held, and hold it from then on."""
-        every, waiting = min(self._seconds / _RENEWALS, _OFTEN_SECONDS), False
+        """Wait until the lease is acquired and start renewing it."""
+        interval = min(self._seconds / _RENEWALS, _MAX_RETRY_SECONDS)
+        waiting = False
         while not await self._attempt():
             if not waiting:
                 _log.info("standing_by", lease=self.described)
                 waiting = True
-            await asyncio.sleep(every)
+            await asyncio.sleep(interval)
         _log.info("lease_taken", lease=self.described)
         self._renewing = asyncio.create_task(self._renew())
 
     async def highest_term(self) -> int:
-        """Return the highest leader term of any holder before; raises ``LeaseError``."""
+        """Return the highest leader term of all previous holders; raises ``LeaseError`` if the lease is invalid."""
         async with self._turn:
             return await asyncio.to_thread(self._lease.highest_term)
 
     async def announce(self, term: int) -> None:
-        """Leave this leader's term for the next, before any rank hears of it; raises ``LeaseError``."""
+        """Record this leader's term for its successors; raises ``LeaseError`` if that fails.
+
+        The caller announces the term before it sends it to any rank.
+        """
         async with self._turn:
             await asyncio.to_thread(self._lease.announce, term)
 
     async def close(self) -> None:
-        """Give the lease back, if it is held."""
+        """Stop renewing the lease and release it if it is held."""
         if self._renewing is not None:
             self._renewing.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -187,17 +220,17 @@ class Leadership:
         held: bool | None = True
         while not (self._is_overdue() or held is False):
             await asyncio.sleep(self._seconds / _RENEWALS)
-            # A process that was stopped meanwhile must not lead on for the time that one more attempt takes.
+            # If the process was suspended during the sleep, it must not lead for the duration of another attempt.
             held = None if self._is_overdue() else await self._attempt()
         _log.error("lease_lost", lease=self.described)
         self.lost.set()
 
     def _is_overdue(self) -> bool:
-        return time.monotonic() - self._renewed_at > _WITHIN * self._seconds
+        return time.monotonic() - self._renewed_at > _LOSS_FRACTION * self._seconds
 
     async def _attempt(self) -> bool | None:
-        """Return whether the lease is held now; ``None``, not renewed, where that cannot be said."""
-        at = time.monotonic()
+        """Return True if the lease is now held, False if it is not, and ``None`` if its state is unknown."""
+        began = time.monotonic()
         try:
             async with self._turn:
                 held = await asyncio.to_thread(self._lease.attempt)
@@ -205,5 +238,5 @@ class Leadership:
             _log.warning("lease_unreachable", lease=self.described, reason=str(error))
             return None
         if held:
-            self._renewed_at = at
+            self._renewed_at = began
         return held

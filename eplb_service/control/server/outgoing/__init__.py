@@ -1,1 +1,1 @@
-"""Outgoing: plans and requests to ranks, heat to whoever listens."""
+"""Outgoing messages: plans and requests to ranks, and heat to watchers."""

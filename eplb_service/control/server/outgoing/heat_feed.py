@@ -1,6 +1,6 @@
-"""Heat for operators who watch it, asked of the ranks accordingly.
+"""Heat for operators who watch a deployment, and the kind of reports that the ranks have to send for them.
 
-Nobody here is waited for. A watcher who is too slow loses reports, and learns how many.
+Sending never waits for a watcher. A watcher that reads too slowly loses reports and is informed of their number.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from eplb_service.control.server.listening import StatusError
 from eplb_service.io.recorder import MAX_SOURCE_COUNTS
 
 MAX_WATCHERS = 32
-"""Calls that may watch a service's heat at a time."""
+"""Limit on the calls that watch heat."""
 MAX_WATCHERS_PER_HOST = 8
-"""Calls from one host that may: who reads too much keeps nobody else from reading."""
+"""Limit on such calls per host, so that one host cannot use up all of them."""
 MAX_WAITING_BYTES = 16 << 20
-"""Heat that waits for one watcher; what comes beyond is dropped and counted."""
+"""Limit on the heat queued for one watcher. Further reports are dropped and counted."""
 
-_MIN_REPORT = 4
-"""Fewest steps of a report while heat has just changed: as many as the first decision after a change uses."""
-_SHORTENED = 4
-"""Reports are at most so many times as short then: they cost the same, however few steps they hold."""
+_MIN_REPORT_STEPS = 4
+"""Minimum length of a report after a change of heat: the number of steps that the first decision after it uses."""
+_MAX_SHORTENING = 4
+"""Factor by which reports are at most shortened then, because the cost of a report hardly depends on its length."""
 
 
 class _Watcher:
-    """Messages that one call from ``host`` has yet to receive."""
+    """Queue of the messages for one watching call from ``host``."""
 
     def __init__(self, host: str) -> None:
         self.host = host
@@ -45,12 +45,12 @@ class _Watcher:
         self._bytes = 0
 
     def put(self, message: operator_pb2.WatchHeatResponse, size: int = 0) -> None:
-        """Queue a message that must not be lost; there is one where a layer switches, or all ranks come together."""
+        """Enqueue a message that must not be lost: the layout when it becomes known, or a switched layer."""
         self._waiting.put_nowait((message, size))
         self._bytes += size
 
     def put_heat(self, rank: int, report: agent_pb2.HeatReport) -> None:
-        """Queue one rank's report, unless too much waits already."""
+        """Enqueue a rank's report, or drop it if the queue is full."""
         size = report.ByteSize()
         if self._bytes + size > MAX_WAITING_BYTES:
             self.dropped_reports += 1
@@ -59,11 +59,11 @@ class _Watcher:
         self.put(operator_pb2.WatchHeatResponse(heat=heat), size)
 
     def end(self, reason: str) -> None:
-        """End the stream once it is empty."""
+        """End the stream with ``reason`` after the messages in the queue."""
         self._waiting.put_nowait((reason, 0))
 
     async def next(self) -> operator_pb2.WatchHeatResponse:
-        """Return the next message; raises ``StatusError`` once it is over."""
+        """Return the next message; raises ``StatusError`` at the end of the stream."""
         message, size = await self._waiting.get()
         if isinstance(message, str):
             raise StatusError(grpc.StatusCode.UNAVAILABLE, message)
@@ -73,9 +73,12 @@ class _Watcher:
 
 
 class HeatFeed:
-    """Hands what deployments serve and count to watchers.
+    """Sends the layouts and the heat of deployments to watchers.
 
-    They hear that a deployment's fastest rank may be ``pending_steps`` ahead of its slowest.
+    Parameters
+    ----------
+    pending_steps
+        Number of steps by which a deployment's fastest rank may be ahead of its slowest; watchers need to know it.
     """
 
     def __init__(self, pending_steps: int) -> None:
@@ -84,64 +87,74 @@ class HeatFeed:
 
     @contextlib.contextmanager
     def watch(self, deployment: Deployment, host: str) -> Iterator[_Watcher]:
-        """Hand ``deployment``'s heat to a watcher within it; raises ``ExhaustedError`` where too many watch already."""
+        """Watch a deployment until the context exits; raises ``ExhaustedError`` if there are too many watchers.
+
+        Parameters
+        ----------
+        deployment
+            Deployment to watch.
+        host
+            Host of the caller.
+        """
         hosts = [watcher.host for watchers in self._watchers.values() for watcher in watchers]
         if len(hosts) >= MAX_WATCHERS or hosts.count(host) >= MAX_WATCHERS_PER_HOST:
             raise ExhaustedError(
-                f"at most {MAX_WATCHERS} calls may watch this service's heat, {MAX_WATCHERS_PER_HOST} from one host"
+                f"at most {MAX_WATCHERS} calls may watch heat, {MAX_WATCHERS_PER_HOST} of them from one host; "
+                "close some of them"
             )
         watcher = _Watcher(host)
         if deployment.live is not None:
             watcher.put(self._served(deployment, deployment.live))
-        same = self._watchers.setdefault(deployment.name, [])
-        same.append(watcher)
+        watchers = self._watchers.setdefault(deployment.name, [])
+        watchers.append(watcher)
         try:
             yield watcher
         finally:
-            same.remove(watcher)
-            if not same:
+            watchers.remove(watcher)
+            if not watchers:
                 self._watchers.pop(deployment.name, None)
 
     def placed(self, deployment: Deployment, live: DeployedLayout) -> None:
-        """Hand on the placement on which all ranks agree."""
+        """Send the layout on which all ranks agree."""
         for watcher in self._watchers.get(deployment.name, ()):
             watcher.put(self._served(deployment, live))
 
     def switched(self, name: str, event: LayerCommitted) -> None:
-        """Hand on a layer of deployment ``name`` that has switched."""
-        update, layer = event.update, event.update.layer
+        """Send a layer of deployment ``name`` that has switched."""
+        update = event.update
+        layer = update.layer
         epoch = event.live.layer_epochs[layer]
         for watcher in self._watchers.get(name, ()):
             switched = encode(SwitchedLayer(layer, epoch, update.phy2log_RS, update.log2phy_RE))
             watcher.put(operator_pb2.WatchHeatResponse(switched=switched))
 
     def counted(self, name: str, rank: int, message: agent_pb2.HeatReport) -> None:
-        """Hand on what a rank of deployment ``name`` has sent."""
+        """Send a report of a rank of deployment ``name``."""
         for watcher in self._watchers.get(name, ()):
             watcher.put_heat(rank, message)
 
     def close(self, reason: str) -> None:
-        """End the watchers' streams."""
+        """End the streams of all watchers with ``reason``."""
         for watchers in self._watchers.values():
             for watcher in watchers:
                 watcher.end(reason)
 
     def reporting(self, deployment: Deployment) -> Reporting:
-        """Return how much heat its ranks report.
+        """Return the kind of reports that the ranks of a deployment have to send.
 
-        Own tokens are summed over a report, unless somebody listens to each step. Reports are fewer under load, and
-        short while heat has just changed, so that no decision waits for a long report to fill.
+        Source heat is summed over a report unless a watcher needs it for each step. Under load, ranks send fewer
+        reports. After a change of heat, reports are short, so that decisions need not wait for long ones.
         """
         by_step = deployment.name in self._watchers and _is_recordable(deployment)
         ranks = 1 if by_step or deployment.group is None else deployment.group.shape.ranks
         steps = deployment.limits.steps_per_report(ranks)
         summed = not by_step and deployment.limits.heat_phase == "all"
         if deployment.decisions.settling and deployment.shedding.one_in == 1:
-            steps = min(steps, max(_MIN_REPORT, steps // _SHORTENED))
+            steps = min(steps, max(_MIN_REPORT_STEPS, steps // _MAX_SHORTENING))
         return Reporting(summed, deployment.shedding.one_in, steps)
 
     def wants(self, deployment: Deployment, report: HeatReport) -> bool:
-        """Return whether a report is for listeners: not one that was on its way when the first began to listen."""
+        """Return True if a report has the detail that watchers need; reports sent before they connected may lack it."""
         return report.source_sums_LE is None or self.reporting(deployment).source_sums
 
     def _served(self, deployment: Deployment, live: DeployedLayout) -> operator_pb2.WatchHeatResponse:
@@ -159,7 +172,7 @@ class HeatFeed:
 
 
 def _is_recordable(deployment: Deployment) -> bool:
-    """Return whether all ranks' own tokens of one step are few enough for a trace."""
+    """Return True if the source heat of one step is small enough for a trace."""
     if deployment.group is None:
         return True
     shape = deployment.group.shape

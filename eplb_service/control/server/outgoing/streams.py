@@ -1,7 +1,8 @@
-"""Live streams to agents, by deployment and rank, and plans on their way over them.
+"""Streams to agents, by deployment and rank, and the sending of plans over them.
 
-Copies of a plan go out by turns, in the order of ranks: together they are large. What has not gone out by the time that
-the plan is over is not sent: ranks drop a plan that not all of them hold.
+A plan is sent to a few ranks at a time, in the order of ranks, because the messages to all ranks together are large.
+Ranks that have not received the plan when it ends do not get it. This is harmless, because the ranks drop a plan that
+not all of them have.
 """
 
 from __future__ import annotations
@@ -19,27 +20,38 @@ from eplb_core.wire.generated import agent_pb2
 from eplb_core.wire.plan import SharedPlan
 from eplb_service.control.server.listening import StatusError
 
-_AT_A_TIME = 2
-"""Copies of plans that may be on their way."""
+_MAX_CONCURRENT = 2
+"""Limit on the ranks to which plans are sent at the same time."""
 _MAX_TURN_SECONDS = 1.0
-"""Who takes longer goes on beside those whose turn comes next: one frozen rank must not keep a plan from the others."""
+"""Time after which a send no longer delays the next one, so that a frozen rank cannot block the others."""
 
 
 @dataclass
 class _PlanSending:
-    """One plan on its way to all ranks, by turns.
+    """The sending of one plan to all ranks.
 
-    ``over`` says that no more copies are to go out, ``out`` is set then, or once as many as are left are out.
+    Parameters
+    ----------
+    _plan
+        The plan.
+    _turns
+        Limit on concurrent messages.
+    _remaining
+        Number of ranks to which the plan has not been sent yet.
+    over
+        True if the plan has ended and must not be sent to further ranks.
+    out
+        Event that is set once the plan has been sent to all ranks, or has ended.
     """
 
     _plan: SharedPlan
     _turns: asyncio.Semaphore
-    _left: int
+    _remaining: int
     over: bool = False
     out: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def send(self, rank: int, write: Callable[[bytes], Awaitable[None]]) -> None:
-        """Send one rank its copy by ``write`` when its turn comes, unless the plan is over by then."""
+        """Send the plan to a rank with ``write`` when its turn comes, unless the plan has ended by then."""
         async with self._turns:
             if self.over:
                 return
@@ -50,15 +62,19 @@ class _PlanSending:
                 writing.cancel()
                 raise
         await writing
-        self._left -= 1
-        if not self._left:
+        self._remaining -= 1
+        if not self._remaining:
             self.out.set()
 
 
 class RankStream:
-    """The service's end of one agent's stream: what is to be sent, when it and its heat were last heard, if it ends.
+    """The service's side of one agent's stream.
 
-    A plan waits in ``outbox`` as its sending and the rank; its heat waits for others since ``ahead_since``.
+    It has these attributes:
+
+    - ``outbox``: messages to send; a plan is enqueued as its sending and the rank.
+    - ``heard_at``, ``heat_at``: times of the last message and of the last heat report.
+    - ``ahead_since``: time since which the rank's heat waits for slower ranks; ``None`` if it does not wait.
     """
 
     def __init__(self) -> None:
@@ -70,37 +86,37 @@ class RankStream:
 
     @property
     def over(self) -> bool:
-        """True once it has been asked to end: input that still comes counts no more."""
+        """True after ``end``. Messages that arrive later are ignored."""
         return self._status is not None
 
     def end(self, code: grpc.StatusCode, reason: str) -> None:
-        """End the stream with a status on which agents connect again."""
+        """End the stream with a status on which agents reconnect."""
         if self._status is None:
             self._status = StatusError(code, reason)
             self._ending.set()
 
     async def ended(self) -> None:
-        """Wait for ``end``; raises what it was given."""
+        """Wait for ``end``, then raise its status as ``StatusError``."""
         await self._ending.wait()
         assert self._status is not None
         raise self._status
 
 
 class Streams:
-    """All streams of all deployments."""
+    """The streams of all deployments."""
 
     def __init__(self) -> None:
         self._streams: dict[str, dict[int, RankStream]] = {}
-        self._turns = asyncio.Semaphore(_AT_A_TIME)
+        self._turns = asyncio.Semaphore(_MAX_CONCURRENT)
         self._plans: dict[str, _PlanSending] = {}
         self._asked: dict[str, Reporting] = {}
 
     def add(self, deployment: str, rank: int, stream: RankStream) -> None:
-        """Add the stream of a rank that has been taken in."""
+        """Add the stream of a rank that has been registered."""
         self._streams.setdefault(deployment, {})[rank] = stream
 
     def remove(self, deployment: str, rank: int, stream: RankStream) -> bool:
-        """Remove a stream that is over; returns whether it was the rank's still, and no other has replaced it."""
+        """Remove a stream that has ended; return False if another stream of the rank has replaced it."""
         streams = self._streams.get(deployment, {})
         if streams.get(rank) is not stream:
             return False
@@ -108,20 +124,20 @@ class Streams:
         return True
 
     def replace(self, deployment: str, rank: int, reason: str) -> bool:
-        """End the rank's stream and forget it, for another to take its place; returns whether there was one."""
+        """End and remove a rank's stream, so that a new one can replace it; return True if there was one."""
         stream = self._streams.get(deployment, {}).pop(rank, None)
         if stream is not None:
             stream.end(grpc.StatusCode.ABORTED, reason)
         return stream is not None
 
     def replace_all(self, deployment: str, reason: str) -> None:
-        """End all streams of a deployment, and forget them and what they were asked for: others take their place."""
+        """End and remove all streams of a deployment and forget its requested reporting."""
         self.end(deployment, reason)
         self._streams.pop(deployment, None)
         self._asked.pop(deployment, None)
 
     def send(self, deployment: str, plan: SharedPlan) -> None:
-        """Send each rank that is still there its own message of a plan, by turns; none of the plan before it."""
+        """Send a plan to all connected ranks, and stop sending the previous one."""
         self.withdraw(deployment)
         streams = sorted(self._streams.get(deployment, {}).items())
         sending = self._plans[deployment] = _PlanSending(plan, self._turns, len(streams))
@@ -137,7 +153,7 @@ class Streams:
             stream.outbox.put_nowait(message)
 
     async def sent(self, deployment: str) -> None:
-        """Wait until all copies of the plan under way are out, or it is over."""
+        """Wait until the current plan has been sent to all ranks or has ended."""
         if deployment in self._plans:
             await self._plans[deployment].out.wait()
 
@@ -149,11 +165,11 @@ class Streams:
             sending.out.set()
 
     def asked(self, deployment: str, reporting: Reporting) -> Reporting:
-        """Return what the ranks were asked to report last; ``reporting`` where this is the first."""
+        """Return the reporting that was last requested from the ranks; record ``reporting`` if there is none."""
         return self._asked.setdefault(deployment, reporting)
 
     def ask(self, deployment: str, reporting: Reporting) -> None:
-        """Ask all ranks that are there to report so from now on, where it is something else than before."""
+        """Request a kind of reporting from all connected ranks, unless it is already in effect."""
         if self.asked(deployment, reporting) == reporting:
             return
         self._asked[deployment] = reporting
@@ -162,12 +178,12 @@ class Streams:
             stream.outbox.put_nowait(message)
 
     def end(self, deployment: str, reason: str) -> None:
-        """End the streams of one deployment, for the agents to introduce themselves again."""
+        """End the streams of a deployment, so that its agents reconnect with a new Hello."""
         for stream in self._streams.get(deployment, {}).values():
             stream.end(grpc.StatusCode.ABORTED, reason)
 
     def end_all(self, reason: str) -> None:
-        """End every stream, for the agents to try again until a service is there."""
+        """End every stream, so that agents retry until a service is available."""
         for streams in self._streams.values():
             for stream in streams.values():
                 stream.end(grpc.StatusCode.UNAVAILABLE, reason)

@@ -1,1 +1,1 @@
-"""The control plane: every call to a deployment, and what follows from it, goes through here."""
+"""Control plane: every call to a deployment, and all its consequences, pass through here."""

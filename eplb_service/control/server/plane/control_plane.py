@@ -1,4 +1,4 @@
-"""All deployments of a service: who comes and goes, what ranks report, what operators order, and the clock."""
+"""All deployments of a service: connecting ranks, their reports, operators' commands, and deadlines."""
 
 from __future__ import annotations
 
@@ -31,16 +31,29 @@ from eplb_service.telemetry.metrics import Metrics, Shown
 
 _log = structlog.get_logger(__name__)
 
-_STEPS_AT_A_TIME = 4
-"""Whole steps put together before the event loop comes to something else: one of 1,024 ranks takes a millisecond."""
+_STEPS_PER_TURN = 4
+"""Steps assembled in one turn of the event loop. With 1,024 ranks, one step takes a millisecond."""
 _MAX_PLANS_LISTED = 100
 
 
 class ControlPlane:
-    """Carries calls to the deployments' state machines, and their events to the store, metrics, logs and streams.
+    """Forwards calls to the deployments' state machines, and their events to the store, metrics, logs and streams.
 
-    ``deployments`` and what is ``remembered`` of them are by name; ``log`` takes lines that clients without credentials
-    can cause; ``feed`` hands heat on; ``observer`` keeps what pictures are made of.
+    It has these public attributes, among others: ``deployments`` and their stored states (``remembered``), by name;
+    ``streams`` to the ranks; ``feed``, which sends heat to watchers; and ``observer``, which records data for figures.
+
+    Parameters
+    ----------
+    settings
+        Settings of the service.
+    writer
+        Writer of the store.
+    metrics
+        Metrics of the service.
+    log
+        Rate-limited log for lines that clients without credentials can cause.
+    priors
+        Priors for first plans; by default those of the setting ``prior``.
     """
 
     def __init__(
@@ -62,15 +75,27 @@ class ControlPlane:
         self._writer = writer
         self._metrics = metrics
         self._known = known = KnownDeployments(settings, writer, metrics)
-        self.deployments, self.remembered = known.by_name, known.remembered
-        self.find, self.resume = known.find, known.resume
+        self.deployments = known.by_name
+        self.remembered = known.remembered
+        self.find = known.find
+        self.resume = known.resume
         self.leader_term = writer.store.leader_term
         self.feed = HeatFeed(known.limits.pending_steps)
 
     # Agents
 
     def admit(self, hello: Hello, stream: RankStream, assembled: Assembled | None = None) -> Deployment:
-        """Take a rank in, the last one with what all serve; raises ``RefusedError`` where its deployment cannot."""
+        """Register a rank from its Hello; raises ``RefusedError`` if the rank does not fit the group.
+
+        Parameters
+        ----------
+        hello
+            First message of the rank.
+        stream
+            Stream of the rank.
+        assembled
+            The group's layout, if this rank completes the group.
+        """
         name = hello.deployment
         deployment = self.deployments.get(name)
         if deployment is None or deployment.group is None or deployment.group.shape != hello.shape:
@@ -83,7 +108,7 @@ class ControlPlane:
                 self.forget(evicted)
             deployment = self._known.add(name)
         group = deployment.group
-        reason = f"rank {hello.rank} has connected again; the newer stream of its forming is heard"
+        reason = f"rank {hello.rank} has connected again; its new stream replaces this one"
         if deployment.renews(hello) and self.streams.replace(name, hello.rank, reason):
             deployment.leave(hello.rank)
         try:
@@ -92,7 +117,7 @@ class ControlPlane:
             self._follow(deployment)
         if deployment.group is not None and (group is None or deployment.group.forming != group.forming):
             self.observer.regrouped(name)
-            self.streams.replace_all(name, "another forming of the group has taken this one's place")
+            self.streams.replace_all(name, "another forming of the group has replaced this one")
         self.streams.add(name, hello.rank, stream)
         if deployment.plan is not None and deployment.plan.called_off:
             self.streams.call_off(name, CallOff(deployment.plan.plan_id), hello.rank)
@@ -103,11 +128,11 @@ class ControlPlane:
         return deployment
 
     def follow_up(self, deployment: Deployment) -> None:
-        """Ask the ranks that are there for heat as it is to be reported now, where that has changed."""
+        """Ask the connected ranks to report heat differently, if the required reporting has changed."""
         self.streams.ask(deployment.name, self.feed.reporting(deployment))
 
     def release(self, deployment: Deployment, rank: int, stream: RankStream) -> None:
-        """End a rank's stream."""
+        """Unregister a rank whose stream has ended, unless a newer stream has replaced it."""
         if not self.streams.remove(deployment.name, rank, stream):
             return
         deployment.leave(rank)
@@ -116,41 +141,53 @@ class ControlPlane:
     def heat_report(
         self, deployment: Deployment, rank: int, report: HeatReport, message: agent_pb2.HeatReport
     ) -> None:
-        """Take a rank's counts, decoded from ``message``."""
+        """Add a rank's heat.
+
+        Parameters
+        ----------
+        deployment
+            Deployment of the rank.
+        rank
+            The rank.
+        report
+            The decoded report.
+        message
+            The same report, as received, for watchers.
+        """
         name = deployment.name
         self.observer.heard(name, rank)
-        gained = deployment.heat_report(rank, report)
+        steps = deployment.heat_report(rank, report)
         if self.feed.wants(deployment, report):
             self.feed.counted(name, rank, message)
-        if any(gained):
-            self._metrics.count("eplb_steps_received", name, by=gained.received)
-            self._metrics.count("eplb_steps_lost", name, by=gained.lost)
-        if gained.lost and deployment.heat is not None:
-            behind, step = deployment.heat.pending.slowest
+        if any(steps):
+            self._metrics.count("eplb_steps_received", name, by=steps.received)
+            self._metrics.count("eplb_steps_lost", name, by=steps.lost)
+        if steps.lost and deployment.heat is not None:
+            slowest_rank, step = deployment.heat.pending.slowest
             self.log.info(
-                "heat_lost", deployment=name, steps=gained.lost, slowest_rank=behind, reported_to=step
+                "heat_lost", deployment=name, steps=steps.lost, slowest_rank=slowest_rank, reported_to=step
             )
 
     def put_together(self, deployment: Deployment) -> bool:
-        """Assemble a few complete steps and start the decision that is due; return True if more steps wait."""
+        """Assemble a few complete steps and start a decision if one is due; return True if more steps wait."""
         if deployment.heat is None or not deployment.heat.waiting:
             return False
         settling = deployment.decisions.settling
-        more = deployment.put_together(_STEPS_AT_A_TIME)
+        steps_wait = deployment.put_together(_STEPS_PER_TURN)
         if deployment.decisions.settling != settling:
             self.follow_up(deployment)
         self._decide(deployment)
-        return more
+        return steps_wait
 
     def heartbeat(self, deployment: Deployment, rank: int, heartbeat: Heartbeat) -> None:
-        """Note that a rank is alive."""
+        """Record a heartbeat of a rank."""
         self.observer.heard(deployment.name, rank)
         self.observer.count_calls(deployment.name, rank, heartbeat, self._metrics)
         deployment.heartbeat(rank, heartbeat)
         self._follow(deployment)
 
     def plan_status(self, deployment: Deployment, rank: int, status: PlanStatus) -> None:
-        """Note what became of a plan on a rank."""
+        """Record a rank's progress with a plan."""
         self.observer.heard(deployment.name, rank)
         if status.state is PlanState.TRANSFERRED:
             self._metrics.observe("eplb_transfer_seconds", status.transfer_seconds, deployment.name)
@@ -165,55 +202,62 @@ class ControlPlane:
     # Operators
 
     def set_paused(self, deployment: Deployment, paused: bool) -> None:
-        """Stop planning, or plan again."""
+        """Pause or resume planning."""
         deployment.paused = paused
         self._known.remember(deployment)
         _log.info("paused" if paused else "resumed_planning", deployment=deployment.name)
 
     def lead(self, deployment: Deployment) -> bool:
-        """Have the ranks follow this service, whatever term they have followed; returns whether its term was raised.
+        """Raise the deployment's leader term above all terms that its ranks have followed, so that they follow it.
 
-        Raises ``ConflictError`` where there is no higher term.
+        Return True if the term was raised, and False if the ranks follow this service already. Raises ``ConflictError``
+        if there is no higher term.
         """
         if deployment.group is None or deployment.outdated is None:
             return False
-        before, term = deployment.leader_term, higher_term(deployment.group.highest_term)
+        previous_term = deployment.leader_term
+        term = higher_term(deployment.group.highest_term)
         deployment.leader_term = term
         self._known.remember(deployment)
-        _log.warning("leads", deployment=deployment.name, leader_term=term, before=before)
-        self.streams.end(deployment.name, "this service leads from now on; say Hello again")
+        _log.warning("leads", deployment=deployment.name, leader_term=term, before=previous_term)
+        self.streams.end(deployment.name, "this service leads from now on; send a new Hello")
         return True
 
     async def store(self, done: str) -> None:
-        """Wait until an operator's command is on the disk; ``done`` describes briefly what it has done.
+        """Wait until an operator's command is stored on disk; raises ``NotStoredError`` if that fails.
 
-        Raises ``NotStoredError`` if it is not. The command is carried out all the same: a pause may be urgent.
+        The command takes effect in either case, because a pause may be urgent.
+
+        Parameters
+        ----------
+        done
+            Brief description of the command's effect, for the error message.
         """
         reason = await self._writer.settle()
         if reason:
             raise NotStoredError(
-                f"{done}, but that is not stored, so a restart of the service forgets it: {reason}. It is stored as "
-                "soon as the store can be written; repeat the command to find out"
+                f"{done}, but this is not stored, so a restart of the service loses it: {reason}. The service keeps "
+                "retrying; repeat the command to see if it is stored"
             )
 
     async def history(self, name: str, limit: int) -> list[PastPlan]:
-        """Return the newest plans of a deployment, newest first, at most ``limit``; 0 for as many as are listed."""
-        most = min(limit or _MAX_PLANS_LISTED, _MAX_PLANS_LISTED)
-        return await self._writer.run(self._writer.store.plans, name, most)
+        """Return up to ``limit`` plans of a deployment, newest first; 0 means the maximum of 100."""
+        count = min(limit or _MAX_PLANS_LISTED, _MAX_PLANS_LISTED)
+        return await self._writer.run(self._writer.store.plans, name, count)
 
     def forget_departed(self, deployment: Deployment) -> None:
-        """Remove a deployment for an operator; raises ``ConflictError`` where ranks would bring it back at once."""
+        """Remove a deployment for an operator; raises ``ConflictError`` while ranks are connected."""
         if deployment.connected:
-            here = rank_list(sorted(member.rank for member in deployment.connected))
+            ranks = rank_list(sorted(member.rank for member in deployment.connected))
             raise ConflictError(
-                f"{here} of {deployment.name!r} still connected; stop the engines, or the agents, first"
+                f"{ranks} of {deployment.name!r} still connected; stop the engines or the agents first"
             )
         self.forget(deployment.name)
 
     def forget(self, name: str) -> None:
-        """Remove a deployment, and all that is known of it."""
+        """Remove a deployment, its streams, metrics and stored state."""
         self.decider.drop(name)
-        self.streams.replace_all(name, "the deployment was removed; say Hello again")
+        self.streams.replace_all(name, "the deployment was removed; send a new Hello")
         self._known.forget(name)
         self._metrics.forget(name)
         self.observer.forget(name)
@@ -222,11 +266,16 @@ class ControlPlane:
     # Time
 
     def ticking(self, certificates: Mapping[str, Validity] | None = None) -> Iterator[None]:
-        """Look after deadlines and update the metrics, a deployment at a time; done every second or so.
+        """Check deadlines and update the metrics; called about once per second.
 
-        ``certificates`` are those that the service uses, by setting.
+        The iterator yields before each deployment, so that the event loop can run other tasks.
+
+        Parameters
+        ----------
+        certificates
+            Validity of the service's certificates, by setting.
         """
-        soon = self._look_after_files(certificates or {})
+        expiring = self._check_files(certificates or {})
         heat_bytes = sum(map(self._known.heat_bytes, self.deployments.values()))
         shown: list[Shown] = [
             ("eplb_build_info", 1, __version__),
@@ -238,18 +287,18 @@ class ControlPlane:
         ]
         for setting, validity in (certificates or {}).items():
             shown.append(("eplb_certificate_expiry_seconds", validity.ends - time.time(), setting))
-            shown.append(("eplb_certificate_expires_soon", setting in soon, setting))
+            shown.append(("eplb_certificate_expires_soon", setting in expiring, setting))
         for deployment in list(self.deployments.values()):
             yield
             try:
-                shown += self._looked_after(deployment)
+                shown += self._tick_deployment(deployment)
             except Exception:
-                # Failures are isolated per deployment.
+                # A failure in one deployment must not affect the others.
                 _log.exception("tick_failed", deployment=deployment.name)
         self._metrics.show(shown)
 
-    def _looked_after(self, deployment: Deployment) -> list[Shown]:
-        """Look after one deployment, which may have been forgotten meanwhile; returns its gauges."""
+    def _tick_deployment(self, deployment: Deployment) -> list[Shown]:
+        """Check one deployment's deadlines and return its gauges, or none if it was removed in the meantime."""
         if self.deployments.get(deployment.name) is not deployment:
             return []
         deployment.tick(time.monotonic())
@@ -266,14 +315,14 @@ class ControlPlane:
         return gauges(deployment, self.observer)
 
     def _decide(self, deployment: Deployment) -> None:
-        """Start a decision if one is due, or a check if the plan under way may be outdated."""
+        """Start a decision if one is due, or a check of the plan under way if it may be outdated."""
         if deployment.may_call_off and self.decider.may_decide(deployment.name):
             self.decider.weigh(deployment)
         elif deployment.is_due(self.settings.decision_interval) and self.decider.may_decide(deployment.name):
             self.decider.start(deployment)
 
     def _begin(self, deployment: Deployment) -> None:
-        """Make the first plan by the heat of a deployment's prior, as soon as its ranks are together."""
+        """Start the first plan from the heat of the deployment's prior, once all its ranks are connected."""
         if not deployment.may_begin or not self.decider.may_decide(deployment.name):
             return
         try:
@@ -286,37 +335,45 @@ class ControlPlane:
             _log.info("begins_by_prior", deployment=deployment.name, source=prior[1])
             self.decider.start(deployment, prior)
 
-    def _look_after_files(self, certificates: Mapping[str, Validity]) -> Set[str]:
-        """Report losses of the store, and certificates that expire soon; returns the settings of those certificates."""
+    def _check_files(self, certificates: Mapping[str, Validity]) -> Set[str]:
+        """Report problems of the store and of certificates to operators.
+
+        Returns
+        -------
+        set of str
+            Settings of the certificates that expire soon.
+        """
         self._writer.retry()
-        failing, now = self._writer.failing, time.time()
-        found = list(self._writer.store.notices)
+        failing = self._writer.failing
+        now = time.time()
+        service_problems = list(self._writer.store.notices)
         if failing:
-            found.append(
-                f"the store cannot be written, so that a restart forgets what happens now: {failing}"
+            service_problems.append(
+                f"the store cannot be written, so a restart loses the current changes: {failing}"
             )
-        soon = {setting: validity for setting, validity in certificates.items() if validity.expires_soon(now)}
-        for setting, validity in soon.items():
-            when = (
-                "has expired"
-                if validity.ends <= now
-                else f"expires in {(validity.ends - now) / 3600:.0f} hours"
+        expiring = {
+            setting: validity for setting, validity in certificates.items() if validity.expires_soon(now)
+        }
+        for setting, validity in expiring.items():
+            hours = (validity.ends - now) / 3600
+            state = "has expired" if hours <= 0 else f"expires in {hours:.0f} hours"
+            service_problems.append(
+                f"a certificate of {setting} {state}: renew the file; the service reloads it without a restart"
             )
-            found.append(f"a certificate of {setting} {when}: renew the file, which is read while serving")
         for deployment in self.deployments.values():
-            deployment.service_problems = tuple(found)
-        return soon.keys()
+            deployment.service_problems = tuple(service_problems)
+        return expiring.keys()
 
     # Events
 
     def remember_all(self) -> None:
-        """Write all deployments to the store before the service stops."""
+        """Save all deployments before the service stops."""
         for deployment in self.deployments.values():
             if deployment.known or deployment.paused:
                 self._known.remember(deployment)
 
     def _follow(self, deployment: Deployment) -> None:
-        """Carry out what follows from a deployment's events."""
+        """Handle the events of a deployment."""
         for event in deployment.take_events():
             if isinstance(event, DeployedLayout):
                 self._placement_known(deployment, event)
@@ -329,7 +386,8 @@ class ControlPlane:
                 self.streams.end(deployment.name, event.reason)
 
     def _placement_known(self, deployment: Deployment, live: DeployedLayout) -> None:
-        store, name = self._writer.store, deployment.name
+        store = self._writer.store
+        name = deployment.name
         self._known.remember(deployment)
         if deployment.first_layout is not None:
             group_id, layout = deployment.first_layout
@@ -339,7 +397,9 @@ class ControlPlane:
         _log.info("placement_known", deployment=name, epoch=live.epoch, digest=f"{live.digest:#x}")
 
     def _layer_committed(self, deployment: Deployment, event: LayerCommitted) -> None:
-        name, layer, moves = deployment.name, event.update.layer, len(event.update.moves_M5)
+        name = deployment.name
+        layer = event.update.layer
+        moves = len(event.update.moves_M5)
         self.feed.switched(name, event)
         self._metrics.count("eplb_layers_switched", name)
         self._metrics.count("eplb_moves", name, by=moves)

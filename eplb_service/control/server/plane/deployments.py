@@ -1,4 +1,4 @@
-"""Deployments that a service knows: found by name, taken up from the store, given room for heat, and forgotten."""
+"""Deployments of a service: lookup, restoration from the store, the memory for their heat, and removal."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ from eplb_service.control.server.store import StoredDeployment, StoreWriter
 from eplb_service.telemetry.metrics import Metrics
 
 _MIN_PENDING_STEPS = 64
-_REPORTS_PENDING = 8
-_LONG_REPORTS_PENDING = 4
+_PENDING_REPORTS = 8
+_PENDING_LONG_REPORTS = 4
 MAX_DEPLOYMENTS = 256
-"""Deployments known at a time."""
+"""Limit on the number of deployments."""
 _PLAN_SECONDS = 60.0
-"""Seconds without a word from any rank after which a plan is given up."""
+"""Time without a message from any rank after which a plan times out."""
 
 _log = structlog.get_logger(__name__)
 
 
 def limits_of(settings: ServiceSettings) -> Limits:
-    """Return the bounds of every deployment."""
+    """Return the limits that the settings impose on each deployment."""
     steps = None if settings.report_steps == "auto" else settings.report_steps
-    pending = max(_REPORTS_PENDING * MIN_STEPS, _LONG_REPORTS_PENDING * MAX_STEPS)
+    pending = max(_PENDING_REPORTS * MIN_STEPS, _PENDING_LONG_REPORTS * MAX_STEPS)
     if steps is not None:
-        pending = max(_MIN_PENDING_STEPS, _REPORTS_PENDING * steps)
+        pending = max(_MIN_PENDING_STEPS, _PENDING_REPORTS * steps)
     return Limits(
         window_steps=settings.window_steps,
         pending_steps=pending,
@@ -53,9 +53,16 @@ def limits_of(settings: ServiceSettings) -> Limits:
 
 
 class KnownDeployments:
-    """Deployments by name.
+    """Deployments by name (``by_name``), their last saved states (``remembered``), and their common ``limits``.
 
-    ``limits`` bounds each; ``remembered`` is each as it was last saved, by this service or the one before.
+    Parameters
+    ----------
+    settings
+        Settings of the service.
+    writer
+        Writer of the store.
+    metrics
+        Metrics of the service.
     """
 
     def __init__(self, settings: ServiceSettings, writer: StoreWriter, metrics: Metrics) -> None:
@@ -67,13 +74,15 @@ class KnownDeployments:
         self._metrics = metrics
 
     async def resume(self) -> None:
-        """Take up what the store remembers."""
+        """Restore the deployments from the store."""
         store = self._writer.store
         for stored in await self._writer.run(store.deployments):
             deployment = self.add(stored.name)
             deployment.leader_term = max(store.leader_term, stored.leader_term)
-            deployment.paused, deployment.last_decision = stored.paused, stored.last_decision
-            deployment.totals, deployment.known = stored.totals, True
+            deployment.paused = stored.paused
+            deployment.last_decision = stored.last_decision
+            deployment.totals = stored.totals
+            deployment.known = True
             self.remembered[stored.name] = stored
             try:
                 deployment.first_layout = await self._writer.run(store.first_layout, stored.name)
@@ -82,73 +91,85 @@ class KnownDeployments:
         _log.info("resumed", leader_term=store.leader_term, deployments=len(self.by_name))
 
     def find(self, name: str) -> Deployment:
-        """Return a known deployment; raises ``UnknownDeploymentError``, ``WireError`` for what is no name."""
+        """Return a deployment; raises ``UnknownDeploymentError``, or ``WireError`` if ``name`` is not a valid name."""
         check_deployment(name, "deployment")
         if name not in self.by_name:
-            raise UnknownDeploymentError(
-                f"no deployment {name!r}; `eplb deployments` lists those that are known"
-            )
+            raise UnknownDeploymentError(f"no deployment {name!r}; `eplb deployments` lists all deployments")
         return self.by_name[name]
 
     def add(self, name: str) -> Deployment:
-        """Add a deployment."""
+        """Add and return a new deployment."""
         self.by_name[name] = Deployment(name, self.limits, leader_term=self._writer.store.leader_term)
         self._metrics.expect(name, DECISION_RESULTS, [outcome.value for outcome in Outcome])
         return self.by_name[name]
 
     def deployment_to_evict(self) -> str | None:
-        """Return the one that is to make room for another; ``None`` where there is room.
+        """Return the name of the deployment to evict for a new one; ``None`` if the limit is not reached.
 
-        Names behind which no whole group has ever been make room, and then those whose ranks are gone and never had a
-        plan, the longest gone first; raises ``ExhaustedError`` where none may.
+        Deployments whose ranks have never formed a complete group are evicted first. They are followed by deployments
+        without connected ranks that have never had a plan, the longest idle one first. Raises ``ExhaustedError`` if no
+        deployment may be evicted.
         """
         if len(self.by_name) < MAX_DEPLOYMENTS:
             return None
-        unknown = [one for one in self.by_name.values() if not (one.known or one.paused)]
-        idle = [one for one in unknown if not one.connected or one.attendance.forming_overdue]
-        unplanned = [
-            one
-            for one in self.by_name.values()
-            if one.known and not (one.connected or one.paused or one.has_planned)
+        deployments = self.by_name.values()
+        candidates = [
+            deployment
+            for deployment in deployments
+            if not (deployment.known or deployment.paused)
+            and (not deployment.connected or deployment.attendance.forming_overdue)
         ]
-        idle += sorted(unplanned, key=lambda one: one.attendance.departed_since or math.inf)
-        if not idle:
+        unplanned = [
+            deployment
+            for deployment in deployments
+            if deployment.known and not (deployment.connected or deployment.paused or deployment.has_planned)
+        ]
+        candidates += sorted(
+            unplanned, key=lambda deployment: deployment.attendance.departed_since or math.inf
+        )
+        if not candidates:
             raise ExhaustedError(
-                f"{len(self.by_name)} deployments are known, the most that one service takes; "
+                f"the service already has {len(self.by_name)} deployments, its maximum; "
                 "remove those that will not come back: `eplb forget NAME`"
             )
-        return idle[0].name
+        return candidates[0].name
 
     def heat_bytes(self, deployment: Deployment) -> int:
-        """Return the memory for heat that a deployment takes at most."""
+        """Return the maximum memory for the heat of a deployment, in bytes."""
         return 0 if deployment.group is None else self._bytes_for(deployment.group.shape)
 
     def make_room(self, hello: Hello) -> list[Deployment]:
-        """Take memory that ``hello`` needs from those to which nobody is connected; returns them.
+        """Free the heat of deployments without connected ranks until that of a new group fits; return them.
 
-        Raises ``ExhaustedError`` where even all of them are too few.
+        Raises ``ExhaustedError`` if it does not fit even then.
         """
-        needed, most = self._bytes_for(hello.shape), self._settings.max_heat_bytes
-        others = [one for one in self.by_name.values() if one.name != hello.deployment]
-        taken, resting = sum(map(self.heat_bytes, others)), []
-        for idle in [one for one in others if one.group is not None and not one.connected]:
-            if taken + needed <= most:
+        needed = self._bytes_for(hello.shape)
+        limit = self._settings.max_heat_bytes
+        deployments = [
+            deployment for deployment in self.by_name.values() if deployment.name != hello.deployment
+        ]
+        used = sum(map(self.heat_bytes, deployments))
+        resting = []
+        for deployment in deployments:
+            if used + needed <= limit:
                 break
-            taken -= self.heat_bytes(idle)
-            resting.append(idle)
-        if taken + needed > most:
+            if deployment.group is not None and not deployment.connected:
+                used -= self.heat_bytes(deployment)
+                resting.append(deployment)
+        if used + needed > limit:
             raise ExhaustedError(
-                f"heat of this shape needs {needed >> 20} MiB, and {taken >> 20} MiB of the "
-                f"{most >> 20} MiB that max_heat_bytes allows are taken"
+                f"heat of this shape needs {needed >> 20} MiB, but {used >> 20} MiB of the {limit >> 20} MiB that "
+                "max_heat_bytes allows are in use; raise max_heat_bytes or lower window_steps"
             )
-        for idle in resting:
-            self.remember(idle)
-            idle.rest()
+        for deployment in resting:
+            self.remember(deployment)
+            deployment.rest()
         return resting
 
     def remember(self, deployment: Deployment) -> None:
-        """Note, and write to the store, a deployment as it is now; what it serves as its ranks last reported it."""
-        name, live = deployment.name, deployment.live
+        """Save the current state of a deployment, keeping the last known layout if the current one is unknown."""
+        name = deployment.name
+        live = deployment.live
         stored = replace(
             self.remembered.get(name, StoredDeployment(name)),
             paused=deployment.paused,
@@ -165,14 +186,15 @@ class KnownDeployments:
         self._writer.post(self._writer.store.save_deployment, stored)
 
     def has_expired(self, deployment: Deployment) -> bool:
-        """Return whether all ranks left so long ago that none is expected back; a paused one waits for its operator."""
-        departed, limit = deployment.attendance.departed_since, self._settings.forget_after_seconds
-        if not limit or departed is None or deployment.paused:
+        """Return True if the last rank left more than ``forget_after_seconds`` ago and the deployment is not paused."""
+        departed_since = deployment.attendance.departed_since
+        limit = self._settings.forget_after_seconds
+        if not limit or departed_since is None or deployment.paused:
             return False
-        return time.monotonic() - departed > limit
+        return time.monotonic() - departed_since > limit
 
     def forget(self, name: str) -> None:
-        """Remove a deployment, and what is remembered of it."""
+        """Remove a deployment and its stored state."""
         del self.by_name[name]
         self.remembered.pop(name, None)
         self._writer.post(self._writer.store.forget, name)

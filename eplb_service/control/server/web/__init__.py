@@ -1,1 +1,1 @@
-"""Over HTTP: metrics, the web page, and what it shows as JSON."""
+"""HTTP server of a service, and its web page."""

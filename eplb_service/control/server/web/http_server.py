@@ -1,4 +1,4 @@
-"""The HTTP side of a service, by aiohttp: metrics for Prometheus, the web page, and the JSON that it shows."""
+"""HTTP server for Prometheus metrics, the web page and its JSON data, based on aiohttp."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ from eplb_service.telemetry.logs import BoundedLog
 from eplb_service.telemetry.metrics import Metrics
 
 _SILENT = logging.Logger("eplb-http", logging.CRITICAL)
-"""aiohttp's own log lines: callers without credentials could cause as many as they like."""
+"""Logger that discards aiohttp's own lines, because callers without credentials could cause any number of them."""
 
 MAX_CONNECTIONS = 64
-"""Connections at a time; for each further one the oldest of the host that has the most ends."""
+"""Limit on open connections. A further one evicts the oldest connection of the host that has the most."""
 _REQUEST_SECONDS = 10.0
-"""Time within which the whole head of a request has come."""
+"""Time in which the complete head of a request must arrive."""
 _CONNECTION_SECONDS = 30.0
 _HANDSHAKE_SECONDS = 10.0
-_ANSWER_SECONDS = 10.0
+_RESPONSE_SECONDS = 10.0
 _PAUSE_SECONDS = 0.1
 _PREFIX = "/api/v1/"
 _OPENMETRICS = "application/openmetrics-text"
 _HEADERS = {
-    # Nothing of another origin is fetched, nothing inline runs, and no other page may frame this one.
+    # The page loads nothing from other origins, runs no inline code, and cannot be framed.
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
     "img-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
@@ -59,7 +59,7 @@ _CALLS: dict[str, tuple[str, type[Any], dict[str, Any]]] = {
     "deployments/{deployment}/balance": ("GetBalance", operator_pb2.GetBalanceRequest, {}),
     "deployments/{deployment}/history": ("GetHistory", operator_pb2.GetHistoryRequest, {"limit": 20}),
 }
-"""Method of ``OperatorService`` and its request by path; they only read."""
+"""Method of ``OperatorService`` with the type and default fields of its request, by path. All of them only read."""
 _ERRORS: dict[grpc.StatusCode, type[web.HTTPException]] = {
     grpc.StatusCode.UNAUTHENTICATED: web.HTTPUnauthorized,
     grpc.StatusCode.PERMISSION_DENIED: web.HTTPForbidden,
@@ -68,43 +68,67 @@ _ERRORS: dict[grpc.StatusCode, type[web.HTTPException]] = {
     grpc.StatusCode.RESOURCE_EXHAUSTED: web.HTTPTooManyRequests,
 }
 PAGE = Path(__file__).parent / "page"
-"""Folder of the page's files."""
+"""Folder of the web page's files."""
 
 
 @dataclass(eq=False)
 class _Connection:
-    """One connection of ``host``: the task of its handshake, and then its transport; whether its request has come."""
+    """One connection.
+
+    Parameters
+    ----------
+    host
+        Host of the caller.
+    handshake
+        Task that sets the connection up.
+    transport
+        Transport; ``None`` until the connection is set up.
+    has_request
+        True once its request has arrived.
+    """
 
     host: str
     handshake: asyncio.Task[None] | None = None
     transport: asyncio.BaseTransport | None = None
-    asked: bool = False
+    has_request: bool = False
 
     @property
     def over(self) -> bool:
-        """True once it is closed."""
+        """True once the connection is closed."""
         if self.transport is None:
             return self.handshake is not None and self.handshake.done()
         return self.transport.is_closing()
 
     def end(self) -> None:
-        """Close it, whatever it is about."""
+        """Close the connection in any state."""
         if isinstance(self.transport, asyncio.Transport):
             self.transport.abort()
         elif self.handshake is not None:
             self.handshake.cancel()
 
-    def end_unless_asked(self) -> None:
-        """Close it where its request has not come."""
-        if not self.asked:
+    def end_without_request(self) -> None:
+        """Close the connection if its request has not arrived."""
+        if not self.has_request:
             self.end()
 
 
 class HttpServer:
-    """``host:port`` over HTTP, encrypted with ``certificates``, if any, while its context ``serving`` lasts.
+    """HTTP server that runs while its context ``serving`` is open.
 
-    It has ``metrics`` at ``/metrics``, if given, and the page with its JSON if given ``operators``, who answer,
-    and a ``gate``, which decides who may ask. With ``local_page`` only callers on this host get the page and its JSON.
+    Parameters
+    ----------
+    address
+        ``host:port`` of the server.
+    metrics
+        Metrics to serve at ``/metrics``; ``None`` for a server without them.
+    operators
+        Operator service that provides the page's data; ``None`` for a server without the page.
+    gate
+        The gate that authorises requests for the page's data; required with ``operators``.
+    certificates
+        TLS certificates; ``None`` for plain text.
+    local_page
+        True to serve the page and its data only to callers on this host.
     """
 
     def __init__(
@@ -120,7 +144,8 @@ class HttpServer:
         self._address = address
         self._local_page = local_page
         self._metrics = metrics
-        self._operators, self._gate = operators, gate
+        self._operators = operators
+        self._gate = gate
         self._certificates = certificates
         self._open: list[_Connection] = []
         self._expositions: dict[str, asyncio.Future[tuple[str, bytes]]] = {}
@@ -131,14 +156,14 @@ class HttpServer:
 
     @contextlib.asynccontextmanager
     async def serving(self, listener: socket.socket) -> AsyncIterator[str]:
-        """Answer on a socket of ``listen_on`` as long as the context lasts; yields ``host:port`` with the real port."""
+        """Serve on a socket of ``listen_on`` until the context exits; yield ``host:port`` with the real port."""
         host = self._address.rpartition(":")[0]
         await self._runner.setup()
         accepting = asyncio.create_task(self._accept(listener))
         try:
             yield f"{host}:{listener.getsockname()[1]}"
         finally:
-            tasks = [accepting, *(one.handshake for one in self._open if one.handshake is not None)]
+            tasks = [accepting, *filter(None, (connection.handshake for connection in self._open))]
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -146,28 +171,28 @@ class HttpServer:
             await self._runner.cleanup()
 
     async def _accept(self, listener: socket.socket) -> None:
-        """Let connections in, and end those that take too long, or the place of others."""
+        """Accept connections, and close those that exceed a time limit or have to make room."""
         loop = asyncio.get_running_loop()
         while True:
             try:
-                link, peer = await loop.sock_accept(listener)
+                client, peer = await loop.sock_accept(listener)
             except OSError:
-                # Too many files are open.
+                # The process has too many open files.
                 await asyncio.sleep(_PAUSE_SECONDS)
                 continue
             self._make_room()
             connection = _Connection(str(peer[0]))
-            connection.handshake = asyncio.create_task(self._begin(connection, link))
+            connection.handshake = asyncio.create_task(self._begin(connection, client))
             self._open.append(connection)
-            loop.call_later(_REQUEST_SECONDS, connection.end_unless_asked)
+            loop.call_later(_REQUEST_SECONDS, connection.end_without_request)
             loop.call_later(_CONNECTION_SECONDS, connection.end)
 
     def _make_room(self) -> None:
-        """End a connection where there are too many: slow ones must not keep out those that ask."""
-        self._open = [one for one in self._open if not one.over]
+        """Evict a connection if there are too many, so that slow callers cannot keep others out."""
+        self._open = [connection for connection in self._open if not connection.over]
         if len(self._open) < MAX_CONNECTIONS:
             return
-        oldest = self._open.pop(makes_room([one.host for one in self._open]))
+        oldest = self._open.pop(makes_room([connection.host for connection in self._open]))
         oldest.end()
         self._count("eplb_refusals", "resource_exhausted")
         self._log.warning("connection_made_room", address=self._address, peer=oldest.host)
@@ -176,8 +201,8 @@ class HttpServer:
         if self._metrics is not None:
             self._metrics.count(name, *labels)
 
-    async def _begin(self, connection: _Connection, link: socket.socket) -> None:
-        """Encrypt a connection where asked for, and have aiohttp answer it."""
+    async def _begin(self, connection: _Connection, client: socket.socket) -> None:
+        """Hand a connection to aiohttp, after a TLS handshake if the server has certificates."""
         assert self._runner.server is not None
         encryption: dict[str, Any] = {}
         if self._certificates is not None:
@@ -185,11 +210,11 @@ class HttpServer:
         with contextlib.suppress(OSError):
             loop = asyncio.get_running_loop()
             connection.transport, _ = await loop.connect_accepted_socket(
-                self._runner.server, link, **encryption
+                self._runner.server, client, **encryption
             )
 
     def _application(self) -> web.Application:
-        application = web.Application(middlewares=[self._answered])
+        application = web.Application(middlewares=[self._handle])
         if self._metrics is not None:
             application.router.add_get("/metrics", self._show_metrics)
         if self._operators is not None:
@@ -203,10 +228,10 @@ class HttpServer:
         return application
 
     @web.middleware
-    async def _answered(self, request: web.Request, handler: Any) -> web.StreamResponse:
-        """Turn errors into JSON; each connection has one request."""
+    async def _handle(self, request: web.Request, handler: Any) -> web.StreamResponse:
+        """Call the handler, return errors as JSON, and close the connection after this one request."""
         for connection in self._open:
-            connection.asked |= connection.transport is request.transport
+            connection.has_request |= connection.transport is request.transport
         try:
             if self._local_page and request.path != "/metrics":
                 _check_local(request)
@@ -214,9 +239,9 @@ class HttpServer:
         except web.HTTPException as error:
             response = web.json_response({"error": error.text}, status=error.status)
         except Exception:
-            # Bounded, since a stranger may know a request that ends here.
+            # Rate-limited, because a caller without credentials may be able to cause this.
             self._log.error("http_answer_failed", path=request.path[:256], exc_info=True)
-            message = "the service could not answer; its log has the reason"
+            message = "the request failed inside the service; see its log"
             response = web.json_response({"error": message}, status=500)
         response.force_close()
         return response
@@ -224,65 +249,80 @@ class HttpServer:
     async def _show_metrics(self, request: web.Request) -> web.Response:
         assert self._metrics is not None
         accept = _OPENMETRICS if _OPENMETRICS in request.headers.get("Accept", "") else ""
-        making = self._expositions.get(accept)
-        if making is None or making.done():
-            # On a thread: with many ranks the text is long. Those who ask meanwhile get the same.
-            making = asyncio.ensure_future(asyncio.to_thread(self._metrics.exposition, accept))
-            self._expositions[accept] = making
-        return _response(request, *await asyncio.shield(making))
+        exposition = self._expositions.get(accept)
+        if exposition is None or exposition.done():
+            # Render on a thread, because the text is long with many ranks. Concurrent requests share one result.
+            exposition = asyncio.ensure_future(asyncio.to_thread(self._metrics.exposition, accept))
+            self._expositions[accept] = exposition
+        return _response(request, *await asyncio.shield(exposition))
 
     async def _show_json(self, request: web.Request) -> web.Response:
-        host, token = _host_of(request), _token_of(request)
-        self._check_reached_as(request.headers.get("Host", ""))
+        host = _host_of(request)
+        token = _token_of(request)
+        self._check_host_header(request.headers.get("Host", ""))
         if token and self._certificates is None and not _is_on_this_host(host):
             raise web.HTTPForbidden(
-                text="a token is not taken in plain text from another host: serve the page with TLS (settings page "
-                "and tls_cert), or come through a tunnel"
+                text="a token from another host is not accepted in plain text: serve the page with TLS (settings "
+                "page and tls_cert), or connect through a tunnel"
             )
-        answer = await asyncio.wait_for(self._ask(request, token, host), _ANSWER_SECONDS)
-        return _response(request, "application/json", await asyncio.to_thread(_json, answer))
+        response = await asyncio.wait_for(self._call(request, token, host), _RESPONSE_SECONDS)
+        return _response(request, "application/json", await asyncio.to_thread(_json, response))
 
-    def _check_reached_as(self, host: str) -> None:
-        """Another site's name that resolves to this machine must not make a browser read what only this machine may."""
+    def _check_host_header(self, host: str) -> None:
+        """Raise ``HTTPException`` if the server is reserved for this host but the request names another host.
+
+        This prevents DNS rebinding: a web site whose name resolves to this host could otherwise make a browser read the
+        data.
+        """
         assert self._gate is not None
-        named = host if host.rpartition("]")[2].count(":") else f"{host}:0"
+        address = host if host.rpartition("]")[2].count(":") else f"{host}:0"
         is_local = self._local_page or is_loopback(self._address)
-        if is_local and not self._gate.credentials.are_asked_for and not is_loopback(named):
-            raise web.HTTPForbidden(text=f"this service is reached as localhost, not as {host[:64]!r}")
+        if is_local and not self._gate.credentials.are_asked_for and not is_loopback(address):
+            raise web.HTTPForbidden(text=f"use the name localhost for this service, not {host[:64]!r}")
 
-    async def _ask(self, request: web.Request, token: str, host: str) -> Any:
-        """Return the message, or document, that answers a request; raises ``HTTPException``."""
+    async def _call(self, request: web.Request, token: str, host: str) -> Any:
+        """Call the operator service and return its message or document; raises ``HTTPException`` on errors."""
         assert self._gate is not None
         assert request.match_info.route.resource is not None
         path = request.match_info.route.resource.canonical.removeprefix(_PREFIX)
         call, kind, fields = _CALLS[path]
-        asked = kind(**request.match_info, **fields)
+        message = kind(**request.match_info, **fields)
         try:
             credential = self._gate.admitted(
                 f"/eplb.v1.OperatorService/{call}", token, _certificate_names(request)
             )
-            credential.check_reach(asked)
+            credential.check_reach(message)
             if path == "service":
                 return {"version": __version__}
             CALLER.set(Caller(credential, host))
-            return await getattr(self._operators, call)(asked, None)
+            return await getattr(self._operators, call)(message, None)
         except (StatusError, RefusedError, WireError) as error:
             if path == "service" and not token and code_of(error) is grpc.StatusCode.UNAUTHENTICATED:
-                # The page begins with this question, and asks for a token before it is refused anything.
+                # The page requests this path first, to find out if it needs a token.
                 return {"token_required": True}
             self._gate.note_refusal(f"GET {_PREFIX}{call}", host, code_of(error), str(error))
             raise _ERRORS.get(code_of(error), web.HTTPBadRequest)(text=str(error)) from error
 
 
 def listen_on(address: str, flag: str) -> socket.socket:
-    """Listen on ``host:port``; raises ``ListenError``, which names ``--flag``, if that is not possible."""
+    """Return a socket that listens on ``address``; raises ``ListenError`` if that fails.
+
+    Parameters
+    ----------
+    address
+        ``host:port`` to listen on.
+    flag
+        Name of the setting, for the error message.
+    """
     host, _, port = address.rpartition(":")
     try:
-        found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
-        listener = socket.create_server(found[0][4][:2], family=found[0][0], backlog=128)
+        family, _, _, _, target = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)[0]
+        listener = socket.create_server(target[:2], family=family, backlog=128)
     except OSError as error:
         reason = error.strerror or error
-        raise ListenError(f"cannot serve the {flag} on {address}: {reason}") from error
+        raise ListenError(
+            f"cannot serve the {flag} on {address}: {reason}; choose another address with --{flag}"
+        ) from error
     listener.setblocking(False)
     return listener
 
@@ -299,7 +339,7 @@ async def _show_page(_request: web.Request) -> web.FileResponse:
 
 
 async def _show_nothing(_request: web.Request) -> web.Response:
-    raise web.HTTPNotFound(text="metrics are at /metrics; the page has an address of its own")
+    raise web.HTTPNotFound(text="metrics are at /metrics; the web page has another address (setting page)")
 
 
 async def _add_headers(_request: web.Request, response: web.StreamResponse) -> None:
@@ -307,7 +347,7 @@ async def _add_headers(_request: web.Request, response: web.StreamResponse) -> N
 
 
 def _host_of(request: web.Request) -> str:
-    """Return the caller's address; raises ``HTTPException`` if the caller has gone."""
+    """Return the caller's address; raises ``HTTPException`` if the connection has ended."""
     if request.remote is None:
         raise web.HTTPBadRequest(text="the connection has ended")
     return request.remote
@@ -321,8 +361,8 @@ def _check_local(request: web.Request) -> None:
     """Raise ``HTTPException`` for a caller on another host."""
     if not _is_on_this_host(_host_of(request)):
         raise web.HTTPForbidden(
-            text="without credentials only this host gets the web page and its figures: set credentials or auth_token, "
-            "or come through a tunnel, such as ssh -L; /metrics is open"
+            text="without credentials, the web page and its data are available only on the service's host: set "
+            "credentials or auth_token, or connect through a tunnel (ssh -L); /metrics is available"
         )
 
 
@@ -332,24 +372,33 @@ def _token_of(request: web.Request) -> str:
 
 
 def _certificate_names(request: web.Request) -> list[str]:
-    """Return the names in the client certificate that was verified; none without one."""
+    """Return the names in the verified client certificate; empty without one."""
     transport = request.transport
     certificate = (transport.get_extra_info("peercert") if transport else None) or {}
     subject = [
-        value for part in certificate.get("subject", ()) for name, value in part if name == "commonName"
+        value
+        for attributes in certificate.get("subject", ())
+        for name, value in attributes
+        if name == "commonName"
     ]
     return subject + [value for _, value in certificate.get("subjectAltName", ())]
 
 
-def _json(answer: Any) -> bytes:
-    document = answer if isinstance(answer, Mapping) else as_document(answer)
+def _json(response: Any) -> bytes:
+    document = response if isinstance(response, Mapping) else as_document(response)
     return json.dumps(_finite(document), allow_nan=False, separators=(",", ":")).encode()
 
 
 def _finite(value: Any) -> Any:
-    """Return the document with ``None`` for the ratios that there are not."""
+    """Return a JSON document with NaN replaced by ``None``.
+
+    Examples
+    --------
+    >>> _finite({"par": [1.25, float("nan")]})
+    {'par': [1.25, None]}
+    """
     if isinstance(value, Mapping):
-        return {name: _finite(of_name) for name, of_name in value.items()}
+        return {name: _finite(item) for name, item in value.items()}
     if isinstance(value, list):
         return [_finite(item) for item in value]
-    return None if isinstance(value, float) and value != value else value  # noqa: PLR0124 - NaN alone
+    return None if isinstance(value, float) and value != value else value  # noqa: PLR0124 - true only for NaN

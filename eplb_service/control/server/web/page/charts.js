@@ -1,10 +1,10 @@
-// The two pictures of the page: balance over time as lines, and every rank in every layer as a map.
-import { at, clock, count, drawn, element, ratio, rebuild, tip } from "./dom.js";
+// The charts of the page: balance over time as lines, and the load of each rank in each layer as a heat map.
+import { at, clock, count, svgElement, element, ratio, rebuild, tip } from "./dom.js";
 
 const style = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 const LINES = [["par", "par", ""], ["par_left_alone", "alone", ""], ["par_planned", "planned", "dashed"], ["noise_floor", "floor", "dotted"]];
-const NAMES = { par: "realised", par_left_alone: "left alone", par_planned: "planned", noise_floor: "noise floor" };
-// Seconds without a step, and times the usual distance of points, from which on a line is broken.
+const NAMES = { par: "realised", par_left_alone: "initial layout", par_planned: "planned", noise_floor: "noise floor" };
+// A line is interrupted if two points are further apart than this time and this multiple of the mean distance.
 const GAP_SECONDS = 10;
 const GAP_TIMES = 4;
 
@@ -21,7 +21,7 @@ export function drawPar({ balance }) {
     ...LINES.map(([field, name, dash]) => element("span", { class: name }, element("i", { class: dash }), element("em", {}, `${NAMES[field]} ${ratio(newest?.[field])}`))),
     element("span", { class: "good" }, element("i", { class: "mark" }), element("em", {}, "layers switched"))]);
   if (points.length < 2) {
-    box.replaceChildren(element("p", { class: "soft" }, "Nothing measured yet: lines begin with the first steps of all ranks."));
+    box.replaceChildren(element("p", { class: "soft" }, "No measurements yet. The chart begins with the first steps that all ranks report."));
     return;
   }
   const [first, last] = [points[0].at, newest.at];
@@ -30,35 +30,35 @@ export function drawPar({ balance }) {
   const [low, high] = [ticks[0], ticks.at(-1)];
   const x = (time) => frame.left + ((time - first) / (last - first || 1)) * (frame.right - frame.left);
   const y = (value) => frame.bottom - ((value - low) / (high - low)) * (frame.bottom - frame.top);
-  const svg = drawn("svg", { viewBox: `0 0 ${width} ${height}`, height, role: "img",
-    "aria-label": `Peak-to-average ratio over time, last ${ratio(newest.par)}, left alone ${ratio(newest.par_left_alone)}` });
+  const svg = svgElement("svg", { viewBox: `0 0 ${width} ${height}`, height, role: "img",
+    "aria-label": `Peak-to-average ratio over time, last ${ratio(newest.par)}, initial layout ${ratio(newest.par_left_alone)}` });
   for (const value of ticks) {
-    svg.append(drawn("line", { class: "gridline", x1: frame.left, x2: frame.right, y1: y(value), y2: y(value) }),
-      drawn("text", { x: frame.left - 8, y: y(value) + 4, "text-anchor": "end" }, String(+value.toFixed(4))));
+    svg.append(svgElement("line", { class: "gridline", x1: frame.left, x2: frame.right, y1: y(value), y2: y(value) }),
+      svgElement("text", { x: frame.left - 8, y: y(value) + 4, "text-anchor": "end" }, String(+value.toFixed(4))));
   }
-  const places = Math.max(2, Math.min(6, Math.floor(width / 160)));
-  for (let place = 0; place <= places; place += 1) {
-    const time = first + ((last - first) * place) / places;
-    const anchor = place === 0 ? "start" : place === places ? "end" : "middle";
-    svg.append(drawn("text", { x: x(time), y: height - 6, "text-anchor": anchor }, clock(time, last - first < 1800)));
+  const intervals = Math.max(2, Math.min(6, Math.floor(width / 160)));
+  const anchors = ["start", ...new Array(intervals - 1).fill("middle"), "end"];
+  for (const [index, anchor] of anchors.entries()) {
+    const time = first + ((last - first) * index) / intervals;
+    svg.append(svgElement("text", { x: x(time), y: height - 6, "text-anchor": anchor }, clock(time, last - first < 1800)));
   }
   points.forEach((point, index) => {
     if (index && point.layers_switched > points[index - 1].layers_switched) {
-      svg.append(drawn("line", { class: "switched", x1: x(point.at), x2: x(point.at), y1: frame.bottom, y2: frame.bottom - 9 }));
+      svg.append(svgElement("line", { class: "switched", x1: x(point.at), x2: x(point.at), y1: frame.bottom, y2: frame.bottom - 9 }));
     }
   });
-  svg.append(drawn("line", { class: "axis", x1: frame.left, x2: frame.right, y1: frame.bottom, y2: frame.bottom }));
-  svg.append(drawn("path", { class: "area", d: between(points, x, y) }));
-  for (const [field, name] of [...LINES].reverse()) svg.append(drawn("path", { class: `line ${name}`, d: path(points, field, x, y) }));
-  const cross = drawn("line", { class: "cross", y1: frame.top, y2: frame.bottom, visibility: "hidden" });
+  svg.append(svgElement("line", { class: "axis", x1: frame.left, x2: frame.right, y1: frame.bottom, y2: frame.bottom }));
+  svg.append(svgElement("path", { class: "area", d: between(points, x, y) }));
+  for (const [field, name] of [...LINES].reverse()) svg.append(svgElement("path", { class: `line ${name}`, d: path(points, field, x, y) }));
+  const cross = svgElement("line", { class: "cross", y1: frame.top, y2: frame.bottom, visibility: "hidden" });
   svg.append(cross);
   svg.addEventListener("mousemove", (event) => {
     const time = first + ((event.offsetX - frame.left) / (frame.right - frame.left)) * (last - first);
-    const near = points.reduce((best, point) => (Math.abs(point.at - time) < Math.abs(best.at - time) ? point : best));
-    cross.setAttribute("x1", x(near.at));
-    cross.setAttribute("x2", x(near.at));
+    const nearest = points.reduce((best, point) => (Math.abs(point.at - time) < Math.abs(best.at - time) ? point : best));
+    cross.setAttribute("x1", x(nearest.at));
+    cross.setAttribute("x2", x(nearest.at));
     cross.setAttribute("visibility", "visible");
-    tip(event, [clock(near.at, true), ...LINES.map(([field]) => `${ratio(near[field])}  ${NAMES[field]}`)].join("\n"));
+    tip(event, [clock(nearest.at, true), ...LINES.map(([field]) => `${ratio(nearest[field])}  ${NAMES[field]}`)].join("\n"));
   });
   svg.addEventListener("mouseleave", (event) => { cross.setAttribute("visibility", "hidden"); tip(event, null); });
   box.replaceChildren(svg);
@@ -66,27 +66,27 @@ export function drawPar({ balance }) {
 
 function path(points, field, x, y) {
   let open = false;
-  const usual = (points.at(-1).at - points[0].at) / Math.max(1, points.length - 1);
-  const gap = Math.max(GAP_SECONDS, GAP_TIMES * usual);
+  const meanDistance = (points.at(-1).at - points[0].at) / Math.max(1, points.length - 1);
+  const gap = Math.max(GAP_SECONDS, GAP_TIMES * meanDistance);
   return points.map((point, index) => {
-    const known = point[field] !== null;
+    const present = point[field] !== null;
     if (index && point.at - points[index - 1].at > gap) open = false;
-    const part = known ? `${open ? "L" : "M"}${x(point.at).toFixed(1)} ${y(point[field]).toFixed(1)}` : "";
-    open = known;
-    return part;
+    const command = present ? `${open ? "L" : "M"}${x(point.at).toFixed(1)} ${y(point[field]).toFixed(1)}` : "";
+    open = present;
+    return command;
   }).join("");
 }
 
-// What could still be won: the area between the realised ratio and the floor.
+// Outline of the avoidable imbalance, the area between the realised PAR and the noise floor.
 function between(points, x, y) {
-  const known = points.filter((point) => point.par !== null && point.noise_floor !== null);
-  const there = known.map((point) => `${x(point.at).toFixed(1)} ${y(Math.max(point.par, point.noise_floor)).toFixed(1)}`);
-  const back = known.map((point) => `${x(point.at).toFixed(1)} ${y(point.noise_floor).toFixed(1)}`).reverse();
-  return known.length ? `M${[...there, ...back].join("L")}Z` : "";
+  const complete = points.filter((point) => point.par !== null && point.noise_floor !== null);
+  const upper = complete.map((point) => `${x(point.at).toFixed(1)} ${y(Math.max(point.par, point.noise_floor)).toFixed(1)}`);
+  const lower = complete.map((point) => `${x(point.at).toFixed(1)} ${y(point.noise_floor).toFixed(1)}`).reverse();
+  return complete.length ? `M${[...upper, ...lower].join("L")}Z` : "";
 }
 
-function niceTicks(low, high, most) {
-  const rough = (high - low) / most;
+function niceTicks(low, high, limit) {
+  const rough = (high - low) / limit;
   const power = 10 ** Math.floor(Math.log10(rough));
   const step = [1, 2, 2.5, 5, 10].map((times) => times * power).find((size) => size >= rough);
   const first = Math.floor(low / step + 1e-9);
@@ -100,10 +100,10 @@ const LIGHT = [[49, 104, 178], [160, 190, 226], [244, 242, 238], [242, 168, 92],
 const DARK = [[96, 152, 240], [48, 74, 116], [34, 37, 42], [150, 84, 34], [236, 98, 54], [255, 206, 170]];
 const STOPS = [0, 0.5, 1, 1.33, 1.67, 2];
 
-// The colour of a load over the mean: 1 is the ground, and the scale ends at `most`.
-function colours(most) {
+// Returns a function from relative load to colour. A load of 1 has a neutral colour, and the scale ends at `limit`.
+function colours(limit) {
   const shades = matchMedia("(prefers-color-scheme: dark)").matches ? DARK : LIGHT;
-  const scaled = STOPS.map((stop) => (stop <= 1 ? stop : 1 + (stop - 1) * (most - 1)));
+  const scaled = STOPS.map((stop) => (stop <= 1 ? stop : 1 + (stop - 1) * (limit - 1)));
   return (load) => {
     const above = Math.max(1, scaled.findIndex((stop) => load <= stop));
     const index = load > scaled.at(-1) ? scaled.length - 1 : above;
@@ -117,23 +117,23 @@ export function drawLoads({ status, layers, agents, balance }) {
   const canvas = at("loads");
   canvas.hidden = !loads.length;
   at("loads-lead").textContent = loads.length
-    ? `Tokens of each rank over the mean rank of the layer, summed over the newest ${balance.load_steps} steps. On the right the PAR of each layer, ` +
-      "with what was planned (orange) and the noise floor (grey); above, in how many layers a rank is the most loaded."
-    : "Nothing is served, or nothing was measured yet.";
+    ? `Load of each rank relative to the mean of the layer, over the newest ${balance.load_steps} steps. Right: PAR of each layer, ` +
+      "planned PAR (orange) and noise floor (grey). Top: number of layers in which a rank is the most loaded."
+    : "No measurements of the load yet.";
   if (!loads.length) { at("loads-legend").replaceChildren(); return; }
-  const most = Math.max(1.5, Math.ceil(Math.max(...loads.map((row) => Math.max(...row))) / 250) / 4);
-  const colour = colours(most);
-  legend(colour, most, loads);
-  const place = layout(canvas, loads);
+  const limit = Math.max(1.5, Math.ceil(Math.max(...loads.map((row) => Math.max(...row))) / 250) / 4);
+  const colour = colours(limit);
+  legend(colour, limit, loads);
+  const frame = layout(canvas, loads);
   const pen = canvas.getContext("2d");
   pen.clearRect(0, 0, canvas.width, canvas.height);
-  drawCells(pen, place, loads, colour);
-  pen.setTransform(place.dense, 0, 0, place.dense, 0, 0);
-  drawAxes(pen, place, loads, agents);
-  drawRanks(pen, place, loads);
-  drawLayers(pen, place, layers, balance.last_decision);
+  drawCells(pen, frame, loads, colour);
+  pen.setTransform(frame.dense, 0, 0, frame.dense, 0, 0);
+  drawAxes(pen, frame, loads, agents);
+  drawRanks(pen, frame, loads);
+  drawLayers(pen, frame, layers, balance.last_decision);
   canvas.setAttribute("aria-label", `Load of ${loads[0].length} ranks in ${loads.length} layers`);
-  canvas.onmousemove = (event) => hover(event, place, loads, layers, agents);
+  canvas.onmousemove = (event) => hover(event, frame, loads, layers, agents);
   canvas.onmouseleave = (event) => tip(event, null);
 }
 
@@ -153,15 +153,15 @@ function layout(canvas, loads) {
   return { width, height, left, top, right, bottom: height - 24, row, column: (right - left) / loads[0].length, dense, side };
 }
 
-function drawCells(pen, place, loads, colour) {
-  const { dense } = place;
-  const x0 = Math.round(place.left * dense);
-  const y0 = Math.round(place.top * dense);
-  const width = Math.round(place.right * dense) - x0;
-  const height = Math.round(place.bottom * dense) - y0;
+function drawCells(pen, frame, loads, colour) {
+  const { dense } = frame;
+  const x0 = Math.round(frame.left * dense);
+  const y0 = Math.round(frame.top * dense);
+  const width = Math.round(frame.right * dense) - x0;
+  const height = Math.round(frame.bottom * dense) - y0;
   const image = pen.createImageData(width, height);
   const ranks = loads[0].length;
-  const [gapX, gapY] = [place.column >= 9 ? Math.round(dense) : 0, place.row >= 7 ? Math.round(dense) : 0];
+  const [gapX, gapY] = [frame.column >= 9 ? Math.round(dense) : 0, frame.row >= 7 ? Math.round(dense) : 0];
   let painted = -1;
   for (let y = 0; y < height; y += 1) {
     const layer = Math.min(loads.length - 1, Math.floor((y * loads.length) / height));
@@ -173,7 +173,7 @@ function drawCells(pen, place, loads, colour) {
       const from = Math.floor((x * ranks) / width);
       const to = Math.max(from + 1, Math.floor(((x + 1) * ranks) / width));
       if (gapX && Math.floor(((x + gapX) * ranks) / width) > from) continue;
-      // Where a pixel is several ranks it shows the most loaded: none disappears on a small screen.
+      // A pixel that covers several ranks shows the most loaded one, so that no hot rank disappears on a small screen.
       let load = 0;
       for (let rank = from; rank < to; rank += 1) load = Math.max(load, loads[layer][rank]);
       const shade = colour(load / 1000);
@@ -183,99 +183,99 @@ function drawCells(pen, place, loads, colour) {
   pen.putImageData(image, x0, y0);
 }
 
-function drawAxes(pen, place, loads, agents) {
+function drawAxes(pen, frame, loads, agents) {
   pen.font = `12px ${getComputedStyle(document.body).fontFamily}`;
   pen.fillStyle = style("--soft");
   pen.textAlign = "right";
   pen.textBaseline = "middle";
-  const every = spacing(loads.length, place.row, 17);
-  for (let layer = 0; layer < loads.length; layer += every) pen.fillText(String(layer), place.left - 6, place.top + (layer + 0.5) * place.row);
+  const every = spacing(loads.length, frame.row, 17);
+  for (let layer = 0; layer < loads.length; layer += every) pen.fillText(String(layer), frame.left - 6, frame.top + (layer + 0.5) * frame.row);
   pen.textBaseline = "alphabetic";
   pen.textAlign = "center";
   const ranks = loads[0].length;
-  const step = spacing(ranks, place.column, 34);
-  for (let rank = 0; rank < ranks; rank += step) pen.fillText(String(rank), place.left + (rank + 0.5) * place.column, place.bottom + 16);
+  const step = spacing(ranks, frame.column, 34);
+  for (let rank = 0; rank < ranks; rank += step) pen.fillText(String(rank), frame.left + (rank + 0.5) * frame.column, frame.bottom + 16);
   pen.textAlign = "left";
-  pen.fillText("PAR", place.right + 14, place.top - 8);
+  pen.fillText("PAR", frame.right + 14, frame.top - 8);
   const nodes = agents.filter((agent, index) => index && agent.node !== agents[index - 1].node).map((agent) => agent.rank);
-  if ((place.right - place.left) / (nodes.length + 1) < 8) return;
+  if ((frame.right - frame.left) / (nodes.length + 1) < 8) return;
   pen.fillStyle = style("--soft");
-  for (const rank of nodes) pen.fillRect(place.left + rank * place.column - 0.5, place.bottom, 1, 5);
+  for (const rank of nodes) pen.fillRect(frame.left + rank * frame.column - 0.5, frame.bottom, 1, 5);
 }
 
 function spacing(items, size, room) {
   return [1, 2, 4, 5, 8, 10, 16, 20, 32, 40, 50, 64, 100, 128, 200, 256, 500, 512, 1024].find((every) => every * size >= room) ?? items;
 }
 
-// In how many layers each rank is the one that all wait for: a rank that sticks out is no chance.
-function drawRanks(pen, place, loads) {
+// Number of layers in which each rank is the most loaded. A rank that is far above the others is not a coincidence.
+function drawRanks(pen, frame, loads) {
   const hottest = new Array(loads[0].length).fill(0);
   for (const row of loads) {
-    const most = Math.max(...row);
-    if (most) hottest[row.indexOf(most)] += 1;
+    const peak = Math.max(...row);
+    if (peak) hottest[row.indexOf(peak)] += 1;
   }
   const high = Math.max(4, ...hottest);
   pen.fillStyle = style("--par");
   hottest.forEach((layers, rank) => {
-    const tall = (layers / high) * (place.top - 12);
-    const gap = place.column >= 9 ? 1 : 0;
-    if (layers) pen.fillRect(place.left + rank * place.column, place.top - 4 - tall, Math.max(1, place.column - gap), tall);
+    const tall = (layers / high) * (frame.top - 12);
+    const gap = frame.column >= 9 ? 1 : 0;
+    if (layers) pen.fillRect(frame.left + rank * frame.column, frame.top - 4 - tall, Math.max(1, frame.column - gap), tall);
   });
 }
 
-function drawLayers(pen, place, layers, decision) {
+function drawLayers(pen, frame, layers, decision) {
   const pars = layers.map((layer) => layer.par);
   const high = Math.max(1.1, ...pars, ...layers.map((layer) => layer.planned_par));
-  const x = (value) => place.right + 14 + ((value - 1) / (high - 1)) * (place.side - (place.side > 100 ? 44 : 8));
-  const thick = Math.max(1.5, place.row - (place.row >= 7 ? 2 : 0.5));
+  const x = (value) => frame.right + 14 + ((value - 1) / (high - 1)) * (frame.side - (frame.side > 100 ? 44 : 8));
+  const thick = Math.max(1.5, frame.row - (frame.row >= 7 ? 2 : 0.5));
   layers.forEach((layer, index) => {
     if (!layer.par) return;
-    const y = place.top + index * place.row;
+    const y = frame.top + index * frame.row;
     pen.fillStyle = style("--par");
     pen.fillRect(x(1), y, Math.max(1, x(layer.par) - x(1)), thick);
     const floor = decision?.verdicts[index]?.noise_floor;
     if (floor) { pen.fillStyle = style("--floor"); pen.fillRect(x(Math.min(floor, high)) - 1, y, 2, thick); }
     if (layer.planned_par) { pen.fillStyle = style("--planned"); pen.fillRect(x(layer.planned_par) - 1, y, 2, thick); }
-    if (place.row >= 13 && place.side > 100) {
+    if (frame.row >= 13 && frame.side > 100) {
       pen.fillStyle = style("--soft");
       pen.textBaseline = "middle";
       pen.textAlign = "right";
-      pen.fillText(layer.par.toFixed(2), place.width - 2, y + place.row / 2);
+      pen.fillText(layer.par.toFixed(2), frame.width - 2, y + frame.row / 2);
     }
   });
   pen.textBaseline = "alphabetic";
   pen.fillStyle = style("--soft");
   pen.textAlign = "left";
-  pen.fillText("1", x(1), place.bottom + 16);
+  pen.fillText("1", x(1), frame.bottom + 16);
   pen.textAlign = "right";
-  pen.fillText(high.toFixed(2), x(high), place.bottom + 16);
+  pen.fillText(high.toFixed(2), x(high), frame.bottom + 16);
 }
 
-function legend(colour, most, loads) {
+function legend(colour, limit, loads) {
   const hottest = Math.max(...loads.map((row) => Math.max(...row))) / 1000;
-  rebuild("loads-legend", [most, hottest, matchMedia("(prefers-color-scheme: dark)").matches], () => {
+  rebuild("loads-legend", [limit, hottest, matchMedia("(prefers-color-scheme: dark)").matches], () => {
     const bar = element("canvas", { width: 180, height: 12 });
     const pen = bar.getContext("2d");
     for (let x = 0; x < 180; x += 1) {
-      pen.fillStyle = `rgb(${colour((x / 179) * most).map(Math.round).join(" ")})`;
+      pen.fillStyle = `rgb(${colour((x / 179) * limit).map(Math.round).join(" ")})`;
       pen.fillRect(x, 0, 1, 12);
     }
-    return [element("span", { class: "soft" }, "0", bar, `${most} × the mean`), element("span", { class: "soft" }, `hottest now ${hottest.toFixed(2)}`)];
+    return [element("span", { class: "soft" }, "0", bar, `${limit} × the mean`), element("span", { class: "soft" }, `hottest now ${hottest.toFixed(2)}`)];
   });
 }
 
-function hover(event, place, loads, layers, agents) {
-  const layer = Math.floor((event.offsetY - place.top) / place.row);
-  const rank = Math.floor((event.offsetX - place.left) / place.column);
+function hover(event, frame, loads, layers, agents) {
+  const layer = Math.floor((event.offsetY - frame.top) / frame.row);
+  const rank = Math.floor((event.offsetX - frame.left) / frame.column);
   if (layer < 0 || layer >= loads.length || rank < 0) { tip(event, null); return; }
-  const about = [`layer ${layer}: PAR ${ratio(layers[layer]?.par)}`];
-  if (layers[layer]?.planned_par) about.push(`planned ${ratio(layers[layer].planned_par)}`);
+  const lines = [`layer ${layer}: PAR ${ratio(layers[layer]?.par)}`];
+  if (layers[layer]?.planned_par) lines.push(`planned ${ratio(layers[layer].planned_par)}`);
   if (rank < loads[0].length) {
     const node = agents.find((agent) => agent.rank === rank)?.node;
-    about.unshift(`rank ${rank}${node ? ` on ${node}` : ""}: ${(loads[layer][rank] / 1000).toFixed(2)} × the mean`);
+    lines.unshift(`rank ${rank}${node ? ` on ${node}` : ""}: ${(loads[layer][rank] / 1000).toFixed(2)} × the mean`);
   } else {
     const worst = loads[layer].indexOf(Math.max(...loads[layer]));
-    about.push(`most loaded: rank ${count(worst)}`);
+    lines.push(`most loaded: rank ${count(worst)}`);
   }
-  tip(event, about.join("\n"));
+  tip(event, lines.join("\n"));
 }

@@ -1,24 +1,22 @@
-// Elements from plain values. Text is always text: nothing that comes from the service is read as HTML.
+// Helpers for elements and number formats. Text from the service is never interpreted as HTML.
 export const at = (id) => document.getElementById(id);
 
 export function element(name, attributes = {}, ...children) {
-  const made = document.createElement(name);
-  return fill(made, attributes, children);
+  return fill(document.createElement(name), attributes, children);
 }
 
-export function drawn(name, attributes = {}, ...children) {
-  const made = document.createElementNS("http://www.w3.org/2000/svg", name);
-  return fill(made, attributes, children);
+export function svgElement(name, attributes = {}, ...children) {
+  return fill(document.createElementNS("http://www.w3.org/2000/svg", name), attributes, children);
 }
 
-function fill(made, attributes, children) {
-  for (const [key, value] of Object.entries(attributes)) if (value !== null && value !== undefined) made.setAttribute(key, value);
-  made.append(...children.flat().filter((child) => child !== null && child !== undefined));
-  return made;
+function fill(target, attributes, children) {
+  for (const [key, value] of Object.entries(attributes)) if (value !== null && value !== undefined) target.setAttribute(key, value);
+  target.append(...children.flat().filter((child) => child !== null && child !== undefined));
+  return target;
 }
 
 const shown = new Map();
-// Rebuild a part only where what it shows has changed, so that what is open, marked or hovered over stays so.
+// Rebuilds a section only if its data has changed, so that open details, selections and tips are kept.
 export function rebuild(id, key, make) {
   const text = JSON.stringify(key);
   if (shown.get(id) === text) return;
@@ -29,8 +27,8 @@ export function rebuild(id, key, make) {
 export const ratio = (value) => (value ? value.toFixed(3) : "–");
 export const count = (value) => Math.round(value).toLocaleString("en");
 
-// Three digits that count, and never an exponent.
-export const digits = (value, most = 3) => value.toLocaleString("en", { maximumSignificantDigits: most });
+// Three significant digits, never in exponential notation.
+export const digits = (value, precision = 3) => value.toLocaleString("en", { maximumSignificantDigits: precision });
 
 export function bytes(value) {
   const units = ["B", "kB", "MB", "GB", "TB", "PB"];
@@ -46,12 +44,12 @@ export function ago(seconds) {
   return `${Math.round(seconds / 86400)} d`;
 }
 
-export function clock(at, long = false) {
+export function clock(seconds, long = false) {
   const day = { month: "short", day: "numeric" };
   const time = { hour: "2-digit", minute: "2-digit", second: long ? "2-digit" : undefined, hour12: false };
-  const when = new Date(at * 1000);
-  const today = when.toDateString() === new Date().toDateString();
-  return when.toLocaleString("en-GB", today ? time : { ...day, ...time });
+  const date = new Date(seconds * 1000);
+  const today = date.toDateString() === new Date().toDateString();
+  return date.toLocaleString("en-GB", today ? time : { ...day, ...time });
 }
 
 export function tip(event, text) {

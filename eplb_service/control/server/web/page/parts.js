@@ -1,4 +1,4 @@
-// The parts of the page that are text: names, problems, figures, the last switch, agents, plans.
+// The text sections of the page: names, problems, figures, the last plan, agents and past plans.
 import { ago, at, bytes, clock, count, digits, element, ratio, rebuild, tip } from "./dom.js";
 
 const CHIPS = 8;
@@ -8,25 +8,25 @@ const SILENT_SECONDS = 15;
 function stateOf(status) {
   if (status.problems.length) return ["bad", `${status.problems.length} problem${status.problems.length > 1 ? "s" : ""}`];
   if (status.paused) return ["warn", "paused"];
-  return status.plan_id ? ["busy", "switching"] : ["good", "well"];
+  return status.plan_id ? ["busy", "switching"] : ["good", "healthy"];
 }
 
 export function showNames(deployments, current) {
-  const key = deployments.map((one) => [one.deployment, stateOf(one), ratio(one.par)]);
-  rebuild("deployments", [key, current], () => deployments.map((one) => {
-    const [kind, words] = stateOf(one);
-    const link = { href: `#${encodeURIComponent(one.deployment)}`, title: words, "aria-current": one.deployment === current ? "page" : null };
-    return element("a", link, element("i", { class: kind }), one.deployment, element("b", {}, ratio(one.par)));
+  const key = deployments.map((status) => [status.deployment, stateOf(status), ratio(status.par)]);
+  rebuild("deployments", [key, current], () => deployments.map((status) => {
+    const [kind, text] = stateOf(status);
+    const link = { href: `#${encodeURIComponent(status.deployment)}`, title: text, "aria-current": status.deployment === current ? "page" : null };
+    return element("a", link, element("i", { class: kind }), status.deployment, element("b", {}, ratio(status.par)));
   }));
   document.querySelectorAll("nav i").forEach((dot) => { dot.style.color = `var(--${dot.className === "busy" ? "par" : dot.className})`; });
 }
 
 export function showTitle({ status }) {
-  const [kind, words] = stateOf(status);
+  const [kind, text] = stateOf(status);
   document.title = `${status.deployment} ${ratio(status.par)} · eplb`;
   at("name").textContent = status.deployment;
   at("state").className = `pill ${kind}`;
-  at("state").replaceChildren(element("i"), words);
+  at("state").replaceChildren(element("i"), text);
   at("shape").textContent = `${status.layers} layers × ${status.experts} experts on ${status.ranks} ranks × ${status.slots} slot${status.slots === 1 ? "" : "s"}`;
 }
 
@@ -36,43 +36,43 @@ export function showProblems(problems) {
 
 const IDLE_SECONDS = 30;
 
-// The first row says what balancing does; the second what it takes.
+// The first row shows the effect of balancing, the second its cost.
 export function showTiles({ status, balance }) {
   const rows = [firstRow(status), secondRow(status, balance)];
-  rebuild("tiles", rows, () => rows.map((tiles) => element("div", { class: "tiles" }, ...tiles.map(([name, value, words, kind]) =>
-    element("div", { class: `tile ${kind ?? ""}` }, element("span", {}, name), element("b", {}, value), element("span", {}, words))))));
+  rebuild("tiles", rows, () => rows.map((tiles) => element("div", { class: "tiles" }, ...tiles.map(([name, value, text, kind]) =>
+    element("div", { class: `tile ${kind ?? ""}` }, element("span", {}, name), element("b", {}, value), element("span", {}, text))))));
 }
 
 function firstRow(status) {
   const { worth } = status;
   const age = status.idle_seconds ?? 0;
-  const now = age > IDLE_SECONDS ? `PAR ${ago(age)} ago` : "PAR now";
-  const served = status.par ? `newest ${count(status.par_steps)} steps, as served` : "nothing is served";
+  const label = age > IDLE_SECONDS ? `PAR ${ago(age)} ago` : "PAR now";
+  const basis = status.par ? `measured over the newest ${count(status.par_steps)} steps` : "no measurements";
   return [
-    [now, ratio(status.par), served],
-    ["PAR left alone", worth ? ratio(worth.par_left_alone) : "–", worth ? "the same steps, experts as they were loaded" : "not known"],
+    [label, ratio(status.par), basis],
+    ["PAR, initial layout", worth ? ratio(worth.par_left_alone) : "–", worth ? "the same steps with the initial layout" : "unknown"],
     gainTile(status),
     ["hottest rank", status.hottest_rank === null ? "–" : `rank ${status.hottest_rank}`,
-      status.hottest_rank === null ? "nothing is served" : `${status.hottest_rank_load.toFixed(2)} × the mean, over all layers`],
+      status.hottest_rank === null ? "no measurements" : `${status.hottest_rank_load.toFixed(2)} × the mean, over all layers`],
     ["hottest layer", status.hottest_layer === null ? "–" : `layer ${status.hottest_layer}`,
-      status.hottest_layer === null ? "nothing is served" : `PAR ${ratio(status.hottest_layer_par)}`],
+      status.hottest_layer === null ? "no measurements" : `PAR ${ratio(status.hottest_layer_par)}`],
   ];
 }
 
 function gainTile(status) {
   const { worth } = status;
-  if (!worth) return ["gain", "–", "not known"];
-  const lower = `PAR ${signed(-worth.par_gain_percent)} %`;
-  if (worth.gain_ms === null) return ["gain", lower, `time ${worth.verdict}${estimateWords(worth)}`];
+  if (!worth) return ["gain", "–", "unknown"];
+  const parChange = `PAR ${signed(-worth.par_gain_percent)} %`;
+  if (worth.gain_ms === null) return ["gain", parChange, `time ${worth.verdict}${estimateText(worth)}`];
   const rate = worth.tokens_per_second_won === null ? "" : `, ${signed(worth.tokens_per_second_won)} tokens/s`;
-  const words = `${lower}; ${signed(worth.gain_percent)} % of a step (99 %: ${signed(worth.gain_low_ms)} to ${signed(worth.gain_high_ms)} ms)${rate}; ` +
+  const text = `${parChange}; ${signed(worth.gain_percent)} % of a step (99 %: ${signed(worth.gain_low_ms)} to ${signed(worth.gain_high_ms)} ms)${rate}; ` +
     `worth ${digits(worth.ranks_worth, 2)} of ${status.ranks} ranks`;
-  return [worth.verdict, `${signed(worth.gain_ms)} ms per step`, words, worth.verdict === "helps" ? "good" : "warn"];
+  return [worth.verdict, `${signed(worth.gain_ms)} ms per step`, text, worth.verdict === "helps" ? "good" : "warn"];
 }
 
-function estimateWords(worth) {
+function estimateText(worth) {
   if (worth.estimate_low_ms === null) return "";
-  return `; estimate by the ${worth.price_kind} cost of tokens: ${signed(worth.estimate_low_ms)} to ${signed(worth.estimate_high_ms)} ms per step`;
+  return `; estimate from the ${worth.price_kind} cost of tokens: ${signed(worth.estimate_low_ms)} to ${signed(worth.estimate_high_ms)} ms per step`;
 }
 
 function secondRow(status, balance) {
@@ -83,12 +83,12 @@ function secondRow(status, balance) {
   const steps = status.steps_received + status.steps_lost;
   const lost = steps ? (100 * status.steps_lost) / steps : 0;
   const price = status.move_price;
-  const held = status.redundant_bytes_per_rank;
+  const redundantBytes = status.redundant_bytes_per_rank;
   return [
-    ["noise floor", ratio(floor), avoidable === null ? "about what chance leaves" : `what chance leaves; ${(100 * avoidable).toFixed(1)} % above it`],
+    ["noise floor", ratio(floor), avoidable === null ? "PAR from token sampling" : `PAR from token sampling; now ${(100 * avoidable).toFixed(1)} % above it`],
     ["planned", ratio(newest?.par_planned), decision ? `decided ${ago(Date.now() / 1000 - decision.at)} ago` : "no decision yet"],
-    ["redundancy", held ? bytes(held) : `${count(status.redundant_slots)} slots`, `${held ? "per rank, for " : ""}${count(status.redundant_slots)} redundant slots per layer`],
-    ...(price ? [["price of moves", priceFigure(price), priceWords(price)]] : []),
+    ["redundancy", redundantBytes ? bytes(redundantBytes) : `${count(status.redundant_slots)} slots`, `${redundantBytes ? "per rank, for " : ""}${count(status.redundant_slots)} redundant slots per layer`],
+    ...(price ? [["move price", priceFigure(price), priceText(price)]] : []),
     ["switched", `${count(status.layers_switched)} layers`, `${count(status.experts_moved)} experts, ${bytes(status.bytes_moved)}`],
     ["steps", count(status.steps_received), lost ? `${digits(lost, 2)} % lost` : "none lost"],
   ];
@@ -102,39 +102,42 @@ function priceFigure(price) {
   return price.ms_per_move === null ? `${digits(100 * price.price)} %` : `${digits(price.ms_per_move)} ms`;
 }
 
-function priceWords(price) {
-  if (price.ms_per_move === null) return `lower PAR for every slot to move, ${price.kind}`;
+function priceText(price) {
+  if (price.ms_per_move === null) return `PAR reduction required per moved slot; ${price.kind}`;
   const bySize = price.ms_per_megabyte === null ? "" : ` (${digits(price.ms_per_megabyte)} per MB)`;
   return `per expert${bySize}, ${digits(price.ms_per_switch)} ms per switch; ${price.kind}`;
 }
 
 function priceSentence(price) {
-  return `Price of moves, ${price.kind}: PAR must fall by ${digits(100 * price.price)} % for every slot to move; ${price.reason}.`;
+  return `Move price, ${price.kind}: each moved slot must reduce PAR by ${digits(100 * price.price)} %; ${price.reason}.`;
 }
 
-// What the figures rest on: for those who open it.
+// Sources of the figures, shown on demand.
 export function showWorth({ status }) {
   const { worth, forecast } = status;
   const sentences = [];
   if (worth) {
-    sentences.push(`Gain over the newest ${count(worth.steps)} steps: PAR ${ratio(worth.par)} as served, ${ratio(worth.par_left_alone)} left alone. Time: ${worth.reason}.`);
+    sentences.push(`Gain over the newest ${count(worth.steps)} steps: measured PAR ${ratio(worth.par)}, PAR of the initial layout ${ratio(worth.par_left_alone)}. Time: ${worth.reason}.`);
     if (worth.step_ms !== null) sentences.push(`A step takes ${digits(worth.step_ms)} ms, mean of ${count(worth.timed_steps)} steps.`);
     if (worth.price) sentences.push(`Cost of tokens, ${worth.price_kind}: ${worth.price}.`);
   }
-  if (forecast) sentences.push(`Until the next decision, PAR is expected to stay ${ratio(forecast.gain)} below that left alone (95 %: ${ratio(forecast.gain_low)} to ${ratio(forecast.gain_high)}).`);
+  if (forecast) sentences.push(`Until the next decision, PAR is expected to be ${ratio(forecast.gain)} below that of the initial layout (95 %: ${ratio(forecast.gain_low)} to ${ratio(forecast.gain_high)}).`);
   if (status.move_price) sentences.push(priceSentence(status.move_price));
   at("worth").hidden = !sentences.length;
-  rebuild("worth-words", sentences, () => sentences.map((words) => element("p", {}, words)));
+  rebuild("worth-details", sentences, () => sentences.map((text) => element("p", {}, text)));
 }
 
-// The last switch
+// The last plan
 
 export function showSwitch({ status, layers, balance }) {
   const plan = balance.last_plan;
   const decision = balance.last_decision;
-  at("switch-lead").textContent = plan ? switchLead(plan, decision) : decision ? keptLead(decision) : "No decision since this service started.";
-  const now = plan ? layers.map((layer) => ratio(layer.par)) : [];
-  rebuild("switch", [status.deployment, plan, now], () => (plan ? switchRows(plan, layers) : []));
+  let lead = "No decision since this service started.";
+  if (plan) lead = switchLead(plan, decision);
+  else if (decision) lead = keptLead(decision);
+  at("switch-lead").textContent = lead;
+  const pars = plan ? layers.map((layer) => ratio(layer.par)) : [];
+  rebuild("switch", [status.deployment, plan, pars], () => (plan ? switchRows(plan, layers) : []));
 }
 
 function switchLead(plan, decision) {
@@ -153,19 +156,19 @@ function keptLead(decision) {
 }
 
 function switchRows(plan, layers) {
-  const moves = new Map(plan.moves.map((of) => [of.layer, of.moves]));
+  const moves = new Map(plan.moves.map((entry) => [entry.layer, entry.moves]));
   const changed = plan.verdicts.filter((verdict) => verdict.changed)
     .sort((a, b) => b.par_seen - b.par_planned - (a.par_seen - a.par_planned));
   const kept = plan.verdicts.filter((verdict) => !verdict.changed);
-  const head = element("div", { class: "row head" }, ...["layer", "PAR seen → planned, now", "moved: expert, from → to rank", "why"]
-    .map((words) => element("span", {}, words)));
+  const head = element("div", { class: "row head" }, ...["layer", "PAR: measured → planned, now", "moves: expert, source → target rank", "reason"]
+    .map((text) => element("span", {}, text)));
   const rows = changed.map((verdict) => switchRow(verdict, moves.get(verdict.layer) ?? [], layers[verdict.layer]));
-  const found = [head, ...rows.slice(0, ROWS)];
-  if (rows.length > ROWS) found.push(element("details", {}, element("summary", {}, `${rows.length - ROWS} more layers that gain less`), ...rows.slice(ROWS)));
-  if (kept.length) found.push(element("details", {}, element("summary", {}, `${kept.length} layers kept`), ...kept.map((verdict) =>
+  const content = [head, ...rows.slice(0, ROWS)];
+  if (rows.length > ROWS) content.push(element("details", {}, element("summary", {}, `${rows.length - ROWS} more layers with smaller gains`), ...rows.slice(ROWS)));
+  if (kept.length) content.push(element("details", {}, element("summary", {}, `${kept.length} layers kept`), ...kept.map((verdict) =>
     element("div", { class: "row" }, element("b", {}, `layer ${verdict.layer}`), element("span", {}, ratio(verdict.par_seen)),
       element("span", { class: "why" }, verdict.reason)))));
-  return found;
+  return content;
 }
 
 function switchRow(verdict, moves, layer) {
@@ -173,18 +176,18 @@ function switchRow(verdict, moves, layer) {
   const ratios = element("span", {}, `${ratio(verdict.par_seen)} → `, element("b", {}, ratio(verdict.par_planned)),
     element("span", { class: "soft" }, `, ${ratio(layer?.par)}`));
   ratios.title = `gain ${gain.toFixed(3)}, noise floor ${ratio(verdict.noise_floor)}`;
-  return element("div", { class: "row" }, element("b", {}, `layer ${verdict.layer}`), ratios, chips(moves), element("span", { class: "why" }, verdict.reason));
+  return element("div", { class: "row" }, element("b", {}, `layer ${verdict.layer}`), ratios, movesBox(moves), element("span", { class: "why" }, verdict.reason));
 }
 
-function chips(moves) {
-  const made = moves.map(([source, , destination, , expert]) =>
+function movesBox(moves) {
+  const chips = moves.map(([source, , destination, , expert]) =>
     element("span", { class: "chip" }, element("b", {}, `e${expert}`), ` ${source}→${destination}`));
-  const box = element("div", { class: "chips" }, ...made.slice(0, CHIPS));
-  if (!moves.length) box.append(element("span", { class: "chip" }, "tables alone"));
-  if (made.length > CHIPS) {
-    const more = element("button", { class: "more", type: "button" }, `${made.length - CHIPS} more`);
-    more.addEventListener("click", () => box.replaceChildren(...made));
-    box.append(more);
+  const box = element("div", { class: "chips" }, ...chips.slice(0, CHIPS));
+  if (!moves.length) box.append(element("span", { class: "chip" }, "tables only"));
+  if (chips.length > CHIPS) {
+    const button = element("button", { class: "more", type: "button" }, `${chips.length - CHIPS} more`);
+    button.addEventListener("click", () => box.replaceChildren(...chips));
+    box.append(button);
   }
   return box;
 }
@@ -199,16 +202,16 @@ function troubleOf(agent) {
   return null;
 }
 
-// Of the rank that holds most; nothing where no agent reports it.
+// Memory of the rank that uses the most; empty if no agent reports it.
 function memoryOf(agents) {
-  const most = (field) => Math.max(-1, ...agents.filter((agent) => agent.connected).map((agent) => agent[field] ?? -1));
-  const parts = [[most("staging_bytes"), "for staging"], [most("ring_bytes"), "for heat"]].filter(([held]) => held >= 0);
-  return parts.length ? `; per rank at most ${parts.map(([held, use]) => `${bytes(held)} ${use}`).join(", ")}` : "";
+  const maximum = (field) => Math.max(-1, ...agents.filter((agent) => agent.connected).map((agent) => agent[field] ?? -1));
+  const uses = [[maximum("staging_bytes"), "for staging"], [maximum("ring_bytes"), "for heat"]].filter(([size]) => size >= 0);
+  return uses.length ? `; per rank at most ${uses.map(([size, use]) => `${bytes(size)} ${use}`).join(", ")}` : "";
 }
 
 export function showAgents({ status, agents }) {
-  const seen = new Map(agents.map((agent) => [agent.rank, agent]));
-  const all = Array.from({ length: status.ranks }, (_, rank) => seen.get(rank) ?? { rank, node: "never came", connected: false, error: "", epoch: 0, step: 0 });
+  const reported = new Map(agents.map((agent) => [agent.rank, agent]));
+  const all = Array.from({ length: status.ranks }, (_, rank) => reported.get(rank) ?? { rank, node: "never connected", connected: false, error: "", epoch: 0, step: 0 });
   const nodes = new Map();
   for (const agent of all) nodes.set(agent.node, [...(nodes.get(agent.node) ?? []), agent]);
   const steps = agents.filter((agent) => agent.connected).map((agent) => agent.step);
@@ -223,34 +226,39 @@ export function showAgents({ status, agents }) {
 
 function square(agent) {
   const trouble = troubleOf(agent);
-  const made = element("i", { class: trouble?.[0] ?? "good" });
-  made.addEventListener("mousemove", (event) => tip(event, `rank ${agent.rank} on ${agent.node}\n${trouble?.[1] ?? "well"}`));
-  made.addEventListener("mouseleave", (event) => tip(event, null));
-  return made;
+  const dot = element("i", { class: trouble?.[0] ?? "good" });
+  dot.addEventListener("mousemove", (event) => tip(event, `rank ${agent.rank} on ${agent.node}\n${trouble?.[1] ?? "healthy"}`));
+  dot.addEventListener("mouseleave", (event) => tip(event, null));
+  return dot;
 }
 
 function troubledTable(troubled) {
-  const rows = troubled.map(([agent, [kind, words]]) => [agent.rank, agent.node, element("span", { class: kind }, words)]);
-  return element("div", { class: "scroll" }, table(["rank", "node", "what is wrong"], rows, ["number", "", "text"]));
+  const rows = troubled.map(([agent, [kind, text]]) => [agent.rank, agent.node, element("span", { class: kind }, text)]);
+  return element("div", { class: "scroll" }, table(["rank", "node", "problem"], rows, ["number", "", "text"]));
 }
 
 // Plans
 
+function kindOf(outcome) {
+  if (!outcome) return "busy";
+  return outcome === "done" ? "good" : "bad";
+}
+
 export function showPlans(plans) {
   const mean = (plan, field) => {
-    const known = plan.verdicts.map((verdict) => verdict[field]).filter((value) => value !== null);
-    return known.length ? known.reduce((sum, value) => sum + value, 0) / known.length : null;
+    const values = plan.verdicts.map((verdict) => verdict[field]).filter((value) => value !== null);
+    return values.length ? values.reduce((sum, value) => sum + value, 0) / values.length : null;
   };
   const rows = plans.map((plan) => {
     const changed = plan.verdicts.filter((verdict) => verdict.changed);
-    const kind = plan.outcome === "done" ? "good" : plan.outcome ? "bad" : "busy";
-    const words = `${(plan.outcome || "under way").replace("_", " ")}${plan.reason ? `: ${plan.reason}` : ""}`;
+    const kind = kindOf(plan.outcome);
+    const text = `${(plan.outcome || "under way").replace("_", " ")}${plan.reason ? `: ${plan.reason}` : ""}`;
     return [plan.plan_id, clock(plan.at, true), `${ratio(mean(plan, "par_seen"))} → ${ratio(mean(plan, "par_planned"))}`,
-      `${plan.committed} of ${changed.length}`, count(changed.reduce((sum, verdict) => sum + verdict.moves, 0)), element("span", { class: kind }, words)];
+      `${plan.committed} of ${changed.length}`, count(changed.reduce((sum, verdict) => sum + verdict.moves, 0)), element("span", { class: kind }, text)];
   });
   const kinds = ["number", "time", "number", "number", "number", "text"];
-  at("plans").replaceChildren(rows.length ? table(["plan", "offered", "PAR seen → planned", "layers", "moves", "outcome"], rows, kinds)
-    : element("p", { class: "soft" }, "No plan yet: every decision so far kept all layers."));
+  at("plans").replaceChildren(rows.length ? table(["plan", "offered", "PAR: measured → planned", "layers", "moves", "outcome"], rows, kinds)
+    : element("p", { class: "soft" }, "No plan yet: all decisions so far have kept every layer."));
 }
 
 function table(heads, rows, kinds) {
