@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import ast
+from pathlib import Path
+
 import pytest
 
+import eplb_service
 from eplb_core.wire.agent import PlanState, PlanStatus, decode_hello
 from eplb_service.control.core.deployment import LayerCommitted, StreamsOutdated
 from eplb_service.control.core.errors import RefusedError
@@ -386,3 +390,14 @@ def test_a_rank_that_was_turned_away_before_its_old_stream_had_ended_is_no_probl
     story.leaves()
     story.joins(group_id="again")
     assert problems(story.deployment) == []
+
+
+def test_only_a_deployment_changes_its_own_fields() -> None:
+    assignments = [
+        f"{path.name}:{target.lineno}: {ast.unparse(target)}"
+        for path in Path(eplb_service.__file__).parent.rglob("*.py")
+        for target in ast.walk(ast.parse(path.read_text()))
+        if isinstance(target, ast.Attribute) and isinstance(target.ctx, ast.Store)
+        if isinstance(target.value, ast.Name) and target.value.id == "deployment"
+    ]
+    assert assignments == []

@@ -185,7 +185,7 @@ class Decider:
             _log.exception("decision_failed", deployment=deployment.name)
             outcome = _DecisionOutcome("failed", f"the decision failed: {error}")
         self._metrics.count("eplb_decisions", deployment.name, outcome.result)
-        deployment.last_decision = outcome.message
+        deployment.record_last_decision(outcome.message)
         _log.info("decision", deployment=deployment.name, result=outcome.result, message=outcome.message)
         return outcome
 
@@ -205,7 +205,7 @@ class Decider:
         self._metrics.observe("eplb_solve_seconds", seconds, deployment.name)
         self._observer.decided(deployment.name, solved, seconds)
         if solved.price is not None:
-            deployment.decisions = replace(deployment.decisions, move_price=solved.price)
+            deployment.record_move_price(solved.price)
         if prior is not None:
             outcome = await self._offered(deployment, group, solved, None)
             return replace(outcome, message=f"{outcome.message}, by the heat of {prior[1]}")
@@ -263,7 +263,7 @@ class Decider:
                 return
         now = deployment.group
         if found is not None and now is not None and now.forming == group.forming:
-            deployment.decisions = deployment.decisions.appraised(*found)
+            deployment.record_time_price(*found)
 
     def weigh(self, deployment: Deployment) -> None:
         """Check in the background if heat has changed since the plan under way was decided on.
@@ -326,7 +326,7 @@ class Decider:
         self._judge_at[deployment.name] = began + _JUDGE_REST * taken
         now = deployment.group
         if now is not None and now.forming == group.forming and deployment.connected:
-            deployment.decisions = replace(deployment.decisions, worth=worth)
+            deployment.record_worth(worth)
 
 
 def _on_thread(function: Callable[..., T], *arguments: Any) -> Future[T]:

@@ -166,7 +166,7 @@ class ControlPlane:
 
     def set_paused(self, deployment: Deployment, paused: bool) -> None:
         """Stop planning, or plan again."""
-        deployment.paused = paused
+        deployment.set_paused(paused)
         self._known.remember(deployment)
         _log.info("paused" if paused else "resumed_planning", deployment=deployment.name)
 
@@ -178,7 +178,7 @@ class ControlPlane:
         if deployment.group is None or deployment.outdated is None:
             return False
         before, term = deployment.leader_term, higher_term(deployment.group.highest_term)
-        deployment.leader_term = term
+        deployment.lead_with(term)
         self._known.remember(deployment)
         _log.warning("leads", deployment=deployment.name, leader_term=term, before=before)
         self.streams.end(deployment.name, "this service leads from now on; say Hello again")
@@ -304,7 +304,7 @@ class ControlPlane:
             )
             found.append(f"a certificate of {setting} {when}: renew the file, which is read while serving")
         for deployment in self.deployments.values():
-            deployment.service_problems = tuple(found)
+            deployment.report_service_problems(found)
         return soon.keys()
 
     # Events
