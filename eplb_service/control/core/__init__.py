@@ -1,1 +1,1 @@
-"""Deployments as state machines: values in, values and events out; no grpc, no protobuf, no clock, no threads."""
+"""Deployments as state machines: calls in, values and events out. No gRPC, protobuf, clock or threads."""

@@ -1,4 +1,4 @@
-"""Decisions made for one group of ranks: what came of them, and when the next one is due."""
+"""State of the decisions for one group of ranks: their results, and when the next decision is due."""
 
 from __future__ import annotations
 
@@ -16,39 +16,46 @@ from eplb_core.solver.model import Recommendation
 from eplb_core.wire.operator import MovePrice, Worth
 from eplb_service.control.core.deployed_layout import DeployedLayout
 
-_BETWEEN_APPRAISALS = 8.0
-"""Times as many steps as pay for an appraisal pass before the next."""
+_APPRAISAL_INTERVAL = 8.0
+"""Steps between two estimates of the time price, as a multiple of the steps that pay for one estimate's CPU time."""
 
 
 @dataclass(frozen=True)
 class Decisions:
-    """The decisions made for one group of ranks (immutable).
+    """State of the decisions for one group of ranks (immutable).
 
     Parameters
     ----------
-    begun, decided_at
-        Whether a decision has been made, or none may be without heat of the group's own; steps assembled at the last.
+    begun
+        True once the first decision has begun. A first plan from a prior is then no longer made.
+    decided_at
+        Number of assembled steps when the last decision began.
     pace
-        When the next decision is due by what is realised; ``None`` where that is by the clock, or no heat is expected.
-    promise, planned
-        Promise of the plan under way, and what serves once the whole plan has switched. ``None`` without a plan.
+        Schedule that follows the realised PAR; ``None`` if decisions follow the clock, or if no heat is expected.
+    promise
+        Promise of the plan under way; ``None`` without a plan.
+    planned
+        Placement and split after the last layer of the plan under way; ``None`` without a plan.
     answered
-        Latest alarm, as in ``Pace``, that the last decision took into account.
-    before, replaced_at
-        Placement that the last decision's plan replaces, and steps that ``pace`` had seen when all of that plan served;
-        ``None`` where it changed nothing, and until then.
+        Latest alarm, as in ``Pace.alarm``, that the last decision took into account.
+    before
+        Layout that the last decision's plan replaces; ``None`` if that decision changed nothing.
+    replaced_at
+        Value of ``pace.seen`` when the last layer of that plan was committed; ``None`` until then.
     forecasts
-        Of the gain over the first placement until the next decision.
+        Forecasts of the gain over the initial layout until the next decision.
     worth
-        Gain of balancing over the newest steps; ``None`` until it is known, and while nothing is served.
-    time_price, move_price
-        Prices of tokens in time and of the last decision's moves; ``None`` until they are known.
+        Gain of balancing over the newest steps; ``None`` while it is unknown or the ranks serve nothing.
+    time_price
+        Cost of tokens in time; ``None`` while it is unknown.
     fitted
-        The last cost curve that the group's own step times spoke for.
+        Last cost curve that was fitted to the group's own step times.
+    move_price
+        Move price of the last decision; ``None`` while it is unknown.
     appraise_at
-        Steps that ``pace`` must have seen before time is priced again.
+        Value of ``pace.seen`` from which the time price is due for another estimate.
     recommendations
-        What the next decision may follow, as in ``planner.plan.Plan``.
+        Recommendations that the next decision may apply, as in ``Plan``.
     """
 
     begun: bool = False
@@ -69,7 +76,7 @@ class Decisions:
 
     @property
     def to_appraise(self) -> bool:
-        """True if time is to be priced: decisions come first, and take most of the CPU."""
+        """True if the time price is due for an estimate. Decisions have priority in the CPU budget."""
         return self.pace is None or self.time_price is None or self.pace.seen >= self.appraise_at
 
     @property
@@ -86,24 +93,31 @@ class Decisions:
         return pace.settling or pace.alarm is not self.answered
 
     def is_due(self, assembled: int, interval: int) -> bool:
-        """Return whether one is due: by what is realised or, by the clock, ``interval`` steps after the last."""
-        gathered = assembled - self.decided_at
-        return gathered >= interval if self.pace is None else gathered > 0 and self.pace.due
+        """Return True if a decision is due.
+
+        Parameters
+        ----------
+        assembled
+            Number of assembled steps so far.
+        interval
+            Steps between two decisions; only used if decisions follow the clock.
+        """
+        new_steps = assembled - self.decided_at
+        return new_steps >= interval if self.pace is None else new_steps > 0 and self.pace.due
 
     def after_steps(self, par_TL: Float64) -> Decisions:
-        """Note the ratios of steps served, float64 ``[T, L]``; NaN where a layer has switched since."""
+        """Process the PAR of served steps, float64 ``[T, L]``; NaN for a layer that has switched since."""
         pace = self.pace
         while pace is not None and len(par_TL):
-            pace, taken = pace.after_steps(par_TL)
-            par_TL = par_TL[taken:]
+            pace, processed = pace.after_steps(par_TL)
+            par_TL = par_TL[processed:]
         return self if pace is self.pace else replace(self, pace=pace)
 
     def deciding(self, assembled: int) -> Decisions:
-        """Begin a decision after so many steps."""
+        """Begin a decision, with ``assembled`` steps so far."""
         pace = self.pace and self.pace.deferred()
-        return replace(
-            self, begun=True, decided_at=assembled, pace=pace, answered=None if pace is None else pace.alarm
-        )
+        alarm = None if pace is None else pace.alarm
+        return replace(self, begun=True, decided_at=assembled, pace=pace, answered=alarm)
 
     def weighing(self) -> Decisions:
         """Begin a check of the plan under way. Steps keep arriving during the check."""
@@ -116,22 +130,32 @@ class Decisions:
         """
         if self.pace is None:
             return self, False
-        pace = _corrected(self.pace, outlook)
+        pace = _corrected_pace(self.pace, outlook)
         if outlook.burst or outlook.too_recent or pace.alarm is self.answered:
             return replace(self, pace=pace), False
         return replace(self, pace=pace.hastened()), True
 
     def decided(self, outlook: Outlook, live: DeployedLayout, *, changed: bool) -> Decisions:
-        """Note the decision: it keeps ``live``, or a plan that replaces it is about to be offered."""
+        """Record a decision.
+
+        Parameters
+        ----------
+        outlook
+            Expectations that follow from the decision.
+        live
+            Layout that the decision started from.
+        changed
+            True if a plan that replaces this layout is about to be offered, False if the decision keeps every layer.
+        """
         if self.pace is None:
             return replace(self, forecasts=outlook.forecasts)
-        pace = _corrected(self.pace, outlook)
+        pace = _corrected_pace(self.pace, outlook)
         if outlook.too_recent:
             return replace(self, pace=pace.charged(outlook.cost))
         # The decision does not answer an alarm that was raised after it began.
         answered = self.answered if pace is self.pace else pace.alarm
         pace = pace.after_decision(changed=changed, paid=outlook.paid).charged(outlook.cost)
-        after = replace(
+        decisions = replace(
             self,
             forecasts=outlook.forecasts,
             replaced_at=None,
@@ -142,19 +166,21 @@ class Decisions:
             if outlook.planned is not None:
                 # While the plan is under way, heat is tested against the placement that the plan leads to.
                 pace = pace.serving(outlook.promise)
-            return replace(after, pace=pace, promise=outlook.promise, planned=outlook.planned, before=live)
+            return replace(
+                decisions, pace=pace, promise=outlook.promise, planned=outlook.planned, before=live
+            )
         pace = pace.keeping(outlook.promise, dismissed=outlook.burst)
-        return replace(after, pace=pace, promise=None, before=None)
+        return replace(decisions, pace=pace, promise=None, before=None)
 
     def plan_ended(self, done: bool) -> Decisions:
-        """Note the outcome of the plan under way: all of its layers serve, or only some."""
+        """Record the end of the plan under way; ``done`` is True if all of its layers were committed."""
         if self.pace is None or self.promise is None:
             return self
         if done:
-            # The whole plan serves now, so ratios are measured instead of predicted.
+            # All layers of the plan serve now, so PAR is measured instead of predicted.
             pace = self.pace.serving(self.promise)
             return replace(self, pace=pace, promise=None, planned=None, replaced_at=self.pace.seen)
-        # What serves then was never decided on: nothing is expected of it before the next decision.
+        # No decision has judged the resulting mix of layers, so there is no expectation until the next decision.
         pace = replace(self.pace, expected=None)
         forecasts = replace(self.forecasts, gain=None)
         return replace(
@@ -162,7 +188,7 @@ class Decisions:
         )
 
     def resting(self) -> Decisions:
-        """Expect no heat: what comes later is not compared with what was expected before."""
+        """Drop all expectations because no heat is expected. Later heat will not be compared with them."""
         return replace(
             self,
             pace=None,
@@ -175,17 +201,24 @@ class Decisions:
         )
 
     def appraised(self, price: TimePrice, cost: float = 0.0) -> Decisions:
-        """Note the price of time; so many steps pay for the CPU of that.
+        """Record an estimate of the time price.
 
-        A fitted curve is kept though later steps say nothing: it is the device's, not the placement's.
+        A fitted curve is kept even if later steps yield none, because it describes the device and not the placement.
+
+        Parameters
+        ----------
+        price
+            Cost of tokens in time.
+        cost
+            Number of steps that pay for the CPU time of the estimate.
         """
         pace = self.pace and self.pace.charged(cost)
-        after = 0.0 if pace is None else pace.seen + _BETWEEN_APPRAISALS * cost
+        appraise_at = 0.0 if pace is None else pace.seen + _APPRAISAL_INTERVAL * cost
         fitted = price.curve if price.kind == FITTED else self.fitted
-        return replace(self, time_price=price, fitted=fitted, pace=pace, appraise_at=after)
+        return replace(self, time_price=price, fitted=fitted, pace=pace, appraise_at=appraise_at)
 
 
-def _corrected(pace: Pace, outlook: Outlook) -> Pace:
-    """Return the pace without alarms that were bursts, and with the start of a change that raised no alarm."""
+def _corrected_pace(pace: Pace, outlook: Outlook) -> Pace:
+    """Return the pace without an alarm that was a burst, and with a change of heat that raised no alarm."""
     pace = pace.dismissed() if outlook.burst else pace
     return pace if outlook.change_at is None else pace.begun_at(outlook.change_at)

@@ -1,39 +1,61 @@
-"""One deployment as a pure state machine: calls in, events out, no clock, sockets or threads.
+"""One deployment as a state machine: calls in, events out. It uses no clock, sockets or threads.
 
-The ranks hold the truth about what is installed; everything here follows from what they say. Events gather until
-``take_events``, so that none is lost where a call ends in a refusal.
+The ranks are authoritative about their layout, so this state follows from their messages. Events accumulate until
+``take_events``. No event is lost if a call ends with a rejection.
+
+Only the methods of ``Deployment`` change its state. Other modules read its fields.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 from eplb_core.heat.assembler import HeatAssembler, StepCounts
 from eplb_core.placement import Float64
+from eplb_core.planner.counterfactual import TimePrice
 from eplb_core.planner.pace import Pace
 from eplb_core.planner.plan import LayerPlan, Layout, Outlook
 from eplb_core.planner.price import SwitchLog
 from eplb_core.wire.agent import Heartbeat, Hello, PlanStatus
 from eplb_core.wire.heat import HeatReport
+from eplb_core.wire.operator import MovePrice, Worth
 from eplb_service.control.core.decisions import Decisions
 from eplb_service.control.core.deployed_layout import DeployedLayout
 from eplb_service.control.core.errors import ConflictError, RefusedError
-from eplb_service.control.core.flow import LATE_SECONDS, Late, Limits, Shedding, Stall
+from eplb_service.control.core.flow import LATE_SECONDS, LateRanks, Limits, Shedding, Stall
 from eplb_service.control.core.group import Assembled, Attendance, Group, Member, rank_list
 from eplb_service.control.core.leader import clock_of
 from eplb_service.control.core.plan_tracker import Outcome, PlanTracker
 
-_PROBLEMS_KEPT = 8
-_PART_WHOLE = 8
-"""One of so many steps since the last decision must be whole at least where a rank's heat is late."""
+_MAX_PROBLEMS = 8
+"""Number of plan problems that are kept."""
+_STEPS_PER_COMPLETE_STEP = 8
+"""While a rank's heat is late, a decision requires that at least one in this many steps is complete."""
+_LATE_REPORTS = 2
+"""A rank's heat is late if it is more than this many reports behind the furthest rank's."""
 _MAX_TOTAL = 1 << 62
-"""Bound on a total: what is stored and sent stays within 64 bits, whatever the ranks report."""
+"""Upper bound of each total, so that stored and sent values fit into 64 bits regardless of the ranks' reports."""
 
 
 @dataclass(frozen=True)
 class Totals:
-    """Totals over all groups of a deployment; no sum grows past ``_MAX_TOTAL``."""
+    """Totals over all groups of a deployment (immutable).
+
+    Parameters
+    ----------
+    layers_switched
+        Number of committed layers.
+    experts_moved
+        Number of moves in these layers.
+    bytes_moved
+        Bytes transferred by these moves.
+    steps_received
+        Number of steps that all ranks have reported.
+    steps_lost
+        Number of steps that some rank did not report in time.
+    """
 
     layers_switched: int = 0
     experts_moved: int = 0
@@ -42,7 +64,7 @@ class Totals:
     steps_lost: int = 0
 
     def plus(self, **gains: int) -> Totals:
-        """Return these and ``gains``, by field."""
+        """Return the totals after adding ``gains``, by field name. Each total is capped at ``_MAX_TOTAL``."""
         return replace(
             self, **{name: min(getattr(self, name) + gain, _MAX_TOTAL) for name, gain in gains.items()}
         )
@@ -50,7 +72,17 @@ class Totals:
 
 @dataclass(frozen=True)
 class LayerCommitted:
-    """One layer of a plan has switched; ``live`` is what is served since."""
+    """Event: the ranks have committed one layer of a plan.
+
+    Parameters
+    ----------
+    update
+        The committed layer.
+    live
+        Layout of the deployment after the commit.
+    bytes_moved
+        Bytes transferred for the layer.
+    """
 
     update: LayerPlan
     live: DeployedLayout
@@ -59,48 +91,75 @@ class LayerCommitted:
 
 @dataclass(frozen=True)
 class StreamsOutdated:
-    """The ranks serve what the service cannot follow: end their streams, so that they introduce themselves again."""
+    """Event: the ranks' layout is unknown. The service must end their streams, so that each rank sends another Hello.
+
+    Parameters
+    ----------
+    reason
+        Reason to send to the ranks.
+    """
 
     reason: str
 
 
 Event: TypeAlias = DeployedLayout | LayerCommitted | PlanTracker | StreamsOutdated
-"""A change that others must hear of; a placement on which all ranks agree now, and a plan that has ended, as such."""
+"""A change that the service must act on. A ``DeployedLayout`` means that all ranks of a group have connected and agree
+on this layout. A ``PlanTracker`` means that this plan has ended."""
 
 
 @dataclass
 class Deployment:
-    """One served model instance, and what ranks, operators and the clock do to it.
+    """One served model instance, and its responses to ranks, operators and the clock.
 
     Parameters
     ----------
-    name, limits
-        As its agents give it; its bounds.
-    paused, last_decision
-        Whether an operator has stopped planning; the last decision, for operators.
+    name
+        Name of the deployment, as its agents report it.
+    limits
+        Limits of the deployment.
+    paused
+        True if an operator has paused planning.
     leader_term
-        Of this service; ranks refuse the plans of lower ones than the highest of which they have heard.
-    totals, known
-        Over all groups; whether all ranks of some forming have ever come together.
-    group, attendance
-        The ranks, and what they serve; ranks refused, waited for and gone.
+        Leader term of this service for the deployment.
+    last_decision
+        Result of the last decision in one line, for operators.
+    totals
+        Totals over all groups.
+    group
+        Current group; ``None`` before a rank connects and after ``rest``.
     heat
-        Counts of the ranks' steps, once the placement is known.
-    plan, ended_plan
-        The plan under way, and the one before it.
+        Heat of the group's recent steps; ``None`` until the layout is known.
+    plan
+        Plan under way; ``None`` without one.
+    ended_plan
+        Latest plan that has ended.
     planned_par
-        Ratio that each switched layer's plan promised, by layer.
-    plan_problems, service_problems
-        Problems of plans since the last decision, and of the service itself.
-    without_heat, without_decision, shedding, late
-        Time since a step was completed, and since a decision; the share of their heat that the ranks are asked for;
-        the connected ranks whose heat is late.
-    decisions, switch_log
-        Decisions made for this group, and durations of switches that its ranks have measured.
+        PAR promised by the plan of each switched layer, by layer.
+    attendance
+        Rejected ranks, and how long ranks have been waiting or gone.
+    known
+        True once all ranks of some group have connected and agreed on a layout.
+    plan_problems
+        Latest problems of plans since the last decision began.
+    without_heat
+        Time since a step was last completed.
+    without_decision
+        Time since the last decision.
+    shedding
+        Share of their heat that the ranks report.
+    late
+        Connected ranks whose heat is late.
+    service_problems
+        Problems of the service that concern all deployments.
+    decisions
+        State of the decisions for the current group.
     first_layout
-        Id of a forming and what its ranks came with, this group's or an earlier one's; a restarted service may know it.
+        Id and initial layout of the current group or of an earlier one; ``None`` if there was no group yet. It is
+        restored when the service restarts.
+    switch_log
+        Durations of switches, as measured by the ranks of the current group.
     events
-        Changes since ``take_events``.
+        Events since the last call of ``take_events``.
     """
 
     name: str
@@ -120,7 +179,7 @@ class Deployment:
     without_heat: Stall = field(default_factory=Stall)
     without_decision: Stall = field(default_factory=Stall)
     shedding: Shedding = field(default_factory=Shedding)
-    late: Late = field(default_factory=Late)
+    late: LateRanks = field(default_factory=LateRanks)
     service_problems: tuple[str, ...] = ()
     decisions: Decisions = field(default_factory=Decisions)
     first_layout: tuple[str, Layout] | None = None
@@ -128,25 +187,27 @@ class Deployment:
     events: list[Event] = field(default_factory=list)
 
     def take_events(self) -> list[Event]:
-        """Return what has happened since the last time, in order."""
-        events, self.events = self.events, []
+        """Return the events since the last call, in order, and clear them."""
+        events = self.events
+        self.events = []
         return events
 
-    # What follows from what is known
+    # Derived state
 
     @property
-    def _here(self) -> Group:
+    def _current_group(self) -> Group:
+        """Current group. At least one rank must have connected."""
         assert self.group is not None
         return self.group
 
     @property
     def live(self) -> DeployedLayout | None:
-        """Placement that is served, once all ranks have reported it."""
+        """Current layout; ``None`` until all ranks have reported it."""
         return self.group.live if self.group else None
 
     @property
     def found(self) -> Layout | None:
-        """The layout that the ranks of this group first came together with: the baseline 'left alone'."""
+        """Initial layout of the current group, which is the baseline of all gains; ``None`` if it is unknown."""
         if self.group is None or self.first_layout is None:
             return None
         group_id, layout = self.first_layout
@@ -154,151 +215,230 @@ class Deployment:
 
     @property
     def has_planned(self) -> bool:
-        """True once its ranks have been offered a plan: what is known of it is worth keeping."""
+        """True once a plan has been offered to the ranks. The state of such a deployment is worth keeping."""
         return bool(self.totals.layers_switched) or self.plan is not None or self.ended_plan is not None
 
     @property
     def assembled(self) -> int:
-        """Steps of heat that have entered the window so far."""
+        """Number of steps that have entered the window so far."""
         return self.heat.assembled if self.heat is not None else 0
 
     @property
     def connected(self) -> list[Member]:
-        """Ranks whose stream is alive."""
+        """Ranks whose stream is open."""
         return self.group.connected if self.group else []
 
     @property
     def _furthest_step(self) -> int:
+        """Highest step of any connected rank."""
         return max((member.step for member in self.connected), default=0)
 
     def renews(self, hello: Hello) -> bool:
-        """Return whether this is a rank of the forming that is here: its new stream takes the place of its old one.
+        """Return True if ``hello`` comes from a rank of the current group, so that its new stream replaces the old one.
 
-        Only ranks of a forming know its id, and none is there twice: the old stream is dead, or not the rank's.
+        Only ranks of the group know its id, and each rank has one agent. An older stream of the same rank is therefore
+        dead, or it was never the rank's.
         """
         return self.group is not None and self.group.forming == (hello.group_id, hello.shape)
 
     @property
     def outdated(self) -> str | None:
-        """Reason why the ranks would refuse every plan: they have followed a service of a higher term; or ``None``."""
-        seen = self.group.highest_term if self.group is not None else 0
-        if seen <= self.leader_term:
+        """Reason why the ranks would reject every plan: they have followed a higher term. ``None`` if they have not."""
+        highest_term = self.group.highest_term if self.group is not None else 0
+        if highest_term <= self.leader_term:
             return None
         return (
-            f"leader term {self.leader_term} is older than {seen}, which ranks have followed: that service started at "
-            f"{clock_of(seen)}, this one at {clock_of(self.leader_term)}, by their clocks"
+            f"leader term {self.leader_term} is older than {highest_term}, which ranks have followed: that service "
+            f"started at {clock_of(highest_term)}, this one at {clock_of(self.leader_term)}, by their clocks"
         )
 
     def obstacle(self, *, needs_heat: bool = True) -> str | None:
-        """Return why no decision can be made now, or ``None``; one by a prior needs no heat of the ranks' own."""
+        """Return the reason why no decision can be made now, or ``None`` if one can.
+
+        Parameters
+        ----------
+        needs_heat
+            False for a decision from a prior, which uses recorded heat instead of the group's own.
+        """
         if self.group is None or self.live is None or self.heat is None:
-            return "not all ranks have reported what they serve"
+            return "not all ranks have reported their layout"
         if self.paused:
             return "planning is paused"
         if self.plan is not None:
-            return (
-                f"plan {self.plan.plan_id} is {'being called off' if self.plan.called_off else 'under way'}"
-            )
+            state = "being called off" if self.plan.called_off else "under way"
+            return f"plan {self.plan.plan_id} is {state}"
         if self.outdated is not None:
             return self.outdated
         if self.group.missing:
             return f"{rank_list(self.group.missing)} not connected"
-        halted = [member.rank for member in self.connected if member.error]
-        if halted:
-            return f"{rank_list(halted)} takes no part at present"
+        halted_ranks = [member.rank for member in self.connected if member.error]
+        if halted_ranks:
+            return f"balancing is halted on {rank_list(halted_ranks)}"
         if self.group.out_of_step:
             return f"{rank_list(self.group.out_of_step)} not at epoch {self.live.epoch}"
         return None if self.heat.steps or not needs_heat else "no heat has been gathered yet"
 
     @property
     def may_begin(self) -> bool:
-        """True where a first plan can be made by a prior: the ranks serve what they loaded, nothing was decided."""
-        loaded = self.live is not None and self.live.epoch == 0
-        return loaded and not self.decisions.begun and self.obstacle(needs_heat=False) is None
+        """True if a first plan can be made from a prior: no layer has switched and no decision has begun."""
+        is_initial = self.live is not None and self.live.epoch == 0
+        return is_initial and not self.decisions.begun and self.obstacle(needs_heat=False) is None
 
     def is_due(self, interval: int) -> bool:
-        """Return whether a decision is due, and can be made; those by the clock are ``interval`` steps apart.
+        """Return True if a decision is due and can be made.
 
-        None waits for a late rank once the ranks have made so many steps: it is made on those that are whole.
+        A decision does not wait for a late rank once the ranks have made ``interval`` steps since the last one. It then
+        uses the steps that are complete.
+
+        Parameters
+        ----------
+        interval
+            Steps between two decisions if they follow the clock; also the longest wait for a late rank.
         """
         due = self.decisions.is_due(self.assembled, interval)
-        if not due and self.late.for_seconds(LATE_SECONDS)[0]:
-            whole = self.assembled - self.decisions.decided_at
-            due = self.without_decision.steps >= interval <= _PART_WHOLE * whole
+        late_ranks, _ = self.late.for_seconds(LATE_SECONDS)
+        if not due and late_ranks:
+            complete_steps = self.assembled - self.decisions.decided_at
+            enough_complete = interval <= _STEPS_PER_COMPLETE_STEP * complete_steps
+            due = self.without_decision.steps >= interval and enough_complete
         return due and self.obstacle() is None
 
-    # Ranks come and go
+    # Commands of the service and its operators
+
+    def restore(self, *, leader_term: int, paused: bool, last_decision: str, totals: Totals) -> None:
+        """Restore the state that an earlier run of the service has stored.
+
+        Parameters
+        ----------
+        leader_term
+            Leader term of this service for the deployment.
+        paused
+            True if an operator had paused planning.
+        last_decision
+            Result of the last decision.
+        totals
+            Totals over all groups.
+        """
+        self.leader_term = leader_term
+        self.paused = paused
+        self.last_decision = last_decision
+        self.totals = totals
+        self.known = True
+
+    def restore_first_layout(self, first_layout: tuple[str, Layout] | None) -> None:
+        """Restore the id and initial layout of the latest stored group; ``None`` if no group was stored."""
+        self.first_layout = first_layout
+
+    def set_paused(self, paused: bool) -> None:
+        """Pause planning, or resume it."""
+        self.paused = paused
+
+    def lead_with(self, leader_term: int) -> None:
+        """Change this service's leader term, so that the ranks follow it instead of another service."""
+        self.leader_term = leader_term
+
+    def report_service_problems(self, problems: Iterable[str]) -> None:
+        """Replace the problems of the service that concern all deployments."""
+        self.service_problems = tuple(problems)
+
+    # Connections
 
     def hello(self, hello: Hello, assembled: Assembled | None = None) -> None:
-        """Take a rank in that introduces itself; raises ``RefusedError`` where it cannot be.
+        """Connect a rank.
 
-        What all serve together is taken from ``assembled`` if that is of the ranks that are here by now.
+        Raises ``RefusedError`` if the rank does not fit the group.
+
+        Parameters
+        ----------
+        hello
+            Hello of the rank.
+        assembled
+            Layout that was assembled in advance with this Hello as the last one; see ``Group.with_hello``.
         """
         try:
             self._replace_group(hello)
-            before = self.live
+            layout_before = self.live
             self._follow_plan(hello.rank, hello.version)
-            self.group = self._here.joined(hello, assembled)
+            self.group = self._current_group.with_hello(hello, assembled)
         except RefusedError as error:
-            self.attendance = self.attendance.turned_away(hello.rank, str(error))
+            self.attendance = self.attendance.with_rejection(hello.rank, str(error))
             raise
-        self.attendance = self.attendance.taken_in(hello.rank)
+        self.attendance = self.attendance.without_rejection(hello.rank)
         self.shedding = self.shedding.joined(hello.rank)
-        if self.group.live is None:
-            self._interrupt_plan("the ranks moved on while the service could not hear them")
-        elif self.group.live is not before:
-            self._expect_heat_of(self.group.live)
+        layout = self.group.live
+        if layout is None:
+            self._interrupt_plan("the ranks changed their layout while they were disconnected")
+        elif layout is not layout_before:
+            self._expect_heat_of(layout)
             if self.found is None:
-                self.first_layout = hello.group_id, self.group.live.serving
+                self.first_layout = hello.group_id, layout.serving
             self.known = True
-            self.events.append(self.group.live)
+            self.events.append(layout)
 
     def leave(self, rank: int) -> None:
-        """End the rank's stream."""
+        """Disconnect a rank."""
         if self.group is not None:
-            self.group = self.group.left(rank)
+            self.group = self.group.without_stream(rank)
 
     def rest(self) -> None:
-        """Give back the memory while nobody is connected; the ranks bring what they serve when they return."""
+        """Free memory while no rank is connected. The ranks report their layout when they return."""
         assert not self.connected
-        self._interrupt_plan("the ranks went away")
-        self.group = self.heat = self.ended_plan = None
+        self._interrupt_plan("all ranks disconnected")
+        self.group = None
+        self.heat = None
+        self.ended_plan = None
         self.decisions = self.decisions.resting()
 
-    # What ranks report
+    # Reports of the ranks
 
     def heartbeat(self, rank: int, heartbeat: Heartbeat) -> None:
-        """Note that a rank is alive and serves what it reports."""
-        reported = ("step", "error", "epoch", "digest", "staging_bytes", "ring_bytes")
-        self._note(rank, **{name: getattr(heartbeat, name) for name in reported})
+        """Record the state that a rank reports."""
+        names = ("step", "error", "epoch", "digest", "staging_bytes", "ring_bytes")
+        self._update_member(rank, **{name: getattr(heartbeat, name) for name in names})
         self._follow_plan(rank, (heartbeat.epoch, heartbeat.digest))
         self._trust_ranks(rank)
 
     def plan_status(self, rank: int, status: PlanStatus, now: float) -> None:
-        """Note a rank's report on the plan under way or the one before it; on others it is of no use any more."""
-        member = self._here.members[rank]
-        self._note(rank, step=max(member.step, status.step))
+        """Record a rank's report on the plan under way or the latest one that has ended.
+
+        Reports on older plans only update the rank's step and version.
+
+        Parameters
+        ----------
+        rank
+            Sender of the report.
+        status
+            Outcome of the plan, or of one of its layers, on the rank.
+        now
+            Current time, in seconds.
+        """
+        member = self._current_group.members[rank]
+        self._update_member(rank, step=max(member.step, status.step))
         if status.epoch > member.epoch:
-            self._note(rank, epoch=status.epoch, digest=status.digest)
+            self._update_member(rank, epoch=status.epoch, digest=status.digest)
         for plan in (self.plan, self.ended_plan):
             if plan is not None and plan.plan_id == status.plan_id:
                 try:
                     self._advance(plan, plan.after_status(rank, status, now))
                 except ConflictError as error:
-                    self._note_problem(str(error))
+                    self._record_problem(str(error))
         self.switch_log.heard(rank, status, now)
         self._trust_ranks(rank)
 
     def is_ahead(self, rank: int, report: HeatReport) -> bool:
-        """Return whether a rank's counts are so far ahead of slower ranks' that steps would be lost."""
+        """Return True if a rank's report is so far ahead of slower ranks that accepting it would lose steps."""
         return self.heat is None or self.heat.pending.is_ahead(rank, report)
 
     def heat_report(self, rank: int, report: HeatReport) -> StepCounts:
-        """Take a rank's counts; returns steps completed, for ``put_together``, and steps lost."""
+        """Process a rank's heat report.
+
+        Returns the number of steps that the report completed and the number of steps that are lost because of it. The
+        completed steps wait for ``put_together``.
+        """
         if self.heat is None:
             return StepCounts(0, 0)
-        step = max(self._here.members[rank].step, report.first_step + report.steps)
-        self._note(rank, step=step, dropped_steps=report.dropped_steps)
+        step = max(self._current_group.members[rank].step, report.first_step + report.steps)
+        self._update_member(rank, step=step, dropped_steps=report.dropped_steps)
         while self.put_together():
             # Steps that still wait would enter the window without being tested for a change.
             pass
@@ -307,19 +447,24 @@ class Deployment:
             self.totals = self.totals.plus(steps_received=gained.received, steps_lost=gained.lost)
         return gained
 
-    def put_together(self, most: int | None = None) -> bool:
-        """Let complete steps enter the window one by one; return True if more of them wait.
+    def put_together(self, max_steps: int | None = None) -> bool:
+        """Move complete steps into the window one by one. Return True if more of them wait.
 
-        It stops after ``most`` steps, or once a decision is due: the decision then uses the same steps, however many
-        arrive together.
+        This stops early once a decision is due. The decision then uses the same steps, however many arrive together.
+
+        Parameters
+        ----------
+        max_steps
+            Maximum number of steps to move; ``None`` for all.
         """
         if self.heat is None or not self.heat.waiting:
             return False
-        for _ in range(self.heat.waiting if most is None else most):
-            before = self.heat.assembled
+        for _ in range(self.heat.waiting if max_steps is None else max_steps):
+            assembled_before = self.heat.assembled
             self.heat.put_together(1)
             if self.decisions.pace is not None and self.live is not None:
-                self.decisions = self.decisions.after_steps(self._tested_par(self.heat, self.live, before))
+                par_TL = self._tested_par(self.heat, self.live, assembled_before)
+                self.decisions = self.decisions.after_steps(par_TL)
             pace = self.decisions.pace
             decides = pace is not None and pace.due and self.obstacle() is None
             if not self.heat.waiting or decides or self.may_call_off:
@@ -327,10 +472,10 @@ class Deployment:
         return self.heat.waiting > 0
 
     def _tested_par(self, heat: HeatAssembler, live: DeployedLayout, since: int) -> Float64:
-        """Return the ratios to test for a change of heat, from the steps after the first ``since``.
+        """Return the PAR to test for a change of heat, of the steps after the first ``since`` ones.
 
-        While a plan is under way, the ratios are predicted for the placement that it leads to, because measured ratios
-        also change with each layer that switches.
+        While a plan is under way, PAR is predicted for the placement that the plan leads to, because the measured PAR
+        also changes with each layer that switches.
         """
         planned = self.decisions.planned
         if self.plan is None or planned is None:
@@ -348,8 +493,8 @@ class Deployment:
         """
         if self.plan is None or self.plan.called_off or self.paused:
             return False
-        before = self.ended_plan
-        if before is not None and before.was_called_off and not before.committed + self.plan.committed:
+        previous = self.ended_plan
+        if previous is not None and previous.was_called_off and previous.committed + self.plan.committed == 0:
             return False
         return self.decisions.may_be_outdated
 
@@ -358,7 +503,17 @@ class Deployment:
         self.decisions = self.decisions.weighing()
 
     def weighed(self, outlook: Outlook, plan_id: int, now: float) -> bool:
-        """Record the result of the check. Call the plan off and return True if it is outdated and still under way."""
+        """Record the result of the check. Call the plan off and return True if it is outdated and still under way.
+
+        Parameters
+        ----------
+        outlook
+            Result of the check.
+        plan_id
+            Number of the plan that was checked.
+        now
+            Current time, in seconds.
+        """
         self.decisions, outdated = self.decisions.weighed(outlook)
         if not outdated or self.plan is None or self.plan.plan_id != plan_id or self.plan.called_off:
             return False
@@ -371,86 +526,116 @@ class Deployment:
         self.plan = self.plan.calling_off(reason, now)
 
     def beginning(self, problem: str = "") -> None:
-        """Begin the first plan by a prior, or note why there is none; later ones are due all the same."""
+        """Begin the first plan from a prior, or record the ``problem`` that prevents it.
+
+        Decisions on the group's own heat follow in either case.
+        """
         self.decisions = replace(self.decisions, begun=True)
         if problem:
-            self._note_problem(problem)
+            self._record_problem(problem)
 
     def deciding(self) -> None:
-        """Begin a decision on the window as it is now."""
+        """Begin a decision on the current window."""
         self.plan_problems.clear()
         self.decisions = self.decisions.deciding(self.assembled)
         if self.heat is not None:
             self.switch_log.looked_at(self.heat.served_steps())
 
     def decided(self, outlook: Outlook, *, changed: bool) -> None:
-        """Note the decision: it leaves all as it is, or a plan of it is about to be offered."""
+        """Record a decision; ``changed`` is True if its plan is about to be offered."""
         if self.live is not None:
             self.decisions = self.decisions.decided(outlook, self.live, changed=changed)
 
+    def record_last_decision(self, message: str) -> None:
+        """Record the result of the last decision in one line, for operators."""
+        self.last_decision = message
+
+    def record_move_price(self, price: MovePrice) -> None:
+        """Record the move price of the last decision."""
+        self.decisions = replace(self.decisions, move_price=price)
+
+    def record_time_price(self, price: TimePrice, cost: float) -> None:
+        """Record the cost of tokens in time; ``cost`` is the number of steps that pay for the estimate's CPU time."""
+        self.decisions = self.decisions.appraised(price, cost)
+
+    def record_worth(self, worth: Worth | None) -> None:
+        """Record the gain of balancing over the newest steps; ``None`` if it is unknown."""
+        self.decisions = replace(self.decisions, worth=worth)
+
     def offer(self, plan: PlanTracker, now: float) -> None:
-        """Follow a plan that is about to be sent to all ranks."""
+        """Track a plan that is about to be sent to all ranks."""
         self.plan = replace(plan, heard_at=now, step=self._furthest_step, stepped_at=now)
-        self.switch_log.offered(plan.plan_id, plan.decision.layers, self._here.shape.ranks, now)
+        self.switch_log.offered(plan.plan_id, plan.decision.layers, self._current_group.shape.ranks, now)
 
     def tick(self, now: float) -> None:
-        """Look at the clock, in seconds."""
+        """Update everything that depends on the time ``now``, in seconds."""
         if self.plan is not None:
-            step = None if self._here.missing else self._furthest_step
+            step = None if self._current_group.missing else self._furthest_step
             self.plan = self.plan.after_time(now, self.limits.plan_timeout, step)
             self._close_plan()
         self._look_at_clock(now)
         if self.group is not None and self.group.live is None and not self.group.missing:
-            # All ranks are connected, but a stream that should have ended is open: nothing would ever change.
-            reason = "all ranks are here, but not all have reported what they serve since; say Hello again"
+            # All ranks are connected, but some stream did not end when it should have. Nothing else would end it.
+            reason = (
+                "all ranks are connected, but not all have reported their layout since; send another Hello"
+            )
             self.events.append(StreamsOutdated(reason))
 
     # Transitions
 
     def _replace_group(self, hello: Hello) -> None:
-        """Begin another group where ``hello`` opens one."""
-        if self.group is not None and not self.group.yields_to(hello, self.attendance.forming_overdue):
+        """Start a new group if there is none, or if the rank's group replaces the current one."""
+        if self.group is not None and not self.group.is_replaced_by(hello, self.attendance.forming_overdue):
             return
-        self._interrupt_plan("the group of ranks was formed again")
-        self.group, self.heat, self.ended_plan = Group(hello.group_id, hello.shape), None, None
+        self._interrupt_plan("the ranks formed another group")
+        self.group = Group(hello.group_id, hello.shape)
+        self.heat = None
+        self.ended_plan = None
         self.planned_par.clear()
         self.plan_problems.clear()
         self.attendance = Attendance(departed_since=self.attendance.departed_since)
-        self.without_heat, self.without_decision, self.shedding, self.late = (
-            Stall(),
-            Stall(),
-            Shedding(),
-            Late(),
-        )
-        self.decisions, self.switch_log = Decisions(), SwitchLog()
+        self.without_heat = Stall()
+        self.without_decision = Stall()
+        self.shedding = Shedding()
+        self.late = LateRanks()
+        self.decisions = Decisions()
+        self.switch_log = SwitchLog()
 
     def _look_at_clock(self, now: float) -> None:
-        ranks = self.connected
+        """Update stalls, shedding, late ranks and attendance."""
+        members = self.connected
         step = self._furthest_step
-        completed = self.heat.pending.completed if self.heat is not None and ranks else None
+        completed = self.heat.pending.completed if self.heat is not None and members else None
         decided_at = self.decisions.decided_at if self.live is not None else None
         self.without_heat = self.without_heat.after(now, step, completed)
         self.without_decision = self.without_decision.after(now, step, decided_at)
-        self.shedding = self.shedding.after(now, {member.rank: member.dropped_steps for member in ranks})
-        self._look_for_late_ranks(now, step)
-        waiting = self.group is not None and self.group.live is None and bool(ranks)
-        self.attendance = self.attendance.after(now, connected=bool(ranks), waiting=waiting)
+        self.shedding = self.shedding.after(now, {member.rank: member.dropped_steps for member in members})
+        self._update_late_ranks(now, step)
+        waiting = self.group is not None and self.group.live is None and bool(members)
+        self.attendance = self.attendance.after(now, connected=bool(members), waiting=waiting)
 
-    def _look_for_late_ranks(self, now: float, step: int) -> None:
-        """Note whose heat is two reports or more behind the furthest rank's: ranks make their steps together."""
-        late, steps = list[int](), 0
+    def _update_late_ranks(self, now: float, step: int) -> None:
+        """Record the connected ranks whose heat is late. All ranks make the same steps at about the same time."""
+        behind: list[int] = []
+        steps = 0
         if self.heat is not None and self.group is not None:
-            report = self.shedding.one_in * self.limits.steps_per_report(self.group.shape.ranks)
-            late, steps = self.heat.pending.behind(2 * report)
-        here = {member.rank for member in self.connected}
-        self.late = self.late.after(now, step, [rank for rank in late if rank in here], steps)
+            report_steps = self.shedding.one_in * self.limits.steps_per_report(self.group.shape.ranks)
+            behind, steps = self.heat.pending.behind(_LATE_REPORTS * report_steps)
+        connected_ranks = {member.rank for member in self.connected}
+        late_ranks = [rank for rank in behind if rank in connected_ranks]
+        self.late = self.late.after(now, step, late_ranks, steps)
 
     def _expect_heat_of(self, live: DeployedLayout) -> None:
-        shape, limits = self._here.shape, self.limits
+        """Prepare to assemble heat that is counted under ``live``."""
+        limits = self.limits
         if self.heat is None:
-            groups_R = self._here.topology.token_groups_R
-            steps = limits.window_steps, limits.pending_steps
-            self.heat = HeatAssembler(shape, *steps, groups_R, limits.heat_phase)
+            self.heat = HeatAssembler(
+                self._current_group.shape,
+                limits.window_steps,
+                limits.pending_steps,
+                self._current_group.topology.token_groups_R,
+                limits.heat_phase,
+            )
             if limits.interval is not None and not limits.by_clock:
                 pace = Pace(limits.interval, limits.window_steps, limits.interval)
                 self.decisions = replace(self.decisions, pace=pace)
@@ -458,6 +643,7 @@ class Deployment:
             self.heat.placements.place(layer, epoch, live.placement.phy2log_LRS[layer], table_RE)
 
     def _follow_plan(self, rank: int, version: tuple[int, int]) -> None:
+        """Advance a plan if a rank serves one of the plan's versions."""
         for plan in (self.plan, self.ended_plan):
             after = plan.after_version(rank, version) if plan is not None else None
             if plan is not None and after is not None:
@@ -465,26 +651,27 @@ class Deployment:
                 return
 
     def _trust_ranks(self, rank: int) -> None:
-        """Believe the ranks, of which ``rank`` has reported, where they agree on something else than is known."""
+        """Drop the current layout if all ranks agree on another version; ``rank`` is the one that has just reported."""
         if self.group is None or self.plan is not None:
             return
         live = self.live
         if live is not None and self.group.members[rank].version == live.version:
-            # One that serves what is known: the ranks have not all moved on.
+            # This rank still serves the current layout, so the ranks do not all agree on another one.
             return
         versions = {member.version for member in self.group.connected}
         if live is None:
-            if self.group.moved_on is not None:
-                reason = f"rank {self.group.moved_on} has switched since its Hello; say Hello again"
+            switched_rank = self.group.switched_rank
+            if switched_rank is not None:
+                reason = f"rank {switched_rank} has switched since its Hello; send another Hello"
                 self.events.append(StreamsOutdated(reason))
         elif len(versions) == 1 and versions != {live.version}:
             ((epoch, _),) = versions
             self.group = self.group.without_live()
-            reason = f"the ranks serve epoch {epoch}, the service knew epoch {live.epoch}; say Hello again"
+            reason = f"the ranks serve epoch {epoch}, but the service expected epoch {live.epoch}; send another Hello"
             self.events.append(StreamsOutdated(reason))
 
     def _advance(self, before: PlanTracker, after: PlanTracker) -> None:
-        """Take ``after`` for ``before``, which is under way or the last plan, and commit what it has switched."""
+        """Replace a plan's state ``before`` by the state ``after`` and commit the layers that have switched."""
         if self.plan is before:
             self.plan = after
         elif self.ended_plan is before:
@@ -496,35 +683,54 @@ class Deployment:
         self._close_plan()
 
     def _commit(self, group: Group, before: DeployedLayout, plan: PlanTracker, update: LayerPlan) -> None:
-        live = before.with_layer(update.layer, update.phy2log_RS, update.log2phy_RE)
+        """Switch one layer of the current layout.
+
+        Parameters
+        ----------
+        group
+            Current group.
+        before
+            Current layout.
+        plan
+            Plan that contains the layer.
+        update
+            Placement, tables and moves of the layer.
+        """
+        layout = before.with_layer(update.layer, update.phy2log_RS, update.log2phy_RE)
         moves = len(update.moves_M5)
         bytes_moved = moves * group.shape.bytes_per_expert
-        self.group = replace(group, live=live)
+        self.group = replace(group, live=layout)
         if self.heat is not None:
-            # Not before a rank has reported it: until then another plan may be the one that gets to this epoch.
-            self.heat.placements.place(update.layer, live.epoch, update.phy2log_RS, update.log2phy_RE)
+            # Only a rank's report proves which plan leads to this epoch, so this cannot be done at the offer.
+            self.heat.placements.place(update.layer, layout.epoch, update.phy2log_RS, update.log2phy_RE)
         self.planned_par[update.layer] = plan.decision.verdicts[update.layer].par_planned
         self.totals = self.totals.plus(layers_switched=1, experts_moved=moves, bytes_moved=bytes_moved)
-        self.events.append(LayerCommitted(update, live, bytes_moved))
+        self.events.append(LayerCommitted(update, layout, bytes_moved))
 
     def _interrupt_plan(self, reason: str) -> None:
+        """End the plan under way for a reason outside of it."""
         if self.plan is not None:
             self.plan = self.plan.interrupted(reason)
             self._close_plan()
 
     def _close_plan(self) -> None:
-        if self.plan is not None and self.plan.outcome is not None:
-            self.ended_plan, self.plan = self.plan, None
-            done = self.ended_plan.outcome is Outcome.DONE
-            self.decisions = self.decisions.plan_ended(done)
-            self.events.append(self.ended_plan)
-            if not (done or self.ended_plan.was_called_off):
-                self._note_problem(self.ended_plan.summary)
+        """Record the outcome of the plan under way if it has ended."""
+        plan = self.plan
+        if plan is None or plan.outcome is None:
+            return
+        self.ended_plan = plan
+        self.plan = None
+        done = plan.outcome is Outcome.DONE
+        self.decisions = self.decisions.plan_ended(done)
+        self.events.append(plan)
+        if not (done or plan.was_called_off):
+            self._record_problem(plan.summary)
 
-    def _note_problem(self, problem: str) -> None:
+    def _record_problem(self, problem: str) -> None:
+        """Record a problem of a plan. Only the latest ones are kept, each once."""
         if problem not in self.plan_problems:
-            self.plan_problems = [*self.plan_problems, problem][-_PROBLEMS_KEPT:]
+            self.plan_problems = [*self.plan_problems, problem][-_MAX_PROBLEMS:]
 
-    def _note(self, rank: int, **changes: Any) -> None:
-        """Change fields of a member by its own report."""
-        self.group = self._here.with_member(rank, **changes)
+    def _update_member(self, rank: int, **changes: Any) -> None:
+        """Change fields of a member according to its own report."""
+        self.group = self._current_group.with_member(rank, **changes)

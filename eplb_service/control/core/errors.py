@@ -1,27 +1,27 @@
-"""Refusals of the core, one exception per kind; the text says what was wrong and what to do."""
+"""Errors of the core, one exception per kind of rejection. Each message states the problem and what to do."""
 
 from __future__ import annotations
 
 
 class RefusedError(Exception):
-    """A rank or an operator is turned away."""
+    """Rejection of a rank or of an operator's command."""
 
 
 class ConflictError(RefusedError):
-    """A request that is well-formed but does not fit what is known."""
+    """Rejection of a well-formed request that contradicts the state of the deployment."""
 
 
 class AlreadyConnectedError(RefusedError):
-    """A second agent for a rank whose first is alive."""
+    """Rejection of a second agent for a rank whose first agent is still connected."""
 
 
 class UnknownDeploymentError(RefusedError):
-    """No agent has ever introduced itself for this deployment."""
+    """Rejection of a request for a deployment that no agent has ever connected for."""
 
 
 class ExhaustedError(RefusedError):
-    """A bound of the service has been reached."""
+    """Rejection of a request that would exceed a limit of the service."""
 
 
 class NotStoredError(RefusedError):
-    """A command was carried out, but a restart of the service would forget it."""
+    """Warning that a command was executed but not stored, so that a restart of the service loses it."""

@@ -1,6 +1,7 @@
-"""Flow of heat from the ranks: its bounds, the share of it that is asked for, and when something has stopped.
+"""Flow of heat from the ranks to the service: limits, load shedding, and detection of late ranks and stalls.
 
-All are values that change with what the ranks report and with the clock.
+All types are immutable values. Their ``after`` methods return the state that follows from the ranks' reports and the
+current time.
 """
 
 from __future__ import annotations
@@ -11,46 +12,61 @@ from dataclasses import dataclass, field, replace
 from eplb_core.heat.sources import HeatPhase
 from eplb_core.wire.agent import MAX_BLOCKS
 
-MIN_STEPS, MAX_STEPS = 16, 64
-"""Steps of one report; the heat rings of layers hold no more."""
-_PART_OF_WINDOW = 4
-"""A report is no longer than a fourth of the steps that decisions look at, or that are between them."""
+MIN_STEPS = 16
+"""Steps per report in a small group."""
+MAX_STEPS = 64
+"""Steps per report in a large group; the layers' heat rings hold no more."""
+_REPORTS_PER_WINDOW = 4
+"""Minimum number of reports per window, and per decision interval."""
 _RANKS_PER_STEP = 5
-"""More ranks for each step of a report are too many: at 20 steps per second they send 100 reports per second."""
-_SHED_LOOK_SECONDS = 20.0
+"""Ranks per step of a report above which reports are made longer. At 20 steps per second, five ranks per step send 100
+reports per second in total."""
+_SHEDDING_CHECK_SECONDS = 20.0
+"""Time between two checks of the steps that ranks have dropped."""
 _CALM_SECONDS = 300.0
-"""Time without drops after which more heat is asked for again."""
+"""Time without dropped steps after which the ranks are asked for more heat."""
 _IDLE_SECONDS = 30.0
+"""Time without a new step after which the ranks count as idle."""
 LATE_SECONDS = 5.0
-"""Time for which a rank's heat is late before anything follows from it."""
+"""Time for which a rank's heat must be late before the service reacts."""
 HELD_SECONDS = 10.0
-"""Longest that a rank which is ahead of slower ones is held back."""
+"""Longest time for which a rank that is ahead of slower ranks is held back."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Bounds of a deployment.
+    """Limits of a deployment.
 
     Parameters
     ----------
     window_steps
-        Steps that a decision looks at at most.
+        Maximum number of steps that a decision uses.
     pending_steps
-        Steps that the fastest rank's reports may be ahead of the slowest's; also the most steps of one report.
+        Number of steps that the fastest rank's reports may be ahead of the slowest rank's. It also bounds the steps of
+        one report.
     plan_timeout
-        Seconds of silence that end a plan.
+        Seconds without a report from any rank after which a plan times out.
     interval
-        Steps before the first decision, and between later ones at most.
+        Number of steps before the first decision; also the longest interval between later ones.
     by_clock
-        Decisions fall every interval, whatever is realised: the policy is not this project's.
+        True if decisions are due after every ``interval`` steps, regardless of the realised PAR. This is the case for
+        policies other than this project's own.
     cpu_share
-        Part of a core that decisions take, on average over several intervals.
+        Fraction of one core that decisions may use, averaged over several intervals.
     report_steps
-        Steps of the ranks' reports; ``None`` where they follow the number of ranks.
+        Steps per report; ``None`` to derive it from the number of ranks.
     heat_phase
-        The steps that decisions look at: all, those in which a rank prefills, or those in which none does.
+        Phase of the steps that decisions use: all steps, those in which a rank prefills, or those in which none does.
     routed_by_tables
-        True if hosts route tokens by the tables, and not by a rule of their own.
+        True if hosts route tokens by the tables, False if they follow a rule of their own.
+
+    Examples
+    --------
+    Groups of more than 80 ranks send reports of more than 16 steps:
+
+    >>> limits = Limits(window_steps=512, pending_steps=512, plan_timeout=60.0)
+    >>> [limits.steps_per_report(ranks) for ranks in (80, 128, 1024)]
+    [16, 32, 64]
     """
 
     window_steps: int
@@ -65,32 +81,50 @@ class Limits:
 
     @property
     def decision_steps(self) -> int:
-        """Steps after which something should have come of them: the window, or the interval where that is shorter."""
+        """Window or decision interval, in steps, whichever is shorter."""
         return self.window_steps if self.interval is None else min(self.window_steps, self.interval)
 
     def steps_per_report(self, ranks: int) -> int:
-        """Steps that each of so many ranks gathers into one report.
+        """Return the number of steps that each rank of a group of ``ranks`` combines into one report.
 
-        A report's cost hardly depends on its steps, so that many ranks send long ones, and a change of their heat is
-        noticed so many steps later.
+        A report costs nearly the same regardless of its length, so large groups send long ones. The price is that the
+        service detects a change of heat later.
         """
         if self.report_steps is not None:
             return self.report_steps
-        steps, most = MIN_STEPS, min(self.decision_steps // _PART_OF_WINDOW, MAX_STEPS)
-        while ranks > _RANKS_PER_STEP * steps and 2 * steps <= most:
+        steps = MIN_STEPS
+        max_steps = min(self.decision_steps // _REPORTS_PER_WINDOW, MAX_STEPS)
+        while ranks > _RANKS_PER_STEP * steps and 2 * steps <= max_steps:
             steps *= 2
         return steps
 
 
 @dataclass(frozen=True)
 class Shedding:
-    """Share of their heat that the ranks of a deployment are asked for (immutable).
+    """Load shedding: the share of their heat that the ranks of a deployment report (immutable).
 
-    All leave out the same steps, so that the others are whole: of 1,024 ranks of which each drops what it cannot send
-    in time, and sends nine of ten reports, all have the same one once in 10^47.
+    Steps are numbered in blocks, and every rank reports the same block out of ``one_in``. The reported steps are
+    therefore complete. If each of 1,024 ranks instead dropped one report in ten independently, only one step in 10^47
+    would be complete.
 
-    Of ``one_in`` blocks of steps they report one. When last looked at each had dropped so many steps, and since
-    ``calm_since`` none dropped any.
+    Parameters
+    ----------
+    one_in
+        Number of blocks out of which each rank reports one.
+    dropped
+        Number of steps that each connected rank had dropped at the last check, by rank.
+    looked_at
+        Time of the last check, in seconds; ``None`` before the first one.
+    calm_since
+        Time since which no rank has dropped a step, or of the last increase of the share if that is later.
+
+    Examples
+    --------
+    If more than half of the ranks drop steps between two checks, the share is halved:
+
+    >>> shedding = Shedding().after(0.0, {0: 0, 1: 0, 2: 0})
+    >>> shedding.after(20.0, {0: 16, 1: 32, 2: 0}).one_in
+    2
     """
 
     one_in: int = 1
@@ -99,30 +133,48 @@ class Shedding:
     calm_since: float = 0.0
 
     def joined(self, rank: int) -> Shedding:
-        """A rank is here, or is back: what it dropped while it could not send says nothing of this service."""
-        others = {other: steps for other, steps in self.dropped.items() if other != rank}
-        return replace(self, dropped=others) if rank in self.dropped else self
+        """Return the state after a rank has connected.
+
+        Steps that it dropped while it was disconnected do not indicate an overloaded service, so its count restarts.
+        """
+        if rank not in self.dropped:
+            return self
+        dropped = {connected: steps for connected, steps in self.dropped.items() if connected != rank}
+        return replace(self, dropped=dropped)
 
     def after(self, now: float, dropped: Mapping[int, int]) -> Shedding:
-        """Look at the clock; each connected rank has dropped so many steps by now."""
+        """Return the state at time ``now``; ``dropped`` counts the steps that each connected rank has dropped."""
         if self.looked_at is None:
             return replace(self, dropped=dict(dropped), looked_at=now, calm_since=now)
-        if now - self.looked_at < _SHED_LOOK_SECONDS:
+        if now - self.looked_at < _SHEDDING_CHECK_SECONDS:
             return self
-        dropping = sum(steps > self.dropped.get(rank, steps) for rank, steps in dropped.items())
-        one_in, calm_since = self.one_in, now if dropping else self.calm_since
-        if 2 * dropping > len(dropped):
+        dropping_ranks = sum(steps > self.dropped.get(rank, steps) for rank, steps in dropped.items())
+        one_in = self.one_in
+        calm_since = now if dropping_ranks else self.calm_since
+        if 2 * dropping_ranks > len(dropped):
             one_in = min(2 * one_in, MAX_BLOCKS)
         elif now - calm_since >= _CALM_SECONDS:
-            one_in, calm_since = max(1, one_in // 2), now
+            one_in = max(1, one_in // 2)
+            calm_since = now
         return Shedding(one_in, dict(dropped), now, calm_since)
 
 
 @dataclass(frozen=True)
-class Late:
-    """Ranks whose heat is late (immutable): each by when it was first seen so, and by how many steps they are at most.
+class LateRanks:
+    """Ranks whose heat is late (immutable). No rank is late while the whole group is idle.
 
-    None is late while no rank makes steps: the furthest has been at ``step`` since ``stepped_at``.
+    Parameters
+    ----------
+    since
+        Time at which each late rank was first observed to be late, by rank.
+    steps
+        Number of steps by which the slowest rank's heat is behind the fastest rank's.
+    now
+        Time of the last update, in seconds.
+    step
+        Furthest step of any rank.
+    stepped_at
+        Time at which that step was first observed.
     """
 
     since: Mapping[int, float] = field(default_factory=dict)
@@ -131,24 +183,48 @@ class Late:
     step: int = 0
     stepped_at: float = 0.0
 
-    def after(self, now: float, step: int, ranks: Sequence[int], steps: int) -> Late:
-        """Look at the clock, in seconds, the furthest rank's step, and the ranks that are late."""
+    def after(self, now: float, step: int, ranks: Sequence[int], steps: int) -> LateRanks:
+        """Return the state at time ``now``.
+
+        Parameters
+        ----------
+        now
+            Current time, in seconds.
+        step
+            Furthest step of any rank.
+        ranks
+            Connected ranks whose heat is behind.
+        steps
+            Number of steps by which the slowest rank's heat is behind.
+        """
         stepped_at = now if step != self.step else self.stepped_at
-        late = ranks if now - stepped_at < _IDLE_SECONDS else ()
-        return Late({rank: self.since.get(rank, now) for rank in late}, steps, now, step, stepped_at)
+        late_ranks = ranks if now - stepped_at < _IDLE_SECONDS else ()
+        since = {rank: self.since.get(rank, now) for rank in late_ranks}
+        return LateRanks(since, steps, now, step, stepped_at)
 
     def for_seconds(self, seconds: float) -> tuple[list[int], float]:
-        """Return the ranks that have been late for more than so long, and the longest time of any."""
-        found = {rank: self.now - since for rank, since in self.since.items() if self.now - since > seconds}
-        return list(found), max(found.values(), default=0.0)
+        """Return the ranks that have been late for more than ``seconds``, and the longest such time."""
+        durations = {rank: self.now - since for rank, since in self.since.items()}
+        durations = {rank: duration for rank, duration in durations.items() if duration > seconds}
+        return list(durations), max(durations.values(), default=0.0)
 
 
 @dataclass(frozen=True)
 class Stall:
-    """Time and steps of the ranks since a count has last grown (immutable).
+    """Time and steps that have passed since a counter last changed (immutable).
 
-    ``count`` has been what it is for ``seconds`` and ``steps``: since a time in seconds, when the furthest rank was at
-    ``step``. It is ``None`` while it cannot grow.
+    Parameters
+    ----------
+    count
+        Value of the counter; ``None`` while it cannot grow.
+    since
+        Time at which the counter was first observed at this value, in seconds.
+    step
+        Furthest step of any rank at that time.
+    seconds
+        Seconds from that time to the last update.
+    steps
+        Steps that the furthest rank made in this time.
     """
 
     count: int | None = None
@@ -158,7 +234,7 @@ class Stall:
     steps: int = 0
 
     def after(self, now: float, step: int, count: int | None) -> Stall:
-        """Look at the clock, the furthest rank's step, and the count."""
+        """Return the state at time ``now``, given the furthest rank's step and the counter."""
         if count is None or count != self.count or step < self.step:
             return Stall(count, now, step)
         return replace(self, seconds=now - self.since, steps=step - self.step)

@@ -1,41 +1,55 @@
-"""Balance of a deployment, now and over time, and what is wrong with it."""
+"""Health of a deployment: its current balance, its balance over time, and its problems."""
 
 from __future__ import annotations
 
 import numpy as np
 
+from eplb_core.heat.assembler import HeatAssembler
 from eplb_core.placement import Float64, mean_par
 from eplb_core.wire.agent import mixed_releases
 from eplb_core.wire.operator import BalancePoint
 from eplb_service.control.core.deployment import Deployment
-from eplb_service.control.core.flow import LATE_SECONDS
+from eplb_service.control.core.flow import LATE_SECONDS, Limits
 from eplb_service.control.core.group import rank_list
 
 RECENT_STEPS = 64
-"""Steps that figures of the present are of: the newest ones, as they were served."""
+"""Number of recent steps that figures of the current balance cover."""
 MAX_POINTS = 512
-"""Points of one deployment's balance; where there are more, neighbours become one."""
+"""Number of points at which a balance series is thinned out."""
 _SILENT_SECONDS = 30.0
+"""Time without a completed step, while the ranks make steps, that is reported as a problem."""
 _UNDECIDED_SECONDS = 600.0
+"""Time without a decision that is reported as a problem."""
 _UNDECIDED_WINDOWS = 16
-"""Windows of steps without a decision that are too many: far past any decision interval.
+"""Windows of steps without a decision that are reported as a problem. They exceed any decision interval.
 
-So many windows of steps without a counted token are a problem as well, if none has ever been counted."""
-
-
+The same number of windows without a token is reported if no rank has ever counted one."""
 _MISROUTED_STEPS = 16
-"""Number of misrouted steps from which on a host is assumed not to route by its tables."""
+"""Number of misrouted steps from which a host is assumed to ignore its tables."""
 
 
 class BalanceSeries:
-    """Points of time, at most ``MAX_POINTS``, ``interval`` seconds apart; that doubles whenever the series is full."""
+    """Balance over time, as a bounded series of evenly spaced points.
+
+    Once the series has ``MAX_POINTS`` points, every other point is removed and the interval doubles.
+
+    Parameters
+    ----------
+    interval
+        Seconds between two points of a new series.
+
+    Attributes
+    ----------
+    points
+        Points in ascending order of time.
+    """
 
     def __init__(self, interval: float = 1.0) -> None:
         self._interval = interval
         self.points: list[BalancePoint] = []
 
     def add(self, point: BalancePoint) -> bool:
-        """Add the balance as it is now, unless the last point is too recent; return whether it was added."""
+        """Add a point unless the last one is too recent. Return True if it was added."""
         if self.points and point.at - self.points[-1].at < self._interval:
             return False
         self.points.append(point)
@@ -46,17 +60,22 @@ class BalanceSeries:
 
 
 def served_now(deployment: Deployment) -> int:
-    """Return the number of newest steps that figures of the present are of; 0 while no rank is connected."""
+    """Return the number of recent steps that figures of the current balance cover; 0 while no rank is connected."""
     if deployment.heat is None or deployment.live is None or not deployment.connected:
         return 0
     return min(deployment.heat.steps, RECENT_STEPS)
 
 
 def measured_par(deployment: Deployment) -> Float64:
-    """Return the peak-to-average ratio of each layer over the newest steps, as they were served, float64 ``[L]``.
+    """Return the measured PAR of each layer over the recent steps.
 
-    From the loads that the ranks measured, not from a prediction: per step, averaged over the steps with tokens; 0 if
-    nothing was measured yet. Empty while the placement is not known or no rank is connected.
+    It is computed from the loads that the ranks reported, not predicted.
+
+    Returns
+    -------
+    Float64
+        ``[L]``, mean over the steps with tokens; 0 for a layer without tokens. Empty while the layout is unknown or no
+        rank is connected.
     """
     steps = served_now(deployment)
     if deployment.heat is None or deployment.live is None or not deployment.connected:
@@ -65,15 +84,35 @@ def measured_par(deployment: Deployment) -> Float64:
 
 
 def mean_measured_par(par_L: Float64) -> float:
-    """Mean over the layers that were measured; 0 where none was."""
+    """Return the mean PAR over the layers with tokens; 0 if no layer had tokens.
+
+    Examples
+    --------
+    The second layer had no tokens:
+
+    >>> mean_measured_par(np.array([1.5, 0.0, 1.25]))
+    1.375
+    """
     measured = par_L[par_L > 0]
     return float(measured.mean()) if measured.size else 0.0
 
 
 def rank_loads(deployment: Deployment, newest: int) -> tuple[int, Float64]:
-    """Load of each rank over its layer's mean, float64 ``[L, R]``, and the newest steps, at most ``newest``, it is of.
+    """Return the measured load of each rank relative to its layer's mean.
 
-    As they were served; zero in a layer without tokens. Empty if nothing was measured, or no rank is connected.
+    Parameters
+    ----------
+    deployment
+        Deployment with its heat.
+    newest
+        Maximum number of recent steps to sum over.
+
+    Returns
+    -------
+    int
+        Number of steps that the loads cover.
+    Float64
+        ``[L, R]``, relative loads; 0 in a layer without tokens. Empty if there is no step or no rank is connected.
     """
     if deployment.heat is None or not served_now(deployment):
         return 0, np.zeros((0, 0))
@@ -83,9 +122,14 @@ def rank_loads(deployment: Deployment, newest: int) -> tuple[int, Float64]:
 
 
 def redundancy(deployment: Deployment) -> tuple[int, int]:
-    """Return slots of all ranks beyond one per expert, and bytes that a rank holds in them over all layers.
+    """Return the redundant slots per layer and the bytes that each rank holds in them.
 
-    The second is 0 if an expert's size is not known.
+    Returns
+    -------
+    int
+        Slots of all ranks in one layer, less one per expert.
+    int
+        Bytes per rank over all layers, on average; 0 if the size of an expert is unknown.
     """
     if deployment.group is None:
         return 0, 0
@@ -95,86 +139,106 @@ def redundancy(deployment: Deployment) -> tuple[int, int]:
 
 
 def problems(deployment: Deployment) -> list[str]:
-    """Return what an operator should look at, one line each; empty while all is well."""
+    """Return the problems that an operator should look at, one line each. ``docs/runbook.md`` explains them."""
     group = deployment.group
     if group is None:
         return ["no agent has connected since the service started", *deployment.service_problems]
-    found = []
+    lines = []
     if group.missing:
-        found.append(
+        lines.append(
             f"{len(group.connected)} of {group.shape.ranks} ranks connected, missing {rank_list(group.missing)}"
         )
     if deployment.outdated is not None:
-        found.append(
+        lines.append(
             f"{deployment.outdated}; stop this service, or have it lead: `eplb lead {deployment.name}`"
         )
-    found += [f"rank {member.rank}: {member.error}" for member in group.connected if member.error]
+    lines += [f"rank {member.rank}: {member.error}" for member in group.connected if member.error]
     if group.out_of_step and deployment.plan is None and group.live is not None:
-        found.append(
-            f"{rank_list(group.out_of_step)} not at epoch {group.live.epoch}, which the others serve"
+        lines.append(
+            f"{rank_list(group.out_of_step)} not at epoch {group.live.epoch}, which the rest of the group serves"
         )
     mixed = mixed_releases({member.rank: member.agent_version for member in group.connected})
     if mixed is not None:
-        found.append(mixed)
-    refused = sorted(deployment.attendance.refused.items())
-    found += [f"rank {rank} was turned away: {reason}" for rank, (reason, _) in refused]
-    return found + _useless(deployment) + deployment.plan_problems + list(deployment.service_problems)
+        lines.append(mixed)
+    rejections = sorted(deployment.attendance.rejections.items())
+    lines += [f"rank {rank} was rejected: {reason}" for rank, (reason, _) in rejections]
+    lines += _balancing_problems(deployment)
+    return lines + deployment.plan_problems + list(deployment.service_problems)
 
 
-def _useless(deployment: Deployment) -> list[str]:
-    """Reasons why balancing, though nothing fails, can do nothing."""
-    found, heat, limits = [], deployment.heat, deployment.limits
-    one_in, windows = deployment.shedding.one_in, _UNDECIDED_WINDOWS * limits.decision_steps
+def _balancing_problems(deployment: Deployment) -> list[str]:
+    """Return the reasons why balancing has no effect although nothing has failed."""
+    lines = []
     if deployment.group is not None and deployment.group.shape.rank_bound and not deployment.paused:
-        found.append(
-            "experts are bound to their ranks (grouped experts), so that no plan can be made: heat is watched alone"
+        lines.append(
+            "experts are bound to their ranks (grouped experts), so no plan can be made; the service only watches "
+            "the heat"
         )
-    # A host that has served nothing yet looks like one whose counters stay zero.
-    many_empty = windows if heat is None or not heat.pending.tokens_uncounted else limits.decision_steps
-    if heat is not None and heat.pending.empty_steps >= many_empty:
-        found.append(
-            f"no rank has counted a token in the newest {heat.pending.empty_steps} steps, though they are no dummies: "
-            "the layers' counters stay zero, or nothing has been served since the ranks started"
+    if deployment.heat is not None:
+        lines += _heat_problems(deployment.heat, deployment.limits)
+    return lines + _flow_problems(deployment)
+
+
+def _heat_problems(heat: HeatAssembler, limits: Limits) -> list[str]:
+    """Return the problems in the content of the heat: steps that decisions cannot use, and misrouted tokens."""
+    lines = []
+    pending = heat.pending
+    many_steps = _UNDECIDED_WINDOWS * limits.decision_steps
+    # A host that has not served any request yet looks like one whose counters stay zero, so allow it more time.
+    max_empty_steps = limits.decision_steps if pending.tokens_uncounted else many_steps
+    if pending.empty_steps >= max_empty_steps:
+        lines.append(
+            f"no rank has counted a token in the newest {pending.empty_steps} steps, although these are no dummy "
+            "steps: either the layers' counters stay zero, or the ranks have served nothing since they started"
         )
-    if heat is not None and heat.pending.mislabelled_steps >= limits.decision_steps:
-        found.append(
-            f"tokens were counted in {heat.pending.mislabelled_steps} steps that all ranks label as dummies: "
-            "decisions leave these steps out; have the host label steps with tokens prefill or decode"
+    if pending.mislabelled_steps >= limits.decision_steps:
+        lines.append(
+            f"tokens were counted in {pending.mislabelled_steps} steps that all ranks label as dummies, so decisions "
+            "skip these steps; have the host label steps with tokens as prefill or decode"
         )
-    if heat is not None and limits.routed_by_tables and heat.misrouted_steps >= _MISROUTED_STEPS:
+    if limits.routed_by_tables and heat.misrouted_steps >= _MISROUTED_STEPS:
         assert heat.misrouted is not None
         rank, layer, slot = heat.misrouted
-        found.append(
+        lines.append(
             f"in {heat.misrouted_steps} steps since the last switch, slots that no rank's table names received tokens, "
             f"such as slot {slot} of rank {rank} in layer {layer}: the host does not route by log2phy; check its "
             "adapter, or set split to even if the host spreads tokens over the replicas itself"
         )
-    if heat is not None and heat.passed_over >= windows:
-        found.append(
-            f"none of the newest {heat.passed_over} steps with tokens was {limits.heat_phase}, the only phase that "
-            "heat_phase lets decisions look at: serve with --heat-phase all, or have the host label its steps"
+    if heat.passed_over >= many_steps:
+        lines.append(
+            f"none of the newest {heat.passed_over} steps with tokens was {limits.heat_phase}, but decisions use only "
+            "these (heat_phase); serve with --heat-phase all, or have the host label its steps"
         )
+    return lines
+
+
+def _flow_problems(deployment: Deployment) -> list[str]:
+    """Return the problems in the flow of heat and decisions: shed heat, late ranks and stalls."""
+    lines = []
+    limits = deployment.limits
+    one_in = deployment.shedding.one_in
     if one_in > 1:
-        found.append(
-            f"the service cannot take all heat of these ranks: of every {one_in} reports they send "
-            "one, so that a window spans longer; give it more CPU, or fewer deployments"
+        lines.append(
+            f"the service cannot process all heat of these ranks: they send one of every {one_in} reports, so a "
+            "window spans a longer time; give the service more CPU, or fewer deployments"
         )
-    late, seconds = deployment.late.for_seconds(LATE_SECONDS)
-    if late:
-        held = "decisions" if deployment.decisions.decided_at else "the first decision"
-        found.append(
-            f"heat of {rank_list(late)} has been late for {seconds:.0f} s, by up to {deployment.late.steps} steps, "
-            f"which holds up {held}: see to its process, its host and its link to the service"
+    late_ranks, seconds = deployment.late.for_seconds(LATE_SECONDS)
+    if late_ranks:
+        delayed = "decisions" if deployment.decisions.decided_at else "the first decision"
+        lines.append(
+            f"heat of {rank_list(late_ranks)} has been late for {seconds:.0f} s, by up to {deployment.late.steps} "
+            f"steps, which delays {delayed}; check each such rank's process, host and link to the service"
         )
-    stall = deployment.without_heat
-    if stall.seconds > _SILENT_SECONDS and stall.steps > one_in * limits.pending_steps:
-        found.append(
-            f"no step's heat has been put together for {stall.seconds:.0f} s, though the ranks make steps"
+    heat_stall = deployment.without_heat
+    if heat_stall.seconds > _SILENT_SECONDS and heat_stall.steps > one_in * limits.pending_steps:
+        lines.append(
+            f"no step's heat has been assembled for {heat_stall.seconds:.0f} s, although the ranks make steps"
         )
     stall = deployment.without_decision
-    if stall.seconds > _UNDECIDED_SECONDS and stall.steps > windows and not deployment.paused:
-        reason = deployment.obstacle() or "steps are put together too slowly"
-        found.append(
+    min_steps = _UNDECIDED_WINDOWS * limits.decision_steps
+    if stall.seconds > _UNDECIDED_SECONDS and stall.steps > min_steps and not deployment.paused:
+        reason = deployment.obstacle() or "steps are assembled too slowly"
+        lines.append(
             f"no decision for {stall.seconds:.0f} s, in which the ranks made {stall.steps} steps: {reason}"
         )
-    return found
+    return lines

@@ -1,8 +1,11 @@
-"""Leadership among services: terms, by which ranks choose whom to follow, and claims to the lease.
+"""Leadership among services: leader terms, and claims to a lease.
 
-A term is the clock in seconds, then random bits, so that no two services have the same. Ranks refuse plans of a term
-lower than the highest of which they have heard. As in Kubernetes' leader election, nobody compares clocks: a lease
-whose record has not changed for as long as its holder promised to renew it, by the clock of whoever looks, is given up.
+Ranks reject plans of a lower term than the highest one that they have received. A term combines the start time of its
+service with random bits, so that no two services share one.
+
+Leases work as in Kubernetes leader election, which never compares the clocks of two machines. A service observes the
+lease's record and measures, by its own clock, how long the record has not changed. Once that exceeds the time within
+which the holder promised to renew it, the lease has expired.
 """
 
 from __future__ import annotations
@@ -14,29 +17,29 @@ from eplb_core.wire.fields import MAX_VERSION
 from eplb_service.control.core.errors import ConflictError
 
 RANDOM_BITS = 20
-"""Low bits of a term that are drawn at random."""
+"""Number of low bits of a term that are drawn at random."""
 _MAX_CLOCK = 1 << 36
-"""Bound on what a clock is taken to say, in seconds: the year 4147."""
+"""Upper bound of the time in a new term, in seconds since 1970: the year 4147."""
 
 
 def term_at(seconds: float, random_bits: int) -> int:
-    """Return the term of a service that starts at ``seconds`` since 1970; ``random_bits`` are its low bits."""
+    """Return the term of a service that starts at ``seconds`` since 1970, with ``random_bits`` as its low bits."""
     return min(max(int(seconds), 0), _MAX_CLOCK) << RANDOM_BITS | random_bits
 
 
 def term_above(term: int, random_bits: int) -> int:
-    """Return a term above ``term``, which ranks follow; raises ``ConflictError`` where there is none."""
-    above = ((term >> RANDOM_BITS) + 1) << RANDOM_BITS | random_bits
-    if above >= MAX_VERSION:
+    """Return a higher term than ``term``. Raises ``ConflictError`` if there is no higher term."""
+    higher_term = ((term >> RANDOM_BITS) + 1) << RANDOM_BITS | random_bits
+    if higher_term >= MAX_VERSION:
         raise ConflictError(
-            f"there is no leader term above {term}: a service has claimed the last one; start the engines again, "
-            "with which their agents forget it"
+            f"no leader term is higher than {term}, which a service has already claimed; restart the engines to "
+            "reset the term that their agents follow"
         )
-    return above
+    return higher_term
 
 
 def clock_of(term: int) -> str:
-    """Return when the service of a term started, by its own clock."""
+    """Return the start time of the service with this term, according to its own clock."""
     seconds = term >> RANDOM_BITS
     if seconds > _MAX_CLOCK:
         return "past the year 4147"
@@ -45,10 +48,29 @@ def clock_of(term: int) -> str:
 
 @dataclass(frozen=True)
 class Claim:
-    """A lease's record, and since when it has been as it is.
+    """Record of a lease, as one service observes it (immutable).
 
-    The holder, empty where it was given back, renews it within so many seconds, which changes ``renewed``; ``term`` is
-    the highest leader term of any holder so far; the record was first seen at ``since``, by the clock of whoever looks.
+    Parameters
+    ----------
+    holder
+        Identity of the service that holds the lease; empty if the lease was released.
+    renewed
+        Text that the holder changes at each renewal.
+    seconds
+        Time within which the holder promises to renew the lease.
+    term
+        Highest leader term of any holder so far.
+    since
+        Time at which this record was first observed, by the observer's clock.
+
+    Examples
+    --------
+    The lease expires when its record has not changed for more than the promised 15 seconds:
+
+    >>> record = Claim(holder="eplb-0", renewed="12:00:00", seconds=15.0)
+    >>> claim = Claim().followed_by(100.0, record).followed_by(110.0, record)
+    >>> [claim.may_be_taken(now, "eplb-1") for now in (115.0, 115.1)]
+    [False, True]
     """
 
     holder: str = ""
@@ -58,9 +80,9 @@ class Claim:
     since: float = field(default=0.0, compare=False)
 
     def followed_by(self, now: float, claim: Claim) -> Claim:
-        """Return what the record says now, seen since ``now`` where it has changed."""
+        """Return the record that was read at time ``now``, dated to ``now`` if it has changed."""
         return self if claim == self else replace(claim, since=now)
 
-    def may_be_taken(self, now: float, by: str) -> bool:
-        """Return whether it is free, or ``by``'s own, or its holder has let it expire."""
-        return self.holder in ("", by) or now - self.since > self.seconds
+    def may_be_taken(self, now: float, identity: str) -> bool:
+        """Return True if the lease is free, has expired, or is already held by ``identity``."""
+        return self.holder in ("", identity) or now - self.since > self.seconds

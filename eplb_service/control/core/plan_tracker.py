@@ -1,16 +1,18 @@
-"""One plan from the offer to each rank's last report.
+"""State of one plan, from the offer to the last rank's report.
 
 ::
 
-    OFFERED --a layer committed--> (next layer) --all layers, all ranks--> DONE
-       |               |
-       |               +--a rank aborted--------------------------------> ABORTED  (layers before it stay switched)
-       +--a rank refused-----------------------------------------------> REFUSED
-       +--the service called it off, all ranks answered-----------------> CALLED_OFF  (as ABORTED)
-       +--silence past the limit, while the ranks make steps------------> TIMED_OUT
+    OFFERED --a layer is committed--> (next layer) --all layers on all ranks--> DONE
+       |
+       +--a rank refuses the plan--------------------------------> REFUSED
+       +--a rank aborts------------------------------------------> ABORTED
+       +--the service calls the plan off and all ranks answer----> CALLED_OFF
+       +--no rank reports within the limit, but ranks make steps-> TIMED_OUT
+       +--the service stops or another group forms---------------> INTERRUPTED
 
-The ranks decide by their own vote; this only follows what became of it. A report that comes after the end still counts
-for what is installed, never for the outcome.
+Layers that were committed before the plan ended stay committed. The ranks decide by their own vote, and this module
+only records the result. A report that arrives after the end still counts as a committed layer, but does not change the
+plan's outcome.
 """
 
 from __future__ import annotations
@@ -27,13 +29,15 @@ from eplb_service.control.core.deployed_layout import DeployedLayout
 from eplb_service.control.core.errors import ConflictError
 from eplb_service.control.core.group import rank_list
 
-_REASONS_NAMED = 3
+_MAX_REASONS = 3
+"""Maximum number of reasons listed in an outcome."""
 _IDLE_SHARE = 0.25
-"""Share of the limit without a step after which the ranks are idle: they are heard every few seconds."""
+"""Fraction of the time limit without a new step after which the ranks count as idle. Ranks report only every few
+seconds, so a shorter gap proves nothing."""
 
 
 class Outcome(str, enum.Enum):
-    """The end of a plan."""
+    """Outcome of a plan that has ended."""
 
     DONE = "done"
     CALLED_OFF = "called_off"
@@ -42,29 +46,43 @@ class Outcome(str, enum.Enum):
     ABORTED = "aborted"
     TIMED_OUT = "timed_out"
     INTERRUPTED = "interrupted"
-    """The service stopped, or the group was formed again, before the ranks had answered."""
+    """The service stopped, or another group formed, before all ranks had answered."""
 
 
 @dataclass(frozen=True)
 class PlanTracker:
-    """One offered plan and the ranks' reports of it (immutable).
+    """One offered plan and the ranks' reports about it (immutable).
 
     Parameters
     ----------
-    plan_id, base_epoch, base_digest, decision
-        Its number, the version that it starts from, and its layers in order with the verdicts.
+    plan_id
+        Number of the plan.
+    base_epoch
+        Epoch of the layout that the plan starts from.
+    base_digest
+        Digest of that layout.
+    decision
+        Layers of the plan, in order of their commits, and the verdicts on all layers.
     versions
-        Epoch and digest that the deployment serves once each of its layers has switched.
-    progress, committed
-        Layers that each rank is known to have switched, by rank, and that any has.
+        Epoch and digest of the deployment after the commit of each of the plan's layers.
+    progress
+        Number of the plan's layers that each rank is known to have committed, by rank.
     heard_at
-        Seconds, by the clock of whoever calls, at which it was offered, or a rank last reported, less idle time since.
-    step, stepped_at
-        Furthest step of the ranks, and when that was first seen.
+        Time of the offer or of the latest report, in seconds of the caller's clock, plus the idle time since then.
+    step
+        Furthest step of any rank.
+    stepped_at
+        Time at which that step was first observed.
+    committed
+        Number of the plan's layers that at least one rank is known to have committed.
     called_off
-        Reason for which the service called the plan off; empty if it did not.
-    outcome, reason, objections
-        Its end, ``None`` while it is under way, and why where it was not done; how it ended early, by rank.
+        Reason why the service called the plan off; empty if it did not.
+    outcome
+        Outcome of the plan; ``None`` while it is under way.
+    reason
+        Reason for the outcome; empty if the plan is done.
+    objections
+        Status of each rank that dropped the plan before its last layer, by rank.
     """
 
     plan_id: int
@@ -84,20 +102,32 @@ class PlanTracker:
 
     @classmethod
     def of(cls, plan_id: int, base: DeployedLayout, decision: Plan) -> PlanTracker:
-        """Follow the decision's layers from ``base``."""
-        digests, versions = list(base.layer_digests), []
+        """Return the tracker of a new plan.
+
+        Parameters
+        ----------
+        plan_id
+            Number of the plan.
+        base
+            Layout that the plan starts from.
+        decision
+            Layers of the plan and verdicts on all layers.
+        """
+        digests = list(base.layer_digests)
+        versions = []
         for epoch, update in enumerate(decision.layers, start=base.epoch + 1):
             digests[update.layer] = layer_digest(update.layer, update.phy2log_RS)
             versions.append((epoch, combine_digests(base.placement.experts, digests)))
-        return cls(plan_id, base.epoch, base.digest, decision, tuple(versions), (0,) * base.placement.ranks)
+        progress = (0,) * base.placement.ranks
+        return cls(plan_id, base.epoch, base.digest, decision, tuple(versions), progress)
 
     @property
     def silent_ranks(self) -> list[int]:
-        """Ranks whose last report is still missing."""
+        """Ranks that have neither committed the last layer nor dropped the plan."""
         return [
             rank
-            for rank, switched in enumerate(self.progress)
-            if switched < len(self.versions) and rank not in self.objections
+            for rank, committed in enumerate(self.progress)
+            if committed < len(self.versions) and rank not in self.objections
         ]
 
     @property
@@ -107,15 +137,22 @@ class PlanTracker:
 
     @property
     def summary(self) -> str:
-        """Its state as operators read it."""
+        """State of the plan in one line, for operators."""
         state = "under way" if self.outcome is None else self.outcome.value.replace("_", " ")
         reason = f": {self.reason}" if self.reason else ""
         return f"plan {self.plan_id} {state}{reason}"
 
     def rank_plan(self, leader_term: int, rank: int, token_groups: Sequence[int]) -> RankPlan:
-        """Return what a rank receives; equal for all ranks in all but the rank's own tables.
+        """Return the plan as sent to one rank. Plans of different ranks differ only in the rank's tables.
 
-        ``token_groups`` has the group of each rank.
+        Parameters
+        ----------
+        leader_term
+            Leader term of the service.
+        rank
+            Receiver of the plan.
+        token_groups
+            Token group of each rank.
         """
         layers = tuple(
             RankLayer(
@@ -130,31 +167,42 @@ class PlanTracker:
         return RankPlan.of(self.plan_id, leader_term, self.base_epoch, self.base_digest, layers)
 
     def after_status(self, rank: int, status: PlanStatus, now: float) -> PlanTracker:
-        """Note a rank's report; raises ``ConflictError`` where that does not fit the plan."""
-        heard = replace(self, heard_at=now)
+        """Record a rank's report. Raises ``ConflictError`` if the report does not match the plan."""
+        tracker = replace(self, heard_at=now)
         if status.state is PlanState.COMMITTED:
-            heard = heard._with_progress(rank, self._reached_by(rank, status))
+            tracker = tracker._with_progress(rank, self._committed_count(rank, status))
         elif status.state is PlanState.CALLED_OFF:
-            heard = heard._called_off_by(rank, status)
+            tracker = tracker._with_call_off_answer(rank, status)
         elif status.state.drops_layers:
-            heard = replace(heard, objections={**self.objections, rank: status})
-        return heard._with_outcome()
+            tracker = replace(tracker, objections={**self.objections, rank: status})
+        return tracker._with_outcome()
 
     def calling_off(self, reason: str, now: float) -> PlanTracker:
-        """Note that the service calls the plan off. It ends once all ranks have answered."""
+        """Record that the service calls the plan off. The plan ends once all ranks have answered."""
         return replace(self, called_off=reason, heard_at=now)
 
     def after_version(self, rank: int, version: tuple[int, int]) -> PlanTracker | None:
-        """Note that a rank serves ``version``, epoch and digest; ``None`` where the plan does not lead there."""
+        """Record that a rank serves ``version``, an epoch and digest.
+
+        Returns ``None`` if the version is not one of the plan's.
+        """
         if version not in self.versions:
             return None
         return self._with_progress(rank, self.versions.index(version) + 1)._with_outcome()
 
     def after_time(self, now: float, limit: float, step: int | None = None) -> PlanTracker:
-        """Give up after ``limit`` seconds without a report.
+        """Time the plan out if no rank has reported for too long.
 
-        Ranks vote as they make steps, so that the time in which they make none does not count: ``step`` is the
-        furthest rank's, or ``None`` where ranks are missing, which are not waited for longer.
+        Ranks vote as they make steps, so time without steps does not count.
+
+        Parameters
+        ----------
+        now
+            Current time, in seconds.
+        limit
+            Seconds without a report after which the plan times out.
+        step
+            Furthest step of any rank; ``None`` if ranks are missing, so that idle time counts as well.
         """
         if step is not None and self.outcome is None:
             pause = now - self.stepped_at
@@ -166,28 +214,31 @@ class PlanTracker:
                 return self
         if self.outcome is not None or now - self.heard_at <= limit:
             return self
-        silent = f"{rank_list(self.silent_ranks)} did not answer in time"
-        refused = self._refused() if self.objections else self
-        if refused.outcome not in (None, Outcome.CALLED_OFF):
-            return replace(refused, reason=f"{refused.reason}; {silent}")
-        return replace(self, outcome=Outcome.TIMED_OUT, reason=silent)
+        silence = f"{rank_list(self.silent_ranks)} did not answer in time"
+        tracker = self._ended_by_objections() if self.objections else self
+        if tracker.outcome not in (None, Outcome.CALLED_OFF):
+            return replace(tracker, reason=f"{tracker.reason}; {silence}")
+        return replace(self, outcome=Outcome.TIMED_OUT, reason=silence)
 
     def interrupted(self, reason: str) -> PlanTracker:
-        """End for a reason outside the plan."""
+        """End the plan for a reason outside of it."""
         return self if self.outcome is not None else replace(self, outcome=Outcome.INTERRUPTED, reason=reason)
 
-    def _called_off_by(self, rank: int, status: PlanStatus) -> PlanTracker:
-        """Note a rank's answer to the call-off. It has either switched all layers or dropped the rest."""
+    def _with_call_off_answer(self, rank: int, status: PlanStatus) -> PlanTracker:
+        """Record a rank's answer to the call-off. It has either committed all layers or dropped the rest."""
         version = status.epoch, status.digest
-        reached = self
+        tracker = self
         if version in self.versions:
-            reached = self._with_progress(rank, self.versions.index(version) + 1)
-        if reached.progress[rank] == len(self.versions):
-            return reached
-        return replace(reached, objections={rank: status, **self.objections})
+            tracker = self._with_progress(rank, self.versions.index(version) + 1)
+        if tracker.progress[rank] == len(self.versions):
+            return tracker
+        return replace(tracker, objections={rank: status, **self.objections})
 
-    def _reached_by(self, rank: int, status: PlanStatus) -> int:
-        """Layers that a rank has switched which reports that it committed one."""
+    def _committed_count(self, rank: int, status: PlanStatus) -> int:
+        """Return the number of the plan's layers that a rank has committed, from its report of a commit.
+
+        Raises ``ConflictError`` if the report does not match the plan.
+        """
         layers = [update.layer for update in self.decision.layers]
         if status.layer not in layers:
             raise ConflictError(f"rank {rank} committed layer {status.layer}, which is not in its plan")
@@ -196,34 +247,36 @@ class PlanTracker:
         if (status.epoch, status.digest) != (epoch, digest):
             raise ConflictError(
                 f"rank {rank} committed layer {status.layer} as epoch {status.epoch} digest {status.digest:#x}, "
-                f"the plan says epoch {epoch} digest {digest:#x}"
+                f"but the plan requires epoch {epoch} digest {digest:#x}"
             )
         return index + 1
 
     def _with_progress(self, rank: int, count: int) -> PlanTracker:
-        reached = max(self.progress[rank], count)
-        progress = (*self.progress[:rank], reached, *self.progress[rank + 1 :])
+        """Record that a rank has committed at least the first ``count`` layers."""
+        rank_count = max(self.progress[rank], count)
+        progress = (*self.progress[:rank], rank_count, *self.progress[rank + 1 :])
         return replace(self, progress=progress, committed=max(self.committed, count))
 
     def _with_outcome(self) -> PlanTracker:
-        # Of a thousand ranks some has still to answer nearly always: that is found without listing them.
-        waiting = not self.objections and min(self.progress) < len(self.versions)
-        if self.outcome is not None or waiting or self.silent_ranks:
+        """End the plan if all ranks have committed its last layer or dropped it."""
+        # In a large group, some rank has nearly always yet to answer. This test is cheaper than listing those ranks.
+        incomplete = not self.objections and min(self.progress) < len(self.versions)
+        if self.outcome is not None or incomplete or self.silent_ranks:
             return self
-        return self._refused() if self.objections else replace(self, outcome=Outcome.DONE)
+        return self._ended_by_objections() if self.objections else replace(self, outcome=Outcome.DONE)
 
-    def _refused(self) -> PlanTracker:
+    def _ended_by_objections(self) -> PlanTracker:
+        """End the plan by the most severe objection, and combine the reasons of the ranks that raised it."""
         states = {status.state for status in self.objections.values()}
-        end = next(
-            state for state in (PlanState.REFUSED, PlanState.ABORTED, PlanState.CALLED_OFF) if state in states
-        )
-        if end is PlanState.CALLED_OFF and self.called_off:
+        by_severity = PlanState.REFUSED, PlanState.ABORTED, PlanState.CALLED_OFF
+        end_state = next(state for state in by_severity if state in states)
+        if end_state is PlanState.CALLED_OFF and self.called_off:
             return replace(self, outcome=Outcome.CALLED_OFF, reason=self.called_off)
-        reasons: dict[str, list[int]] = {}
+        ranks_by_reason: dict[str, list[int]] = {}
         for rank, status in sorted(self.objections.items()):
-            if status.state is end:
-                reasons.setdefault(status.reason or "no reason given", []).append(rank)
-        # Rarest reason first: it is usually the cause, which the other ranks follow.
-        rarest = sorted(reasons.items(), key=lambda item: len(item[1]))[:_REASONS_NAMED]
+            if status.state is end_state:
+                ranks_by_reason.setdefault(status.reason or "no reason given", []).append(rank)
+        # The rarest reason comes first: it is usually the cause, and the other ranks only follow.
+        rarest = sorted(ranks_by_reason.items(), key=lambda item: len(item[1]))[:_MAX_REASONS]
         reason = "; ".join(f"{rank_list(ranks)}: {reason}" for reason, ranks in rarest)
-        return replace(self, outcome=Outcome[end.name], reason=reason)
+        return replace(self, outcome=Outcome[end_state.name], reason=reason)

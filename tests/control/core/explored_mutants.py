@@ -114,7 +114,7 @@ class KeepsTheHeatOfTheGroupBefore(Deployment):
 
 class KeepsWhatARankSaidBeforeItLeft(Deployment):
     class Memory(Group):
-        def left(self, rank: int) -> Group:
+        def without_stream(self, rank: int) -> Group:
             return self.with_member(rank, connected=False)
 
     def _replace_group(self, hello: Hello) -> None:

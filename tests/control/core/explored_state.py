@@ -225,7 +225,7 @@ class State:
         """An operator has a service lead that is outdated; its streams end, so that the ranks hear of its term."""
         self.faults = self.faults._replace(orders=self.faults.orders - 1)
         self.terms[service] = max(self.terms) + 1
-        self.services[service].leader_term = self.terms[service]
+        self.services[service].lead_with(self.terms[service])
         self.ending |= {rank for rank, one in enumerate(self.crew.ranks) if one.service == service}
 
     def _stray(self, rank: int, service: int) -> None:
@@ -314,7 +314,7 @@ def _copy_deployment(deployment: Deployment) -> Deployment:
     if heat is not None:
         heat.placements = PlacementHistory(tuple(map(dict, heat.placements.by_layer)))
     planned_par = dict(deployment.planned_par)
-    attendance = replace(deployment.attendance, refused={})
+    attendance = replace(deployment.attendance, rejections={})
     return replace(
         deployment, heat=heat, planned_par=planned_par, attendance=attendance, plan_problems=[], events=[]
     )

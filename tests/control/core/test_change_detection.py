@@ -116,9 +116,9 @@ def test_heat_that_has_not_changed_and_a_pause_leave_a_plan_alone() -> None:
     made.put_together()
     under_way = plan(made)
     assert found_outdated(made, 16, 192) is not None
-    made.paused = True
+    made.set_paused(True)
     assert not made.may_call_off
-    made.paused = False
+    made.set_paused(False)
     made.weighing()
     assert not made.weighed(replace(OUTLOOK, burst=True), under_way.plan_id, 0.0)
     assert made.plan is under_way

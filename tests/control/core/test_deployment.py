@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import ast
+from pathlib import Path
+
 import pytest
 
+import eplb_service
 from eplb_core.wire.agent import PlanState, PlanStatus, decode_hello
 from eplb_service.control.core.deployment import LayerCommitted, StreamsOutdated
 from eplb_service.control.core.errors import RefusedError
@@ -44,7 +48,7 @@ def test_a_rank_that_no_longer_takes_part_stops_planning(story: Story) -> None:
     story.counts(0, 4)
     assert story.deployment.obstacle() is None
     story.beats(1, *version(story), error="transfer thread died")
-    assert story.deployment.obstacle() == "rank 1 takes no part at present"
+    assert story.deployment.obstacle() == "balancing is halted on rank 1"
     assert problems(story.deployment) == ["rank 1: transfer thread died"]
 
 
@@ -62,9 +66,9 @@ def test_a_decision_is_due_after_every_interval_but_not_while_paused_or_beside_a
             assert not deployment.is_due(8)
     assert due == [False, True, True]
     story.counts(16, 8)
-    deployment.paused = True
+    deployment.set_paused(True)
     assert not deployment.is_due(8)
-    deployment.paused = False
+    deployment.set_paused(False)
     offer = story.offers(0)
     assert not deployment.is_due(8)
     story.commits(offer, 0)
@@ -78,8 +82,8 @@ def test_heat_that_stops_is_a_problem_while_the_ranks_make_steps(story: Story, s
     for second in range(60):
         story.beats(0, 0, story.live.digest, step=10 + second * steps)
         story.waits(1)
-    assert [problem[:55] for problem in problems(story.deployment)] == [
-        "no step's heat has been put together for 59 s, though t"
+    assert [problem[:57] for problem in problems(story.deployment)] == [
+        "no step's heat has been assembled for 59 s, although the "
     ] * steps
     story.counts(4, 4)
     story.waits(1)
@@ -306,11 +310,11 @@ def test_what_a_refused_rank_proved_is_not_lost(story: Story) -> None:
     other = live_of(first_placement().with_layers([(1, first_placement().phy2log_LRS[1][::-1])]))
     hello = hello_of(other, 1)
     hello.placement.epoch, hello.placement.digest = offer.versions[0]
-    with pytest.raises(RefusedError, match="rank 1 holds other experts in layer 0"):
+    with pytest.raises(RefusedError, match="rank 1 holds different experts in layer 0"):
         story.deployment.hello(decode_hello(hello))
     assert [type(event) for event in story.news()] == [LayerCommitted]
     assert story.deployment.connected[0].rank == 0
-    assert "rank 1 was turned away" in problems(story.deployment)[1]
+    assert "rank 1 was rejected" in problems(story.deployment)[1]
 
 
 @pytest.mark.parametrize("end", ["aborted", "timed out"])
@@ -340,7 +344,7 @@ def test_a_plan_that_has_ended_still_commits_what_ranks_report_late(story: Story
 
 def test_an_outdated_service_plans_nothing_until_it_leads(story: Story) -> None:
     deployment = story.deployment
-    deployment.leader_term = 5
+    deployment.lead_with(5)
     for rank in range(RANKS):
         hello = decode_hello(hello_of(story.live, rank, highest_term=7 if rank == 2 else 3))
         deployment.hello(hello)
@@ -350,7 +354,7 @@ def test_an_outdated_service_plans_nothing_until_it_leads(story: Story) -> None:
     assert not deployment.is_due(8)
     assert not deployment.may_begin
     assert "stop this service, or have it lead: `eplb lead decode`" in problems(deployment)[0]
-    deployment.leader_term = 8
+    deployment.lead_with(8)
     assert deployment.outdated is None
     assert deployment.obstacle() is None
     assert deployment.is_due(8)
@@ -365,7 +369,7 @@ def test_a_second_model_under_the_same_name_is_a_problem_until_it_stops(story: S
             story.joins(1, group_id=group_id)
         (problem,) = problems(story.deployment)
         assert problem.startswith(
-            "rank 1 was turned away: rank 1 is connected already; give each agent its own rank, "
+            "rank 1 was rejected: rank 1 is already connected; give each agent its own rank, "
         )
         assert "each model instance its own deployment" in problem
     assert version(story) == (0, story.live.digest)
@@ -386,3 +390,14 @@ def test_a_rank_that_was_turned_away_before_its_old_stream_had_ended_is_no_probl
     story.leaves()
     story.joins(group_id="again")
     assert problems(story.deployment) == []
+
+
+def test_only_a_deployment_changes_its_own_fields() -> None:
+    assignments = [
+        f"{path.name}:{target.lineno}: {ast.unparse(target)}"
+        for path in Path(eplb_service.__file__).parent.rglob("*.py")
+        for target in ast.walk(ast.parse(path.read_text()))
+        if isinstance(target, ast.Attribute) and isinstance(target.ctx, ast.Store)
+        if isinstance(target.value, ast.Name) and target.value.id == "deployment"
+    ]
+    assert assignments == []

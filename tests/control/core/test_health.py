@@ -210,7 +210,7 @@ def test_a_rank_whose_heat_is_late_is_named_with_what_it_holds_up(reports: int) 
             assert problems(story.deployment) == []
     (problem,) = problems(story.deployment)
     assert re.match(
-        r"heat of rank 3 has been late for 2\d s, by up to 48[01] steps, which holds up the first dec",
+        r"heat of rank 3 has been late for 2\d s, by up to 48[01] steps, which delays the first dec",
         problem,
     )
     assert story.deployment.is_due(128) == bool(reports), "one in eight steps is enough, and is whole"
@@ -243,9 +243,9 @@ def test_decisions_that_never_come(story: Story) -> None:
         )
 
     assert [at(0.0, 0), at(300.0, 1000), at(601.0, 2000)] == [False, False, True]
-    story.deployment.paused = True
+    story.deployment.set_paused(True)
     assert not at(602.0, 2001)
-    story.deployment.paused = False
+    story.deployment.set_paused(False)
     story.deployment.decisions = replace(story.deployment.decisions, decided_at=1)
     assert not at(603.0, 2002)
     assert story.deployment.without_decision.seconds == 0

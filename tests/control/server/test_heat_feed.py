@@ -102,7 +102,7 @@ async def test_what_cannot_be_taken_is_shed_alike_by_all_ranks_and_reported(
     deployment.shedding = replace(Shedding(), one_in=4, looked_at=float("inf"))
     tick(service.plane)
     assert await asked(group) == [(True, 4)] * len(group.ranks)
-    assert ["of every 4 reports they send one" in problem for problem in problems(deployment)] == [True]
+    assert ["they send one of every 4 reports" in problem for problem in problems(deployment)] == [True]
     assert (await scrape(service))["eplb_heat_one_in", ("decode",)] == 4
     # Plans go out all the same.
     for block in range(0, 16, 4):

@@ -45,7 +45,7 @@ def test_terms_are_the_clock_and_chance_and_have_an_end() -> None:
     assert min(above) > term | ((1 << 20) - 1)
     assert term_at(1e300, 0) == term_at(1 << 36, 0) < MAX_VERSION
     assert "4147" in clock_of(MAX_VERSION - 1)
-    with pytest.raises(ConflictError, match="start the engines again"):
+    with pytest.raises(ConflictError, match="restart the engines"):
         term_above(MAX_VERSION - 1, 0)
 
 

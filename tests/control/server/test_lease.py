@@ -14,6 +14,7 @@ import pytest
 from lightkube import Client, KubeConfig
 from lightkube.config.models import Cluster, User
 
+from eplb_core.wire.fields import MAX_VERSION
 from eplb_service.control.server.lease.errors import LeaseError
 from eplb_service.control.server.lease.kubernetes_lease import (
     LEADS_LABEL,

@@ -276,5 +276,5 @@ async def test_past_the_last_term_an_order_says_what_is_left_to_do(
     async with running_service(settings()) as service, FakeGroup(service.address) as group:
         await group.join(highest_term=MAX_VERSION - 1)
         assert await eplb(group, "lead", "decode") == 2
-        assert "start the engines again" in capsys.readouterr().err
+        assert "restart the engines" in capsys.readouterr().err
         assert await eplb(group, "lead", "nope") == 2

@@ -71,7 +71,7 @@ async def refused(rank: FakeRank, **message: Any) -> tuple[grpc.StatusCode, str]
         (huge, INVALID, "past what is taken"),
         (shape("bytes_per_expert", 7), CONTRADICTS, "bytes_per_expert 7 instead of 1000"),
         (lambda hello: hello.CopyFrom(hello_of(OTHER, 1)), CONTRADICTS, "rank 1 serves epoch 0 digest"),
-        (field("group_id", "second"), CONTRADICTS, "another forming of the group than rank 0"),
+        (field("group_id", "second"), CONTRADICTS, "does not belong to the group of rank 0"),
     ],
 )
 async def test_a_hello_that_cannot_be_or_contradicts_the_others(
@@ -96,7 +96,7 @@ async def test_slots_that_do_not_make_the_digest_they_say(channel: grpc.aio.Chan
     )
     code, text = await refused(ranks[-1], hello=last)
     assert code == CONTRADICTS
-    assert "do not make a placement" in text or "digest" in text
+    assert "do not form a valid placement" in text or "digest" in text
 
 
 async def test_more_deployments_than_allowed(
@@ -187,7 +187,7 @@ async def test_a_second_agent_with_the_same_rank_of_another_forming(
 ) -> None:
     code, text = await refused(FakeRank(group.channel, 2), hello=hello_of(LIVE, 2, group_id="second"))
     assert code == grpc.StatusCode.ALREADY_EXISTS
-    assert "rank 2 is connected already" in text
+    assert "rank 2 is already connected" in text
     assert len(service.plane.deployments["decode"].connected) == RANKS
 
 
@@ -227,11 +227,11 @@ async def test_a_refused_hello_leaves_no_lasting_problem(service: RunningService
     hello.rank = 7
     assert (await refused(FakeRank(group.channel, 7), hello=hello))[0] == CONTRADICTS
     deployment = service.plane.deployments["decode"]
-    assert any("rank 7 was turned away" in problem for problem in problems(deployment))
+    assert any("rank 7 was rejected" in problem for problem in problems(deployment))
     now = time.monotonic()
     deployment.tick(now)
     deployment.tick(now + 61)
-    assert not deployment.attendance.refused
+    assert not deployment.attendance.rejections
 
 
 async def test_a_silent_agent_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:

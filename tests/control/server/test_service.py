@@ -270,7 +270,7 @@ async def test_ranks_that_the_service_cannot_follow_are_asked_to_come_again(
     for rank in group.ranks:
         code, text = await rank.refusal()
         assert code == grpc.StatusCode.ABORTED
-        assert "the ranks serve epoch 9, the service knew epoch 0; say Hello again" in text
+        assert "the ranks serve epoch 9, but the service expected epoch 0; send another Hello" in text
     await until(lambda: not service.plane.deployments["decode"].connected)
     await group.join()
     live = service.plane.deployments["decode"].live

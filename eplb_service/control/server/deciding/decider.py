@@ -221,7 +221,7 @@ class Decider:
             _log.exception("decision_failed", deployment=deployment.name)
             outcome = _DecisionOutcome("failed", f"the decision failed: {error}")
         self._metrics.count("eplb_decisions", deployment.name, outcome.result)
-        deployment.last_decision = outcome.message
+        deployment.record_last_decision(outcome.message)
         _log.info("decision", deployment=deployment.name, result=outcome.result, message=outcome.message)
         return outcome
 
@@ -249,7 +249,7 @@ class Decider:
         self._metrics.observe("eplb_solve_seconds", seconds, deployment.name)
         self._observer.decided(deployment.name, solved, seconds)
         if solved.price is not None:
-            deployment.decisions = replace(deployment.decisions, move_price=solved.price)
+            deployment.record_move_price(solved.price)
         if prior is not None:
             outcome = await self._offer(deployment, group, solved, None)
             return replace(outcome, message=f"{outcome.message}, by the heat of {prior[1]}")
@@ -321,7 +321,7 @@ class Decider:
                 return
         current = deployment.group
         if appraisal is not None and current is not None and current.forming == group.forming:
-            deployment.decisions = deployment.decisions.appraised(*appraisal)
+            deployment.record_time_price(*appraisal)
 
     def weigh(self, deployment: Deployment) -> None:
         """Start to check if heat has changed since the decision on the plan under way.
@@ -384,7 +384,7 @@ class Decider:
         self._judge_at[deployment.name] = began + _JUDGE_REST * duration
         current = deployment.group
         if current is not None and current.forming == group.forming and deployment.connected:
-            deployment.decisions = replace(deployment.decisions, worth=worth)
+            deployment.record_worth(worth)
 
 
 def _on_thread(function: Callable[..., T], *arguments: Any) -> Future[T]:

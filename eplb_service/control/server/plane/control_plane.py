@@ -203,7 +203,7 @@ class ControlPlane:
 
     def set_paused(self, deployment: Deployment, paused: bool) -> None:
         """Pause or resume planning."""
-        deployment.paused = paused
+        deployment.set_paused(paused)
         self._known.remember(deployment)
         _log.info("paused" if paused else "resumed_planning", deployment=deployment.name)
 
@@ -217,7 +217,7 @@ class ControlPlane:
             return False
         previous_term = deployment.leader_term
         term = higher_term(deployment.group.highest_term)
-        deployment.leader_term = term
+        deployment.lead_with(term)
         self._known.remember(deployment)
         _log.warning("leads", deployment=deployment.name, leader_term=term, before=previous_term)
         self.streams.end(deployment.name, "this service leads from now on; send a new Hello")
@@ -361,7 +361,7 @@ class ControlPlane:
                 f"a certificate of {setting} {state}: renew the file; the service reloads it without a restart"
             )
         for deployment in self.deployments.values():
-            deployment.service_problems = tuple(service_problems)
+            deployment.report_service_problems(service_problems)
         return expiring.keys()
 
     # Events

@@ -78,14 +78,15 @@ class KnownDeployments:
         store = self._writer.store
         for stored in await self._writer.run(store.deployments):
             deployment = self.add(stored.name)
-            deployment.leader_term = max(store.leader_term, stored.leader_term)
-            deployment.paused = stored.paused
-            deployment.last_decision = stored.last_decision
-            deployment.totals = stored.totals
-            deployment.known = True
+            deployment.restore(
+                leader_term=max(store.leader_term, stored.leader_term),
+                paused=stored.paused,
+                last_decision=stored.last_decision,
+                totals=stored.totals,
+            )
             self.remembered[stored.name] = stored
             try:
-                deployment.first_layout = await self._writer.run(store.first_layout, stored.name)
+                deployment.restore_first_layout(await self._writer.run(store.first_layout, stored.name))
             except sqlite3.DatabaseError as error:
                 _log.error("stored_layout_unreadable", deployment=stored.name, reason=str(error))
         _log.info("resumed", leader_term=store.leader_term, deployments=len(self.by_name))
