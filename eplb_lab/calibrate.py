@@ -1,7 +1,7 @@
-"""Times this machine's expert kernel on a grid of busy slots and tokens: what a cost curve is fitted to.
+"""Timing of this machine's expert kernel over a grid of busy slots and tokens, to which a cost curve is fitted.
 
-``python -m eplb_lab.calibrate TASK`` takes a task as JSON and prints one JSON line per measurement; `eplb
-calibrate` starts it. It runs before serving, never beside it.
+``python -m eplb_lab.calibrate TASK`` takes a task as JSON and prints one JSON line per measurement. The command ``eplb
+calibrate`` starts it. Run it before serving and never at the same time.
 """
 
 from __future__ import annotations
@@ -24,9 +24,26 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 @dataclass(frozen=True)
 class _Task:
-    """Measurement of an expert kernel: H, the width between its products, S, and tokens in each busy slot to try.
+    """Task of one calibration. The names of the fields are its JSON keys.
 
-    ``repeats`` are timed calls of each cell of the grid, ``threads`` those of the CPU; ``None`` for torch's own choice.
+    Parameters
+    ----------
+    hidden
+        H, the width of the tokens.
+    inter
+        Width between an expert's two matrix products.
+    slots
+        S, the number of slots.
+    tokens
+        Tokens per busy slot, one entry for each column of the grid.
+    dtype
+        Data type of weights and tokens; see ``_DTYPES``.
+    device
+        Torch device.
+    repeats
+        Number of timed calls per cell of the grid.
+    threads
+        Number of CPU threads; ``None`` for torch's default.
     """
 
     hidden: int
@@ -40,9 +57,10 @@ class _Task:
 
 
 def _measure(task: _Task) -> Iterator[dict[str, float]]:
-    """Time the experts on the grid; all slots hold weights of their own, so none is read from a cache by chance.
+    """Time the experts on the grid, and yield the shortest time of each cell.
 
-    Calls of the whole grid take turns, so that what slows the machine for a while slows all cells alike.
+    Each slot has its own weights, so that none is read from a cache by chance. Each round times every cell
+    once, so that a slowdown of the machine affects all cells equally.
     """
     if task.dtype not in _DTYPES:
         raise ValueError(f"dtype is {task.dtype!r}; choose one of {', '.join(_DTYPES)}")
@@ -52,38 +70,57 @@ def _measure(task: _Task) -> Iterator[dict[str, float]]:
     with torch.inference_mode():
         weights = _weights(task)
         calls = [_Call(task, weights, *cell) for cell in cells]
-        us: list[list[float]] = [[] for _ in cells]
+        us_per_cell: list[list[float]] = [[] for _ in cells]
         for repeat in range(task.repeats + 1):
-            for call, found in zip(calls, us, strict=True):
-                taken = call.timed()
-                # The first call warms up what it uses.
+            for call, cell_us in zip(calls, us_per_cell, strict=True):
+                us = call.timed()
+                # The first round only warms up.
                 if repeat:
-                    found.append(taken)
-    for (busy, tokens), found in zip(cells, us, strict=True):
-        # Whatever else runs on the machine only adds to a call.
-        yield {"busy": busy, "tokens": tokens, "us": min(found)}
+                    cell_us.append(us)
+    for (busy, tokens), cell_us in zip(cells, us_per_cell, strict=True):
+        # Other load on the machine only ever adds time to a call, so the minimum is the best estimate.
+        yield {"busy": busy, "tokens": tokens, "us": min(cell_us)}
 
 
 def _busy_slots(slots: int) -> tuple[int, ...]:
-    """Numbers of busy slots to try: one, all, and a quarter and a half of them."""
-    return tuple(sorted({max(1, slots * part // 4) for part in (0, 1, 2, 4)}))
+    """Return the numbers of busy slots to measure: one, a quarter, a half and all of them.
+
+    Examples
+    --------
+    >>> _busy_slots(8), _busy_slots(3)
+    ((1, 2, 4, 8), (1, 3))
+    """
+    return tuple(sorted({max(1, slots * quarters // 4) for quarters in (0, 1, 2, 4)}))
 
 
 class _Call:
-    """One call of the kernel; its slots are the last ones of the rank, its rows the same each time."""
+    """Repeatable call of the kernel with the same tokens.
+
+    Parameters
+    ----------
+    task
+        The task.
+    weights
+        Weights of all slots.
+    busy
+        Number of busy slots, which are the last ones of the rank.
+    tokens
+        Tokens per busy slot.
+    """
 
     def __init__(self, task: _Task, weights: ExpertWeights, busy: int, tokens: int) -> None:
-        dtype, rows = _DTYPES[task.dtype], busy * tokens
+        dtype = _DTYPES[task.dtype]
         counts_S = torch.zeros(task.slots, dtype=torch.int64, device=task.device)
         counts_S[task.slots - busy :] = tokens
-        rows_NH = torch.randn(rows, task.hidden, device=task.device).to(dtype)
+        rows_NH = torch.randn(busy * tokens, task.hidden, device=task.device).to(dtype)
         self._batch = ExpertBatch(rows_NH, counts_S, GroupListType.COUNTS)
-        self._weights, self._dtype = weights, dtype
+        self._weights = weights
+        self._dtype = dtype
         self._device = torch.device(task.device)
         self._experts = Unquantized(operators_for(self._device))
 
     def timed(self) -> float:
-        """Microseconds of one call."""
+        """Make one call, and return its duration in microseconds."""
         self._wait()
         began = time.perf_counter()
         self._experts.apply(self._batch, self._weights, self._dtype)
@@ -91,12 +128,13 @@ class _Call:
         return (time.perf_counter() - began) * 1e6
 
     def _wait(self) -> None:
-        # Other devices than the CPU only queue what they are given.
+        # Devices other than the CPU only queue a call.
         if self._device.type != "cpu":
             getattr(torch, self._device.type).synchronize(self._device)
 
 
 def _weights(task: _Task) -> ExpertWeights:
+    """Return random weights of all slots."""
     dtype = _DTYPES[task.dtype]
     w13_SIH = torch.empty(task.slots, 2 * task.inter, task.hidden, dtype=dtype, device=task.device)
     w2_SHI = torch.empty(task.slots, task.hidden, task.inter, dtype=dtype, device=task.device)
@@ -104,13 +142,13 @@ def _weights(task: _Task) -> ExpertWeights:
 
 
 def main() -> int:
-    """Measure the task given as the only argument; returns the exit code."""
+    """Measure the task in the first argument, and return the exit code."""
     try:
         task = _Task(**json.loads(sys.argv[1]))
         for cell in _measure(task):
             print(json.dumps(cell), flush=True)
     except (ValueError, RuntimeError, AssertionError, MemoryError) as error:
-        # Such as a device that torch does not have here, or too little of its memory.
+        # For example, torch does not have the device, or the device has too little memory.
         print(" ".join(str(error).split())[:300], file=sys.stderr)
         return 2
     return 0

@@ -1,8 +1,8 @@
-"""The agent inside an inference rank: counts heat, votes, switches layers, and stays out of the model's way.
+"""The agent in an inference rank. It reports heat, votes with its peers, and switches layers.
 
-A host makes three calls: ``Agent.start`` once its MoE layers are loaded, ``step`` after every forward pass, on every
-rank, even if it had no tokens, and ``close``. It calls ``drain`` before it sleeps, and ``restore`` before it loads
-other weights.
+An engine host makes three calls: ``Agent.start`` once its MoE layers are loaded, ``step`` after every forward pass, and
+``close`` at the end. Every rank calls ``step``, even for a pass without tokens. Before the model sleeps, the host calls
+``drain``. Before it loads other weights, it calls ``restore``.
 """
 
 from __future__ import annotations
@@ -33,13 +33,16 @@ from worker_agent.swap.rendezvous import Rendezvous, meet
 _log = logging.getLogger("eplb.agent")
 
 _INITIAL_REPORT_STEPS = 16
-"""Steps per heat report until the service says otherwise."""
+"""Steps per heat report until the service requests another number."""
 _WATCH_CALLS = 16
-"""Calls from one look at the control stream's thread to the next."""
+"""Number of calls between two checks that the control stream's thread is alive."""
 
 
 class RestoreError(RuntimeError):
-    """The agent could not move experts to the placement that a host requested; the installed one stays usable."""
+    """The agent could not move the experts to the placement that the host requested.
+
+    The current layout stays usable.
+    """
 
 
 _Arguments = ParamSpec("_Arguments")
@@ -49,9 +52,14 @@ _HostCall: TypeAlias = "Callable[Concatenate[Agent, _Arguments], None]"
 def _contained(
     failure: type[RestoreError] | None = None,
 ) -> Callable[[_HostCall[_Arguments]], _HostCall[_Arguments]]:
-    """Keep each error that arises in a host's call from the model, unless it is a ``FatalSwitchError``.
+    """Decorate a method that the host calls, so that its errors do not reach the model.
 
-    A host that must know that the call has failed gets a ``failure``.
+    ``FatalSwitchError`` and ``RestoreError`` are still raised.
+
+    Parameters
+    ----------
+    failure
+        Error to raise in place of a contained one; ``None`` to return normally.
     """
 
     def contain(method: _HostCall[_Arguments]) -> _HostCall[_Arguments]:
@@ -68,7 +76,7 @@ def _contained(
             except (FatalSwitchError, RestoreError):
                 raise
             except Exception as error:
-                # Recovery has failed as well; the next call makes up for it.
+                # Recovery has failed as well. The next call finds the work unfinished and recovers.
                 if self._fatal is not None:
                     raise self._fatal from None
                 if failure is not None:
@@ -81,7 +89,26 @@ def _contained(
 
 
 class Agent:
-    """One rank's agent; made by ``start``."""
+    """The agent of one rank. Create it with ``start``.
+
+    Parameters
+    ----------
+    layers
+        This rank's live MoE layers.
+    settings
+        Settings of the agent.
+    rendezvous
+        Result of the rendezvous with the peers.
+    on_commit
+        As for ``start``.
+    runtime
+        Clock and threads to use.
+
+    Attributes
+    ----------
+    identity
+        This rank's identity within the deployment.
+    """
 
     def __init__(
         self,
@@ -97,7 +124,9 @@ class Agent:
         self._fatal: FatalSwitchError | None = None
         self._unfinished = False
         self._heat = HeatRecorder(layers, _INITIAL_REPORT_STEPS)
-        self._timer, self._in_calls, self._in_votes = StepTimer(), Stopwatch(), Stopwatch()
+        self._timer = StepTimer()
+        self._in_calls = Stopwatch()
+        self._in_votes = Stopwatch()
         self._outbox = Outbox(runtime=runtime)
         self._history = History(settings.history, rendezvous.identity, rendezvous.installed)
         self._switch = SwitchDriver(
@@ -131,74 +160,106 @@ class Agent:
         token_group: int | None = None,
         on_commit: Callable[[int], None] | None = None,
     ) -> Agent:
-        """Meet the other ranks' agents and begin. A collective over ``host_group``.
+        """Join the agents of the other ranks and start balancing. A collective over ``host_group``.
 
         Parameters
         ----------
         layers
-            This rank's live MoE layers, the same ones in the same order on every rank.
+            This rank's live MoE layers. All ranks pass the same layers in the same order.
         host_group
-            A CPU-capable (gloo) process group over the EP ranks, used only here.
+            Process group of the EP ranks that works on the CPU (gloo). It is used only during this call.
         settings
             Settings of the agent; by default read from the environment.
         token_group
-            A number equal on all ranks that see the same tokens (all-gather dispatch); ``None`` where each has its own.
+            Number of the token group, the same on all ranks that see the same tokens (all-gather dispatch). ``None`` if
+            each rank has tokens of its own.
         on_commit
-            Called with the index of a layer whose weights and tables have just been written, between two forward
-            passes, so that the host can refresh what it derives from them. If it fails, ``step`` raises
-            ``FatalSwitchError``.
+            Called with the index of a layer whose weights and tables have just been written, so that the host can
+            refresh values that it derives from them. The call comes between two forward passes. If it fails, ``step``
+            raises ``FatalSwitchError``.
 
         Returns
         -------
         Agent
-            Connected or not: the service may come later.
+            The running agent. It connects to the service in the background, so the service may start later.
 
         Raises
         ------
         RendezvousError
-            On all ranks, if they do not fit together.
+            If the ranks do not fit together. Every rank raises it.
+
+        Examples
+        --------
+        One rank with one layer of four experts, represented by a namespace. Each pass writes its row of the heat
+        ring, and adds one to the counter. The service is not reachable, so the model keeps its initial layout:
+
+        >>> from types import SimpleNamespace
+        >>> import torch
+        >>> weights_SHH = torch.randn(4, 8, 8)
+        >>> layer = SimpleNamespace(
+        ...     expert_map=torch.arange(4, dtype=torch.int32),
+        ...     log2phy=torch.arange(4, dtype=torch.int32),
+        ...     moe_load=torch.zeros(16, 4, dtype=torch.int32),
+        ...     source_load=None,
+        ...     load_counter=torch.zeros((), dtype=torch.int64),
+        ...     shares_tokens=False,
+        ...     expert_weights=lambda: [weights_SHH],
+        ... )
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> settings = AgentSettings(service="eplb.example:50551", data_host="127.0.0.1")
+        >>> agent = Agent.start([layer], dist.group.WORLD, settings)
+        >>> for step in range(3):
+        ...     layer.moe_load[step % 16] = torch.tensor([5, 3, 2, 0])
+        ...     layer.load_counter += 1
+        ...     agent.step(StepPhase.DECODE, tokens=10)
+        >>> agent.installed.epoch, agent.connected, agent.halted
+        (0, False, None)
+        >>> agent.close()
+        >>> dist.destroy_process_group()
         """
         settings = settings or AgentSettings()
         return cls(layers, settings, meet(layers, host_group, settings, token_group), on_commit)
 
     @property
     def installed(self) -> RankLayout:
-        """Snapshot of what this rank serves; immutable."""
+        """Current layout of this rank. The value is immutable; each commit replaces it."""
         return self._switch.state.installed
 
     @property
     def stats(self) -> SwitchStats:
-        """Switches of this rank since its start."""
+        """Counts and durations of this rank's switches since the start."""
         return self._switch.stats
 
     @property
     def halted(self) -> str | None:
-        """Reason why this rank must never serve again, or ``None``."""
+        """Reason why this rank must not serve another token, or ``None``."""
         return None if self._fatal is None else str(self._fatal)
 
     @property
     def unheard(self) -> str | None:
-        """Reason why the ranks do not vote at present, or ``None``. They resume voting without intervention."""
+        """Reason why the ranks are not voting now, or ``None``. They resume without intervention."""
         unheard = self._switch.state.unheard
         return None if unheard is None else "; ".join(filter(None, (unheard, self._switch.votes.complaint)))
 
     @property
     def connected(self) -> bool:
-        """True while the service is there."""
+        """True while the control stream to the service is open."""
         return self._stream.connected
 
     @_contained()
     def step(self, phase: StepPhase = StepPhase.DECODE, tokens: int | None = None) -> None:
-        """Record that a forward pass has been queued. The model's thread calls it between two passes, on every rank.
+        """Record that a forward pass has been queued. The model's thread calls this on every rank, between two passes.
 
         On a device, call it on the stream that the passes are queued on. The agent reads and writes the layers only on
         that stream: it reads heat after the pass that counted it, and commits between two passes. It waits for the
-        device only to commit a layer, because it must know which queued pass the commit follows. The time from one call
-        to the next, by the host's clock, is reported as the step's time.
+        device only to commit a layer, because it must know which queued pass the commit follows. The time between two
+        calls, by the host's clock, is reported as the step's time.
 
-        It waits on the network only for the slowest rank's ballot, which nearly always arrives before the model's own
-        collectives are done. Any other failure here stops balancing, not the model. A missed or repeated call costs
-        heat, and at worst a wait. It never causes a wrong output, because layers switch at numbered forward passes.
+        On the network, it waits only for the slowest rank's ballot. That ballot nearly always arrives before the
+        model's own collectives are done. Other failures here stop balancing, but not the model.
+
+        A missed or repeated call loses heat, and at worst causes a wait. It never causes a wrong output, because layers
+        switch at numbered forward passes.
 
         Parameters
         ----------
@@ -206,7 +267,7 @@ class Agent:
             Phase of the pass: prefill, decode, mixed or dummy.
         tokens
             Number of this rank's own tokens in the pass, without padding; ``None`` if unknown. If ranks share
-            tokens, the first reports them and the others report 0.
+            tokens, the first one reports them and the others report 0.
 
         Raises
         ------
@@ -221,11 +282,11 @@ class Agent:
 
     @_contained()
     def drain(self, reason: str = "the host asked for it") -> None:
-        """Complete or abort the switch under way, and take no plans until ``resume``.
+        """Complete or abort the switch under way, and reject plans until ``resume``.
 
-        A collective: called by every rank between the same two forward passes, before the model sleeps or loads other
-        weights. When it returns nothing reads or writes the layers' weights any more; it takes at most a transfer's
-        deadline. The host may then change weights in place, not their placement.
+        A collective: every rank calls it between the same two forward passes, before the model sleeps or loads other
+        weights. Once it returns, the agent no longer reads or writes the layers' weights. It takes at most the timeout
+        of one transfer. The host may then change weights in place, but not their placement.
 
         Parameters
         ----------
@@ -241,30 +302,30 @@ class Agent:
         self._guarded(self._switch.pause, reason)
         self._timer.pause()
         self._guarded(self._switch.drain, reason)
-        # The host may discard the memory that heat is counted in.
+        # The host may free the memory of the heat rings.
         self._guarded(self._heat.cut, self.installed.layer_epochs)
         self._guarded(self._publish_heat)
 
     @_contained(RestoreError)
     def restore(self, placement: Placement, reason: str = "the host loads weights") -> None:
-        """Drain, then bring every expert to its slot of ``placement``; take no plans until ``resume``.
+        """Drain, then move every expert to its slot of ``placement``, and reject plans until ``resume``.
 
-        Hosts that load weights into a running model in their own layout restore the placement that they started with,
-        load, and resume. A collective like ``drain``. It takes as long as the transfers of all layers that differ from
-        ``placement``.
+        Some hosts load weights into a running model in their own layout. They restore the placement that they started
+        with, load the weights, and resume. A collective like ``drain``. It takes as long as the transfers of all layers
+        that differ from ``placement``.
 
         Parameters
         ----------
         placement
-            Of all ranks, usually what ``installed.placement`` was at the start.
+            Placement of all ranks; usually ``installed.placement`` as it was at the start.
         reason
             Cause of the abort, which the service reports.
 
         Raises
         ------
         RestoreError
-            On all ranks, if a layer could not be restored. Each layer then serves either its previous placement or
-            ``placement``.
+            If a layer could not be restored. Every rank raises it. Each layer then serves either its previous placement
+            or ``placement``.
         FatalSwitchError
             As ``step`` does.
         """
@@ -273,29 +334,29 @@ class Agent:
         self._guarded(self._switch.restore, placement, reason)
         self._guarded(self._switch.pause, reason)
         self._guarded(self._publish_heat)
-        served = self.installed.placement
-        apart = np.flatnonzero((served.phy2log_LRS != placement.phy2log_LRS).any(axis=(1, 2)))
-        if apart.size:
+        current = self.installed.placement
+        differing = np.flatnonzero((current.phy2log_LRS != placement.phy2log_LRS).any(axis=(1, 2)))
+        if differing.size:
             raise RestoreError(
-                f"the experts of {apart.size} layers could not be brought back: "
+                f"the experts of {differing.size} layers could not be restored: "
                 f"{self.halted or self.unheard or 'the ranks dropped the plan'}"
             )
 
     @_contained()
     def resume(self) -> None:
-        """Take plans again after ``drain`` or ``restore``."""
+        """Accept plans again after ``drain`` or ``restore``."""
         self._switch.resume()
 
     @_contained()
     def close(self, timeout: float = 5.0) -> None:
-        """Stop voting and all threads. The installed placement stays, and the model can keep serving with it.
+        """Stop voting and all threads. The current layout stays, and the model can keep serving with it.
 
-        Ranks may call it at different times. After the first call the other ranks stop balancing.
+        Ranks may call this at different times. After the first call, the other ranks stop balancing.
 
         Parameters
         ----------
         timeout
-            Seconds to wait for the stream to the service to end.
+            Longest wait for the control stream to end, in seconds.
 
         Raises
         ------
@@ -308,18 +369,18 @@ class Agent:
         finally:
             self._history.close(self._step)
 
-    # What happens at a step boundary, in order
+    # Steps of a call at a step boundary, in order
 
     def _boundary(self, phase: StepPhase, tokens: int | None) -> None:
         if self._unfinished:
             self._guarded(self._switch.stumble, "an error ended the previous call")
         self._unfinished = True
-        before = self._step
+        previous = self._step
         self._guarded(self._count_call)
-        if self._step > before:
-            self._guarded(self._record, phase, tokens, self._step - before)
+        if self._step > previous:
+            self._guarded(self._record, phase, tokens, self._step - previous)
         self._guarded(self._take_events)
-        if self._step > before:
+        if self._step > previous:
             with self._in_votes:
                 self._guarded(self._switch.vote, self._step)
         self._guarded(self._publish_heat)
@@ -335,11 +396,12 @@ class Agent:
         if welcome is not None:
             self._adopt(welcome.report_steps, self._stream.reporting)
             self._switch.see_term(welcome.leader_term)
-        epochs, base = self.installed.layer_epochs, self._clock.base
-        self._heat.step_done(self._step - 1, phase, epochs, tokens, micros, base)
+        self._heat.step_done(
+            self._step - 1, phase, self.installed.layer_epochs, tokens, micros, self._clock.base
+        )
 
     def _adopt(self, report_steps: int, reporting: Reporting) -> None:
-        """Report as the service asks; remove waiting heat that it no longer wants."""
+        """Report the heat that the service requests, and remove queued reports that it no longer requests."""
         changed = reporting != self._heat.reporting
         self._heat.adopt(reporting.report_steps or report_steps, reporting)
         if changed:
@@ -378,37 +440,42 @@ class Agent:
             ring_bytes=self._heat.ring_bytes,
         )
 
-    def _guarded(self, part: Callable[..., None], *arguments: Any) -> None:
-        """Do a part of a call; an error in it ends the votes until all ranks form them again, never the model."""
+    def _guarded(self, call: Callable[..., None], *arguments: Any) -> None:
+        """Run one step of a host's call. An error in it stops voting until the ranks open a new vote link."""
         try:
-            part(*arguments)
+            call(*arguments)
         except BaseException as error:
             self._recover(error)
 
     def _recover(self, error: BaseException) -> None:
-        """Keep the votes consistent after a component fails; raise only fatal errors."""
-        fatal = _fatal_behind(error)
+        """Leave the vote link after an error, so that all ranks' votes stay consistent.
+
+        Raise only fatal errors, and interrupts such as ``KeyboardInterrupt``.
+        """
+        fatal = _find_fatal(error)
         if fatal is not None:
-            self._end(fatal)
+            self._halt(fatal)
             raise fatal
         if self.unheard is None:
-            _log.error("rank %d: the agent failed; the model goes on", self.identity.rank, exc_info=error)
+            _log.error(
+                "rank %d: the agent failed; the model keeps serving", self.identity.rank, exc_info=error
+            )
         try:
             self._switch.stumble(f"{type(error).__name__}: {error}")
         except FatalSwitchError as diverged:
-            self._end(diverged)
+            self._halt(diverged)
             if isinstance(error, Exception):
                 raise
         if not isinstance(error, Exception):
             raise error
 
-    def _end(self, fatal: FatalSwitchError) -> None:
+    def _halt(self, fatal: FatalSwitchError) -> None:
         self._fatal = fatal
         self._switch.fail(str(fatal))
 
 
-def _fatal_behind(error: BaseException | None) -> FatalSwitchError | None:
-    """Return the fatal error that ``error`` is, or that was being handled when it arose."""
+def _find_fatal(error: BaseException | None) -> FatalSwitchError | None:
+    """Return the fatal error that ``error`` is or that was being handled when it arose; ``None`` if there is none."""
     while error is not None and not isinstance(error, FatalSwitchError):
         error = error.__context__
     return error

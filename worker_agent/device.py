@@ -1,7 +1,7 @@
-"""The few things that differ between a CPU and an accelerator: events, side streams, pinned host memory.
+"""Differences between a CPU and an accelerator: events, side streams, pinned host memory and memory formats.
 
-``torch_npu`` and CUDA register themselves as torch device modules; on a CPU work is done when a call returns, and
-everything here is a no-op.
+``torch_npu`` and CUDA register themselves as torch device modules. On a CPU, work is done when a call returns, so the
+events and streams here do nothing.
 """
 
 from __future__ import annotations
@@ -14,7 +14,13 @@ import torch
 
 
 class Mark:
-    """A point in the current stream's work of a device; once it has passed it can ``move`` on."""
+    """Point in the work of a device's current stream. It can ``move`` to a later point once it has passed.
+
+    Parameters
+    ----------
+    device
+        The device.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._event: Any = None if device.type == "cpu" else torch.get_device_module(device).Event()
@@ -22,26 +28,31 @@ class Mark:
         self.move()
 
     def move(self) -> None:
-        """Be the point that the device's current stream has been given work up to."""
+        """Move the mark behind all work that is queued on the device's current stream."""
         if self._event is not None:
-            # Named, not implied: a thread's current device need not be this one.
+            # The thread's current device may be another one.
             self._event.record(torch.get_device_module(self._device).current_stream(self._device))
 
     def passed(self) -> bool:
-        """Return whether the device has got there; never waits."""
+        """Return True if the device has reached the mark. Never waits."""
         return self._event is None or bool(self._event.query())
 
     def hold_current_stream(self) -> None:
-        """Make the work that is queued from here on, on the device's current stream, wait for this point."""
+        """Make all work that is later queued on the device's current stream wait for this mark."""
         if self._event is not None:
             self._event.wait(torch.get_device_module(self._device).current_stream(self._device))
 
 
 class SideStream:
-    """A stream of its own on ``device``, beside the model's.
+    """Separate stream on a device, next to the model's.
 
-    Kept for as long as what was allocated on it is used: memory that is given back goes to the next who asks on the
-    same stream, so it can never go to the model while something here still writes to it.
+    Keep it for as long as memory that was allocated on it is in use. The allocator reuses freed memory on the stream
+    that it came from, so the model can never get it while work on this stream still writes to it.
+
+    Parameters
+    ----------
+    device
+        The device.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -49,7 +60,7 @@ class SideStream:
         self._stream: Any = None if self._module is None else self._module.Stream(device=device)
 
     def current(self) -> AbstractContextManager[Any]:
-        """A context in which work is queued here, and memory taken."""
+        """Return a context in which work is queued on this stream and memory is allocated on it."""
         if self._module is None:
             return nullcontext()
         context: AbstractContextManager[Any] = self._module.stream(self._stream)
@@ -66,39 +77,39 @@ def device_name(device: torch.device) -> str:
 
 
 def host_empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Host memory that ``device`` can copy into without holding up its stream."""
+    """Allocate host memory that ``device`` can copy into without blocking its stream."""
     return torch.empty(shape, dtype=dtype, pin_memory=device.type != "cpu")
 
 
 def on_host(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """The host's ``tensor`` in memory that ``device`` can copy from without holding up the caller."""
+    """Return a host tensor in memory that ``device`` can copy from without blocking the caller."""
     return tensor if device.type == "cpu" else tensor.pin_memory()
 
 
 def host_view(tensor: torch.Tensor) -> memoryview | None:
-    """The numbers in a CPU's tensor, one of which costs a tenth of an operation; ``None`` of a device's."""
+    """Return a view of a CPU tensor's values, ten times faster to read than the tensor; ``None`` on a device."""
     return tensor.detach().reshape(-1).numpy().data if tensor.device.type == "cpu" else None
 
 
 BASE_FORMATS = frozenset({0, 1, 2, 30})
-"""torch_npu's numbers of NCHW, NHWC, ND and NCDHW. Elements are in order, so each expert is a slice of its tensor."""
+"""torch_npu's numbers of NCHW, NHWC, ND and NCDHW. Their elements are in order, so each expert is a slice."""
 _ND = 2
 
 
 def format_of(tensor: torch.Tensor) -> int:
-    """Return torch_npu's number of a tensor's memory format, 29 for FRACTAL_NZ; 2 (ND) on devices other than NPUs."""
+    """Return torch_npu's number of a tensor's memory format, such as 29 for FRACTAL_NZ. Without an NPU it is 2 (ND)."""
     if tensor.device.type != "npu":
         return _ND
     return int(importlib.import_module("torch_npu").get_npu_format(tensor))
 
 
 def in_blocks(tensor: torch.Tensor) -> bool:
-    """Return True if the memory is in blocks (NZ). torch_npu sends such memory only whole, including padding."""
+    """Return True if the memory is in blocks (NZ). torch_npu can send such memory only as a whole, with its padding."""
     return format_of(tensor) not in BASE_FORMATS
 
 
 def in_order(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor, or, if its memory is in blocks, a copy on its device with the elements in order."""
+    """Return the tensor, or a copy on its device with the elements in order if its memory is in blocks."""
     if not in_blocks(tensor):
         return tensor
     copy: torch.Tensor = importlib.import_module("torch_npu").npu_format_cast(tensor, _ND)

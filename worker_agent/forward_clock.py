@@ -1,7 +1,8 @@
-"""Numbers step boundaries by the model's own forward passes, not by how often the agent was called, and times them.
+"""Numbering and timing of step boundaries.
 
-A host that misses a call after a forward pass, or makes two, would otherwise have its rank switch layers one pass away
-from the others, and tokens routed to weights that are not there.
+A boundary is numbered by the model's forward passes and not by the calls of the agent. A host may miss a call after a
+pass, or call twice. If calls were counted, its rank would then switch layers one pass before or after its peers, and
+tokens would go to slots that hold other experts.
 """
 
 from __future__ import annotations
@@ -17,141 +18,154 @@ from worker_agent.device import Mark, host_empty, host_view
 from worker_agent.live_layer import LiveLayer
 from worker_agent.runtime import REAL, Runtime
 
-_COPIES_UNDER_WAY = 8
-"""More copies of the counter than this are not begun; a device that far behind gives the same answer later."""
+_MAX_COPIES = 8
+"""Limit on pending copies of the counter. If the device is further behind, the count is only updated later."""
 _POLL_SECONDS = 0.001
 _STILL_CALLS = 64
-"""A pass that counts late, or calls beyond one in a pass, are no reason to complain."""
+"""Calls without a new pass before the clock complains. Late counts and repeated calls are over sooner."""
 
 
 class ForwardClock:
-    """Number of the forward pass that a step boundary comes after, equal on all ranks of a healthy group.
+    """Number of the last forward pass before the current step boundary.
 
-    The layers' counter is read at once on a CPU; on a device it is copied in the background, so that ``called`` follows
-    a missed call some calls later, and only ``exact``, which waits for the device, is always right.
+    It is the same on every rank of a healthy group. On a CPU, the layers' counter is read at once. On a device, it is
+    copied in the background, so ``called`` accounts for a missed call only some calls later. Only ``exact``, which
+    waits for the device, is always right.
 
     Parameters
     ----------
     layers
-        The live layers; made at one moment on all ranks, before any serves.
+        The live layers. All ranks create their clock at the same moment, before any of them serves.
+    runtime
+        Clock and threads to use.
 
-    ``trouble`` is set where the host's count has gone back, until the ranks ``agree`` on another.
+    Attributes
+    ----------
+    trouble
+        Problem if the host's count has gone back, until the ranks ``agree`` on another number; ``None`` otherwise.
     """
 
     def __init__(self, layers: list[LiveLayer], runtime: Runtime = REAL) -> None:
-        # A pass that fails half-way has not run the last layer.
+        # If a pass fails half-way, the last layer has not run.
         self._counter = layers[-1].load_counter
         self._device = self._counter.device
-        self._known = host_view(self._counter)
+        self._host_counter = host_view(self._counter)
         self._first = int(self._counter)
         self._runtime = runtime
         self._calls = 0
         self._missed_calls = 0
         self._copies: deque[tuple[int, torch.Tensor, Mark]] = deque()
         self._idle: deque[tuple[torch.Tensor, Mark]] = deque()
-        if self._known is None:
-            hosts = host_empty((_COPIES_UNDER_WAY,), torch.int64, self._device)
-            self._idle.extend((counter, Mark(self._device)) for counter in hosts.unbind())
+        if self._host_counter is None:
+            copies = host_empty((_MAX_COPIES,), torch.int64, self._device)
+            self._idle.extend((copy, Mark(self._device)) for copy in copies.unbind())
         self._offset = 0
-        self._highest = self._raw = 0
+        self._highest = 0
+        self._last_count = 0
         self.trouble: str | None = None
         self._moved_at = 0
 
     @property
     def calls(self) -> int:
-        """Number of calls by the host."""
+        """Number of calls that the host has made."""
         return self._calls
 
     @property
     def complaint(self) -> str | None:
-        """Problem with the count, or ``None``."""
+        """Problem with the host's count of passes, or ``None``."""
         still = self._calls - self._moved_at
         if still < _STILL_CALLS:
             return None
         if self.now < self._highest:
-            change = f"has gone back from {self._highest} to {self.now}; until it is past that"
-        else:
-            change = f"has not grown in {still} calls;"
-        return f"the layers' load_counter {change} the ranks cannot switch layers"
+            return (
+                f"the layers' load_counter has gone back from {self._highest} to {self.now}; "
+                f"the ranks cannot switch layers until it exceeds {self._highest}"
+            )
+        return f"the layers' load_counter has not grown in {still} calls; the ranks cannot switch layers"
 
     @property
     def now(self) -> int:
-        """Number of the last forward pass, as far as is known without waiting."""
-        return self._offset + self._counted
+        """Number of the last forward pass, estimated without waiting for the device."""
+        return self._offset + self._count
 
     @property
     def base(self) -> int:
-        """Count of the layers before pass 1, as passes are numbered now."""
+        """Value that the layers' counter had before pass 1, in the current numbering."""
         return self._first - self._offset
 
     @property
     def reached(self) -> int:
-        """Number of the highest forward pass so far, also where the host has begun to count from a lower one."""
+        """Highest number of a forward pass so far. It does not go back if the host's count does."""
         return self._highest
 
     def called(self) -> int:
-        """Count a call of the host; return the pass it comes after."""
+        """Count a call of the host, and return the number of the forward pass before it."""
         self._calls += 1
-        if self._known is None:
+        if self._host_counter is None:
             self._follow_counter()
-        counted = self._counted
-        # What is not known without waiting may be a few passes off.
-        unknown = _COPIES_UNDER_WAY if self._known is None else 0
-        if counted < self._raw - unknown:
-            self.trouble = f"the host's count of forward passes went back from {self._raw} to {counted}"
-        self._raw = counted
-        now = self._offset + counted
+        count = self._count
+        # Without waiting for the device, the count may be a few passes off.
+        tolerance = _MAX_COPIES if self._host_counter is None else 0
+        if count < self._last_count - tolerance:
+            self.trouble = f"the host's count of forward passes went back from {self._last_count} to {count}"
+        self._last_count = count
+        now = self._offset + count
         if now > self._highest:
-            self._highest, self._moved_at = now, self._calls
+            self._highest = now
+            self._moved_at = self._calls
         return now
 
     def exact(self) -> int:
-        """Number of the last forward pass of all that are queued; waits for the device."""
+        """Return the number of the last queued forward pass. Waits for the device."""
         return self._offset + self._device_count()
 
     def at_rest(self, seconds: float) -> bool:
-        """Return whether all that the host has queued so far is done on the device within so many seconds."""
-        queued, end = Mark(self._device), self._runtime.now() + seconds
+        """Return True if the device completes all queued work within ``seconds``. Waits until then."""
+        queued = Mark(self._device)
+        end = self._runtime.now() + seconds
         while not queued.passed() and self._runtime.now() < end:
             self._runtime.sleep(_POLL_SECONDS)
         return queued.passed()
 
     def agree(self, number: int) -> None:
-        """Give the pass that this boundary comes after the ``number`` that all ranks have agreed on, at rest."""
+        """Set the number of the last forward pass, as all ranks have agreed. The device must have no queued work."""
         self._offset += number - self.exact()
         self.trouble = None
 
     @property
-    def _counted(self) -> int:
-        """Number of the last forward pass by the host's count, as far as is known without waiting."""
-        return self._calls + self._missed_calls if self._known is None else self._device_count()
+    def _count(self) -> int:
+        """Passes since the clock was created by the layers' counter, estimated without waiting for the device."""
+        return self._calls + self._missed_calls if self._host_counter is None else self._device_count()
 
     def _device_count(self) -> int:
-        return int(self._counter if self._known is None else self._known[0]) - self._first
+        counter = self._counter if self._host_counter is None else self._host_counter[0]
+        return int(counter) - self._first
 
     def _follow_counter(self) -> None:
+        """Update the number of missed calls from the copies that have arrived, and start another copy."""
         while self._copies and self._copies[0][2].passed():
-            call, counter, mark = self._copies.popleft()
-            self._missed_calls = int(counter) - self._first - call
-            self._idle.append((counter, mark))
+            call, copy, mark = self._copies.popleft()
+            self._missed_calls = int(copy) - self._first - call
+            self._idle.append((copy, mark))
         if self._idle:
-            counter, mark = self._idle.popleft()
-            counter.copy_(self._counter, non_blocking=True)
+            copy, mark = self._idle.popleft()
+            copy.copy_(self._counter, non_blocking=True)
             mark.move()
-            self._copies.append((self._calls, counter, mark))
+            self._copies.append((self._calls, copy, mark))
 
 
 class StepTimer:
-    """Microseconds from one step boundary to the next, by this host's clock; never waits for a device.
+    """Timer of steps by this host's clock, in microseconds. It never waits for a device.
 
-    A step's time is that from one call of the agent to the next: the forward pass as the host sees it, what the host
-    does between two passes, and the agent's own call. Where the host queues passes ahead of the device a single step's
-    time may be another's, but not their sum. It is wall time: a host that waits for requests waits in it.
+    A step's time is the time between two calls of the agent. It includes the forward pass as the host sees it, the
+    host's work between two passes, and the agent's own call. If the host queues passes ahead of the device, the time
+    may belong to another step, but the sum over the steps is right. It is wall time, so it includes the time that the
+    host waits for requests.
 
     Parameters
     ----------
     clock
-        Nanoseconds that never go back.
+        Returns the time of a monotonic clock in nanoseconds.
     """
 
     def __init__(self, clock: Callable[[], int] = time.perf_counter_ns) -> None:
@@ -159,34 +173,57 @@ class StepTimer:
         self._began: int | None = None
 
     def lap(self, passes: int = 1) -> int:
-        """Microseconds since the boundary before, at least 1; 0 where there was none, or other than one pass since."""
-        now, began = self._clock(), self._began
+        """Return the microseconds since the last boundary, at least 1, and start the next lap.
+
+        Parameters
+        ----------
+        passes
+            Forward passes since the last boundary.
+
+        Returns
+        -------
+        int
+            0 if there was no last boundary, or if ``passes`` is not 1.
+        """
+        now = self._clock()
+        began = self._began
         self._began = now
         if began is None or passes != 1:
             return 0
         return max(1, (now - began) // 1000)
 
     def pause(self) -> None:
-        """Leave out the time until the next boundary: the model rests."""
+        """Exclude the time until the next boundary, because the model is paused."""
         self._began = None
 
 
 class Stopwatch:
-    """Sums the time spent within its context, also where that ends badly; another thread may read it.
+    """Context manager that sums the time spent in it, even if the block raises. Any thread may read the sum.
 
     Parameters
     ----------
     clock
-        Nanoseconds that never go back.
+        Returns the time of a monotonic clock in nanoseconds.
+
+    Examples
+    --------
+    >>> times_ns = iter([0, 5_000, 20_000, 22_000])
+    >>> watch = Stopwatch(clock=lambda: next(times_ns))
+    >>> for _ in range(2):
+    ...     with watch:
+    ...         pass
+    >>> watch.micros
+    7
     """
 
     def __init__(self, clock: Callable[[], int] = time.perf_counter_ns) -> None:
         self._clock = clock
-        self._began = self._nanoseconds = 0
+        self._began = 0
+        self._nanoseconds = 0
 
     @property
     def micros(self) -> int:
-        """Microseconds so far."""
+        """Sum so far, in microseconds."""
         return self._nanoseconds // 1000
 
     def __enter__(self) -> None:

@@ -1,14 +1,14 @@
-"""Records expert heat per step without holding up the device: counted there, copied out in the background.
+"""Recorder of expert heat that does not delay the device.
 
-The layers write each step's counts into rings on the device. Here rows are gathered into segments and copied to the
-host asynchronously; they are reported once the copy has arrived. A segment never spans a layer switch.
+The layers write each step's counts into rings on the device. The recorder copies a block of consecutive steps to the
+host asynchronously, and reports it once the copy has arrived. A block never spans a layer switch.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -19,106 +19,138 @@ from eplb_core.wire.heat import HeatReport, StepPhase
 from worker_agent.device import Mark, host_empty, host_view
 from worker_agent.live_layer import LiveLayer
 
-_MAX_TOKENS = _MAX_MICROS = 1 << 32
-"""Exclusive upper bounds of the message's fields."""
+_MAX_TOKENS = 1 << 32
+"""Exclusive upper bound of a report's token counts."""
+_MAX_MICROS = 1 << 32
+"""Exclusive upper bound of a report's step times."""
 _DEADLINE_CALLS = 4096
-"""Step boundaries without a valid count after which a problem is reported: the host no longer counts."""
+"""Step boundaries without a valid count after which the recorder complains that the host no longer counts."""
+
+
+@dataclass
+class _Block:
+    """Steps of the next report.
+
+    Parameters
+    ----------
+    first_step
+        Number of the first step.
+    phases
+        Phase of each step.
+    tokens
+        This rank's own tokens in each step; steps with an unknown number have no entry.
+    micros
+        Wall time of each step in microseconds, 0 if unknown.
+    """
+
+    first_step: int = 0
+    phases: list[StepPhase] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    micros: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class _Copy:
-    """A report whose counts are on their way from the device."""
+    """A report and the pending copy of its counts from the device.
+
+    Parameters
+    ----------
+    report
+        The report. Its arrays are valid once ``arrived`` has passed.
+    first_pass
+        Number of the first step's forward pass, by the layers' counter.
+    passes
+        Last layer's counter when each of the T rows was recorded, then all C counters after the last row; int64
+        ``[T + C]``.
+    arrived
+        Mark that passes when the copy is complete.
+    """
 
     report: HeatReport
     first_pass: int
-    """Number, by the layers' counter, of the pass that the first step is."""
-
     passes: torch.Tensor
-    """int64 ``[T + C]``: the pass that each of its T rows is of, then the C counters of layers after the last."""
-
     arrived: Mark
 
-    def is_whole(self) -> bool:
-        """Return whether each row is of the one pass that its step is."""
+    def is_valid(self) -> bool:
+        """Return True if each row holds exactly the forward pass of its step."""
         steps = self.report.steps
         expected = [*range(self.first_pass, self.first_pass + steps)]
         return self.passes.tolist() == expected + expected[-1:] * (len(self.passes) - steps)
 
 
 class HeatRecorder:
-    """Turns the layers' rings into reports, a segment of steps each.
+    """Recorder that turns the layers' heat rings into reports, one per block of steps.
 
     Parameters
     ----------
     layers
         The live layers.
     segment_steps
-        Steps per segment, at most as many as the rings hold. A switch ends a segment early. Segments end before each
-        multiple of this number, so that all ranks end theirs at the same steps.
+        Steps per block, at most the number of rows of the rings. Blocks end before each multiple of this number, so
+        that all ranks end theirs at the same steps. A switch ends a block early.
 
     Attributes
     ----------
     lost_steps : int
-        Steps whose rows are not of one forward pass each: a host that runs a layer twice a step, a pass without a
-        ``step`` of the agent, or two of them. Such counts are dropped, never guessed.
+        Steps whose row does not hold exactly one forward pass. The host may have run a layer twice in a step, or called
+        the agent's ``step`` never or twice for a pass. Such counts are dropped, never guessed.
     ring_bytes : int
-        Size of the rings that the layers count in.
+        Size of the heat rings.
     reporting : Reporting
-        Part of the heat that the service asks for.
+        Heat that the service requests.
     """
 
     def __init__(self, layers: Sequence[LiveLayer], segment_steps: int) -> None:
         self.lost_steps = 0
-        self._slot_rings = _rings(layer.moe_load for layer in layers)
-        self._source_rings = _rings(layer.source_load for layer in layers)
-        # Adapters may count all layers' passes in one tensor.
+        self._slot_rings = _rings_of(layer.moe_load for layer in layers)
+        self._source_rings = _rings_of(layer.source_load for layer in layers)
+        # Several layers may share one counter.
         self._counters = list(
             {layer.load_counter.data_ptr(): layer.load_counter for layer in layers}.values()
         )
         rings = [ring for layer in layers for ring in (layer.moe_load, layer.source_load) if ring is not None]
         self._rows = min(ring.shape[0] for ring in rings)
         self.ring_bytes = sum(ring.nbytes for ring in rings)
-        self._segment_steps = 0
+        self._block_steps = 0
         self.adopt(segment_steps)
         self._silent_calls = 0
         self._device = rings[0].device
-        self._phases: list[StepPhase] = []
-        self._tokens: list[int] = []
-        self._micros: list[int] = []
-        self._first_step = 0
+        self._block = _Block()
         self._next_step: int | None = None
-        # The counter before step 0.
+        # Value of the counter before step 0.
         self._base = int(layers[-1].load_counter)
         self._passes = torch.zeros(
             self._rows + len(self._counters), dtype=torch.int64, device=layers[-1].load_counter.device
         )
-        self._pass_of_row = self._passes.unbind()
-        self._known_passes = host_view(self._passes)
-        self._known_counters = [host_view(counter) for counter in self._counters]
+        self._pass_per_row = self._passes.unbind()
+        self._host_passes = host_view(self._passes)
+        self._host_counters = [host_view(counter) for counter in self._counters]
         self._copies: deque[_Copy] = deque()
 
     @property
     def complaint(self) -> str | None:
-        """Problem to report to the service if no counts arrive; may be read on any thread."""
+        """Problem to report to the service if no valid counts arrive, or ``None``. Any thread may read it."""
         if self._silent_calls <= _DEADLINE_CALLS:
             return None
-        silent = f"no valid count of heat for {self._silent_calls} steps"
-        return f"{silent}: the layers count other steps than the agent sees"
+        return (
+            f"no valid count of heat for {self._silent_calls} steps: the layers' counts do not match its steps; "
+            "the host must call step once per forward pass"
+        )
 
     def adopt(self, segment_steps: int, reporting: Reporting = EVERYTHING) -> None:
-        """Report the requested heat in segments of ``segment_steps``, or of as many steps as the rings hold.
+        """Report the requested heat in blocks of ``segment_steps``, or in shorter ones if the rings have fewer rows.
 
-        If the segments become shorter, the current one ends with the next step.
+        If the blocks become shorter, the current one ends with the next step.
         """
-        adopted = max(1, min(segment_steps, self._rows))
-        # Shorter segments mean that heat has just changed, and the service waits for the steps gathered so far.
-        self._hurries = adopted < self._segment_steps
-        self._segment_steps = adopted
+        block_steps = max(1, min(segment_steps, self._rows))
+        # The service requests shorter blocks when the heat has just changed, and then waits for the pending steps.
+        self._ends_early = block_steps < self._block_steps
+        self._block_steps = block_steps
         self.reporting = reporting
 
     def wants(self, first_step: int) -> bool:
-        """Return whether the segment that begins with this step is to be reported."""
-        return self.reporting.wants(first_step // self._segment_steps)
+        """Return True if the service requests the block that begins with this step."""
+        return self.reporting.wants(first_step // self._block_steps)
 
     def step_done(
         self,
@@ -129,20 +161,23 @@ class HeatRecorder:
         micros: int = 0,
         base: int | None = None,
     ) -> None:
-        """Take a step that has run; it is reported if the layers' counter, as it is on the device now, is of it.
+        """Record that a step has been queued. It is lost if the layers' counter is not at its pass at that point.
 
         Parameters
         ----------
-        step, phase
-            Number of the step in ``ForwardClock``, and its phase: prefill, decode, mixed or dummy.
+        step
+            Number of the step, as in ``ForwardClock``.
+        phase
+            Phase of the step: prefill, decode, mixed or dummy.
         layer_epochs
-            Epoch of each layer that served it.
+            Epoch of each layer during the step.
         tokens
-            Number of this rank's own tokens in it, if known.
+            Number of this rank's own tokens in the step, or ``None`` if unknown.
         micros
-            Its wall time in microseconds; 0 if unknown.
+            Wall time of the step in microseconds; 0 if unknown.
         base
-            Value of the layers' counter before step 0, if the ranks have agreed on other step numbers since.
+            Value of the layers' counter before step 0, which changes if the ranks renumber their steps. ``None`` keeps
+            the last value.
         """
         if self._next_step not in (None, step):
             self.cut(layer_epochs)
@@ -151,112 +186,131 @@ class HeatRecorder:
         self._next_step = step + 1
         if base is not None:
             self._base = base
-        if not self._phases:
-            self._first_step = step
-        self._note_pass(len(self._phases), -1)
-        self._phases.append(phase)
+        block = self._block
+        if not block.phases:
+            block.first_step = step
+        self._note_pass(len(block.phases), -1)
+        block.phases.append(phase)
         if tokens is not None and 0 <= tokens < _MAX_TOKENS:
-            self._tokens.append(tokens)
-        self._micros.append(micros if 0 <= micros < _MAX_MICROS else 0)
-        full = (step + 1) % self._segment_steps == 0 or len(self._phases) >= self._segment_steps
-        if full or self._hurries:
-            self._hurries = False
+            block.tokens.append(tokens)
+        block.micros.append(micros if 0 <= micros < _MAX_MICROS else 0)
+        full = (step + 1) % self._block_steps == 0 or len(block.phases) >= self._block_steps
+        if full or self._ends_early:
+            self._ends_early = False
             self.cut(layer_epochs)
 
     def cut(self, layer_epochs: tuple[int, ...]) -> None:
-        """End the segment here: called before a layer switches, while the counts are still of ``layer_epochs``."""
-        phases, self._phases = self._phases, []
-        tokens, self._tokens = self._tokens, []
-        micros, self._micros = self._micros, []
-        if not phases or not self.wants(self._first_step):
+        """End the current block. The switch calls this before it changes a layer.
+
+        Parameters
+        ----------
+        layer_epochs
+            Epoch of each layer during the block.
+        """
+        block = self._block
+        self._block = _Block()
+        if not block.phases or not self.wants(block.first_step):
             return
         try:
-            self._copies.append(self._copy_of(phases, tokens, micros, layer_epochs))
+            self._copies.append(self._begin_copy(block, layer_epochs))
         except Exception:
-            # Steps that cannot be reported are lost; they must never go with later ones, under another placement.
-            self.lost_steps += len(phases)
+            # Steps that cannot be reported are lost. They must never join later ones under another placement.
+            self.lost_steps += len(block.phases)
             raise
 
     def take(self) -> list[HeatReport]:
-        """Return the reports whose counts have arrived; called at each step boundary, never waits."""
+        """Return the reports whose counts have arrived. Call it at each step boundary; it never waits."""
         reports: list[HeatReport] = []
         while self._copies and self._copies[0].arrived.passed():
             copy = self._copies.popleft()
-            if copy.is_whole():
+            if copy.is_valid():
                 reports.append(copy.report)
             else:
                 self.lost_steps += copy.report.steps
         self._silent_calls = 0 if reports else self._silent_calls + 1
         return reports
 
-    def _copy_of(
-        self, phases: list[StepPhase], tokens: list[int], micros: list[int], layer_epochs: tuple[int, ...]
-    ) -> _Copy:
-        """Begin to copy the counts of these steps; the report's arrays are filled once ``arrived`` has passed."""
-        rows = [(self._base + self._first_step + i) % self._rows for i in range(len(phases))]
+    def _begin_copy(self, block: _Block, layer_epochs: tuple[int, ...]) -> _Copy:
+        """Start to copy a block's counts to the host."""
+        steps = len(block.phases)
+        rows = [(self._base + block.first_step + i) % self._rows for i in range(steps)]
         summed = self.reporting.source_sums and self._slot_rings is not None
         report = HeatReport(
-            self._first_step,
+            block.first_step,
             layer_epochs,
             self._copy_out(self._slot_rings, rows),
-            np.frombuffer(bytes(phases), np.uint8),
+            np.frombuffer(bytes(block.phases), np.uint8),
             None if summed else self._copy_out(self._source_rings, rows),
-            np.array(tokens, dtype=np.int64) if len(tokens) == len(phases) else None,
+            np.array(block.tokens, dtype=np.int64) if len(block.tokens) == steps else None,
             source_sums_LE=self._copy_out(self._source_rings, rows, summed=True) if summed else None,
-            micros_T=np.array(micros, dtype=np.int64),
+            micros_T=np.array(block.micros, dtype=np.int64),
         )
         for counter in range(len(self._counters)):
-            self._note_pass(len(phases) + counter, counter)
-        passes = self._passes[: len(phases) + len(self._counters)].clone()
-        return _Copy(report, self._base + self._first_step + 1, self._to_host(passes), Mark(self._device))
+            self._note_pass(steps + counter, counter)
+        passes = self._passes[: steps + len(self._counters)].clone()
+        first_pass = self._base + block.first_step + 1
+        return _Copy(report, first_pass, self._to_host(passes), Mark(self._device))
 
     def _note_pass(self, row: int, counter: int) -> None:
-        """Keep a counter as it is after the pass that is queued."""
-        known_P, known = self._known_passes, self._known_counters[counter]
-        if known_P is None or known is None:
-            self._pass_of_row[row].copy_(self._counters[counter], non_blocking=True)
+        """Store in ``row`` the value that a counter has after the last queued pass."""
+        passes_P = self._host_passes
+        value = self._host_counters[counter]
+        if passes_P is None or value is None:
+            self._pass_per_row[row].copy_(self._counters[counter], non_blocking=True)
         else:
-            known_P[row] = known[0]
+            passes_P[row] = value[0]
 
     def _copy_out(
         self, rings: _Rings | None, rows: list[int], *, summed: bool = False
     ) -> npt.NDArray[np.int32] | None:
-        """Copy rows of all rings to the host, ``[T, L, width]``, or their sum, ``[L, width]``, made on the device."""
+        """Copy rows of all rings to the host.
+
+        Returns
+        -------
+        array or None
+            The rows, int32 ``[T, L, width]``, or their sum, ``[L, width]``, which the device computes. ``None`` without
+            rings.
+        """
         if rings is None:
             return None
-        counts_TLX = rings.segment(rows)
+        counts_TLX = rings.read_rows(rows)
         counts = counts_TLX.sum(dim=0, dtype=torch.int32) if summed else counts_TLX
-        out: npt.NDArray[np.int32] = self._to_host(counts).numpy()
-        return out
+        host_counts: npt.NDArray[np.int32] = self._to_host(counts).numpy()
+        return host_counts
 
     def _to_host(self, counts: torch.Tensor) -> torch.Tensor:
-        """Copy to the host; the copy may still be under way."""
+        """Return a host copy of ``counts``. On a device, the copy may still be pending."""
         if counts.device.type == "cpu":
             return counts
-        out = host_empty(tuple(counts.shape), counts.dtype, self._device)
-        return out.copy_(counts, non_blocking=True)
+        host_counts = host_empty(tuple(counts.shape), counts.dtype, self._device)
+        return host_counts.copy_(counts, non_blocking=True)
 
 
 class _Rings:
-    """The rings of all layers, each ``[W, width]``, read a few rows at a time.
+    """Heat rings of all layers.
 
-    If an adapter keeps all rings in one tensor, a single operation reads them.
+    If an adapter keeps all rings in one tensor, a single operation reads a few rows of all of them.
+
+    Parameters
+    ----------
+    rings
+        The ring of each layer, ``[W, width]``.
     """
 
     def __init__(self, rings: list[torch.Tensor]) -> None:
         self._rings = rings
         self._whole_LWX = _in_one_tensor(rings)
 
-    def segment(self, rows: list[int]) -> torch.Tensor:
-        """Return a copy of consecutive rows, ``[T, L, width]``, read in two parts if they wrap around."""
+    def read_rows(self, rows: list[int]) -> torch.Tensor:
+        """Return a copy of consecutive rows, ``[T, L, width]``. Rows that wrap around are read in two operations."""
         wrap = next((i for i in range(1, len(rows)) if rows[i] < rows[i - 1]), len(rows))
-        counts = self.copy_of(rows[0], rows[wrap - 1] + 1)
+        counts = self.read_range(rows[0], rows[wrap - 1] + 1)
         if wrap < len(rows):
-            counts = torch.cat([counts, self.copy_of(rows[wrap], rows[-1] + 1)])
+            counts = torch.cat([counts, self.read_range(rows[wrap], rows[-1] + 1)])
         return counts
 
-    def copy_of(self, start: int, end: int) -> torch.Tensor:
-        """A copy of the rows ``start`` to ``end - 1``, contiguous ``[T, L, width]``."""
+    def read_range(self, start: int, end: int) -> torch.Tensor:
+        """Return a contiguous copy of the rows from ``start`` to ``end - 1``, ``[T, L, width]``."""
         if self._whole_LWX is not None:
             rows_TLX = self._whole_LWX[:, start:end].transpose(0, 1)
             return rows_TLX.clone(memory_format=torch.contiguous_format)
@@ -264,22 +318,22 @@ class _Rings:
 
 
 def _in_one_tensor(rings: list[torch.Tensor]) -> torch.Tensor | None:
-    """Return a view ``[L, W, width]`` of all rings if they are evenly spaced in one tensor, else ``None``."""
+    """Return a view ``[L, W, width]`` of all rings if they are evenly spaced in one tensor, otherwise ``None``."""
     first = rings[0]
     step = rings[1].storage_offset() - first.storage_offset() if len(rings) > 1 else first.numel()
     for index, ring in enumerate(rings):
-        alike = (
+        fits = (
             ring.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
             and (ring.dtype, ring.shape, ring.stride()) == (first.dtype, first.shape, first.stride())
             and ring.storage_offset() == first.storage_offset() + index * step
         )
-        if not alike:
+        if not fits:
             return None
     return first.as_strided((len(rings), *first.shape), (step, *first.stride())) if step > 0 else None
 
 
-def _rings(rings: Iterable[torch.Tensor | None]) -> _Rings | None:
-    """Gather the rings of all layers, or ``None`` if a layer has none."""
-    found = list(rings)
-    there = [ring for ring in found if ring is not None]
-    return _Rings(there) if len(there) == len(found) else None
+def _rings_of(rings: Iterable[torch.Tensor | None]) -> _Rings | None:
+    """Return the rings of all layers, or ``None`` if a layer has no ring."""
+    layer_rings = list(rings)
+    present = [ring for ring in layer_rings if ring is not None]
+    return _Rings(present) if len(present) == len(layer_rings) else None

@@ -1,4 +1,4 @@
-"""Clock, threads and sockets of a rank, in one place, so that a simulation can put others in theirs."""
+"""Clock, threads and sockets of a rank, which a simulation replaces by its own."""
 
 from __future__ import annotations
 
@@ -11,45 +11,45 @@ from typing import Any
 
 
 class Runtime:
-    """Clock, threads and sockets of the process; times are seconds by a clock that never goes back."""
+    """Clock, threads and sockets of the process. Times are seconds of a monotonic clock."""
 
     def now(self) -> float:
-        """Seconds since some moment."""
+        """Return the time in seconds since an arbitrary moment."""
         return time.monotonic()
 
     def sleep(self, seconds: float) -> None:
-        """Wait for so long."""
+        """Block the calling thread for ``seconds``."""
         time.sleep(seconds)
 
     def spawn(self, name: str, target: Callable[[], object], *, daemon: bool = True) -> threading.Thread:
-        """Begin a thread."""
+        """Start a thread."""
         thread = threading.Thread(target=target, name=name, daemon=daemon)
         thread.start()
         return thread
 
     def later(self, seconds: float, call: Callable[[], object]) -> threading.Timer:
-        """Begin a timer that calls once, on a thread of its own, unless it is cancelled."""
+        """Start a timer. It calls ``call`` once, on its own thread, unless it is cancelled."""
         timer = threading.Timer(seconds, call)
         timer.daemon = True
         timer.start()
         return timer
 
     def event(self) -> threading.Event:
-        """Make a flag that threads wait for."""
+        """Create a flag that threads can wait for."""
         return threading.Event()
 
     def condition(self) -> threading.Condition:
-        """Make a lock that threads wait with."""
+        """Create a condition variable with its lock."""
         return threading.Condition()
 
     def queue(self) -> queue.SimpleQueue[Any]:
-        """Make a queue that a thread waits at."""
+        """Create an unbounded queue between threads."""
         return queue.SimpleQueue()
 
     def datagrams(self, family: int) -> socket.socket:
-        """Open a socket for datagrams."""
+        """Open a datagram socket of an address family."""
         return socket.socket(family, socket.SOCK_DGRAM)
 
 
 REAL = Runtime()
-"""The process's own, wherever none is given."""
+"""Runtime of the real process, and the default everywhere."""

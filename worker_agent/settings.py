@@ -1,4 +1,4 @@
-"""Settings of an agent: arguments > environment ``EPLB_AGENT_*`` > defaults."""
+"""Settings of an agent. Arguments take precedence over the environment (``EPLB_AGENT_*``), and that over defaults."""
 
 from __future__ import annotations
 
@@ -15,13 +15,20 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 from eplb_core.wire.channel import Security
 
 TransferBackend: TypeAlias = Literal["auto", "gloo", "nccl", "hccl"]
-"""Library to carry experts with; ``auto`` for that of their device."""
+"""Library that transfers experts. ``auto`` selects it by their device."""
 
 
 class AgentSettings(BaseSettings):
-    """Settings of one agent: how it reaches the service, and how its ranks vote and transfer.
+    """Settings of one agent: its connection to the service, and its rank's votes and transfers.
 
-    All ranks of a group must have the same values from ``vote_interval`` on; they compare them when they meet.
+    Most settings from ``vote_interval`` on must be the same on all ranks of a group, as must ``deployment``. The ranks
+    compare them (``shared``) at the rendezvous.
+
+    Examples
+    --------
+    >>> settings = AgentSettings(service="eplb.example:50551", bytes_per_step=1 << 20)
+    >>> settings.vote_interval, settings.shared()["bytes_per_step"]
+    (4, 1048576)
     """
 
     model_config = SettingsConfigDict(env_prefix="EPLB_AGENT_", extra="forbid", frozen=True)
@@ -30,72 +37,75 @@ class AgentSettings(BaseSettings):
     deployment: str = Field("default", description="name of this served model instance")
     node: str = Field(default_factory=socket.gethostname, description="host of this rank")
     data_host: str = Field(
-        default_factory=socket.getfqdn, description="address at which other ranks reach this one"
+        default_factory=socket.getfqdn, description="host name or address at which other ranks reach this one"
     )
-    auth_token: SecretStr | None = Field(None, description="token that the service asks for")
+    auth_token: SecretStr | None = Field(None, description="token that the service requires")
     auth_token_file: Path | None = Field(
         None,
-        description="file that holds the token, read again at every connection: it rotates without a restart",
+        description="file that holds the token, read at every connection, so that it can rotate without a restart",
     )
     tls_ca: Path | None = Field(
         None, description="PEM file of the authority that signed the service's certificate"
     )
     tls_cert: Path | None = Field(
-        None, description="PEM file of this agent's certificate, where the service asks for one"
+        None, description="PEM file of this agent's certificate, if the service requires one"
     )
     tls_key: Path | None = Field(None, description="PEM private key of tls_cert")
     plaintext_token: bool = Field(
-        False, description="send the token in plain text to another host, where the network is trusted"
+        False, description="send the token in plain text to another host; only for a trusted network"
     )
 
     vote_interval: int = Field(
         4,
         ge=1,
         le=1024,
-        description="steps between votes while any rank holds a plan and for 64 steps after it; four times as many "
-        "at other times",
+        description="steps between votes while any rank holds a plan, and for 64 steps after it; at other times, the "
+        "interval is four times as long",
     )
     vote_timeout_seconds: float = Field(
         10.0,
         gt=0,
         le=3600,
-        description="longest wait for a ballot; past it the ranks serve on, and form their votes again",
+        description="longest wait for a ballot; the ranks then keep serving, and open a new vote link",
     )
     commit_timeout_seconds: float = Field(
         1.0,
         gt=0,
         le=3600,
-        description="longest wait for all ranks to be at the forward pass at which a layer is to be committed; past it "
-        "the plan is dropped",
+        description="longest wait for all ranks to reach the forward pass at which a layer is committed; the plan is "
+        "then dropped",
     )
     peer_timeout_seconds: float = Field(
         600.0,
         gt=0,
         le=86_400,
-        description="longest wait for a rank that may have committed a layer: no less than the model waits for it",
+        description="longest wait for a rank that may have committed a layer; at least the timeout of the model's own "
+        "collectives",
     )
-    transfer_timeout_seconds: float = Field(60.0, gt=0, le=3600, description="bound on one layer's transfer")
+    transfer_timeout_seconds: float = Field(60.0, gt=0, le=3600, description="longest transfer of one layer")
     bytes_per_step: int | None = Field(
-        None, ge=1, description="bytes that a rank may send, and receive, per step; if unset, see link_share"
+        None,
+        ge=1,
+        description="bytes that a rank may send, and may receive, per step; if unset, see link_share",
     )
     link_share: float = Field(
         0.25,
         gt=0,
         le=1,
-        description="largest share of the time that a transfer keeps a rank's link busy, if bytes_per_step is unset",
+        description="largest share of the time that a rank's link is busy with a transfer, if bytes_per_step is unset",
     )
     staging_mib: int = Field(
         512,
         ge=0,
         le=1 << 20,
-        description="MiB of staging for incoming experts, at most what four layers can need, reserved at start-up on "
-        "a GPU or NPU; layers that fit together switch with one vote, and a layer that does not fit switches alone "
-        "and allocates more memory during its transfer",
+        description="MiB of staging for incoming experts, limited to the needs of four layers and reserved at start-up "
+        "on a GPU or NPU; layers that fit together switch with one vote, and a layer that does not fit is switched by "
+        "itself and allocates more memory during its transfer",
     )
     transfer_backend: TransferBackend = Field(
         "auto",
-        description="what carries experts: auto (nccl between GPUs, hccl between NPUs, else gloo), gloo (through the "
-        "host), nccl or hccl",
+        description="library that transfers experts: auto (nccl between GPUs, hccl between NPUs, otherwise gloo), gloo "
+        "(through the host), nccl or hccl",
     )
     verify_transfers: bool | None = Field(
         None,
@@ -108,8 +118,8 @@ class AgentSettings(BaseSettings):
     )
     allow_unverified_engine: bool = Field(
         False,
-        description="serve beside an engine whose functions take the known arguments but have other bodies than the "
-        "tested ones, also one of an untried release",
+        description="run in an engine whose functions have the expected arguments but not the tested bodies, or in an "
+        "engine of an untested release",
     )
     history: Path | None = Field(
         None, description="folder in which each rank records votes, switches and heat, as JSON lines"
@@ -119,7 +129,7 @@ class AgentSettings(BaseSettings):
     @classmethod
     def _is_an_address(cls, service: str) -> str:
         if service.lower().startswith(("http://", "https://")):
-            raise ValueError(f"{service} is a URL: write host:port; TLS is switched on by tls_ca")
+            raise ValueError(f"{service} is a URL: write host:port, and set tls_ca to use TLS")
         return service
 
     @field_validator("data_host")
@@ -150,7 +160,7 @@ class AgentSettings(BaseSettings):
     def _verifies_quantised_experts(self) -> AgentSettings:
         if self.quantised_experts and self.verify_transfers is False:
             raise ValueError(
-                "quantised_experts needs verify_transfers; leave the latter out or set it to true"
+                "quantised_experts needs verify_transfers; leave verify_transfers unset or set it to true"
             )
         return self
 
@@ -160,13 +170,19 @@ class AgentSettings(BaseSettings):
         return Security(self.tls_ca, self.tls_cert, self.tls_key, self.plaintext_token)
 
     def token(self) -> str | None:
-        """Return the token as it is now; raises ``OSError`` where its file cannot be read."""
+        """Return the current token, or ``None`` if no token is set.
+
+        Raises
+        ------
+        OSError
+            If the token's file cannot be read.
+        """
         if self.auth_token_file is not None:
             return self.auth_token_file.read_text(encoding="utf-8").strip()
         return None if self.auth_token is None else self.auth_token.get_secret_value()
 
     def shared(self) -> dict[str, object]:
-        """Settings that must be the same on all ranks."""
+        """Return the settings that must be the same on all ranks, by name."""
         names = (
             "deployment",
             "vote_interval",
@@ -183,13 +199,31 @@ class AgentSettings(BaseSettings):
 
 
 def misspelt(variables: Iterable[str]) -> list[str]:
-    """Name those of an environment's ``variables`` that begin like a setting's and are none, with the nearest one."""
+    """Return a complaint about each environment variable that looks like a setting but is not one.
+
+    Parameters
+    ----------
+    variables
+        Names of the environment's variables.
+
+    Returns
+    -------
+    list of str
+        Complaints in the order of the names, each with the most similar setting.
+
+    Examples
+    --------
+    Settings are not case-sensitive:
+
+    >>> misspelt(["PATH", "EPLB_AGENT_SERVICE", "eplb_agent_deploymnt"])
+    ['eplb_agent_deploymnt is not a setting and has no effect; did you mean EPLB_AGENT_DEPLOYMENT?']
+    """
     prefix = AgentSettings.model_config["env_prefix"]
-    known = [f"{prefix}{name}".upper() for name in AgentSettings.model_fields]
-    found = []
+    settings = [f"{prefix}{name}".upper() for name in AgentSettings.model_fields]
+    complaints = []
     for name in sorted(variables):
-        # A forgotten underscore, or a letter of the prefix, is a slip of the same kind.
-        if name.upper().startswith("EPLB_AGENT") and name.upper() not in known:
-            near = difflib.get_close_matches(name.upper(), known, 1, 0.0)
-            found.append(f"{name} is no setting and has no effect; did you mean {near[0]}?")
-    return found
+        # The last underscore of the prefix is left out, so that a name without it is reported too.
+        if name.upper().startswith("EPLB_AGENT") and name.upper() not in settings:
+            nearest = difflib.get_close_matches(name.upper(), settings, 1, 0.0)[0]
+            complaints.append(f"{name} is not a setting and has no effect; did you mean {nearest}?")
+    return complaints

@@ -1,4 +1,4 @@
-"""The agent's end of the control stream: a thread that reconnects for ever and never touches the model."""
+"""Agent side of the control stream. Its thread reconnects forever and never touches the model."""
 
 from __future__ import annotations
 
@@ -37,73 +37,82 @@ _log = logging.getLogger("eplb.agent")
 _INITIAL_BACKOFF_SECONDS = 0.2
 _MAX_BACKOFF_SECONDS = 10.0
 _INITIAL_SILENCE_SECONDS = 60.0
+"""Time after a logged failure in which a known reason is not logged again; it doubles each time."""
 _MAX_REASONS = 8
+"""Limit on the reasons that are logged at once when they are new."""
 _WELCOME_SECONDS = 10.0
 _INITIAL_BEAT_SECONDS = 1.0
+"""Heartbeat interval until the service sends its own."""
 _PLANS_KEPT = 16
-_STILL_SECONDS = 60.0
-"""Longer than any wait of a stream that works: for a welcome, before another attempt, for other ranks' heat."""
+"""Limit on the orders that wait for the model's next step."""
+_STALL_SECONDS = 60.0
+"""Stall to report. A healthy stream never waits that long for a welcome, a new attempt or heat of the other ranks."""
 
 _MAX_STATUSES = 4096
-"""A group makes a handful of statuses per layer and plan; the bound only guards against a service gone for good."""
-_MAX_LEFT_OUT = 4
-"""Of five heartbeats in a row with nothing new at least one is sent."""
+"""Limit on queued statuses. A plan has only a few per layer, so only a service that never returns reaches the limit."""
+_MAX_SKIPPED_BEATS = 4
+"""Limit on consecutive heartbeats without news that are skipped."""
 
 _Outgoing: TypeAlias = HeatReport | PlanStatus
 
 
 class Outbox:
-    """Queue between the model's thread, which never waits here, and the stream's: statuses first, never dropped.
+    """Queue from the model's thread, which never waits here, to the stream's. Statuses go first and are not dropped.
 
     Parameters
     ----------
     heat_reports
-        Reports kept; the oldest is dropped when one more comes.
+        Maximum number of queued heat reports. If another one is added, the oldest is dropped.
+    runtime
+        Locks to use.
 
-    ``lost_steps`` are those whose heat never got as far as here.
+    Attributes
+    ----------
+    lost_steps
+        Steps whose heat was lost before it reached the outbox.
     """
 
     def __init__(self, heat_reports: int = 64, runtime: Runtime = REAL) -> None:
         self.lost_steps = 0
         self._dropped_steps = 0
         self._heat: deque[HeatReport] = deque()
-        self._most_heat = heat_reports
+        self._max_heat = heat_reports
         self._statuses: deque[PlanStatus] = deque(maxlen=_MAX_STATUSES)
         self._changed = runtime.condition()
 
     @property
     def dropped_steps(self) -> int:
-        """Steps that will not be reported."""
+        """Steps that will not be reported, because their heat was dropped here or lost before."""
         return self._dropped_steps + self.lost_steps
 
     def put(self, item: _Outgoing) -> None:
-        """Add, dropping the oldest heat where there is no room."""
+        """Add an item. If there are too many heat reports, drop the oldest one."""
         with self._changed:
             if isinstance(item, HeatReport):
                 self._heat.append(item)
-                if len(self._heat) > self._most_heat:
+                if len(self._heat) > self._max_heat:
                     self._dropped_steps += self._heat.popleft().steps
             else:
                 self._statuses.append(item)
             self._changed.notify()
 
     def restore(self, item: _Outgoing) -> None:
-        """Put back, at the front, what could not be sent."""
+        """Return an item that could not be sent to the front of the queue."""
         with self._changed:
             if not isinstance(item, HeatReport):
                 self._statuses.appendleft(item)
-            elif len(self._heat) < self._most_heat:
+            elif len(self._heat) < self._max_heat:
                 self._heat.appendleft(item)
             else:
                 self._dropped_steps += item.steps
 
-    def thin(self, wanted: Callable[[HeatReport], bool]) -> None:
-        """Remove heat that is no longer asked for; it does not count as dropped."""
+    def thin(self, is_requested: Callable[[HeatReport], bool]) -> None:
+        """Remove heat reports that are no longer requested. Their steps do not count as dropped."""
         with self._changed:
-            self._heat = deque(report for report in self._heat if wanted(report))
+            self._heat = deque(report for report in self._heat if is_requested(report))
 
     def take(self, timeout: float) -> _Outgoing | None:
-        """Return the next item to send; ``None`` after ``timeout`` seconds without any, or on ``wake``."""
+        """Return the next item to send, or ``None`` after ``timeout`` seconds without one or after ``wake``."""
         with self._changed:
             if not self._heat and not self._statuses:
                 self._changed.wait(timeout)
@@ -112,91 +121,120 @@ class Outbox:
             return self._heat.popleft() if self._heat else None
 
     def wake(self) -> None:
-        """Let a waiting ``take`` return."""
+        """Make a waiting ``take`` return."""
         with self._changed:
             self._changed.notify_all()
 
 
 class HeartbeatSchedule:
-    """Decides when a rank sends a heartbeat; pure, times are seconds by any clock that never jumps.
+    """Schedule of a rank's heartbeats, without side effects. Times are seconds of a monotonic clock.
 
-    A service hears of a rank by its heat too, and many ranks' heartbeats cost it more than their heat. So a heartbeat
-    with nothing new is left out where heat has gone out since the time before the last; but not for ever, lest a
-    service that has missed something never learns it. No rank is silent for more than three intervals.
+    Heat reports also show the service that a rank is alive, and the heartbeats of many ranks cost it more than their
+    heat. A heartbeat without news is therefore skipped if heat was sent in the current or the previous interval. After
+    four skipped ones, the next is sent in any case, so that a service that missed a message catches up. No rank is
+    silent for more than three intervals.
+
+    Parameters
+    ----------
+    now
+        Current time; the first heartbeat is due at once.
     """
 
     def __init__(self, now: float) -> None:
         self._next_at = now
         self._sent: tuple[int, int, str] | None = None
-        self._heat_since = self._heat_before = False
-        self._left_out = 0
+        self._heat_in_interval = False
+        self._heat_in_previous = False
+        self._skipped = 0
 
     def seconds_left(self, now: float) -> float:
-        """Seconds until ``is_due`` is to be asked."""
+        """Return the seconds until the next call of ``is_due``."""
         return self._next_at - now
 
     def note_heat(self) -> None:
-        """Note that heat was sent, which shows the service that the rank is alive, and at which step."""
-        self._heat_since = True
+        """Record that heat was sent, which shows the service that the rank is alive and at which step it is."""
+        self._heat_in_interval = True
 
     def is_due(self, now: float, beat: Heartbeat, interval: float) -> bool:
-        """Return whether to send ``beat``; to be asked again ``interval`` seconds later."""
+        """Return True if ``beat`` must be sent, and schedule the next call ``interval`` seconds later."""
         self._next_at = now + interval
-        heat = self._heat_since or self._heat_before
-        self._heat_since, self._heat_before = False, self._heat_since
+        heat_sent = self._heat_in_interval or self._heat_in_previous
+        self._heat_in_previous = self._heat_in_interval
+        self._heat_in_interval = False
         content = (beat.epoch, beat.digest, beat.error)
-        if content == self._sent and heat and self._left_out < _MAX_LEFT_OUT:
-            self._left_out += 1
+        if content == self._sent and heat_sent and self._skipped < _MAX_SKIPPED_BEATS:
+            self._skipped += 1
             return False
-        self._sent, self._left_out = content, 0
+        self._sent = content
+        self._skipped = 0
         return True
 
 
 class OutageLog:
-    """Decides which failures to reach the service are logged; pure, times are seconds by a clock that never jumps.
+    """Selection of the connection failures to log, without side effects. Times are seconds of a monotonic clock.
 
-    The first, then after one, two, four minutes and so on; a few reasons that are new at once.
+    The first failure is logged, then one after one minute, two minutes, four minutes and so on. A failure with a new
+    reason is logged at once, for the first few reasons.
     """
 
     def __init__(self) -> None:
         self._reasons = set[str]()
-        self._next_at, self._wait = float("-inf"), _INITIAL_SILENCE_SECONDS
+        self._next_at = float("-inf")
+        self._wait = _INITIAL_SILENCE_SECONDS
         self._logged = True
 
     def logs(self, now: float, reason: str) -> bool:
-        """Return whether this failure is to be logged."""
+        """Return True if this failure must be logged."""
         is_new = reason not in self._reasons and len(self._reasons) < _MAX_REASONS
         if now >= self._next_at:
-            self._next_at, self._wait = now + self._wait, 2 * self._wait
+            self._next_at = now + self._wait
+            self._wait *= 2
         elif not is_new:
             return False
-        self._reasons |= {reason} if is_new else set()
+        if is_new:
+            self._reasons.add(reason)
         self._logged = True
         return True
 
     def logs_return(self, now: float) -> bool:
-        """Return whether it is to be logged that the service is there: where a failure was, and the first time."""
-        self._next_at, self._wait = (
-            min(self._next_at, now + _INITIAL_SILENCE_SECONDS),
-            _INITIAL_SILENCE_SECONDS,
-        )
-        logged, self._logged = self._logged, False
+        """Return True if this connection must be logged: the first one, and the first one after a logged failure."""
+        self._next_at = min(self._next_at, now + _INITIAL_SILENCE_SECONDS)
+        self._wait = _INITIAL_SILENCE_SECONDS
+        logged = self._logged
+        self._logged = False
         return logged
 
 
 class ServiceStream:
-    """Introduces the rank, sends what the outbox holds, and puts the service's orders into ``plans`` as they arrive.
-
-    ``welcome`` and ``reporting`` are the last that the service has sent.
+    """Control stream to the service. It introduces the rank, sends the outbox's items and queues the service's orders.
 
     Parameters
     ----------
+    settings
+        Settings of the agent.
+    identity
+        This rank's identity within the deployment.
+    outbox
+        Queue of items to send.
     installed
-        Returns what the rank serves now; read from this thread.
+        Returns this rank's current layout. The stream's threads call it.
     highest_term
-        Returns the highest leader term that the switch has heard of; read from this thread.
+        Returns the highest leader term that the switch has received. The stream's threads call it.
     beat
-        Returns the heartbeat to send; read from this thread.
+        Returns the heartbeat to send. The stream's threads call it.
+    runtime
+        Clock, threads and locks to use.
+
+    Attributes
+    ----------
+    plans
+        Orders from the service that the model's thread has yet to process.
+    welcome
+        Last welcome from the service; ``None`` before the first.
+    reporting
+        Heat that the service requests.
+    connected
+        True while the service has welcomed this rank and the stream is open.
     """
 
     def __init__(
@@ -226,30 +264,30 @@ class ServiceStream:
         self._outages = OutageLog()
         self._receiving_since: float | None = None
         self._sending_since: float | None = None
-        self._stands_still = False
-        self._thread = self._started()
+        self._stalled = False
+        self._thread = self._start_thread()
 
     def keep_alive(self) -> None:
-        """Start the thread again where something has ended it: the service must not lose a rank for good.
+        """Restart the thread if it has died, because the service must not lose a rank for good.
 
-        A thread that neither ends nor goes on is reported, once, and once more when it goes on.
+        A stalled thread is logged once, and once more when it resumes.
         """
         if not self._thread.is_alive() and not self._closing.is_set():
-            _log.error(
-                "rank %d: the control stream's thread had died; it is started again", self._identity.rank
-            )
+            _log.error("rank %d: the control stream's thread has died; restarting it", self._identity.rank)
             self.connected = False
-            self._thread = self._started()
+            self._thread = self._start_thread()
         now = self._runtime.now()
         sending_since = self._sending_since if self.connected else None
-        still = max(now - (since or now) for since in (self._receiving_since, sending_since))
-        if (still > _STILL_SECONDS) != self._stands_still:
-            self._stands_still = not self._stands_still
-            what = f"has stood still for {still:.0f} s: no heat goes out" if self._stands_still else "goes on"
-            _log.warning("rank %d: the control stream %s", self._identity.rank, what)
+        stall = max(now - (since or now) for since in (self._receiving_since, sending_since))
+        if (stall > _STALL_SECONDS) != self._stalled:
+            self._stalled = not self._stalled
+            change = (
+                f"has been stalled for {stall:.0f} s and sends no heat" if self._stalled else "has resumed"
+            )
+            _log.warning("rank %d: the control stream %s", self._identity.rank, change)
 
     def close(self, timeout: float) -> None:
-        """End the stream and its thread, waiting at most ``timeout`` seconds."""
+        """End the stream, and wait at most ``timeout`` seconds for its thread."""
         self._closing.set()
         call = self._call
         if call is not None:
@@ -257,7 +295,7 @@ class ServiceStream:
         self._outbox.wake()
         self._thread.join(timeout)
 
-    def _started(self) -> threading.Thread:
+    def _start_thread(self) -> threading.Thread:
         return self._runtime.spawn("eplb-stream", self._run)
 
     def _run(self) -> None:
@@ -266,13 +304,13 @@ class ServiceStream:
             self._receiving_since = self._runtime.now()
             try:
                 with self._settings.security.open(self._settings.service) as channel:
-                    self._talk(agent_pb2_grpc.AgentServiceStub(channel))
+                    self._run_connection(agent_pb2_grpc.AgentServiceStub(channel))
             except grpc.RpcError as error:
                 self._log_lost(getattr(error, "details", error.__str__)())
             except OSError as error:
-                self._log_lost(f"cannot read its credentials: {error}")
+                self._log_lost(f"cannot read the credentials: {error}")
             except Exception:
-                # A defect here must not end balancing for good, nor reach the model.
+                # A defect here must neither end balancing for good nor reach the model.
                 _log.exception("rank %d: the control stream failed", self._identity.rank)
             if self.connected:
                 backoff = _INITIAL_BACKOFF_SECONDS
@@ -281,51 +319,51 @@ class ServiceStream:
             self._closing.wait(backoff * random.uniform(0.5, 1.5))  # noqa: S311 - jitter, not a secret
             backoff = min(2 * backoff, _MAX_BACKOFF_SECONDS)
 
-    def _talk(self, stub: agent_pb2_grpc.AgentServiceStub) -> None:
-        """One connection, from Hello to its end."""
-        over = self._runtime.event()
+    def _run_connection(self, stub: agent_pb2_grpc.AgentServiceStub) -> None:
+        """Open one connection, and handle the service's messages until it ends."""
+        ended = self._runtime.event()
         token = self._settings.token()
         metadata = [] if token is None else [("authorization", f"Bearer {token}")]
-        call = stub.Connect(self._requests(over), metadata=metadata)
+        call = stub.Connect(self._requests(ended), metadata=metadata)
         self._call = call
-        impatience = self._runtime.later(_WELCOME_SECONDS, call.cancel)
+        welcome_timer = self._runtime.later(_WELCOME_SECONDS, call.cancel)
         try:
             self._receiving_since = None
             for response in call:
-                impatience.cancel()
+                welcome_timer.cancel()
                 self._receiving_since = self._runtime.now()
-                self._hear(response)
+                self._handle(response)
                 self._receiving_since = None
         finally:
-            impatience.cancel()
+            welcome_timer.cancel()
             call.cancel()
-            over.set()
+            ended.set()
             self._sending_since = None
             self._outbox.wake()
 
-    def _requests(self, over: threading.Event) -> Iterator[agent_pb2.ConnectRequest]:
-        """Messages of this side, in parts that the service takes; runs on a thread of gRPC's."""
-        for request in self._whole_requests(over):
-            yield from in_parts(request)
+    def _requests(self, ended: threading.Event) -> Iterator[agent_pb2.ConnectRequest]:
+        """Yield this rank's messages, in parts that the service accepts. A gRPC thread runs this."""
+        for message in self._messages(ended):
+            yield from in_parts(message)
 
-    def _whole_requests(self, over: threading.Event) -> Iterator[agent_pb2.ConnectRequest]:
-        """Heartbeats with any news go out however much else there is to send."""
-        # The switch hears of a term at the model's next step, which may be late.
+    def _messages(self, ended: threading.Event) -> Iterator[agent_pb2.ConnectRequest]:
+        """Yield the hello, heartbeats and queued items. A heartbeat with news is sent even if the queue is long."""
+        # The switch learns of a new term only at the model's next step, which may be late.
         term = max(self._highest_term(), self._welcomed_term)
         yield agent_pb2.ConnectRequest(hello=encode(self._identity.hello(self._installed(), term)))
         heartbeats = HeartbeatSchedule(self._runtime.now())
-        while not over.is_set() and not self._closing.is_set():
+        while not ended.is_set() and not self._closing.is_set():
             self._sending_since = self._runtime.now()
-            left = heartbeats.seconds_left(self._runtime.now())
-            if left <= 0:
+            seconds = heartbeats.seconds_left(self._runtime.now())
+            if seconds <= 0:
                 welcome = self.welcome
                 interval = welcome.heartbeat_seconds if welcome else _INITIAL_BEAT_SECONDS
                 beat = self._beat()
                 if heartbeats.is_due(self._runtime.now(), beat, interval):
                     yield agent_pb2.ConnectRequest(heartbeat=encode(beat))
                 continue
-            item = self._outbox.take(timeout=left)
-            if over.is_set():
+            item = self._outbox.take(timeout=seconds)
+            if ended.is_set():
                 if item is not None:
                     self._outbox.restore(item)
                 return
@@ -336,7 +374,7 @@ class ServiceStream:
             elif item is not None:
                 yield agent_pb2.ConnectRequest(plan_status=encode(item))
 
-    def _hear(self, response: agent_pb2.ConnectResponse) -> None:
+    def _handle(self, response: agent_pb2.ConnectResponse) -> None:
         kind = response.WhichOneof("message")
         if kind == "welcome":
             self.welcome = decode_welcome(response.welcome)
@@ -350,14 +388,14 @@ class ServiceStream:
         elif kind == "plan":
             installed = self._installed()
             try:
-                self._keep((check_plan(response.plan, self._identity, installed), installed.digest))
+                self._enqueue((check_plan(response.plan, self._identity, installed), installed.digest))
             except WireError as error:
                 self._outbox.put(PlanStatus(response.plan.plan_id, PlanState.REFUSED, reason=str(error)))
         elif kind == "call_off":
-            self._keep(decode(CallOff, response.call_off))
+            self._enqueue(decode(CallOff, response.call_off))
 
-    def _keep(self, order: Order) -> None:
-        """Queue the order for the model's next step; drop the oldest if an idle model has left the queue full."""
+    def _enqueue(self, order: Order) -> None:
+        """Queue an order for the model's next step. If the model is idle and the queue is full, drop the oldest one."""
         while self.plans.qsize() >= _PLANS_KEPT:
             with contextlib.suppress(queue.Empty):
                 self.plans.get_nowait()

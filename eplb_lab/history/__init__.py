@@ -1,1 +1,1 @@
-"""Proof from the ranks' records, step by step, that they always served one placement."""
+"""Checker of recorded histories: it verifies, step by step, that the ranks of a group always had one placement."""

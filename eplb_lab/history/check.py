@@ -1,8 +1,11 @@
-"""Proves from the ranks' recorded histories that they always stood together: ``python -m eplb_lab.history.check``.
+"""Check of recorded histories for the promises of ARCHITECTURE.md: ``python -m eplb_lab.history.check FOLDER``.
 
-What is checked is what ARCHITECTURE.md promises: at any step all ranks serve one placement; a layer is committed by all
-at the same step, by a vote in which all were ready, from what its own transfer has staged; heat is reported under the
-placement that it was counted under.
+The promises are:
+
+- At every step, all ranks serve the same placement.
+- All ranks commit a layer at the same step. Its experts were staged by the layer's own transfer, and every rank was
+  ready in the vote that decided it.
+- Heat is reported under the placement that it was counted under.
 """
 
 from __future__ import annotations
@@ -35,17 +38,27 @@ _TYPES: dict[str, TypeAdapter[Any]] = {
     **dict.fromkeys(("before", "after"), TypeAdapter(tuple[StrictInt, StrictInt])),
     **dict.fromkeys(("layers", "layer_epochs"), TypeAdapter(list[StrictInt])),
 }
-"""Types of fields that are not whole numbers; ``before`` and ``after`` are an epoch and a digest."""
+"""Types of the fields that are not integers. ``before`` and ``after`` are an epoch and a digest."""
 _NUMBER = TypeAdapter(StrictInt)
 
 
 class HistoryError(ValueError):
-    """Files that are no histories of one group; the message says which and why."""
+    """A folder or file that is not a complete history of a group. The message names it and the reason."""
 
 
 @dataclass(frozen=True)
 class _RankHistory:
-    """One rank's lines, in order; ``last_step`` is the newest that it recorded anything of."""
+    """History of one rank.
+
+    Parameters
+    ----------
+    rank
+        The rank.
+    ranks
+        Number of ranks in its group.
+    lines
+        Lines in the order in which they were recorded.
+    """
 
     rank: int
     ranks: int
@@ -53,23 +66,39 @@ class _RankHistory:
 
     @property
     def last_step(self) -> int:
-        """A rank that was killed may have made more, unrecorded."""
+        """Last recorded step. A rank that was killed may have run more steps without recording them."""
         return max((line["step"] for line in self.lines if "step" in line), default=0)
 
     def of(self, kind: str) -> list[Line]:
-        """Its lines of one kind."""
+        """Return the lines of one kind."""
         return [line for line in self.lines if line["kind"] == kind]
 
 
 def read_histories(folder: Path) -> dict[str, list[_RankHistory]]:
-    """All groups of ``folder``, each with its ranks in order; raises ``HistoryError`` where a rank is missing."""
+    """Read all histories in a folder.
+
+    Parameters
+    ----------
+    folder
+        Folder with the files ``rank-*.jsonl`` of one or more groups.
+
+    Returns
+    -------
+    dict of str to list
+        Histories of each group in rank order.
+
+    Raises
+    ------
+    HistoryError
+        If a file is not a history, if a rank of a group is missing, or if there are no files.
+    """
     groups: dict[str, list[_RankHistory]] = {}
     for path in sorted(folder.glob("rank-*.jsonl")):
         text = path.read_text(encoding="utf-8", errors="replace")
-        # A rank that was killed may have left half a line.
-        whole = text[: text.rfind("\n") + 1]
+        # A rank that was killed may have written an incomplete last line.
+        complete = text[: text.rfind("\n") + 1]
         try:
-            lines = tuple(_line(number, text) for number, text in enumerate(whole.splitlines()))
+            lines = tuple(_parse_line(number, line) for number, line in enumerate(complete.splitlines()))
         except ValueError as error:
             raise HistoryError(f"{path} is not a rank's history: {error}") from error
         if not lines:
@@ -79,14 +108,19 @@ def read_histories(folder: Path) -> dict[str, list[_RankHistory]]:
         groups.setdefault(start["group"], []).append(history)
     if not groups:
         raise HistoryError(f"{folder} holds no history; set EPLB_AGENT_HISTORY to a folder to record one")
-    for group, ranks in groups.items():
-        ranks.sort(key=lambda history: history.rank)
-        if [history.rank for history in ranks] != list(range(ranks[0].ranks)):
-            raise HistoryError(f"group {group}: there are histories of ranks {[h.rank for h in ranks]} only")
+    for group, histories in groups.items():
+        histories.sort(key=lambda history: history.rank)
+        ranks = [history.rank for history in histories]
+        if ranks != list(range(histories[0].ranks)):
+            raise HistoryError(
+                f"group {group}: there are histories of ranks {ranks} only; "
+                f"collect the files of all {histories[0].ranks} ranks"
+            )
     return groups
 
 
-def _line(number: int, text: str) -> Line:
+def _parse_line(number: int, text: str) -> Line:
+    """Parse and validate one line. Raises ``ValueError`` if it is not a line of a history."""
     line = json.loads(text)
     kind = line.get("kind") if isinstance(line, dict) else None
     if not isinstance(kind, str) or kind not in _FIELDS or (kind == "start") != (number == 0):
@@ -101,7 +135,30 @@ def _line(number: int, text: str) -> Line:
 
 
 def violations(ranks: Sequence[_RankHistory]) -> Iterator[str]:
-    """Yield a sentence for each promise that the histories of one group contradict."""
+    """Yield a sentence for each broken promise.
+
+    Parameters
+    ----------
+    ranks
+        Histories of all ranks of one group.
+
+    Examples
+    --------
+    Two ranks commit layer 0 at step 4, but rank 1 gets a placement with another digest, and neither rank has recorded a
+    vote:
+
+    >>> def history(rank, digest):
+    ...     start = {"kind": "start", "epoch": 0, "digest": 7, "layer_epochs": [0]}
+    ...     transfer = {"kind": "transfer", "generation": 1, "lane": 0, "layers": [0]}
+    ...     commit = {"kind": "commit", "step": 4, "generation": 1, "layer": 0}
+    ...     commit |= {"before": [0, 7], "after": [1, digest], "layer_epochs": [1]}
+    ...     return _RankHistory(rank, 2, (start, transfer, commit))
+    >>> for violation in violations([history(0, digest=8), history(1, digest=9)]):
+    ...     print(violation[:46])
+    rank 1 committed {'kind': 'commit', 'step': 4,
+    rank 0, layer 0 at step 4: committed without a
+    rank 1, layer 0 at step 4: committed without a
+    """
     yield from _different_starts(ranks)
     yield from _different_records(ranks)
     yield from _different_commits(ranks)
@@ -111,51 +168,52 @@ def violations(ranks: Sequence[_RankHistory]) -> Iterator[str]:
 
 
 def _different_starts(ranks: Sequence[_RankHistory]) -> Iterator[str]:
-    starts = {(h.lines[0]["epoch"], h.lines[0]["digest"]) for h in ranks}
+    """Check that all ranks started from the same placement."""
+    starts = {(history.lines[0]["epoch"], history.lines[0]["digest"]) for history in ranks}
     if len(starts) > 1:
         yield f"the ranks started from different placements: {sorted(starts)}"
 
 
 def _different_records(ranks: Sequence[_RankHistory]) -> Iterator[str]:
-    """Votes and transfers are the same for all ranks that recorded them."""
-    seen: dict[str, tuple[int, str]] = {}
+    """Check that a vote or transfer is the same on all ranks that recorded it."""
+    first_records: dict[str, tuple[int, str]] = {}
     for history in ranks:
         for line in history.lines:
-            # Unheard and without a verdict, a vote says nothing of what the others heard.
+            # If a rank missed the outcome of a vote that did not commit, its line says nothing about the outcome.
             if line["kind"] == "vote" and (line["heard"] or line["decision"] == "COMMIT"):
-                # A rank that missed a call counts late, which only a commit must not be.
+                # A rank that missed a call counts a vote at a later step. Only the step of a commit must be the same.
                 step = f" at step {line['step']}" if line["decision"] == "COMMIT" else ""
-                name, found = f"vote {line['number']}", line["decision"] + step
+                name = f"vote {line['number']}"
+                record = line["decision"] + step
             elif line["kind"] == "transfer":
-                name, found = (
-                    f"transfer {line['generation']}",
-                    f"layers {line['layers']} in lane {line['lane']}",
-                )
+                name = f"transfer {line['generation']}"
+                record = f"layers {line['layers']} in lane {line['lane']}"
             else:
                 continue
-            first_rank, first = seen.setdefault(name, (history.rank, found))
-            if found != first:
-                yield f"{name}: rank {first_rank} recorded {first}, rank {history.rank} {found}"
+            first_rank, first = first_records.setdefault(name, (history.rank, record))
+            if record != first:
+                yield f"{name}: rank {first_rank} recorded {first}, rank {history.rank} {record}"
 
 
 def _different_commits(ranks: Sequence[_RankHistory]) -> Iterator[str]:
-    """All commit the same layers at the same steps; a rank that had gone by then is excused."""
+    """Check that all ranks committed the same layers at the same steps, except for ranks that had ended by then."""
     longest = max(ranks, key=lambda history: len(history.of("commit")))
-    expected = longest.of("commit")
+    expected_commits = longest.of("commit")
     for history in ranks:
         commits = history.of("commit")
-        for mine, theirs in zip(commits, expected, strict=False):
-            if mine != theirs:
-                yield f"rank {history.rank} committed {mine}, rank {longest.rank} {theirs}"
-        missed = expected[len(commits) :]
+        for commit, expected in zip(commits, expected_commits, strict=False):
+            if commit != expected:
+                yield f"rank {history.rank} committed {commit}, rank {longest.rank} {expected}"
+        missed = expected_commits[len(commits) :]
         if missed and history.last_step > missed[0]["step"]:
             yield f"rank {history.rank} never committed {missed[0]}, as rank {longest.rank} did"
 
 
 def _unfounded_commits(history: _RankHistory, ranks: Sequence[_RankHistory]) -> Iterator[str]:
-    ballots = {(h.rank, vote["number"]): vote for h in ranks for vote in h.of("vote")}
+    """Check that each commit follows from the current layout, a unanimous vote and the layer's own transfer."""
+    ballots = {(peer.rank, vote["number"]): vote for peer in ranks for vote in peer.of("vote")}
     start = history.lines[0]
-    served = [start["epoch"], start["digest"]]
+    current = [start["epoch"], start["digest"]]
     vote: Line | None = None
     generation: int | None = None
     staged: list[int] = []
@@ -166,45 +224,53 @@ def _unfounded_commits(history: _RankHistory, ranks: Sequence[_RankHistory]) -> 
             generation = line["generation"]
             staged = list(line["layers"])
         elif line["kind"] == "commit":
-            where = f"rank {history.rank}, layer {line['layer']} at step {line['step']}"
-            if line["before"] != served or line["after"][0] != served[0] + 1:
-                yield f"{where}: committed {line['before']} -> {line['after']} while serving {served}"
-            served = line["after"]
+            label = f"rank {history.rank}, layer {line['layer']} at step {line['step']}"
+            if line["before"] != current or line["after"][0] != current[0] + 1:
+                yield f"{label}: committed {line['before']} -> {line['after']} while serving {current}"
+            current = line["after"]
             if vote is None or vote["decision"] != "COMMIT" or vote["step"] != line["step"]:
-                yield f"{where}: committed without a vote for it"
+                yield f"{label}: committed without a vote for it"
             else:
                 for rank in range(history.ranks):
-                    other = ballots.get((rank, vote["number"]), vote)
-                    if (other["progress"], other["abort"], other["plan"]) != ("READY", False, vote["plan"]):
-                        yield f"{where}: committed though rank {rank} had voted {other}"
+                    ballot = ballots.get((rank, vote["number"]), vote)
+                    if (ballot["progress"], ballot["abort"], ballot["plan"]) != (
+                        "READY",
+                        False,
+                        vote["plan"],
+                    ):
+                        yield f"{label}: committed though rank {rank} had voted {ballot}"
             if generation != line["generation"]:
-                yield f"{where}: committed transfer {line['generation']} after transfer {generation} had begun"
+                yield f"{label}: committed transfer {line['generation']} after transfer {generation} had begun"
             elif line["layer"] not in staged:
-                yield f"{where}: committed a layer that transfer {generation} had not staged"
+                yield f"{label}: committed a layer that transfer {generation} had not staged"
             else:
                 staged.remove(line["layer"])
 
 
 def _misplaced_heat(history: _RankHistory) -> Iterator[str]:
-    """Commit lines at step ``s`` lie between the forward passes ``s - 1`` and ``s``, both counted from 0."""
+    """Check that each heat report has the layer epochs of its steps, and that reports do not overlap.
+
+    A commit at step ``s`` takes effect between the forward passes ``s - 1`` and ``s``, counted from 0.
+    """
     changes = [(0, history.lines[0]["layer_epochs"])]
     changes += [(commit["step"], commit["layer_epochs"]) for commit in history.of("commit")]
     reported_until = 0
     for heat in history.of("heat"):
-        first, end = heat["first_step"], heat["first_step"] + heat["steps"]
-        where = f"rank {history.rank}: heat of steps {first} to {end - 1}"
+        first = heat["first_step"]
+        end = first + heat["steps"]
+        label = f"rank {history.rank}: heat of steps {first} to {end - 1}"
         if first < reported_until:
-            yield f"{where} was reported after step {reported_until - 1} already"
+            yield f"{label} was reported after step {reported_until - 1} already"
         reported_until = end
         if any(first < step < end for step, _ in changes):
-            yield f"{where} spans a switch"
-        in_force = next(epochs for step, epochs in reversed(changes) if step <= first)
-        if heat["layer_epochs"] != in_force:
-            yield f"{where} is reported under {heat['layer_epochs']}, was counted under {in_force}"
+            yield f"{label} spans a switch"
+        current_epochs = next(epochs for step, epochs in reversed(changes) if step <= first)
+        if heat["layer_epochs"] != current_epochs:
+            yield f"{label} is reported under {heat['layer_epochs']}, was counted under {current_epochs}"
 
 
 def main() -> None:
-    """Check a folder; exit code 1 where a promise was broken, 2 where there is nothing to check."""
+    """Check the folder in the first argument. Exit with 1 if a promise was broken, or 2 if the folder is not valid."""
     try:
         if len(sys.argv) != 2:
             raise HistoryError("usage: python -m eplb_lab.history.check FOLDER")
@@ -212,15 +278,15 @@ def main() -> None:
     except (HistoryError, OSError) as error:
         print(error, file=sys.stderr)
         sys.exit(2)
-    broken = [violation for ranks in groups.values() for violation in violations(ranks)]
+    broken_promises = [violation for ranks in groups.values() for violation in violations(ranks)]
     for ranks in groups.values():
         counts = {kind: len(ranks[0].of(kind)) for kind in ("vote", "transfer", "commit", "abort", "halt")}
         summary = ", ".join(f"{count} {kind}s" for kind, count in counts.items())
         print(f"{len(ranks)} ranks, {max(history.last_step for history in ranks)} steps, {summary}")
-    for violation in broken:
+    for violation in broken_promises:
         print(f"BROKEN {violation}")
-    print("every promise was kept" if not broken else f"{len(broken)} promises were broken")
-    sys.exit(1 if broken else 0)
+    print("every promise was kept" if not broken_promises else f"{len(broken_promises)} promises were broken")
+    sys.exit(1 if broken_promises else 0)
 
 
 if __name__ == "__main__":

@@ -121,7 +121,7 @@ def test_layers_that_gather_from_all_ranks_need_one_token_group() -> None:
     [
         (200, None),
         (100, "has not grown in 100 calls"),
-        (3, "has gone back from 100 to 3; until it is past that"),
+        (3, "has gone back from 100 to 3; the ranks cannot switch layers until it exceeds 100"),
     ],
 )
 def test_a_counter_that_hangs_or_begins_again_is_a_problem_with_its_reason(counted, complaint) -> None:

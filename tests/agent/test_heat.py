@@ -120,7 +120,7 @@ def test_steps_that_cannot_be_copied_are_lost_and_never_reported_with_later_ones
     recorder = HeatRecorder(layers, segment_steps=8)
     _run(layers, recorder, range(3))
     with monkeypatch.context() as broken:
-        broken.setattr(heat._Rings, "copy_of", None)
+        broken.setattr(heat._Rings, "read_range", None)
         with pytest.raises(TypeError):
             recorder.cut((0, 0))
     _run(layers, recorder, range(3, 5))

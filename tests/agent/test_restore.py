@@ -92,7 +92,7 @@ def test_where_one_rank_fails_all_keep_what_they_had(fault: str, said: str) -> N
     assert said in facts[2]["error"]
     for fact in facts:
         assert fact["halted"] is None
-        assert "could not be brought back" in fact["error"]
+        assert "could not be restored" in fact["error"]
         assert not said or fact["seconds"] < 10
         assert fact["worst"] < 1e-5
         assert (fact["epoch"], fact["digest"]) == (2 * LAYERS, facts[0]["digest"])

@@ -240,7 +240,7 @@ def test_an_outage_is_logged_ever_less_often_and_its_end_once(monkeypatch, caplo
 def test_a_stream_that_stands_still_is_reported_once_and_once_when_it_goes_on(
     stuck: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("worker_agent.stream._STILL_SECONDS", 0.3)
+    monkeypatch.setattr("worker_agent.stream._STALL_SECONDS", 0.3)
     with Scene() as scene:
         scene.hear("heartbeat")
         goes_on, work = threading.Event(), getattr(scene.stream, f"_{stuck}")
@@ -254,7 +254,7 @@ def test_a_stream_that_stands_still_is_reported_once_and_once_when_it_goes_on(
         time.sleep(0.5)
         scene.stream.keep_alive()
     said = [record.getMessage().partition(" for ")[0] for record in caplog.records]
-    assert said == ["rank 1: the control stream has stood still", "rank 1: the control stream goes on"]
+    assert said == ["rank 1: the control stream has been stalled", "rank 1: the control stream has resumed"]
 
 
 # What waits to be sent

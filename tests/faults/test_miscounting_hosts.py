@@ -31,7 +31,7 @@ def _serve(fault: str, epoch: int) -> dict[str, Any]:
     rank, call, passed = agent.identity.rank, agent.step, 0
     faulty_at, *faulty = MISCOUNTS.get(fault, (0, 0, 0))
     if fault == "a counter that never moves" and rank == 1:
-        agent._clock._known = [agent._clock._first]
+        agent._clock._host_counter = [agent._clock._first]
     longest, complaints, steps = 0.0, set(), 160
 
     def step() -> None:

@@ -11,6 +11,7 @@ import queue
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 
 from worker_agent.forward_clock import ForwardClock
 from worker_agent.runtime import REAL, Runtime
@@ -46,6 +47,29 @@ _QUIET = 2
 
 class _TooLateError(TimeoutError):
     """A rank had already passed the forward pass of the first vote. The next attempt schedules it later."""
+
+
+@dataclass
+class _RestRequest:
+    """Request to the model's thread to agree with the other ranks on a new pass number.
+
+    Parameters
+    ----------
+    link
+        Vote link to agree over.
+    number
+        The new number.
+    verdicts
+        Queue for the verdict: True if all ranks have agreed. Each request has its own, so that a late verdict cannot be
+        mistaken for one on the next request.
+    taken
+        True while the model's thread works on the request.
+    """
+
+    link: VoteLink
+    number: int
+    verdicts: queue.SimpleQueue[bool]
+    taken: bool = False
 
 
 class Reformation:
@@ -116,9 +140,7 @@ class Reformation:
         self._backoff = min(_INITIAL_BACKOFF_SECONDS * 4**early_losses, _MAX_DELAY_SECONDS)
         self._margin = _INITIAL_MARGIN
         self._astray = astray
-        self._rest_request: tuple[VoteLink, int] | None = None
-        """Link and new pass number for the model's thread, which takes the request in ``rest``."""
-        self._verdicts: queue.SimpleQueue[bool] = runtime.queue()
+        self._rest_request: _RestRequest | None = None
         self._lock = threading.Lock()
         self._closing = runtime.event()
         self._result: VoteLink | FatalSwitchError | None = None
@@ -225,23 +247,26 @@ class Reformation:
     def _agree_on_number(self, link: VoteLink, latest: int) -> int:
         """Have the model's thread agree on a new pass number, and return it. Raises ``TimeoutError`` if it fails."""
         self.vote += 1
-        number = latest + _RENUMBERING_MARGIN
+        request = _RestRequest(link, latest + _RENUMBERING_MARGIN, self._runtime.queue())
         with self._lock:
-            self._rest_request = link, number
+            self._rest_request = request
         try:
-            agreed = self._verdicts.get(timeout=_REST_SECONDS)
+            agreed = request.verdicts.get(timeout=_REST_SECONDS)
         except queue.Empty:
             with self._lock:
-                withdrawn = self._rest_request is not None
-                self._rest_request = None
+                withdrawn = not request.taken
+                if withdrawn:
+                    self._rest_request = None
             # If the model's thread has already taken the request, wait for its verdict: it may have agreed.
-            agreed = not withdrawn and self._verdicts.get()
+            agreed = not withdrawn and request.verdicts.get()
+        with self._lock:
+            self._rest_request = None
         if not agreed:
             raise TimeoutError(
                 "the ranks count different forward passes, and were not at rest between two passes at the same time"
             )
         self._astray = False
-        return number
+        return request.number
 
     def rest(self, clock: ForwardClock, seconds: float) -> bool:
         """Agree with the other ranks on a new number for this pass, if requested, and return True on success.
@@ -251,24 +276,23 @@ class Reformation:
         """
         with self._lock:
             request = self._rest_request
-            self._rest_request = None
-        if request is None:
-            return False
-        agreed = again = False
-        try:
-            state, lowest = self._compare_queues(*request, clock, seconds)
-            again = (state, lowest) == (_QUIET, _QUEUED)
-            if again:
+            if request is None:
+                return False
+            interrupted = request.taken
+            request.taken = True
+        agreed = False
+        # If an error ended the call that took the request, its verdict is still due: the ranks have not agreed.
+        if not interrupted:
+            state, lowest = self._compare_queues(request.link, request.number, clock, seconds)
+            if (state, lowest) == (_QUIET, _QUEUED):
                 # Another rank has queued a further pass, so this rank must run it too and try again after it.
                 with self._lock:
-                    self._rest_request = request
-            else:
-                agreed = self._group.register.may_commit(self.vote, has_outcome=lowest == _QUIET)
+                    request.taken = False
+                return False
+            agreed = self._group.register.may_commit(self.vote, has_outcome=lowest == _QUIET)
             if agreed:
-                clock.agree(request[1])
-        finally:
-            if not again:
-                self._verdicts.put(agreed)
+                clock.agree(request.number)
+        request.verdicts.put(agreed)
         return agreed
 
     def _compare_queues(
