@@ -1,7 +1,7 @@
-"""Made-up heat of four kinds, for demos, tests and benchmarks where no recording is at hand.
+"""Synthetic heat of four kinds, for demos, tests and benchmarks without a recording.
 
-Each step draws ``tokens * top_k`` expert choices from a popularity vector that moves as its kind says. No
-expert is more popular than ``1 / top_k`` or chosen twice by a token, so that every step could be real.
+Each step draws ``tokens * top_k`` expert choices from popularities that change over time. As with a real router, no
+expert's share exceeds ``1 / top_k``, and a token never chooses an expert twice.
 """
 
 from __future__ import annotations
@@ -14,36 +14,74 @@ from eplb_core.heat.window import HeatError
 from eplb_core.placement import Float64, Int32
 
 Kind = Literal["static", "drift", "phased", "bursty"]
-"""Movements of popularity: it jitters, walks, alternates between two domains, or jumps in groups of experts."""
+"""Change of popularity over time.
+
+``static`` popularity only jitters, ``drift`` walks randomly, ``phased`` alternates between two domains, and ``bursty``
+jumps in groups of experts.
+"""
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
-# Made up, not fitted to any router: each kind is to be hard in its own way.
+# These values are not fitted to any router. They make each kind difficult for a balancer in a different respect.
 _JITTER_LOG_SD = 0.1
-"""Jitter of a log-popularity from step to step where it does not move."""
+"""Standard deviation of the step-to-step jitter of a static log-popularity."""
 _DRIFT_LOG_SD = 0.04
-"""Jumps of a log-popularity that walks."""
+"""Standard deviation of a drifting log-popularity's step."""
 _DRIFT_PULL = 0.999
-"""Part of where it is that stays from step to step: it wanders by less than one, however long the trace."""
+"""Fraction of a drifting log-popularity's deviation that is kept from step to step.
+
+It bounds the standard deviation of the walk to less than 1, however long the trace is.
+"""
 _PHASE_STEPS = 50
 """Mean length of a phase; phases are up to a fifth longer or shorter."""
 _PHASE_SHARE = 0.9
-"""Part of a phase's tokens that are of its own domain."""
+"""Fraction of a phase's tokens that come from its own domain."""
 _BURST_GROUP = 8
-"""Experts that are hot together."""
+"""Number of experts that burst together."""
 _BURST_LOG_GAIN = 1.3
-"""Log-popularity that a burst adds: 3.7 times the tokens."""
-_BURST_STEPS_ON, _BURST_STEPS_OFF = 10, 50
-"""Mean steps of a burst, and between two of a group."""
+"""Log-popularity that a burst adds, which is 3.7 times the tokens."""
+_BURST_STEPS_ON = 10
+"""Mean length of a burst, in steps."""
+_BURST_STEPS_OFF = 50
+"""Mean steps between two bursts of a group."""
 
 
 def synthetic_heat(
     kind: Kind, steps: int, layers: int, experts: int, tokens: int = 4096, top_k: int = 8, seed: int = 0
 ) -> Int32:
-    """Heat of a made-up workload, int32 ``[T, L, E]``; the same arguments give the same heat.
+    """Return the heat of a synthetic workload, int32 ``[T, L, E]``. Equal arguments give equal heat.
 
-    Popularity moves as ``kind`` says, over ``steps``, ``layers`` and ``experts``. In each step ``tokens`` choose
-    ``top_k`` distinct experts each: every step and layer sums to ``tokens * top_k``, and no count is past ``tokens``.
-    All is drawn from ``seed``. Raises ``HeatError`` on an unknown kind, or sizes that no router could have.
+    Each step and layer sums to ``tokens * top_k``, and no count exceeds ``tokens``.
+
+    Parameters
+    ----------
+    kind
+        Change of popularity over time, one of ``KINDS``.
+    steps
+        Number of steps T.
+    layers
+        Number of layers L.
+    experts
+        Number of experts E.
+    tokens
+        Tokens per step.
+    top_k
+        Distinct experts that each token chooses.
+    seed
+        Seed of the random numbers.
+
+    Raises
+    ------
+    HeatError
+        If the kind is unknown, or no router could have these sizes.
+
+    Examples
+    --------
+    >>> heat_TLE = synthetic_heat("static", steps=2, layers=1, experts=4, tokens=8, top_k=2)
+    >>> heat_TLE[:, 0]
+    array([[0, 8, 7, 1],
+           [5, 6, 4, 1]], dtype=int32)
+    >>> heat_TLE.sum(axis=2).tolist()
+    [[16], [16]]
     """
     if kind not in KINDS:
         raise HeatError(f"unknown kind of heat {kind!r}; choose one of {', '.join(KINDS)}")
@@ -61,18 +99,19 @@ def synthetic_heat(
 
 
 def _base_popularity(layer: int, experts: int, rng: np.random.Generator) -> Float64:
-    """Zipf in odd layers, lognormal in even ones, float64 ``[E]``."""
+    """Return initial popularities, float64 ``[E]``: Zipf-distributed in odd layers, lognormal in even layers."""
     if layer % 2:
         return rng.permutation(np.arange(1, experts + 1) ** -rng.uniform(0.5, 0.9))
     return np.exp(rng.uniform(0.6, 1.2) * rng.standard_normal(experts))
 
 
 def _static(log_LE: Float64, steps: int, rng: np.random.Generator) -> Float64:
+    """Return log-popularities that jitter independently in each step."""
     return log_LE + _JITTER_LOG_SD * rng.standard_normal((steps, *log_LE.shape))
 
 
 def _drift(log_LE: Float64, steps: int, rng: np.random.Generator) -> Float64:
-    """Each expert's log-popularity walks, pulled back to where it began."""
+    """Return log-popularities that walk randomly and are pulled back to their initial values."""
     walk_TLE = _DRIFT_LOG_SD * rng.standard_normal((steps, *log_LE.shape))
     for step in range(1, steps):
         walk_TLE[step] += _DRIFT_PULL * walk_TLE[step - 1]
@@ -80,18 +119,25 @@ def _drift(log_LE: Float64, steps: int, rng: np.random.Generator) -> Float64:
 
 
 def _phased(log_LE: Float64, steps: int, rng: np.random.Generator) -> Float64:
-    """Two domains, what is hot in one cold in the other, mixed 9:1 and 1:9 by turns of about 50 steps."""
+    """Return the log-popularities of two domains, mixed alternately 9:1 and 1:9 for about 50 steps each.
+
+    The hottest expert of one domain is the coldest of the other, and so on.
+    """
     coldness_LE = np.argsort(np.argsort(-log_LE, axis=1), axis=1)
-    other_LE = np.take_along_axis(np.sort(log_LE, axis=1), coldness_LE, axis=1)
-    shortest, longest = _PHASE_STEPS * 4 // 5, _PHASE_STEPS * 6 // 5
+    reversed_LE = np.take_along_axis(np.sort(log_LE, axis=1), coldness_LE, axis=1)
+    shortest = _PHASE_STEPS * 4 // 5
+    longest = _PHASE_STEPS * 6 // 5
     lengths = rng.integers(shortest, longest + 1, size=steps // shortest + 1)
     phase_T = np.repeat(np.arange(lengths.size), lengths)[:steps] % 2
     share_T11 = np.where(phase_T == 0, _PHASE_SHARE, 1 - _PHASE_SHARE)[:, None, None]
-    return np.asarray(np.log(share_T11 * np.exp(log_LE) + (1 - share_T11) * np.exp(other_LE)))
+    return np.asarray(np.log(share_T11 * np.exp(log_LE) + (1 - share_T11) * np.exp(reversed_LE)))
 
 
 def _bursty(log_LE: Float64, steps: int, rng: np.random.Generator) -> Float64:
-    """Groups of 8 experts, drawn per layer, switch on together for about 10 steps and off for about 50."""
+    """Return log-popularities with bursts: groups of 8 experts are hot for about 10 steps, then not for about 50.
+
+    Each layer draws its own groups.
+    """
     layers, experts = log_LE.shape
     group_LE = np.stack([rng.permutation(experts) // _BURST_GROUP for _ in range(layers)])
     groups = -(-experts // _BURST_GROUP)
@@ -109,7 +155,10 @@ _MOVEMENTS = {"static": _static, "drift": _drift, "phased": _phased, "bursty": _
 
 
 def _cap_shares(weights_NE: Float64, cap: float) -> Float64:
-    """Shares ``[N, E]`` in proportion to the weights, but none past ``cap``: the others take the surplus."""
+    """Return shares ``[N, E]`` in proportion to the weights, limited to ``cap``.
+
+    The surplus of the limited experts goes to the remaining experts in proportion to their weights.
+    """
     experts = weights_NE.shape[1]
     if cap * experts <= 1:
         return np.full_like(weights_NE, 1 / experts)
@@ -118,14 +167,14 @@ def _cap_shares(weights_NE: Float64, cap: float) -> Float64:
         free_N1 = 1 - cap * capped_NE.sum(axis=1, keepdims=True)
         open_NE = np.where(capped_NE, 0.0, weights_NE)
         shares_NE = np.where(capped_NE, cap, open_NE * free_N1 / open_NE.sum(axis=1, keepdims=True))
-        past_NE = ~capped_NE & (shares_NE > cap)
-        if not past_NE.any():
+        exceeding_NE = ~capped_NE & (shares_NE > cap)
+        if not exceeding_NE.any():
             return np.asarray(shares_NE / shares_NE.sum(axis=1, keepdims=True))
-        capped_NE |= past_NE
+        capped_NE |= exceeding_NE
 
 
 def _draw_choices(shares_NE: Float64, tokens: int, top_k: int, rng: np.random.Generator) -> Int32:
-    """Multinomial counts that no expert gets more of than there are tokens, int32 ``[N, E]``."""
+    """Return multinomial counts, int32 ``[N, E]``, of at most ``tokens`` per expert."""
     counts_NE = rng.multinomial(tokens * top_k, shares_NE)
     for counts_E, shares_E in zip(counts_NE, shares_NE, strict=True):
         while (surplus := int(np.maximum(counts_E - tokens, 0).sum())) > 0:
