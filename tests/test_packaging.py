@@ -124,7 +124,7 @@ def test_the_command_exists_and_packages_are_typed():
 def test_the_service_declares_what_it_imports_and_no_more():
     extras = SERVICE["optional-dependencies"]
     declares = declared(SERVICE["dependencies"]) - {"eplb-core"}
-    for name in ("kubernetes", "ray", "safetensors", "tables"):
+    for name in ("kubernetes", "ray", "safetensors", "tables", "torch"):
         declares |= declared(extras[name])
     assert imported("eplb_service") == declares
 

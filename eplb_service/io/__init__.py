@@ -1,1 +1,1 @@
-"""Files: heat traces of any origin, read in slices and written while serving; placements in each engine's format."""
+"""Files: heat traces of many formats, the native trace that recordings append to, and placement files of engines."""

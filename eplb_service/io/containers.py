@@ -1,8 +1,6 @@
-"""Containers of arrays or records, whatever these mean: numpy, torch and JSON files, bounded in size and never run.
+"""Readers of containers (numpy, torch and JSON files), with limits on their size; no code in a file is ever run.
 
-A ``.pt`` is a zip of raw storages and a pickle that says which tensor is made of which. It is read without torch: a
-pickle is a program, so only the few opcodes and names that plain containers and tensors need are understood; any other
-ends in a refusal before anything is built.
+The readers return arrays, records or documents. Other modules decide what these mean.
 """
 
 from __future__ import annotations
@@ -13,7 +11,6 @@ import io
 import json
 import math
 import os
-import pickle
 import pickletools
 import re
 import zipfile
@@ -28,47 +25,57 @@ from eplb_core.extras import install_command
 from eplb_core.heat.window import HeatError
 
 Array = npt.NDArray[Any]
-"""An array of any type, as a file holds it."""
+"""An array of any type, as stored in a file."""
 Record: TypeAlias = tuple[str, Mapping[str, Any]]
-"""One record, and where it is, for messages: ``line 3``, ``entry 2``."""
+"""Location of a record, for error messages (such as ``line 3`` or ``entry 2``), and its content."""
 
 _MAX_PICKLE_BYTES = 64 << 20
+_PICKLE_PROTOCOL = 2
+"""Protocol that ``torch.save`` uses, and the only one that ``torch.load`` reads without running code."""
 _OBJECT_BYTES = 96
-"""Memory of the largest object that one byte of a pickle makes."""
-_PACKED_AT_MOST = 2000
-"""Bytes that one byte of a file may unpack to: deflate gives 1,032 zeros, and counts in rows are far below."""
-_UNPACKED_ANYWAY = 256 << 20
-_MAX_DIMENSIONS = 8
+"""Upper bound on the memory of the objects that one byte of a pickle creates."""
+_MAX_EXPANSION = 2000
+"""Upper bound on the bytes that one byte of a file may unpack to.
+
+Deflate reaches 1,032 on zeros, and counts in rows stay far below that.
+"""
+_ALWAYS_ALLOWED_BYTES = 256 << 20
+"""Unpacked size that is accepted for a file of any size."""
 _MAX_NUMBER = 1 << 62
 _MAX_COUNT = np.iinfo(np.int32).max
-_BFLOAT16 = np.dtype("V2")
-"""Stands for bfloat16, which numpy lacks."""
-_TYPES = {
-    "DoubleStorage": np.dtype("<f8"),
-    "FloatStorage": np.dtype("<f4"),
-    "HalfStorage": np.dtype("<f2"),
-    "BFloat16Storage": _BFLOAT16,
-    "LongStorage": np.dtype("<i8"),
-    "IntStorage": np.dtype("<i4"),
-    "ShortStorage": np.dtype("<i2"),
-    "CharStorage": np.dtype("<i1"),
-    "ByteStorage": np.dtype("<u1"),
-    "BoolStorage": np.dtype("<?"),
-}
-_REFUSED_OPCODES = frozenset(
+_TORCH_GLOBALS = frozenset(
     {
-        *("INST", "OBJ", "NEWOBJ", "NEWOBJ_EX", "BUILD", "EXT1", "EXT2", "EXT4", "PERSID", "STACK_GLOBAL"),
-        *("NEXT_BUFFER", "READONLY_BUFFER", "EMPTY_SET", "FROZENSET", "BYTEARRAY8"),
+        "torch._utils _rebuild_tensor_v2",
+        "torch Size",
+        "collections OrderedDict",
+        *(
+            f"torch {number}Storage"
+            for number in (
+                "Double",
+                "Float",
+                "Half",
+                "BFloat16",
+                "Long",
+                "Int",
+                "Short",
+                "Char",
+                "Byte",
+                "Bool",
+            )
+        ),
     }
 )
-_PUTS = frozenset(("PUT", "BINPUT", "LONG_BINPUT"))
+"""Globals that a pickle of tensors and plain containers uses."""
 
 
 @contextlib.contextmanager
-def refusing(expected: str) -> Iterator[None]:
-    """Within it, whatever a damaged file raises ends in a ``HeatError`` of one line that says what was ``expected``.
+def reporting_damage(expected: str) -> Iterator[None]:
+    """Convert any error that a damaged file causes to a one-line ``HeatError``; ``OSError`` passes through.
 
-    Errors of the system, such as of a file that is not there, pass.
+    Parameters
+    ----------
+    expected
+        Expected content, for the message "not a valid ...", such as ``file of tensors``.
     """
     try:
         yield
@@ -76,71 +83,92 @@ def refusing(expected: str) -> Iterator[None]:
         raise
     except MemoryError as error:
         raise HeatError(
-            "claims more numbers than fit into memory; it is damaged, or to be converted in parts"
+            "claims more numbers than fit into memory; it is damaged, or must be converted piece by piece"
         ) from error
     except Exception as error:
-        raise HeatError(f"is truncated or damaged, or no {expected} ({one_line(error)})") from error
+        raise HeatError(f"is truncated, damaged, or not a valid {expected} ({one_line(error)})") from error
 
 
-def require(package: str, what: str, extra: str) -> None:
-    """Raise ``HeatError`` (without a path) where a package that reads ``what`` cannot be imported."""
+def require(package: str, content: str, extra: str) -> None:
+    """Raise ``HeatError`` if a package cannot be imported. The message does not name the file.
+
+    Parameters
+    ----------
+    package
+        Import name of the package.
+    content
+        Kind of file that the package reads, with its article.
+    extra
+        Extra of eplb-service that installs the package.
+    """
     try:
         importlib.import_module(package)
     except ImportError as error:
         raise HeatError(
-            f"is {what}, for which {package} is needed: {install_command(extra)} ({error})"
+            f"is {content}, which needs {package}; install it with: {install_command(extra)} ({error})"
         ) from error
 
 
 def read_npy(path: Path) -> Array:
-    """The array of an ``.npy``, mapped: slices are read when they are asked for; raises ``HeatError``."""
-    with refusing("array of plain numbers"):
+    """Map the array of an ``.npy`` file, so that slices are read on access. Raises ``HeatError``."""
+    with reporting_damage("array of plain numbers"):
         return np.load(path, mmap_mode="r", allow_pickle=False)  # type: ignore[no-any-return]
 
 
 def read_npy_bytes(content: bytes) -> Array:
-    """The array of an ``.npy`` in memory; raises ``HeatError``."""
+    """Return the array of an ``.npy`` file in memory. Raises ``HeatError``."""
     file = io.BytesIO(content)
-    with refusing("array of plain numbers"):
+    with reporting_damage("array of plain numbers"):
         major, _ = np.lib.format.read_magic(file)
         read_header = (
             np.lib.format.read_array_header_1_0 if major == 1 else np.lib.format.read_array_header_2_0
         )
         shape, _, dtype = read_header(file)
         if math.prod(shape) * int(dtype.itemsize) > len(content):
-            raise HeatError(f"claims {list(shape)} numbers, more than are there")
+            raise HeatError(f"claims an array {list(shape)}, which is larger than the file")
         file.seek(0)
         array: Array = np.lib.format.read_array(file, allow_pickle=False)
         return array
 
 
 def read_npz(path: Path) -> dict[str, Array]:
-    """All arrays of an ``.npz`` by name; raises ``HeatError``."""
-    with refusing("archive of arrays"), zipfile.ZipFile(path) as archive:
-        _check_members(archive, path)
+    """Return all arrays of an ``.npz`` file by name. Raises ``HeatError``."""
+    with reporting_damage("archive of arrays"), zipfile.ZipFile(path) as archive:
+        if any(
+            member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
+            for member in archive.infolist()
+        ):
+            raise HeatError("uses a compression that numpy and torch do not use; it is damaged or hostile")
+        _check_unpacked_size(archive, path)
         members = [name for name in archive.namelist() if name.endswith(".npy")]
         return {name.removesuffix(".npy"): read_npy_bytes(archive.read(name)) for name in members}
 
 
-def _check_members(archive: zipfile.ZipFile, path: Path) -> None:
-    """Raise ``HeatError`` where members of a zip unpack to too much, or without a bound."""
-    members = archive.infolist()
-    if any(one.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED) for one in members):
-        raise HeatError("is compressed in a way that neither numpy nor torch uses; it is damaged or hostile")
-    check_fits_memory(sum(one.file_size for one in members), path.stat().st_size)
+def _check_unpacked_size(archive: zipfile.ZipFile, path: Path) -> None:
+    """Raise ``HeatError`` if the members of a zip unpack to too many bytes."""
+    check_fits_memory(sum(member.file_size for member in archive.infolist()), path.stat().st_size)
 
 
 def check_fits_memory(claimed: int, packed: int | None = None) -> None:
-    """Raise ``HeatError`` where a file claims more bytes than this machine has, or ``packed`` bytes could mean."""
+    """Raise ``HeatError`` if a file claims more memory than is plausible.
+
+    Parameters
+    ----------
+    claimed
+        Memory that reading the file would take, in bytes. The limit is the machine's memory.
+    packed
+        Size of the file in bytes. If given, ``claimed`` must also be a plausible unpacked size for it.
+    """
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if claimed > memory:
         raise HeatError(
             f"claims {claimed / 2**30:.0f} GiB of numbers, more than this machine's memory of "
-            f"{memory / 2**30:.0f} GiB; it is damaged, or must be converted in parts"
+            f"{memory / 2**30:.0f} GiB; it is damaged, or must be converted piece by piece"
         )
-    if packed is not None and claimed > max(_UNPACKED_ANYWAY, _PACKED_AT_MOST * packed):
+    if packed is not None and claimed > max(_ALWAYS_ALLOWED_BYTES, _MAX_EXPANSION * packed):
         raise HeatError(
-            f"asks for {claimed / 2**30:.1f} GiB of memory, though it has {packed} bytes; it is damaged or hostile"
+            f"asks for {claimed / 2**30:.1f} GiB of memory, though it has only {packed} bytes; "
+            "it is damaged or hostile"
         )
 
 
@@ -150,155 +178,148 @@ def one_line(error: Exception) -> str:
 
 
 def read_torch(path: Path) -> Any:
-    """Objects that ``torch.save`` wrote: dicts, lists, numbers and text, each tensor as a numpy array.
+    """Read a file that ``torch.save`` wrote, with every tensor as a numpy array. Needs torch.
 
-    Raises ``HeatError``, without the path, where the file is damaged, older than torch 1.6, or asks for anything but
-    tensors and plain containers.
+    The file may hold tensors and plain containers: dictionaries, lists, tuples, numbers and text. Tensors of bfloat16,
+    which numpy lacks, become float32. Raises ``HeatError`` if the file is damaged, was written before torch 1.6, or
+    holds any other object. The message does not name the path.
     """
-    with refusing("file of tensors"), zipfile.ZipFile(path) as archive:
-        pickles = [name for name in archive.namelist() if name.endswith("/data.pkl")]
+    with reporting_damage("file of tensors"):
+        _check_torch_archive(path)
+        require("torch", "a torch file", "torch")
+        import torch
+
+        # Without a mapping, torch trusts the sizes in the pickle and reads beyond the end of a shorter storage.
+        document = torch.load(str(path), map_location="cpu", mmap=True, weights_only=True)
+        check_fits_memory(_bytes_without_sharing(document, {}), path.stat().st_size)
+        return _with_numpy_arrays(document)
+
+
+def _check_torch_archive(path: Path) -> None:
+    """Raise ``HeatError`` if a torch file could use more memory than its size justifies, or holds other objects."""
+    with zipfile.ZipFile(path) as archive:
+        names = archive.namelist()
+        pickles = [name for name in names if name.endswith("/data.pkl")]
         if len(pickles) != 1 or archive.getinfo(pickles[0]).file_size > _MAX_PICKLE_BYTES:
             raise HeatError("is a zip without the data.pkl of a torch file, of up to 64 MiB")
-        _check_members(archive, path)
-        packed = path.stat().st_size
-        check_fits_memory(_OBJECT_BYTES * archive.getinfo(pickles[0]).file_size, packed)
-        folder = pickles[0].removesuffix("data.pkl")
-        if f"{folder}byteorder" in archive.namelist() and archive.read(f"{folder}byteorder") != b"little":
-            raise HeatError("was written on a big-endian machine, which is not read")
+        if len({name.lower() for name in names}) < len(names):
+            raise HeatError("has two members of the same name; it is damaged or hostile")
+        if any(member.compress_type != zipfile.ZIP_STORED for member in archive.infolist()):
+            raise HeatError("is compressed, which torch files never are; it is damaged or hostile")
+        _check_unpacked_size(archive, path)
         program = archive.read(pickles[0])
-        _check_program(program)
-        document = _Reader(program, archive, folder, packed).load()
-        check_fits_memory(_unshared_bytes(document, {}), packed)
-        return document
+    check_fits_memory(_OBJECT_BYTES * len(program))
+    _check_pickle(program)
 
 
-def _unshared_bytes(value: Any, sizes: dict[int, int | None]) -> int:
-    """Return the memory of the numbers in ``value`` were nothing of it shared, as an array of it would take it.
+def _check_pickle(program: bytes) -> None:
+    """Raise ``HeatError`` on a pickle that builds anything other than tensors and plain containers.
 
-    A pickle of a few hundred bytes names one list many times over in others. ``sizes`` are of containers seen so far.
+    ``torch.load`` runs no code, but a pickle could still make it call ``bytearray(1 << 40)``, for example.
     """
-    if isinstance(value, np.ndarray):
-        return int(value.nbytes)
+    for operation, argument, _ in pickletools.genops(program):
+        if operation.name == "PROTO" and argument != _PICKLE_PROTOCOL:
+            raise HeatError(f"has pickle protocol {argument}; save it with torch.save's default protocol")
+        if operation.name == "GLOBAL" and argument not in _TORCH_GLOBALS:
+            name = str(argument).replace(" ", ".")
+            raise HeatError(f"asks for {name}; only tensors and plain containers are read")
+        # An empty set takes one byte of pickle and 216 bytes of memory, more than _OBJECT_BYTES.
+        if operation.name == "EMPTY_SET":
+            raise HeatError("builds a set; only tensors and plain containers are read")
+
+
+def _bytes_without_sharing(value: Any, sizes: dict[int, int | None]) -> int:
+    """Return the memory of the numbers in ``value`` if no object were shared, as when an array is made of it.
+
+    In a pickle of a few hundred bytes, lists can contain the same list many times, and a tensor can repeat one number.
+
+    Parameters
+    ----------
+    value
+        Content of a torch file, or a part of it.
+    sizes
+        Sizes of the containers that were visited before, by ``id``; ``None`` while a container is being visited.
+    """
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        return value.numel() * value.element_size()
     if not isinstance(value, list | tuple | dict):
         return 8
     if id(value) not in sizes:
         sizes[id(value)] = None
-        parts = value.values() if isinstance(value, dict) else value
-        sizes[id(value)] = sum(_unshared_bytes(part, sizes) for part in parts)
+        entries = value.values() if isinstance(value, dict) else value
+        sizes[id(value)] = sum(_bytes_without_sharing(entry, sizes) for entry in entries)
     size = sizes[id(value)]
     if size is None:
-        raise HeatError("holds a container that holds itself; it is damaged or hostile")
+        raise HeatError("holds a container that contains itself; it is damaged or hostile")
     return size
 
 
-def _check_program(program: bytes) -> None:
-    """Raise ``HeatError`` on an operation that plain containers of tensors do not need."""
-    for operation, argument, _ in pickletools.genops(program):
-        if operation.name in _REFUSED_OPCODES:
-            raise HeatError(
-                f"asks to build an object ({operation.name}); only tensors and containers are read"
-            )
-        # A reader sets aside as much memory as the highest number in a put asks for.
-        if operation.name in _PUTS and int(argument or 0) > len(program):
-            raise HeatError("remembers more values than it has; it is damaged or hostile")
+def _with_numpy_arrays(value: Any) -> Any:
+    """Copy the containers in ``value``, with a numpy array in place of each tensor."""
+    import torch
 
-
-class _Reader(pickle.Unpickler):
-    """Resolves the names of ``find_class`` and no other; a storage is the flat array of its numbers."""
-
-    def __init__(self, program: bytes, archive: zipfile.ZipFile, folder: str, packed: int) -> None:
-        super().__init__(io.BytesIO(program), encoding="utf-8")
-        self._archive = archive
-        self._folder = folder
-        self._packed, self._unpacked = packed, 0
-        self._storages: dict[str, Array] = {}
-
-    def find_class(self, module: str, name: str) -> Any:
-        """Resolve a global name of the pickle; raises ``HeatError`` on any that is not a tensor's."""
-        known = {
-            ("torch._utils", "_rebuild_tensor_v2"): self._tensor,
-            ("collections", "OrderedDict"): dict,
-            ("torch", "Size"): tuple,
-            **{("torch", storage): dtype for storage, dtype in _TYPES.items()},
-        }
-        if (module, name) not in known:
-            raise HeatError(f"asks for {module}.{name}; only tensors and plain containers are read")
-        return known[module, name]
-
-    def persistent_load(self, pid: Any) -> Array:
-        """The storage that a tensor names."""
-        word, dtype, key, _, count = pid
-        if (
-            word != "storage"
-            or not isinstance(dtype, np.dtype)
-            or not isinstance(key, str)
-            or not key.isdecimal()
-        ):
-            raise HeatError("names a storage in a way that torch does not")
-        if key not in self._storages:
-            data = self._archive.read(f"{self._folder}data/{key}")
-            if dtype is _BFLOAT16:
-                bits = np.frombuffer(data, "<u2", count)
-                self._storages[key] = (bits.astype("<u4") << np.uint32(16)).view("<f4")
-            else:
-                self._storages[key] = np.frombuffer(data, dtype, count)
-        return self._storages[key]
-
-    def _tensor(self, storage: Array, offset: int, size: tuple[int, ...], *more: Any) -> Array:
-        """The tensor of a storage, where all of them so far are not too much: strides of 0 make much of little."""
-        tensor = _view(storage, offset, size, *more)
-        self._unpacked += tensor.nbytes
-        check_fits_memory(self._unpacked, self._packed)
-        copied: Array = tensor.copy()
-        return copied
-
-
-def _view(storage: Array, offset: int, size: tuple[int, ...], stride: tuple[int, ...], *_: Any) -> Array:
-    """The array that a tensor's offset, size and strides (in elements) cut out of its storage."""
-    numbers = (offset, *size, *stride)
-    # Numbers of numpy would overflow, and the bounds below with them.
-    if not all(type(number) is int and number >= 0 for number in numbers) or len(size) > _MAX_DIMENSIONS:
-        raise HeatError(
-            f"describes a tensor by {numbers}; torch does so by an offset, sizes and strides from 0 on"
-        )
-    if not isinstance(storage, np.ndarray) or storage.ndim != 1:
-        raise HeatError("describes a tensor without a storage")
-    last = offset + sum((length - 1) * step for length, step in zip(size, stride, strict=True))
-    if 0 not in size and last >= storage.size:
-        raise HeatError(f"describes a tensor {list(size)} beyond the {storage.size} numbers there")
-    if 0 in size:
-        return np.zeros(size, dtype=storage.dtype)
-    bytes_stride = [step * storage.itemsize for step in stride]
-    view: Array = np.lib.stride_tricks.as_strided(storage[offset:], size, bytes_stride, writeable=False)
-    return view
+    if isinstance(value, torch.Tensor):
+        numbers = value.float() if value.dtype == torch.bfloat16 else value
+        return numbers.detach().numpy().copy()
+    if isinstance(value, dict):
+        return {name: _with_numpy_arrays(entry) for name, entry in value.items()}
+    if isinstance(value, list):
+        return [_with_numpy_arrays(entry) for entry in value]
+    if isinstance(value, tuple):
+        return tuple(_with_numpy_arrays(entry) for entry in value)
+    return value
 
 
 def files_of_ranks(folder: Path, pattern: str) -> dict[int, Path]:
-    """Files of a folder by their rank, the ``%d`` of ``pattern``; raises ``HeatError`` where one is missing."""
-    whole = re.compile(re.escape(pattern).replace("%d", r"(\d+)"))
-    files = {int(match[1]): file for file in folder.iterdir() if (match := whole.fullmatch(file.name))}
+    """Return the files of a folder by rank. Raises ``HeatError`` if a rank's file is missing.
+
+    Parameters
+    ----------
+    folder
+        Folder with one file per rank.
+    pattern
+        File name with ``%d`` in place of the rank.
+    """
+    name_pattern = re.compile(re.escape(pattern).replace("%d", r"(\d+)"))
+    files = {int(match[1]): file for file in folder.iterdir() if (match := name_pattern.fullmatch(file.name))}
     for rank in range(max(files, default=-1) + 1):
         if rank not in files:
-            raise HeatError(f"lacks {pattern % rank}; without it its tokens would be missing in every step")
+            raise HeatError(
+                f"has no {pattern % rank}; without it, that rank's tokens are missing in every step"
+            )
     return dict(sorted(files.items()))
 
 
-def check_alone(path: Path, pattern: str) -> None:
-    """Raise ``HeatError`` where a file is one rank's of several: it would be read as the whole run."""
-    own = re.fullmatch(pattern, path.name)
-    matches = (re.fullmatch(pattern, other.name) for other in path.parent.iterdir()) if own else ()
-    others = sorted(match[0] for match in matches if own and match and match["rank"] != own["rank"])
-    if own and others:
+def check_covers_run(path: Path, pattern: str) -> None:
+    """Raise ``HeatError`` if a file covers one rank and the same folder has files of other ranks.
+
+    Without this check, one rank's tokens could be mistaken for the tokens of the whole run.
+
+    Parameters
+    ----------
+    path
+        File to check.
+    pattern
+        Regular expression for the file names, with a group ``rank``.
+    """
+    match = re.fullmatch(pattern, path.name)
+    if match is None:
+        return
+    siblings = (re.fullmatch(pattern, file.name) for file in path.parent.iterdir())
+    other_ranks = sorted(sibling[0] for sibling in siblings if sibling and sibling["rank"] != match["rank"])
+    if other_ranks:
         raise HeatError(
-            f"is the share of rank {own['rank']} alone, and {others[0]} is beside it: open the folder for all ranks, "
-            "or put the file elsewhere to read this rank alone"
+            f"has only the tokens of rank {match['rank']}, and {other_ranks[0]} is in the same folder: open the folder "
+            "to read all ranks, or move the file to another folder to read this rank only"
         )
 
 
 def read_json(path: Path) -> object:
-    """The document of a ``.json``, or the lines of JSON Lines, as an iterator of them and where they are.
+    """Return the document of a ``.json`` file, or an iterator over the lines of JSON Lines with their locations.
 
-    Raises ``HeatError`` (without the path) where a document, or a line, is none.
+    Raises ``HeatError`` if a document or a line is not JSON. The message does not name the path.
     """
     check_fits_memory(path.stat().st_size)
     content = path.read_bytes()
@@ -319,34 +340,46 @@ def _lines(content: bytes) -> Iterator[tuple[str, object]]:
         try:
             yield f"line {number}", json.loads(line)
         except (ValueError, RecursionError) as error:
-            cut = "" if line.endswith(b"\n") else "; is it cut off, because its writer was stopped? remove it"
-            raise HeatError(f"line {number} is not JSON ({error}){cut}") from error
+            hint = ""
+            if not line.endswith(b"\n"):
+                hint = "; if its writer was stopped in the middle of the line, remove the line"
+            raise HeatError(f"line {number} is not JSON ({error}){hint}") from error
 
 
 def records_of(document: object) -> Iterator[Record]:
-    """The records of what ``read_json`` returned, one or several; raises ``HeatError`` naming what is none."""
-    alone = document if isinstance(document, list) else [document]
-    entries = (
-        document if isinstance(document, Iterator) else ((f"entry {at}", one) for at, one in enumerate(alone))
-    )
-    for place, content in entries:
+    """Yield the records in the result of ``read_json``. Raises ``HeatError`` naming an entry that is not a record."""
+    if isinstance(document, Iterator):
+        entries = document
+    else:
+        contents = document if isinstance(document, list) else [document]
+        entries = ((f"entry {index}", content) for index, content in enumerate(contents))
+    for location, content in entries:
         if not isinstance(content, Mapping):
             raise HeatError(
-                f"{place} is a {type(content).__name__}; expected records, or numbers in rows of one length"
+                f"{location} is a {type(content).__name__}; expected records, or numbers in rows of equal length"
             )
-        yield place, content
+        yield location, content
 
 
-def whole_number(content: Mapping[Any, Any], name: str, place: str) -> int:
-    """A number from 0 on of a record at ``place``; raises ``HeatError`` where it is none."""
+def whole_number(content: Mapping[Any, Any], name: str, location: str) -> int:
+    """Return a non-negative integer field of a record. Raises ``HeatError`` if it is anything else."""
     value = content.get(name)
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < _MAX_NUMBER:
-        raise HeatError(f"{place} has the {name} {value!r}; expected a number from 0 on")
+        raise HeatError(f"{location} has the {name} {value!r}; expected an integer of at least 0")
     return value
 
 
 def as_array(value: object) -> Array | None:
-    """A nested list, number or array as an array of numbers; ``None`` for anything else."""
+    """Return a nested list, a number or an array as an array of numbers, or ``None`` for anything else.
+
+    Examples
+    --------
+    >>> as_array([[1, 2], [3, 4]])
+    array([[1, 2],
+           [3, 4]])
+    >>> as_array([[1, 2], [3]]) is None
+    True
+    """
     if isinstance(value, np.ndarray):
         return value
     if isinstance(value, bool) or not isinstance(value, int | float | list | tuple):
@@ -359,20 +392,43 @@ def as_array(value: object) -> Array | None:
 
 
 def counts_of(
-    value: object, name: str, place: str, axes: tuple[str, ...], least: int = 0, most: int = _MAX_COUNT
+    value: object,
+    name: str,
+    location: str,
+    axes: tuple[str, ...],
+    minimum: int = 0,
+    maximum: int = _MAX_COUNT,
 ) -> Array:
-    """Whole numbers from ``least`` to ``most``, of such ``axes``; an empty list is none of them.
+    """Return a field of a record as an array of integers. An empty list becomes an array without rows.
 
-    Raises ``HeatError`` where ``value``, called ``name`` in the record at ``place``, is nothing of the kind.
+    Parameters
+    ----------
+    value
+        Value of the field.
+    name
+        Name of the field, for error messages.
+    location
+        Location of the record, for error messages.
+    axes
+        Names of the expected axes.
+    minimum
+        Smallest valid number.
+    maximum
+        Largest valid number.
+
+    Raises
+    ------
+    HeatError
+        If the value is not such an array.
     """
     if isinstance(value, list) and not value:
         return np.zeros((0, *[1] * (len(axes) - 1)), dtype=np.int64)
     array = as_array(value)
     if array is None or array.ndim != len(axes) or array.dtype.kind not in "iu" or 0 in array.shape[1:]:
-        found = "no numbers" if array is None else f"{array.dtype} {list(array.shape)}"
-        raise HeatError(f"{place} holds {found} as {name}; expected whole numbers [{', '.join(axes)}]")
-    if array.size and not (least <= array.min() and array.max() <= most):
+        content = "no numbers" if array is None else f"{array.dtype} {list(array.shape)}"
+        raise HeatError(f"{location} holds {content} as {name}; expected integers [{', '.join(axes)}]")
+    if array.size and not (minimum <= array.min() and array.max() <= maximum):
         raise HeatError(
-            f"{place} holds {name} from {array.min()} to {array.max()}; expected {least} to {most}"
+            f"{location} holds {name} from {array.min()} to {array.max()}; expected {minimum} to {maximum}"
         )
     return array

@@ -1,4 +1,7 @@
-"""Copies a trace, or a slice of one, into another format, in memory bounded by a batch of steps."""
+"""Copy a trace, or a slice of one, to another format.
+
+Copies to the native format and to tables hold one batch of steps in memory at a time.
+"""
 
 from __future__ import annotations
 
@@ -19,16 +22,17 @@ from eplb_service.io.native import BATCH_STEPS, SUFFIX, StoredTrace, TraceWriter
 from eplb_service.io.trace import Trace, numbered
 
 SUFFIXES = (SUFFIX, ".npz", ".npy", *TABLES)
-"""Formats of a copy: the native folder, or numpy's files and tables of its heat alone."""
+"""Suffixes of the formats that can be written. All formats other than the native one hold only the heat."""
 Bounds: TypeAlias = tuple[int, int | None]
-"""First and last (not included); ``None`` is the trace's end."""
+"""Start and end (exclusive) of a range. An end of ``None`` is the end of the trace."""
 ALL: Bounds = 0, None
+"""The range of all steps or layers."""
 
 
 def check_trace_output(path: Path) -> None:
-    """Raise ``OutputError`` where no trace can be written to ``path``, or a folder exists there already."""
+    """Raise ``OutputError`` if a trace cannot be written to ``path``, or a native trace already exists there."""
     if path.suffix == SUFFIX and path.exists():
-        raise OutputError(f"{path}: exists; choose another name, or remove it first")
+        raise OutputError(f"{path}: already exists; choose another name, or remove it first")
     check_output(path, SUFFIXES)
     try:
         if path.suffix == PARQUET:
@@ -44,62 +48,83 @@ def copy_trace(
     layers: Bounds = ALL,
     on_steps: Callable[[int], object] | None = None,
 ) -> tuple[int, int, int]:
-    """Write ``trace``, or some ``steps`` and ``layers`` of it, to ``out`` whole or not at all.
+    """Write a trace, or a slice of it, to a file or folder. If it fails, nothing is left behind.
 
-    A native copy keeps all that the trace knows; numpy's files and tables keep the heat by logical expert. ``on_steps``
-    is called with the number of steps copied. Returns the shape written. Raises ``OutputError``, or ``HeatError`` where
-    the trace is damaged or the slice empty.
+    A native copy keeps everything that the trace holds. Numpy files and tables keep the heat by logical expert.
+
+    Parameters
+    ----------
+    trace
+        Trace to copy.
+    out
+        File or folder to write. Its suffix selects the format.
+    steps
+        Range of steps to copy.
+    layers
+        Range of layers to copy.
+    on_steps
+        Called after each batch with the number of steps copied so far.
+
+    Returns
+    -------
+    tuple
+        Steps, layers and experts of the copy.
+
+    Raises
+    ------
+    OutputError
+        If the copy cannot be written.
+    HeatError
+        If the trace is damaged or the slice is empty.
     """
-    kept, numbers = range(trace.steps)[slice(*steps)], range(trace.layers)[slice(*layers)]
-    if not kept or not numbers:
+    copied_steps = range(trace.steps)[slice(*steps)]
+    copied_layers = range(trace.layers)[slice(*layers)]
+    if not copied_steps or not copied_layers:
         raise HeatError(
             f"the slice of steps {_text(steps)} and layers {_text(layers)} is empty; "
             f"the trace has {trace.steps} steps and {trace.layers} layers"
         )
-    chosen = slice(numbers.start, numbers.stop)
+    layer_slice = slice(copied_layers.start, copied_layers.stop)
 
     def batches() -> Iterator[tuple[int, int]]:
-        for first in range(kept.start, kept.stop, BATCH_STEPS):
-            last = min(kept.stop, first + BATCH_STEPS)
+        for first in range(copied_steps.start, copied_steps.stop, BATCH_STEPS):
+            last = min(copied_steps.stop, first + BATCH_STEPS)
             yield first, last
             if on_steps is not None:
-                on_steps(last - kept.start)
+                on_steps(last - copied_steps.start)
 
     scratch = None
     try:
         scratch = Path(tempfile.mkdtemp(dir=out.resolve().parent, prefix=f".{out.name}."))
         if out.suffix == SUFFIX:
-            _to_store(trace, scratch / out.name, chosen, batches())
+            _write_native(trace, scratch / out.name, layer_slice, batches())
         else:
-            parts = (trace.heat(first, last)[:, chosen] for first, last in batches())
-            _write_heat(
-                scratch / out.name,
-                parts,
-                len(kept),
-                (trace.facts.layer_numbers or range(trace.layers))[chosen],
-            )
+            heat_batches = (trace.heat(first, last)[:, layer_slice] for first, last in batches())
+            layer_numbers = (trace.facts.layer_numbers or range(trace.layers))[layer_slice]
+            _write_heat(scratch / out.name, heat_batches, len(copied_steps), layer_numbers)
         (scratch / out.name).replace(out)
     except OSError as error:
         raise OutputError(f"{out}: cannot be written ({error.strerror})") from error
     finally:
         if scratch is not None:
             shutil.rmtree(scratch, ignore_errors=True)
-    return len(kept), len(numbers), trace.experts
+    return len(copied_steps), len(copied_layers), trace.experts
 
 
 def _text(bounds: Bounds) -> str:
+    """Format a range as on the command line."""
     return f"{bounds[0]}:{'' if bounds[1] is None else bounds[1]}"
 
 
-def _write_heat(out: Path, parts: Iterator[Counts], steps: int, layer_numbers: Sequence[int]) -> None:
-    """Write heat by logical expert, so that it is read back with the layers' numbers.
+def _write_heat(out: Path, heat_batches: Iterator[Counts], steps: int, layer_numbers: Sequence[int]) -> None:
+    """Write the heat by logical expert, such that the layer numbers can be read back.
 
-    An ``.npy`` has no place for these: its dense layers get rows of zeros, as engines write them.
+    An ``.npy`` file cannot hold layer numbers. It gets rows of zeros for the dense layers, as in the engines' files.
     """
     if out.suffix in TABLES:
-        write_table(out, parts, steps, layer_numbers)
+        write_table(out, heat_batches, steps, layer_numbers)
         return
-    heat_TLE = np.concatenate(list(parts))
+    heat_TLE = np.concatenate(list(heat_batches))
     if out.suffix == ".npz":
         np.savez_compressed(out, heat=heat_TLE, layer_numbers=np.array(layer_numbers))
         return
@@ -108,22 +133,24 @@ def _write_heat(out: Path, parts: Iterator[Counts], steps: int, layer_numbers: S
     np.save(out, by_number_TLE)
 
 
-def _to_store(trace: Trace, out: Path, layers: slice, batches: Iterator[tuple[int, int]]) -> None:
-    kept = range(trace.layers)[layers]
+def _write_native(trace: Trace, out: Path, layers: slice, batches: Iterator[tuple[int, int]]) -> None:
+    """Write a native trace, with the placements if ``trace`` is native as well."""
+    copied_layers = range(trace.layers)[layers]
     facts = replace(
         trace.facts, layer_numbers=numbered((trace.facts.layer_numbers or range(trace.layers))[layers])
     )
     placements = trace.placements if isinstance(trace, StoredTrace) else {}
-    with TraceWriter(out, facts, len(kept), trace.experts) as writer:
+    with TraceWriter(out, facts, len(copied_layers), trace.experts) as writer:
         for (layer, epoch), phy2log_RS in placements.items():
-            if layer in kept:
-                writer.place(layer - kept.start, epoch, phy2log_RS)
+            if layer in copied_layers:
+                writer.place(layer - copied_layers.start, epoch, phy2log_RS)
         for first, last in batches:
             if isinstance(trace, StoredTrace) and trace.by_slot:
                 counts, epoch_TL = trace.slot_heat(first, last)
                 epoch_TL = epoch_TL[:, layers]
             else:
-                counts, epoch_TL = trace.heat(first, last), None
+                counts = trace.heat(first, last)
+                epoch_TL = None
             source_TRLE = trace.source_rows(first, last)
             writer.append(
                 counts[:, layers],

@@ -1,4 +1,7 @@
-"""Arrays of a file: heat, tokens by slot with their map, routes or weights, decided by name and shape."""
+"""Traces from the named arrays of a file: heat, tokens by slot with a map, routes or weights.
+
+The names, shapes and values of the arrays decide between these meanings. If they leave a choice, the user must make it.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +17,17 @@ from eplb_service.io.containers import Array
 from eplb_service.io.trace import ArrayTrace, TraceFacts, numbered
 
 Meaning = Literal["heat", "slots", "routes", "weights"]
-"""Tokens by logical expert, tokens by physical slot, experts of each token, or the plain sum that solvers take."""
+"""Meaning of an array.
+
+``heat`` is tokens by logical expert, ``slots`` tokens by physical slot, ``routes`` the experts of each token, and
+``weights`` one sum of tokens per expert, as solvers use it.
+"""
 MEANINGS: tuple[Meaning, ...] = get_args(Meaning)
 
 LAYER_NUMBERS = "layer_numbers"
-"""Name of the model's own numbers of the layers; a file that has them states that all are MoE layers."""
+"""Name of the array with the model's own layer numbers. In a file that has it, every layer is an MoE layer."""
 MAP_NAMES = ("physical_to_logical_map", "phy2log", "last_physical_to_logical_map")
-"""Names of the expert in each slot."""
+"""Names of the array with the expert in each slot."""
 _NAMES: dict[Meaning, tuple[str, ...]] = {
     "heat": ("heat", "counts", "logical_count", "expert_load"),
     "slots": (
@@ -35,6 +42,7 @@ _NAMES: dict[Meaning, tuple[str, ...]] = {
     "routes": ("routes", "routed_experts", "topk_ids"),
     "weights": ("weight", "weights"),
 }
+"""Names of the arrays of each meaning, most common first."""
 _FLAGS = {
     "meaning": "--as",
     "phy2log": "--map",
@@ -42,26 +50,41 @@ _FLAGS = {
     "batch": "--batch",
     "top_k": "--top-k",
 }
-_MEANS = ("means nothing; leave it out", "mean nothing; leave them out")
+"""Command-line option for each field of ``ReadAs``."""
+_HAS_NO_EFFECT = ("has no effect; omit it", "have no effect; omit them")
 _USED: dict[Meaning, tuple[str, ...]] = {
     "heat": ("experts",),
     "weights": ("experts",),
     "slots": ("experts", "phy2log"),
     "routes": ("experts", "batch", "top_k"),
 }
+"""Fields of ``ReadAs`` that are used for each meaning."""
 _MAX_LAYERS = 512
-"""More rows than any model has layers are not taken for layers."""
+"""Upper bound on the layers of any model. An axis that is longer cannot be the layers."""
 
 
 @dataclass(frozen=True)
 class ReadAs:
-    """Facts about a file that does not say itself what it holds; what is ``None`` is decided by the file.
+    """Facts that the user states because the file does not; ``None`` if the file decides.
 
-    ``meaning`` is what its array is, ``phy2log`` the expert in each slot, for tokens by slot, ``experts`` E, ``batch``
-    the tokens of a step made from routes, ``top_k`` the experts that a token chooses in each layer, for routes without
-    it. ``map_layers`` are the layer numbers of ``phy2log``: the model's own, or, with ``map_counts_moe``, numbers that
-    count only MoE layers from 0. Without numbers, the rows are in the order of the heat's layers. A reader rejects
-    each fact that it does not use.
+    A reader rejects every fact that it does not use.
+
+    Parameters
+    ----------
+    meaning
+        Meaning of the file's array.
+    phy2log
+        Expert in each slot, for tokens by slot.
+    experts
+        Number of experts E.
+    batch
+        Tokens per step, for routes.
+    top_k
+        Experts that a token chooses in each layer, for routes without this axis.
+    map_layers
+        Layer number of each row of ``phy2log``. Without numbers, the rows are in the order of the heat's layers.
+    map_counts_moe
+        True if ``map_layers`` counts only the MoE layers, from 0. Otherwise the numbers are the model's own.
     """
 
     meaning: Meaning | None = None
@@ -73,49 +96,49 @@ class ReadAs:
     map_counts_moe: bool = False
 
     def map_of(self, heat_TLX: Array, phy2log: Array, numbers: Sequence[int] = ()) -> Array:
-        """Return the map's row for each layer of heat, matched by number if both sides have numbers.
+        """Return the map's row for each layer of the heat, matched by number if both have layer numbers.
 
         Parameters
         ----------
         heat_TLX
             Tokens by slot; the second axis is the layers.
         phy2log
-            The user's map, or else the file's own, which has a row per layer of the heat.
+            The user's map. Without one, the file's map, which has one row per layer of the heat.
         numbers
-            The model's own numbers of the heat's layers. Without them, the heat must have the same layers as the
+            The model's own numbers of the heat's layers. Without numbers, the heat must have the same layers as the
             map, or every layer of the model.
 
         Returns
         -------
         Array
-            The expert in each slot, a row per layer of the heat. A layer without tokens that is missing from the map
-            gets an arbitrary row.
+            The expert in each slot, one row per layer of the heat. A layer that has no tokens and is missing from the
+            map gets an arbitrary row.
 
         Raises
         ------
         HeatError
-            If the map lacks a layer that has tokens.
+            If a layer with tokens is missing from the map.
         """
         layers = heat_TLX.shape[1]
         if self.phy2log is None or phy2log.ndim < 2 or not heat_TLX.size:
             return phy2log
-        known = self.map_layers
-        if not known:
+        map_numbers = self.map_layers
+        if not map_numbers:
             by_number = numbers and len(phy2log) > max(*numbers, len(numbers))
             return phy2log[list(numbers)] if by_number else phy2log
         numbers = () if self.map_counts_moe else numbers
-        if not numbers and len(known) == layers and known[-1] - known[0] == layers - 1:
+        if not numbers and len(map_numbers) == layers and map_numbers[-1] - map_numbers[0] == layers - 1:
             return phy2log
-        wanted = numbers or range(layers)
-        row_of = {number: row for row, number in enumerate(known)}
+        heat_numbers = numbers or range(layers)
+        row_of = {number: row for row, number in enumerate(map_numbers)}
         busy_L = heat_TLX.swapaxes(0, 1).reshape(layers, -1).any(axis=1)
         missing = [
-            number for number, busy in zip(wanted, busy_L, strict=True) if busy and number not in row_of
+            number for number, busy in zip(heat_numbers, busy_L, strict=True) if busy and number not in row_of
         ]
-        if missing or not (numbers or self.map_counts_moe or known[-1] < layers):
-            whose = f"the layers {listed(numbers)}" if numbers else f"{layers} layers without numbers"
-            raise HeatError(f"has heat of {whose}, but the map is of the layers {listed(known)}")
-        return phy2log[[row_of.get(number, 0) for number in wanted]]
+        if missing or not (numbers or self.map_counts_moe or map_numbers[-1] < layers):
+            subject = f"the layers {listed(numbers)}" if numbers else f"{layers} layers without numbers"
+            raise HeatError(f"has heat of {subject}, but the map is for the layers {listed(map_numbers)}")
+        return phy2log[[row_of.get(number, 0) for number in heat_numbers]]
 
     def refuse_unused(self, what: str, *used: str, makes: Meaning | None = "heat") -> None:
         """Reject facts that the user states but the reader does not use.
@@ -127,58 +150,82 @@ class ReadAs:
         used
             Names of the fields that the reader uses.
         makes
-            Meaning of the array that the reader returns; the user may state it as well.
+            Meaning of the array that the reader returns. Stating it is allowed, though redundant.
 
         Raises
         ------
         HeatError
             If there are unused facts. The message names their options.
         """
-        known = {*used, *(["meaning"] if self.meaning == makes else [])}
+        allowed = {*used, *(["meaning"] if self.meaning == makes else [])}
         unused = [
-            flag for name, flag in _FLAGS.items() if getattr(self, name) is not None and name not in known
+            flag for name, flag in _FLAGS.items() if getattr(self, name) is not None and name not in allowed
         ]
         if unused:
-            raise HeatError(f"is {what}, for which {' and '.join(unused)} {_MEANS[len(unused) > 1]}")
+            raise HeatError(f"is {what}, for which {' and '.join(unused)} {_HAS_NO_EFFECT[len(unused) > 1]}")
 
 
 def trace_of_arrays(
     arrays: Mapping[str, Array], origin: str, read_as: ReadAs, file_name: str = ""
 ) -> ArrayTrace:
-    """Return the trace that named arrays make, as ``read_as`` and their names and shapes say.
+    """Return the trace in named arrays.
 
-    A lone array without a name is called ``""``; ``file_name``, without its suffix, then names it. Counts by slot are
-    ``[L, P]`` of one step, as vLLM's ``expert_load_pass`` has them, ``[T, L, P]``, or ``[T, L, R, S]``, as vLLM-Ascend
-    gathers them from the ranks. ``origin`` is the format that they were read from. Raises ``HeatError`` where they are
-    no trace, or could be two things.
+    Counts by slot have one of three shapes: ``[L, P]`` for one step, as in vLLM's ``expert_load_pass``, ``[T, L, P]``,
+    or ``[T, L, R, S]``, as vLLM-Ascend gathers them from the ranks.
+
+    Parameters
+    ----------
+    arrays
+        Arrays by name. A bare array, from a file without names, is called ``""``.
+    origin
+        Format that the arrays were read from.
+    read_as
+        Facts that the user states.
+    file_name
+        Name of the file without its suffix. It can show the meaning of a bare array.
+
+    Raises
+    ------
+    HeatError
+        If the arrays are not a trace, or their meaning is ambiguous.
     """
     meaning, name = _meaning_of(arrays, read_as, file_name)
     read_as.refuse_unused(_DESCRIBED[meaning], *_USED[meaning], makes=meaning)
     trace = _MAKERS[meaning](arrays[name], arrays, origin, read_as)
-    stated = _first(arrays, LAYER_NUMBERS)
-    return trace if stated is None else _numbered_as_stated(trace, stated)
+    layer_numbers = _first(arrays, LAYER_NUMBERS)
+    return trace if layer_numbers is None else _with_layer_numbers(trace, layer_numbers)
 
 
-def _numbered_as_stated(trace: ArrayTrace, stated: Array) -> ArrayTrace:
-    """Return the trace with the layer numbers that its file states, all marked as MoE layers."""
-    numbers = _checked_numbers(stated, trace.layers)
+def _with_layer_numbers(trace: ArrayTrace, layer_numbers: Array) -> ArrayTrace:
+    """Return the trace with the layer numbers from its file, and every layer marked as an MoE layer."""
+    numbers = _checked_numbers(layer_numbers, trace.layers)
     return replace(trace, facts=replace(trace.facts, layer_numbers=numbered(numbers)), states_layers=True)
 
 
-def _checked_numbers(stated: Array | None, layers: int) -> list[int]:
-    """Return the layer numbers of a file, or an empty list. Raises ``HeatError`` if they do not fit the layers."""
-    if stated is None:
+def _checked_numbers(layer_numbers: Array | None, layers: int) -> list[int]:
+    """Return the layer numbers of a file as a list, empty for ``None``.
+
+    Raises ``HeatError`` unless there is one number per layer, in increasing order.
+    """
+    if layer_numbers is None:
         return []
-    numbers = stated.ravel().tolist() if stated.dtype.kind in "iu" else []
+    numbers = layer_numbers.ravel().tolist() if layer_numbers.dtype.kind in "iu" else []
     if len(numbers) != layers or numbers != sorted(set(numbers)) or min(numbers, default=0) < 0:
         raise HeatError(
-            f"has the layer numbers {stated.tolist()} for {layers} layers; expected increasing numbers"
+            f"has the layer numbers {layer_numbers.tolist()} for {layers} layers; expected one number per layer, "
+            "in increasing order"
         )
     return numbers
 
 
 def listed(numbers: Sequence[int]) -> str:
-    """Format numbers as text, with runs shortened to "first to last"."""
+    """Format numbers as text, with runs shortened to "first to last".
+
+    Examples
+    --------
+    >>> listed([3, 4, 5, 6, 9])
+    '3 to 6, 9'
+    """
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][-1] + 1:
@@ -192,8 +239,8 @@ def _from_slots(array: Array, arrays: Mapping[str, Array], origin: str, read_as:
     phy2log = read_as.phy2log if read_as.phy2log is not None else _first(arrays, *MAP_NAMES)
     if phy2log is None:
         raise HeatError(
-            f"holds tokens by physical slot {list(array.shape)} without their placement: give the expert in each slot "
-            "with --map, or say --as heat or --as weights if they are tokens by logical expert"
+            f"holds tokens by physical slot {list(array.shape)} without a placement: pass the expert in each slot "
+            "with --map, or use --as heat or --as weights if they are tokens by logical expert"
         )
     array = array[None] if array.ndim == 2 else array
     if array.ndim > 1:
@@ -207,8 +254,8 @@ def _from_slots(array: Array, arrays: Mapping[str, Array], origin: str, read_as:
 
 def _from_weights(array: Array, _arrays: Mapping[str, Array], origin: str, _read_as: ReadAs) -> ArrayTrace:
     if array.ndim != 2:
-        raise HeatError(f"weights have the shape [layers, experts], got {list(array.shape)}")
-    facts = TraceFacts(origin=f"{origin}, weights [layers, experts]", batching="one sum, without steps")
+        raise HeatError(f"holds weights {list(array.shape)}; expected the shape [layers, experts]")
+    facts = TraceFacts(origin=f"{origin}, weights [layers, experts]", batching="one sum over all steps")
     return ArrayTrace(array[None], facts)
 
 
@@ -216,10 +263,11 @@ def _from_heat(array: Array, arrays: Mapping[str, Array], origin: str, read_as: 
     array = array[:, None] if array.ndim == 2 else array
     if read_as.experts is not None and array.ndim == 3 and array.shape[2] != read_as.experts:
         raise HeatError(
-            f"counts {array.shape[2]} experts, and there are {read_as.experts}: if these are physical slots, give the "
-            "expert in each with --map"
+            f"counts {array.shape[2]} experts, but --experts is {read_as.experts}: if the counts are by physical slot, "
+            "pass the expert in each slot with --map"
         )
-    source_TRLE, phase_T = _first(arrays, "source_heat", "source"), _first(arrays, "phase")
+    source_TRLE = _first(arrays, "source_heat", "source")
+    phase_T = _first(arrays, "phase")
     names = _first(arrays, "phase_names")
     facts = TraceFacts(
         origin=f"{origin}, tokens by logical expert",
@@ -230,9 +278,10 @@ def _from_heat(array: Array, arrays: Mapping[str, Array], origin: str, read_as: 
 
 
 def _from_routes(array: Array, arrays: Mapping[str, Array], origin: str, read_as: ReadAs) -> ArrayTrace:
-    bounds, experts = _first(arrays, "req_ptr", "request_bounds"), _experts(arrays, read_as)
+    bounds = _first(arrays, "req_ptr", "request_bounds")
+    experts = _experts(arrays, read_as)
     if read_as.top_k is not None and array.ndim == 3 and array.shape[2] != read_as.top_k:
-        raise HeatError(f"has {array.shape[2]} choices of each token, not the {read_as.top_k} of --top-k")
+        raise HeatError(f"has {array.shape[2]} choices per token, but --top-k is {read_as.top_k}")
     origin = f"{origin}, experts of each token"
     numbers: tuple[int, ...] = ()
     if array.ndim == 3 and array.size and array.dtype.kind in "iu":
@@ -254,12 +303,13 @@ _MAKERS = {"heat": _from_heat, "slots": _from_slots, "routes": _from_routes, "we
 
 
 def _experts(arrays: Mapping[str, Array], read_as: ReadAs) -> int | None:
-    stated = _first(arrays, "num_experts", "experts")
-    if read_as.experts is not None or stated is None:
+    """Return E from the user or from the file, or ``None`` if neither states it."""
+    array = _first(arrays, "num_experts", "experts")
+    if read_as.experts is not None or array is None:
         return read_as.experts
-    if stated.size != 1 or stated.dtype.kind not in "iu" or int(stated.ravel()[0]) < 1:
-        raise HeatError(f"names {stated.tolist()} as the number of experts; expected one positive integer")
-    return int(stated.ravel()[0])
+    if array.size != 1 or array.dtype.kind not in "iu" or int(array.ravel()[0]) < 1:
+        raise HeatError(f"gives {array.tolist()} as the number of experts; expected one positive integer")
+    return int(array.ravel()[0])
 
 
 def _first(arrays: Mapping[str, Array], *names: str) -> Array | None:
@@ -267,57 +317,61 @@ def _first(arrays: Mapping[str, Array], *names: str) -> Array | None:
 
 
 def _meaning_of(arrays: Mapping[str, Array], read_as: ReadAs, file_name: str) -> tuple[Meaning, str]:
-    """Return what the arrays are, and the name of the one; raises ``HeatError`` with the question that decides.
+    """Return the meaning and the name of the array to read. Raises ``HeatError`` that asks the user if it is ambiguous.
 
-    A map is given for tokens by slot alone, and says as much as ``--as slots``.
+    Only tokens by slot need a map, so a map from the user implies ``--as slots``.
     """
     named = [(meaning, name) for meaning, names in _NAMES.items() for name in names if name in arrays]
-    wanted = read_as.meaning or ("slots" if read_as.phy2log is not None else None)
-    if wanted is not None:
-        named.sort(key=lambda pair: pair[0] != wanted)
-        other = [name for name, array in arrays.items() if array.ndim >= 2 and name not in MAP_NAMES]
-        for name in (*(name for _, name in named), *other):
-            return wanted, name
+    requested = read_as.meaning or ("slots" if read_as.phy2log is not None else None)
+    if requested is not None:
+        named.sort(key=lambda pair: pair[0] != requested)
+        unnamed = [name for name, array in arrays.items() if array.ndim >= 2 and name not in MAP_NAMES]
+        for name in (*(name for _, name in named), *unnamed):
+            return requested, name
     elif len({meaning for meaning, _ in named}) == 1:
         meaning, name = named[0]
         if meaning == "heat" and (arrays[name].ndim == 2 or _first(arrays, *MAP_NAMES) is not None):
             raise HeatError(
-                f"holds {_inventory(arrays)}: say --as weights if the rows of {name} are layers, --as heat if they are "
-                "steps of one layer, --as slots if it is tokens by slot"
+                f"holds {_inventory(arrays)}: use --as weights if the rows of {name} are layers, --as heat if they are "
+                "steps of one layer, or --as slots if it has tokens by slot"
             )
         return meaning, name
     elif list(arrays) == [""]:
-        return _of_bare(arrays[""], file_name), ""
+        return _meaning_of_bare(arrays[""], file_name), ""
     raise HeatError(
-        f"holds {_inventory(arrays)}: say with --as what is meant; known are arrays named "
+        f"holds {_inventory(arrays)}: state the meaning with --as; recognised names of arrays are "
         f"{', '.join(name for names in _NAMES.values() for name in names)}"
     )
 
 
 def _inventory(arrays: Mapping[str, Array]) -> str:
-    """Names and shapes, for a message."""
+    """Format the names and shapes of arrays for a message."""
     return (
         ", ".join(f"{name or 'an array'} {list(array.shape)}" for name, array in arrays.items()) or "nothing"
     )
 
 
 def _looks_like_placement(array: Array) -> bool:
-    """Return whether integers name experts: with -1 for none, or with every expert in each row or layer."""
+    """Return True if an array of integers looks like the expert in each slot.
+
+    Its smallest number is then -1, for an empty slot, or every row or layer contains every expert.
+    """
     if array.dtype.kind == "i" and array.min() == -1:
         return True
     rows = array.reshape(len(array), -1)
     if (array.ndim == 3 and len(array) > _MAX_LAYERS) or rows.shape[1] < 2 or rows.max() >= rows.shape[1]:
         return False
-    every = np.arange(int(rows.max()) + 1)
-    return bool(all(np.array_equal(np.unique(row), every) for row in rows))
+    all_experts = np.arange(int(rows.max()) + 1)
+    return bool(all(np.array_equal(np.unique(row), all_experts) for row in rows))
 
 
-def _of_bare(array: Array, file_name: str) -> Meaning:
+def _meaning_of_bare(array: Array, file_name: str) -> Meaning:
+    """Return the meaning of an array without a name. Raises ``HeatError`` if it is ambiguous."""
     shape = list(array.shape)
     if array.ndim in (2, 3) and array.size and array.dtype.kind in "iu" and _looks_like_placement(array):
         raise HeatError(
-            f"holds {shape} numbers of experts, as a placement or an expert map does, not tokens: give it with "
-            "--placement, or with --map beside tokens by slot; say --as weights or --as heat if these are tokens"
+            f"holds expert numbers {shape}, like a placement or an expert map, not tokens: pass it with --placement, "
+            "or with --map in addition to tokens by slot; use --as weights or --as heat if these are tokens"
         )
     if array.ndim == 4 or any(name in file_name for name in _NAMES["slots"]):
         return "slots"
@@ -326,7 +380,7 @@ def _of_bare(array: Array, file_name: str) -> Meaning:
     if array.ndim == 3 and not routes.look_like_routes(array):
         return "heat"
     raise HeatError(
-        f"holds an array of shape {shape}, which could be several things: say --as heat, weights, routes or slots. "
-        "Expected are [steps, layers, experts] heat, [layers, experts] weights, [tokens, layers, choices] routes (the "
-        "experts of each token), or [steps, layers, ranks, slots] tokens by slot"
+        f"holds an array of shape {shape}, which is ambiguous: use --as heat, weights, routes or slots. "
+        "Heat is [steps, layers, experts], weights are [layers, experts], routes (the experts of each token) are "
+        "[tokens, layers, choices], and tokens by slot are [steps, layers, ranks, slots]"
     )

@@ -1,17 +1,17 @@
-"""The native trace: a Zarr v3 folder of per-step heat, with the placements that it was counted under.
+"""The native trace: a Zarr v3 folder with the heat of each step and the placements in use when it was counted.
 
-| array | shape | is |
+| array | shape | content |
 |---|---|---|
-| ``heat`` | ``[T, L, E]`` | tokens by logical expert; or, where slots were counted: |
-| ``slot_heat`` | ``[T, L, R*S]`` | tokens by slot, as the destination ranks counted them |
-| ``epoch`` | ``[T, L]`` | epoch of each layer's placement while ``slot_heat`` was counted |
-| ``placement_layer``, ``placement_epoch`` | ``[K]`` | of the placements below |
-| ``placement_phy2log`` | ``[K, R, S]`` | the expert in each slot |
-| ``source_heat`` | ``[T, R, L, E]`` | tokens by source rank before dispatch; may be absent |
-| ``step``, ``tokens``, ``phase`` | ``[T]`` | the model's step number, its tokens (-1 unknown), index into ``phases`` |
+| ``heat`` | ``[T, L, E]`` | tokens by logical expert; absent from a trace by slot |
+| ``slot_heat`` | ``[T, L, R*S]`` | tokens by slot, counted by the destination ranks; only in a trace by slot |
+| ``epoch`` | ``[T, L]`` | epoch of each layer's placement in that step; only in a trace by slot |
+| ``placement_layer``, ``placement_epoch`` | ``[K]`` | layer and epoch of each recorded placement |
+| ``placement_phy2log`` | ``[K, R, S]`` | expert in each slot of each recorded placement |
+| ``source_heat`` | ``[T, R, L, E]`` | tokens by source rank before dispatch; optional |
+| ``step``, ``tokens``, ``phase`` | ``[T]`` | the model's step number, tokens (-1 if unknown), index into ``phases`` |
 
-The trace is written while serving. The group's attributes ``steps`` and ``placements`` state the number of valid rows
-and are written last, so that flushed data survives a crash. Readers read it in slices.
+The trace is written while the model serves. The group's attributes ``steps`` and ``placements`` state the number of
+valid rows. They are written last, so that flushed data survives a crash. Readers read the trace in slices.
 """
 
 from __future__ import annotations
@@ -37,10 +37,11 @@ from eplb_service.io.zarr_column import Column, read_metadata, reading_metadata,
 
 SUFFIX = ".zarr"
 BATCH_STEPS = 64
-"""Steps that are gathered before they are written; the most that a crash loses."""
+"""Steps that are buffered before they are written, and the maximum that a crash loses."""
 _BATCH_BYTES = 64 << 20
-"""Bytes of such steps; where they are large, fewer are gathered."""
-_FORMAT, _VERSION = "eplb-trace", 1
+"""Buffered bytes that trigger an earlier write, for large steps."""
+_FORMAT = "eplb-trace"
+_VERSION = 1
 _ARRAYS = {
     "step": ("int64", ("step",)),
     "tokens": ("int64", ("step",)),
@@ -53,30 +54,36 @@ _ARRAYS = {
     "placement_epoch": ("int64", ("placement",)),
     "placement_phy2log": ("int32", ("placement", "rank", "slot")),
 }
-"""Type and axes of each array, which grows along the first; ``physical`` are the slots of all ranks."""
+"""Type and axes of each array. Arrays grow along the first axis; the axis ``physical`` is the slots of all ranks."""
 _PLACEMENT_ARRAYS = ("placement_layer", "placement_epoch", "placement_phy2log")
 _BY_EXPERT = frozenset(("step", "tokens", "phase", "heat"))
 _BY_SLOT = frozenset(("step", "tokens", "phase", "slot_heat", "epoch", *_PLACEMENT_ARRAYS))
-"""Arrays of a trace, of which each may have ``source_heat`` besides."""
+"""Arrays of a trace by expert and of a trace by slot. Either kind may also have ``source_heat``."""
 
 
 def _sizes(facts: TraceFacts, layers: int, experts: int) -> dict[str, int]:
-    """Size of each axis but the first."""
+    """Return the size of each axis other than the first."""
     shape = {"layer": layers, "expert": experts, "rank": facts.ranks, "slot": facts.slots}
     return {**shape, "physical": facts.ranks * facts.slots}
 
 
 def _tail(name: str, sizes: Mapping[str, int]) -> tuple[int, ...]:
+    """Return the shape of one row of an array."""
     return tuple(sizes[axis] for axis in _ARRAYS[name][1][1:])
 
 
 class StoredTrace(Trace):
-    """A trace that ``TraceWriter`` wrote, or is still writing: as long as it was when it was opened.
+    """A trace that ``TraceWriter`` wrote or is still writing, with its length at the time of opening.
+
+    Parameters
+    ----------
+    folder
+        Folder of the trace.
 
     Raises
     ------
     HeatError
-        Without the path, which callers put in front: where the folder holds no whole trace.
+        If the folder is not a complete trace. The message does not name the path; callers add it.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -84,20 +91,22 @@ class StoredTrace(Trace):
 
         with reading_metadata(folder):
             self.metadata = read_metadata(folder, "group")
-            found = dict(self.metadata["attributes"])
-            if (found.get("format"), found.get("version")) != (_FORMAT, _VERSION):
+            attributes = dict(self.metadata["attributes"])
+            if (attributes.get("format"), attributes.get("version")) != (_FORMAT, _VERSION):
                 raise HeatError(
-                    f"is no {_FORMAT} of version {_VERSION}: its attributes are {str(found)[:200]}"
+                    f"is not an {_FORMAT} of version {_VERSION}: its attributes are {str(attributes)[:200]}"
                 )
-            known = {field.name: found[field.name] for field in fields(TraceFacts) if field.name in found}
-            self.facts = TypeAdapter(TraceFacts).validate_python(known)
-            self.counts = {axis: int(found[f"{axis}s"]) for axis in ("step", "placement")}
-            """Rows that count of arrays with a row per step, and per placement."""
-            experts = int(found["experts"])
+            names_of_facts = [field.name for field in fields(TraceFacts) if field.name in attributes]
+            self.facts = TypeAdapter(TraceFacts).validate_python(
+                {name: attributes[name] for name in names_of_facts}
+            )
+            self.counts = {axis: int(attributes[f"{axis}s"]) for axis in ("step", "placement")}
+            """Number of valid rows of the arrays with one row per step, and with one row per placement."""
+            experts = int(attributes["experts"])
         names = frozenset(name for name in _ARRAYS if (folder / name).is_dir())
         if names - {"source_heat"} not in (_BY_EXPERT, _BY_SLOT):
             raise HeatError(
-                f"holds the arrays {', '.join(sorted(names))}: was it copied whole? a trace has "
+                f"holds the arrays {', '.join(sorted(names))}, so it may be an incomplete copy; a trace has "
                 f"{', '.join(sorted(_BY_EXPERT))}, or {', '.join(sorted(_BY_SLOT))}"
             )
         self.columns = {name: Column.open(folder / name, *_ARRAYS[name]) for name in names}
@@ -106,35 +115,35 @@ class StoredTrace(Trace):
         self._shape = self.counts["step"], layers, experts
         self._check_columns()
         self.placements: dict[tuple[int, int], Int32] = {}
-        """Slots ``[R, S]`` by layer and epoch; empty where tokens were counted by logical expert."""
+        """Expert in each slot, ``[R, S]``, by layer and epoch. Empty for a trace by expert."""
         if self.by_slot:
             self._read_placements()
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """T, L and E."""
+        """Number of steps T, layers L and experts E."""
         return self._shape
 
     @property
     def by_slot(self) -> bool:
-        """True where tokens were counted by slot."""
+        """True if the tokens were counted by slot."""
         return "slot_heat" in self.columns
 
     def heat(self, first: int, last: int) -> Counts:
-        """Tokens by logical expert, ``[t, L, E]``, put together from the slots where those were counted."""
+        """Return the tokens by logical expert, ``[t, L, E]``. In a trace by slot, they are summed over the replicas."""
         heat_TLE = self._by_expert(first, last) if self.by_slot else self.columns["heat"].read(first, last)
         return checked_slice(heat_TLE, first)
 
     def slot_heat(self, first: int, last: int) -> tuple[Array, Int64]:
-        """Tokens by slot ``[t, L, R*S]`` and the epochs ``[t, L]``; only where ``by_slot``."""
+        """Return the tokens by slot ``[t, L, R*S]`` and the epochs ``[t, L]`` of a trace by slot."""
         return self.columns["slot_heat"].read(first, last), self.columns["epoch"].read(first, last)
 
     def source_rows(self, first: int, last: int) -> Array | None:
-        """Tokens by source rank, step by step, ``[t, R, L, E]``."""
+        """Return the source heat of each step, ``[t, R, L, E]``, or ``None`` if it was not recorded."""
         return self.columns["source_heat"].read(first, last) if "source_heat" in self.columns else None
 
     def served_loads(self, first: int, last: int) -> Float64 | None:
-        """Tokens that each rank received, float64 ``[t, L, R]``; ``None`` where only experts were counted."""
+        """Return the load of each rank, float64 ``[t, L, R]``, or ``None`` for a trace by expert."""
         if not self.by_slot:
             return None
         counts_TLP = self.columns["slot_heat"].read(first, last)
@@ -143,38 +152,45 @@ class StoredTrace(Trace):
         return loads_TLR
 
     def step_numbers(self, first: int, last: int) -> Int64:
-        """The model's own numbers of the steps, int64 ``[t]``."""
+        """Return the model's own step numbers, int64 ``[t]``."""
         return self.columns["step"].read(first, last)
 
     def tokens(self, first: int, last: int) -> Int64 | None:
-        """Tokens of each step, int64 ``[t]``; ``None`` where any of them is unknown."""
+        """Return the number of tokens in each step, int64 ``[t]``, or ``None`` if it is unknown for any of them."""
         tokens_T = self.columns["tokens"].read(first, last)
         return None if (tokens_T < 0).any() else tokens_T
 
     def phase_numbers(self, first: int, last: int) -> Int64:
-        """Index into ``facts.phases`` of each step, int64 ``[t]``."""
+        """Return the phase of each step as an index into ``facts.phases``, int64 ``[t]``."""
         return self.columns["phase"].read(first, last).astype(np.int64)
 
     def _by_expert(self, first: int, last: int) -> Array:
+        """Return the tokens by logical expert, ``[t, L, E]``, using the placement at each layer's epoch."""
         slot_heat_TLP, epoch_TL = self.slot_heat(first, last)
         heat_TLE = np.zeros((last - first, self.layers, self.experts), dtype=np.int64)
         for layer in range(self.layers):
             for epoch in np.unique(epoch_TL[:, layer]).tolist():
                 phy2log_RS = self.placements.get((layer, epoch))
                 if phy2log_RS is None:
-                    raise HeatError(f"layer {layer} was counted at epoch {epoch}, whose placement is missing")
-                at_T = epoch_TL[:, layer] == epoch
-                counts_T1P = slot_heat_TLP[at_T, layer][:, None]
-                heat_TLE[at_T, layer] = heat_of_slots(counts_T1P, phy2log_RS.ravel(), self.experts)[:, 0]
+                    raise HeatError(
+                        f"layer {layer} was counted at epoch {epoch}, but the trace has no placement for this epoch"
+                    )
+                in_epoch_T = epoch_TL[:, layer] == epoch
+                counts_T1P = slot_heat_TLP[in_epoch_T, layer][:, None]
+                heat_TLE[in_epoch_T, layer] = heat_of_slots(counts_T1P, phy2log_RS.ravel(), self.experts)[
+                    :, 0
+                ]
         return heat_TLE
 
     def _check_columns(self) -> None:
         sizes = _sizes(self.facts, self.layers, self.experts)
         for name, column in self.columns.items():
-            count, tail = self.counts[_ARRAYS[name][1][0]], _tail(name, sizes)
+            count = self.counts[_ARRAYS[name][1][0]]
+            tail = _tail(name, sizes)
             if not 0 < count <= column.rows or column.tail != tail:
                 raise HeatError(
-                    f"{name} has {column.rows} rows {list(column.tail)}, of which {count} count; expected {list(tail)}"
+                    f"{name} has {column.rows} rows {list(column.tail)}, but the attributes claim {count} rows "
+                    f"{list(tail)}"
                 )
 
     def _read_placements(self) -> None:
@@ -189,33 +205,62 @@ class StoredTrace(Trace):
 
 
 class TraceWriter:
-    """A trace that grows; one writer at a time.
+    """Writer of a native trace. Only one writer may write a trace at a time.
 
-    Makes the folder ``path`` with the first steps that are written, or goes on with it where it holds a trace of the
-    same deployment, with ``layers`` and ``experts``. Of ``facts``, ``ranks`` and ``slots`` must be set to record tokens
-    by slot or by source rank. The first steps decide which of these the trace has. Raises ``OutputError`` where nothing
-    can be written there, ``HeatError`` where a trace of something else is there.
+    If the folder exists, it must be a trace of the same deployment, and the new steps are appended. Otherwise, the
+    folder is created when the first steps are written. The first steps decide whether the trace is by expert or by
+    slot, and whether it has source heat.
+
+    Parameters
+    ----------
+    path
+        Folder of the trace.
+    facts
+        Facts about the recording. ``ranks`` and ``slots`` are required to record tokens by slot or source heat.
+    layers
+        Number of layers L.
+    experts
+        Number of experts E.
+
+    Raises
+    ------
+    OutputError
+        If the folder cannot be written.
+    HeatError
+        If the folder holds anything other than a trace of the same deployment.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> folder = Path(tempfile.mkdtemp()) / "example.zarr"
+    >>> with TraceWriter(folder, TraceFacts(model="toy"), layers=1, experts=2) as writer:
+    ...     writer.append([[[3, 1]], [[2, 4]]], tokens_T=[4, 6])
+    >>> StoredTrace(folder).heat(0, 2)[:, 0]
+    array([[3, 1],
+           [2, 4]])
     """
 
     def __init__(self, path: Path, facts: TraceFacts, layers: int, experts: int) -> None:
         self.path = path
         self.placements: dict[tuple[int, int], Int32] = {}
-        """Slots ``[R, S]`` by layer and epoch, given so far."""
-        self._facts, self._layers, self._experts = facts, layers, experts
+        """Expert in each slot, ``[R, S]``, by layer and epoch, for the placements recorded so far."""
+        self._facts = facts
+        self._layers = layers
+        self._experts = experts
         self._sizes = _sizes(facts, layers, experts)
         self._names: Set[str] = frozenset()
-        self._waiting: defaultdict[str, list[Array]] = defaultdict(list)
+        self._pending: defaultdict[str, list[Array]] = defaultdict(list)
         self._metadata: dict[str, Any] = {}
         self._columns: dict[str, Column] = {}
         self._counts = {"step": 0, "placement": 0}
         if path.exists():
-            self._go_on()
+            self._resume()
         self.steps = self._counts["step"]
-        """Steps given so far, those that wait to be written included."""
+        """Number of steps appended so far, including those not yet written."""
 
     @property
     def by_source(self) -> bool:
-        """True where the trace has tokens by source rank; so far none where it has no steps."""
+        """True if the trace has source heat. False until the first steps are appended."""
         return "source_heat" in self._names
 
     def append(
@@ -228,15 +273,30 @@ class TraceWriter:
         phase_T: npt.ArrayLike | None = None,
         source_TRLE: npt.ArrayLike | None = None,
     ) -> None:
-        """Add steps, with what is known of them.
+        """Append steps. They are written in batches.
 
-        ``counts`` are ``[t, L, E]``, by logical expert, or ``[t, L, R*S]``, by slot, with ``epoch_TL``, the epoch of
-        each layer, that ``place`` named. ``step_T`` are the model's own numbers, counted on where not given;
-        ``tokens_T`` and ``phase_T`` tokens and index of the phase of each step; ``source_TRLE`` tokens by source rank,
-        ``[t, R, L, E]``, before dispatch.
+        Parameters
+        ----------
+        counts
+            Tokens by logical expert ``[t, L, E]``, or by slot ``[t, L, R*S]``.
+        epoch_TL
+            Epoch of each layer's placement, ``[t, L]``, for tokens by slot. ``place`` records these placements.
+        step_T
+            The model's own step numbers; by default, they continue from the number of steps in the trace.
+        tokens_T
+            Number of tokens in each step.
+        phase_T
+            Phase of each step, as an index into the phases of the facts.
+        source_TRLE
+            Tokens by source rank before dispatch, ``[t, R, L, E]``.
+
+        Raises
+        ------
+        HeatError
+            If a count is not an integer of 32 bits, or if the arrays do not fit those that the trace already has.
         """
         steps = np.shape(counts)[0]
-        given = {
+        optional_arrays = {
             "heat" if epoch_TL is None else "slot_heat": _counts(counts),
             "step": np.arange(self.steps, self.steps + steps) if step_T is None else step_T,
             "tokens": np.full(steps, -1) if tokens_T is None else tokens_T,
@@ -244,55 +304,57 @@ class TraceWriter:
             "epoch": epoch_TL,
             "source_heat": None if source_TRLE is None else _counts(source_TRLE),
         }
-        rows = {name: np.array(part, _ARRAYS[name][0]) for name, part in given.items() if part is not None}
+        rows = {
+            name: np.array(array, _ARRAYS[name][0])
+            for name, array in optional_arrays.items()
+            if array is not None
+        }
         if self._names and rows.keys() != self._names:
-            raise HeatError(f"steps with {sorted(rows)} cannot go on with those of {sorted(self._names)}")
-        for name, part in rows.items():
-            wanted = (steps, *_tail(name, self._sizes))
-            if part.shape != wanted:
-                raise HeatError(f"{name} has the shape {list(wanted)}, got {list(part.shape)}")
+            raise HeatError(f"cannot append steps with {sorted(rows)} to steps with {sorted(self._names)}")
+        for name, array in rows.items():
+            shape = (steps, *_tail(name, self._sizes))
+            if array.shape != shape:
+                raise HeatError(f"{name} has the shape {list(array.shape)}; expected {list(shape)}")
         self._names = rows.keys()
         self.steps += steps
-        for name, part in rows.items():
-            self._waiting[name].append(part)
-        waiting = [part for name in rows for part in self._waiting[name]]
-        if (
-            sum(map(len, self._waiting["step"])) >= BATCH_STEPS
-            or sum(part.nbytes for part in waiting) > _BATCH_BYTES
-        ):
+        for name, array in rows.items():
+            self._pending[name].append(array)
+        pending_bytes = sum(array.nbytes for name in rows for array in self._pending[name])
+        if sum(map(len, self._pending["step"])) >= BATCH_STEPS or pending_bytes > _BATCH_BYTES:
             self.flush()
 
     def place(self, layer: int, epoch: int, phy2log_RS: Int32) -> None:
         """Record which expert is in each slot of ``layer`` at ``epoch``.
 
-        A placement that is known already is not written again. Raises ``HeatError`` where another one is known.
+        A placement that is already recorded is not written again. Raises ``HeatError`` if a different one is recorded.
         """
-        known = self.placements.get((layer, epoch))
-        if known is None:
-            self.placements[layer, epoch] = row_RS = np.array(phy2log_RS, np.int32)
+        recorded_RS = self.placements.get((layer, epoch))
+        if recorded_RS is None:
+            row_RS = np.array(phy2log_RS, np.int32)
+            self.placements[layer, epoch] = row_RS
             for name, value in zip(_PLACEMENT_ARRAYS, (layer, epoch, row_RS), strict=True):
-                self._waiting[name].append(np.array([value], _ARRAYS[name][0]))
-        elif not np.array_equal(known, phy2log_RS):
+                self._pending[name].append(np.array([value], _ARRAYS[name][0]))
+        elif not np.array_equal(recorded_RS, phy2log_RS):
             raise HeatError(
-                f"{self.path}: has another placement under the same epochs, of layer {layer} under {epoch}: the "
-                f"deployment was restarted; its {self.steps} steps are kept, record on into another file"
+                f"{self.path}: has a different placement of layer {layer} at epoch {epoch}, because the deployment was "
+                f"restarted; its {self.steps} steps are kept, continue the recording in another file"
             )
 
     def flush(self) -> None:
-        """Write what waits, once there are steps; raises ``OutputError`` where the disk refuses."""
-        if not self._waiting["step"]:
+        """Write the pending steps and placements, if there are steps. Raises ``OutputError`` if writing fails."""
+        if not self._pending["step"]:
             return
-        rows = {name: np.concatenate(parts) for name, parts in self._waiting.items() if parts}
+        rows = {name: np.concatenate(arrays) for name, arrays in self._pending.items() if arrays}
         with self._writing():
             if not self._metadata:
                 self._begin(rows)
-            for name, part in rows.items():
-                self._columns[name].write(self._counts[_ARRAYS[name][1][0]], part)
+            for name, array in rows.items():
+                self._columns[name].write(self._counts[_ARRAYS[name][1][0]], array)
             self._counts["step"] += len(rows["step"])
             self._counts["placement"] = len(self.placements)
             self._metadata["attributes"] |= {f"{axis}s": count for axis, count in self._counts.items()}
             write_metadata(self.path, self._metadata)
-        self._waiting.clear()
+        self._pending.clear()
 
     def __enter__(self) -> TraceWriter:
         return self
@@ -310,42 +372,51 @@ class TraceWriter:
             raise OutputError(f"{self.path}: cannot be written ({error.strerror or error})") from error
 
     def _begin(self, rows: Mapping[str, Array]) -> None:
+        """Create the folder and an empty array for each of the ``rows``."""
         self.path.mkdir()
         head = {"format": _FORMAT, "version": _VERSION, "experts": self._experts}
         attributes = {**head, **asdict(self._facts), "steps": 0, "placements": 0}
         self._metadata = {"zarr_format": 3, "node_type": "group", "attributes": attributes}
         write_metadata(self.path, self._metadata)
         self._columns = {
-            name: Column.create(self.path / name, *_ARRAYS[name], part.shape[1:])
-            for name, part in rows.items()
+            name: Column.create(self.path / name, *_ARRAYS[name], array.shape[1:])
+            for name, array in rows.items()
         }
 
-    def _go_on(self) -> None:
+    def _resume(self) -> None:
+        """Continue the trace in the folder. Raises ``HeatError`` if it is of a different deployment."""
         try:
             stored = StoredTrace(self.path)
         except HeatError as error:
             raise HeatError(f"{self.path}: {error}") from error
-        found = _described(stored.facts, stored.layers, stored.experts)
-        wanted = _described(self._facts, self._layers, self._experts)
-        if found != wanted:
-            raise HeatError(f"{self.path}: is a trace of {found}; to be recorded are {wanted}")
-        self._metadata, self._columns, self._counts = stored.metadata, stored.columns, stored.counts
-        self._names, self.placements = stored.columns.keys() - set(_PLACEMENT_ARRAYS), stored.placements
+        stored_deployment = _described(stored.facts, stored.layers, stored.experts)
+        new_deployment = _described(self._facts, self._layers, self._experts)
+        if stored_deployment != new_deployment:
+            raise HeatError(
+                f"{self.path}: is a trace of {stored_deployment}, but the recording has {new_deployment}; "
+                "choose another file"
+            )
+        self._metadata = stored.metadata
+        self._columns = stored.columns
+        self._counts = stored.counts
+        self._names = stored.columns.keys() - set(_PLACEMENT_ARRAYS)
+        self.placements = stored.placements
 
 
 def _described(facts: TraceFacts, layers: int, experts: int) -> str:
-    on = f" on {facts.ranks} ranks of {facts.slots} slots" if facts.ranks else ""
-    return f"{experts} experts in {layers} layers{on}, in the phases {', '.join(facts.phases)}"
+    """Describe a deployment for a message. Equal texts mean that one trace can hold both recordings."""
+    ranks = f" on {facts.ranks} ranks of {facts.slots} slots" if facts.ranks else ""
+    return f"{experts} experts in {layers} layers{ranks}, with the phases {', '.join(facts.phases)}"
 
 
 def _counts(values: npt.ArrayLike) -> Array:
-    """Counts as uint32; raises ``HeatError`` on fractions, on negative ones, and on those past 2**32."""
+    """Return counts as uint32. Raises ``HeatError`` on counts that are fractional, negative, or at least 2**32."""
     array = np.asarray(values)
     with np.errstate(invalid="ignore"):
         counts = array.astype(np.uint32)
-    wrong = array[counts != array]
-    if wrong.size:
+    invalid = array[counts != array]
+    if invalid.size:
         raise HeatError(
-            f"a trace records whole tokens below 2**32, got {wrong[0]}; scale and round them first"
+            f"holds the count {invalid[0]}; a native trace records whole tokens below 2**32, so scale and round it"
         )
     return counts

@@ -1,4 +1,4 @@
-"""Opens a trace of any known format, decided by what the file holds and not by its name."""
+"""Open a trace of any known format. The content of a file decides the format, not its name."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from eplb_service.io import native
 from eplb_service.io.containers import (
     Record,
     as_array,
-    check_alone,
+    check_covers_run,
     read_json,
     read_npy,
     read_npz,
@@ -28,36 +28,53 @@ from eplb_service.io.trace import ArrayTrace, Trace, without_dense_layers
 from eplb_service.io.zarr_column import METADATA
 
 KNOWN = f"{native.SUFFIX} folder, .npz, .npy, .pt, a folder of ranks' files, .json, .jsonl, .csv or .parquet"
-"""Names of all that can be opened, for messages and help."""
+"""List of the formats that can be opened, for messages and help texts."""
 
 FORMATS_GROUP = "eplb.formats"
-"""Entry points of installed packages that read further formats; each is a ``TraceReader``."""
+"""Group of the entry points by which installed packages add formats. Each entry point is a ``TraceReader``."""
 TraceReader: TypeAlias = Callable[[Path, ReadAs], Trace | None]
-"""Returns the trace of a file or folder, or ``None`` if it is of another format; asked before the known formats."""
+"""Reader of an added format, called before the built-in readers.
+
+It returns the trace of a file or folder, or ``None`` if the file has another format.
+"""
 
 _RECORDS = (expert_counts.RECORDS, routed_experts.RECORDS, routed_experts.RESPONSES)
-"""Forms of records: how one is recognised, and how many are read."""
+"""Kinds of records: the function that recognises one record, and the reader of many."""
 
 
 def open_trace(path: Path, read_as: ReadAs | None = None) -> Trace:
-    """Open a trace of any known format; a native one and an ``.npy`` are read in slices, all others whole.
+    """Open a trace of any known format.
+
+    Native traces and ``.npy`` files are read in slices, when the heat is used. All other formats are read completely.
 
     Parameters
     ----------
     path
-        File or folder; its format is recognised by its content.
+        File or folder. The content decides the format.
     read_as
-        Facts that the content leaves open: model shape, placement, batching. By default nothing.
+        Facts that the content does not state, such as the number of experts, the map, or the batch. By default none.
 
     Returns
     -------
     Trace
-        Heat by ranges of steps, and what is known of its origin.
+        Heat that can be read by ranges of steps, with the facts about its origin.
 
     Raises
     ------
     HeatError
-        In one line that begins with the path: what was found, and what was expected.
+        If the file cannot be read, or its meaning is ambiguous. The one-line message begins with the path.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> import numpy as np
+    >>> file = Path(tempfile.mkdtemp()) / "example.npz"
+    >>> np.savez(file, heat=np.array([[[3, 1]], [[2, 4]]]))
+    >>> trace = open_trace(file)
+    >>> trace.shape, trace.facts.origin
+    ((2, 1, 2), 'numpy .npz, tokens by logical expert')
+    >>> trace.heat(1, 2)
+    array([[[2, 4]]])
     """
     read_as = read_as or ReadAs()
     with naming(path):
@@ -65,27 +82,25 @@ def open_trace(path: Path, read_as: ReadAs | None = None) -> Trace:
         if isinstance(trace, ArrayTrace):
             trace = without_dense_layers(trace)
         if read_as.experts not in (None, trace.experts):
-            raise HeatError(
-                f"has {trace.experts} experts, and --experts says that there are {read_as.experts}"
-            )
+            raise HeatError(f"has {trace.experts} experts, but --experts is {read_as.experts}")
         return trace
 
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Within it, whatever is wrong with the trace at ``path`` ends in a ``HeatError`` that begins with the path."""
+    """Convert any error in reading the trace at ``path`` to a ``HeatError`` whose message begins with the path."""
     try:
         yield
     except OSError as error:
         raise HeatError(f"{path}: cannot be read ({error.strerror or error})") from error
     except MemoryError as error:
-        raise HeatError(f"{path}: does not fit into memory; convert it in parts") from error
+        raise HeatError(f"{path}: does not fit into memory; convert it piece by piece") from error
     except HeatError as error:
         raise HeatError(f"{path}: {error}") from error
 
 
 def read_heat(path: Path, read_as: ReadAs | None = None) -> Counts:
-    """All heat of a trace at once, int64 (float64 where fractional) ``[T, L, E]``; raises as ``open_trace`` does."""
+    """Return all heat of a trace, ``[T, L, E]``: int64, or float64 for fractions. Raises ``HeatError``."""
     trace = open_trace(path, read_as)
     with naming(path):
         return trace.heat(0, trace.steps)
@@ -93,20 +108,20 @@ def read_heat(path: Path, read_as: ReadAs | None = None) -> Counts:
 
 @cache
 def _formats_of_packages() -> tuple[tuple[str, TraceReader], ...]:
-    """Load the readers that installed packages declare; raises ``HeatError`` naming one that cannot be imported."""
-    found = []
+    """Load the readers that installed packages declare. Raises ``HeatError`` naming one that cannot be imported."""
+    readers = []
     for entry in sorted(metadata.entry_points(group=FORMATS_GROUP), key=lambda entry: entry.name):
         try:
-            found.append((entry.name, entry.load()))
+            readers.append((entry.name, entry.load()))
         except Exception as error:
             raise HeatError(
                 f"the trace format {entry.name} ({entry.value}) cannot be loaded: {error}"
             ) from error
-    return tuple(found)
+    return tuple(readers)
 
 
 def _opened_by_packages(path: Path, read_as: ReadAs) -> Trace | None:
-    """Open the file with the first installed format that recognises it, or return ``None``."""
+    """Open the file with the first added format that recognises it, or return ``None``."""
     path.stat()
     for name, read in _formats_of_packages():
         try:
@@ -125,6 +140,7 @@ def _opened_by_packages(path: Path, read_as: ReadAs) -> Trace | None:
 
 
 def _open(path: Path, read_as: ReadAs) -> Trace:
+    """Open a file or folder of a built-in format, chosen by its first bytes."""
     if path.is_dir():
         return _open_folder(path, read_as)
     with path.open("rb") as file:
@@ -137,10 +153,10 @@ def _open(path: Path, read_as: ReadAs) -> Trace:
         return _trace_of_document(read_torch(path), "torch .pt", read_as, path)
     if head.startswith(b"\x80"):
         raise HeatError(
-            "is a pickle, which could run code; save it as .npz, or with torch.save of torch 1.6 or later"
+            "is a pickle, which could run code; save it as .npz, or with torch.save in torch 1.6 or later"
         )
     if head.lstrip(b"\xef\xbb\xbf \t\r\n")[:1] in (b"{", b"["):
-        check_alone(path, routed_experts.RANK_FILE)
+        check_covers_run(path, routed_experts.RANK_FILE)
         document = read_json(path)
         if isinstance(document, Iterator):
             return _trace_of_records(records_of(document), read_as)
@@ -149,7 +165,7 @@ def _open(path: Path, read_as: ReadAs) -> Trace:
 
 
 def _open_folder(folder: Path, read_as: ReadAs) -> Trace:
-    """A native trace, or the files that the ranks of one run wrote."""
+    """Open a folder: a native trace, or the files that the ranks of one run wrote."""
     if (folder / METADATA).exists():
         read_as.refuse_unused("a native trace", "experts")
         return native.StoredTrace(folder)
@@ -158,7 +174,7 @@ def _open_folder(folder: Path, read_as: ReadAs) -> Trace:
             return read(folder, read_as)
     files = sorted(folder.glob("*.pt"))
     if not files:
-        raise HeatError(f"is a folder of none of the formats that are known: {KNOWN}")
+        raise HeatError(f"is a folder of an unknown format; known formats are {KNOWN}")
     dumps = []
     for file in files:
         with naming(Path(file.name)):
@@ -166,29 +182,29 @@ def _open_folder(folder: Path, read_as: ReadAs) -> Trace:
             if len(files) == 1:
                 return _trace_of_document(document, "torch .pt", read_as, file)
             if not sglang.is_dump(document):
-                raise HeatError("holds no records of forward passes; open it by itself")
+                raise HeatError("holds no records of forward passes; open this file instead of the folder")
             dumps.append((file.name, document))
     return sglang.trace_of_dumps(dumps, read_as)
 
 
 def _trace_of_records(records: Iterable[Record], read_as: ReadAs) -> ArrayTrace:
-    """The trace in records of one of the known forms, as the first one shows."""
+    """Return the trace in records. The first record decides their kind."""
     remaining = iter(records)
     first = next(remaining, None)
     if first is None:
         raise HeatError("holds no records")
-    place, content = first
+    location, content = first
     for is_record, read in _RECORDS:
         if is_record(content):
             return read(itertools.chain([first], remaining), read_as)
-    raise HeatError(f"{place} is no record that is known; found {_names(content)}")
+    raise HeatError(f"{location} is not a record of a known kind; its fields are {_names(content)}")
 
 
 def _trace_of_document(document: Any, origin: str, read_as: ReadAs, path: Path) -> ArrayTrace:
-    """The trace in a whole document.
+    """Return the trace in a document.
 
-    Known are SGLang's recorder dumps (``logical_count``, or ``records`` of forward passes), records of the known forms,
-    one or a list of them, dictionaries of arrays named as in ``trace_of_arrays``, and a bare array.
+    A document can be a dump of SGLang's recorder (``logical_count``, or ``records`` of forward passes), one record or a
+    list of records of a known kind, a dictionary of named arrays (see ``trace_of_arrays``), or a bare array.
     """
     bare = as_array(document)
     if bare is not None:
@@ -196,9 +212,9 @@ def _trace_of_document(document: Any, origin: str, read_as: ReadAs, path: Path) 
     if isinstance(document, list):
         return _trace_of_records(records_of(document), read_as)
     if not isinstance(document, Mapping):
-        raise HeatError(f"holds a {type(document).__name__}; expected an array, or a dictionary with one")
+        raise HeatError(f"holds a {type(document).__name__}; expected an array, or a dictionary of arrays")
     if sglang.is_dump(document):
-        check_alone(path, sglang.RANK_FILE)
+        check_covers_run(path, sglang.RANK_FILE)
         return sglang.trace_of_dumps([(origin, document)], read_as)
     if any(is_record(document) for is_record, _ in _RECORDS):
         return _trace_of_records(records_of(document), read_as)
@@ -207,9 +223,10 @@ def _trace_of_document(document: Any, origin: str, read_as: ReadAs, path: Path) 
     if counts_TLE is not None and counts_TLE.ndim == 3 and read_as.meaning in (None, "heat"):
         return sglang.trace_of_ring_buffer(counts_TLE, origin, read_as)
     if not arrays:
-        raise HeatError(f"holds no array; found {_names(document)}")
+        raise HeatError(f"holds no array of numbers; its fields are {_names(document)}")
     return trace_of_arrays(arrays, origin, read_as)
 
 
 def _names(content: Mapping[Any, Any]) -> str:
+    """List the first fields of a record or document for a message."""
     return ", ".join(map(str, list(content)[:8])) or "nothing"

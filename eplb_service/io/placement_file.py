@@ -1,4 +1,4 @@
-"""Placements on disk: numpy files with tables, and what engines start from."""
+"""Placement files: numpy files with tables, and the files that engines load at start-up."""
 
 from __future__ import annotations
 
@@ -14,26 +14,42 @@ import yaml
 from eplb_core.atomic_write import write_atomically
 from eplb_core.heat.window import HeatError
 from eplb_core.placement import Int32, Placement, PlacementError, checked_foreign
-from eplb_service.io.containers import Array, read_json, read_npy, read_npz, read_torch, records_of, refusing
+from eplb_service.io.containers import (
+    Array,
+    read_json,
+    read_npy,
+    read_npz,
+    read_torch,
+    records_of,
+    reporting_damage,
+)
 from eplb_service.io.named_arrays import LAYER_NUMBERS, ReadAs, listed
 
 Format = Literal["npz", "vllm-ascend", "sglang", "tensorrt-llm", "vllm"]
-"""Whose file it is."""
+"""Format of a placement file: numpy, or the engine that loads it."""
 FORMATS: tuple[Format, ...] = get_args(Format)
 
 _READERS = {".npz": read_npz, ".npy": read_npy, ".pt": read_torch, ".pth": read_torch}
 _MAX_TEXT_BYTES = 256 << 20
 _VLLM_RECORD = "eplb_initial_mapping"
-"""Type of the one record of vLLM's file that is a placement."""
+"""Type of the record that holds the placement in vLLM's file."""
 _SGLANG = "physical_to_logical_map"
+"""Name of the expert in each slot in SGLang's files."""
 _NAMES = ("phy2log", _SGLANG, "placement")
-"""Names of the expert in each slot."""
+"""Accepted names for the expert in each slot."""
 
 
 class _Rows(NamedTuple):
-    """Expert in each slot, ``[L, R, S]`` or ``[L, P]``, and the numbers of the layers if the file has them.
+    """Rows of a placement file.
 
-    ``of_model`` says that these are the model's own numbers; otherwise they count the MoE layers from 0 on.
+    Parameters
+    ----------
+    phy2log
+        Expert in each slot, ``[L, R, S]`` or ``[L, P]``.
+    numbers
+        Layer number of each row, or ``None`` if the file has no numbers.
+    of_model
+        True if ``numbers`` are the model's own. Otherwise they count the MoE layers from 0.
     """
 
     phy2log: Array
@@ -44,27 +60,29 @@ class _Rows(NamedTuple):
 def read_placement(
     path: Path, experts: int, ranks: int, layer_numbers: Sequence[int] | None = None
 ) -> Placement:
-    """Read a placement from any file that ``write_placement`` writes, or ``.npy``, or ``.pt``.
+    """Read a placement from any file that ``write_placement`` writes, from ``.npy`` or from ``.pt``.
 
     Parameters
     ----------
     path
-        A numpy file holds ``phy2log`` as ``[L, R, S]`` or, in vLLM's shape, ``[L, R*S]``.
-    experts, ranks
-        E and R of the deployment.
+        Placement file. Numpy files hold ``phy2log`` as ``[L, R, S]``, or as ``[L, R*S]`` like vLLM.
+    experts
+        Number of experts E of the deployment.
+    ranks
+        Number of ranks R of the deployment.
     layer_numbers
-        The model's own numbers of the MoE layers. The rows of these layers are taken, by number if the file has
-        numbers; further rows, such as a draft layer's, are left out. Without it all rows are taken.
+        The model's own numbers of the MoE layers to read. If the file has layer numbers, its rows are selected by
+        number. Other rows, such as a draft layer's, are skipped. Without ``layer_numbers``, all rows are read.
 
     Returns
     -------
     Placement
-        Checked.
+        The validated placement.
 
     Raises
     ------
     PlacementError
-        Naming the file, where it cannot be read or holds no placement of this shape.
+        If the file cannot be read, or holds no placement of this shape. The message names the file.
     """
     placed_LRS = read_foreign(path, experts, ranks, layer_numbers)
     try:
@@ -74,23 +92,24 @@ def read_placement(
 
 
 def read_foreign(path: Path, experts: int, ranks: int, layer_numbers: Sequence[int] | None = None) -> Int32:
-    """Read a placement that another balancer may have made: experts twice on a rank, and -1 for an empty slot.
+    """Read a placement that another balancer may have made, int32 ``[L, R, S]``.
 
-    Returns int32 ``[L, R, S]``. The arguments and errors are those of ``read_placement``.
+    Unlike with ``read_placement``, a rank may have two replicas of an expert, and a slot may be empty (-1). The
+    parameters and errors are the same.
     """
     try:
         phy2log = _of_layers(_read_rows(path), layer_numbers)
         if phy2log.ndim == 2 and phy2log.shape[1] % ranks == 0:
             phy2log = phy2log.reshape(phy2log.shape[0], ranks, -1)
         if phy2log.ndim == 3 and phy2log.shape[1] != ranks:
-            raise PlacementError(f"places on {phy2log.shape[1]} ranks, expected {ranks}")
+            raise PlacementError(f"places the experts on {phy2log.shape[1]} ranks; expected {ranks} ranks")
         return checked_foreign(phy2log, experts)
     except (HeatError, PlacementError) as error:
         raise PlacementError(f"{path}: {error}") from error
 
 
 def _of_layers(rows: _Rows, layer_numbers: Sequence[int] | None) -> Array:
-    """Return the rows of these layers. Raises ``PlacementError``, which names the missing layers."""
+    """Return the rows of the layers with these numbers. Raises ``PlacementError`` naming the missing layers."""
     phy2log = rows.phy2log
     numbers = rows.numbers
     if phy2log.ndim < 2:
@@ -101,17 +120,18 @@ def _of_layers(rows: _Rows, layer_numbers: Sequence[int] | None) -> Array:
     if not layer_numbers:
         if list(numbers) != list(range(numbers[0], numbers[0] + len(numbers))):
             raise PlacementError(
-                f"places the layers {listed(numbers)}, but it is unknown which of them the trace has: the "
-                "trace's layers have no numbers"
+                f"places the layers {listed(numbers)}, which cannot be matched to the trace's layers, because those "
+                "have no numbers"
             )
         return phy2log
-    wanted = list(layer_numbers) if rows.of_model else list(range(len(layer_numbers)))
+    trace_numbers = list(layer_numbers) if rows.of_model else list(range(len(layer_numbers)))
     row_of = {number: row for row, number in enumerate(numbers)}
-    if missing := [number for number in wanted if number not in row_of]:
+    if missing := [number for number in trace_numbers if number not in row_of]:
         raise PlacementError(
-            f"places the layers {listed(numbers)} and lacks {listed(missing)} of the trace's {listed(wanted)}"
+            f"has no placement of the layers {listed(missing)}: the trace has the layers {listed(trace_numbers)}, and "
+            f"the file has {listed(numbers)}"
         )
-    return phy2log[[row_of[number] for number in wanted]]
+    return phy2log[[row_of[number] for number in trace_numbers]]
 
 
 def read_map(path: Path) -> ReadAs:
@@ -126,14 +146,14 @@ def read_map(path: Path) -> ReadAs:
 
 
 def _read_rows(path: Path) -> _Rows:
-    """Read rows and their numbers; raises ``HeatError`` or ``PlacementError`` without the path."""
+    """Read the rows of any placement file. Raises ``HeatError`` or ``PlacementError`` without the path."""
     try:
         if path.suffix in _READERS:
             return _rows_of(_READERS[path.suffix](path))
         if path.stat().st_size > _MAX_TEXT_BYTES:
-            raise PlacementError("is more than 256 MiB of text; a placement is not")
+            raise PlacementError("is larger than 256 MiB, the limit for a placement in text form")
         if path.suffix in (".yaml", ".yml"):
-            with refusing("YAML"):
+            with reporting_damage("YAML document"):
                 return _rows_of(yaml.safe_load(path.read_bytes()))
         if path.suffix == ".jsonl":
             records = [
@@ -142,25 +162,26 @@ def _read_rows(path: Path) -> _Rows:
                 if record.get("record_type") == _VLLM_RECORD
             ]
             if len(records) != 1:
-                raise PlacementError(f"holds {len(records)} records {_VLLM_RECORD}; expected one")
+                raise PlacementError(f"holds {len(records)} records of type {_VLLM_RECORD}; expected one")
             return _rows_of(records[0])
         return _rows_of(read_json(path))
     except OSError as error:
         raise PlacementError(f"cannot be read ({error.strerror or error})") from error
 
 
-def placement_format(path: Path, wanted: str | None = None) -> Format:
-    """Return the format to write ``path`` in: ``wanted``, or what its suffix says (``.json`` is vLLM-Ascend's).
+def placement_format(path: Path, format: str | None = None) -> Format:
+    """Return the format to write to ``path``.
 
-    Raises ``PlacementError`` where the two contradict each other.
+    This is ``format`` if it is given, and otherwise the first format that uses the suffix; for ``.json`` that is
+    vLLM-Ascend's. Raises ``PlacementError`` if the format does not exist or does not use the suffix.
     """
-    if wanted is not None and wanted not in FORMATS:
-        raise PlacementError(f"unknown format {wanted!r}; choose one of {', '.join(FORMATS)}")
+    if format is not None and format not in FORMATS:
+        raise PlacementError(f"unknown format {format!r}; choose one of {', '.join(FORMATS)}")
     for name, (suffix, _) in _FORMATS.items():
-        if suffix == path.suffix and wanted in (None, name):
+        if suffix == path.suffix and format in (None, name):
             return name
-    suffixes = dict.fromkeys(suffix for name, (suffix, _) in _FORMATS.items() if wanted in (None, name))
-    raise PlacementError(f"{path}: the name must end in {' or '.join(suffixes)}, as the format has it")
+    suffixes = dict.fromkeys(suffix for name, (suffix, _) in _FORMATS.items() if format in (None, name))
+    raise PlacementError(f"{path}: the name must end in {' or '.join(suffixes)} for this format")
 
 
 def write_placement(
@@ -171,38 +192,53 @@ def write_placement(
     layer_numbers: Sequence[int] | None = None,
     draft_layers: int = 0,
 ) -> None:
-    """Write a placement: ``.npz`` (``phy2log``, ``log2phy``), or an engine's own file.
+    """Write a placement to an ``.npz`` (``phy2log`` and ``log2phy``), or to a file that an engine loads.
 
     Parameters
     ----------
-    path, format
-        The suffix chooses the format, ``.json`` that of vLLM-Ascend, unless one of ``FORMATS`` is named.
-    placement, log2phy_RLE
-        All layers, and int32 ``[R, L, E]`` tables, which only numpy files hold; other hosts make their own.
+    path
+        File to write.
+    placement
+        Placement of all layers.
+    log2phy_RLE
+        Tables, int32 ``[R, L, E]``. Only numpy files hold them; engines make their own.
+    format
+        One of ``FORMATS``. By default, the suffix of ``path`` decides (see ``placement_format``).
     layer_numbers
-        The model's own numbers of the placement's layers (0, 1, 2, ... where not given), which SGLang and TensorRT-LLM
-        count by.
+        The model's own numbers of the placement's layers, which SGLang and TensorRT-LLM use. By default 0, 1, 2, ...
     draft_layers
-        Layers of a draft (MTP) model that follow the last one, as TensorRT-LLM and vLLM-Ascend count them. Nothing is
-        known of their heat: each gets a row with the experts in order, and again in order in redundant slots.
+        Number of layers of a draft (MTP) model after the last layer, which TensorRT-LLM and vLLM-Ascend count as well.
+        Their heat is unknown, so each gets the experts in order, starting over in the redundant slots.
 
     Raises
     ------
     PlacementError
-        Where the format and the suffix contradict each other, or the numbers are not one per layer, rising.
+        If the suffix does not match the format, or if the layer numbers are not increasing, one per layer.
     OutputError
-        Where the disk refuses.
+        If the file cannot be written.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> placement = Placement.linear(layers=1, experts=4, ranks=2, slots=3)
+    >>> file = Path(tempfile.mkdtemp()) / "placement.json"
+    >>> write_placement(file, placement, placement.default_log2phy(), "sglang")
+    >>> print(file.read_text().strip())
+    {"physical_to_logical_map": [[0, 1, 2, 3, 0, 1]]}
+    >>> read_placement(file, experts=4, ranks=2).phy2log_LRS
+    array([[[0, 1, 2],
+            [3, 0, 1]]], dtype=int32)
     """
     numbers = list(map(int, layer_numbers or range(placement.layers)))
     if len(numbers) != placement.layers or numbers != sorted(set(numbers)) or numbers[0] < 0:
         raise PlacementError(
-            f"the numbers of {placement.layers} layers are {numbers}; expected rising ones from 0 on"
+            f"the layer numbers are {numbers}; expected {placement.layers} increasing numbers of at least 0"
         )
-    _, make = _FORMATS[placement_format(path, format)]
+    _, document_of = _FORMATS[placement_format(path, format)]
     if draft_layers:
         placement, log2phy_RLE = _with_draft_layers(placement, log2phy_RLE, draft_layers)
         numbers += range(numbers[-1] + 1, numbers[-1] + 1 + draft_layers)
-    document = make(placement, numbers)
+    document = document_of(placement, numbers)
     if path.suffix == ".npz":
         if layer_numbers:
             document[LAYER_NUMBERS] = np.array(numbers)
@@ -217,15 +253,15 @@ def write_placement(
 
 
 def _with_draft_layers(placement: Placement, log2phy_RLE: Int32, count: int) -> tuple[Placement, Int32]:
-    """Return placement and tables with rows of experts in order after the last layer."""
+    """Return the placement and tables with ``count`` more layers, in which the experts are in order."""
     in_order_P = np.arange(placement.ranks * placement.slots, dtype=np.int32) % placement.experts
     rows_DRS = np.tile(in_order_P.reshape(1, placement.ranks, -1), (count, 1, 1))
     drafts = Placement(rows_DRS, placement.experts)
     tables_RDE = drafts.default_log2phy()
     if log2phy_RLE.ndim == 4:
         tables_RDE = np.repeat(tables_RDE[..., None], log2phy_RLE.shape[3], axis=3)
-    whole = Placement(np.concatenate([placement.phy2log_LRS, rows_DRS]), placement.experts)
-    return whole, np.concatenate([log2phy_RLE, tables_RDE], axis=1)
+    extended = Placement(np.concatenate([placement.phy2log_LRS, rows_DRS]), placement.experts)
+    return extended, np.concatenate([log2phy_RLE, tables_RDE], axis=1)
 
 
 def _numpy_document(placement: Placement, _numbers: Sequence[int]) -> dict[str, Any]:
@@ -233,7 +269,7 @@ def _numpy_document(placement: Placement, _numbers: Sequence[int]) -> dict[str, 
 
 
 def _expert_map_document(placement: Placement, _numbers: Sequence[int]) -> dict[str, Any]:
-    """vLLM-Ascend's expert_map: experts of each layer and device (rank), in slot order."""
+    """Return vLLM-Ascend's expert map: the experts of each layer and device (rank), in slot order."""
     return {
         "moe_layer_count": placement.layers,
         "layer_list": [
@@ -251,10 +287,10 @@ def _expert_map_document(placement: Placement, _numbers: Sequence[int]) -> dict[
 
 
 def _sglang_document(placement: Placement, numbers: Sequence[int]) -> dict[str, Any]:
-    """SGLang's ``--init-expert-location``: ``physical_to_logical_map``, a row per layer of the model.
+    """Return SGLang's ``--init-expert-location``: ``physical_to_logical_map``, with one row per layer of the model.
 
-    SGLang looks its layers up by the model's own number, so that dense layers have a row as well: experts in order, as
-    SGLang's own trivial map has them.
+    SGLang looks up a layer by the model's own number, so dense layers need a row as well. It has the experts in order,
+    as in SGLang's own trivial map.
     """
     phy2log_LP = placement.phy2log_LRS.reshape(placement.layers, -1)
     rows = np.tile(np.arange(phy2log_LP.shape[1]) % placement.experts, (numbers[-1] + 1, 1))
@@ -263,9 +299,9 @@ def _sglang_document(placement: Placement, numbers: Sequence[int]) -> dict[str, 
 
 
 def _tensorrt_llm_document(placement: Placement, numbers: Sequence[int]) -> dict[str, Any]:
-    """TensorRT-LLM's load-balancer file: slots and their experts by the model's own layer number.
+    """Return TensorRT-LLM's load-balancer file: the expert in each slot by the model's own layer number.
 
-    ``layer_updates_per_iter`` is 0: the placement stays.
+    ``layer_updates_per_iter`` is 0, so that TensorRT-LLM does not change the placement.
     """
     phy2log_LP = placement.phy2log_LRS.reshape(placement.layers, -1)
     return {
@@ -276,7 +312,12 @@ def _tensorrt_llm_document(placement: Placement, numbers: Sequence[int]) -> dict
 
 
 def _vllm_document(placement: Placement, _numbers: Sequence[int]) -> dict[str, Any]:
-    """vLLM's record of an initial mapping (https://github.com/vllm-project/vllm/pull/41141), by MoE layer from 0 on."""
+    """Return vLLM's record of an initial mapping. It counts the MoE layers from 0.
+
+    References
+    ----------
+    https://github.com/vllm-project/vllm/pull/41141
+    """
     phy2log_LP = placement.phy2log_LRS.reshape(placement.layers, -1)
     return {
         "record_type": _VLLM_RECORD,
@@ -295,77 +336,109 @@ _FORMATS: dict[Format, tuple[str, Callable[[Placement, Sequence[int]], dict[str,
     "vllm": (".jsonl", _vllm_document),
 }
 SUFFIXES = tuple(dict.fromkeys(suffix for suffix, _ in _FORMATS.values()))
-"""Suffixes that can be written: numpy with tables, or an engine's own file, which has none."""
+"""Suffixes of the files that can be written. Only ``.npz`` files have tables."""
 
 
 def _rows_of(document: object) -> _Rows:
-    """Rows of any of these documents, or of DeepSeek's EPLB."""
+    """Return the rows of a document in any of these formats, or of the tuple that DeepSeek's EPLB returns.
+
+    Raises ``HeatError`` or ``PlacementError`` if the document is not a placement.
+    """
     if isinstance(document, tuple) and document:
         document = document[0]
     if isinstance(document, np.ndarray):
         return _Rows(document)
-    found = (
-        ", ".join(map(str, list(document)[:8])) if isinstance(document, Mapping) else type(document).__name__
-    )
-    with refusing("placement in which layers and devices list equally many experts"):
+    with reporting_damage("placement, in which all layers and devices list the same number of experts"):
         if isinstance(document, Mapping):
             for name in _NAMES:
                 if name in document:
-                    rows = np.array(document[name])
-                    # SGLang's own file has a row for each layer of the model, by its number.
-                    known = range(len(rows)) if isinstance(document[name], list) and name == _SGLANG else None
-                    stated = document.get(LAYER_NUMBERS, known)
-                    return _Rows(rows, None if stated is None else _checked_numbers(stated, len(rows)))
+                    return _rows_of_array(document, name)
             if "layer_list" in document:
-                layers = document["layer_list"]
-                numbers = _numbers_of(layers, "layer_id")
-                rows = np.array(
-                    [
-                        [device["device_expert"] for device in _in_order(layer["device_list"], "device_id")]
-                        for layer in _in_order(layers, "layer_id", numbers)
-                    ]
-                )
-                return _Rows(rows, sorted(numbers), _are_of_model(numbers))
+                return _rows_of_expert_map(document["layer_list"])
             if "initial_global_assignments" in document:
-                assigned = {
-                    int(number): row for number, row in document["initial_global_assignments"].items()
-                }
-                numbers = sorted(assigned)
-                of_model = "record_type" not in document or _are_of_model(numbers)
-                return _Rows(np.array([assigned[number] for number in numbers]), numbers, of_model)
+                return _rows_of_assignments(document)
+    content = type(document).__name__
+    if isinstance(document, Mapping):
+        content = ", ".join(map(str, list(document)[:8])) or "nothing"
     raise PlacementError(
-        "is no placement: expected phy2log (numpy, DeepSeek), layer_list (vLLM-Ascend), physical_to_logical_map "
-        f"(SGLang) or initial_global_assignments (TensorRT-LLM, vLLM); found {found or 'nothing'}"
+        "is not a placement: expected phy2log (numpy, DeepSeek), layer_list (vLLM-Ascend), physical_to_logical_map "
+        f"(SGLang) or initial_global_assignments (TensorRT-LLM, vLLM); found {content}"
     )
 
 
+def _rows_of_array(document: Mapping[Any, Any], name: str) -> _Rows:
+    """Return the rows of a numpy or torch file, or of SGLang's file. May raise any exception."""
+    rows = np.array(document[name])
+    # SGLang's own file has one row per layer of the model, in the order of the layer numbers.
+    implied = range(len(rows)) if isinstance(document[name], list) and name == _SGLANG else None
+    numbers = document.get(LAYER_NUMBERS, implied)
+    return _Rows(rows, None if numbers is None else _checked_numbers(numbers, len(rows)))
+
+
+def _rows_of_expert_map(layers: list[dict[str, Any]]) -> _Rows:
+    """Return the rows of vLLM-Ascend's expert map. May raise any exception."""
+    numbers = _numbers_of(layers, "layer_id")
+    rows = [
+        [device["device_expert"] for device in _in_order(layer["device_list"], "device_id")]
+        for layer in _in_order(layers, "layer_id", numbers)
+    ]
+    return _Rows(np.array(rows), sorted(numbers), _are_of_model(numbers))
+
+
+def _rows_of_assignments(document: Mapping[Any, Any]) -> _Rows:
+    """Return the rows of TensorRT-LLM's or vLLM's file. May raise any exception."""
+    assigned = {int(number): row for number, row in document["initial_global_assignments"].items()}
+    numbers = sorted(assigned)
+    of_model = "record_type" not in document or _are_of_model(numbers)
+    return _Rows(np.array([assigned[number] for number in numbers]), numbers, of_model)
+
+
 def _are_of_model(numbers: Sequence[int]) -> bool:
-    """Return whether numbers are the model's own: engines that count MoE layers begin at 0 and leave none out."""
+    """Return True if layer numbers are the model's own.
+
+    Engines that count only the MoE layers use all numbers from 0.
+    """
     return sorted(numbers) != list(range(len(numbers)))
 
 
-def _checked_numbers(stated: Any, count: int) -> list[int]:
-    numbers = [int(number) for number in stated]
+def _checked_numbers(layer_numbers: Any, count: int) -> list[int]:
+    """Return layer numbers as a list. Raises ``ValueError`` unless there are ``count`` increasing numbers."""
+    numbers = [int(number) for number in layer_numbers]
     if len(numbers) != count or numbers != sorted(set(numbers)) or (numbers and numbers[0] < 0):
-        raise ValueError(f"its {LAYER_NUMBERS} are {numbers[:8]} for {count} layers, expected rising ones")
+        raise ValueError(f"its {LAYER_NUMBERS} are {numbers[:8]}; expected {count} increasing numbers")
     return numbers
 
 
 def _numbers_of(entries: list[dict[str, Any]], key: str) -> list[int]:
-    """Return the number that each entry states, or its place if none states one, as in vLLM-Ascend's own tests."""
+    """Return the number in each entry, or its index if no entry has a number, as in vLLM-Ascend's own tests."""
     if not any(key in entry for entry in entries):
         return list(range(len(entries)))
     numbers = [int(entry[key]) for entry in entries]
     if len(set(numbers)) != len(numbers) or min(numbers) < 0:
-        raise ValueError(f"its {key}s are {numbers[:8]}, expected different ones from 0 on")
+        raise ValueError(f"its {key}s are {numbers[:8]}; expected distinct numbers of at least 0")
     return numbers
 
 
 def _in_order(
     entries: list[dict[str, Any]], key: str, numbers: list[int] | None = None
 ) -> list[dict[str, Any]]:
-    """Return entries by their numbers; these are 0, 1, 2, ... unless ``numbers`` are given."""
-    found = _numbers_of(entries, key) if numbers is None else numbers
-    if not entries or (numbers is None and sorted(found) != list(range(len(found)))):
-        raise ValueError(f"its {key}s are {sorted(found)[:8]}, expected 0, 1, 2, …")
-    return [entries[place] for place in np.argsort(found)]
+    """Return the entries sorted by number.
+
+    Parameters
+    ----------
+    entries
+        Layers or devices.
+    key
+        Field with an entry's number.
+    numbers
+        Number of each entry. Without it, the numbers in the entries must be 0, 1, 2, ...
+
+    Raises
+    ------
+    ValueError
+        If there are no entries, or their numbers are not 0, 1, 2, ...
+    """
+    order = _numbers_of(entries, key) if numbers is None else numbers
+    if not entries or (numbers is None and sorted(order) != list(range(len(order)))):
+        raise ValueError(f"its {key}s are {sorted(order)[:8]}; expected 0, 1, 2, …")
+    return [entries[index] for index in np.argsort(order)]

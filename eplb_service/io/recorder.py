@@ -1,4 +1,4 @@
-"""Records a deployment's heat while it is served: the ranks' reports, step by step, into a native trace."""
+"""Record a deployment's heat while it serves: write the steps in the ranks' reports to a native trace."""
 
 from __future__ import annotations
 
@@ -19,17 +19,18 @@ from eplb_service.io.native import TraceWriter
 from eplb_service.io.trace import PHASES, TraceFacts
 
 MAX_SOURCE_COUNTS = 1 << 21
-"""Most ranks x layers x experts for which tokens by source rank are recorded: beyond, a step takes 8 MB and more."""
+"""Limit on ranks x layers x experts for recording source heat. At the limit, a step takes 8 MB."""
 
 _PHASE_OF = {
     phase: PHASES.index(phase.name.lower())
     for phase in (StepPhase.PREFILL, StepPhase.DECODE, StepPhase.MIXED)
 }
+"""Index into ``PHASES`` of each phase that a rank with tokens reports."""
 
 
 @dataclass
 class _Step:
-    """One step's reports by rank. The arrays are not copied from the reports."""
+    """The reports of one step by rank. Their arrays are not copied."""
 
     number: int
     reports: dict[int, HeatReport] = field(default_factory=dict)
@@ -37,11 +38,11 @@ class _Step:
     @property
     def layer_epochs(self) -> tuple[int, ...] | None:
         """Epoch of each layer's placement during the step, or ``None`` if the ranks differ."""
-        found = {report.layer_epochs for report in self.reports.values()}
-        return found.pop() if len(found) == 1 else None
+        epochs = {report.layer_epochs for report in self.reports.values()}
+        return epochs.pop() if len(epochs) == 1 else None
 
     def by_rank(self, name: str) -> list[Array] | None:
-        """Return each rank's row of the named array, in rank order, or ``None`` if a rank lacks it."""
+        """Return each rank's row of the named array, in rank order, or ``None`` if a rank did not report it."""
         reports = [self.reports[rank] for rank in sorted(self.reports)]
         if any(getattr(report, name) is None for report in reports):
             return None
@@ -50,8 +51,8 @@ class _Step:
     @property
     def tokens(self) -> int:
         """Total tokens of the ranks, or -1 if a rank did not report its tokens."""
-        known = self.by_rank("tokens_T")
-        return -1 if known is None else int(sum(known))
+        tokens_R = self.by_rank("tokens_T")
+        return -1 if tokens_R is None else int(sum(tokens_R))
 
     @property
     def phases(self) -> set[int]:
@@ -60,15 +61,23 @@ class _Step:
 
     @property
     def phase(self) -> int:
-        """Index into ``PHASES``."""
-        found = self.phases
-        return _PHASE_OF[StepPhase(found.pop())] if len(found) == 1 else PHASES.index("mixed")
+        """Index into ``PHASES``. A step is mixed if the ranks differ."""
+        phases = self.phases
+        return _PHASE_OF[StepPhase(phases.pop())] if len(phases) == 1 else PHASES.index("mixed")
 
 
 class _Lock:
-    """Exclusive right to write the trace at ``path``, by a lock on a file beside it; it ends with the process.
+    """Exclusive lock for writing a trace, on a lock file in the same folder. It is released when the process ends.
 
-    Raises ``OutputError`` if another recorder has it, or no such file can be made.
+    Parameters
+    ----------
+    path
+        Folder of the trace.
+
+    Raises
+    ------
+    OutputError
+        If another recorder holds the lock, or the lock file cannot be created.
     """
 
     def __init__(self, path: Path) -> None:
@@ -78,22 +87,22 @@ class _Lock:
             try:
                 file = os.open(self._path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
             except OSError as error:
-                raise OutputError(f"{self._path}: cannot be written: {error.strerror}") from error
+                raise OutputError(f"{self._path}: cannot be written ({error.strerror})") from error
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
                 os.close(file)
                 raise OutputError(
-                    f"{path}: another recording is writing to it; end that one, or choose another name"
+                    f"{path}: another recording is writing to this trace; stop it, or choose another name"
                 ) from None
-            # The one before may have removed the file between our opening and locking it.
+            # The previous holder may have removed the file after this process opened it and before it locked it.
             if self._path.exists() and os.path.samestat(os.fstat(file), self._path.stat()):
                 self._file = file
             else:
                 os.close(file)
 
     def release(self) -> None:
-        """Let others write the trace."""
+        """Release the lock, so that another recorder can write the trace."""
         if self._file is not None:
             self._path.unlink(missing_ok=True)
             os.close(self._file)
@@ -101,27 +110,35 @@ class _Lock:
 
 
 class Recorder:
-    """Writer of the ranks' reports to one trace.
+    """Writer of the ranks' reports to one native trace.
+
+    A step is recorded once every rank has reported it under the same, recorded placement. Otherwise it is counted in
+    ``lost``.
+
+    Source heat is recorded if every rank reports it in the first step and its size is at most ``MAX_SOURCE_COUNTS``.
+    If the ranks do not count the tokens in their slots, the recorder computes them from the source heat and the tables.
 
     Parameters
     ----------
     path
-        Folder to make, or to go on with where it holds a trace of the same deployment.
+        Folder of the trace. If it holds a trace of the same deployment, the recording is appended.
     facts
-        Facts of the deployment. ``ranks`` and ``slots`` must be set. The recorder sets the phase names.
-    layers, experts
-        L and E.
+        Facts about the deployment. ``ranks`` and ``slots`` are required. The recorder sets the names of the phases.
+    layers
+        Number of layers L.
+    experts
+        Number of experts E.
     pending_steps
-        Steps that the fastest rank may be ahead of the slowest, and reports ahead of the news of a switch.
-    most_steps
-        Steps to record; ``None`` for no bound.
+        Maximum lead, in steps, of the fastest rank over the slowest, and of a report over the placement it refers to.
+    max_steps
+        Number of steps to record; ``None`` for no limit.
 
-    Tokens by source rank are recorded where all ranks report them in the first step, up to ``MAX_SOURCE_COUNTS``.
-    Where ranks do not count what their slots received, that is derived from the tokens of all sources and the tables
-    that those were sent by. ``lost`` counts steps that were not recorded: not reported by all ranks, or reported under
-    different placements or one that is not known. Every call raises ``OutputError`` where nothing can be written, or
-    another recorder writes the same trace until it is closed, ``HeatError`` where something else is there or is to be
-    recorded.
+    Raises
+    ------
+    OutputError
+        By any method, if the trace cannot be written. By the constructor also if another recorder is writing it.
+    HeatError
+        By any method, if the trace in the folder or a report does not fit the recording.
     """
 
     def __init__(
@@ -131,87 +148,112 @@ class Recorder:
         layers: int,
         experts: int,
         pending_steps: int,
-        most_steps: int | None = None,
+        max_steps: int | None = None,
     ) -> None:
-        self.lost = self.steps = 0
-        self._ranks, self._slots = facts.ranks, facts.slots
+        self.steps = 0
+        """Number of steps recorded."""
+        self.lost = 0
+        """Number of steps that could not be recorded."""
+        self._ranks = facts.ranks
+        self._slots = facts.slots
         self._lock = _Lock(path)
         try:
             self._writer = TraceWriter(path, replace(facts, phases=PHASES), layers, experts)
         except BaseException:
             self._lock.release()
             raise
-        self._few_sources = facts.ranks * layers * experts <= MAX_SOURCE_COUNTS
+        self._records_sources = facts.ranks * layers * experts <= MAX_SOURCE_COUNTS
         self._pending_steps = pending_steps
-        self._most_steps = most_steps
+        self._max_steps = max_steps
         self._pending: dict[int, _Step] = {}
-        self._next, self._newest, self._begun = 0, -1, False
+        self._next = 0
+        self._newest = -1
+        self._begun = False
         self._tables: dict[tuple[int, int], Int32 | None] = {}
         """Tables of all source ranks, int32 ``[R, E]`` or ``[R, E, D]``, by layer and epoch."""
 
     @property
     def full(self) -> bool:
-        """True once all steps asked for have been recorded."""
-        return self._most_steps is not None and self.steps >= self._most_steps
+        """True once ``max_steps`` steps are recorded."""
+        return self._max_steps is not None and self.steps >= self._max_steps
 
     def place(self, layer: int, epoch: int, phy2log_RS: Int32, log2phy_RE: Int32 | None) -> None:
-        """Record which expert is in each slot of ``layer`` at ``epoch``.
+        """Record a placement and its tables.
 
-        ``log2phy_RE`` is where each source rank's tokens go, ``None`` where that is not known.
+        Parameters
+        ----------
+        layer
+            Layer of the placement.
+        epoch
+            Epoch of the layer at which this placement was installed.
+        phy2log_RS
+            Expert in each slot.
+        log2phy_RE
+            Tables of all source ranks, int32 ``[R, E]`` or ``[R, E, D]``; ``None`` if they are unknown.
         """
         self._writer.place(layer, epoch, phy2log_RS)
         self._tables[layer, epoch] = log2phy_RE
 
     def begin_again(self) -> None:
-        """Take note that the ranks have come together again: they may count steps from the beginning again."""
-        self._take(ended=True)
-        self._next, self._newest, self._begun = 0, -1, False
+        """Start over after the ranks have formed a new group, because they may count steps from 0 again."""
+        self._record_pending(ended=True)
+        self._next = 0
+        self._newest = -1
+        self._begun = False
 
     def add(self, rank: int, report: HeatReport) -> None:
-        """Take one rank's report, whose arrays must not change any more."""
+        """Add a rank's report. The caller must not change its arrays afterwards."""
         if report.slot_counts_TLS is None and any(table is None for table in self._tables.values()):
             raise HeatError(
-                f"rank {rank} does not count tokens by slot, and the tables that they would follow from are too large "
-                "to be sent, so that such a deployment cannot be recorded"
+                f"rank {rank} does not count tokens by slot, and the tables to compute them from are too large to be "
+                "sent, so this deployment cannot be recorded"
             )
         end = report.first_step + report.steps
         for number in range(max(report.first_step, self._next), end):
             self._pending.setdefault(number, _Step(number)).reports[rank] = report
         self._newest = max(self._newest, end - 1)
-        self._take()
+        self._record_pending()
 
     def close(self) -> None:
-        """Write the pending steps. Steps without a report from every rank are lost."""
+        """Write the pending steps and release the trace. Steps that a rank has not reported are not written."""
         try:
-            self._take(ended=True)
+            self._record_pending(ended=True)
             self._writer.flush()
         finally:
             self._lock.release()
 
-    def _take(self, *, ended: bool = False) -> None:
-        """Record pending steps in their order, up to one that can still become whole, unless the reports have ended."""
+    def _record_pending(self, *, ended: bool = False) -> None:
+        """Record pending steps in order, up to the first one whose reports or placement may still arrive.
+
+        Parameters
+        ----------
+        ended
+            True if no more reports will arrive. All pending steps are then recorded or dropped.
+        """
         for number in sorted(self._pending):
             step = self._pending[number]
-            whole, epochs = len(step.reports) == self._ranks, step.layer_epochs
+            epochs = step.layer_epochs
+            complete = len(step.reports) == self._ranks
             placed = epochs is None or all(key in self._tables for key in enumerate(epochs))
-            if not (whole and placed) and not ended and number > self._newest - self._pending_steps:
+            if not (complete and placed) and not ended and number > self._newest - self._pending_steps:
                 return
             self._next = number + 1
             del self._pending[number]
             # Incomplete steps before the first complete one are not lost: the recording began between reports.
-            self._begun |= whole
-            if self.full or (whole and not step.phases):
+            self._begun |= complete
+            if self.full or (complete and not step.phases):
                 continue
-            if whole and placed and epochs is not None and self._write(step, epochs):
+            if complete and placed and epochs is not None and self._write(step, epochs):
                 self.steps += 1
             else:
-                self.lost += whole or (self._begun and not ended)
+                self.lost += complete or (self._begun and not ended)
 
     def _write(self, step: _Step, epochs: tuple[int, ...]) -> bool:
-        """Write a step. Return False if it lacks a field that the trace's other steps have."""
-        writer, sources = self._writer, step.by_rank("source_counts_TLE")
+        """Write a step. Return False if it has no counts by slot, or no source heat in a trace that has it."""
+        writer = self._writer
+        sources = step.by_rank("source_counts_TLE")
         counts_LP = self._slot_counts(step, sources, epochs)
-        if not self._few_sources or (writer.steps and not writer.by_source):
+        if not self._records_sources or (writer.steps and not writer.by_source):
             sources = None
         if counts_LP is None or (sources is None and writer.by_source):
             return False
@@ -223,22 +265,25 @@ class Recorder:
             phase_T=[step.phase],
             source_TRLE=None if sources is None else [sources],
         )
-        # Epochs only grow, so no later step uses the older tables.
+        # Epochs only grow, so no later step uses older tables.
         self._tables = {key: table for key, table in self._tables.items() if key[1] >= epochs[key[0]]}
         return True
 
     def _slot_counts(
         self, step: _Step, sources: list[Array] | None, epochs: tuple[int, ...]
     ) -> npt.NDArray[np.int64] | None:
-        """Tokens by slot, int64 ``[L, R*S]``: counted, or by the tables that ``sources`` were sent by."""
-        counted = step.by_rank("slot_counts_TLS")
-        if counted is not None:
-            return np.concatenate(counted, axis=1, dtype=np.int64)
+        """Return the tokens by slot, int64 ``[L, R*S]``, or ``None`` if they are unknown.
+
+        They are the ranks' counts, or are computed from the source heat and the tables at these epochs.
+        """
+        rank_counts = step.by_rank("slot_counts_TLS")
+        if rank_counts is not None:
+            return np.concatenate(rank_counts, axis=1, dtype=np.int64)
         tables = [self._tables[key] for key in enumerate(epochs)]
         if sources is None:
             return None
-        source_RLE, slots = np.array(sources), self._ranks * self._slots
-        counts_LP = np.zeros((len(tables), slots), dtype=np.int64)
+        source_RLE = np.array(sources)
+        counts_LP = np.zeros((len(tables), self._ranks * self._slots), dtype=np.int64)
         for layer, table in enumerate(tables):
             assert table is not None
             log2phy_RED = with_entries(table, 2)

@@ -1,4 +1,4 @@
-"""Heat from other counts: experts of each token, put into steps by a stated rule, or tokens by physical slot."""
+"""Heat from the experts of each token, batched into steps by a documented rule, or from tokens by physical slot."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from eplb_service.io.containers import Array, check_fits_memory
 from eplb_service.io.trace import ArrayTrace, Int64, TraceFacts
 
 DEFAULT_BATCH = 64
-"""Requests that are decoded side by side where nothing else is asked for."""
+"""Default number of requests that are decoded concurrently."""
 
 
 def trace_of_routes(
@@ -23,47 +23,67 @@ def trace_of_routes(
     layer_numbers: tuple[int, ...] = (),
     padded: bool = False,
 ) -> ArrayTrace:
-    """The trace of decoding ``batch`` requests side by side.
+    """Return the heat of decoding ``batch`` requests concurrently.
+
+    Each of the ``batch`` positions contributes one token per step. When its request ends, it continues with the next
+    request in file order. The last steps are dropped if some positions are empty.
 
     Parameters
     ----------
     routes_KLC
-        Experts of each token, ``[tokens, L, choices]``, integers below ``experts``; a request's tokens in order.
+        Experts of each token, integers ``[tokens, L, choices]`` below ``experts``, with the tokens of a request in
+        order.
     request_bounds
-        First token of each request and the end of the last, ``[requests + 1]``; without it ``batch`` consecutive tokens
-        make a step.
+        First token of each request and the end of the last one, ``[requests + 1]``. Without it, each step is ``batch``
+        consecutive tokens.
     experts
-        E; by default by the largest that is chosen, which the trace's origin then says.
+        Number of experts E. By default, the largest expert that was chosen, plus one; the trace's origin then says so.
     batch
-        The requests in flight, ``DEFAULT_BATCH`` unless stated: a place gives one token a step, and takes the next
-        request when its own is done. Steps at the end in which fewer are left are dropped.
-    origin, layer_numbers
-        Facts of the trace.
+        Number of concurrent requests, by default ``DEFAULT_BATCH``.
+    origin
+        Format that the routes were read from.
+    layer_numbers
+        The model's own layer numbers.
     padded
-        True where -1 stands for no choice; otherwise it is refused.
+        True if -1 means "no choice". Otherwise -1 is rejected.
 
-    Raises ``HeatError`` where routes or bounds contradict themselves.
+    Raises
+    ------
+    HeatError
+        If the routes or the bounds are inconsistent.
+
+    Examples
+    --------
+    Requests of three, one and two tokens, two at a time: the third request continues in the position of the second.
+
+    >>> routes_KLC = np.array([[[0]], [[0]], [[0]], [[1]], [[2]], [[2]]])
+    >>> trace = trace_of_routes(routes_KLC, [0, 3, 4, 6], experts=3, batch=2, origin="example")
+    >>> trace.heat_TLE[:, 0]
+    array([[1, 1, 0],
+           [1, 0, 1],
+           [1, 0, 1]], dtype=int32)
     """
     if routes_KLC.ndim != 3 or 0 in routes_KLC.shape or routes_KLC.dtype.kind not in "iu":
         raise HeatError(
-            f"routes are integers [tokens, layers, choices], got {routes_KLC.dtype} {list(routes_KLC.shape)}"
+            f"holds routes {routes_KLC.dtype} {list(routes_KLC.shape)}; expected integers [tokens, layers, choices]"
         )
     batch = DEFAULT_BATCH if batch is None else batch
-    least, most = int(routes_KLC.min()), int(routes_KLC.max())
+    smallest = int(routes_KLC.min())
+    largest = int(routes_KLC.max())
     if experts is None:
-        experts = most + 1
-        origin += f", {experts} experts by the largest that was chosen"
-    if batch < 1 or least < (-1 if padded else 0) or most >= experts:
-        raise HeatError(
-            f"routes name the experts {least} to {most}, in steps of {batch}; there are {experts}"
-        )
+        experts = largest + 1
+        origin += f", {experts} experts according to the largest that was chosen"
+    if batch < 1:
+        raise HeatError(f"cannot be batched into steps of {batch} tokens; use a --batch of 1 or more")
+    if smallest < (-1 if padded else 0) or largest >= experts:
+        raise HeatError(f"routes name the experts {smallest} to {largest}, but there are {experts} experts")
     tokens, layers, top_k = routes_KLC.shape
     bounds = _checked_bounds(request_bounds, tokens, batch)
     step_K, _ = steps_and_places(bounds, batch)
     tokens_T = np.bincount(step_K)
     steps = int(np.count_nonzero(tokens_T == batch))
     if steps == 0:
-        raise HeatError(f"{tokens} tokens fill no step of {batch}; use a smaller --batch")
+        raise HeatError(f"holds {tokens} tokens, too few for one step of {batch}; use a smaller --batch")
     kept_K = np.flatnonzero(step_K < steps)
     check_fits_memory(4 * steps * layers * experts)
     heat_TLE = np.zeros((steps, layers, experts), dtype=np.int32)
@@ -78,19 +98,18 @@ def trace_of_routes(
 
 
 def _rule(batch: int, requests: int) -> str:
-    """Return the rule as text, for whoever reads the trace later."""
-    cut = (
-        f"{requests} requests: {batch} decoded side by side, the next in file order in place of one that ends"
-    )
+    """Describe the batching rule for users of the trace."""
     if requests == 1:
-        cut = f"one request: {batch} consecutive tokens per step"
-    return f"routes of {cut}; the last steps, with fewer tokens, are left out"
+        routes = f"one request: {batch} consecutive tokens per step"
+    else:
+        routes = f"{requests} requests: {batch} decoded concurrently, each followed by the next in file order"
+    return f"routes of {routes}; the last steps, with fewer tokens, are left out"
 
 
 def moe_layers(chosen_KLC: Array) -> list[int]:
-    """Return the indices of the MoE layers of ``[tokens, L, choices]``; none if every layer looks dense.
+    """Return the indices of the MoE layers in ``[tokens, L, choices]``; an empty list if every layer looks dense.
 
-    Buffers have a row for dense layers too, which is never written, so that all its values are equal.
+    Dense layers also have a row in the engines' buffers, but it is never written, so all its values are equal.
     """
     first_L = chosen_KLC[0, :, 0]
     same_L = (chosen_KLC == first_L[None, :, None]).all(axis=(0, 2))
@@ -101,7 +120,10 @@ def moe_layers(chosen_KLC: Array) -> list[int]:
 
 
 def look_like_routes(array: Array) -> bool:
-    """Return whether a bare ``[tokens, L, choices]`` can only be routes: small distinct integers in each last axis."""
+    """Return True if an array without a name can only be routes ``[tokens, L, choices]``.
+
+    The choices of each token are distinct small integers. With 64 rows or more, heat is unlikely to have this property.
+    """
     if array.dtype.kind not in "iu" or not 2 <= array.shape[2] <= 32 or array.shape[0] * array.shape[1] < 64:
         return False
     head = np.sort(array[:1024], axis=2)
@@ -109,68 +131,101 @@ def look_like_routes(array: Array) -> bool:
 
 
 def _checked_bounds(request_bounds: npt.ArrayLike | None, tokens: int, batch: int) -> Int64:
+    """Return the request bounds as int64 ``[requests + 1]``; without bounds, one request has all tokens."""
     bounds = np.asarray([0, tokens] if request_bounds is None else request_bounds)
-    rising = (
+    increasing = (
         bounds.ndim == 1
         and bounds.size > 1
         and bounds.dtype.kind in "iu"
         and np.all(bounds[1:] >= bounds[:-1])
     )
-    if not rising or bounds[0] != 0 or bounds[-1] != tokens:
-        raise HeatError(f"request bounds are rising integers from 0 to {tokens}, got {bounds.tolist()[:8]}")
+    if not increasing or bounds[0] != 0 or bounds[-1] != tokens:
+        raise HeatError(
+            f"has the request bounds {bounds.tolist()[:8]}; expected increasing integers from 0 to {tokens}"
+        )
     if request_bounds is not None and batch > bounds.size - 1:
-        raise HeatError(f"a batch of {batch} needs as many requests; there are {bounds.size - 1}")
+        raise HeatError(
+            f"holds {bounds.size - 1} requests, too few for a batch of {batch}; use a smaller --batch"
+        )
     return bounds.astype(np.int64)
 
 
 def steps_and_places(bounds: Int64, batch: int) -> tuple[Int64, Int64]:
-    """Step of each token, and which of ``batch`` places its request takes; both int64 ``[tokens]``.
+    """Return the step and the batch position of each token, both int64 ``[tokens]``.
 
-    A request that ends gives its place to the next in file order. One request alone is cut into steps of ``batch``.
+    When a request ends, its position continues with the next request in file order. A single request is cut into steps
+    of ``batch`` tokens.
+
+    Parameters
+    ----------
+    bounds
+        First token of each request and the end of the last one, ``[requests + 1]``.
+    batch
+        Number of concurrent requests.
     """
     tokens = int(bounds[-1])
     if bounds.size == 2:
         return np.divmod(np.arange(tokens, dtype=np.int64), batch)
-    step_K, place_K = np.empty((2, tokens), dtype=np.int64)
+    step_K = np.empty(tokens, dtype=np.int64)
+    position_K = np.empty(tokens, dtype=np.int64)
     free_from = np.zeros(batch, dtype=np.int64)
     for first, last in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
-        place = int(np.argmin(free_from))
-        start = int(free_from[place])
+        position = int(np.argmin(free_from))
+        start = int(free_from[position])
         step_K[first:last] = np.arange(start, start + last - first)
-        place_K[first:last] = place
-        free_from[place] = start + last - first
-    return step_K, place_K
+        position_K[first:last] = position
+        free_from[position] = start + last - first
+    return step_K, position_K
 
 
 def heat_of_slots(slot_heat_TLP: Array, phy2log: npt.ArrayLike, experts: int | None = None) -> Array:
-    """Heat by logical expert ``[T, L, E]`` from tokens by slot ``[T, L, P]``.
+    """Return the heat by logical expert, ``[T, L, E]``, for tokens by slot.
 
-    ``phy2log`` is the expert in each slot: ``[L, P]``, ``[L, R, S]``, or ``[P]`` where all layers agree. ``experts`` is
-    E where the map alone does not show it (the largest expert named, plus one). Raises ``HeatError`` where map and heat
-    do not go together.
+    Parameters
+    ----------
+    slot_heat_TLP
+        Tokens by slot, ``[T, L, P]``.
+    phy2log
+        Expert in each slot, ``[L, P]`` or ``[L, R, S]``, or ``[P]`` if it is the same in all layers.
+    experts
+        Number of experts E; by default, the largest expert in the map, plus one.
+
+    Raises
+    ------
+    HeatError
+        If the map does not fit the heat.
+
+    Examples
+    --------
+    Expert 0 has a replica in the last slot.
+
+    >>> heat_of_slots(np.array([[[5, 3, 2]]]), [0, 1, 0])
+    array([[[7, 3]]])
     """
     if slot_heat_TLP.ndim != 3 or 0 in slot_heat_TLP.shape or slot_heat_TLP.dtype.kind not in "iuf":
         raise HeatError(
-            f"heat by slot is numbers [steps, layers, slots], got {slot_heat_TLP.dtype} {list(slot_heat_TLP.shape)}"
+            f"holds tokens by slot {slot_heat_TLP.dtype} {list(slot_heat_TLP.shape)}; "
+            "expected numbers [steps, layers, slots]"
         )
     steps, layers, slots = slot_heat_TLP.shape
-    found = np.asarray(phy2log)
-    map_LP = found.reshape(len(found), -1) if found.ndim == 3 else np.atleast_2d(found)
+    expert_map = np.asarray(phy2log)
+    map_LP = expert_map.reshape(len(expert_map), -1) if expert_map.ndim == 3 else np.atleast_2d(expert_map)
     if map_LP.shape not in ((layers, slots), (1, slots)) or map_LP.dtype.kind not in "iu":
         raise HeatError(
-            f"a map of {found.dtype} {list(found.shape)} does not fit heat of {layers} layers x {slots} slots; "
-            "expected the number of an expert for each"
+            f"the map {expert_map.dtype} {list(expert_map.shape)} does not fit heat of {layers} layers x {slots} "
+            "slots; expected one expert number per slot"
         )
-    least, most = int(map_LP.min()), int(map_LP.max())
-    experts = most + 1 if experts is None else experts
-    if least < 0 or most >= experts:
-        raise HeatError(f"the map names the experts {least} to {most}; there are {experts}")
-    kind = np.float64 if slot_heat_TLP.dtype.kind == "f" else np.int64
+    smallest = int(map_LP.min())
+    largest = int(map_LP.max())
+    experts = largest + 1 if experts is None else experts
+    if smallest < 0 or largest >= experts:
+        raise HeatError(f"the map names the experts {smallest} to {largest}, but there are {experts} experts")
+    dtype = np.float64 if slot_heat_TLP.dtype.kind == "f" else np.int64
     check_fits_memory(8 * steps * layers * experts)
-    heat_TLE = np.zeros((steps, layers, experts), dtype=kind)
+    heat_TLE = np.zeros((steps, layers, experts), dtype=dtype)
     for layer, phy2log_P in enumerate(np.broadcast_to(map_LP, (layers, slots))):
         by_expert_P = np.argsort(phy2log_P, kind="stable")
-        named, first = np.unique(phy2log_P[by_expert_P], return_index=True)
-        counts_TP = slot_heat_TLP[:, layer, by_expert_P].astype(kind)
-        heat_TLE[:, layer, named] = np.add.reduceat(counts_TP, first, axis=1)
+        placed_experts, first = np.unique(phy2log_P[by_expert_P], return_index=True)
+        counts_TP = slot_heat_TLP[:, layer, by_expert_P].astype(dtype)
+        heat_TLE[:, layer, placed_experts] = np.add.reduceat(counts_TP, first, axis=1)
     return heat_TLE

@@ -1,8 +1,7 @@
-"""Synthetic heat of four kinds, for demos, tests and benchmarks without a recorded trace.
+"""Synthetic heat of four kinds, for demos, tests and benchmarks without a recording.
 
-Each step draws ``tokens * top_k`` expert choices from a popularity vector whose movement depends on the kind. Every
-step is one that a router could produce: no expert's popularity exceeds ``1 / top_k``, and a token never chooses the
-same expert twice.
+Each step draws ``tokens * top_k`` expert choices from popularities that change over time. As with a real router, no
+expert's share exceeds ``1 / top_k``, and a token never chooses an expert twice.
 """
 
 from __future__ import annotations
@@ -15,69 +14,74 @@ from eplb_core.heat.window import HeatError
 from eplb_core.placement import Float64, Int32
 
 Kind = Literal["static", "drift", "phased", "bursty"]
-"""Movement of popularity: jitter, a random walk, alternation between two domains, or bursts of groups of experts."""
+"""Change of popularity over time.
+
+``static`` popularity only jitters, ``drift`` walks randomly, ``phased`` alternates between two domains, and ``bursty``
+jumps in groups of experts.
+"""
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
-# These values are not fitted to any router. Each kind is meant to be difficult in a different way.
+# These values are not fitted to any router. They make each kind difficult for a balancer in a different respect.
 _JITTER_LOG_SD = 0.1
-"""Standard deviation of a log-popularity between steps, for static heat."""
+"""Standard deviation of the step-to-step jitter of a static log-popularity."""
 _DRIFT_LOG_SD = 0.04
-"""Standard deviation of a random walk's step."""
+"""Standard deviation of a drifting log-popularity's step."""
 _DRIFT_PULL = 0.999
-"""Fraction of a random walk's deviation that remains after a step.
+"""Fraction of a drifting log-popularity's deviation that is kept from step to step.
 
-It keeps the standard deviation of the walk below 1, however long the trace is.
+It bounds the standard deviation of the walk to less than 1, however long the trace is.
 """
 _PHASE_STEPS = 50
 """Mean length of a phase. Phases are up to a fifth longer or shorter."""
 _PHASE_SHARE = 0.9
-"""Fraction of a phase's tokens that belong to its own domain."""
+"""Fraction of a phase's tokens that come from its own domain."""
 _BURST_GROUP = 8
 """Number of experts that burst together."""
 _BURST_LOG_GAIN = 1.3
-"""Log-popularity that a burst adds: a factor of 3.7 in tokens."""
+"""Log-popularity that a burst adds, which is 3.7 times the tokens."""
 _BURST_STEPS_ON = 10
 """Mean length of a burst, in steps."""
 _BURST_STEPS_OFF = 50
-"""Mean distance between two bursts of a group, in steps."""
+"""Mean steps between two bursts of a group."""
 
 
 def synthetic_heat(
     kind: Kind, steps: int, layers: int, experts: int, tokens: int = 4096, top_k: int = 8, seed: int = 0
 ) -> Int32:
-    """Generate heat, int32 ``[T, L, E]``; the same arguments give the same heat.
+    """Return the heat of a synthetic workload, int32 ``[T, L, E]``. Equal arguments give equal heat.
+
+    Each step and layer sums to ``tokens * top_k``, and no count exceeds ``tokens``.
 
     Parameters
     ----------
     kind
-        Movement of popularity.
+        Change of popularity over time, one of ``KINDS``.
     steps
-        Number of steps, T.
+        Number of steps T.
     layers
-        Number of layers, L.
+        Number of layers L.
     experts
-        Number of experts, E.
+        Number of experts E.
     tokens
-        Tokens per step. Every step and layer sums to ``tokens * top_k``, and no expert has more than ``tokens``.
+        Tokens per step.
     top_k
         Distinct experts that each token chooses.
     seed
-        Seed of the generator.
+        Seed of the random numbers.
 
     Raises
     ------
     HeatError
-        If the kind is unknown or no router could have these sizes.
+        If the kind is unknown, or no router could have these sizes.
 
     Examples
     --------
-    >>> heat_TLE = synthetic_heat("drift", steps=3, layers=2, experts=16, tokens=64, top_k=4)
-    >>> heat_TLE.shape
-    (3, 2, 16)
-    >>> heat_TLE.sum(axis=2)
-    array([[256, 256],
-           [256, 256],
-           [256, 256]])
+    >>> heat_TLE = synthetic_heat("static", steps=2, layers=1, experts=4, tokens=8, top_k=2)
+    >>> heat_TLE[:, 0]
+    array([[0, 8, 7, 1],
+           [5, 6, 4, 1]], dtype=int32)
+    >>> heat_TLE.sum(axis=2).tolist()
+    [[16], [16]]
     """
     if kind not in KINDS:
         raise HeatError(f"unknown kind of heat {kind!r}; choose one of {', '.join(KINDS)}")
@@ -95,19 +99,19 @@ def synthetic_heat(
 
 
 def _base_popularity(layer: int, experts: int, rng: np.random.Generator) -> Float64:
-    """Draw a Zipf distribution for odd layers and a lognormal one for even layers, float64 ``[E]``."""
+    """Return initial popularities, float64 ``[E]``: Zipf-distributed in odd layers, lognormal in even layers."""
     if layer % 2:
         return rng.permutation(np.arange(1, experts + 1) ** -rng.uniform(0.5, 0.9))
     return np.exp(rng.uniform(0.6, 1.2) * rng.standard_normal(experts))
 
 
 def _static(log_LE: Float64, steps: int, rng: np.random.Generator) -> Float64:
-    """Add independent jitter to every step."""
+    """Return log-popularities that jitter independently in each step."""
     return log_LE + _JITTER_LOG_SD * rng.standard_normal((steps, *log_LE.shape))
 
 
 def _drift(log_LE: Float64, steps: int, rng: np.random.Generator) -> Float64:
-    """Let each expert's log-popularity follow a random walk that is pulled back to its start."""
+    """Return log-popularities that walk randomly and are pulled back to their initial values."""
     walk_TLE = _DRIFT_LOG_SD * rng.standard_normal((steps, *log_LE.shape))
     for step in range(1, steps):
         walk_TLE[step] += _DRIFT_PULL * walk_TLE[step - 1]
@@ -115,9 +119,9 @@ def _drift(log_LE: Float64, steps: int, rng: np.random.Generator) -> Float64:
 
 
 def _phased(log_LE: Float64, steps: int, rng: np.random.Generator) -> Float64:
-    """Alternate between two domains, mixed 9:1 and 1:9, in phases of about 50 steps.
+    """Return the log-popularities of two domains, mixed alternately 9:1 and 1:9 for about 50 steps each.
 
-    The hot experts of one domain are the cold experts of the other.
+    The hottest expert of one domain is the coldest of the other, and so on.
     """
     coldness_LE = np.argsort(np.argsort(-log_LE, axis=1), axis=1)
     reversed_LE = np.take_along_axis(np.sort(log_LE, axis=1), coldness_LE, axis=1)
@@ -130,7 +134,10 @@ def _phased(log_LE: Float64, steps: int, rng: np.random.Generator) -> Float64:
 
 
 def _bursty(log_LE: Float64, steps: int, rng: np.random.Generator) -> Float64:
-    """Switch random groups of 8 experts on for about 10 steps and off for about 50, separately in each layer."""
+    """Return log-popularities with bursts: groups of 8 experts are hot for about 10 steps, then not for about 50.
+
+    Each layer draws its own groups.
+    """
     layers, experts = log_LE.shape
     group_LE = np.stack([rng.permutation(experts) // _BURST_GROUP for _ in range(layers)])
     groups = -(-experts // _BURST_GROUP)
@@ -148,7 +155,10 @@ _MOVEMENTS = {"static": _static, "drift": _drift, "phased": _phased, "bursty": _
 
 
 def _cap_shares(weights_NE: Float64, cap: float) -> Float64:
-    """Normalise weights to shares, ``[N, E]``, of at most ``cap``; the remaining experts share the excess."""
+    """Return shares ``[N, E]`` in proportion to the weights, limited to ``cap``.
+
+    The surplus of the limited experts goes to the remaining experts in proportion to their weights.
+    """
     experts = weights_NE.shape[1]
     if cap * experts <= 1:
         return np.full_like(weights_NE, 1 / experts)
@@ -164,7 +174,7 @@ def _cap_shares(weights_NE: Float64, cap: float) -> Float64:
 
 
 def _draw_choices(shares_NE: Float64, tokens: int, top_k: int, rng: np.random.Generator) -> Int32:
-    """Draw multinomial counts of at most ``tokens`` per expert, int32 ``[N, E]``; excess is drawn again."""
+    """Return multinomial counts, int32 ``[N, E]``, of at most ``tokens`` per expert."""
     counts_NE = rng.multinomial(tokens * top_k, shares_NE)
     for counts_E, shares_E in zip(counts_NE, shares_NE, strict=True):
         while (surplus := int(np.maximum(counts_E - tokens, 0).sum())) > 0:

@@ -1,4 +1,4 @@
-"""A heat trace, whatever file it came from: what it says of itself, and its heat in slices."""
+"""Heat traces, independent of the file format: facts about the recording, and heat read in slices."""
 
 from __future__ import annotations
 
@@ -17,20 +17,44 @@ Int64 = npt.NDArray[np.int64]
 """An int64 array; its dimensions are in the variable's name."""
 
 _SOURCE_STEPS = 8
+"""Steps of source heat that are held in memory at once while they are summed."""
 _STEPS_SCANNED = 64
+"""Steps that are read at once in the search for dense layers."""
 PHASES = ("unknown", "prefill", "decode", "mixed")
-"""Names of the phases that recorded steps have; in mixed steps, some requests prefilled and others decoded."""
+"""Phases of recorded steps. In a mixed step, some requests prefill while others decode."""
 
 
 @dataclass(frozen=True)
 class TraceFacts:
-    """Facts that a trace states beside its heat; 0 or empty where unknown.
+    """Facts about a trace other than its heat; 0 or empty if unknown.
 
-    ``origin`` is the format that it was read from, and what is to be known of it, for people; ``ranks`` and ``slots``
-    are of the deployment that was recorded, ``top_k`` the experts that a token chooses, ``nodes_R`` the node of each
-    rank. ``phases`` are names that the phase numbers of steps stand for; ``batching`` is the rule by which tokens
-    became steps, where these are not those that were served; ``layer_numbers`` are the model's own of each MoE layer,
-    where it also has layers without experts. Raises ``HeatError`` on a negative number.
+    Parameters
+    ----------
+    origin
+        Format that the trace was read from, with remarks for the user, such as the number of steps left out.
+    model
+        Name of the model.
+    ranks
+        Number of ranks R of the recorded deployment.
+    slots
+        Slots per rank S of the recorded deployment.
+    top_k
+        Experts that each token chooses.
+    bytes_per_expert
+        Size of one expert's weights, in bytes.
+    nodes_R
+        Node of each rank.
+    phases
+        Names of the phases that the steps' phase numbers refer to.
+    batching
+        Rule that formed the steps from tokens, if they are not the steps that the model served.
+    layer_numbers
+        The model's own number of each MoE layer. Empty if the numbers are 0, 1, 2 and so on.
+
+    Raises
+    ------
+    HeatError
+        If a number is negative.
     """
 
     origin: str = "memory"
@@ -51,13 +75,21 @@ class TraceFacts:
 
 
 def numbered(layers: Iterable[int]) -> tuple[int, ...]:
-    """Return ``layer_numbers`` of such layers; none where they are 0, 1, 2 and so on."""
+    """Return the ``layer_numbers`` for layers with these numbers: an empty tuple if they are 0, 1, 2 and so on.
+
+    Examples
+    --------
+    >>> numbered([3, 4, 5])
+    (3, 4, 5)
+    >>> numbered([0, 1, 2])
+    ()
+    """
     numbers = tuple(layers)
     return () if numbers == tuple(range(len(numbers))) else numbers
 
 
 class Trace(ABC):
-    """Heat of T steps, L layers and E logical experts, read a slice at a time."""
+    """Heat of T steps, L layers and E logical experts, read one slice of steps at a time."""
 
     facts: TraceFacts
 
@@ -68,12 +100,14 @@ class Trace(ABC):
 
     @abstractmethod
     def heat(self, first: int, last: int) -> Counts:
-        """Return the validated heat of some steps.
+        """Return the validated heat of a range of steps.
 
         Parameters
         ----------
-        first, last
-            First step, and the first step after the last.
+        first
+            First step.
+        last
+            End of the range (exclusive).
 
         Returns
         -------
@@ -87,11 +121,11 @@ class Trace(ABC):
         """
 
     def source_rows(self, first: int, last: int) -> Array | None:  # noqa: ARG002
-        """Tokens by source rank, step by step, ``[t, R, L, E]``; ``None`` where not recorded."""
+        """Return the source heat of each step, ``[t, R, L, E]``, or ``None`` if it was not recorded."""
         return None
 
     def source(self, first: int, last: int) -> Float64 | None:
-        """Tokens by source rank, summed over the steps, float64 ``[R, L, E]``; ``None`` where not recorded."""
+        """Return the source heat summed over the steps, float64 ``[R, L, E]``, or ``None`` if not recorded."""
         total_RLE: Float64 | None = None
         for begin in range(first, last, _SOURCE_STEPS):
             rows_TRLE = self.source_rows(begin, min(last, begin + _SOURCE_STEPS))
@@ -101,45 +135,68 @@ class Trace(ABC):
         return total_RLE
 
     def served_loads(self, first: int, last: int) -> Float64 | None:  # noqa: ARG002
-        """Tokens that each rank received when it was recorded, float64 ``[t, L, R]``; ``None`` where not recorded."""
+        """Return the load of each rank during the recording, float64 ``[t, L, R]``, or ``None`` if not recorded."""
         return None
 
     def step_numbers(self, first: int, last: int) -> Int64:
-        """The model's own numbers of the steps, int64 ``[t]``."""
+        """Return the model's own step numbers, int64 ``[t]``."""
         return np.arange(first, last, dtype=np.int64)
 
     def tokens(self, first: int, last: int) -> Int64 | None:  # noqa: ARG002
-        """Tokens of each step, int64 ``[t]``; ``None`` where not recorded."""
+        """Return the number of tokens in each step, int64 ``[t]``, or ``None`` if not recorded."""
         return None
 
     def phase_numbers(self, first: int, last: int) -> Int64:
-        """Index into ``facts.phases`` of each step, int64 ``[t]``."""
+        """Return the phase of each step as an index into ``facts.phases``, int64 ``[t]``."""
         return np.zeros(last - first, dtype=np.int64)
 
     @property
     def steps(self) -> int:
-        """T."""
+        """Number of steps T."""
         return self.shape[0]
 
     @property
     def layers(self) -> int:
-        """L."""
+        """Number of layers L."""
         return self.shape[1]
 
     @property
     def experts(self) -> int:
-        """E."""
+        """Number of logical experts E."""
         return self.shape[2]
 
 
 @dataclass(frozen=True)
 class ArrayTrace(Trace):
-    """A trace whose heat is one array, in memory or mapped from a file; each slice is checked when it is read.
+    """A trace whose heat is one array, in memory or mapped from a file. Each slice is validated when it is read.
 
-    ``heat_TLE`` are tokens by logical expert, ``tokens_T`` those of each step, ``source_TRLE`` by source rank,
-    ``phase_T`` the index into ``facts.phases`` of each step; ``None`` where unknown. ``states_layers`` says that the
-    file names its MoE layers, so that one without tokens is one of them. Raises ``HeatError`` on a wrong shape or no
-    steps.
+    Parameters
+    ----------
+    heat_TLE
+        Tokens by logical expert, ``[T, L, E]``.
+    facts
+        Facts about the recording.
+    tokens_T
+        Tokens in each step, int64 ``[T]``; ``None`` if unknown.
+    source_TRLE
+        Tokens by source rank, integers ``[T, R, L, E]``; ``None`` if unknown.
+    phase_T
+        Index into ``facts.phases`` of each step, ``[T]``; ``None`` if unknown.
+    states_layers
+        True if the file names its MoE layers. A layer without tokens is then an MoE layer as well.
+
+    Raises
+    ------
+    HeatError
+        If an array has the wrong shape or type, or if there are no steps.
+
+    Examples
+    --------
+    >>> trace = ArrayTrace(np.array([[[3, 1]], [[2, 4]]]))
+    >>> trace.shape
+    (2, 1, 2)
+    >>> trace.heat(1, 2)
+    array([[[2, 4]]])
     """
 
     heat_TLE: Array
@@ -150,20 +207,25 @@ class ArrayTrace(Trace):
     states_layers: bool = False
 
     def __post_init__(self) -> None:
-        # No rows are as good as all of them to refuse a shape or type by.
+        # An empty slice is enough to validate the shape and type. The values are validated when a slice is read.
         rows = self.heat_TLE[:0] if self.heat_TLE.ndim == 3 and self.heat_TLE.size else self.heat_TLE
         checked_heat(rows)
         if self.heat_TLE.shape[0] == 0:
             raise HeatError("the trace holds no steps; record at least one")
         steps, layers, experts = self.shape
         if self.source_TRLE is not None:
-            wanted = (steps, self.facts.ranks, layers, experts)
-            if self.source_TRLE.shape != wanted or self.source_TRLE.dtype.kind not in "iu":
-                raise HeatError(f"source heat is {list(self.source_TRLE.shape)}, not counts {list(wanted)}")
+            expected = (steps, self.facts.ranks, layers, experts)
+            if self.source_TRLE.shape != expected or self.source_TRLE.dtype.kind not in "iu":
+                raise HeatError(
+                    f"source heat is {self.source_TRLE.dtype} {list(self.source_TRLE.shape)}; "
+                    f"expected integers {list(expected)}"
+                )
         if self.phase_T is not None:
-            known = self.phase_T.shape == (steps,) and self.phase_T.dtype.kind in "iu"
-            if not known or self.phase_T.max() >= len(self.facts.phases) or self.phase_T.min() < 0:
-                raise HeatError(f"phases are numbers below {len(self.facts.phases)}, one a step")
+            has_form = self.phase_T.shape == (steps,) and self.phase_T.dtype.kind in "iu"
+            if not has_form or self.phase_T.max() >= len(self.facts.phases) or self.phase_T.min() < 0:
+                raise HeatError(
+                    f"the phases are not valid; expected one integer from 0 to {len(self.facts.phases) - 1} per step"
+                )
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -171,12 +233,14 @@ class ArrayTrace(Trace):
         return self.heat_TLE.shape
 
     def heat(self, first: int, last: int) -> Counts:
-        """Return the validated heat of some steps.
+        """Return the validated heat of a range of steps.
 
         Parameters
         ----------
-        first, last
-            First step, and the first step after the last.
+        first
+            First step.
+        last
+            End of the range (exclusive).
 
         Returns
         -------
@@ -191,11 +255,11 @@ class ArrayTrace(Trace):
         return checked_slice(self.heat_TLE[first:last], first)
 
     def tokens(self, first: int, last: int) -> Int64 | None:
-        """Tokens of each step, int64 ``[t]``."""
+        """Return the number of tokens in each step, int64 ``[t]``, or ``None`` if unknown."""
         return None if self.tokens_T is None else self.tokens_T[first:last]
 
     def source_rows(self, first: int, last: int) -> Array | None:
-        """Tokens by source rank, ``[t, R, L, E]``; raises ``HeatError`` on a negative count."""
+        """Return the source heat of each step, ``[t, R, L, E]``. Raises ``HeatError`` if a count is negative."""
         if self.source_TRLE is None:
             return None
         rows_TRLE = self.source_TRLE[first:last]
@@ -204,17 +268,25 @@ class ArrayTrace(Trace):
         return rows_TRLE
 
     def phase_numbers(self, first: int, last: int) -> Int64:
-        """Index into ``facts.phases`` of each step, int64 ``[t]``."""
+        """Return the phase of each step as an index into ``facts.phases``, int64 ``[t]``."""
         if self.phase_T is None:
             return super().phase_numbers(first, last)
         return self.phase_T[first:last].astype(np.int64)
 
 
 def without_dense_layers(trace: ArrayTrace) -> ArrayTrace:
-    """Return the trace without layers that never get a token, unless the file states that they are MoE layers.
+    """Return the trace without its dense layers, unless the file names its MoE layers.
 
-    Every MoE layer gets every token, so that a layer without any is a dense one. The trace's origin says how many were
-    left out, and ``layer_numbers`` which remain. A trace without any tokens is returned as it is.
+    Every token passes through every MoE layer, so a layer that never gets a token is dense. The origin of the result
+    states the number of dense layers, and ``layer_numbers`` the layers that remain. A trace without any tokens is
+    returned unchanged.
+
+    Examples
+    --------
+    >>> heat_TLE = np.array([[[0, 0], [3, 1]], [[0, 0], [2, 4]]])
+    >>> trace = without_dense_layers(ArrayTrace(heat_TLE))
+    >>> trace.shape, trace.facts.layer_numbers, trace.facts.origin
+    ((2, 1, 2), (1,), 'memory, 1 dense layer left out')
     """
     if trace.states_layers:
         return trace
@@ -239,9 +311,12 @@ def without_dense_layers(trace: ArrayTrace) -> ArrayTrace:
 
 
 def checked_slice(heat_TLE: Array, first: int) -> Counts:
-    """``checked_heat`` of a slice that begins at step ``first`` of its trace, which a refusal then names."""
+    """Return ``checked_heat`` of a slice that begins at step ``first`` of its trace.
+
+    The error message states ``first``, because ``checked_heat`` counts steps from the start of the slice.
+    """
     try:
         return checked_heat(heat_TLE)
     except HeatError as error:
-        where = f" (steps count from {first} on)" if first else ""
-        raise HeatError(f"{error}{where}") from error
+        offset = f" (steps are counted from step {first})" if first else ""
+        raise HeatError(f"{error}{offset}") from error

@@ -1,8 +1,9 @@
-"""Figures of a trace: how skewed it is, how fast it moves, and what experts in order would make of it."""
+"""Statistics of a trace: skew, drift, and the peak-to-average ratio (PAR) with the experts placed in order."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -12,26 +13,34 @@ from eplb_core.planner.score import par_of_steps, sampling_floor, split_steps
 from eplb_core.planner.settings import TABLES
 from eplb_service.io.trace import Trace
 
+_WindowMean: TypeAlias = tuple[Float64, npt.NDArray[np.int64]]
+"""Mean of each layer over its busy steps in one window, float64 ``[L]``, and the number of these steps, ``[L]``."""
+
 
 @dataclass(frozen=True)
 class TraceStatistics:
-    """Figures of a trace, each layer's float64 ``[L]``; ``None`` where they cannot be known.
+    """Statistics of a trace. Those of each layer are float64 ``[L]``, or ``None`` if they cannot be computed.
 
     Parameters
     ----------
     window
-        Steps of the windows that drift is measured between.
+        Steps per window. Drift is measured between consecutive windows.
     choices_L
-        Tokens over all experts (choices of experts) in a step, mean.
-    hottest_L, top_tenth_L
-        Share of the hottest expert, times E (1 where all are equally hot), and of the hottest tenth of the experts.
-    drift_L, drift_noise_L
-        Total variation between the popularities of one window and the next, 0 to 1, mean, and what token sampling alone
-        would make of it.
-    par_L, floor_L
-        Peak-to-average ratio of each step with experts in order on ``ranks`` ranks, and what sampling alone leaves.
+        Mean number of expert choices in a step: tokens times experts per token.
+    hottest_L
+        Share of the hottest expert, times E. It is 1 if all experts are equally hot.
+    top_tenth_L
+        Share of the hottest tenth of the experts.
+    drift_L
+        Mean total variation, 0 to 1, between the expert shares in one window and in the next.
+    drift_noise_L
+        Value of ``drift_L`` that token sampling would cause if the shares did not change.
+    par_L
+        Mean PAR of a step with the experts placed in order.
+    floor_L
+        Mean noise floor of a step: the PAR that token sampling gives a perfectly balanced placement.
     par_served_L
-        Peak-to-average ratio of each step as it was served while recorded.
+        Mean PAR of a step during the recording.
     """
 
     window: int
@@ -46,48 +55,61 @@ class TraceStatistics:
 
 
 def statistics(trace: Trace, window: int, ranks: int | None = None) -> TraceStatistics:
-    """Compute the statistics of a whole trace, one window at a time.
+    """Compute the statistics of a trace, reading one window at a time.
 
     Parameters
     ----------
     trace
-        Heat, and the ranks' loads if they were recorded.
+        Trace to read. ``par_served_L`` needs the loads of the ranks.
     window
         Steps per window. Drift is measured between windows.
     ranks
-        Number of ranks for the peak-to-average ratio: experts are placed in order, with no spare slots.
+        Number of ranks for ``par_L`` and ``floor_L``, which are ``None`` without it. The experts are placed in order,
+        with as few slots as possible.
 
     Returns
     -------
     TraceStatistics
-        ``par_L`` and ``floor_L`` are ``None`` without ``ranks``.
+        The statistics.
 
     Raises
     ------
     HeatError
         If the trace is damaged.
     PlacementError
-        If the experts do not fit the ranks.
+        If the experts cannot be placed on that many ranks.
+
+    Examples
+    --------
+    On two ranks, expert 0 and 1 share the first rank, which has 6 of the 8 tokens: the PAR is 6 / 4.
+
+    >>> from eplb_service.io.trace import ArrayTrace
+    >>> result = statistics(ArrayTrace(np.array([[[5, 1, 1, 1]]])), window=1, ranks=2)
+    >>> result.hottest_L, result.par_L
+    (array([2.5]), array([1.5]))
     """
     placement = None
     if ranks is not None:
         slots = -(-trace.experts // ranks)
         placement = Placement.linear(trace.layers, trace.experts, ranks, slots)
     total_LE = np.zeros((trace.layers, trace.experts))
-    apart, noise, pairs = np.zeros(trace.layers), np.zeros(trace.layers), 0
-    pars: list[tuple[Float64, npt.NDArray[np.int64]]] = []
-    floors, served = pars.copy(), pars.copy()
-    before_LE: Float64 | None = None
+    drift_L = np.zeros(trace.layers)
+    noise_L = np.zeros(trace.layers)
+    pairs = 0
+    pars: list[_WindowMean] = []
+    floors: list[_WindowMean] = []
+    served: list[_WindowMean] = []
+    previous_LE: Float64 | None = None
     for first in range(0, trace.steps, window):
         heat_TLE = trace.heat(first, min(trace.steps, first + window))
         sum_LE = heat_TLE.sum(axis=0, dtype=np.float64)
         total_LE += sum_LE
-        # The last window may be short; it would drift for its noise alone.
-        if before_LE is not None and len(heat_TLE) == window:
-            apart += _variation(before_LE, sum_LE)
-            noise += _expected_variation(before_LE + sum_LE)
+        # A short last window would show more drift, only because it has more sampling noise.
+        if previous_LE is not None and len(heat_TLE) == window:
+            drift_L += _variation(previous_LE, sum_LE)
+            noise_L += _expected_variation(previous_LE + sum_LE)
             pairs += 1
-        before_LE = sum_LE
+        previous_LE = sum_LE
         busy_L = heat_TLE.any(axis=2).sum(axis=0)
         if placement is not None:
             in_order = split_steps(heat_TLE, placement, placement.default_log2phy(), None, TABLES)
@@ -103,41 +125,53 @@ def statistics(trace: Trace, window: int, ranks: int | None = None) -> TraceStat
         choices_L=total_LE.sum(axis=1) / trace.steps,
         hottest_L=share_LE.max(axis=1) * trace.experts,
         top_tenth_L=np.sort(share_LE, axis=1)[:, -tenth:].sum(axis=1),
-        drift_L=apart / pairs if pairs else None,
-        drift_noise_L=noise / pairs if pairs else None,
+        drift_L=drift_L / pairs if pairs else None,
+        drift_noise_L=noise_L / pairs if pairs else None,
         par_L=_busy_mean(pars),
         floor_L=_busy_mean(floors),
         par_served_L=_busy_mean(served),
     )
 
 
-def _busy_mean(parts: list[tuple[Float64, npt.NDArray[np.int64]]]) -> Float64 | None:
-    """Mean over the steps in which a layer has tokens, of means of so many such steps; NaN where it never had any."""
-    if not parts:
+def _busy_mean(windows: list[_WindowMean]) -> Float64 | None:
+    """Return each layer's mean over its steps with tokens, float64 ``[L]``.
+
+    A layer without any tokens gets NaN. Without windows, the result is ``None``.
+    """
+    if not windows:
         return None
-    mean_WL, steps_WL = np.array([mean_L for mean_L, _ in parts]), np.array([steps_L for _, steps_L in parts])
-    total_L, steps_L = (np.where(steps_WL > 0, mean_WL, 0.0) * steps_WL).sum(axis=0), steps_WL.sum(axis=0)
+    mean_WL = np.array([mean_L for mean_L, _ in windows])
+    steps_WL = np.array([steps_L for _, steps_L in windows])
+    total_L = (np.where(steps_WL > 0, mean_WL, 0.0) * steps_WL).sum(axis=0)
+    steps_L = steps_WL.sum(axis=0)
     busy_L: Float64 = np.full(total_L.shape, np.nan)
     np.divide(total_L, steps_L, out=busy_L, where=steps_L > 0)
     return busy_L
 
 
 def _shares(sum_LE: Float64) -> Float64:
+    """Return each expert's share of its layer's tokens."""
     share_LE: Float64 = sum_LE / np.maximum(sum_LE.sum(axis=1, keepdims=True), 1e-300)
     return share_LE
 
 
-def _variation(one_LE: Float64, other_LE: Float64) -> Float64:
-    apart_L: Float64 = 0.5 * np.abs(_shares(one_LE) - _shares(other_LE)).sum(axis=1)
-    return apart_L
+def _variation(first_LE: Float64, second_LE: Float64) -> Float64:
+    """Return the total variation between the expert shares of two windows, float64 ``[L]``."""
+    variation_L: Float64 = 0.5 * np.abs(_shares(first_LE) - _shares(second_LE)).sum(axis=1)
+    return variation_L
 
 
-def _expected_variation(both_LE: Float64) -> Float64:
-    """Expected total variation between two halves of ``both_LE`` that differ by sampling alone.
+def _expected_variation(total_LE: Float64) -> Float64:
+    """Return the expected total variation between two windows that differ only by token sampling.
 
-    Each share's difference is nearly normal with variance 2p(1-p)/n for n tokens a half.
+    The difference of the two shares of an expert is nearly normal, with variance 2p(1-p)/n for n tokens per window.
+
+    Parameters
+    ----------
+    total_LE
+        Tokens in both windows together.
     """
-    share_LE = _shares(both_LE)
-    half_L = np.maximum(both_LE.sum(axis=1) / 2, 1.0)
+    share_LE = _shares(total_LE)
+    half_L = np.maximum(total_LE.sum(axis=1) / 2, 1.0)
     expected_L: Float64 = np.sqrt(share_LE * (1 - share_LE) / (np.pi * half_L[:, None])).sum(axis=1)
     return expected_L

@@ -22,6 +22,7 @@ from eplb_core.heat.window import HeatError
 from eplb_service.io.containers import Array, check_fits_memory, one_line
 
 METADATA = "zarr.json"
+"""Name of the metadata file of a group or an array."""
 _CHUNK_BYTES = 4 << 20
 _MAX_CHUNK_STEPS = 256
 _MAX_METADATA_BYTES = 1 << 20
@@ -88,11 +89,11 @@ class Column:
             or separator not in (None, "/", ".")
             or document.get("storage_transformers")
         ):
-            raise ValueError("its chunks are arranged in another way than a trace's")
+            raise ValueError("its chunk layout differs from that of a trace")
 
     @classmethod
     def create(cls, path: Path, dtype: str, axes: tuple[str, ...], tail: tuple[int, ...]) -> Column:
-        """Create an empty array. Raises ``OSError`` or ``OutputError``."""
+        """Create an empty array with rows of shape ``tail``. Raises ``OSError`` or ``OutputError``."""
         steps = _CHUNK_BYTES // (np.dtype(dtype).itemsize * math.prod(tail))
         chunks = [min(max(1, steps), _MAX_CHUNK_STEPS), *tail]
         document = {
@@ -123,10 +124,10 @@ class Column:
             codecs = document["codecs"]
             packed = [codec["name"] for codec in codecs] == ["bytes", "gzip"]
             little = packed and codecs[0].get("configuration", {}).get("endian") in (None, "little")
-        whole = len(column._chunks) == len(axes) and column._chunks[1:] == column.tail
+        whole_rows = len(column._chunks) == len(axes) and column._chunks[1:] == column.tail
         if (
             not little
-            or not whole
+            or not whole_rows
             or document["data_type"] != dtype
             or column._chunk_bytes > _MAX_CHUNK_BYTES
         ):
@@ -142,7 +143,7 @@ class Column:
         return int(self._dtype.itemsize) * math.prod(self._chunks)
 
     def write(self, first: int, rows: Array) -> None:
-        """Write the last rows, from ``first`` on. Raises ``HeatError``, ``OSError`` or ``OutputError``."""
+        """Write the rows from ``first`` to the end. Raises ``HeatError``, ``OSError`` or ``OutputError``."""
         steps = self._chunks[0]
         last = first + len(rows)
         for begin in range(first - first % steps, last, steps):
@@ -155,7 +156,7 @@ class Column:
             path = self._path / self._key.format(begin // steps)
             path.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(path, gzip.compress(chunk.tobytes(), _GZIP_LEVEL, mtime=0), durable=False)
-        # The shape is written last, so that readers never see a part of the rows.
+        # The shape is written last, so that readers see all of the new rows or none.
         write_metadata(self._path, {**self._document, "shape": [last, *self.tail]})
         self.rows = last
 
@@ -178,21 +179,19 @@ class Column:
             data = unpacker.decompress((self._path / key).read_bytes(), self._chunk_bytes + 1)
         except (OSError, zlib.error) as error:
             raise HeatError(
-                f"{self._path.name}/{key} is missing or damaged, or the copy of the trace is incomplete ({error})"
+                f"{self._path.name}/{key} is missing or damaged; the trace may be an incomplete copy ({error})"
             ) from error
         if len(data) != self._chunk_bytes or not unpacker.eof or unpacker.unused_data:
-            raise HeatError(
-                f"{self._path.name}/{key} is truncated, or of another size than the metadata says"
-            )
+            raise HeatError(f"{self._path.name}/{key} is truncated, or its size differs from the metadata")
         rows: Array = np.frombuffer(data, self._dtype).reshape(self._chunks)
         return rows
 
 
-def _lengths(value: Any, least: int) -> tuple[int, ...]:
+def _lengths(value: Any, minimum: int) -> tuple[int, ...]:
     """Return the axis lengths as a tuple. Raises ``ValueError`` if the value is not a list of lengths."""
     lengths = tuple(value)
-    if not lengths or not all(type(one) is int and least <= one < _MAX_LENGTH for one in lengths):
+    if not lengths or not all(type(length) is int and minimum <= length < _MAX_LENGTH for length in lengths):
         raise ValueError(
-            f"{one_line(Exception(value))} are not {'non-negative' if least == 0 else 'positive'} lengths"
+            f"{one_line(Exception(value))} are not {'non-negative' if minimum == 0 else 'positive'} lengths"
         )
     return lengths

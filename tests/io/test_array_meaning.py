@@ -28,7 +28,7 @@ def npy(array: np.ndarray) -> Any:
     return lambda path: np.save(path, array)
 
 
-SEVERAL = r"which could be several things: say --as heat, weights, routes or slots"
+SEVERAL = r"which is ambiguous: use --as heat, weights, routes or slots"
 QUESTIONS = {
     "steps of one layer": (
         "a.npy",
@@ -47,42 +47,42 @@ QUESTIONS = {
     "two dimensions under a name": (
         "a.npz",
         npz(heat=COUNTS_TLP[0]),
-        r"holds heat \[4, 40\]: say --as weights if the rows of heat are layers, --as heat",
+        r"holds heat \[4, 40\]: use --as weights if the rows of heat are layers, --as heat",
         {"meaning": "weights"},
         (1, 4, 40),
     ),
     "heat with a placement": (
         "a.npz",
         npz(physical_to_logical_map=PLACED_LP, expert_load=COUNTS_TLP),
-        r"expert_load \[7, 4, 40\]: say .* --as slots if it is tokens by slot",
+        r"expert_load \[7, 4, 40\]: use .* --as slots if it has tokens by slot",
         {"meaning": "slots"},
         (7, 4, 32),
     ),
     "heat and tokens by slot": (
         "a.npz",
         npz(heat=COUNTS_TLP[..., :32], slot_heat=COUNTS_TLP),
-        r"holds heat \[7, 4, 32\], slot_heat \[7, 4, 40\]: say with --as what is meant",
+        r"holds heat \[7, 4, 32\], slot_heat \[7, 4, 40\]: state the meaning with --as",
         {"meaning": "heat"},
         (7, 4, 32),
     ),
     "tokens of one pass by slot": (
         "expert_load_pass.npy",
         npy(COUNTS_TLP[0]),
-        r"physical slot \[4, 40\] without their placement: give .* with --map, or say --as heat or --as weights",
+        r"physical slot \[4, 40\] without a placement: pass .* with --map, or use --as heat or --as weights",
         {"phy2log": PLACED_LP},
         (1, 4, 32),
     ),
     "tokens by rank and slot": (
         "a.npy",
         npy(COUNTS_TLP.reshape(7, 4, 8, 5)),
-        "without their placement: give the expert in each slot with --map",
+        "without a placement: pass the expert in each slot with --map",
         {"phy2log": PLACED_LRS},
         (7, 4, 32),
     ),
     "a table of four columns": (
         "a.csv",
         lambda path: path.write_text(COUNTS_CSV),
-        "has 4 columns and no header: put step,layer,expert,tokens above .* or say --as weights",
+        "has 4 columns and no header: add the header step,layer,expert,tokens .* or use --as weights",
         {"meaning": "weights"},
         (1, 6, 4),
     ),
@@ -112,7 +112,7 @@ def test_a_map_says_that_tokens_are_by_slot(tmp_path: Path) -> None:
 def test_how_many_experts_there_are_is_said_where_it_is_taken_from_choices(tmp_path: Path) -> None:
     np.savez(tmp_path / "a.npz", routes=ROUTES_KLC)
     assert (
-        "16 experts by the largest that was chosen"
+        "16 experts according to the largest that was chosen"
         in open_trace(tmp_path / "a.npz", ReadAs(batch=10)).facts.origin
     )
     known = open_trace(tmp_path / "a.npz", ReadAs(batch=10, experts=32))

@@ -195,7 +195,7 @@ def test_an_option_has_an_effect_or_is_refused(name: str, option: str, tmp_path:
         assert outcome != without
     else:
         assert flag in outcome
-        assert "means nothing; leave it out" in outcome
+        assert "has no effect; omit it" in outcome
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -220,8 +220,8 @@ def test_dense_layers_are_left_out_and_the_others_keep_their_numbers(name: str, 
 def test_experts_that_never_got_a_token_are_there_if_their_number_is_stated(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("step,layer,expert,tokens\n0,0,6,5\n1,0,2,5\n")
     assert open_trace(tmp_path / "a.csv", ReadAs(experts=8)).shape == (2, 1, 8)
-    assert "7 experts by the largest that is named" in open_trace(tmp_path / "a.csv").facts.origin
-    assert "names expert 6, and --experts says that there are 4" in found(tmp_path / "a.csv", experts=4)
+    assert "7 experts according to the largest in the table" in open_trace(tmp_path / "a.csv").facts.origin
+    assert "names expert 6, but --experts is 4" in found(tmp_path / "a.csv", experts=4)
 
 
 @pytest.mark.parametrize(
@@ -235,7 +235,7 @@ def test_experts_that_never_got_a_token_are_there_if_their_number_is_stated(tmp_
 )
 def test_a_placement_is_not_read_as_tokens(placement: Any, tmp_path: Path) -> None:
     np.save(tmp_path / "a.npy", placement)
-    assert "as a placement or an expert map does, not tokens" in found(tmp_path / "a.npy")
+    assert "like a placement or an expert map, not tokens" in found(tmp_path / "a.npy")
 
 
 class Entry:
@@ -274,7 +274,7 @@ def test_an_installed_package_may_read_further_formats(installed: Any, tmp_path:
     installed(Entry("lines", read_lines()))
     (tmp_path / "a.lines").write_text("1 2 3\n4 5 6\n")
     assert open_trace(tmp_path / "a.lines").heat(0, 2).tolist() == [[[1, 2, 3]], [[4, 5, 6]]]
-    assert "for which --batch means nothing" in found(tmp_path / "a.lines", batch=4)
+    assert "for which --batch has no effect" in found(tmp_path / "a.lines", batch=4)
     np.savez(tmp_path / "a.npz", heat=HEAT_TLE)
     assert open_trace(tmp_path / "a.npz").shape == HEAT_TLE.shape
 
@@ -337,5 +337,5 @@ def test_a_map_without_a_layer_that_has_tokens_is_refused(tmp_path: Path) -> Non
         ("npz of numbered layers", "3, 5"),
         ("npz of all layers", "7 layers without numbers"),
     ):
-        with pytest.raises(HeatError, match=f"has heat of .*{whose}, but the map is of the layers 3, 4"):
+        with pytest.raises(HeatError, match=f"has heat of .*{whose}, but the map is for the layers 3, 4"):
             open_trace(SLOTS[name](tmp_path), read_as)

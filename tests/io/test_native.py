@@ -214,27 +214,27 @@ DAMAGE = {
     "no metadata": (lambda p: (p / "heat" / "zarr.json").unlink(), "cannot be read"),
     "cut metadata": (lambda p: (p / "heat" / "zarr.json").write_text('{"zarr'), "cannot be read"),
     "endless metadata": (lambda p: (p / "zarr.json").write_bytes(bytes(1 << 21)), "too large"),
-    "another group": (of_group(format="x"), "is no eplb-trace of version 1"),
+    "another group": (of_group(format="x"), "is not an eplb-trace of version 1"),
     "a newer version": (of_group(version=9), "'version': 9"),
     "odd attributes": (of_group(ranks="x"), "cannot be read"),
-    "no heat": (lambda p: (p / "heat").rename(p / "other"), "was it copied whole?"),
-    "no steps": (of_group(steps=0), "of which 0 count"),
-    "missing steps": (of_group(steps=201), "of which 201 count"),
+    "no heat": (lambda p: (p / "heat").rename(p / "other"), "may be an incomplete copy"),
+    "no steps": (of_group(steps=0), "attributes claim 0 rows"),
+    "missing steps": (of_group(steps=201), "attributes claim 201 rows"),
     "a missing chunk": (lambda p: (p / "heat/c/0/0/0").unlink(), "is missing"),
     "a cut chunk": (lambda p: cut(p / "heat/c/0/0/0"), "truncated"),
     "a flipped byte": (lambda p: flip(p / "heat/c/0/0/0"), "heat/c/0/0/0 is"),
     "a chunk that unpacks to more": (
         lambda p: packed(p, bytes(1 << 20)),
-        "another size than the metadata says",
+        "its size differs from the metadata",
     ),
     "another codec": (of_heat(codecs=[{"name": "bytes"}]), "by bytes (little) and gzip"),
     "a gigantic chunk": (in_chunks(1 << 29, LAYERS, EXPERTS), "whole rows, up to 1 GiB"),
     "rows of another size": (
         in_chunks(256, LAYERS, EXPERTS + 1),
-        "rows [2, 9], of which 200 count; expected [2, 8]",
+        "rows [2, 9], but the attributes claim 200 rows [2, 8]",
     ),
     "more steps than memory": (of_endless_steps, "more than this machine's memory"),
-    "chunks in another order": (of_heat(chunk_key_encoding={"name": "x"}), "arranged in another way"),
+    "chunks in another order": (of_heat(chunk_key_encoding={"name": "x"}), "chunk layout differs"),
     "a group for an array": (of_heat(node_type="group"), "not the metadata of a Zarr v3 array"),
     "no codecs": (of_heat(codecs=None), "cannot be read"),
     "another type": (of_heat(data_type="int64"), "expected uint32"),
@@ -273,18 +273,18 @@ def test_what_cannot_be_recorded_is_refused(tmp_path):
         (-HEAT_TLE, "whole tokens below 2"),
         (HEAT_TLE / 2, "whole tokens below 2"),
         (HEAT_TLE + 2**32, "whole tokens below 2"),
-        (HEAT_TLE[:, :1], r"heat has the shape \[200, 2, 8\], got \[200, 1, 8\]"),
+        (HEAT_TLE[:, :1], r"heat has the shape \[200, 1, 8\]; expected \[200, 2, 8\]"),
     ]:
         with pytest.raises(HeatError, match=message):
             writer.append(heat_TLE)
     assert writer.steps == 0
     writer.append(HEAT_TLE)
-    with pytest.raises(HeatError, match=r"'source_heat'.* cannot go on with"):
+    with pytest.raises(HeatError, match=r"cannot append steps with .*'source_heat'.* to steps with"):
         writer.append(HEAT_TLE, source_TRLE=SOURCE_TRLE)
     writer.place(0, 0, placements(0))
-    with pytest.raises(HeatError, match="another placement under the same epochs"):
+    with pytest.raises(HeatError, match="a different placement of layer 0 at epoch 0"):
         writer.place(0, 0, placements(1))
-    with pytest.raises(HeatError, match=r"is a trace of 8 experts in 2 layers .*; to be recorded are 9"):
+    with pytest.raises(HeatError, match=r"is a trace of 8 experts in 2 layers .*, but the recording has 9"):
         TraceWriter(tmp_path / "a.zarr", FACTS, LAYERS, EXPERTS + 1)
     with pytest.raises(OutputError, match="cannot be written"):
         TraceWriter(tmp_path / "absent" / "b.zarr", FACTS, LAYERS, EXPERTS).append(HEAT_TLE)
@@ -322,7 +322,11 @@ def test_a_copy_that_fails_leaves_nothing(tmp_path):
 
 def test_outputs_are_checked_before_the_work(tmp_path):
     (tmp_path / "a.zarr").mkdir()
-    for name, message in [("a.zarr", "exists"), ("b.txt", "must end in"), ("c/d.npz", "does not exist")]:
+    for name, message in [
+        ("a.zarr", "already exists"),
+        ("b.txt", "must end in"),
+        ("c/d.npz", "does not exist"),
+    ]:
         with pytest.raises(OutputError, match=message):
             check_trace_output(tmp_path / name)
 

@@ -73,7 +73,7 @@ def test_routes_are_batched_by_the_stated_rule(tmp_path):
     assert np.array_equal(trace.heat(0, 3)[:, 0], wanted_TE)
     assert trace.tokens(0, 3).tolist() == [2, 2, 2]
     assert trace.facts.top_k == 2
-    assert "3 requests: 2 decoded side by side" in trace.facts.batching
+    assert "3 requests: 2 decoded concurrently" in trace.facts.batching
     assert open_trace(path, ReadAs(batch=3)).steps == 1
 
 
@@ -89,16 +89,16 @@ def test_sources_and_phases_come_with_the_heat(tmp_path):
     assert np.array_equal(trace.source(3, 17), source_TRLE[3:17].sum(axis=0))
     assert trace.phase_numbers(4, 8).tolist() == [0, 1, 0, 1]
     np.savez(path, **{**arrays, "source": source_TRLE[:-1]})
-    assert "source heat is [19, 4, 3, 8], not counts [20, 4, 3, 8]" in refusal(path)
+    assert "source heat is int64 [19, 4, 3, 8]; expected integers [20, 4, 3, 8]" in refusal(path)
     np.savez(path, **arrays, phase_names=np.array(["chat"]))
-    assert "phases are numbers below 1" in refusal(path)
+    assert "expected one integer from 0 to 0 per step" in refusal(path)
 
 
 def test_counts_of_more_than_the_experts_that_there_are_may_be_slots(tmp_path):
     path = tmp_path / "load.npy"
     np.save(path, slots_of(HEAT_TLE, PHY2LOG_LP))
     with pytest.raises(
-        HeatError, match=r"counts 6 experts, and there are 4: if these are physical slots, .* --map"
+        HeatError, match=r"counts 6 experts, but --experts is 4: if the counts are by physical slot, .* --map"
     ):
         read_heat(path, ReadAs(experts=4))
     assert np.array_equal(read_heat(path, ReadAs(experts=4, phy2log=PHY2LOG_LP)), HEAT_TLE)

@@ -229,7 +229,7 @@ def test_slots_that_nobody_counts_are_refused_where_tables_are_unknown():
 def test_two_recorders_cannot_write_one_trace():
     first = Recorder(Path("decode.zarr"), FACTS, LAYERS, EXPERTS, 64)
     for path in ("decode.zarr", str(Path("decode.zarr").absolute())):
-        with pytest.raises(OutputError, match="another recording is writing to it; end that one"):
+        with pytest.raises(OutputError, match="another recording is writing to this trace; stop it"):
             Recorder(Path(path), FACTS, LAYERS, EXPERTS, 64)
     Recorder(Path("other.zarr"), FACTS, LAYERS, EXPERTS, 64).close()
     first.close()

@@ -36,9 +36,9 @@ def test_a_file_cut_at_any_point_is_refused(tmp_path, suffix):
         (np.zeros((2, 3, 4, 1)), "[2, 3, 4, 1]"),
         (np.zeros((0, 3, 4)), "holds no steps"),
         (np.zeros((2, 0, 4)), "[2, 0, 4]"),
-        (np.full((2, 3, 4), "1"), "must be numbers"),
-        (np.full((2, 3, 4), 1j), "must be numbers"),
-        (np.full((2, 3, 4), None), "no array of plain numbers"),
+        (np.full((2, 3, 4), "1"), "holds numbers"),
+        (np.full((2, 3, 4), 1j), "holds numbers"),
+        (np.full((2, 3, 4), None), "not a valid array of plain numbers"),
     ],
 )
 @pytest.mark.parametrize("suffix", [".npz", ".npy"])
@@ -59,24 +59,30 @@ def test_a_bad_step_late_in_a_trace_is_named_where_it_is_read(tmp_path):
     np.save(path, heat)
     trace = open_trace(path)
     trace.heat(0, 90)
-    with pytest.raises(HeatError, match=r"step 10, layer 0, expert 1.*steps count from 80 on"):
+    with pytest.raises(HeatError, match=r"step 10, layer 0, expert 1.*steps are counted from step 80"):
         trace.heat(80, 100)
 
 
 HOSTILE = {
-    "an npz of other arrays": (lambda p: np.savez(p, xs=HEAT_TLE), "holds xs [2, 3, 4]: say with --as"),
+    "an npz of other arrays": (
+        lambda p: np.savez(p, xs=HEAT_TLE),
+        "holds xs [2, 3, 4]: state the meaning with --as",
+    ),
     "an empty file": (lambda p: p.write_bytes(b""), "is empty"),
     "a pickle": (lambda p: p.write_bytes(b"\x80\x04K\x01."), "could run code"),
     "an executable": (lambda p: p.write_bytes(b"\x7fELF\x02\x01\x01\x00" + bytes(64)), "known format"),
-    "prose": (lambda p: p.write_text("hello\nworld\n"), "is no CSV"),
-    "other bytes": (lambda p: p.write_bytes(b"\xff\xfe\xfd\xfc" * 20), "is no CSV"),
+    "prose": (lambda p: p.write_text("hello\nworld\n"), "CSV of plain numbers"),
+    "other bytes": (lambda p: p.write_bytes(b"\xff\xfe\xfd\xfc" * 20), "CSV of plain numbers"),
     "a zip of something": (np.savez, "data.pkl"),
-    "ragged JSON": (lambda p: p.write_text("[[[1, 2]], [[1]]]"), "rows of one length"),
+    "ragged JSON": (lambda p: p.write_text("[[[1, 2]], [[1]]]"), "rows of equal length"),
     "deep JSON": (lambda p: p.write_text("[" * 100_000), "is not JSON"),
-    "JSON of text": (lambda p: p.write_text('{"heat": "hot"}'), "found heat"),
-    "records of nothing": (lambda p: p.write_text('{"records": []}'), "all of 0 ranks"),
+    "JSON of text": (lambda p: p.write_text('{"heat": "hot"}'), "its fields are heat"),
+    "records of nothing": (lambda p: p.write_text('{"records": []}'), "all 0 ranks"),
     "records without counts": (lambda p: p.write_text('{"records": [{"rank": 0}]}'), "global_physical_count"),
-    "a CSV with text": (lambda p: p.write_text("step,layer,expert,tokens\n0,0,zero,1\n"), "is no CSV"),
+    "a CSV with text": (
+        lambda p: p.write_text("step,layer,expert,tokens\n0,0,zero,1\n"),
+        "CSV of plain numbers",
+    ),
     "a CSV with a negative layer": (lambda p: p.write_text("step,layer,expert,tokens\n0,-1,0,1\n"), "row 1"),
     "a CSV with a huge step": (
         lambda p: p.write_text("step,layer,expert,tokens\n0,0,0,1\n2147483647,2000000,9,1\n"),
@@ -94,7 +100,7 @@ def test_other_files_are_refused(tmp_path, write, message):
 
 def test_missing_files_and_folders_are_refused(tmp_path):
     assert "No such file" in refusal(tmp_path / "absent.npz")
-    assert "folder of none of the formats" in refusal(tmp_path)
+    assert "folder of an unknown format" in refusal(tmp_path)
 
 
 @pytest.mark.parametrize("suffix", [".npy", ".npz"])
@@ -108,7 +114,7 @@ def test_a_header_that_claims_the_impossible_is_refused(tmp_path, suffix):
 
         with zipfile.ZipFile(path, "w") as archive:
             archive.write(tmp_path / "trace.npy", "heat.npy")
-    assert "damaged" in refusal(path) or "more than are there" in refusal(path)
+    assert "damaged" in refusal(path) or "larger than the file" in refusal(path)
 
 
 @pytest.mark.parametrize(
@@ -116,8 +122,8 @@ def test_a_header_that_claims_the_impossible_is_refused(tmp_path, suffix):
     [
         (ReadAs(phy2log=PHY2LOG_LP[:, :5]), "does not fit heat of 3 layers x 6 slots"),
         (ReadAs(phy2log=PHY2LOG_LP - 1), "names the experts -1 to 2"),
-        (ReadAs(phy2log=PHY2LOG_LP / 1.0), "a map of float64 [3, 6]"),
-        (ReadAs(phy2log=PHY2LOG_LP, experts=3), "names the experts 0 to 3; there are 3"),
+        (ReadAs(phy2log=PHY2LOG_LP / 1.0), "the map float64 [3, 6] does not fit"),
+        (ReadAs(phy2log=PHY2LOG_LP, experts=3), "names the experts 0 to 3, but there are 3 experts"),
     ],
 )
 def test_a_map_that_does_not_fit_is_refused(tmp_path, read_as, message):
@@ -129,14 +135,23 @@ def test_a_map_that_does_not_fit_is_refused(tmp_path, read_as, message):
 @pytest.mark.parametrize(
     ("arrays", "message"),
     [
-        ({"routes": np.full((4, 1, 2), 9), "num_experts": 8}, "name the experts 9 to 9, in steps of 64"),
+        (
+            {"routes": np.full((4, 1, 2), 9), "num_experts": 8},
+            "name the experts 9 to 9, but there are 8 experts",
+        ),
         ({"routes": np.full((4, 1, 2), -1), "num_experts": 8}, "name the experts -1 to -1"),
-        ({"routes": np.zeros((4, 1, 2), dtype=int), "req_ptr": [0, 3]}, "rising integers from 0 to 4"),
-        ({"routes": np.zeros((4, 1, 2), dtype=int), "req_ptr": [0, 3, 2, 4]}, "rising integers from 0 to 4"),
-        ({"routes": np.zeros((4, 1, 2), dtype=int), "req_ptr": [0.0, 4.0]}, "rising integers from 0 to 4"),
-        ({"routes": np.zeros((4, 1, 2), dtype=int)}, "fill no step of 64"),
-        ({"routes": np.zeros((4, 1, 2))}, "integers [tokens, layers, choices]"),
-        ({"routes": np.zeros((4, 2), dtype=int)}, "integers [tokens, layers, choices]"),
+        ({"routes": np.zeros((4, 1, 2), dtype=int), "req_ptr": [0, 3]}, "increasing integers from 0 to 4"),
+        (
+            {"routes": np.zeros((4, 1, 2), dtype=int), "req_ptr": [0, 3, 2, 4]},
+            "increasing integers from 0 to 4",
+        ),
+        (
+            {"routes": np.zeros((4, 1, 2), dtype=int), "req_ptr": [0.0, 4.0]},
+            "increasing integers from 0 to 4",
+        ),
+        ({"routes": np.zeros((4, 1, 2), dtype=int)}, "too few for one step of 64"),
+        ({"routes": np.zeros((4, 1, 2))}, "expected integers [tokens, layers, choices]"),
+        ({"routes": np.zeros((4, 2), dtype=int)}, "expected integers [tokens, layers, choices]"),
         ({"routes": np.zeros((4, 1, 2), dtype=int), "num_experts": -1}, "one positive integer"),
     ],
 )

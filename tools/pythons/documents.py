@@ -22,7 +22,10 @@ README, INDEX, TUTORIAL, FILES, VLLM = (
     *("docs/files.md", "docs/vllm.md"),
 )
 BASH = "/bin/bash"
-_RECORDING = "import torch; torch.save({'logical_count': torch.randint(1, 99, (64, 4, 32))}, 'recording.pt')"
+_RECORDING = """
+import numpy as np
+np.savez("recording.npz", logical_count=np.random.default_rng(0).integers(1, 99, (64, 4, 32)))
+"""
 
 
 def blocks(page: str, kind: str) -> list[str]:

@@ -24,6 +24,10 @@ folder.mkdir()
 (folder / "meta_info.json").write_text(json.dumps(dict(num_experts=4, num_experts_per_token=2)))
 save_file({"1_0": np.arange(4)}, folder / "rank0.safetensors")
 """
+_TORCH_FILE = """
+import numpy as np, torch
+torch.save(dict(heat=torch.from_numpy(np.load("{folder}/heat.npz")["heat"])), "{folder}/heat.pt")
+"""
 _LEASE = """
 import json, threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -61,6 +65,7 @@ EXTRAS: dict[str, list[str]] = {
         "eplb trace info {folder}/heat.parquet",
     ],
     "safetensors": [_STATISTICS, "eplb trace info {folder}/statistics"],
+    "torch": [_TORCH_FILE, "eplb trace info {folder}/heat.pt"],
     "ray": [
         "eplb sweep {folder}/heat.npz --ranks 4 --redundant 0 --window 16 --interval 16 --policy none --ray local"
     ],
@@ -86,7 +91,7 @@ def check_extra(extra: str, base: Path, scratch: Path, wheels: dict[str, Path]) 
     run([str(base / "bin/python"), "-m", "venv", "--without-pip", str(folder)])
     (site,) = folder.glob("lib/python*/site-packages")
     shared = [next(base.glob("lib/python*/site-packages"))]
-    if extra in _LAB:
+    if extra in _LAB or extra == "torch":
         shared.append(Path(sysconfig.get_paths()["purelib"]))
     (site / "base.pth").write_text("".join(f"{path}\n" for path in shared))
     needs = requirements(extra)

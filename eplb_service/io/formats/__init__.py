@@ -1,1 +1,1 @@
-"""Files of other programs: engines' recorders, benchmarks, responses, tables; each read as heat."""
+"""Readers for the files of other programs: engines' recorders, router traces, responses and tables."""

@@ -1,25 +1,26 @@
-"""Experts that each token chose: Megatron's router traces, and responses of engines that return them.
+"""Readers for the experts that each token chose: Megatron's router traces, and the responses of engines.
 
-Megatron writes JSON Lines, a file per rank. A record is one layer of one step on one rank, ``top_indices`` of the shape
-``[tokens, choices]``. In training a step has one for each microbatch. The ranks' counts are summed; the layers of
-multi-token prediction (``block`` is ``mtp``) are not the model's, and are left out.
+Megatron writes JSON Lines, one file per rank, if ``--moe-routing-trace-path`` is set. A record is one layer of one step
+on one rank, with ``top_indices`` of the shape ``[tokens, choices]``. In training, there is one record per microbatch.
+The reader sums the ranks. It skips the layers of multi-token prediction (``block`` is ``mtp``), which are not part of
+the model.
 
-vLLM (``--enable-return-routed-experts``) puts the experts into each choice of a response as an ``.npy`` in base64,
-SGLang (``return_routed_experts``) into ``meta_info`` or ``sglext`` as int32 in base64 without a shape; lists of numbers
-are read as well. A row is a token that was fed to the model: those of the prompt, then those that were generated but
-for the last. Only generated tokens become steps, since these are made as decoding makes them.
+vLLM (``--enable-return-routed-experts``) adds the experts to each choice of a response, as an ``.npy`` in base64.
+SGLang (``return_routed_experts``) adds them to ``meta_info`` or ``sglext``, as int32 in base64 without a shape. Lists
+of numbers are accepted as well. Each row is a token that was fed to the model: the tokens of the prompt, and the
+generated tokens except the last. Only the generated tokens become steps, because the steps model decoding.
 
 References
 ----------
-``megatron/core/transformer/moe/router_trace.py``, written where ``--moe-routing-trace-path`` is set;
-https://docs.vllm.ai/en/latest/training/routed_experts/; ``sglang/srt/state_capturer/routed_experts.py``.
+``megatron/core/transformer/moe/router_trace.py``; https://docs.vllm.ai/en/latest/training/routed_experts/;
+``sglang/srt/state_capturer/routed_experts.py``.
 """
 
 from __future__ import annotations
 
 import base64
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,124 +36,150 @@ from eplb_service.io.containers import (
     read_json,
     read_npy_bytes,
     records_of,
-    refusing,
+    reporting_damage,
     whole_number,
 )
 from eplb_service.io.named_arrays import ReadAs
 from eplb_service.io.routes import moe_layers, trace_of_routes
-from eplb_service.io.trace import ArrayTrace, TraceFacts, numbered
+from eplb_service.io.trace import ArrayTrace, Int64, TraceFacts, numbered
 
 RANK_FILE = r"router_trace_rank(?P<rank>\d+)\.jsonl"
-"""Name of a file that holds the share of one of Megatron's ranks."""
+"""Pattern for the name of Megatron's file with the tokens of one rank."""
 _RANK_FILE = "router_trace_rank%d.jsonl"
 _MAX_EXPERTS = 1 << 20
 _FIELD = "routed_experts"
 _EXTENSIONS = ("meta_info", "sglext")
+"""Fields of SGLang's responses that may contain the experts."""
 
 
 def _is_megatron_record(content: Mapping[str, Any]) -> bool:
-    """Return whether it is a record of a router trace."""
+    """Return True if a record is part of Megatron's router trace."""
     return "top_indices" in content and "layer" in content and "step" in content
 
 
 def _is_megatron_folder(folder: Path) -> bool:
-    """Return whether a folder holds the ranks' files of a router trace."""
+    """Return True if a folder holds the files of Megatron's router trace."""
     return any(folder.glob("router_trace_rank*.jsonl"))
 
 
 def _trace_of_megatron_folder(folder: Path, read_as: ReadAs) -> ArrayTrace:
-    """The trace of all ranks; raises ``HeatError`` (without the folder) where one's file is missing or damaged."""
+    """Return the trace of all ranks. Raises ``HeatError`` if the file of a rank is missing or damaged."""
 
     def records() -> Iterator[Record]:
         for file in files_of_ranks(folder, _RANK_FILE).values():
-            for place, content in records_of(read_json(file)):
-                yield f"{file.name}, {place}", content
+            for location, content in records_of(read_json(file)):
+                yield f"{file.name}, {location}", content
 
     return _trace_of_megatron_records(records(), read_as)
 
 
 def _trace_of_megatron_records(records: Iterable[Record], read_as: ReadAs) -> ArrayTrace:
-    """The trace in such records; a step that lacks a layer of some rank is left out, which the origin says.
+    """Return the trace in Megatron's records.
 
-    E is the largest expert that was chosen, plus one, unless ``read_as`` says it. Raises ``HeatError`` where there is
-    no whole step.
+    Steps are left out if a rank did not record every layer, and the trace's origin states their number. Unless the
+    user states the number of experts, it is the largest expert that was chosen, plus one. Raises ``HeatError`` if no
+    step is complete, or a record is invalid.
     """
     read_as.refuse_unused("a router trace of Megatron", "experts")
     chosen: dict[tuple[int, int], list[Array]] = defaultdict(list)
     reporters: dict[int, set[tuple[int, int]]] = defaultdict(set)
-    predicted = False
-    for place, content in records:
+    has_prediction = False
+    for location, content in records:
         if content.get("block") == "mtp":
-            predicted = True
+            has_prediction = True
             continue
-        step, layer, rank = (whole_number(content, name, place) for name in ("step", "layer", "rank"))
-        chosen_KC = counts_of(
-            content.get("top_indices"), "top_indices", place, ("tokens", "choices"), most=_MAX_EXPERTS
-        )
+        step, layer, rank = (whole_number(content, name, location) for name in ("step", "layer", "rank"))
+        axes = ("tokens", "choices")
+        chosen_KC = counts_of(content.get("top_indices"), "top_indices", location, axes, maximum=_MAX_EXPERTS)
         chosen[step, layer].append(chosen_KC.astype(np.int64))
         reporters[step].add((rank, layer))
-    everybody = set().union(*reporters.values())
-    whole = [step for step in sorted(reporters) if reporters[step] == everybody]
-    parts = [chosen_KC for parts in chosen.values() for chosen_KC in parts if chosen_KC.size]
-    if not whole or not parts:
-        raise HeatError("holds no step that all layers of all ranks have recorded")
-    found = 1 + max(int(chosen_KC.max()) for chosen_KC in parts)
-    experts = read_as.experts or found
-    if found > experts:
-        raise HeatError(f"names expert {found - 1}; there are {experts}")
-    layers, ranks = sorted({layer for _, layer in everybody}), len({rank for rank, _ in everybody})
-    check_fits_memory(8 * len(whole) * len(layers) * experts)
-    heat_TLE = np.zeros((len(whole), len(layers), experts), dtype=np.int64)
-    for at, row in np.ndindex(*heat_TLE.shape[:2]):
-        ids = np.concatenate([chosen_KC.ravel() for chosen_KC in chosen[whole[at], layers[row]]])
-        heat_TLE[at, row] = np.bincount(ids, minlength=experts)
-    left_out = len(reporters) - len(whole)
+    all_reporters = set().union(*reporters.values())
+    steps = [step for step in sorted(reporters) if reporters[step] == all_reporters]
+    choices = [chosen_KC for arrays in chosen.values() for chosen_KC in arrays if chosen_KC.size]
+    if not steps or not choices:
+        raise HeatError("holds no step that all ranks recorded in all layers")
+    chosen_experts = 1 + max(int(chosen_KC.max()) for chosen_KC in choices)
+    experts = read_as.experts or chosen_experts
+    if chosen_experts > experts:
+        raise HeatError(f"names expert {chosen_experts - 1}, but there are {experts} experts")
+    layers = sorted({layer for _, layer in all_reporters})
+    ranks = len({rank for rank, _ in all_reporters})
     origin = f"Megatron's router trace of {ranks} rank{'s' if ranks > 1 else ''}"
-    origin += f", {left_out} incomplete steps left out" if left_out else ""
-    origin += ", without multi-token prediction" if predicted else ""
-    origin += "" if read_as.experts else f", {experts} experts by the largest that was chosen"
-    tokens_T = np.array([sum(map(len, chosen[step, layers[0]])) for step in whole], dtype=np.int64)
-    facts = TraceFacts(origin, top_k=parts[0].shape[1], layer_numbers=numbered(layers))
+    incomplete = len(reporters) - len(steps)
+    origin += f", {incomplete} incomplete steps left out" if incomplete else ""
+    origin += ", without multi-token prediction" if has_prediction else ""
+    origin += "" if read_as.experts else f", {experts} experts according to the largest that was chosen"
+    facts = TraceFacts(origin, top_k=choices[0].shape[1], layer_numbers=numbered(layers))
+    tokens_T = np.array([sum(map(len, chosen[step, layers[0]])) for step in steps], dtype=np.int64)
+    heat_TLE = _heat_of_choices(chosen, steps, layers, experts)
     return ArrayTrace(heat_TLE, facts, tokens_T, states_layers=True)
 
 
+def _heat_of_choices(
+    chosen: Mapping[tuple[int, int], list[Array]], steps: Sequence[int], layers: Sequence[int], experts: int
+) -> Int64:
+    """Return the tokens by expert, int64 ``[T, L, E]``.
+
+    Parameters
+    ----------
+    chosen
+        Chosen experts of each rank and microbatch, ``[tokens, choices]``, by step and layer.
+    steps
+        Steps to count.
+    layers
+        Layers to count.
+    experts
+        Number of experts E.
+    """
+    check_fits_memory(8 * len(steps) * len(layers) * experts)
+    heat_TLE = np.zeros((len(steps), len(layers), experts), dtype=np.int64)
+    for row, step in enumerate(steps):
+        for column, layer in enumerate(layers):
+            ids = np.concatenate([chosen_KC.ravel() for chosen_KC in chosen[step, layer]])
+            heat_TLE[row, column] = np.bincount(ids, minlength=experts)
+    return heat_TLE
+
+
 def _is_response(content: Mapping[str, Any]) -> bool:
-    """Return whether a response returns experts of tokens; a list under the name alone is an array of routes."""
+    """Return True if a record is a response with the experts of tokens.
+
+    A list under this name, outside a response, is an array of routes.
+    """
     return any(True for _ in _returned(content)) and not isinstance(content.get(_FIELD), list)
 
 
 def _trace_of_responses(records: Iterable[Record], read_as: ReadAs) -> ArrayTrace:
-    """The trace of all responses, decoded side by side in their order.
+    """Return the trace of decoding all responses concurrently, in file order.
 
-    Raises ``HeatError`` naming the response that is damaged, or asking for what it leaves open.
+    Raises ``HeatError`` naming the first response that is damaged, or the option that the user must set.
     """
     read_as.refuse_unused("responses with experts of each token", "experts", "batch", "top_k", makes="routes")
     requests: list[Array] = []
     prompts = "included"
-    for place, content in records:
+    for location, content in records:
         for holder, value in _returned(content):
-            prompt, completion = (
-                _count(content, holder, f"{part}_tokens") for part in ("prompt", "completion")
-            )
+            prompt = _count(content, holder, "prompt_tokens")
+            completion = _count(content, holder, "completion_tokens")
             tokens = None if prompt is None or completion is None else prompt + completion
-            chosen_KLC = _chosen(value, place, tokens, read_as.top_k)
+            chosen_KLC = _chosen(value, location, tokens, read_as.top_k)
             generated = _generated(content, prompt, completion, len(chosen_KLC))
-            if not 0 <= generated <= len(chosen_KLC) or (
-                requests and chosen_KLC.shape[1:] != requests[0].shape[1:]
-            ):
+            same_shape = not requests or chosen_KLC.shape[1:] == requests[0].shape[1:]
+            if not same_shape or not 0 <= generated <= len(chosen_KLC):
                 raise HeatError(
-                    f"{place} has {list(chosen_KLC.shape)} rows, layers and choices: not those of the others, or fewer "
-                    "rows than the tokens that it counts"
+                    f"{location} has {list(chosen_KLC.shape)} rows, layers and choices: the layers and choices differ "
+                    "from the other responses, or it has fewer rows than tokens"
                 )
             if generated < len(chosen_KLC) or "prompt_routed_experts" in content:
                 prompts = "left out"
             requests.append(chosen_KLC[len(chosen_KLC) - generated :])
     if not sum(map(len, requests)):
-        raise HeatError("holds no generated token whose experts are known: the last one of each is never fed")
+        raise HeatError(
+            "holds no generated token with experts; the last token of a response is never fed to the model"
+        )
     chosen_KLC = np.concatenate(requests).astype(np.int64)
     moe = moe_layers(chosen_KLC)
     if not moe:
-        raise HeatError("names no experts: every layer looks like a dense one")
+        raise HeatError("holds no experts, because every layer looks like a dense one")
     _check_distinct(chosen_KLC[:, moe])
     dense = chosen_KLC.shape[1] - len(moe)
     origin = f"experts of each token in an engine's responses, prompts {prompts}"
@@ -168,53 +195,82 @@ def _trace_of_responses(records: Iterable[Record], read_as: ReadAs) -> ArrayTrac
 
 
 def _returned(content: Mapping[str, Any]) -> Iterator[tuple[Mapping[str, Any], object]]:
-    """Yield what a response returns, each with the part of the response that holds it."""
-    for part in (content, *_choices(content)):
-        for holder in (part, *(part.get(name) for name in _EXTENSIONS)):
+    """Yield the experts that a response returns, each with the mapping that contains them."""
+    for choice in (content, *_choices(content)):
+        for holder in (choice, *(choice.get(name) for name in _EXTENSIONS)):
             if isinstance(holder, Mapping) and holder.get(_FIELD) is not None:
                 yield holder, holder[_FIELD]
 
 
 def _choices(content: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return the choices of a response."""
     choices = content.get("choices")
     return [choice for choice in choices if isinstance(choice, Mapping)] if isinstance(choices, list) else []
 
 
-def _chosen(value: object, place: str, tokens: int | None, top_k: int | None) -> Array:
-    """Experts of each row ``[rows, L, C]``."""
+def _chosen(value: object, location: str, tokens: int | None, top_k: int | None) -> Array:
+    """Return the chosen experts, ``[rows, L, C]``.
+
+    Parameters
+    ----------
+    value
+        Experts as a nested list, as an ``.npy`` in base64, or as int32 in base64.
+    location
+        Location of the response, for error messages.
+    tokens
+        Tokens of the prompt and the completion, or ``None`` if unknown.
+    top_k
+        Experts per token, or ``None`` if unknown.
+    """
     if isinstance(value, str):
-        with refusing(f"{_FIELD} in base64"):
+        with reporting_damage(f"{_FIELD} in base64"):
             content = base64.b64decode(value, validate=True)
-            numpy = content.startswith(b"\x93NUMPY")
-            value = (
-                read_npy_bytes(content) if numpy else _shaped(np.frombuffer(content, "<i4"), tokens, top_k)
-            )
-    found = counts_of(value, _FIELD, place, ("tokens", "layers", "choices"), least=-1, most=_MAX_EXPERTS)
-    if top_k is not None and found.shape[2] != top_k:
-        raise HeatError(f"{place} has {found.shape[2]} choices of each token, not the {top_k} of --top-k")
-    return found
+            if content.startswith(b"\x93NUMPY"):
+                value = read_npy_bytes(content)
+            else:
+                value = _shaped(np.frombuffer(content, "<i4"), tokens, top_k)
+    axes = ("tokens", "layers", "choices")
+    chosen_KLC = counts_of(value, _FIELD, location, axes, minimum=-1, maximum=_MAX_EXPERTS)
+    if top_k is not None and chosen_KLC.shape[2] != top_k:
+        raise HeatError(f"{location} has {chosen_KLC.shape[2]} choices per token, but --top-k is {top_k}")
+    return chosen_KLC
 
 
 def _shaped(numbers: Array, tokens: int | None, top_k: int | None) -> Array:
-    """SGLang's numbers, which have no shape: rows by the tokens, choices as the user says, and the rest are layers."""
+    """Return SGLang's numbers, which have no shape, as ``[rows, L, C]``.
+
+    There is one row per token except the last. The user states the choices, and the layers follow.
+    """
     rows = (tokens or 0) - 1
     if rows < 1 or numbers.size % rows:
         raise HeatError(
-            f"{_FIELD} has {numbers.size} numbers and no shape, for {tokens} tokens (prompt_tokens and "
-            "completion_tokens), the last of which has none; was it asked for from the sequence's start "
-            "(routed_experts_start_len 0)?"
+            f"{_FIELD} has {numbers.size} numbers without a shape, which do not fit {tokens} tokens (prompt_tokens and "
+            "completion_tokens), the last of them without experts; request the experts from the start of the sequence "
+            "(routed_experts_start_len 0)"
         )
-    each = numbers.size // rows
-    if top_k is None or each % top_k:
+    row_size = numbers.size // rows
+    if top_k is None or row_size % top_k:
         raise HeatError(
-            f"{_FIELD} has {each} numbers a token without a shape: say how many experts a token chooses "
-            f"in each layer with --top-k, of which {each} is a multiple"
+            f"{_FIELD} has {row_size} numbers per token without a shape: state the experts that a token chooses in "
+            f"each layer with --top-k, which must divide {row_size}"
         )
-    return numbers.reshape(rows, each // top_k, top_k)
+    return numbers.reshape(rows, row_size // top_k, top_k)
 
 
 def _generated(content: Mapping[str, Any], prompt: int | None, completion: int | None, rows: int) -> int:
-    """Count the last rows that are of generated tokens; all, where the response does not say it."""
+    """Return the number of rows for generated tokens, which are the last rows.
+
+    Parameters
+    ----------
+    content
+        Response.
+    prompt
+        Tokens of the prompt, or ``None`` if unknown.
+    completion
+        Tokens of the completion, or ``None`` if unknown.
+    rows
+        Number of rows. The result is all of them if the response has no token counts.
+    """
     if "prompt_routed_experts" in content:
         return rows
     if completion is not None and len(_choices(content)) < 2:
@@ -223,22 +279,34 @@ def _generated(content: Mapping[str, Any], prompt: int | None, completion: int |
 
 
 def _count(content: Mapping[str, Any], holder: Mapping[str, Any], name: str) -> int | None:
-    for part in (holder, content.get("meta_info"), content.get("usage")):
-        if isinstance(part, Mapping) and isinstance(part.get(name), int):
-            return whole_number(part, name, "the response")
+    """Return a token count of a response, or ``None`` if it has none.
+
+    Parameters
+    ----------
+    content
+        Response.
+    holder
+        Mapping that contains the experts, searched first.
+    name
+        Name of the count.
+    """
+    for mapping in (holder, content.get("meta_info"), content.get("usage")):
+        if isinstance(mapping, Mapping) and isinstance(mapping.get(name), int):
+            return whole_number(mapping, name, "the response")
     return None
 
 
 def _check_distinct(chosen_KLC: Array) -> None:
-    """Raise ``HeatError`` where a token chooses an expert twice: then the numbers are not what they are taken for."""
+    """Raise ``HeatError`` if a token chooses an expert twice, which shows that the shape is wrong."""
     ordered_KLC = np.sort(chosen_KLC, axis=2)
     if ((ordered_KLC[..., 1:] == ordered_KLC[..., :-1]) & (ordered_KLC[..., 1:] >= 0)).any():
         raise HeatError(
-            f"a token chooses an expert twice: are there really {chosen_KLC.shape[2]} choices in each layer?"
+            f"a token chooses an expert twice, so {chosen_KLC.shape[2]} choices per layer is probably wrong; "
+            "check --top-k"
         )
 
 
 RECORDS = (_is_megatron_record, _trace_of_megatron_records)
 RESPONSES = (_is_response, _trace_of_responses)
 FOLDER = (_is_megatron_folder, _trace_of_megatron_folder)
-"""Recognisers and readers of each form."""
+"""Functions that recognise and read each kind of file."""

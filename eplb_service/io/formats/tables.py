@@ -1,4 +1,4 @@
-"""Tables of heat: CSV of weights, or CSV or parquet with one row per count. Only parquet needs pyarrow."""
+"""Tables of heat: CSV or parquet with one row per count, or CSV of weights. Only parquet needs pyarrow."""
 
 from __future__ import annotations
 
@@ -19,20 +19,24 @@ from eplb_service.io.trace import ArrayTrace, TraceFacts, numbered
 
 PARQUET = ".parquet"
 SUFFIXES = (".csv", PARQUET)
+"""Suffixes of the tables that can be written."""
 COLUMNS = ("step", "layer", "expert", "tokens")
-"""Columns of a table with one row per count; what no row names is 0."""
+"""Columns of a table with one row per count. Counts without a row are 0."""
 PARQUET_MAGIC = b"PAR1"
 _ROW_BYTES = 96
-"""Memory of a row while it is read: its columns, as numbers of 64 bits, and side by side."""
+"""Memory of one row while it is read, which holds the columns separately and then combined, at 64 bits each."""
 _HEADER_BYTES = 1 << 16
+_NOT_CSV = "is neither a CSV of plain numbers nor a file of another known format"
+_NO_ROWS = "has a header but no rows"
 _EXPERT_COLUMN = re.compile(r"(?:expert|e)?[ _-]?(\d{1,6})", re.IGNORECASE)
 
 
 def read_table_trace(path: Path, read_as: ReadAs) -> ArrayTrace:
-    """The trace of a ``.csv`` or ``.parquet`` with the columns step, layer, expert and tokens, a row for each count.
+    """Return the trace in a ``.csv`` or ``.parquet`` file.
 
-    A ``.csv`` without a header, or with one like ``expert_0,expert_1``, is a table of weights: a row per layer and a
-    column per expert. Raises ``HeatError`` (without the path).
+    A table with the columns step, layer, expert and tokens has one row per count. A ``.csv`` without a header, or with
+    a header such as ``expert_0,expert_1``, is a table of weights, with one row per layer and one column per expert.
+    Raises ``HeatError``; the message does not name the path.
     """
     packed = path.stat().st_size
     check_fits_memory(packed)
@@ -49,15 +53,15 @@ def read_table_trace(path: Path, read_as: ReadAs) -> ArrayTrace:
         rows = rows[:, _expert_columns(header)]
     elif rows.shape[1] == len(COLUMNS) and len(rows) > 1 and read_as.meaning is None:
         raise HeatError(
-            f"has {len(COLUMNS)} columns and no header: put {','.join(COLUMNS)} above them if its rows are counts, or "
-            "say --as weights if its rows are layers"
+            f"has {len(COLUMNS)} columns and no header: add the header {','.join(COLUMNS)} if its rows are counts, or "
+            "use --as weights if its rows are layers"
         )
     return trace_of_arrays({"": rows}, "CSV", read_as)
 
 
 def require_parquet() -> None:
-    """Raise ``HeatError`` (without a path) if pyarrow is missing."""
-    require("pyarrow", "parquet", "tables")
+    """Raise ``HeatError`` if pyarrow is missing. The message does not name the path."""
+    require("pyarrow", "a parquet file", "tables")
 
 
 def _parquet_rows(path: Path, packed: int) -> Float64:
@@ -66,35 +70,38 @@ def _parquet_rows(path: Path, packed: int) -> Float64:
     from pyarrow import ArrowException, parquet
 
     try:
-        found = parquet.ParquetFile(path)
-        check_fits_memory(_ROW_BYTES * found.metadata.num_rows, packed)
-        _check_numbers(found.schema_arrow)
-        table = found.read(columns=list(COLUMNS))
+        file = parquet.ParquetFile(path)
+        check_fits_memory(_ROW_BYTES * file.metadata.num_rows, packed)
+        _check_numbers(file.schema_arrow)
+        table = file.read(columns=list(COLUMNS))
         return np.stack([table.column(name).cast("float64").to_numpy() for name in COLUMNS], axis=1)
     except (ArrowException, OSError, KeyError, ValueError) as error:
         if isinstance(error, HeatError):
             raise
-        raise HeatError(f"is no parquet of {', '.join(COLUMNS)} ({one_line(error)})") from error
+        raise HeatError(
+            f"is not parquet with the columns {', '.join(COLUMNS)} ({one_line(error)})"
+        ) from error
 
 
 def _check_numbers(schema: Any) -> None:
-    """Raise ``HeatError`` where a column holds no plain numbers: one long text may be that of many rows."""
+    """Raise ``HeatError`` if a column does not hold numbers. One long text can fill many rows of a small file."""
     from pyarrow import types
 
     for field in schema:
         if field.name in COLUMNS and not (types.is_integer(field.type) or types.is_floating(field.type)):
-            raise HeatError(f"has the column {field.name} of {field.type}; expected numbers")
+            raise HeatError(f"has the column {field.name} of type {field.type}; expected numbers")
 
 
 def _csv_header(head: bytes) -> list[str]:
-    """Return the column names of a CSV; none if its first line holds numbers. Raises ``HeatError`` if it is no text."""
+    """Return the column names of a CSV, or an empty list if its first line has only numbers.
+
+    Raises ``HeatError`` if the file is not text.
+    """
     line, _, _ = head.partition(b"\n")
     try:
         first = next(csv.reader([line.decode("utf-8-sig").strip("\r")]), [])
     except (UnicodeDecodeError, csv.Error) as error:
-        raise HeatError(
-            f"is no CSV of plain numbers, nor of another known format ({one_line(error)})"
-        ) from error
+        raise HeatError(f"{_NOT_CSV} ({one_line(error)})") from error
     names = [name.strip() for name in first]
     return [] if names and all(map(_is_number, names)) else names
 
@@ -111,99 +118,130 @@ def _csv_rows(path: Path, header: list[str]) -> Float64:
     """Read the numbers below the header, float64 ``[rows, columns]``."""
     try:
         with path.open(encoding="utf-8-sig") as file, warnings.catch_warnings():
-            # A table without rows is refused below.
+            # A table without rows is rejected below.
             warnings.simplefilter("ignore", UserWarning)
             if header:
                 next(file)
             rows: Float64 = np.loadtxt(file, delimiter=",", quotechar='"', comments=None, ndmin=2)
     except ValueError as error:
         if set(COLUMNS) <= set(header):
-            raise HeatError(f"is no CSV of plain numbers ({one_line(error)})") from error
-        found = f"its first line is {','.join(header)[:60]!r}; " if header else ""
-        raise HeatError(
-            f"is no CSV of plain numbers, nor of another known format ({found}{one_line(error)[:100]})"
-        ) from error
+            raise HeatError(f"is not a CSV of plain numbers ({one_line(error)})") from error
+        first_line = f"its first line is {','.join(header)[:60]!r}; " if header else ""
+        raise HeatError(f"{_NOT_CSV} ({first_line}{one_line(error)[:100]})") from error
     if not rows.size:
-        raise HeatError(_about_no_rows(header))
+        raise HeatError(_message_for_no_rows(header))
     if header and rows.shape[1] != len(header):
-        raise HeatError(f"has {len(header)} names in its header and {rows.shape[1]} columns")
+        raise HeatError(f"has {len(header)} names in its header, but {rows.shape[1]} columns")
     return rows
 
 
-def _about_no_rows(header: list[str]) -> str:
+def _message_for_no_rows(header: list[str]) -> str:
+    """Return the error message for a file without numbers."""
     if not header:
         return "is empty"
-    known = set(COLUMNS) <= set(header) or all(map(_EXPERT_COLUMN.fullmatch, header))
-    return (
-        "holds a header and no rows" if known else "is no CSV of plain numbers, nor of another known format"
-    )
+    is_table = set(COLUMNS) <= set(header) or all(map(_EXPERT_COLUMN.fullmatch, header))
+    return _NO_ROWS if is_table else _NOT_CSV
 
 
 def _expert_columns(header: list[str]) -> list[int]:
-    """Return the columns of experts 0, 1, ... by their names; raises ``HeatError`` if the names do not number them."""
+    """Return the columns of experts 0, 1, ... Raises ``HeatError`` if the names do not number all experts."""
     matches = [_EXPERT_COLUMN.fullmatch(name) for name in header]
     column_of = {int(match[1]): column for column, match in enumerate(matches) if match}
     if not all(matches) or sorted(column_of) != list(range(len(header))):
         raise HeatError(
-            f"has the header {','.join(header)[:80]!r}; expected {','.join(COLUMNS)} for a row per count, or "
-            "expert_0,expert_1,... for a row of weights per layer"
+            f"has the header {','.join(header)[:80]!r}; expected {','.join(COLUMNS)} for one row per count, or "
+            "expert_0,expert_1,... for one row of weights per layer"
         )
     return [column_of[expert] for expert in range(len(header))]
 
 
 def _trace_of_rows(rows: Float64, origin: str, packed: int, read_as: ReadAs) -> ArrayTrace:
-    """The trace in rows of ``COLUMNS``, ``[rows, 4]``, of a file of so many bytes.
+    """Return the trace in a table with one row per count.
 
-    Layers that no row names are not part of it. Experts that none names are, up to the number that ``read_as`` states.
-    Raises ``HeatError`` naming the first row that is no count.
+    The trace has only the layers that occur in the table, and all experts up to the largest that occurs or, if the user
+    states it, the number of experts.
+
+    Parameters
+    ----------
+    rows
+        Numbers in ``COLUMNS``, ``[rows, 4]``.
+    origin
+        Format of the file.
+    packed
+        Size of the file in bytes.
+    read_as
+        Facts that the user states.
+
+    Raises
+    ------
+    HeatError
+        If a row is not a count. The message names the first such row.
     """
     read_as.refuse_unused("a table of counts", "experts")
     if not len(rows):
-        raise HeatError("holds a header and no rows")
-    bad = ~(rows[:, :3] < 2**31).all(axis=1) | (rows[:, :3] % 1 != 0).any(axis=1) | ~(rows >= 0).all(axis=1)
-    bad |= ~np.isfinite(rows[:, 3])
-    if bad.any():
-        row = int(np.argmax(bad))
-        raise HeatError(f"row {row + 1} holds {rows[row].tolist()}; expected {', '.join(COLUMNS)} from 0 on")
+        raise HeatError(_NO_ROWS)
+    invalid = (
+        ~(rows[:, :3] < 2**31).all(axis=1) | (rows[:, :3] % 1 != 0).any(axis=1) | ~(rows >= 0).all(axis=1)
+    )
+    invalid |= ~np.isfinite(rows[:, 3])
+    if invalid.any():
+        row = int(np.argmax(invalid))
+        raise HeatError(
+            f"row {row + 1} holds {rows[row].tolist()}; expected {', '.join(COLUMNS)} as numbers of at least 0"
+        )
     step_K, layer_K, expert_K = rows[:, :3].astype(np.int64).T
     step_K -= step_K.min()
     layers, row_K = np.unique(layer_K, return_inverse=True)
-    named = int(expert_K.max()) + 1
+    experts = int(expert_K.max()) + 1
     if read_as.experts is None:
-        origin += f", {named} experts by the largest that is named"
-    elif named > read_as.experts:
-        raise HeatError(f"names expert {named - 1}, and --experts says that there are {read_as.experts}")
-    shape = (int(step_K.max()) + 1, len(layers), read_as.experts or named)
+        origin += f", {experts} experts according to the largest in the table"
+    elif experts > read_as.experts:
+        raise HeatError(f"names expert {experts - 1}, but --experts is {read_as.experts}")
+    shape = (int(step_K.max()) + 1, len(layers), read_as.experts or experts)
     check_fits_memory(shape[0] * shape[1] * shape[2] * 8, packed)
     heat_TLE = np.zeros(shape)
     np.add.at(heat_TLE, (step_K, row_K, expert_K), rows[:, 3])
-    whole = (heat_TLE == np.floor(heat_TLE)).all()
+    is_whole = (heat_TLE == np.floor(heat_TLE)).all()
     facts = TraceFacts(origin=origin, layer_numbers=numbered(layers.tolist()))
-    return ArrayTrace(heat_TLE.astype(np.int64) if whole else heat_TLE, facts)
+    return ArrayTrace(heat_TLE.astype(np.int64) if is_whole else heat_TLE, facts)
 
 
-def write_table(path: Path, parts: Iterable[Counts], steps: int, layer_numbers: Sequence[int]) -> None:
-    """Write heat as a table with one row per count, ``.csv`` or ``.parquet``.
+def write_table(path: Path, heat_batches: Iterable[Counts], steps: int, layer_numbers: Sequence[int]) -> None:
+    """Write heat as a ``.csv`` or ``.parquet`` table with one row per count.
 
-    ``parts`` are stretches of the trace's ``steps``, one after the other, and ``layer_numbers`` the model's own numbers
-    of its layers. Counts of 0 have no row, except the first and the last of each layer: by them the shape can be read
-    back. Raises ``OSError`` where the disk refuses.
+    Counts of 0 have no row. The exceptions are each layer's first and last count, so that the shape can be read back.
+
+    Parameters
+    ----------
+    path
+        File to write.
+    heat_batches
+        Heat of consecutive ranges of steps.
+    steps
+        Total number of steps.
+    layer_numbers
+        The model's own number of each layer.
+
+    Raises
+    ------
+    OSError
+        If the file cannot be written.
     """
     numbers = np.asarray(layer_numbers)
-    make = _ParquetWriter if path.suffix == PARQUET else _CsvWriter
+    writer_type = _ParquetWriter if path.suffix == PARQUET else _CsvWriter
     first = 0
-    with make(path) as writer:
-        for heat_TLE in parts:
-            named_TLE = heat_TLE != 0
-            named_TLE[0, :, 0] |= first == 0
-            named_TLE[-1, :, -1] |= first + len(heat_TLE) == steps
-            step_K, row_K, expert_K = np.nonzero(named_TLE)
-            writer.write([step_K + first, numbers[row_K], expert_K, heat_TLE[named_TLE]])
+    with writer_type(path) as writer:
+        for heat_TLE in heat_batches:
+            written_TLE = heat_TLE != 0
+            written_TLE[0, :, 0] |= first == 0
+            written_TLE[-1, :, -1] |= first + len(heat_TLE) == steps
+            step_K, row_K, expert_K = np.nonzero(written_TLE)
+            writer.write([step_K + first, numbers[row_K], expert_K, heat_TLE[written_TLE]])
             first += len(heat_TLE)
 
 
 class _CsvWriter:
-    """Writes columns of equal length, batch after batch, as lines of text."""
+    """Writer of batches of rows as lines of text."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("w", encoding="ascii", newline="\n")
@@ -216,13 +254,13 @@ class _CsvWriter:
         self._file.close()
 
     def write(self, columns: list[Any]) -> None:
-        """Append one row for each entry of the columns; numbers read back as they were."""
+        """Append one row per entry of the columns. Numbers are written such that they read back exactly."""
         texts = [map(repr, column.tolist()) for column in columns]
         self._file.writelines(f"{','.join(row)}\n" for row in zip(*texts, strict=True))
 
 
 class _ParquetWriter:
-    """Writes columns of equal length, batch after batch, as row groups."""
+    """Writer of batches of rows as row groups of a parquet file."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -236,7 +274,7 @@ class _ParquetWriter:
             self._writer.close()
 
     def write(self, columns: list[Any]) -> None:
-        """Append one row for each entry of the columns."""
+        """Append one row per entry of the columns."""
         import pyarrow as pa
         from pyarrow import parquet
 

@@ -62,7 +62,7 @@ def test_vllm_s_load_without_a_map_is_asked_for_it(tmp_path: Path) -> None:
     load_LP = np.arange(12).reshape(2, 6)
     path = write_lines(tmp_path / "load.jsonl", [META, stats(1, load_LP, None)])
     with pytest.raises(
-        HeatError, match=r"line 2 counts tokens by slot without a p2l_map; give .* with --map"
+        HeatError, match=r"line 2 counts tokens by slot without a p2l_map; pass .* with --map"
     ):
         open_trace(path)
     heat = read_heat(path, ReadAs(phy2log=PHY2LOG_LP))
@@ -84,14 +84,17 @@ def test_vllm_s_load_of_one_record_and_of_idle_steps(tmp_path: Path) -> None:
     ("records", "message"),
     [
         ([META, META], "holds no eplb_load_stats with tokens"),
-        ([META, stats(1, np.ones((2, 5), int))], r"line 2 has \[2, 5\] layers and slots, .* its map another"),
-        ([META, stats(1, np.ones(6))], r"line 2 holds float64 \[6\] as expert_load; expected whole"),
+        ([META, stats(1, np.ones((2, 5), int))], r"line 2 has \[2, 5\] layers and slots, unlike its map"),
+        ([META, stats(1, np.ones(6))], r"line 2 holds float64 \[6\] as expert_load; expected integers"),
         (
             [stats(1, np.ones((2, 6), int)), stats(2, np.ones((1, 6), int), PHY2LOG_LP[:1])],
-            r"line 2 has \[1, 6\] layers and slots, others",
+            r"line 2 has \[1, 6\] layers and slots, unlike its map or an earlier record",
         ),
         ([META, stats(1, np.ones((2, 6), int), -PHY2LOG_LP)], "the map names the experts -3 to 0"),
-        ([{"record_type": "other"}, {}], "line 1 is no record that is known; found record_type"),
+        (
+            [{"record_type": "other"}, {}],
+            "line 1 is not a record of a known kind; its fields are record_type",
+        ),
     ],
 )
 def test_vllm_s_load_that_is_refused(tmp_path: Path, records: list[dict[str, Any]], message: str) -> None:
@@ -103,7 +106,7 @@ def test_a_line_that_was_cut_off_is_named(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "load.jsonl", [META, stats(1, np.ones((2, 6), dtype=int))])
     with path.open("a") as file:
         file.write('{"record_type": "eplb_load_st')
-    with pytest.raises(HeatError, match=r"line 3 is not JSON .*is it cut off"):
+    with pytest.raises(HeatError, match=r"line 3 is not JSON .*if its writer was stopped"):
         open_trace(path)
 
 
@@ -160,11 +163,11 @@ def test_megatron_s_ranks_and_microbatches_are_summed(
 def test_one_of_megatron_s_ranks_is_not_the_run(tmp_path: Path) -> None:
     megatron_folder(tmp_path / "trace", 0)
     alone = tmp_path / "trace" / "router_trace_rank0.jsonl"
-    with pytest.raises(HeatError, match="is the share of rank 0 alone"):
+    with pytest.raises(HeatError, match="has only the tokens of rank 0"):
         open_trace(alone)
     alone.rename(tmp_path / "elsewhere.jsonl")
     assert open_trace(tmp_path / "elsewhere.jsonl").steps == 3
-    with pytest.raises(HeatError, match=r"lacks router_trace_rank0.jsonl"):
+    with pytest.raises(HeatError, match=r"has no router_trace_rank0.jsonl"):
         open_trace(tmp_path / "trace")
 
 
@@ -174,7 +177,7 @@ def test_a_step_that_lacks_a_layer_is_left_out(tmp_path: Path) -> None:
     trace = open_trace(write_lines(tmp_path / "a.jsonl", records[:-1]))
     assert trace.steps == 2
     assert "1 incomplete steps left out" in trace.facts.origin
-    with pytest.raises(HeatError, match="names expert 3; there are 3"):
+    with pytest.raises(HeatError, match="names expert 3, but there are 3"):
         open_trace(tmp_path / "a.jsonl", ReadAs(experts=3))
     write_lines(tmp_path / "a.jsonl", [routed(0, 0, 0, chosen_KC), routed(0, 0, 0, chosen_KC - 1)])
     with pytest.raises(HeatError, match="line 2 holds top_indices from -1"):
@@ -232,18 +235,18 @@ def test_responses_are_decoded_side_by_side_without_their_prompts(tmp_path: Path
 
 def test_sglang_s_numbers_have_no_shape_and_are_asked_for_it(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "r.jsonl", [sglang_response(routes_of(0, 9), 5)] * 2)
-    with pytest.raises(HeatError, match=r"routed_experts has 12 numbers a token .* with --top-k"):
+    with pytest.raises(HeatError, match=r"routed_experts has 12 numbers per token .* with --top-k"):
         open_trace(path, ReadAs(batch=2))
-    with pytest.raises(HeatError, match="with --top-k, of which 12 is a multiple"):
+    with pytest.raises(HeatError, match="with --top-k, which must divide 12"):
         open_trace(path, ReadAs(batch=2, top_k=5))
-    with pytest.raises(HeatError, match="twice: are there really 12 choices"):
+    with pytest.raises(HeatError, match="twice, so 12 choices per layer is probably wrong"):
         open_trace(path, ReadAs(batch=2, top_k=12))
     response = sglang_response(routes_of(0, 9), 5)
     response["meta_info"]["prompt_tokens"] = 7
-    with pytest.raises(HeatError, match="was it asked for from the sequence's start"):
+    with pytest.raises(HeatError, match="request the experts from the start of the sequence"):
         open_trace(write_lines(path, [response] * 2), ReadAs(batch=2, top_k=4))
     del response["meta_info"]["prompt_tokens"]
-    with pytest.raises(HeatError, match="for None tokens"):
+    with pytest.raises(HeatError, match="do not fit None tokens"):
         open_trace(write_lines(path, [response] * 2), ReadAs(batch=2, top_k=4))
 
 
@@ -264,13 +267,13 @@ def test_rows_of_dense_layers_are_left_out_and_missing_choices_count_nowhere(tmp
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        ("not base64!", "no routed_experts in base64"),
+        ("not base64!", "not a valid routed_experts in base64"),
         (
             npy(np.ones(3)),
-            r"holds float64 \[3\] as routed_experts; expected whole numbers \[tokens, layers, choices\]",
+            r"holds float64 \[3\] as routed_experts; expected integers \[tokens, layers, choices\]",
         ),
-        (base64.b64encode(b"\x93NUMPY\x01\x00").decode(), "is truncated or damaged"),
-        (npy(routes_of(0, 9))[:80], "claims more numbers than are there|is truncated or damaged"),
+        (base64.b64encode(b"\x93NUMPY\x01\x00").decode(), "is truncated, damaged"),
+        (npy(routes_of(0, 9))[:80], "which is larger than the file|is truncated, damaged"),
         ([[1, 2], [3]], "holds no numbers"),
         (npy(np.zeros((4, 2, 2), dtype=np.uint8)), "every layer looks like a dense one"),
     ],
@@ -288,5 +291,5 @@ def test_responses_without_generated_tokens(tmp_path: Path) -> None:
         open_trace(path)
     response = vllm_response(routes_of(0, 5), 5)
     response["usage"]["completion_tokens"] = 9
-    with pytest.raises(HeatError, match="fewer rows than the tokens"):
+    with pytest.raises(HeatError, match="fewer rows than tokens"):
         open_trace(write_lines(path, [response] * 2))

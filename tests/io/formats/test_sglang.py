@@ -41,7 +41,7 @@ def test_one_ranks_file_is_not_taken_for_the_run(tmp_path):
     run_of(tmp_path / "run")
     one = next((tmp_path / "run").glob("*_1.pt"))
     with pytest.raises(
-        HeatError, match=r"is the share of rank 1 alone, and .*_0\.pt is beside it: open the folder"
+        HeatError, match=r"has only the tokens of rank 1, and .*_0\.pt is in the same folder: open the folder"
     ):
         open_trace(one)
     alone = open_trace(one.rename(tmp_path / one.name))
@@ -64,7 +64,7 @@ def test_passes_without_tokens_and_dense_layers_are_left_out(tmp_path):
 def test_a_ring_buffer_in_which_nothing_was_counted_is_refused(tmp_path):
     buffer = {"rank": 0, "logical_count": torch.zeros(4, 5, EXPERTS, dtype=torch.int32)}
     torch.save(buffer, tmp_path / "idle.pt")
-    with pytest.raises(HeatError, match="holds no forward pass: all of its counts are zero"):
+    with pytest.raises(HeatError, match="holds no forward pass, because all counts are zero"):
         open_trace(tmp_path / "idle.pt")
 
 
@@ -72,7 +72,7 @@ def test_passes_that_not_all_ranks_recorded_are_left_out(tmp_path):
     run_of(tmp_path / "run", first=int)
     trace = open_trace(tmp_path / "run")
     assert np.array_equal(trace.heat(0, trace.steps), by_expert(COUNTS_RTLP.sum(axis=0)[2:]))
-    assert "2 passes not recorded by all left out" in trace.facts.origin
+    assert "2 passes not recorded by all ranks left out" in trace.facts.origin
 
 
 def test_per_token_records_are_counted_and_have_phases_and_tokens(tmp_path):
@@ -109,12 +109,12 @@ def spoil(folder, number_of_file, **change):
 BAD = {
     "another run's map": (
         lambda folder: dumped(folder, 2, [record(2, 0)], PHY2LOG_LP[::-1].copy()),
-        r"_2.pt: has another last_physical_to_logical_map than the others; these are not dumps of one run",
+        r"_2.pt: its last_physical_to_logical_map differs from the other files; these are not dumps of one run",
     ),
     "a rank twice": (lambda folder: spoil(folder, 2, rank=1), "rank 1 has recorded forward pass 100 twice"),
     "other shapes": (
         lambda folder: spoil(folder, 2, global_physical_count=torch.ones(2, 7, dtype=torch.int32)),
-        r"records have several shapes: \[2, 6\], \[2, 7\]",
+        r"the shapes of the records differ: \[2, 6\], \[2, 7\]",
     ),
     "negative counts": (
         lambda folder: spoil(folder, 2, global_physical_count=-torch.ones(2, 6, dtype=torch.int32)),
@@ -133,15 +133,15 @@ BAD = {
     "a rank that is none": (lambda folder: spoil(folder, 2, rank="two"), "has the rank 'two'"),
     "no pass in common": (
         lambda folder: dumped(folder, 2, [record(2, 0, forward_pass_id=1)]),
-        "no forward pass that all of 3 ranks have recorded",
+        "no forward pass that all 3 ranks recorded",
     ),
     "another kind of file": (
         lambda folder: torch.save({"logical_count": torch.ones(1, 2, 3)}, folder / "stat.pt"),
-        "stat.pt: holds no records of forward passes; open it by itself",
+        "stat.pt: holds no records of forward passes; open this file instead of the folder",
     ),
     "damaged": (
         lambda folder: (folder / "cut.pt").write_bytes(b"PK\x03\x04"),
-        "cut.pt: is truncated or damaged",
+        "cut.pt: is truncated, damaged",
     ),
 }
 
