@@ -116,5 +116,10 @@ class Topology:
         ----------
         ranks
             R.
+
+        Returns
+        -------
+        Topology
+            Topology with one node and one token group per rank.
         """
         return cls(np.zeros(ranks, dtype=np.int32), np.arange(ranks, dtype=np.int32))
