@@ -13,11 +13,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from eplb_core.atomic_write import check_output, write_atomically
 from eplb_core.figures import digits
@@ -29,6 +28,15 @@ MAX_MEDIAN_ERROR = 0.10
 """Median error, on held-out measurements, above which a curve does not fit and is refused."""
 MAX_P90_ERROR = 0.25
 """The same of the 90th percentile: a curve that misses every tenth time by more has the wrong form."""
+
+_NAMES_IN_FILES = {"slope_us": "slope_us_per_token", "batch_us": "batch_us_per_token"}
+_STRICT = {"extra": "forbid"}
+_IN_FILES = {
+    **_STRICT,
+    "alias_generator": lambda name: _NAMES_IN_FILES.get(name, name),
+    "str_max_length": 1000,
+}
+"""Pydantic's settings for a curve in a file. Pydantic is imported only to read or write files (``curve_schema``)."""
 
 
 class CurveError(ValueError):
@@ -47,7 +55,7 @@ class FitQuality:
         Of ``abs(fitted / measured - 1)``.
     """
 
-    __pydantic_config__ = ConfigDict(extra="forbid")
+    __pydantic_config__ = _STRICT
 
     samples: int
     held_out: int
@@ -100,16 +108,16 @@ class CostCurve:
         On a number that is no time, or numbers by which tokens cost nothing.
     """
 
-    __pydantic_config__ = ConfigDict(extra="forbid")
+    __pydantic_config__ = _IN_FILES
 
     floor_us: float
     read_us: float
     launch_us: float
-    slope_us: Annotated[float, Field(alias="slope_us_per_token")]
+    slope_us: float
     phase: str = "any"
-    source: Annotated[str, Field(max_length=1000)] = "stated"
+    source: str = "stated"
     fit: FitQuality | None = None
-    batch_us: Annotated[float, Field(alias="batch_us_per_token")] = 0.0
+    batch_us: float = 0.0
 
     def __post_init__(self) -> None:
         for name in ("floor_us", "read_us", "launch_us", "slope_us", "batch_us"):
@@ -156,19 +164,6 @@ class CostCurve:
         )
 
 
-@dataclass(frozen=True)
-class _CurveFile:
-    """Content of a file: curves of different phases."""
-
-    __pydantic_config__ = ConfigDict(extra="forbid")
-
-    format: Literal["eplb-cost-curves/1"]
-    curves: Annotated[tuple[CostCurve, ...], Field(min_length=1, max_length=3)]
-
-
-_CURVE, _FILE = TypeAdapter(CostCurve), TypeAdapter(_CurveFile)
-
-
 def read_curve(reference: str) -> CostCurve:
     """The curve that ``FILE`` or ``FILE:PHASE`` names.
 
@@ -179,10 +174,14 @@ def read_curve(reference: str) -> CostCurve:
     CurveError
         Where the file cannot be read, holds no curves, none or several for the phase, or one that does not fit.
     """
+    from pydantic import ValidationError
+
+    from eplb_core.cost.curve_schema import FILE
+
     name, _, phase = reference.rpartition(":")
     path, phase = (Path(name), phase) if name and phase in PHASES else (Path(reference), "")
     try:
-        curves = _FILE.validate_json(path.read_bytes()).curves
+        curves = FILE.validate_json(path.read_bytes()).curves
     except OSError as error:
         raise CurveError(f"{path}: the cost curve cannot be read ({error.strerror or error})") from error
     except ValidationError as error:
@@ -204,12 +203,16 @@ def read_curve(reference: str) -> CostCurve:
 
 def write_curves(path: Path, curves: Sequence[CostCurve]) -> None:
     """Write curves of different phases; raises ``OutputError``."""
+    from eplb_core.cost.curve_schema import FILE, CurveFile
+
     check_output(path, (".json",))
-    content = _CurveFile("eplb-cost-curves/1", tuple(curves))
-    write_atomically(path, _FILE.dump_json(content, by_alias=True, indent=2) + b"\n")
+    content = CurveFile("eplb-cost-curves/1", tuple(curves))
+    write_atomically(path, FILE.dump_json(content, by_alias=True, indent=2) + b"\n")
 
 
 def plain_curve(curve: CostCurve) -> dict[str, Any]:
     """A curve as files and JSON have it."""
-    plain: dict[str, Any] = _CURVE.dump_python(curve, by_alias=True)
+    from eplb_core.cost.curve_schema import CURVE
+
+    plain: dict[str, Any] = CURVE.dump_python(curve, by_alias=True)
     return plain

@@ -45,13 +45,30 @@ _DTYPES: dict[int, np.dtype[np.generic]] = {
 }
 _DIMENSIONS = re.compile(r"_[A-Z][A-Z0-9]*$")
 
+_MESSAGES: dict[type, type[Any]] = {}
+"""Message types of the dataclasses without ``MESSAGE``."""
+
 _Value = TypeVar("_Value")
+
+
+def register(kind: type, message: type[Any]) -> None:
+    """Encode values of ``kind`` as ``message``.
+
+    Dataclasses of this package name their message type as ``MESSAGE`` instead. The planner's cannot, because it does
+    not import protobuf.
+    """
+    _MESSAGES[kind] = message
+
+
+def _message_type(kind: Any) -> Any:
+    """Return the message type of a dataclass; ``None`` if it has none."""
+    return getattr(kind, "MESSAGE", None) or _MESSAGES.get(kind)
 
 
 def encode(value: Any, message: Any = None) -> Any:
     """Return the message of a value; ``message`` is an empty one of another type that takes some of its fields."""
     kind: Any = type(value)
-    message = kind.MESSAGE() if message is None else message
+    message = _message_type(kind)() if message is None else message
     message_kind: Any = type(message)
     for field in _fields(kind, message_kind):
         sent = getattr(value, field.name)
@@ -178,7 +195,7 @@ def _sent(value: Any, notes: Sequence[Any]) -> Any:
 def _reader(hint: Any, notes: Sequence[Any]) -> Check:
     """Checks of the annotations, then what the type asks for."""
     steps: list[Check] = [note for note in notes if callable(note)]
-    if hasattr(hint, "MESSAGE"):
+    if _message_type(hint) is not None:
         steps.append(lambda value, field, sizes: decode(hint, value, sizes, field))
     elif isinstance(hint, type) and issubclass(hint, enum.Enum):
         steps.append(functools.partial(_member, hint))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
@@ -10,6 +9,7 @@ from typing import Annotated, Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
+from eplb_core.heat.phase import StepPhase
 from eplb_core.wire.agent import Shape
 from eplb_core.wire.codec import Integers, axes_of, decode, unpack_as_sent
 from eplb_core.wire.fields import Check, LayerEpochs, Sizes, Step, WireError
@@ -17,22 +17,6 @@ from eplb_core.wire.generated import agent_pb2, tensor_pb2
 
 _INT32_MAX = np.iinfo(np.int32).max
 _SMALL_BYTES = 1 << 20
-
-
-class StepPhase(enum.IntEnum):
-    """Kind of a step for one rank; the numbers are the wire's."""
-
-    PREFILL = 1
-    DECODE = 2
-    DUMMY = 3
-    """The rank had no tokens of its own."""
-    MIXED = 4
-    """Some of the rank's requests prefilled and others decoded."""
-
-    @property
-    def prefills(self) -> bool:
-        """True if any request prefilled."""
-        return self in (StepPhase.PREFILL, StepPhase.MIXED)
 
 
 _PHASES = frozenset(map(int, StepPhase))

@@ -10,9 +10,10 @@ from typing import Annotated, Any, ClassVar
 from google.protobuf.message import Message
 
 from eplb_core.placement import Int32, Placement, PlacementError
+from eplb_core.planner.verdicts import LayerVerdict, MovePrice, Worth
 from eplb_core.wire import fields
 from eplb_core.wire.agent import Shape
-from eplb_core.wire.codec import decode, encode, pack, packed, placed, repeats, unpack
+from eplb_core.wire.codec import decode, encode, pack, packed, placed, register, repeats, unpack
 from eplb_core.wire.fields import WireError, check_count
 from eplb_core.wire.generated import operator_pb2, tensor_pb2
 
@@ -20,136 +21,13 @@ MAX_PENDING_STEPS = 1 << 20
 """Steps that one rank may be ahead of another."""
 MAX_WATCHED_ENTRIES = 1 << 23
 """Entries of all ranks' tables that watchers are sent; beyond, a message would be too large."""
-MOVE_PRICES = ("measured", "partly measured", "stated", "assumed")
-"""Sources of the price of moves, best first."""
-TIME_PRICES = ("measured", "fitted", "stated", "assumed")
-"""Sources of what tokens cost in time, best first."""
-VERDICTS = (HELPS, COSTS, NO_GAIN, NOT_MEASURABLE, NOT_MEASURED) = (
-    "helps",
-    "costs",
-    "no gain",
-    "not measurable",
-    "not measured",
-)
-"""Verdicts on the gain in time. The first two are measured across switches. ``not measurable``: step time does not
-follow balance as far as switches show."""
 _MIN_SHOWN, _MAX_SHOWN = -1e9, float(1 << 36)
 """Bounds on numbers that are shown, such as milliseconds, tokens per second, or seconds since 1970."""
 
 
-@dataclass(frozen=True)
-class MovePrice:
-    """Price of the last decision's moves: the part of its ratio that a layer must win to have every slot moved.
-
-    ``kind`` is one of ``MOVE_PRICES``, ``reason`` what it was computed from. The milliseconds are those of steps lost
-    for each expert that a rank receives, for each megabyte of weights, and while the model waits for a layer's switch;
-    ``None`` where not known.
-    """
-
-    MESSAGE: ClassVar[type[Any]] = operator_pb2.MovePrice
-
-    price: float
-    kind: str
-    reason: str
-    ms_per_move: float | None = None
-    ms_per_megabyte: float | None = None
-    ms_per_switch: float | None = None
-
-
-@dataclass(frozen=True)
-class Worth:
-    """Gain of balancing over the newest ``steps`` steps.
-
-    Parameters
-    ----------
-    steps
-        T, the steps that all of it is of.
-    par_left_alone, par
-        Peak-to-average ratio of these steps under the layout that the ranks came with, and as they were served.
-    verdict, reason
-        One of ``VERDICTS``, and a sentence that says why.
-    price_kind, price
-        Source of the times: ``measured`` across switches, or the source of an estimate. ``price`` describes it.
-    switches
-        Switches with measured step times before and after them.
-    timed_steps, step_ms
-        Steps of known wall time that are no wait for requests, and their mean.
-    gain_ms, gain_low_ms, gain_high_ms
-        Time per step that balancing saves, with its 99 % interval; ``None`` unless measured across switches.
-    gain_percent, ranks_worth
-        The measured gain as a part of a step left alone, and as a number of ranks.
-    tokens_per_second, tokens_per_second_won
-        Throughput as served, and the part of it due to the measured gain; ``None`` if unknown.
-    estimate_low_ms, estimate_high_ms
-        Range of the estimate from the stated or fitted cost of tokens, if the gain was not measured.
-    """
-
-    MESSAGE: ClassVar[type[Any]] = operator_pb2.Worth
-
-    steps: int
-    par_left_alone: float
-    par: float
-    verdict: str
-    reason: str
-    price_kind: str
-    price: str
-    switches: int = 0
-    timed_steps: int = 0
-    step_ms: float | None = None
-    gain_ms: float | None = None
-    gain_low_ms: float | None = None
-    gain_high_ms: float | None = None
-    gain_percent: float | None = None
-    ranks_worth: float | None = None
-    tokens_per_second: float | None = None
-    tokens_per_second_won: float | None = None
-    estimate_low_ms: float | None = None
-    estimate_high_ms: float | None = None
-
-    @property
-    def par_gain_percent(self) -> float:
-        """Part by which the ratio is lower than left alone, in percent."""
-        return 100.0 * (1.0 - self.par / self.par_left_alone)
-
-
-@dataclass(frozen=True)
-class LayerVerdict:
-    """Decision about one layer, and why; ratios are peak-to-average ratios per step, NaN for a layer without tokens.
-
-    Parameters
-    ----------
-    par_seen
-        Under the placement and tables that serve now.
-    par_planned
-        What is expected next: of a layer that changes, the window's ratio as decided, and ``optimism`` on top of it,
-        at least ``noise_floor``; ``reason`` has the window's alone.
-    noise_floor
-        Ratio that token sampling alone gives a perfectly balanced layer: computed for independent draws, or less where
-        ranks measurably jump less than that. No placement can win below it.
-    moves, bytes
-        Slots that must receive weights, and what they are sent; 0 where the host does not report an expert's size.
-    reason
-        For operators, one line. Where it names a ratio of episodes it says so: the search sees episodes, not steps.
-    us_seen, us_planned
-        Microseconds of the slowest rank, as it serves now and as decided; ``None`` without a cost curve. Not sent.
-    optimism
-        How much worse than on the heat that they were fitted to such changes did on other heat (hold-out); 0 for a
-        layer that stays, ``None`` where it was not held out. Not sent.
-    """
-
-    MESSAGE: ClassVar[type[Any]] = operator_pb2.PastVerdict
-
-    layer: int
-    par_seen: float
-    par_planned: float
-    noise_floor: float
-    moves: int
-    changed: bool
-    reason: str
-    bytes: int = 0
-    us_seen: float | None = None
-    us_planned: float | None = None
-    optimism: float | None = 0.0
+register(MovePrice, operator_pb2.MovePrice)
+register(Worth, operator_pb2.Worth)
+register(LayerVerdict, operator_pb2.PastVerdict)
 
 
 class _ByLayer:

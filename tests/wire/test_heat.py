@@ -5,11 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from eplb_core.heat.phase import StepPhase
 from eplb_core.wire.agent import Shape
 from eplb_core.wire.codec import encode, pack
 from eplb_core.wire.fields import MAX_STEP, WireError
 from eplb_core.wire.generated import agent_pb2
-from eplb_core.wire.heat import HeatReport, StepPhase, decode_heat_report, is_quick_to_decode
+from eplb_core.wire.heat import HeatReport, decode_heat_report, is_quick_to_decode
 
 SHAPE = Shape(ranks=4, layers=3, experts=8, slots=3, bytes_per_expert=0)
 
