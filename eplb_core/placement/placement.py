@@ -96,8 +96,6 @@ class Placement:
     def linear(cls, layers: int, experts: int, ranks: int, slots: int) -> Placement:
         """Return vLLM's initial placement: all experts in order, then further replicas from expert 0 on.
 
-        All layers have the same placement.
-
         Parameters
         ----------
         layers
@@ -108,6 +106,11 @@ class Placement:
             R, number of ranks.
         slots
             S, slots per rank.
+
+        Returns
+        -------
+        Placement
+            The placement, equal in all layers.
 
         Raises
         ------
@@ -131,12 +134,17 @@ class Placement:
         return np.stack(counts).astype(np.int32)
 
     def expert_map(self, rank: int) -> Int32:
-        """Return the local slot of each expert on one rank, int32 ``[L, E]``; -1 if the rank does not have it.
+        """Return the local slot of each expert on one rank.
 
         Parameters
         ----------
         rank
             Index of the rank, 0 to R-1.
+
+        Returns
+        -------
+        Int32
+            int32 ``[L, E]``; -1 if the rank does not have the expert.
         """
         return np.stack([expert_map(layer_RS[rank], self.experts) for layer_RS in self.phy2log_LRS])
 
@@ -161,14 +169,17 @@ class Placement:
         return np.ascontiguousarray(np.stack(tables, axis=1))
 
     def with_layers(self, changes: Iterable[tuple[int, Int32]]) -> Placement:
-        """Return a new placement with some layers replaced.
-
-        Only the new layers are validated, because ranks call this between two steps.
+        """Replace some layers. Only these are validated, because ranks call this between two steps.
 
         Parameters
         ----------
         changes
             Index and new placement, int32 ``[R, S]``, of each layer to replace.
+
+        Returns
+        -------
+        Placement
+            A new placement; this one is not modified.
 
         Raises
         ------

@@ -51,7 +51,7 @@ class PastPlan:
     plan_id
         The plan; 0 if the decision did not lead to one.
     at
-        Time of the decision, in seconds since 1970.
+        Time of the decision, or in the history the time of the plan's offer, in seconds since 1970.
     outcome
         Outcome of the plan, such as ``done``; empty while it is in progress.
     reason

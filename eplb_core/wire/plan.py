@@ -130,7 +130,7 @@ class RankPlan:
     def of(
         cls, plan_id: int, leader_term: int, base_epoch: int, base_digest: int, layers: tuple[RankLayer, ...]
     ) -> RankPlan:
-        """Return the plan with its digest computed; the parameters are the fields of the class."""
+        """Return the plan with its digest computed. See ``RankPlan`` for the parameters."""
         digest = _plan_digest(plan_id, base_epoch, base_digest, layers)
         return cls(plan_id, leader_term, base_epoch, base_digest, layers, digest)
 
