@@ -1,4 +1,4 @@
-"""Write a file whole or not at all, and say beforehand when it cannot be written."""
+"""Atomic writes of files, and checks of output paths before long work begins."""
 
 from __future__ import annotations
 
@@ -9,37 +9,47 @@ from pathlib import Path
 
 
 class OutputError(ValueError):
-    """A path that nothing can be written to; the message says why."""
+    """Path that cannot be written to. The message gives the reason."""
 
 
 def check_output(path: Path, suffixes: tuple[str, ...]) -> None:
-    """Raise ``OutputError`` where ``path`` ends in none of ``suffixes`` or cannot be written.
+    """Raise ``OutputError`` if ``path`` has another suffix than ``suffixes`` or cannot be written.
 
-    Called before long work begins, so that its result is not lost for a misspelt path.
+    Call it before long work, so that a misspelt path does not lose the result.
     """
     if path.suffix not in suffixes:
-        raise OutputError(f"{path}: the name must end in {' or '.join(suffixes)}, which says the format")
+        raise OutputError(
+            f"{path}: the name must end in {' or '.join(suffixes)}; the suffix selects the format"
+        )
     if path.exists() and not path.is_file():
-        raise OutputError(f"{path}: exists and is not a plain file")
+        raise OutputError(f"{path}: exists and is not a regular file; choose another path")
     folder = path.resolve().parent
     if not folder.is_dir():
         raise OutputError(f"{path}: the folder {folder} does not exist; create it first")
     if not os.access(folder, os.W_OK | os.X_OK):
-        raise OutputError(f"{path}: no permission to write into {folder}")
+        raise OutputError(f"{path}: no permission to write into {folder}; choose another folder")
 
 
 def write_atomically(path: Path, data: bytes, *, durable: bool = True) -> None:
-    """Replace ``path`` by ``data`` in one step: readers see the old file or the new one, never a part.
+    """Replace the content of ``path`` in one step, so that readers see either the old file or the new one.
 
-    A durable write takes some milliseconds longer. A write that is not durable may be lost in a power cut.
+    Parameters
+    ----------
+    path
+        File to write. A symbolic link is followed.
+    data
+        New content.
+    durable
+        True to flush the file to disk, which takes some milliseconds. Without it, a power cut may lose the new
+        content.
 
     Raises
     ------
     OutputError
-        Where the disk refuses; nothing is left behind then.
+        If the file cannot be written. The old file is then unchanged, and no temporary file remains.
     """
     target = path.resolve()
-    # Unlike the files of tempfile, one that is simply opened gets the mode that the process gives to new files.
+    # ``tempfile`` creates files with mode 600. A file that is opened here gets the process's default mode.
     scratch = target.with_name(f".{target.name}.{secrets.token_hex(8)}")
     try:
         with scratch.open("xb") as file:

@@ -12,7 +12,7 @@ _OF_EXTRA = re.compile(r"""(?P<requirement>[^;]+);.*\bextra == ["'](?P<extra>[\w
 def install_command(extra: str, distribution: str = "eplb-service") -> str:
     """Return the ``pip`` command that installs the packages of a distribution's extra.
 
-    The command names these packages and not the distribution, so it works wherever the distribution came from.
+    The command names the packages and not the distribution, so it also works if the distribution is not on an index.
 
     Parameters
     ----------

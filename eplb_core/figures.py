@@ -1,4 +1,4 @@
-"""Figures for people: the digits that count, thousands apart, never an exponent."""
+"""Readable numbers: significant digits only, with separators between thousands and without exponents."""
 
 from __future__ import annotations
 
@@ -9,14 +9,36 @@ _UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 
 
 def digits(value: float, most: int = 3, sign: str = "") -> str:
-    """``value`` to ``most`` significant digits, as 3,750 or 0.0412; a dash for NaN; ``sign`` is ``+`` or none."""
+    """Return a number as text with a limited number of significant digits; a dash for NaN.
+
+    Parameters
+    ----------
+    value
+        The number.
+    most
+        Maximum number of significant digits.
+    sign
+        ``"+"`` to show the sign of positive numbers too.
+
+    Examples
+    --------
+    >>> digits(3749.6), digits(3749.6, 5), digits(0.041234), digits(12, sign="+")
+    ('3,750', '3,749.6', '0.0412', '+12')
+    """
     return "-" if math.isnan(value) else format(Decimal(f"{value + 0.0:.{most}g}"), f"{sign},f")
 
 
 def size_text(count: float) -> str:
-    """Bytes in three digits and their unit, decimal."""
+    """Return a number of bytes with three digits and a decimal unit.
+
+    Examples
+    --------
+    >>> size_text(1_234_567), size_text(999_600)
+    ('1.23 MB', '1 MB')
+    """
     unit = 0
-    # From half below it on a thousand would be written in four digits.
+    # 999.5 and above would be rounded to 1,000, so they get the next unit.
     while count >= 999.5 and unit < len(_UNITS) - 1:
-        count, unit = count / 1000, unit + 1
+        count /= 1000
+        unit += 1
     return f"{digits(count)} {_UNITS[unit]}"

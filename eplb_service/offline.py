@@ -38,8 +38,8 @@ from eplb_core.planner.request import with_options
 from eplb_core.planner.score import par_of_steps, split_steps
 from eplb_core.planner.settings import PlannerSettings, SettingsError
 from eplb_core.planner.topology import Topology, TopologyError
+from eplb_core.planner.verdicts import LayerVerdict
 from eplb_core.solver.model import SearchOptions
-from eplb_core.wire.operator import LayerVerdict
 
 
 @dataclass(frozen=True)

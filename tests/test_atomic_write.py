@@ -57,7 +57,7 @@ def test_a_failure_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch, f
         ("out.csv", "must end in .npz or .json"),
         ("out", "must end in"),
         ("absent/out.npz", "does not exist"),
-        ("folder.npz", "not a plain file"),
+        ("folder.npz", "not a regular file"),
     ],
 )
 def test_refuses_beforehand(tmp_path, name, message):

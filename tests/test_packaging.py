@@ -36,6 +36,8 @@ SERVICE = PROJECTS["eplb_service"]
 AGENT = PROJECTS["worker_agent"]
 FOUND_IN_PLACE = {"torch", "torch_npu", "vllm", "vllm_ascend", "sglang"}
 """Packages that an inference engine brings; they are never requirements."""
+ONLINE_ONLY = {"google.protobuf", "grpc", "pydantic"}
+"""Packages that the wire format and curve files need. Offline decisions do not."""
 IMPORT_NAMES = {
     "grpcio": "grpc",
     "grpcio-health-checking": "grpc_health",
@@ -64,6 +66,14 @@ def imported(*places):
                 elif isinstance(node, ast.ImportFrom) and node.module:
                     found.add(node.module.partition(".")[0])
     return found - set(sys.stdlib_module_names) - PACKAGES.keys()
+
+
+def run_python(program):
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def test_version_is_one():
@@ -176,10 +186,24 @@ def test_the_base_install_needs_no_torch():
         "import eplb_service.control.server\n"
         "for name in COMMANDS.keys() - {'demo'}: load_command(name)\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", probe], capture_output=True, text=True, timeout=120, check=False
+    run_python(probe)
+
+
+def test_solve_loads_neither_protobuf_nor_grpc_nor_pydantic():
+    program = (
+        "import sys\n"
+        "import numpy as np\n"
+        "from eplb_service import solve\n"
+        "solution = solve(np.random.default_rng(0).poisson(20, (16, 1, 4)), ranks=2, slots=3)\n"
+        "assert solution.phy2log.shape == (1, 2, 3)\n"
+        f"print(sorted({ONLINE_ONLY} & sys.modules.keys()))\n"
     )
-    assert done.returncode == 0, done.stderr
+    assert run_python(program) == "[]\n"
+
+
+def test_the_planner_imports_without_the_wire_extra():
+    blocked = f"import sys; sys.modules.update(dict.fromkeys({ONLINE_ONLY}))\n"
+    run_python(blocked + "import eplb_core.planner.decide, eplb_core.planner.counterfactual\n")
 
 
 def test_a_tree_is_built_by_one_process_at_a_time(monkeypatch):

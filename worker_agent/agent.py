@@ -15,9 +15,9 @@ from typing import Any, Concatenate, ParamSpec, TypeAlias
 import numpy as np
 import torch.distributed as dist
 
+from eplb_core.heat.phase import StepPhase
 from eplb_core.placement import Placement
 from eplb_core.wire.agent import Heartbeat, Reporting
-from eplb_core.wire.heat import StepPhase
 from worker_agent.forward_clock import ForwardClock, StepTimer, Stopwatch
 from worker_agent.heat import HeatRecorder
 from worker_agent.live_layer import LiveLayer

@@ -14,8 +14,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from eplb_core.heat.phase import StepPhase
 from eplb_core.wire.agent import EVERYTHING, Reporting
-from eplb_core.wire.heat import HeatReport, StepPhase
+from eplb_core.wire.heat import HeatReport
 from worker_agent.device import Mark, host_empty, host_view
 from worker_agent.live_layer import LiveLayer
 

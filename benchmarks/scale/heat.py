@@ -8,11 +8,12 @@ from functools import cache
 
 import numpy as np
 
+from eplb_core.heat.phase import StepPhase
 from eplb_core.placement import Float64, Int32, Placement
 from eplb_core.wire.agent import Shape
 from eplb_core.wire.codec import encode, pack
 from eplb_core.wire.generated import agent_pb2
-from eplb_core.wire.heat import HeatReport, StepPhase
+from eplb_core.wire.heat import HeatReport
 from eplb_core.wire.plan import RankLayer
 
 _VARIANTS = 4

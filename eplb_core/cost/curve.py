@@ -16,11 +16,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from eplb_core.atomic_write import check_output, write_atomically
 from eplb_core.figures import digits
@@ -32,6 +31,15 @@ MAX_MEDIAN_ERROR = 0.10
 """Largest accepted median error on held-out measurements."""
 MAX_P90_ERROR = 0.25
 """Largest accepted 90th percentile of the error. If a tenth of the errors is larger, the curve has the wrong shape."""
+
+_NAMES_IN_FILES = {"slope_us": "slope_us_per_token", "batch_us": "batch_us_per_token"}
+_STRICT = {"extra": "forbid"}
+_IN_FILES = {
+    **_STRICT,
+    "alias_generator": lambda name: _NAMES_IN_FILES.get(name, name),
+    "str_max_length": 1000,
+}
+"""Pydantic's settings for a curve in a file. Pydantic is imported only to read or write files (``curve_schema``)."""
 
 
 class CurveError(ValueError):
@@ -58,7 +66,7 @@ class FitQuality:
         Largest error.
     """
 
-    __pydantic_config__ = ConfigDict(extra="forbid")
+    __pydantic_config__ = _STRICT
 
     samples: int
     held_out: int
@@ -125,16 +133,16 @@ class CostCurve:
     60.0
     """
 
-    __pydantic_config__ = ConfigDict(extra="forbid")
+    __pydantic_config__ = _IN_FILES
 
     floor_us: float
     read_us: float
     launch_us: float
-    slope_us: Annotated[float, Field(alias="slope_us_per_token")]
+    slope_us: float
     phase: str = "any"
-    source: Annotated[str, Field(max_length=1000)] = "stated"
+    source: str = "stated"
     fit: FitQuality | None = None
-    batch_us: Annotated[float, Field(alias="batch_us_per_token")] = 0.0
+    batch_us: float = 0.0
 
     def __post_init__(self) -> None:
         for name in ("floor_us", "read_us", "launch_us", "slope_us", "batch_us"):
@@ -183,20 +191,6 @@ class CostCurve:
         )
 
 
-@dataclass(frozen=True)
-class _CurveFile:
-    """Content of a curve file: one curve per phase."""
-
-    __pydantic_config__ = ConfigDict(extra="forbid")
-
-    format: Literal["eplb-cost-curves/1"]
-    curves: Annotated[tuple[CostCurve, ...], Field(min_length=1, max_length=3)]
-
-
-_CURVE_ADAPTER = TypeAdapter(CostCurve)
-_FILE_ADAPTER = TypeAdapter(_CurveFile)
-
-
 def read_curve(reference: str) -> CostCurve:
     """Read a curve from a file.
 
@@ -212,32 +206,14 @@ def read_curve(reference: str) -> CostCurve:
         If the file cannot be read, is not a curve file, does not have exactly one curve for the phase, or if that
         curve's fit is not accurate enough.
     """
-    name, _, suffix = reference.rpartition(":")
-    path = Path(reference)
-    phase = ""
-    if name and suffix in PHASES:
-        path = Path(name)
-        phase = suffix
-    curves = _read_file(path)
-    matches = [curve for curve in curves if curve.phase == phase or not phase]
-    matches = matches or [curve for curve in curves if curve.phase == "any"]
-    phases = ", ".join(curve.phase for curve in curves)
-    if not matches:
-        raise CurveError(f"{path} has no curve for {phase}; it has {phases}")
-    curve = matches[0]
-    if len(matches) > 1:
-        raise CurveError(f"{path} has curves for {phases}; name one of them, as in {path}:{curve.phase}")
-    if curve.fit is not None and not curve.fit.fits:
-        raise CurveError(
-            f"{path}: the {curve.phase} curve does not fit its measurements ({curve.fit}); measure it again"
-        )
-    return curve
+    from pydantic import ValidationError
 
+    from eplb_core.cost.curve_schema import FILE
 
-def _read_file(path: Path) -> tuple[CostCurve, ...]:
-    """Read all curves of a file."""
+    name, _, phase = reference.rpartition(":")
+    path, phase = (Path(name), phase) if name and phase in PHASES else (Path(reference), "")
     try:
-        return _FILE_ADAPTER.validate_json(path.read_bytes()).curves
+        curves = FILE.validate_json(path.read_bytes()).curves
     except OSError as error:
         raise CurveError(f"{path}: the cost curve cannot be read ({error.strerror or error})") from error
     except ValidationError as error:
@@ -247,13 +223,17 @@ def _read_file(path: Path) -> tuple[CostCurve, ...]:
 
 
 def write_curves(path: Path, curves: Sequence[CostCurve]) -> None:
-    """Write curves of different phases to a file. Raises ``OutputError`` if ``path`` cannot be written."""
+    """Write curves of different phases; raises ``OutputError``."""
+    from eplb_core.cost.curve_schema import FILE, CurveFile
+
     check_output(path, (".json",))
-    content = _CurveFile("eplb-cost-curves/1", tuple(curves))
-    write_atomically(path, _FILE_ADAPTER.dump_json(content, by_alias=True, indent=2) + b"\n")
+    content = CurveFile("eplb-cost-curves/1", tuple(curves))
+    write_atomically(path, FILE.dump_json(content, by_alias=True, indent=2) + b"\n")
 
 
 def plain_curve(curve: CostCurve) -> dict[str, Any]:
-    """Return a curve as a dictionary with the keys of the file format."""
-    document: dict[str, Any] = _CURVE_ADAPTER.dump_python(curve, by_alias=True)
-    return document
+    """A curve as files and JSON have it."""
+    from eplb_core.cost.curve_schema import CURVE
+
+    plain: dict[str, Any] = CURVE.dump_python(curve, by_alias=True)
+    return plain

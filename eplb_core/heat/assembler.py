@@ -16,10 +16,11 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from eplb_core.heat.phase import StepPhase
 from eplb_core.heat.sources import HeatPhase, RankSums, ServedSteps, SourceHeat, StepTimes
 from eplb_core.placement import Float64, Int32, dealt_to, step_par, with_entries
 from eplb_core.wire.agent import Shape
-from eplb_core.wire.heat import HeatReport, StepPhase
+from eplb_core.wire.heat import HeatReport
 
 _EPOCHS_KEPT = 4
 """Number of recent epochs per layer whose placement and tables are kept."""

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from eplb_core.cost.moving import served_steps
+from eplb_core.heat.phase import StepPhase
 from eplb_core.placement import Float64
-from eplb_core.wire.heat import HeatReport, StepPhase
+
+if TYPE_CHECKING:
+    from eplb_core.wire.heat import HeatReport
 
 HeatPhase: TypeAlias = Literal["all", "prefill", "decode"]
 """Phase of the steps whose heat is planned for."""

@@ -4,9 +4,9 @@ Engines' own balancers may place an expert twice on one rank, mark a slot as emp
 slots per rank. Such a placement can serve, but this project does not deploy it. It is repaired instead:
 
 - An expert's second slot on the same rank gains nothing, so the slot is refilled.
-- An empty slot is filled. Whatever fills it must be sent, so it counts as a move.
-- If the number of slots changes, slot ``s`` of a rank stays slot ``s``. New slots are empty, and the slots beyond the
-  new number are lost with what they held.
+- An empty slot is filled. Its new expert must be sent, so filling it counts as a move.
+- If the number of slots per rank changes, slot ``s`` of a rank stays slot ``s``. New slots are empty, and slots beyond
+  the new number are dropped with their experts.
 
 References
 ----------
@@ -26,24 +26,24 @@ EMPTY = -1
 
 
 def checked_foreign(phy2log: npt.ArrayLike, experts: int) -> Int32:
-    """Check the form of a placement that another balancer made.
+    """Check that another balancer's placement has the right shape and contains every expert.
 
     Parameters
     ----------
     phy2log
-        Integers ``[L, R, S]``: the expert in each slot, or -1.
+        Integers ``[L, R, S]``, the expert in each slot, or -1 for an empty slot.
     experts
         E, logical experts per layer.
 
     Returns
     -------
     Int32
-        The same as int32, in an array of its own.
+        An int32 copy of the placement.
 
     Raises
     ------
     PlacementError
-        If it is no array of integers of this form, names an expert that does not exist, or lacks one.
+        If the array has another shape or type, an expert does not exist, or an expert is in no slot.
     """
     raw = np.asarray(phy2log)
     if raw.ndim != 3 or 0 in raw.shape:
@@ -66,33 +66,43 @@ def checked_foreign(phy2log: npt.ArrayLike, experts: int) -> Int32:
 
 
 def without_duplicates(phy2log_LRS: Int32) -> Int32:
-    """Mark every slot as empty whose expert has an earlier slot on the same rank; int32 ``[L, R, S]``."""
+    """Return a copy in which only the first slot of an expert on each rank is kept, and the others are empty."""
     first_LRS: Int32 = phy2log_LRS.copy()
     for slot in range(1, phy2log_LRS.shape[2]):
-        again_LR = (phy2log_LRS[:, :, :slot] == phy2log_LRS[:, :, slot : slot + 1]).any(axis=2)
-        first_LRS[:, :, slot][again_LR] = EMPTY
+        duplicate_LR = (phy2log_LRS[:, :, :slot] == phy2log_LRS[:, :, slot : slot + 1]).any(axis=2)
+        first_LRS[:, :, slot][duplicate_LR] = EMPTY
     return first_LRS
 
 
 def repaired(
     phy2log_LRS: Int32, experts: int, slots: int, heat_LE: npt.NDArray[np.floating] | None = None
 ) -> Placement:
-    """Turn a placement of another balancer into one that can be deployed, and keep every expert that can stay.
+    """Turn another balancer's placement into one that can be deployed, moving only the experts that must move.
 
     Parameters
     ----------
     phy2log_LRS
         int32 ``[L, R, S']`` as ``checked_foreign`` returns it.
-    experts, slots
-        E, and the slots per rank of the result.
+    experts
+        E, logical experts per layer.
+    slots
+        Slots per rank of the result.
     heat_LE
-        ``[L, E]``, tokens of each expert; by default all have equally many. Slots to fill get the experts whose
-        replicas are hottest.
+        ``[L, E]``, tokens of each expert; uniform by default. Empty slots are filled with the experts whose replicas
+        are hottest.
 
     Returns
     -------
     Placement
-        The same placement if nothing is wrong with it.
+        The same placement if it needs no repair.
+
+    Examples
+    --------
+    Rank 0 has expert 0 twice and rank 2 has an empty slot. Both slots get a replica of the hottest expert:
+
+    >>> phy2log_LRS = checked_foreign([[[0, 0], [1, 2], [3, -1]]], experts=4)
+    >>> repaired(phy2log_LRS, experts=4, slots=2, heat_LE=np.array([[10, 20, 70, 30]])).phy2log_LRS.tolist()
+    [[[0, 2], [1, 2], [3, 2]]]
     """
     layers, ranks, deployed_slots = phy2log_LRS.shape
     check_shape(experts, ranks, slots)
@@ -107,9 +117,9 @@ def repaired(
 
 
 def _complete(phy2log_RS: Int32, heat_E: npt.NDArray[np.float64]) -> None:
-    """Fill all empty slots of a layer in place: first with experts that are in no slot, hottest first."""
+    """Fill all empty slots of a layer in place, first with the experts that are in no slot, hottest first."""
     replicas_E = np.bincount(phy2log_RS[phy2log_RS >= 0], minlength=heat_E.size)
-    # Without tokens, experts with fewer replicas count as hotter.
+    # Without tokens, every expert still has a small weight, so experts with fewer replicas count as hotter.
     weight_E = heat_E + 1e-9 * max(float(heat_E.sum()), 1.0)
     for expert in sorted(np.flatnonzero(replicas_E == 0), key=lambda e: (-weight_E[e], e)):
         rank, slot = _slot_for(phy2log_RS, replicas_E, weight_E)
@@ -118,9 +128,9 @@ def _complete(phy2log_RS: Int32, heat_E: npt.NDArray[np.float64]) -> None:
         phy2log_RS[rank, slot] = expert
         replicas_E[expert] += 1
     for rank, slot in np.argwhere(phy2log_RS == EMPTY):
-        cooling_E = weight_E / replicas_E
-        cooling_E[phy2log_RS[rank][phy2log_RS[rank] >= 0]] = -1.0
-        hottest = cooling_E.argmax()
+        per_replica_E = weight_E / replicas_E
+        per_replica_E[phy2log_RS[rank][phy2log_RS[rank] >= 0]] = -1.0
+        hottest = per_replica_E.argmax()
         phy2log_RS[rank, slot] = hottest
         replicas_E[hottest] += 1
 
@@ -128,7 +138,7 @@ def _complete(phy2log_RS: Int32, heat_E: npt.NDArray[np.float64]) -> None:
 def _slot_for(
     phy2log_RS: Int32, replicas_E: npt.NDArray[np.int64], weight_E: npt.NDArray[np.float64]
 ) -> tuple[int, int]:
-    """Choose the slot of an expert that has none: an empty slot of the coolest rank, else the least useful replica."""
+    """Choose a slot for an expert without one: an empty slot of the coolest rank, or else the coolest spare replica."""
     per_replica_E = weight_E / np.maximum(replicas_E, 1)
     load_RS = np.where(phy2log_RS >= 0, per_replica_E[phy2log_RS], 0.0)
     empty_RS = phy2log_RS == EMPTY
@@ -141,16 +151,19 @@ def _slot_for(
 
 
 def as_served(phy2log_LRS: Int32, experts: int) -> Placement:
-    """Return a placement of another balancer as it serves, duplicates included, to compute rank loads by.
+    """Return another balancer's placement with its duplicates, to compute the rank loads that it causes.
 
-    An empty slot counts as one more slot of an expert of its rank. The result is not checked: it must not be deployed.
+    An empty slot counts as another slot of an expert of its rank. The result is not validated and must not be deployed.
     """
     served_LRS = phy2log_LRS.copy()
     for served_RS in served_LRS:
         count_E = np.bincount(served_RS[served_RS >= 0], minlength=experts)
         for row_S in served_RS:
-            held = row_S[row_S >= 0]
-            row_S[row_S < 0] = held[count_E[held].argmax()] if held.size else count_E.argmax()
+            rank_experts = row_S[row_S >= 0]
+            has_experts = rank_experts.size > 0
+            row_S[row_S < 0] = (
+                rank_experts[count_E[rank_experts].argmax()] if has_experts else count_E.argmax()
+            )
     served_LRS.setflags(write=False)
     placement = object.__new__(Placement)
     object.__setattr__(placement, "phy2log_LRS", served_LRS)

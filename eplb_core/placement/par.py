@@ -1,7 +1,7 @@
-"""The peak-to-average ratio (PAR): how much more the hottest rank has to do than the average one; 1.0 is perfect.
+"""Peak-to-average ratio (PAR): the load of the hottest rank divided by the mean load. A perfect balance has PAR 1.0.
 
-It is taken per step (or per episode: a few steps summed) and averaged over those that had tokens. A layer without any
-token has no ratio: it is NaN here, and in no mean.
+PAR is computed for each step, or for each episode (several steps summed), and averaged over the steps with tokens. The
+PAR of a step or layer without tokens is NaN, and means ignore it.
 """
 
 from __future__ import annotations
@@ -12,21 +12,33 @@ import numpy as np
 import numpy.typing as npt
 
 Float64 = npt.NDArray[np.float64]
-"""A float64 array; the variable's name carries its dimensions."""
+"""A float64 array. The end of the variable's name gives its dimensions."""
 
 
 def step_par(loads: npt.NDArray[np.floating] | npt.NDArray[np.integer]) -> Float64:
-    """Peak-to-average ratio of rank loads ``[..., R]``, float64 ``[...]``; NaN where no rank has a token."""
+    """Return the PAR of rank loads ``[..., R]``, float64 ``[...]``; NaN if no rank has tokens.
+
+    Examples
+    --------
+    Two steps on two ranks. In the first, the hottest rank has 30 tokens and the mean is 20:
+
+    >>> step_par(np.array([[30, 10], [20, 20]]))
+    array([1.5, 1. ])
+    """
     return peak_par(loads.max(axis=-1), loads.sum(axis=-1), loads.shape[-1])
 
 
 def peak_par(peak: npt.NDArray[Any], tokens: npt.NDArray[Any], ranks: int) -> Float64:
-    """Peak-to-average ratio where the hottest of so many ranks has ``peak`` of all ``tokens``; NaN where there is none.
+    """Return the PAR from the maximum and the sum of the rank loads; NaN without tokens.
 
     Parameters
     ----------
-    peak, tokens
-        Of any one shape, which is that of the result.
+    peak
+        Tokens of the hottest rank, of any shape.
+    tokens
+        Tokens of all ranks, of the same shape. The result has this shape too.
+    ranks
+        R, number of ranks.
     """
     ratio: Float64 = np.full(np.shape(tokens), np.nan)
     np.divide(peak, tokens / ranks, out=ratio, where=tokens > 0)
@@ -34,7 +46,7 @@ def peak_par(peak: npt.NDArray[Any], tokens: npt.NDArray[Any], ranks: int) -> Fl
 
 
 def par(loads_NLR: npt.NDArray[np.floating] | npt.NDArray[np.integer]) -> Float64:
-    """Peak-to-average ratio of each layer, float64 ``[L]``: the mean over the steps with tokens; NaN where none has.
+    """Return the mean PAR of each layer over its steps with tokens, float64 ``[L]``; NaN if it has no such step.
 
     Parameters
     ----------
@@ -45,13 +57,25 @@ def par(loads_NLR: npt.NDArray[np.floating] | npt.NDArray[np.integer]) -> Float6
 
 
 def mean_par(par: Float64, axis: int | None = None, weights: npt.ArrayLike = 1.0) -> Float64:
-    """Mean along ``axis``, or of all, of the ratios that there are; NaN where there is none.
+    """Return the mean of the PARs that are not NaN; NaN if all are.
 
-    ``weights`` broadcast against ``par``, such as the steps that each row of ratios was taken over.
+    Parameters
+    ----------
+    par
+        PARs of any shape.
+    axis
+        Axis of the mean; by default all axes.
+    weights
+        Weights that broadcast against ``par``, such as the number of steps behind each row.
+
+    Examples
+    --------
+    >>> mean_par(np.array([[1.2, np.nan], [1.4, 2.0]]), axis=0)
+    array([1.3, 2. ])
     """
     weight = np.where(np.isnan(par), 0.0, weights)
     total = np.where(np.isnan(par), 0.0, par * weight).sum(axis=axis)
-    counted = weight.sum(axis=axis)
+    total_weight = weight.sum(axis=axis)
     mean: Float64 = np.full(np.shape(total), np.nan)
-    np.divide(total, counted, out=mean, where=counted > 0)
+    np.divide(total, total_weight, out=mean, where=total_weight > 0)
     return mean

@@ -1,8 +1,8 @@
-"""Placement of logical experts in slots: the one truth, and everything that is derived from it.
+"""Placement of logical experts in slots, and the tables, maps and digests that follow from it.
 
-``phy2log_LRS`` is the placement. ``expert_map`` and the default ``log2phy`` follow from it here and nowhere else, for
-the service, the agents and the tests alike. Dimensions in names: L layers, R ranks, S slots per
-rank, E logical experts.
+``phy2log_LRS`` is the placement. Only this module derives ``expert_map`` and the default ``log2phy`` from it, for the
+service, the agents and the tests. The end of a name gives the dimensions: L layers, R ranks, S slots per rank, E
+logical experts.
 """
 
 from __future__ import annotations
@@ -28,19 +28,30 @@ from eplb_core.placement.tables import (
 
 @dataclass(frozen=True)
 class Placement:
-    """Logical experts of all slots of a deployment.
+    """Logical expert in each slot of a deployment. Instances are immutable and valid.
 
     Parameters
     ----------
     phy2log_LRS
-        int32 ``[L, R, S]``, the logical expert in each slot; slot ``s`` of rank ``r`` has the physical id ``r*S + s``.
+        int32 ``[L, R, S]``, the logical expert in each slot. Slot ``s`` of rank ``r`` has the physical id ``r*S + s``.
+        The array is copied.
     experts
         E, logical experts per layer.
 
     Raises
     ------
     PlacementError
-        Where an expert is out of range, missing, or twice on one rank.
+        If an expert is out of range, missing, or twice on one rank.
+
+    Examples
+    --------
+    One layer with three experts on two ranks. Expert 0 has two replicas:
+
+    >>> placement = Placement(np.array([[[0, 1], [2, 0]]]), experts=3)
+    >>> placement.replicas()
+    array([[2, 1, 1]], dtype=int32)
+    >>> placement.expert_map(rank=1)
+    array([[ 1, -1,  0]], dtype=int32)
     """
 
     phy2log_LRS: Int32
@@ -63,12 +74,12 @@ class Placement:
 
     @property
     def layers(self) -> int:
-        """L."""
+        """L, number of layers."""
         return int(self.phy2log_LRS.shape[0])
 
     @property
     def ranks(self) -> int:
-        """R."""
+        """R, number of ranks."""
         return int(self.phy2log_LRS.shape[1])
 
     @property
@@ -78,99 +89,112 @@ class Placement:
 
     @property
     def redundant(self) -> int:
-        """Slots beyond one per expert, per layer."""
+        """Number of redundant slots per layer: slots beyond one per expert."""
         return self.ranks * self.slots - self.experts
 
     @classmethod
     def linear(cls, layers: int, experts: int, ranks: int, slots: int) -> Placement:
-        """Return the layout that vLLM starts from: all logical experts in order, then replicas from expert 0 on.
+        """Return vLLM's initial placement: all experts in order, then further replicas from expert 0 on.
 
         Parameters
         ----------
-        layers, experts, ranks, slots
-            L, E, R and S.
+        layers
+            L, number of layers.
+        experts
+            E, logical experts per layer.
+        ranks
+            R, number of ranks.
+        slots
+            S, slots per rank.
 
         Returns
         -------
         Placement
-            The same in every layer.
+            The placement, equal in all layers.
 
         Raises
         ------
         PlacementError
-            Where no placement can have this shape.
+            If no placement can have this shape.
+
+        Examples
+        --------
+        >>> Placement.linear(layers=1, experts=4, ranks=3, slots=2).phy2log_LRS
+        array([[[0, 1],
+                [2, 3],
+                [0, 1]]], dtype=int32)
         """
         check_shape(experts, ranks, slots)
         row_RS = (np.arange(ranks * slots, dtype=np.int32) % experts).reshape(ranks, slots)
         return cls(np.broadcast_to(row_RS, (layers, ranks, slots)), experts)
 
     def replicas(self) -> Int32:
-        """Replicas of each expert, int32 ``[L, E]``."""
+        """Return the number of replicas of each expert, int32 ``[L, E]``."""
         counts = [np.bincount(layer_RS.ravel(), minlength=self.experts) for layer_RS in self.phy2log_LRS]
         return np.stack(counts).astype(np.int32)
 
     def expert_map(self, rank: int) -> Int32:
-        """Local slots of experts on one rank.
+        """Return the local slot of each expert on one rank.
 
         Parameters
         ----------
         rank
-            ``0..R-1``.
+            Index of the rank, 0 to R-1.
 
         Returns
         -------
         Int32
-            Int32 ``[L, E]``, -1 where the rank has none.
+            int32 ``[L, E]``; -1 if the rank does not have the expert.
         """
         return np.stack([expert_map(layer_RS[rank], self.experts) for layer_RS in self.phy2log_LRS])
 
     def default_log2phy(self, width: int = 1) -> Int32:
-        """Tables by the engines' fixed rule, or that deal round the replicas.
+        """Return the default tables of all layers; see ``tables.default_log2phy``.
 
         Parameters
         ----------
         width
-            D, entries of a table for each expert.
+            D, entries per expert.
 
         Returns
         -------
         Int32
-            Int32 ``[R, L, E]``, or ``[R, L, E, D]`` of more than one entry.
+            int32 ``[R, L, E]``, or ``[R, L, E, D]`` if ``width`` is greater than 1.
         """
         tables: list[Int32] = []
         for layer, layer_RS in enumerate(self.phy2log_LRS):
-            # Of a linear layout all layers are alike.
-            alike = layer > 0 and np.array_equal(layer_RS, self.phy2log_LRS[layer - 1])
-            tables.append(tables[-1] if alike else default_log2phy(layer_RS, self.experts, width))
+            # Layers of a linear placement are equal, so their tables are computed once.
+            is_repeated = layer > 0 and np.array_equal(layer_RS, self.phy2log_LRS[layer - 1])
+            tables.append(tables[-1] if is_repeated else default_log2phy(layer_RS, self.experts, width))
         return np.ascontiguousarray(np.stack(tables, axis=1))
 
     def with_layers(self, changes: Iterable[tuple[int, Int32]]) -> Placement:
-        """Replace some layers; the others are not checked again, for ranks switch between two steps.
+        """Replace some layers. Only these are validated, because ranks call this between two steps.
 
         Parameters
         ----------
         changes
-            Index of each layer and its int32 ``[R, S]``, the expert in each slot.
+            Index and new placement, int32 ``[R, S]``, of each layer to replace.
 
         Returns
         -------
         Placement
-            A new one; this one stays as it is.
+            A new placement; this one is not modified.
 
         Raises
         ------
         PlacementError
-            Where a new layer cannot be served.
+            If a new layer is invalid.
         """
         changed_LRS = self.phy2log_LRS.copy()
         for layer, phy2log_RS in changes:
-            replaced_RS = np.asarray(phy2log_RS, dtype=np.int32)
-            if replaced_RS.shape != (self.ranks, self.slots):
+            new_RS = np.asarray(phy2log_RS, dtype=np.int32)
+            if new_RS.shape != (self.ranks, self.slots):
                 raise PlacementError(
-                    f"layer {layer}: expected the shape {[self.ranks, self.slots]}, got {list(replaced_RS.shape)}"
+                    f"layer {layer}: expected the shape {[self.ranks, self.slots]}, got {list(new_RS.shape)}"
                 )
-            check_layer(replaced_RS, self.experts, where=f"layer {layer}")
-            changed_LRS[layer] = replaced_RS
+            check_layer(new_RS, self.experts, where=f"layer {layer}")
+            changed_LRS[layer] = new_RS
         changed_LRS.setflags(write=False)
         placement = object.__new__(Placement)
         object.__setattr__(placement, "phy2log_LRS", changed_LRS)
@@ -178,18 +202,18 @@ class Placement:
         return placement
 
     def check_log2phy(self, log2phy_RLE: Int32) -> None:
-        """Check that tables fit this placement: every entry is a slot that holds its expert.
+        """Check that every entry of the tables is a slot that holds its expert.
 
         Parameters
         ----------
         log2phy_RLE
-            Int32 ``[R, L, E]``, physical id that each source rank's tokens of each expert go to; ``[R, L, E, D]``,
-            those that they go to in turn, where ranks deal.
+            int32 ``[R, L, E]``, the physical id to which each source rank sends its tokens of each expert. Dealing
+            tables are ``[R, L, E, D]``.
 
         Raises
         ------
         PlacementError
-            Naming the first entry that does not fit.
+            If an entry does not fit; the message names the first one.
         """
         expected = (self.ranks, self.layers, self.experts)
         if log2phy_RLE.ndim not in (3, 4) or log2phy_RLE.shape[:3] != expected:
@@ -199,7 +223,7 @@ class Placement:
             check_log2phy(log2phy_RLE[:, layer], phy2log_RS, where, deals=log2phy_RLE.ndim == 4)
 
     def digest(self) -> int:
-        """A 63-bit fingerprint: equal on two hosts if, and but for chance only if, the placements are equal."""
+        """Return a 63-bit fingerprint. Equal placements have equal digests on all hosts; collisions are improbable."""
         return combine_digests(
             self.experts, (layer_digest(layer, row) for layer, row in enumerate(self.phy2log_LRS))
         )
@@ -208,43 +232,55 @@ class Placement:
 def apply_layers(
     placement: Placement, log2phy: Int32, changes: Iterable[tuple[int, Int32, Int32]]
 ) -> tuple[Placement, Int32]:
-    """Placement and tables after ``changes``; what was given stays as it was.
+    """Return the placement and tables after some layers change. The arguments are not modified.
 
     Parameters
     ----------
-    placement, log2phy
-        What serves: the placement, and int32 ``[R, L, E]`` the tables of all source ranks, or of some; ``[R, L, E, D]``
-        where they deal.
+    placement
+        Current placement.
+    log2phy
+        int32 ``[R, L, E]`` or ``[R, L, E, D]``, current tables of all source ranks or of some.
     changes
-        Per layer its index, int32 ``[R, S]`` its new placement, and int32 ``[R, E]`` or ``[R, E, D]`` its new tables.
+        Index, new placement (int32 ``[R, S]``) and new tables (int32 ``[R, E]`` or ``[R, E, D]``) of each layer.
 
     Raises
     ------
     PlacementError
-        Where a new layer, or one of its tables, cannot be served.
+        If a new layer or one of its tables is invalid.
     """
-    changed = list(changes)
-    switched = placement.with_layers((layer, phy2log_RS) for layer, phy2log_RS, _ in changed)
+    layers = list(changes)
+    new_placement = placement.with_layers((layer, phy2log_RS) for layer, phy2log_RS, _ in layers)
     tables = np.array(log2phy, dtype=np.int32, order="C")
-    for layer, phy2log_RS, table in changed:
+    for layer, phy2log_RS, table in layers:
         check_tables_follow(tables[:, layer], table, phy2log_RS, layer)
         tables[:, layer] = table
-    return switched, tables
+    return new_placement, tables
 
 
 def layer_digest(layer: int, phy2log_RS: Int32) -> int:
-    """63-bit fingerprint of one layer's slots, by which ranks find out whether they have the same installed."""
+    """Return the 63-bit fingerprint of one layer's placement, which ranks compare.
+
+    Equal placements of different layers have different fingerprints.
+    """
     return array_digest(np.ascontiguousarray(phy2log_RS, dtype="<i4"), salt=f"layer {layer}")
 
 
 def combine_digests(experts: int, layer_digests: Iterable[int]) -> int:
-    """Placement fingerprint from its layers' fingerprints, so that one switched layer costs one layer's hashing."""
+    """Return a placement's fingerprint from its layers' fingerprints, so that a switch hashes only one layer."""
     return array_digest(np.fromiter(layer_digests, dtype="<i8"), salt=f"placement of {experts}")
 
 
 def array_digest(array: npt.NDArray[np.generic], salt: str = "") -> int:
-    """63-bit fingerprint of an array's shape, type and bytes."""
+    """Return a 63-bit fingerprint of an array's shape, type and bytes.
+
+    Parameters
+    ----------
+    array
+        Any array.
+    salt
+        Text that is hashed too, so that equal arrays with different meanings get different fingerprints.
+    """
     text = f"{salt} {array.dtype.str} {array.shape} ".encode()
     digest = hashlib.blake2b(text + array.tobytes(), digest_size=8).digest()
-    # It fits a signed 64-bit integer, so that ranks can compare fingerprints by an integer all-reduce.
+    # Ranks compare fingerprints with an all-reduce of signed 64-bit integers, so the top bit stays 0.
     return int.from_bytes(digest, "little") & ((1 << 63) - 1)

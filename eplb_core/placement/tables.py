@@ -1,10 +1,10 @@
-"""Rules for layers and tables that can be served, and the tables that follow from a layer alone.
+"""Validation of layers and tables, and the default tables of a layer.
 
-A dealing table is a log2phy with several entries for each expert, which a rank's tokens go to in turn: the i-th token
-that a rank sends to an expert in a step goes to entry ``i % D``. An entry that is there twice gets twice the tokens, so
-a table of D entries expresses any share in steps of 1/D. D = 1 is the table that vLLM-Ascend knows: one replica for
-each source rank. Such tables have no axis for their entries, here and in files and messages: ``log2phy_RLE`` is
-``[R, L, E]``, and ``[R, L, E, D]`` where ranks deal.
+A table (``log2phy``) gives, for each expert, the slot that a source rank sends its tokens to. A dealing table has
+several entries per expert, used in turn: the i-th token that a rank sends to an expert in a step goes to entry
+``i % D``. A slot that is listed twice gets twice the tokens, so a table with D entries divides an expert's tokens in
+multiples of 1/D. D = 1 is vLLM-Ascend's table: one replica per source rank. In arrays, files and messages, tables with
+D = 1 have no axis for entries: ``log2phy_RLE`` is ``[R, L, E]``, and dealing tables are ``[R, L, E, D]``.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ import numpy as np
 import numpy.typing as npt
 
 Int32 = npt.NDArray[np.int32]
-"""An int32 array; the variable's name carries its dimensions."""
+"""An int32 array. The end of the variable's name gives its dimensions."""
 MAX_ENTRIES = 64
-"""Entries of a dealing table for one expert at most; finer shares than a 64th are lost in the noise of any step."""
+"""Maximum entries per expert in a dealing table. Shares finer than 1/64 vanish in the noise of a step."""
 
 
 class PlacementError(ValueError):
-    """A placement, table or move list that no set of ranks could serve; the message says where and why."""
+    """Invalid placement, table or list of moves. The message names the layer or slot and the reason."""
 
 
 def check_shape(experts: int, ranks: int, slots: int) -> None:
-    """Raise ``PlacementError`` where no placement of this shape can exist."""
+    """Raise ``PlacementError`` if no placement can have this shape."""
     if min(experts, ranks, slots) < 1:
         raise PlacementError(f"experts, ranks and slots must be positive, got {experts}, {ranks} and {slots}")
     if ranks * slots < experts:
@@ -35,42 +35,59 @@ def check_shape(experts: int, ranks: int, slots: int) -> None:
         )
     if slots > experts:
         raise PlacementError(
-            f"{slots} slots per rank must hold one of only {experts} experts twice; "
+            f"{slots} slots per rank are more than the {experts} experts, so a rank would hold an expert twice; "
             f"use at most {experts} slots per rank"
         )
 
 
 def check_layer(phy2log_RS: Int32, experts: int, where: str = "layer") -> None:
-    """Raise ``PlacementError`` unless every expert is placed and none is twice on a rank."""
+    """Raise ``PlacementError`` unless each expert has a slot and no rank has two slots with the same expert.
+
+    Parameters
+    ----------
+    phy2log_RS
+        int32 ``[R, S]``, the logical expert in each slot.
+    experts
+        E, logical experts per layer.
+    where
+        Name of the layer in messages.
+
+    Examples
+    --------
+    >>> check_layer(np.array([[0, 1], [2, 0]]), experts=3)
+    >>> check_layer(np.array([[0, 1], [2, 2]]), experts=3, where="layer 7")
+    Traceback (most recent call last):
+    eplb_core.placement.tables.PlacementError: layer 7: expert 2 is twice on rank 1
+    """
     if phy2log_RS.min() < 0 or phy2log_RS.max() >= experts:
         rank, slot = np.argwhere((phy2log_RS < 0) | (phy2log_RS >= experts))[0]
-        found = int(phy2log_RS[rank, slot])
+        expert = int(phy2log_RS[rank, slot])
         raise PlacementError(
-            f"{where}: rank {rank} slot {slot} names expert {found}, not one of 0..{experts - 1}"
+            f"{where}: rank {rank} slot {slot} names expert {expert}, not one of 0..{experts - 1}"
         )
     missing = np.flatnonzero(np.bincount(phy2log_RS.ravel(), minlength=experts) == 0)
     if missing.size:
         raise PlacementError(f"{where}: expert {missing[0]} is in no slot ({missing.size} such experts)")
-    in_order = np.sort(phy2log_RS, axis=1)
-    twice = np.argwhere(in_order[:, 1:] == in_order[:, :-1])
-    if twice.size:
-        rank, slot = twice[0]
-        raise PlacementError(f"{where}: expert {in_order[rank, slot]} is twice on rank {rank}")
+    sorted_RS = np.sort(phy2log_RS, axis=1)
+    duplicates = np.argwhere(sorted_RS[:, 1:] == sorted_RS[:, :-1])
+    if duplicates.size:
+        rank, slot = duplicates[0]
+        raise PlacementError(f"{where}: expert {sorted_RS[rank, slot]} is twice on rank {rank}")
 
 
 def check_log2phy(log2phy: Int32, phy2log_RS: Int32, where: str = "log2phy", *, deals: bool = False) -> None:
-    """Raise ``PlacementError`` unless every entry of one layer's tables is a slot that holds its expert.
+    """Raise ``PlacementError`` unless every entry of a layer's tables is a slot that holds its expert.
 
     Parameters
     ----------
     log2phy
-        Integers ``[E]``, the table of one source, or ``[G, E]``, those of G sources.
+        Integers ``[E]``, the table of one source rank, or ``[G, E]``, the tables of G source ranks.
     phy2log_RS
-        int32 ``[R, S]``, a layer that ``check_layer`` has passed.
+        int32 ``[R, S]``, a layer that has passed ``check_layer``.
     where
-        What the message calls the layer; of several sources it names the rank.
+        Name of the tables in messages. If there are several source ranks, the rank is added.
     deals
-        Whether tables have an axis of entries behind the others.
+        True if the tables have a last axis for entries.
     """
     axes = log2phy.ndim - deals
     if axes not in (1, 2) or (deals and not log2phy.shape[-1]):
@@ -84,13 +101,25 @@ def check_log2phy(log2phy: Int32, phy2log_RS: Int32, where: str = "log2phy", *, 
         wrong_GED |= (table_GED < 0) | (table_GED >= expert_P.size)
     if wrong_GED.any():
         table, expert, entry = (int(index) for index in np.argwhere(wrong_GED)[0])
-        named = f"{where}, rank {table}" if axes == 2 else where
+        name = f"{where}, rank {table}" if axes == 2 else where
         slot = int(table_GED[table, expert, entry])
-        raise PlacementError(f"{named}: expert {expert} points to slot {slot}, which does not hold it")
+        raise PlacementError(f"{name}: expert {expert} points to slot {slot}, which does not hold it")
 
 
 def check_tables_follow(before: Int32, table: Int32, phy2log_RS: Int32, layer: int) -> None:
-    """Raise ``PlacementError`` unless tables ``[R, E]`` or ``[R, E, D]`` of a layer can replace those ``before``."""
+    """Raise ``PlacementError`` unless new tables of a layer fit its placement and the shape of the current tables.
+
+    Parameters
+    ----------
+    before
+        int32 ``[R, E]`` or ``[R, E, D]``, the current tables.
+    table
+        New tables, of the same shape.
+    phy2log_RS
+        int32 ``[R, S]``, the new placement of the layer.
+    layer
+        Index of the layer, for messages.
+    """
     if table.shape != before.shape:
         raise PlacementError(
             f"log2phy of layer {layer} has the shape {list(before.shape)}, got {list(table.shape)}"
@@ -99,17 +128,45 @@ def check_tables_follow(before: Int32, table: Int32, phy2log_RS: Int32, layer: i
 
 
 def expert_map(phy2log_S: Int32, experts: int) -> Int32:
-    """Local slot of each expert on one rank of one layer, -1 where it has none, int32 ``[E]``."""
+    """Return the local slot of each expert on one rank of one layer, int32 ``[E]``; -1 if the rank does not have it."""
     local_E = np.full(experts, -1, dtype=np.int32)
     local_E[phy2log_S] = np.arange(phy2log_S.shape[0], dtype=np.int32)
     return local_E
 
 
 def default_log2phy(phy2log_RS: Int32, experts: int, width: int = 1) -> Int32:
-    """One layer's tables by the engines' fixed rule: rank ``r`` uses replica ``r % k`` of an expert with ``k``.
+    """Return one layer's tables by the engines' fixed rule: source rank ``r`` uses replica ``r % k`` of k replicas.
 
-    Returns int32 ``[R, E]``; where ``width`` is more than 1 ``[R, E, D]``, by which each rank deals round the replicas
-    from that one on. Replicas count in order of physical id.
+    Replicas are numbered in order of their physical ids.
+
+    Parameters
+    ----------
+    phy2log_RS
+        int32 ``[R, S]``, the logical expert in each slot.
+    experts
+        E, logical experts per layer.
+    width
+        D, entries per expert. Each rank deals to the replicas in turn, starting from replica ``r % k``.
+
+    Returns
+    -------
+    Int32
+        int32 ``[R, E]``, or ``[R, E, D]`` if ``width`` is greater than 1.
+
+    Examples
+    --------
+    Expert 0 is in slots 0 and 3. Rank 0 uses slot 0 and rank 1 uses slot 3:
+
+    >>> phy2log_RS = np.array([[0, 1], [2, 0]])
+    >>> default_log2phy(phy2log_RS, experts=3)
+    array([[0, 1, 2],
+           [3, 1, 2]], dtype=int32)
+
+    With two entries per expert, each rank deals expert 0's tokens to both slots:
+
+    >>> default_log2phy(phy2log_RS, experts=3, width=2)[:, 0]
+    array([[0, 3],
+           [3, 0]], dtype=int32)
     """
     expert_P = phy2log_RS.ravel()
     by_expert = np.argsort(expert_P, kind="stable").astype(np.int32)
@@ -120,15 +177,38 @@ def default_log2phy(phy2log_RS: Int32, experts: int, width: int = 1) -> Int32:
 
 
 def with_entries(log2phy: Int32, axes: int) -> Int32:
-    """A view of tables of any width with an axis of entries behind their ``axes`` others."""
+    """Return a view of tables that always has a last axis for entries.
+
+    Parameters
+    ----------
+    log2phy
+        Tables with or without that axis.
+    axes
+        Number of axes without it.
+    """
     return log2phy[..., np.newaxis] if log2phy.ndim == axes else log2phy
 
 
 def without_single_entries(log2phy: Int32) -> Int32:
-    """Tables whose last axis is of entries, without it where it has one: as D = 1 is written."""
+    """Return tables ``[..., D]`` without their last axis if D is 1."""
     return log2phy[..., 0] if log2phy.shape[-1] == 1 else log2phy
 
 
 def dealt_to(tokens: npt.NDArray[np.integer[Any]], entry: int, width: int) -> npt.NDArray[np.integer[Any]]:
-    """Tokens, of so many, that go to one of ``width`` entries, dealt from the first on."""
+    """Return the number of tokens that go to one entry of a dealing table.
+
+    Parameters
+    ----------
+    tokens
+        Tokens that a rank sends to an expert in a step, of any shape.
+    entry
+        Index of the entry, counted from 0.
+    width
+        D, entries per expert.
+
+    Examples
+    --------
+    >>> [int(dealt_to(np.array(7), entry, width=3)) for entry in range(3)]
+    [3, 2, 2]
+    """
     return (tokens.astype(np.int64) + (width - 1 - entry)) // width

@@ -23,15 +23,7 @@ from eplb_core.planner.plan import Layout
 from eplb_core.planner.score import Gain, gain_of, par_by_step, split_steps, split_us
 from eplb_core.planner.settings import STEP, PlannerSettings
 from eplb_core.planner.token_split import split_shares
-from eplb_core.wire.operator import (
-    COSTS,
-    HELPS,
-    NO_GAIN,
-    NOT_MEASURABLE,
-    NOT_MEASURED,
-    TIME_PRICES,
-    Worth,
-)
+from eplb_core.planner.verdicts import COSTS, HELPS, NO_GAIN, NOT_MEASURABLE, NOT_MEASURED, TIME_PRICES, Worth
 
 MEASURED, FITTED, STATED, ASSUMED = TIME_PRICES
 """Origin of a time price. ``measured``: the configured curve comes with the quality of its fit; ``fitted``: a curve was

@@ -51,11 +51,11 @@ from eplb_core.planner.score import (
 )
 from eplb_core.planner.settings import STEP, PlannerSettings
 from eplb_core.planner.topology import Topology
+from eplb_core.planner.verdicts import LayerVerdict
 from eplb_core.solver.engine import OutOfTimeError, SolverError
 from eplb_core.solver.layer import LayerResult
 from eplb_core.solver.model import FRESH, KEEP, TABLES, Candidate, Recommendation, SearchOptions
 from eplb_core.solver.topology import choose_senders
-from eplb_core.wire.operator import LayerVerdict
 
 _NOTHING_IN_WHOLE_TOKENS = "kept: with whole tokens, a change would gain nothing on steps like these"
 _ROUNDING = 1e-9

@@ -11,9 +11,9 @@ from eplb_core.heat.window import Window
 from eplb_core.placement import Float64, Int32, Placement, apply_layers, mean_par
 from eplb_core.planner.forecast import NO_FORECASTS, Forecasts
 from eplb_core.planner.score import Gain, KnownSplit, gain_of, par_by_step, split_steps
+from eplb_core.planner.verdicts import LayerVerdict, MovePrice
 from eplb_core.solver.model import Recommendation
 from eplb_core.solver.window import inflation, inflation_error
-from eplb_core.wire.operator import LayerVerdict, MovePrice
 
 _MIN_STEPS = 32
 """Steps below which nothing is learned of how neighbouring steps resemble each other."""

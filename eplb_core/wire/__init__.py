@@ -1,1 +1,1 @@
-"""The wire contract: each message as a frozen dataclass, encoded and decoded side by side, every field checked here."""
+"""Wire format: each message as a frozen dataclass that is encoded, decoded and validated here."""

@@ -1,4 +1,4 @@
-"""Messages between an agent and the service: who a rank is, what it is asked for, and what it reports but heat."""
+"""Messages between an agent and the service, except heat reports and plans."""
 
 from __future__ import annotations
 
@@ -14,20 +14,21 @@ from eplb_core.wire.codec import PROTOCOL_VERSION, decode, packed
 from eplb_core.wire.fields import ProtocolVersionError, WireError, check_count
 from eplb_core.wire.generated import agent_pb2
 
-MIN_HEARTBEAT_SECONDS, MAX_HEARTBEAT_SECONDS = 0.05, 60.0
+MIN_HEARTBEAT_SECONDS = 0.05
+MAX_HEARTBEAT_SECONDS = 60.0
 MAX_BLOCKS = 8
-"""Bound on ``one_in``: blocks further apart would hardly be of one window."""
+"""Maximum of ``Reporting.one_in``. With more, a window would contain too few reported blocks."""
 MAX_REPORT_STEPS = 1 << 16
-"""Steps that a service may ask for in one report."""
+"""Maximum steps of one heat report."""
 
 
 def _at_least_one(value: int, _field: str, _sizes: fields.Sizes) -> int:
-    """Read 0, which peers send that do not know the field, as 1."""
+    """Read 0 as 1, because peers of older releases do not send the field."""
     return value or 1
 
 
 def _interval(seconds: float, field: str, _sizes: fields.Sizes) -> float:
-    """Bring an interval within bounds in which an agent neither spins nor falls silent."""
+    """Clamp the interval between heartbeats, so that an agent neither busy-loops nor falls silent."""
     if math.isnan(seconds):
         raise WireError(f"{field} is not a number")
     return min(max(seconds, MIN_HEARTBEAT_SECONDS), MAX_HEARTBEAT_SECONDS)
@@ -35,11 +36,26 @@ def _interval(seconds: float, field: str, _sizes: fields.Sizes) -> float:
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes, and what else all ranks of a deployment share.
+    """Sizes and properties that all ranks of a deployment have in common.
 
-    ``width`` is D, the entries for each expert of the dealing tables that the host reads (tables of one have no axis
-    for it); ``rank_bound`` says that experts may not leave their ranks. With ``entry_by_row`` the host picks an
-    entry by the token's row in the batch, not in turn.
+    Parameters
+    ----------
+    ranks
+        R, number of ranks.
+    layers
+        L, number of layers.
+    experts
+        E, logical experts per layer.
+    slots
+        S, slots per rank and layer.
+    bytes_per_expert
+        Size of an expert's weights in one layer.
+    width
+        D, entries per expert in the dealing tables that the host reads. Tables with D = 1 have no axis for entries.
+    rank_bound
+        True if experts cannot leave their ranks.
+    entry_by_row
+        True if the host chooses a token's entry by the token's row in the batch, instead of using entries in turn.
     """
 
     MESSAGE: ClassVar[type[Any]] = agent_pb2.ModelShape
@@ -55,33 +71,60 @@ class Shape:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Sizes by name, as other fields' annotations refer to them."""
+        """Sizes by the names that annotations of other fields use."""
         sizes = {name: getattr(self, name) for name in ("ranks", "layers", "experts", "slots")}
         return {**sizes, "entries": self.width}
 
     def check(self, field: str) -> None:
-        """Raise ``WireError`` where no placement of these sizes can exist, or tables would be too large."""
-        layers, experts, ranks = self.layers, self.experts, self.ranks
-        entries = ranks * layers * experts * self.width
-        if entries > fields.MAX_TABLE_ENTRIES or layers * max(experts, ranks) > fields.MAX_LAYER_ENTRIES:
+        """Raise ``WireError`` if no placement can have these sizes, or tables would be too large."""
+        entries = self.ranks * self.layers * self.experts * self.width
+        layer_entries = self.layers * max(self.experts, self.ranks)
+        if entries > fields.MAX_TABLE_ENTRIES or layer_entries > fields.MAX_LAYER_ENTRIES:
             raise WireError(
-                f"{field}: {layers} layers x {experts} experts on {ranks} ranks, tables of {self.width}, are past what "
-                f"is taken: {fields.MAX_TABLE_ENTRIES} for ranks x layers x experts x entries, "
-                f"{fields.MAX_LAYER_ENTRIES} for layers x experts and layers x ranks"
+                f"{field}: {self.layers} layers x {self.experts} experts on {self.ranks} ranks with {self.width} "
+                f"table entries per expert are too large; the limits are {fields.MAX_TABLE_ENTRIES} for ranks x layers "
+                f"x experts x entries, and {fields.MAX_LAYER_ENTRIES} for layers x experts and layers x ranks"
             )
         try:
-            check_shape(experts, ranks, self.slots)
+            check_shape(self.experts, self.ranks, self.slots)
         except PlacementError as error:
             raise WireError(f"{field}: {error}") from error
 
 
 @dataclass(frozen=True)
 class Hello:
-    """One rank and what it serves.
+    """First message of a rank: its identity and current layout.
 
-    Ranks of one ``token_group`` see the same tokens; ``group_id`` is drawn once per forming of the EP group.
-    ``slots_LS`` is the logical expert in each slot, ``log2phy_LE`` its table, ``[L, E]``, or ``[L, E, D]`` where it
-    deals. ``device`` is the name of the rank's device in torch; empty on a CPU.
+    Parameters
+    ----------
+    deployment
+        Name of the deployment.
+    rank
+        Index of the rank in the EP group.
+    node
+        Name of the rank's node.
+    token_group
+        Group of ranks that see the same tokens.
+    group_id
+        Random id of the EP group, drawn each time the ranks form one.
+    shape
+        Sizes of the deployment.
+    epoch
+        Epoch of the layout.
+    digest
+        Digest of the placement, over all ranks.
+    layer_epochs
+        Epoch at which each layer last changed, ``[L]``.
+    slots_LS
+        int32 ``[L, S]``, the logical expert in each of the rank's slots.
+    log2phy_LE
+        int32 ``[L, E]`` or ``[L, E, D]``, the rank's tables.
+    agent_version
+        Release of the agent.
+    highest_term
+        Highest leader term that the rank has received.
+    device
+        Torch's name of the rank's device; empty on a CPU.
     """
 
     MESSAGE: ClassVar[type[Any]] = agent_pb2.Hello
@@ -104,44 +147,70 @@ class Hello:
 
     @property
     def ep_size(self) -> int:
-        """R, beside the shape in the message."""
+        """R. The message has it outside the shape."""
         return self.shape.ranks
 
     @property
     def version(self) -> tuple[int, int]:
-        """Epoch and digest."""
+        """Epoch and digest of the layout."""
         return self.epoch, self.digest
 
     def check(self, field: str) -> None:
-        """Raise ``WireError`` where the fields contradict one another."""
+        """Raise ``WireError`` if the fields contradict each other."""
         if self.rank >= self.ep_size:
             raise WireError(f"{field}.rank is {self.rank}, but ep_size is {self.ep_size}; ranks count from 0")
         if not self.group_id:
-            raise WireError(f"{field}.group_id is empty; it names one forming of the EP group")
+            raise WireError(f"{field}.group_id is empty; draw a new id each time the EP group forms")
         if max(self.layer_epochs) > self.epoch:
             raise WireError(
-                f"{field}.layer_epochs: a layer changed at epoch {max(self.layer_epochs)}, past epoch {self.epoch}"
+                f"{field}.layer_epochs: a layer changed at epoch {max(self.layer_epochs)}, after the layout's epoch "
+                f"{self.epoch}"
             )
 
 
 def mixed_releases(releases: Mapping[int, str]) -> str | None:
-    """Name the ranks that run each release of the agent, by rank; ``None`` if all run one."""
-    ranks = {
-        release: ", ".join(str(rank) for rank, other in sorted(releases.items()) if other == release)
-        for release in sorted(set(releases.values()))
-    }
-    if len(ranks) < 2:
+    """Return a message that lists the ranks by their release of the agent; ``None`` if all run the same release.
+
+    Parameters
+    ----------
+    releases
+        Release of the agent on each rank; empty if unknown.
+
+    Examples
+    --------
+    >>> mixed_releases({0: "1.2", 1: "1.2", 2: "1.3"})
+    'the ranks run different releases of the agent (1.2 on ranks 0, 1; 1.3 on ranks 2); install one release on all'
+    """
+    ranks_by_release: dict[str, list[str]] = {release: [] for release in sorted(set(releases.values()))}
+    for rank, release in sorted(releases.items()):
+        ranks_by_release[release].append(str(rank))
+    if len(ranks_by_release) < 2:
         return None
-    named = "; ".join(f"{release or 'unknown'} on ranks {which}" for release, which in ranks.items())
-    return f"the ranks run different releases of the agent ({named}); install one release on all"
+    listing = "; ".join(
+        f"{release or 'unknown'} on ranks {', '.join(ranks)}" for release, ranks in ranks_by_release.items()
+    )
+    return f"the ranks run different releases of the agent ({listing}); install one release on all"
 
 
 @dataclass(frozen=True)
 class Reporting:
-    """Share of its heat that an agent reports. A block is as many steps as a report has, counted from step 0.
+    """Selection of the heat that agents report.
 
-    With ``source_sums`` own tokens are summed over each report, where slots are counted too; of ``one_in`` blocks one
-    is reported, the same one by all ranks; ``report_steps`` is 0 for the number in the Welcome.
+    Steps are divided into blocks of ``report_steps``, counted from step 0, so blocks are the same on all ranks.
+
+    Parameters
+    ----------
+    source_sums
+        True to send source heat as one sum per report, if the host also counts tokens by slot.
+    one_in
+        Report one of this number of blocks, and drop the others.
+    report_steps
+        Steps per block; 0 for the number in the Welcome.
+
+    Examples
+    --------
+    >>> [block for block in range(9) if Reporting(one_in=4).wants(block)]
+    [0, 4, 8]
     """
 
     MESSAGE: ClassVar[type[Any]] = agent_pb2.Reporting
@@ -151,17 +220,31 @@ class Reporting:
     report_steps: Annotated[int, fields.below(MAX_REPORT_STEPS + 1)] = 0
 
     def wants(self, block: int) -> bool:
-        """Return whether the block of this number is reported."""
+        """Return True if the block with this number is reported."""
         return block % self.one_in == 0
 
 
 EVERYTHING = Reporting()
-"""Every step in full: what agents report where no service asks for less."""
+"""Every step in full. Agents report this unless the service requests less."""
 
 
 @dataclass(frozen=True)
 class Welcome:
-    """Requests of the service to an agent; ``reporting`` goes on until another ``Reporting`` comes."""
+    """The service's answer to a Hello.
+
+    Parameters
+    ----------
+    service_version
+        Release of the service.
+    leader_term
+        Leader term of the service for the deployment.
+    report_steps
+        Steps per heat report.
+    heartbeat_seconds
+        Interval between heartbeats.
+    reporting
+        Selection of heat until the service sends another ``Reporting``.
+    """
 
     MESSAGE: ClassVar[type[Any]] = agent_pb2.Welcome
     protocol_version: ClassVar[int] = PROTOCOL_VERSION
@@ -174,7 +257,7 @@ class Welcome:
 
 
 class PlanState(enum.IntEnum):
-    """Outcome of a plan, or of one of its layers, on one rank; the numbers are the wire's."""
+    """State of a plan, or of one of its layers, on one rank. The numbers are those of the wire format."""
 
     ACCEPTED = 1
     REFUSED = 2
@@ -191,7 +274,13 @@ class PlanState(enum.IntEnum):
 
 @dataclass(frozen=True)
 class CallOff:
-    """Request from the service to drop a plan. Uncommitted layers keep their placement."""
+    """Request from the service to drop a plan. Layers that are not committed keep their placement.
+
+    Parameters
+    ----------
+    plan_id
+        The plan.
+    """
 
     MESSAGE: ClassVar[type[Any]] = agent_pb2.CallOff
 
@@ -200,9 +289,30 @@ class CallOff:
 
 @dataclass(frozen=True)
 class PlanStatus:
-    """Outcome of a plan on one rank; ``layer`` is 0 where the state is of the whole plan.
+    """A rank's report on a plan or one of its layers.
 
-    ``epoch`` and ``digest`` are what the rank serves after it, ``step`` the step boundary at which it happened.
+    Parameters
+    ----------
+    plan_id
+        The plan.
+    state
+        New state of the plan or layer.
+    layer
+        The layer; 0 if the state concerns the whole plan.
+    reason
+        Cause of a failure.
+    epoch
+        Epoch of the rank's layout in this state.
+    digest
+        Digest of the rank's placement in this state.
+    bytes_received
+        Bytes of weights that the rank received.
+    transfer_seconds
+        Duration of the transfer.
+    commit_seconds
+        Duration of the commit.
+    step
+        Step boundary at which the state was reached.
     """
 
     MESSAGE: ClassVar[type[Any]] = agent_pb2.PlanStatus
@@ -221,10 +331,28 @@ class PlanStatus:
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """A rank is alive, at a step, and serves a version; ``error`` says why it takes no part at present.
+    """Regular message of a rank that shows that it is alive.
 
-    ``calls`` of the agent by its host since its start took ``call_micros``, ``vote_micros`` of them in votes. Bytes are
-    held for experts that wait for their commit, and in which the layers count heat; ``None`` where not reported.
+    Parameters
+    ----------
+    step
+        Step of the model.
+    epoch
+        Epoch of the rank's layout.
+    digest
+        Digest of the rank's placement.
+    error
+        Reason why the rank does not take part in balancing at present; empty if it does.
+    calls
+        Calls of the agent by its host since the start.
+    call_micros
+        Total microseconds of these calls.
+    vote_micros
+        Microseconds of them in votes.
+    staging_bytes
+        Memory of the staging; ``None`` if not reported.
+    ring_bytes
+        Memory in which the layers count heat; ``None`` if not reported.
     """
 
     MESSAGE: ClassVar[type[Any]] = agent_pb2.Heartbeat
@@ -241,19 +369,31 @@ class Heartbeat:
 
 
 def decode_hello(message: agent_pb2.Hello) -> Hello:
-    """Return the Hello; raises ``ProtocolVersionError`` where the agent speaks another version, or ``WireError``."""
+    """Return the Hello of an agent.
+
+    Raises
+    ------
+    ProtocolVersionError
+        If the agent uses another version of the protocol.
+    WireError
+        If a field is invalid.
+    """
     _check_protocol(message.protocol_version, "the agent")
     ranks = check_count(message.ep_size, "hello.ep_size", fields.MAX_RANKS + 1, least=1)
     return decode(Hello, message, {"ranks": ranks})
 
 
 def decode_welcome(message: agent_pb2.Welcome) -> Welcome:
-    """Return the Welcome, ``heartbeat_seconds`` brought within its bounds; raises as ``decode_hello`` does."""
+    """Return the Welcome of a service, with ``heartbeat_seconds`` clamped to its bounds.
+
+    The errors are those of ``decode_hello``.
+    """
     _check_protocol(message.protocol_version, "the service")
     return decode(Welcome, message)
 
 
 def _check_protocol(version: int, peer: str) -> None:
+    """Raise ``ProtocolVersionError`` if the peer's version differs from this side's."""
     if version != PROTOCOL_VERSION:
         raise ProtocolVersionError(
             f"{peer} speaks protocol version {version}, this side {PROTOCOL_VERSION}; install the same release on "

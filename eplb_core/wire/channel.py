@@ -1,4 +1,4 @@
-"""Channels of agents and operators to a service: in plain text or TLS, with or without a certificate of their own."""
+"""gRPC channels from agents and operators to a service, in plain text or with TLS."""
 
 from __future__ import annotations
 
@@ -20,7 +20,13 @@ _OPTIONS = [
 
 
 def is_loopback(address: str) -> bool:
-    """Return whether ``host:port`` is reached from this host alone; no name but ``localhost`` is."""
+    """Return True if only this host can reach ``host:port``. Of all host names, only ``localhost`` counts.
+
+    Examples
+    --------
+    >>> is_loopback("127.0.0.1:50051"), is_loopback("[::1]:50051"), is_loopback("eplb.example:50051")
+    (True, True, False)
+    """
     host = address.rpartition(":")[0].strip("[]")
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
@@ -30,10 +36,23 @@ def is_loopback(address: str) -> bool:
 
 @dataclass(frozen=True)
 class Security:
-    """Encryption of a channel to a service, by PEM files; raises ``ValueError`` where they do not fit together.
+    """Encryption and authentication of a channel to a service.
 
-    ``tls_ca`` is the authority that signed the service's certificate, plain text where ``None``; ``tls_cert`` and
-    ``tls_key`` the caller's own. With ``plaintext_token`` a token may be sent in plain text to another host.
+    Parameters
+    ----------
+    tls_ca
+        PEM file of the authority that signed the service's certificate; ``None`` for plain text.
+    tls_cert
+        PEM file of the caller's certificate, for mutual TLS.
+    tls_key
+        PEM file of the certificate's key.
+    plaintext_token
+        True to allow sending a token in plain text to another host.
+
+    Raises
+    ------
+    ValueError
+        If only one of ``tls_cert`` and ``tls_key`` is set, or both without ``tls_ca``.
     """
 
     tls_ca: Path | None = None
@@ -45,18 +64,20 @@ class Security:
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ValueError("tls_cert and tls_key must be set together")
         if self.tls_cert is not None and self.tls_ca is None:
-            raise ValueError("tls_cert needs tls_ca: without it nothing is encrypted")
+            raise ValueError(
+                "tls_cert is set, but without tls_ca the channel is not encrypted; set tls_ca too"
+            )
 
     def check_token(self, address: str) -> None:
-        """Raise ``ValueError`` where a token for the service at ``address`` could be read on its way."""
+        """Raise ``ValueError`` if others could read a token on its way to the service at ``address``."""
         if self.tls_ca is None and not self.plaintext_token and not is_loopback(address):
             raise ValueError(
-                f"a token for {address} would be sent in plain text: set tls_ca, or plaintext_token where the network "
+                f"a token for {address} would be sent in plain text; set tls_ca, or set plaintext_token if the network "
                 "is trusted"
             )
 
     def open(self, address: str) -> grpc.Channel:
-        """Open a channel to ``address``; its files are read now. Raises ``OSError`` where one cannot be."""
+        """Open a channel to ``address``; raises ``OSError`` if a PEM file cannot be read."""
         if self.tls_ca is None:
             return grpc.insecure_channel(address, options=_OPTIONS)
         key = None if self.tls_key is None else self.tls_key.read_bytes()

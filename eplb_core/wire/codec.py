@@ -1,7 +1,9 @@
-"""Values to messages and back: one loop over the fields of a dataclass, packed integer arrays, requests in parts.
+"""Conversion between dataclasses and protobuf messages, packed integer arrays, and requests in parts.
 
-A dataclass that travels names its message as ``MESSAGE`` and what each field may hold as an annotation (``fields``). A
-field is called as in the message, but for the dimensions at its end, or its annotation gives its path there.
+A dataclass names its message type as ``MESSAGE``, or is registered with ``register``. A field has the name that it has
+in the message, without the dimensions at its end. If the names differ, the field's annotation contains its path in the
+message as a string. Its other annotations check the value (``fields``). One loop over the fields encodes and decodes
+every dataclass.
 """
 
 from __future__ import annotations
@@ -24,18 +26,18 @@ from eplb_core.wire.fields import MAX_BYTES, Check, Sizes, WireError, check_coun
 from eplb_core.wire.generated import agent_pb2, tensor_pb2
 
 PROTOCOL_VERSION = 4
-"""Version of the stream; both sides refuse another."""
+"""Version of the protocol between agent and service. Each side rejects a peer with another version."""
 
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
-"""Bound on one gRPC message, and on one array."""
+"""Maximum bytes of a gRPC message, and of an array."""
 
 PART_BYTES = 128 << 10
-"""Data of one part of a request, at most."""
+"""Maximum data of one part of a request, in bytes."""
 MAX_PART = PART_BYTES + 64
-"""Bytes of a request that carries one part."""
+"""Maximum bytes of a message that carries one part."""
 
 Integers: TypeAlias = npt.NDArray[np.integer[Any]]
-"""An array of any integer type; its dimensions are in the variable's name."""
+"""An array of any integer type. The end of the variable's name gives its dimensions."""
 
 _DTYPES: dict[int, np.dtype[np.generic]] = {
     tensor_pb2.DATA_TYPE_UINT8: np.dtype("u1"),
@@ -43,38 +45,97 @@ _DTYPES: dict[int, np.dtype[np.generic]] = {
     tensor_pb2.DATA_TYPE_INT32: np.dtype("<i4"),
     tensor_pb2.DATA_TYPE_INT64: np.dtype("<i8"),
 }
+"""Element types on the wire, narrowest first."""
 _DIMENSIONS = re.compile(r"_[A-Z][A-Z0-9]*$")
+_MESSAGES: dict[type, type[Any]] = {}
+"""Message types of the dataclasses without ``MESSAGE``."""
 
 _Value = TypeVar("_Value")
 
 
+def register(kind: type, message: type[Any]) -> None:
+    """Declare the message type of a dataclass that cannot name it as ``MESSAGE``.
+
+    The planner's dataclasses cannot, because the planner does not import protobuf.
+    """
+    _MESSAGES[kind] = message
+
+
+def _message_type(kind: Any) -> Any:
+    """Return the message type of a dataclass; ``None`` if it has none."""
+    return getattr(kind, "MESSAGE", None) or _MESSAGES.get(kind)
+
+
 def encode(value: Any, message: Any = None) -> Any:
-    """Return the message of a value; ``message`` is an empty one of another type that takes some of its fields."""
+    """Return the message of a dataclass instance.
+
+    Parameters
+    ----------
+    value
+        The instance.
+    message
+        Empty message of another type to fill instead; it gets the fields that both have.
+
+    Examples
+    --------
+    >>> from eplb_core.wire.agent import Reporting
+    >>> encode(Reporting(source_sums=True, one_in=4))
+    source_sums: true
+    one_in: 4
+    <BLANKLINE>
+    """
     kind: Any = type(value)
-    message = kind.MESSAGE() if message is None else message
+    message = _message_type(kind)() if message is None else message
     message_kind: Any = type(message)
     for field in _fields(kind, message_kind):
-        sent = getattr(value, field.name)
-        if sent is not None and field.path:
-            field.write(message, sent)
+        field_value = getattr(value, field.name)
+        if field_value is not None and field.path:
+            field.write(message, field_value)
     return message
 
 
 def decode(kind: type[_Value], message: Any, sizes: Sizes | None = None, name: str | None = None) -> _Value:
-    """Return the value of a message; raises ``WireError`` naming the field that cannot hold what it does.
+    """Return the dataclass instance of a message.
 
-    A method ``check`` of the dataclass checks the fields against one another. A field that the message lacks is taken
-    from ``sizes``; a value within that has ``sizes`` adds its own for the fields that follow. ``name`` is the message's
-    in errors.
+    Each field is checked by its annotations. If the dataclass has a method ``check``, it then checks the fields
+    against each other.
+
+    Parameters
+    ----------
+    kind
+        The dataclass.
+    message
+        The message.
+    sizes
+        Sizes of the deployment. They also supply the fields that the message does not have. Once a decoded field has
+        ``sizes``, these are added for the fields after it.
+    name
+        Name of the message in errors; by default from its type.
+
+    Raises
+    ------
+    WireError
+        If a value is invalid; the text names the field.
+
+    Examples
+    --------
+    >>> from eplb_core.wire.agent import Reporting
+    >>> decode(Reporting, agent_pb2.Reporting(one_in=4))
+    Reporting(source_sums=False, one_in=4, report_steps=0)
+    >>> decode(Reporting, agent_pb2.Reporting(one_in=9))
+    Traceback (most recent call last):
+    eplb_core.wire.fields.WireError: reporting.one_in is 9; it must be 1 to 8
     """
-    known, values = dict(sizes or {}), {}
-    carried: Any = kind
+    all_sizes = dict(sizes or {})
+    values: dict[str, Any] = {}
+    dataclass_kind: Any = kind
     message_kind: Any = type(message)
     where = name or re.sub(r"^Get|Response$", "", message_kind.DESCRIPTOR.name).lower()
-    for field in _fields(carried, message_kind):
+    for field in _fields(dataclass_kind, message_kind):
         if field.is_read and (field.path or not field.has_default):
-            values[field.name] = value = field.read(message, where, known)
-            known.update(getattr(value, "sizes", ()))
+            value = field.read(message, where, all_sizes)
+            values[field.name] = value
+            all_sizes.update(getattr(value, "sizes", ()))
     decoded = kind(**values)
     if hasattr(decoded, "check"):
         decoded.check(where)
@@ -82,38 +143,50 @@ def decode(kind: type[_Value], message: Any, sizes: Sizes | None = None, name: s
 
 
 class _Field:
-    """One field of a dataclass that travels: where the message has it (``path``), and how it is read and written."""
+    """One field of a dataclass, with its path in the message and the way to read and write it.
+
+    Parameters
+    ----------
+    name
+        Name of the field, or of a property that is only written.
+    hint
+        Type of the field with its annotations; ``None`` for a property.
+    message
+        Message type.
+    has_default
+        True if the field may be missing in the message type.
+    """
 
     def __init__(self, name: str, hint: Any, message: type[Message], has_default: bool) -> None:
         self.name = name
         self.has_default = has_default
         self.is_read = hint is not None
-        hint, self._notes, self._may_lack = _without_notes(hint)
+        hint, self._notes, self._is_optional = _split_hint(hint)
         self._read = _reader(hint, self._notes)
-        named = [note for note in self._notes if isinstance(note, str)]
-        path = named[0] if named else _DIMENSIONS.sub("", name)
-        *self._within, self._leaf = path.split(".")
-        within: Any = message
-        for part in self._within:
-            within = within.DESCRIPTOR.fields_by_name[part].message_type._concrete_class
-        self._kind = within.DESCRIPTOR.fields_by_name.get(self._leaf)
-        self.path = path if self._kind else ""
+        paths = [note for note in self._notes if isinstance(note, str)]
+        path = paths[0] if paths else _DIMENSIONS.sub("", name)
+        *self._parents, self._leaf = path.split(".")
+        parent: Any = message
+        for step in self._parents:
+            parent = parent.DESCRIPTOR.fields_by_name[step].message_type._concrete_class
+        self._descriptor = parent.DESCRIPTOR.fields_by_name.get(self._leaf)
+        self.path = path if self._descriptor else ""
 
     def read(self, message: Any, where: str, sizes: Sizes) -> Any:
-        """Return the field's value, checked; ``None`` where it is absent."""
-        if self._kind is None:
+        """Return the field's checked value; ``None`` if it is optional and absent."""
+        if self._descriptor is None:
             return self._read(sizes[self.name], f"{where}.{self.name}", sizes)
-        for part in self._within:
-            message = getattr(message, part)
-        if self._may_lack and self._kind.has_presence and not message.HasField(self._leaf):
+        for step in self._parents:
+            message = getattr(message, step)
+        if self._is_optional and self._descriptor.has_presence and not message.HasField(self._leaf):
             return None
         return self._read(getattr(message, self._leaf), f"{where}.{self._leaf}", sizes)
 
     def write(self, message: Any, value: Any) -> None:
-        """Put a value into the message."""
-        for part in self._within:
-            message = getattr(message, part)
-        value = _sent(value, self._notes)
+        """Write a value into the message."""
+        for step in self._parents:
+            message = getattr(message, step)
+        value = _to_wire(value, self._notes)
         if isinstance(value, Placement):
             value = value.phy2log_LRS
         if isinstance(value, np.ndarray):
@@ -121,7 +194,7 @@ class _Field:
         elif dataclasses.is_dataclass(value):
             getattr(message, self._leaf).SetInParent()
             encode(value, getattr(message, self._leaf))
-        elif not repeats(self._kind):
+        elif not is_repeated(self._descriptor):
             setattr(message, self._leaf, value)
         elif value and dataclasses.is_dataclass(value[0]):
             for item in value:
@@ -130,10 +203,11 @@ class _Field:
             getattr(message, self._leaf).extend(value)
 
     def _write_array(self, message: Any, array: Integers) -> None:
-        assert self._kind is not None
-        if self._kind.message_type is not None:
+        """Write an array as a packed array, a list or bytes, according to the field's type."""
+        assert self._descriptor is not None
+        if self._descriptor.message_type is not None:
             getattr(message, self._leaf).CopyFrom(pack(array))
-        elif repeats(self._kind):
+        elif is_repeated(self._descriptor):
             getattr(message, self._leaf).extend(array.tolist())
         else:
             setattr(message, self._leaf, array.astype(np.uint8).tobytes())
@@ -141,47 +215,50 @@ class _Field:
 
 @functools.cache
 def _fields(kind: Any, message: Any) -> tuple[_Field, ...]:
-    """Fields of a dataclass in their order, then the properties that the message has a field for."""
+    """Return the fields of a dataclass in order, then its properties for the remaining fields of the message."""
     hints = get_type_hints(kind, include_extras=True)
     fields = [
         _Field(field.name, hints[field.name], message, _has_default(field))
         for field in dataclasses.fields(kind)
     ]
-    taken = {field.path.partition(".")[0] for field in fields}
-    others = [name for name in message.DESCRIPTOR.fields_by_name if name not in taken and hasattr(kind, name)]
-    return (*fields, *(_Field(name, None, message, True) for name in others))
+    covered = {field.path.partition(".")[0] for field in fields}
+    properties = [
+        name for name in message.DESCRIPTOR.fields_by_name if name not in covered and hasattr(kind, name)
+    ]
+    return (*fields, *(_Field(name, None, message, True) for name in properties))
 
 
 def _has_default(field: dataclasses.Field[Any]) -> bool:
     return field.default is not dataclasses.MISSING or field.default_factory is not dataclasses.MISSING
 
 
-def _without_notes(hint: Any) -> tuple[Any, tuple[Any, ...], bool]:
-    """Separate a type from its annotations, and from ``None``."""
+def _split_hint(hint: Any) -> tuple[Any, tuple[Any, ...], bool]:
+    """Return the type in a hint, its annotations, and True if the type may be ``None``."""
     notes: tuple[Any, ...] = ()
     if get_origin(hint) is Annotated:
-        hint, *found = get_args(hint)
-        notes = tuple(found)
+        hint, *annotations = get_args(hint)
+        notes = tuple(annotations)
     if get_origin(hint) in (Union, types.UnionType):
-        (one,) = [one for one in get_args(hint) if one is not type(None)]
-        hint, more, _ = _without_notes(one)
-        return hint, notes + more, True
+        (member,) = [member for member in get_args(hint) if member is not type(None)]
+        hint, inner_notes, _ = _split_hint(member)
+        return hint, notes + inner_notes, True
     return hint, notes, False
 
 
-def _sent(value: Any, notes: Sequence[Any]) -> Any:
+def _to_wire(value: Any, notes: Sequence[Any]) -> Any:
+    """Return the value to send, as converted by the annotations with a method ``to_wire``."""
     for note in notes:
-        value = note.sent(value) if hasattr(note, "sent") else value
+        value = note.to_wire(value) if hasattr(note, "to_wire") else value
     return value
 
 
 def _reader(hint: Any, notes: Sequence[Any]) -> Check:
-    """Checks of the annotations, then what the type asks for."""
+    """Return a function that applies the annotations' checks and converts the result to the type."""
     steps: list[Check] = [note for note in notes if callable(note)]
-    if hasattr(hint, "MESSAGE"):
+    if _message_type(hint) is not None:
         steps.append(lambda value, field, sizes: decode(hint, value, sizes, field))
     elif isinstance(hint, type) and issubclass(hint, enum.Enum):
-        steps.append(functools.partial(_member, hint))
+        steps.append(functools.partial(_enum_member, hint))
     elif get_origin(hint) is tuple:
         item = get_args(hint)[0]
         steps.append(functools.partial(_items, None if item is int else _reader(item, ())))
@@ -194,41 +271,50 @@ def _reader(hint: Any, notes: Sequence[Any]) -> Check:
     return read
 
 
-def _member(kind: type[enum.Enum], value: int, field: str, _sizes: Sizes) -> enum.Enum:
+def _enum_member(kind: type[enum.Enum], value: int, field: str, _sizes: Sizes) -> enum.Enum:
     try:
         return kind(value)
     except ValueError:
-        raise WireError(f"{field} is {value}, none that is known") from None
+        valid = ", ".join(str(member.value) for member in kind)
+        raise WireError(f"{field} is {value}; it must be one of {valid}") from None
 
 
 def _items(item: Check | None, values: Sequence[Any], field: str, sizes: Sizes) -> tuple[Any, ...]:
+    """Return a list as a tuple; ``item`` reads each element, and ``None`` leaves them unchanged."""
     if item is None:
         return tuple(values)
     return tuple(item(value, f"{field}[{number}]", sizes) for number, value in enumerate(values))
 
 
-def repeats(field: Any) -> bool:
-    """Return whether a message's field is a list."""
-    # protobuf 5 has labels in place of the property.
+def is_repeated(field: Any) -> bool:
+    """Return True if the message field with this descriptor is a list."""
+    # protobuf 5 has no ``is_repeated``.
     return bool(field.is_repeated if hasattr(field, "is_repeated") else field.label == field.LABEL_REPEATED)
 
 
 def packed(*axes: str | int | None) -> Check:
-    """Packed arrays of int32.
+    """Return a check that unpacks an array to int32.
 
-    An axis is a size, the name of one, or ``None`` for any; that of ``entries`` is not there where it is 1.
+    Parameters
+    ----------
+    *axes
+        Each axis is a length, the name of a size, or ``None`` for any length. The axis ``entries`` is absent if its
+        size is 1.
     """
-    return lambda value, field, sizes: unpack(value, axes_of(axes, sizes), field)
+    return lambda value, field, sizes: unpack(value, expected_shape(axes, sizes), field)
 
 
-def axes_of(axes: Sequence[str | int | None], sizes: Sizes) -> list[int | None]:
-    """Return the shape that ``packed`` asks for."""
-    there = [axis for axis in axes if axis != "entries" or sizes["entries"] > 1]
-    return [sizes[axis] if isinstance(axis, str) else axis for axis in there]
+def expected_shape(axes: Sequence[str | int | None], sizes: Sizes) -> list[int | None]:
+    """Return the shape that the axes of ``packed`` describe."""
+    present = [axis for axis in axes if axis != "entries" or sizes["entries"] > 1]
+    return [sizes[axis] if isinstance(axis, str) else axis for axis in present]
 
 
-def placed(value: tensor_pb2.PackedArray, field: str, sizes: Sizes) -> Placement:
-    """Packed arrays ``[L, R, S]`` that are a placement of ``experts``; other sizes are checked where they are known."""
+def unpack_placement(value: tensor_pb2.PackedArray, field: str, sizes: Sizes) -> Placement:
+    """Unpack and validate a placement ``[L, R, S]``.
+
+    ``sizes`` must contain ``experts``. Layers, ranks and slots are checked if ``sizes`` contains them.
+    """
     phy2log_LRS = unpack(value, [sizes.get(axis) for axis in ("layers", "ranks", "slots")], field)
     try:
         return Placement(phy2log_LRS, sizes["experts"])
@@ -237,26 +323,47 @@ def placed(value: tensor_pb2.PackedArray, field: str, sizes: Sizes) -> Placement
 
 
 def pack(array: npt.NDArray[np.integer]) -> tensor_pb2.PackedArray:
-    """Pack an integer array in the narrowest type that holds it (heat is mostly small numbers)."""
-    code, narrow = narrowed(array)
+    """Pack an integer array in the narrowest type that can represent it, because most heat is small numbers.
+
+    Examples
+    --------
+    >>> message = pack(np.array([[0, 300]]))
+    >>> message.dtype == tensor_pb2.DATA_TYPE_UINT16, len(message.data)
+    (True, 4)
+    >>> unpack(message, [1, None], "heat")
+    array([[  0, 300]], dtype=int32)
+    """
+    code, narrow = to_narrowest(array)
     return tensor_pb2.PackedArray(dtype=code, shape=array.shape, data=narrow.tobytes())  # type: ignore[arg-type]
 
 
-def narrowed(array: npt.NDArray[np.integer]) -> tuple[int, Integers]:
-    """Return the code of the narrowest type that holds an array, and the array in that type, in one piece."""
-    low, high = (int(array.min()), int(array.max())) if array.size else (0, 0)
+def to_narrowest(array: npt.NDArray[np.integer]) -> tuple[int, Integers]:
+    """Return the code of the narrowest wire type that can represent an array, and a C-ordered array of that type."""
+    low = int(array.min()) if array.size else 0
+    high = int(array.max()) if array.size else 0
     for code, dtype in _DTYPES.items():
         bounds = np.iinfo(dtype.name)
         if bounds.min <= low and high <= bounds.max:
             return code, np.ascontiguousarray(array, dtype=dtype)
-    raise WireError(f"values {low}..{high} fit no wire type")
+    raise WireError(f"values {low} to {high} exceed the range of int64")
 
 
 def unpack(packed: tensor_pb2.PackedArray, shape: Sequence[int | None], field: str) -> Int32:
-    """Unpack to int32 of exactly ``shape`` (``None`` admits any size of that axis).
+    """Unpack an array to int32. Needs at most ``MAX_MESSAGE_BYTES`` of memory, even if the sender declares more.
 
-    Raises ``WireError`` naming ``field`` where type, shape or size is off or a value is past int32. Never takes
-    more than ``MAX_MESSAGE_BYTES``, whatever the sender claims.
+    Parameters
+    ----------
+    packed
+        The message.
+    shape
+        Expected shape; ``None`` allows any length of an axis.
+    field
+        Name of the field in errors.
+
+    Raises
+    ------
+    WireError
+        If the type, shape or size is wrong, or a value exceeds int32.
     """
     wide = unpack_as_sent(packed, shape, field)
     array = wide.astype(np.int32)
@@ -266,48 +373,59 @@ def unpack(packed: tensor_pb2.PackedArray, shape: Sequence[int | None], field: s
 
 
 def unpack_as_sent(packed: tensor_pb2.PackedArray, shape: Sequence[int | None], field: str) -> Integers:
-    """``unpack`` without the copy: read-only, in the type that it travelled in."""
+    """Unpack an array without a copy. The result is read-only and keeps the integer type of the message.
+
+    The parameters and errors are those of ``unpack``.
+    """
     if packed.dtype not in _DTYPES:
         raise WireError(f"{field}: unknown data type {packed.dtype}")
     dtype = _DTYPES[packed.dtype]
-    found = tuple(packed.shape)
-    if len(found) != len(shape) or any(
-        want not in (None, size) for want, size in zip(shape, found, strict=True)
+    sent_shape = tuple(packed.shape)
+    if len(sent_shape) != len(shape) or any(
+        expected not in (None, length) for expected, length in zip(shape, sent_shape, strict=True)
     ):
-        wanted = ", ".join("any" if want is None else str(want) for want in shape)
-        raise WireError(f"{field}: expected the shape [{wanted}], got {list(found)}")
-    size = math.prod(found) * dtype.itemsize
-    # int32 is what comes out, so a narrow array may not claim four times the bound either.
-    if max(size, math.prod(found) * 4) > MAX_MESSAGE_BYTES:
+        expected_axes = ", ".join("any" if axis is None else str(axis) for axis in shape)
+        raise WireError(f"{field}: expected the shape [{expected_axes}], got {list(sent_shape)}")
+    size = math.prod(sent_shape) * dtype.itemsize
+    # ``unpack`` widens to int32, so the limit also applies to the size in int32.
+    if max(size, math.prod(sent_shape) * 4) > MAX_MESSAGE_BYTES:
         raise WireError(f"{field}: {size} bytes are past the limit of {MAX_MESSAGE_BYTES}")
     if len(packed.data) != size:
         raise WireError(
-            f"{field}: shape {list(found)} of {dtype.name} needs {size} bytes, got {len(packed.data)}"
+            f"{field}: shape {list(sent_shape)} of {dtype.name} needs {size} bytes, got {len(packed.data)}"
         )
-    array: Integers = np.frombuffer(packed.data, dtype=dtype).reshape(found)
+    array: Integers = np.frombuffer(packed.data, dtype=dtype).reshape(sent_shape)
     return array
 
 
 def in_parts(request: agent_pb2.ConnectRequest) -> Iterator[agent_pb2.ConnectRequest]:
-    """Yield ``request`` itself, or where it is too large for one message, its parts in order.
+    """Yield a request unchanged if it is small enough for one message, and its parts in order if not.
 
-    A gRPC message takes memory of its receiver before anybody there knows of it, so messages are small. Each part says
-    how much is still to come: the receiver makes room for all of it, or refuses, at the first.
+    gRPC allocates memory for a message before the receiver can check it, so messages are small. Each part declares the
+    bytes that follow, so the receiver can reserve memory for all of them, or reject the request, at the first part.
     """
     if request.ByteSize() <= PART_BYTES:
         yield request
         return
-    whole = request.SerializeToString()
-    for begin in range(0, len(whole), PART_BYTES):
-        data = whole[begin : begin + PART_BYTES]
-        left = len(whole) - begin - len(data)
-        yield agent_pb2.ConnectRequest(part=agent_pb2.Part(data=data, bytes_left=left))
+    serialized = request.SerializeToString()
+    for begin in range(0, len(serialized), PART_BYTES):
+        data = serialized[begin : begin + PART_BYTES]
+        bytes_left = len(serialized) - begin - len(data)
+        yield agent_pb2.ConnectRequest(part=agent_pb2.Part(data=data, bytes_left=bytes_left))
 
 
 class Parts:
-    """A request of which the first part has come; ``size`` is what all parts hold, in bytes.
+    """A request whose parts are being received. ``size`` is the size of all its parts, in bytes.
 
-    Raises ``WireError`` where a part is empty, too large, or not the next.
+    Parameters
+    ----------
+    first
+        The first part.
+
+    Raises
+    ------
+    WireError
+        If the part is empty or too large.
     """
 
     def __init__(self, first: agent_pb2.Part) -> None:
@@ -317,23 +435,23 @@ class Parts:
 
     @property
     def complete(self) -> bool:
-        """True once all parts are here."""
+        """True once all parts have been added."""
         return len(self._data) == self.size
 
     def add(self, part: agent_pb2.Part) -> None:
-        """Add the next part; raises ``WireError`` where it cannot be."""
+        """Add the next part; raises ``WireError`` if it is empty, too large or out of order."""
         check_count(len(part.data), "the size of part.data", PART_BYTES + 1, least=1)
-        left = self.size - len(self._data) - len(part.data)
-        if part.bytes_left != left:
-            raise WireError(f"part.bytes_left is {part.bytes_left}; it must be {left}")
+        bytes_left = self.size - len(self._data) - len(part.data)
+        if part.bytes_left != bytes_left:
+            raise WireError(f"part.bytes_left is {part.bytes_left}; it must be {bytes_left}")
         self._data += part.data
 
     def request(self) -> agent_pb2.ConnectRequest:
-        """Put the parts together; raises ``WireError`` where that is no request, or a part again."""
+        """Assemble the request; raises ``WireError`` if the data is not a request, or is another part."""
         try:
             request = agent_pb2.ConnectRequest.FromString(bytes(self._data))
         except DecodeError as error:
-            raise WireError("the parts of a request do not make one") from error
+            raise WireError("the parts of a request do not form a valid request") from error
         if request.WhichOneof("message") == "part":
-            raise WireError("the parts of a request make another part")
+            raise WireError("the parts of a request form another part; parts cannot be nested")
         return request

@@ -1,8 +1,8 @@
-"""Bounds of the messages' fields, stated as annotations of the dataclass fields that hold them.
+"""Bounds of message fields, as annotations of the dataclass fields that hold their values.
 
-An annotation is a check: it takes a value, the field's name and the sizes of the deployment, and returns the value or
-raises ``WireError`` naming the field. Names are refused where they are not printable; free text, such as a reason, is
-cleaned instead, for nothing depends on what it says.
+An annotation is a check. It gets a value, the field's name and the deployment's sizes. It returns the value, or raises
+``WireError`` with the field's name. Names with control characters are rejected. Free text, such as a reason, is
+cleaned instead, because nothing depends on its content.
 """
 
 from __future__ import annotations
@@ -16,51 +16,51 @@ MAX_EXPERTS = 4096
 MAX_RANKS = 4096
 MAX_SLOTS = 512
 MAX_TABLE_ENTRIES = 1 << 25
-"""Bound on ranks x layers x experts x table entries: 320 ranks of DeepSeek-V3 have 4.8 million for one entry."""
+"""Bound on ranks x layers x experts x table entries. DeepSeek-V3 on 320 ranks has 4.8 million with one entry each."""
 MAX_LAYER_ENTRIES = 1 << 18
-"""Bound on layers x experts and on layers x ranks, both kept for every step of a window."""
+"""Bound on layers x experts and on layers x ranks. The service stores both for every step of a window."""
 MAX_STEP = 1 << 48
 """Step numbers and step counts wrap to 0 at this limit, after 8,900 years at 1,000 steps per second."""
 MAX_VERSION = 1 << 62
 """Bound on epochs, plan ids and leader terms."""
 MAX_DIGEST = 1 << 63
-"""Bound on digests: ranks compare them as signed 64-bit integers."""
+"""Bound on digests. Ranks compare them as signed 64-bit integers."""
 MAX_BYTES = 1 << 50
-"""Bound on counts of bytes: a petabyte."""
+"""Bound on counts of bytes: a pebibyte."""
 MAX_MICROS = 1 << 48
 """Sums of microseconds wrap to 0 at this limit, after nine years."""
 MAX_SECONDS = 1e7
 """Bound on durations: four months."""
 MAX_TEXT = 256
-"""Characters in one text."""
+"""Maximum characters of a text."""
 MAX_LINE = 4096
-"""Characters in one line that a service writes for operators."""
+"""Maximum characters of a line that a service writes for operators."""
 
 Sizes: TypeAlias = Mapping[str, int]
-"""Sizes of the deployment by name, that other fields must agree with."""
+"""Sizes of the deployment by name, such as ``layers``. Fields of other messages must match them."""
 Check: TypeAlias = Callable[[Any, str, Sizes], Any]
-"""Checks a value by its field's name."""
+"""Checks a value; the arguments are the value, the field's name and the sizes."""
 
 _DEPLOYMENT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 
 
 class WireError(ValueError):
-    """A message that does not say what it must; the text names the field and what was expected."""
+    """Invalid message. The text names the field and the expected value."""
 
 
 class ProtocolVersionError(WireError):
-    """The peer speaks another version of the protocol."""
+    """Peer with another version of the protocol."""
 
 
 def check_count(value: int, field: str, limit: int, least: int = 0) -> int:
-    """Return ``value`` if it is ``least`` to ``limit - 1``."""
+    """Return ``value``; raises ``WireError`` unless it is at least ``least`` and less than ``limit``."""
     if not least <= value < limit:
         raise WireError(f"{field} is {value}; it must be {least} to {limit - 1}")
     return value
 
 
 def check_deployment(name: str, field: str, _sizes: Sizes | None = None) -> str:
-    """Return ``name`` if a deployment can be called so."""
+    """Return ``name``; raises ``WireError`` unless it is a valid name of a deployment."""
     if not _DEPLOYMENT.fullmatch(name):
         raise WireError(
             f"{field} is {name[:MAX_TEXT]!r}; a name has 1 to 63 letters, digits, '.', '_' or '-' and starts with "
@@ -70,21 +70,27 @@ def check_deployment(name: str, field: str, _sizes: Sizes | None = None) -> str:
 
 
 def check_name(name: str, field: str, _sizes: Sizes | None = None) -> str:
-    """Return ``name`` if it is printable and not too long; may be empty."""
+    """Return ``name``, which may be empty; raises ``WireError`` if it is too long or has control characters."""
     if len(name) > MAX_TEXT:
-        raise WireError(f"{field} has {len(name)} characters; at most {MAX_TEXT} are taken")
+        raise WireError(f"{field} has {len(name)} characters; use at most {MAX_TEXT}")
     if not name.isprintable():
-        raise WireError(f"{field} is {name!r}; control characters are not taken")
+        raise WireError(f"{field} is {name!r}; remove the control characters")
     return name
 
 
 def printable(text: str, longest: int = MAX_TEXT) -> str:
-    """Cut free text to ``longest`` characters, with a space for whatever a terminal could act on."""
+    r"""Return free text that is safe to print: cut to ``longest`` characters, with spaces for control characters.
+
+    Examples
+    --------
+    >>> printable("link lost\n\x1b[31mnow")
+    'link lost  [31mnow'
+    """
     return "".join(character if character.isprintable() else " " for character in text[:longest])
 
 
 def below(limit: int | str, least: int = 0) -> Check:
-    """Whole numbers from ``least`` on, below a limit or the size of that name."""
+    """Return a check for integers from ``least`` to ``limit - 1``; ``limit`` may be the name of a size."""
     return lambda value, field, sizes: check_count(
         value, field, sizes[limit] if isinstance(limit, str) else limit, least
     )
@@ -97,7 +103,15 @@ def _seconds(value: float, field: str, _sizes: Sizes) -> float:
 
 
 def each(size: str | None, limit: int) -> Check:
-    """One whole number below ``limit`` for each of the layers, ranks or steps that there are; ``None``: any number."""
+    """Return a check for lists of integers below ``limit``.
+
+    Parameters
+    ----------
+    size
+        Name of the size that the list's length must equal, such as ``"layers"``; ``None`` allows any length.
+    limit
+        Exclusive upper bound of the integers.
+    """
 
     def check(values: Sequence[int], field: str, sizes: Sizes) -> Sequence[int]:
         if size is not None and len(values) != sizes[size]:
@@ -110,34 +124,32 @@ def each(size: str | None, limit: int) -> Check:
 
 
 class _Clean:
-    """Free text, cleaned by ``printable`` on both sides."""
+    """Annotation of free text: ``printable`` cleans it when it is sent and when it is received."""
 
     def __call__(self, text: str, _field: str, _sizes: Sizes) -> str:
-        """Return the text, cleaned."""
         return printable(text)
 
-    def sent(self, text: str) -> str:
-        """Return the text as it travels."""
+    def to_wire(self, text: str) -> str:
+        """Return the text to send."""
         return printable(text)
 
 
 class _Wrapping:
-    """Counters that begin at 0 again when they reach a limit.
+    """Annotation of counters that restart at 0 when they reach a limit.
 
-    Hosts own these counters, and overwritten memory can hold any number. A number out of bounds
-    makes a rank's heat useless. Closing its stream would not help, because the rank would reconnect with the same
-    number. All ranks wrap in the same way, so equal numbers stay equal.
+    Hosts own these counters, and overwritten memory can contain any number. Rejecting a number out of bounds would not
+    help, because the rank would reconnect with the same number. All ranks wrap in the same way, so equal numbers stay
+    equal.
     """
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
 
     def __call__(self, value: int, _field: str, _sizes: Sizes) -> int:
-        """Return the count within its bounds."""
-        return self.sent(value)
+        return self.to_wire(value)
 
-    def sent(self, value: int) -> int:
-        """Return the count as it travels."""
+    def to_wire(self, value: int) -> int:
+        """Return the count to send."""
         return int(value) % self._limit
 
 

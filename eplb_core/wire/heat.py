@@ -1,8 +1,7 @@
-"""Heat that one rank counted over a few steps, as it leaves the agent's recorder and enters the service's window."""
+"""Heat report of one rank over a few steps, from the agent's recorder to the service's window."""
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
@@ -10,59 +9,52 @@ from typing import Annotated, Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
+from eplb_core.heat.phase import StepPhase
 from eplb_core.wire.agent import Shape
-from eplb_core.wire.codec import Integers, axes_of, decode, unpack_as_sent
+from eplb_core.wire.codec import Integers, decode, expected_shape, unpack_as_sent
 from eplb_core.wire.fields import Check, LayerEpochs, Sizes, Step, WireError
 from eplb_core.wire.generated import agent_pb2, tensor_pb2
 
 _INT32_MAX = np.iinfo(np.int32).max
 _SMALL_BYTES = 1 << 20
-
-
-class StepPhase(enum.IntEnum):
-    """Kind of a step for one rank; the numbers are the wire's."""
-
-    PREFILL = 1
-    DECODE = 2
-    DUMMY = 3
-    """The rank had no tokens of its own."""
-    MIXED = 4
-    """Some of the rank's requests prefilled and others decoded."""
-
-    @property
-    def prefills(self) -> bool:
-        """True if any request prefilled."""
-        return self in (StepPhase.PREFILL, StepPhase.MIXED)
-
-
 _PHASES = frozenset(map(int, StepPhase))
 
 
-def _phases(sent: bytes, field: str, sizes: Sizes) -> npt.NDArray[np.uint8]:
-    if not 1 <= len(sent) <= sizes["most_steps"]:
-        raise WireError(f"{field}: {len(sent)} steps; a report has 1 to {sizes['most_steps']}")
-    if not _PHASES.issuperset(sent):
+def _phases(phases: bytes, field: str, sizes: Sizes) -> npt.NDArray[np.uint8]:
+    """Return one ``StepPhase`` per step, uint8 ``[T]``."""
+    if not 1 <= len(phases) <= sizes["most_steps"]:
+        raise WireError(f"{field}: {len(phases)} steps; a report has 1 to {sizes['most_steps']}")
+    if not _PHASES.issuperset(phases):
         raise WireError(f"{field}: a step's phase is not PREFILL, DECODE, MIXED or DUMMY")
-    return np.frombuffer(sent, dtype=np.uint8)
+    return np.frombuffer(phases, dtype=np.uint8)
 
 
 def _each_step(values: Sequence[int], field: str, sizes: Sizes) -> npt.NDArray[np.int64] | None:
-    """One number for each step, int64 ``[T]``; ``None`` where none was sent."""
+    """Return one number per step, int64 ``[T]``; ``None`` if the list is empty."""
     if len(values) not in (0, sizes["steps"]):
         raise WireError(f"{field}: expected one for each of {sizes['steps']} steps, got {len(values)}")
     return np.array(values, dtype=np.int64) if values else None
 
 
 def _counts(*axes: str, summands: Callable[[Sizes], int]) -> Check:
-    """Read-only counts, as narrow as they were sent, of which ``summands`` together still fit int32."""
+    """Return a check that unpacks read-only counts and keeps the integer type of the message.
+
+    Parameters
+    ----------
+    *axes
+        Names of the sizes that give the shape.
+    summands
+        Number of counts that are added up later. Each count is limited so that their sum fits in int32.
+    """
 
     def check(packed: tensor_pb2.PackedArray, field: str, sizes: Sizes) -> Integers:
-        counts, most = unpack_as_sent(packed, axes_of(axes, sizes), field), _INT32_MAX // summands(sizes)
-        if counts.dtype.kind == "u" and (1 << 8 * counts.dtype.itemsize) - 1 <= most:
+        counts = unpack_as_sent(packed, expected_shape(axes, sizes), field)
+        limit = _INT32_MAX // summands(sizes)
+        if counts.dtype.kind == "u" and (1 << 8 * counts.dtype.itemsize) - 1 <= limit:
             return counts
-        if counts.min() < 0 or counts.max() > most:
+        if counts.min() < 0 or counts.max() > limit:
             raise WireError(
-                f"{field}: a count is {int(counts.min())} or {int(counts.max())}, not among 0 to {most}"
+                f"{field}: counts are {int(counts.min())} to {int(counts.max())}; they must be 0 to {limit}"
             )
         return counts
 
@@ -71,26 +63,29 @@ def _counts(*axes: str, summands: Callable[[Sizes], int]) -> Check:
 
 @dataclass(frozen=True)
 class HeatReport:
-    """One rank's counts of consecutive steps, all under one placement; what is ``None`` the host does not count.
+    """One rank's counts of consecutive steps under one placement. A field is ``None`` if the host does not count it.
 
     Parameters
     ----------
+    first_step
+        Number of the first step.
     layer_epochs
-        Epoch of each layer's placement while they were counted.
+        Epoch of each layer's placement during the steps, ``[L]``.
     slot_counts_TLS
-        Tokens that the rank's slots received; where ``None`` they follow from all ranks' source counts and tables.
+        Tokens that the rank's slots received. If ``None``, they follow from the source counts and tables of all ranks.
     phase_T
         ``StepPhase`` of each step.
     source_counts_TLE
-        The rank's own tokens by logical expert, before dispatch. Of ranks that see the same tokens one counts them, the
-        others report zeros.
-    tokens_T, micros_T
-        The rank's own tokens in each step, without padding, and the step's wall time in microseconds, 0 if unknown. If
-        ranks share tokens, all but one of them report 0 tokens.
+        The rank's tokens by logical expert, before dispatch. If several ranks see the same tokens, one of them counts
+        the tokens and the others report zeros.
+    tokens_T
+        The rank's tokens in each step, without padding. If several ranks see the same tokens, all except one report 0.
     dropped_steps
-        Steps that the rank's agent has had to drop since its Hello.
+        Steps that the rank's agent has dropped since its Hello.
     source_sums_LE
-        ``source_counts_TLE`` summed over the steps, in their place.
+        Sum of ``source_counts_TLE`` over the steps, sent instead of it.
+    micros_T
+        Wall time of each step in microseconds; 0 if unknown.
     """
 
     MESSAGE: ClassVar[type[Any]] = agent_pb2.HeatReport
@@ -102,7 +97,7 @@ class HeatReport:
         _counts("steps", "layers", "slots", summands=lambda sizes: sizes["ranks"] * sizes["slots"]),
     ]
     phase_T: Annotated[npt.NDArray[np.uint8], "step_phases", _phases]
-    # Without slot counts the load of a rank is a sum over all ranks and experts.
+    # Without slot counts, a rank's load is a sum over all ranks and experts.
     source_counts_TLE: Annotated[
         Integers | None,
         _counts(
@@ -118,26 +113,35 @@ class HeatReport:
 
     @property
     def steps(self) -> int:
-        """T."""
+        """T, number of steps."""
         return len(self.phase_T)
 
     def check(self, field: str) -> None:
-        """Raise ``WireError`` where the counts do not go together."""
-        if self.source_sums_LE is not None and (
-            self.slot_counts_TLS is None or self.source_counts_TLE is not None
-        ):
-            raise WireError(f"{field}.source_sums: they go with slot_counts, and in place of source_counts")
-        if self.slot_counts_TLS is None and self.source_counts_TLE is None:
-            raise WireError(f"{field}: it has neither slot_counts nor source_counts")
+        """Raise ``WireError`` if the report has an invalid combination of counts."""
+        has_slots = self.slot_counts_TLS is not None
+        has_sources = self.source_counts_TLE is not None
+        if self.source_sums_LE is not None and (not has_slots or has_sources):
+            raise WireError(f"{field}.source_sums needs slot_counts and excludes source_counts")
+        if not has_slots and not has_sources:
+            raise WireError(f"{field} has neither slot_counts nor source_counts")
 
 
 def decode_heat_report(message: agent_pb2.HeatReport, shape: Shape, most_steps: int) -> HeatReport:
-    """Counts of one rank of a deployment of ``shape``; the arrays are read-only and as narrow as they were sent.
+    """Return the heat report of one rank. Its counts are read-only and keep the integer type of the message.
+
+    Parameters
+    ----------
+    message
+        The message.
+    shape
+        Shape of the rank's deployment.
+    most_steps
+        Maximum number of steps of a report.
 
     Raises
     ------
     WireError
-        A field cannot be what it is, or there are more than ``most_steps`` steps; the text names the field.
+        If a field is invalid or the report has too many steps; the text names the field.
     """
     sizes = {
         **shape.sizes,
@@ -145,11 +149,12 @@ def decode_heat_report(message: agent_pb2.HeatReport, shape: Shape, most_steps: 
         "steps": len(message.step_phases),
         "summed_experts": 1 if message.HasField("slot_counts") else shape.experts,
     }
+    # Other fields depend on the number of steps, so it is checked first.
     _phases(message.step_phases, "heat_report.step_phases", sizes)
     return decode(HeatReport, message, sizes, "heat_report")
 
 
 def is_quick_to_decode(message: agent_pb2.HeatReport) -> bool:
-    """Return whether decoding takes less time than another thread would to begin."""
+    """Return True if decoding takes less time than handing the message to another thread."""
     arrays = (message.slot_counts, message.source_counts, message.source_sums)
     return sum(len(array.data) for array in arrays) <= _SMALL_BYTES

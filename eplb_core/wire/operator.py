@@ -1,4 +1,4 @@
-"""Messages between a service and its operators: decisions and balance as they are sent, and heat as it is counted."""
+"""Messages between a service and its operators: decisions, balance, placements and heat."""
 
 from __future__ import annotations
 
@@ -10,162 +10,64 @@ from typing import Annotated, Any, ClassVar
 from google.protobuf.message import Message
 
 from eplb_core.placement import Int32, Placement, PlacementError
+from eplb_core.planner.verdicts import LayerVerdict, MovePrice, Worth
 from eplb_core.wire import fields
 from eplb_core.wire.agent import Shape
-from eplb_core.wire.codec import decode, encode, pack, packed, placed, repeats, unpack
+from eplb_core.wire.codec import decode, encode, is_repeated, pack, packed, register, unpack, unpack_placement
 from eplb_core.wire.fields import WireError, check_count
 from eplb_core.wire.generated import operator_pb2, tensor_pb2
 
 MAX_PENDING_STEPS = 1 << 20
-"""Steps that one rank may be ahead of another."""
+"""Maximum steps that one rank may be ahead of another."""
 MAX_WATCHED_ENTRIES = 1 << 23
-"""Entries of all ranks' tables that watchers are sent; beyond, a message would be too large."""
-MOVE_PRICES = ("measured", "partly measured", "stated", "assumed")
-"""Sources of the price of moves, best first."""
-TIME_PRICES = ("measured", "fitted", "stated", "assumed")
-"""Sources of what tokens cost in time, best first."""
-VERDICTS = (HELPS, COSTS, NO_GAIN, NOT_MEASURABLE, NOT_MEASURED) = (
-    "helps",
-    "costs",
-    "no gain",
-    "not measurable",
-    "not measured",
-)
-"""Verdicts on the gain in time. The first two are measured across switches. ``not measurable``: step time does not
-follow balance as far as switches show."""
-_MIN_SHOWN, _MAX_SHOWN = -1e9, float(1 << 36)
-"""Bounds on numbers that are shown, such as milliseconds, tokens per second, or seconds since 1970."""
+"""Maximum entries of all ranks' tables in a message to a watcher. Larger tables are not sent."""
+_MIN_SHOWN = -1e9
+"""Lower bound of numbers shown to operators, such as milliseconds, tokens per second or seconds since 1970."""
+_MAX_SHOWN = float(1 << 36)
+"""Upper bound of these numbers."""
 
-
-@dataclass(frozen=True)
-class MovePrice:
-    """Price of the last decision's moves: the part of its ratio that a layer must win to have every slot moved.
-
-    ``kind`` is one of ``MOVE_PRICES``, ``reason`` what it was computed from. The milliseconds are those of steps lost
-    for each expert that a rank receives, for each megabyte of weights, and while the model waits for a layer's switch;
-    ``None`` where not known.
-    """
-
-    MESSAGE: ClassVar[type[Any]] = operator_pb2.MovePrice
-
-    price: float
-    kind: str
-    reason: str
-    ms_per_move: float | None = None
-    ms_per_megabyte: float | None = None
-    ms_per_switch: float | None = None
-
-
-@dataclass(frozen=True)
-class Worth:
-    """Gain of balancing over the newest ``steps`` steps.
-
-    Parameters
-    ----------
-    steps
-        T, the steps that all of it is of.
-    par_left_alone, par
-        Peak-to-average ratio of these steps under the layout that the ranks came with, and as they were served.
-    verdict, reason
-        One of ``VERDICTS``, and a sentence that says why.
-    price_kind, price
-        Source of the times: ``measured`` across switches, or the source of an estimate. ``price`` describes it.
-    switches
-        Switches with measured step times before and after them.
-    timed_steps, step_ms
-        Steps of known wall time that are no wait for requests, and their mean.
-    gain_ms, gain_low_ms, gain_high_ms
-        Time per step that balancing saves, with its 99 % interval; ``None`` unless measured across switches.
-    gain_percent, ranks_worth
-        The measured gain as a part of a step left alone, and as a number of ranks.
-    tokens_per_second, tokens_per_second_won
-        Throughput as served, and the part of it due to the measured gain; ``None`` if unknown.
-    estimate_low_ms, estimate_high_ms
-        Range of the estimate from the stated or fitted cost of tokens, if the gain was not measured.
-    """
-
-    MESSAGE: ClassVar[type[Any]] = operator_pb2.Worth
-
-    steps: int
-    par_left_alone: float
-    par: float
-    verdict: str
-    reason: str
-    price_kind: str
-    price: str
-    switches: int = 0
-    timed_steps: int = 0
-    step_ms: float | None = None
-    gain_ms: float | None = None
-    gain_low_ms: float | None = None
-    gain_high_ms: float | None = None
-    gain_percent: float | None = None
-    ranks_worth: float | None = None
-    tokens_per_second: float | None = None
-    tokens_per_second_won: float | None = None
-    estimate_low_ms: float | None = None
-    estimate_high_ms: float | None = None
-
-    @property
-    def par_gain_percent(self) -> float:
-        """Part by which the ratio is lower than left alone, in percent."""
-        return 100.0 * (1.0 - self.par / self.par_left_alone)
-
-
-@dataclass(frozen=True)
-class LayerVerdict:
-    """Decision about one layer, and why; ratios are peak-to-average ratios per step, NaN for a layer without tokens.
-
-    Parameters
-    ----------
-    par_seen
-        Under the placement and tables that serve now.
-    par_planned
-        What is expected next: of a layer that changes, the window's ratio as decided, and ``optimism`` on top of it,
-        at least ``noise_floor``; ``reason`` has the window's alone.
-    noise_floor
-        Ratio that token sampling alone gives a perfectly balanced layer: computed for independent draws, or less where
-        ranks measurably jump less than that. No placement can win below it.
-    moves, bytes
-        Slots that must receive weights, and what they are sent; 0 where the host does not report an expert's size.
-    reason
-        For operators, one line. Where it names a ratio of episodes it says so: the search sees episodes, not steps.
-    us_seen, us_planned
-        Microseconds of the slowest rank, as it serves now and as decided; ``None`` without a cost curve. Not sent.
-    optimism
-        How much worse than on the heat that they were fitted to such changes did on other heat (hold-out); 0 for a
-        layer that stays, ``None`` where it was not held out. Not sent.
-    """
-
-    MESSAGE: ClassVar[type[Any]] = operator_pb2.PastVerdict
-
-    layer: int
-    par_seen: float
-    par_planned: float
-    noise_floor: float
-    moves: int
-    changed: bool
-    reason: str
-    bytes: int = 0
-    us_seen: float | None = None
-    us_planned: float | None = None
-    optimism: float | None = 0.0
+register(MovePrice, operator_pb2.MovePrice)
+register(Worth, operator_pb2.Worth)
+register(LayerVerdict, operator_pb2.PastVerdict)
 
 
 class _ByLayer:
-    """Moves of a plan by layer, which travel as a list."""
+    """Annotation of a plan's moves by layer, which are sent as a list."""
 
-    def sent(self, moves: Mapping[int, Int32]) -> list[operator_pb2.LayerMoves]:
-        """Return the list as it travels."""
+    def to_wire(self, moves: Mapping[int, Int32]) -> list[operator_pb2.LayerMoves]:
+        """Return the list to send, in order of layers."""
         return [operator_pb2.LayerMoves(layer=layer, moves=pack(moves[layer])) for layer in sorted(moves)]
 
 
 @dataclass(frozen=True)
 class PastPlan:
-    """One decision of the past, and the outcome of its plan; ``plan_id`` is 0 where none was offered.
+    """A past decision and the outcome of its plan.
 
-    A message ``PastPlan`` has no ``solve_seconds`` and no ``moves`` (int32 ``[M, 5]`` by layer), a ``MadeDecision``
-    neither ``leader_term`` nor ``base_epoch``.
+    It is sent as a ``PastPlan``, without ``solve_seconds`` and ``moves``, or as a ``MadeDecision``, without
+    ``leader_term`` and ``base_epoch``.
+
+    Parameters
+    ----------
+    plan_id
+        The plan; 0 if the decision did not lead to one.
+    at
+        Time of the decision, or in the history the time of the plan's offer, in seconds since 1970.
+    outcome
+        Outcome of the plan, such as ``done``; empty while it is in progress.
+    reason
+        Cause, if the plan was not completed.
+    committed
+        Number of layers that were switched.
+    verdicts
+        Verdict on each layer.
+    leader_term
+        Leader term of the service that decided.
+    base_epoch
+        Epoch of the layout that the plan changes.
+    solve_seconds
+        Duration of the decision.
+    moves
+        Moves by layer, int32 ``[M, 5]``.
     """
 
     MESSAGE: ClassVar[type[Any]] = operator_pb2.PastPlan
@@ -184,10 +86,22 @@ class PastPlan:
 
 @dataclass(frozen=True)
 class BalancePoint:
-    """Balance around one moment, in seconds since 1970; a ratio that is not known is NaN.
+    """Balance at one time. PARs are means over the layers with tokens, NaN if unknown.
 
-    Ratios are means over the layers that had tokens: realised, as the last decision expected, its noise floor, and the
-    same steps left alone.
+    Parameters
+    ----------
+    at
+        Seconds since 1970.
+    par
+        Realised PAR.
+    par_planned
+        PAR that the last decision promised.
+    noise_floor
+        Noise floor at the last decision.
+    layers_switched
+        Number of layers switched so far.
+    par_left_alone
+        PAR of the same steps under the initial layout.
     """
 
     MESSAGE: ClassVar[type[Any]] = operator_pb2.BalancePoint
@@ -202,38 +116,59 @@ class BalancePoint:
 
 @dataclass(frozen=True)
 class ServedModel:
-    """Placement of a deployment, as watchers of its heat learn of it.
+    """Layout of a deployment as sent to watchers of its heat.
 
-    ``nodes_R`` is the node of each rank; ``pending_steps`` bounds how far the fastest rank may be ahead, and the steps
-    of one report. ``log2phy_RLE`` are the tables of all source ranks, ``[R, L, E]`` or ``[R, L, E, D]``; ``None`` where
-    they are too large (``MAX_WATCHED_ENTRIES``), or not sent.
+    Parameters
+    ----------
+    shape
+        Sizes of the deployment.
+    nodes_R
+        Index of each rank's node.
+    placement
+        Current placement.
+    layer_epochs
+        Epoch at which each layer last changed, ``[L]``.
+    pending_steps
+        Maximum steps that the fastest rank may be ahead of the slowest, and maximum steps of a heat report.
+    log2phy_RLE
+        int32 ``[R, L, E]`` or ``[R, L, E, D]``, tables of all source ranks; ``None`` if they are not sent, because they
+        have more than ``MAX_WATCHED_ENTRIES`` entries.
     """
 
     MESSAGE: ClassVar[type[Any]] = operator_pb2.ServedModel
 
     shape: Shape
     nodes_R: Annotated[tuple[int, ...], fields.each("ranks", fields.MAX_RANKS)]
-    placement: Annotated[Placement, "physical_to_logical", placed]
+    placement: Annotated[Placement, "physical_to_logical", unpack_placement]
     layer_epochs: fields.LayerEpochs
     pending_steps: Annotated[int, fields.below(MAX_PENDING_STEPS + 1, least=1)]
     log2phy_RLE: Annotated[Int32 | None, packed("ranks", "layers", "experts", "entries")] = None
 
     @property
     def ranks(self) -> int:
-        """R, beside the shape in the message."""
+        """R. The message has it outside the shape."""
         return self.shape.ranks
 
     def check(self, field: str) -> None:
-        """Raise ``WireError`` where an entry of a table names a slot that does not hold its expert."""
+        """Raise ``WireError`` if a table's entry is a slot that does not hold its expert."""
         if self.log2phy_RLE is not None:
             _check_tables(self.placement, self.log2phy_RLE, field)
 
 
 @dataclass(frozen=True)
 class SwitchedLayer:
-    """``layer`` holds the experts ``phy2log_RS``, int32 ``[R, S]``, since ``epoch``.
+    """A layer after a switch.
 
-    ``log2phy_RE`` are its tables, int32 ``[R, E]`` or ``[R, E, D]``; ``None`` from a service that does not send them.
+    Parameters
+    ----------
+    layer
+        Index of the layer.
+    epoch
+        Epoch of the switch.
+    phy2log_RS
+        int32 ``[R, S]``, the new placement.
+    log2phy_RE
+        int32 ``[R, E]`` or ``[R, E, D]``, the new tables of all source ranks; ``None`` if they are not sent.
     """
 
     MESSAGE: ClassVar[type[Any]] = operator_pb2.SwitchedLayer
@@ -245,7 +180,7 @@ class SwitchedLayer:
 
 
 def encode_served(served: ServedModel) -> operator_pb2.ServedModel:
-    """Return the message, without tables that are too large for it."""
+    """Return the message, without tables if they are too large for it."""
     tables_RLE = served.log2phy_RLE
     is_large = tables_RLE is not None and tables_RLE.size > MAX_WATCHED_ENTRIES
     message: operator_pb2.ServedModel = encode(replace(served, log2phy_RLE=None) if is_large else served)
@@ -253,12 +188,12 @@ def encode_served(served: ServedModel) -> operator_pb2.ServedModel:
 
 
 def decode_served(message: operator_pb2.ServedModel) -> ServedModel:
-    """Return what is served; raises ``WireError`` naming the field that cannot be what it is."""
+    """Return the layout; raises ``WireError`` if a field is invalid."""
     return decode(ServedModel, message, {"ranks": message.ranks}, "served")
 
 
 def decode_switched(message: operator_pb2.SwitchedLayer, shape: Shape) -> SwitchedLayer:
-    """Return a switched layer of a deployment of ``shape``; raises as ``decode_served`` does."""
+    """Return the switched layer of a deployment with this shape; raises ``WireError`` if a field is invalid."""
     switched = decode(SwitchedLayer, message, shape.sizes, "switched")
     try:
         placement = Placement(switched.phy2log_RS[None], shape.experts)
@@ -272,7 +207,19 @@ def decode_switched(message: operator_pb2.SwitchedLayer, shape: Shape) -> Switch
 def encode_placement(
     epoch: int, digest: int, placement: Placement, log2phy_RLE: Int32
 ) -> operator_pb2.GetPlacementResponse:
-    """Return the message of what is served, with the tables of all ranks, ``[R, L, E]`` or ``[R, L, E, D]``."""
+    """Return the answer to a request for the current layout.
+
+    Parameters
+    ----------
+    epoch
+        Epoch of the layout.
+    digest
+        Digest of the placement.
+    placement
+        The placement.
+    log2phy_RLE
+        int32 ``[R, L, E]`` or ``[R, L, E, D]``, tables of all source ranks.
+    """
     return operator_pb2.GetPlacementResponse(
         epoch=epoch,
         digest=digest,
@@ -283,11 +230,13 @@ def encode_placement(
 
 
 def decode_placement(message: operator_pb2.GetPlacementResponse) -> tuple[Placement, Int32]:
-    """Return placement and tables; raises as ``decode_served`` does."""
+    """Return the placement and the tables of all source ranks; raises ``WireError`` if a field is invalid."""
     experts = check_count(message.experts, "placement.experts", fields.MAX_EXPERTS + 1, least=1)
     check_count(message.epoch, "placement.epoch", fields.MAX_VERSION)
     check_count(message.digest, "placement.digest", fields.MAX_DIGEST)
-    placement = placed(message.physical_to_logical, "placement.physical_to_logical", {"experts": experts})
+    placement = unpack_placement(
+        message.physical_to_logical, "placement.physical_to_logical", {"experts": experts}
+    )
     size = (placement.ranks, placement.layers, experts)
     entries = () if len(message.log2phy.shape) == len(size) else (None,)
     log2phy_RLE = unpack(message.log2phy, (*size, *entries), "placement.log2phy")
@@ -296,6 +245,7 @@ def decode_placement(message: operator_pb2.GetPlacementResponse) -> tuple[Placem
 
 
 def _check_tables(placement: Placement, log2phy_RLE: Int32, field: str) -> None:
+    """Raise ``WireError`` unless the tables fit the placement."""
     try:
         placement.check_log2phy(log2phy_RLE)
     except PlacementError as error:
@@ -303,45 +253,68 @@ def _check_tables(placement: Placement, log2phy_RLE: Int32, field: str) -> None:
 
 
 def checked_answer(message: Any) -> Any:
-    """Return a service's answer as it may be shown: texts fit for a terminal, numbers that people can read.
+    r"""Return a service's answer after making it safe to show.
+
+    Texts are cleaned for a terminal, in place. Names, numbers and placements are checked, also in inner messages.
 
     Raises
     ------
     WireError
-        A name, a number or a placement cannot be what it is; the text names it.
+        If a name, number or placement is invalid; the text names the field.
+
+    Examples
+    --------
+    >>> checked_answer(operator_pb2.RebalanceResponse(plan_id=3, outcome="2 layers\n"))
+    plan_id: 3
+    outcome: "2 layers "
+    <BLANKLINE>
     """
     if isinstance(message, operator_pb2.GetPlacementResponse):
         decode_placement(message)
     for descriptor, value in message.ListFields():
-        name, parts = descriptor.name, list(value) if repeats(descriptor) else [value]
-        if name == "deployment":
-            fields.check_deployment(value, name)
+        if descriptor.name == "deployment":
+            fields.check_deployment(value, descriptor.name)
         if descriptor.type == descriptor.TYPE_STRING:
-            cleaned = [fields.printable(text, fields.MAX_LINE) for text in parts]
-            if repeats(descriptor):
-                value[:] = cleaned
-            else:
-                setattr(message, name, cleaned[0])
-        for part in parts:
-            if isinstance(part, Message):
-                checked_answer(part)
-            elif isinstance(part, float) and not (math.isnan(part) or _MIN_SHOWN <= part <= _MAX_SHOWN):
-                raise WireError(f"{name} is {part}; it must be {_MIN_SHOWN:g} to {_MAX_SHOWN:g}")
+            _clean_texts(message, descriptor, value)
+        for item in value if is_repeated(descriptor) else [value]:
+            if isinstance(item, Message):
+                checked_answer(item)
+            elif isinstance(item, float) and not (math.isnan(item) or _MIN_SHOWN <= item <= _MAX_SHOWN):
+                raise WireError(f"{descriptor.name} is {item}; it must be {_MIN_SHOWN:g} to {_MAX_SHOWN:g}")
     return message
 
 
-def as_document(message: Any) -> dict[str, Any]:
-    """Every field by its name, messages within as documents, for JSON.
+def _clean_texts(message: Any, descriptor: Any, value: Any) -> None:
+    """Clean the text, or each text of a list, in one field of a message."""
+    if is_repeated(descriptor):
+        value[:] = [fields.printable(text, fields.MAX_LINE) for text in value]
+    else:
+        setattr(message, descriptor.name, fields.printable(value, fields.MAX_LINE))
 
-    64-bit numbers stay numbers, digests are hexadecimal text, packed arrays nested lists; what is optional or a message
-    and absent is ``None``. Raises ``WireError`` where a packed array within does not hold what it claims.
+
+def as_document(message: Any) -> dict[str, Any]:
+    """Return a message as a dictionary for JSON that contains every field.
+
+    Inner messages become dictionaries, packed arrays nested lists, and digests hexadecimal text. 64-bit numbers remain
+    numbers. Absent messages and optional fields are ``None``.
+
+    Raises
+    ------
+    WireError
+        If a packed array is invalid.
+
+    Examples
+    --------
+    >>> as_document(operator_pb2.LayerMoves(layer=2))
+    {'layer': 2, 'moves': None}
     """
     return {field.name: _document_value(message, field) for field in message.DESCRIPTOR.fields}
 
 
 def _document_value(message: Any, field: Any) -> Any:
+    """Return one field's value for ``as_document``."""
     value = getattr(message, field.name)
-    if repeats(field):
+    if is_repeated(field):
         return [as_document(item) if field.message_type else item for item in value]
     if field.has_presence and not message.HasField(field.name):
         return None

@@ -6,7 +6,7 @@ from enum import Enum
 
 import torch
 
-from eplb_core.wire.heat import StepPhase
+from eplb_core.heat.phase import StepPhase
 from eplb_lab.layer.layer import ExpertParallelMoE
 from eplb_lab.layer.router import Router, balanced_choices
 from eplb_lab.layer.shape import masked_outputs

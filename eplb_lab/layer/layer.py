@@ -8,8 +8,8 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
+from eplb_core.heat.phase import StepPhase
 from eplb_core.placement import Int32
-from eplb_core.wire.heat import StepPhase
 from eplb_lab.layer.compose import LayerOptions, LayerPath
 from eplb_lab.layer.dispatch import SHARED_TOKEN_DISPATCHERS, DispatchRequest
 from eplb_lab.layer.operators import check_dtype, operators_for

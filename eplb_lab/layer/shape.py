@@ -24,7 +24,7 @@ from enum import Enum
 import torch
 from torch.nn.functional import gelu, silu
 
-from eplb_core.wire.heat import StepPhase
+from eplb_core.heat.phase import StepPhase
 
 _SWIGLUOAI_SLOPE = 1.702
 _SWIGLUOAI_LIMIT = 7.0

@@ -11,9 +11,10 @@ import numpy as np
 import numpy.typing as npt
 
 from eplb_core.atomic_write import OutputError
+from eplb_core.heat.phase import StepPhase
 from eplb_core.heat.window import HeatError
 from eplb_core.placement import Int32, dealt_to, with_entries
-from eplb_core.wire.heat import HeatReport, StepPhase
+from eplb_core.wire.heat import HeatReport
 from eplb_service.io.containers import Array
 from eplb_service.io.native import TraceWriter
 from eplb_service.io.trace import PHASES, TraceFacts

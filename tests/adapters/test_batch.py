@@ -2,7 +2,7 @@
 
 import pytest
 
-from eplb_core.wire.heat import StepPhase
+from eplb_core.heat.phase import StepPhase
 from tests.adapters.vllm_fakes import scheduled
 from worker_agent.adapters.batch import Batch, TokenShare, batch_of, share_of_rank, step_of
 

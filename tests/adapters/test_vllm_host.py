@@ -11,8 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from eplb_core.heat.phase import StepPhase
 from eplb_core.placement import Placement
-from eplb_core.wire.heat import StepPhase
 from tests.adapters.vllm_fakes import (
     EXPERTS,
     LAYERS,

@@ -10,9 +10,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from eplb_core.heat.phase import StepPhase
 from eplb_core.placement import Int32, Placement
 from eplb_core.wire.agent import PlanStatus
-from eplb_core.wire.heat import HeatReport, StepPhase
+from eplb_core.wire.heat import HeatReport
 from eplb_core.wire.plan import RankPlan
 from eplb_lab.layer import ExpertParallelMoE, MoEShape, seeded_experts
 from worker_agent import agent as agent_module

@@ -9,8 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from eplb_core.heat.phase import StepPhase
 from eplb_core.wire.agent import Reporting
-from eplb_core.wire.heat import HeatReport, StepPhase
+from eplb_core.wire.heat import HeatReport
 from worker_agent import heat
 from worker_agent.heat import HeatRecorder
 

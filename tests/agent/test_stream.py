@@ -179,7 +179,7 @@ def test_a_call_comes_after_the_plan_that_it_names() -> None:
             (0, 1, 2),
             (0, 1, 2),
             False,
-            "rank 0 slot 0 has slot 0, that does not hold its expert in layer 0",
+            "rank 0 slot 0 gets its weights from slot 0, which does not hold its expert in layer 0",
         ),
         (0, (0, 0, 0), (0, 0, 0), False, "does not match the digest of token group 0"),
         (0, (0, 1, 1), (0, 1, 2), False, "0 digests for 1 token groups of several ranks"),

@@ -5,7 +5,7 @@ import types
 import pytest
 import torch
 
-from eplb_core.wire.heat import StepPhase
+from eplb_core.heat.phase import StepPhase
 from tests.engines.ascend_layers import EXPERTS, SLOTS, HostLayer
 from worker_agent.adapters.batch import TokenShare
 from worker_agent.adapters.compat import UnsupportedEngineError

@@ -11,11 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eplb_core.heat.assembler import HeatAssembler, memory_bytes
+from eplb_core.heat.phase import StepPhase
 from eplb_core.heat.sources import StepTimes
 from eplb_core.heat.window import Window
 from eplb_core.placement import Placement, default_log2phy, mean_par, par, with_entries
 from eplb_core.wire.agent import Shape
-from eplb_core.wire.heat import HeatReport, StepPhase
+from eplb_core.wire.heat import HeatReport
 
 RANKS, LAYERS, EXPERTS, SLOTS = 2, 2, 3, 2
 PLACEMENT_LRS = np.array([[[0, 1], [2, 0]], [[2, 1], [0, 1]]], dtype=np.int32)

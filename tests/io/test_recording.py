@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 from eplb_core.atomic_write import OutputError
+from eplb_core.heat.phase import StepPhase
 from eplb_core.heat.window import HeatError
 from eplb_core.placement import Placement
-from eplb_core.wire.heat import HeatReport, StepPhase
+from eplb_core.wire.heat import HeatReport
 from eplb_service.io import recorder as recorder_module
 from eplb_service.io.open_trace import open_trace
 from eplb_service.io.recorder import Recorder

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from eplb_core.wire.heat import StepPhase
+from eplb_core.heat.phase import StepPhase
 from eplb_lab.layer import Activation, DenseMoE, ExpertParallelMoE, LayerOptions, MicroBatch, seeded_experts
 from eplb_lab.layer.dispatch import DISPATCHER_NAMES, SHARED_TOKEN_DISPATCHERS
 from eplb_lab.layer.operators import reference

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from eplb_core.wire.heat import StepPhase
+from eplb_core.heat.phase import StepPhase
 from eplb_lab.layer import MoEBlock, Router
 from eplb_lab.layer.block import FreeExpert
 from eplb_lab.layer.rank_group import RankGroup

@@ -68,7 +68,7 @@ def test_a_placement_cannot_be_changed_behind_its_back() -> None:
             3,
             "2 ranks x 1 slots = 2 slots cannot hold 3 experts; use at least 2 slots per rank",
         ),
-        (np.array([[[0, 1, 0], [1, 0, 1]]]), 2, "3 slots per rank must hold one of only 2 experts twice"),
+        (np.array([[[0, 1, 0], [1, 0, 1]]]), 2, "3 slots per rank are more than the 2 experts"),
         (np.zeros((1, 0, 1), dtype=np.int32), 1, "must be positive"),
     ],
 )

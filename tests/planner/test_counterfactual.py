@@ -19,7 +19,7 @@ from eplb_core.planner.plan import Layout
 from eplb_core.planner.score import par_by_step, split_steps, split_us
 from eplb_core.planner.settings import PlannerSettings
 from eplb_core.planner.topology import Topology
-from eplb_core.wire.operator import HELPS, NO_GAIN, NOT_MEASURABLE, NOT_MEASURED, Worth
+from eplb_core.planner.verdicts import HELPS, NO_GAIN, NOT_MEASURABLE, NOT_MEASURED, Worth
 from eplb_service.io.synthetic import synthetic_heat
 from tests.cost.curves import H200, plain_rank_us
 

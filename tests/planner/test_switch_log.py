@@ -8,7 +8,7 @@ import pytest
 from eplb_core.cost.moving import NOTHING_MEASURED
 from eplb_core.heat.sources import ServedSteps
 from eplb_core.planner.plan import LayerPlan
-from eplb_core.planner.price import SwitchLog
+from eplb_core.planner.switch_log import SwitchLog
 from eplb_core.wire.agent import PlanState, PlanStatus
 
 RANKS = 4

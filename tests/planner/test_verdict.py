@@ -15,9 +15,9 @@ from eplb_core.planner.decide import _Judge, _solved
 from eplb_core.planner.request import SolveRequest
 from eplb_core.planner.settings import PlannerSettings
 from eplb_core.planner.topology import Topology
+from eplb_core.planner.verdicts import LayerVerdict
 from eplb_core.solver.layer import LayerResult
 from eplb_core.solver.model import FRESH, KEEP, LOCAL, TABLES, Candidate, SearchOptions
-from eplb_core.wire.operator import LayerVerdict
 
 PLACEMENT = Placement.linear(1, 4, 2, 2)
 TOPOLOGY = replace(Topology.flat(2), bytes_per_expert=1000)

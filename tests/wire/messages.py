@@ -12,6 +12,7 @@ from google.protobuf.message import Message
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+from eplb_core.heat.phase import StepPhase
 from eplb_core.placement import Placement, default_log2phy
 from eplb_core.wire import operator as wire
 from eplb_core.wire.agent import (
@@ -38,7 +39,7 @@ from eplb_core.wire.fields import (
     MAX_VERSION,
 )
 from eplb_core.wire.generated import agent_pb2, operator_pb2, tensor_pb2
-from eplb_core.wire.heat import HeatReport, StepPhase, decode_heat_report
+from eplb_core.wire.heat import HeatReport, decode_heat_report
 from eplb_core.wire.plan import RankLayer, RankPlan, decode_plan, sources_of
 
 SHAPE = Shape(ranks=2, layers=3, experts=4, slots=3, bytes_per_expert=64)

@@ -97,8 +97,8 @@ def test_parts_make_the_request_that_they_were_taken_from(size: int) -> None:
         ([_part(b"x", 5), _part(b"xx", 2)], "part.bytes_left is 2; it must be 3"),
         ([_part(b"x", 5), _part(b"x" * 7, 0)], "part.bytes_left is 0; it must be -2"),
         ([_part(b"x", 1), _part(b"", 1)], "the size of part.data is 0"),
-        ([_part(b"\xff\xff", 0)], "do not make one"),
-        ([_part(agent_pb2.ConnectRequest(part=_part(b"x", 0)).SerializeToString(), 0)], "make another part"),
+        ([_part(b"\xff\xff", 0)], "do not form a valid request"),
+        ([_part(agent_pb2.ConnectRequest(part=_part(b"x", 0)).SerializeToString(), 0)], "form another part"),
     ],
 )
 def test_parts_that_make_no_request(parts: list[agent_pb2.Part], says: str) -> None:

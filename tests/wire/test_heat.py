@@ -5,11 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from eplb_core.heat.phase import StepPhase
 from eplb_core.wire.agent import Shape
 from eplb_core.wire.codec import encode, pack
 from eplb_core.wire.fields import MAX_STEP, WireError
 from eplb_core.wire.generated import agent_pb2
-from eplb_core.wire.heat import HeatReport, StepPhase, decode_heat_report, is_quick_to_decode
+from eplb_core.wire.heat import HeatReport, decode_heat_report, is_quick_to_decode
 
 SHAPE = Shape(ranks=4, layers=3, experts=8, slots=3, bytes_per_expert=0)
 
@@ -42,12 +43,12 @@ def test_a_counter_that_jumps_is_wrapped_alike_on_both_sides(step: int) -> None:
 def test_sums_go_with_counts_by_slot_and_in_place_of_those_by_step() -> None:
     report = message(8)
     report.source_sums.CopyFrom(pack(np.ones((SHAPE.layers, SHAPE.experts), dtype=np.int32)))
-    with pytest.raises(WireError, match="in place of source_counts"):
+    with pytest.raises(WireError, match="excludes source_counts"):
         decode_heat_report(report, SHAPE, most_steps=8)
     report.ClearField("source_counts")
     assert decode_heat_report(report, SHAPE, most_steps=8).source_sums_LE is not None
     report.ClearField("slot_counts")
-    with pytest.raises(WireError, match="go with slot_counts"):
+    with pytest.raises(WireError, match="needs slot_counts"):
         decode_heat_report(report, SHAPE, most_steps=8)
 
 

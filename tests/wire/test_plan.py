@@ -77,15 +77,18 @@ def set_field(field: str, value: int) -> Callable[[agent_pb2.Plan], None]:
 @pytest.mark.parametrize(
     ("spoil", "says"),
     [
-        (lambda message: message.ClearField("layers"), "names no layers"),
+        (lambda message: message.ClearField("layers"), "plan.layers is empty"),
         (twice, "twice"),
         (set_field("digest", 1), "digest is 0x1"),
         (set_field("base_epoch", 6), "digest"),
         (edited("physical_to_logical", [[0, 1, 2], [0, 1, 2]]), "expert 3 is in no slot"),
         (edited("physical_to_logical", [[0, 1, 1], [3, 2, 1]]), "is twice on rank 0"),
         (edited("log2phy", [1, 1, 2, 3]), "expert 0 points to slot 1, which does not hold it"),
-        (edited("sources", [[0, 1, 2], [3, 6, 5]]), "rank 1 slot 1 has slot 6, not among 2 ranks x 3 slots"),
-        (edited("sources", [[-1, 1, 2], [3, 2, 5]]), "rank 0 slot 0 has slot -1, not among"),
+        (edited("sources", [[0, 1, 2], [3, 6, 5]]), "from slot 6, which is not one of the 2 x 3 slots"),
+        (
+            edited("sources", [[-1, 1, 2], [3, 2, 5]]),
+            "rank 0 slot 0 gets its weights from slot -1, which is not",
+        ),
         (edited("sources", [[0, 1, 2], [3, 3, 5]]), "stays on its rank keeps its slot"),
         (edited("sources", [[0, 1, 2], [3, 0, 5]]), "digest"),
     ],
@@ -112,7 +115,8 @@ def test_weights_come_from_slots_that_hold_them() -> None:
     check_sources(layer, OLD_RS)
     assert layer.moves_M5.tolist() == [[0, 2, 1, 1, 2]]
     np.testing.assert_array_equal(sources_of(layer.moves_M5, RANKS, SLOTS), SOURCE_RS)
-    with pytest.raises(WireError, match="rank 0 slot 0 has slot 0, that does not hold its expert in layer 1"):
+    message = "rank 0 slot 0 gets its weights from slot 0, which does not hold its expert in layer 1"
+    with pytest.raises(WireError, match=message):
         check_sources(layer, OLD_RS[:, ::-1])
 
 

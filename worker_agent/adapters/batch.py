@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from eplb_core.wire.heat import StepPhase
+from eplb_core.heat.phase import StepPhase
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from eplb_core.planner.forecast import NO_FORECASTS, Forecasts
 from eplb_core.planner.pace import Pace
 from eplb_core.planner.plan import Outlook, Promise
 from eplb_core.planner.score import KnownSplit
+from eplb_core.planner.verdicts import MovePrice, Worth
 from eplb_core.solver.model import Recommendation
-from eplb_core.wire.operator import MovePrice, Worth
 from eplb_service.control.core.deployed_layout import DeployedLayout
 
 _APPRAISAL_INTERVAL = 8.0

@@ -17,7 +17,7 @@ from eplb_core.placement import Float64
 from eplb_core.planner.counterfactual import TimePrice
 from eplb_core.planner.pace import Pace
 from eplb_core.planner.plan import LayerPlan, Layout, Outlook
-from eplb_core.planner.price import SwitchLog
+from eplb_core.planner.switch_log import SwitchLog
 from eplb_core.wire.agent import Heartbeat, Hello, PlanStatus
 from eplb_core.wire.heat import HeatReport
 from eplb_core.wire.operator import MovePrice, Worth

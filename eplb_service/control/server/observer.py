@@ -13,8 +13,9 @@ import numpy as np
 from eplb_core.placement import mean_par
 from eplb_core.planner.plan import Plan
 from eplb_core.planner.score import Gain
+from eplb_core.planner.verdicts import MOVE_PRICES, MovePrice
 from eplb_core.wire.agent import Heartbeat
-from eplb_core.wire.operator import MOVE_PRICES, BalancePoint, MovePrice, PastPlan
+from eplb_core.wire.operator import BalancePoint, PastPlan
 from eplb_service.control.core.deployment import Deployment
 from eplb_service.control.core.health import (
     BalanceSeries,

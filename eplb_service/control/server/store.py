@@ -25,6 +25,7 @@ import structlog
 
 from eplb_core.placement import Placement
 from eplb_core.planner.plan import Layout
+from eplb_core.planner.verdicts import LayerVerdict
 from eplb_core.wire.codec import encode
 from eplb_core.wire.fields import (
     MAX_EXPERTS,
@@ -37,7 +38,7 @@ from eplb_core.wire.fields import (
     check_deployment,
     printable,
 )
-from eplb_core.wire.operator import LayerVerdict, PastPlan
+from eplb_core.wire.operator import PastPlan
 from eplb_service.control.core.deployment import Totals
 from eplb_service.control.core.errors import ConflictError
 from eplb_service.control.core.leader import RANDOM_BITS, term_above, term_at

@@ -15,8 +15,8 @@ import numpy as np
 
 from eplb_core.placement import Placement, default_log2phy
 from eplb_core.planner.plan import LayerPlan, Plan
+from eplb_core.planner.verdicts import LayerVerdict
 from eplb_core.wire.agent import Hello, PlanState, Shape
-from eplb_core.wire.operator import LayerVerdict
 from eplb_service.control.core.deployed_layout import DeployedLayout
 from eplb_service.control.core.plan_tracker import PlanTracker
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
+from eplb_core.heat.phase import StepPhase
 from eplb_core.placement import default_log2phy
 from eplb_core.planner.plan import LayerPlan, Plan
+from eplb_core.planner.verdicts import LayerVerdict
 from eplb_core.wire.agent import Heartbeat, PlanState, PlanStatus, decode_hello
-from eplb_core.wire.heat import HeatReport, StepPhase
-from eplb_core.wire.operator import LayerVerdict
+from eplb_core.wire.heat import HeatReport
 from eplb_service.control.core.deployed_layout import DeployedLayout
 from eplb_service.control.core.deployment import Deployment, Event
 from eplb_service.control.core.flow import Limits

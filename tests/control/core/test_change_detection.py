@@ -7,10 +7,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from eplb_core.heat.phase import StepPhase
 from eplb_core.heat.window import Window
 from eplb_core.planner.plan import Outlook, Promise
 from eplb_core.wire.agent import PlanState, PlanStatus, decode_hello
-from eplb_core.wire.heat import HeatReport, StepPhase
+from eplb_core.wire.heat import HeatReport
 from eplb_service.control.core.deployment import Deployment
 from eplb_service.control.core.flow import Limits
 from eplb_service.control.core.plan_tracker import PlanTracker

@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 
 from eplb_core.heat.assembler import HeatAssembler
+from eplb_core.heat.phase import StepPhase
 from eplb_core.placement import default_log2phy
 from eplb_core.wire.agent import Heartbeat, Shape
-from eplb_core.wire.heat import HeatReport, StepPhase
+from eplb_core.wire.heat import HeatReport
 from eplb_core.wire.operator import BalancePoint
 from eplb_service.control.core.health import (
     MAX_POINTS,

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from eplb_core.planner.plan import LayerPlan, Plan
+from eplb_core.planner.verdicts import LayerVerdict
 from eplb_core.wire.agent import Heartbeat
-from eplb_core.wire.operator import LayerVerdict
 from eplb_service.control.core.deployment import Totals
 from eplb_service.control.server.observer import Observer
 from eplb_service.telemetry.metrics import Metrics

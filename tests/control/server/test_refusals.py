@@ -68,7 +68,7 @@ async def refused(rank: FakeRank, **message: Any) -> tuple[grpc.StatusCode, str]
     [
         (field("protocol_version", 99), CONTRADICTS, "protocol version 99"),
         (shape("layers", 600), INVALID, "hello.shape.layers is 600; it must be 1 to 512"),
-        (huge, INVALID, "past what is taken"),
+        (huge, INVALID, "are too large"),
         (shape("bytes_per_expert", 7), CONTRADICTS, "bytes_per_expert 7 instead of 1000"),
         (lambda hello: hello.CopyFrom(hello_of(OTHER, 1)), CONTRADICTS, "rank 1 serves epoch 0 digest"),
         (field("group_id", "second"), CONTRADICTS, "does not belong to the group of rank 0"),
@@ -149,7 +149,7 @@ async def test_a_first_message_that_is_no_hello_and_heat_that_is_malformed(chann
     report.slot_counts.CopyFrom(pack(np.full((2, LAYERS, SLOTS), -1)))
     code, text = await refused(rank, heat_report=report)
     assert code == INVALID
-    assert "heat_report.slot_counts: a count is -1" in text
+    assert "heat_report.slot_counts: counts are -1" in text
 
 
 async def test_operators_get_the_reason_for_what_cannot_be_done(

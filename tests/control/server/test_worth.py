@@ -14,8 +14,8 @@ import pytest
 import pytest_asyncio
 
 from eplb_core.placement import Int32, mean_par
+from eplb_core.planner.verdicts import Worth
 from eplb_core.wire.codec import unpack
-from eplb_core.wire.operator import Worth
 from eplb_service.control.core.deployment import Deployment
 from eplb_service.control.core.errors import ConflictError
 from eplb_service.control.server.service import RunningService, running_service

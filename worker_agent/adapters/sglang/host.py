@@ -10,8 +10,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from eplb_core.heat.phase import StepPhase
 from eplb_core.placement import Int32, Placement, with_entries
-from eplb_core.wire.heat import StepPhase
 from worker_agent.adapters.compat import UnsupportedEngineError
 from worker_agent.adapters.engine_host import EngineHost, EngineLayer, HeatRings, entry_periods, log
 from worker_agent.adapters.sglang.experts import local_experts

@@ -24,8 +24,8 @@ from eplb_core.planner.pace import Pace
 from eplb_core.planner.plan import Layout, Outlook, Plan, gain_over, promise_for, promise_of
 from eplb_core.planner.settings import PlannerSettings
 from eplb_core.planner.topology import Topology
+from eplb_core.planner.verdicts import Worth
 from eplb_core.wire.fields import WireError, check_deployment
-from eplb_core.wire.operator import Worth
 from eplb_service.control.core.decisions import Decisions
 from eplb_service.control.core.deployed_layout import DeployedLayout
 from eplb_service.control.core.deployment import Deployment

@@ -1,0 +1,24 @@
+"""Schema of JSON files of cost curves. It is separate from ``curve`` because only files need pydantic."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from pydantic import ConfigDict, Field, TypeAdapter
+
+from eplb_core.cost.curve import CostCurve
+
+
+@dataclass(frozen=True)
+class CurveFile:
+    """Content of a file: curves for different phases."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+    format: Literal["eplb-cost-curves/1"]
+    curves: Annotated[tuple[CostCurve, ...], Field(min_length=1, max_length=3)]
+
+
+CURVE = TypeAdapter(CostCurve)
+FILE = TypeAdapter(CurveFile)
