@@ -1,7 +1,7 @@
-"""eplb-service: keeps expert-parallel ranks evenly loaded while the model serves.
+"""eplb-service: balance the load of expert-parallel ranks while the model serves.
 
-``solve`` and ``Placement`` are the offline entry points. ``solve`` loads the solver on first use, so that commands
-that only ask a running service start quickly.
+``solve`` and ``Placement`` are the offline entry points. The solver is loaded on the first use of ``solve``, so that
+the commands that query a running service start quickly.
 """
 
 from __future__ import annotations

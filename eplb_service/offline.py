@@ -1,4 +1,4 @@
-"""Solve recorded heat in one call, by the planner that serves online."""
+"""Offline solver: compute a placement from recorded heat in one call, with the planner that the service uses."""
 
 from __future__ import annotations
 
@@ -44,29 +44,34 @@ from eplb_core.solver.model import SearchOptions
 
 @dataclass(frozen=True)
 class Solution:
-    """Placement and tables for all layers, with what they win.
+    """Placement and tables of all layers, with the balance before and after.
 
     Parameters
     ----------
     phy2log
         int32 ``[L, R, S]``, logical expert in each slot.
     log2phy
-        int32 ``[R, L, E]``, physical id that each source rank's tokens of each expert go to; ``[R, L, E, D]``, those
-        that they go to in turn, where ``split`` is deal.
+        int32 ``[R, L, E]``, physical id that each source rank sends an expert's tokens to. With ``split`` deal, int32
+        ``[R, L, E, D]``: the physical ids that it uses in turn.
     par_before_L
-        float64 ``[L]``, peak-to-average ratio over the heat's own steps, through the tables; NaN for a layer without
-        tokens.
+        float64 ``[L]``, peak-to-average ratio over the steps of the heat, with the tables before the change; NaN for a
+        layer without tokens.
     par_after_L
-        float64 ``[L]``, the same, as promised for steps like these: a placement does a little worse on steps that it
-        was not fitted to. With few tokens per step this is measured on held-out steps.
-    hottest_before_L, hottest_after_L
-        float64 ``[L]``, tokens of the hottest rank in a step, mean over the steps; as promised for ``after``.
+        float64 ``[L]``, peak-to-average ratio promised for similar steps. It is slightly higher than on the heat
+        itself, because a placement does worse on steps that it was not fitted to. With few tokens per step, it is
+        measured on held-out steps.
+    hottest_before_L
+        float64 ``[L]``, tokens of the hottest rank per step, as a mean over the steps.
+    hottest_after_L
+        float64 ``[L]``, the same after the change, as promised for similar steps.
     moves_L
-        int64 ``[L]``, slots that must receive an expert that they did not hold before, empty slots included.
+        int64 ``[L]``, slots that must receive an expert that they did not hold before, including empty slots.
     verdicts
-        Why each layer changed or stayed, and with a cost curve the microseconds of its slowest rank.
-    ms_before, ms_after
-        Milliseconds of the slowest ranks of all layers in a step; ``None`` without a cost curve.
+        Why each layer changed or stayed. With a cost curve, also the microseconds of its slowest rank.
+    ms_before
+        Milliseconds per step of the slowest ranks of all layers; ``None`` without a cost curve.
+    ms_after
+        The same after the change.
     """
 
     phy2log: Int32
@@ -82,17 +87,17 @@ class Solution:
 
     @property
     def par_before(self) -> float:
-        """Mean over the layers that had tokens; NaN where none had."""
+        """Mean of ``par_before_L`` over the layers with tokens; NaN if no layer had tokens."""
         return float(mean_par(self.par_before_L))
 
     @property
     def par_after(self) -> float:
-        """Mean over the layers that had tokens; NaN where none had."""
+        """Mean of ``par_after_L`` over the layers with tokens; NaN if no layer had tokens."""
         return float(mean_par(self.par_after_L))
 
     @property
     def moves(self) -> int:
-        """Slots that hold another expert than before, over all layers."""
+        """Number of slots that hold another expert than before, over all layers."""
         return int(self.moves_L.sum())
 
 
@@ -111,57 +116,88 @@ def solve(
     topology: Topology | None = None,
     **options: Any,
 ) -> Solution:
-    """Place the experts of every layer for the heat given.
+    """Place the experts of every layer according to recorded heat.
 
     Parameters
     ----------
     heat
         ``[T, L, E]``, tokens per step, layer and logical expert.
-    ranks, slots
-        R and S.
+    ranks
+        Number of ranks, R.
+    slots
+        Expert slots per rank and layer, S.
     placement
-        ``[L, R, S']``, what is deployed: layers change if that pays. Without it, every layer is placed from scratch and
-        compared with the linear layout. Another balancer may have made it: an expert may be twice on a rank, a slot
-        may be empty (-1), and S' may differ from ``slots``. Such layers are repaired, see ``placement.foreign``.
+        ``[L, R, S']``, deployed placement. A layer changes only if that pays off. Without it, every layer is placed
+        from scratch and compared with the linear layout. The placement may come from another balancer: an expert may
+        occur twice on a rank, a slot may be empty (-1), and S' may differ from ``slots``. Such layers are repaired, see
+        ``placement.foreign``.
     log2phy
-        ``[R, L, E]`` or ``[R, L, E, D]``, the deployed tables that go with ``placement``, as many entries as the host
-        can deal to; by default those of the engines' fixed rule.
+        ``[R, L, E]`` or ``[R, L, E, D]``, deployed tables of ``placement``; by default the tables of the engines' fixed
+        rule. D is the number of entries per expert that the host uses in turn.
     prior
-        ``[P, L, E]``, heat that resembles this, such as prefill's before a decode instance has much of its own: what is
-        deployed is taken to have been placed for it. In place of ``placement``.
+        ``[P, L, E]``, similar heat, such as prefill heat before a decode instance has recorded enough of its own. The
+        deployed placement is assumed to be the one solved for this heat. Excludes ``placement``.
     source_heat
-        ``[T, R, L, E]``, tokens by the rank that they come from, which add up to ``heat``; by default every rank sends
-        equally many.
+        ``[T, R, L, E]``, tokens by source rank, which must add up to ``heat``. By default, every rank sends the same
+        number of tokens.
     policy
         A built-in policy, ``module:function``, the name of an entry point of ``eplb.policies``, or a function; see
         ``planner.policies``.
-    seed, threads, options
-        See ``PlannerSettings``; ``options`` may name any of its fields. With ``cost_curve``, a ``CostCurve``, the
-        slowest rank's time is lowered in place of its tokens.
+    seed
+        Seed of the search; see ``PlannerSettings``.
+    threads
+        Threads of the solver; see ``PlannerSettings``.
     topology
-        Nodes and token groups; one node and no shared tokens where it is not given.
+        Nodes and token groups; by default one node and no shared tokens.
+    options
+        Any other fields of ``PlannerSettings``. With ``cost_curve``, a ``CostCurve``, the solver lowers the time of
+        the slowest rank instead of the tokens of the hottest rank.
 
     Returns
     -------
     Solution
-        Placement, tables, and what they win on this heat.
+        Placement and tables, with their balance on this heat.
 
     Raises
     ------
     HeatError, PlacementError, PolicyError, SettingsError, TopologyError
-        Where an argument is wrong or contradicts another; all of them are ``ValueError``.
+        If an argument is invalid or contradicts another one. All of them are subclasses of ``ValueError``.
+
+    Examples
+    --------
+    One layer has four experts on two ranks with three slots each, so two experts can have a second replica. In each of
+    eight steps, the experts receive 2,000, 1,000, 6,000 and 1,000 tokens. The linear layout gives the second replicas
+    to experts 0 and 1. Expert 2 then has only one replica, and its rank has 1.5 times the mean load.
+
+    >>> heat = np.tile([2000, 1000, 6000, 1000], (8, 1, 1))
+    >>> heat.shape
+    (8, 1, 4)
+    >>> Placement.linear(layers=1, experts=4, ranks=2, slots=3).phy2log_LRS[0].tolist()
+    [[0, 1, 2], [3, 0, 1]]
+
+    The solver replaces the second replica of expert 1 by one of expert 2, which is one move. Physical ids number the
+    slots of all ranks: rank 0 sends its tokens of expert 2 to slot 2, its own replica, and rank 1 sends them to slot 5.
+
+    >>> solution = solve(heat, ranks=2, slots=3)
+    >>> solution.phy2log[0].tolist()
+    [[0, 1, 2], [3, 0, 2]]
+    >>> solution.log2phy[:, 0].tolist()
+    [[0, 1, 2, 3], [4, 1, 5, 3]]
+    >>> solution.moves
+    1
+    >>> round(solution.par_before, 2), round(solution.par_after, 2)
+    (1.5, 1.01)
+
+    The remaining 1 % is sampling noise: the tokens that each source rank sends to an expert vary from step to step.
     """
-    counts: dict[str, Any] = {"ranks": ranks, "slots": slots}
-    for name, count in counts.items():
-        if isinstance(count, bool) or not isinstance(count, Integral) or count < 1:
-            raise PlacementError(f"{name} is {count!r}; it must be a whole number, 1 or more")
+    _check_counts(ranks, slots)
     if topology is not None and not isinstance(topology, Topology):
         raise TopologyError(
             f"topology is a {type(topology).__name__}; it must be a planner.topology.Topology"
         )
-    if unknown := sorted(set(options) - {one.name for one in fields(PlannerSettings)}):
-        known = ", ".join(one.name for one in fields(PlannerSettings))
-        raise SettingsError(f"unknown option {unknown[0]!r}; the options are {known}")
+    names = [field.name for field in fields(PlannerSettings)]
+    if unknown := sorted(set(options) - set(names)):
+        raise SettingsError(f"unknown option {unknown[0]!r}; the options are {', '.join(names)}")
     heat_TLE = checked_heat(heat)
     if not len(heat_TLE):
         raise HeatError("heat has no steps")
@@ -171,6 +207,13 @@ def solve(
     window = Window(heat_TLE, _summed_source(source_heat, heat_TLE, ranks, topology))
     topology = topology or Topology.flat(ranks)
     return solve_window(window, slots, topology, settings, placement, log2phy, prior, policy)
+
+
+def _check_counts(ranks: Any, slots: Any) -> None:
+    """Raise ``PlacementError`` unless both are positive whole numbers."""
+    for name, count in (("ranks", ranks), ("slots", slots)):
+        if isinstance(count, bool) or not isinstance(count, Integral) or count < 1:
+            raise PlacementError(f"{name} is {count!r}; it must be a whole number, 1 or more")
 
 
 def solve_window(
@@ -183,9 +226,31 @@ def solve_window(
     prior: npt.ArrayLike | None = None,
     policy: str | PolicyFunction | None = None,
 ) -> Solution:
-    """Do what ``solve`` does, for heat and settings that are checked already; arguments as there.
+    """Solve a window of heat with validated settings; see ``solve``.
 
-    Without ``policy``, that of the settings decides.
+    Parameters
+    ----------
+    window
+        Heat and source heat.
+    slots
+        Expert slots per rank and layer.
+    topology
+        Nodes and token groups of the ranks.
+    settings
+        Planner settings.
+    placement
+        As for ``solve``.
+    log2phy
+        As for ``solve``.
+    prior
+        As for ``solve``.
+    policy
+        As for ``solve``; by default the policy of the settings.
+
+    Returns
+    -------
+    Solution
+        Placement and tables, with their balance on this window.
     """
     policy = settings.policy if policy is None else policy
     function = external_policy(policy)
@@ -193,53 +258,54 @@ def solve_window(
     if function is None and isinstance(policy, str):
         settings, search = with_options(settings, options_of(policy))
     linear = Placement.linear(window.layers, window.experts, topology.ranks, slots)
-    linear_RLE = first_tables(linear, settings.split, settings.deal_width)
     if placement is not None and prior is not None:
-        raise PlacementError("a prior was given and a placement to start from; give one of them")
+        raise PlacementError("prior and placement exclude each other; give only one of them")
     if placement is not None:
-        start = _Start.of(placement, log2phy, linear, window, settings)
-        if function is not None:
-            return _answered(name_of(policy), function, window, start, settings, topology)
-        decided = plan(window, start.deployed, start.deployed_RLE, topology, settings, search=search)
-        return _solution(window, start, decided, settings, topology)
-    if log2phy is not None:
+        start = _Start.from_placement(placement, log2phy, linear, window, settings)
+    elif log2phy is not None:
         raise PlacementError("log2phy was given without the placement that it belongs to; give both")
-    if prior is None:
-        if function is not None:
-            start = _Start(linear, linear_RLE)
-            return _answered(name_of(policy), function, window, start, settings, topology)
-        decided = plan_afresh(window, linear, topology, settings, search, hold_out=True)
-        return _solution(window, _Start(linear, linear_RLE), decided, settings, topology)
-    made = plan_afresh(_window_like(window, prior), linear, topology, settings, search)
-    start = _Start(*apply_layers(linear, linear_RLE, made.changes()))
+    else:
+        start = _Start(linear, first_tables(linear, settings.split, settings.deal_width))
+        if prior is not None:
+            prior_plan = plan_afresh(_prior_window(window, prior), linear, topology, settings, search)
+            start = _Start(*apply_layers(start.placement, start.tables_RLE, prior_plan.changes()))
     if function is not None:
-        return _answered(name_of(policy), function, window, start, settings, topology)
-    decided = plan(window, start.deployed, start.deployed_RLE, topology, settings)
-    return _solution(window, start, decided, settings, topology)
+        return _external_solution(name_of(policy), function, window, start, settings, topology)
+    if placement is not None:
+        decision = plan(window, start.placement, start.tables_RLE, topology, settings, search=search)
+    elif prior is not None:
+        decision = plan(window, start.placement, start.tables_RLE, topology, settings)
+    else:
+        decision = plan_afresh(window, linear, topology, settings, search, hold_out=True)
+    return _solution(window, start, decision, settings, topology)
 
 
 @dataclass(frozen=True)
 class _Start:
-    """Placement and tables from which a decision starts.
+    """Layout before a decision.
 
     Parameters
     ----------
-    deployed, deployed_RLE
-        A placement that can be deployed, and its tables.
-    given_LRS
-        int32 ``[L, R, S']``, the placement as it was given, if that is another one.
-    served, served_RLE
-        The given placement and its tables, for computing what serves now.
+    placement
+        A placement that can be deployed.
+    tables_RLE
+        int32 ``[R, L, E]`` or ``[R, L, E, D]``, its tables.
+    foreign_LRS
+        int32 ``[L, R, S']``, the deployed placement, if it had to be repaired; ``None`` otherwise.
+    foreign
+        The same as a ``Placement``, to compute the current rank loads.
+    foreign_RLE
+        The deployed tables of ``foreign``.
     """
 
-    deployed: Placement
-    deployed_RLE: Int32
-    given_LRS: Int32 | None = None
-    served: Placement | None = None
-    served_RLE: Int32 | None = None
+    placement: Placement
+    tables_RLE: Int32
+    foreign_LRS: Int32 | None = None
+    foreign: Placement | None = None
+    foreign_RLE: Int32 | None = None
 
     @classmethod
-    def of(
+    def from_placement(
         cls,
         placement: npt.ArrayLike,
         log2phy: npt.ArrayLike | None,
@@ -247,38 +313,58 @@ class _Start:
         window: Window,
         settings: PlannerSettings,
     ) -> _Start:
-        """Check what was given, and repair it if another balancer made it."""
-        given_LRS = checked_foreign(placement, linear.experts)
-        if given_LRS.shape[:2] != (linear.layers, linear.ranks):
+        """Check a deployed placement and its tables, and repair the placement if necessary."""
+        input_LRS = checked_foreign(placement, linear.experts)
+        if input_LRS.shape[:2] != (linear.layers, linear.ranks):
             raise PlacementError(
-                f"the placement has {given_LRS.shape[0]} layers x {given_LRS.shape[1]} ranks, expected "
+                f"the placement has {input_LRS.shape[0]} layers x {input_LRS.shape[1]} ranks, expected "
                 f"{linear.layers} x {linear.ranks}"
             )
-        deployed = repaired(given_LRS, linear.experts, linear.slots, window.heat_TLE.sum(axis=0))
-        first_RLE = first_tables(deployed, settings.split, settings.deal_width)
-        tables = None if log2phy is None else np.asarray(log2phy)
-        if tables is not None and tables.dtype.kind not in "iu":
-            raise PlacementError(f"log2phy holds integers, got {tables.dtype}")
-        if np.array_equal(given_LRS, deployed.phy2log_LRS):
-            return cls(deployed, first_RLE if tables is None else tables.astype(np.int32))
-        served = as_served(given_LRS, linear.experts)
-        if tables is None:
-            served_RLE = first_tables(served, settings.split, settings.deal_width)
-            return cls(deployed, first_RLE, given_LRS, served, served_RLE)
-        given_RLE = tables.astype(np.int32)
-        for layer, given_RS in enumerate(given_LRS):
+        valid = repaired(input_LRS, linear.experts, linear.slots, window.heat_TLE.sum(axis=0))
+        tables_RLE = first_tables(valid, settings.split, settings.deal_width)
+        input_tables = None if log2phy is None else np.asarray(log2phy)
+        if input_tables is not None and input_tables.dtype.kind not in "iu":
+            raise PlacementError(f"log2phy must hold integers, got {input_tables.dtype}")
+        if np.array_equal(input_LRS, valid.phy2log_LRS):
+            return cls(valid, tables_RLE if input_tables is None else input_tables.astype(np.int32))
+        foreign = as_served(input_LRS, linear.experts)
+        if input_tables is None:
+            foreign_RLE = first_tables(foreign, settings.split, settings.deal_width)
+            return cls(valid, tables_RLE, input_LRS, foreign, foreign_RLE)
+        foreign_RLE = input_tables.astype(np.int32)
+        for layer, input_RS in enumerate(input_LRS):
             check_log2phy(
-                given_RLE[:, layer], given_RS, f"log2phy of layer {layer}", deals=given_RLE.ndim == 4
+                foreign_RLE[:, layer], input_RS, f"log2phy of layer {layer}", deals=foreign_RLE.ndim == 4
             )
-        # Tables of repaired layers may point to slots that hold another expert now.
-        if with_entries(given_RLE, 3).shape == with_entries(first_RLE, 3).shape:
-            same_L = _same_layers(given_LRS, deployed)
-            first_RLE = first_RLE.copy()
-            first_RLE[:, same_L] = given_RLE.reshape(first_RLE.shape)[:, same_L]
-        return cls(deployed, first_RLE, given_LRS, served, given_RLE)
+        # Keep the deployed tables of unchanged layers only. In a repaired layer, they may point to slots that now hold
+        # another expert.
+        if with_entries(foreign_RLE, 3).shape == with_entries(tables_RLE, 3).shape:
+            unchanged_L = _unchanged_layers(input_LRS, valid)
+            tables_RLE = tables_RLE.copy()
+            tables_RLE[:, unchanged_L] = foreign_RLE.reshape(tables_RLE.shape)[:, unchanged_L]
+        return cls(valid, tables_RLE, input_LRS, foreign, foreign_RLE)
+
+    @property
+    def current(self) -> tuple[Placement, Int32]:
+        """Placement and tables that serve before the change, to compute rank loads."""
+        if self.foreign is not None and self.foreign_RLE is not None:
+            return self.foreign, self.foreign_RLE
+        return self.placement, self.tables_RLE
+
+    def held_slots(self, slots: int) -> Int32:
+        """Return the expert in each of ``slots`` slots per rank before the change, int32 ``[L, R, S]``.
+
+        A slot is -1 if it was empty or did not exist. Slots beyond ``slots`` are cut off.
+        """
+        deployed_LRS = self.placement.phy2log_LRS if self.foreign_LRS is None else self.foreign_LRS
+        layers, ranks, deployed_slots = deployed_LRS.shape
+        held_LRS = np.full((layers, ranks, slots), -1, dtype=np.int32)
+        common = min(slots, deployed_slots)
+        held_LRS[:, :, :common] = deployed_LRS[:, :, :common]
+        return held_LRS
 
 
-def _answered(
+def _external_solution(
     name: str,
     function: PolicyFunction,
     window: Window,
@@ -286,24 +372,24 @@ def _answered(
     settings: PlannerSettings,
     topology: Topology,
 ) -> Solution:
-    """Return what an external policy answers, as a solution."""
-    placement, log2phy_RLE = answer_of(name, function, window, start.deployed)
+    """Call an external policy, and return its placement as a solution."""
+    placement, log2phy_RLE = answer_of(name, function, window, start.placement)
     if log2phy_RLE is None:
         log2phy_RLE = first_tables(placement, settings.split, settings.deal_width)
-    # Nothing is solved: the verdicts have the figures of what serves now.
-    seen = plan(window, start.deployed, start.deployed_RLE, topology, replace(settings, policy="none"))
-    if log2phy_RLE.shape != start.deployed_RLE.shape:
+    # The policy ``none`` changes nothing. Its verdicts have the figures of the current layout.
+    unchanged = plan(window, start.placement, start.tables_RLE, topology, replace(settings, policy="none"))
+    if log2phy_RLE.shape != start.tables_RLE.shape:
         raise PolicyError(
-            f"policy {name} answered tables of the shape {list(log2phy_RLE.shape)}, expected "
-            f"{list(start.deployed_RLE.shape)}"
+            f"policy {name} returned tables of shape {list(log2phy_RLE.shape)}, expected "
+            f"{list(start.tables_RLE.shape)}"
         )
-    solution = _solution(window, start, seen, settings, topology, (placement, log2phy_RLE))
+    solution = _solution(window, start, unchanged, settings, topology, (placement, log2phy_RLE))
     verdicts = []
-    for layer, was in enumerate(seen.verdicts):
+    for layer, verdict in enumerate(unchanged.verdicts):
         moves = int(solution.moves_L[layer])
         verdicts.append(
             replace(
-                was,
+                verdict,
                 par_seen=float(solution.par_before_L[layer]),
                 par_planned=float(solution.par_after_L[layer]),
                 moves=moves,
@@ -317,84 +403,89 @@ def _answered(
     return replace(solution, verdicts=tuple(verdicts), ms_before=None, ms_after=None)
 
 
-def _same_layers(given_LRS: Int32, deployed: Placement) -> npt.NDArray[np.bool_]:
-    """Layers that a repair left as they were, bool ``[L]``."""
-    if given_LRS.shape != deployed.phy2log_LRS.shape:
-        return np.zeros(deployed.layers, dtype=np.bool_)
-    same_L: npt.NDArray[np.bool_] = (given_LRS == deployed.phy2log_LRS).all(axis=(1, 2))
-    return same_L
+def _unchanged_layers(input_LRS: Int32, valid: Placement) -> npt.NDArray[np.bool_]:
+    """Return which layers a repair left unchanged, bool ``[L]``."""
+    if input_LRS.shape != valid.phy2log_LRS.shape:
+        return np.zeros(valid.layers, dtype=np.bool_)
+    unchanged_L: npt.NDArray[np.bool_] = (input_LRS == valid.phy2log_LRS).all(axis=(1, 2))
+    return unchanged_L
 
 
 def _solution(
     window: Window,
     start: _Start,
-    decided: Plan,
+    decision: Plan,
     settings: PlannerSettings,
     topology: Topology,
-    then_serves: tuple[Placement, Int32] | None = None,
+    new_layout: tuple[Placement, Int32] | None = None,
 ) -> Solution:
-    """Carry out the plan, or serve ``then_serves``, and score the placements before and after on the window."""
-    after, after_RLE = then_serves or apply_layers(start.deployed, start.deployed_RLE, decided.changes())
-    served = start.deployed
-    served_RLE = start.deployed_RLE
-    if start.served is not None and start.served_RLE is not None:
-        served = start.served
-        served_RLE = start.served_RLE
-    before, then = (
-        split_steps(window.heat_TLE, *way, window.source_RLE, settings.split)
-        for way in ((served, served_RLE), (after, after_RLE))
-    )
-    par_L, par_after_L = (
-        np.array([getattr(verdict, name) for verdict in decided.verdicts])
-        for name in ("par_seen", "par_planned")
-    )
-    if start.given_LRS is not None:
-        par_L = par_of_steps(before)
-    if then_serves is not None:
-        par_after_L = par_of_steps(then)
-    # The mean load of a rank does not depend on the placement.
-    worse_L = np.nan_to_num(par_after_L / par_of_steps(then), nan=1.0)
-    given_LRS = start.deployed.phy2log_LRS if start.given_LRS is None else start.given_LRS
-    # Slots that no longer exist receive nothing; new ones were empty.
-    held_LRS = np.full(after.phy2log_LRS.shape, -1, dtype=np.int32)
-    common = min(after.slots, given_LRS.shape[2])
-    held_LRS[:, :, :common] = given_LRS[:, :, :common]
+    """Score the layouts before and after a decision on the window.
+
+    The layout after it is ``new_layout``, or by default the start with the decision's changes.
+    """
+    after, after_RLE = new_layout or apply_layers(start.placement, start.tables_RLE, decision.changes())
+    current, current_RLE = start.current
+    before_steps = split_steps(window.heat_TLE, current, current_RLE, window.source_RLE, settings.split)
+    after_steps = split_steps(window.heat_TLE, after, after_RLE, window.source_RLE, settings.split)
+    measured_L = par_of_steps(after_steps)
+    par_before_L = np.array([verdict.par_seen for verdict in decision.verdicts])
+    par_after_L = np.array([verdict.par_planned for verdict in decision.verdicts])
+    if start.foreign_LRS is not None:
+        par_before_L = par_of_steps(before_steps)
+    if new_layout is not None:
+        par_after_L = measured_L
+    # The mean load of a rank does not depend on the placement, so the promised tokens scale like the promised PAR.
+    promise_factor_L = np.nan_to_num(par_after_L / measured_L, nan=1.0)
+    held_LRS = start.held_slots(after.slots)
     moves_L = np.count_nonzero(after.phy2log_LRS != held_LRS, axis=(1, 2))
-    verdicts = list(decided.verdicts)
-    if start.given_LRS is not None:
-        for layer in np.flatnonzero(~_same_layers(given_LRS, start.deployed)).tolist():
-            was = verdicts[layer]
-            moves = int(moves_L[layer])
-            filled = int(np.count_nonzero(start.deployed.phy2log_LRS[layer] != held_LRS[layer]))
-            verdicts[layer] = replace(
-                was,
-                par_seen=float(par_L[layer]),
-                moves=moves,
-                bytes=moves * topology.bytes_per_expert,
-                changed=True,
-                reason=f"{filled} empty or wasted slots filled; then {was.reason}",
-            )
     return Solution(
-        after.phy2log_LRS.copy(),
-        after_RLE,
-        par_L,
-        par_after_L,
-        before.peak_TK.mean(axis=0),
-        then.peak_TK.mean(axis=0) * worse_L,
-        moves_L,
-        tuple(verdicts),
-        decided.ms_seen,
-        decided.ms_planned,
+        phy2log=after.phy2log_LRS.copy(),
+        log2phy=after_RLE,
+        par_before_L=par_before_L,
+        par_after_L=par_after_L,
+        hottest_before_L=before_steps.peak_TK.mean(axis=0),
+        hottest_after_L=after_steps.peak_TK.mean(axis=0) * promise_factor_L,
+        moves_L=moves_L,
+        verdicts=_verdicts(start, decision, held_LRS, par_before_L, moves_L, topology),
+        ms_before=decision.ms_seen,
+        ms_after=decision.ms_planned,
     )
 
 
-def _window_like(window: Window, prior: npt.ArrayLike) -> Window:
-    """Heat of a prior, which must be of the same model as the window's."""
+def _verdicts(
+    start: _Start,
+    decision: Plan,
+    held_LRS: Int32,
+    par_before_L: Float64,
+    moves_L: npt.NDArray[np.int64],
+    topology: Topology,
+) -> tuple[LayerVerdict, ...]:
+    """Return the verdicts of a decision, extended by the repair of a foreign placement."""
+    verdicts = list(decision.verdicts)
+    if start.foreign_LRS is None:
+        return tuple(verdicts)
+    for layer in np.flatnonzero(~_unchanged_layers(start.foreign_LRS, start.placement)).tolist():
+        verdict = verdicts[layer]
+        moves = int(moves_L[layer])
+        filled = int(np.count_nonzero(start.placement.phy2log_LRS[layer] != held_LRS[layer]))
+        verdicts[layer] = replace(
+            verdict,
+            par_seen=float(par_before_L[layer]),
+            moves=moves,
+            bytes=moves * topology.bytes_per_expert,
+            changed=True,
+            reason=f"{filled} empty or wasted slots filled; then {verdict.reason}",
+        )
+    return tuple(verdicts)
+
+
+def _prior_window(window: Window, prior: npt.ArrayLike) -> Window:
+    """Return the prior as a window. Raises ``HeatError`` if its shape differs from the model of the heat."""
     prior_TLE = checked_heat(prior)
     if prior_TLE.shape[1:] != window.heat_TLE.shape[1:]:
         raise HeatError(
-            f"the prior has {prior_TLE.shape[1]} layers x {prior_TLE.shape[2]} experts, the heat {window.layers} x "
-            f"{window.experts}; it must be of the same model"
+            f"the prior has {prior_TLE.shape[1]} layers x {prior_TLE.shape[2]} experts, but the heat has "
+            f"{window.layers} x {window.experts}; both must be of the same model"
         )
     return Window(prior_TLE)
 
@@ -402,28 +493,31 @@ def _window_like(window: Window, prior: npt.ArrayLike) -> Window:
 def _summed_source(
     source_heat: npt.ArrayLike | None, heat_TLE: Counts, ranks: int, topology: Topology | None
 ) -> Float64 | None:
-    """Return tokens by source rank over all steps, float64 ``[R, L, E]``, if they are the tokens of the heat."""
+    """Return the tokens by source rank over all steps, float64 ``[R, L, E]``.
+
+    Raises ``HeatError`` if their shape or their sum contradicts the heat.
+    """
     if source_heat is None:
         return None
     source_TRLE = np.asarray(source_heat)
     if source_TRLE.dtype.kind not in "iuf":
-        raise HeatError(f"source heat holds numbers, got {source_TRLE.dtype}")
+        raise HeatError(f"source heat must hold numbers, got {source_TRLE.dtype}")
     steps, layers, experts = heat_TLE.shape
     expected = (steps, ranks, layers, experts)
     if source_TRLE.shape != expected:
         raise HeatError(
-            f"source heat has the shape [steps, ranks, layers, experts] = {list(expected)}, got "
+            f"source heat must have the shape [steps, ranks, layers, experts] = {list(expected)}, got "
             f"{list(source_TRLE.shape)}"
         )
-    summed: Float64 = source_TRLE.sum(axis=0, dtype=np.float64)
-    # Ranks that share tokens each report them.
+    source_RLE: Float64 = source_TRLE.sum(axis=0, dtype=np.float64)
+    # Ranks of a token group all report the same tokens, so the sum can only be checked without such groups.
     if topology is None or topology.token_groups()[0].size == ranks:
         heat_LE = heat_TLE.sum(axis=0, dtype=np.float64)
-        wrong_LE = ~np.isclose(summed.sum(axis=0), heat_LE, rtol=1e-6, atol=1e-6)
+        wrong_LE = ~np.isclose(source_RLE.sum(axis=0), heat_LE, rtol=1e-6, atol=1e-6)
         if wrong_LE.any():
             layer, expert = np.argwhere(wrong_LE)[0]
             raise HeatError(
-                f"source heat adds up to {summed[:, layer, expert].sum():g} tokens of expert {expert} in layer "
-                f"{layer}, the heat to {heat_LE[layer, expert]:g}; both must count the same tokens"
+                f"source heat adds up to {source_RLE[:, layer, expert].sum():g} tokens of expert {expert} in layer "
+                f"{layer}, but heat has {heat_LE[layer, expert]:g}; both must count the same tokens"
             )
-    return summed
+    return source_RLE

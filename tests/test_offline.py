@@ -33,7 +33,7 @@ def test_a_prior_stands_for_what_is_deployed() -> None:
     again = solve(HEAT[10:], ranks=4, slots=4, placement=first.phy2log, log2phy=first.log2phy)
     np.testing.assert_array_equal(then.phy2log, again.phy2log)
     np.testing.assert_array_equal(then.log2phy, again.log2phy)
-    with pytest.raises(ValueError, match="a prior was given and a placement"):
+    with pytest.raises(ValueError, match="prior and placement exclude each other"):
         solve(HEAT, 4, 4, prior=HEAT, placement=first.phy2log)
     with pytest.raises(ValueError, match="must be of the same model"):
         solve(HEAT, 4, 4, prior=HEAT[:, :2])
@@ -79,7 +79,7 @@ def test_source_heat_shapes_the_tables() -> None:
         ({"cost_curve": "h100.json"}, "cost_curve is 'h100.json'; it must be a CostCurve"),
         ({"max_leyers": 3}, "unknown option 'max_leyers'"),
         ({"topology": 4}, "topology is a int"),
-        ({"source_heat": np.ones((1, 4, 3, 12))}, "source heat has the shape"),
+        ({"source_heat": np.ones((1, 4, 3, 12))}, "source heat must have the shape"),
         ({"source_heat": np.full((len(HEAT), 4, 3, 12), 1)}, "both must count the same tokens"),
         ({"log2phy": np.zeros((4, 3, 12), dtype=int)}, "without the placement"),
         (
@@ -91,10 +91,10 @@ def test_source_heat_shapes_the_tables() -> None:
         ),
         (
             {"placement": Placement.linear(3, 12, 4, 4).phy2log_LRS, "log2phy": np.zeros((4, 3, 12))},
-            "log2phy holds integers",
+            "log2phy must hold integers",
         ),
-        ({"source_heat": HEAT}, "source heat has the shape"),
-        ({"heat": -HEAT}, "at least 0"),
+        ({"source_heat": HEAT}, "source heat must have the shape"),
+        ({"heat": -HEAT}, "zero or more"),
         ({"heat": HEAT[0]}, r"\[steps, layers, experts\]"),
         ({"heat": HEAT[:0]}, "no steps"),
     ],

@@ -13,10 +13,11 @@ from rich.console import Console
 
 from eplb_core.extras import install_command
 from eplb_core.placement import check_shape
+from eplb_service.cli.file_options import HEAT, ReadingOptions, slots_of_redundant
 from eplb_service.cli.options import JSON, SEVERAL, UserError, option, takes_options
 from eplb_service.cli.output import output_console, print_json, table_of
+from eplb_service.cli.planner_options import one_policy
 from eplb_service.cli.replay import policies_of
-from eplb_service.cli.trace_options import HEAT, ReadingOptions, one_policy, slots_of_redundant
 from eplb_service.cli.warmup import compile_solver
 from eplb_service.io.open_trace import naming
 

@@ -1,1 +1,1 @@
-"""The command ``eplb``: serve, solve, replay, demo, and what operators ask of a running service."""
+"""Command ``eplb``: serve, solve, replay and demo, and the commands that operate a running service."""

@@ -1,8 +1,8 @@
-"""``eplb advise``: whether balancing pays for a deployment, and what to set, from its recorded heat."""
+"""``eplb advise``: from recorded heat, report whether balancing pays off for a deployment, and recommend settings."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,31 +13,35 @@ from rich.console import Console
 from eplb_core.atomic_write import check_output
 from eplb_core.cost.devices import GPUS, MODELS, DeviceError, ModelShape, estimated_curve, model_shape
 from eplb_core.planner.settings import AUTO, PlannerSettings, planner_settings
-from eplb_service.cli.options import JSON, SEVERAL, UserError, option, takes_options
-from eplb_service.cli.output import figure, output_console, print_json, table_of, write_json
-from eplb_service.cli.replay import OUT, replay_progress
-from eplb_service.cli.trace_options import (
+from eplb_service.cli.file_options import (
     HEAT,
+    RankOptions,
+    ReadingOptions,
+    choices_per_step,
+    slots_of_redundant,
+)
+from eplb_service.cli.options import JSON, SEVERAL, UserError, option, takes_options
+from eplb_service.cli.output import figure, hint, output_console, print_json, table_of, write_json
+from eplb_service.cli.planner_options import (
     POLICY,
     WORKERS,
     CostOptions,
-    RankOptions,
-    ReadingOptions,
-    basis_text,
+    assumptions_text,
     check_groups,
-    choices_per_step,
-    hint,
     one_policy,
     planner_flags,
-    slots_of_redundant,
 )
+from eplb_service.cli.replay import OUT, replay_progress
 from eplb_service.cli.warmup import compile_solver
 
 if TYPE_CHECKING:
+    from eplb_service.io.trace import Trace
     from eplb_service.replay.advise import Advice, Option
     from eplb_service.replay.costs import Assumption, Costs
     from eplb_service.replay.policy import Job
     from eplb_service.replay.result import Replay
+
+    Columns = Mapping[str, Callable[[Option], object]]
 
 
 @takes_options(*planner_flags("policy", "move_price"))
@@ -48,71 +52,62 @@ def advise(
     heat: Path = HEAT,
     policy: str = POLICY,
     redundant: str | None = option(
-        None, "Redundant experts per layer to try, with commas; a few by default.", metavar=SEVERAL
+        None, "Redundant experts per layer to try, separated by commas; by default a few.", metavar=SEVERAL
     ),
     window: int | None = option(
-        None, "Steps that a decision sees; 256, or a quarter of a short trace.", min=1
+        None, "Steps that a decision uses; by default 256, or a quarter of a short trace.", min=1
     ),
     gpu: str | None = option(
-        None, f"Estimate times by the shipped cost curve of a GPU or NPU: {', '.join(GPUS)}; needs --model."
+        None,
+        f"GPU or NPU whose cost curve is used to estimate times: {', '.join(GPUS)}; needs --model.",
     ),
-    model: str | None = option(None, f"Shape of the experts: {', '.join(MODELS)}."),
+    model: str | None = option(None, f"Model that gives the shape of the experts: {', '.join(MODELS)}."),
     workers: int | None = WORKERS,
     out: Path | None = OUT,
     json: bool = JSON,
     **planner: Any,
 ) -> None:
-    """Advise whether balancing pays, how many redundant experts it needs, and which window and interval."""
+    """Report whether balancing pays off, and recommend redundant experts, window and interval."""
     if out is not None:
         check_output(out, (".json",))
     settings, cost, shape = _estimated(planner_settings(planner), cost, gpu, model)
     one_policy(policy)
-    from eplb_service.replay import advise as advice
+    from eplb_service.replay.advise import advise as compute_advice
     from eplb_service.replay.jobs import TraceFile, check_jobs, replay_file
     from eplb_service.replay.loop import Scene
 
     file = TraceFile(heat, reading.reading())
     trace = reading.open(heat)
-    if shape is not None and (trace.experts, trace.layers) != (shape.experts, shape.layers):
-        Console(stderr=True, soft_wrap=True, highlight=False).print(
-            f"{heat} has {trace.layers} layers x {trace.experts} experts, but {shape.name} has {shape.layers} x "
-            f"{shape.experts}; only the size of an expert is taken from --model {model}"
-        )
+    if shape is not None:
+        _check_shape(heat, trace, shape, model)
     costs = cost.costs(settings, trace, group.ranks)
     scene = Scene(group.topology(trace), costs)
-    width = window or max(1, min(256, trace.steps // 4))
-    if window is not None and 3 * window >= trace.steps:
-        hint(
-            f"{trace.steps} steps are too few to compare schedules with --window {window}; the schedules compared have "
-            f"windows of at most {(trace.steps - 1) // 3} steps"
-        )
-    least = -(-trace.experts // group.ranks)
-    slots = [count for count in (least, least + 1, least + 2, least + 4) if count <= trace.experts]
-    if redundant is not None:
-        slots = slots_of_redundant(trace.experts, group.ranks, redundant)
+    width = _window_width(window, trace.steps)
+    slots = _slot_counts(trace, group.ranks, redundant)
     check_groups(settings, trace.experts, slots, scene.topology)
 
     def run(jobs: list[Job]) -> Replay:
         check_jobs(jobs, trace, scene)
         compile_solver()
         with replay_progress(jobs, trace.steps) as advance:
-            found = replay_file(file, jobs, scene, workers=workers, on_progress=advance)
-        if found.interrupted:
+            result = replay_file(file, jobs, scene, workers=workers, on_progress=advance)
+        if result.interrupted:
             raise KeyboardInterrupt
-        return found
+        return result
 
-    choices = trace.facts.top_k or (shape.choices if shape is not None else 0)
-    tokens = choices_per_step(trace) / choices if choices else None
-    per_expert = choices_per_step(trace) / trace.experts
-    given = advice.advise(run, slots, width, trace.steps, settings, tokens, per_expert, policy)
-    rests_on = cost.assumptions(settings, costs)
-    document = {**vars(given), "assumptions": rests_on}
+    top_k = trace.facts.top_k or (shape.choices if shape is not None else 0)
+    choices = choices_per_step(trace)
+    tokens = choices / top_k if top_k else None
+    per_expert = choices / trace.experts
+    advice = compute_advice(run, slots, width, trace.steps, settings, tokens, per_expert, policy)
+    assumptions = cost.assumptions(settings, costs)
+    document = {**vars(advice), "assumptions": assumptions}
     if out is not None:
         write_json(out, document)
     if json:
         print_json(document)
     else:
-        _print(output_console(), given, costs, rests_on)
+        _print(output_console(), advice, costs, assumptions)
 
 
 def _estimated(
@@ -122,11 +117,10 @@ def _estimated(
 
     Raises ``UserError`` if the device or model is unknown or contradicts other options.
     """
-    if gpu is not None and (model is None or settings.cost_curve is not None):
-        missing = (
-            "needs --model" if model is None else "and --cost-curve both give a cost curve; give one of them"
-        )
-        raise UserError(f"--gpu {missing}")
+    if gpu is not None and model is None:
+        raise UserError("--gpu needs --model")
+    if gpu is not None and settings.cost_curve is not None:
+        raise UserError("--gpu and --cost-curve both give a cost curve; give only one")
     try:
         shape = None if model is None else model_shape(model)
         if gpu is not None and model is not None:
@@ -138,82 +132,115 @@ def _estimated(
     return settings, cost, shape
 
 
-def headline(given: Advice, estimated: bool) -> str:
-    """Return one sentence that says if balancing pays, with its gain and its cost."""
-    gained = (
-        f"the experts' part of a step takes {given.share:.0%} less time, which is worth {given.ranks_worth:.1f} of "
-        f"{given.ranks} ranks"
+def _check_shape(heat: Path, trace: Trace, shape: ModelShape, model: str | None) -> None:
+    """Print a note on stderr if the trace is of another shape than ``--model``."""
+    if (trace.experts, trace.layers) != (shape.experts, shape.layers):
+        Console(stderr=True, soft_wrap=True, highlight=False).print(
+            f"{heat} has {trace.layers} layers x {trace.experts} experts, but {shape.name} has {shape.layers} x "
+            f"{shape.experts}; of --model {model}, only the size of an expert is used"
+        )
+
+
+def _window_width(window: int | None, steps: int) -> int:
+    """Return the window's width, and print a hint if the trace is too short to compare schedules with ``--window``."""
+    if window is not None and 3 * window >= steps:
+        hint(
+            f"{steps} steps are too few to compare schedules with --window {window}; the compared schedules have "
+            f"windows of at most {(steps - 1) // 3} steps"
+        )
+    return window or max(1, min(256, steps // 4))
+
+
+def _slot_counts(trace: Trace, ranks: int, redundant: str | None) -> list[int]:
+    """Return the slots per rank to try: from ``--redundant``, or the minimum and up to three larger numbers."""
+    if redundant is not None:
+        return slots_of_redundant(trace.experts, ranks, redundant)
+    minimum = -(-trace.experts // ranks)
+    return [minimum + extra for extra in (0, 1, 2, 4) if minimum + extra <= trace.experts]
+
+
+def headline(advice: Advice, is_estimate: bool) -> str:
+    """Return one sentence with the verdict on balancing, its gain, and its memory."""
+    gain = (
+        f"the experts' part of a step takes {advice.share:.0%} less time, which is worth {advice.ranks_worth:.1f} of "
+        f"{advice.ranks} ranks"
     )
-    if given.net_ms is not None:
-        gained += f" or {given.net_ms:.2f} ms per step"
-    if given.tokens_per_second_won is not None:
-        gained += f" or {given.tokens_per_second_won:,.0f} tokens/s"
-    if estimated:
-        gained += " (estimate)"
-    memory = "no more memory"
-    if given.redundant_bytes_per_rank:
-        memory = f"{given.redundant_bytes_per_rank / 1e9:.2f} GB more memory per rank"
-    elif given.redundant > 0 and not given.chosen.bytes_per_rank:
-        memory = f"{given.redundant} redundant experts per layer (--bytes-per-expert or --model says how much memory)"
-    if given.pays:
-        return f"Balancing pays: {gained}, for {memory}."
-    if given.share < 0:
-        more = "" if given.net_ms is None else f", {-given.net_ms:.2f} ms per step"
-        return f"Balancing does not pay here: moving experts would take more time than it saves{more}."
-    return f"Balancing does not pay here: {gained.replace('takes', 'would take', 1)}, for {memory}."
+    if advice.net_ms is not None:
+        gain += f" or {advice.net_ms:.2f} ms per step"
+    if advice.tokens_per_second_won is not None:
+        gain += f" or {advice.tokens_per_second_won:,.0f} tokens/s"
+    if is_estimate:
+        gain += " (estimate)"
+    memory = "no additional memory"
+    if advice.redundant_bytes_per_rank:
+        memory = f"{advice.redundant_bytes_per_rank / 1e9:.2f} GB of additional memory per rank"
+    elif advice.redundant > 0 and not advice.chosen.bytes_per_rank:
+        memory = f"{advice.redundant} redundant experts per layer (--bytes-per-expert or --model shows their memory)"
+    if advice.pays:
+        return f"Balancing pays off: {gain}, for {memory}."
+    if advice.share < 0:
+        loss = "" if advice.net_ms is None else f", by {-advice.net_ms:.2f} ms per step"
+        return f"Balancing does not pay off: moving experts would take more time than it saves{loss}."
+    return f"Balancing does not pay off: {gain.replace('takes', 'would take', 1)}, for {memory}."
 
 
-def _priced(chosen: Option) -> str:
-    return "" if chosen.move_price == AUTO else f", move price {chosen.move_price:g}"
+def _price_suffix(setting: Option) -> str:
+    return "" if setting.move_price == AUTO else f", move price {setting.move_price:g}"
 
 
-def _print(console: Console, given: Advice, costs: Costs, rests_on: Sequence[Assumption]) -> None:
-    setup = given.chosen.setup
-    estimated = costs.curve is not None and costs.curve.source.startswith("estimate")
-    console.print(headline(given, estimated), style="bold")
-    if given.pays:
+def _print(console: Console, advice: Advice, costs: Costs, assumptions: Sequence[Assumption]) -> None:
+    setup = advice.chosen.setup
+    is_estimate = costs.curve is not None and costs.curve.source.startswith("estimate")
+    console.print(headline(advice, is_estimate), style="bold")
+    if advice.pays:
         console.print(
-            f"Set {given.redundant} redundant experts per layer ({setup.slots} slots per rank), window "
-            f"{setup.window}, interval {setup.interval}{_priced(given.chosen)}."
+            f"Set {advice.redundant} redundant experts per layer ({setup.slots} slots per rank), window "
+            f"{setup.window}, interval {setup.interval}{_price_suffix(advice.chosen)}."
         )
-    for reason in given.reasons:
+    for reason in advice.reasons:
         console.print(f"  {reason}")
-    timed = bool(costs.step_ms) or costs.curve is not None
-    columns = {
-        "MoE ms": lambda one: figure(one.moe_ms),
-        "PAR": lambda one: figure(one.par),
-        "net ms": lambda one: figure(one.net_ms) if timed else None,
-        "moved in 100 steps": lambda one: figure(one.moved_per_100_steps, ".1%"),
+    _print_tables(console, advice, has_times=bool(costs.step_ms) or costs.curve is not None)
+    best = np.argsort(-advice.gain_L, kind="stable")[:5]
+    gains = ", ".join(f"{layer} ({advice.gain_L[layer]:+.3f})" for layer in best)
+    console.print(f"Layers with the largest gain in PAR: {gains}")
+    console.print(
+        "All rows score the same steps. Settings with the same result as another row are omitted. "
+        f"{assumptions_text(assumptions)}"
+    )
+
+
+def _print_tables(console: Console, advice: Advice, has_times: bool) -> None:
+    """Print the tables of settings: by slots per rank, by schedule, and by move price."""
+    setup = advice.chosen.setup
+    columns: Columns = {
+        "MoE ms": lambda setting: figure(setting.moe_ms),
+        "PAR": lambda setting: figure(setting.par),
+        "net ms": lambda setting: figure(setting.net_ms) if has_times else None,
+        "moved in 100 steps": lambda setting: figure(setting.moved_per_100_steps, ".1%"),
     }
 
-    def tried(one: Option) -> str:
-        mark = (
-            " (advised)" if (one.setup.window, one.setup.interval) == (setup.window, setup.interval) else ""
-        )
-        return f"window {one.setup.window}, every {one.setup.interval}{mark}"
+    def slots_label(setting: Option) -> str:
+        mark = " (advised)" if setting.setup == setup else ""
+        return f"{setting.setup.slots}{_price_suffix(setting)}{mark}"
 
-    by_slots = {
-        "slots per rank": lambda one: (
-            f"{one.setup.slots}{_priced(one)}{' (advised)' if one.setup == setup else ''}"
-        ),
-        **columns,
-        "GB per rank": lambda one: figure(one.bytes_per_rank / 1e9, ".2f") if one.bytes_per_rank else None,
-    }
-    slots = given.by_schedule[0].setup.slots
-    by_price = {"move price": lambda one: f"{one.move_price:g}", **columns}
+    def schedule_label(setting: Option) -> str:
+        is_advised = (setting.setup.window, setting.setup.interval) == (setup.window, setup.interval)
+        mark = " (advised)" if is_advised else ""
+        return f"window {setting.setup.window}, every {setting.setup.interval}{mark}"
+
+    def memory(setting: Option) -> str | None:
+        return figure(setting.bytes_per_rank / 1e9, ".2f") if setting.bytes_per_rank else None
+
+    by_slots: Columns = {"slots per rank": slots_label, **columns, "GB per rank": memory}
+    by_schedule: Columns = {"schedule": schedule_label, **columns}
+    by_price: Columns = {"move price": lambda setting: f"{setting.move_price:g}", **columns}
+    slots = advice.by_schedule[0].setup.slots
     tables = [
-        (given.by_redundancy, by_slots, f"window {setup.window}, interval {setup.interval}"),
-        (given.by_schedule, {"schedule": tried, **columns}, f"{slots} slots per rank"),
+        (advice.by_redundancy, by_slots, f"window {setup.window}, interval {setup.interval}"),
+        (advice.by_schedule, by_schedule, f"{slots} slots per rank"),
     ]
-    if given.by_moves:
-        tables.append((given.by_moves, by_price, f"{slots} slots per rank, {tried(given.by_moves[0])}"))
+    if advice.by_moves:
+        title = f"{slots} slots per rank, {schedule_label(advice.by_moves[0])}"
+        tables.append((advice.by_moves, by_price, title))
     for rows, headings, title in tables:
         console.print(table_of(rows, headings, title=title), soft_wrap=False)
-    best = np.argsort(-given.gain_L, kind="stable")[:5]
-    console.print(
-        "Layers that gain most PAR: " + ", ".join(f"{layer} ({given.gain_L[layer]:+.3f})" for layer in best)
-    )
-    console.print(
-        "All rows score the same steps. Settings that realise what another row does are left out. "
-        f"{basis_text(rests_on)}"
-    )

@@ -1,4 +1,4 @@
-"""``eplb calibrate``: a cost curve from this machine's own expert kernel, or from a measured table."""
+"""``eplb calibrate``: fit a cost curve to this machine's expert kernel, or to a table of measurements."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from eplb_service.cli.output import output_console, print_json, table_of
 _PROGRAM = "eplb_lab.calibrate"
 _SHOWN_TOKENS = (1, 16, 64, 256, 1024)
 _TIMING = "Timing this machine's kernel"
-_TABLE = "From a measured table"
+_TABLE = "From a table of measurements"
 
 
 @takes_options()
@@ -38,29 +38,34 @@ def calibrate(
     hidden: int | None = option(None, "Hidden size of the model.", min=1),
     inter: int | None = option(None, "Intermediate size of one expert.", min=1),
     dtype: str | None = option(
-        None, "float32, bfloat16 or float16; with --table as it names them. By default float32."
+        None, "float32, bfloat16 or float16; with --table, a name from the table. By default float32."
     ),
-    phase: str = option("any", f"What the curve is for: {', '.join(PHASES)}."),
-    slots: int = option(8, "Experts of one rank.", min=1, section=_TIMING),
+    phase: str = option("any", f"Phase that the curve applies to: {', '.join(PHASES)}."),
+    slots: int = option(8, "Experts per rank.", min=1, section=_TIMING),
     tokens: str = option(
-        "1,4,16,32,64,128,256", "Tokens in a busy slot to try, with commas.", metavar=SEVERAL
+        "1,4,16,32,64,128,256", "Tokens per busy slot to try, separated by commas.", metavar=SEVERAL
     ),
-    device: str = option("cpu", "As torch names it: cpu, cuda:0, npu:0."),
-    repeats: int = option(7, "Timed calls of each cell; the least time counts.", min=1),
-    threads: int | None = option(None, "Threads of the CPU; by default as torch chooses.", min=1),
+    device: str = option("cpu", "Device name in torch: cpu, cuda:0, npu:0."),
+    repeats: int = option(7, "Timed calls per grid cell; the shortest time counts.", min=1),
+    threads: int | None = option(None, "CPU threads; by default torch decides.", min=1),
     table: Path | None = option(
-        None, "Parquet table of MoE kernels, as in aiconfigurator-core; nothing is timed.", section=_TABLE
+        None,
+        "Parquet table of MoE kernel times, as in aiconfigurator-core; nothing is timed.",
+        section=_TABLE,
     ),
-    experts: int | None = option(None, "Experts of the layer, where the table has several.", min=1),
-    top_k: int | None = option(None, "Choices of a token, where the table has several.", min=1),
-    kernel: str | None = option(None, "kernel_source, where the table has several."),
+    experts: int | None = option(None, "Experts of the layer, if the table contains several numbers.", min=1),
+    top_k: int | None = option(
+        None, "Experts that a token chooses, if the table contains several numbers.", min=1
+    ),
+    kernel: str | None = option(None, "kernel_source, if the table contains several."),
     out: Path = option(help="Write the curve to this .json file.", section=RESULTS),
     json: bool = JSON,
 ) -> None:
-    """Fit a cost curve: how long a rank's experts take for the tokens in each of its slots.
+    """Fit a cost curve: the time of a rank's experts for the tokens in each of its slots.
 
-    Times this machine's own expert kernel, before serving, on a grid of busy slots and tokens; or, with --table, fits
-    what others measured. Every fourth measurement is held out; a curve that misses them is refused and not written.
+    Without --table, the command times this machine's expert kernel on a grid of busy slots and tokens; do this before
+    serving. With --table, it fits published measurements. Every fourth measurement is held out. A curve that does not
+    predict the held-out ones is rejected and not written.
     """
     check_output(out, (".json",))
     one_of("--phase is", phase, PHASES)
@@ -76,7 +81,9 @@ def calibrate(
             kernel_source=kernel,
         )
     elif hidden is None or inter is None:
-        raise UserError("give --hidden and --inter of the model's experts, or --table with a measured table")
+        raise UserError(
+            "give --hidden and --inter of the model's experts, or a table of measurements with --table"
+        )
     else:
         task = {
             "hidden": hidden,
@@ -97,7 +104,7 @@ def calibrate(
 
 
 def _timed(task: dict[str, Any], phase: str) -> CostCurve:
-    """The curve of this machine's kernel; raises ``UserError`` where it cannot be timed here."""
+    """Time this machine's kernel, and return its curve. Raises ``UserError`` if that fails."""
     console = Console(stderr=True, highlight=False)
     with console.status(f"timing experts of {task['hidden']} x {task['inter']} on {task['device']}"):
         cells = list(_measured(task))
@@ -109,19 +116,21 @@ def _timed(task: dict[str, Any], phase: str) -> CostCurve:
     try:
         return fit_curve(*columns, phase=phase, source=source)
     except CurveFitError as error:
-        raise UserError(f"{error}; leave the device idle meanwhile, or give more --repeats") from error
+        raise UserError(
+            f"{error}; leave the device idle during the measurement, or increase --repeats"
+        ) from error
 
 
 def _measured(task: dict[str, Any]) -> Iterator[dict[str, float]]:
-    """Cells measured by the agent's program, in a process of its own: the service's side knows no torch."""
+    """Time the grid in a separate process, because this package runs without torch. Yields one cell at a time."""
     command = [sys.executable, "-m", _PROGRAM, json_module.dumps(task)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+    process = subprocess.run(command, capture_output=True, text=True, check=False)
+    if process.returncode:
+        lines = process.stderr.strip().splitlines() or [f"exit code {process.returncode}"]
         if "No module named 'torch'" in lines[-1]:
             raise UserError(f"timing experts needs torch: {install_command('model', 'eplb-lab')}")
-        raise UserError(f"the experts could not be timed: {lines[-1]}")
-    for line in done.stdout.splitlines():
+        raise UserError(f"timing the experts failed: {lines[-1]}")
+    for line in process.stdout.splitlines():
         yield json_module.loads(line)
 
 
@@ -129,7 +138,7 @@ def _print(console: Console, curve: CostCurve, out: Path) -> None:
     console.print(str(curve), style="bold")
     console.print(f"from {curve.source}; {curve.fit}")
     columns = {
-        "tokens in a slot": lambda tokens: tokens,
+        "tokens per slot": lambda tokens: tokens,
         "us": lambda tokens: f"{float(curve.slot_us(tokens)):.2f}",
     }
     console.print(table_of(_SHOWN_TOKENS, columns), soft_wrap=False)

@@ -1,4 +1,4 @@
-"""One question to a running service: how it is reached, and its failures in one line."""
+"""Calls to a running service: connection, credentials, and one-line error messages."""
 
 from __future__ import annotations
 
@@ -18,95 +18,103 @@ from eplb_core.wire.generated import operator_pb2_grpc
 from eplb_core.wire.operator import checked_answer
 from eplb_service.cli.options import UserError, argument, option
 
-NAME = argument(help="Name of the deployment, as `eplb deployments` lists it.")
+NAME = argument(help="Name of the deployment, as listed by `eplb deployments`.")
 
 _CONNECT_SECONDS = 5.0
-_CLEAR_BY_THEMSELVES = (
+_SELF_EXPLANATORY_CODES = (
     grpc.StatusCode.NOT_FOUND,
     grpc.StatusCode.FAILED_PRECONDITION,
     grpc.StatusCode.RESOURCE_EXHAUSTED,
     grpc.StatusCode.ABORTED,
 )
-_ANSWER_SECONDS = 120.0
-"""Longest wait for an answer: a decision on a large model may be computed first."""
+"""Status codes whose details are printed without the code."""
+_RESPONSE_SECONDS = 120.0
+"""Timeout of a call. The service may have to compute a decision for a large model before it responds."""
 
 
 @dataclass(frozen=True)
 class Connection:
     """Address and credentials of a service."""
 
-    SECTION: ClassVar[str] = "How the service is reached"
+    SECTION: ClassVar[str] = "Connection to the service"
 
     address: str = option("127.0.0.1:50551", "host:port of the service.", envvar="EPLB_ADDRESS")
-    token: str | None = option(None, "Token, where the service asks for one.", envvar="EPLB_AUTH_TOKEN")
+    token: str | None = option(None, "Token, if the service requires one.", envvar="EPLB_AUTH_TOKEN")
     tls_ca: Path | None = option(
-        None, "PEM file of the authority behind the service's TLS.", envvar="EPLB_TLS_CA"
+        None, "PEM file of the CA that signed the service's certificate.", envvar="EPLB_TLS_CA"
     )
-    tls_cert: Path | None = option(
-        None, "PEM file of the caller's own certificate.", envvar="EPLB_TLS_CLIENT_CERT"
-    )
+    tls_cert: Path | None = option(None, "PEM file of the client certificate.", envvar="EPLB_TLS_CLIENT_CERT")
     tls_key: Path | None = option(None, "PEM private key of --tls-cert.", envvar="EPLB_TLS_CLIENT_KEY")
     plaintext_token: bool = option(
-        False, "Send the token in plain text to another host.", "--plaintext-token"
+        False, "Allow the token to be sent to another host unencrypted.", "--plaintext-token"
     )
 
     @contextlib.contextmanager
     def open(self) -> Iterator[OperatorCalls]:
-        """Calls to the service; raises ``UserError`` where it is not reached or refuses."""
+        """Connect to the service. Raises ``UserError`` if the service is unreachable or rejects a call."""
         with self._channel() as channel:
             try:
                 grpc.channel_ready_future(channel).result(timeout=_CONNECT_SECONDS)
                 yield OperatorCalls(channel, self.token)
             except grpc.FutureTimeoutError as error:
-                raise UserError(self._why_unreached()) from error
+                raise UserError(self._diagnose()) from error
             except grpc.RpcError as error:
                 raise UserError(_reason(error)) from error
             except WireError as error:
                 raise UserError(
-                    f"the service at {self.address} answered what it cannot mean: {error}"
+                    f"the service at {self.address} sent an invalid response: {error}; check that its version fits "
+                    "this command's"
                 ) from error
 
-    def _why_unreached(self) -> str:
-        """Return why the service was not reached, found by one more connection."""
+    def _diagnose(self) -> str:
+        """Return the reason why the service is unreachable, according to one more connection attempt."""
         host, _, port = self.address.rpartition(":")
         host = host.strip("[]")
-        speaks_tls = rejected = False
+        uses_tls = False
+        rejected = False
         try:
             with (
                 socket.create_connection((host, int(port)), _CONNECT_SECONDS) as link,
                 self._tls_context().wrap_socket(link, server_hostname=host) as encrypted,
             ):
-                speaks_tls = True
-                # A service that asks for a certificate ends the connection only after the handshake.
+                uses_tls = True
+                # A service that requires a client certificate closes the connection only after the handshake, so an
+                # error while reading also counts as a rejection.
                 rejected = True
                 rejected = not encrypted.recv(1)
         except ssl.SSLCertVerificationError as error:
-            why = error.verify_message.rstrip(".")
+            reason = error.verify_message.rstrip(".")
             return (
-                f"the certificate of the service at {self.address} cannot be trusted: {why}; "
-                "check --tls-ca, and that --address is a name in the certificate"
+                f"the certificate of the service at {self.address} cannot be verified: {reason}; "
+                "check --tls-ca, and that the certificate contains the host of --address"
             )
         except ssl.SSLError as error:
-            # An alert is the peer's own complaint.
-            rejected = speaks_tls = speaks_tls or "ALERT" in (error.reason or "")
+            # Only a TLS server sends an alert.
+            uses_tls = uses_tls or "ALERT" in (error.reason or "")
+            rejected = uses_tls
         except ConnectionResetError:
             pass
         except (OSError, ValueError):
-            if not speaks_tls:
-                return f"no service answers at {self.address}; start one with `eplb serve`, or name its --address"
-        if speaks_tls and self.tls_ca is None:
-            return f"the service at {self.address} serves TLS; name its authority with --tls-ca"
+            if not uses_tls:
+                return (
+                    f"no service listens at {self.address}; start one with `eplb serve`, or check --address"
+                )
+        if uses_tls and self.tls_ca is None:
+            return f"the service at {self.address} uses TLS; pass its CA certificate with --tls-ca"
         if rejected:
             return (
-                f"the service at {self.address} asks for a client certificate that it trusts; "
-                "name one with --tls-cert and --tls-key"
+                f"the service at {self.address} requires a client certificate that it trusts; "
+                "pass one with --tls-cert and --tls-key"
             )
-        if self.tls_ca is not None and not speaks_tls:
-            return f"the service at {self.address} does not serve TLS; leave --tls-ca out"
-        return f"{self.address} is no eplb service, or too busy to answer; check --address"
+        if self.tls_ca is not None and not uses_tls:
+            return f"the service at {self.address} does not use TLS; remove --tls-ca"
+        return f"{self.address} is not an eplb service, or is too busy to respond; check --address"
 
     def _tls_context(self) -> ssl.SSLContext:
-        """Return a TLS context with the user's certificates, or one that trusts every server. Raises ``UserError``."""
+        """Return a TLS context with the user's certificates. Without ``--tls-ca`` it trusts every server.
+
+        Raises ``UserError`` if a file cannot be used.
+        """
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         context.set_alpn_protocols(["h2"])
         try:
@@ -137,26 +145,26 @@ class Connection:
 
 
 class OperatorCalls:
-    """The operator service's calls, each with deadline and token."""
+    """Calls of the operator service, with a timeout and the user's token."""
 
     def __init__(self, channel: grpc.Channel, token: str | None) -> None:
         self._stub = operator_pb2_grpc.OperatorServiceStub(channel)
         self._metadata = [("authorization", f"Bearer {token}")] if token else []
 
     def __call__(self, name: str, request: Any) -> Any:
-        """Return the checked answer to ``request`` from the call of that name; raises ``WireError``."""
-        answer = getattr(self._stub, name)(request, timeout=_ANSWER_SECONDS, metadata=self._metadata)
-        return checked_answer(answer)
+        """Make the call ``name`` and return the validated response. Raises ``WireError`` if it is invalid."""
+        response = getattr(self._stub, name)(request, timeout=_RESPONSE_SECONDS, metadata=self._metadata)
+        return checked_answer(response)
 
     def stream(self, name: str, request: Any, seconds: float | None) -> Any:
-        """The answers of a streaming call, which ends with DEADLINE_EXCEEDED after ``seconds``."""
+        """Return the responses of a streaming call. It ends with DEADLINE_EXCEEDED after ``seconds``."""
         return getattr(self._stub, name)(request, timeout=seconds, metadata=self._metadata)
 
 
 def _reason(error: grpc.RpcError) -> str:
     call: Any = error
-    if call.code() in _CLEAR_BY_THEMSELVES:
+    if call.code() in _SELF_EXPLANATORY_CODES:
         return str(call.details())
     if call.code() is grpc.StatusCode.UNAUTHENTICATED:
-        return f"{call.details()}; give it with --token or EPLB_AUTH_TOKEN"
-    return f"the service answered {call.code().name}: {call.details()}"
+        return f"{call.details()}; pass it with --token or EPLB_AUTH_TOKEN"
+    return f"the service responded with {call.code().name}: {call.details()}"

@@ -1,4 +1,4 @@
-"""The entry point ``eplb``: finds the command asked for, and ends a user's mistake in one clear line."""
+"""Entry point ``eplb``: load and run a command, and report a user's mistake in one line."""
 
 from __future__ import annotations
 
@@ -17,48 +17,52 @@ from typer.core import TyperGroup
 import eplb_service
 from eplb_service.cli.options import HelpCommand, UserError, write_section
 
-# typer brings a click of its own or uses the installed one; either way its usage errors have this base.
+# typer uses either its bundled click or the installed one. Both have this base class of usage errors.
 _UsageError = cast("type[Exception]", typer.BadParameter.__base__)
 
 # gRPC logs a line for each connection without TLS. These lines would fill the service's log and clutter a command's
-# error output. Set the variable to debug gRPC.
+# error output. Set the variable yourself to debug gRPC.
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 
 _USAGE_EXIT_CODE = 2
-"""Exit code of everything that the user can correct: arguments, files, addresses."""
-_INTERRUPT_EXIT_CODE, _BROKEN_PIPE_EXIT_CODE = 130, 141
-"""Exit codes after Ctrl-C, and where the reader of the output has left, as shells have them."""
+"""Exit code of mistakes that the user can correct: arguments, files, addresses."""
+_INTERRUPT_EXIT_CODE = 130
+"""Exit code after Ctrl-C, as in a shell."""
+_BROKEN_PIPE_EXIT_CODE = 141
+"""Exit code if the reader of the output has exited, as in a shell."""
 
 _LAB = "eplb-lab"
-"""Distribution of the commands that are found through entry points."""
+"""Distribution that provides commands through entry points."""
 _ENTRY_POINTS = "eplb.commands"
-_OFFLINE, _SERVICE, _OPERATE = "On recorded heat", "The service", "Ask a running service"
+_OFFLINE = "Recorded heat"
+_SERVICE = "Service"
+_OPERATE = "Operate a running service"
 COMMANDS = {
-    "demo": (_LAB, _SERVICE, "Run service and live ranks here and watch them balance."),
+    "demo": (_LAB, _SERVICE, "Run a service and live ranks on this machine and watch them balance."),
     "serve": ("serve", _SERVICE, "Run the control plane that agents connect to."),
     "solve": ("solve", _OFFLINE, "Compute a placement from recorded heat."),
-    "replay": ("replay", _OFFLINE, "Run the planner along a trace and score each policy."),
-    "sweep": ("sweep", _OFFLINE, "Replay many traces under many settings, in one table."),
-    "advise": ("advise", _OFFLINE, "Advise what to set, and whether balancing pays."),
+    "replay": ("replay", _OFFLINE, "Replay the planner on a trace and score each policy."),
+    "sweep": ("sweep", _OFFLINE, "Replay many traces with many settings, in one table."),
+    "advise": ("advise", _OFFLINE, "Recommend settings, and report whether balancing pays off."),
     "bench": (_LAB, _OFFLINE, "Compare with vLLM's, vLLM-Ascend's and SGLang's balancers."),
-    "calibrate": ("calibrate", _OFFLINE, "Fit how long a rank's experts take for their tokens."),
-    "trace": ("trace", _OFFLINE, "Look at heat traces, record, convert, or cut them."),
-    "warmup": ("warmup", _OFFLINE, "Compile the solver once, so that later starts need not."),
+    "calibrate": ("calibrate", _OFFLINE, "Fit a cost curve: the time of a rank's experts for their tokens."),
+    "trace": ("trace", _OFFLINE, "Inspect, record, convert, slice, or synthesize heat traces."),
+    "warmup": ("warmup", _OFFLINE, "Compile the solver once, so that later commands start faster."),
     "deployments": ("operator", _OPERATE, "List the deployments."),
-    "status": ("operator", _OPERATE, "Show one deployment: balance, agents, last decision."),
-    "top": ("top", _OPERATE, "Watch a service live: balance, ranks, layers, switches."),
-    "history": ("operator", _OPERATE, "Show past plans: what they promised and what became of them."),
-    "placement": ("operator", _OPERATE, "Show or save the placement in force."),
-    "pause": ("operator", _OPERATE, "Stop planning for a deployment."),
-    "resume": ("operator", _OPERATE, "Plan for a paused deployment again."),
-    "rebalance": ("operator", _OPERATE, "Decide now instead of at the next interval."),
-    "lead": ("operator", _OPERATE, "Have a deployment's ranks follow this service again."),
+    "status": ("operator", _OPERATE, "Show a deployment: balance, agents, and the last decision."),
+    "top": ("top", _OPERATE, "Watch a service live: balance, ranks, layers, and switches."),
+    "history": ("operator", _OPERATE, "Show past plans with their promises and outcomes."),
+    "placement": ("operator", _OPERATE, "Show or save the current placement."),
+    "pause": ("operator", _OPERATE, "Pause planning for a deployment."),
+    "resume": ("operator", _OPERATE, "Resume planning for a paused deployment."),
+    "rebalance": ("operator", _OPERATE, "Make a decision now instead of at the next interval."),
+    "lead": ("operator", _OPERATE, "Make a deployment's ranks follow this service again."),
     "forget": ("operator", _OPERATE, "Remove a deployment whose ranks are gone."),
 }
-"""Module in ``eplb_service.cli``, heading and summary of each command. Listing the commands imports no module.
+"""Module in ``eplb_service.cli``, help section and summary of each command. Listing the commands imports no module.
 
-The function, or the group of commands, has the command's name. Instead of a module, ``_LAB`` marks a command that
-eplb-lab provides.
+The module's function, or group of commands, has the name of the command. ``_LAB`` in place of a module marks a command
+that eplb-lab provides.
 """
 EXAMPLES = """\
 eplb demo
@@ -94,13 +98,13 @@ eplb rebalance my-deployment
 eplb lead my-deployment
 eplb forget my-deployment
 """.splitlines()
-"""Lines of the shell that the help of each command ends with."""
+"""Examples for the help of the commands. Each command shows the lines that begin with its name."""
 
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_DISK_FULL_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class _LazyGroup(TyperGroup):
-    """Lists commands from ``COMMANDS`` alone and imports a command's module only when it is called."""
+    """Command group that lists the commands of ``COMMANDS`` and imports a command's module only to run it."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
@@ -108,15 +112,15 @@ class _LazyGroup(TyperGroup):
             self.add_command(HelpCommand(name, help=summary))
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:  # noqa: ARG002
-        """Write each command with its sentence, by section."""
+        """Write each command with its summary, by section."""
         for heading in (_OFFLINE, _SERVICE, _OPERATE):
-            found = [(name, text) for name, (_, section, text) in COMMANDS.items() if section == heading]
-            write_section(formatter, heading, found)
+            records = [(name, text) for name, (_, section, text) in COMMANDS.items() if section == heading]
+            write_section(formatter, heading, records)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """The command itself, for the first of ``args``, and the arguments that are left for it."""
-        name, stand_in, rest = super().resolve_command(ctx, args)
-        return name, stand_in and load_command(str(name)), rest
+        """Return the name of the command, the loaded command, and its arguments."""
+        name, placeholder, arguments = super().resolve_command(ctx, args)
+        return name, placeholder and load_command(str(name)), arguments
 
 
 def load_command(name: str) -> Any:
@@ -145,7 +149,7 @@ def _load_lab_command(name: str) -> Any:
 
 
 def _examples(name: str) -> str:
-    """The command's examples, each on a line of its own."""
+    """Return the help text with the command's examples, one per line."""
     lines = [line for line in EXAMPLES if f"{line} ".startswith(f"eplb {name} ")]
     return "\n".join(["\b", "Examples:", *(f"  {line}" for line in lines)])
 
@@ -153,8 +157,8 @@ def _examples(name: str) -> str:
 app = typer.Typer(name="eplb", cls=_LazyGroup, rich_markup_mode=None)
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
+def _print_version(requested: bool) -> None:
+    if requested:
         typer.echo(f"eplb {eplb_service.__version__}")
         raise typer.Exit
 
@@ -173,15 +177,20 @@ def eplb(
 
 
 def main() -> None:
-    """Run ``eplb`` with the process' arguments, and leave with its exit code."""
+    """Run ``eplb`` with the arguments of the process, and exit with its exit code."""
     sys.exit(run())
 
 
 def run(arguments: Sequence[str] | None = None) -> int:
-    """Run ``eplb`` and return its exit code; ``arguments`` default to those of the process.
+    """Run ``eplb`` and return its exit code.
 
-    What the user can correct ends in one line on stderr and ``_USAGE_EXIT_CODE``; any other exception is a bug
-    and passes through.
+    A mistake by the user is reported in one line on stderr and returns ``_USAGE_EXIT_CODE``. Any other exception is a
+    bug and propagates.
+
+    Parameters
+    ----------
+    arguments
+        Arguments of the command line; by default those of the process.
     """
     command = typer.main.get_command(app)
     try:
@@ -190,7 +199,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return _INTERRUPT_EXIT_CODE
     except (BrokenPipeError, SystemExit) as error:
-        # Where the reader has left while a command prints, typer turns that into an exit.
+        # typer turns a broken pipe into an exit if the reader exits while a command prints.
         if isinstance(error, SystemExit) and not isinstance(error.__context__, BrokenPipeError):
             raise
         _discard_output()
@@ -200,24 +209,25 @@ def run(arguments: Sequence[str] | None = None) -> int:
             typer.echo(str(error))
             return 0
         context = getattr(error, "ctx", None)
-        see = f" (see '{context.command_path} --help')" if context else ""
-        return _refuse(cast("Any", error).format_message() + see)
+        see_help = f" (see '{context.command_path} --help')" if context else ""
+        return _report_error(cast("Any", error).format_message() + see_help)
     except Exception as error:
-        if isinstance(error, OSError) and error.filename is None and error.errno in _FULL:
+        if isinstance(error, OSError) and error.filename is None and error.errno in _DISK_FULL_ERRORS:
             _discard_output()
-            return _refuse(f"the output cannot be written ({error.strerror})")
+            return _report_error(f"the output cannot be written ({error.strerror})")
         if not _is_users_mistake(error):
             raise
         if isinstance(error, OSError) and error.strerror:
-            return _refuse(f"{error.filename}: {error.strerror}")
-        return _refuse(str(error))
+            return _report_error(f"{error.filename}: {error.strerror}")
+        return _report_error(str(error))
     return code if isinstance(code, int) else 0
 
 
 def _is_users_mistake(error: Exception) -> bool:
-    """Return whether a user can correct ``error``: our own ``UserError`` and ``ValueError`` kinds, or a file.
+    """Return True if the user can correct ``error``: an error with a file name, or one of this project's own errors.
 
-    A bare ``ValueError`` is not: it was not raised for a user to read.
+    The project's own errors are ``UserError`` and its subclasses of ``ValueError``. A plain ``ValueError`` has no
+    message for users, so it counts as a bug.
     """
     if isinstance(error, OSError):
         return error.filename is not None
@@ -226,12 +236,12 @@ def _is_users_mistake(error: Exception) -> bool:
 
 
 def _discard_output() -> None:
-    """Give stdout a place to go, so that what is left in its buffer raises nothing while Python ends."""
+    """Redirect stdout to the null device, so that flushing its buffer raises no error when Python exits."""
     with contextlib.suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _refuse(message: str) -> int:
+def _report_error(message: str) -> int:
     typer.echo(f"eplb: error: {' '.join(message.split())}", err=True)
     return _USAGE_EXIT_CODE
 

@@ -1,4 +1,8 @@
-"""Options of commands: a field or a parameter declares each one with its help, by section, whole at 80 columns."""
+"""Declaration of command options.
+
+A dataclass field or a parameter declares an option together with its help text. Commands share these declarations. The
+help lists options by section and fits 80 columns.
+"""
 
 from __future__ import annotations
 
@@ -19,145 +23,182 @@ from typer.models import OptionInfo
 Command = TypeVar("Command", bound=Callable[..., None])
 
 SEVERAL = "VALUE,..."
-"""Placeholder of an option that takes several values, with commas between."""
+"""Placeholder of an option that accepts several values, separated by commas."""
 RESULTS = "Results"
-"""Heading of the options on what is printed and written."""
+"""Section of the options for printed and written results."""
 
 _METAVARS = {int: "N", float: "X", str: "TEXT", Path: "PATH", bool: None}
 _MAX_NAME = 22
-"""Characters of an option beside which its help begins on the same line."""
+"""Width of the names column, in characters. The help of a longer name starts on the next line."""
 
 
 class UserError(Exception):
-    """A user's mistake, in one line: what was wrong and how to correct it."""
+    """Mistake by the user. The message says what is wrong and how to correct it, in one line."""
 
 
 def option(
     default: Any = ..., help: str = "", *flags: str, section: str | None = None, **details: Any
 ) -> Any:
-    """Declare an option, as the value of a dataclass's field or of a command's parameter; required without a default.
+    """Declare an option as the value of a dataclass field or of a command parameter.
 
-    ``flags`` take the place of the one made of the name; ``section`` is its heading in the help, by default that of
-    the command's option before it; ``details`` are ``typer.Option``'s.
+    Parameters
+    ----------
+    default
+        Default value. Without one, the option is required.
+    help
+        Help text.
+    flags
+        Flags that replace the one derived from the name.
+    section
+        Heading in the help; by default the heading of the command's preceding option.
+    details
+        Further arguments of ``typer.Option``.
     """
     return typer.Option(default, *flags, help=help, rich_help_panel=section, **details)
 
 
 def argument(default: Any = ..., help: str = "") -> Any:
-    """Declare an argument of a command, which is given by its place."""
+    """Declare a positional argument of a command."""
     return typer.Argument(default, help=help)
 
 
 JSON = option(False, "Print JSON instead of text.", "--json", section=RESULTS)
-"""``json`` of the commands that print either."""
+"""Option ``--json`` of the commands that can print either text or JSON."""
 
 
-def takes_options(*more: inspect.Parameter) -> Callable[[Command], Command]:
-    """Make a command's declarations the options that typer reads off its signature.
+def takes_options(*extra: inspect.Parameter) -> Callable[[Command], Command]:
+    """Return a decorator that turns the parameters of a command into options that typer understands.
 
-    A parameter that is a dataclass stands for one option per field, under the heading ``SECTION`` of the class, and
-    arrives as one value. The options ``more`` arrive in the command's ``**`` parameter.
+    A parameter whose type is a dataclass stands for one option per field, under the heading ``SECTION`` of the class.
+    The command receives them as one value. The options in ``extra`` arrive in the command's ``**`` parameter.
     """
 
     def decorated(command: Command) -> Command:
         hints = typing.get_type_hints(command)
         groups: dict[str, Any] = {name: kind for name, kind in hints.items() if is_dataclass(kind)}
-        made: list[inspect.Parameter] = []
+        parameters: list[inspect.Parameter] = []
         section = None
         for name, parameter in inspect.signature(command).parameters.items():
             if name in groups:
-                made += _options_of(groups[name])
+                parameters += _options_of(groups[name])
             elif parameter.kind is not inspect.Parameter.VAR_KEYWORD:
-                # Commands share some declarations: each has its own of them.
-                declared = copy.copy(parameter.default)
-                section = declared.rich_help_panel = declared.rich_help_panel or section
-                made.append(_parameter(name, hints[name], declared))
-        made += more
+                # Commands share declarations, but each has its own sections.
+                declaration = copy.copy(parameter.default)
+                section = declaration.rich_help_panel = declaration.rich_help_panel or section
+                parameters.append(_parameter(name, hints[name], declaration))
+        parameters += extra
 
         @functools.wraps(command)
         def with_groups(**values: Any) -> None:
             for name, group in groups.items():
-                values[name] = group(**{one.name: values.pop(one.name) for one in fields(group)})
+                values[name] = group(**{field.name: values.pop(field.name) for field in fields(group)})
             command(**values)
 
         del with_groups.__wrapped__
-        with_groups.__signature__ = inspect.Signature(made)  # type: ignore[attr-defined]
-        with_groups.__annotations__ = {parameter.name: parameter.annotation for parameter in made}
+        with_groups.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        with_groups.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
         return typing.cast("Command", with_groups)
 
     return decorated
 
 
 def setting_option(name: str, kind: Any, default: Any, help: str, **details: Any) -> inspect.Parameter:
-    """The option of one setting; arguments as for ``option``, and the type that its text is parsed as."""
+    """Return the option of one setting.
+
+    ``kind`` is the type of its value. The other arguments are as for ``option``.
+    """
     return _parameter(name, kind, option(default, help, **details))
 
 
 def _options_of(group: Any) -> Iterator[inspect.Parameter]:
     kinds = typing.get_type_hints(group)
-    for one in fields(group):
-        declared: Any = one.default
-        declared.rich_help_panel = group.SECTION
-        yield _parameter(one.name, kinds[one.name], declared)
+    for field in fields(group):
+        declaration: Any = field.default
+        declaration.rich_help_panel = group.SECTION
+        yield _parameter(field.name, kinds[field.name], declaration)
 
 
-def _parameter(name: str, kind: Any, declared: Any) -> inspect.Parameter:
-    """The parameter that typer reads; what may be several things, or is none of typer's types, is text."""
+def _parameter(name: str, kind: Any, declaration: Any) -> inspect.Parameter:
+    """Return the parameter that typer reads.
+
+    A union of several types, or a type unknown to typer, is parsed as text.
+    """
     union = typing.get_origin(kind) in (types.UnionType, typing.Union)
-    choices = [one for one in (typing.get_args(kind) if union else (kind,)) if one is not types.NoneType]
+    members = typing.get_args(kind) if union else (kind,)
+    choices = [member for member in members if member is not types.NoneType]
     parsed = choices[0] if len(choices) == 1 else str
     if parsed not in _METAVARS and typing.get_origin(parsed) is not list:
         parsed = str
-    name_of_value = _METAVARS.get(parsed) if isinstance(declared, OptionInfo) else name.upper()
-    declared.metavar = declared.metavar or name_of_value
-    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=declared, annotation=parsed)
+    default_metavar = _METAVARS.get(parsed) if isinstance(declaration, OptionInfo) else name.upper()
+    declaration.metavar = declaration.metavar or default_metavar
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=declaration, annotation=parsed)
 
 
 class HelpCommand(TyperCommand):
-    """A command whose help has its options by section, in the order in which they are declared."""
+    """Command whose help lists the options by section, in the order of their declarations."""
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
-        """Arguments by their names alone, without typer's braces."""
+        """Return the usage line's pieces with only the names of the arguments, without typer's braces."""
         return [piece.strip("{}").replace("}", "") for piece in super().collect_usage_pieces(ctx)]
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        """Write arguments and options, those without a section first."""
-        found: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": []}
+        """Write the arguments and the options, starting with the options that have no section."""
+        sections: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": []}
         for parameter in self.get_params(ctx):
             record = parameter.get_help_record(ctx)
             if record is None:
                 continue
             if parameter.param_type_name == "argument":
-                found["Arguments"].append((str(parameter.name).upper(), record[1]))
+                sections["Arguments"].append((str(parameter.name).upper(), record[1]))
             else:
-                found.setdefault(getattr(parameter, "rich_help_panel", None) or "Options", []).append(record)
-        for heading, records in found.items():
+                heading = getattr(parameter, "rich_help_panel", None) or "Options"
+                sections.setdefault(heading, []).append(record)
+        for heading, records in sections.items():
             write_section(formatter, heading, records)
 
 
 def write_section(formatter: Any, heading: str, records: list[tuple[str, str]]) -> None:
-    """Write names with their help under a heading; nothing where there are none."""
+    """Write names with their help under a heading; write nothing if ``records`` is empty."""
     if records:
         with formatter.section(heading):
             formatter.write_dl(records, col_max=_MAX_NAME)
 
 
-def whole_numbers(name: str, text: str, least: int = 1) -> list[int]:
-    """Each whole number of ``text``, separated by commas, once and in order.
+def whole_numbers(name: str, text: str, minimum: int = 1) -> list[int]:
+    """Parse whole numbers separated by commas.
+
+    Parameters
+    ----------
+    name
+        Flag of the option, for the error message.
+    text
+        Value of the option.
+    minimum
+        Lower bound of each number.
+
+    Returns
+    -------
+    list of int
+        The numbers in order, without duplicates.
 
     Raises
     ------
     UserError
-        Naming the option where one is none, or less than ``least``.
+        If an entry is not a whole number or is below ``minimum``.
     """
-    parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdecimal() and len(part) < 10 and int(part) >= least for part in parts):
-        raise UserError(f"Invalid value for '{name}': {text!r} holds no whole numbers of {least} or more")
-    return list(dict.fromkeys(int(part) for part in parts))
+    entries = [entry.strip() for entry in text.split(",")]
+    if not all(entry.isdecimal() and len(entry) < 10 and int(entry) >= minimum for entry in entries):
+        raise UserError(
+            f"Invalid value for '{name}': {text!r}; expected whole numbers of at least {minimum}, separated by commas"
+        )
+    return list(dict.fromkeys(int(entry) for entry in entries))
 
 
 def one_of(what: str, value: str, choices: typing.Collection[str]) -> Any:
-    """Return ``value``; raises ``UserError`` where it is none of ``choices``."""
+    """Return ``value`` if it is one of ``choices``, and raise ``UserError`` otherwise.
+
+    ``what`` begins the error message and is followed by the value, for example ``--phase is``.
+    """
     if value not in choices:
         raise UserError(f"{what} {value!r}; choose one of {', '.join(choices)}")
     return value

@@ -1,4 +1,4 @@
-"""Output of commands: tables that fit 80 columns, JSON, and progress on stderr."""
+"""Output of commands: tables that fit 80 columns, JSON, and hints and progress on stderr."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
+import typer
 from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn
@@ -25,8 +26,16 @@ Row = TypeVar("Row")
 
 
 def output_console() -> Console:
-    """Stdout as it is now: wrapped to the width of a terminal, in whole lines into a file; text is no markup."""
+    """Return a console on stdout that prints text literally, without markup.
+
+    Lines are wrapped on a terminal, and left whole in a file or a pipe.
+    """
     return Console(soft_wrap=not sys.stdout.isatty(), highlight=False, markup=False)
+
+
+def hint(text: str) -> None:
+    """Warn the user on stderr about options that are valid but probably unintended."""
+    typer.echo(f"eplb: hint: {text}", err=True)
 
 
 def table_of(
@@ -35,18 +44,19 @@ def table_of(
     texts: Collection[str] = (),
     title: str | None = None,
 ) -> Table:
-    """A table without side borders.
+    """Return a table without side borders.
 
     Parameters
     ----------
     rows
-        One for each line.
+        Objects to show, one per line.
     columns
-        By its heading what makes a column's cell of a row; a column of nothing but ``None`` is left out.
+        Functions that return a row's cell, by heading. A column with only ``None`` is omitted.
     texts
-        Headings of the columns that wrap, beside the first; all others are numbers that are always whole.
+        Headings of columns whose cells wrap, in addition to the first column. All other columns hold numbers, which
+        never wrap.
     title
-        Above it.
+        Title above the table.
     """
     rows = list(rows)
     cells = {heading: [cell(row) for row in rows] for heading, cell in columns.items()}
@@ -69,68 +79,93 @@ def table_of(
     return table
 
 
-def figure(value: float | None, form: str = ".3f") -> str | None:
-    """A number for people: ``None`` where it does not apply, a dash where there was nothing to measure."""
+def figure(value: float | None, spec: str = ".3f") -> str | None:
+    """Format a number for a table: ``None`` if it does not apply, a dash if nothing was measured (NaN)."""
     if value is None:
         return None
-    return "-" if math.isnan(value) else format(value, form)
+    return "-" if math.isnan(value) else format(value, spec)
 
 
-def layers_table(columns: Mapping[str, tuple[Float64, str]], worst_L: Float64, most: int = 5) -> Table:
-    """The mean over layers, then the layers that are worst: by heading, each layer's figure and the form of one."""
+def layers_table(columns: Mapping[str, tuple[Float64, str]], worst_L: Float64, limit: int = 5) -> Table:
+    """Return a table with the mean over all layers, followed by the worst layers.
 
-    def cell(values_L: Float64, form: str, layer: int | None) -> str | None:
-        return figure(float(mean_par(values_L) if layer is None else values_L[layer]), form)
+    Parameters
+    ----------
+    columns
+        Float64 ``[L]`` values and their format specification, by heading.
+    worst_L
+        float64 ``[L]``, ranking of the layers; the highest value is the worst.
+    limit
+        Number of layers to show.
+    """
+
+    def cell(values_L: Float64, spec: str, layer: int | None) -> str | None:
+        return figure(float(mean_par(values_L) if layer is None else values_L[layer]), spec)
 
     cells: dict[str, Callable[[int | None], object]] = {
         "layer": lambda layer: f"all {len(worst_L)}" if layer is None else layer
     }
-    for heading, (values_L, form) in columns.items():
-        cells[heading] = functools.partial(cell, values_L, form)
-    return table_of([None, *np.argsort(-worst_L, kind="stable")[:most].tolist()], cells)
+    for heading, (values_L, spec) in columns.items():
+        cells[heading] = functools.partial(cell, values_L, spec)
+    return table_of([None, *np.argsort(-worst_L, kind="stable")[:limit].tolist()], cells)
 
 
 @contextmanager
 def progress_bar(
     description: str, total: float | None, *columns: ProgressColumn
 ) -> Iterator[Callable[..., None]]:
-    """Show a bar on stderr, which each call updates as rich's ``Progress.update`` does; without a terminal nothing."""
+    """Show a progress bar on stderr, or nothing without a terminal.
+
+    Yields a function that updates the bar. Its arguments are those of ``Progress.update`` in rich.
+    """
     console = Console(stderr=True)
-    shown = (TextColumn("{task.description}", markup=False), BarColumn(), *columns)
-    with Progress(*shown, console=console, transient=True, disable=not console.is_terminal) as bar:
+    all_columns = (TextColumn("{task.description}", markup=False), BarColumn(), *columns)
+    with Progress(*all_columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         yield functools.partial(bar.update, bar.add_task(description, total=total))
 
 
 def print_json(result: Any) -> None:
-    """Write a result to stdout as ``to_json`` has it."""
+    """Write a result to stdout as JSON; see ``to_json``."""
     sys.stdout.write(to_json(result))
 
 
 def write_json(path: Path, result: Any) -> None:
-    """Write a result to ``path`` in one step; raises ``OutputError`` where the disk refuses."""
+    """Write a result to a JSON file atomically. Raises ``OutputError`` if the file cannot be written."""
     write_atomically(path, to_json(result).encode())
 
 
 def to_json(result: Any) -> str:
-    """Indented JSON with a newline at its end: dataclasses by their fields, arrays as lists, NaN as ``null``.
+    """Return a result as indented JSON with a final newline.
+
+    Dataclasses become objects, arrays become lists, and NaN becomes ``null``.
 
     Raises
     ------
     ValueError
-        For infinity, which JSON has no form for.
+        If a number is infinite, which JSON cannot represent.
+
+    Examples
+    --------
+    >>> print(to_json({"par_L": np.array([1.25, np.nan])}), end="")
+    {
+      "par_L": [
+        1.25,
+        null
+      ]
+    }
     """
-    return json.dumps(_plain(result), indent=2, allow_nan=False) + "\n"
+    return json.dumps(_json_value(result), indent=2, allow_nan=False) + "\n"
 
 
-def _plain(value: Any) -> Any:
+def _json_value(value: Any) -> Any:
     if is_dataclass(value):
-        value = {one.name: getattr(value, one.name) for one in fields(value)}
+        value = {field.name: getattr(value, field.name) for field in fields(value)}
     if isinstance(value, Mapping):
-        return {key: _plain(of_key) for key, of_key in value.items()}
+        return {key: _json_value(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
+        return [_json_value(item) for item in value]
     if hasattr(value, "tolist"):
-        return _plain(value.tolist())
+        return _json_value(value.tolist())
     if isinstance(value, float) and math.isnan(value):
         return None
     if value is None or isinstance(value, (str, bool, int, float)):

@@ -1,4 +1,4 @@
-"""``eplb serve``: runs the service; every field of its settings is a flag."""
+"""``eplb serve``: run the service. Every field of its settings is a flag."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import typer
 
 from eplb_core.planner.settings import PlannerSettings
 from eplb_service.cli.options import UserError, option, setting_option, takes_options
-from eplb_service.cli.trace_options import PLANNER, unused_heat
-from eplb_service.control.server.lease.errors import LeaseError, LeaseLostError
+from eplb_service.cli.planner_options import PLANNER, unused_heat
+from eplb_service.control.server.lease.leadership import LeaseError, LeaseLostError
 from eplb_service.control.server.listening import ListenError
 from eplb_service.control.server.service import RunningService, serve_until_stopped
 from eplb_service.control.server.settings import ServiceSettings, SettingsError, load_settings
@@ -25,7 +25,10 @@ _LEASE_LOST_EXIT_CODE = 1
 
 
 def _flags() -> list[Any]:
-    """The service's own flags, then the planner's; unset by default, so that environment and file may set them."""
+    """Return the service's own flags, followed by the planner's.
+
+    They have no default here, so that a flag takes precedence over the environment and the file only if it is given.
+    """
     planner = PlannerSettings.__dataclass_fields__
     return [
         setting_option(
@@ -49,8 +52,8 @@ def serve(
 ) -> None:
     """Run the control plane that agents connect to.
 
-    A flag takes precedence over its variable (--log-level over EPLB_LOG_LEVEL), which takes precedence over the file of
-    --config ($EPLB_CONFIG).
+    A flag takes precedence over its environment variable (--log-level over EPLB_LOG_LEVEL), and the variable over the
+    file of --config ($EPLB_CONFIG).
     """
     try:
         settings = load_settings(flags, config)
@@ -64,12 +67,12 @@ def serve(
         if flags.get("auth_token") is not None:
             _log.warning(
                 "token_on_command_line",
-                reason="every user of this machine can read a command line, and with it the token of --auth-token: "
-                "name a file of credentials with --credentials, or set EPLB_AUTH_TOKEN",
+                reason="every user of this machine can read the token of --auth-token in the list of processes; "
+                "pass a file of credentials with --credentials, or set EPLB_AUTH_TOKEN",
             )
         asyncio.run(serve_until_stopped(settings, _announce))
     except LeaseLostError as error:
-        # No mistake of a user's: whoever supervises the process starts it again, and it waits for the lease.
+        # This is not a mistake by the user. A process supervisor restarts the service, which then waits for the lease.
         typer.echo(f"eplb: error: {error}", err=True)
         raise typer.Exit(_LEASE_LOST_EXIT_CODE) from error
     except (SettingsError, StoreError, ListenError, LeaseError) as error:

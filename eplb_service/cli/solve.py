@@ -1,10 +1,10 @@
-"""``eplb solve``: from recorded heat to a placement file, and what the placement is worth."""
+"""``eplb solve``: compute a placement from recorded heat, write it to a file, and show its gain."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,36 +16,31 @@ from eplb_core.planner.dealing import first_tables
 from eplb_core.planner.price import SplitCost
 from eplb_core.planner.score import par_of_steps, split_steps
 from eplb_core.planner.settings import EVEN, STEP, TABLES, PlannerSettings, planner_settings
-from eplb_service.cli.options import JSON, RESULTS, option, takes_options
-from eplb_service.cli.output import layers_table, output_console, print_json
-from eplb_service.cli.trace_options import (
+from eplb_service.cli.file_options import (
     DRAFT_LAYERS,
     FIRST_LAYER,
     FORMAT,
     HEAT,
     PLACEMENT,
-    POLICY,
     RankOptions,
     ReadingOptions,
     SlotOptions,
-    check_groups,
     check_placement_output,
-    one_policy,
-    placed_at_start,
-    planner_flags,
+    read_start_placement,
 )
+from eplb_service.cli.options import JSON, RESULTS, option, takes_options
+from eplb_service.cli.output import layers_table, output_console, print_json
+from eplb_service.cli.planner_options import POLICY, check_groups, one_policy, planner_flags
 from eplb_service.cli.warmup import compile_solver
 from eplb_service.io.open_trace import naming
 from eplb_service.io.placement_file import write_placement
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from rich.console import Console
 
-    from eplb_core.heat.window import Counts
-    from eplb_core.placement import Float64
+    from eplb_core.placement import Int32
+    from eplb_core.planner.topology import Topology
     from eplb_service.offline import Solution
-
-    Solver = Callable[..., Solution]
 
 
 @takes_options(*planner_flags("policy"))
@@ -65,7 +60,7 @@ def solve(
     json: bool = JSON,
     **planner: Any,
 ) -> None:
-    """Compute a placement and its tables from recorded heat, and show what they gain."""
+    """Compute a placement and its tables from recorded heat, and show their gain."""
     check_placement_output(out, format, first_layer, draft_layers)
     settings = planner_settings(planner)
     one_policy(policy)
@@ -75,21 +70,14 @@ def solve(
     with naming(heat):
         heat_TLE = trace.heat(0, trace.steps)
         source_RLE = trace.source(0, trace.steps) if trace.facts.ranks == group.ranks else None
-    start_LRS = placed_at_start(placement, trace, group.ranks)
+    start_LRS = read_start_placement(placement, trace, group.ranks)
     topology = group.topology(trace)
     check_groups(settings, trace.experts, [slots], topology)
-
-    def solved(by: PlannerSettings) -> Solution:
-        from eplb_service import offline
-
-        return offline.solve_window(
-            Window(heat_TLE, source_RLE), slots, topology, by, start_LRS, policy=policy
-        )
-
+    problem = _Problem(Window(heat_TLE, source_RLE), slots, topology, start_LRS, policy)
     compile_solver()
-    began = time.perf_counter()
-    solution = solved(settings)
-    milliseconds = (time.perf_counter() - began) * 1e3
+    start = time.perf_counter()
+    solution = problem.solve(settings)
+    solve_ms = (time.perf_counter() - start) * 1e3
     if out is not None:
         numbers = trace.facts.layer_numbers
         if first_layer is not None:
@@ -102,45 +90,61 @@ def solve(
             numbers,
             draft_layers or 0,
         )
-    report = _report(policy, heat_TLE, source_RLE, settings, solution, solved, milliseconds)
+    report = _report(problem, settings, solution, solve_ms)
     if json:
         print_json(report)
     else:
         _print(report, out)
 
 
-def _report(
-    policy: str,
-    heat_TLE: Counts,
-    source_RLE: Float64 | None,
-    settings: PlannerSettings,
-    solution: Solution,
-    solved: Solver,
-    milliseconds: float,
-) -> dict[str, Any]:
-    """The solution beside those for other hosts, as JSON has it; ``None`` are those that do not apply.
+@dataclass(frozen=True)
+class _Problem:
+    """Heat and deployment, to be solved with different settings."""
 
-    PARs are means over layers and steps, ``ms_after`` the slowest ranks of all layers in a step.
+    window: Window
+    slots: int
+    topology: Topology
+    start_LRS: Int32 | None
+    policy: str
+
+    def solve(self, settings: PlannerSettings) -> Solution:
+        """Solve with these settings."""
+        from eplb_service import offline
+
+        return offline.solve_window(
+            self.window, self.slots, self.topology, settings, self.start_LRS, policy=self.policy
+        )
+
+
+def _report(
+    problem: _Problem, settings: PlannerSettings, solution: Solution, solve_ms: float
+) -> dict[str, Any]:
+    """Return the solution's figures, and those on other kinds of hosts, with their keys in JSON.
+
+    A figure that does not apply is ``None``. PARs are means over layers and steps. ``ms_after`` is the time per step of
+    the slowest ranks of all layers.
     """
+    window = problem.window
     layers, ranks, slots = solution.phy2log.shape
-    steps, _, experts = heat_TLE.shape
-    placed = Placement(solution.phy2log, experts)
-    own_RLE = first_tables(placed, settings.split, settings.deal_width)
-    fixed = split_steps(heat_TLE, placed, own_RLE, source_RLE, settings.split)
-    # The placement's optimism is assumed to be the same under fixed tables.
+    placement = Placement(solution.phy2log, window.experts)
+    fixed_RLE = first_tables(placement, settings.split, settings.deal_width)
+    fixed = split_steps(window.heat_TLE, placement, fixed_RLE, window.source_RLE, settings.split)
+    # The placement's optimism is assumed to be the same with fixed tables.
     optimism_L = np.array([verdict.optimism or 0.0 for verdict in solution.verdicts])
-    even = by_tables = split = None
+    even = None
     if settings.split == TABLES:
-        even = solved(replace(settings, split=EVEN, budget_ms=None))
+        even = problem.solve(replace(settings, split=EVEN, budget_ms=None))
+    by_tables = None
+    split = None
     if settings.split == STEP and settings.cost_curve is not None:
-        by_tables = solved(replace(settings, split=TABLES, budget_ms=None))
-        split = SplitCost.of(settings, ranks, experts, float(heat_TLE.sum(axis=2).mean()))
+        by_tables = problem.solve(replace(settings, split=TABLES, budget_ms=None))
+        split = SplitCost.of(settings, ranks, window.experts, float(window.heat_TLE.sum(axis=2).mean()))
     figures = {name: value for name, value in vars(solution).items() if name not in ("phy2log", "log2phy")}
     return {
-        "policy": policy,
-        "steps": steps,
+        "policy": problem.policy,
+        "steps": len(window.heat_TLE),
         "layers": layers,
-        "experts": experts,
+        "experts": window.experts,
         "ranks": ranks,
         "slots": slots,
         "par_before": solution.par_before,
@@ -152,7 +156,7 @@ def _report(
         "split_ms": split and split.ms_of_step(layers),
         "split": split,
         "moves": solution.moves,
-        "solve_ms": milliseconds,
+        "solve_ms": solve_ms,
         **figures,
         "verdicts": [verdict.reason for verdict in solution.verdicts],
     }
@@ -171,31 +175,37 @@ def _print(report: Mapping[str, Any], out: Path | None) -> None:
         "hottest after": ("hottest_after_L", ",.2f"),
         "moves": ("moves_L", ",.1f"),
     }
-    columns = {heading: (report[name], form) for heading, (name, form) in names.items()}
+    columns = {heading: (report[name], spec) for heading, (name, spec) in names.items()}
     console.print(layers_table(columns, report["par_after_L"]), soft_wrap=False)
     console.print(
-        f"PAR: hottest rank over mean rank in each of {report['steps']} steps; hottest rank: its tokens per step."
+        f"PAR: load of the hottest rank over the mean rank in each of {report['steps']} steps; hottest rank: its "
+        "tokens per step."
     )
+    _print_alternatives(console, report)
+    if out is not None and out.suffix != ".npz":
+        console.print(
+            f"A {out.suffix} file contains no tables; with the host's own tables, PAR is "
+            f"{report['par_after_fixed_tables']:.3f}."
+        )
+    written = "nothing was written (no --out)" if out is None else f"written to {out}"
+    console.print(f"Solved in {report['solve_ms']:.0f} ms, {report['moves']:,} moves; {written}.")
+
+
+def _print_alternatives(console: Console, report: Mapping[str, Any]) -> None:
+    """Print the times according to the cost curve, and the results with another split of tokens over replicas."""
     if report["ms_before"] is not None:
         console.print(
-            f"The slowest ranks of all layers take {report['ms_after']:.3f} ms of a step by the cost curve, before "
-            f"{report['ms_before']:.3f} ms."
+            f"According to the cost curve, the slowest ranks of all layers take {report['ms_after']:.3f} ms per step; "
+            f"before, they took {report['ms_before']:.3f} ms."
         )
     if report["split"] is not None:
         net_ms = report["ms_after"] + report["split_ms"]
         console.print(
-            f"The stepwise split itself takes {report['split_ms']:.3f} ms of a step: {net_ms:.3f} ms in all; placed "
-            f"for tables, without it, {report['ms_by_tables']:.3f} ms."
+            f"The stepwise split itself takes {report['split_ms']:.3f} ms of a step, so {net_ms:.3f} ms in total. A "
+            f"placement for tables, without the stepwise split, takes {report['ms_by_tables']:.3f} ms."
         )
     if report["par_after_split_even"] is not None:
         console.print(
-            "A host that spreads an expert's tokens evenly over its replicas (vLLM, --split even) reaches PAR "
+            "A host that splits an expert's tokens evenly over its replicas (vLLM, --split even) reaches PAR "
             f"{report['par_after_split_even']:.3f}, hottest rank {report['hottest_after_split_even_L'].mean():,.2f}."
         )
-    if out is not None and out.suffix != ".npz":
-        console.print(
-            f"{out.suffix[1:].upper()} holds no tables; with its host's own, PAR is "
-            f"{report['par_after_fixed_tables']:.3f}."
-        )
-    written = "nothing is written without --out" if out is None else f"written to {out}"
-    console.print(f"Solved in {report['solve_ms']:.0f} ms, {report['moves']:,} moves; {written}.")

@@ -1,4 +1,4 @@
-"""``eplb trace record``: the heat of a running service as a native trace, from wherever the service is reached."""
+"""``eplb trace record``: record the heat of a running service as a native trace, from any host that reaches it."""
 
 from __future__ import annotations
 
@@ -28,66 +28,77 @@ def record(
     service: Connection,
     deployment: str = NAME,
     out: Path = option(help=f"Trace to write, a {TRACE_SUFFIX} folder."),
-    steps: int | None = option(None, "End after so many steps.", min=1),
-    seconds: float | None = option(None, "End after so many seconds.", min=0.1),
-    append: bool = option(False, "Append to the trace at --out, where it fits.", "--append"),
+    steps: int | None = option(None, "Stop after this number of steps.", min=1),
+    seconds: float | None = option(None, "Stop after this number of seconds.", min=0.1),
+    append: bool = option(False, "Append to the trace at --out if it fits.", "--append"),
     json: bool = JSON,
 ) -> None:
     """Record the heat that a deployment serves from now on.
 
-    It ends with Ctrl-C, or as asked for. What is written is tokens by slot and by source rank, with the placements that
-    they were counted under. The service never waits for it: a slow link loses reports, which are counted.
+    Recording stops at the limit of --steps or --seconds, or on Ctrl-C. The trace contains tokens by slot and by source
+    rank, with the placements that were current at the time. The service never waits for the recorder: if the link is
+    too slow, it drops reports and counts them.
     """
     if out.suffix != TRACE_SUFFIX:
         raise OutputError(f"{out}: the name must end in {TRACE_SUFFIX}")
     if out.is_dir() and not append:
         raise OutputError(
-            f"{out}: exists; choose another name, or remove it first; --append goes on with a trace"
+            f"{out}: exists; choose another name, remove it first, or continue the trace with --append"
         )
     if not out.is_dir():
         check_trace_output(out)
-    trace = _Recording(out, deployment, steps)
+    recording = _Recording(out, deployment, steps)
     with service.open() as call:
         try:
-            _follow(trace, call, seconds)
+            _follow(recording, call, seconds)
         finally:
-            trace.close()
-    if trace.recorder is None or not trace.steps:
-        raise UserError(f"no step of {deployment!r} was recorded; is its model serving? see `eplb status`")
+            recording.close()
+    if recording.recorder is None or not recording.steps:
+        raise UserError(
+            f"no step of {deployment!r} was recorded; check with `eplb status` that its model is serving"
+        )
+    lost_steps = recording.recorder.lost
     if json:
-        counts = {"steps": trace.steps, "lost_steps": trace.recorder.lost, "dropped_reports": trace.dropped}
+        counts = {"steps": recording.steps, "lost_steps": lost_steps, "dropped_reports": recording.dropped}
         print_json({"out": out, **counts})
     else:
-        lost = (
-            f"{trace.recorder.lost} steps lost, {trace.dropped} reports dropped on a link that was too slow"
+        typer.echo(
+            f"{out}: {recording.steps} steps recorded; {lost_steps} steps lost, {recording.dropped} reports dropped "
+            "because the link was too slow"
         )
-        typer.echo(f"{out}: {trace.steps} steps recorded; {lost}")
 
 
 class _Recording:
-    """One deployment's trace, made of what the service sends.
+    """Trace of one deployment, built from the messages of the service.
 
-    ``recorder`` and ``served`` are ``None`` until it is known what the deployment serves; ``dropped`` are the reports
-    that the service dropped.
+    Attributes
+    ----------
+    recorder
+        Writer of the trace; ``None`` until the service has sent the deployment's layout.
+    served
+        Layout of all ranks as last received; ``None`` until then.
+    dropped
+        Number of reports that the service has dropped.
     """
 
-    def __init__(self, path: Path, deployment: str, most_steps: int | None) -> None:
+    def __init__(self, path: Path, deployment: str, max_steps: int | None) -> None:
         self.recorder: Recorder | None = None
         self.served: ServedModel | None = None
         self.dropped = 0
         self.path = path
         self.deployment = deployment
-        self._most_steps = most_steps
+        self._max_steps = max_steps
 
     @property
     def steps(self) -> int:
-        """Steps recorded now."""
+        """Number of steps recorded so far."""
         return self.recorder.steps if self.recorder else 0
 
     def begin(self, served: ServedModel) -> Recorder:
-        """Begin, or go on, with what all ranks serve; raises ``UserError`` where that does not fit the trace."""
-        shape, recorder = served.shape, self.recorder
-        rows = list(enumerate(zip(served.layer_epochs, served.placement.phy2log_LRS, strict=True)))
+        """Begin or continue with a layout of all ranks. Raises ``UserError`` if it does not fit the trace."""
+        shape = served.shape
+        rows = list(zip(served.layer_epochs, served.placement.phy2log_LRS, strict=True))
+        recorder = self.recorder
         if recorder is None:
             facts = TraceFacts(
                 origin="recorded by eplb trace record",
@@ -97,69 +108,86 @@ class _Recording:
                 nodes_R=served.nodes_R,
             )
             recorder = Recorder(
-                self.path, facts, shape.layers, shape.experts, served.pending_steps, self._most_steps
+                self.path, facts, shape.layers, shape.experts, served.pending_steps, self._max_steps
             )
         elif self.served is not None and self.served.shape != shape:
             raise UserError(
-                f"{self.path}: {self.deployment} has been restarted with other sizes than this trace has; "
-                f"its {self.steps} new steps are kept, record on into another file"
+                f"{self.path}: {self.deployment} was restarted with a different shape than this trace has; the "
+                f"{self.steps} new steps are kept, so record the rest into another file"
             )
         else:
             recorder.begin_again()
-        self.recorder, self.served = recorder, served
-        for layer, (epoch, phy2log_RS) in rows:
-            log2phy_RLE = served.log2phy_RLE
+        self.recorder = recorder
+        self.served = served
+        log2phy_RLE = served.log2phy_RLE
+        for layer, (epoch, phy2log_RS) in enumerate(rows):
             recorder.place(layer, epoch, phy2log_RS, None if log2phy_RLE is None else log2phy_RLE[:, layer])
         return recorder
 
     def close(self) -> None:
-        """Write what waits; the trace is whole then."""
+        """Write the pending steps and complete the trace."""
         if self.recorder is not None:
             self.recorder.close()
 
 
-def _follow(trace: _Recording, call: OperatorCalls, seconds: float | None) -> None:
-    """Record what the service sends until the trace is full, time is up, or the user has enough."""
-    request = operator_pb2.WatchHeatRequest(deployment=trace.deployment)
+def _follow(recording: _Recording, call: OperatorCalls, seconds: float | None) -> None:
+    """Record the messages of the service until the trace is full, the time is up, or the user presses Ctrl-C."""
+    request = operator_pb2.WatchHeatRequest(deployment=recording.deployment)
     stream = call.stream("WatchHeat", request, seconds)
-    with progress_bar("waiting for heat (Ctrl-C ends)", None, TimeElapsedColumn()) as update:
+    with progress_bar("waiting for heat (Ctrl-C stops)", None, TimeElapsedColumn()) as update:
         try:
             for message in stream:
-                recorder = _take(trace, message)
-                update(description=f"{trace.steps} steps, {recorder.lost} lost (Ctrl-C ends and keeps them)")
+                recorder = _record_message(recording, message)
+                update(
+                    description=f"{recording.steps} steps, {recorder.lost} lost (Ctrl-C stops and keeps the trace)"
+                )
                 if recorder.full:
                     break
         except KeyboardInterrupt:
-            # Enough: what has been recorded is a whole trace.
+            # The trace is valid at any time, so the steps so far are kept.
             pass
         except WireError as error:
-            raise UserError(f"the service sent what cannot be: {error}") from error
+            raise UserError(f"the service sent an invalid message: {error}") from error
         except grpc.RpcError as error:
-            failed: Any = error
-            if seconds is None or failed.code() is not grpc.StatusCode.DEADLINE_EXCEEDED:
-                trace.close()
-                if trace.steps:
-                    kept = f"{trace.path}: {trace.steps} steps recorded before the service went away"
-                    typer.echo(kept, err=True)
+            call_error: Any = error
+            if seconds is None or call_error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED:
+                recording.close()
+                if recording.steps:
+                    typer.echo(
+                        f"{recording.path}: {recording.steps} steps recorded before the connection was lost",
+                        err=True,
+                    )
                 raise
         finally:
             stream.cancel()
 
 
-def _take(trace: _Recording, message: operator_pb2.WatchHeatResponse) -> Recorder:
-    """Record one message; raises ``WireError`` where it cannot be, ``UserError`` where it fits no such trace."""
-    trace.dropped = message.dropped_reports
-    kind, served, recorder = message.WhichOneof("message"), trace.served, trace.recorder
+def _record_message(recording: _Recording, message: operator_pb2.WatchHeatResponse) -> Recorder:
+    """Record one message.
+
+    Raises
+    ------
+    WireError
+        If the message is invalid.
+    UserError
+        If it does not fit the trace.
+    """
+    recording.dropped = message.dropped_reports
+    kind = message.WhichOneof("message")
+    served = recording.served
+    recorder = recording.recorder
     if kind == "served":
-        return trace.begin(decode_served(message.served))
+        return recording.begin(decode_served(message.served))
     if served is None or recorder is None:
-        raise WireError("heat comes before what is served")
+        raise WireError("heat arrived before the layout that it was counted under")
     if kind == "switched":
         switched = decode_switched(message.switched, served.shape)
         recorder.place(switched.layer, switched.epoch, switched.phy2log_RS, switched.log2phy_RE)
     elif kind == "heat":
         if message.heat.rank >= served.shape.ranks:
-            raise WireError(f"rank {message.heat.rank} is none of {served.shape.ranks}")
+            raise WireError(
+                f"rank {message.heat.rank} is out of range; the deployment has {served.shape.ranks} ranks"
+            )
         report = decode_heat_report(message.heat.report, served.shape, served.pending_steps)
         recorder.add(message.heat.rank, report)
     return recorder

@@ -1,4 +1,4 @@
-"""``eplb warmup``, and what each command that solves does first: compile the solver where it is not cached yet."""
+"""``eplb warmup``, and the compilation of the solver that precedes every command that solves."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from eplb_service.cli.options import takes_options
 
 @takes_options()
 def warmup() -> None:
-    """Compile the solver once, so that later starts need not (an image is built with this)."""
-    began = time.perf_counter()
+    """Compile the solver once, so that later commands start faster. The container image is built with this."""
+    start = time.perf_counter()
     compile_solver()
-    typer.echo(f"solver compiled and cached in {time.perf_counter() - began:.1f} s")
+    typer.echo(f"solver compiled and cached in {time.perf_counter() - start:.1f} s")
 
 
 def compile_solver() -> None:
-    """Compile the whole solver where it is not yet cached; a terminal shows on stderr which kernel it is at."""
+    """Compile the kernels of the solver that are not cached yet, and show the current kernel on a terminal's stderr."""
     from eplb_core.solver.jit import compilations
     from eplb_core.solver.warmup import warm_up
 

@@ -1,1 +1,1 @@
-"""Pictures of a replay: one HTML file that works offline, and the same charts as SVG files."""
+"""Reports on a replay: an HTML file without external resources, and the same charts as SVG files."""

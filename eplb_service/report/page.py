@@ -1,4 +1,7 @@
-"""A replay as one HTML file: charts, tables, settings and the command that makes it again; nothing is fetched."""
+"""HTML report of a replay: charts, tables, settings, and the command that reproduces it.
+
+The file contains everything and loads nothing.
+"""
 
 from __future__ import annotations
 
@@ -8,70 +11,89 @@ from html import escape
 from importlib.resources import files
 
 from eplb_core.figures import digits
-from eplb_service.replay.costs import Assumption
+from eplb_service.replay.costs import Assumption, Costs
 from eplb_service.replay.result import PolicyReplay, Replay, Score
 from eplb_service.report.pictures import best_policy, pictures_of
 
 _TERMS = {
     "PAR": "peak-to-average ratio of the rank loads; a MoE layer takes as long as its hottest rank",
-    "floor": "about what token sampling alone leaves of a perfectly balanced placement",
-    "hindsight": "the best known for the very steps served: a placement fitted on them, or any policy here",
-    "regret": "realised PAR above hindsight: what a better forecast could still win",
-    "moves": "slots that receive weights per interval, and their part of all slots, over 100 % where several decisions "
-    "fall into an interval; GB over all of them",
-    "late": "steps served under the old placement while a decision was solved and its weights travelled",
-    "saved, stall": "milliseconds of a step that balance saves, and that standing still for switches costs",
+    "floor": "PAR that token sampling gives a perfectly balanced placement, approximately",
+    "hindsight": "the best known result for the scored steps themselves: a placement fitted to them, or the best "
+    "policy of this replay",
+    "regret": "realised PAR minus hindsight: the further gain that a better forecast could bring",
+    "moves": "slots that receive weights per interval, and their fraction of all slots, which exceeds 100 % if an "
+    "interval has several decisions; GB: the weights of all moves",
+    "late": "steps served with the old placement while a decision was computed and its weights were transferred",
+    "saved, stall": "milliseconds per step that balancing saves, and that pauses for switches cost",
 }
 
 
 def report_page(
-    replay: Replay, *, title: str, command: str, facts: Mapping[str, str], rests_on: Sequence[Assumption]
+    replay: Replay, *, title: str, command: str, facts: Mapping[str, str], assumptions: Sequence[Assumption]
 ) -> str:
-    """The whole HTML of a report on ``replay``.
+    """Return the HTML report of a replay.
 
-    ``title`` names the trace, ``command`` makes the same report again, ``facts`` are settings and what is known of the
-    trace, and ``rests_on`` the costs that decisions and scores go by.
+    Parameters
+    ----------
+    replay
+        Replay with at least one policy.
+    title
+        Title, which names the trace.
+    command
+        Command that reproduces the report.
+    facts
+        Facts about the trace and the settings.
+    assumptions
+        Assumed costs that decisions and scores are based on.
+
+    Returns
+    -------
+    str
+        The HTML document.
     """
     best = best_policy(replay)
     score = replay.score(best)
     notes = {
-        "par.svg": "The hottest rank over the mean rank in each step, mean over steps and layers; 1 is perfect. The "
-        "floor is about what chance leaves of the best placement.",
-        "ranks.svg": f"Layer by layer, in the steps of the last decision: left alone, and under {best.label}.",
-        "layers.svg": f"After each decision: left alone, and under {best.label}.",
-        "moves.svg": "Slots that had to receive another expert's weights, from one decision by the clock to the next.",
-        "pareto.svg": "Lower and further left is better; the line joins the policies that none beats in both. "
-        f"Left alone, PAR is {score.par_left_alone:.3f} and nothing moves.",
+        "par.svg": "Load of the hottest rank over the mean rank in each step, mean over steps and layers; 1 is "
+        "perfect. The floor is approximately the PAR that token sampling gives a perfectly balanced placement.",
+        "ranks.svg": f"By layer, in the steps of the last decision: with the initial placement, and with {best.label}.",
+        "layers.svg": f"After each decision: with the initial placement, and with {best.label}.",
+        "moves.svg": "Slots that had to receive the weights of another expert, per interval.",
+        "pareto.svg": "Down and to the left is better. The line connects the policies that no other policy beats in "
+        f"both. With the initial placement, PAR is {score.par_left_alone:.3f} and nothing moves.",
     }
     pictures = pictures_of(replay)
-    parts = [
+    assumed_costs = {
+        assumption.name: f"{assumption.value} ({assumption.source})" for assumption in assumptions
+    }
+    sections = [
         f'<h1>{escape(title)}</h1>\n<p class="soft">{escape(_shape(replay))}</p>',
         _tiles(replay, score, best),
         f'<p class="verdict">{escape(_verdict(score, best))}</p>',
-        _folded(
-            "What times and prices rest on", {one.name: f"{one.value} ({one.source})" for one in rests_on}
-        ),
-        *(_figure(pictures[name], escape(note)) for name, note in notes.items()),
-        f"<h2>In figures</h2>\n{_table(replay)}",
-        _folded("Terms", _TERMS),
-        f"<h2>How this was made</h2>\n<pre>{escape(command)}</pre>\n{_folded('Trace and settings', facts)}",
     ]
     if replay.interrupted:
-        parts.insert(
-            3, '<p class="verdict">The replay was stopped early: policies not yet done are left out.</p>'
+        sections.append(
+            '<p class="verdict">The replay was stopped early; unfinished policies are omitted.</p>'
         )
+    sections += [
+        _folded("Assumptions behind times and prices", assumed_costs),
+        *(_figure(pictures[name], escape(note)) for name, note in notes.items()),
+        f"<h2>Figures</h2>\n{_table(replay)}",
+        _folded("Terms", _TERMS),
+        f"<h2>How to reproduce this report</h2>\n<pre>{escape(command)}</pre>\n{_folded('Trace and settings', facts)}",
+    ]
     css = files("eplb_service.report").joinpath("report.css").read_text()
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         f"<title>{escape(title)}</title>\n<style>\n{css}</style>\n</head>\n<body>\n"
-        + "\n".join(parts)
+        + "\n".join(sections)
         + "\n</body>\n</html>\n"
     )
 
 
 def _figure(picture: str, note: str) -> str:
-    """A chart as an image of its own, which neither shares names with the page nor runs anything, and its note."""
+    """Return a chart and its note. As an embedded image, the SVG shares no ids with the page and runs no scripts."""
     title = picture.partition("<title>")[2].partition("</title>")[0]
     data = base64.b64encode(picture.encode()).decode()
     image = f'<img src="data:image/svg+xml;base64,{data}" alt="{title}">'
@@ -87,48 +109,55 @@ def _shape(replay: Replay) -> str:
 
 
 def _tiles(replay: Replay, score: Score, best: PolicyReplay) -> str:
+    """Return the main figures as tiles."""
     tiles = {
-        "PAR left alone": f"{score.par_left_alone:.3f}",
+        "PAR with the initial placement": f"{score.par_left_alone:.3f}",
         f"PAR with {best.label}": f"{score.par:.3f}",
-        "floor: what chance leaves, about": f"{score.floor:.3f}",
+        "floor: PAR that token sampling leaves, approximately": f"{score.floor:.3f}",
     }
     if score.regret is not None:
         tiles["regret: PAR above hindsight"] = f"{score.regret:.3f}"
-    costs, slots = replay.costs, best.setup.slots
-    share = 1 - score.par / score.par_left_alone
-    tiles["PAR lower than left alone"] = f"{share:.1%}"
-    if costs.step_ms and score.net_ms is not None:
-        tiles[f"saved of a step of {digits(costs.step_ms)} ms, net, by the stated costs"] = (
-            f"{digits(score.net_ms)} ms"
-        )
-    estimated = costs.estimated_ms(score.par, score.par_left_alone)
-    if estimated is not None:
-        low, high = (digits(ms, 2) for ms in estimated)
-        tiles[
-            f"estimate of the time saved in a step of {digits(costs.step_ms)} ms, {costs.ESTIMATE_BASIS}"
-        ] = f"{low} to {high} ms"
-    if score.moe_ms is not None:
-        tiles["slowest ranks of all layers in a step, by the cost curve"] = f"{digits(score.moe_ms)} ms"
-    if not costs.layer_assumed:
-        switch = f"{digits(costs.stall_ms(slots, 0, 1))} ms per layer switched"
-        tiles[f"price of moves: per expert; {switch}"] = f"{digits(costs.stall_ms(slots, 1, 0))} ms"
+    reduction = 1 - score.par / score.par_left_alone
+    tiles["PAR lower than with the initial placement"] = f"{reduction:.1%}"
+    tiles |= _time_tiles(replay.costs, score, best.setup.slots)
     boxes = (f"<div><b>{value}</b>{escape(label)}</div>" for label, value in tiles.items())
     return f'<div class="tiles">{"".join(boxes)}</div>'
 
 
+def _time_tiles(costs: Costs, score: Score, slots: int) -> dict[str, str]:
+    """Return the figures in milliseconds by label, as far as the costs are known."""
+    tiles = {}
+    if costs.step_ms and score.net_ms is not None:
+        label = f"net saving in a step of {digits(costs.step_ms)} ms, according to the stated costs"
+        tiles[label] = f"{digits(score.net_ms)} ms"
+    estimate = costs.estimated_ms(score.par, score.par_left_alone)
+    if estimate is not None:
+        low, high = (digits(ms, 2) for ms in estimate)
+        label = f"estimated saving in a step of {digits(costs.step_ms)} ms, {costs.ESTIMATE_BASIS}"
+        tiles[label] = f"{low} to {high} ms"
+    if score.moe_ms is not None:
+        label = "slowest ranks of all layers per step, according to the cost curve"
+        tiles[label] = f"{digits(score.moe_ms)} ms"
+    if not costs.layer_assumed:
+        switch_ms = digits(costs.stall_ms(slots, 0, 1))
+        label = f"move price per expert; {switch_ms} ms per switched layer"
+        tiles[label] = f"{digits(costs.stall_ms(slots, 1, 0))} ms"
+    return tiles
+
+
 def _verdict(score: Score, best: PolicyReplay) -> str:
     avoidable = score.par_left_alone - score.floor
-    won = score.par_left_alone - score.par
-    if best.policy == "none" or won <= 0.005:
-        return "Nothing that was tried is better than leaving the experts where they are."
-    share = f", {won / avoidable:.0%} of what is avoidable" if avoidable > 0.01 else ""
-    if won >= avoidable:
+    gain = score.par_left_alone - score.par
+    if best.policy == "none" or gain <= 0.005:
+        return "No policy does better than the initial placement."
+    share = f", {gain / avoidable:.0%} of the avoidable imbalance" if avoidable > 0.01 else ""
+    if gain >= avoidable:
         share = ", as low as token sampling allows"
-    return f"{best.label} takes PAR from {score.par_left_alone:.3f} to {score.par:.3f}{share}."
+    return f"{best.label} lowers PAR from {score.par_left_alone:.3f} to {score.par:.3f}{share}."
 
 
 def _table(replay: Replay) -> str:
-    """A row per policy, a column per figure; those that nothing is known of are left out."""
+    """Return the table of figures, with a row for each policy. Unknown figures have no column."""
     rows = []
     for policy in replay.policies:
         score = replay.score(policy)

@@ -1,4 +1,4 @@
-"""The charts of a replay as SVG files: for the report, slides, papers and notebooks."""
+"""Charts of a replay as SVG, for the report, slides, papers and notebooks."""
 
 from __future__ import annotations
 
@@ -16,10 +16,12 @@ from eplb_service.report.svg import MARKERS, Dot, Line, Look, dots_and_front, he
 _COLOURS = ("#2463be", "#d4691a", "#15803d", "#a21caf", "#b91c1c", "#0e7490", "#854d0e", "#4338ca")
 _DASHES = ("", "8 3", "2 2", "10 2 2 2", "5 2 2 2 2 2", "14 4")
 _GREY = "#8a8d91"
+_BASELINE_DASHES = {"floor": "2 3", "initial placement": "", "hindsight": "7 4"}
+"""Dash patterns of the lines that policies are compared with."""
 
 
 class Picture(str):
-    """An SVG file's text, which a notebook shows as the picture."""
+    """Text of an SVG file. Notebooks display it as a picture."""
 
     __slots__ = ()
 
@@ -28,11 +30,14 @@ class Picture(str):
 
 
 def write_pictures(folder: Path, replay: Replay) -> None:
-    """Write one SVG per chart into ``folder``, which is made where it is missing; raises ``OutputError``."""
+    """Write each chart as an SVG file into ``folder``, and create the folder if necessary.
+
+    Raises ``OutputError`` if the folder or a file cannot be written.
+    """
     try:
         folder.mkdir(exist_ok=True)
     except OSError as error:
-        raise OutputError(f"{folder}: cannot be made ({error.strerror})") from error
+        raise OutputError(f"{folder}: cannot be created ({error.strerror})") from error
     for name, picture in pictures_of(replay).items():
         write_atomically(folder / name, picture.encode())
 
@@ -51,21 +56,21 @@ def pictures_of(replay: Replay) -> dict[str, Picture]:
         SVG texts by file name, such as ``par.svg``. A notebook displays them as pictures.
     """
     best = best_policy(replay)
-    alone = replay.baseline(best.setup)
-    # Doing nothing is drawn as what policies are measured against; alone it is all that there is to see.
+    initial = replay.baseline(best.setup)
+    # The initial placement is already drawn as a baseline, so ``none`` is shown only if there is no other policy.
     policies = [policy for policy in replay.policies if policy.policy != "none"] or replay.policies
     looks = _looks(policies)
     end = replay.first + replay.steps
 
     def lines(name: str) -> list[Line]:
         return [
-            _along(policy, looks[policy.label], [getattr(one, name) for one in policy.decisions])
+            _along(policy, looks[policy.label], [getattr(decision, name) for decision in policy.decisions])
             for policy in policies
         ]
 
-    drawn = {
+    charts = {
         "par.svg": lines_over_steps(
-            "Peak-to-average ratio of the steps served",
+            "Peak-to-average ratio of the scored steps",
             "step",
             _par_lines(replay, lines("par_realised")),
             end,
@@ -76,20 +81,20 @@ def pictures_of(replay: Replay) -> dict[str, Picture]:
             "Tokens of each rank over the mean rank",
             "rank",
             "layer",
-            {"left alone": _over_mean(alone.loads_LR), best.label: _over_mean(best.loads_LR)},
+            {"initial placement": _over_mean(initial.loads_LR), best.label: _over_mean(best.loads_LR)},
         ),
         "layers.svg": heat_maps(
             "PAR of each layer",
             "decision",
             "layer",
-            {"left alone": alone.par_DL.T, best.label: best.par_DL.T},
+            {"initial placement": initial.par_DL.T, best.label: best.par_DL.T},
         ),
     }
-    return {name: Picture(svg) for name, svg in drawn.items()}
+    return {name: Picture(svg) for name, svg in charts.items()}
 
 
 def best_policy(replay: Replay) -> PolicyReplay:
-    """The policy of least realised PAR."""
+    """Return the policy with the lowest realised PAR."""
     return min(replay.policies, key=lambda policy: policy.par_realised)
 
 
@@ -103,28 +108,29 @@ def _looks(policies: Sequence[PolicyReplay]) -> dict[str, Look]:
 
 
 def _along(policy: PolicyReplay, look: Look, values: Sequence[float], name: str = "") -> Line:
+    """Return a line with one value per decision of a policy."""
     return Line(name or policy.label, look, [decision.step for decision in policy.decisions], values)
 
 
-def _par_lines(replay: Replay, policies: Sequence[Line]) -> list[Line]:
-    """Realised PAR of each policy along the trace, after the lines that it is measured against."""
+def _par_lines(replay: Replay, policy_lines: Sequence[Line]) -> list[Line]:
+    """Return the realised PAR of each policy along the trace, after the baselines that they are compared with."""
     lines = []
     for baseline in replay.baselines:
-        also = "" if len(replay.baselines) == 1 else baseline.label.removeprefix("baseline")
-        measured = {"floor": baseline.rows("floor_L"), "left alone": baseline.par_DL}
+        suffix = "" if len(replay.baselines) == 1 else baseline.label.removeprefix("baseline")
+        values = {"floor": baseline.rows("floor_L"), "initial placement": baseline.par_DL}
         hindsight_DL = replay.hindsight_DL(baseline.setup)
         if hindsight_DL is not None:
-            measured["hindsight"] = hindsight_DL
-        for (name, par_DL), dashes in zip(measured.items(), ("2 3", "", "7 4"), strict=False):
-            look = Look(_GREY, dashes)
-            lines.append(_along(baseline, look, mean_par(par_DL, axis=1).tolist(), f"{name}{also}"))
-    return [*lines, *policies]
+            values["hindsight"] = hindsight_DL
+        for name, par_DL in values.items():
+            look = Look(_GREY, _BASELINE_DASHES[name])
+            lines.append(_along(baseline, look, mean_par(par_DL, axis=1).tolist(), f"{name}{suffix}"))
+    return [*lines, *policy_lines]
 
 
 def _balance_against_moves(
     replay: Replay, policies: Sequence[PolicyReplay], looks: Mapping[str, Look]
 ) -> str:
-    """PAR against moves, a dot per policy, and the front that none beats in both."""
+    """Draw the PAR of each policy over its moves, with the front of the best policies."""
     dots = [
         Dot(policy.label, looks[policy.label], replay.moved_per_100_steps(policy), policy.par_realised)
         for policy in policies
@@ -136,16 +142,22 @@ def _balance_against_moves(
 
 
 def _front(dots: Iterable[tuple[float, float]]) -> Iterator[tuple[float, float]]:
-    """Dots that no other beats in both moves and PAR, by moves."""
-    least = np.inf
+    """Yield the Pareto front: the dots that no other dot beats in both moves and PAR, by increasing moves.
+
+    Examples
+    --------
+    >>> list(_front([(0.2, 1.6), (0.1, 1.5), (0.3, 1.2)]))
+    [(0.1, 1.5), (0.3, 1.2)]
+    """
+    lowest_par = np.inf
     for moved, par in sorted(dots):
-        if par < least:
-            least = par
+        if par < lowest_par:
+            lowest_par = par
             yield moved, par
 
 
 def _over_mean(loads_LR: Float64) -> Float64:
-    """Tokens of each rank over its layer's mean rank, float64 ``[L, R]``."""
+    """Return the tokens of each rank over the mean rank of its layer, float64 ``[L, R]``."""
     mean_L1 = loads_LR.mean(axis=1, keepdims=True)
     ratio_LR: Float64 = loads_LR / np.where(mean_L1 > 0, mean_L1, 1.0)
     return ratio_LR

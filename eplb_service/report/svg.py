@@ -1,6 +1,6 @@
-"""Small SVG drawings: axes with ticks, lines of steps, dots, heat maps and a legend. Text stays text.
+"""Small SVG charts: lines over steps, scatter plots and heat maps, with axes, ticks and legends.
 
-The same input gives the same file, byte for byte.
+Text remains text. The same input gives the same file, byte for byte.
 """
 
 from __future__ import annotations
@@ -35,12 +35,13 @@ _COOL_TO_WARM = np.array(
     ],
     dtype=np.float64,
 )
-"""ColorBrewer's RdBu, from blue to red."""
+"""Colours of ColorBrewer's RdBu, from blue to red."""
 _NO_VALUE = 255
+"""Red, green and blue of a missing value: white."""
 
 
 class Look(NamedTuple):
-    """Colour, dash pattern (empty: solid) and marker of a line or a dot."""
+    """Colour, dash pattern and marker of a line or a dot. An empty dash pattern is a solid line."""
 
     colour: str
     dashes: str = ""
@@ -48,7 +49,7 @@ class Look(NamedTuple):
 
 
 class Line(NamedTuple):
-    """A line over steps: its name, its look, where each value begins, and the values."""
+    """Line over steps: its name, its look, the first step of each value, and the values."""
 
     name: str
     look: Look
@@ -57,7 +58,7 @@ class Line(NamedTuple):
 
 
 class Dot(NamedTuple):
-    """A named point."""
+    """Named point of a scatter plot."""
 
     name: str
     look: Look
@@ -79,9 +80,26 @@ class Scale(NamedTuple):
         return self.first + (value - self.low) / span * (self.last - self.first)
 
 
-def ticks(low: float, high: float, most: int = _MAX_TICKS, whole: bool = False) -> list[float]:
-    """Return round numbers from ``low`` to ``high``, at most about ``most``."""
-    rough = max(high - low, 1e-9) / most
+def ticks(low: float, high: float, limit: int = _MAX_TICKS, whole: bool = False) -> list[float]:
+    """Return round numbers between ``low`` and ``high``.
+
+    Parameters
+    ----------
+    low
+        Lower end of the axis.
+    high
+        Upper end of the axis.
+    limit
+        Approximate maximum of their number.
+    whole
+        True to return only whole numbers.
+
+    Examples
+    --------
+    >>> ticks(0, 95, limit=5)
+    [0.0, 20.0, 40.0, 60.0, 80.0]
+    """
+    rough = max(high - low, 1e-9) / limit
     magnitude = 10.0 ** math.floor(math.log10(rough))
     step = next(factor * magnitude for factor in (1, 2, 5, 10) if factor * magnitude >= rough)
     step = max(1.0, step) if whole else step
@@ -107,21 +125,21 @@ _MARKERS: Mapping[str, Sequence[tuple[float, float]]] = {
     "right": ((1.1, 0), (-0.9, 1.1), (-0.9, -1.1)),
 }
 MARKERS = ("circle", *_MARKERS)
-"""Names of markers."""
+"""Names of the markers."""
 
 
 def lines_over_steps(title: str, x_title: str, lines: Sequence[Line], end: int) -> str:
-    """Draw each value from its step to the next; the last one ends at step ``end``."""
+    """Draw step lines: each value is constant until the next one begins. The last value ends at step ``end``."""
     first = min((line.steps[0] for line in lines if line.steps), default=0)
     values = [value for line in lines for value in line.values if math.isfinite(value)]
     entries = [(line.name, line.look, False) for line in lines]
     drawing = _Chart(title, x_title, "", (first, max(end, first + 1)), _padded(values), entries)
     for line in lines:
         points: list[str] = []
-        for begin, until, value in zip(line.steps, [*line.steps[1:], end], line.values, strict=False):
+        for begin, stop, value in zip(line.steps, [*line.steps[1:], end], line.values, strict=False):
             if math.isfinite(value):
                 y = drawing.y(value)
-                points += [f"{drawing.x(begin):.1f},{y:.1f}", f"{drawing.x(until):.1f},{y:.1f}"]
+                points += [f"{drawing.x(begin):.1f},{y:.1f}", f"{drawing.x(stop):.1f},{y:.1f}"]
         drawing.add(_polyline(points, line.look))
     return drawing.svg()
 
@@ -133,12 +151,16 @@ def dots_and_front(
 
     Parameters
     ----------
-    title, x_title, y_title
-        Titles of the chart and its axes.
+    title
+        Title of the chart.
+    x_title
+        Title of the horizontal axis.
+    y_title
+        Title of the vertical axis.
     dots
-        Named points. ``x`` is a fraction and shown as a percentage.
+        Named points. ``x`` is a fraction, and is shown as a percentage.
     front
-        Points that the line joins.
+        Points of the line.
 
     Returns
     -------
@@ -157,7 +179,7 @@ def dots_and_front(
 
 
 def heat_maps(title: str, x_title: str, y_title: str, maps: Mapping[str, Float64]) -> str:
-    """Draw values around 1 side by side: cool below it, warm above, on one scale that holds them all."""
+    """Draw matrices side by side on a common scale: values below 1 in blue, values above 1 in red."""
     hottest = hottest_of(maps)
     rows = next(iter(maps.values())).shape[0]
     top = 58.0
@@ -165,25 +187,25 @@ def heat_maps(title: str, x_title: str, y_title: str, maps: Mapping[str, Float64
     right = 90.0
     gap = 24.0
     height = min(460.0, max(120.0, 14.0 * rows))
-    each = (WIDTH - left - right - gap * (len(maps) - 1)) / len(maps)
-    parts = [_text(14, 22, title, size=15)]
+    width = (WIDTH - left - right - gap * (len(maps) - 1)) / len(maps)
+    elements = [_text(14, 22, title, size=15)]
     for number, (name, values) in enumerate(maps.items()):
-        x = left + number * (each + gap)
-        parts += [
+        x = left + number * (width + gap)
+        elements += [
             _text(x, top - 8, name),
-            _image(values, hottest, x, top, each, height),
-            _text(x + each / 2, top + height + 36, x_title, anchor="middle"),
+            _image(values, hottest, x, top, width, height),
+            _text(x + width / 2, top + height + 36, x_title, anchor="middle"),
         ]
         columns = values.shape[1]
         for tick in ticks(0, columns - 1, whole=True):
-            parts.append(
-                _text(x + (tick + 0.5) / columns * each, top + height + 16, f"{tick:g}", _SMALL, "middle")
-            )
+            tick_x = x + (tick + 0.5) / columns * width
+            elements.append(_text(tick_x, top + height + 16, f"{tick:g}", _SMALL, "middle"))
     for tick in ticks(0, rows - 1, whole=True):
-        parts.append(_text(left - 6, top + (tick + 0.5) / rows * height + 4, f"{tick:g}", _SMALL, "end"))
-    parts.append(_vertical_text(18, top + height / 2, y_title))
-    parts += _colour_bar(hottest, WIDTH - right + 18, top, height)
-    return _svg(title, top + height + 48, parts)
+        tick_y = top + (tick + 0.5) / rows * height + 4
+        elements.append(_text(left - 6, tick_y, f"{tick:g}", _SMALL, "end"))
+    elements.append(_vertical_text(18, top + height / 2, y_title))
+    elements += _colour_bar(hottest, WIDTH - right + 18, top, height)
+    return _svg(title, top + height + 48, elements)
 
 
 def hottest_of(maps: Mapping[str, Float64]) -> float:
@@ -191,14 +213,22 @@ def hottest_of(maps: Mapping[str, Float64]) -> float:
     return max(float(np.nanmax(values, initial=1.1)) for values in maps.values())
 
 
-def place_on_scale(values: Float64, hottest: float) -> Float64:
-    """Return where values are on a scale from 0 by way of 1, its middle, to ``hottest``; from 0 to 1."""
-    place: Float64 = np.where(values < 1, values / 2, 0.5 + (values - 1) / (2 * (hottest - 1)))
-    return np.clip(place, 0.0, 1.0)
+def scale_position(values: Float64, hottest: float) -> Float64:
+    """Return the positions of values on the colour scale, from 0 to 1.
+
+    The scale is linear from 0 to 1 in its lower half, and from 1 to ``hottest`` in its upper half.
+
+    Examples
+    --------
+    >>> scale_position(np.array([0.5, 1.0, 3.0]), hottest=3.0).tolist()
+    [0.25, 0.5, 1.0]
+    """
+    position: Float64 = np.where(values < 1, values / 2, 0.5 + (values - 1) / (2 * (hottest - 1)))
+    return np.clip(position, 0.0, 1.0)
 
 
 class _Chart:
-    """A title, axes with ticks, a grid across, and a legend below."""
+    """Chart with a title, axes with ticks, horizontal grid lines, and a legend below."""
 
     def __init__(
         self,
@@ -217,47 +247,47 @@ class _Chart:
         bottom = 300.0
         self.x = Scale(*across, left, WIDTH - 16)
         self.y = Scale(*up, bottom, top)
-        self._parts = [_text(14, 22, title, size=15)]
+        self._elements = [_text(14, 22, title, size=15)]
         for tick, label in labels.items():
             y = self.y(tick)
-            self._parts.append(f'<path d="M{left:.1f} {y:.1f}H{WIDTH - 16}" stroke="{_GRID}"/>')
-            self._parts.append(_text(left - 6, y + 4, label, _SMALL, "end"))
+            self._elements.append(f'<path d="M{left:.1f} {y:.1f}H{WIDTH - 16}" stroke="{_GRID}"/>')
+            self._elements.append(_text(left - 6, y + 4, label, _SMALL, "end"))
         for tick in ticks(*across):
             x = self.x(tick)
-            self._parts.append(f'<path d="M{x:.1f} {bottom}v4" stroke="{_AXIS}"/>')
-            self._parts.append(_text(x, bottom + 18, x_text(tick), _SMALL, "middle"))
+            self._elements.append(f'<path d="M{x:.1f} {bottom}v4" stroke="{_AXIS}"/>')
+            self._elements.append(_text(x, bottom + 18, x_text(tick), _SMALL, "middle"))
         frame = f"M{left:.1f} {top}V{bottom}H{WIDTH - 16}"
-        self._parts.append(f'<path d="{frame}" fill="none" stroke="{_AXIS}"/>')
-        self._parts.append(_text((left + WIDTH) / 2, bottom + 38, x_title, anchor="middle"))
+        self._elements.append(f'<path d="{frame}" fill="none" stroke="{_AXIS}"/>')
+        self._elements.append(_text((left + WIDTH) / 2, bottom + 38, x_title, anchor="middle"))
         if y_title:
-            self._parts.append(_vertical_text(18, (top + bottom) / 2, y_title))
+            self._elements.append(_vertical_text(18, (top + bottom) / 2, y_title))
         self._height = bottom + 56 + self._legend(entries, bottom + 62)
 
     def _legend(self, entries: Sequence[tuple[str, Look, bool]], top: float) -> float:
-        """Add names beside their looks, column by column; return the legend's height."""
+        """Add the names and looks of the entries, column by column, and return the height of the legend."""
         rows = -(-len(entries) // _LEGEND_COLUMNS)
         for number, (name, look, is_dot) in enumerate(entries):
             column, row = divmod(number, rows)
             x = 14 + column * (WIDTH - 28) / _LEGEND_COLUMNS
             y = top + row * _LEGEND_ROW
             ends = [f"{x:.1f},{y:.1f}", f"{x + 28:.1f},{y:.1f}"]
-            self._parts.append(
+            self._elements.append(
                 marker_shape(look.marker, x + 14, y, look) if is_dot else _polyline(ends, look)
             )
-            self._parts.append(_text(x + 36, y + 4, name, _SMALL))
+            self._elements.append(_text(x + 36, y + 4, name, _SMALL))
         return rows * _LEGEND_ROW
 
-    def add(self, part: str) -> None:
-        """Add an element on top."""
-        self._parts.append(part)
+    def add(self, element: str) -> None:
+        """Add an element on top of the others."""
+        self._elements.append(element)
 
     def svg(self) -> str:
-        """Return the file's text."""
-        return _svg(self._title, self._height, self._parts)
+        """Return the SVG file."""
+        return _svg(self._title, self._height, self._elements)
 
 
 def _padded(values: Sequence[float]) -> tuple[float, float]:
-    """Return a range that holds the values with a margin."""
+    """Return the range of the values, extended by a margin."""
     low = min(values, default=0.0)
     high = max(values, default=1.0)
     margin = 0.05 * (high - low) or 0.05 * (abs(high) or 1.0)
@@ -268,12 +298,12 @@ def _percent(value: float) -> str:
     return f"{100 * value:.10g}%"
 
 
-def _svg(title: str, height: float, parts: Sequence[str]) -> str:
+def _svg(title: str, height: float, elements: Sequence[str]) -> str:
     head = (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{height:.0f}" '
         f'viewBox="0 0 {WIDTH} {height:.0f}" font-family="sans-serif" font-size="{_FONT}" fill="{_TEXT}">'
     )
-    body = "\n".join(parts)
+    body = "\n".join(elements)
     return f'{head}\n<title>{escape(title)}</title>\n<rect width="100%" height="100%" fill="#fff"/>\n{body}\n</svg>\n'
 
 
@@ -282,8 +312,8 @@ def _text(x: float, y: float, text: str, size: int = _FONT, anchor: str = "start
 
 
 def _vertical_text(x: float, y: float, text: str) -> str:
-    turned = f"translate({x:.1f} {y:.1f}) rotate(-90)"
-    return f'<text transform="{turned}" text-anchor="middle">{escape(text)}</text>'
+    transform = f"translate({x:.1f} {y:.1f}) rotate(-90)"
+    return f'<text transform="{transform}" text-anchor="middle">{escape(text)}</text>'
 
 
 def _polyline(points: Sequence[str], look: Look) -> str:
@@ -292,7 +322,10 @@ def _polyline(points: Sequence[str], look: Look) -> str:
 
 
 def _image(values: Float64, hottest: float, x: float, y: float, width: float, height: float) -> str:
-    """Draw a matrix as an image about as fine as the drawing, since some viewers smooth an image that they enlarge."""
+    """Draw a matrix as an image with about the resolution of the chart.
+
+    Some viewers smooth an image when they enlarge it, so the matrix is enlarged here.
+    """
     rows, columns = values.shape
     enlarged = values.repeat(max(1, round(height / rows)), axis=0).repeat(
         max(1, round(width / columns)), axis=1
@@ -306,19 +339,21 @@ def _image(values: Float64, hottest: float, x: float, y: float, width: float, he
 
 def _colours(values: Float64, hottest: float) -> Float64:
     """Return the RGB colour of each value, ``[rows, columns, 3]`` from 0 to 255. Missing values are white."""
-    known = np.isfinite(values)
-    place = place_on_scale(np.where(known, values, 1.0), hottest) * (len(_COOL_TO_WARM) - 1)
+    is_value = np.isfinite(values)
+    position = scale_position(np.where(is_value, values, 1.0), hottest) * (len(_COOL_TO_WARM) - 1)
     stops = np.arange(len(_COOL_TO_WARM))
-    colours = np.stack([np.interp(place, stops, _COOL_TO_WARM[:, channel]) for channel in range(3)], axis=-1)
-    return np.where(known[..., None], colours, _NO_VALUE)
+    colours = np.stack(
+        [np.interp(position, stops, _COOL_TO_WARM[:, channel]) for channel in range(3)], axis=-1
+    )
+    return np.where(is_value[..., None], colours, _NO_VALUE)
 
 
 def _png(colours: Float64) -> bytes:
     """Return an RGB image as PNG (https://www.w3.org/TR/png-3/)."""
     rows, columns = colours.shape[:2]
-    # Each row begins with its filter: none.
-    rows_of_bytes = np.zeros((rows, 1 + 3 * columns), dtype=np.uint8)
-    rows_of_bytes[:, 1:] = np.rint(colours).reshape(rows, -1)
+    # The first byte of each row is its filter type; 0 means no filter.
+    scanlines = np.zeros((rows, 1 + 3 * columns), dtype=np.uint8)
+    scanlines[:, 1:] = np.rint(colours).reshape(rows, -1)
 
     def chunk(kind: bytes, content: bytes) -> bytes:
         return (
@@ -326,15 +361,15 @@ def _png(colours: Float64) -> bytes:
         )
 
     header = struct.pack(">IIBBBBB", columns, rows, 8, 2, 0, 0, 0)
-    data = zlib.compress(rows_of_bytes.tobytes(), 9)
+    data = zlib.compress(scanlines.tobytes(), 9)
     return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", data) + chunk(b"IEND", b"")
 
 
 def _colour_bar(hottest: float, x: float, top: float, height: float) -> list[str]:
-    """Draw the scale of a heat map, hottest on top."""
+    """Draw the colour scale of a heat map, with the hottest value on top."""
     values = np.linspace(hottest, 0.0, 256)[:, None]
-    parts = [_image(values, hottest, x, top, 14, height)]
+    elements = [_image(values, hottest, x, top, 14, height)]
     scale = Scale(0.0, hottest, top + height, top)
-    parts += [_text(x + 20, scale(tick) + 4, f"{tick:.1f}x", _SMALL) for tick in ticks(0.0, hottest, 5)]
-    parts.append(_text(WIDTH - 6, top - 8, "over the mean", _SMALL, "end"))
-    return parts
+    elements += [_text(x + 20, scale(tick) + 4, f"{tick:.1f}x", _SMALL) for tick in ticks(0.0, hottest, 5)]
+    elements.append(_text(WIDTH - 6, top - 8, "over the mean", _SMALL, "end"))
+    return elements

@@ -1,4 +1,4 @@
-"""Structured logs on stderr: for people on a terminal, JSON lines for machines."""
+"""Structured logs on stderr: readable lines on a terminal, JSON lines otherwise."""
 
 from __future__ import annotations
 
@@ -14,10 +14,16 @@ import structlog
 
 
 def configure_logs(level: str = "info") -> None:
-    """Log to stderr from ``level`` on: readable lines on a terminal, JSON otherwise."""
+    """Configure logging to stderr, as readable lines on a terminal and as JSON lines otherwise.
+
+    Parameters
+    ----------
+    level
+        Lowest level that is logged.
+    """
     renderer: Any = structlog.processors.JSONRenderer()
     if sys.stderr.isatty():
-        # Plain tracebacks: local variables would fill thousands of lines with heat.
+        # Rich tracebacks would print local variables, such as thousands of lines of heat.
         renderer = structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)
     structlog.configure(
         processors=[
@@ -35,58 +41,72 @@ def configure_logs(level: str = "info") -> None:
 _log = structlog.get_logger(__name__)
 
 _BURST = 256
+"""Number of lines that may be logged at once."""
 _PER_SECOND = 10.0
+"""Rate at which further lines are allowed."""
 
 
 class BoundedLog:
-    """Log at most 256 lines at once and 10 per second after that; call ``on_left_out`` for each line beyond.
+    """Rate-limited log for events that clients without credentials can cause.
 
-    For lines that clients without credentials can cause as often as they like.
+    It is a token bucket: it logs up to 256 lines at once and 10 lines per second after that.
+
+    Parameters
+    ----------
+    on_dropped
+        Function that is called for each dropped line.
+    clock
+        Returns the time in seconds.
+
+    Examples
+    --------
+    >>> dropped = []
+    >>> log = BoundedLog(lambda: dropped.append(1), clock=lambda: 0.0)
+    >>> sum(log._may_log() for _ in range(300)), len(dropped)
+    (256, 44)
     """
 
-    def __init__(
-        self, on_left_out: Callable[[], object], clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._on_left_out = on_left_out
+    def __init__(self, on_dropped: Callable[[], object], clock: Callable[[], float] = time.monotonic) -> None:
+        self._on_dropped = on_dropped
         self._clock = clock
-        self._left = float(_BURST)
-        self._at = clock()
+        self._allowance = float(_BURST)
+        self._updated_at = clock()
 
     def info(self, event: str, **facts: Any) -> None:
-        """Log an event."""
+        """Log an event at level info."""
         if self._may_log():
             _log.info(event, **facts)
 
     def warning(self, event: str, **facts: Any) -> None:
-        """Log a rejected call."""
+        """Log an event at level warning, such as a rejected call."""
         if self._may_log():
             _log.warning(event, **facts)
 
     def error(self, event: str, **facts: Any) -> None:
-        """Log an error; ``exc_info`` adds the traceback of an exception."""
+        """Log an error. ``exc_info`` in ``facts`` adds the traceback of an exception."""
         if self._may_log():
             _log.error(event, **facts)
 
     def _may_log(self) -> bool:
         now = self._clock()
-        self._left = min(float(_BURST), self._left + (now - self._at) * _PER_SECOND)
-        self._at = now
-        if self._left < 1:
-            self._on_left_out()
+        self._allowance = min(float(_BURST), self._allowance + (now - self._updated_at) * _PER_SECOND)
+        self._updated_at = now
+        if self._allowance < 1:
+            self._on_dropped()
             return False
-        self._left -= 1
+        self._allowance -= 1
         return True
 
 
 @contextlib.contextmanager
 def bounding_library_logs(log: BoundedLog) -> Iterator[None]:
-    """Send the errors of the event loop and of libraries to ``log``. Needs a running event loop.
+    """Send the errors of the running event loop and of libraries to ``log``.
 
-    Otherwise, asyncio writes the exception of a task that is no longer awaited directly to stderr. A client that
+    By default, asyncio writes the exception of a task that is no longer awaited directly to stderr. A client that
     cancels many calls could fill the disk with those tracebacks.
     """
     loop = asyncio.get_running_loop()
-    handler = _LibraryLines(log)
+    handler = _LibraryHandler(log)
     before = loop.get_exception_handler()
     loop.set_exception_handler(lambda _, context: _log_context(log, context))
     logging.getLogger().addHandler(handler)
@@ -97,21 +117,21 @@ def bounding_library_logs(log: BoundedLog) -> Iterator[None]:
         loop.set_exception_handler(before)
 
 
-class _LibraryLines(logging.Handler):
-    """Writes the warnings and errors of libraries to a bounded log."""
+class _LibraryHandler(logging.Handler):
+    """Handler that forwards the warnings and errors of libraries to a bounded log."""
 
     def __init__(self, log: BoundedLog) -> None:
         super().__init__(logging.WARNING)
         self._bounded = log
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Log one record with its exception, if it has one."""
+        """Log one record, with its exception if it has one."""
         facts: dict[str, Any] = {"exc_info": record.exc_info} if record.exc_info else {}
         self._bounded.warning("library_warning", library=record.name, message=record.getMessage(), **facts)
 
 
 def _log_context(log: BoundedLog, context: dict[str, Any]) -> None:
-    """Log what asyncio says of an exception that reached no caller."""
+    """Log the context that asyncio reports for an unhandled exception."""
     error = context.get("exception")
     facts: dict[str, Any] = {} if error is None else {"exc_info": (type(error), error, error.__traceback__)}
     log.error("task_failed", message=context.get("message", ""), **facts)

@@ -41,7 +41,7 @@ def test_with_a_cost_curve_slots_are_set_against_time_and_memory(tmp_path, trace
     arguments = ("--heat", trace, "--ranks", 4, "--cost-curve", curve, "--bytes-per-expert", 1 << 30)
     code, out, _ = eplb(capsys, "advise", *arguments)
     assert code == 0
-    for phrase in ("MoE ms", "GB per rank", "move price", "(advised)", "This rests on:", "H200"):
+    for phrase in ("MoE ms", "GB per rank", "move price", "(advised)", "Based on:", "H200"):
         assert phrase in out
     code, out, _ = eplb(capsys, "advise", *arguments, "--json")
     reported = held("advise", out)
@@ -109,7 +109,7 @@ def test_unknown_devices_and_models_are_refused_in_one_line(trace, capsys, argum
 
 
 @pytest.mark.parametrize(
-    ("net_ms", "ends"), [(None, "than it saves."), (-0.011, "than it saves, 0.01 ms per step.")]
+    ("net_ms", "ends"), [(None, "than it saves."), (-0.011, "than it saves, by 0.01 ms per step.")]
 )
 def test_a_loss_is_not_called_a_negative_gain(net_ms, ends):
     given = SimpleNamespace(
@@ -122,4 +122,4 @@ def test_a_loss_is_not_called_a_negative_gain(net_ms, ends):
         redundant_bytes_per_rank=0,
         redundant=0,
     )
-    assert headline(given, True) == f"Balancing does not pay here: moving experts would take more time {ends}"
+    assert headline(given, True) == f"Balancing does not pay off: moving experts would take more time {ends}"

@@ -56,7 +56,7 @@ def said(capsys: Any, address: str, *flags: object, command: tuple[str, ...] = (
     code, out, err = eplb(capsys, *command, "--address", address, *flags)
     assert (code, out) == (2, "")
     assert err.count("\n") == 1
-    assert "no service answers" not in err or address.endswith(":1")
+    assert "no service listens" not in err or address.endswith(":1")
     return str(err)
 
 
@@ -65,14 +65,14 @@ def test_a_service_with_tls_and_no_authority_named(
     capsys: Any, ours: Authority, command: tuple[str, ...]
 ) -> None:
     with serving(*ours.sign("localhost")) as address:
-        assert "serves TLS; name its authority with --tls-ca" in said(capsys, address, command=command)
+        assert "uses TLS; pass its CA certificate with --tls-ca" in said(capsys, address, command=command)
 
 
 def test_a_certificate_of_another_authority_or_name_or_that_has_expired(
     capsys: Any, ours: Authority, other: Authority
 ) -> None:
     with serving(*ours.sign("localhost")) as address:
-        assert "cannot be trusted: " in said(capsys, address, "--tls-ca", other.ca)
+        assert "cannot be verified: " in said(capsys, address, "--tls-ca", other.ca)
     with serving(*ours.sign("localhost", expired=True)) as address:
         assert "certificate has expired" in said(capsys, address, "--tls-ca", ours.ca)
     with serving(*ours.sign("elsewhere.example", ip="192.0.2.1")) as address:
@@ -85,15 +85,15 @@ def test_a_client_certificate_that_is_missing_or_another_s(
     capsys: Any, ours: Authority, other: Authority
 ) -> None:
     with serving(*ours.sign("localhost"), client_ca=ours.ca) as address:
-        assert "asks for a client certificate" in said(capsys, address, "--tls-ca", ours.ca)
+        assert "requires a client certificate" in said(capsys, address, "--tls-ca", ours.ca)
         certificate, key = other.sign("stranger")
         flags = ("--tls-ca", ours.ca, "--tls-cert", certificate, "--tls-key", key)
-        assert "asks for a client certificate that it trusts" in said(capsys, address, *flags)
+        assert "requires a client certificate that it trusts" in said(capsys, address, *flags)
 
 
 def test_a_service_without_tls_and_an_authority_named(capsys: Any, ours: Authority) -> None:
     with serving() as address:
-        assert "does not serve TLS; leave --tls-ca out" in said(capsys, address, "--tls-ca", ours.ca)
+        assert "does not use TLS; remove --tls-ca" in said(capsys, address, "--tls-ca", ours.ca)
 
 
 def test_files_that_are_no_certificates(capsys: Any, ours: Authority, tmp_path: Path) -> None:
@@ -108,9 +108,9 @@ class _Quiet(http.server.BaseHTTPRequestHandler):
 
 
 def test_nobody_and_somebody_else(capsys: Any) -> None:
-    assert "no service answers at 127.0.0.1:1" in said(capsys, "127.0.0.1:1")
+    assert "no service listens at 127.0.0.1:1" in said(capsys, "127.0.0.1:1")
     with http.server.HTTPServer(("127.0.0.1", 0), _Quiet) as other:
         threading.Thread(target=other.serve_forever, daemon=True).start()
         address = f"127.0.0.1:{other.server_address[1]}"
-        assert f"{address} is no eplb service, or too busy" in said(capsys, address)
+        assert f"{address} is not an eplb service, or is too busy" in said(capsys, address)
         other.shutdown()

@@ -53,7 +53,7 @@ def test_help_is_whole_at_80_columns_with_every_option_and_an_example(capsys, na
 def test_options_are_in_their_sections_and_arguments_have_their_names(capsys):
     shown = help_of(capsys, "status")
     headings = [line for line in shown.splitlines() if line[:1].strip() and line.endswith(":")]
-    assert headings == ["Arguments:", "Options:", "How the service is reached:", "Results:"]
+    assert headings == ["Arguments:", "Options:", "Connection to the service:", "Results:"]
     assert "--tls-ca" in shown.partition(headings[2])[2].partition(headings[3])[0]
     assert "--json" in shown.partition(headings[3])[2]
     assert shown.startswith("Usage: eplb status [OPTIONS] DEPLOYMENT\n")
@@ -62,7 +62,7 @@ def test_options_are_in_their_sections_and_arguments_have_their_names(capsys):
     shown = help_of(capsys, "calibrate")
     assert (
         "--device"
-        in shown.partition("Timing this machine's kernel:")[2].partition("From a measured table:")[0]
+        in shown.partition("Timing this machine's kernel:")[2].partition("From a table of measurements:")[0]
     )
 
 

@@ -5,8 +5,8 @@ import socket
 import numpy as np
 import pytest
 
-from eplb_service.cli import main, trace_options
-from eplb_service.cli.trace_options import ReadingOptions
+from eplb_service.cli import main, planner_options
+from eplb_service.cli.file_options import ReadingOptions
 from eplb_service.io.synthetic import synthetic_heat
 from tests.cli.arguments import eplb
 
@@ -41,9 +41,9 @@ def test_groups_that_do_not_divide_the_experts_are_refused(trace, capsys):
 
 
 def test_heat_that_no_decision_uses_is_pointed_out(capsys):
-    trace_options.check_windows([64, 512], [64])
+    planner_options.check_windows([64, 512], [64])
     assert capsys.readouterr().err == ""
-    trace_options.check_windows([64, 512], [256])
+    planner_options.check_windows([64, 512], [256])
     assert "decisions use only the last 64 of every 256 steps" in capsys.readouterr().err
 
 

@@ -90,7 +90,7 @@ def test_ctrl_c_prints_and_writes_what_is_done(tmp_path, trace, capsys, monkeypa
         capsys, "--heat", trace, "--ranks", RANKS, *arguments, "--out", out, "--report", report
     )
     assert code == 130
-    assert "intervals 3; stopped early, without the policies not yet done" in printed
+    assert "intervals 3; stopped early, unfinished policies omitted" in printed
     assert json.loads(out.read_text())["interrupted"] is True
     assert "stopped early" in report.read_text()
 
@@ -104,7 +104,7 @@ def test_with_a_cost_curve_milliseconds_are_shown(tmp_path, capsys):
     code, out, _ = replay(capsys, *arguments)
     assert code == 0
     assert "MoE ms" in out
-    assert "This rests on: cost_curve 20 us" in out
+    assert "Based on: cost_curve 20 us" in out
     reported = held("replay", replay(capsys, *arguments, "--json")[1])
     assert reported["costs"]["curve"]["read_us"] == 11.6
     assert reported["policies"]["none, 4 slots"]["moe_ms"] > 0

@@ -85,9 +85,9 @@ def test_what_it_gains_is_shown_with_the_file_or_that_none_is_written(tmp_path, 
     assert code == 0
     assert f"flashlb: {LAYERS} layers x {EXPERTS} experts on {RANKS} ranks x {SLOTS} slots" in printed
     assert "PAR before" in printed
-    assert printed.endswith("nothing is written without --out.\n")
+    assert printed.endswith("nothing was written (no --out).\n")
     assert sorted(tmp_path.iterdir()) == before
-    message = "--format, --first-layer and --draft-layers say how a file is written; add --out"
+    message = "--format, --first-layer and --draft-layers apply to a written file; add --out"
     assert message in refusal(capsys, "solve", *shape, "--format", "sglang")
     assert f"written to {out}" in solve(capsys, *shape, "--out", out)[1]
     assert read_placement(out, EXPERTS, RANKS).slots == SLOTS
@@ -120,7 +120,7 @@ def test_under_a_curve_a_stepwise_split_is_set_against_tables_net_of_what_it_tak
     code, printed, _ = solve(capsys, *arguments, "--json")
     assert code == 0
     reported = held("solve", printed)
-    assert f"The stepwise split itself takes {reported['split_ms']:.3f} ms of a step:" in shown
+    assert f"The stepwise split itself takes {reported['split_ms']:.3f} ms of a step," in shown
     assert reported["split_ms"] == pytest.approx(LAYERS * reported["split"]["us"] / 1e3)
     with np.load(trace) as file, np.load(tmp_path / "a.npz") as made:
         placement = Placement(made["phy2log"], EXPERTS)

@@ -55,12 +55,12 @@ def test_a_terminal_of_24_lines_shows_all_that_matters() -> None:
     for part in (
         "decode  9 problems  61 layers x 256 experts on 320 ranks x 1 slots",
         "PAR 1.4",
-        "now, 1.740 left alone; hottest rank 5 (1.04 x the mean), layer",
+        "now, initial layout 1.740; hottest rank 5 (1.04 x mean), layer",
         "problem: rank 1: its transfer failed",
         "and 7 more problems",
         "gain: helps: +6.12 ms per step (99 %: +4.9 to +7.3)",
         "moved: 612 layers, 178 GB; price 0.35 ms per expert, measured",
-        "2 more: draft 1.070 paused, prefill 1.070 well",
+        "2 more: draft 1.070 paused, prefill 1.070 healthy",
         "PAR over",
         " s ago, done: 21 of 21 layers",
         "319 of 320 ranks connected on 40 nodes, at step 48,230, 12 steps lost",
@@ -70,11 +70,11 @@ def test_a_terminal_of_24_lines_shows_all_that_matters() -> None:
     assert sum(line.count("■") > 20 for line in lines) >= 5
 
 
-def test_left_alone_is_a_line_of_the_chart() -> None:
+def test_the_initial_layout_is_a_line_of_the_chart() -> None:
     look = messages(8, 12)
     lines = look_at(look, 100)
     assert any("╌╌╌" in line for line in lines)
-    assert any("left alone 1.7" in line for line in lines)
+    assert any("initial 1.7" in line for line in lines)
 
 
 def test_old_figures_say_how_old_they_are() -> None:
@@ -94,10 +94,10 @@ def test_q_leaves(pressed: str, leaves: bool, monkeypatch: pytest.MonkeyPatch) -
     with os.fdopen(theirs, "rb", buffering=0) as terminal:
         monkeypatch.setattr("sys.stdin", io.TextIOWrapper(terminal))
         before = termios.tcgetattr(theirs)
-        with _keys() as asked_to_leave:
-            assert not asked_to_leave(0.0)
+        with _keys() as quits_within:
+            assert not quits_within(0.0)
             os.write(ours, pressed.encode())
-            assert asked_to_leave(0.2) is leaves
+            assert quits_within(0.2) is leaves
         assert termios.tcgetattr(theirs) == before
     os.close(ours)
 

@@ -11,7 +11,7 @@ from eplb_service.report.page import report_page
 from eplb_service.report.pictures import pictures_of
 from tests.report.reports import small_replay
 
-RESTS_ON = [Assumption("link_bandwidth", "25 GB/s", "assumed <b>here</b>")]
+ASSUMPTIONS = [Assumption("link_bandwidth", "25 GB/s", "assumed <b>here</b>")]
 TITLE = "Replay of </script><script>alert(1)</script>"
 COMMAND = "eplb replay --heat a.zarr --ranks 4 && echo 'quoted'"
 
@@ -39,7 +39,7 @@ class Page(HTMLParser):
 
 def report(found):
     return report_page(
-        found, title=TITLE, command=COMMAND, facts={"trace": "made up <b>here</b>"}, rests_on=RESTS_ON
+        found, title=TITLE, command=COMMAND, facts={"trace": "made up <b>here</b>"}, assumptions=ASSUMPTIONS
     )
 
 
@@ -77,14 +77,14 @@ def test_shows_what_was_found(html, replayed):
         assert policy.label in page.texts["td"]
     assert {"GB", "saved ms"} <= set(re.findall("<th>(.*?)</th>", html))
     tiles = re.findall(r"<div><b>(.*?)</b>(.*?)</div>", html)
-    assert any(label == "PAR lower than left alone" for _, label in tiles)
+    assert any(label == "PAR lower than with the initial placement" for _, label in tiles)
     assert not re.search(r"\de[+-]?\d", "".join(page.texts[tag] for tag in ("b", "div", "dd", "td")))
 
 
-def test_what_figures_rest_on_is_folded(html):
+def test_assumptions_and_terms_are_folded(html):
     assert "<details open" not in html
     folded = re.findall(r"<details><summary>(.*?)</summary>", html)
-    assert folded == ["What times and prices rest on", "Terms", "Trace and settings"]
+    assert folded == ["Assumptions behind times and prices", "Terms", "Trace and settings"]
     unfolded = re.sub(r"<details>.*?</details>", "", html, flags=re.DOTALL)
     assert "<dd>" not in unfolded
 
@@ -95,4 +95,4 @@ def test_a_stopped_replay_says_so(html, replayed):
 
 
 def test_when_nothing_helps_the_report_says_so():
-    assert "Nothing that was tried is better" in report(small_replay(("none",)))
+    assert "No policy does better than the initial placement" in report(small_replay(("none",)))

@@ -40,17 +40,19 @@ def test_every_picture_is_a_file_with_a_title_and_always_the_same(replayed, tmp_
 
 def test_lines_dots_and_maps_are_named(replayed):
     drawn = pictures.pictures_of(replayed)
-    assert {"floor", "hindsight", "left alone", "deepseek", "flashlb", "step"} <= set(texts(drawn["par.svg"]))
+    assert {"floor", "hindsight", "initial placement", "deepseek", "flashlb", "step"} <= set(
+        texts(drawn["par.svg"])
+    )
     for name in ("moves.svg", "pareto.svg"):
         assert {"deepseek", "flashlb"} <= set(texts(drawn[name]))
         assert "none" not in texts(drawn[name])
     for name in ("ranks.svg", "layers.svg"):
-        assert {"left alone", pictures.best_policy(replayed).label, "layer"} <= set(texts(drawn[name]))
+        assert {"initial placement", pictures.best_policy(replayed).label, "layer"} <= set(texts(drawn[name]))
 
 
 def test_several_slots_and_one_policy_have_pictures():
     swept = texts(pictures.pictures_of(small_replay(("flashlb",), slots=(4, 5)))["par.svg"])
-    assert {"flashlb, 4 slots", "left alone, 5 slots"} <= set(swept)
+    assert {"flashlb, 4 slots", "initial placement, 5 slots"} <= set(swept)
     assert "none" in texts(pictures.pictures_of(small_replay(("none",)))["moves.svg"])
 
 
@@ -63,7 +65,7 @@ def test_the_front_is_what_none_beats_in_both():
 def test_a_heat_map_s_scale_holds_every_value(most, end):
     values = np.array([[0.0, 0.5, most, np.nan]])
     assert svg.hottest_of({"one": values / 2, "other": values}) == end
-    assert svg.place_on_scale(np.array([0.0, 0.5, 1.0, end]), end).tolist() == [0.0, 0.25, 0.5, 1.0]
+    assert svg.scale_position(np.array([0.0, 0.5, 1.0, end]), end).tolist() == [0.0, 0.25, 0.5, 1.0]
 
 
 def pixels(drawn):
@@ -131,5 +133,5 @@ def test_as_many_policies_as_have_a_name_look_different():
 
 def test_what_cannot_be_written_is_reported(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(OutputError, match="cannot be made"):
+    with pytest.raises(OutputError, match="cannot be created"):
         pictures.write_pictures(tmp_path / "file", small_replay(("none",)))

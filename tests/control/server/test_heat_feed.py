@@ -187,7 +187,8 @@ async def test_a_trace_is_gone_on_with_only_where_it_fits(
     assert recorded == {"out": str(out), "steps": 8, "lost_steps": 0, "dropped_reports": 0}
     assert open_trace(out).steps == 16
     assert await (await recording(service, *arguments, watched=False)) == 2
-    assert "exists; choose another name, or remove it first; --append goes on" in capsys.readouterr().err
+    reported = capsys.readouterr().err
+    assert "exists; choose another name, remove it first, or continue the trace with --append" in reported
     await until(lambda: not service.plane.deployments["decode"].connected)
     other = live_of(first_placement().with_layers([(0, first_placement().phy2log_LRS[0][::-1])]))
     async with FakeGroup(service.address, other) as group:
@@ -220,7 +221,7 @@ Heard = list[operator_pb2.WatchHeatResponse]
 @pytest.fixture
 def taken(monkeypatch: pytest.MonkeyPatch) -> Heard:
     """Messages that a recording has taken, which Ctrl-C ends with the last rank's second report."""
-    take, messages = trace_record._take, Heard()
+    take, messages = trace_record._record_message, Heard()
 
     def noted(trace: object, message: operator_pb2.WatchHeatResponse) -> object:
         recorder = take(trace, message)  # type: ignore[arg-type]
@@ -229,7 +230,7 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> Heard:
             raise KeyboardInterrupt
         return recorder
 
-    monkeypatch.setattr(trace_record, "_take", noted)
+    monkeypatch.setattr(trace_record, "_record_message", noted)
     return messages
 
 
@@ -245,7 +246,7 @@ async def test_a_service_that_stops_leaves_what_was_recorded(
         await group.leave()
     assert await task == 2
     reported = capsys.readouterr().err
-    assert "8 steps recorded before the service went away" in reported
+    assert "8 steps recorded before the connection was lost" in reported
     assert "the service is stopping" in reported
     assert open_trace(out).steps == 8
 

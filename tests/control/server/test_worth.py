@@ -201,7 +201,7 @@ async def test_one_switch_is_no_measurement_and_no_milliseconds_are_shown(
     assert "helps" not in shown
     text = " ".join(shown.replace("│", " ").split())
     assert "ms per step" not in text
-    assert f"{worth.par_left_alone:.3f} left alone" in text
+    assert f"initial layout {worth.par_left_alone:.3f}" in text
     assert f"PAR -{worth.par_gain_percent:.3g} %" in text
     assert "ms_per_move" not in text or '"ms_per_move": null' in text
     assert 'eplb_gain_verdict_info{deployment="decode",verdict="not measured"} 1' in shown
@@ -235,7 +235,7 @@ async def test_figures_of_ranks_that_are_gone_are_not_shown_as_current(
     assert (facts["par"], facts["par_steps"], facts["worth"], facts["forecast"]) == (0, 0, None, None)
     assert (facts["hottest_rank"], facts["idle_seconds"], facts["move_price"]) == (None, None, None)
     assert all(layer["par"] == layer["planned_par"] == 0 for layer in status["layers"])
-    assert "left alone" not in shown.partition("PAR over")[0]
+    assert "initial layout" not in shown.partition("PAR over")[0]
     assert "eplb_deployment_par" not in shown
     assert '"rank_loads": null' in shown or '"rank_loads":null' in shown
 

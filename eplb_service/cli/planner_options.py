@@ -1,0 +1,140 @@
+"""Options of the commands that run the planner: its settings, its policy, and the assumed costs."""
+
+from __future__ import annotations
+
+import inspect
+import typing
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from eplb_core.placement import Placement
+from eplb_core.planner.price import SplitCost
+from eplb_core.planner.request import groups_on_nodes
+from eplb_core.planner.settings import PlannerSettings, planner_options
+from eplb_core.planner.topology import Topology
+from eplb_service.cli.file_options import choices_per_step
+from eplb_service.cli.options import UserError, option, setting_option
+from eplb_service.cli.output import hint
+from eplb_service.io.trace import Trace
+from eplb_service.replay.costs import Assumption, Costs
+
+PLANNER = "How decisions are made"
+"""Section of the planner's settings."""
+POLICY = option(
+    "flashlb",
+    "Policy: flashlb (this project's solver), deepseek, none, an ablation of flashlb, module:function, or an entry "
+    "point of eplb.policies.",
+)
+WORKERS = option(None, "Processes; by default one per core.", min=1, section="Execution")
+RAY = option(None, "Address of the Ray cluster to run on ('local': this machine).", section="Execution")
+
+
+@dataclass(frozen=True)
+class CostOptions:
+    """Costs of a step, of an expert's weights and of a switch."""
+
+    SECTION: ClassVar[str] = "Costs (stated, not measured)"
+
+    step_ms: float | None = option(
+        None,
+        "Time of a model step. Without it, plans take effect immediately and no times are reported.",
+    )
+    bytes_per_expert: int | None = option(
+        None, "Bytes of one expert's weights in one layer; by default as recorded.", min=0
+    )
+    solve_ms: float | None = option(
+        None, f"Time from the end of a window to its plan; {Costs().solve_ms:g} by default."
+    )
+    link_share: float | None = option(
+        None, f"Fraction of --link-bandwidth that transfers use; {Costs().link_share:g} by default."
+    )
+    model_layers: int | None = option(
+        None,
+        "MoE layers of the served model, which determine how soon a plan takes effect; by default as in the trace.",
+        min=1,
+    )
+    commit_ms: float | None = option(
+        None, "Pause of all ranks per switched layer; by default 0.5 plus the time to copy the weights."
+    )
+
+    def costs(self, settings: PlannerSettings, trace: Trace, ranks: int) -> Costs:
+        """Return the costs that a replay of ``trace`` decides with and charges.
+
+        Raises ``ReplayError`` if a value is out of bounds.
+        """
+        split = SplitCost.of(settings, ranks, trace.experts, choices_per_step(trace))
+        values = {"bytes_per_expert": trace.facts.bytes_per_expert, **self._set_values()}
+        return Costs.of(settings, trace.layers, split=split, **values)
+
+    def assumptions(self, settings: PlannerSettings, costs: Costs) -> tuple[Assumption, ...]:
+        """Return the assumptions behind the results of a replay with these costs."""
+        changed = {field.name for field in planner_options() if not settings.is_default(field.name)}
+        return costs.assumptions(changed | set(self._set_values()))
+
+    def _set_values(self) -> dict[str, float]:
+        return {name: value for name, value in vars(self).items() if value is not None}
+
+
+def planner_flags(*without: str) -> list[inspect.Parameter]:
+    """Return an option for each planner setting, except those in ``without``, which the command declares itself."""
+    kinds = typing.get_type_hints(PlannerSettings)
+    return [
+        setting_option(field.name, kinds[field.name], field.default, field.metadata["help"], section=PLANNER)
+        for field in planner_options()
+        if field.name not in without
+    ]
+
+
+def one_policy(policy: str) -> None:
+    """Raise ``UserError`` unless ``policy`` names a policy that can be imported."""
+    from eplb_core.planner.policies import PolicyError, external_policy
+
+    try:
+        external_policy(policy)
+    except PolicyError as error:
+        raise UserError(f"--policy: {error}") from error
+
+
+def check_groups(settings: PlannerSettings, experts: int, counts: Sequence[int], topology: Topology) -> None:
+    """Check whether each expert group can stay on one node, for each number of slots per rank in ``counts``.
+
+    Prints a hint if the groups cannot stay together. Raises ``UserError`` if they do not divide the experts evenly.
+    """
+    groups = settings.expert_groups
+    if groups and experts % groups:
+        raise UserError(f"--expert-groups {groups} does not divide the {experts} experts evenly")
+    for slots in counts:
+        linear = Placement.linear(1, experts, topology.ranks, slots)
+        _, why_ungrouped = groups_on_nodes(settings, linear, topology)
+        if why_ungrouped:
+            hint(f"--expert-groups has no effect: {why_ungrouped}")
+            return
+
+
+def check_windows(windows: Sequence[int], intervals: Sequence[int]) -> None:
+    """Print a hint if a window is shorter than an interval, so that decisions miss some heat."""
+    window = min(windows)
+    interval = max(intervals)
+    if window < interval:
+        hint(f"with --window {window} and --interval {interval}, {unused_heat(window, interval)}")
+
+
+def unused_heat(window: int, interval: int) -> str:
+    """Return a clause that names the steps that decisions use if the window is shorter than the interval."""
+    return f"decisions use only the last {window} of every {interval} steps"
+
+
+def assumptions_text(assumptions: Sequence[Assumption]) -> str:
+    """Return the assumptions behind some results as one sentence, grouped by their source.
+
+    Examples
+    --------
+    >>> assumptions_text([Assumption("step_ms", "30 ms", "stated"), Assumption("solve_ms", "50 ms", "assumed")])
+    'Based on: step_ms 30 ms (stated); solve_ms 50 ms (assumed).'
+    """
+    by_source: dict[str, list[str]] = {}
+    for assumption in assumptions:
+        by_source.setdefault(assumption.source, []).append(f"{assumption.name} {assumption.value}")
+    groups = (f"{', '.join(values)} ({source})" for source, values in by_source.items())
+    return f"Based on: {'; '.join(groups)}."
