@@ -94,7 +94,7 @@ def test_source_heat_shapes_the_tables() -> None:
             "log2phy must hold integers",
         ),
         ({"source_heat": HEAT}, "source heat must have the shape"),
-        ({"heat": -HEAT}, "zero or more"),
+        ({"heat": -HEAT}, "finite and at least 0"),
         ({"heat": HEAT[0]}, r"\[steps, layers, experts\]"),
         ({"heat": HEAT[:0]}, "no steps"),
     ],

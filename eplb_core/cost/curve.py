@@ -206,14 +206,36 @@ def read_curve(reference: str) -> CostCurve:
         If the file cannot be read, is not a curve file, does not have exactly one curve for the phase, or if that
         curve's fit is not accurate enough.
     """
+    name, _, suffix = reference.rpartition(":")
+    path = Path(reference)
+    phase = ""
+    if name and suffix in PHASES:
+        path = Path(name)
+        phase = suffix
+    curves = _read_file(path)
+    matches = [curve for curve in curves if curve.phase == phase or not phase]
+    matches = matches or [curve for curve in curves if curve.phase == "any"]
+    phases = ", ".join(curve.phase for curve in curves)
+    if not matches:
+        raise CurveError(f"{path} has no curve for {phase}; it has {phases}")
+    curve = matches[0]
+    if len(matches) > 1:
+        raise CurveError(f"{path} has curves for {phases}; name one of them, as in {path}:{curve.phase}")
+    if curve.fit is not None and not curve.fit.fits:
+        raise CurveError(
+            f"{path}: the {curve.phase} curve does not fit its measurements ({curve.fit}); measure it again"
+        )
+    return curve
+
+
+def _read_file(path: Path) -> tuple[CostCurve, ...]:
+    """Read all curves of a file."""
     from pydantic import ValidationError
 
     from eplb_core.cost.curve_schema import FILE
 
-    name, _, phase = reference.rpartition(":")
-    path, phase = (Path(name), phase) if name and phase in PHASES else (Path(reference), "")
     try:
-        curves = FILE.validate_json(path.read_bytes()).curves
+        return FILE.validate_json(path.read_bytes()).curves
     except OSError as error:
         raise CurveError(f"{path}: the cost curve cannot be read ({error.strerror or error})") from error
     except ValidationError as error:
@@ -223,7 +245,7 @@ def read_curve(reference: str) -> CostCurve:
 
 
 def write_curves(path: Path, curves: Sequence[CostCurve]) -> None:
-    """Write curves of different phases; raises ``OutputError``."""
+    """Write curves of different phases to a file. Raises ``OutputError`` if ``path`` cannot be written."""
     from eplb_core.cost.curve_schema import FILE, CurveFile
 
     check_output(path, (".json",))
@@ -232,8 +254,8 @@ def write_curves(path: Path, curves: Sequence[CostCurve]) -> None:
 
 
 def plain_curve(curve: CostCurve) -> dict[str, Any]:
-    """A curve as files and JSON have it."""
+    """Return a curve as a dictionary with the keys of the file format."""
     from eplb_core.cost.curve_schema import CURVE
 
-    plain: dict[str, Any] = CURVE.dump_python(curve, by_alias=True)
-    return plain
+    document: dict[str, Any] = CURVE.dump_python(curve, by_alias=True)
+    return document

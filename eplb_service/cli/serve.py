@@ -12,7 +12,7 @@ import typer
 from eplb_core.planner.settings import PlannerSettings
 from eplb_service.cli.options import UserError, option, setting_option, takes_options
 from eplb_service.cli.planner_options import PLANNER, unused_heat
-from eplb_service.control.server.lease.leadership import LeaseError, LeaseLostError
+from eplb_service.control.server.lease.errors import LeaseError, LeaseLostError
 from eplb_service.control.server.listening import ListenError
 from eplb_service.control.server.service import RunningService, serve_until_stopped
 from eplb_service.control.server.settings import ServiceSettings, SettingsError, load_settings

@@ -18,9 +18,9 @@ from eplb_core.planner.counterfactual import TimePrice
 from eplb_core.planner.pace import Pace
 from eplb_core.planner.plan import LayerPlan, Layout, Outlook
 from eplb_core.planner.switch_log import SwitchLog
+from eplb_core.planner.verdicts import MovePrice, Worth
 from eplb_core.wire.agent import Heartbeat, Hello, PlanStatus
 from eplb_core.wire.heat import HeatReport
-from eplb_core.wire.operator import MovePrice, Worth
 from eplb_service.control.core.decisions import Decisions
 from eplb_service.control.core.deployed_layout import DeployedLayout
 from eplb_service.control.core.errors import ConflictError, RefusedError
