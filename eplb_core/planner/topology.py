@@ -116,5 +116,10 @@ class Topology:
         ----------
         ranks
             R.
+
+        Returns
+        -------
+        Topology
+            Rank ``r`` is token group ``r`` on node 0.
         """
         return cls(np.zeros(ranks, dtype=np.int32), np.arange(ranks, dtype=np.int32))
