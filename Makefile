@@ -12,7 +12,7 @@ PARALLEL = --numprocesses $(PROCESSES) --maxprocesses 8 --dist worksteal
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: device-checks screenshots proofs properties attack help size stack dashboard notebook pythons demo demo-vllm e2e-observability test test-slow test-oldest check lint types layers docs unit warm format proto wheels clean
+.PHONY: device-checks screenshots proofs properties attack help size idiom stack dashboard notebook pythons demo demo-vllm e2e-observability test test-slow test-oldest check lint types layers docs unit warm format proto wheels clean
 .PHONY: test-engines known-engines explore simulate fuzz fuzz-properties mutate faults soak bench-switch bench-solver bench-decide bench-split bench-emulated bench-time bench-scale bench-engine
 
 help: ## show this list
@@ -45,7 +45,7 @@ proofs: warm
 properties: warm
 	@$(BIN)/python -m pytest $(PARALLEL) -m "hypothesis and not slow and not faults" -p tests.properties --examples-times 2 $(ARGS)
 
-check: lint types layers docs size
+check: lint types layers docs size idiom
 
 lint: $(READY)
 	@$(BIN)/ruff check .
@@ -57,8 +57,11 @@ types: $(READY)
 layers: $(READY)
 	@$(BIN)/lint-imports
 
-size: $(READY) ## how large each room is, beside the ceilings that no change may pass
+size: $(READY) ## code tokens and function sizes per room, settings, and tours through the code, with their ceilings
 	@$(BIN)/python -m tools.size $(ARGS)
+
+idiom: $(READY) ## odd English, parallel assignments and vague names per room, with their ceilings; ARGS=eplb_core/wire lists the places
+	@$(BIN)/python -m tools.idiom $(ARGS)
 
 docs: $(READY) ## the docs site, into site/; warnings are errors
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet

@@ -1,178 +1,150 @@
-"""Prints how large the house is, room by room, and fails where a ceiling is passed: ``make size``.
+"""Print the size of the code per room, and fail if a figure exceeds its ceiling: ``make size``.
 
-A module with content has more than five lines and is no ``__init__``. A public name is a function or a class at the top
-of a module whose name has no leading underscore. A value type is a dataclass, a ``NamedTuple``, a ``TypedDict`` or a
-pydantic model. A small module is one under 110 lines that one other module alone imports.
+The size is the number of code tokens, so neither documentation nor formatting changes it. The tours of
+``tools/size_tours.py`` measure how many files and types a reader meets on the way of one datum.
 """
 
 from __future__ import annotations
 
 import ast
 import os
-import re
 import subprocess
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
-from itertools import pairwise
-from pathlib import Path
 from typing import NamedTuple
 
-from tools.size_tours import TOURS, Tour
+from tools.size_tours import TOURS, TourError, measure
+from tools.sources import LAB, PRODUCT, ROOT, Source, python_files
 
-ROOT = Path(__file__).parent.parent
-PRODUCT = ("eplb_core", "eplb_lab", "eplb_service", "worker_agent")
-TARGETS = {
-    "modules": 245,
-    "small modules": 26,
-    "public names": 900,
-    "value types": 195,
-    "planner settings": 18,
-    "service settings": 28,
-    "agent settings": 22,
-    "lines of eplb replay --help": 130,
-    "lines of eplb serve --help": 190,
-    "docstrings that open with a riddle": 0,
-    "files of a setting": 8,
-    "names of a setting": 1,
-    "files of heat": 12,
-    "types of heat": 4,
-    "files of a plan": 18,
-    "types of a plan": 8,
+
+class Limit(NamedTuple):
+    """Target of a figure, and the ceiling that no change may exceed."""
+
+    target: int
+    ceiling: int
+
+
+LONG_FUNCTION_LINES = 50
+MANY_PARAMETERS = 8
+LARGE_MODULE_TOKENS = 3000
+
+TOKENS = "code tokens"
+LONG_FUNCTIONS = f"functions over {LONG_FUNCTION_LINES} lines"
+WIDE_FUNCTIONS = f"functions over {MANY_PARAMETERS} positional parameters"
+LARGE_MODULES = f"modules over {LARGE_MODULE_TOKENS:,} tokens"
+ROOM_FIGURES = (TOKENS, LONG_FUNCTIONS, WIDE_FUNCTIONS, LARGE_MODULES)
+
+LIMITS = {
+    "code tokens of core, service and agent": Limit(215_000, 265_000),
+    "code tokens with the lab": Limit(240_000, 310_000),
+    LONG_FUNCTIONS: Limit(22, 22),
+    WIDE_FUNCTIONS: Limit(20, 20),
+    LARGE_MODULES: Limit(7, 7),
+    "planner settings": Limit(18, 19),
+    "service settings": Limit(28, 30),
+    "agent settings": Limit(22, 24),
+    "lines of eplb replay --help": Limit(130, 143),
+    "lines of eplb serve --help": Limit(190, 209),
+    "files of a setting": Limit(13, 13),
+    "types of a setting": Limit(5, 5),
+    "files of a heat report": Limit(18, 18),
+    "types of a heat report": Limit(10, 10),
+    "files of a plan": Limit(25, 25),
+    "types of a plan": Limit(15, 15),
 }
-"""Target sizes. Tests, benchmarks, tools and docs have none: a new test should never need room made for it."""
-CEILINGS = {name: target * 11 // 10 for name, target in TARGETS.items()}
-"""The most that each figure may be: what features bring, they find room for within a tenth."""
-ROOM_FIGURES = ("lines", "modules", "small modules", "public names", "value types", "riddles")
+"""Limits of the product and the lab. Tests, benchmarks, tools and docs have none."""
+
 SETTINGS = {
     "planner settings": ("eplb_core/planner/settings.py", "PlannerSettings"),
     "service settings": ("eplb_service/control/server/settings.py", "ServiceSettings"),
     "agent settings": ("worker_agent/settings.py", "AgentSettings"),
 }
-_RIDDLE = re.compile(r"(What|Whether|Who|How|Which|That|Those|Of)\b")
-_VALUE_BASES = {"NamedTuple", "TypedDict", "BaseModel", "BaseSettings"}
-_DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-
-
-class Source(NamedTuple):
-    """One module: its path below the root, its text and its syntax tree."""
-
-    path: Path
-    text: str
-    tree: ast.Module
-
-    @property
-    def name(self) -> str:
-        """Dotted name of the module."""
-        return ".".join(self.path.with_suffix("").parts)
-
-    @property
-    def lines(self) -> int:
-        """Number of lines."""
-        return self.text.count("\n")
-
-    @property
-    def room(self) -> str:
-        """Package that the module is counted under."""
-        parents = self.path.parent.parts
-        return "/".join(parents[: 3 if parents[1:2] == ("control",) else 2])
 
 
 def main() -> None:
-    """Print the figures per room and in total; exit with 1 where a ceiling is passed."""
-    sources = [read(path) for package in PRODUCT for path in python_files(package)]
+    """Print the figures per room and in total; exit with 1 if a figure exceeds its ceiling."""
+    sources = [Source.read(path) for package in (*PRODUCT, LAB) for path in python_files(package)]
     rooms = room_figures(sources)
-    totals = total_figures(rooms, sources)
-    show(rooms, totals)
-    if over := [name for name, most in CEILINGS.items() if totals[name] > most]:
+    try:
+        totals = total_figures(rooms, sources)
+    except TourError as error:
+        sys.exit(f"make size: {error}; correct the tour in tools/size_tours.py")
+    print_figures(rooms, totals)
+    if over := [name for name, limit in LIMITS.items() if totals[name] > limit.ceiling]:
         sys.exit(f"make size: above the ceiling: {', '.join(over)}")
 
 
-def python_files(folder: str) -> list[Path]:
-    """Python files below a folder, relative to the root, without generated ones."""
-    found = (path.relative_to(ROOT) for path in sorted((ROOT / folder).rglob("*.py")))
-    return [path for path in found if "generated" not in path.parts]
-
-
-def read(path: Path) -> Source:
-    """Read and parse one module."""
-    text = (ROOT / path).read_text()
-    return Source(path, text, ast.parse(text))
-
-
-def room_figures(sources: list[Source]) -> dict[str, dict[str, int]]:
-    """Count ``ROOM_FIGURES`` for each room."""
-    importers = count_importers(sources)
+def room_figures(sources: Iterable[Source]) -> dict[str, Counter[str]]:
+    """Count ``ROOM_FIGURES`` per room."""
     rooms: dict[str, Counter[str]] = defaultdict(Counter)
     for source in sources:
         figures = rooms[source.room]
-        figures["lines"] += source.lines
-        if has_content(source):
-            figures["modules"] += 1
-            figures["small modules"] += source.lines < 110 and importers[source.name] == 1
-        figures["public names"] += sum(
-            isinstance(node, _DEFINITIONS) and not node.name.startswith("_") for node in source.tree.body
-        )
+        tokens = source.code_tokens
+        figures[TOKENS] += tokens
+        figures[LARGE_MODULES] += tokens > LARGE_MODULE_TOKENS
         for node in ast.walk(source.tree):
-            figures["value types"] += isinstance(node, ast.ClassDef) and is_value_type(node)
-            if isinstance(node, (ast.Module, *_DEFINITIONS)):
-                figures["riddles"] += bool(_RIDDLE.match(ast.get_docstring(node) or ""))
-    return {room: {name: rooms[room][name] for name in ROOM_FIGURES} for room in sorted(rooms)}
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                figures[LONG_FUNCTIONS] += line_count(node) > LONG_FUNCTION_LINES
+                figures[WIDE_FUNCTIONS] += positional_parameters(node) > MANY_PARAMETERS
+    return dict(sorted(rooms.items()))
 
 
-def has_content(source: Source) -> bool:
-    """Return whether a module counts as one."""
-    return source.lines > 5 and source.path.name != "__init__.py"
+def line_count(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """Return the number of lines of a function without its docstring and decorators."""
+    assert function.end_lineno is not None
+    lines = function.end_lineno - function.lineno + 1
+    if ast.get_docstring(function) is not None:
+        docstring = function.body[0]
+        assert docstring.end_lineno is not None
+        lines -= docstring.end_lineno - docstring.lineno + 1
+    return lines
 
 
-def count_importers(sources: Iterable[Source]) -> Counter[str]:
-    """Count, for each module, the modules that import it or a name of it."""
-    importers: dict[str, set[Path]] = defaultdict(set)
-    for source in sources:
-        for node in ast.walk(source.tree):
-            if isinstance(node, ast.ImportFrom) and node.module:
-                for name in (node.module, *(f"{node.module}.{alias.name}" for alias in node.names)):
-                    importers[name].add(source.path)
-    return Counter({name: len(paths) for name, paths in importers.items()})
+def positional_parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """Return the number of parameters that can be passed by position, without ``self`` and ``cls``."""
+    names = [parameter.arg for parameter in (*function.args.posonlyargs, *function.args.args)]
+    return len(names) - (names[:1] in (["self"], ["cls"]))
 
 
-def is_value_type(node: ast.ClassDef) -> bool:
-    """Return whether a class only carries fields."""
-    decorators = [ast.unparse(decorator) for decorator in node.decorator_list]
-    bases = {ast.unparse(base).rpartition(".")[2] for base in node.bases}
-    return any("dataclass" in decorator for decorator in decorators) or bool(bases & _VALUE_BASES)
-
-
-def total_figures(rooms: Mapping[str, Mapping[str, int]], sources: list[Source]) -> dict[str, int]:
-    """Sum the rooms and add what is counted once for the whole project; the keys are those of ``CEILINGS``."""
-    total = {name: sum(room[name] for room in rooms.values()) for name in ROOM_FIGURES}
+def total_figures(rooms: Mapping[str, Counter[str]], sources: Iterable[Source]) -> dict[str, int]:
+    """Return every figure of ``LIMITS``, and the code tokens of the lab."""
+    sums = Counter[str]()
+    tokens = Counter[str]()
+    for room, figures in rooms.items():
+        sums.update(figures)
+        tokens[room.partition("/")[0]] += figures[TOKENS]
+    by_path = {source.path.as_posix(): source for source in sources}
     totals = {
-        "product lines": total["lines"],
-        "modules": total["modules"],
-        "small modules": total["small modules"],
-        "public names": total["public names"],
-        "value types": total["value types"],
+        "code tokens of core, service and agent": sum(tokens[package] for package in PRODUCT),
+        "code tokens of the lab": tokens[LAB],
+        "code tokens with the lab": sums[TOKENS],
     }
-    totals |= {name: setting_count(*where, sources) for name, where in SETTINGS.items()}
-    totals |= {f"lines of eplb {name} --help": help_lines(name) for name in ("replay", "serve")}
-    totals["docstrings that open with a riddle"] = total["riddles"]
+    totals |= {name: sums[name] for name in (LONG_FUNCTIONS, WIDE_FUNCTIONS, LARGE_MODULES)}
+    totals |= {
+        name: setting_count(by_path[path], class_name) for name, (path, class_name) in SETTINGS.items()
+    }
+    totals |= {f"lines of eplb {command} --help": help_lines(command) for command in ("replay", "serve")}
     for tour in TOURS:
-        totals |= tour_figures(tour, {source.path.as_posix(): source for source in sources})
+        size = measure(tour, by_path)
+        totals[f"files of {tour.datum}"] = size.files
+        totals[f"types of {tour.datum}"] = size.types
     return totals
 
 
-def setting_count(path: str, name: str, sources: list[Source]) -> int:
+def setting_count(source: Source, class_name: str) -> int:
     """Count the fields of a settings class."""
-    (tree,) = [source.tree for source in sources if source.path.as_posix() == path]
-    (settings,) = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name]
+    (settings,) = (
+        node for node in source.tree.body if isinstance(node, ast.ClassDef) and node.name == class_name
+    )
     fields = [node.target for node in settings.body if isinstance(node, ast.AnnAssign)]
-    return sum(isinstance(target, ast.Name) and target.id != "model_config" for target in fields)
+    return sum(isinstance(field, ast.Name) and field.id != "model_config" for field in fields)
 
 
 def help_lines(command: str) -> int:
     """Count the lines of a command's help at 80 columns."""
     environment = os.environ | {"COLUMNS": "80", "TERMINAL_WIDTH": "80"}
-    done = subprocess.run(
+    shown = subprocess.run(
         [sys.executable, "-m", "eplb_service.cli.main", command, "--help"],
         capture_output=True,
         text=True,
@@ -180,50 +152,28 @@ def help_lines(command: str) -> int:
         env=environment,
         cwd=ROOT,
     )
-    return done.stdout.count("\n")
+    return shown.stdout.count("\n")
 
 
-def tour_figures(tour: Tour, sources: Mapping[str, Source]) -> dict[str, int]:
-    """Walk one tour: each stop must define its name, and neighbouring stops must know of each other.
-
-    Returns the number of files that the tour leads through, and of the types, or names, that its datum has there.
-    """
-    for path, name in tour.stops:
-        if not re.search(
-            rf"\b(def|class) {name}\b|^\s*{name}\b.*[:=]", sources[path].text, flags=re.MULTILINE
-        ):
-            sys.exit(f"make size: {path} does not define {name}, a stop of the tour of {tour.datum}")
-    for before, stop in pairwise(tour.stops):
-        if not (names(sources, before, stop) or names(sources, stop, before)):
-            sys.exit(f"make size: in the tour of {tour.datum} nothing leads from {before} to {stop}")
-    everything = "".join(source.text for source in sources.values())
-    if missing := [name for name in tour.carriers if not re.search(rf"\b{name}\b", everything)]:
-        sys.exit(f"make size: {', '.join(missing)}, which should carry {tour.datum}, cannot be found")
-    return {
-        f"files of {tour.datum}": len({path for path, _ in tour.stops}),
-        f"{tour.carrier_word} of {tour.datum}": len(tour.carriers),
-    }
-
-
-def names(sources: Mapping[str, Source], here: tuple[str, str], there: tuple[str, str]) -> bool:
-    """Return whether the file of one stop imports the file of another, or names its definition."""
-    text = sources[here[0]].text
-    return there[0].removesuffix(".py").replace("/", ".") in text or bool(re.search(rf"\b{there[1]}\b", text))
-
-
-def show(rooms: Mapping[str, Mapping[str, int]], totals: Mapping[str, int]) -> None:
-    """Print the rooms as a table, then each total beside its ceiling."""
+def print_figures(rooms: Mapping[str, Counter[str]], totals: Mapping[str, int]) -> None:
+    """Print a table of the rooms, then each total with its target and ceiling."""
     width = max(map(len, rooms))
-    print(" " * width, *(f"{name:>13}" for name in ROOM_FIGURES))
+    print(" " * width, *ROOM_FIGURES, sep="  ")
     for room, figures in rooms.items():
-        print(f"{room:<{width}}", *(f"{figures[name]:>13,}" for name in ROOM_FIGURES))
+        print(f"{room:<{width}}", *(f"{figures[name]:>{len(name)},}" for name in ROOM_FIGURES), sep="  ")
     print()
-    print(" " * 36, f"{'now':>7}{'target':>9}{'ceiling':>9}")
-    for name, most in CEILINGS.items():
-        above = (
-            "  ABOVE" if totals[name] > most else "  above the target" if totals[name] > TARGETS[name] else ""
-        )
-        print(f"{name:<36} {totals[name]:>7,}{TARGETS[name]:>9,}{most:>9,}{above}")
+    print(f"{'':<40}{'now':>9}{'target':>9}{'ceiling':>9}")
+    for name, value in totals.items():
+        if name not in LIMITS:
+            print(f"{name:<40}{value:>9,}")
+            continue
+        limit = LIMITS[name]
+        note = ""
+        if value > limit.ceiling:
+            note = "  ABOVE THE CEILING"
+        elif value > limit.target:
+            note = "  above the target"
+        print(f"{name:<40}{value:>9,}{limit.target:>9,}{limit.ceiling:>9,}{note}")
 
 
 if __name__ == "__main__":

@@ -120,6 +120,6 @@ class Topology:
         Returns
         -------
         Topology
-            Topology with one node and one token group per rank.
+            Rank ``r`` is token group ``r`` on node 0.
         """
         return cls(np.zeros(ranks, dtype=np.int32), np.arange(ranks, dtype=np.int32))

@@ -7,6 +7,8 @@ from types import ModuleType, SimpleNamespace
 
 import torch
 
+from worker_agent.adapters.sglang.options import SglangOptions
+
 DENSE_LAYERS, MOE_LAYERS, EXPERTS, SLOTS, RANKS = 1, 2, 6, 4, 2
 PHYSICAL = SLOTS * RANKS
 
@@ -126,3 +128,6 @@ def put_modules(monkeypatch, named):
         module = ModuleType(name)
         vars(module).update(contents)
         monkeypatch.setitem(sys.modules, name, module)
+
+
+PLAIN = SglangOptions("dynamic", "none", True, "stat", 8, 8, 1, 1)

@@ -10,14 +10,13 @@ import torch.distributed as dist
 
 from eplb_core.placement import Placement
 from tests.adapters import sglang_fakes as fakes
+from tests.adapters.sglang_fakes import PLAIN
 from tests.agent import live
 from tests.ranks import run_ranks
 from worker_agent.adapters import engine_host
 from worker_agent.adapters.compat import UnsupportedEngineError
 from worker_agent.adapters.sglang.host import SglangHost
 from worker_agent.adapters.sglang.options import SglangOptions
-
-PLAIN = SglangOptions("dynamic", "none", True, "stat", 8, 8, 1, 1)
 
 
 @pytest.mark.parametrize(

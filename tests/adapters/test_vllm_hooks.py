@@ -3,23 +3,15 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from dataclasses import dataclass
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from tests.adapters.sglang_fakes import put_modules
+from tests.adapters.vllm_fakes import EplbConfig, modules, vllm_config
 from worker_agent.adapters import plugins
 from worker_agent.adapters.compat import UnsupportedEngineError
 from worker_agent.adapters.vllm import hooks
-
-VLLM = {"__version__": "0.32.0", "envs": SimpleNamespace(VLLM_USE_V2_MODEL_RUNNER=False)}
-
-
-def modules(monkeypatch, vllm=VLLM, **named):
-    """``vllm``, and other modules by their full names, with what is in each."""
-    put_modules(monkeypatch, {"vllm": vllm, **named})
 
 
 @pytest.mark.parametrize(
@@ -40,19 +32,6 @@ def test_what_no_model_can_be_balanced_with_is_refused(
     modules(monkeypatch, vllm={"__version__": release, "envs": envs})
     with nullcontext() if reason is None else pytest.raises(UnsupportedEngineError, match=reason):
         hooks.refuse_settings(vllm_config(lora, **settings))
-
-
-@dataclass
-class EplbConfig:
-    num_redundant_experts: int = 0
-    step_interval: int = 3000
-    log_balancedness: bool = False
-    communicator: str | None = None
-
-
-def vllm_config(lora=None, **settings):
-    defaults = {"enable_eplb": True, "pipeline_parallel_size": 1, "eplb_config": EplbConfig()}
-    return SimpleNamespace(parallel_config=SimpleNamespace(**defaults | settings), lora_config=lora)
 
 
 class GptOssForCausalLM:

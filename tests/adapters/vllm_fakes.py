@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 import pytest
@@ -100,3 +101,24 @@ def started(place=lambda tensor: tensor, state=None, **changes):
     engine_host.AgentSettings = lambda: live.settings(**changes)
     group = SimpleNamespace(rank_in_group=rank, world_size=RANKS, cpu_group=dist.group.WORLD)
     return state, VllmHost(state, config(), group)
+
+
+VLLM = {"__version__": "0.32.0", "envs": SimpleNamespace(VLLM_USE_V2_MODEL_RUNNER=False)}
+
+
+def modules(monkeypatch, vllm=VLLM, **named):
+    """``vllm``, and other modules by their full names, with what is in each."""
+    put_modules(monkeypatch, {"vllm": vllm, **named})
+
+
+@dataclass
+class EplbConfig:
+    num_redundant_experts: int = 0
+    step_interval: int = 3000
+    log_balancedness: bool = False
+    communicator: str | None = None
+
+
+def vllm_config(lora=None, **settings):
+    defaults = {"enable_eplb": True, "pipeline_parallel_size": 1, "eplb_config": EplbConfig()}
+    return SimpleNamespace(parallel_config=SimpleNamespace(**defaults | settings), lora_config=lora)

@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.agent import live
-from tests.agent.test_heat import CountingLayer
+from tests.agent.counting_layer import CountingLayer
 from tests.ranks import RankFailure, run_ranks
 from worker_agent.agent import Agent
 from worker_agent.forward_clock import ForwardClock, StepTimer, Stopwatch

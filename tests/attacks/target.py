@@ -15,7 +15,7 @@ import grpc
 
 from eplb_core.wire.generated import operator_pb2, operator_pb2_grpc
 from tests.control.fake_group import FakeGroup, FakeRank, first_placement, live_of, skewed_heat
-from tests.control.server.test_credentials import bearer
+from tests.control.server.grpc_calls import bearer
 from tests.e2e.service import Service
 
 LIVE = live_of(first_placement())

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from benchmarks.emulated.__main__ import _BALANCERS, LEFT_ALONE, _figures, table
 from eplb_core.planner.settings import POLICIES
-from tests.demo.test_score import _board as scored_board
+from tests.demo.scored_board import scored_board
 
 
 def test_the_agents_time_counts_for_the_balanced_model_alone() -> None:

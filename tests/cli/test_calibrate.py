@@ -9,7 +9,7 @@ from eplb_service.cli import calibrate
 from eplb_service.cli.main import run
 from tests.cli.published import held
 from tests.cost.curves import H200, plain_rank_us
-from tests.cost.test_measured_table import rows, table
+from tests.cost.kernel_tables import rows, table
 
 
 def test_a_table_becomes_a_curve_file(tmp_path, capsys):

@@ -9,42 +9,8 @@ from pyarrow import parquet
 
 from eplb_core.cost.curve import CostCurve, CurveError
 from eplb_core.cost.fit import curve_from_table
-from tests.cost.curves import FUSED, H200, plain_rank_us
-
-
-def rows(
-    curve: CostCurve,
-    dtype: str = "fp8_block",
-    distribution: str = "uniform",
-    scale: float = 1.0,
-    extra_slots: int = 0,
-):
-    for ranks in (8, 16, 32, 64):
-        for tokens in (4, 32, 256, 2048, 16384, 65536):
-            slots = 256 // ranks + extra_slots
-            choices = tokens * 8 / ranks
-            busy = max(1, min(slots, int(choices)))
-            us = plain_rank_us(curve, [max(1, choices / busy)] * busy, tokens * 8)
-            yield {
-                "device": "NVIDIA H200",
-                "kernel_source": "deepepmoe",
-                "moe_dtype": dtype,
-                "num_tokens": tokens,
-                "hidden_size": 7168,
-                "inter_size": 2048,
-                "topk": 8,
-                "num_experts": 256,
-                "num_slots": slots * ranks,
-                "moe_tp_size": 1,
-                "moe_ep_size": ranks,
-                "distribution": distribution,
-                "latency": us * scale / 1e3,
-            }
-
-
-def table(path, *groups):
-    parquet.write_table(pyarrow.Table.from_pylist([row for group in groups for row in group]), path)
-    return path
+from tests.cost.curves import FUSED, H200
+from tests.cost.kernel_tables import rows, table
 
 
 def test_rows_with_evenly_spread_tokens_give_the_kernel_s_curve(tmp_path):

@@ -14,59 +14,24 @@ from eplb_lab.demo.scoreboard import Scoreboard
 from eplb_lab.demo.stage import DEVICE_TOKENS, Stage
 from eplb_lab.demo.summary import complaint, summarise, table
 from eplb_lab.demo.view import Screen
+from tests.demo.scored_board import LAYERS, RANKS, STEPS, rank_line, scored_board
 
-RANKS, LAYERS, STEPS = 2, 1, 4
-# Rank 0 alone gets all tokens until the layer switches after step 1; then both get half, at twice the pace.
-LIVE = [[40, 0], [40, 0], [20, 20], [20, 20]]
-STILL = [[40, 0]] * STEPS
 STAGE = Stage(
     STEPS, LAYERS, 2, RANKS, 0, "all2allv", "tables", window=2, interval=2, policy="flashlb", seed=0
 )
 
 
-def _line(rank: int, steps: range, **changes: Any) -> dict[str, Any]:
-    rows = [
-        {
-            "live_load": [LIVE[step][rank]],
-            "still_load": [STILL[step][rank]],
-            "source": [[10, 10]],
-            "live_ms": 5.0 + rank,
-            "still_ms": 9.0 + rank,
-            "agent_ms": 0.5 + rank / 10,
-            "tokens": 8,
-            "epoch": int(step >= 1),
-        }
-        for step in steps
-    ]
-    facts = {
-        "layers_switched": int(steps.stop > 1),
-        "experts_received": rank,
-        "bytes_received": 100 * rank,
-        "worst_difference": 1e-7,
-        "largest_output": 2.0,
-        "halted": None,
-    }
-    return {"rank": rank, "steps": rows, **facts, **changes}
-
-
-def _board(**changes: Any) -> Scoreboard:
-    board = Scoreboard(RANKS, LAYERS)
-    for rank in range(RANKS):
-        board.add(_line(rank, range(STEPS), **changes))
-    return board
-
-
 def test_a_step_counts_once_all_ranks_have_reported_it() -> None:
     board = Scoreboard(RANKS, LAYERS)
-    board.add(_line(0, range(0, 4)))
+    board.add(rank_line(0, range(0, 4)))
     assert board.steps == 0
-    board.add(_line(1, range(0, 2)))
+    board.add(rank_line(1, range(0, 2)))
     assert board.steps == 2
     assert board.loads("live").shape == (2, LAYERS, RANKS)
 
 
 def test_both_pars_are_scored_over_the_steps_after_the_first_switch() -> None:
-    figures = summarise(_board(), STAGE)
+    figures = summarise(scored_board(), STAGE)
     assert figures["scored_from_step"] == 2
     assert figures["par_static"] == pytest.approx(2.0)
     assert figures["par_balanced"] == pytest.approx(1.0)
@@ -78,7 +43,7 @@ def test_both_pars_are_scored_over_the_steps_after_the_first_switch() -> None:
     assert rate["without_agent"] == pytest.approx(DEVICE_TOKENS * 16 / 0.010)
     assert rate["with_agent"] == pytest.approx(DEVICE_TOKENS * 16 / 0.0066)
     assert (figures["experts_moved"], figures["bytes_moved"]) == (1, 100)
-    assert complaint(_board(), STAGE) is None
+    assert complaint(scored_board(), STAGE) is None
 
 
 @pytest.mark.parametrize(
@@ -90,25 +55,25 @@ def test_both_pars_are_scored_over_the_steps_after_the_first_switch() -> None:
     ],
 )
 def test_a_run_that_does_not_prove_its_point_says_so(changes: dict[str, Any], message: str) -> None:
-    assert message in str(complaint(_board(**changes), STAGE))
+    assert message in str(complaint(scored_board(**changes), STAGE))
 
 
 def test_grouped_experts_have_nothing_to_switch() -> None:
     grouped = replace(STAGE, dispatcher="moge")
-    assert complaint(_board(layers_switched=0), grouped) is None
-    assert "outputs differ" in str(complaint(_board(worst_difference=0.5), grouped))
+    assert complaint(scored_board(layers_switched=0), grouped) is None
+    assert "outputs differ" in str(complaint(scored_board(worst_difference=0.5), grouped))
 
 
 def test_steps_without_tokens_have_no_par() -> None:
-    assert math.isnan(_board().par("live", STEPS))
-    assert _board().par("live", 2) == pytest.approx(1.0)
+    assert math.isnan(scored_board().par("live", STEPS))
+    assert scored_board().par("live", 2) == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize("split", ["tables", "step"])
 def test_view_and_summary_show_the_figures(split: str) -> None:
     console = Console(record=True, width=140, file=io.StringIO())
-    console.print(Screen(console, None, STEPS).view(_board(), "serving"))
-    console.print(table(summarise(_board(), replace(STAGE, split=split))))
+    console.print(Screen(console, None, STEPS).view(scored_board(), "serving"))
+    console.print(table(summarise(scored_board(), replace(STAGE, split=split))))
     text = console.export_text()
     for shown in ("4/4", "1 experts", "PAR balanced", "█", "serving", "while serving"):
         assert shown in text

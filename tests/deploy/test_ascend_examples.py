@@ -10,9 +10,8 @@ import torch
 import yaml
 
 from tests.deploy.files import DEPLOY, GRPC_PORT, ROOT, load
-from tests.engines.ascend_layers import SLOTS
-from tests.engines.test_ascend_refusals import ascend
-from tests.engines.test_ascend_weights import LISTS, weighted
+from tests.engines.ascend_layers import LISTS, SLOTS, weighted
+from tests.engines.ascend_settings import ascend
 from worker_agent.adapters.compat import UnsupportedEngineError
 from worker_agent.adapters.vllm_ascend.refusals import refuse_settings
 from worker_agent.adapters.vllm_ascend.weights import expert_weights

@@ -13,7 +13,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from eplb_core.wire.generated import operator_pb2, operator_pb2_grpc
 from eplb_service.control.server.service import running_service
 from eplb_service.control.server.settings import SettingsError, load_settings
-from tests.control.server.test_credentials import bearer, code_of
+from tests.control.server.grpc_calls import bearer, code_of
 from tests.deploy.files import DEPLOY, DOCKERFILE, GRPC_PORT, METRICS_PORT, ROOT, load, settings_from
 
 

@@ -10,7 +10,7 @@ import yaml
 
 from eplb_service.control.server.settings import load_settings
 from tests.deploy.files import DEPLOY, load
-from tests.deploy.test_kubernetes_schemas import OPERATOR_SCHEMAS, VERSIONS, WITHOUT_SCHEMA, manifests
+from tests.deploy.manifests import OPERATOR_SCHEMAS, VERSIONS, WITHOUT_SCHEMA, manifests
 
 helm = pytest.importorskip("helm_python", reason="THE CHART IS NOT RENDERED: no helm-python-sdk here")
 

@@ -13,12 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.adapters import test_vllm_hooks as vllm_hooks
-from tests.adapters.test_sglang_host import PLAIN
-from tests.adapters.vllm_fakes import config, layer
-from tests.engines.ascend_layers import SLOTS
-from tests.engines.test_ascend_refusals import ascend
-from tests.engines.test_ascend_weights import LISTS, SCALES, per_expert, weighted
+from tests.adapters.sglang_fakes import PLAIN
+from tests.adapters.vllm_fakes import config, layer, modules, vllm_config
+from tests.engines.ascend_layers import LISTS, SCALES, SLOTS, per_expert, weighted
+from tests.engines.ascend_settings import ascend
 from worker_agent.adapters.compat import UnsupportedEngineError
 from worker_agent.adapters.vllm import hooks
 from worker_agent.adapters.vllm.host import token_group
@@ -73,8 +71,8 @@ def plain(formats: int) -> Probe:
 def vllm(release: str = "0.32.0", second_runner: bool = False, lora: Any = None, **changes: Any) -> Probe:
     def probe(patch: pytest.MonkeyPatch) -> None:
         envs = SimpleNamespace(VLLM_USE_V2_MODEL_RUNNER=second_runner)
-        vllm_hooks.modules(patch, vllm={"__version__": release, "envs": envs})
-        hooks.refuse_settings(vllm_hooks.vllm_config(lora, **changes))
+        modules(patch, vllm={"__version__": release, "envs": envs})
+        hooks.refuse_settings(vllm_config(lora, **changes))
 
     return probe
 

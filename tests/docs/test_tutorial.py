@@ -15,7 +15,7 @@ from eplb_service.control.server.service import running_service
 from eplb_service.io.open_trace import open_trace
 from tests.control.fake_group import FakeGroup, skewed_heat
 from tests.control.server.conftest import logs_on_stderr, warm_kernels  # noqa: F401
-from tests.control.server.test_service import settings, until
+from tests.control.server.service_under_test import settings, until
 
 DOCS = Path(__file__).parents[2] / "docs"
 TEXT = (DOCS / "tutorial.md").read_text()

@@ -6,7 +6,7 @@ import asyncio
 
 from eplb_service.control.server.service import running_service
 from tests.control.server.conftest import logs_on_stderr, warm_kernels  # noqa: F401
-from tests.control.server.test_service import settings
+from tests.control.server.service_under_test import settings
 from tests.e2e import regrouped_host
 from tests.ranks import run_ranks
 

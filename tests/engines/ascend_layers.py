@@ -1,4 +1,6 @@
-"""A layer that counts as vLLM-Ascend's do."""
+"""Layers of vLLM-Ascend: their counters, weights and dispatch."""
+
+import types
 
 import torch
 
@@ -28,3 +30,26 @@ class HostLayer(torch.nn.Module):
 
     def clear_moe_load(self):
         self.moe_load.zero_()
+
+
+def weighted(kind, **tensors):
+    layer = HostLayer(1)
+    layer.quant_type = types.SimpleNamespace(name=kind)
+    for name, tensor in tensors.items():
+        setattr(layer, name, tensor)
+    return layer
+
+
+LISTS = ("w13_weight_list", "w2_weight_list", "w13_weight_scale_fp32_list", "w2_weight_scale_list")
+
+
+def per_expert(*shape):
+    return torch.nn.Parameter(torch.zeros(SLOTS, *shape))
+
+
+SCALES = [torch.ones(2) for _ in range(SLOTS)]
+
+
+def dispatch(layer, ids, mask=None):
+    routing = types.SimpleNamespace(log2phy=layer.log2phy, mc2_mask=mask)
+    return types.SimpleNamespace(topk_ids=torch.tensor(ids), routing=routing)

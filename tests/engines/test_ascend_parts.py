@@ -5,8 +5,8 @@ import types
 import pytest
 import torch
 
-from eplb_core.heat.phase import StepPhase
-from tests.engines.ascend_layers import EXPERTS, SLOTS, HostLayer
+from eplb_core.wire.heat import StepPhase
+from tests.engines.ascend_layers import EXPERTS, SLOTS, HostLayer, dispatch
 from worker_agent.adapters.batch import TokenShare
 from worker_agent.adapters.compat import UnsupportedEngineError
 from worker_agent.adapters.engine_host import noting_batches
@@ -35,11 +35,6 @@ def test_each_pass_has_its_own_row_under_every_heat_policy(policy):
         ]
         assert heat.rings.sources_LWE[index].sum(dim=1).tolist() == [2, 0, 0, 2]
     assert addresses == [layer.moe_load.data_ptr() for layer in layers]
-
-
-def dispatch(layer, ids, mask=None):
-    routing = types.SimpleNamespace(log2phy=layer.log2phy, mc2_mask=mask)
-    return types.SimpleNamespace(topk_ids=torch.tensor(ids), routing=routing)
 
 
 def test_choices_are_counted_in_their_layer_without_padding():

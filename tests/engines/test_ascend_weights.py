@@ -7,7 +7,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from tests.engines.ascend_layers import EXPERTS, SLOTS, HostLayer
+from tests.engines.ascend_layers import EXPERTS, LISTS, SCALES, SLOTS, per_expert, weighted
 from worker_agent.adapters.compat import UnsupportedEngineError
 from worker_agent.adapters.engine_host import HeatRings
 from worker_agent.adapters.vllm_ascend import weights
@@ -20,24 +20,9 @@ from worker_agent.adapters.vllm_ascend.weights import (
 from worker_agent.device import format_of
 
 
-def weighted(kind, **tensors):
-    layer = HostLayer(1)
-    layer.quant_type = types.SimpleNamespace(name=kind)
-    for name, tensor in tensors.items():
-        setattr(layer, name, tensor)
-    return layer
-
-
-LISTS = ("w13_weight_list", "w2_weight_list", "w13_weight_scale_fp32_list", "w2_weight_scale_list")
-
-
 def in_lists():
     """A quantised layer that has a tensor for each expert."""
     return weighted("W8A8", **{name: [torch.zeros(2) for _ in range(SLOTS)] for name in LISTS})
-
-
-def per_expert(*shape):
-    return torch.nn.Parameter(torch.zeros(SLOTS, *shape))
 
 
 def test_weights_are_what_the_kernels_of_each_quantisation_read():
@@ -152,7 +137,6 @@ def test_tensors_that_the_host_replaces_are_noticed():
         layer.expert_weights()
 
 
-SCALES = [torch.ones(2) for _ in range(SLOTS)]
 OTHER_SCALES = [scale.to(torch.bfloat16) for scale in SCALES]
 
 

@@ -14,8 +14,8 @@ from eplb_core.placement import Placement
 from eplb_lab.model.checkpoint import EMBEDDED, Checkpoint
 from eplb_lab.model.expert_parallel import expert_parallel
 from eplb_lab.model.serving import Decoder
+from tests.engines.engine_checks import MAX_LOST
 from tests.engines.environments import ROOT, VLLM_032, python_of
-from tests.engines.test_vllm import MAX_LOST
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(1800)]
 

@@ -13,8 +13,8 @@ from tests.engines.conftest import (
     engine_environment,
     make_agent_site,
 )
+from tests.engines.engine_checks import WITHOUT_WEIGHTS, heat_arrived, in_engine, same_answers, switched
 from tests.engines.environments import SGLANG_0523, python_of
-from tests.engines.test_vllm import WITHOUT_WEIGHTS, heat_arrived, in_engine, same_answers, switched
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(1800)]
 

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import subprocess
 
 import numpy as np
 import pytest
@@ -10,13 +9,17 @@ import pytest
 from eplb_service.cli.main import run
 from eplb_service.io.open_trace import open_trace
 from tests.engines.conftest import TRITON_IN_PYTHON, WHENEVER_IT_MAY, made_checkpoint
-from tests.engines.environments import VLLM_023_SERVED, VLLM_032, VLLM_032_TRITON, python_of
+from tests.engines.engine_checks import (
+    WITHOUT_WEIGHTS,
+    heat_arrived,
+    same_answers,
+    switched,
+)
+from tests.engines.environments import VLLM_023_SERVED, VLLM_032, VLLM_032_TRITON
 from tests.engines.generate_vllm import DIFFERENT_ROUNDS, prompts
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(1800)]
 
-SMALLEST_DIFFERENCE_THAT_MATTERS = 1e-4
-"""Of log-probabilities in float32: sums over experts run in another order where an expert has moved."""
 
 EXPERT_PARALLEL = {"enable_expert_parallel": True, "enable_eplb": True}
 TWO_TENSOR_RANKS = EXPERT_PARALLEL | {
@@ -36,49 +39,13 @@ CASES = {
 """Engine, its parallelism, and the ranks that count tokens: of ranks that route the same ones the first."""
 GATHERS = "0.23-dp2"
 """On CPU its ranks gather all tokens before they route; of such ranks the first counts, where it has tokens itself."""
-WITHOUT_WEIGHTS = {"EPLB_AGENT_VERIFY_TRANSFERS": "false", "EPLB_TEST_COMMIT_WITHOUT_WEIGHTS": "1"}
-"""The defect that every comparison of answers must be able to see; checksums would end the agent before."""
 RECORDED_STEPS = {8: 64, 1: 480}
 """By requests at a time: of one at a time three, as either data rank may have any of them."""
 LOAD = {"requests": 8, "max_tokens": 160, "rounds": 4}
 TRACE = "served.zarr"
-MAX_LOST = 0.5
-"""Steps of heat, of those that arrived: the service shares two cores with the engine's processes."""
 TIES_OF_023 = 1e-3
 """Tokens, of all, that may be further apart where 0.23 runs its torch kernel: one was seen in 15,360, by 0.004, whose
 router has two experts 6e-6 apart."""
-LARGEST_DIFFERENCE_OF_A_TIE = 0.02
-
-
-def same_answers(balanced, alone, most_ties=0.0):
-    assert [ids for ids, _ in balanced] == [ids for ids, _ in alone]
-    apart = sorted(
-        abs(here - there)
-        for (_, some), (_, others) in zip(balanced, alone, strict=True)
-        for here, there in zip(some, others, strict=True)
-    )
-    ties = sum(difference >= SMALLEST_DIFFERENCE_THAT_MATTERS for difference in apart)
-    assert ties <= most_ties * len(apart)
-    assert apart[-1] < LARGEST_DIFFERENCE_OF_A_TIE
-    worst = apart[len(apart) - 1 - ties]
-    print(f"{len(apart)} tokens as the engine alone answers, log-probabilities at most {worst:.2g} apart")
-    if ties:
-        print(f"but for {ties} tokens, {apart[-1]:.2g} at most")
-
-
-def switched(service, least, log):
-    """How many layers have switched; fails with the end of the engine's log where too few have."""
-    status = service.status().status
-    print(f"{status.layers_switched} layer switches, {status.experts_moved} experts moved")
-    assert status.layers_switched >= least, log
-    return status
-
-
-def heat_arrived(status, service):
-    """Beside much other work a few steps may be lost, which is counted; hardly any are."""
-    print(f"{status.steps_received} steps arrived whole, {status.steps_lost} did not")
-    why = [line for line in service.log.read_text().splitlines() if "heat_lost" in line or "agent_" in line]
-    assert status.steps_lost <= MAX_LOST * status.steps_received, "\n".join(why)
 
 
 @pytest.fixture(scope="module")
@@ -291,16 +258,3 @@ def test_no_service_at_all(engine, run_vllm, alone):
     ignored = [line for line in by_level["WARNING"] if "settings of vLLM's own balancer are ignored" in line]
     assert [line.partition("--help): ")[2] for line in ignored] == ["use_async=False"]
     assert warnings.count("no stream to 127.0.0.1:1") >= 2
-
-
-def in_engine(engine, site, code, **environment):
-    """Run ``code`` with the engine's interpreter and the agent on its path."""
-    settings = {"PYTHONPATH": str(site), "VLLM_PLUGINS": "", "PATH": "/usr/bin:/bin", **environment}
-    return subprocess.run(
-        [python_of(engine), "-c", code],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=settings,
-        timeout=600,
-    )

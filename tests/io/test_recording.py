@@ -17,13 +17,12 @@ from eplb_core.wire.heat import HeatReport
 from eplb_service.io import recorder as recorder_module
 from eplb_service.io.open_trace import open_trace
 from eplb_service.io.recorder import Recorder
-from eplb_service.io.trace import PHASES, TraceFacts
+from eplb_service.io.trace import PHASES
 from tests.io import traces
+from tests.io.recorded_trace import EXPERTS, FACTS, LAYERS, RANKS, SLOTS
 from tests.placement.drawn import dealt_one_by_one
 
 ROOT = Path(__file__).parents[2]
-RANKS, SLOTS, LAYERS, EXPERTS = 4, 3, 2, 8
-FACTS = TraceFacts(model="toy", ranks=RANKS, slots=SLOTS)
 LINEAR = Placement.linear(LAYERS, EXPERTS, RANKS, SLOTS)
 OTHER = Placement(np.roll(LINEAR.phy2log_LRS, 1, axis=1), EXPERTS)
 COUNTS_TLRS = np.random.default_rng(1).integers(0, 50, (300, LAYERS, RANKS, SLOTS)).astype(np.int32)
@@ -241,8 +240,11 @@ def test_two_recorders_cannot_write_one_trace():
 
 def test_a_recorder_that_was_killed_leaves_the_trace_to_the_next():
     script = (
-        "import os, tests.io.test_recording as t\n"
-        "recorder = t.Recorder(t.Path('decode.zarr'), t.FACTS, t.LAYERS, t.EXPERTS, 64)\n"
+        "import os\n"
+        "from pathlib import Path\n"
+        "from eplb_service.io.recorder import Recorder\n"
+        "from tests.io.recorded_trace import EXPERTS, FACTS, LAYERS\n"
+        "recorder = Recorder(Path('decode.zarr'), FACTS, LAYERS, EXPERTS, 64)\n"
         "os.kill(os.getpid(), 9)\n"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}

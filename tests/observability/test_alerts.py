@@ -22,7 +22,7 @@ from eplb_service.control.server.plane import deployments
 from eplb_service.control.server.service import RunningService, running_service
 from eplb_service.control.server.store import Store
 from eplb_service.control.server.validity import Validity
-from tests.control.server.test_service import settings
+from tests.control.server.service_under_test import settings
 from tests.observability.prometheus import RATE_SECONDS, RULES, Alert, Prometheus, prometheus
 from tests.observability.scene import TOKEN, Faults, no_heat, other_heat, rejoin, serving
 from tools.dashboard.layout import dashboard

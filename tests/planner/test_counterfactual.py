@@ -12,24 +12,27 @@ from eplb_core.cost.curve import CostCurve
 from eplb_core.cost.moving import NOTHING_MEASURED, SwitchEffect
 from eplb_core.heat.sources import StepTimes
 from eplb_core.heat.window import Window
-from eplb_core.placement import Placement
 from eplb_core.planner.counterfactual import Served, TimePrice, priced, time_price, worth_of
 from eplb_core.planner.decide import plan_afresh
 from eplb_core.planner.plan import Layout
 from eplb_core.planner.score import par_by_step, split_steps, split_us
 from eplb_core.planner.settings import PlannerSettings
-from eplb_core.planner.topology import Topology
-from eplb_core.planner.verdicts import HELPS, NO_GAIN, NOT_MEASURABLE, NOT_MEASURED, Worth
-from eplb_service.io.synthetic import synthetic_heat
+from eplb_core.wire.operator import HELPS, NO_GAIN, NOT_MEASURABLE, NOT_MEASURED, Worth
 from tests.cost.curves import H200, plain_rank_us
+from tests.planner.first_layout import (
+    EXPERTS,
+    FIRST,
+    FOUND,
+    HEAT,
+    LAYERS,
+    RANKS,
+    SETTINGS,
+    SLOTS,
+    STEPS,
+    TOPOLOGY,
+    WINDOW,
+)
 
-RANKS, SLOTS, EXPERTS, LAYERS, STEPS = 4, 5, 16, 2, 48
-SETTINGS = PlannerSettings(threads=1)
-HEAT = synthetic_heat("static", STEPS, LAYERS, EXPERTS, tokens=512, top_k=4, seed=3)
-WINDOW = Window(HEAT)
-FIRST = Placement.linear(LAYERS, EXPERTS, RANKS, SLOTS)
-FOUND = Layout(FIRST, FIRST.default_log2phy())
-TOPOLOGY = Topology.flat(RANKS)
 NOTHING = StepTimes(np.full(STEPS, np.nan), np.full(STEPS, np.nan))
 
 

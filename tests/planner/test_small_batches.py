@@ -14,22 +14,9 @@ from eplb_core.planner.settings import PlannerSettings
 from eplb_core.planner.topology import Topology
 from eplb_lab.bench.scoring import realised_par
 from eplb_service import solve
+from tests.planner.small_batches import EXPERTS, LAYERS, RANKS, SLOTS, routed
 
-EXPERTS, RANKS, SLOTS, LAYERS, CHOICES = 32, 8, 5, 4, 4
 LINEAR = Placement.linear(LAYERS, EXPERTS, RANKS, SLOTS)
-
-
-def routed(steps: int, tokens: int, skew: float = 0.8, seed: int = 0) -> np.ndarray:
-    """Steps of a router that chooses distinct experts, int64 ``[T, L, E]``."""
-    generator = np.random.default_rng([seed, tokens])
-    heat_TLE = np.zeros((steps, LAYERS, EXPERTS), dtype=np.int64)
-    for layer in range(LAYERS):
-        log_E = -skew * np.log(generator.permutation(EXPERTS) + 1.0)
-        score_TNE = log_E + generator.gumbel(size=(steps, tokens, EXPERTS))
-        chosen_TNK = np.argpartition(-score_TNE, CHOICES, axis=2)[:, :, :CHOICES]
-        for step, chosen_NK in enumerate(chosen_TNK):
-            heat_TLE[step, layer] = np.bincount(chosen_NK.ravel(), minlength=EXPERTS)
-    return heat_TLE
 
 
 @pytest.mark.parametrize("tokens", [1, 4, 16, 64, 256])

@@ -16,7 +16,7 @@ from eplb_service.replay.advise import Option, advise, cheapest
 from eplb_service.replay.costs import Costs
 from eplb_service.replay.jobs import replay, scene_for
 from eplb_service.replay.policy import ReplayError, Setup
-from tests.planner.test_small_batches import routed
+from tests.planner.small_batches import routed
 
 SETTINGS = PlannerSettings()
 SKEWED_TLE = synthetic_heat("static", 250, layers=2, experts=32, tokens=2048, top_k=4, seed=2)

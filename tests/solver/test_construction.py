@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from eplb_core.placement import check_layer
 from eplb_core.solver.construction import (
-    Assignment,
     _allot_replicas,
     _greedy_replicas,
     descending,
@@ -22,36 +21,13 @@ from eplb_core.solver.construction import (
     tree_search,
 )
 from eplb_core.solver.evaluation import expert_heat
+from tests.solver.assignment_sums import assert_sums_hold
 from tests.solver.layers_of import PLAIN, Case, cases
 from tests.solver.placed_layer import PlacedLayer
 from tests.solver.slow import construction as slow
 
 SETTINGS = settings(max_examples=80)
 SEEDS = st.integers(0, 2**32 - 1)
-
-
-def assert_sums_hold(assignment: Assignment, layer: PlacedLayer) -> None:
-    """All that an assignment keeps, against its slots and shares and whole episodes."""
-    ranks, experts = layer.case.ranks, layer.case.experts
-    scaled_EN, share_N = layer.heat
-    holds_ER = np.zeros((experts, ranks), dtype=bool)
-    series_RN = np.zeros((ranks, len(share_N)))
-    for r in range(ranks):
-        for expert in assignment.phy2log_RS[r, : assignment.filled_R[r]]:
-            holds_ER[expert, r] = True
-            series_RN[r] += assignment.share_ER[expert, r].astype(float) * scaled_EN[expert]
-    np.testing.assert_array_equal(assignment.holds_ER, holds_ER)
-    assert (assignment.share_ER[~holds_ER] == 0).all()
-    mean_R = series_RN @ share_N
-    centred_EN = scaled_EN - (scaled_EN @ share_N)[:, None]
-    centred_RN = series_RN - mean_R[:, None]
-    scale = max(ranks, 1)
-    np.testing.assert_allclose(assignment.load_R, mean_R, rtol=1e-5, atol=1e-5 * scale)
-    np.testing.assert_allclose(
-        assignment.variance_R, centred_RN**2 @ share_N, rtol=1e-4, atol=1e-5 * scale**2
-    )
-    cross_RE = (centred_RN * share_N) @ centred_EN.T
-    np.testing.assert_allclose(assignment.cross_RE, cross_RE, rtol=1e-4, atol=1e-5 * scale**2)
 
 
 @SETTINGS

@@ -80,9 +80,11 @@ def run_apart(*program: str, **environment: str) -> int:
 
 
 _DECISION = """
-from eplb_core.solver import candidates, layer, warmup, window
+import numpy as np
+from eplb_core.heat.window import Window
 from eplb_core.planner.decide import plan
-from tests.planner.test_counterfactual import *
+from eplb_core.solver import candidates, layer, warmup, window
+from tests.planner.first_layout import FIRST, FOUND, HEAT, SETTINGS, TOPOLOGY
 warmup.warm_up(1)
 kernels = [one for room in (candidates, layer, window) for one in vars(room).values() if hasattr(one, "signatures")]
 before = [len(one.signatures) for one in kernels]

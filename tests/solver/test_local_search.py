@@ -13,11 +13,11 @@ from eplb_core.solver.evaluation import smooth_max_of, smooth_peak, smooth_term
 from eplb_core.solver.local_search import _slots_away, local_search
 from eplb_core.solver.model import homes
 from eplb_core.solver.swaps import MIN_RELIEF
+from tests.solver.assignment_sums import assert_sums_hold
 from tests.solver.layers_of import Case, cases
 from tests.solver.placed_layer import PlacedLayer, random_placement
 from tests.solver.slow import heat
 from tests.solver.slow import local_search as slow
-from tests.solver.test_construction import assert_sums_hold
 
 SEEDS = st.integers(0, 2**32 - 1)
 SETTINGS = settings(max_examples=50)

@@ -23,13 +23,9 @@ from eplb_core.solver.time_costs import (
 )
 from tests.solver.layers_of import Case, cases, shares_of_sources
 from tests.solver.slow import time as plain_time
+from tests.solver.time_curves import CURVE, CURVES, TIMED_KINDS
 
-CURVE = np.array([20.0, 11.6, 5.0, 0.0615])
 TOKENS_ALONE = np.array([0.0, 0.0, 0.0, 1.0])
-CURVES = st.sampled_from(
-    (CURVE, *(np.array(one) for one in ((0.0, 3, 3, 1), (5.0, 0, 0, 0.5), (1.0, 9, 0, 0))))
-)
-TIMED_KINDS = ("even", "skewed", "zero", "one hot", "sparse", "bursty", "alternating")
 SHARES = st.tuples(st.integers(1, 5), st.sampled_from(("uniform", "skewed", "silent")), st.integers(0, 99))
 
 

@@ -31,7 +31,7 @@ from tests.solver.asked import SEARCH, assert_servable
 from tests.solver.layers_of import cases, with_bursts_of
 from tests.solver.placed_layer import deployed_on, random_placement
 from tests.solver.slow import time as plain_time
-from tests.solver.test_time_costs import CURVE, CURVES, TIMED_KINDS
+from tests.solver.time_curves import CURVE, CURVES, TIMED_KINDS
 
 PARAMS = SearchParams(z=1.4, local_search_steps=500, tables=SOLVED, options=SearchOptions(sureness=0.0))
 STAYS = Forecast(np.inf, 0.0)

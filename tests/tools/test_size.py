@@ -1,4 +1,6 @@
-"""The figures of ``make size`` are those of the sources that it reads."""
+"""Tests of ``make size``: code tokens, functions, and tours through the code."""
+
+from __future__ import annotations
 
 import ast
 from pathlib import Path
@@ -6,54 +8,91 @@ from pathlib import Path
 import pytest
 
 from tools import size
-from tools.size_tours import Tour
+from tools.size_tours import Stop, Tour, TourError, TourSize, measure
+from tools.sources import Source
 
 
-def source(path: str, text: str) -> size.Source:
-    return size.Source(Path(path), text, ast.parse(text))
+def source(path: str, text: str) -> Source:
+    return Source(Path(path), text)
 
 
-VALUE = source(
+def function(text: str) -> ast.FunctionDef:
+    (node,) = ast.parse(text).body
+    assert isinstance(node, ast.FunctionDef)
+    return node
+
+
+PLAN = source(
     "eplb_core/wire/plan.py",
-    '''"""What a plan is."""
-from typing import NamedTuple
-
-
-class Plan(NamedTuple):
-    """A plan."""
-
-    epoch: int
-
-
-def _private() -> None:
-    pass
-''',
+    "class Plan:\n    epoch: int\n\n\ndef encode(plan: Plan) -> bytes:\n    return b''\n",
 )
-USER = source(
+GROUP = source(
     "eplb_service/control/core/group.py",
-    "from eplb_core.wire.plan import Plan\n\n\ndef offer(plan: Plan) -> None: ...\n\n\n",
+    "class Group:\n    def offer(self, plan: Plan) -> None:\n        self.plan = plan\n",
 )
+OTHER = source("eplb_service/io/other.py", "def other() -> None: ...\n")
+SOURCES = {module.path.as_posix(): module for module in (PLAN, GROUP, OTHER)}
 
 
-def test_rooms_are_counted() -> None:
-    rooms = size.room_figures([VALUE, USER])
-    assert rooms["eplb_core/wire"] == {
-        "lines": 12,
-        "modules": 1,
-        "small modules": 1,
-        "public names": 1,
-        "value types": 1,
-        "riddles": 1,
-    }
-    assert rooms["eplb_service/control/core"]["small modules"] == 0
+def test_docstrings_comments_and_layout_are_not_code_tokens() -> None:
+    code = source("eplb_core/figures.py", "LIMIT = 3\n")
+    documented = source("eplb_core/figures.py", '"""Limits."""\n\n# A limit.\nLIMIT = 3\n"""The\nlimit."""\n')
+    assert code.code_tokens == documented.code_tokens == 3
 
 
-def test_a_tour_counts_its_files_and_types_and_refuses_what_is_not_there() -> None:
-    lost = source("tools/lost.py", "def lost() -> None: ...\n")
-    sources = {one.path.as_posix(): one for one in (VALUE, USER, lost)}
-    plan, offer = (VALUE.path.as_posix(), "Plan"), (USER.path.as_posix(), "offer")
-    found = size.tour_figures(Tour("a plan", "types", ("Plan",), (plan, offer)), sources)
-    assert found == {"files of a plan": 2, "types of a plan": 1}
-    for stops in (((plan[0], "Gone"),), (offer, ("tools/lost.py", "lost"))):
-        with pytest.raises(SystemExit, match="make size"):
-            size.tour_figures(Tour("a plan", "types", (), stops), sources)
+def test_an_f_string_is_one_token() -> None:
+    assert source("eplb_core/figures.py", "TEXT = f'{1 + 2} of {total!r}'\n").code_tokens == 3
+
+
+def test_a_room_is_two_folders_deep_and_three_below_control() -> None:
+    assert (PLAN.room, GROUP.room) == ("eplb_core/wire", "eplb_service/control/core")
+
+
+def test_rooms_count_tokens_and_functions() -> None:
+    many = ", ".join(f"value_{number}" for number in range(9))
+    long = "".join(f"    step({number})\n" for number in range(50))
+    module = source("eplb_core/wire/long.py", f"def long():\n{long}\n\ndef wide({many}): ...\n")
+    figures = size.room_figures([PLAN, module])["eplb_core/wire"]
+    assert figures[size.TOKENS] == PLAN.code_tokens + module.code_tokens
+    assert (figures[size.LONG_FUNCTIONS], figures[size.WIDE_FUNCTIONS]) == (1, 1)
+    assert figures[size.LARGE_MODULES] == 0
+
+
+def test_a_docstring_does_not_lengthen_a_function() -> None:
+    assert size.line_count(function('def f():\n    """One.\n\n    Two.\n    """\n    return 1\n')) == 2
+
+
+def test_only_positional_parameters_without_self_are_counted() -> None:
+    assert size.positional_parameters(function("def f(self, a, /, b, *rest, c, **others): ...")) == 2
+
+
+def test_a_tour_counts_distinct_files_and_types() -> None:
+    stops = (
+        Stop("eplb_core/wire/plan.py", "Plan"),
+        Stop("eplb_service/control/core/group.py", "Group.offer"),
+        Stop("eplb_service/control/core/group.py", "Group.offer.plan"),
+    )
+    assert measure(Tour("a plan", ("Plan",), stops), SOURCES) == TourSize(2, 1)
+
+
+def test_a_stop_may_be_a_whole_module() -> None:
+    stops = (Stop("eplb_core/wire/plan.py", "Plan"), Stop("eplb_service/control/core/group.py"))
+    assert measure(Tour("a plan", (), stops), SOURCES) == TourSize(2, 0)
+
+
+@pytest.mark.parametrize(
+    ("stops", "types", "message"),
+    [
+        ([("eplb_core/wire/plan.py", "Missing")], (), "does not define Missing"),
+        ([("eplb_core/wire/missing.py", "Plan")], (), "does not exist"),
+        (
+            [("eplb_core/wire/plan.py", "Plan"), ("eplb_service/io/other.py", "other")],
+            (),
+            "no connection from eplb_core/wire/plan.py:Plan to eplb_service/io/other.py:other",
+        ),
+        ([("eplb_core/wire/plan.py", "Plan")], ("RankPlan",), "uses RankPlan"),
+    ],
+)
+def test_a_tour_that_the_code_does_not_take_is_an_error(stops, types, message) -> None:
+    with pytest.raises(TourError, match=message):
+        measure(Tour("a plan", types, tuple(Stop(*stop) for stop in stops)), SOURCES)

@@ -18,7 +18,7 @@ from tests.attacks.attempts.registry import attempt, refused
 from tests.attacks.attempts.requests import MIB, TOO_LARGE, Code, hello_with, refused_after_hello
 from tests.attacks.target import Target
 from tests.control.fake_group import FakeRank
-from tests.control.server.test_silent_callers import CHECK, WATCH
+from tests.control.server.silent_callers import CHECK, WATCH
 
 
 @attempt("noise on 64 connections", "who speaks no HTTP/2 disturbs nobody")

@@ -12,8 +12,8 @@ from eplb_core.wire.generated import operator_pb2
 from tests.attacks import target as to
 from tests.attacks.attempts.registry import attempt
 from tests.attacks.target import Target
-from tests.control.server.test_credentials import bearer
-from tests.control.server.test_silent_callers import CHECK, SECONDS, healthy, served, silent
+from tests.control.server.grpc_calls import bearer
+from tests.control.server.silent_callers import CHECK, SECONDS, healthy, served, silent
 
 NOBODY = "who says nothing keeps nobody out"
 

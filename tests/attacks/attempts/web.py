@@ -8,7 +8,7 @@ from typing import Any
 from tests.attacks import target as to
 from tests.attacks.attempts.registry import attempt
 from tests.attacks.target import Target
-from tests.control.server.test_http_server import get
+from tests.control.server.http_client import get
 
 LIST = "/api/v1/deployments"
 

@@ -12,7 +12,7 @@ from tests.attacks import target as to
 from tests.attacks.attempts.registry import attempt, refused
 from tests.attacks.attempts.requests import LIST, MIB, PAUSE, Code, hello_with, raw_call
 from tests.attacks.target import Target
-from tests.control.server.test_credentials import bearer
+from tests.control.server.grpc_calls import bearer
 
 
 async def _reflection(target: Target) -> Code:

@@ -13,7 +13,7 @@ from eplb_core.solver.warmup import warm_up
 from eplb_service.control.server.service import RunningService, running_service
 from eplb_service.telemetry.logs import configure_logs
 from tests.control.fake_group import FakeGroup
-from tests.control.server.test_service import settings
+from tests.control.server.service_under_test import settings
 
 
 @pytest.fixture(scope="session", autouse=True)

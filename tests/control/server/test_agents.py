@@ -33,7 +33,7 @@ from tests.control.fake_group import (
     live_of,
     skewed_heat,
 )
-from tests.control.server.test_service import settings, until
+from tests.control.server.service_under_test import settings, until
 
 
 async def _listen(heard: list[str]) -> None:

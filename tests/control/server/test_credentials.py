@@ -21,7 +21,8 @@ from eplb_service.control.server.access.gate import Credentials
 from eplb_service.control.server.service import RunningService, running_service
 from eplb_service.control.server.settings import SettingsError, load_settings
 from tests.control.fake_group import FakeRank, first_placement, hello_of, live_of
-from tests.control.server.test_service import settings, until
+from tests.control.server.grpc_calls import bearer, code_of
+from tests.control.server.service_under_test import settings, until
 
 AGENT, OPERATOR, READER = "agent-token-of-16", "operator-token-16", "reader-token-of-16"
 LIVE = live_of(first_placement())
@@ -34,10 +35,6 @@ FILE = f"""
   token_sha256: {hashlib.sha256(OPERATOR.encode()).hexdigest()}
 - {{name: dashboard, role: reader, deployments: [decode], token: {READER}}}
 """
-
-
-def bearer(token: str) -> tuple[tuple[str, str], ...]:
-    return (("authorization", f"Bearer {token}"),)
 
 
 @pytest.fixture
@@ -54,14 +51,6 @@ async def serving(**flags: Any) -> AsyncIterator[tuple[RunningService, grpc.aio.
         grpc.aio.insecure_channel(service.address) as channel,
     ):
         yield service, channel
-
-
-async def code_of(call: Any) -> grpc.StatusCode:
-    try:
-        await call
-    except grpc.aio.AioRpcError as error:
-        return error.code()
-    return grpc.StatusCode.OK
 
 
 async def orders(channel: grpc.aio.Channel, token: str, deployment: str) -> list[grpc.StatusCode]:

@@ -38,8 +38,8 @@ from tests.control.fake_group import (
     live_of,
     skewed_heat,
 )
-from tests.control.server.test_http_server import scrape
-from tests.control.server.test_service import settings, tick, until
+from tests.control.server.http_client import scrape
+from tests.control.server.service_under_test import settings, tick, until
 
 
 def deployment_of(service: RunningService) -> Deployment:

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 import gzip
 import http.client
-import json
 import math
 import shutil
 import socket
 import ssl
 from pathlib import Path
-from typing import Any
 
 import grpc
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 
 from eplb_core.wire.generated import agent_pb2, operator_pb2, operator_pb2_grpc
 from eplb_core.wire.plan import RankPlan
@@ -24,42 +20,13 @@ from eplb_service.control.server.service import RunningService, running_service
 from eplb_service.control.server.web import http_server
 from tests.control.fake_group import BYTES_PER_EXPERT, LAYERS, RANKS, FakeGroup, skewed_heat
 from tests.control.server.certificates import Authority
-from tests.control.server.test_service import settings, tick, until
+from tests.control.server.http_client import get, scrape
+from tests.control.server.service_under_test import settings, tick, until
 
 CREDENTIALS = """
 - {name: looker, role: reader, deployments: [decode], token: reader-0123456789}
 - {name: ranks, role: agent, deployments: ['*'], token: agent-0123456789}
 """
-
-
-class Answer:
-    def __init__(self, answer: http.client.HTTPResponse) -> None:
-        self.status, self.headers, self.body = answer.status, answer.headers, answer.read()
-
-    @property
-    def document(self) -> Any:
-        return json.loads(self.body)
-
-
-def _get(address: str, path: str, method: str, headers: dict[str, str], context: Any) -> Answer:
-    host, _, port = address.rpartition(":")
-    if context is None:
-        connection: Any = http.client.HTTPConnection(host, int(port), timeout=20)
-    else:
-        connection = http.client.HTTPSConnection("localhost", int(port), timeout=20, context=context)
-    try:
-        connection.request(method, path, headers=headers)
-        return Answer(connection.getresponse())
-    finally:
-        connection.close()
-
-
-async def get(
-    address: str, path: str, *, token: str = "", method: str = "GET", context: Any = None, **headers: str
-) -> Answer:
-    if token:
-        headers["Authorization"] = f"Bearer {token}"
-    return await asyncio.to_thread(_get, address, path, method, headers, context)
 
 
 async def balanced(service: RunningService, group: FakeGroup) -> list[RankPlan]:
@@ -201,18 +168,6 @@ async def test_the_page_has_an_address_of_its_own_with_tls(tmp_path: Path) -> No
             stub = operator_pb2_grpc.OperatorServiceStub(channel)
             bearer = (("authorization", "Bearer right"),)
             assert await stub.ListDeployments(operator_pb2.ListDeploymentsRequest(), metadata=bearer)
-
-
-Samples = dict[tuple[str, tuple[str, ...]], float]
-
-
-async def scrape(service: RunningService) -> Samples:
-    text = (await get(service.metrics_address, "/metrics")).body.decode()
-    return {
-        (sample.name, tuple(sample.labels.values())): sample.value
-        for family in text_string_to_metric_families(text)
-        for sample in family.samples
-    }
 
 
 async def test_a_scrape_shows_what_happened(service: RunningService, group: FakeGroup) -> None:

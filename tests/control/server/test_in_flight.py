@@ -16,8 +16,8 @@ from eplb_service.control.server.access.quotas import Turns
 from eplb_service.control.server.service import RunningService, running_service
 from eplb_service.telemetry.logs import BoundedLog
 from tests.control.fake_group import FakeGroup, FakeRank, first_placement, hello_of, live_of, refusal_of
-from tests.control.server.test_http_server import scrape
-from tests.control.server.test_service import settings, until
+from tests.control.server.http_client import scrape
+from tests.control.server.service_under_test import settings, until
 
 LIVE = live_of(first_placement())
 MIB = 1 << 20

@@ -7,7 +7,6 @@ import http.client
 import shutil
 import ssl
 from pathlib import Path
-from typing import Any
 
 import grpc
 import pytest
@@ -19,35 +18,18 @@ from eplb_service.control.server.settings import SettingsError
 from tests.agent import live as agents
 from tests.control.fake_group import BYTES_PER_EXPERT, EXPERTS, LAYERS, RANKS, SLOTS, first_placement
 from tests.control.server.certificates import Authority
-from tests.control.server.test_http_server import get
-from tests.control.server.test_service import settings, until
+from tests.control.server.http_client import get
+from tests.control.server.mutual_tls import flags, replace_file
+from tests.control.server.service_under_test import settings, until
 from worker_agent.stream import Outbox, ServiceStream
 from worker_agent.swap.rank_layout import Identity, RankLayout
 
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="makes certificates with openssl")
 
-CREDENTIALS = """
-- {name: decode-agents, role: agent, deployments: [decode], certificate: decode.agents}
-- {name: prefill-agents, role: agent, deployments: [prefill], certificate: prefill.agents}
-- {name: on-call, role: operator, deployments: ['*'], certificate: on-call}
-"""
-
 
 @pytest.fixture
 def authority(tmp_path: Path) -> Authority:
     return Authority(tmp_path / "ours")
-
-
-def flags(folder: Path, authority: Authority) -> dict[str, Any]:
-    (folder / "credentials.yaml").write_text(CREDENTIALS)
-    certificate, key = authority.sign("localhost")
-    return {
-        "listen": "127.0.0.1:0",
-        "tls_cert": certificate,
-        "tls_key": key,
-        "tls_client_ca": authority.ca,
-        "credentials": folder / "credentials.yaml",
-    }
 
 
 def agent(service: RunningService, ca: Path, proof: tuple[Path, Path]) -> ServiceStream:
@@ -134,8 +116,8 @@ async def test_certificates_of_both_sides_rotate_without_a_restart(
             (renewed.sign("decode.agents"), (certificate, key)),
         ):
             for new, old in zip(source, target, strict=True):
-                _replace(old, new.read_bytes())
-        _replace(authority.ca, renewed.ca.read_bytes())
+                replace_file(old, new.read_bytes())
+        replace_file(authority.ca, renewed.ca.read_bytes())
         assert stream.connected
         await asyncio.to_thread(stream.close, 5)
         again = agent(service, authority.ca, (certificate, key))
@@ -160,15 +142,15 @@ async def test_a_renewal_that_is_half_done_shows_the_pair_before(
         (before,) = await all_show()
         renewed = Authority(tmp_path / "renewed")
         certificate, key = renewed.sign("localhost")
-        _replace(given["tls_key"], key.read_bytes())
+        replace_file(given["tls_key"], key.read_bytes())
         for _ in range(3):
             assert await all_show() == {before}
-        _replace(given["tls_cert"], b"-----BEGIN CERTIFICATE-----")
+        replace_file(given["tls_cert"], b"-----BEGIN CERTIFICATE-----")
         assert await all_show() == {before}
         given["tls_cert"].unlink()
         assert await all_show() == {before}
         # The authority has not changed, and would not vouch for this one.
-        _replace(given["tls_cert"], certificate.read_bytes())
+        replace_file(given["tls_cert"], certificate.read_bytes())
         after = {await asyncio.to_thread(shown, address) for address in listeners}
         assert len(after) == 1
         assert before not in after
@@ -200,10 +182,3 @@ def shown(address: str) -> str:
     """The certificate that a listener shows."""
     host, _, port = address.rpartition(":")
     return ssl.get_server_certificate((host, int(port)), timeout=20)
-
-
-def _replace(path: Path, content: bytes) -> None:
-    """As a renewal does it: whole or not at all."""
-    new = path.with_suffix(".new")
-    new.write_bytes(content)
-    new.rename(path)

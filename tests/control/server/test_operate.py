@@ -14,7 +14,6 @@ import pytest_asyncio
 
 from eplb_core.wire.fields import MAX_VERSION
 from eplb_core.wire.generated import agent_pb2
-from eplb_service.cli.main import run
 from eplb_service.control.core.leader import term_at
 from eplb_service.control.server.service import RunningService, running_service
 from tests.cli.published import held
@@ -31,8 +30,9 @@ from tests.control.fake_group import (
     live_of,
     skewed_heat,
 )
-from tests.control.server.test_http_server import scrape
-from tests.control.server.test_service import settings, tick, until
+from tests.control.server.command_line import eplb
+from tests.control.server.http_client import scrape
+from tests.control.server.service_under_test import settings, tick, until
 
 
 @pytest_asyncio.fixture
@@ -41,10 +41,6 @@ async def group(service: RunningService, group: FakeGroup) -> FakeGroup:
     await group.send_heat(skewed_heat(8))
     await until(lambda: service.plane.deployments["decode"].totals.steps_received == 8)
     return group
-
-
-async def eplb(group: FakeGroup, *arguments: str) -> int:
-    return await asyncio.to_thread(run, [*arguments, "--address", group.address])
 
 
 async def test_deployments(group: FakeGroup, capsys: pytest.CaptureFixture[str]) -> None:

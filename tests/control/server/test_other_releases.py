@@ -15,7 +15,7 @@ from eplb_core.wire.generated import agent_pb2, operator_pb2, operator_pb2_grpc
 from eplb_service.control.server.service import running_service
 from tests.control.fake_group import FakeGroup, FakeRank, skewed_heat
 from tests.control.server.conftest import logs_on_stderr, warm_kernels  # noqa: F401
-from tests.control.server.test_service import settings
+from tests.control.server.service_under_test import settings
 
 NEWER_FIELD = bytes([0xF2, 0x7D, 3]) + b"new"
 """Field 2014 with three bytes, as a later release may have one."""

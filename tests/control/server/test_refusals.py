@@ -30,7 +30,7 @@ from tests.control.fake_group import (
     live_of,
     skewed_heat,
 )
-from tests.control.server.test_service import settings, tick, until
+from tests.control.server.service_under_test import settings, tick, until
 
 Spoil = Callable[[agent_pb2.Hello], None]
 

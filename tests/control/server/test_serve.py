@@ -18,7 +18,7 @@ from eplb_service.control.server.service import running_service
 from eplb_service.control.server.settings import SettingsError
 from eplb_service.control.server.store_file import StoreError
 from tests.control.server.certificates import Authority
-from tests.control.server.test_service import settings
+from tests.control.server.service_under_test import settings
 
 ADDRESSES = ["--listen", "127.0.0.1:0", "--metrics", "127.0.0.1:0"]
 COMMAND = [sys.executable, "-m", "eplb_service.cli.main", "serve", *ADDRESSES]

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import gc
 import sqlite3
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -24,9 +22,7 @@ from eplb_service.control.core.health import problems
 from eplb_service.control.core.plan_tracker import Outcome
 from eplb_service.control.server.deciding import decider
 from eplb_service.control.server.listening import ListenError
-from eplb_service.control.server.plane.control_plane import ControlPlane
 from eplb_service.control.server.service import RunningService, running_service
-from eplb_service.control.server.settings import ServiceSettings
 from tests.control.fake_group import (
     BYTES_PER_EXPERT,
     LAYERS,
@@ -38,33 +34,7 @@ from tests.control.fake_group import (
     live_of,
     skewed_heat,
 )
-
-
-def settings(**changes: Any) -> ServiceSettings:
-    values: dict[str, Any] = {
-        "listen": "127.0.0.1:0",
-        "metrics": "127.0.0.1:0",
-        "store": ":memory:",
-        "window_steps": 32,
-        "decision_interval": 32,
-        "report_steps": 8,
-        "threads": 1,
-    }
-    return ServiceSettings(**{**values, **changes})
-
-
-def tick(plane: ControlPlane) -> None:
-    """Have the service do what it does every second."""
-    for _ in plane.ticking():
-        pass
-
-
-async def until(true: Callable[[], bool], seconds: float = 60.0) -> None:
-    async def poll() -> None:
-        while not true():
-            await asyncio.sleep(0.01)
-
-    await asyncio.wait_for(poll(), seconds)
+from tests.control.server.service_under_test import settings, tick, until
 
 
 async def test_streams_that_have_come_are_left_out_of_garbage_collections(

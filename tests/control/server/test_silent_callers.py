@@ -4,65 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from eplb_core.wire.generated import operator_pb2, operator_pb2_grpc
 from eplb_service.control.server.access import quotas
 from eplb_service.control.server.service import running_service
 from eplb_service.control.server.web import http_server
-from tests.control.fake_group import FakeRank, first_placement, hello_of, live_of
-from tests.control.server.test_credentials import bearer
-from tests.control.server.test_http_server import get
-from tests.control.server.test_service import settings
+from tests.control.fake_group import FakeRank, hello_of
+from tests.control.server.grpc_calls import bearer
+from tests.control.server.http_client import get
+from tests.control.server.service_under_test import settings
+from tests.control.server.silent_callers import APART, CHECK, LIVE, SECONDS, WATCH, healthy, served, silent
 
-LIVE = live_of(first_placement())
-CHECK, WATCH = "/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch"
 AGENT, READER = "agent-0123456789", "reader-0123456789"
 CREDENTIALS = f"""
 - {{name: ranks, role: agent, deployments: ['*'], token: {AGENT}}}
 - {{name: looker, role: reader, deployments: ['*'], token: {READER}}}
 """
-APART = [("grpc.use_local_subchannel_pool", 1)]
-"""A channel with a connection of its own."""
 OPENED = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes.fromhex("000000040000000000 000000040100000000")
 """Preface, settings and their acknowledgement: an HTTP/2 connection that is up, and asks for nothing."""
-SECONDS = 8.0
-"""Far more than an honest call takes, and less than a silent one may last."""
-
-
-@asynccontextmanager
-async def silent(address: str, method: str, calls: int) -> AsyncIterator[list[Any]]:
-    """So many calls on one connection that never send their request."""
-    async with grpc.aio.insecure_channel(address, APART) as channel:
-        opened = [channel.stream_unary(method)() for _ in range(calls)]
-        await asyncio.gather(*(call.wait_for_connection() for call in opened[:1]))
-        await asyncio.sleep(0.2)
-        yield opened
-
-
-async def healthy(address: str) -> bool:
-    async with grpc.aio.insecure_channel(address) as channel:
-        request = health_pb2.HealthCheckRequest(service="liveness")
-        answer = await health_pb2_grpc.HealthStub(channel).Check(request, timeout=SECONDS)
-    return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
-
-
-async def served(address: str, agent: Any = None, reader: Any = None) -> None:
-    """A rank is welcomed, and an operator's question answered."""
-    async with grpc.aio.insecure_channel(address) as channel:
-        rank = FakeRank(channel, 0, agent)
-        rank.patience = SECONDS
-        assert (await rank.greet(hello_of(LIVE, 0))).heartbeat_seconds
-        stub = operator_pb2_grpc.OperatorServiceStub(channel)
-        await stub.ListDeployments(operator_pb2.ListDeploymentsRequest(), metadata=reader, timeout=SECONDS)
-        rank.call.cancel()
 
 
 @pytest.fixture

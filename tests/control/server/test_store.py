@@ -18,7 +18,6 @@ import pytest
 
 from eplb_core.planner.plan import Layout
 from eplb_core.wire.generated import operator_pb2
-from eplb_service.control.core.deployment import Totals
 from eplb_service.control.core.health import problems
 from eplb_service.control.core.plan_tracker import Outcome, PlanTracker
 from eplb_service.control.server import store as store_module
@@ -27,7 +26,8 @@ from eplb_service.control.server.store import Store, StoredDeployment
 from eplb_service.control.server.store_file import MEMORY, StoreError
 from tests.control.core.story import decision_of
 from tests.control.fake_group import FakeGroup, first_placement, live_of
-from tests.control.server.test_service import settings, tick, until
+from tests.control.server.service_under_test import settings, tick, until
+from tests.control.server.stored_deployment import STORED
 
 LIVE = live_of(first_placement())
 
@@ -97,9 +97,6 @@ def test_a_plan_is_found_with_its_outcome_and_verdicts(path: str) -> None:
     assert (newest.outcome, newest.reason) == (Outcome.INTERRUPTED.value, "the service stopped")
 
 
-STORED = StoredDeployment("decode", True, 9, Totals(3, 4, 5, 6, 7), "kept", 12, (1 << 64) - 1, 3, 8, 4, 3)
-
-
 def test_a_deployment_is_found_as_it_was_left(path: str) -> None:
     store = Store(path)
     store.save_deployment(StoredDeployment("decode"))
@@ -116,7 +113,8 @@ def test_a_deployment_is_found_as_it_was_left(path: str) -> None:
 def test_a_killed_writer_leaves_a_whole_store(path: str) -> None:
     script = (
         "import os, sys\n"
-        "from tests.control.server.test_store import STORED, Store\n"
+        "from eplb_service.control.server.store import Store\n"
+        "from tests.control.server.stored_deployment import STORED\n"
         f"store = Store({path!r})\n"
         "store.save_deployment(STORED)\n"
         "store._db.execute('BEGIN'); store._db.execute('DELETE FROM deployments')\n"
@@ -385,7 +383,8 @@ def killed_with(path: str, *, order: bool = False) -> None:
     script = (
         "import os\n"
         "from dataclasses import replace\n"
-        "from tests.control.server.test_store import STORED, Store\n"
+        "from eplb_service.control.server.store import Store\n"
+        "from tests.control.server.stored_deployment import STORED\n"
         f"store = Store({path!r})\n"
         "for number in range(12): store.save_deployment(replace(STORED, name=f'deployment-{number}'))\n"
         f"if {order}: store.make_durable()\n"

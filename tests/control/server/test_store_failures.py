@@ -26,7 +26,7 @@ from eplb_service.control.server.store import Store, StoredDeployment, StoreWrit
 from eplb_service.control.server.store_file import StoreError
 from tests.control.core.story import decision_of
 from tests.control.fake_group import FakeGroup, first_placement, live_of
-from tests.control.server.test_service import settings, until
+from tests.control.server.service_under_test import settings, until
 
 LIVE = live_of(first_placement())
 

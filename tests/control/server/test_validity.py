@@ -11,8 +11,8 @@ import pytest
 from eplb_service.control.server.service import running_service
 from eplb_service.control.server.validity import Validity, first_to_expire
 from tests.control.server.certificates import Authority
-from tests.control.server.test_mutual_tls import _replace, flags
-from tests.control.server.test_service import settings, until
+from tests.control.server.mutual_tls import flags, replace_file
+from tests.control.server.service_under_test import settings, until
 
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="makes certificates with openssl")
 DAY = 86400.0
@@ -58,8 +58,8 @@ async def test_a_service_reports_a_certificate_that_expires_until_it_is_renewed(
 ) -> None:
     given = flags(tmp_path, authority)
     certificate, key = authority.sign("localhost", expired=True)
-    _replace(given["tls_cert"], certificate.read_bytes())
-    _replace(given["tls_key"], key.read_bytes())
+    replace_file(given["tls_cert"], certificate.read_bytes())
+    replace_file(given["tls_key"], key.read_bytes())
     async with running_service(settings(**given)) as service:
         deployment = service.plane._known.add("decode")
 
@@ -75,6 +75,6 @@ async def test_a_service_reports_a_certificate_that_expires_until_it_is_renewed(
         assert sample("eplb_certificate_expiry_seconds") < 0  # type: ignore[operator]
         assert sample("eplb_certificate_expires_soon", "tls_client_ca") == 0
         for new, old in zip(authority.sign("localhost"), (given["tls_cert"], given["tls_key"]), strict=True):
-            _replace(old, new.read_bytes())
+            replace_file(old, new.read_bytes())
         await until(lambda: listed() == [] and sample("eplb_certificate_expires_soon") == 0)
         assert sample("eplb_certificate_expiry_seconds") == pytest.approx(2 * DAY, abs=300)

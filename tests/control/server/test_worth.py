@@ -20,9 +20,9 @@ from eplb_service.control.core.deployment import Deployment
 from eplb_service.control.core.errors import ConflictError
 from eplb_service.control.server.service import RunningService, running_service
 from tests.control.fake_group import EXPERTS, LAYERS, SLOTS, STEP_MICROS, FakeGroup, heat_report, skewed_heat
+from tests.control.server.command_line import eplb
 from tests.control.server.conftest import settings
-from tests.control.server.test_operate import eplb
-from tests.control.server.test_service import tick, until
+from tests.control.server.service_under_test import tick, until
 
 Times = Callable[[np.ndarray], np.ndarray]
 """Microseconds of steps from the tokens of each layer's most loaded rank, summed over layers, ``[T]``."""

@@ -8,8 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.engines.ascend_layers import EXPERTS, SLOTS, HostLayer
-from tests.engines.test_ascend_parts import dispatch
+from tests.engines.ascend_layers import EXPERTS, SLOTS, HostLayer, dispatch
 from tests.moe.torch_npu.native import NATIVE, Launched
 from worker_agent.adapters import engine_host
 from worker_agent.adapters.vllm_ascend.host import _HostHeat

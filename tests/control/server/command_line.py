@@ -1,0 +1,14 @@
+"""The `eplb` command against the service of a fake group."""
+
+from __future__ import annotations
+
+import asyncio
+
+from eplb_service.cli.main import run
+from tests.control.fake_group import (
+    FakeGroup,
+)
+
+
+async def eplb(group: FakeGroup, *arguments: str) -> int:
+    return await asyncio.to_thread(run, [*arguments, "--address", group.address])

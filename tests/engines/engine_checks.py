@@ -1,0 +1,57 @@
+"""Checks of answers, switches and heat shared by the tests of real engines."""
+
+import subprocess
+
+from tests.engines.environments import python_of
+
+SMALLEST_DIFFERENCE_THAT_MATTERS = 1e-4
+"""Of log-probabilities in float32: sums over experts run in another order where an expert has moved."""
+WITHOUT_WEIGHTS = {"EPLB_AGENT_VERIFY_TRANSFERS": "false", "EPLB_TEST_COMMIT_WITHOUT_WEIGHTS": "1"}
+"""The defect that every comparison of answers must be able to see; checksums would end the agent before."""
+MAX_LOST = 0.5
+"""Steps of heat, of those that arrived: the service shares two cores with the engine's processes."""
+LARGEST_DIFFERENCE_OF_A_TIE = 0.02
+
+
+def same_answers(balanced, alone, most_ties=0.0):
+    assert [ids for ids, _ in balanced] == [ids for ids, _ in alone]
+    apart = sorted(
+        abs(here - there)
+        for (_, some), (_, others) in zip(balanced, alone, strict=True)
+        for here, there in zip(some, others, strict=True)
+    )
+    ties = sum(difference >= SMALLEST_DIFFERENCE_THAT_MATTERS for difference in apart)
+    assert ties <= most_ties * len(apart)
+    assert apart[-1] < LARGEST_DIFFERENCE_OF_A_TIE
+    worst = apart[len(apart) - 1 - ties]
+    print(f"{len(apart)} tokens as the engine alone answers, log-probabilities at most {worst:.2g} apart")
+    if ties:
+        print(f"but for {ties} tokens, {apart[-1]:.2g} at most")
+
+
+def switched(service, least, log):
+    """How many layers have switched; fails with the end of the engine's log where too few have."""
+    status = service.status().status
+    print(f"{status.layers_switched} layer switches, {status.experts_moved} experts moved")
+    assert status.layers_switched >= least, log
+    return status
+
+
+def heat_arrived(status, service):
+    """Beside much other work a few steps may be lost, which is counted; hardly any are."""
+    print(f"{status.steps_received} steps arrived whole, {status.steps_lost} did not")
+    why = [line for line in service.log.read_text().splitlines() if "heat_lost" in line or "agent_" in line]
+    assert status.steps_lost <= MAX_LOST * status.steps_received, "\n".join(why)
+
+
+def in_engine(engine, site, code, **environment):
+    """Run ``code`` with the engine's interpreter and the agent on its path."""
+    settings = {"PYTHONPATH": str(site), "VLLM_PLUGINS": "", "PATH": "/usr/bin:/bin", **environment}
+    return subprocess.run(
+        [python_of(engine), "-c", code],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=settings,
+        timeout=600,
+    )
