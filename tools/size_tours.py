@@ -39,7 +39,7 @@ TOURS = (
             ("eplb_core/planner/settings.py", "min_gain"),
             (f"{_SERVER}/deciding/computing.py", "decide"),
             ("eplb_core/planner/decide.py", "plan"),
-            ("eplb_core/planner/request.py", "solve_picked"),
+            ("eplb_core/planner/solver_call.py", "solve_layers"),
             ("eplb_core/solver/engine.py", "solve_many"),
             ("eplb_core/solver/layer.py", "solve_layer"),
         ),

@@ -206,8 +206,8 @@ def test_external_policies():
         ("absent_module:f", "cannot import 'absent_module'"),
         (f"{__name__}:absent", "has no function 'absent'"),
         (f"{__name__}:broken", r"failed \(RuntimeError: no licence\)"),
-        (f"{__name__}:absurd", "answered no placement .*expert 1 is in no slot"),
-        (f"{__name__}:wrong_tables", "answered no placement .*does not hold it"),
+        (f"{__name__}:absurd", "returned no valid placement .*expert 1 is in no slot"),
+        (f"{__name__}:wrong_tables", "returned no valid placement .*does not hold it"),
     ],
 )
 def test_policies_that_fail_are_reported_in_one_line(name, message):
