@@ -39,7 +39,7 @@ REFUSED = (
     ("solve", "--heat idle.npz", "all of its 20 steps hold zero tokens"),
     ("solve", "--placement absent.json", "No such file"),
     ("solve", "--placement layers.npz", "layers"),
-    ("replay", "--window 100", "the trace has 100 steps, a window of 100 leaves none"),
+    ("replay", "--window 100", "the trace has 100 steps, so a first window of 100 leaves no step to score"),
     ("replay", "--interval 40,few", "'--interval'"),
     ("replay", "--policy absent:f", "policy absent:f: cannot import 'absent'"),
     ("replay", "--policy none,greedy", "--policy names 'greedy'; choose among none, deepseek,"),
