@@ -13,7 +13,7 @@ from rich.console import Console
 
 from eplb_core.atomic_write import check_output
 from eplb_core.placement import PlacementError
-from eplb_core.planner.settings import NumberOrAuto, number_or_auto, planner_options, planner_settings
+from eplb_core.planner.settings import NumberOrAuto, number_or_auto, offline_options, planner_settings
 from eplb_service.cli.options import JSON, SEVERAL, UserError, argument, option, takes_options, whole_numbers
 from eplb_service.cli.output import figure, output_console, print_json, table_of, write_json
 from eplb_service.cli.replay import INTERVAL, OUT, TERMS, WINDOW, figures_table, policies_of, policy_figures
@@ -40,7 +40,6 @@ if TYPE_CHECKING:
 
     Row = Mapping[str, Any]
 
-_BOOLEANS = {"on": True, "off": False}
 _VARIED = "What is varied"
 
 
@@ -132,7 +131,7 @@ def sweep(
 def _choices(texts: Sequence[str]) -> dict[str, list[Any]]:
     """Values of each setting of --set; raises ``UserError`` where one is none."""
     left_out = {"policy", "threads", "cost_curve"}
-    variable = {one.name: one for one in planner_options() if one.name not in left_out}
+    variable = {one.name: one for one in offline_options() if one.name not in left_out}
     found: dict[str, list[Any]] = {}
     for text in texts:
         name, equals, values = text.partition("=")
@@ -148,12 +147,9 @@ def _choices(texts: Sequence[str]) -> dict[str, list[Any]]:
 def _value(setting: Field[Any], text: str) -> Any:
     kind = setting.metadata["kind"]
     try:
-        if kind == NumberOrAuto:
-            return number_or_auto(text)
-        return _BOOLEANS[text.lower()] if kind is bool else kind(text)
-    except (ValueError, KeyError):
-        expected = "on or off" if kind is bool else "a number"
-        raise UserError(f"--set {setting.name}: {text!r} is not {expected}") from None
+        return number_or_auto(text) if kind == NumberOrAuto else kind(text)
+    except ValueError:
+        raise UserError(f"--set {setting.name}: {text!r} is not a number") from None
 
 
 def _run(cells: Sequence[SweepCell], workers: int | None, ray: str | None) -> tuple[list[Row], bool]:

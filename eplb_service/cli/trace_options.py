@@ -17,7 +17,7 @@ from eplb_core.heat.window import HeatError
 from eplb_core.placement import Int32, Placement, PlacementError
 from eplb_core.planner.price import SplitCost
 from eplb_core.planner.request import groups_on_nodes
-from eplb_core.planner.settings import PlannerSettings, planner_options
+from eplb_core.planner.settings import PlannerSettings, offline_options, planner_options
 from eplb_core.planner.topology import Topology
 from eplb_service.cli.options import (
     SEVERAL,
@@ -272,11 +272,11 @@ class CostOptions:
 
 
 def planner_flags(*without: str) -> list[inspect.Parameter]:
-    """An option for each setting of the planner, but for those that a command has itself."""
+    """Return an option for each setting of the planner that affects recorded heat, except for those in ``without``."""
     kinds = typing.get_type_hints(PlannerSettings)
     return [
         setting_option(one.name, kinds[one.name], one.default, one.metadata["help"], section=PLANNER)
-        for one in planner_options()
+        for one in offline_options()
         if one.name not in without
     ]
 
