@@ -115,7 +115,9 @@ def plan(
     figures = measure_layers(request, price.price, why_ungrouped)
     if settings.policy == "none" or topology.rank_bound:
         reason = "its experts are bound to their ranks" if topology.rank_bound else "the policy is none"
-        kept = tuple(verdicts.kept(figures, layer, f"kept: {reason}") for layer in range(window.layers))
+        kept = tuple(
+            verdicts.keep_verdict(figures, layer, f"kept: {reason}") for layer in range(window.layers)
+        )
         return Plan((), kept, par_TL=figures.par_TL)
     layer_P = _select_layers(figures)
     solved = solve_layers(request, layer_P, figures.floor_L, groups, price.price)
@@ -135,7 +137,7 @@ def plan_afresh(
     search: SearchOptions | None = None,
     hold_out: bool = False,
 ) -> Plan:
-    """Place every layer from scratch, whatever it gains.
+    """Place every layer from scratch, regardless of the gain.
 
     Parameters
     ----------
@@ -209,13 +211,13 @@ def _plan_changes(
     """
     layers = figures.request.window.layers
     unpaid = unpaid_changes(figures, results, holdouts)
-    verdict_L = [verdicts.not_selected(figures, layer) for layer in range(layers)]
+    verdict_L = [verdicts.unselected_verdict(figures, layer) for layer in range(layers)]
     recommendation_L: list[Recommendation | None] = [None] * layers
     changes: list[LayerPlan] = []
     par_TL = figures.par_TL.copy()
     for layer, result in results.items():
         if layer in unpaid:
-            verdict_L[layer] = verdicts.kept(figures, layer, unpaid[layer])
+            verdict_L[layer] = verdicts.keep_verdict(figures, layer, unpaid[layer])
             continue
         if isinstance(result, LayerResult) and layer in holdouts:
             result = with_optimism(result, holdouts[layer].optimism)

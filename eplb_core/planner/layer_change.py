@@ -20,7 +20,7 @@ from eplb_core.placement import (
 )
 from eplb_core.planner import verdicts
 from eplb_core.planner.dealing import host_tables, tables_of_sources
-from eplb_core.planner.layer_figures import LayerFigures, centred
+from eplb_core.planner.layer_figures import LayerFigures, centre_on_draws
 from eplb_core.planner.plan import LayerPlan
 from eplb_core.planner.request import SolveRequest
 from eplb_core.planner.score import drawn_par, par_by_step, split_steps, split_us
@@ -59,7 +59,7 @@ def layer_outcome(figures: LayerFigures, layer: int, result: LayerResult | Solve
     """
 
     def kept(reason: str) -> LayerOutcome:
-        return LayerOutcome(verdicts.kept(figures, layer, reason), None, figures.par_TL[:, layer])
+        return LayerOutcome(verdicts.keep_verdict(figures, layer, reason), None, figures.par_TL[:, layer])
 
     if isinstance(result, OutOfTimeError):
         return kept(f"waits: {result}")
@@ -82,7 +82,7 @@ def layer_outcome(figures: LayerFigures, layer: int, result: LayerResult | Solve
     moves_M5 = choose_senders(
         request.placement.phy2log_LRS[layer].copy(), phy2log_RS, request.topology.nodes_R.copy()
     )
-    verdict = verdicts.changed(figures, layer, result, len(moves_M5), float(mean_par(par_T)), us)
+    verdict = verdicts.change_verdict(figures, layer, result, len(moves_M5), float(mean_par(par_T)), us)
     rejection = _rejection(figures, result, verdict, par_T)
     if rejection is not None:
         return kept(rejection)
@@ -158,7 +158,7 @@ class _ScoredLayer:
         heat_TLE = self._request.window.heat_TLE
         par_T1 = par_by_step(split_steps(heat_TLE, *self._layout, layer_K=self._layer_1))
         if has_few_tokens:
-            par_T1 = centred(par_T1, drawn_par(heat_TLE, *self._layout, self._layer_1))
+            par_T1 = centre_on_draws(par_T1, drawn_par(heat_TLE, *self._layout, self._layer_1))
         return par_T1[:, 0]
 
     def slowest_us(self, curve: CostCurve) -> float:

@@ -92,7 +92,7 @@ def measure_layers(request: SolveRequest, move_price: float, why_ungrouped: str)
     small_batch_L = _small_batch_layers(request, served)
     if small_batch_L.any():
         drawn_TL = drawn_par(window.heat_TLE, *layout)
-        par_TL[:, small_batch_L] = centred(par_TL, drawn_TL)[:, small_batch_L]
+        par_TL[:, small_batch_L] = centre_on_draws(par_TL, drawn_TL)[:, small_batch_L]
     par_L = mean_par(par_TL, axis=0)
     if settings.split == STEP:
         # Every step is balanced separately, so neither token sampling nor the experts' volatility sets a floor.
@@ -119,14 +119,14 @@ def measure_layers(request: SolveRequest, move_price: float, why_ungrouped: str)
     )
 
 
-def centred(par_TL: Float64, drawn_TL: Float64) -> Float64:
+def centre_on_draws(par_TL: Float64, drawn_TL: Float64) -> Float64:
     """Shift the PAR of each step, from one draw of whole tokens, to the mean of several draws.
 
     The result scatters between steps as served steps do, but its mean depends less on the random numbers.
 
     Examples
     --------
-    >>> centred(np.array([[1.2], [1.4]]), np.array([[1.35], [1.35]])).round(2).tolist()
+    >>> centre_on_draws(np.array([[1.2], [1.4]]), np.array([[1.35], [1.35]])).round(2).tolist()
     [[1.25], [1.45]]
     """
     centred_TL: Float64 = par_TL + (mean_par(drawn_TL, axis=0) - mean_par(par_TL, axis=0))

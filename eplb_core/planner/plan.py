@@ -212,7 +212,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Outlook:
-    """Expectations and findings of one decision, by which the following steps are monitored.
+    """Expectations and findings of one decision, used to monitor the steps that follow.
 
     Parameters
     ----------

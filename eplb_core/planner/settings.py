@@ -131,7 +131,7 @@ class PlannerSettings:
     link_bandwidth: float = _setting(
         25.0,
         float,
-        "Full bandwidth of a rank's link in GB/s, of which transfers use a share. move_price auto uses it until "
+        "Full bandwidth of a rank's link in GB/s; transfers use a share of it. move_price auto uses it until "
         "transfers are measured.",
         minimum=0.0,
     )
@@ -247,6 +247,11 @@ class PlannerSettings:
         ----------
         name
             Name of the field.
+
+        Returns
+        -------
+        bool
+            False if it has any other value.
         """
         return bool(getattr(self, name) == getattr(PlannerSettings, name))
 

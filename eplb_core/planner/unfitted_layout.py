@@ -1,7 +1,7 @@
 """Detection of layouts that were not fitted to any heat, such as experts in order or another model's placement.
 
-The solver places such layers from scratch, whatever the moves cost. Improving them step by step would preserve parts of
-an arbitrary layout.
+The solver places such layers from scratch, regardless of the cost of moves. Improving them step by step would preserve
+much of an arbitrary layout.
 """
 
 from __future__ import annotations

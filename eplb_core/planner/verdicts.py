@@ -12,7 +12,7 @@ from eplb_core.solver.model import FRESH, TABLES
 from eplb_core.wire.operator import LayerVerdict
 
 
-def kept(figures: LayerFigures, layer: int, reason: str) -> LayerVerdict:
+def keep_verdict(figures: LayerFigures, layer: int, reason: str) -> LayerVerdict:
     """Return the verdict on a layer that stays as it is."""
     par = float(figures.par_L[layer])
     floor = float(figures.floor_L[layer])
@@ -21,12 +21,12 @@ def kept(figures: LayerFigures, layer: int, reason: str) -> LayerVerdict:
     return LayerVerdict(layer, par, par, floor, 0, False, reason, us_seen=us_seen, us_planned=us_seen)
 
 
-def not_selected(figures: LayerFigures, layer: int) -> LayerVerdict:
+def unselected_verdict(figures: LayerFigures, layer: int) -> LayerVerdict:
     """Return the verdict on a layer that was not selected for solving."""
-    return kept(figures, layer, _reason_not_selected(figures, layer))
+    return keep_verdict(figures, layer, _reason_not_selected(figures, layer))
 
 
-def changed(
+def change_verdict(
     figures: LayerFigures, layer: int, result: LayerResult, moves: int, par: float, us: float | None
 ) -> LayerVerdict:
     """Return the verdict on a layer that changes.
@@ -49,7 +49,7 @@ def changed(
     us
         Microseconds per step of the slowest rank under the new layout; ``None`` without a cost curve.
     """
-    before = kept(figures, layer, "")
+    before = keep_verdict(figures, layer, "")
     was_held_out = bool(figures.small_batch_L[layer]) and result.held is not None
     least_par = 1.0
     if figures.request.search.warm and not was_held_out:

@@ -89,8 +89,8 @@ class Costs:
     commit_ms
         Milliseconds for which all ranks wait per switched layer; ``None`` to use the planner's assumption.
     layer_ms
-        Milliseconds that one layer's experts take per step, a part of which balancing saves. With a cost curve, it is
-        only used until the first steps have been served.
+        Milliseconds that one layer's experts take per step; balancing saves a part of it. With a cost curve, it is only
+        used until the first steps have been served.
     move_price
         Price of moves; ``auto`` to compute it from these costs.
     curve
@@ -320,7 +320,7 @@ class Costs:
         return f"estimate: {low} to {high} ms of a step of {digits(self.step_ms)} ms, {self.ESTIMATE_BASIS}"
 
     def assumptions(self, given: Collection[str]) -> tuple[Assumption, ...]:
-        """Return the figures that results depend on; ``given`` has the names of those that the user gave."""
+        """Return the figures that results depend on; ``given`` has the names of the options that the user set."""
         values = {
             "move_price": f"{self.move_price}",
             "link_bandwidth": f"{self.link_bandwidth:g} GB/s",

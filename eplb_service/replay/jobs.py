@@ -31,8 +31,8 @@ Numbered = Generator[tuple[int, Any], None, None]
 """Index and result of each task, in the order of completion."""
 
 _SMALL_REPLAY = 100_000
-"""Number of experts placed, over all layers and decisions, for which one process takes a second or two. With fewer,
-starting more processes takes longer than the work."""
+"""Work of a small replay, in experts placed over all layers and decisions. One process finishes it in a second or two,
+before further processes would have started."""
 _CONNECT_SECONDS = 5.0
 
 

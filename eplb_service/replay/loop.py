@@ -272,7 +272,7 @@ class _Run:
     def _decide_on(self, window: Window, step: int, serving_steps: float | None) -> ReplayedDecision:
         """Decide on a window that ends before ``step``, with the planner or an external policy, and start the plan.
 
-        ``serving_steps`` is the number of steps that the result is expected to serve; ``None`` for those of the window.
+        ``serving_steps`` is the number of steps that the result is expected to serve; ``None`` for the window's.
         """
         before = self._serving
         began = time.perf_counter()
@@ -343,7 +343,7 @@ class _Run:
         )
         layout_at_step: dict[int, Layout] = {}
         middle_L = np.cumsum(each_L) - (each_L + 1) // 2
-        # Tables with another number of entries replace those of all layers at once.
+        # Tables with another number of entries replace the tables of all layers at once.
         if changed.log2phy_RLE.shape == serving.log2phy_RLE.shape:
             for layer, arrival_step in zip(order, steps_L[middle_L].tolist(), strict=True):
                 change = (layer, changed.placement.phy2log_LRS[layer], changed.log2phy_RLE[:, layer])
@@ -434,7 +434,7 @@ class _Run:
         return step_par(loads_TLR)
 
     def _gain_over(self, before: Layout, heat_TLE: Counts, steps: int, end: int) -> Gain:
-        """Return the gain over ``before`` of the serving layout, on the newest ``steps`` of heat that ends at ``end``."""
+        """Return the gain of the serving layout over ``before`` on the last ``steps`` steps before ``end``."""
         window = self._window(heat_TLE, steps, end)
         return gain_of(
             self._par_of_steps(before, window, end), self._par_of_steps(self._serving, window, end)

@@ -68,7 +68,7 @@ def sweep(
     Yields
     ------
     tuple of int and Replay
-        Index of a cell and its results, in the order in which the cells are completed.
+        Index of a cell and its results, in the order of completion.
 
     Raises
     ------

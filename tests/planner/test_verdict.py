@@ -60,7 +60,7 @@ def result(action: int, **facts: object) -> LayerResult:
     ],
 )
 def test_a_layer_that_is_not_selected_stays_and_says_why(before: LayerFigures, reason: str) -> None:
-    verdict = verdicts.not_selected(before, 0)
+    verdict = verdicts.unselected_verdict(before, 0)
     assert verdict.reason == reason
     assert_kept(verdict)
     assert verdict.us_seen is None
@@ -91,13 +91,13 @@ def test_a_layer_that_no_change_pays_for_stays() -> None:
     ],
 )
 def test_a_layer_that_changes_says_how(action: int, moves: int, facts: dict[str, Any], reason: str) -> None:
-    verdict = verdicts.changed(figures(), 0, result(action, **facts), moves, 1.25, None)
+    verdict = verdicts.change_verdict(figures(), 0, result(action, **facts), moves, 1.25, None)
     assert verdict.reason.endswith(reason)
     assert verdict.changed
     assert (verdict.par_seen, verdict.noise_floor) == (1.5, 1.1)
     assert verdict.par_planned == 1.25 + facts.get("optimism", 0.0)
     assert verdict.bytes == 1000 * moves
-    balanced = verdicts.changed(figures(), 0, result(action), moves, 1.05, None)
+    balanced = verdicts.change_verdict(figures(), 0, result(action), moves, 1.05, None)
     assert balanced.par_planned == verdict.noise_floor
 
 
