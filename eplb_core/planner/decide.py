@@ -22,7 +22,7 @@ import numpy.typing as npt
 from eplb_core.cost.moving import NOTHING_MEASURED, MovingCosts
 from eplb_core.heat.window import Window
 from eplb_core.placement import Float64, Int32, Placement
-from eplb_core.planner import verdicts
+from eplb_core.planner import layer_verdicts
 from eplb_core.planner.dealing import first_tables
 from eplb_core.planner.holdout import HeldOut
 from eplb_core.planner.layer_change import layer_outcome
@@ -116,7 +116,7 @@ def plan(
     if settings.policy == "none" or topology.rank_bound:
         reason = "its experts are bound to their ranks" if topology.rank_bound else "the policy is none"
         kept = tuple(
-            verdicts.keep_verdict(figures, layer, f"kept: {reason}") for layer in range(window.layers)
+            layer_verdicts.keep_verdict(figures, layer, f"kept: {reason}") for layer in range(window.layers)
         )
         return Plan((), kept, par_TL=figures.par_TL)
     layer_P = _select_layers(figures)
@@ -211,13 +211,13 @@ def _plan_changes(
     """
     layers = figures.request.window.layers
     unpaid = unpaid_changes(figures, results, holdouts)
-    verdict_L = [verdicts.unselected_verdict(figures, layer) for layer in range(layers)]
+    verdict_L = [layer_verdicts.unselected_verdict(figures, layer) for layer in range(layers)]
     recommendation_L: list[Recommendation | None] = [None] * layers
     changes: list[LayerPlan] = []
     par_TL = figures.par_TL.copy()
     for layer, result in results.items():
         if layer in unpaid:
-            verdict_L[layer] = verdicts.keep_verdict(figures, layer, unpaid[layer])
+            verdict_L[layer] = layer_verdicts.keep_verdict(figures, layer, unpaid[layer])
             continue
         if isinstance(result, LayerResult) and layer in holdouts:
             result = with_optimism(result, holdouts[layer].optimism)

@@ -18,7 +18,7 @@ from eplb_core.placement import (
     mean_par,
     with_entries,
 )
-from eplb_core.planner import verdicts
+from eplb_core.planner import layer_verdicts
 from eplb_core.planner.dealing import host_tables, tables_of_sources
 from eplb_core.planner.layer_figures import LayerFigures, centre_on_draws
 from eplb_core.planner.plan import LayerPlan
@@ -59,7 +59,7 @@ def layer_outcome(figures: LayerFigures, layer: int, result: LayerResult | Solve
     """
 
     def kept(reason: str) -> LayerOutcome:
-        return LayerOutcome(verdicts.keep_verdict(figures, layer, reason), None, figures.par_TL[:, layer])
+        return LayerOutcome(layer_verdicts.keep_verdict(figures, layer, reason), None, figures.par_TL[:, layer])
 
     if isinstance(result, OutOfTimeError):
         return kept(f"waits: {result}")
@@ -82,7 +82,7 @@ def layer_outcome(figures: LayerFigures, layer: int, result: LayerResult | Solve
     moves_M5 = choose_senders(
         request.placement.phy2log_LRS[layer].copy(), phy2log_RS, request.topology.nodes_R.copy()
     )
-    verdict = verdicts.change_verdict(figures, layer, result, len(moves_M5), float(mean_par(par_T)), us)
+    verdict = layer_verdicts.change_verdict(figures, layer, result, len(moves_M5), float(mean_par(par_T)), us)
     rejection = _rejection(figures, result, verdict, par_T)
     if rejection is not None:
         return kept(rejection)

@@ -9,7 +9,7 @@ from eplb_core.cost.devices import knee_tokens
 from eplb_core.planner.layer_figures import LayerFigures
 from eplb_core.solver.layer import LayerResult
 from eplb_core.solver.model import FRESH, TABLES
-from eplb_core.wire.operator import LayerVerdict
+from eplb_core.planner.verdicts import LayerVerdict
 
 
 def keep_verdict(figures: LayerFigures, layer: int, reason: str) -> LayerVerdict:

@@ -11,7 +11,7 @@ import pytest
 
 from eplb_core.heat.window import Window
 from eplb_core.placement import Placement
-from eplb_core.planner import verdicts
+from eplb_core.planner import layer_verdicts
 from eplb_core.planner.layer_change import layer_outcome
 from eplb_core.planner.layer_figures import LayerFigures
 from eplb_core.planner.request import SolveRequest
@@ -60,7 +60,7 @@ def result(action: int, **facts: object) -> LayerResult:
     ],
 )
 def test_a_layer_that_is_not_selected_stays_and_says_why(before: LayerFigures, reason: str) -> None:
-    verdict = verdicts.unselected_verdict(before, 0)
+    verdict = layer_verdicts.unselected_verdict(before, 0)
     assert verdict.reason == reason
     assert_kept(verdict)
     assert verdict.us_seen is None
@@ -91,13 +91,13 @@ def test_a_layer_that_no_change_pays_for_stays() -> None:
     ],
 )
 def test_a_layer_that_changes_says_how(action: int, moves: int, facts: dict[str, Any], reason: str) -> None:
-    verdict = verdicts.change_verdict(figures(), 0, result(action, **facts), moves, 1.25, None)
+    verdict = layer_verdicts.change_verdict(figures(), 0, result(action, **facts), moves, 1.25, None)
     assert verdict.reason.endswith(reason)
     assert verdict.changed
     assert (verdict.par_seen, verdict.noise_floor) == (1.5, 1.1)
     assert verdict.par_planned == 1.25 + facts.get("optimism", 0.0)
     assert verdict.bytes == 1000 * moves
-    balanced = verdicts.change_verdict(figures(), 0, result(action), moves, 1.05, None)
+    balanced = layer_verdicts.change_verdict(figures(), 0, result(action), moves, 1.05, None)
     assert balanced.par_planned == verdict.noise_floor
 
 
