@@ -1,1 +1,1 @@
-"""One decision: which layers are worth switching, to what placement, by which moves and tables."""
+"""Decisions of the planner: layers to change, their new placement and tables, and the moves required."""

@@ -1,4 +1,4 @@
-"""Result of one decision: the layers that change, why each layer changes or stays, and what is promised of it."""
+"""Result of a decision: the plan, and the PAR and gain expected of the steps that it will serve."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from eplb_core.solver.model import Recommendation
 from eplb_core.solver.window import inflation, inflation_error
 
 _MIN_STEPS = 32
-"""Steps below which nothing is learned of how neighbouring steps resemble each other."""
+"""Minimum number of steps from which the correlation between neighbouring steps is estimated."""
 
 
 @dataclass(frozen=True)
@@ -26,14 +26,14 @@ class LayerPlan:
     Parameters
     ----------
     layer
-        Its index.
+        Index of the layer.
     phy2log_RS
-        int32 ``[R, S]``, the new placement.
+        int32 ``[R, S]``, new placement.
     log2phy_RE
-        int32 ``[R, E]``, the new table of each source rank; ``[R, E, D]`` where they deal.
+        int32 ``[R, E]``, new table of each source rank; ``[R, E, D]`` for dealing tables.
     moves_M5
-        int32 ``[M, 5]``: source rank, source slot, destination rank, destination slot, expert; one row per slot that
-        must receive weights. Empty where only the tables change.
+        int32 ``[M, 5]``, one row per slot that must receive weights: source rank, source slot, destination rank,
+        destination slot, expert. Empty if only the tables change.
     """
 
     layer: int
@@ -44,11 +44,29 @@ class LayerPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """One decision: ``layers`` holds those that change, largest gain first; ``verdicts`` all, in order.
+    """Result of one decision.
 
-    ``price`` is what moves were priced at, ``None`` where nothing was solved; ``par_TL`` float64 ``[T, L]`` the ratio
-    of each step of the window under what will serve, NaN without tokens; ``recommendations`` what the next decision
-    may follow in each layer without a hold-out, empty for none.
+    Parameters
+    ----------
+    layers
+        Layers that change, largest gain first.
+    verdicts
+        Verdict on every layer, in order.
+    price
+        Price of moves; ``None`` if no layer was solved.
+    par_TL
+        float64 ``[T, L]``, PAR of each step of the window under the new layout; NaN without tokens.
+    recommendations
+        Recommendation of each layer that the next decision may follow without a hold-out; empty if there are none.
+
+    Examples
+    --------
+    A decision that kept its only layer:
+
+    >>> kept = LayerVerdict(0, par_seen=1.2, par_planned=1.2, noise_floor=1.1, moves=0, changed=False, reason="kept")
+    >>> plan = Plan(layers=(), verdicts=(kept,))
+    >>> plan.par_seen, plan.par_planned, plan.moves
+    (1.2, 1.2, 0)
     """
 
     layers: tuple[LayerPlan, ...]
@@ -58,60 +76,66 @@ class Plan:
     recommendations: Sequence[Recommendation | None] = ()
 
     def changes(self) -> Iterator[tuple[int, Int32, Int32]]:
-        """Index, placement and tables of each layer that changes, for ``apply_layers``."""
+        """Iterate over index, placement and tables of each layer that changes, as ``apply_layers`` expects them."""
         return ((layer.layer, layer.phy2log_RS, layer.log2phy_RE) for layer in self.layers)
 
     @property
     def par_seen(self) -> float:
-        """Mean over the layers that had tokens, before the decision; NaN where none had."""
+        """PAR before the decision, averaged over the layers with tokens; NaN if no layer has any."""
         return float(mean_par(np.array([verdict.par_seen for verdict in self.verdicts])))
 
     @property
     def par_planned(self) -> float:
-        """Mean over the layers that had tokens, after the decision; NaN where none had."""
+        """PAR after the decision, averaged over the layers with tokens; NaN if no layer has any."""
         return float(mean_par(np.array([verdict.par_planned for verdict in self.verdicts])))
 
     @property
     def ms_seen(self) -> float | None:
-        """Milliseconds of the slowest ranks of all layers together in a step, before; ``None`` without a cost curve."""
-        return _ms([verdict.us_seen for verdict in self.verdicts])
+        """Milliseconds per step before the decision, summed over each layer's slowest rank.
+
+        ``None`` without a cost curve.
+        """
+        return _sum_ms([verdict.us_seen for verdict in self.verdicts])
 
     @property
     def ms_planned(self) -> float | None:
-        """Milliseconds as in ``ms_seen``, after the decision."""
-        return _ms([verdict.us_planned for verdict in self.verdicts])
+        """Milliseconds per step after the decision, as in ``ms_seen``."""
+        return _sum_ms([verdict.us_planned for verdict in self.verdicts])
 
     @property
     def moves(self) -> int:
-        """Slots that must receive weights, over all layers."""
+        """Number of slots that must receive weights, over all layers."""
         return sum(verdict.moves for verdict in self.verdicts)
 
     @property
     def bytes(self) -> int:
-        """Weights that the moves send, over all layers."""
+        """Bytes of weights that the moves send, over all layers."""
         return sum(verdict.bytes for verdict in self.verdicts)
 
 
-def _ms(us_of_layers: list[float | None]) -> float | None:
-    known = [us for us in us_of_layers if us is not None]
-    return sum(known) / 1e3 if known else None
+def _sum_ms(us_of_layers: list[float | None]) -> float | None:
+    """Return the sum of the available microseconds, in milliseconds; ``None`` if no layer has a value."""
+    available = [us for us in us_of_layers if us is not None]
+    return sum(available) / 1e3 if available else None
 
 
 @dataclass(frozen=True)
 class Promise:
-    """The ratio per step that is expected of each layer, and of the mean over the layers, its last entry.
+    """PAR per step that is expected of each layer and, as the last channel, of the mean over the layers.
 
     Parameters
     ----------
-    mean_C, variance_C
-        float64 ``[L + 1]``, of one step; NaN for a layer without tokens.
+    mean_C
+        float64 ``[L + 1]``, mean PAR of a step; NaN for a layer without tokens.
+    variance_C
+        float64 ``[L + 1]``, variance of the PAR between steps.
     inflation_C
-        float64 ``[L + 1]``, how much more a mean over steps in a row scatters than one over independent steps; 1 where
-        too few were seen.
+        float64 ``[L + 1]``, factor by which correlation increases the variance of a mean over consecutive steps,
+        compared with independent steps; 1 if the window was too short to measure it.
     steps
-        Steps that it was made from.
+        Number of steps in the window.
     held_out
-        Whether the mean allows for what a placement does worse on steps that it was not fitted to.
+        True if the mean allows for the optimism of placements that are fitted to their own window.
     """
 
     mean_C: Float64
@@ -122,73 +146,95 @@ class Promise:
 
 
 def promise_of(par_TL: Float64, *, held_out: bool) -> Promise:
-    """The promise of what serves these steps so.
+    """Return the promise for steps like those of a window.
 
     Parameters
     ----------
     par_TL
-        float64 ``[T, L]``, the ratio expected of each step of the window under what will serve; NaN without tokens.
+        float64 ``[T, L]``, PAR expected of each step of the window under the new layout; NaN without tokens.
     held_out
-        Whether that allows for what a placement does worse on steps that it was not fitted to.
+        True if ``par_TL`` allows for the optimism of placements that are fitted to their own window.
+
+    Examples
+    --------
+    The last channel is the mean over the layers:
+
+    >>> promise = promise_of(np.array([[1.1, 1.3], [1.2, 1.4]]), held_out=True)
+    >>> promise.mean_C.round(3), promise.variance_C.round(3)
+    (array([1.15, 1.35, 1.25]), array([0.005, 0.005, 0.005]))
     """
     par_TC = channels_of(par_TL)
-    known_TC, mean_C = ~np.isnan(par_TC), mean_par(par_TC, axis=0)
-    centred_TC = np.where(known_TC, par_TC - mean_C, 0.0)
-    variance_C = (centred_TC**2).sum(axis=0) / np.maximum(known_TC.sum(axis=0) - 1, 1)
+    mean_C = mean_par(par_TC, axis=0)
+    busy_TC = ~np.isnan(par_TC)
+    centred_TC = np.where(busy_TC, par_TC - mean_C, 0.0)
+    variance_C = (centred_TC**2).sum(axis=0) / np.maximum(busy_TC.sum(axis=0) - 1, 1)
     inflation_C = np.ones_like(mean_C)
     if len(par_TC) >= _MIN_STEPS:
-        # What independent steps would show by themselves is taken off, or a change would be looked for too bluntly.
+        # The estimate for independent steps may exceed 1 by chance. Subtract its error, or the test for a change of
+        # heat would lose sensitivity.
         inflation_C = np.maximum(1.0, inflation(centred_TC) - inflation_error(len(par_TC)))
     return Promise(mean_C, variance_C, inflation_C, len(par_TC), held_out)
 
 
 def channels_of(par_TL: Float64) -> Float64:
-    """Ratios of the layers and, last, of their mean, float64 ``[T, L + 1]``; NaN where there are no tokens."""
+    """Append the mean over the layers as the last column, float64 ``[T, L + 1]``; NaN without tokens."""
     return np.column_stack([par_TL, mean_par(par_TL, axis=1)])
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Placement that ranks serve by, and int32 ``[R, L, E]`` the table of each source rank."""
+    """Placement and tables of a deployment.
+
+    Parameters
+    ----------
+    placement
+        Placement of all layers.
+    log2phy_RLE
+        int32 ``[R, L, E]``, table of each source rank; ``[R, L, E, D]`` for dealing tables.
+    """
 
     placement: Placement
     log2phy_RLE: Int32
 
     def par_of_steps(self, window: Window, split: str) -> Float64:
-        """Ratio of each step of a window under it, float64 ``[T, L]``; NaN without tokens."""
-        served = self.placement, self.log2phy_RLE, window.source_RLE
-        return par_by_step(split_steps(window.heat_TLE, *served, split))
+        """Return the PAR of each step of a window under this layout, float64 ``[T, L]``; NaN without tokens."""
+        served = split_steps(window.heat_TLE, self.placement, self.log2phy_RLE, window.source_RLE, split)
+        return par_by_step(served)
 
     def split_of(self, window: Window, split: str) -> KnownSplit:
-        """Return the split of tokens over the replicas, worked out from the heat of a window."""
+        """Return the split of tokens over the replicas, computed from the heat of a window."""
         return KnownSplit.of(window.heat_TLE, self.placement, self.log2phy_RLE, window.source_RLE, split)
 
     def changed_by(self, plan: Plan) -> Layout:
-        """Placement and tables once all of a plan has switched."""
+        """Return the layout after all layers of a plan are committed."""
         return Layout(*apply_layers(self.placement, self.log2phy_RLE, plan.changes()))
 
 
 @dataclass(frozen=True)
 class Outlook:
-    """Watch list that one decision leaves.
+    """Expectations and findings of one decision, used to monitor the steps that follow.
 
     Parameters
     ----------
     promise
-        What is expected of the steps that its result serves.
+        PAR expected of the steps that follow.
     paid
-        Whether the change before it won more than its error; ``None`` where there was none, or that is not known.
+        True if the gain of the previous change exceeds its standard error; ``None`` if there was no change, or too few
+        steps have followed.
     forecasts
-        Of what its result wins over what served at first; without a gain where that is not known.
-    burst, change_at
-        True if the alarm before the decision was no change of heat; the value of ``Pace.seen`` at a change that raised
-        no alarm, or ``None``.
-    too_recent, cost
-        True if that change was too recent to decide on; steps that pay for the decision's CPU.
+        Forecasts of the new layout's gain over the initial layout.
+    burst
+        True if the last alarm before the decision was no lasting change of heat.
+    change_at
+        Value of ``Pace.seen`` at a change of heat that raised no alarm; ``None`` if there was none.
+    too_recent
+        True if that change was too recent to decide on.
+    cost
+        Number of steps whose CPU budget pays for the decision.
     recommendations
         As in ``Plan``.
     planned
-        Placement and split after the decision's plan; ``None`` if it changes nothing.
+        Placement and split after the plan; ``None`` if it changes nothing.
     """
 
     promise: Promise
@@ -203,13 +249,15 @@ class Outlook:
 
 
 def promise_for(plan: Plan) -> tuple[Promise, Float64]:
-    """Promise of a plan for steps like those of its window, and the ratios that it is of, float64 ``[T, L]``."""
-    optimism = [verdict.optimism for verdict in plan.verdicts]
-    # Placements do so much worse on steps that they were not fitted to.
-    par_TL = plan.par_TL + np.array([one or 0.0 for one in optimism])
-    return promise_of(par_TL, held_out=None not in optimism), par_TL
+    """Return the promise of a plan, and the expected PAR of each step that it is based on, float64 ``[T, L]``.
+
+    The expected PAR includes the optimism that the hold-out measured for each layer.
+    """
+    optimism_of_layers = [verdict.optimism for verdict in plan.verdicts]
+    par_TL = plan.par_TL + np.array([optimism or 0.0 for optimism in optimism_of_layers])
+    return promise_of(par_TL, held_out=None not in optimism_of_layers), par_TL
 
 
 def gain_over(window: Window, before: Layout, now: Layout, split: str) -> Gain:
-    """Gain of ``now`` over ``before`` on a window's steps; ``split`` is one of ``settings.SPLITS``."""
+    """Return the gain of ``now`` over ``before`` on a window's steps; ``split`` is one of ``settings.SPLITS``."""
     return gain_of(before.par_of_steps(window, split), now.par_of_steps(window, split))

@@ -1,8 +1,9 @@
-"""Policies by name: built-in ones, ``module:function``, entry points, and functions.
+"""Policies by name: built-in policies, ``module:function``, entry points, and plain functions.
 
-A policy of your own is a function ``policy(heat_TLE, phy2log_LRS)``: tokens ``[T, L, E]`` of the window and int32
-``[L, R, S]`` what is deployed. It returns ``phy2log_LRS``, or that and ``log2phy_RLE``. A package registers one as an
-entry point of the group ``eplb.policies``. All commands and ``solve`` read a name in the same way.
+An external policy is a function ``policy(heat_TLE, phy2log_LRS)``. Its arguments are the tokens of the window,
+``[T, L, E]``, and the deployed placement, int32 ``[L, R, S]``. It returns the new placement, or a tuple of placement
+and tables ``log2phy_RLE``. A package registers its policies as entry points of the group ``eplb.policies``. All
+commands and ``solve`` interpret policy names in the same way.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from eplb_core.placement import Int32, Placement, checked_foreign, repaired
 from eplb_core.planner.settings import POLICIES
 
 GROUP = "eplb.policies"
-"""Group of the entry points that name policies."""
+"""Group of the entry points of policies."""
 
 ABLATIONS: Mapping[str, Mapping[str, Any]] = {
     "flashlb-no-tree": {"tree_search": False},
@@ -41,35 +42,43 @@ ABLATIONS: Mapping[str, Mapping[str, Any]] = {
     "flashlb-all-layers": {"par_threshold": 1.0, "min_gain": 0.0, "max_layers": None},
     "flashlb-free-moves": {"move_price": 0.0},
 }
-"""flashlb with one idea switched off: the ``SearchOptions`` or ``PlannerSettings`` that do it."""
+"""Ablations of flashlb, each with the ``SearchOptions`` or ``PlannerSettings`` that disable one of its components."""
 
 NAMES = (*POLICIES, *ABLATIONS)
-"""The built-in policies."""
+"""Names of the built-in policies."""
 
 PolicyFunction = Callable[..., Any]
 
 
 class PolicyError(ValueError):
-    """A policy that does not exist, fails, or answers no placement; the message says which and why."""
+    """A policy that does not exist, fails, or returns an invalid placement. The message names it and the reason."""
 
 
 def options_of(policy: str) -> dict[str, Any]:
-    """Return the options of a built-in policy, as ``request.with_options`` takes them."""
+    """Return the options of a built-in policy, for ``request.with_options``.
+
+    Examples
+    --------
+    >>> options_of("flashlb-no-tree")
+    {'policy': 'flashlb', 'tree_search': False}
+    >>> options_of("deepseek")
+    {'policy': 'deepseek'}
+    """
     return {"policy": "flashlb", **ABLATIONS[policy]} if policy in ABLATIONS else {"policy": policy}
 
 
 def registered() -> tuple[str, ...]:
-    """Return the names of the installed entry points, in order."""
+    """Return the names of the installed policies, sorted."""
     return tuple(sorted({entry.name for entry in entry_points(group=GROUP)}))
 
 
 def external_policy(policy: str | PolicyFunction) -> PolicyFunction | None:
-    """Find the function of a policy.
+    """Return the function of an external policy.
 
     Parameters
     ----------
     policy
-        A function, or a name: built-in, of an entry point, or ``module:function``.
+        A function, the name of a built-in policy or of an entry point, or ``module:function``.
 
     Returns
     -------
@@ -90,13 +99,14 @@ def external_policy(policy: str | PolicyFunction) -> PolicyFunction | None:
     module_name, colon, attribute = policy.partition(":")
     if not colon:
         return _registered_function(policy)
-    # An installed command does not look for modules where it is called, as python -m does.
-    if (here := str(Path.cwd())) not in sys.path:
-        sys.path.append(here)
+    # Unlike python -m, an installed command does not search the working directory for modules.
+    working_directory = str(Path.cwd())
+    if working_directory not in sys.path:
+        sys.path.append(working_directory)
     try:
         module = importlib.import_module(module_name)
     except Exception as error:
-        raise PolicyError(f"policy {policy}: cannot import {module_name!r} ({_in_a_line(error)})") from error
+        raise PolicyError(f"policy {policy}: cannot import {module_name!r} ({_one_line(error)})") from error
     function = getattr(module, attribute, None)
     if not callable(function):
         raise PolicyError(f"policy {policy}: {module_name} has no function {attribute!r}")
@@ -104,65 +114,89 @@ def external_policy(policy: str | PolicyFunction) -> PolicyFunction | None:
 
 
 def _registered_function(policy: str) -> PolicyFunction:
+    """Load the entry point of this name; raises ``PolicyError`` if it does not exist or is not a function."""
     for entry in entry_points(group=GROUP, name=policy):
         try:
             function = entry.load()
         except Exception as error:
             raise PolicyError(
-                f"policy {policy}: cannot import {entry.value!r} ({_in_a_line(error)})"
+                f"policy {policy}: cannot import {entry.value!r} ({_one_line(error)})"
             ) from error
         if not callable(function):
-            raise PolicyError(f"policy {policy}: {entry.value} is no function")
+            raise PolicyError(f"policy {policy}: {entry.value} is not a function")
         return function  # type: ignore[no-any-return]
-    known = ", ".join((*NAMES, *registered()))
-    raise PolicyError(f"unknown policy {policy!r}; choose among {known}, or give module:function")
+    names = ", ".join((*NAMES, *registered()))
+    raise PolicyError(f"unknown policy {policy!r}; choose among {names}, or give module:function")
 
 
 def name_of(policy: str | PolicyFunction) -> str:
-    """Return what messages call a policy."""
+    """Return the name of a policy for messages."""
     return policy if isinstance(policy, str) else getattr(policy, "__name__", type(policy).__name__)
 
 
 def answer_of(
     name: str, function: PolicyFunction, window: Window, deployed: Placement
 ) -> tuple[Placement, Int32 | None]:
-    """Ask a policy and check its answer; slots that it wastes or leaves empty are filled.
+    """Call an external policy and check its result.
+
+    Empty slots, and second slots for an expert on the same rank, are refilled.
 
     Parameters
     ----------
     name
-        What messages call the policy.
+        Name of the policy for messages.
     function
-        The policy.
-    window, deployed
-        What it decides on. It is given copies.
+        The policy. It receives copies of the heat and the placement.
+    window
+        Heat to decide on.
+    deployed
+        Deployed placement.
 
     Returns
     -------
     tuple of Placement and Int32 or None
-        Its tables are ``None`` if it has none, or answered a placement that had to be repaired.
+        New placement and its tables, int32 ``[R, L, E]`` or ``[R, L, E, D]``. The tables are ``None`` if the policy
+        returned none, or if its placement was repaired.
 
     Raises
     ------
     PolicyError
-        If the policy fails, or answers no placement.
+        If the policy fails or returns an invalid placement or invalid tables.
+
+    Examples
+    --------
+    A policy that swaps the two ranks:
+
+    >>> def swap_ranks(heat_TLE, phy2log_LRS):
+    ...     return phy2log_LRS[:, ::-1]
+    >>> deployed = Placement.linear(layers=1, experts=4, ranks=2, slots=2)
+    >>> window = Window(np.ones((1, 1, 4), dtype=np.int64))
+    >>> placement, log2phy_RLE = answer_of("swap", swap_ranks, window, deployed)
+    >>> placement.phy2log_LRS.tolist()
+    [[[2, 3], [0, 1]]]
+    >>> log2phy_RLE is None
+    True
     """
     try:
-        answer = function(widened(window.heat_TLE).copy(), deployed.phy2log_LRS.copy())
+        result = function(widened(window.heat_TLE).copy(), deployed.phy2log_LRS.copy())
     except Exception as error:
-        raise PolicyError(f"policy {name} failed ({_in_a_line(error)})") from error
-    phy2log, log2phy = answer if isinstance(answer, tuple) and len(answer) == 2 else (answer, None)
+        raise PolicyError(f"policy {name} failed ({_one_line(error)})") from error
+    has_tables = isinstance(result, tuple) and len(result) == 2
+    phy2log, log2phy = result if has_tables else (result, None)
     try:
-        given_LRS = checked_foreign(np.asarray(phy2log).reshape(deployed.phy2log_LRS.shape), deployed.experts)
-        placement = repaired(given_LRS, deployed.experts, deployed.slots, window.heat_TLE.sum(axis=0))
-        if log2phy is None or not np.array_equal(given_LRS, placement.phy2log_LRS):
+        foreign_LRS = checked_foreign(
+            np.asarray(phy2log).reshape(deployed.phy2log_LRS.shape), deployed.experts
+        )
+        placement = repaired(foreign_LRS, deployed.experts, deployed.slots, window.heat_TLE.sum(axis=0))
+        if log2phy is None or not np.array_equal(foreign_LRS, placement.phy2log_LRS):
             return placement, None
         log2phy_RLE = np.ascontiguousarray(log2phy, dtype=np.int32)
         placement.check_log2phy(log2phy_RLE)
     except (ValueError, TypeError, OverflowError) as error:
-        raise PolicyError(f"policy {name} answered no placement ({error})") from error
+        raise PolicyError(f"policy {name} returned no valid placement ({error})") from error
     return placement, log2phy_RLE
 
 
-def _in_a_line(error: Exception) -> str:
+def _one_line(error: Exception) -> str:
+    """Return the type and message of an error, without line breaks."""
     return f"{type(error).__name__}: {' '.join(str(error).split())}"

@@ -1,7 +1,7 @@
-"""Settings of a decision: their defaults, their bounds, and the help that users read.
+"""Settings of the planner: defaults, bounds and help texts.
 
-``PlannerSettings`` is the one place that declares them; the options of all commands, the service's environment and its
-YAML file follow from its fields.
+``PlannerSettings`` is the only declaration. The options of the commands, the service's environment variables and the
+keys of its YAML file are derived from its fields.
 """
 
 from __future__ import annotations
@@ -12,124 +12,184 @@ from dataclasses import Field, dataclass, field, fields
 from numbers import Integral, Real
 from typing import Any, Literal
 
-from eplb_core.cost.curve import CostCurve, CurveError, read_curve
+from eplb_core.cost.curve import CostCurve, read_curve
 from eplb_core.placement import MAX_ENTRIES
 
 POLICIES = ("none", "deepseek", "flashlb")
-"""``none`` never moves an expert. ``deepseek`` is DeepSeek's EPLB: greedy replica counts and LPT packing on the sum of
-the window. ``flashlb`` is this project's solver, built on the three ideas of FlashLB (an EPLB policy of vLLM-Ascend):
-replica counts and placement searched jointly, an objective over many episodes, and layer-wise cherry-picking. It is not
-FlashLB's code; ``docs/research/solver.md`` measures the two side by side."""
+"""Policies of the planner.
 
-TABLES, EVEN, DEAL, STEP = "tables", "even", "deal", "step"
+- ``none`` never moves an expert.
+- ``deepseek`` is DeepSeek's EPLB: greedy replica counts and LPT packing on the sum of the window.
+- ``flashlb`` is this project's solver. It is built on the three ideas of FlashLB, an EPLB policy of vLLM-Ascend: a
+  joint search of replica counts and placement, an objective over many episodes, and layer-wise cherry-picking. It is
+  not FlashLB's code; ``docs/research/solver.md`` compares the two.
+"""
+
+TABLES = "tables"
+EVEN = "even"
+DEAL = "deal"
+STEP = "step"
 SPLITS = (TABLES, EVEN, DEAL, STEP)
-"""Split of an expert's tokens over its replicas. ``tables``: each source rank sends them to the replica that its
-log2phy names (vLLM-Ascend); ``even``: the host spreads them over the replicas itself, token by token (vLLM);
-``deal``: each source rank sends them in turn to the entries of its dealing table; ``step``: all ranks split each
-step's tokens alike, so that the hottest rank is as cool as the placement allows (the live layer's stepwise split;
-SGLang's LPLB)."""
+"""Splits of an expert's tokens over its replicas.
+
+- ``tables``: each source rank sends them to the replica that its log2phy names (vLLM-Ascend).
+- ``even``: the host itself spreads them evenly over the replicas, token by token (vLLM).
+- ``deal``: each source rank sends them to the entries of its dealing table in turn.
+- ``step``: all ranks compute the same split of each step's tokens, which makes the hottest rank as cool as the
+  placement allows (the live layer's stepwise split; SGLang's LPLB).
+"""
 
 AUTO: Literal["auto"] = "auto"
-"""The ``move_price`` that is computed from what moves cost."""
+"""Value of ``move_price`` for a price that is computed from the cost of moves."""
 NumberOrAuto = float | Literal["auto"]
 
 
 class SettingsError(ValueError):
-    """A setting that no planner could follow; the message names it and its bounds."""
+    """An invalid setting. The message names it and its bounds."""
 
 
-def _setting(default: Any, kind: Any, help: str, *, least: float | None = None) -> Any:
-    """A field with the type of its option, the text that explains it to users, and its lower bound."""
-    return field(default=default, metadata={"kind": kind, "help": help, "least": least})
+def _setting(
+    default: Any, kind: Any, help: str, *, minimum: float | None = None, serve_only: bool = False
+) -> Any:
+    """Declare a field of ``PlannerSettings``.
+
+    Parameters
+    ----------
+    default
+        Default value.
+    kind
+        Type that the text of an option is parsed as.
+    help
+        Help text of the option.
+    minimum
+        Lower bound of the value; ``None`` if it has no lower bound.
+    serve_only
+        True if the setting has no effect on recorded heat, because it needs the step times or the device of live ranks.
+    """
+    metadata = {"kind": kind, "help": help, "minimum": minimum, "serve_only": serve_only}
+    return field(default=default, metadata=metadata)
 
 
 @dataclass(frozen=True)
 class PlannerSettings:
     """Settings of a decision.
 
-    Each field's metadata holds the ``help`` that commands, service and docs show, and the ``kind`` that its text is
-    parsed as.
+    The metadata of each field holds the ``help`` text shown by the commands, the service and the documentation, and the
+    ``kind`` that the text of an option is parsed as.
 
     Raises
     ------
     SettingsError
-        Where a value is out of bounds.
+        If a value is out of bounds, or if two settings cannot be used together.
+
+    Examples
+    --------
+    Plan for vLLM, which splits tokens evenly, and change at most eight layers per decision:
+
+    >>> settings = PlannerSettings(split="even", max_layers=8)
+    >>> settings.move_price, settings.is_default("move_price")
+    ('auto', True)
+
+    Values are checked when the settings are created:
+
+    >>> PlannerSettings(par_threshold=0.9)
+    Traceback (most recent call last):
+        ...
+    eplb_core.planner.settings.SettingsError: par_threshold is 0.9; it must be a finite number, 1.0 or more
+
+    ``planner_settings`` parses the text of options:
+
+    >>> planner_settings({"move_price": "0.3"}).move_price
+    0.3
     """
 
     policy: str = _setting(
         "flashlb",
         str,
-        "Placement by flashlb (this project's own solver, built on the ideas of FlashLB of vLLM-Ascend), deepseek "
-        "(DeepSeek's greedy EPLB) or none (no expert ever moves).",
+        "Policy: flashlb (this project's own solver, built on the ideas of vLLM-Ascend's FlashLB), deepseek "
+        "(DeepSeek's greedy EPLB) or none (experts never move).",
     )
     par_threshold: float = _setting(
-        1.02, float, "PAR, in episodes, up to which a layer is left alone (cherry-picking).", least=1.0
+        1.02, float, "PAR, in episodes, up to which a layer is left alone (cherry-picking).", minimum=1.0
     )
-    min_gain: float = _setting(0.01, float, "PAR that a layer must win to be worth switching.", least=0.0)
+    min_gain: float = _setting(
+        0.01, float, "Minimum reduction of PAR for which a layer is changed.", minimum=0.0
+    )
     max_layers: int | None = _setting(
-        None, int, "Most layers that change in one decision, worst first; all by default.", least=1
+        None,
+        int,
+        "Maximum number of layers that one decision changes, worst first; all by default.",
+        minimum=1,
     )
     move_price: float | Literal["auto"] = _setting(
         AUTO,
         NumberOrAuto,
-        "Fraction of its PAR that a layer must win to have every slot moved. auto: by the measured cost of moves, "
-        "until then by an expert's bytes, link_bandwidth and layer_ms.",
-        least=0.0,
+        "Gain required to move every slot of a layer, as a fraction of its PAR. auto: computed from the measured cost "
+        "of moves, or, before the first measurement, from an expert's bytes, link_bandwidth and layer_ms.",
+        minimum=0.0,
     )
     link_bandwidth: float = _setting(
         25.0,
         float,
-        "Full bandwidth of a rank's link in GB/s, of which transfers use a share; for move_price auto until measured.",
-        least=0.0,
+        "Full bandwidth of a rank's link in GB/s; transfers use a share of it. move_price auto uses it until "
+        "transfers are measured.",
+        minimum=0.0,
     )
     layer_ms: float = _setting(
         0.4,
         float,
-        "Milliseconds of one layer's experts in a step, for move_price auto until a cost curve or steps say.",
-        least=0.0,
+        "Milliseconds that one layer's experts take per step. move_price auto uses it until a cost curve or step times "
+        "are available.",
+        minimum=0.0,
     )
     split: str = _setting(
         TABLES,
         str,
-        "Split of an expert's tokens over its replicas by the host. tables: one replica per source rank (vLLM-Ascend); "
+        "The host's split of an expert's tokens over its replicas. tables: one replica per source rank (vLLM-Ascend); "
         "even: evenly (vLLM); deal: several replicas in turn; step: by each step's counts.",
     )
     deal_width: int = _setting(
-        16, int, "Most entries per expert of a dealing table, where split is deal.", least=1
+        16, int, "Maximum number of entries per expert in a dealing table (split deal).", minimum=1
     )
     expert_groups: int | None = _setting(
         None,
         int,
-        "Groups of neighbouring experts that each stay on one node (hierarchical placement); none by default.",
-        least=1,
+        "Number of groups of consecutive experts that each stay on one node (hierarchical placement); by default "
+        "experts are not grouped.",
+        minimum=1,
     )
-    cost_curve: CostCurve | None = _setting(  # noqa: RUF009, a field like the others
+    cost_curve: CostCurve | None = _setting(  # noqa: RUF009, declared like the other fields
         None,
         str,
-        "File of cost curves (eplb calibrate), or FILE:PHASE: the slowest rank's time is lowered, not its tokens.",
+        "File of cost curves (from eplb calibrate), or FILE:PHASE. The planner then lowers the time of the slowest "
+        "rank instead of its tokens.",
     )
     fitted_curve: bool = _setting(
-        False, bool, "While ranks serve, plan by a cost curve fitted to their own step times, once it fits."
+        False,
+        bool,
+        "Plan by a cost curve that is fitted to the ranks' step times, once the fit is good enough.",
+        serve_only=True,
     )
     estimate_device: bool = _setting(
         True,
         bool,
-        "Without a cost curve, leave a layer alone while its experts get so few tokens that, by an estimate for the "
-        "ranks' device, a step only waits for their weights to be read.",
+        "Without a cost curve, leave a layer alone while its experts get so few tokens that steps only wait for weight "
+        "reads, as estimated for the ranks' device.",
+        serve_only=True,
     )
-    seed: int = _setting(0, int, "Seed of the solver's random choices.", least=0)
+    seed: int = _setting(0, int, "Seed of the solver's random choices.", minimum=0)
     threads: int | None = _setting(
         None,
         int,
-        "Layers solved at the same time; by default one per CPU. Results do not depend on it.",
-        least=1,
+        "Number of layers solved at the same time; by default one per CPU. Results do not depend on it.",
+        minimum=1,
     )
     budget_ms: float | None = _setting(
         None,
         float,
-        "Milliseconds after which a decision begins no further layer, worst first; by default it begins all. Results "
-        "then depend on the machine.",
-        least=0.0,
+        "Time budget of a decision in milliseconds. Once it is spent, no further layer is started (worst first), so "
+        "results depend on the machine. Unlimited by default.",
+        minimum=0.0,
     )
 
     def __post_init__(self) -> None:
@@ -138,35 +198,30 @@ class PlannerSettings:
                 raise SettingsError(f"{name} is {getattr(self, name)!r}; choose one of {', '.join(choices)}")
         for option in planner_options():
             self._check_kind(option)
-            value, least = getattr(self, option.name), option.metadata["least"]
-            if least is None or value == (AUTO if option.name == "move_price" else None):
-                continue
-            if not isinstance(value, Real) or not math.isfinite(value) or value < least:
-                raise SettingsError(
-                    f"{option.name} is {value!r}; it must be a finite number, {least} or more"
-                )
+            self._check_minimum(option)
         for name in ("link_bandwidth", "layer_ms", "budget_ms"):
             if getattr(self, name) == 0:
-                raise SettingsError(f"{name} is 0; it must be more")
+                raise SettingsError(f"{name} is 0; it must be greater than 0")
         if self.deal_width > MAX_ENTRIES:
             raise SettingsError(
                 f"deal_width is {self.deal_width}; a dealing table has at most {MAX_ENTRIES} entries"
             )
         for name in ("cost_curve", "fitted_curve"):
             if getattr(self, name) and self.expert_groups is not None:
-                raise SettingsError(f"{name} and expert_groups do not go together; leave one of them out")
+                raise SettingsError(f"{name} and expert_groups cannot be used together; remove one of them")
         if self.fitted_curve and self.split == STEP:
             raise SettingsError(
-                "fitted_curve and split step do not go together: ranks whose tokens are even in every step do not show "
-                "what uneven ones would cost; measure a curve (eplb calibrate) and give it as cost_curve"
+                "fitted_curve and split step cannot be used together: the split balances every step, so step times do "
+                "not show the cost of imbalance; measure a curve (eplb calibrate) and set cost_curve"
             )
 
     def _check_kind(self, option: Field[Any]) -> None:
-        """Raise ``SettingsError`` if a whole number or a switch is anything else."""
-        value, kind = getattr(self, option.name), option.metadata["kind"]
+        """Raise ``SettingsError`` if a cost curve, a switch or an integer has another type."""
+        value = getattr(self, option.name)
+        kind = option.metadata["kind"]
         if option.name == "cost_curve" and not isinstance(value, CostCurve | None):
             raise SettingsError(
-                f"cost_curve is {value!r}; it must be a CostCurve, as cost.read_curve returns it"
+                f"cost_curve is {value!r}; it must be a CostCurve, as returned by cost.read_curve"
             )
         if value is None or kind not in (int, bool):
             return
@@ -175,8 +230,18 @@ class PlannerSettings:
         if kind is int and (isinstance(value, bool) or not isinstance(value, Integral)):
             raise SettingsError(f"{option.name} is {value!r}; it must be a whole number")
 
+    def _check_minimum(self, option: Field[Any]) -> None:
+        """Raise ``SettingsError`` if a number is not finite or below its lower bound."""
+        value = getattr(self, option.name)
+        minimum = option.metadata["minimum"]
+        without_value = AUTO if option.name == "move_price" else None
+        if minimum is None or value == without_value:
+            return
+        if not isinstance(value, Real) or not math.isfinite(value) or value < minimum:
+            raise SettingsError(f"{option.name} is {value!r}; it must be a finite number, {minimum} or more")
+
     def is_default(self, name: str) -> bool:
-        """Return whether a setting has its default value.
+        """Return True if a setting has its default value.
 
         Parameters
         ----------
@@ -186,41 +251,48 @@ class PlannerSettings:
         Returns
         -------
         bool
-            False where it was set to anything else.
+            False if it has any other value.
         """
         return bool(getattr(self, name) == getattr(PlannerSettings, name))
 
 
 def planner_options() -> tuple[Field[Any], ...]:
-    """All settings in order: name and default, and as metadata ``kind`` and ``help``.
+    """Return the fields of all settings in order, with ``kind`` and ``help`` in their metadata.
 
-    A cost curve is the text that names its file.
+    As an option, a cost curve is the name of its file.
     """
     return fields(PlannerSettings)
 
 
+def offline_options() -> tuple[Field[Any], ...]:
+    """Return the fields of the settings that affect decisions on recorded heat."""
+    return tuple(option for option in planner_options() if not option.metadata["serve_only"])
+
+
 def planner_settings(values: Mapping[str, Any]) -> PlannerSettings:
-    """Settings of options by name; those left out have their defaults.
+    """Parse options by name; settings without an option have their defaults.
 
     Raises
     ------
     SettingsError
-        On a value that no planner could follow.
+        If a value is invalid.
     """
     parsed = dict(values)
-    try:
-        if "move_price" in parsed:
+    if "move_price" in parsed:
+        try:
             parsed["move_price"] = number_or_auto(parsed["move_price"])
-        if isinstance(parsed.get("cost_curve"), str):
+        except ValueError as error:
+            raise SettingsError(f"move_price is {values['move_price']!r}; {error}") from error
+    if isinstance(parsed.get("cost_curve"), str):
+        try:
             parsed["cost_curve"] = read_curve(parsed["cost_curve"])
-    except ValueError as error:
-        named = "" if isinstance(error, CurveError) else f"move_price is {values['move_price']!r}; "
-        raise SettingsError(f"{named}{error}") from error
+        except ValueError as error:
+            raise SettingsError(str(error)) from error
     return PlannerSettings(**parsed)
 
 
 def number_or_auto(value: Any) -> NumberOrAuto:
-    """Parse a setting of that kind from text or a file; raises ``ValueError`` where it is neither."""
+    """Parse a number or ``auto``; raises ``ValueError`` if the value is neither."""
     try:
         return AUTO if value == AUTO else float(value)
     except (TypeError, ValueError):

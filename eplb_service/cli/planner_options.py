@@ -11,7 +11,7 @@ from typing import ClassVar
 from eplb_core.placement import Placement
 from eplb_core.planner.price import SplitCost
 from eplb_core.planner.request import groups_on_nodes
-from eplb_core.planner.settings import PlannerSettings, planner_options
+from eplb_core.planner.settings import PlannerSettings, offline_options, planner_options
 from eplb_core.planner.topology import Topology
 from eplb_service.cli.file_options import choices_per_step
 from eplb_service.cli.options import UserError, option, setting_option
@@ -81,7 +81,7 @@ def planner_flags(*without: str) -> list[inspect.Parameter]:
     kinds = typing.get_type_hints(PlannerSettings)
     return [
         setting_option(field.name, kinds[field.name], field.default, field.metadata["help"], section=PLANNER)
-        for field in planner_options()
+        for field in offline_options()
         if field.name not in without
     ]
 

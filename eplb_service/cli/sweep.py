@@ -18,7 +18,7 @@ from eplb_core.planner.settings import (
     NumberOrAuto,
     PlannerSettings,
     number_or_auto,
-    planner_options,
+    offline_options,
     planner_settings,
 )
 from eplb_service.cli.file_options import RankOptions, ReadingOptions, SlotOptions
@@ -45,7 +45,6 @@ if TYPE_CHECKING:
 
     Row = Mapping[str, Any]
 
-_BOOLEANS = {"on": True, "off": False}
 _VARIED = "Values to try"
 
 
@@ -158,7 +157,7 @@ class _Grid:
 def _choices(texts: Sequence[str]) -> dict[str, list[Any]]:
     """Parse the values of --set, by setting. Raises ``UserError`` if a name or a value is invalid."""
     excluded = {"policy", "threads", "cost_curve"}
-    settings = {field.name: field for field in planner_options() if field.name not in excluded}
+    settings = {field.name: field for field in offline_options() if field.name not in excluded}
     choices: dict[str, list[Any]] = {}
     for text in texts:
         name, equals, values = text.partition("=")
@@ -177,12 +176,9 @@ def _choices(texts: Sequence[str]) -> dict[str, list[Any]]:
 def _value(setting: Field[Any], text: str) -> Any:
     kind = setting.metadata["kind"]
     try:
-        if kind == NumberOrAuto:
-            return number_or_auto(text)
-        return _BOOLEANS[text.lower()] if kind is bool else kind(text)
-    except (ValueError, KeyError):
-        expected = "on or off" if kind is bool else "a number"
-        raise UserError(f"--set {setting.name}: {text!r} is not {expected}") from None
+        return number_or_auto(text) if kind == NumberOrAuto else kind(text)
+    except ValueError:
+        raise UserError(f"--set {setting.name}: {text!r} is not a number") from None
 
 
 def _run(cells: Sequence[SweepCell], workers: int | None, ray: str | None) -> tuple[list[Row], bool]:

@@ -1,1 +1,1 @@
-"""The planner run along a recorded trace, scored by what each decision realises in the steps after it."""
+"""Replays of recorded traces: the planner decides as it would online, and each decision is scored on the next steps."""

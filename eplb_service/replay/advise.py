@@ -1,6 +1,6 @@
-"""Advice from replays of several settings: the verdict, the settings to use, and the gain of each layer.
+"""Advice for a deployment from replays of several settings: whether balancing pays, and which settings to use.
 
-All replays score the same steps, so the figures of a setting are the same in every table.
+All replays score the same steps, so a setting has the same figures in every table.
 """
 
 from __future__ import annotations
@@ -19,34 +19,51 @@ from eplb_service.replay.policy import Job, ReplayError, Setup
 from eplb_service.replay.result import Replay, Score
 
 MOVE_PRICES = (0.0, 0.1, 0.3, 1.0, 3.0)
-"""Prices of moves that the curve of balance against moves is drawn with."""
+"""Prices of moves in the comparison of balance and moves."""
 SAME_TIME = 0.01
-"""Part of the time by which a setting must be faster to be worth more slots or moves."""
+"""Fraction of the time by which a setting must be faster to justify more slots or moves."""
 _PRICES = {f"price {price:g}": price for price in MOVE_PRICES}
 _FREE = ", free moves"
-"""Suffix of the label of a job without a price of moves."""
+"""Suffix of the label of a job that does not charge for moves."""
 _SAME_PAR = 0.01
-"""Peak-to-average ratios that are nearer than this part of the best are taken for equal: the cheaper setting wins."""
+"""Fraction of the best PAR within which PARs count as equal. Among equal settings, the cheapest one is chosen."""
 _SURE_ERRORS = 2.0
-"""Standard errors of the difference within which ratios are taken for equal."""
-_MIN_ROWS = 4
-"""Intervals below which that error is not known."""
-_WORTH_MEMORY = 0.1
-"""Part of what balancing can win that a setting must win beyond another to be worth more slots (no cost curve)."""
+"""Number of standard errors of their difference within which two PARs count as equal."""
+_MIN_INTERVALS = 4
+"""Fewest intervals from which that standard error is computed."""
+_MEMORY_GAIN = 0.1
+"""Fraction of the largest gain that more slots must add to justify their memory, without a cost curve."""
 _READING_TOKENS = 128.0
-"""Mean tokens of an expert below which most devices only wait for weights: the shipped curves' knees are 100 to 150."""
-_WORTH_IT = 0.03
-"""Peak-to-average ratio that balancing must win to be worth running."""
+"""Mean tokens of an expert below which most devices only wait for weight reads. The knees of the shipped curves are at
+100 to 150 tokens."""
+_MIN_GAIN = 0.03
+"""Reduction of PAR from which balancing pays."""
 
 
 @dataclass(frozen=True)
 class Option:
-    """One setting tried: its name, its slots per rank, schedule and price of moves, and what it realised.
+    """One setting that was tried, with its results.
 
-    ``moved_per_100_steps`` is the share of all slots that receive weights; ``moe_ms`` are the slowest ranks of all
-    layers in a step, ``None`` without a cost curve; ``net_ms`` is ``None`` unless what experts take is stated;
-    ``bytes_per_rank`` the weights of a rank's experts of all layers, 0 if an expert's are not known; ``par_D`` float64
-    ``[D]`` what each interval realised.
+    Parameters
+    ----------
+    label
+        Name of the setting.
+    setup
+        Slots per rank and schedule.
+    move_price
+        Price of moves.
+    par
+        Realised PAR.
+    moved_per_100_steps
+        Slots that receive weights in 100 steps, as a fraction of all slots.
+    net_ms
+        Milliseconds per step saved, net of switching; ``None`` if the experts' time is unknown.
+    moe_ms
+        Milliseconds per step, summed over each layer's slowest rank; ``None`` without a cost curve.
+    bytes_per_rank
+        Bytes of a rank's experts in all layers; 0 if an expert's bytes are unknown.
+    par_D
+        float64 ``[D]``, realised PAR of each interval.
     """
 
     label: str
@@ -70,31 +87,42 @@ class Advice:
         True if balancing is worth running.
     share
         Fraction of the experts' time that the advised setting saves, net of switching if times are known.
-    ranks_worth, ranks
-        Saved expert time as a number of ranks, and the number of all ranks.
+    ranks_worth
+        Saved expert time as a number of ranks.
+    ranks
+        Number of all ranks.
     redundant_bytes_per_rank
         Memory of the advised redundancy on each rank; 0 if an expert's bytes are unknown.
     net_ms
         Milliseconds saved per step, net of switching; ``None`` if neither a cost curve nor the step time is known.
-    tokens_per_second, tokens_per_second_won
-        Throughput without balancing, and its increase with the advised setting; ``None`` unless the step time and
-        top-k are known.
+    tokens_per_second
+        Throughput without balancing; ``None`` unless the step time and top-k are known.
+    tokens_per_second_won
+        Increase of the throughput with the advised setting; ``None`` if the throughput is.
     reasons
         Sentences that explain the verdict to an operator.
-    par_left_alone, par, floor
-        PAR without redundancy and balancing, PAR with the advised setting, and the sampling floor.
+    par_left_alone
+        PAR without redundancy and balancing.
+    par
+        PAR with the advised setting.
+    floor
+        Noise floor.
     redundant
         Advised number of redundant experts per layer.
     chosen
         The advised setting.
-    by_redundancy, by_schedule, by_moves
-        Settings of the curves. ``by_redundancy`` varies the slots under the advised schedule. ``by_schedule`` varies
-        window and interval, and ``by_moves`` the price of moves, with the slots that the first round chose.
-        ``by_moves`` is empty for a user's own policy function, which has no price of moves.
+    by_redundancy
+        Settings with different numbers of slots under the advised schedule.
+    by_schedule
+        Settings with different windows and intervals, with the slots that the first round chose.
+    by_moves
+        Settings with different prices of moves, with the slots that the first round chose. Empty for an external
+        policy, which has no price of moves.
     gain_L
-        PAR gain per layer of the advised setting over no balancing and no redundancy, float64 ``[L]``.
+        float64 ``[L]``, PAR gain per layer of the advised setting over no balancing and no redundancy.
     moe_ms_left_alone
-        Time per step of the layers' slowest ranks, without redundancy and balancing; ``None`` without a cost curve.
+        Milliseconds per step without redundancy and balancing, summed over each layer's slowest rank; ``None`` without
+        a cost curve.
     """
 
     pays: bool
@@ -136,15 +164,17 @@ def advise(
         Function that replays the jobs of a round.
     slots
         Slots per rank to try.
-    window, steps
-        Window and interval of the first round, and the number of steps of the trace.
+    window
+        Window and interval of the first round, in steps.
+    steps
+        Number of steps of the trace.
     settings
         Planner settings of all rounds.
     tokens_per_step
         Tokens per step of the model; ``None`` if unknown.
     tokens_per_expert
-        Mean tokens of an expert per step, or ``None`` if unknown. If it is low, the advice warns that time may not
-        follow tokens.
+        Mean tokens of an expert per step; ``None`` if unknown. If it is low, the advice warns that time may not follow
+        tokens.
     policy
         Name of the policy to advise on.
 
@@ -153,59 +183,110 @@ def advise(
     ReplayError
         If a round was stopped.
     """
-
-    def done(jobs: list[Job]) -> Replay:
-        found = run(jobs)
-        if found.interrupted:
-            raise ReplayError("stopped before enough was known to advise anything")
-        return found
-
-    def jobs_of(setups: Sequence[Setup], price: NumberOrAuto = settings.move_price) -> list[Job]:
-        return jobs_for([policy], setups, replace(settings, move_price=price), hindsight=False)
-
-    def jobs_by_slots(schedule: Setup) -> list[Job]:
-        """Return a job per number of slots, and one with free moves if the planner sets the price of moves."""
-        jobs = jobs_of([replace(schedule, slots=count, start=start) for count in slots])
-        if settings.move_price != AUTO or jobs[-1].external() is not None:
-            return jobs
-        free = replace(settings, move_price=0.0)
-        return jobs + [Job.of(f"{job.label}{_FREE}", job.setup, policy, free) for job in jobs if job.policy]
-
     fewest = Setup(min(slots), window, window)
     start = max(setup.first for setup in (fewest, *_schedules(fewest, steps)))
-    first = done(jobs_by_slots(fewest))
+    rounds = _Rounds(run, policy, settings, slots, start)
+    first = rounds.try_slots(fewest)
     alone = _left_alone(first)
-    by_first = _without_losses(_options(first, alone, settings), first.costs)
-    found = cheapest(by_first, alone.par)
-    near = found.setup
-    jobs = jobs_of([replace(setup, start=start) for setup in _schedules(near, steps)], found.move_price)
-    same = [
-        job.setup for job in jobs if (job.setup.window, job.setup.interval) == (near.window, near.interval)
-    ]
-    if jobs[-1].external() is None:
-        jobs += [
-            Job.of(label, (same or [jobs[0].setup])[0], policy, replace(settings, move_price=price))
-            for label, price in _PRICES.items()
-        ]
-    second = _options(done(jobs), alone, replace(settings, move_price=found.move_price))
-    by_schedule = [option for option in second if option.label not in _PRICES]
-    calm = min(_near_best(by_schedule), key=lambda option: option.moved_per_100_steps).setup
+    first_options = _without_losses(_options(first, alone, settings), first.costs)
+    first_choice = cheapest(first_options, alone.par)
+    near = first_choice.setup
+    second = rounds.try_schedules(near, steps, first_choice.move_price)
+    second_options = _options(second, alone, replace(settings, move_price=first_choice.move_price))
+    by_schedule = [option for option in second_options if option.label not in _PRICES]
+    by_price = [option for option in second_options if option.label in _PRICES]
+    calmest = min(_near_best(by_schedule), key=lambda option: option.moved_per_100_steps).setup
     third = first
-    if (calm.window, calm.interval) != (near.window, near.interval):
-        third = done(jobs_by_slots(calm))
+    if (calmest.window, calmest.interval) != (near.window, near.interval):
+        third = rounds.try_slots(calmest)
     alone = _left_alone(third)
-    tried = _without_losses(_options(third, alone, settings), third.costs)
-    chosen = cheapest(tried, alone.par)
-    if chosen.setup.slots > found.setup.slots:
-        # Keep the first round's schedule: the other one needs more slots, and so more memory.
+    options = _without_losses(_options(third, alone, settings), third.costs)
+    chosen = cheapest(options, alone.par)
+    if chosen.setup.slots > near.slots:
+        # Keep the first round's schedule, because the new one needs more slots, and so more memory.
         third = first
-        tried = by_first
-        chosen = found
-    schedules = _distinct([option for option in second if option.label not in _PRICES], calm)
-    prices = _distinct([option for option in second if option.label in _PRICES])
+        options = first_options
+        chosen = first_choice
     return _advice(
-        third, chosen, _one_per_slots(tried, chosen), schedules, prices, tokens_per_step, tokens_per_expert
+        third,
+        chosen,
+        _one_per_slots(options, chosen),
+        _distinct(by_schedule, calmest),
+        _distinct(by_price),
+        tokens_per_step,
+        tokens_per_expert,
     )
+
+
+@dataclass(frozen=True)
+class _Rounds:
+    """Rounds of replays that an advice is based on.
+
+    Parameters
+    ----------
+    run
+        Function that replays the jobs of a round.
+    policy
+        Name of the policy to advise on.
+    settings
+        Planner settings of all rounds.
+    slots
+        Slots per rank to try.
+    start
+        Step of the first decision in all rounds.
+    """
+
+    run: Callable[[list[Job]], Replay]
+    policy: str
+    settings: PlannerSettings
+    slots: Sequence[int]
+    start: int
+
+    def try_slots(self, schedule: Setup) -> Replay:
+        """Replay all numbers of slots; if the planner sets the price of moves, also with free moves."""
+        setups = [replace(schedule, slots=count, start=self.start) for count in self.slots]
+        jobs = self._jobs(setups, self.settings.move_price)
+        if self.settings.move_price == AUTO and jobs[-1].external() is None:
+            free = replace(self.settings, move_price=0.0)
+            jobs += [
+                Job.of(f"{job.label}{_FREE}", job.setup, self.policy, free) for job in jobs if job.policy
+            ]
+        return self._replay(jobs)
+
+    def try_schedules(self, near: Setup, steps: int, price: NumberOrAuto) -> Replay:
+        """Replay schedules near a setup's, and all prices of moves under that setup's own schedule.
+
+        Parameters
+        ----------
+        near
+            Setup with the slots of all schedules.
+        steps
+            Number of steps of the trace.
+        price
+            Price of moves of the schedules.
+        """
+        setups = [replace(setup, start=self.start) for setup in _schedules(near, steps)]
+        jobs = self._jobs(setups, price)
+        if jobs[-1].external() is None:
+            same_schedule = [
+                setup for setup in setups if (setup.window, setup.interval) == (near.window, near.interval)
+            ]
+            setup = same_schedule[0] if same_schedule else setups[0]
+            jobs += [
+                Job.of(label, setup, self.policy, replace(self.settings, move_price=move_price))
+                for label, move_price in _PRICES.items()
+            ]
+        return self._replay(jobs)
+
+    def _jobs(self, setups: Sequence[Setup], price: NumberOrAuto) -> list[Job]:
+        return jobs_for([self.policy], setups, replace(self.settings, move_price=price), hindsight=False)
+
+    def _replay(self, jobs: list[Job]) -> Replay:
+        """Replay jobs; raises ``ReplayError`` if the replay was stopped."""
+        result = self.run(jobs)
+        if result.interrupted:
+            raise ReplayError("the replay was stopped before there were enough results to advise on")
+        return result
 
 
 def _advice(
@@ -217,18 +298,20 @@ def _advice(
     tokens_per_step: float | None,
     tokens_per_expert: float | None,
 ) -> Advice:
-    """Return the advice to deploy ``chosen``, a setting of ``replay``, with the curves."""
+    """Return the advice to deploy ``chosen``, which must be a setting of ``replay``. For the options see ``Advice``."""
     alone = _left_alone(replay)
     replayed = next(policy for policy in replay.policies if policy.label == chosen.label)
     score = replay.score(replayed)
-    pays, reasons = _judged(replay.costs, alone, score, chosen)
+    pays, reasons = _verdict(replay.costs, alone, score, chosen)
     reasons += _reading_warnings(replay, tokens_per_expert)
     baseline = min(replay.baselines, key=lambda baseline: baseline.setup.slots)
     share, net_ms = _saved(replay, alone, score, chosen)
     rate = None
     if tokens_per_step is not None and replay.costs.step_ms:
         rate = 1e3 * tokens_per_step / replay.costs.step_ms
-    won = None if rate is None or net_ms is None else rate * net_ms / (replay.costs.step_ms - net_ms)
+    rate_gain = None
+    if rate is not None and net_ms is not None:
+        rate_gain = rate * net_ms / (replay.costs.step_ms - net_ms)
     return Advice(
         pays=pays,
         share=share,
@@ -237,7 +320,7 @@ def _advice(
         redundant_bytes_per_rank=_redundant_bytes(replay, chosen.setup.slots),
         net_ms=net_ms,
         tokens_per_second=rate,
-        tokens_per_second_won=won,
+        tokens_per_second_won=rate_gain,
         reasons=tuple(reasons),
         par_left_alone=alone.par,
         par=score.par,
@@ -253,18 +336,20 @@ def _advice(
 
 
 def _saved(replay: Replay, alone: Score, score: Score, chosen: Option) -> tuple[float, float | None]:
-    """Return the part of the experts' time that is saved, and the milliseconds of a step if times are known."""
+    """Return the fraction of the experts' time that is saved, and the milliseconds per step if times are known."""
     share = 1.0 - score.par / alone.par
     if chosen.net_ms is None:
         return share, None
     if alone.moe_ms is not None:
         return chosen.net_ms / alone.moe_ms, chosen.net_ms
+    if not replay.costs.step_ms:
+        return share, None
     experts_ms = replay.layers * replay.costs.layer_ms
-    return (chosen.net_ms / experts_ms, chosen.net_ms) if replay.costs.step_ms else (share, None)
+    return chosen.net_ms / experts_ms, chosen.net_ms
 
 
 def _reading_warnings(replay: Replay, tokens_per_expert: float | None) -> list[str]:
-    """Return the cost of a slot under a cost curve, or a warning that time may not follow so few tokens."""
+    """Return the cost of a slot under a cost curve, or a warning that time may not follow tokens if there are few."""
     curve = replay.costs.curve
     if curve is None:
         if tokens_per_expert is None or tokens_per_expert >= _READING_TOKENS:
@@ -289,37 +374,52 @@ def _reading_warnings(replay: Replay, tokens_per_expert: float | None) -> list[s
 
 def _redundant_bytes(replay: Replay, slots: int) -> int:
     """Return the bytes of the redundant slots on each rank."""
-    least = -(-replay.experts // replay.ranks)
-    return replay.layers * (slots - least) * replay.costs.bytes_per_expert
+    min_slots = -(-replay.experts // replay.ranks)
+    return replay.layers * (slots - min_slots) * replay.costs.bytes_per_expert
 
 
-def _distinct(options: Sequence[Option], kept: Setup | None = None) -> tuple[Option, ...]:
-    """Drop settings with the same result as an earlier one. ``kept`` is preferred over its equals."""
-
-    def figures(option: Option) -> tuple[object, ...]:
-        return round(option.par, 3), round(option.moved_per_100_steps, 3), option.moe_ms
-
-    shown: dict[tuple[object, ...], Option] = {}
+def _distinct(options: Sequence[Option], preferred: Setup | None = None) -> tuple[Option, ...]:
+    """Drop settings with the same results as an earlier one; ``preferred`` is kept instead of its equals."""
+    option_of_results: dict[tuple[object, ...], Option] = {}
     for option in options:
-        if figures(option) not in shown or option.setup == kept:
-            shown[figures(option)] = option
-    return tuple(shown.values())
+        results = (round(option.par, 3), round(option.moved_per_100_steps, 3), option.moe_ms)
+        if results not in option_of_results or option.setup == preferred:
+            option_of_results[results] = option
+    return tuple(option_of_results.values())
 
 
 def cheapest(options: Sequence[Option], left_alone: float = 1.0) -> Option:
-    """Return the option with the fewest slots that comes near the best time, or near the best PAR without a cost curve.
+    """Return the option with the fewest slots among those near the best time, or near the best PAR without times.
 
-    ``left_alone`` is the PAR without redundancy and balancing: more slots are memory, so they must gain a part of what
-    can be gained at all, and not just any hundredth.
+    Without times, more slots must add a tenth of the largest gain, because they take memory.
+
+    Parameters
+    ----------
+    options
+        Options to choose from.
+    left_alone
+        PAR without redundancy and balancing, above which the gain is counted.
+
+    Examples
+    --------
+    Six slots are better than five by less than a tenth of the gain, 0.89:
+
+    >>> options = [
+    ...     Option(f"{slots} slots", Setup(slots, 40, 40), 0.0, par, moved_per_100_steps=0.1, net_ms=None)
+    ...     for slots, par in ((4, 1.75), (5, 1.25), (6, 1.20))
+    ... ]
+    >>> cheapest(options, left_alone=2.09).label
+    '5 slots'
     """
-    gained = left_alone - min(option.par for option in options)
-    return min(_near_best(options, _WORTH_MEMORY * gained), key=lambda option: option.setup.slots)
+    gain = left_alone - min(option.par for option in options)
+    return min(_near_best(options, _MEMORY_GAIN * gain), key=lambda option: option.setup.slots)
 
 
-def _near_best(options: Sequence[Option], within: float = 0.0) -> list[Option]:
-    """Return the options whose time, or PAR without a cost curve, is near the best.
+def _near_best(options: Sequence[Option], tolerance: float = 0.0) -> list[Option]:
+    """Return the options whose time is near the best, or whose PAR is if times are unknown.
 
-    Near is one percent, ``within`` if that is more, or what may be chance.
+    A time is near the best within one percent. A PAR is near the best within one percent, within ``tolerance``, or
+    within the standard error of the difference, whichever is largest.
     """
     times = [option.moe_ms for option in options if option.moe_ms is not None]
     if len(times) == len(options):
@@ -329,20 +429,21 @@ def _near_best(options: Sequence[Option], within: float = 0.0) -> list[Option]:
     return [
         option
         for option in options
-        if option.par - best.par <= max(_SAME_PAR * best.par, within, _SURE_ERRORS * _error(option, best))
+        if option.par - best.par
+        <= max(_SAME_PAR * best.par, tolerance, _SURE_ERRORS * _error_of_difference(option, best))
     ]
 
 
-def _error(one: Option, other: Option) -> float:
-    """Return the standard error of the difference of two options' PARs; 0 if their intervals cannot be compared."""
-    if one.par_D.size != other.par_D.size or one.par_D.size < _MIN_ROWS:
+def _error_of_difference(option: Option, best: Option) -> float:
+    """Return the standard error of the difference of two PARs; 0 if their intervals cannot be compared."""
+    if option.par_D.size != best.par_D.size or option.par_D.size < _MIN_INTERVALS:
         return 0.0
-    difference_D = one.par_D - other.par_D
+    difference_D = option.par_D - best.par_D
     return standard_error(difference_D[~np.isnan(difference_D)])
 
 
 def _schedules(near: Setup, steps: int) -> list[Setup]:
-    """Shorter and longer windows and intervals with the same slots, as far as the trace has steps for them."""
+    """Return setups with shorter and longer windows and intervals, for which the trace has enough steps."""
     counts = sorted({max(1, near.window // 4), near.window, 2 * near.window})
     return [
         Setup(near.slots, window, interval)
@@ -353,20 +454,21 @@ def _schedules(near: Setup, steps: int) -> list[Setup]:
 
 
 def _left_alone(replay: Replay) -> Score:
-    """Score of doing nothing on the fewest slots: no redundancy, no balancing."""
+    """Return the score without balancing on the fewest slots, and so without redundancy."""
     fewest = min(replay.baselines, key=lambda baseline: baseline.setup.slots)
     return replay.score(fewest)
 
 
 def _without_losses(options: Sequence[Option], costs: Costs) -> list[Option]:
-    """Drop settings whose free moves cost more time than they save, if times are known. Priced moves stay first.
+    """Drop settings with free moves that save less time than those with priced moves, if times are known.
 
-    If the price of the first moves alone keeps a layer from changing, free moves may gain as much as another slot per
-    rank, and they take no memory.
+    Free moves are tried because the price of the first moves may keep a layer from changing. They may then gain as much
+    as another slot per rank, and take no memory. Settings with priced moves keep their place before them.
     """
-    timed = costs.curve is not None or bool(costs.step_ms)
-    priced = {option.setup: option.net_ms or 0.0 for option in options if not option.label.endswith(_FREE)}
-    return [option for option in options if not timed or (option.net_ms or 0.0) >= priced[option.setup]]
+    if costs.curve is None and not costs.step_ms:
+        return list(options)
+    priced_ms = {option.setup: option.net_ms or 0.0 for option in options if not option.label.endswith(_FREE)}
+    return [option for option in options if (option.net_ms or 0.0) >= priced_ms[option.setup]]
 
 
 def _one_per_slots(options: Sequence[Option], chosen: Option) -> list[Option]:
@@ -378,7 +480,7 @@ def _one_per_slots(options: Sequence[Option], chosen: Option) -> list[Option]:
 
 
 def _options(replay: Replay, alone: Score, settings: PlannerSettings) -> list[Option]:
-    """Settings tried with what each realised, beside doing nothing without redundancy."""
+    """Return the settings of a replay with their results, compared with no balancing and no redundancy."""
     options = []
     for policy in replay.policies:
         score = replay.score(policy)
@@ -402,42 +504,48 @@ def _options(replay: Replay, alone: Score, settings: PlannerSettings) -> list[Op
 
 
 def _price(label: str, settings: PlannerSettings) -> NumberOrAuto:
+    """Return the price of moves of the job with this label."""
     return 0.0 if label.endswith(_FREE) else _PRICES.get(label, settings.move_price)
 
 
-def _judged(costs: Costs, alone: Score, score: Score, chosen: Option) -> tuple[bool, list[str]]:
-    """Verdict on whether what is chosen pays, by the cost curve or else by PAR and the stated times, and why."""
-    pays = alone.par - score.par >= _WORTH_IT
+def _verdict(costs: Costs, alone: Score, score: Score, chosen: Option) -> tuple[bool, list[str]]:
+    """Return True if the chosen setting pays, with the reasons.
+
+    The cost curve decides. Without one, PAR and the given times do.
+    """
     reasons = [
         f"PAR goes from {alone.par:.3f} to {score.par:.3f}; token sampling alone leaves about {score.floor:.3f}."
     ]
-    step_ms = costs.step_ms
     if alone.moe_ms is not None and chosen.moe_ms is not None and chosen.net_ms is not None:
         return chosen.net_ms > SAME_TIME * alone.moe_ms, [
-            f"By the cost curve, the slowest ranks of all layers take {chosen.moe_ms:.3f} ms of a step, left alone "
-            f"{alone.moe_ms:.3f} ms; "
-            f"switching costs {score.stall_ms:.3f} ms of it: {chosen.net_ms:+.3f} ms net.",
+            f"By the cost curve, the slowest ranks of all layers take {chosen.moe_ms:.3f} ms of a step, compared with "
+            f"{alone.moe_ms:.3f} ms if left alone. Switching costs {score.stall_ms:.3f} ms per step, which leaves a "
+            f"gain of {chosen.net_ms:.3f} ms.",
             *reasons,
         ]
-    if alone.par - score.floor < _WORTH_IT:
+    pays = alone.par - score.par >= _MIN_GAIN
+    if alone.par - score.floor < _MIN_GAIN:
         reasons.append("The ranks are already as even as token sampling lets them be.")
     elif not pays:
         reasons.append(
-            "The heat moves faster than placements can follow: what is fitted on a window does not last."
+            "The heat changes faster than placements can follow: one that fits a window does not fit the next."
         )
     if score.floor - 1 > 0.5 * (alone.par - 1):
         reasons.append(
-            "A rank gets so few tokens per layer and step that chance makes most of the imbalance: no placement helps "
-            "against it. Larger batches would."
+            "A rank gets so few tokens per layer and step that chance causes most of the imbalance. No placement helps "
+            "against that; larger batches would."
         )
     estimate = costs.estimate_text(score.par, alone.par)
     if estimate is not None:
-        reasons.append(f"{estimate[0].upper()}{estimate[1:]}. --layer-ms or --cost-curve give a figure.")
-    elif step_ms and chosen.net_ms is not None and chosen.net_ms <= 0:
-        pays = False
-        reasons.append(f"Switching costs as much as balance wins: {chosen.net_ms:.3f} ms of a step, net.")
-    elif step_ms:
         reasons.append(
-            f"By the stated layer_ms that is {chosen.net_ms:.2f} ms of a step of {step_ms:g} ms, net of switching."
+            f"{estimate[0].upper()}{estimate[1:]}. Set --layer-ms or --cost-curve for a precise figure."
+        )
+    elif costs.step_ms and chosen.net_ms is not None and chosen.net_ms <= 0:
+        pays = False
+        reasons.append(f"Switching costs as much as balancing saves: {chosen.net_ms:.3f} ms per step, net.")
+    elif costs.step_ms:
+        reasons.append(
+            f"With the given layer_ms, that saves {chosen.net_ms:.2f} ms of a step of {costs.step_ms:g} ms, net of "
+            "switching."
         )
     return pays, reasons

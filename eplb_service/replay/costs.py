@@ -1,4 +1,4 @@
-"""Costs of a replay: by the same numbers decisions are made and charged, and each is listed with its origin."""
+"""Costs in a replay: the same figures price the decisions and are charged for them, each listed with its origin."""
 
 from __future__ import annotations
 
@@ -19,13 +19,15 @@ from eplb_core.planner.settings import AUTO, NumberOrAuto, PlannerSettings
 from eplb_service.replay.policy import ReplayError
 
 _MOE_SHARE = 0.5
-"""Part of a step that experts are taken for where ``layer_ms`` is not stated, as in the service."""
+"""Assumed fraction of a step that the experts take if ``layer_ms`` is not set, as in the service."""
 _MIN_MOE_SHARE = 0.2
+"""Lower end of that fraction in estimates. The range was chosen by hand to include what engines report, from small
+decode batches to prefill."""
 _MAX_MOE_SHARE = 0.8
-"""Range of that part for estimates; chosen by hand to hold what engines report from small decode batches to prefill."""
+"""Upper end of that fraction in estimates."""
 _DEFAULTS = PlannerSettings()
 VOTE_INTERVAL = 4
-"""Passes between votes while a plan is under way; the agent's default."""
+"""Forward passes between votes while a plan is in progress; the agent's default."""
 VOTE_LAG = 2
 """Passes from the start of a vote until the ranks read its outcome."""
 PICK_UP_PASSES = 8 + VOTE_LAG
@@ -39,12 +41,22 @@ PICK_UP_SOON_PASSES = 2 + VOTE_LAG
 BUSY_PASSES = 64
 """Passes after a plan for which the ranks keep voting as often as during it."""
 STAGING_BYTES = 512 << 20
-"""Memory of a rank for incoming experts; the agent's default."""
+"""Staging memory of a rank; the agent's default."""
 
 
 @dataclass(frozen=True)
 class Assumption:
-    """One number that results rest on: the name of its option, its value with its unit, and its origin."""
+    """One figure that results depend on.
+
+    Parameters
+    ----------
+    name
+        Name of its option.
+    value
+        Value with its unit.
+    source
+        Origin: ``given``, ``recorded``, ``assumed``, or the source of a cost curve.
+    """
 
     name: str
     value: str
@@ -53,16 +65,19 @@ class Assumption:
 
 @dataclass(frozen=True)
 class Costs:
-    """Costs that decisions are made by and charged with; nothing is measured on the machine that replays.
+    """Costs that price the decisions of a replay and are charged for them.
+
+    Nothing is measured on the machine that runs the replay.
 
     Parameters
     ----------
     step_ms
-        Time of a recorded step of the model; 0 if not stated. Plans then take effect at once and no times are reported.
+        Milliseconds of a recorded step of the model; 0 if unknown. Plans then take effect at once, and no times are
+        reported.
     solve_ms
-        From the end of a window to the plan at the ranks.
+        Milliseconds from the end of a window to the plan's arrival at the ranks.
     link_bandwidth
-        GB/s of a rank's link, before ``link_share``.
+        Full bandwidth of a rank's link in GB/s.
     link_share
         Share of the link's time that transfers use, as ``EPLB_AGENT_LINK_SHARE`` sets it on the ranks.
     model_layers
@@ -70,22 +85,33 @@ class Costs:
         several layers of a plan, so that plans take effect at the pace of the model. Times and bytes are still those
         of the trace's layers.
     bytes_per_expert
-        Weights of one expert in one layer; 0 where not known, and then the planner's assumption is taken.
+        Bytes of one expert's weights in one layer; 0 if unknown. The planner then assumes a size.
     commit_ms
-        Standstill of all ranks per switched layer; ``None`` for what the planner assumes.
+        Milliseconds for which all ranks wait per switched layer; ``None`` to use the planner's assumption.
     layer_ms
-        Time of one layer's experts in a step, which balance wins a part of; where there is a curve, as long as nothing
-        has been served.
+        Milliseconds that one layer's experts take per step; balancing saves a part of it. With a cost curve, it is only
+        used until the first steps have been served.
     move_price
-        Price of moves that decisions go by; ``auto`` for the one that follows from these costs.
+        Price of moves; ``auto`` to compute it from these costs.
     curve
-        What tokens cost; ``None`` where time follows the hottest rank's tokens.
+        Cost curve of the ranks; ``None`` if time is proportional to the tokens of the hottest rank.
     split
-        Cost of a stepwise split itself, under a curve; ``None`` where the host splits otherwise.
+        Cost of computing a stepwise split, used with a cost curve; ``None`` for other splits.
     layer_assumed
-        True if ``layer_ms`` is a default. Decisions use it, but reported times do not.
+        True if ``layer_ms`` is a default. Decisions use it, but no saved time is reported from it.
 
-    Raises ``ReplayError`` on a value out of bounds.
+    Raises
+    ------
+    ReplayError
+        If a value is out of bounds.
+
+    Examples
+    --------
+    58 layers take 0.5 ms each. At a PAR of 1.25 instead of 2.0 they take 37.5 % less:
+
+    >>> costs = Costs(step_ms=40.0, layer_ms=0.5)
+    >>> costs.saved_ms(layers=58, par=1.25, par_left_alone=2.0)
+    10.875
     """
 
     ESTIMATE_BASIS: ClassVar[str] = (
@@ -106,16 +132,28 @@ class Costs:
     layer_assumed: bool = False
 
     @classmethod
-    def of(cls, settings: PlannerSettings, layers: int, **stated: Any) -> Costs:
-        """Return the costs that ``settings`` state for a trace with ``layers`` layers, and those only a replay has.
+    def of(cls, settings: PlannerSettings, layers: int, **figures: Any) -> Costs:
+        """Return the costs for a trace, from planner settings and further figures.
 
-        If the layer time is not stated but the step time is, each layer takes an equal share of half a step.
+        If the settings have the default layer time and a step time is given, the layers together take half of a step.
 
-        Raises ``ReplayError`` if ``model_layers`` is stated and less than ``layers``.
+        Parameters
+        ----------
+        settings
+            Settings with link bandwidth, layer time, price of moves and cost curve.
+        layers
+            Layers of the trace.
+        figures
+            Other fields of ``Costs``, by name.
+
+        Raises
+        ------
+        ReplayError
+            If ``model_layers`` is less than ``layers``, or a value is out of bounds.
         """
         layer_ms = settings.layer_ms
-        step_ms = stated.get("step_ms", 0.0)
-        model_layers = stated.get("model_layers", 0)
+        step_ms = figures.get("step_ms", 0.0)
+        model_layers = figures.get("model_layers", 0)
         if 0 < model_layers < layers:
             raise ReplayError(
                 f"model_layers is {model_layers}, but the trace has {layers} layers; use {layers} or more"
@@ -128,7 +166,7 @@ class Costs:
             move_price=settings.move_price,
             curve=settings.cost_curve,
             layer_assumed=settings.is_default("layer_ms"),
-            **stated,
+            **figures,
         )
 
     def __post_init__(self) -> None:
@@ -139,18 +177,18 @@ class Costs:
                 raise ReplayError(f"{name} is {value}; it must be a finite number, zero or more")
         for name in ("link_bandwidth", "link_share", "layer_ms"):
             if getattr(self, name) == 0:
-                raise ReplayError(f"{name} is 0; it must be more")
+                raise ReplayError(f"{name} is 0; it must be greater than 0")
         if self.link_share > 1:
             raise ReplayError(f"link_share is {self.link_share}; it must be at most 1")
 
     @property
     def expert_bytes(self) -> int:
-        """Size of an expert in bytes, recorded or assumed."""
+        """Bytes of one expert's weights in one layer, recorded or assumed."""
         return self.bytes_per_expert or ASSUMED_BYTES
 
     @property
     def moving(self) -> MovingCosts:
-        """Costs of moves as the planner takes them."""
+        """Costs of moves, as the planner expects them."""
         return MovingCosts(
             expert_seconds=self.expert_bytes / (self.link_bandwidth * 1e9),
             commit_seconds=None if self.commit_ms is None else self.commit_ms / 1e3,
@@ -159,12 +197,12 @@ class Costs:
         )
 
     def stall_ms(self, slots: int, received: int, layers: int) -> float:
-        """Milliseconds of steps lost to moves and switches, as the planner prices them.
+        """Return the milliseconds that steps lose to moves and switches, as the planner prices them.
 
         Parameters
         ----------
         slots
-            Slots of a rank.
+            Slots per rank.
         received
             Experts that the busiest rank receives.
         layers
@@ -183,21 +221,26 @@ class Costs:
         *,
         soon: bool = False,
     ) -> npt.NDArray[np.int64]:
-        """Return the steps from the end of a window until each layer of its plan takes effect, int64 ``[L]``.
+        """Return the number of steps from the end of a window until each layer of its plan takes effect, int64 ``[L]``.
 
-        All are 0 if no step time is stated. Otherwise the plan reaches the ranks after ``solve_ms``, and waits
-        ``PICK_UP_PASSES`` for their vote. Its parts (see ``part_end``) then switch one after another. The transfer of a
-        part takes as long as the busiest rank needs for its experts on its share of the link, rounded up to whole
-        steps, at least one. The ranks vote on the part at the next multiple of ``VOTE_INTERVAL``. ``VOTE_LAG`` passes
-        later they read the outcome, which switches the part and starts the next one. Handshakes between ranks are not
-        modelled.
+        All are 0 if the step time is unknown. Otherwise the plan reaches the ranks after ``solve_ms`` and waits
+        ``PICK_UP_PASSES`` for their vote. Its parts (see ``part_end``) are then committed one after another:
+
+        - The transfer of a part takes as long as the busiest rank needs for its experts on its share of the link,
+          rounded up to whole steps, at least one.
+        - The ranks vote on the part at the next multiple of ``VOTE_INTERVAL``.
+        - ``VOTE_LAG`` passes later they read the outcome, commit the part and start the next one.
+
+        Handshakes between ranks are not modelled.
 
         Parameters
         ----------
-        received_LR, sent_LR
-            Experts that each rank receives and sends in each layer, in the plan's order: integers ``[R]`` per layer.
+        received_LR
+            One array of integers ``[R]`` per layer, in the order of the plan: experts that each rank receives.
+        sent_LR
+            Experts that each rank sends, in the same form.
         rows
-            Experts that a rank's staging holds (see ``staging_rows``).
+            Number of experts for which a rank's staging has room (see ``staging_rows``).
         soon
             True if the previous plan ended less than ``BUSY_PASSES`` ago. The ranks then pick this one up after
             ``PICK_UP_SOON_PASSES``.
@@ -215,8 +258,8 @@ class Costs:
         if not self.step_ms:
             return steps_L
         expert_ms = 1e3 * self.expert_bytes / (self.link_bandwidth * self.link_share * 1e9)
-        waits = PICK_UP_SOON_PASSES if soon else PICK_UP_PASSES
-        step = math.ceil(self.solve_ms / self.step_ms) + waits
+        pick_up = PICK_UP_SOON_PASSES if soon else PICK_UP_PASSES
+        step = math.ceil(self.solve_ms / self.step_ms) + pick_up
         moved_LC = np.concatenate([received_LR, sent_LR], axis=1)
         first = 0
         while first < len(received_LR):
@@ -234,9 +277,9 @@ class Costs:
         Parameters
         ----------
         changed
-            Layers of the trace that a plan changes.
+            Number of layers that a plan changes.
         layers
-            Layers of the trace.
+            Number of layers in the trace.
 
         Examples
         --------
@@ -246,34 +289,39 @@ class Costs:
         return np.diff(np.arange(changed + 1) * max(self.model_layers, layers) // layers)
 
     def saved_ms(self, layers: int, par: float, par_left_alone: float) -> float | None:
-        """Return the time per step that a smaller ratio saves, or ``None`` if the experts' time is not stated.
+        """Return the milliseconds per step saved by a lower PAR; ``None`` if the experts' time is not given.
 
-        A layer's experts take time in proportion to the ratio. 0 if no step time is stated.
+        The time of a layer's experts is proportional to the PAR. 0 if the step time is unknown.
         """
         if not self.step_ms:
             return 0.0
         return None if self.layer_assumed else layers * self.layer_ms * (1 - par / par_left_alone)
 
     def estimated_ms(self, par: float, par_left_alone: float) -> tuple[float, float] | None:
-        """Return the range of the time per step that a smaller ratio may save, if only the step time is stated."""
+        """Return the range of milliseconds per step that a lower PAR may save, if only the step time is given."""
         if not self.step_ms or not self.layer_assumed or self.curve is not None:
             return None
-        share = 1 - par / par_left_alone
-        ends = [part * self.step_ms * share for part in (_MIN_MOE_SHARE, _MAX_MOE_SHARE)]
+        saved_share = 1 - par / par_left_alone
+        ends = [moe_share * self.step_ms * saved_share for moe_share in (_MIN_MOE_SHARE, _MAX_MOE_SHARE)]
         return min(ends), max(ends)
 
     def estimate_text(self, par: float, par_left_alone: float) -> str | None:
-        """Return that range for people, marked as an estimate."""
-        found = self.estimated_ms(par, par_left_alone)
-        if found is None:
+        """Return the range of ``estimated_ms`` as text that is marked as an estimate.
+
+        Examples
+        --------
+        >>> Costs(step_ms=40.0, layer_assumed=True).estimate_text(par=1.2, par_left_alone=1.6)
+        'estimate: 2 to 8 ms of a step of 40 ms, if experts take 20% to 80% of it, before the cost of moves'
+        """
+        estimate = self.estimated_ms(par, par_left_alone)
+        if estimate is None:
             return None
-        low, high = (digits(ms, 2) for ms in found)
+        low, high = (digits(ms, 2) for ms in estimate)
         return f"estimate: {low} to {high} ms of a step of {digits(self.step_ms)} ms, {self.ESTIMATE_BASIS}"
 
     def assumptions(self, given: Collection[str]) -> tuple[Assumption, ...]:
-        """Numbers that results rest on; ``given`` names those that a user stated."""
-        found = [_curve(self.curve)]
-        texts = {
+        """Return the figures that results depend on; ``given`` has the names of the options that the user set."""
+        values = {
             "move_price": f"{self.move_price}",
             "link_bandwidth": f"{self.link_bandwidth:g} GB/s",
             "bytes_per_expert": size_text(self.expert_bytes),
@@ -281,30 +329,31 @@ class Costs:
             "layer_ms": f"{digits(self.layer_ms)} ms" + (" at first" if self.curve is not None else ""),
         }
         if self.step_ms:
-            texts |= {
+            values |= {
                 "step_ms": f"{self.step_ms:g} ms",
                 "solve_ms": f"{self.solve_ms:g} ms",
                 "link_share": f"{self.link_share:g}",
-                "model_layers": f"{self.model_layers}" if self.model_layers else "those of the trace",
+                "model_layers": f"{self.model_layers}" if self.model_layers else "as in the trace",
             }
         else:
-            texts["step_ms"] = "not given, so plans take effect at once"
-        sources = {"bytes_per_expert": "recorded" if self.bytes_per_expert else "assumed"}
-        found += [
-            Assumption(name, text, "given" if name in given else sources.get(name, "assumed"))
-            for name, text in texts.items()
-        ]
+            values["step_ms"] = "not given, so plans take effect at once"
+        sources = dict.fromkeys(values, "assumed")
+        if self.bytes_per_expert:
+            sources["bytes_per_expert"] = "recorded"
+        sources |= {name: "given" for name in values if name in given}
+        assumptions = [_curve_assumption(self.curve)]
+        assumptions += [Assumption(name, value, sources[name]) for name, value in values.items()]
         if self.split is not None and self.curve is not None:
-            found.append(Assumption("split_overhead_us", str(self.split), "assumed"))
-        return tuple(found)
+            assumptions.append(Assumption("split_overhead_us", str(self.split), "assumed"))
+        return tuple(assumptions)
 
     def plain(self) -> dict[str, Any]:
-        """Costs as JSON has them."""
+        """Return the costs as a JSON document."""
         curve = None if self.curve is None else plain_curve(self.curve)
         return {**asdict(replace(self, curve=None)), "curve": curve}
 
 
-def _curve(curve: CostCurve | None) -> Assumption:
+def _curve_assumption(curve: CostCurve | None) -> Assumption:
     if curve is None:
         return Assumption("cost_curve", "linear: time follows the tokens of the hottest rank", "assumed")
     fit = "no fit is known" if curve.fit is None else str(curve.fit)

@@ -1,4 +1,4 @@
-"""Jobs of a replay: run in this process, in several, or on a Ray cluster, and put together."""
+"""Jobs of a replay: created from policies and setups, run in one or several processes or on Ray, and collected."""
 
 from __future__ import annotations
 
@@ -26,24 +26,33 @@ from eplb_service.replay.policy import Job, ReplayError, Setup
 from eplb_service.replay.result import PolicyReplay, Replay, ReplayedDecision
 
 OnProgress = Callable[[str, ReplayedDecision], object]
-"""Called with a job's label and what it has just done."""
+"""Callback with the label of a job and its newest decision."""
 Numbered = Generator[tuple[int, Any], None, None]
-"""Numbers of pieces of work, and what was found of each."""
+"""Index and result of each task, in the order of completion."""
 
-_FEW_EXPERTS = 100_000
-"""Experts placed, over all layers and decisions, that one process is through with in a second or two."""
+_SMALL_REPLAY = 100_000
+"""Work of a small replay, in experts placed over all layers and decisions. One process finishes it in a second or two,
+before further processes would have started."""
 _CONNECT_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
 class TraceFile:
-    """A trace by its place, for processes that must each open it."""
+    """Path of a trace, and its meaning, for processes that must each open it.
+
+    Parameters
+    ----------
+    path
+        Path of the trace.
+    read_as
+        Meaning of an array that the file does not name.
+    """
 
     path: Path
     read_as: ReadAs
 
     def open(self) -> Trace:
-        """The trace; raises ``HeatError``."""
+        """Open the trace; raises ``HeatError`` if it cannot be read."""
         return open_trace(self.path, self.read_as)
 
 
@@ -72,6 +81,12 @@ def jobs_for(
     ------
     ReplayError
         If a policy is unknown, or there are no policies or no setups.
+
+    Examples
+    --------
+    >>> setups = setups_of(windows=[256], intervals=[128], slots=[4, 5])
+    >>> [job.label for job in jobs_for(["deepseek"], setups, PlannerSettings())]
+    ['baseline, 4 slots', 'deepseek, 4 slots', 'baseline, 5 slots', 'deepseek, 5 slots']
     """
     if not policies or not setups:
         raise ReplayError("a replay needs at least one policy and one setup")
@@ -90,8 +105,10 @@ def setups_of(windows: Sequence[int], intervals: Sequence[int], slots: Sequence[
 
     Parameters
     ----------
-    windows, intervals
-        Steps that a decision sees, and steps between decisions.
+    windows
+        Maximum numbers of steps that a decision uses.
+    intervals
+        Numbers of steps between decisions.
     slots
         Slots per rank.
 
@@ -104,12 +121,17 @@ def setups_of(windows: Sequence[int], intervals: Sequence[int], slots: Sequence[
     ------
     ReplayError
         If a number is not positive.
+
+    Examples
+    --------
+    >>> [(setup.slots, setup.window) for setup in setups_of(windows=[128, 256], intervals=[64], slots=[4, 5])]
+    [(4, 128), (4, 256), (5, 128), (5, 256)]
     """
     return [Setup(count, window, interval) for count in slots for window in windows for interval in intervals]
 
 
 def scene_for(ranks: int, costs: Costs | None = None, topology: Topology | None = None) -> Scene:
-    """Return the scene that all jobs share. Its first placement has the experts in order.
+    """Return the scene that all jobs share. Its initial placement has the experts in order.
 
     Parameters
     ----------
@@ -118,7 +140,7 @@ def scene_for(ranks: int, costs: Costs | None = None, topology: Topology | None 
     costs
         Costs of steps and switches. By default, decisions take effect at once and no times are known.
     topology
-        Nodes and token groups. By default, one node and no shared tokens.
+        Nodes and token groups. By default, one node and different tokens on every rank.
 
     Returns
     -------
@@ -129,7 +151,7 @@ def scene_for(ranks: int, costs: Costs | None = None, topology: Topology | None 
 
 
 def check_jobs(jobs: Sequence[Job], trace: Trace, scene: Scene) -> None:
-    """Raise what any of the jobs would raise at its beginning, before the first one is run."""
+    """Raise the error of any job that cannot start, before the first job is run."""
     for job in jobs:
         job.setup.decisions(trace.steps)
         scene.placement(trace, job.setup.slots)
@@ -163,10 +185,22 @@ def replay(trace: Trace, jobs: Sequence[Job], scene: Scene, on_progress: OnProgr
         If the trace is too short, or a policy fails.
     HeatError, PlacementError
         If the trace is damaged, or its experts do not fit the slots.
+
+    Examples
+    --------
+    Expert 3 is hot. After the first window of eight steps, DeepSeek's policy gives it a second replica:
+
+    >>> from eplb_service.io.trace import ArrayTrace
+    >>> import numpy as np
+    >>> heat_TLE = np.tile(np.array([[[1000, 1000, 2000, 8000]]]), (24, 1, 1))
+    >>> jobs = jobs_for(["none", "deepseek"], [Setup(slots=3, window=8, interval=8)], PlannerSettings(split="even"))
+    >>> result = replay(ArrayTrace(heat_TLE), jobs, scene_for(ranks=2))
+    >>> [(policy.label, round(policy.par_realised, 2), policy.moves) for policy in result.policies]
+    [('none', 1.5, 0), ('deepseek', 1.01, 2)]
     """
     check_jobs(jobs, trace, scene)
-    done = ((number, run(job, trace, scene)) for number, job in enumerate(jobs))
-    return _gathered(trace, jobs, scene, done, on_progress)
+    completed_jobs = ((index, run(job, trace, scene)) for index, job in enumerate(jobs))
+    return _collect(trace, jobs, scene, completed_jobs, on_progress)
 
 
 def replay_file(
@@ -178,63 +212,69 @@ def replay_file(
     ray: str | None = None,
     on_progress: OnProgress | None = None,
 ) -> Replay:
-    """``replay`` on ``workers`` processes (all cores by default), or on a Ray cluster; the results are the same.
+    """Run jobs in several processes or on a Ray cluster; the results are the same as with ``replay``.
 
-    Ctrl-C ends the work, and the policies that are done by then come back as an interrupted ``Replay``; where there are
-    none, ``KeyboardInterrupt`` passes through.
+    Ctrl-C stops the work. The policies that are complete are then returned as an interrupted ``Replay``. If no policy
+    is complete, ``KeyboardInterrupt`` is raised.
 
     Parameters
     ----------
     file
-        The trace; each node of a Ray cluster must see it.
+        The trace. Every node of a Ray cluster must have access to it.
     jobs
-        What is to be replayed: policies and baselines.
+        Policies and baselines, from ``jobs_for``.
     scene
-        What all jobs share.
+        Ranks and costs, from ``scene_for``.
     workers
-        Processes; as many as are worth it where not given.
+        Number of processes; by default one per core, or a single one for a small replay.
     ray
-        Address of a Ray cluster in place of processes; ``local``: one on this machine.
+        Address of a Ray cluster to use instead of processes; ``local`` to start one on this machine.
     on_progress
-        Called with what each job has done; job by job where other processes do the work.
+        Callback for each decision, with the job's label. With several processes, it is called when a job is complete.
     """
     trace = file.open()
-    workers = min(workers or _worthwhile(jobs, trace), len(jobs))
+    workers = min(workers or _default_workers(jobs, trace), len(jobs))
     jobs = sparing(jobs, workers)
     if workers == 1 and ray is None:
         with naming(file.path):
             return replay(trace, jobs, scene, on_progress)
-    done = completed(_run_file, [(file, scene, job) for job in jobs], workers, ray)
-    return _gathered(trace, jobs, scene, done, on_progress)
+    completed_jobs = completed(_run_file, [(file, scene, job) for job in jobs], workers, ray)
+    return _collect(trace, jobs, scene, completed_jobs, on_progress)
 
 
 def _run_file(file: TraceFile, scene: Scene, job: Job) -> list[ReplayedDecision]:
-    """Run a job on a trace that is opened first; errors name its path."""
+    """Open the trace and run a job on it; errors name the trace."""
     trace = file.open()
     with naming(file.path):
         return list(run(job, trace, scene))
 
 
-def _gathered(
-    trace: Trace, jobs: Sequence[Job], scene: Scene, done: Numbered, on_progress: OnProgress | None
+def _collect(
+    trace: Trace,
+    jobs: Sequence[Job],
+    scene: Scene,
+    completed_jobs: Numbered,
+    on_progress: OnProgress | None,
 ) -> Replay:
-    """Put together what the jobs found, in their order; where it is stopped, what is whole by then."""
-    found: dict[int, PolicyReplay] = {}
+    """Collect the results of the jobs in their order. If the work is interrupted, return the complete ones."""
+    result_of_job: dict[int, PolicyReplay] = {}
     interrupted = False
-    with closing(done):
+    with closing(completed_jobs):
         try:
-            for number, rows in done:
-                job, made = jobs[number], []
-                for row in rows:
-                    made.append(row)
+            for index, job_decisions in completed_jobs:
+                job = jobs[index]
+                decisions = []
+                for decision in job_decisions:
+                    decisions.append(decision)
                     if on_progress is not None:
-                        on_progress(job.label, row)
-                found[number] = PolicyReplay(job.policy, job.label, job.setup, tuple(made))
+                        on_progress(job.label, decision)
+                result_of_job[index] = PolicyReplay(job.policy, job.label, job.setup, tuple(decisions))
         except KeyboardInterrupt:
             interrupted = True
-    whole = [found[number] for number in sorted(found)]
-    measured = {one.setup for one in whole if not one.policy}
-    policies = tuple(one for one in whole if one.policy and one.setup in measured)
+    results = [result_of_job[index] for index in sorted(result_of_job)]
+    baselines = tuple(result for result in results if not result.policy)
+    scored_setups = {baseline.setup for baseline in baselines}
+    policies = tuple(result for result in results if result.policy and result.setup in scored_setups)
     if not policies:
         raise KeyboardInterrupt
     return Replay(
@@ -244,20 +284,20 @@ def _gathered(
         layers=trace.layers,
         experts=trace.experts,
         policies=policies,
-        baselines=tuple(one for one in whole if not one.policy),
+        baselines=baselines,
         costs=scene.costs,
         interrupted=interrupted,
     )
 
 
-def _worthwhile(jobs: Sequence[Job], trace: Trace) -> int:
-    """Processes that a replay is worth: one where it is done before others would have started."""
+def _default_workers(jobs: Sequence[Job], trace: Trace) -> int:
+    """Return the number of cores, or 1 for a replay that is finished before other processes have started."""
     decisions = sum(len(job.setup.decisions(trace.steps)) for job in jobs)
-    return cores() if decisions * trace.layers * trace.experts > _FEW_EXPERTS else 1
+    return cores() if decisions * trace.layers * trace.experts > _SMALL_REPLAY else 1
 
 
 def sparing(jobs: Iterable[Job], workers: int) -> list[Job]:
-    """Jobs with a fair part of the cores to solve on, where their settings name no number of threads."""
+    """Limit the solver threads of each job to its share of the cores, unless its settings set a number of threads."""
     threads = max(1, cores() // workers)
     return [
         replace(job, settings=replace(job.settings, threads=job.settings.threads or threads)) for job in jobs
@@ -265,62 +305,79 @@ def sparing(jobs: Iterable[Job], workers: int) -> list[Job]:
 
 
 def _label(setup: Setup, setups: Sequence[Setup]) -> str:
-    """End of a label: how a setup differs from the others."""
+    """Return the end of a job's label, which names the values of this setup that differ between setups."""
     texts = {"slots": ", {} slots", "window": ", window {}", "interval": ", interval {}"}
-    differ = [name for name in texts if len({getattr(other, name) for other in setups}) > 1]
-    return "".join(texts[name].format(getattr(setup, name)) for name in differ)
+    varied = [name for name in texts if len({getattr(each, name) for each in setups}) > 1]
+    return "".join(texts[name].format(getattr(setup, name)) for name in varied)
 
 
 def cores() -> int:
-    """Cores that this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0))
 
 
 def completed(
     function: Callable[..., Any], work: Sequence[tuple[Any, ...]], workers: int, ray: str | None = None
 ) -> Numbered:
-    """Run ``function`` on each piece of the work, and yield its number and what was returned as they are done.
+    """Run a function once per task, in this process, in several, or on a Ray cluster.
 
-    Raises what it raises, and ``ReplayError`` where a process or node dies. Closing the iterator ends the work.
+    Closing the iterator stops the work.
 
     Parameters
     ----------
-    function, work
-        What is to be done, and the arguments of each call.
+    function
+        Function to run.
+    work
+        Arguments of each call.
     workers
-        Processes; with one the work is done in this process.
+        Number of processes; 1 to run in this process.
     ray
-        Address of a Ray cluster in place of processes.
+        Address of a Ray cluster to use instead of processes.
+
+    Yields
+    ------
+    tuple of int and Any
+        Index of a task and its result, in the order of completion.
+
+    Raises
+    ------
+    ReplayError
+        If a process or a node fails. Errors of the function are raised too.
+
+    Examples
+    --------
+    >>> list(completed(pow, [(2, 3), (5, 2)], workers=1))
+    [(0, 8), (1, 25)]
     """
     if ray is not None:
         yield from _on_ray(function, work, ray)
     elif workers > 1:
         yield from _in_processes(function, work, workers)
     else:
-        for number, arguments in enumerate(work):
-            yield number, function(*arguments)
+        for index, arguments in enumerate(work):
+            yield index, function(*arguments)
 
 
 def _in_processes(function: Callable[..., Any], work: Sequence[tuple[Any, ...]], workers: int) -> Numbered:
-    others = multiprocessing.active_children()
-    # Ctrl-C is for the process that shares out the work.
+    children_before = multiprocessing.active_children()
+    # Workers ignore Ctrl-C; only this process handles it.
     pool = ProcessPoolExecutor(
         workers,
         multiprocessing.get_context("spawn"),
         initializer=signal.signal,
         initargs=(signal.SIGINT, signal.SIG_IGN),
     )
-    numbers = {pool.submit(function, *arguments): number for number, arguments in enumerate(work)}
+    index_of_future = {pool.submit(function, *arguments): index for index, arguments in enumerate(work)}
     try:
-        for done in as_completed(numbers):
-            yield numbers[done], done.result()
+        for future in as_completed(index_of_future):
+            yield index_of_future[future], future.result()
     except BrokenProcessPool as error:
         raise ReplayError(
             "a worker process ended unexpectedly; if it was killed for memory, use fewer --workers"
         ) from error
     finally:
-        if not all(done.done() for done in numbers):
-            for process in set(multiprocessing.active_children()).difference(others):
+        if not all(future.done() for future in index_of_future):
+            for process in set(multiprocessing.active_children()).difference(children_before):
                 process.terminate()
         pool.shutdown(cancel_futures=True)
 
@@ -337,10 +394,10 @@ def _on_ray(function: Callable[..., Any], work: Sequence[tuple[Any, ...]], addre
         raise ReplayError(f"no Ray cluster at {address} ({' '.join(str(error).split())})") from error
     try:
         task = ray.remote(max_retries=1)(function)
-        numbers = {task.remote(*arguments): number for number, arguments in enumerate(work)}
-        while numbers:
-            ended, _ = ray.wait(list(numbers), num_returns=1)
-            yield numbers.pop(ended[0]), ray.get(ended[0])
+        index_of_task = {task.remote(*arguments): index for index, arguments in enumerate(work)}
+        while index_of_task:
+            ended, _ = ray.wait(list(index_of_task), num_returns=1)
+            yield index_of_task.pop(ended[0]), ray.get(ended[0])
     except ray.exceptions.RayTaskError as error:
         raise error.cause from error
     except ray.exceptions.RayError as error:
@@ -350,7 +407,7 @@ def _on_ray(function: Callable[..., Any], work: Sequence[tuple[Any, ...]], addre
 
 
 def _check_reachable(address: str) -> None:
-    """Raise ``ReplayError`` where nobody listens at ``host:port``; Ray itself would wait for minutes."""
+    """Raise ``ReplayError`` if no server accepts connections at ``host:port``. Ray itself would wait for minutes."""
     host, colon, port = address.removeprefix("ray://").rpartition(":")
     if not colon:
         return

@@ -1,4 +1,4 @@
-"""One policy along a trace: it decides on a window, waits for its weights, and serves the steps that follow.
+"""Replay of one policy: it decides on a window, waits for its weights to arrive, and serves the following steps.
 
 A plan takes effect part by part as its weights arrive, starting with the layers of the largest gain. While weights are
 in transit, no other decision is made unless heat changes again. The layers that have not switched are then dropped.
@@ -43,15 +43,33 @@ from eplb_service.replay.policy import Job, ReplayError
 from eplb_service.replay.result import ReplayedDecision
 from eplb_service.replay.served import knows_sources, served_loads, served_us
 
-_SERVED_AT_ONCE = 64
+_CHUNK_STEPS = 64
+"""Limit on the steps that are served at a time."""
+_SUMMED = (
+    "layers_changed",
+    "layers_moved",
+    "moves",
+    "moves_busiest",
+    "seconds",
+    "forecasts",
+    "forecasts_held",
+)
+"""Fields of ``ReplayedDecision`` that are summed over the decisions of an interval."""
 
 
 @dataclass(frozen=True)
 class Scene:
-    """Ranks, costs and first placement, which all jobs of a replay share.
+    """Ranks, costs and initial placement, which all jobs of a replay share.
 
-    ``phy2log_LRS`` is where weights are at the start, which another balancer may have placed (``placement.foreign``);
-    ``None`` for experts in order on each setup's slots.
+    Parameters
+    ----------
+    topology
+        Nodes and token groups of the ranks.
+    costs
+        Costs of steps and switches.
+    phy2log_LRS
+        int32 ``[L, R, S]``, placement at the start, which may be another balancer's (see ``placement.foreign``). It
+        may have another number of slots. ``None`` to place experts in order on each setup's slots.
     """
 
     topology: Topology
@@ -65,188 +83,224 @@ class Scene:
         return Placement.linear(trace.layers, trace.experts, self.topology.ranks, slots)
 
     def left_alone(self, trace: Trace, slots: int) -> Placement:
-        """Return the placement at the start as it serves, unless it has another number of slots."""
-        given_LRS = self.phy2log_LRS
-        if given_LRS is None or given_LRS.shape[2] != slots:
+        """Return the placement at the start as it serves, or the repaired one if it has another number of slots."""
+        if self.phy2log_LRS is None or self.phy2log_LRS.shape[2] != slots:
             return self.placement(trace, slots)
-        return as_served(given_LRS, trace.experts)
+        return as_served(self.phy2log_LRS, trace.experts)
 
 
 def run(job: Job, trace: Trace, scene: Scene) -> Iterator[ReplayedDecision]:
-    """Each stretch from one step of the job's schedule to the next, as it is decided on and served.
+    """Run a job along the trace and yield the results of each interval of its schedule.
 
-    The trace is read from front to back, each step once, and no more of it is kept than a decision looks at.
+    Each step of the trace is read once, in order. Only the steps that a decision may use are kept in memory.
     """
-    way, setup = _Run(job, trace, scene), job.setup
-    schedule = setup.decisions(trace.steps)
-    known_TLE = trace.heat(max(0, schedule[0] - way.memory), schedule[0])
+    policy_run = _Run(job, trace, scene)
+    schedule = job.setup.decisions(trace.steps)
+    past_TLE = trace.heat(max(0, schedule[0] - policy_run.memory), schedule[0])
     for step in schedule:
-        served_TLE = trace.heat(step, min(step + setup.interval, trace.steps))
-        heat_TLE = np.concatenate([known_TLE, served_TLE])
-        row = way.serve(heat_TLE, step - len(known_TLE), step)
+        served_TLE = trace.heat(step, min(step + job.setup.interval, trace.steps))
+        heat_TLE = np.concatenate([past_TLE, served_TLE])
+        row = policy_run.serve(heat_TLE, step - len(past_TLE), step)
         yield row if step == schedule[-1] else replace(row, loads_LR=None)
-        known_TLE = heat_TLE[-way.memory :]
+        past_TLE = heat_TLE[-policy_run.memory :]
 
 
 class _Run:
-    """A policy on its way: what serves, what is under way, and when it decides next.
+    """State of one policy along the trace: the layout that serves, the plan in progress, and the next decision.
 
-    Ours decides as ``planner.pace`` says, others every interval; the baseline, which has no policy, never.
+    flashlb and its ablations decide as ``planner.pace`` schedules them. Other policies decide at every interval, and
+    the baseline, which has no policy, never does.
     """
 
     def __init__(self, job: Job, trace: Trace, scene: Scene) -> None:
-        placement = scene.placement(trace, job.setup.slots)
-        self._held_LRS = placement.phy2log_LRS
-        if scene.phy2log_LRS is not None:
-            given_LRS = scene.phy2log_LRS[:, :, : job.setup.slots]
-            self._held_LRS = np.full_like(self._held_LRS, -1)
-            self._held_LRS[:, :, : given_LRS.shape[2]] = given_LRS
-        """int32 ``[L, R, S]``, the experts that ranks hold before the next decision; -1 for an empty slot."""
         self.memory = job.setup.window
-        self._job, self._trace, self._costs = job, trace, scene.costs
+        """Number of past steps that decisions may use."""
+        self._job = job
+        self._trace = trace
+        self._costs = scene.costs
         self._split = job.settings.split
         self._topology = replace(scene.topology, bytes_per_expert=scene.costs.bytes_per_expert)
         self._external = job.external()
         self._moving = scene.costs.moving
-        self._deployable = placement
-        if not job.policy:
-            placement = scene.left_alone(trace, job.setup.slots)
-        self._serving = self._with_first_tables(placement)
-        self._coming: list[tuple[int, Layout]] = []
-        """Steps at which further layers begin to serve, with the new placement; empty if no plan is under way."""
-        self._before = self._serving
-        self._answers_alarm: tuple[int | None, int] | None = None
-        first, longest = job.setup.first, job.setup.interval
-        self._pace = Pace(first, self.memory, longest, seen=first) if job.on_change else None
+        self._deployable = scene.placement(trace, job.setup.slots)
+        self._held_LRS = self._held_at_start(scene)
+        """int32 ``[L, R, S]``, the experts that ranks hold before the next decision; -1 for an empty slot."""
+        initial = self._deployable if job.policy else scene.left_alone(trace, job.setup.slots)
+        self._serving = self._with_first_tables(initial)
+        self._initial = self._serving
+        self._pending: list[tuple[int, Layout]] = []
+        """Steps at which further layers begin to serve, with the new layout; empty if no plan is in progress."""
+        self._plan_base = self._serving
+        """Layout before the latest plan."""
+        self._plan_alarm: tuple[int | None, int] | None = None
+        """Alarm that the latest plan reacts to."""
+        self._plan_ended_at: int | None = None
+        """Step at which the latest plan ended."""
+        self._replaced: tuple[Layout, int] | None = None
+        """Layout before the last change, and the step at which the change was complete."""
+        first = job.setup.first
+        self._pace = Pace(first, self.memory, job.setup.interval, seen=first) if job.on_change else None
         self._promise: Promise | None = None
         self._expected_TL: Float64 = np.zeros((0, trace.layers))
-        self._found, self._forecasts = self._serving, NO_FORECASTS
+        self._forecasts = NO_FORECASTS
         self._recommendations: Sequence[Recommendation | None] = ()
-        self._order: Sequence[int] = ()
-        self._replaced: tuple[Layout, int] | None = None
-        """What served before the last decision's change, and since which step it does no more."""
-        self._ended_at: int | None = None
-        """Step at which the last plan ended."""
+        self._layers_by_gain: Sequence[int] = ()
 
     def serve(self, heat_TLE: Counts, begin: int, step: int) -> ReplayedDecision:
-        """Serve from ``step`` to the end of the heat, which starts at step ``begin``, and decide on the way."""
-        at, end, late = step, begin + len(heat_TLE), 0
-        made: list[ReplayedDecision] = []
+        """Serve the steps from ``step`` to the end of the heat, and decide on the way.
+
+        Parameters
+        ----------
+        heat_TLE
+            ``[T, L, E]``, past and served steps.
+        begin
+            Number of the first of these steps in the trace.
+        step
+            Number of the first step to serve.
+        """
+        end = begin + len(heat_TLE)
+        position = step
+        late = 0
+        decisions: list[ReplayedDecision] = []
         loads: list[Float64] = []
         us: list[Float64] = []
-        while at < end:
-            self._take_up(at)
-            is_due = at == step if self._pace is None else self._pace.due
-            if self._job.policy and is_due and (not self._coming or self._may_replace):
-                decided = self._decide(heat_TLE[max(0, at - begin - self.memory) : at - begin], at)
-                made += [] if decided is None else [decided]
-                self._take_up(at)
-            until = min(end, at + _SERVED_AT_ONCE, self._coming[0][0] if self._coming else end)
-            served_TLE = heat_TLE[at - begin : until - begin]
-            loads_TLR = served_loads(self._trace, served_TLE, at, self._serving, self._split)
-            taken = len(served_TLE)
-            if self._pace is not None:
-                tested_TLR = loads_TLR
-                if self._coming:
-                    # A change is seen while weights are under way: what counts is the placement that they lead to.
-                    planned = self._coming[-1][1]
-                    tested_TLR = served_loads(self._trace, served_TLE, at, planned, self._split)
-                self._pace, taken = self._pace.after_steps(step_par(tested_TLR))
-            loads.append(loads_TLR[:taken])
-            us += self._us(served_TLE[:taken], at)
-            late += taken if self._coming else 0
-            at += taken
-        served_TLE = heat_TLE[step - begin :]
-        row = replace(_row(step, made, np.concatenate(loads), us), late=late)
+        while position < end:
+            self._apply_arrived(position)
+            is_due = position == step if self._pace is None else self._pace.due
+            if self._job.policy and is_due and (not self._pending or self._may_replace):
+                decision = self._decide(
+                    heat_TLE[max(0, position - begin - self.memory) : position - begin], position
+                )
+                if decision is not None:
+                    decisions.append(decision)
+                self._apply_arrived(position)
+            chunk_end = min(end, position + _CHUNK_STEPS)
+            if self._pending:
+                chunk_end = min(chunk_end, self._pending[0][0])
+            chunk_TLE = heat_TLE[position - begin : chunk_end - begin]
+            loads_TLR = served_loads(self._trace, chunk_TLE, position, self._serving, self._split)
+            served = self._advance_pace(chunk_TLE, position, loads_TLR)
+            loads.append(loads_TLR[:served])
+            us += self._slowest_us(chunk_TLE[:served], position)
+            late += served if self._pending else 0
+            position += served
+        row = replace(_row(step, decisions, np.concatenate(loads), us), late=late)
         self._learn_layer_ms(row)
-        return row if self._job.policy else self._compared(row, served_TLE)
+        return row if self._job.policy else self._compared(row, heat_TLE[step - begin :])
 
-    def _take_up(self, step: int) -> None:
-        """Serve the layers whose weights are there by now."""
-        while self._coming and self._coming[0][0] <= step:
+    def _advance_pace(self, chunk_TLE: Counts, first: int, loads_TLR: Float64) -> int:
+        """Test the steps of a chunk for a change of heat, and return how many of them to serve before a decision."""
+        if self._pace is None:
+            return len(chunk_TLE)
+        if self._pending:
+            # While weights are in transit, a change of heat shows under the layout that the plan leads to.
+            planned = self._pending[-1][1]
+            loads_TLR = served_loads(self._trace, chunk_TLE, first, planned, self._split)
+        self._pace, served = self._pace.after_steps(step_par(loads_TLR))
+        return served
+
+    def _apply_arrived(self, step: int) -> None:
+        """Serve by the layers whose weights have arrived before ``step``."""
+        while self._pending and self._pending[0][0] <= step:
             before = self._serving
-            _, self._serving = self._coming.pop(0)
+            _, self._serving = self._pending.pop(0)
             self._hold(self._serving, switched(before, self._serving))
-            if not self._coming:
-                self._replaced = self._before, step
-                self._ended_at = step
+            if not self._pending:
+                self._replaced = self._plan_base, step
+                self._plan_ended_at = step
 
-    def _hold(self, serving: Layout, layers_L: npt.NDArray[np.bool_]) -> None:
-        """Record that ranks hold the experts of ``serving`` in the layers of the mask ``layers_L``, bool ``[L]``."""
-        self._held_LRS = np.where(layers_L[:, None, None], serving.placement.phy2log_LRS, self._held_LRS)
+    def _hold(self, layout: Layout, layers_L: npt.NDArray[np.bool_]) -> None:
+        """Record that ranks hold the experts of ``layout`` in the layers of the mask ``layers_L``, bool ``[L]``."""
+        self._held_LRS = np.where(layers_L[:, None, None], layout.placement.phy2log_LRS, self._held_LRS)
+
+    def _held_at_start(self, scene: Scene) -> npt.NDArray[np.int32]:
+        """Return the experts that ranks hold at the start, int32 ``[L, R, S]``; -1 for an empty slot."""
+        held_LRS = self._deployable.phy2log_LRS
+        if scene.phy2log_LRS is None:
+            return held_LRS
+        foreign_LRS = scene.phy2log_LRS[:, :, : self._job.setup.slots]
+        held_LRS = np.full_like(held_LRS, -1)
+        held_LRS[:, :, : foreign_LRS.shape[2]] = foreign_LRS
+        return held_LRS
 
     @property
     def _may_replace(self) -> bool:
-        """True if heat may have changed since the decision whose weights are under way."""
+        """True if heat may have changed since the decision whose weights are in transit."""
         if self._pace is None or self._pace.alarm is None:
             return False
-        return self._pace.settling or self._pace.alarm is not self._answers_alarm
+        return self._pace.settling or self._pace.alarm is not self._plan_alarm
 
     def _decide(self, heat_TLE: Counts, step: int) -> ReplayedDecision | None:
         """Decide on the newest of the remembered steps, which end before ``step``.
 
-        Return ``None`` if their heat has changed too recently to decide on, or has not changed while weights are under
-        way.
+        Return ``None`` if their heat has changed too recently to decide on, or has not changed while weights are in
+        transit.
         """
         pace = self._pace
         if pace is None:
-            return self._decided(self._window(heat_TLE, len(heat_TLE), step), step, None)
-        began, paid = time.process_time(), self._paid(heat_TLE, step)
-        alarmed = pace.alarm
+            return self._decide_on(self._window(heat_TLE, len(heat_TLE), step), step, None)
+        began = time.process_time()
+        paid = self._paid(heat_TLE, step)
+        alarm = pace.alarm
         pace = pace.weighed(heat_TLE)
-        is_answered = not pace.settling or pace.alarm is self._answers_alarm
-        if pace.too_recent or (self._coming and is_answered):
+        is_handled = not pace.settling or pace.alarm is self._plan_alarm
+        if pace.too_recent or (self._pending and is_handled):
             self._pace = pace.postponed() if pace.due else pace
             return None
-        if self._coming:
-            self._coming.clear()
-            self._ended_at = step
-        self._answers_alarm = pace.alarm
-        dismissed = pace.alarm is not alarmed and not pace.settling
+        if self._pending:
+            self._pending.clear()
+            self._plan_ended_at = step
+        self._plan_alarm = pace.alarm
+        dismissed = pace.alarm is not alarm and not pace.settling
         window = self._window(heat_TLE, pace.window_steps(heat_TLE), step)
         self._replaced = None
-        self._recommendations = self._recommendations if pace.follows(paid) else ()
-        decided = self._decided(window, step, pace.serving_steps)
-        held = self._forecast(window, heat_TLE, step, pace.serving_steps)
-        decided = replace(decided, forecasts=int(held is not None), forecasts_held=int(held or False))
+        if not pace.follows(paid):
+            self._recommendations = ()
+        decision = self._decide_on(window, step, pace.serving_steps)
+        held = self._update_forecasts(window, heat_TLE, step, pace.serving_steps)
+        decision = replace(decision, forecasts=int(held is not None), forecasts_held=int(held or False))
         spent_ms = 1e3 * (time.process_time() - began)
-        changed = decided.layers_changed > 0
+        changed = decision.layers_changed > 0
         pace = pace.after_decision(changed, paid).charged(spent_ms / self._job.cpu_ms)
         if self._promise is not None:
             kept = pace.keeping(self._promise, dismissed=dismissed)
             pace = pace.serving(self._promise) if changed else kept
             self._promise = None
         self._pace = pace
-        return decided
+        return decision
 
-    def _decided(self, window: Window, step: int, serves: float | None) -> ReplayedDecision:
-        """A decision by the planner or an external policy; what it changes is under way."""
-        before, began = self._serving, time.perf_counter()
+    def _decide_on(self, window: Window, step: int, serving_steps: float | None) -> ReplayedDecision:
+        """Decide on a window that ends before ``step``, with the planner or an external policy, and start the plan.
+
+        ``serving_steps`` is the number of steps that the result is expected to serve; ``None`` for the window's.
+        """
+        before = self._serving
+        began = time.perf_counter()
         if self._external is None:
-            made = self._planned(window, serves)
+            made = self._run_planner(window, serving_steps)
             seconds = time.perf_counter() - began
             changed = before.changed_by(made)
             par_seen = made.par_seen
             par_planned = made.par_planned
             if self._has_step_sources:
-                # The planner knows only the window's mean sources, so its ratios differ from the steps' own.
+                # The planner knows only the window's mean sources, so its PAR differs from that of the steps.
                 par_seen = _mean_of_layers(self._par_of_steps(before, window, step))
                 made = replace(made, par_TL=self._par_of_steps(changed, window, step))
                 par_planned = _mean_of_layers(promise_for(made)[1])
             if self._pace is not None:
                 self._promise, self._expected_TL = promise_for(made)
         else:
-            changed = self._answered(window)
+            changed = self._run_external(window)
             seconds = time.perf_counter() - began
-            par_seen = self._seen(window, before)
-            par_planned = self._seen(window, changed)
+            par_seen = self._par_of_window(window, before)
+            par_planned = self._par_of_window(window, changed)
         moves_LR = arrivals(self._held_LRS, changed.placement.phy2log_LRS)
         switch_L = switched(before, changed)
         self._hold(changed, ~switch_L)
-        differ_L = switch_L | tables_differ(changed.log2phy_RLE, before.log2phy_RLE)
+        differ_L = switch_L | tables_differ(before.log2phy_RLE, changed.log2phy_RLE)
         if differ_L.any():
-            self._before = before
-            self._coming = self._arriving(step, changed, moves_LR, np.flatnonzero(differ_L))
+            self._plan_base = before
+            self._pending = self._arriving(step, changed, moves_LR, np.flatnonzero(differ_L))
         return ReplayedDecision(
             layers_changed=int(differ_L.sum()),
             layers_moved=int(moves_LR.any(axis=1).sum()),
@@ -260,53 +314,63 @@ class _Run:
     def _arriving(
         self, step: int, changed: Layout, moves_LR: npt.NDArray[np.int64], layers: npt.NDArray[np.int64]
     ) -> list[tuple[int, Layout]]:
-        """Return the steps at which each of ``layers`` takes effect, after a decision before ``step``.
+        """Return the steps at which a plan's layers take effect, each with the layout from then on.
 
-        The planner's policies switch layers in the order of gain, external ones in the order of index. All switch at
-        the pace of this project's agents. A layer that represents several layers of the model takes effect when the
-        middle one of them does. The plan ends at the last step.
+        The planner's policies switch layers in the order of gain, external policies in the order of their indices. All
+        switch at the pace of this project's agents. A layer that represents several layers of the model takes effect
+        when the middle one of them does. The plan ends at the last step.
+
+        Parameters
+        ----------
+        step
+            Step before which the decision was made.
+        changed
+            Layout after the plan.
+        moves_LR
+            int64 ``[L, R]``, experts that each rank receives.
+        layers
+            Indices of the layers that change.
         """
         serving = self._serving
-        order = [layer for layer in self._order if layer in layers] or layers.tolist()
+        order = [layer for layer in self._layers_by_gain if layer in layers] or layers.tolist()
         each_L = self._costs.layers_each(len(order), len(moves_LR))
         sent_LR = sent(serving.placement, changed.placement, self._topology.nodes_R)
         steps_L = step + self._costs.arrival_steps(
             for_each_layer(moves_LR[order], each_L),
             for_each_layer(sent_LR[order], each_L),
             staging_rows(self._job.setup.slots, self._costs.expert_bytes, STAGING_BYTES),
-            soon=self._ended_at is not None and step - self._ended_at < BUSY_PASSES,
+            soon=self._plan_ended_at is not None and step - self._plan_ended_at < BUSY_PASSES,
         )
-        arriving: dict[int, Layout] = {}
+        layout_at_step: dict[int, Layout] = {}
         middle_L = np.cumsum(each_L) - (each_L + 1) // 2
-        # Tables of another width replace those of all layers at once.
+        # Tables with another number of entries replace the tables of all layers at once.
         if changed.log2phy_RLE.shape == serving.log2phy_RLE.shape:
-            for layer, at in zip(order, steps_L[middle_L].tolist(), strict=True):
-                one = [(layer, changed.placement.phy2log_LRS[layer], changed.log2phy_RLE[:, layer])]
-                serving = Layout(*apply_layers(serving.placement, serving.log2phy_RLE, one))
-                arriving[at] = serving
-        arriving[int(steps_L[-1])] = changed
-        return sorted(arriving.items(), key=lambda item: item[0])
+            for layer, arrival_step in zip(order, steps_L[middle_L].tolist(), strict=True):
+                change = (layer, changed.placement.phy2log_LRS[layer], changed.log2phy_RLE[:, layer])
+                serving = Layout(*apply_layers(serving.placement, serving.log2phy_RLE, [change]))
+                layout_at_step[arrival_step] = serving
+        layout_at_step[int(steps_L[-1])] = changed
+        return sorted(layout_at_step.items(), key=lambda item: item[0])
 
-    def _planned(self, window: Window, serves: float | None) -> Plan:
-        now, job = self._serving, self._job
+    def _run_planner(self, window: Window, serving_steps: float | None) -> Plan:
         made = plan(
             window,
-            now.placement,
-            now.log2phy_RLE,
+            self._serving.placement,
+            self._serving.log2phy_RLE,
             self._topology,
-            job.settings,
-            serves,
+            self._job.settings,
+            serving_steps,
             self._moving,
-            job.search,
+            self._job.search,
             self._recommendations,
         )
         if self._pace is not None:
             self._recommendations = made.recommendations
-        self._order = [one.layer for one in made.layers]
+        self._layers_by_gain = [layer_plan.layer for layer_plan in made.layers]
         return made
 
-    def _answered(self, window: Window) -> Layout:
-        """Return the answer of an external policy, checked; slots that it wastes or leaves empty are filled."""
+    def _run_external(self, window: Window) -> Layout:
+        """Return the layout of an external policy, with default tables if it returns none."""
         assert self._external is not None
         try:
             placement, log2phy_RLE = answer_of(
@@ -317,79 +381,90 @@ class _Run:
         return self._with_first_tables(placement) if log2phy_RLE is None else Layout(placement, log2phy_RLE)
 
     def _with_first_tables(self, placement: Placement) -> Layout:
+        """Return a placement with its default tables."""
         return Layout(placement, first_tables(placement, self._split, self._job.settings.deal_width))
 
     def _window(self, heat_TLE: Counts, steps: int, end: int) -> Window:
-        """The newest steps of heat that ends before step ``end``, with its sources where the trace knows them."""
+        """Return the newest ``steps`` of heat that ends before step ``end``, with source heat if the trace has it."""
         newest_TLE = heat_TLE[len(heat_TLE) - steps :]
         if self._trace.facts.ranks != self._topology.ranks:
             return Window(newest_TLE)
         return Window(newest_TLE, self._trace.source(end - steps, end))
 
-    def _seen(self, window: Window, way: Layout) -> float:
+    def _par_of_window(self, window: Window, layout: Layout) -> float:
+        """Return the mean PAR of a window's steps under a layout."""
         loads_TLR = split_loads(
-            window.heat_TLE, way.placement, way.log2phy_RLE, window.source_RLE, self._split
+            window.heat_TLE, layout.placement, layout.log2phy_RLE, window.source_RLE, self._split
         )
         return float(mean_par(par(loads_TLR)))
 
     def _paid(self, heat_TLE: Counts, step: int) -> bool | None:
-        """True where the last change has won anything on the steps since, as far as they are remembered."""
+        """Return True if the last change has gained anything since it serves, as far as the steps are remembered.
+
+        ``None`` if there was no change, or if too few steps have followed.
+        """
         if self._replaced is None:
             return None
         before, since = self._replaced
         return self._gain_over(before, heat_TLE, min(step - since, len(heat_TLE)), step).paid
 
-    def _forecast(self, window: Window, heat_TLE: Counts, step: int, serves: float) -> bool | None:
-        """Forecast what is won until the next decision; whether the forecast before held, ``None`` without one."""
-        since, came = min(self._forecasts.since(step), len(heat_TLE)), None
-        if since:
-            came = self._gain_over(self._found, heat_TLE, since, step)
-        left_TL = self._par_of_steps(self._found, window, step)
-        self._forecasts = self._forecasts.next(left_TL, self._expected_TL, serves, step, came)
+    def _update_forecasts(
+        self, window: Window, heat_TLE: Counts, step: int, serving_steps: float
+    ) -> bool | None:
+        """Compare the last forecast with the observed gain over the initial layout, and make the next forecast.
+
+        Return True if the observed gain was in the forecast's interval; ``None`` if there was nothing to compare.
+        """
+        since = min(self._forecasts.since(step), len(heat_TLE))
+        observed = self._gain_over(self._initial, heat_TLE, since, step) if since else None
+        initial_TL = self._par_of_steps(self._initial, window, step)
+        self._forecasts = self._forecasts.next(initial_TL, self._expected_TL, serving_steps, step, observed)
         return self._forecasts.held
 
     @property
     def _has_step_sources(self) -> bool:
-        """True if each step's tokens are known by source rank and routed by tables."""
+        """True if each step's tokens are recorded by source rank and routed by tables."""
         return self._split not in (EVEN, STEP) and knows_sources(self._trace, self._topology.ranks)
 
-    def _par_of_steps(self, way: Layout, window: Window, end: int) -> Float64:
-        """Return the PAR per step of a window that ends before ``end``, float64 ``[T, L]``; NaN without tokens."""
+    def _par_of_steps(self, layout: Layout, window: Window, end: int) -> Float64:
+        """Return the PAR of each step of a window that ends before ``end``, float64 ``[T, L]``; NaN without tokens."""
         if not self._has_step_sources:
-            return way.par_of_steps(window, self._split)
-        return step_par(served_loads(self._trace, window.heat_TLE, end - window.steps, way, self._split))
+            return layout.par_of_steps(window, self._split)
+        loads_TLR = served_loads(self._trace, window.heat_TLE, end - window.steps, layout, self._split)
+        return step_par(loads_TLR)
 
     def _gain_over(self, before: Layout, heat_TLE: Counts, steps: int, end: int) -> Gain:
-        """Return the live placement's gain over ``before`` on the newest ``steps`` of heat that ends before ``end``."""
+        """Return the gain of the serving layout over ``before`` on the last ``steps`` steps before ``end``."""
         window = self._window(heat_TLE, steps, end)
         return gain_of(
             self._par_of_steps(before, window, end), self._par_of_steps(self._serving, window, end)
         )
 
-    def _us(self, heat_TLE: Counts, first: int) -> list[Float64]:
-        """The steps' microseconds ``[t, L]`` as the only entry; empty without a cost curve."""
-        curve, split = self._costs.curve, self._costs.split
+    def _slowest_us(self, heat_TLE: Counts, first: int) -> list[Float64]:
+        """Return the microseconds of the slowest ranks, ``[t, L]``, as the only entry; empty without a cost curve."""
+        curve = self._costs.curve
         if curve is None:
             return []
         us_TL = served_us(self._trace, heat_TLE, first, self._serving, self._split, curve)
-        return [us_TL if split is None else us_TL + split.us]
+        split_cost = self._costs.split
+        return [us_TL if split_cost is None else us_TL + split_cost.us]
 
     def _learn_layer_ms(self, row: ReplayedDecision) -> None:
-        """The curve by which steps are charged says what moves may win."""
+        """Price the next moves by the experts' time of the served steps, if a cost curve gives it."""
         if row.us_realised_L is not None and not np.isnan(row.us_realised_L).all():
             layer_ms = float(mean_par(row.us_realised_L)) / 1e3
             self._moving = replace(self._moving, layer_ms=layer_ms, layer_source="by the cost curve")
 
     def _compared(self, row: ReplayedDecision, heat_TLE: Counts) -> ReplayedDecision:
-        """The baseline's row with the noise floor and, where asked for, the best that hindsight finds."""
-        now, window = self._serving, self._window(heat_TLE, len(heat_TLE), row.step + len(heat_TLE))
-        served = split_steps(heat_TLE, now.placement, now.log2phy_RLE, window.source_RLE, self._split)
+        """Return the baseline's row with the noise floor and, if requested, the PAR of a placement by hindsight."""
+        serving = self._serving
+        window = self._window(heat_TLE, len(heat_TLE), row.step + len(heat_TLE))
+        served = split_steps(heat_TLE, serving.placement, serving.log2phy_RLE, window.source_RLE, self._split)
         row = replace(row, floor_L=sampling_floor(served))
         if not self._job.hindsight:
             return row
         fitted = plan_afresh(window, self._deployable, self._topology, self._job.settings)
-        first = self._with_first_tables(self._deployable)
-        best = Layout(*apply_layers(first.placement, first.log2phy_RLE, fitted.changes()))
+        best = self._with_first_tables(self._deployable).changed_by(fitted)
         loads_TLR = served_loads(self._trace, window.heat_TLE, row.step, best, self._split)
         return replace(row, hindsight_L=par(loads_TLR))
 
@@ -400,25 +475,34 @@ def _mean_of_layers(par_TL: Float64) -> float:
 
 
 def _row(
-    step: int, made: Sequence[ReplayedDecision], loads_TLR: Float64, us: Sequence[Float64]
+    step: int, decisions: Sequence[ReplayedDecision], loads_TLR: Float64, us: Sequence[Float64]
 ) -> ReplayedDecision:
-    """Decisions of some steps and their outcome; without any, the ratio seen and planned is the one realised.
+    """Return the decisions of an interval and the outcome of its steps as one row.
 
-    ``us`` are microseconds ``[t, L]`` of the steps, in parts; empty without a cost curve.
+    Without a decision, the PAR seen and the PAR planned are the realised one.
+
+    Parameters
+    ----------
+    step
+        First step of the interval.
+    decisions
+        Decisions in the interval.
+    loads_TLR
+        float64 ``[T, L, R]``, tokens of each rank in the served steps.
+    us
+        Microseconds ``[t, L]`` of the steps, in chunks; empty without a cost curve.
     """
     par_L = par(loads_TLR)
     realised = float(mean_par(par_L))
-    counted = ["layers_changed", "layers_moved", "moves", "moves_busiest", "seconds"]
-    counted += ["forecasts", "forecasts_held"]
     return ReplayedDecision(
         step=step,
         steps=len(loads_TLR),
-        par_seen=made[0].par_seen if made else realised,
-        par_planned=made[-1].par_planned if made else realised,
-        decisions=len(made),
+        par_seen=decisions[0].par_seen if decisions else realised,
+        par_planned=decisions[-1].par_planned if decisions else realised,
+        decisions=len(decisions),
         par_realised_L=par_L,
         us_realised_L=mean_par(np.concatenate(us), axis=0) if us else None,
         busy_L=loads_TLR.any(axis=2).sum(axis=0).astype(np.float64),
         loads_LR=loads_TLR.sum(axis=0),
-        **{name: sum(getattr(one, name) for one in made) for name in counted},
+        **{name: sum(getattr(decision, name) for decision in decisions) for name in _SUMMED},
     )

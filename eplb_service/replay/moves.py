@@ -1,4 +1,4 @@
-"""Differences between two placements: layers that switch, and experts that ranks receive and send."""
+"""Differences between two layouts: layers that change, and experts that ranks receive and send."""
 
 from __future__ import annotations
 
@@ -11,46 +11,79 @@ from eplb_core.solver.topology import choose_senders
 
 
 def arrivals(before_LRS: npt.NDArray[np.int32], after_LRS: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
-    """Return how many experts each rank must receive because it did not hold them, int64 ``[L, R]``.
+    """Return how many experts each rank must receive, int64 ``[L, R]``.
 
-    Slots may be empty (-1). A rank may hold an expert in two slots; the second one needs no transfer.
+    An empty slot has the value -1. A second slot for an expert that the rank already holds needs no transfer.
+
+    Examples
+    --------
+    Rank 0 receives expert 2 and rank 1 receives expert 0. Experts 1 and 3 only change their slots:
+
+    >>> arrivals(np.array([[[0, 1], [2, 3]]]), np.array([[[1, 2], [3, 0]]])).tolist()
+    [[1, 1]]
     """
-    known_LRSS = after_LRS[..., :, None] == before_LRS[..., None, :]
-    arriving: npt.NDArray[np.int64] = ((after_LRS >= 0) & ~known_LRSS.any(axis=3)).sum(axis=2)
-    return arriving
+    is_held_LRSS = after_LRS[..., :, None] == before_LRS[..., None, :]
+    arriving_LR: npt.NDArray[np.int64] = ((after_LRS >= 0) & ~is_held_LRSS.any(axis=3)).sum(axis=2)
+    return arriving_LR
 
 
 def sent(before: Placement, after: Placement, nodes_R: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
-    """Return how many experts each rank sends to ranks that do not hold them ``before``, int64 ``[L, R]``."""
+    """Return how many experts each rank sends to other ranks, int64 ``[L, R]``.
+
+    Parameters
+    ----------
+    before
+        Current placement.
+    after
+        New placement.
+    nodes_R
+        int32 ``[R]``, node of each rank.
+    """
     sent_LR = np.zeros((before.layers, before.ranks), dtype=np.int64)
     for sent_R, before_RS, after_RS in zip(sent_LR, before.phy2log_LRS, after.phy2log_LRS, strict=True):
         moves_M5 = choose_senders(before_RS, after_RS, nodes_R)
-        travels_M = (before_RS[moves_M5[:, 2]] != moves_M5[:, 4:]).all(axis=1)
-        sent_R += np.bincount(moves_M5[travels_M, 0], minlength=before.ranks)
+        # A rank that already holds the expert in another slot copies it locally.
+        is_sent_M = (before_RS[moves_M5[:, 2]] != moves_M5[:, 4:]).all(axis=1)
+        sent_R += np.bincount(moves_M5[is_sent_M, 0], minlength=before.ranks)
     return sent_LR
 
 
 def for_each_layer(
     moved_LR: npt.NDArray[np.int64], each_L: npt.NDArray[np.int64]
 ) -> list[npt.NDArray[np.int64]]:
-    """Repeat each row for all layers that it represents, rotated so that their busiest ranks differ."""
-    each = zip(moved_LR, each_L, strict=True)
-    return [np.roll(moved_R, turn) for moved_R, count in each for turn in range(count)]
+    """Repeat the row of each recorded layer for the ``each_L`` model layers that it represents.
+
+    The repeated rows are rotated, so that the layers do not all have the same busiest rank.
+
+    Examples
+    --------
+    >>> rows = for_each_layer(np.array([[5, 0, 1]]), each_L=np.array([2]))
+    >>> [row.tolist() for row in rows]
+    [[5, 0, 1], [1, 5, 0]]
+    """
+    rows = []
+    for moved_R, count in zip(moved_LR, each_L, strict=True):
+        rows += [np.roll(moved_R, shift) for shift in range(count)]
+    return rows
 
 
 def switched(before: Layout, after: Layout) -> npt.NDArray[np.bool_]:
     """Return a mask of the layers whose placements differ, bool ``[L]``."""
-    switched_L: npt.NDArray[np.bool_] = (before.placement.phy2log_LRS != after.placement.phy2log_LRS).any(
-        axis=(1, 2)
-    )
+    before_LRS = before.placement.phy2log_LRS
+    switched_L: npt.NDArray[np.bool_] = (before_LRS != after.placement.phy2log_LRS).any(axis=(1, 2))
     return switched_L
 
 
-def tables_differ(one_RLE: npt.NDArray[np.int32], other_RLE: npt.NDArray[np.int32]) -> npt.NDArray[np.bool_]:
-    """Return a mask of the layers whose tables differ, bool ``[L]``; an external policy may change their width."""
-    one = with_entries(one_RLE, 3)
-    other = with_entries(other_RLE, 3)
-    if one.shape != other.shape:
-        return np.ones(one.shape[1], dtype=np.bool_)
-    differ_L: npt.NDArray[np.bool_] = (one != other).any(axis=(0, 2, 3))
+def tables_differ(
+    before_RLE: npt.NDArray[np.int32], after_RLE: npt.NDArray[np.int32]
+) -> npt.NDArray[np.bool_]:
+    """Return a mask of the layers whose tables differ, bool ``[L]``.
+
+    All layers differ if the number of entries does, which an external policy may change.
+    """
+    before_RLED = with_entries(before_RLE, 3)
+    after_RLED = with_entries(after_RLE, 3)
+    if before_RLED.shape != after_RLED.shape:
+        return np.ones(before_RLED.shape[1], dtype=np.bool_)
+    differ_L: npt.NDArray[np.bool_] = (before_RLED != after_RLED).any(axis=(0, 2, 3))
     return differ_L

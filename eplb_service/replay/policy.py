@@ -1,4 +1,4 @@
-"""Policies by name, when they decide, and on what: flashlb with one idea switched off, and any function of yours."""
+"""Policies of a replay, and the schedule of their decisions."""
 
 from __future__ import annotations
 
@@ -14,25 +14,35 @@ from eplb_core.solver.model import SearchOptions
 
 
 class ReplayError(ValueError):
-    """A replay that cannot be run as asked; the message says what was found and what to do."""
+    """A replay that cannot be run. The message gives the reason and the remedy."""
 
 
 @dataclass(frozen=True)
 class Setup:
-    """Slots on each rank and the schedule of decisions, which all policies of one comparison share.
+    """Slots per rank and schedule of decisions, shared by all policies of a comparison.
 
     Parameters
     ----------
     slots
-        S.
+        Slots per rank.
     window
-        Steps that a decision looks at, at most; ours looks at those alone whose heat is still what it is now.
+        Maximum number of steps that a decision uses. flashlb and its ablations use only those steps whose heat has not
+        changed since.
     interval
-        Steps from one decision to the next, of ours at most.
+        Number of steps between decisions; for flashlb and its ablations, the maximum.
     start
         Step of the first decision; ``None`` for the end of the first window or interval, whichever is shorter.
 
-    Raises ``ReplayError`` unless window and interval are positive and the start is no earlier than that.
+    Raises
+    ------
+    ReplayError
+        If window or interval is not positive, or if ``start`` is too early.
+
+    Examples
+    --------
+    >>> setup = Setup(slots=5, window=40, interval=30)
+    >>> setup.first, list(setup.decisions(steps=100))
+    (30, [30, 60, 90])
     """
 
     slots: int
@@ -46,7 +56,9 @@ class Setup:
                 raise ReplayError(f"{name} is {getattr(self, name)}; it must be at least one step")
         earliest = min(self.window, self.interval)
         if self.start is not None and self.start < earliest:
-            raise ReplayError(f"start is {self.start}; the first window of {earliest} steps ends later")
+            raise ReplayError(
+                f"start is {self.start}; it must be at least {earliest}, the end of the first window"
+            )
 
     @property
     def first(self) -> int:
@@ -54,10 +66,13 @@ class Setup:
         return min(self.window, self.interval) if self.start is None else self.start
 
     def decisions(self, steps: int) -> range:
-        """Steps before which a decision falls; raises ``ReplayError`` where a trace of ``steps`` has none."""
+        """Return the steps before which decisions are due in a trace of ``steps`` steps.
+
+        Raises ``ReplayError`` if the trace is too short for a decision.
+        """
         if steps <= self.first:
             raise ReplayError(
-                f"the trace has {steps} steps, a window of {self.first} leaves none to score; "
+                f"the trace has {steps} steps, so a first window of {self.first} leaves no step to score; "
                 "use a shorter window or interval"
             )
         return range(self.first, steps, self.interval)
@@ -65,22 +80,25 @@ class Setup:
 
 @dataclass(frozen=True)
 class Job:
-    """One policy along the trace, or, without a policy, the baseline of a setup.
+    """One policy, or the baseline of a setup, to be run along a trace.
 
     Parameters
     ----------
     label
-        Name of its own among a replay's jobs.
+        Unique name among the jobs of a replay.
     setup
         Slots and schedule.
     policy
-        Name as the user gave it; empty for the baseline.
-    settings, search
-        The planner's settings, and the parts of the solver's method, switched as the name says.
+        Name of the policy as the user gave it; empty for the baseline.
+    settings
+        Planner settings, with the changes that an ablation makes.
+    search
+        Components of the method that an ablation switches off.
     hindsight
-        For a baseline: also fit placements on the very steps that they serve.
+        True if a baseline also scores placements that are fitted to the steps that they serve.
     cpu_ms
-        CPU of a step that decisions on change may take, on average; by default they wait for none.
+        Mean CPU budget per step, in milliseconds, of a policy that decides when heat changes. Decisions are postponed
+        to stay within it; by default they never are.
     """
 
     label: str
@@ -93,7 +111,7 @@ class Job:
 
     @classmethod
     def of(cls, label: str, setup: Setup, policy: str, settings: PlannerSettings) -> Job:
-        """Policy called ``policy``, otherwise as ``settings`` say; raises ``ReplayError`` where there is none."""
+        """Return a job for the policy of this name; raises ``ReplayError`` if the name is unknown."""
         if policy in NAMES:
             return cls(label, setup, policy, *with_options(settings, options_of(policy)))
         job = cls(label, setup, policy, settings)
@@ -103,11 +121,14 @@ class Job:
 
     @property
     def on_change(self) -> bool:
-        """Decides when what is realised departs from what was promised, and not every interval, as others do."""
+        """True if the policy decides when heat changes, False if it decides at every interval."""
         return self.policy == "flashlb" or self.policy in ABLATIONS
 
     def external(self) -> Callable[..., Any] | None:
-        """Return the function of an external policy; raises ``ReplayError`` if it cannot be imported."""
+        """Return the function of an external policy, ``None`` for other policies and the baseline.
+
+        Raises ``ReplayError`` if the policy cannot be imported.
+        """
         try:
             return external_policy(self.policy) if self.policy else None
         except PolicyError as error:

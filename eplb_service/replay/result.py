@@ -1,4 +1,4 @@
-"""Results of a replay: each policy's decisions beside its baseline, scored on the same steps."""
+"""Results of a replay: the decisions of each policy and of its baseline, scored on the same steps."""
 
 from __future__ import annotations
 
@@ -11,43 +11,55 @@ from eplb_core.placement import Float64, mean_par
 from eplb_service.replay.costs import Costs
 from eplb_service.replay.policy import Setup
 
-_NOTHING_L: Float64 = np.zeros(0)
+_EMPTY_L: Float64 = np.zeros(0)
 
 
 @dataclass(frozen=True)
 class ReplayedDecision:
-    """One decision and the steps served until the next.
+    """One decision, or all decisions of one interval, with the steps served until the next.
 
     Parameters
     ----------
-    step, steps
-        First step after the decision's window, and steps served until the next decision.
+    step
+        First step after the decision's window.
+    steps
+        Number of steps served until the next decision.
     late
-        Steps of those that were served before the decision took effect.
-    layers_changed, layers_moved
-        Layers that got other slots or tables, and those of them that had to receive weights.
-    moves, moves_busiest
-        Slots that had to receive weights, and those on the rank that received most.
-    par_seen, par_planned
-        PAR of the window before the decision and as promised, means over layers.
+        Number of these steps that were served before the decision took full effect.
+    layers_changed
+        Number of layers whose placement or tables changed.
+    layers_moved
+        Number of layers that received weights.
+    moves
+        Number of slots that received weights.
+    moves_busiest
+        Number of slots that received weights on the rank that received most.
+    par_seen
+        PAR of the window before the decision, averaged over the layers.
+    par_planned
+        PAR that the decision promised, averaged over the layers.
     seconds
-        Time that the decision took here.
-    forecasts, forecasts_held
-        Forecasts of what is won over the first placement that were compared with what came, and how many held it.
+        Time that the decision took on this machine.
+    forecasts
+        Number of forecasts of the gain over the initial layout that were compared with the gain observed later.
+    forecasts_held
+        Number of these forecasts whose interval contained the observed gain.
     decisions
-        Decisions that these steps are of: another number than one where the policy decides on change.
+        Number of decisions. It may differ from 1 if the policy decides when heat changes.
     par_realised_L
-        float64 ``[L]``, PAR of the steps served, each step an episode.
+        float64 ``[L]``, mean PAR of the served steps.
     us_realised_L
-        float64 ``[L]``, microseconds of each layer's slowest rank, mean over the steps served that had tokens; ``None``
+        float64 ``[L]``, microseconds of each layer's slowest rank, averaged over the served steps with tokens; ``None``
         without a cost curve.
     busy_L
-        float64 ``[L]``, steps served in which each layer had tokens.
+        float64 ``[L]``, number of served steps in which each layer had tokens.
     loads_LR
-        Tokens of each rank over the steps served, float64 ``[L, R]``; only the last decision's is kept.
-    floor_L, hindsight_L
-        float64 ``[L]`` of a baseline: PAR that token sampling alone leaves, and of a placement fitted on the very steps
-        that it serves; ``None`` for a policy, or where not asked for.
+        float64 ``[L, R]``, tokens of each rank over the served steps; only kept for the last decision.
+    floor_L
+        float64 ``[L]``, noise floor of the served steps, for a baseline; otherwise ``None``.
+    hindsight_L
+        float64 ``[L]``, PAR of a placement that is fitted to the served steps themselves, for a baseline; ``None`` for
+        a policy, or if it was not requested.
     """
 
     step: int = 0
@@ -63,24 +75,33 @@ class ReplayedDecision:
     forecasts: int = 0
     forecasts_held: int = 0
     decisions: int = 1
-    par_realised_L: Float64 = field(default_factory=lambda: _NOTHING_L)
+    par_realised_L: Float64 = field(default_factory=lambda: _EMPTY_L)
     us_realised_L: Float64 | None = None
-    busy_L: Float64 = field(default_factory=lambda: _NOTHING_L)
+    busy_L: Float64 = field(default_factory=lambda: _EMPTY_L)
     loads_LR: Float64 | None = None
     floor_L: Float64 | None = None
     hindsight_L: Float64 | None = None
 
     @property
     def par_realised(self) -> float:
-        """Mean over the layers that had tokens; NaN where none had."""
+        """Mean PAR of the layers with tokens; NaN if no layer has any."""
         return float(mean_par(self.par_realised_L))
 
 
 @dataclass(frozen=True)
 class PolicyReplay:
-    """One policy's way along the trace, or that of a baseline; ``decisions`` is never empty.
+    """Results of one policy, or of a baseline, along the trace.
 
-    ``label`` names it uniquely in a sweep.
+    Parameters
+    ----------
+    policy
+        Name of the policy; empty for a baseline.
+    label
+        Unique name in the replay.
+    setup
+        Slots and schedule.
+    decisions
+        Decisions in order; at least one.
     """
 
     policy: str
@@ -89,11 +110,11 @@ class PolicyReplay:
     decisions: tuple[ReplayedDecision, ...]
 
     def rows(self, name: str) -> Float64:
-        """Array of this name of all decisions, float64 ``[D, L]``; all must have it."""
+        """Return an array of all decisions by the name of its field, float64 ``[D, L]``."""
         return np.stack([getattr(decision, name) for decision in self.decisions])
 
     def mean_L(self, rows_DL: Float64) -> Float64:
-        """Mean over the steps that had tokens of rows that are such means for each decision, float64 ``[L]``."""
+        """Average rows of decisions, weighted by each layer's number of steps with tokens, float64 ``[L]``."""
         return mean_par(rows_DL, axis=0, weights=self.rows("busy_L"))
 
     @property
@@ -110,73 +131,82 @@ class PolicyReplay:
 
     @property
     def par_realised_L(self) -> Float64:
-        """PAR of all steps served, each step an episode, float64 ``[L]``."""
+        """Mean PAR of all served steps, float64 ``[L]``."""
         return self.mean_L(self.par_DL)
 
     @property
     def par_realised(self) -> float:
-        """Mean over layers and steps that had tokens: the figure that counts."""
+        """Mean PAR of all served steps and layers with tokens, which is the score of the policy."""
         return float(mean_par(self.par_realised_L))
 
     @property
     def moe_ms(self) -> float | None:
-        """Milliseconds of the slowest ranks of all layers in a step, mean; ``None`` without a cost curve."""
+        """Mean milliseconds per step, summed over each layer's slowest rank; ``None`` without a cost curve."""
         if self.decisions[0].us_realised_L is None:
             return None
         return float(np.nansum(self.mean_L(self.rows("us_realised_L")))) / 1e3
 
     @property
     def par_planned(self) -> float:
-        """Mean over decisions of what they promised for the window that they saw; NaN where no window had tokens."""
+        """Mean PAR that the decisions promised; NaN if no window had tokens."""
         return float(mean_par(np.array([decision.par_planned for decision in self.decisions])))
 
     def total(self, name: str) -> int:
-        """Sum of a count over all decisions, such as ``steps``, ``moves`` or ``layers_moved``."""
+        """Return the sum of a count over all decisions, such as ``steps``, ``moves`` or ``layers_moved``."""
         return sum(getattr(decision, name) for decision in self.decisions)
 
     @property
     def steps(self) -> int:
-        """Steps served."""
+        """Number of served steps."""
         return self.total("steps")
 
     @property
     def moves(self) -> int:
-        """Slots that had to receive weights, over all decisions."""
+        """Number of slots that received weights, over all decisions."""
         return self.total("moves")
 
     @property
     def moves_per_interval(self) -> float:
-        """Slots that had to receive weights, mean over intervals."""
+        """Mean number of slots that received weights per interval."""
         return self.moves / len(self.decisions)
 
     @property
     def seconds_mean(self) -> float:
-        """Time of a decision, mean."""
+        """Mean time of a decision, in seconds."""
         return fmean(decision.seconds for decision in self.decisions)
 
     @property
     def seconds_max(self) -> float:
-        """Time of the slowest decision."""
+        """Time of the slowest decision, in seconds."""
         return max(decision.seconds for decision in self.decisions)
 
 
 @dataclass(frozen=True)
 class Score:
-    """One policy against its baseline, means over layers and steps.
+    """Comparison of one policy with its baseline, averaged over layers and steps.
 
     Parameters
     ----------
-    par, par_left_alone, floor
-        Realised; under the starting placement; by token sampling alone.
-    hindsight, regret
-        Best of all that is known with hindsight, and what the policy realised above it; ``None`` where not asked for.
+    par
+        Realised PAR.
+    par_left_alone
+        PAR of the initial layout on the same steps.
+    floor
+        Noise floor.
+    hindsight
+        Lowest PAR that is known with hindsight; ``None`` if it was not requested.
+    regret
+        Realised PAR above ``hindsight``; ``None`` if it was not requested.
     bytes_moved
-        Weights received by all ranks.
-    saved_ms, stall_ms
-        Time per step that balancing saves (``None`` if the experts' time is not stated), and time that switching costs.
-    moe_ms, moe_ms_left_alone
-        Of a step: the slowest ranks of all layers, as realised and under the starting placement; ``None`` without a
-        cost curve.
+        Bytes of weights that all ranks received.
+    saved_ms
+        Milliseconds per step that balancing saves; ``None`` if the experts' time is unknown.
+    stall_ms
+        Milliseconds per step that moves and switches cost.
+    moe_ms
+        Realised milliseconds per step, summed over each layer's slowest rank; ``None`` without a cost curve.
+    moe_ms_left_alone
+        The same under the initial layout.
     """
 
     par: float
@@ -192,28 +222,34 @@ class Score:
 
     @property
     def net_ms(self) -> float | None:
-        """Milliseconds of a step that balance saves, less what moves and switches cost; ``None`` if not known."""
+        """Milliseconds per step that balancing saves, minus the cost of moves and switches; ``None`` if unknown."""
         return None if self.saved_ms is None else self.saved_ms - self.stall_ms
 
 
 @dataclass(frozen=True)
 class Replay:
-    """All policies over the same steps of one trace.
+    """Results of all policies on the same steps of one trace.
 
     Parameters
     ----------
-    first, steps
-        First step scored, and how many.
-    ranks, layers, experts
-        R, L and E.
+    first
+        First step that is scored.
+    steps
+        Number of steps that are scored.
+    ranks
+        R.
+    layers
+        L.
+    experts
+        E.
     policies
-        In the order asked for.
+        Results of the policies, in the order of the jobs.
     baselines
-        One for each setup: the starting placement, left alone.
+        Results of the initial layout without decisions, one for each setup.
     costs
-        Costs that decisions were made by and are charged with.
+        Costs that priced the decisions and were charged for them.
     interrupted
-        True where it was stopped early: then it holds the decisions that all policies had made.
+        True if the replay was stopped early. It then has the policies that were complete.
     """
 
     first: int
@@ -227,7 +263,7 @@ class Replay:
     interrupted: bool = False
 
     def baseline(self, setup: Setup) -> PolicyReplay:
-        """Return the results of the starting placement on the same steps.
+        """Return the results of the initial layout on the same steps.
 
         Parameters
         ----------
@@ -242,16 +278,20 @@ class Replay:
         return next(baseline for baseline in self.baselines if baseline.setup == setup)
 
     def hindsight_DL(self, setup: Setup) -> Float64 | None:
-        """The best PAR known with hindsight for each decision and layer: of fitted placements and of all policies."""
+        """Return the lowest PAR that is known for each decision and layer, float64 ``[D, L]``.
+
+        It is the minimum over the placements fitted to the served steps, the initial layout and all policies. ``None``
+        if hindsight was not requested.
+        """
         baseline = self.baseline(setup)
         if baseline.decisions[0].hindsight_L is None:
             return None
-        known = [policy.par_DL for policy in self.policies if policy.setup == setup]
-        best_DL: Float64 = np.minimum.reduce([baseline.rows("hindsight_L"), baseline.par_DL, *known])
+        policies = [policy.par_DL for policy in self.policies if policy.setup == setup]
+        best_DL: Float64 = np.minimum.reduce([baseline.rows("hindsight_L"), baseline.par_DL, *policies])
         return best_DL
 
     def moved_per_100_steps(self, policy: PolicyReplay) -> float:
-        """Slots that receive weights in 100 steps, as a share of all slots."""
+        """Return the slots that receive weights in 100 steps, as a fraction of all slots."""
         slots = self.layers * self.ranks * policy.setup.slots
         return 100 * policy.moves / (policy.steps * slots)
 
@@ -268,19 +308,23 @@ class Replay:
         Score
             Means over layers and steps.
         """
-        baseline, par, moe_ms = self.baseline(policy.setup), policy.par_realised, policy.moe_ms
-        left_alone, left_alone_ms = baseline.par_realised, baseline.moe_ms
+        baseline = self.baseline(policy.setup)
+        par = policy.par_realised
+        left_alone = baseline.par_realised
+        moe_ms = policy.moe_ms
+        left_alone_ms = baseline.moe_ms
         floor = float(mean_par(baseline.mean_L(baseline.rows("floor_L"))))
         hindsight_DL = self.hindsight_DL(policy.setup)
         hindsight = None if hindsight_DL is None else float(mean_par(baseline.mean_L(hindsight_DL)))
         saved_ms = self.costs.saved_ms(self.layers, par, left_alone)
         if moe_ms is not None and left_alone_ms is not None:
             saved_ms = left_alone_ms - moe_ms
-        received, layers_moved = policy.total("moves_busiest"), policy.total("layers_moved")
+        received = policy.total("moves_busiest")
+        layers_moved = policy.total("layers_moved")
         return Score(
             par=par,
             par_left_alone=left_alone,
-            # Sampling leaves no more than what some placement reached.
+            # A PAR that some placement reached is an upper bound of the floor.
             floor=min(floor, par, left_alone, par if hindsight is None else hindsight),
             hindsight=hindsight,
             regret=None if hindsight is None else par - hindsight,

@@ -1,4 +1,4 @@
-"""Replays of many traces under many settings: each trace with each setting is a piece of work of its own."""
+"""Replays of many traces under many settings, with each trace under each choice of settings as one task."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class SweepCell:
     file
         The trace.
     scene
-        Ranks, costs, and where weights are at the start.
+        Ranks, costs and placement at the start.
     jobs
-        One setup's baseline and policies.
+        The baseline and the policies of one setup.
     varied
-        The settings that were chosen, by name; empty where none is varied.
+        The choice: values of the varied settings, by name; empty if no setting is varied.
     """
 
     file: TraceFile
@@ -37,17 +37,43 @@ class SweepCell:
 
 
 def grid(choices: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
-    """Every combination of the values of each setting, the last name's fastest; one without any where none is named."""
+    """Return every combination of the settings' values, varying the last setting fastest.
+
+    Examples
+    --------
+    >>> grid({"min_gain": [0.0, 0.1], "seed": [1]})
+    [{'min_gain': 0.0, 'seed': 1}, {'min_gain': 0.1, 'seed': 1}]
+    >>> grid({})
+    [{}]
+    """
     return [dict(zip(choices, values, strict=True)) for values in product(*choices.values())]
 
 
 def sweep(
     cells: Sequence[SweepCell], workers: int | None = None, ray: str | None = None
 ) -> Iterator[tuple[int, Replay]]:
-    """Replay all cells on ``workers`` processes, all cores by default, or on the Ray cluster at ``ray``.
+    """Replay all cells in several processes or on a Ray cluster.
 
-    Yields each cell's number and what was found, as they are done. Raises what a replay raises, naming the trace, and
-    ``ReplayError`` where a process or node dies. Closing the iterator ends the work.
+    Closing the iterator stops the work.
+
+    Parameters
+    ----------
+    cells
+        Traces and settings to replay.
+    workers
+        Number of processes; ``None`` for one per core.
+    ray
+        Address of a Ray cluster to use instead of processes.
+
+    Yields
+    ------
+    tuple of int and Replay
+        Index of a cell and its results, in the order of completion.
+
+    Raises
+    ------
+    ReplayError
+        If a process or a node fails. Errors of a replay are raised too, and name the trace.
     """
     workers = min(workers or cores(), len(cells))
     if ray is None:
@@ -56,10 +82,10 @@ def sweep(
 
 
 def _run_cell(cell: SweepCell) -> Replay:
-    """Open the trace and replay it; errors name it."""
+    """Open the trace and replay it; errors name the trace."""
     trace = cell.file.open()
     with naming(cell.file.path):
-        found = replay(trace, cell.jobs, cell.scene)
-    if found.interrupted:
+        result = replay(trace, cell.jobs, cell.scene)
+    if result.interrupted:
         raise KeyboardInterrupt
-    return found
+    return result

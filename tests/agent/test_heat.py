@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from eplb_core.heat.phase import StepPhase
 from eplb_core.wire.agent import Reporting
-from eplb_core.wire.heat import HeatReport, StepPhase
+from eplb_core.wire.heat import HeatReport
 from tests.agent.counting_layer import ROWS, SLOTS, CountingLayer
 from worker_agent import heat
 from worker_agent.heat import HeatRecorder

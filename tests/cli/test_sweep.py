@@ -43,7 +43,7 @@ def test_one_table_fits_80_columns(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_json_and_file_are_as_published(capsys: pytest.CaptureFixture[str]) -> None:
-    varied = ("--set", "move_price=auto,0.5", "--set", "fitted_curve=on,off", "--out", "found.json")
+    varied = ("--set", "move_price=auto,0.5", "--set", "seed=1,2", "--out", "found.json")
     code, printed, _ = run(capsys, "monday.npz", TUESDAY, *GRID, *varied, "--json", "--step-ms", "30")
     assert code == 0
     document = held("sweep", printed)
@@ -53,7 +53,7 @@ def test_json_and_file_are_as_published(capsys: pytest.CaptureFixture[str]) -> N
     assert len(rows) == 2 * 4 * 2 * 2
     assert [row["trace"] for row in rows] == ["monday.npz"] * 16 + [TUESDAY] * 16
     chosen = [tuple(row["settings"].values()) for row in rows[:16:4]]
-    assert chosen == [("auto", True), ("auto", False), (0.5, True), (0.5, False)]
+    assert chosen == [("auto", 1), ("auto", 2), (0.5, 1), (0.5, 2)]
     assert {(row["slots"], row["interval"]) for row in rows} == {(5, 16), (5, 32), (6, 16), (6, 32)}
     # Figures are compared over the same steps.
     assert {row["start"] for row in rows} == {32}

@@ -8,10 +8,11 @@ import pytest
 from eplb_core.heat.window import Window
 from eplb_core.placement import Placement, apply_layers
 from eplb_core.planner.decide import plan, plan_afresh
-from eplb_core.planner.request import SolveRequest, _blind_layers
+from eplb_core.planner.request import SolveRequest
 from eplb_core.planner.score import noise_floor
 from eplb_core.planner.settings import PlannerSettings
 from eplb_core.planner.topology import Topology
+from eplb_core.planner.unfitted_layout import unfitted_layers
 from eplb_core.solver.model import SearchOptions
 from tests.planner.drawn import still_heat
 
@@ -36,8 +37,8 @@ def blind(placement: Placement, log2phy_RLE: np.ndarray | None = None, window: W
     """Layers taken for a layout made for no heat, bool ``[L]``."""
     tables_RLE = placement.default_log2phy() if log2phy_RLE is None else log2phy_RLE
     floor_L = noise_floor(window.heat_TLE.sum(axis=2), RANKS)
-    asked = SolveRequest(window, placement, tables_RLE, FLAT, PlannerSettings(), SearchOptions())
-    return _blind_layers(asked, floor_L)
+    request = SolveRequest(window, placement, tables_RLE, FLAT, PlannerSettings(), SearchOptions())
+    return unfitted_layers(request, floor_L)
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 from benchmarks.solver.heats import generate
 from eplb_core.heat.window import HeatError, Window
 from eplb_core.placement import Placement, PlacementError, apply_layers, par
-from eplb_core.planner import request
+from eplb_core.planner import solver_call
 from eplb_core.planner.dealing import first_tables
 from eplb_core.planner.decide import _cherry_pick, plan, plan_afresh
 from eplb_core.planner.plan import Layout, Plan
+from eplb_core.planner.request import with_options
 from eplb_core.planner.score import split_loads
 from eplb_core.planner.settings import POLICIES, SPLITS, PlannerSettings
 from eplb_core.planner.topology import Topology, TopologyError
@@ -70,7 +71,7 @@ WINDOW = drawn_window()
 
 
 def decided(window=WINDOW, placement=PLACEMENT, recommendations=(), **options):
-    settings, search = request.with_options(PlannerSettings(), options)
+    settings, search = with_options(PlannerSettings(), options)
     tables_RLE = placement.default_log2phy()
     flat = Topology.flat(RANKS)
     return plan(window, placement, tables_RLE, flat, settings, search=search, recommendations=recommendations)
@@ -151,7 +152,7 @@ def test_each_layer_follows_its_own_recommendation(monkeypatch: pytest.MonkeyPat
         asked.extend(zip(batch.heat_LNE.sum(axis=1), batch.recommendation_L, strict=True))
         return [SolverError("not solved")] * len(batch.heat_LNE)
 
-    monkeypatch.setattr(request, "solve_many", noting)
+    monkeypatch.setattr(solver_call, "solve_many", noting)
     decided(recommendations=recommendations)
     assert len(asked) > 1
     for heat_E, recommendation in asked:
@@ -168,7 +169,7 @@ def test_deciding_again_changes_nothing() -> None:
 
 @pytest.mark.parametrize("flaw", ["placement", "table", "error"])
 def test_failure_in_one_layer_spoils_no_other(monkeypatch: pytest.MonkeyPatch, flaw: str) -> None:
-    honest = request.solve_many
+    honest = solver_call.solve_many
 
     def failing(*arguments):
         answers = honest(*arguments)
@@ -181,7 +182,7 @@ def test_failure_in_one_layer_spoils_no_other(monkeypatch: pytest.MonkeyPatch, f
         return answers
 
     whole = decided()
-    monkeypatch.setattr(request, "solve_many", failing)
+    monkeypatch.setattr(solver_call, "solve_many", failing)
     broken = decided()
     worst = max(whole.verdicts, key=lambda verdict: verdict.par_seen).layer
     reason = {
@@ -261,5 +262,5 @@ def test_drift_is_followed_although_promises_exceed_what_is_seen() -> None:
     changed = [verdict for verdict in verdicts if verdict.changed]
     assert any(verdict.par_planned > verdict.par_seen for verdict in changed)
     # Under drift, the older steps do not recur, so changes that fit the newer steps may do worse on the older ones.
-    assert any("aimed at drift" in verdict.reason for verdict in changed)
+    assert any("planned for drift" in verdict.reason for verdict in changed)
     assert np.mean(realised) < 1.26

@@ -76,8 +76,8 @@ def test_solve_takes_every_built_in_policy() -> None:
         ("no.such:thing", "cannot import 'no.such'"),
         ("tests.planner.test_policies:nothing", "has no function 'nothing'"),
         (broken, "policy broken failed .RuntimeError: out of ideas"),
-        (lambda heat, placed: placed[:1], "answered no placement"),
-        (lambda heat, placed: placed * 0, "answered no placement .*is in no slot"),
+        (lambda heat, placed: placed[:1], "returned no valid placement"),
+        (lambda heat, placed: placed * 0, "returned no valid placement .*is in no slot"),
         (7, "policy is 7; give a name or a function"),
     ],
 )

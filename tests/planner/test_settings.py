@@ -22,7 +22,7 @@ from eplb_core.planner.settings import PlannerSettings, SettingsError
         ("deal_width", 65, "deal_width is 65; a dealing table has at most 64 entries"),
         ("max_layers", 0, "max_layers is 0; it must be a finite number, 1 or more"),
         ("threads", 0, "threads is 0; it must be a finite number, 1 or more"),
-        ("budget_ms", 0, "budget_ms is 0; it must be more"),
+        ("budget_ms", 0, "budget_ms is 0; it must be greater than 0"),
         ("budget_ms", math.nan, "budget_ms is nan; it must be a finite number"),
     ],
 )

@@ -52,7 +52,7 @@ def test_a_handful_of_tokens_moves_nothing(busy: int) -> None:
     assert found.moves == 0
     # Four choices on eight ranks: the hottest rank has one at least, and the mean is a half.
     assert found.par_after >= 2.0
-    assert any("whole tokens gain" in verdict.reason for verdict in found.verdicts)
+    assert any("whole tokens, the change gains" in verdict.reason for verdict in found.verdicts)
 
 
 def test_a_change_that_pays_is_made_with_few_tokens_too() -> None:

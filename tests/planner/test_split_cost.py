@@ -13,9 +13,9 @@ from eplb_core.placement import Placement
 from eplb_core.planner.decide import plan
 from eplb_core.planner.plan import Plan
 from eplb_core.planner.price import SplitCost
-from eplb_core.planner.request import time_curve
 from eplb_core.planner.score import _stepwise_tokens, split_us
 from eplb_core.planner.settings import PlannerSettings, SettingsError
+from eplb_core.planner.solver_call import time_curve
 from eplb_core.planner.topology import Topology
 from eplb_core.solver.model import SearchOptions
 from eplb_service.io.synthetic import synthetic_heat
@@ -99,7 +99,7 @@ def test_what_evens_tokens_out_and_saves_no_time_is_not_done() -> None:
     for layer_plan in by_tokens.layers:
         verdict = by_time.verdicts[layer_plan.layer]
         assert not verdict.changed
-        assert verdict.reason.startswith("kept: too little time for ")
+        assert verdict.reason.startswith("kept: the change saves too little time for its ")
         planned = verdict.moves, verdict.par_planned, verdict.us_planned
         assert planned == (0, verdict.par_seen, verdict.us_seen)
     assert by_time.layers == ()
@@ -118,7 +118,7 @@ def test_moves_must_be_worth_their_part_of_the_time() -> None:
 
 def test_what_cannot_go_together_is_refused() -> None:
     with pytest.raises(
-        SettingsError, match=r"fitted_curve and split step do not go together: .*eplb calibrate"
+        SettingsError, match=r"fitted_curve and split step cannot be used together: .*eplb calibrate"
     ):
         PlannerSettings(fitted_curve=True, split="step")
     with pytest.raises(SettingsError, match="cost_curve and expert_groups"):

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from eplb_core.cost.curve import CostCurve, write_curves
-from eplb_core.planner.request import _sampled_steps, time_curve
 from eplb_core.planner.settings import PlannerSettings, SettingsError, planner_settings
+from eplb_core.planner.solver_call import _sampled_steps, time_curve
 from eplb_service.io.synthetic import synthetic_heat
 from eplb_service.offline import solve
 from tests.cost.curves import H200
@@ -41,7 +41,7 @@ def test_what_was_placed_for_this_heat_is_kept_and_says_why():
     first = solve(LARGE, 8, 9, cost_curve=H200)
     again = solve(LARGE, 8, 9, cost_curve=H200, placement=first.phy2log, log2phy=first.log2phy)
     assert again.moves == 0
-    assert all("nothing pays" in verdict.reason for verdict in again.verdicts if not verdict.changed)
+    assert all("no change pays" in verdict.reason for verdict in again.verdicts if not verdict.changed)
 
 
 def test_steps_are_taken_evenly_and_never_summed():
@@ -63,5 +63,5 @@ def test_a_curve_is_named_by_its_file(tmp_path):
     assert planner_settings({"cost_curve": None}).cost_curve is None
     with pytest.raises(SettingsError, match="cannot be read"):
         planner_settings({"cost_curve": str(tmp_path / "none.json")})
-    with pytest.raises(SettingsError, match="do not go together"):
+    with pytest.raises(SettingsError, match="cannot be used together"):
         PlannerSettings(cost_curve=H200, expert_groups=2)

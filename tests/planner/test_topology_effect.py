@@ -135,8 +135,8 @@ def test_warm_decisions_keep_each_group_on_one_node() -> None:
     [
         (EACH // 4, 5, "32 experts in 5 groups do not spread evenly over 2 nodes"),
         (EACH // 3, 8, "32 experts in 8 groups do not spread evenly over 3 nodes"),
-        (np.array([0, 0, 0, 1, 1, 1, 1, 1]), 8, "over 2 nodes of 3 to 5 ranks"),
-        (EACH, 8, "over 8 nodes of 1 to 1 ranks of 5 slots"),
+        (np.array([0, 0, 0, 1, 1, 1, 1, 1]), 8, "over 2 nodes (ranks per node: 3 to 5, slots per rank: 5)"),
+        (EACH, 8, "over 8 nodes (ranks per node: 1, slots per rank: 5)"),
     ],
 )
 def test_groups_that_cannot_be_kept_together_are_reported(nodes: np.ndarray, groups: int, why: str) -> None:

@@ -43,7 +43,7 @@ def replayed(
     (_, job) = jobs_for(["flashlb"], [Setup(SLOTS, 512, first)], PlannerSettings(threads=1), hindsight=False)
     decided: list[int] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop, "_SERVED_AT_ONCE", at_a_time)
+        patch.setattr(loop, "_CHUNK_STEPS", at_a_time)
         way = loop._Run(job, ArrayTrace(heat_TLE), scene_for(RANKS, costs))
         way._pace = Pace(first, 512, 512, seen=first)
         decide = way._decide
@@ -113,13 +113,13 @@ def test_a_plan_under_way_is_kept_while_heat_is_what_it_was_made_for() -> None:
 
 
 def test_a_plan_that_replaces_another_starts_from_the_experts_held(monkeypatch: pytest.MonkeyPatch) -> None:
-    decide = loop._Run._decided
+    decide = loop._Run._decide_on
 
     def checking(way: loop._Run, *arguments: Any) -> Any:
         np.testing.assert_array_equal(way._held_LRS, way._serving.placement.phy2log_LRS)
         return decide(way, *arguments)
 
-    monkeypatch.setattr(loop._Run, "_decided", checking)
+    monkeypatch.setattr(loop._Run, "_decide_on", checking)
     heat_TLE = workloads(FIRST + 60, 5, 70, seed=5)
     _, decided = replayed(heat_TLE, at_a_time=16, costs=Costs(step_ms=50, solve_ms=0))
     assert any(later - earlier < 14 for earlier, later in pairwise(decided)), "no plan was replaced"

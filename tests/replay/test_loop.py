@@ -206,8 +206,8 @@ def test_external_policies():
         ("absent_module:f", "cannot import 'absent_module'"),
         (f"{__name__}:absent", "has no function 'absent'"),
         (f"{__name__}:broken", r"failed \(RuntimeError: no licence\)"),
-        (f"{__name__}:absurd", "answered no placement .*expert 1 is in no slot"),
-        (f"{__name__}:wrong_tables", "answered no placement .*does not hold it"),
+        (f"{__name__}:absurd", "returned no valid placement .*expert 1 is in no slot"),
+        (f"{__name__}:wrong_tables", "returned no valid placement .*does not hold it"),
     ],
 )
 def test_policies_that_fail_are_reported_in_one_line(name, message):
@@ -283,18 +283,18 @@ def test_decisions_fall_every_interval_after_a_window_or_an_interval_whichever_i
 
 
 def test_refusals():
-    with pytest.raises(ReplayError, match="has 40 steps, a window of 40 leaves none"):
+    with pytest.raises(ReplayError, match="has 40 steps, so a first window of 40 leaves no step to score"):
         SETUP.decisions(40)
     with pytest.raises(ReplayError, match="interval is 0"):
         Setup(5, window=1, interval=0)
-    with pytest.raises(ReplayError, match="the first window of 9 steps ends later"):
+    with pytest.raises(ReplayError, match="start is 8; it must be at least 9, the end of the first window"):
         Setup(5, window=9, interval=9, start=8)
     with pytest.raises(ReplayError, match="at least one policy"):
         run([])
     for values, message in [
         ({"step_ms": -1}, "step_ms is -1"),
         ({"commit_ms": -1}, "commit_ms is -1"),
-        ({"link_bandwidth": 0}, "link_bandwidth is 0; it must be more"),
+        ({"link_bandwidth": 0}, "link_bandwidth is 0; it must be greater than 0"),
         ({"solve_ms": float("nan")}, "solve_ms is nan"),
     ]:
         with pytest.raises(ReplayError, match=message):

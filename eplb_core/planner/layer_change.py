@@ -1,0 +1,175 @@
+"""Change of one layer: the solver's result is checked, scored step by step, and accepted or rejected."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+
+from eplb_core.cost.curve import CostCurve
+from eplb_core.placement import (
+    Float64,
+    Int32,
+    Placement,
+    PlacementError,
+    check_layer,
+    check_log2phy,
+    mean_par,
+    with_entries,
+)
+from eplb_core.planner import layer_verdicts
+from eplb_core.planner.dealing import host_tables, tables_of_sources
+from eplb_core.planner.layer_figures import LayerFigures, centre_on_draws
+from eplb_core.planner.plan import LayerPlan
+from eplb_core.planner.request import SolveRequest
+from eplb_core.planner.score import drawn_par, par_by_step, split_steps, split_us
+from eplb_core.planner.settings import STEP
+from eplb_core.planner.verdicts import LayerVerdict
+from eplb_core.solver.engine import OutOfTimeError, SolverError
+from eplb_core.solver.layer import LayerResult
+from eplb_core.solver.model import KEEP, Candidate
+from eplb_core.solver.topology import choose_senders
+
+_ROUNDING = 1e-9
+
+
+class LayerOutcome(NamedTuple):
+    """Outcome of a decision for one layer that was solved."""
+
+    verdict: LayerVerdict
+    """Figures and reason."""
+    change: LayerPlan | None
+    """Change of the layer; ``None`` if it stays as it is."""
+    par_T: Float64
+    """float64 ``[T]``, PAR of each step of the window after the decision; NaN without tokens."""
+
+
+def layer_outcome(figures: LayerFigures, layer: int, result: LayerResult | SolverError) -> LayerOutcome:
+    """Decide if a layer changes as the solver proposes.
+
+    Parameters
+    ----------
+    figures
+        Figures of all layers under the current layout.
+    layer
+        Index of the layer.
+    result
+        The solver's result for the layer, or the error that it ended with.
+    """
+
+    def kept(reason: str) -> LayerOutcome:
+        return LayerOutcome(
+            layer_verdicts.keep_verdict(figures, layer, reason), None, figures.par_TL[:, layer]
+        )
+
+    if isinstance(result, OutOfTimeError):
+        return kept(f"waits: {result}")
+    if isinstance(result, LayerResult) and result.taken == KEEP:
+        return kept("kept: no change pays for its moves on held-out steps")
+    request = figures.request
+    try:
+        if isinstance(result, SolverError):
+            raise result
+        # A defect of the solver must not reach the ranks.
+        check_layer(result.found.phy2log_RS, request.placement.experts)
+        check_log2phy(result.found.log2phy_GE, result.found.phy2log_RS)
+    except (SolverError, PlacementError) as error:
+        return kept(f"kept: the solver failed ({error})")
+    phy2log_RS = result.found.phy2log_RS
+    scored = _ScoredLayer(request, layer, result.found)
+    par_T = scored.par_of_steps(has_few_tokens=bool(figures.small_batch_L[layer]))
+    curve = request.settings.cost_curve
+    us = None if curve is None else scored.slowest_us(curve)
+    moves_M5 = choose_senders(
+        request.placement.phy2log_LRS[layer].copy(), phy2log_RS, request.topology.nodes_R.copy()
+    )
+    verdict = layer_verdicts.change_verdict(figures, layer, result, len(moves_M5), float(mean_par(par_T)), us)
+    rejection = _rejection(figures, result, verdict, par_T)
+    if rejection is not None:
+        return kept(rejection)
+    return LayerOutcome(verdict, LayerPlan(layer, phy2log_RS, scored.host_tables(), moves_M5), par_T)
+
+
+def _rejection(
+    figures: LayerFigures, result: LayerResult, verdict: LayerVerdict, par_T: Float64
+) -> str | None:
+    """Return the reason to reject a change on the window's steps; ``None`` to accept it.
+
+    Under a cost curve, the change must save time. Otherwise it must lower the PAR of the steps and, with a small batch,
+    promise no higher PAR than the current one. With a large batch, the promise may be higher: on drift, the solver's
+    hold-out has shown that keeping the layer would do worse on later steps as well.
+    """
+    if verdict.us_planned is not None:
+        if _pays_in_time(figures, verdict.layer, verdict.moves, verdict.us_planned):
+            return None
+        return f"kept: the change saves too little time for its {verdict.moves} moves ({verdict.reason})"
+    if not _is_warm_flashlb(figures.request):
+        return None
+    # A change that does not lower the PAR of steps lowers only the PAR of episodes. If it is fitted to fading heat,
+    # only the newer half of the window counts, because the older half does not predict later steps.
+    first = par_T.size // 2 if math.isfinite(result.half_life) else 0
+    before = float(mean_par(figures.par_TL[first:, verdict.layer]))
+    after = float(mean_par(par_T[first:]))
+    if after >= before:
+        return f"kept: the change would raise the PAR of its steps from {before:.3f} to {after:.3f}"
+    if figures.small_batch_L[verdict.layer] and verdict.par_planned > verdict.par_seen + _ROUNDING:
+        return "kept: with whole tokens, the change gains nothing on the steps of the window"
+    return None
+
+
+def _is_warm_flashlb(request: SolveRequest) -> bool:
+    """Return True if flashlb plans from the current layout instead of from scratch."""
+    return request.search.warm and request.settings.policy == "flashlb"
+
+
+def _pays_in_time(figures: LayerFigures, layer: int, moves: int, us: float) -> bool:
+    """Return True if a change saves enough time for its moves, or if the solver has checked that already.
+
+    If the host splits by step, placements are searched by tokens. Only the cost curve shows if a better balance is
+    worth the weight reads of more active replicas.
+    """
+    settings = figures.request.settings
+    placement = figures.request.placement
+    if settings.split != STEP or settings.cost_curve is None or settings.cost_curve.linear:
+        return True
+    move_cost = figures.move_price * moves / (placement.ranks * placement.slots)
+    saved_us = figures.us_L[layer] - us
+    return bool(saved_us > (settings.min_gain + move_cost) * figures.us_L[layer])
+
+
+class _ScoredLayer:
+    """One layer under a candidate's placement and tables, to be scored on the steps of the window."""
+
+    def __init__(self, request: SolveRequest, layer: int, candidate: Candidate) -> None:
+        window = request.window
+        _, self._first_G, self._group_R = request.topology.token_groups()
+        self._request = request
+        self._layer_1 = np.array([layer])
+        self._phy2log_RS = candidate.phy2log_RS
+        self._log2phy_RE = tables_of_sources(candidate.log2phy_GE, self._first_G.size)[self._group_R]
+        self._layout = (
+            Placement(candidate.phy2log_RS[None], window.experts),
+            self._log2phy_RE[:, None],
+            None if window.source_RLE is None else window.source_RLE[:, layer, None],
+            request.settings.split,
+        )
+
+    def par_of_steps(self, *, has_few_tokens: bool) -> Float64:
+        """Return the PAR of each step, float64 ``[T]``. With few tokens, its mean is that of several draws."""
+        heat_TLE = self._request.window.heat_TLE
+        par_T1 = par_by_step(split_steps(heat_TLE, *self._layout, layer_K=self._layer_1))
+        if has_few_tokens:
+            par_T1 = centre_on_draws(par_T1, drawn_par(heat_TLE, *self._layout, self._layer_1))
+        return par_T1[:, 0]
+
+    def slowest_us(self, curve: CostCurve) -> float:
+        """Return the mean time per step of the slowest rank, in microseconds."""
+        heat_TLE = self._request.window.heat_TLE
+        return float(mean_par(split_us(heat_TLE, *self._layout, curve, layer_K=self._layer_1)))
+
+    def host_tables(self) -> Int32:
+        """Return the tables with the number of entries that the host reads, ``[R, E]`` or ``[R, E, D]``."""
+        width = with_entries(self._request.log2phy_RLE, 3).shape[3]
+        first_R = self._first_G[self._group_R]
+        return host_tables(self._log2phy_RE, self._phy2log_RS, width, self._request.settings.split, first_R)

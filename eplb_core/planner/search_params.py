@@ -1,0 +1,106 @@
+"""Effort of the solver's search, chosen by the shape of a layer."""
+
+from __future__ import annotations
+
+from eplb_core.placement import Placement
+from eplb_core.planner.score import expected_hottest
+from eplb_core.planner.settings import EVEN, STEP, PlannerSettings
+from eplb_core.solver import model
+from eplb_core.solver.model import SearchOptions, SearchParams
+
+_DEEPSEEK = SearchParams()
+_MAX_TREE_CELLS = 20_000
+"""Largest slots x (experts + ranks) for which a tree search is run. Below it, the search costs next to nothing; larger
+layers gain nothing from it."""
+_TREE_LEAVES = 8
+"""Number of leaves of the tree search that are searched further."""
+_FEW_SLOTS = 3
+"""Slots per rank up to which swaps and single exchanges soon get stuck, so that the layer is annealed."""
+_FEW_SLOTS_Z = 1.5
+"""Upper bound of ``z`` for layers with few slots per rank. The load of so few experts is far from normal, so a rank in
+the far tail is a poor guide. Values of 1.0 and 2.5 are within 0.2 % on the heat that annealing was tuned on."""
+_ANNEALING_TRIES = 400
+"""Annealing tries per slot, for a layer with few slots per rank and as many spare replicas as experts. With fewer spare
+replicas there is less to decide, and proportionally fewer tries. On the same heat, half of it is 0.3 % worse and twice
+is 0.15 % better."""
+_STEP_TRIES = 2000
+"""Tries of the search for stepwise splits, in addition to ``_STEP_TRIES_PER_SLOT`` for each slot.
+
+Both were chosen by hand on recorded and drawn steps of 8 ranks x 5 and 32 ranks x 9 slots. Ten times the tries gained
+less than half a percent on the next window.
+"""
+_STEP_TRIES_PER_SLOT = 4
+_LOCAL_SEARCH_STEPS_PER_SLOT = 16
+
+
+def search_params_of(
+    settings: PlannerSettings,
+    placement: Placement,
+    width: int = 1,
+    move_price: float = 0.0,
+    options: SearchOptions | None = None,
+) -> SearchParams:
+    """Return the search parameters for a layer.
+
+    Parameters
+    ----------
+    settings
+        Settings of the planner.
+    placement
+        Placement with the layer's number of experts, ranks and slots.
+    width
+        Number of entries of its dealing tables.
+    move_price
+        Gain required to move every slot of the layer, as a fraction of its PAR.
+    options
+        Components of the method that are switched off; ``None`` to use all of them.
+
+    Examples
+    --------
+    A layer with three slots per rank is annealed, and a layer with nine is not:
+
+    >>> small = Placement.linear(layers=1, experts=16, ranks=8, slots=3)
+    >>> search_params_of(PlannerSettings(), small).annealing_tries
+    4800
+    >>> large = Placement.linear(layers=1, experts=64, ranks=8, slots=9)
+    >>> search_params_of(PlannerSettings(), large).annealing_tries
+    0
+    """
+    if settings.policy == "deepseek":
+        return _DEEPSEEK._replace(tables=_tables(settings.split, False, width), width=width)
+    options = options or SearchOptions()
+    slots = placement.ranks * placement.slots
+    has_tree = options.tree_search and slots * (placement.experts + placement.ranks) <= _MAX_TREE_CELLS
+    has_few_slots = placement.slots <= _FEW_SLOTS and options.local_search
+    z = options.z
+    if z is None:
+        z = expected_hottest(placement.ranks)
+        if has_few_slots:
+            z = min(z, _FEW_SLOTS_Z)
+    annealing_tries = 0
+    if has_few_slots and options.annealing:
+        spare_per_expert = placement.redundant / placement.experts
+        annealing_tries = int(_ANNEALING_TRIES * slots * min(spare_per_expert, 1.0))
+    return SearchParams(
+        z=z,
+        move_price=move_price,
+        tree_leaves=_TREE_LEAVES if has_tree else 0,
+        local_search_steps=_LOCAL_SEARCH_STEPS_PER_SLOT * slots if options.local_search else 0,
+        tables=_tables(settings.split, options.solve_tables, width),
+        width=width,
+        step_tries=_STEP_TRIES + _STEP_TRIES_PER_SLOT * slots if options.local_search else 0,
+        annealing_tries=annealing_tries,
+        seed=settings.seed,
+        options=options,
+    )
+
+
+def _tables(split: str, solved: bool, width: int) -> int:
+    """Return the solver's value of ``SearchParams.tables``; ``solved`` is True if the solver may choose the tables."""
+    if split == EVEN:
+        return model.EVEN
+    if split == STEP:
+        return model.STEPWISE
+    if not solved:
+        return model.RULE
+    return model.SOLVED if width == 1 else model.DEALT

@@ -1,0 +1,174 @@
+"""Call of the solver: heat, layouts and search parameters of the layers that a decision solves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from eplb_core.placement import Float64, Int32
+from eplb_core.planner.dealing import shares_of_entries, sources_of_tables, width_in_use
+from eplb_core.planner.request import SolveRequest
+from eplb_core.planner.score import numbers_of
+from eplb_core.planner.search_params import search_params_of
+from eplb_core.planner.settings import STEP, PlannerSettings
+from eplb_core.planner.unfitted_layout import unfitted_layers
+from eplb_core.solver import model
+from eplb_core.solver.engine import (
+    LayerBatch,
+    Limits,
+    Nodes,
+    SearchRules,
+    SolverError,
+    TimeObjective,
+    solve_many,
+)
+from eplb_core.solver.layer import LayerResult
+from eplb_core.solver.window import shares_of_groups
+
+_MAX_TIMED_STEPS = 128
+"""Limit on the steps of a window for which time is lowered. Twice as many gained less than 0.2 % on the next window."""
+
+
+def solve_layers(
+    request: SolveRequest,
+    layer_P: npt.NDArray[np.int64],
+    floor_L: Float64,
+    expert_groups: int,
+    move_price: float,
+) -> list[LayerResult | SolverError]:
+    """Solve some layers of a request.
+
+    Each token group is one source of the solver. For dealing tables, each of its entries is one.
+
+    Parameters
+    ----------
+    request
+        Request of the decision.
+    layer_P
+        int64 ``[P]``, indices of the layers to solve.
+    floor_L
+        float64 ``[L]``, noise floor of each layer's steps.
+    expert_groups
+        Number of expert groups to keep on nodes; 0 for no groups.
+    move_price
+        Gain required to move every slot of a layer, as a fraction of its PAR.
+
+    Returns
+    -------
+    list of LayerResult or SolverError
+        One entry per layer of ``layer_P``, in the same order.
+    """
+    if not layer_P.size:
+        return []
+    settings = request.settings
+    search = request.search
+    width = width_in_use(settings, request.log2phy_RLE)
+    params = search_params_of(settings, request.placement, width, move_price, search)
+    timing = _time_objective(request, layer_P)
+    if timing is not None and params.tables == model.DEALT:
+        # Time is lowered source by source, and each entry of a dealing table is a source.
+        params = params._replace(tables=model.SOLVED)
+    batch = _layer_batch(request, layer_P, floor_L, width)
+    episodes = batch.heat_LNE.shape[1]
+    rules = SearchRules(params, np.array(search.half_lives) * episodes, settings.min_gain)
+    node_R, node_G = request.topology.nodes()
+    nodes = Nodes(node_R, np.repeat(node_G, width), expert_groups)
+    return solve_many(batch, rules, nodes, timing, Limits(settings.threads, settings.budget_ms))
+
+
+def time_curve(settings: PlannerSettings) -> Float64 | None:
+    """Return the cost curve for the kernels if the solver lowers time, float64 ``[4]``; ``None`` if it lowers PAR.
+
+    The solver lowers PAR without a curve or with a linear one. It also does if the host splits by step: placements are
+    then searched by tokens, and accepted only if they save time.
+    """
+    curve = settings.cost_curve
+    if curve is None or curve.linear or settings.policy != "flashlb" or settings.split == STEP:
+        return None
+    return numbers_of(curve)
+
+
+def _time_objective(request: SolveRequest, layer_P: npt.NDArray[np.int64]) -> TimeObjective | None:
+    """Return the cost curve and the steps that the solver lowers time for; ``None`` if it lowers PAR."""
+    settings = request.settings
+    curve_4 = time_curve(settings)
+    if curve_4 is None or settings.cost_curve is None:
+        return None
+    window = request.window
+    # The time of the batch is the same under all placements, like the floor, so it is added to the floor.
+    curve_4[0] += settings.cost_curve.batch_us * float(window.heat_TLE.sum(axis=2).mean())
+    sampled_TPE = window.heat_TLE[_sampled_steps(window.steps, _MAX_TIMED_STEPS)][:, layer_P]
+    return TimeObjective(curve_4, sampled_TPE.astype(np.float64).transpose(1, 0, 2))
+
+
+def _sampled_steps(steps: int, limit: int) -> npt.NDArray[np.int64]:
+    """Return the indices of at most ``limit`` of ``steps`` steps, evenly spaced.
+
+    Examples
+    --------
+    >>> _sampled_steps(10, 5).tolist()
+    [1, 3, 5, 7, 9]
+    """
+    count = min(limit, steps)
+    return (np.arange(count) * steps + steps // 2) // count
+
+
+def _layer_batch(
+    request: SolveRequest, layer_P: npt.NDArray[np.int64], floor_L: Float64, width: int
+) -> LayerBatch:
+    """Return heat, layouts and recommendations of the layers ``layer_P``; ``width`` is that of the dealing tables."""
+    window = request.window
+    placement = request.placement
+    is_deepseek = request.settings.policy == "deepseek"
+    if is_deepseek or not request.search.warm:
+        unplaced_L = np.ones(window.layers, dtype=np.bool_)
+    else:
+        unplaced_L = unfitted_layers(request, floor_L)
+    heat_PNE = request.episode_heat(layer_P)
+    tokens_PE = heat_PNE.sum(axis=1) / window.steps
+    if is_deepseek:
+        heat_PNE = heat_PNE.sum(axis=1, keepdims=True)
+    _, first_G, group_R = request.topology.token_groups()
+
+    def tables_of(index: int) -> Int32:
+        tables: Int32 = sources_of_tables(request.log2phy_RLE[first_G, layer_P[index]][:, None], width)[0]
+        return tables
+
+    def shares_of(index: int) -> Float64:
+        if window.source_RLE is None:
+            ranks_G = np.bincount(group_R)
+            share_GE = np.repeat((ranks_G / placement.ranks)[:, None], placement.experts, axis=1)
+        else:
+            share_GE = shares_of_groups(window.source_RLE, layer_P[index], group_R, first_G.size)
+        shares: Float64 = shares_of_entries(share_GE[:, None], tokens_PE[index, None], width)[0]
+        return shares
+
+    recommendations = request.recommendations
+    return LayerBatch(
+        heat_PNE,
+        placement.phy2log_LRS[layer_P],
+        _LazyArrays(tables_of),
+        _LazyArrays(shares_of),
+        unplaced_L[layer_P],
+        [recommendations[layer] for layer in layer_P.tolist()] if recommendations else (),
+    )
+
+
+@dataclass(frozen=True)
+class _LazyArrays:
+    """Arrays of layers that are computed when they are read, to save memory with many ranks.
+
+    Parameters
+    ----------
+    make
+        Function that returns the array for an index.
+    """
+
+    make: Callable[[int], Any]
+
+    def __getitem__(self, index: int) -> Any:
+        return self.make(index)
