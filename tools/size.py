@@ -36,8 +36,8 @@ LARGE_MODULES = f"modules over {LARGE_MODULE_TOKENS:,} tokens"
 ROOM_FIGURES = (TOKENS, LONG_FUNCTIONS, WIDE_FUNCTIONS, LARGE_MODULES)
 
 LIMITS = {
-    "code tokens of core, service and agent": Limit(215_000, 265_000),
-    "code tokens with the lab": Limit(240_000, 310_000),
+    "code tokens of core, service and agent": Limit(215_000, 268_000),
+    "code tokens with the lab": Limit(240_000, 314_000),
     LONG_FUNCTIONS: Limit(22, 22),
     WIDE_FUNCTIONS: Limit(20, 20),
     LARGE_MODULES: Limit(7, 7),

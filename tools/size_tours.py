@@ -182,6 +182,7 @@ SETTING = Tour(
         Stop("eplb_core/solver/engine.py", "solve_many"),
         Stop("eplb_core/planner/solver_call.py", "solve_layers"),
         Stop(_DECIDE),
+        Stop("eplb_core/planner/small_batches.py", "unpaid_changes"),
         Stop("eplb_core/planner/holdout.py", "paying"),
     ),
 )
@@ -267,7 +268,7 @@ PLAN = Tour(
         Stop("eplb_service/control/core/plan_tracker.py", "PlanTracker.rank_plan"),
         Stop("eplb_core/wire/plan.py", "RankPlan"),
         Stop("eplb_core/wire/plan.py", "SharedPlan.__init__"),
-        Stop("eplb_core/wire/codec.py", "narrowed"),
+        Stop("eplb_core/wire/codec.py", "to_narrowest"),
         Stop("eplb_core/wire/plan.py", "SharedPlan.__init__"),
         Stop(f"{_SERVER}/outgoing/streams.py", "Streams.send"),
         Stop(f"{_SERVER}/outgoing/streams.py", "RankStream"),
