@@ -1,5 +1,5 @@
-"""Test bench of eplb-service: a reference MoE layer, a small model, the demo and other projects' balancers.
+"""Test bench of eplb-service: a reference MoE layer, a small model, the demo, and the balancers of other projects.
 
-No other package imports this one. ``eplb demo`` and ``eplb bench`` find it through the entry points of the group
-``eplb.commands``.
+The project's other packages do not import this one. ``eplb demo`` and ``eplb bench`` are registered as entry points of
+the group ``eplb.commands``.
 """

@@ -1,1 +1,4 @@
-"""Ours beside other people's balancers on the same heat, each in a process of its own, scored by neither."""
+"""Comparison of this project's policies with the balancers of inference engines, on the same heat.
+
+Each policy runs in its own process. Scores come from code that is independent of every policy.
+"""

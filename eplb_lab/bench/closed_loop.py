@@ -1,4 +1,4 @@
-"""Policies window after window along one trace: what each realises on the next window, what it moves and costs."""
+"""Closed loop of a policy along a trace: it decides on one window and is scored on the steps that follow."""
 
 from __future__ import annotations
 
@@ -22,9 +22,18 @@ from eplb_service.replay.moves import arrivals
 
 @dataclass(frozen=True)
 class Entrant:
-    """One policy in a loop: its label, ``ours``, a peer's name or ``none``, and the options of ours.
+    """One policy in a closed loop.
 
-    Where ``by_step`` its host splits every step's tokens over the replicas as well as can be.
+    Parameters
+    ----------
+    label
+        Name in tables and JSON.
+    policy
+        ``ours``, a peer's name, or ``none``.
+    options
+        Keyword arguments of ``Contest.decide`` for a policy of ours.
+    by_step
+        True if the host splits the tokens of each step over the replicas optimally.
     """
 
     label: str
@@ -35,22 +44,35 @@ class Entrant:
 
 @dataclass(frozen=True)
 class Scenario:
-    """Heat to decide on and serve, with the number of ranks and slots.
+    """Heat to decide on and to serve, with the number of ranks and slots.
 
     Parameters
     ----------
     name
         Name in tables.
     heat_TLE
-        ``[T, L, E]``, tokens of each expert in each step.
-    ranks, slots
-        Number of ranks R, and slots per rank.
+        ``[T, L, E]``, tokens per step, layer and expert.
+    ranks
+        R, the number of ranks.
+    slots
+        S, the number of slots per rank.
     window
-        Steps that a decision sees.
+        Number of steps that a decision uses.
     mix_RLE
-        float64 ``[R, L, E]``, each expert's split over the source ranks in every step. ``None`` for an even split.
+        float64 ``[R, L, E]``, fraction of each expert's tokens that comes from each source rank, the same in every
+        step. ``None`` if the tokens come evenly from all ranks.
     interval
-        Steps between decisions, by default the length of a window.
+        Number of steps between decisions; the window length by default.
+
+    Examples
+    --------
+    >>> scenario = Scenario("toy", np.arange(10).reshape(10, 1, 1), ranks=1, slots=1, window=4, interval=3)
+    >>> scenario.decisions
+    2
+    >>> scenario.heat(1).ravel()
+    array([3, 4, 5, 6])
+    >>> scenario.served(1).ravel()
+    array([7, 8, 9])
     """
 
     name: str
@@ -63,22 +85,22 @@ class Scenario:
 
     @property
     def decisions(self) -> int:
-        """Number of decisions that serve a whole interval."""
+        """Number of decisions that are followed by a full interval of heat."""
         return (len(self.heat_TLE) - self.window) // (self.interval or self.window)
 
     def heat(self, decision: int) -> np.ndarray:
-        """Return the heat that a decision sees."""
+        """Return the window of a decision, ``[T, L, E]``."""
         begin = decision * (self.interval or self.window)
         return np.ascontiguousarray(self.heat_TLE[begin : begin + self.window])
 
     def served(self, decision: int) -> np.ndarray:
-        """Return the heat that a decision serves, from the end of its window to the next decision."""
+        """Return the heat from the end of a decision's window to the next decision, ``[T, L, E]``."""
         interval = self.interval or self.window
         begin = self.window + decision * interval
         return np.ascontiguousarray(self.heat_TLE[begin : begin + interval])
 
     def sources(self, decision: int) -> Float64 | None:
-        """Return the tokens by source rank that a decision sees, float64 ``[R, L, E]``."""
+        """Return the tokens by source rank in a decision's window, float64 ``[R, L, E]``."""
         return None if self.mix_RLE is None else self.mix_RLE * self.heat(decision).sum(axis=0)
 
 
@@ -86,28 +108,33 @@ FULL = Entrant("ours, full re-solve", OURS, {"afresh": True})
 DEFAULT = Entrant("ours", OURS)
 LEFT_ALONE = Entrant("left alone", NONE)
 LPLB = Entrant("LPLB (LP)", "SGLang deepseek", by_step=True)
-"""LPLB places as DeepSeek's EPLB does and solves a linear program in each step, on the device; here only the program's
-optimum is known, without what solving it takes."""
+"""DeepSeek's LPLB. It places experts as DeepSeek's EPLB does and solves a linear program on the device in each step.
+
+The score uses the optimum of the program. The time that the device takes to solve it is not included.
+"""
 OURS_BY_STEP = Entrant("ours, by step", OURS, {"options": {"split": "step"}}, by_step=True)
 OWN = ("flashlb", "deepseek")
 """This project's policies that ``eplb bench`` compares by default."""
 
 
 def entrants(contest: Contest) -> list[Entrant]:
-    """All policies with default settings."""
+    """Return all policies with default settings."""
     peers = [Entrant(name, name) for name in contest.peers]
     return [LEFT_ALONE, DEFAULT, FULL, *peers, *_by_step(contest)]
 
 
 def policy_entrant(policy: str) -> Entrant:
-    """Return a built-in policy, or one of the user's own, as an entrant with default settings."""
+    """Return a built-in policy or a user's ``module:function`` as an entrant with default settings."""
     if policy in NAMES:
         return Entrant(f"{policy} (ours)", OURS, {"options": options_of(policy)})
     return Entrant(policy, OURS, {"external": policy})
 
 
 def entrants_of(contest: Contest, policies: Sequence[str] = OWN) -> list[Entrant]:
-    """Return doing nothing, the policies, and the peers that take part, each named with its engine."""
+    """Return the entrants of ``eplb bench``: the initial layout, ``policies``, and the peers.
+
+    Each peer is labelled with its engine.
+    """
     return [
         LEFT_ALONE,
         *(policy_entrant(policy) for policy in policies),
@@ -117,28 +144,37 @@ def entrants_of(contest: Contest, policies: Sequence[str] = OWN) -> list[Entrant
 
 
 def _by_step(contest: Contest) -> list[Entrant]:
-    """Policies of hosts that split by step: LPLB, where its placements can be had, and ours beside it."""
+    """Return the policies that split tokens by step, or an empty list if LPLB's placements are not available."""
     return [OURS_BY_STEP, LPLB] if LPLB.policy in contest.peers else []
 
 
 def _peer_label(name: str) -> str:
-    """A peer's name with its engine behind it."""
+    """Return a peer's name followed by its engine in parentheses."""
     engine = {"vllm-ascend": "vLLM-Ascend", "vllm": "vLLM", "sglang": "SGLang"}[PEERS[name][0].name]
-    own = name.removeprefix(engine).removeprefix("Ascend").strip()
-    return f"{own} ({engine})"
+    short_name = name.removeprefix(engine).removeprefix("Ascend").strip()
+    return f"{short_name} ({engine})"
 
 
 def compare(contest: Contest, scenario: Scenario, taking_part: Sequence[Entrant]) -> dict[str, Any]:
     """Run all entrants along the scenario, one after another, and return the document of ``eplb bench --json``.
 
-    One that fails is left out, which ``contest`` has reported. Means are without the first window where there are
-    others: all place it from scratch. Lists have an entry for each decision.
+    An entrant that fails is left out and listed under ``failures``. Lists in the document have one entry per decision.
+    Means skip the first decision unless it is the only one, because every policy places from scratch then.
+
+    Parameters
+    ----------
+    contest
+        Processes of the policies.
+    scenario
+        Heat, ranks and slots.
+    taking_part
+        Entrants to compare, in order.
     """
-    answering = contest.warm_up(
+    healthy = contest.warm_up(
         [entrant.policy for entrant in taking_part if entrant.policy != NONE],
         first_scene(scenario.heat(0), scenario.ranks, scenario.slots),
     )
-    taking_part = [entrant for entrant in taking_part if entrant.policy in (NONE, *answering)]
+    taking_part = [entrant for entrant in taking_part if entrant.policy in (NONE, *healthy)]
     policies = {
         row["policy"]: {
             "source": row["source"],
@@ -152,8 +188,9 @@ def compare(contest: Contest, scenario: Scenario, taking_part: Sequence[Entrant]
         }
         for row in loops(contest, [scenario], taking_part)
     }
-    by_table = [entrant.label for entrant in taking_part if not entrant.by_step]
-    reached = [policy["par_realised"] for label, policy in policies.items() if label in by_table]
+    # The floor is an estimate, so a PAR that was realised with tables bounds it. Splitting by step can go below it.
+    table_labels = [entrant.label for entrant in taking_part if not entrant.by_step]
+    table_pars = [policy["par_realised"] for label, policy in policies.items() if label in table_labels]
     return {
         "layers": scenario.heat_TLE.shape[1],
         "experts": scenario.heat_TLE.shape[2],
@@ -161,24 +198,28 @@ def compare(contest: Contest, scenario: Scenario, taking_part: Sequence[Entrant]
         "slots": scenario.slots,
         "window_steps": scenario.window,
         "decisions": scenario.decisions,
-        "noise_floor": min([_floor(scenario), *reached]),
+        "noise_floor": min([_floor(scenario), *table_pars]),
         "policies": policies,
         "failures": contest.failures,
     }
 
 
 def _floor(scenario: Scenario) -> float:
-    """Ratio that sampling leaves in the windows served, as ranks' jumps from step to step show in the first layout."""
-    first = first_scene(scenario.heat(0), scenario.ranks, scenario.slots)
-    placement = Placement(first.placement_LRS, scenario.heat_TLE.shape[2])
-    served = (
-        split_steps(scenario.served(number), placement, first.tables_RLE, None, TABLES)
+    """Return the noise floor of the served steps, estimated from the changes of rank loads from step to step.
+
+    The loads are those in the engines' initial layout.
+    """
+    initial = first_scene(scenario.heat(0), scenario.ranks, scenario.slots)
+    placement = Placement(initial.placement_LRS, scenario.heat_TLE.shape[2])
+    loads = (
+        split_steps(scenario.served(number), placement, initial.tables_RLE, None, TABLES)
         for number in range(scenario.decisions)
     )
-    return float(mean_par(np.array([sampling_floor(window) for window in served])))
+    return float(mean_par(np.array([sampling_floor(interval_loads) for interval_loads in loads])))
 
 
 def _source(entrant: Entrant) -> str:
+    """Return the package that an entrant's policy comes from, with the version of a peer's package."""
     package = PEERS[entrant.policy][0] if entrant.policy in PEERS else None
     return "eplb-service" if package is None else f"{package.name} {package.version}"
 
@@ -186,7 +227,7 @@ def _source(entrant: Entrant) -> str:
 def loops(
     contest: Contest, scenarios: Sequence[Scenario], taking_part: Sequence[Entrant]
 ) -> Iterator[dict[str, Any]]:
-    """A row for each scenario and entrant; one that fails is left out of that scenario."""
+    """Yield the results of each entrant on each scenario. An entrant that fails on a scenario yields nothing there."""
     for scenario in scenarios:
         for entrant in taking_part:
             row = _loop(contest, scenario, entrant)
@@ -195,42 +236,51 @@ def loops(
 
 
 def _loop(contest: Contest, scenario: Scenario, entrant: Entrant) -> dict[str, Any] | None:
-    """The first decision places the experts; moves are counted from the second on."""
-    serving = first_scene(scenario.heat(0), scenario.ranks, scenario.slots)
-    realised, moves, cpu, wall, changed = [], [], [], [], []
+    """Run one entrant along a scenario; return ``None`` if a decision fails.
+
+    All lists in the result have one entry per decision. The first decision starts from the engines' initial layout.
+    """
+    current = first_scene(scenario.heat(0), scenario.ranks, scenario.slots)
+    realised: list[float] = []
+    moves: list[int] = []
+    decisions: list[Decision] = []
     for number in range(scenario.decisions):
         scene = Scene(
-            scenario.heat(number), serving.placement_LRS, serving.tables_RLE, scenario.sources(number)
+            scenario.heat(number), current.placement_LRS, current.tables_RLE, scenario.sources(number)
         )
         decision = _decide(contest, entrant, scene, first=number == 0)
         if decision is None:
             return None
-        experts = scene.heat_TLE.shape[2]
+        decisions.append(decision)
         tables_RLE = decision.tables_RLE
         if tables_RLE is None:
-            tables_RLE = rule_tables(decision.placement_LRS, experts)
-        following = scenario.served(number)
-        if entrant.by_step:
-            par_L = stepwise_par(following, decision.placement_LRS)
-        else:
-            par_L = realised_par(following, scenario.slots, tables_RLE, scenario.mix_RLE)
-        realised.append(float(mean_par(par_L)))
-        moves.append(int(arrivals(serving.placement_LRS, decision.placement_LRS).sum()))
-        cpu.append(decision.cpu_seconds)
-        wall.append(decision.wall_seconds)
-        changed.append(decision.changed_layers)
-        serving = Scene(scene.heat_TLE, decision.placement_LRS, tables_RLE)
+            tables_RLE = rule_tables(decision.placement_LRS, scene.heat_TLE.shape[2])
+        realised.append(_par_served(scenario, number, entrant, decision, tables_RLE))
+        moves.append(int(arrivals(current.placement_LRS, decision.placement_LRS).sum()))
+        current = Scene(scene.heat_TLE, decision.placement_LRS, tables_RLE)
     return {
         "scenario": scenario.name,
         "policy": entrant.label,
         "source": _source(entrant),
         "realised": realised,
         "moves": moves,
-        "changed_layers": changed,
-        "cpu_seconds": cpu,
-        "wall_seconds": wall,
-        "slots": int(serving.placement_LRS.size),
+        "changed_layers": [decision.changed_layers for decision in decisions],
+        "cpu_seconds": [decision.cpu_seconds for decision in decisions],
+        "wall_seconds": [decision.wall_seconds for decision in decisions],
+        "slots": int(current.placement_LRS.size),
     }
+
+
+def _par_served(
+    scenario: Scenario, number: int, entrant: Entrant, decision: Decision, tables_RLE: np.ndarray
+) -> float:
+    """Return the PAR of the steps after a decision, averaged over layers."""
+    served_TLE = scenario.served(number)
+    if entrant.by_step:
+        par_L = stepwise_par(served_TLE, decision.placement_LRS)
+    else:
+        par_L = realised_par(served_TLE, scenario.slots, tables_RLE, scenario.mix_RLE)
+    return float(mean_par(par_L))
 
 
 def _decide(contest: Contest, entrant: Entrant, scene: Scene, first: bool) -> Decision | None:
@@ -240,15 +290,15 @@ def _decide(contest: Contest, entrant: Entrant, scene: Scene, first: bool) -> De
 
 
 def realised_mean(row: Mapping[str, Any]) -> float:
-    """Mean over the windows that had tokens, without the first: all policies place it from scratch."""
+    """Return the mean realised PAR without the first decision, over the windows that have tokens."""
     return float(mean_par(np.array(row["realised"][1:] or row["realised"])))
 
 
 def moves_after_first(row: Mapping[str, Any]) -> int:
-    """Slots moved after the first placement."""
+    """Return the number of slots moved after the first decision."""
     return int(sum(row["moves"][1:]))
 
 
 def cpu_after_first(row: Mapping[str, Any]) -> float:
-    """CPU seconds of a decision in the loop, without the first."""
+    """Return the mean CPU seconds per decision without the first."""
     return float(np.mean(row["cpu_seconds"][1:] or row["cpu_seconds"]))

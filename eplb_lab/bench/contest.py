@@ -1,7 +1,7 @@
-"""The contest of policies: asked in turn, each in a process of its own, warmed up before anything counts.
+"""Processes in which policies decide, one process per policy, warmed up before anything is measured.
 
-A policy that crashes or never ends costs only its own figures. Ours and the peers run in the same kind of process, one
-thread each. Limits are of CPU time, so a busy machine excludes nobody.
+A policy that crashes or hangs affects only its own figures. Ours and the peers run in the same kind of process, on one
+thread each. Time limits count CPU time, so that a busy machine does not exclude a policy.
 """
 
 from __future__ import annotations
@@ -32,16 +32,24 @@ from eplb_lab.bench.peers.archives import IndexUnreachableError, PeerError, fetc
 
 OURS = "ours"
 OURS_EVEN = "ours, even split"
-"""Knows that the host splits an expert's tokens evenly over its replicas, which is what even shares mean."""
+"""Our planner for hosts that split an expert's tokens evenly over its replicas."""
 NONE = "none"
-"""Leaves everything in the engines' first layout."""
+"""Policy that keeps the engines' initial layout."""
 
 
 class Contest:
-    """Comparison of our policies with ``peers``, whose sources are fetched from ``index`` (may be empty).
+    """Comparison of our policies with peers.
 
-    A decision times out after ``limit_seconds`` of CPU time, or if its process is blocked. ``report`` is called with
-    each line for the user.
+    Parameters
+    ----------
+    peers
+        Names of the peers, as in ``balancers.PEERS``.
+    index
+        URL of the package index to fetch the peers' sources from. Empty to use only sources that are already cached.
+    limit_seconds
+        CPU seconds after which a decision times out. It also times out if its process is blocked.
+    report
+        Function that is called with each line for the user.
     """
 
     def __init__(
@@ -52,25 +60,42 @@ class Contest:
         self._processes: dict[str, _Process] = {}
         self._unreachable: IndexUnreachableError | None = None
         self.failures: list[dict[str, str]] = []
-        self.peers: list[str] = [name for name in peers if self._has(name, index)]
+        self.peers: list[str] = [name for name in peers if self._fetch(name, index)]
 
     def decide(self, name: str, scene: Scene, *, fresh: bool = True, **options: Any) -> Decision | None:
-        """Return the decision of ``ours`` (``options`` are those of ``_Ours``) or a peer; ``None`` where it fails.
+        """Return the decision of our planner or a peer, or ``None`` if it fails.
 
-        ``fresh=False`` asks the one that decided last, with all that it remembers.
+        Parameters
+        ----------
+        name
+            ``ours`` or a peer's name.
+        scene
+            Window and current layout.
+        fresh
+            True to create the policy, False to continue with the one of the last decision and its state.
+        options
+            Keyword arguments of ``_Ours`` if the name is ``ours``.
         """
         maker = partial(_Ours, **options) if name == OURS else partial(balancers.make, name)
         return self._ask(name, maker if fresh else None, scene)
 
     def decide_from_scratch(self, name: str, scene: Scene) -> Decision | None:
-        """Return a decision that places everything from scratch: of a fresh peer, ``OURS`` or ``OURS_EVEN``."""
+        """Return the decision of a fresh policy that places every layer from scratch, or ``None`` if it fails.
+
+        Parameters
+        ----------
+        name
+            ``OURS``, ``OURS_EVEN`` or a peer's name.
+        scene
+            Window and current layout.
+        """
         if name in (OURS, OURS_EVEN):
             options = {"split": "even"} if name == OURS_EVEN else {}
             return self.decide(OURS, scene, afresh=True, options=options)
         return self.decide(name, scene)
 
     def warm_up(self, names: Sequence[str], scene: Scene) -> list[str]:
-        """Run each policy once, on two layers of a scene, so that compilation is not measured.
+        """Run each policy once on two layers of a scene, so that compilation is not measured.
 
         Returns
         -------
@@ -81,7 +106,7 @@ class Contest:
         return [name for name in dict.fromkeys(names) if self.decide(name, small) is not None]
 
     def restart(self, name: str) -> None:
-        """Let the next decision begin in a new process."""
+        """End the policy's process. Its next decision starts a new one."""
         if name in self._processes:
             self._processes.pop(name).end()
 
@@ -91,23 +116,31 @@ class Contest:
             self.restart(name)
 
     def _ask(self, name: str, maker: Callable[[], Policy] | None, scene: Scene) -> Decision | None:
-        """Have a policy decide in its process: a new one, or without a ``maker`` the one of the last call."""
+        """Run one decision in the policy's process.
+
+        If ``maker`` is ``None``, the policy of the last call decides. The result is ``None`` if the decision fails.
+        """
         if name not in self._processes:
             self._processes[name] = _Process()
-        answer = self._processes[name].ask(maker, scene, self._limit_seconds)
-        if answer is None:
-            answer = self._processes[name].why_ended(self._limit_seconds)
+        result = self._processes[name].ask(maker, scene, self._limit_seconds)
+        if isinstance(result, Decision):
+            problem = why_not_served(result, scene)
+            if problem is None:
+                return result
+        elif result is None:
+            problem = self._processes[name].why_ended(self._limit_seconds)
             self.restart(name)
-        if isinstance(answer, Decision):
-            wrong = why_not_served(answer, scene)
-            if wrong is None:
-                return answer
-            answer = wrong
+        else:
+            problem = result
         shape = "x".join(str(size) for size in (*scene.placement_LRS.shape, scene.heat_TLE.shape[2]))
-        self._fail(name, f"layers x ranks x slots x experts {shape}: {answer}")
+        self._fail(name, f"layers x ranks x slots x experts {shape}: {problem}")
         return None
 
-    def _has(self, name: str, index: str) -> bool:
+    def _fetch(self, name: str, index: str) -> bool:
+        """Fetch a peer's sources and return True if they are available. Report a failure.
+
+        After one time-out of the index, peers that are not cached fail without another request.
+        """
         package = balancers.PEERS[name][0]
         try:
             if self._unreachable is not None and not package.root.exists():
@@ -121,68 +154,68 @@ class Contest:
 
     def _fail(self, name: str, why: str) -> None:
         self.failures.append({"policy": name, "why": why})
-        self._report(f"{name} takes no part here: {why}")
+        self._report(f"{name} is excluded: {why}")
 
 
 _WALL_PER_CPU = 20.0
-"""Wall-clock seconds per second of the CPU limit. A policy that takes longer times out, even on a busy machine."""
+"""Wall-clock seconds per CPU second of the limit. Generous, because a busy machine slows every policy down."""
 _IDLE_SECONDS = 15.0
-"""Seconds within which a computing process gets CPU time, even on a busy machine."""
-_IDLE_PART = 0.003
+"""Seconds between measurements of a process's CPU time. A process that computes gets some, even on a busy machine."""
+_IDLE_FRACTION = 0.003
 """CPU use, as a fraction of one core, at or below which a process counts as blocked."""
 
 
 class _Process:
-    """A process of its own that answers one question at a time."""
+    """Child process that runs one decision at a time."""
 
     def __init__(self) -> None:
         context = get_context("spawn")
-        self._link, theirs = context.Pipe()
-        self._process = context.Process(target=_answer_questions, args=(theirs,), daemon=True)
+        self._link, child_link = context.Pipe()
+        self._process = context.Process(target=_serve_decisions, args=(child_link,), daemon=True)
         self._process.start()
-        theirs.close()
+        child_link.close()
         self._ready = False
         self._is_idle = False
 
     def ask(
         self, maker: Callable[[], Policy] | None, scene: Scene, limit_seconds: float
     ) -> Decision | str | None:
-        """Return the decision, or why there is none; ``None`` if the process ended or waits for too long."""
+        """Return the decision or an error text, or ``None`` if the process has ended, is blocked or timed out."""
         try:
             if not self._ready:
-                # Starting takes a while on a busy machine, and is no part of the decision.
-                if not self._has_answer(limit_seconds):
+                # Start-up can be slow on a busy machine, and must not count towards the decision.
+                if not self._wait_for_result(limit_seconds):
                     return None
                 self._ready = self._link.recv()
             self._link.send((maker, scene, limit_seconds))
-            if not self._has_answer(limit_seconds):
+            if not self._wait_for_result(limit_seconds):
                 return None
-            answer: Decision | str = self._link.recv()
+            result: Decision | str = self._link.recv()
         except (EOFError, OSError):
             return None
-        return answer
+        return result
 
-    def _has_answer(self, limit_seconds: float) -> bool:
-        """Wait for an answer. Return False if the process is blocked or takes too long."""
+    def _wait_for_result(self, limit_seconds: float) -> bool:
+        """Wait until a result can be received. Return False if the process is blocked or takes too long."""
         deadline = time.monotonic() + _WALL_PER_CPU * limit_seconds
         spent = _cpu_seconds(self._process.pid)
         while not self._link.poll(_IDLE_SECONDS):
             before = spent
             spent = _cpu_seconds(self._process.pid)
             if spent is not None and before is not None:
-                self._is_idle = spent - before < _IDLE_PART * _IDLE_SECONDS
+                self._is_idle = spent - before < _IDLE_FRACTION * _IDLE_SECONDS
             if self._is_idle or time.monotonic() > deadline:
                 return False
         return True
 
     def why_ended(self, limit_seconds: float) -> str:
-        """Say why there was no answer."""
+        """Return the reason why ``ask`` returned ``None``."""
         if self._is_idle and self._process.is_alive():
             return f"is blocked: it has used almost no CPU for {_IDLE_SECONDS:g} s"
         self._process.join(_SECONDS_TO_END)
         code = self._process.exitcode
         if code is None:
-            return f"gave no answer within {_WALL_PER_CPU * limit_seconds:g} s"
+            return f"did not decide within {_WALL_PER_CPU * limit_seconds:g} s"
         if code == -signal.SIGPROF:
             return f"took more than {limit_seconds:g} s of CPU time"
         return f"its process ended with code {code}"
@@ -195,21 +228,22 @@ class _Process:
 
 
 def _cpu_seconds(process: int | None) -> float | None:
-    """Return the CPU time of a process and all its threads, or ``None`` if unknown."""
+    """Return the CPU time of a process and all its threads, or ``None`` if it cannot be read."""
     try:
-        after_name = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+        # The name of the program is in parentheses and may contain spaces.
+        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return None
-    return sum(map(int, after_name[11:13])) / os.sysconf("SC_CLK_TCK")
+    return sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")
 
 
 _SECONDS_TO_END = 1.0
-"""Seconds to wait for the exit code of a process whose link has ended."""
+"""Seconds to wait for the exit code of a process that has closed its link."""
 
 
-def _answer_questions(link: Connection) -> None:
-    """Answer in the process of a policy until the other end is closed."""
-    # Ctrl-C reaches all processes; the one that started this one ends it.
+def _serve_decisions(link: Connection) -> None:
+    """Run decisions in a policy's process until the parent closes the link."""
+    # Ctrl-C reaches all processes. The parent process handles it and ends this one.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     link.send(True)
@@ -220,54 +254,81 @@ def _answer_questions(link: Connection) -> None:
             return
         # The signal ends this process, even inside a library that never returns to Python.
         signal.setitimer(signal.ITIMER_PROF, limit_seconds)
-        answer = _decide(maker, scene)
+        result = _decide(maker, scene)
         signal.setitimer(signal.ITIMER_PROF, 0.0)
-        link.send(answer)
+        link.send(result)
 
 
 def why_not_served(decision: Decision, scene: Scene) -> str | None:
-    """Say why ranks could not serve a decision; ``None`` if they could. Duplicates on a rank can be served."""
+    """Return the reason why ranks cannot serve a decision, or ``None`` if they can.
+
+    A placement that has an expert twice on the same rank is valid.
+    """
     try:
         placed_LRS = np.asarray(decision.placement_LRS)
     except ValueError:
-        return "answered no array"
+        return "returned a placement that is not an array"
     if placed_LRS.shape != scene.placement_LRS.shape:
-        return f"answered the shape {list(placed_LRS.shape)}, expected {list(scene.placement_LRS.shape)}"
+        return f"returned a placement of shape {list(placed_LRS.shape)}, expected {list(scene.placement_LRS.shape)}"
     experts = scene.heat_TLE.shape[2]
     try:
         checked_foreign(placed_LRS, experts)
     except PlacementError as error:
-        return f"answered no placement ({error})"
+        return f"returned an invalid placement ({error})"
     if (placed_LRS < 0).any():
-        return "answered no placement (it leaves slots empty)"
+        return "returned an invalid placement (it leaves slots empty)"
     return None
 
 
-_REMEMBERED: list[Policy] = []
-"""The policy of a process, with all that it remembers."""
+_POLICY: list[Policy] = []
+"""Policy of this process with its state: one entry after the first decision."""
 
 
 def _decide(maker: Callable[[], Policy] | None, scene: Scene) -> Decision | str:
-    """A decision in a policy's own process, or why there is none."""
+    """Run a decision in this process and return it, or the last line of the traceback if it fails."""
     try:
         if maker is not None:
-            _REMEMBERED[:] = [maker()]
-        return _REMEMBERED[0].decide(scene)
+            _POLICY[:] = [maker()]
+        return _POLICY[0].decide(scene)
     except Exception:
         return traceback.format_exc(limit=-1).strip().splitlines()[-1]
 
 
 def first_scene(heat_TLE: np.ndarray, ranks: int, slots: int) -> Scene:
-    """A window that is served in the engines' first layout."""
+    """Return the window with the engines' initial layout, in which experts are placed in order.
+
+    Parameters
+    ----------
+    heat_TLE
+        ``[T, L, E]``, tokens per step, layer and expert.
+    ranks
+        R, the number of ranks.
+    slots
+        S, the number of slots per rank.
+
+    Examples
+    --------
+    >>> scene = first_scene(np.ones((1, 1, 3), dtype=np.int32), ranks=2, slots=2)
+    >>> scene.placement_LRS
+    array([[[0, 1],
+            [2, 0]]], dtype=int32)
+    """
     _, layers, experts = heat_TLE.shape
     placement = Placement.linear(layers, experts, ranks, slots)
     return Scene(np.ascontiguousarray(heat_TLE), placement.phy2log_LRS, placement.default_log2phy())
 
 
 class _Ours:
-    """The planner; ``options`` override its defaults and one thread, ``afresh`` places every layer from scratch.
+    """Our planner, or a policy of the user, on one thread.
 
-    ``external`` names a policy of the user's own, which decides instead.
+    Parameters
+    ----------
+    afresh
+        True to place every layer from scratch.
+    options
+        Settings that replace the planner's defaults.
+    external
+        ``module:function`` of a user's policy that decides instead of the planner; empty for the planner.
     """
 
     def __init__(
@@ -275,31 +336,39 @@ class _Ours:
     ) -> None:
         self._afresh = afresh
         self._options = options or {}
-        self._external, self._function = external, external_policy(external) if external else None
+        self._external = external
+        self._function = external_policy(external) if external else None
 
     def decide(self, scene: Scene) -> Decision:
-        """Decide on one window; checking the heat is part of what is timed."""
+        """Decide on one window. The measured time includes the validation of the heat."""
         if self._function is not None:
-            return self._answered(scene, self._function)
+            return self._decide_externally(scene, self._function)
         settings, search = with_options(PlannerSettings(threads=1), self._options)
         placement = Placement(scene.placement_LRS, scene.heat_TLE.shape[2])
         topology = Topology.flat(placement.ranks)
-        cpu, wall = time.process_time(), time.perf_counter()
+        cpu_start = time.process_time()
+        wall_start = time.perf_counter()
         window = Window(scene.heat_TLE, scene.source_RLE)
         if self._afresh:
-            made = plan_afresh(window, placement, topology, settings, search)
+            result = plan_afresh(window, placement, topology, settings, search)
         else:
-            made = plan(window, placement, scene.tables_RLE, topology, settings, search=search)
-        cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
-        after, tables_RLE = apply_layers(placement, scene.tables_RLE, made.changes())
-        promised_L = np.array([verdict.par_planned for verdict in made.verdicts])
-        return Decision(after.phy2log_LRS, tables_RLE, promised_L, len(made.layers), cpu, wall)
+            result = plan(window, placement, scene.tables_RLE, topology, settings, search=search)
+        cpu_seconds = time.process_time() - cpu_start
+        wall_seconds = time.perf_counter() - wall_start
+        new_placement, tables_RLE = apply_layers(placement, scene.tables_RLE, result.changes())
+        promised_L = np.array([verdict.par_planned for verdict in result.verdicts])
+        return Decision(
+            new_placement.phy2log_LRS, tables_RLE, promised_L, len(result.layers), cpu_seconds, wall_seconds
+        )
 
-    def _answered(self, scene: Scene, function: PolicyFunction) -> Decision:
-        deployed = Placement(scene.placement_LRS, scene.heat_TLE.shape[2])
+    def _decide_externally(self, scene: Scene, function: PolicyFunction) -> Decision:
+        """Call the user's function and return its placement and tables as a decision."""
+        current = Placement(scene.placement_LRS, scene.heat_TLE.shape[2])
         window = Window(scene.heat_TLE, scene.source_RLE)
-        cpu, wall = time.process_time(), time.perf_counter()
-        placement, tables_RLE = answer_of(self._external, function, window, deployed)
-        cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
+        cpu_start = time.process_time()
+        wall_start = time.perf_counter()
+        placement, tables_RLE = answer_of(self._external, function, window, current)
+        cpu_seconds = time.process_time() - cpu_start
+        wall_seconds = time.perf_counter() - wall_start
         changed = int((placement.phy2log_LRS != scene.placement_LRS).any(axis=(1, 2)).sum())
-        return Decision(placement.phy2log_LRS, tables_RLE, None, changed, cpu, wall)
+        return Decision(placement.phy2log_LRS, tables_RLE, None, changed, cpu_seconds, wall_seconds)

@@ -1,4 +1,4 @@
-"""Question and answer of every policy, whoever wrote it."""
+"""Input and output of a decision, in the same form for every policy."""
 
 from __future__ import annotations
 
@@ -14,10 +14,19 @@ Float64 = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Scene:
-    """Window and placement that a policy decides on.
+    """Window and current layout that a policy decides on.
 
-    ``heat_TLE`` int32 are tokens per step, layer and logical expert, ``placement_LRS`` and ``tables_RLE`` int32 what
-    serves now. ``source_RLE`` float64 are tokens by the rank that they come from, over the window; ``None``: evenly.
+    Parameters
+    ----------
+    heat_TLE
+        int32 ``[T, L, E]``, tokens per step, layer and logical expert.
+    placement_LRS
+        int32 ``[L, R, S]``, current placement.
+    tables_RLE
+        int32 ``[R, L, E]``, current tables.
+    source_RLE
+        float64 ``[R, L, E]``, tokens by source rank, summed over the window. ``None`` if they come evenly from all
+        ranks.
     """
 
     heat_TLE: Int32
@@ -28,11 +37,23 @@ class Scene:
 
 @dataclass(frozen=True)
 class Decision:
-    """Placement and tables that a policy wants to serve, and the cost of deciding.
+    """New layout that a policy chooses, and the time that the decision took.
 
-    Peers may put an expert twice on a rank of ``placement_LRS``; ``tables_RLE`` is ``None`` for the engines' rule,
-    replica ``rank % replicas``. ``promised_L`` is the PAR that it expects of the window, where it says so. Seconds are
-    of the decision alone: heat is in the policy's own form when the clock starts.
+    Parameters
+    ----------
+    placement_LRS
+        int32 ``[L, R, S]``, new placement. Peers may place an expert twice on the same rank.
+    tables_RLE
+        int32 ``[R, L, E]``, new tables. ``None`` for the engines' rule, in which rank ``r`` sends to replica
+        ``r % replicas``.
+    promised_L
+        float64 ``[L]``, PAR that the policy expects on the window. ``None`` if it does not report one.
+    changed_layers
+        Number of layers that differ from the current layout.
+    cpu_seconds
+        CPU time of the decision. Converting the heat to the policy's own format is not included.
+    wall_seconds
+        Wall-clock time of the same work.
     """
 
     placement_LRS: Int32
@@ -44,7 +65,7 @@ class Decision:
 
 
 class Policy(Protocol):
-    """One balancer; it may keep what it saw from one decision to the next."""
+    """A balancer. It may keep state between decisions."""
 
     def decide(self, scene: Scene) -> Decision:
         """Decide on one window."""

@@ -1,6 +1,6 @@
-"""Balance of placements of any origin: peers may put an expert twice on a rank.
+"""Scores of placements from any policy, including peers that place an expert twice on the same rank.
 
-Written apart from the planner's own scoring, so that neither is judged by itself.
+This code is independent of the planner's scoring, so that the planner is not scored by its own code.
 """
 
 from __future__ import annotations
@@ -16,43 +16,71 @@ from eplb_lab.bench.decision import Float64, Int32
 
 
 def even_par(heat_TLE: npt.NDArray[np.generic], placement_LRS: Int32) -> Float64:
-    """Return the peak-to-average ratio per step if experts are split evenly over their replicas, float64 ``[L]``.
+    """Return the mean PAR per layer if each token goes to a random replica of its expert, float64 ``[L]``.
 
-    Tokens stay whole: each goes to one of the replicas, with equal odds.
+    All replicas of an expert are equally likely, and tokens are whole.
+
+    Parameters
+    ----------
+    heat_TLE
+        ``[T, L, E]``, tokens per step, layer and expert.
+    placement_LRS
+        int32 ``[L, R, S]``, logical expert of each slot.
+
+    Examples
+    --------
+    Expert 0 has a replica on each rank, so its 1000 tokens are divided at random between the ranks:
+
+    >>> heat_TLE = np.array([[[1000, 100, 100]]])
+    >>> even_par(heat_TLE, np.array([[[0, 1], [0, 2]]])).round(2)
+    array([1.03])
     """
     layers = []
     for layer, placed_RS in enumerate(placement_LRS):
         replicas_E = np.bincount(placed_RS.ravel(), minlength=heat_TLE.shape[2])
-        part_ER = np.zeros((heat_TLE.shape[2], placed_RS.shape[0]))
-        np.add.at(part_ER, (placed_RS, np.arange(placed_RS.shape[0])[:, None]), 1.0 / replicas_E[placed_RS])
-        layers.append(peak_to_average(whole_loads(heat_TLE[:, layer], part_ER)))
+        share_ER = np.zeros((heat_TLE.shape[2], placed_RS.shape[0]))
+        np.add.at(share_ER, (placed_RS, np.arange(placed_RS.shape[0])[:, None]), 1.0 / replicas_E[placed_RS])
+        layers.append(peak_to_average(whole_loads(heat_TLE[:, layer], share_ER)))
     return np.array(layers)
 
 
-def whole_loads(heat_TE: npt.NDArray[np.generic], part_ER: Float64) -> Float64:
-    """Draw the tokens of one layer that each rank receives, float64 ``[T, R]``.
+def whole_loads(heat_TE: npt.NDArray[np.generic], share_ER: Float64) -> Float64:
+    """Sample the number of tokens of one layer that each rank receives in each step, float64 ``[T, R]``.
 
-    ``part_ER`` float64 ``[E, R]`` is the expected part of an expert's tokens that a rank receives. The same arguments
-    give the same tokens.
+    The sample is deterministic: equal arguments give equal tokens.
+
+    Parameters
+    ----------
+    heat_TE
+        ``[T, E]``, tokens per step and expert.
+    share_ER
+        float64 ``[E, R]``, expected fraction of each expert's tokens that each rank receives.
     """
     heat_TE = heat_TE.astype(np.float64)
-    split_E = part_ER.max(axis=1) < 1.0 - 1e-9
-    loads_TR: Float64 = heat_TE[:, ~split_E] @ part_ER[~split_E]
+    split_E = share_ER.max(axis=1) < 1.0 - 1e-9
+    loads_TR: Float64 = heat_TE[:, ~split_E] @ share_ER[~split_E]
     if split_E.any():
-        odds_XR = part_ER[split_E] / part_ER[split_E].sum(axis=1, keepdims=True)
+        odds_XR = share_ER[split_E] / share_ER[split_E].sum(axis=1, keepdims=True)
         whole_TX = np.floor(heat_TE[:, split_E])
         generator = np.random.default_rng(0)
         loads_TR += generator.multinomial(whole_TX.astype(np.int64), odds_XR).sum(axis=1)
-        # Only averaged heat has fractions of a token.
+        # Only averaged heat has fractions of a token. They are split by expectation.
         loads_TR += (heat_TE[:, split_E] - whole_TX) @ odds_XR
     return loads_TR
 
 
 def stepwise_par(heat_TLE: npt.NDArray[np.generic], placement_LRS: Int32) -> Float64:
-    """Peak-to-average ratio per step, each step's tokens split as well as they can be, float64 ``[L]``.
+    """Return the mean PAR per layer if each step's tokens are split optimally over the replicas, float64 ``[L]``.
 
-    That is the optimum of LPLB's linear program, which lowers the hottest rank over all splits; an exact max-flow finds
-    it.
+    This is the optimum of LPLB's linear program, which minimises the load of the hottest rank over all splits. It is
+    computed by an exact maximum flow.
+
+    Parameters
+    ----------
+    heat_TLE
+        ``[T, L, E]``, tokens per step, layer and expert.
+    placement_LRS
+        int32 ``[L, R, S]``, logical expert of each slot.
 
     References
     ----------
@@ -63,38 +91,90 @@ def stepwise_par(heat_TLE: npt.NDArray[np.generic], placement_LRS: Int32) -> Flo
 
 
 def rule_tables(placement_LRS: Int32, experts: int) -> Int32:
-    """The engines' tables, replica ``rank % replicas`` in order of slot, int32 ``[R, L, E]``."""
+    """Return the engines' tables, int32 ``[R, L, E]``: rank ``r`` sends to replica ``r % replicas`` in order of slots.
+
+    Parameters
+    ----------
+    placement_LRS
+        int32 ``[L, R, S]``, logical expert of each slot.
+    experts
+        E, the number of logical experts.
+
+    Examples
+    --------
+    Experts 0 and 1 are in slots 0 and 1 of rank 0. Rank 1 holds expert 0 in slot 2 and expert 2 in slot 3:
+
+    >>> rule_tables(np.array([[[0, 1], [0, 2]]], dtype=np.int32), experts=3)[:, 0]
+    array([[0, 1, 3],
+           [2, 1, 3]], dtype=int32)
+    """
     return np.stack([default_log2phy(placed_RS, experts) for placed_RS in placement_LRS], axis=1)
 
 
 def realised_par(
     heat_TLE: npt.NDArray[np.generic], slots: int, tables_RLE: Int32, mix_RLE: Float64 | None = None
 ) -> Float64:
-    """Return the peak-to-average ratio per step through tables, in whole tokens, float64 ``[L]``.
+    """Return the mean PAR per layer if tokens are dispatched by tables, float64 ``[L]``.
 
-    ``mix_RLE`` float64 ``[R, L, E]`` says how each expert's tokens split over the source ranks; evenly without it.
+    Tokens are whole: the source rank of each is sampled.
+
+    Parameters
+    ----------
+    heat_TLE
+        ``[T, L, E]``, tokens per step, layer and expert.
+    slots
+        S, the number of slots per rank.
+    tables_RLE
+        int32 ``[R, L, E]``, physical slot to which each source rank sends each expert's tokens.
+    mix_RLE
+        float64 ``[R, L, E]``, fraction of each expert's tokens that comes from each source rank. ``None`` if the
+        tokens come evenly from all ranks.
+
+    Examples
+    --------
+    Both ranks send expert 0 to slot 0 of rank 0, which therefore receives three quarters of the tokens:
+
+    >>> tables_RLE = np.array([[[0, 1]], [[0, 1]]], dtype=np.int32)
+    >>> realised_par(np.array([[[30, 10]]]), slots=1, tables_RLE=tables_RLE)
+    array([1.5])
     """
     ranks, layers, experts = tables_RLE.shape
-    found = []
+    par_L = []
     for layer in range(layers):
-        share_RE = np.full((ranks, experts), 1.0 / ranks) if mix_RLE is None else mix_RLE[:, layer]
-        part_ER = np.zeros((experts, ranks))
-        np.add.at(part_ER, (np.arange(experts)[None, :], tables_RLE[:, layer] // slots), share_RE)
-        found.append(peak_to_average(whole_loads(heat_TLE[:, layer], part_ER)))
-    return np.array(found)
+        source_RE = np.full((ranks, experts), 1.0 / ranks) if mix_RLE is None else mix_RLE[:, layer]
+        share_ER = np.zeros((experts, ranks))
+        np.add.at(share_ER, (np.arange(experts)[None, :], tables_RLE[:, layer] // slots), source_RE)
+        par_L.append(peak_to_average(whole_loads(heat_TLE[:, layer], share_ER)))
+    return np.array(par_L)
 
 
 def sampled_loads(source_TRE: npt.NDArray[np.generic], slots: int, table_RE: Int32) -> Float64:
-    """Rank loads of one layer, float64 ``[T, R]``, where tokens are known by step, source rank and expert."""
+    """Return the rank loads of one layer, float64 ``[T, R]``, if the source rank of each token has been recorded.
+
+    Parameters
+    ----------
+    source_TRE
+        ``[T, R, E]``, tokens per step, source rank and expert.
+    slots
+        S, the number of slots per rank.
+    table_RE
+        int32 ``[R, E]``, physical slot to which each source rank sends each expert's tokens.
+    """
     steps, ranks, experts = source_TRE.shape
-    goes_to = np.zeros((ranks * experts, ranks), dtype=np.float32)
-    goes_to[np.arange(ranks * experts), (table_RE // slots).ravel()] = 1.0
+    receives_XR = np.zeros((ranks * experts, ranks), dtype=np.float32)
+    receives_XR[np.arange(ranks * experts), (table_RE // slots).ravel()] = 1.0
     # Whole tokens below 2**24 are exact in float32.
-    return (source_TRE.reshape(steps, -1).astype(np.float32) @ goes_to).astype(np.float64)
+    return (source_TRE.reshape(steps, -1).astype(np.float32) @ receives_XR).astype(np.float64)
 
 
 def peak_to_average(load_TR: Float64) -> float:
-    """Largest rank load over the mean rank load, averaged over the steps that have tokens; NaN where none has."""
+    """Return the PAR of rank loads ``[T, R]``, averaged over the steps that have tokens; NaN if all are empty.
+
+    Examples
+    --------
+    >>> peak_to_average(np.array([[3.0, 1.0], [0.0, 0.0], [2.0, 2.0]]))
+    1.25
+    """
     mean_T = load_TR.mean(axis=1)
     busy_T = mean_T > 0
     return float((load_TR.max(axis=1)[busy_T] / mean_T[busy_T]).mean()) if busy_T.any() else math.nan

@@ -1,1 +1,1 @@
-"""Commands that ``eplb`` finds through entry points: ``eplb demo`` and ``eplb bench``."""
+"""Commands that ``eplb`` loads through entry points: ``eplb demo`` and ``eplb bench``."""

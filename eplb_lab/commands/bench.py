@@ -1,4 +1,4 @@
-"""``eplb bench``: our policies beside those of vLLM, vLLM-Ascend and SGLang, on the user's own trace."""
+"""``eplb bench``: compares our policies with those of vLLM, vLLM-Ascend and SGLang on the user's own trace."""
 
 from __future__ import annotations
 
@@ -36,41 +36,45 @@ def bench(
     heat: Path = HEAT,
     ranks: int = option(help="Ranks of the expert-parallel group.", min=1),
     redundant: int | None = option(
-        None, "Slots per layer beyond one per expert; by default one per rank.", min=0
+        None,
+        "Redundant slots per layer. The default is one per rank, or fewer if the experts do not divide evenly.",
+        min=0,
     ),
     window: int | None = option(
         None,
-        f"Steps that a decision sees; it serves as many that follow. By default {_WINDOW}, or a quarter of a short "
-        "trace.",
+        f"Steps that a decision uses. It then serves the same number of steps. The default is {_WINDOW}, or a quarter "
+        "of a short trace.",
         min=1,
     ),
     policy: str = option(
         "flashlb,deepseek",
-        "Policies to compare with the peers, with commas, as for `eplb replay`; yours are module:function.",
+        "Policies to compare with the peers, separated by commas, as for `eplb replay`. Use module:function for your "
+        "own.",
         metavar=SEVERAL,
     ),
     peers: str = option(
         "vllm,vllm-ascend,sglang",
-        "Packages whose balancers take part: vllm, vllm-ascend, sglang, with commas; or none.",
+        "Packages to take the peers' balancers from, separated by commas: vllm, vllm-ascend, sglang. Use none to "
+        "compare only our policies.",
         metavar=SEVERAL,
     ),
-    fetch: bool = option(True, "Fetch the balancers' sources where they are missing: once, about 100 MB."),
-    index: str = option("https://pypi.org/simple", "Package index that they are fetched from."),
+    fetch: bool = option(True, "Download the balancers' sources (about 100 MB) unless they are cached."),
+    index: str = option("https://pypi.org/simple", "Package index to download them from."),
     limit_seconds: float = option(
-        30.0, "Exclude a balancer whose decision takes more CPU time than this.", min=0.1
+        30.0, "Exclude a balancer if a decision takes more CPU seconds than this.", min=0.1
     ),
     json: bool = JSON,
 ) -> None:
     """Compare our policies with those of vLLM, vLLM-Ascend and SGLang on your own trace.
 
-    All decide window after window on the same heat, each in a process and on one thread of its own, and are scored by
-    the steps that follow, by code that belongs to none of them. The peers run from the published sources of their
-    packages, which are fetched once and need torch. Ours send tokens by their own tables, the peers by the engines'
-    rule.
+    Every policy decides on the same windows of heat, in its own process and on one thread. Independent code scores each
+    decision on the steps that follow. The peers run from the published sources of their packages, which are downloaded
+    once and need torch. Our policies dispatch tokens by their own tables, and the peers by the engines' rule.
     """
-    names, policies = _balancers(peers), policies_of(policy)
-    for one in policies:
-        one_policy(one)
+    names = _balancers(peers)
+    policies = policies_of(policy)
+    for policy_name in policies:
+        one_policy(policy_name)
     trace = reading.open(heat)
     with naming(heat):
         scenario = _scenario(heat, trace, ranks, redundant, window)
@@ -81,38 +85,39 @@ def bench(
     from eplb_lab.bench.contest import Contest
 
     console = Console(stderr=True, soft_wrap=True, highlight=False, markup=False)
-    with console.status("fetching the peers, once, and comparing"):
+    with console.status("fetching the peers (only once) and comparing"):
         contest = Contest(names, index if fetch else "", limit_seconds, console.print)
         try:
-            found = compare(contest, scenario, entrants_of(contest, policies))
+            document = compare(contest, scenario, entrants_of(contest, policies))
         finally:
             contest.close()
     if json:
-        print_json(found)
+        print_json(document)
     else:
-        _print(found)
+        _print(document)
 
 
 def _balancers(packages: str) -> list[str]:
-    """The balancers of the packages; raises ``UserError`` on a package that has none."""
+    """Return the names of the balancers in the packages. Raises ``UserError`` if a package has no balancer."""
     from eplb_lab.bench.peers.balancers import PEERS
 
-    known = list(dict.fromkeys(package.name for package, _ in PEERS.values()))
-    wanted = [name.strip() for name in packages.split(",") if name.strip()]
-    if wanted == ["none"]:
+    available = list(dict.fromkeys(package.name for package, _ in PEERS.values()))
+    names = [name.strip() for name in packages.split(",") if name.strip()]
+    if names == ["none"]:
         return []
-    unknown = [name for name in wanted if name not in known]
-    if unknown or not wanted:
-        found = ", ".join(map(repr, unknown)) or "nothing"
-        raise UserError(f"--peers names {found}; choose among {', '.join(known)}, or none")
+    unknown = [name for name in names if name not in available]
+    if unknown or not names:
+        invalid = ", ".join(map(repr, unknown)) or "no package"
+        raise UserError(f"--peers names {invalid}; choose among {', '.join(available)}, or none")
     if find_spec("torch") is None:
         raise UserError(
-            f"the peers are programs of torch: {install_command('peers', 'eplb-lab')}, or give --peers none"
+            f"the peers need torch; install it with: {install_command('peers', 'eplb-lab')}, or use --peers none"
         )
-    return [name for name, (package, _) in PEERS.items() if package.name in wanted]
+    return [name for name, (package, _) in PEERS.items() if package.name in names]
 
 
 def _scenario(path: Path, trace: Trace, ranks: int, redundant: int | None, window: int | None) -> Scenario:
+    """Read the heat and fill in the default slots and window. Raises ``UserError`` if the trace does not fit them."""
     from eplb_lab.bench.closed_loop import Scenario
 
     if redundant is None:
@@ -123,27 +128,30 @@ def _scenario(path: Path, trace: Trace, ranks: int, redundant: int | None, windo
         window = max(min(_WINDOW, trace.steps // _MIN_WINDOWS), 1)
     if trace.steps < 2 * window:
         raise UserError(
-            f"{path}: {trace.steps} steps are no two windows of {window}: one to decide on, one to serve; "
-            "give a shorter --window"
+            f"{path}: {trace.steps} steps are fewer than two windows of {window}, one to decide on and one to serve; "
+            "use a shorter --window"
         )
     heat_TLE = np.ascontiguousarray(trace.heat(0, trace.steps))
     if heat_TLE.dtype.kind == "f":
-        raise UserError(f"{path}: holds fractions of tokens; the peers count whole ones")
+        raise UserError(
+            f"{path}: the heat has fractions of tokens, but the peers need whole tokens; use a trace of token counts"
+        )
     return Scenario(path.name, heat_TLE, ranks, slots, window)
 
 
-def _print(found: Mapping[str, Any]) -> None:
+def _print(document: Mapping[str, Any]) -> None:
+    """Print the comparison as a table, the failures, and an explanation of the columns."""
     console = output_console()
-    window = found["window_steps"]
+    window = document["window_steps"]
     console.print(
-        f"{found['layers']} layers x {found['experts']} experts on {found['ranks']} ranks x {found['slots']} slots; "
-        f"{found['decisions']} decisions, each on {window} steps for the next {window}"
+        f"{document['layers']} layers x {document['experts']} experts on {document['ranks']} ranks x "
+        f"{document['slots']} slots; {document['decisions']} decisions, each on {window} steps for the next {window}"
     )
-    rows = [{"label": label, **policy} for label, policy in found["policies"].items()]
-    failed = dict.fromkeys(failure["policy"] for failure in found["failures"])
+    rows = [{"label": label, **policy} for label, policy in document["policies"].items()]
+    failed = dict.fromkeys(failure["policy"] for failure in document["failures"])
 
-    def cell(name: str, places: int) -> Callable[[Mapping[str, Any]], str]:
-        return lambda row: f"{row[name]:,.{places}f}" if name in row else "failed"
+    def cell(name: str, decimals: int) -> Callable[[Mapping[str, Any]], str]:
+        return lambda row: f"{row[name]:,.{decimals}f}" if name in row else "failed"
 
     table = table_of(
         [*sorted(rows, key=lambda row: row["par_realised"]), *({"label": name} for name in failed)],
@@ -156,11 +164,12 @@ def _print(found: Mapping[str, Any]) -> None:
         },
     )
     console.print(table, soft_wrap=False)
-    for failure in found["failures"]:
+    for failure in document["failures"]:
         console.print(f"{failure['policy']} has no result: {failure['why']}")
     console.print(
-        "PAR: hottest rank over mean rank in each step of the windows served; token sampling alone leaves about "
-        f"{found['noise_floor']:.3f}. Times are of one decision on one thread, here. Every policy decides once per "
-        "window here, its placement takes effect at once, and the first window served is excluded. In `eplb replay`, "
-        "flashlb decides when heat changes and every step counts, so its figures differ."
+        "PAR is the load of the hottest rank divided by the mean, in each step of the windows served. Because of token "
+        f"sampling, a perfectly balanced placement would have about {document['noise_floor']:.3f}. Times are for "
+        "one decision on one thread of this machine. Every policy decides once per window, its placement takes effect "
+        "immediately, and the first window served is excluded. In `eplb replay`, flashlb decides when heat changes and "
+        "every step counts, so its figures differ."
     )

@@ -1,4 +1,4 @@
-"""``eplb demo``: the main job on one machine, to watch and to check."""
+"""``eplb demo``: serves a model on ranks of this machine, shows how it is balanced, and checks its outputs."""
 
 from __future__ import annotations
 
@@ -22,57 +22,64 @@ _MOGE = "moge"
 _DISPATCHERS = ("all2allv", "allgather", "mc2", _MOGE)
 _QUANTIZATIONS = ("none", "w8a8")
 _SPLITS = (TABLES, DEAL, STEP)
-_REQUESTS, _REQUEST_BYTES = 32, 96
-_MODEL_STEPS, _TRACE_STEPS = 720, 320
-_TRACE_LAYERS, _HIDDEN, _INTERMEDIATE = 6, 128, 64
-_WINDOW, _INTERVAL = 64, 32
+_REQUESTS = 32
+_REQUEST_BYTES = 96
+_MODEL_STEPS = 720
+_TRACE_STEPS = 320
+_TRACE_LAYERS = 6
+_HIDDEN = 128
+_INTERMEDIATE = 64
+_WINDOW = 64
+_INTERVAL = 32
 _FAILED_EXIT_CODE = 1
 
 
 @takes_options()
 def demo(
-    ranks: int = option(4, "Rank processes.", min=2, max=64),
-    redundant: int = option(8, "Redundant expert slots per layer, over all ranks.", min=0),
+    ranks: int = option(4, "Number of rank processes.", min=2, max=64),
+    redundant: int = option(8, "Redundant slots per layer, over all ranks.", min=0),
     trace: Path | None = option(
-        None, "Serve this heat instead of the embedded model: a trace of any format."
+        None, "Serve the heat of this trace (any format) instead of the embedded model."
     ),
     checkpoint: Path | None = option(
         None,
-        "Serve this checkpoint instead of the embedded model: a folder of transformers' Qwen3-MoE or DeepSeek-V2.",
+        "Serve this checkpoint instead of the embedded model: the folder of a Qwen3-MoE or DeepSeek-V2 model for "
+        "transformers.",
     ),
     steps: int | None = option(
-        None, f"Steps to serve (default {_MODEL_STEPS}; of a trace {_TRACE_STEPS}).", min=1
+        None, f"Number of steps to serve (default {_MODEL_STEPS}, or {_TRACE_STEPS} with --trace).", min=1
     ),
     dispatcher: str = option(
         "all2allv",
-        f"One of {', '.join(_DISPATCHERS)}; {_MOGE} is for grouped experts, which stay on their ranks.",
+        f"Dispatcher of the tokens: {', '.join(_DISPATCHERS)}. {_MOGE} is for grouped experts, which do not move.",
     ),
     split: str = option(
         TABLES,
-        "How an expert's tokens are split over its replicas: tables (one replica per rank), deal (several in turn), or "
-        "step (by each step's counts).",
+        "Split of an expert's tokens over its replicas: tables (one replica per source rank), deal (several in turn), "
+        "or step (according to each step's counts).",
     ),
-    quant: str = option(
-        "none", f"Of the model: the experts' quantization, one of {', '.join(_QUANTIZATIONS)}."
-    ),
+    quant: str = option("none", f"Quantization of the model's experts: {', '.join(_QUANTIZATIONS)}."),
     tensor_parallel: int = option(
-        1, "Of the model: ranks after one another that have the same requests, and send a part each.", min=1
+        1,
+        "Number of consecutive ranks that serve the same requests. Each dispatches a share of their tokens. Only with "
+        "a model.",
+        min=1,
     ),
-    dual_batch: bool = option(False, "Of the model: every step in two micro-batches.", "--dual-batch"),
+    dual_batch: bool = option(False, "Run every step of the model in two micro-batches.", "--dual-batch"),
     address: str | None = option(
-        None, "host:port of a running service to join, instead of one of the demo's own."
+        None, "host:port of a running service to use. By default the demo starts its own."
     ),
-    deployment: str = option("demo", "Name that the ranks give."),
-    seed: int = option(0, "Seeds requests or tokens, and the solver.", min=0),
+    deployment: str = option("demo", "Name of the deployment."),
+    seed: int = option(0, "Seed of the requests or tokens, and of the solver.", min=0),
     json: Path | None = option(None, "Write the summary to this .json file.", section=RESULTS),
     picture: Path | None = option(None, "Write the last view and the summary to this .svg file."),
 ) -> None:
-    """Serve a Mixture-of-Experts model on live expert-parallel ranks while the service balances it, and prove it.
+    """Serve a Mixture-of-Experts model on live expert-parallel ranks, let the service balance it, and check the result.
 
-    The embedded model answers requests of changing domains. Every step also runs through the same model left alone:
-    the two must generate the same bytes, and their rank loads are compared step by step. Ranks stand for devices whose
-    time follows a cost curve, so that a step takes as long as its hottest rank. Exits with 1 where outputs differ or
-    nothing was switched.
+    The embedded model answers requests of changing domains. A second, unbalanced instance of the model runs every step
+    too. Both must generate the same bytes, and their rank loads are compared step by step. Ranks emulate devices whose
+    time follows a cost curve, so a step takes as long as its hottest rank. Exits with 1 if outputs differ or no layer
+    was switched.
     """
     if importlib.util.find_spec("torch") is None:
         raise UserError(
@@ -87,10 +94,10 @@ def demo(
     one_of("unknown quantization", quant, _QUANTIZATIONS)
     if trace is not None and (dual_batch or quant != "none" or dispatcher == _MOGE or tensor_parallel > 1):
         raise UserError(
-            f"--quant, --dual-batch, --tensor-parallel and --dispatcher {_MOGE} go with the model, not with --trace"
+            f"--quant, --dual-batch, --tensor-parallel and --dispatcher {_MOGE} cannot be combined with --trace"
         )
     if ranks % tensor_parallel:
-        raise UserError(f"--ranks {ranks} do not divide into --tensor-parallel groups of {tensor_parallel}")
+        raise UserError(f"--ranks {ranks} is not a multiple of --tensor-parallel {tensor_parallel}")
     if checkpoint is not None:
         _check_checkpoint(trace, dispatcher, dual_batch=dual_batch)
     from eplb_lab.demo.stage import Stage, model_sizes
@@ -101,17 +108,13 @@ def demo(
             _check_grouped(ranks, choices, has_replicas=redundant > 0 or split != TABLES)
         sizes = (steps or _MODEL_STEPS, layers, experts)
         program = "eplb_lab.ranks.model_rank"
-        orders: dict[str, Any] = {
-            "steps": sizes[0],
-            "layers": layers,
-            "experts": experts,
-            "rows": _REQUESTS,
-            "length": _REQUEST_BYTES,
-            "quantized": quant == "w8a8",
-            "dual_batch": dual_batch,
-            "tensor_parallel": tensor_parallel,
-            "checkpoint": None if checkpoint is None else str(checkpoint.absolute()),
-        }
+        orders = _model_orders(
+            sizes,
+            checkpoint,
+            is_quantized=quant == "w8a8",
+            dual_batch=dual_batch,
+            tensor_parallel=tensor_parallel,
+        )
     else:
         sizes, orders = _trace(trace, steps or _TRACE_STEPS)
         program = "eplb_lab.ranks.rank"
@@ -131,10 +134,33 @@ def demo(
     _perform(stage, program, orders, json, picture)
 
 
+def _model_orders(
+    sizes: tuple[int, int, int],
+    checkpoint: Path | None,
+    *,
+    is_quantized: bool,
+    dual_batch: bool,
+    tensor_parallel: int,
+) -> dict[str, Any]:
+    """Return the orders for ranks that serve a model of T steps, L layers and E experts."""
+    steps, layers, experts = sizes
+    return {
+        "steps": steps,
+        "layers": layers,
+        "experts": experts,
+        "rows": _REQUESTS,
+        "length": _REQUEST_BYTES,
+        "quantized": is_quantized,
+        "dual_batch": dual_batch,
+        "tensor_parallel": tensor_parallel,
+        "checkpoint": None if checkpoint is None else str(checkpoint.absolute()),
+    }
+
+
 def _perform(
     stage: Stage, program: str, orders: dict[str, Any], json: Path | None, picture: Path | None
 ) -> None:
-    """Serve, show, and write; exits with 1 where the run does not show what it should."""
+    """Run the demo, show it, and write the results. Exits with 1 if the run fails or its checks do."""
     from eplb_lab.demo import summary
     from eplb_lab.demo.ranks import RankDiedError
     from eplb_lab.demo.stage import perform
@@ -160,10 +186,10 @@ def _perform(
 
 
 def _check_checkpoint(trace: Path | None, dispatcher: str, *, dual_batch: bool) -> None:
-    """Raise ``UserError`` where a checkpoint cannot be served so."""
+    """Raise ``UserError`` if options conflict with ``--checkpoint`` or transformers is not installed."""
     if trace is not None or dispatcher == _MOGE or dual_batch:
         raise UserError(
-            f"--trace, --dual-batch and --dispatcher {_MOGE} do not go with --checkpoint; leave them out"
+            f"--trace, --dual-batch and --dispatcher {_MOGE} cannot be combined with --checkpoint; remove them"
         )
     if importlib.util.find_spec("transformers") is None:
         raise UserError(
@@ -172,22 +198,24 @@ def _check_checkpoint(trace: Path | None, dispatcher: str, *, dual_batch: bool) 
 
 
 def _check_grouped(ranks: int, choices: int, *, has_replicas: bool) -> None:
-    """Raise ``UserError`` where grouped experts cannot be served: each token chooses equally many on each rank."""
+    """Raise ``UserError`` if grouped experts cannot be served.
+
+    They have no replicas, and each token chooses the same number of experts on every rank.
+    """
     if has_replicas:
         raise UserError(
-            f"--dispatcher {_MOGE} serves the model with --redundant 0 and --split {TABLES}: grouped experts have "
-            "no replicas"
+            f"--dispatcher {_MOGE} needs --redundant 0 and --split {TABLES}, because grouped experts have no replicas"
         )
     if choices % ranks:
-        fitting = [str(ranks) for ranks in range(2, choices + 1) if choices % ranks == 0]
+        divisors = [str(number) for number in range(2, choices + 1) if choices % number == 0]
         raise UserError(
-            f"--dispatcher {_MOGE} gives each rank equally many of a token's {choices} choices; "
-            f"use --ranks {' or '.join(fitting)}"
+            f"--dispatcher {_MOGE} needs --ranks that divide the {choices} choices per token, got {ranks}; "
+            f"use --ranks {' or '.join(divisors)}"
         )
 
 
 def _trace(trace: Path, steps: int) -> tuple[tuple[int, int, int], dict[str, Any]]:
-    """T, L and E of the first steps of a trace, on some of its layers, and orders for its ranks."""
+    """Return T, L and E of the first steps of a trace on a selection of its layers, and the orders for its ranks."""
     import numpy as np
 
     from eplb_core.heat.window import HeatError
@@ -195,10 +223,12 @@ def _trace(trace: Path, steps: int) -> tuple[tuple[int, int, int], dict[str, Any
 
     heat_TLE = read_heat(trace)
     if heat_TLE.dtype.kind == "f":
-        raise HeatError(f"{trace}: the demo serves whole tokens, this trace holds fractions of them")
-    spread_L = np.unique(np.linspace(0, heat_TLE.shape[1] - 1, _TRACE_LAYERS).round().astype(int))
-    chosen_TLE = heat_TLE[:steps, spread_L].astype(np.int64)
-    if chosen_TLE.sum() == 0:
-        raise HeatError(f"{trace}: the first {steps} steps hold no tokens")
-    orders = {"counts": chosen_TLE, "hidden": _HIDDEN, "intermediate": _INTERMEDIATE}
-    return chosen_TLE.shape, orders
+        raise HeatError(
+            f"{trace}: the trace has fractions of tokens, but the demo needs whole tokens; use a trace of token counts"
+        )
+    layers_L = np.unique(np.linspace(0, heat_TLE.shape[1] - 1, _TRACE_LAYERS).round().astype(int))
+    counts_TLE = heat_TLE[:steps, layers_L].astype(np.int64)
+    if counts_TLE.sum() == 0:
+        raise HeatError(f"{trace}: the first {steps} steps hold no tokens; use more --steps or another trace")
+    orders = {"counts": counts_TLE, "hidden": _HIDDEN, "intermediate": _INTERMEDIATE}
+    return counts_TLE.shape, orders

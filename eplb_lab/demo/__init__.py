@@ -1,1 +1,1 @@
-"""The demo's stage: starts rank processes beside a service, keeps score of their balance, and shows it."""
+"""Stage of the demo: runs rank processes with a service, scores their balance, and shows it."""

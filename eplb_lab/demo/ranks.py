@@ -1,4 +1,4 @@
-"""Rank processes of the demo, and the lines in which they report."""
+"""Rank processes of the demo and the JSON lines that they report."""
 
 from __future__ import annotations
 
@@ -16,16 +16,25 @@ _SHOWN_STDERR_LINES = 3
 
 
 class RankDiedError(RuntimeError):
-    """A rank process ended with an error; the message holds its last lines of stderr."""
+    """A rank process failed; the message has the last lines of its stderr."""
 
 
 def rank_reports(program: str, task: Path, ranks: int) -> Generator[dict[str, Any], None, None]:
-    """Run R processes of the module ``program`` with the orders in ``task``, and yield their lines as they come.
+    """Run rank processes and yield their reports as they arrive.
 
-    Raises ``RankDiedError`` once a rank has failed. Closing the iterator ends the processes.
+    Raises ``RankDiedError`` if a rank fails. Closing the iterator ends the processes.
+
+    Parameters
+    ----------
+    program
+        Module that each process runs.
+    task
+        File with the orders for all ranks. Each rank's stderr is written next to it.
+    ranks
+        R, the number of processes.
     """
     lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-    processes = [_started(program, task, rank) for rank in range(ranks)]
+    processes = [_start_rank(program, task, rank) for rank in range(ranks)]
     readers = [threading.Thread(target=_read, args=(process, lines), daemon=True) for process in processes]
     for reader in readers:
         reader.start()
@@ -39,7 +48,9 @@ def rank_reports(program: str, task: Path, ranks: int) -> Generator[dict[str, An
             ended += 1
             for rank, process in enumerate(processes):
                 if process.poll() not in (None, 0):
-                    last_lines = _errors(task, rank).read_text().strip().splitlines()[-_SHOWN_STDERR_LINES:]
+                    last_lines = (
+                        _stderr_file(task, rank).read_text().strip().splitlines()[-_SHOWN_STDERR_LINES:]
+                    )
                     reason = " | ".join(last_lines) or "nothing on stderr"
                     raise RankDiedError(f"rank {rank} ended with exit code {process.returncode}: {reason}")
     finally:
@@ -53,24 +64,24 @@ def rank_reports(program: str, task: Path, ranks: int) -> Generator[dict[str, An
             reader.join()
 
 
-def _started(program: str, task: Path, rank: int) -> subprocess.Popen[str]:
-    with _errors(task, rank).open("w") as errors:
+def _start_rank(program: str, task: Path, rank: int) -> subprocess.Popen[str]:
+    with _stderr_file(task, rank).open("w") as stderr:
         return subprocess.Popen(
             [sys.executable, "-m", program, str(task), str(rank)],
             stdout=subprocess.PIPE,
-            stderr=errors,
+            stderr=stderr,
             stdin=subprocess.DEVNULL,
             text=True,
         )
 
 
-def _errors(task: Path, rank: int) -> Path:
-    """File of a rank's stderr, beside its orders."""
+def _stderr_file(task: Path, rank: int) -> Path:
+    """Return the file for a rank's stderr, in the folder of its orders."""
     return task.with_name(f"rank{rank}.stderr")
 
 
 def _read(process: subprocess.Popen[str], lines: queue.SimpleQueue[str | None]) -> None:
-    """Pass on the lines of a process, and nothing once it has ended."""
+    """Enqueue the lines of a process, then ``None`` when it has closed its output."""
     with process:
         for line in process.stdout or ():
             lines.put(line)

@@ -1,4 +1,4 @@
-"""A demo's run: a service, rank processes beside it that serve the embedded model or a trace, and the score."""
+"""Run of a demo: a service, rank processes that serve a model or a trace, and the scoreboard."""
 
 from __future__ import annotations
 
@@ -29,36 +29,57 @@ _EMBEDDED = Path("model", "byte-moe")
 _DEVICE = Path(__file__).with_name("h100.json")
 DEVICE_NAME = "H100"
 DEVICE_TOKENS = 128
-"""Tokens of the emulated device per token of the demo. At a few dozen, reading weights would dominate."""
+"""Tokens of the emulated device per token of the demo.
+
+The demo has a few dozen tokens per step. With so few, reading the weights would dominate the time of a device.
+"""
 DEVICE_LAYERS = 58
-"""MoE layers of DeepSeek-V3, which the demo's few layers stand for."""
+"""Number of MoE layers of DeepSeek-V3. Each layer of the demo represents an equal share of them."""
 
 Watch = Callable[[Scoreboard, str], None]
-"""Called with the score and a line of status whenever there is news."""
+"""Callback that receives the scoreboard and a status line after each change."""
 
 
 class _DemoError(ValueError):
-    """A demo that cannot be set up; the message says what to change."""
+    """The demo cannot be set up or ended early; the message gives the reason."""
 
 
 @dataclass(frozen=True)
 class Stage:
-    """Sizes of a run, and how it is balanced.
+    """Sizes and balancing settings of a run.
 
-    Raises ``PlacementError`` or ``DemoError`` where no such layers could be laid out.
+    Raises ``PlacementError`` or ``_DemoError`` if the experts do not fit the slots.
 
     Parameters
     ----------
-    steps, layers, experts, ranks, redundant
-        T, L, E and R, and slots per layer beyond one per expert.
-    dispatcher, split, policy, seed
-        As the options of ``eplb demo``.
-    window, interval
-        Steps that a decision looks at, and steps from one to the next.
-    service, deployment
-        Address of the service, ``None`` for one of the demo's own, and the name that the ranks give.
+    steps
+        T, the number of steps to serve.
+    layers
+        L, the number of MoE layers.
+    experts
+        E, the number of logical experts per layer.
+    ranks
+        R, the number of rank processes.
+    redundant
+        Number of redundant slots per layer, over all ranks.
+    dispatcher
+        Dispatcher of the tokens, as for ``eplb demo --dispatcher``.
+    split
+        Split of an expert's tokens over its replicas, as for ``eplb demo --split``.
+    window
+        Number of steps that a decision uses.
+    interval
+        Number of steps between decisions.
+    policy
+        Policy of the service that the demo starts.
+    seed
+        Seed of the requests or tokens, and of the solver.
+    service
+        Address of a running service. ``None`` to start one.
     metrics
-        ``host:port`` of its own service's metrics and web page.
+        ``host:port`` for the metrics and the web page of the service that the demo starts.
+    deployment
+        Name of the deployment.
     """
 
     steps: int
@@ -81,47 +102,63 @@ class Stage:
         missing = -(self.experts + self.redundant) % self.ranks
         if missing:
             raise _DemoError(
-                f"{self.experts} experts and {self.redundant} redundant ones do not fill {self.ranks} ranks evenly; "
+                f"{self.experts} experts and {self.redundant} redundant slots do not fill {self.ranks} ranks evenly; "
                 f"use --redundant {self.redundant + missing}"
             )
 
     @property
     def slots(self) -> int:
-        """S, slots per rank."""
+        """S, the number of slots per rank."""
         return (self.experts + self.redundant) // self.ranks
 
 
 def model_sizes(checkpoint: Path | None = None) -> tuple[int, int, int]:
-    """MoE layers, experts and choices per token of a checkpoint, or the embedded model, read without torch.
+    """Return the number of MoE layers, experts, and choices per token of a model. Does not need torch.
 
-    Raises ``FileNotFoundError`` where there is none, ``DemoError`` where it is no Mixture-of-Experts model.
+    Raises ``FileNotFoundError`` if the model does not exist, and ``_DemoError`` if it has no experts.
+
+    Parameters
+    ----------
+    checkpoint
+        Folder of the checkpoint, ``None`` for the embedded model.
     """
     if checkpoint is None:
         agent = importlib.util.find_spec("worker_agent")
         if agent is None or agent.origin is None:
             raise FileNotFoundError(
-                "the embedded model comes with the worker_agent package, which is not installed"
+                "the embedded model is part of the worker_agent package, which is not installed"
             )
         checkpoint = Path(agent.origin).parent / _EMBEDDED
     config = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
     names = ("num_experts", "num_local_experts", "n_routed_experts")
     experts = next((config[name] for name in names if config.get(name)), 0)
     if not experts:
-        raise _DemoError(f"{checkpoint}: the model has no experts; give the folder of a MoE checkpoint")
-    dense, sparse_step = config.get("mlp_only_layers") or [], config.get("decoder_sparse_step", 1)
+        raise _DemoError(f"{checkpoint}: the model has no experts; use the folder of a MoE checkpoint")
+    dense_layers = config.get("mlp_only_layers") or []
+    sparse_step = config.get("decoder_sparse_step", 1)
     layers = [
         layer
         for layer in range(config.get("first_k_dense_replace", 0), config["num_hidden_layers"])
-        if layer not in dense and (layer + 1) % sparse_step == 0
+        if layer not in dense_layers and (layer + 1) % sparse_step == 0
     ]
     return len(layers), experts, config["num_experts_per_tok"]
 
 
 def perform(stage: Stage, program: str, orders: Mapping[str, object], watch: Watch) -> Scoreboard:
-    """Run rank processes of the module ``program``, which get ``orders`` beside those of the stage.
+    """Run the demo and return its scoreboard.
 
-    Arrays among the orders travel as files. Raises ``RankDiedError`` where a rank fails, ``DemoError`` where they end
-    early.
+    Raises ``RankDiedError`` if a rank fails, and ``_DemoError`` if the ranks end before the last step.
+
+    Parameters
+    ----------
+    stage
+        Sizes and balancing settings.
+    program
+        Module that each rank process runs.
+    orders
+        Orders for the ranks in addition to those from the stage. Arrays are passed as files.
+    watch
+        Callback for progress.
     """
     board = Scoreboard(stage.ranks, stage.layers)
     with TemporaryDirectory(prefix="eplb-demo-", ignore_cleanup_errors=True) as scratch:
@@ -139,11 +176,11 @@ def perform(stage: Stage, program: str, orders: Mapping[str, object], watch: Wat
 
 @contextmanager
 def _service(stage: Stage, announce: Callable[[str], None]) -> Iterator[tuple[str, str]]:
-    """The service's address, and a line on where it is: one that runs, or the demo's own."""
+    """Yield the address of the service and a status line. Start a service unless the stage names a running one."""
     if stage.service is not None:
         yield stage.service, f"service at {stage.service}"
         return
-    announce("starting the service; the solver is compiled the first time, which takes a while")
+    announce("starting the service; the first start compiles the solver, which takes a while")
     planner: dict[str, Any] = {"policy": stage.policy, "seed": stage.seed, "split": stage.split}
     settings = ServiceSettings(
         listen="127.0.0.1:0",
@@ -163,9 +200,10 @@ def _service(stage: Stage, announce: Callable[[str], None]) -> Iterator[tuple[st
 
 @contextmanager
 def _service_thread(settings: ServiceSettings) -> Iterator[RunningService]:
-    """A service on a thread of this process, its solver compiled; whatever keeps it from starting is raised here."""
+    """Run a service on a thread of this process and yield it when its solver is compiled. Raise errors of its start."""
     started: Future[RunningService] = Future()
-    loop, stop = asyncio.new_event_loop(), asyncio.Event()
+    loop = asyncio.new_event_loop()
+    stop = asyncio.Event()
 
     async def serve() -> None:
         async with running_service(settings) as service:
@@ -174,26 +212,27 @@ def _service_thread(settings: ServiceSettings) -> Iterator[RunningService]:
             await stop.wait()
 
     with closing(loop), ThreadPoolExecutor(1, "eplb-demo-service") as thread:
-        served = thread.submit(loop.run_until_complete, serve())
+        ended = thread.submit(loop.run_until_complete, serve())
         try:
-            either: tuple[Future[Any], ...] = (started, served)
-            wait(either, return_when=FIRST_COMPLETED)
+            events: tuple[Future[Any], ...] = (started, ended)
+            wait(events, return_when=FIRST_COMPLETED)
             if started.done():
                 yield started.result()
         finally:
             loop.call_soon_threadsafe(stop.set)
-        served.result()
+        ended.result()
 
 
 def device_text() -> str:
-    """Return one line that describes the ranks' step times."""
+    """Return a line that explains the emulated step times."""
     return (
-        f"emulated: each rank stands for an {DEVICE_NAME} with DeepSeek-V3's {DEVICE_LAYERS} MoE layers, each token "
-        f"for {DEVICE_TOKENS}; a step takes as long as its hottest rank by a shipped cost curve, for the experts only"
+        f"emulated: each rank represents an {DEVICE_NAME} with DeepSeek-V3's {DEVICE_LAYERS} MoE layers, each token "
+        f"{DEVICE_TOKENS} tokens; a step takes as long as its hottest rank needs for the experts, by a cost curve"
     )
 
 
 def _device() -> dict[str, float]:
+    """Return the fields of ``eplb_lab.ranks.device.Device`` for the shipped cost curve."""
     curve = read_curve(str(_DEVICE))
     return {
         "floor_us": curve.floor_us,
@@ -206,8 +245,8 @@ def _device() -> dict[str, float]:
 
 
 def _write_task(stage: Stage, orders: Mapping[str, object], service: str, scratch: Path) -> Path:
-    """The ranks' orders, in a file."""
-    # The ranks are another package's, which this one does not import: they meet in this file's keys.
+    """Write the orders for the ranks to a file and return its path."""
+    # The demo runs without torch, so it does not import the rank programs. Their ``Task`` has the same keys.
     task = scratch / "task.json"
     shared: dict[str, object] = {
         "service": service,

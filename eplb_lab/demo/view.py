@@ -1,4 +1,4 @@
-"""The demo as it runs: a live view on a terminal, a line now and then elsewhere, and the last view as a picture."""
+"""Display of a running demo: a live view on a terminal, log lines otherwise, and the last view as a picture."""
 
 from __future__ import annotations
 
@@ -23,14 +23,25 @@ from eplb_lab.demo.stage import device_text
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _RECENT_STEPS = 24
-_HOT, _WARM = 1.25, 1.1
+_HOT = 1.25
+_WARM = 1.1
 _SECONDS_BETWEEN_LINES = 2.0
 _PICTURE_WIDTH = 132
 _WEB_FONT = re.compile(r"@font-face \{.*?\}\s*", re.DOTALL)
 
 
 class Screen:
-    """Shows the score as it comes in: a live view on a terminal, a line now and then elsewhere."""
+    """Display of the scoreboard: a live view on a terminal, and a line every few seconds otherwise.
+
+    Parameters
+    ----------
+    console
+        Console to print to.
+    live
+        Live display of the terminal. ``None`` if the output is not a terminal.
+    steps
+        Number of steps of the demo.
+    """
 
     def __init__(self, console: Console, live: Live | None, steps: int) -> None:
         self._console = console
@@ -40,7 +51,7 @@ class Screen:
         self._last_status = ""
 
     def update(self, board: Scoreboard, status: str) -> None:
-        """Show the score as it is."""
+        """Show the current scoreboard and status."""
         if self._live is not None:
             self._live.update(self.view(board, status))
         elif board.steps == 0 and status != self._last_status:
@@ -58,15 +69,15 @@ class Screen:
         self._last_status = status
 
     def finish(self, summary: RenderableType) -> None:
-        """Show the end result."""
+        """Print the summary."""
         self._console.print(summary)
 
     def fail(self, reason: str) -> None:
-        """Report an error."""
+        """Print the reason why the demo failed."""
         self._console.print(Text(f"eplb demo failed: {reason}", style="bold red"))
 
     def view(self, board: Scoreboard, status: str = "") -> RenderableType:
-        """The view as it is now: each layer's ranks, left alone and balanced, side by side."""
+        """Return the current view: the rank loads of each layer, unbalanced and balanced side by side."""
         if board.steps == 0:
             return Text(status, style="dim")
         device = Text(f"step times are {device_text()}", style="dim")
@@ -77,7 +88,7 @@ class Screen:
 
 @contextmanager
 def screen(steps: int) -> Iterator[Screen]:
-    """Open a screen on standard output, for a demo of so many steps."""
+    """Open a screen on standard output for a demo of ``steps`` steps."""
     console = Console()
     if not console.is_terminal:
         yield Screen(console, None, steps)
@@ -87,16 +98,17 @@ def screen(steps: int) -> Iterator[Screen]:
 
 
 def save_picture(path: Path, view: RenderableType, summary: RenderableType) -> None:
-    """Write the last view and the summary to ``path`` as an SVG picture; raises ``OutputError``."""
+    """Write the last view and the summary as an SVG picture. Raises ``OutputError`` if the file cannot be written."""
     console = Console(record=True, width=_PICTURE_WIDTH, file=io.StringIO(), force_terminal=True)
     console.print(view)
     console.print()
     console.print(summary)
-    # The fonts that rich names are fetched from elsewhere; a picture is to be whole by itself.
+    # Rich refers to web fonts. Remove them, so that the picture needs no network access.
     write_atomically(path, _WEB_FONT.sub("", console.export_svg(title="eplb demo")).encode())
 
 
 def _figures_table(board: Scoreboard, total_steps: int) -> Table:
+    """Return the current figures as a row of names and a row of values."""
     live_ms = board.milliseconds("live")[-_RECENT_STEPS:]
     still_ms = board.milliseconds("still")[-_RECENT_STEPS:]
     agent_ms = board.milliseconds("agent")[-_RECENT_STEPS:]
@@ -117,6 +129,7 @@ def _figures_table(board: Scoreboard, total_steps: int) -> Table:
 
 
 def _layers_table(board: Scoreboard) -> Table:
+    """Return one row per layer with the recent rank loads and PAR, unbalanced and balanced."""
     table = Table(box=None, padding=(0, 2), header_style="dim")
     for heading in ("layer", "ranks left alone", "PAR", "ranks balanced", "PAR"):
         table.add_column(heading, justify="right" if heading in ("layer", "PAR") else "left")
@@ -131,12 +144,19 @@ def _layers_table(board: Scoreboard) -> Table:
 
 
 def _bars(values: Float64) -> Text:
-    """One block per value, as high as its share of the highest; hot ranks in red."""
-    highest, mean = max(float(values.max()), 1e-9), max(float(values.mean()), 1e-9)
+    """Return one block per value, with height relative to the highest value. Hot ranks are red, warm ones yellow."""
+    highest = max(float(values.max()), 1e-9)
+    mean = max(float(values.mean()), 1e-9)
     text = Text()
     for value in values:
         block = _BLOCKS[round(float(value) / highest * (len(_BLOCKS) - 1))]
         ratio = float(value) / mean
-        colour = "red" if ratio > _HOT else "yellow" if ratio > _WARM else "green"
-        text.append(block, style=colour)
+        text.append(block, style=_colour(ratio))
     return text
+
+
+def _colour(ratio: float) -> str:
+    """Return the colour of a rank whose load is ``ratio`` times the mean."""
+    if ratio > _HOT:
+        return "red"
+    return "yellow" if ratio > _WARM else "green"

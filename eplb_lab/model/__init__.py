@@ -1,1 +1,1 @@
-"""The embedded model: a small byte-level Mixture-of-Experts transformer, served expert-parallel by ``eplb demo``."""
+"""Embedded model: a small byte-level Mixture-of-Experts transformer that ``eplb demo`` serves expert-parallel."""

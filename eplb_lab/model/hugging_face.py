@@ -1,4 +1,4 @@
-"""A checkpoint of transformers on one of R ranks: its own model, but that the MoE blocks are expert-parallel."""
+"""Model of a transformers checkpoint on one of R ranks, with its MoE blocks replaced by expert-parallel ones."""
 
 from __future__ import annotations
 
@@ -32,11 +32,23 @@ _EXPERT = re.compile(r"(model\.layers\.(\d+)\.mlp\.experts)\.")
 
 
 class _ServedBlock(nn.Module):
-    """A decoder layer's MoE block, in the place of transformers' own; no step has more tokens than ``length``."""
+    """Expert-parallel MoE block that replaces the block of transformers in a decoder layer.
+
+    Parameters
+    ----------
+    gate
+        Router weights of the original block.
+    block
+        Expert-parallel block.
+    length
+        Upper bound of the tokens per rank and step; ``None`` if it is unknown.
+    """
 
     def __init__(self, gate: nn.Module, block: MoEBlock, length: int | None) -> None:
         super().__init__()
-        self._gate, self._block, self._length = gate, block, length
+        self._gate = gate
+        self._block = block
+        self._length = length
 
     def forward(self, x_BTH: torch.Tensor) -> torch.Tensor:
         weight_EH: torch.Tensor = self._gate.weight  # type: ignore[assignment]
@@ -57,36 +69,42 @@ def serve_checkpoint(
     most_rows: int | None = None,
     tensor_parallel: int = 1,
 ) -> tuple[Any, list[ExpertParallelMoE]]:
-    """Make transformers' model of a Qwen3-MoE or DeepSeek-V2 checkpoint, its experts placed over ranks, and its layers.
+    """Create this rank's model of a Qwen3-MoE or DeepSeek-V2 checkpoint, and return it with its MoE layers.
 
-    The ``folder`` has ``config.json`` and safetensors, of which each rank keeps what the ``placement`` gives it.
-    ``dispatcher``, ``ep_group``, ``quantization``, ``split`` and ``dealing_width`` are the layers'; no rank has more
-    tokens than ``most_rows`` in any step. Groups of ``tensor_parallel`` ranks have the same tokens, and each a part of
-    the shared experts. Raises ``ValueError`` where the model is another one, or tensors are missing.
+    Raises ``ValueError`` if the checkpoint is of another model or lacks tensors.
+
+    Parameters
+    ----------
+    folder
+        Folder with ``config.json`` and safetensors files. The rank keeps only the experts of its slots.
+    placement
+        Placement of the experts in all MoE layers.
+    ep_group
+        Expert-parallel ranks.
+    dispatcher
+        Dispatcher of the tokens, as for ``ExpertParallelMoE``.
+    quantization
+        Quantization of the experts.
+    split
+        Split of an expert's tokens over its replicas, as in ``LayerOptions``.
+    dealing_width
+        Number of replicas per expert and source rank in the dealing table.
+    most_rows
+        Upper bound of the tokens per rank and step; ``None`` if it is unknown.
+    tensor_parallel
+        Number of consecutive ranks that have the same tokens. Each computes a share of the shared experts.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(folder, local_files_only=True)
     _check(config, folder)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=SERVING_DTYPE).eval()
-    blocks = {at: layer.mlp for at, layer in enumerate(model.model.layers) if hasattr(layer.mlp, "experts")}
-    for block in blocks.values():
-        del block.experts
-    model.to_empty(device="cpu")
-    model.model.rotary_emb = type(model.model.rotary_emb)(config)
-    replicated = {name: tensor for name, tensor in _tensors(folder) if not _EXPERT.match(name)}
-    found = model.load_state_dict(replicated, strict=False)
-    tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
-    if missing := sorted(set(found.missing_keys) - tied):
-        raise ValueError(f"{folder}: tensors are missing: {missing[0]} and {len(missing) - 1} more")
-    if found.unexpected_keys:
-        raise ValueError(f"{folder}: the model has no tensor {found.unexpected_keys[0]}")
-    model.tie_weights()
+    model, blocks = _without_experts(config)
+    _load_replicated(model, config, folder)
 
-    dp, tp = RankGroup.of(ep_group).grid(tensor_parallel)
-    layers, loaders = [], {}
-    for number, (at, block) in enumerate(blocks.items()):
+    dp_group, tp_group = RankGroup.of(ep_group).grid(tensor_parallel)
+    layers = []
+    loaders = {}
+    for number, (index, block) in enumerate(blocks.items()):
         shape = MoEShape(number, config.num_experts, config.hidden_size, config.moe_intermediate_size)
         layer = ExpertParallelMoE(
             shape,
@@ -96,70 +114,124 @@ def serve_checkpoint(
             ep_group=ep_group,
             dtype=SERVING_DTYPE,
             quantization=quantization,
-            shared_experts=_shared(number, getattr(block, "shared_experts", None), quantization, tp),
-            options=LayerOptions(split=split, tp_group=tp, dp_groups=[dp]),
+            shared_experts=_shared(number, getattr(block, "shared_experts", None), quantization, tp_group),
+            options=LayerOptions(split=split, tp_group=tp_group, dp_groups=[dp_group]),
             dealing_width=dealing_width,
         )
-        own_S = placement.phy2log_LRS[number, layer.ep_rank].tolist()
-        prefix = f"model.layers.{at}.mlp.experts"
-        loaders[prefix] = ExpertLoader(layer, config.num_experts, own_S, prefix)
-        model.model.layers[at].mlp = _ServedBlock(block.gate, MoEBlock(_router(config), layer), most_rows)
+        experts_S = placement.phy2log_LRS[number, layer.ep_rank].tolist()
+        prefix = f"model.layers.{index}.mlp.experts"
+        loaders[prefix] = ExpertLoader(layer, config.num_experts, experts_S, prefix)
+        model.model.layers[index].mlp = _ServedBlock(block.gate, MoEBlock(_router(config), layer), most_rows)
         layers.append(layer)
+    _load_experts(folder, layers, loaders)
+    return model, layers
+
+
+def _without_experts(config: Any) -> tuple[Any, dict[int, Any]]:
+    """Return a model with uninitialised weights and no experts, and its MoE blocks by layer index."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=SERVING_DTYPE).eval()
+    blocks = {
+        index: layer.mlp for index, layer in enumerate(model.model.layers) if hasattr(layer.mlp, "experts")
+    }
+    for block in blocks.values():
+        del block.experts
+    model.to_empty(device="cpu")
+    # ``to_empty`` leaves the rotary frequencies uninitialised, and the checkpoint does not contain them.
+    model.model.rotary_emb = type(model.model.rotary_emb)(config)
+    return model, blocks
+
+
+def _load_replicated(model: Any, config: Any, folder: Path) -> None:
+    """Load every tensor except the experts. Raises ``ValueError`` if tensors are missing or unexpected."""
+    replicated = {name: tensor for name, tensor in _tensors(folder) if not _EXPERT.match(name)}
+    mismatch = model.load_state_dict(replicated, strict=False)
+    tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
+    if missing := sorted(set(mismatch.missing_keys) - tied):
+        raise ValueError(f"{folder}: tensors are missing: {missing[0]} and {len(missing) - 1} more")
+    if mismatch.unexpected_keys:
+        raise ValueError(f"{folder}: the model has no tensor {mismatch.unexpected_keys[0]}")
+    model.tie_weights()
+
+
+def _load_experts(folder: Path, layers: list[ExpertParallelMoE], loaders: dict[str, ExpertLoader]) -> None:
+    """Load the experts of this rank's slots; ``loaders`` has one loader per layer by tensor prefix."""
     for name, tensor in _tensors(folder):
         if (expert := _EXPERT.match(name)) and expert[1] in loaders:
             loaders[expert[1]].load(name, tensor)
     for layer, loader in zip(layers, loaders.values(), strict=True):
         loader.finish()
         layer.process_after_load()
-    return model, layers
 
 
 def _check(config: Any, folder: Path) -> None:
-    """Raise ``ValueError`` unless the blocks here are the model's."""
-    quantized, by = (getattr(config, name, None) for name in ("quantization_config", "topk_method"))
+    """Raise ``ValueError`` if this module cannot serve the model."""
+    quantized = getattr(config, "quantization_config", None)
+    method = getattr(config, "topk_method", None)
     problems = {
         f"is a {config.model_type}; use qwen3_moe or deepseek_v2": config.model_type
         not in ("qwen3_moe", "deepseek_v2"),
-        f"is quantized, which nothing here loads: {quantized}": quantized is not None,
+        f"is quantized ({quantized}), which is not supported; use an unquantized checkpoint": quantized
+        is not None,
         f"has the activation {config.hidden_act}; use silu": config.hidden_act != "silu",
-        f"chooses experts by {by}; use greedy or group_limited_greedy": config.model_type == "deepseek_v2"
-        and by not in ("greedy", "group_limited_greedy"),
+        f"chooses experts by {method}; use greedy or group_limited_greedy": config.model_type == "deepseek_v2"
+        and method not in ("greedy", "group_limited_greedy"),
     }
-    for problem, found in problems.items():
-        if found:
+    for problem, applies in problems.items():
+        if applies:
             raise ValueError(f"{folder}: the model {problem}")
 
 
 def _tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the name and value of each tensor, in ``SERVING_DTYPE``. Raises ``ValueError`` if one is quantized."""
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118 - no mapping
+            for name in file.keys():  # noqa: SIM118 - not a mapping
                 tensor = file.get_tensor(name)
                 if not tensor.is_floating_point() or tensor.itemsize == 1:
                     raise ValueError(
-                        f"{path}: {name} has the dtype {tensor.dtype}, which nothing here computes with"
+                        f"{path}: {name} has the dtype {tensor.dtype}, which is not supported; use an unquantized model"
                     )
                 yield name, tensor.to(SERVING_DTYPE)
 
 
-def _shared(number: int, module: Any, quantization: str, tp: RankGroup) -> SharedExperts | None:
-    """A block's shared experts in two parts, of which this rank has its columns, held against transformers' own."""
+def _shared(number: int, module: Any, quantization: str, tp_group: RankGroup) -> SharedExperts | None:
+    """Return this tensor-parallel rank's share of a block's shared experts, or ``None`` if the block has none.
+
+    ``SharedExperts`` checks its outputs against ``module``, the implementation of transformers.
+    """
     if module is None:
         return None
     gate_IH, up_IH, down_HI = (
-        part.weight.detach().tensor_split(tp.size, dim=dim)[tp.rank]
-        for part, dim in ((module.gate_proj, 0), (module.up_proj, 0), (module.down_proj, 1))
+        projection.weight.detach().tensor_split(tp_group.size, dim=dim)[tp_group.rank]
+        for projection, dim in ((module.gate_proj, 0), (module.up_proj, 0), (module.down_proj, 1))
     )
     weights = ExpertWeights(torch.cat([gate_IH, up_IH]).unsqueeze(0), down_HI.contiguous().unsqueeze(0))
-    arguments = number, weights, operators_for(down_HI.device), SERVING_DTYPE
-    return SharedExperts(*arguments, tp=tp, whole=module, quantization=quantization)
+    return SharedExperts(
+        number,
+        weights,
+        operators_for(down_HI.device),
+        SERVING_DTYPE,
+        tp=tp_group,
+        whole=module,
+        quantization=quantization,
+    )
 
 
 def _router(config: Any) -> Router:
-    experts, top_k = config.num_experts, config.num_experts_per_tok
+    """Return the router that the model's config describes."""
+    experts = config.num_experts
+    top_k = config.num_experts_per_tok
     if config.model_type == "qwen3_moe":
         return Router(experts, top_k, renormalise=config.norm_topk_prob)
-    grouped = config.topk_method == "group_limited_greedy"
-    groups, best = (config.n_group, config.topk_group) if grouped else (1, 1)
-    scaling = config.routed_scaling_factor
-    return Router(experts, top_k, renormalise=False, groups=groups, top_groups=best, scaling_factor=scaling)
+    has_groups = config.topk_method == "group_limited_greedy"
+    return Router(
+        experts,
+        top_k,
+        renormalise=False,
+        groups=config.n_group if has_groups else 1,
+        top_groups=config.topk_group if has_groups else 1,
+        scaling_factor=config.routed_scaling_factor,
+    )

@@ -1,7 +1,7 @@
-"""A byte-level Mixture-of-Experts transformer around its MoE layers, as Qwen3-MoE has it, and its sizes.
+"""Byte-level Mixture-of-Experts transformer of the Qwen3-MoE architecture, without its experts.
 
-Embedding, attention, routers and output head are the same on every rank. Parameters have the names of Hugging Face's
-``Qwen3MoeForCausalLM``.
+Embedding, attention, routers and output head are replicated on every rank. Parameters have the same names as in Hugging
+Face's ``Qwen3MoeForCausalLM``.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.nn import functional
 from eplb_lab.layer import MoEShape, Router
 
 BYTES = 256
-"""Size of the vocabulary: a token is a byte."""
+"""Size of the vocabulary. Each token is a byte."""
 
 _ROTARY_BASE = 10_000.0
 _EPSILON = 1e-6
@@ -38,7 +38,7 @@ _ARCHITECTURE: Mapping[str, object] = {
     "decoder_sparse_step": 1,
     "mlp_only_layers": [],
 }
-"""Fields that all models here have in common, by the names of ``config.json``."""
+"""Fields of ``config.json`` that are the same for all models of this module."""
 
 _HUGGING_FACE_NAMES = {
     "layers": "num_hidden_layers",
@@ -54,10 +54,34 @@ _HUGGING_FACE_NAMES = {
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Sizes of a model of the Qwen3-MoE architecture; the defaults are those of the embedded one.
+    """Sizes of a model of the Qwen3-MoE architecture. The defaults are the sizes of the embedded model.
 
-    Each of the ``heads`` is ``hidden / heads`` wide, each of the ``kv_heads`` shared by ``heads / kv_heads`` of them.
-    One expert with ``top_k`` 1 is a dense model. ``context`` is the most tokens that a request can have.
+    Parameters
+    ----------
+    layers
+        L, the number of blocks.
+    hidden
+        H, the size of the residual stream.
+    heads
+        Number of query heads, each ``hidden / heads`` wide.
+    kv_heads
+        Number of key and value heads. Each is shared by ``heads / kv_heads`` query heads.
+    experts
+        E, the number of experts per block. One expert with ``top_k`` 1 is a dense model.
+    top_k
+        K, the number of choices per token.
+    intermediate
+        I, the intermediate size of an expert.
+    context
+        Maximum number of tokens per request.
+
+    Examples
+    --------
+    >>> config = ModelConfig(hidden=64, heads=4)
+    >>> config.head_width
+    16
+    >>> ModelConfig.from_hugging_face(config.to_hugging_face()) == config
+    True
     """
 
     layers: int = 4
@@ -75,41 +99,55 @@ class ModelConfig:
         return self.hidden // self.heads
 
     def shape(self, layer: int) -> MoEShape:
-        """Return the shape of a block's MoE layer."""
+        """Return the shape of the MoE layer in a block."""
         return MoEShape(layer, self.experts, self.hidden, self.intermediate)
 
     def to_hugging_face(self) -> dict[str, object]:
-        """Return the contents of ``config.json``, with which transformers and vLLM load the model."""
-        sizes = {theirs: getattr(self, ours) for ours, theirs in _HUGGING_FACE_NAMES.items()}
-        # Qwen3-MoE has a size for blocks without experts; this model has none of them.
+        """Return the contents of ``config.json`` for transformers and vLLM."""
+        sizes = {key: getattr(self, name) for name, key in _HUGGING_FACE_NAMES.items()}
+        # Qwen3-MoE requires the intermediate size of dense blocks, which this model does not have.
         unused = {"intermediate_size": self.top_k * self.intermediate}
         return {**_ARCHITECTURE, **sizes, **unused, "head_dim": self.head_width, "torch_dtype": "bfloat16"}
 
     @classmethod
     def from_hugging_face(cls, config: Mapping[str, Any]) -> ModelConfig:
-        """Read the sizes in the contents of ``config.json``."""
-        return cls(**{ours: int(config[theirs]) for ours, theirs in _HUGGING_FACE_NAMES.items()})
+        """Read the sizes from the contents of ``config.json``."""
+        return cls(**{name: int(config[key]) for name, key in _HUGGING_FACE_NAMES.items()})
 
 
 Experts = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""A block's MoE layer: hidden ``[T, H]``, expert ids ``[T, K]`` and weights ``[T, K]`` to ``[T, H]``."""
+"""MoE layer of a block: a function of hidden states ``[T, H]``, expert ids ``[T, K]`` and weights ``[T, K]``.
+
+Returns ``[T, H]``.
+"""
 
 
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""Attention of a layer, over a whole text in training, over a cache in serving: queries ``[B, heads, T, width]`` in and
-their shape out; keys and values ``[B, kv_heads, T, width]``. Queries and keys are normalised and rotated."""
+"""Attention: a function of layer index, queries ``[B, heads, T, width]``, keys and values ``[B, kv_heads, T, width]``.
+
+Queries and keys are already normalised and rotated. The result has the shape of the queries. Training attends to the
+whole text, and serving attends to a key-value cache.
+"""
 
 
 @dataclass(frozen=True)
 class Forward:
-    """Logits ``[B, T, 256]`` of a forward pass, and of each block's router ``[B*T, E]``."""
+    """Result of a forward pass.
+
+    Parameters
+    ----------
+    logits_BTV
+        ``[B, T, 256]``, logits of the next byte.
+    router_logits_LNE
+        Router logits of each block, ``[B*T, E]``.
+    """
 
     logits_BTV: torch.Tensor
     router_logits_LNE: list[torch.Tensor]
 
 
 class _Attention(nn.Module):
-    """Grouped-query attention whose queries and keys are normalised per head."""
+    """Grouped-query attention with queries and keys normalised per head."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -129,13 +167,14 @@ class _Attention(nn.Module):
             projection(x_BTH).unflatten(-1, (-1, self._width))
             for projection in (self.q_proj, self.k_proj, self.v_proj)
         )
-        q, k = self.q_norm(q).transpose(1, 2), self.k_norm(k).transpose(1, 2)
+        q = self.q_norm(q).transpose(1, 2)
+        k = self.k_norm(k).transpose(1, 2)
         mixed = attend(layer, _rotate(q, rotation), _rotate(k, rotation), v.transpose(1, 2))
         return self.o_proj(mixed.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
 
 class _SparseMLP(nn.Module):
-    """The router of a block; its experts are passed in, because on a rank most of them are elsewhere."""
+    """Router of a block. The caller passes the experts, because each rank has only some of them."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -150,7 +189,7 @@ class _SparseMLP(nn.Module):
 
 
 class _Block(nn.Module):
-    """Attention, then experts, each on the normalised residual stream."""
+    """Attention followed by experts, each applied to the normalised residual stream."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -162,14 +201,14 @@ class _Block(nn.Module):
     def forward(
         self, layer: int, x_BTH: torch.Tensor, rotation: torch.Tensor, attend: Attend, experts: Experts
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the residual stream after this block, and the router's logits ``[B*T, E]``."""
+        """Return the residual stream after this block and the router logits ``[B*T, E]``."""
         x_BTH = x_BTH + self.self_attn(layer, self.input_layernorm(x_BTH), rotation, attend)
-        chosen_BTH, logits_NE = self.mlp(self.post_attention_layernorm(x_BTH), experts)
-        return x_BTH + chosen_BTH, logits_NE
+        experts_BTH, logits_NE = self.mlp(self.post_attention_layernorm(x_BTH), experts)
+        return x_BTH + experts_BTH, logits_NE
 
 
 class _Backbone(nn.Module):
-    """All but the output head: the ``model`` of a checkpoint's names."""
+    """Model without the output head. Its parameters are under ``model`` in a checkpoint."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -180,7 +219,17 @@ class _Backbone(nn.Module):
 
 
 class ByteTransformer(nn.Module):
-    """Bytes to logits of the next byte. Its own parameters are the replicated ones; ``experts`` has one per block."""
+    """Transformer from bytes to the logits of the next byte. Its parameters are replicated on every rank.
+
+    Raises ``ValueError`` if the number of MoE layers is not the number of blocks.
+
+    Parameters
+    ----------
+    config
+        Sizes of the model.
+    experts
+        MoE layer of each block. The layers' weights are not parameters of this module.
+    """
 
     def __init__(self, config: ModelConfig, experts: Sequence[Experts]) -> None:
         super().__init__()
@@ -192,9 +241,9 @@ class ByteTransformer(nn.Module):
         self._experts = tuple(experts)
 
     def route_by(self, router: Router) -> None:
-        """Choose experts by another router in every block, over the same logits."""
+        """Replace the router of every block. It receives the same logits."""
         for block in self.model.layers:
-            assert isinstance(block, _Block), "the backbone has nothing else"
+            assert isinstance(block, _Block), "the backbone contains only blocks"
             block.mlp.choose = router
 
     @property
@@ -203,7 +252,17 @@ class ByteTransformer(nn.Module):
         return self.lm_head.weight.dtype
 
     def forward(self, tokens_BT: torch.Tensor, positions_BT: torch.Tensor, attend: Attend) -> Forward:
-        """Run ``tokens`` at ``positions``, int64 ``[B, T]``."""
+        """Run a forward pass.
+
+        Parameters
+        ----------
+        tokens_BT
+            int64 ``[B, T]``, bytes.
+        positions_BT
+            int64 ``[B, T]``, position of each byte in its request.
+        attend
+            Attention function.
+        """
         rotation = _rotary_embedding(positions_BT, self.config.head_width, self.dtype)
         x_BTH = self.model.embed_tokens(tokens_BT)
         router_logits = []
@@ -214,7 +273,7 @@ class ByteTransformer(nn.Module):
 
 
 def _rotary_embedding(positions_BT: torch.Tensor, width: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return cosines and sines ``[2, B, 1, T, width / 2]`` of each position."""
+    """Return the rotary cosines and sines of each position, ``[2, B, 1, T, width / 2]``."""
     exponents = torch.arange(0, width, 2, dtype=torch.float64, device=positions_BT.device) / width
     angles = positions_BT.unsqueeze(-1) * _ROTARY_BASE**-exponents
     return torch.stack([angles.cos(), angles.sin()]).unsqueeze(2).to(dtype)
@@ -228,14 +287,15 @@ def _rotate(x: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
 
 
 def attend_to_the_past(_layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """Attend causally over a whole text."""
+    """Attend causally to the whole text. This is the ``Attend`` function for training."""
     shared = q.shape[1] // k.shape[1]
-    k, v = k.repeat_interleave(shared, dim=1), v.repeat_interleave(shared, dim=1)
+    k = k.repeat_interleave(shared, dim=1)
+    v = v.repeat_interleave(shared, dim=1)
     return functional.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
 def _linear(inputs: int, outputs: int, scale: float = 1.0) -> nn.Linear:
-    """Make a matrix that keeps the variance of its input, times ``scale``."""
+    """Return a linear layer whose random weights keep the standard deviation of the input, multiplied by ``scale``."""
     linear = nn.Linear(inputs, outputs, bias=False)
     nn.init.normal_(linear.weight, std=scale * inputs**-0.5)
     return linear

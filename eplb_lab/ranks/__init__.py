@@ -1,1 +1,1 @@
-"""A rank of the demo: live layers with an agent, beside the same layers left alone."""
+"""Rank programs of the demo: layers balanced by an agent, and unbalanced layers to compare them with."""

@@ -1,4 +1,4 @@
-"""The device that a demo's rank stands for: its time follows a cost curve, and the rank sleeps for so long."""
+"""Device that a rank of the demo emulates. Its step time follows a cost curve, and the rank sleeps for that time."""
 
 from __future__ import annotations
 
@@ -13,17 +13,30 @@ from eplb_lab.layer import ExpertParallelMoE
 
 @dataclass(frozen=True)
 class Device:
-    """A device by the cost curve of its experts.
+    """Emulated device with the cost curve of its experts, as in ``eplb_core.cost.curve``.
 
     Parameters
     ----------
-    floor_us, read_us, launch_us, slope_us
-        The curve, as in ``eplb_core.cost.curve``: microseconds of a layer, of reading a slot's weights, and of
-        computing a slot's tokens.
+    floor_us
+        Microseconds per layer in addition to the slots.
+    read_us
+        Microseconds to read the weights of a slot, the minimum time of a slot with tokens.
+    launch_us
+        Microseconds per slot with tokens, in addition to the time of the tokens.
+    slope_us
+        Microseconds per token.
     tokens
-        Tokens of the device for each token of the demo.
+        Tokens of the device per token of the demo.
     layers
-        MoE layers of the device's model; the demo's layers stand for equal parts of them.
+        Number of MoE layers of the device's model. Each layer of the demo represents an equal share of them.
+
+    Examples
+    --------
+    One layer has two slots with tokens. Reading the weights takes longer than computing 10 tokens, but not 100:
+
+    >>> device = Device(floor_us=10.0, read_us=20.0, launch_us=5.0, slope_us=1.0, tokens=1, layers=1)
+    >>> device.step_ms([torch.tensor([10, 0, 100])])
+    0.135
     """
 
     floor_us: float
@@ -34,26 +47,27 @@ class Device:
     layers: int
 
     def step_ms(self, slot_tokens: Sequence[torch.Tensor]) -> float:
-        """Return the milliseconds of all layers on this rank, from the tokens of each slot, ``[S]`` for each layer."""
+        """Return the milliseconds of a step on this rank from the tokens of each slot, ``[S]`` per layer."""
         us = 0.0
         for tokens_S in slot_tokens:
             busy_S = tokens_S[tokens_S > 0].to(torch.float64) * self.tokens
-            each_S = torch.clamp(self.launch_us + self.slope_us * busy_S, min=self.read_us)
-            us += self.floor_us + float(each_S.sum())
+            slot_us_S = torch.clamp(self.launch_us + self.slope_us * busy_S, min=self.read_us)
+            us += self.floor_us + float(slot_us_S.sum())
         return us / 1e3 * self.layers / max(1, len(slot_tokens))
 
 
-def sleep_until(began: float, ms: float) -> None:
-    """Sleep until ``ms`` milliseconds have passed since ``began``, by ``time.perf_counter``."""
-    time.sleep(max(0.0, began + ms / 1e3 - time.perf_counter()))
+def sleep_until(start: float, ms: float) -> None:
+    """Sleep until ``ms`` milliseconds after ``start``, a value of ``time.perf_counter``."""
+    time.sleep(max(0.0, start + ms / 1e3 - time.perf_counter()))
 
 
 def slot_tokens(layers: Sequence[ExpertParallelMoE]) -> list[torch.Tensor]:
-    """Return the tokens of each slot in the step just run, ``[S]`` for each layer."""
+    """Return the tokens of each slot in the last step, ``[S]`` per layer."""
     return [_last_row(layer) for layer in layers]
 
 
 def _last_row(layer: ExpertParallelMoE) -> torch.Tensor:
+    """Return the layer's load in the last step, from its ring of steps."""
     ring_WS = layer.moe_load
     assert ring_WS is not None
     return ring_WS[(int(layer.load_counter) - 1) % ring_WS.shape[0]]

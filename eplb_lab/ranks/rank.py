@@ -1,7 +1,7 @@
-"""One rank process of the demo: ``python -m eplb_lab.ranks.rank TASK.json RANK``.
+"""Rank process of the demo that serves a trace: ``python -m eplb_lab.ranks.rank TASK.json RANK``.
 
-Every step runs the same routed tokens, whose expert choices are exactly those that a heat trace counted, through two
-sets of layers with the same weights.
+In each step, random tokens are routed so that the choices of each expert match the trace exactly. The same tokens run
+through two sets of layers with the same weights.
 """
 
 from __future__ import annotations
@@ -21,7 +21,17 @@ from eplb_lab.ranks.twins import Task, Twins, run
 
 @dataclass(frozen=True, kw_only=True)
 class _DemoTask(Task):
-    """Serve the heat in the ``.npy`` file ``counts``, int ``[T, L, E]``, by experts of this H and I."""
+    """Task of serving a trace. ``_DemoRank`` runs it.
+
+    Parameters
+    ----------
+    counts
+        ``.npy`` file with the heat, int ``[T, L, E]``.
+    hidden
+        H, the hidden size of the layers.
+    intermediate
+        I, the intermediate size of the experts.
+    """
 
     counts: str
     hidden: int
@@ -29,10 +39,12 @@ class _DemoTask(Task):
 
 
 class _DemoRank:
-    """Both sets of layers, and the agent of one."""
+    """Live and still layers of a rank."""
 
     def __init__(self, task: _DemoTask, rank: int, group: dist.ProcessGroup) -> None:
-        self._task, self._rank, self._group = task, rank, group
+        self._task = task
+        self._rank = rank
+        self._group = group
         self._counts_TLE = np.load(task.counts)
         self._top_k = choices_per_token(self._counts_TLE)
         _, layers, experts = self._counts_TLE.shape
@@ -57,38 +69,59 @@ class _DemoRank:
         )
 
     def _one_step(self, step: int) -> dict[str, object]:
+        """Run a step of both sets of layers, compare their outputs, and return the fields of the step's report."""
         routed = [self._routed(step, layer) for layer in range(len(self._live))]
-        # The most tokens that start on any rank.
+        # Largest number of tokens on any rank, per layer. ``own_part`` divides the tokens nearly equally.
         lengths = [
             -(-int(counts_E.sum()) // (self._top_k * self._task.ranks)) for counts_E in self._counts_TLE[step]
         ]
 
         def outputs(layers: Sequence[ExpertParallelMoE]) -> list[torch.Tensor]:
-            given = zip(layers, routed, lengths, strict=True)
-            return [layer(*tokens, length=length) for layer, tokens, length in given]
+            return [
+                layer(*tokens, length=length)
+                for layer, tokens, length in zip(layers, routed, lengths, strict=True)
+            ]
 
         live, still, times = self._twins.by_turns(
             step, len(routed[0][1]), lambda: outputs(self._live), lambda: outputs(self._still)
         )
-        for one, other in zip(live, still, strict=True):
-            self._twins.compare(one, other)
+        for live_TH, still_TH in zip(live, still, strict=True):
+            self._twins.compare(live_TH, still_TH)
         return times
 
     def _routed(self, step: int, layer: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Tokens of this rank in one layer: hidden ``[T, H]``, expert ids and weights ``[T, K]``."""
-        rng = np.random.default_rng([self._task.seed, step, layer])
-        ids_TK = own_part(deal(self._counts_TLE[step, layer], self._top_k, rng), self._rank, self._task.ranks)
-        own = np.random.default_rng([self._task.seed, step, layer, self._rank])
-        hidden_TH = own.standard_normal((ids_TK.shape[0], self._task.hidden), dtype=np.float32)
-        weights_TK = own.random(ids_TK.shape, dtype=np.float32) + 0.1
+        """Return this rank's tokens in one layer: hidden states ``[T, H]``, expert ids and weights ``[T, K]``."""
+        shared_rng = np.random.default_rng([self._task.seed, step, layer])
+        choices_TK = deal(self._counts_TLE[step, layer], self._top_k, shared_rng)
+        ids_TK = own_part(choices_TK, self._rank, self._task.ranks)
+        rank_rng = np.random.default_rng([self._task.seed, step, layer, self._rank])
+        hidden_TH = rank_rng.standard_normal((ids_TK.shape[0], self._task.hidden), dtype=np.float32)
+        weights_TK = rank_rng.random(ids_TK.shape, dtype=np.float32) + 0.1
         weights_TK /= weights_TK.sum(axis=1, keepdims=True)
         return torch.from_numpy(hidden_TH), torch.from_numpy(ids_TK), torch.from_numpy(weights_TK)
 
 
 def choices_per_token(counts_TLE: npt.NDArray[np.integer], most: int = 8) -> int:
-    """Largest top-k, up to ``most``, with which every step of the trace could have been routed.
+    """Return the largest top-k with which every step and layer of a trace can have been routed.
 
-    That is: the choices of each step and layer divide into tokens of ``k`` distinct experts each. 1 always will do.
+    With top-k ``k``, each token chooses ``k`` distinct experts. The choices of a step and layer must therefore be a
+    multiple of ``k``, and no expert can have more choices than there are tokens. A top-k of 1 fits every trace.
+
+    Parameters
+    ----------
+    counts_TLE
+        int ``[T, L, E]``, choices of each expert per step and layer.
+    most
+        Upper bound of the result.
+
+    Examples
+    --------
+    Four choices can be two tokens with two experts each, but not if one expert has three of them:
+
+    >>> choices_per_token(np.array([[[2, 1, 1]]]))
+    2
+    >>> choices_per_token(np.array([[[3, 1, 0]]]))
+    1
     """
     sums_TL = counts_TLE.sum(axis=2)
     hottest_TL = counts_TLE.max(axis=2)
@@ -99,10 +132,25 @@ def choices_per_token(counts_TLE: npt.NDArray[np.integer], most: int = 8) -> int
 
 
 def deal(counts_E: npt.NDArray[np.integer], top_k: int, rng: np.random.Generator) -> npt.NDArray[np.int64]:
-    """Expert choices ``[tokens, top_k]``, distinct within a token, that count up to ``counts_E``.
+    """Return the choices of random tokens, int64 ``[tokens, top_k]``, that match the given counts.
 
-    Choices are laid out in order of expert and dealt round the tokens like cards, so that an expert with no more
-    choices than there are tokens never meets the same token twice; then the tokens are shuffled.
+    Sort the choices by expert and deal them to the tokens in turn, like cards. An expert has at most as many choices as
+    there are tokens, so no token receives an expert twice. Then shuffle the tokens.
+
+    Parameters
+    ----------
+    counts_E
+        int ``[E]``, choices of each expert. ``choices_per_token`` gives a ``top_k`` that fits them.
+    top_k
+        K, the number of experts per token.
+    rng
+        Generator for the shuffle.
+
+    Examples
+    --------
+    >>> deal(np.array([2, 1, 1]), top_k=2, rng=np.random.default_rng(0))
+    array([[0, 1],
+           [0, 2]])
     """
     choices = np.repeat(np.arange(counts_E.shape[0]), counts_E)
     tokens = choices.shape[0] // top_k
@@ -111,7 +159,17 @@ def deal(counts_E: npt.NDArray[np.integer], top_k: int, rng: np.random.Generator
 
 
 def own_part(choices_TK: npt.NDArray[np.int64], rank: int, ranks: int) -> npt.NDArray[np.int64]:
-    """Tokens that start on ``rank``: a nearly equal, contiguous part."""
+    """Return the choices of a rank's source tokens, a contiguous and nearly equal share of all tokens.
+
+    Parameters
+    ----------
+    choices_TK
+        int64 ``[T, K]``, choices of all tokens.
+    rank
+        Source rank.
+    ranks
+        R, the number of ranks.
+    """
     bounds = np.arange(ranks + 1) * choices_TK.shape[0] // ranks
     return choices_TK[bounds[rank] : bounds[rank + 1]]
 

@@ -1,8 +1,8 @@
-"""A demo's rank serves everything twice: on *live* layers, which an agent balances, and on *still* ones beside them.
+"""Both sets of layers on a rank of the demo: the agent balances the *live* layers, and the *still* ones never change.
 
-Ranks that share a few cores are no slower for being the hottest: all of their work is done by the same cores. So each
-rank stands for a device of its own, whose time follows a cost curve, and sleeps until that time has passed. Progress
-goes to stdout as JSON lines, one every few steps.
+All ranks share a few cores of one machine, so the hottest rank takes no longer than the others. Each rank therefore
+emulates a separate device: it sleeps until the step time from a cost curve has passed. Progress reports are JSON lines
+on stdout, one every few steps.
 """
 
 from __future__ import annotations
@@ -33,12 +33,32 @@ _Output = TypeVar("_Output")
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """Task of a rank, in a JSON file that whoever starts the ranks has written.
+    """Orders for a rank, read from a JSON file that ``eplb_lab.demo.stage`` writes.
 
-    ``rendezvous`` is the file by which the ranks' process groups find each other. The dispatcher is ``all2allv``,
-    ``allgather`` or ``mc2``, of the model ``moge`` as well; ``split`` is ``tables`` or ``step``: how the balanced
-    layers split tokens over replicas. Progress lines come every ``report_every`` steps. ``device`` has the fields of
-    ``Device``.
+    Parameters
+    ----------
+    service
+        ``host:port`` of the service.
+    deployment
+        Name of the deployment.
+    rendezvous
+        File through which the ranks form their process group.
+    ranks
+        R, the number of ranks.
+    slots
+        S, the number of slots per rank.
+    dispatcher
+        ``all2allv``, ``allgather`` or ``mc2``; for a model also ``moge``.
+    split
+        Split of an expert's tokens over its replicas in the live layers: ``tables`` or ``step``.
+    dealing_width
+        Number of replicas per expert and source rank in the dealing table.
+    seed
+        Seed of the requests or tokens, and of the weights of layers for a trace.
+    report_every
+        Number of steps between progress reports.
+    device
+        Fields of ``Device``.
     """
 
     service: str
@@ -55,7 +75,21 @@ class Task:
 
 
 class Twins:
-    """Agent of the live layers, and the measurements of both sets since the last line."""
+    """Live and still layers of a rank, with the agent of the live ones and the measurements for the next report.
+
+    Parameters
+    ----------
+    task
+        Orders for the rank.
+    rank
+        Index of the rank.
+    group
+        Process group of all ranks.
+    live
+        Layers that the agent balances.
+    still
+        Layers that keep their initial layout.
+    """
 
     def __init__(
         self,
@@ -65,15 +99,18 @@ class Twins:
         live: Sequence[ExpertParallelMoE],
         still: Sequence[ExpertParallelMoE],
     ) -> None:
-        # The ranks' devices are emulated, so the model needs no share of the link that carries experts.
+        # The devices are emulated, so transfers of experts may use the whole link.
         settings = AgentSettings(service=task.service, deployment=task.deployment, link_share=1.0)
         token_group = 0 if live[0].shares_tokens else None
         self.agent = Agent.start(live, group, settings, token_group=token_group)
-        self._task, self._rank = task, rank
-        self._live, self._still = live, still
+        self._task = task
+        self._rank = rank
+        self._live = live
+        self._still = still
         self._device = Device(**task.device)  # type: ignore[arg-type]
         self._rows: list[dict[str, object]] = []
-        self._worst_difference = self._largest_output = 0.0
+        self._worst_difference = 0.0
+        self._largest_output = 0.0
 
     def serve(
         self,
@@ -81,8 +118,18 @@ class Twins:
         one_step: Callable[[int], dict[str, object]],
         totals: Callable[[], dict[str, object]] = dict,
     ) -> None:
-        """Run all steps and end the agent; ``one_step`` and ``totals`` give what is reported beside loads and times."""
-        # A demo is to show balancing: it waits for the service, where a real host would just begin.
+        """Run all steps, report progress, and close the agent.
+
+        Parameters
+        ----------
+        steps
+            Number of steps.
+        one_step
+            Function that runs a step and returns fields for its report, in addition to the loads.
+        totals
+            Function that returns fields for a progress report, in addition to the agent's counters.
+        """
+        # An engine would serve without the service. The demo waits for it, so that all steps can be balanced.
         deadline = time.monotonic() + _CONNECT_SECONDS
         while not self.agent.connected and time.monotonic() < deadline:
             time.sleep(0.05)
@@ -96,32 +143,45 @@ class Twins:
     def by_turns(
         self, step: int, tokens: int, live: Callable[[], _Output], still: Callable[[], _Output]
     ) -> tuple[_Output, _Output, dict[str, object]]:
-        """Run a step of both, by turns, so that neither always finds warm caches; return outputs and times.
+        """Run a step of both sets of layers and return both outputs and the times.
 
-        The live step takes as long as the device would, at least. The agent steps after it, of ``tokens`` own tokens.
+        The order alternates between steps, so that caches favour neither set. The live step sleeps until the emulated
+        device would be done. Then the agent runs its step.
+
+        Parameters
+        ----------
+        step
+            Number of the step.
+        tokens
+            Number of source tokens of this rank.
+        live
+            Function that runs the live layers.
+        still
+            Function that runs the still layers.
         """
         outputs: dict[str, _Output] = {}
         times: dict[str, object] = {"tokens": tokens}
         for name in ("live", "still") if step % 2 else ("still", "live"):
-            began = time.perf_counter()
+            start = time.perf_counter()
             outputs[name] = live() if name == "live" else still()
             layers = self._live if name == "live" else self._still
             device_ms = self._device.step_ms(slot_tokens(layers))
             times[f"{name}_ms"] = device_ms
             if name == "live":
-                sleep_until(began, device_ms)
-                agent_began = time.perf_counter()
+                sleep_until(start, device_ms)
+                agent_start = time.perf_counter()
                 self.agent.step(tokens=tokens)
-                times["agent_ms"] = 1e3 * (time.perf_counter() - agent_began)
+                times["agent_ms"] = 1e3 * (time.perf_counter() - agent_start)
         return outputs["live"], outputs["still"], times
 
     def compare(self, live: torch.Tensor, still: torch.Tensor) -> None:
-        """Take the same output of both."""
+        """Compare outputs of the live and the still layers for the same tokens, and keep the largest difference."""
         if live.numel():
             self._worst_difference = max(self._worst_difference, float((live - still).abs().max()))
             self._largest_output = max(self._largest_output, float(still.abs().max()))
 
     def _loads(self) -> dict[str, object]:
+        """Return the loads and the source heat of the last step, for its report."""
         return {
             "live_load": [int(_last_row(layer, layer.moe_load).sum()) for layer in self._live],
             "still_load": [int(_last_row(layer, layer.moe_load).sum()) for layer in self._still],
@@ -129,6 +189,7 @@ class Twins:
         }
 
     def _report(self, totals: dict[str, object]) -> None:
+        """Print a progress report with the steps since the previous one."""
         stats = self.agent.stats
         line = {
             "rank": self._rank,
@@ -146,7 +207,7 @@ class Twins:
 
 
 def _last_row(layer: ExpertParallelMoE, ring_WX: torch.Tensor | None) -> torch.Tensor:
-    """Counts of the step just run."""
+    """Return the row of the last step from a ring with one row per step."""
     assert ring_WX is not None
     return ring_WX[(int(layer.load_counter) - 1) % ring_WX.shape[0]]
 
@@ -155,14 +216,23 @@ _AnyTask = TypeVar("_AnyTask", bound=Task)
 
 
 def run(task_type: type[_AnyTask], make: Callable[[_AnyTask, int, dist.ProcessGroup], Any]) -> None:
-    """Join the other ranks, as ``TASK.json RANK`` on the command line say, and serve."""
-    task, rank = task_type(**json.loads(Path(sys.argv[1]).read_text())), int(sys.argv[2])
+    """Run the rank process for the command line ``TASK.json RANK``.
+
+    Parameters
+    ----------
+    task_type
+        Type of the task in the JSON file.
+    make
+        Function that creates the rank from task, rank index and process group. Its ``serve`` method runs all steps.
+    """
+    task = task_type(**json.loads(Path(sys.argv[1]).read_text()))
+    rank = int(sys.argv[2])
     logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
-    meeting = f"file://{task.rendezvous}"
+    init_method = f"file://{task.rendezvous}"
     timeout = timedelta(seconds=120)
-    dist.init_process_group("gloo", meeting, timeout, world_size=task.ranks, rank=rank)
+    dist.init_process_group("gloo", init_method, timeout, world_size=task.ranks, rank=rank)
     make(task, rank, dist.new_group(backend="gloo")).serve()
     dist.barrier()
     dist.destroy_process_group()

@@ -131,5 +131,5 @@ def test_a_peer_that_is_not_there_is_said_and_the_others_are_compared(
     assert main.run(["bench", "--heat", str(trace), *arguments]) == 0
     out, err = capsys.readouterr()
     assert "left alone" in out
-    assert "token sampling alone leaves about" in out
-    assert "vLLM default takes no part here: vllm 0.33.0 is not in" in err
+    assert "a perfectly balanced placement would have about" in out
+    assert "vLLM default is excluded: vllm 0.33.0 is not in" in err

@@ -123,11 +123,11 @@ def test_only_the_balancers_are_unpacked(index: tuple[Path, str], name: str, dat
 def test_an_archive_is_known_by_its_digest(index: tuple[Path, str], tmp_path: Path) -> None:
     served, address = index
     publish(served, "maker-1.0.tar.gz", source_archive())
-    with pytest.raises(PeerError, match="is not the archive that is known: its digest differs"):
+    with pytest.raises(PeerError, match="does not have the expected SHA-256 digest"):
         fetch(PACKAGE, address)
-    with pytest.raises(PeerError, match=r"is not in .*, and nothing may be fetched"):
+    with pytest.raises(PeerError, match=r"is not in .*, and fetching is disabled"):
         fetch(PACKAGE, "")
-    with pytest.raises(PeerError, match="is no http address"):
+    with pytest.raises(PeerError, match="is not an http or https address"):
         fetch(PACKAGE, f"file://{tmp_path}")
     assert not PACKAGE.root.exists()
     assert all(len(package.sha256) == 64 for package, _ in PEERS.values())
@@ -248,8 +248,8 @@ class Answers(Stays):
     ("answer", "why"),
     [
         ([[[0, 0, 1], [2, 3, 3]]], None),
-        ([[[0, 0, 1], [2, 2, 3], [0, 1, 2]]], "answered the shape [1, 3, 3], expected [1, 2, 3]"),
-        ([[[0, 1, 2], [0, 1, 2]]], "answered no placement (layer 0: expert 3 is in no slot)"),
+        ([[[0, 0, 1], [2, 2, 3], [0, 1, 2]]], "returned a placement of shape [1, 3, 3], expected [1, 2, 3]"),
+        ([[[0, 1, 2], [0, 1, 2]]], "returned an invalid placement (layer 0: expert 3 is in no slot)"),
         ([[[0, 1, 2], [3, 1, 4]]], "names expert 4"),
         ([[[0, 1, 2], [3, 1, -1]]], "leaves slots empty"),
         ([[[0.0, 1.0, 2.0], [3.0, 1.0, 2.0]]], "holds integers"),

@@ -61,7 +61,7 @@ REFUSED = (
     ("replay", "--no-estimate-device", "No such option: --no-estimate-device"),
     ("sweep", "--set par_threshold=low", "--set par_threshold: 'low' is not a number"),
     ("bench", "--peers trtllm", "--peers names 'trtllm'; choose among vllm-ascend, vllm, sglang"),
-    ("bench", "--window 60", "100 steps are no two windows of 60"),
+    ("bench", "--window 60", "100 steps are fewer than two windows of 60"),
     ("calibrate", "", "give --hidden and --inter"),
     ("calibrate", "--hidden 8 --inter 8 --device moon", "device string: moon"),
     ("calibrate", "--hidden 8 --inter 8 --phase night", "choose one of any, decode, prefill"),

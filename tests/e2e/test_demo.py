@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 STEPS, RANKS, REQUESTS = 160, 4, 32
 MOST_PAR_BY_STEP = 1.06
-GROUPED_ONLY = "--dispatcher moge serves the model with --redundant 0 and --split tables"
+GROUPED_ONLY = "--dispatcher moge needs --redundant 0 and --split tables"
 
 
 def _demo(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -157,11 +157,11 @@ def test_every_way_through_the_experts_serves_the_same_bytes(row: Row, tmp_path:
         (["--trace", "missing.npz"], "missing.npz"),
         (["--json", "out.txt"], "must end in .json"),
         (["--ranks", "1"], "--ranks"),
-        (["--checkpoint", ".", "--dual-batch"], "do not go with --checkpoint"),
+        (["--checkpoint", ".", "--dual-batch"], "cannot be combined with --checkpoint"),
         (["--checkpoint", "."], "config.json"),
         (["--deployment", "a b"], "--deployment is 'a b'"),
-        (["--trace", "any.npz", "--quant", "w8a8"], "go with the model, not with --trace"),
-        (["--tensor-parallel", "3"], "--ranks 4 do not divide into --tensor-parallel groups of 3"),
+        (["--trace", "any.npz", "--quant", "w8a8"], "cannot be combined with --trace"),
+        (["--tensor-parallel", "3"], "--ranks 4 is not a multiple of --tensor-parallel 3"),
         (["--redundant", "6"], "use --redundant 8"),
         (["--split", "even"], "unknown split 'even'; choose one of tables, deal, step"),
         (["--dispatcher", "moge"], GROUPED_ONLY),

@@ -1,1 +1,1 @@
-"""Other people's balancers, run from their published sources; nothing of them is kept in this project."""
+"""Balancers of inference engines, run from their published sources. This project contains none of their code."""

@@ -1,7 +1,7 @@
-"""Fetches the sources of other people's balancers from a package index, without what their packages depend on.
+"""Download of the peers' balancers from a package index, without the dependencies of their packages.
 
-They go into the user's cache, once; of each archive, whose digest is known, only the balancers' own files are unpacked.
-They are imported beside empty modules in place of the inference engine around them.
+Each archive is downloaded once and checked against its SHA-256 digest. Only the balancers' files are unpacked, into the
+user's cache. They are imported without their inference engine: empty modules replace the rest of it.
 """
 
 from __future__ import annotations
@@ -28,20 +28,19 @@ from urllib.error import HTTPError, URLError
 from urllib.parse import urljoin
 
 SOURCES = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "eplb" / "peers"
-"""Where they are kept."""
+"""Folder in which the balancers are cached."""
 INDEX = "https://pypi.org/simple"
-"""The package index that is asked where no other is named."""
-
+"""Default package index."""
 
 _PAGE_SECONDS = 15.0
 """Seconds after which an index page counts as unreachable."""
 _ARCHIVE_SECONDS = 180.0
-"""Seconds after which an archive counts as unreachable. Archives have up to 100 MB."""
+"""Seconds after which an archive counts as unreachable. Archives are up to 100 MB."""
 _CHUNK = 1 << 16
 
 
 class PeerError(RuntimeError):
-    """A peer that cannot be had or does not answer; the message says why."""
+    """A peer cannot be fetched; the message gives the reason."""
 
 
 class IndexUnreachableError(PeerError):
@@ -50,7 +49,21 @@ class IndexUnreachableError(PeerError):
 
 @dataclass(frozen=True)
 class Package:
-    """One package of the index, its archive's file and digest, and the folder in it that holds balancers."""
+    """Package on the index that contains balancers.
+
+    Parameters
+    ----------
+    name
+        Name on the index.
+    version
+        Version to fetch.
+    archive
+        File name of the wheel or source archive.
+    folder
+        Folder with the balancers in the archive, ending in a slash.
+    sha256
+        Digest of the archive in hexadecimal.
+    """
 
     name: str
     version: str
@@ -60,7 +73,7 @@ class Package:
 
     @property
     def root(self) -> Path:
-        """Where its files are unpacked."""
+        """Cache folder of this version."""
         return SOURCES / f"{self.name}-{self.version}"
 
 
@@ -88,21 +101,21 @@ VLLM = Package(
 SGLANG = Package(
     "sglang",
     "0.5.23",
-    "sglang-0.5.23-cp311-cp311-manylinux_2_34_x86_64.whl",  # the balancers in it are plain Python
+    "sglang-0.5.23-cp311-cp311-manylinux_2_34_x86_64.whl",  # its balancers are pure Python
     "sglang/srt/eplb/eplb_algorithms/",
     "00b3cd5b265ac76c64185fbb6b95424f324ddd9f428d0306b77bc9db9d859937",
 )
 
 
 def fetch(package: Package, index: str) -> None:
-    """Unpack a package's balancers unless they are there.
+    """Fetch and unpack a package's balancers unless they are cached.
 
-    Raises ``PeerError`` if they cannot be fetched, or if they are missing and ``index`` is empty.
+    Raises ``PeerError`` if they cannot be fetched, or if they are not cached and ``index`` is empty.
     """
     if package.root.exists():
         return
     if not index:
-        raise PeerError(f"{package.name} {package.version} is not in {SOURCES}, and nothing may be fetched")
+        raise PeerError(f"{package.name} {package.version} is not in {SOURCES}, and fetching is disabled")
     try:
         data = _download(package, index)
         partial = package.root.with_suffix(".partial")
@@ -120,7 +133,7 @@ def fetch(package: Package, index: str) -> None:
 
 
 def import_from(package: Package, module: str) -> types.ModuleType:
-    """Import ``module`` of a package's folder of balancers by its full name; its parents stay empty."""
+    """Import a module from a package's folder of balancers by its full name, with empty parent packages."""
     parents = package.folder.strip("/").split("/")
     for depth in range(1, len(parents) + 1):
         name = ".".join(parents[:depth])
@@ -130,7 +143,7 @@ def import_from(package: Package, module: str) -> types.ModuleType:
 
 
 def stand_in(name: str, contents: Mapping[str, Any]) -> None:
-    """An otherwise empty module called ``name``, and its parents."""
+    """Register a module with the given contents in ``sys.modules``, and empty parent packages if they are missing."""
     parent, _, _ = name.rpartition(".")
     if parent and parent not in sys.modules:
         stand_in(parent, {"__path__": []})
@@ -140,7 +153,7 @@ def stand_in(name: str, contents: Mapping[str, Any]) -> None:
 
 
 def _download(package: Package, index: str) -> bytes:
-    """The archive, its digest checked against the one that is known."""
+    """Download the archive. Raises ``ValueError`` if the index does not list it or its digest is wrong."""
     page = urljoin(index.rstrip("/") + "/", f"{package.name}/")
     links = [
         html.unescape(link) for link in re.findall(r'href="([^"]+)"', _read(page, _PAGE_SECONDS).decode())
@@ -150,21 +163,22 @@ def _download(package: Package, index: str) -> bytes:
         raise ValueError(f"{page} lists no {package.archive}")
     data = _read(urljoin(page, link), _ARCHIVE_SECONDS)
     if hashlib.sha256(data).hexdigest() != package.sha256:
-        raise ValueError(f"{link} is not the archive that is known: its digest differs")
+        raise ValueError(f"{link} does not have the expected SHA-256 digest {package.sha256}")
     return data
 
 
 def _read(address: str, seconds: float) -> bytes:
     """Download a page or archive of an index.
 
-    Raises ``ValueError`` if the address is not http, and ``TimeoutError`` if the download takes more than ``seconds``.
+    Raises ``ValueError`` if the address is not HTTP or HTTPS, and ``TimeoutError`` if the download takes more than
+    ``seconds``.
     """
     if not address.startswith(("https://", "http://")):
-        raise ValueError(f"{address} is no http address")
+        raise ValueError(f"{address} is not an http or https address")
     deadline = time.monotonic() + seconds
     data = bytearray()
-    with urllib.request.urlopen(address, timeout=min(seconds, _PAGE_SECONDS)) as answer:  # noqa: S310
-        while chunk := answer.read1(_CHUNK):
+    with urllib.request.urlopen(address, timeout=min(seconds, _PAGE_SECONDS)) as response:  # noqa: S310
+        while chunk := response.read1(_CHUNK):
             data += chunk
             if time.monotonic() > deadline:
                 raise TimeoutError(f"{address} took more than {seconds:g} s")
@@ -172,7 +186,10 @@ def _read(address: str, seconds: float) -> bytes:
 
 
 def _files(data: bytes) -> Iterator[tuple[str, bytes]]:
-    """Path and content of each file of a wheel or source archive; a source archive's own folder is left out."""
+    """Yield the path and content of each file of a wheel or source archive.
+
+    Paths in a source archive omit its top-level folder.
+    """
     if data.startswith(b"PK"):
         with zipfile.ZipFile(io.BytesIO(data)) as wheel:
             for name in wheel.namelist():

@@ -1,4 +1,4 @@
-"""Other people's balancers under this benchmark's calling convention."""
+"""Adapters from the peers' balancers to the ``Policy`` protocol of this benchmark."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from eplb_lab.bench.peers.archives import (
 
 
 class _FlashLB:
-    """vLLM-Ascend's FlashLB, as its factory makes it."""
+    """vLLM-Ascend's FlashLB with the defaults of its factory."""
 
     def __init__(self) -> None:
         self._torch = _torch()
-        # It asks how many ranks there are and takes other thresholds from 32 on.
+        # FlashLB reads the number of ranks and uses different thresholds from 32 ranks.
         self._group = SimpleNamespace(world_size=0)
         stand_in("vllm.logger", {"logger": _quiet_logger()})
         stand_in("vllm_ascend.distributed.parallel_state", {"get_dynamic_eplb_group": None})
@@ -37,32 +37,34 @@ class _FlashLB:
         self._policy = module.FlashLB()
 
     def decide(self, scene: Scene) -> Decision:
-        """Takes the window step by step and slot by slot, and names the layers that it changes."""
+        """Decide from the heat of each step and slot. FlashLB returns the list of layers that it changes."""
         self._group.world_size = scene.placement_LRS.shape[1]
         workload = self._torch.from_numpy(_by_slot(scene))
-        now = self._torch.from_numpy(scene.placement_LRS.copy())
-        (_, chosen, found), cpu, wall = _timed(lambda: self._policy.rebalance_experts(now, workload))
+        current = self._torch.from_numpy(scene.placement_LRS.copy())
+        result, cpu_seconds, wall_seconds = _timed(lambda: self._policy.rebalance_experts(current, workload))
+        _, layers, new_LRS = result
         placed_LRS = scene.placement_LRS.copy()
-        placed_LRS[chosen] = found[chosen]
-        return _decision(scene, placed_LRS, cpu, wall)
+        placed_LRS[layers] = new_LRS[layers]
+        return _decision(scene, placed_LRS, cpu_seconds, wall_seconds)
 
 
 class _AscendPolicy:
-    """vLLM-Ascend's SwiftBalancer or default: each sees the sum of the window."""
+    """vLLM-Ascend's SwiftBalancer or default balancer. Both use the summed heat of the window."""
 
     def __init__(self, module: str, name: str) -> None:
         self._torch = _torch()
-        # The one asks how many devices a host has; it also imports the device's library.
+        # SwiftBalancer imports torch_npu and reads the number of devices per host.
         self._torch.npu = SimpleNamespace(device_count=lambda: 8)
         stand_in("torch_npu", {})
         self._policy = getattr(import_from(VLLM_ASCEND, module), name)()
 
     def decide(self, scene: Scene) -> Decision:
-        """Its answer is taken whether or not it thinks that changing pays."""
+        """Return the new placement even if the balancer does not consider the change worthwhile."""
         workload = self._torch.from_numpy(_by_slot(scene).sum(axis=0))
-        now = self._torch.from_numpy(scene.placement_LRS.copy())
-        (_, _, found), cpu, wall = _timed(lambda: self._policy.rebalance_experts(now, workload))
-        return _decision(scene, np.asarray(found, dtype=np.int32), cpu, wall)
+        current = self._torch.from_numpy(scene.placement_LRS.copy())
+        result, cpu_seconds, wall_seconds = _timed(lambda: self._policy.rebalance_experts(current, workload))
+        _, _, new_LRS = result
+        return _decision(scene, np.asarray(new_LRS, dtype=np.int32), cpu_seconds, wall_seconds)
 
 
 _STAIR = {
@@ -77,11 +79,11 @@ _STAIR = {
     "replica_search_beam_size": 64,
     "placement_search_backtrack_limit": 32,
 }
-"""STAIR's settings and their defaults; the module that declares them imports all of the engine."""
+"""Default settings of STAIR, repeated here because the module that declares them imports the whole engine."""
 
 
 class _Stair:
-    """vLLM-Ascend's STAIR, which changes layers whose balance has fallen since it last did."""
+    """vLLM-Ascend's STAIR, which changes a layer if its balance has become worse since the layer's last change."""
 
     def __init__(self) -> None:
         folder = VLLM_ASCEND_NEXT.folder.strip("/")
@@ -95,38 +97,43 @@ class _Stair:
         self._committed_L = np.zeros(0)
 
     def decide(self, scene: Scene) -> Decision:
-        """Takes the window step by step and expert by expert; one node."""
+        """Decide from the heat of each step and expert, with all ranks on one node."""
         layers, ranks, _ = scene.placement_LRS.shape
         if self._committed_L.size != layers:
             self._committed_L = np.full(layers, np.nan)
-        asked = scene.heat_TLE.astype(np.float64), scene.placement_LRS.astype(np.int64), self._committed_L
-        one_node_R, settings = np.zeros(ranks, dtype=np.int64), SimpleNamespace(**_STAIR)
-        found, cpu, wall = _timed(lambda: self._policy.plan_rebalance(*asked, one_node_R, settings))
-        predicted_L = found.predicted_mean_ratios
+        loads = scene.heat_TLE.astype(np.float64)
+        placed_LRS = scene.placement_LRS.astype(np.int64)
+        node_R = np.zeros(ranks, dtype=np.int64)
+        settings = SimpleNamespace(**_STAIR)
+        result, cpu_seconds, wall_seconds = _timed(
+            lambda: self._policy.plan_rebalance(loads, placed_LRS, self._committed_L, node_R, settings)
+        )
+        predicted_L = result.predicted_mean_ratios
         self._committed_L = np.where(np.isnan(predicted_L), self._committed_L, predicted_L)
-        return _decision(scene, np.asarray(found.rank_expert_ids, dtype=np.int32), cpu, wall)
+        return _decision(scene, np.asarray(result.rank_expert_ids, dtype=np.int32), cpu_seconds, wall_seconds)
 
 
 class _VllmDefault:
-    """vLLM's default: DeepSeek's EPLB with one group and one node."""
+    """vLLM's default balancer: DeepSeek's EPLB with one expert group and one node."""
 
     def __init__(self) -> None:
         self._torch = _torch()
         self._policy = import_from(VLLM, "default").DefaultEplbPolicy
 
     def decide(self, scene: Scene) -> Decision:
-        """Sees the sum of the window."""
+        """Decide from the summed heat of the window."""
         layers, ranks, slots = scene.placement_LRS.shape
         weight = self._torch.from_numpy(scene.heat_TLE.sum(axis=0).astype(np.float32))
-        now = self._torch.from_numpy(scene.placement_LRS.reshape(layers, -1).astype(np.int64))
-        found, cpu, wall = _timed(
-            lambda: self._policy.rebalance_experts(weight, ranks * slots, 1, 1, ranks, now)
+        current = self._torch.from_numpy(scene.placement_LRS.reshape(layers, -1).astype(np.int64))
+        new_LP, cpu_seconds, wall_seconds = _timed(
+            lambda: self._policy.rebalance_experts(weight, ranks * slots, 1, 1, ranks, current)
         )
-        return _decision(scene, np.asarray(found, dtype=np.int32).reshape(layers, ranks, slots), cpu, wall)
+        placed_LRS = np.asarray(new_LP, dtype=np.int32).reshape(layers, ranks, slots)
+        return _decision(scene, placed_LRS, cpu_seconds, wall_seconds)
 
 
 class _Sglang:
-    """SGLang's two balancers without expert groups: DeepSeek's on the sum, and its own variant on all steps."""
+    """SGLang's two balancers without expert groups: DeepSeek's EPLB (``deepseek``) and its variant ``deepseek_vec``."""
 
     def __init__(self, module: str) -> None:
         self._torch = _torch()
@@ -134,7 +141,7 @@ class _Sglang:
         self._policy = import_from(SGLANG, module)
 
     def decide(self, scene: Scene) -> Decision:
-        """The one sees the sum of the window, the other all its steps."""
+        """Decide from the summed heat for ``deepseek``, and from the heat of each step for ``deepseek_vec``."""
         layers, ranks, slots = scene.placement_LRS.shape
         heat = self._torch.from_numpy(scene.heat_TLE.astype(np.float32))
 
@@ -143,8 +150,10 @@ class _Sglang:
                 return self._policy.rebalance_experts(heat.sum(dim=0), ranks * slots, None, 1, ranks, False)
             return self._policy.rebalance_experts(heat, ranks * slots, slots, None, 1, False)
 
-        (found, _, _), cpu, wall = _timed(rebalance)
-        return _decision(scene, np.asarray(found, dtype=np.int32).reshape(layers, ranks, slots), cpu, wall)
+        result, cpu_seconds, wall_seconds = _timed(rebalance)
+        new_LP, _, _ = result
+        placed_LRS = np.asarray(new_LP, dtype=np.int32).reshape(layers, ranks, slots)
+        return _decision(scene, placed_LRS, cpu_seconds, wall_seconds)
 
 
 FLASHLB = "FlashLB"
@@ -158,11 +167,11 @@ PEERS: dict[str, tuple[Package, Callable[[], Policy]]] = {
     "SGLang deepseek": (SGLANG, lambda: _Sglang("deepseek")),
     "SGLang deepseek_vec": (SGLANG, lambda: _Sglang("deepseek_vec")),
 }
-"""Each peer by its name here: the package that it comes in, and how it is made."""
+"""Package and factory of each peer, by the peer's name in this project."""
 
 
 def make(name: str) -> Policy:
-    """The peer called ``name``, new."""
+    """Create the peer called ``name``."""
     return PEERS[name][1]()
 
 
@@ -174,7 +183,7 @@ def _torch() -> Any:
 
 
 def _by_slot(scene: Scene) -> np.ndarray:
-    """Heat as the slots would have received it, float64 ``[T, L, R, S]``."""
+    """Return the heat of each slot if replicas share tokens evenly, float64 ``[T, L, R, S]``."""
     steps, _, experts = scene.heat_TLE.shape
     by_slot = np.empty((steps, *scene.placement_LRS.shape))
     for layer, placed_RS in enumerate(scene.placement_LRS):
@@ -184,18 +193,20 @@ def _by_slot(scene: Scene) -> np.ndarray:
 
 
 def _timed(rebalance: Callable[[], Any]) -> tuple[Any, float, float]:
-    cpu, wall = time.process_time(), time.perf_counter()
-    found = rebalance()
-    return found, time.process_time() - cpu, time.perf_counter() - wall
+    """Call a balancer and return its result, the CPU seconds and the wall-clock seconds."""
+    cpu_start = time.process_time()
+    wall_start = time.perf_counter()
+    result = rebalance()
+    return result, time.process_time() - cpu_start, time.perf_counter() - wall_start
 
 
-def _decision(scene: Scene, placed_LRS: Int32, cpu: float, wall: float) -> Decision:
+def _decision(scene: Scene, placed_LRS: Int32, cpu_seconds: float, wall_seconds: float) -> Decision:
     changed = int((placed_LRS != scene.placement_LRS).any(axis=(1, 2)).sum())
-    return Decision(placed_LRS, None, None, changed, cpu, wall)
+    return Decision(placed_LRS, None, None, changed, cpu_seconds, wall_seconds)
 
 
 def _quiet_logger() -> logging.Logger:
-    """A logger that drops what peers log."""
+    """Return a logger that discards the peers' messages."""
     logger = logging.getLogger("peers")
     logger.addHandler(logging.NullHandler())
     logger.propagate = False
