@@ -1,4 +1,4 @@
-"""SGLang's own objects as far as the adapter touches them, in the shapes and types that release 0.5.23 gives them."""
+"""Fakes of the SGLang objects that the adapter uses, with the shapes and types of release 0.5.23."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PHYSICAL = SLOTS * RANKS
 
 
 class Metadata:
-    """``ExpertLocationMetadata.init_trivial``; on CPU the host's copies are the tensors themselves."""
+    """Fake of ``ExpertLocationMetadata.init_trivial``. On a CPU, the host's copies are the tensors themselves."""
 
     def __init__(self, rank, dispatch):
         layers = DENSE_LAYERS + MOE_LAYERS
@@ -26,23 +26,26 @@ class Metadata:
         self.logical_to_all_physical_map = table_EP.repeat(layers, 1, 1)
         self.logical_to_all_physical_map_cpu = self.logical_to_all_physical_map.cpu()
         self.logical_to_all_physical_map_num_valid = (self.logical_to_all_physical_map >= 0).sum(dim=-1)
-        own_E = torch.where((table_EP[:, 1] >= 0) & (rank == 1), table_EP[:, 1], table_EP[:, 0])
-        self.logical_to_rank_dispatch_physical_map = own_E.repeat(layers, 1) if dispatch == "static" else None
-        self.num_logical_experts, self.num_physical_experts = EXPERTS, PHYSICAL
+        dispatch_E = torch.where((table_EP[:, 1] >= 0) & (rank == 1), table_EP[:, 1], table_EP[:, 0])
+        self.logical_to_rank_dispatch_physical_map = (
+            dispatch_E.repeat(layers, 1) if dispatch == "static" else None
+        )
+        self.num_logical_experts = EXPERTS
+        self.num_physical_experts = PHYSICAL
         self.num_local_physical_experts = SLOTS
 
     def tensors(self):
-        """Those that graphs may have captured."""
-        found = [
+        """Return the tensors that CUDA graphs may have captured."""
+        tensors = [
             self.physical_to_logical_map,
             self.logical_to_all_physical_map,
             self.logical_to_all_physical_map_num_valid,
             self.logical_to_rank_dispatch_physical_map,
         ]
-        return [tensor for tensor in found if tensor is not None]
+        return [tensor for tensor in tensors if tensor is not None]
 
     def to_physical(self, layer_id, ids_TK):
-        """``_topk_ids_logical_to_physical_static`` and ``_dynamic``, the latter without an all-to-all."""
+        """Map as ``_topk_ids_logical_to_physical_static`` or, without an all-to-all, ``_dynamic`` does."""
         if self.logical_to_rank_dispatch_physical_map is not None:
             return self.logical_to_rank_dispatch_physical_map[layer_id][ids_TK]
         row_T1 = torch.arange(ids_TK.shape[0])[:, None]
@@ -51,7 +54,7 @@ class Metadata:
 
 
 class Recorder:
-    """``_ExpertDistributionRecorderReal``: counts all slots, or this rank's (DeepEP, low latency)."""
+    """Fake of ``_ExpertDistributionRecorderReal`` for all slots or, with DeepEP's low latency mode, this rank's."""
 
     def __init__(self, columns=PHYSICAL):
         data = torch.zeros((DENSE_LAYERS + MOE_LAYERS, columns), dtype=torch.int)
@@ -64,7 +67,7 @@ class Recorder:
 
 
 class LazyValue:
-    """SGLang's: neither a mapping nor iterable."""
+    """Fake of SGLang's lazy value, which is neither a mapping nor iterable."""
 
     def __init__(self, value):
         self.value = value
@@ -77,29 +80,29 @@ class LazyValue:
 
 
 class Model(torch.nn.Module):
-    """Experts filled with their number plus 100 for each layer; one of two tensors is kept transposed."""
+    """Model whose experts are filled with their number plus 100 times the layer; one of two tensors is transposed."""
 
     def __init__(self, rank):
         super().__init__()
-        held_S = (torch.arange(PHYSICAL) % EXPERTS)[rank * SLOTS : (rank + 1) * SLOTS].float()
-        found = {}
+        experts_S = (torch.arange(PHYSICAL) % EXPERTS)[rank * SLOTS : (rank + 1) * SLOTS].float()
+        weights_by_layer = {}
         for layer_id in range(DENSE_LAYERS, DENSE_LAYERS + MOE_LAYERS):
-            whole = (held_S + 100 * layer_id)[:, None, None]
-            plain = torch.nn.Parameter(whole.repeat(1, 3, 2), requires_grad=False)
-            turned = torch.nn.Parameter(whole.repeat(1, 5, 4).transpose(1, 2), requires_grad=False)
-            setattr(self, f"w13_{layer_id}", plain)
-            setattr(self, f"w2_{layer_id}", turned)
-            found[layer_id] = [plain.data, turned.data]
-        self.routed_experts_weights_of_layer = LazyValue(found)
+            values_S11 = (experts_S + 100 * layer_id)[:, None, None]
+            w13 = torch.nn.Parameter(values_S11.repeat(1, 3, 2), requires_grad=False)
+            w2 = torch.nn.Parameter(values_S11.repeat(1, 5, 4).transpose(1, 2), requires_grad=False)
+            setattr(self, f"w13_{layer_id}", w13)
+            setattr(self, f"w2_{layer_id}", w2)
+            weights_by_layer[layer_id] = [w13.data, w2.data]
+        self.routed_experts_weights_of_layer = LazyValue(weights_by_layer)
 
 
 def runner(rank):
-    """``ModelRunner`` with the model loaded."""
+    """Return a fake ``ModelRunner`` with a loaded model."""
     return SimpleNamespace(model=Model(rank), device="cpu", is_draft_worker=False, eplb_manager=None)
 
 
 class Mode:
-    """``ForwardMode``."""
+    """Fake of ``ForwardMode``."""
 
     def __init__(self, name):
         self._name = name
@@ -118,13 +121,13 @@ class Mode:
 
 
 def batch(name="decode"):
-    """``ForwardBatch``."""
+    """Return a fake ``ForwardBatch`` of this mode."""
     return SimpleNamespace(forward_mode=Mode(name))
 
 
-def put_modules(monkeypatch, named):
-    """Modules that can be imported by these names, with what is in each."""
-    for name, contents in named.items():
+def put_modules(monkeypatch, modules):
+    """Install importable modules; ``modules`` maps each full name to its attributes."""
+    for name, contents in modules.items():
         module = ModuleType(name)
         vars(module).update(contents)
         monkeypatch.setitem(sys.modules, name, module)

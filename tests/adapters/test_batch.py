@@ -1,4 +1,4 @@
-"""Tests of the phase and the number of tokens that are derived from vLLM's schedule."""
+"""The phase and the token counts that the adapter derives from vLLM's schedule."""
 
 import pytest
 
@@ -13,7 +13,7 @@ from worker_agent.adapters.batch import Batch, TokenShare, batch_of, share_of_ra
         ([1, 1, 1], {}, StepPhase.DECODE),
         ([512, 7], {}, StepPhase.PREFILL),
         ([1, 512], {}, StepPhase.MIXED),
-        ([4, 1, 2], {0: 3, 2: 1}, StepPhase.DECODE),  # three drafts, none, and one
+        ([4, 1, 2], {0: 3, 2: 1}, StepPhase.DECODE),  # the requests have three, zero and one drafts
         ([4, 6], {0: 3}, StepPhase.MIXED),
         ([1], {}, StepPhase.DECODE),  # the last token of a prompt whose cache another instance filled
     ],
@@ -29,7 +29,7 @@ def test_a_schedule_without_tokens_has_no_batch():
 @pytest.mark.parametrize("tokens", [0, 1, 3, 1000, 1001])
 @pytest.mark.parametrize("divided", [True, False])
 def test_the_ranks_of_a_data_parallel_rank_report_each_token_once(tokens, divided):
-    shares = [TokenShare(part, 4, divided).of(tokens) for part in range(4)]
+    shares = [TokenShare(rank, 4, divided).of(tokens) for rank in range(4)]
     assert sum(shares) == tokens
     assert max(shares) - min(shares) <= (1 if divided else tokens)
 
@@ -45,7 +45,7 @@ def test_the_ranks_of_a_data_parallel_rank_report_each_token_once(tokens, divide
         (None, TokenShare(0, 2, True), False, (StepPhase.DECODE, None)),
     ],
 )
-def test_a_step_is_reported_with_the_rank_s_own_tokens(batch, share, is_dummy, reported):
+def test_a_step_is_reported_with_the_tokens_of_its_rank(batch, share, is_dummy, reported):
     assert step_of(batch, share, is_dummy=is_dummy) == reported
 
 

@@ -1,4 +1,4 @@
-"""The counter counts a pass's expert choices exactly, with one operator per layer."""
+"""The choice counter counts the expert choices of a forward pass exactly, with one operator per layer."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CALLS = st.lists(
     st.tuples(
         st.sampled_from(["next", *range(LAYERS)]),
         st.integers(0, 5),
-        st.sampled_from(["all", "same mask", "mask of its own"]),
+        st.sampled_from(["all", "same mask", "separate mask"]),
         st.sampled_from(["nothing", "read", "clear"]),
     ),
     max_size=16,
@@ -30,16 +30,17 @@ CALLS = st.lists(
 
 @pytest.mark.parametrize("buffered", [choices.MAX_BUFFERED, 4])
 @given(calls=CALLS, seed=st.integers(0, 1 << 16))
-def test_counts_are_those_of_a_plain_reading(buffered: int, calls: list, seed: int) -> None:
+def test_counts_equal_a_direct_count_of_the_choices(buffered: int, calls: list, seed: int) -> None:
     random = np.random.default_rng(seed)
-    before, choices.MAX_BUFFERED = choices.MAX_BUFFERED, buffered
+    before = choices.MAX_BUFFERED
+    choices.MAX_BUFFERED = buffered
     try:
         counter = ChoiceCounter(LAYERS, EXPERTS, CPU)
         expected_LE = np.zeros((LAYERS, EXPERTS), dtype=int)
         layer = 0
         shared_T = torch.from_numpy(random.random(8) < 0.5)
-        for which, tokens, masked, then in calls:
-            layer = (layer + 1) % LAYERS if which == "next" else which
+        for position, tokens, masked, action in calls:
+            layer = (layer + 1) % LAYERS if position == "next" else position
             ids_TK = random.integers(0, EXPERTS, (tokens, TOP_K))
             mask_T = {"all": None, "same mask": shared_T[:tokens]}.get(
                 masked, torch.from_numpy(random.random(tokens) < 0.5)
@@ -47,9 +48,9 @@ def test_counts_are_those_of_a_plain_reading(buffered: int, calls: list, seed: i
             counter.count(layer, torch.from_numpy(ids_TK).int(), mask_T)
             active_T = np.ones(tokens, dtype=bool) if mask_T is None else mask_T.numpy()
             np.add.at(expected_LE[layer], ids_TK[active_T].ravel(), 1)
-            if then == "read":
+            if action == "read":
                 assert counter.chosen_LE.tolist() == expected_LE.tolist()
-            elif then == "clear":
+            elif action == "clear":
                 counter.clear()
                 expected_LE[:] = 0
         assert counter.chosen_LE.tolist() == expected_LE.tolist()
@@ -58,7 +59,7 @@ def test_counts_are_those_of_a_plain_reading(buffered: int, calls: list, seed: i
 
 
 @pytest.mark.parametrize("masked", [False, True])
-def test_a_pass_launches_one_operator_per_layer_and_three_more(masked: bool) -> None:
+def test_a_pass_launches_one_operator_per_layer_plus_three(masked: bool) -> None:
     layers = 58
     counter = ChoiceCounter(layers, EXPERTS, CPU)
     ids_TK = torch.randint(0, EXPERTS, (64, TOP_K), dtype=torch.int32)
@@ -79,7 +80,7 @@ def test_a_pass_launches_one_operator_per_layer_and_three_more(masked: bool) -> 
     assert chosen_LE.shape == (layers, EXPERTS)
 
 
-def test_a_larger_batch_leaves_the_memory_of_earlier_graphs_alone() -> None:
+def test_a_larger_batch_keeps_the_memory_of_earlier_graphs() -> None:
     counter = ChoiceCounter(1, EXPERTS, CPU)
     counter.count(0, torch.zeros((2, TOP_K), dtype=torch.int32))
     address = counter._ids_LC.data_ptr()

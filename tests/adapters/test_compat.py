@@ -1,4 +1,4 @@
-"""An engine whose functions are not the known ones is refused with their names, before anything is patched."""
+"""An engine with changed functions is rejected by their names before anything is patched."""
 
 import importlib.util
 import linecache
@@ -18,7 +18,7 @@ BODY = "class State:\n    def step(self, is_dummy=False):\n        return is_dum
 
 @pytest.fixture
 def engine(tmp_path, monkeypatch):
-    """Writes the source of a module ``toy_engine`` that can be imported."""
+    """Return a function that writes the source of an importable module ``toy_engine``."""
     monkeypatch.syspath_prepend(tmp_path)
 
     def write(source):
@@ -34,24 +34,26 @@ def engine(tmp_path, monkeypatch):
 
 
 TARGET = "toy_engine:State.step"
-EXACT, HANDED_ON = {TARGET: None}, {TARGET: 1}
-"""A patch that takes the known parameters, and one that hands on all but ``self``."""
+EXACT = {TARGET: None}
+"""A patch that depends on the exact parameters."""
+FORWARDING = {TARGET: 1}
+"""A patch that passes on all arguments after ``self``."""
 
 
-def known_as(engine, release):
-    """The fingerprints of an engine of ``BODY``."""
+def fingerprints_of(engine, release):
+    """Write ``BODY`` as the engine and return its fingerprints under this release."""
     engine(BODY)
     return {release: {TARGET: compat.fingerprint(TARGET)}}
 
 
-def test_the_known_function_passes_whatever_its_comments(engine):
-    known = known_as(engine, "1.2")
+def test_comments_and_docstrings_do_not_change_a_fingerprint(engine):
+    fingerprints = fingerprints_of(engine, "1.2")
     engine(BODY.replace("        return", '        """A docstring."""\n        # a comment\n        return'))
-    assert compat.require("Toy", "1.2.3+cpu", known, EXACT) is None
+    assert compat.require("Toy", "1.2.3+cpu", fingerprints, EXACT) is None
 
 
 @pytest.mark.parametrize(
-    ("changed", "said"),
+    ("source", "difference"),
     [
         (BODY.replace("def step", "def advance"), "is missing"),
         (BODY.replace("is_dummy=False", "is_dummy=False, log=None"), "takes (self, is_dummy, log)"),
@@ -59,56 +61,57 @@ def test_the_known_function_passes_whatever_its_comments(engine):
         ("", "is missing"),
     ],
 )
-def test_a_function_that_moved_is_named(engine, changed, said):
-    known = known_as(engine, "1.2")
-    engine(changed)
+def test_a_changed_function_is_named(engine, source, difference):
+    fingerprints = fingerprints_of(engine, "1.2")
+    engine(source)
     with pytest.raises(UnsupportedEngineError, match=r"toy_engine:State\.step") as refusal:
-        compat.require("Toy", "1.2.3", known, EXACT)
-    assert said in str(refusal.value)
+        compat.require("Toy", "1.2.3", fingerprints, EXACT)
+    assert difference in str(refusal.value)
     assert "unset EPLB_AGENT_SERVICE" in str(refusal.value)
 
 
-RENAMED, GONE = BODY.replace("is_dummy=False", "dummy=False"), ""
+RENAMED = BODY.replace("is_dummy=False", "dummy=False")
+GONE = ""
 
 
 @pytest.mark.parametrize(
-    ("changed", "patches", "fits"),
+    ("source", "patches", "fits"),
     [
         (BODY.replace("return is_dummy", "return not is_dummy"), EXACT, True),
         (RENAMED, EXACT, False),
-        (RENAMED, HANDED_ON, True),
-        (BODY.replace("self, ", "cls, "), HANDED_ON, False),
+        (RENAMED, FORWARDING, True),
+        (BODY.replace("self, ", "cls, "), FORWARDING, False),
         (RENAMED, {}, True),
-        (GONE, HANDED_ON, False),
+        (GONE, FORWARDING, False),
         (GONE, {}, True),
     ],
 )
-def test_only_what_no_longer_fits_a_patch_cannot_be_allowed(engine, changed, patches, fits):
-    known = known_as(engine, "1.2")
-    engine(changed)
+def test_only_functions_that_no_longer_fit_a_patch_cannot_be_allowed(engine, source, patches, fits):
+    fingerprints = fingerprints_of(engine, "1.2")
+    engine(source)
     with pytest.raises(UnsupportedEngineError) as refusal:
-        compat.require("Toy", "1.2.3", known, patches)
+        compat.require("Toy", "1.2.3", fingerprints, patches)
     assert ("ALLOW_UNVERIFIED" in str(refusal.value)) is fits
     assert ("no longer fit toy_engine:State.step" in str(refusal.value)) is not fits
     if fits:
-        differs = compat.require("Toy", "1.2.3", known, patches, allow_unverified=True)
+        differs = compat.require("Toy", "1.2.3", fingerprints, patches, allow_unverified=True)
         assert differs.startswith("Toy 1.2.3 is served unverified: functions that")
         assert "State.step" in differs
     else:
         with pytest.raises(UnsupportedEngineError):
-            compat.require("Toy", "1.2.3", known, patches, allow_unverified=True)
+            compat.require("Toy", "1.2.3", fingerprints, patches, allow_unverified=True)
 
 
-def test_an_unknown_release_is_refused_with_those_that_are_known():
+def test_an_unknown_release_is_rejected_with_a_list_of_known_ones():
     with pytest.raises(UnsupportedEngineError, match=r"Toy 2\.0\.1.*never tested.*Install Toy 1\.4, 1\.12"):
         compat.require("Toy", "2.0.1", {"1.12": {}, "1.4": {}}, {})
 
 
-def test_an_engine_may_be_known_by_its_patch_releases_alone(engine):
-    known = known_as(engine, "0.5.23")
-    compat.require("Toy", "0.5.23+cu13", known, {})
+def test_an_engine_can_be_known_by_patch_release(engine):
+    fingerprints = fingerprints_of(engine, "0.5.23")
+    compat.require("Toy", "0.5.23+cu13", fingerprints, {})
     with pytest.raises(UnsupportedEngineError, match=r"Toy 0\.5\.24.*never tested.*Install Toy 0\.5\.23"):
-        compat.require("Toy", "0.5.24", known, {})
+        compat.require("Toy", "0.5.24", fingerprints, {})
 
 
 @pytest.mark.parametrize(
@@ -119,25 +122,25 @@ def test_an_engine_may_be_known_by_its_patch_releases_alone(engine):
         ("0.40", "0.33"),
         ("0.9.2", "0.23"),
         ("0.27.3", "0.23"),
-        ("0.28.0", "0.33"),  # as far from 0.23: the newer one
+        ("0.28.0", "0.33"),  # equally far from 0.23, so the newer one
         ("dev", "0.23"),
         ("1.0.0", "0.33"),
     ],
 )
-def test_an_unknown_release_is_compared_with_the_nearest(version, release):
+def test_an_unknown_release_is_compared_with_the_nearest_one(version, release):
     names = ("0.23", "0.33") if version.startswith("0.2") else ("0.23", "0.32", "0.33")
-    known = {name: {} for name in names}
-    assert compat.nearest(version, known) == release
+    fingerprints = {name: {} for name in names}
+    assert compat.nearest(version, fingerprints) == release
 
 
-def test_an_unknown_release_can_be_tried_where_patches_still_fit(engine):
-    known = {"1.9": {}} | known_as(engine, "1.12")
+def test_an_unknown_release_can_be_tried_if_patches_still_fit(engine):
+    fingerprints = {"1.9": {}} | fingerprints_of(engine, "1.12")
     with pytest.raises(UnsupportedEngineError, match=r"not changed since 1\.12\..*ALLOW_UNVERIFIED"):
-        compat.require("Toy", "1.11", known, EXACT)
-    assert "never tested" in compat.require("Toy", "1.11", known, EXACT, allow_unverified=True)
+        compat.require("Toy", "1.11", fingerprints, EXACT)
+    assert "never tested" in compat.require("Toy", "1.11", fingerprints, EXACT, allow_unverified=True)
     engine(BODY.replace("def step", "def advance"))
     with pytest.raises(UnsupportedEngineError, match=r"changed since 1\.12: toy_engine:State") as refusal:
-        compat.require("Toy", "1.11", known, EXACT, allow_unverified=True)
+        compat.require("Toy", "1.11", fingerprints, EXACT, allow_unverified=True)
     assert "ALLOW_UNVERIFIED" not in str(refusal.value)
 
 
@@ -147,22 +150,23 @@ def test_every_patched_function_is_compared(package):
     assert set(adapter.PATCHES) <= {target for functions in adapter.KNOWN.values() for target in functions}
 
 
-def test_a_source_that_is_not_installed_is_read_as_an_installed_one(engine, tmp_path):
-    """Decorated, under ``if``, with every kind of parameter."""
+def test_a_source_tree_has_the_same_fingerprints_as_an_installed_engine(engine, tmp_path):
+    """The functions are decorated, nested under ``if``, and have every kind of parameter."""
     source = (
         "if True:\n    class State:\n        @property\n        def near(self):\n            return 1\n\n"
         "        @staticmethod\n        def step(a, /, b, *rest, c=1, **named):\n"
         '            """Says so."""\n            return a  # a comment\n'
     )
     engine(source)
-    known = {
-        f"toy_engine:State.{one}": compat.fingerprint(f"toy_engine:State.{one}") for one in ("near", "step")
+    fingerprints = {
+        f"toy_engine:State.{name}": compat.fingerprint(f"toy_engine:State.{name}")
+        for name in ("near", "step")
     }
-    assert {target: engine_fingerprints.find(tmp_path, target) for target in known} == known
-    assert engine_fingerprints.moved(tmp_path, known) == {}
+    assert {target: engine_fingerprints.find(tmp_path, target) for target in fingerprints} == fingerprints
+    assert engine_fingerprints.moved(tmp_path, fingerprints) == {}
     (tmp_path / "toy_engine.py").write_text(source.replace("c=1, ", "").replace("return 1", "return 2"))
-    known["toy_engine:gone"] = known["toy_engine:State.near"]
-    assert engine_fingerprints.moved(tmp_path, known) == {
+    fingerprints["toy_engine:gone"] = fingerprints["toy_engine:State.near"]
+    assert engine_fingerprints.moved(tmp_path, fingerprints) == {
         "toy_engine:State.near": "has another body",
         "toy_engine:State.step": "takes (a, b, rest, named)",
         "toy_engine:gone": "is not there",
@@ -171,7 +175,7 @@ def test_a_source_that_is_not_installed_is_read_as_an_installed_one(engine, tmp_
 
 @pytest.mark.parametrize("service", [None, " "])
 @pytest.mark.parametrize("package", ["vllm", "vllm_ascend", "sglang"])
-def test_without_a_service_no_plugin_touches_anything(package, service, monkeypatch):
+def test_plugins_change_nothing_without_a_service(package, service, monkeypatch):
     monkeypatch.delenv("EPLB_AGENT_SERVICE", raising=False)
     if service is not None:
         monkeypatch.setenv("EPLB_AGENT_SERVICE", service)
@@ -183,19 +187,19 @@ def test_without_a_service_no_plugin_touches_anything(package, service, monkeypa
     assert touched == []
 
 
-def test_a_misspelt_service_is_named_where_no_agent_starts(monkeypatch, caplog):
+def test_a_misspelt_service_variable_is_logged(monkeypatch, caplog):
     monkeypatch.delenv("EPLB_AGENT_SERVICE", raising=False)
     monkeypatch.setenv("EPLB_AGENT_SERVCE", "eplb:50551")
     plugins._warn_of_misspelt_names.cache_clear()
     assert plugins._is_requested() is plugins._is_requested() is False
-    (said,) = caplog.messages
-    assert "does nothing" in said
-    assert "did you mean EPLB_AGENT_SERVICE?" in said
+    (message,) = caplog.messages
+    assert "does nothing" in message
+    assert "did you mean EPLB_AGENT_SERVICE?" in message
 
 
 @pytest.fixture
-def own_log():
-    """The logger above all of the agent's, as it was afterwards."""
+def eplb_log():
+    """Yield the parent logger of the agent's loggers, and restore it afterwards."""
     log = logging.getLogger("eplb")
     before = log.level, log.propagate, list(log.handlers)
     yield log
@@ -203,9 +207,11 @@ def own_log():
     log.propagate, log.handlers[:] = before[1:]
 
 
-def test_the_agent_s_records_come_by_the_engine_s_own_handlers(own_log):
-    """vLLM configures its own loggers alone: what another one logs is nowhere, warnings are bare lines."""
-    records, handler, engine = [], logging.Handler(), logging.getLogger("toy_engine")
+def test_agent_records_use_the_handlers_of_the_engine(eplb_log):
+    """vLLM configures only its own loggers, so other records are lost and warnings have no prefix."""
+    records = []
+    handler = logging.Handler()
+    engine = logging.getLogger("toy_engine")
     handler.emit = records.append
     engine.addHandler(handler)
     engine.setLevel(logging.INFO)
@@ -216,4 +222,4 @@ def test_the_agent_s_records_come_by_the_engine_s_own_handlers(own_log):
     log.debug("details")
     log.warning("stopped")
     assert [record.getMessage() for record in records] == ["attached", "stopped"]
-    assert own_log.propagate is False
+    assert eplb_log.propagate is False

@@ -1,4 +1,4 @@
-"""The SGLang adapter on SGLang's tensors alone: options, and tables, maps and weights that follow a switch."""
+"""The SGLang host on fake SGLang objects: its options, and the tables, maps and weights after a switch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from worker_agent.adapters.sglang.options import SglangOptions
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"dispatch": "lp"}, "--ep-dispatch-algorithm lp"),
         ({"dispatch": "fake"}, "--ep-dispatch-algorithm fake"),
@@ -33,13 +33,13 @@ from worker_agent.adapters.sglang.options import SglangOptions
         ({"unsupported": (("--enable-pdmux", "Two passes run at once"),)}, "pdmux. Two passes run at once"),
     ],
 )
-def test_what_cannot_be_balanced_is_refused_by_name(changes, said):
+def test_unsupported_options_are_rejected_by_name(changes, message):
     with pytest.raises(UnsupportedEngineError, match="unset EPLB_AGENT_SERVICE") as refusal:
         replace(PLAIN, **changes).check(allow_unverified=False)
-    assert said in str(refusal.value)
+    assert message in str(refusal.value)
 
 
-def test_an_unread_backend_can_be_tried_but_nothing_that_is_known_to_fail():
+def test_only_an_unverified_backend_can_be_allowed():
     for changes in ({}, {"dispatch": "static", "all_to_all": "deepep"}, {"all_to_all": "deepep"}):
         replace(PLAIN, **changes).check(allow_unverified=False)
     replace(PLAIN, all_to_all="mori").check(allow_unverified=True)
@@ -51,7 +51,7 @@ def test_an_unread_backend_can_be_tried_but_nothing_that_is_known_to_fail():
     ("dispatch", "slots", "entries"),
     [("static", 288, 1), ("dynamic", 288, 16), ("dynamic", 12, 8), ("dynamic", 3, 2)],
 )
-def test_tables_have_as_many_entries_as_sglang_has_room_for(dispatch, slots, entries):
+def test_tables_have_the_number_of_entries_that_sglang_has_room_for(dispatch, slots, entries):
     assert replace(PLAIN, dispatch=dispatch).entries(slots) == entries
 
 
@@ -66,14 +66,16 @@ def options(dispatch):
 def started(dispatch, columns=fakes.PHYSICAL):
     rank = dist.get_rank()
     engine_host.AgentSettings = live.settings
-    runner, metadata, recorder = fakes.runner(rank), fakes.Metadata(rank, dispatch), fakes.Recorder(columns)
+    runner = fakes.runner(rank)
+    metadata = fakes.Metadata(rank, dispatch)
+    recorder = fakes.Recorder(columns)
     host = SglangHost(runner, options(dispatch))
     host.start(metadata, recorder, rank, dist.group.WORLD)
     return runner, metadata, recorder, host
 
 
 def consistent(runner, metadata, rank):
-    """Whether choices are sent to slots that hold the expert, every map says so, and weights are that expert's."""
+    """Return True if dispatch, all maps and the weights agree on the expert of each slot."""
     ids_TK = torch.arange(fakes.EXPERTS).repeat(20, 1)
     for layer_id in MOE_LAYERS:
         phy2log_P = metadata.physical_to_logical_map[layer_id]
@@ -85,9 +87,9 @@ def consistent(runner, metadata, rank):
             holds = torch.nonzero(phy2log_P == expert).flatten().tolist()
             if [physical for physical in replicas_P if physical != -1] != holds:
                 return False
-        mine_S = phy2log_P[rank * fakes.SLOTS : (rank + 1) * fakes.SLOTS] + 100.0 * layer_id
+        expected_S = phy2log_P[rank * fakes.SLOTS : (rank + 1) * fakes.SLOTS] + 100.0 * layer_id
         for weight in runner.model.routed_experts_weights_of_layer[layer_id]:
-            if not torch.equal(weight, mine_S[:, None, None].expand_as(weight)):
+            if not torch.equal(weight, expected_S[:, None, None].expand_as(weight)):
                 return False
     return True
 
@@ -98,7 +100,7 @@ def switched(dispatch):
     addresses = [tensor.data_ptr() for tensor in metadata.tensors()]
     dense = [tensor[0].clone() for tensor in metadata.tensors()]
     first = metadata.physical_to_logical_map.clone()
-    found = {"at first": consistent(runner, metadata, rank)}
+    checks = {"at first": consistent(runner, metadata, rank)}
     for name in ("extend", "decode", "idle"):
         recorder.data.zero_()
         recorder.data[1, 3] = 5  # slot 3 of rank 0
@@ -108,19 +110,21 @@ def switched(dispatch):
     recorder.recording = False
     host.count_pass()
     host.step(fakes.batch())
-    other = Placement(host.agent.installed.placement.phy2log_LRS[:, :, ::-1].copy(), fakes.EXPERTS)
-    host.agent.restore(other, "the test wants it so")
+    reversed_placement = Placement(
+        host.agent.installed.placement.phy2log_LRS[:, :, ::-1].copy(), fakes.EXPERTS
+    )
+    host.agent.restore(reversed_placement, "the test changes the placement")
     host.agent.resume()
-    found["moved"] = not torch.equal(first, metadata.physical_to_logical_map)
-    found["switched"] = consistent(runner, metadata, rank)
-    found["same tensors"] = addresses == [tensor.data_ptr() for tensor in metadata.tensors()]
-    found["dense rows"] = all(
+    checks["moved"] = not torch.equal(first, metadata.physical_to_logical_map)
+    checks["switched"] = consistent(runner, metadata, rank)
+    checks["same tensors"] = addresses == [tensor.data_ptr() for tensor in metadata.tensors()]
+    checks["dense rows"] = all(
         torch.equal(tensor[0], row) for tensor, row in zip(metadata.tensors(), dense, strict=True)
     )
     heat = host._heat
-    found["heat"] = (heat.sources_LWE if heat.slots_LWS is None else heat.slots_LWS)[:, :5].tolist()
+    checks["heat"] = (heat.sources_LWE if heat.slots_LWS is None else heat.slots_LWS)[:, :5].tolist()
     host.agent.close()
-    return found
+    return checks
 
 
 @pytest.mark.parametrize("dispatch", ["dynamic", "static"])
@@ -129,15 +133,15 @@ def test_tables_maps_and_weights_follow_a_switch(dispatch):
         heat = torch.tensor(facts.pop("heat"))
         assert set(facts.values()) == {True}, (rank, facts)
         expected = torch.zeros_like(heat)
-        if dispatch == "dynamic":  # all ranks see all tokens: each counts what its own slots get
+        if dispatch == "dynamic":  # all ranks see all tokens, so each counts the load of its slots
             expected[rank, :3, 3] = (5, 4)[rank]
-        else:  # each counts its own tokens, by expert
+        else:  # each counts its own tokens by expert
             expected[0, :3, 3] = 5
             expected[1, :3, 1] = 4
         assert torch.equal(heat, expected), rank
 
 
-def low_latency():
+def count_own_slots():
     _, _, recorder, host = started("static", columns=fakes.SLOTS)
     recorder.data[2] = torch.tensor([1, 2, 3, 4])
     host.count_pass()
@@ -147,12 +151,12 @@ def low_latency():
     assert host._heat.sources_LWE is None
 
 
-def test_counts_of_this_rank_s_slots_are_taken_as_they_are():
-    run_ranks(fakes.RANKS, low_latency)
+def test_counts_of_only_this_rank_s_slots_are_used_unchanged():
+    run_ranks(fakes.RANKS, count_own_slots)
 
 
 def loaded():
-    """Weights are in another tensor before the first pass, then loaded in place, then into another one."""
+    """Replace a weight tensor before the first pass, then load in place, then load into a new tensor."""
     runner, _, _, host = started("dynamic")
     weight = runner.model.w2_2.data
     runner.model.w2_2.data = weight.clone()
@@ -161,18 +165,19 @@ def loaded():
     runner.model.w2_2.data = weight
     host.count_pass()
     host.step(fakes.batch())
-    found, moved = [], runner.model.w13_1
-    for loaded_into in (moved.data, moved.data.clone()):
+    drained = []
+    parameter = runner.model.w13_1
+    for loaded_into in (parameter.data, parameter.data.clone()):
         with host.drained("the test loads weights"), host.drained("a load within"):
-            moved.data = loaded_into
-        found.append(host._drained)
+            parameter.data = loaded_into
+        drained.append(host._drained)
     host.count_pass()
     host.step(fakes.batch())
     host.agent.close()
-    return found
+    return drained
 
 
-def test_balancing_goes_on_after_a_load_unless_experts_are_in_other_tensors():
+def test_balancing_resumes_after_a_load_unless_experts_are_in_new_tensors():
     assert run_ranks(fakes.RANKS, loaded) == [[False, True]] * fakes.RANKS
 
 
@@ -187,24 +192,28 @@ def resumed(dispatch):
     runner, metadata, _, host = started(dispatch)
     host.count_pass()
     host.step(fakes.batch())
-    other = Placement(host.agent.installed.placement.phy2log_LRS[:, :, ::-1].copy(), fakes.EXPERTS)
-    host.agent.restore(other, "the test wants it so")
+    reversed_placement = Placement(
+        host.agent.installed.placement.phy2log_LRS[:, :, ::-1].copy(), fakes.EXPERTS
+    )
+    host.agent.restore(reversed_placement, "the test changes the placement")
     host.agent.resume()
     dense = [tensor[0].clone() for tensor in metadata.tensors()]
     host.drain("the engine releases its memory")
     for tensor in (*metadata.tensors(), metadata.physical_to_logical_map_cpu, host._heat.passes):
         (tensor[fakes.DENSE_LAYERS :] if tensor.dim() else tensor).fill_(3)
     host.resume()
-    found = [consistent(runner, metadata, rank), int(host._heat.passes) == 1]
-    found.append(all(torch.equal(one[0], row) for one, row in zip(metadata.tensors(), dense, strict=True)))
+    checks = [consistent(runner, metadata, rank), int(host._heat.passes) == 1]
+    checks.append(
+        all(torch.equal(tensor[0], row) for tensor, row in zip(metadata.tensors(), dense, strict=True))
+    )
     valid = metadata.logical_to_all_physical_map_num_valid[fakes.DENSE_LAYERS :]
-    found.append(dispatch == "static" or entries_that_differ(host) == valid.tolist())
+    checks.append(dispatch == "static" or entries_that_differ(host) == valid.tolist())
     host.agent.close()
-    return found
+    return checks
 
 
 @pytest.mark.parametrize("dispatch", ["dynamic", "static"])
-def test_tables_are_whole_again_after_a_sleep(dispatch):
+def test_tables_are_restored_after_a_sleep(dispatch):
     assert run_ranks(fakes.RANKS, resumed, dispatch) == [[True] * 4] * fakes.RANKS
 
 
@@ -218,7 +227,7 @@ class RoutesInside(torch.nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         (lambda model, _: delattr(model, "routed_experts_weights_of_layer"), "locations and weights"),
         (lambda model, _: model.register_buffer("w13_lora_b", ROWS[:-1]), "w13_lora_b per expert"),
@@ -228,15 +237,17 @@ class RoutesInside(torch.nn.Module):
         (lambda model, _: model.routed_experts_weights_of_layer[1].append(ROWS[:-1, :3]), "without gaps"),
     ],
 )
-def test_a_model_that_cannot_be_balanced_is_refused(change, said):
-    runner, metadata, recorder = fakes.runner(0), fakes.Metadata(0, "dynamic"), fakes.Recorder()
+def test_a_model_that_cannot_be_balanced_is_rejected(change, message):
+    runner = fakes.runner(0)
+    metadata = fakes.Metadata(0, "dynamic")
+    recorder = fakes.Recorder()
     change(runner.model, recorder)
     host = SglangHost(runner, options("dynamic"))
-    with pytest.raises(UnsupportedEngineError, match=said):
+    with pytest.raises(UnsupportedEngineError, match=message):
         host.start(metadata, recorder, 0, None)
 
 
-def test_sglang_s_own_host_is_never_run():
+def test_methods_of_sglang_s_own_manager_do_nothing_or_raise():
     host = SglangHost(fakes.runner(0), options("dynamic"))
     host.on_forward_pass_end()
     for call in (host.rebalance, host.reset_generator, host.enable_rebalance):

@@ -1,4 +1,4 @@
-"""Experts that change slots compute what they did before, and engines whose experts do not are refused at the start."""
+"""The trial of the experts: engines whose experts compute different outputs in other slots are rejected at start-up."""
 
 from __future__ import annotations
 
@@ -13,13 +13,15 @@ from worker_agent.adapters.sglang import experts as sglang_experts
 from worker_agent.adapters.trial import exchange_and_compare, move_and_back
 from worker_agent.adapters.vllm import experts as vllm_experts
 
-SLOTS, HIDDEN, FIRST = 5, 8, 10
-OUT_OF_SIGHT: dict[int, torch.Tensor] = {}
-"""What a kernel keeps where no search gets to."""
+SLOTS = 5
+HIDDEN = 8
+FIRST = 10
+HIDDEN_FACTORS: dict[int, torch.Tensor] = {}
+"""Factors per expert that the search cannot reach, by the id of the method that uses them."""
 
 
 class Experts(torch.nn.Module):
-    """Owner of the weights; its ids are physical ones, of which this rank has those from ``FIRST`` on."""
+    """Module that owns the weights of this rank's physical experts, which start at ``FIRST``."""
 
     def __init__(self, dtype=torch.float32):
         super().__init__()
@@ -34,13 +36,13 @@ class Experts(torch.nn.Module):
         self.quant_method = Method()
 
     def live(self):
-        """The agent's view of it."""
+        """Return the agent's view of the layer."""
         tables = {"expert_map": torch.arange(SLOTS), "log2phy": torch.arange(SLOTS)}
         return SimpleNamespace(expert_weights=lambda: [self.w13_weight.data], **tables)
 
 
 class Method:
-    """A quantisation method whose experts multiply, by a factor of its own if ``factors_S`` is set."""
+    """Quantisation method whose experts multiply, with an additional factor if ``HIDDEN_FACTORS`` has one."""
 
     def __init__(self):
         self.moe_kernel = None
@@ -48,7 +50,7 @@ class Method:
         self.noise = 0.0
 
     def apply(self, layer, x, topk_weights, topk_ids, shared_experts, shared_experts_input):
-        """As vLLM's; it may write to its input."""
+        """Compute the experts' output and overwrite the input, as vLLM's method may."""
         assert shared_experts is None
         assert shared_experts_input is None
         self.calls += 1
@@ -57,13 +59,13 @@ class Method:
         output = torch.einsum(
             "th,tkhj,tk->tj", x, layer.w13_weight[local_TK.long()], topk_weights.to(x.dtype)
         )
-        if id(self) in OUT_OF_SIGHT:
-            output *= OUT_OF_SIGHT[id(self)][local_TK[:, 0].long()].to(x.dtype)
+        if id(self) in HIDDEN_FACTORS:
+            output *= HIDDEN_FACTORS[id(self)][local_TK[:, 0].long()].to(x.dtype)
         x.zero_()
         return output + self.noise * torch.rand_like(output)
 
 
-def tried(experts):
+def run_trial(experts):
     compute = vllm_experts.local_experts(experts, SLOTS, torch.device("cpu"))
     before = experts.w13_weight.clone()
     try:
@@ -73,66 +75,66 @@ def tried(experts):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_experts_that_move_whole_compute_the_same_in_other_slots(dtype):
+def test_experts_that_move_completely_pass_the_trial(dtype):
     experts = Experts(dtype)
-    assert tried(experts) is None
+    assert run_trial(experts) is None
     assert experts.quant_method.calls == 3
 
 
 @pytest.mark.parametrize("factors", [[1, 1.1, 1, 1, 1], [1, 2, 3, 4, 5]])
-def test_a_factor_that_no_search_finds_is_seen_in_the_outputs(factors):
+def test_a_hidden_factor_is_detected_in_the_outputs(factors):
     experts = Experts()
-    OUT_OF_SIGHT[id(experts.quant_method)] = torch.tensor(factors)[:, None]
+    HIDDEN_FACTORS[id(experts.quant_method)] = torch.tensor(factors)[:, None]
     with pytest.raises(
         UnsupportedEngineError, match=r"MoE layer 3, whose experts in slots .*1.* different outputs"
     ):
-        tried(experts)
+        run_trial(experts)
 
 
-def test_a_copy_of_the_weights_elsewhere_is_seen_in_the_outputs():
+def test_a_hidden_copy_of_the_weights_is_detected_in_the_outputs():
     experts = Experts()
-    copied = experts.w13_weight.clone()
+    weights = experts.w13_weight.clone()
 
     def apply(layer, x, topk_weights, topk_ids):
-        return torch.einsum("th,thj->tj", x, copied[layer._expert_map[topk_ids[:, 0].long()].long()])
+        return torch.einsum("th,thj->tj", x, weights[layer._expert_map[topk_ids[:, 0].long()].long()])
 
     experts.quant_method.apply = apply
     with pytest.raises(UnsupportedEngineError, match="different outputs"):
-        tried(experts)
+        run_trial(experts)
 
 
-def test_a_kernel_that_is_not_deterministic_is_no_reason_to_refuse():
+def test_a_nondeterministic_kernel_is_accepted():
     experts = Experts()
     experts.quant_method.noise = 1e-3
-    tried(experts)
+    run_trial(experts)
 
 
 @pytest.mark.parametrize("fails", [1, 3])
-def test_a_computation_that_fails_proves_nothing_and_leaves_the_weights_as_they_were(fails):
+def test_a_trial_whose_kernel_fails_returns_the_error_and_keeps_the_weights(fails):
     experts = Experts()
-    works = experts.quant_method.apply
+    original = experts.quant_method.apply
 
-    def apply(*arguments, **named):
+    def apply(*arguments, **options):
         if experts.quant_method.calls == fails - 1:
             raise RuntimeError("needs a forward context")
-        return works(*arguments, **named)
+        return original(*arguments, **options)
 
     experts.quant_method.apply = lambda layer, x, topk_weights, topk_ids: apply(
         layer, x, topk_weights, topk_ids, None, None
     )
-    assert tried(experts) == "RuntimeError: needs a forward context"
+    assert run_trial(experts) == "RuntimeError: needs a forward context"
 
 
-def test_dummy_weights_that_are_not_numbers_prove_nothing():
+def test_dummy_weights_with_nans_are_accepted():
     experts = Experts()
     experts.w13_weight.data[1] = float("nan")
-    tried_before = experts.quant_method.calls
+    calls_before = experts.quant_method.calls
     compute = vllm_experts.local_experts(experts, SLOTS, torch.device("cpu"))
     exchange_and_compare(experts.live(), compute, "MoE layer 3")
-    assert experts.quant_method.calls == tried_before + 3
+    assert experts.quant_method.calls == calls_before + 3
 
 
-def test_experts_without_any_bytes_are_refused():
+def test_empty_experts_are_rejected():
     layer = Experts().live()
     layer.expert_weights = lambda: [torch.empty(SLOTS, 0)]
     with pytest.raises(UnsupportedEngineError, match="empty"):
@@ -144,32 +146,33 @@ def test_a_kernel_runs_without_the_exchange_between_ranks(monkeypatch):
         pass
 
     sglang_fakes.put_modules(monkeypatch, {vllm_experts._LOCAL: {vllm_experts._LOCAL_CLASS: Local}})
-    experts, used = Experts(), []
+    experts = Experts()
+    used = []
     exchange = SimpleNamespace(activation_format=SimpleNamespace(name="Standard"))
     kernel = SimpleNamespace(prepare_finalize=exchange)
     experts.quant_method.moe_kernel = SimpleNamespace(impl=kernel)
-    works = experts.quant_method.apply
+    original = experts.quant_method.apply
 
     def apply(layer, x, topk_weights, topk_ids):
         used.append(type(kernel.prepare_finalize))
-        return works(layer, x, topk_weights, topk_ids, None, None)
+        return original(layer, x, topk_weights, topk_ids, None, None)
 
     experts.quant_method.apply = apply
-    tried(experts)
+    run_trial(experts)
     assert used == [Local] * 3
     assert kernel.prepare_finalize is exchange
     exchange.activation_format.name = "BatchedExperts"
     assert vllm_experts.local_experts(experts, SLOTS, torch.device("cpu")) is None
 
 
-def test_vllm_s_layers_are_tried_before_the_ranks_meet(monkeypatch):
+def test_vllm_s_layers_are_calls_before_the_ranks_meet(monkeypatch):
     state = vllm_fakes.model_state(0)
     for index, layer in enumerate(state.model.moe_layers):
         experts = Experts()
         state.model.expert_weights[index] = [experts.w13_weight.data.view(SLOTS, -1)]
         layer.routed_experts = experts
     broken = state.model.moe_layers[1].routed_experts.quant_method
-    OUT_OF_SIGHT[id(broken)] = torch.arange(1.0, SLOTS + 1)[:, None]
+    HIDDEN_FACTORS[id(broken)] = torch.arange(1.0, SLOTS + 1)[:, None]
     physical = torch.arange(2 * SLOTS) % 6
     state.physical_to_logical_map = physical.repeat(vllm_fakes.LAYERS, 1)
     monkeypatch.setattr("worker_agent.adapters.engine_host.refuse_unlike_ranks", lambda *_: None)
@@ -179,28 +182,27 @@ def test_vllm_s_layers_are_tried_before_the_ranks_meet(monkeypatch):
 
 
 class StandardDispatcher:
-    """SGLang's, which hands tokens over with local slots."""
+    """Fake of SGLang's dispatcher, which passes tokens on with local slots."""
 
 
 @pytest.mark.parametrize("keeps", [False, True])
-def test_sglang_s_layers_are_tried(keeps, monkeypatch):
-    named = {
+def test_sglang_s_layers_are_run_trial(keeps, monkeypatch):
+    modules = {
         "token_dispatcher.standard": {"StandardDispatchOutput": lambda x, _, choice: (x, choice)},
         "topk": {"StandardTopKOutput": lambda weights, ids, _: (weights, ids)},
     }
     sglang_fakes.put_modules(
-        monkeypatch, {f"sglang.srt.layers.moe.{name}": one for name, one in named.items()}
+        monkeypatch, {f"sglang.srt.layers.moe.{name}": contents for name, contents in modules.items()}
     )
     experts = Experts()
-    kept = experts.w13_weight.clone() if keeps else None
-    experts.dispatcher, experts.params_dtype = StandardDispatcher(), torch.float32
+    weights = experts.w13_weight.clone() if keeps else None
+    experts.dispatcher = StandardDispatcher()
+    experts.params_dtype = torch.float32
 
     def apply(layer, dispatch_output):
-        x, (weights, ids) = dispatch_output
-        weight = layer.w13_weight if kept is None else kept
-        return SimpleNamespace(
-            hidden_states=torch.einsum("th,thj->tj", x * weights, weight[ids[:, 0].long()])
-        )
+        x, (scores, ids) = dispatch_output
+        weight = layer.w13_weight if weights is None else weights
+        return SimpleNamespace(hidden_states=torch.einsum("th,thj->tj", x * scores, weight[ids[:, 0].long()]))
 
     experts.quant_method.apply = apply
     compute = sglang_experts.local_experts(experts, SLOTS, torch.device("cpu"))

@@ -1,4 +1,4 @@
-"""Experts' tensors are found wherever an engine keeps them, and the layers of engines that move whole are accepted."""
+"""The search for per-expert values that would not move with their experts, in all objects of an engine's layer."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from worker_agent.adapters import reachable, unmoved
 from worker_agent.adapters.compat import UnsupportedEngineError
 from worker_agent.adapters.unmoved import refuse_unlike_ranks, refuse_unmoved
 
-SLOTS, HIDDEN = 6, 10
+SLOTS = 6
+HIDDEN = 10
 KNOWN = frozenset({"w13_input_scale", "e_score_correction_bias"})
 
 
@@ -36,7 +37,7 @@ class Slotted:
 
 
 class Wrapper:
-    """As Triton's tensors: no torch.Tensor, and holds one."""
+    """Object that holds a tensor without being one, like Triton's."""
 
     def __init__(self, data):
         self.storage = SimpleNamespace(data=data)
@@ -61,8 +62,8 @@ def moved_of(layer):
     return [layer.w13_weight.data.view(SLOTS, -1), layer.w2_weight.data.view(SLOTS, -1)]
 
 
-def check(layer, **more):
-    return refuse_unmoved(layer, moved_of(layer), SLOTS, KNOWN, **more)
+def check(layer, **options):
+    return refuse_unmoved(layer, moved_of(layer), SLOTS, KNOWN, **options)
 
 
 def in_closure(tensor):
@@ -93,35 +94,37 @@ def in_submodule(layer, tensor):
 
 
 HOMES = {
-    "attribute": lambda layer, one: setattr(layer, "g1_alphas", one),
-    "parameter": lambda layer, one: layer.register_parameter("a", torch.nn.Parameter(one)),
+    "attribute": lambda layer, tensor: setattr(layer, "g1_alphas", tensor),
+    "parameter": lambda layer, tensor: layer.register_parameter("a", torch.nn.Parameter(tensor)),
     "submodule": in_submodule,
-    "method": lambda layer, one: setattr(layer, "quant_method", SimpleNamespace(config=Description(one))),
-    "kernel": lambda layer, one: setattr(
-        layer, "quant_method", SimpleNamespace(kernel=SimpleNamespace(impl=SimpleNamespace(_factor=one)))
+    "method": lambda layer, tensor: setattr(
+        layer, "quant_method", SimpleNamespace(config=Description(tensor))
     ),
-    "wrapper": lambda layer, one: setattr(layer, "w13_scale", Wrapper(one)),
-    "list": lambda layer, one: setattr(layer, "kept", [None, one]),
-    "tuple": lambda layer, one: setattr(layer, "kept", (1, (one, 2))),
-    "dict": lambda layer, one: setattr(layer, "kept", {"scales": {"w13": one}}),
-    "set": lambda layer, one: setattr(layer, "kept", {Wrapper(one)}),
-    "deque": lambda layer, one: setattr(layer, "kept", deque([one])),
-    "slots": lambda layer, one: setattr(layer, "kept", Slotted(one)),
-    "closure": lambda layer, one: setattr(layer, "run", in_closure(one)),
-    "default": lambda layer, one: setattr(layer, "run", in_default(one)),
-    "partial": lambda layer, one: setattr(layer, "run", functools.partial(torch.mul, other=one)),
-    "partial with the layer": lambda layer, one: setattr(
-        layer, "run", functools.partial(torch.mul, layer, one)
+    "kernel": lambda layer, tensor: setattr(
+        layer, "quant_method", SimpleNamespace(kernel=SimpleNamespace(impl=SimpleNamespace(_factor=tensor)))
     ),
-    "bound method": lambda layer, one: setattr(layer, "run", Wrapper(one).__init__),
-    "class attribute": lambda layer, one: setattr(layer, "kernel", with_class_attribute(one)),
+    "wrapper": lambda layer, tensor: setattr(layer, "w13_scale", Wrapper(tensor)),
+    "list": lambda layer, tensor: setattr(layer, "kept", [None, tensor]),
+    "tuple": lambda layer, tensor: setattr(layer, "kept", (1, (tensor, 2))),
+    "dict": lambda layer, tensor: setattr(layer, "kept", {"scales": {"w13": tensor}}),
+    "set": lambda layer, tensor: setattr(layer, "kept", {Wrapper(tensor)}),
+    "deque": lambda layer, tensor: setattr(layer, "kept", deque([tensor])),
+    "slots": lambda layer, tensor: setattr(layer, "kept", Slotted(tensor)),
+    "closure": lambda layer, tensor: setattr(layer, "run", in_closure(tensor)),
+    "default": lambda layer, tensor: setattr(layer, "run", in_default(tensor)),
+    "partial": lambda layer, tensor: setattr(layer, "run", functools.partial(torch.mul, other=tensor)),
+    "partial with the layer": lambda layer, tensor: setattr(
+        layer, "run", functools.partial(torch.mul, layer, tensor)
+    ),
+    "bound method": lambda layer, tensor: setattr(layer, "run", Wrapper(tensor).__init__),
+    "class attribute": lambda layer, tensor: setattr(layer, "kernel", with_class_attribute(tensor)),
     "attribute of a parameter": on_parameter,
-    "array": lambda layer, one: setattr(layer, "kept", SimpleNamespace(scales=one.numpy())),
+    "array": lambda layer, tensor: setattr(layer, "kept", SimpleNamespace(scales=tensor.numpy())),
 }
 
 
 @pytest.mark.parametrize("home", HOMES)
-def test_a_tensor_with_a_part_per_expert_is_found_wherever_it_is(home):
+def test_a_tensor_with_a_value_per_expert_is_found_in_every_home(home):
     layer = module()
     HOMES[home](layer, per_expert())
     with pytest.raises(UnsupportedEngineError, match=r"per expert.*stay behind"):
@@ -139,9 +142,9 @@ def test_a_tensor_with_a_part_per_expert_is_found_wherever_it_is(home):
         torch.rand(SLOTS, 5).to(torch.float8_e4m3fn),
         torch.randint(0, 9, (SLOTS, 4), dtype=torch.int32),
     ],
-    ids=["last axis", "an axis of four", "alike by chance", "bytes", "flat", "fp8", "packed integers"],
+    ids=["last axis", "last of four axes", "equal values", "bytes", "flat", "fp8", "packed integers"],
 )
-def test_every_axis_and_type_counts(tensor):
+def test_tensors_of_every_axis_and_type_are_found(tensor):
     layer = module()
     layer.quant_method = SimpleNamespace(kernel=SimpleNamespace(w1_scale=tensor))
     with pytest.raises(UnsupportedEngineError, match=r"quant_method\.kernel\.w1_scale"):
@@ -149,7 +152,7 @@ def test_every_axis_and_type_counts(tensor):
 
 
 @pytest.mark.parametrize(
-    "parts",
+    "make_values",
     [
         lambda: [torch.rand(3) for _ in range(SLOTS)],
         lambda: tuple(torch.rand(3) for _ in range(SLOTS)),
@@ -175,23 +178,24 @@ def test_every_axis_and_type_counts(tensor):
         "floats",
     ],
 )
-def test_a_value_for_each_expert_is_found(parts):
+def test_a_value_for_each_expert_is_found(make_values):
     layer = module()
-    layer.kept = parts()
+    layer.kept = make_values()
     with pytest.raises(UnsupportedEngineError, match="kept"):
         check(layer)
 
 
-def test_values_behind_a_moved_part_of_a_tensor_are_found():
-    """Only half of each expert's row is moved."""
-    layer, whole = module(), per_expert(8)
-    layer.register_buffer("w2_scale", whole)
+def test_the_unmoved_half_of_a_partly_moved_tensor_is_found():
+    """Only half of each expert's row moves."""
+    layer = module()
+    scales = per_expert(8)
+    layer.register_buffer("w2_scale", scales)
     with pytest.raises(UnsupportedEngineError, match="w2_scale"):
-        refuse_unmoved(layer, [*moved_of(layer), *whole[:, :4]], SLOTS, KNOWN)
+        refuse_unmoved(layer, [*moved_of(layer), *scales[:, :4]], SLOTS, KNOWN)
 
 
-def test_a_factor_for_experts_and_a_shared_one_is_found():
-    """The slot of a fused shared expert follows the slots whose experts move."""
+def test_a_factor_per_routed_and_shared_expert_is_found():
+    """A fused shared expert occupies the slot after those of the routed experts."""
     layer = module()
     layer.w13_weight = torch.nn.Parameter(torch.rand(SLOTS + 1, 8, HIDDEN), requires_grad=False)
     moved = [layer.w13_weight.data[:SLOTS], layer.w2_weight.data]
@@ -201,8 +205,8 @@ def test_a_factor_for_experts_and_a_shared_one_is_found():
         refuse_unmoved(layer, moved, SLOTS, KNOWN)
 
 
-def as_engines_have_it():
-    """A layer in the shape of vLLM's and SGLang's, of which everything moves; and the model around it."""
+def layer_of_an_engine():
+    """Return a layer like vLLM's and SGLang's in which every value moves, the moved tensors, and its model."""
     layer = module()
     weight = layer.w13_weight
     factors = torch.nn.Parameter(per_expert(), requires_grad=False)
@@ -243,22 +247,25 @@ def as_engines_have_it():
     return layer, [*moved_of(layer), factors], model
 
 
-def test_a_layer_that_moves_whole_is_accepted():
-    layer, moved, _ = as_engines_have_it()
-    known = KNOWN | {"expert_local_to_global"}
-    facts = refuse_unmoved(layer, moved, SLOTS, known, roots={"layer": SimpleNamespace(routed_experts=layer)})
+def test_a_layer_that_moves_completely_is_accepted():
+    layer, moved, _ = layer_of_an_engine()
+    allowed = KNOWN | {"expert_local_to_global"}
+    facts = refuse_unmoved(
+        layer, moved, SLOTS, allowed, roots={"layer": SimpleNamespace(routed_experts=layer)}
+    )
     assert {"w13_input_scale", "quant_method.moe_kernel.gemm1_alpha"} <= set(facts)
 
 
-def test_the_router_s_tables_are_the_agent_s_own():
-    layer, table = module(), torch.rand(SLOTS, 8)
+def test_tables_that_the_agent_writes_are_accepted():
+    layer = module()
+    table = torch.rand(SLOTS, 8)
     layer.eplb_state = SimpleNamespace(load=table[:, :3])
     with pytest.raises(UnsupportedEngineError):
         check(layer)
     check(layer, tables=[table])
 
 
-def test_a_search_that_takes_too_long_is_reported(monkeypatch, caplog):
+def test_a_search_that_reaches_its_limit_is_logged(monkeypatch, caplog):
     monkeypatch.setattr(reachable, "MAX_OBJECTS", 40)
     layer = module()
     layer.kept = [[number] for number in range(100)]
@@ -266,16 +273,18 @@ def test_a_search_that_takes_too_long_is_reported(monkeypatch, caplog):
     assert "ended early, at kept" in caplog.text
 
 
-def test_a_search_that_is_deep_goes_on_beside_it(monkeypatch):
-    layer, inner = module(), [per_expert()]
+def test_a_search_that_reaches_its_depth_continues_elsewhere(monkeypatch):
+    layer = module()
+    inner = [per_expert()]
     for _ in range(reachable.MAX_DEPTH + 1):
         inner = [inner]
-    layer.deep, layer.later = inner, {"a": {"b": {"scales": per_expert()}}}
+    layer.deep = inner
+    layer.later = {"a": {"b": {"scales": per_expert()}}}
     with pytest.raises(UnsupportedEngineError, match=r"'b'.*'scales'"):
         check(layer)
 
 
-def own_scale(per_rank):
+def compare_scales(per_rank):
     layer = module()
     value = 0.5 + (dist.get_rank() if per_rank else 0)
     layer.w13_input_scale = torch.full((SLOTS,), value)
@@ -286,13 +295,13 @@ def own_scale(per_rank):
         return str(error)
 
 
-def test_scales_that_each_rank_derived_from_its_own_experts_are_refused_on_every_rank():
-    assert run_ranks(2, own_scale, False) == [None, None]
-    for said in run_ranks(2, own_scale, True):
-        assert "quant_method.config.scale differs between rank 0 and rank 1" in said
+def test_scales_that_differ_between_ranks_are_rejected_on_every_rank():
+    assert run_ranks(2, compare_scales, False) == [None, None]
+    for message in run_ranks(2, compare_scales, True):
+        assert "quant_method.config.scale differs between rank 0 and rank 1" in message
 
 
-def test_arrays_that_cannot_be_written_are_read():
+def test_read_only_arrays_are_read():
     array = np.arange(6.0)
     array.flags.writeable = False
     assert unmoved._as_tensor(array).tolist() == [0, 1, 2, 3, 4, 5]

@@ -1,4 +1,4 @@
-"""What is patched in vLLM: its balancer, the loading of models, and calls that change weights."""
+"""The patches in vLLM: its balancer, the loading of models, and calls that change weights."""
 
 from __future__ import annotations
 
@@ -13,6 +13,13 @@ from worker_agent.adapters import plugins
 from worker_agent.adapters.compat import UnsupportedEngineError
 from worker_agent.adapters.vllm import hooks
 
+VLLM = {"__version__": "0.32.0", "envs": SimpleNamespace(VLLM_USE_V2_MODEL_RUNNER=False)}
+
+
+def modules(monkeypatch, vllm=VLLM, **contents):
+    """Install ``vllm`` and other modules; ``contents`` maps each full name to its attributes."""
+    put_modules(monkeypatch, {"vllm": vllm, **contents})
+
 
 @pytest.mark.parametrize(
     ("release", "second_runner", "settings", "lora", "reason"),
@@ -25,9 +32,7 @@ from worker_agent.adapters.vllm import hooks
         ("0.32.0", True, {}, None, None),
     ],
 )
-def test_what_no_model_can_be_balanced_with_is_refused(
-    release, second_runner, settings, lora, reason, monkeypatch
-):
+def test_unsupported_settings_are_rejected(release, second_runner, settings, lora, reason, monkeypatch):
     envs = SimpleNamespace(VLLM_USE_V2_MODEL_RUNNER=second_runner)
     modules(monkeypatch, vllm={"__version__": release, "envs": envs})
     with nullcontext() if reason is None else pytest.raises(UnsupportedEngineError, match=reason):
@@ -35,12 +40,12 @@ def test_what_no_model_can_be_balanced_with_is_refused(
 
 
 class GptOssForCausalLM:
-    """A model of which vLLM has no EPLB."""
+    """Model class without EPLB support in vLLM."""
 
 
 @pytest.fixture
 def load(monkeypatch):
-    """Loads a model in a watched worker: with a host of the agent, or none as the class has no EPLB."""
+    """Return a function that loads a model in a hooked worker, with the agent's host or without EPLB support."""
 
     class Worker:
         rank = 0
@@ -56,7 +61,8 @@ def load(monkeypatch):
 
     def loaded(host, **settings):
         worker = Worker()
-        worker.host, worker.vllm_config = host, vllm_config(**settings)
+        worker.host = host
+        worker.vllm_config = vllm_config(**settings)
         assert worker.load_model(load_dummy_weights=True) == "loaded"
 
     return loaded
@@ -64,8 +70,8 @@ def load(monkeypatch):
 
 def test_a_model_that_vllm_cannot_balance_is_named_in_the_log(load, caplog):
     load(None)
-    (said,) = caplog.messages
-    assert said.startswith("GptOssForCausalLM is NOT balanced")
+    (message,) = caplog.messages
+    assert message.startswith("GptOssForCausalLM is NOT balanced")
     caplog.clear()
     load(None, enable_eplb=False)
     load("a host")
@@ -74,47 +80,48 @@ def test_a_model_that_vllm_cannot_balance_is_named_in_the_log(load, caplog):
 
 def test_settings_that_the_agent_ignores_are_named_in_the_log(load, caplog):
     load("a host", eplb_config=EplbConfig(4, 50, True, "torch_gloo"))
-    (said,) = caplog.messages
-    assert said.endswith(": step_interval=50, log_balancedness=True")
+    (message,) = caplog.messages
+    assert message.endswith(": step_interval=50, log_balancedness=True")
 
 
-def test_settings_are_refused_before_weights_are_loaded(load):
+def test_settings_are_rejected_before_weights_are_loaded(load):
     with pytest.raises(UnsupportedEngineError, match="pipeline parallelism"):
         load("a host", pipeline_parallel_size=2)
 
 
-def test_an_unknown_release_is_refused_and_left_as_it_is(monkeypatch):
-    found = state_class()
-    step = found.step
+def test_an_unknown_release_is_rejected_and_not_patched(monkeypatch):
+    eplb_state = state_class()
+    step = eplb_state.step
     monkeypatch.setenv("EPLB_AGENT_SERVICE", "eplb:50551")
     monkeypatch.setattr(plugins, "_log_to", lambda _: None)
-    eplb = {"EplbState": found}
+    eplb = {"EplbState": eplb_state}
     modules(monkeypatch, vllm={"__version__": "9.9.0"}, **{"vllm.distributed.eplb.eplb_state": eplb})
     with pytest.raises(UnsupportedEngineError, match=r"vLLM 9\.9\.0.*0\.32"):
         plugins.register_vllm()
-    assert found.step is step
+    assert eplb_state.step is step
 
 
 class Host:
-    """Records what is asked of the agent's host."""
+    """Host that records its calls."""
 
     def __init__(self, *_):
-        self.asked = []
+        self.calls = []
 
     def __getattr__(self, name):
-        def ask(*arguments):
-            self.asked.append((name, *arguments))
+        def record(*arguments):
+            self.calls.append((name, *arguments))
 
-        return ask
+        return record
 
 
 def state_class():
-    """As vLLM's ``EplbState``, whose own methods must not be reached but for ``add_model``."""
+    """Return a fake of ``EplbState`` in which only ``add_model`` may be called."""
 
     class EplbState:
         def __init__(self):
             self.parallel_config = SimpleNamespace(enable_elastic_ep=False)
-            self.model_states, self.is_async = {}, True
+            self.model_states = {}
+            self.is_async = True
             self.should_record_tensor = torch.zeros((), dtype=torch.bool)
 
         def add_model(self, model, model_config, model_name=None):
@@ -137,32 +144,32 @@ def model_config(runner):
 
 @pytest.fixture
 def state(monkeypatch):
-    """One that the agent has taken over, with a draft model added before the model itself, as vLLM does."""
-    found = state_class()
+    """Return a patched state to which, as in vLLM, a draft model was added before the target model."""
+    eplb_state = state_class()
     ranks = {"vllm.distributed.parallel_state": {"get_ep_group": lambda: "the ranks"}}
-    modules(monkeypatch, **{"vllm.distributed.eplb.eplb_state": {"EplbState": found}}, **ranks)
+    modules(monkeypatch, **{"vllm.distributed.eplb.eplb_state": {"EplbState": eplb_state}}, **ranks)
     monkeypatch.setattr(hooks, "VllmHost", Host)
     hooks._replace_balancer()
-    made = found()
-    made.add_model("draft", model_config("draft"), model_name="draft")
-    assert not hasattr(made, "eplb_agent_host")
-    made.add_model("target", model_config("generate"))
-    return made
+    patched = eplb_state()
+    patched.add_model("draft", model_config("draft"), model_name="draft")
+    assert not hasattr(patched, "eplb_agent_host")
+    patched.add_model("target", model_config("generate"))
+    return patched
 
 
-def test_every_pass_is_a_step_but_those_of_profiling_and_counts_begin_again(state):
-    # A draft model keeps its placement, the model is balanced.
+def test_every_pass_except_profiling_is_a_step_and_clears_the_counts(state):
+    # The draft model keeps its placement; only the target model is balanced.
     assert set(state.model_states) == {"draft", "generate"}
     assert state.is_async is False
     state.step(is_profile=True)
     state.step(is_dummy=True)
     state.step(log_stats=True)
-    assert state.eplb_agent_host.asked == [("confirm_dispatch",), ("step", True), ("step", False)]
-    assert all(not one.expert_load_pass.any() for one in state.model_states.values())
+    assert state.eplb_agent_host.calls == [("confirm_dispatch",), ("step", True), ("step", False)]
+    assert all(not model.expert_load_pass.any() for model in state.model_states.values())
     assert bool(state.should_record_tensor)
 
 
-def test_vllm_s_own_rearranging_is_off_and_nobody_may_ask_for_it(state):
+def test_vllm_s_own_rearrangement_is_disabled(state):
     state.start_async_loop()
     with pytest.raises(RuntimeError, match="elastic expert parallelism is not supported"):
         state.rearrange()
@@ -180,11 +187,11 @@ CALLS = {
     "update_weights": ("vLLM", "vLLM resume"),
     "finish_weight_update": ("vLLM resume", "vLLM resume"),
 }
-"""Calls of vLLM's worker, and what is asked of the host around each: where it returns, and where it raises."""
+"""Host calls around each call of vLLM's worker, if that call returns and if it raises."""
 
 
 def runner_of(host):
-    """A model runner whose models are the target, of ``host``, and a draft."""
+    """Return a model runner with a draft model and a target model that ``host`` balances."""
     record = torch.zeros((), dtype=torch.bool)
     state = SimpleNamespace(
         eplb_agent_host=host, model_states={"draft": "its state"}, should_record_tensor=record
@@ -193,37 +200,37 @@ def runner_of(host):
 
 
 @pytest.mark.parametrize(
-    ("tags", "named", "back"),
+    ("tags", "options", "restored"),
     [((), {}, True), (([],), {}, False), ((["kv_cache"],), {}, False), ((), {"tags": ["weights"]}, True)],
 )
-def test_tables_are_written_once_the_memory_that_they_are_in_is_back(tags, named, back, monkeypatch):
+def test_tables_are_written_after_their_memory_is_restored(tags, options, restored, monkeypatch):
     host = Host()
 
     class Worker:
         model_runner = runner_of(host)
 
         def wake_up(self, tags=None):
-            host.asked.append(("vLLM", tags))
+            host.calls.append(("vLLM", tags))
 
     for name in (*CALLS, "execute_model"):
         setattr(Worker, name, getattr(Worker, name, Worker.wake_up))
     modules(monkeypatch, **{"vllm.v1.worker.gpu_worker": {"Worker": Worker}})
     hooks._hook_worker()
-    Worker().wake_up(*tags, **named)
-    assert ("resume" in dict.fromkeys(name for name, *_ in host.asked)) is back
-    assert bool(Worker.model_runner.eplb_state.should_record_tensor) is back
+    Worker().wake_up(*tags, **options)
+    assert ("resume" in dict.fromkeys(name for name, *_ in host.calls)) is restored
+    assert bool(Worker.model_runner.eplb_state.should_record_tensor) is restored
 
 
 @pytest.mark.parametrize("fails", [False, True])
 @pytest.mark.parametrize("call", CALLS)
-def test_nothing_is_under_way_while_an_engine_sleeps_or_loads_weights(call, fails, monkeypatch):
+def test_the_host_is_called_around_sleeps_and_weight_loads(call, fails, monkeypatch):
     host = Host()
 
     class Worker:
         model_runner = runner_of(host)
 
     def done(_self):
-        host.asked.append(("vLLM",))
+        host.calls.append(("vLLM",))
         if fails:
             raise OSError("no room")
         return "done"
@@ -234,7 +241,7 @@ def test_nothing_is_under_way_while_an_engine_sleeps_or_loads_weights(call, fail
     hooks._hook_worker()
     with pytest.raises(OSError, match="no room") if fails else nullcontext():
         assert getattr(Worker(), call)() == "done"
-    assert " ".join(name for name, *_ in host.asked) == CALLS[call][fails]
+    assert " ".join(name for name, *_ in host.calls) == CALLS[call][fails]
 
 
 def test_the_host_notes_each_batch_before_it_runs(monkeypatch):
@@ -244,7 +251,7 @@ def test_the_host_notes_each_batch_before_it_runs(monkeypatch):
         model_runner = runner_of(host)
 
         def execute_model(self, scheduler_output):
-            host.asked.append(("vLLM", scheduler_output))
+            host.calls.append(("vLLM", scheduler_output))
             return "tokens"
 
     for name in CALLS:
@@ -252,6 +259,6 @@ def test_the_host_notes_each_batch_before_it_runs(monkeypatch):
     modules(monkeypatch, **{"vllm.v1.worker.gpu_worker": {"Worker": Worker}})
     hooks._hook_worker()
     assert Worker().execute_model(scheduler_output="schedule") == "tokens"
-    assert host.asked == [("note_batch", "schedule"), ("vLLM", "schedule")]
+    assert host.calls == [("note_batch", "schedule"), ("vLLM", "schedule")]
     Worker.model_runner = SimpleNamespace(eplb_state=None)
     assert Worker().execute_model("schedule") == "tokens"

@@ -1,4 +1,4 @@
-"""The vLLM adapter's host on vLLM's objects alone: what it derives and refuses, and what follows a switch."""
+"""The vLLM host on fake vLLM objects: its token groups, rejected models, and the tables and weights after a switch."""
 
 from __future__ import annotations
 
@@ -32,68 +32,71 @@ from worker_agent.adapters.vllm.host import VllmHost, _dispatch_of, _TokenGroup,
 
 
 def layer_of_023(**dispatch):
-    """Release 0.23 keeps what later runners know in three objects."""
-    known = layer(**dispatch)
+    """Return a layer of release 0.23, which keeps the dispatch flags in three objects."""
+    runner = layer(**dispatch)
     return SimpleNamespace(
-        runner=SimpleNamespace(do_naive_dispatch_combine=known.do_naive_dispatch_combine),
-        quant_method=SimpleNamespace(is_monolithic=known.is_monolithic),
-        moe_config=known.moe_config,
+        runner=SimpleNamespace(do_naive_dispatch_combine=runner.do_naive_dispatch_combine),
+        quant_method=SimpleNamespace(is_monolithic=runner.is_monolithic),
+        moe_config=runner.moe_config,
     )
 
 
-ALONE, PARALLEL, NAIVE = layer(), layer(sequence_parallel=True), layer(naive=True)
+BASIC = layer()
+PARALLEL = layer(sequence_parallel=True)
+NAIVE = layer(naive=True)
 
 
 @pytest.mark.parametrize(
-    ("one", "data_parallel", "rank", "group"),
+    ("runner", "data_parallel", "rank", "group"),
     [
-        (ALONE, 1, 3, _TokenGroup(0, 0)),  # tensor parallel alone
-        (ALONE, 2, 1, _TokenGroup(0, 0)),  # 2 x 2: ranks 0, 1 and 2, 3 share
-        (ALONE, 2, 3, _TokenGroup(2, 2)),
-        (ALONE, 4, 3, _TokenGroup(None, 3)),  # data parallel alone
+        (BASIC, 1, 3, _TokenGroup(0, 0)),  # only tensor parallel
+        (BASIC, 2, 1, _TokenGroup(0, 0)),  # 2 x 2: ranks 0 and 1 share tokens, and so do 2 and 3
+        (BASIC, 2, 3, _TokenGroup(2, 2)),
+        (BASIC, 4, 3, _TokenGroup(None, 3)),  # only data parallel
         (PARALLEL, 2, 3, _TokenGroup(None, 3)),
         (NAIVE, 4, 3, _TokenGroup(0, 0)),  # all tokens are gathered before routing
     ],
 )
-def test_ranks_that_share_tokens_are_found(one, data_parallel, rank, group):
-    assert token_group([one], config(data_parallel), rank, 4) == group
+def test_token_groups_are_derived_from_the_dispatch(runner, data_parallel, rank, group):
+    assert token_group([runner], config(data_parallel), rank, 4) == group
 
 
 @pytest.mark.parametrize(
-    ("layers", "parallel", "said"),
+    ("layers", "parallel", "message"),
     [
-        ([ALONE], config(prefill_context=2), "prefill context"),
-        ([ALONE, NAIVE], config(2), "dispatch differently"),
+        ([BASIC], config(prefill_context=2), "prefill context"),
+        ([BASIC, NAIVE], config(2), "dispatch differently"),
         ([layer(monolithic=True)], config(), "monolithic kernel"),
         ([SimpleNamespace()], config(), "of the class SimpleNamespace.*Choose another MoE backend"),
     ],
 )
-def test_what_cannot_be_derived_is_refused(layers, parallel, said):
-    with pytest.raises(UnsupportedEngineError, match=f"{said}.*unset EPLB_AGENT_SERVICE"):
+def test_an_unknown_dispatch_is_rejected(layers, parallel, message):
+    with pytest.raises(UnsupportedEngineError, match=f"{message}.*unset EPLB_AGENT_SERVICE"):
         token_group(layers, parallel, 0, 4)
 
 
-@pytest.mark.parametrize("make", [layer, layer_of_023])
+@pytest.mark.parametrize("make_layer", [layer, layer_of_023])
 @pytest.mark.parametrize("fact", [None, "naive", "sequence_parallel", "monolithic"])
-def test_a_layer_s_way_of_dispatching_is_read_wherever_its_release_keeps_it(make, fact):
-    flags = {one: one == fact for one in ("naive", "sequence_parallel", "monolithic")}
-    assert _dispatch_of(make(**flags)) == tuple(flags.values())
+def test_the_dispatch_flags_of_every_release_are_read(make_layer, fact):
+    flags = {flag: flag == fact for flag in ("naive", "sequence_parallel", "monolithic")}
+    assert _dispatch_of(make_layer(**flags)) == tuple(flags.values())
 
 
 def consistent(state, rank):
-    """Whether tables lead to slots that hold the expert, by vLLM's own map, and weights are that expert's."""
+    """Return True if the tables, vLLM's map and the weights agree on the expert of each slot."""
     for index in range(LAYERS):
         phy2log_P = state.physical_to_logical_map[index]
         if not torch.equal(phy2log_P[state.logical_to_physical_map[index, :, 0]], torch.arange(EXPERTS)):
             return False
-        mine = phy2log_P[rank * SLOTS : (rank + 1) * SLOTS].float() + 100 * index
-        if not torch.equal(state.model.expert_weights[index][0], mine[:, None].repeat(1, 8)):
+        expected = phy2log_P[rank * SLOTS : (rank + 1) * SLOTS].float() + 100 * index
+        if not torch.equal(state.model.expert_weights[index][0], expected[:, None].repeat(1, 8)):
             return False
     return True
 
 
 def switched_and_restored():
-    rank, records = dist.get_rank(), []
+    rank = dist.get_rank()
+    records = []
     handler = logging.Handler(logging.INFO)
     handler.emit = lambda record: records.append(record.getMessage())
     engine_host.log.addHandler(handler)
@@ -103,36 +106,36 @@ def switched_and_restored():
     tensors = (state.physical_to_logical_map, state.logical_to_physical_map, state.model.expert_weights[0][0])
     addresses = [tensor.data_ptr() for tensor in tensors]
     first = state.physical_to_logical_map.clone()
-    found = {"counts": state.logical_replica_count.tolist(), "at first": consistent(state, rank)}
+    facts = {"counts": state.logical_replica_count.tolist(), "at first": consistent(state, rank)}
     reported = []
     step = host.agent.step
-    host.agent.step = lambda *of_pass: (reported.append(of_pass), step(*of_pass))
+    host.agent.step = lambda *batch: (reported.append(batch), step(*batch))
     host.note_batch(scheduled([1, 6]))
     state.expert_load_pass[:, 3] = 5
     for _ in range(3):
         run_pass(state)
         host.step(is_dummy=False)
-    other = Placement(host.agent.installed.placement.phy2log_LRS[:, :, ::-1].copy(), EXPERTS)
-    host.agent.restore(other, "the test wants it so")
+    reversed_placement = Placement(host.agent.installed.placement.phy2log_LRS[:, :, ::-1].copy(), EXPERTS)
+    host.agent.restore(reversed_placement, "the test changes the placement")
     host.resume()
-    found["switched"] = not torch.equal(first, state.physical_to_logical_map) and consistent(state, rank)
+    facts["switched"] = not torch.equal(first, state.physical_to_logical_map) and consistent(state, rank)
     for warms_up in (False, True):
         host.set_warming_up(warms_up)
         run_pass(state)
         host.step(is_dummy=not warms_up)
-    found["reported"] = reported
+    facts["reported"] = reported
     host.restore()
-    found["restored"] = torch.equal(first, state.physical_to_logical_map) and consistent(state, rank)
-    found["same tensors"] = addresses == [tensor.data_ptr() for tensor in tensors]
+    facts["restored"] = torch.equal(first, state.physical_to_logical_map) and consistent(state, rank)
+    facts["same tensors"] = addresses == [tensor.data_ptr() for tensor in tensors]
     # Expert 3 was chosen five times a pass. If ranks share tokens, only the first counts them. Dummy steps
     # and warm-up requests do not count.
-    found["logged"] = records
-    found["heat"] = host._heat.sources_LWE[0, :5, 3].tolist()
+    facts["logged"] = records
+    facts["heat"] = host._heat.sources_LWE[0, :5, 3].tolist()
     host.close()
-    return found
+    return facts
 
 
-def test_vllm_s_tables_maps_and_weights_follow_a_switch():
+def test_vllm_tables_maps_and_weights_follow_a_switch():
     for rank, facts in enumerate(run_ranks(RANKS, switched_and_restored)):
         assert facts.pop("heat") == ([5, 5, 5, 0, 0] if rank == 0 else [0] * 5)
         mixed = (StepPhase.MIXED, 7 if rank == 0 else 0)
@@ -159,46 +162,47 @@ def test_vllm_s_tables_maps_and_weights_follow_a_switch():
         ("factor", (), False),
     ],
 )
-def test_what_would_stay_behind_when_its_expert_moves_is_refused(home, name, shape, refused):
+def test_a_value_per_expert_that_would_not_move_is_rejected(home, name, shape, refused):
     state = model_state(0)
-    one, tensor = state.model.moe_layers[1], torch.zeros(shape)
+    holder = state.model.moe_layers[1]
+    tensor = torch.zeros(shape)
     if name == "w2_input_scale":
-        # One per expert, and not one for all.
+        # The values differ per expert.
         tensor[1] = 0.5
     if name == "w13_weight":
         state.model.expert_weights[1].append(tensor)
     if home is not None:
-        one.routed_experts = torch.nn.Module()
-        one = one.routed_experts
-        one.register_buffer(name, tensor)
+        holder.routed_experts = torch.nn.Module()
+        holder = holder.routed_experts
+        holder.register_buffer(name, tensor)
     else:
-        setattr(one, name, tensor)
-    # The ranks would meet next, which one alone cannot.
-    said = pytest.raises(UnsupportedEngineError, match=name) if refused else pytest.raises(AttributeError)
+        setattr(holder, name, tensor)
+    # An accepted host would next wait for its peers, which do not exist here.
+    outcome = pytest.raises(UnsupportedEngineError, match=name) if refused else pytest.raises(AttributeError)
     group = SimpleNamespace(rank_in_group=0, world_size=RANKS)
-    with said:
+    with outcome:
         VllmHost(state, config(), group)
 
 
 def router_state(real):
-    """What 0.25 and later give a router: how many of its first rows are real tokens of this rank."""
+    """Return the router state of 0.25 and later: the number of leading rows that are tokens of this rank."""
     return SimpleNamespace(num_unpadded_tokens_tensors=[torch.tensor(real, dtype=torch.int32)])
 
 
 def gathered(release_counts_own, knows_router):
-    """Heat of a pass in which rank 0 is idle, as vLLM's kernel counts the rows that the naive dispatcher gathered."""
+    """Return the heat of a pass with the naive dispatcher in which rank 0 is idle, counted like vLLM's kernel."""
     rank = dist.get_rank()
     state = model_state(rank, naive=True)
-    own = torch.tensor(0 if rank == 0 else 5, dtype=torch.int32)
+    tokens = torch.tensor(0 if rank == 0 else 5, dtype=torch.int32)
     if release_counts_own:
-        state.num_unpadded_tokens_tensors = [own]
-        for one in state.model.moe_layers:
-            one.router.eplb_state = router_state(int(own)) if knows_router else None
+        state.num_unpadded_tokens_tensors = [tokens]
+        for runner in state.model.moe_layers:
+            runner.router.eplb_state = router_state(int(tokens)) if knows_router else None
     state, host = started(state=state)
-    rows = 7  # of both ranks, two of which fill up the graph
-    for one in state.model.moe_layers:
+    rows = 7  # tokens of both ranks and two rows of graph padding
+    for runner in state.model.moe_layers:
         if release_counts_own and knows_router:
-            rows = min(rows, int(one.router.eplb_state.num_unpadded_tokens_tensors[0]))
+            rows = min(rows, int(runner.router.eplb_state.num_unpadded_tokens_tensors[0]))
     state.expert_load_pass[:, 3] = rows
     run_pass(state)
     host.step(is_dummy=rank == 0)
@@ -216,7 +220,7 @@ def test_tokens_gathered_from_all_ranks_count_once(release_counts_own, knows_rou
 
 
 def asleep():
-    """A rank that sleeps after a switch of one layer, while everything that its engine made while loading is lost."""
+    """Sleep after a switch of one layer; the sleep discards all memory that the engine allocated while loading."""
     rank = dist.get_rank()
     state, host = started()
     draft = SimpleNamespace(
@@ -228,9 +232,9 @@ def asleep():
     for _ in range(3):
         run_pass(state)
         host.step(is_dummy=False)
-    other = host.agent.installed.placement.phy2log_LRS.copy()
-    other[0] = other[0, :, ::-1]
-    host.agent.restore(Placement(other, EXPERTS), "the test wants it so")
+    mixed_LRS = host.agent.installed.placement.phy2log_LRS.copy()
+    mixed_LRS[0] = mixed_LRS[0, :, ::-1]
+    host.agent.restore(Placement(mixed_LRS, EXPERTS), "the test changes the placement")
     host.resume()
     state.expert_load_pass[:, 3] = 5
     run_pass(state)
@@ -248,7 +252,7 @@ def asleep():
     for tensor in lost:
         tensor.fill_(77)
     host.resume()
-    found = {
+    facts = {
         "passes": int(rings.passes) == 4,
         "rings": not rings.sources_LWE.any(),
         "draft": draft.logical_to_physical_map.tolist() == [5, 6, 7]
@@ -265,20 +269,20 @@ def asleep():
     }
     host.restore()
     for index in range(LAYERS):
-        mine = first[index, rank * SLOTS : (rank + 1) * SLOTS].float() + 100 * index
-        state.model.expert_weights[index][0].copy_(mine[:, None].repeat(1, 8))
+        expected = first[index, rank * SLOTS : (rank + 1) * SLOTS].float() + 100 * index
+        state.model.expert_weights[index][0].copy_(expected[:, None].repeat(1, 8))
     host.resume()
-    found["reloaded"] = torch.equal(first, state.physical_to_logical_map) and consistent(state, rank)
-    for _ in range(300):  # the agent compares its tables with the device's now and then
+    facts["reloaded"] = torch.equal(first, state.physical_to_logical_map) and consistent(state, rank)
+    for _ in range(300):  # enough passes for the agent's table check
         run_pass(state)
         host.step(is_dummy=False)
-    found["serves"] = host.agent.halted is None and host.agent.unheard is None
+    facts["serves"] = host.agent.halted is None and host.agent.unheard is None
     host.close()
-    return found
+    return facts
 
 
-def test_a_sleep_in_which_memory_is_discarded_leaves_no_table_wrong():
-    """vLLM's sleep level 2: layers that were never switched, and counters, are lost as well."""
+def test_all_tables_are_restored_after_a_sleep_that_discards_memory():
+    """vLLM's sleep level 2 also discards layers that were never switched, and counters."""
     for rank, facts in enumerate(run_ranks(RANKS, asleep)):
         assert set(facts.values()) == {True}, (rank, facts)
 
@@ -286,38 +290,38 @@ def test_a_sleep_in_which_memory_is_discarded_leaves_no_table_wrong():
 def spread_over_replicas():
     """Return the tokens per slot under tensor parallelism, before and after a switch."""
     state, host = started()
-    found = [reached(state)]
+    tokens = [tokens_per_slot(state)]
     for _ in range(3):
         run_pass(state)
         host.step(is_dummy=False)
-    turned = np.array([[[0, 1, 2, 3], [0, 1, 4, 5]], [[5, 4, 3, 2], [5, 1, 0, 4]]], dtype=np.int32)
-    host.agent.restore(Placement(turned, EXPERTS), "the test wants it so")
-    found.append(reached(state))
+    swapped_LRS = np.array([[[0, 1, 2, 3], [0, 1, 4, 5]], [[5, 4, 3, 2], [5, 1, 0, 4]]], dtype=np.int32)
+    host.agent.restore(Placement(swapped_LRS, EXPERTS), "the test changes the placement")
+    tokens.append(tokens_per_slot(state))
     host.close()
-    return found
+    return tokens
 
 
-def reached(state):
+def tokens_per_slot(state):
     """Return the tokens per slot of each layer for 120 tokens, 20 per expert."""
     rows_T1 = (torch.arange(120) // 20).unsqueeze(1)
     return [
-        torch.bincount(one.router._apply_eplb_mapping(rows_T1).reshape(-1), minlength=8).tolist()
-        for one in state.model.moe_layers
+        torch.bincount(runner.router._apply_eplb_mapping(rows_T1).reshape(-1), minlength=8).tolist()
+        for runner in state.model.moe_layers
     ]
 
 
-def test_ranks_that_share_tokens_use_every_replica_evenly_and_alike():
-    one, other = run_ranks(RANKS, spread_over_replicas)
-    assert one == other
-    first, turned = one
+def test_ranks_that_share_tokens_use_all_replicas_evenly_and_identically():
+    tokens, peer_tokens = run_ranks(RANKS, spread_over_replicas)
+    assert tokens == peer_tokens
+    first, swapped = tokens
     assert first == [[10, 10, 20, 20, 20, 20, 10, 10]] * LAYERS
-    assert turned == [[10, 10, 20, 20, 10, 10, 20, 20], [10, 10, 20, 20, 10, 20, 20, 10]]
+    assert swapped == [[10, 10, 20, 20, 10, 10, 20, 20], [10, 10, 20, 20, 10, 20, 20, 10]]
 
 
 def drawn_at_random():
     state = model_state(dist.get_rank())
-    for one in state.model.moe_layers:
-        one.router._apply_eplb_mapping = lambda ids, tables=one.router.tables: tables[0][
+    for runner in state.model.moe_layers:
+        runner.router._apply_eplb_mapping = lambda ids, tables=runner.router.tables: tables[0][
             ids.long(), (torch.rand(ids.shape) * tables[1][ids.long()]).long()
         ]
     try:
@@ -326,16 +330,16 @@ def drawn_at_random():
         return str(error)
 
 
-def test_a_router_that_draws_replicas_at_random_is_refused_where_ranks_share_tokens():
-    for said in run_ranks(RANKS, drawn_at_random):
-        assert "picks different replicas for the same tokens" in said
+def test_a_router_with_random_replicas_is_rejected_if_ranks_share_tokens():
+    for message in run_ranks(RANKS, drawn_at_random):
+        assert "picks different replicas for the same tokens" in message
 
 
 def kernels_change():
     state, host = started()
     host.confirm_dispatch()
-    for one in state.model.moe_layers:
-        one.moe_config.is_sequence_parallel = True
+    for runner in state.model.moe_layers:
+        runner.moe_config.is_sequence_parallel = True
     try:
         host.step(is_dummy=False)
     except UnsupportedEngineError as error:
@@ -344,6 +348,6 @@ def kernels_change():
         host.close()
 
 
-def test_kernels_that_dispatch_otherwise_than_at_the_start_are_refused():
-    for said in run_ranks(RANKS, kernels_change):
-        assert "changed after the model was loaded" in said
+def test_a_change_of_dispatch_after_loading_is_rejected():
+    for message in run_ranks(RANKS, kernels_change):
+        assert "changed after the model was loaded" in message

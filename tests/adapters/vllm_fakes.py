@@ -1,4 +1,4 @@
-"""vLLM's own objects as far as the adapter touches them, with the routers of its MoE layers."""
+"""Fakes of the vLLM objects that the adapter uses, including the routers of the MoE layers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LAYERS, EXPERTS, SLOTS, RANKS = 2, 6, 4, 2
 
 
 def layer(naive=False, sequence_parallel=False, monolithic=False):
-    """A runner that knows how its layer dispatches."""
+    """Return a layer's runner with these dispatch flags."""
     return SimpleNamespace(
         do_naive_dispatch_combine=naive,
         is_monolithic=monolithic,
@@ -28,22 +28,22 @@ def layer(naive=False, sequence_parallel=False, monolithic=False):
 
 
 def config(data_parallel=1, prefill_context=1):
-    """``ParallelConfig``."""
+    """Return a fake ``ParallelConfig``."""
     return SimpleNamespace(data_parallel_size=data_parallel, prefill_context_parallel_size=prefill_context)
 
 
 def scheduled(counts, drafts=None):
     """Return a ``SchedulerOutput`` whose requests compute ``counts`` tokens."""
-    named = {str(number): count for number, count in enumerate(counts)}
+    tokens_by_request = {str(number): count for number, count in enumerate(counts)}
     return SimpleNamespace(
-        num_scheduled_tokens=named,
+        num_scheduled_tokens=tokens_by_request,
         total_num_scheduled_tokens=sum(counts),
         scheduled_spec_decode_tokens={str(number): [-1] * k for number, k in (drafts or {}).items()},
     )
 
 
 def hooked_router():
-    """``BaseRouter``, hooked as in an engine."""
+    """Return a fake ``BaseRouter`` class with the adapter's hook."""
 
     class BaseRouter:
         def _apply_eplb_mapping(self, topk_ids):
@@ -67,17 +67,21 @@ def mapped(tables, topk_ids):
 
 
 def model_state(rank, place=lambda tensor: tensor, naive=False):
-    """What ``EplbState.add_model`` of 0.23 makes of a model of experts filled with their number, tensors placed."""
+    """Return the state that ``EplbState.add_model`` of 0.23 creates, with experts filled with their number.
+
+    ``place`` converts each tensor, for example to a tensor on a device.
+    """
     first = torch.arange(RANKS * SLOTS) % EXPERTS
-    mine = first[rank * SLOTS : (rank + 1) * SLOTS].float()
-    router, layers = hooked_router(), [layer(naive) for _ in range(LAYERS)]
-    for one in layers:
-        one.router = router()
-    weights = [[place(mine[:, None].repeat(1, 8) + 100 * index)] for index in range(LAYERS)]
+    experts_S = first[rank * SLOTS : (rank + 1) * SLOTS].float()
+    router = hooked_router()
+    layers = [layer(naive) for _ in range(LAYERS)]
+    for runner in layers:
+        runner.router = router()
+    weights = [[place(experts_S[:, None].repeat(1, 8) + 100 * index)] for index in range(LAYERS)]
     map_LEX = place(torch.full((LAYERS, EXPERTS, 4), -1))
     count_LE = place(torch.full((LAYERS, EXPERTS), 2))
-    for index, one in enumerate(layers):
-        one.router.tables = map_LEX[index], count_LE[index]
+    for index, runner in enumerate(layers):
+        runner.router.tables = map_LEX[index], count_LE[index]
     return SimpleNamespace(
         model=SimpleNamespace(moe_layers=layers, expert_weights=weights),
         physical_to_logical_map=place(first.repeat(LAYERS, 1)),
@@ -88,14 +92,14 @@ def model_state(rank, place=lambda tensor: tensor, naive=False):
 
 
 def run_pass(state, layers=LAYERS, parts=1):
-    """One forward pass of its routers, each layer in so many parts; of all layers, or of the first ones alone."""
-    for one in state.model.moe_layers[:layers]:
+    """Run one forward pass of the first ``layers`` layers' routers, each in ``parts`` parts of the batch."""
+    for runner in state.model.moe_layers[:layers]:
         for _ in range(parts):
-            one.router._apply_eplb_mapping("choices")
+            runner.router._apply_eplb_mapping("choices")
 
 
 def started(place=lambda tensor: tensor, state=None, **changes):
-    """A rank's state and its host."""
+    """Return this rank's state and its host; ``changes`` are settings of the agent."""
     rank = dist.get_rank()
     state = state or model_state(rank, place)
     engine_host.AgentSettings = lambda: live.settings(**changes)

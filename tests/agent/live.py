@@ -1,4 +1,4 @@
-"""Live layers with agents in a test's ranks, and plans for them as a service would make them."""
+"""Live layers with agents in a test's ranks, and plans for them like a service's."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ from worker_agent.swap.rank_layout import restoring_plan
 
 EXPERTS, SLOTS, HIDDEN, INTERMEDIATE, TOP_K = 8, 5, 16, 8, 2
 RANKS = 3
-# Nobody listens on the discard port: an agent without a service.
+# No process listens on the discard port, so the agent runs without a service.
 NOWHERE = "127.0.0.1:9"
-_MOST_STEPS_MORE = 10_000
+_MAX_EXTRA_STEPS = 10_000
 _CONSTANTS = {
     "heat_deadline_calls": (heat_module, "_DEADLINE_CALLS"),
     "offer_deadline_steps": (driver_module, "_OFFER_DEADLINE_STEPS"),
     "report_steps": (agent_module, "_INITIAL_REPORT_STEPS"),
     "vote_lag": (vote_module, "_VOTE_LAG"),
 }
-"""What no host sets, but a test's rank does, in its own process."""
+"""Constants of the agent that tests change in a rank's process, by the name that ``settings`` accepts."""
 
 
 def layers_of(
     count: int, phy2log_RS: Int32, dispatcher: str = "all2allv", dealing_width: int = 1
 ) -> list[ExpertParallelMoE]:
-    """``count`` layers with seeded experts, this rank's part of ``phy2log_RS``."""
+    """Return ``count`` layers with seeded experts and this rank's slots of ``phy2log_RS``."""
     shapes = [MoEShape(layer, EXPERTS, HIDDEN, INTERMEDIATE) for layer in range(count)]
     group = dist.group.WORLD
     return [
@@ -59,20 +59,20 @@ def layers_of(
 
 
 def linear_RS(ranks: int) -> Int32:
-    """vLLM's first layout."""
+    """Return vLLM's initial placement of one layer, int32 ``[R, S]``."""
     return np.array(Placement.linear(1, EXPERTS, ranks, SLOTS).phy2log_LRS[0])
 
 
 def shuffled_RS(ranks: int, seed: int) -> Int32:
-    """Another valid layer: experts dealt out in a random order, none twice on a rank."""
+    """Return a random placement of one layer with no expert twice on a rank, int32 ``[R, S]``."""
     order = np.random.default_rng(seed).permutation(EXPERTS)
     return order[linear_RS(ranks)].astype(np.int32)
 
 
 def settings(**changes: Any) -> AgentSettings:
-    """One node, no service, and deadlines that a busy machine meets; a test of a deadline sets its own.
+    """Return settings for one node without a service, with timeouts long enough for a busy machine.
 
-    Constants of the agent that are named too are set in this process.
+    ``changes`` may also contain constants of the agent (see ``_CONSTANTS``). They are set in this process.
     """
     for name in changes.keys() & _CONSTANTS.keys():
         setattr(*_CONSTANTS[name], changes.pop(name))
@@ -89,37 +89,41 @@ def settings(**changes: Any) -> AgentSettings:
 def start(
     layer_count: int, dealing_width: int = 1, place: Callable[[Any], Any] = list, **changes: Any
 ) -> tuple[Agent, list[Any], list[Any]]:
-    """An agent over linear layers as its host has them, these layers, and the same ones that no agent touches."""
+    """Start an agent over linear layers; return it, the layers, and identical reference layers without an agent.
+
+    ``place`` converts the layers to those that the agent gets, for example to layers on a device.
+    """
     rank_RS = linear_RS(dist.get_world_size())
     layers, still = (layers_of(layer_count, rank_RS, dealing_width=dealing_width) for _ in range(2))
     return Agent.start(place(layers), dist.group.WORLD, settings(**changes)), layers, still
 
 
 def target(seed: int = 1) -> Any:
-    """A layout that ``RANKS`` linear ranks can switch to, int32 ``[R, S]``."""
+    """Return a placement that ``RANKS`` linear ranks can switch to, int32 ``[R, S]``."""
     return keep_staying_slots(linear_RS(RANKS), shuffled_RS(RANKS, seed))
 
 
 def from_here(agent: Agent, seed: int, layer: int = 0) -> Any:
-    """One that a layer can switch to from where it is."""
-    here_RS = agent.installed.placement.phy2log_LRS[layer]
-    return keep_staying_slots(here_RS, shuffled_RS(len(here_RS), seed))
+    """Return a placement that a layer can switch to from its current one, int32 ``[R, S]``."""
+    current_RS = agent.installed.placement.phy2log_LRS[layer]
+    return keep_staying_slots(current_RS, shuffled_RS(len(current_RS), seed))
 
 
 def offer(agent: Agent, changes: dict[int, Int32], plan_id: int = 1) -> None:
-    """A plan comes from the service that brings the layers of ``changes`` there, in their order."""
-    identity, installed = agent.identity, agent.installed
+    """Deliver a plan, as the service would, that changes the layers of ``changes`` in their order."""
+    identity = agent.identity
+    installed = agent.installed
     phy2log_LRS = installed.placement.phy2log_LRS.copy()
     for layer, new_RS in changes.items():
         phy2log_LRS[layer] = new_RS
-    made = restoring_plan(installed, Placement(phy2log_LRS, EXPERTS), identity.token_groups, 1)
-    layers = sorted(made.layers, key=lambda layer: list(changes).index(layer.layer))
+    restoring = restoring_plan(installed, Placement(phy2log_LRS, EXPERTS), identity.token_groups, 1)
+    layers = sorted(restoring.layers, key=lambda layer: list(changes).index(layer.layer))
     plan = RankPlan.of(plan_id, 1, installed.epoch, installed.digest, tuple(layers))
     agent._stream.plans.put((plan, installed.digest))
 
 
 def keep_staying_slots(old_RS: Int32, new_RS: Int32) -> Int32:
-    """``new_RS`` with its experts in the slots that they already have on their rank."""
+    """Return ``new_RS`` with each expert that stays on its rank kept in its current slot."""
     kept = np.full_like(new_RS, -1)
     for rank, experts in enumerate(new_RS):
         stays = np.isin(old_RS[rank], experts)
@@ -136,16 +140,16 @@ def drive(
     between: Callable[[int], None] = lambda _: None,
     epoch: int = 0,
 ) -> float:
-    """Run ``steps`` steps through both sets of layers; the largest difference of their outputs.
+    """Run ``steps`` steps through both sets of layers and return the largest difference of their outputs.
 
-    ``between(step)`` runs before each step. Ranks have different token counts, and rank 0 none at every third step.
-    Where the agent has not reached ``epoch`` by then, as on a busy machine, goes on until it has, for a minute or so;
-    all ranks reach an epoch at the same step, so all end at the same step.
+    ``between(step)`` runs before each step. Token counts differ between ranks, and rank 0 has no tokens at every third
+    step. If the agent has not reached ``epoch`` after ``steps`` steps, as on a busy machine, up to 10,000 more steps
+    follow. All ranks reach an epoch at the same step, so all of them stop at the same step.
     """
     rank = agent.identity.rank
     generator = torch.Generator().manual_seed(rank)
     worst = 0.0
-    for step in range(steps + _MOST_STEPS_MORE):
+    for step in range(steps + _MAX_EXTRA_STEPS):
         if step >= steps and agent.installed.epoch >= epoch:
             break
         between(step)
@@ -158,17 +162,18 @@ def drive(
 
 
 def difference(live: list[Any], still: list[Any], hidden_TH: torch.Tensor, ids_TK: torch.Tensor) -> float:
-    """The largest difference between outputs of layers and of those that no agent touches."""
+    """Return the largest difference between the outputs of the layers and of the reference layers."""
     weights_TK = torch.full(ids_TK.shape, 1 / TOP_K)
     pairs = zip(live, still, strict=True)
-    found = [
-        one(hidden_TH, ids_TK, weights_TK) - other(hidden_TH, ids_TK, weights_TK) for one, other in pairs
+    differences = [
+        layer(hidden_TH, ids_TK, weights_TK) - reference(hidden_TH, ids_TK, weights_TK)
+        for layer, reference in pairs
     ]
-    return max(float(part_TH.abs().max()) for part_TH in found) if len(hidden_TH) else 0.0
+    return max(float(difference_TH.abs().max()) for difference_TH in differences) if len(hidden_TH) else 0.0
 
 
 def fail_once_to_stage(agent: Agent) -> None:
-    """The first time that an expert is to be staged there is no room."""
+    """Let the next reservation of staging fail for lack of memory."""
 
     def fail() -> None:
         raise MemoryError("no room to stage")
@@ -177,7 +182,7 @@ def fail_once_to_stage(agent: Agent) -> None:
 
 
 def before_next_call(owner: object, name: str, do: Callable[[], object]) -> None:
-    """``do`` comes before the next call of this function of a module, class or object, and only before that."""
+    """Run ``do`` once, before the next call of the function ``name`` of a module, class or object."""
     function = getattr(owner, name)
 
     def once(*arguments: Any) -> Any:
@@ -188,26 +193,26 @@ def before_next_call(owner: object, name: str, do: Callable[[], object]) -> None
     setattr(owner, name, once)
 
 
-def facts(agent: Agent, worst: float, **more: Any) -> dict[str, Any]:
-    """What a rank has seen by its end: see ``facts_so_far``."""
+def facts(agent: Agent, worst: float, **extra: Any) -> dict[str, Any]:
+    """Close the agent and return its ``facts_so_far``."""
     agent.close()
-    return facts_so_far(agent, worst, **more)
+    return facts_so_far(agent, worst, **extra)
 
 
-def facts_so_far(agent: Agent, worst: float, **more: Any) -> dict[str, Any]:
-    """The largest difference of outputs, what is installed, what was dropped."""
+def facts_so_far(agent: Agent, worst: float, **extra: Any) -> dict[str, Any]:
+    """Return the largest difference of outputs, the layout's epoch and digest, the halt reason, and aborted plans."""
     return {
         "worst": worst,
         "epoch": agent.installed.epoch,
         "digest": agent.installed.digest,
         "halted": agent.halted,
         "aborted": agent.stats.plans_aborted,
-        **more,
+        **extra,
     }
 
 
 def check_together(ranks: list[dict[str, Any]], epoch: int | None = None) -> None:
-    """No output differed, and all ranks balance on, with one placement, of this epoch where it is given."""
+    """Check that no output differed and no rank halted, and that all ranks serve one layout, of ``epoch`` if given."""
     assert max(fact["worst"] for fact in ranks) < 1e-5
     assert len({(fact["epoch"], fact["digest"]) for fact in ranks}) == 1
     assert [fact["halted"] for fact in ranks] == [None] * len(ranks)
@@ -215,17 +220,17 @@ def check_together(ranks: list[dict[str, Any]], epoch: int | None = None) -> Non
 
 
 def reasons(agent: Agent) -> list[str]:
-    """Reasons that the agent was about to report, by plan."""
+    """Return the reasons of the plan statuses in the outbox, and empty it."""
     return [item.reason for item in waiting(agent) if isinstance(item, PlanStatus) and item.reason]
 
 
 def waiting(agent: Agent) -> list[Any]:
-    """What waits to be sent to the service; taken out."""
+    """Empty the outbox and return its messages."""
     return list(iter(lambda: agent._outbox.take(timeout=0), None))
 
 
 def planned_again(agent: Agent, target_RS: Int32) -> Callable[[int], None]:
-    """What happens between steps, for ``drive``: a plan comes, and another once the first has been aborted."""
+    """Return a callback for ``drive`` that offers a plan, and again after the first one was aborted."""
     offered = 0
 
     def between(step: int) -> None:
@@ -239,13 +244,16 @@ def planned_again(agent: Agent, target_RS: Int32) -> Callable[[int], None]:
 
 
 def segment(first_step: int, steps: int) -> HeatReport:
-    """A segment of empty counts."""
+    """Return a heat report whose counts are zero."""
     counts_TLS = np.zeros((steps, 1, SLOTS), dtype=np.int32)
     return HeatReport(first_step, (0,), counts_TLS, np.full(steps, StepPhase.DECODE, dtype=np.uint8))
 
 
 def offering(agent: Agent, plans: dict[int, dict[int, Int32]], pause: float = 0.002) -> Callable[[int], None]:
-    """What happens between steps, for ``drive``: at these steps plans come, of one number within twenty steps."""
+    """Return a callback for ``drive`` that offers plans at these steps.
+
+    Plans offered within one block of twenty steps have the same number.
+    """
 
     def between(step: int) -> None:
         if step in plans:

@@ -1,7 +1,7 @@
-"""A device on a CPU: what a rank's host asks of its tensors is queued, and done in order by a thread behind it.
+"""Simulated device on a CPU: operations on its tensors are queued, and a thread runs them in order.
 
-``install`` makes ``torch.device("queued")`` of the rank's process: agents and adapters take the paths there that they
-take on an accelerator.
+``install`` registers ``torch.device("queued")`` in the rank's process. Agents and adapters then take the same code
+paths as on an accelerator.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from worker_agent.adapters.sglang import host as sglang_host
 from worker_agent.adapters.vllm import host as vllm_host
 from worker_agent.swap import staging, table_check
 
-_ANSWERS_AT_ONCE = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default}
-"""Operators whose results the host needs: it waits for all that is queued."""
+_SYNCHRONOUS = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default}
+"""Operators whose results the host reads, so it waits for the queue first."""
 
 
 class DeviceQueue:
-    """Work of one rank's device, in the order in which it was queued."""
+    """First-in, first-out work queue of one rank's device."""
 
     def __init__(self) -> None:
         self._jobs: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
@@ -37,17 +37,17 @@ class DeviceQueue:
         threading.Thread(target=self._run, daemon=True).start()
 
     def put(self, job: Callable[[], object]) -> None:
-        """Queue work, and return at once."""
+        """Queue a job without waiting for it."""
         self._jobs.put(job)
 
     def mark(self) -> threading.Event:
-        """A point in the queue; set once the device is there."""
-        there = threading.Event()
-        self.put(there.set)
-        return there
+        """Return an event that is set when the device reaches the current end of the queue."""
+        reached = threading.Event()
+        self.put(reached.set)
+        return reached
 
     def wait(self) -> None:
-        """Wait for all that is queued."""
+        """Wait until the queue is empty. Fails if a job has failed."""
         assert self.mark().wait(300), "the device hangs"
         assert self._failure is None, self._failure
 
@@ -61,7 +61,7 @@ class DeviceQueue:
 
 
 class QueuedTensor(torch.Tensor):
-    """A tensor of the device; ``held`` is its memory, which belongs to the queue."""
+    """Tensor on the device; ``held`` is the CPU tensor that only queued jobs may access."""
 
     held: torch.Tensor
     queue: DeviceQueue
@@ -69,7 +69,7 @@ class QueuedTensor(torch.Tensor):
     @staticmethod
     def __new__(cls, held: torch.Tensor) -> QueuedTensor:
         with torch.inference_mode(False):
-            made: QueuedTensor = torch.Tensor._make_wrapper_subclass(
+            tensor: QueuedTensor = torch.Tensor._make_wrapper_subclass(
                 cls,
                 held.shape,
                 strides=held.stride(),
@@ -77,78 +77,87 @@ class QueuedTensor(torch.Tensor):
                 dtype=held.dtype,
                 device=torch.device("queued", 0),
             )
-        made.held = held
-        return made
+        tensor.held = held
+        return tensor
 
     def data_ptr(self) -> int:
-        """Address of its memory."""
+        """Return the address of the tensor's memory."""
         return self.held.data_ptr()
 
     def untyped_storage(self) -> torch.UntypedStorage:
-        """See ``data_ptr``."""
+        """Return the storage of the tensor's memory."""
         return self.held.untyped_storage()
 
     @classmethod
     def __torch_dispatch__(cls, call: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
-        named = dict(kwargs or {})
-        to_host = named.get("device") is not None and torch.device(named["device"]).type == "cpu"
-        if "device" in named:
-            named["device"] = torch.device("cpu")
-        arguments = tree_map_only(cls, lambda one: one.held, (args, named))
+        options = dict(kwargs or {})
+        to_host = options.get("device") is not None and torch.device(options["device"]).type == "cpu"
+        if "device" in options:
+            options["device"] = torch.device("cpu")
+        arguments = tree_map_only(cls, lambda tensor: tensor.held, (args, options))
 
         def run() -> Any:
             return call(*arguments[0], **arguments[1])
 
         stream = _current_stream()
-        if call in _ANSWERS_AT_ONCE or to_host:
+        if call in _SYNCHRONOUS or to_host:
             stream.wait()
             return run()
-        aliases = [one.alias_info for one in call._schema.arguments]
-        if any(one is not None and one.is_write for one in aliases):
+        aliases = [argument.alias_info for argument in call._schema.arguments]
+        if any(alias is not None and alias.is_write for alias in aliases):
             stream.put(run)
-            if call is torch.ops.aten.copy_.default and not _is_queued_alone(args, named):
+            if call is torch.ops.aten.copy_.default and not _is_asynchronous_copy(args, options):
                 stream.wait()
             return args[0]
-        if any(one is not None for one in aliases):
+        if any(alias is not None for alias in aliases):
             return tree_map_only(torch.Tensor, cls, run())
         shape = call(*tree_map_only(torch.Tensor, torch.zeros_like, arguments)[0], **arguments[1])
-        made = torch.empty_strided(shape.shape, shape.stride(), dtype=shape.dtype)
-        stream.put(lambda: made.copy_(run()))
-        return cls(made)
+        result = torch.empty_strided(shape.shape, shape.stride(), dtype=shape.dtype)
+        stream.put(lambda: result.copy_(run()))
+        return cls(result)
 
 
-def _is_queued_alone(args: Any, named: Any) -> bool:
-    """Return whether the host does not wait for a copy: within the device, or asked for so."""
-    within = all(isinstance(one, QueuedTensor) for one in args[:2])
-    return within or bool(named.get("non_blocking", args[2] if len(args) > 2 else False))
+def _is_asynchronous_copy(args: Any, options: Any) -> bool:
+    """Return True if the host does not wait for a copy, because it is non-blocking or within the device."""
+    within = all(isinstance(tensor, QueuedTensor) for tensor in args[:2])
+    return within or bool(options.get("non_blocking", args[2] if len(args) > 2 else False))
 
 
 class Passes:
-    """A model's passes: run at once, or by a device that each rank's host is so many ``ahead`` of at most.
+    """Forward passes of a model, run synchronously or queued on a device.
 
-    Once no rank is ``going`` at a pass each makes as many more as the host that is furthest ahead may have queued.
+    After the first pass at which no rank is ``going``, each rank runs ``max(ahead)`` more passes, so that all ranks run
+    the same number of passes.
+
+    Parameters
+    ----------
+    ahead
+        Maximum number of passes that each rank's host queues ahead of its device. Empty to run passes synchronously.
     """
 
     def __init__(self, ahead: Sequence[int] = ()) -> None:
-        self._ahead, self._more = ahead[dist.get_rank()] if ahead else 0, max(ahead, default=0)
+        self._ahead = ahead[dist.get_rank()] if ahead else 0
+        self._extra_passes = max(ahead, default=0)
         self._device = install() if self._ahead else None
         self._under_way = deque[threading.Event]()
-        self._number, self._last = 0, None
+        self._number = 0
+        self._last = None
 
     def live(self, layers: list[Any]) -> list[Any]:
-        """The layers as their host has them: where it is ahead, the same memory on its device."""
+        """Return the layers for the agent; if passes are queued, they are device tensors over the same memory."""
         return layers if self._device is None else [_layer_on_device(layer) for layer in layers]
 
     def run(self, forward: Callable[[], object], going: bool) -> bool:
-        """Run or queue a pass, and wait for those far behind; return whether another is to follow."""
+        """Run or queue a pass and wait for the one ``ahead`` passes before it; return True if another pass follows."""
         self._number += 1
-        number, any_going = self._number, torch.tensor(float(going))
+        number = self._number
+        any_going = torch.tensor(float(going))
 
         def run() -> None:
             forward()
             dist.all_reduce(any_going, op=dist.ReduceOp.MAX)
             if self._last is None and not any_going:
-                self._last = number + self._more
+                self._last = number + self._extra_passes
 
         if self._device is None:
             run()
@@ -160,7 +169,7 @@ class Passes:
         return self._last is None or number < self._last
 
     def end(self) -> None:
-        """Wait for all; others may follow."""
+        """Wait for all passes and allow further ones."""
         if self._device is not None:
             self._device.wait()
         self._last = None
@@ -176,7 +185,7 @@ def _layer_on_device(layer: Any) -> Any:
 
 
 class _Module(ModuleType):
-    """``torch.queued``."""
+    """Module ``torch.queued``."""
 
     is_available = staticmethod(lambda: True)
     device_count = staticmethod(lambda: 1)
@@ -186,20 +195,20 @@ class _Module(ModuleType):
 
 class _Event:
     def record(self, stream: DeviceQueue) -> None:
-        self._there = stream.mark()
+        self._reached = stream.mark()
 
     def query(self) -> bool:
-        return self._there.is_set()
+        return self._reached.is_set()
 
     def wait(self, stream: DeviceQueue) -> None:
-        stream.put(self._there.wait)
+        stream.put(self._reached.wait)
 
 
 _thread = threading.local()
 
 
 def _current_stream(*_: object) -> DeviceQueue:
-    """The queue of what this thread asks for: the model's, unless it is on a stream of its own."""
+    """Return the calling thread's queue: the model's, unless the thread has entered another stream."""
     stream: DeviceQueue = getattr(_thread, "stream", QueuedTensor.queue)
     return stream
 
@@ -212,13 +221,15 @@ def _on(stream: DeviceQueue) -> Iterator[None]:
 
 
 def install() -> DeviceQueue:
-    """Make the device, once per process; return the queue of its work."""
+    """Register the device, once per process, and return its queue."""
     if hasattr(QueuedTensor, "queue"):
         return QueuedTensor.queue
     QueuedTensor.queue = DeviceQueue()
     module: Any = _Module("torch.queued")
-    module.Event, module.Stream = _Event, lambda **_: DeviceQueue()
-    module.stream, module.current_stream = _on, _current_stream
+    module.Event = _Event
+    module.Stream = lambda **_: DeviceQueue()
+    module.stream = _on
+    module.current_stream = _current_stream
     _setup_privateuseone_for_python_backend("queued", backend_module=module)
     kernels = torch.library.Library("aten", "IMPL")
     QueuedTensor.kernels = kernels
@@ -233,7 +244,7 @@ def install() -> DeviceQueue:
         return destination
 
     kernels.impl("_copy_from", copy_from, "PrivateUse1")
-    kernels.impl("empty_strided", lambda size, _, **named: empty(size, **named), "PrivateUse1")
+    kernels.impl("empty_strided", lambda size, _, **options: empty(size, **options), "PrivateUse1")
 
     def host_empty(shape: Any, dtype: torch.dtype, _: object) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype)

@@ -1,4 +1,4 @@
-"""An error at any line that a host's call runs stays within the agent; the model goes on, and balance comes back."""
+"""Errors at any line that a host's call runs stay within the agent: the model keeps serving and balancing recovers."""
 
 from __future__ import annotations
 
@@ -21,48 +21,52 @@ from worker_agent.swap.transfer import ByteBudget
 
 
 class FailAt:
-    """Raise a ``MemoryError`` at the line of this number, counted over all lines of the agent that a call runs."""
+    """Raise a ``MemoryError`` at the agent's line with this number in order of execution."""
 
     def __init__(self, number: int) -> None:
-        self.number, self.lines = number, 0
-        self.where: str | None = None
+        self.number = number
+        self.lines = 0
+        self.location: str | None = None
 
     def __enter__(self) -> FailAt:
-        sys.settrace(self._entered)
+        sys.settrace(self._enter_frame)
         return self
 
     def __exit__(self, *_: object) -> None:
         sys.settrace(None)
 
-    def _entered(self, frame: FrameType, *_: Any) -> Any:
-        return self._line if "worker_agent" in frame.f_code.co_filename else None
+    def _enter_frame(self, frame: FrameType, *_: Any) -> Any:
+        return self._count_line if "worker_agent" in frame.f_code.co_filename else None
 
-    def _line(self, frame: FrameType, event: str, _: Any) -> Any:
-        if event != "line" or self.where is not None or leaves_a_with(frame):
-            return self._line
+    def _count_line(self, frame: FrameType, event: str, _: Any) -> Any:
+        if event != "line" or self.location is not None or leaves_a_with(frame):
+            return self._count_line
         guard = frame.f_code.co_qualname == "_contained.<locals>.contain.<locals>.call"
-        # Nothing that Python runs could catch an error in the first line of the guard itself.
+        # An error in the first line of the guard itself cannot be caught.
         if guard and frame.f_lineno <= frame.f_code.co_firstlineno + 2:
-            return self._line
+            return self._count_line
         self.lines += 1
         if self.lines == self.number:
-            self.where = f"{frame.f_code.co_qualname}:{frame.f_lineno}"
-            raise MemoryError(f"simulated at {self.where}")
-        return self._line
+            self.location = f"{frame.f_code.co_qualname}:{frame.f_lineno}"
+            raise MemoryError(f"simulated at {self.location}")
+        return self._count_line
 
 
 def _quick_votes() -> None:
-    """Lost votes come back within a few calls, however often they were lost."""
+    """Let lost votes be re-formed within a few calls, with no growing backoff."""
     reformation._INITIAL_BACKOFF_SECONDS = reformation._MAX_DELAY_SECONDS = 0.001
     reformation._INITIAL_MARGIN = 2
 
 
 def _failing_steps(steps: int, stride: int) -> dict[str, Any]:
-    """Fail on rank 1 at every third call, at a line of ``step`` that is ``stride`` after the one before."""
+    """Fail on rank 1 at every third call, each time ``stride`` lines of ``step`` later than before."""
     _quick_votes()
     agent, layers, still = live.start(1, vote_interval=1, vote_lag=1, vote_timeout_seconds=5)
-    reached, number, calls, worst = [], 0, 0, 0.0
-    step, lines = agent.step, set[str]()
+    reached = []
+    number = 0
+    calls = 0
+    step = agent.step
+    lines = set[str]()
 
     def failing(*arguments: Any) -> None:
         nonlocal number, calls
@@ -79,10 +83,10 @@ def _failing_steps(steps: int, stride: int) -> dict[str, Any]:
             raise
         except Exception as error:
             reached.append(repr(error))
-        if fault.where is None:
+        if fault.location is None:
             number = number % stride
         else:
-            lines.add(fault.where)
+            lines.add(fault.location)
 
     if agent.identity.rank == 1:
         agent.step = failing
@@ -90,9 +94,9 @@ def _failing_steps(steps: int, stride: int) -> dict[str, Any]:
     agent.step = step
     before = agent.installed.epoch
 
-    def between(at: int) -> None:
-        if at % 8 == 0 and agent.installed.epoch == before and agent._switch.state.plan is None:
-            live.offer(agent, {0: live.from_here(agent, 7)}, at + 1)
+    def between(step_number: int) -> None:
+        if step_number % 8 == 0 and agent.installed.epoch == before and agent._switch.state.plan is None:
+            live.offer(agent, {0: live.from_here(agent, 7)}, step_number + 1)
 
     worst = max(worst, live.drive(agent, layers, still, 1, between, epoch=before + 1))
     return live.facts(agent, worst, lines=len(lines), reached=reached)
@@ -121,15 +125,15 @@ def test_an_error_at_any_line_of_a_step_does_not_reach_the_model(steps: int, str
         (SwitchDriver, "stumble"),
         (HeatRecorder, "take"),
     ],
-    ids=lambda part: getattr(part, "__name__", part),
+    ids=lambda value: getattr(value, "__name__", value),
 )
-def test_a_part_that_always_fails_keeps_the_model_going(owner: Any, name: str) -> None:
-    (one,) = run_ranks(1, _steps_without, owner, name)
-    assert one == {"reached": [], "halted": None}
+def test_a_method_that_always_fails_does_not_stop_the_model(owner: Any, name: str) -> None:
+    (result,) = run_ranks(1, _steps_without, owner, name)
+    assert result == {"reached": [], "halted": None}
 
 
 def _steps_without(owner: Any, name: str) -> dict[str, Any]:
-    """Run a rank whose agent has a part that raises at each call, and every call of a host."""
+    """Make every call of a host on a rank whose agent raises at each call of one method."""
     live.SLOTS = live.EXPERTS
     agent, _, _ = live.start(1)
     reached = []
@@ -147,7 +151,7 @@ def _steps_without(owner: Any, name: str) -> dict[str, Any]:
     return {"reached": reached, "halted": agent.halted}
 
 
-def _restored(fails: bool) -> str:
+def _restore_error(fails: bool) -> str:
     live.SLOTS = live.EXPERTS
     agent, _, _ = live.start(1)
     first = agent.installed.placement
@@ -160,7 +164,7 @@ def _restored(fails: bool) -> str:
     return "restored"
 
 
-def test_a_host_learns_that_its_experts_were_not_restored() -> None:
-    assert run_ranks(1, _restored, False) == ["restored"]
-    (reported,) = run_ranks(1, _restored, True)
+def test_a_host_learns_that_its_experts_were_not_restore_error() -> None:
+    assert run_ranks(1, _restore_error, False) == ["restored"]
+    (reported,) = run_ranks(1, _restore_error, True)
     assert reported.startswith("TypeError")

@@ -1,4 +1,4 @@
-"""A live expert that is overwritten is reported on its rank and where a replica of it is, and is copied nowhere."""
+"""An expert overwritten in memory is reported on its rank and on ranks with a replica, and is never copied."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from worker_agent.swap.rank_layout import restoring_plan
 
 
 def _serve(agent: Any, layer: Any, over: Callable[[], bool], seconds: float = 30.0) -> bool:
-    """Call the agent as a host does, without the model's collectives, until something holds on this rank."""
+    """Step the agent without the model's collectives until ``over`` returns True on this rank or time runs out."""
     end = time.monotonic() + seconds
     while not over() and time.monotonic() < end:
         layer.load_counter += 1
@@ -27,18 +27,20 @@ def _serve(agent: Any, layer: Any, over: Callable[[], bool], seconds: float = 30
 
 
 def _damaged() -> dict[str, Any]:
-    """One byte of an expert of rank 1 changes while it is served; a plan wants to copy it to another rank."""
+    """Change one value of a served expert of rank 1, then check it as the source of a move."""
     replica_check._REST_SECONDS = replica_check._REST_PER_SECOND = 0.0
     agent, (layer,), _ = live.start(1, vote_interval=1, vote_lag=1)
     replicas, rank = agent._switch._replicas, agent.identity.rank
     rounds = 2 * live.SLOTS
-    reported = {"alike": _serve(agent, layer, lambda: replicas._turn > rounds) and agent._beat().error}
-    here_RS = agent.installed.placement.phy2log_LRS[0]
-    replicated = [expert for expert in here_RS[1] if expert in here_RS[0] or expert in here_RS[2]]
-    slot = list(here_RS[1]).index(replicated[0])
+    reported = {
+        "before damage": _serve(agent, layer, lambda: replicas._turn > rounds) and agent._beat().error
+    }
+    current_RS = agent.installed.placement.phy2log_LRS[0]
+    replicated = [expert for expert in current_RS[1] if expert in current_RS[0] or expert in current_RS[2]]
+    slot = list(current_RS[1]).index(replicated[0])
     if rank == 1:
         layer.expert_weights()[0][slot].view(-1)[3] += 1.0
-    holds = rank == 1 or replicated[0] in here_RS[rank]
+    holds = rank == 1 or replicated[0] in current_RS[rank]
     reported["damaged"] = (
         _serve(agent, layer, lambda: bool(agent._beat().error) or not holds) and agent._beat().error
     )
@@ -49,7 +51,7 @@ def _damaged() -> dict[str, Any]:
         replicas.check_sources({0: np.array([move], dtype=np.int32)}, 1.0)
     except ValueError as error:
         reported["source"] = str(error)
-    # A host that has changed weights says so by a drain: what they are then is right.
+    # A host drains before it changes weights, so the new weights are accepted as correct.
     replicas.forget()
     reported["forgotten"] = replicas.complaint
     reported["halted"] = agent.halted
@@ -62,10 +64,10 @@ def _damaged() -> dict[str, Any]:
     return reported
 
 
-def test_an_expert_that_changes_while_it_is_served_is_reported_and_no_source() -> None:
+def test_a_changed_expert_is_reported_and_rejected_as_a_source() -> None:
     ranks = run_ranks(live.RANKS, _damaged)
     for rank, reported in enumerate(ranks):
-        assert reported["alike"] == ""
+        assert reported["before damage"] == ""
         assert reported["halted"] is None
         assert reported["forgotten"] is None
         assert reported["reads while drained"] == (False, 0)
@@ -80,14 +82,14 @@ def _copied_before_its_turn(damage: str) -> dict[str, Any]:
     """Damage an expert of rank 1 before its first comparison, then offer a plan that copies it."""
     replica_check._REST_SECONDS = 1e6
     agent, layers, _ = live.start(1, transfer_timeout_seconds=20)
-    here = agent.installed.placement
+    placement = agent.installed.placement
     for seed in range(50):
         target_RS = live.from_here(agent, seed)
-        moved = restoring_plan(agent.installed, Placement(target_RS[None], live.EXPERTS), (0, 1, 2), 1)
+        plan = restoring_plan(agent.installed, Placement(target_RS[None], live.EXPERTS), (0, 1, 2), 1)
         sources = [
             (slot, expert)
-            for rank, slot, _, _, expert in moved.layers[0].moves_M5.tolist()
-            if rank == 1 and (here.phy2log_LRS[0] == expert).sum() > 1
+            for rank, slot, _, _, expert in plan.layers[0].moves_M5.tolist()
+            if rank == 1 and (placement.phy2log_LRS[0] == expert).sum() > 1
         ]
         if sources:
             break
@@ -96,8 +98,8 @@ def _copied_before_its_turn(damage: str) -> dict[str, Any]:
         flat = layers[0].expert_weights()[0][slot].view(-1)
         flat[3] = {"none": flat[3], "value": flat[3] + 1.0, "sign of zero": -0.0}[damage]
     elif damage == "sign of zero":
-        for held in np.flatnonzero(here.phy2log_LRS[0, agent.identity.rank] == expert):
-            layers[0].expert_weights()[0][held].view(-1)[3] = 0.0
+        for replica_slot in np.flatnonzero(placement.phy2log_LRS[0, agent.identity.rank] == expert):
+            layers[0].expert_weights()[0][replica_slot].view(-1)[3] = 0.0
     live.offer(agent, {0: target_RS})
     _serve(agent, layers[0], lambda: agent.stats.plans_aborted + agent.installed.epoch > 0)
     reported = {"epoch": agent.installed.epoch, "aborted": agent.stats.plans_aborted, "expert": expert}
@@ -108,7 +110,7 @@ def _copied_before_its_turn(damage: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("damage", ["none", "value", "sign of zero"])
-def test_an_expert_damaged_before_its_turn_is_not_copied(damage: str) -> None:
+def test_an_expert_damaged_before_its_first_check_is_not_copied(damage: str) -> None:
     ranks = run_ranks(live.RANKS, _copied_before_its_turn, damage)
     for rank, reported in enumerate(ranks):
         assert reported["epoch"] == (1 if damage == "none" else 0)
@@ -119,16 +121,16 @@ def test_an_expert_damaged_before_its_turn_is_not_copied(damage: str) -> None:
 
 
 def _slow_install() -> dict[str, Any]:
-    """Experts are read again and again, also while a commit takes its time to write others over them."""
+    """Read experts continuously while a slow commit overwrites them."""
     replica_check._REST_SECONDS = replica_check._REST_PER_SECOND = 0.0
     agent, layers, still = live.start(1)
     install = driver.install_layer
 
-    def slowly(*arguments: Any, **options: Any) -> int:
+    def install_slowly(*arguments: Any, **options: Any) -> int:
         time.sleep(0.3)
         return install(*arguments, **options)
 
-    driver.install_layer = slowly
+    driver.install_layer = install_slowly
     worst = live.drive(agent, layers, still, 40, live.offering(agent, {1: {0: live.target()}}), epoch=1)
     replicas = agent._switch._replicas
     turns = replicas._turn + 2 * live.SLOTS
@@ -138,7 +140,7 @@ def _slow_install() -> dict[str, Any]:
     return live.facts(agent, worst, complaint=replicas.complaint, read=replicas._turn >= turns)
 
 
-def test_what_a_commit_overwrites_is_not_taken_for_its_new_experts() -> None:
+def test_a_slow_commit_is_not_reported_as_damage() -> None:
     facts = run_ranks(live.RANKS, _slow_install)
     live.check_together(facts, epoch=1)
     assert [(fact["read"], fact["complaint"]) for fact in facts] == [(True, None)] * live.RANKS

@@ -1,4 +1,4 @@
-"""The number that ranks agree on holds for the pass at which each of them rests, however often each was called."""
+"""The forward clock: an agreed pass number holds for the current pass, regardless of missed or extra calls."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from worker_agent.forward_clock import ForwardClock
 @pytest.mark.parametrize("number", [300, 301])
 @pytest.mark.parametrize("passes", [6, 7])
 @pytest.mark.parametrize("calls", [4, 5, 6, 7, 9])
-def test_an_agreed_pass_has_its_number_after_any_number_of_calls(
+def test_an_agreed_pass_number_does_not_depend_on_the_number_of_calls(
     number: int, passes: int, calls: int
 ) -> None:
     counter = torch.tensor(1000)

@@ -1,4 +1,4 @@
-"""Layers are switched at forward passes of the model, whatever the host calls: a missed call changes no output."""
+"""Layers switch at the model's forward passes rather than at the host's calls, so a missed call changes no output."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ RANKS = 2
 
 
 def _switching(missed: int) -> dict[str, Any]:
-    """Switch layers all the time; rank 1 makes no call after the forward pass ``missed``."""
+    """Switch layers continuously; rank 1 skips the call after the forward pass ``missed``."""
     agent, layers, still = live.start(2, commit_timeout_seconds=0.5)
-    call, passes = agent.step, itertools.count(1)
+    call = agent.step
+    passes = itertools.count(1)
 
     def step() -> None:
         if next(passes) != missed or dist.get_rank() != 1:
@@ -48,12 +49,12 @@ def _switching(missed: int) -> dict[str, Any]:
     "missed", [pytest.param(step, marks=[] if step == 43 else pytest.mark.slow) for step in range(40, 44)]
 )
 def test_a_boundary_missed_at_any_place_of_a_vote_changes_no_output(missed: int) -> None:
-    """One of these is the boundary at which the others are about to commit: they wait, and commit nothing."""
+    """At one of these boundaries, the peers are about to commit. They wait and do not commit."""
     live.check_together(run_ranks(RANKS, _switching, missed))
 
 
 def _no_memory_to_decide() -> None:
-    """Rank 1 has no memory for the placement that a vote has just decided on."""
+    """Let rank 1 run out of memory for the layout of a committed layer."""
     agent, layers, still = live.start(2)
     offered = live.offering(agent, {1: {0: live.from_here(agent, 1)}}, pause=0.005)
 
@@ -72,7 +73,7 @@ def _no_memory_to_decide() -> None:
     raise fatal.value
 
 
-def test_an_agent_that_cannot_follow_a_vote_serves_no_further_token() -> None:
+def test_an_agent_that_cannot_follow_a_vote_stops_serving() -> None:
     with pytest.raises(RankFailure, match=r"FatalSwitchError.*no memory for a placement"):
         run_ranks(RANKS, _no_memory_to_decide)
 
@@ -89,30 +90,31 @@ def _diverged() -> str:
     return str(fatal.value)
 
 
-def test_ranks_that_serve_different_placements_are_stopped_all_at_once() -> None:
-    assert all("the ranks serve different placements" in why for why in run_ranks(RANKS, _diverged))
+def test_ranks_with_different_layouts_are_all_stopped() -> None:
+    assert all("the ranks serve different placements" in error for error in run_ranks(RANKS, _diverged))
 
 
 def _shared_tokens(token_group: int | str | None) -> str:
-    if token_group == "by two":
+    if token_group == "pairs":
         token_group = dist.get_rank() // 2
     layers = live.layers_of(1, live.linear_RS(dist.get_world_size()), dispatcher="allgather")
     try:
         Agent.start(layers, dist.group.WORLD, live.settings(), token_group=token_group).close()
-    except RendezvousError as refused:
-        return str(refused)
+    except RendezvousError as error:
+        return str(error)
     return ""
 
 
-def test_layers_that_share_tokens_need_a_token_group() -> None:
-    assert all("its layers share tokens" in why for why in run_ranks(RANKS, _shared_tokens, None))
+def test_layers_that_share_tokens_require_a_token_group() -> None:
+    assert all("its layers share tokens" in error for error in run_ranks(RANKS, _shared_tokens, None))
     assert run_ranks(RANKS, _shared_tokens, 0) == ["", ""]
 
 
-def test_layers_that_gather_from_all_ranks_need_one_token_group() -> None:
-    said = run_ranks(4, _shared_tokens, "by two")
+def test_layers_that_gather_from_all_ranks_require_one_token_group() -> None:
+    errors = run_ranks(4, _shared_tokens, "pairs")
     assert all(
-        "gather the tokens of all ranks, but these are in the token groups [0, 1]" in why for why in said
+        "gather the tokens of all ranks, but these are in the token groups [0, 1]" in error
+        for error in errors
     )
 
 
@@ -124,27 +126,27 @@ def test_layers_that_gather_from_all_ranks_need_one_token_group() -> None:
         (3, "has gone back from 100 to 3; the ranks cannot switch layers until it exceeds 100"),
     ],
 )
-def test_a_counter_that_hangs_or_begins_again_is_a_problem_with_its_reason(counted, complaint) -> None:
+def test_a_counter_that_stalls_or_restarts_is_reported(counted, complaint) -> None:
     layer: Any = CountingLayer()
     clock = ForwardClock([layer])
-    for passes in (*range(1, 101), *(min(counted, 100 + more) for more in range(1, 101))):
+    for passes in (*range(1, 101), *(min(counted, 100 + extra) for extra in range(1, 101))):
         layer.load_counter.fill_(passes)
         clock.called()
     assert (clock.complaint is None) == (complaint is None)
     assert complaint is None or re.search(complaint, clock.complaint)
 
 
-def test_the_time_between_two_boundaries_is_the_steps_between_them() -> None:
-    """Unless there was a pause, or there were several steps: 0 says that it is not known, no step takes no time."""
+def test_the_step_timer_measures_single_steps_without_pauses() -> None:
+    """A lap is 0 (unknown) after a pause or over several steps, and at least 1 otherwise."""
     micros = (0, 2_500, 3_000, 3_000.1, 4_000, 4_700, 60_000_000, 60_000_900)
-    timer = StepTimer(iter([int(1000 * at) for at in micros]).__next__)
+    timer = StepTimer(iter([int(1000 * time_us) for time_us in micros]).__next__)
     laps = [*(timer.lap() for _ in range(4)), timer.lap(passes=2), timer.lap()]
     timer.pause()
     laps += [timer.lap(), timer.lap()]
     assert laps == [0, 2500, 500, 1, 0, 700, 0, 900]
 
 
-def test_the_time_in_calls_is_summed_also_where_one_fails() -> None:
+def test_the_stopwatch_includes_the_time_of_failing_calls() -> None:
     watch = Stopwatch(iter([0, 40_000, 100_000, 167_000]).__next__)
     with watch:
         pass

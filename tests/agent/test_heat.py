@@ -1,4 +1,4 @@
-"""Recorded segments hold exactly the steps that were counted, or say how many were lost."""
+"""The heat recorder: reports contain exactly the counted steps, and lost steps are counted."""
 
 from __future__ import annotations
 
@@ -14,6 +14,37 @@ from tests.agent.counting_layer import ROWS, SLOTS, CountingLayer
 from worker_agent import heat
 from worker_agent.heat import HeatRecorder
 
+ROWS, SLOTS, EXPERTS = 8, 3, 4
+
+
+@dataclass
+class CountingLayer:
+    """Layer that writes the step number into every slot's count, and ten times it into the source heat."""
+
+    counts_source: bool = True
+    first: int = 0
+    expert_map: torch.Tensor = field(default_factory=lambda: torch.zeros(EXPERTS, dtype=torch.int32))
+    log2phy: torch.Tensor = field(default_factory=lambda: torch.zeros(EXPERTS, dtype=torch.int32))
+    moe_load: torch.Tensor | None = field(default_factory=lambda: torch.zeros(ROWS, SLOTS, dtype=torch.int32))
+    source_load: torch.Tensor | None = None
+    load_counter: torch.Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.int64))
+    shares_tokens: bool = False
+
+    def __post_init__(self) -> None:
+        if self.counts_source:
+            self.source_load = torch.zeros(ROWS, EXPERTS, dtype=torch.int32)
+
+    def expert_weights(self) -> list[torch.Tensor]:
+        return [torch.zeros(SLOTS, 1)]
+
+    def forward(self, step: int) -> None:
+        row = int(self.load_counter) % ROWS
+        if self.moe_load is not None:
+            self.moe_load[row] = step
+        if self.source_load is not None:
+            self.source_load[row] = 10 * step
+        self.load_counter += 1
+
 
 def _run(layers: list[CountingLayer], recorder: HeatRecorder, steps: range) -> None:
     for step in steps:
@@ -27,7 +58,7 @@ def _steps_of(segments: list[HeatReport]) -> list[int]:
 
 
 @given(cuts=st.sets(st.integers(1, 40)), segment_steps=st.integers(1, ROWS), warm_up=st.integers(0, 20))
-def test_every_step_is_in_one_segment_in_order_wherever_it_is_cut(cuts, segment_steps, warm_up) -> None:
+def test_every_step_is_reported_once_and_in_order_for_any_cuts(cuts, segment_steps, warm_up) -> None:
     layers = [CountingLayer(), CountingLayer()]
     for layer in layers:
         for _ in range(warm_up):
@@ -48,9 +79,9 @@ def test_every_step_is_in_one_segment_in_order_wherever_it_is_cut(cuts, segment_
     assert recorder.lost_steps == 0
 
 
-@pytest.mark.parametrize("known_after", [1, 3])
-def test_a_forward_pass_unknown_to_the_agent_loses_heat_but_misplaces_none(known_after: int) -> None:
-    """The clock knows of it some calls later, and no row before is reported as another step."""
+@pytest.mark.parametrize("correction_delay", [1, 3])
+def test_an_unnoticed_forward_pass_loses_heat_but_misattributes_none(correction_delay: int) -> None:
+    """The clock corrects its number some calls later. No row before that is reported under a wrong step."""
     layers = [CountingLayer(), CountingLayer()]
     recorder = HeatRecorder(layers, segment_steps=4)
     _run(layers, recorder, range(0, 6))
@@ -59,19 +90,19 @@ def test_a_forward_pass_unknown_to_the_agent_loses_heat_but_misplaces_none(known
     for step in range(7, 20):
         for layer in layers:
             layer.forward(step)
-        recorder.step_done(step - (step < 6 + known_after), StepPhase.DECODE, (0, 0))
+        recorder.step_done(step - (step < 6 + correction_delay), StepPhase.DECODE, (0, 0))
     segments = recorder.take()
     for segment in segments:
         assert _steps_of([segment]) == [*range(segment.first_step, segment.first_step + segment.steps)]
-    taken = _steps_of(segments)
-    assert set(range(4)) <= set(taken)
-    assert set(range(12, 20)) <= set(taken)
-    assert 6 not in taken
-    assert recorder.lost_steps == 20 - len(taken)
+    reported_steps = _steps_of(segments)
+    assert set(range(4)) <= set(reported_steps)
+    assert set(range(12, 20)) <= set(reported_steps)
+    assert 6 not in reported_steps
+    assert recorder.lost_steps == 20 - len(reported_steps)
 
 
-def test_a_call_too_many_and_one_too_few_never_make_up_for_each_other() -> None:
-    """Their sum is right, but one row is of two passes, and one of none."""
+def test_an_extra_and_a_missing_call_do_not_cancel_out() -> None:
+    """The counter ends at the right value, but one row has the counts of two passes and the next one has no counts."""
     layer = CountingLayer()
     recorder = HeatRecorder([layer], segment_steps=8)
     _run([layer], recorder, range(3))
@@ -84,7 +115,7 @@ def test_a_call_too_many_and_one_too_few_never_make_up_for_each_other() -> None:
     assert recorder.lost_steps == 8
 
 
-def test_steps_that_cannot_be_copied_are_lost_and_never_reported_with_later_ones(monkeypatch) -> None:
+def test_steps_that_cannot_be_copied_are_counted_as_lost(monkeypatch) -> None:
     layers = [CountingLayer()]
     recorder = HeatRecorder(layers, segment_steps=8)
     _run(layers, recorder, range(3))
@@ -99,20 +130,22 @@ def test_steps_that_cannot_be_copied_are_lost_and_never_reported_with_later_ones
     assert recorder.lost_steps == 3
 
 
-@pytest.mark.parametrize("asked", [Reporting(), Reporting(source_sums=True)], ids=["steps", "sums"])
+@pytest.mark.parametrize("reporting", [Reporting(), Reporting(source_sums=True)], ids=["steps", "sums"])
 @pytest.mark.parametrize(("slots", "sources"), [(True, True), (True, False), (False, True)])
-def test_what_a_host_does_not_count_is_left_out(asked: Reporting, slots: bool, sources: bool) -> None:
-    """Sums are over the steps of their report, and made only where slots are counted."""
+def test_a_report_contains_only_counts_that_the_host_makes(
+    reporting: Reporting, slots: bool, sources: bool
+) -> None:
+    """Sums cover the steps of their report and are made only if slots are counted."""
     layers = [CountingLayer(counts_source=sources) for _ in range(2)]
     for layer in layers if not slots else ():
         layer.moe_load = None
     recorder = HeatRecorder(layers, segment_steps=5)
-    recorder.adopt(5, asked)
-    # Rings of eight rows: the second segment goes around their end.
+    recorder.adopt(5, reporting)
+    # The rings have eight rows, so the second report wraps around their end.
     _run(layers, recorder, range(10))
     for first, report in zip((0, 5), recorder.take(), strict=True):
         steps = range(first, first + 5)
-        summed = asked.source_sums and slots
+        summed = reporting.source_sums and slots
         assert (report.slot_counts_TLS is not None) == slots
         assert (report.source_counts_TLE is not None) == (sources and not summed)
         assert (report.source_sums_LE is not None) == (sources and summed)
@@ -125,18 +158,18 @@ def test_what_a_host_does_not_count_is_left_out(asked: Reporting, slots: bool, s
 
 
 @pytest.mark.parametrize("first_step", [0, 5, 7])
-def test_segments_end_at_the_same_steps_wherever_a_rank_began(first_step: int) -> None:
+def test_reports_end_at_the_same_steps_for_any_first_step(first_step: int) -> None:
     layers = [CountingLayer()]
     recorder = HeatRecorder(layers, segment_steps=4)
     for step in range(first_step):
         layers[0].forward(step)
     _run(layers, recorder, range(first_step, 16))
-    ends = [one.first_step + one.steps for one in recorder.take()]
+    ends = [report.first_step + report.steps for report in recorder.take()]
     assert ends == [step for step in (4, 8, 12, 16) if step > first_step]
 
 
 @pytest.mark.parametrize("cut_at", [None, 5])
-def test_of_a_few_blocks_one_is_reported_the_same_by_all_ranks(cut_at: int | None) -> None:
+def test_one_block_in_four_is_reported_at_fixed_steps(cut_at: int | None) -> None:
     layers = [CountingLayer()]
     recorder = HeatRecorder(layers, segment_steps=2)
     recorder.adopt(2, Reporting(one_in=4))
@@ -148,7 +181,7 @@ def test_of_a_few_blocks_one_is_reported_the_same_by_all_ranks(cut_at: int | Non
     assert recorder.lost_steps == 0
 
 
-def test_a_rank_that_is_asked_for_shorter_reports_sends_what_it_has_with_the_next_step() -> None:
+def test_shorter_reports_take_effect_at_the_next_step() -> None:
     layers = [CountingLayer()]
     recorder = HeatRecorder(layers, segment_steps=8)
     sent = []
@@ -156,58 +189,60 @@ def test_a_rank_that_is_asked_for_shorter_reports_sends_what_it_has_with_the_nex
         if step in (2, 3):
             recorder.adopt(4)
         _run(layers, recorder, range(step, step + 1))
-        sent += [(step, one.first_step, one.steps) for one in recorder.take()]
+        sent += [(step, report.first_step, report.steps) for report in recorder.take()]
     assert sent == [(2, 0, 3), (3, 3, 1), (7, 4, 4), (11, 8, 4)]
 
 
-@pytest.mark.parametrize("heard_at", [0, 3, 4, 6])
-def test_ranks_that_hear_of_longer_reports_at_different_steps_cut_alike_again(heard_at: int) -> None:
+@pytest.mark.parametrize("adopted_at", [0, 3, 4, 6])
+def test_reports_are_aligned_again_after_ranks_lengthen_them_at_different_steps(adopted_at: int) -> None:
     layers = [CountingLayer()]
     recorder = HeatRecorder(layers, segment_steps=2)
     for step in range(24):
-        if step == heard_at:
-            recorder.adopt(500)  # Rings hold eight.
+        if step == adopted_at:
+            recorder.adopt(500)  # The rings hold eight steps.
         _run(layers, recorder, range(step, step + 1))
-    taken = recorder.take()
-    assert _steps_of(taken) == list(range(24))
-    assert [one.first_step for one in taken if one.first_step >= 8] == [8, 16]
+    reports = recorder.take()
+    assert _steps_of(reports) == list(range(24))
+    assert [report.first_step for report in reports if report.first_step >= 8] == [8, 16]
 
 
-def test_tokens_and_wall_times_go_with_their_steps_where_they_are_known() -> None:
-    """Tokens only where the host gave them for every step, and no time that the message does not hold."""
+def test_known_tokens_and_step_times_are_reported() -> None:
+    """Tokens are reported only if the host gave them for every step; times that do not fit the field are 0."""
     layers = [CountingLayer()]
     recorder = HeatRecorder(layers, 3)
     for step, (tokens, micros) in enumerate([(5, 0), (6, 800), (7, 900), (9, 1 << 32), (None, -1), (2, 700)]):
         layers[0].forward(step)
         recorder.step_done(step, StepPhase.DECODE, (0,), tokens, micros)
-    whole, partly = recorder.take()
-    assert (whole.tokens_T.tolist(), whole.micros_T.tolist()) == ([5, 6, 7], [0, 800, 900])
-    assert (partly.tokens_T, partly.micros_T.tolist()) == (None, [0, 0, 700])
+    complete, partial = recorder.take()
+    assert (complete.tokens_T.tolist(), complete.micros_T.tolist()) == ([5, 6, 7], [0, 800, 900])
+    assert (partial.tokens_T, partial.micros_T.tolist()) == (None, [0, 0, 700])
 
 
 @pytest.mark.parametrize("by_step", [False, True], ids=["layer-by-layer", "step-by-step"])
 @pytest.mark.parametrize("layers", [1, 3])
-def test_rings_in_one_tensor_are_reported_as_rings_of_their_own(layers: int, by_step: bool) -> None:
-    """Read by one operation; the counts, also those around the ring's end, are the same, and copies."""
+def test_rings_in_one_tensor_give_the_same_reports_as_separate_rings(layers: int, by_step: bool) -> None:
+    """They are read by one operation. The counts are the same, also across the end of the rings, and are copies."""
     rings_LWS = torch.zeros(layers, ROWS, SLOTS, dtype=torch.int32)
     if by_step:
         rings_LWS = torch.zeros(ROWS, layers, SLOTS, dtype=torch.int32).transpose(0, 1)
-    whole, apart = ([CountingLayer(False, 100 * index) for index in range(layers)] for _ in range(2))
-    for ring_WS, layer in zip(rings_LWS, whole, strict=True):
-        layer.moe_load, layer.load_counter = ring_WS, whole[0].load_counter
+    shared, separate = ([CountingLayer(False, 100 * index) for index in range(layers)] for _ in range(2))
+    for ring_WS, layer in zip(rings_LWS, shared, strict=True):
+        layer.moe_load, layer.load_counter = ring_WS, shared[0].load_counter
     reported = []
-    for some in (whole, apart):
-        recorder = HeatRecorder(some, segment_steps=3)
+    for group in (shared, separate):
+        recorder = HeatRecorder(group, segment_steps=3)
         for step in range(20):
-            for layer in some:
+            for layer in group:
                 layer.moe_load[step % ROWS] = step + layer.first
-            for counter in {id(layer.load_counter): layer.load_counter for layer in some}.values():
+            for counter in {id(layer.load_counter): layer.load_counter for layer in group}.values():
                 counter += 1
             recorder.step_done(step, StepPhase.DECODE, (0,) * layers)
-        assert (recorder._slot_rings._whole_LWX is not None) == (some is whole or layers == 1)
+        assert (recorder._slot_rings._whole_LWX is not None) == (group is shared or layers == 1)
         reported.append(recorder.take())
         assert recorder.lost_steps == 0
     rings_LWS.zero_()
-    found = [[(one.first_step, one.slot_counts_TLS.tolist()) for one in reports] for reports in reported]
-    assert found[0] == found[1]
-    assert len(found[0]) == 6
+    counts = [
+        [(report.first_step, report.slot_counts_TLS.tolist()) for report in reports] for reports in reported
+    ]
+    assert counts[0] == counts[1]
+    assert len(counts[0]) == 6

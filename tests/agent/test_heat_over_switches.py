@@ -1,4 +1,4 @@
-"""Over many switches, the slots of real layers receive what the ranks' own tokens chose, under each report's epochs."""
+"""Across many switches, the slots' loads add up to the ranks' source heat under the layout of each report's epochs."""
 
 from __future__ import annotations
 
@@ -17,18 +17,20 @@ LAYERS, RANKS, STEPS = 2, live.RANKS, 112
 
 
 def _reports(width: int, summed: bool) -> tuple[list[HeatReport], dict[tuple[int, int], Any]]:
-    """Return the heat of a rank whose layers switch all the time, and the slots of all ranks by epoch and layer."""
+    """Switch layers continuously; return the rank's heat reports and the placement of each epoch and layer."""
     agent, layers, still = live.start(LAYERS, width, report_steps=4, vote_interval=2)
     agent._heat.adopt(4, Reporting(source_sums=summed))
-    reports, placed = list[HeatReport](), {}
+    reports = list[HeatReport]()
+    placed = {}
 
     def between(step: int) -> None:
         installed = agent.installed
         for layer, epoch in enumerate(installed.layer_epochs):
             placed[epoch, layer] = installed.placement.phy2log_LRS[layer]
-        reports.extend(one for one in live.waiting(agent) if isinstance(one, HeatReport))
+        reports.extend(message for message in live.waiting(agent) if isinstance(message, HeatReport))
         if agent._switch.state.plan is None and step % 4 == 1 and step < STEPS - 16:
-            live.offer(agent, {one: live.from_here(agent, step + one, one) for one in range(LAYERS)}, step)
+            changes = {layer: live.from_here(agent, step + layer, layer) for layer in range(LAYERS)}
+            live.offer(agent, changes, step)
 
     live.drive(agent, layers, still, STEPS, between)
     agent.close()
@@ -36,12 +38,12 @@ def _reports(width: int, summed: bool) -> tuple[list[HeatReport], dict[tuple[int
 
 
 @pytest.mark.parametrize(("width", "summed"), [(1, False), (4, True)], ids=["by step", "summed and dealt"])
-def test_slots_receive_by_expert_what_the_ranks_sent(width: int, summed: bool) -> None:
+def test_slot_loads_add_up_to_the_source_heat_of_each_expert(width: int, summed: bool) -> None:
     ranks = run_ranks(RANKS, _reports, width, summed)
     placed = ranks[0][1]
     blocks: dict[tuple[Any, ...], list[tuple[int, HeatReport]]] = defaultdict(list)
-    for rank, (own, _) in enumerate(ranks):
-        for report in own:
+    for rank, (reports, _) in enumerate(ranks):
+        for report in reports:
             blocks[report.first_step, report.steps, report.layer_epochs].append((rank, report))
     # All ranks cut their reports at the same steps, and no report spans a switch.
     assert {len(block) for block in blocks.values()} == {RANKS}

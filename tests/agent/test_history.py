@@ -1,4 +1,4 @@
-"""The histories of real ranks prove that they stood together, and one changed word in them is found."""
+"""The history checker: it accepts the histories of real ranks and detects every altered record."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _check(folder: Path) -> list[str]:
 
 
 def _changed(recorded: Path, folder: Path, kind: str, which: int, **facts: Any) -> list[str]:
-    """What the checker says where one line of rank 1 is another, or is left out where no facts are given."""
+    """Return the violations after changing one line of rank 1, or deleting it if ``facts`` is empty."""
     for path in recorded.glob("*.jsonl"):
         lines = [json.loads(line) for line in path.read_text().splitlines()]
         if lines[0]["rank"] == 1:
@@ -52,18 +52,18 @@ def _changed(recorded: Path, folder: Path, kind: str, which: int, **facts: Any) 
     return _check(folder)
 
 
-def test_a_true_history_breaks_nothing(recorded: Path) -> None:
+def test_an_unaltered_history_has_no_violations(recorded: Path) -> None:
     assert _check(recorded) == []
     (ranks,) = read_histories(recorded).values()
     assert [len(history.of("commit")) for history in ranks] == [4] * RANKS
     command = [sys.executable, "-m", "eplb_lab.history.check", str(recorded)]
-    shown = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert shown.returncode == 0
-    assert "every promise was kept" in shown.stdout
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 0
+    assert "every promise was kept" in result.stdout
 
 
 @pytest.mark.parametrize(
-    ("kind", "which", "facts", "said"),
+    ("kind", "which", "facts", "violation"),
     [
         ("commit", 1, {"step": 9_999}, "rank 1 committed"),
         ("commit", 1, {}, "rank 1 committed"),
@@ -78,24 +78,24 @@ def test_a_true_history_breaks_nothing(recorded: Path) -> None:
         ("heat", -1, {"steps": 0, "first_step": 1}, "was reported after step"),
     ],
 )
-def test_one_changed_word_is_found(kind, which, facts, said, recorded, tmp_path) -> None:
-    assert any(said in broken for broken in _changed(recorded, tmp_path, kind, which, **facts))
+def test_one_altered_record_is_detected(kind, which, facts, violation, recorded, tmp_path) -> None:
+    assert any(violation in broken for broken in _changed(recorded, tmp_path, kind, which, **facts))
 
 
-def test_a_commit_that_one_rank_did_not_vote_for_is_found(recorded: Path, tmp_path: Path) -> None:
+def test_a_commit_without_the_vote_of_one_rank_is_detected(recorded: Path, tmp_path: Path) -> None:
     (ranks,) = read_histories(recorded).values()
     votes = ranks[1].of("vote")
-    deciding = next(place for place, vote in enumerate(votes) if vote["decision"] == "COMMIT")
+    deciding = next(index for index, vote in enumerate(votes) if vote["decision"] == "COMMIT")
     broken = _changed(recorded, tmp_path, "vote", deciding, progress="TRANSFERRING")
-    assert any("committed though rank 1 had voted" in shown for shown in broken)
+    assert any("committed though rank 1 had voted" in violation for violation in broken)
     late = _changed(recorded, tmp_path, "vote", deciding, step=9_999)
-    assert any(f"vote {votes[deciding]['number']}" in shown for shown in late)
+    assert any(f"vote {votes[deciding]['number']}" in violation for violation in late)
 
 
-def test_what_is_no_history_is_refused(recorded: Path, tmp_path: Path) -> None:
+def test_missing_and_incomplete_histories_are_rejected(recorded: Path, tmp_path: Path) -> None:
     with pytest.raises(HistoryError, match="holds no history"):
         read_histories(tmp_path)
-    one = next(iter(recorded.glob("rank-0*.jsonl")))
-    (tmp_path / one.name).write_bytes(one.read_bytes())
+    history = next(iter(recorded.glob("rank-0*.jsonl")))
+    (tmp_path / history.name).write_bytes(history.read_bytes())
     with pytest.raises(HistoryError, match=r"there are histories of ranks \[0\] only"):
         read_histories(tmp_path)

@@ -1,4 +1,4 @@
-"""Ranks drain, close and lose votes or links: always together, never waiting without a deadline."""
+"""Ranks drain, close, and lose votes or links: all together, and never without a timeout."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from tests.ranks import RankFailure, run_ranks
 
 
 def _drain_in_the_middle() -> dict[str, Any]:
-    """A plan is being transferred, slowly, when the host wants to sleep."""
-    # Staging holds less than two layers, so they switch one after the other.
+    """Drain during a slow transfer, then resume and switch once more."""
+    # Staging has no room for two layers, so they are switched one after the other.
     agent, layers, still = live.start(2, bytes_per_step=2000, transfer_timeout_seconds=10, staging_mib=0)
     plan = {0: live.target(1), 1: live.target(2)}
     worst = live.drive(agent, layers, still, 12, live.offering(agent, {1: plan}))
@@ -36,20 +36,25 @@ def _drain_in_the_middle() -> dict[str, Any]:
     facts["switched"] = agent.installed.epoch - before
     items = live.waiting(agent)
     reports = [item for item in items if isinstance(item, HeatReport)]
-    facts["untimed"] = [one.first_step + i for one in reports for i in np.flatnonzero(one.micros_T == 0)]
+    facts["untimed"] = [
+        report.first_step + i for report in reports for i in np.flatnonzero(report.micros_T == 0)
+    ]
     facts["reasons"] = [item.reason for item in items if not isinstance(item, HeatReport) and item.reason]
-    facts["beat"], facts["calls"] = agent._beat(), agent._clock.calls
+    facts["beat"] = agent._beat()
+    facts["calls"] = agent._clock.calls
     facts["staged"] = agent._switch.transfers.staging.nbytes
     facts["rings"] = sum(ring.nbytes for layer in layers for ring in (layer.moe_load, layer.source_load))
     return live.facts(agent, worst, **facts)
 
 
-def test_drain_ends_what_is_under_way_and_resume_takes_plans_again() -> None:
+def test_drain_ends_the_current_plan_and_resume_accepts_plans_again() -> None:
     facts = run_ranks(RANKS, _drain_in_the_middle)
     live.check_together(facts)
     for fact in facts:
         assert not fact["busy"]
-        assert fact["untimed"] == [0, 12], "the first step, and the first after the host slept, have no time"
+        assert fact["untimed"] == [0, 12], (
+            "only the first step and the first one after the drain have no time"
+        )
         assert fact["drained"] < 15
         assert fact["refused"]
         assert fact["reasons"] == ["the host sleeps", "balancing is paused on this rank: the host sleeps"]
@@ -61,7 +66,7 @@ def test_drain_ends_what_is_under_way_and_resume_takes_plans_again() -> None:
 
 
 def _leave_early(how: str, early_step: int) -> dict[str, Any]:
-    """At this step rank 1 closes, or leaves the votes; a plan has been under way since the first."""
+    """Let rank 1 close or leave the votes at this step; a plan is under way since step 1."""
     agent, layers, still = live.start(1, vote_interval=4, vote_lag=3)
     offered = live.offering(agent, {1: {0: live.target()}}, pause=0.02)
 
@@ -72,24 +77,24 @@ def _leave_early(how: str, early_step: int) -> dict[str, Any]:
 
     began = time.monotonic()
     worst = live.drive(agent, layers, still, 40, between)
-    # Whoever leaves is noticed at once, nobody waits for the votes' deadline of 60 s.
+    # The peers notice it at once instead of waiting for the vote timeout of 60 s.
     assert time.monotonic() - began < 30
     return live.facts(agent, worst)
 
 
 SLOWLY = [
-    pytest.param(how, at, marks=pytest.mark.slow) for how in ("closes", "leaves") for at in range(8, 13)
+    pytest.param(how, step, marks=pytest.mark.slow) for how in ("closes", "leaves") for step in range(8, 13)
 ]
 
 
 @pytest.mark.parametrize(("how", "step"), [("closes", 10), ("leaves", 11), *SLOWLY])
-def test_a_rank_that_leaves_around_the_vote_that_commits_does_as_the_others(how: str, step: int) -> None:
-    """The vote launched at step 8 commits the layer at step 11: the others may have heard that all are ready."""
+def test_a_rank_that_leaves_during_a_commit_agrees_with_its_peers(how: str, step: int) -> None:
+    """The vote launched at step 8 commits the layer at step 11; the peers may already know that all are ready."""
     live.check_together(run_ranks(RANKS, _leave_early, how, step))
 
 
 def _all_close_one_after_the_other(order: list[int]) -> None:
-    """Each rank ends its process as soon as it has closed; a vote that is to commit a layer is under way."""
+    """Close the ranks in this order during a vote that commits a layer; each process ends after its close."""
     agent, layers, still = live.start(1, vote_interval=4, vote_lag=4)
     live.drive(agent, layers, still, 8 + 1, live.offering(agent, {0: {0: live.target()}}, pause=0.05))
     time.sleep(0.5 * order.index(agent.identity.rank))
@@ -99,7 +104,7 @@ def _all_close_one_after_the_other(order: list[int]) -> None:
 
 
 @pytest.mark.parametrize("order", [[0, 1, 2], pytest.param([2, 0, 1], marks=pytest.mark.slow)])
-def test_ranks_that_leave_one_after_the_other_leave_quietly(order: list[int]) -> None:
+def test_ranks_that_leave_one_after_the_other_log_no_errors(order: list[int]) -> None:
     with pytest.raises(RankFailure) as ended:
         run_ranks(RANKS, _all_close_one_after_the_other, order)
     assert "Traceback" not in str(ended.value)
@@ -117,4 +122,4 @@ def _not_counting() -> str:
 
 def test_a_host_that_stops_counting_is_reported() -> None:
     reported = run_ranks(2, _not_counting)
-    assert all("no valid count of heat for" in one for one in reported)
+    assert all("no valid count of heat for" in error for error in reported)

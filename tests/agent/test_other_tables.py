@@ -1,4 +1,4 @@
-"""Ranks end once a table on a device is not what its rank has installed, also if a commit has overwritten it since."""
+"""All ranks end if a device table differs from the installed layout, even if a commit has overwritten it since."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from worker_agent.swap.commit_register import FatalSwitchError
 CHANGED_AT = 6
 
 
-def _serves_with_another_table(commits: bool) -> tuple[str, int]:
-    """Turn a table of rank 1 at one step, and let its layer be committed soon after; return what ends this rank."""
+def _serve_a_corrupt_table(commits: bool) -> tuple[str, int]:
+    """Corrupt a table of rank 1 and optionally commit its layer; return this rank's fatal error and epoch."""
     table_check._ROUND_BOUNDARIES = 1_000_000 if commits else 2
     agent, layers, _ = live.start(1, vote_interval=1, vote_lag=1)
     try:
-        # Without the model's collectives: a rank that ends must not keep the others from calling.
+        # Without the model's collectives, a rank that ends does not block the calls of its peers.
         for step in range(4000):
             if step == CHANGED_AT and agent.identity.rank == 1:
                 layers[0].log2phy.copy_(layers[0].log2phy.roll(1, dims=0))
@@ -31,12 +31,12 @@ def _serves_with_another_table(commits: bool) -> tuple[str, int]:
     return "served on", agent.installed.epoch
 
 
-def test_a_table_that_is_another_ends_all_ranks() -> None:
-    for reported, _ in run_ranks(live.RANKS, _serves_with_another_table, False):
+def test_a_corrupt_table_ends_all_ranks() -> None:
+    for reported, _ in run_ranks(live.RANKS, _serve_a_corrupt_table, False):
         assert reported.startswith("rank 1: layer 0: log2phy of expert")
 
 
-def test_a_table_that_a_commit_has_overwritten_ends_all_ranks() -> None:
-    for reported, epoch in run_ranks(live.RANKS, _serves_with_another_table, True):
+def test_a_corrupt_table_ends_all_ranks_even_after_a_commit() -> None:
+    for reported, epoch in run_ranks(live.RANKS, _serve_a_corrupt_table, True):
         assert reported.startswith("rank 1: layer 0: log2phy of expert")
         assert epoch == 1

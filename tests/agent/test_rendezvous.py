@@ -1,4 +1,4 @@
-"""Ranks that form a group start from what they hold, and all hear which of them does not fit."""
+"""Ranks that form a group start from the experts that they hold, and all learn which rank does not fit."""
 
 from __future__ import annotations
 
@@ -18,30 +18,30 @@ from worker_agent.swap import rendezvous
 from worker_agent.swap.group import RendezvousError
 
 
-def _met_again() -> dict[str, Any]:
-    """Another group of ranks, another placement: nothing of the first remains."""
+def _form_second_group() -> dict[str, Any]:
+    """Form a second group after a switch; epochs restart and the group's number changes."""
     agent, layers, still = live.start(1)
     worst = live.drive(agent, layers, still, 40, live.offering(agent, {0: {0: live.target()}}), epoch=1)
-    first = (agent.installed.epoch, agent.identity.group_id)
+    first_group = (agent.installed.epoch, agent.identity.group_id)
     agent.drain()
     agent.close()
     layers[0].rank_bound = True
-    again = Agent.start(layers, dist.group.WORLD, live.settings())
-    same = bool((again.installed.placement.phy2log_LRS[0] == live.target()).all())
-    offered = live.offering(again, {0: {0: live.from_here(again, 5)}})
-    worst = max(worst, live.drive(again, layers, still, 40, offered, epoch=1))
+    second = Agent.start(layers, dist.group.WORLD, live.settings())
+    same = bool((second.installed.placement.phy2log_LRS[0] == live.target()).all())
+    offered = live.offering(second, {0: {0: live.from_here(second, 5)}})
+    worst = max(worst, live.drive(second, layers, still, 40, offered, epoch=1))
     return live.facts(
-        again,
+        second,
         worst,
-        first=first,
-        second=(again.installed.epoch, again.identity.group_id),
+        first=first_group,
+        second=(second.installed.epoch, second.identity.group_id),
         same=same,
-        bound=(agent.identity.shape.rank_bound, again.identity.shape.rank_bound),
+        bound=(agent.identity.shape.rank_bound, second.identity.shape.rank_bound),
     )
 
 
-def test_ranks_that_meet_again_start_from_what_they_hold() -> None:
-    facts = run_ranks(RANKS, _met_again)
+def test_a_new_group_starts_from_the_current_placement() -> None:
+    facts = run_ranks(RANKS, _form_second_group)
     live.check_together(facts, epoch=1)
     for fact in facts:
         assert fact["same"]
@@ -50,43 +50,43 @@ def test_ranks_that_meet_again_start_from_what_they_hold() -> None:
         assert fact["bound"] == (False, True)
 
 
-def _fails_to_meet(what: str) -> str:
-    layers: list[Any] = live.layers_of(2 if "layers" in what else 1, live.linear_RS(RANKS))
+def _fails_to_meet(mismatch: str) -> str:
+    layers: list[Any] = live.layers_of(2 if "layers" in mismatch else 1, live.linear_RS(RANKS))
     for index, layer in enumerate(layers):
-        layer.name = f"mlp.{index}" if "named" in what else ""
+        layer.name = f"mlp.{index}" if "named" in mismatch else ""
     if dist.get_rank() == 1:
-        if what == "more layers":
+        if mismatch == "more layers":
             layers = live.layers_of(3, live.linear_RS(RANKS))
-        elif what in ("layers in another order", "named layers in another order"):
+        elif mismatch in ("layers in another order", "named layers in another order"):
             layers.reverse()
-        elif what == "layers of one memory":
+        elif mismatch == "layers of one memory":
             layers[1].expert_weights = layers[0].expert_weights
-        elif what == "another expert":
-            # Expert 1 is on rank 0 as well; rank 1 has loaded something else for it.
+        elif mismatch == "another expert":
+            # Expert 1 is also on rank 0; rank 1 has loaded different weights for it.
             layers[0].w2_weight[int(layers[0].expert_map[1])] *= 2
-        elif what == "another protocol":
+        elif mismatch == "another protocol":
             rendezvous.PROTOCOL_VERSION += 1
-        elif what == "none":
+        elif mismatch == "none":
             layers = []
-        elif what == "weights":
+        elif mismatch == "weights":
             layers[0].w2_weight = layers[0].w2_weight[:, :, :4].contiguous()
             layers[0].w13_weight = torch.cat([layers[0].w13_weight, layers[0].w13_weight[:, :4]], dim=1)
-        elif what == "table":
+        elif mismatch == "table":
             layers[0].log2phy[0] = layers[0].log2phy[1]
-        elif what == "dealing":
+        elif mismatch == "dealing":
             layers[0].log2phy = layers[0].log2phy.unsqueeze(1).repeat(1, 4)
-        elif what == "entries":
+        elif mismatch == "entries":
             layers[0].log2phy = layers[0].log2phy.unsqueeze(1).repeat(1, 65)
-        elif what == "host":
+        elif mismatch == "host":
             layers[0].expert_weights = None
-    settings = live.settings(transfer_backend="nccl" if what == "backend" else "auto")
-    with pytest.raises(RendezvousError) as caught:
+    settings = live.settings(transfer_backend="nccl" if mismatch == "backend" else "auto")
+    with pytest.raises(RendezvousError) as error_info:
         Agent.start(layers, dist.group.WORLD, settings)
-    return str(caught.value)
+    return str(error_info.value)
 
 
 @pytest.mark.parametrize(
-    ("what", "said"),
+    ("mismatch", "message"),
     [
         ("more layers", "layers differ: rank 0 has 2, rank 1 has 3"),
         ("layers in another order", "layer 0: ranks 0 and 1 hold different weights of expert"),
@@ -106,14 +106,14 @@ def _fails_to_meet(what: str) -> str:
         ("backend", "rank 0: transfer_backend nccl moves experts between cuda devices"),
     ],
 )
-def test_one_rank_that_does_not_fit_is_reported_to_all(what: str, said: str) -> None:
-    reported = run_ranks(RANKS, _fails_to_meet, what)
+def test_a_rank_that_does_not_fit_is_reported_to_all(mismatch: str, message: str) -> None:
+    reported = run_ranks(RANKS, _fails_to_meet, mismatch)
     assert len(set(reported)) == 1
-    assert said in reported[0]
+    assert message in reported[0]
 
 
 def _meets_another_release(rank: int) -> str:
-    """Return what the engine's log says where this rank runs another release of the agent."""
+    """Return this rank's log lines if ``rank`` runs another release of the agent."""
     handler = logging.handlers.BufferingHandler(1000)
     logging.getLogger("eplb.agent").addHandler(handler)
     if dist.get_rank() == rank:
@@ -123,7 +123,7 @@ def _meets_another_release(rank: int) -> str:
     return "\n".join(record.getMessage() for record in handler.buffer)
 
 
-def test_ranks_of_a_mixed_group_are_named_on_all() -> None:
+def test_ranks_with_mixed_releases_are_named_on_all_ranks() -> None:
     logged = run_ranks(RANKS, _meets_another_release, 1)
     assert len(logged) == RANKS
     for text in logged:

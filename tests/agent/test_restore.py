@@ -1,4 +1,4 @@
-"""Ranks bring all experts back to where a host loads them: together or not at all, and no output changes."""
+"""Ranks restore all experts to their initial slots together or not at all, and no output changes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ RANKS, LAYERS = 3, 2
 
 
 def _moved(dealing_width: int = 1, **changes: Any) -> tuple[Agent, list[Any], list[Any], Placement]:
-    """Ranks whose two layers have been switched twice: experts have left ranks and come back to other slots."""
+    """Switch two layers twice, so that some experts return to their ranks in other slots."""
     agent, layers, still = live.start(LAYERS, dealing_width, **changes)
     first = agent.installed.placement
     for turn in (1, 2):
@@ -29,8 +29,8 @@ def _moved(dealing_width: int = 1, **changes: Any) -> tuple[Agent, list[Any], li
 
 
 def _slots_changed_within_a_rank(agent: Agent, first: Placement) -> int:
-    """How many experts are on the rank that they started on, in another slot."""
-    rows = (one.phy2log_LRS.reshape(-1, live.SLOTS) for one in (first, agent.installed.placement))
+    """Return the number of experts that are on their initial rank but in another slot."""
+    rows = (placement.phy2log_LRS.reshape(-1, live.SLOTS) for placement in (first, agent.installed.placement))
     return sum(
         int((np.isin(old_S, new_S) & (old_S != new_S)).sum()) for old_S, new_S in zip(*rows, strict=True)
     )
@@ -39,21 +39,21 @@ def _slots_changed_within_a_rank(agent: Agent, first: Placement) -> int:
 def _restore(dealing_width: int) -> dict[str, Any]:
     agent, layers, still, first = _moved(dealing_width)
     facts: dict[str, Any] = {"within": _slots_changed_within_a_rank(agent, first)}
-    # One more plan is on its way to two of the ranks.
+    # Another plan has reached two of the three ranks.
     if agent.identity.rank:
         live.offer(agent, {0: live.linear_RS(RANKS)}, plan_id=3)
     worst = live.drive(agent, layers, still, 3)
     agent.restore(first)
     facts["as_at_first"] = all(
-        torch.equal(here, there)
-        for layer, other in zip(layers, still, strict=True)
-        for here, there in zip(
+        torch.equal(tensor, reference)
+        for layer, untouched in zip(layers, still, strict=True)
+        for tensor, reference in zip(
             (*layer.expert_weights(), layer.expert_map, layer.log2phy),
-            (*other.expert_weights(), other.expert_map, other.log2phy),
+            (*untouched.expert_weights(), untouched.expert_map, untouched.log2phy),
             strict=True,
         )
     )
-    agent.restore(first)  # nothing is left to be done
+    agent.restore(first)  # A second restore has nothing to do.
     worst = max(worst, live.drive(agent, layers, still, 5))
     restored = agent.installed.epoch
     agent.resume()
@@ -63,14 +63,14 @@ def _restore(dealing_width: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("dealing_width", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_every_expert_is_back_in_its_slot_and_balancing_goes_on(dealing_width: int) -> None:
+def test_a_restore_returns_every_expert_and_balancing_can_resume(dealing_width: int) -> None:
     facts = run_ranks(RANKS, _restore, dealing_width)
     assert sum(fact["within"] for fact in facts) > 0
     assert all(fact["as_at_first"] for fact in facts)
     live.check_together(facts, epoch=3 * LAYERS + 1)
 
 
-def _restore_in_vain(fault: str) -> dict[str, Any]:
+def _failed_restore(fault: str) -> dict[str, Any]:
     agent, layers, still, first = _moved(transfer_timeout_seconds=10)
     if fault == "a transfer fails" and agent.identity.rank == 1:
         live.fail_once_to_stage(agent)
@@ -85,14 +85,14 @@ def _restore_in_vain(fault: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("fault", "said"), [("a transfer fails", ""), ("a rank has left the votes", "the test wants it so")]
+    ("fault", "reason"), [("a transfer fails", ""), ("a rank has left the votes", "the test wants it so")]
 )
-def test_where_one_rank_fails_all_keep_what_they_had(fault: str, said: str) -> None:
-    facts = run_ranks(RANKS, _restore_in_vain, fault)
-    assert said in facts[2]["error"]
+def test_a_restore_that_fails_on_one_rank_changes_no_rank(fault: str, reason: str) -> None:
+    facts = run_ranks(RANKS, _failed_restore, fault)
+    assert reason in facts[2]["error"]
     for fact in facts:
         assert fact["halted"] is None
         assert "could not be restored" in fact["error"]
-        assert not said or fact["seconds"] < 10
+        assert not reason or fact["seconds"] < 10
         assert fact["worst"] < 1e-5
         assert (fact["epoch"], fact["digest"]) == (2 * LAYERS, facts[0]["digest"])

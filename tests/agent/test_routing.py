@@ -1,4 +1,4 @@
-"""Dealt tokens choose distinct experts and add up to exactly what the trace counted."""
+"""Dealt tokens choose distinct experts, and their choices add up to the trace's counts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from eplb_lab.ranks.rank import choices_per_token, deal, own_part
     ranks=st.integers(1, 5),
     seed=st.integers(0, 99),
 )
-def test_a_dealt_step_counts_up_to_its_heat(tokens, experts, top_k, ranks, seed) -> None:
+def test_the_choices_of_a_dealt_step_add_up_to_its_heat(tokens, experts, top_k, ranks, seed) -> None:
     rng = np.random.default_rng(seed)
     routed = [rng.permutation(experts)[:top_k] for _ in range(tokens)]
     counts_E = np.bincount(np.concatenate([*routed, np.zeros(0, dtype=int)]), minlength=experts)
@@ -29,7 +29,7 @@ def test_a_dealt_step_counts_up_to_its_heat(tokens, experts, top_k, ranks, seed)
     assert max(map(len, parts)) - min(map(len, parts)) <= 1
 
 
-def test_top_k_is_the_largest_that_every_step_allows() -> None:
+def test_top_k_is_the_largest_value_that_fits_every_step() -> None:
     counts_TLE = np.array([[[4, 4, 2, 2]], [[3, 3, 3, 3]]])
     assert choices_per_token(counts_TLE) == 3
     assert choices_per_token(np.array([[[7, 0, 0, 0]]])) == 1

@@ -1,4 +1,4 @@
-"""Tests that settings that cannot work are rejected before a rank connects to the others."""
+"""Invalid agent settings are rejected before a rank connects to its peers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The control stream reports the truth, refuses what is malformed, and comes back for as long as it takes."""
+"""The control stream: its reports, its validation of messages, and its reconnection to the service."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ IDENTITY = Identity("default", "group", 1, "here", (0, 1, 2), SHAPE)
 
 
 class FakeService(agent_pb2_grpc.AgentServiceServicer):
-    """Welcomes whoever says Hello, keeps what it hears, and says what it is given."""
+    """Service that welcomes every agent, records its messages (``heard``) and sends those of ``to_say``."""
 
     def __init__(self) -> None:
         self.heard: queue.SimpleQueue[agent_pb2.ConnectRequest] = queue.SimpleQueue()
@@ -90,7 +90,7 @@ class Scene:
         self.service.to_say.put(agent_pb2.ConnectResponse(plan=plan))
 
 
-def test_hello_says_who_is_there_and_what_is_installed() -> None:
+def test_hello_contains_the_identity_and_the_placement() -> None:
     with Scene(auth_token="sesame") as scene:
         hello = scene.hear("hello")
         assert (hello.deployment, hello.rank, hello.ep_size, hello.token_group) == ("default", 1, RANKS, 1)
@@ -100,7 +100,7 @@ def test_hello_says_who_is_there_and_what_is_installed() -> None:
         assert scene.service.metadata["authorization"] == "Bearer sesame"
 
 
-def test_hello_after_each_cut_has_what_is_installed_and_the_highest_leader_term_seen() -> None:
+def test_hello_after_a_reconnect_has_the_current_layout_and_the_highest_term() -> None:
     with Scene() as scene:
         assert scene.hear("hello").highest_term == 0
         scene.service.leader_term = 7
@@ -108,28 +108,28 @@ def test_hello_after_each_cut_has_what_is_installed_and_the_highest_leader_term_
         scene.hear("hello")
         scene.service.leader_term = 5
         scene.service.to_say.put(None)
-        # The switch has not heard of it yet: the model has made no step.
+        # The switch does not know term 7 yet, because the model has made no step.
         assert scene.hear("hello").highest_term == 7
         scene.highest_term = 9
         scene.installed = scene.installed.with_layer(0, LINEAR.phy2log_LRS[0], scene.installed.log2phy_LE[0])
         scene.service.to_say.put(None)
-        again = scene.hear("hello")
-        assert (again.highest_term, again.placement.epoch) == (9, 1)
+        hello = scene.hear("hello")
+        assert (hello.highest_term, hello.placement.epoch) == (9, 1)
 
 
-def test_what_the_service_asks_for_is_followed_until_it_asks_otherwise() -> None:
+def test_reporting_options_apply_until_the_next_service_changes_them() -> None:
     with Scene() as scene:
         scene.hear("heartbeat")
         assert scene.stream.reporting == EVERYTHING
         reporting = agent_pb2.Reporting(source_sums=True, one_in=4, report_steps=64)
         scene.service.to_say.put(agent_pb2.ConnectResponse(reporting=reporting))
         scene.wait_for_reporting(Reporting(source_sums=True, one_in=4, report_steps=64))
-        # The next service is of a release that asks for nothing.
+        # The next service is of a release that sends no reporting options.
         scene.service.to_say.put(None)
         scene.wait_for_reporting(EVERYTHING)
 
 
-def test_heartbeats_go_out_however_much_heat_there_is() -> None:
+def test_a_flood_of_heat_does_not_suppress_heartbeats() -> None:
     """A busy rank that has halted must not look healthy."""
     with Scene() as scene:
         scene.hear("hello")
@@ -150,7 +150,7 @@ def test_heartbeats_go_out_however_much_heat_there_is() -> None:
             flooding.join()
 
 
-def test_a_valid_plan_arrives_and_a_malformed_one_is_refused_by_name() -> None:
+def test_a_valid_plan_is_queued_and_a_malformed_one_is_rejected() -> None:
     with Scene() as scene:
         scene.say_plan(encode(plan_of(0)))
         assert scene.stream.plans.get(timeout=60)[0].plan_id == 1
@@ -163,7 +163,7 @@ def test_a_valid_plan_arrives_and_a_malformed_one_is_refused_by_name() -> None:
         assert scene.stream.plans.empty()
 
 
-def test_a_call_comes_after_the_plan_that_it_names() -> None:
+def test_a_call_off_is_queued_after_its_plan() -> None:
     with Scene() as scene:
         scene.say_plan(encode(plan_of(0)))
         scene.service.to_say.put(agent_pb2.ConnectResponse(call_off=agent_pb2.CallOff(plan_id=1)))
@@ -172,7 +172,7 @@ def test_a_call_comes_after_the_plan_that_it_names() -> None:
 
 
 @pytest.mark.parametrize(
-    ("turn", "sharing", "sent_for", "bound", "said"),
+    ("turn", "token_groups", "plan_groups", "bound", "message"),
     [
         (
             1,
@@ -186,15 +186,17 @@ def test_a_call_comes_after_the_plan_that_it_names() -> None:
         (1, (0, 1, 2), (0, 1, 2), True, r"rank \d would get expert \d, but grouped experts stay"),
     ],
 )
-def test_a_plan_that_this_rank_cannot_carry_out_is_refused(turn, sharing, sent_for, bound, said) -> None:
-    """It does not start from what is installed; or gives ranks that share tokens two tables; or moves bound experts."""
-    identity = replace(IDENTITY, token_groups=sharing, shape=replace(SHAPE, rank_bound=bound))
-    with pytest.raises(WireError, match=said):
-        check_plan(encode(plan_of(turn, token_groups=sent_for)), identity, INSTALLED)
+def test_a_plan_that_does_not_fit_this_rank_is_rejected(
+    turn, token_groups, plan_groups, bound, message
+) -> None:
+    """Its moves do not match the layout, its tables differ within a token group, or it moves bound experts."""
+    identity = replace(IDENTITY, token_groups=token_groups, shape=replace(SHAPE, rank_bound=bound))
+    with pytest.raises(WireError, match=message):
+        check_plan(encode(plan_of(turn, token_groups=plan_groups)), identity, INSTALLED)
 
 
-class Refusing(FakeService):
-    """Turns everybody away without a look at what they say."""
+class RejectingService(FakeService):
+    """Service that rejects every connection before it reads a message."""
 
     calls = 0
 
@@ -203,22 +205,22 @@ class Refusing(FakeService):
         context.abort(grpc.StatusCode.UNAUTHENTICATED, "the token is wrong")
 
 
-def test_the_reason_of_a_refusal_is_reported_however_it_crosses_the_hello(monkeypatch) -> None:
+def test_the_reason_of_a_rejection_is_logged_even_if_it_crosses_the_hello(monkeypatch) -> None:
     monkeypatch.setattr("worker_agent.stream._INITIAL_BACKOFF_SECONDS", 0.001)
     monkeypatch.setattr("worker_agent.stream._MAX_BACKOFF_SECONDS", 0.001)
-    # A large one is on its way for longer.
+    # A large Hello is still being sent when the rejection arrives.
     large = replace(IDENTITY, group_id="x" * 200_000)
-    said = list[str]()
+    reasons = list[str]()
     monkeypatch.setattr(
-        ServiceStream, "_log_lost", lambda one, why: one._closing.is_set() or said.append(why)
+        ServiceStream, "_log_lost", lambda stream, why: stream._closing.is_set() or reasons.append(why)
     )
-    with Scene(Refusing(), large):
-        while len(said) < 40:
+    with Scene(RejectingService(), large):
+        while len(reasons) < 40:
             time.sleep(0.01)
-    assert set(said) == {"the token is wrong"}
+    assert set(reasons) == {"the token is wrong"}
 
 
-def test_an_outage_is_logged_ever_less_often_and_its_end_once(monkeypatch, caplog) -> None:
+def test_an_outage_is_logged_at_growing_intervals_and_its_end_once(monkeypatch, caplog) -> None:
     outages = OutageLog()
     assert outages.logs_return(0)
     logged = [
@@ -226,18 +228,18 @@ def test_an_outage_is_logged_ever_less_often_and_its_end_once(monkeypatch, caplo
     ]
     assert logged == [0, 60, 180, 200, 420]
     assert [outages.logs_return(now) for now in (700, 700)] == [True, False]
-    # A service that comes and goes is no new outage each time.
+    # A service that keeps returning and failing does not start a new outage each time.
     assert [now for now in range(701, 1000) if outages.logs(now, "refused")] == [760, 820, 940]
     monkeypatch.setattr("worker_agent.stream._INITIAL_BACKOFF_SECONDS", 0.001)
-    with caplog.at_level("INFO", logger="eplb.agent"), Scene(Refusing()) as scene:
+    with caplog.at_level("INFO", logger="eplb.agent"), Scene(RejectingService()) as scene:
         while scene.service.calls < 3:
             time.sleep(0.01)
-    said = [record.getMessage() for record in caplog.records]
-    assert said == [f"rank 1: no stream to {scene.address}: the token is wrong"]
+    messages = [record.getMessage() for record in caplog.records]
+    assert messages == [f"rank 1: no stream to {scene.address}: the token is wrong"]
 
 
 @pytest.mark.parametrize("stuck", ["beat", "installed"])
-def test_a_stream_that_stands_still_is_reported_once_and_once_when_it_goes_on(
+def test_a_stalled_stream_is_logged_once_and_its_return_once(
     stuck: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("worker_agent.stream._STALL_SECONDS", 0.3)
@@ -253,11 +255,11 @@ def test_a_stream_that_stands_still_is_reported_once_and_once_when_it_goes_on(
             goes_on.set()
         time.sleep(0.5)
         scene.stream.keep_alive()
-    said = [record.getMessage().partition(" for ")[0] for record in caplog.records]
-    assert said == ["rank 1: the control stream has been stalled", "rank 1: the control stream has resumed"]
-
-
-# What waits to be sent
+    messages = [record.getMessage().partition(" for ")[0] for record in caplog.records]
+    assert messages == [
+        "rank 1: the control stream has been stalled",
+        "rank 1: the control stream has resumed",
+    ]
 
 
 def test_a_full_outbox_drops_the_oldest_heat_and_counts_its_steps() -> None:
@@ -268,13 +270,11 @@ def test_a_full_outbox_drops_the_oldest_heat_and_counts_its_steps() -> None:
     assert outbox.dropped_steps == 4
     assert outbox.take(timeout=0) is segments[1]
     outbox.restore(segments[1])
-    # Heat that is no more asked for goes without being counted.
+    # Heat that is no longer requested is removed without counting as dropped.
     outbox.thin(lambda report: report.first_step != 4)
     assert [outbox.take(timeout=0) for _ in range(2)] == [segments[2], None]
     assert outbox.dropped_steps == 4
 
-
-# When a heartbeat is sent
 
 INTERVAL = 2.0
 
@@ -284,52 +284,49 @@ ONE_IN_FIVE = [True, *([False] * 4 + [True]) * 2, False]
 
 
 @pytest.mark.parametrize(
-    ("looks", "said"),
+    ("checks", "due"),
     [
         ([SILENCE] * 6, [True] * 6),
         ([HEAT] * 12, ONE_IN_FIVE),
-        # Reports that take longer than an interval are heat too.
+        # Reports that are rarer than the interval also count as heat.
         ([SILENCE, HEAT] * 6, ONE_IN_FIVE),
-        # News are said at once, also that it is well again.
+        # Changes are sent at once, including recovery from an error.
         (
             [*[HEAT] * 2, *[HEAT | {"error": "out of memory"}] * 2, *[HEAT] * 2, *[HEAT | {"epoch": 1}] * 2],
             [True, False] * 4,
         ),
-        # Heat stops: heard at the next look but one.
+        # After heat stops, heartbeats resume at the second check.
         ([*[HEAT] * 3, *[SILENCE] * 4], [True, False, False, False, True, True, True]),
     ],
 )
-def test_a_silent_rank_beats_always_and_one_with_heat_now_and_then(looks, said) -> None:
-    """Looks every two seconds whether to say a heartbeat."""
+def test_a_rank_sends_fewer_heartbeats_while_it_sends_heat(checks, due) -> None:
+    """The schedule is checked every two seconds."""
     now, step = 100.0, 0
     schedule = HeartbeatSchedule(now)
-    found = []
-    for look in looks:
+    sent = []
+    for check in checks:
         assert schedule.seconds_left(now) == 0
         step += 40
-        if look["heat"]:
+        if check["heat"]:
             schedule.note_heat()
-        epoch = look.get("epoch", 0)
-        beat = Heartbeat(step=step, epoch=epoch, digest=epoch, error=look.get("error", ""))
-        found.append(schedule.is_due(now, beat, INTERVAL))
+        epoch = check.get("epoch", 0)
+        beat = Heartbeat(step=step, epoch=epoch, digest=epoch, error=check.get("error", ""))
+        sent.append(schedule.is_due(now, beat, INTERVAL))
         assert schedule.seconds_left(now) == INTERVAL
         now += INTERVAL
-    assert found == said
-
-
-# Settings of an agent that would give its token away
+    assert sent == due
 
 
 def test_a_token_is_not_sent_in_plain_text_to_another_host(tmp_path: Path) -> None:
-    for given in ({"auth_token": "sesame"}, {"auth_token_file": tmp_path / "token"}):
+    for credentials in ({"auth_token": "sesame"}, {"auth_token_file": tmp_path / "token"}):
         with pytest.raises(ValueError, match="would be sent in plain text"):
-            live.settings(service="eplb:50551", **given)
-        live.settings(service="eplb:50551", tls_ca=tmp_path / "ca.pem", **given)
-        live.settings(service="eplb:50551", plaintext_token=True, **given)
-        live.settings(service="[::1]:50551", **given)
+            live.settings(service="eplb:50551", **credentials)
+        live.settings(service="eplb:50551", tls_ca=tmp_path / "ca.pem", **credentials)
+        live.settings(service="eplb:50551", plaintext_token=True, **credentials)
+        live.settings(service="[::1]:50551", **credentials)
 
 
-def test_a_token_in_a_file_is_read_at_every_connection(tmp_path: Path) -> None:
+def test_a_token_file_is_read_at_every_connection(tmp_path: Path) -> None:
     path = tmp_path / "token"
     settings = live.settings(auth_token_file=path)
     for token in ("first", "second"):

@@ -1,4 +1,4 @@
-"""Real ranks switch layers while they serve, all at the same step or not at all, and no output changes."""
+"""Real ranks switch layers while they serve: all at the same step or not at all, without changing any output."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ def _switch_two_layers(dealing_width: int) -> dict[str, Any]:
     for index, layer in enumerate(layers):
         layer.install_placement = partial(noted.__setitem__, index)
     targets = {layer: live.target(layer) for layer in (2, 0)}
-    seen: list[int] = []
-    # The service's plan reaches the ranks at different steps.
+    epochs: list[int] = []
+    # The plan reaches the ranks at different steps.
     offered = live.offering(agent, {3 + 2 * agent.identity.rank: targets})
 
     def between(step: int) -> None:
-        seen.append(agent.installed.epoch)
+        epochs.append(agent.installed.epoch)
         offered(step)
 
     worst = live.drive(agent, layers, still, 60, between, epoch=2)
     return live.facts(
         agent,
         worst,
-        epochs=seen,
+        epochs=epochs,
         layer_epochs=agent.installed.layer_epochs,
         placement=agent.installed.placement.phy2log_LRS.tolist(),
         same_addresses=before == tensor_addresses(layers),
@@ -63,7 +63,7 @@ def test_a_plan_switches_its_layers_on_all_ranks_at_the_same_step(dealing_width:
             assert fact["placement"][layer] == target
             tables_RE = default_log2phy(np.array(target, dtype=np.int32), live.EXPERTS, dealing_width)
             assert fact["tables"][layer] == tables_RE[rank].tolist()
-        # Layers that must know where all replicas are have been given it.
+        # Layers that define ``install_placement`` are notified of the new placement.
         assert fact["noted"] == fact["targets"]
     assert sum(fact["stats"].experts_received for fact in facts) > 0
     assert any(any(fact["changed_tables"]) for fact in facts)
@@ -73,13 +73,17 @@ def _switch_a_deep_model(layer_count: int) -> dict[str, Any]:
     """Exchange four experts between ranks 0 and 1 in each layer, two in each direction."""
     agent, layers, still = live.start(layer_count)
     target_RS = live.linear_RS(RANKS)
-    for expert, other in ((4, 5), (3, 7)):
-        target_RS[0, target_RS[0] == expert] = other
-        target_RS[1, target_RS[1] == other] = expert
+    for expert, partner in ((4, 5), (3, 7)):
+        target_RS[0, target_RS[0] == expert] = partner
+        target_RS[1, target_RS[1] == partner] = expert
     plan = dict.fromkeys(range(layer_count), target_RS)
     worst = live.drive(agent, layers, still, 20, live.offering(agent, {1: plan}), layer_count)
-    said = [one for one in live.waiting(agent) if isinstance(one, PlanStatus)]
-    committed = [(one.step, one.layer, one.epoch) for one in said if one.state is PlanState.COMMITTED]
+    statuses = [message for message in live.waiting(agent) if isinstance(message, PlanStatus)]
+    committed = [
+        (status.step, status.layer, status.epoch)
+        for status in statuses
+        if status.state is PlanState.COMMITTED
+    ]
     return live.facts(agent, worst, committed=committed, seconds=agent.stats.commit_seconds)
 
 
@@ -95,53 +99,58 @@ def test_a_plan_of_many_layers_is_switched_in_parts() -> None:
     assert [steps.count(step) for step in sorted(set(steps))] == [10, 10, 4]
     assert [epoch for _, _, epoch in facts[0]["committed"]] == list(range(1, layers + 1))
     passes = np.diff(sorted(set(steps)))
-    assert (passes % 4 == 0).all(), "one vote per part, four passes apart at best"
+    assert (passes % 4 == 0).all(), "each part needs one vote, at least four passes after the previous one"
 
 
 def _called_off(when: str) -> dict[str, Any]:
-    """Offer a plan of three layers and notify one rank that this plan, or one that nobody holds, is called off."""
-    # Without room for two layers, they are switched one after the other.
+    """Offer a plan of three layers and deliver a call-off of it, or of an unknown plan, to rank 1 only."""
+    # Staging has no room for two layers, so they are switched one after the other.
     agent, layers, still = live.start(3, vote_interval=2, staging_mib=0)
     called_at: list[int] = []
-    again: list[int] = []
+    next_offers: list[int] = []
 
     def between(step: int) -> None:
         if step == 2:
             live.offer(agent, {layer: live.target(1 + layer) for layer in range(3)})
-        moments = {"at once": step == 2, "after a layer": agent.installed.epoch == 1, "of another": step == 2}
+        moments = {
+            "at once": step == 2,
+            "after a layer": agent.installed.epoch == 1,
+            "of an unknown plan": step == 2,
+        }
         if moments[when] and not called_at:
             called_at.append(agent.installed.epoch)
             if agent.identity.rank == 1:
-                agent._stream.plans.put(CallOff(99 if when == "of another" else 1))
-        if called_at and step > 4 and agent._switch.state.plan is None and not again:
+                agent._stream.plans.put(CallOff(99 if when == "of an unknown plan" else 1))
+        if called_at and step > 4 and agent._switch.state.plan is None and not next_offers:
             # All ranks drop the plan at the same step, so all of them can accept the next one.
-            again.append(agent.installed.epoch)
+            next_offers.append(agent.installed.epoch)
             live.offer(agent, {2: live.from_here(agent, 7, 2)}, plan_id=2)
         time.sleep(0.002)
 
-    epoch = {"at once": 1, "after a layer": 2, "of another": 4}[when]
+    epoch = {"at once": 1, "after a layer": 2, "of an unknown plan": 4}[when]
     worst = live.drive(agent, layers, still, 60, between, epoch)
-    said = [(one.plan_id, one.state) for one in live.waiting(agent) if isinstance(one, PlanStatus)]
-    return live.facts(agent, worst, said=said)
+    messages = live.waiting(agent)
+    states = [(message.plan_id, message.state) for message in messages if isinstance(message, PlanStatus)]
+    return live.facts(agent, worst, states=states)
 
 
 @pytest.mark.parametrize(
-    "when", ["at once", pytest.param("after a layer", marks=pytest.mark.slow), "of another"]
+    "when", ["at once", pytest.param("after a layer", marks=pytest.mark.slow), "of an unknown plan"]
 )
-def test_a_plan_that_one_rank_hears_is_called_off_ends_on_all(when: str) -> None:
+def test_a_call_off_that_reaches_one_rank_ends_the_plan_on_all(when: str) -> None:
     facts = run_ranks(RANKS, _called_off, when)
     live.check_together(facts)
     for rank, fact in enumerate(facts):
-        first = [state for plan_id, state in fact["said"] if plan_id == 1]
+        first = [state for plan_id, state in fact["states"] if plan_id == 1]
         committed = first.count(PlanState.COMMITTED)
         assert fact["aborted"] == 0
-        if when == "of another":
+        if when == "of an unknown plan":
             assert committed == 3
-            assert ((99, PlanState.CALLED_OFF) in fact["said"]) == (rank == 1)
+            assert ((99, PlanState.CALLED_OFF) in fact["states"]) == (rank == 1)
         else:
             assert first[-1] is PlanState.CALLED_OFF
             assert committed in ((0, 1) if when == "at once" else (1, 2))
-            assert (2, PlanState.COMMITTED) in fact["said"]
+            assert (2, PlanState.COMMITTED) in fact["states"]
 
 
 def _one_ranks_transfer_fails(fault: str, device: bool) -> dict[str, Any]:
@@ -150,8 +159,8 @@ def _one_ranks_transfer_fails(fault: str, device: bool) -> dict[str, Any]:
     agent, layers, still = live.start(1, verify_transfers=True, transfer_timeout_seconds=20)
     if agent.identity.rank == 0:
         FAULTS[fault](agent)
-    again = live.planned_again(agent, live.target())
-    worst = live.drive(agent, layers, still, 60, again, epoch=1)
+    between = live.planned_again(agent, live.target())
+    worst = live.drive(agent, layers, still, 60, between, epoch=1)
     return live.facts(agent, worst, reasons=live.reasons(agent))
 
 
@@ -163,25 +172,27 @@ def _one_ranks_transfer_fails(fault: str, device: bool) -> dict[str, Any]:
         ("corrupt-next-transfer", False, "has the checksum"),
     ],
 )
-def test_a_failed_transfer_aborts_on_all_ranks_and_a_later_plan_uses_a_fresh_lane(
+def test_a_failed_transfer_aborts_on_all_ranks_and_a_later_plan_succeeds(
     fault: str, device: bool, reason: str
 ) -> None:
     facts = run_ranks(RANKS, _one_ranks_transfer_fails, fault, device)
     live.check_together(facts, epoch=1)
     assert [fact["aborted"] for fact in facts] == [1] * RANKS
-    assert any(reason in said for said in facts[0]["reasons"])
+    assert any(reason in text for text in facts[0]["reasons"])
 
 
 def _agent_breaks_on_one_rank(times: int) -> dict[str, Any]:
-    """Rank 1 cannot count heat at so many steps, while the plan is under way."""
+    """Let the heat recorder of rank 1 fail at ``times`` steps during a plan."""
     reformation._INITIAL_BACKOFF_SECONDS = 0.05
     agent, layers, still = live.start(1)
-    record, failures, said = agent._heat.step_done, 0, set()
+    record = agent._heat.step_done
+    calls = 0
+    errors = set()
 
     def fail(*arguments: Any) -> None:
-        nonlocal failures
-        failures += 1
-        if 4 <= failures < 4 + times:
+        nonlocal calls
+        calls += 1
+        if 4 <= calls < 4 + times:
             raise MemoryError("no memory to count")
         record(*arguments)
 
@@ -189,19 +200,19 @@ def _agent_breaks_on_one_rank(times: int) -> dict[str, Any]:
         agent._heat.step_done = fail
 
     def between(step: int) -> None:
-        said.add(agent._beat().error)
+        errors.add(agent._beat().error)
         if agent._switch.state.plan is None and agent.unheard is None and not agent.installed.epoch:
             live.offer(agent, {0: live.target()}, step)
         time.sleep(0.002)
 
     worst = live.drive(agent, layers, still, 60, between, epoch=0 if times > 1 else 1)
-    return live.facts(agent, worst, said=" | ".join(sorted(said)))
+    return live.facts(agent, worst, errors=" | ".join(sorted(errors)))
 
 
 @pytest.mark.parametrize("times", [1, 10**9])
-def test_an_error_of_the_agent_stops_balancing_until_the_ranks_vote_again_and_never_the_model(times) -> None:
+def test_an_error_of_the_agent_pauses_balancing_but_not_the_model(times) -> None:
     facts = run_ranks(RANKS, _agent_breaks_on_one_rank, times)
     live.check_together(facts, epoch=1 if times == 1 else 0)
-    assert "MemoryError: no memory to count" in facts[1]["said"]
-    # A rank learns of it in a failed vote or between two votes. Either message says why balancing stopped.
-    assert any(reason in facts[0]["said"] for reason in ("has no outcome", "has left the vote link"))
+    assert "MemoryError: no memory to count" in facts[1]["errors"]
+    # A peer learns of the failure in a vote or between two votes; the message depends on which.
+    assert any(reason in facts[0]["errors"] for reason in ("has no outcome", "has left the vote link"))

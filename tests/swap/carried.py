@@ -1,4 +1,4 @@
-"""Weights that a transfer carries in tests of lanes, the order to carry them, and lanes as a device would have them."""
+"""Fixtures for lane tests: layers with distinguishable weights, transfer orders, and device lanes over gloo."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from worker_agent.swap.lane import Lane, Lanes, Parcel, _DeviceLane, _HostLane
 from worker_agent.swap.machine import StartTransfer
 
 RANKS, SLOTS = 3, 4
-HERE = torch.device("cpu")
+CPU = torch.device("cpu")
 
 
 class PlainLayer:
-    """The weights of one layer; rank ``r``'s slot ``s`` holds ``100 r + s`` and its own noise."""
+    """Weights of one layer. Slot ``s`` of rank ``r`` holds ``100 r + s`` plus random noise."""
 
-    def __init__(self, rank: int, where: torch.device = HERE) -> None:
+    def __init__(self, rank: int, device: torch.device = CPU) -> None:
         fill = (100.0 * rank + torch.arange(SLOTS)).reshape(-1, 1, 1)
         self._weights = [
-            (fill + torch.rand(SLOTS, 3, 5)).to(where),
-            (fill + torch.rand(SLOTS, 7, 1)).to(torch.float16).to(where),
+            (fill + torch.rand(SLOTS, 3, 5)).to(device),
+            (fill + torch.rand(SLOTS, 7, 1)).to(torch.float16).to(device),
         ]
 
     def expert_weights(self) -> list[torch.Tensor]:
@@ -30,14 +30,15 @@ class PlainLayer:
 
 
 def order(generation: int, *moves: tuple[int, ...]) -> StartTransfer:
+    """Return the order to transfer layer 0 with these moves, rows of ``moves_M5``, on lane 0."""
     moves_M5 = np.array(moves, dtype=np.int32)
-    none_RS = np.zeros((RANKS, SLOTS), dtype=np.int32)
+    zeros_RS = np.zeros((RANKS, SLOTS), dtype=np.int32)
     source_RS = sources_of(moves_M5, RANKS, SLOTS)
-    return StartTransfer((RankLayer(0, none_RS, source_RS, none_RS[0], ()),), generation, 0)
+    return StartTransfer((RankLayer(0, zeros_RS, source_RS, zeros_RS[0], ()),), generation, 0)
 
 
 class GlooAsDevice:
-    """Refuses what HCCL would read wrongly; ``LateMark`` finds the work done a few looks later."""
+    """Device group over gloo that rejects tensors that HCCL would read incorrectly."""
 
     sends_views = False
 
@@ -47,14 +48,14 @@ class GlooAsDevice:
     def exchange(self, outgoing: Parcel | None, incoming: Parcel | None) -> None:
         for parcel in (outgoing, incoming):
             assert parcel is None or parcel.data.storage_offset() == 0, (
-                "a tensor begins in its storage's middle"
+                "the tensor does not begin at the start of its storage"
             )
         works = []
         if incoming is not None:
             works.append(self._group.recv([incoming.data], incoming.peer, 0))
         if outgoing is not None:
             works.append(self._group.send([outgoing.data], outgoing.peer, 0))
-        # A stream keeps what is queued in order; here the lane's own copy back must find the bytes.
+        # A stream runs its operations in order. Without one, the data must have arrived before the lane copies it.
         for work in works:
             work.wait()
 
@@ -67,17 +68,17 @@ class GlooAsDevice:
 
 
 class LateMark(Mark):
-    """A mark that is not passed at the first look."""
+    """Mark that is passed at the third poll."""
 
-    looks = 0
+    polls = 0
 
     def passed(self) -> bool:
-        self.looks += 1
-        return self.looks > 2
+        self.polls += 1
+        return self.polls > 2
 
 
 class DeviceLikeLanes(Lanes):
-    """Lanes as a device would have them."""
+    """Lanes that use a device lane with gloo in place of NCCL or HCCL."""
 
     def _open_lane(self, number: int) -> Lane:
         host = _HostLane(self._group.process_group(f"rendezvous/{number}", self._timeout))

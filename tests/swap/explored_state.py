@@ -1,4 +1,4 @@
-"""One state of the explored world as a value: three ranks' machines, and what surrounds them, copied and compared."""
+"""State of the explored world as a value: three ranks' machines and their surroundings, copied and compared."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ OFFER_DEADLINE = 8
 
 
 class Running(NamedTuple):
-    """A transfer that a rank's thread is at."""
+    """Transfer that a rank's thread is running."""
 
     generation: int
     lane: int
@@ -24,10 +24,22 @@ class Running(NamedTuple):
 
 
 class Vote(NamedTuple):
-    """A vote under way: the ballots that left (``None``: that rank votes no more), and who has to count.
+    """Vote under way.
 
-    ``settlements`` are what each rank holds of it, and ``settling`` those that ask the others; ``confirmed`` is whether
-    all ranks were at one boundary when they were about to commit, ``None`` before.
+    Attributes
+    ----------
+    ballots
+        Ballot of each rank; ``None`` if the rank no longer votes.
+    truths
+        Version digest of the layout that each rank serves.
+    pending
+        Ranks that have yet to process the outcome.
+    settlements
+        Settlement of each rank.
+    settling
+        Ranks that are asking their peers for the verdict.
+    confirmed
+        True if all ranks were at the same step boundary when they were about to commit; ``None`` before that.
     """
 
     ballots: tuple[Ballot | None, ...]
@@ -39,7 +51,7 @@ class Vote(NamedTuple):
 
 
 class Faults(NamedTuple):
-    """How many more of each kind may happen."""
+    """Remaining number of faults of each kind that may happen."""
 
     transfers: int = 0
     errors: int = 0
@@ -52,15 +64,15 @@ class Faults(NamedTuple):
     calls: int = 0
 
     def __str__(self) -> str:
-        some = [f"{many} {what}" for what, many in self._asdict().items() if many]
-        return ", ".join(some) or "no fault"
+        counts = [f"{count} {kind}" for kind, count in self._asdict().items() if count]
+        return ", ".join(counts) or "no fault"
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """Two plans, the placements that ranks start with, their state machine, and their checks before a commit.
+    """One or two plans, the initial layouts, the state machine, and the variants of the protocol around it.
 
-    Each layer brings one expert to some rank, whose staging holds ``rows`` of them.
+    Each layer of a plan moves one expert to some rank. The staging of a rank holds ``rows`` experts.
     """
 
     name: str
@@ -78,12 +90,12 @@ class Scenario:
 
     @property
     def title(self) -> str:
-        """Name and faults."""
+        """Name and faults, for reports."""
         return f"{self.name}; {self.faults}"
 
 
 class State:
-    """What there is; ``World`` says what can happen to it."""
+    """State of all ranks; ``World`` adds the events."""
 
     def __init__(self, scenario: Scenario) -> None:
         self.scenario = scenario
@@ -101,27 +113,35 @@ class State:
         self.forwards = self.ahead = self.collectives = (0,) * RANKS
 
     def copy(self) -> Any:
-        """Another, in which other things may happen."""
-        other = object.__new__(type(self))
+        """Return an independent copy."""
+        duplicate = object.__new__(type(self))
         for name, value in vars(self).items():
-            setattr(other, name, value.copy() if isinstance(value, list) else value)
-        return other
+            setattr(duplicate, name, value.copy() if isinstance(value, list) else value)
+        return duplicate
 
     def key(self) -> tuple[Any, ...]:
-        """Equal for states from which the same can happen: ranks in any order, generations and lanes by distance."""
+        """Return a key that is equal for equivalent states.
+
+        States are equivalent if they differ only by a permutation of the ranks or by an offset of all generations and
+        lanes.
+        """
         runs = [run for run in (*self.transfers, *self.staged) if run is not None]
         generation = min([m.generation for m in self.machines] + [run.generation for run in runs])
         lane = min([m.lane for m in self.machines] + [run.lane for run in runs])
         ranks = [self._rank_key(rank, generation, lane) for rank in range(RANKS)]
         return (
-            *self._in_any_order(ranks),
-            frozenset((dirty - lane, at - generation) for dirty, at in self.dirty_lanes if dirty >= lane),
+            *self._in_canonical_order(ranks),
+            frozenset(
+                (dirty - lane, dirty_generation - generation)
+                for dirty, dirty_generation in self.dirty_lanes
+                if dirty >= lane
+            ),
             None if self.vote is None else self.vote.confirmed,
             self.faults,
         )
 
-    def _in_any_order(self, keys: list[tuple[Any, ...]]) -> list[Any]:
-        """The ranks' keys in an order that does not depend on their numbers, with who knows whom to be in doubt."""
+    def _in_canonical_order(self, keys: list[tuple[Any, ...]]) -> list[Any]:
+        """Return the ranks' keys in canonical order, each with the peers that the rank knows to be in doubt."""
         hashes = [hash(key) for key in keys]
         in_doubt = [frozenset[int]()] * RANKS
         if self.vote is not None:

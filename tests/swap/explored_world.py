@@ -1,7 +1,7 @@
-"""A world small enough to walk through all that can happen to it: three ranks, two plans, every fault.
+"""Model of three ranks, two plans and every fault, small enough to explore exhaustively.
 
-The machines are the real ones. What an agent does around its machine (votes, register, transfers, staging, commit) is
-modelled here as ``swap/driver.py`` does it; ``promises.py`` is asked after each event.
+The state machines are the real ones. The rest of an agent (votes, register, transfers, staging, commit) is modelled
+after ``swap/driver.py``. The checks of ``promises.py`` run after each event.
 """
 
 from __future__ import annotations
@@ -26,12 +26,10 @@ from worker_agent.swap.machine import (
 
 
 class World(State):
-    """One state; ``events`` lists what can happen next, ``after`` gives the state that follows."""
-
-    # What can happen
+    """State with its possible events (``events``) and their successor states (``after``)."""
 
     def events(self) -> Iterator[Event]:
-        """Every event that this state admits."""
+        """Yield every event that is possible in this state."""
         for rank, machine in enumerate(self.machines):
             for number, plan in enumerate(self.scenario.plans):
                 yield ("deliver", rank, number, machine.installed.digest)
@@ -79,7 +77,7 @@ class World(State):
             yield ("reform",)
 
     def after(self, event: Event) -> World:
-        """The state that follows; raises ``Broken`` where a promise is."""
+        """Return the successor state. Raises ``Broken`` if it violates a promise."""
         world: World = self.copy()
         kind, *arguments = event
         happen(getattr(world, f"_{kind}"), *arguments)
@@ -88,19 +86,20 @@ class World(State):
 
     @property
     def settled(self) -> bool:
-        """Nothing is under way, and nothing waits for anything."""
+        """True if no plan, transfer or vote is under way, or if every rank has ended."""
         idle = all(m.progress == Progress.IDLE for m in self.machines) or len(self.lost) == RANKS
         return len(self.fatal) == RANKS or (idle and self.vote is None and not any(self.transfers))
 
     @staticmethod
     def needs_no_fault(event: Event) -> bool:
-        """Whether this happens sooner or later if nothing goes wrong any more."""
+        """Return True if the event will eventually happen without further faults."""
         return event[0] in ("deadline", "staged", "failed", "heard", "unheard", "ask", "launch", "reform")
 
     # Events
 
     def _deliver(self, rank: int, number: int, checked_for: int) -> None:
-        plan, machine = self.scenario.plans[number], self.machines[rank]
+        plan = self.scenario.plans[number]
+        machine = self.machines[rank]
         accepted, actions = machine.offer(plan, 0, checked_for)
         if any(isinstance(action, PlanStatus) and action.state is PlanState.ACCEPTED for action in actions):
             check_accepted(self, rank, plan, checked_for)
@@ -108,7 +107,7 @@ class World(State):
         self.machines[rank] = accepted
 
     def _call(self, rank: int, number: int) -> None:
-        """Deliver a call-off to the rank, whether or not it holds that plan."""
+        """Deliver a call-off to the rank, even if it does not hold that plan."""
         self.faults = self.faults._replace(calls=self.faults.calls - 1)
         machine = self.machines[rank]
         plan = self.scenario.plans[number]
@@ -123,7 +122,7 @@ class World(State):
         running = self.transfers[rank]
         self.transfers[rank] = None
         machine = self.machines[rank] = self.machines[rank].with_transfer_ended(running.generation)
-        # As the driver does: a result that is not the present transfer's is thrown away.
+        # Like the driver, discard the result of an earlier transfer.
         if running.generation == machine.generation and machine.progress == Progress.READY:
             self.staged[rank] = running
 
@@ -136,7 +135,7 @@ class World(State):
         self.machines[rank] = self.machines[rank].with_transfer_ended(running.generation, "failed")
 
     def _error(self, rank: int) -> None:
-        """Something fails on the rank away from a commit: it leaves the votes, and settles the one under way."""
+        """Fail outside a commit: the rank leaves the votes and settles the current one."""
         self.faults = self.faults._replace(errors=self.faults.errors - 1)
         if self.vote is not None and rank in self.vote.pending:
             if self.scenario.settles_errors:
@@ -149,12 +148,13 @@ class World(State):
     def _launch(self) -> None:
         ballots = tuple(None if r in self.lost else m.ballot for r, m in enumerate(self.machines))
         truths = tuple(machine.installed.version_digest for machine in self.machines)
-        everyone = frozenset(range(RANKS))
-        settlements = tuple(self.scenario.settlement(everyone - {rank}) for rank in range(RANKS))
-        self.vote = Vote(ballots, truths, frozenset(range(RANKS)) - self.lost, settlements)
+        all_ranks = frozenset(range(RANKS))
+        settlements = tuple(self.scenario.settlement(all_ranks - {rank}) for rank in range(RANKS))
+        self.vote = Vote(ballots, truths, all_ranks - self.lost, settlements)
 
     def _heard(self, rank: int) -> None:
-        vote, outcome = self.vote, self._outcome()
+        vote = self.vote
+        outcome = self._outcome()
         if outcome.result is VoteResult.COMMIT and self._all_confirm():
             if self._settlement(rank, vote.settlements[rank].with_commit()) is Verdict.IN_DOUBT:
                 self._settles(rank)
@@ -163,16 +163,16 @@ class World(State):
             outcome = outcome.unconfirmed()
         self._act(rank, self.machines[rank].decide(outcome))
         if len(set(vote.truths)) > 1:
-            must(rank in self.fatal, "served on beside ranks that serve another placement")
+            must(rank in self.fatal, "kept serving although its peers serve another placement")
         self._counted(rank)
 
     def _impatient(self, rank: int) -> None:
-        """Not all have come to confirm in time: the rank gives the commit up, unless another has made it."""
+        """Time out waiting for confirmations: the rank drops the commit unless a peer has committed."""
         self.faults = self.faults._replace(impatience=self.faults.impatience - 1)
         self._doubts(rank)
 
     def _broken(self, rank: int) -> None:
-        """The rank will not be able to install the next layer."""
+        """Make the rank fail to install the next layer."""
         self.faults = self.faults._replace(installs=self.faults.installs - 1)
         self.broken |= {rank}
 
@@ -208,14 +208,14 @@ class World(State):
             self._settled(rank, verdict)
 
     def _ask(self, rank: int, peer: int) -> None:
-        """A rank in doubt has the answer of a peer, given the moment before."""
+        """Let a rank in doubt ask a peer and process the answer immediately."""
         verdict = self._settlement(peer, self.vote.settlements[peer].with_doubt())
         settled = self._settlement(rank, self.vote.settlements[rank].with_answer(peer, verdict))
         if settled is not Verdict.IN_DOUBT:
             self._settled(rank, settled)
 
     def _refused(self, rank: int, peer: int) -> None:
-        """The network refuses a question to a peer that lives: nothing follows, as their link is open."""
+        """Reject a datagram to a live peer. This has no effect because the link between them is open."""
         self.faults = self.faults._replace(refusals=self.faults.refusals - 1)
         if self.scenario.refusal_is_death:
             settled = self._settlement(rank, self.vote.settlements[rank].with_answer(peer, Verdict.IN_DOUBT))
@@ -241,7 +241,7 @@ class World(State):
         self._counted(rank)
 
     def _reform(self) -> None:
-        """All ranks have lost the votes, and form them again where they find that they serve one placement."""
+        """Re-form the votes after all ranks have lost them; stop all ranks if their layouts differ."""
         served = {machine.installed.version_digest for machine in self.machines}
         if len(served) > 1:
             self.fatal = frozenset(range(RANKS))
@@ -252,14 +252,14 @@ class World(State):
         self.lost = frozenset()
 
     def _skip(self, rank: int) -> None:
-        """The rank's host misses a call: it is a forward pass on when it next comes to count."""
+        """Miss a call of the rank's host: the rank counts the vote one forward pass later."""
         self.faults = self.faults._replace(skips=self.faults.skips - 1)
-        self.forwards = _one_more(self.forwards, rank)
+        self.forwards = _incremented(self.forwards, rank)
 
     def _drift(self, rank: int) -> None:
-        """The rank's host has queued a pass more than its device has run: it counts ahead for a while."""
+        """Let the rank's host run one queued forward pass ahead of its device."""
         self.faults = self.faults._replace(drifts=self.faults.drifts - 1)
-        self.ahead = _one_more(self.ahead, rank)
+        self.ahead = _incremented(self.ahead, rank)
 
     def _all_confirm(self) -> bool:
         confirmed = self.vote.confirmed
@@ -275,14 +275,16 @@ class World(State):
             pending=self.vote.pending - {rank}, settling=self.vote.settling - {rank}
         )
         if not self.vote.pending:
-            places = {self.collectives[one] for one in range(RANKS) if one not in self.lost | self.fatal}
-            must(len(places) <= 1, "ranks are at different collectives of one link")
-            self.vote, self.forwards = None, (0,) * RANKS
+            voting = frozenset(range(RANKS)) - self.lost - self.fatal
+            positions = {self.collectives[peer] for peer in voting}
+            must(len(positions) <= 1, "ranks are at different collectives of one link")
+            self.vote = None
+            self.forwards = (0,) * RANKS
             self.ahead = self.collectives = (0,) * RANKS
             if self.fatal and self.scenario.reports_failures:
                 self.fatal = frozenset(range(RANKS))
 
-    # What machines ask for
+    # Actions of the machines
 
     def _act(self, rank: int, transition: Transition) -> None:
         self.machines[rank], actions = transition
@@ -294,7 +296,7 @@ class World(State):
             elif isinstance(action, Commit):
                 self._commit(rank, action)
             elif isinstance(action, PlanStatus) and action.state.drops_layers:
-                # Like the driver, keep the staged experts if the answer is about another plan.
+                # Like the driver, keep the staged experts if the status is about another plan.
                 self.staged[rank] = self.staged[rank] if self.machines[rank].plan is not None else None
             elif isinstance(action, Halted):
                 self.fatal |= {rank}
@@ -312,8 +314,8 @@ class World(State):
             self.fatal |= {rank}
             return
         if self.scenario.confirms_settled or rank not in self.vote.settling:
-            # The ranks confirm to each other that they have installed it.
-            self.collectives = _one_more(self.collectives, rank)
+            # After an install, the ranks confirm it to each other in one collective.
+            self.collectives = _incremented(self.collectives, rank)
         staged = self.staged[rank]
         weights = list(self.weights[rank])
         for layer in action.layers:
@@ -322,10 +324,10 @@ class World(State):
         self.staged[rank] = None
 
     def _can_complete(self, rank: int) -> bool:
-        """Whether all peers have begun the transfer too: otherwise only the deadline ends it."""
+        """Return True if all ranks have started the transfer; otherwise it can only time out."""
         generation = self.transfers[rank].generation
         return all(machine.generation >= generation for machine in self.machines)
 
 
-def _one_more(counts: tuple[int, ...], rank: int) -> tuple[int, ...]:
+def _incremented(counts: tuple[int, ...], rank: int) -> tuple[int, ...]:
     return (*counts[:rank], counts[rank] + 1, *counts[rank + 1 :])

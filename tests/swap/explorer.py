@@ -1,7 +1,7 @@
-"""Every interleaving of the layer switch for three ranks and two plans: ``make explore`` prints what was seen.
+"""Exhaustive exploration of the layer switch with three ranks and two plans; ``make explore`` prints the counts.
 
-Each fault alone is walked in all scenarios; faults of several kinds at once in the one that is smallest and still has
-a plan of two layers, a switch by halves and another service's plan after it.
+Each fault is explored in all scenarios. Combinations of faults are explored only in the smallest scenario that still
+has a plan of two layers, an abort halfway and a later plan of another service.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ _PLAN_OF_PARTS = plan_from(FIRST, 1, 1, 0, 1, 2)
 _PROCESSES = 2
 
 RIVALS, LATE, HALFWAY, AFTER, ASTRAY, PARTS = range(6)
-"""Places in ``scenarios``."""
+"""Indices into ``scenarios``."""
 
-ALONE = (
+SINGLE = (
     Faults(),
     Faults(transfers=1),
     Faults(errors=1),
@@ -36,7 +36,7 @@ ALONE = (
     Faults(installs=1),
     Faults(calls=2),
 )
-TOGETHER = (
+COMBINED = (
     Faults(transfers=1, errors=1, losses=1),
     Faults(transfers=1, losses=1, skips=1),
     Faults(losses=2),
@@ -51,7 +51,7 @@ TOGETHER = (
 
 
 def scenarios(faults: Faults) -> list[Scenario]:
-    """Return the scenarios: two services, a late plan, a plan after another or after its abort, and a rank astray.
+    """Return the scenarios with these faults, in the order of the indices above.
 
     In the last scenario, the first plan switches in two parts, of two layers and of one.
     """
@@ -72,10 +72,10 @@ def scenarios(faults: Faults) -> list[Scenario]:
     ]
 
 
-def whole() -> list[Scenario]:
-    """All that ``make explore`` walks, the longest first."""
-    together = [scenarios(faults)[LATE] for faults in TOGETHER]
-    return [*together, *(scenario for faults in reversed(ALONE) for scenario in scenarios(faults))]
+def all_scenarios() -> list[Scenario]:
+    """Return all scenarios that ``make explore`` walks, longest first."""
+    combined = [scenarios(faults)[LATE] for faults in COMBINED]
+    return [*combined, *(scenario for faults in reversed(SINGLE) for scenario in scenarios(faults))]
 
 
 def walk(scenario: Scenario) -> Walk:
@@ -83,17 +83,17 @@ def walk(scenario: Scenario) -> Walk:
     return walk_world(scenario.title, World(scenario))
 
 
-def in_parallel(do: Callable[[Any], Any], given: Iterable[Any]) -> Iterator[Any]:
-    """``do`` of each, in order, on some processes."""
+def in_parallel(function: Callable[[Any], Any], arguments: Iterable[Any]) -> Iterator[Any]:
+    """Yield the result of ``function`` for each argument, in order, from a pool of processes."""
     with ProcessPoolExecutor(_PROCESSES, get_context("spawn")) as pool:
-        yield from pool.map(do, given)
+        yield from pool.map(function, arguments)
 
 
 def main() -> None:
-    """The full walk, then every mutant; exit code 1 where a promise is broken or a mutant survives."""
+    """Walk all scenarios, then hunt the mutants; exit with 1 if a promise is broken or a mutant survives."""
     from tests.swap.mutants import hunt
 
-    sys.exit(not report(in_parallel(walk, whole()), hunt()))
+    sys.exit(not report(in_parallel(walk, all_scenarios()), hunt()))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Switch machines with one transition broken, each in another way: the explorer has to catch every one."""
+"""State machines of the switch with one broken transition each; the explorer must catch all of them."""
 
 from __future__ import annotations
 
@@ -35,51 +35,52 @@ class _Reinterpreted:
 
 
 def _meaning(change: Callable[[VoteOutcome], VoteResult]) -> Methods:
-    """A vote's outcome means something else."""
-    whole: Any = SwitchState.decide
-    return {"decide": lambda self, outcome: whole(self, _Reinterpreted(outcome, change(outcome)))}
+    """Change the result that a machine derives from a vote's outcome."""
+    decide: Any = SwitchState.decide
+    return {"decide": lambda self, outcome: decide(self, _Reinterpreted(outcome, change(outcome)))}
 
 
 def _ballot(change: Callable[[Ballot], Ballot]) -> Methods:
-    whole: Any = SwitchState.ballot
-    return {"ballot": property(lambda self: change(whole.fget(self)))}
+    """Change the ballot that a machine casts."""
+    ballot: Any = SwitchState.ballot
+    return {"ballot": property(lambda self: change(ballot.fget(self)))}
 
 
-def _given(method: str, change: Callable[..., tuple[Any, ...]]) -> Methods:
-    """The method is called on another state, or with something else."""
-    whole = getattr(SwitchState, method)
-    return {method: lambda self, *given: whole(*change(self, *given))}
+def _arguments(method: str, change: Callable[..., tuple[Any, ...]]) -> Methods:
+    """Call the method on a changed state or with changed arguments."""
+    original = getattr(SwitchState, method)
+    return {method: lambda self, *arguments: original(*change(self, *arguments))}
 
 
 def _state(method: str, change: Callable[[Any, Any], SwitchState]) -> Methods:
-    """Of the state before and after a method that asks for something, another one is made."""
-    whole = getattr(SwitchState, method)
+    """Replace the state that a transition returns; ``change`` gets the states before and after it."""
+    original = getattr(SwitchState, method)
 
-    def changed(self: Any, *given: Any) -> Transition:
-        after, actions = whole(self, *given)
+    def changed(self: Any, *arguments: Any) -> Transition:
+        after, actions = original(self, *arguments)
         return change(self, after), actions
 
     return {method: changed}
 
 
 def _actions(method: str, change: Callable[[Any], Any]) -> Methods:
-    """A method asks for something else."""
-    whole = getattr(SwitchState, method)
+    """Change the actions that a transition returns."""
+    original = getattr(SwitchState, method)
 
-    def changed(self: Any, *given: Any) -> Transition:
-        after, actions = whole(self, *given)
+    def changed(self: Any, *arguments: Any) -> Transition:
+        after, actions = original(self, *arguments)
         return after, tuple(change(actions))
 
     return {method: changed}
 
 
-def _deaf(is_passed_over: Callable[[Any, VoteOutcome], bool]) -> Methods:
-    """Nothing follows from some outcomes."""
-    whole = SwitchState.decide
-    return {"decide": lambda self, vote: (self, ()) if is_passed_over(self, vote) else whole(self, vote)}
+def _ignoring(is_ignored: Callable[[Any, VoteOutcome], bool]) -> Methods:
+    """Ignore some outcomes."""
+    decide = SwitchState.decide
+    return {"decide": lambda self, vote: (self, ()) if is_ignored(self, vote) else decide(self, vote)}
 
 
-def _one_number_twice(self: Any) -> Transition:
+def _reuses_its_generation(self: Any) -> Transition:
     started, (start,) = SwitchState._start(self)
     number = max(1, self.generation)
     return replace(started, generation=number), (replace(start, generation=number),)
@@ -92,8 +93,8 @@ def _replaces_its_plan(self: Any, plan: Any, step: int, checked_for: int) -> Tra
 
 
 def _rebased(self: Any, plan: Any, checked_for: int) -> tuple[Any, ...]:
-    here = self.installed
-    return self, plan._replace(base_epoch=here.epoch, base_digest=here.digest), checked_for
+    installed = self.installed
+    return self, plan._replace(base_epoch=installed.epoch, base_digest=installed.digest), checked_for
 
 
 def _hasty(ballot: Ballot) -> Ballot:
@@ -103,8 +104,8 @@ def _hasty(ballot: Ballot) -> Ballot:
 OFFERED, BUSY, READY = Progress.OFFERED, Progress.TRANSFERRING, Progress.READY
 NOTHING, START, COMMIT, ABORT = VoteResult.NOTHING, VoteResult.START, VoteResult.COMMIT, VoteResult.ABORT
 CALL_OFF = VoteResult.CALL_OFF
-OVERLAPS = _given("offer", lambda m, *given: (replace(m, transfer_runs=False), *given))
-ANY_END = _given("with_transfer_ended", lambda m, _, *error: (m, m.generation, *error))
+OVERLAPS = _arguments("offer", lambda m, *arguments: (replace(m, transfer_runs=False), *arguments))
+ANY_END = _arguments("with_transfer_ended", lambda m, _, *error: (m, m.generation, *error))
 ended = SwitchState.with_transfer_ended
 MUTANTS: dict[tuple[int, Faults], dict[str, Methods]] = {
     (LATE, Faults()): {
@@ -112,38 +113,40 @@ MUTANTS: dict[tuple[int, Faults], dict[str, Methods]] = {
         "StartsBeforeAllHold": _meaning(lambda v: START if v.plan_low == 0 != v.plan_high else v.result),
         "VotesWithoutItsAbort": _ballot(lambda ballot: replace(ballot, abort=False)),
         "VotesReadyTooSoon": _ballot(_hasty),
-        "KeepsTheGeneration": {"_start": _one_number_twice},
+        "KeepsTheGeneration": {"_start": _reuses_its_generation},
         "CommitsALayerAgain": _state(
             "_commit", lambda m, new: replace(new, index=m.index if new.plan else 0)
         ),
-        "InstallsTheTablesAlone": _actions(
-            "_commit", lambda asked: [x for x in asked if type(x) is not Commit]
+        "InstallsOnlyTheTables": _actions(
+            "_commit", lambda actions: [x for x in actions if type(x) is not Commit]
         ),
-        "StopsAfterOneLayer": _actions("_commit", lambda asked: asked[:1]),
+        "StopsAfterOneLayer": _actions("_commit", lambda actions: actions[:1]),
         "HasNoDeadline": {"at_step": lambda m, _: m},
     },
     (LATE, Faults(transfers=1)): {
         "IgnoresAbortVotes": _meaning(lambda v: replace(v, abort=False).result),
-        "AbortsForItselfOnly": _deaf(lambda m, v: v.result is ABORT and m.abort_wish is None),
-        "NeverEndsAnAbortedPlan": _deaf(lambda m, v: v.result is ABORT and m.progress == OFFERED),
+        "AbortsForItselfOnly": _ignoring(lambda m, v: v.result is ABORT and m.abort_wish is None),
+        "NeverEndsAnAbortedPlan": _ignoring(lambda m, v: v.result is ABORT and m.progress == OFFERED),
         "KeepsTheLane": _state("_drop", lambda m, new: replace(new, lane=m.lane)),
-        "TakesFailureForSuccess": _given("with_transfer_ended", lambda m, number, *_: (m, number)),
+        "TreatsFailureAsSuccess": _arguments("with_transfer_ended", lambda m, number, *_: (m, number)),
         "KeepsStagingAfterAborts": _actions("_drop", lambda _: ()),
         "ForgetsFailures": {"with_transfer_ended": lambda m, at, error=None: m if error else ended(m, at)},
     },
     (LATE, Faults(calls=1)): {
-        "CallsOffForItselfOnly": _deaf(lambda m, v: v.result is CALL_OFF and not m.called_off),
-        "CommitsWhatIsCalledOff": _meaning(
+        "CallsOffForItselfOnly": _ignoring(lambda m, v: v.result is CALL_OFF and not m.called_off),
+        "CommitsACalledOffPlan": _meaning(
             lambda v: COMMIT if v.result is CALL_OFF and v.slowest == READY else v.result
         ),
-        "CallsOffAnyPlan": _given("call_off", lambda m, number: (m, m.plan.plan_id if m.plan else number)),
-        "DropsACalledPlanAtOnce": {
+        "CallsOffAnyPlan": _arguments(
+            "call_off", lambda m, number: (m, m.plan.plan_id if m.plan else number)
+        ),
+        "DropsACalledOffPlanAtOnce": {
             "call_off": lambda m, _: SwitchState._called_off(m) if m.plan else (m, ())
         },
-        "KeepsACall": _state("_called_off", lambda _, new: replace(new, called_off=True)),
+        "KeepsACallOff": _state("_called_off", lambda _, new: replace(new, called_off=True)),
     },
     (LATE, Faults(transfers=1, losses=1)): {
-        "GoesBackToAnOldLane": {"reformed": lambda m, *to: replace(SwitchState.reformed(m, *to), lane=m.lane)}
+        "ReturnsToAnOldLane": {"reformed": lambda m, *to: replace(SwitchState.reformed(m, *to), lane=m.lane)}
     },
     (LATE, Faults(losses=1)): {
         "KeepsItsPlanWithoutVotes": {"lose_votes": lambda m, why: (replace(m, unheard=why), ())}
@@ -152,41 +155,43 @@ MUTANTS: dict[tuple[int, Faults], dict[str, Methods]] = {
         "IgnoresOtherPlans": _meaning(
             lambda v: START if v.plan_low not in (0, v.plan_high) and v.slowest == OFFERED else v.result
         ),
-        "TakesAnyGenerationForItsOwn": OVERLAPS | ANY_END,
-        "BeginsBesideAnOldTransfer": OVERLAPS,
-        "TakesAnyBase": _given("_refusal", _rebased),
-        "TakesOlderTerms": _given("_refusal", lambda m, *given: (replace(m, highest_term=0), *given)),
+        "AcceptsAnyGeneration": OVERLAPS | ANY_END,
+        "StartsDuringAnOldTransfer": OVERLAPS,
+        "AcceptsAnyBase": _arguments("_refusal", _rebased),
+        "AcceptsOlderTerms": _arguments(
+            "_refusal", lambda m, *arguments: (replace(m, highest_term=0), *arguments)
+        ),
         "LetsAPlanReplaceAnother": {"offer": _replaces_its_plan},
-        "KeepsAWish": _state("_commit", lambda m, new: replace(new, abort_wish=m.abort_wish)),
+        "KeepsAnAbortWish": _state("_commit", lambda m, new: replace(new, abort_wish=m.abort_wish)),
     },
     (HALFWAY, Faults()): {
-        "TakesUncheckedMoves": _given("_refusal", lambda m, plan, _: (m, plan, m.installed.digest))
+        "AcceptsUncheckedMoves": _arguments("_refusal", lambda m, plan, _: (m, plan, m.installed.digest))
     },
     (PARTS, Faults()): {
         "InstallsTheFirstLayerOfAPart": _actions(
             "_commit",
-            lambda asked: [
+            lambda actions: [
                 replace(x, layers=x.layers[:1], installed=x.installed[:1]) if type(x) is Commit else x
-                for x in asked
+                for x in actions
             ],
         ),
         "StagesTheFirstLayerOfAPart": _actions(
-            "_start", lambda asked: [replace(x, layers=x.layers[:1]) for x in asked]
+            "_start", lambda actions: [replace(x, layers=x.layers[:1]) for x in actions]
         ),
-        "GoesOnByOneLayer": _state(
+        "AdvancesByOneLayer": _state(
             "_commit", lambda m, new: replace(new, index=m.index + 1 if new.plan else 0)
         ),
         "OverfillsItsStaging": {"part": property(lambda m: m.plan.layers[m.index :])},
     },
     (ASTRAY, Faults()): {
         "IgnoresOtherPlacements": _meaning(lambda v: replace(v, installed_agree=True).result),
-        "VotesWithoutWhatIsInstalled": _ballot(lambda ballot: replace(ballot, installed=1)),
+        "VotesWithoutItsLayout": _ballot(lambda ballot: replace(ballot, installed=1)),
     },
 }
-"""By the scenario and the faults that give them away soonest, and what is other about each machine."""
+"""Changed methods of each mutant, grouped by the scenario and faults that expose it soonest."""
 
 
-class AbortsUnasked(Settlement):
+class AbortsWithoutAsking(Settlement):
     def with_doubt(self) -> Settlement:
         return self if self.verdict is not None else replace(self, verdict=Verdict.ABORTED)
 
@@ -197,31 +202,31 @@ class AbortsAfterOneAnswer(Settlement):
         return replace(settled, verdict=Verdict.ABORTED) if verdict is Verdict.IN_DOUBT else settled
 
 
-class AnswersAndCommitsAllTheSame(Settlement):
+class CommitsAfterAnsweringInDoubt(Settlement):
     def with_commit(self) -> Settlement:
         return replace(self, verdict=Verdict.COMMITTED)
 
 
 def broken_scenarios() -> dict[str, Scenario]:
-    """A scenario for each mutant, by its name."""
-    found = {
-        name: replace(scenarios(faults)[place], machine=type(name, (SwitchState,), methods))
-        for (place, faults), machines in MUTANTS.items()
+    """Return the scenario of each mutant, by its name."""
+    broken = {
+        name: replace(scenarios(faults)[index], machine=type(name, (SwitchState,), methods))
+        for (index, faults), machines in MUTANTS.items()
         for name, methods in machines.items()
     }
-    for late, faults in (("", Faults(losses=2)), (", out of patience", Faults(impatience=2))):
-        for settlement in (AbortsUnasked, AbortsAfterOneAnswer, AnswersAndCommitsAllTheSame):
-            found[settlement.__name__ + late] = replace(scenarios(faults)[LATE], settlement=settlement)
+    for late, faults in (("", Faults(losses=2)), (", after a timeout", Faults(impatience=2))):
+        for settlement in (AbortsWithoutAsking, AbortsAfterOneAnswer, CommitsAfterAnsweringInDoubt):
+            broken[settlement.__name__ + late] = replace(scenarios(faults)[LATE], settlement=settlement)
         skipping = faults._replace(skips=1, losses=min(faults.losses, 1))
-        found[f"CommitsUnconfirmed{late}"] = replace(scenarios(skipping)[LATE], confirms="nothing")
+        broken[f"CommitsUnconfirmed{late}"] = replace(scenarios(skipping)[LATE], confirms="nothing")
     flags: dict[str, tuple[Faults, dict[str, Any]]] = {
-        "TakesARefusalForDeath": (Faults(losses=1, refusals=2), {"refusal_is_death": True}),
-        "GivesUpAtOnce": (Faults(errors=1), {"settles_errors": False}),
-        "KeepsItsFailureToItself": (Faults(installs=1), {"reports_failures": False}),
+        "TreatsARefusalAsDeath": (Faults(losses=1, refusals=2), {"refusal_is_death": True}),
+        "DoesNotSettleAfterErrors": (Faults(errors=1), {"settles_errors": False}),
+        "DoesNotReportItsFailure": (Faults(installs=1), {"reports_failures": False}),
         "ConfirmsItsHostsCount": (Faults(skips=1, drifts=2), {"confirms": "its host's count"}),
-        "SaysNothingOfInstallsThatWereSettled": (Faults(impatience=1), {"confirms_settled": False}),
+        "DoesNotConfirmSettledInstalls": (Faults(impatience=1), {"confirms_settled": False}),
     }
-    return found | {name: replace(scenarios(faults)[LATE], **flag) for name, (faults, flag) in flags.items()}
+    return broken | {name: replace(scenarios(faults)[LATE], **flag) for name, (faults, flag) in flags.items()}
 
 
 def _walked(name: str) -> tuple[str, Walk]:
@@ -229,5 +234,5 @@ def _walked(name: str) -> tuple[str, Walk]:
 
 
 def hunt() -> Iterator[tuple[str, Walk]]:
-    """Each mutant's name and walk; one that broke no promise has got away."""
+    """Yield each mutant's name and walk. A walk without a broken promise means that the mutant survived."""
     yield from in_parallel(_walked, broken_scenarios())

@@ -1,7 +1,7 @@
-"""Fakes for NPU formats: tagged tensors, and a process group that sends them by torch_npu's rule.
+"""Fakes for NPU formats: tagged tensors, and a process group that sends them like torch_npu.
 
-``getNumelForHCCL`` (torch_npu/csrc/distributed, Ascend/pytorch): a tensor whose format is no base format must begin at
-its storage; whatever its own size is, the whole storage is sent, padding included. Any view has its storage's format.
+``getNumelForHCCL`` (torch_npu/csrc/distributed, Ascend/pytorch): a tensor that is not in a base format must begin at
+the start of its storage. The whole storage is then sent, including the padding. A view has the format of its storage.
 """
 
 from __future__ import annotations
@@ -27,38 +27,38 @@ _PADDING = 64
 
 def tagged(tensor: torch.Tensor, number: int = NZ) -> torch.Tensor:
     """Return the tensor at the start of a padded storage of this format."""
-    held = torch.zeros(tensor.numel() + _PADDING, dtype=tensor.dtype)
+    padded = torch.zeros(tensor.numel() + _PADDING, dtype=tensor.dtype)
     # The address may belong to a new storage after the old one was freed.
-    _TAGS[held.untyped_storage().data_ptr()] = number
-    _KEPT.append(held)
-    return held[: tensor.numel()].view(tensor.shape).copy_(tensor)
+    _TAGS[padded.untyped_storage().data_ptr()] = number
+    _KEPT.append(padded)
+    return padded[: tensor.numel()].view(tensor.shape).copy_(tensor)
 
 
 _KEPT: list[torch.Tensor] = []
 
 
 def format_of(tensor: torch.Tensor) -> int:
-    """Replace ``torch_npu.get_npu_format``."""
+    """Return the tensor's format, as ``torch_npu.get_npu_format`` does."""
     return _TAGS.get(tensor.untyped_storage().data_ptr(), ND)
 
 
 def install() -> None:
-    """Install formats in this process, and an ``empty_like`` that keeps them, as torch_npu's does."""
+    """Patch this process to use these formats, with an ``empty_like`` that preserves them like torch_npu's."""
     for module in (device_module, lane_module, weights_module):
         module.format_of = format_of
     device_module.in_order = lambda tensor: tensor.clone() if device_module.in_blocks(tensor) else tensor
     empty_like = torch.empty_like
 
-    def empty_like_in_format(tensor: torch.Tensor, **named: Any) -> torch.Tensor:
+    def empty_like_in_format(tensor: torch.Tensor, **options: Any) -> torch.Tensor:
         number = format_of(tensor)
-        empty = empty_like(tensor, **named)
+        empty = empty_like(tensor, **options)
         return empty if number == ND else tagged(empty, number)
 
     torch.empty_like = empty_like_in_format
 
 
 def sent_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the elements that torch_npu hands to HCCL for a tensor."""
+    """Return the elements that torch_npu passes to HCCL for a tensor."""
     if format_of(tensor) == ND:
         return tensor
     if tensor.storage_offset():
@@ -67,7 +67,7 @@ def sent_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class FakeHccl:
-    """The part of an HCCL group that lanes use, over gloo."""
+    """HCCL group over gloo, with only the methods that lanes use."""
 
     sends_views = False
 
@@ -92,7 +92,7 @@ class FakeHccl:
 
 
 class FakeHcclLanes(Lanes):
-    """Opens lanes for NPUs."""
+    """Lanes between fake NPUs."""
 
     def _open_lane(self, number: int) -> Lane:
         host = _HostLane(self._group.process_group(f"rendezvous/{number}", self._timeout))

@@ -1,15 +1,15 @@
-"""Agents' groups in one process, joined without a host group: for tests of what ranks ask each other."""
+"""Agents' groups in one process, without a host group, for tests of the messages between peers."""
 
 from __future__ import annotations
 
 from worker_agent.swap.group import AgentGroup
 from worker_agent.swap.peers import Peers
 
-SECRET = b"of this formation"
+SECRET = b"secret of this group"
 
 
 def joined(ranks: int, patience: float = 5.0) -> list[AgentGroup]:
-    """``ranks`` groups that know each other."""
+    """Return the groups of ``ranks`` ranks with open links to each other."""
     sockets = [Peers("127.0.0.1") for _ in range(ranks)]
     addresses = [peers.address for peers in sockets]
     groups = [AgentGroup(peers, SECRET, rank, addresses, patience) for rank, peers in enumerate(sockets)]

@@ -1,4 +1,4 @@
-"""A small placement, and plans from it that need no moves, for tests of what crosses the wire."""
+"""A small placement, and plans from it without moves, for tests of wire messages."""
 
 from __future__ import annotations
 
@@ -11,11 +11,14 @@ from worker_agent.swap.rank_layout import RankLayout
 RANKS, LAYERS, EXPERTS, SLOTS = 3, 2, 4, 2
 LINEAR = Placement.linear(LAYERS, EXPERTS, RANKS, SLOTS)
 INSTALLED = RankLayout.first(1, LINEAR, LINEAR.default_log2phy()[1])
-"""Of rank 1."""
+"""Initial layout of rank 1."""
 
 
 def plan_of(*turns: int, token_groups: tuple[int, ...] = (0, 1, 2)) -> RankPlan:
-    """Rank 1's plan for the first layers; each turns the experts by so many, and 0 changes its tables only."""
+    """Return rank 1's plan for the first layers.
+
+    Layer ``i`` adds ``turns[i]`` to every expert number, modulo ``EXPERTS``. A turn of 0 changes only the tables.
+    """
     layers = []
     for layer, turn in enumerate(turns):
         new_RS = np.ascontiguousarray((LINEAR.phy2log_LRS[layer] + turn) % EXPERTS, dtype=np.int32)

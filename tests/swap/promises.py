@@ -1,4 +1,4 @@
-"""The promises of ARCHITECTURE.md, checked on the explored world as each thing happens and in every state."""
+"""Checks of ARCHITECTURE.md's promises on the explored world, at each action and in every state."""
 
 from __future__ import annotations
 
@@ -9,24 +9,26 @@ from worker_agent.swap.machine import Commit, Progress, StartTransfer, SwitchSta
 
 
 def check_accepted(state: State, rank: int, plan: TagPlan, checked_for: int) -> None:
-    """A rank has taken a plan whose moves were checked for the placement ``checked_for``."""
+    """Check that a rank was right to accept a plan whose moves were checked against the placement ``checked_for``."""
     machine = state.machines[rank]
     base = (plan.base_epoch, plan.base_digest)
-    must(checked_for == machine.installed.digest, "accepted moves that were never checked for this")
+    must(
+        checked_for == machine.installed.digest, "accepted moves that were not checked against its placement"
+    )
     must(base == (machine.installed.epoch, machine.installed.digest), "accepted a plan for another placement")
     must(plan.leader_term >= state.terms[rank], "accepted a plan of an older term")
-    must(machine.halted is None, "accepted a plan though halted")
+    must(machine.halted is None, "accepted a plan after it had halted")
 
 
 def check_called(before: SwitchState, after: SwitchState, plan: TagPlan) -> None:
-    """Check a rank that knows that the service has called a plan off."""
+    """Check a rank that has received a call-off from the service."""
     must(after.progress == before.progress, "changed its progress without a vote")
     holds = before.plan is not None and before.plan.plan_id == plan.plan_id
     must(after.called_off == (holds or before.called_off), "called off another plan than the service did")
 
 
 def check_start(state: State, rank: int, action: StartTransfer, started: Running) -> None:
-    """A rank begins a transfer."""
+    """Check a rank that starts a transfer."""
     fits = len(started.layers) in (1, *range(1, state.scenario.rows + 1))
     must(fits, "began a transfer that does not fit the staging")
     must(state.transfers[rank] is None, "began a transfer while another ran")
@@ -34,27 +36,27 @@ def check_start(state: State, rank: int, action: StartTransfer, started: Running
     for lane, generation in state.dirty_lanes:
         late = lane == action.lane and generation < action.generation
         must(not late, "began a transfer on a lane that still carries late bytes")
-    for other in (*state.transfers, *state.staged):
-        alike = other is None or other.generation != action.generation or other == started
-        must(alike, "ranks began different transfers under one number")
+    for transfer in (*state.transfers, *state.staged):
+        same = transfer is None or transfer.generation != action.generation or transfer == started
+        must(same, "ranks began different transfers with the same generation")
 
 
 def check_commit(state: State, rank: int, action: Commit) -> None:
-    """A rank installs a part."""
+    """Check a rank that installs a part."""
     indices = tuple(layer.layer for layer in action.layers)
     tags = tuple(layer.phy2log_RS for layer in action.layers)
     staged = state.staged[rank]
     vote = state.vote
     must(vote is not None, "committed without a vote")
     for ballot in vote.ballots:
-        must(ballot is not None and ballot.commits, "committed though not all had voted READY")
-    must(staged is not None, "committed what was never staged")
+        must(ballot is not None and ballot.commits, "committed although a rank had not voted READY")
+    must(staged is not None, "committed experts that were not staged")
     must(
         (staged.generation, staged.layers, staged.tags) == (action.generation, indices, tags),
         "committed the staging of another transfer",
     )
     must(len(set(state.forwards)) == 1, "committed after another forward pass than its peers")
-    must(len(set(vote.truths)) == 1, "committed beside ranks that serve another placement")
+    must(len(set(vote.truths)) == 1, "committed although its peers serve another placement")
     for running in state.transfers:
         reads = running is not None and set(running.layers) & set(indices)
         must(not reads, "overwrote sources that a rank was still sending")
@@ -70,26 +72,26 @@ def check_commit(state: State, rank: int, action: Commit) -> None:
 
 
 def check_state(state: State) -> None:
-    """What must hold whatever has happened."""
+    """Check the invariants of every state."""
     for rank, machine in enumerate(state.machines):
         must(
             rank in state.fatal or state.weights[rank] == machine.installed.tags,
-            "slots hold other weights than the map names",
+            "slots hold weights of other experts than the map says",
         )
-        held = machine.plan is not None
-        must(held == (machine.progress != Progress.IDLE), "its progress is that of no plan")
+        has_plan = machine.plan is not None
+        must(has_plan == (machine.progress != Progress.IDLE), "its progress does not match its plan")
         wishes = machine.abort_wish is not None or machine.called_off
-        must(held or not wishes, "wishes to abort a plan that it no longer holds")
+        must(has_plan or not wishes, "wishes to abort a plan that it no longer holds")
         if machine.progress == Progress.READY:
-            must(state.staged[rank] is not None, "READY with nothing staged")
+            must(state.staged[rank] is not None, "READY without staged experts")
         vote = state.vote
         cast = vote.ballots[rank] if vote is not None and rank in vote.pending else None
         if cast is not None and cast.commits:
             plan = machine.plan
             kept = machine.progress == Progress.READY and plan is not None and plan.digest == cast.plan
-            must(kept, "took back a READY before the vote was counted")
+            must(kept, "withdrew a READY before the vote was counted")
     if state.vote is None:
-        must(len(state.fatal) in (0, RANKS), "serves on beside a rank that could not install a layer")
+        must(len(state.fatal) in (0, RANKS), "keeps serving although a rank could not install a layer")
     if state.vote is None and not state.fatal and len(set(state.scenario.starts)) == 1:
         served = {(machine.installed.epoch, machine.installed.tags) for machine in state.machines}
         must(len(served) == 1, f"ranks serve different placements: {sorted(served)}")

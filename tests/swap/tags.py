@@ -1,4 +1,4 @@
-"""Plans and placements shrunk to tags, so that a state of the explored world is a few dozen integers."""
+"""Plans and placements reduced to tags, so that a state of the explored world takes only a few dozen integers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 
 class TagLayer(NamedTuple):
-    """One layer of a plan: which one, and the tag of the weights and tables that it is to hold."""
+    """One layer of a plan: its index, and the tag of its new weights and tables."""
 
     layer: int
     phy2log_RS: int
@@ -39,7 +39,7 @@ class TagPlan(NamedTuple):
 
 @dataclass(frozen=True)
 class TagInstalled:
-    """What a rank serves: a tag per layer."""
+    """Layout of a rank: a tag per layer."""
 
     epoch: int
     tags: tuple[int, ...]
@@ -65,6 +65,6 @@ FIRST = TagInstalled(0, (0, 0, 0))
 
 
 def plan_from(base: TagInstalled, plan_id: int, term: int, *layers: int) -> TagPlan:
-    """A plan that gives each of ``layers`` a tag of its own."""
+    """Return a plan that tags each of ``layers`` with the plan's number."""
     tagged = tuple(TagLayer(layer, plan_id, plan_id) for layer in layers)
     return TagPlan(plan_id, term, base.epoch, base.digest, tagged)

@@ -1,4 +1,4 @@
-"""NCCL and HCCL are asked for what their interfaces have, in an order that cannot hang, and cannot end the process."""
+"""The NCCL and HCCL groups: their calls, the order of these calls, and options that never end the process."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ import torch.distributed as dist
 
 from worker_agent.swap.lane import Parcel, _HcclGroup, _NcclGroup, hccl_expansion_mode
 
-HERE = torch.device("cpu")
-OUT, IN = Parcel(2, torch.zeros(3, dtype=torch.uint8)), Parcel(1, torch.zeros(3, dtype=torch.uint8))
+CPU = torch.device("cpu")
+OUT = Parcel(2, torch.zeros(3, dtype=torch.uint8))
+IN = Parcel(1, torch.zeros(3, dtype=torch.uint8))
 
 
 class FakeLibrary:
-    """A process group's class that writes down what is asked of it, and of the environment that it is made in."""
+    """Fake of a process group that records its calls, and the environment variables during its construction."""
 
     log: list[str] = []  # noqa: RUF012 - emptied by each test
     options: Any = None
@@ -36,10 +37,10 @@ class FakeLibrary:
 
     def __getattr__(self, name: str) -> Any:
         def called(*arguments: Any) -> Any:
-            for tensors in (one for one in arguments if isinstance(one, list)):
-                assert all(one.storage_offset() == 0 for one in tensors if isinstance(one, torch.Tensor))
-            named = [one for one in arguments if "tensor" not in str(one)]
-            self.log.append(" ".join(map(str, [name, *named])))
+            for tensors in (argument for argument in arguments if isinstance(argument, list)):
+                assert all(item.storage_offset() == 0 for item in tensors if isinstance(item, torch.Tensor))
+            scalars = [argument for argument in arguments if "tensor" not in str(argument)]
+            self.log.append(" ".join(map(str, [name, *scalars])))
             return SimpleNamespace(wait=lambda: self.log.append(f"wait for {name}"))
 
         return called
@@ -47,7 +48,7 @@ class FakeLibrary:
 
 @pytest.fixture
 def library(monkeypatch: pytest.MonkeyPatch) -> type[FakeLibrary]:
-    """Both libraries, and streams that can be waited for."""
+    """Install fakes of both libraries and of their streams."""
     FakeLibrary.log = []
     stream = SimpleNamespace(synchronize=lambda: FakeLibrary.log.append("stream done"))
     monkeypatch.setattr(dist, "ProcessGroupNCCL", FakeLibrary, raising=False)
@@ -64,10 +65,10 @@ def library(monkeypatch: pytest.MonkeyPatch) -> type[FakeLibrary]:
     return FakeLibrary
 
 
-def test_nccl_leaves_errors_and_deadlines_to_the_agent(library, monkeypatch) -> None:
+def test_nccl_error_handling_and_timeouts_are_disabled(library, monkeypatch) -> None:
     monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3")
     monkeypatch.delenv("TORCH_NCCL_BLOCKING_WAIT", raising=False)
-    _NcclGroup(dist.HashStore(), 1, 3, HERE)
+    _NcclGroup(dist.HashStore(), 1, 3, CPU)
     assert set(library.environment.values()) == {"0"}
     assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "3"
     assert "TORCH_NCCL_BLOCKING_WAIT" not in os.environ
@@ -75,14 +76,16 @@ def test_nccl_leaves_errors_and_deadlines_to_the_agent(library, monkeypatch) -> 
     assert library.options.config.max_ctas <= 8
 
 
-def test_a_torch_without_nccl_gets_a_message_with_the_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_torch_without_nccl_names_the_setting_to_change(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "is_nccl_available", lambda: False)
     with pytest.raises(RuntimeError, match="built without NCCL; set EPLB_AGENT_TRANSFER_BACKEND=gloo"):
-        _NcclGroup(dist.HashStore(), 1, 3, HERE)
+        _NcclGroup(dist.HashStore(), 1, 3, CPU)
 
 
-def test_nccl_has_all_ranks_connected_before_some_exchange_in_one_group(library: type[FakeLibrary]) -> None:
-    group = _NcclGroup(dist.HashStore(), 1, 3, HERE)
+def test_nccl_connects_all_ranks_at_the_start_and_coalesces_exchanges(
+    library: type[FakeLibrary],
+) -> None:
+    group = _NcclGroup(dist.HashStore(), 1, 3, CPU)
     assert library.log == ["rank 1 of 3", "allreduce", "wait for allreduce", "stream done"]
     library.log.clear()
     group.exchange(OUT, IN)
@@ -92,8 +95,8 @@ def test_nccl_has_all_ranks_connected_before_some_exchange_in_one_group(library:
     assert library.log[-1] == "abort"
 
 
-def test_hccl_exchanges_in_one_batch_and_is_never_called_back(library: type[FakeLibrary]) -> None:
-    group = _HcclGroup(dist.HashStore(), 1, 3, HERE)
+def test_hccl_exchanges_in_one_batch_and_cannot_be_aborted(library: type[FakeLibrary]) -> None:
+    group = _HcclGroup(dist.HashStore(), 1, 3, CPU)
     assert library.log == ["rank 1 of 3", "allreduce", "wait for allreduce", "stream done"]
     assert library.options._timeout.days > 100
     assert library.options.hccl_config == {"hccl_buffer_size": 100, "hccl_op_expansion_mode": 1}
@@ -108,5 +111,5 @@ def test_hccl_exchanges_in_one_batch_and_is_never_called_back(library: type[Fake
 
 
 @pytest.mark.parametrize(("device", "mode"), [("Ascend910B3", 1), ("Ascend910_9392", 2), ("", 1)])
-def test_a_lane_leaves_the_vector_cores_to_the_model(device: str, mode: int) -> None:
+def test_hccl_lanes_do_not_use_the_vector_cores(device: str, mode: int) -> None:
     assert hccl_expansion_mode(device) == mode

@@ -1,4 +1,4 @@
-"""A device lane keeps order, deadlines and memory: nothing is read, written or freed while the device may be at it."""
+"""Device lanes respect order and deadlines, and never reuse memory that the device may still access."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.agent import live
-from tests.swap.carried import HERE, PlainLayer, order
+from tests.swap.carried import CPU, PlainLayer, order
 from worker_agent.device import Mark, SideStream
 from worker_agent.swap import lane as lane_module
 from worker_agent.swap import transfer
@@ -21,12 +21,13 @@ from worker_agent.swap.transfer import ByteBudget, TransferResult, TransferWorke
 
 
 class FakeGroup:
-    """Writes down what is asked of it."""
+    """Device group that records its calls."""
 
     sends_views = True
 
     def __init__(self, log: list[str], *, aborts: bool = True) -> None:
-        self._log, self._aborts = log, aborts
+        self._log = log
+        self._aborts = aborts
 
     def exchange(self, outgoing: Parcel | None, incoming: Parcel | None) -> None:
         self._log.append("exchange")
@@ -42,16 +43,17 @@ class FakeGroup:
 
 
 class FakeHost:
-    """A meeting at which every peer is."""
+    """Handshake that every peer joins, unless ``absent``."""
 
     def __init__(self, log: list[str], *, absent: bool = False) -> None:
-        self._log, self._absent = log, absent
+        self._log = log
+        self._absent = absent
         self.sends: int | None = None
 
     def meet(self, outgoing: list[Parcel], incoming: list[Parcel], deadline: Deadline) -> None:
         if self._absent:
-            raise TimeoutError("nobody came")
-        self._log += [f"meet {peer}" for peer in sorted({one.peer for one in (*outgoing, *incoming)})]
+            raise TimeoutError("no peer came")
+        self._log += [f"meet {peer}" for peer in sorted({parcel.peer for parcel in (*outgoing, *incoming)})]
         if self.sends is not None:
             check_announced(incoming[0].peer, torch.tensor([self.sends, 0]), incoming)
 
@@ -60,10 +62,11 @@ class FakeHost:
 
 
 class FakeMark(Mark):
-    """A point that the device gets to when ``reached`` says so."""
+    """Mark that the device passes once ``reached`` returns True."""
 
     def __init__(self, log: list[str], reached: Callable[[], bool]) -> None:
-        self._log, self._reached = log, reached
+        self._log = log
+        self._reached = reached
         log.append("mark")
 
     def passed(self) -> bool:
@@ -80,22 +83,22 @@ def _parcel(peer: int) -> Parcel:
 
 
 def _lane(log: list[str], reached: Callable[[], bool] = lambda: True, **changes: Any) -> _DeviceLane:
-    """Return a lane whose peers send as many bytes as this rank expects."""
+    """Return a lane on which peers announce the sizes that this rank expects."""
     host = FakeHost(log, absent=changes.pop("absent", False))
     return _DeviceLane(FakeGroup(log, **changes), host, lambda: FakeMark(log, reached))
 
 
-def test_a_device_exchange_is_done_only_when_the_device_is() -> None:
+def test_an_exchange_returns_only_after_the_device_has_passed_its_mark() -> None:
     log: list[str] = []
-    looks = iter([False, False, True])
-    lane = _lane(log, lambda: next(looks))
+    polls = iter([False, False, True])
+    lane = _lane(log, lambda: next(polls))
     lane.exchange([_parcel(2)], [_parcel(1)], Deadline(5))
     assert log == ["meet 1", "meet 2", "exchange", "mark", "passed"]
     lane.retire()
     assert log[-2:] == ["leave", "release"]
 
 
-def test_nothing_is_queued_on_the_device_for_a_peer_that_does_not_come() -> None:
+def test_no_device_work_is_queued_if_a_peer_is_absent() -> None:
     log: list[str] = []
     lane = _lane(log, absent=True)
     with pytest.raises(TimeoutError):
@@ -105,7 +108,7 @@ def test_nothing_is_queued_on_the_device_for_a_peer_that_does_not_come() -> None
 
 
 @pytest.mark.parametrize("aborts", [True, False])
-def test_memory_that_a_device_may_still_write_to_is_never_given_back(aborts, monkeypatch) -> None:
+def test_a_lane_that_cannot_be_aborted_keeps_its_memory(aborts, monkeypatch) -> None:
     kept: list[_DeviceLane] = []
     monkeypatch.setattr(lane_module, "_LOST_LANES", kept)
     log: list[str] = []
@@ -118,13 +121,14 @@ def test_memory_that_a_device_may_still_write_to_is_never_given_back(aborts, mon
 
 
 class OneLane:
-    """The lanes of rank 0, all the same one."""
+    """Lanes of rank 0 that always return the same lane."""
 
     rank = 0
-    device = HERE
+    device = CPU
 
     def __init__(self, log: list[str], lane: _DeviceLane) -> None:
-        self._log, self._lane = log, lane
+        self._log = log
+        self._lane = lane
 
     def lane(self, number: int) -> _DeviceLane:
         return self._lane
@@ -143,20 +147,20 @@ def _start(worker: TransferWorker, generation: int, *move: int) -> None:
     worker.start(order(generation, move), [PlainLayer(0)])
 
 
-def _ended(worker: TransferWorker) -> TransferResult:
+def _result(worker: TransferWorker) -> TransferResult:
     while (result := worker.poll()) is None:
         time.sleep(0.001)
     return result
 
 
-def test_a_thread_that_hangs_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hanging_transfer_thread_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     hung = threading.Event()
     worker = _worker([], _lane([]), transfer_timeout_seconds=0.02)
     monkeypatch.setattr(worker.staging, "reserve", lambda *_: hung.wait(20) or [])
     _start(worker, 1, 1, 0, 0, 2, 5)
     assert worker.failing is None
     hung.set()
-    _ended(worker)
+    _result(worker)
     hung.clear()
     monkeypatch.setattr(transfer, "_LATE_SECONDS", 0.0)
     _start(worker, 2, 1, 0, 0, 2, 5)
@@ -168,22 +172,22 @@ def test_a_thread_that_hangs_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 class LoggedStream(SideStream):
-    """Writes down when work is queued on it."""
+    """Side stream that records when work is queued on it."""
 
-    log: list[str] = []  # noqa: RUF012 - one test's
+    log: list[str] = []  # noqa: RUF012 - reset by its test
 
     def current(self) -> Any:
         self.log.append("side stream")
         return super().current()
 
 
-def test_staging_is_written_only_after_what_the_model_had_queued_and_reported_only_when_whole(
+def test_staging_is_written_after_the_queued_model_work_and_reported_when_complete(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """So a commit that has just been queued reads the old staging, and the next one finds all of the new."""
+    """A commit queued before the transfer reads the old experts, and the next one reads all of the new ones."""
     log = LoggedStream.log = []
     arrived = [False]
-    monkeypatch.setattr(transfer, "Mark", lambda where: FakeMark(log, lambda: True))
+    monkeypatch.setattr(transfer, "Mark", lambda _: FakeMark(log, lambda: True))
     monkeypatch.setattr(transfer, "SideStream", LoggedStream)
     worker = _worker(log, _lane(log, lambda: arrived[0]))
     _start(worker, 1, 1, 0, 0, 2, 5)
@@ -193,25 +197,25 @@ def test_staging_is_written_only_after_what_the_model_had_queued_and_reported_on
     assert worker.poll() is None
     assert log == expected
     arrived[0] = True
-    result = _ended(worker)
+    result = _result(worker)
     worker.close()
     assert (result.error, result.layers[0].slots) == (None, [2])
     assert all(bool((staged.view(torch.uint8) == 7).all()) for staged in result.layers[0].staged)
     assert log[-1] == "retire"
 
 
-def test_a_transfer_that_is_late_fails_on_a_rank_that_had_nothing_to_carry_too(monkeypatch) -> None:
+def test_a_late_transfer_also_fails_on_a_rank_without_moves(monkeypatch) -> None:
     log: list[str] = []
     worker = _worker(log, _lane(log), transfer_timeout_seconds=0.05)
     monkeypatch.setattr(worker.staging, "reserve", lambda *_: time.sleep(0.1) or [[]])
     _start(worker, 1, 1, 0, 2, 2, 5)
-    result = _ended(worker)
+    result = _result(worker)
     worker.close()
     assert result.error == "transfer of layer 0 failed: not done within 0.05 s"
     assert log == ["retire", "retire"]
 
 
-def test_weights_that_were_loaded_in_inference_mode_can_be_replaced() -> None:
+def test_weights_loaded_in_inference_mode_can_be_replaced() -> None:
     class Loaded(PlainLayer):
         def __init__(self) -> None:
             with torch.inference_mode():
@@ -227,7 +231,7 @@ def test_weights_that_were_loaded_in_inference_mode_can_be_replaced() -> None:
     assert layer.log2phy.tolist() == [1, 1]
 
 
-def test_a_peer_that_sends_another_size_is_an_error_before_anything_is_on_the_device() -> None:
+def test_a_peer_with_a_different_size_is_rejected_before_device_work_is_queued() -> None:
     log: list[str] = []
     host = FakeHost(log)
     host.sends = 5

@@ -1,4 +1,4 @@
-"""What carries experts follows from where they are, and whatever it is, they arrive whole or not at all."""
+"""The choice of transfer library for a device, and transfers over every kind of lane."""
 
 from __future__ import annotations
 
@@ -13,47 +13,42 @@ import torch.distributed as dist
 
 from tests.agent import live
 from tests.ranks import run_ranks
-from tests.swap.carried import HERE, RANKS, DeviceLikeLanes, PlainLayer, order
+from tests.swap.carried import CPU, RANKS, DeviceLikeLanes, PlainLayer, order
 from worker_agent.swap import transfer
 from worker_agent.swap.group import AgentGroup
 from worker_agent.swap.lane import Deadline, Lanes, Parcel, choose_backend
 from worker_agent.swap.transfer import ByteBudget, TransferWorker
 
-# Which library
-
 
 @pytest.mark.parametrize("device_type", ["cpu", "cuda", "npu", "xpu"])
-def test_the_device_chooses_the_library(device_type: str) -> None:
+def test_the_device_type_selects_the_library(device_type: str) -> None:
     library: Any = {"cuda": "nccl", "npu": "hccl"}.get(device_type, "gloo")
     assert choose_backend("auto", device_type) == choose_backend(library, device_type) == library
     assert choose_backend("gloo", device_type) == "gloo"
 
 
 @pytest.mark.parametrize(
-    ("asked", "device_type", "reached"),
+    ("backend", "device_type", "supported"),
     [("nccl", "npu", "cuda"), ("hccl", "cuda", "npu"), ("nccl", "cpu", "cuda")],
 )
-def test_a_library_that_cannot_reach_the_experts_is_refused(asked, device_type, reached) -> None:
+def test_a_library_for_another_device_type_is_rejected(backend, device_type, supported) -> None:
     with pytest.raises(
-        ValueError, match=f"between {reached} devices, but they are on {device_type} here; set it to auto"
+        ValueError, match=f"between {supported} devices, but they are on {device_type} here; set it to auto"
     ):
-        choose_backend(asked, device_type)
-
-
-# Experts arrive
+        choose_backend(backend, device_type)
 
 
 MOVES = [(2, 0, 0, 2, 0), (0, 1, 1, 0, 0), (0, 3, 2, 1, 0), (1, 2, 2, 3, 0)]
-"""A ring and one more: source rank and slot, destination rank and slot, expert."""
+"""A ring of moves and one more move: source rank and slot, destination rank and slot, expert."""
 
 
-def exchange_experts(make: Callable[[AgentGroup], Lanes], where: torch.device = HERE) -> None:
-    """Two transfers over ``RANKS`` ranks, with checksums and odd chunks; what is staged is what its source holds."""
+def exchange_experts(make_lanes: Callable[[AgentGroup], Lanes], device: torch.device = CPU) -> None:
+    """Run two transfers with checksums and chunks of odd size; check the staged experts against their sources."""
     group, _ = AgentGroup.join(dist.group.WORLD, "here", "127.0.0.1", None)
-    layer = PlainLayer(group.rank, where)
-    every: list[Any] = [None] * group.size
-    dist.all_gather_object(every, [weight.cpu() for weight in layer.expert_weights()])
-    lanes = make(group)
+    layer = PlainLayer(group.rank, device)
+    weights_by_rank: list[Any] = [None] * group.size
+    dist.all_gather_object(weights_by_rank, [weight.cpu() for weight in layer.expert_weights()])
+    lanes = make_lanes(group)
     lanes.open_first()
     transfer._CHUNK_BYTES = 17
     settings = live.settings(transfer_timeout_seconds=20, verify_transfers=True)
@@ -68,50 +63,52 @@ def exchange_experts(make: Callable[[AgentGroup], Lanes], where: torch.device = 
         incoming = [move for move in MOVES if move[2] == group.rank]
         assert result.layers[0].slots == [slot for _, _, _, slot, _ in incoming]
         for tensor, staged in enumerate(result.layers[0].staged):
-            assert staged.device.type == where.type
+            assert staged.device.type == device.type
             for row, (source, slot, _, _, _) in enumerate(incoming):
-                assert torch.equal(staged[row].cpu(), every[source][tensor][slot])
+                assert torch.equal(staged[row].cpu(), weights_by_rank[source][tensor][slot])
     worker.close()
     dist.barrier()
 
 
-def _over(backend: str, kind: str) -> None:
+def _exchange_over(backend: str, kind: str) -> None:
     if kind == "like a device":
-        exchange_experts(lambda group: DeviceLikeLanes(group, backend, HERE, timedelta(seconds=20)))
+        exchange_experts(lambda group: DeviceLikeLanes(group, backend, CPU, timedelta(seconds=20)))
         return
-    where = HERE if kind == "cpu" else torch.device("cuda", dist.get_rank() % torch.cuda.device_count())
-    exchange_experts(lambda group: Lanes(group, backend, where, timedelta(seconds=60)), where)
+    device = CPU if kind == "cpu" else torch.device("cuda", dist.get_rank() % torch.cuda.device_count())
+    exchange_experts(lambda group: Lanes(group, backend, device, timedelta(seconds=60)), device)
 
 
 @pytest.mark.parametrize(
-    ("asked", "kind", "gpus"),
+    ("backend", "kind", "gpus"),
     [("auto", "cpu", 0), ("gloo", "like a device", 0), ("gloo", "cuda", 1), ("auto", "cuda", RANKS)],
 )
-def test_experts_arrive_whole_over_every_kind_of_lane(asked: Any, kind: str, gpus: int) -> None:
-    """On GPUs by way of the host where gloo is asked for, else from device to device: NCCL takes a rank per GPU."""
+def test_experts_arrive_intact_over_every_kind_of_lane(backend: Any, kind: str, gpus: int) -> None:
+    """On GPUs, gloo transfers through host memory and NCCL directly; NCCL needs one GPU per rank."""
     if torch.cuda.device_count() < gpus:
-        pytest.skip(f"there are fewer than {gpus} GPUs here")
-    run_ranks(RANKS, _over, choose_backend(asked, "cpu" if kind != "cuda" else kind), kind)
+        pytest.skip(f"this machine has fewer than {gpus} GPUs")
+    run_ranks(RANKS, _exchange_over, choose_backend(backend, "cpu" if kind != "cuda" else kind), kind)
 
 
-def _apart() -> tuple[str, float]:
-    """Ranks 0 and 1 exchange experts of other sizes; return the error that each gets."""
+def _mismatched_sizes() -> tuple[str, float]:
+    """Exchange parcels whose sizes differ between the two ranks; return this rank's error and the seconds."""
     group, _ = AgentGroup.join(dist.group.WORLD, "here", "127.0.0.1", None)
-    lanes = Lanes(group, "gloo", HERE, timedelta(seconds=20))
+    lanes = Lanes(group, "gloo", CPU, timedelta(seconds=20))
     lanes.open_first()
-    lane, size = lanes.lane(0), 64 + 32 * group.rank
-    began, reported = time.monotonic(), ""
+    lane = lanes.lane(0)
+    size = 64 + 32 * group.rank
+    began = time.monotonic()
+    error_text = ""
     try:
         parcels = [[Parcel(1 - group.rank, torch.zeros(size, dtype=torch.uint8))] for _ in range(2)]
         lane.exchange(parcels[0], parcels[1], Deadline(20))
     except (ValueError, RuntimeError) as error:
-        reported = str(error)
+        error_text = str(error)
     lanes.retire()
-    return reported, time.monotonic() - began
+    return error_text, time.monotonic() - began
 
 
-def test_experts_of_other_sizes_are_an_error_on_both_ranks_and_end_no_process() -> None:
-    (first, _), (second, _) = run_ranks(2, _apart)
+def test_experts_of_different_sizes_raise_an_error_on_both_ranks() -> None:
+    (first, _), (second, _) = run_ranks(2, _mismatched_sizes)
     assert first.startswith(
         "rank 1 sends 96 bytes, this rank expects 64: their experts differ in dtype or shape"
     )
@@ -121,7 +118,7 @@ def test_experts_of_other_sizes_are_an_error_on_both_ranks_and_end_no_process() 
 def _late() -> float:
     """Delay rank 1 by half a second; return the seconds for which the exchange reports the link busy."""
     group, _ = AgentGroup.join(dist.group.WORLD, "here", "127.0.0.1", None)
-    lanes = Lanes(group, "gloo", HERE, timedelta(seconds=20))
+    lanes = Lanes(group, "gloo", CPU, timedelta(seconds=20))
     lanes.open_first()
     parcels = [[Parcel(1 - group.rank, torch.zeros(64, dtype=torch.uint8))] for _ in range(2)]
     time.sleep(0.5 * group.rank)
@@ -131,6 +128,6 @@ def _late() -> float:
     return seconds
 
 
-def test_a_wait_for_a_peer_does_not_count_as_time_on_the_link() -> None:
-    """Otherwise each rank's pause would count as link time on its peer and lengthen the peer's pause."""
+def test_waiting_for_a_peer_does_not_count_as_time_on_the_link() -> None:
+    """Otherwise each rank's pause would count as link time on its peer and lengthen the pause there."""
     assert max(run_ranks(2, _late)) < 0.4

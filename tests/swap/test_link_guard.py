@@ -1,4 +1,4 @@
-"""Whoever is no member of a formation gets no link to its ranks: not while they open theirs, and not after."""
+"""The link guard: only members of a group connect to its ranks, during and after the opening of their links."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from worker_agent.swap.link_guard import _DROP, LinkGuard, _attach, _filter_prog
 TIMEOUT = timedelta(seconds=20)
 
 
-def _takes(listening: socket.socket, source: str) -> bool:
+def _accepts(listening: socket.socket, source: str) -> bool:
     host, port = listening.getsockname()[:2]
     try:
         socket.create_connection((host, port), timeout=0.3, source_address=(source, 0)).close()
@@ -36,7 +36,7 @@ def _opened(groups: list[AgentGroup], name: str) -> list[dist.ProcessGroup]:
         return list(pool.map(lambda group: group.process_group(name, TIMEOUT), groups))
 
 
-def _own_ports() -> set[int]:
+def _listening_ports() -> set[int]:
     return {port for _, port in listening()}
 
 
@@ -44,34 +44,34 @@ def _descriptors() -> int:
     return sum(1 for _ in Path("/proc/self/fd").iterdir())
 
 
-def test_a_filter_takes_the_hosts_it_names_and_this_one() -> None:
+def test_a_filter_accepts_its_hosts_and_loopback_addresses() -> None:
     with socket.create_server(("127.0.0.1", 0)) as opened:
         _attach(opened, [_DROP])
-        assert not _takes(opened, "127.0.0.1")
+        assert not _accepts(opened, "127.0.0.1")
         _attach(opened, _filter_program(socket.AF_INET, ["10.0.0.7", "fe80::7%eth0", "10.0.0.8"]))
-        assert _takes(opened, "127.0.0.1")
-        assert _takes(opened, "127.8.9.10")
-        # Without the clause for this host, hosts are taken by their whole address.
-        for taken in ("127.0.0.2", "127.0.0.3"):
+        assert _accepts(opened, "127.0.0.1")
+        assert _accepts(opened, "127.8.9.10")
+        # Without the clause for loopback addresses, the filter compares whole addresses.
+        for source in ("127.0.0.2", "127.0.0.3"):
             program = _filter_program(socket.AF_INET, ["10.0.0.7", "127.0.0.2", "127.0.0.3"])[4:]
             _attach(opened, program)
-            assert _takes(opened, taken)
-        assert not _takes(opened, "127.0.0.4")
+            assert _accepts(opened, source)
+        assert not _accepts(opened, "127.0.0.4")
     with socket.create_server(("::1", 0), family=socket.AF_INET6) as opened:
         program = _filter_program(socket.AF_INET6, ["10.0.0.7", "fe80::7%eth0"])
         _attach(opened, program)
-        assert _takes(opened, "::1")
-        # Of its two hosts ::1 is the first.
+        assert _accepts(opened, "::1")
+        # Without the first half of the program, which accepts ::1, it is rejected.
         _attach(opened, program[len(program) // 2 :])
-        assert not _takes(opened, "::1")
+        assert not _accepts(opened, "::1")
 
 
-def test_after_links_are_open_nobody_gets_another_and_votes_go_on() -> None:
+def test_ports_reject_connections_after_the_links_are_open_and_votes_continue() -> None:
     groups = joined(3)
-    # The ports of the presence links stay open to the group's hosts.
-    before = _own_ports()
+    # Ports of the presence links stay open to the group's hosts and are not counted.
+    before = _listening_ports()
     opened = _opened(groups, "vote")
-    ports = _own_ports() - before
+    ports = _listening_ports() - before
     assert len(ports) == 3
     held = _descriptors()
     for port in ports:
@@ -88,25 +88,27 @@ def test_after_links_are_open_nobody_gets_another_and_votes_go_on() -> None:
     assert [ballot.tolist() for ballot in ballots] == [[5, -2]] * 3
     for number in range(5):
         _opened(groups, f"lane/{number}")
-    assert _descriptors() <= held + 3, "lanes that are given up leave no descriptors behind"
+    assert _descriptors() <= held + 3, "abandoned lanes leave no descriptors behind"
 
 
-def test_a_stranger_that_takes_a_ranks_place_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stranger_that_connects_in_place_of_a_rank_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     groups = joined(2)
     links = []
     published = LinkGuard.published
 
-    def robbed(guard: LinkGuard, value: bytes) -> None:
-        """Before the other rank can, link to this one as every rank that it could wait for, and say something."""
+    def publish_and_connect(guard: LinkGuard, value: bytes) -> None:
+        """Connect under every possible sequence number before the real peer can."""
         published(guard, value)
-        named = [struct.pack("=H", socket.AF_INET) + struct.pack("!H", port) for port in _own_ports()]
-        (port,) = {struct.unpack("!H", address[2:])[0] for address in named if address in value}
+        addresses = [
+            struct.pack("=H", socket.AF_INET) + struct.pack("!H", port) for port in _listening_ports()
+        ]
+        (port,) = {struct.unpack("!H", address[2:])[0] for address in addresses if address in value}
         for sequence in range(8):
             link = socket.create_connection(("127.0.0.1", port), timeout=5)
             link.sendall(struct.pack("=q", sequence))
             links.append(link)
 
-    monkeypatch.setattr(LinkGuard, "published", robbed)
+    monkeypatch.setattr(LinkGuard, "published", publish_and_connect)
 
     def attempt(group: AgentGroup) -> str:
         try:
@@ -116,18 +118,18 @@ def test_a_stranger_that_takes_a_ranks_place_is_found_out(monkeypatch: pytest.Mo
         return "opened"
 
     with ThreadPoolExecutor(2) as pool:
-        said = list(pool.map(attempt, groups))
+        outcomes = list(pool.map(attempt, groups))
     for link in links:
         link.close()
-    assert "opened" not in said
+    assert "opened" not in outcomes
     monkeypatch.setattr(LinkGuard, "published", published)
     assert len(_opened(groups, "vote/1")) == 2
 
 
-def test_what_speaks_without_the_secret_is_none_of_the_peers(monkeypatch: pytest.MonkeyPatch) -> None:
-    one, other = joined(2)
-    proof: Callable[[bytes], bytes] = other.peers.proof
-    monkeypatch.setattr(other.peers, "proof", lambda claim: proof(claim + b"?"))
+def test_a_process_without_the_secret_is_not_accepted_as_a_peer(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = joined(2)
+    proof: Callable[[bytes], bytes] = second.peers.proof
+    monkeypatch.setattr(second.peers, "proof", lambda claim: proof(claim + b"?"))
 
     def attempt(group: AgentGroup) -> Any:
         with pytest.raises(RuntimeError, match="is not a member") as refused:
@@ -135,13 +137,13 @@ def test_what_speaks_without_the_secret_is_none_of_the_peers(monkeypatch: pytest
         return str(refused.value)
 
     with ThreadPoolExecutor(2) as pool:
-        assert list(pool.map(attempt, [one, other])) == [
+        assert list(pool.map(attempt, [first, second])) == [
             "a process that is not a member connected to rank 0 as rank 1",
             "a process that is not a member connected to rank 1 as rank 0",
         ]
 
 
-def test_where_the_kernel_takes_no_filter_links_open_all_the_same(monkeypatch, caplog) -> None:
+def test_links_open_with_a_warning_if_the_kernel_rejects_the_filter(monkeypatch, caplog) -> None:
     monkeypatch.setattr("worker_agent.swap.link_guard._SO_ATTACH_FILTER", 9999)
     assert len(_opened(joined(2), "vote")) == 2
     assert (

@@ -1,4 +1,4 @@
-"""A rank's machine names why it refuses or drops a plan; what machines do together the explorer walks through."""
+"""A rank's state machine names the reason when it rejects or drops a plan; the explorer covers several ranks."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ HELD, _ = NEW.offer(PLAN, 0, FIRST.digest)
         (NEW, PLAN._replace(base_digest=5), "from another placement of epoch 0 than this rank serves"),
     ],
 )
-def test_a_refusal_names_its_reason(machine: SwitchState, plan: object, reason: str) -> None:
-    _, (said,) = machine.offer(plan, 0, FIRST.digest)
-    assert said.state is PlanState.REFUSED
-    assert reason in said.reason
+def test_a_rejected_plan_names_its_reason(machine: SwitchState, plan: object, reason: str) -> None:
+    _, (status,) = machine.offer(plan, 0, FIRST.digest)
+    assert status.state is PlanState.REFUSED
+    assert reason in status.reason
 
 
-def test_a_plan_whose_sources_were_checked_for_another_placement_is_refused() -> None:
-    """Its epoch and digest fit, yet its moves might start from slots that hold other experts by now."""
-    after, (said,) = NEW.offer(PLAN, 0, FIRST.digest + 1)
+def test_a_plan_checked_against_an_outdated_placement_is_rejected() -> None:
+    """The epoch and digest match, but the moves may start from slots whose experts have changed."""
+    after, (status,) = NEW.offer(PLAN, 0, FIRST.digest + 1)
     assert after.plan is None
-    assert said.state is PlanState.REFUSED
-    assert said.reason == "a layer was switched between this plan's check and its offer"
+    assert status.state is PlanState.REFUSED
+    assert status.reason == "a layer was switched between this plan's check and its offer"
 
 
 @pytest.mark.parametrize(
@@ -56,15 +56,16 @@ def test_a_plan_whose_sources_were_checked_for_another_placement_is_refused() ->
         (HELD.at_step(9), "not all ranks held the plan within 8 steps"),
     ],
 )
-def test_a_plan_is_dropped_for_the_first_reason_that_the_rank_had(machine: SwitchState, reason: str) -> None:
+def test_a_dropped_plan_reports_the_first_reason(machine: SwitchState, reason: str) -> None:
     assert machine.ballot.abort == (machine is not HELD)
     later = machine.with_pause("a later reason") if machine.ballot.abort else machine
-    after, (said,) = later.decide(VoteOutcome.unanimous(PLAN.digest).with_abort())
+    after, (status,) = later.decide(VoteOutcome.unanimous(PLAN.digest).with_abort())
     assert after.progress == Progress.IDLE
-    assert (said.state, said.reason) == (PlanState.ABORTED, reason)
+    assert (status.state, status.reason) == (PlanState.ABORTED, reason)
 
 
 def outcome_of(*machines: SwitchState) -> VoteOutcome:
+    """Return the outcome of a vote of these machines."""
     return VoteOutcome.decode(
         [min(column) for column in zip(*(m.ballot.encode() for m in machines), strict=True)]
     )
@@ -75,32 +76,32 @@ READY = TRANSFERRING.with_transfer_ended(1)
 
 
 @pytest.mark.parametrize("machine", [HELD, READY], ids=["offered", "ready"])
-def test_a_plan_that_is_called_off_ends_at_the_next_vote_and_keeps_its_lane(machine: SwitchState) -> None:
+def test_a_called_off_plan_ends_at_the_next_vote_and_keeps_its_lane(machine: SwitchState) -> None:
     called, nothing = machine.call_off(PLAN.plan_id)
     assert nothing == ()
-    # The other rank learns of it only from the vote.
+    # The other rank learns of the call-off only from the vote.
     for rank in (called, machine):
-        after, (said,) = rank.decide(outcome_of(called, machine))
+        after, (status,) = rank.decide(outcome_of(called, machine))
         assert after == replace(NEW, highest_term=2, generation=machine.generation)
-        assert (said.plan_id, said.state, said.layer) == (1, PlanState.CALLED_OFF, 0)
-        assert said.reason == "called off by the service"
+        assert (status.plan_id, status.state, status.layer) == (1, PlanState.CALLED_OFF, 0)
+        assert status.reason == "called off by the service"
 
 
-def test_a_plan_that_some_ranks_hold_is_called_off_at_the_next_vote() -> None:
+def test_a_plan_that_only_some_ranks_hold_is_called_off_at_the_next_vote() -> None:
     called, _ = HELD.call_off(PLAN.plan_id)
     assert outcome_of(called, NEW).result is VoteResult.CALL_OFF
 
 
-def test_a_transfer_ends_before_its_plan_does() -> None:
+def test_a_called_off_plan_ends_only_after_its_transfer() -> None:
     called, _ = TRANSFERRING.call_off(PLAN.plan_id)
     assert called.decide(outcome_of(called, READY)) == (called, ())
     ready = called.with_transfer_ended(1)
-    after, (said,) = ready.decide(outcome_of(ready, READY))
-    assert (after.plan, after.lane, said.state) == (None, 0, PlanState.CALLED_OFF)
+    after, (status,) = ready.decide(outcome_of(ready, READY))
+    assert (after.plan, after.lane, status.state) == (None, 0, PlanState.CALLED_OFF)
 
 
-def test_a_ready_that_was_voted_before_the_call_commits_its_layer() -> None:
-    """The plan ends with the next layer, whose transfer all ranks have started by then."""
+def test_a_layer_voted_ready_before_the_call_off_is_committed() -> None:
+    """The plan ends at the next layer, after all ranks have started its transfer."""
     plan = plan_from(FIRST, 1, 2, 0, 1)
     held, _ = NEW.offer(plan, 0, FIRST.digest)
     started, _ = held.decide(outcome_of(held))
@@ -110,8 +111,8 @@ def test_a_ready_that_was_voted_before_the_call_commits_its_layer() -> None:
     after, (commit, _) = called.decide(voted)
     assert ([layer.layer for layer in commit.layers], after.index, after.called_off) == ([0], 1, True)
     staged = after.with_transfer_ended(2)
-    ended, (said,) = staged.decide(outcome_of(staged))
-    assert (ended.installed.tags, said.layer, said.state) == ((1, 0, 0), 1, PlanState.CALLED_OFF)
+    ended, (status,) = staged.decide(outcome_of(staged))
+    assert (ended.installed.tags, status.layer, status.state) == ((1, 0, 0), 1, PlanState.CALLED_OFF)
 
 
 def test_one_vote_commits_all_layers_that_fit_in_staging() -> None:
@@ -130,20 +131,20 @@ def test_one_vote_commits_all_layers_that_fit_in_staging() -> None:
 
 
 @pytest.mark.parametrize("machine", [NEW, HELD, READY], ids=["idle", "offered", "ready"])
-def test_a_call_that_names_no_plan_of_this_rank_changes_nothing(machine: SwitchState) -> None:
-    after, (said,) = machine.call_off(99)
+def test_a_call_off_of_an_unknown_plan_changes_nothing(machine: SwitchState) -> None:
+    after, (status,) = machine.call_off(99)
     assert after == machine
-    assert (said.plan_id, said.state) == (99, PlanState.CALLED_OFF)
+    assert (status.plan_id, status.state) == (99, PlanState.CALLED_OFF)
 
 
-def test_an_abort_outweighs_a_call() -> None:
+def test_an_abort_takes_precedence_over_a_call_off() -> None:
     failed = TRANSFERRING.with_transfer_ended(1, "link")
     called, _ = TRANSFERRING.call_off(PLAN.plan_id)
-    after, (said,) = failed.decide(outcome_of(failed, called))
-    assert (said.state, said.reason, after.lane) == (PlanState.ABORTED, "link", 1)
+    after, (status,) = failed.decide(outcome_of(failed, called))
+    assert (status.state, status.reason, after.lane) == (PlanState.ABORTED, "link", 1)
 
 
-def test_ranks_that_differ_by_tables_alone_serve_different_placements() -> None:
+def test_layouts_that_differ_only_in_tables_have_different_ballots() -> None:
     changed = INSTALLED.with_layer(0, LINEAR.phy2log_LRS[0], INSTALLED.log2phy_LE[0])
     assert changed.digest == INSTALLED.digest
     assert SwitchState(changed, 8).ballot.installed != SwitchState(INSTALLED, 8).ballot.installed
@@ -161,7 +162,7 @@ BALLOTS = st.builds(
 
 
 @given(st.lists(BALLOTS, min_size=1, max_size=5))
-def test_an_outcome_says_what_the_ballots_said(ballots: list[Ballot]) -> None:
+def test_an_outcome_summarizes_its_ballots(ballots: list[Ballot]) -> None:
     outcome = VoteOutcome.decode([min(column) for column in zip(*(b.encode() for b in ballots), strict=True)])
     assert outcome.slowest == min(ballot.progress for ballot in ballots)
     assert outcome.abort == any(ballot.abort for ballot in ballots)
@@ -175,7 +176,7 @@ def test_an_outcome_says_what_the_ballots_said(ballots: list[Ballot]) -> None:
         assert all(ballot.commits for ballot in ballots)
 
 
-def test_a_ballot_of_the_wrong_width_is_refused() -> None:
+def test_a_ballot_of_the_wrong_width_is_rejected() -> None:
     with pytest.raises(ValueError, match="a ballot has 10 integers, got 2"):
         VoteOutcome.decode([1, 2])
 

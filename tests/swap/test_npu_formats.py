@@ -1,4 +1,4 @@
-"""Experts in the NPU's own formats arrive intact, although torch_npu sends such memory only in one piece."""
+"""Transfers of experts in the NPU's private formats, which torch_npu sends only as whole storages."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch.distributed as dist
 from tests.agent import live
 from tests.ranks import run_ranks
 from tests.swap import npu_formats
-from tests.swap.carried import HERE, order
+from tests.swap.carried import CPU, order
 from worker_agent.swap import lane as lane_module
 from worker_agent.swap.checksum import checksum, device_sum
 from worker_agent.swap.group import AgentGroup
@@ -22,14 +22,14 @@ from worker_agent.swap.transfer import ByteBudget, TransferWorker
 
 HIDDEN = 7168
 INTERMEDIATE = 2048
-"""DeepSeek-V3's W8A8 experts take 44 MB each. The larger tensor would take seven messages."""
+"""An expert of DeepSeek-V3 in W8A8 takes 44 MB. In chunks, its larger tensor would take seven messages."""
 W13 = (HIDDEN, 2 * INTERMEDIATE)
 W2 = (INTERMEDIATE, HIDDEN)
 MOVES = [(0, 0, 1, 1, 0), (1, 0, 0, 1, 1)]
 
 
 class QuantisedLayer:
-    """Two slots of W8A8 experts in vLLM-Ascend's layout: lists of NZ tensors, and ordered scales."""
+    """Two slots of W8A8 experts as vLLM-Ascend stores them: lists of NZ tensors, and scales in ND format."""
 
     def __init__(self, rank: int) -> None:
         torch.manual_seed(rank)
@@ -45,46 +45,47 @@ class QuantisedLayer:
 
 
 def moved(backend: str) -> dict[str, Any]:
-    """Exchange an expert between two ranks; return how the copy differs from its source, and the number of meetings."""
+    """Exchange experts between two ranks; compare them with their sources and count the handshakes."""
     npu_formats.install()
     group, _ = AgentGroup.join(dist.group.WORLD, "here", "127.0.0.1", None)
-    make = npu_formats.FakeHcclLanes if backend == "hccl" else Lanes
-    lanes = make(group, "gloo", HERE, timedelta(seconds=60))
+    lanes_type = npu_formats.FakeHcclLanes if backend == "hccl" else Lanes
+    lanes = lanes_type(group, "gloo", CPU, timedelta(seconds=60))
     lanes.open_first()
     layer = QuantisedLayer(group.rank)
-    theirs = QuantisedLayer(1 - group.rank).expert_weights()
-    meetings = []
+    peer_weights = QuantisedLayer(1 - group.rank).expert_weights()
+    handshakes = []
     lane = lanes.lane(0)
     host = lane._handshake if isinstance(lane, _DeviceLane) else lane
     meet = host.meet
-    host.meet = lambda *arguments: (meetings.append(1), meet(*arguments))
+    host.meet = lambda *arguments: (handshakes.append(1), meet(*arguments))
     worker = TransferWorker(lanes, live.settings(transfer_timeout_seconds=60), ByteBudget(None))
     worker.start(order(1, *MOVES), [layer])
     while (result := worker.poll()) is None:
         time.sleep(0.001)
-    alike = [
-        torch.equal(rows[0], source[0]) for rows, source in zip(result.layers[0].staged, theirs, strict=True)
+    equal = [
+        torch.equal(rows[0], source[0])
+        for rows, source in zip(result.layers[0].staged, peer_weights, strict=True)
     ]
     formats = [npu_formats.format_of(rows[0]) for rows in result.layers[0].staged]
     worker.close()
     dist.barrier()
     return {
         "error": result.error,
-        "alike": alike,
+        "equal": equal,
         "formats": formats,
-        "meetings": len(meetings),
+        "handshakes": len(handshakes),
         "sums": len(result.layers[0].sums),
     }
 
 
 @pytest.mark.parametrize("backend", ["hccl", "gloo"])
-def test_deepseek_s_quantised_experts_arrive_whole_and_verified(backend: str) -> None:
+def test_quantised_deepseek_experts_arrive_intact_and_verified(backend: str) -> None:
     formats = [npu_formats.NZ, npu_formats.NZ, npu_formats.ND, npu_formats.ND]
-    whole = {"error": None, "alike": [True] * 4, "formats": formats, "meetings": 1, "sums": 1}
-    assert run_ranks(2, moved, backend) == [whole] * 2
+    expected = {"error": None, "equal": [True] * 4, "formats": formats, "handshakes": 1, "sums": 1}
+    assert run_ranks(2, moved, backend) == [expected] * 2
 
 
-def _in_the_middle() -> str:
+def _send_from_the_middle() -> str:
     npu_formats.install()
     lane: Any = object.__new__(_DeviceLane)
     lane._group = npu_formats.FakeHccl
@@ -95,37 +96,40 @@ def _in_the_middle() -> str:
     return ""
 
 
-def test_a_piece_of_memory_in_blocks_is_never_copied_for_sending() -> None:
-    assert run_ranks(1, _in_the_middle)[0].startswith("expert 7 in the NPU's format 29 begins in the middle")
+def test_a_tensor_in_blocks_that_starts_inside_its_storage_is_rejected() -> None:
+    assert run_ranks(1, _send_from_the_middle)[0].startswith(
+        "expert 7 in the NPU's format 29 begins in the middle"
+    )
 
 
 @pytest.mark.parametrize("size", [1, 4, 4096, (1 << 22) + 8])
-def test_a_device_s_checksum_sees_every_changed_and_every_moved_byte(size: int) -> None:
+def test_the_device_checksum_detects_changed_and_reordered_bytes(size: int) -> None:
     torch.manual_seed(size)
-    held = torch.randint(0, 256, (size + 1,), dtype=torch.uint8)
-    first = int(device_sum([held[:-1].clone()]))
-    assert int(device_sum([held[1:].clone().copy_(held[:-1])])) == first
-    for place in {0, size // 2, size - 1}:
-        changed = held[:-1].clone()
-        changed[place] ^= 128
+    random_bytes = torch.randint(0, 256, (size + 1,), dtype=torch.uint8)
+    first = int(device_sum([random_bytes[:-1].clone()]))
+    assert int(device_sum([random_bytes[1:].clone().copy_(random_bytes[:-1])])) == first
+    for position in {0, size // 2, size - 1}:
+        changed = random_bytes[:-1].clone()
+        changed[position] ^= 128
         assert int(device_sum([changed])) != first
     if size > 1:
-        assert int(device_sum([held[:-1].flip(0)])) != first
+        assert int(device_sum([random_bytes[:-1].flip(0)])) != first
     # A slot may start at any byte of its tensor.
-    shifted = torch.cat([held[:1], held[:-1]])[1:]
+    shifted = torch.cat([random_bytes[:1], random_bytes[:-1]])[1:]
     assert int(device_sum([shifted])) == first
-    assert checksum([held[:-1]]) == checksum([held[:-1].clone()])
+    assert checksum([random_bytes[:-1]]) == checksum([random_bytes[:-1].clone()])
 
 
-def test_lanes_that_timed_out_on_a_device_are_counted_and_then_no_more_are_opened(monkeypatch) -> None:
+def test_no_lane_is_opened_after_two_timed_out_on_the_device(monkeypatch) -> None:
     monkeypatch.setattr(lane_module, "_LOST_LANES", [None] * MAX_LOST_LANES)
     lanes: Any = object.__new__(Lanes)
-    lanes._open, lanes._backend = None, "hccl"
+    lanes._open = None
+    lanes._backend = "hccl"
     with pytest.raises(RuntimeError, match="balancing has stopped: 2 transfers timed out on the device"):
         lanes.lane(3)
 
 
-def test_transfers_leave_the_link_to_the_model_for_the_rest_of_the_time() -> None:
+def test_transfers_pause_to_keep_their_share_of_the_link() -> None:
     budget = ByteBudget(None, share=0.25)
     began = time.monotonic()
     budget.rest(0.02, 1000, longest=5.0)
@@ -134,7 +138,7 @@ def test_transfers_leave_the_link_to_the_model_for_the_rest_of_the_time() -> Non
     budget.rest(0.02, 1000, longest=0.001)
     budget.open()
     budget.rest(1.0, 1000, longest=5.0)
-    assert time.monotonic() - began < 0.5, "the model makes no passes that could be slowed"
+    assert time.monotonic() - began < 0.5, "the model makes no forward passes that the transfer could slow"
     budget.refill()
     ByteBudget(1, share=0.25).rest(1.0, 1000, longest=5.0)
     assert time.monotonic() - began < 0.5

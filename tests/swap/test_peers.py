@@ -1,4 +1,4 @@
-"""Only members of a formation ask and answer, and learn where each is and what each has in place."""
+"""Messages between peers: only members of a group ask, answer and open links, and peers read each other's keys."""
 
 from __future__ import annotations
 
@@ -23,169 +23,171 @@ from worker_agent.swap.group import AgentGroup, _reachable
 from worker_agent.swap.peers import PeerGoneError, Peers
 
 
-def test_what_one_rank_sets_the_others_read() -> None:
-    one, other = joined(2)
-    one.store.set("key", b"value")
-    other.store.wait(["key"], timedelta(seconds=20))
-    assert other.store.get("key") == b"value"
-    assert other.store.check(["key"])
-    assert not other.store.check(["no key"])
-    assert one.peers.address[0] == "127.0.0.1", "bound to the address that it was given"
+def test_keys_of_one_rank_are_read_by_its_peers() -> None:
+    first, second = joined(2)
+    first.store.set("key", b"value")
+    second.store.wait(["key"], timedelta(seconds=20))
+    assert second.store.get("key") == b"value"
+    assert second.store.check(["key"])
+    assert not second.store.check(["no key"])
+    assert first.peers.address[0] == "127.0.0.1", "bound to the configured address"
     with pytest.raises(TimeoutError, match="no rank has set no key within"):
-        other.store.wait(["no key"], timedelta(seconds=0.1))
+        second.store.wait(["no key"], timedelta(seconds=0.1))
 
 
 def test_a_stranger_gets_no_answer_and_changes_nothing() -> None:
-    one, other = joined(2)
-    one.store.set("key", b"value")
+    first, second = joined(2)
+    first.store.set("key", b"value")
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as stranger:
         stranger.settimeout(0.2)
         for size in (0, 1, 31, 48, 49, 1000, 60_000):
-            stranger.sendto(os.urandom(size), one.peers.address)
+            stranger.sendto(os.urandom(size), first.peers.address)
         with pytest.raises(TimeoutError):
             stranger.recv(100)
-    assert other.store.get("key") == b"value"
-    forger = AgentGroup(Peers("127.0.0.1"), b"a guess", 1, [one.peers.address, other.peers.address], 1.0)
+    assert second.store.get("key") == b"value"
+    forger = AgentGroup(Peers("127.0.0.1"), b"a guess", 1, [first.peers.address, second.peers.address], 1.0)
     assert forger.peers.ask([0], b"d7", 0.3) == {}
-    # The guess has put nobody in doubt.
-    assert one.register.may_commit(7, has_outcome=True)
-    assert other.register.may_commit(7, has_outcome=True)
+    # The forged question has put no rank in doubt.
+    assert first.register.may_commit(7, has_outcome=True)
+    assert second.register.may_commit(7, has_outcome=True)
 
 
-def test_opening_links_asks_each_peer_a_few_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    ranks, asked = 16, []
+def test_opening_links_asks_each_peer_fewer_than_four_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = 16
+    attempts = []
     ask_once = Peers._ask_once
-    monkeypatch.setattr(Peers, "_ask_once", lambda *ask: asked.append(1) or ask_once(*ask))
+    monkeypatch.setattr(Peers, "_ask_once", lambda *arguments: attempts.append(1) or ask_once(*arguments))
     groups = joined(ranks)
     with ThreadPoolExecutor(ranks) as pool:
         opened = list(pool.map(lambda group: group.process_group("vote"), groups))
     assert len(opened) == ranks
-    assert len(asked) < 4 * ranks**2
+    assert len(attempts) < 4 * ranks**2
 
 
-def test_what_one_rank_announces_reaches_those_that_live(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_is_announced_to_all_live_peers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(group_module, "_ANNOUNCE_SECONDS", 60.0)
-    one, other, gone, third = joined(4)
+    first, second, gone, third = joined(4)
     gone.peers.close()
     began = time.monotonic()
-    one.fail("rank 0: no memory")
-    assert time.monotonic() - began < 30, "nobody waits for the one that has ended"
-    assert [group.failure for group in (one, other, third)] == ["rank 0: no memory"] * 3
-    # Whoever has not heard it then learns it when it next asks.
+    first.fail("rank 0: no memory")
+    assert time.monotonic() - began < 30, "no rank waits for the closed one"
+    assert [group.failure for group in (first, second, third)] == ["rank 0: no memory"] * 3
+    # A rank that misses the announcement learns of the failure when it next asks.
     third.failure = None
     assert third.peers.ask([0], b"vkey", 20.0) == {0: b"!rank 0: no memory"}
 
 
-def test_an_answer_to_an_earlier_question_is_no_answer() -> None:
-    """A rank that asks again must not take what its peer said before, late or replayed, for the answer."""
-    one, other = joined(2)
-    seal = other.peers._seal
+def test_an_answer_to_an_earlier_question_is_ignored() -> None:
+    """A rank that retries must not accept a late or replayed answer to an earlier question."""
+    first, second = joined(2)
+    seal = second.peers._seal
     stale = bytes(16) + b"c"
-    other.peers._seal = lambda kind, body: seal(kind, stale if kind == b"a" else body)
-    assert one.peers.ask([1], b"d3", 0.3) == {}
-    other.peers._seal = seal
-    assert one.peers.ask([1], b"d3", 20.0) == {1: b"d"}
+    second.peers._seal = lambda kind, body: seal(kind, stale if kind == b"a" else body)
+    assert first.peers.ask([1], b"d3", 0.3) == {}
+    second.peers._seal = seal
+    assert first.peers.ask([1], b"d3", 20.0) == {1: b"d"}
 
 
-def test_an_answer_that_takes_longer_than_the_next_attempt_counts() -> None:
-    one, other = joined(2)
-    answer = other.peers._answer
-    other.peers._answer = lambda question: (time.sleep(0.2), answer(question))[1]
-    assert one.peers.ask([1], b"d3", 20.0) == {1: b"d"}
+def test_an_answer_that_arrives_after_a_retry_is_accepted() -> None:
+    first, second = joined(2)
+    answer = second.peers._answer
+    second.peers._answer = lambda question: (time.sleep(0.2), answer(question))[1]
+    assert first.peers.ask([1], b"d3", 20.0) == {1: b"d"}
 
 
-def test_a_question_that_cannot_be_answered_is_reported_and_the_next_one_is() -> None:
-    one, other = joined(2)
-    answer = other.peers._answer
+def test_a_failure_to_answer_is_reported_and_the_retry_is_answered() -> None:
+    first, second = joined(2)
+    answer = second.peers._answer
 
     def fail_once(_: bytes) -> bytes:
-        other.peers._answer = answer
+        second.peers._answer = answer
         raise MemoryError("no memory to answer")
 
-    other.peers._answer = fail_once
-    assert one.peers.ask([1], b"i0", 20.0) == {1: b"+"}
-    assert other.peers.complaint == "a peer's question was not answered: MemoryError: no memory to answer"
+    second.peers._answer = fail_once
+    assert first.peers.ask([1], b"i0", 20.0) == {1: b"+"}
+    assert second.peers.complaint == "a peer's question was not answered: MemoryError: no memory to answer"
 
 
-def test_only_a_member_links_itself() -> None:
-    one, other = (Peers("127.0.0.1") for _ in range(2))
-    addresses = [one.address, other.address]
-    one.open(b"secret", 0, addresses, lambda _: None)
-    forge(one)
-    other.open(b"secret", 1, addresses, lambda _: None)
-    assert one.unlinked() == other.unlinked() == []
-    forge(one)
-    assert one.unlinked() == [], "the forger has not taken the member's place"
-    assert not one._links.ended(1)
-    other.close()
-    wait_until(lambda: one._links.ended(1))
+def test_only_members_can_open_links() -> None:
+    first, second = (Peers("127.0.0.1") for _ in range(2))
+    addresses = [first.address, second.address]
+    first.open(b"secret", 0, addresses, lambda _: None)
+    forge(first)
+    second.open(b"secret", 1, addresses, lambda _: None)
+    assert first.unlinked() == second.unlinked() == []
+    forge(first)
+    assert first.unlinked() == [], "the forger has not replaced the member"
+    assert not first._links.ended(1)
+    second.close()
+    wait_until(lambda: first._links.ended(1))
 
 
 def forge(victim: Peers) -> None:
-    """Call a rank as rank 1 without its secret; the call must be refused."""
+    """Connect to a rank as rank 1 without the secret; the connection must be rejected."""
     with socket.create_connection(victim.address, timeout=20) as forger:
         forger.sendall((1).to_bytes(4, "big") + bytes(16))
         assert len(forger.recv(48, socket.MSG_WAITALL)) == 48
         forger.sendall(bytes(32))
-        assert forger.recv(1) == b"", "its proof was refused"
+        assert forger.recv(1) == b"", "its proof was rejected"
 
 
-def wait_until(holds: Callable[[], bool]) -> None:
+def wait_until(condition: Callable[[], bool]) -> None:
+    """Wait up to 20 seconds for the condition."""
     end = time.monotonic() + 20
-    while not holds():
+    while not condition():
         assert time.monotonic() < end
         time.sleep(0.01)
 
 
-def test_silent_strangers_hold_up_no_member(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_silent_strangers_do_not_delay_members(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(presence, "_MAX_HANDSHAKES", 4)
-    one, other = (Peers("127.0.0.1") for _ in range(2))
-    addresses = [one.address, other.address]
-    one.open(b"secret", 0, addresses, lambda _: None)
+    first, second = (Peers("127.0.0.1") for _ in range(2))
+    addresses = [first.address, second.address]
+    first.open(b"secret", 0, addresses, lambda _: None)
     with contextlib.ExitStack() as strangers:
         for _ in range(40):
-            strangers.enter_context(socket.create_connection(one.address, timeout=20))
+            strangers.enter_context(socket.create_connection(first.address, timeout=20))
         began = time.monotonic()
-        other.open(b"secret", 1, addresses, lambda _: None)
-        assert one.unlinked() == other.unlinked() == []
+        second.open(b"secret", 1, addresses, lambda _: None)
+        assert first.unlinked() == second.unlinked() == []
         assert time.monotonic() - began < 4
-        assert len(one._links._handshakes) <= 5
+        assert len(first._links._handshakes) <= 5
 
 
 def end_links(*groups: AgentGroup) -> None:
-    """End the links in order, as a proxy does that finds them idle."""
+    """Shut down the groups' links, as a proxy does when they are idle."""
     for group in groups:
         for link in tuple(group.peers._links._links.values()):
             link.socket.shutdown(socket.SHUT_RDWR)
 
 
-def test_links_that_end_while_their_processes_live_are_reported_and_opened_again() -> None:
-    one, other = joined(2)
-    assert (one.peers.complaint, other.peers.complaint) == (None, None)
-    before = one.peers._links._links[1]
-    end_links(one)
-    wait_until(lambda: one.peers._links._links.get(1) not in (None, before))
-    assert one.peers.unlinked() == other.peers.unlinked() == []
-    wait_until(lambda: "the link to rank 1 has ended and was opened again" in (one.peers.complaint or ""))
-    assert "the link to rank 0 has ended" in (other.peers.complaint or "")
+def test_broken_links_between_live_ranks_are_reported_and_reopened() -> None:
+    first, second = joined(2)
+    assert (first.peers.complaint, second.peers.complaint) == (None, None)
+    before = first.peers._links._links[1]
+    end_links(first)
+    wait_until(lambda: first.peers._links._links.get(1) not in (None, before))
+    assert first.peers.unlinked() == second.peers.unlinked() == []
+    wait_until(lambda: "the link to rank 1 has ended and was opened again" in (first.peers.complaint or ""))
+    assert "the link to rank 0 has ended" in (second.peers.complaint or "")
 
 
-def test_a_link_is_never_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_links_send_heartbeats(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(presence, "_HEARTBEAT_SECONDS", 0.05)
-    one, other = joined(2)
-    heard = []
+    first, second = joined(2)
+    received = []
     receive = presence.PresenceLinks._read
     monkeypatch.setattr(
         presence.PresenceLinks,
         "_read",
-        lambda links, link: (receive(links, link), heard.append(bytes(link.inbox))),
+        lambda links, link: (receive(links, link), received.append(bytes(link.inbox))),
     )
-    wait_until(lambda: heard.count(bytes(4)) >= 4)
-    assert (one.peers.complaint, other.peers.complaint) == (None, None)
+    wait_until(lambda: received.count(bytes(4)) >= 4)
+    assert (first.peers.complaint, second.peers.complaint) == (None, None)
 
 
 def reject_datagrams(*groups: AgentGroup) -> None:
-    """Reject them as a firewall does."""
+    """Make the groups' datagrams fail as behind a firewall that rejects them."""
 
     class Rejected:
         def __init__(self, family: int) -> None:
@@ -212,16 +214,16 @@ def reject_datagrams(*groups: AgentGroup) -> None:
 
 
 def test_a_vote_is_settled_over_the_links_if_datagrams_are_lost_for_good() -> None:
-    one, other, _ = joined(3, patience=600.0)
-    reject_datagrams(one)
+    first, second, _ = joined(3, patience=600.0)
+    reject_datagrams(first)
     began = time.monotonic()
-    assert not one.register.may_commit(7, has_outcome=False)
-    assert other.register.answer(7) is not None
-    one.store.set("attempt/0", "1")
-    other.store.set("attempt/1", "1")
-    assert one.peers.ask([1], b"t1", 5.0) == {1: b"+1"}
-    one.fail("no memory")
-    wait_until(lambda: other.failure == "no memory")
+    assert not first.register.may_commit(7, has_outcome=False)
+    assert second.register.answer(7) is not None
+    first.store.set("attempt/0", "1")
+    second.store.set("attempt/1", "1")
+    assert first.peers.ask([1], b"t1", 5.0) == {1: b"+1"}
+    first.fail("no memory")
+    wait_until(lambda: second.failure == "no memory")
     assert time.monotonic() - began < 20
 
 
@@ -229,23 +231,23 @@ def test_a_vote_is_settled_over_the_links_if_datagrams_are_lost_for_good() -> No
     "missing", ["the rejected datagram", "the end of the link", "the end of the vote link"]
 )
 def test_a_peer_is_gone_only_if_its_datagrams_its_link_and_the_votes_have_ended(missing: str) -> None:
-    """Each of the three can happen to a peer that lives."""
-    one, other = joined(2)
-    one.peers.vote_link_ended = lambda: missing != "the end of the vote link"
+    """Each of the three can also happen to a live peer."""
+    first, second = joined(2)
+    first.peers.vote_link_ended = lambda: missing != "the end of the vote link"
     if missing != "the rejected datagram":
-        reject_datagrams(one)
-    other.peers._answer = lambda _: None
+        reject_datagrams(first)
+    second.peers._answer = lambda _: None
     if missing != "the end of the link":
-        one.peers._links.ended = lambda _: True
-    assert one.peers.ask([1], b"d3", 0.2) == {}
-    reject_datagrams(one)
-    one.peers._links.ended = lambda _: True
-    one.peers.vote_link_ended = lambda: True
+        first.peers._links.ended = lambda _: True
+    assert first.peers.ask([1], b"d3", 0.2) == {}
+    reject_datagrams(first)
+    first.peers._links.ended = lambda _: True
+    first.peers.vote_link_ended = lambda: True
     with pytest.raises(PeerGoneError):
-        one.peers.ask([1], b"d3", 5.0)
+        first.peers.ask([1], b"d3", 5.0)
 
 
-def test_a_store_is_bounded() -> None:
+def test_the_store_is_bounded() -> None:
     (group,) = joined(1)
     for number in range(5000):
         group.store.set(f"key {number}", b"value")
@@ -253,36 +255,36 @@ def test_a_store_is_bounded() -> None:
     assert group.store.get("key 4999") == b"value"
 
 
-def test_an_address_that_no_other_host_reaches_is_refused() -> None:
+def test_an_address_that_other_hosts_cannot_reach_is_rejected() -> None:
     with pytest.raises(OSError, match="set data_host to an address"):
         _reachable("localhost")
     assert _reachable("192.0.2.7") == "192.0.2.7"
 
 
-def test_an_install_that_takes_others_a_while_is_waited_for() -> None:
-    one, two, three = joined(3, patience=60.0)
-    two.installed_vote = 4
-    late = threading.Timer(0.3, setattr, (three, "installed_vote", 4))
+def test_a_rank_waits_for_a_slow_install_on_its_peers() -> None:
+    first, second, third = joined(3, patience=60.0)
+    second.installed_vote = 4
+    late = threading.Timer(0.3, setattr, (third, "installed_vote", 4))
     late.start()
-    one.wait_for_installs(4)
-    assert three.installed_vote == 4
+    first.wait_for_installs(4)
+    assert third.installed_vote == 4
     late.join()
 
 
-def test_an_install_that_never_comes_is_fatal_and_names_the_rank() -> None:
-    one, two, _ = joined(3, patience=0.2)
-    two.installed_vote = 4
+def test_an_install_that_times_out_is_fatal_and_names_the_rank() -> None:
+    first, second, _ = joined(3, patience=0.2)
+    second.installed_vote = 4
     with pytest.raises(FatalSwitchError, match=r"ranks \[2\] have not installed within 0.2 s"):
-        one.wait_for_installs(4)
+        first.wait_for_installs(4)
 
 
-def test_an_attempt_that_came_before_the_present_votes_makes_nobody_leave_them() -> None:
-    """A datagram may be delivered again seconds later; whoever has captured one must not stop balancing with it."""
-    one, other = joined(2)
-    other.formed_attempt = 3
+def test_a_stale_attempt_does_not_make_a_peer_leave_the_votes() -> None:
+    """Datagrams may be delivered again seconds later, so a captured one must not stop balancing when it is replayed."""
+    first, second = joined(2)
+    second.formed_attempt = 3
     for stale in (b"t0", b"t2", b"t3"):
-        assert one.peers.ask([1], stale, 20.0) == {1: b"-"}
-    assert not other.peer_left
-    other.store.set("attempt/1", "5")
-    assert one.peers.ask([1], b"t4", 20.0) == {1: b"+5"}
-    assert other.peer_left
+        assert first.peers.ask([1], stale, 20.0) == {1: b"-"}
+    assert not second.peer_left
+    second.store.set("attempt/1", "5")
+    assert first.peers.ask([1], b"t4", 20.0) == {1: b"+5"}
+    assert second.peer_left

@@ -1,4 +1,4 @@
-"""An error in the model's thread while a pass is renumbered never keeps the ranks from voting again."""
+"""Errors in the model's thread while the votes are re-formed delay the new vote link but never prevent it."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class _FailAt:
 
 
 class _Link:
-    """Vote link of one rank, on which another rank seems to have queued one pass more at the first comparison."""
+    """Vote link on which a peer appears to have queued one more forward pass at the first comparison."""
 
     queues_compared = 0
 
@@ -63,7 +63,7 @@ class _Link:
 
 
 def _reformation() -> Reformation:
-    """A reformation of one rank that is astray, so that the model's thread has to renumber a pass."""
+    """Return the reformation of one rank whose pass numbers differ, so that its model thread must renumber a pass."""
     group = SimpleNamespace(
         rank=0,
         peer_left=False,
@@ -85,7 +85,7 @@ def _reformation() -> Reformation:
 
 
 @pytest.mark.parametrize("line", range(1, 31))
-def test_an_error_at_any_line_of_rest_delays_the_new_vote_link_but_does_not_prevent_it(
+def test_an_error_at_any_line_of_rest_only_delays_the_new_vote_link(
     monkeypatch: pytest.MonkeyPatch, line: int
 ) -> None:
     monkeypatch.setattr(module, "_INITIAL_BACKOFF_SECONDS", 0.001)

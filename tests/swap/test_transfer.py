@@ -1,4 +1,4 @@
-"""Moves go in rounds within a budget, staging keeps its memory, a layer switches to what its transfer has staged."""
+"""Transfers: rounds of moves, the byte budget, staging memory, and commits of staged experts."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from worker_agent.swap.staging import Staging
 from worker_agent.swap.transfer import ByteBudget, StagedLayer, TransferResult, TransferWorker, _rounds
 
 
-def test_a_budget_admits_what_the_steps_allow() -> None:
+def test_a_draw_waits_until_the_budget_is_positive() -> None:
     budget = ByteBudget(100)
     assert not budget.draw(10, timeout=0.01)
     budget.refill()
     assert budget.draw(250, timeout=0.01)
     budget.refill()
     assert not budget.draw(1, timeout=0.01)
-    waited = threading.Thread(target=lambda: (time.sleep(0.05), budget.refill(), budget.refill()))
-    waited.start()
+    refills = threading.Thread(target=lambda: (time.sleep(0.05), budget.refill(), budget.refill()))
+    refills.start()
     assert budget.draw(1, timeout=5)
-    waited.join()
+    refills.join()
     assert ByteBudget(None).draw(1 << 40, timeout=0)
 
 
@@ -42,7 +42,7 @@ def test_a_budget_admits_what_the_steps_allow() -> None:
         st.tuples(st.integers(0, 5), st.integers(0, 5)).filter(lambda pair: pair[0] != pair[1]), max_size=40
     )
 )
-def test_rounds_hold_every_move_once_and_never_double_a_rank(pairs: list[tuple[int, int]]) -> None:
+def test_rounds_contain_every_move_once_and_use_each_rank_once(pairs: list[tuple[int, int]]) -> None:
     moves_M5 = np.array([(source, 0, target, 0, 0) for source, target in pairs], dtype=np.int32).reshape(
         -1, 5
     )
@@ -53,22 +53,24 @@ def test_rounds_hold_every_move_once_and_never_double_a_rank(pairs: list[tuple[i
         assert len({pairs[move][1] for move in batch}) == len(batch)
 
 
-def test_staging_is_reused_while_it_fits_and_given_up_when_dropped() -> None:
+def test_staging_is_reused_while_it_fits_and_freed_when_dropped() -> None:
     staging = Staging()
     assert staging.nbytes == 0
     weights = [torch.zeros(4, 3, 2), torch.zeros(4, 5)]
     (first,) = staging.reserve([weights], [3])
-    (again,) = staging.reserve([weights], [2])
-    assert staging.nbytes == 3 * 4 * (6 + 5), "three experts of float32, though two are asked for now"
-    assert [buffer.data_ptr() for buffer in first] == [buffer.data_ptr() for buffer in again]
-    assert [tuple(buffer.shape) for buffer in again] == [(2, 3, 2), (2, 5)]
+    (smaller,) = staging.reserve([weights], [2])
+    assert staging.nbytes == 3 * 4 * (6 + 5), (
+        "memory for three float32 experts, although two are reserved now"
+    )
+    assert [buffer.data_ptr() for buffer in first] == [buffer.data_ptr() for buffer in smaller]
+    assert [tuple(buffer.shape) for buffer in smaller] == [(2, 3, 2), (2, 5)]
     staging.drop()
     assert staging.nbytes == 0
     (fresh,) = staging.reserve([weights], [2])
     assert all(new.data_ptr() != old.data_ptr() for new, old in zip(fresh, first, strict=True))
 
 
-def test_a_list_of_experts_is_staged_in_tensors_of_their_own() -> None:
+def test_a_list_of_experts_is_staged_in_separate_tensors() -> None:
     staging = Staging()
     weights = [[torch.zeros(3, 2) for _ in range(4)], torch.zeros(4, 5)]
     ((rows, _),) = staging.reserve([weights], [2])
@@ -76,14 +78,14 @@ def test_a_list_of_experts_is_staged_in_tensors_of_their_own() -> None:
     assert staging.nbytes == 2 * 4 * (6 + 5)
     assert {row.storage_offset() for row in rows} == {0}
     assert len({row.untyped_storage().data_ptr() for row in rows}) == 2
-    # Tensors and lists of the same experts are not each other's buffers.
+    # Stacked tensors and lists of experts do not share buffers.
     ((stacked, _),) = staging.reserve([[torch.zeros(4, 3, 2), torch.zeros(4, 5)]], [2])
     assert isinstance(stacked, torch.Tensor)
     assert [len(buffer) for buffer in staging.reserve([weights], [0])[0]] == [0, 0]
 
 
 @pytest.mark.parametrize(
-    "held",
+    "result",
     [
         None,
         TransferResult(2),
@@ -92,9 +94,9 @@ def test_a_list_of_experts_is_staged_in_tensors_of_their_own() -> None:
         TransferResult(3, (StagedLayer(0, [], []),)),
     ],
 )
-def test_a_commit_without_its_staged_weights_is_fatal(held: TransferResult | None) -> None:
+def test_a_commit_without_its_staged_weights_is_fatal(result: TransferResult | None) -> None:
     driver: Any = object.__new__(SwitchDriver)
-    driver._staged = held
+    driver._staged = result
     update = plan_of(0, 0).layers[1]
     after = INSTALLED.with_layer(1, update.phy2log_RS, update.log2phy_E)
     with pytest.raises(
@@ -103,8 +105,8 @@ def test_a_commit_without_its_staged_weights_is_fatal(held: TransferResult | Non
         driver._commit(Commit(9, 3, (update,), INSTALLED, (after,)))
 
 
-def test_staging_that_a_failed_transfer_may_still_write_to_is_given_up() -> None:
-    """On gloo nothing writes to it any more; a device may, into what the next transfer has staged."""
+def test_staging_of_a_failed_transfer_is_dropped() -> None:
+    """A device may still write to it, and would overwrite the experts of the next transfer."""
 
     def fail(*_: Any) -> None:
         raise RuntimeError("a link broke")
@@ -125,15 +127,15 @@ def _idle_worker() -> TransferWorker:
     return TransferWorker(lanes, AgentSettings(), ByteBudget(None))
 
 
-def test_staging_is_reserved_within_its_bound_and_serves_the_first_layer() -> None:
+def test_transfers_use_the_staging_reserved_at_the_start() -> None:
     worker = _idle_worker()
     weights = [[torch.zeros(3, 2) for _ in range(4)], torch.zeros(4, 5)]
     worker.reserve(weights, rows=3)
     assert worker.staging.nbytes == 3 * 44
-    ((held, _),) = worker.staging.reserve([weights], [3])
+    ((rows, _),) = worker.staging.reserve([weights], [3])
     # Two layers of one transfer use separate rows of the reserved memory.
     (first, _), (second, _) = worker.staging.reserve([weights, weights], [1, 2])
-    assert [row.data_ptr() for row in (*first, *second)] == [row.data_ptr() for row in held]
+    assert [row.data_ptr() for row in (*first, *second)] == [row.data_ptr() for row in rows]
     assert worker.staging.nbytes == 3 * 44
     worker.close()
 
@@ -152,12 +154,12 @@ def test_layers_of_two_kinds_are_staged_side_by_side() -> None:
     assert staging.nbytes == 4 * 10
 
 
-def test_a_device_without_room_for_staging_says_so_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: Any) -> None:
+def test_a_device_without_memory_for_staging_fails_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
         raise MemoryError("out of memory")
 
     worker = _idle_worker()
-    monkeypatch.setattr(worker.staging, "reserve", full)
+    monkeypatch.setattr(worker.staging, "reserve", fail)
     with pytest.raises(
         RuntimeError, match=r"4 incoming experts cannot be reserved: .*EPLB_AGENT_STAGING_MIB"
     ):
@@ -165,12 +167,12 @@ def test_a_device_without_room_for_staging_says_so_at_the_start(monkeypatch: pyt
     worker.close()
 
 
-def test_a_rest_does_not_grow_with_the_rests_of_other_ranks() -> None:
-    """In a ring, each rank would otherwise rest three times as long as it had waited for the rests of others."""
+def test_a_pause_does_not_grow_with_the_pauses_of_other_ranks() -> None:
+    """Otherwise, each rank in a ring would pause three times as long as it had waited for the pauses of its peers."""
     budget = ByteBudget(None, share=0.25)
     began = time.monotonic()
     budget.rest(0.01, 1000, longest=30.0)
     for _ in range(3):
         budget.rest(30.0, 1000, longest=30.0)
-    took = time.monotonic() - began
-    assert 0.03 + 3 * 0.06 <= took < 10
+    seconds = time.monotonic() - began
+    assert 0.03 + 3 * 0.06 <= seconds < 10

@@ -1,4 +1,4 @@
-"""All ranks vote at the same passes, settle what they have not heard, and form lost votes again at one attempt."""
+"""Votes: their schedule, the settlement of votes without an outcome, and re-forming after all votes are lost."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _outcome(forwards: list[int], plan: int) -> VoteOutcome:
 
 
 def _passes(schedule: VoteSchedule, steps: range, plan_from: int, lag: int) -> list[int]:
-    """Forward passes of this rank's ballots, where plans are held from one pass on and every vote is heard."""
+    """Return the forward passes of this rank's ballots; ranks hold a plan from pass ``plan_from`` on."""
     votes: list[int] = []
     due = None
     for step in steps:
@@ -56,7 +56,7 @@ def _passes(schedule: VoteSchedule, steps: range, plan_from: int, lag: int) -> l
     return votes
 
 
-def test_ranks_without_a_plan_vote_seldom_and_with_one_often() -> None:
+def test_ranks_vote_more_often_while_they_hold_a_plan() -> None:
     votes = _passes(_schedule(4), range(1, 80), 36, 2)
     assert votes == [4, 20, 36, 40, 44, 48, 52, 56, 60, 64, 68, 72, 76]
 
@@ -67,19 +67,19 @@ def test_ranks_without_a_plan_vote_seldom_and_with_one_often() -> None:
     plan_from=st.integers(0, 90),
     missed=st.sets(st.integers(1, 100)),
 )
-def test_a_rank_whose_host_misses_calls_votes_at_the_same_passes(interval, lag, plan_from, missed) -> None:
-    """As long as no call of one whole interval is missed: then the ballots show it, and the ranks meet again."""
+def test_a_rank_with_missed_calls_votes_at_the_same_passes(interval, lag, plan_from, missed) -> None:
+    """The host makes at least one call per vote interval, so the rank never skips a whole one."""
     lag = min(lag, interval)
     kept = [step for step in range(1, 101) if step not in missed or step % interval == interval - 1]
     punctual = _passes(_schedule(interval), range(1, 101), plan_from, lag)
-    other = _passes(_schedule(interval), cast(range, kept), plan_from, lag)
-    assert other == punctual[: len(other)]
-    assert len(punctual) - len(other) <= 1
+    irregular = _passes(_schedule(interval), cast(range, kept), plan_from, lag)
+    assert irregular == punctual[: len(irregular)]
+    assert len(punctual) - len(irregular) <= 1
     assert all(later - earlier < 5 * interval for earlier, later in pairwise(punctual))
 
 
 @pytest.mark.parametrize("forwards", [[16, 16, 16], [16, 20, 16]])
-def test_a_vote_at_different_passes_is_followed_by_one_soon(forwards: list[int]) -> None:
+def test_a_vote_at_different_passes_is_repeated_soon(forwards: list[int]) -> None:
     schedule = _schedule(4)
     outcome = _outcome(forwards, 0)
     schedule.counted(outcome)
@@ -87,7 +87,7 @@ def test_a_vote_at_different_passes_is_followed_by_one_soon(forwards: list[int])
     assert (first, outcome.idle) == ((32, True) if len(set(forwards)) == 1 else (24, False))
 
 
-def test_votes_that_have_lasted_are_formed_again_at_once_when_they_are_lost() -> None:
+def test_the_backoff_is_reset_after_256_passes_of_votes() -> None:
     schedule = _schedule(4)
     schedule._early_losses = 3
     for passes, losses in ((255, 3), (256, 0)):
@@ -99,17 +99,17 @@ VOTE = 3
 
 
 def voter(*, committed: bool) -> tuple[Voter, list[tuple[int, bool]]]:
-    """A voter whose ranks settle on this verdict, and what it asks them: vote, and whether it has heard it."""
-    asked: list[tuple[int, bool]] = []
+    """Return a voter whose register gives this verdict, and a list of the register's queries."""
+    queries: list[tuple[int, bool]] = []
 
     def may_commit(vote: int, *, has_outcome: bool) -> bool:
-        asked.append((vote, has_outcome))
+        queries.append((vote, has_outcome))
         return committed
 
     link: Any = SimpleNamespace(begin=lambda *_: None)
     register: Any = SimpleNamespace(may_commit=may_commit)
     history: Any = SimpleNamespace(vote=lambda *_, **__: None)
-    return Voter(link, AgentSettings(), register, history, VOTE - 1), asked
+    return Voter(link, AgentSettings(), register, history, VOTE - 1), queries
 
 
 @pytest.mark.parametrize(
@@ -121,28 +121,28 @@ def voter(*, committed: bool) -> tuple[Voter, list[tuple[int, bool]]]:
         (Progress.TRANSFERRING, False, True, VoteResult.NOTHING),
     ],
 )
-def test_what_was_not_heard_is_what_the_ranks_settle_on(progress, abort, committed, result) -> None:
-    """A ballot that could not commit asks nobody."""
-    rank, asked = voter(committed=committed)
+def test_a_vote_without_an_outcome_is_settled_by_the_register(progress, abort, committed, result) -> None:
+    """A rank whose ballot rules out a commit does not ask its peers."""
+    rank, queries = voter(committed=committed)
     rank.cast(Ballot(progress, PLAN, 1, abort, 20))
     assert rank.settle(21).result is result
-    assert asked == ([] if result is VoteResult.NOTHING else [(VOTE, False)])
+    assert queries == ([] if result is VoteResult.NOTHING else [(VOTE, False)])
 
 
-def test_a_rank_that_is_behind_takes_the_number_of_the_one_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_adopts_the_highest_attempt_of_its_peers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_INITIAL_BACKOFF_SECONDS", 0.0)
     store: dict[str, str] = {}
     ahead = {1: b"+5", 2: b"+9"}
 
     def ask(ranks: list[int], _question: bytes, _seconds: float) -> dict[int, bytes]:
-        # Once this rank has said that it is at the ninth attempt, the other comes to it too.
-        mine = store["attempt/0"]
-        return {rank: b"+9" if mine == "9" else ahead[rank] for rank in ranks}
+        # Rank 1 moves to the ninth attempt after this rank has published it.
+        attempt = store["attempt/0"]
+        return {rank: b"+9" if attempt == "9" else ahead[rank] for rank in ranks}
 
-    named: list[str] = []
+    group_names: list[str] = []
 
     def refuse(name: str) -> None:
-        named.append(name)
+        group_names.append(name)
         raise OSError("no links in this test")
 
     group = SimpleNamespace(
@@ -152,74 +152,80 @@ def test_a_rank_that_is_behind_takes_the_number_of_the_one_ahead(monkeypatch: py
         process_group=refuse,
     )
     state = SimpleNamespace(generation=0, lane=0, installed=SimpleNamespace(version_digest=0))
-    tried = Reformation(
+    reformation = Reformation(
         cast(Any, group), cast(Any, state), 0, attempts=0, early_losses=0, current_pass=lambda: 0
     )
     end = time.monotonic() + 60
-    while not named and time.monotonic() < end:
+    while not group_names and time.monotonic() < end:
         time.sleep(0.005)
-    tried.close()
-    assert named[0] == "vote/9"
+    reformation.close()
+    assert group_names[0] == "vote/9"
 
 
-def test_ranks_at_different_collectives_learn_of_it_and_live() -> None:
-    """As after an interrupt that one host has survived: of one width, they never end the process."""
+def test_mismatched_collectives_raise_an_error_on_both_ranks() -> None:
+    """This happens after a host survives an interrupt. All collectives have the same width, so gloo does not abort."""
     groups = joined(2)
     with ThreadPoolExecutor(2) as pool:
-        one, other = (
+        first, second = (
             VoteLink(group) for group in pool.map(lambda group: group.process_group("vote"), groups)
         )
-        sent = [one.begin(Kind.BALLOT, 4, range(9)), other.begin(Kind.INSTALLED, 4, [1])]
-        sent += [one.begin(Kind.BALLOT, 5, range(9)), other.begin(Kind.BALLOT, 6, range(9))]
+        sent = [first.begin(Kind.BALLOT, 4, range(9)), second.begin(Kind.INSTALLED, 4, [1])]
+        sent += [first.begin(Kind.BALLOT, 5, range(9)), second.begin(Kind.BALLOT, 6, range(9))]
         for reduction in sent:
             with pytest.raises(
                 VoteError, match="the ranks are at different collectives or at different votes"
             ):
                 reduction.wait(20)
-        assert [one.begin(Kind.BOUNDARY, 7, [3, -3]), other.begin(Kind.BOUNDARY, 7, [2, -2])][0].wait(20) == [
+        assert [first.begin(Kind.BOUNDARY, 7, [3, -3]), second.begin(Kind.BOUNDARY, 7, [2, -2])][0].wait(
+            20
+        ) == [
             2,
             -3,
         ]
 
 
-def test_an_error_that_is_kept_does_not_keep_its_link_open() -> None:
-    def broken(_: object) -> None:
+def test_a_stored_error_does_not_keep_its_link_open() -> None:
+    def fail(_: object) -> None:
         raise RuntimeError("connection closed by peer")
 
     class Work:
-        wait, is_completed = staticmethod(broken), staticmethod(lambda: True)
+        wait = staticmethod(fail)
+        is_completed = staticmethod(lambda: True)
 
-    made = [Work()]
-    there = weakref.ref(made[0])
-    group: Any = SimpleNamespace(allreduce=lambda *_: made.pop())
+    works = [Work()]
+    work = weakref.ref(works[0])
+    group: Any = SimpleNamespace(allreduce=lambda *_: works.pop())
     with pytest.raises(VoteError, match="installed 4: connection closed"):
         VoteLink(group).begin(Kind.INSTALLED, 4, [1]).wait(20)
-    assert there() is None
+    assert work() is None
 
 
-def test_a_failure_that_peers_report_ends_the_wait_for_their_installs() -> None:
+def test_a_failure_reported_by_a_peer_ends_the_wait_for_installs() -> None:
     link: Any = SimpleNamespace(begin=lambda *_: SimpleNamespace(wait=lambda _: None))
     nothing: Any = None
     rank = Voter(link, AgentSettings(), nothing, nothing, has_failed=lambda: True)
     assert not rank.all_have_installed(True)
 
 
-@pytest.mark.parametrize("there", [20, 21], ids=["all at one pass", "one at another"])
-def test_a_commit_counts_only_where_all_confirm_the_same_pass(there: int) -> None:
-    """All have come to confirm; only the comparison shows that one is at another pass."""
+@pytest.mark.parametrize("peer_pass", [20, 21], ids=["same pass", "different passes"])
+def test_a_commit_requires_all_ranks_to_confirm_the_same_pass(peer_pass: int) -> None:
+    """All ranks confirm in time; only the comparison of their passes reveals the difference."""
     ballot = Ballot(Progress.READY, PLAN, 1, False, 18)
-    answers = {Kind.BALLOT: ballot.encode(), Kind.BOUNDARY: [20, -there]}
+    answers = {Kind.BALLOT: ballot.encode(), Kind.BOUNDARY: [20, -peer_pass]}
     link: Any = SimpleNamespace(begin=lambda kind, *_: SimpleNamespace(wait=lambda _: answers[kind]))
     register: Any = SimpleNamespace(may_commit=lambda _, *, has_outcome: has_outcome)
     history: Any = SimpleNamespace(vote=lambda *_, **__: None)
     rank = Voter(link, AgentSettings(), register, history)
     rank.cast(ballot)
     outcome = rank.count(20, lambda: 20)
-    assert outcome.result is (VoteResult.COMMIT if there == 20 else VoteResult.REALIGN)
+    assert outcome.result is (VoteResult.COMMIT if peer_pass == 20 else VoteResult.REALIGN)
 
 
-def _formed_again(low: int, vote: int) -> tuple[Reformation, int]:
-    """A rank that hears of these: the lower bound of all fingerprints, and the last vote that any rank knows."""
+def _reformed(low: int, vote: int) -> tuple[Reformation, int]:
+    """Return a re-formed rank and its first vote.
+
+    ``low`` is the lowest layout digest of all ranks and ``vote`` the highest vote number.
+    """
     rank: Any = object.__new__(Reformation)
     rank.attempts, rank.generation, rank.lane, rank.vote = 1, 3, 2, 5
     rank._version_digest, rank._astray, rank._margin, rank._current_pass = 7, False, 32, lambda: 40
@@ -228,18 +234,19 @@ def _formed_again(low: int, vote: int) -> tuple[Reformation, int]:
     return rank, rank._first_vote(link)
 
 
-def test_votes_formed_again_go_on_from_the_highest_that_any_rank_knows() -> None:
-    """Numbers that began again would find the register's answers of earlier votes."""
-    rank, start = _formed_again(7, 9)
+def test_reformed_votes_continue_from_the_highest_number_of_any_rank() -> None:
+    """If the numbers restarted, the register would return the verdicts of earlier votes."""
+    rank, start = _reformed(7, 9)
     assert (rank.generation, rank.lane, rank.vote, start) == (4, 6, 9, 41 + 64)
     schedule = _schedule(4)
-    schedule.voter, rank.start = None, start
+    schedule.voter = None
+    rank.start = start
     rank._result = SimpleNamespace(ended=lambda: False)
     schedule._reformation = rank
     assert schedule.formed_again(start) is rank
     assert cast(Voter, schedule.voter).number == 9
 
 
-def test_votes_are_not_formed_again_over_placements_that_differ() -> None:
+def test_votes_are_not_reformed_if_layouts_differ() -> None:
     with pytest.raises(FatalSwitchError, match="the ranks serve different placements"):
-        _formed_again(6, 9)
+        _reformed(6, 9)
