@@ -1,4 +1,4 @@
-"""Ranks that speak the agents' side of the stream, and do at once whatever a plan asks of them."""
+"""Fake ranks that speak the agents' side of the stream and carry out every plan at once."""
 
 from __future__ import annotations
 
@@ -16,10 +16,13 @@ from eplb_core.wire.generated import agent_pb2, agent_pb2_grpc, operator_pb2_grp
 from eplb_core.wire.plan import RankPlan, check_sources, decode_plan
 from eplb_service.control.core.deployed_layout import DeployedLayout
 
-LAYERS, EXPERTS, RANKS, SLOTS = 3, 8, 4, 3
+LAYERS = 3
+EXPERTS = 8
+RANKS = 4
+SLOTS = 3
 BYTES_PER_EXPERT = 1000
 STEP_MICROS = 20_000
-"""Wall time of every step."""
+"""Wall time of every step, in microseconds."""
 
 
 def first_placement() -> Placement:
@@ -61,7 +64,7 @@ def hello_of(live: DeployedLayout, rank: int, **changes: Any) -> agent_pb2.Hello
 
 
 def heat_report(live: DeployedLayout, rank: int, first_step: int, heat_TLE: Int32) -> agent_pb2.HeatReport:
-    """What ``rank`` counts where each expert's tokens come evenly from all ranks and go where the tables say."""
+    """Return the report of ``rank`` when every rank sends ``heat_TLE`` and dispatches it by its own tables."""
     _, ranks, slots = live.placement.phy2log_LRS.shape
     steps, layers, _ = heat_TLE.shape
     slot_TLP = np.zeros((steps, layers, ranks * slots), dtype=np.int64)
@@ -80,35 +83,36 @@ def heat_report(live: DeployedLayout, rank: int, first_step: int, heat_TLE: Int3
 
 
 class FakeRank:
-    """One rank's stream."""
+    """One rank's stream to the service."""
 
     patience: float | None = 60
-    """Seconds that it waits for a message; a read that is given up ends the stream."""
+    """Seconds to wait for a message, or ``None`` for no limit. A read that times out also ends the stream."""
 
     def __init__(self, channel: grpc.aio.Channel, rank: int, metadata: Any = None) -> None:
         self.rank = rank
-        self.asked: list[agent_pb2.Reporting] = []
-        self._speaking = asyncio.Lock()
+        self.reporting_requests: list[agent_pb2.Reporting] = []
+        self._write_lock = asyncio.Lock()
         self.call: Any = agent_pb2_grpc.AgentServiceStub(channel).Connect(metadata=metadata)
 
     async def say(self, **message: Any) -> None:
-        # A stream may be over before anything is sent: see refusal_of.
-        # Two writes at a time would end it, and parts of two messages must not mix.
-        async with self._speaking:
+        # The service may already have ended the stream (see refusal_of), so errors are ignored. The lock is needed
+        # because concurrent writes end the stream and would interleave the parts of two messages.
+        async with self._write_lock:
             with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
                 for part in in_parts(agent_pb2.ConnectRequest(**message)):
                     await self.call.write(part)
 
     async def hear(self, *, calls: bool = False) -> agent_pb2.ConnectResponse:
-        """Return the next message, skipping reporting requests, which are kept in ``asked``.
+        """Return the next message, skipping reporting requests, which are kept in ``reporting_requests``.
 
-        Unless ``calls`` is true, also skip call-offs: these ranks carry out a plan at once, so call-offs come too late.
+        Call-offs are skipped as well unless ``calls`` is true. These ranks carry out a plan at once, so a call-off
+        always arrives too late.
         """
-        passed_over = {"reporting"} if calls else {"reporting", "call_off"}
+        skipped_kinds = {"reporting"} if calls else {"reporting", "call_off"}
         message = await asyncio.wait_for(self.call.read(), self.patience)
-        while message != grpc.aio.EOF and message.WhichOneof("message") in passed_over:
+        while message != grpc.aio.EOF and message.WhichOneof("message") in skipped_kinds:
             if message.WhichOneof("message") == "reporting":
-                self.asked.append(message.reporting)
+                self.reporting_requests.append(message.reporting)
             message = await asyncio.wait_for(self.call.read(), self.patience)
         if message == grpc.aio.EOF:
             raise AssertionError(f"rank {self.rank}: {await self.call.code()}: {await self.call.details()}")
@@ -119,7 +123,7 @@ class FakeRank:
         return (await self.hear()).welcome
 
     async def refusal(self) -> tuple[grpc.StatusCode, str]:
-        """The status that the service ends the stream with."""
+        """Return the code and the details of the status with which the service ends the stream."""
         with contextlib.suppress(grpc.aio.AioRpcError):
             while await asyncio.wait_for(self.call.read(), 60) != grpc.aio.EOF:
                 pass
@@ -129,10 +133,10 @@ class FakeRank:
 async def refusal_of(
     address: str, *messages: agent_pb2.ConnectRequest, metadata: Any = None
 ) -> tuple[grpc.StatusCode, str]:
-    """What a stream ends with that is refused while it still speaks.
+    """Send ``messages`` on a new stream and return the status with which the service ends it.
 
-    By the blocking client, which agents use: asyncio's puts an error of its own in place of the status where a refusal
-    crosses a message.
+    This uses the blocking client, as agents do. If the service ends the stream during a write, the asyncio client
+    raises its own error instead of returning the status.
     """
 
     def listen() -> tuple[grpc.StatusCode, str]:
@@ -149,7 +153,7 @@ async def refusal_of(
 
 
 class FakeGroup:
-    """All ranks of a group, in step with each other."""
+    """All ranks of a group, which always report the same steps."""
 
     def __init__(self, address: str, live: DeployedLayout | None = None, *, by_slot: bool = True) -> None:
         self.live = live or live_of(first_placement())
@@ -187,12 +191,12 @@ class FakeGroup:
         self.step += len(heat_TLE)
 
     async def fill_window(self) -> None:
-        """Send as much heat as a decision is made after."""
+        """Send enough heat for the service to make a decision."""
         for _ in range(4):
             await self.send_heat(skewed_heat(8))
 
     async def hear_plan(self) -> list[RankPlan]:
-        """Each rank's copy, checked as an agent checks it."""
+        """Receive every rank's plan and check it as an agent does."""
         shape = self.live.placement
         plans = []
         for rank in self.ranks:
@@ -221,7 +225,7 @@ class FakeGroup:
             )
 
     async def carry_out(self, plans: list[RankPlan]) -> None:
-        """Switch every layer, and say so as each rank."""
+        """Commit every layer and report each commit from all ranks."""
         first = plans[0]
         await self.say_all(first.plan_id, first.layers[0].layer, agent_pb2.PLAN_STATE_ACCEPTED)
         for index, layer in enumerate(first.layers):
@@ -238,7 +242,7 @@ class FakeGroup:
 
 
 def skewed_heat(steps: int, seed: int = 0) -> Int32:
-    """One hot expert a layer, int32 ``[steps, LAYERS, EXPERTS]``; every count divides by the ranks."""
+    """Return heat with one hot expert per layer, int32 ``[steps, LAYERS, EXPERTS]``."""
     heat_TLE = np.random.default_rng(seed).poisson(20, (steps, LAYERS, EXPERTS)).astype(np.int32)
     for layer in range(LAYERS):
         heat_TLE[:, layer, 3 + layer] += 200

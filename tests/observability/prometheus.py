@@ -1,4 +1,4 @@
-"""A real Prometheus with the rules of deploy/, their waits shortened from minutes to seconds."""
+"""A real Prometheus with the rules of ``deploy/``, whose waits are shortened from minutes to seconds."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 
 RULES = Path(__file__).parents[2] / "deploy/prometheus/rules.yml"
 Alert: TypeAlias = tuple[str, str]
-"""Its name, and its deployment, empty where it has none."""
+"""Name and deployment of an alert. The deployment is empty if the alert has none."""
 
 RATE_SECONDS = 12
 _SHORTER = (
@@ -29,29 +29,29 @@ _SHORTER = (
 
 
 def shortened(rules: str) -> str:
-    """The same rules for a test of seconds; raises ``AssertionError`` where one of the waits is no longer there."""
+    """Return the rules with shorter waits. Raises ``AssertionError`` if one of the waits no longer exists."""
     for pattern, shorter in _SHORTER:
-        rules, found = re.subn(pattern, shorter, rules)
-        assert found, pattern
+        rules, count = re.subn(pattern, shorter, rules)
+        assert count, pattern
     return rules
 
 
 class Prometheus:
-    """Its HTTP interface."""
+    """Client of the HTTP API of a Prometheus server."""
 
     def __init__(self, port: int) -> None:
         self._url = f"http://127.0.0.1:{port}/api/v1"
 
     def query(self, expression: str) -> list[Any]:
-        """Series of an instant query; raises ``AssertionError`` with Prometheus' own message."""
+        """Return the series of an instant query. Raises ``AssertionError`` with Prometheus' message if it fails."""
         try:
-            found = self._ask(f"query?{urllib.parse.urlencode({'query': expression})}")
+            data = self._ask(f"query?{urllib.parse.urlencode({'query': expression})}")
         except urllib.error.HTTPError as error:
             raise AssertionError(f"{expression}: {error.read().decode()}") from error
-        return list(found["result"])
+        return list(data["result"])
 
     def firing(self) -> set[Alert]:
-        """Alerts that fire, each with its deployment, empty where it has none."""
+        """Return the firing alerts."""
         alerts = self._ask("alerts")["alerts"]
         return {
             (alert["labels"]["alertname"], alert["labels"].get("deployment", ""))
@@ -62,7 +62,7 @@ class Prometheus:
     async def until(
         self, *, fire: Set[Alert] = frozenset(), end: Set[Alert] = frozenset(), seconds: float = 90
     ) -> None:
-        """Wait until each of ``fire`` has fired and none of ``end`` does."""
+        """Wait until every alert of ``fire`` has fired and no alert of ``end`` is firing."""
         fired: set[Alert] = set()
         for _ in range(int(2 * seconds)):
             firing = await asyncio.to_thread(self.firing)
@@ -79,7 +79,7 @@ class Prometheus:
 
 @contextmanager
 def prometheus(program: str, folder: Path, targets: list[str]) -> Iterator[Prometheus]:
-    """One that scrapes ``targets`` every second."""
+    """Run a Prometheus that scrapes ``targets`` every second."""
     (folder / "rules.yml").write_text(shortened(RULES.read_text()))
     scrape = {"job_name": "any-name", "static_configs": [{"targets": targets}]}
     config = {

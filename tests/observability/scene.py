@@ -1,4 +1,4 @@
-"""Made-up ranks that serve until asked to stop, each group with a fault of its own."""
+"""Fake groups that serve until they are stopped, each with its own faults."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ _STEPS = 16
 
 
 class PatientRank(FakeRank):
-    """Waits for a plan as long as it takes."""
+    """A fake rank that waits for messages without a time limit."""
 
     patience = None
 
 
 @dataclass
 class Faults:
-    """What is wrong with a group while it lasts; all of it can be changed at any time."""
+    """The current faults of a group. Every field can be changed at any time."""
 
     name: str
     heat: Callable[[int], Int32] = field(default=lambda seed: skewed_heat(_STEPS, seed))
@@ -49,20 +49,20 @@ class Faults:
 
 
 async def rejoin(group: FakeGroup, faults: Faults, rank: int) -> None:
-    """A rank whose stream had ended comes back."""
-    back = PatientRank(group.channel, rank, METADATA)
-    await back.greet(hello_of(group.live, rank, deployment=faults.name))
-    group.ranks[rank] = back
+    """Reconnect a rank whose stream has ended."""
+    new_rank = PatientRank(group.channel, rank, METADATA)
+    await new_rank.greet(hello_of(group.live, rank, deployment=faults.name))
+    group.ranks[rank] = new_rank
 
 
 def no_heat(_seed: int) -> Int32:
-    """Steps in which nobody counts a token."""
+    """Return steps in which no rank counts a token."""
     return np.zeros_like(skewed_heat(_STEPS))
 
 
 @contextlib.asynccontextmanager
 async def serving(address: str, name: str, layers: int = 3) -> AsyncIterator[tuple[FakeGroup, Faults]]:
-    """A group of deployment ``name`` that steps, follows plans, and can be made to fail."""
+    """Run a group of deployment ``name`` that makes steps, carries out plans, and has the faults set on it."""
     live = live_of(Placement.linear(layers, EXPERTS, RANKS, SLOTS))
     async with FakeGroup(address, live) as group:
         faults = Faults(name)
@@ -82,13 +82,14 @@ async def serving(address: str, name: str, layers: int = 3) -> AsyncIterator[tup
 
 
 def other_heat(seed: int) -> Int32:
-    """Heat for which the placement that was made for the usual one is bad."""
+    """Return heat that is imbalanced under the placement for ``skewed_heat``."""
     return np.roll(skewed_heat(_STEPS, seed), 4, axis=2)
 
 
 async def _step(group: FakeGroup, faults: Faults, layers: int) -> None:
     for seed in range(1_000_000):
-        heat_TLE, live = np.ascontiguousarray(faults.heat(seed)[:, :layers]), group.live
+        heat_TLE = np.ascontiguousarray(faults.heat(seed)[:, :layers])
+        live = group.live
         for rank in group.ranks:
             if seed % 2 and rank.rank in faults.half_silent_ranks:
                 continue
@@ -99,9 +100,9 @@ async def _step(group: FakeGroup, faults: Faults, layers: int) -> None:
             if faults.dummies:
                 report.step_phases = bytes([agent_pb2.STEP_PHASE_DUMMY] * len(heat_TLE))
             await rank.say(heat_report=report)
-            beat = agent_pb2.Heartbeat(
+            heartbeat = agent_pb2.Heartbeat(
                 step=group.step,
-                # What it serves by now: layers may have switched since the step began.
+                # The current layout: layers may have been committed since the step began.
                 epoch=group.live.epoch,
                 digest=group.live.digest,
                 error=faults.halted,
@@ -111,7 +112,7 @@ async def _step(group: FakeGroup, faults: Faults, layers: int) -> None:
                 staging_bytes=BYTES_PER_EXPERT,
                 ring_bytes=1 << 16,
             )
-            await rank.say(heartbeat=beat)
+            await rank.say(heartbeat=heartbeat)
         group.step += len(heat_TLE)
         await asyncio.sleep(0.4)
 

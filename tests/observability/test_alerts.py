@@ -1,4 +1,4 @@
-"""Against a real Prometheus every panel has data, and every alert fires for its fault and ends when it is mended."""
+"""With a real Prometheus, every dashboard panel has data, and every alert fires during its fault and ends after it."""
 
 from __future__ import annotations
 
@@ -35,10 +35,12 @@ _FAILING_LAYERS = 2
 
 @pytest.fixture
 def program() -> str:
-    found = find("prometheus")
-    if found is None:
-        pytest.skip("NOTHING IS SHOWN OF DASHBOARD AND ALERTS: no prometheus here, and it cannot be fetched")
-    return found
+    path = find("prometheus")
+    if path is None:
+        pytest.skip(
+            "DASHBOARD AND ALERTS ARE NOT TESTED: prometheus is not installed and cannot be downloaded"
+        )
+    return path
 
 
 def alerts() -> set[str]:
@@ -64,11 +66,11 @@ async def test_every_panel_has_data_with_two_services_for_one_deployment(
             await stack.enter_async_context(serving(service.address, "decode"))
             await order(service, "Pause", operator_pb2.PauseRequest(deployment="absent"))
         targets = [service.metrics_address for service in services]
-        with prometheus(program, tmp_path, targets) as seen:
+        with prometheus(program, tmp_path, targets) as server:
             missing: list[str] = []
             for _ in range(30):
                 await asyncio.sleep(2)
-                missing = await asyncio.to_thread(without_data, seen)
+                missing = await asyncio.to_thread(without_data, server)
                 if not missing:
                     break
     assert missing == []
@@ -80,63 +82,63 @@ _ONCE_MEASURED = re.compile(
 """Series that are absent until enough switches have been measured, which this short scene does not reach."""
 
 
-def without_data(seen: Prometheus) -> list[str]:
-    """Return the panels' queries that bring nothing though they should; a query that fails raises."""
+def without_data(server: Prometheus) -> list[str]:
+    """Return the panels' queries that unexpectedly have no data. Raises ``AssertionError`` if a query fails."""
     panels = [panel for panel in dashboard()["panels"] if panel["type"] != "row"]
     empty = []
     for panel in panels:
         for target in panel["targets"]:
             query = target["expr"].replace("$__rate_interval", f"{RATE_SECONDS}s")
             query = re.sub(r"\$(?:deployment|instance)", ".+", query)
-            if not seen.query(query) and not _ONCE_MEASURED.search(query):
+            if not server.query(query) and not _ONCE_MEASURED.search(query):
                 empty.append(f"{panel['title']}: {query}")
     return empty
 
 
-async def test_every_alert_fires_for_its_fault_and_ends_when_it_is_mended(
+async def test_every_alert_fires_during_its_fault_and_ends_after_the_repair(
     program: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    answer = decider.decide
+    decide = decider.decide
 
-    def failing(inputs: DecisionInputs) -> Any:
+    def fail(inputs: DecisionInputs) -> Any:
         if inputs.live.placement.layers == _FAILING_LAYERS:
             raise RuntimeError("the fault of this test")
-        return answer(inputs)
+        return decide(inputs)
 
     monkeypatch.setattr(deployments, "_PLAN_SECONDS", 5)
     seen_firing: set[str] = set()
     async with contextlib.AsyncExitStack() as stack:
         service = await stack.enter_async_context(running_service(settings(auth_token=TOKEN)))
-        with prometheus(program, tmp_path, [service.metrics_address]) as seen:
+        with prometheus(program, tmp_path, [service.metrics_address]) as server:
             names = ("missing", "gone", "well", *FAULTS)
             scenes = {name: serving(service.address, name) for name in names}
             scenes["failing"] = serving(service.address, "failing", layers=_FAILING_LAYERS)
             groups = {name: await stack.enter_async_context(scene) for name, scene in scenes.items()}
-            # Until the first plans have brought balance, and what was lost at first is out of the windows.
+            # Wait until the first plans have restored balance and the first lost steps have left the rate windows.
             await asyncio.sleep(8)
-            await seen.until(end={(alert, name) for alert in alerts() for name in groups})
-            faulty = await break_groups(groups, monkeypatch, failing)
-            await seen.until(fire=faulty)
-            # A machine with more to do may keep even this one from deciding for a while.
-            await seen.until(end={(alert, "well") for alert in alerts()})
-            await mend_groups(groups, monkeypatch, answer, service)
-            await seen.until(end=faulty)
+            await server.until(end={(alert, name) for alert in alerts() for name in groups})
+            faulty = await break_groups(groups, monkeypatch, fail)
+            await server.until(fire=faulty)
+            # On a busy host, even this deployment may make no decision for a while.
+            await server.until(end={(alert, "well") for alert in alerts()})
+            await repair_groups(groups, monkeypatch, decide, service)
+            await server.until(end=faulty)
             seen_firing |= {name for name, _ in faulty}
 
             faulty = {("EplbStoreFails", ""), ("EplbCallsRefused", ""), ("EplbCertificateExpires", "")}
             with trouble(service, monkeypatch) as keep_busy:
-                await seen.until(fire=faulty)
-                # A slow loop answers some scrapes too late, and each such gap sets an alert on a gauge back.
+                await server.until(fire=faulty)
+                # A slow loop answers some scrapes too late, and each gap resets the wait of an alert on a gauge.
                 keep_busy()
                 faulty.add(("EplbServiceSlow", ""))
-                await seen.until(fire={("EplbServiceSlow", "")})
-            await seen.until(end=faulty)
+                await server.until(fire={("EplbServiceSlow", "")})
+            await server.until(end=faulty)
             seen_firing |= {name for name, _ in faulty}
 
             await stack.aclose()
-            await seen.until(fire={("EplbServiceDown", "")})
+            await server.until(fire={("EplbServiceDown", "")})
             async with running_service(settings(metrics=service.metrics_address)):
-                await seen.until(end={("EplbServiceDown", "")})
+                await server.until(end={("EplbServiceDown", "")})
             seen_firing.add("EplbServiceDown")
     assert seen_firing == alerts()
 
@@ -144,8 +146,9 @@ async def test_every_alert_fires_for_its_fault_and_ends_when_it_is_mended(
 def use_certificate(
     service: RunningService, monkeypatch: pytest.MonkeyPatch, *, valid_seconds: float
 ) -> None:
-    """As with TLS, which the ranks of these scenes do without."""
-    ticking, now = service.plane.ticking, time.time()
+    """Have the service report a certificate, although these ranks connect without TLS."""
+    ticking = service.plane.ticking
+    now = time.time()
     validity = Validity(now - 90 * 86400, now + valid_seconds)
     monkeypatch.setattr(service.plane, "ticking", lambda _: ticking({"tls_cert": validity}))
 
@@ -157,54 +160,54 @@ FAULTS: dict[str, tuple[dict[str, Any], set[str]]] = {
     "empty": ({"heat": no_heat}, {"EplbNoHeat"}),
     "dummies": ({"dummies": True}, {"EplbDummyStepsOnly"}),
 }
-"""What goes wrong with a group, and the alerts that must fire for it."""
+"""For each group: the changes of its ``Faults``, and the alerts that must fire for them."""
 
 
-async def break_groups(groups: Any, monkeypatch: pytest.MonkeyPatch, failing: Any) -> set[Alert]:
-    """One fault per group; what must fire for it."""
+async def break_groups(groups: Any, monkeypatch: pytest.MonkeyPatch, fail: Any) -> set[Alert]:
+    """Break every group in one way and return the alerts that must fire."""
     groups["missing"][0].ranks[3].call.cancel()
     await groups["gone"][0].leave()
-    monkeypatch.setattr(decider, "decide", failing)
+    monkeypatch.setattr(decider, "decide", fail)
     expected = {
         ("EplbAgentsMissing", "missing"),
         ("EplbProblems", "missing"),
         ("EplbAgentsGone", "gone"),
         ("EplbSolverFails", "failing"),
     }
-    for name, (changes, alerted) in FAULTS.items():
+    for name, (changes, alerts_of_fault) in FAULTS.items():
         vars(groups[name][1]).update(changes)
-        expected |= {(alert, name) for alert in alerted}
+        expected |= {(alert, name) for alert in alerts_of_fault}
     return expected
 
 
-async def mend_groups(
-    groups: Any, monkeypatch: pytest.MonkeyPatch, answer: Any, service: RunningService
+async def repair_groups(
+    groups: Any, monkeypatch: pytest.MonkeyPatch, decide: Any, service: RunningService
 ) -> None:
-    """What an operator would do about each fault."""
+    """Repair every fault, as an operator would."""
     await rejoin(*groups["missing"], 3)
     for name in FAULTS:
         vars(groups[name][1]).update(vars(Faults(name)))
-    monkeypatch.setattr(decider, "decide", answer)
+    monkeypatch.setattr(decider, "decide", decide)
     await order(service, "Forget", operator_pb2.ForgetRequest(deployment="gone"))
 
 
 @contextlib.contextmanager
 def trouble(service: RunningService, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
-    """A disk that takes nothing, strangers who knock, and an event loop that is kept busy once that is asked for."""
+    """Reject store writes and call with a wrong token. The yielded function also keeps the event loop busy."""
 
     def full(*_: Any) -> None:
         raise sqlite3.OperationalError("database or disk is full")
 
-    async def knock() -> None:
+    async def call_with_wrong_token() -> None:
         while True:
             request = operator_pb2.ListDeploymentsRequest()
-            # A call takes several turns of the loop, which has about one a second here: many at once.
+            # A call takes several iterations of the loop, which makes about one per second here, so send many at once.
             await asyncio.gather(
                 *(order(service, "ListDeployments", request, token="wrong") for _ in range(16))
             )
             await asyncio.sleep(0.1)
 
-    async def hold() -> None:
+    async def block_loop() -> None:
         while True:
             time.sleep(0.8)
             await asyncio.sleep(0.1)
@@ -213,9 +216,9 @@ def trouble(service: RunningService, monkeypatch: pytest.MonkeyPatch) -> Iterato
         patched.setattr(Store, "_write", full)
         use_certificate(service, patched, valid_seconds=3600)
         pausing = order(service, "Pause", operator_pb2.PauseRequest(deployment="well"))
-        tasks = [asyncio.create_task(knock()), asyncio.create_task(pausing)]
+        tasks = [asyncio.create_task(call_with_wrong_token()), asyncio.create_task(pausing)]
         try:
-            yield lambda: tasks.append(asyncio.create_task(hold()))
+            yield lambda: tasks.append(asyncio.create_task(block_loop()))
         finally:
             for task in tasks:
                 task.cancel()

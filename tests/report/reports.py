@@ -1,4 +1,4 @@
-"""A small replay, for the tests of pages and pictures."""
+"""A small replay for the tests of reports and charts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from eplb_service.replay.result import Replay
 def small_replay(
     policies: tuple[str, ...] = ("none", "deepseek", "flashlb"), slots: tuple[int, ...] = (5,)
 ) -> Replay:
-    """Three layers of 16 experts on 4 ranks, four decisions."""
+    """Return a replay of three layers with 16 experts on 4 ranks, with four decisions."""
     heat_TLE = synthetic_heat("drift", 150, layers=3, experts=16, tokens=256, top_k=2, seed=5)
     jobs = jobs_for(policies, [Setup(count, 30, 30) for count in slots], PlannerSettings())
     costs = Costs(step_ms=20, bytes_per_expert=10_000_000, solve_ms=50)

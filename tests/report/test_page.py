@@ -1,4 +1,4 @@
-"""A report is one file that fetches nothing, shows what the replay found, and is safe whatever the names in it."""
+"""A report is one self-contained file that shows the replay's results and escapes every name."""
 
 import re
 from dataclasses import replace
@@ -17,11 +17,13 @@ COMMAND = "eplb replay --heat a.zarr --ranks 4 && echo 'quoted'"
 
 
 class Page(HTMLParser):
-    """Tags, whether they are closed, and what is in them."""
+    """A parsed page: its open tags, all tags with attributes, and the text by tag."""
 
     def __init__(self, html):
         super().__init__()
-        self.open, self.tags, self.texts = [], [], {}
+        self.open = []
+        self.tags = []
+        self.texts = {}
         self.feed(html)
 
     def handle_starttag(self, tag, attributes):
@@ -37,9 +39,9 @@ class Page(HTMLParser):
         self.texts[tag] = self.texts.get(tag, "") + data
 
 
-def report(found):
+def report(replay):
     return report_page(
-        found, title=TITLE, command=COMMAND, facts={"trace": "made up <b>here</b>"}, assumptions=ASSUMPTIONS
+        replay, title=TITLE, command=COMMAND, facts={"trace": "made up <b>here</b>"}, rests_on=ASSUMPTIONS
     )
 
 
@@ -53,7 +55,7 @@ def html(replayed):
     return report(replayed)
 
 
-def test_whole_with_every_chart_named_and_nothing_fetched(html, replayed):
+def test_a_report_is_self_contained_and_every_chart_has_alternative_text(html, replayed):
     page = Page(html)
     assert page.open == []
     images = [attributes for tag, attributes in page.tags if tag == "img"]
@@ -62,7 +64,7 @@ def test_whole_with_every_chart_named_and_nothing_fetched(html, replayed):
     assert not re.search(r"href|url\(|@import|http|<script", html)
 
 
-def test_names_cannot_break_out(html):
+def test_names_are_escaped(html):
     page = Page(html)
     assert TITLE in page.texts["h1"]
     assert COMMAND in page.texts["pre"]
@@ -70,7 +72,7 @@ def test_names_cannot_break_out(html):
     assert "25 GB/s (assumed <b>here</b>)" in page.texts["dd"]
 
 
-def test_shows_what_was_found(html, replayed):
+def test_a_report_shows_the_figures_of_every_policy(html, replayed):
     page = Page(html)
     for policy in replayed.policies:
         assert f"{policy.par_realised:.3f}" in page.texts["td"]
@@ -81,18 +83,18 @@ def test_shows_what_was_found(html, replayed):
     assert not re.search(r"\de[+-]?\d", "".join(page.texts[tag] for tag in ("b", "div", "dd", "td")))
 
 
-def test_assumptions_and_terms_are_folded(html):
+def test_the_basis_of_the_figures_is_collapsed(html):
     assert "<details open" not in html
-    folded = re.findall(r"<details><summary>(.*?)</summary>", html)
-    assert folded == ["Assumptions behind times and prices", "Terms", "Trace and settings"]
-    unfolded = re.sub(r"<details>.*?</details>", "", html, flags=re.DOTALL)
-    assert "<dd>" not in unfolded
+    summaries = re.findall(r"<details><summary>(.*?)</summary>", html)
+    assert summaries == ["What times and prices rest on", "Terms", "Trace and settings"]
+    visible = re.sub(r"<details>.*?</details>", "", html, flags=re.DOTALL)
+    assert "<dd>" not in visible
 
 
-def test_a_stopped_replay_says_so(html, replayed):
+def test_the_report_of_an_interrupted_replay_says_that_it_stopped_early(html, replayed):
     assert "stopped early" not in html
     assert "stopped early" in report(replace(replayed, interrupted=True))
 
 
-def test_when_nothing_helps_the_report_says_so():
-    assert "No policy does better than the initial placement" in report(small_replay(("none",)))
+def test_a_report_says_if_no_policy_helps():
+    assert "Nothing that was tried is better" in report(small_replay(("none",)))

@@ -1,4 +1,4 @@
-"""Logs are lines for machines or people, from the requested level on, and strangers cannot cause many of them."""
+"""Log lines for machines or people, filtered by level, with a bounded rate for lines that strangers can cause."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from eplb_service.telemetry.logs import BoundedLog, bounding_library_logs, confi
 
 
 @pytest.fixture(autouse=True)
-def as_it_was() -> Iterator[None]:
+def reset_structlog() -> Iterator[None]:
     yield
     structlog.reset_defaults()
 
 
-def test_without_a_terminal_each_event_is_a_json_object_of_the_level_asked_for(
+def test_without_a_terminal_each_event_at_the_configured_level_is_a_json_object(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     configure_logs("warning")
@@ -33,34 +33,34 @@ def test_without_a_terminal_each_event_is_a_json_object_of_the_level_asked_for(
     assert event == {"event": "decision", "deployment": "decode", "layers": 3, "level": "warning"}
 
 
-@pytest.mark.parametrize("where", ["terminal", "file"])
-def test_a_terminal_gets_key_value_pairs_and_tracebacks_leave_out_local_variables(
-    where: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("output", ["terminal", "file"])
+def test_a_terminal_gets_key_value_pairs_and_tracebacks_omit_local_variables(
+    output: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: where == "terminal")
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: output == "terminal")
     configure_logs()
-    counted = "heat" + " of a window"
+    local_value = "heat" + " of a window"
     try:
-        raise RuntimeError(len(counted))
+        raise RuntimeError(len(local_value))
     except RuntimeError:
         structlog.get_logger().exception("decision_failed", deployment="decode")
-    shown = re.sub(r"\x1b\[[0-9;]*m", "", "".join(capsys.readouterr()))
-    assert ("deployment=decode" in shown) is (where == "terminal")
-    assert "Traceback (most recent call last)" in shown
-    assert "RuntimeError: 16" in shown
-    assert counted not in shown
+    text = re.sub(r"\x1b\[[0-9;]*m", "", "".join(capsys.readouterr()))
+    assert ("deployment=decode" in text) is (output == "terminal")
+    assert "Traceback (most recent call last)" in text
+    assert "RuntimeError: 16" in text
+    assert local_value not in text
 
 
 async def test_errors_of_abandoned_tasks_and_libraries_are_logged_at_a_bounded_rate(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     configure_logs()
-    left_out: list[int] = []
+    dropped_lines: list[int] = []
 
     async def fail() -> None:
-        raise RuntimeError("nobody awaits this")
+        raise RuntimeError("abandoned")
 
-    with bounding_library_logs(BoundedLog(lambda: left_out.append(1), clock=lambda: 0.0)):
+    with bounding_library_logs(BoundedLog(lambda: dropped_lines.append(1), clock=lambda: 0.0)):
         for _ in range(200):
             asyncio.ensure_future(fail())  # noqa: RUF006 - abandoned on purpose
         await asyncio.sleep(0.01)
@@ -68,8 +68,10 @@ async def test_errors_of_abandoned_tasks_and_libraries_are_logged_at_a_bounded_r
         for _ in range(200):
             logging.getLogger("grpc").warning("a peer has %s", "misbehaved")
     lines = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
-    assert (len(lines), len(left_out)) == (256, 144)
+    assert (len(lines), len(dropped_lines)) == (256, 144)
     assert {line["event"] for line in lines} == {"task_failed", "library_warning"}
-    assert "RuntimeError: nobody awaits this" in lines[0]["exception"]
+    assert "RuntimeError: abandoned" in lines[0]["exception"]
     assert lines[-1]["message"] == "a peer has misbehaved"
-    assert not [one for one in logging.getLogger().handlers if "eplb_service" in type(one).__module__]
+    assert not [
+        handler for handler in logging.getLogger().handlers if "eplb_service" in type(handler).__module__
+    ]

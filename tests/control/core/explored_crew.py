@@ -1,8 +1,9 @@
-"""The ranks' side of an explored service: what they really serve, what they hold, and what they have yet to say.
+"""The ranks' side of the service explorer: the layouts that ranks serve, the plans they hold and their unsent statuses.
 
-How ranks switch together is explored by itself, with the real machine (``tests/swap``). What of it matters to a service
-is here: all ranks commit a layer at once, if all hold the plan; they drop a plan together, at any moment; what each
-says of it waits in its outbox, statuses before heat, and may be lost on its way.
+The protocol with which ranks commit together has its own explorer (``tests/swap``), which uses the real state machine.
+This model keeps only the parts that a service can observe. All ranks commit a layer at the same moment if all of them
+hold the plan, and they may drop a plan together at any moment. Each rank queues its statuses in order, and a status can
+be lost in transit.
 """
 
 from __future__ import annotations
@@ -20,51 +21,53 @@ from eplb_core.wire.agent import Hello, PlanState, Shape
 from eplb_service.control.core.deployed_layout import DeployedLayout
 from eplb_service.control.core.plan_tracker import PlanTracker
 
-LAYERS, EXPERTS, SLOTS = 2, 4, 2
+LAYERS = 2
+EXPERTS = 4
+SLOTS = 2
 RANKS_BY_FORMING = (3, 2)
-"""The group is formed with three ranks, and again with two."""
+"""Number of ranks in each forming of the group: three at first, then two."""
 
 
-class Given(NamedTuple):
-    """A plan as a service of this term offered it."""
+class OfferedPlan(NamedTuple):
+    """A plan that a service offered, together with that service's leader term."""
 
     plan: int
     layers: tuple[int, ...]
     term: int
     forming: int
-    path: tuple[Given, ...]
-    """Plans, one entry for each layer that was switched, that led to where this one starts."""
+    path: tuple[OfferedPlan, ...]
+    """Plans that led to the layout this one starts from, with one entry per committed layer."""
 
 
 class Version(NamedTuple):
-    """Where a forming of the group is: by which plans' layers it got there."""
+    """Layout version of a forming of the group, identified by the plans whose layers it has committed."""
 
     forming: int
-    path: tuple[Given, ...]
+    path: tuple[OfferedPlan, ...]
 
 
 @cache
 def live_at(version: Version) -> DeployedLayout:
-    """What is served at a version."""
+    """Return the layout that ranks serve at a version."""
     if not version.path:
         placement = Placement.linear(LAYERS, EXPERTS, RANKS_BY_FORMING[version.forming], SLOTS)
         return DeployedLayout.of(placement, placement.default_log2phy(), 0, (0,) * LAYERS)
-    given = version.path[-1]
+    offered = version.path[-1]
     before = live_at(Version(version.forming, version.path[:-1]))
-    update = offer_of(given).decision.layers[len(version.path) - 1 - len(given.path)]
+    update = offer_of(offered).decision.layers[len(version.path) - 1 - len(offered.path)]
     return before.with_layer(update.layer, update.phy2log_RS, update.log2phy_RE)
 
 
 @cache
-def offer_of(given: Given) -> PlanTracker:
-    """The offer itself."""
-    base = live_at(Version(given.forming, given.path))
-    layers = given.layers
+def offer_of(offered: OfferedPlan) -> PlanTracker:
+    """Return the tracker of an offered plan. Calls with equal plans return the same object."""
+    base = live_at(Version(offered.forming, offered.path))
+    layers = offered.layers
     verdicts = tuple(
         LayerVerdict(layer, 1.5, 1.1, 1.01, 2, layer in layers, "test") for layer in range(LAYERS)
     )
-    updates = tuple(_update(base, layer, 1 + given.plan) for layer in layers)
-    return PlanTracker.of(1 + given.plan + 10 * given.term, base, Plan(updates, verdicts))
+    updates = tuple(_update(base, layer, 1 + offered.plan) for layer in layers)
+    return PlanTracker.of(1 + offered.plan + 10 * offered.term, base, Plan(updates, verdicts))
 
 
 def _update(base: DeployedLayout, layer: int, turn: int) -> LayerPlan:
@@ -74,12 +77,12 @@ def _update(base: DeployedLayout, layer: int, turn: int) -> LayerPlan:
 
 @cache
 def hello_at(version: Version, rank: int) -> Hello:
-    """How a rank introduces itself there."""
+    """Return the Hello that a rank sends at a version."""
     live = live_at(version)
     return Hello(
         deployment="decode",
         rank=rank,
-        node="here",
+        node="node-0",
         token_group=rank,
         group_id=f"forming {version.forming}",
         shape=Shape(RANKS_BY_FORMING[version.forming], LAYERS, EXPERTS, SLOTS, 64),
@@ -93,14 +96,14 @@ def hello_at(version: Version, rank: int) -> Hello:
 
 @cache
 def stranger_at(rank: int) -> Hello:
-    """How one introduces itself that is no rank of any forming."""
+    """Return the Hello of a client that belongs to no forming of the group."""
     return replace(hello_at(Version(0, ()), rank), group_id="forming of a stranger")
 
 
 class Status(NamedTuple):
-    """What a rank reports of a plan: which plan, what, and the version that was served when it was said."""
+    """A rank's status report on a plan, with the version that the rank served when it queued the report."""
 
-    given: Given
+    offered: OfferedPlan
     state: int
     layer: int
     version: Version
@@ -110,97 +113,100 @@ class Rank(NamedTuple):
     """One rank's agent."""
 
     service: int | None = None
-    """The service that its stream leads to."""
+    """Index of the service that the rank is connected to."""
     term: int = 0
-    """The highest leader term that it has heard of."""
-    held: Given | None = None
-    coming: Given | None = None
-    """A plan on its way here, on the present stream."""
-    call: Given | None = None
-    """The plan named by a call-off that is on its way to this rank, behind the plan itself."""
-    stops: bool = False
-    """True if the rank holds a plan and knows that it is called off."""
+    """Highest leader term that the rank has received."""
+    held_plan: OfferedPlan | None = None
+    plan_in_flight: OfferedPlan | None = None
+    """A plan that was sent on the current stream but has not arrived."""
+    call_off_in_flight: OfferedPlan | None = None
+    """The plan of a call-off that was sent but has not arrived. The call-off arrives after the plan itself."""
+    is_called_off: bool = False
+    """True if the rank holds a plan and has received its call-off."""
     statuses: tuple[Status, ...] = ()
-    said: Status | None = None
-    """The last status that was received, for one that comes twice."""
-    shown: Version | None = None
-    """The newest version that the present stream has reported."""
+    last_status: Status | None = None
+    """The last status that reached the service. A fault can deliver it again."""
+    reported_version: Version | None = None
+    """Newest version that the rank has reported on the current stream."""
 
 
 class Crew(NamedTuple):
-    """All ranks of the present forming of the group."""
+    """All ranks of the current forming of the group."""
 
     version: Version
     ranks: tuple[Rank, ...]
 
     @classmethod
     def formed(cls, forming: int, term: int = 0) -> Crew:
-        """A group that has just met; its agents are new, and know of no service."""
+        """Return a new group, whose agents are not connected to any service."""
         return cls(Version(forming, ()), (Rank(term=term),) * RANKS_BY_FORMING[forming])
 
     def with_rank(self, rank: int, **changes: Any) -> Crew:
-        """One rank changed."""
+        """Return a copy with one rank changed."""
         return self._replace(
             ranks=(*self.ranks[:rank], self.ranks[rank]._replace(**changes), *self.ranks[rank + 1 :])
         )
 
-    def hears(self, rank: int) -> Crew:
-        """The plan on its way arrives: it is taken, or refused with a status."""
-        one = self.ranks[rank]
-        given = one.coming
-        assert given is not None
-        crew = self.with_rank(rank, coming=None)
-        if one.held == given:
+    def receive_plan(self, rank: int) -> Crew:
+        """Deliver the plan in flight: the rank accepts it, or queues a status that rejects it."""
+        agent = self.ranks[rank]
+        offered = agent.plan_in_flight
+        assert offered is not None
+        crew = self.with_rank(rank, plan_in_flight=None)
+        if agent.held_plan == offered:
             return crew
-        offer, live = offer_of(given), live_at(self.version)
+        offer = offer_of(offered)
+        live = live_at(self.version)
         fits = (
-            given.forming == self.version.forming
+            offered.forming == self.version.forming
             and (offer.base_epoch, offer.base_digest) == (live.epoch, live.digest)
-            and given.term >= one.term
-            and one.held is None
+            and offered.term >= agent.term
+            and agent.held_plan is None
         )
         if fits:
-            return crew.with_rank(rank, held=given, term=given.term)
-        return crew.says(rank, given, PlanState.REFUSED)
+            return crew.with_rank(rank, held_plan=offered, term=offered.term)
+        return crew.report(rank, offered, PlanState.REFUSED)
 
-    def hears_call(self, rank: int) -> Crew:
-        """Deliver the call-off: the rank will vote the plan down, or report that it does not hold it."""
-        one = self.ranks[rank]
-        given = one.call
-        assert given is not None
-        crew = self.with_rank(rank, call=None)
-        if one.held == given:
-            return crew.with_rank(rank, stops=True)
-        return crew.says(rank, given, PlanState.CALLED_OFF)
+    def receive_call_off(self, rank: int) -> Crew:
+        """Deliver the call-off: the rank will vote against the plan, or reports that it does not hold it."""
+        agent = self.ranks[rank]
+        offered = agent.call_off_in_flight
+        assert offered is not None
+        crew = self.with_rank(rank, call_off_in_flight=None)
+        if agent.held_plan == offered:
+            return crew.with_rank(rank, is_called_off=True)
+        return crew.report(rank, offered, PlanState.CALLED_OFF)
 
     @property
     def may_commit(self) -> bool:
-        """Whether all hold one plan."""
-        held = {rank.held for rank in self.ranks}
-        return len(held) == 1 and None not in held
+        """True if all ranks hold the same plan."""
+        plans = {rank.held_plan for rank in self.ranks}
+        return len(plans) == 1 and None not in plans
 
-    def commits(self) -> Crew:
-        """All switch the next layer of the plan that all hold."""
-        given = self.ranks[0].held
-        assert given is not None
-        layers = offer_of(given).decision.layers
-        index = len(self.version.path) - len(given.path)
-        crew = self._replace(version=Version(self.version.forming, (*self.version.path, given)))
+    def commit(self) -> Crew:
+        """Commit the next layer of the plan on all ranks."""
+        offered = self.ranks[0].held_plan
+        assert offered is not None
+        layers = offer_of(offered).decision.layers
+        index = len(self.version.path) - len(offered.path)
+        crew = self._replace(version=Version(self.version.forming, (*self.version.path, offered)))
         for rank in range(len(self.ranks)):
-            crew = crew.says(rank, given, PlanState.COMMITTED, layers[index].layer)
+            crew = crew.report(rank, offered, PlanState.COMMITTED, layers[index].layer)
             if index + 1 == len(layers):
-                crew = crew.with_rank(rank, held=None, stops=False)
+                crew = crew.with_rank(rank, held_plan=None, is_called_off=False)
         return crew
 
-    def drops(self, state: int = PlanState.ABORTED) -> Crew:
-        """Whatever is held is given up by all: some rank voted so, or a deadline has passed."""
+    def drop(self, state: int = PlanState.ABORTED) -> Crew:
+        """Drop the plan on every rank that holds it, because a rank voted against it or a deadline passed."""
         crew = self
-        for rank, one in enumerate(self.ranks):
-            if one.held is not None:
-                crew = crew.says(rank, one.held, state).with_rank(rank, held=None, stops=False)
+        for rank, agent in enumerate(self.ranks):
+            if agent.held_plan is not None:
+                crew = crew.report(rank, agent.held_plan, state).with_rank(
+                    rank, held_plan=None, is_called_off=False
+                )
         return crew
 
-    def says(self, rank: int, given: Given, state: int, layer: int = 0) -> Crew:
-        """A status goes into the rank's outbox."""
-        status = Status(given, state, layer, self.version)
+    def report(self, rank: int, offered: OfferedPlan, state: int, layer: int = 0) -> Crew:
+        """Queue a status at the rank."""
+        status = Status(offered, state, layer, self.version)
         return self.with_rank(rank, statuses=(*self.ranks[rank].statuses, status))

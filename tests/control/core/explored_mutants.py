@@ -1,4 +1,4 @@
-"""Deployments with one thing broken, each in another way: the explorer has to catch every one."""
+"""Deployments with one defect each. The explorer must catch every one of them."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from tests.control.core.explored_state import Faults, Scenario
 from tests.exploring import Walk
 
 
-def answering(name: str, method: str, answer: object = None) -> type[Deployment]:
-    """A deployment one of whose methods does nothing but answer this."""
+def with_stub(name: str, method: str, answer: object = None) -> type[Deployment]:
+    """Return a ``Deployment`` subclass in which ``method`` does nothing and returns ``answer``."""
     return type(name, (Deployment,), {method: lambda *_: answer})
 
 
-class OffersWhileRanksAreAstray(Deployment):
+class OffersWhileRanksDisagree(Deployment):
     def obstacle(self) -> str | None:
-        found = super().obstacle()
-        return None if found is not None and "not at epoch" in found else found
+        reason = super().obstacle()
+        return None if reason is not None and "not at epoch" in reason else reason
 
 
-class PlansBesideAPlan(Deployment):
+class OffersASecondPlan(Deployment):
     def tick(self, now: float) -> None:
         self.plan = None
 
 
-class ReadsHeatUnderWhatItOffered(Deployment):
+class ReadsHeatUnderTheOfferedPlacement(Deployment):
     def offer(self, offer: PlanTracker, now: float) -> None:
         super().offer(offer, now)
         assert self.heat is not None
@@ -39,7 +39,7 @@ class ReadsHeatUnderWhatItOffered(Deployment):
             self.heat.placements.place(update.layer, epoch, update.phy2log_RS, update.log2phy_RE)
 
 
-class ReadsHeatUnderTheOldLayer(Deployment):
+class ReadsHeatUnderTheOldPlacement(Deployment):
     def _commit(self, group: Group, before: object, plan: PlanTracker, update: LayerPlan) -> None:
         assert self.live is not None
         old_RS = self.live.placement.phy2log_LRS[update.layer]
@@ -48,39 +48,39 @@ class ReadsHeatUnderTheOldLayer(Deployment):
         self.heat.placements.place(update.layer, self.live.epoch, old_RS, update.log2phy_RE)
 
 
-class BelievesWhatItOffered(Deployment):
+class CommitsALayerAtTheOffer(Deployment):
     def offer(self, offer: PlanTracker, now: float) -> None:
         super().offer(offer, now)
         assert self.plan is not None
         self._advance(self.plan, replace(self.plan, committed=1))
 
 
-class TakesAnyEndForSuccess(Deployment):
+class RecordsEveryPlanAsDone(Deployment):
     def _close_plan(self) -> None:
         if self.plan is not None and self.plan.outcome is not None:
             self.plan = replace(self.plan, outcome=Outcome.DONE)
         super()._close_plan()
 
 
-class EndsWithTheFirstAnswer(Deployment):
-    """Ends a called-off plan once one rank reports that it does not hold it, although others may."""
+class EndsAtTheFirstCallOffReply(Deployment):
+    """Ends a called-off plan once one rank reports that it does not hold it, although other ranks may."""
 
     def _advance(self, before: PlanTracker, after: PlanTracker) -> None:
         ends = after.called_off and after.objections and after.outcome is None
         super()._advance(before, replace(after, outcome=Outcome.CALLED_OFF) if ends else after)
 
 
-class BelievesEachWordAgain(Deployment):
+class CommitsALayerTwice(Deployment):
     def _advance(self, before: PlanTracker, after: PlanTracker) -> None:
-        known = before.committed if after.committed > before.committed else 0
-        for update in after.decision.layers[known : after.committed]:
+        first_new = before.committed if after.committed > before.committed else 0
+        for update in after.decision.layers[first_new : after.committed]:
             if self.group is not None and self.live is not None:
                 self._commit(self.group, self.live, after, update)
         super()._advance(before, after)
 
 
-class ForgetsAPlanThatHasEnded(Deployment):
-    """What comes late is of no use to it, and it never asks the ranks again."""
+class ForgetsEndedPlans(Deployment):
+    """Ignores late statuses, and never asks the ranks for a new Hello."""
 
     def _close_plan(self) -> None:
         super()._close_plan()
@@ -90,14 +90,14 @@ class ForgetsAPlanThatHasEnded(Deployment):
         pass
 
 
-class TakesAnyGroupForItsOwn(Deployment):
+class AcceptsAnyGroupId(Deployment):
     def hello(self, hello: Hello) -> None:
         if self.group is not None:
             hello = replace(hello, group_id=self.group.group_id)
         super().hello(hello)
 
 
-class GivesWayToAnyGroup(Deployment):
+class YieldsToAnyGroup(Deployment):
     def _replace_group(self, hello: Hello) -> None:
         if self.group is not None and hello.group_id != self.group.group_id:
             for member in self.group.connected:
@@ -105,14 +105,14 @@ class GivesWayToAnyGroup(Deployment):
         super()._replace_group(hello)
 
 
-class KeepsTheHeatOfTheGroupBefore(Deployment):
+class KeepsTheHeatOfThePreviousGroup(Deployment):
     def _replace_group(self, hello: Hello) -> None:
         heat = self.heat
         super()._replace_group(hello)
         self.heat = heat
 
 
-class KeepsWhatARankSaidBeforeItLeft(Deployment):
+class KeepsTheVersionOfADepartedRank(Deployment):
     class Memory(Group):
         def without_stream(self, rank: int) -> Group:
             return self.with_member(rank, connected=False)
@@ -123,74 +123,78 @@ class KeepsWhatARankSaidBeforeItLeft(Deployment):
             self.group = self.Memory(self.group.group_id, self.group.shape)
 
 
-class NeverAsksAGroupThatIsHalfThereAgain(Deployment):
+class NeverAsksAnIncompleteGroupForANewHello(Deployment):
     def _trust_ranks(self, rank: int) -> None:
         if self.live is not None:
             super()._trust_ranks(rank)
 
 
-class WaitsForRanksThatAreThere(Deployment):
+class NeverEndsOutdatedStreams(Deployment):
     def tick(self, now: float) -> None:
         events = list(self.events)
         super().tick(now)
         self.events = [*events, *(event for event in self.events if not isinstance(event, StreamsOutdated))]
 
 
-class OffersThoughRanksFollowAnother(Deployment):
+class OffersWhileOutdated(Deployment):
     @property
     def outdated(self) -> str | None:
         return None
 
 
-class TakesAnyFormingToBeOverdue(Deployment):
+class TreatsEveryFormingAsOverdue(Deployment):
     def _replace_group(self, hello: Hello) -> None:
         self.attendance = replace(self.attendance, forming_overdue=True)
         super()._replace_group(hello)
 
 
-class WaitsForAFormingThatNeverCompletes(Deployment):
+class NeverTimesOutAForming(Deployment):
     def _look_at_clock(self, now: float) -> None:
         super()._look_at_clock(now)
         self.attendance = replace(self.attendance, forming_overdue=False)
 
 
-_ONE = ((0,),)
-_TRIALS = [
-    Scenario(machine.__name__, faults, machine=machine, **other)
-    for machine, faults, other in (
-        (OffersWhileRanksAreAstray, Faults(), {}),
-        (PlansBesideAPlan, Faults(), {}),
-        (answering("NeverGivesAPlanUp", "tick"), Faults(losses=1), {"plans": _ONE}),
-        (ReadsHeatUnderWhatItOffered, Faults(), {}),
-        (ReadsHeatUnderTheOldLayer, Faults(), {}),
-        (BelievesWhatItOffered, Faults(), {}),
-        (TakesAnyEndForSuccess, Faults(), {"plans": _ONE}),
-        (EndsWithTheFirstAnswer, Faults(calls=1), {"plans": _ONE}),
-        (BelievesEachWordAgain, Faults(), {}),
-        (ForgetsAPlanThatHasEnded, Faults(losses=1), {"plans": _ONE}),
-        (answering("NeverAsksRanksAgain", "_trust_ranks"), Faults(restarts=1), {"plans": _ONE}),
-        (answering("KeepsThePlanOfAGroupThatIsGone", "_interrupt_plan"), Faults(reforms=1), {"plans": _ONE}),
-        (TakesAnyGroupForItsOwn, Faults(reforms=1), {"plans": _ONE}),
-        (GivesWayToAnyGroup, Faults(squats=1), {"plans": _ONE}),
-        (KeepsTheHeatOfTheGroupBefore, Faults(reforms=1), {"plans": _ONE}),
-        (answering("NeverLetsARankGo", "leave"), Faults(cuts=1), {"plans": _ONE}),
-        (KeepsWhatARankSaidBeforeItLeft, Faults(cuts=1, restarts=1), {"plans": _ONE}),
-        (NeverAsksAGroupThatIsHalfThereAgain, Faults(restarts=1), {"plans": _ONE}),
-        (WaitsForRanksThatAreThere, Faults(restarts=1, deaf=1), {"plans": _ONE}),
+_ONE_PLAN = ((0,),)
+_SCENARIOS = [
+    Scenario(machine.__name__, faults, machine=machine, **options)
+    for machine, faults, options in (
+        (OffersWhileRanksDisagree, Faults(), {}),
+        (OffersASecondPlan, Faults(), {}),
+        (with_stub("NeverTimesOutAPlan", "tick"), Faults(losses=1), {"plans": _ONE_PLAN}),
+        (ReadsHeatUnderTheOfferedPlacement, Faults(), {}),
+        (ReadsHeatUnderTheOldPlacement, Faults(), {}),
+        (CommitsALayerAtTheOffer, Faults(), {}),
+        (RecordsEveryPlanAsDone, Faults(), {"plans": _ONE_PLAN}),
+        (EndsAtTheFirstCallOffReply, Faults(call_offs=1), {"plans": _ONE_PLAN}),
+        (CommitsALayerTwice, Faults(), {}),
+        (ForgetsEndedPlans, Faults(losses=1), {"plans": _ONE_PLAN}),
+        (with_stub("NeverAsksForANewHello", "_trust_ranks"), Faults(restarts=1), {"plans": _ONE_PLAN}),
         (
-            OffersThoughRanksFollowAnother,
-            Faults(cuts=1, strays=1),
-            {"plans": _ONE, "services": 2, "forming": 1},
+            with_stub("KeepsThePlanOfADepartedGroup", "_interrupt_plan"),
+            Faults(reforms=1),
+            {"plans": _ONE_PLAN},
         ),
-        (answering("GivesAnybodyASeat", "renews", True), Faults(squats=1), {"plans": _ONE}),
-        (TakesAnyFormingToBeOverdue, Faults(squats=1), {"plans": _ONE}),
-        (WaitsForAFormingThatNeverCompletes, Faults(squats=1), {"plans": _ONE, "joined": False}),
+        (AcceptsAnyGroupId, Faults(reforms=1), {"plans": _ONE_PLAN}),
+        (YieldsToAnyGroup, Faults(squats=1), {"plans": _ONE_PLAN}),
+        (KeepsTheHeatOfThePreviousGroup, Faults(reforms=1), {"plans": _ONE_PLAN}),
+        (with_stub("NeverRemovesARank", "leave"), Faults(cuts=1), {"plans": _ONE_PLAN}),
+        (KeepsTheVersionOfADepartedRank, Faults(cuts=1, restarts=1), {"plans": _ONE_PLAN}),
+        (NeverAsksAnIncompleteGroupForANewHello, Faults(restarts=1), {"plans": _ONE_PLAN}),
+        (NeverEndsOutdatedStreams, Faults(restarts=1, hangs=1), {"plans": _ONE_PLAN}),
+        (
+            OffersWhileOutdated,
+            Faults(cuts=1, strays=1),
+            {"plans": _ONE_PLAN, "services": 2, "forming": 1},
+        ),
+        (with_stub("LetsAnyClientRenewARank", "renews", True), Faults(squats=1), {"plans": _ONE_PLAN}),
+        (TreatsEveryFormingAsOverdue, Faults(squats=1), {"plans": _ONE_PLAN}),
+        (NeverTimesOutAForming, Faults(squats=1), {"plans": _ONE_PLAN, "joined": False}),
     )
 ]
-"""Each mutant with the scenario that gives it away soonest."""
+"""Each mutant with the scenario that catches it fastest."""
 
 
 def hunt() -> Iterator[tuple[str, Walk]]:
-    """Each mutant's name and walk; one that broke no promise has got away."""
-    for scenario in _TRIALS:
+    """Yield each mutant's name and walk. A mutant whose walk broke no promise has survived."""
+    for scenario in _SCENARIOS:
         yield scenario.name, walk(scenario)

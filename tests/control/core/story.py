@@ -1,4 +1,4 @@
-"""A deployment's state machine and its ranks, without a server: stories of what can happen to them."""
+"""A deployment's state machine without a server, driven by the events of its ranks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PLAN_TIMEOUT = 10.0
 
 
 def swap_of(live: DeployedLayout, layer: int) -> LayerPlan:
-    """Two experts of ranks 0 and 1 change places."""
+    """Return a layer plan that swaps two experts between ranks 0 and 1."""
     new_RS = live.placement.phy2log_LRS[layer].copy()
     new_RS[0, 0], new_RS[1, 0] = new_RS[1, 0], new_RS[0, 0]
     moves_M5 = np.array([[1, 0, 0, 0, new_RS[0, 0]], [0, 0, 1, 0, new_RS[1, 0]]], dtype=np.int32)
@@ -35,7 +35,7 @@ def decision_of(live: DeployedLayout, *layers: int) -> Plan:
 
 
 class Story:
-    """What the ranks do; each returns the events that follow."""
+    """A deployment with methods for the actions of its ranks. Most return the resulting events."""
 
     def __init__(self, pending_steps: int = 8) -> None:
         self.deployment = Deployment("decode", Limits(8, pending_steps, PLAN_TIMEOUT))
@@ -43,10 +43,10 @@ class Story:
         self.now = 0.0
 
     def joins(self, *ranks: int, live: DeployedLayout | None = None, group_id: str = "first") -> list[Event]:
-        """Ranks (all of them where none is named) say Hello, serving ``live``."""
+        """Send a Hello from each of ``ranks``, by default all, that reports the layout ``live``."""
         for rank in ranks or range(RANKS):
             self.deployment.hello(decode_hello(hello_of(live or self.live, rank, group_id=group_id)))
-        return self.news()
+        return self.new_events()
 
     def leaves(self, *ranks: int) -> None:
         for rank in ranks or range(RANKS):
@@ -58,11 +58,12 @@ class Story:
         self.deployment.offer(offer, self.now)
         return offer
 
-    def says(
+    def reports(
         self, rank: int, offer: PlanTracker, state: PlanState, layer: int = 0, reason: str = ""
     ) -> list[Event]:
-        """A status; COMMITTED with the version that the plan gives."""
-        epoch, digest = offer.base_epoch, offer.base_digest
+        """Report a plan status. A COMMITTED status carries the version that the plan assigns to the layer."""
+        epoch = offer.base_epoch
+        digest = offer.base_digest
         for update, version in zip(offer.decision.layers, offer.versions, strict=True):
             if state == PlanState.COMMITTED and update.layer == layer:
                 epoch, digest = version
@@ -70,29 +71,29 @@ class Story:
             plan_id=offer.plan_id, layer=layer, state=state, reason=reason, epoch=epoch, digest=digest
         )
         self.deployment.plan_status(rank, status, self.now)
-        return self.news()
+        return self.new_events()
 
     def commits(self, offer: PlanTracker, *layers: int, ranks: range = range(RANKS)) -> list[Event]:
         return [
             event
             for layer in layers
             for rank in ranks
-            for event in self.says(rank, offer, PlanState.COMMITTED, layer)
+            for event in self.reports(rank, offer, PlanState.COMMITTED, layer)
         ]
 
-    def beats(self, rank: int, epoch: int, digest: int, error: str = "", step: int = 1) -> list[Event]:
+    def heartbeat(self, rank: int, epoch: int, digest: int, error: str = "", step: int = 1) -> list[Event]:
         message = Heartbeat(step=step, epoch=epoch, digest=digest, error=error)
         self.deployment.heartbeat(rank, message)
-        return self.news()
+        return self.new_events()
 
-    def counts(
+    def reports_heat(
         self,
         first_step: int,
         steps: int,
         epochs: tuple[int, ...] = (0,) * LAYERS,
         ranks: range = range(RANKS),
     ) -> None:
-        """Every rank of ``ranks`` reports ``steps`` steps with one token in each slot."""
+        """Report ``steps`` steps from each of ``ranks``, with one token in each slot."""
         ones = np.ones((steps, LAYERS, SLOTS), dtype=np.int32)
         for rank in ranks:
             self.deployment.heat_report(
@@ -103,17 +104,17 @@ class Story:
     def waits(self, seconds: float) -> list[Event]:
         self.now += seconds
         self.deployment.tick(self.now)
-        return self.news()
+        return self.new_events()
 
-    def works(self, seconds: float) -> list[Event]:
-        """All ranks make a step each second."""
+    def steps_for(self, seconds: float) -> list[Event]:
+        """Let time pass while every rank makes one step per second."""
         events = []
         for _ in range(round(seconds)):
             for member in self.deployment.connected:
-                self.beats(member.rank, *member.version, step=member.step + 1)
+                self.heartbeat(member.rank, *member.version, step=member.step + 1)
             events += self.waits(1)
         return events
 
-    def news(self) -> list[Event]:
-        """Events since the last time."""
+    def new_events(self) -> list[Event]:
+        """Return the events since the last call."""
         return self.deployment.take_events()

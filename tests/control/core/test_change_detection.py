@@ -1,4 +1,4 @@
-"""The service tests every step for a change of heat, and decides on the same steps however long the reports are."""
+"""The service tests every step for a change of heat, and decides on the same steps at any report length."""
 
 from __future__ import annotations
 
@@ -21,156 +21,158 @@ from tests.control.fake_group import LAYERS, RANKS, SLOTS, first_placement, hell
 
 OUTLOOK = Outlook(Promise(np.zeros(0), np.zeros(0), np.zeros(0), 0))
 CHANGE = 100
-"""Step from which on rank 0 receives three times as many tokens."""
+"""Step from which rank 0 receives three times its tokens."""
 
 
-def deployment() -> Deployment:
+def new_deployment() -> Deployment:
     """Return a deployment whose ranks are all connected; its first decision is due after 16 steps."""
-    made = Deployment("decode", Limits(256, 256, PLAN_TIMEOUT, interval=16))
+    deployment = Deployment("decode", Limits(256, 256, PLAN_TIMEOUT, interval=16))
     live = live_of(first_placement())
     for rank in range(RANKS):
-        made.hello(decode_hello(hello_of(live, rank)))
-    assert made.decisions.pace is not None
-    made.decisions = replace(made.decisions, pace=replace(made.decisions.pace, longest=512))
-    return made
+        deployment.hello(decode_hello(hello_of(live, rank)))
+    assert deployment.decisions.pace is not None
+    deployment.decisions = replace(deployment.decisions, pace=replace(deployment.decisions.pace, longest=512))
+    return deployment
 
 
-def report(made: Deployment, first: int, steps: int) -> None:
+def report(deployment: Deployment, first: int, steps: int) -> None:
     for rank in range(RANKS):
         counts = np.full((steps, LAYERS, SLOTS), 1000, dtype=np.int32)
         if rank == 0:
             counts[max(CHANGE - first, 0) :] = 3000
         phases = np.full(steps, StepPhase.DECODE, dtype=np.uint8)
-        made.heat_report(rank, HeatReport(first, (0,) * LAYERS, counts, phases))
+        deployment.heat_report(rank, HeatReport(first, (0,) * LAYERS, counts, phases))
 
 
-def decide(made: Deployment) -> None:
-    made.deciding()
-    assert made.heat is not None
+def decide(deployment: Deployment) -> None:
+    deployment.deciding()
+    assert deployment.heat is not None
     channels = LAYERS + 1
-    par = float(made.heat.newest_par(made.assembled - 1, (0,) * LAYERS).mean())
+    par = float(deployment.heat.newest_par(deployment.assembled - 1, (0,) * LAYERS).mean())
     promise = Promise(np.full(channels, par), np.full(channels, 1e-4), np.ones(channels), 16)
-    made.decided(Outlook(promise), changed=False)
+    deployment.decided(Outlook(promise), changed=False)
 
 
 @pytest.mark.parametrize("steps", [1, 4, 16, 64])
-def test_decisions_fall_on_the_same_steps_however_long_reports_are(steps: int) -> None:
-    made = deployment()
-    found = []
+def test_decisions_fall_on_the_same_steps_at_any_report_length(steps: int) -> None:
+    deployment = new_deployment()
+    decisions = []
     for first in range(0, 192, steps):
-        report(made, first, steps)
-        more = True
-        while more:
-            more = made.put_together(4)
-            assert made.decisions.pace is not None
-            if made.decisions.pace.due:
-                found.append((made.assembled, made.decisions.settling))
-                decide(made)
-    assert found[:3] == [(16, False), (40, False), (88, False)]
+        report(deployment, first, steps)
+        has_steps = True
+        while has_steps:
+            has_steps = deployment.put_together(4)
+            assert deployment.decisions.pace is not None
+            if deployment.decisions.pace.due:
+                decisions.append((deployment.assembled, deployment.decisions.settling))
+                decide(deployment)
+    assert decisions[:3] == [(16, False), (40, False), (88, False)]
     # Decisions follow when the change is 4, 8 and 16 steps old.
-    assert found[3:6] == [(104, True), (108, True), (116, True)]
+    assert decisions[3:6] == [(104, True), (108, True), (116, True)]
 
 
-def plan(made: Deployment, plan_id: int = 1) -> PlanTracker:
+def plan(deployment: Deployment, plan_id: int = 1) -> PlanTracker:
     """Decide on the newest steps to change two layers, offer the plan and return it."""
-    assert made.live is not None
-    assert made.heat is not None
-    decision = decision_of(made.live, 0, 1)
-    window = Window(made.heat.newest_heat(made.assembled - 1))
-    split = made.live.serving.changed_by(decision).split_of(window, "tables")
+    assert deployment.live is not None
+    assert deployment.heat is not None
+    decision = decision_of(deployment.live, 0, 1)
+    window = Window(deployment.heat.newest_heat(deployment.assembled - 1))
+    split = deployment.live.serving.changed_by(decision).split_of(window, "tables")
     par = float(split.par_of_steps(window.heat_TLE, 0).mean())
     promise = Promise(np.full(LAYERS + 1, par), np.full(LAYERS + 1, 1e-4), np.ones(LAYERS + 1), 16)
-    made.deciding()
-    made.decided(Outlook(promise, planned=split), changed=True)
-    made.offer(PlanTracker.of(plan_id, made.live, decision), 0.0)
-    assert made.plan is not None
-    return made.plan
+    deployment.deciding()
+    deployment.decided(Outlook(promise, planned=split), changed=True)
+    deployment.offer(PlanTracker.of(plan_id, deployment.live, decision), 0.0)
+    assert deployment.plan is not None
+    return deployment.plan
 
 
-def found_outdated(made: Deployment, first: int, last: int) -> int | None:
+def step_of_doubt(deployment: Deployment, first: int, last: int) -> int | None:
     """Report steps until ``last``; return the step at which the plan may be outdated, or None."""
     for step in range(first, last, 4):
-        report(made, step, 4)
-        while made.put_together(1):
+        report(deployment, step, 4)
+        while deployment.put_together(1):
             pass
-        if made.may_call_off:
-            return made.assembled
+        if deployment.may_call_off:
+            return deployment.assembled
     return None
 
 
-def test_a_change_is_seen_while_a_plan_is_under_way() -> None:
-    made = deployment()
-    report(made, 0, 16)
-    made.put_together()
-    under_way = plan(made)
-    assert found_outdated(made, 16, 192) == CHANGE + 4
-    made.weighing()
-    assert not made.may_call_off, "heat is looked at once at a time"
-    assert made.weighed(OUTLOOK, under_way.plan_id, 0.0)
-    assert made.obstacle() == "plan 1 is being called off"
-    assert not made.may_call_off
+def test_a_change_during_a_plan_calls_the_plan_off() -> None:
+    deployment = new_deployment()
+    report(deployment, 0, 16)
+    deployment.put_together()
+    current_plan = plan(deployment)
+    assert step_of_doubt(deployment, 16, 192) == CHANGE + 4
+    deployment.weighing()
+    assert not deployment.may_call_off, "only one check runs at a time"
+    assert deployment.weighed(OUTLOOK, current_plan.plan_id, 0.0)
+    assert deployment.obstacle() == "plan 1 is being called off"
+    assert not deployment.may_call_off
 
 
-def test_heat_that_has_not_changed_and_a_pause_leave_a_plan_alone() -> None:
-    made = deployment()
-    report(made, 0, 16)
-    made.put_together()
-    under_way = plan(made)
-    assert found_outdated(made, 16, 192) is not None
-    made.set_paused(True)
-    assert not made.may_call_off
-    made.set_paused(False)
-    made.weighing()
-    assert not made.weighed(replace(OUTLOOK, burst=True), under_way.plan_id, 0.0)
-    assert made.plan is under_way
+def test_a_pause_or_a_burst_does_not_call_the_plan_off() -> None:
+    deployment = new_deployment()
+    report(deployment, 0, 16)
+    deployment.put_together()
+    current_plan = plan(deployment)
+    assert step_of_doubt(deployment, 16, 192) is not None
+    deployment.set_paused(True)
+    assert not deployment.may_call_off
+    deployment.set_paused(False)
+    deployment.weighing()
+    assert not deployment.weighed(replace(OUTLOOK, burst=True), current_plan.plan_id, 0.0)
+    assert deployment.plan is current_plan
 
 
-def test_of_two_plans_one_switches_a_layer_however_often_heat_changes() -> None:
-    made = deployment()
-    report(made, 0, 16)
-    made.put_together()
-    first = plan(made)
-    assert found_outdated(made, 16, 192) == CHANGE + 4
-    made.weighing()
-    assert made.weighed(OUTLOOK, first.plan_id, 0.0)
+def test_the_second_plan_in_a_row_cannot_be_called_off_before_its_first_commit() -> None:
+    deployment = new_deployment()
+    report(deployment, 0, 16)
+    deployment.put_together()
+    first = plan(deployment)
+    assert step_of_doubt(deployment, 16, 192) == CHANGE + 4
+    deployment.weighing()
+    assert deployment.weighed(OUTLOOK, first.plan_id, 0.0)
     for rank in range(RANKS):
-        made.plan_status(rank, PlanStatus(1, PlanState.CALLED_OFF), 0.0)
-    assert made.plan is None
-    assert made.decisions.pace is not None
-    assert made.decisions.pace.due
+        deployment.plan_status(rank, PlanStatus(1, PlanState.CALLED_OFF), 0.0)
+    assert deployment.plan is None
+    assert deployment.decisions.pace is not None
+    assert deployment.decisions.pace.due
     # Pretend that heat has changed again since the second decision.
-    second = plan(made, plan_id=2)
-    made.decisions = replace(made.decisions, pace=made.decisions.pace.hastened(), answered=None)
-    assert not made.may_call_off
-    made.plan = replace(second, committed=1)
-    assert made.may_call_off
+    second = plan(deployment, plan_id=2)
+    deployment.decisions = replace(
+        deployment.decisions, pace=deployment.decisions.pace.hastened(), answered=None
+    )
+    assert not deployment.may_call_off
+    deployment.plan = replace(second, committed=1)
+    assert deployment.may_call_off
 
 
-def test_steps_that_wait_for_the_loop_are_tested_as_well() -> None:
-    made = deployment()
-    report(made, 0, 16)
-    made.put_together()
-    decide(made)
-    # Nobody assembles these reports before the next ones come.
+def test_steps_that_wait_for_assembly_are_tested_for_a_change() -> None:
+    deployment = new_deployment()
+    report(deployment, 0, 16)
+    deployment.put_together()
+    decide(deployment)
+    # These reports are not assembled before the next ones arrive.
     for first in range(16, 144, 16):
-        report(made, first, 16)
-    assert made.decisions.pace is not None
-    assert made.decisions.pace.alarm is not None
+        report(deployment, first, 16)
+    assert deployment.decisions.pace is not None
+    assert deployment.decisions.pace.alarm is not None
 
 
-def test_ranks_are_asked_for_short_reports_while_heat_has_just_changed() -> None:
-    made = deployment()
+def test_ranks_send_short_reports_right_after_a_change() -> None:
+    deployment = new_deployment()
     feed = HeatFeed(256)
-    usual = feed.reporting(made).report_steps
+    usual = feed.reporting(deployment).report_steps
     lengths = {}
     for first in range(0, 160, 4):
-        report(made, first, 4)
-        while made.put_together(1):
+        report(deployment, first, 4)
+        while deployment.put_together(1):
             pass
-        assert made.decisions.pace is not None
-        if made.decisions.pace.due:
-            decide(made)
-        lengths[first + 4] = feed.reporting(made).report_steps
+        assert deployment.decisions.pace is not None
+        if deployment.decisions.pace.due:
+            decide(deployment)
+        lengths[first + 4] = feed.reporting(deployment).report_steps
     assert usual == 16
     assert {lengths[step] for step in range(4, CHANGE, 4)} == {usual}
     assert lengths[CHANGE + 4] == lengths[CHANGE + 8] == lengths[CHANGE + 16] == 4

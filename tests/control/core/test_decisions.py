@@ -1,4 +1,4 @@
-"""A deployment that decides on change is due by what its ranks measured, and tests only what all of a plan serves."""
+"""Decisions become due according to measured ratios. A plan's promise is tested once all its layers are committed."""
 
 from __future__ import annotations
 
@@ -43,23 +43,23 @@ def is_alarmed(decisions: Decisions) -> bool:
     return decisions.pace.alarm is not None
 
 
-def test_steps_of_one_report_are_all_counted_though_a_decision_is_due_among_them() -> None:
+def test_all_steps_of_a_report_count_even_if_a_decision_becomes_due_among_them() -> None:
     pace = serving(Decisions(pace=Pace(first=8, memory=64, longest=64)), 50, 1.2).pace
     assert pace is not None
     assert (pace.seen, pace.due) == (50, True)
 
 
-def test_what_was_kept_is_tested_at_once() -> None:
+def test_a_decision_that_keeps_all_layers_is_tested_at_once() -> None:
     decisions = decided_once().decided(OUTLOOK, LIVE, changed=False)
     assert (decisions.before, decisions.replaced_at) == (None, None)
     assert is_alarmed(serving(decisions, 4, 1.8))
 
 
-def test_a_plan_is_tested_once_all_of_it_serves_and_its_gain_is_counted_from_there() -> None:
-    under_way = serving(decided_once().decided(OUTLOOK, LIVE, changed=True), 6, 1.8)
-    assert not is_alarmed(under_way)
-    assert under_way.replaced_at is None
-    done = under_way.plan_ended(done=True)
+def test_a_plan_is_tested_and_its_gain_counted_from_its_last_commit_on() -> None:
+    current = serving(decided_once().decided(OUTLOOK, LIVE, changed=True), 6, 1.8)
+    assert not is_alarmed(current)
+    assert current.replaced_at is None
+    done = current.plan_ended(done=True)
     assert (done.before, done.replaced_at, done.promise) == (LIVE, 14, None)
     assert is_alarmed(serving(done, 4, 1.8))
 
@@ -67,7 +67,7 @@ def test_a_plan_is_tested_once_all_of_it_serves_and_its_gain_is_counted_from_the
 SPLIT = KnownSplit.of(np.ones((1, LAYERS, EXPERTS)), LIVE.placement, LIVE.log2phy_RLE, None, "tables")
 
 
-def test_a_plan_under_way_is_watched_by_the_placement_that_it_leads_to() -> None:
+def test_a_plan_in_progress_is_tested_with_the_placement_that_it_leads_to() -> None:
     decided = decided_once().decided(replace(OUTLOOK, planned=SPLIT), LIVE, changed=True)
     assert not is_alarmed(serving(decided, 6, 1.2))
     changed = serving(decided, 8, 1.8)
@@ -81,7 +81,7 @@ def test_a_plan_under_way_is_watched_by_the_placement_that_it_leads_to() -> None
 
 
 @pytest.mark.parametrize(
-    ("found", "outdated"),
+    ("findings", "outdated"),
     [
         ({}, True),
         ({"burst": True}, False),
@@ -90,10 +90,10 @@ def test_a_plan_under_way_is_watched_by_the_placement_that_it_leads_to() -> None
     ],
     ids=["a change", "a burst", "a later change", "a change too recent to decide on"],
 )
-def test_a_plan_is_outdated_by_a_change_after_its_decision(found: dict[str, Any], outdated: bool) -> None:
+def test_a_plan_is_outdated_by_a_change_after_its_decision(findings: dict[str, Any], outdated: bool) -> None:
     decided = decided_once().decided(replace(OUTLOOK, planned=SPLIT), LIVE, changed=True)
     changed = serving(decided, 10, 1.8)
-    weighed, answer = changed.weighing().weighed(replace(OUTLOOK, **found))
+    weighed, answer = changed.weighing().weighed(replace(OUTLOOK, **findings))
     assert answer is outdated
     assert weighed.pace is not None
     assert weighed.pace.due is outdated
@@ -102,16 +102,16 @@ def test_a_plan_is_outdated_by_a_change_after_its_decision(found: dict[str, Any]
     assert (ended.pace.due, ended.promise, ended.planned) == (outdated, None, None)
 
 
-def test_the_change_that_a_plan_was_made_for_does_not_outdate_it() -> None:
+def test_the_change_that_led_to_a_plan_does_not_outdate_it() -> None:
     alarmed = serving(decided_once().decided(OUTLOOK, LIVE, changed=False), 6, 1.8)
     assert is_alarmed(alarmed)
     decided = alarmed.deciding(14).decided(replace(OUTLOOK, planned=SPLIT), LIVE, changed=True)
     later = serving(decided, 6, 1.2)
-    assert later.may_be_outdated, "a decision is due, so that a newer change is looked for"
+    assert later.may_be_outdated, "a decision is due, so the service looks for a newer change"
     assert later.weighing().weighed(OUTLOOK)[1] is False
 
 
-def test_a_change_while_a_decision_is_made_outdates_its_plan() -> None:
+def test_a_change_during_a_decision_outdates_its_plan() -> None:
     deciding = serving(decided_once().decided(OUTLOOK, LIVE, changed=False), 24, 1.2).deciding(32)
     decided = serving(deciding, 8, 1.8).decided(replace(OUTLOOK, planned=SPLIT), LIVE, changed=True)
     later = serving(decided, 8, 1.8)
@@ -119,7 +119,7 @@ def test_a_change_while_a_decision_is_made_outdates_its_plan() -> None:
     assert later.weighing().weighed(OUTLOOK)[1] is True
 
 
-def test_of_a_plan_that_failed_nothing_is_taken_as_promised() -> None:
+def test_a_failed_plan_drops_its_promise_and_recommendations() -> None:
     outlook = replace(OUTLOOK, forecasts=Forecasts(Gain(0.2, 0.1, 0.3, 0.05), seen=8, misses=(0.1,)))
     assert Decisions().decided(outlook, LIVE, changed=True).forecasts.gain
     promised = decided_once().decided(outlook, LIVE, changed=True)
@@ -135,7 +135,7 @@ def test_of_a_plan_that_failed_nothing_is_taken_as_promised() -> None:
     assert not is_alarmed(serving(decisions, 10, 1.8))
 
 
-def test_a_departure_that_was_a_burst_is_dismissed_with_the_decision() -> None:
+def test_an_alarm_is_dismissed_by_a_decision_that_finds_a_burst() -> None:
     alarmed = serving(decided_once().decided(OUTLOOK, LIVE, changed=False), 4, 1.8).deciding(12)
     for burst in (False, True):
         decided = alarmed.decided(replace(OUTLOOK, burst=burst), LIVE, changed=False)
@@ -144,20 +144,20 @@ def test_a_departure_that_was_a_burst_is_dismissed_with_the_decision() -> None:
         assert decided.pace.seen == 12
 
 
-def test_cpu_of_decisions_and_of_appraisals_puts_the_next_decision_off() -> None:
+def test_cpu_time_of_decisions_and_appraisals_delays_the_next_decision() -> None:
     decided = decided_once().decided(replace(OUTLOOK, cost=100.0), LIVE, changed=False)
     assert decided.pace is not None
     assert decided.pace.due_at == 100
     appraised = decided.appraised(PRICE, 30.5)
     assert appraised.pace is not None
     assert appraised.pace.due_at == 131
-    assert [one.to_appraise for one in (decided, appraised)] == [True, False]
+    assert [decisions.to_appraise for decisions in (decided, appraised)] == [True, False]
     assert appraised.fitted is None
     fitted = decided.appraised(replace(PRICE, kind="fitted"), 30.5)
     assert fitted.fitted is fitted.appraised(PRICE, 1.0).fitted is PRICE.curve
     assert appraised.appraise_at == decided.pace.seen + 8 * 30.5
 
 
-def test_the_end_of_a_plan_that_this_service_did_not_make_changes_nothing() -> None:
+def test_the_end_of_a_plan_by_another_service_changes_nothing() -> None:
     decisions = decided_once()
     assert decisions.plan_ended(done=True) is decisions

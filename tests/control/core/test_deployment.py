@@ -1,4 +1,4 @@
-"""Whatever order things happen in, a deployment knows what its ranks serve, and a plan ends as they say it does."""
+"""In any order of events, a deployment knows the layout of its ranks, and a plan ends as the ranks report."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ from eplb_service.control.core.plan_tracker import Outcome, PlanTracker
 from tests.control.core.story import PLAN_TIMEOUT, Story
 from tests.control.fake_group import BYTES_PER_EXPERT, RANKS, first_placement, hello_of, live_of
 
-ACCEPTED, COMMITTED = PlanState.ACCEPTED, PlanState.COMMITTED
-ABORTED, REFUSED = PlanState.ABORTED, PlanState.REFUSED
+ACCEPTED = PlanState.ACCEPTED
+COMMITTED = PlanState.COMMITTED
+ABORTED = PlanState.ABORTED
+REFUSED = PlanState.REFUSED
 CALLED_OFF = PlanState.CALLED_OFF
 
 
@@ -31,41 +33,42 @@ def version(story: Story) -> tuple[int, int]:
     return story.deployment.live.epoch, story.deployment.live.digest
 
 
-# Ranks and service disagree
+# Disagreement between the ranks and the service
 
 
-def test_ranks_that_agree_against_the_service_are_asked_to_introduce_themselves(story: Story) -> None:
+def test_ranks_that_agree_on_another_epoch_are_asked_for_a_new_hello(story: Story) -> None:
     story.joins()
     for rank in range(RANKS - 1):
-        assert story.beats(rank, 5, 55) == []
+        assert story.heartbeat(rank, 5, 55) == []
     assert "ranks 0, 1, 2 not at epoch 0" in problems(story.deployment)[0]
-    assert isinstance(story.beats(RANKS - 1, 5, 55)[0], StreamsOutdated)
+    assert isinstance(story.heartbeat(RANKS - 1, 5, 55)[0], StreamsOutdated)
     assert story.deployment.live is None
 
 
-def test_a_rank_that_no_longer_takes_part_stops_planning(story: Story) -> None:
+def test_planning_stops_while_a_rank_reports_an_error(story: Story) -> None:
     story.joins()
-    story.counts(0, 4)
+    story.reports_heat(0, 4)
     assert story.deployment.obstacle() is None
-    story.beats(1, *version(story), error="transfer thread died")
+    story.heartbeat(1, *version(story), error="transfer thread died")
     assert story.deployment.obstacle() == "balancing is halted on rank 1"
     assert problems(story.deployment) == ["rank 1: transfer thread died"]
 
 
-# When to decide
+# When a decision is due
 
 
-def test_a_decision_is_due_after_every_interval_but_not_while_paused_or_beside_a_plan(story: Story) -> None:
-    deployment, due = story.deployment, []
+def test_a_decision_is_due_after_every_interval_except_during_a_pause_or_a_plan(story: Story) -> None:
+    deployment = story.deployment
+    due = []
     story.joins()
     for first_step, steps in ((0, 4), (4, 4), (8, 8)):
-        story.counts(first_step, steps)
+        story.reports_heat(first_step, steps)
         due.append(deployment.is_due(8))
         if due[-1]:
             deployment.deciding()
             assert not deployment.is_due(8)
     assert due == [False, True, True]
-    story.counts(16, 8)
+    story.reports_heat(16, 8)
     deployment.set_paused(True)
     assert not deployment.is_due(8)
     deployment.set_paused(False)
@@ -75,17 +78,17 @@ def test_a_decision_is_due_after_every_interval_but_not_while_paused_or_beside_a
     assert deployment.is_due(8)
 
 
-@pytest.mark.parametrize("steps", [1, 0], ids=["the ranks make steps", "at rest"])
-def test_heat_that_stops_is_a_problem_while_the_ranks_make_steps(story: Story, steps: int) -> None:
+@pytest.mark.parametrize("steps", [1, 0], ids=["ranks make steps", "ranks are idle"])
+def test_missing_heat_is_a_problem_only_while_the_ranks_make_steps(story: Story, steps: int) -> None:
     story.joins()
-    story.counts(0, 4)
+    story.reports_heat(0, 4)
     for second in range(60):
-        story.beats(0, 0, story.live.digest, step=10 + second * steps)
+        story.heartbeat(0, 0, story.live.digest, step=10 + second * steps)
         story.waits(1)
     assert [problem[:57] for problem in problems(story.deployment)] == [
         "no step's heat has been assembled for 59 s, although the "
     ] * steps
-    story.counts(4, 4)
+    story.reports_heat(4, 4)
     story.waits(1)
     assert problems(story.deployment) == []
 
@@ -95,7 +98,7 @@ def outcome_of(story: Story) -> Outcome | None:
     return story.deployment.ended_plan.outcome
 
 
-def outcome_of_any(story: Story) -> Outcome | None:
+def outcome_or_none(story: Story) -> Outcome | None:
     return None if story.deployment.ended_plan is None else story.deployment.ended_plan.outcome
 
 
@@ -103,7 +106,7 @@ def test_a_plan_that_all_ranks_carry_out_is_done(story: Story) -> None:
     story.joins()
     offer = story.offers(2, 0)
     for rank in range(RANKS):
-        assert story.says(rank, offer, ACCEPTED, 2) == []
+        assert story.reports(rank, offer, ACCEPTED, 2) == []
     events = story.commits(offer, 2, 0)
     assert [type(event) for event in events] == [LayerCommitted, LayerCommitted, PlanTracker]
     assert [event.update.layer for event in events[:2]] == [2, 0]
@@ -116,7 +119,7 @@ def test_a_plan_that_all_ranks_carry_out_is_done(story: Story) -> None:
     assert problems(story.deployment) == []
 
 
-SILENT = "did not answer in time"
+NO_ANSWER = "did not answer in time"
 ALL = dict.fromkeys(range(RANKS), (ABORTED, "link"))
 SOME = {rank: (ABORTED, reason) for rank, reason in enumerate("aba")}
 
@@ -126,21 +129,21 @@ SOME = {rank: (ABORTED, reason) for rank, reason in enumerate("aba")}
     [
         (1, ALL, Outcome.ABORTED, "ranks 0, 1, 2, 3: link"),
         (0, ALL | {2: (REFUSED, "stale")}, Outcome.REFUSED, "rank 2: stale"),
-        (0, {}, Outcome.TIMED_OUT, f"ranks 0, 1, 2, 3 {SILENT}"),
-        (0, {0: (ABORTED, "")}, Outcome.ABORTED, f"rank 0: no reason given; ranks 1, 2, 3 {SILENT}"),
-        (0, SOME, Outcome.ABORTED, f"rank 1: b; ranks 0, 2: a; rank 3 {SILENT}"),
+        (0, {}, Outcome.TIMED_OUT, f"ranks 0, 1, 2, 3 {NO_ANSWER}"),
+        (0, {0: (ABORTED, "")}, Outcome.ABORTED, f"rank 0: no reason given; ranks 1, 2, 3 {NO_ANSWER}"),
+        (0, SOME, Outcome.ABORTED, f"rank 1: b; ranks 0, 2: a; rank 3 {NO_ANSWER}"),
     ],
 )
-def test_a_plan_that_is_not_carried_out_says_why_and_keeps_the_layers_before(
+def test_a_failed_plan_reports_its_reason_and_keeps_the_committed_layers(
     story: Story, committed: int, objections: dict[int, tuple[PlanState, str]], outcome: Outcome, why: str
 ) -> None:
     story.joins()
     offer = story.offers(0, 1, 2)
     story.commits(offer, *range(committed))
     for rank, (state, reason) in objections.items():
-        story.says(rank, offer, state, committed, reason)
-    assert story.works(PLAN_TIMEOUT - 1) == []
-    story.works(2)
+        story.reports(rank, offer, state, committed, reason)
+    assert story.steps_for(PLAN_TIMEOUT - 1) == []
+    story.steps_for(2)
     assert outcome_of(story) is outcome
     assert version(story) == (offer.versions[0] if committed else (0, story.live.digest))
     assert problems(story.deployment) == [f"plan 1 {outcome.value.replace('_', ' ')}: {why}"]
@@ -151,23 +154,23 @@ def test_a_plan_that_is_not_carried_out_says_why_and_keeps_the_layers_before(
 CHANGED = "heat changed while it was under way"
 
 
-def calls_off(story: Story) -> None:
-    """Call the plan off, as the service does after an alarm that the heat confirms."""
+def call_off_plan(story: Story) -> None:
+    """Call off the plan, as the service does when the heat confirms an alarm."""
     story.deployment.call_off(CHANGED, story.now)
 
 
 @pytest.mark.parametrize("committed", [0, 1, 2])
-def test_a_plan_that_is_called_off_ends_once_all_ranks_have_answered(story: Story, committed: int) -> None:
+def test_a_called_off_plan_ends_once_all_ranks_have_answered(story: Story, committed: int) -> None:
     story.joins()
-    story.counts(0, 4)
+    story.reports_heat(0, 4)
     offer = story.offers(0, 1, 2)
-    calls_off(story)
+    call_off_plan(story)
     assert story.deployment.obstacle() == "plan 1 is being called off"
     # The ranks had already committed these layers when the call-off arrived.
     story.commits(offer, *range(committed))
     for rank in range(RANKS):
-        assert outcome_of_any(story) is None
-        story.says(rank, offer, CALLED_OFF, committed, "called off by the service")
+        assert outcome_or_none(story) is None
+        story.reports(rank, offer, CALLED_OFF, committed, "called off by the service")
     assert outcome_of(story) is Outcome.CALLED_OFF
     ended = story.deployment.ended_plan
     assert ended is not None
@@ -177,11 +180,11 @@ def test_a_plan_that_is_called_off_ends_once_all_ranks_have_answered(story: Stor
     assert story.deployment.obstacle() is None
 
 
-def test_a_plan_is_done_where_the_call_comes_too_late(story: Story) -> None:
-    """A rank that has switched all layers replies that it holds no plan and reports the version that it serves."""
+def test_a_plan_is_done_if_the_call_off_arrives_too_late(story: Story) -> None:
+    """A rank that has committed all layers replies that it holds no plan and reports its current version."""
     story.joins()
     offer = story.offers(0)
-    calls_off(story)
+    call_off_plan(story)
     epoch, digest = offer.versions[0]
     for rank in range(RANKS):
         story.deployment.plan_status(rank, PlanStatus(1, CALLED_OFF, epoch=epoch, digest=digest), story.now)
@@ -190,65 +193,65 @@ def test_a_plan_is_done_where_the_call_comes_too_late(story: Story) -> None:
 
 
 @pytest.mark.parametrize(
-    ("others", "outcome", "why"),
+    ("exceptions", "outcome", "why"),
     [
         ({1: (ABORTED, "link")}, Outcome.ABORTED, "rank 1: link"),
         ({1: (REFUSED, "stale")}, Outcome.REFUSED, "rank 1: stale"),
-        ({3: None}, Outcome.TIMED_OUT, f"rank 3 {SILENT}"),
+        ({3: None}, Outcome.TIMED_OUT, f"rank 3 {NO_ANSWER}"),
     ],
 )
-def test_a_plan_that_fails_while_it_is_called_off_says_so(
-    story: Story, others: dict[int, tuple[PlanState, str] | None], outcome: Outcome, why: str
+def test_a_plan_that_fails_during_a_call_off_reports_the_failure(
+    story: Story, exceptions: dict[int, tuple[PlanState, str] | None], outcome: Outcome, why: str
 ) -> None:
     story.joins()
     offer = story.offers(0, 1)
-    calls_off(story)
+    call_off_plan(story)
     for rank in range(RANKS):
-        said = others.get(rank, (CALLED_OFF, "called off by the service"))
-        if said is not None:
-            story.says(rank, offer, said[0], 0, said[1])
-            # A second call-off finds that the rank no longer holds the plan.
-            story.says(rank, offer, CALLED_OFF)
-    story.works(PLAN_TIMEOUT + 1)
+        answer = exceptions.get(rank, (CALLED_OFF, "called off by the service"))
+        if answer is not None:
+            story.reports(rank, offer, answer[0], 0, answer[1])
+            # The rank answers a second call-off that it no longer holds the plan.
+            story.reports(rank, offer, CALLED_OFF)
+    story.steps_for(PLAN_TIMEOUT + 1)
     assert story.deployment.ended_plan is not None
     assert (outcome_of(story), story.deployment.ended_plan.reason) == (outcome, why)
 
 
-def test_any_word_puts_the_deadline_off(story: Story) -> None:
+def test_every_commit_extends_the_deadline_of_the_plan(story: Story) -> None:
     story.joins()
     offer = story.offers(0, 1)
-    story.works(PLAN_TIMEOUT - 1)
+    story.steps_for(PLAN_TIMEOUT - 1)
     story.commits(offer, 0)
-    assert story.works(PLAN_TIMEOUT - 1) == []
+    assert story.steps_for(PLAN_TIMEOUT - 1) == []
 
 
-def test_a_plan_waits_for_steps_and_not_for_the_clock(story: Story) -> None:
-    """Traffic stops with a plan under way, for an hour: nothing is wrong, and the plan goes on afterwards."""
+def test_a_plan_does_not_time_out_while_no_steps_are_made(story: Story) -> None:
+    """Traffic stops for an hour during a plan. This is no problem, and the plan continues afterwards."""
     story.joins()
     offer = story.offers(0, 1)
-    story.works(3)
+    story.steps_for(3)
     for _ in range(3600):
         assert story.waits(1) == []
         assert problems(story.deployment) == []
-    assert story.works(PLAN_TIMEOUT - 4) == []
+    assert story.steps_for(PLAN_TIMEOUT - 4) == []
     story.commits(offer, 0, 1)
     assert outcome_of(story) is Outcome.DONE
 
 
-@pytest.mark.parametrize("late", [0, 6], ids=["nothing was heard", "a rank was heard while idle"])
-def test_a_plan_that_waited_is_given_up_once_steps_are_made_again(story: Story, late: int) -> None:
+@pytest.mark.parametrize("late", [0, 6], ids=["no message", "a status while idle"])
+def test_a_plan_that_waited_for_steps_times_out_once_they_resume(story: Story, late: int) -> None:
     story.joins()
     offer = story.offers(0, 1)
     story.waits(late)
-    story.says(0, offer, ACCEPTED, 0)
+    story.reports(0, offer, ACCEPTED, 0)
     story.waits(100)
-    story.works(PLAN_TIMEOUT - 1)
+    story.steps_for(PLAN_TIMEOUT - 1)
     assert story.deployment.plan is not None
-    story.works(3)
+    story.steps_for(3)
     assert outcome_of(story) is Outcome.TIMED_OUT
 
 
-def test_a_plan_does_not_wait_for_ranks_that_are_gone(story: Story) -> None:
+def test_a_plan_times_out_although_a_rank_has_left(story: Story) -> None:
     story.joins()
     story.offers(0, 1)
     story.leaves(3)
@@ -256,46 +259,46 @@ def test_a_plan_does_not_wait_for_ranks_that_are_gone(story: Story) -> None:
     assert outcome_of(story) is Outcome.TIMED_OUT
 
 
-def test_heartbeats_alone_prove_a_switch(story: Story) -> None:
+def test_heartbeats_without_statuses_are_enough_to_commit_layers(story: Story) -> None:
     story.joins()
     offer = story.offers(0, 1)
-    assert story.beats(0, 7, offer.versions[1][1]) == [], "the same experts, yet at another epoch"
-    events = story.beats(0, *offer.versions[1])
+    assert story.heartbeat(0, 7, offer.versions[1][1]) == [], "the same experts at another epoch"
+    events = story.heartbeat(0, *offer.versions[1])
     assert [event.update.layer for event in events] == [0, 1]
     for rank in range(1, RANKS):
-        story.beats(rank, *offer.versions[1])
+        story.heartbeat(rank, *offer.versions[1])
     assert outcome_of(story) is Outcome.DONE
 
 
-def test_a_layer_that_is_committed_as_another_epoch_changes_nothing(story: Story) -> None:
-    """Right in its placement, yet heat would be read under the wrong epoch."""
+def test_a_layer_committed_under_another_epoch_is_ignored(story: Story) -> None:
+    """The placement is right, but heat would be read under the wrong epoch."""
     story.joins()
     ((epoch, digest),) = story.offers(0).versions
     for rank in range(RANKS):
-        later = PlanStatus(plan_id=1, layer=0, state=COMMITTED, epoch=epoch + 1, digest=digest)
-        story.deployment.plan_status(rank, later, 0.0)
+        status = PlanStatus(plan_id=1, layer=0, state=COMMITTED, epoch=epoch + 1, digest=digest)
+        story.deployment.plan_status(rank, status, 0.0)
     assert version(story) == (0, story.live.digest)
 
 
-def test_a_plan_that_was_given_up_commits_nothing_over_the_one_after_it(story: Story) -> None:
+def test_a_late_commit_of_an_aborted_plan_does_not_overwrite_the_next_plan(story: Story) -> None:
     story.joins()
-    given_up = story.offers(0)
+    aborted = story.offers(0)
     for rank in range(RANKS):
-        story.says(rank, given_up, ABORTED)
-    later = story.offers(1, 2, plan_id=2)
-    story.commits(later, 1)
-    story.says(0, given_up, COMMITTED)
-    assert version(story) == later.versions[0]
+        story.reports(rank, aborted, ABORTED)
+    second = story.offers(1, 2, plan_id=2)
+    story.commits(second, 1)
+    story.reports(0, aborted, COMMITTED)
+    assert version(story) == second.versions[0]
 
 
-def test_a_status_that_fits_no_plan_changes_nothing(story: Story) -> None:
+def test_a_status_of_an_unknown_plan_or_layer_changes_nothing(story: Story) -> None:
     story.joins()
     offer = story.offers(0)
     story.deployment.plan_status(0, PlanStatus(plan_id=99, state=ABORTED), 0.0)
     assert problems(story.deployment) == []
     story.deployment.plan_status(3, PlanStatus(plan_id=1, layer=0, state=COMMITTED, epoch=1, digest=7), 0.0)
     story.deployment.plan_status(3, PlanStatus(plan_id=1, layer=2, state=COMMITTED, epoch=1, digest=7), 0.0)
-    assert story.news() == []
+    assert story.new_events() == []
     assert version(story) == (0, story.live.digest)
     foreign, unknown = problems(story.deployment)
     assert "rank 3 committed layer 0 as epoch 1 digest 0x7" in foreign
@@ -303,52 +306,52 @@ def test_a_status_that_fits_no_plan_changes_nothing(story: Story) -> None:
     assert offer.versions[0] != (1, 7)
 
 
-def test_what_a_refused_rank_proved_is_not_lost(story: Story) -> None:
+def test_a_rejected_hello_can_still_prove_a_committed_layer(story: Story) -> None:
     story.joins()
     offer = story.offers(0)
     story.leaves(1)
-    other = live_of(first_placement().with_layers([(1, first_placement().phy2log_LRS[1][::-1])]))
-    hello = hello_of(other, 1)
+    conflicting = live_of(first_placement().with_layers([(1, first_placement().phy2log_LRS[1][::-1])]))
+    hello = hello_of(conflicting, 1)
     hello.placement.epoch, hello.placement.digest = offer.versions[0]
     with pytest.raises(RefusedError, match="rank 1 holds different experts in layer 0"):
         story.deployment.hello(decode_hello(hello))
-    assert [type(event) for event in story.news()] == [LayerCommitted]
+    assert [type(event) for event in story.new_events()] == [LayerCommitted]
     assert story.deployment.connected[0].rank == 0
     assert "rank 1 was rejected" in problems(story.deployment)[1]
 
 
 @pytest.mark.parametrize("end", ["aborted", "timed out"])
-def test_a_plan_that_has_ended_still_commits_what_ranks_report_late(story: Story, end: str) -> None:
-    """A rank's last status may arrive after the others' objections, or after the service gave up."""
+def test_an_ended_plan_still_commits_layers_that_ranks_report_late(story: Story, end: str) -> None:
+    """A rank's last status may arrive after other ranks objected, or after the plan timed out."""
     story.joins()
     offer = story.offers(0, 1)
     if end == "aborted":
         for rank in range(RANKS):
-            story.says(rank, offer, ABORTED)
+            story.reports(rank, offer, ABORTED)
     else:
-        story.works(1)
+        story.steps_for(1)
         story.leaves(3)
         story.waits(PLAN_TIMEOUT + 1)
     ended = story.deployment.ended_plan
     assert (story.deployment.plan, ended is not None) == (None, True)
-    (event,) = story.says(0, offer, COMMITTED, 0)
+    (event,) = story.reports(0, offer, COMMITTED, 0)
     assert isinstance(event, LayerCommitted)
     assert version(story) == offer.versions[0]
     assert story.deployment.totals.layers_switched == 1
     # The other ranks' reports of the same layer change nothing more.
-    assert story.says(1, offer, COMMITTED, 0) == []
+    assert story.reports(1, offer, COMMITTED, 0) == []
     assert ended is not None
     assert story.deployment.ended_plan is not None
     assert story.deployment.ended_plan.outcome is ended.outcome
 
 
-def test_an_outdated_service_plans_nothing_until_it_leads(story: Story) -> None:
+def test_an_outdated_service_makes_no_plan_until_it_leads(story: Story) -> None:
     deployment = story.deployment
     deployment.lead_with(5)
     for rank in range(RANKS):
         hello = decode_hello(hello_of(story.live, rank, highest_term=7 if rank == 2 else 3))
         deployment.hello(hello)
-    story.counts(0, 8)
+    story.reports_heat(0, 8)
     assert deployment.outdated is not None
     assert deployment.obstacle() == deployment.obstacle(needs_heat=False) == deployment.outdated
     assert not deployment.is_due(8)
@@ -360,7 +363,7 @@ def test_an_outdated_service_plans_nothing_until_it_leads(story: Story) -> None:
     assert deployment.is_due(8)
 
 
-def test_a_second_model_under_the_same_name_is_a_problem_until_it_stops(story: Story) -> None:
+def test_a_second_model_with_the_same_deployment_name_is_a_problem_until_it_stops(story: Story) -> None:
     story.joins()
     story.waits(1)
     assert problems(story.deployment) == []
@@ -381,7 +384,7 @@ def test_a_second_model_under_the_same_name_is_a_problem_until_it_stops(story: S
     assert problems(story.deployment) == []
 
 
-def test_a_rank_that_was_turned_away_before_its_old_stream_had_ended_is_no_problem_once_it_is_in(
+def test_a_rank_rejected_before_its_old_stream_ended_is_no_problem_after_it_joins(
     story: Story,
 ) -> None:
     story.joins()
@@ -392,7 +395,7 @@ def test_a_rank_that_was_turned_away_before_its_old_stream_had_ended_is_no_probl
     assert problems(story.deployment) == []
 
 
-def test_only_a_deployment_changes_its_own_fields() -> None:
+def test_only_the_deployment_itself_assigns_its_fields() -> None:
     assignments = [
         f"{path.name}:{target.lineno}: {ast.unparse(target)}"
         for path in Path(eplb_service.__file__).parent.rglob("*.py")

@@ -1,4 +1,4 @@
-"""What all ranks serve may be put together beside the event loop; it is used only where they are still the same."""
+"""The layout of all ranks can be assembled outside the event loop, and is used only if the group is still the same."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ LAST = hellos()[-1]
 
 @pytest.fixture
 def story() -> Story:
-    """All ranks but the last have said Hello."""
-    made = Story()
+    """A story in which every rank except the last has sent a Hello."""
+    story = Story()
     for hello in hellos()[:-1]:
-        made.deployment.hello(hello)
-    return made
+        story.deployment.hello(hello)
+    return story
 
 
 def assembled(story: Story, last: Hello) -> Assembled:
@@ -37,7 +37,7 @@ def assembled(story: Story, last: Hello) -> Assembled:
     return story.deployment.group.assembled(last)
 
 
-def test_it_is_of_the_ranks_that_wait_and_the_one_that_comes(story: Story) -> None:
+def test_only_the_last_missing_rank_of_the_same_group_completes_it(story: Story) -> None:
     group = story.deployment.group
     assert group is not None
     assert group.is_completed_by(LAST)
@@ -48,31 +48,33 @@ def test_it_is_of_the_ranks_that_wait_and_the_one_that_comes(story: Story) -> No
     assert not story.deployment.group.is_completed_by(LAST)
 
 
-def test_what_was_put_together_is_what_serves(story: Story, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = assembled(story, LAST)
-    monkeypatch.setattr(DeployedLayout, "assembled", lambda _: pytest.fail("put together once more"))
-    story.deployment.hello(LAST, found)
-    assert story.deployment.live is found[1]
+def test_the_assembled_layout_is_used_without_assembling_it_again(
+    story: Story, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layout = assembled(story, LAST)
+    monkeypatch.setattr(DeployedLayout, "assembled", lambda _: pytest.fail("the layout was assembled twice"))
+    story.deployment.hello(LAST, layout)
+    assert story.deployment.live is layout[1]
 
 
 @pytest.mark.parametrize("returns", [True, False])
-def test_it_is_made_again_or_not_used_where_a_rank_has_gone_meanwhile(story: Story, returns: bool) -> None:
-    found = assembled(story, LAST)
+def test_an_assembled_layout_is_dropped_if_a_rank_has_left_meanwhile(story: Story, returns: bool) -> None:
+    layout = assembled(story, LAST)
     story.leaves(0)
     if returns:
         story.deployment.hello(hellos()[0])
-    story.deployment.hello(LAST, found)
+    story.deployment.hello(LAST, layout)
     assert (story.deployment.live is not None) is returns
-    assert story.deployment.live is not found[1]
+    assert story.deployment.live is not layout[1]
 
 
-def test_a_contradiction_is_reported_as_before(story: Story) -> None:
+def test_an_invalid_last_hello_is_rejected_although_its_layout_was_assembled(story: Story) -> None:
     wrong = replace(LAST, slots_LS=hellos()[0].slots_LS)
     with pytest.raises(ConflictError, match=r"do not form a valid placement|have the digest"):
         story.deployment.hello(wrong, assembled(story, wrong))
 
 
-def test_a_layer_that_switches_leaves_the_other_tables_where_they_are() -> None:
+def test_committing_a_layer_shares_the_tables_of_all_other_layers() -> None:
     before = live_of(first_placement())
     update = swap_of(before, 1)
     after = before.with_layer(1, update.phy2log_RS, update.log2phy_RE)
@@ -82,23 +84,23 @@ def test_a_layer_that_switches_leaves_the_other_tables_where_they_are() -> None:
     np.testing.assert_array_equal(after.log2phy_RLE[:, [0, 2]], before.log2phy_RLE[:, [0, 2]])
 
 
-def test_a_rank_that_returns_with_other_experts_or_another_table_is_refused() -> None:
+def test_a_rank_that_returns_with_different_experts_or_tables_is_rejected() -> None:
     story = Story()
     story.joins()
     story.leaves(0)
-    said = hellos()[0]
-    for changes, says in (
-        ({"slots_LS": said.slots_LS[:, ::-1]}, "holds different experts in layer 0"),
-        ({"log2phy_LE": said.log2phy_LE + 1}, "has a different log2phy in layer 0"),
+    hello = hellos()[0]
+    for changes, message in (
+        ({"slots_LS": hello.slots_LS[:, ::-1]}, "holds different experts in layer 0"),
+        ({"log2phy_LE": hello.log2phy_LE + 1}, "has a different log2phy in layer 0"),
     ):
-        with pytest.raises(ConflictError, match=says):
-            story.deployment.hello(replace(said, **changes))
-    story.deployment.hello(said)
+        with pytest.raises(ConflictError, match=message):
+            story.deployment.hello(replace(hello, **changes))
+    story.deployment.hello(hello)
     assert story.deployment.obstacle() == "no heat has been gathered yet"
 
 
-def test_ranks_that_say_different_epochs_of_their_layers_are_no_group(story: Story) -> None:
-    """Of one version they would read each other's heat under placements of different epochs."""
+def test_ranks_with_different_layer_epochs_are_rejected(story: Story) -> None:
+    """With equal versions, ranks would read each other's heat under placements of different epochs."""
     epochs = (*LAST.layer_epochs[:-1], LAST.layer_epochs[-1] + 1)
     with pytest.raises(ConflictError, match="report different layer epochs"):
         story.deployment.hello(replace(LAST, layer_epochs=epochs))
@@ -107,9 +109,9 @@ def test_ranks_that_say_different_epochs_of_their_layers_are_no_group(story: Sto
 @pytest.mark.parametrize(
     ("group_id", "width"), [(LAST.group_id, 7), ("second", 7), ("second", LAST.shape.width)]
 )
-def test_a_rank_of_another_shape_or_forming_takes_nobodys_place(story, group_id, width) -> None:
-    other = replace(LAST, group_id=group_id, shape=replace(LAST.shape, width=width))
+def test_a_rank_of_another_shape_or_forming_does_not_displace_a_member(story, group_id, width) -> None:
+    hello = replace(LAST, group_id=group_id, shape=replace(LAST.shape, width=width))
     with pytest.raises(ConflictError, match=r"different shape|does not belong to the group"):
-        story.deployment.hello(other)
+        story.deployment.hello(hello)
     story.deployment.hello(LAST)
     assert story.deployment.obstacle() == "no heat has been gathered yet"

@@ -1,4 +1,4 @@
-"""Services of these tests run in this process: kernels are compiled first, and logs kept apart from output."""
+"""Fixtures for services that run in the test process: kernels are compiled first, and logs go to stderr."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.control.server.service_under_test import settings
 
 @pytest.fixture(scope="session", autouse=True)
 def warm_kernels() -> None:
-    """A first compilation takes longer than any test may wait for a plan."""
+    """Compile the kernels, because the first compilation takes longer than any test may wait for a plan."""
     warm_up(1)
 
 
@@ -38,13 +38,13 @@ async def service() -> AsyncIterator[RunningService]:
 
 @pytest_asyncio.fixture
 async def group(service: RunningService) -> AsyncIterator[FakeGroup]:
-    """All ranks of a deployment, taken in."""
-    async with FakeGroup(service.address) as ranks:
-        await ranks.join()
-        yield ranks
+    """Return a group whose ranks are all registered."""
+    async with FakeGroup(service.address) as fake_group:
+        await fake_group.join()
+        yield fake_group
 
 
 @pytest.fixture
 def path(tmp_path: Path) -> str:
-    """Where a store is, or is to be."""
+    """Return the path of a store, which need not exist."""
     return str(tmp_path / "state.sqlite3")

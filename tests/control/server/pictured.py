@@ -1,4 +1,4 @@
-"""A made-up service of any size behind the real web page: the JSON that a service gives, from its messages."""
+"""A fake service of any size behind the real web page. Its JSON documents are built from service messages."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ PAGE_FILES = {
     f"/{file.name}": (mimetypes.guess_type(file.name)[0] or "", file.read_bytes()) for file in PAGE.iterdir()
 }
 PAGE_FILES["/"] = PAGE_FILES["/index.html"]
-"""Media type and bytes of every file of the page by its path; ``/`` is its HTML."""
+"""Media type and content of every file of the page, by path. ``/`` is the HTML document."""
 HOSTILE = '<img src=x onerror="window.hacked=1"><script>window.hacked=1</script>'
 
 
 @dataclass(frozen=True)
 class Pictured:
-    """The service's messages of one look."""
+    """The service's messages at one moment."""
 
     known: list[operator_pb2.DeploymentStatus]
     whole: operator_pb2.GetStatusResponse
@@ -40,7 +40,7 @@ class Pictured:
 
 
 def documents(*sizes: int, **facts: Any) -> dict[str, Any]:
-    """What every path of the interface answers, for one large deployment and two small ones."""
+    """Return the document of every API path, for one deployment of the given size and two small ones."""
     look = messages(*sizes, **facts)
     return {
         "service": {"version": "0.1.0"},
@@ -54,7 +54,7 @@ def documents(*sizes: int, **facts: Any) -> dict[str, Any]:
 def messages(
     ranks: int, layers: int, slots: int = 1, *, problems: tuple[str, ...] = (), missing: tuple[int, ...] = ()
 ) -> Pictured:
-    """A deployment called decode of this size, and two small others."""
+    """Return the messages of a deployment ``decode`` of this size and of two small deployments."""
     rng = np.random.default_rng(7)
     now = time.time()
     loads_LR = np.clip(rng.gamma(60, 1 / 60, (layers, ranks)), 0, None)
@@ -80,21 +80,24 @@ def messages(
         last_plan=decision,
     )
     state = text_format.Parse(STATUS, operator_pb2.DeploymentStatus())
-    state.layers, state.ranks, state.slots, state.par = layers, ranks, slots, float(par_L.mean())
+    state.layers = layers
+    state.ranks = ranks
+    state.slots = slots
+    state.par = float(par_L.mean())
     state.experts = ranks * slots - (ranks if slots > 1 else ranks // 5)
     state.agents_connected = ranks - len(missing)
     state.problems.extend(problems)
     whole = operator_pb2.GetStatusResponse(status=state, agents=agents(ranks, missing))
-    for layer, of_layer in enumerate(verdicts):
-        planned = of_layer.par_planned if layer in changed else 0
+    for layer, layer_verdict in enumerate(verdicts):
+        planned = layer_verdict.par_planned if layer in changed else 0
         whole.layers.add(layer=layer, par=par_L[layer], planned_par=planned, epoch=600)
-    others = [
+    small_deployments = [
         operator_pb2.DeploymentStatus(
-            deployment=name, ranks=16, agents_connected=here, par=1.07, paused=paused
+            deployment=name, ranks=16, agents_connected=connected, par=1.07, paused=paused
         )
-        for name, here, paused in (("prefill", 16, False), ("draft", 8, True))
+        for name, connected, paused in (("prefill", 16, False), ("draft", 8, True))
     ]
-    return Pictured([state, *others], whole, balance, history(verdicts, now))
+    return Pictured([state, *small_deployments], whole, balance, history(verdicts, now))
 
 
 STATUS = """
@@ -116,12 +119,15 @@ AGENT = """
 
 
 def agents(ranks: int, missing: tuple[int, ...]) -> list[operator_pb2.AgentStatus]:
-    """Eight of a node; rank 5 had to drop steps."""
-    found = [text_format.Parse(AGENT, operator_pb2.AgentStatus()) for _ in range(ranks)]
-    for rank, agent in enumerate(found):
-        agent.rank, agent.node, agent.connected = rank, f"node-{rank // 8:02d}", rank not in missing
-        agent.dropped_steps, agent.staging_bytes = 96 if rank == 5 else 0, 84_000_000 - rank
-    return found
+    """Return the agents of all ranks, eight per node. Rank 5 has dropped steps."""
+    statuses = [text_format.Parse(AGENT, operator_pb2.AgentStatus()) for _ in range(ranks)]
+    for rank, agent in enumerate(statuses):
+        agent.rank = rank
+        agent.node = f"node-{rank // 8:02d}"
+        agent.connected = rank not in missing
+        agent.dropped_steps = 96 if rank == 5 else 0
+        agent.staging_bytes = 84_000_000 - rank
+    return statuses
 
 
 def verdict(layer: int, par_L: Any, floor_L: Any, changed: bool) -> operator_pb2.PastVerdict:
@@ -134,7 +140,7 @@ def verdict(layer: int, par_L: Any, floor_L: Any, changed: bool) -> operator_pb2
         noise_floor=float(floor_L[layer]),
         moves=2 + layer % 13 if changed else 0,
         changed=changed,
-        reason=reason if changed else "kept: what could be won does not pay for its moves",
+        reason=reason if changed else "kept: the gain does not cover the cost of its moves",
         bytes=44_040_192 * (2 + layer % 13) if changed else 0,
     )
 
@@ -146,7 +152,7 @@ def moves_of(rng: np.random.Generator, ranks: int, slots: int, count: int) -> An
 
 
 def points(now: float, par: float, floor: float) -> list[operator_pb2.BalancePoint]:
-    """An hour: heat drifts, a plan brings balance back, six times."""
+    """Return points of one hour in which heat drifts and a plan restores balance, six times."""
     return [
         operator_pb2.BalancePoint(
             at=now - 10 * (360 - index),
@@ -170,18 +176,19 @@ def history(verdicts: list[operator_pb2.PastVerdict], now: float) -> operator_pb
 
 @contextmanager
 def pictured(answers: dict[str, Any], page: dict[str, tuple[str, bytes]] | None = None) -> Iterator[str]:
-    """The page over these answers; the URL. ``page`` adds files to it, or replaces some."""
+    """Serve the page with these documents and yield its URL. ``page`` adds or replaces files."""
     extra = page or {}
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             path = self.path.partition("?")[0]
-            found = answers.get(path.removeprefix("/api/v1/"))
+            document = answers.get(path.removeprefix("/api/v1/"))
             if path.startswith("/api/v1/"):
-                kind, body = "application/json", json.dumps(_finite(found or {"error": "unknown"})).encode()
+                kind = "application/json"
+                body = json.dumps(_finite(document or {"error": "unknown"})).encode()
             else:
                 kind, body = extra.get(path) or PAGE_FILES.get(path, PAGE_FILES["/"])
-            self.send_response(200 if found or not path.startswith("/api/v1/") else 404)
+            self.send_response(200 if document or not path.startswith("/api/v1/") else 404)
             for name, value in {**_HEADERS, "Content-Type": kind, "Content-Length": str(len(body))}.items():
                 self.send_header(name, value)
             self.end_headers()

@@ -1,4 +1,4 @@
-"""A stream ends when asked to, heat that has piled up loses no step, and plans go out by turns, the newest alone."""
+"""Streams end when asked to, a backlog of heat loses no step, and copies of only the newest plan are sent in turns."""
 
 from __future__ import annotations
 
@@ -36,28 +36,29 @@ from tests.control.fake_group import (
 from tests.control.server.service_under_test import settings, until
 
 
-async def _listen(heard: list[str]) -> None:
-    """Loses its first cancellation, as ``asyncio.wait_for`` does where a message comes in at the same moment."""
+async def _listen(messages: list[str]) -> None:
+    """Ignore the first cancellation, as ``asyncio.wait_for`` does if a message arrives at the same moment."""
     try:
         await asyncio.sleep(60)
     except asyncio.CancelledError:
-        heard.append("a message")
+        messages.append("a message")
     await asyncio.sleep(60)
 
 
-async def test_a_stream_ends_though_a_message_comes_in_as_it_is_cancelled() -> None:
-    stream, heard = RankStream(), list[str]()
+async def test_a_stream_ends_even_if_a_message_arrives_during_its_cancellation() -> None:
+    stream = RankStream()
+    messages = list[str]()
     asyncio.get_running_loop().call_later(0.01, stream.end, grpc.StatusCode.ABORTED, "say Hello again")
     with pytest.raises(StatusError, match="say Hello again"):
-        await asyncio.wait_for(_first_of(_listen(heard), stream.ended()), 5)
-    assert heard == ["a message"]
+        await asyncio.wait_for(_first_of(_listen(messages), stream.ended()), 5)
+    assert messages == ["a message"]
 
 
-async def test_what_ends_a_stream_is_reported_and_the_others_are_over() -> None:
+async def test_the_first_error_of_a_stream_is_raised_and_its_other_tasks_are_cancelled() -> None:
     ended = []
 
     async def fails() -> None:
-        raise ValueError("a message says nothing")
+        raise ValueError("the message is empty")
 
     async def waits() -> None:
         try:
@@ -65,30 +66,31 @@ async def test_what_ends_a_stream_is_reported_and_the_others_are_over() -> None:
         finally:
             ended.append("waits")
 
-    with pytest.raises(ValueError, match="says nothing"):
+    with pytest.raises(ValueError, match="the message is empty"):
         await _first_of(waits(), fails())
     assert ended == ["waits"]
 
 
 class _Plane:
-    """Notes what is asked of it; three times there are more whole steps to put together."""
+    """A control plane that records its calls and has complete steps to assemble three times."""
 
     settings = SimpleNamespace(heartbeat_seconds=2.0)
 
     def __init__(self) -> None:
-        self.asked: list[str] = []
+        self.calls: list[str] = []
 
     def put_together(self, _: object) -> bool:
-        self.asked.append("put together")
-        return self.asked.count("put together") <= 3
+        self.calls.append("assemble")
+        return self.calls.count("assemble") <= 3
 
     def heat_report(self, *_: object) -> None:
-        self.asked.append("report")
+        self.calls.append("report")
 
 
-async def test_steps_that_wait_are_put_together_by_parts_before_the_next_report_is_taken() -> None:
-    """One that would push them out of the ring would otherwise have all of them put together at once."""
-    plane, live = _Plane(), live_of(first_placement())
+async def test_waiting_steps_are_assembled_in_portions_before_the_next_report() -> None:
+    """Otherwise a report that pushes waiting steps out of the ring would assemble all of them at once."""
+    plane = _Plane()
+    live = live_of(first_placement())
     deployment = SimpleNamespace(limits=SimpleNamespace(pending_steps=8), is_ahead=lambda *_: False)
     service = AgentService(cast("ControlPlane", plane), cast("Quotas", None))
     message = heat_report(live, 0, 0, skewed_heat(2))
@@ -97,15 +99,16 @@ async def test_steps_that_wait_are_put_together_by_parts_before_the_next_report_
     await service._receive_heat(
         cast("Deployment", deployment), decode_hello(hello_of(live, 0)), stream, message
     )
-    assert plane.asked == ["put together"] * 4 + ["report", "put together"]
+    assert plane.calls == ["assemble"] * 4 + ["report", "assemble"]
 
 
-REPORTS, STEPS = 24, 8
-"""Three times as many steps as reports of this length may be apart."""
+REPORTS = 24
+STEPS = 8
+"""Steps per report. All reports together have three times as many steps as ranks may be apart."""
 
 
 async def send(group: FakeGroup, rank: int) -> None:
-    """All that one rank has to report."""
+    """Send all reports of one rank."""
     for number in range(REPORTS):
         report = heat_report(group.live, rank, number * STEPS, skewed_heat(STEPS))
         await group.ranks[rank].say(heat_report=report)
@@ -117,7 +120,7 @@ async def service() -> AsyncIterator[RunningService]:
         yield running
 
 
-async def test_a_backlog_that_is_read_rank_after_rank_is_whole(
+async def test_a_backlog_read_one_rank_after_another_loses_no_step(
     service: RunningService, group: FakeGroup
 ) -> None:
     for rank in range(RANKS):
@@ -127,12 +130,12 @@ async def test_a_backlog_that_is_read_rank_after_rank_is_whole(
     assert decode.totals.steps_lost == 0
 
 
-async def test_heat_of_ranks_that_come_before_the_last_one_is_not_lost(service: RunningService) -> None:
+async def test_heat_sent_before_the_last_rank_connects_is_not_lost(service: RunningService) -> None:
     async with FakeGroup(service.address) as group:
         group.ranks = [FakeRank(group.channel, rank) for rank in range(RANKS)]
         for rank in group.ranks:
             if rank is group.ranks[-1]:
-                # As long as agents take to try again; the heat of the others is on its way meanwhile.
+                # Wait as long as an agent does before it retries. The other ranks' heat is in transit meanwhile.
                 await asyncio.sleep(HELD_SECONDS / 10)
             await rank.greet(hello_of(group.live, rank.rank))
             await send(group, rank.rank)
@@ -141,47 +144,50 @@ async def test_heat_of_ranks_that_come_before_the_last_one_is_not_lost(service: 
         assert decode.totals.steps_lost == 0
 
 
-async def test_a_rank_that_reports_nothing_holds_the_others_up_but_once(
+async def test_a_rank_without_reports_delays_the_other_ranks_only_once(
     service: RunningService, group: FakeGroup
 ) -> None:
-    began = time.monotonic()
+    started_at = time.monotonic()
     for rank in range(1, RANKS):
         await send(group, rank)
     decode = service.plane.deployments["decode"]
-    # Two thirds of their reports are ahead of the silent rank.
-    once = 8 * HELD_SECONDS
-    await until(lambda: {member.step for member in decode.connected[1:]} == {REPORTS * STEPS}, once)
-    assert time.monotonic() - began >= HELD_SECONDS
+    # Two thirds of the other ranks' reports are too far ahead of the silent rank.
+    time_limit = 8 * HELD_SECONDS
+    await until(lambda: {member.step for member in decode.connected[1:]} == {REPORTS * STEPS}, time_limit)
+    assert time.monotonic() - started_at >= HELD_SECONDS
     assert decode.totals.steps_received == 0
 
 
 class _Plan:
-    """A plan whose copies name their rank."""
+    """A plan whose encoded copy for a rank is the rank's number."""
 
     def response(self, rank: int) -> bytes:
         return bytes([rank])
 
 
-PLAN, SENT_TO = cast("SharedPlan", _Plan()), 6
+PLAN = cast("SharedPlan", _Plan())
+RANK_COUNT = 6
 
 
 class Scene:
-    """Ranks that read only when they are let."""
+    """Ranks whose reads the test controls."""
 
-    def __init__(self, at_a_time: int) -> None:
-        self.sending = _PlanSending(PLAN, asyncio.Semaphore(at_a_time), SENT_TO)
-        self.begun: list[int] = []
-        self.reads = [asyncio.Event() for _ in range(SENT_TO)]
-        self.tasks = [asyncio.ensure_future(self.sending.send(rank, self._write)) for rank in range(SENT_TO)]
+    def __init__(self, concurrency: int) -> None:
+        self.sending = _PlanSending(PLAN, asyncio.Semaphore(concurrency), RANK_COUNT)
+        self.started_ranks: list[int] = []
+        self.reads = [asyncio.Event() for _ in range(RANK_COUNT)]
+        self.tasks = [
+            asyncio.ensure_future(self.sending.send(rank, self._write)) for rank in range(RANK_COUNT)
+        ]
 
     async def _write(self, data: bytes) -> None:
-        self.begun.append(data[0])
+        self.started_ranks.append(data[0])
         await self.reads[data[0]].wait()
 
-    async def soon(self) -> list[int]:
+    async def run_pending_tasks(self) -> list[int]:
         for _ in range(5):
             await asyncio.sleep(0)
-        return self.begun
+        return self.started_ranks
 
     async def end(self) -> None:
         for event in self.reads:
@@ -189,54 +195,54 @@ class Scene:
         await asyncio.gather(*self.tasks, return_exceptions=True)
 
 
-async def test_copies_go_out_in_order_as_there_is_room() -> None:
+async def test_copies_of_a_plan_are_sent_in_order_within_the_limit() -> None:
     scene = Scene(2)
-    assert await scene.soon() == [0, 1]
+    assert await scene.run_pending_tasks() == [0, 1]
     scene.reads[1].set()
-    assert await scene.soon() == [0, 1, 2]
+    assert await scene.run_pending_tasks() == [0, 1, 2]
     scene.tasks[0].cancel()
-    assert await scene.soon() == [0, 1, 2, 3], "a rank whose stream has ended gives its room back"
+    assert await scene.run_pending_tasks() == [0, 1, 2, 3], "a rank whose stream has ended frees its turn"
     scene.tasks[4].cancel()
     scene.reads[2].set()
-    assert await scene.soon() == [0, 1, 2, 3, 5]
+    assert await scene.run_pending_tasks() == [0, 1, 2, 3, 5]
     await scene.end()
 
 
-async def test_a_plan_that_is_over_goes_to_nobody_else() -> None:
+async def test_an_ended_plan_is_sent_to_no_further_rank() -> None:
     scene = Scene(2)
-    await scene.soon()
+    await scene.run_pending_tasks()
     scene.sending.over = True
     scene.reads[0].set()
-    assert await scene.soon() == [0, 1]
+    assert await scene.run_pending_tasks() == [0, 1]
     await scene.end()
-    assert scene.begun == [0, 1]
+    assert scene.started_ranks == [0, 1]
 
 
-async def test_a_rank_that_does_not_read_keeps_its_turn_for_a_while_alone(
+async def test_a_rank_that_does_not_read_keeps_its_turn_only_for_a_limited_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(outgoing_streams, "_MAX_TURN_SECONDS", 0.01)
     scene = Scene(1)
-    begun = await scene.soon()
-    assert begun == list(range(len(begun)))
+    started_ranks = await scene.run_pending_tasks()
+    assert started_ranks == list(range(len(started_ranks)))
     for _ in range(1000):
-        if len(scene.begun) == SENT_TO:
+        if len(scene.started_ranks) == RANK_COUNT:
             break
         await asyncio.sleep(0.01)
-    assert scene.begun == list(range(SENT_TO))
+    assert scene.started_ranks == list(range(RANK_COUNT))
     assert not any(task.done() for task in scene.tasks)
     assert not scene.sending.out.is_set()
     await scene.end()
     assert scene.sending.out.is_set()
 
 
-def test_a_newer_plan_takes_the_place_of_the_one_that_is_being_sent() -> None:
+def test_a_newer_plan_replaces_the_one_that_is_being_sent() -> None:
     streams = Streams()
     ranks = [RankStream() for _ in range(3)]
     for rank in (2, 0, 1):
         streams.add("decode", rank, ranks[rank])
-    other = RankStream()
-    streams.add("prefill", 0, other)
+    prefill_stream = RankStream()
+    streams.add("prefill", 0, prefill_stream)
     streams.send("decode", PLAN)
     streams.send("prefill", PLAN)
     streams.send("decode", PLAN)
@@ -246,4 +252,4 @@ def test_a_newer_plan_takes_the_place_of_the_one_that_is_being_sent() -> None:
     streams.withdraw("decode")
     assert queued[0][1][0].over
     assert queued[0][1][0].out.is_set()
-    assert not other.outbox.get_nowait()[0].over
+    assert not prefill_stream.outbox.get_nowait()[0].over

@@ -1,4 +1,4 @@
-"""A decision looks back as far as heat is as it is now, and prices what was measured; the first may use other heat."""
+"""A decision uses measured costs and the heat since the last change. The first one may use heat of another source."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def heat(steps: int, seed: int) -> Int32:
     return np.stack(drawn, axis=1).astype(np.int32)
 
 
-def asked(heat_TLE: Int32, decisions: Decisions | None = None) -> DecisionInputs:
+def decision_inputs(heat_TLE: Int32, decisions: Decisions | None = None) -> DecisionInputs:
     return DecisionInputs(
         RememberedHeat(tuple(heat_TLE), (LAYERS, EXPERTS)),
         live_of(first_placement()),
@@ -59,50 +59,50 @@ def asked(heat_TLE: Int32, decisions: Decisions | None = None) -> DecisionInputs
     )
 
 
-def paced(steps: int, interval: int) -> Decisions:
-    """Before the first decision, after so many steps."""
+def before_first_decision(steps: int, interval: int) -> Decisions:
+    """Return the state before the first decision, after ``steps`` steps."""
     return Decisions(pace=Pace(steps, memory=512, longest=interval, seen=steps, due_at=steps))
 
 
-def test_where_no_pace_is_known_all_heat_is_looked_at() -> None:
-    inputs = asked(heat(200, 0))
+def test_without_a_pace_a_decision_uses_all_heat() -> None:
+    inputs = decision_inputs(heat(200, 0))
     assert (inputs.looked_at.steps, inputs.serving_steps) == (200, None)
 
 
-def test_still_heat_is_looked_at_beyond_an_interval() -> None:
-    inputs = asked(heat(200, 0), paced(200, 64))
+def test_stationary_heat_is_used_beyond_one_interval() -> None:
+    inputs = decision_inputs(heat(200, 0), before_first_decision(200, 64))
     assert 128 <= inputs.looked_at.steps <= 200
     assert inputs.serving_steps == 24.0
 
 
 def test_heat_from_before_a_change_is_left_out() -> None:
     changed_TLE = np.concatenate([heat(136, 0), heat(64, 1)])
-    assert asked(changed_TLE, paced(200, 64)).looked_at.steps <= 64
+    assert decision_inputs(changed_TLE, before_first_decision(200, 64)).looked_at.steps <= 64
 
 
-def test_cpu_is_paid_for_by_steps_as_long_as_they_are_measured_to_be() -> None:
-    inputs = replace(asked(heat(8, 0)), cpu_share=0.1)
+def test_cpu_cost_is_converted_to_steps_of_the_measured_length() -> None:
+    inputs = replace(decision_inputs(heat(8, 0)), cpu_share=0.1)
     assert inputs.steps_paying(0.4) == pytest.approx(100)
     times = StepTimes(np.full(8, 10_000.0), np.full(8, np.nan))
     assert replace(inputs, times=times).steps_paying(0.4) == pytest.approx(400)
     assert decide(inputs)[1].cost > 0
 
 
-def test_what_comes_of_a_forecast_is_held_against_it() -> None:
-    inputs = asked(heat(200, 0), paced(200, 64))
+def test_a_forecast_is_compared_with_the_gain_that_followed() -> None:
+    inputs = decision_inputs(heat(200, 0), before_first_decision(200, 64))
     first = replace(inputs, found=inputs.live.serving)
-    made, outlook, _ = decide(first)
+    plan, outlook, _ = decide(first)
     forecasts = outlook.forecasts
-    assert (made.moves > 0, forecasts.held) == (True, None)
+    assert (plan.moves > 0, forecasts.held) == (True, None)
     pace = replace(first.decisions.pace, seen=264)
     later = replace(first, decisions=replace(first.decisions, pace=pace, forecasts=forecasts))
-    # The plan was not carried out, so that nothing was won.
-    after = decide(later)[1].forecasts
-    assert (after.misses, after.held) == ((forecasts.gain.mean,), False)
+    # The plan was not carried out, so it gained nothing.
+    later_forecasts = decide(later)[1].forecasts
+    assert (later_forecasts.misses, later_forecasts.held) == ((forecasts.gain.mean,), False)
 
 
-def departed(before: int) -> Decisions:
-    """After so many steps, and four more whose ratio left what was promised."""
+def after_departure(before: int) -> Decisions:
+    """Return the state after ``before`` steps and four more whose ratios depart from the promise."""
     promise = Promise(np.full(LAYERS + 1, 1.2), np.full(LAYERS + 1, 1e-4), np.ones(LAYERS + 1), before)
     decisions = Decisions(pace=Pace(first=before, memory=512, longest=512)).after_steps(
         np.full((before, LAYERS), 1.2)
@@ -116,11 +116,11 @@ def departed(before: int) -> Decisions:
     return decisions
 
 
-def test_where_ratios_left_what_was_promised_heat_says_whether_that_is_a_change() -> None:
-    changed = asked(np.concatenate([heat(100, 0), heat(4, 1)]), departed(100))
+def test_heat_decides_if_a_departure_from_the_promise_is_a_change_or_a_burst() -> None:
+    changed = decision_inputs(np.concatenate([heat(100, 0), heat(4, 1)]), after_departure(100))
     assert (changed.looked_at.steps, changed.serving_steps) == (4, 100.0)
     assert not decide(changed)[1].burst
-    burst = asked(heat(104, 0), departed(100))
+    burst = decision_inputs(heat(104, 0), after_departure(100))
     assert (burst.looked_at.steps, burst.serving_steps) == (104, 24.0)
     assert decide(burst)[1].burst
 
@@ -130,7 +130,7 @@ CURVE = CostCurve(5.0, 400.0, 100.0, 3.0)
 
 
 def varied_heat() -> Int32:
-    """Batches and skew that differ from step to step; every count divides by the ranks, and some experts have none."""
+    """Return heat with varying batches and skew. Every count is a multiple of ``RANKS``, and some counts are zero."""
     rng = np.random.default_rng(0)
     popularity = rng.dirichlet(np.full(EXPERTS, 0.4), (STEPS, LAYERS))
     batch_T = np.exp(rng.uniform(np.log(64), np.log(2048), STEPS))
@@ -139,7 +139,7 @@ def varied_heat() -> Int32:
 
 
 class TimedGroup(FakeGroup):
-    """Ranks whose steps take what the curve says of the tokens in their slots."""
+    """A group whose step times follow the cost curve of the tokens in its slots."""
 
     async def serve(self, heat_TLE: Int32) -> None:
         shape = (len(heat_TLE), LAYERS, SLOTS)
@@ -158,10 +158,10 @@ class TimedGroup(FakeGroup):
         self.step += len(heat_TLE)
 
 
-@pytest.mark.parametrize("asked", [True, False])
-async def test_steps_that_fit_a_curve_are_planned_for_by_it_where_that_is_asked(asked: bool) -> None:
-    chosen = settings(window_steps=STEPS, decision_interval=1 << 20, fitted_curve=asked)
-    async with running_service(chosen) as service, TimedGroup(service.address) as group:
+@pytest.mark.parametrize("fitted_curve", [True, False])
+async def test_a_fitted_cost_curve_is_used_for_planning_only_if_configured(fitted_curve: bool) -> None:
+    curve_settings = settings(window_steps=STEPS, decision_interval=1 << 20, fitted_curve=fitted_curve)
+    async with running_service(curve_settings) as service, TimedGroup(service.address) as group:
         await group.join()
         deployment = service.plane.deployments["decode"]
         heat_TLE = varied_heat()
@@ -183,16 +183,18 @@ async def test_steps_that_fit_a_curve_are_planned_for_by_it_where_that_is_asked(
         await service.plane.decider.start(deployment)
         observed = service.plane.observer.of("decode")
         assert observed.last_decision is not None
-        assert all((verdict.us_seen is not None) == asked for verdict in observed.last_decision.verdicts)
+        assert all(
+            (verdict.us_seen is not None) == fitted_curve for verdict in observed.last_decision.verdicts
+        )
 
 
-def ratio(group: FakeGroup) -> float:
-    """Of heat like the prior's, as the group serves now."""
+def par_of(group: FakeGroup) -> float:
+    """Return the group's current PAR on heat like the prior's."""
     live = group.live
     return float(mean_par(par(rank_loads(skewed_heat(16, seed=5), live.placement, live.log2phy_RLE))))
 
 
-async def test_decoding_begins_by_the_heat_of_prefill_and_goes_on_by_its_own() -> None:
+async def test_the_first_plan_of_decode_uses_prefill_heat_and_later_ones_its_own() -> None:
     async with (
         running_service(settings(prior="decode=prefill", decision_interval=64)) as service,
         FakeGroup(service.address) as prefill,
@@ -204,9 +206,9 @@ async def test_decoding_begins_by_the_heat_of_prefill_and_goes_on_by_its_own() -
         assert service.plane.deployments["decode"].may_begin, "prefill has no heat yet"
         await prefill.join(deployment="prefill")
         await prefill.send_heat(skewed_heat(16))
-        before = ratio(decode)
+        before = par_of(decode)
         await decode.carry_out(await decode.hear_plan())
-        assert ratio(decode) < before - 0.5
+        assert par_of(decode) < before - 0.5
         deployment = service.plane.deployments["decode"]
         await until(lambda: deployment.ended_plan is not None)
         assert deployment.last_decision.endswith("by the heat of prefill")
@@ -216,24 +218,28 @@ async def test_decoding_begins_by_the_heat_of_prefill_and_goes_on_by_its_own() -
         assert deployment.last_decision.startswith("every layer kept")
 
 
-async def test_a_trace_is_a_prior_too_but_not_for_ranks_that_have_switched_before(tmp_path: Path) -> None:
+async def test_a_trace_is_a_prior_only_for_ranks_without_committed_layers(tmp_path: Path) -> None:
     trace = tmp_path / "prefill.npz"
     np.savez(trace, heat=skewed_heat(40))
     async with running_service(settings(prior=f"decode={trace}")) as service:
         async with FakeGroup(service.address) as first:
             await first.join()
-            before = ratio(first)
+            before = par_of(first)
             await first.carry_out(await first.hear_plan())
-            assert ratio(first) < before - 0.5
-            served = first.live
-        async with FakeGroup(service.address, live_of(served.placement, served.epoch)) as later:
+            assert par_of(first) < before - 0.5
+            committed_layout = first.live
+        async with FakeGroup(
+            service.address, live_of(committed_layout.placement, committed_layout.epoch)
+        ) as later:
             await later.join(group_id="second")
             deployment = service.plane.deployments["decode"]
-            await until(lambda: deployment.live is not None and deployment.live.epoch == served.epoch)
+            await until(
+                lambda: deployment.live is not None and deployment.live.epoch == committed_layout.epoch
+            )
             assert not deployment.may_begin
 
 
-async def test_heat_of_another_model_is_a_problem_and_no_plan(tmp_path: Path) -> None:
+async def test_a_prior_of_another_model_is_a_problem_and_leads_to_no_plan(tmp_path: Path) -> None:
     trace = tmp_path / "other.npz"
     np.savez(trace, heat=np.ones((4, LAYERS + 1, EXPERTS), dtype=np.int32))
     async with (
@@ -258,12 +264,12 @@ async def test_heat_of_another_model_is_a_problem_and_no_plan(tmp_path: Path) ->
         ("de code=a", "the deployment is"),
     ],
 )
-def test_text_that_names_no_prior_is_refused(text: str, why: str) -> None:
+def test_invalid_prior_settings_are_rejected(text: str, why: str) -> None:
     with pytest.raises(PriorError, match=why):
         Priors(text, 16)
 
 
-async def test_a_trace_that_cannot_be_read_is_refused_at_the_start(tmp_path: Path) -> None:
+async def test_an_unreadable_prior_trace_is_rejected_at_the_start(tmp_path: Path) -> None:
     trace = tmp_path / "notes.npz"
     trace.write_text("no trace")
     with pytest.raises(SettingsError, match=r"setting prior: .*notes"):
@@ -275,8 +281,8 @@ async def test_a_trace_that_cannot_be_read_is_refused_at_the_start(tmp_path: Pat
             pass
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="only there a thread has a priority of its own")
-def test_a_decision_gives_way_to_other_work_on_its_cores():
-    own = os.getpriority(os.PRIO_PROCESS, 0)
-    assert _on_thread(os.getpriority, os.PRIO_PROCESS, 0).result() == max(own, 5)
-    assert os.getpriority(os.PRIO_PROCESS, 0) == own
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux threads have separate priorities")
+def test_decision_threads_run_at_a_lower_priority():
+    process_priority = os.getpriority(os.PRIO_PROCESS, 0)
+    assert _on_thread(os.getpriority, os.PRIO_PROCESS, 0).result() == max(process_priority, 5)
+    assert os.getpriority(os.PRIO_PROCESS, 0) == process_priority

@@ -1,4 +1,4 @@
-"""Credentials say who calls and what that caller may; their file is read again when it changes."""
+"""Credentials identify callers and limit their access. The file is read again when it changes."""
 
 from __future__ import annotations
 
@@ -24,9 +24,12 @@ from tests.control.fake_group import FakeRank, first_placement, hello_of, live_o
 from tests.control.server.grpc_calls import bearer, code_of
 from tests.control.server.service_under_test import settings, until
 
-AGENT, OPERATOR, READER = "agent-token-of-16", "operator-token-16", "reader-token-of-16"
+AGENT = "agent-token-of-16"
+OPERATOR = "operator-token-16"
+READER = "reader-token-of-16"
 LIVE = live_of(first_placement())
-DENIED, UNKNOWN = grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.UNAUTHENTICATED
+DENIED = grpc.StatusCode.PERMISSION_DENIED
+UNKNOWN = grpc.StatusCode.UNAUTHENTICATED
 FILE = f"""
 - {{name: decode-agents, role: agent, deployments: [decode], ranks: 0-1, token: {AGENT}}}
 - name: on-call
@@ -39,9 +42,9 @@ FILE = f"""
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    written = tmp_path / "credentials.yaml"
-    written.write_text(FILE)
-    return written
+    credentials_path = tmp_path / "credentials.yaml"
+    credentials_path.write_text(FILE)
+    return credentials_path
 
 
 @contextlib.asynccontextmanager
@@ -54,16 +57,18 @@ async def serving(**flags: Any) -> AsyncIterator[tuple[RunningService, grpc.aio.
 
 
 async def orders(channel: grpc.aio.Channel, token: str, deployment: str) -> list[grpc.StatusCode]:
-    """Statuses of reading, and of giving an order."""
-    stub, proof = operator_pb2_grpc.OperatorServiceStub(channel), bearer(token)
-    read, order = operator_pb2.GetStatusRequest, operator_pb2.PauseRequest
+    """Return the status codes of a read and of a command."""
+    stub = operator_pb2_grpc.OperatorServiceStub(channel)
+    proof = bearer(token)
+    read = operator_pb2.GetStatusRequest
+    order = operator_pb2.PauseRequest
     return [
         await code_of(stub.GetStatus(read(deployment=deployment), metadata=proof)),
         await code_of(stub.Pause(order(deployment=deployment), metadata=proof)),
     ]
 
 
-async def test_every_role_may_what_it_is_for(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+async def test_every_role_can_make_only_its_own_calls(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     async with serving(credentials=path) as (_, channel):
         rank = FakeRank(channel, 0, bearer(AGENT))
         await rank.greet(hello_of(LIVE, 0))
@@ -73,12 +78,12 @@ async def test_every_role_may_what_it_is_for(path: Path, capsys: pytest.CaptureF
         assert await orders(channel, AGENT, "decode") == [DENIED, DENIED]
         assert await orders(channel, "wrong-token-of-16", "decode") == [UNKNOWN, UNKNOWN]
         assert await orders(channel, READER, "prefill") == [DENIED, DENIED]
-        # What its metadata shows is refused before it says anything.
+        # A credential of the wrong role is rejected before the stream's first message.
         assert (await FakeRank(channel, 1, bearer(OPERATOR)).refusal())[0] == DENIED
         for message in (hello_of(LIVE, 2), hello_of(LIVE, 1, deployment="prefill")):
-            other = FakeRank(channel, 1, bearer(AGENT))
-            await other.say(hello=message)
-            assert (await other.refusal())[0] == DENIED
+            rank_outside_credential = FakeRank(channel, 1, bearer(AGENT))
+            await rank_outside_credential.say(hello=message)
+            assert (await rank_outside_credential.refusal())[0] == DENIED
         log = capsys.readouterr().err
         (audit,) = [json.loads(line) for line in log.splitlines() if '"operator_call"' in line]
         assert (audit["caller"], audit["call"], audit["result"]) == ("on-call", "Pause", "done")
@@ -86,7 +91,7 @@ async def test_every_role_may_what_it_is_for(path: Path, capsys: pytest.CaptureF
         rank.call.cancel()
 
 
-async def test_a_reader_sees_its_deployments_alone(path: Path) -> None:
+async def test_a_reader_sees_only_its_deployments(path: Path) -> None:
     async with serving(credentials=path, auth_token="everything-and-all") as (_, channel):
         ranks = [FakeRank(channel, 0, bearer("everything-and-all")) for _ in range(2)]
         for rank, name in zip(ranks, ("decode", "prefill"), strict=True):
@@ -109,13 +114,13 @@ async def test_tokens_rotate_without_a_restart(path: Path) -> None:
         stub = operator_pb2_grpc.OperatorServiceStub(channel)
 
         async def may_connect(token: str) -> bool:
-            tried = FakeRank(channel, 1, bearer(token))
+            attempt = FakeRank(channel, 1, bearer(token))
             try:
-                await tried.say(hello=hello_of(LIVE, 1))
-                await tried.hear()
+                await attempt.say(hello=hello_of(LIVE, 1))
+                await attempt.hear()
             except (AssertionError, grpc.aio.AioRpcError):
                 return False
-            tried.call.cancel()
+            attempt.call.cancel()
             return True
 
         while not await may_connect("the-next-agent-token"):
@@ -130,7 +135,7 @@ async def test_tokens_rotate_without_a_restart(path: Path) -> None:
         assert await code_of(answer) is grpc.StatusCode.OK
 
 
-async def test_health_is_answered_on_a_port_of_its_own(path: Path) -> None:
+async def test_health_checks_have_a_separate_port(path: Path) -> None:
     async with running_service(settings(credentials=path, health="127.0.0.1:0")) as service:
         await service.warm
         assert service.health_address is not None
@@ -143,13 +148,13 @@ async def test_health_is_answered_on_a_port_of_its_own(path: Path) -> None:
 
 
 def entry(changes: str) -> str:
-    """An agent's credential with these fields changed."""
+    """Return the YAML of an agent's credential with these fields changed."""
     fields = {"name": "a", "role": "agent", "deployments": ["b"], "token": "0123456789abcdef"}
     return yaml.safe_dump([{**fields, **yaml.safe_load(f"{{{changes}}}")}])
 
 
 @pytest.mark.parametrize(
-    ("content", "says"),
+    ("content", "message"),
     [
         ("{}", "must be a list"),
         ("- 7", "credential 1"),
@@ -167,44 +172,46 @@ def entry(changes: str) -> str:
         ("- {name: a, token: 0123456789abcdef", "is not YAML"),
     ],
 )
-def test_a_file_that_will_not_do(tmp_path: Path, content: str, says: str) -> None:
+def test_an_invalid_credentials_file_is_rejected_without_showing_tokens(
+    tmp_path: Path, content: str, message: str
+) -> None:
     path = tmp_path / "credentials.yaml"
     path.write_text(content)
-    with pytest.raises(SettingsError, match=says) as refused:
+    with pytest.raises(SettingsError, match=message) as error:
         Credentials(path=path)
-    assert "0123456789abcdef" not in str(refused.value)
+    assert "0123456789abcdef" not in str(error.value)
 
 
-def test_certificates_and_tokens_prove_who_calls(path: Path) -> None:
+def test_a_certificate_credential_accepts_only_its_certificate(path: Path) -> None:
     path.write_text("- {name: a, role: reader, deployments: ['*'], certificate: dashboard.example}\n")
     credentials = Credentials(path=path)
     assert credentials.proven_by("", ["dashboard.example"]) is not None
     assert credentials.proven_by("", []) is None
     assert credentials.proven_by("dashboard.example", []) is None
-    assert Credentials().proven_by("", []) is not None, "where none are asked for, everybody is let in"
+    assert Credentials().proven_by("", []) is not None, "without credentials, every caller is accepted"
 
 
-def test_a_changed_file_is_noticed_whatever_its_time(path: Path) -> None:
+def test_a_changed_file_is_read_again_whatever_its_modification_time(path: Path) -> None:
     credentials = Credentials(path=path)
     assert not credentials.refresh()
     path.write_text(FILE.replace("dashboard", "a-dashboard"))
     os.utime(path, (0, 0))
     assert credentials.refresh()
-    found = credentials.proven_by(READER, [])
-    assert found is not None
-    assert (found.name, list(found.roles)) == ("a-dashboard", ["reader"])
+    credential = credentials.proven_by(READER, [])
+    assert credential is not None
+    assert (credential.name, list(credential.roles)) == ("a-dashboard", ["reader"])
 
 
 @pytest.mark.parametrize("metadata", [None, bearer("wrong"), (("authorization", "right"),)])
-async def test_calls_without_the_shared_token_are_turned_away_but_for_health(
+async def test_only_health_checks_are_accepted_without_the_shared_token(
     metadata: tuple[tuple[str, str], ...] | None,
 ) -> None:
     async with serving(auth_token="right") as (service, channel):
         stub = operator_pb2_grpc.OperatorServiceStub(channel)
-        with pytest.raises(grpc.aio.AioRpcError) as refused:
+        with pytest.raises(grpc.aio.AioRpcError) as error:
             await stub.ListDeployments(operator_pb2.ListDeploymentsRequest(), metadata=metadata)
-        assert refused.value.code() == UNKNOWN
-        assert "right" not in str(refused.value.details())
+        assert error.value.code() == UNKNOWN
+        assert "right" not in str(error.value.details())
         assert (await FakeRank(channel, 0, metadata).refusal())[0] == UNKNOWN
         await stub.ListDeployments(operator_pb2.ListDeploymentsRequest(), metadata=bearer("right"))
         await service.warm
@@ -223,7 +230,7 @@ async def test_calls_without_the_shared_token_are_turned_away_but_for_health(
         {"listen": "127.example.com:50551"},
     ],
 )
-def test_beyond_loopback_a_service_requires_credentials_and_tls_unless_set_otherwise(
+def test_a_service_reachable_from_other_hosts_requires_credentials_and_tls_or_insecure(
     flags: dict[str, Any],
 ) -> None:
     with pytest.raises(SettingsError, match="is reachable from other hosts"):

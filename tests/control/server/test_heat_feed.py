@@ -1,4 +1,4 @@
-"""Ranks are asked for no more heat than somebody needs or the service can take; who watches it is never waited for."""
+"""Ranks send only the heat that the service needs and can process. A slow watcher never delays the service."""
 
 from __future__ import annotations
 
@@ -46,20 +46,21 @@ def deployment_of(service: RunningService) -> Deployment:
     return service.plane.deployments["decode"]
 
 
-async def asked(group: FakeGroup) -> list[tuple[bool, int]]:
-    """What each rank is asked for next."""
+async def reporting_requests(group: FakeGroup) -> list[tuple[bool, int]]:
+    """Return the next reporting request of each rank: source sums or not, and one in how many reports."""
     messages = [await asyncio.wait_for(rank.call.read(), 20) for rank in group.ranks]
     return [(message.reporting.source_sums, message.reporting.one_in) for message in messages]
 
 
-async def test_sums_are_asked_for_and_every_step_while_somebody_watches(service: RunningService) -> None:
+async def test_ranks_send_source_sums_or_every_step_while_heat_is_watched(service: RunningService) -> None:
     async with FakeGroup(service.address) as group:
         welcomes = await group.join()
         assert all(welcome.reporting.source_sums for welcome in welcomes)
         call = group.operator.WatchHeat(operator_pb2.WatchHeatRequest(deployment="decode"))
         assert (await call.read()).HasField("served")
-        assert await asked(group) == [(False, 1)] * len(group.ranks)
-        # A report that was on its way is not for the watcher: one trace has own tokens by step, or has none.
+        assert await reporting_requests(group) == [(False, 1)] * len(group.ranks)
+        # This report was sent before the request, without source counts. The watcher does not receive it, because a
+        # trace has source counts for all steps or for none.
         early = heat_report(group.live, 0, 0, skewed_heat(8))
         early.ClearField("source_counts")
         early.source_sums.CopyFrom(pack(np.ones((LAYERS, 8), dtype=np.int32)))
@@ -68,18 +69,18 @@ async def test_sums_are_asked_for_and_every_step_while_somebody_watches(service:
         first = await call.read()
         assert (first.heat.report.first_step, first.heat.report.HasField("source_counts")) == (8, True)
         call.cancel()
-        assert await asked(group) == [(True, 1)] * len(group.ranks)
+        assert await reporting_requests(group) == [(True, 1)] * len(group.ranks)
 
 
-async def test_many_ranks_send_long_reports_unless_somebody_watches(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_large_groups_send_long_reports_unless_heat_is_watched(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flow, "_RANKS_PER_STEP", 0.065)
     many = settings(report_steps="auto", window_steps=256, decision_interval=256)
     async with running_service(many) as service, FakeGroup(service.address) as group:
         welcomes = await group.join()
-        assert {(one.report_steps, one.reporting.report_steps) for one in welcomes} == {(64, 64)}
+        assert {(welcome.report_steps, welcome.reporting.report_steps) for welcome in welcomes} == {(64, 64)}
         deployment = deployment_of(service)
         await until(lambda: deployment.live is not None)
-        # Whoever watches receives own tokens step by step, in short reports.
+        # A watcher receives source counts per step, in short reports.
         call = group.operator.WatchHeat(operator_pb2.WatchHeatRequest(deployment="decode"))
         await call.read()
         messages = [await asyncio.wait_for(rank.call.read(), 20) for rank in group.ranks]
@@ -87,38 +88,39 @@ async def test_many_ranks_send_long_reports_unless_somebody_watches(monkeypatch:
         call.cancel()
         messages = [await asyncio.wait_for(rank.call.read(), 20) for rank in group.ranks]
         assert [message.reporting.report_steps for message in messages] == [64] * len(group.ranks)
-        # 64 steps at once enter the window by and by.
+        # The 64 steps of one report enter the window gradually.
         group.step = 64
         await group.send_heat(skewed_heat(64))
         await until(lambda: deployment.heat is not None and deployment.heat.assembled == 64)
         assert deployment.totals.steps_received == 64
 
 
-async def test_what_cannot_be_taken_is_shed_alike_by_all_ranks_and_reported(
+async def test_all_ranks_shed_the_same_reports_and_the_shedding_is_reported(
     service: RunningService, group: FakeGroup
 ) -> None:
     deployment = deployment_of(service)
     await until(lambda: deployment.live is not None)
     deployment.shedding = replace(Shedding(), one_in=4, looked_at=float("inf"))
     tick(service.plane)
-    assert await asked(group) == [(True, 4)] * len(group.ranks)
+    assert await reporting_requests(group) == [(True, 4)] * len(group.ranks)
     assert ["they send one of every 4 reports" in problem for problem in problems(deployment)] == [True]
     assert (await scrape(service))["eplb_heat_one_in", ("decode",)] == 4
-    # Plans go out all the same.
+    # Plans are still made and sent.
     for block in range(0, 16, 4):
         group.step = 8 * block
         await group.send_heat(skewed_heat(8))
     assert len(await group.hear_plan()) == len(group.ranks)
     deployment.shedding = Shedding()
     tick(service.plane)
-    assert await asked(group) == [(True, 1)] * len(group.ranks)
+    assert await reporting_requests(group) == [(True, 1)] * len(group.ranks)
     assert problems(deployment) == []
 
 
 async def recording(service: RunningService, *arguments: str, watched: bool = True) -> asyncio.Task[int]:
-    """``eplb trace record`` under way, once the service hands heat to it."""
+    """Start ``eplb trace record`` and, if ``watched``, wait until the service sends heat to it."""
     feed = service.plane.feed
-    await until(lambda: not feed._watchers)  # the service learns a little later that the one before has gone
+    # The service notices the end of the previous watcher a little later.
+    await until(lambda: not feed._watchers)
     task = asyncio.create_task(
         asyncio.to_thread(run, ["trace", "record", *arguments, "--address", service.address])
     )
@@ -128,7 +130,7 @@ async def recording(service: RunningService, *arguments: str, watched: bool = Tr
 
 
 @pytest.mark.parametrize("by_slot", [True, False], ids=["slots-counted", "slots-derived"])
-async def test_a_recording_holds_what_the_ranks_counted_across_a_switch(
+async def test_a_recording_holds_the_ranks_counts_before_and_after_a_commit(
     service: RunningService, tmp_path: Path, capsys: pytest.CaptureFixture[str], by_slot: bool
 ) -> None:
     out = tmp_path / "watched.zarr"
@@ -162,7 +164,7 @@ async def test_a_recording_holds_what_the_ranks_counted_across_a_switch(
 
 
 def loads_sent(live: DeployedLayout, heat_TLE: Int32) -> Int32:
-    """Tokens that each rank receives where every rank has those of ``heat_TLE``, int32 ``[T, L, R]``."""
+    """Return the tokens that each rank receives if every rank sends ``heat_TLE``, int32 ``[T, L, R]``."""
     loads_TLR = np.zeros((len(heat_TLE), LAYERS, RANKS), dtype=np.int32)
     slots = live.placement.slots
     for (source, layer, expert), slot in np.ndenumerate(live.log2phy_RLE):
@@ -171,15 +173,15 @@ def loads_sent(live: DeployedLayout, heat_TLE: Int32) -> Int32:
     return loads_TLR
 
 
-async def test_a_trace_is_gone_on_with_only_where_it_fits(
+async def test_a_recording_continues_a_trace_only_if_the_placement_fits(
     service: RunningService, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "decode.zarr"
     arguments = ("decode", "--out", str(out), "--steps", "8")
     async with FakeGroup(service.address) as group:
         await group.join()
-        for again in ((), ("--append", "--json")):
-            task = await recording(service, *arguments, *again)
+        for options in ((), ("--append", "--json")):
+            task = await recording(service, *arguments, *options)
             await group.send_heat(skewed_heat(8))
             assert await task == 0
     _, printed = capsys.readouterr().out.split("\n", 1)
@@ -190,15 +192,15 @@ async def test_a_trace_is_gone_on_with_only_where_it_fits(
     reported = capsys.readouterr().err
     assert "exists; choose another name, remove it first, or continue the trace with --append" in reported
     await until(lambda: not service.plane.deployments["decode"].connected)
-    other = live_of(first_placement().with_layers([(0, first_placement().phy2log_LRS[0][::-1])]))
-    async with FakeGroup(service.address, other) as group:
+    changed = live_of(first_placement().with_layers([(0, first_placement().phy2log_LRS[0][::-1])]))
+    async with FakeGroup(service.address, changed) as group:
         await group.join(group_id="second")
         assert await (await recording(service, *arguments, "--append", watched=False)) == 2
     assert "another placement under the same epochs" in capsys.readouterr().err
     assert open_trace(out).steps == 16
 
 
-async def test_time_ends_a_recording_and_nothing_recorded_is_reported(
+async def test_a_recording_ends_after_its_time_and_reports_an_empty_trace(
     service: RunningService, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "decode.zarr"
@@ -215,34 +217,35 @@ async def test_time_ends_a_recording_and_nothing_recorded_is_reported(
     assert open_trace(out).steps == 8
 
 
-Heard = list[operator_pb2.WatchHeatResponse]
+HeatMessages = list[operator_pb2.WatchHeatResponse]
 
 
 @pytest.fixture
-def taken(monkeypatch: pytest.MonkeyPatch) -> Heard:
-    """Messages that a recording has taken, which Ctrl-C ends with the last rank's second report."""
-    take, messages = trace_record._record_message, Heard()
+def recorded_messages(monkeypatch: pytest.MonkeyPatch) -> HeatMessages:
+    """Return the messages that a recording receives. Ctrl-C interrupts it at the second report of the last rank."""
+    take = trace_record._take
+    messages = HeatMessages()
 
-    def noted(trace: object, message: operator_pb2.WatchHeatResponse) -> object:
+    def record_and_interrupt(trace: object, message: operator_pb2.WatchHeatResponse) -> object:
         recorder = take(trace, message)  # type: ignore[arg-type]
         messages.append(message)
         if message.heat.report.first_step == 8 and message.heat.rank == RANKS - 1:
             raise KeyboardInterrupt
         return recorder
 
-    monkeypatch.setattr(trace_record, "_record_message", noted)
+    monkeypatch.setattr(trace_record, "_take", record_and_interrupt)
     return messages
 
 
-async def test_a_service_that_stops_leaves_what_was_recorded(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], taken: Heard
+async def test_a_recording_keeps_its_steps_if_the_service_stops(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], recorded_messages: HeatMessages
 ) -> None:
     out = tmp_path / "decode.zarr"
     async with running_service(settings()) as service, FakeGroup(service.address) as group:
         await group.join()
         task = await recording(service, "decode", "--out", str(out))
         await group.send_heat(skewed_heat(8))
-        await until(lambda: sum(message.HasField("heat") for message in taken) == RANKS)
+        await until(lambda: sum(message.HasField("heat") for message in recorded_messages) == RANKS)
         await group.leave()
     assert await task == 2
     reported = capsys.readouterr().err
@@ -251,8 +254,8 @@ async def test_a_service_that_stops_leaves_what_was_recorded(
     assert open_trace(out).steps == 8
 
 
-@pytest.mark.usefixtures("taken")
-async def test_ctrl_c_ends_with_a_whole_trace(
+@pytest.mark.usefixtures("recorded_messages")
+async def test_ctrl_c_ends_a_recording_with_a_complete_trace(
     service: RunningService, group: FakeGroup, tmp_path: Path
 ) -> None:
     out = tmp_path / "decode.zarr"
@@ -263,16 +266,16 @@ async def test_ctrl_c_ends_with_a_whole_trace(
     assert open_trace(out).steps == 16
 
 
-async def test_a_slow_watcher_loses_reports_and_is_notified(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_slow_watcher_loses_reports_and_learns_how_many(monkeypatch: pytest.MonkeyPatch) -> None:
     report = heat_report(live_of(first_placement()), 0, 0, skewed_heat(8))
     monkeypatch.setattr(heat_feed, "MAX_WAITING_BYTES", 2 * report.ByteSize())
-    watcher = _Watcher("here")
+    watcher = _Watcher("host")
     for _ in range(5):
         watcher.put_heat(0, report)
     watcher.put(operator_pb2.WatchHeatResponse(switched=operator_pb2.SwitchedLayer(layer=1)))
-    heard = [await watcher.next() for _ in range(3)]
-    assert [message.WhichOneof("message") for message in heard] == ["heat", "heat", "switched"]
-    assert [message.dropped_reports for message in heard] == [3, 3, 3]
+    messages = [await watcher.next() for _ in range(3)]
+    assert [message.WhichOneof("message") for message in messages] == ["heat", "heat", "switched"]
+    assert [message.dropped_reports for message in messages] == [3, 3, 3]
     watcher.put_heat(0, report)
     assert (await watcher.next()).heat.report == report
     watcher.end("over")
@@ -280,7 +283,7 @@ async def test_a_slow_watcher_loses_reports_and_is_notified(monkeypatch: pytest.
         await watcher.next()
 
 
-async def test_only_so_many_watch_and_only_with_the_token() -> None:
+async def test_watchers_need_the_token_and_their_number_is_limited() -> None:
     async with running_service(settings(auth_token="secret")) as service:
         channel = grpc.aio.insecure_channel(service.address)
         stub = operator_pb2_grpc.OperatorServiceStub(channel)

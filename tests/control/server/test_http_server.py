@@ -1,4 +1,4 @@
-"""Over HTTP the service gives metrics, its page and the JSON behind it: to whom it may, and to nobody else."""
+"""Metrics, the web page and its JSON documents over HTTP, and the callers that may read them."""
 
 from __future__ import annotations
 
@@ -29,8 +29,42 @@ CREDENTIALS = """
 """
 
 
-async def balanced(service: RunningService, group: FakeGroup) -> list[RankPlan]:
-    """A deployment that has switched layers and counted since; its plan, as each rank's."""
+class Answer:
+    """Status, headers and body of an HTTP response."""
+
+    def __init__(self, answer: http.client.HTTPResponse) -> None:
+        self.status = answer.status
+        self.headers = answer.headers
+        self.body = answer.read()
+
+    @property
+    def document(self) -> Any:
+        return json.loads(self.body)
+
+
+def _get(address: str, path: str, method: str, headers: dict[str, str], context: Any) -> Answer:
+    host, _, port = address.rpartition(":")
+    if context is None:
+        connection: Any = http.client.HTTPConnection(host, int(port), timeout=20)
+    else:
+        connection = http.client.HTTPSConnection("localhost", int(port), timeout=20, context=context)
+    try:
+        connection.request(method, path, headers=headers)
+        return Answer(connection.getresponse())
+    finally:
+        connection.close()
+
+
+async def get(
+    address: str, path: str, *, token: str = "", method: str = "GET", context: Any = None, **headers: str
+) -> Answer:
+    if token:
+        headers["Authorization"] = f"Bearer {token}"
+    return await asyncio.to_thread(_get, address, path, method, headers, context)
+
+
+async def carry_out_plan(service: RunningService, group: FakeGroup) -> list[RankPlan]:
+    """Carry out a plan, send heat after it, and return the plan of every rank."""
     await group.fill_window()
     plans = await group.hear_plan()
     await group.carry_out(plans)
@@ -38,50 +72,50 @@ async def balanced(service: RunningService, group: FakeGroup) -> list[RankPlan]:
     deployment = service.plane.deployments["decode"]
     await until(lambda: deployment.ended_plan is not None and deployment.totals.steps_received == 40)
     tick(service.plane)
-    # A point that is less than a second older than this one stands for it until the next.
+    # The newest point may be up to a second older than the current figure. Wait until both agree.
     points = service.plane.observer.of("decode").series.points
     await until(lambda: points[-1].par == mean_measured_par(measured_par(deployment)))
     return plans
 
 
-async def test_the_page_s_figures_are_those_of_the_service(service: RunningService, group: FakeGroup) -> None:
-    await balanced(service, group)
-    at = service.metrics_address
-    assert (await get(at, "/api/v1/deployments")).document["deployments"][0]["deployment"] == "decode"
-    whole = (await get(at, "/api/v1/deployments/decode")).document
-    balance = (await get(at, "/api/v1/deployments/decode/balance")).document
-    plans = (await get(at, "/api/v1/deployments/decode/history")).document["plans"]
-    assert whole["status"]["agents_connected"] == RANKS
-    assert [layer["layer"] for layer in whole["layers"]] == list(range(LAYERS))
-    assert all(0 <= agent["silent_seconds"] < 60 for agent in whole["agents"])
+async def test_the_page_shows_the_figures_of_the_service(service: RunningService, group: FakeGroup) -> None:
+    await carry_out_plan(service, group)
+    address = service.metrics_address
+    assert (await get(address, "/api/v1/deployments")).document["deployments"][0]["deployment"] == "decode"
+    status = (await get(address, "/api/v1/deployments/decode")).document
+    balance = (await get(address, "/api/v1/deployments/decode/balance")).document
+    plans = (await get(address, "/api/v1/deployments/decode/history")).document["plans"]
+    assert status["status"]["agents_connected"] == RANKS
+    assert [layer["layer"] for layer in status["layers"]] == list(range(LAYERS))
+    assert all(0 <= agent["silent_seconds"] < 60 for agent in status["agents"])
     assert len(balance["rank_loads"]) == LAYERS
     for row in balance["rank_loads"]:
         assert sum(row) == pytest.approx(1000 * RANKS, abs=RANKS)
     point = balance["points"][-1]
-    assert point["par"] == pytest.approx(whole["status"]["par"])
+    assert point["par"] == pytest.approx(status["status"]["par"])
     assert 1 <= point["noise_floor"] < point["par_planned"] or point["par_planned"] >= 1
     plan = balance["last_plan"]
     assert (plan["plan_id"], plan["outcome"]) == (plans[0]["plan_id"], "done")
     assert plan["committed"] == len(plan["moves"])
-    for of_layer in plan["moves"]:
-        assert len(of_layer["moves"]) == plan["verdicts"][of_layer["layer"]]["moves"]
+    for layer_moves in plan["moves"]:
+        assert len(layer_moves["moves"]) == plan["verdicts"][layer_moves["layer"]]["moves"]
 
 
-async def test_every_answer_forbids_what_the_page_does_not_need(service: RunningService) -> None:
-    at = service.metrics_address
+async def test_every_response_has_restrictive_security_headers(service: RunningService) -> None:
+    address = service.metrics_address
     for path in ("/", "/main.js", "/metrics", "/api/v1/service", "/nowhere"):
-        answer = await get(at, path)
+        answer = await get(address, path)
         assert answer.headers["Content-Security-Policy"].startswith("default-src 'none'; script-src 'self'")
         assert answer.headers["X-Content-Type-Options"] == "nosniff"
         assert "Access-Control-Allow-Origin" not in answer.headers
-    page = await get(at, "/")
+    page = await get(address, "/")
     assert page.headers["Content-Type"] == "text/html"
-    assert (await get(at, "/", method="HEAD")).body == b""
-    zipped = await get(at, "/metrics", **{"Accept-Encoding": "gzip"})
-    assert gzip.decompress(zipped.body).startswith(b"# HELP eplb_")
+    assert (await get(address, "/", method="HEAD")).body == b""
+    compressed = await get(address, "/metrics", **{"Accept-Encoding": "gzip"})
+    assert gzip.decompress(compressed.body).startswith(b"# HELP eplb_")
 
 
-async def test_what_is_not_there_and_orders_are_refused(service: RunningService) -> None:
+async def test_unknown_paths_and_methods_other_than_get_are_rejected(service: RunningService) -> None:
     for path, status in {
         "/nowhere": 404,
         "/../settings.py": 404,
@@ -100,8 +134,8 @@ async def test_what_is_not_there_and_orders_are_refused(service: RunningService)
         assert (await get(service.metrics_address, "/api/v1/deployments", method=method)).status == 405
 
 
-async def test_the_page_learns_that_it_needs_a_token_without_being_refused(tmp_path: Path) -> None:
-    """A browser writes every refusal into its console."""
+async def test_the_page_learns_that_it_needs_a_token_without_an_error_response(tmp_path: Path) -> None:
+    """A browser logs every error response to its console."""
     (tmp_path / "credentials.yaml").write_text(CREDENTIALS)
     async with running_service(settings(credentials=tmp_path / "credentials.yaml")) as service:
         answer = await get(service.metrics_address, "/api/v1/service")
@@ -112,24 +146,25 @@ async def test_the_page_learns_that_it_needs_a_token_without_being_refused(tmp_p
         assert sample("eplb_refusals_total", {"code": "unauthenticated"}) == 1
 
 
-async def test_readers_see_their_deployments_and_others_nothing(tmp_path: Path) -> None:
+async def test_readers_see_only_their_deployments_and_other_callers_nothing(tmp_path: Path) -> None:
     (tmp_path / "credentials.yaml").write_text(CREDENTIALS)
     async with running_service(settings(credentials=tmp_path / "credentials.yaml")) as service:
-        at, path = service.metrics_address, "/api/v1/deployments"
-        assert (await get(at, path)).status == 401
-        assert (await get(at, path, token="wrong-0123456789")).status == 401
-        assert (await get(at, path, token="agent-0123456789")).status == 403
-        assert (await get(at, path, token="reader-0123456789")).document == {"deployments": []}
-        assert (await get(at, f"{path}/prefill", token="reader-0123456789")).status == 403
-        assert (await get(at, f"{path}/decode", token="reader-0123456789")).status == 404
-        # Figures for Prometheus and the page itself give nothing away that is not meant for whoever reaches the port.
-        assert (await get(at, "/metrics")).status == 200
-        assert (await get(at, "/")).status == 200
-        metrics = (await get(at, "/metrics")).body.decode()
+        address = service.metrics_address
+        path = "/api/v1/deployments"
+        assert (await get(address, path)).status == 401
+        assert (await get(address, path, token="wrong-0123456789")).status == 401
+        assert (await get(address, path, token="agent-0123456789")).status == 403
+        assert (await get(address, path, token="reader-0123456789")).document == {"deployments": []}
+        assert (await get(address, f"{path}/prefill", token="reader-0123456789")).status == 403
+        assert (await get(address, f"{path}/decode", token="reader-0123456789")).status == 404
+        # Metrics and the page's own files are public to every client that reaches the port.
+        assert (await get(address, "/metrics")).status == 200
+        assert (await get(address, "/")).status == 200
+        metrics = (await get(address, "/metrics")).body.decode()
     assert 'eplb_refusals_total{code="unauthenticated"} 2.0' in metrics
 
 
-async def test_a_token_is_not_taken_in_plain_text_from_another_host(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_token_in_plain_text_from_another_host_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_server, "_host_of", lambda _: "192.0.2.7")
     async with running_service(settings(auth_token="right")) as service:
         answer = await get(service.metrics_address, "/api/v1/deployments", token="right")
@@ -138,25 +173,26 @@ async def test_a_token_is_not_taken_in_plain_text_from_another_host(monkeypatch:
         assert (await get(service.metrics_address, "/api/v1/deployments")).status == 401
 
 
-async def test_another_site_s_name_for_this_machine_reads_nothing(service: RunningService) -> None:
-    at, path = service.metrics_address, "/api/v1/deployments"
-    assert (await get(at, path, Host="rebound.example")).status == 403
-    for name in (at, "localhost", "localhost:9464", "[::1]:9464"):
-        assert (await get(at, path, Host=name)).status == 200
+async def test_requests_for_another_host_name_are_rejected(service: RunningService) -> None:
+    address = service.metrics_address
+    path = "/api/v1/deployments"
+    assert (await get(address, path, Host="rebound.example")).status == 403
+    for name in (address, "localhost", "localhost:9464", "[::1]:9464"):
+        assert (await get(address, path, Host=name)).status == 200
 
 
-@pytest.mark.skipif(shutil.which("openssl") is None, reason="makes its certificate with openssl")
-async def test_the_page_has_an_address_of_its_own_with_tls(tmp_path: Path) -> None:
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl for its certificate")
+async def test_the_page_can_have_a_separate_address_with_tls(tmp_path: Path) -> None:
     authority = Authority(tmp_path)
     cert, key = authority.sign("localhost")
-    trusting = ssl.create_default_context(cafile=str(authority.ca))
-    chosen = settings(tls_cert=cert, tls_key=key, page="127.0.0.1:0", auth_token="right")
-    async with running_service(chosen) as service:
+    context = ssl.create_default_context(cafile=str(authority.ca))
+    tls_settings = settings(tls_cert=cert, tls_key=key, page="127.0.0.1:0", auth_token="right")
+    async with running_service(tls_settings) as service:
         assert service.page_url.startswith("https://127.0.0.1:")
         page = service.page_url.removeprefix("https://").rstrip("/")
         path = "/api/v1/deployments"
-        assert (await get(page, path, token="right", context=trusting)).document == {"deployments": []}
-        assert (await get(page, "/metrics", context=trusting)).status == 404
+        assert (await get(page, path, token="right", context=context)).document == {"deployments": []}
+        assert (await get(page, "/metrics", context=context)).status == 404
         assert (await get(service.metrics_address, "/metrics")).status == 200
         assert "another address" in (await get(service.metrics_address, "/")).document["error"]
         with pytest.raises((OSError, http.client.HTTPException)):
@@ -170,8 +206,20 @@ async def test_the_page_has_an_address_of_its_own_with_tls(tmp_path: Path) -> No
             assert await stub.ListDeployments(operator_pb2.ListDeploymentsRequest(), metadata=bearer)
 
 
-async def test_a_scrape_shows_what_happened(service: RunningService, group: FakeGroup) -> None:
-    plans = await balanced(service, group)
+Samples = dict[tuple[str, tuple[str, ...]], float]
+
+
+async def scrape(service: RunningService) -> Samples:
+    text = (await get(service.metrics_address, "/metrics")).body.decode()
+    return {
+        (sample.name, tuple(sample.labels.values())): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+async def test_metrics_show_the_plan_and_its_effects(service: RunningService, group: FakeGroup) -> None:
+    plans = await carry_out_plan(service, group)
     for calls in (100, 120):
         beat = agent_pb2.Heartbeat(
             step=group.step,
@@ -191,7 +239,8 @@ async def test_a_scrape_shows_what_happened(service: RunningService, group: Fake
     tick(service.plane)
     samples = await scrape(service)
 
-    layers, decode = plans[0].layers, ("decode",)
+    layers = plans[0].layers
+    decode = ("decode",)
     moves = sum(len(layer.moves_M5) for layer in layers)
     counted = {
         "agents_connected": 4,
@@ -204,7 +253,7 @@ async def test_a_scrape_shows_what_happened(service: RunningService, group: Fake
         "solve_seconds_count": 1,
         "problems": 0,
         "agent_calls_total": 40,
-        "agent_staging_bytes": 50 * 120,  # of the rank that holds most
+        "agent_staging_bytes": 50 * 120,  # the maximum over the ranks
         "agent_heat_ring_bytes": 4096,
     }
     assert {name: samples[f"eplb_{name}", decode] for name in counted} == counted
@@ -219,8 +268,8 @@ async def test_a_scrape_shows_what_happened(service: RunningService, group: Fake
     assert set(samples) >= {("eplb_par_planned", ("decode", str(layer.layer))) for layer in layers}
 
 
-def own_address() -> str:
-    """This host's address on its network; callers that use it do not come from loopback."""
+def host_address() -> str:
+    """Return this host's network address. Calls to it do not come from loopback."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("198.51.100.1", 9))
@@ -240,8 +289,8 @@ PAGE_PATHS = (
 
 
 @pytest.mark.parametrize("setting", ["metrics", "page"])
-async def test_without_credentials_other_hosts_get_the_metrics_alone(setting: str) -> None:
-    there = own_address()
+async def test_without_credentials_other_hosts_get_only_the_metrics(setting: str) -> None:
+    host = host_address()
     async with (
         running_service(settings(**{setting: "0.0.0.0:0"})) as service,
         FakeGroup(service.address) as group,
@@ -251,27 +300,27 @@ async def test_without_credentials_other_hosts_get_the_metrics_alone(setting: st
         assert url.startswith("127.0.0.1:")
         port = url.rpartition(":")[2]
         for path in PAGE_PATHS:
-            answer = await get(f"{there}:{port}", path, Host="localhost")
+            answer = await get(f"{host}:{port}", path, Host="localhost")
             assert (path, answer.status) == (path, 403)
             assert b"decode" not in answer.body
         if setting == "metrics":
-            assert (await get(f"{there}:{port}", "/metrics")).status == 200
+            assert (await get(f"{host}:{port}", "/metrics")).status == 200
         assert (await get(url, "/api/v1/deployments")).document["deployments"]
         assert (await get(url, "/")).status == 200
-        # Another site's name that resolves to this machine.
+        # A name of another site can resolve to this host.
         assert (await get(url, "/api/v1/deployments", Host="rebound.example")).status == 403
 
 
-@pytest.mark.parametrize("trusts", ["credentials", "the network"])
-async def test_other_hosts_get_the_page_where_they_prove_who_they_are_or_the_network_is_trusted(
-    tmp_path: Path, trusts: str
+@pytest.mark.parametrize("protection", ["credentials", "trusted network"])
+async def test_other_hosts_get_the_page_with_credentials_or_on_a_trusted_network(
+    tmp_path: Path, protection: str
 ) -> None:
-    there = own_address()
+    host = host_address()
     path = tmp_path / "credentials.yaml"
     path.write_text(CREDENTIALS)
-    trust = {"insecure": True} if trusts == "the network" else {"credentials": path}
+    trust = {"insecure": True} if protection == "trusted network" else {"credentials": path}
     async with running_service(settings(metrics="0.0.0.0:0", **trust)) as service:
         port = service.metrics_address.rpartition(":")[2]
-        assert (await get(f"{there}:{port}", "/")).status == 200
-        answer = await get(f"{there}:{port}", "/api/v1/deployments")
-        assert answer.status == (200 if trusts == "the network" else 401)
+        assert (await get(f"{host}:{port}", "/")).status == 200
+        answer = await get(f"{host}:{port}", "/api/v1/deployments")
+        assert answer.status == (200 if protection == "trusted network" else 401)

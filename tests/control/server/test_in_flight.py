@@ -1,4 +1,4 @@
-"""Streams and requests in parts take bounded memory, of a host and of all; who comes beyond that is refused in time."""
+"""Streams and requests in parts use bounded memory, per host and in total. Excess requests are rejected in time."""
 
 from __future__ import annotations
 
@@ -23,37 +23,41 @@ LIVE = live_of(first_placement())
 MIB = 1 << 20
 
 
-async def _soon() -> None:
+async def _run_pending_tasks() -> None:
     for _ in range(20):
         await asyncio.sleep(0)
 
 
-async def test_turns_come_in_order_and_a_greedy_host_holds_up_no_other() -> None:
-    turns, given, ends = Turns(6), list[str](), dict[str, asyncio.Event]()
+async def test_turns_are_granted_in_order_and_a_greedy_host_does_not_delay_others() -> None:
+    turns = Turns(6)
+    granted = list[str]()
+    ends = dict[str, asyncio.Event]()
 
     async def ask(name: str) -> None:
         ends[name] = asyncio.Event()
         async with turns.turn(name[0]):
-            given.append(name)
+            granted.append(name)
             await ends[name].wait()
 
     tasks = [asyncio.ensure_future(ask(f"{host}{number}")) for host in "abc" for number in range(5)]
-    await _soon()
-    # The host a has its share, though b and c came later.
-    assert given == ["a0", "a1", "a2", "a3", "b0", "b1"]
+    await _run_pending_tasks()
+    # Host a gets only its share, although b and c came later.
+    assert granted == ["a0", "a1", "a2", "a3", "b0", "b1"]
     tasks[7].cancel()
     ends["a1"].set()
     ends["b0"].set()
-    await _soon()
-    assert given[6:] == ["b3", "c0"], "whoever has gone holds nobody up"
+    await _run_pending_tasks()
+    assert granted[6:] == ["b3", "c0"], "a request that has gone delays no other request"
     while not all(task.done() for task in tasks):
         for end in ends.values():
             end.set()
-        await _soon()
-    assert sorted({*given, "b2"}) == [f"{host}{number}" for host in "abc" for number in range(5)]
+        await _run_pending_tasks()
+    assert sorted({*granted, "b2"}) == [f"{host}{number}" for host in "abc" for number in range(5)]
 
 
-async def test_whoever_waits_too_long_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_request_that_waits_too_long_for_its_turn_is_rejected(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("eplb_service.control.server.access.quotas._TURN_SECONDS", 0.01)
     turns = Turns(1)
     async with turns.turn("a"):
@@ -62,7 +66,7 @@ async def test_whoever_waits_too_long_is_refused(monkeypatch: pytest.MonkeyPatch
                 raise AssertionError
     async with turns.turn("c"):
         assert "c" in turns._of_host
-    assert "c" not in turns._of_host, "nothing is kept of hosts that are gone"
+    assert "c" not in turns._of_host, "hosts that are gone leave no state behind"
 
 
 def _large(size: int) -> list[agent_pb2.ConnectRequest]:
@@ -80,39 +84,40 @@ async def service() -> AsyncIterator[RunningService]:
         yield running
 
 
-async def test_requests_that_are_no_requests(
+async def test_oversized_incomplete_and_malformed_requests_are_rejected(
     service: RunningService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = _large(3 * PART_BYTES)
-    exhausted, invalid = grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.INVALID_ARGUMENT
-    for said, expected, reason in (
+    parts = _large(3 * PART_BYTES)
+    exhausted = grpc.StatusCode.RESOURCE_EXHAUSTED
+    invalid = grpc.StatusCode.INVALID_ARGUMENT
+    for messages, expected, reason in (
         (_large(MIB), exhausted, "that max_message_bytes allows"),
         ([agent_pb2.ConnectRequest(heartbeat=agent_pb2.Heartbeat(error="x" * 2 * MIB))], exhausted, ""),
-        (whole[:1], invalid, "ended before its last part"),
-        ([whole[0], _hello()], invalid, "ended before its last part"),
-        ([whole[0], whole[0]], invalid, "part.bytes_left is"),
-        (whole[1:], invalid, ""),
+        (parts[:1], invalid, "ended before its last part"),
+        ([parts[0], _hello()], invalid, "ended before its last part"),
+        ([parts[0], parts[0]], invalid, "part.bytes_left is"),
+        (parts[1:], invalid, ""),
     ):
-        code, text = await refusal_of(service.address, _hello(), *said)
+        code, text = await refusal_of(service.address, _hello(), *messages)
         assert (code, reason in text) == (expected, True), text
-    # Not before: whatever else the machine does, those above are refused for what they say.
+    # The time limit is shortened only now, so that even on a busy host the requests above fail for their content.
     monkeypatch.setattr("eplb_service.control.server.agents._WHOLE_SECONDS", 0.2)
     async with FakeGroup(service.address) as group:
         await group.join()
-        await group.ranks[0].call.write(whole[0])
+        await group.ranks[0].call.write(parts[0])
         code, text = await group.ranks[0].refusal()
         assert code is grpc.StatusCode.DEADLINE_EXCEEDED
         assert "did not all arrive" in text
     await until(lambda: not service.plane.deployments["decode"].connected)
 
 
-async def test_a_host_that_breaks_off_as_many_requests_as_it_may_have_gives_its_turns_back(
+async def test_a_host_gets_its_turns_back_after_all_its_requests_time_out(
     service: RunningService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with FakeGroup(service.address) as group:
         await group.join()
-        with monkeypatch.context() as hurried:
-            hurried.setattr("eplb_service.control.server.agents._WHOLE_SECONDS", 0.5)
+        with monkeypatch.context() as patched:
+            patched.setattr("eplb_service.control.server.agents._WHOLE_SECONDS", 0.5)
             for rank in group.ranks:
                 await rank.call.write(_large(MIB - 100)[0])
             codes = {(await rank.refusal())[0] for rank in group.ranks}
@@ -125,7 +130,7 @@ async def test_a_host_that_breaks_off_as_many_requests_as_it_may_have_gives_its_
         )
 
 
-async def test_streams_of_all_hosts_and_of_one_are_bounded_and_refusals_counted() -> None:
+async def test_streams_are_limited_in_total_and_per_host_and_rejections_are_counted() -> None:
     for bounds, name in (
         ({"max_streams": 2}, "limit set by max_streams;"),
         ({"max_streams_per_peer": 2}, "limit set by max_streams_per_peer;"),
@@ -135,25 +140,26 @@ async def test_streams_of_all_hosts_and_of_one_are_bounded_and_refusals_counted(
             channels = [grpc.aio.insecure_channel(service.address, options=options) for _ in range(3)]
             ranks = [FakeRank(channel, 0) for channel in channels]
             ends = [asyncio.ensure_future(rank.refusal()) for rank in ranks]
-            # Whichever of them comes last is over at once, the others wait to be spoken to.
-            (over,), others = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-            code, text = over.result()
+            # The last stream ends at once. The others wait for their Hello.
+            (ended,), open_streams = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            code, text = ended.result()
             assert (code, name in text) == (grpc.StatusCode.RESOURCE_EXHAUSTED, True)
             counted = "eplb_refusals_total", ("resource_exhausted",)
             assert (await scrape(service))[counted] == 1
-            for task in others:
+            for task in open_streams:
                 task.cancel()
             for channel in channels:
                 await channel.close()
 
 
-def test_log_lines_beyond_the_rate_are_counted() -> None:
-    now, left_out = [0.0], []
-    log = BoundedLog(lambda: left_out.append(1), clock=lambda: now[0])
+def test_log_lines_above_the_rate_limit_are_dropped_and_counted() -> None:
+    now = [0.0]
+    dropped_lines = []
+    log = BoundedLog(lambda: dropped_lines.append(1), clock=lambda: now[0])
     for _ in range(300):
         log.info("stranger")
-    assert len(left_out) == 300 - 256
+    assert len(dropped_lines) == 300 - 256
     now[0] = 1.0
     for _ in range(20):
         log.warning("stranger")
-    assert len(left_out) == 300 - 256 + 10
+    assert len(dropped_lines) == 300 - 256 + 10

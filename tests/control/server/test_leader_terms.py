@@ -1,4 +1,4 @@
-"""A service that starts later has the higher term; a lease is taken by its holder, where free, or long unchanged."""
+"""A later start has a higher leader term. A holder can renew its lease, and a rival can acquire an expired one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from eplb_service.control.core.leader import Claim, clock_of, term_above, term_a
 from eplb_service.control.server.store import MEMORY, Store, StoredDeployment, higher_term
 
 _IN_2106 = 1 << 32
-"""What a clock may say that was never set, in seconds."""
+"""Time of a clock that was never set, in seconds."""
 
 
 def test_the_term_grows_with_every_start(path: str) -> None:
@@ -24,7 +24,7 @@ def test_the_term_grows_with_every_start(path: str) -> None:
     assert terms == sorted(set(terms))
 
 
-def test_a_term_that_was_raised_for_a_deployment_is_kept_and_grows_with_every_start(path: str) -> None:
+def test_a_raised_deployment_term_is_kept_and_grows_with_every_start(path: str) -> None:
     store = Store(path)
     raised = higher_term(term_at(_IN_2106, 0))
     for name, term in (("decode", raised), ("last", MAX_VERSION - 1), ("prefill", store.leader_term)):
@@ -33,12 +33,12 @@ def test_a_term_that_was_raised_for_a_deployment_is_kept_and_grows_with_every_st
     store = Store(path)
     decode, last, prefill = store.deployments()
     assert decode.leader_term > raised > store.leader_term
-    assert last.leader_term == MAX_VERSION - 1, "there is no higher one: the service starts all the same"
-    assert prefill.leader_term < store.leader_term, "a wrong clock is no other deployment's"
+    assert last.leader_term == MAX_VERSION - 1, "the service starts even if there is no higher term"
+    assert prefill.leader_term < store.leader_term, "a wrong clock does not affect other deployments"
     store.close()
 
 
-def test_terms_are_the_clock_and_chance_and_have_an_end() -> None:
+def test_terms_combine_the_clock_with_random_bits_and_are_bounded() -> None:
     term = term_at(_IN_2106, 7)
     assert clock_of(term) == "2106-02-07 06:28:16 UTC"
     above = [term_above(term, chance) for chance in (0, 7, (1 << 20) - 1)]
@@ -49,7 +49,7 @@ def test_terms_are_the_clock_and_chance_and_have_an_end() -> None:
         term_above(MAX_VERSION - 1, 0)
 
 
-def test_two_services_never_have_the_same_term(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_services_started_in_the_same_second_have_different_terms(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("time.time", lambda: 1.8e9)
     terms = [Store(MEMORY).leader_term for _ in range(8)]
     assert len(set(terms)) == len(terms)
@@ -59,16 +59,16 @@ def test_two_services_never_have_the_same_term(monkeypatch: pytest.MonkeyPatch) 
 HELD = Claim(holder="a", renewed="2026-01-01T00:00:00Z", seconds=15, term=3)
 
 
-def test_a_free_lease_may_be_taken_at_once() -> None:
+def test_a_free_lease_can_be_acquired_at_once() -> None:
     assert Claim().may_be_taken(0, "b")
     assert Claim().followed_by(10, replace(HELD, holder="")).may_be_taken(10, "b")
 
 
-def test_a_holder_may_always_renew() -> None:
+def test_the_holder_can_always_renew() -> None:
     assert Claim().followed_by(10, HELD).may_be_taken(1000, "a")
 
 
-def test_another_waits_from_when_it_last_saw_the_record_change() -> None:
+def test_a_rival_waits_from_the_last_change_that_it_observed() -> None:
     claim = Claim().followed_by(10, HELD).followed_by(20, HELD)
     assert not claim.may_be_taken(25, "b")
     assert claim.may_be_taken(25.1, "b")

@@ -1,4 +1,4 @@
-"""One of several services holds a lease; the next has it once it is given back or expires, and knows earlier terms."""
+"""One of several services holds a lease. Another acquires it after a release or expiry, and learns the highest term."""
 
 from __future__ import annotations
 
@@ -30,12 +30,16 @@ from eplb_service.control.server.lease.leadership import (
 )
 from tests.control.server.certificates import Authority
 
-NAMESPACE, URL = "serving", "http://kubernetes.example"
+NAMESPACE = "serving"
+URL = "http://kubernetes.example"
 PATH = f"/apis/coordination.k8s.io/v1/namespaces/{NAMESPACE}/leases/eplb"
 
 
 class FakeKubernetes:
-    """Leases and pods by path; ``failing`` answers all calls while set, ``before_put`` runs before the next PUT."""
+    """An API server with leases and pods by path.
+
+    While ``failing`` is set, all calls return that status code. ``before_put`` runs once, before the next PUT.
+    """
 
     def __init__(self) -> None:
         self.leases: dict[str, dict[str, Any]] = {}
@@ -46,7 +50,7 @@ class FakeKubernetes:
         self.token = "a pod's token"
 
     def client(self, folder: Path) -> Client:
-        """A client whose token is read from a file in ``folder``."""
+        """Return a client that reads its token from a file in ``folder``."""
         token = folder / "token"
         token.write_text(self.token + "\n")
         user = User(token_file=str(token))
@@ -54,9 +58,11 @@ class FakeKubernetes:
         return Client(config, transport=httpx2.MockTransport(self._answer))
 
     def _answer(self, request: httpx2.Request) -> httpx2.Response:
-        path, body = request.url.path, json.loads(request.content or b"{}")
+        path = request.url.path
+        body = json.loads(request.content or b"{}")
         if request.headers["Authorization"] != f"Bearer {self.token}":
-            code, record = 401, {}
+            code = 401
+            record = {}
         elif request.method == "GET":
             code, record = (200, self.leases[path]) if path in self.leases else (404, {})
         elif request.method == "PATCH":
@@ -64,7 +70,8 @@ class FakeKubernetes:
             code, record = self._label(path, body["metadata"]["labels"])
         else:
             if request.method == "PUT" and self.before_put is not None:
-                act, self.before_put = self.before_put, None
+                act = self.before_put
+                self.before_put = None
                 act()
             code, record = self._write(
                 path if request.method == "PUT" else f"{path}/{body['metadata']['name']}", body
@@ -78,9 +85,9 @@ class FakeKubernetes:
         return 200, {"metadata": {"labels": self.pods[path]}}
 
     def _write(self, path: str, record: dict[str, Any]) -> tuple[int, dict[str, Any]]:
-        known = self.leases.get(path)
+        stored = self.leases.get(path)
         version = record["metadata"].get("resourceVersion")
-        if version != (known["metadata"]["resourceVersion"] if known else None):
+        if version != (stored["metadata"]["resourceVersion"] if stored else None):
             return 409, {"kind": "Status", "reason": "Conflict"}
         self.writes += 1
         self.leases[path] = {
@@ -116,7 +123,7 @@ def rivals(
     return candidate("a"), candidate("b")
 
 
-def test_one_holds_it_and_the_next_has_it_once_it_is_given_back(rivals: tuple[Lease, Lease]) -> None:
+def test_a_lease_has_one_holder_and_can_be_acquired_after_its_release(rivals: tuple[Lease, Lease]) -> None:
     first, second = rivals
     assert [lease.attempt() for lease in (first, second) * 2] == [True, False, True, False]
     assert first.highest_term() == 0
@@ -134,7 +141,7 @@ def test_one_holds_it_and_the_next_has_it_once_it_is_given_back(rivals: tuple[Le
     first.give_back()
 
 
-def test_a_file_that_is_replaced_is_lost_and_one_that_is_no_lease_refused(tmp_path: Path) -> None:
+def test_a_replaced_lease_file_is_lost_and_a_file_without_a_term_is_rejected(tmp_path: Path) -> None:
     path = tmp_path / "lease"
     lease = file_lease(path)
     assert lease.attempt()
@@ -142,18 +149,19 @@ def test_a_file_that_is_replaced_is_lost_and_one_that_is_no_lease_refused(tmp_pa
     path.write_text("not a term")
     assert not lease.attempt()
     lease.give_back()
-    other = file_lease(path)
-    assert other.attempt()
+    new_lease = file_lease(path)
+    assert new_lease.attempt()
     with pytest.raises(LeaseError, match="is not a lease file"):
-        other.highest_term()
-    other.give_back()
+        new_lease.highest_term()
+    new_lease.give_back()
     with pytest.raises(LeaseError, match="cannot open"):
         file_lease(tmp_path / "nowhere" / "lease").attempt()
 
 
-def test_what_a_holder_does_not_renew_expires(candidate: Callable[..., KubernetesLease]) -> None:
+def test_a_lease_that_is_not_renewed_expires(candidate: Callable[..., KubernetesLease]) -> None:
     now = [100.0]
-    first, second = candidate("a"), candidate("b", lambda: now[0])
+    first = candidate("a")
+    second = candidate("b", lambda: now[0])
     assert first.attempt()
     first.announce(7)
     assert not second.attempt()
@@ -163,24 +171,25 @@ def test_what_a_holder_does_not_renew_expires(candidate: Callable[..., Kubernete
     now[0] += 15.1
     assert second.attempt()
     assert second.highest_term() == 7
-    assert not first.attempt(), "it has been taken meanwhile"
+    assert not first.attempt(), "another service has acquired it meanwhile"
     with pytest.raises(LeaseError, match="acquired by another"):
         first.announce(8)
     first.give_back()
-    assert second.attempt(), "who holds it no longer cannot give it back"
+    assert second.attempt(), "a former holder cannot release it"
 
 
-def test_of_two_that_take_it_at_once_one_does(
+def test_only_one_of_two_concurrent_attempts_acquires_the_lease(
     api: FakeKubernetes, candidate: Callable[..., KubernetesLease]
 ) -> None:
-    first, second = candidate("a"), candidate("b")
+    first = candidate("a")
+    second = candidate("b")
     api.before_put = second.attempt
     assert not first.attempt()
     assert api.leases[PATH]["spec"]["holderIdentity"] == "b"
     assert second.attempt()
 
 
-def test_the_record_is_what_kubernetes_keeps(
+def test_the_kubernetes_record_has_the_standard_fields_and_keeps_foreign_annotations(
     api: FakeKubernetes, candidate: Callable[..., KubernetesLease]
 ) -> None:
     lease = candidate("a")
@@ -193,7 +202,7 @@ def test_the_record_is_what_kubernetes_keeps(
     assert record["spec"]["leaseDurationSeconds"] == 15
     assert record["spec"]["leaseTransitions"] == 1
     assert record["spec"]["acquireTime"] < record["spec"]["renewTime"]
-    # Whatever somebody else has written there.
+    # Another client may have written anything to the record.
     record["metadata"]["annotations"] = {TERM_ANNOTATION: "five", "other": "kept"}
     assert lease.attempt()
     assert lease.highest_term() == 0
@@ -204,14 +213,15 @@ def test_the_record_is_what_kubernetes_keeps(
     assert lease.highest_term() == MAX_VERSION - 1
 
 
-def test_the_pod_that_leads_is_labelled_and_no_other(
+def test_only_the_leading_pod_is_labelled(
     api: FakeKubernetes, candidate: Callable[..., KubernetesLease]
 ) -> None:
     paths = {name: f"/api/v1/namespaces/{NAMESPACE}/pods/{name}" for name in ("eplb-a", "eplb-b")}
-    first, second = candidate("a", pod="eplb-a"), candidate("b", pod="eplb-b")
+    first = candidate("a", pod="eplb-a")
+    second = candidate("b", pod="eplb-b")
     with pytest.raises(LeaseError, match="no pod 'eplb-a'"):
         first.attempt()
-    # A container that was restarted finds the label of the one before.
+    # A restarted container finds the label of its predecessor.
     api.pods = {path: {LEADS_LABEL: "true"} for path in paths.values()}
     assert first.attempt()
     assert not second.attempt()
@@ -222,7 +232,7 @@ def test_the_pod_that_leads_is_labelled_and_no_other(
 
 
 @pytest.mark.parametrize("code", [401, 403, 500])
-def test_an_api_server_that_refuses_is_reported(
+def test_errors_of_the_api_server_are_reported(
     api: FakeKubernetes, candidate: Callable[..., KubernetesLease], code: int
 ) -> None:
     api.failing = code
@@ -231,7 +241,7 @@ def test_an_api_server_that_refuses_is_reported(
     candidate("a").give_back()
 
 
-def test_a_token_that_is_replaced_is_read_again(api: FakeKubernetes, tmp_path: Path) -> None:
+def test_a_replaced_token_is_read_again(api: FakeKubernetes, tmp_path: Path) -> None:
     lease = KubernetesLease(api.client(tmp_path), "eplb", "a", 15)
     assert lease.attempt()
     api.token = "the pod's next token"
@@ -241,9 +251,7 @@ def test_a_token_that_is_replaced_is_read_again(api: FakeKubernetes, tmp_path: P
     assert lease.attempt()
 
 
-def test_a_pod_finds_its_cluster_and_nobody_else_does(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_a_pod_gets_a_client_for_its_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(LeaseError, match="a Kubernetes lease needs a pod"):
         client_of_pod()
     monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "fd00::1")
@@ -257,7 +265,7 @@ def test_a_pod_finds_its_cluster_and_nobody_else_does(
     assert (client.config.cluster.server, client.namespace) == ("https://[fd00::1]:6443", NAMESPACE)
 
 
-def test_without_the_extra_the_error_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_names_the_missing_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "eplb_service.control.server.lease.kubernetes_lease")
     monkeypatch.setitem(sys.modules, "lightkube", None)
     with pytest.raises(LeaseError, match=r"pip install 'lightkube>=1.0'"):
@@ -267,12 +275,12 @@ def test_without_the_extra_the_error_names_it(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize(
     "text", ["eplb", "file:", "kubernetes:", "kubernetes:a/b/c", "kubernetes:Up", "etcd:a"]
 )
-def test_a_lease_of_another_form_is_refused(text: str) -> None:
+def test_an_invalid_lease_name_is_rejected(text: str) -> None:
     with pytest.raises(ValueError, match="a lease is file:PATH"):
         checked_lease(text)
 
 
-async def test_who_cannot_renew_leads_no_longer_before_another_may(
+async def test_a_leader_that_cannot_renew_stops_before_the_lease_expires(
     api: FakeKubernetes, candidate: Callable[..., KubernetesLease]
 ) -> None:
     leadership = Leadership(candidate("a"), seconds=1.2)
@@ -285,21 +293,22 @@ async def test_who_cannot_renew_leads_no_longer_before_another_may(
     assert api.leases[PATH]["metadata"]["annotations"][TERM_ANNOTATION] == "9"
 
 
-async def test_who_finds_another_in_its_place_leads_no_longer(
+async def test_a_leader_stops_when_a_rival_holds_the_lease(
     api: FakeKubernetes, candidate: Callable[..., KubernetesLease]
 ) -> None:
     now = [100.0]
-    leadership, other = Leadership(candidate("a"), seconds=3), candidate("b", lambda: now[0])
+    leadership = Leadership(candidate("a"), seconds=3)
+    rival = candidate("b", lambda: now[0])
     await asyncio.wait_for(leadership.won(), 20)
-    assert not other.attempt()
+    assert not rival.attempt()
     now[0] += 100
-    assert other.attempt()
+    assert rival.attempt()
     await asyncio.wait_for(leadership.lost.wait(), 30)
     await leadership.close()
     assert api.leases[PATH]["spec"]["holderIdentity"] == "b"
 
 
-async def test_a_standby_leads_once_the_other_is_gone(tmp_path: Path) -> None:
+async def test_a_standby_leads_once_the_leader_is_gone(tmp_path: Path) -> None:
     first, second = (Leadership(file_lease(tmp_path / "lease"), 3) for _ in range(2))
     await asyncio.wait_for(first.won(), 20)
     waiting = asyncio.create_task(second.won())

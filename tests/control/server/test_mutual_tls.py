@@ -1,4 +1,4 @@
-"""Certificates alone prove who calls: the right one is served, every other refused; all rotate without a restart."""
+"""Mutual TLS: only valid client certificates are accepted, and all certificate files rotate at run time."""
 
 from __future__ import annotations
 
@@ -33,19 +33,24 @@ def authority(tmp_path: Path) -> Authority:
 
 
 def agent(service: RunningService, ca: Path, proof: tuple[Path, Path]) -> ServiceStream:
-    """The stream of a real agent."""
+    """Return the service stream of a real agent."""
     placement = first_placement()
     installed = RankLayout.first(0, placement, placement.default_log2phy()[0])
     shape = Shape(RANKS, LAYERS, EXPERTS, SLOTS, BYTES_PER_EXPERT)
-    identity = Identity("decode", "group", 0, "here", tuple(range(RANKS)), shape)
-    made = agents.settings(service=service.address, tls_ca=ca, tls_cert=proof[0], tls_key=proof[1])
+    identity = Identity("decode", "group", 0, "node-0", tuple(range(RANKS)), shape)
+    agent_settings = agents.settings(service=service.address, tls_ca=ca, tls_cert=proof[0], tls_key=proof[1])
     return ServiceStream(
-        made, identity, Outbox(2), lambda: installed, int, lambda: Heartbeat(digest=installed.digest)
+        agent_settings,
+        identity,
+        Outbox(2),
+        lambda: installed,
+        int,
+        lambda: Heartbeat(digest=installed.digest),
     )
 
 
 async def code_of(service: RunningService, ca: Path, proof: tuple[Path, Path]) -> grpc.StatusCode:
-    """What an operator's question is answered with."""
+    """Return the status code of an operator call made with the certificate ``proof``."""
     credentials = grpc.ssl_channel_credentials(ca.read_bytes(), proof[1].read_bytes(), proof[0].read_bytes())
     async with grpc.aio.secure_channel(service.address, credentials) as channel:
         stub = operator_pb2_grpc.OperatorServiceStub(channel)
@@ -56,36 +61,39 @@ async def code_of(service: RunningService, ca: Path, proof: tuple[Path, Path]) -
     return grpc.StatusCode.OK
 
 
-async def test_an_agent_is_its_certificate(tmp_path: Path, authority: Authority) -> None:
-    theirs = Authority(tmp_path / "theirs")
-    ours, other = authority.sign("decode.agents"), authority.sign("prefill.agents")
+async def test_an_agent_is_identified_by_its_certificate(tmp_path: Path, authority: Authority) -> None:
+    other_authority = Authority(tmp_path / "theirs")
+    decode_certificate = authority.sign("decode.agents")
+    prefill_certificate = authority.sign("prefill.agents")
     async with running_service(settings(**flags(tmp_path, authority))) as service:
-        stream = agent(service, authority.ca, ours)
+        stream = agent(service, authority.ca, decode_certificate)
         await until(lambda: stream.connected)
         await until(lambda: len(service.plane.deployments["decode"].connected) == 1)
-        refused = {
-            "of another authority": agent(service, authority.ca, theirs.sign("decode.agents")),
+        rejected = {
+            "another authority": agent(service, authority.ca, other_authority.sign("decode.agents")),
             "expired": agent(service, authority.ca, authority.sign("decode.agents", expired=True)),
-            "of another deployment": agent(service, authority.ca, other),
-            "of nobody": agent(service, authority.ca, authority.sign("somebody")),
-            "that takes the service for another's": agent(service, theirs.ca, ours),
+            "another deployment": agent(service, authority.ca, prefill_certificate),
+            "unknown name": agent(service, authority.ca, authority.sign("somebody")),
+            "rejects the service's authority": agent(service, other_authority.ca, decode_certificate),
         }
-        # Time enough for each to have tried twice; the one that is served shows that the service answers.
+        # This is enough time for two attempts each. The accepted stream shows that the service answers.
         await asyncio.sleep(2.0)
-        assert [name for name, tried in refused.items() if tried.connected or tried.welcome] == []
+        assert [name for name, attempt in rejected.items() if attempt.connected or attempt.welcome] == []
         assert stream.connected
-        for one in (stream, *refused.values()):
-            await asyncio.to_thread(one.close, 5)
+        for attempt in (stream, *rejected.values()):
+            await asyncio.to_thread(attempt.close, 5)
         assert list(service.plane.deployments) == ["decode"]
         assert await code_of(service, authority.ca, authority.sign("on-call")) is grpc.StatusCode.OK
-        assert await code_of(service, authority.ca, ours) is grpc.StatusCode.PERMISSION_DENIED
-        stranger = await code_of(service, authority.ca, theirs.sign("on-call"))
+        assert await code_of(service, authority.ca, decode_certificate) is grpc.StatusCode.PERMISSION_DENIED
+        stranger = await code_of(service, authority.ca, other_authority.sign("on-call"))
         assert stranger is grpc.StatusCode.UNAVAILABLE
 
 
-async def test_the_page_knows_its_reader_by_the_certificate(tmp_path: Path, authority: Authority) -> None:
-    given = {**flags(tmp_path, authority), "page": "localhost:0"}
-    async with running_service(settings(**given)) as service:
+async def test_the_page_identifies_its_reader_by_the_certificate(
+    tmp_path: Path, authority: Authority
+) -> None:
+    tls_flags = {**flags(tmp_path, authority), "page": "localhost:0"}
+    async with running_service(settings(**tls_flags)) as service:
         page = service.page_url.removeprefix("https://").rstrip("/")
         statuses = []
         for name in ("on-call", "decode.agents", "somebody"):
@@ -100,19 +108,19 @@ async def test_the_page_knows_its_reader_by_the_certificate(tmp_path: Path, auth
 async def test_certificates_of_both_sides_rotate_without_a_restart(
     tmp_path: Path, authority: Authority
 ) -> None:
-    given = flags(tmp_path, authority)
+    tls_flags = flags(tmp_path, authority)
     certificate, key = authority.sign("decode.agents")
-    async with running_service(settings(**given)) as service:
+    async with running_service(settings(**tls_flags)) as service:
         stream = agent(service, authority.ca, (certificate, key))
         await until(lambda: stream.connected)
-        before = shown(service.address)
-        # The service's certificate, then the authority of both, are renewed in place; the open stream goes on.
+        before = presented_certificate(service.address)
+        # First renew the service's certificate in place, then the authority of both sides. The open stream continues.
         authority.sign("localhost")
-        assert shown(service.address) != before
+        assert presented_certificate(service.address) != before
         assert stream.connected
         renewed = Authority(tmp_path / "renewed")
         for source, target in (
-            (renewed.sign("localhost"), (given["tls_cert"], given["tls_key"])),
+            (renewed.sign("localhost"), (tls_flags["tls_cert"], tls_flags["tls_key"])),
             (renewed.sign("decode.agents"), (certificate, key)),
         ):
             for new, old in zip(source, target, strict=True):
@@ -120,38 +128,38 @@ async def test_certificates_of_both_sides_rotate_without_a_restart(
         replace_file(authority.ca, renewed.ca.read_bytes())
         assert stream.connected
         await asyncio.to_thread(stream.close, 5)
-        again = agent(service, authority.ca, (certificate, key))
-        # The agent's own files are read at every connection.
-        await until(lambda: again.connected)
-        await asyncio.to_thread(again.close, 5)
+        reconnected = agent(service, authority.ca, (certificate, key))
+        # An agent reads its certificate files for every connection.
+        await until(lambda: reconnected.connected)
+        await asyncio.to_thread(reconnected.close, 5)
         assert await code_of(service, authority.ca, renewed.sign("on-call")) is grpc.StatusCode.OK
 
 
-async def test_a_renewal_that_is_half_done_shows_the_pair_before(
+async def test_an_incomplete_renewal_keeps_the_previous_certificate(
     tmp_path: Path, authority: Authority, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    given = {**flags(tmp_path, authority), "page": "localhost:0"}
+    tls_flags = {**flags(tmp_path, authority), "page": "localhost:0"}
     operator = authority.sign("on-call")
-    async with running_service(settings(**given)) as service:
+    async with running_service(settings(**tls_flags)) as service:
         listeners = service.address, service.page_url.removeprefix("https://").rstrip("/")
 
-        async def all_show() -> set[str]:
+        async def presented_certificates() -> set[str]:
             assert await code_of(service, authority.ca, operator) is grpc.StatusCode.OK
-            return {await asyncio.to_thread(shown, address) for address in listeners}
+            return {await asyncio.to_thread(presented_certificate, address) for address in listeners}
 
-        (before,) = await all_show()
+        (before,) = await presented_certificates()
         renewed = Authority(tmp_path / "renewed")
         certificate, key = renewed.sign("localhost")
-        replace_file(given["tls_key"], key.read_bytes())
+        _replace(tls_flags["tls_key"], key.read_bytes())
         for _ in range(3):
-            assert await all_show() == {before}
-        replace_file(given["tls_cert"], b"-----BEGIN CERTIFICATE-----")
-        assert await all_show() == {before}
-        given["tls_cert"].unlink()
-        assert await all_show() == {before}
-        # The authority has not changed, and would not vouch for this one.
-        replace_file(given["tls_cert"], certificate.read_bytes())
-        after = {await asyncio.to_thread(shown, address) for address in listeners}
+            assert await presented_certificates() == {before}
+        _replace(tls_flags["tls_cert"], b"-----BEGIN CERTIFICATE-----")
+        assert await presented_certificates() == {before}
+        tls_flags["tls_cert"].unlink()
+        assert await presented_certificates() == {before}
+        # Clients still trust the old authority, which did not sign this certificate, so do not verify it here.
+        _replace(tls_flags["tls_cert"], certificate.read_bytes())
+        after = {await asyncio.to_thread(presented_certificate, address) for address in listeners}
         assert len(after) == 1
         assert before not in after
     log = [line for line in capsys.readouterr().err.splitlines() if "certificate_not_renewed" in line]
@@ -159,26 +167,33 @@ async def test_a_renewal_that_is_half_done_shows_the_pair_before(
     assert "KEY_VALUES_MISMATCH" in log[0]
 
 
-async def test_a_service_does_not_start_with_another_certificates_key(
+async def test_a_service_does_not_start_if_the_key_does_not_match_its_certificate(
     tmp_path: Path, authority: Authority
 ) -> None:
-    given = flags(tmp_path, authority)
-    _, given["tls_key"] = authority.sign("on-call")
+    tls_flags = flags(tmp_path, authority)
+    _, tls_flags["tls_key"] = authority.sign("on-call")
     with pytest.raises(SettingsError, match="KEY_VALUES_MISMATCH"):
-        async with running_service(settings(**given)):
+        async with running_service(settings(**tls_flags)):
             pass
     no_key = tmp_path / "no key"
     no_key.write_text("no key")
-    for key, says in (
+    for key, message in (
         (no_key, "cannot use the TLS files"),
         (tmp_path / "nowhere", "cannot read the TLS files"),
     ):
-        with pytest.raises(SettingsError, match=says):
-            async with running_service(settings(**{**given, "tls_key": key})):
+        with pytest.raises(SettingsError, match=message):
+            async with running_service(settings(**{**tls_flags, "tls_key": key})):
                 pass
 
 
-def shown(address: str) -> str:
-    """The certificate that a listener shows."""
+def presented_certificate(address: str) -> str:
+    """Return the certificate that a listener presents."""
     host, _, port = address.rpartition(":")
     return ssl.get_server_certificate((host, int(port)), timeout=20)
+
+
+def _replace(path: Path, content: bytes) -> None:
+    """Replace a file atomically, as a renewal does."""
+    new = path.with_suffix(".new")
+    new.write_bytes(content)
+    new.rename(path)

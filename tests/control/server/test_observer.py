@@ -1,4 +1,4 @@
-"""What pictures are made of: balance over time, the last decision and plan, and who was heard when."""
+"""The observer records balance over time, the last decision and plan, and the last message of each rank."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def deployment(par: float, assembled: int, left_alone: float | None = None) -> A
     )
 
 
-def test_points_take_plan_and_floor_from_the_last_decision() -> None:
+def test_points_take_planned_par_and_noise_floor_from_the_last_decision() -> None:
     observer = Observer(wall_clock=iter([100.0, 101.0, 102.0, 103.0]).__next__, clock=lambda: 0.0)
     observer.tick(deployment(1.4, 16))
     layer = LayerPlan(0, np.zeros((1, 1), np.int32), np.zeros((1, 1), np.int32), np.ones((2, 5), np.int32))
@@ -51,7 +51,7 @@ def test_points_take_plan_and_floor_from_the_last_decision() -> None:
     assert second.par_left_alone == 1.8
 
 
-def test_nothing_is_recorded_while_no_step_is_served() -> None:
+def test_no_point_is_recorded_while_no_step_is_assembled() -> None:
     seconds = iter([5.0, 5.0, 20.0, 30.0])
     observer = Observer(wall_clock=lambda: 0.0, clock=seconds.__next__)
     assert observer.idle_seconds("decode") is None
@@ -63,24 +63,24 @@ def test_nothing_is_recorded_while_no_step_is_served() -> None:
     assert observer.idle_seconds("decode") == 15
 
 
-def test_the_last_plan_stays_when_later_decisions_keep_every_layer() -> None:
+def test_the_last_plan_is_kept_when_later_decisions_keep_every_layer() -> None:
     observer = Observer()
     observer.offered("decode", 6)
     observer.decided("decode", Plan((), (verdict(0, 1.2, 1.1),)), 0.1)
     observer.offered("decode", 7)
     observer.decided("decode", Plan((), (verdict(0, 1.3, 1.1),)), 0.1)
-    seen = observer.of("decode")
-    assert seen.last_plan is not None
-    assert seen.last_decision is not None
-    assert (seen.last_plan.plan_id, seen.last_plan.verdicts[0].par_planned) == (7, 1.2)
-    assert (seen.last_decision.plan_id, seen.last_decision.verdicts[0].par_planned) == (0, 1.3)
+    records = observer.of("decode")
+    assert records.last_plan is not None
+    assert records.last_decision is not None
+    assert (records.last_plan.plan_id, records.last_plan.verdicts[0].par_planned) == (7, 1.2)
+    assert (records.last_decision.plan_id, records.last_decision.verdicts[0].par_planned) == (0, 1.3)
     observer.regrouped("decode")
     assert observer.of("decode").last_plan is None
     observer.forget("decode")
     assert not observer.of("decode").series.points
 
 
-def test_silence_is_counted_from_the_last_report() -> None:
+def test_silence_is_measured_from_the_last_message() -> None:
     now = [10.0]
     observer = Observer(clock=lambda: now[0])
     assert observer.silent_seconds("decode", 3) is None
@@ -89,12 +89,13 @@ def test_silence_is_counted_from_the_last_report() -> None:
     assert observer.silent_seconds("decode", 3) == 4.5
 
 
-def test_calls_of_an_agent_are_counted_from_one_heartbeat_to_the_next() -> None:
-    observer, metrics = Observer(), Metrics()
+def test_agent_calls_are_counted_between_heartbeats() -> None:
+    observer = Observer()
+    metrics = Metrics()
     metrics.expect("decode", [], [])
 
-    def beat(calls: int, micros: int, votes: int) -> tuple[float | None, ...]:
-        """Send one; returns calls, seconds and seconds in votes so far."""
+    def totals_after(calls: int, micros: int, votes: int) -> tuple[float | None, ...]:
+        """Count a heartbeat and return the total calls, their seconds and their seconds in votes."""
         message = Heartbeat(calls=calls, call_micros=micros, vote_micros=votes)
         observer.count_calls("decode", 3, message, metrics)
         return tuple(
@@ -102,10 +103,10 @@ def test_calls_of_an_agent_are_counted_from_one_heartbeat_to_the_next() -> None:
             for name in ("calls", "call_seconds", "vote_seconds")
         )
 
-    assert beat(100, 5000, 900) == (0, 0, 0), "before the service knew the rank"
-    assert beat(120, 6000, 1000) == pytest.approx((20, 1e-3, 1e-4))
-    assert beat(120, 6000, 1000) == pytest.approx((20, 1e-3, 1e-4))
-    assert beat(5, 300, 30) == pytest.approx((20, 1e-3, 1e-4)), "the agent has started again"
-    assert beat(7, 500, 40) == pytest.approx((22, 1.2e-3, 1.1e-4))
+    assert totals_after(100, 5000, 900) == (0, 0, 0), "the first heartbeat only sets the baseline"
+    assert totals_after(120, 6000, 1000) == pytest.approx((20, 1e-3, 1e-4))
+    assert totals_after(120, 6000, 1000) == pytest.approx((20, 1e-3, 1e-4))
+    assert totals_after(5, 300, 30) == pytest.approx((20, 1e-3, 1e-4)), "the agent has restarted"
+    assert totals_after(7, 500, 40) == pytest.approx((22, 1.2e-3, 1.1e-4))
     observer.regrouped("decode")
-    assert beat(9, 600, 50) == pytest.approx((22, 1.2e-3, 1.1e-4))
+    assert totals_after(9, 600, 50) == pytest.approx((22, 1.2e-3, 1.1e-4))

@@ -1,4 +1,4 @@
-"""The operators' commands show what the service knows, do what they say, and give a refusal's reason in a line."""
+"""Operator commands print the service's state, carry out their orders, and report rejections in one line."""
 
 from __future__ import annotations
 
@@ -37,13 +37,19 @@ from tests.control.server.service_under_test import settings, tick, until
 
 @pytest_asyncio.fixture
 async def group(service: RunningService, group: FakeGroup) -> FakeGroup:
-    """A connected group with heat of eight steps."""
+    """Return a connected group that has reported eight steps of heat."""
     await group.send_heat(skewed_heat(8))
     await until(lambda: service.plane.deployments["decode"].totals.steps_received == 8)
     return group
 
 
-async def test_deployments(group: FakeGroup, capsys: pytest.CaptureFixture[str]) -> None:
+async def eplb(group: FakeGroup, *arguments: str) -> int:
+    return await asyncio.to_thread(run, [*arguments, "--address", group.address])
+
+
+async def test_deployments_lists_every_deployment(
+    group: FakeGroup, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert await eplb(group, "deployments", "--json") == 0
     (listed,) = held("deployments", capsys.readouterr().out)["deployments"]
     assert (listed["deployment"], listed["agents_connected"], listed["epoch"]) == ("decode", RANKS, 0)
@@ -52,7 +58,7 @@ async def test_deployments(group: FakeGroup, capsys: pytest.CaptureFixture[str])
     assert "decode" in capsys.readouterr().out
 
 
-async def test_status(group: FakeGroup, capsys: pytest.CaptureFixture[str]) -> None:
+async def test_status_shows_layers_and_agents(group: FakeGroup, capsys: pytest.CaptureFixture[str]) -> None:
     async def status() -> Any:
         assert await eplb(group, "status", "decode", "--json") == 0
         return held("status", capsys.readouterr().out)
@@ -65,7 +71,7 @@ async def test_status(group: FakeGroup, capsys: pytest.CaptureFixture[str]) -> N
         (True, "test")
     ] * RANKS
     assert [agent["staging_bytes"] for agent in document["agents"]] == [None] * RANKS, (
-        "agents before this field"
+        "agents from before this field"
     )
     assert await eplb(group, "status", "decode") == 0
     shown = capsys.readouterr().out
@@ -83,7 +89,7 @@ async def test_status(group: FakeGroup, capsys: pytest.CaptureFixture[str]) -> N
     assert [agent["dropped_steps"] for agent in agents] == [5, 0, 0, 0]
 
 
-async def test_top(group: FakeGroup, capsys: pytest.CaptureFixture[str]) -> None:
+async def test_top_shows_the_load_of_every_rank(group: FakeGroup, capsys: pytest.CaptureFixture[str]) -> None:
     assert await eplb(group, "top", "decode", "--once") == 0
     shown = capsys.readouterr().out
     assert f"{RANKS} of {RANKS} ranks connected on 2 nodes" in shown
@@ -92,7 +98,9 @@ async def test_top(group: FakeGroup, capsys: pytest.CaptureFixture[str]) -> None
     assert "no deployment 'absent'" in capsys.readouterr().err
 
 
-async def test_placement(group: FakeGroup, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+async def test_placement_prints_and_writes_the_current_placement(
+    group: FakeGroup, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = tmp_path / "placement.npz"
     assert await eplb(group, "placement", "decode", "--out", str(out)) == 0
     with np.load(out) as saved:
@@ -108,7 +116,9 @@ async def test_placement(group: FakeGroup, tmp_path: Path, capsys: pytest.Captur
     assert (tmp_path / "both.json").exists()
 
 
-async def test_pause_resume_and_rebalance(group: FakeGroup, capsys: pytest.CaptureFixture[str]) -> None:
+async def test_pause_stops_rebalance_until_resume(
+    group: FakeGroup, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert await eplb(group, "pause", "decode", "--json") == 0
     assert held("pause", capsys.readouterr().out)["paused"]
     assert await eplb(group, "rebalance", "decode") == 2
@@ -120,7 +130,7 @@ async def test_pause_resume_and_rebalance(group: FakeGroup, capsys: pytest.Captu
     assert answer["plan_id"] == (await group.hear_plan())[0].plan_id
 
 
-async def test_history_shows_what_plans_promised_and_what_became_of_them(
+async def test_history_shows_the_verdicts_and_the_outcome_of_plans(
     group: FakeGroup, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert await eplb(group, "history", "decode") == 0
@@ -157,16 +167,16 @@ async def test_history_shows_what_plans_promised_and_what_became_of_them(
     assert await eplb(group, "history", "nope") == 2
 
 
-async def is_measured(service: RunningService) -> bool:
+async def has_metrics(service: RunningService) -> bool:
     return any("decode" in labels for _, labels in await scrape(service))
 
 
-async def test_an_order_removes_history_metrics_and_pause(
+async def test_forget_removes_history_metrics_and_pause(
     service: RunningService, group: FakeGroup, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert await eplb(group, "pause", "decode") == 0
     tick(service.plane)
-    assert await is_measured(service)
+    assert await has_metrics(service)
     assert await eplb(group, "forget", "decode") == 2
     assert "ranks 0, 1, 2, 3 of 'decode' still connected" in capsys.readouterr().err
     await group.leave()
@@ -177,14 +187,14 @@ async def test_an_order_removes_history_metrics_and_pause(
     audits = [line for line in captured.err.splitlines() if '"call": "Forget"' in line]
     assert ['"result": "done"' in line for line in audits] == [True]
     tick(service.plane)
-    assert not await is_measured(service)
+    assert not await has_metrics(service)
     assert await eplb(group, "status", "decode") == 2
     await group.join()
     assert not service.plane.deployments["decode"].paused
     assert service.plane.deployments["decode"].totals.steps_received == 0
 
 
-async def test_who_is_forgotten_in_the_midst_of_a_tick_is_looked_after_no_more(
+async def test_a_deployment_forgotten_during_a_tick_gets_no_metrics(
     service: RunningService, group: FakeGroup
 ) -> None:
     await group.leave()
@@ -195,11 +205,11 @@ async def test_who_is_forgotten_in_the_midst_of_a_tick_is_looked_after_no_more(
     plane.forget("decode")
     for _ in ticking:
         pass
-    assert not await is_measured(service)
+    assert not await has_metrics(service)
 
 
 @pytest.mark.parametrize("paused", [False, True])
-async def test_whoever_does_not_come_back_is_forgotten_unless_paused(paused: bool) -> None:
+async def test_a_departed_deployment_is_forgotten_unless_it_is_paused(paused: bool) -> None:
     async with (
         running_service(settings(forget_after_seconds=60)) as service,
         FakeGroup(service.address) as group,
@@ -209,13 +219,13 @@ async def test_whoever_does_not_come_back_is_forgotten_unless_paused(paused: boo
         deployment = plane.deployments["decode"]
         plane.set_paused(deployment, paused)
         tick(plane)
-        assert deployment.attendance.departed_since is None, "its ranks are here"
+        assert deployment.attendance.departed_since is None, "its ranks are connected"
         await group.leave()
         await until(lambda: not deployment.connected)
         tick(plane)
         since = deployment.attendance.departed_since
         assert since is not None
-        assert "decode" in plane.deployments, "they may come back"
+        assert "decode" in plane.deployments, "the ranks may reconnect"
         deployment.attendance = replace(deployment.attendance, departed_since=since - 61)
         tick(plane)
         assert ("decode" in plane.deployments) is paused
@@ -224,11 +234,11 @@ async def test_whoever_does_not_come_back_is_forgotten_unless_paused(paused: boo
 IN_2106 = term_at(1 << 32, 5)
 
 
-async def test_a_clock_that_was_once_wrong_is_overcome_by_an_order(
+async def test_lead_overcomes_the_term_of_a_clock_that_was_wrong(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    kept = settings(store=str(tmp_path / "state.sqlite3"))
-    async with running_service(kept) as service, FakeGroup(service.address) as group:
+    stored_settings = settings(store=str(tmp_path / "state.sqlite3"))
+    async with running_service(stored_settings) as service, FakeGroup(service.address) as group:
         (welcome, *_) = await group.join(highest_term=IN_2106)
         assert welcome.leader_term < IN_2106
         await group.send_heat(skewed_heat(8))
@@ -245,9 +255,9 @@ async def test_a_clock_that_was_once_wrong_is_overcome_by_an_order(
         answer = held("lead", captured.out)
         assert answer["raised"]
         assert answer["leader_term"] > IN_2106
-        (audited,) = [line for line in captured.err.splitlines() if '"operator_call"' in line]
-        assert (json.loads(audited)["call"], json.loads(audited)["result"]) == ("Lead", "done")
-        # The ranks say Hello again, and hear of the term before there is a plan.
+        (audit_line,) = [line for line in captured.err.splitlines() if '"operator_call"' in line]
+        assert (json.loads(audit_line)["call"], json.loads(audit_line)["result"]) == ("Lead", "done")
+        # The ranks send a new Hello and learn the term before there is a plan.
         await until(lambda: not service.plane.deployments["decode"].connected)
         for welcome in await group.join(highest_term=IN_2106):
             assert welcome.leader_term == answer["leader_term"]
@@ -256,17 +266,19 @@ async def test_a_clock_that_was_once_wrong_is_overcome_by_an_order(
         assert await eplb(group, "rebalance", "decode") == 0
         assert {plan.leader_term for plan in await group.hear_plan()} == {answer["leader_term"]}
         assert await eplb(group, "lead", "decode") == 0
-        assert "no rank of decode has followed a service newer than this one" in capsys.readouterr().out
-    async with running_service(kept) as service, FakeGroup(service.address) as group:
+        assert "know of no service that is newer" in capsys.readouterr().out
+    async with running_service(stored_settings) as service, FakeGroup(service.address) as group:
         (welcome, *_) = await group.join(highest_term=answer["leader_term"])
-        assert welcome.leader_term > answer["leader_term"], "a restart must not lose what was ordered"
-        other = FakeRank(group.channel, 0)
-        elsewhere = await other.greet(hello_of(live_of(first_placement()), 0, deployment="prefill"))
-        assert elsewhere.leader_term < IN_2106, "a wrong clock is no other deployment's"
-        other.call.cancel()
+        assert welcome.leader_term > answer["leader_term"], "a restart must not lose the ordered term"
+        prefill_rank = FakeRank(group.channel, 0)
+        prefill_welcome = await prefill_rank.greet(
+            hello_of(live_of(first_placement()), 0, deployment="prefill")
+        )
+        assert prefill_welcome.leader_term < IN_2106, "a wrong clock does not affect other deployments"
+        prefill_rank.call.cancel()
 
 
-async def test_past_the_last_term_an_order_says_what_is_left_to_do(
+async def test_lead_asks_for_an_engine_restart_after_the_highest_term(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     async with running_service(settings()) as service, FakeGroup(service.address) as group:

@@ -1,4 +1,4 @@
-"""A rolling upgrade: ranks of the release before, and of the one to come, are served by this service like its own."""
+"""During a rolling upgrade, this service serves ranks of the previous and of the next release."""
 
 from __future__ import annotations
 
@@ -18,62 +18,62 @@ from tests.control.server.conftest import logs_on_stderr, warm_kernels  # noqa: 
 from tests.control.server.service_under_test import settings
 
 NEWER_FIELD = bytes([0xF2, 0x7D, 3]) + b"new"
-"""Field 2014 with three bytes, as a later release may have one."""
-NOT_KNOWN_BEFORE = {
+"""Field 2014 with three bytes, as a later release might add it."""
+NEWER_FIELDS = {
     "heat_report": ("step_micros", "source_sums"),
     "heartbeat": ("calls", "staging_bytes", "ring_bytes"),
 }
-"""Fields that agents of earlier releases do not send."""
+"""Fields that agents of earlier releases do not send, by message."""
 
 
-def of_the_release_before(kind: str, message: Message) -> Message:
-    for field in NOT_KNOWN_BEFORE.get(kind, ()):
+def as_previous_release(kind: str, message: Message) -> Message:
+    for field in NEWER_FIELDS.get(kind, ()):
         message.ClearField(field)
     return message
 
 
-def of_the_release_to_come(_kind: str, message: Message) -> Message:
+def as_next_release(_kind: str, message: Message) -> Message:
     later = type(message)()
     later.ParseFromString(message.SerializeToString() + NEWER_FIELD)
     assert later.SerializeToString().endswith(NEWER_FIELD)
     return later
 
 
-@pytest.mark.parametrize("spoken", [of_the_release_before, of_the_release_to_come])
-async def test_ranks_of_another_release_are_balanced(spoken: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("convert", [as_previous_release, as_next_release])
+async def test_ranks_of_another_release_are_balanced(convert: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     say = FakeRank.say
 
-    async def in_its_form(self: FakeRank, **message: Any) -> None:
+    async def say_converted(self: FakeRank, **message: Any) -> None:
         [(kind, content)] = message.items()
-        await say(self, **{kind: spoken(kind, content)})
+        await say(self, **{kind: convert(kind, content)})
 
-    monkeypatch.setattr(FakeRank, "say", in_its_form)
+    monkeypatch.setattr(FakeRank, "say", say_converted)
     async with running_service(settings()) as service, FakeGroup(service.address) as group:
-        # They pass over what they are asked for, and report every step in full.
+        # These ranks ignore reporting requests and report every step in full.
         await group.join()
         await group.send_heat(skewed_heat(8))
         await group.heartbeat()
         async with grpc.aio.insecure_channel(service.address) as channel:
             operator = operator_pb2_grpc.OperatorServiceStub(channel)
-            asked = operator_pb2.GetStatusRequest(deployment="decode")
-            while (await operator.GetStatus(asked)).status.steps_received < 8:
+            request = operator_pb2.GetStatusRequest(deployment="decode")
+            while (await operator.GetStatus(request)).status.steps_received < 8:
                 await asyncio.sleep(0.05)
             await operator.Rebalance(operator_pb2.RebalanceRequest(deployment="decode"))
             plans = await group.hear_plan()
             await group.carry_out(plans)
-            while (await operator.GetStatus(asked)).status.layers_switched < len(plans[0].layers):
+            while (await operator.GetStatus(request)).status.layers_switched < len(plans[0].layers):
                 await asyncio.sleep(0.05)
-            status = (await operator.GetStatus(asked)).status
+            status = (await operator.GetStatus(request)).status
     assert len(plans[0].layers) > 0
     assert status.epoch == group.live.epoch > 0
     assert status.agents_connected == len(group.ranks)
 
 
-@pytest.mark.parametrize("more", [b"", NEWER_FIELD], ids=["before", "to come"])
-def test_a_service_of_another_release_is_understood_by_an_agent(more: bytes) -> None:
+@pytest.mark.parametrize("extension", [b"", NEWER_FIELD], ids=["previous", "next"])
+def test_an_agent_understands_a_service_of_another_release(extension: bytes) -> None:
     welcome = agent_pb2.Welcome(
         protocol_version=PROTOCOL_VERSION, service_version="other", report_steps=16, heartbeat_seconds=2.0
     )
-    heard = decode_welcome(agent_pb2.Welcome.FromString(welcome.SerializeToString() + more))
-    assert (heard.report_steps, heard.heartbeat_seconds) == (16, 2.0)
-    assert heard.reporting == EVERYTHING
+    decoded = decode_welcome(agent_pb2.Welcome.FromString(welcome.SerializeToString() + extension))
+    assert (decoded.report_steps, decoded.heartbeat_seconds) == (16, 2.0)
+    assert decoded.reporting == EVERYTHING

@@ -1,4 +1,4 @@
-"""In a real browser the page shows what the service says, small and large, light and dark, and runs nothing of it."""
+"""In a real browser, the page shows the service's figures at any size, in light and dark mode, and runs no content."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ EARLY = b"""
 window.problems = [];
 addEventListener("error", (event) => window.problems.push(String(event.message)));
 addEventListener("securitypolicyviolation", (event) => window.problems.push(event.violatedDirective));
-for (const kind of ["error", "warn"]) console[kind] = (...said) => window.problems.push(said.join(" "));
+for (const kind of ["error", "warn"]) console[kind] = (...values) => window.problems.push(values.join(" "));
 """
-# Once the page is there: what it shows, where a mouse finds a tip, and whether anything sticks out.
+# When the page is ready, this script records its content, the tooltips and any horizontal overflow.
 LATE = b"""
 function look() {
   if (document.body.dataset.ready !== "yes") { setTimeout(look, 50); return; }
@@ -41,13 +41,13 @@ function look() {
   seen.troubled = document.querySelectorAll("#agents i.bad, #agents i.warn").length;
   const map = document.getElementById("loads");
   seen.map = [map.clientWidth, map.clientHeight, map.clientWidth && shades(map)];
-  for (const part of [map, document.querySelector("#par svg")].filter((part) => part?.clientWidth)) {
-    const box = part.getBoundingClientRect();
-    const place = { clientX: box.left + box.width / 3, clientY: box.top + box.height / 2, bubbles: true };
-    part.dispatchEvent(new MouseEvent("mousemove", place));
+  for (const chart of [map, document.querySelector("#par svg")].filter((chart) => chart?.clientWidth)) {
+    const box = chart.getBoundingClientRect();
+    const position = { clientX: box.left + box.width / 3, clientY: box.top + box.height / 2, bubbles: true };
+    chart.dispatchEvent(new MouseEvent("mousemove", position));
     const tip = document.getElementById("tip");
-    seen.tips[part.id || "par"] = tip.hidden ? null : tip.textContent;
-    part.dispatchEvent(new MouseEvent("mouseleave", place));
+    seen.tips[chart.id || "par"] = tip.hidden ? null : tip.textContent;
+    chart.dispatchEvent(new MouseEvent("mouseleave", position));
   }
   const out = document.createElement("output");
   out.id = "seen";
@@ -56,9 +56,9 @@ function look() {
 }
 function shades(map) {
   const pixels = map.getContext("2d").getImageData(0, 0, map.width, map.height).data;
-  const found = new Set();
-  for (let at = 0; at < pixels.length; at += 4 * 97) if (pixels[at + 3]) found.add(pixels.slice(at, at + 3).join());
-  return found.size;
+  const colours = new Set();
+  for (let at = 0; at < pixels.length; at += 4 * 97) if (pixels[at + 3]) colours.add(pixels.slice(at, at + 3).join());
+  return colours.size;
 }
 look();
 """
@@ -79,10 +79,10 @@ def visit(answers: dict[str, Any], folder: Path, size: str = "1200,1000", *flags
         command = [str(BROWSER), "--headless", "--no-sandbox", "--disable-gpu", *flags]
         command += ["--disable-dev-shm-usage", f"--user-data-dir={folder}", f"--window-size={size}"]
         command += ["--virtual-time-budget=5000", "--dump-dom", url]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True)
-    found = re.search(r'<output id="seen">(.*?)</output>', done.stdout, re.DOTALL)
-    assert found, done.stderr
-    seen: dict[str, Any] = json.loads(html.unescape(found[1]))
+        result = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True)
+    output = re.search(r'<output id="seen">(.*?)</output>', result.stdout, re.DOTALL)
+    assert output, result.stderr
+    seen: dict[str, Any] = json.loads(html.unescape(output[1]))
     assert seen["complaints"] == []
     assert seen["wide"] <= 0
     return seen
@@ -122,25 +122,28 @@ def test_a_large_deployment_is_legible(tmp_path: Path, size: str, scheme: int, g
 
 
 @in_browser
-def test_every_text_of_the_service_is_text(tmp_path: Path) -> None:
+def test_text_of_the_service_is_never_rendered_as_html(tmp_path: Path) -> None:
     def hostile(value: Any) -> Any:
         if isinstance(value, dict):
-            return {key: hostile(of_key) for key, of_key in value.items()}
+            return {key: hostile(content) for key, content in value.items()}
         if isinstance(value, list):
-            return [hostile(one) for one in value]
+            return [hostile(item) for item in value]
         return HOSTILE if isinstance(value, str) else value
 
     answers = documents(4, 2, problems=("a problem",))
-    made = {path: hostile(answer) for path, answer in answers.items()}
-    for one in (*made["deployments"]["deployments"], made["deployments/decode"]["status"]):
-        one["deployment"] = "decode"
-    seen = visit(made, tmp_path)
+    hostile_answers = {path: hostile(answer) for path, answer in answers.items()}
+    for status in (
+        *hostile_answers["deployments"]["deployments"],
+        hostile_answers["deployments/decode"]["status"],
+    ):
+        status["deployment"] = "decode"
+    seen = visit(hostile_answers, tmp_path)
     assert (seen["hacked"], seen["live"]) == (0, "live")
     assert seen["text"].count(HOSTILE) >= 6
 
 
 @in_browser
-def test_eight_deployments_of_64_ranks_and_58_layers_are_read_at_a_glance(tmp_path: Path) -> None:
+def test_eight_deployments_of_64_ranks_and_58_layers_fit_on_one_page(tmp_path: Path) -> None:
     answers = documents(64, 58)
     (first, *_) = answers["deployments"]["deployments"]
     answers["deployments"]["deployments"] = [
@@ -167,14 +170,14 @@ def test_eight_deployments_of_64_ranks_and_58_layers_are_read_at_a_glance(tmp_pa
     assert "initial layout 1.7" in seen["text"]
     assert "12,300 %" in seen["tiles"]
     assert not re.search(r"\de[+-]?\d", seen["text"])
-    # What figures rest on is folded: a paragraph of ten lines under them is read by nobody.
+    # The basis of the figures is collapsed, because a paragraph of ten lines would distract from them.
     assert "About these figures" in seen["text"]
     assert "Gain over the newest" not in seen["text"]
     assert seen["squares"] == 64
 
 
 @in_browser
-def test_a_page_without_a_token_asks_for_one_and_for_nothing_else(tmp_path: Path) -> None:
+def test_a_page_without_a_token_shows_only_the_login(tmp_path: Path) -> None:
     seen = visit({"service": {"token_required": True}}, tmp_path)
     assert set(seen["hidden"]) == {"empty", "deployment"}
     assert seen["live"] == ""
@@ -205,7 +208,7 @@ def test_a_gain_that_was_not_measured_shows_no_milliseconds(tmp_path: Path) -> N
 
 
 @in_browser
-def test_with_no_rank_connected_nothing_is_live(tmp_path: Path) -> None:
+def test_the_page_shows_no_current_figures_while_no_rank_is_connected(tmp_path: Path) -> None:
     answers = documents(4, 2, missing=(0, 1, 2, 3))
     del answers["deployments"]["deployments"][1:]
     status = answers["deployments/decode"]["status"]
@@ -218,7 +221,7 @@ def test_with_no_rank_connected_nothing_is_live(tmp_path: Path) -> None:
 
 
 @in_browser
-def test_a_deployment_that_has_measured_nothing(tmp_path: Path) -> None:
+def test_a_deployment_without_measurements_shows_placeholders(tmp_path: Path) -> None:
     answers = documents(2, 2)
     del answers["deployments"]["deployments"][1:]
     balance = answers["deployments/decode/balance"]
@@ -233,14 +236,14 @@ def test_a_deployment_that_has_measured_nothing(tmp_path: Path) -> None:
 
 
 @in_browser
-def test_no_deployment_and_no_service(tmp_path: Path) -> None:
+def test_the_page_reports_missing_deployments_and_an_unreachable_service(tmp_path: Path) -> None:
     seen = visit({"service": {"version": "1"}, "deployments": {"deployments": []}}, tmp_path / "empty")
     assert set(seen["hidden"]) == {"login", "deployment"}
     assert "No deployments yet" in seen["text"]
     assert visit({}, tmp_path / "broken")["live"] == "the service does not answer"
 
 
-def test_the_page_fetches_nothing_from_elsewhere() -> None:
+def test_the_page_loads_nothing_from_other_hosts() -> None:
     text = b"".join(body for path, (_, body) in PAGE_FILES.items() if path != "/icon.svg").decode()
     assert re.findall(r"https?://(?!www\.w3\.org/2000/svg)", text) == []
     assert "innerHTML" not in text

@@ -1,4 +1,4 @@
-"""Whatever an agent says wrong is answered by a status that names it; who contradicts the others is turned away."""
+"""An invalid message ends its stream with a status that names the fault. Ranks that contradict a group are rejected."""
 
 from __future__ import annotations
 
@@ -35,17 +35,18 @@ from tests.control.server.service_under_test import settings, tick, until
 Spoil = Callable[[agent_pb2.Hello], None]
 
 
-def shape(field: str, value: int) -> Spoil:
+def spoil_shape(field: str, value: int) -> Spoil:
     return lambda hello: setattr(hello.shape, field, value)
 
 
-def field(name: str, value: Any) -> Spoil:
+def spoil_field(name: str, value: Any) -> Spoil:
     return lambda hello: setattr(hello, name, value)
 
 
 LIVE = live_of(first_placement())
-OTHER = live_of(first_placement().with_layers([(1, first_placement().phy2log_LRS[1][::-1])]))
-INVALID, CONTRADICTS = grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.FAILED_PRECONDITION
+CONFLICTING = live_of(first_placement().with_layers([(1, first_placement().phy2log_LRS[1][::-1])]))
+INVALID = grpc.StatusCode.INVALID_ARGUMENT
+CONTRADICTS = grpc.StatusCode.FAILED_PRECONDITION
 
 
 @pytest_asyncio.fixture
@@ -54,39 +55,42 @@ async def channel(service: RunningService) -> AsyncIterator[grpc.aio.Channel]:
         yield opened
 
 
-def huge(hello: agent_pb2.Hello) -> None:
-    hello.ep_size, hello.shape.layers, hello.shape.experts, hello.shape.slots = 4096, 512, 4096, 512
+def make_huge(hello: agent_pb2.Hello) -> None:
+    hello.ep_size = 4096
+    hello.shape.layers = 512
+    hello.shape.experts = 4096
+    hello.shape.slots = 512
 
 
-async def refused(rank: FakeRank, **message: Any) -> tuple[grpc.StatusCode, str]:
+async def rejection_of(rank: FakeRank, **message: Any) -> tuple[grpc.StatusCode, str]:
     await rank.say(**message)
     return await rank.refusal()
 
 
 @pytest.mark.parametrize(
-    ("spoil", "code", "says"),
+    ("spoil", "code", "message"),
     [
-        (field("protocol_version", 99), CONTRADICTS, "protocol version 99"),
-        (shape("layers", 600), INVALID, "hello.shape.layers is 600; it must be 1 to 512"),
-        (huge, INVALID, "are too large"),
-        (shape("bytes_per_expert", 7), CONTRADICTS, "bytes_per_expert 7 instead of 1000"),
-        (lambda hello: hello.CopyFrom(hello_of(OTHER, 1)), CONTRADICTS, "rank 1 serves epoch 0 digest"),
-        (field("group_id", "second"), CONTRADICTS, "does not belong to the group of rank 0"),
+        (spoil_field("protocol_version", 99), CONTRADICTS, "protocol version 99"),
+        (spoil_shape("layers", 600), INVALID, "hello.shape.layers is 600; it must be 1 to 512"),
+        (make_huge, INVALID, "past what is taken"),
+        (spoil_shape("bytes_per_expert", 7), CONTRADICTS, "bytes_per_expert 7 instead of 1000"),
+        (lambda hello: hello.CopyFrom(hello_of(CONFLICTING, 1)), CONTRADICTS, "rank 1 serves epoch 0 digest"),
+        (spoil_field("group_id", "second"), CONTRADICTS, "does not belong to the group of rank 0"),
     ],
 )
-async def test_a_hello_that_cannot_be_or_contradicts_the_others(
-    service: RunningService, channel: grpc.aio.Channel, spoil: Spoil, code: grpc.StatusCode, says: str
+async def test_a_hello_that_is_invalid_or_contradicts_the_group_is_rejected(
+    service: RunningService, channel: grpc.aio.Channel, spoil: Spoil, code: grpc.StatusCode, message: str
 ) -> None:
     first = FakeRank(channel, 0)
     await first.greet(hello_of(LIVE, 0))
     hello = hello_of(LIVE, 1)
     spoil(hello)
-    found, text = await refused(FakeRank(channel, 1), hello=hello)
-    assert (found, says in text) == (code, True), text
+    status, text = await rejection_of(FakeRank(channel, 1), hello=hello)
+    assert (status, message in text) == (code, True), text
     assert [member.rank for member in service.plane.deployments["decode"].connected] == [0]
 
 
-async def test_slots_that_do_not_make_the_digest_they_say(channel: grpc.aio.Channel) -> None:
+async def test_slots_that_do_not_match_the_reported_digest_are_rejected(channel: grpc.aio.Channel) -> None:
     ranks = [FakeRank(channel, rank) for rank in range(RANKS)]
     for rank in ranks[:-1]:
         await rank.greet(hello_of(LIVE, rank.rank))
@@ -94,65 +98,70 @@ async def test_slots_that_do_not_make_the_digest_they_say(channel: grpc.aio.Chan
     last.placement.local_physical_to_logical.CopyFrom(
         pack(np.tile(np.array([5, 6, 7], np.int32), (LAYERS, 1)))
     )
-    code, text = await refused(ranks[-1], hello=last)
+    code, text = await rejection_of(ranks[-1], hello=last)
     assert code == CONTRADICTS
     assert "do not form a valid placement" in text or "digest" in text
 
 
-async def test_more_deployments_than_allowed(
+async def test_a_deployment_above_the_maximum_is_rejected(
     channel: grpc.aio.Channel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(deployments, "MAX_DEPLOYMENTS", 2)
-    # All are kept: a stream that nobody holds any more is cancelled.
-    one, two, three = (FakeRank(channel, 0) for _ in range(3))
-    await one.greet(hello_of(LIVE, 0, deployment="one"))
-    await two.greet(hello_of(LIVE, 0, deployment="two"))
-    code, text = await refused(three, hello=hello_of(LIVE, 0, deployment="three"))
+    # Keep a reference to every rank: a stream without one is cancelled.
+    first, second, third = (FakeRank(channel, 0) for _ in range(3))
+    await first.greet(hello_of(LIVE, 0, deployment="one"))
+    await second.greet(hello_of(LIVE, 0, deployment="two"))
+    code, text = await rejection_of(third, hello=hello_of(LIVE, 0, deployment="three"))
     assert code == grpc.StatusCode.RESOURCE_EXHAUSTED
     assert "its maximum" in text
 
 
-async def test_names_that_came_and_left_make_room_unless_they_had_a_plan_or_are_paused(
+async def test_departed_deployments_make_room_unless_they_had_a_plan_or_are_paused(
     service: RunningService, channel: grpc.aio.Channel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(deployments, "MAX_DEPLOYMENTS", 4)
-    known, alone = service.plane.deployments, live_of(Placement.linear(LAYERS, SLOTS, 1, SLOTS))
+    deployments_by_name = service.plane.deployments
+    single_rank = live_of(Placement.linear(LAYERS, SLOTS, 1, SLOTS))
 
-    async def comes_and_leaves(name: str) -> None:
+    async def connect_and_leave(name: str) -> None:
         rank = FakeRank(channel, 0)
-        await rank.greet(hello_of(alone, 0, deployment=name))
+        await rank.greet(hello_of(single_rank, 0, deployment=name))
         rank.call.cancel()
-        await until(lambda: not known[name].connected)
-        assert known[name].known
+        await until(lambda: not deployments_by_name[name].connected)
+        assert deployments_by_name[name].known
         tick(service.plane)
 
     for name in ("planned", "paused", "older", "newer"):
-        await comes_and_leaves(name)
-    known["planned"].totals = known["planned"].totals.plus(layers_switched=1)
-    service.plane.set_paused(known["paused"], True)
-    await comes_and_leaves("first")
-    assert list(known) == ["planned", "paused", "newer", "first"]
+        await connect_and_leave(name)
+    deployments_by_name["planned"].totals = deployments_by_name["planned"].totals.plus(layers_switched=1)
+    service.plane.set_paused(deployments_by_name["paused"], True)
+    await connect_and_leave("first")
+    assert list(deployments_by_name) == ["planned", "paused", "newer", "first"]
     for number in range(4):
-        await comes_and_leaves(f"junk-{number}")
-    assert list(known)[:2] == ["planned", "paused"]
-    known["junk-2"].paused = known["junk-3"].paused = True
-    code, text = await refused(FakeRank(channel, 0), hello=hello_of(alone, 0, deployment="one-more"))
+        await connect_and_leave(f"junk-{number}")
+    assert list(deployments_by_name)[:2] == ["planned", "paused"]
+    deployments_by_name["junk-2"].paused = deployments_by_name["junk-3"].paused = True
+    code, text = await rejection_of(
+        FakeRank(channel, 0), hello=hello_of(single_rank, 0, deployment="one-more")
+    )
     assert (code, "`eplb forget NAME`" in text) == (grpc.StatusCode.RESOURCE_EXHAUSTED, True)
 
 
-async def test_a_first_message_that_is_no_hello_and_heat_that_is_malformed(channel: grpc.aio.Channel) -> None:
-    code, text = await refused(FakeRank(channel, 0), heartbeat=agent_pb2.Heartbeat())
+async def test_a_first_message_other_than_hello_and_malformed_heat_are_rejected(
+    channel: grpc.aio.Channel,
+) -> None:
+    code, text = await rejection_of(FakeRank(channel, 0), heartbeat=agent_pb2.Heartbeat())
     assert (code, "must be a Hello" in text) == (INVALID, True)
     rank = FakeRank(channel, 0)
     await rank.greet(hello_of(LIVE, 0))
     report = heat_report(LIVE, 0, 0, skewed_heat(2))
     report.slot_counts.CopyFrom(pack(np.full((2, LAYERS, SLOTS), -1)))
-    code, text = await refused(rank, heat_report=report)
+    code, text = await rejection_of(rank, heat_report=report)
     assert code == INVALID
     assert "heat_report.slot_counts: counts are -1" in text
 
 
-async def test_operators_get_the_reason_for_what_cannot_be_done(
+async def test_operators_get_the_reason_for_a_rejected_call(
     service: RunningService, channel: grpc.aio.Channel
 ) -> None:
     operator = operator_pb2_grpc.OperatorServiceStub(channel)
@@ -172,7 +181,7 @@ async def test_operators_get_the_reason_for_what_cannot_be_done(
     assert list(answer.status.problems) == ["1 of 4 ranks connected, missing ranks 1, 2, 3"]
 
 
-async def test_two_operators_that_rebalance_at_once_share_one_decision(
+async def test_concurrent_rebalance_calls_share_one_decision(
     service: RunningService, group: FakeGroup
 ) -> None:
     await group.send_heat(skewed_heat(8))
@@ -182,21 +191,22 @@ async def test_two_operators_that_rebalance_at_once_share_one_decision(
     assert first.plan_id == second.plan_id > 0
 
 
-async def test_a_second_agent_with_the_same_rank_of_another_forming(
+async def test_a_second_agent_with_the_same_rank_in_another_forming_is_rejected(
     service: RunningService, group: FakeGroup
 ) -> None:
-    code, text = await refused(FakeRank(group.channel, 2), hello=hello_of(LIVE, 2, group_id="second"))
+    code, text = await rejection_of(FakeRank(group.channel, 2), hello=hello_of(LIVE, 2, group_id="second"))
     assert code == grpc.StatusCode.ALREADY_EXISTS
     assert "rank 2 is already connected" in text
     assert len(service.plane.deployments["decode"].connected) == RANKS
 
 
-async def test_a_rank_that_connects_again_is_heard_and_its_old_stream_is_not(
+async def test_a_new_stream_of_a_rank_replaces_its_old_stream(
     service: RunningService, group: FakeGroup
 ) -> None:
-    old, group.ranks[2] = group.ranks[2], FakeRank(group.channel, 2)
+    old_rank = group.ranks[2]
+    group.ranks[2] = FakeRank(group.channel, 2)
     await group.ranks[2].greet(hello_of(LIVE, 2))
-    code, text = await old.refusal()
+    code, text = await old_rank.refusal()
     assert code == grpc.StatusCode.ABORTED
     assert "connected again" in text
     deployment = service.plane.deployments["decode"]
@@ -206,15 +216,18 @@ async def test_a_rank_that_connects_again_is_heard_and_its_old_stream_is_not(
     await until(lambda: deployment.group is not None and deployment.group.members[2].step == 5)
 
 
-async def test_ranks_that_wait_in_vain_give_way_to_another_forming(service: RunningService) -> None:
+async def test_an_incomplete_forming_gives_way_to_another_one_after_a_timeout(
+    service: RunningService,
+) -> None:
     async with FakeGroup(service.address) as group:
         squatter = FakeRank(group.channel, 0)
-        await squatter.greet(hello_of(LIVE, 0, group_id="of nobody else"))
+        await squatter.greet(hello_of(LIVE, 0, group_id="incomplete"))
         deployment = service.plane.deployments["decode"]
-        tick, deployment.tick = deployment.tick, lambda now: None  # the service's own clock does not move
+        tick = deployment.tick
+        deployment.tick = lambda now: None  # keep the service's own ticks from moving the clock
         for now in (1e6, 1e6 + 59):
             tick(now)
-            assert (await refused(FakeRank(group.channel, 1), hello=hello_of(LIVE, 1)))[0] == CONTRADICTS
+            assert (await rejection_of(FakeRank(group.channel, 1), hello=hello_of(LIVE, 1)))[0] == CONTRADICTS
         tick(1e6 + 61)
         await group.join()
         assert (await squatter.refusal())[0] == grpc.StatusCode.ABORTED
@@ -222,10 +235,12 @@ async def test_ranks_that_wait_in_vain_give_way_to_another_forming(service: Runn
         assert deployment.live is not None
 
 
-async def test_a_refused_hello_leaves_no_lasting_problem(service: RunningService, group: FakeGroup) -> None:
+async def test_a_rejected_hello_is_a_problem_only_for_a_while(
+    service: RunningService, group: FakeGroup
+) -> None:
     hello = hello_of(LIVE, 0, ep_size=8)
     hello.rank = 7
-    assert (await refused(FakeRank(group.channel, 7), hello=hello))[0] == CONTRADICTS
+    assert (await rejection_of(FakeRank(group.channel, 7), hello=hello))[0] == CONTRADICTS
     deployment = service.plane.deployments["decode"]
     assert any("rank 7 was rejected" in problem for problem in problems(deployment))
     now = time.monotonic()
@@ -234,7 +249,7 @@ async def test_a_refused_hello_leaves_no_lasting_problem(service: RunningService
     assert not deployment.attendance.rejections
 
 
-async def test_a_silent_agent_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_silent_agent_is_disconnected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("eplb_service.control.server.agents._SILENCE_SECONDS", 0.1)
     async with (
         running_service(settings(heartbeat_seconds=0.05)) as running,

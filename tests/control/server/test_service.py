@@ -1,4 +1,4 @@
-"""A real server and ranks that speak the stream: heat must lead to a plan, the plan to an epoch, all of it reported."""
+"""A real server and fake ranks: heat leads to a plan, the plan to a new epoch, and the operator API reports both."""
 
 from __future__ import annotations
 
@@ -34,13 +34,39 @@ from tests.control.fake_group import (
     live_of,
     skewed_heat,
 )
-from tests.control.server.service_under_test import settings, tick, until
 
 
-async def test_streams_that_have_come_are_left_out_of_garbage_collections(
+def settings(**changes: Any) -> ServiceSettings:
+    values: dict[str, Any] = {
+        "listen": "127.0.0.1:0",
+        "metrics": "127.0.0.1:0",
+        "store": ":memory:",
+        "window_steps": 32,
+        "decision_interval": 32,
+        "report_steps": 8,
+        "threads": 1,
+    }
+    return ServiceSettings(**{**values, **changes})
+
+
+def tick(plane: ControlPlane) -> None:
+    """Run the work that the service does every second."""
+    for _ in plane.ticking():
+        pass
+
+
+async def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
+    async def poll() -> None:
+        while not condition():
+            await asyncio.sleep(0.01)
+
+    await asyncio.wait_for(poll(), seconds)
+
+
+async def test_connected_streams_are_excluded_from_garbage_collection(
     service: RunningService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those of a thousand ranks held the loop for 0.1 s."""
+    """With a thousand ranks, a collection blocked the event loop for 0.1 s."""
     monkeypatch.setattr("eplb_service.control.server.service._MANY_RANKS", RANKS)
     before = gc.get_freeze_count()
     async with FakeGroup(service.address) as group:
@@ -49,7 +75,7 @@ async def test_streams_that_have_come_are_left_out_of_garbage_collections(
     gc.unfreeze()
 
 
-async def test_heat_leads_to_a_plan_and_the_plan_to_an_epoch(service: RunningService) -> None:
+async def test_heat_leads_to_a_plan_and_the_plan_to_a_new_epoch(service: RunningService) -> None:
     async with FakeGroup(service.address) as group:
         welcomes = await group.join()
         assert {welcome.leader_term for welcome in welcomes} == {service.plane.leader_term}
@@ -69,7 +95,7 @@ async def test_heat_leads_to_a_plan_and_the_plan_to_an_epoch(service: RunningSer
         assert (status.agents_connected, status.steps_received, status.steps_lost) == (RANKS, 32, 0)
         assert list(status.problems) == []
 
-        # Loads measured after the switch are better than those that led to it.
+        # The loads after the plan are better balanced than the ones it was made for.
         await group.send_heat(skewed_heat(64, seed=1))
         await until(lambda: deployment.totals.steps_received == 96)
         answer = await group.operator.GetStatus(operator_pb2.GetStatusRequest(deployment="decode"))
@@ -77,8 +103,8 @@ async def test_heat_leads_to_a_plan_and_the_plan_to_an_epoch(service: RunningSer
         assert 1.0 <= answer.status.par < 1.5
 
 
-@pytest.mark.parametrize("earlier", [0, 1], ids=["the first", "a later one"])
-async def test_a_rank_whose_heat_stopped_does_not_keep_a_decision_back(
+@pytest.mark.parametrize("earlier", [0, 1], ids=["first decision", "later decision"])
+async def test_a_rank_whose_heat_stopped_does_not_block_a_decision(
     service: RunningService, group: FakeGroup, earlier: int
 ) -> None:
     deployment = service.plane.deployments["decode"]
@@ -89,20 +115,21 @@ async def test_a_rank_whose_heat_stopped_does_not_keep_a_decision_back(
     tick(service.plane)
     before = deployment.decisions.decided_at
     await group.send_heat(skewed_heat(8))
-    group.ranks, everybody = group.ranks[:-1], group.ranks
+    all_ranks = group.ranks
+    group.ranks = all_ranks[:-1]
     for _ in range(4):
         await group.send_heat(skewed_heat(8))
     await until(lambda: deployment.heat is not None and deployment.heat.pending.behind(0)[1] == 32)
     tick(service.plane)
     assert deployment.decisions.decided_at == before
-    # As if some seconds had passed.
+    # Pretend that 60 s have passed.
     deployment.late = replace(deployment.late, since={RANKS - 1: time.monotonic() - 60})
     tick(service.plane)
     await until(lambda: deployment.decisions.decided_at == before + 8)
-    group.ranks = everybody
+    group.ranks = all_ranks
 
 
-async def test_experts_that_are_bound_to_their_ranks_are_watched_alone(service: RunningService) -> None:
+async def test_experts_bound_to_their_ranks_are_measured_but_not_moved(service: RunningService) -> None:
     async with FakeGroup(service.address) as group:
         await group.join(rank_bound=True)
         await group.fill_window()
@@ -116,7 +143,7 @@ async def test_experts_that_are_bound_to_their_ranks_are_watched_alone(service: 
         assert status.par > 1.5
 
 
-async def test_a_refused_plan_changes_nothing_and_is_reported(
+async def test_a_rejected_plan_changes_nothing_and_is_reported(
     service: RunningService, group: FakeGroup
 ) -> None:
     await group.fill_window()
@@ -124,14 +151,14 @@ async def test_a_refused_plan_changes_nothing_and_is_reported(
     await group.say_all(plan.plan_id, plan.layers[0].layer, agent_pb2.PLAN_STATE_REFUSED, "not now")
     deployment = service.plane.deployments["decode"]
     await until(lambda: deployment.ended_plan is not None)
-    assert not service.plane.streams._plans, "nobody is sent it any more"
+    assert not service.plane.streams._plans, "the plan is not sent to any further rank"
     answer = await group.operator.GetStatus(operator_pb2.GetStatusRequest(deployment="decode"))
     assert answer.status.epoch == 0
     assert list(answer.status.problems) == [f"plan {plan.plan_id} refused: ranks 0, 1, 2, 3: not now"]
 
 
 def shifted_heat(steps: int) -> Int32:
-    """Return heat after a change: other experts are hot, with twice the tokens."""
+    """Return heat after a change: different experts are hot, and there are twice as many tokens."""
     heat_TLE = skewed_heat(steps, seed=7)
     return np.ascontiguousarray(heat_TLE[:, :, ::-1] * 2)
 
@@ -143,7 +170,7 @@ async def answer_call(group: FakeGroup, plan_id: int) -> None:
     await group.say_all(plan_id, 0, agent_pb2.PLAN_STATE_CALLED_OFF, "called off by the service")
 
 
-async def test_a_change_of_heat_calls_off_a_plan_and_the_next_starts_from_what_is_installed(
+async def test_a_change_of_heat_calls_off_a_plan_and_the_next_plan_starts_from_the_committed_layers(
     service: RunningService, group: FakeGroup
 ) -> None:
     await group.fill_window()
@@ -152,7 +179,7 @@ async def test_a_change_of_heat_calls_off_a_plan_and_the_next_starts_from_what_i
     deployment = service.plane.deployments["decode"]
     layer = first.layers[0]
     tables_RE = np.stack([plan.layers[0].log2phy_E for plan in plans])
-    # Unchanged heat does not call the plan off while a layer switches.
+    # Unchanged heat does not call the plan off while a layer is committed.
     await group.send_heat(skewed_heat(16, seed=2))
     group.live = group.live.with_layer(layer.layer, layer.phy2log_RS, tables_RE)
     await group.say_all(first.plan_id, layer.layer, agent_pb2.PLAN_STATE_COMMITTED)
@@ -163,7 +190,7 @@ async def test_a_change_of_heat_calls_off_a_plan_and_the_next_starts_from_what_i
     for _ in range(4):
         await group.send_heat(shifted_heat(4))
     await answer_call(group, first.plan_id)
-    # ``hear_plan`` checks that the new plan starts from the layer that has switched.
+    # ``hear_plan`` checks that the new plan starts from the committed layer.
     second = (await group.hear_plan())[0]
     assert deployment.ended_plan is not None
     assert (deployment.ended_plan.plan_id, deployment.ended_plan.committed) == (first.plan_id, 1)
@@ -174,7 +201,7 @@ async def test_a_change_of_heat_calls_off_a_plan_and_the_next_starts_from_what_i
     assert answer.plans[1].reason == "heat changed while it was under way"
 
 
-async def test_a_rank_that_comes_back_hears_that_the_plan_is_off(
+async def test_a_rank_that_reconnects_receives_the_call_off(
     service: RunningService, group: FakeGroup
 ) -> None:
     await group.fill_window()
@@ -192,7 +219,7 @@ async def test_a_rank_that_comes_back_hears_that_the_plan_is_off(
     assert deployment.ended_plan.outcome is Outcome.CALLED_OFF
 
 
-async def test_a_stopping_service_ends_streams_with_a_status_to_come_back_on() -> None:
+async def test_a_stopping_service_ends_streams_with_a_status_that_asks_to_reconnect() -> None:
     async with running_service(settings()) as running:
         group = FakeGroup(running.address)
         await group.join()
@@ -211,7 +238,7 @@ async def test_the_service_is_not_ready_until_the_solver_is_warm(monkeypatch: py
         health = health_pb2_grpc.HealthStub(group.channel)
         request = health_pb2.HealthCheckRequest()
         assert (await health.Check(request)).status == health_pb2.HealthCheckResponse.NOT_SERVING
-        # Agents are taken in all the same, and what is due is decided once it can be.
+        # Agents can register before that. A decision that is due is made once the solver is warm.
         await group.join()
         await group.fill_window()
         deployment = running.plane.deployments["decode"]
@@ -232,7 +259,7 @@ async def test_reflection_names_the_services(service: RunningService) -> None:
     assert {"eplb.v1.AgentService", "eplb.v1.OperatorService", "grpc.health.v1.Health"} <= names
 
 
-async def test_ranks_that_the_service_cannot_follow_are_asked_to_come_again(
+async def test_ranks_at_an_unknown_epoch_are_asked_for_a_new_hello(
     service: RunningService, group: FakeGroup
 ) -> None:
     group.live = live_of(first_placement(), epoch=9)
@@ -249,32 +276,36 @@ async def test_ranks_that_the_service_cannot_follow_are_asked_to_come_again(
 
 
 @pytest.mark.parametrize("flag", ["listen", "metrics"])
-async def test_an_address_in_use(service: RunningService, flag: str) -> None:
+async def test_a_start_fails_if_an_address_is_in_use(service: RunningService, flag: str) -> None:
     with pytest.raises(ListenError, match=service.address):
         async with running_service(settings(**{flag: service.address})):
             pass
 
 
 async def test_a_solver_that_hangs_blocks_no_other_deployment(monkeypatch: pytest.MonkeyPatch) -> None:
-    solve, hangs = decider.decide, threading.Event()
-    asked: list[Any] = []
+    solve = decider.decide
+    hangs = threading.Event()
+    calls: list[Any] = []
 
     def hang(*arguments: Any) -> Any:
-        asked.append(arguments)
-        if len(asked) == 1:
+        calls.append(arguments)
+        if len(calls) == 1:
             hangs.wait(60)
         return solve(*arguments)
 
     monkeypatch.setattr(decider, "decide", hang)
     async with running_service(settings(solve_timeout_seconds=5)) as service:
         await service.warm
-        async with FakeGroup(service.address) as stuck, FakeGroup(service.address) as other:
+        async with FakeGroup(service.address) as stuck, FakeGroup(service.address) as healthy:
             await stuck.join(deployment="stuck")
-            await other.join(deployment="other")
+            await healthy.join(deployment="other")
             await stuck.send_heat(skewed_heat(8))
-            await other.send_heat(skewed_heat(8))
+            await healthy.send_heat(skewed_heat(8))
             await until(
-                lambda: all(one.heat and one.heat.steps for one in service.plane.deployments.values())
+                lambda: all(
+                    deployment.heat and deployment.heat.steps
+                    for deployment in service.plane.deployments.values()
+                )
             )
             with pytest.raises(grpc.aio.AioRpcError, match="timed out after 5 s"):
                 await stuck.operator.Rebalance(operator_pb2.RebalanceRequest(deployment="stuck"))
@@ -288,12 +319,13 @@ async def test_a_solver_that_hangs_blocks_no_other_deployment(monkeypatch: pytes
             assert answer.plan_id
 
 
-async def test_a_disk_that_takes_nothing_is_a_problem_until_it_does_again_and_stops_no_balancing(
+async def test_a_full_disk_is_a_problem_until_it_recovers_and_does_not_stop_balancing(
     service: RunningService, group: FakeGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     deployment = service.plane.deployments["decode"]
     await until(lambda: deployment.known)
-    store, sample = service.plane._writer.store, service.plane._metrics.registry.get_sample_value
+    store = service.plane._writer.store
+    sample = service.plane._metrics.registry.get_sample_value
 
     def full(*_: object) -> None:
         raise sqlite3.OperationalError("database or disk is full")

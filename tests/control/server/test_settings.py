@@ -1,4 +1,4 @@
-"""Flags go before the environment, that before the file, that before defaults; nothing unknown slips through."""
+"""Settings take precedence in the order flags, environment, file, defaults, and unknown settings are rejected."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def config(tmp_path: Path) -> Path:
     return path
 
 
-def test_each_source_goes_before_the_next(config: Path) -> None:
+def test_flags_override_the_environment_and_the_environment_overrides_the_file(config: Path) -> None:
     environment = {"EPLB_WINDOW_STEPS": "20", "EPLB_SEED": "2", "EPLB_INSECURE": "true"}
     settings = load_settings({"window_steps": 10, "policy": None}, config, environment)
     assert (settings.window_steps, settings.seed, settings.report_steps) == (10, 2, 5)
@@ -28,12 +28,12 @@ def test_each_source_goes_before_the_next(config: Path) -> None:
     assert settings.policy == ServiceSettings.model_fields["policy"].default
 
 
-def test_every_setting_says_what_it_is() -> None:
+def test_every_setting_has_a_description() -> None:
     assert all(field.description for field in ServiceSettings.model_fields.values())
 
 
 @pytest.mark.parametrize(
-    ("content", "says"),
+    ("content", "message"),
     [
         ("windowsteps: 3", "unknown setting 'windowsteps'; did you mean 'window_steps'?"),
         ("qqq: 3", "unknown setting 'qqq'; `eplb serve --help` lists"),
@@ -42,28 +42,28 @@ def test_every_setting_says_what_it_is() -> None:
         ("window_steps: many", r"setting window_steps: .* \(got 'many'\)"),
     ],
 )
-def test_a_file_that_will_not_do(config: Path, content: str, says: str) -> None:
+def test_an_invalid_settings_file_is_rejected(config: Path, content: str, message: str) -> None:
     config.write_text(content)
-    with pytest.raises(SettingsError, match=says) as refused:
+    with pytest.raises(SettingsError, match=message) as error:
         load_settings({}, config)
-    assert "\n" not in str(refused.value)
+    assert "\n" not in str(error.value)
 
 
-def test_a_file_that_is_not_there_and_one_that_is_empty(config: Path) -> None:
+def test_a_missing_settings_file_is_rejected_and_an_empty_one_accepted(config: Path) -> None:
     with pytest.raises(SettingsError, match=r"cannot read .*nowhere"):
         load_settings({}, config.parent / "nowhere")
     config.write_text("")
     assert load_settings({}, config) == load_settings({})
 
 
-def test_unknown_variables_are_refused_but_not_those_of_agents() -> None:
+def test_unknown_variables_are_rejected_except_agent_variables() -> None:
     load_settings({}, environment={"EPLB_AGENT_DEPLOYMENT": "x", "EPLB_ADDRESS": "y", "PATH": "z"})
     with pytest.raises(SettingsError, match="EPLB_WINDOWSTEPS; did you mean 'EPLB_WINDOW_STEPS'"):
         load_settings({}, environment={"EPLB_WINDOWSTEPS": "3"})
 
 
 @pytest.mark.parametrize(
-    ("flags", "says"),
+    ("flags", "message"),
     [
         ({"window_steps": 0}, r"setting window_steps: .* \(got 0\)"),
         ({"listen": "nowhere"}, "setting listen: an address is host:port"),
@@ -80,16 +80,16 @@ def test_unknown_variables_are_refused_but_not_those_of_agents() -> None:
         ),
     ],
 )
-def test_values_that_will_not_do(flags: dict[str, object], says: str) -> None:
-    with pytest.raises(SettingsError, match=says):
+def test_invalid_values_are_rejected(flags: dict[str, object], message: str) -> None:
+    with pytest.raises(SettingsError, match=message):
         load_settings(flags)
 
 
-def test_the_token_is_in_no_text_of_the_settings() -> None:
+def test_the_settings_text_does_not_contain_the_token() -> None:
     assert "hunter2" not in repr(load_settings({"auth_token": "hunter2"}))
 
 
-def test_the_planner_gets_what_was_set() -> None:
+def test_the_planner_gets_its_settings() -> None:
     planner = load_settings({"policy": "deepseek", "max_layers": 4, "seed": 9}).planner()
     assert (planner.policy, planner.max_layers, planner.seed) == ("deepseek", 4, 9)
 

@@ -1,4 +1,4 @@
-"""Callers that say nothing shut nobody out: those who speak are served beside any number of them."""
+"""Any number of silent callers leaves the service available to callers that send requests."""
 
 from __future__ import annotations
 
@@ -19,13 +19,49 @@ from tests.control.server.http_client import get
 from tests.control.server.service_under_test import settings
 from tests.control.server.silent_callers import APART, CHECK, LIVE, SECONDS, WATCH, healthy, served, silent
 
-AGENT, READER = "agent-0123456789", "reader-0123456789"
+LIVE = live_of(first_placement())
+CHECK = "/grpc.health.v1.Health/Check"
+WATCH = "/grpc.health.v1.Health/Watch"
+AGENT = "agent-0123456789"
+READER = "reader-0123456789"
 CREDENTIALS = f"""
 - {{name: ranks, role: agent, deployments: ['*'], token: {AGENT}}}
 - {{name: looker, role: reader, deployments: ['*'], token: {READER}}}
 """
+APART = [("grpc.use_local_subchannel_pool", 1)]
+"""Channel options for a separate connection."""
 OPENED = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes.fromhex("000000040000000000 000000040100000000")
-"""Preface, settings and their acknowledgement: an HTTP/2 connection that is up, and asks for nothing."""
+"""Preface, settings and their acknowledgement: an open HTTP/2 connection without a request."""
+SECONDS = 8.0
+"""Time limit in seconds: much longer than a normal call takes, and shorter than a silent call may last."""
+
+
+@asynccontextmanager
+async def silent(address: str, method: str, calls: int) -> AsyncIterator[list[Any]]:
+    """Open ``calls`` calls on one connection that never send their request."""
+    async with grpc.aio.insecure_channel(address, APART) as channel:
+        opened = [channel.stream_unary(method)() for _ in range(calls)]
+        await asyncio.gather(*(call.wait_for_connection() for call in opened[:1]))
+        await asyncio.sleep(0.2)
+        yield opened
+
+
+async def healthy(address: str) -> bool:
+    async with grpc.aio.insecure_channel(address) as channel:
+        request = health_pb2.HealthCheckRequest(service="liveness")
+        answer = await health_pb2_grpc.HealthStub(channel).Check(request, timeout=SECONDS)
+    return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+
+
+async def served(address: str, agent: Any = None, reader: Any = None) -> None:
+    """Check that a rank is welcomed and an operator call is answered."""
+    async with grpc.aio.insecure_channel(address) as channel:
+        rank = FakeRank(channel, 0, agent)
+        rank.patience = SECONDS
+        assert (await rank.greet(hello_of(LIVE, 0))).heartbeat_seconds
+        stub = operator_pb2_grpc.OperatorServiceStub(channel)
+        await stub.ListDeployments(operator_pb2.ListDeploymentsRequest(), metadata=reader, timeout=SECONDS)
+        rank.call.cancel()
 
 
 @pytest.fixture
@@ -35,7 +71,7 @@ def path(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("method", [CHECK, WATCH])
-async def test_silent_checks_do_not_shut_the_health_port(method: str) -> None:
+async def test_silent_health_checks_do_not_block_the_health_port(method: str) -> None:
     async with running_service(settings(health="127.0.0.1:0")) as service:
         assert service.health_address is not None
         async with silent(service.health_address, method, 2 * quotas.MAX_PROBES):
@@ -43,7 +79,7 @@ async def test_silent_checks_do_not_shut_the_health_port(method: str) -> None:
                 assert await healthy(service.health_address)
 
 
-async def test_watchers_of_health_make_room_for_those_who_ask() -> None:
+async def test_health_watchers_make_room_for_health_checks() -> None:
     async with running_service(settings(health="127.0.0.1:0")) as service:
         assert service.health_address is not None
         async with grpc.aio.insecure_channel(service.health_address) as channel:
@@ -59,7 +95,7 @@ async def test_watchers_of_health_make_room_for_those_who_ask() -> None:
             await asyncio.gather(*reading, return_exceptions=True)
 
 
-async def test_a_probe_that_stays_silent_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_silent_health_check_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quotas, "_PROBE_SECONDS", 0.2)
     async with running_service(settings(health="127.0.0.1:0")) as service:
         assert service.health_address is not None
@@ -68,40 +104,40 @@ async def test_a_probe_that_stays_silent_ends(monkeypatch: pytest.MonkeyPatch) -
     assert codes == [grpc.StatusCode.RESOURCE_EXHAUSTED] * 2
 
 
-async def test_mute_streams_of_an_open_service_take_no_turn() -> None:
+async def test_silent_streams_do_not_block_a_service_without_credentials() -> None:
     async with running_service(settings()) as service, grpc.aio.insecure_channel(service.address) as channel:
-        mute = [FakeRank(channel, 0) for _ in range(200)]
+        silent_ranks = [FakeRank(channel, 0) for _ in range(200)]
         await asyncio.sleep(0.3)
         await served(service.address)
-        for rank in mute:
+        for rank in silent_ranks:
             rank.call.cancel()
 
 
-@pytest.mark.parametrize("says", [b"", OPENED], ids=["TCP alone", "HTTP/2"])
-async def test_silent_connections_shut_nobody_out_and_end(
-    says: bytes, path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("content", [b"", OPENED], ids=["only TCP", "HTTP/2"])
+async def test_silent_connections_block_no_caller_and_are_ended(
+    content: bytes, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("eplb_service.control.server.service._HANDSHAKE_SECONDS", 1.0)
     monkeypatch.setattr("eplb_service.control.server.service._IDLE_SECONDS", 1.0)
     async with running_service(settings(credentials=path)) as service:
         host, _, port = service.address.rpartition(":")
-        silent = [await asyncio.open_connection(host, int(port)) for _ in range(200)]
-        for _, writer in silent:
-            writer.write(says)
+        connections = [await asyncio.open_connection(host, int(port)) for _ in range(200)]
+        for _, writer in connections:
+            writer.write(content)
         await served(service.address, bearer(AGENT), bearer(READER))
-        ends = asyncio.gather(*(reader.read() for reader, _ in silent), return_exceptions=True)
+        ends = asyncio.gather(*(reader.read() for reader, _ in connections), return_exceptions=True)
         await asyncio.wait_for(ends, SECONDS)
-        for _, writer in silent:
+        for _, writer in connections:
             writer.close()
 
 
-async def test_the_streams_of_one_host_are_counted_where_they_bring_no_credential(path: Path) -> None:
+async def test_streams_with_a_credential_are_not_limited_per_host(path: Path) -> None:
     async with (
         running_service(settings(credentials=path, max_streams_per_peer=2, max_streams=64)) as service,
-        grpc.aio.insecure_channel(service.address, APART) as one,
-        grpc.aio.insecure_channel(service.address, APART) as other,
+        grpc.aio.insecure_channel(service.address, APART) as shared_channel,
+        grpc.aio.insecure_channel(service.address, APART) as separate_channel,
     ):
-        channels = (one, one, other)
+        channels = (shared_channel, shared_channel, separate_channel)
         ranks = [FakeRank(channel, rank, bearer(AGENT)) for rank, channel in enumerate(channels)]
         for rank in ranks:
             rank.patience = SECONDS
@@ -109,22 +145,24 @@ async def test_the_streams_of_one_host_are_counted_where_they_bring_no_credentia
         assert len(service.plane.deployments["decode"].connected) == 3
 
 
-@pytest.mark.parametrize("says", [b"", b"GET /metrics HTTP/1.1\r\nHost: "])
-async def test_slow_connections_do_not_blind_scrapes(says: bytes, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("content", [b"", b"GET /metrics HTTP/1.1\r\nHost: "])
+async def test_slow_connections_do_not_block_scrapes(
+    content: bytes, capsys: pytest.CaptureFixture[str]
+) -> None:
     async with running_service(settings()) as service:
         host, _, port = service.metrics_address.rpartition(":")
-        slow = [await asyncio.open_connection(host, int(port)) for _ in range(70)]
-        for _, writer in slow:
-            writer.write(says)
+        connections = [await asyncio.open_connection(host, int(port)) for _ in range(70)]
+        for _, writer in connections:
+            writer.write(content)
         for _ in range(3):
             answer = await asyncio.wait_for(get(service.metrics_address, "/metrics"), SECONDS)
             assert b'eplb_refusals_total{code="resource_exhausted"}' in answer.body
         assert "connection_made_room" in capsys.readouterr().err
-        for _, writer in slow:
+        for _, writer in connections:
             writer.close()
 
 
-async def test_a_connection_that_asks_nothing_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_connection_without_a_complete_request_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_server, "_REQUEST_SECONDS", 0.2)
     async with running_service(settings()) as service:
         host, _, port = service.metrics_address.rpartition(":")
@@ -135,6 +173,6 @@ async def test_a_connection_that_asks_nothing_ends(monkeypatch: pytest.MonkeyPat
         writer.close()
 
 
-def test_the_host_with_the_most_makes_room_and_its_oldest_goes() -> None:
+def test_the_oldest_connection_of_the_host_with_most_connections_makes_room() -> None:
     assert quotas.makes_room(["a", "b", "a", "b", "b"]) == 1
     assert quotas.makes_room(["a", "b", "c"]) == 0

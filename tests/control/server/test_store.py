@@ -1,4 +1,4 @@
-"""The store keeps what it was given after any end of the service, sets damage aside, and reports what it lost."""
+"""The store keeps its content however the service ends, sets damaged data aside, and reports losses."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests.control.server.stored_deployment import STORED
 LIVE = live_of(first_placement())
 
 
-def test_plan_numbers_grow_over_starts(path: str) -> None:
+def test_plan_ids_grow_across_restarts(path: str) -> None:
     store = Store(path)
     first = store.new_plan_id()
     store.begin_plan("decode", PlanTracker.of(first + 10_000, LIVE, decision_of(LIVE, 0)), 1)
@@ -40,8 +40,8 @@ def test_plan_numbers_grow_over_starts(path: str) -> None:
     assert Store(path).new_plan_id() == first + 10_001
 
 
-def test_plan_numbers_of_a_service_without_a_file_are_past_those_of_the_services_before_it() -> None:
-    """Agents outlive services and remember plan numbers, so those grow with the clock."""
+def test_plan_ids_without_a_store_file_are_higher_than_those_of_earlier_services() -> None:
+    """Agents outlive services and remember plan ids, so ids without a store start from the clock."""
     before = int(time.time())
     store = Store(MEMORY)
     assert before < store.new_plan_id() <= int(time.time()) + 1
@@ -49,11 +49,11 @@ def test_plan_numbers_of_a_service_without_a_file_are_past_those_of_the_services
 
 
 @pytest.mark.parametrize("entries", [0, 1, 3])
-def test_what_ranks_came_with_is_found_again_with_its_tables(path: str, entries: int) -> None:
+def test_the_first_layout_is_restored_with_its_tables(path: str, entries: int) -> None:
     placement = LIVE.placement
     log2phy_RLE = placement.default_log2phy()
     if entries:
-        # The last replica of each expert in place of the rule's, and in turn where there are several entries.
+        # Dispatch to each expert's last replica instead of the default one, in every entry of a dealing table.
         for layer, row_RS in enumerate(placement.phy2log_LRS):
             for slot, expert in enumerate(row_RS.ravel()):
                 log2phy_RLE[:, layer, expert] = slot
@@ -63,17 +63,17 @@ def test_what_ranks_came_with_is_found_again_with_its_tables(path: str, entries:
     store.save_first_layout("decode", "first", Layout(placement, log2phy_RLE))
     store.close()
     store = Store(path)
-    found = store.first_layout("decode")
-    assert found is not None
-    assert found[0] == "first"
-    np.testing.assert_array_equal(found[1].placement.phy2log_LRS, placement.phy2log_LRS)
-    np.testing.assert_array_equal(found[1].log2phy_RLE, log2phy_RLE)
+    first_layout = store.first_layout("decode")
+    assert first_layout is not None
+    assert first_layout[0] == "first"
+    np.testing.assert_array_equal(first_layout[1].placement.phy2log_LRS, placement.phy2log_LRS)
+    np.testing.assert_array_equal(first_layout[1].log2phy_RLE, log2phy_RLE)
     assert store.first_layout("prefill") is None
     store.forget("decode")
     assert store.first_layout("decode") is None
 
 
-def test_history_is_bounded(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_plan_history_is_bounded(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store_module, "_PLANS_KEPT", 3)
     store = Store(path)
     for plan_id in range(1, 41):
@@ -84,12 +84,12 @@ def test_history_is_bounded(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     store.close()
 
 
-def test_a_plan_is_found_with_its_outcome_and_verdicts(path: str) -> None:
+def test_plans_are_restored_with_outcome_and_verdicts(path: str) -> None:
     store = Store(path)
-    done, open_ = (PlanTracker.of(plan_id, LIVE, decision_of(LIVE, 0)) for plan_id in (5, 6))
+    done, interrupted = (PlanTracker.of(plan_id, LIVE, decision_of(LIVE, 0)) for plan_id in (5, 6))
     store.begin_plan("decode", done, 1)
     store.end_plan(5, Outcome.DONE, "", 1)
-    store.begin_plan("decode", open_, 1)
+    store.begin_plan("decode", interrupted, 1)
     store.close()
     newest, oldest = Store(path).plans("decode")
     assert (oldest.plan_id, oldest.outcome, oldest.committed) == (5, Outcome.DONE.value, 1)
@@ -97,7 +97,10 @@ def test_a_plan_is_found_with_its_outcome_and_verdicts(path: str) -> None:
     assert (newest.outcome, newest.reason) == (Outcome.INTERRUPTED.value, "the service stopped")
 
 
-def test_a_deployment_is_found_as_it_was_left(path: str) -> None:
+STORED = StoredDeployment("decode", True, 9, Totals(3, 4, 5, 6, 7), "kept", 12, (1 << 64) - 1, 3, 8, 4, 3)
+
+
+def test_a_deployment_is_restored_as_it_was_saved(path: str) -> None:
     store = Store(path)
     store.save_deployment(StoredDeployment("decode"))
     store.save_deployment(STORED)
@@ -110,7 +113,7 @@ def test_a_deployment_is_found_as_it_was_left(path: str) -> None:
     store.close()
 
 
-def test_a_killed_writer_leaves_a_whole_store(path: str) -> None:
+def test_a_killed_writer_leaves_a_consistent_store(path: str) -> None:
     script = (
         "import os, sys\n"
         "from eplb_service.control.server.store import Store\n"
@@ -128,14 +131,15 @@ def test_a_killed_writer_leaves_a_whole_store(path: str) -> None:
     store.close()
 
 
-async def test_a_restarted_service_shows_the_history_and_goes_on(path: str) -> None:
+async def test_a_restarted_service_restores_the_history_and_continues(path: str) -> None:
     async with running_service(settings(store=path)) as running, FakeGroup(running.address) as group:
         await group.join()
         await group.fill_window()
         await group.carry_out(await group.hear_plan())
         deployment = running.plane.deployments["decode"]
         await until(lambda: deployment.ended_plan is not None)
-        live, totals = group.live, deployment.totals
+        live = group.live
+        totals = deployment.totals
     async with running_service(settings(store=path)) as running, FakeGroup(running.address, live) as group:
         (before,) = (await group.operator.ListDeployments(operator_pb2.ListDeploymentsRequest())).deployments
         assert (before.epoch, before.digest, before.agents_connected) == (live.epoch, live.digest, 0)
@@ -145,46 +149,46 @@ async def test_a_restarted_service_shows_the_history_and_goes_on(path: str) -> N
         assert {welcome.leader_term for welcome in welcomes} == {running.plane.leader_term}
         assert running.plane.deployments["decode"].live is not None
         assert running.plane.deployments["decode"].live.epoch == live.epoch
-        found = running.plane.deployments["decode"].found
-        assert found is not None
-        # Left alone is what the ranks came with, not what a service met that started later.
-        np.testing.assert_array_equal(found.placement.phy2log_LRS, first_placement().phy2log_LRS)
+        first_layout = running.plane.deployments["decode"].found
+        assert first_layout is not None
+        # The initial layout is the one that the ranks first joined with, not the one that the second service saw.
+        np.testing.assert_array_equal(first_layout.placement.phy2log_LRS, first_placement().phy2log_LRS)
     async with running_service(settings(store=path)) as running, FakeGroup(running.address, live) as group:
         await group.join(group_id="another")
-        found = running.plane.deployments["decode"].found
-        assert found is not None
-        np.testing.assert_array_equal(found.placement.phy2log_LRS, live.placement.phy2log_LRS)
+        first_layout = running.plane.deployments["decode"].found
+        assert first_layout is not None
+        np.testing.assert_array_equal(first_layout.placement.phy2log_LRS, live.placement.phy2log_LRS)
 
 
-def test_a_store_of_the_first_release_opens_with_all_that_it_holds(path: str) -> None:
+def test_a_store_of_the_first_release_opens_with_all_its_content(path: str) -> None:
     shutil.copy(Path(__file__).parents[2] / "data" / "store-0.1.0.sqlite3", path)
     store = Store(path)
     assert store.deployments() == [STORED]
     (plan,) = store.plans("decode")
     assert (plan.plan_id, plan.at, plan.outcome) == (5, 1.5e9, Outcome.DONE.value)
     assert plan.verdicts == decision_of(LIVE, 0).verdicts
-    found = store.first_layout("decode")
-    assert found is not None
-    assert found[0] == "first"
-    np.testing.assert_array_equal(found[1].log2phy_RLE, LIVE.serving.log2phy_RLE)
+    first_layout = store.first_layout("decode")
+    assert first_layout is not None
+    assert first_layout[0] == "first"
+    np.testing.assert_array_equal(first_layout[1].log2phy_RLE, LIVE.serving.log2phy_RLE)
     store.close()
 
 
-def test_files_of_something_else_are_refused(tmp_path: Path) -> None:
+def test_files_that_are_not_a_store_are_rejected(tmp_path: Path) -> None:
     text = tmp_path / "text"
     text.write_text("not a database, but long enough to be taken for one" * 100)
     with pytest.raises(StoreError, match="file is not a database"):
         Store(str(text))
-    other = tmp_path / "other"
-    with contextlib.closing(sqlite3.connect(other)) as database:
+    database_path = tmp_path / "other"
+    with contextlib.closing(sqlite3.connect(database_path)) as database:
         database.execute("CREATE TABLE things (id)")
     with pytest.raises(StoreError, match="database of another application"):
-        Store(str(other))
+        Store(str(database_path))
     with pytest.raises(StoreError, match="directory does not exist"):
         Store(str(tmp_path / "nowhere" / "file"))
 
 
-def test_a_store_of_a_later_release_is_refused(path: str) -> None:
+def test_a_store_with_a_later_schema_version_is_rejected(path: str) -> None:
     Store(path).close()
     with contextlib.closing(sqlite3.connect(path)) as database:
         database.execute("PRAGMA user_version = 99")
@@ -193,7 +197,7 @@ def test_a_store_of_a_later_release_is_refused(path: str) -> None:
 
 
 @pytest.mark.parametrize("damage", ["truncated", "middle", "magic"])
-def test_a_damaged_store_is_set_aside_and_begun_again(tmp_path: Path, damage: str) -> None:
+def test_a_damaged_store_is_set_aside_and_replaced_by_a_new_one(tmp_path: Path, damage: str) -> None:
     path = tmp_path / "state.sqlite3"
     store = Store(str(path))
     term = store.leader_term
@@ -216,14 +220,14 @@ def test_a_damaged_store_is_set_aside_and_begun_again(tmp_path: Path, damage: st
     assert aside.read_bytes() == content
 
 
-@pytest.mark.parametrize("part", [slice(0, 100), slice(100, None), slice(0, 0)])
-def test_a_damaged_first_layout_is_set_aside(path: str, part: slice) -> None:
+@pytest.mark.parametrize("remainder", [slice(0, 100), slice(100, None), slice(0, 0)])
+def test_a_damaged_first_layout_is_set_aside(path: str, remainder: slice) -> None:
     store = Store(path)
     store.save_first_layout("decode", "first", LIVE.serving)
     store.close()
     with sqlite3.connect(path) as database:
         (content,) = database.execute("SELECT layout FROM first_layouts").fetchone()
-        database.execute("UPDATE first_layouts SET layout = ?", (content[part],))
+        database.execute("UPDATE first_layouts SET layout = ?", (content[remainder],))
     database.close()
     store = Store(path)
     assert store.first_layout("decode") is None
@@ -232,41 +236,43 @@ def test_a_damaged_first_layout_is_set_aside(path: str, part: slice) -> None:
 
 
 def assert_set_aside(store: Store, table: str, rows: int = 1) -> None:
-    """The rows are in a table for them, out of their own, and operators see why."""
-    kept = store._db.execute("SELECT reason, content FROM set_aside WHERE origin = ?", (table,)).fetchall()
-    assert len(kept) == len(store.notices) == rows
+    """Check that ``rows`` rows of ``table`` were moved to ``set_aside`` and that each has a notice with its reason."""
+    rows_aside = store._db.execute(
+        "SELECT reason, content FROM set_aside WHERE origin = ?", (table,)
+    ).fetchall()
+    assert len(rows_aside) == len(store.notices) == rows
     assert all(
-        f"of {table} in the store could not be read and was set aside: " in one for one in store.notices
+        f"of {table} in the store could not be read and was set aside: " in notice for notice in store.notices
     )
-    assert all(reason and content.startswith("(") for reason, content in kept)
+    assert all(reason and content.startswith("(") for reason, content in rows_aside)
 
 
-def changed(**changes: object) -> str:
+def state_with(**changes: object) -> str:
     return json.dumps({**asdict(STORED), **changes})
 
 
 BAD_STATES: dict[str, object] = {
-    "no JSON": changed()[:-9],
-    "JSON of something else": "[1, 2]",
+    "invalid JSON": state_with()[:-9],
+    "JSON of another type": "[1, 2]",
     "null": "null",
-    "nested deeply": "[" * 100_000,
-    "no UTF-8": changed().encode().replace(b"kept", b"\xff\xfe").replace(b"12", b"\xff"),
+    "deeply nested JSON": "[" * 100_000,
+    "invalid UTF-8": state_with().encode().replace(b"kept", b"\xff\xfe").replace(b"12", b"\xff"),
     "bytes": b"\x00\xff\x80",
-    "a number as text": changed(epoch="12"),
-    "a fraction": changed(epoch=1.5),
-    "a truth as a number": changed(paused=1),
-    "a number as a truth": changed(layers=True),
-    "a number below zero": changed(epoch=-1),
-    "a number past its bound": changed(experts=10**30),
-    "no number": changed(leader_term=float("nan")),
-    "totals of another kind": changed(totals=[3]),
-    "a total of another kind": changed(totals={"bytes_moved": "5"}),
-    "another name": changed(name="prefill"),
+    "a number as text": state_with(epoch="12"),
+    "a fraction": state_with(epoch=1.5),
+    "a boolean as a number": state_with(paused=1),
+    "a number as a boolean": state_with(layers=True),
+    "a negative number": state_with(epoch=-1),
+    "a number above its limit": state_with(experts=10**30),
+    "NaN": state_with(leader_term=float("nan")),
+    "totals of another type": state_with(totals=[3]),
+    "a total of another type": state_with(totals={"bytes_moved": "5"}),
+    "another name": state_with(name="prefill"),
 }
 
 
 @pytest.mark.parametrize("state", BAD_STATES.values(), ids=BAD_STATES)
-async def test_an_unreadable_deployment_is_set_aside_and_the_others_are_kept(
+async def test_an_unreadable_deployment_is_set_aside_and_the_other_deployments_are_kept(
     path: str, state: object
 ) -> None:
     store = Store(path)
@@ -278,17 +284,17 @@ async def test_an_unreadable_deployment_is_set_aside_and_the_others_are_kept(
         assert running.plane.remembered.keys() == {"other"}
         assert running.plane.deployments["other"].paused
         tick(running.plane)
-        says = "the row 'decode' of deployments in the store could not be read"
-        assert any(one.startswith(says) for one in problems(running.plane.deployments["other"]))
+        message = "the row 'decode' of deployments in the store could not be read"
+        assert any(problem.startswith(message) for problem in problems(running.plane.deployments["other"]))
         assert_set_aside(running.plane._writer.store, "deployments")
     store = Store(path)
-    assert [one.name for one in store.deployments()] == ["other"]
+    assert [deployment.name for deployment in store.deployments()] == ["other"]
     assert store.notices == []
     store.close()
 
 
 @pytest.mark.parametrize("name", ["../x", "", "x" * 64, "a b"])
-def test_a_deployment_whose_name_cannot_be_one_is_set_aside(path: str, name: str) -> None:
+def test_a_deployment_with_an_invalid_name_is_set_aside(path: str, name: str) -> None:
     store = Store(path)
     store.save_deployment(StoredDeployment(name))
     assert store.deployments() == []
@@ -322,23 +328,23 @@ def test_fields_and_columns_of_a_newer_release_are_ignored(path: str) -> None:
 
 
 BAD_PLANS: dict[str, tuple[str, object]] = {
-    "verdicts that are no JSON": ("verdicts", "[{"),
-    "verdicts of something else": ("verdicts", "[3]"),
+    "verdicts that are invalid JSON": ("verdicts", "[{"),
+    "verdicts of another type": ("verdicts", "[3]"),
     "a verdict without its layer": ("verdicts", "[{}]"),
-    "a verdict of other types": (
+    "a verdict with fields of other types": (
         "verdicts",
         '[{"layer": "x", "par_seen": 1, "par_planned": 1, "noise_floor": 1, "moves": 0, "changed": 1, "reason": ""}]',
     ),
-    "no time": ("at", "yesterday"),
-    "an endless time": ("at", float("inf")),
+    "a time as text": ("at", "yesterday"),
+    "an infinite time": ("at", float("inf")),
     "a number as text": ("committed", "one"),
-    "a number past its bound": ("leader_term", -5),
-    "an outcome that is no text": ("outcome", b"\x00"),
+    "a number below its limit": ("leader_term", -5),
+    "an outcome that is not text": ("outcome", b"\x00"),
 }
 
 
 @pytest.mark.parametrize(("column", "value"), BAD_PLANS.values(), ids=BAD_PLANS)
-def test_an_unreadable_plan_is_set_aside_and_the_others_are_listed(
+def test_an_unreadable_plan_is_set_aside_and_the_other_plans_are_listed(
     path: str, column: str, value: object
 ) -> None:
     store = Store(path)
@@ -352,9 +358,7 @@ def test_an_unreadable_plan_is_set_aside_and_the_others_are_listed(
 
 
 @pytest.mark.parametrize("number", [-1, 0, (1 << 63) - 1])
-def test_a_plan_number_out_of_bounds_is_set_aside_and_later_plans_are_numbered(
-    path: str, number: int
-) -> None:
+def test_a_plan_with_an_invalid_id_is_set_aside_and_later_plans_get_valid_ids(path: str, number: int) -> None:
     store = Store(path)
     store.begin_plan("decode", PlanTracker.of(5, LIVE, decision_of(LIVE, 0)), 1)
     store._db.execute("UPDATE plans SET id = ?", (number,))
@@ -366,7 +370,7 @@ def test_a_plan_number_out_of_bounds_is_set_aside_and_later_plans_are_numbered(
 
 
 @pytest.mark.parametrize("terms", [[], [3, 4], ["text"], [1.5], [-1], [(1 << 63) - 1]])
-def test_leader_terms_that_cannot_be_are_set_aside(path: str, terms: list[object]) -> None:
+def test_invalid_leader_terms_are_set_aside(path: str, terms: list[object]) -> None:
     Store(path).close()
     with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as database:
         database.execute("DELETE FROM service")
@@ -378,8 +382,8 @@ def test_leader_terms_that_cannot_be_are_set_aside(path: str, terms: list[object
     store.close()
 
 
-def killed_with(path: str, *, order: bool = False) -> None:
-    """Kill a process that has stored twelve paused deployments, the last of them by an ``order``."""
+def killed_after_writes(path: str, *, order: bool = False) -> None:
+    """Store twelve paused deployments in a process and kill it; with ``order``, after it made them durable."""
     script = (
         "import os\n"
         "from dataclasses import replace\n"
@@ -393,42 +397,42 @@ def killed_with(path: str, *, order: bool = False) -> None:
     assert subprocess.run([sys.executable, "-c", script], check=False, timeout=300).returncode == -9
 
 
-def flipped(content: bytes, at: int) -> bytes:
+def with_flipped_bit(content: bytes, at: int) -> bytes:
     return content[:at] + bytes([content[at] ^ 0x10]) + content[at + 1 :]
 
 
 LOG_DAMAGE: dict[str, Callable[[bytes], bytes | None]] = {
     "missing": lambda log: None,
     "empty": lambda log: b"",
-    "a flipped bit in its head": lambda log: flipped(log, 5),
-    "a flipped bit in its salt": lambda log: flipped(log, 18),
-    "a flipped bit in the first page": lambda log: flipped(log, 32 + 24 + 100),
-    "a flipped bit in the middle": lambda log: flipped(log, len(log) // 2),
-    "a flipped bit in the last page": lambda log: flipped(log, len(log) - 100),
-    "a flipped bit in a frame's salt": lambda log: flipped(log, 32 + 9),
+    "a flipped bit in the header": lambda log: with_flipped_bit(log, 5),
+    "a flipped bit in the header's salt": lambda log: with_flipped_bit(log, 18),
+    "a flipped bit in the first page": lambda log: with_flipped_bit(log, 32 + 24 + 100),
+    "a flipped bit in the middle": lambda log: with_flipped_bit(log, len(log) // 2),
+    "a flipped bit in the last page": lambda log: with_flipped_bit(log, len(log) - 100),
+    "a flipped bit in a frame's salt": lambda log: with_flipped_bit(log, 32 + 9),
     "cut between two frames": lambda log: log[: 32 + (24 + 4096)],
-    "cut anywhere": lambda log: log[: len(log) // 2 + 7],
+    "cut inside a frame": lambda log: log[: len(log) // 2 + 7],
     "noise": lambda log: bytes(range(256)) * (len(log) // 256),
     "zeros": lambda log: bytes(len(log)),
 }
 
 
 @pytest.mark.parametrize("damage", LOG_DAMAGE.values(), ids=LOG_DAMAGE)
-@pytest.mark.parametrize("index", ["with its index", "without its index"])
+@pytest.mark.parametrize("index", ["with index", "without index"])
 async def test_a_lost_write_ahead_log_is_reported(
     path: str, damage: Callable[[bytes], bytes | None], index: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    killed_with(path)
+    killed_after_writes(path)
     log = Path(f"{path}-wal")
     before = log.read_bytes()
     content = damage(before)
     log.unlink()
     if content is not None:
         log.write_bytes(content)
-    if index == "without its index":
+    if index == "without index":
         Path(f"{path}-shm").unlink()
         if content == before[: 32 + (24 + 4096)]:
-            pytest.skip("a log cut between two changes is a log")
+            pytest.skip("without its index, a log cut between two frames is a valid log")
     async with running_service(settings(store=path)) as running, FakeGroup(running.address) as group:
         await group.join()
         tick(running.plane)
@@ -441,10 +445,10 @@ async def test_a_lost_write_ahead_log_is_reported(
         assert aside.read_bytes() == content
 
 
-@pytest.mark.parametrize("by", ["the next service", "another program first"])
-def test_a_log_that_is_whole_is_carried_over_without_a_report(path: str, by: str) -> None:
-    killed_with(path)
-    if by == "another program first":
+@pytest.mark.parametrize("opener", ["next service", "another program"])
+def test_an_intact_write_ahead_log_is_applied_without_a_notice(path: str, opener: str) -> None:
+    killed_after_writes(path)
+    if opener == "another program":
         with contextlib.closing(sqlite3.connect(path)) as database:
             database.execute("SELECT COUNT(*) FROM plans").fetchone()
         assert not Path(f"{path}-wal").exists()
@@ -456,16 +460,16 @@ def test_a_log_that_is_whole_is_carried_over_without_a_report(path: str, by: str
     store.close()
 
 
-def test_an_order_outlives_a_lost_log(path: str) -> None:
-    killed_with(path, order=True)
+def test_a_durable_command_survives_a_lost_log(path: str) -> None:
+    killed_after_writes(path, order=True)
     Path(f"{path}-wal").unlink()
     store = Store(path)
-    assert [one.paused for one in store.deployments()] == [True] * 12
+    assert [deployment.paused for deployment in store.deployments()] == [True] * 12
     assert ["write-ahead log is missing" in notice for notice in store.notices] == [True]
     store.close()
 
 
-def test_a_log_stays_small(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_write_ahead_log_stays_small(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store_module, "_MAX_WRITES_IN_LOG", 16)
     store = Store(path)
     for number in range(400):
@@ -475,7 +479,7 @@ def test_a_log_stays_small(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert Store(path).deployments()[0].epoch == 399
 
 
-def test_a_start_that_cannot_write_says_so(path: str) -> None:
+def test_a_start_that_cannot_write_reports_the_reason(path: str) -> None:
     with contextlib.closing(Store(path)) as store:
         store.begin_plan("decode", PlanTracker.of(5, LIVE, decision_of(LIVE, 0)), 1)
         store._db.execute(

@@ -1,4 +1,4 @@
-"""A disk that takes no writes for a while costs nothing that the service knew; orders say if they are not stored."""
+"""Writes that a disk rejects for a while are not lost, and operator commands report if they are not stored."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ LIVE = live_of(first_placement())
 
 
 class Failures:
-    """A writer of a store whose failed attempts are counted."""
+    """A store writer whose failed attempts are counted."""
 
     def __init__(self, path: str) -> None:
         self.count = 0
@@ -57,29 +57,31 @@ class Failures:
 
 @pytest.fixture
 def failures(path: str) -> Iterator[Failures]:
-    found = Failures(path)
-    yield found
-    found.writer.close()
+    failures_writer = Failures(path)
+    yield failures_writer
+    failures_writer.writer.close()
 
 
 def full(failures: Failures) -> None:
-    """No further page, as on a full disk."""
+    """Allow no further page in the store, as on a full disk."""
     (pages,) = failures.store._db.execute("PRAGMA page_count").fetchone()
     failures.pragma(f"max_page_count = {pages}")
 
 
 FAULTS: dict[str, tuple[Callable[[Failures], None], str, str]] = {
     "full": (full, "max_page_count = 100000", "database or disk is full"),
-    "read-only": (lambda one: one.pragma("query_only = ON"), "query_only = OFF", "readonly database"),
+    "read-only": (
+        lambda failures: failures.pragma("query_only = ON"),
+        "query_only = OFF",
+        "readonly database",
+    ),
 }
-"""Of each fault: its beginning, the pragma that ends it, and what SQLite says of it."""
+"""For each fault: the function that starts it, the pragma that ends it, and SQLite's error message."""
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_what_could_not_be_written_is_written_as_soon_as_the_disk_takes_it(
-    failures: Failures, fault: str
-) -> None:
-    begin, end, says = FAULTS[fault]
+def test_failed_writes_are_repeated_as_soon_as_the_disk_accepts_them(failures: Failures, fault: str) -> None:
+    begin, end, message = FAULTS[fault]
     layers = decision_of(LIVE, 0)
     failures.write("save_deployment", StoredDeployment("left", epoch=82))
     failures.write("save_deployment", StoredDeployment("gone"))
@@ -90,30 +92,30 @@ def test_what_could_not_be_written_is_written_as_soon_as_the_disk_takes_it(
         failures.write("end_plan", 1 + number, Outcome.DONE, "x" * 3000, 1)
         failures.write("save_deployment", StoredDeployment("left", epoch=83 + number))
     failures.write("forget", "gone")
-    assert says in failures.writer.failing
-    assert says in failures.retry()
+    assert message in failures.writer.failing
+    assert message in failures.retry()
     assert failures.count >= 2
     assert failures.store.deployments() != [StoredDeployment("left", epoch=87)]
     failures.pragma(end)
     assert failures.retry() == ""
-    again = Store(failures.store._path)
-    assert again.deployments() == [StoredDeployment("left", epoch=87)]
-    plans = again.plans("left")
+    reopened = Store(failures.store._path)
+    assert reopened.deployments() == [StoredDeployment("left", epoch=87)]
+    plans = reopened.plans("left")
     assert [(plan.plan_id, plan.at, plan.outcome) for plan in plans] == [
         (1 + number, 100.0 + number, Outcome.DONE.value) for number in reversed(range(5))
     ]
-    assert again.first_layout("left") is not None
-    again.close()
+    assert reopened.first_layout("left") is not None
+    reopened.close()
 
 
-def test_a_write_that_no_disk_is_to_blame_for_holds_up_no_other(failures: Failures) -> None:
+def test_a_write_that_fails_without_a_disk_fault_does_not_block_other_writes(failures: Failures) -> None:
     failures.write("end_plan", 1 << 70, Outcome.DONE, "", 1)
     failures.write("save_deployment", StoredDeployment("decode"))
     assert (failures.count, failures.writer.failing) == (1, "")
     assert failures.store.deployments() == [StoredDeployment("decode")]
 
 
-def test_what_is_owed_is_bounded_and_no_deployment_is_given_up(
+def test_pending_writes_are_bounded_and_keep_every_deployment(
     failures: Failures, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(store_module, "_MAX_OWED", 3)
@@ -127,7 +129,7 @@ def test_what_is_owed_is_bounded_and_no_deployment_is_given_up(
     assert failures.store.deployments() == [StoredDeployment("decode", paused=True)]
 
 
-def test_a_store_that_is_deleted_or_replaced_is_noticed(failures: Failures, path: str) -> None:
+def test_a_deleted_or_replaced_store_is_reported(failures: Failures, path: str) -> None:
     failures.write("save_deployment", StoredDeployment("decode"))
     assert failures.retry() == ""
     aside = f"{path}.aside"
@@ -140,35 +142,35 @@ def test_a_store_that_is_deleted_or_replaced_is_noticed(failures: Failures, path
     assert failures.retry() == ""
 
 
-def test_a_store_that_becomes_read_only_is_noticed(
+def test_a_store_that_becomes_read_only_is_reported(
     failures: Failures, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its open file can still be written, but not after the next start; root is let through by ``access``."""
+    """The open file stays writable until the next start. ``access`` is patched because root may always write."""
     monkeypatch.setattr(os, "access", lambda path, mode: False)
     assert "is read-only; make it writable" in failures.retry()
     monkeypatch.undo()
     assert failures.retry() == ""
 
 
-def test_a_read_only_store_is_refused_at_start_in_one_line(
+def test_a_read_only_store_is_rejected_at_the_start_in_one_line(
     path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Store(path).close()
     connect = sqlite3.connect
 
-    def read_only(where: str, **options: Any) -> sqlite3.Connection:
-        return connect(f"file:{where}?mode=ro", **{**options, "uri": True})
+    def read_only(database: str, **options: Any) -> sqlite3.Connection:
+        return connect(f"file:{database}?mode=ro", **{**options, "uri": True})
 
     monkeypatch.setattr(sqlite3, "connect", read_only)
-    with pytest.raises(StoreError) as refused:
+    with pytest.raises(StoreError) as error:
         Store(path)
-    assert "attempt to write a readonly database; name a writable path" in str(refused.value)
-    assert "\n" not in str(refused.value)
+    assert "attempt to write a readonly database; name a writable path" in str(error.value)
+    assert "\n" not in str(error.value)
 
 
 @contextlib.contextmanager
 def small_disk(folder: Path) -> Iterator[Path]:
-    """A file system of a megabyte."""
+    """Mount a file system of 1 MiB at ``folder``."""
     folder.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)]
     if shutil.which("mount") is None or subprocess.run(mount, check=False, capture_output=True).returncode:
@@ -186,13 +188,15 @@ def fill(path: Path) -> None:
                 file.write(bytes(block))
 
 
-async def test_a_full_disk_that_recovers_has_lost_nothing_of_what_happened_meanwhile(tmp_path: Path) -> None:
-    """As the runbook says of EplbStoreFails: a copy of the files, as a kill would leave them, has it all."""
+async def test_a_full_disk_that_recovers_has_lost_nothing(tmp_path: Path) -> None:
+    """As the runbook for EplbStoreFails states, a copy of the files, as a kill would leave them, is complete."""
     with small_disk(tmp_path / "disk") as disk:
-        path, filler = disk / "state.sqlite3", disk / "filler"
+        path = disk / "state.sqlite3"
+        filler = disk / "filler"
         async with running_service(settings(store=str(path))) as service, FakeGroup(service.address) as group:
             await group.join()
-            deployment, writer = service.plane.deployments["decode"], service.plane._writer
+            deployment = service.plane.deployments["decode"]
+            writer = service.plane._writer
             await until(lambda: deployment.known)
             fill(filler)
             await group.fill_window()
@@ -203,12 +207,12 @@ async def test_a_full_disk_that_recovers_has_lost_nothing_of_what_happened_meanw
             await until(lambda: problems(deployment) == [])
             epoch = group.live.epoch
             assert epoch > 0
-            kept = tmp_path / "kept"
-            kept.mkdir()
+            copies = tmp_path / "kept"
+            copies.mkdir()
             await writer.run(
-                lambda: [shutil.copy(disk / name, kept) for name in (path.name, f"{path.name}-wal")]
+                lambda: [shutil.copy(disk / name, copies) for name in (path.name, f"{path.name}-wal")]
             )
-    store = Store(str(kept / path.name))
+    store = Store(str(copies / path.name))
     (stored,) = store.deployments()
     (plan,) = store.plans("decode")
     assert (stored.epoch, plan.outcome) == (epoch, Outcome.DONE.value)
@@ -226,10 +230,11 @@ ORDERS = {
 
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("fault", ["rejected", "read-only", "locked", "deleted"])
-async def test_an_order_that_is_not_stored_says_so(path: str, order: str, fault: str) -> None:
-    kind, done = ORDERS[order]
+async def test_an_operator_command_that_is_not_stored_reports_it(path: str, order: str, fault: str) -> None:
+    request, confirmation = ORDERS[order]
     async with running_service(settings(store=path)) as service, FakeGroup(service.address) as group:
-        writer, plane = service.plane._writer, service.plane
+        writer = service.plane._writer
+        plane = service.plane
         await group.join(**({"highest_term": plane.leader_term + (1 << 30)} if order == "Lead" else {}))
         deployment = plane.deployments["decode"]
         await until(lambda: deployment.live is not None)
@@ -242,21 +247,22 @@ async def test_an_order_that_is_not_stored_says_so(path: str, order: str, fault:
                 deployment.leave(rank)
         call = getattr(group.operator, order)
         async with unwritable(writer, path, fault):
-            with pytest.raises(grpc.aio.AioRpcError) as refused:
-                await call(kind(deployment="decode"), timeout=60)
-        assert refused.value.code() is grpc.StatusCode.ABORTED
-        said = refused.value.details()
-        assert said.startswith(done)
-        assert ", but this is not stored, so a restart of the service loses it: " in said
+            with pytest.raises(grpc.aio.AioRpcError) as error:
+                await call(request(deployment="decode"), timeout=60)
+        assert error.value.code() is grpc.StatusCode.ABORTED
+        details = error.value.details()
+        assert details.startswith(confirmation)
+        assert ", but this is not stored, so a restart of the service loses it: " in details
 
 
 @contextlib.asynccontextmanager
 async def unwritable(writer: StoreWriter, path: str, fault: str) -> AsyncIterator[None]:
-    """A store that cannot be written for a while."""
+    """Make the store unwritable inside the block."""
     if fault == "rejected":
-        for table, what in (("deployments", "INSERT"), ("deployments", "DELETE"), ("plans", "INSERT")):
-            trigger = f"CREATE TRIGGER no_{table}_{what} BEFORE {what} ON {table} BEGIN SELECT RAISE(ABORT, 'no'); END"
-            await writer.run(writer.store._db.execute, trigger)
+        for table, statement in (("deployments", "INSERT"), ("deployments", "DELETE"), ("plans", "INSERT")):
+            trigger = f"CREATE TRIGGER no_{table}_{statement} BEFORE {statement} ON {table}"
+            action = "BEGIN SELECT RAISE(ABORT, 'no'); END"
+            await writer.run(writer.store._db.execute, f"{trigger} {action}")
         yield
     elif fault == "read-only":
         await writer.run(writer.store._db.execute, "PRAGMA query_only = ON")
@@ -264,8 +270,8 @@ async def unwritable(writer: StoreWriter, path: str, fault: str) -> AsyncIterato
         await writer.run(writer.store._db.execute, "PRAGMA query_only = OFF")
     elif fault == "locked":
         await writer.run(writer.store._db.execute, "PRAGMA busy_timeout = 100")
-        with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as other:
-            other.execute("BEGIN IMMEDIATE")
+        with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as database:
+            database.execute("BEGIN IMMEDIATE")
             yield
     else:
         Path(path).rename(f"{path}.aside")
@@ -274,7 +280,7 @@ async def unwritable(writer: StoreWriter, path: str, fault: str) -> AsyncIterato
 
 
 @pytest.mark.parametrize("order", ["Pause", "Lead"])
-async def test_an_acknowledged_order_survives_a_kill_and_a_lost_log(
+async def test_an_acknowledged_command_survives_a_kill_and_a_lost_log(
     path: str, tmp_path: Path, order: str
 ) -> None:
     copy = tmp_path / "copy.sqlite3"
@@ -290,7 +296,7 @@ async def test_an_acknowledged_order_survives_a_kill_and_a_lost_log(
     store.close()
 
 
-async def test_an_order_waits_for_a_slow_disk_only_so_long(
+async def test_a_command_waits_for_a_slow_disk_only_for_a_limited_time(
     path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(store_module, "_SETTLE_SECONDS", 0.1)

@@ -1,4 +1,4 @@
-"""Tests of the gain of balancing on every surface: time is shown only if switches measured it."""
+"""The gain of balancing on every surface: time is shown only if commits measured it."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ Times = Callable[[np.ndarray], np.ndarray]
 """Microseconds of steps from the tokens of each layer's most loaded rank, summed over layers, ``[T]``."""
 
 
-class Timed(FakeGroup):
-    """Ranks whose steps take what a function of their most loaded ranks says."""
+class TimedGroup(FakeGroup):
+    """A group whose step times are a function of its most loaded ranks."""
 
     times: Times
 
@@ -44,15 +44,15 @@ class Timed(FakeGroup):
         self.step += len(heat_TLE)
 
 
-def hot(steps: int, expert: int, seed: int) -> Int32:
-    """One other hot expert than before; every count divides by the ranks."""
+def heat_with_hot_expert(steps: int, expert: int, seed: int) -> Int32:
+    """Return heat with one hot expert; every count is a multiple of the number of ranks."""
     heat_TLE = 4 * np.random.default_rng(seed).poisson(10, (steps, LAYERS, EXPERTS))
     heat_TLE[:, :, expert] += 400
     return heat_TLE.astype(np.int32)
 
 
 async def follow_plans(service: RunningService, group: FakeGroup) -> None:
-    """Switch what is offered, until no decision is under way."""
+    """Carry out every offered plan until no decision is in progress."""
     deployment = service.plane.deployments["decode"]
     while deployment.plan is not None or not all(
         task.done() for task in service.plane.decider._running.values()
@@ -63,21 +63,21 @@ async def follow_plans(service: RunningService, group: FakeGroup) -> None:
         await asyncio.sleep(0.01)
 
 
-async def switch_often(service: RunningService, group: Timed, rounds: int = 7) -> Worth:
-    """Serve heat whose hot expert changes; each round has one plan, and steps before and after it."""
+async def switch_often(service: RunningService, group: TimedGroup, rounds: int = 7) -> Worth:
+    """Serve heat whose hot expert changes in every round, with steps before and after each round's plan."""
     deployment = service.plane.deployments["decode"]
     for turn in range(rounds):
         expert = 3 * turn % EXPERTS
-        await group.serve(hot(48, expert, seed=turn))
+        await group.serve(heat_with_hot_expert(48, expert, seed=turn))
         await until(lambda: deployment.assembled == group.step)
         for _ in range(2):
-            # An alarm may have begun one already, by fewer of these steps.
+            # An alarm may have started a decision already, on fewer of these steps.
             with contextlib.suppress(ConflictError):
                 await service.plane.decider.start(deployment)
             await follow_plans(service, group)
-        await group.serve(hot(48, expert, seed=100 + turn))
+        await group.serve(heat_with_hot_expert(48, expert, seed=100 + turn))
         await until(lambda: deployment.assembled == group.step)
-    await group.serve(hot(64, 3 * (rounds - 1) % EXPERTS, seed=200))
+    await group.serve(heat_with_hot_expert(64, 3 * (rounds - 1) % EXPERTS, seed=200))
     await until(lambda: deployment.assembled == group.step)
     await follow_plans(service, group)
     assert deployment.heat is not None
@@ -85,37 +85,39 @@ async def switch_often(service: RunningService, group: Timed, rounds: int = 7) -
     deployment.decisions = replace(deployment.decisions, worth=None)
     service.plane.decider._judge_at.clear()
 
-    def judged() -> bool:
+    def is_judged() -> bool:
         tick(service.plane)
         return deployment.decisions.worth is not None
 
-    await until(judged)
+    await until(is_judged)
     worth = deployment.decisions.worth
     assert worth is not None
     return worth
 
 
 @pytest_asyncio.fixture
-async def often(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[RunningService, Timed]]:
-    # Heat changes in each round, so a call-off may overtake a plan, for which these ranks would wait forever.
+async def service_and_group(
+    monkeypatch: pytest.MonkeyPatch,
+) -> AsyncIterator[tuple[RunningService, TimedGroup]]:
+    # Heat changes in every round, so a plan could be called off before the ranks receive it. They would wait forever.
     monkeypatch.setattr(Deployment, "may_call_off", False)
-    chosen = settings(window_steps=128, decision_interval=1 << 20, cpu_share=1.0)
-    async with running_service(chosen) as service, Timed(service.address) as group:
+    often_settings = settings(window_steps=128, decision_interval=1 << 20, cpu_share=1.0)
+    async with running_service(often_settings) as service, TimedGroup(service.address) as group:
         await group.join()
         yield service, group
 
 
 def page_documents(service: RunningService) -> str:
-    """All documents about the deployment that the page reads."""
-    parts = []
+    """Return all documents about the deployment that the page reads."""
+    documents = []
     for path in ("deployments", "deployments/decode", "deployments/decode/balance"):
         with urllib.request.urlopen(f"{service.page_url}api/v1/{path}") as answer:
-            parts.append(answer.read().decode())
-    return "\n".join(parts)
+            documents.append(answer.read().decode())
+    return "\n".join(documents)
 
 
 async def all_surfaces(service: RunningService, group: FakeGroup, capsys: pytest.CaptureFixture[str]) -> str:
-    """Status in its forms, ``top``, metrics and the page's documents."""
+    """Return the output of ``status``, ``top`` and ``deployments``, the metrics and the page's documents as text."""
     for command in (("status", "decode"), ("status", "decode", "--json"), ("status", "decode", "--explain")):
         assert await eplb(group, *command) == 0
     assert await eplb(group, "top", "decode", "--once") == 0
@@ -128,10 +130,10 @@ async def all_surfaces(service: RunningService, group: FakeGroup, capsys: pytest
 
 
 @pytest.mark.parametrize("kind", ["constant", "noisy", "falling"])
-async def test_times_that_do_not_follow_balance_help_nowhere(
-    kind: str, often: tuple[RunningService, Timed], capsys: pytest.CaptureFixture[str]
+async def test_step_times_independent_of_balance_show_no_gain_on_any_surface(
+    kind: str, service_and_group: tuple[RunningService, TimedGroup], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    service, group = often
+    service, group = service_and_group
     rng = np.random.default_rng(3)
     us_by_kind: dict[str, Times] = {
         "constant": lambda slowest_T: np.full(len(slowest_T), 20_000.0),
@@ -152,10 +154,10 @@ async def test_times_that_do_not_follow_balance_help_nowhere(
     assert status["worth"]["ranks_worth"] is None
 
 
-async def test_times_that_follow_balance_are_a_measured_gain(
-    often: tuple[RunningService, Timed], capsys: pytest.CaptureFixture[str]
+async def test_step_times_that_follow_balance_show_a_measured_gain(
+    service_and_group: tuple[RunningService, TimedGroup], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    service, group = often
+    service, group = service_and_group
     rng = np.random.default_rng(4)
     group.times = lambda slowest_T: 5000 + 8.0 * slowest_T * rng.lognormal(0, 0.01, len(slowest_T))
     worth = await switch_often(service, group)
@@ -170,8 +172,8 @@ async def test_times_that_follow_balance_are_a_measured_gain(
     assert "eplb_gain_seconds{" in shown
 
 
-async def judged(service: RunningService, group: FakeGroup) -> Worth:
-    """Have the ranks switch once, and serve on."""
+async def carry_out_one_plan(service: RunningService, group: FakeGroup) -> Worth:
+    """Carry out one plan, serve more steps and return the judged gain."""
     await group.send_heat(skewed_heat(32))
     await group.carry_out(await group.hear_plan())
     deployment = service.plane.deployments["decode"]
@@ -191,10 +193,10 @@ async def judged(service: RunningService, group: FakeGroup) -> Worth:
     return worth
 
 
-async def test_one_switch_is_no_measurement_and_no_milliseconds_are_shown(
+async def test_a_single_plan_measures_no_gain_and_shows_no_milliseconds(
     service: RunningService, group: FakeGroup, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    worth = await judged(service, group)
+    worth = await carry_out_one_plan(service, group)
     assert (worth.verdict, worth.gain_ms, worth.steps) == ("not measured", None, 32)
     assert worth.step_ms == pytest.approx(STEP_MICROS / 1e3)
     shown = await all_surfaces(service, group, capsys)
@@ -207,10 +209,10 @@ async def test_one_switch_is_no_measurement_and_no_milliseconds_are_shown(
     assert 'eplb_gain_verdict_info{deployment="decode",verdict="not measured"} 1' in shown
 
 
-async def test_balance_now_is_what_was_served_in_the_steps_named(
+async def test_the_current_par_covers_the_reported_number_of_steps(
     service: RunningService, group: FakeGroup, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    await judged(service, group)
+    await carry_out_one_plan(service, group)
     assert await eplb(group, "status", "decode", "--json") == 0
     status = json.loads(capsys.readouterr().out)["status"]
     heat = service.plane.deployments["decode"].heat
@@ -223,10 +225,10 @@ async def test_balance_now_is_what_was_served_in_the_steps_named(
     assert status["redundant_slots"] == 4
 
 
-async def test_figures_of_ranks_that_are_gone_are_not_shown_as_current(
+async def test_figures_of_departed_ranks_are_not_shown_as_current(
     service: RunningService, group: FakeGroup, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    await judged(service, group)
+    await carry_out_one_plan(service, group)
     await group.leave()
     await until(lambda: not service.plane.deployments["decode"].connected)
     shown = await all_surfaces(service, group, capsys)
@@ -240,7 +242,7 @@ async def test_figures_of_ranks_that_are_gone_are_not_shown_as_current(
     assert '"rank_loads": null' in shown or '"rank_loads":null' in shown
 
 
-async def test_a_judgement_that_fails_costs_only_itself(
+async def test_a_failed_judgement_does_not_affect_the_plan(
     service: RunningService, group: FakeGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(*_: object) -> None:
