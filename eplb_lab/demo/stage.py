@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import json
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
@@ -25,7 +24,7 @@ from eplb_service.control.server.settings import ServiceSettings
 from eplb_service.telemetry.logs import configure_logs
 
 _REPORT_EVERY_STEPS = 4
-_EMBEDDED = Path("model", "byte-moe")
+_EMBEDDED = Path(__file__).parents[1] / "model" / "byte-moe"
 _DEVICE = Path(__file__).with_name("h100.json")
 DEVICE_NAME = "H100"
 DEVICE_TOKENS = 128
@@ -115,20 +114,14 @@ class Stage:
 def model_sizes(checkpoint: Path | None = None) -> tuple[int, int, int]:
     """Return the number of MoE layers, experts, and choices per token of a model. Does not need torch.
 
-    Raises ``FileNotFoundError`` if the model does not exist, and ``_DemoError`` if it has no experts.
+    Raises ``FileNotFoundError`` if the folder does not exist, and ``_DemoError`` if it has no experts.
 
     Parameters
     ----------
     checkpoint
         Folder of the checkpoint, ``None`` for the embedded model.
     """
-    if checkpoint is None:
-        agent = importlib.util.find_spec("worker_agent")
-        if agent is None or agent.origin is None:
-            raise FileNotFoundError(
-                "the embedded model is part of the worker_agent package, which is not installed"
-            )
-        checkpoint = Path(agent.origin).parent / _EMBEDDED
+    checkpoint = checkpoint or _EMBEDDED
     config = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
     names = ("num_experts", "num_local_experts", "n_routed_experts")
     experts = next((config[name] for name in names if config.get(name)), 0)

@@ -16,11 +16,6 @@ from worker_agent.adapters.vllm import hooks
 VLLM = {"__version__": "0.32.0", "envs": SimpleNamespace(VLLM_USE_V2_MODEL_RUNNER=False)}
 
 
-def modules(monkeypatch, vllm=VLLM, **contents):
-    """Install ``vllm`` and other modules; ``contents`` maps each full name to its attributes."""
-    put_modules(monkeypatch, {"vllm": vllm, **contents})
-
-
 @pytest.mark.parametrize(
     ("release", "second_runner", "settings", "lora", "reason"),
     [

@@ -36,8 +36,8 @@ def test_a_file_cut_at_any_point_is_refused(tmp_path, suffix):
         (np.zeros((2, 3, 4, 1)), "[2, 3, 4, 1]"),
         (np.zeros((0, 3, 4)), "holds no steps"),
         (np.zeros((2, 0, 4)), "[2, 0, 4]"),
-        (np.full((2, 3, 4), "1"), "holds numbers"),
-        (np.full((2, 3, 4), 1j), "holds numbers"),
+        (np.full((2, 3, 4), "1"), "must be numbers"),
+        (np.full((2, 3, 4), 1j), "must be numbers"),
         (np.full((2, 3, 4), None), "not a valid array of plain numbers"),
     ],
 )

@@ -17,7 +17,7 @@ from eplb_core.planner.decide import plan_afresh
 from eplb_core.planner.plan import Layout
 from eplb_core.planner.score import par_by_step, split_steps, split_us
 from eplb_core.planner.settings import PlannerSettings
-from eplb_core.wire.operator import HELPS, NO_GAIN, NOT_MEASURABLE, NOT_MEASURED, Worth
+from eplb_core.planner.verdicts import HELPS, NO_GAIN, NOT_MEASURABLE, NOT_MEASURED, Worth
 from tests.cost.curves import H200, plain_rank_us
 from tests.planner.first_layout import (
     EXPERTS,

@@ -196,7 +196,7 @@ async def test_a_recording_continues_a_trace_only_if_the_placement_fits(
     async with FakeGroup(service.address, changed) as group:
         await group.join(group_id="second")
         assert await (await recording(service, *arguments, "--append", watched=False)) == 2
-    assert "another placement under the same epochs" in capsys.readouterr().err
+    assert "has a different placement of layer 0 at epoch 0" in capsys.readouterr().err
     assert open_trace(out).steps == 16
 
 

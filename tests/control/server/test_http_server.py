@@ -29,40 +29,6 @@ CREDENTIALS = """
 """
 
 
-class Answer:
-    """Status, headers and body of an HTTP response."""
-
-    def __init__(self, answer: http.client.HTTPResponse) -> None:
-        self.status = answer.status
-        self.headers = answer.headers
-        self.body = answer.read()
-
-    @property
-    def document(self) -> Any:
-        return json.loads(self.body)
-
-
-def _get(address: str, path: str, method: str, headers: dict[str, str], context: Any) -> Answer:
-    host, _, port = address.rpartition(":")
-    if context is None:
-        connection: Any = http.client.HTTPConnection(host, int(port), timeout=20)
-    else:
-        connection = http.client.HTTPSConnection("localhost", int(port), timeout=20, context=context)
-    try:
-        connection.request(method, path, headers=headers)
-        return Answer(connection.getresponse())
-    finally:
-        connection.close()
-
-
-async def get(
-    address: str, path: str, *, token: str = "", method: str = "GET", context: Any = None, **headers: str
-) -> Answer:
-    if token:
-        headers["Authorization"] = f"Bearer {token}"
-    return await asyncio.to_thread(_get, address, path, method, headers, context)
-
-
 async def carry_out_plan(service: RunningService, group: FakeGroup) -> list[RankPlan]:
     """Carry out a plan, send heat after it, and return the plan of every rank."""
     await group.fill_window()
@@ -207,15 +173,6 @@ async def test_the_page_can_have_a_separate_address_with_tls(tmp_path: Path) -> 
 
 
 Samples = dict[tuple[str, tuple[str, ...]], float]
-
-
-async def scrape(service: RunningService) -> Samples:
-    text = (await get(service.metrics_address, "/metrics")).body.decode()
-    return {
-        (sample.name, tuple(sample.labels.values())): sample.value
-        for family in text_string_to_metric_families(text)
-        for sample in family.samples
-    }
 
 
 async def test_metrics_show_the_plan_and_its_effects(service: RunningService, group: FakeGroup) -> None:

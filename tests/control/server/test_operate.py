@@ -43,10 +43,6 @@ async def group(service: RunningService, group: FakeGroup) -> FakeGroup:
     return group
 
 
-async def eplb(group: FakeGroup, *arguments: str) -> int:
-    return await asyncio.to_thread(run, [*arguments, "--address", group.address])
-
-
 async def test_deployments_lists_every_deployment(
     group: FakeGroup, capsys: pytest.CaptureFixture[str]
 ) -> None:

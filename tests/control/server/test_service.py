@@ -34,33 +34,7 @@ from tests.control.fake_group import (
     live_of,
     skewed_heat,
 )
-
-
-def settings(**changes: Any) -> ServiceSettings:
-    values: dict[str, Any] = {
-        "listen": "127.0.0.1:0",
-        "metrics": "127.0.0.1:0",
-        "store": ":memory:",
-        "window_steps": 32,
-        "decision_interval": 32,
-        "report_steps": 8,
-        "threads": 1,
-    }
-    return ServiceSettings(**{**values, **changes})
-
-
-def tick(plane: ControlPlane) -> None:
-    """Run the work that the service does every second."""
-    for _ in plane.ticking():
-        pass
-
-
-async def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
-    async def poll() -> None:
-        while not condition():
-            await asyncio.sleep(0.01)
-
-    await asyncio.wait_for(poll(), seconds)
+from tests.control.server.service_under_test import settings, tick, until
 
 
 async def test_connected_streams_are_excluded_from_garbage_collection(

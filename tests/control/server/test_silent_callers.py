@@ -19,49 +19,14 @@ from tests.control.server.http_client import get
 from tests.control.server.service_under_test import settings
 from tests.control.server.silent_callers import APART, CHECK, LIVE, SECONDS, WATCH, healthy, served, silent
 
-LIVE = live_of(first_placement())
-CHECK = "/grpc.health.v1.Health/Check"
-WATCH = "/grpc.health.v1.Health/Watch"
 AGENT = "agent-0123456789"
 READER = "reader-0123456789"
 CREDENTIALS = f"""
 - {{name: ranks, role: agent, deployments: ['*'], token: {AGENT}}}
 - {{name: looker, role: reader, deployments: ['*'], token: {READER}}}
 """
-APART = [("grpc.use_local_subchannel_pool", 1)]
-"""Channel options for a separate connection."""
 OPENED = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes.fromhex("000000040000000000 000000040100000000")
 """Preface, settings and their acknowledgement: an open HTTP/2 connection without a request."""
-SECONDS = 8.0
-"""Time limit in seconds: much longer than a normal call takes, and shorter than a silent call may last."""
-
-
-@asynccontextmanager
-async def silent(address: str, method: str, calls: int) -> AsyncIterator[list[Any]]:
-    """Open ``calls`` calls on one connection that never send their request."""
-    async with grpc.aio.insecure_channel(address, APART) as channel:
-        opened = [channel.stream_unary(method)() for _ in range(calls)]
-        await asyncio.gather(*(call.wait_for_connection() for call in opened[:1]))
-        await asyncio.sleep(0.2)
-        yield opened
-
-
-async def healthy(address: str) -> bool:
-    async with grpc.aio.insecure_channel(address) as channel:
-        request = health_pb2.HealthCheckRequest(service="liveness")
-        answer = await health_pb2_grpc.HealthStub(channel).Check(request, timeout=SECONDS)
-    return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
-
-
-async def served(address: str, agent: Any = None, reader: Any = None) -> None:
-    """Check that a rank is welcomed and an operator call is answered."""
-    async with grpc.aio.insecure_channel(address) as channel:
-        rank = FakeRank(channel, 0, agent)
-        rank.patience = SECONDS
-        assert (await rank.greet(hello_of(LIVE, 0))).heartbeat_seconds
-        stub = operator_pb2_grpc.OperatorServiceStub(channel)
-        await stub.ListDeployments(operator_pb2.ListDeploymentsRequest(), metadata=reader, timeout=SECONDS)
-        rank.call.cancel()
 
 
 @pytest.fixture

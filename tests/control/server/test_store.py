@@ -97,9 +97,6 @@ def test_plans_are_restored_with_outcome_and_verdicts(path: str) -> None:
     assert (newest.outcome, newest.reason) == (Outcome.INTERRUPTED.value, "the service stopped")
 
 
-STORED = StoredDeployment("decode", True, 9, Totals(3, 4, 5, 6, 7), "kept", 12, (1 << 64) - 1, 3, 8, 4, 3)
-
-
 def test_a_deployment_is_restored_as_it_was_saved(path: str) -> None:
     store = Store(path)
     store.save_deployment(StoredDeployment("decode"))

@@ -11,7 +11,7 @@ import pytest
 from eplb_service.control.server.service import running_service
 from eplb_service.control.server.validity import Validity, first_to_expire
 from tests.control.server.certificates import Authority
-from tests.control.server.mutual_tls import flags
+from tests.control.server.mutual_tls import flags, replace_file
 from tests.control.server.service_under_test import settings, until
 
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="makes certificates with openssl")
@@ -59,8 +59,8 @@ async def test_a_service_reports_an_expired_certificate_until_it_is_renewed(
 ) -> None:
     tls_flags = flags(tmp_path, authority)
     certificate, key = authority.sign("localhost", expired=True)
-    _replace(tls_flags["tls_cert"], certificate.read_bytes())
-    _replace(tls_flags["tls_key"], key.read_bytes())
+    replace_file(tls_flags["tls_cert"], certificate.read_bytes())
+    replace_file(tls_flags["tls_key"], key.read_bytes())
     async with running_service(settings(**tls_flags)) as service:
         deployment = service.plane._known.add("decode")
 
@@ -78,6 +78,6 @@ async def test_a_service_reports_an_expired_certificate_until_it_is_renewed(
         for new, old in zip(
             authority.sign("localhost"), (tls_flags["tls_cert"], tls_flags["tls_key"]), strict=True
         ):
-            _replace(old, new.read_bytes())
+            replace_file(old, new.read_bytes())
         await until(lambda: service_problems() == [] and sample("eplb_certificate_expires_soon") == 0)
         assert sample("eplb_certificate_expiry_seconds") == pytest.approx(2 * DAY, abs=300)
