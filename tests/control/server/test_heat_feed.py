@@ -223,7 +223,7 @@ HeatMessages = list[operator_pb2.WatchHeatResponse]
 @pytest.fixture
 def recorded_messages(monkeypatch: pytest.MonkeyPatch) -> HeatMessages:
     """Return the messages that a recording receives. Ctrl-C interrupts it at the second report of the last rank."""
-    take = trace_record._take
+    take = trace_record._record_message
     messages = HeatMessages()
 
     def record_and_interrupt(trace: object, message: operator_pb2.WatchHeatResponse) -> object:
@@ -233,7 +233,7 @@ def recorded_messages(monkeypatch: pytest.MonkeyPatch) -> HeatMessages:
             raise KeyboardInterrupt
         return recorder
 
-    monkeypatch.setattr(trace_record, "_take", record_and_interrupt)
+    monkeypatch.setattr(trace_record, "_record_message", record_and_interrupt)
     return messages
 
 

@@ -262,7 +262,7 @@ async def test_lead_overcomes_the_term_of_a_clock_that_was_wrong(
         assert await eplb(group, "rebalance", "decode") == 0
         assert {plan.leader_term for plan in await group.hear_plan()} == {answer["leader_term"]}
         assert await eplb(group, "lead", "decode") == 0
-        assert "know of no service that is newer" in capsys.readouterr().out
+        assert "no rank of decode has followed a service newer than this one" in capsys.readouterr().out
     async with running_service(stored_settings) as service, FakeGroup(service.address) as group:
         (welcome, *_) = await group.join(highest_term=answer["leader_term"])
         assert welcome.leader_term > answer["leader_term"], "a restart must not lose the ordered term"
