@@ -37,9 +37,11 @@ def test_cherry_picks_match_a_slow_twin(
         par_threshold=threshold / 100 + 0.005, min_gain=gain / 100 + 0.005, max_layers=max_layers
     )
     picks = _cherry_pick(
-        np.array([seen / 100 for seen, _ in pars]), np.array([least / 100 for _, least in pars]), settings
+        np.array([before / 100 for before, _ in pars]), np.array([after / 100 for _, after in pars]), settings
     )
-    worth = [layer for layer, (seen, least) in enumerate(pars) if seen > threshold and seen - least > gain]
+    worth = [
+        layer for layer, (before, after) in enumerate(pars) if before > threshold and before - after > gain
+    ]
     by_gain = sorted(worth, key=lambda layer: pars[layer][1] - pars[layer][0])
     gains = [pars[layer][0] - pars[layer][1] for layer in picks]
     assert gains == [pars[layer][0] - pars[layer][1] for layer in by_gain[:max_layers]]
@@ -50,8 +52,8 @@ def test_cherry_picks_match_a_slow_twin(
 def test_a_gain_equal_to_its_bound_does_not_suffice() -> None:
     settings_ = PlannerSettings(par_threshold=1.5, min_gain=0.25)
     par_L = np.array([1.5, 1.75, 1.75, 2.0])
-    least_L = np.array([1.0, 1.5, 1.0, 1.0])
-    assert _cherry_pick(par_L, least_L, settings_).tolist() == [3, 2]
+    after_L = np.array([1.0, 1.5, 1.0, 1.0])
+    assert _cherry_pick(par_L, after_L, settings_).tolist() == [3, 2]
 
 
 LAYERS = 4
@@ -140,13 +142,15 @@ def test_the_thread_count_does_not_change_the_decision(threads: int) -> None:
 @pytest.mark.parametrize("layer", range(LAYERS))
 def test_a_layer_s_decision_does_not_depend_on_the_other_layers(layer: int) -> None:
     whole = decided()
-    alone = decided(Window(WINDOW.heat_TLE[:, layer : layer + 1]), Placement.linear(1, EXPERTS, RANKS, SLOTS))
-    single = alone.verdicts[0]
+    single_plan = decided(
+        Window(WINDOW.heat_TLE[:, layer : layer + 1]), Placement.linear(1, EXPERTS, RANKS, SLOTS)
+    )
+    single = single_plan.verdicts[0]
     joint = whole.verdicts[layer]
     assert (single.changed, single.moves, single.reason) == (joint.changed, joint.moves, joint.reason)
     assert single.par_planned == pytest.approx(joint.par_planned)
     changed = [change for change in whole.layers if change.layer == layer]
-    for joint_layer, single_layer in zip(changed, alone.layers, strict=True):
+    for joint_layer, single_layer in zip(changed, single_plan.layers, strict=True):
         np.testing.assert_array_equal(joint_layer.phy2log_RS, single_layer.phy2log_RS)
         np.testing.assert_array_equal(joint_layer.log2phy_RE, single_layer.log2phy_RE)
 
@@ -155,11 +159,11 @@ def test_each_layer_follows_its_own_recommendation(monkeypatch: pytest.MonkeyPat
     calls = []
     recommendations = [Recommendation(8.0, 0.1 * layer) for layer in range(LAYERS)]
 
-    def noting(batch, *arguments):
+    def recording(batch, *arguments):
         calls.extend(zip(batch.heat_LNE.sum(axis=1), batch.recommendation_L, strict=True))
         return [SolverError("not solved")] * len(batch.heat_LNE)
 
-    monkeypatch.setattr(solver_call, "solve_many", noting)
+    monkeypatch.setattr(solver_call, "solve_many", recording)
     decided(recommendations=recommendations)
     assert len(calls) > 1
     for heat_E, recommendation in calls:
@@ -178,10 +182,10 @@ def test_a_second_decision_on_the_same_window_changes_nothing() -> None:
 def test_a_failure_in_one_layer_leaves_the_other_layers_unaffected(
     monkeypatch: pytest.MonkeyPatch, flaw: str
 ) -> None:
-    honest = solver_call.solve_many
+    original = solver_call.solve_many
 
     def failing(*arguments):
-        answers = honest(*arguments)
+        answers = original(*arguments)
         if flaw == "placement":
             answers[0].found.phy2log_RS[:] = 0
         elif flaw == "table":

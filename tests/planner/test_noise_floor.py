@@ -1,4 +1,4 @@
-"""The planner leaves a layer alone if only random jumps of its experts' heat separate its ranks."""
+"""The planner does not change a layer if only random jumps of its experts' heat separate its ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every command resolves a policy's name alike, and the Python API also accepts functions."""
+"""Every command resolves a policy's name in the same way, and the Python API also accepts functions."""
 
 from __future__ import annotations
 

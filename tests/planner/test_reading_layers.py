@@ -1,4 +1,4 @@
-"""The planner leaves a layer alone if reading the weights takes all of its time on the device."""
+"""The planner does not change a layer if reading the weights takes all of its time on the device."""
 
 from __future__ import annotations
 

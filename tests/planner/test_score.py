@@ -66,13 +66,13 @@ def test_the_interval_contains_the_gain_of_the_following_steps(ahead: int, alike
     draws = 200
     for seed in range(draws):
         jumps_T = np.random.default_rng(seed).normal(size=steps + ahead)
-        won_T = np.empty_like(jumps_T)
-        won_T[0] = jumps_T[0]
-        for step in range(1, len(won_T)):
-            won_T[step] = alike * won_T[step - 1] + math.sqrt(1 - alike**2) * jumps_T[step]
-        after_TL = 1.5 - 0.05 - 0.1 * won_T[:steps, None]
+        gain_T = np.empty_like(jumps_T)
+        gain_T[0] = jumps_T[0]
+        for step in range(1, len(gain_T)):
+            gain_T[step] = alike * gain_T[step - 1] + math.sqrt(1 - alike**2) * jumps_T[step]
+        after_TL = 1.5 - 0.05 - 0.1 * gain_T[:steps, None]
         before_TL = np.full((steps, 1), 1.5)
-        comes = 0.05 + 0.1 * won_T[steps:].mean()
+        comes = 0.05 + 0.1 * gain_T[steps:].mean()
         forecast = gain_of(before_TL, after_TL, ahead)
         gain = gain_of(before_TL, after_TL)
         assert (forecast.mean, forecast.error) == (gain.mean, gain.error)

@@ -57,18 +57,18 @@ def slow_us(heat_TLE: np.ndarray, placement: Placement, curve: CostCurve) -> lis
 
 @pytest.mark.parametrize("heat_TLE", [HEAT, SMALL])
 def test_times_match_the_slow_twin_under_each_step_s_best_split(heat_TLE: np.ndarray) -> None:
-    found_TL = split_us(heat_TLE, FIRST, FIRST.default_log2phy(), None, "step", H200)
-    np.testing.assert_allclose(found_TL, slow_us(heat_TLE, FIRST, H200))
+    actual_TL = split_us(heat_TLE, FIRST, FIRST.default_log2phy(), None, "step", H200)
+    np.testing.assert_allclose(actual_TL, slow_us(heat_TLE, FIRST, H200))
 
 
 def test_a_layer_without_tokens_takes_no_time_and_steps_stay_separate() -> None:
     heat_TLE = np.concatenate([HEAT, SMALL])
     heat_TLE[7, 1] = 0
-    found_TL = split_us(heat_TLE, FIRST, FIRST.default_log2phy(), None, "step", H200)
-    assert np.argwhere(np.isnan(found_TL)).tolist() == [[7, 1]]
+    actual_TL = split_us(heat_TLE, FIRST, FIRST.default_log2phy(), None, "step", H200)
+    assert np.argwhere(np.isnan(actual_TL)).tolist() == [[7, 1]]
     for step in (0, 31, 32, 33, 79):
         alone = split_us(heat_TLE[step, None], FIRST, FIRST.default_log2phy(), None, "step", H200)
-        np.testing.assert_array_equal(found_TL[step], alone[0])
+        np.testing.assert_array_equal(actual_TL[step], alone[0])
 
 
 def test_the_cost_of_the_split_follows_from_its_bytes_and_rounds() -> None:

@@ -54,8 +54,8 @@ def test_workers_return_the_result_of_one_process(file, executors):
     if "ray" in executors:
         pytest.importorskip("ray", reason="SWEEPS ON RAY ARE NOT TESTED: no ray here")
     jobs = jobs_for(["none", "flashlb"], SETUPS, PlannerSettings())
-    alone = replay_file(file, jobs, scene_for(4), workers=1)
-    assert reported(alone) == reported(replay_file(file, jobs, scene_for(4), **executors))
+    single_process = replay_file(file, jobs, scene_for(4), workers=1)
+    assert reported(single_process) == reported(replay_file(file, jobs, scene_for(4), **executors))
 
 
 def test_the_error_without_ray_gives_the_installation_command(file, monkeypatch):
@@ -120,6 +120,6 @@ def test_each_cell_equals_a_separate_replay(cells: list[SweepCell], workers: int
     results = dict(sweep(cells, workers))
     assert results.keys() == set(range(len(cells)))
     for number, cell in enumerate(cells):
-        alone = replay_file(cell.file, cell.jobs, cell.scene, workers=1)
-        assert figures(results[number]) == figures(alone)
+        single_process = replay_file(cell.file, cell.jobs, cell.scene, workers=1)
+        assert figures(results[number]) == figures(single_process)
     assert figures(results[0]) != figures(results[2])

@@ -79,12 +79,12 @@ def test_slowest_ranks_are_timed_by_their_slots_real_tokens(recorded):
     trace, _ = recorded
     tables_RLE = PLACEMENT.default_log2phy()
     slots_TLP = dealt_one_by_one(SOURCE_TRLE, tables_RLE, RANKS * SLOTS)
-    found_TL = served_us(trace, trace.heat(0, STEPS), 0, Layout(PLACEMENT, tables_RLE), "tables", FUSED)
+    actual_TL = served_us(trace, trace.heat(0, STEPS), 0, Layout(PLACEMENT, tables_RLE), "tables", FUSED)
     for step, layer in ((0, 0), (17, 1), (59, 0)):
         of_ranks = slots_TLP[step, layer].reshape(RANKS, SLOTS).tolist()
         batch = slots_TLP[step, layer].sum()
         slowest = max(plain_rank_us(FUSED, tokens, batch) for tokens in of_ranks)
-        assert found_TL[step, layer] == pytest.approx(slowest)
+        assert actual_TL[step, layer] == pytest.approx(slowest)
 
 
 def test_a_replay_with_a_curve_reports_milliseconds(recorded):

@@ -27,13 +27,13 @@ def true_ratio(layer: PlacedLayer, phy2log_RS: np.ndarray) -> float:
 def annealed(layer: PlacedLayer, tries: int, seed: int) -> tuple[np.ndarray, float]:
     """Anneal the layer, check the result, and return the placement and its ratio."""
     before_RS = layer.phy2log_RS.copy()
-    found_RS = anneal(layer.phy2log_RS, layer.scaled_EN, layer.share_N, tries, seed)
-    check_layer(found_RS, layer.case.experts)
+    actual_RS = anneal(layer.phy2log_RS, layer.scaled_EN, layer.share_N, tries, seed)
+    check_layer(actual_RS, layer.case.experts)
     np.testing.assert_array_equal(layer.phy2log_RS, before_RS, "the placement given is left alone")
-    assert not np.shares_memory(found_RS, layer.phy2log_RS)
-    ratio = true_ratio(layer, found_RS)
+    assert not np.shares_memory(actual_RS, layer.phy2log_RS)
+    ratio = true_ratio(layer, actual_RS)
     assert ratio <= true_ratio(layer, before_RS) * (1 + 1e-5)
-    return found_RS, ratio
+    return actual_RS, ratio
 
 
 def bursty_layer(seed: int, ranks: int = 16, slots: int = 2, experts: int = 24) -> PlacedLayer:
@@ -45,10 +45,10 @@ def bursty_layer(seed: int, ranks: int = 16, slots: int = 2, experts: int = 24) 
 @given(cases(), SEEDS, st.sampled_from((0, 1, 50, 2000)))
 def test_annealing_never_worsens_the_ratio_and_is_deterministic(case: Case, seed: int, tries: int) -> None:
     layer = PlacedLayer(case, 1.0, seed)
-    found_RS, _ = annealed(layer, tries, seed)
-    np.testing.assert_array_equal(found_RS, annealed(layer, tries, seed)[0])
+    actual_RS, _ = annealed(layer, tries, seed)
+    np.testing.assert_array_equal(actual_RS, annealed(layer, tries, seed)[0])
     if tries == 0 or case.ranks == 1 or not case.heat_NE.any():
-        np.testing.assert_array_equal(found_RS, layer.phy2log_RS)
+        np.testing.assert_array_equal(actual_RS, layer.phy2log_RS)
 
 
 def test_different_seeds_give_different_placements() -> None:
@@ -69,12 +69,12 @@ def layers_apart(seeds: int) -> Iterator[tuple[int, PlacedLayer]]:
 def test_annealing_matches_the_slow_twin() -> None:
     compared = changed = 0
     for seed, layer in layers_apart(200):
-        wanted_RS, margin = slow.anneal(layer.phy2log_RS, *layer.heat, 40, seed)
+        expected_RS, margin = slow.anneal(layer.phy2log_RS, *layer.heat, 40, seed)
         if margin > 1e-5:
-            found_RS, _ = annealed(layer, 40, seed)
-            np.testing.assert_array_equal(found_RS, wanted_RS)
+            actual_RS, _ = annealed(layer, 40, seed)
+            np.testing.assert_array_equal(actual_RS, expected_RS)
             compared += 1
-            changed += not np.array_equal(wanted_RS, layer.phy2log_RS)
+            changed += not np.array_equal(expected_RS, layer.phy2log_RS)
     assert compared > 60
     assert changed > 60
 
@@ -82,8 +82,8 @@ def test_annealing_matches_the_slow_twin() -> None:
 def searched(layer: PlacedLayer) -> None:
     """Improve the layer by swaps and exchanges until no step gains."""
     nowhere_ER = np.zeros((layer.case.experts, layer.case.ranks), dtype=bool)
-    found_KRS = local_search(layer.assignment(), layer.heat32, nowhere_ER, np.zeros(1), 1.0, 10_000)
-    layer.phy2log_RS = found_KRS[0].copy()
+    actual_KRS = local_search(layer.assignment(), layer.heat32, nowhere_ER, np.zeros(1), 1.0, 10_000)
+    layer.phy2log_RS = actual_KRS[0].copy()
 
 
 def test_annealing_improves_on_the_local_search() -> None:

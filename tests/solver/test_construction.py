@@ -85,9 +85,9 @@ def test_each_replica_goes_to_the_coolest_rank(case: Case, z: float, seed: int, 
     np.testing.assert_array_equal(placed_E, replicas_E)
     assert_sums_hold(assignment, layer)
     order_E = descending(expert_heat(layer.heat32, z) / replicas_E.astype(np.float32))
-    wanted_RS, margin = slow.place(replicas_E, order_E, *layer.heat, case.ranks, case.slots, z)
+    expected_RS, margin = slow.place(replicas_E, order_E, *layer.heat, case.ranks, case.slots, z)
     if margin > layer.rounding:
-        np.testing.assert_array_equal(assignment.phy2log_RS, wanted_RS)
+        np.testing.assert_array_equal(assignment.phy2log_RS, expected_RS)
 
 
 def test_a_full_rank_frees_a_slot_if_every_open_rank_holds_the_expert() -> None:
@@ -133,17 +133,17 @@ def test_leaves_are_legal_and_rated_by_their_placement(
     case: Case, z: float, groups: int, spread: int, beam: int, leaves: int
 ) -> None:
     layer = PlacedLayer(case, z)
-    found_KE, risk_K = tree_search(layer.heat32, case.ranks, case.slots, z, leaves, groups, spread, beam)
-    assert 1 <= len(found_KE) == len(risk_K) <= leaves
-    assert (found_KE.sum(axis=1) == case.ranks * case.slots).all()
-    assert found_KE.min() >= 1
-    assert found_KE.max() <= case.ranks
-    assert len({tuple(replicas_E) for replicas_E in found_KE.tolist()}) == len(found_KE)
+    actual_KE, risk_K = tree_search(layer.heat32, case.ranks, case.slots, z, leaves, groups, spread, beam)
+    assert 1 <= len(actual_KE) == len(risk_K) <= leaves
+    assert (actual_KE.sum(axis=1) == case.ranks * case.slots).all()
+    assert actual_KE.min() >= 1
+    assert actual_KE.max() <= case.ranks
+    assert len({tuple(replicas_E) for replicas_E in actual_KE.tolist()}) == len(actual_KE)
     if case.ranks * case.slots == case.experts:
-        assert (found_KE == 1).all()
+        assert (actual_KE == 1).all()
         return
     assert risk_K.tolist() == sorted(risk_K)
-    for replicas_E, risk in zip(found_KE, risk_K, strict=True):
+    for replicas_E, risk in zip(actual_KE, risk_K, strict=True):
         assert risk == pytest.approx(peak_of(layer, replicas_E), rel=1e-5)
     assert risk_K[0] <= greedy_peak(layer) * (1 + 1e-5)
 

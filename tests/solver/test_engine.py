@@ -62,11 +62,11 @@ def assert_same(first: LayerResult, second: LayerResult) -> None:
 
 def test_the_thread_count_is_limited_to_the_machine_s_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     thread_counts = []
-    honest = engine.ThreadPoolExecutor
+    original = engine.ThreadPoolExecutor
 
     def pool(workers: int, **options: object) -> object:
         thread_counts.append(workers)
-        return honest(workers, **options)
+        return original(workers, **options)
 
     monkeypatch.setattr(engine, "ThreadPoolExecutor", pool)
     monkeypatch.setattr(os, "cpu_count", lambda: 3)
@@ -75,12 +75,12 @@ def test_the_thread_count_is_limited_to_the_machine_s_cores(monkeypatch: pytest.
 
 
 def test_a_failing_layer_leaves_the_other_layers_unaffected(monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = engine.solve_layer
+    original = engine.solve_layer
 
     def failing(heat_NE: np.ndarray, *arguments: object) -> LayerResult:
         if np.array_equal(heat_NE, HEAT_LNE[1]):
             raise ZeroDivisionError("no ranks")
-        return honest(heat_NE, *arguments)
+        return original(heat_NE, *arguments)
 
     whole = solved(HEAT_LNE)
     monkeypatch.setattr(engine, "solve_layer", failing)
@@ -232,7 +232,7 @@ def test_a_cool_node_is_not_changed_without_a_gain(moved_price: float) -> None:
     deployed = serving(8, np.array([0, 0, 1, 1], dtype=np.int32), 2)
     even_NE = np.ones((6, 8))
     placed = installed(deployed, solve_grouped(deployed, even_NE, 2, unplaced=True))
-    # Node 0's hot expert alone fills a rank, which no move can improve. Node 1 is uneven but far cooler.
+    # Node 0's hot expert fills a whole rank, which no move can improve. Node 1 is uneven but far cooler.
     heat_NE = np.tile([100.0, 1, 1, 1, 4, 4, 1, 1], (6, 1))
     answer = solve_grouped(placed, heat_NE, 2, move_price=moved_price)
     np.testing.assert_array_equal(answer.found.phy2log_RS[2:], placed.phy2log_RS[2:])

@@ -42,8 +42,8 @@ def test_normalised_heat_has_the_twin_s_mean_and_covariance(case: Case, z: float
     np.testing.assert_allclose(layer.heat32.mean_E, mean_E, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(layer.heat32.gram_EE, gram_EE, rtol=1e-4, atol=1e-5 * case.ranks**2)
     np.testing.assert_array_equal(layer.heat32.gram_EE, layer.heat32.gram_EE.T)
-    wanted_E = [heat.risk_of(heat_N, layer.share_N, z) for heat_N in layer.heat[0]]
-    np.testing.assert_allclose(expert_heat(layer.heat32, z), wanted_E, rtol=1e-4, atol=1e-3 * case.ranks)
+    expected_E = [heat.risk_of(heat_N, layer.share_N, z) for heat_N in layer.heat[0]]
+    np.testing.assert_allclose(expert_heat(layer.heat32, z), expected_E, rtol=1e-4, atol=1e-3 * case.ranks)
 
 
 def test_risk_survives_a_variance_rounded_below_zero() -> None:
@@ -78,9 +78,9 @@ def test_the_objective_equals_the_peak_to_average_ratio(case: Case, seed: int) -
 def test_episodes_match_the_window_s(steps: int, episodes: int, whole: bool) -> None:
     heat_TLE = np.random.default_rng(steps).integers(0, 9, (steps, 2, 3))
     heat_TLE = heat_TLE if whole else heat_TLE / 4
-    wanted_NLE = heat.sum_episodes(heat_TLE, min(episodes, steps))
-    found_KNE = sum_episodes(heat_TLE, np.array([1]), min(episodes, steps))
-    np.testing.assert_allclose(found_KNE, wanted_NLE.transpose(1, 0, 2)[[1]], rtol=1e-12)
+    expected_NLE = heat.sum_episodes(heat_TLE, min(episodes, steps))
+    actual_KNE = sum_episodes(heat_TLE, np.array([1]), min(episodes, steps))
+    np.testing.assert_allclose(actual_KNE, expected_NLE.transpose(1, 0, 2)[[1]], rtol=1e-12)
 
 
 @SETTINGS
@@ -92,8 +92,8 @@ def test_rank_loads_are_sums_over_slots(case: Case, seed: int, whole: bool) -> N
     share_LP = generator.random((2, case.ranks * case.slots))
     heat_NLE = np.stack([case.heat_NE, np.floor(case.heat_NE[::-1] / 3)], axis=1)
     heat_NLE = heat_NLE.astype(int if whole else float)
-    found_NLR = loads_of_ranks(heat_NLE, phy2log_LRS, share_LP)
-    np.testing.assert_allclose(found_NLR, heat.loads_of_ranks(heat_NLE, phy2log_LRS, share_LP), rtol=1e-12)
+    actual_NLR = loads_of_ranks(heat_NLE, phy2log_LRS, share_LP)
+    np.testing.assert_allclose(actual_NLR, heat.loads_of_ranks(heat_NLE, phy2log_LRS, share_LP), rtol=1e-12)
 
 
 @SETTINGS

@@ -23,7 +23,7 @@ def add(a: int, b: int) -> int:
 
 
 def test_without_a_cache_directory_kernels_still_compile(monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = numba.njit
+    original = numba.njit
 
     def njit(**options: object) -> object:
         if options.get("cache"):
@@ -32,7 +32,7 @@ def test_without_a_cache_directory_kernels_still_compile(monkeypatch: pytest.Mon
                 raise RuntimeError("cannot cache function: no locator available")
 
             return refuse
-        return honest(**options)
+        return original(**options)
 
     monkeypatch.setattr(jit, "numba", SimpleNamespace(njit=njit, config=numba.config))
     assert jit.kernel(add)(2, 3) == 5

@@ -44,12 +44,12 @@ def test_the_search_never_raises_the_cost(
     elsewhere_RS = random_placement(case.ranks, case.slots, case.experts, layer.generator)
     home_ER = homes(layer.phy2log_RS if seed % 2 else elsewhere_RS, case.experts)
     price_K = np.array([0.3, 0.02, 0.0] if priced else [0.0])
-    found_KRS = local_search(layer.assignment(), layer.heat32, home_ER, price_K, z, step_limit)
-    for found_RS, price in zip(found_KRS, price_K, strict=True):
-        check_layer(found_RS, case.experts)
-        assert _slots_away(found_RS, home_ER) == slow.slots_away(found_RS, home_ER)
+    actual_KRS = local_search(layer.assignment(), layer.heat32, home_ER, price_K, z, step_limit)
+    for actual_RS, price in zip(actual_KRS, price_K, strict=True):
+        check_layer(actual_RS, case.experts)
+        assert _slots_away(actual_RS, home_ER) == slow.slots_away(actual_RS, home_ER)
         before = cost(layer.phy2log_RS, layer, home_ER, price)
-        assert cost(found_RS, layer, home_ER, price) <= before + 2 * layer.rounding
+        assert cost(actual_RS, layer, home_ER, price) <= before + 2 * layer.rounding
 
 
 @pytest.mark.parametrize("z", [0.0, 1.0])
@@ -62,12 +62,12 @@ def test_each_step_is_the_best_legal_step(z: float) -> None:
         layer = PlacedLayer(Case(int(ranks), int(slots), heat_NE), z, seed)
         home_ER = homes(layer.phy2log_RS, layer.case.experts)
         price_K = np.array(((0.0,), (0.1, 0.01), (0.02,))[seed % 3])
-        wanted_KRS, margin = slow.search(layer.phy2log_RS, *layer.heat, home_ER, z, price_K, 12)
-        found_KRS = local_search(layer.assignment(), layer.heat32, home_ER, price_K, z, 12)
+        expected_KRS, margin = slow.search(layer.phy2log_RS, *layer.heat, home_ER, z, price_K, 12)
+        actual_KRS = local_search(layer.assignment(), layer.heat32, home_ER, price_K, z, 12)
         # If two steps gain the same, rounding decides between them.
         if margin > 3e-5:
-            np.testing.assert_array_equal(found_KRS, wanted_KRS)
-            compared += (wanted_KRS != layer.phy2log_RS).any()
+            np.testing.assert_array_equal(actual_KRS, expected_KRS)
+            compared += (expected_KRS != layer.phy2log_RS).any()
     assert compared >= 8
 
 
@@ -108,7 +108,7 @@ def test_pressures_follow_the_risks(ranks: list[tuple[float, float]], z: float) 
     assert smooth_peak(now) >= risk_R.max() - 1e-5
     if span > 1e-2:
         assert (now.base, 1 / now.scale) == pytest.approx((base, span), rel=1e-3, abs=1e-4)
-        wanted_R = [slow.pressure_of(np.array([risk]), base, span) for risk in risk_R]
-        np.testing.assert_allclose(now.pressure_R, wanted_R, atol=4e-3)
+        expected_R = [slow.pressure_of(np.array([risk]), base, span) for risk in risk_R]
+        np.testing.assert_allclose(now.pressure_R, expected_R, atol=4e-3)
         term = smooth_term(np.float32(risk_R[0] + 1), now.base, now.scale)
         assert term == pytest.approx(slow.pressure_of(risk_R[:1] + 1, base, span), rel=4e-3, abs=4e-3)

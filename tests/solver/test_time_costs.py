@@ -61,9 +61,9 @@ def test_several_replicas_never_take_less_total_time_than_one(case, curve, repli
 @given(cases(kinds=TIMED_KINDS), CURVES)
 def test_replica_counts_fit_the_slots_and_the_ranks(case, curve):
     steps = steps_of(case.heat_NE)
-    tried = replica_counts_to_try(*steps, curve, case.ranks, case.slots, 1.0)
-    assert tried[0].tolist() == [1] * case.experts
-    for replicas_E in tried:
+    candidates = replica_counts_to_try(*steps, curve, case.ranks, case.slots, 1.0)
+    assert candidates[0].tolist() == [1] * case.experts
+    for replicas_E in candidates:
         assert replicas_E.sum() <= case.ranks * case.slots
         assert replicas_E.max() <= case.ranks
         full_E = with_all_slots_used(*steps, curve, replicas_E, case.ranks, case.slots)
