@@ -1,4 +1,4 @@
-"""``eplb bench`` puts everybody's figures side by side, and says who takes no part and why."""
+"""``eplb bench`` compares the policies' figures and reports each excluded policy with the reason."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from tests.cli.published import held
 
 
 @dataclass
-class Answers:
-    """A contest in which everybody moves every rank's experts on by one rank; ``lazy`` fails."""
+class StubContest:
+    """Stub contest in which each policy shifts all experts to the next rank, except that ``lazy`` fails."""
 
-    asked: int = 0
+    calls: int = 0
     failures: tuple[object, ...] = ()
 
     def decide(self, name: str, scene: Scene, *, fresh: bool = True, **options: object) -> Decision | None:
-        self.asked += 1
+        self.calls += 1
         if name == "lazy":
             return None
         moved = np.roll(scene.placement_LRS, 1, axis=1)
@@ -39,52 +39,54 @@ class Answers:
         return [name for name in names if name != "broken"]
 
 
-def test_figures_are_of_the_windows_after_each_decision() -> None:
+def test_figures_cover_the_window_after_each_decision() -> None:
     heat_TLE = synthetic_heat("drift", 50, 2, 8, tokens=64, top_k=2, seed=3)
     scenario = Scenario("a", heat_TLE, ranks=4, slots=3, window=16)
     by_step = Entrant("by step", "none", by_step=True)
-    taking_part = [LEFT_ALONE, Entrant("mover", "mover"), Entrant("lazy", "lazy"), by_step]
-    found = compare(Answers(), scenario, taking_part)  # type: ignore[arg-type]
-    alone, mover, stepwise = found["policies"].values()
+    entrants = [LEFT_ALONE, Entrant("mover", "mover"), Entrant("lazy", "lazy"), by_step]
+    figures = compare(StubContest(), scenario, entrants)  # type: ignore[arg-type]
+    alone, mover, stepwise = figures["policies"].values()
     linear = Placement.linear(2, 8, 4, 3)
     served = [heat_TLE[16:32], heat_TLE[32:48]]
-    expected = [float(mean_par(realised_par(part, 3, linear.default_log2phy()))) for part in served]
+    expected = [
+        float(mean_par(realised_par(window_TLE, 3, linear.default_log2phy()))) for window_TLE in served
+    ]
     assert alone["par_realised_per_window"] == pytest.approx(expected)
     assert alone["par_realised"] == pytest.approx(expected[1])
     assert alone["moves"] == [0, 0]
     once = np.roll(linear.phy2log_LRS, 1, axis=1)
-    one, two = (Placement(np.roll(once, by, axis=1), linear.experts) for by in (0, 1))
+    first, second = (Placement(np.roll(once, by, axis=1), linear.experts) for by in (0, 1))
     assert mover["moves"] == [
-        arrivals(linear.phy2log_LRS, one.phy2log_LRS).sum(),
-        arrivals(one.phy2log_LRS, two.phy2log_LRS).sum(),
+        arrivals(linear.phy2log_LRS, first.phy2log_LRS).sum(),
+        arrivals(first.phy2log_LRS, second.phy2log_LRS).sum(),
     ]
     assert (mover["cpu_ms_mean"], mover["solve_ms_mean"]) == (500.0, 1000.0)
     assert mover["moves_per_decision"] == mover["moves"][1]
-    assert 1 < found["noise_floor"] <= alone["par_realised"]
-    expected = [float(mean_par(stepwise_par(part, linear.phy2log_LRS))) for part in served]
+    assert 1 < figures["noise_floor"] <= alone["par_realised"]
+    expected = [float(mean_par(stepwise_par(window_TLE, linear.phy2log_LRS))) for window_TLE in served]
     assert stepwise["par_realised_per_window"] == pytest.approx(expected)
 
 
-def test_a_policy_that_fails_the_warm_up_is_not_asked_again() -> None:
-    contest = Answers()
+def test_a_policy_that_fails_the_warm_up_is_never_called() -> None:
+    contest = StubContest()
     scenario = Scenario("a", HEAT_TLE, 4, 5, 20)
-    found = compare(contest, scenario, [LEFT_ALONE, Entrant("broken", "broken")])  # type: ignore[arg-type]
-    assert contest.asked == 0
-    assert list(found["policies"]) == ["left alone"]
+    figures = compare(contest, scenario, [LEFT_ALONE, Entrant("broken", "broken")])  # type: ignore[arg-type]
+    assert contest.calls == 0
+    assert list(figures["policies"]) == ["left alone"]
 
 
-def test_layers_and_windows_without_tokens_count_for_nothing() -> None:
+def test_layers_and_windows_without_tokens_are_ignored() -> None:
     heat_TLE = np.zeros((8, 2, 4), dtype=np.int64)
     heat_TLE[:, 1] = 1
     assert np.isnan(even_par(heat_TLE, Placement.linear(2, 4, 2, 2).phy2log_LRS)[0])
     heat_TLE[2:4, 1, 0] = 4
     heat_TLE[6:] = 0
-    found = compare(Answers(), Scenario("a", heat_TLE, 2, 2, 2), [LEFT_ALONE])  # type: ignore[arg-type]
-    alone = found["policies"]["left alone"]
-    first, second, idle = alone["par_realised_per_window"]
-    assert (first, second) == pytest.approx((10 / 7, 1.0))
+    figures = compare(StubContest(), Scenario("a", heat_TLE, 2, 2, 2), [LEFT_ALONE])  # type: ignore[arg-type]
+    alone = figures["policies"]["left alone"]
+    first_par, second_par, idle = alone["par_realised_per_window"]
+    assert (first_par, second_par) == pytest.approx((10 / 7, 1.0))
     assert np.isnan(idle)
-    assert (alone["par_realised"], found["noise_floor"]) == pytest.approx((1.0, 1.0))
+    assert (alone["par_realised"], figures["noise_floor"]) == pytest.approx((1.0, 1.0))
 
 
 HEAT_TLE = synthetic_heat("static", 60, 2, 16, tokens=512, top_k=2, seed=1)
@@ -97,7 +99,7 @@ def trace(tmp_path: Path) -> Path:
     return path
 
 
-def test_our_own_policies_on_a_trace(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_built_in_policies_are_compared_on_a_trace(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shape = ["--ranks", "4", "--redundant", "4", "--window", "20"]
     arguments = ["bench", "--heat", str(trace), *shape, "--peers", "none"]
     assert main.run([*arguments, "--json"]) == 0
@@ -116,12 +118,12 @@ def test_the_shipped_recording_is_compared_without_options(capsys: pytest.Captur
     assert main.run(["bench", "--heat", str(shipped), "--ranks", "8", "--peers", "none", "--json"]) == 0
     reported = held("bench", capsys.readouterr().out)
     assert (reported["window_steps"], reported["decisions"], reported["failures"]) == (64, 3, [])
-    alone, flashlb, deepseek = (one["par_realised"] for one in reported["policies"].values())
+    alone, flashlb, deepseek = (policy["par_realised"] for policy in reported["policies"].values())
     assert reported["noise_floor"] < flashlb < alone
     assert reported["noise_floor"] < deepseek < alone
 
 
-def test_a_peer_that_is_not_there_is_said_and_the_others_are_compared(
+def test_a_missing_peer_is_reported_and_the_other_policies_are_compared(
     trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("torch", reason="PEERS ARE NOT TESTED: no torch here")

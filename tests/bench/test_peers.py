@@ -1,4 +1,4 @@
-"""Peers are fetched whole or not at all, and one that fails costs only its own figures."""
+"""Peers are fetched completely or not at all, and a failing peer only loses its own figures."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ FILES = {"maker/policy/greedy.py": b"answer = 42\n", "maker/engine.py": b"import
 
 class Silent(SimpleHTTPRequestHandler):
     def log_message(self, format: str, *args: object) -> None:
-        """Tests report nothing."""
+        """Log no requests in tests."""
 
 
 class Stays:
     """A policy that counts its decisions."""
 
     def __init__(self) -> None:
-        self.asked = 0
+        self.decision_count = 0
 
     def decide(self, scene: Scene) -> Decision:
-        self.asked += 1
-        return Decision(scene.placement_LRS, None, None, self.asked, 0.0, 0.0)
+        self.decision_count += 1
+        return Decision(scene.placement_LRS, None, None, self.decision_count, 0.0, 0.0)
 
 
 class Crashes:
@@ -74,7 +74,7 @@ def scene() -> Scene:
 
 @pytest.fixture
 def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Path, str]]:
-    """A folder served as a package index, and its address."""
+    """Serve a folder as a package index; yield the folder and its address."""
     monkeypatch.setattr(archives, "SOURCES", tmp_path / "peers")
     served = tmp_path / "index" / "maker"
     served.mkdir(parents=True)
@@ -86,7 +86,7 @@ def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Pat
 
 
 def publish(served: Path, name: str, data: bytes) -> Package:
-    """The package, once its archive is in the index."""
+    """Add the archive to the index and return its package."""
     (served / name).write_bytes(data)
     (served / "index.html").write_text(f'<a href="../maker/{name}#sha256=ab">{name}</a>')
     return replace(PACKAGE, sha256=hashlib.sha256(data).hexdigest())
@@ -120,7 +120,7 @@ def test_only_the_balancers_are_unpacked(index: tuple[Path, str], name: str, dat
     assert unpacked == [Path("maker/policy/greedy.py")]
 
 
-def test_an_archive_is_known_by_its_digest(index: tuple[Path, str], tmp_path: Path) -> None:
+def test_an_archive_with_another_digest_is_rejected(index: tuple[Path, str], tmp_path: Path) -> None:
     served, address = index
     publish(served, "maker-1.0.tar.gz", source_archive())
     with pytest.raises(PeerError, match="does not have the expected SHA-256 digest"):
@@ -133,7 +133,7 @@ def test_an_archive_is_known_by_its_digest(index: tuple[Path, str], tmp_path: Pa
     assert all(len(package.sha256) == 64 for package, _ in PEERS.values())
 
 
-def test_a_version_that_the_index_lacks_is_reported(index: tuple[Path, str]) -> None:
+def test_a_version_missing_from_the_index_is_reported(index: tuple[Path, str]) -> None:
     served, address = index
     publish(served, "maker-2.0.tar.gz", source_archive())
     with pytest.raises(PeerError, match=r"lists no maker-1\.0"):
@@ -143,10 +143,10 @@ def test_a_version_that_the_index_lacks_is_reported(index: tuple[Path, str]) -> 
 class Trickles(SimpleHTTPRequestHandler):
     """An index that sends its page byte by byte and counts the requests."""
 
-    asked = 0
+    requests = 0
 
     def do_GET(self) -> None:
-        type(self).asked += 1
+        type(self).requests += 1
         self.send_response(200)
         self.end_headers()
         try:
@@ -158,10 +158,10 @@ class Trickles(SimpleHTTPRequestHandler):
             return
 
     def log_message(self, format: str, *args: object) -> None:
-        """Tests report nothing."""
+        """Log no requests in tests."""
 
 
-def test_an_index_that_never_ends_its_answer_is_asked_once(
+def test_an_index_that_never_ends_its_response_is_requested_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(archives, "SOURCES", tmp_path / "peers")
@@ -176,7 +176,7 @@ def test_an_index_that_never_ends_its_answer_is_asked_once(
             reported.append,
         )
         server.shutdown()
-    assert Trickles.asked == 1
+    assert Trickles.requests == 1
     assert contest.peers == []
     assert [failure["policy"] for failure in contest.failures] == list(PEERS)
     assert all("took more than 0.3 s" in failure["why"] for failure in contest.failures)
@@ -184,23 +184,23 @@ def test_an_index_that_never_ends_its_answer_is_asked_once(
 
 @pytest.fixture
 def contest() -> Iterator[Contest]:
-    made = Contest([], "", limit_seconds=60, report=lambda line: None)
-    yield made
-    made.close()
+    empty_contest = Contest([], "", limit_seconds=60, report=lambda line: None)
+    yield empty_contest
+    empty_contest.close()
 
 
-def test_a_policy_remembers_unless_it_is_made_again(contest: Contest, scene: Scene) -> None:
+def test_a_policy_keeps_its_state_until_it_is_created_again(contest: Contest, scene: Scene) -> None:
     decisions = [contest._ask("stays", maker, scene) for maker in (Stays, None, Stays)]
     assert [decision and decision.changed_layers for decision in decisions] == [1, 2, 1]
 
 
-def test_a_policy_that_fails_says_why_and_the_next_one_runs(contest: Contest, scene: Scene) -> None:
+def test_a_failing_policy_is_reported_and_the_next_one_runs(contest: Contest, scene: Scene) -> None:
     assert contest._ask("one", Crashes, scene) is None
     assert contest.failures[0]["why"].endswith("1x2x3x4: ValueError: no room for the redundant experts")
     assert contest._ask("one", Stays, scene) is not None
 
 
-def test_a_policy_that_never_answers_is_given_up(
+def test_a_policy_that_never_responds_is_stopped(
     contest: Contest, scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     contest._ask("one", Stays, scene)
@@ -218,14 +218,14 @@ def test_a_policy_that_never_answers_is_given_up(
     assert contest._ask("one", Stays, scene) is not None
 
 
-def test_policies_that_fail_the_warm_up_are_named(contest: Contest, scene: Scene) -> None:
+def test_policies_that_fail_the_warm_up_are_reported(contest: Contest, scene: Scene) -> None:
     contest._processes["slow"] = contest._processes["broken"] = Fails()  # type: ignore[assignment]
     assert contest.warm_up(["slow", "ours", "broken"], scene) == ["ours"]
     assert [failure["policy"] for failure in contest.failures] == ["slow", "broken"]
 
 
 class Fails:
-    """Process of a policy that answers with the reason for its failure."""
+    """Stub of a policy's process that returns the reason for its failure."""
 
     def ask(self, *question: object) -> str:
         return "no room"
@@ -234,8 +234,8 @@ class Fails:
         """Do nothing, because no process runs."""
 
 
-class Answers(Stays):
-    """Answers what it was made with."""
+class FixedPolicy(Stays):
+    """A policy that returns the placement passed to its constructor."""
 
     def __init__(self, placement_LRS: object) -> None:
         self._placement_LRS = placement_LRS
@@ -255,10 +255,10 @@ class Answers(Stays):
         ([[[0.0, 1.0, 2.0], [3.0, 1.0, 2.0]]], "holds integers"),
     ],
 )
-def test_any_answer_is_scored_or_named(
+def test_invalid_responses_are_reported_and_valid_ones_scored(
     contest: Contest, scene: Scene, answer: list[object], why: str | None
 ) -> None:
-    decision = contest._ask("one", partial(Answers, np.array(answer)), scene)
+    decision = contest._ask("one", partial(FixedPolicy, np.array(answer)), scene)
     assert (decision is None) == (why is not None)
     if why is not None:
         assert why in contest.failures[0]["why"]
@@ -275,14 +275,14 @@ class StairEplbPolicy:
     @classmethod
     def plan_rebalance(cls, loads, placed, committed_L, node_R, config):
         assert loads.shape == (3, 1, 4) and placed.shape == (1, 2, 3) and node_R.tolist() == [0, 0]
-        # It changes a layer once, and then says by what it was left.
+        # STAIR changes a layer once. NaN as the committed ratio marks the first call.
         changes = committed_L[0] != committed_L[0]
         predicted = [1.25 if changes else float("nan")]
         return SimpleNamespace(rank_expert_ids=placed[:, ::-1] if changes else placed, predicted_mean_ratios=predicted)
 """
 
 
-def test_stair_is_given_what_its_last_change_left(
+def test_stair_receives_the_ratio_after_its_last_change(
     scene: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("torch", reason="PEERS ARE NOT TESTED: no torch here")

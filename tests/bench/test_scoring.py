@@ -1,4 +1,4 @@
-"""The benchmark's own arithmetic equals plain loops, also where a peer puts an expert twice on a rank."""
+"""The benchmark's scores match slow twins, even if a peer places an expert twice on a rank."""
 
 from __future__ import annotations
 
@@ -17,11 +17,13 @@ from tests.solver.slow.stepwise import optimum
 
 
 def random_placement(generator, layers, experts, ranks, slots):
-    """Every expert placed at least once; some are twice on a rank."""
+    """Draw a placement of every expert; some experts are twice on a rank."""
     rows = []
     for _ in range(layers):
-        more = generator.integers(0, experts, ranks * slots - experts)
-        rows.append(generator.permutation(np.concatenate([np.arange(experts), more])).reshape(ranks, slots))
+        redundant = generator.integers(0, experts, ranks * slots - experts)
+        rows.append(
+            generator.permutation(np.concatenate([np.arange(experts), redundant])).reshape(ranks, slots)
+        )
     return np.array(rows, dtype=np.int32)
 
 
@@ -50,11 +52,11 @@ def slow_realised_par(heat_TE, slots, table_RE, mix_RE, generator):
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_ratios_are_those_of_the_slow_twins(seed: int) -> None:
+def test_ratios_match_the_slow_twins(seed: int) -> None:
     generator = np.random.default_rng(seed)
     placed_LRS = random_placement(generator, 2, 7, 4, 3)
     tables_RLE = rule_tables(placed_LRS, 7)
-    # Each token goes where chance has it, so the ratios are compared in the mean over many steps.
+    # Tokens are split at random, so the ratios are compared in the mean over many steps.
     heat_TLE = generator.integers(0, 8, (500, 2, 7))
     heat_TLE[1] = 0
     mix_RLE = generator.random((4, 2, 7))
@@ -75,7 +77,7 @@ def test_ratios_are_those_of_the_slow_twins(seed: int) -> None:
     np.testing.assert_allclose(realised_par(heat_TLE, 3, tables_RLE, mix_RLE), realised, rtol=0.03)
 
 
-def test_tokens_known_by_source_arrive_where_their_rank_sends_them() -> None:
+def test_tokens_by_source_follow_their_source_s_table() -> None:
     generator = np.random.default_rng(0)
     table_RE = generator.integers(0, 12, (4, 7)).astype(np.int32)
     source_TRE = generator.integers(0, 9, (3, 4, 7))

@@ -1,4 +1,4 @@
-"""A measured table yields the curve of the selected kernel, and files that are no such table are rejected."""
+"""A measured table yields the curve of the selected kernel, and files that contain no such table are rejected."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_one_of_several_kernels_must_be_selected(tmp_path):
         curve_from_table(path, hidden_size=4096)
 
 
-def test_files_that_are_no_such_table_are_rejected(tmp_path):
+def test_files_without_a_measured_table_are_rejected(tmp_path):
     path = tmp_path / "other.parquet"
     parquet.write_table(pyarrow.table({"latency": np.ones(3)}), path)
     with pytest.raises(

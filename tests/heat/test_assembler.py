@@ -18,7 +18,10 @@ from eplb_core.placement import Placement, default_log2phy, mean_par, par, with_
 from eplb_core.wire.agent import Shape
 from eplb_core.wire.heat import HeatReport
 
-RANKS, LAYERS, EXPERTS, SLOTS = 2, 2, 3, 2
+RANKS = 2
+LAYERS = 2
+EXPERTS = 3
+SLOTS = 2
 PLACEMENT_LRS = np.array([[[0, 1], [2, 0]], [[2, 1], [0, 1]]], dtype=np.int32)
 
 
@@ -190,7 +193,8 @@ def test_memory_stays_within_its_bound() -> None:
     slots = np.ones((4, shape.layers, shape.slots), dtype=np.int32)
     for epoch in range(10):
         for layer in range(shape.layers):
-            phy2log_RS, table_RE = placement.phy2log_LRS[layer].copy(), tables_RLE[:, layer].copy()
+            phy2log_RS = placement.phy2log_LRS[layer].copy()
+            table_RE = tables_RLE[:, layer].copy()
             heat.placements.place(layer, epoch, phy2log_RS, table_RE)
         for rank in range(shape.ranks):
             phases = np.full(4, StepPhase.DECODE, dtype=np.uint8)
@@ -268,7 +272,8 @@ def test_steps_enter_the_window_in_portions_and_all_before_the_next_report() -> 
 @given(seed=st.integers(0, 2**32 - 1), reports=st.integers(0, 12))
 def test_the_stored_par_follows_from_the_loads(seed: int, reports: int) -> None:
     rng = np.random.default_rng(seed)
-    heat, epoch = assembler(), 0
+    heat = assembler()
+    epoch = 0
     for number in range(reports):
         if rng.random() < 0.2:
             epoch += 1
@@ -301,7 +306,7 @@ def test_source_heat_is_available_once_all_ranks_report_it_by_step_or_as_sums() 
     assert window_of(heat).source_RLE is None
     summed = np.full((LAYERS, EXPERTS), 10, dtype=np.int32)
     add(heat, 1, replace(report(0, 5, 5), source_counts_TLE=None, source_sums_LE=summed))
-    add(heat, 0, report(2, 1))  # rank 1 has not reported this step yet
+    add(heat, 0, report(2, 1))  # Rank 1 has not reported this step yet.
     np.testing.assert_allclose(window_of(heat).source_RLE[:, 0, 0], [1, 5], rtol=1e-6)
     for step in range(3, 83):
         add(heat, 0, report(step, 9))
@@ -350,7 +355,10 @@ def test_a_wait_for_requests_does_not_count_as_a_step() -> None:
 
 
 def test_shared_tokens_count_once_and_are_unknown_for_old_agents() -> None:
-    ranks, layers, experts, slots = 4, 1, 8, 2
+    ranks = 4
+    layers = 1
+    experts = 8
+    slots = 2
     placement = Placement.linear(layers, experts, ranks, slots)
     groups_R = np.array([0, 0, 1, 1], dtype=np.int32)
     heat = HeatAssembler(Shape(ranks, layers, experts, slots, 0), 8, 4, groups_R)
@@ -358,7 +366,8 @@ def test_shared_tokens_count_once_and_are_unknown_for_old_agents() -> None:
     counts_TLS = np.ones((2, layers, slots), dtype=np.int32)
     phase_T = np.full(2, StepPhase.DECODE, dtype=np.uint8)
     for rank in range(ranks):
-        tokens_T, micros_T = np.array([5 + rank // 2] * 2), np.array([0, 1000 + rank])
+        tokens_T = np.array([5 + rank // 2] * 2)
+        micros_T = np.array([0, 1000 + rank])
         add(heat, rank, HeatReport(0, (0,), counts_TLS, phase_T, tokens_T=tokens_T, micros_T=micros_T))
     for rank in range(ranks):
         add(heat, rank, HeatReport(2, (0,), counts_TLS, phase_T))

@@ -1,4 +1,4 @@
-"""Heat that tests of the planner draw."""
+"""Random heat and small plans for the planner's tests."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from eplb_core.planner.topology import Topology
 def still_heat(
     steps: int, layers: int, experts: int, tokens: int, seed: int = 0, skew: float = 1.0
 ) -> np.ndarray:
-    """One popularity per layer, drawn again each step, int64 ``[T, L, E]``; the smaller ``skew``, the less even."""
+    """Draw every step from one popularity per layer, int64 ``[T, L, E]``; a smaller ``skew`` is less even."""
     generator = np.random.default_rng(seed)
     popularity_LE = generator.dirichlet(np.full(experts, skew), layers)
     return np.stack([generator.multinomial(tokens, row_E, size=steps) for row_E in popularity_LE], axis=1)
 
 
 def decided(heat_TLE: np.ndarray, slots: int, **settings: object) -> Plan:
-    """Decision for four ranks that serve as they were loaded."""
+    """Plan for four ranks that still have the linear placement and the default tables."""
     placement = Placement.linear(*heat_TLE.shape[1:], 4, slots)
-    served = placement, placement.default_log2phy()
-    return plan(Window(heat_TLE), *served, Topology.flat(4), PlannerSettings(**settings))
+    layout = placement, placement.default_log2phy()
+    return plan(Window(heat_TLE), *layout, Topology.flat(4), PlannerSettings(**settings))
 
 
 def rank_loads(

@@ -1,4 +1,4 @@
-"""A window of static heat and the linear layout that serves it."""
+"""A window of static heat and the initial, linear layout."""
 
 from __future__ import annotations
 
@@ -9,7 +9,11 @@ from eplb_core.planner.settings import PlannerSettings
 from eplb_core.planner.topology import Topology
 from eplb_service.io.synthetic import synthetic_heat
 
-RANKS, SLOTS, EXPERTS, LAYERS, STEPS = 4, 5, 16, 2, 48
+RANKS = 4
+SLOTS = 5
+EXPERTS = 16
+LAYERS = 2
+STEPS = 48
 SETTINGS = PlannerSettings(threads=1)
 HEAT = synthetic_heat("static", STEPS, LAYERS, EXPERTS, tokens=512, top_k=4, seed=3)
 WINDOW = Window(HEAT)

@@ -1,14 +1,18 @@
-"""Heat of a router with small batches."""
+"""Heat that a router produces with small batches."""
 
 from __future__ import annotations
 
 import numpy as np
 
-EXPERTS, RANKS, SLOTS, LAYERS, CHOICES = 32, 8, 5, 4, 4
+EXPERTS = 32
+RANKS = 8
+SLOTS = 5
+LAYERS = 4
+CHOICES = 4
 
 
 def routed(steps: int, tokens: int, skew: float = 0.8, seed: int = 0) -> np.ndarray:
-    """Steps of a router that chooses distinct experts, int64 ``[T, L, E]``."""
+    """Draw the steps of a router that chooses distinct experts per token, int64 ``[T, L, E]``."""
     generator = np.random.default_rng([seed, tokens])
     heat_TLE = np.zeros((steps, LAYERS, EXPERTS), dtype=np.int64)
     for layer in range(LAYERS):

@@ -1,4 +1,4 @@
-"""Heat, shapes and limits that no decision could be made of are refused or clamped, each with a word on why."""
+"""The planner rejects invalid heat and topologies with a reason, and accepts heat without tokens."""
 
 from __future__ import annotations
 
@@ -13,32 +13,33 @@ from eplb_core.planner.topology import Topology, TopologyError
 from tests.planner.drawn import decided
 
 
-def whole_heat() -> np.ndarray:
-    """Five steps of much the same heat, ``[T, L, E]``."""
+def nearly_constant_heat() -> np.ndarray:
+    """Return five steps of nearly the same heat, ``[T, L, E]``."""
     generator = np.random.default_rng(1)
     return generator.gamma(0.5, 100, (3, 8)) * generator.uniform(0.98, 1.02, (5, 3, 8))
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, -1.0])
-def test_what_is_no_number_of_tokens_is_refused(value: float) -> None:
-    heat_TLE, source_RLE = whole_heat(), np.ones((4, 3, 8))
+def test_negative_and_non_finite_heat_is_rejected(value: float) -> None:
+    heat_TLE = nearly_constant_heat()
+    source_RLE = np.ones((4, 3, 8))
     heat_TLE[3, 1, 2] = source_RLE[0, 2, 5] = value
     with pytest.raises(HeatError, match=rf"heat is {value} at step 3, layer 1, expert 2; it must be finite"):
         decided(heat_TLE, 3)
     with pytest.raises(HeatError, match="source heat has negative or non-finite values"):
-        Window(whole_heat(), source_RLE)
+        Window(nearly_constant_heat(), source_RLE)
 
 
-def test_sums_that_float64_cannot_distinguish_are_refused() -> None:
-    most = 2**53 // (5 * 8)
-    assert decided(np.full((5, 3, 8), most), 3).par_seen >= 1.0
+def test_sums_beyond_the_precision_of_float64_are_rejected() -> None:
+    largest = 2**53 // (5 * 8)
+    assert decided(np.full((5, 3, 8), largest), 3).par_seen >= 1.0
     with pytest.raises(HeatError, match=r"more than 2\*\*53"):
-        decided(np.full((5, 3, 8), most + 1), 3)
+        decided(np.full((5, 3, 8), largest + 1), 3)
     with pytest.raises(HeatError, match=r"more than 2\*\*53"):
         decided(np.full((5, 3, 8), 2**62), 3)
 
 
-def test_ranks_that_are_given_twice_are_refused() -> None:
+def test_inconsistent_topologies_are_rejected() -> None:
     with pytest.raises(TopologyError, match="nodes of 4 ranks but token groups of 3"):
         Topology(np.zeros(4), np.zeros(3))
     with pytest.raises(TopologyError, match="bytes_per_expert is -1"):
@@ -47,19 +48,19 @@ def test_ranks_that_are_given_twice_are_refused() -> None:
 
 @pytest.mark.parametrize("policy", ["deepseek", "flashlb"])
 @pytest.mark.parametrize("split", ["tables", "even", "deal", "step"])
-def test_heat_without_tokens_is_no_error(policy: str, split: str) -> None:
+def test_a_layer_without_tokens_stays_and_causes_no_error(policy: str, split: str) -> None:
     placement = Placement.linear(2, 8, 4, 3)
     heat_TLE = np.zeros((5, 2, 8))
     heat_TLE[:, 1, 3] = 7
-    found = plan_afresh(
+    decision = plan_afresh(
         Window(heat_TLE), placement, Topology.flat(4), PlannerSettings(policy=policy, split=split)
     )
-    assert not any("failed" in verdict.reason for verdict in found.verdicts)
-    idle = found.verdicts[0]
+    assert not any("failed" in verdict.reason for verdict in decision.verdicts)
+    idle = decision.verdicts[0]
     assert np.isnan([idle.par_seen, idle.par_planned, idle.noise_floor]).all()
     assert idle.reason == "left alone: it received no tokens"
-    assert found.par_planned == found.verdicts[1].par_planned
-    # One hot expert is split over all four ranks. Of 7 tokens in a step, some rank receives two at least. Only a
-    # split by step may cut tokens of a float type.
+    assert decision.par_planned == decision.verdicts[1].par_planned
+    # The one hot expert is split over all four ranks. With 7 tokens in a step, some rank receives at least two.
+    # Only the stepwise split may divide tokens of a float type.
     least = 1.0 if split == "step" else 8 / 7
-    assert least - 1e-5 <= found.verdicts[1].par_planned <= 4 / 7 * 3.5
+    assert least - 1e-5 <= decision.verdicts[1].par_planned <= 4 / 7 * 3.5

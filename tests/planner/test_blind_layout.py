@@ -1,4 +1,4 @@
-"""A layout made for no heat is placed from scratch, however it came about; one made for the heat is not."""
+"""The planner places a layout from scratch if it was made without heat, and keeps a layout that fits the heat."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ from eplb_core.planner.unfitted_layout import unfitted_layers
 from eplb_core.solver.model import SearchOptions
 from tests.planner.drawn import still_heat
 
-LAYERS, EXPERTS, RANKS, SLOTS = 6, 32, 8, 5
+LAYERS = 6
+EXPERTS = 32
+RANKS = 8
+SLOTS = 5
 
 
 WINDOW = Window(still_heat(48, LAYERS, EXPERTS, 8000, skew=0.8))
@@ -24,7 +27,7 @@ FLAT = Topology.flat(RANKS)
 
 
 def shuffled(seed: int) -> Placement:
-    """Replicas appended in order to experts whose names another model gave."""
+    """Return a placement with replicas in order, after a random permutation of the experts."""
     generator = np.random.default_rng(seed)
     slots_P = np.arange(RANKS * SLOTS) % EXPERTS
     return Placement(
@@ -33,8 +36,10 @@ def shuffled(seed: int) -> Placement:
     )
 
 
-def blind(placement: Placement, log2phy_RLE: np.ndarray | None = None, window: Window = WINDOW) -> np.ndarray:
-    """Layers taken for a layout made for no heat, bool ``[L]``."""
+def unfitted(
+    placement: Placement, log2phy_RLE: np.ndarray | None = None, window: Window = WINDOW
+) -> np.ndarray:
+    """Return the layers that the planner considers unfitted to the heat, bool ``[L]``."""
     tables_RLE = placement.default_log2phy() if log2phy_RLE is None else log2phy_RLE
     floor_L = noise_floor(window.heat_TLE.sum(axis=2), RANKS)
     request = SolveRequest(window, placement, tables_RLE, FLAT, PlannerSettings(), SearchOptions())
@@ -42,27 +47,27 @@ def blind(placement: Placement, log2phy_RLE: np.ndarray | None = None, window: W
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_any_layout_made_for_no_heat_is_recognised_and_left(seed: int) -> None:
+def test_any_layout_made_without_heat_is_recognised_and_replaced(seed: int) -> None:
     start = shuffled(seed)
-    assert blind(start).all()
-    made = plan(WINDOW, start, start.default_log2phy(), FLAT, PlannerSettings())
+    assert unfitted(start).all()
+    warm = plan(WINDOW, start, start.default_log2phy(), FLAT, PlannerSettings())
     from_scratch = plan_afresh(WINDOW, start, FLAT, PlannerSettings())
-    assert made.par_planned == pytest.approx(from_scratch.par_planned, abs=0.01)
+    assert warm.par_planned == pytest.approx(from_scratch.par_planned, abs=0.01)
 
 
-def test_a_layout_made_for_the_heat_is_kept_as_a_start() -> None:
+def test_a_layout_fitted_to_the_heat_is_not_called_unfitted() -> None:
     start = shuffled(0)
-    made = plan_afresh(WINDOW, start, FLAT, PlannerSettings())
-    assert not blind(*apply_layers(start, start.default_log2phy(), made.changes())).any()
+    decision = plan_afresh(WINDOW, start, FLAT, PlannerSettings())
+    assert not unfitted(*apply_layers(start, start.default_log2phy(), decision.changes())).any()
 
 
-def test_a_layer_still_in_order_is_recognised_among_placed_ones() -> None:
+def test_one_linear_layer_is_recognised_among_fitted_layers() -> None:
     start = Placement.linear(LAYERS, EXPERTS, RANKS, SLOTS)
-    made = plan_afresh(WINDOW, start, FLAT, PlannerSettings())
-    changes = [change for change in made.changes() if change[0] != 2]
-    found_L = blind(*apply_layers(start, start.default_log2phy(), changes))
-    assert np.flatnonzero(found_L).tolist() == [2]
+    decision = plan_afresh(WINDOW, start, FLAT, PlannerSettings())
+    changes = [change for change in decision.changes() if change[0] != 2]
+    unfitted_L = unfitted(*apply_layers(start, start.default_log2phy(), changes))
+    assert np.flatnonzero(unfitted_L).tolist() == [2]
 
 
-def test_a_few_steps_say_nothing_of_a_deployment() -> None:
-    assert not blind(shuffled(1), window=Window(WINDOW.heat_TLE[:8])).any()
+def test_no_layer_is_called_unfitted_after_a_few_steps() -> None:
+    assert not unfitted(shuffled(1), window=Window(WINDOW.heat_TLE[:8])).any()

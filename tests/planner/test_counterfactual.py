@@ -1,4 +1,4 @@
-"""Tests of the gain of balancing: its share of PAR, and time only if switches measured it."""
+"""The gain of balancing is a share of the PAR, and a time only if switches measured it."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ MEASURED_EFFECTS = [
 NO_EFFECTS = [SwitchEffect(us, tokens, 64) for us, tokens in ((400, 90), (-300, 50), (-250, 70), (200, 120))]
 
 
-def served_by(way: Layout, times: StepTimes = NOTHING, effects: Sequence[SwitchEffect] = ()) -> Served:
-    """The window's steps as this way serves them, in the shares that it expects."""
-    steps = split_steps(HEAT, way.placement, way.log2phy_RLE, None, "tables")
+def served_by(layout: Layout, times: StepTimes = NOTHING, effects: Sequence[SwitchEffect] = ()) -> Served:
+    """Return the window's PAR and slowest loads under this layout."""
+    steps = split_steps(HEAT, layout.placement, layout.log2phy_RLE, None, "tables")
     return Served(par_by_step(steps), steps.peak_TK.sum(axis=1), times, effects)
 
 
@@ -60,69 +60,70 @@ def judged(
     effects: Sequence[SwitchEffect] = (),
     price: TimePrice | None = None,
 ) -> Worth:
-    found = worth_of(WINDOW, FOUND, serving, served_by(serving, times, effects), settings, price)
-    assert found is not None
-    return found
+    worth = worth_of(WINDOW, FOUND, serving, served_by(serving, times, effects), settings, price)
+    assert worth is not None
+    return worth
 
 
-def plain_step_us(way: Layout, curve: CostCurve) -> list[list[float]]:
-    """Slot by slot, source by source, as the definition reads."""
-    phy2log_LRS = way.placement.phy2log_LRS
-    found = []
+def slow_step_us(layout: Layout, curve: CostCurve) -> list[list[float]]:
+    """Return the slowest rank's time per step and layer, summed over slots and sources."""
+    phy2log_LRS = layout.placement.phy2log_LRS
+    us_TL = []
     for heat_LE in HEAT:
         row = []
         for layer in range(LAYERS):
             tokens_P = [0.0] * (RANKS * SLOTS)
             for source in range(RANKS):
                 for expert in range(EXPERTS):
-                    slot = way.log2phy_RLE[source, layer, expert]
+                    slot = layout.log2phy_RLE[source, layer, expert]
                     assert phy2log_LRS[layer].ravel()[slot] == expert
                     tokens_P[slot] += heat_LE[layer, expert] / RANKS
             ranks = [tokens_P[rank * SLOTS : (rank + 1) * SLOTS] for rank in range(RANKS)]
             row.append(max(plain_rank_us(curve, tokens) for tokens in ranks))
-        found.append(row)
-    return found
+        us_TL.append(row)
+    return us_TL
 
 
-def us_of_steps(window: Window, way: Layout, curve: CostCurve) -> np.ndarray:
-    return split_us(window.heat_TLE, way.placement, way.log2phy_RLE, None, "tables", curve)
+def us_of_steps(window: Window, layout: Layout, curve: CostCurve) -> np.ndarray:
+    return split_us(window.heat_TLE, layout.placement, layout.log2phy_RLE, None, "tables", curve)
 
 
 @pytest.mark.parametrize("curve", [H200, CostCurve(3.0, 0.0, 0.0, 0.25)])
-def test_times_are_those_of_the_definition(curve: CostCurve) -> None:
-    for way in (FOUND, balanced()):
-        found_TL = us_of_steps(WINDOW, way, curve)
-        # Expected tokens by slot are what many whole ones come to, but for chance.
-        np.testing.assert_allclose(found_TL, plain_step_us(way, curve), rtol=0.15)
+def test_step_times_match_the_slow_twin(curve: CostCurve) -> None:
+    for layout in (FOUND, balanced()):
+        us_TL = us_of_steps(WINDOW, layout, curve)
+        # Whole tokens scatter around the expected tokens per slot, hence the tolerances.
+        np.testing.assert_allclose(us_TL, slow_step_us(layout, curve), rtol=0.15)
         np.testing.assert_allclose(
-            found_TL.mean(axis=0), np.mean(plain_step_us(way, curve), axis=0), rtol=0.03
+            us_TL.mean(axis=0), np.mean(slow_step_us(layout, curve), axis=0), rtol=0.03
         )
 
 
-def test_balance_alone_is_a_share_and_no_time() -> None:
-    found = judged(balanced(), times=TIMED)
-    assert found.par < found.par_left_alone
-    assert found.par_gain_percent == pytest.approx(100 * (1 - found.par / found.par_left_alone))
-    assert (found.verdict, found.gain_ms, found.estimate_low_ms) == (NOT_MEASURED, None, None)
-    assert "4 switches are needed, 0 are known" in found.reason
-    assert found.step_ms == 40
+def test_the_par_gain_without_measured_switches_has_no_time() -> None:
+    worth = judged(balanced(), times=TIMED)
+    assert worth.par < worth.par_left_alone
+    assert worth.par_gain_percent == pytest.approx(100 * (1 - worth.par / worth.par_left_alone))
+    assert (worth.verdict, worth.gain_ms, worth.estimate_low_ms) == (NOT_MEASURED, None, None)
+    assert "4 switches are needed, 0 are known" in worth.reason
+    assert worth.step_ms == 40
     assert "no step times" in judged(balanced()).reason
 
 
-def test_an_assumed_price_gives_no_milliseconds() -> None:
+def test_an_assumed_time_price_yields_no_milliseconds() -> None:
     price = time_price(SETTINGS, WINDOW, balanced(), TIMED)
     assert price.kind == "assumed"
-    found = judged(balanced(), times=TIMED, price=price)
-    assert (found.gain_ms, found.estimate_low_ms, found.tokens_per_second_won) == (None, None, None)
+    worth = judged(balanced(), times=TIMED, price=price)
+    assert (worth.gain_ms, worth.estimate_low_ms, worth.tokens_per_second_won) == (None, None, None)
 
 
 @pytest.mark.parametrize("settings", [replace(SETTINGS, cost_curve=H200), replace(SETTINGS, layer_ms=2.0)])
-def test_a_stated_price_gives_a_range_that_is_no_verdict(settings: PlannerSettings) -> None:
+def test_a_stated_time_price_yields_a_range_but_no_verdict(settings: PlannerSettings) -> None:
     price = time_price(settings, WINDOW, balanced(), TIMED)
-    found = judged(balanced(), settings, TIMED, price=price)
-    assert found.verdict == NOT_MEASURED
-    assert found.gain_ms is None
-    low, high = found.estimate_low_ms, found.estimate_high_ms
+    worth = judged(balanced(), settings, TIMED, price=price)
+    assert worth.verdict == NOT_MEASURED
+    assert worth.gain_ms is None
+    low = worth.estimate_low_ms
+    high = worth.estimate_high_ms
     assert low is not None
     assert high is not None
     curve = price.curve
@@ -134,58 +135,60 @@ def test_a_stated_price_gives_a_range_that_is_no_verdict(settings: PlannerSettin
     assert unchanged.estimate_low_ms is None
 
 
-def test_switches_that_saved_time_make_it_a_measured_gain() -> None:
-    found = judged(balanced(), times=TIMED, effects=MEASURED_EFFECTS)
-    assert found.verdict == HELPS
-    assert found.price_kind == "measured"
-    assert found.gain_ms is not None
-    assert found.gain_low_ms is not None
-    assert 0 < found.gain_low_ms < found.gain_ms
-    share = found.gain_ms / (40 + found.gain_ms)
-    assert found.gain_percent == pytest.approx(100 * share)
-    assert found.ranks_worth == pytest.approx(RANKS * share)
-    assert found.tokens_per_second == pytest.approx(512 / 0.040)
-    left_alone = 512 / (0.040 + found.gain_ms / 1e3)
-    assert found.tokens_per_second_won == pytest.approx(512 / 0.040 - left_alone)
+def test_switches_that_saved_time_yield_a_measured_gain() -> None:
+    worth = judged(balanced(), times=TIMED, effects=MEASURED_EFFECTS)
+    assert worth.verdict == HELPS
+    assert worth.price_kind == "measured"
+    assert worth.gain_ms is not None
+    assert worth.gain_low_ms is not None
+    assert 0 < worth.gain_low_ms < worth.gain_ms
+    share = worth.gain_ms / (40 + worth.gain_ms)
+    assert worth.gain_percent == pytest.approx(100 * share)
+    assert worth.ranks_worth == pytest.approx(RANKS * share)
+    assert worth.tokens_per_second == pytest.approx(512 / 0.040)
+    left_alone = 512 / (0.040 + worth.gain_ms / 1e3)
+    assert worth.tokens_per_second_won == pytest.approx(512 / 0.040 - left_alone)
 
 
-def test_switches_that_saved_nothing_say_that_it_cannot_be_measured() -> None:
+def test_switches_that_saved_no_time_make_the_gain_not_measurable() -> None:
     price = time_price(replace(SETTINGS, cost_curve=H200), WINDOW, balanced(), TIMED)
-    found = judged(balanced(), times=TIMED, effects=NO_EFFECTS, price=price)
-    assert (found.verdict, found.gain_ms, found.ranks_worth) == (NOT_MEASURABLE, None, None)
-    assert found.estimate_low_ms is None, "what was measured outweighs what was stated"
-    assert "does not measurably follow balance over 4 switches" in found.reason
+    worth = judged(balanced(), times=TIMED, effects=NO_EFFECTS, price=price)
+    assert (worth.verdict, worth.gain_ms, worth.ranks_worth) == (NOT_MEASURABLE, None, None)
+    assert worth.estimate_low_ms is None, "measurements take precedence over stated costs"
+    assert "does not measurably follow balance over 4 switches" in worth.reason
 
 
-def test_step_times_that_never_change_are_no_gain() -> None:
+def test_constant_step_times_make_the_gain_not_measurable() -> None:
     still = [SwitchEffect(0.0, tokens, 64) for tokens in (90.0, 50.0, 70.0, 120.0)]
     assert judged(balanced(), times=TIMED, effects=still).verdict == NOT_MEASURABLE
 
 
-def test_what_has_not_changed_gains_nothing() -> None:
-    found = judged(FOUND, times=TIMED, effects=MEASURED_EFFECTS)
-    assert found.par == found.par_left_alone
-    assert (found.verdict, found.gain_ms) == (NO_GAIN, None)
+def test_the_unchanged_layout_has_no_gain() -> None:
+    worth = judged(FOUND, times=TIMED, effects=MEASURED_EFFECTS)
+    assert worth.par == worth.par_left_alone
+    assert (worth.verdict, worth.gain_ms) == (NO_GAIN, None)
 
 
-def test_steps_without_tokens_say_nothing() -> None:
+def test_a_window_without_tokens_has_no_gain() -> None:
     idle = np.zeros_like(HEAT)
     steps = split_steps(idle, FIRST, FOUND.log2phy_RLE, None, "tables")
     served = Served(par_by_step(steps), steps.peak_TK.sum(axis=1), NOTHING)
     assert worth_of(Window(idle), FOUND, FOUND, served, SETTINGS) is None
 
 
-def test_a_host_that_splits_every_step_is_judged_by_its_own_split() -> None:
+def test_the_assumed_time_price_follows_the_host_s_stepwise_split() -> None:
     settings = replace(SETTINGS, split="step")
-    slopes = [time_price(one, WINDOW, balanced(), NOTHING).curve.slope_us for one in (settings, SETTINGS)]
-    assert slopes[0] > slopes[1], "its hottest rank has fewer tokens"
+    slopes = [
+        time_price(chosen, WINDOW, balanced(), NOTHING).curve.slope_us for chosen in (settings, SETTINGS)
+    ]
+    assert slopes[0] > slopes[1], "the stepwise split leaves the hottest rank fewer tokens"
 
 
-def test_a_layers_time_is_its_part_of_what_serves_and_says_whose_figure_that_is() -> None:
+def test_a_layer_s_time_comes_from_the_current_layout_and_names_its_source() -> None:
     price = time_price(replace(SETTINGS, cost_curve=H200), WINDOW, balanced(), NOTHING)
     moving = priced(NOTHING_MEASURED, price)
     assert moving.layer_ms == pytest.approx(
-        np.sum(plain_step_us(balanced(), H200)) / STEPS / LAYERS / 1e3, rel=0.01
+        np.sum(slow_step_us(balanced(), H200)) / STEPS / LAYERS / 1e3, rel=0.01
     )
     assert moving.layer_source == "stated, as the price of time"
     assert priced(NOTHING_MEASURED, replace(price, layer_ms=0.0)) is NOTHING_MEASURED

@@ -1,4 +1,4 @@
-"""A decision changes the layers that are worth it, says why for each, and never depends on threads."""
+"""A decision changes the layers that pay, gives a reason per layer, and does not depend on the thread count."""
 
 from __future__ import annotations
 
@@ -29,31 +29,37 @@ PARS = st.lists(st.tuples(st.integers(100, 130), st.integers(100, 130)), max_siz
 
 @settings(max_examples=150)
 @given(PARS, st.integers(100, 120), st.integers(0, 10), st.none() | st.integers(1, 4))
-def test_picks_are_those_of_a_plain_reading(
-    pars: list[tuple[int, int]], threshold: int, gain: int, most: int | None
+def test_cherry_picks_match_a_slow_twin(
+    pars: list[tuple[int, int]], threshold: int, gain: int, max_layers: int | None
 ) -> None:
-    # Half a hundredth apart from every ratio, so that no comparison hangs on rounding.
-    wanted = PlannerSettings(
-        par_threshold=threshold / 100 + 0.005, min_gain=gain / 100 + 0.005, max_layers=most
+    # The bounds lie half a hundredth from every ratio, so that rounding cannot decide a comparison.
+    settings = PlannerSettings(
+        par_threshold=threshold / 100 + 0.005, min_gain=gain / 100 + 0.005, max_layers=max_layers
     )
-    found = _cherry_pick(
-        np.array([seen / 100 for seen, _ in pars]), np.array([least / 100 for _, least in pars]), wanted
+    picks = _cherry_pick(
+        np.array([before / 100 for before, _ in pars]), np.array([after / 100 for _, after in pars]), settings
     )
-    worth = [layer for layer, (seen, least) in enumerate(pars) if seen > threshold and seen - least > gain]
+    worth = [
+        layer for layer, (before, after) in enumerate(pars) if before > threshold and before - after > gain
+    ]
     by_gain = sorted(worth, key=lambda layer: pars[layer][1] - pars[layer][0])
-    gains = [pars[layer][0] - pars[layer][1] for layer in found]
-    assert gains == [pars[layer][0] - pars[layer][1] for layer in by_gain[:most]]
-    assert set(found.tolist()) <= set(worth)
-    assert len(found) == len(set(found.tolist()))
+    gains = [pars[layer][0] - pars[layer][1] for layer in picks]
+    assert gains == [pars[layer][0] - pars[layer][1] for layer in by_gain[:max_layers]]
+    assert set(picks.tolist()) <= set(worth)
+    assert len(picks) == len(set(picks.tolist()))
 
 
-def test_bounds_themselves_do_not_suffice() -> None:
+def test_a_gain_equal_to_its_bound_does_not_suffice() -> None:
     settings_ = PlannerSettings(par_threshold=1.5, min_gain=0.25)
-    par_L, least_L = np.array([1.5, 1.75, 1.75, 2.0]), np.array([1.0, 1.5, 1.0, 1.0])
-    assert _cherry_pick(par_L, least_L, settings_).tolist() == [3, 2]
+    par_L = np.array([1.5, 1.75, 1.75, 2.0])
+    after_L = np.array([1.0, 1.5, 1.0, 1.0])
+    assert _cherry_pick(par_L, after_L, settings_).tolist() == [3, 2]
 
 
-LAYERS, EXPERTS, RANKS, SLOTS = 4, 16, 4, 5
+LAYERS = 4
+EXPERTS = 16
+RANKS = 4
+SLOTS = 5
 
 
 PLACEMENT = Placement.linear(LAYERS, EXPERTS, RANKS, SLOTS)
@@ -77,7 +83,7 @@ def decided(window=WINDOW, placement=PLACEMENT, recommendations=(), **options):
     return plan(window, placement, tables_RLE, flat, settings, search=search, recommendations=recommendations)
 
 
-def test_moves_name_senders_that_hold_the_expert() -> None:
+def test_senders_of_moves_hold_the_expert() -> None:
     for changed in decided().layers:
         before_RS = PLACEMENT.phy2log_LRS[changed.layer]
         rebuilt_RS = before_RS.copy()
@@ -96,7 +102,7 @@ def test_policy_none_never_moves() -> None:
 
 @pytest.mark.parametrize("policy", ["deepseek", "flashlb"])
 @pytest.mark.parametrize("split", ["tables", "even", "step"])
-def test_policies_win_balance_by_the_hosts_split(policy: str, split: str) -> None:
+def test_policies_improve_balance_under_the_host_s_split(policy: str, split: str) -> None:
     result = decided(policy=policy, split=split)
     assert result.par_planned < result.par_seen - 0.1
     before_L = par(split_loads(WINDOW.heat_TLE, PLACEMENT, PLACEMENT.default_log2phy(), None, split))
@@ -111,68 +117,75 @@ def test_policies_win_balance_by_the_hosts_split(policy: str, split: str) -> Non
     np.testing.assert_allclose(expected_L, [verdict.par_planned for verdict in result.verdicts], atol=1e-4)
 
 
-def test_a_decision_leaves_what_it_was_given_as_it_was() -> None:
+def test_a_decision_does_not_modify_its_arguments() -> None:
     table_RLE = PLACEMENT.default_log2phy()
-    heat_TLE, phy2log_LRS = WINDOW.heat_TLE.copy(), PLACEMENT.phy2log_LRS.copy()
+    heat_TLE = WINDOW.heat_TLE.copy()
+    phy2log_LRS = PLACEMENT.phy2log_LRS.copy()
     plan(WINDOW, PLACEMENT, table_RLE, Topology.flat(RANKS), PlannerSettings())
     np.testing.assert_array_equal(WINDOW.heat_TLE, heat_TLE)
     np.testing.assert_array_equal(PLACEMENT.phy2log_LRS, phy2log_LRS)
     np.testing.assert_array_equal(table_RLE, PLACEMENT.default_log2phy())
 
 
-def assert_same(one: Plan, other: Plan) -> None:
-    assert one.verdicts == other.verdicts
-    for mine, theirs in zip(one.layers, other.layers, strict=True):
-        for part in ("layer", "phy2log_RS", "log2phy_RE", "moves_M5"):
-            np.testing.assert_array_equal(getattr(mine, part), getattr(theirs, part))
+def assert_same(first: Plan, second: Plan) -> None:
+    assert first.verdicts == second.verdicts
+    for first_layer, second_layer in zip(first.layers, second.layers, strict=True):
+        for field in ("layer", "phy2log_RS", "log2phy_RE", "moves_M5"):
+            np.testing.assert_array_equal(getattr(first_layer, field), getattr(second_layer, field))
 
 
 @pytest.mark.parametrize("threads", [1, 2, 10_000])
-def test_threads_change_nothing(threads: int) -> None:
+def test_the_thread_count_does_not_change_the_decision(threads: int) -> None:
     assert_same(decided(), decided(threads=threads))
 
 
 @pytest.mark.parametrize("layer", range(LAYERS))
-def test_a_layer_is_decided_as_if_it_were_alone(layer: int) -> None:
+def test_a_layer_s_decision_does_not_depend_on_the_other_layers(layer: int) -> None:
     whole = decided()
-    alone = decided(Window(WINDOW.heat_TLE[:, layer : layer + 1]), Placement.linear(1, EXPERTS, RANKS, SLOTS))
-    one, other = alone.verdicts[0], whole.verdicts[layer]
-    assert (one.changed, one.moves, one.reason) == (other.changed, other.moves, other.reason)
-    assert one.par_planned == pytest.approx(other.par_planned)
-    changed = [part for part in whole.layers if part.layer == layer]
-    for mine, theirs in zip(changed, alone.layers, strict=True):
-        np.testing.assert_array_equal(mine.phy2log_RS, theirs.phy2log_RS)
-        np.testing.assert_array_equal(mine.log2phy_RE, theirs.log2phy_RE)
+    single_plan = decided(
+        Window(WINDOW.heat_TLE[:, layer : layer + 1]), Placement.linear(1, EXPERTS, RANKS, SLOTS)
+    )
+    single = single_plan.verdicts[0]
+    joint = whole.verdicts[layer]
+    assert (single.changed, single.moves, single.reason) == (joint.changed, joint.moves, joint.reason)
+    assert single.par_planned == pytest.approx(joint.par_planned)
+    changed = [change for change in whole.layers if change.layer == layer]
+    for joint_layer, single_layer in zip(changed, single_plan.layers, strict=True):
+        np.testing.assert_array_equal(joint_layer.phy2log_RS, single_layer.phy2log_RS)
+        np.testing.assert_array_equal(joint_layer.log2phy_RE, single_layer.log2phy_RE)
 
 
 def test_each_layer_follows_its_own_recommendation(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked, recommendations = [], [Recommendation(8.0, 0.1 * layer) for layer in range(LAYERS)]
+    calls = []
+    recommendations = [Recommendation(8.0, 0.1 * layer) for layer in range(LAYERS)]
 
-    def noting(batch, *arguments):
-        asked.extend(zip(batch.heat_LNE.sum(axis=1), batch.recommendation_L, strict=True))
+    def recording(batch, *arguments):
+        calls.extend(zip(batch.heat_LNE.sum(axis=1), batch.recommendation_L, strict=True))
         return [SolverError("not solved")] * len(batch.heat_LNE)
 
-    monkeypatch.setattr(solver_call, "solve_many", noting)
+    monkeypatch.setattr(solver_call, "solve_many", recording)
     decided(recommendations=recommendations)
-    assert len(asked) > 1
-    for heat_E, recommendation in asked:
+    assert len(calls) > 1
+    for heat_E, recommendation in calls:
         np.testing.assert_array_equal(
             heat_E, WINDOW.heat_TLE[:, recommendations.index(recommendation)].sum(axis=0)
         )
 
 
-def test_deciding_again_changes_nothing() -> None:
+def test_a_second_decision_on_the_same_window_changes_nothing() -> None:
     result = decided()
     after = apply_layers(PLACEMENT, PLACEMENT.default_log2phy(), result.changes())
     assert plan(WINDOW, *after, Topology.flat(RANKS), PlannerSettings()).moves == 0
 
 
 @pytest.mark.parametrize("flaw", ["placement", "table", "error"])
-def test_failure_in_one_layer_spoils_no_other(monkeypatch: pytest.MonkeyPatch, flaw: str) -> None:
-    honest = solver_call.solve_many
+def test_a_failure_in_one_layer_leaves_the_other_layers_unaffected(
+    monkeypatch: pytest.MonkeyPatch, flaw: str
+) -> None:
+    original = solver_call.solve_many
 
     def failing(*arguments):
-        answers = honest(*arguments)
+        answers = original(*arguments)
         if flaw == "placement":
             answers[0].found.phy2log_RS[:] = 0
         elif flaw == "table":
@@ -196,12 +209,14 @@ def test_failure_in_one_layer_spoils_no_other(monkeypatch: pytest.MonkeyPatch, f
     assert {changed.layer for changed in broken.layers} == {changed.layer for changed in whole.layers} - {
         worst
     }
-    for one, other in zip(whole.verdicts, broken.verdicts, strict=True):
-        assert one == other or one.layer == worst
+    for intact, verdict in zip(whole.verdicts, broken.verdicts, strict=True):
+        assert intact == verdict or intact.layer == worst
 
 
-def test_contradicting_arguments_are_refused() -> None:
-    tables_RLE, flat, defaults = PLACEMENT.default_log2phy(), Topology.flat(RANKS), PlannerSettings()
+def test_contradictory_arguments_are_rejected() -> None:
+    tables_RLE = PLACEMENT.default_log2phy()
+    flat = Topology.flat(RANKS)
+    defaults = PlannerSettings()
     with pytest.raises(HeatError, match="does not fit"):
         plan(WINDOW, Placement.linear(LAYERS, EXPERTS + 1, RANKS, SLOTS), tables_RLE, flat, defaults)
     with pytest.raises(PlacementError, match="shape"):
@@ -219,25 +234,25 @@ def test_contradicting_arguments_are_refused() -> None:
 
 @settings(max_examples=60)
 @given(cases(), st.sampled_from(POLICIES), st.sampled_from(SPLITS), st.booleans())
-def test_experts_that_are_bound_to_their_ranks_stay_there(
-    case: Case, policy: str, split: str, warm: bool
-) -> None:
+def test_experts_bound_to_their_ranks_do_not_move(case: Case, policy: str, split: str, warm: bool) -> None:
     placement = Placement.linear(1, case.experts, case.ranks, case.slots)
     topology = dataclasses.replace(Topology.flat(case.ranks), rank_bound=True)
-    wanted = PlannerSettings(policy=policy, split=split, threads=1)
+    settings = PlannerSettings(policy=policy, split=split, threads=1)
     window = Window(np.minimum(case.heat_NE, 1e9)[:, None])
-    tables_RLE = first_tables(placement, split, wanted.deal_width)
-    for made in (
-        plan(window, placement, tables_RLE, topology, wanted, search=SearchOptions(warm=warm)),
-        plan_afresh(window, placement, topology, wanted),
+    tables_RLE = first_tables(placement, split, settings.deal_width)
+    for decision in (
+        plan(window, placement, tables_RLE, topology, settings, search=SearchOptions(warm=warm)),
+        plan_afresh(window, placement, topology, settings),
     ):
-        assert made.layers == ()
-        assert [verdict.reason for verdict in made.verdicts] == ["kept: its experts are bound to their ranks"]
-        assert made.moves == 0
-        np.testing.assert_equal(made.par_planned, made.par_seen)
+        assert decision.layers == ()
+        assert [verdict.reason for verdict in decision.verdicts] == [
+            "kept: its experts are bound to their ranks"
+        ]
+        assert decision.moves == 0
+        np.testing.assert_equal(decision.par_planned, decision.par_seen)
 
 
-def test_drift_is_followed_although_promises_exceed_what_is_seen() -> None:
+def test_drift_is_followed_although_promises_exceed_the_window_s_par() -> None:
     look_back = 128
     interval = 24
     decisions = 12
@@ -251,16 +266,16 @@ def test_drift_is_followed_although_promises_exceed_what_is_seen() -> None:
     for begin in range(0, decisions * interval, interval):
         window = Window(heat_TLE[begin : begin + look_back].copy())
         deployed = serving.placement, serving.log2phy_RLE
-        made = plan(
+        decision = plan(
             window, *deployed, Topology.flat(32), settings, float(interval), recommendations=recommendations
         )
-        serving = serving.changed_by(made)
-        recommendations = made.recommendations
-        verdicts += made.verdicts if begin else ()
+        serving = serving.changed_by(decision)
+        recommendations = decision.recommendations
+        verdicts += decision.verdicts if begin else ()
         next_TLE = heat_TLE[begin + look_back : begin + look_back + interval].copy()
         realised.append(serving.par_of_steps(Window(next_TLE), settings.split).mean())
     changed = [verdict for verdict in verdicts if verdict.changed]
     assert any(verdict.par_planned > verdict.par_seen for verdict in changed)
-    # Under drift, the older steps do not recur, so changes that fit the newer steps may do worse on the older ones.
+    # Under drift the older steps do not recur. A change that fits the newer steps may do worse on the older ones.
     assert any("planned for drift" in verdict.reason for verdict in changed)
     assert np.mean(realised) < 1.26

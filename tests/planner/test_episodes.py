@@ -1,4 +1,4 @@
-"""Steps that differ within an episode are distinguished, and no warm decision makes its own window worse."""
+"""Episodes keep different steps apart, and a warm decision never raises its window's PAR."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ import pytest
 from eplb_core.planner.episodes import similar_steps_together
 from eplb_service import solve
 
-EXPERTS, RANKS, SLOTS = 64, 8, 10
+EXPERTS = 64
+RANKS = 8
+SLOTS = 10
 
 
-def turns(every: int, steps: int, workloads: int = 2, seed: int = 0, tokens: int = 8192) -> np.ndarray:
-    """Heat ``[T, 2, E]`` of workloads that take turns every few steps."""
+def alternating(every: int, steps: int, workloads: int = 2, seed: int = 0, tokens: int = 8192) -> np.ndarray:
+    """Draw heat ``[T, 2, E]`` of workloads that alternate every few steps."""
     generator = np.random.default_rng(seed)
     popularity_WLE = generator.dirichlet(np.full(EXPERTS, 0.4), (workloads, 2))
     served_T = np.arange(steps) // every % workloads
@@ -20,20 +22,21 @@ def turns(every: int, steps: int, workloads: int = 2, seed: int = 0, tokens: int
 
 
 @pytest.mark.parametrize(("every", "workloads"), [(1, 2), (2, 2), (3, 2), (1, 3)])
-def test_workloads_that_take_turns_within_an_episode_are_balanced(every: int, workloads: int) -> None:
-    heat_TLE = turns(every, 512, workloads)
-    seen_TLE, next_TLE = heat_TLE[:256], heat_TLE[256:]
-    found = solve(seen_TLE, RANKS, SLOTS)
-    kept = solve(next_TLE, RANKS, SLOTS, placement=found.phy2log, log2phy=found.log2phy, policy="none")
+def test_workloads_that_alternate_within_an_episode_are_balanced(every: int, workloads: int) -> None:
+    heat_TLE = alternating(every, 512, workloads)
+    seen_TLE = heat_TLE[:256]
+    next_TLE = heat_TLE[256:]
+    solution = solve(seen_TLE, RANKS, SLOTS)
+    kept = solve(next_TLE, RANKS, SLOTS, placement=solution.phy2log, log2phy=solution.log2phy, policy="none")
     assert kept.par_after < 1.2
-    # A warm start from a placement for one of the workloads gets there too.
+    # A warm start from a placement for only one workload reaches the same balance.
     alone = solve(seen_TLE[np.arange(256) // every % workloads == 0][:64], RANKS, SLOTS)
     warm = solve(seen_TLE, RANKS, SLOTS, placement=alone.phy2log, log2phy=alone.log2phy, move_price=0.0)
     assert warm.par_after < 1.2 < warm.par_before
 
 
 @pytest.mark.parametrize("kind", ["constant", "batches", "drift"])
-def test_steps_that_differ_by_sampling_alone_stay_in_order(kind: str) -> None:
+def test_steps_that_differ_only_by_sampling_stay_in_order(kind: str) -> None:
     generator = np.random.default_rng(1)
     popularity_E = generator.dirichlet(np.full(EXPERTS, 0.6))
     walk_TE = np.cumsum(0.03 * generator.standard_normal((256, EXPERTS)), axis=0) if kind == "drift" else 0
@@ -46,27 +49,27 @@ def test_steps_that_differ_by_sampling_alone_stay_in_order(kind: str) -> None:
     assert similar_steps_together(heat_TLE, 64) is None
 
 
-def test_order_keeps_blocks_of_steps_in_time() -> None:
-    order_T = similar_steps_together(turns(1, 256), 64)
+def test_reordering_keeps_blocks_of_steps_in_time() -> None:
+    order_T = similar_steps_together(alternating(1, 256), 64)
     assert order_T is not None
     assert sorted(order_T.tolist()) == list(range(256))
     np.testing.assert_array_equal(order_T // 16, np.arange(256) // 16)
-    # Two workloads in turns: every episode of four steps has one of them.
+    # The two workloads alternate, but each episode of four steps contains only one of them.
     assert all(len({int(step) % 2 for step in four}) == 1 for four in order_T.reshape(64, 4))
 
 
-def test_short_or_empty_windows_stay_in_order() -> None:
-    assert similar_steps_together(turns(1, 64), 64) is None
+def test_short_and_empty_windows_keep_their_order() -> None:
+    assert similar_steps_together(alternating(1, 64), 64) is None
     assert similar_steps_together(np.zeros((256, 2, EXPERTS), dtype=np.int64), 64) is None
 
 
-def test_a_warm_decision_never_raises_the_ratio_of_its_own_steps() -> None:
+def test_a_warm_decision_never_raises_the_par_of_its_window() -> None:
     for seed in range(12):
         generator = np.random.default_rng(seed)
-        heat_TLE = turns(1 + seed % 3, 256, 2 + seed % 2, seed, tokens=(64, 512, 8192)[seed % 3])
+        heat_TLE = alternating(1 + seed % 3, 256, 2 + seed % 2, seed, tokens=(64, 512, 8192)[seed % 3])
         heat_TLE[:: 2 + seed % 4] //= 16
-        start = solve(turns(4, 128, 2, seed + 100), RANKS, SLOTS)
-        found = solve(
+        start = solve(alternating(4, 128, 2, seed + 100), RANKS, SLOTS)
+        solution = solve(
             heat_TLE,
             RANKS,
             SLOTS,
@@ -74,4 +77,4 @@ def test_a_warm_decision_never_raises_the_ratio_of_its_own_steps() -> None:
             log2phy=start.log2phy,
             move_price=float(generator.choice([0.0, 0.1])),
         )
-        assert (found.par_after_L <= found.par_before_L + 1e-9).all()
+        assert (solution.par_after_L <= solution.par_before_L + 1e-9).all()

@@ -1,4 +1,4 @@
-"""A layer whose ranks are apart only by its experts' jumps is known for what it is, and nothing else is."""
+"""The planner does not change a layer if only random jumps of its experts' heat separate its ranks."""
 
 from __future__ import annotations
 
@@ -21,33 +21,36 @@ from tests.planner.drawn import rank_loads
 from tests.solver.layers_of import heat_of_kind
 from tests.solver.placed_layer import random_placement
 
-EXPERTS, RANKS, SLOTS, STEPS = 32, 8, 5, 64
+EXPERTS = 32
+RANKS = 8
+SLOTS = 5
+STEPS = 64
 
 
-def plain_volatility_bound(
+def slow_volatility_bound(
     heat_NLE: np.ndarray, loads_NLR: np.ndarray, replicas_LE: np.ndarray, ranks: int
 ) -> list[float]:
-    """A rank's load jumps by the sum of its replicas' jumps, or by less; the hottest of all ranks by that much more."""
-    found = []
+    """Return the slow twin's bound on the PAR that the jumps of the experts' heat explain."""
+    bounds = []
     score = NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25)) if ranks > 1 else 0.0
     for layer in range(heat_NLE.shape[1]):
-        parts = [heat_E / heat_E.sum() for heat_E in heat_NLE[:, layer] if heat_E.sum() > 0]
-        jumps = [now_E - before_E for before_E, now_E in itertools.pairwise(parts)]
+        shares = [heat_E / heat_E.sum() for heat_E in heat_NLE[:, layer] if heat_E.sum() > 0]
+        jumps = [now_E - before_E for before_E, now_E in itertools.pairwise(shares)]
         if not jumps:
-            found.append(1.0)
+            bounds.append(1.0)
             continue
         variance_E = np.mean([jump_E**2 for jump_E in jumps], axis=0) / 2
-        # k replicas of share 1/k each add variance/k**2 to their ranks; the mean over ranks, as part of the mean load.
+        # Each of k replicas with share 1/k adds variance/k**2 to its rank. The sum is averaged over the ranks.
         variance_of_rank = sum(variance_E / replicas_LE[layer]) / ranks
         shares = [load_R / load_R.sum() for load_R in loads_NLR[:, layer] if load_R.sum() > 0]
         measured = [(now_R - before_R) ** 2 / 2 for before_R, now_R in itertools.pairwise(shares)]
         variance_of_rank = min(variance_of_rank, np.mean(measured))
-        found.append(1.0 + score * np.sqrt(variance_of_rank) * ranks)
-    return found
+        bounds.append(1.0 + score * np.sqrt(variance_of_rank) * ranks)
+    return bounds
 
 
 def bound_of(heat_NLE: np.ndarray, placement: Placement) -> np.ndarray:
-    """The bound of episodes of one step each, float64 ``[L]``."""
+    """Return the bound with one step per episode, float64 ``[L]``."""
     table_RLE = placement.default_log2phy()
     return volatility_bound(
         split_steps(heat_NLE, placement, table_RLE, None, "tables", episodes=len(heat_NLE))
@@ -55,13 +58,13 @@ def bound_of(heat_NLE: np.ndarray, placement: Placement) -> np.ndarray:
 
 
 def steady(seed: int, steps: int = STEPS) -> np.ndarray:
-    """Heat of one popularity, drawn again each step, ``[T, 1, E]``."""
+    """Draw every step from one popularity, ``[T, 1, E]``."""
     generator = np.random.default_rng(seed)
     return generator.multinomial(8000, generator.dirichlet(np.ones(EXPERTS)), (steps, 1))
 
 
 def placed_on(heat_TLE: np.ndarray) -> tuple[Placement, np.ndarray]:
-    """What serves once the heat has been placed from scratch."""
+    """Return the layout after placing the heat from scratch."""
     first = Placement.linear(1, EXPERTS, RANKS, SLOTS)
     result = plan_afresh(Window(heat_TLE), first, Topology.flat(RANKS), PlannerSettings())
     (changed,) = result.layers
@@ -79,7 +82,7 @@ def decided(heat_TLE: np.ndarray, placement: Placement, table_RLE: np.ndarray, r
     st.sampled_from(("even", "skewed", "sparse", "zero")),
     st.integers(0, 10**6),
 )
-def test_the_volatility_bound_is_that_of_the_twin(ranks: int, slots: int, kind: str, seed: int) -> None:
+def test_the_volatility_bound_matches_the_slow_twin(ranks: int, slots: int, kind: str, seed: int) -> None:
     generator = np.random.default_rng(seed)
     experts = int(generator.integers(slots, ranks * slots + 1))
     placement = Placement(random_placement(ranks, slots, experts, generator)[None], experts)
@@ -87,23 +90,23 @@ def test_the_volatility_bound_is_that_of_the_twin(ranks: int, slots: int, kind: 
     loads_NLR = rank_loads(heat_NLE, placement, placement.default_log2phy())
     np.testing.assert_allclose(
         bound_of(heat_NLE, placement),
-        plain_volatility_bound(heat_NLE, loads_NLR, placement.replicas(), ranks),
+        slow_volatility_bound(heat_NLE, loads_NLR, placement.replicas(), ranks),
         rtol=1e-9,
     )
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_balanced_layers_of_steady_heat_are_left_alone(seed: int) -> None:
+def test_balanced_layers_of_steady_heat_do_not_change(seed: int) -> None:
     heat_TLE = steady(seed, 2 * STEPS)
     placement, table_RLE = placed_on(heat_TLE[:STEPS])
-    found = decided(heat_TLE[STEPS:], placement, table_RLE)
-    assert found.layers == ()
-    assert found.verdicts[0].reason.startswith("left alone")
+    decision = decided(heat_TLE[STEPS:], placement, table_RLE)
+    assert decision.layers == ()
+    assert decision.verdicts[0].reason.startswith("left alone")
 
 
 @pytest.mark.parametrize("period", [8, 16, 32])
-def test_an_alternating_workload_badly_placed_is_not_mistaken_for_jumps(period: int) -> None:
-    # Two domains take turns; ranks 0 to 3 hold the experts of one, ranks 4 to 7 those of the other.
+def test_a_badly_placed_alternating_workload_is_not_mistaken_for_jumps(period: int) -> None:
+    # Two domains alternate. Ranks 0 to 3 hold one domain's experts, ranks 4 to 7 the second domain's.
     generator = np.random.default_rng(period)
     first = np.repeat(np.arange(2), EXPERTS // 2)
     popularity_2E = np.where(first == np.arange(2)[:, None], 9.0, 1.0) * generator.uniform(0.9, 1.1, EXPERTS)
@@ -115,7 +118,7 @@ def test_an_alternating_workload_badly_placed_is_not_mistaken_for_jumps(period: 
     placement = Placement(row_RS[None], EXPERTS)
     table_RLE = placement.default_log2phy()
     seen = par(rank_loads(heat_TLE, placement, table_RLE))[0]
-    # In the mean nothing is wrong; at any time half the ranks idle.
+    # The mean loads are balanced, but half of the ranks idle at any time.
     assert par(rank_loads(heat_TLE.sum(axis=0, keepdims=True), placement, table_RLE))[0] < 1.2
     bound = bound_of(heat_TLE, placement)
     assert seen - bound[0] > 0.3

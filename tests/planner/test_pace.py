@@ -1,4 +1,4 @@
-"""Decisions come soon after a change, look at the steps since it, and grow seldom where nothing can be won."""
+"""Decisions follow soon after a change, use the steps since it, and become rare if nothing can be gained."""
 
 from __future__ import annotations
 
@@ -14,22 +14,23 @@ from eplb_core.planner.plan import Promise
 from tests.planner.drawn import still_heat
 
 PROMISE = Promise(np.full(3, 1.2), np.full(3, 1e-4), np.ones(3), 64)
-CALM, WORSE = 1.2, 1.6
+CALM = 1.2
+WORSE = 1.6
 
 
 def steps(count: int, par: float = CALM) -> np.ndarray:
     return np.full((count, 2), par)
 
 
-def served(pace: Pace, count: int, par: float = CALM) -> Pace:
-    """So many steps, or fewer where a decision is due before."""
+def advanced(pace: Pace, count: int, par: float = CALM) -> Pace:
+    """Advance the pace by ``count`` steps, or until a decision is due."""
     return pace.after_steps(steps(count, par))[0]
 
 
 @pytest.fixture
 def calm() -> Pace:
-    """A deployment after its first decision, on 64 steps, that changed nothing."""
-    pace = served(Pace(first=64, memory=512, longest=512), 64)
+    """Return the pace after a first decision on 64 steps that changed nothing."""
+    pace = advanced(Pace(first=64, memory=512, longest=512), 64)
     assert pace.due
     return pace.after_decision(changed=False, paid=None).serving(PROMISE)
 
@@ -38,36 +39,37 @@ def heat(count: int, seed: int = 0) -> np.ndarray:
     return still_heat(count, 2, 8, 4096, seed)
 
 
-def test_the_first_decision_falls_after_the_steps_asked_for_and_looks_at_all_of_them() -> None:
-    pace = served(Pace(first=64, memory=512, longest=512), 63)
+def test_the_first_decision_is_due_after_the_first_window_and_uses_all_of_it() -> None:
+    pace = advanced(Pace(first=64, memory=512, longest=512), 63)
     assert not pace.due
-    pace = served(pace, 1)
+    pace = advanced(pace, 1)
     assert pace.due
     assert pace.window_steps(heat(64)) == 64
     assert pace.serving_steps == 256
 
 
-def test_intervals_double_while_nothing_changes(calm: Pace) -> None:
+def test_intervals_double_until_the_maximum_while_nothing_changes(calm: Pace) -> None:
     lengths = []
     for _ in range(6):
-        pace, taken = calm.after_steps(steps(1000))
+        pace, step_count = calm.after_steps(steps(1000))
         assert pace.due
-        lengths.append(taken)
+        lengths.append(step_count)
         calm = pace.after_decision(changed=False, paid=None).serving(PROMISE)
     assert lengths == [24, 48, 96, 192, 384, 512]
 
 
 @pytest.mark.parametrize("longest", [8, 48])
-def test_the_interval_asked_for_is_the_longest(longest: int) -> None:
-    pace, lengths = served(Pace(first=longest, memory=512, longest=longest), longest), []
+def test_intervals_never_exceed_the_longest_interval(longest: int) -> None:
+    pace = advanced(Pace(first=longest, memory=512, longest=longest), longest)
+    lengths = []
     for _ in range(3):
         decided = pace.after_decision(changed=False, paid=None).serving(PROMISE)
-        pace, taken = decided.after_steps(steps(1000))
-        lengths.append(taken)
+        pace, step_count = decided.after_steps(steps(1000))
+        lengths.append(step_count)
     assert lengths == [min(24, longest), longest, longest]
 
 
-def test_intervals_shrink_where_changes_pay_and_grow_where_they_do_not(calm: Pace) -> None:
+def test_intervals_shrink_if_changes_pay_and_grow_otherwise(calm: Pace) -> None:
     calm = calm.after_decision(changed=False, paid=None)
     assert calm.interval == 48
     shorter = calm.after_decision(changed=True, paid=True)
@@ -78,23 +80,24 @@ def test_intervals_shrink_where_changes_pay_and_grow_where_they_do_not(calm: Pac
     assert calm.after_decision(changed=False, paid=True).interval == 96
 
 
-def test_a_decision_that_took_much_cpu_puts_the_next_one_off(calm: Pace) -> None:
-    # 640 steps have paid in advance by now, 512 of them count.
+def test_an_expensive_decision_delays_the_next_one(calm: Pace) -> None:
+    # 640 steps have accrued CPU budget; only 512 of them count.
     calm = replace(calm, seen=640).after_decision(changed=True, paid=True)
     assert calm.charged(100).due_at == calm.due_at
     twice = calm.charged(300).charged(300.5)
     assert twice.due_at == calm.seen + 89
-    # Nor does a departure hurry it.
+    # A departure from the promise does not bring the decision forward.
     departed = twice.serving(PROMISE).after_steps(steps(12, WORSE))[0]
     assert departed.alarm is not None
     assert departed.due_at == twice.due_at
     assert departed.dismissed().paid_at == twice.paid_at
 
 
-def test_on_average_decisions_take_no_more_cpu_than_their_steps_pay_for() -> None:
-    pace, spent = Pace(first=0, memory=512, longest=256), 0.0
+def test_decisions_stay_within_the_cpu_budget_of_their_steps_on_average() -> None:
+    pace = Pace(first=0, memory=512, longest=256)
+    spent = 0.0
     while pace.seen < 20_000:
-        # Each wins, as on drifting heat, and takes what 90 steps pay for.
+        # Every decision gains, as on drifting heat, and uses the CPU budget of 90 steps.
         pace = pace.after_decision(changed=True, paid=True).charged(90.0)
         spent += 90.0
         pace, _ = pace.after_steps(steps(1000))
@@ -102,64 +105,65 @@ def test_on_average_decisions_take_no_more_cpu_than_their_steps_pay_for() -> Non
     assert spent >= 0.9 * pace.seen
 
 
-def test_after_a_departure_decisions_fall_at_4_8_and_16_steps_of_it(calm: Pace) -> None:
+def test_decisions_follow_4_8_and_16_steps_after_a_change(calm: Pace) -> None:
     calm, _ = calm.after_steps(steps(20))
-    pace, taken = calm.after_steps(steps(12, WORSE))
+    pace, step_count = calm.after_steps(steps(12, WORSE))
     assert pace.alarm is not None
-    assert pace.segment_age == taken == 1
+    assert pace.segment_age == step_count == 1
     assert not pace.due
-    found = []
+    windows = []
     for _ in range(3):
         pace, _ = pace.after_steps(steps(20, WORSE))
         assert pace.due
-        found.append((pace.segment_age, pace.window_steps(heat(512)), pace.serving_steps))
+        windows.append((pace.segment_age, pace.window_steps(heat(512)), pace.serving_steps))
         pace = pace.after_decision(changed=True, paid=None).serving(PROMISE)
-    # The previous segment lasted 84 steps, so this one is expected to last as long.
-    assert found == [(4, 4, 84.0), (8, 8, 84.0), (16, 16, 84.0)]
+    # The previous segment lasted 84 steps, so this one is expected to last 84 steps too.
+    assert windows == [(4, 4, 84.0), (8, 8, 84.0), (16, 16, 84.0)]
     assert pace.due_at == pace.seen + 24
 
 
-def test_a_burst_begins_nothing_and_is_looked_at_again_soon(calm: Pace) -> None:
+def test_a_burst_starts_no_segment_and_the_next_decision_is_soon(calm: Pace) -> None:
     calm, _ = calm.after_steps(steps(20))
     pace, _ = calm.after_steps(steps(1, WORSE))
     assert pace.settling
     assert (calm.follows(None), calm.follows(False), pace.follows(True)) == (True, False, False)
-    pace = served(pace, 3, WORSE)
-    still, other = heat(100), np.concatenate([heat(96), heat(4, seed=1)])
-    assert pace.weighed(other) is pace
+    pace = advanced(pace, 3, WORSE)
+    still = heat(100)
+    changed = np.concatenate([heat(96), heat(4, seed=1)])
+    assert pace.weighed(changed) is pace
     assert calm.weighed(still) is calm.dismissed() is calm
     weighed = pace.weighed(still)
     assert (weighed.alarm, weighed.changed_at, weighed.seen) == (None, 0, pace.seen)
     assert weighed.window_steps(still[:88]) == 88
     decided = weighed.after_decision(changed=False, paid=None)
     assert decided.due_at == pace.seen + 24
-    # What it summed up is forgotten: as many steps as before are an alarm again.
+    # The test's sum was reset, so one step does not raise an alarm.
     assert decided.after_steps(steps(1))[0].alarm is None
 
 
-def test_what_serves_while_a_change_is_being_decided_on_raises_no_alarm(calm: Pace) -> None:
+def test_no_second_alarm_is_raised_before_the_decision_on_a_change(calm: Pace) -> None:
     pace, _ = calm.after_steps(steps(12, WORSE))
     alarm = pace.alarm
-    pace, taken = pace.after_steps(steps(2, 3.0))
-    assert (pace.alarm, taken) == (alarm, 2)
+    pace, step_count = pace.after_steps(steps(2, 3.0))
+    assert (pace.alarm, step_count) == (alarm, 2)
 
 
-def test_nothing_is_tested_between_a_decision_and_what_it_changed(calm: Pace) -> None:
+def test_no_step_is_tested_between_a_decision_and_its_commit(calm: Pace) -> None:
     pace = calm.after_decision(changed=True, paid=None)
-    pace, taken = pace.after_steps(steps(20, WORSE))
-    assert (pace.expected, pace.alarm, taken) == (None, None, 20)
+    pace, step_count = pace.after_steps(steps(20, WORSE))
+    assert (pace.expected, pace.alarm, step_count) == (None, None, 20)
     pace, _ = pace.serving(PROMISE).after_steps(steps(5, WORSE))
     assert pace.alarm is not None
 
 
-def test_a_decision_that_is_being_made_is_not_due_again(calm: Pace) -> None:
+def test_a_running_decision_is_not_due_again(calm: Pace) -> None:
     pace, _ = calm.after_steps(steps(24))
     assert pace.due
     assert not pace.deferred().due
 
 
-def test_a_decision_looks_back_as_far_as_heat_is_the_same(calm: Pace) -> None:
-    pace = served(served(calm, 24).after_decision(changed=False, paid=None), 48)
+def test_a_decision_looks_back_over_unchanged_heat(calm: Pace) -> None:
+    pace = advanced(advanced(calm, 24).after_decision(changed=False, paid=None), 48)
     still = heat(160)
     assert pace.window_steps(still) == 136
     jumped = np.concatenate([heat(110), heat(50, seed=1)])
@@ -170,25 +174,25 @@ def test_a_decision_looks_back_as_far_as_heat_is_the_same(calm: Pace) -> None:
 def schedule(par_TL: np.ndarray, batch: int, held_out: bool) -> list[tuple[int, str]]:
     """Return the steps of all alarms and decisions, if ``batch`` steps arrive at a time and decisions cost nothing."""
     pace = Pace(first=16, memory=512, longest=128)
-    found = []
+    events = []
     for begin in range(0, len(par_TL), batch):
-        left_TL = par_TL[begin : begin + batch]
-        while len(left_TL):
+        remaining_TL = par_TL[begin : begin + batch]
+        while len(remaining_TL):
             alarm = pace.alarm
-            pace, taken = pace.after_steps(left_TL)
-            left_TL = left_TL[taken:]
+            pace, step_count = pace.after_steps(remaining_TL)
+            remaining_TL = remaining_TL[step_count:]
             if pace.alarm is not alarm:
-                found.append((pace.seen, f"alarm of {pace.alarm}"))
+                events.append((pace.seen, f"alarm of {pace.alarm}"))
             if pace.due:
-                found.append((pace.seen, f"decision on {pace.segment_age} steps"))
+                events.append((pace.seen, f"decision on {pace.segment_age} steps"))
                 mean = par_TL[max(0, pace.seen - 8) : pace.seen].mean()
                 promise = Promise(np.full(3, mean), np.full(3, 1e-3), np.ones(3), 8, held_out)
                 pace = pace.after_decision(changed=pace.settling, paid=None).serving(promise)
-    return found
+    return events
 
 
 @given(st.integers(0, 2**32 - 1), st.lists(st.integers(1, 90), min_size=1, max_size=6), st.booleans())
-def test_alarms_and_decisions_do_not_depend_on_how_many_steps_arrive_together(
+def test_alarms_and_decisions_do_not_depend_on_the_batch_size(
     seed: int, lengths: list[int], held_out: bool
 ) -> None:
     generator = np.random.default_rng(seed)
@@ -199,33 +203,33 @@ def test_alarms_and_decisions_do_not_depend_on_how_many_steps_arrive_together(
     assert schedule(par_TL, 64, held_out) == one_by_one
 
 
-def test_a_settled_segment_is_tested_again_from_its_seventeenth_step(calm: Pace) -> None:
+def test_a_segment_is_tested_again_from_its_seventeenth_step(calm: Pace) -> None:
     pace, _ = calm.after_steps(steps(12, WORSE))
     for _ in range(3):
         pace, _ = pace.after_steps(steps(64, WORSE))
         pace = pace.after_decision(changed=True, paid=None).serving(PROMISE)
     assert (pace.segment_age, pace.settling) == (16, True)
-    # All steps of the next interval arrive together: the test sees the second change all the same.
-    pace, taken = pace.after_steps(np.concatenate([steps(2), steps(22, WORSE)]))
+    # All steps of the next interval arrive together, and the test still detects the second change.
+    pace, step_count = pace.after_steps(np.concatenate([steps(2), steps(22, WORSE)]))
     assert pace.alarm is not None
-    assert taken <= 5
+    assert step_count <= 5
 
 
 @pytest.mark.parametrize("old_steps", [0, 1, 2, 4, 8, 14, 30])
-def test_a_change_soon_after_a_promise_that_is_not_held_out_raises_an_alarm(old_steps: int) -> None:
+def test_a_change_soon_after_a_promise_without_a_hold_out_raises_an_alarm(old_steps: int) -> None:
     promise = Promise(np.full(3, 1.05), np.full(3, 1e-3), np.ones(3), 64, held_out=False)
     pace = Pace(first=64, memory=512, longest=512, seen=64, due_at=1 << 40).serving(promise)
     generator = np.random.default_rng(old_steps)
-    # Unseen steps are a little worse than those that the placement was fitted to: that alone is no change.
+    # New steps are slightly worse than the steps that the placement was fitted to. This is no change.
     par_TL = 1.15 + 0.03 * generator.normal(size=(old_steps + 20, 2))
     assert pace.after_steps(par_TL)[0].alarm is None
     par_TL[old_steps:] += 0.6
-    pace, taken = pace.after_steps(par_TL)
+    pace, step_count = pace.after_steps(par_TL)
     assert pace.alarm is not None
-    assert old_steps < taken <= old_steps + 6
+    assert old_steps < step_count <= old_steps + 6
 
 
-def test_a_layer_that_gets_its_first_tokens_raises_no_alarm(calm: Pace) -> None:
+def test_the_first_tokens_of_a_layer_raise_no_alarm(calm: Pace) -> None:
     idle = Promise(np.array([1.2, np.nan, 1.2]), np.array([1e-4, 0.0, 1e-4]), np.ones(3), 64)
     generator = np.random.default_rng(0)
     par_TL = np.column_stack([np.full(100, 1.2), 1.2 + 0.04 * generator.normal(size=100)])
@@ -238,24 +242,25 @@ def test_a_decision_waits_until_a_possible_change_is_four_steps_old(calm: Pace) 
     assert pace.alarm is None
     assert pace.seen >= pace.due_at
     assert not pace.due
-    # The change was a single step: the decision is due once the sum is back to normal, or the change is old enough.
-    pace, taken = pace.after_steps(steps(20))
+    # The change was a single step. The decision is due once the sum falls back or the change is old enough.
+    pace, step_count = pace.after_steps(steps(20))
     assert pace.due
-    assert taken <= 3
+    assert step_count <= 3
 
 
 @pytest.mark.parametrize("age", [4, 5, 9, 16, 30, 60])
-def test_a_decision_finds_a_change_that_raised_no_alarm_and_uses_the_steps_since(age: int) -> None:
+def test_a_decision_detects_a_silent_change_and_uses_the_steps_since(age: int) -> None:
     changed = np.concatenate([heat(100 - age), heat(age, seed=1)])
-    pace = served(Pace(first=100, memory=512, longest=512), 100)
+    pace = advanced(Pace(first=100, memory=512, longest=512), 100)
     weighed = pace.weighed(changed)
     assert weighed.due
     assert abs(weighed.window_steps(changed) - age) <= max(1, age // 8)
     assert pace.weighed(heat(100)) is pace
 
 
-def test_workloads_that_take_turns_are_no_change_once_both_are_known() -> None:
-    first, second = heat(40), heat(40, seed=1)
+def test_alternating_workloads_are_no_change_once_both_were_observed() -> None:
+    first = heat(40)
+    second = heat(40, seed=1)
     turns = np.concatenate([first, second, first, second[:20]])
-    pace = served(Pace(first=140, memory=512, longest=512), 140)
+    pace = advanced(Pace(first=140, memory=512, longest=512), 140)
     assert pace.weighed(turns) is pace

@@ -1,4 +1,4 @@
-"""What other balancers were found to do wrong is not done here."""
+"""The planner does not have the defects that were observed in other balancers."""
 
 from __future__ import annotations
 
@@ -23,38 +23,38 @@ def afresh(heat_TLE: np.ndarray, ranks: int, slots: int, **settings: object) -> 
     return plan_afresh(Window(heat_TLE), placement, Topology.flat(ranks), switched, search)
 
 
-def assert_changes_are_legal(found: Plan, experts: int) -> None:
-    assert not any("failed" in verdict.reason for verdict in found.verdicts)
-    for changed in found.layers:
+def assert_changes_are_legal(decision: Plan, experts: int) -> None:
+    assert not any("failed" in verdict.reason for verdict in decision.verdicts)
+    for changed in decision.layers:
         check_layer(changed.phy2log_RS, experts)
 
 
 @pytest.mark.parametrize(("experts", "ranks", "slots"), [(8, 4, 7), (5, 3, 5), (4, 9, 4), (256, 32, 24)])
-def test_redundancy_above_the_ranks_is_placed(experts: int, ranks: int, slots: int) -> None:
+def test_more_redundant_slots_than_ranks_are_placed(experts: int, ranks: int, slots: int) -> None:
     assert ranks * slots - experts > ranks
     heat_TLE = np.random.default_rng(experts).gamma(0.5, 100, (3, 1, experts))
     heat_TLE[:, :, 2] = 1e9
     for policy in ("deepseek", "flashlb"):
-        found = afresh(heat_TLE, ranks, slots, policy=policy)
-        assert_changes_are_legal(found, experts)
-        assert found.par_planned <= found.par_seen + 1e-6
+        decision = afresh(heat_TLE, ranks, slots, policy=policy)
+        assert_changes_are_legal(decision, experts)
+        assert decision.par_planned <= decision.par_seen + 1e-6
 
 
-def test_a_window_that_grows_is_planned_on_at_every_length_as_it_is() -> None:
+def test_a_partial_window_is_not_padded_with_zeros() -> None:
     heat_TLE = still_heat(80, 2, 16, 4000, seed=5, skew=0.6)
     mean_L = heat_TLE.sum(axis=2).mean(axis=0)
     for steps in (1, 2, 3, 5, 63, 64, 65, 80):
-        found = decided(heat_TLE[:steps], 5)
-        assert_changes_are_legal(found, 16)
-        # Were the missing steps read as zeros, the layers would seem to have fewer tokens and a higher floor.
+        decision = decided(heat_TLE[:steps], 5)
+        assert_changes_are_legal(decision, 16)
+        # If missing steps counted as zeros, layers would seem to have fewer tokens and a higher noise floor.
         score = 1.0294 / np.sqrt(mean_L * max(1, steps // 64) / 4)
-        for layer, verdict in enumerate(found.verdicts):
+        for layer, verdict in enumerate(decision.verdicts):
             assert verdict.noise_floor <= 1 + score[layer] * 1.05
             assert verdict.par_planned < verdict.par_seen
 
 
 @pytest.mark.parametrize(
-    ("settings", "least", "most"),
+    ("settings", "lowest", "highest"),
     [
         ({"split": "even"}, 196.66, 196.68),
         ({}, 181.25, 200.01),
@@ -63,13 +63,13 @@ def test_a_window_that_grows_is_planned_on_at_every_length_as_it_is() -> None:
         ({"policy": "deepseek", "split": "even"}, 231.9, 232.1),
     ],
 )
-def test_the_hottest_rank_of_the_known_example_has_what_it_is_known_for(
-    settings: dict[str, object], least: float, most: float
+def test_the_known_example_has_its_published_peak(
+    settings: dict[str, object], lowest: float, highest: float
 ) -> None:
-    """The example that the field quotes, mean load 181.25; even shares reach the proven optimum."""
-    found = afresh(KNOWN_EXAMPLE[None, None, :], 8, 2, **settings)
-    after = Placement(found.layers[0].phy2log_RS[None], KNOWN_EXAMPLE.size)
-    tables_RLE = found.layers[0].log2phy_RE[:, None]
+    """Mean load is 181.25 in this example from the literature; even shares reach the proven optimum."""
+    decision = afresh(KNOWN_EXAMPLE[None, None, :], 8, 2, **settings)
+    after = Placement(decision.layers[0].phy2log_RS[None], KNOWN_EXAMPLE.size)
+    tables_RLE = decision.layers[0].log2phy_RE[:, None]
     split = str(settings.get("split", "tables"))
     loads_1LR = expected_loads(KNOWN_EXAMPLE[None, None, :], after, tables_RLE, None, split)
-    assert least <= loads_1LR.max() <= most
+    assert lowest <= loads_1LR.max() <= highest

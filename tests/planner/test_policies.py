@@ -1,4 +1,4 @@
-"""A policy's name means the same everywhere, and Python takes functions."""
+"""Every command resolves a policy's name in the same way, and the Python API also accepts functions."""
 
 from __future__ import annotations
 
@@ -43,19 +43,19 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("registered")
 @pytest.mark.parametrize("policy", [swapped, SWAPPED, "swapper"])
-def test_solve_takes_a_function_by_any_name(policy: object) -> None:
-    found = solve(HEAT_TLE, 4, 3, policy=policy)  # type: ignore[arg-type]
+def test_solve_accepts_a_function_and_every_form_of_its_name(policy: object) -> None:
+    solution = solve(HEAT_TLE, 4, 3, policy=policy)  # type: ignore[arg-type]
     linear = eplb_service.Placement.linear(2, 8, 4, 3)
-    np.testing.assert_array_equal(found.phy2log, np.roll(linear.phy2log_LRS, 1, axis=1))
-    assert found.moves == np.count_nonzero(found.phy2log != linear.phy2log_LRS)
-    # The draws of whole tokens differ from rank to rank.
-    assert found.par_after == pytest.approx(found.par_before, rel=1e-3)
-    again = solve(HEAT_TLE, 4, 3, policy=policy, placement=found.phy2log)  # type: ignore[arg-type]
+    np.testing.assert_array_equal(solution.phy2log, np.roll(linear.phy2log_LRS, 1, axis=1))
+    assert solution.moves == np.count_nonzero(solution.phy2log != linear.phy2log_LRS)
+    # Whole tokens are drawn separately for each rank.
+    assert solution.par_after == pytest.approx(solution.par_before, rel=1e-3)
+    again = solve(HEAT_TLE, 4, 3, policy=policy, placement=solution.phy2log)  # type: ignore[arg-type]
     np.testing.assert_array_equal(again.phy2log, np.roll(linear.phy2log_LRS, 2, axis=1))
 
 
 @pytest.mark.usefixtures("registered")
-def test_replay_takes_the_same_names() -> None:
+def test_replay_accepts_the_same_names() -> None:
     setup = Setup(3, 16, 16)
     for name in (SWAPPED, "swapper"):
         assert Job.of(name, setup, name, PlannerSettings()).external() is swapped
@@ -63,7 +63,7 @@ def test_replay_takes_the_same_names() -> None:
         Job.of("a", setup, "swopper", PlannerSettings())
 
 
-def test_solve_takes_every_built_in_policy() -> None:
+def test_solve_accepts_every_built_in_policy() -> None:
     for name in NAMES:
         assert solve(HEAT_TLE, 4, 3, policy=name).phy2log.shape == (2, 4, 3)
         assert external_policy(name) is None
@@ -81,22 +81,22 @@ def test_solve_takes_every_built_in_policy() -> None:
         (7, "policy is 7; give a name or a function"),
     ],
 )
-def test_a_policy_that_cannot_decide_is_named(policy: object, message: str) -> None:
+def test_the_error_names_the_failed_policy(policy: object, message: str) -> None:
     with pytest.raises(PolicyError, match=message):
         solve(HEAT_TLE, 4, 3, policy=policy)  # type: ignore[arg-type]
 
 
-def test_bench_runs_a_policy_of_the_users_own() -> None:
+def test_bench_runs_a_user_s_policy() -> None:
     contest = Contest([], "", 60.0, lambda line: None)
     try:
         scenario = Scenario("drawn", HEAT_TLE, ranks=4, slots=3, window=16)
-        found = compare(contest, scenario, entrants_of(contest, ["deepseek", SWAPPED]))
+        figures = compare(contest, scenario, entrants_of(contest, ["deepseek", SWAPPED]))
     finally:
         contest.close()
-    assert found["failures"] == []
-    assert list(found["policies"]) == ["left alone", "deepseek (ours)", SWAPPED]
-    assert found["policies"][SWAPPED]["moves"][1] > 0
+    assert figures["failures"] == []
+    assert list(figures["policies"]) == ["left alone", "deepseek (ours)", SWAPPED]
+    assert figures["policies"][SWAPPED]["moves"][1] > 0
 
 
-def test_the_package_lists_what_it_offers() -> None:
+def test_the_package_lists_its_public_names() -> None:
     assert {"solve", "Solution", "Placement"} <= set(dir(eplb_service))

@@ -1,4 +1,4 @@
-"""The planner leaves a layer alone if, by the device's estimate, its steps only wait for weight reads."""
+"""The planner does not change a layer if reading the weights takes all of its time on the device."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ def decided(tokens: int, device: str = "Ascend910B3", **settings: object) -> Pla
     return plan(Window(heat_TLE), placement, tables_RLE, topology, chosen)
 
 
-def test_below_the_knee_nothing_moves_and_the_verdict_says_why() -> None:
-    made = decided(tokens=128)
-    assert made.layers == ()
-    for verdict in made.verdicts:
+def test_no_expert_moves_below_the_knee_and_the_verdict_gives_the_reason() -> None:
+    decision = decided(tokens=128)
+    assert decision.layers == ()
+    for verdict in decision.verdicts:
         assert "steps only wait for weight reads" in verdict.reason
         assert "(estimate for Ascend910B3)" in verdict.reason
 
@@ -51,16 +51,18 @@ def test_below_the_knee_nothing_moves_and_the_verdict_says_why() -> None:
     ],
     ids=["prefill", "an unknown device", "switched off", "a curve is given"],
 )
-def test_otherwise_layers_are_balanced(tokens: int, device: str, settings: dict[str, object]) -> None:
+def test_layers_above_or_without_a_knee_are_balanced(
+    tokens: int, device: str, settings: dict[str, object]
+) -> None:
     assert len(decided(tokens, device, **settings).layers) == LAYERS
 
 
-def test_a_long_prefill_in_every_tenth_step_counts() -> None:
+def test_a_long_prefill_in_every_tenth_step_makes_balancing_pay() -> None:
     few_TLE = synthetic_heat("static", 128, LAYERS, EXPERTS, tokens=64, top_k=2, seed=1)
     many_TLE = synthetic_heat("static", 128, LAYERS, EXPERTS, tokens=8192, top_k=2, seed=2)
     mixed_TLE = np.where(np.arange(128)[:, None, None] % 10 == 0, many_TLE, few_TLE)
     placement = Placement.linear(LAYERS, EXPERTS, RANKS, SLOTS)
     chosen = PlannerSettings(move_price=0.0, threads=1)
     topology = replace(Topology.flat(RANKS), bytes_per_expert=EXPERT_BYTES, device="Ascend910B3")
-    made = plan(Window(mixed_TLE), placement, first_tables(placement, chosen.split, 1), topology, chosen)
-    assert not any("weight reads" in verdict.reason for verdict in made.verdicts)
+    decision = plan(Window(mixed_TLE), placement, first_tables(placement, chosen.split, 1), topology, chosen)
+    assert not any("weight reads" in verdict.reason for verdict in decision.verdicts)

@@ -1,4 +1,4 @@
-"""Settings refuse what no planner could follow, and say which one, what it was and what it may be."""
+"""Invalid settings are rejected with their name, value and bounds."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from eplb_core.planner.settings import PlannerSettings, SettingsError
         ("budget_ms", math.nan, "budget_ms is nan; it must be a finite number"),
     ],
 )
-def test_what_cannot_be_followed_is_refused(field: str, value: object, message: str) -> None:
+def test_invalid_settings_are_rejected(field: str, value: object, message: str) -> None:
     with pytest.raises(SettingsError, match=message):
         PlannerSettings(**{field: value})
 
 
-def test_bounds_themselves_are_taken() -> None:
+def test_values_at_the_bounds_are_accepted() -> None:
     PlannerSettings(par_threshold=1.0, min_gain=0.0, move_price=0.0, seed=0, max_layers=1, threads=1)

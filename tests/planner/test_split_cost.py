@@ -1,4 +1,4 @@
-"""Under a cost curve a stepwise split is judged by time: slot by slot, net of what it takes itself."""
+"""With a cost curve, the stepwise split is judged by its time per slot, including the split's own cost."""
 
 from __future__ import annotations
 
@@ -24,7 +24,11 @@ from tests.cost.curves import H200, plain_rank_us
 from tests.solver.slow import stepwise as slow
 from worker_agent.stepwise import rounds_for
 
-RANKS, SLOTS, EXPERTS, LAYERS, STEPS = 4, 5, 16, 2, 40
+RANKS = 4
+SLOTS = 5
+EXPERTS = 16
+LAYERS = 2
+STEPS = 40
 HEAT = synthetic_heat("static", STEPS, LAYERS, EXPERTS, tokens=2048, top_k=4, seed=5)
 SMALL = synthetic_heat("static", STEPS, LAYERS, EXPERTS, tokens=8, top_k=4, seed=5)
 FIRST = Placement.linear(LAYERS, EXPERTS, RANKS, SLOTS)
@@ -32,41 +36,42 @@ STEP = PlannerSettings(split="step", cost_curve=H200, threads=1)
 
 
 def decided(settings: PlannerSettings, **options: bool) -> Plan:
-    tables_RLE, flat = FIRST.default_log2phy(), Topology.flat(RANKS)
+    tables_RLE = FIRST.default_log2phy()
+    flat = Topology.flat(RANKS)
     return plan(Window(HEAT), FIRST, tables_RLE, flat, settings, search=SearchOptions(**options))
 
 
-def plain_us(heat_TLE: np.ndarray, placement: Placement, curve: CostCurve) -> list[list[float]]:
-    """By the definition, of the slots' tokens; which are a best split of each step by an oracle."""
+def slow_us(heat_TLE: np.ndarray, placement: Placement, curve: CostCurve) -> list[list[float]]:
+    """Return the time by definition, with each step's tokens split optimally by an oracle."""
     tokens_TLRS = _stepwise_tokens(heat_TLE, placement)
-    found = []
+    us_TL = []
     for heat_LE, tokens_LRS in zip(heat_TLE, tokens_TLRS, strict=True):
         row = []
         for heat_E, phy2log_RS, tokens_RS in zip(heat_LE, placement.phy2log_LRS, tokens_LRS, strict=True):
             best = slow.optimum(phy2log_RS, heat_E.astype(float))
             assert tokens_RS.sum(axis=1).max() == np.ceil(best - 1e-6)
             row.append(max(plain_rank_us(curve, tokens) for tokens in tokens_RS.tolist()))
-        found.append(row)
-    return found
+        us_TL.append(row)
+    return us_TL
 
 
 @pytest.mark.parametrize("heat_TLE", [HEAT, SMALL])
-def test_time_is_that_of_the_slots_under_each_steps_best_split(heat_TLE: np.ndarray) -> None:
-    found_TL = split_us(heat_TLE, FIRST, FIRST.default_log2phy(), None, "step", H200)
-    np.testing.assert_allclose(found_TL, plain_us(heat_TLE, FIRST, H200))
+def test_times_match_the_slow_twin_under_each_step_s_best_split(heat_TLE: np.ndarray) -> None:
+    actual_TL = split_us(heat_TLE, FIRST, FIRST.default_log2phy(), None, "step", H200)
+    np.testing.assert_allclose(actual_TL, slow_us(heat_TLE, FIRST, H200))
 
 
-def test_a_layer_without_tokens_takes_no_time_and_steps_are_not_mixed_up() -> None:
+def test_a_layer_without_tokens_takes_no_time_and_steps_stay_separate() -> None:
     heat_TLE = np.concatenate([HEAT, SMALL])
     heat_TLE[7, 1] = 0
-    found_TL = split_us(heat_TLE, FIRST, FIRST.default_log2phy(), None, "step", H200)
-    assert np.argwhere(np.isnan(found_TL)).tolist() == [[7, 1]]
+    actual_TL = split_us(heat_TLE, FIRST, FIRST.default_log2phy(), None, "step", H200)
+    assert np.argwhere(np.isnan(actual_TL)).tolist() == [[7, 1]]
     for step in (0, 31, 32, 33, 79):
         alone = split_us(heat_TLE[step, None], FIRST, FIRST.default_log2phy(), None, "step", H200)
-        np.testing.assert_array_equal(found_TL[step], alone[0])
+        np.testing.assert_array_equal(actual_TL[step], alone[0])
 
 
-def test_the_split_itself_takes_what_is_assumed_of_its_bytes_and_rounds() -> None:
+def test_the_cost_of_the_split_follows_from_its_bytes_and_rounds() -> None:
     assert SplitCost.of(PlannerSettings(), 8, 64) is None
     slow_link, assumed = (SplitCost.of(replace(STEP, link_bandwidth=gb), 8, 64) for gb in (0.001, 25.0))
     assert slow_link.us - assumed.us == pytest.approx(7 * 64 * 4 * (1 - 0.001 / 25))
@@ -77,24 +82,25 @@ def test_the_split_itself_takes_what_is_assumed_of_its_bytes_and_rounds() -> Non
     assert assumed.ms_of_step(10) == pytest.approx(assumed.us / 100)
 
 
-def test_a_curve_changes_no_placement_that_it_does_not_refuse() -> None:
-    plain = solve(HEAT, RANKS, SLOTS, split="step", threads=1)
+def test_a_curve_only_rejects_placements_and_never_changes_them() -> None:
+    by_tokens = solve(HEAT, RANKS, SLOTS, split="step", threads=1)
     timed = solve(HEAT, RANKS, SLOTS, split="step", cost_curve=H200, threads=1)
     assert time_curve(STEP) is None
     changed = [verdict.layer for verdict in timed.verdicts if verdict.changed]
     assert changed
     for layer in changed:
-        np.testing.assert_array_equal(timed.phy2log[layer], plain.phy2log[layer])
+        np.testing.assert_array_equal(timed.phy2log[layer], by_tokens.phy2log[layer])
     assert timed.ms_after < timed.ms_before
     us_TL = split_us(HEAT, Placement(timed.phy2log, EXPERTS), timed.log2phy, None, "step", H200)
     assert timed.ms_after == pytest.approx(us_TL.mean(axis=0).sum() / 1e3)
 
 
-def test_what_evens_tokens_out_and_saves_no_time_is_not_done() -> None:
-    # Below the knee all that counts is how many slots have tokens.
+def test_a_change_that_balances_tokens_but_saves_no_time_is_skipped() -> None:
+    # Below the knee, only the number of slots with tokens matters.
     reading = CostCurve(0.0, 50.0, 0.0, 1e-6)
     settings = replace(STEP, cost_curve=reading, par_threshold=1.0, min_gain=0.0, move_price=0.0)
-    by_tokens, by_time = decided(replace(settings, cost_curve=None)), decided(settings)
+    by_tokens = decided(replace(settings, cost_curve=None))
+    by_time = decided(settings)
     assert by_tokens.layers
     for layer_plan in by_tokens.layers:
         verdict = by_time.verdicts[layer_plan.layer]
@@ -105,18 +111,18 @@ def test_what_evens_tokens_out_and_saves_no_time_is_not_done() -> None:
     assert by_time.layers == ()
 
 
-def test_moves_must_be_worth_their_part_of_the_time() -> None:
+def test_moves_must_save_their_share_of_the_time() -> None:
     settings = replace(STEP, par_threshold=1.0, min_gain=0.0, move_price=0.0)
     free = decided(settings)
     (worst, *_) = free.layers
     verdict = free.verdicts[worst.layer]
     won = 1 - verdict.us_planned / verdict.us_seen
     for min_gain, changes in ((0.9 * won, True), (1.1 * won, False)):
-        found = decided(replace(settings, min_gain=min_gain), holdout=False)
-        assert found.verdicts[worst.layer].changed is changes
+        decision = decided(replace(settings, min_gain=min_gain), holdout=False)
+        assert decision.verdicts[worst.layer].changed is changes
 
 
-def test_what_cannot_go_together_is_refused() -> None:
+def test_contradictory_settings_are_rejected() -> None:
     with pytest.raises(
         SettingsError, match=r"fitted_curve and split step cannot be used together: .*eplb calibrate"
     ):

@@ -1,4 +1,4 @@
-"""A decision looks back as far as heat forecasts what came, and no farther."""
+"""A decision looks back only over steps that forecast the later heat."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def test_heat_from_before_a_jump_is_not_used(since: int) -> None:
     assert since / 3 <= stationary_steps(heat_TLE, 16) <= since
 
 
-def plain_stationary_steps(heat_TLE: np.ndarray, ahead: int) -> int:
-    """Each stretch by its own mean."""
+def slow_stationary_steps(heat_TLE: np.ndarray, ahead: int) -> int:
+    """Slow twin: evaluate every look-back by its own mean."""
     part_TLE = heat_TLE / np.maximum(heat_TLE.sum(axis=2, keepdims=True), 1.0)
     before = len(part_TLE) - ahead
     lengths = [length for length in (16, 32, 64, 128, 256) if length < before] + [before]
@@ -36,37 +36,37 @@ def plain_stationary_steps(heat_TLE: np.ndarray, ahead: int) -> int:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_the_stretch_is_the_one_that_each_stretch_by_itself_would_name(seed: int) -> None:
+def test_the_look_back_matches_the_slow_twin(seed: int) -> None:
     generator = np.random.default_rng(seed)
     heat_TLE = np.concatenate([drawn(int(steps), seed + 10) for steps in generator.integers(20, 200, 3)])
     ahead = int(generator.integers(4, 40))
-    assert stationary_steps(heat_TLE, ahead) == plain_stationary_steps(heat_TLE, ahead)
+    assert stationary_steps(heat_TLE, ahead) == slow_stationary_steps(heat_TLE, ahead)
 
 
 @pytest.mark.parametrize(("since", "tokens"), [(4, 8192), (9, 8192), (16, 8192), (16, 64)])
-def test_heat_that_jumped_has_changed_and_still_heat_has_not(since: int, tokens: int) -> None:
+def test_a_jump_of_the_heat_is_a_change_and_stationary_heat_is_not(since: int, tokens: int) -> None:
     assert has_changed(np.concatenate([drawn(100, 0, tokens), drawn(since, 1, tokens)]), since)
     assert not has_changed(drawn(100 + since, 0, tokens), since)
 
 
 @pytest.mark.parametrize(("kind", "since"), [("bursty", 10), ("bursty", 16), ("drift", 10)])
-def test_bursts_and_drift_are_seldom_a_change(kind: str, since: int) -> None:
+def test_bursts_and_drift_are_seldom_detected_as_a_change(kind: str, since: int) -> None:
     heat_TLE = generate(kind, 4, 256, 1024, 0)
     ends = range(256, 1024, 16)
     assert sum(has_changed(heat_TLE[:end], since) for end in ends) <= len(ends) // 10
 
 
-def test_where_there_is_nothing_to_compare_heat_counts_as_changed() -> None:
+def test_heat_without_earlier_steps_counts_as_changed() -> None:
     assert has_changed(drawn(8, 0), 8)
     assert has_changed(drawn(8, 0), 1)
 
 
 @pytest.mark.parametrize(("steps", "ahead"), [(20, 0), (20, 8), (300, 16)])
-def test_few_steps_and_all_of_still_heat_are_used(steps: int, ahead: int) -> None:
+def test_all_steps_of_short_or_stationary_heat_are_used(steps: int, ahead: int) -> None:
     assert stationary_steps(drawn(steps, 0), ahead) == steps
 
 
-def test_layers_without_tokens_do_not_matter() -> None:
+def test_layers_without_tokens_do_not_affect_the_look_back() -> None:
     heat_TLE = np.concatenate([drawn(100, 0), drawn(40, 1)])
     heat_TLE[:, 1] = 0
     assert stationary_steps(heat_TLE, 16) <= 40

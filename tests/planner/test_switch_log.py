@@ -1,4 +1,4 @@
-"""What ranks report of their switches is kept once each, checked against the clock, and estimated from."""
+"""The log stores each rank's switch reports once, checks them against the clock, and estimates costs from them."""
 
 from __future__ import annotations
 
@@ -21,11 +21,13 @@ def layer_plan(layer: int, *receivers: int) -> LayerPlan:
 
 
 class Ranks:
-    """Ranks that switch plan after plan; each layer takes 20 steps, of which its weights travel in five."""
+    """Ranks that commit one plan after another. Each layer takes 20 steps, five of them for the transfer."""
 
     def __init__(self) -> None:
         self.log = SwitchLog()
-        self.now, self.step, self.plan_id = 0.0, 200, 0
+        self.now = 0.0
+        self.step = 200
+        self.plan_id = 0
         self.us: dict[int, float] = {}
 
     def steps(self, count: int, us: float = STEP_US) -> None:
@@ -44,7 +46,7 @@ class Ranks:
         self.log.offered(self.plan_id, layers, RANKS, self.now)
 
     def switch(self, layers: list[LayerPlan], lost: float = 0.0) -> None:
-        """With 50 ms of 10 ms steps per transfer, which take longer where some of it is lost."""
+        """Commit a plan with transfers of 50 ms and steps of 10 ms, which grow by the lost fraction."""
         self.offer(*layers)
         self.steps(4)
         self.say(PlanState.ACCEPTED, layers[0].layer)
@@ -69,7 +71,7 @@ def ranks() -> Ranks:
     return Ranks()
 
 
-def test_enough_plans_make_all_three_known(ranks: Ranks) -> None:
+def test_enough_plans_yield_all_three_costs(ranks: Ranks) -> None:
     for _ in range(3):
         ranks.switch([layer_plan(0, 1, 1, 2), layer_plan(1, 3)], lost=0.2)
     some = ranks.log.costs()
@@ -77,12 +79,12 @@ def test_enough_plans_make_all_three_known(ranks: Ranks) -> None:
     assert some.commit_seconds == pytest.approx(0.002)
     ranks.switch([layer_plan(2, 1, 1)], lost=0.2)
     costs = ranks.log.costs()
-    # Two of 62.5 ms for two experts, one each for one: layers count alike, whichever rank received.
+    # Layers have equal weight, regardless of the receiving rank.
     assert costs.expert_seconds == pytest.approx(0.0625, rel=0.3)
     assert costs.lost_share == pytest.approx(0.2, abs=0.01)
 
 
-def test_a_rank_that_received_nothing_says_nothing_of_transfers(ranks: Ranks) -> None:
+def test_a_rank_without_received_experts_yields_no_transfer_cost(ranks: Ranks) -> None:
     for _ in range(4):
         ranks.switch([layer_plan(0)])
     costs = ranks.log.costs()
@@ -90,9 +92,7 @@ def test_a_rank_that_received_nothing_says_nothing_of_transfers(ranks: Ranks) ->
 
 
 @pytest.mark.parametrize(("seconds", "believed"), [(1.09, True), (1.2, False), (-0.1, False), (1e6, False)])
-def test_a_report_that_is_longer_than_the_plan_is_left_out(
-    ranks: Ranks, seconds: float, believed: bool
-) -> None:
+def test_a_report_longer_than_its_plan_is_ignored(ranks: Ranks, seconds: float, believed: bool) -> None:
     for _ in range(4):
         ranks.offer(layer_plan(0, 1))
         ranks.say(PlanState.ACCEPTED)
@@ -102,7 +102,7 @@ def test_a_report_that_is_longer_than_the_plan_is_left_out(
     assert (ranks.log.costs().expert_seconds is not None) is believed
 
 
-def test_one_rank_that_exaggerates_does_not_move_the_estimate(ranks: Ranks) -> None:
+def test_one_exaggerating_rank_does_not_move_the_estimate(ranks: Ranks) -> None:
     for _ in range(4):
         ranks.offer(layer_plan(0, 0, 1, 2, 3))
         ranks.say(PlanState.ACCEPTED)
@@ -117,7 +117,7 @@ def test_one_rank_that_exaggerates_does_not_move_the_estimate(ranks: Ranks) -> N
     assert costs.commit_seconds == pytest.approx(0.002)
 
 
-def test_what_is_reported_of_other_plans_or_by_clients_of_no_group_counts_for_nothing(ranks: Ranks) -> None:
+def test_reports_of_unknown_plans_or_clients_are_ignored(ranks: Ranks) -> None:
     for _ in range(4):
         ranks.offer(layer_plan(0, 1))
         ranks.log.heard(0, PlanStatus(99, PlanState.TRANSFERRED, transfer_seconds=1.0), 0.0)
@@ -129,7 +129,7 @@ def test_what_is_reported_of_other_plans_or_by_clients_of_no_group_counts_for_no
     assert ranks.log.costs() == NOTHING_MEASURED
 
 
-def test_a_plan_that_was_aborted_half_way_counts_as_far_as_it_went(ranks: Ranks) -> None:
+def test_an_aborted_plan_counts_up_to_its_last_commit(ranks: Ranks) -> None:
     ranks.offer(*(layer_plan(layer, 1) for layer in range(5)))
     ranks.say(PlanState.ACCEPTED)
     for layer in range(4):
@@ -161,13 +161,13 @@ def test_layers_transferred_together_slow_the_same_steps(ranks: Ranks) -> None:
         ranks.steps(100)
         ranks.look()
     costs = ranks.log.costs()
-    # The first two layers slow ten steps together. The five steps of the third layer are not slow.
+    # The first two layers slow ten steps together. The third layer's five steps are not slow.
     assert costs.lost_share == pytest.approx(0.143, abs=0.02)
     assert costs.expert_seconds == pytest.approx(0.0625)
     assert costs.commit_seconds == pytest.approx(0.002)
 
 
-def test_what_is_kept_is_bounded_and_the_newest(ranks: Ranks) -> None:
+def test_the_log_is_bounded_and_keeps_the_newest_reports(ranks: Ranks) -> None:
     for lost in [0.4] * 8 + [0.1] * 16:
         ranks.switch([layer_plan(0, 1)], lost=lost)
     assert ranks.log.costs().lost_share == pytest.approx(0.1, abs=0.01)

@@ -1,4 +1,4 @@
-"""The best price of time that is known is used, and says what it is and why it is nothing better."""
+"""The planner uses the best available time price, and names its kind and why no better one is available."""
 
 from __future__ import annotations
 
@@ -18,11 +18,14 @@ from eplb_core.planner.settings import PlannerSettings
 
 SETTINGS = PlannerSettings()
 CURVE = CostCurve(5.0, 12.0, 4.0, 0.06)
-RANKS, SLOTS, EXPERTS, STEPS = 4, 6, 24, 160
+RANKS = 4
+SLOTS = 6
+EXPERTS = 24
+STEPS = 160
 
 
 def window() -> Window:
-    """Batches and skew that vary from step to step."""
+    """Draw a window in which batch size and skew vary by step."""
     rng = np.random.default_rng(0)
     popularity = rng.dirichlet(np.full(EXPERTS, 0.5), (STEPS, 2))
     batch_T = np.exp(rng.uniform(np.log(64), np.log(8192), STEPS))
@@ -35,7 +38,7 @@ SERVING = Layout(PLACEMENT, PLACEMENT.default_log2phy())
 
 
 def times(noise: float, curve: CostCurve = CURVE) -> StepTimes:
-    """What steps take under a curve, slot by slot."""
+    """Return the step times under a curve, summed over slots."""
     tokens = WINDOW.heat_TLE.reshape(STEPS, 2, RANKS, SLOTS)
     us_T = 700 + curve.slot_us(tokens).sum(axis=3).max(axis=2).sum(axis=1)
     scatter_T = np.exp(noise * np.random.default_rng(1).standard_normal(STEPS))
@@ -45,11 +48,11 @@ def times(noise: float, curve: CostCurve = CURVE) -> StepTimes:
 UNKNOWN = StepTimes(np.full(STEPS, np.nan), np.full(STEPS, np.nan))
 
 
-def priced(settings: PlannerSettings = SETTINGS, known: StepTimes = UNKNOWN) -> TimePrice:
-    return time_price(settings, WINDOW, SERVING, known)
+def priced(settings: PlannerSettings = SETTINGS, step_times: StepTimes = UNKNOWN) -> TimePrice:
+    return time_price(settings, WINDOW, SERVING, step_times)
 
 
-def test_a_curve_that_is_given_is_measured_only_where_it_was_fitted() -> None:
+def test_a_stated_curve_counts_as_measured_only_if_it_was_fitted() -> None:
     fit = FitQuality(40, 10, 0.02, 0.05, 0.08)
     assert priced(replace(SETTINGS, cost_curve=CURVE), times(0.0)).kind == STATED
     measured = priced(replace(SETTINGS, cost_curve=replace(CURVE, fit=fit)))
@@ -57,50 +60,50 @@ def test_a_curve_that_is_given_is_measured_only_where_it_was_fitted() -> None:
     assert "median error 2.0%" in measured.reason
 
 
-def test_step_times_give_the_curve_where_none_is_given() -> None:
-    found = priced(known=times(0.003))
-    assert found.kind == FITTED
-    assert found.curve.slope_us == pytest.approx(CURVE.slope_us, rel=0.15)
-    assert found.least < 1 < found.most
-    assert "held-out" in found.reason
+def test_step_times_yield_a_curve_if_none_is_stated() -> None:
+    price = priced(step_times=times(0.003))
+    assert price.kind == FITTED
+    assert price.curve.slope_us == pytest.approx(CURVE.slope_us, rel=0.15)
+    assert price.least < 1 < price.most
+    assert "held-out" in price.reason
 
 
 @pytest.mark.parametrize(
-    ("known", "why"),
+    ("step_times", "why"),
     [
         (UNKNOWN, "0 steps are too few"),
         (times(0.6), "misses the steps held out|do not depend measurably"),
         (StepTimes(np.full(STEPS, 900.0), np.full(STEPS, np.nan)), "do not grow|do not depend measurably"),
     ],
 )
-def test_a_fit_that_says_nothing_is_refused_and_the_fallback_named(known: StepTimes, why: str) -> None:
-    found = priced(known=known)
-    assert found.kind == ASSUMED
-    assert found.curve.linear
-    assert re.search(why, found.reason)
+def test_an_inconclusive_fit_is_rejected_and_the_fallback_named(step_times: StepTimes, why: str) -> None:
+    price = priced(step_times=step_times)
+    assert price.kind == ASSUMED
+    assert price.curve.linear
+    assert re.search(why, price.reason)
 
 
-def test_the_linear_price_makes_a_layer_take_what_is_stated() -> None:
-    found = priced(replace(SETTINGS, layer_ms=2.0))
-    assert found.kind == STATED
+def test_the_linear_price_reproduces_the_stated_layer_time() -> None:
+    price = priced(replace(SETTINGS, layer_ms=2.0))
+    assert price.kind == STATED
     peak_TL = WINDOW.heat_TLE.reshape(STEPS, 2, RANKS, SLOTS).sum(axis=3).max(axis=2)
-    assert found.curve.slope_us * peak_TL.mean() == pytest.approx(2000)
+    assert price.curve.slope_us * peak_TL.mean() == pytest.approx(2000)
 
 
-def test_half_of_a_step_is_assumed_to_be_experts_where_steps_are_timed_and_nothing_is_stated() -> None:
+def test_experts_are_assumed_to_take_half_of_a_timed_step() -> None:
     timed = StepTimes(np.full(STEPS, 900.0), np.full(STEPS, np.nan))
-    found = priced(known=timed)
+    price = priced(step_times=timed)
     peak_TL = WINDOW.heat_TLE.reshape(STEPS, 2, RANKS, SLOTS).sum(axis=3).max(axis=2)
-    assert found.curve.slope_us * peak_TL.mean() == pytest.approx(900 / 2 / 2)
-    assert "50% of a measured step" in found.reason
+    assert price.curve.slope_us * peak_TL.mean() == pytest.approx(900 / 2 / 2)
+    assert "50% of a measured step" in price.reason
     assert "0.4 ms per layer" in priced().reason
     assert "(stated: layer_ms)" in priced(replace(SETTINGS, layer_ms=2.0), timed).reason
 
 
-def test_with_split_step_nothing_is_fitted() -> None:
-    found = priced(replace(SETTINGS, split="step"), times(0.0))
-    assert found.kind == ASSUMED
+def test_no_curve_is_fitted_under_the_stepwise_split() -> None:
+    price = priced(replace(SETTINGS, split="step"), times(0.0))
+    assert price.kind == ASSUMED
     assert (
         "with split step ranks have even tokens in every step; measure a curve with eplb calibrate"
-        in found.reason
+        in price.reason
     )

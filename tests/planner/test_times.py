@@ -1,4 +1,4 @@
-"""With a cost curve the planner lowers time and says so; a linear one changes nothing."""
+"""With a cost curve, the planner lowers the time and reports it; a linear curve changes no decision."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ LARGE = synthetic_heat("static", 64, 2, 64, tokens=8192, top_k=4, seed=1)
 
 
 def test_a_linear_curve_changes_no_placement_and_no_table():
-    plain = solve(LARGE, 8, 9)
+    by_tokens = solve(LARGE, 8, 9)
     timed = solve(LARGE, 8, 9, cost_curve=CostCurve(20, 0, 0, 0.0615))
-    assert np.array_equal(plain.phy2log, timed.phy2log)
-    assert np.array_equal(plain.log2phy, timed.log2phy)
-    assert plain.ms_after is None
+    assert np.array_equal(by_tokens.phy2log, timed.phy2log)
+    assert np.array_equal(by_tokens.log2phy, timed.log2phy)
+    assert by_tokens.ms_after is None
     assert timed.ms_after is not None
     hottest = sum(20 + 0.0615 * tokens for tokens in timed.hottest_after_L)
     assert timed.ms_after == pytest.approx(hottest / 1e3)
 
 
 @pytest.mark.parametrize("heat", [SMALL, LARGE])
-def test_times_before_and_after_are_those_of_the_verdicts(heat):
+def test_total_times_are_the_sums_over_the_verdicts(heat):
     timed = solve(heat, 8, 9, cost_curve=H200)
     balanced = solve(heat, 8, 9)
     assert timed.ms_after < timed.ms_before
@@ -37,14 +37,14 @@ def test_times_before_and_after_are_those_of_the_verdicts(heat):
     assert all(verdict.us_seen is None for verdict in balanced.verdicts)
 
 
-def test_what_was_placed_for_this_heat_is_kept_and_says_why():
+def test_a_placement_fitted_to_the_heat_is_kept_with_a_reason():
     first = solve(LARGE, 8, 9, cost_curve=H200)
     again = solve(LARGE, 8, 9, cost_curve=H200, placement=first.phy2log, log2phy=first.log2phy)
     assert again.moves == 0
     assert all("no change pays" in verdict.reason for verdict in again.verdicts if not verdict.changed)
 
 
-def test_steps_are_taken_evenly_and_never_summed():
+def test_steps_are_sampled_evenly_and_never_summed():
     assert _sampled_steps(10, 5).tolist() == [1, 3, 5, 7, 9]
     assert _sampled_steps(10, 128).tolist() == list(range(10))
 
@@ -56,7 +56,7 @@ def test_other_policies_and_linear_curves_balance_tokens():
     assert time_curve(PlannerSettings()) is None
 
 
-def test_a_curve_is_named_by_its_file(tmp_path):
+def test_a_curve_is_read_from_its_file(tmp_path):
     path = tmp_path / "curve.json"
     write_curves(path, [H200])
     assert planner_settings({"cost_curve": str(path)}).cost_curve == H200

@@ -1,4 +1,4 @@
-"""Nodes count: tokens and weights stay on them where balance allows, and groups of experts where the settings ask."""
+"""Tokens and weights stay on their node if balance allows, and expert groups stay together if required."""
 
 from __future__ import annotations
 
@@ -16,13 +16,17 @@ from eplb_core.solver import layer as decision_module
 from tests.planner.drawn import still_heat, whole_loads
 from tests.solver.slow.topology import crossing
 
-LAYERS, EXPERTS, RANKS, SLOTS, GROUPS = 3, 32, 8, 5, 8
+LAYERS = 3
+EXPERTS = 32
+RANKS = 8
+SLOTS = 5
+GROUPS = 8
 EACH = np.arange(RANKS)
 TWO_NODES = Topology(EACH // 4, EACH)
 
 
 def window_of(seed: int, spread: float = 0.3) -> Window:
-    """Heat that stays as it is, and sources that send unlike amounts, or the same where ``spread`` is 0."""
+    """Return stationary heat from sources that differ by ``spread``; 0 makes them equal."""
     source_RLE = np.random.default_rng(seed).lognormal(0, spread, (RANKS, LAYERS, EXPERTS))
     return Window(still_heat(48, LAYERS, EXPERTS, 8000, seed, skew=0.8), source_RLE)
 
@@ -36,13 +40,13 @@ def decided(
     start: tuple[Placement, np.ndarray] | None = None,
     **settings,
 ) -> tuple[Plan, tuple[Placement, np.ndarray]]:
-    """The plan, and what serves once it is switched."""
+    """Return the plan and the layout after its commit."""
     after, table_RLE = start or (LINEAR, LINEAR.default_log2phy())
     switched, search = with_options(PlannerSettings(), settings)
-    made = plan(window or window_of(5), after, table_RLE, topology, switched, search=search)
-    after, table_RLE = apply_layers(after, table_RLE, made.changes())
+    decision = plan(window or window_of(5), after, table_RLE, topology, switched, search=search)
+    after, table_RLE = apply_layers(after, table_RLE, decision.changes())
     after.check_log2phy(table_RLE)
-    return made, (after, table_RLE)
+    return decision, (after, table_RLE)
 
 
 def crossed(table_RLE: np.ndarray, nodes_R: np.ndarray, window: Window) -> list[float]:
@@ -69,17 +73,17 @@ def test_fewer_tokens_cross_nodes_at_no_higher_ratio(
     realised_L = par(whole_loads(window.heat_TLE, after, table_RLE, window.source_RLE))
     expected_L = np.maximum(realised_L, [verdict.noise_floor for verdict in near.verdicts])
     np.testing.assert_allclose(expected_L, [verdict.par_planned for verdict in near.verdicts], atol=1e-4)
-    monkeypatch.setattr(decision_module, "localised", lambda found, *_: found)
+    monkeypatch.setattr(decision_module, "localised", lambda change, *_: change)
     far, (same, far_RLE) = decided(TWO_NODES, window)
     np.testing.assert_array_equal(after.phy2log_LRS, same.phy2log_LRS)
     assert np.mean(near_L) < np.mean(crossed(far_RLE, TWO_NODES.nodes_R, window)) - fewer
-    for one, other, part in zip(near.verdicts, far.verdicts, near_L, strict=True):
-        # Other tables are other draws of whole tokens.
-        assert one.par_planned <= other.par_planned + 1e-3
-        assert f"{part:.0%} of its tokens leave their node" in one.reason
+    for near_verdict, far_verdict, fraction in zip(near.verdicts, far.verdicts, near_L, strict=True):
+        # Different tables draw different whole tokens.
+        assert near_verdict.par_planned <= far_verdict.par_planned + 1e-3
+        assert f"{fraction:.0%} of its tokens leave their node" in near_verdict.reason
 
 
-def test_one_node_reports_no_crossing_and_rule_tables_stay_the_rule() -> None:
+def test_one_node_reports_no_crossing_and_keeps_the_fixed_rule_s_tables() -> None:
     flat, _ = decided(Topology.flat(RANKS))
     assert not any("leave their node" in verdict.reason for verdict in flat.verdicts)
     _, (after, table_RLE) = decided(TWO_NODES, solve_tables=False)
@@ -91,15 +95,15 @@ def test_ranks_that_share_tokens_keep_one_table() -> None:
     node_R, node_G = topology.nodes()
     assert node_R.tolist() == [0, 0, 0, 0, 1, 1, 1, 1]
     assert node_G.tolist() == [0, 0, -1, 1, 1]
-    made, _ = decided(topology)
-    assert made.layers
-    for changed in made.layers:
+    decision, _ = decided(topology)
+    assert decision.layers
+    for changed in decision.layers:
         for group in range(5):
             table_XE = changed.log2phy_RE[topology.token_groups_R == group]
             assert (table_XE == table_XE[0]).all()
 
 
-def test_nodes_are_numbered_without_gaps() -> None:
+def test_gaps_in_node_numbers_are_closed() -> None:
     node_R, node_G = Topology(np.array([70000, 3, 70000, 9]), np.array([5, 1, 5, 1])).nodes()
     assert node_R.tolist() == [2, 0, 2, 1]
     assert node_G.tolist() == [-1, 2]
@@ -107,9 +111,9 @@ def test_nodes_are_numbered_without_gaps() -> None:
 
 @pytest.mark.parametrize("policy", ["deepseek", "flashlb"])
 def test_groups_of_experts_stay_on_one_node(policy: str) -> None:
-    made, (after, table_RLE) = decided(TWO_NODES, policy=policy, expert_groups=GROUPS)
-    assert len(made.layers) == LAYERS
-    assert made.par_planned < made.par_seen - 0.1
+    decision, (after, table_RLE) = decided(TWO_NODES, policy=policy, expert_groups=GROUPS)
+    assert len(decision.layers) == LAYERS
+    assert decision.par_planned < decision.par_seen - 0.1
     for layer in range(LAYERS):
         where = nodes_of_experts(after, layer)
         for group in range(GROUPS):
@@ -121,8 +125,8 @@ def test_groups_of_experts_stay_on_one_node(policy: str) -> None:
 
 def test_warm_decisions_keep_each_group_on_one_node() -> None:
     _, placed = decided(TWO_NODES, expert_groups=GROUPS)
-    made, (after, _) = decided(TWO_NODES, window_of(6), placed, expert_groups=GROUPS, move_price=0.0)
-    assert made.moves > 0
+    decision, (after, _) = decided(TWO_NODES, window_of(6), placed, expert_groups=GROUPS, move_price=0.0)
+    assert decision.moves > 0
     for layer in range(LAYERS):
         where = nodes_of_experts(after, layer)
         for group in range(GROUPS):
@@ -139,12 +143,12 @@ def test_warm_decisions_keep_each_group_on_one_node() -> None:
         (EACH, 8, "over 8 nodes (ranks per node: 1, slots per rank: 5)"),
     ],
 )
-def test_groups_that_cannot_be_kept_together_are_reported(nodes: np.ndarray, groups: int, why: str) -> None:
+def test_groups_that_cannot_stay_together_are_reported(nodes: np.ndarray, groups: int, why: str) -> None:
     topology = Topology(nodes, EACH)
-    grouped, asked = decided(topology, expert_groups=groups)
+    grouped, grouped_plan = decided(topology, expert_groups=groups)
     _, unasked = decided(topology)
     assert grouped.layers
     assert all(why in grouped.verdicts[changed.layer].reason for changed in grouped.layers)
-    np.testing.assert_array_equal(asked[0].phy2log_LRS, unasked[0].phy2log_LRS)
+    np.testing.assert_array_equal(grouped_plan[0].phy2log_LRS, unasked[0].phy2log_LRS)
     one_node, _ = decided(Topology.flat(RANKS), expert_groups=5)
     assert not any("any node" in verdict.reason for verdict in one_node.verdicts)

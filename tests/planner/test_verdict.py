@@ -1,4 +1,4 @@
-"""Every verdict gives a reason that fits what was decided, and its figures agree with each other."""
+"""Every verdict's reason fits the decision, and its figures are consistent."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TOPOLOGY = replace(Topology.flat(2), bytes_per_expert=1000)
 def figures(
     seen: float = 1.4, bound: float = 1.1, par: float = 1.5, us: float = math.nan, **settings: object
 ) -> LayerFigures:
-    """Return figures of one layer: ``seen`` and ``bound`` in episodes, ``par`` per step with a floor of 1.1."""
+    """Return one layer's figures: ``seen`` and ``bound`` over episodes, ``par`` per step, floor 1.1."""
     request = SolveRequest(
         Window(np.ones((1, 1, 4))),
         PLACEMENT,
@@ -59,14 +59,14 @@ def result(action: int, **facts: object) -> LayerResult:
         (figures(max_layers=7), "waits: only the 7 worst layers change in one decision"),
     ],
 )
-def test_a_layer_that_is_not_selected_stays_and_says_why(before: LayerFigures, reason: str) -> None:
+def test_a_layer_that_is_not_selected_stays_with_a_reason(before: LayerFigures, reason: str) -> None:
     verdict = layer_verdicts.unselected_verdict(before, 0)
     assert verdict.reason == reason
     assert_kept(verdict)
     assert verdict.us_seen is None
 
 
-def test_a_layer_that_no_change_pays_for_stays() -> None:
+def test_a_layer_stays_if_no_change_pays() -> None:
     verdict, change, _ = layer_outcome(figures(us=50.0), 0, result(KEEP))
     assert change is None
     assert verdict.reason == "kept: no change pays for its moves on held-out steps"
@@ -90,7 +90,9 @@ def test_a_layer_that_no_change_pays_for_stays() -> None:
         (FRESH, 3, {"trimmed": True, "optimism": 0.5}, "1.500 to 1.250 on this window; planned for bursts"),
     ],
 )
-def test_a_layer_that_changes_says_how(action: int, moves: int, facts: dict[str, Any], reason: str) -> None:
+def test_the_verdict_describes_the_change_of_a_layer(
+    action: int, moves: int, facts: dict[str, Any], reason: str
+) -> None:
     verdict = layer_verdicts.change_verdict(figures(), 0, result(action, **facts), moves, 1.25, None)
     assert verdict.reason.endswith(reason)
     assert verdict.changed

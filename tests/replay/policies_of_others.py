@@ -1,1 +1,1 @@
-"""Policies that tests give by name."""
+"""Target module for policies that tests load by name."""

@@ -1,4 +1,4 @@
-"""Advice follows from what was replayed: balance where it wins, and plainly not where it cannot."""
+"""Advice follows from the replays: it recommends balancing if it pays, and otherwise gives the reason."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -23,18 +23,19 @@ SKEWED_TLE = synthetic_heat("static", 250, layers=2, experts=32, tokens=2048, to
 
 
 def advised(heat_TLE, ranks, slots, costs=None):
-    return rounds(heat_TLE, slots, SETTINGS, scene_for(ranks, costs))
+    return advice_and_replays(heat_TLE, slots, SETTINGS, scene_for(ranks, costs))
 
 
-def rounds(heat_TLE, slots, settings, scene):
-    """The advice, and the replays that it is made of."""
-    trace, done = ArrayTrace(heat_TLE), []
+def advice_and_replays(heat_TLE, slots, settings, scene):
+    """Return the advice and the replays behind it."""
+    trace = ArrayTrace(heat_TLE)
+    replays = []
 
     def run(jobs):
-        done.append(replay(trace, jobs, scene))
-        return done[-1]
+        replays.append(replay(trace, jobs, scene))
+        return replays[-1]
 
-    return advise(run, slots, 40, trace.steps, settings), done
+    return advise(run, slots, 40, trace.steps, settings), replays
 
 
 @pytest.fixture(scope="module")
@@ -42,27 +43,27 @@ def skewed():
     return advised(SKEWED_TLE, 8, [4, 5, 6], Costs(step_ms=30))
 
 
-def test_skewed_heat_is_worth_balancing(skewed):
-    given, (first, *_) = skewed
-    assert given.pays
-    assert given.par < given.par_left_alone
-    assert given.par_left_alone == pytest.approx(first.baselines[0].par_DL[:-1].mean(), rel=0.05)
-    assert given.chosen.net_ms > 0
-    assert given.gain_L.mean() == pytest.approx(given.par_left_alone - given.par, abs=0.05)
-    assert any("net of switching" in reason for reason in given.reasons)
+def test_balancing_pays_on_skewed_heat(skewed):
+    advice, (first, *_) = skewed
+    assert advice.pays
+    assert advice.par < advice.par_left_alone
+    assert advice.par_left_alone == pytest.approx(first.baselines[0].par_DL[:-1].mean(), rel=0.05)
+    assert advice.chosen.net_ms > 0
+    assert advice.gain_L.mean() == pytest.approx(advice.par_left_alone - advice.par, abs=0.05)
+    assert any("net of switching" in reason for reason in advice.reasons)
 
 
-def test_slots_are_compared_under_the_schedule_that_is_advised(skewed):
-    given, _ = skewed
-    schedule = given.chosen.setup
-    assert {(o.setup.window, o.setup.interval) for o in given.by_redundancy} == {
+def test_slots_are_compared_under_the_recommended_schedule(skewed):
+    advice, _ = skewed
+    schedule = advice.chosen.setup
+    assert {(o.setup.window, o.setup.interval) for o in advice.by_redundancy} == {
         (schedule.window, schedule.interval)
     }
-    assert [option.setup.slots for option in given.by_redundancy] == [4, 5, 6]
-    best = min(option.par for option in given.by_schedule)
+    assert [option.setup.slots for option in advice.by_redundancy] == [4, 5, 6]
+    best = min(option.par for option in advice.by_schedule)
     [same] = [
         option
-        for option in given.by_schedule
+        for option in advice.by_schedule
         if (option.setup.window, option.setup.interval) == (schedule.window, schedule.interval)
     ]
     assert same.par <= best + 0.01
@@ -72,7 +73,7 @@ def option_of(slots, par):
     return Option(str(slots), Setup(slots, 40, 40), 0.0, par, 0.1, 0.0)
 
 
-def test_more_memory_must_win_a_tenth_of_what_can_be_won():
+def test_more_slots_must_gain_a_tenth_of_the_possible_gain():
     options = [option_of(4, 1.75), option_of(5, 1.249), option_of(6, 1.20), option_of(8, 1.161)]
     assert cheapest(options, left_alone=2.09).setup.slots == 5
     assert cheapest(options, left_alone=1.76).setup.slots == 6
@@ -99,15 +100,15 @@ def test_more_memory_must_win_a_tenth_of_what_can_be_won():
             "costs as much as balancing saves",
         ),
     ],
-    ids=["even heat", "few tokens", "dear switches"],
+    ids=["even heat", "few tokens", "expensive switches"],
 )
-def test_where_balancing_does_not_pay_the_reason_is_said_plainly(heat_TLE, ranks, slots, costs, reason):
-    given, _ = advised(heat_TLE, ranks, [slots], costs)
-    assert not given.pays
-    assert any(reason in said for said in given.reasons)
+def test_the_advice_gives_the_reason_if_balancing_does_not_pay(heat_TLE, ranks, slots, costs, reason):
+    advice, _ = advised(heat_TLE, ranks, [slots], costs)
+    assert not advice.pays
+    assert any(reason in text for text in advice.reasons)
 
 
-def test_a_round_that_was_stopped_advises_nothing(skewed):
+def test_an_interrupted_round_yields_no_advice(skewed):
     _, (first, *_) = skewed
     with pytest.raises(ReplayError, match="stopped before there were enough results"):
         advise(lambda jobs: replace(first, interrupted=True), [4], 40, 250, SETTINGS)
@@ -116,28 +117,28 @@ def test_a_round_that_was_stopped_advises_nothing(skewed):
 CURVE = CostCurve(20.0, 11.6, 5.0, 0.0615)
 
 
-def in_time(tokens):
+def advice_by_time(tokens):
     costs = Costs(curve=CURVE, bytes_per_expert=1 << 20)
     heat_TLE = synthetic_heat("static", 130, layers=1, experts=32, tokens=tokens, top_k=4, seed=2)
-    return rounds(heat_TLE, (4, 5, 6), PlannerSettings(cost_curve=CURVE), scene_for(8, costs))[0]
+    return advice_and_replays(heat_TLE, (4, 5, 6), PlannerSettings(cost_curve=CURVE), scene_for(8, costs))[0]
 
 
-def test_where_reading_takes_the_time_no_redundancy_is_advised_whatever_it_does_to_the_ratio():
-    given = in_time(128)
-    assert given.chosen.setup.slots == 4
-    assert [option.bytes_per_rank for option in given.by_redundancy] == [slots << 20 for slots in (4, 5, 6)]
-    assert any("ms if left alone" in reason for reason in given.reasons)
+def test_no_redundant_slots_are_recommended_if_reading_dominates():
+    advice = advice_by_time(128)
+    assert advice.chosen.setup.slots == 4
+    assert [option.bytes_per_rank for option in advice.by_redundancy] == [slots << 20 for slots in (4, 5, 6)]
+    assert any("ms if left alone" in reason for reason in advice.reasons)
 
 
-def test_where_computing_takes_the_time_the_slots_that_are_fastest_are_advised_and_never_simply_the_most():
-    given = in_time(8192)
-    times = {option.setup.slots: option.moe_ms for option in given.by_redundancy}
-    assert given.chosen.setup.slots == min(
+def test_the_fastest_slot_count_is_recommended_if_computing_dominates():
+    advice = advice_by_time(8192)
+    times = {option.setup.slots: option.moe_ms for option in advice.by_redundancy}
+    assert advice.chosen.setup.slots == min(
         slots for slots, ms in times.items() if ms <= min(times.values()) * 1.005
     )
-    assert given.chosen.setup.slots == 5
-    assert given.pays
-    assert given.chosen.moe_ms < given.moe_ms_left_alone
+    assert advice.chosen.setup.slots == 5
+    assert advice.pays
+    assert advice.chosen.moe_ms < advice.moe_ms_left_alone
 
 
 DECODING = Path(__file__).parents[2] / "docs/examples/byte_moe_decoding.npz"
@@ -145,7 +146,7 @@ NEARLY_EVEN = 0.2
 
 
 def served(heat_TLE, slots, window):
-    """Return the mean PAR of whole tokens per window, placed on the previous window and scored without the planner."""
+    """Return the mean PAR per window in whole tokens, placed on the previous window and scored without the planner."""
     pars = []
     for first in range(0, len(heat_TLE) - 2 * window + 1, window):
         seen_TLE = heat_TLE[first : first + window]
@@ -158,12 +159,12 @@ def served(heat_TLE, slots, window):
     ("tokens", "skew"),
     [(4, 0.8), (16, 0.8), (64, NEARLY_EVEN), (64, 0.8), (256, NEARLY_EVEN), (256, 0.8), (16, None)],
 )
-def test_no_more_slots_are_advised_than_come_near_the_best_on_following_windows(tokens, skew):
+def test_the_fewest_slots_close_to_the_best_are_recommended(tokens, skew):
     heat_TLE = np.load(DECODING)["heat"] if skew is None else routed(256, tokens, skew, seed=7)[:, :2]
     slots = [4, 5, 6, 8]
     trace = ArrayTrace(heat_TLE.astype(np.int64))
     settings = replace(SETTINGS, threads=1)
-    given = advise(lambda jobs: replay(trace, jobs, scene_for(8)), slots, 64, trace.steps, settings)
+    advice = advise(lambda jobs: replay(trace, jobs, scene_for(8)), slots, 64, trace.steps, settings)
     par_of = {count: served(trace.heat_TLE, count, 64) for count in slots}
     fewest = min(count for count, par in par_of.items() if par <= 1.01 * min(par_of.values()))
-    assert given.chosen.setup.slots <= fewest, par_of
+    assert advice.chosen.setup.slots <= fewest, par_of

@@ -1,4 +1,4 @@
-"""Every change of workload is followed, whenever it comes, and however many steps are scored at a time."""
+"""The replay follows every change of workload at any step, regardless of the number of steps scored at a time."""
 
 from __future__ import annotations
 
@@ -19,7 +19,11 @@ from eplb_service.replay.costs import Costs
 from eplb_service.replay.jobs import jobs_for, scene_for
 from eplb_service.replay.policy import Setup
 
-LAYERS, EXPERTS, RANKS, SLOTS, CHOICES = 3, 96, 16, 9, 8192
+LAYERS = 3
+EXPERTS = 96
+RANKS = 16
+SLOTS = 9
+CHOICES = 8192
 FIRST = 64
 """Steps before the first decision."""
 
@@ -27,13 +31,13 @@ FIRST = 64
 def workloads(*lengths: int, seed: int) -> Counts:
     """Draw steps of one workload after the other, each with expert popularities from gamma(0.35)."""
     generator = np.random.default_rng(seed)
-    stretches = []
+    segments = []
     for length in lengths:
         popularity_LE = generator.gamma(0.35, size=(LAYERS, EXPERTS))
         popularity_LE /= popularity_LE.sum(axis=1, keepdims=True)
         rows = [generator.multinomial(CHOICES, popularity_E, size=length) for popularity_E in popularity_LE]
-        stretches.append(np.stack(rows, axis=1))
-    return checked_heat(np.concatenate(stretches).astype(np.int32))
+        segments.append(np.stack(rows, axis=1))
+    return checked_heat(np.concatenate(segments).astype(np.int32))
 
 
 def replayed(
@@ -44,9 +48,9 @@ def replayed(
     decided: list[int] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loop, "_CHUNK_STEPS", at_a_time)
-        way = loop._Run(job, ArrayTrace(heat_TLE), scene_for(RANKS, costs))
-        way._pace = Pace(first, 512, 512, seen=first)
-        decide = way._decide
+        run = loop._Run(job, ArrayTrace(heat_TLE), scene_for(RANKS, costs))
+        run._pace = Pace(first, 512, 512, seen=first)
+        decide = run._decide
 
         def counting_decide(known_TLE: Counts, step: int) -> loop.ReplayedDecision | None:
             row = decide(known_TLE, step)
@@ -54,11 +58,11 @@ def replayed(
                 decided.append(step)
             return row
 
-        patch.setattr(way, "_decide", counting_decide)
+        patch.setattr(run, "_decide", counting_decide)
         if at_a_time == 1:
-            rows = (way.serve(heat_TLE[: step + 1], 0, step) for step in range(first, len(heat_TLE)))
+            rows = (run.serve(heat_TLE[: step + 1], 0, step) for step in range(first, len(heat_TLE)))
         else:
-            rows = iter([way.serve(heat_TLE, 0, first)])
+            rows = iter([run.serve(heat_TLE, 0, first)])
         par_T = [row.par_realised for row in rows]
     return np.array(par_T), decided
 
@@ -71,7 +75,7 @@ def test_a_change_is_followed_within_20_steps_of_any_step_after_the_first_switch
 
 @pytest.mark.parametrize("after", [1, 5, 9, 13, 17, 24, 40])
 def test_a_change_is_followed_within_20_steps_of_any_later_switch(after: int) -> None:
-    # The second workload begins at step 100 of those served, and its first plan serves about 4 steps later.
+    # The second workload begins 100 steps after the first decision. Its first plan takes effect about 4 steps later.
     par_T, _ = replayed(workloads(FIRST + 100, 4 + after, 60, seed=after), at_a_time=1)
     assert (par_T[104 + after + 20 :] < 1.3).all()
 
@@ -84,7 +88,7 @@ def test_a_first_window_of_two_workloads_is_placed_for_the_newer_one(new: int) -
 
 @settings(max_examples=8, deadline=None)
 @given(st.integers(0, 2**32 - 1), st.lists(st.integers(1, 40), min_size=1, max_size=3))
-def test_decisions_fall_on_the_same_steps_however_many_are_scored_at_a_time(
+def test_the_steps_of_decisions_do_not_depend_on_the_steps_scored_at_a_time(
     seed: int, lengths: list[int]
 ) -> None:
     heat_TLE = workloads(FIRST, *lengths, seed=seed)
@@ -94,9 +98,9 @@ def test_decisions_fall_on_the_same_steps_however_many_are_scored_at_a_time(
 
 
 @pytest.mark.parametrize("second", [2, 5, 9, 12, 16])
-def test_a_plan_under_way_is_replaced_if_heat_changes_again(second: int) -> None:
+def test_a_pending_plan_is_replaced_if_the_heat_changes_again(second: int) -> None:
     late = Costs(step_ms=50, solve_ms=0)
-    # Plans end after 14 to 22 steps. The third workload begins while the plan for the second is under way.
+    # Plans end after 14 to 22 steps. The third workload begins while the plan for the second is pending.
     heat_TLE = workloads(FIRST + 60, second, 70, seed=second)
     par_T, decided = replayed(heat_TLE, at_a_time=1, costs=late)
     assert (par_T[60 + second + 16 + 20 :] < 1.3).all()
@@ -104,20 +108,20 @@ def test_a_plan_under_way_is_replaced_if_heat_changes_again(second: int) -> None
     assert under_way
 
 
-def test_a_plan_under_way_is_kept_while_heat_is_what_it_was_made_for() -> None:
-    # A plan ends 16 steps after its decision, or 22 if none was under way in the 64 steps before.
+def test_a_pending_plan_is_kept_while_the_heat_stays_the_same() -> None:
+    # A plan ends 16 steps after its decision, or 22 if no plan was pending in the 64 steps before.
     late = Costs(step_ms=50, solve_ms=400)
     par_T, decided = replayed(workloads(FIRST + 60, 70, seed=3), at_a_time=1, costs=late)
     assert (par_T[60 + 16 + 20 :] < 1.3).all()
     assert sum(60 <= step - FIRST < 60 + 20 for step in decided) == 1
 
 
-def test_a_plan_that_replaces_another_starts_from_the_experts_held(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_replacement_plan_starts_from_the_experts_on_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     decide = loop._Run._decide_on
 
-    def checking(way: loop._Run, *arguments: Any) -> Any:
-        np.testing.assert_array_equal(way._held_LRS, way._serving.placement.phy2log_LRS)
-        return decide(way, *arguments)
+    def checking(run: loop._Run, *arguments: Any) -> Any:
+        np.testing.assert_array_equal(run._held_LRS, run._serving.placement.phy2log_LRS)
+        return decide(run, *arguments)
 
     monkeypatch.setattr(loop._Run, "_decide_on", checking)
     heat_TLE = workloads(FIRST + 60, 5, 70, seed=5)

@@ -40,11 +40,11 @@ def test_sources_that_change_raise_no_alarm_and_promises_hold() -> None:
     alarms = []
     find = Pace._find_alarm
 
-    def found(pace: Pace) -> object:
+    def record_alarm(pace: Pace) -> object:
         alarms.append(find(pace))
         return alarms[-1]
 
-    with mock.patch.object(Pace, "_find_alarm", found):
+    with mock.patch.object(Pace, "_find_alarm", record_alarm):
         rows = list(run(job, prompts_on_other_ranks(0), scene))
     assert alarms
     assert not any(alarms)

@@ -1,4 +1,4 @@
-"""Decisions are made by the costs that are charged, and every number that results rest on is named with its origin."""
+"""Decisions use the costs that the replay charges, and every assumption behind a result names its source."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from tests.cost.curves import H200
 TRACE = ArrayTrace(synthetic_heat("drift", 160, 2, 16, tokens=512, top_k=4, seed=1))
 
 
-def costs_of(settings: PlannerSettings, **stated: float) -> Costs:
-    return Costs.of(settings, TRACE.layers, step_ms=10, solve_ms=0, **stated)
+def costs_of(settings: PlannerSettings, **costs: float) -> Costs:
+    return Costs.of(settings, TRACE.layers, step_ms=10, solve_ms=0, **costs)
 
 
-def moves(policy: str, settings: PlannerSettings, **stated: float) -> int:
+def moves(policy: str, settings: PlannerSettings, **costs: float) -> int:
     jobs = jobs_for([policy], [Setup(5, 32, 32)], settings, hindsight=False)
-    (found,) = replay(TRACE, jobs, scene_for(4, costs_of(settings, **stated))).policies
-    return found.moves
+    (replayed,) = replay(TRACE, jobs, scene_for(4, costs_of(settings, **costs))).policies
+    return replayed.moves
 
 
-def test_moves_follow_what_an_expert_weighs_and_what_the_link_bears() -> None:
+def test_moves_depend_on_expert_size_bandwidth_and_commit_cost() -> None:
     policy = "flashlb"
     light, heavy = (moves(policy, PlannerSettings(), bytes_per_expert=size) for size in (1000, 500_000_000))
     assert light > heavy
@@ -43,14 +43,14 @@ def test_moves_follow_what_an_expert_weighs_and_what_the_link_bears() -> None:
     assert moves(policy, PlannerSettings(layer_ms=0.001), bytes_per_expert=1000) < light
 
 
-def test_a_stated_price_is_what_decisions_go_by() -> None:
-    stated = PlannerSettings(move_price=0.1)
-    # With either size, a part is transferred within a step, so both runs decide at the same steps.
-    light, heavy = (moves("flashlb", stated, bytes_per_expert=size) for size in (1000, 8_000_000))
+def test_a_stated_move_price_overrides_the_costs() -> None:
+    settings = PlannerSettings(move_price=0.1)
+    # With either size, each part's transfer takes less than a step, so both runs decide at the same steps.
+    light, heavy = (moves("flashlb", settings, bytes_per_expert=size) for size in (1000, 8_000_000))
     assert light == heavy
 
 
-def test_what_is_charged_is_what_moves_are_priced_at() -> None:
+def test_charged_costs_follow_from_the_settings() -> None:
     costs = costs_of(PlannerSettings(link_bandwidth=10), bytes_per_expert=1_000_000, commit_ms=3)
     assert costs.stall_ms(5, received=4, layers=2) == pytest.approx(4 * 0.1 * 0.2 + 2 * 3)
     assumed = costs_of(PlannerSettings())
@@ -59,40 +59,42 @@ def test_what_is_charged_is_what_moves_are_priced_at() -> None:
     assert costs_of(PlannerSettings(layer_ms=0.7)).layer_ms == 0.7
 
 
-def named(costs: Costs, given: tuple[str, ...] = ()) -> dict[str, object]:
-    return {assumption.name: assumption for assumption in costs.assumptions(given)}
+def assumptions_by_name(costs: Costs, stated: tuple[str, ...] = ()) -> dict[str, object]:
+    return {assumption.name: assumption for assumption in costs.assumptions(stated)}
 
 
-def test_all_that_decisions_use_is_listed_and_what_was_given_says_so() -> None:
+def test_every_assumption_is_listed_with_its_source() -> None:
     decided_by = ["cost_curve", "move_price", "link_bandwidth", "bytes_per_expert", "commit_ms", "layer_ms"]
-    assert list(named(Costs())) == [*decided_by, "step_ms"]
-    found = named(Costs(step_ms=30, move_price=0.1, bytes_per_expert=7), ("step_ms", "link_bandwidth"))
-    assert set(found) == {*decided_by, "step_ms", "solve_ms", "link_share", "model_layers"}
-    assert (found["link_bandwidth"].value, found["link_bandwidth"].source) == ("25 GB/s", "given")
-    assert [found[name].source for name in ("layer_ms", "bytes_per_expert")] == ["assumed", "recorded"]
-    assert "linear" in found["cost_curve"].value
+    assert list(assumptions_by_name(Costs())) == [*decided_by, "step_ms"]
+    assumptions = assumptions_by_name(
+        Costs(step_ms=30, move_price=0.1, bytes_per_expert=7), ("step_ms", "link_bandwidth")
+    )
+    assert set(assumptions) == {*decided_by, "step_ms", "solve_ms", "link_share", "model_layers"}
+    assert (assumptions["link_bandwidth"].value, assumptions["link_bandwidth"].source) == ("25 GB/s", "given")
+    assert [assumptions[name].source for name in ("layer_ms", "bytes_per_expert")] == ["assumed", "recorded"]
+    assert "linear" in assumptions["cost_curve"].value
 
 
-def test_a_curve_and_a_stepwise_split_bring_their_source() -> None:
+def test_a_curve_and_a_stepwise_split_name_their_source() -> None:
     fitted = replace(H200, fit=FitQuality(56, 14, 0.023, 0.05, 0.09))
-    found = named(Costs(step_ms=30, curve=fitted), ("step_ms",))
-    assert found["cost_curve"].source.startswith("H200, 7168 x 2048, fp8; median error 2.3%")
-    assert "no fit is known" in named(Costs(curve=H200))["cost_curve"].source
+    assumptions = assumptions_by_name(Costs(step_ms=30, curve=fitted), ("step_ms",))
+    assert assumptions["cost_curve"].source.startswith("H200, 7168 x 2048, fp8; median error 2.3%")
+    assert "no fit is known" in assumptions_by_name(Costs(curve=H200))["cost_curve"].source
     costs = Costs(curve=H200, split=SplitCost.of(PlannerSettings(split="step"), 8, 64))
-    assert "assumed: an exchange of counts" in named(costs)["split_overhead_us"].value
-    assert "split_overhead_us" not in named(replace(costs, curve=None))
+    assert "assumed: an exchange of counts" in assumptions_by_name(costs)["split_overhead_us"].value
+    assert "split_overhead_us" not in assumptions_by_name(replace(costs, curve=None))
 
 
 EXPERT_MS = 44_000_000 / (25e9 * 0.25) * 1e3
-"""Time of one expert of 44 MB on a quarter of a link of 25 GB/s: 7 ms."""
+"""Transfer time of one 44 MB expert on a quarter of a 25 GB/s link: 7 ms."""
 
 
 def of(experts: list[int]) -> np.ndarray:
-    """Return the moves of layers in which one rank receives ``experts[n]`` experts, or sends as many."""
+    """Return the moves per layer and rank if one rank receives or sends ``experts[n]`` experts in layer ``n``."""
     return np.array(experts)[:, None] * np.eye(4, dtype=np.int64)[0]
 
 
-def test_a_plan_waits_for_votes_and_its_parts_switch_in_turn() -> None:
+def test_a_plan_waits_for_votes_and_its_parts_commit_in_turn() -> None:
     costs = Costs(step_ms=40, solve_ms=200, bytes_per_expert=44_000_000)
     one_each = of([9] * 58)
     # 5 steps of solving, 10 until the first transfer, 4 per vote: 9 experts take 63 ms, two steps.
@@ -107,8 +109,8 @@ def test_a_plan_waits_for_votes_and_its_parts_switch_in_turn() -> None:
 @pytest.mark.parametrize(
     ("experts", "passes"), [(0, 4), (1, 4), (2, 4), (3, 8), (6, 8), (7, 12), (10, 12), (11, 16)]
 )
-def test_a_part_switches_by_the_first_vote_after_its_transfer(experts: int, passes: int) -> None:
-    # The first transfer begins two passes after a vote, so a transfer of two steps is in time for the next one.
+def test_a_part_commits_at_the_first_vote_after_its_transfer(experts: int, passes: int) -> None:
+    # The first transfer begins two steps after a vote, so a transfer of two steps ends before the next vote.
     costs = Costs(step_ms=EXPERT_MS, solve_ms=0, bytes_per_expert=44_000_000)
     assert costs.arrival_steps(of([experts]), of([experts]), 99).tolist() == [10 + passes]
     assert costs.arrival_steps(of([0]), of([experts]), 99).tolist() == [10 + passes], "the sender is as busy"
@@ -124,4 +126,4 @@ def test_the_layers_of_a_trace_represent_all_layers_of_the_model() -> None:
 
 
 def test_without_a_step_time_the_assumptions_state_that_plans_take_effect_at_once() -> None:
-    assert named(Costs())["step_ms"].value == "not given, so plans take effect at once"
+    assert assumptions_by_name(Costs())["step_ms"].value == "not given, so plans take effect at once"

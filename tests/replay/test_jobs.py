@@ -1,4 +1,4 @@
-"""Whoever does the work, the result is the same, and a worker's death or a bad trace ends in one line."""
+"""Results do not depend on the workers, and a lost worker or a bad trace is reported in one line."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ def file(tmp_path):
 
 
 def reported(replay):
-    """All that was found, but for how long it took."""
+    """Return all decisions without their duration."""
     return [
-        (found.label, repr(replace(one, seconds=0.0)))
-        for found in (*replay.policies, *replay.baselines)
-        for one in found.decisions
+        (policy.label, repr(replace(decision, seconds=0.0)))
+        for policy in (*replay.policies, *replay.baselines)
+        for decision in policy.decisions
     ]
 
 
@@ -49,16 +49,16 @@ def dies(heat_TLE, phy2log_LRS):
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-@pytest.mark.parametrize("elsewhere", [{"workers": 2}, {"ray": "local"}], ids=["processes", "ray"])
-def test_others_find_what_one_process_finds(file, elsewhere):
-    if "ray" in elsewhere:
+@pytest.mark.parametrize("executors", [{"workers": 2}, {"ray": "local"}], ids=["processes", "ray"])
+def test_workers_return_the_result_of_one_process(file, executors):
+    if "ray" in executors:
         pytest.importorskip("ray", reason="SWEEPS ON RAY ARE NOT TESTED: no ray here")
     jobs = jobs_for(["none", "flashlb"], SETUPS, PlannerSettings())
-    alone = replay_file(file, jobs, scene_for(4), workers=1)
-    assert reported(alone) == reported(replay_file(file, jobs, scene_for(4), **elsewhere))
+    single_process = replay_file(file, jobs, scene_for(4), workers=1)
+    assert reported(single_process) == reported(replay_file(file, jobs, scene_for(4), **executors))
 
 
-def test_without_ray_its_option_says_how_to_get_it(file, monkeypatch):
+def test_the_error_without_ray_gives_the_installation_command(file, monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(ReplayError, match=r"pip install 'ray>=2.30'"):
         replay_file(file, jobs_for(["none"], SETUPS, PlannerSettings()), scene_for(4), ray="local")
@@ -70,15 +70,15 @@ def test_a_worker_that_is_killed_is_reported(file):
         replay_file(file, jobs, scene_for(4), workers=2)
 
 
-def test_work_that_is_given_up_ends_its_processes():
-    others = set(multiprocessing.active_children())
+def test_abandoned_work_ends_its_processes():
+    children = set(multiprocessing.active_children())
     work = completed(time.sleep, [(0.0,), (600.0,)], workers=2)
     assert next(work) == (0, None)
     work.close()
-    assert set(multiprocessing.active_children()) <= others
+    assert set(multiprocessing.active_children()) <= children
 
 
-def test_a_trace_damaged_further_on_is_named(file):
+def test_damage_in_a_later_step_is_reported_with_the_trace(file):
     next((file.path / "heat" / "c").iterdir()).joinpath("0", "0").write_bytes(b"")
     jobs = jobs_for(["none"], SETUPS, PlannerSettings(), hindsight=False)
     with pytest.raises(HeatError, match=r"a\.zarr: heat/c/0/0/0 is"):
@@ -97,8 +97,8 @@ def test_a_missing_cluster_is_reported_at_once(file, monkeypatch):
 
 @pytest.fixture
 def cells(tmp_path: Path) -> list[SweepCell]:
-    """Two traces by two thresholds."""
-    made = []
+    """Return the cells of two traces and two thresholds."""
+    cells_of_traces = []
     for number in range(2):
         rng = np.random.default_rng(number)
         path = tmp_path / f"{number}.npz"
@@ -107,8 +107,8 @@ def cells(tmp_path: Path) -> list[SweepCell]:
             settings = PlannerSettings(par_threshold=threshold)
             jobs = jobs_for(["none", "flashlb"], [Setup(5, 16, 16)], settings, hindsight=False)
             file = TraceFile(path, ReadAs())
-            made.append(SweepCell(file, scene_for(4), tuple(jobs), {"par_threshold": threshold}))
-    return made
+            cells_of_traces.append(SweepCell(file, scene_for(4), tuple(jobs), {"par_threshold": threshold}))
+    return cells_of_traces
 
 
 def figures(result: Replay) -> list[tuple[str, float, int]]:
@@ -116,10 +116,10 @@ def figures(result: Replay) -> list[tuple[str, float, int]]:
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_each_cell_is_what_a_replay_of_its_own_finds(cells: list[SweepCell], workers: int) -> None:
-    found = dict(sweep(cells, workers))
-    assert found.keys() == set(range(len(cells)))
+def test_each_cell_equals_a_separate_replay(cells: list[SweepCell], workers: int) -> None:
+    results = dict(sweep(cells, workers))
+    assert results.keys() == set(range(len(cells)))
     for number, cell in enumerate(cells):
-        alone = replay_file(cell.file, cell.jobs, cell.scene, workers=1)
-        assert figures(found[number]) == figures(alone)
-    assert figures(found[0]) != figures(found[2])
+        single_process = replay_file(cell.file, cell.jobs, cell.scene, workers=1)
+        assert figures(results[number]) == figures(single_process)
+    assert figures(results[0]) != figures(results[2])

@@ -1,4 +1,4 @@
-"""A replay decides on each window as the service would, and scores exactly the steps that follow, under what serves."""
+"""A replay decides on each window like the service, and scores the following steps under the current layout."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def run(policies, heat_TLE=HEAT_TLE, setups=(SETUP,), costs=None, settings=None,
     return replay(ArrayTrace(heat_TLE), jobs, scene_for(4, costs))
 
 
-def test_none_is_the_start_placement_under_the_fixed_tables():
+def test_policy_none_keeps_the_initial_placement_and_the_fixed_tables():
     result = run(["none"], hindsight=False)
     [none] = result.policies
     expected_L = par(whole_loads(HEAT_TLE[40:], LINEAR, LINEAR.default_log2phy(), first_step=40))
@@ -47,10 +47,11 @@ def test_none_is_the_start_placement_under_the_fixed_tables():
     assert score.floor == pytest.approx(np.mean(floors_L))
 
 
-def test_each_decision_is_the_planner_on_its_window():
+def test_each_decision_equals_the_planner_s_on_its_window():
     result = run(["deepseek"], settings=PlannerSettings(seed=2))
     settings = PlannerSettings(policy="deepseek", seed=2)
-    placement, log2phy_RLE = LINEAR, LINEAR.default_log2phy()
+    placement = LINEAR
+    log2phy_RLE = LINEAR.default_log2phy()
     for decision, step in zip(result.policies[0].decisions, (40, 70, 100), strict=True):
         window = Window(HEAT_TLE[step - 40 : step])
         decided = plan(window, placement, log2phy_RLE, Topology.flat(4), settings)
@@ -63,7 +64,7 @@ def test_each_decision_is_the_planner_on_its_window():
         assert decision.par_realised_L == pytest.approx(expected_L)
 
 
-def test_hindsight_is_fitted_on_what_it_serves_and_no_policy_beats_it():
+def test_hindsight_is_fitted_to_the_scored_steps_and_no_policy_beats_it():
     result = run(["none", "deepseek", "flashlb"])
     [baseline] = result.baselines
     for row, step in enumerate((40, 70, 100)):
@@ -76,8 +77,8 @@ def test_hindsight_is_fitted_on_what_it_serves_and_no_policy_beats_it():
     assert result.score(result.policies[2]).regret < result.score(result.policies[0]).regret
 
 
-def test_no_policy_and_no_hindsight_goes_below_the_floor():
-    # Each token chooses eight of nine experts: ranks jump less than independent draws would.
+def test_no_policy_goes_below_the_noise_floor():
+    # Each token selects eight of nine experts, so rank loads scatter less than under independent draws.
     generator = np.random.default_rng(0)
     left_out_TL = generator.multinomial(24, np.full(9, 1 / 9), size=(120, 2))
     result = run(["none", "flashlb"], checked_heat(24 - left_out_TL), [Setup(3, 40, 30)])
@@ -88,14 +89,14 @@ def test_no_policy_and_no_hindsight_goes_below_the_floor():
 
 
 @pytest.mark.parametrize("each", [1, 3])
-def test_a_decision_takes_effect_part_by_part_as_its_weights_arrive(each: int) -> None:
+def test_a_decision_takes_effect_part_by_part_after_each_transfer(each: int) -> None:
     costs = Costs(step_ms=10, solve_ms=5, bytes_per_expert=1000, link_bandwidth=1e-3, move_price=0.01)
     costs = replace(costs, model_layers=3 * each)
     settings = PlannerSettings(policy="deepseek", move_price=0.01)
     late = run(["deepseek"], costs=costs, settings=settings).policies[0].decisions[0]
     decided = plan(Window(HEAT_TLE[:40]), LINEAR, LINEAR.default_log2phy(), Topology.flat(4), settings)
     served = LINEAR, LINEAR.default_log2phy()
-    # Each layer represents ``each`` layers of the model, rotated by one rank more each time.
+    # Each layer represents ``each`` layers of the model, each rotated by one more rank.
     sent_LR, received_LR = (
         [
             np.roll(np.bincount(update.moves_M5[:, column], minlength=4), turn)
@@ -107,7 +108,7 @@ def test_a_decision_takes_effect_part_by_part_as_its_weights_arrive(each: int) -
     arrives_L = np.minimum(40 + costs.arrival_steps(received_LR, sent_LR, rows=20), 70)
     step = 40
     loads = []
-    # Layers take effect part by part, the one with the largest gain first.
+    # Layers take effect part by part, starting with the largest gain.
     for update, arrives in zip(decided.layers, arrives_L[each // 2 :: each], strict=True):
         if arrives > step:
             loads.append(whole_loads(HEAT_TLE[step:arrives], *served, first_step=step))
@@ -120,7 +121,7 @@ def test_a_decision_takes_effect_part_by_part_as_its_weights_arrive(each: int) -
     assert late.par_realised_L == pytest.approx(par(np.concatenate(loads)))
 
 
-def test_while_weights_are_under_way_no_other_decision_is_made():
+def test_no_decision_falls_during_a_transfer():
     costs = Costs(step_ms=1, solve_ms=22.5, bytes_per_expert=1)
     decisions = run(["deepseek"], costs=costs).policies[0].decisions
     assert [decision.late for decision in decisions[:2]] == [30, 7]
@@ -128,7 +129,7 @@ def test_while_weights_are_under_way_no_other_decision_is_made():
     assert (decisions[1].layers_changed, decisions[1].moves) == (0, 0)
 
 
-def test_a_step_time_alone_gives_a_range_that_is_marked_as_an_estimate():
+def test_a_step_time_without_a_curve_yields_an_estimated_range():
     costs = Costs.of(PlannerSettings(), layers=3, step_ms=40)
     result = run(["none", "flashlb"], costs=costs)
     none, flashlb = map(result.score, result.policies)
@@ -139,7 +140,7 @@ def test_a_step_time_alone_gives_a_range_that_is_marked_as_an_estimate():
     assert Costs.of(PlannerSettings(), layers=3).estimated_ms(1.1, 1.5) is None
 
 
-def test_time_and_bytes_are_those_stated():
+def test_time_and_bytes_follow_from_the_stated_costs():
     settings = PlannerSettings(link_bandwidth=1e3, layer_ms=20 / 3)
     costs = Costs.of(settings, layers=3, step_ms=40, bytes_per_expert=10_000_000, solve_ms=0, commit_ms=2)
     result = run(["none", "flashlb"], costs=costs, settings=settings)
@@ -149,7 +150,7 @@ def test_time_and_bytes_are_those_stated():
     assert costs.estimate_text(flashlb.par, none.par) is None
     moved = result.policies[1]
     assert flashlb.bytes_moved == 10_000_000 * moved.moves
-    # A fifth of the 10 us that each expert travels, and 2 ms for each layer.
+    # Each expert costs a fifth of its 10 us transfer, and each layer costs 2 ms.
     charged_ms = 0.002 * moved.total("moves_busiest") + 2 * moved.total("layers_moved")
     assert flashlb.stall_ms == pytest.approx(charged_ms / 90)
 
@@ -188,7 +189,7 @@ def wrong_tables(heat_TLE, phy2log_LRS):
     return phy2log_LRS, np.zeros((4, 3, 16), dtype=int)
 
 
-def test_external_policies():
+def test_external_policies_are_replayed():
     result = run([f"{__name__}:rotated", f"{__name__}:with_tables", "none"])
     turned, same, none = result.policies
     assert (
@@ -216,20 +217,20 @@ def test_policies_that_fail_are_reported_in_one_line(name, message):
     assert "\n" not in str(caught.value)
 
 
-def test_every_ablation_is_a_setting_that_differs():
+def test_every_ablation_changes_a_setting():
     policies = [Job.of(name, SETUP, name, PlannerSettings(max_layers=2)) for name in NAMES]
     switched = {(policy.settings, policy.search) for policy in policies}
     assert len(switched) == len(NAMES) == 3 + len(ABLATIONS)
 
 
-def test_moves_are_experts_that_a_rank_did_not_hold():
+def test_only_experts_new_to_a_rank_count_as_moves():
     before = np.array([[[0, 1], [2, 3]]])
     after = np.array([[[1, 2], [3, 0]]])
     assert arrivals(before, after).tolist() == [[1, 1]]
     assert arrivals(before, before[:, :, ::-1]).tolist() == [[0, 0]]
 
 
-def test_starts_from_a_placement_that_is_given():
+def test_a_replay_starts_from_the_given_placement():
     start = Placement(np.roll(LINEAR.phy2log_LRS, 1, axis=1), 16)
     jobs = jobs_for(["none"], [SETUP], PlannerSettings(), hindsight=False)
     scene = Scene(Topology.flat(4), Costs(), start.phy2log_LRS)
@@ -239,11 +240,11 @@ def test_starts_from_a_placement_that_is_given():
     )
 
 
-def test_every_decision_is_reported_and_a_replay_that_is_stopped_keeps_what_is_whole():
+def test_every_decision_is_reported_and_an_interrupted_replay_keeps_complete_policies():
     reported = []
 
-    def report(label, made):
-        reported.append((label, made.step, made.par_realised))
+    def report(label, decision):
+        reported.append((label, decision.step, decision.par_realised))
         if label == "flashlb":
             raise KeyboardInterrupt
 
@@ -252,14 +253,17 @@ def test_every_decision_is_reported_and_a_replay_that_is_stopped_keeps_what_is_w
     whole = run(["none"])
     assert (stopped.interrupted, whole.interrupted) == (True, False)
     assert [label for label, *_ in reported] == ["baseline"] * 3 + ["none"] * 3 + ["flashlb"]
-    [none], [same] = stopped.policies, whole.policies
+    [none] = stopped.policies
+    [same] = whole.policies
     assert none.decisions[1].step == reported[4][1] == 70
-    assert [made.par_realised for made in none.decisions] == [made.par_realised for made in same.decisions]
+    assert [decision.par_realised for decision in none.decisions] == [
+        decision.par_realised for decision in same.decisions
+    ]
     with pytest.raises(KeyboardInterrupt):
         replay(ArrayTrace(HEAT_TLE), jobs[::2], scene_for(4), report)
 
 
-def test_a_last_interval_cut_short_counts_by_its_steps():
+def test_a_short_last_interval_is_weighted_by_its_steps():
     [policy] = run(["none"], HEAT_TLE[:75]).policies
     assert [decision.steps for decision in policy.decisions] == [30, 5]
     expected = np.average([decision.par_realised for decision in policy.decisions], weights=[30, 5])
@@ -276,13 +280,11 @@ def test_a_last_interval_cut_short_counts_by_its_steps():
         (Setup(5, 80, 40), 90, [40, 80]),
     ],
 )
-def test_decisions_fall_every_interval_after_a_window_or_an_interval_whichever_is_shorter(
-    setup, steps, first_steps
-):
+def test_decisions_follow_every_interval_from_the_end_of_the_first_window(setup, steps, first_steps):
     assert list(setup.decisions(steps)) == first_steps
 
 
-def test_refusals():
+def test_invalid_setups_and_costs_are_rejected():
     with pytest.raises(ReplayError, match="has 40 steps, so a first window of 40 leaves no step to score"):
         SETUP.decisions(40)
     with pytest.raises(ReplayError, match="interval is 0"):
@@ -302,7 +304,7 @@ def test_refusals():
 
 
 class CountedTrace(ArrayTrace):
-    """Remembers what has been read of it."""
+    """A trace that records the steps read from it."""
 
     def heat(self, first, last):
         self.facts.__dict__.setdefault("read", []).extend(range(first, last))
@@ -310,24 +312,25 @@ class CountedTrace(ArrayTrace):
 
 
 @pytest.mark.parametrize("policy", ["none", "flashlb"])
-def test_each_step_is_read_once_from_front_to_back(policy):
+def test_each_step_is_read_once_and_in_order(policy):
     trace = CountedTrace(HEAT_TLE)
     job = Job.of(policy, Setup(5, 40, 13), policy, PlannerSettings())
-    assert sum(made.steps for made in run_job(job, trace, scene_for(4))) == 130 - 13
+    assert sum(decision.steps for decision in run_job(job, trace, scene_for(4))) == 130 - 13
     assert trace.facts.__dict__["read"] == list(range(130))
 
 
 @pytest.mark.parametrize("slots", [4, 5, 6])
-def test_a_replay_starts_from_another_balancers_placement(slots):
+def test_a_replay_starts_from_another_balancer_s_placement(slots):
     raw_LRS = np.stack(
         [np.array([[0, 0, 1, 2, 3], [4, 5, 6, 7, 7], [8, 9, 10, 11, -1], [12, 13, 14, 15, 0]])] * 3
     )
     raw_LRS = raw_LRS.astype(np.int32)
-    scene, setup = Scene(Topology.flat(4), Costs(), raw_LRS), Setup(slots, window=40, interval=30, start=40)
+    scene = Scene(Topology.flat(4), Costs(), raw_LRS)
+    setup = Setup(slots, window=40, interval=30, start=40)
     jobs = jobs_for(["none", "flashlb"], [setup], PlannerSettings())
     result = replay(ArrayTrace(HEAT_TLE), jobs, scene)
     none, flashlb = result.policies
-    # Even the policy that never moves must fill the empty slots and those of duplicates.
+    # Even the policy without moves must fill empty slots and replace duplicates.
     filled = {4: 0, 5: 3, 6: 3 + 4}[slots]
     held = [set(row[:slots]) - {-1} for row in raw_LRS[0].tolist()]
     placed = scene.placement(ArrayTrace(HEAT_TLE), slots).phy2log_LRS[0].tolist()
@@ -339,7 +342,7 @@ def test_a_replay_starts_from_another_balancers_placement(slots):
         assert served.phy2log_LRS[:, :2].tolist() == raw_LRS[:, :2].tolist()
 
 
-def test_a_policy_may_answer_duplicates_and_empty_slots(monkeypatch):
+def test_a_policy_may_return_duplicates_and_empty_slots(monkeypatch):
     def wasteful(heat_TLE, phy2log_LRS):
         return np.array([[[0, 0, 1, 2, 3], [4, 5, 6, 7, 7], [8, 9, 10, 11, -1], [12, 13, 14, 15, 0]]] * 3)
 

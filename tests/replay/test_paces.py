@@ -1,4 +1,4 @@
-"""Our policy follows heat that changes, serves every step once, and weighs it by its tokens."""
+"""The default policy follows changes of the heat, and every step counts once."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ from eplb_service.replay.policy import Setup
 from eplb_service.replay.result import PolicyReplay
 from tests.planner.drawn import rank_loads
 
-LAYERS, EXPERTS = 3, 16
+LAYERS = 3
+EXPERTS = 16
 
 
 def workloads(*seeds: int, steps: int = 96) -> np.ndarray:
-    """Steps of one workload after the other, as many of each."""
+    """Return equally long segments of several workloads, one after another."""
     stretches = []
     for seed in seeds:
         generator = np.random.default_rng(seed)
@@ -45,47 +46,47 @@ def run(
     return replay(ArrayTrace(heat_TLE), jobs, scene_for(4, costs)).policies
 
 
-def by_the_clock(heat_TLE: np.ndarray, phy2log_LRS: np.ndarray) -> np.ndarray:
-    """Placements from scratch every interval, on all that is remembered."""
+def at_fixed_intervals(heat_TLE: np.ndarray, phy2log_LRS: np.ndarray) -> np.ndarray:
+    """Place from scratch on the whole window at every interval."""
     placement = Placement(phy2log_LRS, EXPERTS)
     settings = PlannerSettings(threads=1)
-    made = plan_afresh(Window(heat_TLE), placement, Topology.flat(len(phy2log_LRS[0])), settings)
-    return apply_layers(placement, placement.default_log2phy(), made.changes())[0].phy2log_LRS
+    decision = plan_afresh(Window(heat_TLE), placement, Topology.flat(len(phy2log_LRS[0])), settings)
+    return apply_layers(placement, placement.default_log2phy(), decision.changes())[0].phy2log_LRS
 
 
-CLOCK = f"{__name__}:by_the_clock"
+CLOCK = f"{__name__}:at_fixed_intervals"
 
 
-def test_a_change_is_followed_sooner_than_by_the_clock() -> None:
+def test_a_change_is_followed_sooner_than_at_fixed_intervals() -> None:
     on_change, by_clock = run(["flashlb", CLOCK])
     assert on_change.steps == by_clock.steps == len(HEAT_TLE) - 48
     assert on_change.par_realised < by_clock.par_realised - 0.02
-    # The rows in which the workload changes hold several decisions.
+    # Rows with a change of workload contain several decisions.
     assert [row.step for row in on_change.decisions] == [48, 96, 144, 192, 240]
     assert on_change.decisions[1].decisions >= 2
     assert on_change.decisions[3].decisions >= 2
 
 
 def decided_once(heat_TLE: np.ndarray, phy2log_LRS: np.ndarray) -> np.ndarray:
-    """What serves, but for experts in order."""
+    """Return the current placement, or place from scratch if it is the linear one."""
     in_order = Placement.linear(*phy2log_LRS.shape[:1], EXPERTS, *phy2log_LRS.shape[1:])
     if np.array_equal(phy2log_LRS, in_order.phy2log_LRS):
-        return by_the_clock(heat_TLE, phy2log_LRS)
+        return at_fixed_intervals(heat_TLE, phy2log_LRS)
     return phy2log_LRS
 
 
 @pytest.mark.parametrize("seeds", [(1, 2), (1, 2, 3)])
-def test_workloads_that_take_turns_are_not_chased(seeds: tuple[int, ...]) -> None:
+def test_alternating_workloads_cause_no_extra_moves(seeds: tuple[int, ...]) -> None:
     turns = workloads(*seeds * (8 // len(seeds)), steps=48)
     ours, by_clock, kept = run(["flashlb", CLOCK, f"{__name__}:decided_once"], turns)
     assert ours.par_realised <= kept.par_realised
     assert ours.moves <= by_clock.moves
 
 
-def test_calm_heat_is_decided_on_seldom() -> None:
+def test_decisions_are_rare_on_stationary_heat() -> None:
     on_change, by_clock = run(["flashlb", CLOCK], workloads(1, steps=900))
-    made = [row.decisions for row in on_change.decisions]
-    assert sum(made) <= 20
+    counts = [row.decisions for row in on_change.decisions]
+    assert sum(counts) <= 20
     assert on_change.par_realised <= by_clock.par_realised + 0.01
     assert by_clock.moves_per_interval > on_change.moves_per_interval
     quiet = next(row for row in on_change.decisions[1:] if row.layers_changed == 0)
@@ -93,17 +94,17 @@ def test_calm_heat_is_decided_on_seldom() -> None:
     assert quiet.par_planned == quiet.par_seen
 
 
-def test_what_is_late_serves_late() -> None:
+def test_a_late_plan_takes_effect_late() -> None:
     costs = Costs(step_ms=10, solve_ms=105, bytes_per_expert=1 << 20, link_bandwidth=1e3)
     (late,) = run(["flashlb"], costs=costs)
     (prompt,) = run(["flashlb"])
     assert late.steps == prompt.steps
-    # 11 steps of solving, 10 until the ranks begin, and 4 for all three layers, which fit in one part.
+    # Solving takes 11 steps, the ranks begin 10 steps later, and the one part with all three layers takes 4.
     assert late.decisions[0].late == 11 + 10 + 4
     assert late.par_realised > prompt.par_realised
 
 
-def test_under_a_cost_curve_every_step_served_is_timed() -> None:
+def test_every_scored_step_has_a_time_under_a_cost_curve() -> None:
     balanced, alone = run(
         ["flashlb", "none"], workloads(1, steps=300), Costs(curve=CostCurve(20.0, 1.0, 0.5, 0.06))
     )
@@ -113,23 +114,23 @@ def test_under_a_cost_curve_every_step_served_is_timed() -> None:
 
 
 def idle_layer() -> np.ndarray:
-    """A layer that has tokens in two steps of the second stretch alone, others than in the third."""
+    """Return heat in which layer 1 has tokens in only two steps of the first interval after the window."""
     heat_TLE = synthetic_heat("drift", 70, 2, 16, tokens=64, top_k=2, seed=2)
     heat_TLE[22:40, 1] = 0
     return heat_TLE
 
 
 @pytest.mark.parametrize("policy", ["none", "flashlb"])
-def test_steps_without_tokens_count_nowhere(policy: str) -> None:
+def test_steps_without_tokens_are_not_counted(policy: str) -> None:
     heat_TLE = idle_layer()
     settings = PlannerSettings(threads=1, policy="none") if policy == "none" else PlannerSettings(threads=1)
     jobs = jobs_for([policy], [Setup(4, 20, 20)], settings, hindsight=False)
-    found = replay(ArrayTrace(heat_TLE), jobs, scene_for(4))
-    (row,) = found.policies
+    result = replay(ArrayTrace(heat_TLE), jobs, scene_for(4))
+    (row,) = result.policies
     busy_DL = np.stack([decision.busy_L for decision in row.decisions])
     np.testing.assert_array_equal(busy_DL, [[20, 2], [20, 20], [10, 10]])
     left_alone = Placement.linear(2, 16, 4, 4)
     truth_L = par(rank_loads(heat_TLE[20:], left_alone, left_alone.default_log2phy()))
-    assert found.score(row).par_left_alone == pytest.approx(truth_L.mean())
+    assert result.score(row).par_left_alone == pytest.approx(truth_L.mean())
     if policy == "none":
         np.testing.assert_allclose(row.par_realised_L, truth_L)

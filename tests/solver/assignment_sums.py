@@ -1,4 +1,4 @@
-"""A check of the sums that an assignment keeps."""
+"""A check of an assignment's running sums."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from tests.solver.placed_layer import PlacedLayer
 
 
 def assert_sums_hold(assignment: Assignment, layer: PlacedLayer) -> None:
-    """All that an assignment keeps, against its slots and shares and whole episodes."""
-    ranks, experts = layer.case.ranks, layer.case.experts
+    """Compare an assignment's running sums with sums over its slots, shares and episodes."""
+    ranks = layer.case.ranks
+    experts = layer.case.experts
     scaled_EN, share_N = layer.heat
     holds_ER = np.zeros((experts, ranks), dtype=bool)
     series_RN = np.zeros((ranks, len(share_N)))

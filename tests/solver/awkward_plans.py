@@ -1,4 +1,4 @@
-"""Plans for many awkward little deployments, each checked: what kernels are run on while their indices are watched."""
+"""Checked plans for many small, awkward deployments, run while the kernels' indices are watched."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SHAPES = (
     (3, 6, 2),
     (5, 5, 4),
 )
-"""Experts, ranks, slots."""
+"""Triples of experts, ranks and slots per rank."""
 STEPS = (1, 2, 3, 4, 7)
 SETTINGS = (
     PlannerSettings(par_threshold=1.0, min_gain=0.0),
@@ -37,11 +37,11 @@ SETTINGS = (
     PlannerSettings(par_threshold=1.0, min_gain=0.0),
 )
 SWITCHED = {1: SearchOptions(warm=False), 5: SearchOptions(solve_tables=False, tree_search=False)}
-"""Parts of the method left out, by the number of the settings."""
+"""Search options that disable steps of the method, by index in ``SETTINGS``."""
 
 
 def run(steps: tuple[int, ...] = STEPS, seed: int = 0) -> int:
-    """Plan for every shape and window length, settings and kinds of heat in turn; returns the layers changed."""
+    """Plan for every shape and window length with varying settings and heat; return the number of changed layers."""
     generator = np.random.default_rng(seed)
     changed = 0
     turn = 0
@@ -55,7 +55,7 @@ def run(steps: tuple[int, ...] = STEPS, seed: int = 0) -> int:
                 rows = list(Placement.linear(3, experts, ranks, slots).phy2log_LRS)
             placement = Placement(np.stack(rows), experts)
             topology = Topology(np.arange(ranks) // 2, np.arange(ranks) // (1 + turn % 2))
-            found = plan(
+            decision = plan(
                 Window(heat_TLE, source_RLE),
                 placement,
                 shared_tables(placement, topology),
@@ -63,22 +63,22 @@ def run(steps: tuple[int, ...] = STEPS, seed: int = 0) -> int:
                 SETTINGS[turn % len(SETTINGS)],
                 search=SWITCHED.get(turn % len(SETTINGS)),
             )
-            assert_served(found, experts)
-            changed += len(found.layers)
+            assert_valid(decision, experts)
+            changed += len(decision.layers)
             turn += 1
     return changed
 
 
 def shared_tables(placement: Placement, topology: Topology) -> np.ndarray:
-    """The fixed rule's tables, the same for all ranks that see the same tokens; int32 ``[R, L, E]``."""
+    """Return the fixed rule's tables, equal on ranks that share tokens, int32 ``[R, L, E]``."""
     _, _, group_R = topology.token_groups()
     return placement.default_log2phy()[group_R]
 
 
-def assert_served(found: Plan, experts: int) -> None:
-    """No layer failed, and every change can be served."""
-    assert not any("failed" in verdict.reason for verdict in found.verdicts), found.verdicts
-    for changed in found.layers:
+def assert_valid(decision: Plan, experts: int) -> None:
+    """Check that no layer failed and every change is a valid layout."""
+    assert not any("failed" in verdict.reason for verdict in decision.verdicts), decision.verdicts
+    for changed in decision.layers:
         check_layer(changed.phy2log_RS, experts)
         for table_E in changed.log2phy_RE:
             check_log2phy(table_E, changed.phy2log_RS)

@@ -1,4 +1,4 @@
-"""Shapes and heat that solver tests draw from, the awkward ones included."""
+"""Strategies for shapes and heat in solver tests, including awkward ones."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Case:
 
 @st.composite
 def shapes(draw: st.DrawFn, most_ranks: int, most_slots: int) -> tuple[int, int, int]:
-    """Ranks, slots and experts that can be placed; tight, loose, single and indivisible ones come often."""
+    """Draw ranks, slots and experts that fit; tight, loose, single and indivisible shapes are frequent."""
     ranks = draw(st.integers(1, most_ranks))
     slots = draw(st.integers(1, most_slots))
     kind = draw(st.sampled_from(("any", "any", "one slot", "no redundancy", "much redundancy", "one rank")))
@@ -46,7 +46,7 @@ def shapes(draw: st.DrawFn, most_ranks: int, most_slots: int) -> tuple[int, int,
 
 @st.composite
 def cases(draw: st.DrawFn, most_ranks: int = 8, most_slots: int = 5, kinds: tuple[str, ...] = KINDS) -> Case:
-    """Any shape that can be placed, and heat of any kind; windows of one to six episodes."""
+    """Draw any feasible shape with heat of any kind in a window of one to six episodes."""
     ranks, slots, experts = draw(shapes(most_ranks, most_slots))
     episodes = draw(st.integers(1, 6))
     generator = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
@@ -54,7 +54,7 @@ def cases(draw: st.DrawFn, most_ranks: int = 8, most_slots: int = 5, kinds: tupl
 
 
 def heat_of_kind(kind: str, episodes: int, experts: int, generator: np.random.Generator) -> np.ndarray:
-    """Heat float64 ``[N, E]`` of one of ``KINDS``."""
+    """Draw heat of one of ``KINDS``, float64 ``[N, E]``."""
     heat_NE = generator.integers(1, 100, (episodes, experts)).astype(np.float64)
     if kind == "skewed":
         heat_NE *= np.exp(generator.normal(0, 2, experts))
@@ -75,7 +75,7 @@ def heat_of_kind(kind: str, episodes: int, experts: int, generator: np.random.Ge
 
 
 def shares_of_sources(sources: int, experts: int, kind: str, seed: int) -> np.ndarray:
-    """Part of each expert's tokens that comes from each source, float32 ``[G, E]``; some sources may be silent."""
+    """Return each source's share of each expert's tokens, float32 ``[G, E]``; some sources may be silent."""
     generator = np.random.default_rng(seed)
     if kind == "uniform":
         return np.full((sources, experts), 1 / sources, dtype=np.float32)
@@ -87,7 +87,7 @@ def shares_of_sources(sources: int, experts: int, kind: str, seed: int) -> np.nd
 
 
 def with_bursts_of(episodes: int, experts: int, seed: int) -> np.ndarray:
-    """Heat ``[N, E]`` that stays, but for each expert's bursts: four times as much for eight episodes now and then."""
+    """Return stationary heat ``[N, E]`` with bursts: an expert's heat sometimes quadruples for eight episodes."""
     generator = np.random.default_rng(seed)
     base_E = generator.gamma(2.0, 100.0, experts)
     start_NE = generator.random((episodes + 8, experts)) < 0.02

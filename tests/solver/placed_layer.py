@@ -1,4 +1,4 @@
-"""A case placed at random, as kernels take it and as their twins do."""
+"""A randomly placed case, in the types of the kernels and of their slow twins."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from tests.solver.slow import heat
 
 
 class PlacedLayer:
-    """A legal placement that no solver made, even shares, and the heat in float32 and float64."""
+    """A random legal placement with even shares, and its heat in float32 and float64."""
 
     def __init__(self, case: Case, z: float, seed: int = 0) -> None:
-        self.case, self.z = case, z
+        self.case = case
+        self.z = z
         self.generator = np.random.default_rng(seed)
         self.weight_N = np.linspace(1, 2, len(case.heat_NE))
         self.scaled_EN, self.share_N = _normalise(case.heat_NE, self.weight_N, case.ranks)
@@ -33,13 +34,16 @@ class PlacedLayer:
 
     @property
     def rounding(self) -> float:
-        """What float32 may make of a risk: a variance is the small rest of large numbers, and its root is taken."""
+        """Bound of a risk's float32 error. The variance is a small difference of large numbers, under a root."""
         peak = max(self.case.ranks, 1)
         return 1e-5 * peak + (2e-3 * peak if self.z else 0.0)
 
 
 def random_placement(ranks: int, slots: int, experts: int, generator: np.random.Generator) -> np.ndarray:
-    """Random legal counts, each expert on the ranks with most room; slots shuffled. int32 ``[R, S]``."""
+    """Draw legal replica counts and place each expert on the ranks with the most free slots, int32 ``[R, S]``.
+
+    The slots are shuffled.
+    """
     replicas_E = np.ones(experts, dtype=int)
     for _ in range(ranks * slots - experts):
         replicas_E[generator.choice(np.flatnonzero(replicas_E < ranks))] += 1
@@ -60,7 +64,7 @@ def deployed_on(
     node_R: np.ndarray | None = None,
     node_G: np.ndarray | None = None,
 ) -> LayerLayout:
-    """What serves: on one node and through the engines' tables where nothing else is given."""
+    """Return the current layout, by default on one node with the engines' tables."""
     sources, experts = share_GE.shape
     if log2phy_GE is None:
         log2phy_GE = fixed_rule(*slots_by_expert(phy2log_RS, experts), sources)

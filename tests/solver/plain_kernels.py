@@ -1,8 +1,8 @@
-"""Runs the solver as plain Python in which no index wraps round and nothing is read before it is written.
+"""A run of the solver in plain Python that detects negative indices and reads of uninitialised memory.
 
-In a compiled kernel a negative index means the far end of an array, bounds checking or not, so one that is negative
-by mistake goes unseen. Here every subscript of the solver is rewritten to refuse negative numbers, but for those
-that the source names; and memory that numpy leaves as it was holds numbers that no index can be.
+In a compiled kernel, a negative index wraps round to the end of the array, even with bounds checking. A mistaken
+negative index therefore goes unnoticed. This module rewrites every subscript of the solver so that it rejects negative
+numbers, except literal ones. It also fills uninitialised arrays with numbers that are invalid as an index.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from typing import Any
 
 import numpy as np
 
-_GUARD = "_from_zero_on"
+_GUARD = "_checked_index"
 _POISON = -(10**9)
 
 
 def install() -> None:
-    """Rewrite every solver module that is imported from now on; none may have been imported yet."""
+    """Rewrite every solver module at its import. Must run before the first such import."""
     assert not any(name.startswith("eplb_core.solver.") for name in sys.modules)
     sys.meta_path.insert(0, _Rewriter())
     from eplb_core.solver import jit
 
     jit.kernel = jit.part = lambda function: function
-    # Compiled arithmetic overflows and divides by zero without a word.
+    # Compiled arithmetic does not warn about overflow or division by zero.
     warnings.simplefilter("ignore", RuntimeWarning)
-    honest_empty = np.empty
-    np.empty = lambda shape, dtype=float, **options: _poisoned(honest_empty(shape, dtype, **options))
-    np.empty_like = lambda array, **options: _poisoned(honest_empty(array.shape, array.dtype))
+    numpy_empty = np.empty
+    np.empty = lambda shape, dtype=float, **options: _poisoned(numpy_empty(shape, dtype, **options))
+    np.empty_like = lambda array, **options: _poisoned(numpy_empty(array.shape, array.dtype))
 
 
 class _Rewriter(importlib.abc.MetaPathFinder):
@@ -53,17 +53,17 @@ class _Loader(importlib.machinery.SourceFileLoader):
         return compile(guarded(self.get_source(fullname) or ""), self.path, "exec")
 
     def exec_module(self, module: ModuleType) -> None:
-        setattr(module, _GUARD, from_zero_on)
+        setattr(module, _GUARD, checked_index)
         super().exec_module(module)
 
 
 def guarded(source: str) -> ast.Module:
-    """The source with every subscript guarded."""
+    """Return the syntax tree of the source with every subscript guarded."""
     return ast.fix_missing_locations(_Guard().visit(ast.parse(source)))
 
 
-def from_zero_on(index: Any) -> Any:
-    """The index itself; raises ``IndexError`` where it, or one of several, is a negative number."""
+def checked_index(index: Any) -> Any:
+    """Return the index unchanged. Raises ``IndexError`` if it is negative or contains a negative number."""
     if isinstance(index, (int, np.integer)) and index < 0:
         raise IndexError(f"index {index} wraps round")
     if isinstance(index, np.ndarray) and index.dtype.kind == "i" and (index < 0).any():
@@ -79,7 +79,7 @@ class _Guard(ast.NodeTransformer):
 
     def _guarded(self, index: ast.expr) -> ast.expr:
         if isinstance(index, ast.Tuple):
-            return ast.Tuple([self._guarded(part) for part in index.elts], index.ctx)
+            return ast.Tuple([self._guarded(element) for element in index.elts], index.ctx)
         if isinstance(index, ast.Slice):
             bounds = [bound and self._guarded(bound) for bound in (index.lower, index.upper)]
             return ast.Slice(*bounds, index.step)

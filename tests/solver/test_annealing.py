@@ -1,4 +1,4 @@
-"""Annealing never ends worse than it began, judges changes truly and draws numbers as published."""
+"""Annealing never returns a worse placement, evaluates changes exactly, and draws the published random numbers."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ def true_ratio(layer: PlacedLayer, phy2log_RS: np.ndarray) -> float:
 
 
 def annealed(layer: PlacedLayer, tries: int, seed: int) -> tuple[np.ndarray, float]:
-    """What annealing finds and its ratio, once all is checked that must hold of any answer."""
+    """Anneal the layer, check the result, and return the placement and its ratio."""
     before_RS = layer.phy2log_RS.copy()
-    found_RS = anneal(layer.phy2log_RS, layer.scaled_EN, layer.share_N, tries, seed)
-    check_layer(found_RS, layer.case.experts)
+    actual_RS = anneal(layer.phy2log_RS, layer.scaled_EN, layer.share_N, tries, seed)
+    check_layer(actual_RS, layer.case.experts)
     np.testing.assert_array_equal(layer.phy2log_RS, before_RS, "the placement given is left alone")
-    assert not np.shares_memory(found_RS, layer.phy2log_RS)
-    ratio = true_ratio(layer, found_RS)
+    assert not np.shares_memory(actual_RS, layer.phy2log_RS)
+    ratio = true_ratio(layer, actual_RS)
     assert ratio <= true_ratio(layer, before_RS) * (1 + 1e-5)
-    return found_RS, ratio
+    return actual_RS, ratio
 
 
 def bursty_layer(seed: int, ranks: int = 16, slots: int = 2, experts: int = 24) -> PlacedLayer:
@@ -43,22 +43,22 @@ def bursty_layer(seed: int, ranks: int = 16, slots: int = 2, experts: int = 24) 
 
 @SETTINGS
 @given(cases(), SEEDS, st.sampled_from((0, 1, 50, 2000)))
-def test_never_worse_and_always_the_same(case: Case, seed: int, tries: int) -> None:
+def test_annealing_never_worsens_the_ratio_and_is_deterministic(case: Case, seed: int, tries: int) -> None:
     layer = PlacedLayer(case, 1.0, seed)
-    found_RS, _ = annealed(layer, tries, seed)
-    np.testing.assert_array_equal(found_RS, annealed(layer, tries, seed)[0])
+    actual_RS, _ = annealed(layer, tries, seed)
+    np.testing.assert_array_equal(actual_RS, annealed(layer, tries, seed)[0])
     if tries == 0 or case.ranks == 1 or not case.heat_NE.any():
-        np.testing.assert_array_equal(found_RS, layer.phy2log_RS)
+        np.testing.assert_array_equal(actual_RS, layer.phy2log_RS)
 
 
-def test_another_seed_takes_another_way() -> None:
+def test_different_seeds_give_different_placements() -> None:
     layer = bursty_layer(1)
-    ways = {annealed(layer, 500, seed)[0].tobytes() for seed in range(4)}
-    assert len(ways) == 4
+    placements = {annealed(layer, 500, seed)[0].tobytes() for seed in range(4)}
+    assert len(placements) == 4
 
 
 def layers_apart(seeds: int) -> Iterator[tuple[int, PlacedLayer]]:
-    """Layers whose ranks are never equally hot."""
+    """Draw layers with distinct rank loads."""
     for seed in range(seeds):
         generator = np.random.default_rng(seed)
         ranks, slots, spare = generator.integers((3, 2, 1), (6, 4, 5))
@@ -66,27 +66,27 @@ def layers_apart(seeds: int) -> Iterator[tuple[int, PlacedLayer]]:
         yield seed, PlacedLayer(Case(int(ranks), int(slots), heat_NE), 1.0, seed)
 
 
-def test_each_try_is_judged_by_what_it_would_make() -> None:
+def test_annealing_matches_the_slow_twin() -> None:
     compared = changed = 0
     for seed, layer in layers_apart(200):
-        wanted_RS, margin = slow.anneal(layer.phy2log_RS, *layer.heat, 40, seed)
+        expected_RS, margin = slow.anneal(layer.phy2log_RS, *layer.heat, 40, seed)
         if margin > 1e-5:
-            found_RS, _ = annealed(layer, 40, seed)
-            np.testing.assert_array_equal(found_RS, wanted_RS)
+            actual_RS, _ = annealed(layer, 40, seed)
+            np.testing.assert_array_equal(actual_RS, expected_RS)
             compared += 1
-            changed += not np.array_equal(wanted_RS, layer.phy2log_RS)
+            changed += not np.array_equal(expected_RS, layer.phy2log_RS)
     assert compared > 60
     assert changed > 60
 
 
 def searched(layer: PlacedLayer) -> None:
-    """Let swaps and exchanges that each must win take the layer as far as they can."""
+    """Improve the layer by swaps and exchanges until no step gains."""
     nowhere_ER = np.zeros((layer.case.experts, layer.case.ranks), dtype=bool)
-    found_KRS = local_search(layer.assignment(), layer.heat32, nowhere_ER, np.zeros(1), 1.0, 10_000)
-    layer.phy2log_RS = found_KRS[0].copy()
+    actual_KRS = local_search(layer.assignment(), layer.heat32, nowhere_ER, np.zeros(1), 1.0, 10_000)
+    layer.phy2log_RS = actual_KRS[0].copy()
 
 
-def test_it_finds_what_search_alone_does_not() -> None:
+def test_annealing_improves_on_the_local_search() -> None:
     generator = np.random.default_rng(2)
     layer = PlacedLayer(Case(16, 2, generator.gamma(0.5, 100, (8, 16))), 1.0)
     searched(layer)
@@ -96,7 +96,7 @@ def test_it_finds_what_search_alone_does_not() -> None:
     assert many < true_ratio(layer, layer.phy2log_RS) - 0.02
 
 
-def test_a_long_search_piles_no_rounding_up() -> None:
+def test_a_long_search_accumulates_no_rounding_errors() -> None:
     layer = bursty_layer(6, 8, 3, 16)
     _, ratio = annealed(layer, 1_000_000, 2)
     assert ratio < true_ratio(layer, layer.phy2log_RS) - 0.1
@@ -107,16 +107,17 @@ BOUNDS = st.one_of(st.integers(1, 100), st.integers(1, 2**32 - 1))
 
 @SETTINGS
 @given(st.integers(0, 2**64 - 1), st.lists(BOUNDS, min_size=1, max_size=5))
-def test_draws_is_the_published_generator(seed: int, bounds: list[int]) -> None:
-    state_1, draws = np.array([seed], dtype=np.uint64), slow.Draws(seed)
+def test_draws_follow_the_published_generator(seed: int, bounds: list[int]) -> None:
+    state_1 = np.array([seed], dtype=np.uint64)
+    draws = slow.Draws(seed)
     for below in bounds:
-        found = draw(state_1, below)
-        assert 0 <= found < below
-        assert found == draws.draw(below)
+        number = draw(state_1, below)
+        assert 0 <= number < below
+        assert number == draws.draw(below)
         assert int(state_1[0]) == draws.state
 
 
-def test_draws_gives_the_known_first_number() -> None:
+def test_the_first_draw_is_the_published_number() -> None:
     assert slow.splitmix(0)[1] == 0xE220A8397B1DCDAF
     assert draw(np.zeros(1, dtype=np.uint64), 2**32 - 1) == 0xE220A839 - 1
     assert draw(np.zeros(1, dtype=np.uint64), 100) == 0xE2 * 100 // 256

@@ -1,4 +1,4 @@
-"""Whatever the shape and the heat, an answer can be served, and is no worse than what it replaces."""
+"""For any shape and heat, the result is a valid layout that is at least as good as the current one."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from eplb_core.solver.model import EVEN, FRESH, KEEP, RULE, SOLVED
-from tests.solver.asked import SEARCH, assert_servable, solve
 from tests.solver.layers_of import Case, cases, shares_of_sources
 from tests.solver.slow import heat
 from tests.solver.slow import tables as slow_tables
+from tests.solver.solved_layers import SEARCH, assert_servable, solve
 
 SEEDS = st.integers(0, 2**32 - 1)
 SPLITS = st.sampled_from((EVEN, RULE, SOLVED))
@@ -26,7 +26,7 @@ SPLITS = st.sampled_from((EVEN, RULE, SOLVED))
     st.sampled_from((0, 200)),
     SEEDS,
 )
-def test_answers_can_be_served(
+def test_results_are_valid_layouts(
     case: Case, warm: bool, tables: int, leaves: int, steps: int, tries: int, seed: int
 ) -> None:
     share_GE = shares_of_sources(case.ranks, case.experts, ("uniform", "uneven", "silent")[seed % 3], seed)
@@ -43,9 +43,9 @@ def test_answers_can_be_served(
         assert answer.found.par == 1.0
         assert answer.taken == (KEEP if warm else FRESH)
     elif not case.heat_NE[:, 1:].any():
-        # All ranks at most share one hot expert, and no more than all of them.
-        most = min(case.ranks, case.ranks * case.slots - case.experts + 1)
-        assert answer.found.par >= case.ranks / most - 1e-4
+        # At most all ranks share the one hot expert.
+        holders = min(case.ranks, case.ranks * case.slots - case.experts + 1)
+        assert answer.found.par >= case.ranks / holders - 1e-4
     scaled_EN, share_N = heat.normalise(case.heat_NE, np.ones(len(case.heat_NE)), case.ranks)
     share_RS = heat.even_shares(answer.found.phy2log_RS)
     if tables != EVEN:
@@ -54,7 +54,7 @@ def test_answers_can_be_served(
     assert answer.found.par == pytest.approx(promised, rel=1e-4)
 
 
-def test_price_holds_moves_back() -> None:
+def test_a_move_price_reduces_moves() -> None:
     heat_NE = np.random.default_rng(5).gamma(0.5, 100, 32) * np.linspace(1, 1.1, 6)[:, None]
     moves = [
         solve(Case(8, 5, heat_NE), SEARCH._replace(move_price=40 * price), unplaced=False)[1][0].found.moves
@@ -64,7 +64,7 @@ def test_price_holds_moves_back() -> None:
     assert moves[0] > 0
 
 
-def test_nothing_changes_for_less_than_the_smallest_gain() -> None:
+def test_no_layer_changes_for_less_than_the_smallest_gain() -> None:
     heat_NE = np.random.default_rng(5).gamma(0.5, 100, 32) * np.ones((6, 1))
     _, (free,) = solve(Case(8, 5, heat_NE), unplaced=False)
     won = free.par_before - free.found.par

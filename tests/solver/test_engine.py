@@ -1,4 +1,4 @@
-"""Many layers are solved, each by itself and within the budget; groups of experts stay whole on one node."""
+"""Layers are solved independently and within the time budget, and expert groups stay on one node."""
 
 from __future__ import annotations
 
@@ -26,11 +26,14 @@ from eplb_core.solver.engine import (
 from eplb_core.solver.layer import LayerResult
 from eplb_core.solver.model import EVEN, FRESH, KEEP, RULE, SOLVED, LayerLayout, homes
 from eplb_core.solver.tables import fixed_rule, slots_by_expert
-from tests.solver.asked import SEARCH, assert_servable
 from tests.solver.layers_of import heat_of_kind, shares_of_sources
 from tests.solver.placed_layer import deployed_on
+from tests.solver.solved_layers import SEARCH, assert_servable
 
-LAYERS, EXPERTS, RANKS, SLOTS = 5, 32, 8, 5
+LAYERS = 5
+EXPERTS = 32
+RANKS = 8
+SLOTS = 5
 HEAT_LNE = np.random.default_rng(3).gamma(0.6, 100, (LAYERS, 6, EXPERTS))
 
 
@@ -50,34 +53,34 @@ def solved(
     return solve_many(batch, rules, limits=Limits(threads, budget_ms))
 
 
-def assert_same(one: LayerResult, other: LayerResult) -> None:
+def assert_same(first: LayerResult, second: LayerResult) -> None:
     for name in ("taken", "half_life", "par_before"):
-        assert getattr(one, name) == getattr(other, name)
-    for mine, theirs in zip(one.found, other.found, strict=True):
-        np.testing.assert_array_equal(mine, theirs)
+        assert getattr(first, name) == getattr(second, name)
+    for first_value, second_value in zip(first.found, second.found, strict=True):
+        np.testing.assert_array_equal(first_value, second_value)
 
 
-def test_no_more_threads_start_than_the_machine_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
-    honest = engine.ThreadPoolExecutor
+def test_the_thread_count_is_limited_to_the_machine_s_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    thread_counts = []
+    original = engine.ThreadPoolExecutor
 
     def pool(workers: int, **options: object) -> object:
-        asked.append(workers)
-        return honest(workers, **options)
+        thread_counts.append(workers)
+        return original(workers, **options)
 
     monkeypatch.setattr(engine, "ThreadPoolExecutor", pool)
     monkeypatch.setattr(os, "cpu_count", lambda: 3)
     solved(HEAT_LNE, threads=100_000)
-    assert asked == [3]
+    assert thread_counts == [3]
 
 
-def test_one_failing_layer_spoils_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = engine.solve_layer
+def test_a_failing_layer_leaves_the_other_layers_unaffected(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = engine.solve_layer
 
     def failing(heat_NE: np.ndarray, *arguments: object) -> LayerResult:
         if np.array_equal(heat_NE, HEAT_LNE[1]):
             raise ZeroDivisionError("no ranks")
-        return honest(heat_NE, *arguments)
+        return original(heat_NE, *arguments)
 
     whole = solved(HEAT_LNE)
     monkeypatch.setattr(engine, "solve_layer", failing)
@@ -89,7 +92,7 @@ def test_one_failing_layer_spoils_no_other(monkeypatch: pytest.MonkeyPatch) -> N
         assert_same(whole[layer], broken[layer])
 
 
-def test_layers_past_the_budget_have_it_as_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_beyond_the_time_budget_fail_with_that_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     now = itertools.chain([0.0, 0.0, 0.001], itertools.repeat(0.003))
     monkeypatch.setattr(engine.time, "monotonic", lambda: next(now))
     answers = solved(HEAT_LNE, budget_ms=2.5)
@@ -103,9 +106,10 @@ SEEDS = st.integers(0, 2**32 - 1)
 
 @st.composite
 def grouped(draw: st.DrawFn) -> tuple[LayerLayout, int, np.random.Generator]:
-    """The linear layout on nodes that may interleave, a number of groups that fits, and a generator."""
+    """Draw a linear layout on possibly interleaved nodes, a fitting number of groups, and a generator."""
     generator = np.random.default_rng(draw(SEEDS))
-    nodes, ranks_each = draw(st.integers(1, 3)), draw(st.integers(1, 3))
+    nodes = draw(st.integers(1, 3))
+    ranks_each = draw(st.integers(1, 3))
     groups = nodes * draw(st.integers(1, 3))
     experts = groups * draw(st.integers(1, 4))
     least = -(-experts // (nodes * ranks_each))
@@ -129,36 +133,38 @@ def solve_grouped(deployed, heat_NE, groups, *, unplaced=False, tables=SOLVED, m
 
 
 def installed(deployed: LayerLayout, answer) -> LayerLayout:
-    found = answer.found
-    home_ER = homes(found.phy2log_RS, deployed.share_GE.shape[1])
-    return deployed._replace(phy2log_RS=found.phy2log_RS, log2phy_GE=found.log2phy_GE, home_ER=home_ER)
+    layout = answer.found
+    home_ER = homes(layout.phy2log_RS, deployed.share_GE.shape[1])
+    return deployed._replace(phy2log_RS=layout.phy2log_RS, log2phy_GE=layout.log2phy_GE, home_ER=home_ER)
 
 
 def homes_of_groups(deployed: LayerLayout, groups: int) -> list[set[int]]:
-    """Nodes on which each group has experts."""
+    """Return the nodes that hold experts of each group."""
     experts = deployed.share_GE.shape[1]
-    found: list[set[int]] = [set() for _ in range(groups)]
+    nodes: list[set[int]] = [set() for _ in range(groups)]
     for (rank, _), expert in np.ndenumerate(deployed.phy2log_RS):
-        found[expert // (experts // groups)].add(int(deployed.node_R[rank]))
-    return found
+        nodes[expert // (experts // groups)].add(int(deployed.node_R[rank]))
+    return nodes
 
 
 @SETTINGS
 @given(
     grouped(), st.sampled_from((EVEN, RULE, SOLVED)), st.sampled_from(("even", "skewed", "zero", "one hot"))
 )
-def test_placed_from_scratch_each_group_is_on_one_node(given_, tables: int, kind: str) -> None:
-    deployed, groups, generator = given_
+def test_a_placement_from_scratch_keeps_each_group_on_one_node(group_case, tables: int, kind: str) -> None:
+    deployed, groups, generator = group_case
     experts = deployed.share_GE.shape[1]
     answer = solve_grouped(
         deployed, heat_of_kind(kind, 5, experts, generator), groups, unplaced=True, tables=tables
     )
     assert_servable(answer, deployed.phy2log_RS, experts)
     after = installed(deployed, answer)
-    at = homes_of_groups(after, groups)
+    nodes_of_groups = homes_of_groups(after, groups)
     nodes = len(set(deployed.node_R.tolist()))
-    assert all(len(node) == 1 for node in at)
-    assert sorted(next(iter(node)) for node in at) == sorted(list(range(nodes)) * (groups // nodes))
+    assert all(len(node_set) == 1 for node_set in nodes_of_groups)
+    assert sorted(next(iter(node_set)) for node_set in nodes_of_groups) == sorted(
+        list(range(nodes)) * (groups // nodes)
+    )
     assert _nodes_of_groups(after, groups) is not None
     assert answer.taken == FRESH
     if tables == RULE:
@@ -188,7 +194,7 @@ def test_groups_stay_together_and_change_nodes_only_for_a_gain(given_, tables: i
 def test_hot_groups_that_meet_on_one_node_are_separated_again() -> None:
     node_R = np.repeat(np.arange(2, dtype=np.int32), 4)
     popularity_2E = np.full((2, 32), 1.0)
-    # Groups of eight experts: 0 and 1 are on node 0. At first 0 and 3 are hot, later 0 and 1.
+    # Each group has eight experts. Groups 0 and 1 are on node 0. First groups 0 and 3 are hot, then groups 0 and 1.
     popularity_2E[0, :8] = popularity_2E[0, 24:] = 4.0
     popularity_2E[1, :16] = 4.0
     generator = np.random.default_rng(3)
@@ -205,7 +211,7 @@ def test_hot_groups_that_meet_on_one_node_are_separated_again() -> None:
     assert answer.found.par < 1.1 < answer.par_before
 
 
-def test_groups_that_are_apart_are_placed_from_scratch() -> None:
+def test_groups_spread_over_nodes_are_placed_from_scratch() -> None:
     deployed = serving(8, np.array([0, 0, 1, 1], dtype=np.int32), 3)
     assert _nodes_of_groups(deployed, 4) is None
     heat_NE = heat_of_kind("skewed", 6, 8, np.random.default_rng(1))
@@ -215,18 +221,18 @@ def test_groups_that_are_apart_are_placed_from_scratch() -> None:
 def test_hot_groups_are_packed_to_different_nodes() -> None:
     deployed = serving(8, np.array([0, 0, 1, 1], dtype=np.int32), 2)
     mean_E = np.array([9, 0, 1, 0, 8, 0, 2, 1], dtype=np.float32)
-    # Groups carry 9, 1, 8 and 3: 9 with 1 beside 8 with 3.
+    # Groups with heat 9, 1, 8 and 3 are packed as 9 + 1 and 8 + 3.
     assert _pack_groups(mean_E, deployed, 4).tolist() == [0, 0, 0, 0, 1, 1, 1, 1]
     swapped = deployed._replace(phy2log_RS=deployed.phy2log_RS[[2, 3, 0, 1]].copy())
     assert _pack_groups(mean_E, swapped, 4).tolist() == [1, 1, 1, 1, 0, 0, 0, 0]
 
 
 @pytest.mark.parametrize("moved_price", [0.0, 0.05])
-def test_a_node_is_not_cooled_in_vain(moved_price: float) -> None:
+def test_a_cool_node_is_not_changed_without_a_gain(moved_price: float) -> None:
     deployed = serving(8, np.array([0, 0, 1, 1], dtype=np.int32), 2)
     even_NE = np.ones((6, 8))
     placed = installed(deployed, solve_grouped(deployed, even_NE, 2, unplaced=True))
-    # Node 0's hot expert fills a rank by itself and cannot be helped; node 1 is uneven, but far cooler.
+    # Node 0's hot expert fills a whole rank, which no move can improve. Node 1 is uneven but far cooler.
     heat_NE = np.tile([100.0, 1, 1, 1, 4, 4, 1, 1], (6, 1))
     answer = solve_grouped(placed, heat_NE, 2, move_price=moved_price)
     np.testing.assert_array_equal(answer.found.phy2log_RS[2:], placed.phy2log_RS[2:])

@@ -1,4 +1,4 @@
-"""The cheapest recommendation on the newer half is recommended, and only what surely pays."""
+"""The hold-out recommends the cheapest candidate on the newer half, and only if it pays with certainty."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from eplb_core.solver.model import (
     with_covariance,
 )
 from eplb_core.solver.window import Forecast, choose_forecast, halves_of
-from tests.solver import asked
+from tests.solver import solved_layers
 from tests.solver.layers_of import Case, cases, shares_of_sources
 from tests.solver.placed_layer import deployed_on, random_placement
 from tests.solver.slow import forecast as slow
 from tests.solver.slow import heat
 from tests.solver.slow import tables as slow_tables
 
-SEARCH = asked.SEARCH._replace(tree_leaves=1, local_search_steps=200)
+SEARCH = solved_layers.SEARCH._replace(tree_leaves=1, local_search_steps=200)
 PRICE = 0.004
-"""Peak-to-average ratio that one moved slot must win."""
+"""Gain in PAR that one moved slot must bring."""
 SPLITS = st.sampled_from((EVEN, RULE, SOLVED))
 
 
@@ -47,11 +47,13 @@ NEWER = np.zeros((3, 2), dtype=np.float32), np.full(2, 0.5)
 
 
 class Script:
-    """Replaces the candidates: the placement of each action, its ratio, and its moves are given."""
+    """Stub of the candidate functions with a fixed ratio and move count per action."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, pars: dict, moves: dict, least_fresh: float) -> None:
-        self.pars, self.moves, self.least_fresh = pars, moves, least_fresh
-        self.asked: list[tuple[str, int]] = []
+        self.pars = pars
+        self.moves = moves
+        self.least_fresh = least_fresh
+        self.calls: list[tuple[str, int]] = []
         for name in ("_shortlist_prices", "_least_fresh_cost", "from_scratch", "with_tables", "peaks_on"):
             monkeypatch.setattr(module, name, getattr(self, name.lstrip("_")))
 
@@ -74,7 +76,7 @@ class Script:
     def with_tables(self, phy2log_RS, layer, params):
         assert layer.heat == "older, leaning"
         kind, rung = phy2log_RS[0].tolist() if phy2log_RS is not layer.deployed.phy2log_RS else (TABLES, 0)
-        self.asked.append((kind, rung))
+        self.calls.append((kind, rung))
         return Candidate(phy2log_RS, (kind, rung), 0.0, self.moves.get((kind, rung), 0))
 
     def peaks_on(self, candidate, scaled_EN, deployed, tables):
@@ -96,7 +98,7 @@ def test_the_recommended_action_has_the_lowest_cost(
     search = SEARCH._replace(tables=tables, local_search_steps=steps)
     deployed = deployment(Case(2, 2, np.ones((4, 3))), 2, 0)
     with pytest.MonkeyPatch.context() as patch:
-        # No cost is an odd number of thousandths.
+        # Costs are even numbers of thousandths, so this bound never ties.
         script = Script(patch, pars, moves, least / 100 + 0.001)
         patch.setattr(
             module,
@@ -104,22 +106,23 @@ def test_the_recommended_action_has_the_lowest_cost(
             lambda heat, forecast, ahead: f"{heat}, leaning" if ahead == 1.0 else None,
         )
         halves = "older", NEWER
-        found = _holdout(*halves, Forecast(4.0, 0.1), deployed, search, PRICE, min_gain)
+        result = _holdout(*halves, Forecast(4.0, 0.1), deployed, search, PRICE, min_gain)
     costs = [pars[recommendation] + PRICE * moves[recommendation] for recommendation in recommendations]
     chosen = slow.recommended(pars[KEEP], costs[:-1], min_gain)
     if least / 100 + 0.001 < (pars[KEEP] if chosen < 0 else costs[chosen]) - min_gain:
-        cheaper, chosen = recommendations, slow.recommended(pars[KEEP], costs, min_gain)
-    assert script.asked == cheaper
+        cheaper = recommendations
+        chosen = slow.recommended(pars[KEEP], costs, min_gain)
+    assert script.calls == cheaper
     if chosen < 0:
-        assert found[:3] == (KEEP, PRICE, 0.0)
+        assert result[:3] == (KEEP, PRICE, 0.0)
     else:
         kind, rung = recommendations[chosen]
-        assert found[:2] == (kind, (8, 64)[rung] * PRICE if kind == LOCAL else PRICE)
+        assert result[:2] == (kind, (8, 64)[rung] * PRICE if kind == LOCAL else PRICE)
 
 
 @settings(max_examples=60)
 @given(cases(most_ranks=6, most_slots=4), SPLITS, st.integers(0, 2**32 - 1), st.sampled_from((0.0, 0.02)))
-def test_what_is_recommended_would_have_paid(case: Case, tables: int, seed: int, min_gain: float) -> None:
+def test_recommendations_pay_on_the_newer_half(case: Case, tables: int, seed: int, min_gain: float) -> None:
     assume(len(case.heat_NE) >= 4)
     deployed = deployment(case, case.ranks, seed)
     seen = episodes_of(case.heat_NE, case.ranks)
@@ -132,88 +135,100 @@ def test_what_is_recommended_would_have_paid(case: Case, tables: int, seed: int,
     np.testing.assert_array_equal(recommendation[3].phy2log_RS, again[3].phy2log_RS)
     if recommendation[0] == KEEP:
         return
-    # Whatever was fitted to the older half is priced on the newer one, by every episode and source.
+    # Candidates are fitted to the older half and priced on the newer half, by every episode and source.
     older = Layer(module.forecast_heat(halves[0], forecast, 1.0), deployed)
     if recommendation[0] == TABLES:
-        found_RS = deployed.phy2log_RS
+        candidate_RS = deployed.phy2log_RS
     elif recommendation[0] == LOCAL:
-        found_RS = module.improved(older, search, np.array([recommendation[1]]), 1)[0]
+        candidate_RS = module.improved(older, search, np.array([recommendation[1]]), 1)[0]
     else:
-        found_RS = None
-        found = module.from_scratch(older, search, PRICE)
-    if found_RS is not None:
-        found = module.with_tables(found_RS, older, search)
-    newer = [part.astype(float) for part in halves[1]]
+        candidate_RS = None
+        candidate = module.from_scratch(older, search, PRICE)
+    if candidate_RS is not None:
+        candidate = module.with_tables(candidate_RS, older, search)
+    newer = [array.astype(float) for array in halves[1]]
 
     def par(phy2log_RS: np.ndarray, table_GE: np.ndarray) -> float:
         if tables == EVEN:
             return heat.mean_of_max(*newer, phy2log_RS, heat.even_shares(phy2log_RS))
         return slow_tables.tables_par(phy2log_RS, table_GE, *newer, deployed.share_GE.astype(float))
 
-    cost = par(found.phy2log_RS, found.log2phy_GE) + PRICE * found.moves
+    cost = par(candidate.phy2log_RS, candidate.log2phy_GE) + PRICE * candidate.moves
     if recommendation[0] != LOCAL:
-        # A walk for one price may part from a walk for all three.
+        # A search for one price may diverge from a search for all three prices.
         assert cost < par(deployed.phy2log_RS, deployed.log2phy_GE) - min_gain + 1e-5
-    assert found.moves == np.count_nonzero(found.phy2log_RS != deployed.phy2log_RS)
+    assert candidate.moves == np.count_nonzero(candidate.phy2log_RS != deployed.phy2log_RS)
 
 
 @settings(max_examples=60)
 @given(cases(most_ranks=6, most_slots=4), SPLITS, st.integers(0, 2**32 - 1), st.sampled_from((0.0, 0.02)))
-def test_the_prices_tried_do_best_on_newer_heat_and_move_least(
+def test_shortlisted_prices_gain_most_on_newer_heat_with_the_fewest_moves(
     case: Case, tables: int, seed: int, min_gain: float
 ) -> None:
     assume(len(case.heat_NE) >= 4)
     deployed = deployment(case, case.ranks, seed)
     older, newer = halves_of(episodes_of(case.heat_NE, case.ranks))
-    fit, search = Layer(with_covariance(*older), deployed), SEARCH._replace(tables=tables)
-    plain = [part.astype(float) for part in newer]
+    fit = Layer(with_covariance(*older), deployed)
+    search = SEARCH._replace(tables=tables)
+    newer_float64 = [array.astype(float) for array in newer]
 
     def cost(phy2log_RS: np.ndarray) -> float:
         rows = zip(deployed.phy2log_RS.tolist(), phy2log_RS.tolist(), strict=True)
-        moves = sum(len({*now} - {*was}) for was, now in rows)
-        return heat.mean_of_max(*plain, phy2log_RS, heat.even_shares(phy2log_RS)) + PRICE * moves
+        moves = sum(len({*after_S} - {*before_S}) for before_S, after_S in rows)
+        return heat.mean_of_max(*newer_float64, phy2log_RS, heat.even_shares(phy2log_RS)) + PRICE * moves
 
     price_K = PRICE * _PRICE_LADDER
-    found = dict(zip(price_K.tolist(), module.improved(fit, search, price_K, 1), strict=True))
-    won = {price: cost(deployed.phy2log_RS) - cost(one_RS) for price, one_RS in found.items()}
-    tried = module._shortlist_prices(fit, newer, search, PRICE, min_gain)
+    placements = dict(zip(price_K.tolist(), module.improved(fit, search, price_K, 1), strict=True))
+    gains = {
+        price: cost(deployed.phy2log_RS) - cost(candidate_RS) for price, candidate_RS in placements.items()
+    }
+    shortlist = module._shortlist_prices(fit, newer, search, PRICE, min_gain)
     assert all(
-        won[price] > min_gain - 1e-5 and np.array_equal(found[price], one_RS) for price, one_RS in tried
+        gains[price] > min_gain - 1e-5 and np.array_equal(placements[price], candidate_RS)
+        for price, candidate_RS in shortlist
     )
-    assert not tried or won[tried[0][0]] == pytest.approx(max(won.values()), abs=1e-5)
-    assert tried or max(won.values()) <= min_gain + 1e-5
-    dearest = max((price for price in won if won[price] > min_gain + 1e-5), default=0.0)
+    assert not shortlist or gains[shortlist[0][0]] == pytest.approx(max(gains.values()), abs=1e-5)
+    assert shortlist or max(gains.values()) <= min_gain + 1e-5
+    dearest = max((price for price in gains if gains[price] > min_gain + 1e-5), default=0.0)
     assert not dearest or any(
-        price > dearest or np.array_equal(found[dearest], one) for price, one in tried[:2]
+        price > dearest or np.array_equal(placements[dearest], candidate_RS)
+        for price, candidate_RS in shortlist[:2]
     )
 
 
-def test_annealing_is_left_out_where_either_half_does_not_keep_what_the_other_gave() -> None:
+def test_annealing_is_skipped_if_its_gain_does_not_carry_over_between_halves() -> None:
     kept = []
     for seed in range(12):
         generator = np.random.default_rng(seed)
-        # Of the two one is noise alone; in the other two kinds of heat take turns.
+        # Even seeds give only noise. Odd seeds alternate between two kinds of heat.
         share_2E = generator.dirichlet(np.full(40, 3.0), 2) if seed % 2 else np.full((2, 40), 1 / 40)
         tokens = 30_000 if seed % 2 else 300
         heat_NE = generator.multinomial(tokens, share_2E[np.arange(16) % 2]).astype(float)
-        seen, deployed = episodes_of(heat_NE, 24), deployment(Case(24, 2, heat_NE), 24, seed)
-        tried = SEARCH._replace(tree_leaves=0, annealing_tries=8000, tables=EVEN)
-        lasts = module.without_vain_annealing(seen, deployed, tried).annealing_tries == 8000
-        halves, cooler = halves_of(seen), []
+        seen = episodes_of(heat_NE, 24)
+        deployed = deployment(Case(24, 2, heat_NE), 24, seed)
+        annealing = SEARCH._replace(tree_leaves=0, annealing_tries=8000, tables=EVEN)
+        persists = module.without_vain_annealing(seen, deployed, annealing).annealing_tries == 8000
+        halves = halves_of(seen)
+        cooler = []
         for fit, held_out in (halves, halves[::-1]):
-            layer, ratios = Layer(with_covariance(*fit), deployed), []
+            layer = Layer(with_covariance(*fit), deployed)
+            ratios = []
             for tries in (0, 1000):
-                placed_RS = module.from_scratch(layer, tried._replace(annealing_tries=tries), 0.0).phy2log_RS
+                placed_RS = module.from_scratch(
+                    layer, annealing._replace(annealing_tries=tries), 0.0
+                ).phy2log_RS
                 ratios.append(heat.mean_of_max(*held_out, placed_RS, heat.even_shares(placed_RS)))
             cooler.append(ratios[1] < ratios[0] - 1e-5)
-        assert lasts == all(cooler)
-        kept += [lasts]
-        plain = tried._replace(annealing_tries=8000 * lasts, options=SearchOptions(holdout=False))
-        mine_RS, plain_RS = (
-            module.solve_layer(heat_NE, deployed, one, np.array([np.inf]), 0.0, True).found.phy2log_RS
-            for one in (tried, plain)
+        assert persists == all(cooler)
+        kept += [persists]
+        without_holdout = annealing._replace(
+            annealing_tries=8000 * persists, options=SearchOptions(holdout=False)
         )
-        np.testing.assert_array_equal(mine_RS, plain_RS)
+        annealed_RS, expected_RS = (
+            module.solve_layer(heat_NE, deployed, chosen, np.array([np.inf]), 0.0, True).found.phy2log_RS
+            for chosen in (annealing, without_holdout)
+        )
+        np.testing.assert_array_equal(annealed_RS, expected_RS)
     assert sum(kept[1::2]) >= 4
     assert sum(kept[::2]) <= 2
 
@@ -229,25 +244,25 @@ def test_a_recommendation_is_followed_once(monkeypatch: pytest.MonkeyPatch) -> N
     assert first.optimism == second.optimism
 
 
-def test_what_a_change_won_must_be_above_its_price_by_its_error() -> None:
+def test_a_gain_must_exceed_its_price_by_its_standard_error() -> None:
     share_N = np.array([0.25, 0.25, 0.0, 0.25, 0.25], dtype=np.float32)
     gain_N = np.array([0.3, 0.1, -9.0, 0.3, 0.1], dtype=np.float32)
     error = np.std([0.3, 0.1, 0.3, 0.1], ddof=1) / 2
-    for spent in (0.2 - 1.5 * error, 0.2 - 0.5 * error, 0.2 + error):
-        assert is_sure(gain_N, share_N, spent, 0.0)
-        assert is_sure(gain_N, share_N, spent, 1.0) == (spent < 0.2 - error)
+    for price in (0.2 - 1.5 * error, 0.2 - 0.5 * error, 0.2 + error):
+        assert is_sure(gain_N, share_N, price, 0.0)
+        assert is_sure(gain_N, share_N, price, 1.0) == (price < 0.2 - error)
     assert not is_sure(gain_N, np.zeros(5, dtype=np.float32), -1.0, 1.0)
 
 
-def test_a_gain_within_its_error_moves_nothing() -> None:
+def test_a_gain_within_its_error_moves_no_expert() -> None:
     generator = np.random.default_rng(4)
     case = Case(4, 3, generator.gamma(0.3, 100, (8, 9)))
     deployed = deployment(case, 4, 3)
     halves = halves_of(episodes_of(case.heat_NE, 4))
-    sure, taken = (
+    strict, lenient = (
         _holdout(*halves, Forecast(np.inf, 0.0), deployed, search, 0.0, 0.0)
-        for search in (SEARCH._replace(options=SearchOptions(sureness=one)) for one in (50.0, 0.0))
+        for search in (SEARCH._replace(options=SearchOptions(sureness=sureness)) for sureness in (50.0, 0.0))
     )
-    assert sure[0] == KEEP
-    assert taken[0] != KEEP
-    assert taken[2] >= 0.0
+    assert strict[0] == KEEP
+    assert lenient[0] != KEEP
+    assert lenient[2] >= 0.0

@@ -1,4 +1,4 @@
-"""A search never ends worse than it began, pays for every slot, and each step is the best legal one."""
+"""The search never raises the cost, pays for every moved slot, and always applies the best legal step."""
 
 from __future__ import annotations
 
@@ -37,23 +37,23 @@ def cost(phy2log_RS: np.ndarray, layer: PlacedLayer, home_ER: np.ndarray, price:
     st.booleans(),
     st.sampled_from((0, 3, 400)),
 )
-def test_no_search_ends_dearer_than_it_began(
-    case: Case, z: float, seed: int, priced: bool, most: int
+def test_the_search_never_raises_the_cost(
+    case: Case, z: float, seed: int, priced: bool, step_limit: int
 ) -> None:
     layer = PlacedLayer(case, z, seed)
     elsewhere_RS = random_placement(case.ranks, case.slots, case.experts, layer.generator)
     home_ER = homes(layer.phy2log_RS if seed % 2 else elsewhere_RS, case.experts)
     price_K = np.array([0.3, 0.02, 0.0] if priced else [0.0])
-    found_KRS = local_search(layer.assignment(), layer.heat32, home_ER, price_K, z, most)
-    for found_RS, price in zip(found_KRS, price_K, strict=True):
-        check_layer(found_RS, case.experts)
-        assert _slots_away(found_RS, home_ER) == slow.slots_away(found_RS, home_ER)
+    actual_KRS = local_search(layer.assignment(), layer.heat32, home_ER, price_K, z, step_limit)
+    for actual_RS, price in zip(actual_KRS, price_K, strict=True):
+        check_layer(actual_RS, case.experts)
+        assert _slots_away(actual_RS, home_ER) == slow.slots_away(actual_RS, home_ER)
         before = cost(layer.phy2log_RS, layer, home_ER, price)
-        assert cost(found_RS, layer, home_ER, price) <= before + 2 * layer.rounding
+        assert cost(actual_RS, layer, home_ER, price) <= before + 2 * layer.rounding
 
 
 @pytest.mark.parametrize("z", [0.0, 1.0])
-def test_each_step_is_the_best_there_is(z: float) -> None:
+def test_each_step_is_the_best_legal_step(z: float) -> None:
     compared = 0
     for seed in range(30):
         generator = np.random.default_rng(seed)
@@ -62,34 +62,35 @@ def test_each_step_is_the_best_there_is(z: float) -> None:
         layer = PlacedLayer(Case(int(ranks), int(slots), heat_NE), z, seed)
         home_ER = homes(layer.phy2log_RS, layer.case.experts)
         price_K = np.array(((0.0,), (0.1, 0.01), (0.02,))[seed % 3])
-        wanted_KRS, margin = slow.search(layer.phy2log_RS, *layer.heat, home_ER, z, price_K, 12)
-        found_KRS = local_search(layer.assignment(), layer.heat32, home_ER, price_K, z, 12)
-        # Where two steps are worth the same, rounding chooses.
+        expected_KRS, margin = slow.search(layer.phy2log_RS, *layer.heat, home_ER, z, price_K, 12)
+        actual_KRS = local_search(layer.assignment(), layer.heat32, home_ER, price_K, z, 12)
+        # If two steps gain the same, rounding decides between them.
         if margin > 3e-5:
-            np.testing.assert_array_equal(found_KRS, wanted_KRS)
-            compared += (wanted_KRS != layer.phy2log_RS).any()
+            np.testing.assert_array_equal(actual_KRS, expected_KRS)
+            compared += (expected_KRS != layer.phy2log_RS).any()
     assert compared >= 8
 
 
 @settings(max_examples=60)
 @given(cases(most_ranks=5, most_slots=3), Z, SEEDS)
-def test_a_search_ends_where_no_step_cools_the_hottest_rank(case: Case, z: float, seed: int) -> None:
+def test_the_search_ends_when_no_step_cools_the_hottest_rank(case: Case, z: float, seed: int) -> None:
     layer = PlacedLayer(case, z, seed)
     assignment = layer.assignment()
     nowhere_ER = np.zeros((case.experts, case.ranks), dtype=bool)
     local_search(assignment, layer.heat32, nowhere_ER, np.zeros(1), z, 10_000)
-    end_RS, share_RS = assignment.phy2log_RS, heat.even_shares(assignment.phy2log_RS)
+    end_RS = assignment.phy2log_RS
+    share_RS = heat.even_shares(assignment.phy2log_RS)
     check_layer(end_RS, case.experts)
     assert_sums_hold(assignment, layer)
     _, span = slow.scale_of(heat.rank_risks(end_RS, share_RS, *layer.heat, z))
     if layer.rounding / span > 1e-2:
         return
-    most = MIN_RELIEF + 1e-3 + 16 * layer.rounding / span
+    largest_gain = MIN_RELIEF + 1e-3 + 16 * layer.rounding / span
     hot, _ = hottest_rank(assignment, z)
     gains = slow.swap_gains(end_RS, share_RS, hot, *layer.heat, z)
-    assert max(gains.values(), default=0.0) <= most
-    gains = slow.exchange_gains(end_RS, hot, *layer.heat, z, relief_over=most)
-    assert max(gains.values(), default=0.0) <= most
+    assert max(gains.values(), default=0.0) <= largest_gain
+    gains = slow.exchange_gains(end_RS, hot, *layer.heat, z, relief_over=largest_gain)
+    assert max(gains.values(), default=0.0) <= largest_gain
 
 
 @SETTINGS
@@ -102,12 +103,12 @@ def test_pressures_follow_the_risks(ranks: list[tuple[float, float]], z: float) 
     risk_R = load_R.astype(float) + z * np.sqrt(variance_R.astype(float))
     base, span = slow.scale_of(risk_R)
     assert now.peak == pytest.approx(risk_R.max(), rel=1e-6)
-    # The 8-norm of R equal ranks lies R**(1/8) times as far above the base.
+    # The 8-norm of R equal ranks exceeds the base by R**(1/8) times their distance from it.
     assert smooth_peak(now) == pytest.approx(slow.smooth_peak(risk_R), abs=1e-4)
     assert smooth_peak(now) >= risk_R.max() - 1e-5
     if span > 1e-2:
         assert (now.base, 1 / now.scale) == pytest.approx((base, span), rel=1e-3, abs=1e-4)
-        wanted_R = [slow.pressure_of(np.array([risk]), base, span) for risk in risk_R]
-        np.testing.assert_allclose(now.pressure_R, wanted_R, atol=4e-3)
-        found = smooth_term(np.float32(risk_R[0] + 1), now.base, now.scale)
-        assert found == pytest.approx(slow.pressure_of(risk_R[:1] + 1, base, span), rel=4e-3, abs=4e-3)
+        expected_R = [slow.pressure_of(np.array([risk]), base, span) for risk in risk_R]
+        np.testing.assert_allclose(now.pressure_R, expected_R, atol=4e-3)
+        term = smooth_term(np.float32(risk_R[0] + 1), now.base, now.scale)
+        assert term == pytest.approx(slow.pressure_of(risk_R[:1] + 1, base, span), rel=4e-3, abs=4e-3)

@@ -1,4 +1,4 @@
-"""Tables keep tokens on their node without raising the PAR, and every redirection is the best possible one."""
+"""Tables keep tokens on their node without raising the PAR, and each redirection is the best one."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ KINDS = st.sampled_from(("uniform", "uneven", "silent"))
 
 
 class OnNodes:
-    """A placed layer with the engines' tables, ranks and sources on nodes, and some sources on several nodes."""
+    """A placed layer with the engines' tables on several nodes. Some sources span several nodes."""
 
     def __init__(self, case: Case, sources: int, nodes: int, kind: str, seed: int) -> None:
         self.placed = PlacedLayer(case, 1.0, seed)

@@ -9,7 +9,7 @@ from eplb_service import solve
 
 
 def with_hot_experts(share: float, hot: int, shape: tuple[int, int, int], seed: int) -> np.ndarray:
-    """Heat ``[T, 1, E]`` of which ``hot`` experts share this fraction evenly; the others differ in popularity."""
+    """Return heat ``[T, 1, E]`` with this fraction spread evenly over ``hot`` experts and the rest unevenly."""
     experts = shape[0]
     generator = np.random.default_rng([experts, hot, seed])
     popularity_E = np.exp(0.7 * generator.standard_normal(experts))
@@ -24,12 +24,12 @@ def with_hot_experts(share: float, hot: int, shape: tuple[int, int, int], seed: 
 @pytest.mark.parametrize(
     ("before", "after", "hot"), [(0.3, 0.7, 1), (0.5, 0.9, 1), (0.4, 0.8, 2), (0.7, 0.1, 1)]
 )
-def test_a_change_of_the_hottest_experts_is_followed(
+def test_a_change_of_the_hottest_experts_leads_to_a_new_placement(
     shape: tuple[int, int, int], before: float, after: float, hot: int, split: str
 ) -> None:
     for seed in range(2):
         old, new = (with_hot_experts(share, hot, shape, seed) for share in (before, after))
-        asked = {"ranks": shape[1], "slots": shape[2], "threads": 1, "split": split}
-        deployed = solve(old, **asked)
-        warm = solve(new, **asked, placement=deployed.phy2log, log2phy=deployed.log2phy, move_price=0.0)
-        assert warm.par_after < solve(new, **asked).par_after + 0.03
+        arguments = {"ranks": shape[1], "slots": shape[2], "threads": 1, "split": split}
+        deployed = solve(old, **arguments)
+        warm = solve(new, **arguments, placement=deployed.phy2log, log2phy=deployed.log2phy, move_price=0.0)
+        assert warm.par_after < solve(new, **arguments).par_after + 0.03

@@ -1,4 +1,4 @@
-"""The planner seldom searches a placement from scratch in vain, so that decisions keep to their CPU budget."""
+"""The planner rarely searches from scratch without a gain, which keeps decisions within their CPU budget."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from eplb_core.solver import layer as layer_module
 
 
 @pytest.mark.parametrize("kind", ["drift", "bursty"])
-def test_few_layers_are_searched_from_scratch_in_vain(kind: str) -> None:
+def test_few_layers_are_searched_from_scratch_without_a_gain(kind: str) -> None:
     layers = 4
     look_back = 128
     interval = 24
@@ -30,6 +30,6 @@ def test_few_layers_are_searched_from_scratch_in_vain(kind: str) -> None:
         for begin in range(0, (decisions + 1) * interval, interval):
             window = Window(np.ascontiguousarray(heat_TLE[begin : begin + look_back]))
             deployed = serving.placement, serving.log2phy_RLE
-            made = plan(window, *deployed, Topology.flat(32), PlannerSettings(threads=1), float(interval))
-            serving = serving.changed_by(made)
+            decision = plan(window, *deployed, Topology.flat(32), PlannerSettings(threads=1), float(interval))
+            serving = serving.changed_by(decision)
     assert layers <= searched.call_count <= layers + layers * decisions // 10

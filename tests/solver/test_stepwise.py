@@ -55,7 +55,7 @@ def test_the_level_is_the_optimum_of_the_linear_program(case: Case, seed: int) -
     np.testing.assert_allclose(flow_P.reshape(phy2log_RS.shape).sum(axis=1), load_R, atol=1e-6 * scale)
 
 
-def test_levels_are_solved_for_each_episode() -> None:
+def test_each_episode_has_its_optimal_level() -> None:
     generator = np.random.default_rng(0)
     phy2log_RS = random_placement(5, 3, 9, generator)
     heat = heat_of(np.vstack([generator.integers(1, 90, (3, 9)), np.zeros((1, 9))]), 5)

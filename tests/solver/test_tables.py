@@ -55,8 +55,8 @@ class Sources:
         return solve_tables(self.phy2log_RS, layer.heat32, self.share_GE, layer.z)
 
 
-def scenes(cases_: st.SearchStrategy[Case], most: int) -> st.SearchStrategy[Sources]:
-    return st.builds(Sources, cases_, Z, st.integers(1, most), KINDS, SEEDS)
+def scenes(cases_: st.SearchStrategy[Case], max_ranks: int) -> st.SearchStrategy[Sources]:
+    return st.builds(Sources, cases_, Z, st.integers(1, max_ranks), KINDS, SEEDS)
 
 
 @SETTINGS
@@ -109,7 +109,7 @@ def test_each_share_goes_to_the_rank_that_stays_coolest(scene: Sources) -> None:
 
 @SETTINGS
 @given(scenes(cases(most_ranks=5, most_slots=3), 5))
-def test_shares_leave_the_hottest_rank_while_that_cools_it(scene: Sources) -> None:
+def test_shares_leave_the_hottest_rank_until_no_move_cools_it(scene: Sources) -> None:
     layer = scene.layer
     z = layer.z
     arrays = scene.first_E1, scene.slot_P, layer.heat32, scene.share_GE.T.copy(), z

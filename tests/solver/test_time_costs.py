@@ -1,4 +1,4 @@
-"""Times are those of the plain definition; tables that lower them are judged exactly and may leave replicas unused."""
+"""Times match the slow twins; tables that lower the time are rated exactly and may leave replicas unused."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SHARES = st.tuples(st.integers(1, 5), st.sampled_from(("uniform", "skewed", "sil
 
 
 def steps_of(heat_NE: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens ``[E, N]`` and weights of steps, all that have tokens of the same weight."""
+    """Return tokens ``[E, N]`` and step weights; all steps with tokens have equal weight."""
     busy_N = heat_NE.sum(axis=1) > 0
     tokens_EN = np.ascontiguousarray(heat_NE.T, dtype=np.float32)
     return tokens_EN, (busy_N / max(1, busy_N.sum())).astype(np.float32)
@@ -41,17 +41,17 @@ def linear(case: Case) -> np.ndarray:
 
 
 @given(cases(kinds=TIMED_KINDS), CURVES, st.integers(0, 99))
-def test_the_slowest_ranks_time_is_that_of_the_plain_definition(case, curve, seed):
+def test_the_slowest_rank_s_time_matches_the_slow_twin(case, curve, seed):
     phy2log_RS = linear(case)
     share_RS = np.random.default_rng(seed).random(phy2log_RS.shape).astype(np.float32)
     share_RS[share_RS < 0.2] = 0
-    found = mean_slowest(*steps_of(case.heat_NE), phy2log_RS, share_RS, curve)
-    plain = plain_time.mean_slowest(case.heat_NE, phy2log_RS, share_RS, curve)
-    assert found == pytest.approx(plain, rel=1e-4)
+    us = mean_slowest(*steps_of(case.heat_NE), phy2log_RS, share_RS, curve)
+    twin_us = plain_time.mean_slowest(case.heat_NE, phy2log_RS, share_RS, curve)
+    assert us == pytest.approx(twin_us, rel=1e-4)
 
 
 @given(cases(kinds=TIMED_KINDS), CURVES, st.integers(1, 4))
-def test_replicas_take_no_less_time_together_than_one_does(case, curve, replicas):
+def test_several_replicas_never_take_less_total_time_than_one(case, curve, replicas):
     tokens_EN, _ = steps_of(case.heat_NE)
     alone = split_us(tokens_EN, np.ones(case.experts, dtype=np.int32), curve)
     shared = split_us(tokens_EN, np.full(case.experts, replicas, dtype=np.int32), curve)
@@ -61,9 +61,9 @@ def test_replicas_take_no_less_time_together_than_one_does(case, curve, replicas
 @given(cases(kinds=TIMED_KINDS), CURVES)
 def test_replica_counts_fit_the_slots_and_the_ranks(case, curve):
     steps = steps_of(case.heat_NE)
-    tried = replica_counts_to_try(*steps, curve, case.ranks, case.slots, 1.0)
-    assert tried[0].tolist() == [1] * case.experts
-    for replicas_E in tried:
+    candidates = replica_counts_to_try(*steps, curve, case.ranks, case.slots, 1.0)
+    assert candidates[0].tolist() == [1] * case.experts
+    for replicas_E in candidates:
         assert replicas_E.sum() <= case.ranks * case.slots
         assert replicas_E.max() <= case.ranks
         full_E = with_all_slots_used(*steps, curve, replicas_E, case.ranks, case.slots)
@@ -72,7 +72,7 @@ def test_replica_counts_fit_the_slots_and_the_ranks(case, curve):
         assert full_E.max() <= case.ranks
 
 
-def test_where_reading_takes_the_time_no_replica_is_worth_having():
+def test_no_expert_has_replicas_if_reading_dominates():
     steps = steps_of(np.full((3, 8), 5.0))
     assert [counts.tolist() for counts in replica_counts_to_try(*steps, CURVE, 4, 3, 1.0)] == [[1] * 8]
     hot = steps_of(np.array([[5000.0, *[5] * 7]]))
@@ -94,29 +94,32 @@ def test_cooled_tables_are_valid_and_never_slower(case, curve, sources):
 
 
 @given(cases(kinds=TIMED_KINDS), CURVES, st.integers(0, 99))
-def test_a_move_is_judged_as_the_plain_definition_does(case, curve, seed):
+def test_the_time_after_a_move_matches_the_slow_twin(case, curve, seed):
     rng = np.random.default_rng(seed)
     phy2log_RS = linear(case)
     replicas_E = np.bincount(phy2log_RS.ravel(), minlength=case.experts)
     if replicas_E.max() == 1 or not case.heat_NE.any():
         return
     expert = int(replicas_E.argmax())
-    own, other = map(int, rng.permutation(np.flatnonzero(phy2log_RS.ravel() == expert))[:2])
+    slot, target_slot = map(int, rng.permutation(np.flatnonzero(phy2log_RS.ravel() == expert))[:2])
     share_P = rng.random(phy2log_RS.size).astype(np.float32)
     tokens_EN, weight_N = steps_of(case.heat_NE)
     tops = top_ranks_of(rank_us(tokens_EN, phy2log_RS, share_P.reshape(phy2log_RS.shape), curve))
-    moved = np.float32(share_P[own] * rng.choice([0.5, 1.0]))
-    left = np.float32(share_P[own] - moved)
+    moved = np.float32(share_P[slot] * rng.choice([0.5, 1.0]))
+    remainder = np.float32(share_P[slot] - moved)
     changed_RN = np.empty_like(tops.load_RN)
-    _note_move(tokens_EN[expert], tops, curve, case.slots, own, other, share_P, left, moved, changed_RN)
-    here, there = own // case.slots, other // case.slots
-    found = peak_of_two_changed(tops, weight_N, here, there, changed_RN[here], changed_RN[there])
-    share_P[own], share_P[other] = left, share_P[other] + moved
-    plain = plain_time.mean_slowest(case.heat_NE, phy2log_RS, share_P.reshape(phy2log_RS.shape), curve)
-    assert curve[0] + found == pytest.approx(plain, rel=1e-4)
+    _note_move(
+        tokens_EN[expert], tops, curve, case.slots, slot, target_slot, share_P, remainder, moved, changed_RN
+    )
+    rank = slot // case.slots
+    target_rank = target_slot // case.slots
+    us = peak_of_two_changed(tops, weight_N, rank, target_rank, changed_RN[rank], changed_RN[target_rank])
+    share_P[slot], share_P[target_slot] = remainder, share_P[target_slot] + moved
+    twin_us = plain_time.mean_slowest(case.heat_NE, phy2log_RS, share_P.reshape(phy2log_RS.shape), curve)
+    assert curve[0] + us == pytest.approx(twin_us, rel=1e-4)
 
 
-def test_where_reading_takes_the_time_a_second_replica_is_left_unused():
+def test_second_replicas_stay_unused_if_reading_dominates():
     phy2log_RS = np.array([[0, 1], [2, 0]], dtype=np.int32)
     share_GE = np.full((2, 3), 0.5, dtype=np.float32)
     chosen_GE = np.array([[0, 1, 2], [3, 1, 2]], dtype=np.int32)
@@ -126,13 +129,13 @@ def test_where_reading_takes_the_time_a_second_replica_is_left_unused():
     assert chosen_GE[0, 0] != chosen_GE[1, 0]
 
 
-def test_single_replicas_go_to_the_rank_that_has_least():
+def test_single_replicas_go_to_the_rank_with_the_least_load():
     phy2log_RS = np.array([[0, 1], [0, 2]], dtype=np.int32)
     used_RE = one_replica_each(phy2log_RS, 3, np.array([2.0, 9.0, 1.0], dtype=np.float32))
     assert used_RE.tolist() == [[False, True, False], [True, False, True]]
 
 
-def test_sources_are_split_as_evenly_as_they_go():
+def test_sources_are_split_as_evenly_as_possible():
     placement_RS = Placement.linear(1, 1, 3, 1).phy2log_LRS[0].copy()
     share_GE = np.array([[0.4], [0.1], [0.3], [0.2]], dtype=np.float32)
     tables_GE = even_tables(*slots_by_expert(placement_RS, 1), share_GE)
@@ -140,7 +143,7 @@ def test_sources_are_split_as_evenly_as_they_go():
     assert sorted(received_P.ravel().round(3).tolist()) == [0.3, 0.3, 0.4]
 
 
-def test_a_curve_of_tokens_alone_is_lowered_too():
+def test_tables_also_lower_the_time_of_a_linear_curve():
     phy2log_RS = np.array([[0, 1], [2, 0]], dtype=np.int32)
     share_GE = np.full((4, 3), 0.25, dtype=np.float32)
     chosen_GE = np.zeros((4, 3), dtype=np.int32) + np.array([0, 1, 2], dtype=np.int32)

@@ -1,4 +1,4 @@
-"""Decisions for time: servable, never slower than what serves or balanced tokens, and no replica for its own sake."""
+"""Placements for time are valid, never slower than the current or token-balanced layout, and have no idle replicas."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from eplb_core.solver.time_costs import split_us
 from eplb_core.solver.time_layer import _heat_in_time, _lasts, _slots_in_use, _timed, solve_layer_for_time
 from eplb_core.solver.window import Forecast
 from eplb_service.io.synthetic import synthetic_heat
-from tests.solver.asked import SEARCH, assert_servable
 from tests.solver.layers_of import cases, with_bursts_of
 from tests.solver.placed_layer import deployed_on, random_placement
 from tests.solver.slow import time as plain_time
+from tests.solver.solved_layers import SEARCH, assert_servable
 from tests.solver.time_curves import CURVE, CURVES, TIMED_KINDS
 
 PARAMS = SearchParams(z=1.4, local_search_steps=500, tables=SOLVED, options=SearchOptions(sureness=0.0))
@@ -51,7 +51,7 @@ def realised(heat_NE, answer_RS, log2phy_GE, deployed, tables, curve) -> float:
 
 @given(cases(kinds=TIMED_KINDS), CURVES, st.sampled_from((EVEN, RULE, SOLVED)), st.booleans(), st.booleans())
 @settings(max_examples=60)
-def test_answers_are_servable_and_never_slower(case, curve, tables, unplaced, holdout):
+def test_results_are_valid_and_never_slower(case, curve, tables, unplaced, holdout):
     deployed = deployed_of(case.experts, case.ranks, case.slots)
     options = SearchOptions(holdout=holdout, sureness=0.0)
     params = SEARCH._replace(tables=tables, options=options, move_price=0.001 * deployed.phy2log_RS.size)
@@ -72,14 +72,15 @@ def test_answers_are_servable_and_never_slower(case, curve, tables, unplaced, ho
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_where_experts_have_bursts_tokens_are_balanced_as_without_a_curve(seed):
-    heat_NE, deployed = with_bursts_of(64, 64, seed), deployed_of(64, 8, 10)
+def test_bursty_experts_are_balanced_by_tokens(seed):
+    heat_NE = with_bursts_of(64, 64, seed)
+    deployed = deployed_of(64, 8, 10)
     by_tokens = solve_layer(heat_NE, deployed, PARAMS, np.array([np.inf]), 0.0, True)
     answer = solve_layer_for_time(heat_NE, heat_NE, deployed, PARAMS, CURVE, 0.0, True)
     assert by_tokens.trimmed == answer.trimmed
     us = [
-        realised(heat_NE, one.found.phy2log_RS, one.found.log2phy_GE, deployed, SOLVED, CURVE)
-        for one in (by_tokens, answer)
+        realised(heat_NE, result.found.phy2log_RS, result.found.log2phy_GE, deployed, SOLVED, CURVE)
+        for result in (by_tokens, answer)
     ]
     assert us[1] <= us[0] * (1 + 1e-4)
 
@@ -101,7 +102,7 @@ def test_a_small_batch_leaves_redundant_slots_unused():
     assert answer.found.par <= without.found.par * 1.01
 
 
-def test_a_large_batch_shares_its_hottest_experts_out():
+def test_a_large_batch_replicates_its_hottest_experts():
     heat_NE, deployed, answer = answered(16384, 9)
     share_RS = plain_time.shares_of(answer.found.phy2log_RS, answer.found.log2phy_GE, deployed.share_GE)
     hottest = int(heat_NE.sum(axis=0).argmax())
@@ -109,13 +110,13 @@ def test_a_large_batch_shares_its_hottest_experts_out():
     assert answer.found.par < answered(16384, 8)[2].found.par
 
 
-def test_a_host_that_splits_evenly_gets_replicas_of_experts_that_cost_least():
+def test_an_evenly_splitting_host_replicates_the_cheapest_experts():
     heat_NE, _, answer = answered(64, 9, tables=EVEN)
     replicas_E = np.bincount(answer.found.phy2log_RS.ravel(), minlength=64)
     assert heat_NE[:, replicas_E > 1].mean() < heat_NE[:, replicas_E == 1].mean()
 
 
-def test_what_serves_well_is_kept():
+def test_a_good_layout_is_kept():
     heat_NE, deployed, answer = answered(4096, 9)
     now = deployed._replace(
         phy2log_RS=answer.found.phy2log_RS,
@@ -133,8 +134,9 @@ def drifting(seed: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_placements_for_time_must_be_clearly_faster_on_either_half(seed):
-    heat_NE, deployed = drifting(seed), deployed_of(64, 8, 10)
+def test_placements_for_time_must_be_clearly_faster_on_both_halves(seed):
+    heat_NE = drifting(seed)
+    deployed = deployed_of(64, 8, 10)
     older, newer = (
         _timed(part_NE, part_NE, deployed, CURVE, STAYS) for part_NE in (heat_NE[:32], heat_NE[32:])
     )
@@ -142,7 +144,7 @@ def test_placements_for_time_must_be_clearly_faster_on_either_half(seed):
 
 
 @pytest.mark.parametrize(("sureness", "kept"), [(0.0, False), (1e6, True)])
-def test_what_is_not_sure_to_pay_is_left_alone(sureness, kept):
+def test_a_layer_stays_if_the_gain_is_uncertain(sureness, kept):
     heat_NE = drifting(0)
     params = PARAMS._replace(options=SearchOptions(sureness=sureness))
     answer = solve_layer_for_time(heat_NE, heat_NE, deployed_of(64, 8, 9), params, CURVE, 0.0, False)
@@ -151,13 +153,15 @@ def test_what_is_not_sure_to_pay_is_left_alone(sureness, kept):
 
 @pytest.mark.parametrize("unused", [0, 3])
 def test_time_is_scaled_to_a_mean_rank_of_one_and_unused_slots_add_none(unused: int) -> None:
-    experts, ranks, slots = 12, 4, 5
+    experts = 12
+    ranks = 4
+    slots = 5
     heat_NE = synthetic_heat("drift", 32, 1, experts, tokens=512, top_k=2)[:, 0].astype(np.float64)
     replicas_E = np.ones(experts, dtype=np.int32)
     replicas_E[: ranks * slots - experts - unused] += 1
     seen = _timed(heat_NE, heat_NE, deployed_of(experts, ranks, slots), CURVE, STAYS)
-    heat, left = _heat_in_time(seen, replicas_E)
-    assert left == unused
+    heat, idle_slots = _heat_in_time(seen, replicas_E)
+    assert idle_slots == unused
     assert heat.mean_E.sum() == pytest.approx(ranks, rel=1e-4)
     us_E = split_us(seen.tokens_EN, replicas_E, CURVE) @ seen.weight_N
     assert heat.mean_E[:experts] == pytest.approx(us_E * ranks / us_E.sum(), rel=1e-4)
@@ -169,12 +173,12 @@ def test_slots_in_use_are_laid_out_by_expert(case, seed):
     rng = np.random.default_rng(seed)
     phy2log_RS = random_placement(case.ranks, case.slots, case.experts, rng)
     every_RE = np.ones((case.ranks, case.experts), dtype=bool)
-    for found, wanted in zip(
+    for slots, expected in zip(
         _slots_in_use(phy2log_RS, every_RE), slots_by_expert(phy2log_RS, case.experts), strict=True
     ):
-        np.testing.assert_array_equal(found, wanted)
+        np.testing.assert_array_equal(slots, expected)
     used_RE = rng.random((case.ranks, case.experts)) < 0.5
     first_E1, slot_U = _slots_in_use(phy2log_RS, used_RE)
     for e in range(case.experts):
-        wanted = [p for p in np.flatnonzero(phy2log_RS.ravel() == e) if used_RE[p // case.slots, e]]
-        assert slot_U[first_E1[e] : first_E1[e + 1]].tolist() == wanted
+        expected = [p for p in np.flatnonzero(phy2log_RS.ravel() == e) if used_RE[p // case.slots, e]]
+        assert slot_U[first_E1[e] : first_E1[e + 1]].tolist() == expected

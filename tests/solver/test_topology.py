@@ -47,7 +47,7 @@ def test_rows_go_to_the_ranks_that_hold_most_of_them(
 
 @SETTINGS
 @given(shapes(8, 5), SEEDS)
-def test_experts_that_stay_keep_their_slots(shape: tuple[int, int, int], seed: int) -> None:
+def test_experts_that_remain_on_a_rank_keep_their_slots(shape: tuple[int, int, int], seed: int) -> None:
     new_RS, deployed_RS = two_placements(shape, seed)
     kept_RS, moves = keep_slots(new_RS, deployed_RS)
     expected_RS, expected_moves = slow.keep_slots(new_RS, deployed_RS)

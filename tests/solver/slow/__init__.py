@@ -1,1 +1,1 @@
-"""Slow, obvious twins of the solver's kernels."""
+"""Slow, simple twins of the solver's kernels."""

@@ -1,4 +1,4 @@
-"""Annealing try by try: numbers drawn as published, each change judged from scratch."""
+"""Slow twin of annealing: published random numbers, and every change evaluated from scratch."""
 
 from __future__ import annotations
 
@@ -13,50 +13,58 @@ from tests.solver.slow.local_search import Closest
 
 
 def anneal(phy2log_RS, scaled_EN, share_N, tries, seed):
-    """The best placement found, and by how little the closest choice was made."""
-    draws, close = Draws(seed), Closest()
+    """Return the best placement and the smallest margin of all choices."""
+    draws = Draws(seed)
+    closest = Closest()
 
     def ratio(placed_RS):
         return mean_of_max(scaled_EN, share_N, placed_RS, even_shares(placed_RS))
 
-    best_RS, now = phy2log_RS, ratio(phy2log_RS)
+    best_RS = phy2log_RS
+    now = ratio(phy2log_RS)
     best = now
     for k in range(tries):
         if k % module._LOOK == 0:
             episode = draws.draw(len(share_N))
             cooled = math.log(module._COLDEST / module._HOTTEST) * k / tries
             temperature = module._HOTTEST * math.exp(cooled)
-        attempt = _drawn(phy2log_RS, scaled_EN, episode, draws, close)
+        attempt = _drawn(phy2log_RS, scaled_EN, episode, draws, closest)
         if not is_legal(phy2log_RS, attempt):
             continue
-        if attempt.episode >= 0 and not close.less(0, room(phy2log_RS, attempt, scaled_EN)):
+        if attempt.episode >= 0 and not closest.less(0, load_margin(phy2log_RS, attempt, scaled_EN)):
             continue
-        found = ratio(after(phy2log_RS, attempt))
-        if close.less(now, found):
+        attempt_ratio = ratio(after(phy2log_RS, attempt))
+        if closest.less(now, attempt_ratio):
             loss = -math.log((1 + draws.draw(module._FINE)) / module._FINE)
-            if close.less(now + min(loss, module._HOPELESS) * temperature, found):
+            if closest.less(now + min(loss, module._HOPELESS) * temperature, attempt_ratio):
                 continue
-        phy2log_RS, now = after(phy2log_RS, attempt), found
-        if close.less(now, best):
-            best_RS, best = phy2log_RS, now
-    return best_RS, close.margin
+        phy2log_RS = after(phy2log_RS, attempt)
+        now = attempt_ratio
+        if closest.less(now, best):
+            best_RS = phy2log_RS
+            best = now
+    return best_RS, closest.margin
 
 
-def _drawn(phy2log_RS, scaled_EN, episode, draws, close):
+def _drawn(phy2log_RS, scaled_EN, episode, draws, closest):
     ranks, slots = phy2log_RS.shape
     load_R = rank_series(phy2log_RS, even_shares(phy2log_RS), scaled_EN)[:, episode]
-    guided, swaps = draws.draw(100) < module._GUIDED, draws.draw(100) < module._SWAPS
-    rank = close.best(dict(enumerate(load_R)), -1.0) if guided else draws.draw(ranks)
-    other, another = draws.draw(ranks), draws.draw(ranks)
-    if other != another and close.less(load_R[another], load_R[other]):
-        other = another
-    slot, place = draws.draw(slots), draws.draw(slots)
-    mine, theirs = int(phy2log_RS[rank, slot]), int(phy2log_RS[other, place])
-    return _Change(rank, slot, other, place, mine, theirs, swaps, episode if guided else -1)
+    guided = draws.draw(100) < module._GUIDED
+    swaps = draws.draw(100) < module._SWAPS
+    rank = closest.best(dict(enumerate(load_R)), -1.0) if guided else draws.draw(ranks)
+    target = draws.draw(ranks)
+    alternative = draws.draw(ranks)
+    if target != alternative and closest.less(load_R[alternative], load_R[target]):
+        target = alternative
+    slot = draws.draw(slots)
+    target_slot = draws.draw(slots)
+    expert = int(phy2log_RS[rank, slot])
+    target_expert = int(phy2log_RS[target, target_slot])
+    return _Change(rank, slot, target, target_slot, expert, target_expert, swaps, episode if guided else -1)
 
 
 def after(phy2log_RS, attempt):
-    """The placement once a change is made."""
+    """Return the placement after a change."""
     phy2log_RS = phy2log_RS.copy()
     phy2log_RS[attempt.target, attempt.target_slot] = attempt.expert
     if attempt.swaps:
@@ -65,21 +73,22 @@ def after(phy2log_RS, attempt):
 
 
 def is_legal(phy2log_RS, attempt):
-    """Two ranks and two experts, of which none ends up twice on a rank, and none nowhere."""
+    """Return True if the change keeps every expert placed, with at most one replica per rank."""
     after_RS = after(phy2log_RS, attempt)
     apart = attempt.rank != attempt.target and attempt.expert != attempt.target_expert
     whole = set(after_RS.flat) == set(phy2log_RS.flat)
     return apart and whole and all(len(set(row)) == len(row) for row in after_RS.tolist())
 
 
-def room(phy2log_RS, attempt, scaled_EN):
-    """How far the ranks that a change may burden stay below what ``rank`` has in the episode now.
+def load_margin(phy2log_RS, attempt, scaled_EN):
+    """Return the distance of the burdened ranks' new loads below the current load of ``rank`` in the episode.
 
-    A swap has ``rank`` itself among them: it must get cooler. A replica that passes on burdens who gets it and who
-    still holds the expert that gave it up; that older replicas of the other get thinner is not counted.
+    A swap burdens both ranks, so ``rank`` must get cooler. A transferred replica burdens its new rank and the ranks
+    that still hold the replaced expert. The relief of the copied expert's older replicas is not counted.
     """
     after_RS = after(phy2log_RS, attempt)
-    share_RS, heat_E = even_shares(phy2log_RS), scaled_EN[:, attempt.episode]
+    share_RS = even_shares(phy2log_RS)
+    heat_E = scaled_EN[:, attempt.episode]
     limit = (share_RS * heat_E[phy2log_RS])[attempt.rank].sum()
     if attempt.swaps:
         burdened = [attempt.rank, attempt.target]
@@ -95,7 +104,7 @@ _WORD = 2**64 - 1
 
 
 def splitmix(state):
-    """Next state and its number."""
+    """Return the next state and its random number."""
     state = state + 0x9E3779B97F4A7C15 & _WORD
     mixed = (state ^ state >> 30) * 0xBF58476D1CE4E5B9 & _WORD
     mixed = (mixed ^ mixed >> 27) * 0x94D049BB133111EB & _WORD
@@ -103,7 +112,7 @@ def splitmix(state):
 
 
 class Draws:
-    """One sequence of draws."""
+    """Sequence of random draws."""
 
     def __init__(self, seed: int) -> None:
         self.state = seed

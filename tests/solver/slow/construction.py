@@ -1,4 +1,4 @@
-"""Replica counts and greedy placing with all episodes in view."""
+"""Slow twins of the replica counts and of the greedy placement over all episodes."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import numpy as np
 from tests.solver.slow.heat import risk_of
 
 
-def hand_out(replicas_E, heat_E, budget, ranks):
-    """Each further replica to the expert with the hottest replicas, the first of equals; exact arithmetic."""
+def allot(replicas_E, heat_E, budget, ranks):
+    """Give each further replica to the expert with the hottest replicas, in exact arithmetic; ties go to the first."""
     replicas_E = [int(replicas) for replicas in replicas_E]
-    for left in range(budget, 0, -1):
+    for unused in range(budget, 0, -1):
         open_E = [expert for expert, replicas in enumerate(replicas_E) if replicas < ranks]
         if not open_E:
-            return replicas_E, left
+            return replicas_E, unused
         hottest = max(
             open_E, key=lambda expert: (Fraction(float(heat_E[expert])) / replicas_E[expert], -expert)
         )
@@ -25,14 +25,14 @@ def hand_out(replicas_E, heat_E, budget, ranks):
 
 
 def all_counts(experts, ranks, slots):
-    """Every way to hand out all slots, each expert at least one and at most one on each rank."""
+    """Yield all replica counts that fill the slots with 1 to ``ranks`` replicas per expert."""
     for counts_E in itertools.product(range(1, ranks + 1), repeat=experts):
         if sum(counts_E) == ranks * slots:
             yield counts_E
 
 
 def place(replicas_E, order_E, scaled_EN, share_N, ranks, slots, z):
-    """The experts of each rank in slot order, and by how little the closest choice was made."""
+    """Return each rank's experts in slot order, and the smallest margin of all choices."""
     rows = [[] for _ in range(ranks)]
     margin = np.inf
     for expert in order_E:
@@ -49,7 +49,7 @@ def place(replicas_E, order_E, scaled_EN, share_N, ranks, slots, z):
 
 
 def make_room(rows, expert, slots):
-    """A full rank without the expert passes one on to the first rank with room, whose like it is not."""
+    """Move a replica off a full rank without the expert to the first rank with a free slot; return the full rank."""
     roomy = next(row for row in rows if len(row) < slots)
     for rank, row in enumerate(rows):
         if expert in row:
@@ -69,8 +69,8 @@ def _risk_with(row, expert, replicas_E, scaled_EN, share_N, z):
 
 
 def _lead(best, open_ranks, risks, rows):
-    """How much cooler the best rank is than the next one; empty ranks are alike, the first of them counts."""
-    others = [
+    """Return the risk difference between the second-best and the best rank. Empty ranks count as one."""
+    rival_risks = [
         risk for r, risk in zip(open_ranks, risks, strict=True) if r != best and (rows[r] or rows[best])
     ]
-    return min(others, default=np.inf) - min(risks)
+    return min(rival_risks, default=np.inf) - min(risks)

@@ -1,4 +1,4 @@
-"""Heat, loads, risks, hottest ranks and ratios, computed from every episode by itself."""
+"""Slow twins of heat, loads, risks, hottest ranks and ratios, computed episode by episode."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def normalise(heat_NE, weight_N, ranks):
 
 
 def demand_of(scaled_EN, share_N):
-    """Weighted mean and covariance."""
+    """Return the weighted mean and covariance of the heat."""
     mean_E = np.array([sum(share_N * heat_N) for heat_N in scaled_EN])
     experts = len(mean_E)
     gram_EE = np.zeros((experts, experts))
@@ -29,7 +29,7 @@ def demand_of(scaled_EN, share_N):
 
 
 def risk_of(series_N, share_N, z):
-    """Mean + z*std of one load, given in each episode."""
+    """Return mean + z*std of one load over the episodes."""
     mean = sum(share_N * series_N)
     return mean + z * np.sqrt(sum(share_N * (series_N - mean) ** 2))
 
@@ -39,7 +39,7 @@ def even_shares(phy2log_RS):
 
 
 def rank_series(phy2log_RS, share_RS, scaled_EN):
-    """Load of each rank in each episode."""
+    """Return each rank's load in each episode."""
     return np.array(
         [
             sum((share * scaled_EN[expert] for expert, share in zip(row, shares, strict=True)), 0.0)
@@ -61,7 +61,7 @@ def mean_of_max(scaled_EN, share_N, phy2log_RS, share_RS):
 
 
 def sum_episodes(heat_TLE, episodes):
-    """Steps ``n*T//N`` to ``(n+1)*T//N`` make episode ``n``."""
+    """Sum steps ``n*T//N`` to ``(n+1)*T//N`` into episode ``n``."""
     steps = len(heat_TLE)
     bounds = [n * steps // episodes for n in range(episodes + 1)]
     return np.array([heat_TLE[first:after].sum(axis=0) for first, after in itertools.pairwise(bounds)], float)
@@ -78,7 +78,7 @@ def loads_of_ranks(heat_NLE, phy2log_LRS, share_LP):
 
 
 def volatility(heat_NLE, replicas_LE):
-    """Half the mean square of an expert's jumps between episodes in a row, over its replicas, summed over a layer."""
+    """Return half the mean square of each expert's jumps between episodes, per replica, summed over a layer."""
     variance_L = []
     for layer in range(heat_NLE.shape[1]):
         parts_NE = [heat_E / heat_E.sum() for heat_E in heat_NLE[:, layer] if heat_E.sum() > 0]
@@ -88,7 +88,7 @@ def volatility(heat_NLE, replicas_LE):
 
 
 def hottest(load_RN):
-    """Three hottest ranks of each episode and their loads, none below 0; rank ``R`` with 0 where there are fewer."""
+    """Return each episode's three hottest ranks and their loads, clipped at 0; missing ranks are ``R`` with load 0."""
     ranks, episodes = load_RN.shape
     padded_RN = np.vstack([np.maximum(load_RN, 0), np.zeros((1, episodes))])
     rank_KN = np.argsort(-load_RN, axis=0, kind="stable")[:3]

@@ -1,4 +1,4 @@
-"""Slow, plain twins of what placements and tables take under a cost curve: floor, read, launch and slope."""
+"""Slow twins of the time under a cost curve with floor, read, launch and slope."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def slot_us(tokens: float, curve: np.ndarray) -> float:
 def mean_slowest(
     heat_NE: np.ndarray, phy2log_RS: np.ndarray, share_RS: np.ndarray, curve: np.ndarray
 ) -> float:
-    """Mean over the steps with tokens of the slowest rank's time; the floor alone where there are none."""
+    """Return the slowest rank's time, averaged over steps with tokens; without tokens, only the floor."""
     slowest = [
         max(
             sum(slot_us(tokens_E[e] * share, curve) for e, share in zip(experts_S, shares_S, strict=True))
@@ -26,7 +26,7 @@ def mean_slowest(
 
 
 def shares_of(phy2log_RS: np.ndarray, log2phy_GE: np.ndarray, share_GE: np.ndarray) -> np.ndarray:
-    """Part of its expert's tokens that each slot receives."""
+    """Return each slot's share of its expert's tokens."""
     share_P = np.zeros(phy2log_RS.size)
     for table_E, sent_E in zip(log2phy_GE, share_GE, strict=True):
         for physical, share in zip(table_E, sent_E, strict=True):

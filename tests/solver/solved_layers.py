@@ -1,4 +1,4 @@
-"""Layers put to the solver as the planner puts them, and what must hold of every answer."""
+"""Calls of the solver with the planner's arguments, and checks that every result satisfies."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def solve(
     share_GE: np.ndarray | None = None,
     min_gain: float = 0.0,
 ) -> tuple[Placement, list[LayerResult]]:
-    """Answers for ``layers`` layers alike, deployed in the engines' first layout."""
+    """Solve ``layers`` equal layers that start from the engines' initial layout."""
     deployed = Placement.linear(layers, case.experts, case.ranks, case.slots)
     if share_GE is None:
         share_GE = np.full((case.ranks, case.experts), 1 / case.ranks)
@@ -43,15 +43,15 @@ def solve(
 
 
 def assert_servable(answer: LayerResult, deployed_RS: np.ndarray, experts: int) -> None:
-    """Every expert placed, none twice on a rank, stays in place, moves counted, tables that point to holders."""
+    """Check that a result is a valid layout, leaves experts in their slots, and counts its moves."""
     placed_RS = answer.found.phy2log_RS
     check_layer(placed_RS, experts)
     assert np.bincount(placed_RS.ravel(), minlength=experts).max() <= len(placed_RS)
     for table_E in answer.found.log2phy_GE:
         check_log2phy(table_E, placed_RS)
     assert answer.found.moves == np.count_nonzero(placed_RS != deployed_RS)
-    for was, now in zip(deployed_RS.tolist(), placed_RS.tolist(), strict=True):
-        assert all(now[was.index(expert)] == expert for expert in set(was) & set(now))
+    for before_S, after_S in zip(deployed_RS.tolist(), placed_RS.tolist(), strict=True):
+        assert all(after_S[before_S.index(expert)] == expert for expert in set(before_S) & set(after_S))
     assert min(answer.par_before, answer.found.par) >= 1 - 1e-4
     if answer.taken == KEEP:
         assert answer.found.moves == 0
