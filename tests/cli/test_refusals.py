@@ -1,4 +1,4 @@
-"""Whatever a user gets wrong is said in one line before any work begins, and nothing is written."""
+"""Tests of invalid arguments: one error line before any work begins, and no file is written."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ REFUSED = (
     ("solve", "--slots 3", "12 slots cannot hold 16 experts"),
     ("solve", "--out absent/out.npz", "does not exist; create it first"),
     ("solve", "--out out.csv", "must end in .npz or .json or .yaml"),
-    ("solve", "--format sglang", "must end in .json, as the format has it"),
+    ("solve", "--format sglang", "must end in .json for this format"),
     ("solve", "--as logits", "--as is 'logits'; choose one of heat, slots, routes, weights"),
     ("solve", "--map absent.npy", "absent.npy: cannot be read (No such file or directory)"),
     ("solve", "--heat absent.npz", "No such file"),
@@ -46,7 +46,7 @@ REFUSED = (
     ("replay", "--report report.pdf", "must end in .html"),
     ("replay", "--charts four.npz", "expected a folder, or a new name in an existing folder"),
     ("replay", "--redundant 4", "--slots and --redundant exclude each other"),
-    ("replay", "--heat four.npz", "holds phy2log [2, 4, 4]: say with --as what is meant"),
+    ("replay", "--heat four.npz", "holds phy2log [2, 4, 4]: state the meaning with --as"),
     ("replay", "--nodes 3", "a number of nodes that divides 4 ranks"),
     ("replay", "--nodes 0,0,1", "or the node of each rank"),
     ("replay", "--token-group 3", "--token-group 3 does not divide 4 ranks"),
@@ -54,9 +54,9 @@ REFUSED = (
     ("sweep", "idle.npz", "idle.npz: all of its 20 steps have zero tokens"),
     ("sweep", "short.npz --interval 32", "short.npz: the trace has 20 steps"),
     ("sweep", "--redundant 3", "trace.npz: 16 experts and 3 redundant ones do not spread"),
-    ("sweep", "--set curve=on", "--set 'curve=on': write NAME=VALUE"),
-    ("sweep", "--set fitted_curve=on", "--set 'fitted_curve=on': write NAME=VALUE"),
-    ("sweep", "--set min_gain", "--set 'min_gain': write NAME=VALUE,VALUE, each name once"),
+    ("sweep", "--set curve=on", "--set is 'curve=on'; expected NAME=VALUE"),
+    ("sweep", "--set fitted_curve=on", "--set is 'fitted_curve=on'; expected NAME=VALUE"),
+    ("sweep", "--set min_gain", "--set is 'min_gain'; expected NAME=VALUE,VALUE with each name only once"),
     ("solve", "--fitted-curve", "No such option: --fitted-curve"),
     ("replay", "--no-estimate-device", "No such option: --no-estimate-device"),
     ("sweep", "--set par_threshold=low", "--set par_threshold: 'low' is not a number"),
@@ -88,10 +88,10 @@ def files(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(("command", "arguments", "message"), REFUSED)
-def test_it_is_refused_in_one_line(command, arguments, message, files, capsys, monkeypatch):
+def test_invalid_arguments_are_rejected_on_one_line(command, arguments, message, files, capsys, monkeypatch):
     for module in (advise, bench, replay, solve, sweep):
         monkeypatch.setattr(module, "compile_solver", lambda: pytest.fail("the work was begun"))
     before = sorted(files.iterdir())
-    # The last of an option that is given twice counts.
+    # If an option is repeated, the last one counts.
     assert message in refusal(capsys, command, *shlex.split(f"{GOOD[command]} {arguments}"))
     assert sorted(files.iterdir()) == before
