@@ -17,7 +17,7 @@ CONFIGURATION = "eplb.yaml"
 
 
 def manifests() -> dict[str, dict[str, Any]]:
-    """Return every object by file and kind. A patch is applied to its object of the base."""
+    """Return every object by file and kind. Patches are applied to the base objects that they change."""
     objects = {
         f"{path.relative_to(KUBERNETES)} {item['kind']}": item
         for path in sorted(KUBERNETES.rglob("*.yaml"))

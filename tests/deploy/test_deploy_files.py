@@ -35,7 +35,7 @@ def test_compose_ports_and_scrape_target_match_the_service():
     assert datasource["url"] == "http://prometheus:9090"
 
 
-def test_grafana_does_not_use_its_default_password():
+def test_grafana_has_a_secret_password_and_local_ports():
     grafana = load("compose.yaml")["services"]["grafana"]
     [secret] = grafana["secrets"]
     assert grafana["environment"]["GF_SECURITY_ADMIN_PASSWORD__FILE"] == f"/run/secrets/{secret}"

@@ -153,7 +153,7 @@ PROBES: dict[tuple[str, str], list[Probe]] = {
 
 OF_THE_MODEL = {
     "recording of expert maps",  # covers both spellings
-    "all-gather dispatch with redundant experts",  # raised while serving, if the earlier choice differed
+    "all-gather dispatch with redundant experts",  # raised while serving if an earlier choice differed
     "all-gather dispatch on a device that was not expected to use it",
     "dynamic_eplb on a model without MoE layers that it balances",
     "MoE layers whose dispatch changed after the model was loaded",

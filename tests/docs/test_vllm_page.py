@@ -48,10 +48,10 @@ def test_service_doctor_and_operator_commands_of_the_page_work(shell):
     start, run = shell
     service = start("sh service")
     try:
-        while (
-            "not_found" not in (output := run("sh operator")[1].lower().replace(" ", "_"))
-            and "no_deployment" not in output
-        ):
+        while True:
+            output = run("sh operator")[1].lower().replace(" ", "_")
+            if "not_found" in output or "no_deployment" in output:
+                break
             assert service.poll() is None, "the service has ended"
             time.sleep(1)
         status, findings = run("sh rank")

@@ -1,4 +1,4 @@
-"""Tests of placements from other balancers: they are repaired, solved from, and the repair counts as moves."""
+"""Tests of placements from other balancers: their repair, and decisions that start from them."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ def test_equal_layers_have_different_digests() -> None:
     assert layer_digest(0, row_RS) != layer_digest(1, row_RS)
 
 
-def test_the_linear_placement_is_vllms() -> None:
+def test_the_linear_placement_equals_vllms_default() -> None:
     assert Placement.linear(1, 4, 3, 2).phy2log_LRS[0].tolist() == [[0, 1], [2, 3], [0, 1]]
 
 

@@ -1,4 +1,4 @@
-"""Tests of decoding heat reports: arrays are not copied, and reports that do not fit the shape are rejected."""
+"""Tests of decoding heat reports: packed types are kept, step counters wrap, and contradictions are rejected."""
 
 from __future__ import annotations
 
