@@ -1,11 +1,11 @@
-"""How all tests run: the same examples every time, and no deadlines, since a busy machine is no defect of the code.
+"""Settings of all tests: deterministic examples, no example deadlines on a busy machine, and a limit on cleanup.
 
-Properties are tried on 50 examples unless a test says otherwise, and on twice as many as in the gate by
-``make test-slow``. What random exploration finds (``make fuzz-properties``) is kept beside its test as an explicit
+A property test runs on 50 examples unless it sets another number. ``make test-slow`` doubles that number.
+Counterexamples that random exploration finds (``make fuzz-properties``) are kept beside their test as an explicit
 ``@example``.
 
-A test has so many seconds (``timeout``). One whose cleanup hangs after that, or that hangs outside Python, ends its
-process with the stacks of all threads, so that the run names it and goes on.
+Each test has a time limit (``timeout``). If its cleanup hangs after that limit, or if it hangs outside Python, its
+process exits with the stacks of all threads. The run then reports the test and continues.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ _STDERR = pytest.StashKey[int]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Keep standard error as it is before tests' output is captured."""
+    """Duplicate standard error before pytest captures the output of tests."""
     config.stash[_STDERR] = os.dup(2)
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    """Bound a test with all its cleanup."""
+    """Limit the time of a test including its cleanup."""
     marker = item.get_closest_marker("timeout")
     everywhere = item.config.getoption("timeout") or item.config.getini("timeout")
     seconds = float(marker.args[0] if marker else everywhere)

@@ -1,4 +1,4 @@
-"""Walks every state that a small world can reach, breadth first, and reports the shortest story of a broken promise."""
+"""Breadth-first search of all states of a small world, for the shortest story that breaks a promise."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 Event: TypeAlias = tuple[Any, ...]
-"""What happens: its name, then to whom."""
+"""An event's name, followed by the members that it affects."""
 
 
 class Broken(AssertionError):
@@ -17,19 +17,19 @@ class Broken(AssertionError):
 
 
 TRIPPED = "trips over itself: "
-"""How a story begins in which a machine raised what it never should. A mutant that does is no defect of use."""
+"""Prefix of a story in which a machine raised an unexpected error. Such a mutant tests no promise."""
 
 
 def must(holds: bool, otherwise: str) -> None:
-    """Raise ``Broken`` unless it holds."""
+    """Raise ``Broken`` with the message ``otherwise`` if the promise does not hold."""
     if not holds:
         raise Broken(otherwise)
 
 
-def happen(what: Callable[..., None], *arguments: Any) -> None:
-    """Let it happen; a machine that trips over itself breaks a promise as well."""
+def happen(action: Callable[..., None], *arguments: Any) -> None:
+    """Run ``action``. An unexpected error of the machine also breaks a promise."""
     try:
-        what(*arguments)
+        action(*arguments)
     except Broken:
         raise
     except (AssertionError, AttributeError, KeyError, TypeError, IndexError) as error:
@@ -38,7 +38,7 @@ def happen(what: Callable[..., None], *arguments: Any) -> None:
 
 @dataclass(frozen=True)
 class Walk:
-    """What a walk has seen, and the processor's seconds that it took.
+    """Result of a walk: visited states and transitions, and CPU time in seconds.
 
     ``broken`` is the shortest story that breaks a promise, or ``None``.
     """
@@ -51,22 +51,24 @@ class Walk:
 
     @property
     def caught(self) -> bool:
-        """Of a mutant: whether it broke a promise, rather than tripping over its own mistakes."""
+        """Return True if a mutant broke a promise and did not merely raise an unexpected error."""
         return self.broken is not None and not self.broken.startswith(TRIPPED)
 
     @property
     def line(self) -> str:
-        """For a terminal."""
+        """Summary line for a terminal."""
         seen = f"{self.states:>10,} states {self.transitions:>12,} transitions"
         return f"{self.scenario:<72}{seen} {self.seconds:>7.1f} s"
 
 
 def walk(scenario: str, first: Any) -> Walk:
-    """Visit every state once; stops at the first broken promise, also where a state can never settle.
+    """Visit every state once and stop at the first broken promise.
 
-    A state lists the ``events()`` that it admits; ``after(event)`` is the state that follows, or raises ``Broken``. It
-    is ``settled`` where nothing is under way. An event ``needs_no_fault`` that happens sooner or later if nothing goes
-    wrong any more. The ``key()`` is equal for states from which the same can happen.
+    A promise is also broken if a state can never settle without another fault.
+
+    A state lists its possible ``events()``. ``after(event)`` returns the next state or raises ``Broken``. A state is
+    ``settled`` if nothing is pending. An event ``needs_no_fault`` if it happens eventually without further faults.
+    States with the same future have equal ``key()``.
     """
     began = time.process_time()
     ids: dict[Hashable, int] = {first.key(): 0}
@@ -80,23 +82,23 @@ def walk(scenario: str, first: Any) -> Walk:
         return Walk(scenario, len(ids), transitions, time.process_time() - began, broken)
 
     while frontier:
-        here, world = frontier.popleft()
+        state, world = frontier.popleft()
         for event in world.events():
             transitions += 1
             try:
                 reached = world.after(event)
             except Broken as broken:
-                return reported(f"{broken}\n    after {_story(parents, here, event)}")
+                return reported(f"{broken}\n    after {_story(parents, state, event)}")
             key = reached.key()
-            there = ids.get(key)
-            if there is None:
-                there = ids[key] = len(parents)
-                parents.append((here, event))
+            next_state = ids.get(key)
+            if next_state is None:
+                next_state = ids[key] = len(parents)
+                parents.append((state, event))
                 settled.append(reached.settled)
                 calm.append([])
-                frontier.append((there, reached))
+                frontier.append((next_state, reached))
             if world.needs_no_fault(event):
-                calm[there].append(here)
+                calm[next_state].append(state)
     stuck = _never_settling(settled, calm)
     if stuck is not None:
         return reported(f"nothing ever ends what is under way\n    after {_story(parents, stuck)}")
@@ -104,29 +106,28 @@ def walk(scenario: str, first: Any) -> Walk:
 
 
 def report(walks: Iterator[Walk], hunted: Iterator[tuple[str, Walk]]) -> bool:
-    """Print what each walk saw and what became of each mutant; whether all was as it should be."""
+    """Print the result of each walk and mutant; return True if no promise is broken and all mutants are caught."""
     good = True
     seen = []
-    for one in walks:
-        seen.append(one)
-        print(one.line, flush=True)
-        if one.broken is not None:
+    for result in walks:
+        seen.append(result)
+        print(result.line, flush=True)
+        if result.broken is not None:
             good = False
-            print(f"  BROKEN: {one.broken}")
-    print(
-        f"{sum(one.states for one in seen):,} states, {sum(one.transitions for one in seen):,} transitions, "
-        f"{sum(one.seconds for one in seen):.1f} s"
-    )
-    for name, one in hunted:
-        good &= one.caught
-        story = "" if one.broken is None else one.broken.splitlines()[0]
-        reported = f"caught: {story}" if one.caught else f"SURVIVED {story}"
-        print(f"mutant {name:<34} {reported} ({one.states:,} states, {one.seconds:.1f} s)", flush=True)
+            print(f"  BROKEN: {result.broken}")
+    states = sum(result.states for result in seen)
+    transitions = sum(result.transitions for result in seen)
+    print(f"{states:,} states, {transitions:,} transitions, {sum(result.seconds for result in seen):.1f} s")
+    for name, result in hunted:
+        good &= result.caught
+        story = "" if result.broken is None else result.broken.splitlines()[0]
+        reported = f"caught: {story}" if result.caught else f"SURVIVED {story}"
+        print(f"mutant {name:<34} {reported} ({result.states:,} states, {result.seconds:.1f} s)", flush=True)
     return good
 
 
 def _never_settling(settled: list[bool], calm_into: list[list[int]]) -> int | None:
-    """The first state from which no settled one can be reached without another fault; walks backwards."""
+    """Return the first state that cannot reach a settled one without another fault, by a backward search."""
     good = bytearray(settled)
     waiting = [state for state, is_settled in enumerate(settled) if is_settled]
     while waiting:
@@ -137,8 +138,8 @@ def _never_settling(settled: list[bool], calm_into: list[list[int]]) -> int | No
     return next((state for state, is_good in enumerate(good) if not is_good), None)
 
 
-def _story(parents: list[tuple[int, Event]], state: int, *more: Event) -> str:
-    events = list(more)
+def _story(parents: list[tuple[int, Event]], state: int, *final_events: Event) -> str:
+    events = list(final_events)
     while state > 0:
         state, event = parents[state]
         events.insert(0, event)

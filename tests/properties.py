@@ -1,8 +1,7 @@
-"""Runs every property test on random examples: ``make fuzz-properties`` or ``python -m tests.properties --seed 7``.
+"""Run every property test on random examples: ``make fuzz-properties`` or ``python -m tests.properties --seed 7``.
 
 The gate runs each property test on the same examples every time. This command draws many more from a seed, which it
-prints and takes: the same seed finds the same counterexample again. Keep one that was found as an ``@example`` beside
-its test.
+prints. Pass that seed again to reproduce a counterexample. Keep each counterexample as an ``@example`` beside its test.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ SEEDS = 1 << 32
 
 
 def main() -> None:
-    """Print the seed, run, and end with pytest's exit code."""
+    """Print the seed, run the tests, and exit with pytest's exit code."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -44,22 +43,22 @@ def main() -> None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """As a plugin of pytest: the option that multiplies examples."""
+    """Add the option that multiplies examples."""
     parser.addoption("--examples-times", type=int, default=1, help="multiply every property test's examples")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Multiply the examples of every property test, whatever number its own settings give."""
+    """Multiply the number of examples of every property test."""
     seen = set()
     for item in items:
         test: Any = getattr(item, "obj", None)
         test = getattr(test, "__func__", test)
-        # The attribute that @settings sets and @given reads; hypothesis has no public way to change it later.
-        own = getattr(test, "_hypothesis_internal_use_settings", None)
-        if own is not None and test not in seen:
+        # @settings sets this attribute and @given reads it. hypothesis has no public way to change it later.
+        test_settings = getattr(test, "_hypothesis_internal_use_settings", None)
+        if test_settings is not None and test not in seen:
             seen.add(test)
             test._hypothesis_internal_use_settings = settings(
-                own, max_examples=own.max_examples * config.getoption("--examples-times")
+                test_settings, max_examples=test_settings.max_examples * config.getoption("--examples-times")
             )
 
 

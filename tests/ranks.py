@@ -1,4 +1,4 @@
-"""Runs a function on real gloo ranks, each its own process, and brings back results or tracebacks."""
+"""A runner for functions on real gloo ranks, one process each. It returns their results or tracebacks."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-# Ranks still in a collective with one that failed get this long to fail as well, then they are killed.
+# After one rank fails, the others have this long to leave their collective before they are killed.
 _GRACE_SECONDS = 1.0
 
 
-# Imported once, before ranks are forked: half a second of each rank otherwise.
+# Importing these modules before the fork saves half a second per rank.
 _PRELOADED = ["torch", "torch.distributed", "worker_agent.agent", "eplb_lab.layer"]
 
 
 class RankFailure(AssertionError):
-    """A rank raised, died or missed the deadline; the message holds each rank's story."""
+    """A rank raised, died or missed the deadline; the message has a line per failed rank."""
 
 
 class Ranks:
-    """``world`` processes with a gloo default process group, kept alive between calls of ``run``.
+    """A gloo process group of ``world`` processes that stay alive between calls of ``run``.
 
     Functions must be importable (module level), arguments and results picklable. A rank has one thread and
-    ``torch.distributed`` initialised: ``dist.get_rank()`` says where a function is. After a failure all
+    ``torch.distributed`` initialised: ``dist.get_rank()`` returns the rank of the process. After a failure all
     processes are killed and the next ``run`` starts fresh ones, so that hypothesis can shrink a failing case.
     """
 
@@ -55,13 +55,13 @@ class Ranks:
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         """Call ``function(*args)`` on every rank; return the results in order of rank.
 
-        Raises ``RankFailure`` where a rank raises, dies, or is not done within the deadline.
+        Raises ``RankFailure`` if a rank raises, dies, or is not done within the deadline.
         """
         if not self._processes:
             self._start()
         job = pickle.dumps((function, args))
         for connection in self._connections:
-            # A rank that has died since shows by its closed pipe when the replies are read.
+            # A rank that has died is detected later: reading from its closed pipe fails.
             with contextlib.suppress(BrokenPipeError):
                 connection.send_bytes(job)
         results, failures = self._collect()
@@ -84,14 +84,14 @@ class Ranks:
         self._folder = tempfile.TemporaryDirectory(prefix="eplb-ranks-")
         store = Path(self._folder.name) / "store"
         for rank in range(self.world):
-            here, there = context.Pipe()
+            parent_end, child_end = context.Pipe()
             process = context.Process(
-                target=_serve, args=(rank, self.world, str(store), self.deadline, there), daemon=True
+                target=_serve, args=(rank, self.world, str(store), self.deadline, child_end), daemon=True
             )
             process.start()
-            there.close()
+            child_end.close()
             self._processes.append(process)
-            self._connections.append(here)
+            self._connections.append(parent_end)
 
     def _collect(self) -> tuple[dict[int, Any], dict[int, str]]:
         results: dict[int, Any] = {}
@@ -108,7 +108,8 @@ class Ranks:
                     done, outcome = pickle.loads(connection.recv_bytes())
                 except (EOFError, ConnectionResetError):
                     self._processes[rank].join(timeout=1.0)
-                    done, outcome = False, f"died with exit code {self._processes[rank].exitcode}"
+                    done = False
+                    outcome = f"died with exit code {self._processes[rank].exitcode}"
                 (results if done else failures)[rank] = outcome
             if failures:
                 end = min(end, time.monotonic() + _GRACE_SECONDS)
@@ -126,20 +127,22 @@ class Ranks:
             connection.close()
         if self._folder is not None:
             self._folder.cleanup()
-        self._processes, self._connections, self._folder = [], [], None
+        self._processes = []
+        self._connections = []
+        self._folder = None
 
 
 def run_ranks(world: int, function: Callable[..., Any], *args: Any, deadline: float = 240.0) -> list[Any]:
     """Call ``function(*args)`` on ``world`` fresh gloo ranks; return the results in order of rank.
 
-    Raises ``RankFailure`` where a rank raises, dies, or is not done within ``deadline`` seconds.
+    Raises ``RankFailure`` if a rank raises, dies, or is not done within ``deadline`` seconds.
     """
     with Ranks(world, deadline) as ranks:
         return ranks.run(function, *args)
 
 
 def _serve(rank: int, world: int, store: str, deadline: float, connection: Connection) -> None:
-    """Body of a rank's process: run what arrives until the pipe closes."""
+    """Run the functions that arrive at a rank's process until the pipe closes."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
     dist.init_process_group(

@@ -1,4 +1,4 @@
-"""A file is written whole or not at all, and what cannot be written is reported before the work begins."""
+"""Tests of atomic writes: complete files or none, and invalid paths reported before the work begins."""
 
 import os
 import stat
@@ -9,7 +9,7 @@ import pytest
 from eplb_core.atomic_write import OutputError, check_output, write_atomically
 
 
-def test_writes_new_and_replaces_old(tmp_path):
+def test_a_file_is_created_or_replaced(tmp_path):
     path = tmp_path / "out.npz"
     write_atomically(path, b"first")
     write_atomically(path, b"second")
@@ -17,18 +17,20 @@ def test_writes_new_and_replaces_old(tmp_path):
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_permissions_are_those_of_any_new_file_and_kept_on_replacing(tmp_path):
-    plain, ours = tmp_path / "plain.json", tmp_path / "ours.json"
-    plain.write_bytes(b"")
-    write_atomically(ours, b"")
-    assert stat.S_IMODE(ours.stat().st_mode) == stat.S_IMODE(plain.stat().st_mode)
-    ours.chmod(0o640)
-    write_atomically(ours, b"again")
-    assert stat.S_IMODE(ours.stat().st_mode) == 0o640
+def test_a_new_file_has_default_permissions_and_a_replaced_one_keeps_its_own(tmp_path):
+    ordinary = tmp_path / "plain.json"
+    path = tmp_path / "ours.json"
+    ordinary.write_bytes(b"")
+    write_atomically(path, b"")
+    assert stat.S_IMODE(path.stat().st_mode) == stat.S_IMODE(ordinary.stat().st_mode)
+    path.chmod(0o640)
+    write_atomically(path, b"again")
+    assert stat.S_IMODE(path.stat().st_mode) == 0o640
 
 
-def test_a_link_is_written_through(tmp_path):
-    target, link = tmp_path / "target.json", tmp_path / "link.json"
+def test_a_symbolic_link_is_followed(tmp_path):
+    target = tmp_path / "target.json"
+    link = tmp_path / "link.json"
     target.write_bytes(b"old")
     link.symlink_to(target)
     write_atomically(link, b"new")
@@ -37,7 +39,7 @@ def test_a_link_is_written_through(tmp_path):
 
 
 @pytest.mark.parametrize("failure", [OSError(28, "No space left on device"), KeyboardInterrupt()])
-def test_a_failure_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch, failure):
+def test_a_failure_keeps_the_old_file_and_leaves_no_other(tmp_path, monkeypatch, failure):
     path = tmp_path / "out.json"
     path.write_bytes(b"old")
 
@@ -60,13 +62,13 @@ def test_a_failure_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch, f
         ("folder.npz", "not a regular file"),
     ],
 )
-def test_refuses_beforehand(tmp_path, name, message):
+def test_an_invalid_output_path_is_rejected_beforehand(tmp_path, name, message):
     (tmp_path / "folder.npz").mkdir()
     with pytest.raises(OutputError, match=message):
         check_output(tmp_path / name, (".npz", ".json"))
 
 
-def test_admits_what_can_be_written(tmp_path, monkeypatch):
+def test_a_valid_output_path_is_accepted(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     check_output(Path("out.npz"), (".npz",))
     write_atomically(Path("out.npz"), b"")

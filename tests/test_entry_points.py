@@ -1,4 +1,4 @@
-"""Every module is there for somebody: an entry point, a command, or the documented API reaches it."""
+"""Every module is reachable from an entry point, a command, or the documented API."""
 
 import ast
 import re
@@ -15,19 +15,19 @@ PROJECTS = ("pyproject.toml", "packaging/eplb-agent/pyproject.toml", "packaging/
 
 
 def modules() -> dict[str, ast.Module]:
-    """The packages' modules that have code, by name."""
-    found = {}
+    """Return the packages' modules with code, by name."""
+    trees = {}
     for package in ("eplb_core", "eplb_lab", "eplb_service", "worker_agent"):
         for path in (ROOT / package).rglob("*.py"):
             tree = ast.parse(path.read_text())
             if "generated" not in path.parts and len(tree.body) > 1:
                 name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
-                found[name.removesuffix(".__init__")] = tree
-    return found
+                trees[name.removesuffix(".__init__")] = tree
+    return trees
 
 
 def names_in(tree: ast.Module) -> set[str]:
-    """What a module imports, and names of modules that it starts or imports when asked."""
+    """Return the names that a module imports, and its strings that may name modules to start or import later."""
     names = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -43,8 +43,8 @@ def entries(sources: dict[str, ast.Module]) -> set[str]:
     declared = [tomllib.loads((ROOT / name).read_text())["project"] for name in PROJECTS]
     targets = [
         target
-        for one in declared
-        for table in (one.get("scripts", {}), *one.get("entry-points", {}).values())
+        for project in declared
+        for table in (project.get("scripts", {}), *project.get("entry-points", {}).values())
         for target in table.values()
     ]
     run = [name for name, tree in sources.items() if "__main__" in name + ast.unparse(tree)]
@@ -54,9 +54,10 @@ def entries(sources: dict[str, ast.Module]) -> set[str]:
     return {target.partition(":")[0] for target in targets} | {*run, *documented} | commands
 
 
-def test_every_module_is_reached() -> None:
+def test_every_module_is_reachable() -> None:
     sources = modules()
-    reached, ahead = set(), entries(sources)
+    reached = set()
+    ahead = entries(sources)
     while ahead:
         name = ahead.pop()
         if name not in reached:

@@ -1,4 +1,4 @@
-"""The examples run as their documentation says, and print the output in their comments."""
+"""Tests that each example runs and prints the output documented in its comments."""
 
 import os
 import re

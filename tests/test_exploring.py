@@ -1,4 +1,4 @@
-"""The walk that `make explore` is made of: it finds what breaks, and takes no mutant for caught that only trips."""
+"""Tests of the search behind `make explore`: it finds broken promises, and unexpected errors do not count as caught."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.exploring import Event, Walk, happen, must, report, walk
 
 @dataclass(frozen=True)
 class Stairs:
-    """A world of a number that goes up; ``trap`` breaks a promise, ``stumble`` is the machine's own mistake."""
+    """A counter as a world. At ``trap`` it breaks a promise, and at ``stumble`` it raises an unexpected error."""
 
     at: int = 0
     top: int = 3
@@ -41,7 +41,7 @@ class Stairs:
         return self.at
 
 
-def test_a_promise_that_breaks_is_reported_with_its_shortest_story() -> None:
+def test_a_broken_promise_is_reported_with_its_shortest_story() -> None:
     seen = walk("trap", Stairs(trap=2))
     assert seen.broken == "stepped into the trap\n    after up, up, up"
     assert seen.caught
@@ -53,19 +53,17 @@ def test_a_state_that_never_settles_is_found() -> None:
     assert seen.broken.startswith("nothing ever ends what is under way")
 
 
-def test_a_machine_that_trips_is_broken_but_no_mutant_that_was_caught() -> None:
+def test_an_unexpected_error_is_broken_but_does_not_count_as_caught() -> None:
     seen = walk("stumble", Stairs(stumble=1))
     assert seen.broken is not None
     assert "one argument too many" in seen.broken
     assert not seen.caught
 
 
-def test_only_mutants_that_break_promises_count() -> None:
-    good, trapped, tripped = (
-        Walk("a walk", 1, 1, 0.0, None),
-        walk("trap", Stairs(trap=2)),
-        walk("stumble", Stairs(stumble=1)),
-    )
+def test_only_mutants_that_break_promises_are_caught() -> None:
+    good = Walk("a walk", 1, 1, 0.0, None)
+    trapped = walk("trap", Stairs(trap=2))
+    tripped = walk("stumble", Stairs(stumble=1))
     assert report(iter([good]), iter([("Trapped", trapped)]))
     assert not report(iter([good]), iter([("Tripped", tripped)]))
     assert not report(iter([good]), iter([("Unharmed", good)]))

@@ -1,4 +1,4 @@
-"""Tests inject errors only at lines where a program could raise them, so none leaves a lock held."""
+"""Tests of error injection: errors arise only at lines where a program could raise them, so no lock stays held."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _locked(lock: threading.Lock) -> int:
     return total
 
 
-def test_no_line_at_which_an_error_may_arise_leaves_a_lock_held() -> None:
+def test_no_injected_error_leaves_a_lock_held() -> None:
     tried = 0
     for failing in range(1, 30):
         lock = threading.Lock()

@@ -1,4 +1,4 @@
-"""``solve`` places recorded heat in one call and refuses what cannot be placed in one line."""
+"""Tests of ``solve``: placement of recorded heat in one call, and errors on one line."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ HEAT = np.random.default_rng(0).multinomial(
 )
 
 
-def test_fresh_solve_balances() -> None:
-    found = solve(HEAT, ranks=4, slots=4)
-    assert found.phy2log.shape == (3, 4, 4)
-    assert found.log2phy.shape == (4, 3, 12)
-    assert found.par_after < found.par_before
-    assert found.moves == np.count_nonzero(found.phy2log != Placement.linear(3, 12, 4, 4).phy2log_LRS)
+def test_a_first_placement_is_balanced() -> None:
+    solution = solve(HEAT, ranks=4, slots=4)
+    assert solution.phy2log.shape == (3, 4, 4)
+    assert solution.log2phy.shape == (4, 3, 12)
+    assert solution.par_after < solution.par_before
+    assert solution.moves == np.count_nonzero(solution.phy2log != Placement.linear(3, 12, 4, 4).phy2log_LRS)
 
 
-def test_deployed_placement_is_improved_with_few_moves() -> None:
+def test_a_deployed_placement_is_improved_with_few_moves() -> None:
     first = solve(HEAT[:10], ranks=4, slots=4)
     then = solve(HEAT[10:], ranks=4, slots=4, placement=first.phy2log)
     assert then.par_after <= then.par_before
     assert then.moves < first.moves
 
 
-def test_a_prior_stands_for_what_is_deployed() -> None:
+def test_a_prior_replaces_the_deployed_placement() -> None:
     then = solve(HEAT[10:], ranks=4, slots=4, prior=HEAT[:10])
     first = solve(HEAT[:10], ranks=4, slots=4)
     again = solve(HEAT[10:], ranks=4, slots=4, placement=first.phy2log, log2phy=first.log2phy)
@@ -39,10 +39,10 @@ def test_a_prior_stands_for_what_is_deployed() -> None:
         solve(HEAT, 4, 4, prior=HEAT[:, :2])
 
 
-def test_the_deployed_tables_are_what_a_decision_starts_from() -> None:
+def test_a_decision_starts_from_the_deployed_tables() -> None:
     first = solve(HEAT, ranks=4, slots=4)
     kept = solve(HEAT, 4, 4, placement=first.phy2log, log2phy=first.log2phy)
-    # The promise of a first placement includes what its fit to the window overstates.
+    # The promise of a first placement includes a correction for overfitting to the window.
     optimism_L = [verdict.optimism for verdict in first.verdicts]
     assert kept.par_before_L == pytest.approx(first.par_after_L - optimism_L)
     assert kept.moves == 0
@@ -99,6 +99,6 @@ def test_source_heat_shapes_the_tables() -> None:
         ({"heat": HEAT[:0]}, "no steps"),
     ],
 )
-def test_bad_input_is_refused(arguments: dict, message: str) -> None:
+def test_invalid_input_is_rejected(arguments: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         solve(**{"heat": HEAT, "ranks": 4, "slots": 4, **arguments})

@@ -1,4 +1,4 @@
-"""What is installed is what is declared: versions, command, typing, and the same imports as dependencies."""
+"""Tests of the packaging metadata: versions, command, typing, and dependencies that match the imports."""
 
 import ast
 import fcntl
@@ -35,7 +35,7 @@ LAB = PROJECTS["eplb_lab"]
 SERVICE = PROJECTS["eplb_service"]
 AGENT = PROJECTS["worker_agent"]
 FOUND_IN_PLACE = {"torch", "torch_npu", "vllm", "vllm_ascend", "sglang"}
-"""Packages that an inference engine brings; they are never requirements."""
+"""Packages that an inference engine provides. They are never requirements."""
 ONLINE_ONLY = {"google.protobuf", "grpc", "pydantic"}
 """Packages that the wire format and curve files need. Offline decisions do not."""
 IMPORT_NAMES = {
@@ -56,16 +56,18 @@ def declared(requirements):
     return {IMPORT_NAMES.get(name, name) for name in names}
 
 
-def imported(*places):
-    found = set()
-    for place in places:
-        for path in [ROOT / place] if place.endswith(".py") else (ROOT / place).rglob("*.py"):
+def imported(*paths):
+    packages = set()
+    for package_path in paths:
+        for path in (
+            [ROOT / package_path] if package_path.endswith(".py") else (ROOT / package_path).rglob("*.py")
+        ):
             for node in ast.walk(ast.parse(path.read_text())):
                 if isinstance(node, ast.Import):
-                    found |= {alias.name.partition(".")[0] for alias in node.names}
+                    packages |= {alias.name.partition(".")[0] for alias in node.names}
                 elif isinstance(node, ast.ImportFrom) and node.module:
-                    found.add(node.module.partition(".")[0])
-    return found - set(sys.stdlib_module_names) - PACKAGES.keys()
+                    packages.add(node.module.partition(".")[0])
+    return packages - set(sys.stdlib_module_names) - PACKAGES.keys()
 
 
 def run_python(program):
@@ -76,7 +78,7 @@ def run_python(program):
     return done.stdout
 
 
-def test_version_is_one():
+def test_all_distributions_have_one_version():
     assert {project["version"] for project in PROJECTS.values()} == {eplb_service.__version__}
 
 
@@ -92,17 +94,17 @@ def test_distributions_require_each_other_in_the_same_version():
     assert {line.partition("==")[2] for line in requirements} == {eplb_service.__version__}
 
 
-def test_each_extra_is_tried_by_make_pythons():
+def test_make_pythons_installs_each_extra():
     extras = set(SERVICE["optional-dependencies"]) - {"test", "docs", "dev"}
     assert set(EXTRAS) == extras | set(LAB["optional-dependencies"])
 
 
-def test_pythons_that_are_tried_are_those_declared():
+def test_make_pythons_covers_the_declared_versions():
     assert AGENT["requires-python"] == f">={VERSIONS[0]}"
     assert SERVICE["requires-python"] == ">={}.{}".format(*SERVICE_FROM)
 
 
-def test_messages_name_packages_that_an_index_has():
+def test_messages_name_published_packages():
     named = set()
     for path in [path for package in PACKAGES for path in (ROOT / package).rglob("*.py")]:
         text = path.read_text()
@@ -131,7 +133,7 @@ def test_the_command_exists_and_packages_are_typed():
     assert all((ROOT / package / "py.typed").is_file() for package in PACKAGES)
 
 
-def test_the_service_declares_what_it_imports_and_no_more():
+def test_the_service_declares_exactly_its_imports():
     extras = SERVICE["optional-dependencies"]
     declares = declared(SERVICE["dependencies"]) - {"eplb-core"}
     for name in ("kubernetes", "ray", "safetensors", "tables", "torch"):
@@ -139,25 +141,25 @@ def test_the_service_declares_what_it_imports_and_no_more():
     assert imported("eplb_service") == declares
 
 
-def test_the_core_declares_what_it_imports_and_no_more():
+def test_the_core_declares_exactly_its_imports():
     extras = [declared(extra) for extra in CORE["optional-dependencies"].values()]
-    # pyarrow reads measured tables; the extra of eplb-service names it.
+    # pyarrow reads measured tables. An extra of eplb-service requires it.
     assert imported("eplb_core") - {"pyarrow"} == declared(CORE["dependencies"]).union(*extras)
 
 
-def test_the_agent_declares_what_it_imports_and_no_more():
+def test_the_agent_declares_exactly_its_imports():
     declares = declared(AGENT["dependencies"]) - {"eplb-core"}
     assert imported("worker_agent") - FOUND_IN_PLACE == declares
 
 
-def test_the_lab_declares_what_it_imports():
+def test_the_lab_declares_its_imports():
     extras = [declared(extra) for extra in LAB["optional-dependencies"].values()]
     services = declared(SERVICE["dependencies"])
     declares = declared(LAB["dependencies"]).union(*extras) | services | {"pydantic", "google", "grpc"}
     assert imported("eplb_lab") - {"torch_npu"} <= declares
 
 
-def test_the_tests_import_what_they_declare():
+def test_the_tests_declare_their_imports():
     loaded_by_pytest = {"pytest-asyncio", "pytest-timeout", "pytest-xdist"} | {
         "helm_python",
         "safetensors",
@@ -165,19 +167,19 @@ def test_the_tests_import_what_they_declare():
     assert declared(SERVICE["optional-dependencies"]["test"]) - loaded_by_pytest <= imported("tests")
 
 
-def test_no_class_variable_lacks_its_type():
-    """Python 3.10 cannot resolve the hints of a class that has a plain ``ClassVar``."""
-    plain = [
+def test_every_class_variable_has_a_type():
+    """Python 3.10 cannot resolve the hints of a class with an untyped ``ClassVar``."""
+    untyped = [
         f"{path.relative_to(ROOT)}:{node.lineno}"
         for package in PACKAGES
         for path in (ROOT / package).rglob("*.py")
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.AnnAssign) and ast.unparse(node.annotation).endswith("ClassVar")
     ]
-    assert plain == []
+    assert untyped == []
 
 
-def test_the_base_install_needs_no_torch():
+def test_the_base_install_does_not_need_torch():
     probe = (
         "import sys; sys.modules['torch'] = None\n"
         "from eplb_service import solve\n"
@@ -207,7 +209,8 @@ def test_the_planner_imports_without_the_wire_extra():
 
 
 def test_a_tree_is_built_by_one_process_at_a_time(monkeypatch):
-    folder, builds = ROOT / "packaging/eplb-agent", []
+    folder = ROOT / "packaging/eplb-agent"
+    builds = []
 
     def build(**_):
         with (folder / "pyproject.toml").open() as tree, pytest.raises(BlockingIOError):

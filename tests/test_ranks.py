@@ -1,4 +1,4 @@
-"""The rank runner must bring back results in order, and report every way in which a rank can fail."""
+"""Tests of the rank runner: results in rank order, and a report of every kind of failure."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def sleep_on_rank(rank: int, seconds: float) -> None:
         time.sleep(seconds)
 
 
-def test_results_come_in_order_of_rank():
+def test_results_are_in_rank_order():
     assert run_ranks(2, sum_of_ranks, 10) == [(0, torch.tensor([21])), (1, torch.tensor([21]))]
 
 
@@ -48,7 +48,7 @@ def test_failures_are_reported_and_the_group_recovers():
         assert [rank for rank, _ in ranks.run(sum_of_ranks, 0)] == [0, 1]
 
 
-def test_a_late_rank_misses_the_deadline():
+def test_a_late_rank_is_reported_with_the_deadline():
     with Ranks(2) as ranks:
         ranks.run(sum_of_ranks, 0)
         ranks.deadline = 1.5

@@ -14,7 +14,7 @@ import pytest
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 ROOT = Path(__file__).parents[1]
-# An image's build sees these files only, and they suffice to build all wheels.
+# An image's build context contains only these files, and they suffice to build all wheels.
 SOURCES = [line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")]
 NOT_SOURCES = shutil.ignore_patterns("build", "__pycache__", "*.egg-info", "*_pb2*")
 PACKAGES = {
@@ -23,7 +23,7 @@ PACKAGES = {
     "eplb_lab": "eplb_lab",
     "eplb_service": "eplb_service",
 }
-"""Package of each wheel."""
+"""Package in each wheel."""
 IMPORT_AGENT = """
 import importlib, pkgutil, sys, worker_agent
 for module in pkgutil.walk_packages(worker_agent.__path__, "worker_agent."):
@@ -38,7 +38,7 @@ NOT_IN_THE_BASE = (*NOT_IN_AN_ENGINE, "google", "grpc", "pydantic", "torch", "xx
 
 @pytest.fixture(scope="module")
 def wheels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Build all wheels, that of the service from its own source archive."""
+    """Build all wheels. The service's wheel is built from its source archive."""
     folder = tmp_path_factory.mktemp("wheels")
     sources = folder / "sources"
     for name in SOURCES:
@@ -85,11 +85,11 @@ def test_each_wheel_contains_exactly_one_package(wheels: dict[str, Path]) -> Non
     assert model <= files(wheels["eplb_lab"])
 
 
-def test_an_inference_container_fetches_less_than_a_megabyte(wheels: dict[str, Path]) -> None:
+def test_an_inference_container_downloads_less_than_a_megabyte(wheels: dict[str, Path]) -> None:
     assert wheels["eplb_agent"].stat().st_size + wheels["eplb_core"].stat().st_size < 1_000_000
 
 
-def test_the_agent_runs_with_the_core_and_an_engine_s_torch(wheels: dict[str, Path], tmp_path: Path) -> None:
+def test_the_agent_runs_with_the_core_and_the_engines_torch(wheels: dict[str, Path], tmp_path: Path) -> None:
     for name in ("eplb_agent", "eplb_core"):
         zipfile.ZipFile(wheels[name]).extractall(tmp_path)
     imported = python(IMPORT_AGENT, tmp_path, NOT_IN_AN_ENGINE)
@@ -97,7 +97,7 @@ def test_the_agent_runs_with_the_core_and_an_engine_s_torch(wheels: dict[str, Pa
     assert int(imported.stdout) > 100
 
 
-def test_the_base_of_the_core_needs_numpy_only(wheels: dict[str, Path], tmp_path: Path) -> None:
+def test_the_base_core_needs_only_numpy(wheels: dict[str, Path], tmp_path: Path) -> None:
     zipfile.ZipFile(wheels["eplb_core"]).extractall(tmp_path)
     imported = python("import eplb_core.placement, eplb_core.heat.window", tmp_path, NOT_IN_THE_BASE)
     assert imported.returncode == 0, imported.stderr

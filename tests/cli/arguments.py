@@ -1,4 +1,4 @@
-"""Runs commands, those that are refused too, and draws what they show."""
+"""Helpers that run commands, check rejected ones and render tables."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from eplb_service.cli import main
 
 
 def eplb(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
-    """Exit code, stdout and stderr."""
+    """Run a command and return its exit code, stdout and stderr."""
     code = main.run([str(argument) for argument in arguments])
     return code, *capsys.readouterr()
 
 
 def refusal(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
-    """The one line of a command that is refused, which prints nothing else."""
+    """Run a command that is rejected and return its error line, the only output."""
     code, out, err = eplb(capsys, *arguments)
     assert (code, out) == (2, "")
     assert err.startswith("eplb: error: ")
@@ -26,7 +26,7 @@ def refusal(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
 
 
 def drawn(shown: RenderableType, width: int = 80) -> list[str]:
-    """Lines on a terminal of so many columns."""
+    """Return the rendered lines on a terminal of ``width`` columns."""
     console = Console(file=io.StringIO(), width=width, color_system=None)
     console.print(shown)
     assert isinstance(console.file, io.StringIO)

@@ -1,4 +1,4 @@
-"""Keys of what commands print with ``--json``: scripts read them, so none may go or get another name unnoticed."""
+"""Keys that commands print with ``--json``. Scripts read them, so a removed or renamed key fails a test."""
 
 from __future__ import annotations
 
@@ -82,29 +82,29 @@ KEYS: dict[str, dict[str, str]] = {
     "lead": {"": "deployment leader_term raised"},
     "forget": {"": "deployment forgotten"},
 }
-"""Keys of each command's objects by their place in the document: ``*`` is any name, ``?`` keys that may be absent."""
+"""Keys of each command's objects by their path in the document. ``*`` is any name, ``?`` lists optional keys."""
 OF_SERVICE = ("deployments", "status", "history", "rebalance")
-"""Answers of a service, printed field by field (``wire/document.py``)."""
+"""Commands whose service response is printed field by field (``wire/document.py``)."""
 
 
 def held(command: str, printed: str) -> Any:
-    """The document that a command printed, once it has the keys of ``KEYS``."""
+    """Return the document that a command printed, after checking its keys against ``KEYS``."""
     document = json.loads(printed)
-    places = dict(KEYS[command]) if command not in OF_SERVICE else {}
-    optional = set(places.pop("?", "").split())
-    for place, keys in places.items():
-        for found in _objects(document, place.split(".") if place else []):
-            assert set(found) - (optional if not place else set()) == set(keys.split()), (command, place)
+    keys_by_path = dict(KEYS[command]) if command not in OF_SERVICE else {}
+    optional = set(keys_by_path.pop("?", "").split())
+    for path, keys in keys_by_path.items():
+        for item in _objects(document, path.split(".") if path else []):
+            assert set(item) - (optional if not path else set()) == set(keys.split()), (command, path)
     return document
 
 
 def _objects(value: Any, path: list[str]) -> Iterator[dict[str, Any]]:
-    """Objects at a place within a document; none where it is ``null`` there."""
+    """Yield the objects at a path of a document; a ``null`` on the path yields nothing."""
     if isinstance(value, list):
         for item in value:
             yield from _objects(item, path)
     elif value is not None and not path:
         yield value
     elif value is not None:
-        for within in value.values() if path[0] == "*" else [value[path[0]]]:
-            yield from _objects(within, path[1:])
+        for child in value.values() if path[0] == "*" else [value[path[0]]]:
+            yield from _objects(child, path[1:])

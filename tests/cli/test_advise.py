@@ -1,4 +1,4 @@
-"""``eplb advise`` says what to set and what it wins, as text and as JSON, and refuses bad input in one line."""
+"""Tests of ``eplb advise``: recommended settings, expected gain, JSON output, and errors on one line."""
 
 import json
 from types import SimpleNamespace
@@ -35,7 +35,7 @@ def test_json_on_stdout_and_in_the_file_agree(tmp_path, trace, capsys):
     assert len(reported["gain_L"]) == 2
 
 
-def test_with_a_cost_curve_slots_are_set_against_time_and_memory(tmp_path, trace, capsys):
+def test_a_cost_curve_weighs_slots_against_time_and_memory(tmp_path, trace, capsys):
     curve = tmp_path / "curve.json"
     write_curves(curve, [H200])
     arguments = ("--heat", trace, "--ranks", 4, "--cost-curve", curve, "--bytes-per-expert", 1 << 30)
@@ -50,8 +50,8 @@ def test_with_a_cost_curve_slots_are_set_against_time_and_memory(tmp_path, trace
     assert reported["by_redundancy"][0]["bytes_per_rank"] == 2 * 4 << 30
 
 
-def test_the_first_line_answers_whether_it_pays(trace, capsys):
-    # With this many tokens, an H100 spends its time computing, not reading weights.
+def test_the_first_line_says_if_balancing_pays(trace, capsys):
+    # With this many tokens, an H100 is bound by compute and not by reading weights.
     np.savez(trace, heat=synthetic_heat("static", 120, 2, 16, tokens=1 << 17, top_k=2, seed=1))
     arguments = ("advise", "--heat", trace, "--ranks", 4, "--redundant", "0,4")
     code, out, _ = eplb(capsys, *arguments, "--model", "deepseek-v3", "--gpu", "h100", "--step-ms", 30)
@@ -65,7 +65,7 @@ def test_the_first_line_answers_whether_it_pays(trace, capsys):
     assert "of 4 ranks" in out
 
 
-def test_it_warns_that_a_slot_adds_reads_and_memory(trace, capsys):
+def test_a_warning_says_that_a_slot_adds_reads_and_memory(trace, capsys):
     arguments = ("advise", "--heat", trace, "--ranks", 4, "--redundant", "0,4")
     _, out, _ = eplb(capsys, *arguments)
     assert "An expert gets 64 tokens in a step on average. Up to 100 or 200" in " ".join(out.split())
@@ -78,20 +78,22 @@ def test_it_warns_that_a_slot_adds_reads_and_memory(trace, capsys):
     assert "An expert gets 64 tokens in a step on average; up to 150 it takes no longer than for one" in text
 
 
-def test_tables_agree_with_each_other_and_no_two_rows_are_alike(trace, capsys):
+def test_tables_agree_and_have_no_duplicate_rows(trace, capsys):
     code, out, _ = eplb(capsys, "advise", "--heat", trace, "--ranks", 4, "--redundant", "0,4", "--json")
     assert code == 0
-    found = json.loads(out)
+    advice = json.loads(out)
     shown = {}
-    for option in (*found["by_redundancy"], *found["by_schedule"]):
+    for option in (*advice["by_redundancy"], *advice["by_schedule"]):
         figures = option["par"], option["moved_per_100_steps"]
         assert shown.setdefault(f"{option['setup']} {option['move_price']}", figures) == figures
-    for rows in (found["by_schedule"], found["by_moves"]):
+    for rows in (advice["by_schedule"], advice["by_moves"]):
         figures = [(round(option["par"], 3), round(option["moved_per_100_steps"], 3)) for option in rows]
         assert len(set(figures)) == len(figures)
-    assert len({option["setup"]["start"] for option in (*found["by_redundancy"], *found["by_schedule"])}) == 1
-    assert found["share"] == pytest.approx(1 - found["par"] / found["par_left_alone"])
-    assert found["ranks_worth"] == pytest.approx(4 * found["share"])
+    assert (
+        len({option["setup"]["start"] for option in (*advice["by_redundancy"], *advice["by_schedule"])}) == 1
+    )
+    assert advice["share"] == pytest.approx(1 - advice["par"] / advice["par_left_alone"])
+    assert advice["ranks_worth"] == pytest.approx(4 * advice["share"])
 
 
 @pytest.mark.parametrize(
@@ -102,7 +104,7 @@ def test_tables_agree_with_each_other_and_no_two_rows_are_alike(trace, capsys):
         (("--model", "gpt-5"), "--model 'gpt-5' is unknown; choose one of"),
     ],
 )
-def test_unknown_devices_and_models_are_refused_in_one_line(trace, capsys, arguments, message):
+def test_unknown_devices_and_models_are_rejected_on_one_line(trace, capsys, arguments, message):
     code, _, err = eplb(capsys, "advise", "--heat", trace, "--ranks", 4, *arguments)
     assert code == 2
     assert message in " ".join(err.split())
@@ -111,8 +113,8 @@ def test_unknown_devices_and_models_are_refused_in_one_line(trace, capsys, argum
 @pytest.mark.parametrize(
     ("net_ms", "ends"), [(None, "than it saves."), (-0.011, "than it saves, by 0.01 ms per step.")]
 )
-def test_a_loss_is_not_called_a_negative_gain(net_ms, ends):
-    given = SimpleNamespace(
+def test_a_loss_is_not_reported_as_a_negative_gain(net_ms, ends):
+    advice = SimpleNamespace(
         pays=False,
         share=-0.03,
         ranks_worth=-0.2,
@@ -122,4 +124,4 @@ def test_a_loss_is_not_called_a_negative_gain(net_ms, ends):
         redundant_bytes_per_rank=0,
         redundant=0,
     )
-    assert headline(given, True) == f"Balancing does not pay off: moving experts would take more time {ends}"
+    assert headline(advice, True) == f"Balancing does not pay off: moving experts would take more time {ends}"

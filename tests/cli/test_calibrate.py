@@ -1,4 +1,4 @@
-"""``eplb calibrate`` writes the curve of this machine's kernel or of a table, and refuses one that does not fit."""
+"""Tests of ``eplb calibrate``: curves from this machine's kernel or a table, and rejection of a poor fit."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.cost.curves import H200, plain_rank_us
 from tests.cost.kernel_tables import rows, table
 
 
-def test_a_table_becomes_a_curve_file(tmp_path, capsys):
+def test_a_table_is_converted_to_a_curve_file(tmp_path, capsys):
     path = table(tmp_path / "moe.parquet", rows(H200))
     out = tmp_path / "curve.json"
     assert run(["calibrate", "--table", str(path), "--phase", "decode", "--out", str(out)]) == 0
@@ -26,7 +26,7 @@ def _exact(task):
             yield {"busy": busy, "tokens": tokens, "us": plain_rank_us(H200, [tokens] * busy)}
 
 
-def test_this_machines_kernel_becomes_a_curve(tmp_path, monkeypatch, capsys):
+def test_this_machines_kernel_is_timed_for_a_curve(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(calibrate, "_measured", _exact)
     out = tmp_path / "curve.json"
     assert run(["calibrate", "--hidden", "64", "--inter", "32", "--out", str(out), "--json"]) == 0
@@ -35,7 +35,7 @@ def test_this_machines_kernel_becomes_a_curve(tmp_path, monkeypatch, capsys):
     assert printed["source"].startswith("calibrated: cpu")
 
 
-def test_a_kernel_that_no_curve_fits_is_refused_and_nothing_is_written(tmp_path, monkeypatch, capsys):
+def test_a_kernel_that_no_curve_fits_is_rejected_and_nothing_is_written(tmp_path, monkeypatch, capsys):
     def rising(task):
         for at, cell in enumerate(_exact(task)):
             yield cell | {"us": cell["us"] * (1 + 9 * (at % 3))}

@@ -1,4 +1,4 @@
-"""A command that does not reach its service says why: nobody listens, TLS is missing on one side, or trust is."""
+"""Tests of connection errors: no service listens, one side has no TLS, or a certificate is not trusted."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.control.server.certificates import Authority
 
 @contextlib.contextmanager
 def serving(*pair: Path, client_ca: Path | None = None) -> Iterator[str]:
-    """A gRPC server that speaks TLS with a certificate and its key, if given."""
+    """Run a gRPC server, with TLS if a certificate and its key are passed."""
     from concurrent.futures import ThreadPoolExecutor
 
     server = grpc.server(ThreadPoolExecutor(1))
@@ -43,16 +43,18 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="module")
-def ours(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
     return Authority(tmp_path_factory.mktemp("ours"))
 
 
 @pytest.fixture(scope="module")
-def other(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+def stranger(tmp_path_factory: pytest.TempPathFactory) -> Authority:
     return Authority(tmp_path_factory.mktemp("other"))
 
 
-def said(capsys: Any, address: str, *flags: object, command: tuple[str, ...] = ("status", "decode")) -> str:
+def error_of(
+    capsys: Any, address: str, *flags: object, command: tuple[str, ...] = ("status", "decode")
+) -> str:
     code, out, err = eplb(capsys, *command, "--address", address, *flags)
     assert (code, out) == (2, "")
     assert err.count("\n") == 1
@@ -61,45 +63,49 @@ def said(capsys: Any, address: str, *flags: object, command: tuple[str, ...] = (
 
 
 @pytest.mark.parametrize("command", [("status", "decode"), ("pause", "decode"), ("deployments",)])
-def test_a_service_with_tls_and_no_authority_named(
-    capsys: Any, ours: Authority, command: tuple[str, ...]
+def test_a_service_with_tls_asks_for_its_ca_certificate(
+    capsys: Any, authority: Authority, command: tuple[str, ...]
 ) -> None:
-    with serving(*ours.sign("localhost")) as address:
-        assert "uses TLS; pass its CA certificate with --tls-ca" in said(capsys, address, command=command)
+    with serving(*authority.sign("localhost")) as address:
+        assert "uses TLS; pass its CA certificate with --tls-ca" in error_of(capsys, address, command=command)
 
 
-def test_a_certificate_of_another_authority_or_name_or_that_has_expired(
-    capsys: Any, ours: Authority, other: Authority
+def test_a_certificate_with_a_wrong_authority_name_or_date_is_rejected(
+    capsys: Any, authority: Authority, stranger: Authority
 ) -> None:
-    with serving(*ours.sign("localhost")) as address:
-        assert "cannot be verified: " in said(capsys, address, "--tls-ca", other.ca)
-    with serving(*ours.sign("localhost", expired=True)) as address:
-        assert "certificate has expired" in said(capsys, address, "--tls-ca", ours.ca)
-    with serving(*ours.sign("elsewhere.example", ip="192.0.2.1")) as address:
-        assert "not valid for '127.0.0.1'; check --tls-ca" in said(capsys, address, "--tls-ca", ours.ca)
+    with serving(*authority.sign("localhost")) as address:
+        assert "cannot be verified: " in error_of(capsys, address, "--tls-ca", stranger.ca)
+    with serving(*authority.sign("localhost", expired=True)) as address:
+        assert "certificate has expired" in error_of(capsys, address, "--tls-ca", authority.ca)
+    with serving(*authority.sign("elsewhere.example", ip="192.0.2.1")) as address:
+        assert "not valid for '127.0.0.1'; check --tls-ca" in error_of(
+            capsys, address, "--tls-ca", authority.ca
+        )
         host = address.replace("127.0.0.1", "localhost")
-        assert "not valid for 'localhost'" in said(capsys, host, "--tls-ca", ours.ca)
+        assert "not valid for 'localhost'" in error_of(capsys, host, "--tls-ca", authority.ca)
 
 
-def test_a_client_certificate_that_is_missing_or_another_s(
-    capsys: Any, ours: Authority, other: Authority
+def test_a_missing_or_untrusted_client_certificate_is_reported(
+    capsys: Any, authority: Authority, stranger: Authority
 ) -> None:
-    with serving(*ours.sign("localhost"), client_ca=ours.ca) as address:
-        assert "requires a client certificate" in said(capsys, address, "--tls-ca", ours.ca)
-        certificate, key = other.sign("stranger")
-        flags = ("--tls-ca", ours.ca, "--tls-cert", certificate, "--tls-key", key)
-        assert "requires a client certificate that it trusts" in said(capsys, address, *flags)
+    with serving(*authority.sign("localhost"), client_ca=authority.ca) as address:
+        assert "requires a client certificate" in error_of(capsys, address, "--tls-ca", authority.ca)
+        certificate, key = stranger.sign("stranger")
+        flags = ("--tls-ca", authority.ca, "--tls-cert", certificate, "--tls-key", key)
+        assert "requires a client certificate that it trusts" in error_of(capsys, address, *flags)
 
 
-def test_a_service_without_tls_and_an_authority_named(capsys: Any, ours: Authority) -> None:
+def test_a_ca_certificate_for_a_service_without_tls_is_reported(capsys: Any, authority: Authority) -> None:
     with serving() as address:
-        assert "does not use TLS; remove --tls-ca" in said(capsys, address, "--tls-ca", ours.ca)
+        assert "does not use TLS; remove --tls-ca" in error_of(capsys, address, "--tls-ca", authority.ca)
 
 
-def test_files_that_are_no_certificates(capsys: Any, ours: Authority, tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_certificate_is_reported(
+    capsys: Any, authority: Authority, tmp_path: Path
+) -> None:
     (tmp_path / "ca.pem").write_text("no certificate")
-    with serving(*ours.sign("localhost")) as address:
-        assert "cannot be used" in said(capsys, address, "--tls-ca", tmp_path / "ca.pem")
+    with serving(*authority.sign("localhost")) as address:
+        assert "cannot be used" in error_of(capsys, address, "--tls-ca", tmp_path / "ca.pem")
 
 
 class _Quiet(http.server.BaseHTTPRequestHandler):
@@ -107,10 +113,10 @@ class _Quiet(http.server.BaseHTTPRequestHandler):
         pass
 
 
-def test_nobody_and_somebody_else(capsys: Any) -> None:
-    assert "no service listens at 127.0.0.1:1" in said(capsys, "127.0.0.1:1")
-    with http.server.HTTPServer(("127.0.0.1", 0), _Quiet) as other:
-        threading.Thread(target=other.serve_forever, daemon=True).start()
-        address = f"127.0.0.1:{other.server_address[1]}"
-        assert f"{address} is not an eplb service, or is too busy" in said(capsys, address)
-        other.shutdown()
+def test_a_missing_service_and_a_foreign_server_are_distinguished(capsys: Any) -> None:
+    assert "no service listens at 127.0.0.1:1" in error_of(capsys, "127.0.0.1:1")
+    with http.server.HTTPServer(("127.0.0.1", 0), _Quiet) as website:
+        threading.Thread(target=website.serve_forever, daemon=True).start()
+        address = f"127.0.0.1:{website.server_address[1]}"
+        assert f"{address} is not an eplb service, or is too busy" in error_of(capsys, address)
+        website.shutdown()

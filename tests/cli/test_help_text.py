@@ -1,4 +1,4 @@
-"""Every command's help is whole at 80 columns: nothing is cut, brackets are as written, and its examples are valid."""
+"""Tests of the help texts: complete at 80 columns, brackets unchanged, and examples that parse."""
 
 import shlex
 
@@ -7,7 +7,7 @@ import pytest
 from eplb_service.cli import main
 from eplb_service.cli.main import COMMANDS
 
-MOST_LINES = 180
+MAX_LINES = 180
 
 
 def commands():
@@ -32,16 +32,16 @@ def help_of(capsys, name):
 
 
 def text_of(value):
-    """Without white space: lines are also broken at hyphens."""
+    """Remove white space, because lines are also broken at hyphens."""
     return "".join(value.split())
 
 
 @pytest.mark.parametrize(("name", "command"), PARSERS.items())
-def test_help_is_whole_at_80_columns_with_every_option_and_an_example(capsys, name, command):
+def test_help_at_80_columns_has_every_option_and_an_example(capsys, name, command):
     shown = help_of(capsys, name)
     assert max(map(len, shown.splitlines())) <= 80
     assert "…" not in shown
-    assert shown.count("\n") <= MOST_LINES
+    assert shown.count("\n") <= MAX_LINES
     for option in command.params:
         assert text_of(option.help or "") in text_of(shown), option.name
         assert all(flag in shown for flag in option.opts if option.param_type_name == "option")
@@ -50,7 +50,7 @@ def test_help_is_whole_at_80_columns_with_every_option_and_an_example(capsys, na
     assert all(line.startswith(f"    eplb {name}") for line in examples)
 
 
-def test_options_are_in_their_sections_and_arguments_have_their_names(capsys):
+def test_options_are_in_their_sections_and_arguments_are_named(capsys):
     shown = help_of(capsys, "status")
     headings = [line for line in shown.splitlines() if line[:1].strip() and line.endswith(":")]
     assert headings == ["Arguments:", "Options:", "Connection to the service:", "Results:"]
@@ -58,7 +58,7 @@ def test_options_are_in_their_sections_and_arguments_have_their_names(capsys):
     assert "--json" in shown.partition(headings[3])[2]
     assert shown.startswith("Usage: eplb status [OPTIONS] DEPLOYMENT\n")
     assert "\n  DEPLOYMENT  Name of" in shown
-    # An option is in the section of the one before it, where none is declared.
+    # An option without a section joins the section of the previous option.
     shown = help_of(capsys, "calibrate")
     assert (
         "--device"
@@ -67,7 +67,7 @@ def test_options_are_in_their_sections_and_arguments_have_their_names(capsys):
 
 
 @pytest.mark.parametrize("example", main.EXAMPLES)
-def test_examples_are_commands_that_parse(example):
+def test_examples_parse(example):
     program, name, *rest = shlex.split(example)
     command = PARSERS[name]
     if hasattr(command, "commands"):

@@ -1,4 +1,4 @@
-"""Settings that cannot work are refused, and those that are probably not meant get a hint on stderr."""
+"""Tests of hints: impossible settings are rejected, and probable mistakes get a hint on stderr."""
 
 import socket
 
@@ -20,7 +20,7 @@ def trace(tmp_path):
     return path
 
 
-def test_experts_that_never_get_a_token_are_pointed_out(trace, capsys):
+def test_experts_that_never_receive_a_token_get_a_hint(trace, capsys):
     opened = ReadingOptions(None, None, None, None, None).open(trace)
     assert opened.shape == (2, 2, 8)
     assert "hint: in layer 5, 7 of 8 experts never get a token" in capsys.readouterr().err
@@ -33,14 +33,14 @@ def test_a_trace_in_which_most_experts_are_busy_gets_no_hint(tmp_path, capsys):
     assert capsys.readouterr().err == ""
 
 
-def test_groups_that_do_not_divide_the_experts_are_refused(trace, capsys):
+def test_groups_that_do_not_divide_the_experts_are_rejected(trace, capsys):
     assert (
         main.run(["solve", "--heat", str(trace), "--ranks", "4", "--slots", "3", "--expert-groups", "5"]) == 2
     )
     assert "--expert-groups 5 does not divide the 8 experts evenly" in capsys.readouterr().err
 
 
-def test_heat_that_no_decision_uses_is_pointed_out(capsys):
+def test_heat_that_no_decision_uses_gets_a_hint(capsys):
     planner_options.check_windows([64, 512], [64])
     assert capsys.readouterr().err == ""
     planner_options.check_windows([64, 512], [256])
@@ -63,13 +63,13 @@ COMMANDS = {
 }
 
 
-def run(capsys, command, trace, *more):
+def run(capsys, command, trace, *options):
     named = (trace,) if command == "sweep" else ("--heat", trace)
-    return eplb(capsys, command, *named, "--ranks", 4, *COMMANDS[command], *more)
+    return eplb(capsys, command, *named, "--ranks", 4, *COMMANDS[command], *options)
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_groups_of_experts_are_checked_by_every_command_that_plans(command, wide, capsys):
+def test_every_planning_command_checks_the_expert_groups(command, wide, capsys):
     code, _, err = run(capsys, command, wide, "--expert-groups", 3)
     assert code == 2
     assert "--expert-groups 3 does not divide the 8 experts evenly" in err
@@ -81,13 +81,13 @@ def test_groups_of_experts_are_checked_by_every_command_that_plans(command, wide
 
 
 @pytest.mark.parametrize("command", ["replay", "sweep"])
-def test_a_window_shorter_than_the_interval_is_pointed_out(command, wide, capsys):
+def test_a_window_shorter_than_the_interval_gets_a_hint(command, wide, capsys):
     code, _, err = run(capsys, command, wide, "--interval", 32)
     assert code == 0
     assert "hint: with --window 16 and --interval 32, decisions use only the last 16 of every 32 steps" in err
 
 
-def test_a_window_too_long_to_compare_is_pointed_out(wide, capsys):
+def test_a_window_too_long_to_compare_gets_a_hint(wide, capsys):
     code, _, err = run(capsys, "advise", wide, "--window", 32)
     assert code == 0
     assert "hint: 64 steps are too few to compare schedules with --window 32" in err
@@ -95,11 +95,11 @@ def test_a_window_too_long_to_compare_is_pointed_out(wide, capsys):
 
 
 def test_a_service_whose_window_is_shorter_than_its_interval_warns(capsys):
-    with socket.create_server(("127.0.0.1", 0)) as taken:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
         code, _, err = eplb(
             capsys,
             *("serve", "--window-steps", 16, "--decision-interval", 32, "--store", ":memory:"),
-            *("--listen", "127.0.0.1:0", "--metrics", f"127.0.0.1:{taken.getsockname()[1]}"),
+            *("--listen", "127.0.0.1:0", "--metrics", f"127.0.0.1:{listener.getsockname()[1]}"),
         )
     assert code == 2
     assert "window_shorter_than_interval" in err

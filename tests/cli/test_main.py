@@ -1,4 +1,4 @@
-"""``eplb`` starts fast, names its commands, and answers a user's mistake with one line and exit code 2."""
+"""Tests of ``eplb`` itself: quick start-up, help, and one error line with exit code 2 for a user's mistake."""
 
 import subprocess
 import sys
@@ -14,11 +14,11 @@ from eplb_service.cli.options import UserError
 from tests.cli.arguments import eplb, refusal
 
 
-def test_version(capsys):
+def test_version_is_printed(capsys):
     assert eplb(capsys, "--version") == (0, f"eplb {__version__}\n", "")
 
 
-def test_help_is_what_no_command_shows(capsys):
+def test_no_command_prints_the_help(capsys):
     assert eplb(capsys) == eplb(capsys, "--help")
     assert eplb(capsys, "trace") == eplb(capsys, "trace", "--help")
 
@@ -49,13 +49,13 @@ def command_that_raises(monkeypatch, error):
         FileNotFoundError(2, "no such thing", "x.npz"),
     ],
 )
-def test_a_users_mistake_is_one_line(capsys, monkeypatch, error):
+def test_a_users_mistake_is_reported_on_one_line(capsys, monkeypatch, error):
     command_that_raises(monkeypatch, error)
     assert refusal(capsys, "solve").endswith("no such thing\n")
 
 
 @pytest.mark.parametrize("error", [ValueError("a bug"), RuntimeError("a bug"), OSError(5, "a bug")])
-def test_a_bug_is_not_hidden(monkeypatch, error):
+def test_a_bug_raises_its_traceback(monkeypatch, error):
     command_that_raises(monkeypatch, error)
     with pytest.raises(type(error)):
         main.run(["solve"])
@@ -68,13 +68,14 @@ def shell(command):
     )
 
 
-def test_a_reader_that_leaves_early_ends_the_command_quietly():
+def test_a_closed_pipe_ends_the_command_quietly():
     done = shell("(sleep 1; {eplb} --help; echo $? >&2) | true")
     assert done.stderr == "141\n"
 
 
-def test_a_full_disk_under_the_output_is_not_taken_for_a_trace_that_cannot_be_read(tmp_path):
-    trace, out = tmp_path / "trace.npy", tmp_path / "trace.npz"
+def test_a_full_disk_is_not_reported_as_an_unreadable_trace(tmp_path):
+    trace = tmp_path / "trace.npy"
+    out = tmp_path / "trace.npz"
     np.save(trace, np.ones((4, 2, 8), dtype=int))
     done = shell(f"{{eplb}} trace convert {trace} --out {out} > /dev/full")
     assert done.returncode == 2
@@ -82,7 +83,7 @@ def test_a_full_disk_under_the_output_is_not_taken_for_a_trace_that_cannot_be_re
     assert out.exists()
 
 
-def test_each_kernel_of_the_solver_is_reported_once_as_it_is_compiled():
+def test_each_kernel_of_the_solver_is_reported_once_when_compiled():
     def doubled(x):
         return 2 * x
 
@@ -97,5 +98,5 @@ def test_each_kernel_of_the_solver_is_reported_once_as_it_is_compiled():
     assert reported == ["made_up.doubled"]
 
 
-def test_warming_up_says_how_long_it_took(capsys):
+def test_warming_up_reports_its_duration(capsys):
     assert eplb(capsys, "warmup")[1].startswith("solver compiled and cached in ")

@@ -1,4 +1,4 @@
-"""Every text that comes over the wire is shown as it is: no command takes it for markup."""
+"""Tests of text from the wire: every command prints it literally and never parses it as markup."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ HOSTILE = "[red]x[/red][/nope][link=http://h]y"
 WIDTH = 4000
 
 
-def made_hostile(message: Message) -> int:
-    """Give every text of a message, and of all in it, the hostile one; returns how many there were."""
+def poison(message: Message) -> int:
+    """Replace every string of a message and its nested messages with ``HOSTILE``; return the number of strings."""
     count = 0
     for field, value in message.ListFields():
         repeated = hasattr(value, "append") or (
@@ -34,29 +34,29 @@ def made_hostile(message: Message) -> int:
             else:
                 setattr(message, field.name, HOSTILE)
         elif field.type == field.TYPE_MESSAGE:
-            count += sum(map(made_hostile, value if repeated else [value]))
+            count += sum(map(poison, value if repeated else [value]))
     return count
 
 
 def hostile() -> Any:
     look = messages(4, 3, problems=("a problem",))
-    for part in (*look.known, look.whole, look.balance, look.history):
-        assert made_hostile(part)
+    for message in (*look.known, look.whole, look.balance, look.history):
+        assert poison(message)
     return look
 
 
-SHOWN: dict[str, Callable[[Any], Any]] = {
+RESPONSES: dict[str, Callable[[Any], Any]] = {
     "deployments": lambda look: operator_pb2.ListDeploymentsResponse(deployments=look.known),
     "status decode --explain": lambda look: look.whole,
     "history decode --plan 17": lambda look: look.history,
 }
 
 
-@pytest.mark.parametrize("command", SHOWN)
-def test_a_command_shows_hostile_text_as_it_is(
+@pytest.mark.parametrize("command", RESPONSES)
+def test_a_command_prints_hostile_text_literally(
     command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    answer = SHOWN[command](hostile())
+    answer = RESPONSES[command](hostile())
     monkeypatch.setattr(operator, "_ask", lambda service, name, request: answer)
     monkeypatch.setenv("COLUMNS", str(WIDTH))
     assert run(command.split()) == 0
@@ -66,7 +66,7 @@ def test_a_command_shows_hostile_text_as_it_is(
 
 
 @pytest.mark.parametrize("height", [None, 24])
-def test_top_shows_hostile_text_as_it_is(height: int | None) -> None:
+def test_top_prints_hostile_text_literally(height: int | None) -> None:
     look = hostile()
     shown = "\n".join(drawn(render(look.known, look.whole, look.balance, WIDTH, height), WIDTH))
     assert shown.count("[/nope]") == shown.count(HOSTILE) >= 4

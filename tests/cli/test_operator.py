@@ -1,4 +1,4 @@
-"""What ``eplb status`` and ``eplb placement`` print is whole at 80 columns, whatever the deployment's size."""
+"""Tests of ``eplb status`` and ``eplb placement``: complete output at 80 columns for any deployment size."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ from tests.control.server.pictured import messages
 
 
 @pytest.mark.parametrize(("experts", "ranks", "slots"), [(8, 4, 3), (256, 32, 9), (4096, 320, 64)])
-def test_a_placement_is_there_whole(experts: int, ranks: int, slots: int) -> None:
+def test_a_placement_is_printed_completely(experts: int, ranks: int, slots: int) -> None:
     placement = Placement.linear(2, experts, ranks, slots)
     printed: dict[tuple[str, str], list[str]] = {}
-    place = ("", "")
+    layer_and_rank = ("", "")
     for line in drawn(placement_table(7, placement)):
-        parts = line.split()
-        if not parts or not parts[-1].isdigit():
+        cells = line.split()
+        if not cells or not cells[-1].isdigit():
             continue
         if line[0] == " " and line[1] != " ":
-            place, parts = (parts[0], parts[1]), parts[2:]
-        printed.setdefault(place, []).extend(parts)
+            layer_and_rank = (cells[0], cells[1])
+            cells = cells[2:]
+        printed.setdefault(layer_and_rank, []).extend(cells)
     del printed["", ""]
     assert printed == {
         (str(layer), str(rank)): [str(expert) for expert in placement.phy2log_LRS[layer, rank]]
@@ -31,7 +32,7 @@ def test_a_placement_is_there_whole(experts: int, ranks: int, slots: int) -> Non
     }
 
 
-def test_a_large_deployment_is_read_at_a_glance_or_whole(monkeypatch, capsys) -> None:
+def test_a_large_deployment_is_summarised_or_printed_completely(monkeypatch, capsys) -> None:
     whole = messages(320, 61, missing=(77,)).whole
     whole.status.worth.gain_ms = 3754.2
     monkeypatch.setattr(operator, "_ask", lambda service, name, request: whole)

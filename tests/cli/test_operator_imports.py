@@ -16,7 +16,7 @@ print(*sorted(name for name in sys.modules if name in heavy or name.startswith("
 
 
 @pytest.mark.parametrize("module", ["eplb_service.cli.operator", "eplb_service.cli.top"])
-def test_an_operator_command_imports_no_solver(module: str) -> None:
+def test_an_operator_command_does_not_import_the_solver(module: str) -> None:
     probe = subprocess.run(
         [sys.executable, "-c", PROBE, module], capture_output=True, text=True, timeout=300, check=True
     )

@@ -42,7 +42,7 @@ VALUES: dict[str, tuple[str, tuple[str, ...]]] = {
     "seed": ("1", ()),
     "budget_ms": ("0.000001", ()),
 }
-"""A value that is not the default, and other options without which it has no effect."""
+"""A value that is not the default, and the options that it needs to have an effect."""
 WITHOUT_EFFECT = {"threads": "results do not depend on the number of threads"}
 ECHOES = {
     "assumptions",

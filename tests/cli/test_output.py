@@ -1,4 +1,4 @@
-"""JSON output holds numpy values as plain ones, and never what JSON has not; figures have no exponents."""
+"""Tests of the output: numpy values become JSON values, NaN becomes null, and figures have no exponents."""
 
 import json
 
@@ -12,7 +12,7 @@ DOCUMENT = {"par": np.float64(1.5), "moves": np.int32(3), "par_L": np.array([1.0
 PLAIN = {"par": 1.5, "moves": 3, "par_L": [1.0, 2.0], "name": "x"}
 
 
-def test_numpy_becomes_plain(tmp_path, capsys):
+def test_numpy_values_become_json_values(tmp_path, capsys):
     path = tmp_path / "out.json"
     write_json(path, DOCUMENT)
     print_json(DOCUMENT)
@@ -20,14 +20,14 @@ def test_numpy_becomes_plain(tmp_path, capsys):
     assert json.loads(capsys.readouterr().out) == PLAIN
 
 
-def test_a_figure_that_there_is_not_is_null_and_infinity_refused():
-    plain = json.loads(to_json({"par": float("nan"), "par_L": np.array([1.5, np.nan])}))
-    assert plain == {"par": None, "par_L": [1.5, None]}
+def test_nan_becomes_null_and_infinity_is_rejected():
+    document = json.loads(to_json({"par": float("nan"), "par_L": np.array([1.5, np.nan])}))
+    assert document == {"par": None, "par_L": [1.5, None]}
     with pytest.raises(ValueError, match="Out of range"):
         to_json({"par": np.float64("inf")})
 
 
-def test_a_figure_has_three_digits_that_count_and_no_exponent():
+def test_a_figure_has_three_significant_digits_and_no_exponent():
     shown = {3754.2: "3,750", 4.12e-5: "0.0000412", 1e12: "1,000,000,000,000", -0.0: "0", float("nan"): "-"}
     assert {value: digits(value) for value in shown} == shown
     assert [digits(3754.2, 2, "+"), digits(-0.25, sign="+")] == ["+3,800", "-0.25"]

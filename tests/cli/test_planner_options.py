@@ -24,11 +24,11 @@ ABSENT = {
     "sweep": {"policy", *SERVE_ONLY},
     "serve": set(),
 }
-"""Settings that each command declares itself, or that have no effect on it."""
+"""Settings that a command declares itself, or that do not affect it."""
 
 
 @pytest.mark.parametrize("command", ABSENT)
-def test_every_setting_is_an_option_of_every_command_on_which_it_has_an_effect(command):
+def test_every_setting_is_an_option_of_every_command_that_it_affects(command):
     options = {option.name: option for option in load_command(command).params}
     assert [setting.name for setting in planner_options()] == NAMES
     for setting in planner_options():
@@ -48,7 +48,7 @@ def test_every_setting_is_an_option_of_every_command_on_which_it_has_an_effect(c
         ("serve --listen nowhere", "setting listen: an address is host:port"),
     ],
 )
-def test_no_docstrings_are_needed(arguments, shown):
+def test_help_works_without_docstrings(arguments, shown):
     """``python -OO`` strips them."""
     command = [sys.executable, "-OO", "-m", "eplb_service.cli.main", *arguments.split()]
     environment = {**os.environ, "COLUMNS": "200", "NO_COLOR": "1"}
@@ -56,13 +56,13 @@ def test_no_docstrings_are_needed(arguments, shown):
     assert shown in " ".join((done.stdout + done.stderr).split())
 
 
-def test_defaults_make_the_default_settings():
-    made = {option.name: option.default for option in planner_options()}
-    assert planner_settings(made) == load_settings({}, environment={}).planner() == PlannerSettings()
+def test_option_defaults_equal_the_default_settings():
+    defaults = {option.name: option.default for option in planner_options()}
+    assert planner_settings(defaults) == load_settings({}, environment={}).planner() == PlannerSettings()
 
 
 @pytest.mark.parametrize(("text", "price"), [("auto", "auto"), ("0.3", 0.3), (0.3, 0.3), (0, 0.0)])
-def test_the_price_of_moves_is_auto_or_a_number(text, price, tmp_path):
+def test_the_move_price_is_auto_or_a_number(text, price, tmp_path):
     assert planner_settings({"move_price": text}).move_price == price
     assert load_settings({"move_price": text}, environment={}).planner().move_price == price
     (tmp_path / "eplb.yaml").write_text(f"move_price: {text}\n")
@@ -76,14 +76,14 @@ def trace(tmp_path):
     return path
 
 
-def test_a_replay_decides_by_its_options(trace, capsys):
+def test_a_replay_applies_its_options(trace, capsys):
     shape = ("--ranks", 4, "--slots", 5, "--window", 20, "--policy", "flashlb")
-    alone = ("replay", "--heat", trace, *shape, "--json")
-    code, usual, _ = eplb(capsys, *alone)
+    arguments = ("replay", "--heat", trace, *shape, "--json")
+    code, usual, _ = eplb(capsys, *arguments)
     assert code == 0
     settings = ("--min-gain", 9, "--split", "even", "--seed", 2)
-    code, other, _ = eplb(capsys, *alone, *settings, "--nodes", 2, "--token-group", 2)
+    code, tuned, _ = eplb(capsys, *arguments, *settings, "--nodes", 2, "--token-group", 2)
     assert code == 0
-    moves = [json.loads(text)["policies"]["flashlb"]["moves"] for text in (usual, other)]
+    moves = [json.loads(text)["policies"]["flashlb"]["moves"] for text in (usual, tuned)]
     assert moves[0] > 0
     assert moves[1] == 0

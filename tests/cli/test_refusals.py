@@ -1,4 +1,4 @@
-"""Whatever a user gets wrong is said in one line before any work begins, and nothing is written."""
+"""Tests of invalid arguments: one error line before any work begins, and no file is written."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ REFUSED = (
     ("solve", "--slots 3", "12 slots cannot hold 16 experts"),
     ("solve", "--out absent/out.npz", "does not exist; create it first"),
     ("solve", "--out out.csv", "must end in .npz or .json or .yaml"),
-    ("solve", "--format sglang", "the name must end in .json for this format"),
+    ("solve", "--format sglang", "must end in .json for this format"),
     ("solve", "--as logits", "--as is 'logits'; choose one of heat, slots, routes, weights"),
     ("solve", "--map absent.npy", "absent.npy: cannot be read (No such file or directory)"),
     ("solve", "--heat absent.npz", "No such file"),
@@ -88,10 +88,10 @@ def files(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(("command", "arguments", "message"), REFUSED)
-def test_it_is_refused_in_one_line(command, arguments, message, files, capsys, monkeypatch):
+def test_invalid_arguments_are_rejected_on_one_line(command, arguments, message, files, capsys, monkeypatch):
     for module in (advise, bench, replay, solve, sweep):
         monkeypatch.setattr(module, "compile_solver", lambda: pytest.fail("the work was begun"))
     before = sorted(files.iterdir())
-    # The last of an option that is given twice counts.
+    # If an option is repeated, the last one counts.
     assert message in refusal(capsys, command, *shlex.split(f"{GOOD[command]} {arguments}"))
     assert sorted(files.iterdir()) == before

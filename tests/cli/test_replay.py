@@ -1,4 +1,4 @@
-"""``eplb replay`` scores policies over the same steps, and refuses bad input in one line."""
+"""Tests of ``eplb replay``: policies scored over the same steps, and errors on one line."""
 
 import json
 from contextlib import nullcontext
@@ -12,7 +12,9 @@ from tests.cli.arguments import eplb
 from tests.cli.published import held
 from tests.cost.curves import H200
 
-LAYERS, EXPERTS, RANKS = 2, 16, 4
+LAYERS = 2
+EXPERTS = 16
+RANKS = 4
 
 
 @pytest.fixture
@@ -44,7 +46,7 @@ def test_json_on_stdout_and_in_the_file_agree(tmp_path, trace, capsys):
     assert reported["policies"]["none"]["moves"] == 0
 
 
-def test_every_window_interval_and_number_of_slots_has_a_line(trace, capsys):
+def test_every_combination_of_window_interval_and_slots_has_a_line(trace, capsys):
     swept = ("--redundant", "0,4", "--window", "20,40", "--interval", "20,30", "--policy", "none")
     code, printed, _ = replay(capsys, "--heat", trace, "--ranks", RANKS, *swept, "--no-hindsight")
     assert code == 0
@@ -54,7 +56,7 @@ def test_every_window_interval_and_number_of_slots_has_a_line(trace, capsys):
     assert "regret" not in printed
 
 
-def test_stretches_without_tokens_change_no_figure_to_nan(trace, tmp_path, capsys):
+def test_steps_without_tokens_do_not_make_a_figure_nan(trace, tmp_path, capsys):
     heat_TLE = np.load(trace)["heat"]
     heat_TLE[40:70] = 0
     np.savez(trace, heat=heat_TLE)
@@ -65,7 +67,7 @@ def test_stretches_without_tokens_change_no_figure_to_nan(trace, tmp_path, capsy
     assert "nan" not in printed
 
 
-def test_defaults_are_those_of_the_service():
+def test_defaults_equal_those_of_the_service():
     from eplb_service.cli.main import load_command
     from eplb_service.control.server.settings import ServiceSettings
 
@@ -75,7 +77,7 @@ def test_defaults_are_those_of_the_service():
     assert defaults["interval"] == str(service["decision_interval"].default)
 
 
-def test_ctrl_c_prints_and_writes_what_is_done(tmp_path, trace, capsys, monkeypatch):
+def test_ctrl_c_prints_and_writes_the_finished_results(tmp_path, trace, capsys, monkeypatch):
     from eplb_service.cli import replay as command
 
     def advance(label, done):
@@ -83,7 +85,8 @@ def test_ctrl_c_prints_and_writes_what_is_done(tmp_path, trace, capsys, monkeypa
             raise KeyboardInterrupt
 
     monkeypatch.setattr(command, "replay_progress", lambda jobs, steps: nullcontext(advance))
-    out, report = tmp_path / "replay.json", tmp_path / "report.html"
+    out = tmp_path / "replay.json"
+    report = tmp_path / "report.html"
     arguments = ("--slots", 5, "--window", 25, "--interval", 25, "--policy", "none,flashlb", "--workers", 1)
     monkeypatch.chdir(tmp_path)
     code, printed, _ = replay(
@@ -95,7 +98,7 @@ def test_ctrl_c_prints_and_writes_what_is_done(tmp_path, trace, capsys, monkeypa
     assert "stopped early" in report.read_text()
 
 
-def test_with_a_cost_curve_milliseconds_are_shown(tmp_path, capsys):
+def test_a_cost_curve_adds_milliseconds(tmp_path, capsys):
     np.savez(tmp_path / "heat.npz", heat=synthetic_heat("static", 60, 1, 16, tokens=512, top_k=2, seed=1))
     write_curves(tmp_path / "curve.json", [H200])
     shape = ["--heat", tmp_path / "heat.npz", "--ranks", 4, "--redundant", "0,4"]

@@ -1,4 +1,4 @@
-"""``eplb solve`` writes a valid placement worth what it says, and refuses bad input before it writes anything."""
+"""Tests of ``eplb solve``: a valid placement with the promised PAR, and errors before anything is written."""
 
 import json
 import re
@@ -17,7 +17,10 @@ from tests.cli.published import held
 from tests.cost.curves import H200
 from tests.solver.layers_of import KNOWN_EXAMPLE
 
-LAYERS, EXPERTS, RANKS, SLOTS = 3, 16, 4, 5
+LAYERS = 3
+EXPERTS = 16
+RANKS = 4
+SLOTS = 5
 SHAPE = ("--ranks", RANKS, "--slots", SLOTS)
 
 
@@ -47,21 +50,24 @@ def solve(capsys, *arguments):
     [((), False, None), ((), True, None), (("--split", "deal", "--deal-width", 4), False, 4)],
     ids=["tables", "sources", "deal"],
 )
-def test_writes_a_valid_placement_that_is_worth_what_is_printed(
+def test_the_written_placement_is_valid_and_has_the_printed_par(
     tmp_path, capsys, trace, options, has_sources, width
 ):
-    out, source_RLE = tmp_path / "placement.npz", None
+    out = tmp_path / "placement.npz"
+    source_RLE = None
     counts_TLE = np.load(trace)["counts"]
     if has_sources:
         source_TRLE = np.random.default_rng(0).poisson(20, (40, RANKS, LAYERS, EXPERTS))
         source_TRLE[:, 0] *= 5
-        counts_TLE, source_RLE = source_TRLE.sum(axis=1), source_TRLE.sum(axis=0).astype(float)
+        counts_TLE = source_TRLE.sum(axis=1)
+        source_RLE = source_TRLE.sum(axis=0).astype(float)
         np.savez(trace, counts=counts_TLE, source=source_TRLE)
     code, printed, _ = solve(capsys, "--heat", trace, *SHAPE, *options, "--out", out, "--json")
     assert code == 0
     reported = held("solve", printed)
     with np.load(out) as file:
-        placement, tables = Placement(file["phy2log"], EXPERTS), file["log2phy"]
+        placement = Placement(file["phy2log"], EXPERTS)
+        tables = file["log2phy"]
     assert tables.shape == (RANKS, LAYERS, EXPERTS, *([] if width is None else [width]))
     placement.check_log2phy(tables)
     assert reported["par_after"] == pytest.approx(np.mean(reported["par_after_L"]))
@@ -77,9 +83,12 @@ def test_writes_a_valid_placement_that_is_worth_what_is_printed(
     assert shape == [LAYERS, EXPERTS, RANKS, SLOTS]
 
 
-def test_what_it_gains_is_shown_with_the_file_or_that_none_is_written(tmp_path, trace, capsys, monkeypatch):
+def test_the_gain_is_printed_with_the_file_name_or_a_note_that_none_was_written(
+    tmp_path, trace, capsys, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
-    before, out = sorted(tmp_path.iterdir()), tmp_path / "placement.json"
+    before = sorted(tmp_path.iterdir())
+    out = tmp_path / "placement.json"
     shape = ("--heat", trace, *SHAPE)
     code, printed, _ = solve(capsys, *shape)
     assert code == 0
@@ -96,8 +105,8 @@ def test_what_it_gains_is_shown_with_the_file_or_that_none_is_written(tmp_path, 
 def test_the_known_example_is_solved_for_tables_and_for_an_even_split(tmp_path, capsys):
     heat = tmp_path / "heat.npz"
     np.savez(heat, heat=KNOWN_EXAMPLE[None, None, :])
-    asked = ("--heat", heat, "--ranks", 8, "--slots", 2, "--out", tmp_path / "placement.npz")
-    code, printed, _ = solve(capsys, *asked)
+    arguments = ("--heat", heat, "--ranks", 8, "--slots", 2, "--out", tmp_path / "placement.npz")
+    code, printed, _ = solve(capsys, *arguments)
     assert code == 0
     # The expected splits have 200 and 196.67 tokens on the hottest rank. Whole tokens scatter around them: 400 draws
     # have means of 213.8 and 208.1, with a standard error of 0.2 %.
@@ -106,11 +115,11 @@ def test_the_known_example_is_solved_for_tables_and_for_an_even_split(tmp_path, 
     even = re.search(r"\(vLLM, --split even\) reaches PAR (\S+), hottest rank (\S+)\.\n", printed)
     assert float(even[2]) == pytest.approx(208.1, rel=0.006)
     assert float(even[1]) == pytest.approx(float(even[2]) / 181.25, abs=1e-3)
-    _, printed, _ = solve(capsys, *asked, "--split", "even", "--json")
+    _, printed, _ = solve(capsys, *arguments, "--split", "even", "--json")
     assert json.loads(printed)["par_after_split_even"] is None
 
 
-def test_under_a_curve_a_stepwise_split_is_set_against_tables_net_of_what_it_takes(tmp_path, trace, capsys):
+def test_a_cost_curve_compares_a_stepwise_split_with_tables_net_of_its_cost(tmp_path, trace, capsys):
     write_curves(tmp_path / "curve.json", [H200])
     arguments = ["--heat", trace, *SHAPE, "--split", "step"]
     arguments += ["--cost-curve", tmp_path / "curve.json", "--out", tmp_path / "a.npz"]
@@ -122,8 +131,8 @@ def test_under_a_curve_a_stepwise_split_is_set_against_tables_net_of_what_it_tak
     reported = held("solve", printed)
     assert f"The stepwise split itself takes {reported['split_ms']:.3f} ms of a step," in shown
     assert reported["split_ms"] == pytest.approx(LAYERS * reported["split"]["us"] / 1e3)
-    with np.load(trace) as file, np.load(tmp_path / "a.npz") as made:
-        placement = Placement(made["phy2log"], EXPERTS)
-        us_TL = split_us(file["counts"], placement, made["log2phy"], None, "step", H200)
+    with np.load(trace) as file, np.load(tmp_path / "a.npz") as solution:
+        placement = Placement(solution["phy2log"], EXPERTS)
+        us_TL = split_us(file["counts"], placement, solution["log2phy"], None, "step", H200)
     assert reported["ms_after"] == pytest.approx(us_TL.mean(axis=0).sum() / 1e3)
     assert reported["ms_by_tables"] > 0

@@ -1,4 +1,4 @@
-"""``eplb sweep`` shows every trace under every setting, and says before it begins what cannot be run."""
+"""Tests of ``eplb sweep``: every trace under every setting, and errors before the first run."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_one_table_fits_80_columns(capsys: pytest.CaptureFixture[str]) -> None:
     assert TUESDAY in printed
 
 
-def test_json_and_file_are_as_published(capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_and_file_have_the_published_keys(capsys: pytest.CaptureFixture[str]) -> None:
     varied = ("--set", "move_price=auto,0.5", "--set", "seed=1,2", "--out", "found.json")
     code, printed, _ = run(capsys, "monday.npz", TUESDAY, *GRID, *varied, "--json", "--step-ms", "30")
     assert code == 0
@@ -55,11 +55,11 @@ def test_json_and_file_are_as_published(capsys: pytest.CaptureFixture[str]) -> N
     chosen = [tuple(row["settings"].values()) for row in rows[:16:4]]
     assert chosen == [("auto", 1), ("auto", 2), (0.5, 1), (0.5, 2)]
     assert {(row["slots"], row["interval"]) for row in rows} == {(5, 16), (5, 32), (6, 16), (6, 32)}
-    # Figures are compared over the same steps.
+    # Results are comparable only over the same steps.
     assert {row["start"] for row in rows} == {32}
 
 
-def test_ctrl_c_shows_what_has_been_done(
+def test_ctrl_c_shows_the_finished_results(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kept = command._rows

@@ -1,4 +1,4 @@
-"""``eplb top`` fits the terminal it is drawn for, and shows what the service says."""
+"""Tests of ``eplb top``: it fits the terminal and shows the service's figures."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def test_a_large_deployment_fits(width: int, height: int) -> None:
     lines = look_at(messages(320, 61), width, height)
     rows = [line for line in lines if line.count("■") > 20]
     assert 8 <= len(rows) <= 61
-    # Every rank is in some cell, every layer in some row.
+    # Every rank has a cell and every layer has a row.
     assert rows[0].split()[0].startswith("0")
     assert rows[-1].split()[0].endswith("60")
     assert {line.count("■") for line in rows} == {min(320, width - 22)}
 
 
-def test_every_layer_has_its_line_where_there_is_room() -> None:
+def test_every_layer_has_a_line_if_there_is_room() -> None:
     look = messages(8, 12, problems=("rank 3: [red]the host[/] is slow",))
     lines = look_at(look, 100)
     assert sum(line.count("■") == 8 for line in lines) == 12
@@ -42,7 +42,7 @@ def test_every_layer_has_its_line_where_there_is_room() -> None:
     assert "rank 5: 96 steps dropped" in text
 
 
-def test_a_terminal_of_24_lines_shows_all_that_matters() -> None:
+def test_a_terminal_of_24_lines_shows_the_key_figures() -> None:
     look = messages(
         320, 61, problems=tuple(f"rank {rank}: its transfer failed" for rank in range(9)), missing=(7,)
     )
@@ -52,7 +52,7 @@ def test_a_terminal_of_24_lines_shows_all_that_matters() -> None:
     assert len(lines) <= 24
     assert max(map(len, lines)) <= 80
     text = "\n".join(lines)
-    for part in (
+    for excerpt in (
         "decode  9 problems  61 layers x 256 experts on 320 ranks x 1 slots",
         "PAR 1.4",
         "now, initial layout 1.740; hottest rank 5 (1.04 x mean), layer",
@@ -66,7 +66,7 @@ def test_a_terminal_of_24_lines_shows_all_that_matters() -> None:
         "319 of 320 ranks connected on 40 nodes, at step 48,230, 12 steps lost",
         "more ranks",
     ):
-        assert part in text
+        assert excerpt in text
     assert sum(line.count("■") > 20 for line in lines) >= 5
 
 
@@ -77,7 +77,7 @@ def test_the_initial_layout_is_a_line_of_the_chart() -> None:
     assert any("initial 1.7" in line for line in lines)
 
 
-def test_old_figures_say_how_old_they_are() -> None:
+def test_stale_figures_show_their_age() -> None:
     look = messages(8, 12)
     look.whole.status.idle_seconds = 400
     assert any("7 min ago" in line for line in look_at(look, 100))
@@ -89,20 +89,20 @@ def test_old_figures_say_how_old_they_are() -> None:
 
 
 @pytest.mark.parametrize(("pressed", "leaves"), [("q", True), ("x", False)])
-def test_q_leaves(pressed: str, leaves: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    ours, theirs = os.openpty()
-    with os.fdopen(theirs, "rb", buffering=0) as terminal:
+def test_only_q_quits(pressed: str, leaves: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    keyboard, terminal_fd = os.openpty()
+    with os.fdopen(terminal_fd, "rb", buffering=0) as terminal:
         monkeypatch.setattr("sys.stdin", io.TextIOWrapper(terminal))
-        before = termios.tcgetattr(theirs)
+        before = termios.tcgetattr(terminal_fd)
         with _keys() as quits_within:
             assert not quits_within(0.0)
-            os.write(ours, pressed.encode())
+            os.write(keyboard, pressed.encode())
             assert quits_within(0.2) is leaves
-        assert termios.tcgetattr(theirs) == before
-    os.close(ours)
+        assert termios.tcgetattr(terminal_fd) == before
+    os.close(keyboard)
 
 
-def test_nothing_yet() -> None:
+def test_an_empty_service_and_an_idle_deployment_say_so() -> None:
     assert drawn(render([], None, None, 80, None)) == ["no deployments yet: no agent has connected"]
     status = operator_pb2.DeploymentStatus(deployment="decode", ranks=4)
     whole = operator_pb2.GetStatusResponse(status=status)

@@ -1,4 +1,4 @@
-"""``eplb trace`` shows what a trace is, copies it or a part, makes some up, and refuses bad input in one line."""
+"""Tests of ``eplb trace``: facts, statistics, conversion, slices, synthetic traces, and errors on one line."""
 
 import json
 
@@ -25,7 +25,7 @@ def trace(capsys, *arguments):
     return eplb(capsys, "trace", *arguments)
 
 
-def test_info(path, capsys):
+def test_info_prints_the_facts_of_a_trace(path, capsys):
     code, out, err = trace(capsys, "info", path)
     assert (code, err) == (0, "")
     assert "numpy .npz, tokens by logical expert" in out
@@ -34,7 +34,7 @@ def test_info(path, capsys):
     assert [reported[name] for name in names] == [100, 3, 16, 0, 99]
 
 
-def test_stats_are_those_of_the_heat(path, capsys):
+def test_stats_agree_with_the_heat(path, capsys):
     code, out, _ = trace(capsys, "stats", path, "--ranks", 4, "--window", 25)
     assert code == 0
     assert "PAR" in out
@@ -54,24 +54,27 @@ def test_stats_are_those_of_the_heat(path, capsys):
     assert reported["drift_L"] == pytest.approx(apart.tolist())
 
 
-def test_drift_of_steady_heat_is_what_sampling_makes(tmp_path, capsys):
+def test_the_drift_of_steady_heat_is_sampling_noise(tmp_path, capsys):
     steady = np.random.default_rng(0).multinomial(500, np.full(16, 1 / 16), size=(2000, 2))
     np.save(tmp_path / "a.npy", steady)
     reported = json.loads(trace(capsys, "stats", tmp_path / "a.npy", "--window", 100, "--json")[1])
     assert reported["drift_L"] == pytest.approx(reported["drift_noise_L"], rel=0.1)
 
 
-def test_convert_and_slice(tmp_path, path, capsys):
-    native, part = tmp_path / "a.zarr", tmp_path / "b.npy"
+def test_a_trace_is_converted_and_sliced(tmp_path, path, capsys):
+    native = tmp_path / "a.zarr"
+    slice_path = tmp_path / "b.npy"
     printed = f"{native}: 100 steps x 3 layers x 16 experts\n"
     assert trace(capsys, "convert", path, "--out", native)[:2] == (0, printed)
     assert np.array_equal(read_heat(native), HEAT_TLE)
-    sliced = trace(capsys, "slice", native, "--steps", "20:", "--layers", "1:2", "--out", part, "--json")
+    sliced = trace(
+        capsys, "slice", native, "--steps", "20:", "--layers", "1:2", "--out", slice_path, "--json"
+    )
     assert held("trace slice", sliced[1])["steps"] == 80
-    assert np.array_equal(read_heat(part), HEAT_TLE[20:, 1:2])
+    assert np.array_equal(read_heat(slice_path), HEAT_TLE[20:, 1:2])
 
 
-def test_layers_that_were_cut_out_keep_the_numbers_that_the_model_has_for_them(tmp_path, path, capsys):
+def test_sliced_layers_keep_their_model_numbers(tmp_path, path, capsys):
     a, b, c = (tmp_path / f"{name}.zarr" for name in "abc")
     for source, layers, out, numbers in ((path, "1:3", a, (1, 2)), (a, "1:", b, (2,)), (path, ":2", c, ())):
         assert trace(capsys, "slice", source, "--layers", layers, "--out", out)[0] == 0
@@ -79,16 +82,16 @@ def test_layers_that_were_cut_out_keep_the_numbers_that_the_model_has_for_them(t
 
 
 @pytest.mark.parametrize("kind", ["static", "drift", "phased", "bursty"])
-def test_synth_is_the_librarys_and_says_so(tmp_path, capsys, kind):
+def test_synth_writes_synthetic_heat_and_records_its_origin(tmp_path, capsys, kind):
     shape = ("--steps", 30, "--layers", 2, "--experts", 16, "--tokens", 64, "--top-k", 2, "--seed", 7)
     assert trace(capsys, "synth", "--kind", kind, *shape, "--out", tmp_path / "a.zarr")[0] == 0
-    made = open_trace(tmp_path / "a.zarr")
-    assert np.array_equal(made.heat(0, 30), synthetic_heat(kind, 30, 2, 16, tokens=64, top_k=2, seed=7))
-    assert made.facts.origin == f"synthetic, {kind}, seed 7"
-    assert made.tokens(0, 2).tolist() == [64, 64]
+    synthetic = open_trace(tmp_path / "a.zarr")
+    assert np.array_equal(synthetic.heat(0, 30), synthetic_heat(kind, 30, 2, 16, tokens=64, top_k=2, seed=7))
+    assert synthetic.facts.origin == f"synthetic, {kind}, seed 7"
+    assert synthetic.tokens(0, 2).tolist() == [64, 64]
 
 
-def test_a_trace_of_zeros_is_said_to_be_one(path, capsys):
+def test_a_trace_of_zeros_is_reported(path, capsys):
     np.savez(path, heat=np.zeros((20, 2, 8), dtype=np.int64))
     code, out, err = trace(capsys, "stats", path, "--ranks", 4)
     assert (code, err) == (0, "")

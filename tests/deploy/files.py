@@ -1,4 +1,4 @@
-"""Files under deploy/, and the ports and settings that they must agree with."""
+"""Loaders of the files under ``deploy/``, and the ports and settings that they must match."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The Kubernetes manifests, with patches applied, and the schema versions to validate them against."""
+"""The Kubernetes manifests with their patches applied, and the schema versions for validation."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ import yaml
 
 KUBERNETES = Path(__file__).parents[2] / "deploy" / "kubernetes"
 WITHOUT_SCHEMA = {"Kustomization", "ServiceMonitor", "PrometheusRule"}
-"""Kinds that are not Kubernetes' own; the Prometheus operator's have schemas of their own."""
+"""Kinds that Kubernetes does not define. The Prometheus operator publishes separate schemas."""
 VERSIONS = ("1.28", kubernetes_validate.latest_version())
-"""A startup probe by gRPC is stable since 1.27."""
+"""gRPC startup probes are stable since 1.27."""
 CONFIGURATION = "eplb.yaml"
 
 
 def manifests() -> dict[str, dict[str, Any]]:
-    """Every object of every file, by file and kind; a patch as what it makes of the object of the base."""
-    found = {
-        f"{path.relative_to(KUBERNETES)} {one['kind']}": one
+    """Return every object by file and kind. Patches are applied to the base objects that they change."""
+    objects = {
+        f"{path.relative_to(KUBERNETES)} {item['kind']}": item
         for path in sorted(KUBERNETES.rglob("*.yaml"))
         if path.name != CONFIGURATION
-        for one in yaml.safe_load_all(path.read_text())
-        if one["kind"] not in WITHOUT_SCHEMA
+        for item in yaml.safe_load_all(path.read_text())
+        if item["kind"] not in WITHOUT_SCHEMA
     }
-    base = {named(one): one for name, one in found.items() if name.startswith("base/")}
+    base = {key_of(item): item for name, item in objects.items() if name.startswith("base/")}
     return {
-        name: patched(base[named(one)], one) if name.partition(" ")[0] in PATCHES else one
-        for name, one in found.items()
+        name: patched(base[key_of(item)], item) if name.partition(" ")[0] in PATCHES else item
+        for name, item in objects.items()
     }
 
 
@@ -40,20 +40,20 @@ PATCHES = {
 }
 
 
-def named(found: dict[str, Any]) -> tuple[str, str]:
-    """Kind and name of an object."""
-    return found["kind"], found["metadata"]["name"]
+def key_of(manifest: dict[str, Any]) -> tuple[str, str]:
+    """Return the kind and name of an object."""
+    return manifest["kind"], manifest["metadata"]["name"]
 
 
-def patched(found: Any, patch: Any) -> Any:
-    """What a strategic merge makes of ``found``: lists of what has names are merged by name, others are replaced."""
-    if isinstance(found, dict) and isinstance(patch, dict):
-        merged = {**found, **{key: patched(found.get(key), value) for key, value in patch.items()}}
+def patched(base: Any, patch: Any) -> Any:
+    """Merge ``patch`` into ``base`` strategically: lists of named items merge by name, other lists are replaced."""
+    if isinstance(base, dict) and isinstance(patch, dict):
+        merged = {**base, **{key: patched(base.get(key), value) for key, value in patch.items()}}
         return {key: value for key, value in merged.items() if value is not None}
-    if isinstance(found, list) and isinstance(patch, list) and all("name" in one for one in [*found, *patch]):
-        by_name = {one["name"]: one for one in found}
+    if isinstance(base, list) and isinstance(patch, list) and all("name" in item for item in [*base, *patch]):
+        by_name = {item["name"]: item for item in base}
         return list(
-            {**by_name, **{one["name"]: patched(by_name.get(one["name"]), one) for one in patch}}.values()
+            {**by_name, **{item["name"]: patched(by_name.get(item["name"]), item) for item in patch}}.values()
         )
     return patch
 

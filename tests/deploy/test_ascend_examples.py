@@ -1,4 +1,4 @@
-"""The vLLM-Ascend commands in the docs and manifests pass the adapter's own checks, on A2 and on A3."""
+"""The vLLM-Ascend commands in the docs and manifests pass the adapter's checks on A2 and A3."""
 
 import json
 import os
@@ -29,9 +29,11 @@ SIZES = {
 def documented():
     """Return environment and arguments of the first command in docs/vllm_ascend.md."""
     text = (ROOT / "docs/vllm_ascend.md").read_text()
-    parts = shlex.split(re.search(r"EPLB_AGENT_SERVICE=(?:.|\n)*?(?=\n```)", text)[0].replace("\\\n", " "))
-    at = parts.index("vllm")
-    return dict(part.split("=", 1) for part in parts[:at]), parts[at:]
+    arguments = shlex.split(
+        re.search(r"EPLB_AGENT_SERVICE=(?:.|\n)*?(?=\n```)", text)[0].replace("\\\n", " ")
+    )
+    position = arguments.index("vllm")
+    return dict(argument.split("=", 1) for argument in arguments[:position]), arguments[position:]
 
 
 def model_of(pod):
@@ -67,7 +69,7 @@ def checked(monkeypatch, device, environment, arguments):
     assert additional["eplb_config"]["dynamic_eplb"] is True
     assert additional["eplb_config"]["num_redundant_experts"] % (tensor * data) == 0
     tokens = sizes.get("--max-num-batched-tokens", 8192)
-    # Without enable_prefill_mc2, the host's MC2 capacity is that of its graphs: at most 512 tokens.
+    # Without enable_prefill_mc2, the host's MC2 capacity equals that of its graphs: at most 512 tokens.
     capacity = tensor if additional.get("enable_prefill_mc2") else 1
     eplb = ascend(
         monkeypatch,
@@ -96,24 +98,24 @@ def checked(monkeypatch, device, environment, arguments):
     ],
 )
 def test_commands_of_docs_and_manifests_are_accepted(command, device, quantised, monkeypatch):
-    settings, found = checked(monkeypatch, device, *command())
-    assert found is quantised
+    settings, moves_quantised = checked(monkeypatch, device, *command())
+    assert moves_quantised is quantised
     assert settings.verify_transfers is not False
 
 
 def test_readme_shows_the_settings_of_the_sidecar():
     text = (ROOT / "README.md").read_text()
-    parts = shlex.split(
+    arguments_shown = shlex.split(
         re.search(r"```\n(export EPLB_AGENT_SERVICE=127(?:.|\n)*?)```", text)[1].replace("\\\n", " ")
     )
-    shown = dict(part.split("=", 1) for part in parts if re.match("[A-Z_]+=", part))
+    shown = dict(argument.split("=", 1) for argument in arguments_shown if re.match("[A-Z_]+=", argument))
     environment, arguments = sidecar()
     assert "DYNAMIC_EPLB" in shown
     assert shown.items() <= environment.items()
-    assert set(arguments) - set(parts) == {"--port", "8000"}
+    assert set(arguments) - set(arguments_shown) == {"--port", "8000"}
 
 
-def test_a_quantised_model_without_its_flag_is_refused(monkeypatch):
+def test_a_quantised_model_without_its_flag_is_rejected(monkeypatch):
     environment, arguments = sidecar()
     del environment["EPLB_AGENT_QUANTISED_EXPERTS"]
     with pytest.raises(UnsupportedEngineError, match="EPLB_AGENT_QUANTISED_EXPERTS=true"):
@@ -126,7 +128,7 @@ def test_quantised_experts_are_never_moved_unverified(monkeypatch):
         AgentSettings(quantised_experts=True)
 
 
-def test_pods_of_several_nodes_reach_each_other_and_the_service_of_the_base():
+def test_pods_on_several_nodes_reach_each_other_and_the_base_service():
     headless, stateful = yaml.safe_load_all((DEPLOY / "kubernetes/examples/ascend.yaml").read_text())
     assert (headless["spec"]["clusterIP"], headless["spec"]["publishNotReadyAddresses"]) == ("None", True)
     assert stateful["spec"]["serviceName"] == headless["metadata"]["name"]
@@ -135,7 +137,7 @@ def test_pods_of_several_nodes_reach_each_other_and_the_service_of_the_base():
     pod = template["spec"]
     [model] = pod["containers"]
     environment = {entry["name"]: entry for entry in model["env"]}
-    # Other pods cannot resolve this pod's own name.
+    # Other pods cannot resolve this pod's name.
     assert environment["EPLB_AGENT_DATA_HOST"]["valueFrom"]["fieldRef"]["fieldPath"] == "status.podIP"
     service = load("kubernetes/base/service.yaml")
     assert environment["EPLB_AGENT_SERVICE"]["value"] == f"{service['metadata']['name']}:{GRPC_PORT}"

@@ -1,4 +1,4 @@
-"""The dashboard and the rules speak of metrics and labels that there are, and lie where they are looked for."""
+"""Tests of the dashboard and the alert rules: their metrics and labels exist, and Grafana finds the files."""
 
 import re
 
@@ -12,16 +12,16 @@ from tools.dashboard.operator_rules import operator_rules
 
 
 def metric_series():
-    """Every series name that a scrape can bring, with its labels."""
+    """Return the labels of every series that a scrape can contain."""
     suffixes = {"counter": ["_total"], "gauge": [""], "histogram": ["_bucket", "_sum", "_count"]}
-    known = {}
+    series = {}
     for family in Metrics().registry.collect():
         if "_process_" in family.name:
-            known[family.name + ("_total" if family.type == "counter" else "")] = set()
+            series[family.name + ("_total" if family.type == "counter" else "")] = set()
     for kind, name, labels, _ in (row for rows in declared_series().values() for row in rows):
         for suffix in suffixes[kind]:
-            known[name + suffix] = {*labels} | ({"le"} if suffix == "_bucket" else set())
-    return known
+            series[name + suffix] = {*labels} | ({"le"} if suffix == "_bucket" else set())
+    return series
 
 
 def expressions():
@@ -40,43 +40,43 @@ def expressions():
 
 @pytest.mark.parametrize(("expression", "shown"), list(expressions()))
 def test_expressions_name_metrics_and_labels_that_exist(expression, shown):
-    known = metric_series()
+    series = metric_series()
     named = set(re.findall(r"\beplb_\w+", expression))
-    assert named <= set(known)
+    assert named <= set(series)
     labels = set(re.findall(r"\{\{\s*(\w+)\s*\}\}", shown))
     labels |= set(re.findall(r"(\w+)(?:=~|!~|!=|=)\"", expression))
     for grouping in re.findall(r"\b(?:by|on) \(([^)]*)\)", expression):
         labels |= set(re.findall(r"\w+", grouping))
     from_prometheus = {"job", "instance", "le"}
-    assert labels <= from_prometheus.union(*(known[name] for name in named))
+    assert labels <= from_prometheus.union(*(series[name] for name in named))
 
 
 def test_the_dashboard_shows_every_balance_metric():
     text = (DEPLOY / "grafana/dashboards/eplb.json").read_text()
-    own = [
+    names = [
         name for name in metric_series() if not name.endswith(("_sum", "_count")) and "_process_" not in name
     ]
-    missing = [name for name in own if name not in text]
+    missing = [name for name in names if name not in text]
     assert missing == ["eplb_deployments"]
 
 
-def test_the_dashboard_is_what_its_code_makes():
+def test_the_dashboard_file_is_up_to_date():
     text = (DEPLOY / "grafana/dashboards/eplb.json").read_text()
     assert text == layout.text(), "run `.venv/bin/python -m tools.dashboard`"
 
 
-def test_the_operator_s_rules_are_those_of_prometheus():
+def test_the_operator_and_prometheus_have_the_same_rules():
     text = (DEPLOY / "kubernetes/monitoring/rules.yaml").read_text()
     assert text == operator_rules(), "run `.venv/bin/python -m tools.dashboard`"
     assert yaml.safe_load(text)["spec"] == load("prometheus/rules.yml")
 
 
-def test_panels_have_a_sentence_each():
+def test_every_panel_has_a_one_sentence_description():
     panels = [panel for panel in layout.dashboard()["panels"] if panel["type"] != "row"]
     assert [panel["title"] for panel in panels if not panel["description"].endswith(".")] == []
 
 
-def test_the_dashboard_lies_where_grafana_looks():
+def test_grafana_finds_the_dashboard():
     compose = load("compose.yaml")
     mounts = dict(
         volume.split(":")[:2]
@@ -89,10 +89,10 @@ def test_the_dashboard_lies_where_grafana_looks():
         assert (DEPLOY / source).is_dir()
 
 
-def test_the_dashboard_is_a_configmap_that_a_cluster_s_grafana_takes_up():
+def test_a_clusters_grafana_loads_the_dashboard_configmap():
     kustomization = load("grafana/kustomization.yaml")
-    [made] = kustomization["configMapGenerator"]
-    assert [DEPLOY / "grafana" / name for name in made["files"]] == [layout.PATH]
+    [generator] = kustomization["configMapGenerator"]
+    assert [DEPLOY / "grafana" / name for name in generator["files"]] == [layout.PATH]
     assert kustomization["generatorOptions"]["labels"] == {"grafana_dashboard": "1"}
     monitoring = DEPLOY / "kubernetes/monitoring"
     named = [
@@ -100,5 +100,5 @@ def test_the_dashboard_is_a_configmap_that_a_cluster_s_grafana_takes_up():
         for name in load("kubernetes/monitoring/kustomization.yaml")["resources"]
     ]
     assert DEPLOY / "grafana" in named
-    # What `kubectl apply` keeps of an object in an annotation has this bound.
+    # `kubectl apply` stores the object in an annotation of limited size.
     assert layout.PATH.stat().st_size < 200_000

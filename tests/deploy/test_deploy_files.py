@@ -1,4 +1,4 @@
-"""Compose and image speak of ports, settings and files that the service really has."""
+"""Tests of the compose file and the image: their ports, settings and files match the service."""
 
 import re
 import runpy
@@ -17,12 +17,12 @@ from tests.control.server.grpc_calls import bearer, code_of
 from tests.deploy.files import DEPLOY, DOCKERFILE, GRPC_PORT, METRICS_PORT, ROOT, load, settings_from
 
 
-def test_compose_ports_and_scrape_target():
+def test_compose_ports_and_scrape_target_match_the_service():
     compose = load("compose.yaml")
     published = [mapping.rpartition(":")[2] for mapping in compose["services"]["eplb"]["ports"]]
     page = compose["services"]["eplb"]["environment"]["EPLB_PAGE"].rpartition(":")[2]
     assert published == [str(GRPC_PORT), page, str(METRICS_PORT)]
-    # Figures are in plain text, so they stay on this host.
+    # Metrics are not encrypted, so the port is bound to this host.
     assert compose["services"]["eplb"]["ports"][-1].startswith("127.0.0.1:")
     scrape = load("prometheus/prometheus.yml")
     [job] = scrape["scrape_configs"]
@@ -35,14 +35,14 @@ def test_compose_ports_and_scrape_target():
     assert datasource["url"] == "http://prometheus:9090"
 
 
-def test_grafana_has_no_password_that_everybody_knows():
+def test_grafana_has_a_secret_password_and_local_ports():
     grafana = load("compose.yaml")["services"]["grafana"]
     [secret] = grafana["secrets"]
     assert grafana["environment"]["GF_SECURITY_ADMIN_PASSWORD__FILE"] == f"/run/secrets/{secret}"
     assert [mapping for mapping in grafana["ports"] if not mapping.startswith("127.0.0.1:")] == []
 
 
-def test_the_image_listens_where_it_says(monkeypatch):
+def test_the_image_listens_on_its_exposed_ports(monkeypatch):
     environment = dict(re.findall(r"^\s*(?:ENV )?(EPLB_\w+)=(\S+)", DOCKERFILE, flags=re.MULTILINE))
     with pytest.raises(SettingsError, match="is reachable from other hosts"):
         settings_from(environment, monkeypatch)
@@ -56,7 +56,7 @@ def test_the_image_listens_where_it_says(monkeypatch):
     assert settings.store.startswith("/var/lib/eplb/")
 
 
-def test_everything_the_image_copies_is_sent_to_the_builder():
+def test_the_build_context_contains_everything_that_the_image_copies():
     sent = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
     assert "deploy/healthcheck.py" in sent
     assert {
@@ -72,28 +72,28 @@ def test_everything_the_image_copies_is_sent_to_the_builder():
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="makes certificates with openssl")
-async def test_the_credentials_that_are_made_admit_each_role(tmp_path):
+async def test_generated_credentials_authorise_each_role(tmp_path):
     command = [str(DEPLOY / "make-credentials.sh"), str(tmp_path / "secrets"), "eplb"]
     for _ in range(2):
         subprocess.run(command, check=True, timeout=300)
-    made = tmp_path / "secrets"
+    secrets = tmp_path / "secrets"
     files = {"tls_cert": "tls.crt", "tls_key": "tls.key", "credentials": "credentials.yaml"}
     compose = load("compose.yaml")
     assert set(files.values()) == set(compose["services"]["eplb"]["secrets"])
     for name, secret in compose["secrets"].items():
         assert secret["file"] == f"./secrets/{name}"
-        assert (made / name).stat().st_mode & 0o777 == 0o444
-    assert len((made / "grafana.password").read_text()) == 32
-    assert made.stat().st_mode & 0o077 == 0
+        assert (secrets / name).stat().st_mode & 0o777 == 0o444
+    assert len((secrets / "grafana.password").read_text()) == 32
+    assert secrets.stat().st_mode & 0o077 == 0
     flags = {"listen": "127.0.0.1:0", "metrics": "127.0.0.1:0", "store": ":memory:", "threads": 1}
-    flags |= {name: made / file for name, file in files.items()}
+    flags |= {name: secrets / file for name, file in files.items()}
     async with running_service(load_settings(flags)) as service:
         address = service.address.replace("127.0.0.1", "localhost")
-        credentials = grpc.ssl_channel_credentials((made / "ca.pem").read_bytes())
+        credentials = grpc.ssl_channel_credentials((secrets / "ca.pem").read_bytes())
         async with grpc.aio.secure_channel(address, credentials) as channel:
             stub = operator_pb2_grpc.OperatorServiceStub(channel)
             for role, code in (("reader", grpc.StatusCode.OK), ("agent", grpc.StatusCode.PERMISSION_DENIED)):
-                proof = bearer((made / f"{role}.token").read_text())
+                proof = bearer((secrets / f"{role}.token").read_text())
                 call = stub.ListDeployments(operator_pb2.ListDeploymentsRequest(), metadata=proof)
                 assert await code_of(call) is code
 
@@ -109,14 +109,14 @@ def health_server():
     server.stop(grace=None).wait()
 
 
-def test_healthcheck(health_server, monkeypatch, capsys):
+def test_the_healthcheck_exits_with_the_services_health(health_server, monkeypatch, capsys):
     port, servicer = health_server
     monkeypatch.setenv("EPLB_LISTEN", f"0.0.0.0:{port}")
 
     def exit_code():
-        with pytest.raises(SystemExit) as left:
+        with pytest.raises(SystemExit) as exit_info:
             runpy.run_path(str(DEPLOY / "healthcheck.py"), run_name="__main__")
-        return int(left.value.code)
+        return int(exit_info.value.code)
 
     servicer.set("", health_pb2.HealthCheckResponse.SERVING)
     assert exit_code() == 0

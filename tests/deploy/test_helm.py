@@ -1,4 +1,4 @@
-"""The chart, rendered by Helm's own engine, equals the manifests for kustomize and is valid by Kubernetes' schemas."""
+"""Tests of the chart: rendered by Helm's engine, it equals the kustomize manifests and passes the schemas."""
 
 import copy
 import json
@@ -16,116 +16,119 @@ helm = pytest.importorskip("helm_python", reason="THE CHART IS NOT RENDERED: no 
 
 CHART = DEPLOY / "helm/eplb-service"
 SEVERAL = {"replicas": 2, "monitoring": {"enabled": True, "labels": {"release": "prometheus"}}}
-SCENES = pytest.mark.parametrize("values", [{}, SEVERAL], ids=["one", "several"])
+BOTH_SIZES = pytest.mark.parametrize("values", [{}, SEVERAL], ids=["one", "several"])
 
 
 def rendered(values, name="eplb"):
-    """Every object by kind and name."""
+    """Return every rendered object by kind and name."""
     with helm.Chart.load(CHART) as chart:
         files = chart.render(values=values, name=name, namespace="moe")
     manifests = [text for path, text in files.items() if not path.endswith(".txt")]
-    objects = [one for text in manifests for one in yaml.safe_load_all(text) if one]
-    return {(one["kind"], one["metadata"]["name"]): one for one in objects}
+    objects = [item for text in manifests for item in yaml.safe_load_all(text) if item]
+    return {(item["kind"], item["metadata"]["name"]): item for item in objects}
 
 
-def as_by_kustomize(found):
-    """The object without what the chart adds: its release's label, the pull policy, and a checksum of the config."""
-    found = copy.deepcopy(found)
-    parts = [found]
-    while parts:
-        part = parts.pop()
-        if isinstance(part, dict):
-            part.pop("app.kubernetes.io/instance", None)
-            part.pop("checksum/config", None)
-            part.pop("imagePullPolicy", None)
-            if part.get("annotations") == {
-                "checksum/config": part.get("annotations", {}).get("checksum/config")
+def without_additions(manifest):
+    """Return the object without the chart's additions: release label, pull policy and config checksum."""
+    manifest = copy.deepcopy(manifest)
+    pending = [manifest]
+    while pending:
+        node = pending.pop()
+        if isinstance(node, dict):
+            node.pop("app.kubernetes.io/instance", None)
+            node.pop("checksum/config", None)
+            node.pop("imagePullPolicy", None)
+            if node.get("annotations") == {
+                "checksum/config": node.get("annotations", {}).get("checksum/config")
             }:
-                del part["annotations"]
-            if part.get("image") == f"eplb-service:{chart_version()}":
-                part["image"] = "eplb-service"
-            parts += part.values()
-        elif isinstance(part, list):
-            parts += part
-    return found
+                del node["annotations"]
+            if node.get("image") == f"eplb-service:{chart_version()}":
+                node["image"] = "eplb-service"
+            pending += node.values()
+        elif isinstance(node, list):
+            pending += node
+    return manifest
 
 
 def chart_version():
     return yaml.safe_load((CHART / "Chart.yaml").read_text())["appVersion"]
 
 
-def without_nothing(found):
-    """The object without what a patch set to nothing."""
-    if isinstance(found, dict):
-        return {key: without_nothing(value) for key, value in found.items() if value is not None}
-    return [without_nothing(one) for one in found] if isinstance(found, list) else found
+def without_nulls(node):
+    """Return the object without the keys that a patch set to null."""
+    if isinstance(node, dict):
+        return {key: without_nulls(value) for key, value in node.items() if value is not None}
+    return [without_nulls(item) for item in node] if isinstance(node, list) else node
 
 
-def test_one_service_is_that_of_the_base():
-    base = {(one["kind"], one["metadata"]["name"]): one for one in manifests_of("base/")}
-    found = rendered({})
-    assert found.keys() - {("ConfigMap", "eplb-config")} == base.keys()
-    for name, one in base.items():
-        assert as_by_kustomize(found[name]) == one, name
+def test_one_replica_equals_the_base_manifests():
+    base = {(item["kind"], item["metadata"]["name"]): item for item in manifests_of("base/")}
+    objects = rendered({})
+    assert objects.keys() - {("ConfigMap", "eplb-config")} == base.keys()
+    for name, item in base.items():
+        assert without_additions(objects[name]) == item, name
 
 
-def test_several_services_are_those_of_the_patches_for_high_availability():
-    found = rendered(SEVERAL)
-    assert ("PersistentVolumeClaim", "eplb-store") not in found
-    for one in manifests_of("ha/"):
-        name = one["kind"], one["metadata"]["name"]
-        expected = without_nothing(one)
-        if one["kind"] == "Deployment":
-            # A strategic merge replaces what belongs to another kind of volume.
+def test_several_replicas_equal_the_high_availability_patches():
+    objects = rendered(SEVERAL)
+    assert ("PersistentVolumeClaim", "eplb-store") not in objects
+    for item in manifests_of("ha/"):
+        name = item["kind"], item["metadata"]["name"]
+        expected = without_nulls(item)
+        if item["kind"] == "Deployment":
+            # A strategic merge replaces a volume of another kind.
             volumes = expected["spec"]["template"]["spec"]["volumes"]
             assert [volume for volume in volumes if volume["name"] == "store"] == [
                 {"name": "store", "emptyDir": {}}
             ]
-        assert as_by_kustomize(found[name]) == expected, name
+        assert without_additions(objects[name]) == expected, name
 
 
 def manifests_of(folder):
-    return [one for name, one in manifests().items() if name.startswith(folder)]
+    return [item for name, item in manifests().items() if name.startswith(folder)]
 
 
-@SCENES
+@BOTH_SIZES
 @pytest.mark.parametrize("version", VERSIONS)
-def test_what_is_rendered_is_what_kubernetes_takes(values, version):
-    for one in rendered(values, name="another").values():
-        if one["kind"] not in WITHOUT_SCHEMA:
-            kubernetes_validate.validate(one, version, strict=True)
+def test_rendered_objects_pass_the_kubernetes_schemas(values, version):
+    for item in rendered(values, name="another").values():
+        if item["kind"] not in WITHOUT_SCHEMA:
+            kubernetes_validate.validate(item, version, strict=True)
 
 
-def test_rules_and_dashboard_are_those_of_the_repository():
-    found = rendered(SEVERAL)
-    assert found["PrometheusRule", "eplb"]["spec"] == load("prometheus/rules.yml")
+def test_rules_and_dashboard_equal_the_repository_files():
+    objects = rendered(SEVERAL)
+    assert objects["PrometheusRule", "eplb"]["spec"] == load("prometheus/rules.yml")
     dashboard = json.loads((DEPLOY / "grafana/dashboards/eplb.json").read_text())
-    assert json.loads(found["ConfigMap", "eplb-dashboard"]["data"]["eplb.json"]) == dashboard
+    assert json.loads(objects["ConfigMap", "eplb-dashboard"]["data"]["eplb.json"]) == dashboard
     for kind in ("PrometheusRule", "ServiceMonitor"):
         schema = {"$defs": OPERATOR_SCHEMAS["$defs"], **OPERATOR_SCHEMAS[kind]}
-        jsonschema.Draft202012Validator(schema).validate(found[kind, "eplb"])
-        assert found[kind, "eplb"]["metadata"]["labels"]["release"] == "prometheus"
-    monitor = found["ServiceMonitor", "eplb"]["spec"]["selector"]["matchLabels"]
-    assert monitor.items() <= found["Service", "eplb-metrics"]["metadata"]["labels"].items()
+        jsonschema.Draft202012Validator(schema).validate(objects[kind, "eplb"])
+        assert objects[kind, "eplb"]["metadata"]["labels"]["release"] == "prometheus"
+    monitor = objects["ServiceMonitor", "eplb"]["spec"]["selector"]["matchLabels"]
+    assert monitor.items() <= objects["Service", "eplb-metrics"]["metadata"]["labels"].items()
 
 
-def test_two_releases_of_a_namespace_do_not_meet():
-    one, other = rendered({}, name="one"), rendered({}, name="other")
-    assert not one.keys() & other.keys()
-    labels = other["Deployment", "other"]["spec"]["template"]["metadata"]["labels"]
-    assert not one["Service", "one"]["spec"]["selector"].items() <= labels.items()
+def test_two_releases_in_one_namespace_are_separate():
+    first = rendered({}, name="first")
+    second = rendered({}, name="second")
+    assert not first.keys() & second.keys()
+    labels = second["Deployment", "second"]["spec"]["template"]["metadata"]["labels"]
+    assert not first["Service", "first"]["spec"]["selector"].items() <= labels.items()
 
 
-def test_the_config_is_that_of_the_base_and_takes_any_setting(tmp_path):
+def test_the_default_config_equals_the_base_and_any_setting_can_be_added(tmp_path):
     for values, expected in (({}, {}), ({"config": {"policy": "none", "prior": "a=b"}}, {"policy": "none"})):
         path = tmp_path / "eplb.yaml"
         path.write_text(rendered(values)["ConfigMap", "eplb-config"]["data"]["eplb.yaml"])
-        found = load_settings({}, config=path, environment={})
+        settings = load_settings({}, config=path, environment={})
         base = load_settings({}, config=DEPLOY / "kubernetes/base/eplb.yaml", environment={})
-        assert found == base.model_copy(update={**expected, "prior": values.get("config", {}).get("prior")})
+        assert settings == base.model_copy(
+            update={**expected, "prior": values.get("config", {}).get("prior")}
+        )
 
 
-def test_another_config_makes_another_pod():
+def test_a_changed_config_restarts_the_pod():
     checksums = {
         rendered({"config": {"window_steps": steps}})["Deployment", "eplb"]["spec"]["template"]["metadata"][
             "annotations"
@@ -160,14 +163,15 @@ EVERYTHING = {
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_every_value_arrives_where_it_belongs(version):
-    found = rendered(EVERYTHING)
-    for one in found.values():
-        if one["kind"] not in WITHOUT_SCHEMA:
-            kubernetes_validate.validate(one, version, strict=True)
-    deployment = found["Deployment", "eplb"]
+def test_every_value_reaches_its_object(version):
+    objects = rendered(EVERYTHING)
+    for item in objects.values():
+        if item["kind"] not in WITHOUT_SCHEMA:
+            kubernetes_validate.validate(item, version, strict=True)
+    deployment = objects["Deployment", "eplb"]
     template = deployment["spec"]["template"]
-    pod, (container,) = template["spec"], template["spec"]["containers"]
+    pod = template["spec"]
+    (container,) = template["spec"]["containers"]
     assert deployment["metadata"]["annotations"] == EVERYTHING["annotations"]
     assert EVERYTHING["podAnnotations"].items() <= template["metadata"]["annotations"].items()
     assert EVERYTHING["podLabels"].items() <= template["metadata"]["labels"].items()
@@ -180,27 +184,27 @@ def test_every_value_arrives_where_it_belongs(version):
     assert EVERYTHING["extraVolumes"][0] in pod["volumes"]
     assert EVERYTHING["extraVolumeMounts"][0] in container["volumeMounts"]
     assert pod["serviceAccountName"] == "balancer"
-    assert found["ServiceAccount", "balancer"]["metadata"]["annotations"] == {"a/b": "c"}
-    assert found["RoleBinding", "eplb"]["subjects"] == [{"kind": "ServiceAccount", "name": "balancer"}]
-    service = found["Service", "eplb"]
+    assert objects["ServiceAccount", "balancer"]["metadata"]["annotations"] == {"a/b": "c"}
+    assert objects["RoleBinding", "eplb"]["subjects"] == [{"kind": "ServiceAccount", "name": "balancer"}]
+    service = objects["Service", "eplb"]
     assert (service["spec"]["type"], service["metadata"]["annotations"]) == (
         "LoadBalancer",
         {"lb/internal": "true"},
     )
 
 
-def test_an_account_of_somebody_else_is_used_and_not_made():
-    found = rendered({"replicas": 2, "serviceAccount": {"create": False, "name": "theirs"}})
-    assert not [name for kind, name in found if kind == "ServiceAccount"]
-    assert found["Deployment", "eplb"]["spec"]["template"]["spec"]["serviceAccountName"] == "theirs"
-    assert found["RoleBinding", "eplb"]["subjects"][0]["name"] == "theirs"
+def test_an_existing_service_account_is_used_and_not_created():
+    objects = rendered({"replicas": 2, "serviceAccount": {"create": False, "name": "platform"}})
+    assert not [name for kind, name in objects if kind == "ServiceAccount"]
+    assert objects["Deployment", "eplb"]["spec"]["template"]["spec"]["serviceAccountName"] == "platform"
+    assert objects["RoleBinding", "eplb"]["subjects"][0]["name"] == "platform"
 
 
 @pytest.mark.parametrize(("operator", "annotations"), [(False, False), (True, False), (False, True)])
-def test_every_pod_is_scraped_once_at_most(operator, annotations):
-    found = rendered({"monitoring": {"enabled": operator, "annotations": annotations}})
-    assert any(kind == "ServiceMonitor" for kind, _ in found) is operator
-    pod = found["Deployment", "eplb"]["spec"]["template"]["metadata"]
+def test_every_pod_is_scraped_at_most_once(operator, annotations):
+    objects = rendered({"monitoring": {"enabled": operator, "annotations": annotations}})
+    assert any(kind == "ServiceMonitor" for kind, _ in objects) is operator
+    pod = objects["Deployment", "eplb"]["spec"]["template"]["metadata"]
     assert ("prometheus.io/scrape" in pod["annotations"]) is annotations
 
 
@@ -227,14 +231,14 @@ def test_the_notes_name_the_service_of_the_release():
         {"monitoring": {"on": True}},
     ],
 )
-def test_values_that_will_not_do_are_refused(values):
+def test_invalid_values_are_rejected(values):
     with helm.Chart.load(CHART) as chart:
         with pytest.raises(helm.HelmValuesError):
             chart.validate_schema(values)
         chart.validate_schema({})
 
 
-def test_the_chart_has_no_fault_that_helm_knows():
+def test_the_chart_passes_helm_lint():
     report = helm.chart.lint(CHART, strict=True)
     assert report["errors"] == []
-    assert [one["error"] for one in report["messages"] if one["severity"] > 1] == []
+    assert [message["error"] for message in report["messages"] if message["severity"] > 1] == []

@@ -1,4 +1,4 @@
-"""Manifests for Kubernetes agree with the service's settings and ports, with the image, and with each other."""
+"""Tests of the Kubernetes manifests: they agree with the settings, the ports, the image and each other."""
 
 import json
 import re
@@ -25,8 +25,9 @@ from tests.deploy.files import (
 from worker_agent.settings import AgentSettings
 
 
-def test_the_monitor_finds_every_pod_whether_or_not_it_leads():
-    monitor, metrics = load("kubernetes/monitoring/monitor.yaml"), load("kubernetes/base/metrics.yaml")
+def test_the_monitor_finds_leading_and_standby_pods():
+    monitor = load("kubernetes/monitoring/monitor.yaml")
+    metrics = load("kubernetes/base/metrics.yaml")
     assert monitor["spec"]["selector"]["matchLabels"].items() <= metrics["metadata"]["labels"].items()
     ports = {port["name"] for port in metrics["spec"]["ports"]}
     [endpoint] = monitor["spec"]["endpoints"]
@@ -47,7 +48,7 @@ def kustomized(folder):
 
 
 @pytest.mark.skipif(shutil.which("kubectl") is None, reason="KUSTOMIZATIONS ARE NOT BUILT: no kubectl here")
-def test_of_two_replicas_both_may_hold_the_lease():
+def test_both_of_two_replicas_may_hold_the_lease():
     assert min(len(kustomized(folder)) for folder in ("base", "monitoring")) >= 2
     built = kustomized("ha")
     assert "PersistentVolumeClaim" not in built
@@ -70,34 +71,37 @@ def test_of_two_replicas_both_may_hold_the_lease():
         ("leases", "create"): None,
         ("pods", "patch"): None,
     }
-    asked = [container[f"{probe}Probe"]["grpc"]["service"] for probe in ("startup", "readiness", "liveness")]
-    assert asked == [READY, READY, LIVENESS]
+    services = [
+        container[f"{probe}Probe"]["grpc"]["service"] for probe in ("startup", "readiness", "liveness")
+    ]
+    assert services == [READY, READY, LIVENESS]
     assert all("persistentVolumeClaim" not in volume for volume in pod["volumes"])
 
 
 @pytest.mark.parametrize("deployment", DEPLOYMENTS)
-def test_compiled_kernels_of_the_image_are_not_hidden_by_the_volume_over_them(deployment):
+def test_the_images_compiled_kernels_are_copied_into_the_cache_volume(deployment):
     pod = deployment["spec"]["template"]["spec"]
     [cache] = re.findall(r"NUMBA_CACHE_DIR=(\S+)", DOCKERFILE)
     [service] = [container for container in pod["containers"] if container["name"] == "eplb"]
-    [hiding] = [mount for mount in service["volumeMounts"] if mount["mountPath"] == cache]
-    [copying] = [one for one in pod["initContainers"] if one["name"] == "kernels"]
-    assert copying["image"] == service["image"]
-    [mount] = copying["volumeMounts"]
-    assert mount["name"] == hiding["name"]
-    # Into a folder of its own: the root of a volume is not the service's, so that its times cannot be set.
-    assert copying["command"] == ["cp", "--archive", cache, f"{mount['mountPath']}/"]
-    assert hiding["subPath"] == cache.rpartition("/")[2]
+    [mount_of_cache] = [mount for mount in service["volumeMounts"] if mount["mountPath"] == cache]
+    [copier] = [container for container in pod["initContainers"] if container["name"] == "kernels"]
+    assert copier["image"] == service["image"]
+    [mount] = copier["volumeMounts"]
+    assert mount["name"] == mount_of_cache["name"]
+    # The copy goes into a subfolder: the service does not own the volume's root and cannot set its times.
+    assert copier["command"] == ["cp", "--archive", cache, f"{mount['mountPath']}/"]
+    assert mount_of_cache["subPath"] == cache.rpartition("/")[2]
     assert service["startupProbe"]["periodSeconds"] * service["startupProbe"]["failureThreshold"] >= 300
 
 
-def test_only_labelled_clients_reach_the_service_and_it_reaches_nobody():
-    policy, deployment = load("kubernetes/base/network.yaml"), load("kubernetes/base/deployment.yaml")
+def test_only_labelled_clients_reach_the_service_and_it_has_no_egress():
+    policy = load("kubernetes/base/network.yaml")
+    deployment = load("kubernetes/base/deployment.yaml")
     template = deployment["spec"]["template"]
     assert policy["spec"]["podSelector"]["matchLabels"].items() <= template["metadata"]["labels"].items()
     assert policy["spec"]["policyTypes"] == ["Ingress", "Egress"]
     assert policy["spec"]["egress"] == []
-    known = {port["name"] for port in template["spec"]["containers"][0]["ports"]}
+    ports = {port["name"] for port in template["spec"]["containers"][0]["ports"]}
     admitted = {
         port["port"]: [list(origin) for origin in rule["from"]]
         for rule in policy["spec"]["ingress"]
@@ -108,17 +112,17 @@ def test_only_labelled_clients_reach_the_service_and_it_reaches_nobody():
         "metrics": [["namespaceSelector"]],
         "health": [["namespaceSelector"]],
     }
-    assert set(admitted) == known
+    assert set(admitted) == ports
 
 
-def test_the_secrets_that_are_mounted_are_those_that_the_base_says_how_to_make():
+def test_the_documented_command_creates_the_mounted_secrets():
     pod = load("kubernetes/base/deployment.yaml")["spec"]["template"]["spec"]
     [secret] = [volume["secret"]["secretName"] for volume in pod["volumes"] if "secret" in volume]
     text = (DEPLOY / "kubernetes/base/kustomization.yaml").read_text()
-    made = re.search(rf"create secret generic {secret} ((?:.|\n)*?)#   kubectl", text)
+    command = re.search(rf"create secret generic {secret} ((?:.|\n)*?)#   kubectl", text)
     settings = load_settings({}, config=DEPLOY / "kubernetes/base/eplb.yaml", environment={})
     for path in (settings.tls_cert, settings.tls_key, settings.credentials):
-        assert f"--from-file=deploy/secrets/{path.name}" in made[1]
+        assert f"--from-file=deploy/secrets/{path.name}" in command[1]
 
 
 def test_the_config_of_the_base_is_valid():
@@ -133,7 +137,7 @@ def test_the_config_of_the_base_is_valid():
         assert str(path.parent) in mounted
 
 
-def test_kustomization_names_files_that_exist():
+def test_the_files_of_a_kustomization_exist():
     base = DEPLOY / "kubernetes/base"
     kustomization = load("kubernetes/base/kustomization.yaml")
     [config] = kustomization["configMapGenerator"]
@@ -146,7 +150,7 @@ def test_deployments_are_consistent(deployment):
     template = deployment["spec"]["template"]
     pod = template["spec"]
     assert deployment["spec"]["selector"]["matchLabels"].items() <= template["metadata"]["labels"].items()
-    # The monitor of ../monitoring finds the base's pods: annotations would have them scraped twice.
+    # The monitor of ../monitoring finds the base's pods, so annotations would scrape them twice.
     expected = None if deployment["metadata"]["name"] == "eplb" else str(METRICS_PORT)
     assert template["metadata"].get("annotations", {}).get("prometheus.io/port") == expected
     volumes = {volume["name"] for volume in pod["volumes"]}
@@ -168,20 +172,21 @@ def test_environment_variables_are_known(deployment, monkeypatch):
     for container in deployment["spec"]["template"]["spec"]["containers"]:
         values = {entry["name"]: entry.get("value", "any") for entry in container.get("env", [])}
         of_agent = {name for name in values if name.startswith("EPLB_AGENT_")}
-        known = {f"EPLB_AGENT_{name.upper()}" for name in AgentSettings.model_fields}
-        assert of_agent <= known
+        settings = {f"EPLB_AGENT_{name.upper()}" for name in AgentSettings.model_fields}
+        assert of_agent <= settings
         of_engine = {name for name in values if not name.startswith(ENVIRONMENT_PREFIX)}
         assert of_engine <= ({"DYNAMIC_EPLB"} if container["name"] == "model" else set())
-        others = set(values) - of_agent - of_engine
-        settings_from({name: values[name] for name in others}, monkeypatch)
+        of_service = set(values) - of_agent - of_engine
+        settings_from({name: values[name] for name in of_service}, monkeypatch)
 
 
-def test_the_engine_beside_the_service_has_its_agent_switched_on():
-    """As docs/vllm_ascend.md says: the host's own switch, and the service's name."""
+def test_the_sidecar_example_enables_the_agent():
+    """The environment has the host's switch and the service's address, as docs/vllm_ascend.md describes."""
     pod = load("kubernetes/examples/sidecar.yaml")["spec"]["template"]["spec"]
     [model] = [container for container in pod["containers"] if container["name"] == "model"]
     [service] = [container for container in pod["containers"] if container["name"] == "eplb"]
-    arguments, values = model["args"], {entry["name"]: entry.get("value") for entry in model["env"]}
+    arguments = model["args"]
+    values = {entry["name"]: entry.get("value") for entry in model["env"]}
     config = json.loads(arguments[arguments.index("--additional-config") + 1])["eplb_config"]
     assert config["dynamic_eplb"] is True
     ranks = int(arguments[arguments.index("--data-parallel-size") + 1])
@@ -190,8 +195,9 @@ def test_the_engine_beside_the_service_has_its_agent_switched_on():
     assert {"name": "EPLB_LISTEN", "value": values["EPLB_AGENT_SERVICE"]} in service["env"]
 
 
-def test_service_and_deployment_of_the_base_meet():
-    service, deployment = load("kubernetes/base/service.yaml"), load("kubernetes/base/deployment.yaml")
+def test_service_and_deployment_of_the_base_match():
+    service = load("kubernetes/base/service.yaml")
+    deployment = load("kubernetes/base/deployment.yaml")
     template = deployment["spec"]["template"]
     assert service["spec"]["selector"].items() <= template["metadata"]["labels"].items()
     ports = {port["name"]: port["containerPort"] for port in template["spec"]["containers"][0]["ports"]}
@@ -204,7 +210,7 @@ def test_service_and_deployment_of_the_base_meet():
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
-def test_an_engine_on_gpus_installs_the_agent_and_reaches_the_service_of_the_base(engine):
+def test_a_gpu_engine_installs_the_agent_and_reaches_the_base_service(engine):
     path = DEPLOY / "kubernetes/examples" / f"{engine}.yaml"
     headless, stateful = yaml.safe_load_all(path.read_text())
     assert (headless["spec"]["clusterIP"], headless["spec"]["publishNotReadyAddresses"]) == ("None", True)
@@ -215,14 +221,14 @@ def test_an_engine_on_gpus_installs_the_agent_and_reaches_the_service_of_the_bas
     wheel, agent = pod["initContainers"]
     (model,) = pod["containers"]
     assert agent["image"] == model["image"], "the engine's own Python installs the agent"
-    found = re.search(r"COPY --from=build /agent/ (\S+)", DOCKERFILE)
-    assert found is not None
-    assert f"{found[1]}*.whl" in wheel["command"][-1]
+    wheel_folder = re.search(r"COPY --from=build /agent/ (\S+)", DOCKERFILE)
+    assert wheel_folder is not None
+    assert f"{wheel_folder[1]}*.whl" in wheel["command"][-1]
     environment = {entry["name"]: entry.get("value") for entry in model["env"]}
-    ours = {
+    settings = {
         name.removeprefix("EPLB_AGENT_").lower() for name in environment if name.startswith("EPLB_AGENT_")
     }
-    assert ours <= AgentSettings.model_fields.keys()
+    assert settings <= AgentSettings.model_fields.keys()
     service = load("kubernetes/base/service.yaml")
     assert environment["EPLB_AGENT_SERVICE"] == f"{service['metadata']['name']}:{GRPC_PORT}"
     assert environment["EPLB_AGENT_DATA_HOST"] == f"$(POD_NAME).{headless['metadata']['name']}"
@@ -235,10 +241,10 @@ def test_an_engine_on_gpus_installs_the_agent_and_reaches_the_service_of_the_bas
     assert {mount["name"] for mount in model["volumeMounts"]} <= {volume["name"] for volume in pod["volumes"]}
     (secret,) = [volume["secret"]["secretName"] for volume in pod["volumes"] if "secret" in volume]
     text = (DEPLOY / "kubernetes/base/kustomization.yaml").read_text()
-    made = re.search(rf"create secret generic {secret} ((?:.|\n)*?)#   kubectl", text)
-    assert made is not None
+    command = re.search(rf"create secret generic {secret} ((?:.|\n)*?)#   kubectl", text)
+    assert command is not None
     for name in ("EPLB_AGENT_TLS_CA", "EPLB_AGENT_AUTH_TOKEN_FILE"):
-        assert f"--from-file=deploy/secrets/{environment[name].rpartition('/')[2]}" in made[1]
+        assert f"--from-file=deploy/secrets/{environment[name].rpartition('/')[2]}" in command[1]
     policy = load("kubernetes/base/network.yaml")
     clients = policy["spec"]["ingress"][0]["from"][0]["podSelector"]["matchLabels"]
     assert clients.items() <= template["metadata"]["labels"].items()

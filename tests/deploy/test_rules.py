@@ -1,4 +1,4 @@
-"""The alerts fire and end when they should: promtool's unit tests, where it is here or can be fetched."""
+"""Tests of when alerts fire and resolve: promtool's unit tests, skipped if promtool is not available."""
 
 import shutil
 import subprocess
@@ -15,12 +15,12 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def promtool():
-    found = find("promtool")
-    if found is None:
+    path = find("promtool")
+    if path is None:
         pytest.skip(
             "ALERTS ARE NOT TESTED: no promtool here, and Debian's package prometheus cannot be fetched"
         )
-    return found
+    return path
 
 
 def test_rules_pass_their_unit_tests(promtool, tmp_path):
@@ -35,7 +35,7 @@ def minutes(time):
     return int(time[:-1]) * {"m": 1, "h": 60}[time[-1]]
 
 
-def test_every_rule_is_tested_before_it_fires_while_it_does_and_after_it_ended():
+def test_every_rule_is_tested_before_during_and_after_its_alert():
     rules = yaml.safe_load((ROOT / "deploy/prometheus/rules.yml").read_text())
     tested = yaml.safe_load((Path(__file__).parent / "rules_test.yml").read_text())
     seen = defaultdict(list)
@@ -48,7 +48,7 @@ def test_every_rule_is_tested_before_it_fires_while_it_does_and_after_it_ended()
         assert "".join("x" if fires else "-" for fires in order).count("-x-"), name
 
 
-def test_the_configuration_is_valid(promtool):
+def test_the_prometheus_configuration_is_valid(promtool):
     command = [promtool, "check", "config", str(ROOT / "deploy/prometheus/prometheus.yml")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

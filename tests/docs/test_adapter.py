@@ -1,4 +1,4 @@
-"""The adapter that the docs show is balanced by a real service, and its outputs stay those of its experts."""
+"""The documented adapter is balanced by a real service, and its outputs stay correct."""
 
 import asyncio
 import importlib.util
@@ -19,7 +19,7 @@ def serve(address, steps, after_switch):
     return toy_host.serve(address, steps, after_switch)
 
 
-async def test_the_toy_host_is_balanced_and_answers_as_before():
+async def test_the_toy_host_is_balanced_without_changing_its_outputs():
     async with running_service(settings()) as service:
         results = await asyncio.to_thread(run_ranks, 2, serve, service.address, 6000, 200)
     assert max(worst for worst, _ in results) < 1e-4

@@ -1,6 +1,6 @@
 """The API reference lists every name that the examples import and documents it in numpydoc sections.
 
-A function without parameters may describe its result in its one sentence.
+A function without parameters may describe its result in its summary line.
 """
 
 import ast
@@ -21,7 +21,7 @@ NAMES = list(MEMBERS)
 
 
 def documented():
-    """Yield the page's functions and its classes' own methods: the listed ones, or else all public ones."""
+    """Yield the page's functions and the methods of its classes: the listed methods, or all public ones."""
     for name, members in MEMBERS.items():
         module, _, attribute = name.rpartition(".")
         thing = getattr(importlib.import_module(module), attribute)
@@ -48,7 +48,7 @@ FUNCTIONS = dict(documented())
 
 
 def examples():
-    """Yield path and source of each Python example in the docs."""
+    """Yield the path and source of each Python example in the docs."""
     for path in DOCS.rglob("*.py"):
         yield path, path.read_text()
     for path in DOCS.rglob("*.md"):
@@ -57,7 +57,7 @@ def examples():
 
 
 def imported(source):
-    """Yield the qualified names that a source imports from this project."""
+    """Yield the qualified names that ``source`` imports from this project."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -72,14 +72,14 @@ def imported(source):
         )
 
 
-def test_examples_import_only_what_is_documented():
+def test_examples_import_only_documented_names():
     public = {*NAMES, *(f"eplb_service.{name}" for name in dir(eplb_service))}
-    found = {(path.name, name) for path, source in examples() for name in imported(source)}
-    assert len(found) > 10
-    assert {(path, name) for path, name in found if name not in public} == set()
+    imports = {(path.name, name) for path, source in examples() for name in imported(source)}
+    assert len(imports) > 10
+    assert {(path, name) for path, name in imports if name not in public} == set()
 
 
-def test_the_reference_has_what_it_should():
+def test_the_reference_lists_the_main_names():
     expected = {"solve", "Placement", "Agent", "AgentSettings", "LiveLayer", "open_trace"}
     assert expected <= {name.rpartition(".")[2] for name in NAMES}
     assert len(FUNCTIONS) > 12
@@ -91,9 +91,9 @@ def test_parameters_results_and_errors_have_their_sections(name):
     assert not re.search(r"\bRaises ``", inspect.getdoc(function)), "errors belong under Raises"
     if not parameters_of(function):
         return
-    found = section(function, "Parameters")
-    assert found, "no Parameters section"
-    lines = re.findall(r"^(\S.*)$", found[1], re.MULTILINE)
+    parameters = section(function, "Parameters")
+    assert parameters, "no Parameters section"
+    lines = re.findall(r"^(\S.*)$", parameters[1], re.MULTILINE)
     assert set(parameters_of(function)) <= {entry for line in lines for entry in re.split(r"[, *]+", line)}
     if inspect.signature(function).return_annotation not in (None, "None"):
         assert section(function, "Returns"), "no Returns section"

@@ -1,4 +1,4 @@
-"""A public function of many arguments says what each of them is, in a section or in its text."""
+"""A public function with many arguments documents each of them in its docstring."""
 
 import ast
 import re
@@ -9,24 +9,24 @@ import pytest
 ROOT = Path(__file__).parents[2]
 MANY = 5
 ELSEWHERE = ("eplb_service/cli/", "eplb_lab/commands/", "eplb_lab/layer/operators/")
-"""Where help texts say it, or torch_npu's own documentation."""
+"""Folders whose arguments are documented by help texts or by torch_npu."""
 
 
 def functions():
-    """Public functions and methods with so many arguments, by place."""
+    """Yield the public functions and methods with at least ``MANY`` arguments."""
     for package in ("eplb_core", "eplb_lab", "eplb_service", "worker_agent"):
         for path in sorted((ROOT / package).rglob("*.py")):
-            place = str(path.relative_to(ROOT))
-            if "/generated/" in place or place.startswith(ELSEWHERE):
+            module = str(path.relative_to(ROOT))
+            if "/generated/" in module or module.startswith(ELSEWHERE):
                 continue
             top = ast.parse(path.read_text()).body
             classes = [node for node in top if isinstance(node, ast.ClassDef) and node.name[0] != "_"]
-            for node in [*top, *(member for one in classes for member in one.body)]:
+            for node in [*top, *(member for owner in classes for member in owner.body)]:
                 if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name[0] != "_":
-                    names = [one.arg for one in (*node.args.args, *node.args.kwonlyargs)]
+                    names = [argument.arg for argument in (*node.args.args, *node.args.kwonlyargs)]
                     names = [name for name in names if name not in ("self", "cls")]
                     if len(names) >= MANY:
-                        yield pytest.param(names, ast.get_docstring(node) or "", id=f"{place}:{node.name}")
+                        yield pytest.param(names, ast.get_docstring(node) or "", id=f"{module}:{node.name}")
 
 
 @pytest.mark.parametrize(("names", "text"), list(functions()))

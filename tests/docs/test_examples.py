@@ -1,4 +1,4 @@
-"""Examples of the docs are true: the first one runs, and commands, options and variables exist."""
+"""Tests of the docs' examples: the first one runs, and all commands, options and variables exist."""
 
 import re
 from pathlib import Path
@@ -25,12 +25,12 @@ def blocks(page, kind=r"[\w ]*"):
 
 
 def command_lines(page):
-    """Every ``eplb ...`` in a page's code blocks; a line may show two side by side."""
+    """Yield every ``eplb ...`` command of a page's code blocks. A line may show two side by side."""
     for block in blocks(page):
         for line in block.splitlines():
-            for part in re.split(r"\s{2,}(?=eplb |#)", line.partition(" #")[0]):
-                if part.startswith("eplb "):
-                    yield part.strip()
+            for command_line in re.split(r"\s{2,}(?=eplb |#)", line.partition(" #")[0]):
+                if command_line.startswith("eplb "):
+                    yield command_line.strip()
 
 
 def name_of(line):
@@ -48,7 +48,7 @@ def test_commands_options_and_variables_exist(page):
         assert f"`{variable}`" in SETTINGS, variable
 
 
-def test_there_are_commands_to_check():
+def test_the_pages_contain_commands():
     assert len([line for page in PAGES for line in command_lines(page)]) > 30
 
 
@@ -78,11 +78,11 @@ def test_every_command_finds_the_policy_of_an_installed_package(command, tmp_pat
     heat = tmp_path / "heat.npz"
     np.savez(heat, heat=synthetic_heat("static", 64, 2, 8, tokens=256, top_k=2, seed=3))
     trace = [heat] if command == "sweep" else ["--heat", heat]
-    more = {
+    options = {
         "solve": ["--slots", 2],
         "advise": ["--redundant", 0, "--window", 16],
         "bench": ["--window", 16, "--peers", "none"],
     }.get(command, ["--window", 16, "--interval", 16, "--workers", 1])
-    arguments = [command, *trace, "--ranks", 4, "--policy", "swap-first", "--json", *more]
+    arguments = [command, *trace, "--ranks", 4, "--policy", "swap-first", "--json", *options]
     assert main.run([str(argument) for argument in arguments]) == 0, capsys.readouterr().err
     assert "swap-first" in capsys.readouterr().out

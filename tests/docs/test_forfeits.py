@@ -1,4 +1,4 @@
-"""Every row of docs/forfeits.md agrees with the adapters, and every refusal by an option has a row."""
+"""Every row of docs/forfeits.md agrees with the adapters, and every refusal of an option has a row."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ STATES = {"works", "slower", "not tried", "refused"}
 
 def rows() -> dict[tuple[str, str, str], str]:
     """Return the state of each row, keyed by engine, kind and feature."""
-    found = {}
+    states = {}
     engine = ""
     for line in (ROOT / "docs/forfeits.md").read_text().splitlines():
         if line.startswith("## "):
             engine = line[3:]
         cells = [cell.strip() for cell in line.split("|")[1:-1]]
         if len(cells) == 4 and cells[0] != "kind" and set(cells[0]) != {"-"}:
-            found[engine, cells[0], cells[1]] = cells[2]
-    return found
+            states[engine, cells[0], cells[1]] = cells[2]
+    return states
 
 
 ROWS = rows()
@@ -49,16 +49,16 @@ def settings(**engine: Any) -> Probe:
     return lambda patch: refuse_settings(ascend(patch, **engine))
 
 
-def quantised(kind: str, formats: int = 2, names: tuple[str, ...] = LISTS, *, asked: bool = True) -> Probe:
+def quantised(kind: str, formats: int = 2, names: tuple[str, ...] = LISTS, *, move: bool = True) -> Probe:
     def probe(patch: pytest.MonkeyPatch) -> None:
         patch.setattr(weights, "format_of", lambda _: formats)
         host = weighted(kind, **{name: [torch.zeros(2) for _ in range(SLOTS)] for name in names})
-        expert_weights(host, quantised=True, move_quantised=asked)
+        expert_weights(host, quantised=True, move_quantised=move)
 
     return probe
 
 
-def plain(formats: int) -> Probe:
+def unquantised(formats: int) -> Probe:
     def probe(patch: pytest.MonkeyPatch) -> None:
         patch.setattr(weights, "format_of", lambda _: formats)
         expert_weights(
@@ -93,14 +93,14 @@ PROBES: dict[tuple[str, str], list[Probe]] = {
     ],
     ("vLLM-Ascend", "A5"): [settings(device="A5", eplb=REDUNDANT)],
     ("vLLM-Ascend", "Atlas 300I (310P)"): [settings(device="_310P")],
-    ("vLLM-Ascend", "none, ND weights"): [plain(2)],
-    ("vLLM-Ascend", "none, `weight_nz_mode: 2`"): [plain(29)],
+    ("vLLM-Ascend", "none, ND weights"): [unquantised(2)],
+    ("vLLM-Ascend", "none, `weight_nz_mode: 2`"): [unquantised(29)],
     ("vLLM-Ascend", "W8A8 with `EPLB_AGENT_QUANTISED_EXPERTS=true`"): [quantised("W8A8", 29)],
-    ("vLLM-Ascend", "W8A8 without that variable"): [quantised("W8A8", asked=False)],
+    ("vLLM-Ascend", "W8A8 without that variable"): [quantised("W8A8", move=False)],
     ("vLLM-Ascend", "W8A8 without the custom operators"): [
         lambda _: refuse_misread_lists(SCALES, SCALES, mc2=True, kernel_for_lists=False),
         lambda _: refuse_misread_lists(
-            SCALES, [one.to(torch.bfloat16) for one in SCALES], mc2=False, kernel_for_lists=False
+            SCALES, [scale.to(torch.bfloat16) for scale in SCALES], mc2=False, kernel_for_lists=False
         ),
     ],
     ("vLLM-Ascend", "MXFP8, MXFP4 with that variable"): [
@@ -149,11 +149,11 @@ PROBES: dict[tuple[str, str], list[Probe]] = {
         sglang(unsupported=((name, "why"),)) for name in ("--enable-lora", "--enable-pdmux")
     ],
 }
-"""Checks of the engine's adapter for each row: one per way to use the feature."""
+"""Probes of the engine's adapter for each row, one per variant of the feature."""
 
 OF_THE_MODEL = {
     "recording of expert maps",  # covers both spellings
-    "all-gather dispatch with redundant experts",  # raised while serving, if the earlier choice differed
+    "all-gather dispatch with redundant experts",  # raised while serving if an earlier choice differed
     "all-gather dispatch on a device that was not expected to use it",
     "dynamic_eplb on a model without MoE layers that it balances",
     "MoE layers whose dispatch changed after the model was loaded",
@@ -163,11 +163,13 @@ OF_THE_MODEL = {
     " with experts in NPU formats ",
     "MoE layers of ",
 }
-"""Refusals that depend on the model or on ranks that do not fit together, not on an option."""
+"""Refusals that depend on the model or on a mismatch between ranks, not on an option."""
 
 
 @pytest.mark.parametrize("row", ROWS, ids=" ".join)
-def test_a_row_says_what_the_adapter_does(row: tuple[str, str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_row_matches_the_adapters_behaviour(
+    row: tuple[str, str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine, _, use = row
     assert ROWS[row] in STATES
     probes = PROBES.get((engine, use), [])
@@ -181,15 +183,15 @@ def test_a_row_says_what_the_adapter_does(row: tuple[str, str, str], monkeypatch
                 probe(patch)
 
 
-def _said(node: ast.expr) -> str:
+def _subject(node: ast.expr) -> str:
     """Return the longest constant part of a refusal's subject."""
-    parts = node.values if isinstance(node, ast.JoinedStr) else [node]
-    return max((str(part.value) for part in parts if isinstance(part, ast.Constant)), key=len, default="")
+    values = node.values if isinstance(node, ast.JoinedStr) else [node]
+    return max((str(value.value) for value in values if isinstance(value, ast.Constant)), key=len, default="")
 
 
 def refusals() -> set[str]:
     """Return the constant parts of the messages of all refusals in the adapters."""
-    found = set()
+    subjects = set()
     files = (
         "vllm/hooks.py",
         "vllm/host.py",
@@ -203,14 +205,16 @@ def refusals() -> set[str]:
                 continue
             called = getattr(node.func, "id", "")
             if called == "UnsupportedEngineError":
-                found.add(_said(node.args[0]))
+                subjects.add(_subject(node.args[0]))
             elif called == "refuse":
-                cases = [one for one in ast.walk(node) if isinstance(one, ast.Tuple) and len(one.elts) == 4]
-                found |= {_said(case.elts[1]) for case in cases}
-    return found - {""}
+                cases = [
+                    item for item in ast.walk(node) if isinstance(item, ast.Tuple) and len(item.elts) == 4
+                ]
+                subjects |= {_subject(case.elts[1]) for case in cases}
+    return subjects - {""}
 
 
-def test_no_refusal_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_refusal_has_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     messages = []
     for probes in PROBES.values():
         for probe in probes:
@@ -219,12 +223,12 @@ def test_no_refusal_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
                     probe(patch)
                 except UnsupportedEngineError as error:
                     messages.append(str(error))
-    said = "\n".join(messages)
+    text = "\n".join(messages)
     assert len(refusals()) > 20
     left_out = {
-        one
-        for one in refusals()
-        if one not in said and not re.match("|".join(map(re.escape, OF_THE_MODEL)), one)
+        subject
+        for subject in refusals()
+        if subject not in text and not re.match("|".join(map(re.escape, OF_THE_MODEL)), subject)
     }
     assert left_out == set()
 

@@ -1,4 +1,4 @@
-"""The notebook of the docs is its script, runs from top to bottom, and shows what it shows today."""
+"""Tests of the docs' notebook: it matches its script, runs from top to bottom, and shows current output."""
 
 import json
 import re
@@ -20,21 +20,21 @@ def drawn(cells):
     return ["data" in output for cell in cells for output in cell.get("outputs", ())]
 
 
-def test_the_notebook_is_that_of_the_script():
+def test_the_notebook_matches_its_script():
     kept = [{**cell, "outputs": []} if "outputs" in cell else cell for cell in KEPT]
     assert kept == notebook.cells(SCRIPT), "run `python -m tools.notebook`"
 
 
-def test_every_cell_runs_and_says_what_the_notebook_says():
+def test_every_cell_prints_the_notebooks_output():
     run = notebook.executed(SCRIPT)
     for now, kept in zip(map(printed, run), map(printed, KEPT), strict=True):
         assert NUMBER.sub("#", now) == NUMBER.sub("#", kept), "run `python -m tools.notebook`"
-        # Another processor may round otherwise, and a search then end elsewhere.
+        # Rounding differs between processors, so a search can end with another placement.
         numbers = [[float(word) for word in NUMBER.findall(text)] for text in (now, kept)]
         assert numbers[0] == pytest.approx(numbers[1], abs=0.1)
     assert drawn(run) == drawn(KEPT)
     assert sum(drawn(run)) == 2
-    found = re.search(
+    match = re.search(
         r"PAR of the last .* (\d\.\d+) in order, (\d\.\d+) as placed", "".join(map(printed, run))
     )
-    assert float(found[2]) < float(found[1])
+    assert float(match[2]) < float(match[1])

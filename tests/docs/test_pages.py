@@ -1,4 +1,4 @@
-"""What pages say of the repository is so: packages, make targets and the tests of each fault exist."""
+"""Tests that the pages match the repository: the packages, make targets and files that they name exist."""
 
 import re
 from pathlib import Path
@@ -13,21 +13,22 @@ def page(name):
 
 
 def listed_paths():
-    """Paths of the architecture page's listing; an indented one is inside the last that was not."""
+    """Return the paths of the architecture page's listing. An indented path is inside the previous unindented one."""
     block = re.search(r"## The packages\n\n```\n(.*?)```", page("ARCHITECTURE.md"), re.DOTALL)[1]
-    found, parent = [], ""
+    paths = []
+    parent = ""
     for line in block.splitlines():
         entry = re.match(r"( {0,2})(\S+(?:, \S+)*)  ", line)
         if entry is None:
-            continue  # a description goes on
+            continue  # continuation of a description
         indent, names = entry.groups()
         if not indent:
             parent = names if names.endswith("/") else ""
-        found += [(parent if indent else "") + name for name in names.split(", ")]
-    return found
+        paths += [(parent if indent else "") + name for name in names.split(", ")]
+    return paths
 
 
-def test_the_architecture_lists_what_exists():
+def test_the_paths_of_the_architecture_exist():
     paths = listed_paths()
     assert len(paths) > 30
     assert [path for path in paths if not (ROOT / path).exists()] == []
@@ -49,12 +50,12 @@ def test_contributing_has_every_make_target():
     assert {target for target in targets if f"`make {target}" not in page("CONTRIBUTING.md")} == set()
 
 
-def test_the_files_that_pages_name_exist():
+def test_files_named_by_pages_exist():
     folders = ("", "eplb_core", "eplb_lab", "eplb_lab/layer", "eplb_service", "worker_agent", "tests")
     named = {
         (path.name, name)
         for path in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
-        if path.name != "CHANGELOG.md"  # which speaks of what there was
+        if path.name != "CHANGELOG.md"  # it also names removed files
         for pattern in (
             r"`(\w+(?:/\w+)+\.py)`",
             r"`((?:eplb_service|worker_agent|tests|tools|docs)/[\w/.]+)`",
@@ -62,20 +63,22 @@ def test_the_files_that_pages_name_exist():
         for name in re.findall(pattern, path.read_text())
     }
     assert len(named) > 20
-    assert {one for one in named if not any((ROOT / folder / one[1]).exists() for folder in folders)} == set()
+    assert {
+        link for link in named if not any((ROOT / folder / link[1]).exists() for folder in folders)
+    } == set()
 
 
 @pytest.mark.parametrize(
-    ("folder", "pages", "most"), [(ROOT / "docs", "*.md", 1200), (ROOT, "ARCHITECTURE.md", 2300)]
+    ("folder", "pages", "limit"), [(ROOT / "docs", "*.md", 1200), (ROOT, "ARCHITECTURE.md", 2300)]
 )
-def test_pages_are_short(folder, pages, most):
-    """In words, the marks of tables apart."""
+def test_pages_are_short(folder, pages, limit):
+    """Pages stay below their limit in words; table markup does not count."""
     words = {path.name: len(re.findall(r"\S*\w\S*", path.read_text())) for path in folder.glob(pages)}
     assert words
-    assert {name: count for name, count in words.items() if count > most} == {}
+    assert {name: count for name, count in words.items() if count > limit} == {}
 
 
-def test_links_to_files_work_on_a_page_that_shows_the_checkout():
+def test_links_to_files_resolve_in_the_checkout():
     pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *ROOT.glob("packaging/*/README.md")]
     links = [
         (path.relative_to(ROOT).as_posix(), target)

@@ -1,4 +1,4 @@
-"""The reference names every command, option, setting and variable, and the runbook every alert."""
+"""Tests that the reference lists every command, option, setting and variable, and the runbook every alert."""
 
 import ast
 import inspect
@@ -19,22 +19,23 @@ from tools.docs_reference.site_pages import site_links
 from worker_agent.settings import AgentSettings
 
 ROOT = Path(__file__).parents[2]
-CLI, SETTINGS = cli_page(), settings_page()
+CLI = cli_page()
+SETTINGS = settings_page()
 
 
 def test_every_command_has_a_section_with_its_options():
-    parts = dict(zip(*[iter(re.split(r"^## (.*)$", CLI, flags=re.MULTILINE)[1:])] * 2, strict=True))
+    sections = dict(zip(*[iter(re.split(r"^## (.*)$", CLI, flags=re.MULTILINE)[1:])] * 2, strict=True))
     listed = list(commands())
-    assert [command.name for command in listed] == list(parts)
+    assert [command.name for command in listed] == list(sections)
     assert {command.name.split()[1] for command in listed} == set(COMMANDS)
     for command in listed:
         for option in command.options:
             assert option.help, (command.name, option.flags)
             for flag in option.flags:
-                assert f"`{flag}`" in parts[command.name], (command.name, flag)
+                assert f"`{flag}`" in sections[command.name], (command.name, flag)
 
 
-def test_every_setting_and_every_variable_that_the_code_names_is_there():
+def test_every_setting_and_environment_variable_is_listed():
     for settings, prefix in ((ServiceSettings, "EPLB_"), (AgentSettings, "EPLB_AGENT_")):
         for name in settings.model_fields:
             assert f"| `{name}` | `{prefix}{name.upper()}` |" in SETTINGS
@@ -49,10 +50,10 @@ def test_every_setting_and_every_variable_that_the_code_names_is_there():
     assert {variable for variable in named if f"`{variable}`" not in SETTINGS} == set()
 
 
-def test_every_metric_of_a_scrape_is_there_with_its_labels_and_meaning():
+def test_every_metric_is_listed_with_its_labels_and_meaning():
     page = metrics_page()
-    made = Metrics()
-    for family in made.registry.collect():
+    metrics = Metrics()
+    for family in metrics.registry.collect():
         if "_process_" not in family.name:
             name = family.name + ("_total" if family.type == "counter" else "")
             assert f"| `{name}` | {family.type} | " in page
@@ -73,22 +74,22 @@ def test_every_alert_is_in_the_runbook():
 def test_every_problem_is_in_the_runbook():
     source = inspect.getsource(health.problems)
     texts = {
-        part.value.strip(" :,")
+        constant.value.strip(" :,")
         for node in ast.walk(ast.parse(source))
         if isinstance(node, (ast.JoinedStr, ast.Return))
-        for part in ast.walk(node)
-        if isinstance(part, ast.Constant) and isinstance(part.value, str) and len(part.value) > 8
+        for constant in ast.walk(node)
+        if isinstance(constant, ast.Constant) and isinstance(constant.value, str) and len(constant.value) > 8
     }
     assert len(texts) >= 5
     of_problems = (ROOT / "docs/runbook.md").read_text().partition("## Problems")[2]
     assert {text for text in texts if text not in of_problems} == set()
 
 
-def test_links_of_root_pages_are_those_of_the_site():
+def test_links_of_root_pages_are_converted_for_the_site():
     text = "[a](docs/faults.md) [b](CHANGELOG.md) [c](deploy/) [d](https://x.org)"
     assert site_links(text) == "[a](faults.md) [b](changelog.md) c [d](https://x.org)"
 
 
-def test_the_adapter_page_shows_the_example_that_is_tested():
+def test_the_adapter_page_shows_the_tested_example():
     page = on_page_markdown((ROOT / "docs/adapter.md").read_text())
     assert (ROOT / "examples/toy_host.py").read_text() in page

@@ -1,4 +1,4 @@
-"""Every row of the pages of faults and of operators names a test, and every test that it names exists."""
+"""Every row of the fault and operator pages names tests that exist."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ SOURCES = "".join(path.read_text() for path in (ROOT / "tests").rglob("*.py"))
 
 
 def rows() -> list[tuple[str, str]]:
-    """First and last cell of each fault; ``the same`` stands for the cell above."""
-    found: list[tuple[str, str]] = []
+    """Return the first and last cell of each fault. ``the same`` repeats the cell above."""
+    faults: list[tuple[str, str]] = []
     for line in PAGE.splitlines():
         cells = [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
         if len(cells) == 4 and cells[0] != "fault" and set(cells[0]) != {"-"}:
             last = cells[3]
             if last.startswith("the same"):
-                last = found[-1][1] + last.removeprefix("the same")
-            found.append((cells[0], last))
-    assert len(found) > 40
-    return found
+                last = faults[-1][1] + last.removeprefix("the same")
+            faults.append((cells[0], last))
+    assert len(faults) > 40
+    return faults
 
 
 ROWS = rows()
 
 
 @pytest.mark.parametrize(("fault", "shown"), ROWS, ids=[fault for fault, _ in ROWS])
-def test_a_fault_is_shown_by_tests_that_exist(fault: str, shown: str) -> None:
+def test_the_tests_of_a_fault_exist(fault: str, shown: str) -> None:
     files = re.findall(r"`([a-z_/]+(?:\.py|/))`", shown)
     names = re.findall(r"`(test_\w+?)_?…?`", shown)
     assert files or names or "`misbehaving`" in shown or "explorer" in shown, f"{shown!r} names no test"
@@ -51,14 +51,14 @@ def named(cell: str) -> list[str]:
     return re.findall(r"`([\w.]+)`", cell)
 
 
-def test_every_operator_has_one_row_and_is_checked_there() -> None:
+def test_every_operator_has_one_row_that_names_its_check() -> None:
     rows = [(name, held) for operators, _, _, held in OPERATORS for name in named(operators)]
     assert sorted(name for name, _ in rows) == sorted(constraints.CHECKS)
     for name, held in rows:
         assert constraints.CHECKS[name].__name__ in named(held), name
 
 
-def test_every_test_of_an_operator_exists() -> None:
+def test_the_tests_of_an_operator_exist() -> None:
     names = {name for _, _, _, held in OPERATORS for name in named(held)} - {"constraints.py"}
     names -= {check.__name__ for check in constraints.CHECKS.values()}
     assert {name for name in names if f"def {name}(" not in SOURCES} == set()

@@ -1,4 +1,4 @@
-"""Every command of the tutorial runs as it is written, in its order, and leaves the files that the text names."""
+"""The tutorial's commands run verbatim, in order, and write the files that the text names."""
 
 import asyncio
 import contextlib
@@ -27,12 +27,13 @@ def commands(kind):
     ]
 
 
-COMMANDS, OF_A_SERVICE = commands("sh"), commands("sh service")
+COMMANDS = commands("sh")
+OF_A_SERVICE = commands("sh service")
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A copy of ``docs/tutorial`` that commands are run in."""
+    """Copy ``docs/tutorial`` to a working folder for the commands."""
     copy = tmp_path_factory.mktemp("tutorial") / "tutorial"
     shutil.copytree(DOCS / "tutorial", copy)
     return copy
@@ -53,7 +54,7 @@ def test_every_command_runs(folder, monkeypatch, capsys):
     assert {command.split()[1] for command in COMMANDS[1:]} == {"trace", "advise", "replay", "solve"}
     assert {command.split()[1] for command in OF_A_SERVICE} == {"trace", "history", "status"}
     monkeypatch.chdir(folder)
-    # As the installed command starts, which does not put the current folder on the path.
+    # The installed command does not put the current folder on the path either.
     monkeypatch.setattr(sys, "path", [path for path in sys.path if path not in ("", str(folder))])
     for command in COMMANDS[1:]:
         run(command, capsys)
@@ -61,7 +62,7 @@ def test_every_command_runs(folder, monkeypatch, capsys):
         assert (folder / name).exists(), name
 
 
-async def test_every_command_that_asks_a_service_runs_beside_one(folder, monkeypatch, capsys):
+async def test_every_operator_command_runs_beside_a_service(folder, monkeypatch, capsys):
     monkeypatch.chdir(folder)
     async with running_service(settings()) as service, FakeGroup(service.address) as group:
         monkeypatch.setenv("EPLB_ADDRESS", service.address)
@@ -79,7 +80,7 @@ async def test_every_command_that_asks_a_service_runs_beside_one(folder, monkeyp
 
 
 async def serve(group):
-    """Steps as a model makes them, and a plan as soon as there is one."""
+    """Send heat like a model, carry out the first plan, and continue until cancelled."""
     for number in range(4):
         await group.send_heat(skewed_heat(8, seed=number))
     await group.carry_out(await group.hear_plan())

@@ -1,4 +1,4 @@
-"""The page on vLLM is enough by itself: its commands run as they are written, against a service with TLS and tokens."""
+"""The vLLM page is complete: its commands run verbatim against a service with TLS and tokens."""
 
 import os
 import re
@@ -22,8 +22,8 @@ def block(kind):
 
 
 @pytest.fixture
-def at_home(tmp_path):
-    """Runs commands of the page as one shell's; the host is this one, its port a free one."""
+def shell(tmp_path):
+    """Run the page's commands in one folder, with localhost and a free port as the service's address."""
     address = free_address()
     port = address.rpartition(":")[2]
     shutil.copytree(ROOT / "deploy", tmp_path / "deploy")
@@ -44,14 +44,14 @@ def at_home(tmp_path):
     return start, run
 
 
-def test_service_doctor_and_operator_work_as_the_page_says(at_home):
-    start, run = at_home
+def test_service_doctor_and_operator_commands_of_the_page_work(shell):
+    start, run = shell
     service = start("sh service")
     try:
-        while (
-            "not_found" not in (said := run("sh operator")[1].lower().replace(" ", "_"))
-            and "no_deployment" not in said
-        ):
+        while True:
+            output = run("sh operator")[1].lower().replace(" ", "_")
+            if "not_found" in output or "no_deployment" in output:
+                break
             assert service.poll() is None, "the service has ended"
             time.sleep(1)
         status, findings = run("sh rank")
@@ -64,11 +64,11 @@ def test_service_doctor_and_operator_work_as_the_page_says(at_home):
     assert "FAILED" not in findings
 
 
-def test_what_the_log_shows_is_what_the_agent_logs():
+def test_the_log_excerpt_matches_the_agents_messages():
     sources = "".join(path.read_text() for path in (ROOT / "worker_agent").rglob("*.py"))
     lines = block("text log").splitlines()
     assert len(lines) == 4
     for line in lines:
         fixed = re.sub(r"\d+|\bdecode\b|eplb\.example:0*\S*|\.\.\.", "\0", line)
-        pattern = r"%[ds]".join(re.escape(part) for part in re.split("\0+", fixed))
+        pattern = r"%[ds]".join(re.escape(text) for text in re.split("\0+", fixed))
         assert re.search(pattern, sources), line

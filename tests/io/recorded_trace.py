@@ -1,6 +1,9 @@
-"""Facts of a deployment whose heat is recorded."""
+"""Facts of the deployment that the recording tests use."""
 
 from eplb_service.io.trace import TraceFacts
 
-RANKS, SLOTS, LAYERS, EXPERTS = 4, 3, 2, 8
+RANKS = 4
+SLOTS = 3
+LAYERS = 2
+EXPERTS = 8
 FACTS = TraceFacts(model="toy", ranks=RANKS, slots=SLOTS)

@@ -1,4 +1,4 @@
-"""A file whose array could be two things is refused with the question that decides, and read as the answer says."""
+"""Tests of ambiguous arrays: the error asks for an option, and that option decides how the file is read."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ QUESTIONS = {
 
 
 @pytest.mark.parametrize(("name", "write", "question", "answer", "shape"), QUESTIONS.values(), ids=QUESTIONS)
-def test_what_could_be_two_things_is_asked(
+def test_an_ambiguous_array_is_rejected_until_an_option_decides(
     tmp_path: Path, name: str, write: Any, question: str, answer: dict[str, Any], shape: tuple[int, int, int]
 ) -> None:
     path = tmp_path / name
@@ -101,7 +101,7 @@ def test_what_could_be_two_things_is_asked(
     assert open_trace(path, ReadAs(**answer)).shape == shape
 
 
-def test_a_map_says_that_tokens_are_by_slot(tmp_path: Path) -> None:
+def test_a_map_implies_tokens_by_slot(tmp_path: Path) -> None:
     np.savez(tmp_path / "a.npz", heat=COUNTS_TLP)
     assert open_trace(tmp_path / "a.npz", ReadAs(phy2log=PLACED_LP)).shape == (7, 4, 32)
     np.save(tmp_path / "a.npy", COUNTS_TLP.reshape(7, 4, 8, 5))
@@ -109,12 +109,12 @@ def test_a_map_says_that_tokens_are_by_slot(tmp_path: Path) -> None:
     assert (by_rank.facts.ranks, by_rank.facts.slots) == (8, 5)
 
 
-def test_how_many_experts_there_are_is_said_where_it_is_taken_from_choices(tmp_path: Path) -> None:
+def test_the_origin_says_if_the_expert_count_is_inferred(tmp_path: Path) -> None:
     np.savez(tmp_path / "a.npz", routes=ROUTES_KLC)
     assert (
         "16 experts according to the largest that was chosen"
         in open_trace(tmp_path / "a.npz", ReadAs(batch=10)).facts.origin
     )
-    known = open_trace(tmp_path / "a.npz", ReadAs(batch=10, experts=32))
-    assert known.experts == 32
-    assert "largest" not in known.facts.origin
+    trace = open_trace(tmp_path / "a.npz", ReadAs(batch=10, experts=32))
+    assert trace.experts == 32
+    assert "largest" not in trace.facts.origin

@@ -1,4 +1,4 @@
-"""A small file that would unpack to gigabytes is refused in one line that says how much, before the memory is taken."""
+"""Tests of small files that would unpack to gigabytes: each is rejected before the memory is allocated."""
 
 import io
 import pickle
@@ -14,12 +14,12 @@ from eplb_service.io.open_trace import read_heat
 from tests.io.traces import refusal
 
 MAX_BYTES = 300 << 20
-"""Memory that a refusal may have taken meanwhile."""
+"""Limit on the memory that rejecting a file may use, in bytes."""
 
 
 @pytest.fixture(autouse=True)
-def much_memory(monkeypatch):
-    """A machine of 64 GiB: what has less may refuse them for that alone."""
+def _memory_of_64_gib(monkeypatch):
+    """Simulate 64 GiB of memory, because a smaller machine may reject the files for lack of memory."""
     monkeypatch.setattr("eplb_service.io.containers.os.sysconf", lambda _: 1 << 18)
 
 
@@ -30,7 +30,7 @@ def zipped(path, members, how=zipfile.ZIP_STORED):
 
 
 def stride_0(count):
-    """A pickle of so many tensors of 2^26 numbers, all of them the one number of a storage."""
+    """Return a pickle of ``count`` tensors of 2^26 numbers that all alias one stored number."""
 
     class Rebuilt:
         def __init__(self, storage):
@@ -47,14 +47,15 @@ def stride_0(count):
         def persistent_id(self, value):
             return tuple(value) if isinstance(value, Storage) else None
 
-    torch, file = pytest.importorskip("torch"), io.BytesIO()
+    torch = pytest.importorskip("torch")
+    file = io.BytesIO()
     storage = Storage(("storage", torch.FloatStorage, "0", "cpu", 1))
     Pickler(file, protocol=2).dump([Rebuilt(storage) for _ in range(count)])
     return file.getvalue()
 
 
 def shared(levels):
-    """A pickle of a list of 64 times the same list, and so on: 64^levels numbers in a few hundred bytes."""
+    """Return a pickle of nested lists, each 64 times the same list: 64^levels numbers in a few hundred bytes."""
     value = [1] * 64
     for _ in range(levels - 1):
         value = [value] * 64
@@ -68,17 +69,17 @@ def itself():
 
 
 def byte_array(size):
-    """A pickle that calls ``bytearray(size)``."""
+    """Return a pickle that calls ``bytearray(size)``."""
     return b"\x80\x02c__builtin__\nbytearray\n\x8a\x08" + size.to_bytes(8, "little") + b"\x85R."
 
 
 def lists(count):
-    """A pickle that makes so many empty lists."""
+    """Return a pickle that creates ``count`` empty lists."""
     return b"\x80\x02]" + b"(" + b"]" * count + b"e."
 
 
 @pytest.mark.parametrize(
-    ("program", "how", "says"),
+    ("program", "how", "message"),
     [
         (lists(1 << 20), zipfile.ZIP_BZIP2, "uses a compression that numpy and torch do not use"),
         (lists(1 << 20), zipfile.ZIP_LZMA, "uses a compression that numpy and torch do not use"),
@@ -89,41 +90,42 @@ def lists(count):
         (byte_array(1 << 34), zipfile.ZIP_STORED, "asks for __builtin__.bytearray"),
     ],
 )
-def test_a_pickle(tmp_path, program, how, says):
+def test_a_pickle_bomb_is_rejected(tmp_path, program, how, message):
     pytest.importorskip("torch")
     path = tmp_path / "bomb.pt"
     zipped(path, {"a/data.pkl": program, "a/version": "3\n"}, how)
     assert path.stat().st_size < 1 << 17
     tracemalloc.start()
     try:
-        assert says in refusal(path)
+        assert message in refusal(path)
         assert tracemalloc.get_traced_memory()[1] < MAX_BYTES
     finally:
         tracemalloc.stop()
 
 
-def test_tensors_of_stride_0(tmp_path):
+def test_many_expanded_tensors_are_rejected(tmp_path):
     path = tmp_path / "bomb.pt"
     members = {"a/data.pkl": stride_0(2), "a/version": "3\n", "a/data/0": np.ones(1, "<f4").tobytes()}
     zipped(path, members)
     assert "asks for 0.5 GiB of memory, though it has only" in refusal(path)
 
 
-def test_one_tensor_that_is_expanded_is_read(tmp_path):
+def test_one_expanded_tensor_is_read(tmp_path):
     torch = pytest.importorskip("torch")
     path = tmp_path / "heat.pt"
     torch.save(torch.ones(1, 1, 8).expand(4096, 58, 8), path)
     assert read_torch(path).shape == (4096, 58, 8)
 
 
-def test_an_archive_of_arrays(tmp_path):
+def test_an_archive_bomb_is_rejected(tmp_path):
     path = tmp_path / "bomb.npz"
     zipped(path, {"heat.npy": bytes(1 << 20)}, zipfile.ZIP_BZIP2)
     assert "uses a compression that numpy and torch do not use" in refusal(path)
 
 
-def test_a_table_of_equal_rows(tmp_path):
-    pa, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+def test_a_table_of_equal_rows_is_rejected(tmp_path):
+    pa = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
     path = tmp_path / "bomb.parquet"
     zeros = np.zeros(1_000_000, dtype=np.int64)
     table = pa.table(dict.fromkeys(("step", "layer", "expert", "tokens"), zeros))
@@ -134,8 +136,9 @@ def test_a_table_of_equal_rows(tmp_path):
     assert "asks for 0.4 GiB of memory" in refusal(path)
 
 
-def test_a_table_of_long_texts(tmp_path):
-    pa, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+def test_a_table_of_long_texts_is_rejected(tmp_path):
+    pa = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
     path = tmp_path / "bomb.parquet"
     text = pa.array(["1" * (1 << 20)]).dictionary_encode().take(pa.array([0] * 4096))
     numbers = pa.array(np.zeros(4096, dtype=np.int64))
@@ -145,7 +148,7 @@ def test_a_table_of_long_texts(tmp_path):
     assert "has the column tokens of type" in refusal(path)
 
 
-def test_a_row_far_from_the_others(tmp_path):
+def test_a_row_with_a_distant_step_is_rejected(tmp_path):
     path = tmp_path / "bomb.csv"
     path.write_text("step,layer,expert,tokens\n0,0,0,1\n999999,99,99,1\n")
     assert "asks for 1.5 GiB of memory, though it has only" in refusal(path)

@@ -1,4 +1,4 @@
-"""Every reader honours each option or refuses it by name, and leaves out dense layers, naming those that remain."""
+"""Tests of all readers: each option has an effect or is rejected, and dense layers are skipped."""
 
 from __future__ import annotations
 
@@ -22,29 +22,30 @@ from eplb_service.io.placement_file import read_map, write_placement
 from eplb_service.io.trace import ArrayTrace, TraceFacts
 from tests.io.traces import slots_of
 
-STEPS, EXPERTS = 6, 4
+STEPS = 6
+EXPERTS = 4
 MOE = (3, 5)
-"""Layers of a model of 7 that have experts."""
+"""MoE layers of a model with 7 layers."""
 LAYERS = 7
 PHY2LOG_LP = np.array([[0, 1, 2, 3, 0, 1], [3, 2, 1, 0, 3, 2]])
 HEAT_TLE = np.random.default_rng(0).integers(1, 60, (STEPS, len(MOE), EXPERTS))
 
 
 def with_dense(heat_TLE: Any) -> Any:
-    """Heat with a row of zeros for each dense layer."""
+    """Return the heat with a row of zeros for each dense layer."""
     whole_TLE = np.zeros((len(heat_TLE), LAYERS, *heat_TLE.shape[2:]), dtype=np.int64)
     whole_TLE[:, MOE] = heat_TLE
     return whole_TLE
 
 
-def whole_map() -> Any:
+def model_map() -> Any:
     map_LP = np.tile(np.arange(6) % EXPERTS, (LAYERS, 1))
     map_LP[list(MOE)] = PHY2LOG_LP
     return map_LP
 
 
 def routes() -> Any:
-    """Two different choices of each of 6 tokens in MoE layers, and zeros in dense ones."""
+    """Return two different choices for each of 6 tokens in the MoE layers, and zeros in the dense layers."""
     chosen_KLC = np.zeros((STEPS, LAYERS, 2), dtype=np.int64)
     chosen_KLC[:, MOE] = [[[0, 1], [2, 3]], [[1, 2], [3, 0]], [[2, 3], [0, 1]]] * 2
     return chosen_KLC
@@ -112,7 +113,7 @@ SGLANG_RECORDS = [
     for step in range(STEPS)
 ]
 VLLM_RECORDS = [
-    {"record_type": "eplb_load_stats", "expert_load": counts.tolist(), "p2l_map": whole_map().tolist()}
+    {"record_type": "eplb_load_stats", "expert_load": counts.tolist(), "p2l_map": model_map().tolist()}
     for counts in with_dense(SLOTS_TLP)
 ]
 MEGATRON_RECORDS = [
@@ -128,7 +129,7 @@ FORMATS: dict[str, tuple[Callable[[Path], Path], set[str]]] = {
     "npz of heat": (npz(heat=with_dense(HEAT_TLE)), {"meaning", "experts", "phy2log"}),
     "npz of weights": (npz(weight=with_dense(HEAT_TLE)[0]), {"meaning", "experts", "phy2log"}),
     "npz of slots": (
-        npz(expert_load_window=with_dense(SLOTS_TLP), physical_to_logical_map=whole_map()),
+        npz(expert_load_window=with_dense(SLOTS_TLP), physical_to_logical_map=model_map()),
         {"meaning", "experts", "phy2log"},
     ),
     "npz of routes": (
@@ -149,7 +150,7 @@ FORMATS: dict[str, tuple[Callable[[Path], Path], set[str]]] = {
         {"meaning", "experts"},
     ),
     "SGLang's records": (
-        text("a.json", {"records": SGLANG_RECORDS, "last_physical_to_logical_map": whole_map().tolist()}),
+        text("a.json", {"records": SGLANG_RECORDS, "last_physical_to_logical_map": model_map().tolist()}),
         {"experts", "phy2log"},
     ),
     "vLLM's load": (text("a.jsonl", *VLLM_RECORDS), {"experts", "phy2log"}),
@@ -157,10 +158,10 @@ FORMATS: dict[str, tuple[Callable[[Path], Path], set[str]]] = {
     "Megatron's routes": (text("router.jsonl", *MEGATRON_RECORDS), {"experts"}),
     "responses": (text("a.jsonl", *RESPONSES), {"experts", "batch", "top_k"}),
 }
-"""How a file of each format is written, and the options that its reader uses."""
+"""Writer of a file in each format, and the options that its reader uses."""
 OPTIONS: dict[str, tuple[Any, str]] = {
     "meaning": ("weights", "--as"),
-    "phy2log": (whole_map()[:, ::-1], "--map"),
+    "phy2log": (model_map()[:, ::-1], "--map"),
     "experts": (EXPERTS + 3, "--experts"),
     "batch": (3, "--batch"),
     "top_k": (5, "--top-k"),
@@ -169,11 +170,11 @@ NEEDED: dict[str, dict[str, Any]] = {
     "npz of routes": {"batch": 2},
     "responses": {"batch": 2},
 }
-"""Options without which these small files are refused."""
+"""Options that these small files need."""
 
 
-def found(path: Path, **options: Any) -> str:
-    """What a file is read as, or how it is refused."""
+def outcome_of(path: Path, **options: Any) -> str:
+    """Return the facts and heat of a file, or the message of its rejection."""
     try:
         trace = open_trace(path, ReadAs(**options))
         return f"{trace.facts} {trace.heat(0, trace.steps).tolist()}"
@@ -183,14 +184,15 @@ def found(path: Path, **options: Any) -> str:
 
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("name", FORMATS)
-def test_an_option_has_an_effect_or_is_refused(name: str, option: str, tmp_path: Path) -> None:
+def test_an_option_has_an_effect_or_is_rejected(name: str, option: str, tmp_path: Path) -> None:
     write, used = FORMATS[name]
-    path, (value, flag) = write(tmp_path), OPTIONS[option]
+    path = write(tmp_path)
+    (value, flag) = OPTIONS[option]
     needed = NEEDED.get(name, {})
-    without = found(path, **needed)
+    without = outcome_of(path, **needed)
     assert without.startswith("TraceFacts"), without
     value = "slots" if option == "meaning" and "weights" in name else value
-    outcome = found(path, **needed | {option: value})
+    outcome = outcome_of(path, **needed | {option: value})
     if option in used:
         assert outcome != without
     else:
@@ -200,7 +202,8 @@ def test_an_option_has_an_effect_or_is_refused(name: str, option: str, tmp_path:
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_the_right_number_of_experts_changes_nothing_else(name: str, tmp_path: Path) -> None:
-    path, needed = FORMATS[name][0](tmp_path), NEEDED.get(name, {})
+    path = FORMATS[name][0](tmp_path)
+    needed = NEEDED.get(name, {})
     trace = open_trace(path, ReadAs(**needed, experts=EXPERTS))
     np.testing.assert_array_equal(
         trace.heat(0, trace.steps), open_trace(path, ReadAs(**needed)).heat(0, trace.steps)
@@ -208,7 +211,7 @@ def test_the_right_number_of_experts_changes_nothing_else(name: str, tmp_path: P
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_dense_layers_are_left_out_and_the_others_keep_their_numbers(name: str, tmp_path: Path) -> None:
+def test_dense_layers_are_skipped_and_moe_layers_keep_their_numbers(name: str, tmp_path: Path) -> None:
     trace = open_trace(FORMATS[name][0](tmp_path), ReadAs(**NEEDED.get(name, {})))
     assert trace.facts.layer_numbers == MOE
     assert trace.heat(0, trace.steps).any(axis=(0, 2)).all()
@@ -217,11 +220,11 @@ def test_dense_layers_are_left_out_and_the_others_keep_their_numbers(name: str, 
         np.testing.assert_array_equal(trace.heat(0, trace.steps), expected)
 
 
-def test_experts_that_never_got_a_token_are_there_if_their_number_is_stated(tmp_path: Path) -> None:
+def test_the_experts_option_adds_experts_without_tokens(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("step,layer,expert,tokens\n0,0,6,5\n1,0,2,5\n")
     assert open_trace(tmp_path / "a.csv", ReadAs(experts=8)).shape == (2, 1, 8)
     assert "7 experts according to the largest in the table" in open_trace(tmp_path / "a.csv").facts.origin
-    assert "names expert 6, but --experts is 4" in found(tmp_path / "a.csv", experts=4)
+    assert "names expert 6, but --experts is 4" in outcome_of(tmp_path / "a.csv", experts=4)
 
 
 @pytest.mark.parametrize(
@@ -235,14 +238,16 @@ def test_experts_that_never_got_a_token_are_there_if_their_number_is_stated(tmp_
 )
 def test_a_placement_is_not_read_as_tokens(placement: Any, tmp_path: Path) -> None:
     np.save(tmp_path / "a.npy", placement)
-    assert "like a placement or an expert map, not tokens" in found(tmp_path / "a.npy")
+    assert "like a placement or an expert map, not tokens" in outcome_of(tmp_path / "a.npy")
 
 
 class Entry:
-    """An entry point of an installed package."""
+    """A stand-in for an entry point of an installed package."""
 
     def __init__(self, name: str, read: Any) -> None:
-        self.name, self.value, self._read = name, f"package:{name}", read
+        self.name = name
+        self.value = f"package:{name}"
+        self._read = read
 
     def load(self) -> Any:
         if isinstance(self._read, Exception):
@@ -263,24 +268,24 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def read_lines() -> Any:
-    """The reader that the docs show."""
+    """Load the reader that the docs show."""
     page = (Path(__file__).parents[2] / "docs/files.md").read_text()
     names: dict[str, Any] = {}
     exec(page.partition("```python\n")[2].partition("```")[0], names)
     return names["read_lines"]
 
 
-def test_an_installed_package_may_read_further_formats(installed: Any, tmp_path: Path) -> None:
+def test_an_installed_package_can_add_a_format(installed: Any, tmp_path: Path) -> None:
     installed(Entry("lines", read_lines()))
     (tmp_path / "a.lines").write_text("1 2 3\n4 5 6\n")
     assert open_trace(tmp_path / "a.lines").heat(0, 2).tolist() == [[[1, 2, 3]], [[4, 5, 6]]]
-    assert "for which --batch has no effect" in found(tmp_path / "a.lines", batch=4)
+    assert "for which --batch has no effect" in outcome_of(tmp_path / "a.lines", batch=4)
     np.savez(tmp_path / "a.npz", heat=HEAT_TLE)
     assert open_trace(tmp_path / "a.npz").shape == HEAT_TLE.shape
 
 
 @pytest.mark.parametrize(
-    ("read", "says"),
+    ("read", "message"),
     [
         (
             ImportError("no such module"),
@@ -290,16 +295,16 @@ def test_an_installed_package_may_read_further_formats(installed: Any, tmp_path:
         (lambda path, read_as: [[1]], "the trace format bad returned a list; expected a Trace or None"),
     ],
 )
-def test_a_package_that_fails_is_named(read: Any, says: str, installed: Any, tmp_path: Path) -> None:
+def test_a_failing_reader_names_its_package(read: Any, message: str, installed: Any, tmp_path: Path) -> None:
     installed(Entry("bad", read))
-    with pytest.raises(HeatError, match=says):
+    with pytest.raises(HeatError, match=message):
         open_trace(FORMATS["npz of heat"][0](tmp_path))
 
 
 def map_file(folder: Path, format: str, numbers: tuple[int, ...], draft_layers: int = 0) -> Path:
-    """Write a placement file with the rows of ``whole_map`` for these model layers."""
+    """Write a placement file with the rows of ``model_map`` for these model layers."""
     suffix = {"npz": ".npz", "sglang": ".json", "tensorrt-llm": ".yaml"}.get(format, ".json")
-    placement = Placement(whole_map()[list(numbers)].reshape(len(numbers), 3, 2), EXPERTS)
+    placement = Placement(model_map()[list(numbers)].reshape(len(numbers), 3, 2), EXPERTS)
     path = folder / f"map{suffix}"
     write_placement(path, placement, placement.default_log2phy(), format, numbers, draft_layers)
     return path
@@ -310,10 +315,10 @@ SLOTS = {
     "npz of all layers": npz(slot_heat=with_dense(SLOTS_TLP)),
     "SGLang's records": text("a.json", {"records": SGLANG_RECORDS}),
     "vLLM's load": text(
-        "a.jsonl", *({**record, "p2l_map": whole_map()[:, ::-1].tolist()} for record in VLLM_RECORDS)
+        "a.jsonl", *({**record, "p2l_map": model_map()[:, ::-1].tolist()} for record in VLLM_RECORDS)
     ),
 }
-"""Files of tokens by slot that have no map, or a wrong one."""
+"""Formats with tokens by slot and a missing or wrong map."""
 
 
 @pytest.mark.parametrize("name", SLOTS)
@@ -325,13 +330,13 @@ def test_a_map_is_matched_by_layer_number(name: str, format: str, tmp_path: Path
     np.testing.assert_array_equal(trace.heat(0, trace.steps), HEAT_TLE)
 
 
-def test_a_map_that_counts_moe_layers_is_matched_in_their_order(tmp_path: Path) -> None:
+def test_a_map_numbered_by_moe_layer_is_matched_in_order(tmp_path: Path) -> None:
     read_as = read_map(map_file(tmp_path, "vllm-ascend", MOE, draft_layers=3))
     trace = open_trace(SLOTS["npz of numbered layers"](tmp_path), read_as)
     np.testing.assert_array_equal(trace.heat(0, trace.steps), HEAT_TLE)
 
 
-def test_a_map_without_a_layer_that_has_tokens_is_refused(tmp_path: Path) -> None:
+def test_a_map_that_misses_a_layer_with_tokens_is_rejected(tmp_path: Path) -> None:
     read_as = read_map(map_file(tmp_path, "tensorrt-llm", (3, 4)))
     for name, whose in (
         ("npz of numbered layers", "3, 5"),

@@ -1,4 +1,4 @@
-"""A native trace reads back as it was recorded, in any slices; a crash while it is written costs the last batch."""
+"""Tests of native traces: round trips in any slices, crashes that lose at most one batch, and damage."""
 
 import gzip
 import json
@@ -22,7 +22,10 @@ from eplb_service.io.open_trace import open_trace, read_heat
 from eplb_service.io.trace import ArrayTrace, TraceFacts
 from tests.io.traces import by_expert
 
-RANKS, SLOTS, LAYERS, EXPERTS = 4, 3, 2, 8
+RANKS = 4
+SLOTS = 3
+LAYERS = 2
+EXPERTS = 8
 FACTS = TraceFacts(
     model="toy", ranks=RANKS, slots=SLOTS, top_k=2, phases=("prefill", "decode"), nodes_R=(0, 0, 1, 1)
 )
@@ -46,7 +49,7 @@ def record(path, steps=200, batch=37):
     return path
 
 
-def test_everything_comes_back(tmp_path):
+def test_a_trace_survives_a_round_trip(tmp_path):
     trace = open_trace(record(tmp_path / "a.zarr"))
     assert trace.shape == (200, LAYERS, EXPERTS)
     assert trace.facts == FACTS
@@ -59,12 +62,12 @@ def test_everything_comes_back(tmp_path):
 
 @settings(max_examples=20, deadline=None)
 @given(st.lists(st.integers(1, 150), min_size=1, max_size=6), st.data())
-def test_any_batches_and_any_slice(tmp_path_factory, batches, data):
+def test_any_slice_of_any_batches_is_read(tmp_path_factory, batches, data):
     path = tmp_path_factory.mktemp("traces") / "a.zarr"
     heat_TLE = RNG.integers(0, 2**32, (sum(batches), 1, 3))
     ends = np.cumsum(batches)
     for first, last in zip([0, *ends[:-1]], ends, strict=True):
-        # A writer of its own for each batch: recording stops and goes on.
+        # Each batch has a separate writer, as if recording had been restarted.
         with TraceWriter(path, TraceFacts(), 1, 3) as writer:
             writer.append(heat_TLE[first:last])
     first = data.draw(st.integers(0, len(heat_TLE)))
@@ -73,13 +76,13 @@ def test_any_batches_and_any_slice(tmp_path_factory, batches, data):
 
 
 def placements(epoch):
-    """Each rank has two experts of its own, and one that the next has too."""
+    """Return placements in which each rank shares one of its three experts with the next rank."""
     rows = np.random.default_rng(epoch).permutation(EXPERTS)
     return np.stack([np.roll(rows, -2 * rank)[:SLOTS] for rank in range(RANKS)]).astype(np.int32)
 
 
 def by_slot(path, known_epochs=(0, 5)):
-    """Slots of which layer 1 switches at step 60; returns the trace's folder and the heat by expert."""
+    """Record a trace in which layer 1 switches at step 60; return its folder and its heat by expert."""
     slot_heat_TLP = RNG.integers(0, 50, (100, LAYERS, RANKS * SLOTS))
     epoch_TL = np.zeros((100, LAYERS), dtype=int)
     epoch_TL[60:, 1] = 5
@@ -94,7 +97,7 @@ def by_slot(path, known_epochs=(0, 5)):
     return np.where(epoch_TL[:, :, None] == 5, after_TLE, before_TLE)
 
 
-def test_tokens_by_slot_are_read_under_the_placement_that_they_were_counted_under(tmp_path):
+def test_tokens_by_slot_are_read_under_the_placement_of_their_epoch(tmp_path):
     heat_TLE = by_slot(tmp_path / "a.zarr")
     trace = open_trace(tmp_path / "a.zarr")
     assert trace.by_slot
@@ -102,7 +105,7 @@ def test_tokens_by_slot_are_read_under_the_placement_that_they_were_counted_unde
     assert np.array_equal(trace.heat(55, 65), heat_TLE[55:65])
 
 
-def test_an_epoch_without_placement_is_refused_and_not_guessed(tmp_path):
+def test_an_epoch_without_a_placement_is_rejected(tmp_path):
     by_slot(tmp_path / "a.zarr", known_epochs=(0,))
     trace = open_trace(tmp_path / "a.zarr")
     trace.heat(0, 60)
@@ -115,14 +118,14 @@ def test_a_crash_loses_at_most_the_last_batch(tmp_path):
     writer = TraceWriter(path, FACTS, LAYERS, EXPERTS)
     for step in range(150):
         writer.append(HEAT_TLE[step : step + 1])
-    # No flush and no close: the process is gone.
+    # A killed process neither flushes nor closes its file.
     trace = open_trace(path)
     assert 150 - BATCH_STEPS < trace.steps <= 150
     assert np.array_equal(trace.heat(0, trace.steps), HEAT_TLE[: trace.steps])
 
 
 @pytest.mark.parametrize("nth", range(1, 12))
-def test_a_crash_at_any_write_of_a_batch_leaves_what_was_there(tmp_path, monkeypatch, nth):
+def test_a_crash_at_any_write_keeps_the_earlier_batches(tmp_path, monkeypatch, nth):
     path = record(tmp_path / "a.zarr", steps=100)
     calls = iter(range(1, 100))
     write = zarr_column.write_atomically
@@ -140,13 +143,13 @@ def test_a_crash_at_any_write_of_a_batch_leaves_what_was_there(tmp_path, monkeyp
     trace = open_trace(path)
     assert np.array_equal(trace.heat(0, trace.steps)[:100], HEAT_TLE[:100])
     assert trace.tokens(0, 100).tolist() == list(range(1, 101))
-    # And recording goes on from there.
+    # Recording resumes after the last complete batch.
     with TraceWriter(path, FACTS, LAYERS, EXPERTS) as writer:
         writer.append(HEAT_TLE[trace.steps : 170], source_TRLE=SOURCE_TRLE[trace.steps : 170])
     assert np.array_equal(open_trace(path).heat(0, 170), HEAT_TLE[:170])
 
 
-def test_any_zarr_library_reads_it(tmp_path):
+def test_a_trace_is_readable_by_other_zarr_libraries(tmp_path):
     group = zarr.open_group(record(tmp_path / "a.zarr"), mode="r")
     assert group.attrs["format"] == "eplb-trace"
     assert np.array_equal(group["heat"][:], HEAT_TLE)
@@ -155,8 +158,9 @@ def test_any_zarr_library_reads_it(tmp_path):
 
 
 @pytest.mark.parametrize("keys", [("default", "/"), ("default", "."), ("v2", "."), ("v2", "/")])
-def test_arrays_of_any_zarr_library_are_read_and_appended_to(keys, tmp_path):
-    path, (name, separator) = record(tmp_path / "a.zarr"), keys
+def test_arrays_of_other_zarr_libraries_are_read_and_extended(keys, tmp_path):
+    path = record(tmp_path / "a.zarr")
+    (name, separator) = keys
     shutil.rmtree(path / "heat")
     array = zarr.create_array(
         path / "heat",
@@ -176,7 +180,7 @@ def test_arrays_of_any_zarr_library_are_read_and_appended_to(keys, tmp_path):
     assert np.array_equal(zarr.open_group(path, mode="r")["heat"][:], both_TLE)
 
 
-def test_reading_and_writing_need_no_package_of_zarr_s(tmp_path, monkeypatch):
+def test_reading_and_writing_do_not_need_the_zarr_package(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "zarr", None)
     assert open_trace(record(tmp_path / "a.zarr")).steps == 200
 
@@ -258,7 +262,7 @@ def flip(path):
 
 
 @pytest.mark.parametrize(("damage", "message"), DAMAGE.values(), ids=DAMAGE)
-def test_damage_is_refused_in_one_line(tmp_path, damage, message):
+def test_a_damaged_trace_is_rejected_on_one_line(tmp_path, damage, message):
     path = record(tmp_path / "a.zarr")
     damage(path)
     with pytest.raises(HeatError) as caught:
@@ -267,7 +271,7 @@ def test_damage_is_refused_in_one_line(tmp_path, damage, message):
     assert "\n" not in str(caught.value)
 
 
-def test_what_cannot_be_recorded_is_refused(tmp_path):
+def test_invalid_batches_are_rejected(tmp_path):
     writer = TraceWriter(tmp_path / "a.zarr", FACTS, LAYERS, EXPERTS)
     for heat_TLE, message in [
         (-HEAT_TLE, "whole tokens below 2"),
@@ -291,8 +295,9 @@ def test_what_cannot_be_recorded_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("suffix", [".zarr", ".npz", ".npy"])
-def test_copies_hold_the_slice(tmp_path, suffix):
-    trace, out = open_trace(record(tmp_path / "a.zarr")), tmp_path / f"b{suffix}"
+def test_a_copy_contains_the_slice(tmp_path, suffix):
+    trace = open_trace(record(tmp_path / "a.zarr"))
+    out = tmp_path / f"b{suffix}"
     assert copy_trace(trace, out, (20, 150), (1, None)) == (130, 1, EXPERTS)
     copied = open_trace(out)
     assert np.array_equal(copied.heat(0, 130), HEAT_TLE[20:150, 1:])
@@ -311,7 +316,7 @@ def test_a_native_copy_keeps_slots_and_placements(tmp_path):
     assert np.array_equal(copied.heat(0, 20), heat_TLE[50:70, 1:])
 
 
-def test_a_copy_that_fails_leaves_nothing(tmp_path):
+def test_a_failed_copy_leaves_no_file(tmp_path):
     heat_TLE = HEAT_TLE.astype(float)
     heat_TLE[120, 0, 0] = -1
     for suffix in (".zarr", ".npz", ".npy"):
@@ -320,7 +325,7 @@ def test_a_copy_that_fails_leaves_nothing(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_outputs_are_checked_before_the_work(tmp_path):
+def test_outputs_are_validated_before_any_work(tmp_path):
     (tmp_path / "a.zarr").mkdir()
     for name, message in [
         ("a.zarr", "already exists"),

@@ -1,4 +1,4 @@
-"""A trace of any format is recognised by its content and read as it was written."""
+"""Tests that a trace of any format is recognised by its content and read correctly."""
 
 import json
 
@@ -12,7 +12,7 @@ from tests.io.traces import HEAT_TLE, PHY2LOG_LP, refusal, slots_of
 
 
 @pytest.mark.parametrize("name", ["heat", "counts", "logical_count"])
-def test_npz_under_each_name(tmp_path, name):
+def test_npz_arrays_are_read_under_each_name(tmp_path, name):
     path = tmp_path / "trace.npz"
     np.savez_compressed(path, other=np.zeros(1), **{name: HEAT_TLE})
     heat = read_heat(path)
@@ -20,7 +20,7 @@ def test_npz_under_each_name(tmp_path, name):
     assert np.array_equal(heat, HEAT_TLE)
 
 
-def test_npy_is_mapped_and_keeps_fractions(tmp_path):
+def test_an_npy_file_is_memory_mapped_and_keeps_fractions(tmp_path):
     path = tmp_path / "trace.npy"
     np.save(path, HEAT_TLE / 2)
     trace = open_trace(path)
@@ -29,7 +29,7 @@ def test_npy_is_mapped_and_keeps_fractions(tmp_path):
     assert np.array_equal(trace.heat(1, 2), HEAT_TLE[1:] / 2)
 
 
-def test_deepseek_weights_are_one_step(tmp_path):
+def test_deepseek_weights_are_read_as_one_step(tmp_path):
     path = tmp_path / "weights.npy"
     np.save(path, HEAT_TLE[0])
     assert np.array_equal(read_heat(path), HEAT_TLE[:1])
@@ -44,13 +44,13 @@ def test_deepseek_weights_are_one_step(tmp_path):
     ],
     ids=["array", "named", "SGLang"],
 )
-def test_json(tmp_path, document):
+def test_json_documents_are_read(tmp_path, document):
     path = tmp_path / "trace.json"
     path.write_text(json.dumps(document))
     assert np.array_equal(read_heat(path), HEAT_TLE)
 
 
-def test_csv_of_counts_in_any_order_and_of_weights(tmp_path):
+def test_csv_counts_and_weights_are_read(tmp_path):
     path = tmp_path / "trace.csv"
     rows = [f"{count},{t + 5},{layer},{e}" for (t, layer, e), count in np.ndenumerate(HEAT_TLE) if count]
     path.write_text("tokens,step,layer,expert\n" + "\n".join(rows[::-1]) + "\n")
@@ -59,12 +59,12 @@ def test_csv_of_counts_in_any_order_and_of_weights(tmp_path):
     assert np.array_equal(read_heat(path, ReadAs(meaning="weights")), HEAT_TLE[:1])
 
 
-def test_routes_are_batched_by_the_stated_rule(tmp_path):
+def test_routes_are_batched_by_the_documented_rule(tmp_path):
     path = tmp_path / "routes.npz"
     routes_KLC = np.array([[[0, 1]], [[1, 2]], [[2, 3]], [[3, 0]], [[0, 2]], [[1, 3]]], dtype=np.uint8)
     np.savez(path, routes=routes_KLC, req_ptr=np.array([0, 3, 4, 6]), num_experts=np.int64(5))
     trace = open_trace(path, ReadAs(batch=2))
-    # Requests 0 (tokens 0, 1, 2) and 1 (token 3) begin; request 2 (tokens 4, 5) takes the place of request 1.
+    # Requests 0 (tokens 0, 1, 2) and 1 (token 3) begin; request 2 (tokens 4, 5) replaces request 1.
     steps = [(0, 3), (1, 4), (2, 5)]
     wanted_TE = np.zeros((3, 5), dtype=int)
     for step, tokens in enumerate(steps):
@@ -77,7 +77,7 @@ def test_routes_are_batched_by_the_stated_rule(tmp_path):
     assert open_trace(path, ReadAs(batch=3)).steps == 1
 
 
-def test_sources_and_phases_come_with_the_heat(tmp_path):
+def test_sources_and_phases_are_read_with_the_heat(tmp_path):
     path = tmp_path / "demo.npz"
     source_TRLE = np.random.default_rng(0).integers(0, 9, (20, 4, 3, 8))
     phase_T = np.arange(20) % 2
@@ -94,7 +94,7 @@ def test_sources_and_phases_come_with_the_heat(tmp_path):
     assert "expected one integer from 0 to 0 per step" in refusal(path)
 
 
-def test_counts_of_more_than_the_experts_that_there_are_may_be_slots(tmp_path):
+def test_more_columns_than_experts_suggest_tokens_by_slot(tmp_path):
     path = tmp_path / "load.npy"
     np.save(path, slots_of(HEAT_TLE, PHY2LOG_LP))
     with pytest.raises(

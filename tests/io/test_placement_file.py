@@ -1,4 +1,4 @@
-"""A placement survives being written and read in each format; a file that is none is refused in one line."""
+"""Tests of placement files: round trips in each format, and rejection of other files on one line."""
 
 import json
 
@@ -12,7 +12,7 @@ from eplb_service.io.placement_file import _expert_map_document, read_map, read_
 PLACEMENT = Placement.linear(layers=3, experts=6, ranks=4, slots=2)
 
 
-def test_each_engine_finds_its_own_keys(tmp_path):
+def test_each_engine_finds_its_keys(tmp_path):
     tables = PLACEMENT.default_log2phy()
     flat = PLACEMENT.phy2log_LRS.reshape(3, 8).tolist()
     write_placement(tmp_path / "a.json", PLACEMENT, tables)
@@ -39,14 +39,14 @@ def test_each_engine_finds_its_own_keys(tmp_path):
         ),
     ],
 )
-def test_formats_that_cannot_be_written(tmp_path, name, format, message):
+def test_an_unsuitable_format_is_rejected(tmp_path, name, format, message):
     with pytest.raises(PlacementError) as caught:
         write_placement(tmp_path / name, PLACEMENT, PLACEMENT.default_log2phy(), format)
     assert message in str(caught.value)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_reads_what_sglang_saves(tmp_path):
+def test_a_file_saved_by_sglang_is_read(tmp_path):
     torch = pytest.importorskip("torch")
     path = tmp_path / "placement.pt"
     torch.save({"physical_to_logical_map": torch.tensor(PLACEMENT.phy2log_LRS.reshape(3, 8))}, path)
@@ -104,13 +104,13 @@ def refusal(path, experts=6, ranks=4):
         ),
     ],
 )
-def test_json_that_is_no_expert_map_is_refused(tmp_path, text, message):
+def test_json_that_is_not_an_expert_map_is_rejected(tmp_path, text, message):
     path = tmp_path / "map.json"
     path.write_text(text, encoding="latin-1")
     assert message in refusal(path, ranks=1)
 
 
-def test_placements_of_another_shape_are_refused(tmp_path):
+def test_placements_of_another_shape_are_rejected(tmp_path):
     path = tmp_path / "placement.npz"
     np.savez(path, phy2log=PLACEMENT.phy2log_LRS)
     assert "places the experts on 4 ranks; expected 8" in refusal(path, ranks=8)
@@ -122,24 +122,25 @@ def test_placements_of_another_shape_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize("numbers", [None, range(3, 6), range(1, 6, 2)])
-def test_sglang_counts_all_layers_of_the_model_and_gets_each_where_it_looks_for_it(tmp_path, numbers):
-    path, places = tmp_path / "map.json", list(numbers or range(3))
+def test_an_sglang_file_has_a_row_for_every_model_layer(tmp_path, numbers):
+    path = tmp_path / "map.json"
+    rows_of_layers = list(numbers or range(3))
     write_placement(path, PLACEMENT, PLACEMENT.default_log2phy(), "sglang", numbers)
     rows_LP = json.loads(path.read_text())["physical_to_logical_map"]
     flat_LP = PLACEMENT.phy2log_LRS.reshape(3, 8).tolist()
-    assert [rows_LP[number] for number in places] == flat_LP
+    assert [rows_LP[number] for number in rows_of_layers] == flat_LP
     in_order = [slot % 6 for slot in range(8)]
-    assert all(row == in_order for number, row in enumerate(rows_LP) if number not in places)
-    assert len(rows_LP) == places[-1] + 1
+    assert all(row == in_order for number, row in enumerate(rows_LP) if number not in rows_of_layers)
+    assert len(rows_LP) == rows_of_layers[-1] + 1
 
 
 @pytest.mark.parametrize("numbers", [[0] * PLACEMENT.layers, [1], range(PLACEMENT.layers, 0, -1)])
-def test_layer_numbers_that_are_none_are_refused(tmp_path, numbers):
+def test_invalid_layer_numbers_are_rejected(tmp_path, numbers):
     with pytest.raises(PlacementError, match="increasing numbers of at least 0"):
         write_placement(tmp_path / "map.json", PLACEMENT, PLACEMENT.default_log2phy(), "sglang", numbers)
 
 
-def test_vllm_s_file_names_layers_as_text_and_has_one_placement(tmp_path):
+def test_vllm_files_name_layers_as_text_and_have_one_placement(tmp_path):
     path = tmp_path / "mapping.jsonl"
     many = Placement.linear(layers=11, experts=6, ranks=2, slots=4)
     write_placement(path, many, many.default_log2phy())
@@ -156,11 +157,11 @@ def test_vllm_s_file_names_layers_as_text_and_has_one_placement(tmp_path):
 
 
 NUMBERED = {"npz": ".npz", "sglang": ".json", "tensorrt-llm": ".yaml"}
-"""Formats that have the model's own numbers of layers, and their suffixes."""
+"""Formats with the model's layer numbers, and their suffixes."""
 
 
 def different_layers(count):
-    """A placement whose layers differ, so that a shifted row shows."""
+    """Return a placement whose layers differ, so that a shifted row is detected."""
     rows = [np.roll(np.arange(8) % 6, layer).reshape(4, 2) for layer in range(count)]
     return Placement(np.array(rows), 6)
 
@@ -176,10 +177,11 @@ def different_layers(count):
     ],
 )
 def test_layers_are_matched_by_their_numbers(tmp_path, format, written, missing):
-    path, placement = tmp_path / f"placement{NUMBERED[format]}", different_layers(3)
+    path = tmp_path / f"placement{NUMBERED[format]}"
+    placement = different_layers(3)
     write_placement(path, placement, placement.default_log2phy(), format, written)
     if format == "sglang" and max(written) >= 5:
-        # This format has a row for each layer of the model: for the others the experts in order.
+        # This format has a row for each layer of the model. Dense layers list the experts in order.
         read = read_placement(path, 6, 4, (3, 4, 5))
         rows = dict(zip(written, placement.phy2log_LRS.tolist(), strict=True))
         in_order = (np.arange(8) % 6).reshape(4, 2).tolist()
@@ -190,9 +192,11 @@ def test_layers_are_matched_by_their_numbers(tmp_path, format, written, missing)
 
 
 @pytest.mark.parametrize("format", ["npz", "vllm-ascend", "sglang", "tensorrt-llm", "vllm"])
-def test_a_draft_layer_has_a_row_and_shifts_no_other(tmp_path, format):
-    suffix, numbers = {"vllm-ascend": ".json", "vllm": ".jsonl"}.get(format) or NUMBERED[format], (3, 4, 6)
-    path, placement = tmp_path / f"placement{suffix}", different_layers(3)
+def test_a_draft_layer_has_a_row_and_shifts_no_other_row(tmp_path, format):
+    suffix = {"vllm-ascend": ".json", "vllm": ".jsonl"}.get(format) or NUMBERED[format]
+    numbers = (3, 4, 6)
+    path = tmp_path / f"placement{suffix}"
+    placement = different_layers(3)
     write_placement(path, placement, placement.default_log2phy(), format, numbers, draft_layers=2)
     assert np.array_equal(read_placement(path, 6, 4, numbers).phy2log_LRS, placement.phy2log_LRS)
     rows = read_map(path).phy2log.reshape(-1, 8)
@@ -209,8 +213,9 @@ def test_a_draft_layer_has_a_row_and_shifts_no_other(tmp_path, format):
         assert (rows[np.arange(5)[:, None], tables[0]] == np.arange(6)).all()
 
 
-def test_a_map_that_lacks_a_layer_and_has_a_draft_layer_is_refused(tmp_path):
-    path, placement = tmp_path / "map.yaml", different_layers(4)
+def test_a_map_with_a_draft_layer_but_a_missing_layer_is_rejected(tmp_path):
+    path = tmp_path / "map.yaml"
+    placement = different_layers(4)
     write_placement(path, placement, placement.default_log2phy(), layer_numbers=(3, 4, 6, 7))
     with pytest.raises(
         PlacementError, match="layers 5: the trace has the layers 3 to 6, and the file has 3, 4, 6, 7"
@@ -220,7 +225,7 @@ def test_a_map_that_lacks_a_layer_and_has_a_draft_layer_is_refused(tmp_path):
         read_placement(path, 6, 4)
 
 
-def test_an_expert_map_without_layer_ids_is_read_in_its_order(tmp_path):
+def test_an_expert_map_without_layer_ids_is_read_in_order(tmp_path):
     placement = different_layers(3)
     document = _expert_map_document(placement, range(3))
     for layer in document["layer_list"]:

@@ -1,4 +1,4 @@
-"""What ranks report is recorded as they reported it, under the placements of its time, and nothing is guessed."""
+"""Tests of recording: reports are stored unchanged under the placements of their epochs, without guesses."""
 
 import os
 import subprocess
@@ -35,7 +35,7 @@ def report(rank, first, last, epochs=(0, 0), dummy=False):
 
 
 def source_report(rank, first, source_TLE, epochs=(0, 0)):
-    """Of a rank that does not count what its slots received."""
+    """Return a report of a rank that does not count tokens by slot."""
     phase_T = np.full(len(source_TLE), StepPhase.DECODE, dtype=np.uint8)
     return HeatReport(first, epochs, None, phase_T, source_TLE)
 
@@ -45,11 +45,11 @@ def by_expert(counts_TLRS, placement):
     return traces.by_expert(counts_TLRS.reshape(-1, *shape), placement.phy2log_LRS.reshape(shape), EXPERTS)
 
 
-def hear(recorder, first, last, ranks=range(RANKS), by=None, **how):
-    """Reports of so many steps each, or one of all, from each rank."""
+def add_reports(recorder, first, last, ranks=range(RANKS), by=None, **options):
+    """Add reports of ``by`` steps each, or one report of all steps, from each rank."""
     for start in range(first, last, by or last - first):
         for rank in ranks:
-            recorder.add(rank, report(rank, start, start + (by or last - first), **how))
+            recorder.add(rank, report(rank, start, start + (by or last - first), **options))
 
 
 def recorded(recorder):
@@ -58,7 +58,7 @@ def recorded(recorder):
 
 
 @pytest.fixture(autouse=True)
-def _here(tmp_path, monkeypatch):
+def _working_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
@@ -75,7 +75,7 @@ def placed(recorder, placement=LINEAR, tables_RLE=None):
         recorder.place(layer, 0, phy2log_RS, tables_RLE[:, layer])
 
 
-def test_steps_come_out_as_the_ranks_reported_them(recorder):
+def test_steps_are_recorded_as_reported(recorder):
     for first in range(0, 300, 20):
         for rank in np.random.default_rng(first).permutation(RANKS):
             recorder.add(int(rank), report(int(rank), first, first + 20))
@@ -86,9 +86,9 @@ def test_steps_come_out_as_the_ranks_reported_them(recorder):
     assert trace.step_numbers(0, 300).tolist() == list(range(300))
 
 
-def test_a_switch_is_recorded_whenever_it_is_reported(recorder):
-    hear(recorder, 0, 10)
-    hear(recorder, 10, 20, epochs=(0, 1))
+def test_a_switch_may_be_reported_after_its_steps(recorder):
+    add_reports(recorder, 0, 10)
+    add_reports(recorder, 10, 20, epochs=(0, 1))
     recorder.place(1, 1, OTHER.phy2log_LRS[1], OTHER.default_log2phy()[:, 1])
     trace = recorded(recorder)
     assert np.array_equal(trace.heat(0, 10), by_expert(COUNTS_TLRS[:10], LINEAR))
@@ -96,35 +96,35 @@ def test_a_switch_is_recorded_whenever_it_is_reported(recorder):
     assert np.array_equal(trace.heat(10, 20)[:, 1], by_expert(COUNTS_TLRS[10:20], OTHER)[:, 1])
 
 
-def test_steps_that_a_rank_did_not_report_are_lost_and_not_guessed(recorder):
-    hear(recorder, 0, 10)
-    hear(recorder, 10, 20, ranks=(0, 1, 3))
-    hear(recorder, 10, 20, ranks=[2], epochs=(0, 1))
-    hear(recorder, 20, 30, ranks=range(3))
-    hear(recorder, 30, 90, by=20)
-    # Too late: the steps have made room for newer ones.
+def test_steps_that_a_rank_did_not_report_are_lost(recorder):
+    add_reports(recorder, 0, 10)
+    add_reports(recorder, 10, 20, ranks=(0, 1, 3))
+    add_reports(recorder, 10, 20, ranks=[2], epochs=(0, 1))
+    add_reports(recorder, 20, 30, ranks=range(3))
+    add_reports(recorder, 30, 90, by=20)
+    # This report is late: newer steps have already replaced its steps.
     recorder.add(3, report(3, 20, 30))
     assert recorded(recorder).step_numbers(0, 70).tolist() == [*range(10), *range(30, 90)]
     assert (recorder.steps, recorder.lost) == (70, 20)
 
 
-def test_steps_without_tokens_are_left_out(recorder):
-    hear(recorder, 0, 10, dummy=True)
-    hear(recorder, 10, 20, ranks=[0])
-    hear(recorder, 10, 20, ranks=range(1, RANKS), dummy=True)
+def test_steps_without_tokens_are_skipped(recorder):
+    add_reports(recorder, 0, 10, dummy=True)
+    add_reports(recorder, 10, 20, ranks=[0])
+    add_reports(recorder, 10, 20, ranks=range(1, RANKS), dummy=True)
     assert recorded(recorder).step_numbers(0, 10).tolist() == list(range(10, 20))
 
 
-def test_ranks_that_start_over_are_recorded_from_their_first_step(recorder):
+def test_restarted_ranks_are_recorded_from_their_first_step(recorder):
     for _ in range(2):
         recorder.begin_again()
-        hear(recorder, 0, 200, by=20)
+        add_reports(recorder, 0, 200, by=20)
     assert recorded(recorder).step_numbers(0, 400).tolist() == [*range(200), *range(200)]
 
 
 def test_steps_under_a_placement_that_is_never_reported_are_lost(recorder):
-    hear(recorder, 0, 10)
-    hear(recorder, 10, 20, epochs=(0, 1))
+    add_reports(recorder, 0, 10)
+    add_reports(recorder, 10, 20, epochs=(0, 1))
     assert recorded(recorder).steps == 10
     assert recorder.lost == 10
 
@@ -149,13 +149,15 @@ def test_sources_tokens_and_phases_are_recorded_as_reported(recorder):
     trace = recorded(recorder)
     names = [trace.facts.phases[number] for number in trace.phase_numbers(0, 40)]
     assert names == ["decode"] * 10 + ["mixed"] * 10 + ["prefill"] * 10 + ["mixed"] * 10
-    wanted = [np.concatenate([sources_of(rank, 10, first) for first in (0, 10, 20)]) for rank in range(RANKS)]
-    assert np.array_equal(trace.source_rows(0, 30), np.stack(wanted, axis=1))
+    expected = [
+        np.concatenate([sources_of(rank, 10, first) for first in (0, 10, 20)]) for rank in range(RANKS)
+    ]
+    assert np.array_equal(trace.source_rows(0, 30), np.stack(expected, axis=1))
     assert trace.tokens(0, 10).tolist() == [26] * 10
     assert trace.tokens(0, 30) is None
 
 
-def test_steps_without_sources_are_left_out_of_a_trace_that_has_them(recorder):
+def test_steps_without_sources_are_skipped_in_a_trace_with_sources(recorder):
     for first in range(0, 80, 20):
         for rank in range(RANKS):
             sent = report(rank, first, first + 20)
@@ -177,15 +179,15 @@ def test_sources_of_very_large_deployments_are_not_recorded(monkeypatch):
     assert trace.source_rows(0, 10) is None
 
 
-def test_a_recording_that_begins_in_the_midst_of_reports_has_lost_nothing(recorder):
+def test_incomplete_steps_at_the_start_do_not_count_as_lost(recorder):
     recorder.add(3, report(3, 0, 20))
-    hear(recorder, 20, 100, by=20)
+    add_reports(recorder, 20, 100, by=20)
     assert recorded(recorder).step_numbers(0, 80).tolist() == list(range(20, 100))
     assert recorder.lost == 0
 
 
 @pytest.mark.parametrize("deals", [False, True], ids=["one-replica", "dealing"])
-def test_slots_that_nobody_counts_follow_from_sources_and_tables(deals):
+def test_uncounted_slots_are_derived_from_sources_and_tables(deals):
     tables = [placement.default_log2phy(3 if deals else 1) for placement in (LINEAR, OTHER)]
     source_TLRE = np.random.default_rng(2).integers(0, 9, (20, LAYERS, RANKS, EXPERTS)).astype(np.uint8)
     recorder = Recorder(Path("decode.zarr"), FACTS, LAYERS, EXPERTS, pending_steps=32)
@@ -193,7 +195,7 @@ def test_slots_that_nobody_counts_follow_from_sources_and_tables(deals):
     for rank in range(RANKS):
         recorder.add(rank, source_report(rank, 0, source_TLRE[:10, :, rank]))
         recorder.add(rank, source_report(rank, 10, source_TLRE[10:, :, rank], (0, 1)))
-    # The switch of layer 1 is heard of after what was counted under it.
+    # The switch of layer 1 is reported after the tokens counted under it.
     recorder.place(1, 1, OTHER.phy2log_LRS[1], tables[1][:, 1])
     trace = recorded(recorder)
     assert np.array_equal(trace.heat(0, 20), source_TLRE.sum(axis=2, dtype=int))
@@ -211,14 +213,14 @@ def test_slots_that_nobody_counts_follow_from_sources_and_tables(deals):
 
 
 def test_a_step_that_only_some_ranks_count_by_slot_is_lost(recorder):
-    hear(recorder, 0, 10)
-    hear(recorder, 10, 20, ranks=range(1, RANKS))
+    add_reports(recorder, 0, 10)
+    add_reports(recorder, 10, 20, ranks=range(1, RANKS))
     recorder.add(0, source_report(0, 10, np.ones((10, LAYERS, EXPERTS), dtype=np.uint8)))
     assert recorded(recorder).steps == 10
     assert recorder.lost == 10
 
 
-def test_slots_that_nobody_counts_are_refused_where_tables_are_unknown():
+def test_uncounted_slots_without_tables_are_rejected():
     recorder = Recorder(Path("decode.zarr"), FACTS, LAYERS, EXPERTS, 32)
     for layer in range(LAYERS):
         recorder.place(layer, 0, LINEAR.phy2log_LRS[layer], None)
@@ -226,7 +228,7 @@ def test_slots_that_nobody_counts_are_refused_where_tables_are_unknown():
         recorder.add(2, source_report(2, 0, np.ones((4, LAYERS, EXPERTS), dtype=np.uint8)))
 
 
-def test_two_recorders_cannot_write_one_trace():
+def test_two_recorders_cannot_write_the_same_trace():
     first = Recorder(Path("decode.zarr"), FACTS, LAYERS, EXPERTS, 64)
     for path in ("decode.zarr", str(Path("decode.zarr").absolute())):
         with pytest.raises(OutputError, match="another recording is writing to this trace; stop it"):
@@ -238,7 +240,7 @@ def test_two_recorders_cannot_write_one_trace():
     assert not list(Path().glob(".*.lock"))
 
 
-def test_a_recorder_that_was_killed_leaves_the_trace_to_the_next():
+def test_a_killed_recorder_releases_the_trace():
     script = (
         "import os\n"
         "from pathlib import Path\n"
@@ -253,9 +255,9 @@ def test_a_recorder_that_was_killed_leaves_the_trace_to_the_next():
     Recorder(Path("decode.zarr"), FACTS, LAYERS, EXPERTS, 64).close()
 
 
-def test_a_recorder_that_cannot_begin_leaves_the_trace_unlocked():
+def test_a_recorder_that_fails_to_start_releases_the_trace():
     Path("decode.zarr").write_text("a file, not a folder")
     with pytest.raises((HeatError, OutputError)):
-        hear(Recorder(Path("decode.zarr"), FACTS, LAYERS, EXPERTS, 64), 0, 8)
+        add_reports(Recorder(Path("decode.zarr"), FACTS, LAYERS, EXPERTS, 64), 0, 8)
     Path("decode.zarr").unlink()
     Recorder(Path("decode.zarr"), FACTS, LAYERS, EXPERTS, 64).close()

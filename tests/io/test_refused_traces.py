@@ -1,4 +1,4 @@
-"""What is damaged, hostile or contradicts itself is refused in a line that names the file."""
+"""Tests of damaged, hostile and contradictory traces: one error line that names the file."""
 
 import json
 
@@ -12,8 +12,9 @@ from tests.io.traces import HEAT_TLE, PHY2LOG_LP, refusal, slots_of
 
 
 @pytest.mark.parametrize("suffix", [".npz", ".npy", ".json"])
-def test_a_file_cut_at_any_point_is_refused(tmp_path, suffix):
-    whole, cut = tmp_path / f"whole{suffix}", tmp_path / f"cut{suffix}"
+def test_a_file_truncated_at_any_point_is_rejected(tmp_path, suffix):
+    whole = tmp_path / f"whole{suffix}"
+    cut = tmp_path / f"cut{suffix}"
     if suffix == ".npz":
         np.savez_compressed(whole, heat=HEAT_TLE)
     elif suffix == ".npy":
@@ -36,13 +37,13 @@ def test_a_file_cut_at_any_point_is_refused(tmp_path, suffix):
         (np.zeros((2, 3, 4, 1)), "[2, 3, 4, 1]"),
         (np.zeros((0, 3, 4)), "holds no steps"),
         (np.zeros((2, 0, 4)), "[2, 0, 4]"),
-        (np.full((2, 3, 4), "1"), "must be numbers"),
-        (np.full((2, 3, 4), 1j), "must be numbers"),
+        (np.full((2, 3, 4), "1"), "heat must be numbers"),
+        (np.full((2, 3, 4), 1j), "heat must be numbers"),
         (np.full((2, 3, 4), None), "not a valid array of plain numbers"),
     ],
 )
 @pytest.mark.parametrize("suffix", [".npz", ".npy"])
-def test_arrays_that_cannot_be_heat_are_refused(tmp_path, suffix, array, message):
+def test_arrays_that_cannot_be_heat_are_rejected(tmp_path, suffix, array, message):
     path = tmp_path / f"trace{suffix}"
     if suffix == ".npz":
         np.savez(path, heat=array)
@@ -52,7 +53,7 @@ def test_arrays_that_cannot_be_heat_are_refused(tmp_path, suffix, array, message
     assert message in reported or str(list(array.shape)) in reported
 
 
-def test_a_bad_step_late_in_a_trace_is_named_where_it_is_read(tmp_path):
+def test_a_bad_step_late_in_a_trace_is_named_when_it_is_read(tmp_path):
     path = tmp_path / "trace.npy"
     heat = np.ones((100, 1, 2))
     heat[90, 0, 1] = -3
@@ -92,20 +93,21 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize(("write", "message"), HOSTILE.values(), ids=HOSTILE)
-def test_other_files_are_refused(tmp_path, write, message):
+def test_foreign_files_are_rejected(tmp_path, write, message):
     path = tmp_path / "trace.npz"
     write(path)
     assert message in refusal(path)
 
 
-def test_missing_files_and_folders_are_refused(tmp_path):
+def test_missing_files_and_folders_are_rejected(tmp_path):
     assert "No such file" in refusal(tmp_path / "absent.npz")
     assert "folder of an unknown format" in refusal(tmp_path)
 
 
 @pytest.mark.parametrize("suffix", [".npy", ".npz"])
-def test_a_header_that_claims_the_impossible_is_refused(tmp_path, suffix):
-    path, header = tmp_path / f"trace{suffix}", {"descr": "<f8", "fortran_order": False}
+def test_a_header_with_an_impossible_shape_is_rejected(tmp_path, suffix):
+    path = tmp_path / f"trace{suffix}"
+    header = {"descr": "<f8", "fortran_order": False}
     with (tmp_path / "trace.npy").open("wb") as file:
         np.lib.format.write_array_header_1_0(file, {**header, "shape": (1 << 20, 1 << 10, 1 << 10)})
         file.write(bytes(64))
@@ -126,7 +128,7 @@ def test_a_header_that_claims_the_impossible_is_refused(tmp_path, suffix):
         (ReadAs(phy2log=PHY2LOG_LP, experts=3), "names the experts 0 to 3, but there are 3 experts"),
     ],
 )
-def test_a_map_that_does_not_fit_is_refused(tmp_path, read_as, message):
+def test_a_map_that_does_not_fit_is_rejected(tmp_path, read_as, message):
     path = tmp_path / "window.npz"
     np.savez(path, expert_load_window=slots_of(HEAT_TLE, PHY2LOG_LP))
     assert message in refusal(path, read_as)
@@ -155,7 +157,7 @@ def test_a_map_that_does_not_fit_is_refused(tmp_path, read_as, message):
         ({"routes": np.zeros((4, 1, 2), dtype=int), "num_experts": -1}, "one positive integer"),
     ],
 )
-def test_routes_that_contradict_themselves_are_refused(tmp_path, arrays, message):
+def test_contradictory_routes_are_rejected(tmp_path, arrays, message):
     path = tmp_path / "routes.npz"
     np.savez(path, **arrays)
     assert message in refusal(path)

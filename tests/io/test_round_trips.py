@@ -1,4 +1,4 @@
-"""Whatever is written is read back as the same numbers: traces and placements, in every format that can be written."""
+"""Round trips of traces and placements through every format that can be written."""
 
 from __future__ import annotations
 
@@ -36,7 +36,9 @@ HEATS = SHAPES.flatmap(
 @example(heat_TLE=np.array([[[1, 0]]]))
 @example(heat_TLE=np.arange(300).reshape(150, 2, 1))
 @given(heat_TLE=HEATS)
-def test_heat(suffix: str, heat_TLE: Any, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_heat_survives_a_round_trip(
+    suffix: str, heat_TLE: Any, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     if suffix == ".parquet":
         pytest.importorskip("pyarrow", reason="PARQUET IS NOT TESTED: no pyarrow here")
     path = tmp_path_factory.mktemp("trace") / f"heat{suffix}"
@@ -46,9 +48,9 @@ def test_heat(suffix: str, heat_TLE: Any, tmp_path_factory: pytest.TempPathFacto
         assert list(path.parent.iterdir()) == []
         return
     assert copy_trace(ArrayTrace(heat_TLE), path) == heat_TLE.shape
-    # What a bare array holds may look like something else, and is asked for then.
+    # The meaning of a bare array can be ambiguous, so it is passed as an option.
     read = open_trace(path, ReadAs(meaning="heat") if suffix == ".npy" else None)
-    # A file without a list of its MoE layers leaves it open whether one without tokens is dense: it is left out.
+    # In a file without a list of MoE layers, a layer without tokens counts as dense and is skipped.
     busy = np.flatnonzero(heat_TLE.any(axis=(0, 2)))
     kept = np.arange(heat_TLE.shape[1]) if suffix in (".zarr", ".npz") or not busy.size else busy
     assert (read.facts.layer_numbers or tuple(range(read.layers))) == tuple(kept)
@@ -57,7 +59,7 @@ def test_heat(suffix: str, heat_TLE: Any, tmp_path_factory: pytest.TempPathFacto
 
 @pytest.mark.parametrize("suffix", TRACE_SUFFIXES)
 @pytest.mark.parametrize("numbers", [(3, 4, 5), (0, 2, 9), ()])
-def test_numbers_of_layers(suffix: str, numbers: tuple[int, ...], tmp_path: Path) -> None:
+def test_layer_numbers_survive_a_round_trip(suffix: str, numbers: tuple[int, ...], tmp_path: Path) -> None:
     heat_TLE = np.arange(1, 25).reshape(2, 3, 4)
     path = tmp_path / f"heat{suffix}"
     copy_trace(ArrayTrace(heat_TLE, TraceFacts(layer_numbers=numbers)), path)
@@ -69,7 +71,7 @@ def test_numbers_of_layers(suffix: str, numbers: tuple[int, ...], tmp_path: Path
 @pytest.mark.parametrize("format", FORMATS)
 @settings(max_examples=25)
 @given(placement=placements(), data=st.data())
-def test_placement(
+def test_a_placement_survives_a_round_trip(
     format: Any, placement: Placement, data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     path = tmp_path_factory.mktemp("placement") / f"placement{_FORMATS[format][0]}"

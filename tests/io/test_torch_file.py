@@ -1,4 +1,4 @@
-"""Torch files are read exactly, hostile ones are rejected, and no code in them is run."""
+"""Tests of torch files: exact values, rejection of hostile files, and no execution of their code."""
 
 import io
 import pickle
@@ -21,7 +21,7 @@ torch = pytest.importorskip("torch")
 @pytest.mark.parametrize(
     "dtype", ["int64", "int32", "int16", "int8", "uint8", "float64", "float32", "float16", "bool"]
 )
-def test_every_type_of_number(tmp_path, dtype):
+def test_every_dtype_is_read(tmp_path, dtype):
     path = tmp_path / "a.pt"
     tensor = (torch.arange(24).reshape(2, 3, 4) % 5).to(getattr(torch, dtype))
     torch.save({"x": tensor, "rank": 0, "none": None, "list": [1.5, "y"]}, path)
@@ -31,21 +31,21 @@ def test_every_type_of_number(tmp_path, dtype):
     assert (read["rank"], read["none"], read["list"]) == (0, None, [1.5, "y"])
 
 
-def test_bfloat16_and_views_that_share_a_storage(tmp_path):
+def test_bfloat16_and_views_of_one_storage_are_read(tmp_path):
     path = tmp_path / "a.pt"
     whole = torch.arange(24.0).reshape(2, 3, 4)
     torch.save(
         [whole.to(torch.bfloat16), whole.transpose(0, 2), whole[1, 1:], whole[:0], torch.tensor(7)], path
     )
-    halves, turned, part, empty, scalar = read_torch(path)
+    halves, transposed, view, empty, scalar = read_torch(path)
     assert np.array_equal(halves, whole.numpy())
-    assert np.array_equal(turned, whole.numpy().transpose(2, 1, 0))
-    assert np.array_equal(part, whole.numpy()[1, 1:])
+    assert np.array_equal(transposed, whole.numpy().transpose(2, 1, 0))
+    assert np.array_equal(view, whole.numpy()[1, 1:])
     assert empty.shape == (0, 3, 4)
     assert scalar == 7
 
 
-def test_a_file_cut_at_any_point_is_refused(tmp_path):
+def test_a_file_truncated_at_any_point_is_rejected(tmp_path):
     path = tmp_path / "a.pt"
     torch.save({"logical_count": torch.ones(2, 3, 4)}, path)
     data = path.read_bytes()
@@ -77,7 +77,7 @@ class Evaluated:
 
 
 @pytest.mark.parametrize("protocol", [2, 4])
-def test_code_in_a_pickle_is_refused_before_it_runs(tmp_path, protocol):
+def test_code_in_a_pickle_is_rejected_before_it_runs(tmp_path, protocol):
     sprung = tmp_path / "sprung"
     path = tmp_path / "a.pt"
     for hostile in (Trap(sprung), Evaluated(), {"logical_count": Trap(sprung)}, np.ones(3), Path("x")):
@@ -96,7 +96,7 @@ class Rebuilt:
 
 
 class Storage(tuple):
-    """A persistent id."""
+    """A persistent id of the pickle."""
 
 
 class StoragePickler(pickle.Pickler):
@@ -105,13 +105,14 @@ class StoragePickler(pickle.Pickler):
 
 
 def tensor_program(size, stride, offset=0, count=4, kind=torch.FloatStorage, key="0"):
-    """A pickle of one tensor of the given geometry."""
-    file, storage = io.BytesIO(), Storage(("storage", kind, key, "cpu", count))
+    """Return a pickle of one tensor with this geometry."""
+    file = io.BytesIO()
+    storage = Storage(("storage", kind, key, "cpu", count))
     StoragePickler(file, protocol=2).dump(Rebuilt(storage, offset, size, stride, False, OrderedDict()))
     return file.getvalue()
 
 
-def test_the_maker_of_hostile_tensors_makes_good_ones_too(tmp_path):
+def test_the_helper_for_hostile_tensors_also_writes_valid_ones(tmp_path):
     path = tmp_path / "a.pt"
     with_program(path, tensor_program((2, 2), (2, 1)), [("0", np.arange(4, dtype="<f4").tobytes())])
     assert read_torch(path).tolist() == [[0, 1], [2, 3]]
@@ -136,14 +137,14 @@ def test_the_maker_of_hostile_tensors_makes_good_ones_too(tmp_path):
         (b"\x80\x02}R.", "not a valid file of tensors"),
     ],
 )
-def test_hostile_programs_are_refused(tmp_path, program, message):
+def test_hostile_programs_are_rejected(tmp_path, program, message):
     path = tmp_path / "a.pt"
     with_program(path, program, [("0", np.arange(4, dtype="<f4").tobytes())])
     with pytest.raises(HeatError, match=message.replace(".", r"\.")):
         read_torch(path)
 
 
-def test_zips_that_are_no_torch_files_are_refused(tmp_path):
+def test_zip_files_that_are_not_torch_files_are_rejected(tmp_path):
     path = tmp_path / "a.pt"
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("x", "y")
@@ -164,14 +165,14 @@ def test_the_byte_order_of_the_file_is_respected(tmp_path):
     assert read_torch(path).tolist() == [[0, 1], [2, 3]]
 
 
-def test_a_storage_that_claims_too_many_numbers_is_not_read_beyond_the_file(tmp_path):
+def test_a_storage_that_claims_too_many_numbers_is_limited_to_the_file(tmp_path):
     path = tmp_path / "a.pt"
     program = tensor_program((2, 2), (2, 1), count=1 << 40)
     with_program(path, program, [("0", np.arange(4, dtype="<f4").tobytes())])
     assert read_torch(path).tolist() == [[0, 1], [2, 3]]
 
 
-def test_arrays_do_not_depend_on_the_file(tmp_path):
+def test_arrays_outlive_the_file(tmp_path):
     path = tmp_path / "a.pt"
     torch.save(torch.ones(2, 3, 4), path)
     ones = read_torch(path)
@@ -179,7 +180,7 @@ def test_arrays_do_not_depend_on_the_file(tmp_path):
     assert ones.sum() == 24
 
 
-def test_a_missing_torch_is_named_with_the_command_that_installs_it(tmp_path, monkeypatch):
+def test_a_missing_torch_is_reported_with_the_command_that_installs_it(tmp_path, monkeypatch):
     path = tmp_path / "a.pt"
     torch.save(torch.ones(2, 3, 4), path)
     monkeypatch.setitem(sys.modules, "torch", None)
@@ -188,18 +189,20 @@ def test_a_missing_torch_is_named_with_the_command_that_installs_it(tmp_path, mo
 
 
 def damaged(data, rng):
-    """Some bytes are others, and some are missing."""
+    """Change some bytes and remove others."""
     changed = bytearray(data)
     for _ in range(rng.randint(1, 4)):
         changed[rng.randrange(len(changed))] = rng.choice([0, 255, rng.randrange(256), *b"9-{"])
-    place = rng.randrange(len(changed))
-    del changed[place : place + rng.choice([0, 0, 0, 1, 8])]
+    position = rng.randrange(len(changed))
+    del changed[position : position + rng.choice([0, 0, 0, 1, 8])]
     return bytes(changed)
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_damaged_program_is_read_or_refused_in_one_line(tmp_path):
-    whole, path, rng = tmp_path / "whole.pt", tmp_path / "a.pt", random.Random(1)
+def test_a_damaged_program_is_read_or_rejected_on_one_line(tmp_path):
+    whole = tmp_path / "whole.pt"
+    path = tmp_path / "a.pt"
+    rng = random.Random(1)
     torch.save({"rank": 0, "logical_count": torch.ones(2, 3, 4), "other": [torch.ones(2), None]}, whole)
     with zipfile.ZipFile(whole) as archive:
         members = {name: archive.read(name) for name in archive.namelist()}

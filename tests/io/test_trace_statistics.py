@@ -1,4 +1,4 @@
-"""Statistics of a trace are over the steps that had tokens, and say nothing of what cannot be known."""
+"""Tests of trace statistics: only steps with tokens count, and undefined figures are NaN."""
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ HEAT_TLE = np.random.default_rng(0).integers(1, 9, (60, 2, 8))
 
 
 @pytest.mark.parametrize("window", [7, 20, 200])
-def test_steps_without_tokens_change_no_ratio(window):
+def test_steps_without_tokens_do_not_change_a_ratio(window):
     dense = statistics(ArrayTrace(HEAT_TLE), window, ranks=4)
     with_gaps = np.zeros((150, 2, 8), dtype=int)
     with_gaps[np.sort(np.random.default_rng(1).choice(150, 60, replace=False))] = HEAT_TLE
@@ -23,12 +23,12 @@ def test_steps_without_tokens_change_no_ratio(window):
 def test_a_layer_without_tokens_has_no_ratio():
     heat_TLE = HEAT_TLE.copy()
     heat_TLE[:, 1] = 0
-    found = statistics(ArrayTrace(heat_TLE), 20, ranks=4)
-    assert found.par_L[0] > 1
-    assert np.isnan(found.par_L[1])
+    figures = statistics(ArrayTrace(heat_TLE), 20, ranks=4)
+    assert figures.par_L[0] > 1
+    assert np.isnan(figures.par_L[1])
 
 
-def test_drift_needs_two_whole_windows():
+def test_drift_needs_two_complete_windows():
     assert statistics(ArrayTrace(HEAT_TLE), 30).drift_L is not None
     short = statistics(ArrayTrace(HEAT_TLE), 31)
     assert (short.drift_L, short.drift_noise_L) == (None, None)

@@ -1,4 +1,4 @@
-"""Heat that traces of every format are written from, and how they are refused."""
+"""Heat that the tests write in every format, and helpers for slots and errors."""
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ PHY2LOG_LP = np.array([[0, 1, 2, 3, 0, 1], [3, 2, 1, 0, 3, 2], [0, 0, 1, 2, 3, 3
 
 
 def by_expert(slots_TLP, phy2log_LP, experts):
-    """Tokens by expert, the plain way, int64 ``[T, L, E]``."""
+    """Return the tokens by expert, int64 ``[T, L, E]``, in a plain loop."""
     heat_TLE = np.zeros((*np.shape(slots_TLP)[:2], experts), dtype=np.int64)
     for (step, layer, slot), tokens in np.ndenumerate(slots_TLP):
         heat_TLE[step, layer, phy2log_LP[layer, slot]] += tokens
@@ -19,14 +19,14 @@ def by_expert(slots_TLP, phy2log_LP, experts):
 
 
 def slots_of(heat_TLE, phy2log_LP):
-    """Tokens by slot whose sums by expert are ``heat_TLE``: a replica gets the rest, those before it one token."""
+    """Return tokens by slot that sum to ``heat_TLE``. Earlier replicas get a third each, the last one the rest."""
     slots_TLP = np.zeros((len(heat_TLE), *phy2log_LP.shape), dtype=np.int32)
     for layer, phy2log_P in enumerate(phy2log_LP):
         for expert in range(heat_TLE.shape[2]):
-            *others, last = np.flatnonzero(phy2log_P == expert)
-            for slot in others:
+            *earlier, last = np.flatnonzero(phy2log_P == expert)
+            for slot in earlier:
                 slots_TLP[:, layer, slot] = heat_TLE[:, layer, expert] // 3
-            rest_T = heat_TLE[:, layer, expert] - slots_TLP[:, layer, others].sum(axis=1)
+            rest_T = heat_TLE[:, layer, expert] - slots_TLP[:, layer, earlier].sum(axis=1)
             slots_TLP[:, layer, last] = rest_T
     return slots_TLP
 

@@ -1,4 +1,4 @@
-"""Placements that tests draw, and what their slots receive."""
+"""Random placements, and a plain twin of the dealing rule."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from eplb_core.placement import Placement
 
 @st.composite
 def placements(draw: st.DrawFn) -> Placement:
-    """Any shape that can be placed, with its experts shuffled per layer."""
+    """Draw a placement of any valid shape, with its experts shuffled per layer."""
     ranks = draw(st.integers(1, 6))
     slots = draw(st.integers(1, 5))
     experts = draw(st.integers(slots, ranks * slots))
@@ -22,11 +22,11 @@ def placements(draw: st.DrawFn) -> Placement:
 
 
 def dealt_one_by_one(source_TRLE: np.ndarray, log2phy_RLED: np.ndarray, slots: int) -> np.ndarray:
-    """Tokens by slot, ``[T, L, P]``, where each goes to the next entry of its source's table, of one or more."""
+    """Return the tokens per slot, ``[T, L, P]``. Each token goes to the next entry of its source rank's table."""
     tables_RLED = log2phy_RLED.reshape(*log2phy_RLED.shape[:3], -1)
-    found_TLP = np.zeros((len(source_TRLE), source_TRLE.shape[2], slots), dtype=np.int64)
+    slots_TLP = np.zeros((len(source_TRLE), source_TRLE.shape[2], slots), dtype=np.int64)
     for (step, source, layer, expert), tokens in np.ndenumerate(source_TRLE):
         for token in range(tokens):
             entry = token % tables_RLED.shape[3]
-            found_TLP[step, layer, tables_RLED[source, layer, expert, entry]] += 1
-    return found_TLP
+            slots_TLP[step, layer, tables_RLED[source, layer, expert, entry]] += 1
+    return slots_TLP

@@ -1,4 +1,4 @@
-"""Applying a plan changes the layers that it names, no others, and nothing that was given."""
+"""Tests of applying a plan: only its layers change, and the original arrays stay unmodified."""
 
 from __future__ import annotations
 
@@ -14,23 +14,26 @@ NEW_RE = default_log2phy(NEW_RS, 6)
 
 
 @pytest.mark.parametrize("width", [1, 3])
-def test_only_the_layers_named_change(width: int) -> None:
-    given_RLE, new_RE = PLACEMENT.default_log2phy(width), default_log2phy(NEW_RS, 6, width)
-    placement, tables_RLE = apply_layers(PLACEMENT, given_RLE, [(1, NEW_RS, new_RE)])
-    expected_LRS, expected_RLE = PLACEMENT.phy2log_LRS.copy(), PLACEMENT.default_log2phy(width)
-    expected_LRS[1], expected_RLE[:, 1] = NEW_RS, new_RE
+def test_only_the_layers_of_the_plan_change(width: int) -> None:
+    old_RLE = PLACEMENT.default_log2phy(width)
+    new_RE = default_log2phy(NEW_RS, 6, width)
+    placement, tables_RLE = apply_layers(PLACEMENT, old_RLE, [(1, NEW_RS, new_RE)])
+    expected_LRS = PLACEMENT.phy2log_LRS.copy()
+    expected_RLE = PLACEMENT.default_log2phy(width)
+    expected_LRS[1] = NEW_RS
+    expected_RLE[:, 1] = new_RE
     np.testing.assert_array_equal(placement.phy2log_LRS, expected_LRS)
     np.testing.assert_array_equal(tables_RLE, expected_RLE)
     placement.check_log2phy(tables_RLE)
     np.testing.assert_array_equal(PLACEMENT.phy2log_LRS, Placement.linear(3, 6, 4, 2).phy2log_LRS)
-    np.testing.assert_array_equal(given_RLE, PLACEMENT.default_log2phy(width))
+    np.testing.assert_array_equal(old_RLE, PLACEMENT.default_log2phy(width))
 
 
-def test_the_tables_of_one_rank_follow_alike() -> None:
-    own_RE = NEW_RE[2:3]
-    _, own_RLE = apply_layers(PLACEMENT, TABLES_RLE[2:3], [(1, NEW_RS, own_RE), (0, NEW_RS, own_RE)])
+def test_one_ranks_tables_change_like_the_groups() -> None:
+    rank_RE = NEW_RE[2:3]
+    _, rank_RLE = apply_layers(PLACEMENT, TABLES_RLE[2:3], [(1, NEW_RS, rank_RE), (0, NEW_RS, rank_RE)])
     _, tables_RLE = apply_layers(PLACEMENT, TABLES_RLE, [(1, NEW_RS, NEW_RE), (0, NEW_RS, NEW_RE)])
-    np.testing.assert_array_equal(own_RLE[0], tables_RLE[2])
+    np.testing.assert_array_equal(rank_RLE[0], tables_RLE[2])
 
 
 @pytest.mark.parametrize(
@@ -42,12 +45,12 @@ def test_the_tables_of_one_rank_follow_alike() -> None:
         ((1, NEW_RS[:2], NEW_RE), r"layer 1: expected the shape \[4, 2\]"),
     ],
 )
-def test_what_cannot_be_served_is_refused(change: tuple, message: str) -> None:
+def test_an_invalid_layer_is_rejected(change: tuple, message: str) -> None:
     with pytest.raises(PlacementError, match=message):
         apply_layers(PLACEMENT, TABLES_RLE, [change])
 
 
-def test_tables_of_another_width_are_refused() -> None:
+def test_tables_of_another_width_are_rejected() -> None:
     change = 1, NEW_RS, default_log2phy(NEW_RS, 6, 2)
     with pytest.raises(PlacementError, match=r"layer 1 has the shape \[4, 6, 3\], got \[4, 6, 2\]"):
         apply_layers(PLACEMENT, PLACEMENT.default_log2phy(3), [change])

@@ -15,9 +15,7 @@ RECEIVED = st.lists(st.lists(st.integers(0, 5), min_size=3, max_size=3), min_siz
 
 
 @given(RECEIVED, st.integers(0, 12))
-def test_parts_cover_the_plan_and_are_as_long_as_the_staging_allows(
-    received: list[list[int]], rows: int
-) -> None:
+def test_parts_cover_the_plan_and_fill_the_staging(received: list[list[int]], rows: int) -> None:
     received_LR = np.array(received)
     begin = 0
     while begin < len(received_LR):

@@ -1,4 +1,4 @@
-"""A placement is valid or refused, and its maps say the same as its slots."""
+"""Tests of placements: validation, digests, and maps that agree with the slots."""
 
 from __future__ import annotations
 
@@ -20,8 +20,10 @@ def test_maps_and_replicas_agree_with_the_slots(placement: Placement) -> None:
     for rank in range(placement.ranks):
         local_LE = placement.expert_map(rank)
         for layer in range(placement.layers):
-            here = {expert: slot for slot, expert in enumerate(placement.phy2log_LRS[layer, rank].tolist())}
-            assert {e: s for e, s in enumerate(local_LE[layer].tolist()) if s >= 0} == here
+            slot_of_expert = {
+                expert: slot for slot, expert in enumerate(placement.phy2log_LRS[layer, rank].tolist())
+            }
+            assert {e: s for e, s in enumerate(local_LE[layer].tolist()) if s >= 0} == slot_of_expert
 
 
 @given(placements(), st.data())
@@ -41,11 +43,11 @@ def test_equal_layers_have_different_digests() -> None:
     assert layer_digest(0, row_RS) != layer_digest(1, row_RS)
 
 
-def test_linear_is_vllms_layout() -> None:
+def test_the_linear_placement_equals_vllms_default() -> None:
     assert Placement.linear(1, 4, 3, 2).phy2log_LRS[0].tolist() == [[0, 1], [2, 3], [0, 1]]
 
 
-def test_a_placement_cannot_be_changed_behind_its_back() -> None:
+def test_a_placement_is_read_only_and_copies_its_source() -> None:
     source = Placement.linear(1, 4, 3, 2).phy2log_LRS.copy()
     placement = Placement(source, 4)
     source[:] = 0
@@ -55,7 +57,7 @@ def test_a_placement_cannot_be_changed_behind_its_back() -> None:
 
 
 @pytest.mark.parametrize(
-    ("phy2log", "experts", "complaint"),
+    ("phy2log", "experts", "message"),
     [
         (np.zeros((2, 2), dtype=np.int32), 2, r"shape \[layers, ranks, slots\], got \[2, 2\]"),
         (np.zeros((1, 2, 1), dtype=np.float32), 2, "holds integers, got float32"),
@@ -72,12 +74,12 @@ def test_a_placement_cannot_be_changed_behind_its_back() -> None:
         (np.zeros((1, 0, 1), dtype=np.int32), 1, "must be positive"),
     ],
 )
-def test_what_cannot_be_served_is_refused_by_name(phy2log: Int32, experts: int, complaint: str) -> None:
-    with pytest.raises(PlacementError, match=complaint):
+def test_an_invalid_placement_is_rejected_by_name(phy2log: Int32, experts: int, message: str) -> None:
+    with pytest.raises(PlacementError, match=message):
         Placement(phy2log, experts)
 
 
-def test_a_replaced_layer_is_checked_like_any_other() -> None:
+def test_a_replaced_layer_is_validated() -> None:
     placement = Placement.linear(3, 4, 3, 2)
     turned_RS = (placement.phy2log_LRS[0] + 1) % 4
     changed = placement.with_layers([(1, turned_RS)])

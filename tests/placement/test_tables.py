@@ -1,4 +1,4 @@
-"""Tables deal round the replicas, and are refused exactly where an entry names a slot that lacks its expert."""
+"""Tests of the tables: they deal over the replicas in turn, and a wrong entry is rejected by rank and expert."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from tests.placement.drawn import placements
 PLACEMENT = Placement.linear(layers=3, experts=6, ranks=4, slots=2)
 
 
-def plain_tables(phy2log_RS: Int32, experts: int, width: int) -> list[list[list[int]]]:
-    """The rule, spelt out: entry d of source rank r is replica (r + d) % k."""
+def tables_by_rule(phy2log_RS: Int32, experts: int, width: int) -> list[list[list[int]]]:
+    """Return the tables by the plain rule: entry d of source rank r is replica (r + d) % k."""
     flat = phy2log_RS.ravel().tolist()
     slots_of = [[slot for slot, held in enumerate(flat) if held == expert] for expert in range(experts)]
     return [
@@ -33,26 +33,26 @@ def plain_tables(phy2log_RS: Int32, experts: int, width: int) -> list[list[list[
 
 
 @given(placements(), st.integers(1, 5))
-def test_each_rank_deals_round_the_replicas_from_one_of_its_own(placement: Placement, width: int) -> None:
+def test_each_rank_deals_over_the_replicas_from_its_own_offset(placement: Placement, width: int) -> None:
     tables_RLE = placement.default_log2phy(width)
     placement.check_log2phy(tables_RLE)
     for layer, layer_RS in enumerate(placement.phy2log_LRS):
         table_RE = default_log2phy(layer_RS, placement.experts, width)
         np.testing.assert_array_equal(tables_RLE[:, layer], table_RE)
-        assert with_entries(table_RE, 2).tolist() == plain_tables(layer_RS, placement.experts, width)
+        assert with_entries(table_RE, 2).tolist() == tables_by_rule(layer_RS, placement.experts, width)
         check_log2phy(table_RE[0], layer_RS, deals=width > 1)
 
 
 @pytest.mark.parametrize("width", [1, 2, 5, 16])
-def test_tokens_dealt_are_those_that_come_by_one_by_one(width: int) -> None:
+def test_dealt_tokens_equal_a_count_token_by_token(width: int) -> None:
     for tokens in range(3 * width + 2):
-        by_hand_D = np.bincount(np.arange(tokens) % width, minlength=width)
-        found_D = [int(dealt_to(np.array(tokens), entry, width)) for entry in range(width)]
-        assert found_D == by_hand_D.tolist()
+        expected_D = np.bincount(np.arange(tokens) % width, minlength=width)
+        tokens_D = [int(dealt_to(np.array(tokens), entry, width)) for entry in range(width)]
+        assert tokens_D == expected_D.tolist()
 
 
 @pytest.mark.parametrize(("width", "entries"), [(1, 1), (4, 4)])
-def test_an_axis_of_entries_comes_and_goes(width: int, entries: int) -> None:
+def test_the_axis_of_entries_is_added_and_removed(width: int, entries: int) -> None:
     tables_RLE = PLACEMENT.default_log2phy(width)
     assert with_entries(tables_RLE, 3).shape == (4, 3, 6, entries)
     assert without_single_entries(with_entries(tables_RLE, 3)).shape == tables_RLE.shape
@@ -73,7 +73,8 @@ def test_the_first_wrong_entry_is_named(seed: int, sources: int, flaws: int, dat
     phy2log_RS = rng.permutation(6).astype(np.int32)[PLACEMENT.phy2log_LRS[0]]
     table_GE = default_log2phy(phy2log_RS, 6)[:sources]
     for _ in range(flaws):
-        source, expert = data.draw(st.integers(0, sources - 1)), data.draw(st.integers(0, 5))
+        source = data.draw(st.integers(0, sources - 1))
+        expert = data.draw(st.integers(0, 5))
         table_GE[source, expert] = data.draw(st.integers(-9, 16))
     flaw = slow_flaw(table_GE, phy2log_RS)
     if flaw is None:
@@ -87,7 +88,7 @@ def test_the_first_wrong_entry_is_named(seed: int, sources: int, flaws: int, dat
 
 
 @pytest.mark.parametrize("width", [1, 3])
-def test_of_all_tables_rank_and_layer_are_named(width: int) -> None:
+def test_a_wrong_entry_is_reported_with_its_rank_and_layer(width: int) -> None:
     tables_RLE = PLACEMENT.default_log2phy(width)
     with_entries(tables_RLE, 3)[2, 1, 5, -1] = 0
     with pytest.raises(PlacementError, match="log2phy of layer 1, rank 2: expert 5 points to slot 0"):
@@ -96,6 +97,6 @@ def test_of_all_tables_rank_and_layer_are_named(width: int) -> None:
         PLACEMENT.check_log2phy(tables_RLE[:, 0])
 
 
-def test_tables_without_entries_are_refused() -> None:
+def test_tables_without_entries_are_rejected() -> None:
     with pytest.raises(PlacementError, match=r"a table has the shape \[experts, entries\]"):
         check_log2phy(np.zeros((6, 0), dtype=np.int32), PLACEMENT.phy2log_LRS[0], deals=True)

@@ -35,16 +35,16 @@ def test_the_table_has_every_check_and_a_failure_sets_the_exit_code(capsys):
         ],
         seconds=60,
     )
-    assert [one.verdict for one in outcomes] == [PASSED, FAILED, SKIPPED, SKIPPED, FAILED]
-    assert [one.text for one in outcomes[:2]] == ["3 us per layer", "wrong bytes"]
+    assert [outcome.verdict for outcome in outcomes] == [PASSED, FAILED, SKIPPED, SKIPPED, FAILED]
+    assert [outcome.text for outcome in outcomes[:2]] == ["3 us per layer", "wrong bytes"]
     assert outcomes[-1].text == "timed out after 1 s"
     capsys.readouterr()
     assert report(outcomes) == 1
     assert len(capsys.readouterr().out.strip().splitlines()) == len(outcomes)
-    assert report([one for one in outcomes if one.verdict != FAILED]) == 0
+    assert report([outcome for outcome in outcomes if outcome.verdict != FAILED]) == 0
 
 
-def test_a_check_without_time_left_fails():
+def test_a_check_fails_if_no_time_is_left():
     assert run([check("late", "print('done')")], seconds=0) == [
         Outcome("late", FAILED, pytest.approx(0, abs=1), "no time left")
     ]
@@ -52,24 +52,24 @@ def test_a_check_without_time_left_fails():
 
 def test_the_time_limits_of_all_checks_add_up_to_at_most_eight_minutes():
     planned = checks("cpu")
-    assert {"transfers, verified", "captured graphs", "staging reserved"} <= {one.name for one in planned}
-    assert sum(one.seconds for one in planned) <= device_checks.MAX_SECONDS <= 8 * 60
+    assert {"transfers, verified", "captured graphs", "staging reserved"} <= {check.name for check in planned}
+    assert sum(check.seconds for check in planned) <= device_checks.MAX_SECONDS <= 8 * 60
 
 
-@pytest.mark.parametrize("part", device_checks.PARTS)
-def test_every_part_runs_on_a_cpu(part, capsys, monkeypatch):
+@pytest.mark.parametrize("name", device_checks.PARTS)
+def test_every_part_runs_on_a_cpu(name, capsys, monkeypatch):
     monkeypatch.setattr(device_checks, "_HIDDEN", 64)
     monkeypatch.setattr(device_checks, "_INTERMEDIATE", 64)
-    assert main(["--device", "cpu", "--part", part]) == 0
+    assert main(["--device", "cpu", "--part", name]) == 0
     assert {
         "transfers": "all values unchanged",
         "staging": "MiB",
         "counting": "us per layer",
         "commit": "ms",
-    }[part] in capsys.readouterr().out
+    }[name] in capsys.readouterr().out
 
 
-def test_only_the_doctor_s_findings_about_devices_count():
+def test_only_device_findings_of_the_doctor_decide_the_round_trip():
     findings = [
         {"name": "service", "verdict": FAILED, "text": "no service is named"},
         {"name": "experts there and back", "verdict": "ok", "text": "133 MB"},

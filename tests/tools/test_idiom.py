@@ -62,7 +62,7 @@ def test_clean_text_is_not_counted(text: str) -> None:
 def test_docstrings_and_comments_are_prose_with_their_lines() -> None:
     room = module('"""Clean."""\n\n# The first\n# layer alone.\nLIMIT = "what is"\n"""Nobody waits."""\n')
     assert room.words == 7
-    assert [(place.line, place.text) for place in sorted(room.odd)] == [
+    assert [(occurrence.line, occurrence.text) for occurrence in sorted(room.odd)] == [
         (4, "'alone' instead of 'only'"),
         (6, "indefinite person or thing"),
     ]
@@ -71,7 +71,7 @@ def test_docstrings_and_comments_are_prose_with_their_lines() -> None:
 def test_code_blocks_of_pages_are_not_prose() -> None:
     room = idiom.Room()
     idiom.add_prose(room, PAGE, 1, idiom.without_code("# Plans\n\n```\nNobody waits.\n```\nNobody waits.\n"))
-    assert [place.line for place in room.odd] == [6]
+    assert [occurrence.line for occurrence in room.odd] == [6]
 
 
 @pytest.mark.parametrize(
@@ -93,11 +93,12 @@ def test_only_unrelated_values_make_a_parallel_assignment(statement: str, parall
 def test_participles_and_pronouns_are_vague_names() -> None:
     room = module("def f(given, rank, *, ours):\n    found = rank\n    found_rank = given\n")
     assert room.names == 5
-    assert [place.text for place in room.vague] == ["vague name: given", "vague name: found"]
+    assert [occurrence.text for occurrence in room.vague] == ["vague name: given", "vague name: found"]
 
 
 def test_a_rate_above_the_ceiling_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    clean, odd = idiom.Room(words=1000), idiom.Room(words=1000, odd=[idiom.Place(PAGE, 1, "odd")] * 5)
+    clean = idiom.Room(words=1000)
+    odd = idiom.Room(words=1000, odd=[idiom.Place(PAGE, 1, "odd")] * 5)
     assert idiom.rates_above({"docs": clean, "eplb_core/new": clean}) == []
     assert idiom.rates_above({"eplb_core/new": odd}) == [
         "eplb_core/new has 5.0 odd constructions per 1,000 words, above its ceiling of 4"
@@ -112,6 +113,6 @@ def test_a_ceiling_that_can_be_lowered_is_named(monkeypatch: pytest.MonkeyPatch)
     assert idiom.stale_ceilings(rooms) == ["eplb_core/new", "eplb_core/removed"]
 
 
-def test_one_occurrence_in_a_small_room_is_no_high_rate() -> None:
+def test_one_occurrence_in_a_small_room_is_not_a_high_rate() -> None:
     small = idiom.Room(words=50, odd=[idiom.Place(PAGE, 1, "odd")])
     assert idiom.GAUGES[0].rate(small) == 2.0

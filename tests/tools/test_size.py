@@ -93,6 +93,6 @@ def test_a_stop_may_be_a_whole_module() -> None:
         ([("eplb_core/wire/plan.py", "Plan")], ("RankPlan",), "uses RankPlan"),
     ],
 )
-def test_a_tour_that_the_code_does_not_take_is_an_error(stops, types, message) -> None:
+def test_a_tour_that_contradicts_the_code_is_an_error(stops, types, message) -> None:
     with pytest.raises(TourError, match=message):
         measure(Tour("a plan", types, tuple(Stop(*stop) for stop in stops)), SOURCES)

@@ -1,4 +1,4 @@
-"""Training on a folder of texts lowers the loss, by the same steps each time, and leaves a model that can be served."""
+"""Tests of the training tool: the loss falls, the checkpoint holds the trained model, validation text is held out."""
 
 from __future__ import annotations
 

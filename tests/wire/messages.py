@@ -1,4 +1,4 @@
-"""Every message of the wire: how good ones are drawn, encoded and decoded, and values that each field must refuse."""
+"""Every message of the protocol: strategies for valid messages, codecs, and invalid values of each field."""
 
 from __future__ import annotations
 
@@ -43,12 +43,15 @@ from eplb_core.wire.heat import HeatReport, decode_heat_report
 from eplb_core.wire.plan import RankLayer, RankPlan, decode_plan, sources_of
 
 SHAPE = Shape(ranks=2, layers=3, experts=4, slots=3, bytes_per_expert=64)
-RANK, MAX_STEPS = 1, 8
+RANK = 1
+MAX_STEPS = 8
 ACCEPTED: tuple[Any, ...] = ()
-"""Marks a field that takes whatever its type can hold."""
+"""Marks a field that accepts every value of its type."""
 
-VERSIONS, DIGESTS = st.integers(0, MAX_VERSION - 1), st.integers(0, MAX_DIGEST - 1)
-STEPS, MICROS = st.integers(0, MAX_STEP - 1), st.integers(0, MAX_MICROS - 1)
+VERSIONS = st.integers(0, MAX_VERSION - 1)
+DIGESTS = st.integers(0, MAX_DIGEST - 1)
+STEPS = st.integers(0, MAX_STEP - 1)
+MICROS = st.integers(0, MAX_MICROS - 1)
 STATED_BYTES = st.none() | st.integers(0, MAX_BYTES - 1)
 SECONDS = st.floats(0, 1e6)
 TEXTS = st.text(st.characters(codec="utf-8", categories=["L", "N", "P", "S"]), max_size=40)
@@ -64,10 +67,11 @@ def past(limit: int) -> tuple[int, int]:
     return limit, (1 << 64) - 1
 
 
-_CONTROL, _LONG = "rank\x1b[2J", "x" * (MAX_TEXT + 1)
+_CONTROL = "rank\x1b[2J"
+_LONG = "x" * (MAX_TEXT + 1)
 _WRONG_SHAPES = (packed(1), packed(2, 2), tensor_pb2.PackedArray(), tensor_pb2.PackedArray(dtype=99))
 _BAD_COUNTS = (packed(1), packed(1, SHAPE.layers, SHAPE.slots, value=-1), tensor_pb2.PackedArray())
-_REFUSED: dict[str, tuple[Any, ...]] = {
+_INVALID: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("epoch", "base_epoch", "plan_id", "leader_term", "highest_term"), past(MAX_VERSION)),
     **dict.fromkeys(("digest", "base_digest"), past(MAX_DIGEST)),
     **dict.fromkeys(("step", "first_step", "dropped_steps", "calls", "call_micros", "vote_micros"), ACCEPTED),
@@ -84,7 +88,7 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
     "dealing_width": (65, 1 << 20),
     "protocol_version": (0, 1, 1 << 31),
 }
-"""Values that fields of these names refuse in all messages, unless a message says otherwise."""
+"""Invalid values by field name. A message can override them (``Kind.overrides``)."""
 _SHAPES = {
     "shape.layers": (0, 1 << 20, 2),
     "shape.experts": (0, 1 << 20, 7, 5),
@@ -94,34 +98,34 @@ _SHAPES = {
 
 @dataclass(frozen=True)
 class Kind:
-    """One message: good values, both directions, and by path what fields refuse otherwise than by their names."""
+    """One message type: valid values, encoder, decoder, and invalid values of fields that differ from ``_INVALID``."""
 
     message: type[Message]
     values: st.SearchStrategy[Any]
     decode: Callable[[Any], Any]
-    otherwise: dict[str, tuple[Any, ...]]
+    overrides: dict[str, tuple[Any, ...]]
     encode: Callable[[Any], Message] = encode
 
-    def refused(self, path: str) -> tuple[Any, ...]:
+    def invalid(self, path: str) -> tuple[Any, ...]:
         name = path.rsplit(".", maxsplit=1)[-1]
-        return self.otherwise[path] if path in self.otherwise else _REFUSED[name]
+        return self.overrides[path] if path in self.overrides else _INVALID[name]
 
 
-def equal(one: Any, other: Any) -> bool:
-    """Field by field; arrays by value, whatever integer type they travelled in."""
-    if isinstance(one, np.ndarray) or isinstance(other, np.ndarray):
-        return one is not None and other is not None and np.array_equal(one, other)
-    if isinstance(one, Placement):
-        return equal(one.phy2log_LRS, other.phy2log_LRS)
-    if is_dataclass(one):
-        return all(equal(getattr(one, field.name), getattr(other, field.name)) for field in fields(one))
-    if isinstance(one, tuple):
-        return len(one) == len(other) and all(equal(*pair) for pair in zip(one, other, strict=True))
-    return bool(one == other)
+def equal(first: Any, second: Any) -> bool:
+    """Compare field by field. Arrays are compared by value, because their integer type can change on the wire."""
+    if isinstance(first, np.ndarray) or isinstance(second, np.ndarray):
+        return first is not None and second is not None and np.array_equal(first, second)
+    if isinstance(first, Placement):
+        return equal(first.phy2log_LRS, second.phy2log_LRS)
+    if is_dataclass(first):
+        return all(equal(getattr(first, field.name), getattr(second, field.name)) for field in fields(first))
+    if isinstance(first, tuple):
+        return len(first) == len(second) and all(equal(*pair) for pair in zip(first, second, strict=True))
+    return bool(first == second)
 
 
 def placements() -> st.SearchStrategy[Placement]:
-    """Placements of ``SHAPE``: the linear one with its experts renamed in each layer."""
+    """Draw placements of ``SHAPE``: the linear one with its experts permuted in each layer."""
     first = Placement.linear(SHAPE.layers, SHAPE.experts, SHAPE.ranks, SHAPE.slots)
     orders = st.lists(st.permutations(range(SHAPE.experts)), min_size=SHAPE.layers, max_size=SHAPE.layers)
     return orders.map(
@@ -132,13 +136,15 @@ def placements() -> st.SearchStrategy[Placement]:
     )
 
 
-def layer_epochs(most: int = MAX_VERSION - 1) -> st.SearchStrategy[tuple[int, ...]]:
-    return st.tuples(*[st.integers(0, most)] * SHAPE.layers)
+def layer_epochs(highest: int = MAX_VERSION - 1) -> st.SearchStrategy[tuple[int, ...]]:
+    return st.tuples(*[st.integers(0, highest)] * SHAPE.layers)
 
 
 @st.composite
 def hellos(draw: st.DrawFn) -> Hello:
-    placement, epoch, width = draw(placements()), draw(VERSIONS), draw(st.sampled_from((1, 3)))
+    placement = draw(placements())
+    epoch = draw(VERSIONS)
+    width = draw(st.sampled_from((1, 3)))
     return Hello(
         deployment=draw(NAMES),
         rank=draw(st.integers(0, SHAPE.ranks - 1)),
@@ -182,14 +188,15 @@ def heat_reports(draw: st.DrawFn) -> HeatReport:
 
 @st.composite
 def plans(draw: st.DrawFn) -> RankPlan:
-    """Plans that move one expert of rank 0 to rank 1 per layer."""
+    """Draw plans that move one expert per layer from rank 0 to rank 1."""
     layers = []
     for layer in draw(st.lists(st.integers(0, SHAPE.layers - 1), min_size=1, unique=True)):
         new_RS = draw(placements()).phy2log_LRS[layer]
         tables_RE = default_log2phy(new_RS, SHAPE.experts)
         slot = draw(st.integers(0, SHAPE.slots - 1))
         moves_M5 = np.array([[0, 0, RANK, slot, new_RS[RANK, slot]]], dtype=np.int32)
-        source_RS, digests = sources_of(moves_M5, *new_RS.shape), draw(st.just(()) | st.tuples(DIGESTS))
+        source_RS = sources_of(moves_M5, *new_RS.shape)
+        digests = draw(st.just(()) | st.tuples(DIGESTS))
         layers.append(RankLayer(layer, new_RS, source_RS, tables_RE[RANK], digests))
     return RankPlan.of(draw(VERSIONS), draw(VERSIONS), draw(VERSIONS), draw(DIGESTS), tuple(layers))
 

@@ -1,4 +1,4 @@
-"""Answers to operators are checked where they are read, and as plain values have every field."""
+"""Tests of responses to operators: validation by the client, and conversion to a JSON document."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ HOSTILE = "\x1b[2J" + "x" * MAX_LINE
 CLEAN = (" [2J" + "x" * MAX_LINE)[:MAX_LINE]
 
 
-def test_texts_are_cleaned_and_cut_wherever_they_are() -> None:
+def test_texts_at_every_depth_are_cleaned_and_truncated() -> None:
     status = pb.DeploymentStatus(deployment="decode", problems=[HOSTILE, ""], last_decision=HOSTILE)
     report = checked_answer(pb.GetStatusResponse(status=status, agents=[pb.AgentStatus(error=HOSTILE)]))
-    found = (*report.status.problems, report.status.last_decision, report.agents[0].error)
-    assert found == (CLEAN, "", CLEAN, CLEAN)
+    texts = (*report.status.problems, report.status.last_decision, report.agents[0].error)
+    assert texts == (CLEAN, "", CLEAN, CLEAN)
     empty = pb.PauseResponse()
     assert checked_answer(empty) is empty
 
@@ -36,17 +36,17 @@ def test_texts_are_cleaned_and_cut_wherever_they_are() -> None:
         (pb.GetPlacementResponse(), "placement.experts"),
     ],
 )
-def test_what_cannot_be_shown_is_refused_by_its_name(answer: Any, field: str) -> None:
+def test_an_invalid_field_is_named_in_the_error(answer: Any, field: str) -> None:
     with pytest.raises(WireError, match=field):
         checked_answer(answer)
 
 
-def test_what_is_not_known_is_no_number() -> None:
+def test_an_unknown_ratio_stays_nan() -> None:
     point = pb.BalancePoint(par=math.nan)
     assert math.isnan(checked_answer(pb.GetBalanceResponse(points=[point])).points[0].par)
 
 
-def test_every_field_is_there_and_what_is_absent_is_none() -> None:
+def test_a_document_has_every_field_and_none_for_absent_ones() -> None:
     empty = as_document(pb.GetBalanceResponse())
     assert empty == {
         "points": [],
@@ -59,7 +59,7 @@ def test_every_field_is_there_and_what_is_absent_is_none() -> None:
     assert as_document(pb.AgentStatus(silent_seconds=0.0))["silent_seconds"] == 0.0
 
 
-def test_arrays_digests_and_large_numbers() -> None:
+def test_arrays_digests_and_large_numbers_are_converted_to_json() -> None:
     loads_LR = np.arange(6, dtype=np.int32).reshape(2, 3)
     answer = pb.GetBalanceResponse(
         rank_loads=pack(loads_LR), points=[pb.BalancePoint(at=1.5, layers_switched=2**40)]

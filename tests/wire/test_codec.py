@@ -1,4 +1,4 @@
-"""Packed arrays and requests in parts come back as they were; whatever is off about one is refused."""
+"""Tests of packed arrays and of requests sent in parts: round trips, and rejection of malformed ones."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SHAPES = hnp.array_shapes(min_dims=0, max_dims=4, min_side=0, max_side=40)
 
 
 @given(hnp.arrays(np.int32, SHAPES))
-def test_an_array_comes_back_as_it_was(array: np.ndarray) -> None:
+def test_an_array_survives_a_round_trip(array: np.ndarray) -> None:
     unpacked = unpack(pack(array), array.shape, "x")
     assert unpacked.dtype == np.int32
     assert np.array_equal(unpacked, array)
@@ -31,7 +31,7 @@ def test_an_array_comes_back_as_it_was(array: np.ndarray) -> None:
         (2**31, tensor_pb2.DATA_TYPE_INT64),
     ],
 )
-def test_heat_travels_in_the_narrowest_type(highest: int, dtype: int) -> None:
+def test_counts_are_packed_in_the_narrowest_type(highest: int, dtype: int) -> None:
     assert pack(np.array([0, highest])).dtype == dtype
 
 
@@ -41,7 +41,7 @@ def _array(**changes: object) -> tensor_pb2.PackedArray:
 
 
 @pytest.mark.parametrize(
-    ("packed", "complaint"),
+    ("packed", "message"),
     [
         (_array(dtype=0), "unknown data type 0"),
         (_array(shape=[3, 2]), r"expected the shape \[2, any\], got \[3, 2\]"),
@@ -53,8 +53,8 @@ def _array(**changes: object) -> tensor_pb2.PackedArray:
         ),
     ],
 )
-def test_a_malformed_array_is_refused_by_name(packed: tensor_pb2.PackedArray, complaint: str) -> None:
-    with pytest.raises(WireError, match=complaint) as caught:
+def test_a_malformed_array_is_rejected_by_name(packed: tensor_pb2.PackedArray, message: str) -> None:
+    with pytest.raises(WireError, match=message) as caught:
         unpack(packed, (2, None), "heat")
     assert str(caught.value).startswith("heat: ")
 
@@ -63,32 +63,32 @@ def _request(size: int) -> agent_pb2.ConnectRequest:
     return agent_pb2.ConnectRequest(heartbeat=agent_pb2.Heartbeat(error="x" * size))
 
 
-def _part(data: bytes, left: int) -> agent_pb2.Part:
-    return agent_pb2.Part(data=data, bytes_left=left)
+def _part(data: bytes, bytes_left: int) -> agent_pb2.Part:
+    return agent_pb2.Part(data=data, bytes_left=bytes_left)
 
 
 @given(st.integers(0, 4 * PART_BYTES))
 @example(PART_BYTES - 8)
 @example(PART_BYTES - 7)
-def test_parts_make_the_request_that_they_were_taken_from(size: int) -> None:
+def test_parts_are_assembled_into_the_original_request(size: int) -> None:
     request = _request(size)
     sent = list(in_parts(request))
     assert all(message.ByteSize() <= MAX_PART for message in sent)
     if request.ByteSize() <= PART_BYTES:
         assert sent == [request]
         return
-    first, *others = sent
+    first, *following = sent
     parts = Parts(first.part)
     assert parts.size == request.ByteSize()
-    for other in others:
+    for message in following:
         assert not parts.complete
-        parts.add(other.part)
+        parts.add(message.part)
     assert parts.complete
     assert parts.request() == request
 
 
 @pytest.mark.parametrize(
-    ("parts", "says"),
+    ("parts", "message"),
     [
         ([_part(b"", 5)], "the size of part.data is 0"),
         ([_part(b"x" * (PART_BYTES + 1), 0)], "the size of part.data is 131073"),
@@ -101,10 +101,10 @@ def test_parts_make_the_request_that_they_were_taken_from(size: int) -> None:
         ([_part(agent_pb2.ConnectRequest(part=_part(b"x", 0)).SerializeToString(), 0)], "form another part"),
     ],
 )
-def test_parts_that_make_no_request(parts: list[agent_pb2.Part], says: str) -> None:
-    first, *others = parts
-    with pytest.raises(WireError, match=says):  # noqa: PT012 # whichever part it is
+def test_parts_that_do_not_form_a_request_are_rejected(parts: list[agent_pb2.Part], message: str) -> None:
+    first, *following = parts
+    with pytest.raises(WireError, match=message):  # noqa: PT012 # any of the parts may raise
         joined = Parts(first)
-        for part in others:
+        for part in following:
             joined.add(part)
         joined.request()

@@ -1,4 +1,4 @@
-"""A heat report is opened without a copy, and only where it fits what its rank serves."""
+"""Tests of decoding heat reports: packed types are kept, step counters wrap, and contradictions are rejected."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def message(steps: int) -> agent_pb2.HeatReport:
     return encode(HeatReport(16, (0,) * SHAPE.layers, slots_TLS, phase_T, sources_TLE))
 
 
-def test_counts_are_read_only_and_in_the_type_that_they_travelled_in() -> None:
+def test_decoded_counts_are_read_only_and_keep_their_packed_type() -> None:
     report = decode_heat_report(message(8), SHAPE, most_steps=8)
     assert report.source_counts_TLE is not None
     assert report.source_counts_TLE.dtype == np.uint8
@@ -30,7 +30,7 @@ def test_counts_are_read_only_and_in_the_type_that_they_travelled_in() -> None:
 
 
 @pytest.mark.parametrize("step", [1 << 48, (1 << 48) + 5, 1 << 62, (1 << 63) - 1, -1, -(1 << 63)])
-def test_a_counter_that_jumps_is_wrapped_alike_on_both_sides(step: int) -> None:
+def test_both_sides_wrap_a_step_counter_that_jumps(step: int) -> None:
     report = HeatReport(
         step, (0,) * SHAPE.layers, np.ones((4, SHAPE.layers, SHAPE.slots), np.int32), np.ones(4, np.uint8)
     )
@@ -40,7 +40,7 @@ def test_a_counter_that_jumps_is_wrapped_alike_on_both_sides(step: int) -> None:
     assert decode_heat_report(sent, SHAPE, most_steps=8).first_step == step % MAX_STEP
 
 
-def test_sums_go_with_counts_by_slot_and_in_place_of_those_by_step() -> None:
+def test_source_sums_need_slot_counts_and_exclude_source_counts() -> None:
     report = message(8)
     report.source_sums.CopyFrom(pack(np.ones((SHAPE.layers, SHAPE.experts), dtype=np.int32)))
     with pytest.raises(WireError, match="excludes source_counts"):

@@ -1,4 +1,4 @@
-"""Every message comes back as it was sent; whatever is wrong with any field is refused by the field's name."""
+"""Tests of every message of the protocol: round trips, and errors that name the invalid field."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SIZES = ("ep_size", "ranks", "layers", "experts", "slots")
 
 
 def paths(message: type[Message], prefix: str = "") -> Iterator[str]:
-    """Every field of a message and of those within it, arrays as one."""
+    """Yield the path of every field of a message and its nested messages. A packed array is one field."""
     for field in message.DESCRIPTOR.fields:
         inner = field.message_type
         if inner is None or inner.full_name == tensor_pb2.PackedArray.DESCRIPTOR.full_name:
@@ -31,11 +31,11 @@ def paths(message: type[Message], prefix: str = "") -> Iterator[str]:
 
 
 def assign(message: Message, path: str, value: Any) -> None:
-    """Put ``value`` into the field at ``path``, in the first of repeated messages."""
-    *within, name = path.split(".")
+    """Set the field at ``path`` to ``value``, in the first item of repeated messages."""
+    *parents, name = path.split(".")
     owner: Any = message
-    for part in within:
-        owner = getattr(owner, part)
+    for parent in parents:
+        owner = getattr(owner, parent)
         owner = owner if isinstance(owner, Message) else owner[0]
     if isinstance(value, Message):
         getattr(owner, name).CopyFrom(value)
@@ -49,7 +49,7 @@ def assign(message: Message, path: str, value: Any) -> None:
 @pytest.mark.parametrize("name", KINDS)
 @settings(deadline=None)
 @given(data=st.data())
-def test_a_message_comes_back_as_it_was_sent(name: str, data: st.DataObject) -> None:
+def test_every_message_survives_a_round_trip(name: str, data: st.DataObject) -> None:
     kind = KINDS[name]
     sent = data.draw(kind.values)
     message = kind.message.FromString(kind.encode(sent).SerializeToString())
@@ -62,44 +62,42 @@ def test_a_message_comes_back_as_it_was_sent(name: str, data: st.DataObject) -> 
         (name, path, value)
         for name, kind in KINDS.items()
         for path in paths(kind.message)
-        for value in kind.refused(path)
+        for value in kind.invalid(path)
     ],
 )
 @settings(max_examples=5, deadline=None)
 @given(data=st.data())
-def test_a_field_that_cannot_be_is_refused_by_its_name(
-    name: str, path: str, value: Any, data: st.DataObject
-) -> None:
+def test_an_invalid_field_is_rejected_by_name(name: str, path: str, value: Any, data: st.DataObject) -> None:
     kind = KINDS[name]
-    whole = kind.values.filter(lambda sent: getattr(sent, path.split(".", maxsplit=1)[0], True) is not None)
-    message = kind.encode(data.draw(whole))
+    values = kind.values.filter(lambda sent: getattr(sent, path.split(".", maxsplit=1)[0], True) is not None)
+    message = kind.encode(data.draw(values))
     assign(message, path, value)
     with pytest.raises(WireError) as caught:
         kind.decode(message)
     field = path.rsplit(".", maxsplit=1)[-1]
-    # Sizes that are each in bounds can contradict one another: then it is the shape that is named.
-    named = (field, field.replace("_", " "), "shape" if field in _SIZES else field)
-    assert any(name in str(caught.value) for name in named)
+    # Sizes within their bounds can still contradict each other. The error then names the shape.
+    names = (field, field.replace("_", " "), "shape" if field in _SIZES else field)
+    assert any(name in str(caught.value) for name in names)
 
 
 @pytest.mark.parametrize("name", KINDS)
 @settings(deadline=None)
 @given(data=st.data(), edits=EDITS)
-def test_damaged_bytes_end_in_a_value_or_a_wire_error(
+def test_damaged_bytes_decode_to_a_value_or_raise_a_wire_error(
     name: str, data: st.DataObject, edits: list[tuple[str, int, bytes]]
 ) -> None:
-    """What is taken can be sent on, and comes back the same."""
+    """A value decoded from damaged bytes survives a further round trip."""
     kind = KINDS[name]
-    whole = kind.encode(data.draw(kind.values)).SerializeToString()
+    intact = kind.encode(data.draw(kind.values)).SerializeToString()
     try:
-        taken = kind.decode(kind.message.FromString(edited(whole, edits)))
+        decoded = kind.decode(kind.message.FromString(edited(intact, edits)))
     except (WireError, DecodeError):
         return
-    assert equal(kind.decode(kind.encode(taken)), taken)
+    assert equal(kind.decode(kind.encode(decoded)), decoded)
 
 
-def test_free_text_is_cleaned_and_cut() -> None:
-    assert KINDS["heartbeat"].refused("error") == ACCEPTED
+def test_free_text_is_cleaned_and_truncated() -> None:
+    assert KINDS["heartbeat"].invalid("error") == ACCEPTED
     sent = Heartbeat(error="link\nlost\x1b[31m " + "x" * 300)
     received = decode(Heartbeat, agent_pb2.Heartbeat(error=sent.error))
     assert received.error.startswith("link lost [31m x")
@@ -108,31 +106,31 @@ def test_free_text_is_cleaned_and_cut() -> None:
 
 
 @pytest.mark.parametrize(
-    ("sent", "heard"), [(0.0, 0.05), (-1.0, 0.05), (1e9, 60.0), (float("inf"), 60.0), (2.0, 2.0)]
+    ("sent", "interval"), [(0.0, 0.05), (-1.0, 0.05), (1e9, 60.0), (float("inf"), 60.0), (2.0, 2.0)]
 )
-def test_heartbeats_are_neither_a_spin_nor_a_silence(sent: float, heard: float) -> None:
+def test_the_heartbeat_interval_is_clamped_to_its_bounds(sent: float, interval: float) -> None:
     message = encode(Welcome("1", 1, 16, 2.0))
     message.heartbeat_seconds = sent
-    assert decode_welcome(message).heartbeat_seconds == heard <= MAX_HEARTBEAT_SECONDS
+    assert decode_welcome(message).heartbeat_seconds == interval <= MAX_HEARTBEAT_SECONDS
 
 
-def test_another_protocol_version_is_an_error_of_its_own() -> None:
+def test_another_protocol_version_raises_its_own_error() -> None:
     with pytest.raises(ProtocolVersionError, match="speaks protocol version 7"):
         decode_welcome(agent_pb2.Welcome(protocol_version=7))
 
 
 def test_every_message_that_carries_values_is_covered() -> None:
-    """Those left out are parts of others, or only shown, as ``test_answers`` holds them to."""
+    """The exceptions are nested in other messages, or are only displayed and covered by ``test_answers``."""
     sent = {name for module in (agent_pb2, operator_pb2) for name in module.DESCRIPTOR.message_types_by_name}
-    within = {"ModelShape", "PlacementState", "LayerUpdate", "RankHeat", "Part"}
+    nested = {"ModelShape", "PlacementState", "LayerUpdate", "RankHeat", "Part"}
     unions = {"ConnectRequest", "ConnectResponse", "WatchHeatResponse"}
-    shown = {"DeploymentStatus", "LayerStatus", "AgentStatus", "PastPlan", "PastVerdict", "BalancePoint"}
-    shown |= {"MadeDecision", "LayerMoves", "Worth", "MovePrice", "Forecast"}
-    shown |= {name for name in sent if name.endswith("Response")} - unions - {"GetPlacementResponse"}
-    questions = {name for name in sent if name.endswith("Request")}
-    assert sent - within - unions - shown - questions == {
+    displayed = {"DeploymentStatus", "LayerStatus", "AgentStatus", "PastPlan", "PastVerdict", "BalancePoint"}
+    displayed |= {"MadeDecision", "LayerMoves", "Worth", "MovePrice", "Forecast"}
+    displayed |= {name for name in sent if name.endswith("Response")} - unions - {"GetPlacementResponse"}
+    requests = {name for name in sent if name.endswith("Request")}
+    assert sent - nested - unions - displayed - requests == {
         kind.message.DESCRIPTOR.name for kind in KINDS.values()
     }
-    for name in questions - unions:
+    for name in requests - unions:
         fields = set(operator_pb2.DESCRIPTOR.message_types_by_name[name].fields_by_name)
         assert fields <= {"deployment", "limit"}

@@ -1,4 +1,4 @@
-"""A plan must arrive as it was sent; one that no set of ranks could carry out must be refused by name."""
+"""Tests of plans on the wire: round trips per rank, shared digests, and rejection of impossible plans."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ from eplb_core.wire.plan import (
 )
 from tests.wire.messages import equal
 
-LAYERS, EXPERTS, RANKS, SLOTS = 3, 4, 2, 3
+LAYERS = 3
+EXPERTS = 4
+RANKS = 2
+SLOTS = 3
 OLD_RS = Placement.linear(1, EXPERTS, RANKS, SLOTS).phy2log_LRS[0]  # [[0, 1, 2], [3, 0, 1]]
 NEW_RS = np.array([[0, 1, 2], [3, 2, 1]], dtype=np.int32)
 SOURCE_RS = np.array([[0, 1, 2], [3, 2, 5]], dtype=np.int32)
@@ -41,7 +44,7 @@ def decode(message: agent_pb2.Plan, width: int = 1) -> RankPlan:
     return decode_plan(message, Shape(RANKS, LAYERS, EXPERTS, SLOTS, 64, width))
 
 
-def test_a_dealing_table_of_another_width_or_with_a_wrong_entry_is_refused() -> None:
+def test_a_dealing_table_with_the_wrong_width_or_a_wrong_entry_is_rejected() -> None:
     message = encode(plan_for(0, width=4))
     for width in (1, 2):
         with pytest.raises(WireError, match=r"layers\[0\].log2phy: expected the shape \[4.*\], got \[4, 4\]"):
@@ -53,8 +56,9 @@ def test_a_dealing_table_of_another_width_or_with_a_wrong_entry_is_refused() -> 
         decode(message, width=4)
 
 
-def test_ranks_agree_on_the_digest_though_their_tables_differ() -> None:
-    first, second = plan_for(0), plan_for(1)
+def test_ranks_with_different_tables_share_the_plan_digest() -> None:
+    first = plan_for(0)
+    second = plan_for(1)
     assert not np.array_equal(first.layers[0].log2phy_E, second.layers[0].log2phy_E)
     assert first.digest == second.digest
 
@@ -66,7 +70,7 @@ def edited(field: str, value: object) -> Callable[[agent_pb2.Plan], None]:
     return edit
 
 
-def twice(message: agent_pb2.Plan) -> None:
+def repeat_layer(message: agent_pb2.Plan) -> None:
     message.layers.append(message.layers[0])
 
 
@@ -75,10 +79,10 @@ def set_field(field: str, value: int) -> Callable[[agent_pb2.Plan], None]:
 
 
 @pytest.mark.parametrize(
-    ("spoil", "says"),
+    ("damage", "error"),
     [
         (lambda message: message.ClearField("layers"), "plan.layers is empty"),
-        (twice, "twice"),
+        (repeat_layer, "twice"),
         (set_field("digest", 1), "digest is 0x1"),
         (set_field("base_epoch", 6), "digest"),
         (edited("physical_to_logical", [[0, 1, 2], [0, 1, 2]]), "expert 3 is in no slot"),
@@ -93,16 +97,14 @@ def set_field(field: str, value: int) -> Callable[[agent_pb2.Plan], None]:
         (edited("sources", [[0, 1, 2], [3, 0, 5]]), "digest"),
     ],
 )
-def test_a_plan_that_cannot_be_carried_out_is_refused(
-    spoil: Callable[[agent_pb2.Plan], None], says: str
-) -> None:
-    message = encode(plan_for(0))
-    spoil(message)
-    with pytest.raises(WireError, match=says):
-        decode(message)
+def test_an_impossible_plan_is_rejected(damage: Callable[[agent_pb2.Plan], None], error: str) -> None:
+    plan = encode(plan_for(0))
+    damage(plan)
+    with pytest.raises(WireError, match=error):
+        decode(plan)
 
 
-def test_of_ranks_that_share_tokens_each_group_has_one_digest() -> None:
+def test_each_token_group_has_one_digest() -> None:
     tables_RE = np.array([[0, 1], [0, 2], [0, 2], [3, 1]], dtype=np.int32)
     first, second = shared_digests(tables_RE, (5, 3, 3, 5))
     assert (first,) == shared_digests(tables_RE[1:3], (0, 0)) == shared_digests(tables_RE, (0, 1, 1, 3))
@@ -110,7 +112,7 @@ def test_of_ranks_that_share_tokens_each_group_has_one_digest() -> None:
     assert shared_digests(tables_RE, (0, 1, 2, 3)) == ()
 
 
-def test_weights_come_from_slots_that_hold_them() -> None:
+def test_weights_come_only_from_slots_that_hold_the_expert() -> None:
     (layer,) = plan_for(0).layers
     check_sources(layer, OLD_RS)
     assert layer.moves_M5.tolist() == [[0, 2, 1, 1, 2]]
@@ -127,7 +129,9 @@ def test_weights_come_from_slots_that_hold_them() -> None:
     layers=st.integers(1, 4),
     width=st.integers(1, 3),
 )
-def test_each_rank_gets_its_own_plan(ranks: int, slots: int, spare: int, layers: int, width: int) -> None:
+def test_each_rank_receives_its_own_tables(
+    ranks: int, slots: int, spare: int, layers: int, width: int
+) -> None:
     experts = max(slots, ranks * slots - spare)
     phy2log_RS = Placement.linear(1, experts, ranks, slots).phy2log_LRS[0]
     tables_RE = default_log2phy(phy2log_RS, experts, width)
@@ -136,8 +140,8 @@ def test_each_rank_gets_its_own_plan(ranks: int, slots: int, spare: int, layers:
 
     def plan_of(rank: int) -> RankPlan:
         numbers = reversed(range(layers))
-        own = (RankLayer(layer, phy2log_RS, kept_RS, tables_RE[rank], digests) for layer in numbers)
-        return RankPlan.of(7, 2, 300, 99, tuple(own))
+        updates = (RankLayer(layer, phy2log_RS, kept_RS, tables_RE[rank], digests) for layer in numbers)
+        return RankPlan.of(7, 2, 300, 99, tuple(updates))
 
     shared = SharedPlan(plan_of(0), [tables_RE] * layers)
     for rank in range(ranks):

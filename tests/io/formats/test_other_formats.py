@@ -1,4 +1,4 @@
-"""Heat of TensorRT-LLM and in tables is read as it was written, or refused in one line."""
+"""Tests of TensorRT-LLM statistics and tables: correct heat, or an error on one line."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def statistics(folder: Path, heat_RTLE: np.ndarray, first: int = 100, layers: tu
     steps=st.integers(1, 12),
     layers=st.integers(1, 12),
 )
-def test_statistics_of_tensorrt_llm_are_the_sum_over_ranks(
+def test_tensorrt_llm_statistics_are_summed_over_ranks(
     seed: int, ranks: int, steps: int, layers: int, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     heat_RTLE = np.random.default_rng(seed).integers(0, 2**40, (ranks, steps, layers, 4))
@@ -58,12 +58,12 @@ def test_statistics_of_tensorrt_llm_are_the_sum_over_ranks(
     assert (trace.facts.ranks, trace.facts.top_k, trace.facts.layer_numbers) == (ranks, 2, ())
 
 
-def test_numbers_of_layers_are_the_model_s(tmp_path: Path) -> None:
+def test_layers_keep_their_model_numbers(tmp_path: Path) -> None:
     folder = statistics(tmp_path / "s", np.ones((1, 2, 3, 4), dtype=np.int64), layers=(3, 4, 10))
     assert open_trace(folder).facts.layer_numbers == (3, 4, 10)
 
 
-def test_what_is_wrong_with_statistics(tmp_path: Path) -> None:
+def test_invalid_statistics_are_rejected(tmp_path: Path) -> None:
     heat_RTLE = np.ones((3, 2, 2, 4), dtype=np.int64)
     folder = statistics(tmp_path / "s", heat_RTLE)
     (folder / "rank1.safetensors").unlink()
@@ -88,7 +88,7 @@ def test_what_is_wrong_with_statistics(tmp_path: Path) -> None:
 
 
 @given(damage=st.integers(0, 200), value=st.integers(0, 255), cut=st.integers(0, 300))
-def test_damaged_statistics_are_refused_or_read(
+def test_damaged_statistics_are_read_or_rejected(
     damage: int, value: int, cut: int, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     folder = statistics(tmp_path_factory.mktemp("damaged"), np.ones((1, 1, 2, 4), dtype=np.int64))
@@ -100,7 +100,7 @@ def test_damaged_statistics_are_refused_or_read(
         assert open_trace(folder).shape[2] == 4
 
 
-def test_a_header_that_lies_about_its_size_takes_no_memory(tmp_path: Path) -> None:
+def test_a_header_with_a_false_size_allocates_no_memory(tmp_path: Path) -> None:
     folder = statistics(tmp_path / "s", np.ones((1, 1, 2, 4), dtype=np.int64))
     text = json.dumps({"100_0": {"dtype": "I64", "shape": [2**40], "data_offsets": [0, 2**43]}}).encode()
     (folder / "rank0.safetensors").write_bytes(struct.pack("<Q", len(text)) + text)
@@ -108,7 +108,7 @@ def test_a_header_that_lies_about_its_size_takes_no_memory(tmp_path: Path) -> No
         open_trace(folder)
 
 
-def test_a_package_that_is_missing_is_named_with_the_command_that_installs_it(
+def test_a_missing_package_is_reported_with_the_command_that_installs_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = statistics(tmp_path / "s", np.ones((1, 1, 2, 4), dtype=np.int64))
@@ -122,7 +122,9 @@ def test_a_package_that_is_missing_is_named_with_the_command_that_installs_it(
 @pytest.mark.parametrize(
     "content", [b"\x7fELF\x02\x01", b"hello\nworld\n", b"\xff\xfe\x00", b"", b"a,b\n1,2\n"]
 )
-def test_a_file_of_no_format_is_refused_without_naming_a_package(content: bytes, tmp_path: Path) -> None:
+def test_a_file_of_an_unknown_format_is_rejected_without_naming_a_package(
+    content: bytes, tmp_path: Path
+) -> None:
     (tmp_path / "junk").write_bytes(content)
     with pytest.raises(HeatError) as caught:
         open_trace(tmp_path / "junk")
@@ -130,7 +132,7 @@ def test_a_file_of_no_format_is_refused_without_naming_a_package(content: bytes,
     assert "\n" not in str(caught.value)
 
 
-def test_a_csv_may_name_its_experts_in_any_order(tmp_path: Path) -> None:
+def test_csv_columns_of_experts_may_be_in_any_order(tmp_path: Path) -> None:
     (tmp_path / "weights.csv").write_text("expert_1,expert_0,expert_2\n5,4,6\n8,7,9\n")
     assert read_heat(tmp_path / "weights.csv").tolist() == [[[4, 5, 6], [7, 8, 9]]]
     (tmp_path / "weights.csv").write_text("expert_1,expert_3\n5,4\n")
@@ -140,13 +142,13 @@ def test_a_csv_may_name_its_experts_in_any_order(tmp_path: Path) -> None:
         open_trace(tmp_path / "weights.csv")
 
 
-def test_a_csv_of_counts_may_have_further_columns_in_any_order(tmp_path: Path) -> None:
+def test_a_csv_of_counts_may_have_extra_columns_in_any_order(tmp_path: Path) -> None:
     path = tmp_path / "heat.csv"
     path.write_bytes(b'\xef\xbb\xbftokens,expert,"layer",step,rank\r\n3,1,0,7,0\r\n4,0,1,8,1\r\n')
     assert read_heat(path).tolist() == [[[0, 3], [0, 0]], [[0, 0], [4, 0]]]
 
 
-def test_what_is_no_parquet_of_heat(tmp_path: Path) -> None:
+def test_parquet_files_without_heat_are_rejected(tmp_path: Path) -> None:
     pyarrow = pytest.importorskip("pyarrow", reason="PARQUET IS NOT TESTED: no pyarrow here")
     from pyarrow import parquet
 
@@ -164,13 +166,13 @@ def test_what_is_no_parquet_of_heat(tmp_path: Path) -> None:
         open_trace(path)
 
 
-def test_a_slice_of_a_table_begins_at_its_own_first_step(tmp_path: Path) -> None:
+def test_a_slice_of_a_table_starts_at_its_first_step(tmp_path: Path) -> None:
     heat_TLE = np.random.default_rng(1).poisson(0.1, (200, 3, 4))
     copy_trace(ArrayTrace(heat_TLE), tmp_path / "part.csv", (70, 190), (1, 3))
     np.testing.assert_array_equal(read_heat(tmp_path / "part.csv"), heat_TLE[70:190, 1:3])
 
 
-def test_parquet_without_pyarrow_is_refused_before_anything_is_written(
+def test_parquet_without_pyarrow_is_rejected_before_anything_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "pyarrow", None)

@@ -1,4 +1,4 @@
-"""Heat of vLLM's and Megatron's JSON Lines, and of responses with experts, is read as it was counted, or refused."""
+"""Tests of JSON Lines from vLLM and Megatron and of responses with experts: correct heat, or an error."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def write_lines(path: Path, records: Iterable[Mapping[str, Any]]) -> Path:
 
 
 def stats(step: int, load_LP: np.ndarray, map_LP: np.ndarray | None = PHY2LOG_LP) -> dict[str, Any]:
-    """A record as vLLM writes it."""
+    """Return a record in vLLM's format."""
     record = {"record_type": "eplb_load_stats", "version": 1, "step": step, "expert_load": load_LP.tolist()}
     return record if map_LP is None else {**record, "p2l_map": map_LP.tolist()}
 
@@ -44,7 +44,7 @@ def stats(step: int, load_LP: np.ndarray, map_LP: np.ndarray | None = PHY2LOG_LP
 
 
 @given(seed=st.integers(0, 2**32 - 1), steps=st.integers(1, 8))
-def test_vllm_s_load_is_summed_under_the_map_of_each_record(
+def test_vllm_load_is_summed_under_the_map_of_each_record(
     seed: int, steps: int, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     rng = np.random.default_rng(seed)
@@ -58,7 +58,7 @@ def test_vllm_s_load_is_summed_under_the_map_of_each_record(
     assert (trace.facts.model, trace.facts.ranks, trace.facts.slots) == ("moe", 2, 3)
 
 
-def test_vllm_s_load_without_a_map_is_asked_for_it(tmp_path: Path) -> None:
+def test_vllm_load_without_a_map_asks_for_one(tmp_path: Path) -> None:
     load_LP = np.arange(12).reshape(2, 6)
     path = write_lines(tmp_path / "load.jsonl", [META, stats(1, load_LP, None)])
     with pytest.raises(
@@ -69,7 +69,7 @@ def test_vllm_s_load_without_a_map_is_asked_for_it(tmp_path: Path) -> None:
     np.testing.assert_array_equal(heat, traces.by_expert([load_LP], PHY2LOG_LP, 4))
 
 
-def test_vllm_s_load_of_one_record_and_of_idle_steps(tmp_path: Path) -> None:
+def test_vllm_load_of_one_record_or_with_idle_steps_is_read(tmp_path: Path) -> None:
     load_LP = np.arange(12).reshape(2, 6)
     path = write_lines(tmp_path / "one.jsonl", [stats(1, load_LP)])
     np.testing.assert_array_equal(read_heat(path), traces.by_expert([load_LP], PHY2LOG_LP, 4))
@@ -97,12 +97,12 @@ def test_vllm_s_load_of_one_record_and_of_idle_steps(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_vllm_s_load_that_is_refused(tmp_path: Path, records: list[dict[str, Any]], message: str) -> None:
+def test_invalid_vllm_load_is_rejected(tmp_path: Path, records: list[dict[str, Any]], message: str) -> None:
     with pytest.raises(HeatError, match=message):
         open_trace(write_lines(tmp_path / "load.jsonl", records))
 
 
-def test_a_line_that_was_cut_off_is_named(tmp_path: Path) -> None:
+def test_a_truncated_line_is_named(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "load.jsonl", [META, stats(1, np.ones((2, 6), dtype=int))])
     with path.open("a") as file:
         file.write('{"record_type": "eplb_load_st')
@@ -113,8 +113,8 @@ def test_a_line_that_was_cut_off_is_named(tmp_path: Path) -> None:
 # Megatron's router trace
 
 
-def routed(step: int, layer: int, rank: int, chosen_KC: np.ndarray, **more: Any) -> dict[str, Any]:
-    """A record as Megatron writes it."""
+def routed(step: int, layer: int, rank: int, chosen_KC: np.ndarray, **fields: Any) -> dict[str, Any]:
+    """Return a record in Megatron's format."""
     return {
         "step": step,
         "stage": "pre_dispatch",
@@ -124,12 +124,12 @@ def routed(step: int, layer: int, rank: int, chosen_KC: np.ndarray, **more: Any)
         "num_tokens": len(chosen_KC),
         "topk": chosen_KC.shape[1],
         "top_indices": chosen_KC.tolist(),
-        **more,
+        **fields,
     }
 
 
 def megatron_folder(folder: Path, seed: int) -> np.ndarray:
-    """A folder of two ranks' files, in which each step has two microbatches; returns its heat."""
+    """Write the files of two ranks, with two microbatches per step; return their heat."""
     rng = np.random.default_rng(seed)
     folder.mkdir()
     heat_TLE = np.zeros((3, 2, 8), dtype=np.int64)
@@ -147,7 +147,7 @@ def megatron_folder(folder: Path, seed: int) -> np.ndarray:
 
 
 @given(seed=st.integers(0, 2**32 - 1))
-def test_megatron_s_ranks_and_microbatches_are_summed(
+def test_megatron_ranks_and_microbatches_are_summed(
     seed: int, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     folder = tmp_path_factory.mktemp("megatron") / "trace"
@@ -160,7 +160,7 @@ def test_megatron_s_ranks_and_microbatches_are_summed(
     assert trace.facts.origin == "Megatron's router trace of 2 ranks, without multi-token prediction"
 
 
-def test_one_of_megatron_s_ranks_is_not_the_run(tmp_path: Path) -> None:
+def test_the_file_of_one_megatron_rank_is_rejected(tmp_path: Path) -> None:
     megatron_folder(tmp_path / "trace", 0)
     alone = tmp_path / "trace" / "router_trace_rank0.jsonl"
     with pytest.raises(HeatError, match="has only the tokens of rank 0"):
@@ -171,7 +171,7 @@ def test_one_of_megatron_s_ranks_is_not_the_run(tmp_path: Path) -> None:
         open_trace(tmp_path / "trace")
 
 
-def test_a_step_that_lacks_a_layer_is_left_out(tmp_path: Path) -> None:
+def test_a_step_with_a_missing_layer_is_skipped(tmp_path: Path) -> None:
     chosen_KC = np.array([[0, 1], [2, 3]])
     records = [routed(step, layer, 0, chosen_KC) for step in range(3) for layer in range(2)]
     trace = open_trace(write_lines(tmp_path / "a.jsonl", records[:-1]))
@@ -191,7 +191,7 @@ def test_a_step_that_lacks_a_layer_is_left_out(tmp_path: Path) -> None:
 
 
 def routes_of(seed: int, tokens: int, layers: int = 3, experts: int = 16, choices: int = 4) -> np.ndarray:
-    """Distinct experts of each token, ``[tokens, layers, choices]``."""
+    """Return distinct experts for each token, ``[tokens, layers, choices]``."""
     scores = np.random.default_rng(seed).random((tokens, layers, experts))
     return np.argsort(scores, axis=2)[:, :, :choices]
 
@@ -216,7 +216,7 @@ def sglang_response(chosen_KLC: np.ndarray, prompt: int) -> dict[str, Any]:
     }
 
 
-def test_responses_are_decoded_side_by_side_without_their_prompts(tmp_path: Path) -> None:
+def test_responses_are_decoded_in_parallel_without_their_prompts(tmp_path: Path) -> None:
     routes = [routes_of(seed, 6 + 4) for seed in range(4)]
     generated = np.concatenate([chosen_KLC[6:] for chosen_KLC in routes])
     np.savez(tmp_path / "routes.npz", routes=generated, req_ptr=np.arange(0, 20, 4), num_experts=16)
@@ -233,7 +233,7 @@ def test_responses_are_decoded_side_by_side_without_their_prompts(tmp_path: Path
         np.testing.assert_array_equal(read_heat(path, read_as), expected)
 
 
-def test_sglang_s_numbers_have_no_shape_and_are_asked_for_it(tmp_path: Path) -> None:
+def test_sglang_responses_ask_for_their_shape(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "r.jsonl", [sglang_response(routes_of(0, 9), 5)] * 2)
     with pytest.raises(HeatError, match=r"routed_experts has 12 numbers per token .* with --top-k"):
         open_trace(path, ReadAs(batch=2))
@@ -250,7 +250,7 @@ def test_sglang_s_numbers_have_no_shape_and_are_asked_for_it(tmp_path: Path) -> 
         open_trace(write_lines(path, [response] * 2), ReadAs(batch=2, top_k=4))
 
 
-def test_rows_of_dense_layers_are_left_out_and_missing_choices_count_nowhere(tmp_path: Path) -> None:
+def test_dense_layers_are_skipped_and_missing_choices_are_not_counted(tmp_path: Path) -> None:
     chosen_KLC = routes_of(1, 12)
     chosen_KLC[:, 0] = 0
     chosen_KLC[3, 1] = -1
@@ -278,14 +278,14 @@ def test_rows_of_dense_layers_are_left_out_and_missing_choices_count_nowhere(tmp
         (npy(np.zeros((4, 2, 2), dtype=np.uint8)), "every layer looks like a dense one"),
     ],
 )
-def test_responses_that_are_refused(tmp_path: Path, value: object, message: str) -> None:
+def test_invalid_responses_are_rejected(tmp_path: Path, value: object, message: str) -> None:
     path = tmp_path / "response.json"
     path.write_text(json.dumps({"choices": [{"routed_experts": value}]}))
     with pytest.raises(HeatError, match=message):
         open_trace(path, ReadAs(batch=2))
 
 
-def test_responses_without_generated_tokens(tmp_path: Path) -> None:
+def test_responses_without_generated_tokens_are_rejected(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "r.jsonl", [vllm_response(routes_of(0, 5), 5)] * 2)
     with pytest.raises(HeatError, match="holds no generated token"):
         open_trace(path)

@@ -1,4 +1,4 @@
-"""What engines write is read back as the numbers that were written, whatever they are, in each format of tensors."""
+"""Random tensors written in the formats of the engines are read back exactly."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ def torch() -> Any:
 
 
 def placed(rng: np.random.Generator, layers: int, experts: int, ranks: int, slots: int) -> np.ndarray:
-    """Any expert in any slot, but each in one at least, ``[L, R*S]``."""
-    more = ranks * slots - experts
+    """Return random placements, ``[L, R*S]``, in which each expert has at least one slot."""
+    replicas = ranks * slots - experts
     rows = [
-        rng.permutation(np.concatenate([np.arange(experts), rng.integers(0, experts, more)]))
+        rng.permutation(np.concatenate([np.arange(experts), rng.integers(0, experts, replicas)]))
         for _ in range(layers)
     ]
     return np.stack(rows)
 
 
-def read(path: Path, **how: Any) -> np.ndarray:
-    trace = open_trace(path, ReadAs(**how))
+def read(path: Path, **options: Any) -> np.ndarray:
+    trace = open_trace(path, ReadAs(**options))
     return trace.heat(0, trace.steps)
 
 
 @FEW
 @given(seed=SEEDS, size=st.integers(1, 12), steps=st.integers(1, 30), dense=st.integers(0, 3))
-def test_sglang_s_ring_buffer(
+def test_an_sglang_ring_buffer_is_read(
     torch: Any, seed: int, size: int, steps: int, dense: int, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     rng = np.random.default_rng(seed)
@@ -70,7 +70,7 @@ def test_sglang_s_ring_buffer(
     form=st.sampled_from(["pass", "window", "gathered"]),
     suffix=st.sampled_from([".npy", ".npz", ".pt"]),
 )
-def test_tokens_by_slot_of_vllm_and_vllm_ascend(
+def test_tokens_by_slot_of_vllm_and_vllm_ascend_are_read(
     torch: Any, seed: int, steps: int, form: str, suffix: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     rng = np.random.default_rng(seed)
@@ -93,7 +93,7 @@ def test_tokens_by_slot_of_vllm_and_vllm_ascend(
 
 @FEW
 @given(seed=SEEDS, layers=st.integers(1, 4), form=st.sampled_from(["tensor", "answer", "named"]))
-def test_placements_that_deepseek_s_eplb_returns(
+def test_placements_of_deepseek_eplb_are_read(
     torch: Any, seed: int, layers: int, form: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     rng = np.random.default_rng(seed)
