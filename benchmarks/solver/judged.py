@@ -145,7 +145,7 @@ def _following(rows: Rows) -> Iterator[Target]:
         ratios = [float(np.sum(row["warm"]) / np.sum(row["afresh"])) for row in scenario_rows]
         milliseconds = float(np.mean([row["warm"] for row in scenario_rows])) * 1e3
         yield Target(
-            f"CPU of a warm decision on {kind} ratios one from scratch, {scenario_rows[0]['shape']}",
+            f"CPU of a warm decision on {kind} relative to one from scratch, {scenario_rows[0]['shape']}",
             f"{_MAX_WARM_RATIO:g} or less, plus {_TIME_NOISE:g} for noise",
             f"{np.mean(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f}; {milliseconds:.0f} ms)",
             bool(np.mean(ratios) <= _MAX_WARM_RATIO + _TIME_NOISE),
