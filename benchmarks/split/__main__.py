@@ -74,7 +74,9 @@ def _drawn(options: argparse.Namespace, console: Console) -> Iterator[Target]:
 def _quality(scenario: Scenario, options: argparse.Namespace, console: Console) -> list[dict[str, object]]:
     measured = list(quality(scenario, options.window, options.windows))
     rows = [[str(row["placement"]), *(f"{row[split]:.3f}" for split in SPLITS)] for row in measured]
-    title = f"{scenario.name}, {scenario.ranks} ranks x {scenario.slots}: PAR on the next window, {options.windows} windows"
+    title = (
+        f"{scenario.name}, {scenario.ranks} ranks x {scenario.slots}: PAR on {options.windows} next windows"
+    )
     console.print(Table(title, ["placement", *SPLITS], rows).drawn())
     return measured
 
