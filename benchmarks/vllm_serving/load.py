@@ -1,4 +1,4 @@
-"""Requests with drifting domains, sent to an OpenAI server by a fixed number of clients, with the time of each token."""
+"""Requests with drifting domains, sent to an OpenAI server by a fixed number of clients; every token is timed."""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ def _largest_gap(first: Answer, second: Answer) -> float:
 
 
 def latency(answers: Iterable[Answer]) -> dict[str, float]:
-    """Return the milliseconds to the first token and per token, median and 99th percentile; NaN if all answers failed."""
+    """Return the milliseconds to the first token and per token, median and 99th percentile; NaN without answers."""
     good = [answer.times for answer in answers if answer.error is None]
     seconds = {
         "first": [times[0] for times in good if times],
@@ -156,7 +156,7 @@ def complaint(found: dict[str, Any], beside: str = DECIDING) -> str | None:
     if found["different"]:
         return f"{found['different']} of {found['requests']} answers differ from vLLM's own"
     if found["split_draws"] > max(1, MOST_SPLIT_DRAWS * found["requests"]):
-        return f"{found['split_draws']} of {found['requests']} answers differ after a draw, which is more than rounding can explain"
+        return f"{found['split_draws']} of {found['requests']} answers differ after a draw: more than rounding explains"
     if beside == DECIDING and found["layers_switched"] == 0:
         return "no layer was switched; send more --requests"
     return None
