@@ -43,8 +43,8 @@ with command.main_context():
     if len(sys.argv) == 3:
         print(max(candidate.version for candidate in candidates if not candidate.version.is_prerelease))
     else:
-        found = [one for one in candidates if str(one.version) == sys.argv[3]][0]
-        open(sys.argv[4], "wb").write(session.get(found.link.url_without_fragment).content)
+        release = [candidate for candidate in candidates if str(candidate.version) == sys.argv[3]][0]
+        open(sys.argv[4], "wb").write(session.get(release.link.url_without_fragment).content)
 """
 
 

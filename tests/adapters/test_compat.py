@@ -165,7 +165,7 @@ def test_a_source_that_is_not_installed_is_read_as_an_installed_one(engine, tmp_
     assert engine_fingerprints.moved(tmp_path, known) == {
         "toy_engine:State.near": "has another body",
         "toy_engine:State.step": "takes (a, b, rest, named)",
-        "toy_engine:gone": "is not there",
+        "toy_engine:gone": "is missing",
     }
 
 
