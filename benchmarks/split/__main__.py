@@ -184,9 +184,9 @@ def of_recorded(
 
 def of_drawn(heat: str, quality: Rows) -> Iterator[Target]:
     """Yield the targets of drawn heat."""
-    for name, placement in ((EVEN_SHARES, FOR_EVEN), (STEPWISE, FOR_STEPS)):
-        name = f"256 experts, 32 ranks x 9 slots, {heat}, next window: {name}"
-        yield _at_most(name, DRAWN[name], _ratio(quality, placement, name))
+    for split, placement in ((EVEN_SHARES, FOR_EVEN), (STEPWISE, FOR_STEPS)):
+        name = f"256 experts, 32 ranks x 9 slots, {heat}, next window: {split}"
+        yield _at_most(name, DRAWN[split], _ratio(quality, placement, split))
 
 
 def of_cost(cost: Rows) -> Iterator[Target]:
